@@ -5,7 +5,6 @@ from __future__ import annotations
 import glob
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Any, ClassVar
 
 import torch
@@ -18,13 +17,13 @@ from fxq.common.metrics import tensors
 from fxq.common.source import source_of
 from fxq.errors import FxqError, RecipeError, TraceError, warn
 from fxq.graph.info import Decision, info
-from fxq.graph.query import is_check, reads_only_metadata
+from fxq.graph.query import is_check
 from fxq.pipeline.context import Context
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.recipe.selector import Selector, ancestors
+from fxq.rewriting.functionalize import STATELESS, Break, Functionalization
 from fxq.rewriting.rewriter import Rewriter
 from fxq.tracing.fidelity import first_difference, first_with_memory, run_model, same_values
-from fxq.tracing.memory import MemoryWatch
 from fxq.tracing.tracer import Tracer, is_kept
 
 
@@ -66,7 +65,7 @@ def _traced(context: Context, broken: Mapping[str, str]) -> Rewriter | dict[str,
     traced = Rewriter(gm, context, Trace.name, source_of(Trace.run))
     for node in gm.graph.nodes:
         traced.describe(node, origins=(node.name,) if _is_call(node) else (), kept=_kept_leaf(node, recipe, broken))
-    breaks = [*_check_buffers(changes.buffers, leaves), *_functionalize(traced, tracer.watch)]
+    breaks = [*_check_buffers(changes.buffers, leaves), *Functionalization(traced, tracer.watch).run()]
     if not breaks:
         context.outputs, differs = _compared(context, tracer)
         breaks += [differs] if differs is not None else []
@@ -135,14 +134,6 @@ def _makes_no_difference(place: str, context: Context, tracer: Tracer, graph: fx
     return True
 
 
-class Break(Exception):
-    """What a module does that its graph would not do. `path` is the smallest module that holds all of it."""
-
-    def __init__(self, path: str, why: str) -> None:
-        super().__init__(why)
-        self.path, self.why = path, why
-
-
 def _is_inside(path: str, leaves: tuple[str, ...]) -> bool:
     return any(is_kept(above, leaves) for above in ancestors(path))
 
@@ -152,7 +143,7 @@ def _check_buffers(changed: list[str], leaves: tuple[str, ...]) -> Iterator[Brea
     for name in changed:
         path = name.rpartition(".")[0]
         if not _is_inside(path, leaves):
-            yield Break(path, f"forward changes the buffer {name!r} in place: {_STATELESS}")
+            yield Break(path, f"forward changes the buffer {name!r} in place: {STATELESS}")
 
 
 def _check_attributes(context: Context, changed: dict[str, list[str]]) -> Iterator[Break]:
@@ -163,12 +154,7 @@ def _check_attributes(context: Context, changed: dict[str, list[str]]) -> Iterat
     path = first_with_memory(context.model, context.example, context.recipe.concrete_args, changed) if changed else None
     if path is not None:
         names = ", ".join(map(repr, changed[path]))
-        yield Break(path, f"forward sets {names} and returns something else when it runs again: {_STATELESS}")
-
-
-_STATELESS = (
-    "a graph keeps no state between calls. Keep the module as a float leaf (recipe.leaf), or return the new value."
-)
+        yield Break(path, f"forward sets {names} and returns something else when it runs again: {STATELESS}")
 
 
 def _compared(context: Context, tracer: Tracer) -> tuple[Any, Break | None]:
@@ -259,69 +245,4 @@ def _check_hooks(model: nn.Module) -> None:
         raise TraceError(
             f"the model ({type(model).__name__}) has forward hooks of its own, which a trace of its forward does not "
             "see. Remove them (handle.remove()), or give a module that calls this one: nn.Sequential(model)."
-        )
-
-
-def _functionalize(rewriter: Rewriter, watch: MemoryWatch) -> Iterator[Break]:
-    """Let every later reader of a value that an op overwrites with its result read that result instead.
-
-    With that, the in-place spelling of a table op can be replaced by the plain one. A later reader of the same memory
-    in another form (a view) cannot be helped that way: a break. All are found at once, as each costs another trace.
-    """
-    order = {node: i for i, node in enumerate(rewriter.graph.nodes)}
-    known: dict[int, list[fx.Node]] = {}  # the values in each block, as far as later nodes can read them
-    for node in rewriter.nodes():
-        about = info(node)
-        for block in about.changes:
-            try:
-                known[block] = [v for v in known.get(block, ()) if _still_read(rewriter, watch, order, node, v)]
-            except Break as found:
-                known[block] = []  # what becomes of these depends on what that module becomes
-                yield found
-        for block in about.memory:
-            known.setdefault(block, []).append(node)
-
-
-def _still_read(
-    rewriter: Rewriter, watch: MemoryWatch, order: dict[fx.Node, int], node: fx.Node, value: fx.Node
-) -> bool:
-    """Let the readers of `value` behind `node`, which changes its memory, read the result; whether any are left."""
-    if value.op == "get_attr":
-        _check_state(node, value)
-    later = [u for u in value.users if order[u] > order[node]]
-    if watch.same(value, node):
-        if later:
-            with rewriter.attributed("functionalize", _functionalize):
-                rewriter.reroute(value, node, only=set(later).__contains__)
-        return False
-    reader = next((u for u in later if not reads_only_metadata(u)), None)
-    if reader is None:
-        return False
-    changed = [n for n in node.all_input_nodes if set(info(n).memory) & set(info(node).changes)]
-    if value in changed and not set(info(node).memory) & set(info(node).changes):
-        return True  # it returns something else: whoever reads the value behind it reads what it wrote
-    first = next((n for n in changed if watch.same(n, node)), changed[0])
-    raise Break(
-        _around(node, reader),
-        f"%{node.name} ({info(node).source}) changes %{first.name} in place, and %{reader.name} "
-        f"({info(reader).source}) reads the same memory through %{value.name} afterwards. Write the "
-        "change out of place (x = x + y, nn.ReLU(inplace=False)).",
-    )
-
-
-def _around(*nodes: fx.Node) -> str:
-    """Path of the innermost module in whose forward all of these nodes are; empty for the model itself."""
-    stacks = [[path for path, _ in n.meta.get("nn_module_stack", {}).values()] for n in nodes]
-    stacks = [stack[:-1] if n.op == "call_module" else stack for n, stack in zip(nodes, stacks, strict=True)]
-    same = takewhile(lambda paths: len(set(paths)) == 1, zip(*stacks, strict=False))
-    return next((str(paths[0]) for paths in reversed(list(same))), "")
-
-
-def _check_state(node: fx.Node, value: fx.Node) -> None:
-    """Refuse a change of the model's own tensors: the plain spelling of the op would not make it."""
-    if not str(value.target).startswith("_tensor_constant"):  # those torch.fx makes of what a forward makes anew
-        raise Break(
-            _around(node),
-            f"%{node.name} ({info(node).source}) changes {value.target!r}, a tensor of the model, in place: "
-            f"{_STATELESS}",
         )

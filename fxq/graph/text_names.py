@@ -13,9 +13,13 @@ from torch._ops import OpOverload
 from torch.overrides import get_overridable_functions
 
 from fxq.graph.guards import check_fixed, check_same, check_sizes, make_output, own_copy
+from fxq.graph.updates import updated, updated_view
 from fxq.ops import OPS
 
-_OF_GRAPHS = (check_fixed, check_same, check_sizes, make_output, own_copy, getattr, len, bool, int, float)
+_OF_GRAPHS = (
+    *(check_fixed, check_same, check_sizes, make_output, own_copy, updated, updated_view),
+    *(getattr, len, bool, int, float),
+)
 _OPERATOR = (
     *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "neg", "pos", "abs", "invert", "index"),
     *("and_", "or_", "xor", "not_", "lshift", "rshift", "eq", "ne", "lt", "le", "gt", "ge", "getitem", "contains"),

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from fxq.ops.registry import aten, row
 from fxq.ops.table import Arguments, Instead, shape_of, spell
-from fxq.ops.traits import moves
+from fxq.ops.traits import float_only, moves
 
 _PART = moves("x", layout=True, view=True, selects=True)
 _COPY = moves("x", layout=True)
@@ -94,6 +94,14 @@ def _unbound(bound: Arguments, index: Any) -> Arguments | Instead | str:
 def getitem(x: Tensor, *, index: Any) -> Tensor:
     """x[index], with a tuple of numbers, slices and None."""
     return x[index]
+
+
+@row(quant=float_only("x", "value", fills=("value",)))
+def assign(x: Tensor, value: Any, *, index: Any) -> Tensor:
+    """x after x[index] = value, with a tuple of numbers, slices and None; x itself stays as it is."""
+    made = x.clone()
+    made[index] = value
+    return made
 
 
 def _nth(bound: Arguments, index: Any) -> Arguments | str:

@@ -105,7 +105,9 @@ class TracedValue(fx.Proxy):
         return int(self.tracer.asked.fix(self, "len"))
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        raise self.tracer.asked.refuse("an assignment to a part of a tensor", self.node)
+        if not isinstance(self._value, Tensor):
+            raise self.tracer.asked.refuse("an assignment to a part of a container", self.node)
+        self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
 
     def __contains__(self, item: Any) -> bool:
         if isinstance(self._value, Mapping):
@@ -148,6 +150,21 @@ class Member(TracedValue):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.tracer.create_proxy("call_method", self._name, (self._root, *args), kwargs)
+
+
+def _in_place(function: Callable[..., Any]) -> Callable[[TracedValue, Any], Any]:
+    """The method for `x += y`: of a tensor, it changes what others see through views; of a size, it is `x + y`."""
+
+    def change(self: TracedValue, other: Any) -> Any:
+        if not isinstance(self._value, Tensor):
+            return NotImplemented
+        return self.tracer.create_proxy("call_function", function, (self, other), {})
+
+    return change
+
+
+for _name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "ilshift", "irshift"):
+    setattr(TracedValue, f"__{_name}__", _in_place(getattr(operator, _name)))
 
 
 def _unpacked(frame: Any) -> int | None:

@@ -29,7 +29,7 @@ from fxq.tracing.example_run import ExampleRun, has_traced_weights
 from fxq.tracing.exported_program import Exported
 from fxq.tracing.failure import Untraceable, blame, user_line
 from fxq.tracing.forward_arguments import arguments, can_be_default
-from fxq.tracing.memory import MemoryWatch
+from fxq.graph.memory import MemoryWatch
 from fxq.tracing.proxies import Origin, TracedValue, examples, found_in, is_value, visible
 from fxq.tracing.tuples import sliced, taken_apart
 from fxq.tracing.wrappers import wrapped
@@ -186,8 +186,6 @@ class Tracer(fx.Tracer):
         node: fx.Node = super().create_proxy(kind, target, args, kwargs, name, type_expr).node
         changes = self.watch.changed(before)
         self._see(node, result, changes)
-        for value in found_in((args, kwargs)) if changes else ():
-            self.watch.see(value.node, value._value)  # unsqueeze_ changes how its input is laid out
         value = TracedValue(node, self, result, origin_of(kind, target, args, kwargs))
         if not changes and result is not None and not isinstance(result, Tensor) and kind != "call_module":
             node.meta[_IDLE] = value._origin < Origin.DATA or target is operator.getitem

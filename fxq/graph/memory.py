@@ -8,6 +8,7 @@ from torch import Tensor, fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fxq.common.metrics import tensors
+from fxq.graph.query import tensor_meta
 
 View = tuple[Any, ...]
 
@@ -19,8 +20,9 @@ class MemoryWatch:
     """
 
     def __init__(self) -> None:
-        self._numbers: dict[StorageWeakRef, int] = {}
+        self._numbers: dict[Any, int] = {}
         self._views: dict[fx.Node, View] = {}
+        self.parts: dict[fx.Node, list[Any]] = {}
 
     def memory(self, value: Any) -> tuple[int, ...]:
         """The blocks that the tensors inside a value lie in."""
@@ -38,9 +40,19 @@ class MemoryWatch:
     def see(self, node: fx.Node, value: Any) -> None:
         """Note which part of which memory the value of a node is, and how it is laid out."""
         block = _block(value) if isinstance(value, Tensor) else None
+        if isinstance(value, (tuple, list)):
+            self.parts[node] = [tensor_meta(part) for part in value]
         if block is not None:
             part = value.storage_offset(), tuple(value.shape), value.stride(), value.dtype
             self._views[node] = (self._numbers.setdefault(block, len(self._numbers)), *part)
+
+    def spot(self, node: fx.Node) -> View | None:
+        """Block, offset, shape, strides and dtype of a value; None where it is no tensor in memory."""
+        return self._views.get(node)
+
+    def new_block(self) -> int:
+        """The number of a block that no value of the run lies in."""
+        return self._numbers.setdefault(object(), len(self._numbers))
 
     def same(self, a: fx.Node, b: fx.Node) -> bool:
         """Whether two values are the same part of the same memory, so that one can be read instead of the other."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import fx
 
-from fxq.tracing.memory import MemoryWatch
+from fxq.graph.memory import MemoryWatch
 
 pytestmark = pytest.mark.any_cpu
 

@@ -1,0 +1,409 @@
+"""In-place changes as values: every op that writes to memory becomes one that gives what it leaves there.
+
+As the functionalization of `torch.export` does it, on a traced graph: each block of memory has a tree of the views of
+it. Writing to one makes new values of those above it, up to the tensor that owns the memory; the others are taken anew
+where a later node reads them.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any
+
+from torch import fx
+
+from fxq.graph.guards import own_copy
+from fxq.graph.info import info
+from fxq.graph.memory import MemoryWatch
+from fxq.graph.query import reads_only_metadata, swapped
+from fxq.ops import OPS
+from fxq.rewriting.assignments import assigned, cast
+from fxq.rewriting.in_place import RESHAPING, RESIZING, dtype_of_call, name_in_place, out_of_place, written_by
+from fxq.rewriting.view_inverse import cut_along, written_back
+
+if TYPE_CHECKING:
+    from fxq.rewriting.rewriter import Rewriter
+
+
+class Break(Exception):
+    """What a module does that its graph would not do. `path` is the smallest module that holds all of it."""
+
+    def __init__(self, path: str, why: str) -> None:
+        super().__init__(why)
+        self.path, self.why = path, why
+
+
+@dataclass(eq=False)
+class Block:
+    """A block of memory.
+
+    Attributes:
+        version: how often it was written to.
+        writer: the node that wrote to it last.
+    """
+
+    version: int = 0
+    writer: fx.Node | None = None
+
+
+@dataclass(eq=False)
+class Alias:
+    """A value that lies in a block of memory.
+
+    Attributes:
+        node: the node that gave it.
+        block: the memory.
+        parent: what it is a view of; None for what owns the memory.
+        same: whether it is all of that, in the same shape.
+        now: its present value: a node; for a tuple of views, one node for all or a list of one for each.
+        version: the version of the block that `now` is of.
+        slot: the argument of `node` that it is a view of.
+    """
+
+    node: fx.Node
+    block: Block
+    parent: Alias | None
+    same: bool
+    now: Any
+    version: int = 0
+    slot: fx.Node | None = None
+
+
+class Functionalization:
+    """Rewrites one traced graph so that no node changes a value that another one reads.
+
+    Leaf modules, and what torch has no other form of, write to copies of their own.
+    """
+
+    def __init__(self, rewriter: Rewriter, watch: MemoryWatch) -> None:
+        self.rewriter, self.watch = rewriter, watch
+        self.blocks: dict[int, Block] = {}
+        self.aliases: dict[fx.Node, Alias] = {}
+        self.containers: dict[fx.Node, dict[Block, int]] = {}
+        self.spots: dict[Any, Alias] = {}
+        self.rewritten: set[fx.Node] = set()
+
+    def run(self) -> list[Break]:
+        """Rewrite the graph; what stands in the way, one for each block of memory."""
+        breaks: list[Break] = []
+        if not any(info(node).changes for node in self.rewriter.graph.nodes):
+            return breaks
+        before = set(self.rewriter.graph.nodes)
+        broken: set[int] = set()
+        with self.rewriter.attributed("functionalize", Functionalization):
+            for node in self.rewriter.nodes():
+                about = info(node)
+                try:
+                    if not broken.intersection(about.memory + about.changes):
+                        self._node(node)
+                except Break as found:
+                    broken.update(about.memory + about.changes)
+                    breaks.append(found)
+            for node in reversed(self.rewriter.nodes()) if not breaks else ():
+                if not node.users and (node not in before or node in self.rewritten) and node.op != "output":
+                    self.rewriter.erase(node)
+        return breaks
+
+    def _node(self, node: fx.Node) -> None:
+        read = {arg: self._read(arg, node) for arg in node.all_input_nodes}
+        new = {arg: now for arg, now in read.items() if now is not arg}
+        if node.target is operator.getitem and isinstance(new.get(node.args[0]), list):
+            part = self.aliases[node.args[0]]
+            self.aliases[node] = Alias(node, part.block, part, False, new[part.node][node.args[1]], part.version)
+            return
+        if new:
+            self.rewriter.update(node, args=swapped(node.args, new), kwargs=swapped(node.kwargs, new))
+            for arg, now in new.items():
+                if isinstance(now, fx.Node):
+                    self.aliases[now] = self.aliases[arg]
+        if info(node).changes:
+            self._write(node)
+        elif not reads_only_metadata(node):
+            self._note(node, read)
+
+    # ---- reading
+
+    def _read(self, arg: fx.Node, node: fx.Node) -> Any:
+        """The node that has the present value of an argument of a node."""
+        alias = self.aliases.get(arg)
+        if alias is not None:
+            return alias.node if reads_only_metadata(node) else self._now(alias, node)
+        taken = node.target is operator.getitem and node.args[0] is arg
+        for block, version in self.containers.get(arg, {}).items() if not taken else ():
+            if block.version != version:
+                raise self._stale(block, node, arg)
+        return arg
+
+    def _now(self, alias: Alias, before: fx.Node) -> Any:
+        """The present value of an alias, taken anew where the memory has been written to."""
+        if alias.version != alias.block.version:
+            if alias.parent is None:
+                raise self._stale(alias.block, before, alias.node)
+            alias.now = self._taken(alias, self._now(alias.parent, before), before)
+            alias.version = alias.block.version
+        return alias.now
+
+    def _taken(self, alias: Alias, whole: Any, before: fx.Node) -> Any:
+        view, parent = alias.node, alias.parent
+        assert parent is not None
+        if alias.same:
+            return whole
+        if isinstance(whole, list):  # the parts of a tuple
+            return whole[view.args[1]]
+        about, new = info(view), {alias.slot: whole}
+        args, kwargs = swapped(view.args, new), swapped(view.kwargs, new)
+        typed = about.shape, about.dtype
+        made = self.rewriter.node(view.op, view.target, args, kwargs, like=view, before=before, typed=typed)
+        self.aliases[made] = alias
+        return made
+
+    def _stale(self, block: Block, reader: fx.Node, value: fx.Node) -> Break:
+        writer = block.writer
+        assert writer is not None
+        return Break(
+            around(writer, reader),
+            f"%{writer.name} ({info(writer).source}) changes memory in place, and %{reader.name} "
+            f"({info(reader).source}) reads it through %{value.name} afterwards. Write the "
+            "change out of place (x = x + y, nn.ReLU(inplace=False)).",
+        )
+
+    # ---- values
+
+    def _block(self, number: int) -> Block:
+        return self.blocks.setdefault(number, Block())
+
+    def _note(self, node: fx.Node, read: dict[fx.Node, Any]) -> None:
+        """Note where the value of a node lies that changes nothing."""
+        about = info(node)
+        cut = cut_along(node) if not about.is_tensor and about.memory else None
+        if not about.is_tensor and cut is None:
+            if about.memory:
+                self.containers[node] = {b: b.version for b in map(self._block, about.memory)}
+        elif len(about.memory) == 1:
+            block = self._block(about.memory[0])
+            spot, parent, slot = self.watch.spot(node), None, None
+            for arg, now in read.items():
+                if parent is None and (known := self.aliases.get(arg)) is not None and known.block is block:
+                    parent, slot = known, now if isinstance(now, fx.Node) else arg
+            same = parent is not None and self.watch.same(parent.node, node)
+            if parent is None and spot in self.spots:
+                parent, same = self.spots[spot], True
+            version = block.version if slot is not None else 0
+            self.aliases[node] = Alias(node, block, parent, same, node, version, slot)
+            if spot is not None:
+                self.spots.setdefault(spot, self.aliases[node])
+
+    # ---- writing
+
+    def _write(self, node: fx.Node) -> None:
+        """Let a node that writes to memory give what it leaves there."""
+        blocks, named = {self._block(number) for number in info(node).changes}, written_by(node)
+        args = [a for a in node.all_input_nodes if self._lies_in(a, blocks)]
+        written = [named] if named is not None and named in args else args
+        aliases = []
+        for arg in written:
+            if arg not in self.aliases:
+                raise self._refused(node, arg, "it is one of several values of a call")
+            aliases.append(self.aliases[arg])
+            _check_state(node, self.aliases[arg])
+        if len({alias.block for alias in aliases}) != len(aliases) or not aliases:
+            raise self._refused(node, (written or [node])[0], "it is given more than one view of that memory")
+        name = name_in_place(node)
+        if name in RESIZING and node.op != "call_module":
+            raise self._refused(node, written[0], "another size or memory")
+        if name in RESHAPING and node.op == "call_method":
+            self._reshape(node, aliases[0])
+            return
+        wholes = [self._wholes(alias, node) for alias in aliases]
+        news = [self._functional(node, aliases[0])] if len(aliases) == 1 else [None]
+        if news[0] is None:
+            news = self._on_copies(node, aliases)
+        behind = node.next
+        for alias, above, new in zip(aliases, wholes, news, strict=True):
+            self._spread(alias, above, new, node, behind)
+        if node not in self.aliases and info(node).memory:
+            self._note(node, {})
+
+    def _lies_in(self, value: fx.Node, blocks: set[Block]) -> bool:
+        alias = self.aliases.get(value)
+        known = [alias.block] if alias is not None else self.containers.get(value, ())
+        return not blocks.isdisjoint(known)
+
+    def _refused(self, node: fx.Node, value: fx.Node, why: str) -> Break:
+        return Break(
+            around(node),
+            f"%{node.name} ({info(node).source}) changes %{value.name} in place: {why}. Write the change out of place "
+            "(x = x + y, nn.ReLU(inplace=False)).",
+        )
+
+    def _reshape(self, node: fx.Node, alias: Alias) -> None:
+        """`x.unsqueeze_(0)`: from now on, whoever reads x reads another view of the same memory."""
+        self.rewriter.update(node, target=str(node.target)[:-1])
+        self.rewriter.describe(node, changes=())
+        new = Alias(node, alias.block, alias, False, node, alias.block.version, alias.now)
+        for value in [value for value, known in self.aliases.items() if known is alias and value is alias.node]:
+            self.aliases[value] = new
+        self.aliases[node] = new
+
+    def _wholes(self, alias: Alias, before: fx.Node) -> list[Any]:
+        """The present values of all that an alias is a view of, the nearest first."""
+        found = []
+        above = alias.parent
+        while above is not None:
+            found.append(self._now(above, before))
+            above = above.parent
+        return found
+
+    def _functional(self, node: fx.Node, alias: Alias) -> fx.Node | None:
+        """Make a node the call that gives the new value of what it writes to; None where torch has no such call."""
+        about, dtype = info(node), info(alias.node).dtype
+        x, like = alias.now, node
+        if node.op == "call_module":
+            known = OPS.of_module(self.rewriter.gm.get_submodule(str(node.target))) is not None and about.kept is None
+            owns = alias.parent is None and alias.now is alias.node
+            return node if known and owns and self.watch.same(alias.node, node) else None
+        if _assigns(node):
+            return self._assigned(node, x)
+        call = out_of_place(node)
+        if call is None or written_by(node) is not x:
+            return None
+        if "out" in node.kwargs and not self._fills_out(node, call):
+            raise self._refused(node, x, "it may get another size")
+        self.rewritten.add(node)
+        if dtype_of_call(call) in (None, dtype):
+            self.rewriter.update(node, call.target, call.args, call.kwargs, op=call.kind)
+        else:
+            typed = info(alias.node).shape, dtype_of_call(call)
+            made = self.rewriter.node(call.kind, call.target, call.args, call.kwargs, like=like, before=node, typed=typed)
+            self.rewriter.update(node, "to", (made, dtype), {}, op="call_method")
+        self.rewriter.describe(node, changes=(), memory=())
+        return node
+
+    def _fills_out(self, node: fx.Node, call: Any) -> bool:
+        return info(node).shape == info(node.kwargs["out"]).shape
+
+    def _assigned(self, node: fx.Node, x: fx.Node) -> fx.Node:
+        """The new value of what an assignment writes to; the node itself goes."""
+        name = name_in_place(node)
+        if name == "copy_":
+            value = node.args[1] if len(node.args) > 1 else node.kwargs.get("src")
+            value = cast(self.rewriter, value, info(x).dtype, node, node)
+            made = self.rewriter.call("expand_as", value, x, like=node, before=node,
+                                      typed=(info(x).shape, info(x).dtype))
+        elif name == "index_put_":
+            index = tuple(slice(None) if part is None else part for part in node.args[1])
+            made = assigned(self.rewriter, x, index, node.args[2], node, node)
+        else:
+            _, index, value = node.args
+            source = self.aliases.get(value) if isinstance(value, fx.Node) else None
+            target = self.aliases.get(node.args[0])
+            if source is not None and source.parent is target and _takes(source.node, index):
+                made = x  # x[i] += 1 has changed x before: x[i] = x[i]
+            else:
+                made = assigned(self.rewriter, x, index, value, node, node)
+        self.rewriter.reroute(node, made)
+        self.rewritten.add(node)
+        return made
+
+    def _on_copies(self, node: fx.Node, aliases: list[Alias]) -> list[fx.Node]:
+        """Let a node write to copies of its own, which are the new values from then on."""
+        copies = {}
+        for alias in aliases:
+            about = info(alias.node)
+            made = self.rewriter.node(
+                "call_function", own_copy, (alias.now,), like=alias.node, before=node, typed=(about.shape, about.dtype)
+            )
+            self.rewriter.describe(made, memory=(self.watch.new_block(),), origins=())
+            copies[alias.now] = made
+        whole = next((alias for alias in aliases if self.watch.same(alias.node, node)), None)
+        self.rewriter.update(node, args=swapped(node.args, copies), kwargs=swapped(node.kwargs, copies))
+        blocks = tuple(info(made).memory[0] for made in copies.values())
+        written = set().union(*(info(alias.node).memory for alias in aliases))
+        memory = tuple(block for block in info(node).memory if block not in written)
+        memory = info(copies[whole.now]).memory if whole is not None else memory
+        self.rewriter.describe(node, changes=blocks, memory=memory)
+        return [node if alias is whole else copies[alias.now] for alias in aliases]
+
+    def _spread(self, alias: Alias, wholes: list[Any], value: Any, node: fx.Node, behind: fx.Node) -> None:
+        """Make a value that of an alias, and new values of all that it is a view of."""
+        alias.block.version += 1
+        alias.block.writer = node
+        while True:
+            alias.now, alias.version = value, alias.block.version
+            if isinstance(value, fx.Node):
+                self.aliases.setdefault(value, alias)
+            if alias.parent is None:
+                return
+            value = self._above(alias, wholes.pop(0), value, node, behind)
+            alias = alias.parent
+
+    def _above(self, alias: Alias, whole: Any, value: Any, node: fx.Node, behind: fx.Node) -> Any:
+        """The new value of what an alias is a view of."""
+        view, parent = alias.node, alias.parent
+        assert parent is not None
+        if alias.same:
+            return value
+        if not info(parent.node).is_tensor:
+            parts = whole if isinstance(whole, list) else self._parts(parent.node, whole, behind)
+            return [value if i == view.args[1] % len(parts) else part for i, part in enumerate(parts)]
+        if isinstance(value, list):
+            name, dim = cut_along(view) or ("cat", 0)
+            typed = info(parent.node).shape, info(parent.node).dtype
+            return self.rewriter.call(name, value, dim=dim, like=view, before=behind, typed=typed)
+        made = written_back(self.rewriter, whole, view, value, behind)
+        if made is None:
+            raise self._refused(node, view, "there is no way back from this view to what it is a view of")
+        return made
+
+    def _parts(self, cut: fx.Node, whole: fx.Node, before: fx.Node) -> list[Any]:
+        """The parts of a tuple of views, one by one."""
+        make, shapes = self.rewriter.node, self.watch.parts[cut]
+        return [
+            make("call_function", operator.getitem, (whole, i), like=cut, before=before, typed=typed)
+            for i, typed in enumerate(shapes)
+        ]
+
+
+def _assigns(node: fx.Node) -> bool:
+    """Whether a call does nothing but put values into a tensor."""
+    name = name_in_place(node)
+    puts = name == "index_put_" and len(node.args) > 2 and not any((*node.args[3:], *node.kwargs.values()))
+    return node.target is operator.setitem or name == "copy_" or puts
+
+
+def _takes(view: fx.Node, index: Any) -> bool:
+    """Whether a view is `x[index]`."""
+    return view.target is operator.getitem and bool(view.args[1] == index)
+
+
+def around(*nodes: fx.Node) -> str:
+    """Path of the innermost module in whose forward all of these nodes are; empty for the model itself."""
+    stacks = [[path for path, _ in n.meta.get("nn_module_stack", {}).values()] for n in nodes]
+    stacks = [stack[:-1] if n.op == "call_module" else stack for n, stack in zip(nodes, stacks, strict=True)]
+    same = takewhile(lambda paths: len(set(paths)) == 1, zip(*stacks, strict=False))
+    return next((str(paths[0]) for paths in reversed(list(same))), "")
+
+
+def _check_state(node: fx.Node, alias: Alias) -> None:
+    """Refuse a change of the model's own tensors: a graph would not make it."""
+    while alias.parent is not None:
+        alias = alias.parent
+    value = alias.node
+    if value.op == "get_attr" and not is_made_in_forward(value):
+        raise Break(
+            around(node),
+            f"%{node.name} ({info(node).source}) changes {value.target!r}, a tensor of the model, in place: "
+            f"{STATELESS}",
+        )
+
+
+def is_made_in_forward(constant: fx.Node) -> bool:
+    """Whether a `get_attr` node reads a tensor that a forward makes of nothing traced, rather than one of the model."""
+    return str(constant.target).startswith("_tensor_constant")
+
+
+STATELESS = (
+    "a graph keeps no state between calls. Keep the module as a float leaf (recipe.leaf), or return the new value."
+)

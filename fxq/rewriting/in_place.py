@@ -1,0 +1,115 @@
+"""The call without side effects that computes what an in-place call leaves in memory."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+from torch._ops import OpOverload
+
+from fxq.graph.info import info
+
+RESHAPING = frozenset({"squeeze_", "unsqueeze_", "t_", "transpose_", "swapaxes_", "swapdims_"})
+"""Methods that change the shape of a tensor object and leave its memory, and all other views of it, as they are."""
+RESIZING = frozenset({"resize_", "resize_as_", "set_", "as_strided_", "sparse_resize_"})
+"""Methods that let a tensor object have other memory, or another part of it: no graph can hold that."""
+_OPERATORS = {"iand": "and_", "ior": "or_"}
+_RANDOM = frozenset({"bernoulli_", "dropout_", "alpha_dropout_", "feature_dropout_", "feature_alpha_dropout_", "rrelu_"})
+"""Those whose namesake without the underscore draws other numbers, or draws none."""
+
+
+class Call(NamedTuple):
+    """A call of a node: its kind, what it calls, and the arguments."""
+
+    kind: str
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def name_in_place(node: fx.Node) -> str:
+    """The name of the method or function that a node calls, without its namespace and overload."""
+    target = node.target
+    if isinstance(target, OpOverload):
+        return str(target.overloadpacket.__name__)
+    return target if isinstance(target, str) else str(getattr(target, "__name__", ""))
+
+
+def written_by(node: fx.Node) -> fx.Node | None:
+    """The argument that an in-place call of torch writes its result to; None for any other call."""
+    name, first = name_in_place(node), node.args[0] if node.args else node.kwargs.get("input")
+    if "out" in node.kwargs:
+        first = node.kwargs["out"]
+    elif isinstance(node.target, OpOverload):
+        written = [
+            value
+            for argument, value in zip(node.target._schema.arguments, node.args, strict=False)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        first = written[0] if len(written) == 1 else None
+    elif node.op == "call_module" or not (
+        node.kwargs.get("inplace") is True
+        or getattr(node.target, "__module__", None) == operator.iadd.__module__
+        or (name.endswith("_") and not name.startswith("_"))
+    ):
+        first = None
+    return first if isinstance(first, fx.Node) else None
+
+
+def out_of_place(node: fx.Node) -> Call | None:
+    """The call that computes the value of what `written_by` says, or None where torch has none.
+
+    Its dtype may be another one than that of the tensor which is written to. Assignments (`operator.setitem`, `copy_`)
+    have none: see `fxq/rewriting/assignments.py`.
+    """
+    name, kwargs = name_in_place(node), dict(node.kwargs)
+    if name in _RANDOM:
+        return None
+    if name in ("zero_", "fill_"):
+        return _filled(node, 0 if name == "zero_" else node.args[1] if len(node.args) > 1 else kwargs["value"])
+    if "out" in kwargs and not isinstance(node.target, OpOverload):
+        del kwargs["out"]
+        return Call(node.op, node.target, node.args, kwargs)
+    if kwargs.pop("inplace", False):
+        return Call(node.op, node.target, node.args, kwargs)
+    plain = name[:-1]
+    target: Any = None
+    if node.op == "call_method":
+        target = plain if hasattr(Tensor, plain) else None
+    elif isinstance(node.target, OpOverload):
+        packet = getattr(torch.ops.aten, plain, None) if node.target.namespace == "aten" else None
+        target = getattr(packet, node.target._overloadname, None)
+    elif getattr(node.target, "__module__", None) == operator.iadd.__module__:
+        target = getattr(operator, _OPERATORS.get(name, name[1:]), None)
+    elif name.endswith("_"):
+        target = next((getattr(home, plain) for home in (torch, F) if callable(getattr(home, plain, None))), None)
+    return Call(node.op, target, node.args, kwargs) if target is not None else None
+
+
+def _filled(node: fx.Node, value: Any) -> Call:
+    """`x.fill_(value)`: a tensor of one number."""
+    x = written_by(node)
+    if isinstance(value, fx.Node) and info(value).is_tensor:
+        return Call("call_method", "expand_as", (value, x), {})
+    return Call("call_function", torch.full_like, (x, value), {})
+
+
+def dtype_of_call(call: Call) -> torch.dtype | None:
+    """The dtype of what a call gives, found on the meta device; None where that does not tell."""
+
+    def on_meta(value: fx.Node) -> Any:
+        about = info(value)
+        return torch.empty(about.shape or (), dtype=about.dtype, device="meta") if about.is_tensor else 1
+
+    args, kwargs = (fx.node.map_arg(part, on_meta) for part in (call.args, call.kwargs))
+    try:
+        if call.kind == "call_method":
+            result = getattr(args[0], call.target)(*args[1:], **kwargs)
+        else:
+            result = call.target(*args, **kwargs)
+    except Exception:  # whatever an op raises that the meta device does not have
+        return None
+    return result.dtype if isinstance(result, Tensor) else None
