@@ -65,7 +65,7 @@ def _traced(context: Context, broken: Mapping[str, str]) -> Rewriter | dict[str,
     traced = Rewriter(gm, context, Trace.name, source_of(Trace.run))
     for node in gm.graph.nodes:
         traced.describe(node, origins=(node.name,) if _is_call(node) else (), kept=_kept_leaf(node, recipe, broken))
-    breaks = [*_check_buffers(changes.buffers, leaves), *Functionalization(traced, tracer.watch).run()]
+    breaks = [*_check_buffers(changes.buffers, leaves), *Functionalization(traced, tracer.watch, tracer.made).run()]
     if not breaks:
         context.outputs, differs = _compared(context, tracer)
         breaks += [differs] if differs is not None else []
@@ -87,8 +87,11 @@ def _graph(context: Context, leaves: tuple[str, ...]) -> tuple[Tracer, fx.GraphM
     graph either way are not checked when it runs.
     """
     model, recipe, unroll, free = context.model, context.recipe, False, list[str]()
+    created = False
     while True:
-        tracer, gm = Tracer(leaves, context.example, recipe.concrete_args, recipe.strict_trace, unroll, free=free), None
+        gm: fx.GraphModule | None = None
+        fixed, strict = recipe.concrete_args, recipe.strict_trace
+        tracer = Tracer(leaves, context.example, fixed, strict, unroll, free=free, created=created)
         with untouched(model) as changes, seeded():
             try:
                 gm = fx.GraphModule(model, tracer.trace_model(model), class_name=type(model).__name__)
@@ -97,7 +100,9 @@ def _graph(context: Context, leaves: tuple[str, ...]) -> tuple[Tracer, fx.GraphM
                     raise
         if tracer.broken:
             return tracer, None, changes
-        if gm is None:
+        if gm is not None and not created and tracer.changes_plain_tensors():
+            created = True
+        elif gm is None:
             unroll = True
         elif free or not (free := [p for p in _branches(tracer) if _makes_no_difference(p, context, tracer, gm.graph)]):
             return tracer, gm, changes
@@ -124,7 +129,7 @@ def _makes_no_difference(place: str, context: Context, tracer: Tracer, graph: fx
 
     model, fixed = context.model, context.recipe.concrete_args
     for way in (True, False):
-        other = Tracer(tracer.leaves, context.example, fixed, tracer.strict, tracer.unroll, forced={place: way})
+        other = Tracer(tracer.leaves, context.example, fixed, tracer.strict, tracer.unroll, forced={place: way}, created=tracer.created)
         try:
             with untouched(model), seeded():
                 if written(other.trace_model(model), other) != written(graph, tracer) or other.broken:
@@ -163,7 +168,7 @@ def _compared(context: Context, tracer: Tracer) -> tuple[Any, Break | None]:
     expected = run_model(model, example, fixed)
     if same_values(tracer.returned, expected):
         return expected, None
-    again = Tracer(tracer.leaves, example, fixed, unroll=tracer.unroll, record=True)
+    again = Tracer(tracer.leaves, example, fixed, unroll=tracer.unroll, record=True, created=tracer.created)
     with untouched(model), seeded():
         again.trace_model(model)
     return expected, Break(first_difference(model, example, fixed, again.outputs), _DIFFERS)

@@ -8,6 +8,7 @@ where a later node reads them.
 from __future__ import annotations
 
 import operator
+from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
@@ -75,10 +76,20 @@ class Functionalization:
     """Rewrites one traced graph so that no node changes a value that another one reads.
 
     Leaf modules, and what torch has no other form of, write to copies of their own.
+
+    Attributes:
+        rewriter: edits the graph.
+        watch: which values share memory.
+        made: the paths of the constants that a forward makes, so that it makes them anew at each call.
+        blocks: the blocks of memory, by number.
+        aliases: the tensors in them, and tuples of views.
+        containers: the nodes whose value holds several tensors; for each block of these its version when it was made.
+        spots: the first value in each place and layout.
+        rewritten: the nodes that have become functions, or have nothing left to do.
     """
 
-    def __init__(self, rewriter: Rewriter, watch: MemoryWatch) -> None:
-        self.rewriter, self.watch = rewriter, watch
+    def __init__(self, rewriter: Rewriter, watch: MemoryWatch, made: Collection[str]) -> None:
+        self.rewriter, self.watch, self.made = rewriter, watch, made
         self.blocks: dict[int, Block] = {}
         self.aliases: dict[fx.Node, Alias] = {}
         self.containers: dict[fx.Node, dict[Block, int]] = {}
@@ -207,7 +218,7 @@ class Functionalization:
             if arg not in self.aliases:
                 raise self._refused(node, arg, "it is one of several values of a call")
             aliases.append(self.aliases[arg])
-            _check_state(node, self.aliases[arg])
+            self._check_state(node, self.aliases[arg])
         if len({alias.block for alias in aliases}) != len(aliases) or not aliases:
             raise self._refused(node, (written or [node])[0], "it is given more than one view of that memory")
         name = name_in_place(node)
@@ -225,6 +236,17 @@ class Functionalization:
             self._spread(alias, above, new, node, behind)
         if node not in self.aliases and info(node).memory:
             self._note(node, {})
+
+    def _check_state(self, node: fx.Node, alias: Alias) -> None:
+        """Refuse a change of the model's own tensors, which are the same at the next call: no graph would make it."""
+        while alias.parent is not None:
+            alias = alias.parent
+        if alias.node.op == "get_attr" and alias.node.target not in self.made:
+            raise Break(
+                around(node),
+                f"%{node.name} ({info(node).source}) changes {alias.node.target!r}, a tensor of the model, in place: "
+                f"{STATELESS}",
+            )
 
     def _lies_in(self, value: fx.Node, blocks: set[Block]) -> bool:
         alias = self.aliases.get(value)
@@ -384,24 +406,6 @@ def around(*nodes: fx.Node) -> str:
     stacks = [stack[:-1] if n.op == "call_module" else stack for n, stack in zip(nodes, stacks, strict=True)]
     same = takewhile(lambda paths: len(set(paths)) == 1, zip(*stacks, strict=False))
     return next((str(paths[0]) for paths in reversed(list(same))), "")
-
-
-def _check_state(node: fx.Node, alias: Alias) -> None:
-    """Refuse a change of the model's own tensors: a graph would not make it."""
-    while alias.parent is not None:
-        alias = alias.parent
-    value = alias.node
-    if value.op == "get_attr" and not is_made_in_forward(value):
-        raise Break(
-            around(node),
-            f"%{node.name} ({info(node).source}) changes {value.target!r}, a tensor of the model, in place: "
-            f"{STATELESS}",
-        )
-
-
-def is_made_in_forward(constant: fx.Node) -> bool:
-    """Whether a `get_attr` node reads a tensor that a forward makes of nothing traced, rather than one of the model."""
-    return str(constant.target).startswith("_tensor_constant")
 
 
 STATELESS = (

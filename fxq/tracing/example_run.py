@@ -33,8 +33,14 @@ class ExampleRun:
     def copy(self, tensor: Tensor) -> Tensor:
         """A copy of a tensor of the model, the same one for each reader."""
         if tensor not in self._copies:
-            self._copies[tensor] = copied(tensor)
+            with unwatched():
+                self._copies[tensor] = copied(tensor)
         return self._copies[tensor]
+
+    def has_changed(self, tensor: Tensor) -> bool:
+        """Whether calls have changed the copy of a tensor in place."""
+        copy = self._copies.get(tensor)
+        return copy is not None and copy._version != 0
 
     def values(self, arguments: Any) -> Any:
         """Arguments with values in the place of traced ones, and copies in the place of the model's tensors."""

@@ -46,7 +46,12 @@ class TracedValue(fx.Proxy):
 
     def __init__(self, node: fx.Node, tracer: Any, value: Any, origin: Origin) -> None:
         super().__init__(node, tracer)
-        self._value, self._origin = value, origin
+        self._value, self._made_of = value, origin
+
+    @property
+    def _origin(self) -> Origin:
+        """What the value depends on, by what has been written to its memory, too."""
+        return self.tracer.origin(self)
 
     @classmethod
     def __torch_function__(cls, called: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -207,7 +212,9 @@ _METHODS = ("expand", "narrow", "new_full", "new_ones", "new_zeros", "repeat", "
 
 @contextmanager
 def visible(
-    record: Callable[[str, Any, tuple[Any, ...], dict[str, Any]], Any], traces: Callable[[], bool]
+    record: Callable[[str, Any, tuple[Any, ...], dict[str, Any]], Any],
+    traces: Callable[[], bool],
+    create: Callable[..., Any] | None = None,
 ) -> Iterator[None]:
     """Let the places where Python or torch would not see a traced value see it.
 
@@ -219,13 +226,14 @@ def visible(
     Args:
         record: makes a node of its kind, what it calls, and the arguments.
         traces: whether a forward is being traced, rather than a layer run on the example.
+        create: calls a function, and gives the tensors that it makes as traced ones; None: they stay plain ones.
     """
     replaced = ((torch, _FACTORIES, None), (torch, RANDOM, traces), (Tensor, _METHODS, None), (Tensor, FILLS, traces))
     with ExitStack() as stack:
         for owner, names, anyway in replaced:
             for name in names:
                 stack.enter_context(patch.object(owner, name, _recorded(owner, name, record, anyway)))
-        stack.enter_context(_Indexing(record))
+        stack.enter_context(_Plain(record, create))
         stack.enter_context(patch.object(builtins, "isinstance", _asked(builtins.isinstance)))
         yield
 
@@ -243,16 +251,16 @@ def _recorded(owner: Any, name: str, record: Any, anyway: Callable[[], bool] | N
     return call
 
 
-class _Indexing(TorchFunctionMode):
-    """Records a tensor of the model with a traced index.
+class _Plain(TorchFunctionMode):
+    """Records plain tensors with a traced index, and what `create` makes of calls without a traced value.
 
     `Tensor.__getitem__` is not to be replaced, not even for a while: that fills a slot of the type which stays filled,
     and from then on `torch.tensor([a, b])` takes tensors of no dimension for sequences, and fails.
     """
 
-    def __init__(self, record: Any) -> None:
+    def __init__(self, record: Any, create: Any) -> None:
         super().__init__()
-        self._record = record
+        self._record, self._create = record, create
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         value = next(found_in((args, kwargs)), None)
@@ -260,6 +268,10 @@ class _Indexing(TorchFunctionMode):
             value.tracer.asked.forget(sys._getframe(1))
         if func is Tensor.__getitem__ and next(found_in(args[1]), None) is not None:
             return self._record("call_function", operator.getitem, args, {})
+        if func is Tensor.__setitem__ and next(found_in(args[1:]), None) is not None:
+            return self._record("call_function", operator.setitem, args, {})
+        if value is None and self._create is not None:
+            return self._create(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
 
@@ -267,7 +279,7 @@ class _Indexing(TorchFunctionMode):
 def unwatched() -> Iterator[None]:
     """Run what no traced value gets into as it runs without a trace: torch's modules take other paths in a mode."""
     with ExitStack() as stack:
-        if isinstance(_get_current_function_mode(), _Indexing):
+        if isinstance(_get_current_function_mode(), _Plain):
             stack.enter_context(_pop_mode_temporarily())
         yield
 

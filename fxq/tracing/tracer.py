@@ -18,9 +18,11 @@ from torch.nn.utils import parametrize
 from fxq.common.data import Batch
 from fxq.common.globs import path_matches
 from fxq.common.isolation import copied
+from fxq.common.metrics import tensors
+from fxq.common.trees import mapped
 from fxq.errors import FxqError, InputError, TraceError
 from fxq.graph.guards import is_plain, make_output
-from fxq.graph.info import set_info
+from fxq.graph.info import info, set_info
 from fxq.graph.query import tensor_meta
 from fxq.ops import OPS
 from fxq.tracing.assumptions import Assumptions
@@ -30,7 +32,7 @@ from fxq.tracing.exported_program import Exported
 from fxq.tracing.failure import Untraceable, blame, user_line
 from fxq.tracing.forward_arguments import arguments, can_be_default
 from fxq.graph.memory import MemoryWatch
-from fxq.tracing.proxies import Origin, TracedValue, examples, found_in, is_value, visible
+from fxq.tracing.proxies import Origin, TracedValue, examples, found_in, is_value, unwatched, visible
 from fxq.tracing.tuples import sliced, taken_apart
 from fxq.tracing.wrappers import wrapped
 
@@ -53,6 +55,8 @@ class Tracer(fx.Tracer):
         unroll: whether such a loop is unrolled.
         record: whether to keep what the traced modules return.
         outputs: that, with the module's path, in the order in which they return.
+        created: whether tensors that a forward makes of nothing traced are traced values, too: it changes them.
+        made: the paths of these.
         forced, free: as for `Assumptions`.
     """
 
@@ -66,6 +70,7 @@ class Tracer(fx.Tracer):
         record: bool = False,
         forced: Mapping[str, bool] | None = None,
         free: Collection[str] = (),
+        created: bool = False,
     ) -> None:
         super().__init__()
         self.leaves, self.example, self.fixed, self.strict = leaves, example, fixed, strict
@@ -78,6 +83,9 @@ class Tracer(fx.Tracer):
         self._thread = threading.get_ident()
         self._read: dict[str, TracedValue] = {}
         self._paths: dict[Tensor, str] = {}
+        self.created, self.made = created, set[str]()
+        self._plain: dict[Tensor, int] = {}
+        self._written: dict[int, Origin] = {}
 
     def trace_model(self, model: nn.Module) -> fx.Graph:
         """The graph.
@@ -90,7 +98,9 @@ class Tracer(fx.Tracer):
         self.asked = Assumptions(self.create_node, _TRACE, type(model).__name__, self.forced, self.free)
         self._paths = {p: n for n, p in (*model.named_buffers(), *model.named_parameters())}
         try:
-            with _ONE_AT_A_TIME, torch.inference_mode(False), torch.no_grad(), visible(self.create_proxy, self._traces):
+            with _ONE_AT_A_TIME, torch.inference_mode(False), torch.no_grad(), visible(
+                self.create_proxy, self._traces, self._create if self.created else None
+            ):
                 graph = super().trace(model)  # inference tensors do not count their changes
         except FxqError:
             raise
@@ -131,7 +141,8 @@ class Tracer(fx.Tracer):
 
     def _input(self, entry: Any) -> Any:
         node = self.create_node("placeholder", entry.name, entry.default, {})
-        value = copied(entry.value)
+        with unwatched():
+            value = copied(entry.value)
         self._see(node, value)
         self.asked.give(entry, node)
         return value if entry.fixed else TracedValue(node, self, value, Origin.SIZES)
@@ -139,7 +150,7 @@ class Tracer(fx.Tracer):
     def _expand(self, value: TracedValue, example: Any) -> Any:
         """A container of inputs as the container that it is, with traced values in it; plain values as they are."""
         if isinstance(example, Tensor):
-            value._origin = Origin.DATA
+            value._made_of = Origin.DATA
             return value
         kind: Any = type(example)
         if kind in (dict, OrderedDict):
@@ -186,12 +197,59 @@ class Tracer(fx.Tracer):
         node: fx.Node = super().create_proxy(kind, target, args, kwargs, name, type_expr).node
         changes = self.watch.changed(before)
         self._see(node, result, changes)
-        value = TracedValue(node, self, result, origin_of(kind, target, args, kwargs))
+        origin = origin_of(kind, target, args, kwargs)
+        for block in changes:
+            self._written[block] = max(origin, self._written.get(block, origin))
+        value = TracedValue(node, self, result, origin)
         if not changes and result is not None and not isinstance(result, Tensor) and kind != "call_module":
             node.meta[_IDLE] = value._origin < Origin.DATA or target is operator.getitem
         if result is None and target in (operator.getitem, getattr):
             self.asked.fix(value, "none", anyway=True)
+        if node.meta.get(_IDLE) and self.created and origin is Origin.CONSTANT:
+            return result if next(tensors(result), None) is None else value
         return None if result is None else value
+
+    def origin(self, value: TracedValue) -> Origin:
+        """What a traced value depends on: what it was made of, and what was written to its memory."""
+        spot = self.watch.spot(value.node) if self._written else None
+        return value._made_of if spot is None else max(value._made_of, self._written.get(spot[0], Origin.CONSTANT))
+
+    def changes_plain_tensors(self) -> bool:
+        """Whether the forward changes tensors that it has made of nothing traced, so that none of them is a constant.
+
+        Then it is to be traced again, with these as traced values.
+        """
+        if any(tensor._version != version for tensor, version in self._plain.items()):
+            return True
+        plain = {block for n in self.graph.find_nodes(op="get_attr") if _is_new(n) for block in info(n).memory}
+        return any(not plain.isdisjoint(info(node).changes) for node in self.graph.nodes)
+
+    def _create(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a function on plain tensors, or none; the tensors that it makes as traced values.
+
+        Where it gives a view of a plain tensor, or that was changed by what is traced, it is traced itself.
+        """
+        given = list(tensors((args, kwargs)))
+        if not self._traces():
+            return function(*args, **kwargs)
+        result = None if any(map(self.run.has_changed, given)) else function(*args, **kwargs)
+        made = list(tensors(result))
+        if result is not None and (not made or any(new is old for new in made for old in given)):
+            return result
+        blocks = set(self.watch.memory(given))
+        if result is None or not blocks.isdisjoint(self.watch.memory(made)):
+            args, kwargs = mapped((args, kwargs), lambda leaf: self._as_traced(leaf) if isinstance(leaf, Tensor) else leaf)
+            if getattr(function, "__name__", "") == "__get__":
+                return getattr(args[0], function.__self__.__name__)
+            return function(*args, **kwargs)
+        return mapped(result, lambda leaf: self._as_traced(leaf, True) if isinstance(leaf, Tensor) else leaf)
+
+    def _as_traced(self, tensor: Tensor, new: bool = False) -> TracedValue:
+        """A plain tensor as a traced value; `new`: the forward has made it."""
+        node = self._attribute(tensor)
+        if new:
+            self.made.add(str(node.target))
+        return TracedValue(node, self, self.run.copy(tensor), Origin.CONSTANT)
 
     def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """A node with its module path and the line of user code that made it."""
@@ -236,6 +294,8 @@ class Tracer(fx.Tracer):
         path = self._paths.get(tensor)
         node: Any = super().create_arg(tensor) if path is None else self.create_node("get_attr", path, (), {})
         self._paths[tensor] = str(node.target)
+        if path is None and not tensor.is_inference():
+            self._plain[tensor] = tensor._version
         self._see(node, self.run.copy(tensor))
         return cast(fx.Node, node)
 
@@ -290,7 +350,8 @@ class Tracer(fx.Tracer):
             result = super().call_module(m, forward, args, kwargs)
             self._check_swallowed(refusals)
             if self.record and not self.is_leaf_module(m, path):
-                self.outputs.append((path, copied(list(examples(result)))))
+                with unwatched():
+                    self.outputs.append((path, copied(list(examples(result)))))
             return result
         except Exception as error:
             del self.asked.refusals[refusals:]
@@ -325,6 +386,11 @@ class Tracer(fx.Tracer):
         if value._origin is Origin.DATA and not self.unroll:
             raise self.asked.refuse("a loop over the rows of a tensor", value.node)
         return iter([value[i] for i in range(len(value))])  # type: ignore[index]
+
+
+def _is_new(constant: fx.Node) -> bool:
+    """Whether a `get_attr` node reads a tensor that torch.fx has found in a forward, and none of the model."""
+    return str(constant.target).startswith("_tensor_constant")
 
 
 _TRACE = Tracer.trace_model.__code__
