@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
 
 from fxq.errors import InputError
+from fxq.graph.guards import own_copy
 from fxq.graph.info import Decision, info
 from fxq.graph.place import where
 from fxq.graph.query import (
@@ -181,10 +182,17 @@ def _rewrite(rewriter: Rewriter, node: fx.Node, op: Op, bound: Arguments | Inste
     args, kwargs = chosen.canonical(arguments)
     with rewriter.attributed(chosen.name, chosen.target):
         rewriter.update(node, chosen.target, args, kwargs, op="call_function")
+        for copy in [n for n in node.all_input_nodes if n.target is own_copy]:
+            node.replace_input_with(copy, copy.args[0])  # it was for a module that overwrites its input
 
 
 def _keep(rewriter: Rewriter, node: fx.Node, op: Op, why: str) -> None:
-    """Decide that a call stays as it is."""
+    """Decide that a call stays as it is. Where it overwrites its input, that is a copy of its own from now on."""
+    if info(node).changes and node.args and node.args[0].target is not own_copy:
+        x = node.args[0]
+        copy = rewriter.node("call_function", own_copy, (x,), like=x, before=node, typed=(info(x).shape, info(x).dtype))
+        rewriter.describe(copy, origins=(), memory=info(node).memory)
+        rewriter.update(node, args=(copy, *node.args[1:]))
     text = f"stays as it is: {op.name} {why}"
     rewriter.describe(node, kept=Decision("float", "unsupported", text, decided_by=rewriter.name))
 

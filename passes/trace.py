@@ -17,6 +17,7 @@ from fxq.common.metrics import tensors
 from fxq.common.source import source_of
 from fxq.errors import FxqError, RecipeError, TraceError, warn
 from fxq.graph.info import Decision, info
+from fxq.graph.macs import macs_of
 from fxq.graph.query import is_check
 from fxq.pipeline.context import Context
 from fxq.recipe.pass_base import Pass, Stage
@@ -48,7 +49,7 @@ class Trace(Pass):
         while isinstance(traced := _traced(context, broken), dict):
             broken |= traced
         if broken:
-            warn(_kept(broken, context))
+            warn(_kept(broken, context, traced.gm))
         rewriter.gm, rewriter.edits, rewriter.touched = traced.gm, traced.edits, traced.touched
 
 
@@ -222,16 +223,30 @@ def _kept_leaf(node: fx.Node, recipe: Any, broken: Mapping[str, str]) -> Decisio
     return Decision("float", "leaf", why, decided_by=Trace.name) if why else None
 
 
-def _kept(broken: Mapping[str, str], context: Context) -> str:
+def _kept(broken: Mapping[str, str], context: Context, gm: fx.GraphModule) -> str:
     """The warning about modules that cannot be traced."""
     shown = [f'layer "{path}" ({context.types[path].__name__}) {why}' for path, why in list(broken.items())[:_MOST]]
     more = f"; and {len(broken) - _MOST} more, see the ledger" if len(broken) > _MOST else ""
     return (
         f"{len(broken)} module{'s' if len(broken) > 1 else ''} of the model cannot be traced and will run in float: "
-        f"{'; '.join(shown)}{more}. Recipe(strict_trace=True) makes it an error."
+        f"{'; '.join(shown)}{more}. {_share(broken, gm)}Recipe(strict_trace=True) makes it an error."
     )
 
 
+def _share(broken: Mapping[str, str], gm: fx.GraphModule) -> str:
+    """How much of the model's arithmetic is in modules that cannot be traced, where it is most of it."""
+    macs = {node: macs_of(gm, node) for node in gm.graph.nodes}
+    inside = sum(count for node, count in macs.items() if node.op == "call_module" and node.target in broken)
+    share = inside / (sum(macs.values()) or 1)
+    if share < _LARGE_SHARE:
+        return ""
+    return (
+        f"They do about {share:.0%} of the model's multiply-accumulates: move the line that cannot be traced into a small "
+        "module of its own, which alone stays in float then. "
+    )
+
+
+_LARGE_SHARE = 0.5
 _MOST = 3
 
 

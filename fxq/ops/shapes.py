@@ -244,7 +244,7 @@ def dropout(x: Tensor, *, training: bool) -> Tensor:
 
 @row(
     nn.Identity,
-    *(spell(t, "x") for t in (torch.detach, "detach", "requires_grad_")),
+    *(spell(t, "x") for t in (torch.detach, "detach", "detach_", "requires_grad_")),
     *(spell(t, "x") for t in (aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default)),
     quant=_VIEW,
 )

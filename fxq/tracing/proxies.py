@@ -74,8 +74,14 @@ class TracedValue(fx.Proxy):
             return value.type
         if isinstance(value, Mapping) and name in ("items", "values", "get"):
             return getattr(self._as_dict(), name)
-        found = getattr(value, name)
+        with unwatched():
+            found = getattr(value, name)
         return None if found is None else Member(self, name, found)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "data" and isinstance(self._value, Tensor):
+            raise self.tracer.asked.refuse("an assignment to .data of a tensor (write x.copy_(y))", self.node)
+        super().__setattr__(name, value)
 
     def _as_dict(self) -> dict[Any, Any]:
         return {key: self[key] for key in self.tracer.asked.fix(self, "keys")}  # type: ignore[index]
