@@ -61,6 +61,7 @@ class Alias:
         now: its present value: a node; for a tuple of views, one node for all or a list of one for each.
         version: the version of the block that `now` is of.
         slot: the argument of `node` that it is a view of.
+        changed: the view of it that was written to last, where `now` does not have that yet.
     """
 
     node: fx.Node
@@ -70,6 +71,7 @@ class Alias:
     now: Any
     version: int = 0
     slot: fx.Node | None = None
+    changed: Alias | None = None
 
 
 class Functionalization:
@@ -150,10 +152,13 @@ class Functionalization:
     def _now(self, alias: Alias, before: fx.Node) -> Any:
         """The present value of an alias, taken anew where the memory has been written to."""
         if alias.version != alias.block.version:
-            if alias.parent is None:
+            if alias.changed is not None:
+                alias.now = self._above(alias.changed, alias.now, self._now(alias.changed, before), before)
+            elif alias.parent is not None:
+                alias.now = self._taken(alias, self._now(alias.parent, before), before)
+            else:
                 raise self._stale(alias.block, before, alias.node)
-            alias.now = self._taken(alias, self._now(alias.parent, before), before)
-            alias.version = alias.block.version
+            alias.changed, alias.version = None, alias.block.version
         return alias.now
 
     def _taken(self, alias: Alias, whole: Any, before: fx.Node) -> Any:
@@ -223,17 +228,15 @@ class Functionalization:
             raise self._refused(node, (written or [node])[0], "it is given more than one view of that memory")
         name = name_in_place(node)
         if name in RESIZING and node.op != "call_module":
-            raise self._refused(node, written[0], "another size or memory")
+            raise self._refused(node, written[0], "it gets another size or other memory")
         if name in RESHAPING and node.op == "call_method":
             self._reshape(node, aliases[0])
             return
-        wholes = [self._wholes(alias, node) for alias in aliases]
         news = [self._functional(node, aliases[0])] if len(aliases) == 1 else [None]
         if news[0] is None:
             news = self._on_copies(node, aliases)
-        behind = node.next
-        for alias, above, new in zip(aliases, wholes, news, strict=True):
-            self._spread(alias, above, new, node, behind)
+        for alias, new in zip(aliases, news, strict=True):
+            self._spread(alias, new, node)
         if node not in self.aliases and info(node).memory:
             self._note(node, {})
 
@@ -268,15 +271,6 @@ class Functionalization:
         for value in [value for value, known in self.aliases.items() if known is alias and value is alias.node]:
             self.aliases[value] = new
         self.aliases[node] = new
-
-    def _wholes(self, alias: Alias, before: fx.Node) -> list[Any]:
-        """The present values of all that an alias is a view of, the nearest first."""
-        found = []
-        above = alias.parent
-        while above is not None:
-            found.append(self._now(above, before))
-            above = above.parent
-        return found
 
     def _functional(self, node: fx.Node, alias: Alias) -> fx.Node | None:
         """Make a node the call that gives the new value of what it writes to; None where torch has no such call."""
@@ -348,35 +342,33 @@ class Functionalization:
         self.rewriter.describe(node, changes=blocks, memory=memory)
         return [node if alias is whole else copies[alias.now] for alias in aliases]
 
-    def _spread(self, alias: Alias, wholes: list[Any], value: Any, node: fx.Node, behind: fx.Node) -> None:
-        """Make a value that of an alias, and new values of all that it is a view of."""
+    def _spread(self, alias: Alias, value: fx.Node, node: fx.Node) -> None:
+        """Make a value that of an alias; what it is a view of is made anew when a later node reads it."""
         alias.block.version += 1
         alias.block.writer = node
-        while True:
-            alias.now, alias.version = value, alias.block.version
-            if isinstance(value, fx.Node):
-                self.aliases.setdefault(value, alias)
-            if alias.parent is None:
-                return
-            value = self._above(alias, wholes.pop(0), value, node, behind)
+        alias.now, alias.version = value, alias.block.version
+        self.aliases.setdefault(value, alias)
+        while alias.parent is not None:
+            alias.parent.changed = alias
             alias = alias.parent
 
-    def _above(self, alias: Alias, whole: Any, value: Any, node: fx.Node, behind: fx.Node) -> Any:
-        """The new value of what an alias is a view of."""
+    def _above(self, alias: Alias, whole: Any, value: Any, before: fx.Node) -> Any:
+        """The new value of what an alias is a view of, from the old one."""
         view, parent = alias.node, alias.parent
         assert parent is not None
         if alias.same:
             return value
         if not info(parent.node).is_tensor:
-            parts = whole if isinstance(whole, list) else self._parts(parent.node, whole, behind)
+            parts = whole if isinstance(whole, list) else self._parts(parent.node, whole, before)
             return [value if i == view.args[1] % len(parts) else part for i, part in enumerate(parts)]
         if isinstance(value, list):
             name, dim = cut_along(view) or ("cat", 0)
             typed = info(parent.node).shape, info(parent.node).dtype
-            return self.rewriter.call(name, value, dim=dim, like=view, before=behind, typed=typed)
-        made = written_back(self.rewriter, whole, view, value, behind)
+            return self.rewriter.call(name, value, dim=dim, like=view, before=before, typed=typed)
+        made = written_back(self.rewriter, whole, view, value, before)
         if made is None:
-            raise self._refused(node, view, "there is no way back from this view to what it is a view of")
+            assert alias.block.writer is not None
+            raise self._refused(alias.block.writer, view, "fxq does not know how to write to this kind of view")
         return made
 
     def _parts(self, cut: fx.Node, whole: fx.Node, before: fx.Node) -> list[Any]:

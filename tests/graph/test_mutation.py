@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-from torch import fx
+from torch import fx, nn
 
-import fxq
 from fxq.graph.info import set_info
 from fxq.graph.mutation import Changes, changes
 from tests.graphs import graph, node
-from tests.helpers import module
+from tests.helpers import REFERENCE, module
 
 pytestmark = pytest.mark.any_cpu
 
@@ -50,14 +49,19 @@ def test_a_writer_that_is_gone_or_changes_nothing_any_more_is_forgotten(seen, ed
     assert found.of(value) is None
 
 
-def test_the_trace_says_what_changes_what():
+def test_what_a_leaf_overwrites_is_a_copy_of_its_own():
+    class Doubles(nn.Module):
+        def forward(self, x):
+            return x.mul_(2).sum()
+
     def forward(self, x):
         y = x * 2
-        y.view(-1).add_(1)
-        return y
+        return self.doubles(y) + y
 
-    with pytest.raises(fxq.TraceError, match=r"%add_ .*test_mutation.py.* changes %view in place"):
-        graph(module(forward), X, until="trace")
+    gm = graph(module(forward, doubles=Doubles()), X, "trace", REFERENCE.leaf("doubles"))
+    found = Changes(gm.graph.nodes)
+    assert found.of(node(gm, "own_copy")) is node(gm, "doubles")
+    assert found.of(node(gm, "mul")) is None
 
 
 def test_a_new_writer_is_noted():

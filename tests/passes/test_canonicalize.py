@@ -33,11 +33,11 @@ def test_text_before_and_after():
     assert text(graph(model, x, "trace")) == expected("""
         x = input
         conv = module Conv2d(x)
-        relu_ = .relu_(conv)
+        relu_ = .relu(conv)
         drop = module Dropout(relu_)
         conv2d = conv2d(drop, @weight, padding='valid')
         same = module Identity(conv2d)
-        relu = relu(same, inplace=True)
+        relu = relu(same)
         dropout = dropout(relu, p=0.5, training=False, inplace=False)
         size = .size(relu, 0)
         add = add(dropout, size)

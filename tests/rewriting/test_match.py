@@ -4,6 +4,7 @@ from torch import nn
 
 import fxq
 from fxq.errors import PatternError
+from fxq.graph.info import set_info
 from fxq.rewriting.match import Matcher
 from fxq.rewriting.pattern import rewrite
 from tests.graphs import graph, node
@@ -331,14 +332,23 @@ def test_guards_refuse_by_name_in_order():
 # ---- inputs that change
 
 
+def overwritten(gm):
+    """The graph with a node at its end that overwrites %mul, as a leaf may that is edited in."""
+    changed = node(gm, "mul")
+    with gm.graph.inserting_before(gm.graph.output_node()):
+        writer = gm.graph.call_method("zero_", (changed,))
+    set_info(changed, memory=(7,))
+    set_info(writer, memory=(7,), changes=(7,))
+    return gm
+
+
 def test_an_input_that_is_changed_in_place_is_refused():
     def forward(self, x):
         y = x * 2
-        r = torch.sigmoid(torch.relu(y))
-        y.zero_()
-        return r, y
+        return torch.sigmoid(torch.relu(y)), y
 
-    gm = graph(module(forward), X)
+    assert matched(relu_sigmoid, graph(module(forward), X), "sigmoid") is not None
+    gm = overwritten(graph(module(forward), X))
     assert matched(relu_sigmoid, gm, "sigmoid") is None
     assert why(relu_sigmoid, gm, "sigmoid").endswith("%mul is changed in place by %zero_")
 
@@ -350,11 +360,9 @@ def test_an_input_in_a_list_that_is_changed_in_place_is_refused():
 
     def forward(self, x):
         y = x * 2
-        r = torch.relu(torch.cat([x, y]))
-        y.zero_()
-        return r, y
+        return torch.relu(torch.cat([x, y])), y
 
-    assert "%mul is changed in place by %zero_" in why(joined, graph(module(forward), X), "relu")
+    assert "%mul is changed in place by %zero_" in why(joined, overwritten(graph(module(forward), X)), "relu")
 
 
 # ---- explain

@@ -8,14 +8,14 @@ import fxq
 from fxq.common.metrics import sqnr
 from tests.helpers import module
 from tests.machine import no_warnings
-from tests.traced import Data, X, caught, close, conv, overwritten
+from tests.traced import Data, X, caught, close, conv, resized
 
 pytestmark = no_warnings
 
 
 def assigned(y):
     z = y.clone()
-    z[:, 0] = 0
+    z.data = y * 2
     return z
 
 
@@ -25,8 +25,8 @@ ASKS = {
     "int": (lambda y: y + int(y.sum()), r"int\(\) of a value that depends on the data"),
     "numpy": (lambda y: torch.from_numpy(y.detach().numpy() * 2), "np.ndarray"),
     "caught": (caught, r"int\(\) of a value that depends"),
-    "in place": (overwritten, "reads the same memory"),
-    "assigned": (assigned, "an assignment to a part of a tensor"),
+    "resized": (resized, r"changes %mul in place: it gets another size or other memory"),
+    "assigned": (assigned, r"an assignment to \.data of a tensor"),
     "type": (lambda y: y if type(y) is torch.Tensor else y + 1, "does not compute what the model computes"),
 }
 
@@ -68,3 +68,14 @@ def test_a_branch_of_the_model_itself_is_refused():
 
     with pytest.raises(fxq.TraceError, match=r"test_failure\.py:\d+: a branch on .*%gt = gt\(%sum_1\).*Two ways out"):
         close(module(lambda self, x: helper(self.a(x)), a=conv()), X)
+
+
+def test_a_warning_says_how_much_of_the_model_is_in_float():
+    """Most of the arithmetic is in the first module, a tenth of it in the second one."""
+    large, small = nn.Sequential(conv(3, 30), Data(ASKS["branch"][0])), conv()
+    large[1].a = conv(30, 3)
+    wide = module(lambda self, x: self.a(x) if self.a(x).mean() < 9 else x, a=conv())
+    with pytest.warns(fxq.FxqWarning, match=r"They do about (4\d|5\d)% of the .*: move the line that cannot be traced"):
+        close(nn.Sequential(conv(), wide), X)
+    with pytest.warns(fxq.FxqWarning, match=r"in float: ((?!They do).)*$"):
+        close(nn.Sequential(conv(3, 16), conv(16, 3), wide), X)

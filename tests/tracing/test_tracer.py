@@ -14,7 +14,7 @@ from fxq.common.metrics import sqnr
 from fxq.tracing.tracer import Tracer
 from tests.helpers import REFERENCE, module
 from tests.machine import no_warnings
-from tests.traced import Counts, Data, X, close, conv, overwritten, words
+from tests.traced import Counts, Data, X, close, conv, resized, words
 
 pytestmark = no_warnings
 
@@ -56,7 +56,7 @@ def test_a_leaf_may_return_anything():
         close(module(forward, t=Data(ask), c=conv()), X)
 
 
-@pytest.mark.parametrize("make", [lambda: Data(overwritten), lambda: Counts()], ids=["in place", "buffer"])
+@pytest.mark.parametrize("make", [lambda: Data(resized), lambda: Counts()], ids=["resized", "buffer"])
 def test_many_modules_cost_one_more_trace(make, monkeypatch):
     traces = []
     trace_model = Tracer.trace_model
