@@ -182,8 +182,8 @@ def _rewrite(rewriter: Rewriter, node: fx.Node, op: Op, bound: Arguments | Inste
     args, kwargs = chosen.canonical(arguments)
     with rewriter.attributed(chosen.name, chosen.target):
         rewriter.update(node, chosen.target, args, kwargs, op="call_function")
-        for copy in [n for n in node.all_input_nodes if n.target is own_copy]:
-            node.replace_input_with(copy, copy.args[0])  # it was for a module that overwrites its input
+        for copy in [n for n in node.all_input_nodes if info(node).changes and n.target is own_copy]:
+            node.replace_input_with(copy, copy.args[0])  # the module would overwrite it, and its op does not
 
 
 def _keep(rewriter: Rewriter, node: fx.Node, op: Op, why: str) -> None:

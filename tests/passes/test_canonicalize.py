@@ -39,7 +39,7 @@ def test_text_before_and_after():
         same = module Identity(conv2d)
         relu = relu(same)
         dropout = dropout(relu, p=0.5, training=False, inplace=False)
-        size = .size(relu, 0)
+        size = .size(same, 0)
         add = add(dropout, size)
         return add
     """)
@@ -50,7 +50,7 @@ def test_text_before_and_after():
         relu_ = relu(conv)
         conv2d = conv2d(relu_, @weight)
         relu = relu(conv2d)
-        size = .size(relu, 0)
+        size = .size(conv2d, 0)
         add = add(relu, size)
         return add
     """)

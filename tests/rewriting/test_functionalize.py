@@ -1,0 +1,266 @@
+"""In-place changes of clones, of views, and of what a forward makes, against the model that makes them in place."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fxq
+from fxq.common.metrics import sqnr
+from tests.graphs import equal, graph
+from tests.helpers import REFERENCE
+from tests.models import call, settled
+
+pytestmark = pytest.mark.any_cpu
+
+X = torch.linspace(-2, 2, 32).sin().mul(2).reshape(4, 8)
+PLACES, GRID = torch.tensor([0, 3]), torch.tensor([[0, 3, 1, 2]] * 4)
+
+
+class Model(nn.Module):
+    def __init__(self, forward):
+        super().__init__()
+        self.a, self.b, self.relu, self.run = nn.Linear(8, 8), nn.Linear(8, 8), nn.ReLU(inplace=True), forward
+
+    def forward(self, x):
+        return self.run(self, x)
+
+
+def right(forward, tolerance_db=30):
+    """The quantized model, which is right at each call, after saving and loading, and changes no data."""
+    model, data = settled(lambda: Model(forward)), X.clone()
+    expected = call(model, X.clone())
+    assert equal(call(graph(model, data), data), expected)
+    qmodel = fxq.quantize(model, REFERENCE, data=[data])
+    assert torch.equal(data, X)
+    for _ in range(3):
+        assert sqnr(expected, qmodel(data)) > tolerance_db
+    assert torch.equal(data, X)
+    return qmodel
+
+
+CHANGES = {
+    "zero_": lambda y, x: y.zero_(),
+    "fill_": lambda y, x: y.fill_(2.0),
+    "index_fill_": lambda y, x: y.index_fill_(1, PLACES, 0.0),
+    "scatter_": lambda y, x: y.scatter_(1, GRID, 3.0),
+    "copy_": lambda y, x: y.copy_(x * 2),
+    "copy_ broadcast": lambda y, x: y.copy_(x[0]),
+    "index_add_": lambda y, x: y.index_add_(1, PLACES, x[:, :2]),
+    "index_copy_": lambda y, x: y.index_copy_(1, PLACES, x[:, :2]),
+    "index_put_": lambda y, x: y.index_put_((PLACES,), x[0]),
+    "addcmul_": lambda y, x: y.addcmul_(x, x),
+    "lerp_": lambda y, x: y.lerp_(x * 3, 0.5),
+    "cumsum_": lambda y, x: y.cumsum_(1),
+    "masked_fill_": lambda y, x: y.masked_fill_(x > 0, 1.0),
+    "masked_scatter_": lambda y, x: y.masked_scatter_(x > 0, x * 2),
+    "fill_diagonal_": lambda y, x: y.fill_diagonal_(5.0),
+    "gt_": lambda y, x: y.gt_(0),
+    "mul_ by float64": lambda y, x: y.mul_(x.double()),
+    "triu_": lambda y, x: y.triu_(),
+    "out": lambda y, x: torch.add(x, 1, out=y),
+    "out of a view": lambda y, x: torch.mul(x[:2], 3, out=y[:2]),
+    "data": lambda y, x: y.data.mul_(2),
+    "detach_": lambda y, x: y.detach_().mul_(2),
+    "random": lambda y, x: y.bernoulli_(1.0),
+    "slices": lambda y, x: y[:, :2].zero_(),
+    "nested": lambda y, x: y[0][1:3].mul_(3),
+    "view": lambda y, x: y.view(-1)[3:9].fill_(1.0),
+    "transposed": lambda y, x: y.t()[2].fill_(4.0),
+    "permuted": lambda y, x: y.permute(1, 0)[:2].add_(1),
+    "unsqueezed": lambda y, x: y.unsqueeze(1)[:, 0, :4].zero_(),
+    "squeeze_": lambda y, x: y.unsqueeze(0).squeeze_(0)[0].zero_(),
+    "narrow": lambda y, x: y.narrow(1, 2, 3).zero_(),
+    "select": lambda y, x: y.select(1, 2).copy_(x[:, 0]),
+    "chunk": lambda y, x: y.chunk(2, 1)[1].mul_(2),
+    "split": lambda y, x: torch.split(y, [3, 5], 1)[0].add_(x[:, :3]),
+    "unbind": lambda y, x: y.unbind(0)[2].zero_(),
+    "diagonal": lambda y, x: y.diagonal().fill_(5.0),
+    "unfold": lambda y, x: y.unfold(1, 2, 2)[:, 0].zero_(),
+    "as_strided": lambda y, x: y.as_strided((2, 2), (8, 1)).fill_(9.0),
+    "relu": lambda y, x: F.relu(y[:2], inplace=True),
+    "number": lambda y, x: y.__setitem__(0, 0.0),
+    "ellipsis": lambda y, x: y[..., ::2].__iadd__(1),
+    "None": lambda y, x: y.__setitem__((None, slice(1, 3)), 7.0),
+    "from the end": lambda y, x: y.__setitem__((slice(-2, None), slice(None, None, 3)), x[:2, :3]),
+    "mask": lambda y, x: y.__setitem__(x > 0, 0.0),
+    "mask of rows": lambda y, x: y.__setitem__(x.sum(1) > 0, x[0]),
+    "mask of columns": lambda y, x: y.__setitem__((slice(None), x[0] > 0), 1.0),
+    "mask with values": lambda y, x: y.__setitem__(x > 0, y[x > 0] * 2),
+    "places": lambda y, x: y.__setitem__((slice(None), PLACES), x[:, :2]),
+    "list": lambda y, x: y.__setitem__((slice(None), [1, 2]), 0.0),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_clone_that_is_changed(change):
+    """The clone went, and the caller's input and the calibration data were overwritten."""
+
+    def forward(self, x):
+        y = x.clone()
+        CHANGES[change](y, x)
+        return self.b(self.a(x)) + y
+
+    right(forward)
+
+
+def scatter_add(self, x):
+    o = torch.full((4, 8), 3.0)
+    o.scatter_add_(1, GRID, self.a(x)[:, :4] * 0.05)
+    return self.b(o)
+
+
+def added_in_a_loop(self, x):
+    o = torch.zeros(4, 8)
+    for _ in range(3):
+        o.add_(self.a(x))
+    return self.b(o)
+
+
+def columns(self, x):
+    o = torch.zeros(4, 8)
+    o[:, 2] = 5.0
+    o[:, 3:] = self.a(x)[:, 3:]
+    return self.b(o)
+
+
+def read_before(self, x):
+    o = torch.zeros(4, 8)
+    y = self.a(x) + o
+    o.add_(1.0)
+    return self.b(y) + o
+
+
+def through_a_view(self, x):
+    o = torch.zeros(4, 8)
+    view = o[:, :4]
+    view.add_(self.a(x)[:, :4])
+    view += 1
+    return self.b(o) + o
+
+
+def row_by_row(self, x):
+    o = torch.empty(4, 8)
+    for i, row in enumerate([o[i] for i in range(4)]):
+        row.copy_(self.a(x)[i])
+    return self.b(o)
+
+
+def like_the_input(self, x):
+    o = x.new_zeros(x.size(0), 8)
+    o[x > 0] = 1.0
+    o[1:3] += self.a(x)[1:3]
+    return self.b(o)
+
+
+def windows(self, x):
+    mask, count = torch.zeros(4, 4), 0
+    for rows in (slice(0, 2), slice(2, -1), slice(-1, None)):
+        for columns in (slice(0, 2), slice(2, None)):
+            mask[rows, columns] = count
+            count += 1
+    return self.b(mask @ self.a(x) * 0.1)
+
+
+def of_a_parameter(self, x):
+    h = self.a.bias.clone()
+    h[0] = 0.0
+    return self.b(self.a(x) + h)
+
+
+def of_a_number(self, x):
+    o = torch.tensor([1.0, 2.0])
+    o[0] = 7.0
+    return self.b(self.a(x) * int(o[0]) * 0.1) * o.sum()
+
+
+def in_a_list(self, x):
+    parts = [torch.zeros(8) for _ in range(4)]
+    for i in range(4):
+        parts[i] += self.a(x)[i]
+    return self.b(torch.stack(parts))
+
+
+def truths(self, x):
+    y = self.a(x)
+    some = y > 0
+    some[0] = True
+    some[:, 1] &= False
+    some |= x > 1
+    return self.b(y.masked_fill(some, 0.0))
+
+
+def swapped_rows(self, x):
+    y = self.a(x)
+    y[0], y[1] = y[1] * 1, y[0] * 1
+    y[2:] = y[:2]
+    return self.b(y)
+
+
+def laid_out_anew(self, x):
+    y = self.a(x)
+    y.unsqueeze_(0)
+    z = y.squeeze(0)
+    z.t_()
+    y.mul_(2)
+    return self.b(z.t()) + y.shape[0]
+
+
+def the_input(self, x):
+    x[:, 0] = 0.0
+    x.relu_()
+    return self.b(self.a(x))
+
+
+MADE = [scatter_add, added_in_a_loop, columns, read_before, through_a_view, row_by_row, like_the_input, windows,
+        of_a_parameter, of_a_number, in_a_list, truths, swapped_rows, laid_out_anew, the_input]  # fmt: skip
+
+
+@pytest.mark.parametrize("forward", MADE)
+def test_what_a_forward_makes_and_changes(forward, tmp_path):
+    """It was a constant that drifted from call to call."""
+    qmodel = right(forward)
+    qmodel.save(tmp_path / "m.fxq")
+    assert equal(fxq.load(tmp_path / "m.fxq")(X), qmodel(X))
+
+
+def test_a_branch_on_what_data_was_written_to_is_refused():
+    def forward(self, x):
+        o = torch.zeros(8)
+        view = o[:4]
+        view += self.a(x)[0, :4]
+        return self.b(x) if o.sum() > 0 else x
+
+    with pytest.raises(fxq.TraceError, match="a branch on a value that depends on the data"):
+        graph(settled(lambda: Model(forward)), X)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda y: y.resize_(8, 4), "it gets another size or other memory"),
+        (lambda y: setattr(y, "data", y * 2), r"an assignment to \.data"),
+        (lambda y: torch.view_as_complex(y.view(4, 4, 2)).real.zero_(), "does not know how to write to this kind of view"),
+    ],
+)
+def test_what_no_graph_can_hold_is_refused(change, why):
+    def forward(self, x):
+        y = self.a(x)
+        change(y)
+        return self.b(y.view(4, 8))
+
+    with pytest.raises(fxq.TraceError, match=why):
+        graph(settled(lambda: Model(forward)), X)
+
+
+def test_a_module_with_hooks_overwrites_a_copy():
+    def forward(self, x):
+        y = x.clone()
+        return self.b(self.a(x)) + self.relu(y)
+
+    model = settled(lambda: Model(forward))
+    model.relu.register_forward_hook(lambda module, args, result: result + 1)
+    data = X.clone()
+    qmodel = fxq.quantize(model, REFERENCE, data=[data])
+    assert sqnr(call(model, X.clone()), qmodel(data)) > 30
+    assert torch.equal(data, X)
