@@ -16,7 +16,7 @@ from fxq.common.isolation import ModelChanges, copied, seeded, untouched
 from fxq.common.metrics import tensors
 from fxq.common.source import source_of
 from fxq.errors import FxqError, RecipeError, TraceError, warn
-from fxq.graph.info import Decision, info
+from fxq.graph.info import Decision
 from fxq.graph.macs import macs_of
 from fxq.graph.query import is_check
 from fxq.pipeline.context import Context
@@ -130,7 +130,15 @@ def _makes_no_difference(place: str, context: Context, tracer: Tracer, graph: fx
 
     model, fixed = context.model, context.recipe.concrete_args
     for way in (True, False):
-        other = Tracer(tracer.leaves, context.example, fixed, tracer.strict, tracer.unroll, forced={place: way}, created=tracer.created)
+        other = Tracer(
+            tracer.leaves,
+            context.example,
+            fixed,
+            tracer.strict,
+            tracer.unroll,
+            forced={place: way},
+            created=tracer.created,
+        )
         try:
             with untouched(model), seeded():
                 if written(other.trace_model(model), other) != written(graph, tracer) or other.broken:
@@ -241,8 +249,8 @@ def _share(broken: Mapping[str, str], gm: fx.GraphModule) -> str:
     if share < _LARGE_SHARE:
         return ""
     return (
-        f"They do about {share:.0%} of the model's multiply-accumulates: move the line that cannot be traced into a small "
-        "module of its own, which alone stays in float then. "
+        f"They do about {share:.0%} of the model's multiply-accumulates: move the line that cannot be traced into a "
+        "small module of its own, which alone stays in float then. "
     )
 
 

@@ -16,7 +16,7 @@ def updated(x: Tensor, index: Any, value: Any) -> Tensor:
 
 
 def updated_view(x: Tensor, value: Tensor, method: str, args: Sequence[Any], options: Mapping[str, Any]) -> Tensor:
-    """A copy of `x` after `x.method(*args, **options).copy_(value)`, for a method that returns a view. Graphs call this.
+    """A copy of `x` after `x.method(*args, **options).copy_(value)`, where the method gives a view. Graphs call this.
 
     Example:
         >>> updated_view(torch.ones(2, 2), torch.zeros(2), "diagonal", (), {})

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+import fxq.onnx.assignment_nodes
 import fxq.onnx.conversion_nodes
 import fxq.onnx.layer_nodes
-import fxq.onnx.assignment_nodes
 import fxq.onnx.movement_nodes
 import fxq.onnx.norm_nodes
 import fxq.onnx.pointwise_nodes

@@ -24,15 +24,23 @@ def assigned(rewriter: Rewriter, x: fx.Node, index: Any, value: Any, like: fx.No
     if mask is not None and _fits(x, mask, value):
         if isinstance(value, fx.Node):
             value = cast(rewriter, value, info(x).dtype, like, before)
-            return rewriter.call("where", _aligned(rewriter, x, *mask, like, before), value, x,
-                                 like=like, before=before, typed=typed)
-        return rewriter.call("masked_fill", x, _aligned(rewriter, x, *mask, like, before), value,
-                             like=like, before=before, typed=typed)
+            return rewriter.call(
+                "where", _aligned(rewriter, x, *mask, like, before), value, x, like=like, before=before, typed=typed
+            )
+        return rewriter.call(
+            "masked_fill", x, _aligned(rewriter, x, *mask, like, before), value, like=like, before=before, typed=typed
+        )
     normal = indexed(x, index)
     whole = not isinstance(normal, (str, dict)) and normal.op == "identity"
     if isinstance(normal, str):
         return rewriter.node("call_function", updated, (x, index, value), like=like, before=before, typed=typed)
-    places = () if whole else normal["index"] if isinstance(normal, dict) else (*[slice(None)] * normal.arguments["dim"], None)
+    places = (
+        ()
+        if whole
+        else normal["index"]
+        if isinstance(normal, dict)
+        else (*[slice(None)] * normal.arguments["dim"], None)
+    )
     return rewriter.call("assign", x, value, index=places, like=like, before=before, typed=typed)
 
 
@@ -76,5 +84,3 @@ def _aligned(rewriter: Rewriter, x: fx.Node, mask: fx.Node, behind: int, like: f
         dim = len(info(mask).shape or ())
         mask = rewriter.call("unsqueeze", mask, dim=dim, like=like, before=before)
     return mask
-
-

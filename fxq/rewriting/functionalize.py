@@ -292,7 +292,9 @@ class Functionalization:
             self.rewriter.update(node, call.target, call.args, call.kwargs, op=call.kind)
         else:
             typed = info(alias.node).shape, dtype_of_call(call)
-            made = self.rewriter.node(call.kind, call.target, call.args, call.kwargs, like=like, before=node, typed=typed)
+            made = self.rewriter.node(
+                call.kind, call.target, call.args, call.kwargs, like=like, before=node, typed=typed
+            )
             self.rewriter.update(node, "to", (made, dtype), {}, op="call_method")
         self.rewriter.describe(node, changes=(), memory=())
         return node
@@ -306,8 +308,9 @@ class Functionalization:
         if name == "copy_":
             value = node.args[1] if len(node.args) > 1 else node.kwargs.get("src")
             value = cast(self.rewriter, value, info(x).dtype, node, node)
-            made = self.rewriter.call("expand_as", value, x, like=node, before=node,
-                                      typed=(info(x).shape, info(x).dtype))
+            made = self.rewriter.call(
+                "expand_as", value, x, like=node, before=node, typed=(info(x).shape, info(x).dtype)
+            )
         elif name == "index_put_":
             index = tuple(slice(None) if part is None else part for part in node.args[1])
             made = assigned(self.rewriter, x, index, node.args[2], node, node)

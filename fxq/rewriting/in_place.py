@@ -17,7 +17,9 @@ RESHAPING = frozenset({"squeeze_", "unsqueeze_", "t_", "transpose_", "swapaxes_"
 RESIZING = frozenset({"resize_", "resize_as_", "set_", "as_strided_", "sparse_resize_"})
 """Methods that let a tensor object have other memory, or another part of it: no graph can hold that."""
 _OPERATORS = {"iand": "and_", "ior": "or_"}
-_RANDOM = frozenset({"bernoulli_", "dropout_", "alpha_dropout_", "feature_dropout_", "feature_alpha_dropout_", "rrelu_"})
+_RANDOM = frozenset(
+    {"bernoulli_", "dropout_", "alpha_dropout_", "feature_dropout_", "feature_alpha_dropout_", "rrelu_"}
+)
 """Those whose namesake without the underscore draws other numbers, or draws none."""
 
 

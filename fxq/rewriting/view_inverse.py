@@ -15,8 +15,19 @@ from fxq.ops.table import Instead
 from fxq.rewriting.in_place import name_in_place
 from fxq.rewriting.rewriter import Rewriter
 
-_SAME_ELEMENTS = ("reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "reshape_as", "contiguous", "identity",
-                  "dropout", "expand", "expand_as")
+_SAME_ELEMENTS = (
+    "reshape",
+    "flatten",
+    "unflatten",
+    "squeeze",
+    "unsqueeze",
+    "reshape_as",
+    "contiguous",
+    "identity",
+    "dropout",
+    "expand",
+    "expand_as",
+)
 
 
 def view_of(rewriter: Rewriter, view: fx.Node) -> tuple[str, dict[str, Any]] | None:
@@ -43,9 +54,7 @@ def cut_along(tuple_of_views: fx.Node) -> tuple[str, int] | None:
     return ("stack" if spelled[0].name == "getitem" else "cat", dim) if isinstance(dim, int) else None
 
 
-def written_back(
-    rewriter: Rewriter, whole: fx.Node, view: fx.Node, value: fx.Node, before: fx.Node
-) -> fx.Node | None:
+def written_back(rewriter: Rewriter, whole: fx.Node, view: fx.Node, value: fx.Node, before: fx.Node) -> fx.Node | None:
     """A node with the value of `whole` after its view has got a value, or None where the view has no inverse.
 
     Args:

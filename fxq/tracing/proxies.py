@@ -174,7 +174,20 @@ def _in_place(function: Callable[..., Any]) -> Callable[[TracedValue, Any], Any]
     return change
 
 
-for _name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "ilshift", "irshift"):
+for _name in (
+    "iadd",
+    "isub",
+    "imul",
+    "itruediv",
+    "ifloordiv",
+    "imod",
+    "ipow",
+    "iand",
+    "ior",
+    "ixor",
+    "ilshift",
+    "irshift",
+):
     setattr(TracedValue, f"__{_name}__", _in_place(getattr(operator, _name)))
 
 

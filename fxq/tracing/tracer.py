@@ -23,6 +23,7 @@ from fxq.common.trees import mapped
 from fxq.errors import FxqError, InputError, TraceError
 from fxq.graph.guards import is_plain, make_output
 from fxq.graph.info import info, set_info
+from fxq.graph.memory import MemoryWatch
 from fxq.graph.query import tensor_meta
 from fxq.ops import OPS
 from fxq.tracing.assumptions import Assumptions
@@ -31,7 +32,6 @@ from fxq.tracing.example_run import ExampleRun, has_traced_weights
 from fxq.tracing.exported_program import Exported
 from fxq.tracing.failure import Untraceable, blame, user_line
 from fxq.tracing.forward_arguments import arguments, can_be_default
-from fxq.graph.memory import MemoryWatch
 from fxq.tracing.proxies import Origin, TracedValue, examples, found_in, is_value, unwatched, visible
 from fxq.tracing.tuples import sliced, taken_apart
 from fxq.tracing.wrappers import wrapped
@@ -98,8 +98,11 @@ class Tracer(fx.Tracer):
         self.asked = Assumptions(self.create_node, _TRACE, type(model).__name__, self.forced, self.free)
         self._paths = {p: n for n, p in (*model.named_buffers(), *model.named_parameters())}
         try:
-            with _ONE_AT_A_TIME, torch.inference_mode(False), torch.no_grad(), visible(
-                self.create_proxy, self._traces, self._create if self.created else None
+            with (
+                _ONE_AT_A_TIME,
+                torch.inference_mode(False),
+                torch.no_grad(),
+                visible(self.create_proxy, self._traces, self._create if self.created else None),
             ):
                 graph = super().trace(model)  # inference tensors do not count their changes
         except FxqError:
@@ -238,7 +241,9 @@ class Tracer(fx.Tracer):
             return result
         blocks = set(self.watch.memory(given))
         if result is None or not blocks.isdisjoint(self.watch.memory(made)):
-            args, kwargs = mapped((args, kwargs), lambda leaf: self._as_traced(leaf) if isinstance(leaf, Tensor) else leaf)
+            args, kwargs = mapped(
+                (args, kwargs), lambda leaf: self._as_traced(leaf) if isinstance(leaf, Tensor) else leaf
+            )
             if getattr(function, "__name__", "") == "__get__":
                 return getattr(args[0], function.__self__.__name__)
             return function(*args, **kwargs)

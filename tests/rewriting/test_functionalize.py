@@ -240,7 +240,10 @@ def test_a_branch_on_what_data_was_written_to_is_refused():
     [
         (lambda y: y.resize_(8, 4), "it gets another size or other memory"),
         (lambda y: setattr(y, "data", y * 2), r"an assignment to \.data"),
-        (lambda y: torch.view_as_complex(y.view(4, 4, 2)).real.zero_(), "does not know how to write to this kind of view"),
+        (
+            lambda y: torch.view_as_complex(y.view(4, 4, 2)).real.zero_(),
+            "does not know how to write to this kind",
+        ),
     ],
 )
 def test_what_no_graph_can_hold_is_refused(change, why):
