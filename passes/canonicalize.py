@@ -183,13 +183,13 @@ def _rewrite(rewriter: Rewriter, node: fx.Node, op: Op, bound: Arguments | Inste
     with rewriter.attributed(chosen.name, chosen.target):
         rewriter.update(node, chosen.target, args, kwargs, op="call_function")
         for copy in [n for n in node.all_input_nodes if info(node).changes and n.target is own_copy]:
-            node.replace_input_with(copy, copy.args[0])  # the module would overwrite it, and its op does not
+            node.replace_input_with(copy, copy.all_input_nodes[0])  # the module would overwrite it, and its op does not
 
 
 def _keep(rewriter: Rewriter, node: fx.Node, op: Op, why: str) -> None:
     """Decide that a call stays as it is. Where it overwrites its input, that is a copy of its own from now on."""
-    if info(node).changes and node.args and node.args[0].target is not own_copy:
-        x = node.args[0]
+    x: Any = node.args[0] if node.args else None
+    if info(node).changes and isinstance(x, fx.Node) and x.target is not own_copy:
         copy = rewriter.node("call_function", own_copy, (x,), like=x, before=node, typed=(info(x).shape, info(x).dtype))
         rewriter.describe(copy, origins=(), memory=info(node).memory)
         rewriter.update(node, args=(copy, *node.args[1:]))

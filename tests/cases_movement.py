@@ -118,7 +118,7 @@ MOVEMENT = [
     *cases(
         "identity",
         *spelled("to", "type", aten.to.dtype, args=(torch.float32,)),
-        *spelled("float", "clone", torch.clone, torch.detach, "detach", "requires_grad_"),
+        *spelled("float", "clone", torch.clone, torch.detach, "detach", "detach_", "requires_grad_"),
         *spelled(aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default, aten._to_copy.default),
         function("type_as", lambda x, m: x.type_as(x)),
         function(getattr, lambda x, m: x.data),

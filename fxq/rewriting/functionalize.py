@@ -122,9 +122,10 @@ class Functionalization:
     def _node(self, node: fx.Node) -> None:
         read = {arg: self._read(arg, node) for arg in node.all_input_nodes}
         new = {arg: now for arg, now in read.items() if now is not arg}
-        if node.target is operator.getitem and isinstance(new.get(node.args[0]), list):
-            part = self.aliases[node.args[0]]
-            self.aliases[node] = Alias(node, part.block, part, False, new[part.node][node.args[1]], part.version)
+        first: Any = node.args[0] if node.args else None
+        if node.target is operator.getitem and isinstance(new.get(first), list):
+            part = self.aliases[first]
+            self.aliases[node] = Alias(node, part.block, part, False, new[first][node.args[1]], part.version)
             return
         if new:
             self.rewriter.update(node, args=swapped(node.args, new), kwargs=swapped(node.kwargs, new))
@@ -167,8 +168,8 @@ class Functionalization:
         if alias.same:
             return whole
         if isinstance(whole, list):  # the parts of a tuple
-            return whole[view.args[1]]
-        about, new = info(view), {alias.slot: whole}
+            return whole[_place(view)]
+        about, new = info(view), {alias.slot or parent.node: whole}
         args, kwargs = swapped(view.args, new), swapped(view.kwargs, new)
         typed = about.shape, about.dtype
         made = self.rewriter.node(view.op, view.target, args, kwargs, like=view, before=before, typed=typed)
@@ -232,9 +233,8 @@ class Functionalization:
         if name in RESHAPING and node.op == "call_method":
             self._reshape(node, aliases[0])
             return
-        news = [self._functional(node, aliases[0])] if len(aliases) == 1 else [None]
-        if news[0] is None:
-            news = self._on_copies(node, aliases)
+        functional = self._functional(node, aliases[0]) if len(aliases) == 1 else None
+        news = [functional] if functional is not None else self._on_copies(node, aliases)
         for alias, new in zip(aliases, news, strict=True):
             self._spread(alias, new, node)
         if node not in self.aliases and info(node).memory:
@@ -265,7 +265,8 @@ class Functionalization:
 
     def _reshape(self, node: fx.Node, alias: Alias) -> None:
         """`x.unsqueeze_(0)`: from now on, whoever reads x reads another view of the same memory."""
-        self.rewriter.update(node, target=str(node.target)[:-1])
+        if alias.parent is not None or alias.now is not alias.node or OPS.of_call(node.target) is None:
+            self.rewriter.update(node, target=str(node.target)[:-1])
         self.rewriter.describe(node, changes=())
         new = Alias(node, alias.block, alias, False, node, alias.block.version, alias.now)
         for value in [value for value, known in self.aliases.items() if known is alias and value is alias.node]:
@@ -274,54 +275,67 @@ class Functionalization:
 
     def _functional(self, node: fx.Node, alias: Alias) -> fx.Node | None:
         """Make a node the call that gives the new value of what it writes to; None where torch has no such call."""
-        about, dtype = info(node), info(alias.node).dtype
-        x, like = alias.now, node
+        x, dtype = alias.now, info(alias.node).dtype
+        if self._stays(node, alias):
+            return node
         if node.op == "call_module":
-            known = OPS.of_module(self.rewriter.gm.get_submodule(str(node.target))) is not None and about.kept is None
-            owns = alias.parent is None and alias.now is alias.node
-            return node if known and owns and self.watch.same(alias.node, node) else None
+            return None
         if _assigns(node):
             return self._assigned(node, x)
         call = out_of_place(node)
         if call is None or written_by(node) is not x:
             return None
         if "out" in node.kwargs and not self._fills_out(node, call):
-            raise self._refused(node, x, "it may get another size")
+            raise self._refused(node, alias.node, "it may get another size")
         self.rewritten.add(node)
         if dtype_of_call(call) in (None, dtype):
             self.rewriter.update(node, call.target, call.args, call.kwargs, op=call.kind)
         else:
             typed = info(alias.node).shape, dtype_of_call(call)
             made = self.rewriter.node(
-                call.kind, call.target, call.args, call.kwargs, like=like, before=node, typed=typed
+                call.kind, call.target, call.args, call.kwargs, like=node, before=node, typed=typed
             )
             self.rewriter.update(node, "to", (made, dtype), {}, op="call_method")
         self.rewriter.describe(node, changes=(), memory=())
         return node
 
+    def _stays(self, node: fx.Node, alias: Alias) -> bool:
+        """Whether a node may write to a value that is nothing's view until canonicalize makes it an op of the table."""
+        owns = alias.parent is None and alias.now is alias.node and alias.node.op != "get_attr"
+        if not owns or not self.watch.same(alias.node, node):
+            return False
+        if node.op == "call_module":
+            module = self.rewriter.gm.get_submodule(str(node.target))
+            return OPS.of_module(module) is not None and info(node).kept is None
+        call = out_of_place(node)
+        known = OPS.of_call(node.target) is not None and node.args[:1] == (alias.node,) and "out" not in node.kwargs
+        return known and call is not None and dtype_of_call(call) == info(alias.node).dtype
+
     def _fills_out(self, node: fx.Node, call: Any) -> bool:
-        return info(node).shape == info(node.kwargs["out"]).shape
+        out: Any = node.kwargs["out"]
+        return info(node).shape == info(out).shape
 
     def _assigned(self, node: fx.Node, x: fx.Node) -> fx.Node:
         """The new value of what an assignment writes to; the node itself goes."""
         name = name_in_place(node)
+        args: Any = node.args
         if name == "copy_":
-            value = node.args[1] if len(node.args) > 1 else node.kwargs.get("src")
+            value: Any = args[1] if len(args) > 1 else node.kwargs["src"]
             value = cast(self.rewriter, value, info(x).dtype, node, node)
             made = self.rewriter.call(
                 "expand_as", value, x, like=node, before=node, typed=(info(x).shape, info(x).dtype)
             )
         elif name == "index_put_":
-            index = tuple(slice(None) if part is None else part for part in node.args[1])
-            made = assigned(self.rewriter, x, index, node.args[2], node, node)
+            index = tuple(slice(None) if part is None else part for part in args[1])
+            made = assigned(self.rewriter, x, index, args[2], node, node)
         else:
-            _, index, value = node.args
+            _, place, value = args
             source = self.aliases.get(value) if isinstance(value, fx.Node) else None
-            target = self.aliases.get(node.args[0])
-            if source is not None and source.parent is target and _takes(source.node, index):
+            target = self.aliases.get(args[0])
+            if source is not None and source.parent is target and _takes(source.node, place):
                 made = x  # x[i] += 1 has changed x before: x[i] = x[i]
             else:
-                made = assigned(self.rewriter, x, index, value, node, node)
+                made = assigned(self.rewriter, x, place, value, node, node)
         self.rewriter.reroute(node, made)
         self.rewritten.add(node)
         return made
@@ -363,7 +377,7 @@ class Functionalization:
             return value
         if not info(parent.node).is_tensor:
             parts = whole if isinstance(whole, list) else self._parts(parent.node, whole, before)
-            return [value if i == view.args[1] % len(parts) else part for i, part in enumerate(parts)]
+            return [value if i == _place(view) % len(parts) else part for i, part in enumerate(parts)]
         if isinstance(value, list):
             name, dim = cut_along(view) or ("cat", 0)
             typed = info(parent.node).shape, info(parent.node).dtype
@@ -388,6 +402,12 @@ def _assigns(node: fx.Node) -> bool:
     name = name_in_place(node)
     puts = name == "index_put_" and len(node.args) > 2 and not any((*node.args[3:], *node.kwargs.values()))
     return node.target is operator.setitem or name == "copy_" or puts
+
+
+def _place(part: fx.Node) -> int:
+    """Which part of a tuple a node takes."""
+    place: Any = part.args[1]
+    return int(place)
 
 
 def _takes(view: fx.Node, index: Any) -> bool:

@@ -106,7 +106,8 @@ def dtype_of_call(call: Call) -> torch.dtype | None:
         about = info(value)
         return torch.empty(about.shape or (), dtype=about.dtype, device="meta") if about.is_tensor else 1
 
-    args, kwargs = (fx.node.map_arg(part, on_meta) for part in (call.args, call.kwargs))
+    args: Any = fx.node.map_arg(call.args, on_meta)
+    kwargs: Any = fx.node.map_arg(call.kwargs, on_meta)
     try:
         if call.kind == "call_method":
             result = getattr(args[0], call.target)(*args[1:], **kwargs)

@@ -64,7 +64,8 @@ def written_back(rewriter: Rewriter, whole: fx.Node, view: fx.Node, value: fx.No
         value: what the view holds now.
         before: the node to put new ones before.
     """
-    found, options = view_of(rewriter, view), {"like": view, "before": before}
+    found = view_of(rewriter, view)
+    options: dict[str, Any] = {"like": view, "before": before}
     typed = info(whole).shape, info(whole).dtype
     if found is not None:
         name, bound = found
@@ -75,8 +76,8 @@ def written_back(rewriter: Rewriter, whole: fx.Node, view: fx.Node, value: fx.No
             dims = [dim % rank for dim in bound["dims"]]
             return rewriter.call("permute", value, dims=tuple(map(dims.index, range(rank))), typed=typed, **options)
         if name == "transpose":
-            dims = {"dim0": bound["dim0"], "dim1": bound["dim1"]}
-            return rewriter.call("transpose", value, typed=typed, **dims, **options)
+            first, second = bound["dim0"], bound["dim1"]
+            return rewriter.call("transpose", value, dim0=first, dim1=second, typed=typed, **options)
         if name in _SAME_ELEMENTS:
             return rewriter.call("reshape_as", value, whole, typed=typed, **options)
     method, rest = name_in_place(view), view.args[1:]

@@ -156,7 +156,7 @@ class Member(TracedValue):
         return self._made().node
 
     @property
-    def _origin(self) -> Origin:  # type: ignore[override]
+    def _origin(self) -> Origin:
         return self._made()._origin
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -33,7 +33,7 @@ def test_text_before_and_after():
     assert text(graph(model, x, "trace")) == expected("""
         x = input
         conv = module Conv2d(x)
-        relu_ = .relu(conv)
+        relu_ = .relu_(conv)
         drop = module Dropout(relu_)
         conv2d = conv2d(drop, @weight, padding='valid')
         same = module Identity(conv2d)
