@@ -66,7 +66,7 @@ MOVEMENT = [
         "squeeze",
         *(
             function(f, lambda x, m, f=f: getattr(x[:, :1], f)(1) if isinstance(f, str) else f(x[:, :1], 1))
-            for f in (torch.squeeze, "squeeze", "squeeze_", aten.squeeze.dim)
+            for f in (torch.squeeze, "squeeze", aten.squeeze.dim)
         ),
         function(aten.squeeze.dims, lambda x, m: aten.squeeze.dims(x[:, :1], [1])),
     ),
@@ -75,6 +75,7 @@ MOVEMENT = [
         *(function(f, lambda x, m, f=f: f(x[:, :1])) for f in (torch.squeeze, aten.squeeze.default)),
         group="squeeze_all",
     ),
+    *cases("squeeze", function("squeeze_", lambda x, m: (x[:, :1] * 2).squeeze_(1)), group="squeeze_in_place"),
     *cases(
         "unsqueeze",
         *spelled(torch.unsqueeze, "unsqueeze", "unsqueeze_", aten.unsqueeze.default, args=(1,)),

@@ -267,3 +267,41 @@ def test_a_module_with_hooks_overwrites_a_copy():
     qmodel = fxq.quantize(model, REFERENCE, data=[data])
     assert sqnr(call(model, X.clone()), qmodel(data)) > 30
     assert torch.equal(data, X)
+
+
+def test_masks_as_in_wav2vec2_leave_all_layers_on_integers():
+    """One assignment by a mask made the whole model one float leaf."""
+
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.features, self.project = nn.Conv1d(1, 16, 10, 5), nn.Linear(16, 16)
+            self.layers = nn.ModuleList(
+                nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(2)
+            )
+            self.embedding = nn.Parameter(torch.linspace(0, 1, 16))
+
+        def forward(self, wave, lengths, masked):
+            hidden = self.project(self.features(wave[:, None]).transpose(1, 2))
+            heard = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
+            heard[(torch.arange(heard.shape[0]), lengths - 1)] = 1
+            heard = heard.flip([-1]).cumsum(-1).flip([-1]).bool()
+            hidden[masked] = self.embedding.to(hidden.dtype)
+            hidden[~heard.unsqueeze(-1).repeat(1, 1, hidden.shape[2])] = 0
+            for layer in self.layers:
+                hidden = hidden + layer(hidden)
+            return hidden
+
+    model, generator = settled(Masked), torch.Generator().manual_seed(0)
+
+    def batch(*lengths):
+        masked = torch.zeros(len(lengths), 39, dtype=torch.bool)
+        masked[0, 3:9] = True
+        return torch.randn(len(lengths), 200, generator=generator), torch.tensor(lengths), masked
+
+    data = [batch(39, 20), batch(7, 30)]
+    qmodel = fxq.quantize(model, REFERENCE, data=data)
+    assert qmodel.ledger.coverage == 1
+    with torch.no_grad():
+        for given in (*data, batch(12, 39, 1)):
+            assert sqnr(model(*given), qmodel(*given)) > 30
