@@ -44,7 +44,8 @@ ARITHMETIC = [
     ),
     *cases(
         "sub",
-        *spelled(torch.sub, torch.subtract, operator.sub, "sub", "sub_", aten.sub.Tensor, aten.sub_.Tensor),
+        *spelled(torch.sub, torch.subtract, operator.sub, operator.isub, "sub", "sub_"),
+        *spelled(aten.sub.Tensor, aten.sub_.Tensor),
         function(torch.rsub, lambda x, y, m: torch.rsub(y, x)),
         function(aten.rsub.Tensor, lambda x, y, m: aten.rsub.Tensor(y, x)),
         layout="images",
@@ -59,6 +60,7 @@ ARITHMETIC = [
     *cases(
         "div",
         *spelled(torch.div, torch.divide, torch.true_divide, operator.truediv, "div", "div_", args=(2.5,)),
+        *spelled(operator.itruediv, args=(2.5,)),
         *spelled(aten.div.Tensor, aten.div.Scalar, args=(2.5,)),
         function(aten.div.Tensor_mode, lambda x, m: aten.div.Tensor_mode(x, 2.5, rounding_mode=None)),
     ),
