@@ -1,0 +1,153 @@
+"""Random programs with changes in place, state and containers: right on a stream of calls, or refused by an FxqError.
+
+A failure prints its `ProgramPlan`, which builds the program again.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import fxq
+from fxq.common.metrics import sqnr, tensors
+from tests.fuzz_programs import CHANGES, FRESH, KINDS, LAYERS, STATES, VIEWS, ProgramPlan, Statement
+
+FLOAT = fxq.Recipe.static(backend="reference").override("*", fxq.FLOAT)
+INT8 = fxq.Recipe.static(backend="auto", optimize="coverage")
+MIN_SQNR_DB = 12.0
+"""What 8 bits leave of these small programs at the least; the output check of `quantize` warns below 20 dB."""
+
+NUMBER = st.integers(0, 60)
+OPTIONS = st.tuples(NUMBER, NUMBER, NUMBER, NUMBER)
+WORDS = st.sampled_from([*LAYERS[:5] * 2, *LAYERS, "add", *["change"] * 12, *["loop"] * 3])
+CONTAINERS = st.sampled_from(["plain", "plain", "tuple", "named", "dict", "ordered"])
+
+
+def plans(words: st.SearchStrategy[str], most: int = 6) -> st.SearchStrategy[ProgramPlan]:
+    statement = st.builds(Statement, words, st.tuples(st.integers(0, 3), st.integers(0, 3)), OPTIONS)
+    statements = st.lists(statement, min_size=1, max_size=most)
+    layers = Statement("linear"), Statement("linear")
+    return st.builds(
+        lambda drawn, container, seed: ProgramPlan((layers[0], *drawn, layers[1]), container, seed),
+        statements,
+        CONTAINERS,
+        st.integers(0, 3),
+    )
+
+
+def state_of(program: Any) -> list[Any]:
+    """Copies of all that a program keeps from one call to the next."""
+    kept = [*program.state_dict().values(), program.last, *program.history, *program.table.values(), *program.recent]
+    return [program.calls, *[None if value is None else value.detach().clone() for value in kept]]
+
+
+def equal(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(equal, a, b))
+    return bool(a == b)
+
+
+def call(module: Any, batch: Any) -> Any:
+    return module(**batch) if isinstance(batch, dict) else module(batch)
+
+
+def check(plan: ProgramPlan, recipe: fxq.Recipe, bound: float) -> str:
+    """Quantize a program; "refused" or "right". A raw error, a changed argument or a wrong value fails."""
+    program, expected = plan.build(), plan.build()
+    data = [plan.batch(number) for number in range(3)]
+    before, data_before = state_of(program), copy.deepcopy(data)
+    with warnings.catch_warnings(record=True) as caught, torch.no_grad():
+        warnings.simplefilter("always", fxq.FxqWarning)
+        try:
+            qmodel = fxq.quantize(program, recipe, data=data)
+        except fxq.FxqError:
+            qmodel = None
+        assert equal(state_of(program), before), "quantize changed the state of the float model"
+        assert all(equal([*tensors(a)], [*tensors(b)]) for a, b in zip(data, data_before, strict=True)), (
+            "data was changed"
+        )
+        if qmodel is None:
+            return "refused"
+        far = any(str(w.message).startswith("the output is") for w in caught)
+        for number in range(10, 15):
+            batch = plan.batch(number, samples=3 if number == 13 else 4)
+            given_batch = copy.deepcopy(batch)
+            want, got = call(expected, copy.deepcopy(batch)), call(qmodel, batch)
+            assert type(got) is type(want), f"call {number}: a {type(got).__name__}, not a {type(want).__name__}"
+            assert equal([*tensors(batch)], [*tensors(given_batch)]), f"call {number} changed its argument"
+            for a, b in zip(tensors(want), tensors(got), strict=True):
+                assert a.shape == b.shape and a.dtype == b.dtype
+                near = float((a - b).abs().max()) <= 1e-4 * (1 + float(a.abs().max()))
+                assert near or far or sqnr(a, b) >= bound, f"call {number}: {sqnr(a, b):.1f} dB, unsaid"
+        assert equal(state_of(program), before), "calls of the quantized model changed the state of the float model"
+    return "right"
+
+
+def check_float(plan: ProgramPlan) -> str:
+    """All layers in float: the traced program computes what the model computes, to rounding."""
+    return check(plan, FLOAT, 90.0)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(plan=plans(WORDS))
+def test_random_programs(plan):
+    check_float(plan)
+
+
+@settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(plan=plans(WORDS))
+def test_random_programs_on_integers(plan):
+    check(plan, INT8, MIN_SQNR_DB)
+
+
+@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(plan=plans(st.sampled_from([*STATES * 2, *LAYERS[:4], "change"]), most=4))
+def test_random_programs_with_state(plan):
+    check_float(plan)
+
+
+@pytest.mark.parametrize("change", range(len(CHANGES)), ids=list(CHANGES))
+def test_every_change_of_a_clone_is_right(change):
+    """Of the whole clone and of a part: these are ordinary PyTorch, so a refusal is a failure, too."""
+    for view in (0, 1, 5):
+        plan = ProgramPlan(
+            (Statement("linear"), Statement("change", (0, 1), (0, view, change, 0)), Statement("linear"))
+        )
+        assert check_float(plan) == "right"
+
+
+@pytest.mark.parametrize("fresh", range(len(FRESH)), ids=list(FRESH))
+def test_every_fresh_tensor_is_fresh_at_each_call(fresh):
+    for kind, change in (("change", list(CHANGES).index("add_")), ("loop", 0), ("loop", 1)):
+        options = (fresh, change, change, 0) if kind == "change" else (fresh, change, 0, 0)
+        plan = ProgramPlan((Statement("linear"), Statement(kind, (0, 1), options), Statement("linear")))
+        assert check_float(plan) == "right"
+
+
+@pytest.mark.parametrize("view", range(len(VIEWS)), ids=list(VIEWS))
+def test_every_part_of_a_fresh_tensor_can_be_changed(view):
+    plan = ProgramPlan((Statement("linear"), Statement("change", (0, 1), (0, view, 3, 0)), Statement("linear")))
+    assert check_float(plan) == "right"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("round_", range(20))
+def test_many_random_programs(round_):
+    words = WORDS if round_ % 4 else st.sampled_from(KINDS)
+    recipe, bound = (INT8, MIN_SQNR_DB) if round_ % 2 else (FLOAT, 90.0)
+
+    @settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck), database=None, print_blob=True)
+    @given(plan=plans(words, most=8))
+    def many(plan):
+        check(plan, recipe, bound)
+
+    many()
