@@ -238,7 +238,11 @@ def check_model(model: Any) -> None:
     if isinstance(model, _MADE):
         raise InputError(f"the model is a {type(model).__name__} already; quantize the float model it came from.")
     if isinstance(model, torch.jit.ScriptModule):
-        raise InputError("the model is a TorchScript module, which has no Python code to trace; give the original.")
+        raise InputError(
+            "the model is a TorchScript module, which has no Python code to trace. Give the nn.Module that it was made "
+            "of, or torch.export.export(that module, inputs). Without its code no layer of it can be quantized; as a "
+            "part of another model it runs in float: nn.Sequential(script_module, ...)."
+        )
     for path, module in model.named_modules():
         if isinstance(module, _MADE) or type(module).__module__.startswith(_QUANTIZED):
             raise InputError(

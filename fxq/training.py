@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map
 
 from fxq.common.data import Batch, as_batch, device_of
-from fxq.common.isolation import without_autocast
+from fxq.common.isolation import computed_tensors, without_autocast
 from fxq.common.metrics import sqnr
 from fxq.common.names import in_short
 from fxq.common.trees import leaves
@@ -47,7 +47,7 @@ def prepared_for_training(model: nn.Module, recipe: Recipe, example_inputs: Any)
         raise InputError(f"model is a {type(model).__name__}, not an nn.Module. (A function? Wrap it in a module.)")
     device = device_of(model)
     try:
-        own = copy.deepcopy(model).cpu().eval()
+        own = copy.deepcopy(model, computed_tensors(model)).cpu().eval()
     except Exception as error:
         raise InputError(
             f"training takes a copy of the model, which cannot be copied: {words_of(error)} (Weights of the older "
@@ -75,7 +75,7 @@ def prepared_for_training(model: nn.Module, recipe: Recipe, example_inputs: Any)
             f"in the model that is trained, {in_short(other)} have other gradients than in the float model, which may "
             "detach values, compute without gradients, pad with a row of an embedding, or have gradients of its own."
         )
-    manager.context.model = copy.deepcopy(own)  # training changes the tensors that the graph has
+    manager.context.model = copy.deepcopy(own, computed_tensors(own))  # training changes the tensors that the graph has
     return TrainingModel.from_manager(manager, observed).to(device)
 
 
@@ -130,13 +130,13 @@ def _told_apart(grids: Grids) -> Grids:
 def _observed_again(preparation: Preparation, tensors: Mapping[str, Tensor]) -> PassManager:
     """The graph with observers, with the tensors that were trained, and those that are made of them."""
     known = preparation.manager.context
-    model = _with(copy.deepcopy(known.model), tensors)
+    model = _with(copy.deepcopy(known.model, computed_tensors(known.model)), tensors)
     manager = preparation.observed.fork(model=model, samples=[_moved(batch, "cpu") for batch in known.samples])
-    manager.gm = _with(copy.deepcopy(manager.gm).cpu(), tensors)
+    manager.gm = _with(copy.deepcopy(manager.gm, computed_tensors(manager.gm)).cpu(), tensors)
     original = manager.context.original
     if original is not None:
         gm = fx.GraphModule(original.gm, copy.deepcopy(original.graph))
-        manager.context.original = replace(original, gm=_with(copy.deepcopy(gm).cpu(), tensors))
+        manager.context.original = replace(original, gm=_with(copy.deepcopy(gm, computed_tensors(gm)).cpu(), tensors))
     with torch.no_grad(), without_autocast():
         manager.context.outputs = model(*known.example.args, **known.example.kwargs)
     return manager

@@ -14,6 +14,7 @@ from torch.autograd import Variable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fxq.common.data import Batch
+from fxq.common.isolation import computed_tensors
 from fxq.common.metrics import tensors
 from fxq.errors import CalibrationError, InputError, warn
 from fxq.graph.query import read_attribute
@@ -262,6 +263,7 @@ class TrainingModel(fx.GraphModule):
         return seen
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TrainingModel:
+        memo |= {key: value for key, value in computed_tensors(self).items() if key not in memo}
         copied = super().__deepcopy__(memo)
         made = TrainingModel(copied, copied.graph, class_name="TrainingModel")
         made.add_module(PROGRESS, copied.get_submodule(PROGRESS))

@@ -52,19 +52,26 @@ def _bring_near(rewriter: Rewriter, node: fx.Node) -> None:
 def _copy_constants(rewriter: Rewriter) -> None:
     """Return copies of constants that the float model makes anew in every call."""
     output = rewriter.graph.output_node()
+    constants: set[fx.Node] = set()
+    for node in rewriter.graph.nodes:
+        if _is_constant(rewriter, node, constants):
+            constants.add(node)
     for maker in (*(n for n in output.all_input_nodes if n.target is make_output), output):
         for value in flat_nodes((maker.args, maker.kwargs)):
-            if _is_constant(rewriter, value):
+            if value in constants:
                 typed = info(value).shape, info(value).dtype
                 copy = rewriter.node("call_function", own_copy, (value,), like=value, before=maker, typed=typed)
                 rewriter.reroute(value, copy, only={maker}.__contains__)
 
 
-def _is_constant(rewriter: Rewriter, node: fx.Node) -> bool:
-    """Whether a value may lie in the memory of a tensor that the graph holds, and that is none of the model's own."""
+def _is_constant(rewriter: Rewriter, node: fx.Node, constants: set[fx.Node]) -> bool:
+    """Whether a value may lie in the memory of a tensor that the graph holds, and that is none of the model's own.
+
+    `constants` has those of the nodes before it.
+    """
     if node.op == "get_attr":
         made = str(node.target).startswith((f"{DATA}.", "_tensor_constant"))  # by folding, by torch.fx
         return made and constant(rewriter.gm, node) is not None
     read = [n for n in node.all_input_nodes if n.op == "get_attr" or info(n).is_tensor]
     moved = node.op in ("call_function", "call_method") and node.target is not own_copy
-    return moved and bool(read) and all(_is_constant(rewriter, n) for n in read)
+    return moved and bool(read) and constants.issuperset(read)

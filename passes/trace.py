@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import glob
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -12,19 +13,20 @@ from torch import Tensor, fx, nn
 
 from fxq.common.data import first_of, samples_in
 from fxq.common.globs import path_matches
-from fxq.common.isolation import ModelChanges, copied, seeded, untouched
+from fxq.common.isolation import computed_tensors, copied, seeded, untouched
 from fxq.common.metrics import tensors
 from fxq.common.source import source_of
-from fxq.errors import FxqError, RecipeError, TraceError, warn
+from fxq.errors import FxqError, InputError, RecipeError, TraceError, warn, words_of
 from fxq.graph.info import Decision
 from fxq.graph.macs import macs_of
 from fxq.graph.query import is_check
 from fxq.pipeline.context import Context
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.recipe.selector import Selector, ancestors
-from fxq.rewriting.functionalize import STATELESS, Break, Functionalization
+from fxq.rewriting.functionalize import Break, Functionalization
 from fxq.rewriting.rewriter import Rewriter
-from fxq.tracing.fidelity import first_difference, first_with_memory, run_model, same_values
+from fxq.tracing.fidelity import first_difference, same_values
+from fxq.tracing.float_run import FloatRun
 from fxq.tracing.tracer import Tracer, is_kept
 
 
@@ -46,32 +48,37 @@ class Trace(Pass):
         _check_leaves(context.recipe.leaf_modules, context.types)
         _check_hooks(context.model)
         broken: dict[str, str] = {}
-        while isinstance(traced := _traced(context, broken), dict):
+        run = FloatRun(context.model, context.example, context.recipe.concrete_args)
+        while isinstance(traced := _traced(context, broken, run), dict):
             broken |= traced
         if broken:
             warn(_kept(broken, context, traced.gm))
         rewriter.gm, rewriter.edits, rewriter.touched = traced.gm, traced.edits, traced.touched
 
 
-def _traced(context: Context, broken: Mapping[str, str]) -> Rewriter | dict[str, str]:
+def _traced(context: Context, broken: Mapping[str, str], run: FloatRun) -> Rewriter | dict[str, str]:
     """The traced model, with the modules that are known to be `broken` as leaves.
 
     Or, where more modules cannot be traced, these: by path, each with the reason.
     """
     recipe = context.recipe
     leaves = (*recipe.leaf_modules, *map(glob.escape, broken))
-    tracer, gm, changes = _graph(context, leaves)
+    tracer, gm = _graph(context, leaves, run)
     if gm is None:
         return tracer.broken
+    _take_copies(gm, run.written)
     traced = Rewriter(gm, context, Trace.name, source_of(Trace.run))
     for node in gm.graph.nodes:
         traced.describe(node, origins=(node.name,) if _is_call(node) else (), kept=_kept_leaf(node, recipe, broken))
-    breaks = [*_check_buffers(changes.buffers, leaves), *Functionalization(traced, tracer.watch, tracer.made).run()]
+    breaks = [*Functionalization(traced, tracer.watch, tracer.made).run(), *_check_state_of(run, leaves)]
     if not breaks:
-        context.outputs, differs = _compared(context, tracer)
+        context.outputs, differs = _compared(context, tracer, run)
         breaks += [differs] if differs is not None else []
-    if not breaks:
-        breaks += _check_attributes(context, {p: n for p, n in changes.attributes.items() if not _is_inside(p, leaves)})
+    if not breaks and not run.computes_alike(_callable(gm)):
+        # what is known to keep something is a leaf by now, and more is needed: others that may, or the modules around
+        more = [Break(kept.path, kept.why) for kept in run.suspects if not _is_inside(kept.path, leaves)]
+        above = [Break(kept.path.rpartition(".")[0], kept.why) for kept in run.kept]
+        breaks += more or [found for found in above if not found.path or not _is_inside(found.path, leaves)]
     kept = {found.path: f"cannot be traced: {found.why}".rstrip(".") for found in reversed(breaks) if found.path}
     if kept and not recipe.strict_trace:
         return kept
@@ -81,8 +88,8 @@ def _traced(context: Context, broken: Mapping[str, str]) -> Rewriter | dict[str,
     return traced
 
 
-def _graph(context: Context, leaves: tuple[str, ...]) -> tuple[Tracer, fx.GraphModule | None, ModelChanges]:
-    """What traced the model, its graph if all of it can be traced, and what its forward has changed.
+def _graph(context: Context, leaves: tuple[str, ...], run: FloatRun) -> tuple[Tracer, fx.GraphModule | None]:
+    """What traced the model, and its graph if all of it can be traced.
 
     Loops over the rows of a tensor are unrolled where nothing else is left. Branches on sizes that come to the same
     graph either way are not checked when it runs.
@@ -93,20 +100,22 @@ def _graph(context: Context, leaves: tuple[str, ...]) -> tuple[Tracer, fx.GraphM
         gm: fx.GraphModule | None = None
         fixed, strict = recipe.concrete_args, recipe.strict_trace
         tracer = Tracer(leaves, context.example, fixed, strict, unroll, free=free, created=created)
-        with untouched(model) as changes, seeded():
+        with run.untouched(), seeded():
             try:
                 gm = fx.GraphModule(model, tracer.trace_model(model), class_name=type(model).__name__)
             except TraceError:
                 if not tracer.broken and (unroll or recipe.strict_trace or not tracer.loops):
                     raise
         if tracer.broken:
-            return tracer, None, changes
+            return tracer, None
         if gm is not None and not created and tracer.changes_plain_tensors():
             created = True
         elif gm is None:
             unroll = True
-        elif free or not (free := [p for p in _branches(tracer) if _makes_no_difference(p, context, tracer, gm.graph)]):
-            return tracer, gm, changes
+        elif free or not (
+            free := [p for p in _branches(tracer) if _makes_no_difference(p, context, tracer, gm.graph, run)]
+        ):
+            return tracer, gm
 
 
 _MOST_BRANCHES = 4
@@ -119,7 +128,7 @@ def _branches(tracer: Tracer) -> list[str]:
     return once if len(once) <= _MOST_BRANCHES else []
 
 
-def _makes_no_difference(place: str, context: Context, tracer: Tracer, graph: fx.Graph) -> bool:
+def _makes_no_difference(place: str, context: Context, tracer: Tracer, graph: fx.Graph, run: FloatRun) -> bool:
     """Whether the graph is the same whichever way the branches of one line go."""
 
     def written(found: fx.Graph, by: Tracer) -> list[tuple[str, ...]]:
@@ -140,7 +149,7 @@ def _makes_no_difference(place: str, context: Context, tracer: Tracer, graph: fx
             created=tracer.created,
         )
         try:
-            with untouched(model), seeded():
+            with run.untouched(), seeded():
                 if written(other.trace_model(model), other) != written(graph, tracer) or other.broken:
                     return False
         except FxqError:
@@ -152,35 +161,40 @@ def _is_inside(path: str, leaves: tuple[str, ...]) -> bool:
     return any(is_kept(above, leaves) for above in ancestors(path))
 
 
-def _check_buffers(changed: list[str], leaves: tuple[str, ...]) -> Iterator[Break]:
-    """The buffers that a forward changes on its own, which the graph has no trace of."""
-    for name in changed:
-        path = name.rpartition(".")[0]
-        if not _is_inside(path, leaves):
-            yield Break(path, f"forward changes the buffer {name!r} in place: {STATELESS}")
+def _take_copies(gm: fx.GraphModule, written: Collection[str]) -> None:
+    """Let a graph have copies of the leaves that change their parameters in place, which it shares with the model."""
+    for node in gm.graph.find_nodes(op="call_module"):
+        path = str(node.target)
+        if any(name.startswith(f"{path}.") for name in written):
+            try:
+                leaf = gm.get_submodule(path)
+                gm.set_submodule(path, copy.deepcopy(leaf, computed_tensors(leaf)))
+            except Exception as error:  # whatever the module's own attributes raise
+                why = f'layer "{path}" changes its parameters in place, and cannot be copied: {words_of(error)}'
+                raise TraceError(f"{why}. Change them in eval mode before quantizing, not in forward.") from error
 
 
-def _check_attributes(context: Context, changed: dict[str, list[str]]) -> Iterator[Break]:
-    """The first module whose forward sets attributes that decide what it returns next time, as a cache does not.
-
-    `changed` has the names of the attributes that modules set, by path.
-    """
-    path = first_with_memory(context.model, context.example, context.recipe.concrete_args, changed) if changed else None
-    if path is not None:
-        names = ", ".join(map(repr, changed[path]))
-        yield Break(path, f"forward sets {names} and returns something else when it runs again: {STATELESS}")
+def _check_state_of(run: FloatRun, leaves: tuple[str, ...]) -> Iterator[Break]:
+    """What the float model keeps from one call to the next, which a graph has no trace of; in a leaf it may."""
+    for kept in run.kept:
+        if kept.outside:
+            raise TraceError(f'layer "{kept.path}": {kept.why}' if kept.path else kept.why)
+        if not _is_inside(kept.path, leaves):
+            yield Break(kept.path, kept.why)
 
 
-def _compared(context: Context, tracer: Tracer) -> tuple[Any, Break | None]:
+def _compared(context: Context, tracer: Tracer, run: FloatRun) -> tuple[Any, Break | None]:
     """What the float model itself returns for the example, and where the graph returns something else, if it does."""
     model, example, fixed = context.model, context.example, context.recipe.concrete_args
-    expected = run_model(model, example, fixed)
-    if same_values(tracer.returned, expected):
-        return expected, None
+    if run.error is not None:
+        raise InputError(f"the model does not run on the example {example}: {words_of(run.error)}") from run.error
+    if same_values(tracer.returned, run.outputs):
+        return run.outputs, None
     again = Tracer(tracer.leaves, example, fixed, unroll=tracer.unroll, record=True, created=tracer.created)
-    with untouched(model), seeded():
+    with run.untouched(), seeded():
         again.trace_model(model)
-    return expected, Break(first_difference(model, example, fixed, again.outputs), _DIFFERS)
+    with run.untouched():
+        return run.outputs, Break(first_difference(model, example, fixed, again.outputs), _DIFFERS)
 
 
 def _counts_samples(context: Context, gm: fx.GraphModule) -> bool:
@@ -193,14 +207,23 @@ def _counts_samples(context: Context, gm: fx.GraphModule) -> bool:
         return False
     at = count // 2
     one = copied(first_of(context.example, 1, at))
-    gm.recompile()
+    run = _callable(gm)
     try:
         with untouched(context.model), untouched(gm), seeded(), torch.inference_mode(False), torch.no_grad():
-            got = list(tensors(nn.Module.__call__(gm, *one.args, **one.kwargs)))  # its own prints what goes wrong
+            got = list(tensors(run(*one.args, **one.kwargs)))
         pairs = zip(tensors(context.outputs), got, strict=True)
         return same_values(got, [_of_sample(whole, alone, at, count) for whole, alone in pairs])
     except Exception:  # whatever the model raises for a size that it cannot have
         return False
+
+
+def _callable(gm: fx.GraphModule) -> nn.Module:
+    """A graph as a module to call: the own call of a `GraphModule` prints what goes wrong."""
+    gm.recompile()
+    called = nn.Module()
+    called._modules, called._parameters, called._buffers = gm._modules, gm._parameters, gm._buffers
+    called.forward = gm.forward
+    return called
 
 
 def _of_sample(whole: Tensor, alone: Tensor, at: int, count: int) -> Tensor:

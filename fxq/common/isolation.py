@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from fxq.common.data import Batch
+from fxq.common.state import ChangedPlace, StateSnapshot, same
+from fxq.common.writes import WriteWatch
 
 log = logging.getLogger("fxq")
 
@@ -25,84 +28,103 @@ class ModelChanges:
 
     Attributes:
         buffers: names of buffers changed in place.
-        attributes: by module path, names of attributes and buffers that were set, or that are lists and dicts with
-            other items than before.
+        parameters: names of parameters changed in place, or given other values through `.data`.
+        attributes: by module path, the places in a module that hold something else than before, as `h` or `h[0]`.
+        in_place: as `attributes`, those that hold a tensor, an array or a generator that was itself changed.
+        outside: by module path, places outside of the model, which the code of a module reads, as `global COUNT`.
     """
 
     buffers: list[str] = field(default_factory=list)
+    parameters: list[str] = field(default_factory=list)
     attributes: dict[str, list[str]] = field(default_factory=dict)
+    in_place: dict[str, list[str]] = field(default_factory=dict)
+    outside: dict[str, list[str]] = field(default_factory=dict)
+
+    _snapshots: tuple[StateSnapshot, ...] = ()
+
+    def so_far(self) -> list[ChangedPlace]:
+        """Everything that has been changed up to now."""
+        return [change for snapshot in self._snapshots for change in snapshot.changes()]
+
+    def end(self, buffers: Mapping[int, str], parameters: Mapping[int, str]) -> None:
+        """Put everything back, and fill in the lists of names. What torch.fx itself adds to a model is no change."""
+        for snapshot in self._snapshots:
+            found = list(snapshot.changes())
+            for change in found:
+                if snapshot is not self._snapshots[0]:
+                    self.outside.setdefault(change.owner, []).append(change.name)
+                elif change.in_place and id(change.now) in buffers:
+                    self.buffers += [buffers[id(change.now)]] if change.counted else []
+                elif change.in_place and id(change.now) in parameters:
+                    self.parameters.append(parameters[id(change.now)])
+                elif not change.name.startswith("_tensor_constant"):
+                    kind = self.in_place if change.in_place else self.attributes
+                    kind.setdefault(change.owner, []).append(change.name)
+            if found:
+                snapshot.restore()
+        self._snapshots = ()
 
 
 @contextmanager
-def untouched(model: nn.Module) -> Iterator[ModelChanges]:
-    """Undo what happens to the attributes and buffers of a model's modules inside; yields what that was.
+def untouched(
+    model: nn.Module, outside: Iterable[tuple[str, Any]] = (), watches: bool = False
+) -> Iterator[ModelChanges]:
+    """Undo what happens to the attributes, buffers and parameters of a model's modules inside; yields what that was.
 
-    A forward may keep what it computes (`self.attention = a`), count its calls, or fill a cache. Lists and dicts that
-    are attributes get their items back, other objects are not looked into.
+    A forward may keep what it computes (`self.attention = a`), count its calls, fill a cache, or normalize its weights.
+    What containers and objects in attributes hold is put back, too. Parameters get their storage back; their values
+    where an embedding has a `max_norm`, and with `watches` wherever an op writes into them: it slows down every op.
+
+    Args:
+        model: the model.
+        outside: what else is put back, each with the path of a module that it belongs to.
+        watches: whether ops are watched for writing into parameters.
     """
+    scripts = [
+        (script, name, buffer)
+        for script in model.modules()
+        if isinstance(script, torch.jit.ScriptModule)
+        for name, buffer in script.named_buffers(recurse=False)
+    ]
+    snapshot, others = _snapshot(model), StateSnapshot(frozenset(map(id, model.modules())))
+    watch = WriteWatch(model.parameters()) if watches else nullcontext()
+    for path, value in outside:
+        others.add(path, value)
+    changes = ModelChanges(_snapshots=(snapshot, others))
+    try:
+        with watch:
+            yield changes
+    finally:
+        paths = {id(module): path for path, module in model.named_modules()}
+        for script, name, buffer in scripts:  # its code sets them behind Python's back
+            if getattr(script, name).data_ptr() != buffer.data_ptr():
+                setattr(script, name, buffer)
+                changes.buffers.append(f"{paths[id(script)]}.{name}".lstrip("."))
+        buffers, parameters = ({id(t): n for n, t in own} for own in (model.named_buffers(), model.named_parameters()))
+        changes.end(buffers, parameters)
+        if isinstance(watch, WriteWatch):
+            watch.put_back()
+            changes.parameters += [name for p in watch.written if (name := parameters[id(p)]) not in changes.parameters]
+
+
+def _snapshot(model: nn.Module) -> StateSnapshot:
+    """A snapshot of all modules of a model, with copies of its buffers and of embeddings that are normed."""
     # a script module keeps its own behind its attributes, and makes some of them when they are asked for
     modules = [(n, m) for n, m in model.named_modules() if not isinstance(m, torch.jit.ScriptModule)]
-    kept = [(path, module, _contents(module)) for path, module in modules]
-    buffers = [(n, b, b._version, b.detach().clone()) for n, b in model.named_buffers() if not b.is_inference()]
-    changes = ModelChanges()
-    try:
-        yield changes
-    finally:
-        for path, module, before in kept:
-            now = _contents(module)
-            changed = [n for n in dict.fromkeys((*now, *before)) if not _same(now.get(n, []), before.get(n, []))]
-            names = [name for n in changed for name in _named(n, now.get(n, []), before.get(n, []))]
-            if names:
-                changes.attributes[path] = names
-            for name in changed:
-                _restore(vars(module), name, before.get(name, []))
-        with torch.no_grad():
-            for name, buffer, version, value in buffers:
-                if buffer._version != version:
-                    changes.buffers.append(name)
-                    buffer.copy_(value)
-                elif _has_other_values(buffer, value):
-                    buffer.copy_(value)
+    snapshot = StateSnapshot(frozenset(id(module) for _, module in modules))
+    for name, buffer in model.named_buffers():
+        snapshot.add_tensor(*_split(name), buffer, copies=True)
+    normed = {id(m.weight) for _, m in modules if getattr(m, "max_norm", None) and isinstance(m.weight, Tensor)}
+    for name, parameter in model.named_parameters():
+        snapshot.add_tensor(*_split(name), parameter, copies=id(parameter) in normed)
+    for path, module in modules:
+        snapshot.add(path, vars(module))
+    return snapshot
 
 
-def _has_other_values(buffer: Tensor, value: Tensor) -> bool:
-    """Whether a buffer was written to: `batch_norm` counts no change of the statistics that it is given."""
-    return buffer.layout is torch.strided and not buffer.is_meta and not torch.equal(buffer, value)
-
-
-def _contents(module: nn.Module) -> dict[str, list[Any]]:
-    """Each attribute of a module, and what is in it where it is a list or a dict: keys and values in turns."""
-    return {
-        name: [value, *(chain(*value.items()) if isinstance(value, dict) else value if isinstance(value, list) else ())]
-        for name, value in vars(module).items()
-    }
-
-
-def _same(now: list[Any], before: list[Any]) -> bool:
-    return len(now) == len(before) and all(a is b for a, b in zip(now, before, strict=True))
-
-
-def _named(name: str, now: list[Any], before: list[Any]) -> list[str]:
-    """The names for a changed attribute: of a module's table of buffers, those of the buffers that were set.
-
-    What torch.fx itself adds to a model has none.
-    """
-    if name == "_buffers":
-        new, old = (dict(zip(found[1::2], found[2::2], strict=True)) for found in (now, before))
-        return [k for k in {**new, **old} if new.get(k) is not old.get(k)]
-    return [] if name.startswith("_tensor_constant") else [name]
-
-
-def _restore(attributes: dict[str, Any], name: str, before: list[Any]) -> None:
-    if not before:
-        del attributes[name]
-        return
-    attributes[name], *items = before
-    if isinstance(before[0], dict):
-        before[0].clear()
-        before[0].update(zip(items[::2], items[1::2], strict=True))
-    elif isinstance(before[0], list):
-        before[0][:] = items
+def _split(name: str) -> tuple[str, str]:
+    owner, _, own = name.rpartition(".")
+    return owner, own
 
 
 def unshare(model: nn.Module, lender: nn.Module) -> None:
@@ -110,13 +132,16 @@ def unshare(model: nn.Module, lender: nn.Module) -> None:
 
     A leaf module that cannot be copied stays shared. The copies take no gradients: integers pass none on.
     """
-    lent, memo = set(lender.modules()), dict[int, Any]()
+    lent, memo = set(lender.modules()), computed_tensors(lender)
     storages = {t.untyped_storage().data_ptr() for t in (*lender.parameters(), *lender.buffers())}
     for module in [m for m in model.modules() if m not in lent]:
         for name, child in module._modules.items():
             if child in lent:
                 try:
-                    module._modules[name] = copy.deepcopy(child, memo).requires_grad_(False)
+                    with torch.no_grad():
+                        module._modules[name] = own_child = copy.deepcopy(child, memo)
+                    for parameter in own_child.parameters():  # not all at once: a script module has no requires_grad_
+                        parameter.requires_grad_(False)
                 except Exception as error:  # whatever the module's own attributes raise
                     log.warning("%s is shared with the float model: it cannot be copied: %s", name, error)
         for tensors in (module._parameters, module._buffers):
@@ -125,6 +150,16 @@ def unshare(model: nn.Module, lender: nn.Module) -> None:
                     own: Any = copy.deepcopy(tensor, memo)
                     own.requires_grad_(False)
                     tensors[name] = own
+
+
+def computed_tensors(*modules: nn.Module) -> dict[int, Any]:
+    """Copies of the tensors with a history that modules keep, by id: the memo with which `copy.deepcopy` takes modules.
+
+    Such are the weights of a recurrent layer with a parametrization, which it keeps from its last call.
+    """
+    every = [value for module in modules for m in module.modules() for value in vars(m).values()]
+    kept = [t for value in every for t in (value if isinstance(value, (list, tuple)) else (value,))]
+    return {id(t): t.detach().clone() for t in kept if isinstance(t, Tensor) and not t.is_leaf}
 
 
 @contextmanager
@@ -143,10 +178,32 @@ def autocast_on() -> list[str]:
 
 @contextmanager
 def seeded(seed: int = 0) -> Iterator[None]:
-    """The same random numbers each time; the user's generator goes on where it was."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        yield
+    """The same random numbers each time, of PyTorch, NumPy and Python; the user's generators go on where they were."""
+    numpy, python = sys.modules.get("numpy"), random.getstate()
+    numbers = numpy.random.get_state(legacy=False) if numpy is not None else None
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            random.seed(seed)
+            if numpy is not None:
+                numpy.random.seed(seed)
+            yield
+    finally:
+        random.setstate(python)
+        if numpy is not None:
+            numpy.random.set_state(numbers)
+
+
+def drawn() -> Callable[[], list[str]]:
+    """A function that says which of NumPy's and Python's global random generators have drawn numbers since."""
+
+    def states() -> dict[str, Any]:
+        numpy = sys.modules.get("numpy")
+        numbers = {"np.random": numpy.random.get_state(legacy=False)} if numpy is not None else {}
+        return {**numbers, "random": random.getstate()}
+
+    before = states()
+    return lambda: [name for name, state in states().items() if name in before and not same(state, before[name])]
 
 
 def copied(value: Any) -> Any:

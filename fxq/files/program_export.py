@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -125,9 +125,9 @@ def _simplify(gm: fx.GraphModule, sizes_vary: bool) -> None:
     gm.recompile()
 
 
-def _fields(kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """In the place of `make_output`: the fields by name."""
-    return dict(fields)
+def _fields(kind: str, fields: Mapping[str, Any] | Sequence[Any]) -> dict[str, Any] | list[Any]:
+    """In the place of `make_output`: the fields by name, or the items."""
+    return dict(fields) if isinstance(fields, Mapping) else list(fields)
 
 
 def _without_ones(leaf: Any, axes: Mapping[int, Any]) -> Any:

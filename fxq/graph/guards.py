@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass
 from functools import reduce
@@ -99,7 +100,7 @@ def check_fixed(given: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
 def _mismatch(path: str, value: Any, expected: Any) -> str | None:
     """`name=wanted, as its example has it, and got ...`; None when the value is as expected."""
     if isinstance(expected, list) and isinstance(value, (tuple, list)):
-        kinds = (type(value).__name__, "any") if type(value) in (list, tuple) else ("tuple", "any")
+        kinds = "list" if isinstance(value, list) else "tuple", "any"
         if expected[0] in kinds and len(value) == len(expected) - 1:
             parts = ((f"{path}[{i}]", v, e) for i, (v, e) in enumerate(zip(value, expected[1:], strict=True)))
             return next((wrong for part in parts if (wrong := _mismatch(*part)) is not None), None)
@@ -164,13 +165,27 @@ class Fields(dict[str, Any]):
             raise AttributeError(name) from None
 
 
-def make_output(kind: str, fields: Mapping[str, Any]) -> Any:
-    """An object of the class `module:name` with these fields; a `Fields` where it is not imported. Graphs call this.
+def make_output(kind: str, fields: Mapping[str, Any] | Sequence[Any]) -> Any:
+    """An object of the class `module:name` with these fields or items. Graphs call this.
 
-    For what a model returns besides tensors, tuples, lists and dicts: dataclasses and mappings of its own.
+    For what a model returns besides tensors and plain tuples, lists and dicts: dataclasses, named tuples, and mappings,
+    lists and tuples of other classes. Where the class is not imported, a `Fields`, a list or a tuple.
     """
     module, _, name = kind.partition(":")
     cls: Any = reduce(lambda found, part: getattr(found, part, None), name.split("."), sys.modules.get(module))
-    if not (isinstance(cls, type) and (is_dataclass(cls) or issubclass(cls, Mapping))):
-        return Fields(fields)
-    return cls(**fields) if is_dataclass(cls) else cls(fields)  # type: ignore[call-arg]
+    fits = isinstance(cls, type)
+    if not isinstance(fields, Mapping):
+        return cls(fields) if fits and issubclass(cls, (list, tuple)) else fields
+    if fits and (is_dataclass(cls) or hasattr(cls, "_fields")):
+        return cls(**fields)
+    if fits and issubclass(cls, defaultdict):
+        return cls(None, fields)
+    return cls(fields) if fits and issubclass(cls, Mapping) else Fields(fields)
+
+
+def is_own_container(value: Any) -> bool:
+    """Whether a value is an object that `make_output` makes: a dataclass, or a container of a class of its own."""
+    cls = type(value)
+    if cls.__module__.partition(".")[0] in ("torch", "builtins"):
+        return False
+    return isinstance(value, (Mapping, list, tuple)) or is_dataclass(cls)

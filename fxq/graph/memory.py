@@ -13,6 +13,12 @@ from fxq.graph.query import tensor_meta
 View = tuple[Any, ...]
 
 
+STATELESS = (
+    "a graph keeps no state between calls. Keep the module as a float leaf (recipe.leaf), or return the new value."
+)
+"""What to do about a module that changes its own tensors, or keeps something else from call to call."""
+
+
 class MemoryWatch:
     """Numbers the blocks of memory that one run uses.
 

@@ -9,6 +9,7 @@ from functools import cached_property
 
 from torch import fx, nn
 
+from fxq.common.isolation import computed_tensors
 from fxq.graph.info import info
 from fxq.graph.query import is_pure, submodule
 
@@ -44,6 +45,7 @@ class Program:
             if n.op == "call_module" and not is_pure(self.gm, n)
         }
         weights = {id(p): p for module in found.values() for p in module.parameters()}
+        weights |= computed_tensors(*found.values())
         try:
             return copy.deepcopy(found, weights)
         except Exception:  # whatever a module of the user holds: a lock, a file, a tensor with a history

@@ -315,8 +315,8 @@ MAKERS = frozenset({torch.zeros, torch.ones, torch.full, torch.arange, torch.ten
 
 
 @calls(make_output)
-def _output(w: Writer, kind: str, fields: Mapping[str, Any]) -> Any:
-    return dict(fields)
+def _output(w: Writer, kind: str, fields: Mapping[str, Any] | Sequence[Any]) -> Any:
+    return dict(fields) if isinstance(fields, Mapping) else list(fields)
 
 
 def _like(value: Any) -> Any:

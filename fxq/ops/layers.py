@@ -170,8 +170,13 @@ def local_response_norm(x: Tensor, *, size: int, alpha: float = 1e-4, beta: floa
 _EMBED = "x weight padding_idx max_norm norm_type scale_grad_by_freq sparse"
 
 
+def _changes_weight(bound: Arguments) -> bool:
+    """Whether a call scales the rows of a weight in place; of a module canonicalize reads the weight scaled already."""
+    return bound.get("max_norm") is not None and not isinstance(bound["weight"], Tensor)
+
+
 def _lookup(bound: Arguments) -> Arguments | str:
-    if bound.get("max_norm") is not None:
+    if _changes_weight(bound):
         return "changes its weight (max_norm)"
     return {key: bound[key] for key in ("x", "weight")}
 
@@ -191,7 +196,7 @@ _MODES = ("sum", "mean", "max")
 
 
 def _bags(bound: Arguments) -> Arguments | str:
-    if bound.get("max_norm") is not None:
+    if _changes_weight(bound):
         return "changes its weight (max_norm)"
     if (bound.get("padding_idx") or 0) < 0:
         size = shape_of(bound["weight"])

@@ -17,7 +17,7 @@ from torch import fx
 
 from fxq.graph.guards import own_copy
 from fxq.graph.info import info
-from fxq.graph.memory import MemoryWatch
+from fxq.graph.memory import STATELESS, MemoryWatch
 from fxq.graph.query import reads_only_metadata, swapped
 from fxq.ops import OPS
 from fxq.rewriting.assignments import assigned, cast
@@ -421,8 +421,3 @@ def around(*nodes: fx.Node) -> str:
     stacks = [stack[:-1] if n.op == "call_module" else stack for n, stack in zip(nodes, stacks, strict=True)]
     same = takewhile(lambda paths: len(set(paths)) == 1, zip(*stacks, strict=False))
     return next((str(paths[0]) for paths in reversed(list(same))), "")
-
-
-STATELESS = (
-    "a graph keeps no state between calls. Keep the module as a float leaf (recipe.leaf), or return the new value."
-)

@@ -29,7 +29,7 @@ from fxq.common.trees import mapped
 from fxq.graph.bindable import Bindable, ModuleWatch
 from fxq.graph.query import submodule
 from fxq.graph.run import Runner
-from fxq.runtime.call_checks import check_call
+from fxq.runtime.call_checks import check_call, naming_inputs
 from fxq.runtime.stable_kinds import run
 
 KEPT = 16
@@ -73,7 +73,13 @@ class _OddError(Exception):
 def _kind(value: Any) -> Hashable:
     cls = type(value)
     if cls is Tensor or cls is nn.Parameter:
-        if value.layout is not torch.strided or not value.is_cpu or value.is_neg() or value._is_zerotensor():
+        if (
+            value.is_nested
+            or value.layout is not torch.strided
+            or not value.is_cpu
+            or value.is_neg()
+            or value._is_zerotensor()
+        ):
             raise _OddError
         return value.shape, value.stride(), value.dtype, value.requires_grad
     if value is None or cls in (bool, int, float, str):
@@ -104,7 +110,8 @@ class Bindings:
         kind = None if self._never else kind_of(args, kwargs)
         if kind is None:
             check_call(gm, args, kwargs)
-            return self.plain(gm, *args, **kwargs)
+            with naming_inputs(gm, args, kwargs):
+                return self.plain(gm, *args, **kwargs)
         last = self._last
         if last is not None and last[0] == kind and last[1].holds():
             return last[1].run(*args, **kwargs)
@@ -121,7 +128,8 @@ class Bindings:
             value, bound = bind(gm, args, kwargs)
         else:
             check_call(gm, args, kwargs)
-            value = self.plain(gm, *args, **kwargs)  # where it raises, the kind stays unknown
+            with naming_inputs(gm, args, kwargs):
+                value = self.plain(gm, *args, **kwargs)  # where it raises, the kind stays unknown
         self._remember(kind, bound, getattr(gm, "kinds_kept", KEPT))
         return value
 

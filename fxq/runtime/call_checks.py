@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,8 +12,9 @@ from torch import Tensor, fx
 from torch._compile import _disable_dynamo
 from torch._guards import detect_fake_mode
 
-from fxq.common.data import Batch
-from fxq.errors import InputError, warn
+from fxq.common.data import Batch, described, described_call
+from fxq.common.metrics import tensors
+from fxq.errors import FxqError, InputError, warn, words_of
 from fxq.graph.info import info
 from fxq.graph.run import inputs_for
 
@@ -40,6 +42,7 @@ def check_call(gm: fx.GraphModule, args: tuple[Any, ...], kwargs: Mapping[str, A
         raise InputError(f"{tool} does not go through a quantized model of this backend. {OPAQUE}")
     if tool:
         _warn_of_onnx()
+    _check_tensors(args, kwargs, kernels=has_kernels(gm))
     placeholders = gm.graph.find_nodes(op="placeholder")
     if any(str(node.target).startswith("*") for node in placeholders) or len(args) > len(placeholders):
         return  # the call itself says what is wrong with it
@@ -56,6 +59,65 @@ def check_call(gm: fx.GraphModule, args: tuple[Any, ...], kwargs: Mapping[str, A
             f"input {str(node.target)!r} is {given}; the model takes a tensor there, such as the {list(shape)} that it "
             f"was made with.{hint}"
         )
+
+
+def _check_tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any], kernels: bool) -> None:
+    """Refuse tensors that are no dense ones, and for kernels those without values, which have no memory to read."""
+    named = [*((f"input {i}", value) for i, value in enumerate(args)), *((repr(k), v) for k, v in kwargs.items())]
+    for name, tensor in ((name, tensor) for name, value in named for tensor in tensors(value)):
+        if tensor.is_nested:
+            raise InputError(f"{name} is a nested tensor; give a dense one, .to_padded_tensor(0.0).")
+        if tensor.layout is not torch.strided:
+            raise InputError(f"{name} is a {tensor.layout} tensor; give a dense one, .to_dense().")
+        if tensor.is_meta and kernels:
+            raise InputError(f"{name} is on the meta device, so it has no values to compute with.")
+
+
+@contextmanager
+def naming_inputs(gm: fx.GraphModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """Let what goes wrong inside, on inputs of another kind than the model was made with, say that they are.
+
+    Raises:
+        InputError: an error of PyTorch's or Python's, and an input has another rank or dtype than on the example.
+    """
+    try:
+        yield
+    except FxqError:
+        raise
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        other = _other_kind(gm, args, kwargs)
+        if not other:
+            raise
+        raise InputError(
+            f"the model does not run on ({described_call(args, kwargs)}): {other}. {words_of(error)}"
+        ) from error
+
+
+def _other_kind(gm: fx.GraphModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    """How the inputs of a call differ from those that the model was made with; empty where they do not."""
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    names = [str(node.target) for node in placeholders]
+    if any(name.startswith("*") for name in names):
+        return ""
+    twice = [name for name in names[: len(args)] if name in kwargs]
+    if twice:
+        return f"it is given {twice[0]!r} twice"
+    missing = [str(n.target) for n in placeholders[len(args) :] if not n.args and n.target not in kwargs]
+    if missing:
+        return f"it also takes {', '.join(missing)}"
+    if len(args) > len(names):
+        return f"it takes {len(names)} input{'s' if len(names) > 1 else ''}: {', '.join(names)}"
+    unknown = [name for name in kwargs if name not in names]
+    if unknown:
+        return f"it has no input {unknown[0]!r}, but {', '.join(names)}"
+    for node, value in inputs_for(gm.graph, Batch(args, kwargs)).items():
+        about = info(node)
+        if about.shape is None or not isinstance(value, Tensor):
+            continue
+        if value.dim() != len(about.shape) or value.dtype != about.dtype or value.shape[1:] != about.shape[1:]:
+            example = described(torch.empty(about.shape, dtype=about.dtype, device="meta"))
+            return f"{str(node.target)!r} was {example} when it was made"
+    return ""
 
 
 def _tool(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:

@@ -68,7 +68,7 @@ def run(node: fx.Node, called: Callable[..., Any], args: Any, kwargs: Any, sure:
         return called(*args, **kwargs), False
     with Reads() as reads:
         value = called(*args, **kwargs)
-    owner = called.__self__ if node.op == "call_method" else None  # type: ignore[attr-defined]
+    owner = getattr(called, "__self__", None) if node.op == "call_method" else None
     plain = getattr(called, "__module__", "") in ARITHMETIC or not holds_tensor((owner, args, kwargs))
     return value, not reads.values and (plain or reads_only_metadata(node) or _all_tensors(value))
 

@@ -87,7 +87,34 @@ def blame(model: nn.Module, error: Exception) -> Blame:
         values = [f"{name} (%{v.node.name})" for name, v in local.items() if isinstance(v, fx.Proxy)]
         depends = f" Values traced there: {', '.join(values)}." if values else ""
     reason = str(error).strip().partition(". ")[0].rstrip(".")
+    for words, why, instead in _KNOWN:
+        if words in str(error):
+            name = str(error).partition("'")[2].partition("'")[0]
+            reason, way = why.format(name=name), instead.format(name=name)
     return Blame(place or type(model).__name__, path, f"{reason or type(error).__name__}.{depends}", way)
+
+
+_KNOWN = (
+    (
+        "for 'torch._C.TensorBase' objects doesn't apply",
+        "a method of torch.Tensor is called as a function, torch.Tensor.{name}(x), which takes no traced value",
+        "Write it as a method, x.{name}(...), or as torch.{name}(x, ...).",
+    ),
+    (
+        "but instead found type 'TracedValue'",
+        "a TorchScript function is called, which takes no traced value",
+        "Call the Python function that it was made of, or keep the module as a float leaf: "
+        'recipe.leaf("path.of.module").',
+    ),
+    (
+        "unwrap_if_dead()",
+        "an autograd.Function is called, as torch.utils.checkpoint with use_reentrant=True does, and a trace does not "
+        "see into it",
+        "Take use_reentrant=False, or call the function itself when the model is in eval mode; or keep the module as a "
+        'float leaf: recipe.leaf("path.of.module").',
+    ),
+)
+"""What Python and torch say where a traced value is given to what takes none: part of the text, why, and what to do."""
 
 
 def _made(node: fx.Node) -> str:

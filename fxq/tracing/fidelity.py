@@ -11,29 +11,32 @@ import torch
 from torch import Tensor, nn
 
 from fxq.common.data import Batch
-from fxq.common.isolation import copied, seeded, untouched
+from fxq.common.isolation import copied, drawn, seeded, untouched
 from fxq.common.metrics import tensors
 from fxq.tracing.forward_arguments import arguments
 
 
 def run_model(model: nn.Module, example: Batch, fixed: Mapping[str, Any], seed: int = 0) -> Any:
-    """What the float model returns for a copy of one batch, with the arguments that the recipe fixes."""
-    with untouched(model):
-        return _run(model, example, fixed, seed)
+    """What `call` returns, on a model that stays as it is."""
+    with untouched(model, watches=True):
+        return call(model, example, fixed, seed)
 
 
-def _run(model: nn.Module, example: Batch, fixed: Mapping[str, Any], seed: int = 0) -> Any:
+def call(
+    model: nn.Module, example: Batch, fixed: Mapping[str, Any], seed: int = 0, draws: list[str] | None = None
+) -> Any:
+    """What the float model returns for a copy of one batch, with the arguments that the recipe fixes.
+
+    Names of the global generators of NumPy and Python that it draws numbers from go into `draws`.
+    """
     batch = copied(example)
     late = {a.name: a.value for a in arguments(model, example, fixed)[len(batch.args) :] if a.fixed}
     with seeded(seed), torch.inference_mode(False), torch.no_grad():
-        return model(*batch.args, **{**late, **batch.kwargs})
-
-
-def first_with_memory(model: nn.Module, example: Batch, fixed: Mapping[str, Any], paths: Collection[str]) -> str | None:
-    """Path of the first of these modules to return something else when the model runs again; None for none."""
-    with untouched(model):
-        first, second = (_results(model, example, fixed, paths) for _ in range(2))
-    return next((p for (p, got), (_, again) in zip(first, second, strict=False) if not same_values(got, again)), None)
+        drawn_from = drawn() if draws is not None else list
+        result = model(*batch.args, **{**late, **batch.kwargs})
+        if draws is not None:
+            draws += drawn_from()
+        return result
 
 
 def first_difference(
@@ -48,9 +51,8 @@ def first_difference(
         traced: path and tensors of each call of a traced module, in the order in which they return.
     """
     own: dict[str, deque[list[Tensor]]] = {path: deque() for path, _ in traced}
-    with untouched(model):
-        for path, result in _results(model, example, fixed, own):
-            own[path].append(result)
+    for path, result in _results(model, example, fixed, own):
+        own[path].append(result)
     return next((path for path, got in traced if not own[path] or not same_values(got, own[path].popleft())), "")
 
 
@@ -63,9 +65,11 @@ def _results(
     def note(path: str, module: nn.Module, args: Any, result: Any) -> None:
         kept.append((path, copied(list(tensors(result)))))
 
-    handles = [model.get_submodule(path).register_forward_hook(partial(note, path)) for path in paths]
+    modules = [(path, model.get_submodule(path)) for path in paths]
+    python = [(path, module) for path, module in modules if not isinstance(module, torch.jit.ScriptModule)]
+    handles = [module.register_forward_hook(partial(note, path)) for path, module in python]
     try:
-        _run(model, example, fixed)
+        call(model, example, fixed)
     finally:
         for handle in handles:
             handle.remove()

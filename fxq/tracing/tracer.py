@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
 
-from fxq.common.data import Batch
+from fxq.common.data import Batch, device_of
 from fxq.common.globs import path_matches
 from fxq.common.isolation import copied
 from fxq.common.metrics import tensors
 from fxq.common.trees import mapped
 from fxq.errors import FxqError, InputError, TraceError
-from fxq.graph.guards import is_plain, make_output
+from fxq.graph.guards import is_own_container, is_plain, make_output
 from fxq.graph.info import info, set_info
 from fxq.graph.memory import MemoryWatch
 from fxq.graph.query import tensor_meta
@@ -96,6 +96,7 @@ class Tracer(fx.Tracer):
         """
         self.run = ExampleRun(model, _TRACE)
         self.asked = Assumptions(self.create_node, _TRACE, type(model).__name__, self.forced, self.free)
+        self._device = device_of(model)
         self._paths = {p: n for n, p in (*model.named_buffers(), *model.named_parameters())}
         try:
             with (
@@ -190,6 +191,8 @@ class Tracer(fx.Tracer):
         if kind in ("call_function", "call_method"):
             args, kwargs = taken_apart(target, args, kwargs)
         self.asked.forget()
+        if torch.is_autocast_enabled(self._device):
+            raise Untraceable(_AUTOCAST, way=_WITHOUT_AUTOCAST)
         if (type(self.root.get_submodule(target)) if kind == "call_module" else target) in _BY_RANK:
             for value in found_in((args, kwargs)):
                 self.asked.reads_rank(value)
@@ -277,12 +280,9 @@ class Tracer(fx.Tracer):
             return self._attribute(a)
         if isinstance(a, np.generic):  # torch.fx would write np.float64(1.0) into code that knows no np
             return super().create_arg(a.item())
-        own = isinstance(a, Mapping) and type(a).__module__ not in _PLAIN_MAPPINGS
-        if own or (is_dataclass(a) and not isinstance(a, type)):
-            parts = {f.name: getattr(a, f.name) for f in fields(a)} if not isinstance(a, Mapping) else dict(a)
-            return self.create_proxy(
-                "call_function", make_output, (f"{type(a).__module__}:{type(a).__qualname__}", parts), {}
-            ).node
+        if is_own_container(a):
+            kind = f"{type(a).__module__}:{type(a).__qualname__}"
+            return self.create_proxy("call_function", make_output, (kind, _parts(a)), {}).node
         try:
             return super().create_arg(a)
         except NotImplementedError:
@@ -349,9 +349,13 @@ class Tracer(fx.Tracer):
         if isinstance(m, parametrize.ParametrizationList):
             return self.run.fold(m, forward, args, kwargs)
         if path is None:  # made by a forward, or in a plain list: it has no path to call it by
+            if any(p not in self._paths for p in m.parameters()):
+                raise Untraceable(_NO_PATH.format(kind=type(m).__name__), way=_LIST_MODULES)
             return forward(*args, **kwargs)
         stack, refusals = dict(self.module_stack), len(self.asked.refusals)
         try:
+            if isinstance(m, torch.jit.ScriptModule) and not self.is_leaf_module(m, path):
+                raise Untraceable(_SCRIPT)
             result = super().call_module(m, forward, args, kwargs)
             self._check_swallowed(refusals)
             if self.record and not self.is_leaf_module(m, path):
@@ -398,15 +402,33 @@ def _is_new(constant: fx.Node) -> bool:
     return str(constant.target).startswith("_tensor_constant")
 
 
+def _parts(container: Any) -> Any:
+    """What is in a container of a class of its own, as a plain one."""
+    if isinstance(container, Mapping):
+        return dict(container)
+    if is_dataclass(container):
+        return {f.name: getattr(container, f.name) for f in fields(container)}
+    if hasattr(container, "_asdict"):
+        return dict(container._asdict())
+    return tuple(container) if isinstance(container, tuple) else list(container)
+
+
 _TRACE = Tracer.trace_model.__code__
 _BY_RANK = (nn.MultiheadAttention, nn.TransformerDecoderLayer, nn.functional.multi_head_attention_forward)
 """What computes something else of inputs without a batch axis."""
 _SQUEEZES = ("squeeze", "squeeze_", torch.squeeze)
-_PLAIN_MAPPINGS = ("builtins", "collections", "torch.fx.immutable_collections")
 _IDLE = "fxq_idle"
 """Marks a node that does nothing but give a value, so that it can go when nobody reads it."""
 
 
+_AUTOCAST = "forward turns torch.autocast on, and a graph computes in the types of its tensors."
+_WITHOUT_AUTOCAST = (
+    "Call it without (torch.autocast(..., enabled=False)): what is quantized computes on integers. Or keep the module "
+    'as a float leaf: recipe.leaf("path.of.module").'
+)
+_NO_PATH = "it calls a {kind} whose parameters are not the model's: it is in a plain list or dict, or made by forward."
+_LIST_MODULES = "Put it into an nn.ModuleList or nn.ModuleDict, or set it as an attribute in __init__."
+_SCRIPT = "it is a TorchScript module, which has no Python code to trace: give the module that it was made of."
 _NO_ARGUMENT = "an object of type {kind} is returned, or given to a layer, and no graph can hold it."
 
 

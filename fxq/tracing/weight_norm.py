@@ -1,6 +1,8 @@
-"""Weights that a module computes before every call, as plain tensors."""
+"""Weights that a module computes before or in every call, as plain tensors."""
 
 from __future__ import annotations
+
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -9,9 +11,10 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 
 def reparametrized(module: nn.Module) -> dict[str, Tensor]:
-    """The tensors that pre-hooks of torch (`weight_norm`, `spectral_norm`) set, by name, as they are in eval mode.
+    """The tensors that a module of torch sets when it is called, by name, as they are in eval mode.
 
-    Modules with `torch.nn.utils.parametrizations` compute theirs where they are read, and need no such thing.
+    `weight_norm` and `spectral_norm` set them in a pre-hook; an embedding with a `max_norm` scales the rows that it
+    reads. Modules with `torch.nn.utils.parametrizations` compute theirs where they are read, and need no such thing.
     """
     found: dict[str, Tensor] = {}
     with torch.no_grad():
@@ -20,4 +23,13 @@ def reparametrized(module: nn.Module) -> dict[str, Tensor]:
                 found[hook.name] = hook.compute_weight(module)
             elif isinstance(hook, SpectralNorm):
                 found[hook.name] = hook.compute_weight(module, do_power_iteration=False)
+        if is_normed(module):
+            every = torch.arange(module.num_embeddings, device=module.weight.device)
+            largest = float(module.max_norm or 0.0)
+            found["weight"] = torch.embedding_renorm_(module.weight.clone(), every, largest, module.norm_type)
     return found
+
+
+def is_normed(module: nn.Module) -> TypeGuard[nn.Embedding | nn.EmbeddingBag]:
+    """Whether a module is an embedding that scales the rows of its weight which it reads, in place."""
+    return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None

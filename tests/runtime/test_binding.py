@@ -186,7 +186,7 @@ WRONG_CALLS = {
 def test_a_wrong_call_stays_wrong(name):
     qmodel, (args, kwargs) = takes_two(), WRONG_CALLS[name]
     for _ in range(3):
-        with pytest.raises(TypeError):
+        with pytest.raises(fxq.InputError, match="the model does not run on"):
             qmodel(*args, **kwargs)
     assert functions(qmodel) == []
 

@@ -194,3 +194,38 @@ def test_a_cpu_without_vnni_is_told_once():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
     lines = [line for line in done.stderr.splitlines() if "no VNNI" in line]
     assert len(lines) == 1 and lines[0].startswith("<string>:4: FxqWarning")
+
+
+BAD_CALLS = [
+    ((torch.rand(3, 8),), {}, "layer takes 4 dimensions|does not run on"),
+    ((torch.rand(2, 4, 8, 8),), {}, "takes 3|does not run on"),
+    ((torch.rand(2, 3, 8, 8).to_sparse(),), {}, "sparse_coo tensor; give a dense one"),
+    ((torch.nested.nested_tensor([torch.rand(3, 8, 8)] * 2),), {}, "nested tensor; give a dense one"),
+    ((), {}, r"does not run on \(\): it also takes input"),
+    ((torch.rand(2, 3, 8, 8), 1), {}, "it takes 1 input: input"),
+    ((torch.rand(2, 3, 8, 8),), {"z": 1}, "it has no input 'z'"),
+]
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype")
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_inputs_of_another_kind_are_refused_before_and_after_binding(backend):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)).eval()
+    x = torch.rand(2, 3, 8, 8)
+    qmodel = fxq.quantize(model, fxq.Recipe.static(backend=backend, optimize="coverage"), data=[x])
+    for _ in range(2):
+        for args, kwargs, words in BAD_CALLS:
+            with pytest.raises(fxq.InputError, match=words):
+                qmodel(*args, **kwargs)
+        for _ in range(3):
+            qmodel(x)
+
+
+def test_kernels_take_no_tensor_without_values():
+    """It ended the process."""
+    model = nn.Sequential(nn.Conv2d(3, 8, 3)).eval()
+    qmodel = fxq.quantize(model, fxq.Recipe.static(optimize="coverage"), data=[torch.rand(2, 3, 8, 8)])
+    if any(getattr(m, "opaque", False) for m in qmodel.modules()):
+        with pytest.raises(fxq.InputError, match="on the meta device, so it has no values"):
+            qmodel(torch.rand(2, 3, 8, 8, device="meta"))

@@ -1,5 +1,7 @@
 """What values depend on: on the numbers in an input, on its sizes alone, or on neither."""
 
+import queue
+
 import pytest
 import torch
 
@@ -12,15 +14,16 @@ pytestmark = pytest.mark.any_cpu
 
 def origin(function):
     """What the traced value of `function(x)` depends on."""
-    found = []
+    found = queue.SimpleQueue()  # what a list held would be put back
 
     def forward(self, x):
         value = function(x)
-        found.append(value)
+        found.put(value)
         return x + 1
 
     fxq.run_passes(module(forward), REFERENCE, (torch.rand(2, 3),), until="trace")
-    return next((value._origin for value in found if isinstance(value, TracedValue)), Origin.CONSTANT)
+    values = [found.get() for _ in range(found.qsize())]
+    return next((value._origin for value in values if isinstance(value, TracedValue)), Origin.CONSTANT)
 
 
 @pytest.mark.parametrize(

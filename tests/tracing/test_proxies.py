@@ -1,5 +1,6 @@
 """Traced values, where a forward asks for plain ones or hands them to torch."""
 
+import queue
 import threading
 
 import numpy as np
@@ -66,12 +67,12 @@ def test_a_tensor_of_the_model_with_a_traced_index():
 
 def test_models_run_and_are_traced_in_several_threads_at_once():
     """Of a trace another thread sees nothing, and two traces leave torch as it was."""
-    model, other, results, errors = nn.Sequential(conv(), nn.ReLU(), conv()).eval(), conv(), [], []
+    model, other, results, errors = nn.Sequential(conv(), nn.ReLU(), conv()).eval(), conv(), queue.SimpleQueue(), []
     with torch.no_grad():
         want = other(X)
 
     def forward(self, x):
-        thread = threading.Thread(target=lambda: results.append(torch.equal(other(X), want)))
+        thread = threading.Thread(target=lambda: results.put(torch.equal(other(X), want)))
         thread.start()
         thread.join()
         return self.other(x)
@@ -84,7 +85,7 @@ def test_models_run_and_are_traced_in_several_threads_at_once():
             errors.append(error)
 
     graph(module(forward, other=other).eval(), X, "trace")
-    assert results and all(results)
+    assert results.qsize() and all(results.get() for _ in range(results.qsize()))
     call, threads = nn.Module.__call__, [threading.Thread(target=work) for _ in range(3)]
     for thread in threads:
         thread.start()
@@ -94,13 +95,13 @@ def test_models_run_and_are_traced_in_several_threads_at_once():
 
 
 def test_another_thread_draws_numbers_of_its_own():
-    drawn_beside = []
+    drawn_beside = queue.SimpleQueue()
 
     def forward(self, x):
-        beside = threading.Thread(target=lambda: drawn_beside.append(torch.rand(1)))
+        beside = threading.Thread(target=lambda: drawn_beside.put(torch.rand(1)))
         beside.start()
         beside.join()
         return self.a(x)
 
     graph(module(forward, a=conv()).eval(), X, "trace")
-    assert {type(value) for value in drawn_beside} == {torch.Tensor}
+    assert {type(drawn_beside.get()) for _ in range(drawn_beside.qsize())} == {torch.Tensor}

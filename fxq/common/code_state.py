@@ -1,0 +1,216 @@
+"""What the code of a model reads besides its modules: globals, variables of enclosing functions, class attributes."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+import textwrap
+import types
+from collections import deque
+from collections.abc import Iterator, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+_MOST_FUNCTIONS = 2000
+_LIBRARIES = ("torch", "fxq", "numpy", "builtins")
+
+
+@dataclass(frozen=True)
+class OuterVariables:
+    """Variables as a snapshot sees them (`fxq/common/state.py`): by what a person calls them.
+
+    Attributes:
+        table: what holds the variables, by name.
+        names: the variables' names there, by what they are called.
+    """
+
+    table: MutableMapping[str, Any]
+    names: dict[str, str]
+
+    def read(self) -> dict[str, Any]:
+        """The values of those that exist."""
+        return {called: self.table[name] for called, name in self.names.items() if name in self.table}
+
+    def write(self, values: dict[str, Any]) -> None:
+        """Give them these values; those without one go."""
+        for called, name in self.names.items():
+            if called in values and (name not in self.table or self.table[name] is not values[called]):
+                self.table[name] = values[called]
+            elif called not in values and name in self.table:
+                del self.table[name]
+
+
+@dataclass
+class CodeState:
+    """The functions that a model's modules may call, and the variables outside of the modules that these name.
+
+    Only code of the user's is looked into: that of torch, NumPy and the standard library keeps nothing that counts.
+
+    Attributes:
+        bindings: the variables, with the path of the first module whose code names them.
+    """
+
+    bindings: list[tuple[str, OuterVariables]] = field(default_factory=list)
+    _functions: dict[int, types.FunctionType] = field(default_factory=dict)
+    _seen: set[int] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, model: nn.Module) -> CodeState:
+        """That of all modules of a model."""
+        found = cls()
+        for path, module in model.named_modules():
+            for kind in type(module).__mro__:
+                found._enter(path, kind)
+            for value in vars(module).values():
+                found._enter(path, value)
+        return found
+
+    def _enter(self, path: str, value: Any) -> None:
+        """Take in a class or a function of the user's, with those that it names."""
+        waiting = deque([value])
+        while waiting and len(self._functions) < _MOST_FUNCTIONS:
+            value = waiting.popleft()
+            inner = [getattr(value, name, None) for name in ("__func__", "fget", "func", "__wrapped__")]
+            value = next((part for part in inner if isinstance(part, types.FunctionType)), value)
+            if not isinstance(value, (type, types.FunctionType)) or id(value) in self._seen or _is_library(value):
+                continue
+            self._seen.add(id(value))
+            if isinstance(value, type):
+                waiting.extend(vars(value).values())
+                self._bind(path, _ClassAttributes(value), f"class attribute {value.__name__}.")
+                continue
+            self._functions[id(value)] = value
+            waiting.extend(self._named_by(path, value))
+
+    def _named_by(self, path: str, function: types.FunctionType) -> Iterator[Any]:
+        names = set(_names(function.__code__))
+        tables: list[tuple[MutableMapping[str, Any], str]] = [(function.__globals__, "global ")]
+        for name in names:
+            value = function.__globals__.get(name)
+            if isinstance(value, types.ModuleType) and not _is_library(value):
+                tables.append((vars(value), f"global {value.__name__}."))
+        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=False))
+        tables.append((_Cells(cells), "variable of an enclosing function: "))
+        for table, prefix in tables:
+            chosen = names & table.keys()
+            self._bind(path, table, prefix, chosen)
+            yield from (table[name] for name in chosen)
+        defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+        self._bind(path, {function.__name__: list(defaults)}, "default of ")
+
+    def _bind(self, path: str, table: MutableMapping[str, Any], prefix: str, names: set[str] | None = None) -> None:
+        chosen = sorted(table.keys() if names is None else names)
+        if chosen:
+            self.bindings.append((path, OuterVariables(table, {prefix + name: name for name in chosen})))
+
+    def reads(self, name: str) -> bool:
+        """Whether a variable or attribute of that name is read other than to give itself a new value, as `n += 1` does.
+
+        Where the source cannot be seen it is, if the code names it.
+        """
+        return any(name in _names(f.__code__) and _reads(f, name) for f in self._functions.values())
+
+
+class _Cells(MutableMapping[str, Any]):
+    """The variables of enclosing functions as a dict."""
+
+    def __init__(self, cells: dict[str, types.CellType]) -> None:
+        self.cells = cells
+
+    def __getitem__(self, name: str) -> Any:
+        return self.cells[name].cell_contents
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.cells[name].cell_contents = value
+
+    def __delitem__(self, name: str) -> None:
+        del self.cells[name].cell_contents
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self.cells if name in self)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __contains__(self, name: object) -> bool:
+        try:
+            self.cells[str(name)].cell_contents  # noqa: B018 - one without a value yet raises
+        except (KeyError, ValueError):
+            return False
+        return True
+
+
+class _ClassAttributes(MutableMapping[str, Any]):
+    """The attributes of a class that are no code, as a dict."""
+
+    def __init__(self, cls: type) -> None:
+        self.cls = cls
+
+    def __getitem__(self, name: str) -> Any:
+        return vars(self.cls)[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        setattr(self.cls, name, value)
+
+    def __delitem__(self, name: str) -> None:
+        delattr(self.cls, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([n for n, v in vars(self.cls).items() if not n.startswith("__") and not hasattr(v, "__get__")])
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def _is_library(value: Any) -> bool:
+    name = value.__name__ if isinstance(value, types.ModuleType) else str(getattr(value, "__module__", ""))
+    owner = name.partition(".")[0]
+    return owner in _LIBRARIES or (owner in sys.stdlib_module_names and owner != "__main__")
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    """The globals and attributes that code names, with that of the functions inside."""
+    waiting = deque([code])
+    while waiting:
+        code = waiting.popleft()
+        yield from code.co_names
+        yield from code.co_freevars
+        waiting.extend(part for part in code.co_consts if isinstance(part, types.CodeType))
+
+
+def _reads(function: types.FunctionType, name: str) -> bool:
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError):
+        return True
+    own = {id(part) for node in ast.walk(tree) for part in _to_itself(node, name)}
+    return any(_is_read(node, name) and id(node) not in own for node in ast.walk(tree))
+
+
+def _to_itself(node: ast.AST, name: str) -> Iterator[ast.AST]:
+    """The parts of `n = n + 1` and of `c["n"] += 1` that read only to write."""
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AugAssign) else []
+    for target in targets:
+        holders = list(_holders(target))
+        yield from holders
+        if isinstance(node, ast.Assign) and any(_named(part) == name for part in holders):
+            yield from ast.walk(node.value)
+
+
+def _holders(target: ast.AST) -> Iterator[ast.AST]:
+    """What is set, and the objects that it is a part of."""
+    yield target
+    while isinstance(target, (ast.Attribute, ast.Subscript)):
+        target = target.value
+        yield target
+
+
+def _named(node: ast.AST) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def _is_read(node: ast.AST, name: str) -> bool:
+    return _named(node) == name and isinstance(getattr(node, "ctx", None), ast.Load)

@@ -1,0 +1,68 @@
+"""Which of some tensors are changed in place while code runs, with copies of them as they were."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fxq.common.metrics import tensors
+
+
+class WriteWatch(TorchDispatchMode):
+    """Copies a tensor before an op of PyTorch writes into its memory for the first time.
+
+    It sees writes through views and through `.data`, which change no count of the tensor's.
+
+    Attributes:
+        copies: the tensors that were written to, each with a copy of it before.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, watched: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.copies: list[tuple[Tensor, Tensor]] = []
+        self._waiting: dict[int, list[Tensor]] = {}
+        for tensor in watched:
+            if tensor.layout is torch.strided and not tensor.is_meta:
+                self._waiting.setdefault(_address(tensor), []).append(tensor)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for at, name in _written(func):
+            value = args[at] if at < len(args) else kwargs.get(name)
+            for tensor in tensors(value):
+                for own in self._waiting.pop(_address(tensor), ()):
+                    self.copies.append((own, own.detach().clone()))
+        return func(*args, **kwargs)
+
+    @property
+    def written(self) -> list[Tensor]:
+        """The tensors that were written to."""
+        return [tensor for tensor, _ in self.copies]
+
+    def put_back(self) -> None:
+        """Give the tensors the values that they had."""
+        with torch.no_grad():
+            for tensor, value in self.copies:
+                tensor.copy_(value)
+
+
+def _address(tensor: Tensor) -> int:
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):  # a sparse tensor has none
+        return 0
+
+
+@cache
+def _written(func: Any) -> tuple[tuple[int, str], ...]:
+    """Position and name of the arguments that an op of PyTorch writes to."""
+    schema = getattr(func, "_schema", None)  # an operator of higher order has none, and calls others
+    arguments = schema.arguments if schema is not None and schema.is_mutable else ()
+    return tuple((i, a.name) for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)

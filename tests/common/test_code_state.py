@@ -1,0 +1,56 @@
+"""Variables that the code of a model names outside of its modules, and which of them it reads."""
+
+import pytest
+from torch import nn
+
+from fxq.common.code_state import CodeState
+
+pytestmark = pytest.mark.any_cpu
+COUNT, TABLE = 0, {"n": 0}
+
+
+def helper(x, memo=[]):  # noqa: B006 - the default is the state
+    memo.append(x)
+    return TABLE["n"] + x
+
+
+def module_of(enclosed):
+    class Module(nn.Module):
+        shared = 3
+
+        def forward(self, x):
+            global COUNT
+            COUNT += 1
+            self.calls += 1
+            self.steps = self.steps + 1
+            self.table["n"] += 1
+            if self.phase % 2:
+                enclosed[0] = x
+            return helper(x)
+
+    return Module()
+
+
+def test_variables_are_found_by_what_they_are_called():
+    code = CodeState.of(module_of([1]))
+    values = {name: value for _, bindings in code.bindings for name, value in bindings.read().items()}
+    assert values["global COUNT"] == 0 and values["global TABLE"] is TABLE and values["default of helper"] == [[]]
+    assert values["class attribute Module.shared"] == 3
+    assert values["variable of an enclosing function: enclosed"] == [1]
+
+
+def test_writing_gives_values_back():
+    global COUNT
+    code = CodeState.of(module_of([1]))
+    kept = [(bindings, bindings.read()) for _, bindings in code.bindings]
+    COUNT = 5
+    for bindings, values in kept:
+        bindings.write(values)
+    assert COUNT == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "read"), [("calls", False), ("steps", False), ("COUNT", False), ("table", False), ("phase", True)]
+)
+def test_a_count_is_read_only_where_it_decides_something(name, read):
+    assert CodeState.of(module_of([1])).reads(name) is read
