@@ -26,7 +26,7 @@ from fxq.recipe.selector import Selector, ancestors
 from fxq.rewriting.functionalize import Break, Functionalization
 from fxq.rewriting.rewriter import Rewriter
 from fxq.tracing.fidelity import first_difference, same_values
-from fxq.tracing.float_run import FloatRun
+from fxq.tracing.float_run import FloatRun, KeptState
 from fxq.tracing.tracer import Tracer, is_kept
 
 
@@ -70,7 +70,10 @@ def _traced(context: Context, broken: Mapping[str, str], run: FloatRun) -> Rewri
     traced = Rewriter(gm, context, Trace.name, source_of(Trace.run))
     for node in gm.graph.nodes:
         traced.describe(node, origins=(node.name,) if _is_call(node) else (), kept=_kept_leaf(node, recipe, broken))
-    breaks = [*Functionalization(traced, tracer.watch, tracer.made).run(), *_check_state_of(run, leaves)]
+    states = list(_check_state_of(run, leaves))
+    hidden = [Break(kept.path, kept.why) for kept in states if kept.hidden]  # of the others a change names its line
+    breaks = [*hidden, *Functionalization(traced, tracer.watch, tracer.made).run()]
+    breaks += [Break(kept.path, kept.why) for kept in states if not kept.hidden]
     if not breaks:
         context.outputs, differs = _compared(context, tracer, run)
         breaks += [differs] if differs is not None else []
@@ -174,13 +177,13 @@ def _take_copies(gm: fx.GraphModule, written: Collection[str]) -> None:
                 raise TraceError(f"{why}. Change them in eval mode before quantizing, not in forward.") from error
 
 
-def _check_state_of(run: FloatRun, leaves: tuple[str, ...]) -> Iterator[Break]:
+def _check_state_of(run: FloatRun, leaves: tuple[str, ...]) -> Iterator[KeptState]:
     """What the float model keeps from one call to the next, which a graph has no trace of; in a leaf it may."""
     for kept in run.kept:
         if kept.outside:
             raise TraceError(f'layer "{kept.path}": {kept.why}' if kept.path else kept.why)
         if not _is_inside(kept.path, leaves):
-            yield Break(kept.path, kept.why)
+            yield kept
 
 
 def _compared(context: Context, tracer: Tracer, run: FloatRun) -> tuple[Any, Break | None]:

@@ -30,11 +30,13 @@ class KeptState:
         path: the module.
         why: what it keeps, and what to do about it.
         outside: whether that is no part of the module, so that a copy of the module shares it.
+        hidden: whether it is a tensor or an array for which a graph has no name.
     """
 
     path: str
     why: str
     outside: bool = False
+    hidden: bool = False
 
 
 @dataclass
@@ -110,7 +112,7 @@ class FloatRun:
             for name in names:
                 yield KeptState(self._changer(name), f"forward changes the {kind} {name!r} in place: {STATELESS}")
         for path, places in changes.in_place.items():
-            yield KeptState(path, f"forward changes {places[0]!r} in place: {STATELESS}")
+            yield KeptState(path, f"forward changes {places[0]!r} in place: {STATELESS}", hidden=True)
 
     def computes_alike(self, graph: nn.Module) -> bool:
         """Whether a traced graph returns what the model returns, on several batches one after the other."""

@@ -422,7 +422,7 @@ def test_weights_that_a_forward_normalizes_stay_as_they_are(kind, leaf):
     with torch.no_grad():
         assert all(sqnr(reference(x), qmodel(x)) > 35 for x in batches(4))
     assert torch.equal(model[1].weight, weight)
-    with pytest.raises(fxq.TraceError, match=r"'weight'.* in place"):
+    with pytest.raises(fxq.TraceError, match=r"%weight|'weight'"):
         fxq.quantize(model[1], REFERENCE, data=batches(4))
     assert torch.equal(model[1].weight, weight)
 
