@@ -44,7 +44,7 @@ def test_nested_inputs():
 def test_keywords_that_a_signature_does_not_name():
     model = module(lambda self, x, **named: self.a(x) * named.get("gain", 1) + len(named), a=conv())
     assert [n.name for n in close(model, X, gain=torch.ones(1)).graph.nodes if n.op == "placeholder"] == ["x", "gain"]
-    with pytest.raises(TypeError, match="gain"):
+    with pytest.raises(fxq.InputError, match="gain"):
         close(model, X)(X, gain=torch.ones(1))
 
 
