@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -100,11 +101,8 @@ class FloatRun:
         if draws:
             with self.untouched(), _drawing(self.model, [path for path, _ in self.model.named_modules()]) as drawn_by:
                 call(self.model, self.example, self.fixed)
-            path, names = next(iter(drawn_by.items()))  # the innermost returns first
-            yield KeptState(
-                path,
-                f"forward draws numbers from {' and '.join(names)}, {_DRAW}",
-            )
+            for path, names in islice(drawn_by.items(), 1):  # the innermost returns first; none: another thread drew
+                yield KeptState(path, f"forward draws numbers from {' and '.join(names)}, {_DRAW}")
 
     def _written(self, changes: ModelChanges) -> Iterator[KeptState]:
         """What is changed in place: the graph would change its own copies, or nothing."""
