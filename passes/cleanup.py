@@ -56,7 +56,7 @@ def _copy_constants(rewriter: Rewriter) -> None:
     for node in rewriter.graph.nodes:
         if _is_constant(rewriter, node, constants):
             constants.add(node)
-    for maker in (*(n for n in output.all_input_nodes if n.target is make_output), output):
+    for maker in (*(n for n in output.all_input_nodes if _makes_container(n)), output):
         for value in flat_nodes((maker.args, maker.kwargs)):
             if value in constants:
                 typed = info(value).shape, info(value).dtype
@@ -72,6 +72,13 @@ def _is_constant(rewriter: Rewriter, node: fx.Node, constants: set[fx.Node]) -> 
     if node.op == "get_attr":
         made = str(node.target).startswith((f"{DATA}.", "_tensor_constant"))  # by folding, by torch.fx
         return made and constant(rewriter.gm, node) is not None
+    if _makes_container(node):
+        return False
     read = [n for n in node.all_input_nodes if n.op == "get_attr" or info(n).is_tensor]
     moved = node.op in ("call_function", "call_method") and node.target is not own_copy
     return moved and bool(read) and constants.issuperset(read)
+
+
+def _makes_container(node: fx.Node) -> bool:
+    """Whether a node puts values into an output of a class: a named tuple, a dataclass or a mapping."""
+    return node.op == "call_function" and (node.target is make_output or isinstance(node.target, type))

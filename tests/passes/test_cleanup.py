@@ -1,5 +1,7 @@
 """cleanup: nothing in the model that its graph does not use."""
 
+from typing import NamedTuple
+
 import pytest
 import torch
 from torch import nn
@@ -95,3 +97,31 @@ def test_who_changes_an_output_does_not_change_the_model(backend):
         for value in (*constants[:3], *constants[3].values()):
             value.fill_(7.0)
     assert equal(qmodel(x)[1:], want[1]) and fxq.compare(model, qmodel, [x]).output_sqnr == pytest.approx(want[0])
+
+
+class Pair(NamedTuple):
+    """Two tensors that a model returns."""
+
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+class ReturnsConstants(nn.Module):
+    """Returns a tensor that it makes anew in every call, in a named tuple."""
+
+    def __init__(self, alone: bool) -> None:
+        super().__init__()
+        self.layer, self.alone = nn.Linear(8, 8), alone
+
+    def forward(self, x):
+        ones = torch.ones(4, 8)
+        return Pair(ones if self.alone else self.layer(x), ones)
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_constants_in_a_named_tuple_are_copied(alone):
+    """The caller may change what a model returns: the next call gives ones again."""
+    x = torch.randn(4, 8)
+    qmodel = fxq.quantize(ReturnsConstants(alone).eval(), REFERENCE, data=[x])
+    qmodel(x).second.add_(1)
+    assert torch.equal(qmodel(x).second, torch.ones(4, 8))
