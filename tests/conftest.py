@@ -68,6 +68,8 @@ class IntegersAreFree(costs.Costs):
     Tests of prices plant their own.
     """
 
+    has_table = False
+
     def __contains__(self, key):
         return True
 
@@ -79,7 +81,6 @@ class IntegersAreFree(costs.Costs):
 def integers_are_free():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(costs, "machine_costs", IntegersAreFree)
-        patch.setattr(costs, "is_busy", lambda: False)
         yield
 
 
@@ -97,6 +98,8 @@ def plant(monkeypatch):
 
     def plant(price):
         class Planted(costs.Costs):
+            has_table = False
+
             def __contains__(self, key):
                 return True
 
