@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
-import tomli_w
 import torch
 from networks import load_demo_networks
 from networks_mobile import efficientnet_b0, mobilenet_v2, mobilenet_v3_large
@@ -255,7 +254,16 @@ def main() -> None:
             errors(rows[name], samples)
     if not arguments.only:
         known = read_table() if FILE.exists() else {}
-        FILE.write_text(HEADER + tomli_w.dumps({**known, cpu.kind(): rows}), encoding="utf-8")
+        FILE.write_text(HEADER + "\n".join(written({**known, cpu.kind(): rows})), encoding="utf-8")
+
+
+def written(table: Mapping[str, Mapping[str, Mapping[str, list[float]]]]) -> Iterator[str]:
+    """The lines of the file: a row of the table on each."""
+    for kind, parts in sorted(table.items()):
+        for part, rows in sorted(parts.items()):
+            yield f"[{kind}.{part}]"
+            yield from (f'"{name}" = {list(row)}' for name, row in sorted(rows.items()))
+            yield ""
 
 
 HEADER = """\
