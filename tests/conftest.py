@@ -14,6 +14,8 @@ import fxq
 from fxq.backends.jit import compiler
 from fxq.common import timed_calls
 from fxq.cost import cache as costs
+from fxq.cost import probe
+from fxq.graph.info import info
 from tests.browser import chromium
 from tests.helpers import REFERENCE
 
@@ -109,6 +111,34 @@ def plant(monkeypatch):
         monkeypatch.setattr(costs, "machine_costs", Planted)
 
     return plant
+
+
+@pytest.fixture
+def plant_table(monkeypatch):
+    """Plants a price table: `plant_table(price)` with a function from what is priced to microseconds.
+
+    That is "float" or "int8" and the names and weight shapes of a region's ops, or the name of a conversion.
+    """
+
+    def plant_table(price):
+        def named(form, region):
+            weights = [str(list(info(n).shape or ())) for n in region.node.all_input_nodes]
+            return " ".join([form, *(call.op.name for call in region.calls), *weights])
+
+        class Table:
+            def float_seconds(self, gm, region):
+                return 1e-6 * price(named("float", region))
+
+            def kernel_seconds(self, gm, region):
+                return 1e-6 * price(named("int8", region))
+
+            def conversion(self, kind, elements):
+                return 1e-6 * price(kind)
+
+        monkeypatch.setattr(probe, "table_for", lambda backend: Table())
+        monkeypatch.setattr(costs, "machine_costs", costs.Costs)
+
+    return plant_table
 
 
 # ---- reports

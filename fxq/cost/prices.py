@@ -241,7 +241,7 @@ def slower_than_float(
     """
     known = [op for op in ops if op.source]
     int8, real = left + seconds_of(integers, known, values), left + sum(op.real for op in known)
-    if real == 0.0 or int8 <= _SLOWER * real:
+    if real == 0.0 or int8 <= _CLEARLY_SLOWER * real:
         return None
     losing = sorted((op for op in known if op.key in integers and op.int8 > op.real), key=lambda op: op.real - op.int8)
     names = ", ".join(f"{_named(op.key)} ({_ms(op.int8)}, in float {_ms(op.real)})" for op in losing[:_NAMED])
@@ -253,8 +253,8 @@ def slower_than_float(
     )
 
 
-_SLOWER, _NAMED = 1.25, 3
-"""How much slower is worth a warning, since an estimate is not exact; how many ops it names."""
+_SLOWER, _CLEARLY_SLOWER, _NAMED = 1.1, 1.25, 3
+"""How much slower is worth a warning, as measured, and as the price table estimates; how many ops it names."""
 
 
 def _named(node: Any) -> str:
