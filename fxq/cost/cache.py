@@ -76,7 +76,7 @@ class Costs:
     keeps the machine busy for a moment does not meet all rounds of the same one (see `settle`).
 
     Attributes:
-        has_table: whether the price table is asked, too (`fxq/cost/table.py`).
+        has_table: whether the price table is asked, too (`fxq/cost/price_table.py`).
         path: the file that holds them between sessions; None: they are not kept.
         rounds: what each round measured, in seconds, by a text that says all that the time depends on.
     """

@@ -15,7 +15,7 @@ from fxq.backends.base import Backend, Prices
 from fxq.backends.lower_graph import lowered_copy
 from fxq.common.data import Batch
 from fxq.cost.cache import Call, Costs
-from fxq.cost.table import PriceTable, table_for
+from fxq.cost.price_table import PriceTable, table_for
 from fxq.graph.grid import grid_of
 from fxq.graph.info import Cost, NodeInfo, info
 from fxq.graph.query import CONVERSIONS, arguments_of, is_op, measures_of, options_of, values_of

@@ -40,7 +40,7 @@ def quickest(gm: fx.GraphModule, context: Context, changes: Sequence[Change]) ->
             calls[str(i)] = lambda made=made: made(*args, **kwargs)  # type: ignore[misc]
         times = interleaved(calls, lambda: None, least=True)
     best: str | None = None
-    for i in times:
-        if best is None or CLEARLY * times[i] < times[best]:
-            best = i
+    for name, taken in times.items():
+        if best is None or CLEARLY * taken < times[best]:
+            best = name
     return int(best or 0)

@@ -28,7 +28,7 @@ DecisionKind = Literal[
     "undecided",
 ]
 Source = Literal["measured", "table", ""]
-"""Where a price is from: timed on this machine, estimated by `fxq/cost/table.py`, or there is none."""
+"""Where a price is from: timed on this machine, estimated by `fxq/cost/price_table.py`, or there is none."""
 DECISION_KINDS: tuple[DecisionKind, ...] = get_args(DecisionKind)
 
 
@@ -70,7 +70,7 @@ class Cost:
         int8_us: the same as the backend's integer kernel; None where there is none.
         conversions_us: what the conversions around it take with it on integers, less what they take with it in float,
             all other ops as they are decided. Below zero among integer ops, where a float op is what needs conversions.
-        priced_by: "measured", or "table": estimated from sizes (`fxq/cost/table.py`).
+        priced_by: "measured", or "table": estimated from sizes (`fxq/cost/price_table.py`).
     """
 
     float_us: float

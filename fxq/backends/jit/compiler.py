@@ -166,9 +166,10 @@ def _from_cache(signature: Any, function: Callable[..., None]) -> Any:
 @contextmanager
 def _folder() -> Iterator[None]:
     """Let Numba keep code in the folder that `FXQ_CACHE` names, else where it does by itself."""
-    from numba.core import config
+    from numba.core import config as settings
 
-    before: Any = getattr(config, "CACHE_DIR", "")
+    config: Any = settings
+    before = config.CACHE_DIR
     chosen = chosen_folder()
     if chosen is not None:
         config.CACHE_DIR = str(chosen / "numba")

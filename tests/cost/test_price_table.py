@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from fxq.backends import cpu
+from fxq.cost.price_table import PriceTable, Work, float_works, kernel_works, read_table, table_for
 from fxq.cost.prices import regions_of
-from fxq.cost.table import PriceTable, Work, float_works, kernel_works, read_table, table_for
 from tests.graphs import until
 from tests.helpers import REFERENCE
 

@@ -1,12 +1,12 @@
 """Measure the price table: coefficients from which fxq estimates what ops take on this kind of CPU, with one thread.
 
-    python scripts/price_table.py                                  measure, and write fxq/cost/price_table.toml
-    ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 python scripts/price_table.py      as an older CPU would be
-    python scripts/price_table.py --errors                         measure, and print how far estimates are off
+    python scripts/measure_prices.py                                  measure, and write fxq/cost/price_table.toml
+    ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 python scripts/measure_prices.py      as an older CPU would be
+    python scripts/measure_prices.py --errors                         measure, and print how far estimates are off
 
 Networks of `scripts/` and small ones with every common op are quantized; each op is timed as an integer kernel and in
 float, in CPU time. Coefficients are fitted by non-negative least squares of relative errors, a row for each kind of
-work (see `fxq/cost/table.py`). Rows of other kinds of CPU in the file stay as they are. It takes a few minutes.
+work (see `fxq/cost/price_table.py`). Rows of other kinds of CPU in the file stay as they are. It takes a few minutes.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from fxq.backends import cpu
 from fxq.backends.by_name import unavailable
 from fxq.cost import cache
 from fxq.cost.cache import Costs
+from fxq.cost.price_table import FILE, PriceTable, Work, float_works, kernel_works, read_table
 from fxq.cost.probe import Prober
-from fxq.cost.table import FILE, PriceTable, Work, float_works, kernel_works, read_table
 from fxq.passes import fallback
 
 BACKENDS = ("x86", "fbgemm")
@@ -267,7 +267,7 @@ def written(table: Mapping[str, Mapping[str, Mapping[str, list[float]]]]) -> Ite
 
 
 HEADER = """\
-# What ops take, by kind of CPU, "float" or backend, and kind of work; written by scripts/price_table.py.
+# What ops take, by kind of CPU, "float" or backend, and kind of work; written by scripts/measure_prices.py.
 # Four coefficients: microseconds for a call, a million multiply-accumulates, a million values, a million weights.
 
 """
