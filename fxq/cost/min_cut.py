@@ -20,7 +20,7 @@ class Priced:
     Attributes:
         key: its name.
         int8, real: seconds on integers, and in float.
-        source: where the seconds are from: "measured", "table" (see `fxq/cost/price_table.py`), or "" where they stand for a
+        source: where the seconds are from: "measured", "table" (`fxq/cost/price_table.py`), or "" where they are a
             wish.
     """
 

@@ -48,7 +48,7 @@ class Entry:
             for a unit, in the row of its first op. None where there is no price.
         conversions_us: microseconds of the conversions around it when it runs on integers, less those when it runs in
             float, with all other ops as they are.
-        priced_by: "measured" on this machine, "table": estimated (`fxq/cost/price_table.py`); empty where there is no price.
+        priced_by: "measured" on this machine, "table": estimated (`cost/price_table.py`); empty where there is none.
     """
 
     name: str
