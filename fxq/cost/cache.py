@@ -6,7 +6,6 @@ import hashlib
 import json
 import logging
 import math
-import os
 import time
 from collections.abc import Callable, Iterable
 from functools import cache
