@@ -177,8 +177,14 @@ def export(model: Path, path: Path, fixed: bool) -> None:
 
 @main.command()
 @_JSON
-def doctor(as_json: bool) -> None:
+@click.option("--compile", "compiles", is_flag=True, help="Only compile fxq's loops, and keep them: for image builds.")
+def doctor(as_json: bool, compiles: bool) -> None:
     """What this machine does with integers, and how fast."""
+    if compiles:
+        from fxq.backends.jit.compiler import compile_loops
+
+        click.echo(compile_loops())
+        return
     found = fxq.doctor()
     click.echo(json.dumps(found.to_dict(), indent=2) if as_json else found)
 

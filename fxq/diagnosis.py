@@ -18,7 +18,9 @@ from fxq.backends import by_name as backends
 from fxq.backends import cpu
 from fxq.backends.by_name import Trap
 from fxq.backends.jit import compiler
+from fxq.common.cpus import is_contended, usable_cpus
 from fxq.common.progress import progress_bar
+from fxq.common.timed_calls import threads_set_to
 from fxq.cost import price_file as prices
 from fxq.cost.cache import measure, read_rounds
 from fxq.errors import BackendError, FxqError, words_of
@@ -99,8 +101,8 @@ class LayerCheck:
         verdict: "right"; "wrong": verify-lowering puts such a kernel back to float; "part": right, but some of it runs
             in float; "float": no kernel; "avoided": a kernel of PyTorch that is wrong here, and that fxq leaves alone.
         kernels: the kernels that ran.
-        int8_us, float_us: microseconds of the quantized layer and of the float layer, conversions of the input and
-            output included; None where nothing ran.
+        int8_us, float_us: microseconds of CPU time of the quantized layer and of the float layer, on one thread,
+            conversions of the input and output included; None where nothing ran.
         why: what is wrong, or why there is no kernel.
     """
 
@@ -119,6 +121,7 @@ class Diagnosis(Printed):
 
     Attributes:
         machine: what it is: CPU, instruction sets, threads, versions, and where its prices are kept.
+        busy: whether other programs, or a quota of its control group, kept it from the CPU while layers were timed.
         rows: what every backend does with every probe.
         auto: the backend that `backend="auto"` picks.
         why: why it picks that one.
@@ -128,6 +131,7 @@ class Diagnosis(Printed):
     rows: tuple[LayerCheck, ...]
     auto: str
     why: str
+    busy: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
@@ -139,7 +143,11 @@ class Diagnosis(Printed):
     def _parts(self) -> list[Part]:
         machine = Table((Column(), Column(give="fold")), [row(text(k, "quiet"), v) for k, v in self.machine.items()])
         auto = line('backend="auto" is ', text(self.auto, "strong"), f": {self.why}")
-        return [machine, line(), Table(_COLUMNS, [_cells(check) for check in self.rows]), line(), auto]
+        times = "Times are CPU time, on one thread." + (f" {BUSY}" if self.busy else "")
+        return [machine, line(), Table(_COLUMNS, [_cells(check) for check in self.rows]), line(times), line(), auto]
+
+
+BUSY = "This machine was busy: shared caches and cores make integers, and float, up to twice as slow."
 
 
 _COLUMNS = (
@@ -186,9 +194,10 @@ def doctor(names: Sequence[str] | None = None, progress: bool | None = None) -> 
     chosen = tuple(names) if names is not None else tuple(n for n in backends.known() if n != "reference")
     with warnings.catch_warnings(), progress_bar("probing kernels", len(chosen) * len(PROBES), progress) as advance:
         warnings.simplefilter("ignore")  # what is wrong stands in the rows
+        busy = is_contended()
         rows = [row for name in chosen for row in _probe_backend(name, advance)]
         auto, why = _auto()
-    return Diagnosis(_machine(), tuple(rows), auto, why)
+    return Diagnosis(_machine(), tuple(rows), auto, why, busy or is_contended())
 
 
 def _machine() -> dict[str, str]:
@@ -198,7 +207,7 @@ def _machine() -> dict[str, str]:
         "vectors": isa,
         "VNNI": "yes" if cpu.has_vnni() else "no: activations or weights have 7 bits where products are summed in 16",
         "AMX": "yes" if cpu.has_amx() else "no",
-        "threads": str(torch.get_num_threads()),
+        "threads": f"{torch.get_num_threads()} on {usable_cpus():g} CPUs",
         "torch": torch.__version__,
         "loops": compiler.description(),
         "Python": platform.python_version(),
@@ -242,7 +251,8 @@ def _probe(backend: str, probe: Probe) -> LayerCheck:
         return LayerCheck(backend, probe.name, "wrong", why=words_of(error))
     entries = [e for e in quantized.ledger if e.fate == "float"]
     wrong = next((e.reason for e in entries if e.kind == "unverified"), None)
-    int8, real = (1e6 * measure(lambda run=run: run(*inputs)) for run in (quantized, model))  # type: ignore[misc]
+    with threads_set_to(1):
+        int8, real = (1e6 * measure(lambda run=run: run(*inputs)) for run in (quantized, model))  # type: ignore[misc]
     kernels = tuple(dict.fromkeys(n.label for n in quantized.history[-1].graph if n.kind == "int8"))
     if wrong is not None:
         return LayerCheck(backend, probe.name, "wrong", kernels, int8, real, wrong)

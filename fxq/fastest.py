@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from fxq.backends.by_name import fastest_order, unavailable
+from fxq.common.cpus import is_contended, usable_cpus
 from fxq.common.isolation import copied, without_autocast
-from fxq.common.timed_calls import interleaved
+from fxq.common.timed_calls import interleaved, threads_set_to
 from fxq.errors import BackendError, FxqError, InputError, words_of
 from fxq.graph.text_writer import write_graph
 from fxq.ledger.attempts import Attempt, Attempts
@@ -101,16 +102,37 @@ def convert_all(observed: ObservedModel, convert: Callable[[ObservedModel], Quan
         for i, (model, _) in models.items():
             given = copied(example)
             calls[str(i)] = partial(model, *given.args, **given.kwargs)
-        found = interleaved(calls, lambda: None, least=True)
+        threads = _threads()
+        with threads_set_to(threads):
+            found = interleaved(calls, lambda: None, least=True)
     best = min(models, key=lambda i: (_is_far(tries[i].sqnr, least), found[str(i)]))
+    # a backend that is tried earlier wins a tie, so that noise does not decide it
+    best = next(
+        i
+        for i in models
+        if _is_far(tries[i].sqnr, least) == _is_far(tries[best].sqnr, least) and found[str(i)] <= TIE * found[str(best)]
+    )
     for i in models:
         tries[i] = replace(tries[i], us=found[str(i)], chosen=i == best)
     tries += [Attempt(name, why=why) for name, why in observed.absent.items()]
     chosen, heard = models[best]
     for warning in heard:
         warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
-    chosen.attempts = Attempts(tuple(tries), torch.get_num_threads())
+    chosen.attempts = Attempts(tuple(tries), threads)
     return chosen
+
+
+TIE = 1.1
+"""How much slower than the quickest a backend may be that is tried before it, and be chosen."""
+
+
+def _threads() -> int:
+    """With how many threads models are timed: PyTorch's, or one where those would not have a CPU each.
+
+    Threads that wait for each other wait for other programs, too; the CPU time of one thread does not depend on them.
+    """
+    threads = torch.get_num_threads()
+    return 1 if threads > usable_cpus() or is_contended() else threads
 
 
 def _is_far(sqnr: float | None, least: float | None) -> bool:

@@ -28,6 +28,7 @@ from fxq.files.model_export import export_model
 from fxq.files.model_file import save_model
 from fxq.graph.plain_data import NodeData, from_data, to_data
 from fxq.ledger.comparison import Comparison
+from fxq.ledger.decisions import Decisions
 from fxq.ledger.float_record import Record
 from fxq.ledger.ledger import Ledger
 from fxq.ledger.quantized import PLACE, Quantized
@@ -147,6 +148,20 @@ class QuantizedModel(Quantized):
         made.forward = forward
         del made.__call__  # of `fx.GraphModule`: it words errors of generated code, and takes 0.6 us
         return code
+
+    @property
+    def decisions(self) -> Decisions:
+        """What decided of every op that could run either way: its prices, and whether they were measured.
+
+        Empty where nothing was to be decided, as with `optimize="decided"` or a backend without kernels.
+
+        Example:
+            >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)).eval()
+            >>> qmodel = fxq.quantize(model, data=[torch.rand(1, 3, 16, 16)])
+            >>> {decision.by for decision in qmodel.decisions} <= {"table", "measured"}
+            True
+        """
+        return Decisions.of(self.ledger)
 
     def recipe_as_decided(self) -> Recipe:
         """The recipe that gives this graph again, on any machine: it says what runs on integers, and measures nothing.

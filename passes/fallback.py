@@ -12,6 +12,7 @@ from torch import fx
 
 from fxq.backends.base import support_of
 from fxq.common.progress import progress_bar
+from fxq.common.timed_calls import threads_set_to
 from fxq.cost import cache as costs
 from fxq.cost.min_cut import Key, PricedValue, conversions_of
 from fxq.cost.prices import (
@@ -68,7 +69,20 @@ class Fallback(Pass):
         _bound_sums(rewriter)
         prober = None
         if context.backend.has_kernels and pinned is None:
-            prober = Prober(context.backend, context.recipe, costs.machine_costs())
+            prober = Prober(context.backend, context.recipe, costs.machine_costs(), measures=choose)
+        with threads_set_to(1):  # its CPU time is the same whatever other programs do
+            opened, able = self._decide(rewriter, prober, pinned)
+        runs = ("float" if fate_of(node) == "float" else "int8" for node in able)
+        context.decided = (*opened, *map(Pin.at, able.values(), runs), *_off_grid(rewriter))
+        for node in rewriter.nodes("quantize"):
+            _read_float(rewriter, node)
+        rewriter.erase_unused()
+
+    def _decide(
+        self, rewriter: Rewriter, prober: Prober | None, pinned: Pinned | None
+    ) -> tuple[list[Pin], dict[fx.Node, Place]]:
+        """Open units and put ops into float; what was decided of units, and what could run on integers."""
+        choose = prober is not None and prober.measures
         if prober is not None and choose and any(map(_may_be_opened, rewriter.nodes())):
             _ask_backend(rewriter, prober)
         edits = len(rewriter.edits)
@@ -77,15 +91,11 @@ class Fallback(Pass):
         if pinned is not None:
             _obey(rewriter, pinned, able)
         elif prober is not None:
-            if prober.own is None or len(rewriter.edits) > edits:  # it has priced other units than there are now
+            if choose and (prober.own is None or len(rewriter.edits) > edits):  # there are other units now
                 _ask_backend(rewriter, prober)
             _price(rewriter, prober, choose)
             prober.costs.save()
-        runs = ("float" if fate_of(node) == "float" else "int8" for node in able)
-        context.decided = (*opened, *map(Pin.at, able.values(), runs), *_off_grid(rewriter))
-        for node in rewriter.nodes("quantize"):
-            _read_float(rewriter, node)
-        rewriter.erase_unused()
+        return opened, able
 
 
 def _ask_again(rewriter: Rewriter) -> None:
@@ -165,16 +175,17 @@ def _price(rewriter: Rewriter, prober: Prober, choose: bool) -> None:
     """Put on record what every op costs; if they are to `choose` by it, put the integer ops that lose into float."""
     nodes, context = rewriter.nodes(), rewriter.context
     regions = regions_of(rewriter.gm, nodes)
-    unknown = sum(prober.can_price(region) and not prober.knows(region) for region in regions.values())
+    unknown = sum(
+        prober.measures and prober.can_price(region) and not prober.knows(region) for region in regions.values()
+    )
     with progress_bar("measuring kernels", unknown, context.progress if unknown else False) as advance:
         ops = priced_ops(rewriter.gm, regions, prober, advance)
         left = dict(float_ops(rewriter.gm, nodes, prober))
         kept = dict(weight_only_ops(rewriter.gm, nodes, prober))
-    for unable, seconds in left.items():
-        _record(rewriter, unable, Cost(1e6 * seconds))
-    for layer, cost in kept.items():
-        _record(rewriter, layer, cost)
-    slow = slower_for_size(kept, sum(left.values()) + sum(op.real for op in ops if op.measured))
+    for other, cost in (*left.items(), *kept.items()):
+        _record(rewriter, other, cost)
+    others = 1e-6 * sum(cost.float_us for cost in left.values())
+    slow = slower_for_size(kept, others + sum(op.real for op in ops if op.source))
     if slow is not None:
         warn(slow)
     integers: set[Key] = set(regions)
@@ -182,7 +193,7 @@ def _price(rewriter: Rewriter, prober: Prober, choose: bool) -> None:
         ops, values, integers = choose_by_price(rewriter.gm, nodes, regions, prober, ops)
     else:
         values = priced_values(rewriter.gm, nodes, regions, prober)
-        slow = slower_than_float(ops, values, integers, sum(left.values()))
+        slow = slower_than_float(ops, values, integers, others)
         if slow is not None:
             warn(slow)
     idle = _drop_idle(integers, values, nodes)
@@ -195,9 +206,9 @@ def _price(rewriter: Rewriter, prober: Prober, choose: bool) -> None:
     conversions = conversions_of(integers, values)
     for op in ops:
         node: Any = op.key
-        if op.measured:
+        if op.source:
             around = None if node in idle else 1e6 * conversions.get(node, 0.0)
-            _record(rewriter, node, Cost(1e6 * op.real, 1e6 * op.int8, around))
+            _record(rewriter, node, Cost(1e6 * op.real, 1e6 * op.int8, around, op.source))
         if node not in integers:
             kind: DecisionKind = "no integer neighbour" if node in idle else "slower"
             slower = NOT_WORTH_IT if op.int8 > op.real else CONVERTED

@@ -14,6 +14,8 @@ import fxq
 from fxq.backends.jit import compiler
 from fxq.common import timed_calls
 from fxq.cost import cache as costs
+from fxq.cost import probe
+from fxq.graph.info import info
 from tests.browser import chromium
 from tests.helpers import REFERENCE
 
@@ -68,6 +70,8 @@ class IntegersAreFree(costs.Costs):
     Tests of prices plant their own.
     """
 
+    has_table = False
+
     def __contains__(self, key):
         return True
 
@@ -79,7 +83,6 @@ class IntegersAreFree(costs.Costs):
 def integers_are_free():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(costs, "machine_costs", IntegersAreFree)
-        patch.setattr(costs, "is_busy", lambda: False)
         yield
 
 
@@ -97,6 +100,8 @@ def plant(monkeypatch):
 
     def plant(price):
         class Planted(costs.Costs):
+            has_table = False
+
             def __contains__(self, key):
                 return True
 
@@ -106,6 +111,34 @@ def plant(monkeypatch):
         monkeypatch.setattr(costs, "machine_costs", Planted)
 
     return plant
+
+
+@pytest.fixture
+def plant_table(monkeypatch):
+    """Plants a price table: `plant_table(price)` with a function from what is priced to microseconds.
+
+    That is "float" or "int8" and the names and weight shapes of a region's ops, or the name of a conversion.
+    """
+
+    def plant_table(price):
+        def named(form, region):
+            weights = [str(list(info(n).shape or ())) for n in region.node.all_input_nodes]
+            return " ".join([form, *(call.op.name for call in region.calls), *weights])
+
+        class Table:
+            def float_seconds(self, gm, region):
+                return 1e-6 * price(named("float", region))
+
+            def kernel_seconds(self, gm, region):
+                return 1e-6 * price(named("int8", region))
+
+            def conversion(self, kind, elements):
+                return 1e-6 * price(kind)
+
+        monkeypatch.setattr(probe, "table_for", lambda backend: Table())
+        monkeypatch.setattr(costs, "machine_costs", costs.Costs)
+
+    return plant_table
 
 
 # ---- reports

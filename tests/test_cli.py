@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from safetensors.torch import save_file
 
 import fxq
+from fxq.backends.jit import compiler
 from fxq.cli import main
 
 pytestmark = pytest.mark.any_cpu
@@ -231,3 +232,11 @@ def test_the_program_is_installed_and_says_its_version():
 def test_doctor(run):
     told = json.loads(run("doctor", "--json").stdout)
     assert told["machine"]
+
+
+def test_doctor_compiles_only(run, monkeypatch):
+    pytest.importorskip("numba")
+    monkeypatch.setattr(fxq, "doctor", lambda: pytest.fail("kernels were tried"))
+    assert "compiled by Numba" in run("doctor", "--compile").stdout
+    monkeypatch.setattr(compiler, "missing", lambda name: "No module named 'numba'")
+    assert "pip install fxq[jit]" in run("doctor", "--compile").stderr

@@ -226,3 +226,25 @@ def test_a_preset_without_data(net):
 def test_recipes_with_it_are_saved(tmp_path):
     FASTEST.save(tmp_path / "r.toml")
     assert fxq.Recipe.load(tmp_path / "r.toml") == FASTEST
+
+
+def test_of_equals_the_first_is_taken(net, monkeypatch):
+    model, x = net
+    planted(monkeypatch, [1.05, 1.0, 2.0, 2.0, 2.0])
+    assert fxq.quantize(model, FASTEST, data=[x]).backend == fastest_order()[0]
+
+
+@pytest.mark.parametrize(("cpus", "busy", "threads"), [(4, False, 4), (1.5, False, 1), (4, True, 1)])
+def test_threads_without_a_cpu_each_time_nothing(net, monkeypatch, cpus, busy, threads):
+    """One thread is timed then, in CPU time; `attempts` says so."""
+    model, x = net
+    monkeypatch.setattr(fastest, "usable_cpus", lambda: cpus)
+    monkeypatch.setattr(fastest, "is_contended", lambda: busy)
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        q = fxq.quantize(model, FASTEST, data=[x])
+        assert torch.get_num_threads() == 4
+    finally:
+        torch.set_num_threads(before)
+    assert q.attempts.threads == threads

@@ -162,6 +162,15 @@ def machine() -> dict[str, str]:
     }
 
 
+def kind() -> str:
+    """The kind of CPU as prices depend on it: "amx", "avx512_vnni", "avx512", "avx2_vnni", "avx2" or "neon"."""
+    if not is_x86():
+        return "neon"
+    if has_amx():
+        return "amx"
+    return ("avx512" if has_avx512() else "avx2") + ("_vnni" if has_vnni() else "")
+
+
 @cache
 def cpu_name() -> str:
     """The model of this CPU as the system names it, e.g. "Intel(R) Xeon(R) Platinum 8259CL CPU @ 2.50GHz"."""

@@ -32,9 +32,25 @@ def clock(every_thread: bool = False) -> Callable[[], float]:
     Args:
         every_thread: count those of this process, for calls that may compute in a thread of their own.
     """
-    if os.name != "posix" or torch.get_num_threads() > 1:
+    if not counts_cpu_time():
         return time.perf_counter
     return time.process_time if every_thread else time.thread_time
+
+
+@contextmanager
+def threads_set_to(count: int) -> Iterator[None]:
+    """Compute with so many threads inside. With one, CPU time is the time of a call, whatever other programs do."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def counts_cpu_time() -> bool:
+    """Whether `clock` leaves out the time in which other programs had the CPU."""
+    return os.name == "posix" and torch.get_num_threads() == 1
 
 
 def interleaved(

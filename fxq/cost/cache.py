@@ -6,23 +6,22 @@ import hashlib
 import json
 import logging
 import math
-import os
 import time
 from collections.abc import Callable, Iterable
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from platformdirs import user_cache_path
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from fxq.backends import cpu
 from fxq.backends.jit import compiler
+from fxq.common.cache_folder import cache_folder
 from fxq.common.files import write_file
-from fxq.common.timed_calls import clock
+from fxq.common.timed_calls import clock, counts_cpu_time
 from fxq.errors import RenderError
 
 log = logging.getLogger("fxq")
@@ -33,15 +32,13 @@ AGREE, NEAR, LONGEST = 3, 1.25, 0.15
 """Runs that must agree with the quickest one, how much slower they may be, and the seconds after which to give up."""
 LEAST, MOST, CLOSE = 3, 10, 1.1
 """Rounds at least and at most, and how much slower than the quickest a second one may be."""
-APART, PATIENCE = 0.3, 8.0
+APART, PATIENCE = 0.2, 2.5
 """Seconds from the begin of a round to the next, at least, and for all rounds behind the first, at most. What else runs
 on a core, or on the other half of it, makes integers up to twice as slow, for tenths of a second at a time."""
 KEPT = 1 << 28
 """Bytes of tensors in calls that are kept for the next round: to make a call takes longer than to time it."""
 SMALL = 4**6
 """Elements of a conversion below which its time is that of the call."""
-CROWDED = 1.5
-"""Threads that want to run for each core, from which on a machine is busy."""
 EVICTED = 1 << 24
 """Bytes that are written to empty the caches of a core: more than they hold."""
 
@@ -78,9 +75,12 @@ class Costs:
     keeps the machine busy for a moment does not meet all rounds of the same one (see `settle`).
 
     Attributes:
+        has_table: whether the price table is asked, too (`fxq/cost/price_table.py`).
         path: the file that holds them between sessions; None: they are not kept.
         rounds: what each round measured, in seconds, by a text that says all that the time depends on.
     """
+
+    has_table: ClassVar[bool] = True
 
     def __init__(self, path: Path | None = None) -> None:
         self.path = path
@@ -100,10 +100,9 @@ class Costs:
             self._measure(key)
         return min(self.rounds[key])
 
-    @property
-    def may_change(self) -> bool:
-        """Whether another round could change the price of anything that was asked for."""
-        return self._patience > 0 and any(map(self._may_change, self._asked))
+    def is_sound(self, key: str) -> bool:
+        """Whether rounds agree on a price, so that it may contradict the price table."""
+        return _is_sure(self.rounds.get(key, []))
 
     def settle(self, keys: Iterable[str] | None = None) -> None:
         """Measure again, in rounds, what is not sure yet: few rounds, or no second one near the quickest.
@@ -119,14 +118,6 @@ class Costs:
         noisy = sum(not _is_sure(self.rounds[key]) for key in asked)
         if noisy:
             log.info("%d of %d prices differ from round to round: the machine is busy.", noisy, len(asked))
-
-    def repeat(self, keys: Iterable[str]) -> bool:
-        """Measure these again, all that can still be learned; whether there was anything to measure."""
-        chosen = list(dict.fromkeys(keys))
-        some = self._again(chosen)
-        while self._again(chosen):
-            pass
-        return some
 
     def _again(self, keys: Iterable[str]) -> bool:
         """One more round of these, as far as they may change; whether any of them may."""
@@ -176,31 +167,16 @@ class Costs:
     def save(self) -> None:
         """Write what was measured, beside what others have written meanwhile. Where that fails, nothing is kept.
 
-        Nor is what a busy machine took: it counts for this model, and a later session measures again.
+        Nor is a price by the wall clock on which rounds do not agree: other programs have added to it.
         """
         if self.path is None or not self._new:
             return
-        if is_busy():
-            log.warning(
-                "%d prices were measured while more programs ran than this machine has cores. They decide what runs on "
-                "integers in this model and are not kept: quantize again when the machine is quiet.",
-                len(self._new),
-            )
-            self._new.clear()
-            return
+        sound = {key: self.rounds[key] for key in self._new if counts_cpu_time() or self.is_sound(key)}
         try:
-            write_rounds(self.path, {**read_rounds(self.path), **{key: self.rounds[key] for key in self._new}})
+            write_rounds(self.path, {**read_rounds(self.path), **sound})
         except RenderError as error:
             log.info("measured costs are not kept: %s", error)
         self._new.clear()
-
-
-def is_busy() -> bool:
-    """Whether clearly more threads want to run than there are cores, as the mean of the last minute. Windows: unknown.
-
-    Threads that wait for each other then wait for whole time slices: calls come out at a hundred times their time.
-    """
-    return hasattr(os, "getloadavg") and os.getloadavg()[0] > CROWDED * (os.cpu_count() or 1)
 
 
 def _bytes(call: Call) -> int:
@@ -244,9 +220,9 @@ def kernels_code() -> str:
 
 
 def machine_path() -> Path:
-    """The file that holds the costs of this machine."""
+    """The file that holds the costs of this machine, in the folder that `FXQ_CACHE` names or the user's cache."""
     about = hashlib.sha256(json.dumps(machine(), sort_keys=True).encode()).hexdigest()
-    return user_cache_path("fxq") / f"costs-{about[:12]}.json"
+    return cache_folder() / f"costs-{about[:12]}.json"
 
 
 def machine_costs() -> Costs:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
+
+from fxq.graph.info import Source
 
 Key = Hashable
 WINDOW, AHEAD = 800, 200
 """Undecided ops that are cut at once, and how many behind them are looked at: beyond, time would grow as the square."""
-HAIR = 1.25
-"""How much dearer one way may become and still be the cheaper one, where a decision is not by a hair."""
 
 
 @dataclass(frozen=True)
@@ -20,13 +20,14 @@ class Priced:
     Attributes:
         key: its name.
         int8, real: seconds on integers, and in float.
-        measured: whether they were measured; else they stand for a wish.
+        source: where the seconds are from: "measured", "table" (`fxq/cost/price_table.py`), or "" where they are a
+            wish.
     """
 
     key: Key
     int8: float
     real: float
-    measured: bool = True
+    source: Source = "measured"
 
 
 @dataclass(frozen=True)
@@ -114,12 +115,6 @@ def cheapest(ops: Sequence[Priced], values: Sequence[PricedValue]) -> set[Key]:
             problem.cut(part[: WINDOW + AHEAD], sure=WINDOW if len(part) > WINDOW + AHEAD else len(part))
             part = [key for key in part if key not in problem.decided]
     return {key for key, runs in problem.decided.items() if runs}
-
-
-def by_a_hair(ops: Sequence[Priced], values: Sequence[PricedValue]) -> set[Key]:
-    """The ops that would run another way if all prices of the way they run were a little higher (`HAIR`)."""
-    more = cheapest([replace(op, real=op.real * HAIR) for op in ops], values)
-    return more - cheapest([replace(op, int8=op.int8 * HAIR) for op in ops], values)
 
 
 class _Problem:

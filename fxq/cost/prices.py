@@ -5,18 +5,22 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import fx
 
-from fxq.cost.min_cut import Key, Priced, PricedValue, by_a_hair, cheapest, seconds_of
-from fxq.cost.probe import Prober
+from fxq.cost.min_cut import Key, Priced, PricedValue, cheapest, seconds_of
+from fxq.cost.probe import LEAN, Prober
 from fxq.graph.info import Cost, fate_of, info
 from fxq.graph.query import CONVERSIONS, is_op, made_by, measures_of, reads_only_metadata, taken_from
 from fxq.graph.region import UnitRegion, read_region
 from fxq.graph.unit import calls_of
 
 log = logging.getLogger("fxq")
+MARGIN = 2.0
+"""How far int8 over float as measured has to be from the price table's before it counts. What other programs leave of
+caches and execution units makes integers up to so many times slower, also in CPU time."""
 
 
 def regions_of(gm: fx.GraphModule, nodes: Sequence[fx.Node]) -> dict[fx.Node, UnitRegion]:
@@ -38,13 +42,17 @@ def priced_ops(
     A conversion from one grid to another, which an op needs for what it reads, counts for its integer form. An op that
     cannot be measured stays on integers: what is wrong with its kernel is for verify-lowering to find. But one that
     only moves data, as a reshape to a size that is read at run time, costs the same either way, so that its neighbours
-    decide. `advance` is called after each that was measured.
+    decide. Where the prober measures nothing, they are those that the price table knows. `advance` is called after each
+    that was measured.
     """
     ops = []
     for node, region in regions.items():
-        unmeasured = Priced(node, 0.0, 0.0 if fate_of(node) == "moves" else math.inf, measured=False)
+        unmeasured = Priced(node, 0.0, 0.0 if fate_of(node) == "moves" else math.inf, source="")
         if not prober.can_price(region):
             ops.append(unmeasured)
+            continue
+        if not prober.measures:
+            ops.append(_estimated(gm, node, regions, prober) or unmeasured)
             continue
         known = prober.knows(region)
         try:
@@ -64,47 +72,70 @@ def choose_by_price(
     prober: Prober,
     ops: list[Priced],
 ) -> tuple[list[Priced], list[PricedValue], set[Key]]:
-    """The ops and the values with prices that are sure, and the ops that run on integers in the cheapest choice.
+    """The ops and the values with the prices that decide, and the ops that run on integers in the cheapest choice.
 
-    Prices that differ from round to round are measured again, and so are those that decide by a hair.
+    The price table decides, so that the choice is the same in every process; except for ops whose measured ratio of
+    int8 to float is clearly not the table's, also when they are measured again, and for ops that it does not know.
     """
-    priced_values(gm, nodes, regions, prober)  # asks for conversions
-    prober.costs.settle()
-    for tries in range(_TRIES):
-        ops = [_priced(gm, op.key, regions, prober) if op.measured else op for op in ops]
-        values = priced_values(gm, nodes, regions, prober)
-        if tries == _TRIES - 1 or not prober.costs.may_change:
-            break
-        close = by_a_hair(ops, values)
-        near = [regions[op.key] for op in ops if op.measured and op.key in close]  # type: ignore[index]
-        if not prober.costs.repeat(key for region in near for key in prober.keys(region)):
-            break
-    return ops, values, cheapest(ops, values)
+    estimates = {op.key: _estimated(gm, op.key, regions, prober) for op in ops if op.source}
+    apart = [op.key for op in ops if op.source and _are_apart(op, estimates[op.key])]
+    prober.costs.settle(key for node in apart for key in prober.keys(regions[node]))  # type: ignore[index]
+    again = {node: _priced(gm, node, regions, prober) for node in apart}
+    found = []
+    for op in ops:
+        estimate, measured = estimates.get(op.key), again.get(op.key, op)
+        if estimate is None:
+            found.append(measured)
+        else:
+            counts = _are_apart(measured, estimate) and prober.is_sound(regions[op.key])  # type: ignore[index]
+            found.append(measured if counts else estimate)
+    values = priced_values(gm, nodes, regions, prober)
+    leaning = [op if estimates.get(op.key) else replace(op, real=LEAN * op.real) for op in found]
+    return found, values, cheapest(leaning, values)
 
 
-_TRIES = 4
-"""How often prices that decide by a hair are looked for: better prices may bring others to the brink."""
+def _are_apart(measured: Priced, estimate: Priced | None) -> bool:
+    """Whether a measured ratio of int8 to float clearly differs from the price table's, or that knows none."""
+    if estimate is None:
+        return True
+    ratio, wanted = measured.int8 * estimate.real, estimate.int8 * measured.real
+    return not wanted / MARGIN <= ratio <= wanted * MARGIN
 
 
-def _priced(gm: fx.GraphModule, node: Any, regions: dict[fx.Node, UnitRegion], prober: Prober) -> Priced:
+def _priced(gm: fx.GraphModule, node: Any, regions: Mapping[fx.Node, UnitRegion], prober: Prober) -> Priced:
     seconds = prober.kernel(gm, regions[node]) + _requantizing(gm, node, prober)
     return Priced(node, seconds, prober.real(gm, regions[node]))
+
+
+def _estimated(gm: fx.GraphModule, node: Any, regions: Mapping[fx.Node, UnitRegion], prober: Prober) -> Priced | None:
+    """An op with its seconds by the price table; None where that does not know it."""
+    seconds = prober.estimate(gm, regions[node])
+    if seconds is None:
+        return None
+    return Priced(node, seconds[0] + _requantizing(gm, node, prober), seconds[1], source="table")
 
 
 def _requantizing(gm: fx.GraphModule, node: fx.Node, prober: Prober) -> float:
     """Seconds to bring what an op reads from one grid to another, shared with others that read it so."""
     regions = {read: read_region(gm, read) for read in node.all_input_nodes if is_op(read, "requantize")}
-    return sum(prober.kernel(gm, region) / len(read.users) for read, region in regions.items() if region is not None)
+    return sum(
+        prober.requantize(gm, region) / len(read.users) for read, region in regions.items() if region is not None
+    )
 
 
-def float_ops(gm: fx.GraphModule, nodes: Sequence[fx.Node], prober: Prober) -> Iterator[tuple[fx.Node, float]]:
-    """The ops that run in float, with their seconds, as far as they can be measured on random inputs."""
+def float_ops(gm: fx.GraphModule, nodes: Sequence[fx.Node], prober: Prober) -> Iterator[tuple[fx.Node, Cost]]:
+    """The ops that run in float, with what they take: by the price table, else measured on random inputs."""
     for node in nodes:
         runs = fate_of(node) == "float" and not is_op(node, *CONVERSIONS)
         region = read_region(gm, node) if runs else None
-        if region is not None and prober.can_price(region):
+        if region is None:
+            continue
+        seconds = prober.estimate_float(gm, region)
+        if seconds is not None:
+            yield node, Cost(1e6 * seconds, priced_by="table")
+        elif prober.measures and prober.can_price(region):
             try:
-                yield node, prober.real(gm, region)
+                yield node, Cost(1e6 * prober.real(gm, region))
             except Exception as error:  # an op may ask more of its inputs than that they have a shape and a dtype
                 log.debug("%s cannot be timed: %s: %s", node.name, type(error).__name__, error)
 
@@ -116,7 +147,7 @@ def weight_only_ops(gm: fx.GraphModule, nodes: Sequence[fx.Node], prober: Prober
     """
     for node in nodes:
         region = read_region(gm, node) if fate_of(node) == "weight-only" else None
-        if region is not None and prober.can_price(region):
+        if region is not None and prober.measures and prober.can_price(region):
             try:
                 yield node, Cost(1e6 * prober.real(gm, region), 1e6 * prober.kernel(gm, region))
             except Exception as error:  # as above
@@ -203,14 +234,14 @@ def slower_than_float(
     """What to say where the ops that run on integers make the model slower than it is in float; None where not.
 
     Args:
-        ops: the ops that could run either way; those that could not be measured are left out.
+        ops: the ops that could run either way; those without a price are left out.
         values: the values between them.
         integers: the ops that run on integers.
         left: seconds of the ops that run in float anyway.
     """
-    known = [op for op in ops if op.measured]
+    known = [op for op in ops if op.source]
     int8, real = left + seconds_of(integers, known, values), left + sum(op.real for op in known)
-    if real == 0.0 or int8 <= _SLOWER * real:
+    if real == 0.0 or int8 <= _CLEARLY_SLOWER * real:
         return None
     losing = sorted((op for op in known if op.key in integers and op.int8 > op.real), key=lambda op: op.real - op.int8)
     names = ", ".join(f"{_named(op.key)} ({_ms(op.int8)}, in float {_ms(op.real)})" for op in losing[:_NAMED])
@@ -222,8 +253,8 @@ def slower_than_float(
     )
 
 
-_SLOWER, _NAMED = 1.1, 3
-"""How much slower is worth a warning, since an estimate is not exact; how many ops it names."""
+_SLOWER, _CLEARLY_SLOWER, _NAMED = 1.1, 1.25, 3
+"""How much slower is worth a warning, as measured, and as the price table estimates; how many ops it names."""
 
 
 def _named(node: Any) -> str:

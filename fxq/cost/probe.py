@@ -15,7 +15,7 @@ from fxq.backends.base import Backend, Prices
 from fxq.backends.lower_graph import lowered_copy
 from fxq.common.data import Batch
 from fxq.cost.cache import Call, Costs
-from fxq.cost.min_cut import HAIR
+from fxq.cost.price_table import PriceTable, table_for
 from fxq.graph.grid import grid_of
 from fxq.graph.info import Cost, NodeInfo, info
 from fxq.graph.query import CONVERSIONS, arguments_of, is_op, measures_of, options_of, values_of
@@ -31,18 +31,38 @@ from fxq.runtime.binding import bind
 
 log = logging.getLogger("fxq")
 _MICRO = 1e-6
+LEAN = 1.25
+"""How much faster another form has to be where the price table knows none: noise does not decide between near ties."""
 
 
 class Prober:
-    """Measures with one backend, and remembers (see `Costs`).
+    """Prices for one backend: measured, and remembered (see `Costs`), or estimated by the price table.
 
     Attributes:
+        measures: whether anything is to be measured; else only the price table is asked.
+        table: the price table of the backend on this kind of CPU, if there is one.
         own: what the backend has measured itself: these ops, and conversions, are not timed here.
     """
 
-    def __init__(self, backend: Backend, recipe: Recipe, costs: Costs) -> None:
-        self.backend, self.recipe, self.costs = backend, recipe, costs
+    def __init__(self, backend: Backend, recipe: Recipe, costs: Costs, measures: bool = True) -> None:
+        self.backend, self.recipe, self.costs, self.measures = backend, recipe, costs, measures
+        self.table: PriceTable | None = table_for(backend.name) if costs.has_table else None
         self.own: Prices | None = None
+
+    def estimate(self, gm: fx.GraphModule, region: UnitRegion) -> tuple[float, float] | None:
+        """Seconds on integers and in float by the price table; None where it has none, or the backend has its own."""
+        if self.table is None or self._own(region) is not None:
+            return None
+        int8, real = self.table.kernel_seconds(gm, region), self.table.float_seconds(gm, region)
+        return None if int8 is None or real is None else (int8, real)
+
+    def estimate_float(self, gm: fx.GraphModule, region: UnitRegion) -> float | None:
+        """Seconds in float by the price table."""
+        return None if self.table is None or self._own(region) is not None else self.table.float_seconds(gm, region)
+
+    def is_sound(self, region: UnitRegion) -> bool:
+        """Whether measurements of both forms of a region agree with each other."""
+        return all(map(self.costs.is_sound, self.keys(region)))
 
     def kernel(self, gm: fx.GraphModule, region: UnitRegion, ops: int | None = None) -> float:
         """Seconds of a region of the qdq graph `gm` as the backend lowers it, on random integers.
@@ -62,7 +82,7 @@ class Prober:
         )
 
     def fastest(self, gm: fx.GraphModule, region: UnitRegion, ways: Sequence[int]) -> int:
-        """How many of a region's ops a kernel best runs, of these numbers; see `choose_by_price` for rounds.
+        """How many of a region's ops a kernel best runs, of these numbers: the most, unless others are clearly faster.
 
         The most, where the backend has priced the region itself: that is the price of its whole.
         """
@@ -74,12 +94,14 @@ class Prober:
         def seconds() -> dict[int, float]:
             return {ops: self.kernel(gm, region, part) for ops, part in parts.items()}
 
-        seconds()
-        self.costs.settle(keys)
-        found = seconds()
-        if max(found.values()) <= HAIR * min(found.values()) and self.costs.repeat(keys):
-            found = seconds()
-        return min(found, key=found.__getitem__)
+        def clearly_fastest() -> int:
+            found, most = seconds(), max(ways)
+            best = min(found, key=found.__getitem__)
+            return best if LEAN * found[best] < found[most] else most
+
+        if clearly_fastest() != max(ways):
+            self.costs.settle(keys)
+        return clearly_fastest()
 
     def real(self, gm: fx.GraphModule, region: UnitRegion) -> float:
         """Seconds of the ops of a region in float, with float weights, on random numbers."""
@@ -120,6 +142,9 @@ class Prober:
         """Seconds to measure the scale of a value and to quantize it with that."""
         if self.own is not None:
             return self.own.conversion * _MICRO * math.prod(info(quantize).shape or ())
+        estimate = self._estimate("measure", math.prod(info(quantize).shape or ()))
+        if estimate is not None:
+            return estimate
         measures = measures_of(quantize)
         asked = options_of(measures[0])
         what = f"{_shape(info(quantize.all_input_nodes[0]))} from {asked['axis']}"
@@ -137,6 +162,9 @@ class Prober:
     def _conversion(self, op: str, elements: int) -> float:
         if self.own is not None:
             return _MICRO * self.own.conversion * elements
+        estimate = self._estimate(op, elements)
+        if estimate is not None:
+            return estimate
 
         def prepare(size: int) -> Call:
             graph = fx.Graph()
@@ -154,6 +182,16 @@ class Prober:
                 return _call(rewriter.gm)
 
         return self.costs.of_size(f"{self.backend.name} {_threads()}: {op}", elements, prepare)
+
+    def requantize(self, gm: fx.GraphModule, region: UnitRegion) -> float:
+        """Seconds to bring integers to another grid."""
+        estimate = self._estimate("requantize", math.prod(info(region.node).shape or ())) if self.own is None else None
+        return self.kernel(gm, region) if estimate is None else estimate
+
+    def _estimate(self, conversion: str, elements: int) -> float | None:
+        """Seconds of a conversion by the price table; 0 for one that it does not know where nothing is measured."""
+        seconds = self.table.conversion(conversion, elements) if self.table is not None else None
+        return 0.0 if seconds is None and not self.measures else seconds
 
     def _context(self) -> Context:
         return Context(self.recipe, self.backend, nn.Module(), Batch(()))

@@ -27,6 +27,8 @@ DecisionKind = Literal[
     "no tensor",
     "undecided",
 ]
+Source = Literal["measured", "table", ""]
+"""Where a price is from: timed on this machine, estimated by `fxq/cost/price_table.py`, or there is none."""
 DECISION_KINDS: tuple[DecisionKind, ...] = get_args(DecisionKind)
 
 
@@ -61,18 +63,20 @@ class Decision:
 
 @dataclass(frozen=True)
 class Cost:
-    """What an op or unit was measured to take, in microseconds.
+    """What an op or unit takes, in microseconds, on one thread.
 
     Attributes:
         float_us: in float, conversions around it left out.
         int8_us: the same as the backend's integer kernel; None where there is none.
         conversions_us: what the conversions around it take with it on integers, less what they take with it in float,
             all other ops as they are decided. Below zero among integer ops, where a float op is what needs conversions.
+        priced_by: "measured", or "table": estimated from sizes (`fxq/cost/price_table.py`).
     """
 
     float_us: float
     int8_us: float | None = None
     conversions_us: float | None = None
+    priced_by: Source = "measured"
 
 
 class EngineLayer(NamedTuple):

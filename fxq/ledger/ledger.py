@@ -44,10 +44,11 @@ class Entry:
             ops that make its inputs where others read the same integers. Empty where nothing in it runs on integers.
         saved_bytes: how much smaller its weight is than in float32, scales counted; a weight that several layers share
             counts for each.
-        float_us, int8_us: measured microseconds of the op in float, and on integers or with an integer weight; for a
-            unit, in the row of its first op. None where nothing was measured.
+        float_us, int8_us: microseconds of the op in float, and on integers or with an integer weight, on one thread;
+            for a unit, in the row of its first op. None where there is no price.
         conversions_us: microseconds of the conversions around it when it runs on integers, less those when it runs in
             float, with all other ops as they are.
+        priced_by: "measured" on this machine, "table": estimated (`cost/price_table.py`); empty where there is none.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Entry:
     float_us: float | None = None
     int8_us: float | None = None
     conversions_us: float | None = None
+    priced_by: str = ""
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ class Recipe:
         fusions: import paths of fusions besides fxq's own, as `with_fusions` adds them.
         extensions: import paths of ops and kernels of your own, as `with_extensions` adds them.
         optimize: "speed": what is faster in float on this machine, conversions included, stays in float; "coverage":
-            everything runs on integers that can; "decided": what `decided` says, and nothing is measured. The default
+            everything runs on integers that can; "decided": what `decided` says. Only "speed" measures. The default
             is "speed", of the preset "qat" "coverage".
         decided: what runs on integers with optimize="decided", see `QuantizedModel.recipe_as_decided`.
         check: "none", or "numeric": after every pass, compare with the float model on the example input.

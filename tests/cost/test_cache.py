@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import shutil
 from functools import partial
 from pathlib import Path
@@ -12,7 +11,7 @@ import torch
 
 from fxq.backends import cpu
 from fxq.cost import cache as costs
-from fxq.cost.cache import Costs, is_busy, measure
+from fxq.cost.cache import Costs, measure
 
 
 def never():
@@ -171,13 +170,6 @@ def test_conversions_get_all_rounds(monkeypatch, rounds):
     assert found.rounds["quantize"] == [1.0] * costs.MOST
 
 
-def test_what_is_close_is_measured_until_there_is_no_more_to_learn(rounds):
-    found = rounds(conv=[1.0] * 20, other=[1.0] * 20)
-    assert found.repeat(["conv", "never asked for"])
-    assert len(found.rounds["conv"]) == costs.MOST and len(found.rounds["other"]) == 1
-    assert not found.repeat(["conv"])
-
-
 def test_patience_ends(monkeypatch, rounds):
     monkeypatch.setattr(costs, "PATIENCE", 2.5 * costs.APART)
     found = rounds(conv=[2.0, 1.0, 0.5, 0.25, 0.1])
@@ -197,7 +189,6 @@ def test_what_an_earlier_session_was_sure_of_stays(tmp_path, monkeypatch, caplog
         found.seconds(key, counted([]))
     with caplog.at_level(logging.INFO, "fxq"):
         found.settle()
-    assert not found.repeat(["sure"])
     found.save()
     assert Costs(path).rounds == {"sure": [1.0, 1.0, 1.0], "unsure": [1.0, 2.0, 4.0, 3.0, 3.0]}
     assert "1 of 2 prices differ from round to round" in caplog.text
@@ -238,18 +229,14 @@ def test_edited_kernels_have_prices_of_their_own(tmp_path, monkeypatch):
         costs.kernels_code.cache_clear()
 
 
-def test_what_a_busy_machine_took_is_not_kept(tmp_path, monkeypatch, caplog):
-    path = tmp_path / "costs.json"
-    for busy in (True, False):
-        monkeypatch.setattr(costs, "is_busy", lambda busy=busy: busy)
-        found = costs.Costs(path)
-        assert found.seconds("a", lambda: lambda: None) > 0
-        with caplog.at_level("WARNING", logger="fxq"):
-            found.save()
-        assert ("not kept" in caplog.text) and path.exists() is not busy
-
-
-def test_a_machine_is_busy_where_more_wants_to_run_than_there_are_cores(monkeypatch):
-    for load, busy in ((0.0, False), (10.0 * os.cpu_count(), True)):
-        monkeypatch.setattr(os, "getloadavg", lambda load=load: (load, load, load), raising=False)
-        assert is_busy() is busy
+def test_what_was_measured_in_cpu_time_is_kept_however_busy_the_machine_is(tmp_path, monkeypatch):
+    """By the wall clock, only what rounds agree on."""
+    for cpu_time in (True, False):
+        path = tmp_path / f"{cpu_time}.json"
+        monkeypatch.setattr(costs, "counts_cpu_time", lambda cpu_time=cpu_time: cpu_time)
+        found = Costs(path)
+        found.seconds("once", counted([]))
+        found.seconds("agreed", counted([]))
+        found.rounds["agreed"] = [1.0, 1.0, 1.0]
+        found.save()
+        assert set(costs.read_rounds(path)) == ({"once", "agreed"} if cpu_time else {"agreed"})

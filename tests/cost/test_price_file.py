@@ -17,7 +17,7 @@ ROUNDS = {"conv": [1.0, 2.0], "linear": [3.0]}
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
     """A cache directory of the test's own; prices are measured, not free."""
-    monkeypatch.setattr(costs, "user_cache_path", lambda name: tmp_path / "cache" / name)
+    monkeypatch.setenv("FXQ_CACHE", str(tmp_path / "cache" / "fxq"))
     return tmp_path / "cache"
 
 

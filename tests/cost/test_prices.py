@@ -111,7 +111,7 @@ def test_conversions_may_be_what_loses():
         ([B], {b}, 0.0),
         ([A, B], {b}, 0.0),
         ([A], {a}, 1.0),  # the rest takes so long that it makes no difference
-        ([Priced(a, 9.0, math.inf, measured=False)], {a}, 0.0),
+        ([Priced(a, 9.0, math.inf, source="")], {a}, 0.0),
         ([], set(), 0.0),
     ],
 )

@@ -89,6 +89,7 @@ def test_a_layer_whose_input_has_a_scale_that_the_graph_holds_is_timed_in_float(
 @pytest.mark.parametrize("elements", [1, 1000, 300_000])
 def test_conversions_are_timed_with_the_backends_kernels(elements):
     known = prober(Results())
+    known.table = None  # which knows what they cost
     assert known.quantize(elements) > 0 and known.dequantize(elements) > 0
     made = {key.partition(": ")[2].split()[0]: value for key, value in known.costs.results.items()}
     assert {op: value.dtype for op, value in made.items()} == {"quantize": torch.uint8, "dequantize": torch.float32}

@@ -31,6 +31,17 @@ def test_the_shortest_time_wins(monkeypatch):
     assert str(manager.gm.graph) == before
 
 
+def test_noise_does_not_decide_between_equals(monkeypatch):
+    """A later one has to be clearly faster than one before it."""
+    manager = managed()
+    monkeypatch.setattr(whole, "lowered_copy", lambda gm, graph, context, change: change)
+    for times, wanted in (([1.0, 0.95, 0.9], 0), ([1.0, 0.8, 0.75], 1), ([1.0, 0.9, 0.5], 2)):
+        monkeypatch.setattr(
+            whole, "interleaved", lambda calls, *_, times=times, **__: dict(zip(calls, times, strict=True))
+        )
+        assert quickest(manager.gm, manager.context, [lambda *a: None] * 3) == wanted
+
+
 def test_one_that_does_not_run_is_not_taken():
     manager = managed()
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from importlib.metadata import version
@@ -18,6 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch._C import _len_torch_dispatch_stack
 
+from fxq.common.cache_folder import chosen_folder
+from fxq.errors import BackendError
+
+MODULES = ("row_loops", "step_loops", "program_loops")
+"""The modules of this folder whose functions are called from outside: all that is ever compiled."""
 log = logging.getLogger("fxq")
 _THREADS = 4
 """With more threads, PyTorch's ops are as fast as a loop, which runs on one."""
@@ -129,14 +135,92 @@ def compiled(types: str) -> Callable[[Callable[..., None]], Callable[..., None]]
     def compile_(function: Callable[..., None]) -> Callable[..., None]:
         # Numba keeps machine code under this name, and looks at the file of the function alone for what has changed.
         function.__qualname__ = f"{function.__name__}_{_sources()}"
-        signature = numba.types.void(*given)
-        try:
-            made = numba.cfunc(signature, cache=True, **_OPTIONS)(function)
-        except Exception:  # a folder that it may not write to, a damaged file: errors of the code come again
-            made = numba.cfunc(signature, **_OPTIONS)(function)
+        made = _from_cache(numba.types.void(*given), function)
         address: Any = made.address
         call: Callable[..., None] = ctypes.CFUNCTYPE(None, *taken)(address)
         call.keeps = made  # type: ignore[attr-defined]  # the code goes with it
         return call
 
     return compile_
+
+
+def _from_cache(signature: Any, function: Callable[..., None]) -> Any:
+    """Machine code of a function: from Numba's cache, also a read-only one; else compiled, and kept there."""
+    import numba
+
+    with _folder():
+        try:
+            return numba.cfunc(signature, cache=True, **_OPTIONS)(function)
+        except Exception as error:  # a folder that it may not write to, a damaged file: errors of the code come again
+            log.debug("the cache of compiled loops cannot be written: %s", error)
+        try:
+            with _reading():
+                made: Any = numba.cfunc(signature, cache=True, **_OPTIONS)(function)
+        except Exception:
+            made = numba.cfunc(signature, **_OPTIONS)(function)
+        if not made.cache_hits:
+            _say_not_kept()
+        return made
+
+
+@contextmanager
+def _folder() -> Iterator[None]:
+    """Let Numba keep code in the folder that `FXQ_CACHE` names, else where it does by itself."""
+    from numba.core import config as settings
+
+    config: Any = settings
+    before = config.CACHE_DIR
+    chosen = chosen_folder()
+    if chosen is not None:
+        config.CACHE_DIR = str(chosen / "numba")
+    try:
+        yield
+    finally:
+        config.CACHE_DIR = before
+
+
+@contextmanager
+def _reading() -> Iterator[None]:
+    """Let Numba read a cache in a folder that it cannot write to: by itself, it does not look into those."""
+    from numba.core import caching
+
+    locator: Any = caching._CacheLocator
+    keeper: Any = caching.FunctionCache
+    before = locator.ensure_cache_path, keeper.save_overload
+    locator.ensure_cache_path = keeper.save_overload = lambda *_: None
+    try:
+        yield
+    finally:
+        locator.ensure_cache_path, keeper.save_overload = before
+
+
+@cache
+def _say_not_kept() -> None:
+    """Warn, once in a process, that its loops are compiled and cannot be kept."""
+    log.warning(
+        "fxq compiles its loops in this process, which takes seconds of CPU time, and cannot keep them: neither the "
+        "package's folder nor the user's cache can be written to. Run `fxq doctor --compile` while the image is built, "
+        "or set FXQ_CACHE to a folder that can be written to."
+    )
+
+
+def compile_loops() -> str:
+    """Compile all loops, so that the next process finds them in the cache; says where that is.
+
+    Raises:
+        BackendError: Numba is missing or does not work, or there is no folder to keep them in.
+    """
+    wrong = next(filter(None, map(missing, MODULES)), "")
+    if wrong:
+        raise BackendError(f"no loops are compiled: {wrong} (pip install fxq[jit]).")
+    if _say_not_kept.cache_info().currsize:
+        raise BackendError(
+            "the loops are compiled and cannot be kept: set FXQ_CACHE to a folder that can be written to, here "
+            "and where they are used."
+        )
+    return f"compiled by Numba {installed()}, and kept in {_kept_in()}"
+
+
+def _kept_in() -> str:
+    chosen = chosen_folder()
+    return str(chosen / "numba") if chosen is not None else "Numba's cache (NUMBA_CACHE_DIR, or beside the package)"

@@ -340,7 +340,7 @@ def test_a_wrong_kernel_is_put_back(engine, kernel, monkeypatch):
 
 def test_nothing_deprecated_is_heard_of(engine):
     code = (
-        "import torch, fxq\nfrom fxq.cost import cache\ncache.is_busy = lambda: False\nx = torch.rand(2, 3, 8, 8)\n"
+        "import torch, fxq\nx = torch.rand(2, 3, 8, 8)\n"
         "m = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.ReLU(), torch.nn.ConvTranspose2d(4, 4, 2)).eval()\n"
         f"q = fxq.quantize(m, fxq.Recipe.static(backend={engine!r}, optimize='coverage'), data=[x])\n"
         "q(x[:1])\n"
