@@ -65,7 +65,8 @@ class Expressions:
             if inner.op == "call_function":
                 inside[inner] = self._call(inner, inside)
                 first = inside[inner] if first is None and op_of(inner) is not None else first
-        whole = self._number(("unit", _as_key(unit.graph.output_node().args[0], inside)))
+        result = unit.graph.output_node().args[0]
+        whole = inside[result] if isinstance(result, fx.Node) else self._number(("results", _as_key(result, inside)))
         return whole, self._number(None) if first is None else first
 
     def _call(self, node: fx.Node, known: Mapping[fx.Node, int]) -> int:
