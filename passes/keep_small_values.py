@@ -177,8 +177,8 @@ class _Trial(KnownFloatForm):
             left[read] = x * kept
         loss.seen, loss.lost = loss.seen + seen, loss.lost + lost
         if lost > self._most * seen:
-            results = (tensors(value_of(self.gm, node, values)) for values in (self.values, left))
-            loss.rows += [_sqnr_of_rows(*pair, loss.channels) for pair in zip(*results, strict=True)]
+            wants, gots = (tensors(value_of(self.gm, node, values)) for values in (self.values, left))
+            loss.rows += [_sqnr_of_rows(*pair, loss.channels) for pair in zip(wants, gots, strict=True)]
 
 
 def _sqnr_of_rows(value: Tensor, other: Tensor, channels: int | None) -> Tensor:

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
-from fxq.common.data import Batch, first_of, samples_in
+from fxq.common.data import Batch, first_of, place_in, samples_in
 from fxq.common.isolation import copied, seeded
 from fxq.common.metrics import tensors
 from fxq.graph.expressions import Expressions
@@ -51,7 +50,7 @@ class LayerValues:
     def of(self, batch: Batch) -> dict[fx.Node, Tensor]:
         """The values for some samples, by layer: those of a recorded batch, or of some of its samples in a row."""
         for recorded, values in self.batches:
-            start, count = _place_in(recorded, batch), samples_in(batch)
+            start, count = place_in(recorded, batch), samples_in(batch)
             if start is None:
                 continue
             if count == samples_in(recorded):
@@ -129,7 +128,14 @@ class FloatValues:
         self, gm: fx.GraphModule, numbers: Mapping[fx.Node, int], batch: Batch
     ) -> tuple[Batch, dict[int, Tensor]]:
         """A recorded batch with the values of these layers; those that are not there are computed."""
-        there = next((values for other, values in self.batches if _place_in(other, batch, whole=True) == 0), {})
+        there = next(
+            (
+                values
+                for other, values in self.batches
+                if samples_in(other) == samples_in(batch) and place_in(other, batch) == 0
+            ),
+            {},
+        )
         values = {number: there[number] for number in numbers.values() if number in there}
         if len(values) < len(set(numbers.values())):
             seen = LayerValues({n: k for n, k in numbers.items() if k in values}, ((batch, values),))
@@ -177,30 +183,6 @@ def _inputs(batch: Batch) -> int:
     return sum(tensor.numel() for tensor in tensors((batch.args, batch.kwargs)))
 
 
-def _place_in(recorded: Batch, batch: Batch, whole: bool = False) -> int | None:
-    """The first of the samples of a recorded batch that another batch holds, in a row; None where it holds others."""
-    (ours, form), (theirs, other) = (pytree.tree_flatten((b.args, dict(b.kwargs))) for b in (recorded, batch))
-    size, count = samples_in(recorded), samples_in(batch)
-    if form != other or (whole and size != count):
-        return None
-    places = range(size - count + 1) if size is not None and count is not None else range(1)
-
-    def is_there(start: int) -> bool:
-        for a, b in zip(ours, theirs, strict=True):
-            if isinstance(a, Tensor) != isinstance(b, Tensor):
-                return False
-            if not isinstance(a, Tensor):
-                if type(a) is not type(b) or a != b:
-                    return False
-                continue
-            part = a if count is None or a.dim() == 0 else a[start : start + count]
-            if part.dtype != b.dtype or not torch.equal(part, b):
-                return False
-        return True
-
-    return next((start for start in places if is_there(start)), None)
-
-
 def _layers(gm: fx.GraphModule) -> list[fx.Node]:
     """The nodes whose first op is a layer, or a product; none where something keeps a state or changes values."""
     found = []
@@ -223,7 +205,9 @@ def run_layer(runner: Runner, node: fx.Node, see: Callable[[Tensor], Tensor], va
         see: is handed what the layer computes, and says what to take for it.
         value: what the layer computes, where that is known.
     """
-    args, kwargs = (fx.node.map_arg(given, runner.values.get) for given in (node.args, node.kwargs))
+    given: Any = runner.values.get
+    args: Any = fx.node.map_arg(node.args, given)
+    kwargs: Any = fx.node.map_arg(node.kwargs, given)
     unit = unit_of(runner.gm, node)
     if unit is None:
         return see(node.target(*args, **kwargs) if value is None else value)  # type: ignore[operator]
