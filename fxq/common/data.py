@@ -214,11 +214,11 @@ def pieces_of(batch: Batch, most: int) -> list[Batch]:
 def place_in(whole: Batch, part: Batch) -> int | None:
     """The first of the samples of a batch that another batch holds, in a row; None where it holds others.
 
-    A batch whose first axis does not count samples holds itself alone.
+    A batch whose first axis does not count samples holds itself alone, and none holds one without samples.
     """
     (ours, form), (theirs, other) = (tree_flatten((b.args, dict(b.kwargs))) for b in (whole, part))
     size, count = samples_in(whole), samples_in(part)
-    if form != other:
+    if form != other or count == 0:
         return None
 
     def is_at(start: int) -> bool:

@@ -83,10 +83,11 @@ def _outputs_of_example(context: Context, batch: Batch, results: Sequence[Tensor
         return None
     if some == count:
         return wholes
-    if any(whole.dim() != part.dim() for whole, part in zip(wholes, results, strict=True)):
+    pairs = list(zip(wholes, results, strict=True))
+    if any(whole.dim() != part.dim() for whole, part in pairs):
         return None
-    parts = zip(wholes, results, strict=True)
-    return [part_for(whole, part, start, some or 0, count or 0) for whole, part in parts]
+    parts = [part_for(whole, part, start, some or 0, count or 0) for whole, part in pairs]
+    return parts if [part.shape for part in parts] == [result.shape for result in results] else None
 
 
 def add_output(outputs: dict[int, Agreement], place: int, want: Tensor, got: Tensor) -> None:

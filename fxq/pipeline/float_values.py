@@ -128,14 +128,9 @@ class FloatValues:
         self, gm: fx.GraphModule, numbers: Mapping[fx.Node, int], batch: Batch
     ) -> tuple[Batch, dict[int, Tensor]]:
         """A recorded batch with the values of these layers; those that are not there are computed."""
-        there = next(
-            (
-                values
-                for other, values in self.batches
-                if samples_in(other) == samples_in(batch) and place_in(other, batch) == 0
-            ),
-            {},
-        )
+        size = samples_in(batch)
+        same = (values for other, values in self.batches if samples_in(other) == size and place_in(other, batch) == 0)
+        there = next(same, dict[int, Tensor]())
         values = {number: there[number] for number in numbers.values() if number in there}
         if len(values) < len(set(numbers.values())):
             seen = LayerValues({n: k for n, k in numbers.items() if k in values}, ((batch, values),))
