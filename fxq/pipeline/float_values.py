@@ -17,6 +17,7 @@ from fxq.common.isolation import copied, seeded
 from fxq.common.metrics import tensors
 from fxq.graph.expressions import Expressions
 from fxq.graph.info import info
+from fxq.graph.mutation import changes
 from fxq.graph.query import is_pure, op_of, submodule
 from fxq.graph.run import Modules, Runner
 from fxq.graph.unit import calls_of, unit_of
@@ -183,7 +184,7 @@ def _layers(gm: fx.GraphModule) -> list[fx.Node]:
     found = []
     for node in gm.graph.nodes:
         module = submodule(gm, node)
-        if info(node).changes or (module is not None and not isinstance(module, Observer) and not is_pure(gm, node)):
+        if changes(node) or (module is not None and not isinstance(module, Observer) and not is_pure(gm, node)):
             return []
         calls = calls_of(gm, node)
         if calls and calls[0].op.quant.heavy and calls[0].op.quant.recurrence is None:

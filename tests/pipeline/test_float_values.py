@@ -15,7 +15,7 @@ from fxq.pipeline.float_values import FloatValues, KnownFloatForm, LayerValues
 
 
 class Residual(nn.Module):
-    """Units with a layer in front, a residual, a linear layer."""
+    """Units with a layer in front, a residual, in-place spellings, a linear layer."""
 
     def __init__(self):
         super().__init__()
@@ -23,8 +23,10 @@ class Residual(nn.Module):
         self.head = nn.Linear(8, 4)
 
     def forward(self, x):
-        y = self.a(x).relu()
-        return self.head((self.b(y) + y).relu().mean((2, 3)))
+        y = self.a(x).relu_()
+        z = self.b(y)
+        z += y
+        return self.head(z.relu_().mean((2, 3)))
 
 
 class TimeFirst(nn.Module):
