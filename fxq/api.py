@@ -88,7 +88,10 @@ def quantize(
         calibration.run(chain(first, stream), _length(data) if observed.calibrated else None)
     elif observed.calibrated:
         raise _no_data(chosen, observed.calibrated)
-    return convert(observed)
+    try:
+        return convert(observed)
+    finally:
+        observed.manager.context.floats.batches.clear()  # the collector frees the rest some time later
 
 
 def _opening(stream: Iterable[Batch]) -> Iterator[Batch]:

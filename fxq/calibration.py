@@ -114,11 +114,12 @@ class Calibration:
     def _show(self, data: Iterator[Batch], length: int | None, file: Checkpoint | None) -> None:
         own, done, count = self.observed.manager.context.model, file is not None and file.complete, 0
         shown = self.progress if self.ranks.rank == 0 else bool(self.progress)
-        bar = progress_bar("calibrating", length, shown)
-        with untouched(own), torch.no_grad(), without_autocast(), bar as advance:
+        bar, context = progress_bar("calibrating", length, shown), self.observed.manager.context
+        floats = context.floats.filled_by(self.observed, context)
+        with untouched(own), torch.no_grad(), without_autocast(), floats, bar as advance:
             for i, batch in enumerate(islice(data, 1) if done else data):
                 if file is None or not file.covers(i, batch):
-                    if self.few and has_enough(self.observed.manager.context):
+                    if self.few and has_enough(context):
                         break
                     with naming_batch(i, batch):
                         # its own __call__ prints what goes wrong

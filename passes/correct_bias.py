@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -17,12 +17,12 @@ from fxq.common.metrics import Agreement, tensors, token_weights
 from fxq.common.progress import progress_bar
 from fxq.graph.info import info
 from fxq.graph.program import Program
-from fxq.graph.query import arguments_of, constant, is_op, op_of, swapped
-from fxq.graph.run import Modules, Runner
-from fxq.graph.unit import calls_of, unit_of
+from fxq.graph.query import constant, is_op, swapped
+from fxq.graph.run import Runner
+from fxq.graph.unit import calls_of
 from fxq.ledger.output_check import add_output
 from fxq.pipeline.context import Context
-from fxq.pipeline.float_form import FloatForm
+from fxq.pipeline.float_values import KnownFloatForm, LayerValues, run_layer
 from fxq.pipeline.used_rows import used_rows
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.rewriting.rewriter import Rewriter
@@ -72,28 +72,29 @@ class CorrectBias(Pass):
         if not context.samples or not layers:
             return
         pieces = context.in_pieces(self.samples, _FEW, _PIECES)
+        floats = context.floats.of(rewriter.gm, context)
         with torch.no_grad(), seeded():
             known = sum(samples_in(piece) or 1 for piece in pieces)
             enough = known >= _FEW if context.divisible else len(pieces) >= _PIECES
-            if enough or self._pays(rewriter, pieces):
-                layers = self._fitted(rewriter, pieces)
+            if enough or self._pays(rewriter, pieces, floats):
+                layers = self._fitted(rewriter, pieces, floats)
         for node, layer in layers.items():
             with rewriter.attributed("correct_bias", CorrectBias):
                 _write(rewriter, node, layer)
         rewriter.erase_unused()  # the biases and scales before
 
-    def _fitted(self, rewriter: Rewriter, pieces: Sequence[Batch]) -> Mapping[fx.Node, _Layer]:
+    def _fitted(self, rewriter: Rewriter, pieces: Sequence[Batch], floats: LayerValues) -> Mapping[fx.Node, _Layer]:
         """The layers, fitted to these samples."""
         layers = self._layers(rewriter)
         for layer in layers.values():
             layer.parts = -(-_PARTS // len(pieces))
         with progress_bar("correcting", len(pieces), rewriter.context.progress) as advance:
             for batch in pieces:
-                _outputs(rewriter.gm, batch, layers)
+                _fit(rewriter.gm, batch, layers, floats)
                 advance()
         return layers
 
-    def _pays(self, rewriter: Rewriter, pieces: Sequence[Batch]) -> bool:
+    def _pays(self, rewriter: Rewriter, pieces: Sequence[Batch], floats: LayerValues) -> bool:
         """Whether the output for either half of the samples gains by what is fitted to the other half."""
         if len(pieces) == 1 and rewriter.context.divisible:
             pieces = pieces_of(pieces[0], 1)
@@ -101,10 +102,10 @@ class CorrectBias(Pass):
         if not halves[1]:
             return False
         for known, others in (halves, halves[::-1]):
-            fitted = self._fitted(rewriter, known)
+            fitted = self._fitted(rewriter, known, floats)
             for layer in fitted.values():
                 layer.learns = False
-            before, after = (_sqnr(rewriter.gm, others, layers) for layers in ({}, fitted))
+            before, after = (_sqnr(rewriter.gm, others, layers, floats) for layers in ({}, fitted))
             if not after > before + _GAIN:
                 return False
         return True
@@ -183,15 +184,10 @@ class _Layer:
     used: Tensor | None = None
     line: tuple[Tensor, Tensor] | None = None
 
-    def keep(self, wanted: Tensor) -> Tensor:
-        """Take what the float form computes; the same."""
-        self.wanted = wanted
-        return wanted
-
     def correct(self, got: Tensor) -> Tensor:
         """Take what the integers compute; the same, corrected by what has been seen so far."""
-        assert self.wanted is not None  # the float form runs first
         if self.learns and got.numel():
+            assert self.wanted is not None  # the float form runs first
             self._compare(got, self.wanted)
         self.wanted = None
         if self.line is None:
@@ -263,17 +259,30 @@ def _moments(rows: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor]:
     return mean[:, 0].double(), (squares if counts is None else squares.mul_(counts)).mean(2).mean(0).double()
 
 
-def _outputs(gm: fx.GraphModule, batch: Batch, layers: Mapping[fx.Node, _Layer]) -> tuple[Any, Any]:
-    """What the float and the integer graph return for some samples, run side by side, layers corrected."""
-    modules = [Program(gm, gm.graph).modules for _ in range(2)]  # what one keeps is its own
-    if any(layer.learns for layer in layers.values()):
-        with_tokens = [node for node, layer in layers.items() if layer.axis == -1]
-        used = used_rows(Program(gm, gm.graph), batch, with_tokens)
-        for node, layer in layers.items():
-            layer.used = used.get(node)
-    real, integers = _Real(gm, batch, modules[0], layers), _Integers(gm, batch, modules[1], layers)
+def _fit(gm: fx.GraphModule, batch: Batch, layers: Mapping[fx.Node, _Layer], floats: LayerValues) -> None:
+    """Run both forms on some samples, side by side, for layers that learn."""
+    with_tokens = [node for node, layer in layers.items() if layer.axis == -1]
+    used = used_rows(Program(gm, gm.graph), batch, with_tokens)
+    for node, layer in layers.items():
+        layer.used = used.get(node)
+    _side_by_side(_Real(gm, batch, floats, (), layers), _Integers(gm, batch, layers))
+
+
+def _sqnr(gm: fx.GraphModule, batches: Sequence[Batch], layers: Mapping[fx.Node, _Layer], floats: LayerValues) -> float:
+    """dB of the integer graph's output, layers corrected; of several outputs, of the one that is furthest off."""
+    found: dict[int, Agreement] = {}
+    for batch in batches:
+        runs = _Real(gm, batch, floats, [gm.graph.output_node()], {}), _Integers(gm, batch, layers)
+        for place, (wanted, got) in enumerate(zip(*map(tensors, _side_by_side(*runs)), strict=True)):
+            if wanted.is_floating_point():
+                add_output(found, place, wanted, got)
+    return min((output.sqnr for output in found.values()), default=math.nan)
+
+
+def _side_by_side(real: _Real, integers: _Integers) -> tuple[Any, Any]:
+    """What both forms return, run node by node."""
     outputs = None, None
-    for node in gm.graph.nodes:
+    for node in integers.graph.nodes:
         drawn = torch.get_rng_state()
         wanted = real.step(node)
         torch.set_rng_state(drawn)  # both draw the same numbers
@@ -281,56 +290,37 @@ def _outputs(gm: fx.GraphModule, batch: Batch, layers: Mapping[fx.Node, _Layer])
     return outputs
 
 
-def _sqnr(gm: fx.GraphModule, batches: Sequence[Batch], layers: Mapping[fx.Node, _Layer]) -> float:
-    """dB of the integer graph's output, layers corrected; of several outputs, of the one that is furthest off."""
-    found: dict[int, Agreement] = {}
-    for batch in batches:
-        for place, (wanted, got) in enumerate(zip(*map(tensors, _outputs(gm, batch, layers)), strict=True)):
-            if wanted.is_floating_point():
-                add_output(found, place, wanted, got)
-    return min((output.sqnr for output in found.values()), default=math.nan)
+class _Real(KnownFloatForm):
+    """Some samples in float."""
 
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        batch: Batch,
+        floats: LayerValues,
+        values: Collection[fx.Node],
+        layers: Mapping[fx.Node, _Layer],
+    ) -> None:
+        super().__init__(gm, batch, floats, values, layers, Program(gm, gm.graph).modules)
+        self._learning = layers
 
-class _Real(FloatForm):
-    """The same samples in float."""
-
-    def __init__(self, gm: fx.GraphModule, batch: Batch, modules: Modules, layers: Mapping[fx.Node, _Layer]) -> None:
-        super().__init__(gm, copied(batch), modules=modules)
-        self._layers = layers
-
-    def compute(self, node: fx.Node) -> Any:
-        """The value of a node."""
-        if node in self._layers:
-            return _run_layer(self, node, self._layers[node].keep)
-        return super().compute(node)
+    def see_layer(self, node: fx.Node, value: Tensor) -> None:
+        """Hand on what a layer computes."""
+        self._learning[node].wanted = value
 
 
 class _Integers(Runner):
     """Some samples in integer arithmetic, each layer corrected by what has been seen so far."""
 
-    def __init__(self, gm: fx.GraphModule, batch: Batch, modules: Modules, layers: Mapping[fx.Node, _Layer]) -> None:
-        super().__init__(gm, copied(batch), modules=modules)
+    def __init__(self, gm: fx.GraphModule, batch: Batch, layers: Mapping[fx.Node, _Layer]) -> None:
+        super().__init__(gm, copied(batch), modules=Program(gm, gm.graph).modules)  # what it keeps is its own
         self._layers = layers
 
     def compute(self, node: fx.Node) -> Any:
         """The value of a node."""
         if node in self._layers:
-            return _run_layer(self, node, self._layers[node].correct)
+            return run_layer(self, node, self._layers[node].correct)
         return super().compute(node)
-
-
-def _run_layer(runner: Runner, node: fx.Node, see: Callable[[Tensor], Tensor]) -> Any:
-    """The value of a node whose first op is a layer; `see` is handed what the layer computes, and says what to take."""
-    args, kwargs = arguments_of(node, runner.values)
-    unit = unit_of(runner.gm, node)
-    if unit is None:
-        return see(node.target(*args, **kwargs))  # type: ignore[operator]
-    inside = Runner(unit, Batch(tuple(args)))
-    layer = next(inner for inner in unit.graph.nodes if op_of(inner) is not None)
-    value = None
-    for inner in unit.graph.nodes:
-        value = inside.put(inner, see(inside.compute(inner))) if inner is layer else inside.step(inner)
-    return value
 
 
 def _write(rewriter: Rewriter, node: fx.Node, layer: _Layer) -> None:

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, fx
 
 from fxq.common.data import Batch
-from fxq.common.isolation import copied, seeded
+from fxq.common.isolation import seeded
 from fxq.common.metrics import tensors
 from fxq.graph.info import Decision, Plan, info
 from fxq.graph.query import unobserved
-from fxq.graph.run import Runner, value_of
+from fxq.graph.run import value_of
 from fxq.graph.unit import calls_of, feeding, inputs_of, wishes_of
 from fxq.pipeline.context import Context
-from fxq.pipeline.manager import observers_paused
+from fxq.pipeline.float_values import KnownFloatForm, LayerValues
 from fxq.pipeline.samples import on_samples
 from fxq.quant.measured import MeasuredGrid
 from fxq.quant.qparams import QParams
@@ -83,9 +83,10 @@ class KeepSmallValues(Pass):
         def run(batches: Sequence[Batch]) -> dict[fx.Node, _Loss]:
             found = {node: _Loss.of(rewriter.gm, node) for node in rewriter.nodes()}
             losses = {node: loss for node, loss in found.items() if loss.grids}
+            floats = context.floats.of(rewriter.gm, context) if losses else LayerValues()
             for batch in batches if losses else ():
-                with torch.no_grad(), seeded(), observers_paused(rewriter.gm):
-                    _Trial(rewriter.gm, batch, losses, self.most).run()
+                with torch.no_grad(), seeded():
+                    _Trial(rewriter.gm, batch, floats, losses, self.most).run()
             return losses
 
         return on_samples(context, FEW, run)
@@ -149,17 +150,23 @@ class _Loss:
         return max((grid.qmax - grid.qmin).bit_length() for grid in self.grids.values())
 
 
-class _Trial(Runner):
+class _Trial(KnownFloatForm):
     """Runs the graph on a batch in float, and its layers once more without the values that their grids make zero."""
 
-    def __init__(self, gm: fx.GraphModule, batch: Batch, losses: Mapping[fx.Node, _Loss], most: float) -> None:
-        super().__init__(gm, copied(batch))
+    def __init__(
+        self, gm: fx.GraphModule, batch: Batch, floats: LayerValues, losses: Mapping[fx.Node, _Loss], most: float
+    ) -> None:
+        super().__init__(gm, batch, floats, {read for node in losses for read in node.all_input_nodes})
         self._losses, self._most = losses, most
 
-    def compute(self, node: fx.Node) -> Any:
-        value, loss = super().compute(node), self._losses.get(node)
-        if loss is None:
-            return value
+    def step(self, node: fx.Node) -> Any:
+        """Run the next node, if it must be; its value."""
+        if node in self._losses:
+            self._count(node, self._losses[node])
+        return super().step(node)
+
+    def _count(self, node: fx.Node, loss: _Loss) -> None:
+        """Count what a layer loses of the values that it reads."""
         seen, lost, left = 0, 0, dict(self.values)
         for read, grid in loss.grids.items():
             x = self.values[read]
@@ -170,9 +177,8 @@ class _Trial(Runner):
             left[read] = x * kept
         loss.seen, loss.lost = loss.seen + seen, loss.lost + lost
         if lost > self._most * seen:
-            results = zip(tensors(value), tensors(value_of(self.gm, node, left)), strict=True)
-            loss.rows += [_sqnr_of_rows(*pair, loss.channels) for pair in results]
-        return value
+            wants, gots = (tensors(value_of(self.gm, node, values)) for values in (self.values, left))
+            loss.rows += [_sqnr_of_rows(*pair, loss.channels) for pair in zip(wants, gots, strict=True)]
 
 
 def _sqnr_of_rows(value: Tensor, other: Tensor, channels: int | None) -> Tensor:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from fxq.common.data import first_of, samples_in
 from fxq.common.globs import path_matches
@@ -25,7 +25,7 @@ from fxq.recipe.pass_base import Pass, Stage
 from fxq.recipe.selector import Selector, ancestors
 from fxq.rewriting.functionalize import Break, Functionalization
 from fxq.rewriting.rewriter import Rewriter
-from fxq.tracing.fidelity import first_difference, same_values
+from fxq.tracing.fidelity import first_difference, part_for, same_values
 from fxq.tracing.float_run import FloatRun, KeptState
 from fxq.tracing.tracer import Tracer, is_kept
 
@@ -215,7 +215,7 @@ def _counts_samples(context: Context, gm: fx.GraphModule) -> bool:
         with untouched(context.model), untouched(gm), seeded(), torch.inference_mode(False), torch.no_grad():
             got = list(tensors(run(*one.args, **one.kwargs)))
         pairs = zip(tensors(context.outputs), got, strict=True)
-        return same_values(got, [_of_sample(whole, alone, at, count) for whole, alone in pairs])
+        return same_values(got, [part_for(whole, alone, at, 1, count) for whole, alone in pairs])
     except Exception:  # whatever the model raises for a size that it cannot have
         return False
 
@@ -227,14 +227,6 @@ def _callable(gm: fx.GraphModule) -> nn.Module:
     called._modules, called._parameters, called._buffers = gm._modules, gm._parameters, gm._buffers
     called.forward = gm.forward
     return called
-
-
-def _of_sample(whole: Tensor, alone: Tensor, at: int, count: int) -> Tensor:
-    """The part of a result that the sample `at` of `count` has in it, of the shape of what it gives alone."""
-    for axis, (size, part) in enumerate(zip(whole.shape, alone.shape, strict=True)):
-        if size != part and size == count * part:
-            whole = whole.narrow(axis, at * part, part)
-    return whole
 
 
 _DIFFERS = (

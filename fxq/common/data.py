@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
 
 from fxq.common.metrics import tensors
 from fxq.common.trees import mapped
@@ -208,3 +209,28 @@ def first_of(batch: Batch, most: int, start: int = 0) -> Batch:
 def pieces_of(batch: Batch, most: int) -> list[Batch]:
     """Copies of a batch, as in `first_of`, of up to so many samples each."""
     return [first_of(batch, most, start) for start in range(0, samples_in(batch) or 1, most)]
+
+
+def place_in(whole: Batch, part: Batch) -> int | None:
+    """The first of the samples of a batch that another batch holds, in a row; None where it holds others.
+
+    A batch whose first axis does not count samples holds itself alone, and none holds one without samples.
+    """
+    (ours, form), (theirs, other) = (tree_flatten((b.args, dict(b.kwargs))) for b in (whole, part))
+    size, count = samples_in(whole), samples_in(part)
+    if form != other or count == 0:
+        return None
+
+    def is_at(start: int) -> bool:
+        for a, b in zip(ours, theirs, strict=True):
+            if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+                if type(a) is not type(b) or a != b:
+                    return False
+                continue
+            some = a if count is None or size is None or a.dim() == 0 else a[start : start + count]
+            if some.dtype != b.dtype or not torch.equal(some, b):
+                return False
+        return True
+
+    places = range(size - count + 1) if size is not None and count is not None else range(1)
+    return next((start for start in places if is_at(start)), None)

@@ -10,7 +10,7 @@ from functools import cached_property
 from torch import fx, nn
 
 from fxq.common.isolation import computed_tensors
-from fxq.graph.info import info
+from fxq.graph.mutation import changes
 from fxq.graph.query import is_pure, submodule
 
 
@@ -29,9 +29,7 @@ class Program:
     @cached_property
     def overwrites(self) -> bool:
         """Whether one of its nodes may change a value that another one made."""
-        return any(
-            info(n).changes or getattr(submodule(self.gm, n), "inplace", False) is True for n in self.graph.nodes
-        )
+        return any(changes(n) or getattr(submodule(self.gm, n), "inplace", False) is True for n in self.graph.nodes)
 
     @cached_property
     def modules(self) -> Mapping[str, nn.Module]:

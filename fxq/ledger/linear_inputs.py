@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from fxq.common.data import Batch, pieces_of, samples_in
-from fxq.common.isolation import copied, seeded
+from fxq.common.isolation import seeded
 from fxq.common.metrics import Agreement, token_weights
 from fxq.graph.grid import grid_of, measured_grid_of
 from fxq.graph.info import Plan, info
@@ -19,7 +19,7 @@ from fxq.graph.program import Program
 from fxq.graph.query import is_op, plan_of, read_attribute
 from fxq.graph.unit import calls_of
 from fxq.pipeline.context import Context
-from fxq.pipeline.float_form import FloatForm
+from fxq.pipeline.float_values import KnownFloatForm, LayerValues
 from fxq.pipeline.samples import on_samples
 from fxq.pipeline.used_rows import AT_ONCE, used_rows
 from fxq.quant.measured import MeasuredGrid
@@ -139,10 +139,11 @@ def seen_inputs(
         batches = [batch for batch in batches if samples_in(batch) != 0]
         if context.divisible:
             batches = [piece for batch in batches for piece in pieces_of(batch, AT_ONCE)]
+        floats = context.floats.of(gm, context) if found else LayerValues()
         for i, batch in enumerate(batches if found else ()):
             share = 0.5 if len(batches) == 1 else float(i < (len(batches) + 1) // 2)
             with torch.no_grad(), seeded():
-                _Floats(gm, batch, found, share).run()
+                _Floats(gm, batch, floats, found, share).run()
         return [one for one in found.values() if one.tokens >= least]
 
     return on_samples(context, samples, run) if context.samples else []
@@ -168,11 +169,13 @@ def _is_one(one: LinearInput, size: int | None) -> bool:
     return len(shape) == 2 and shape[0] == size
 
 
-class _Floats(FloatForm):
+class _Floats(KnownFloatForm):
     """Runs the graph on a batch in float, and shows the inputs what is quantized, but for padding."""
 
-    def __init__(self, gm: fx.GraphModule, batch: Batch, inputs: Mapping[fx.Node, LinearInput], share: float) -> None:
-        super().__init__(gm, copied(batch), modules=Program(gm, gm.graph).modules)
+    def __init__(
+        self, gm: fx.GraphModule, batch: Batch, floats: LayerValues, inputs: Mapping[fx.Node, LinearInput], share: float
+    ) -> None:
+        super().__init__(gm, batch, floats, inputs, modules=Program(gm, gm.graph).modules)
         self._inputs, self._share = inputs, share
         self._used = used_rows(Program(gm, gm.graph), batch, inputs)
 

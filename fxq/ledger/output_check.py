@@ -9,13 +9,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, fx
 
-from fxq.common.data import Batch
+from fxq.common.data import Batch, place_in, samples_in
 from fxq.common.isolation import copied, seeded, untouched, without_autocast
 from fxq.common.metrics import Agreement, tensors
 from fxq.errors import InputError, warn
 from fxq.ledger.ledger import Ledger
 from fxq.pipeline.context import Context
-from fxq.tracing.fidelity import run_model, same_values
+from fxq.tracing.fidelity import part_for, run_model, same_values
 
 log = logging.getLogger("fxq")
 
@@ -53,16 +53,41 @@ def output_sqnrs(gms: Sequence[fx.GraphModule], context: Context) -> list[float 
 def _compared(gms: Sequence[fx.GraphModule], context: Context, batches: Sequence[Batch]) -> list[float | None]:
     found: list[dict[int, Agreement]] = [{} for _ in gms]  # by the place of the output
     for batch in batches:
-        results = [tensors(run_model(context.model, batch, context.recipe.concrete_args))]
+        results = []
         for gm in gms:
             given = copied(batch)  # a forward may change its inputs in place
             with untouched(context.model), seeded():  # the graph shares leaves with the user's model
-                results.append(tensors(gm(*given.args, **given.kwargs)))
+                results.append(list(tensors(gm(*given.args, **given.kwargs))))
+        wants = _outputs_of_example(context, batch, results[0]) if results else None
+        if wants is None:
+            wants = list(tensors(run_model(context.model, batch, context.recipe.concrete_args)))
+        results.insert(0, wants)
         for place, (want, *gots) in enumerate(zip(*results, strict=True)):
             if want.is_floating_point():
                 for outputs, got in zip(found, gots, strict=True):
                     add_output(outputs, place, want, got)
     return [min((output.sqnr for output in outputs.values()), key=rank, default=None) for outputs in found]
+
+
+def _outputs_of_example(context: Context, batch: Batch, results: Sequence[Tensor]) -> list[Tensor] | None:
+    """What the model returned for these samples when it ran on the example; None where they are none of its samples.
+
+    Args:
+        context: has the example, and what the model returned.
+        batch: the samples.
+        results: what a graph returns for them, whose shapes say which axes hold samples.
+    """
+    start, some, count = place_in(context.example, batch), samples_in(batch), samples_in(context.example)
+    wholes = list(tensors(context.outputs))
+    if start is None or len(wholes) != len(results) or (some != count and not context.divisible):
+        return None
+    if some == count:
+        return wholes
+    pairs = list(zip(wholes, results, strict=True))
+    if any(whole.dim() != part.dim() for whole, part in pairs):
+        return None
+    parts = [part_for(whole, part, start, some or 0, count or 0) for whole, part in pairs]
+    return parts if [part.shape for part in parts] == [result.shape for result in results] else None
 
 
 def add_output(outputs: dict[int, Agreement], place: int, want: Tensor, got: Tensor) -> None:

@@ -17,6 +17,7 @@ from fxq.graph.region import Region
 from fxq.ops import OPS
 from fxq.pipeline.derived_weights import FoldedNorm, ParameterRows, Recomputed
 from fxq.pipeline.float_ops import Original
+from fxq.pipeline.float_values import FloatValues
 from fxq.quant.spec import NARROW, Narrow, QuantConfig
 from fxq.recipe.pins import Pin
 from fxq.recipe.recipe import Recipe
@@ -35,6 +36,7 @@ class Context:
         example: one batch of inputs: shapes are found and passes are checked with it.
         types: module type by module path of the model.
         samples: recorded calibration inputs.
+        floats: what layers compute in float for the first of these.
         divisible: whether the first axis of the inputs counts samples: the graph computes for some of them alone what
             it computes for them among all.
         units: path of the unit module for each kind and body, so that equal bodies share one.
@@ -60,6 +62,7 @@ class Context:
     example: Batch
     types: Mapping[str, type[nn.Module]] = field(default_factory=dict)
     samples: list[Batch] = field(default_factory=list)
+    floats: FloatValues = field(default_factory=FloatValues)
     divisible: bool = True
     units: dict[str, str] = field(default_factory=dict)
     regions: dict[fx.Node, Region] = field(default_factory=dict)

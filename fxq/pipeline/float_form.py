@@ -7,12 +7,16 @@ from typing import Any
 from torch import fx
 
 from fxq.graph.info import info
-from fxq.graph.query import CONVERSIONS, arguments_of, is_op, op_of, read_attribute
+from fxq.graph.query import CONVERSIONS, arguments_of, is_op, op_of, read_attribute, submodule
 from fxq.graph.run import Runner
+from fxq.quant.observer_base import Observer
 
 
 class FloatForm(Runner):
-    """Runs a qdq graph in float: conversions are left out, and weights are what they were before they were rounded."""
+    """Runs a qdq graph in float: conversions are left out, and weights are what they were before they were rounded.
+
+    Of a graph with observers, these do not look.
+    """
 
     def compute(self, node: fx.Node) -> Any:
         if info(node).stands_for:
@@ -21,5 +25,6 @@ class FloatForm(Runner):
         if op is not None and op.quant.recurrence is not None:
             args, options = arguments_of(node, self.values)
             return op.target(*args, **op.quant.recurrence.without_grid(options))
-        read: Any = node.args[0] if is_op(node, *CONVERSIONS) else None
+        passed = is_op(node, *CONVERSIONS) or isinstance(submodule(self.gm, node), Observer)
+        read: Any = node.args[0] if passed else None
         return self.values[read] if read is not None and read.op != "get_attr" else super().compute(node)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from fxq.common.data import Batch, first_of, samples_in
 from fxq.common.isolation import copied, seeded, untouched, without_autocast
 from fxq.common.metrics import Agreement, loss, sqnr, tensors
 from fxq.common.source import source_of
@@ -27,6 +28,7 @@ from fxq.pipeline.invariants import check
 from fxq.quant.observer_base import Observer
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.rewriting.rewriter import Rewriter
+from fxq.tracing.fidelity import part_for
 
 log = logging.getLogger("fxq")
 
@@ -34,6 +36,10 @@ NOTHING = 1e-5
 """Of the largest value that goes in or comes out: what rounding may leave of a sum that should be zero."""
 FLOAT = 60.0
 """dB. SQNR that float32 has left after ops were written in another way, also where differences of values are small."""
+
+
+FEW = 2
+"""Samples of the example on which a large model and its graph are compared before anything is rounded."""
 
 
 class PassManager:
@@ -87,12 +93,11 @@ class PassManager:
         context = self.context
         if not all(map(is_own, context.recipe.pipeline)):
             return
-        given = copied(context.example)
-        with untouched(context.model), seeded(), torch.no_grad(), without_autocast(), observers_paused(self.gm):
-            result = self.gm(*given.args, **given.kwargs)
-        known = [t for t in tensors((given.args, given.kwargs, context.outputs)) if t.is_floating_point() and t.numel()]
+        wants, results = self._few_results() or (list(tensors(context.outputs)), self._results(context.example))
+        values = tensors((context.example.args, context.example.kwargs, context.outputs))
+        known = [t for t in values if t.is_floating_point() and t.numel()]
         largest = max((float(t.detach().abs().nan_to_num(0, 0, 0).max()) for t in known), default=0.0)
-        for want, got in zip(tensors(context.outputs), tensors(result), strict=True):
+        for want, got in zip(wants, results, strict=True):
             found = Agreement()
             if want.is_floating_point():
                 found.add(want, got)
@@ -104,6 +109,28 @@ class PassManager:
                     "please report it."
                 )
                 return
+
+    def _results(self, batch: Batch) -> list[Tensor]:
+        """The tensors that the graph returns."""
+        given, model = copied(batch), self.context.model  # a forward may change its inputs in place
+        with untouched(model), seeded(), torch.no_grad(), without_autocast(), observers_paused(self.gm):
+            return list(tensors(self.gm(*given.args, **given.kwargs)))
+
+    def _few_results(self) -> tuple[list[Tensor], list[Tensor]] | None:
+        """What the model and the graph return for some samples of the example; None where all of it is to be run.
+
+        Of a model that takes long for one sample, two are enough, which also differ where samples are mixed up.
+        """
+        context, count = self.context, samples_in(self.context.example) or 0
+        if context.original is None or not context.original.is_large or not context.divisible or count <= FEW:
+            return None
+        try:
+            results = self._results(first_of(context.example, FEW, start := count // 2 - FEW // 2))
+            pairs = zip(tensors(context.outputs), results, strict=True)
+            return [part_for(whole, some, start, FEW, count) for whole, some in pairs], results
+        except Exception as error:  # whatever a graph raises for a size that it cannot have
+            log.info("the graph is compared with the model on all samples of the example: %s", error)
+            return None
 
     def _run_one(self, step: Pass) -> None:
         if step.needs > self.stage:

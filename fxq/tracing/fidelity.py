@@ -76,6 +76,22 @@ def _results(
     return kept
 
 
+def part_for(whole: Tensor, alone: Tensor, start: int, some: int, count: int) -> Tensor:
+    """The part of a result that some samples of a batch have in it.
+
+    Args:
+        whole: the result for the batch.
+        alone: what these samples give alone, whose shape says which axes hold samples.
+        start: the first of them.
+        some: how many they are.
+        count: how many the batch has.
+    """
+    for axis, (size, part) in enumerate(zip(whole.shape, alone.shape, strict=True)):
+        if size != part and size * some == count * part:
+            whole = whole.narrow(axis, start * part // some, part)
+    return whole
+
+
 def same_values(got: Any, expected: Any) -> bool:
     """Whether two results hold the same tensors, to rounding: 1e-3 of the largest element, NaN where NaN is."""
     pairs = list(tensors(got)), list(tensors(expected))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from fxq.common.data import Batch, as_batch, batches, check_batch, first_of, pieces_of
+from fxq.common.data import Batch, as_batch, batches, check_batch, first_of, pieces_of, place_in
 from fxq.errors import CalibrationError, InputError
 from tests.helpers import module
 
@@ -195,3 +195,20 @@ def test_pieces_of_a_batch():
     assert torch.equal(torch.cat([piece.args[0] for piece in found]), x)
     assert torch.equal(torch.cat([piece.kwargs["y"] for piece in found]), y)
     assert len(pieces_of(Batch((x, torch.zeros(3))), 2)) == 1  # no axis of samples
+
+
+def test_where_some_samples_are_in_a_batch():
+    x, y = torch.arange(12.0).reshape(6, 2), torch.arange(6)
+    whole = Batch((x,), {"y": [y, 3]})
+
+    def part(rows, number=3, shift=0):
+        return Batch((x[rows] + shift,), {"y": [y[rows], number]})
+
+    assert place_in(whole, whole) == 0
+    assert [place_in(whole, part(slice(i, i + 2))) for i in (0, 3, 4)] == [0, 3, 4]
+    assert place_in(whole, part(slice(0, 0))) is None
+    assert place_in(whole, part(slice(1, 3), number=4)) is None
+    assert place_in(whole, part(slice(1, 3), shift=1)) is None
+    assert place_in(whole, part([0, 2])) is None
+    assert place_in(whole, Batch((x[:2], [y[:2], 3]))) is None
+    assert place_in(part(slice(0, 2)), whole) is None

@@ -54,6 +54,17 @@ def test_the_output_is_compared_over_all_recorded_batches():
     assert 25 < qmodel.output_sqnr < 60
 
 
+def test_the_model_does_not_run_again_on_samples_of_the_example(monkeypatch):
+    model, ran = net(), []
+    monkeypatch.setattr(output_check, "run_model", lambda m, batch, fixed: ran.append(batch) or m(*batch.args))
+    example = torch.cat([X, torch.cos(X)])
+    qmodel = fxq.quantize(model, REFERENCE, data=[X, torch.sin(X)], example_inputs=example)
+    assert [torch.equal(batch.args[0], torch.sin(X)) for batch in ran] == [True]
+    with torch.no_grad():
+        want, got = ([m(x) for x in (X, torch.sin(X))] for m in (model, qmodel))
+    assert qmodel.output_sqnr == pytest.approx(sqnr(want, got), abs=1e-3)
+
+
 def test_it_stands_in_the_last_line_of_the_ledger_and_in_its_data():
     ledger = silent(net(), REFERENCE, [X]).ledger
     assert str(ledger).splitlines()[-1].endswith(f"; output {ledger.output_sqnr:.1f} dB SQNR")

@@ -1,0 +1,110 @@
+"""Numbers for what nodes compute in float: where two nodes of any graphs have the same, their values are the same."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxq.graph.info import info
+from fxq.graph.query import CONVERSIONS, is_op, op_of, read_attribute, submodule
+from fxq.graph.unit import Unit, unit_of
+from fxq.quant.observer_base import Observer
+
+
+class Expressions:
+    """Numbers of the expressions that nodes compute, from the inputs of the model and its weights, rounding left out.
+
+    Conversions and observers count as what they read, an integer weight as the float one, and a unit as the ops in it:
+    so a layer keeps its number through all passes that do not change what it computes. What cannot be compared, such as
+    a call of a module, has a number that no other node has.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[Hashable, int] = {}
+        self._weights: dict[Hashable, Tensor] = {}  # kept, so that no other tensor comes to lie where one was
+        self._alone = 0
+
+    def of(self, gm: fx.GraphModule) -> dict[fx.Node, int]:
+        """The number of each node's first op, in a graph from `canonical` to `qdq`; that of the node where it has none.
+
+        A unit is named after the first op in its body, whose value need not be that of the unit.
+        """
+        whole: dict[fx.Node, int] = {}
+        first: dict[fx.Node, int] = {}
+        for node in gm.graph.nodes:
+            unit = unit_of(gm, node)
+            if unit is not None:
+                whole[node], first[node] = self._unit(unit, node, whole)
+            else:
+                whole[node] = first[node] = self._node(gm, node, whole)
+        return first
+
+    def _node(self, gm: fx.GraphModule, node: fx.Node, known: Mapping[fx.Node, int]) -> int:
+        if node.op == "placeholder":
+            return self._number(("input", str(node.target)))
+        path = info(node).stands_for or (str(node.target) if node.op == "get_attr" else "")
+        if path:
+            return self._weight(read_attribute(gm, path))
+        read: Any = node.args[0] if node.args else None
+        seen_through = is_op(node, *CONVERSIONS) and read.op != "get_attr"
+        if seen_through or isinstance(submodule(gm, node), Observer):
+            return known[read]
+        return self._call(node, known) if node.op == "call_function" else self._number(None)
+
+    def _unit(self, unit: Unit, node: fx.Node, known: Mapping[fx.Node, int]) -> tuple[int, int]:
+        """The number of a unit's value, and that of its first op."""
+        inside: dict[fx.Node, Any] = {}
+        given = zip(unit.graph.find_nodes(op="placeholder"), node.args, strict=True)
+        for parameter, value in given:
+            inside[parameter] = known[value] if isinstance(value, fx.Node) else self._number(_as_key(value, known))
+        first = None
+        for inner in unit.graph.nodes:
+            if inner.op == "call_function":
+                inside[inner] = self._call(inner, inside)
+                first = inside[inner] if first is None and op_of(inner) is not None else first
+        result = unit.graph.output_node().args[0]
+        whole = inside[result] if isinstance(result, fx.Node) else self._number(("results", _as_key(result, inside)))
+        return whole, self._number(None) if first is None else first
+
+    def _call(self, node: fx.Node, known: Mapping[fx.Node, int]) -> int:
+        op, options = op_of(node), dict(node.kwargs)
+        if op is not None and op.quant.recurrence is not None:
+            options = op.quant.recurrence.without_grid(options)
+        return self._number(("call", node.target, _as_key(node.args, known), _as_key(options, known)))
+
+    def _weight(self, tensor: Any) -> int:
+        if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
+            return self._number(None)
+        changes = 0 if tensor.is_inference() else tensor._version
+        key = tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, changes
+        self._weights.setdefault(key, tensor)
+        return self._number(("weight", *key))
+
+    def _number(self, key: Hashable) -> int:
+        """The number of an expression; one that no other has for None."""
+        try:
+            known = self._numbers.get(key) if key is not None else None
+        except TypeError:  # an argument that cannot be compared
+            key = known = None
+        if known is None:
+            known = len(self._numbers) + self._alone
+            self._alone += key is None
+            if key is not None:
+                self._numbers[key] = known
+        return known
+
+
+def _as_key(value: Any, known: Mapping[fx.Node, int]) -> Hashable:
+    """Nested arguments, with the numbers of nodes in their place; types count, as 1 and True are equal."""
+    if isinstance(value, fx.Node):
+        return ("node", known[value])
+    if isinstance(value, Mapping):
+        return ("dict", *((key, _as_key(part, known)) for key, part in sorted(value.items())))
+    if isinstance(value, (tuple, list)):
+        return ("list", *(_as_key(part, known) for part in value))
+    if isinstance(value, slice):
+        return ("slice", *(_as_key(part, known) for part in (value.start, value.stop, value.step)))
+    return (type(value), value)

@@ -1,0 +1,172 @@
+"""What layers compute in float is kept in calibration, and passes that compare with it run no layer again."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fxq
+from fxq.common.data import Batch, first_of
+from fxq.pipeline import float_values
+from fxq.pipeline.float_form import FloatForm
+from fxq.pipeline.float_values import FloatValues, KnownFloatForm, LayerValues
+
+
+class Residual(nn.Module):
+    """Units with a layer in front, a residual, in-place spellings, a linear layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x):
+        y = self.a(x).relu_()
+        z = self.b(y)
+        z += y
+        return self.head(z.relu_().mean((2, 3)))
+
+
+class TimeFirst(nn.Module):
+    """The first axis of what the layers compute is time, and there are as many steps as samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.b(self.a(x.transpose(0, 1)).relu())[-1]
+
+
+class Dropping(Residual):
+    """Draws random numbers."""
+
+    def forward(self, x):
+        return super().forward(nn.functional.dropout(x, 0.1, training=True))
+
+
+RECIPE = fxq.Recipe.static(backend="reference", optimize="coverage")
+
+
+def observed(model, data, show=True, recipe=RECIPE):
+    made = fxq.prepare(model.eval(), recipe, data[0])
+    if show:
+        return fxq.calibrate(made, data)
+    for x in data:
+        made(x)
+    return made
+
+
+def images(count=3, size=4):
+    torch.manual_seed(0)
+    return [torch.randn(size, 3, 8, 8) for _ in range(count)]
+
+
+class Count(TorchDispatchMode):
+    """Counts the samples that convolutions and linear layers are run on in float."""
+
+    def __init__(self):
+        super().__init__()
+        self.samples = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.name() in ("aten::convolution", "aten::addmm"):
+            self.samples += len(args[0] if func.name() == "aten::convolution" else args[1])
+        return func(*args, **(kwargs or {}))
+
+
+def floats_of(made):
+    return made.manager.context.floats.of(made.manager.gm, made.manager.context)
+
+
+@pytest.mark.parametrize("show", [True, False], ids=["kept", "run again"])
+def test_the_values_are_those_of_the_layers(show):
+    torch.manual_seed(0)
+    model, data = Residual(), images()
+    known = floats_of(observed(model, data, show))
+    found = list(known.of(Batch((data[1][1:3],))).values())
+    assert len(found) == 3
+    x = data[1][1:3]
+    y = model.a(x).relu()
+    z = model.b(y)
+    wanted = [model.a(x), z, model.head((z + y).relu().mean((2, 3)))]
+    for got, want in zip(found, wanted, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    assert known.of(Batch((data[1][1:3] + 1,))) == {}
+    assert known.of(Batch((torch.cat([data[0][3:], data[1][:1]]),))) == {}
+
+
+def test_values_that_were_kept_are_those_that_are_run_again_bit_by_bit():
+    torch.manual_seed(0)
+    model, data = Residual(), images()
+    kept, again = (fxq.convert(observed(model, data, show)) for show in (True, False))
+    assert all(torch.equal(a, b) for a, b in zip(kept.state_dict().values(), again.state_dict().values(), strict=True))
+
+
+def test_only_what_lies_between_layers_is_computed():
+    torch.manual_seed(0)
+    made = observed(Residual(), images())
+    known, gm = floats_of(made), made.manager.gm
+    batch = first_of(made.manager.context.samples[0], 2)
+    run = KnownFloatForm(gm, batch, known, [gm.graph.output_node()])
+    with torch.no_grad(), Count() as known_runs:
+        got = run.run()
+    with torch.no_grad(), Count() as plain_runs:
+        want = FloatForm(gm, batch).run()
+    assert (known_runs.samples, plain_runs.samples) == (0, 3 * 2)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_a_first_axis_that_holds_no_samples_is_not_cut():
+    torch.manual_seed(0)
+    data = [torch.randn(4, 4, 8) for _ in range(2)]
+    known = floats_of(observed(TimeFirst(), data))
+    assert known.batches and known.of(Batch((data[0][1:3],))) == {}
+    assert len(known.of(Batch((data[0],)))) == 2
+
+
+def test_nothing_is_kept_of_what_draws_random_numbers():
+    data = images()
+    made = observed(Dropping(), data)
+    assert made.manager.context.floats.batches == []
+    assert floats_of(made) == LayerValues()
+
+
+def test_no_more_is_kept_than_fits(monkeypatch):
+    model, data = Residual(), images(4)
+    each = 4 * 4 * (2 * 8 * 64 + 4)  # bytes: 4 samples of two convolutions and a linear layer
+    monkeypatch.setattr(FloatValues.__init__, "__defaults__", (2 * each + 1, *FloatValues.__init__.__defaults__[1:]))
+    made = observed(model, data)
+    assert len(made.manager.context.floats.batches) == 2
+    known = floats_of(made)
+    assert known.of(Batch((data[1],))) and not known.of(Batch((data[2],)))
+
+
+def test_other_weights_are_another_layer():
+    made = observed(Residual(), images())
+    other = copy.deepcopy(made)
+    with torch.no_grad():
+        weight = next(p for n, p in made.manager.gm.named_parameters() if n == "a.weight")
+        before = floats_of(made).of(Batch((images()[0],)))
+        weight.mul_(2)
+        after = floats_of(made).of(Batch((images()[0],)))
+    first = [next(iter(values.values())) for values in (before, after)]
+    assert not torch.equal(*first)
+    assert other.manager.context.floats is made.manager.context.floats
+
+
+def test_passes_run_no_layer_again():
+    """keep-small-values looks at 8 of 32 samples, correct-bias at all of them, each in three layers."""
+    made, counted = observed(Residual(), images(8)), []
+    for most in (made.manager.context.floats.most, 0):
+        made.manager.context.floats.most = most
+        with Count() as runs:
+            fxq.convert(made)
+        counted.append(runs.samples)
+    assert counted[1] - counted[0] >= 3 * (8 + 32) - 3  # a sample is run alone, to see which axis holds samples
+
+
+def test_the_budget_is_what_is_said():
+    assert float_values.BYTES == FloatValues().most == 2**28
