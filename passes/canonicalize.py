@@ -184,6 +184,8 @@ def _rewrite(rewriter: Rewriter, node: fx.Node, op: Op, bound: Arguments | Inste
         rewriter.update(node, chosen.target, args, kwargs, op="call_function")
         for copy in [n for n in node.all_input_nodes if info(node).changes and n.target is own_copy]:
             node.replace_input_with(copy, copy.all_input_nodes[0])  # the module would overwrite it, and its op does not
+            if not copy.users:  # an unread reader would keep the value before it from being fused
+                rewriter.erase(copy)
 
 
 def _keep(rewriter: Rewriter, node: fx.Node, op: Op, why: str) -> None:

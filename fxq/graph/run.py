@@ -42,7 +42,9 @@ def inputs_for(graph: fx.Graph, batch: Batch) -> dict[fx.Node, Any]:
     for i, node in enumerate(nodes):
         if str(node.target).startswith("*"):
             values[node] = list(batch.args[i:])
-    for node in nodes[len(values) :]:
+    for node in nodes:
+        if node in values:
+            continue
         values[node] = batch.kwargs.get(str(node.target), node.args[0] if node.args else None)
     return values
 
