@@ -16,7 +16,7 @@ def __getattr__(name: str) -> Any:
     """A public name, or a module of the package, which is there once all of them are imported."""
     if not name.startswith("__") or name == "__all__":
         public = import_module("fxq.public")
-        globals().update({"__all__": public.__all__, **{each: getattr(public, each) for each in public.__all__}})
+        globals().update({"__all__": public.__all__, **{symbol: getattr(public, symbol) for symbol in public.__all__}})
         if name in globals():
             return globals()[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

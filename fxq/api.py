@@ -77,8 +77,8 @@ def quantize(
     ranks = Ranks.of(group if data is not None else None)
     stream = batches(data, model, may_be_empty=ranks.size > 1) if data is not None else iter(())
     first = ranks.together(lambda: list(_opening(stream)))
-    given = [] if example_inputs is None else [as_batch(example_inputs, model, "example_inputs")]
-    examples = given or first_of_all(first, ranks, model)
+    examples_given = [] if example_inputs is None else [as_batch(example_inputs, model, "example_inputs")]
+    examples = examples_given or first_of_all(first, ranks, model)
     if not examples:
         raise _no_data(chosen)
     observed = ranks.together(lambda: _observed(model, chosen, examples[-1]))

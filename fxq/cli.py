@@ -108,13 +108,13 @@ def quantize(
     chosen = chosen if backend is None else chosen.with_backend(backend)
     chosen = chosen if optimize is None else chosen.with_optimize(optimize)
     sys.path.insert(0, os.getcwd())
-    made = _called(model, "model", lambda value: not isinstance(value, nn.Module))
-    if not isinstance(made, nn.Module):
-        raise InputError(f"{model} is a {type(made).__name__}, not an nn.Module, nor a function that makes one.")
+    module = _called(model, "model", lambda value: not isinstance(value, nn.Module))
+    if not isinstance(module, nn.Module):
+        raise InputError(f"{model} is a {type(module).__name__}, not an nn.Module, nor a function that makes one.")
     if weights is not None:
-        _load_weights(made, weights)
-    unwrapped(made).eval()
-    qmodel = fxq.quantize(made, chosen, data=_called(data, "data", callable))
+        _load_weights(module, weights)
+    unwrapped(module).eval()
+    qmodel = fxq.quantize(module, chosen, data=_called(data, "data", callable))
     if exported:
         qmodel.export(output)
     else:
@@ -185,8 +185,8 @@ def doctor(as_json: bool, compiles: bool) -> None:
 
         click.echo(compile_loops())
         return
-    found = fxq.doctor()
-    click.echo(json.dumps(found.to_dict(), indent=2) if as_json else found)
+    diagnosis = fxq.doctor()
+    click.echo(json.dumps(diagnosis.to_dict(), indent=2) if as_json else diagnosis)
 
 
 _EXPORTED = {".onnx": "onnx", ".xml": "openvino", ".pt2": "torch"}
@@ -210,15 +210,15 @@ def _told(error: Exception) -> str:
     return f"{type(error).__name__}: {words_of(error)} ({last.filename}:{last.lineno}; fxq --traceback ... says more)"
 
 
-def _called(path: str, what: str, makes: Callable[[Any], bool]) -> Any:
+def _called(path: str, role: str, makes: Callable[[Any], bool]) -> Any:
     """What an import path names; where that `makes` it, what it returns."""
     if ":" not in path:
-        if what == "model" and (why := no_module(path)):
+        if role == "model" and (why := no_module(path)):
             raise InputError(why)
-        raise InputError(f"the {what} is written package.module:name, not {path!r}.")
+        raise InputError(f"the {role} is written package.module:name, not {path!r}.")
     try:
-        found = imported(path)
-        return found() if callable(found) and makes(found) else found
+        value = imported(path)
+        return value() if callable(value) and makes(value) else value
     except FxqError:
         raise
     except Exception as error:  # whatever the user's code raises

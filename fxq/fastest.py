@@ -77,16 +77,16 @@ def convert_all(observed: ObservedModel, convert: Callable[[ObservedModel], Quan
     models: dict[int, tuple[QuantizedModel, list[warnings.WarningMessage]]] = {}
     failed: Exception | None = None
     everyone = observed, *(observed.others or ())
-    for one in everyone:
-        if one.same_as is not None:
-            one.take_calibration(everyone[one.same_as])
-    for one in everyone:
-        name = one.manager.context.recipe.backend
+    for candidate in everyone:
+        if candidate.same_as is not None:
+            candidate.take_calibration(everyone[candidate.same_as])
+    for candidate in everyone:
+        name = candidate.manager.context.recipe.backend
         with warnings.catch_warnings(record=True) as heard:
             warnings.simplefilter("always")
             try:
-                model, given = convert(one), copied(one.manager.context.example)
-                model(*given.args, **given.kwargs)
+                model, batch = convert(candidate), copied(candidate.manager.context.example)
+                model(*batch.args, **batch.kwargs)
             except Exception as error:  # whatever an engine raises
                 failed = failed or error
                 tries.append(Attempt(name, why=words_of(error)))
@@ -100,20 +100,20 @@ def convert_all(observed: ObservedModel, convert: Callable[[ObservedModel], Quan
     with torch.no_grad(), without_autocast():
         calls: dict[str, Callable[[], object]] = {}
         for i, (model, _) in models.items():
-            given = copied(example)
-            calls[str(i)] = partial(model, *given.args, **given.kwargs)
+            batch = copied(example)
+            calls[str(i)] = partial(model, *batch.args, **batch.kwargs)
         threads = _threads()
         with threads_set_to(threads):
-            found = interleaved(calls, lambda: None, least=True)
-    best = min(models, key=lambda i: (_is_far(tries[i].sqnr, least), found[str(i)]))
+            times = interleaved(calls, lambda: None, least=True)
+    best = min(models, key=lambda i: (_is_far(tries[i].sqnr, least), times[str(i)]))
     # a backend that is tried earlier wins a tie, so that noise does not decide it
     best = next(
         i
         for i in models
-        if _is_far(tries[i].sqnr, least) == _is_far(tries[best].sqnr, least) and found[str(i)] <= TIE * found[str(best)]
+        if _is_far(tries[i].sqnr, least) == _is_far(tries[best].sqnr, least) and times[str(i)] <= TIE * times[str(best)]
     )
     for i in models:
-        tries[i] = replace(tries[i], us=found[str(i)], chosen=i == best)
+        tries[i] = replace(tries[i], us=times[str(i)], chosen=i == best)
     tries += [Attempt(name, why=why) for name, why in observed.absent.items()]
     chosen, heard = models[best]
     for warning in heard:

@@ -92,8 +92,8 @@ class QuantizedModel(Quantized):
         model._float = weakref.ref(context.model)
         return model.eval()
 
-    def _attach(self, **known: Any) -> None:
-        vars(self).update(known)
+    def _attach(self, **attributes: Any) -> None:
+        vars(self).update(attributes)
 
     @property
     def _parts(self) -> dict[str, Any]:
@@ -128,8 +128,8 @@ class QuantizedModel(Quantized):
     def recompile(self) -> Any:
         """As in `fx.GraphModule`: to be called when the graph was edited. Its forward binds itself to its inputs."""
         code = super().recompile()
-        made: Any = type(self)  # every graph module has a class of its own
-        plain, kernels = made.forward, has_kernels(self)
+        own_class: Any = type(self)  # every graph module has a class of its own
+        plain, kernels = own_class.forward, has_kernels(self)
         bindings, signature = Bindings(plain), inspect.signature(plain)
         names = list(signature.parameters)[1:]  # without self
 
@@ -145,8 +145,8 @@ class QuantizedModel(Quantized):
             return bindings(self, args, kwargs)
 
         forward.__signature__ = signature  # type: ignore[attr-defined]  # also for who does not unwrap
-        made.forward = forward
-        del made.__call__  # of `fx.GraphModule`: it words errors of generated code, and takes 0.6 us
+        own_class.forward = forward
+        del own_class.__call__  # of `fx.GraphModule`: it words errors of generated code, and takes 0.6 us
         return code
 
     @property

@@ -70,8 +70,8 @@ def _is_constant(rewriter: Rewriter, node: fx.Node, constants: set[fx.Node]) -> 
     `constants` has those of the nodes before it.
     """
     if node.op == "get_attr":
-        made = str(node.target).startswith((f"{DATA}.", "_tensor_constant"))  # by folding, by torch.fx
-        return made and constant(rewriter.gm, node) is not None
+        is_new = str(node.target).startswith((f"{DATA}.", "_tensor_constant"))  # by folding, by torch.fx
+        return is_new and constant(rewriter.gm, node) is not None
     if _makes_container(node):
         return False
     read = [n for n in node.all_input_nodes if n.op == "get_attr" or info(n).is_tensor]

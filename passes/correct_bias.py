@@ -74,8 +74,8 @@ class CorrectBias(Pass):
         pieces = context.in_pieces(self.samples, _FEW, _PIECES)
         floats = context.floats.of(rewriter.gm, context)
         with torch.no_grad(), seeded():
-            known = sum(samples_in(piece) or 1 for piece in pieces)
-            enough = known >= _FEW if context.divisible else len(pieces) >= _PIECES
+            sample_count = sum(samples_in(piece) or 1 for piece in pieces)
+            enough = sample_count >= _FEW if context.divisible else len(pieces) >= _PIECES
             if enough or self._pays(rewriter, pieces, floats):
                 layers = self._fitted(rewriter, pieces, floats)
         for node, layer in layers.items():
@@ -101,8 +101,8 @@ class CorrectBias(Pass):
         halves = pieces[::2], pieces[1::2]
         if not halves[1]:
             return False
-        for known, others in (halves, halves[::-1]):
-            fitted = self._fitted(rewriter, known, floats)
+        for fit_pieces, others in (halves, halves[::-1]):
+            fitted = self._fitted(rewriter, fit_pieces, floats)
             for layer in fitted.values():
                 layer.learns = False
             before, after = (_sqnr(rewriter.gm, others, layers, floats) for layers in ({}, fitted))
@@ -270,13 +270,13 @@ def _fit(gm: fx.GraphModule, batch: Batch, layers: Mapping[fx.Node, _Layer], flo
 
 def _sqnr(gm: fx.GraphModule, batches: Sequence[Batch], layers: Mapping[fx.Node, _Layer], floats: LayerValues) -> float:
     """dB of the integer graph's output, layers corrected; of several outputs, of the one that is furthest off."""
-    found: dict[int, Agreement] = {}
+    agreements: dict[int, Agreement] = {}
     for batch in batches:
         runs = _Real(gm, batch, floats, [gm.graph.output_node()], {}), _Integers(gm, batch, layers)
         for place, (wanted, got) in enumerate(zip(*map(tensors, _side_by_side(*runs)), strict=True)):
             if wanted.is_floating_point():
-                add_output(found, place, wanted, got)
-    return min((output.sqnr for output in found.values()), default=math.nan)
+                add_output(agreements, place, wanted, got)
+    return min((output.sqnr for output in agreements.values()), default=math.nan)
 
 
 def _side_by_side(real: _Real, integers: _Integers) -> tuple[Any, Any]:

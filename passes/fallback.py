@@ -182,8 +182,8 @@ def _price(rewriter: Rewriter, prober: Prober, choose: bool) -> None:
         ops = priced_ops(rewriter.gm, regions, prober, advance)
         left = dict(float_ops(rewriter.gm, nodes, prober))
         kept = dict(weight_only_ops(rewriter.gm, nodes, prober))
-    for other, cost in (*left.items(), *kept.items()):
-        _record(rewriter, other, cost)
+    for priced_node, cost in (*left.items(), *kept.items()):
+        _record(rewriter, priced_node, cost)
     others = 1e-6 * sum(cost.float_us for cost in left.values())
     slow = slower_for_size(kept, others + sum(op.real for op in ops if op.source))
     if slow is not None:

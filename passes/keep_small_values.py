@@ -81,8 +81,8 @@ class KeepSmallValues(Pass):
         context: Context = rewriter.context
 
         def run(batches: Sequence[Batch]) -> dict[fx.Node, _Loss]:
-            found = {node: _Loss.of(rewriter.gm, node) for node in rewriter.nodes()}
-            losses = {node: loss for node, loss in found.items() if loss.grids}
+            all_losses = {node: _Loss.of(rewriter.gm, node) for node in rewriter.nodes()}
+            losses = {node: loss for node, loss in all_losses.items() if loss.grids}
             floats = context.floats.of(rewriter.gm, context) if losses else LayerValues()
             for batch in batches if losses else ():
                 with torch.no_grad(), seeded():

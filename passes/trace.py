@@ -72,7 +72,7 @@ def _traced(context: Context, broken: Mapping[str, str], run: FloatRun) -> Rewri
         traced.describe(node, origins=(node.name,) if _is_call(node) else (), kept=_kept_leaf(node, recipe, broken))
     states = list(_check_state_of(run, leaves))
     hidden = [Break(kept.path, kept.why) for kept in states if kept.hidden]  # of the others a change names its line
-    breaks = [*hidden, *Functionalization(traced, tracer.watch, tracer.made).run()]
+    breaks = [*hidden, *Functionalization(traced, tracer.watch, tracer.new_constants).run()]
     breaks += [Break(kept.path, kept.why) for kept in states if not kept.hidden]
     if not breaks:
         context.outputs, differs = _compared(context, tracer, run)
@@ -81,8 +81,8 @@ def _traced(context: Context, broken: Mapping[str, str], run: FloatRun) -> Rewri
         # what is known to keep something is a leaf by now, and more is needed: others that may, or the modules around
         more = [Break(kept.path, kept.why) for kept in run.suspects if not _is_inside(kept.path, leaves)]
         above = [Break(kept.path.rpartition(".")[0], kept.why) for kept in run.kept]
-        breaks += more or [found for found in above if not found.path or not _is_inside(found.path, leaves)]
-    kept = {found.path: f"cannot be traced: {found.why}".rstrip(".") for found in reversed(breaks) if found.path}
+        breaks += more or [stop for stop in above if not stop.path or not _is_inside(stop.path, leaves)]
+    kept = {stop.path: f"cannot be traced: {stop.why}".rstrip(".") for stop in reversed(breaks) if stop.path}
     if kept and not recipe.strict_trace:
         return kept
     if breaks:
@@ -134,15 +134,15 @@ def _branches(tracer: Tracer) -> list[str]:
 def _makes_no_difference(place: str, context: Context, tracer: Tracer, graph: fx.Graph, run: FloatRun) -> bool:
     """Whether the graph is the same whichever way the branches of one line go."""
 
-    def written(found: fx.Graph, by: Tracer) -> list[tuple[str, ...]]:
-        nodes = [n for n in found.nodes if not (is_check(n) and n.kwargs.get("place") == place)]
+    def written(traced_graph: fx.Graph, by: Tracer) -> list[tuple[str, ...]]:
+        nodes = [n for n in traced_graph.nodes if not (is_check(n) and n.kwargs.get("place") == place)]
         values: dict[fx.Node, Any] = {n: f"%{i}" for i, n in enumerate(nodes)}
         values |= {n: way for n, (line, way) in by.asked.answers.items() if line == place}
         return [(n.op, str(n.target), str(fx.node.map_arg((n.args, n.kwargs), values.get))) for n in nodes]
 
     model, fixed = context.model, context.recipe.concrete_args
     for way in (True, False):
-        other = Tracer(
+        forced = Tracer(
             tracer.leaves,
             context.example,
             fixed,
@@ -153,7 +153,7 @@ def _makes_no_difference(place: str, context: Context, tracer: Tracer, graph: fx
         )
         try:
             with run.untouched(), seeded():
-                if written(other.trace_model(model), other) != written(graph, tracer) or other.broken:
+                if written(forced.trace_model(model), forced) != written(graph, tracer) or forced.broken:
                     return False
         except FxqError:
             return False
@@ -209,11 +209,11 @@ def _counts_samples(context: Context, gm: fx.GraphModule) -> bool:
     if count is None:
         return False
     at = count // 2
-    one = copied(first_of(context.example, 1, at))
+    sample = copied(first_of(context.example, 1, at))
     run = _callable(gm)
     try:
         with untouched(context.model), untouched(gm), seeded(), torch.inference_mode(False), torch.no_grad():
-            got = list(tensors(run(*one.args, **one.kwargs)))
+            got = list(tensors(run(*sample.args, **sample.kwargs)))
         pairs = zip(tensors(context.outputs), got, strict=True)
         return same_values(got, [part_for(whole, alone, at, 1, count) for whole, alone in pairs])
     except Exception:  # whatever the model raises for a size that it cannot have

@@ -184,8 +184,8 @@ def record(backend: str, only: str = "") -> None:
     fallback.costs.machine_costs = known
     fallback.Prober = Recorder
     recipes = ((models, fxq.Recipe.static(backend=backend)), (sequences, fxq.Recipe.dynamic(backend=backend)))
-    for made, recipe in recipes:
-        for name, model, x in made():
+    for networks, recipe in recipes:
+        for name, model, x in networks():
             if only and not name.startswith(only):
                 continue
             plain = recipe.without_pass("correct-bias").without_pass("verify-lowering")
@@ -203,22 +203,22 @@ def fit(samples: Samples) -> dict[str, list[float]]:
     for row, (works, seconds) in zip(matrix, samples.items(), strict=True):
         for work in works:
             row[place[work.kind] : place[work.kind] + 4] += np.array(work.sizes) / (1e6 * seconds)
-    found = nonnegative(matrix)
-    return {kind: [float(f"{value:.3g}") for value in found[place[kind] : place[kind] + 4]] for kind in kinds}
+    coefficients = nonnegative(matrix)
+    return {kind: [float(f"{value:.3g}") for value in coefficients[place[kind] : place[kind] + 4]] for kind in kinds}
 
 
 def nonnegative(matrix: Any, rounds: int = 500) -> Any:
     """Non-negative x with which `matrix @ x` is near 1: least squares by coordinate descent, weighted as by Huber."""
     size = matrix.max(0)
     scaled = matrix / np.where(size > 0, size, 1.0)
-    found, weight = np.zeros(matrix.shape[1]), np.ones(len(matrix))
+    x, weight = np.zeros(matrix.shape[1]), np.ones(len(matrix))
     for _ in range(6):
         gram, aim = scaled.T @ (weight[:, None] * scaled), scaled.T @ weight
         for _ in range(rounds):
             for i in np.flatnonzero(np.diag(gram) > 0):
-                found[i] = max(0.0, found[i] + (aim[i] - gram[i] @ found) / gram[i, i])
-        weight = 1 / np.maximum(1.0, np.abs(scaled @ found - 1.0) / 0.1)
-    return found / np.where(size > 0, size, 1.0)
+                x[i] = max(0.0, x[i] + (aim[i] - gram[i] @ x) / gram[i, i])
+        weight = 1 / np.maximum(1.0, np.abs(scaled @ x - 1.0) / 0.1)
+    return x / np.where(size > 0, size, 1.0)
 
 
 def errors(rows: Mapping[str, Any], samples: Samples) -> None:
@@ -228,10 +228,10 @@ def errors(rows: Mapping[str, Any], samples: Samples) -> None:
         estimate = table.seconds(rows, works)
         assert estimate is not None  # its rows are those of the samples
         off[works[0].kind].append((math.log2(max(estimate, 1e-9) / seconds), 1e6 * seconds, works))
-    for kind, found in sorted(off.items()):
-        median = np.median([abs(error) for error, *_ in found])
-        print(f"{kind:20} {len(found):5}  median {median:.2f}")
-        for error, us, works in sorted(found, key=lambda e: -abs(e[0]))[:3]:
+    for kind, errors_of_kind in sorted(off.items()):
+        median = np.median([abs(error) for error, *_ in errors_of_kind])
+        print(f"{kind:20} {len(errors_of_kind):5}  median {median:.2f}")
+        for error, us, works in sorted(errors_of_kind, key=lambda e: -abs(e[0]))[:3]:
             print(f"    {error:+.2f} of {us:.1f} us: {'; '.join(map(str, works))}")
 
 
@@ -253,8 +253,8 @@ def main() -> None:
             print(f"{name}, log2 of estimate / measured:")
             errors(rows[name], samples)
     if not arguments.only:
-        known = read_table() if FILE.exists() else {}
-        FILE.write_text(HEADER + "\n".join(written({**known, cpu.kind(): rows})), encoding="utf-8")
+        measured = read_table() if FILE.exists() else {}
+        FILE.write_text(HEADER + "\n".join(written({**measured, cpu.kind(): rows})), encoding="utf-8")
 
 
 def written(table: Mapping[str, Mapping[str, Mapping[str, list[float]]]]) -> Iterator[str]:

@@ -50,8 +50,8 @@ def _products(activation: int, weight: int) -> torch.Tensor:
     packed = torch.ops.onednn.qlinear_prepack(weights, [rows, _DEPTH])
     x = torch.full((rows, _DEPTH), activation, dtype=torch.uint8, device="cpu")
     after: tuple[Any, ...] = (None, 1.0, 0, torch.float32, "none", [], "")
-    made: torch.Tensor = torch.ops.onednn.qlinear_pointwise(x, 1.0, 0, packed, scale, zero, *after)
-    return made
+    sums: torch.Tensor = torch.ops.onednn.qlinear_pointwise(x, 1.0, 0, packed, scale, zero, *after)
+    return sums
 
 
 def without_vnni() -> str | None:

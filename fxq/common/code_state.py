@@ -60,13 +60,13 @@ class CodeState:
     @classmethod
     def of(cls, model: nn.Module) -> CodeState:
         """That of all modules of a model."""
-        found = cls()
+        state = cls()
         for path, module in model.named_modules():
             for kind in type(module).__mro__:
-                found._enter(path, kind)
+                state._enter(path, kind)
             for value in vars(module).values():
-                found._enter(path, value)
-        return found
+                state._enter(path, value)
+        return state
 
     def _enter(self, path: str, value: Any) -> None:
         """Take in a class or a function of the user's, with those that it names."""

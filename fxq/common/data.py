@@ -216,9 +216,9 @@ def place_in(whole: Batch, part: Batch) -> int | None:
 
     A batch whose first axis does not count samples holds itself alone, and none holds one without samples.
     """
-    (ours, form), (theirs, other) = (tree_flatten((b.args, dict(b.kwargs))) for b in (whole, part))
+    (ours, form), (theirs, part_form) = (tree_flatten((b.args, dict(b.kwargs))) for b in (whole, part))
     size, count = samples_in(whole), samples_in(part)
-    if form != other or count == 0:
+    if form != part_form or count == 0:
         return None
 
     def is_at(start: int) -> bool:

@@ -45,11 +45,11 @@ def kind_of(path: Path) -> tuple[str, str]:
 def no_module(value: Any) -> str:
     """What to say of a model that is a path or an object of another library; empty where nothing is known of it."""
     if type(value).__name__ == "ModelProto":
-        what, how = _ONNX
-        return f"the model is {what}, and fxq takes modules: {how}."
+        kind, how = _ONNX
+        return f"the model is {kind}, and fxq takes modules: {how}."
     if not isinstance(value, (str, os.PathLike)):
         return ""
-    what, how = kind_of(Path(value))
+    kind, how = kind_of(Path(value))
     if Path(value).suffix == ".onnx":
-        what, how = _ONNX
-    return f"the model is the path of {what}, and fxq takes modules: {how}." if what else ""
+        kind, how = _ONNX
+    return f"the model is the path of {kind}, and fxq takes modules: {how}." if kind else ""

@@ -49,8 +49,8 @@ class ModelChanges:
     def end(self, buffers: Mapping[int, str], parameters: Mapping[int, str]) -> None:
         """Put everything back, and fill in the lists of names. What torch.fx itself adds to a model is no change."""
         for snapshot in self._snapshots:
-            found = list(snapshot.changes())
-            for change in found:
+            snapshot_changes = list(snapshot.changes())
+            for change in snapshot_changes:
                 if snapshot is not self._snapshots[0]:
                     self.outside.setdefault(change.owner, []).append(change.name)
                 elif change.in_place and id(change.now) in buffers:
@@ -60,7 +60,7 @@ class ModelChanges:
                 elif not change.name.startswith("_tensor_constant"):
                     kind = self.in_place if change.in_place else self.attributes
                     kind.setdefault(change.owner, []).append(change.name)
-            if found:
+            if snapshot_changes:
                 snapshot.restore()
         self._snapshots = ()
 

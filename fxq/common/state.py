@@ -149,8 +149,8 @@ def _items(value: Any) -> Any:
     slots = [n for cls in type(value).__mro__ for n in _names(vars(cls).get("__slots__", ()))]
     if not isinstance(attributes, dict) and not slots:
         return None
-    found = dict(attributes) if isinstance(attributes, dict) else {}
-    return found | {n: getattr(value, n) for n in slots if n not in _NO_SLOTS and hasattr(value, n)}
+    values = dict(attributes) if isinstance(attributes, dict) else {}
+    return values | {n: getattr(value, n) for n in slots if n not in _NO_SLOTS and hasattr(value, n)}
 
 
 _NO_SLOTS = ("__dict__", "__weakref__")

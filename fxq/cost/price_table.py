@@ -174,9 +174,9 @@ def _kind(shapes: _Shapes, call: OpCall) -> str:
 def _work(shapes: _Shapes, call: OpCall, kind: str) -> Work:
     out, weight, macs = shapes.made(call), _weight(shapes, call), 0.0
     if call.op.macs is not None:
-        given = [shapes[value] if value is not None else None for value in call.tensors.values()]
+        operand_shapes = [shapes[value] if value is not None else None for value in call.tensors.values()]
         with contextlib.suppress(TypeError, IndexError):  # written in a way of its own
-            macs = call.op.macs(out, *given) * _padding(weight, kind)
+            macs = call.op.macs(out, *operand_shapes) * _padding(weight, kind)
     read = sum(math.prod(shapes[value]) for value in call.activations)
     return Work(kind, macs / 1e6, (read + math.prod(out)) / 1e6, math.prod(weight) / 1e6 if weight else 0.0)
 
@@ -198,8 +198,8 @@ def _up(count: int, step: int) -> int:
 def read_table(path: Path = FILE) -> dict[str, Any]:
     """The coefficients in a file, by kind of CPU, then by "float" or backend, then by kind of work."""
     with path.open("rb") as file:
-        found: dict[str, Any] = tomllib.load(file)
-    return found
+        table: dict[str, Any] = tomllib.load(file)
+    return table
 
 
 def table_for(backend: str, kind: str | None = None) -> PriceTable | None:

@@ -54,13 +54,13 @@ def priced_ops(
         if not prober.measures:
             ops.append(_estimated(gm, node, regions, prober) or unmeasured)
             continue
-        known = prober.knows(region)
+        is_cached = prober.knows(region)
         try:
             ops.append(_priced(gm, node, regions, prober))
         except Exception as error:  # whatever a kernel raises on random inputs
             log.warning("%s cannot be timed (%s: %s).", node.name, type(error).__name__, error)
             ops.append(unmeasured)
-        if not known:
+        if not is_cached:
             advance()
     return ops
 
@@ -81,17 +81,17 @@ def choose_by_price(
     apart = [op.key for op in ops if op.source and _are_apart(op, estimates[op.key])]
     prober.costs.settle(key for node in apart for key in prober.keys(regions[node]))  # type: ignore[index]
     again = {node: _priced(gm, node, regions, prober) for node in apart}
-    found = []
+    priced = []
     for op in ops:
         estimate, measured = estimates.get(op.key), again.get(op.key, op)
         if estimate is None:
-            found.append(measured)
+            priced.append(measured)
         else:
             counts = _are_apart(measured, estimate) and prober.is_sound(regions[op.key])  # type: ignore[index]
-            found.append(measured if counts else estimate)
+            priced.append(measured if counts else estimate)
     values = priced_values(gm, nodes, regions, prober)
-    leaning = [op if estimates.get(op.key) else replace(op, real=LEAN * op.real) for op in found]
-    return found, values, cheapest(leaning, values)
+    leaning = [op if estimates.get(op.key) else replace(op, real=LEAN * op.real) for op in priced]
+    return priced, values, cheapest(leaning, values)
 
 
 def _are_apart(measured: Priced, estimate: Priced | None) -> bool:
@@ -239,11 +239,11 @@ def slower_than_float(
         integers: the ops that run on integers.
         left: seconds of the ops that run in float anyway.
     """
-    known = [op for op in ops if op.source]
-    int8, real = left + seconds_of(integers, known, values), left + sum(op.real for op in known)
+    priced = [op for op in ops if op.source]
+    int8, real = left + seconds_of(integers, priced, values), left + sum(op.real for op in priced)
     if real == 0.0 or int8 <= _CLEARLY_SLOWER * real:
         return None
-    losing = sorted((op for op in known if op.key in integers and op.int8 > op.real), key=lambda op: op.real - op.int8)
+    losing = sorted((op for op in priced if op.key in integers and op.int8 > op.real), key=lambda op: op.real - op.int8)
     names = ", ".join(f"{_named(op.key)} ({_ms(op.int8)}, in float {_ms(op.real)})" for op in losing[:_NAMED])
     return (
         f"with all that can on integers, the model is estimated to take {int8 / real:.1f} times as long as in float on "

@@ -95,9 +95,9 @@ class Prober:
             return {ops: self.kernel(gm, region, part) for ops, part in parts.items()}
 
         def clearly_fastest() -> int:
-            found, most = seconds(), max(ways)
-            best = min(found, key=found.__getitem__)
-            return best if LEAN * found[best] < found[most] else most
+            times, most = seconds(), max(ways)
+            best = min(times, key=times.__getitem__)
+            return best if LEAN * times[best] < times[most] else most
 
         if clearly_fastest() != max(ways):
             self.costs.settle(keys)
@@ -147,8 +147,8 @@ class Prober:
             return estimate
         measures = measures_of(quantize)
         asked = options_of(measures[0])
-        what = f"{_shape(info(quantize.all_input_nodes[0]))} from {asked['axis']}"
-        key = f"{self.backend.name} {_threads()}: measure {'' if asked['symmetric'] else 'a range of '}{what}"
+        reduction = f"{_shape(info(quantize.all_input_nodes[0]))} from {asked['axis']}"
+        key = f"{self.backend.name} {_threads()}: measure {'' if asked['symmetric'] else 'a range of '}{reduction}"
         return self.costs.seconds(key, lambda: _call(self._lowered(gm, region_of((*measures, quantize)).to_graph())))
 
     def quantize(self, elements: int) -> float:

@@ -27,17 +27,17 @@ def quickest(gm: fx.GraphModule, context: Context, changes: Sequence[Change]) ->
     runs, it is the first.
     """
     calls: dict[str, Callable[[], object]] = {}
-    given = copied(context.example)  # a model may change its inputs in place
-    args, kwargs = given.args, given.kwargs
+    example = copied(context.example)  # a model may change its inputs in place
+    args, kwargs = example.args, example.kwargs
     with torch.no_grad():
         for i, change in enumerate(changes):
             try:
-                made = lowered_copy(gm, gm.graph, replace(context, units={}, regions={}), change)
-                made(*args, **kwargs)
+                lowered = lowered_copy(gm, gm.graph, replace(context, units={}, regions={}), change)
+                lowered(*args, **kwargs)
             except Exception as error:  # whatever an engine raises; verify-lowering says what is wrong with it
                 log.debug("a choice of ops cannot be timed: %s: %s", type(error).__name__, error)
                 continue
-            calls[str(i)] = lambda made=made: made(*args, **kwargs)  # type: ignore[misc]
+            calls[str(i)] = lambda lowered=lowered: lowered(*args, **kwargs)  # type: ignore[misc]
         times = interleaved(calls, lambda: None, least=True)
     best: str | None = None
     for name, taken in times.items():

@@ -78,8 +78,8 @@ def write_container(path: Path, tensors: Mapping[str, Tensor], texts: Mapping[st
             continue
         stride, flat[name] = _laid_out(tensor.detach().cpu())
         stored[name] = StoredTensor(about, _checksum(flat[name]), stride, trained=trained)
-    found = {"format": FORMAT, "version": str(VERSION), "tensors": json.dumps(to_plain(stored)), **texts}
-    header = _header(flat, {**found, "checksum": str(_checksum_of(found))})
+    metadata = {"format": FORMAT, "version": str(VERSION), "tensors": json.dumps(to_plain(stored)), **texts}
+    header = _header(flat, {**metadata, "checksum": str(_checksum_of(metadata))})
     with replacing(path) as file:
         file.write(header)
         for name in _by_alignment(flat):
@@ -146,13 +146,13 @@ def read_container(path: Path) -> Container:
         if path.stat().st_size <= MOST_COPIED:
             return _read(*_copied(path.read_bytes()), None)
         mapped = MappedFile(path)
-        made = _read(*_mapped(path), mapped)
+        container = _read(*_mapped(path), mapped)
         mapped.check()
-        return made
+        return container
     except (OSError, MemoryError, SafetensorError, InputError, ValueError, RuntimeError, LookupError) as error:
-        what, _ = kind_of(path)
-        if what:
-            raise FileError(f"cannot load {str(path)!r}: it is {what}, and fxq loads what qmodel.save wrote.") from None
+        kind, _ = kind_of(path)
+        if kind:
+            raise FileError(f"cannot load {str(path)!r}: it is {kind}, and fxq loads what qmodel.save wrote.") from None
         raise FileError(f"cannot load {str(path)!r}: {error}") from None
 
 

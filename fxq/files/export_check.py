@@ -45,12 +45,12 @@ def checked_batches(gm: fx.GraphModule, batch: Batch, axes: Axes) -> Iterator[Ba
         return torch.cat([leaf, leaf]) if len(leaf) == 1 else leaf[:1]
 
     args, kwargs = mapped((batch.args, dict(batch.kwargs)), resized)
-    other = Batch(args, kwargs)
+    resized_batch = Batch(args, kwargs)
     try:
-        run_graph(gm, other)
+        run_graph(gm, resized_batch)
     except Exception:  # whatever a model raises for a size that it does not take
         return
-    yield other
+    yield resized_batch
 
 
 def warn_of_fixed_sizes(path: Path, batch: Batch, why: str) -> None:
@@ -88,18 +88,18 @@ def check_in_openvino(
         warn(f"{path} is written, and was not checked in OpenVINO: {reason}")
         return
     run, precise = _Compiled(model, {}), {"INFERENCE_PRECISION_HINT": "f32"}
-    wrong = [(batch, what) for batch in batches if (what := _wrong(run, written, gm, batch))]
+    wrong = [(batch, problem) for batch in batches if (problem := _wrong(run, written, gm, batch))]
     if not wrong:
         return
     run = _Compiled(model, precise)
-    still = [(batch, what) for batch, _ in wrong if (what := _wrong(run, written, gm, batch))]
+    still = [(batch, problem) for batch, _ in wrong if (problem := _wrong(run, written, gm, batch))]
     if not still:
         warn(
             f"{path}: OpenVINO with its default precision on this CPU does not compute what the quantized model does: "
             f'{wrong[0][1]}. Compile it with {{"INFERENCE_PRECISION_HINT": "f32"}}: with that it does, up to rounding.'
         )
         return
-    batch, what = still[0]
+    batch, problem = still[0]
     layer = _first_wrong_layer(written, gm, batch)
     where, remedy = "", "quantize with another recipe"
     if layer is not None:
@@ -107,7 +107,7 @@ def check_in_openvino(
         remedy = f'leave the layer in float, recipe.override("{layer.layer}", fxq.FLOAT)' if layer.layer else remedy
     raise ExportError(
         f"{path}: OpenVINO on this CPU computes something else than the quantized model, and nothing was written: "
-        f"{what}, inputs {batch}.{where} Its kernel for it may be wrong: {remedy}, or export ONNX for "
+        f"{problem}, inputs {batch}.{where} Its kernel for it may be wrong: {remedy}, or export ONNX for "
         "ONNX Runtime. check=False writes the file all the same."
     )
 
@@ -123,28 +123,28 @@ class _Compiled:
         self._compiled = openvino.Core().compile_model(model, "CPU", {**threads, **config})
 
     def __call__(self, inputs: Mapping[str, Tensor], outputs: Sequence[str]) -> dict[str, Tensor]:
-        names = [name for one in self._compiled.inputs for name in one.names if name in inputs]
-        made = self._compiled({name: inputs[name].detach().cpu().contiguous().numpy() for name in names})
-        return {name: torch.from_numpy(made[self._compiled.output(name)].copy()) for name in outputs}
+        names = [name for port in self._compiled.inputs for name in port.names if name in inputs]
+        results = self._compiled({name: inputs[name].detach().cpu().contiguous().numpy() for name in names})
+        return {name: torch.from_numpy(results[self._compiled.output(name)].copy()) for name in outputs}
 
 
 def _wrong(run: Callable[..., Mapping[str, Tensor]], written: WrittenModel, gm: fx.GraphModule, batch: Batch) -> str:
     """What is wrong of what a runtime makes of a batch; empty: nothing."""
-    given = dict(inputs_of(inputs_for(gm.graph, batch)))
+    inputs = dict(inputs_of(inputs_for(gm.graph, batch)))
     names = [output.name for output in written.model.graph.output]
     try:
-        made = run(given, names)
+        results = run(inputs, names)
     except Exception as error:  # whatever an engine raises
         return f"it fails: {words_of(error)}"
     wanted = dict(zip(names, tensors(run_graph(gm, batch)), strict=True))
-    if all(_near(made[name], y, None) for name, y in wanted.items()):
+    if all(_near(results[name], y, None) for name, y in wanted.items()):
         return ""
     with torch.no_grad():
         real = dict(zip(names, tensors(_Unrounded(gm, copied(batch)).run()), strict=True))
-    far = next((name for name, y in wanted.items() if not _near(made[name], y, real[name])), None)
+    far = next((name for name, y in wanted.items() if not _near(results[name], y, real[name])), None)
     if far is None:
         return ""
-    db = -10 * torch.log10(torch.tensor(max(_apart(made[far], wanted[far]), 1e-30))).item()
+    db = -10 * torch.log10(torch.tensor(max(_apart(results[far], wanted[far]), 1e-30))).item()
     return f"{far!r} of {list(wanted[far].shape)} is at {db:.1f} dB of what it should be"
 
 
@@ -194,7 +194,7 @@ def _first_wrong_layer(written: WrittenModel, gm: fx.GraphModule, batch: Batch) 
         return _Compiled(openvino.Core().read_model(model), {"INFERENCE_PRECISION_HINT": "f32"})(inputs, outputs)
 
     try:
-        found = ModelCheck(written, gm, batch).differences_in(run)
+        differences = ModelCheck(written, gm, batch).differences_in(run)
     except Exception:  # it is not compiled in parts
         return None
-    return next((difference for difference in found if not difference.is_rounding), None)
+    return next((difference for difference in differences if not difference.is_rounding), None)

@@ -104,21 +104,21 @@ class CheckedOnnx:
     @property
     def data(self) -> bytes:
         """The bytes of its file."""
-        made: bytes = self.written.model.SerializeToString()
-        return made
+        data: bytes = self.written.model.SerializeToString()
+        return data
 
 
 def _written(path: Path, gm: fx.GraphModule, batch: Batch, dynamic: Dynamic) -> WrittenModel:
     """The model as ONNX; by default, of the example's sizes where it cannot have others, with a warning."""
-    given = inputs_for(gm.graph, batch)
+    inputs = inputs_for(gm.graph, batch)
     try:
-        return write_model(gm, given, dynamic)
+        return write_model(gm, inputs, dynamic)
     except NotInOnnx as error:
         if dynamic is not True:
             raise ExportError(f"{path} cannot be written: {error}") from None
         why = words_of(error)
     try:
-        fixed = write_model(gm, given, False)
+        fixed = write_model(gm, inputs, False)
     except NotInOnnx as error:  # its sizes are not what is wrong
         raise ExportError(f"{path} cannot be written: {error}") from None
     warn_of_fixed_sizes(path, batch, why)
@@ -135,7 +135,7 @@ def _check(path: Path, written: WrittenModel, gm: fx.GraphModule, batches: Seque
     try:
         onnx.checker.check_model(written.model, full_check=True)
         checks = [ModelCheck(written, gm, batch) for batch in batches] if runs else []
-        found = [(check, check.differences()) for check in checks]
+        results = [(check, check.differences()) for check in checks]
     except FxqError:
         raise
     except Exception as error:  # whatever the checker and the runtime raise
@@ -147,7 +147,7 @@ def _check(path: Path, written: WrittenModel, gm: fx.GraphModule, batches: Seque
         raise ExportError(
             f"{path}: the model is refused: {type(error).__name__}: {words_of(error)}. {_REPORT}"
         ) from error
-    for (_, differences), batch in zip(found, batches, strict=False):
+    for (_, differences), batch in zip(results, batches, strict=False):
         wrong = [difference for difference in differences if not difference.is_rounding]
         if wrong:
             raise ExportError(
@@ -165,7 +165,7 @@ def _check(path: Path, written: WrittenModel, gm: fx.GraphModule, batches: Seque
 
 def _check_optimized(path: Path, checks: Sequence[ModelCheck]) -> None:
     """Warn where a session of ONNX Runtime with default options computes something else, and say which options help."""
-    failed = [(check, what) for check in checks if (what := _wrong(check, {}))]
+    failed = [(check, problem) for check in checks if (problem := _wrong(check, {}))]
     if not failed:
         return
     wrong = failed[0][1]

@@ -182,8 +182,8 @@ def _read(
     own = {name: tensors.pop(f"{OWN}{name}", None) for name in about.own}
     inside = {name: tensor for name, tensor in tensors.items() if name.partition(":")[0] in about.forms}
     gm = read(texts["graph"], {n: t for n, t in tensors.items() if n not in inside}, modules, _Kind, complete=True)
-    for name, made in graph_tensors(gm).items():
-        if (made.dtype, made.shape) != (tensors[name].dtype, tensors[name].shape):
+    for name, expected in graph_tensors(gm).items():
+        if (expected.dtype, expected.shape) != (tensors[name].dtype, tensors[name].shape):
             raise InputError(f"{name} is {tensors[name].dtype} {list(tensors[name].shape)}, which no kernel keeps so.")
     attach_forms(gm, texts["forms"], about.forms, inside)
     unformed = next((k for _, k in kernels_of(gm) if isinstance(k, InForm) and "form" not in vars(k)), None)
@@ -226,12 +226,12 @@ class _Named:
 
 def _warn_of_refused(gm: fx.GraphModule, about: StoredModel) -> None:
     """Warn of kernels that this version of fxq refuses on the machine that they were made on; `fit` asks others."""
-    known = {form.kernel for form in about.forms.values() if form.reason}
-    found = [(n, k) for n, k in kernels_of(gm) if isinstance(k, InForm) and str(n.target) not in known]
-    if found and about.made_on == cpu.machine():
-        node, kernel = found[0]
+    known_names = {form.kernel for form in about.forms.values() if form.reason}
+    refused = [(n, k) for n, k in kernels_of(gm) if isinstance(k, InForm) and str(n.target) not in known_names]
+    if refused and about.made_on == cpu.machine():
+        node, kernel = refused[0]
         warn(
-            f"{len(found)} kernels of this file are refused, {info(node).path or node.name!r} for one: "
+            f"{len(refused)} kernels of this file are refused, {info(node).path or node.name!r} for one: "
             f"{kernel.reason.rstrip('.')}. They run in q/dq form, which is right and slow. Quantize the float model "
             "again."
         )

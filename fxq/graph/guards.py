@@ -172,7 +172,7 @@ def make_output(kind: str, fields: Mapping[str, Any] | Sequence[Any]) -> Any:
     lists and tuples of other classes. Where the class is not imported, a `Fields`, a list or a tuple.
     """
     module, _, name = kind.partition(":")
-    cls: Any = reduce(lambda found, part: getattr(found, part, None), name.split("."), sys.modules.get(module))
+    cls: Any = reduce(lambda outer, part: getattr(outer, part, None), name.split("."), sys.modules.get(module))
     fits = isinstance(cls, type)
     if not isinstance(fields, Mapping):
         return cls(fields) if fits and issubclass(cls, (list, tuple)) else fields

@@ -77,9 +77,9 @@ def _largest_of(gm: fx.GraphModule, call: OpCall) -> float:
     quant = call.op.quant
     x = _integers(gm, call.tensors.get(quant.inputs[0] if quant.inputs else ""))
     if call.op.name in _PRODUCTS:
-        x, other = (_integers(gm, call.tensors.get(name)) for name in ("x", "other"))
+        x, y = (_integers(gm, call.tensors.get(name)) for name in ("x", "other"))
         depth = (info(call.tensors["x"]).shape or (0,))[-1] if x is not None else 0
-        return float(depth * reach(x.grid) * reach(other.grid)) if x is not None and other is not None else 0.0
+        return float(depth * reach(x.grid) * reach(y.grid)) if x is not None and y is not None else 0.0
     if x is None or call.computed is not None:
         return 0.0
     if call.op.name in _SUMS:
@@ -98,8 +98,8 @@ def _integers(gm: fx.GraphModule, value: Any) -> Integers | None:
     """The integers behind an activation, which may have been moved since it was dequantized."""
     while isinstance(value, fx.Node) and (before := moved_from(value)) is not None:
         value = before
-    found = integer_input(gm, value)
-    return found if found is not None and found.values.op != "get_attr" else None
+    integers = integer_input(gm, value)
+    return integers if integers is not None and integers.values.op != "get_attr" else None
 
 
 def _of_weight(gm: fx.GraphModule, call: OpCall, name: str, x: QParams) -> float:

@@ -10,9 +10,9 @@ from torch import Tensor
 
 def updated(x: Tensor, index: Any, value: Any) -> Tensor:
     """A copy of `x` after `x[index] = value`, where the index holds tensors. Graphs call this."""
-    made = x.clone()
-    made[index] = value
-    return made
+    result = x.clone()
+    result[index] = value
+    return result
 
 
 def updated_view(x: Tensor, value: Tensor, method: str, args: Sequence[Any], options: Mapping[str, Any]) -> Tensor:
@@ -23,6 +23,6 @@ def updated_view(x: Tensor, value: Tensor, method: str, args: Sequence[Any], opt
         tensor([[0., 1.],
                 [1., 0.]])
     """
-    made = x.clone()
-    getattr(made, method)(*args, **options).copy_(value)
-    return made
+    result = x.clone()
+    getattr(result, method)(*args, **options).copy_(value)
+    return result

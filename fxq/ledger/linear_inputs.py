@@ -135,16 +135,20 @@ def seen_inputs(
 
     def run(batches: Sequence[Batch]) -> list[Input]:
         count = sum(samples_in(batch) or 1 for batch in batches)
-        found = {one.quantize: one for one in _inputs(gm, kind, rows) if count >= least or not _is_one(one, size)}
+        inputs = {
+            linear_input.quantize: linear_input
+            for linear_input in _inputs(gm, kind, rows)
+            if count >= least or not _is_one(linear_input, size)
+        }
         batches = [batch for batch in batches if samples_in(batch) != 0]
         if context.divisible:
             batches = [piece for batch in batches for piece in pieces_of(batch, AT_ONCE)]
-        floats = context.floats.of(gm, context) if found else LayerValues()
-        for i, batch in enumerate(batches if found else ()):
+        floats = context.floats.of(gm, context) if inputs else LayerValues()
+        for i, batch in enumerate(batches if inputs else ()):
             share = 0.5 if len(batches) == 1 else float(i < (len(batches) + 1) // 2)
             with torch.no_grad(), seeded():
-                _Floats(gm, batch, floats, found, share).run()
-        return [one for one in found.values() if one.tokens >= least]
+                _Floats(gm, batch, floats, inputs, share).run()
+        return [linear_input for linear_input in inputs.values() if linear_input.tokens >= least]
 
     return on_samples(context, samples, run) if context.samples else []
 

@@ -51,22 +51,22 @@ def output_sqnrs(gms: Sequence[fx.GraphModule], context: Context) -> list[float 
 
 
 def _compared(gms: Sequence[fx.GraphModule], context: Context, batches: Sequence[Batch]) -> list[float | None]:
-    found: list[dict[int, Agreement]] = [{} for _ in gms]  # by the place of the output
+    agreements: list[dict[int, Agreement]] = [{} for _ in gms]  # by the place of the output
     for batch in batches:
         results = []
         for gm in gms:
-            given = copied(batch)  # a forward may change its inputs in place
+            own_batch = copied(batch)  # a forward may change its inputs in place
             with untouched(context.model), seeded():  # the graph shares leaves with the user's model
-                results.append(list(tensors(gm(*given.args, **given.kwargs))))
+                results.append(list(tensors(gm(*own_batch.args, **own_batch.kwargs))))
         wants = _outputs_of_example(context, batch, results[0]) if results else None
         if wants is None:
             wants = list(tensors(run_model(context.model, batch, context.recipe.concrete_args)))
         results.insert(0, wants)
         for place, (want, *gots) in enumerate(zip(*results, strict=True)):
             if want.is_floating_point():
-                for outputs, got in zip(found, gots, strict=True):
+                for outputs, got in zip(agreements, gots, strict=True):
                     add_output(outputs, place, want, got)
-    return [min((output.sqnr for output in outputs.values()), key=rank, default=None) for outputs in found]
+    return [min((output.sqnr for output in outputs.values()), key=rank, default=None) for outputs in agreements]
 
 
 def _outputs_of_example(context: Context, batch: Batch, results: Sequence[Tensor]) -> list[Tensor] | None:

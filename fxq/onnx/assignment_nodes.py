@@ -73,8 +73,8 @@ def _spread(w: Writer, value: Any, x: Value, shape: Any) -> str:
         return w.emit("Expand", w.number(value, x), w.ints(shape))
     while value.rank > len(shape):  # axes of size 1 in front
         value = Value(w.reshaped(value, value.shape[1:]), value.like[0])
-    made: Operand = value if value.dtype == x.dtype else w.cast(value, x.dtype)
-    return w.emit("Expand", made, w.ints(shape))
+    operand: Operand = value if value.dtype == x.dtype else w.cast(value, x.dtype)
+    return w.emit("Expand", operand, w.ints(shape))
 
 
 @calls(updated)

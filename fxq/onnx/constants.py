@@ -39,10 +39,10 @@ def constant_value(w: Writer, node: fx.Node, args: Any, kwargs: Any) -> Any:
         return UNKNOWN
     if not values and not str(getattr(node.target, "__module__", "")).startswith("torch"):
         return UNKNOWN  # numbers are computed where they are read
-    made = _computed(node, *mapped((args, kwargs), lambda leaf: _real(w, leaf)))
-    if made is UNKNOWN or any(isinstance(part, Tensor) and part.numel() > LARGEST for part in _leaves(made)):
+    result = _computed(node, *mapped((args, kwargs), lambda leaf: _real(w, leaf)))
+    if result is UNKNOWN or any(isinstance(part, Tensor) and part.numel() > LARGEST for part in _leaves(result)):
         return UNKNOWN
-    return mapped(made, lambda leaf: _written(w, leaf) if isinstance(leaf, Tensor) else leaf)
+    return mapped(result, lambda leaf: _written(w, leaf) if isinstance(leaf, Tensor) else leaf)
 
 
 def _leaves(value: Any) -> list[Any]:
@@ -59,8 +59,8 @@ def _leaves(value: Any) -> list[Any]:
 
 def _is_constant(w: Writer, value: Value) -> bool:
     """Whether a value was computed of numbers alone, or is a small table of places or truths."""
-    known = w.value_of(value.name)
-    is_table = known is not None and not known.dtype.is_floating_point and known.numel() <= LARGEST
+    content = w.value_of(value.name)
+    is_table = content is not None and not content.dtype.is_floating_point and content.numel() <= LARGEST
     return value.name in w.computed or is_table
 
 
@@ -68,8 +68,8 @@ def _real(w: Writer, leaf: Any) -> Any:
     """A value of the model as a tensor, which may be changed; in the place of the device of others, the CPU."""
     if isinstance(leaf, torch.device):
         return torch.device("cpu")
-    known = w.value_of(leaf.name) if isinstance(leaf, Value) else None
-    return leaf if known is None else known.clone()
+    content = w.value_of(leaf.name) if isinstance(leaf, Value) else None
+    return leaf if content is None else content.clone()
 
 
 def _computed(node: fx.Node, args: Any, kwargs: Any) -> Any:
@@ -78,17 +78,17 @@ def _computed(node: fx.Node, args: Any, kwargs: Any) -> Any:
     with torch.no_grad(), torch.random.fork_rng([]):
         state = torch.get_rng_state()
         if op is not None:
-            made = op.target(*args, **{**op.options, **kwargs})
+            result = op.target(*args, **{**op.options, **kwargs})
         elif isinstance(target, str):
-            made = getattr(args[0], target)(*args[1:], **kwargs)
+            result = getattr(args[0], target)(*args[1:], **kwargs)
         else:
-            made = target(*args, **kwargs)
-        return made if torch.equal(state, torch.get_rng_state()) else UNKNOWN
+            result = target(*args, **kwargs)
+        return result if torch.equal(state, torch.get_rng_state()) else UNKNOWN
 
 
-def _written(w: Writer, made: Tensor) -> Value:
+def _written(w: Writer, tensor: Tensor) -> Value:
     """A tensor as a constant of the model."""
-    own = made.detach().cpu().contiguous()
+    own = tensor.detach().cpu().contiguous()
     name = w.constant(own)
     w.computed.add(name)
     return Value(name, torch.empty_like(own, device="meta"))

@@ -242,9 +242,9 @@ def _number_of(w: Writer, value: Any) -> int | None:
     """A number, or that of a constant of one entry."""
     if not isinstance(value, Value):
         return value if value is None else int(value)
-    known = w.value_of(value.name)
-    refuse(known is None, "it is cut at a place that is computed")
-    return None if known is None else int(known)
+    content = w.value_of(value.name)
+    refuse(content is None, "it is cut at a place that is computed")
+    return None if content is None else int(content)
 
 
 @calls("detach", own_copy)

@@ -106,8 +106,8 @@ def _reduction(kind: str) -> Any:
         axes = sorted(axis % x.rank for axis in ([dim] if isinstance(dim, int) else dim))
         large = not any(map(varies, x.shape[2:])) and math.prod(x.shape[2:]) * ANY > INT32
         if kind == "ReduceMean" and x.rank > 2 and axes == list(range(2, x.rank)) and not large:
-            made = w.emit("GlobalAveragePool", x)  # which engines have on integers
-            return made if keepdim else w.reshaped(made, x.shape[:2])
+            pooled = w.emit("GlobalAveragePool", x)  # which engines have on integers
+            return pooled if keepdim else w.reshaped(pooled, x.shape[:2])
         refuse(x.dtype is torch.bool and kind != "ReduceSum", "it is of truths")
         whole = kind == "ReduceSum" and not x.dtype.is_floating_point
         return w.emit(kind, w.cast(x, torch.int64) if whole else x, w.ints(axes), keepdims=int(keepdim))

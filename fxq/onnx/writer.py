@@ -142,12 +142,12 @@ class Writer:
             refuse(_has_varying(value), f"its {key} follows from a size that varies")
         while names and not names[-1]:
             names.pop()
-        made = [self._unique(f"{self._scope}/{kind}") for _ in range(count)]
-        given = {key: value for key, value in attributes.items() if value is not None}
-        node = OnnxNode(kind, tuple(names), tuple(made), given)
+        outputs = [self._unique(f"{self._scope}/{kind}") for _ in range(count)]
+        present = {key: value for key, value in attributes.items() if value is not None}
+        node = OnnxNode(kind, tuple(names), tuple(outputs), present)
         self._nodes.append(node)
-        self._makers.update(dict.fromkeys(made, node))
-        return made
+        self._makers.update(dict.fromkeys(outputs, node))
+        return outputs
 
     def name_of(self, read: Operand) -> str:
         """The name under which a node reads this."""
@@ -157,11 +157,11 @@ class Writer:
             return self.constant(read)
         return read or ""
 
-    def emit_as(self, made: str, kind: str, *reads: Operand) -> None:
+    def emit_as(self, output: str, kind: str, *reads: Operand) -> None:
         """Write a node that makes what has this name, in the place of another one that did."""
-        node = OnnxNode(kind, tuple(map(self.name_of, reads)), (made,), {})
+        node = OnnxNode(kind, tuple(map(self.name_of, reads)), (output,), {})
         self._nodes.append(node)
-        self._makers[made] = node
+        self._makers[output] = node
 
     def rewrite(self, rewritten: Callable[[OnnxNode], bool]) -> None:
         """Write all nodes once more, in order, but those that `rewritten` has written in another way."""
@@ -173,14 +173,14 @@ class Writer:
 
     def readers(self, outputs: Sequence[Value]) -> dict[str, list[OnnxNode]]:
         """By the name of a value, the nodes that read it, of those that the outputs need."""
-        found: dict[str, list[OnnxNode]] = {}
+        by_name: dict[str, list[OnnxNode]] = {}
         needed = {value.name for value in outputs}
         for node in reversed(self._nodes):
             if needed.intersection(node.makes):
                 needed.update(node.reads)
                 for name in node.reads:
-                    found.setdefault(name, []).append(node)
-        return found
+                    by_name.setdefault(name, []).append(node)
+        return by_name
 
     def constant(self, tensor: Tensor, kind: int | None = None) -> str:
         """The name of a constant; the same tensor is written once.

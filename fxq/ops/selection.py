@@ -99,9 +99,9 @@ def getitem(x: Tensor, *, index: Any) -> Tensor:
 @row(quant=float_only("x", "value", fills=("value",)))
 def assign(x: Tensor, value: Any, *, index: Any) -> Tensor:
     """x after x[index] = value, with a tuple of numbers, slices and None; x itself stays as it is."""
-    made = x.clone()
-    made[index] = value
-    return made
+    result = x.clone()
+    result[index] = value
+    return result
 
 
 def _nth(bound: Arguments, index: Any) -> Arguments | str:

@@ -143,11 +143,11 @@ class Settled:
 
     def last(self, graph: fx.Graph) -> set[fx.Node]:
         """The nodes of which a value reaches the output and is not rounded on its way."""
-        found: set[fx.Node] = set()
+        nodes: set[fx.Node] = set()
         for node in reversed(graph.nodes):
-            if any(user.op == "output" or (user in found and self._reads_float(user, node)) for user in node.users):
-                found.add(node)
-        return found
+            if any(user.op == "output" or (user in nodes and self._reads_float(user, node)) for user in node.users):
+                nodes.add(node)
+        return nodes
 
     def _reads_float(self, reader: fx.Node, value: fx.Node) -> bool:
         candidate = self.candidates.get(reader)

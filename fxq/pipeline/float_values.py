@@ -114,8 +114,8 @@ class FloatValues:
         recorded = context.samples[: self._fitting(layers, context)]
         if not recorded:
             return LayerValues()
-        known = self.expressions.of(gm)
-        numbers = {layer: known[layer] for layer in layers}
+        all_numbers = self.expressions.of(gm)
+        numbers = {layer: all_numbers[layer] for layer in layers}
         try:
             with torch.no_grad(), seeded():
                 self.batches = [self._batch(gm, numbers, batch) for batch in recorded]
@@ -130,7 +130,11 @@ class FloatValues:
     ) -> tuple[Batch, dict[int, Tensor]]:
         """A recorded batch with the values of these layers; those that are not there are computed."""
         size = samples_in(batch)
-        same = (values for other, values in self.batches if samples_in(other) == size and place_in(other, batch) == 0)
+        same = (
+            values
+            for recorded, values in self.batches
+            if samples_in(recorded) == size and place_in(recorded, batch) == 0
+        )
         there = next(same, dict[int, Tensor]())
         values = {number: there[number] for number in numbers.values() if number in there}
         if len(values) < len(set(numbers.values())):
@@ -181,15 +185,15 @@ def _inputs(batch: Batch) -> int:
 
 def _layers(gm: fx.GraphModule) -> list[fx.Node]:
     """The nodes whose first op is a layer, or a product; none where something keeps a state or changes values."""
-    found = []
+    layers = []
     for node in gm.graph.nodes:
         module = submodule(gm, node)
         if changes(node) or (module is not None and not isinstance(module, Observer) and not is_pure(gm, node)):
             return []
         calls = calls_of(gm, node)
         if calls and calls[0].op.quant.heavy and calls[0].op.quant.recurrence is None:
-            found.append(node)
-    return found
+            layers.append(node)
+    return layers
 
 
 def run_layer(runner: Runner, node: fx.Node, see: Callable[[Tensor], Tensor], value: Tensor | None = None) -> Any:
@@ -201,9 +205,9 @@ def run_layer(runner: Runner, node: fx.Node, see: Callable[[Tensor], Tensor], va
         see: is handed what the layer computes, and says what to take for it.
         value: what the layer computes, where that is known.
     """
-    given: Any = runner.values.get
-    args: Any = fx.node.map_arg(node.args, given)
-    kwargs: Any = fx.node.map_arg(node.kwargs, given)
+    value_at: Any = runner.values.get
+    args: Any = fx.node.map_arg(node.args, value_at)
+    kwargs: Any = fx.node.map_arg(node.kwargs, value_at)
     unit = unit_of(runner.gm, node)
     if unit is None:
         return see(node.target(*args, **kwargs) if value is None else value)  # type: ignore[operator]
@@ -264,13 +268,13 @@ class KnownFloatForm(FloatForm):
         self,
         gm: fx.GraphModule,
         batch: Batch,
-        known: LayerValues,
+        layer_values: LayerValues,
         values: Collection[fx.Node],
         layers: Collection[fx.Node] = (),
         modules: Modules = None,
     ) -> None:
         super().__init__(gm, copied(batch), modules=modules)
-        self.stored = known.of(batch)
+        self.stored = layer_values.of(batch)
         self._layers, self._whole = set(layers), set(values)
         self._steps = self._needed() if self.stored else set(gm.graph.nodes)
 
@@ -291,10 +295,10 @@ class KnownFloatForm(FloatForm):
         if node not in self._layers and value is None:
             return super().compute(node)
 
-        def see(made: Tensor) -> Tensor:
+        def see(layer_value: Tensor) -> Tensor:
             if node in self._layers:
-                self.see_layer(node, made)
-            return made
+                self.see_layer(node, layer_value)
+            return layer_value
 
         if value is not None and node not in self._whole:
             return see(value)
@@ -324,22 +328,22 @@ def _read_behind_layer(gm: fx.GraphModule, node: fx.Node) -> list[fx.Node]:
     if unit is None:
         return []
     layer = next(inner for inner in unit.graph.nodes if op_of(inner) is not None)
-    given = zip(unit.graph.find_nodes(op="placeholder"), node.args, strict=True)
-    return [value for name, value in given if isinstance(value, fx.Node) and set(name.users) - {layer}]
+    arguments = zip(unit.graph.find_nodes(op="placeholder"), node.args, strict=True)
+    return [value for name, value in arguments if isinstance(value, fx.Node) and set(name.users) - {layer}]
 
 
 def _computed(
-    gm: fx.GraphModule, batch: Batch, layers: Collection[fx.Node], known: LayerValues
+    gm: fx.GraphModule, batch: Batch, layers: Collection[fx.Node], layer_values: LayerValues
 ) -> dict[fx.Node, Tensor]:
     """What layers compute for some samples. Raises ValueError where something draws random numbers."""
-    found: dict[fx.Node, Tensor] = {}
+    results: dict[fx.Node, Tensor] = {}
 
     class Run(KnownFloatForm):
         def see_layer(self, node: fx.Node, value: Tensor) -> None:
-            found[node] = value
+            results[node] = value
 
     before = torch.get_rng_state()
-    Run(gm, batch, known, (), layers).run()
+    Run(gm, batch, layer_values, (), layers).run()
     if not torch.equal(torch.get_rng_state(), before):
         raise ValueError("the graph draws random numbers")
-    return found
+    return results

@@ -95,16 +95,16 @@ class PassManager:
             return
         wants, results = self._few_results() or (list(tensors(context.outputs)), self._results(context.example))
         values = tensors((context.example.args, context.example.kwargs, context.outputs))
-        known = [t for t in values if t.is_floating_point() and t.numel()]
-        largest = max((float(t.detach().abs().nan_to_num(0, 0, 0).max()) for t in known), default=0.0)
+        float_tensors = [t for t in values if t.is_floating_point() and t.numel()]
+        largest = max((float(t.detach().abs().nan_to_num(0, 0, 0).max()) for t in float_tensors), default=0.0)
         for want, got in zip(wants, results, strict=True):
-            found = Agreement()
+            agreement = Agreement()
             if want.is_floating_point():
-                found.add(want, got)
-            if not found.sqnr > FLOAT and not found.max_error <= NOTHING * largest:
+                agreement.add(want, got)
+            if not agreement.sqnr > FLOAT and not agreement.max_error <= NOTHING * largest:
                 warn(
                     "before anything is rounded, the graph computes something else than the model: "
-                    f"{found.sqnr:.1f} dB SQNR on the example. A pass or an op's row is wrong; recipe.with_check() "
+                    f"{agreement.sqnr:.1f} dB SQNR on the example. A pass or an op's row is wrong; recipe.with_check() "
                     "says after which pass, and recipe.leaf(...) keeps a module as it is. If the row is none of yours, "
                     "please report it."
                 )
@@ -112,9 +112,9 @@ class PassManager:
 
     def _results(self, batch: Batch) -> list[Tensor]:
         """The tensors that the graph returns."""
-        given, model = copied(batch), self.context.model  # a forward may change its inputs in place
+        own_batch, model = copied(batch), self.context.model  # a forward may change its inputs in place
         with untouched(model), seeded(), torch.no_grad(), without_autocast(), observers_paused(self.gm):
-            return list(tensors(self.gm(*given.args, **given.kwargs)))
+            return list(tensors(self.gm(*own_batch.args, **own_batch.kwargs)))
 
     def _few_results(self) -> tuple[list[Tensor], list[Tensor]] | None:
         """What the model and the graph return for some samples of the example; None where all of it is to be run.

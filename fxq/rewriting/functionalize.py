@@ -90,8 +90,8 @@ class Functionalization:
         rewritten: the nodes that have become functions, or have nothing left to do.
     """
 
-    def __init__(self, rewriter: Rewriter, watch: MemoryWatch, made: Collection[str]) -> None:
-        self.rewriter, self.watch, self.made = rewriter, watch, made
+    def __init__(self, rewriter: Rewriter, watch: MemoryWatch, new_constants: Collection[str]) -> None:
+        self.rewriter, self.watch, self.new_constants = rewriter, watch, new_constants
         self.blocks: dict[int, Block] = {}
         self.aliases: dict[fx.Node, Alias] = {}
         self.containers: dict[fx.Node, dict[Block, int]] = {}
@@ -111,9 +111,9 @@ class Functionalization:
                 try:
                     if not broken.intersection(about.memory + about.changes):
                         self._node(node)
-                except Break as found:
+                except Break as stop:
                     broken.update(about.memory + about.changes)
-                    breaks.append(found)
+                    breaks.append(stop)
             for node in reversed(self.rewriter.nodes()) if not breaks else ():
                 if not node.users and (node not in before or node in self.rewritten) and node.op != "output":
                     self.rewriter.erase(node)
@@ -172,9 +172,9 @@ class Functionalization:
         about, new = info(view), {alias.slot or parent.node: whole}
         args, kwargs = swapped(view.args, new), swapped(view.kwargs, new)
         typed = about.shape, about.dtype
-        made = self.rewriter.node(view.op, view.target, args, kwargs, like=view, before=before, typed=typed)
-        self.aliases[made] = alias
-        return made
+        again = self.rewriter.node(view.op, view.target, args, kwargs, like=view, before=before, typed=typed)
+        self.aliases[again] = alias
+        return again
 
     def _stale(self, block: Block, reader: fx.Node, value: fx.Node) -> Break:
         writer = block.writer
@@ -202,8 +202,8 @@ class Functionalization:
             block = self._block(about.memory[0])
             spot, parent, slot = self.watch.spot(node), None, None
             for arg, now in read.items():
-                if parent is None and (known := self.aliases.get(arg)) is not None and known.block is block:
-                    parent, slot = known, now if isinstance(now, fx.Node) else arg
+                if parent is None and (alias := self.aliases.get(arg)) is not None and alias.block is block:
+                    parent, slot = alias, now if isinstance(now, fx.Node) else arg
             same = parent is not None and self.watch.same(parent.node, node)
             if parent is None and spot in self.spots:
                 parent, same = self.spots[spot], True
@@ -244,7 +244,7 @@ class Functionalization:
         """Refuse a change of the model's own tensors, which are the same at the next call: no graph would make it."""
         while alias.parent is not None:
             alias = alias.parent
-        if alias.node.op == "get_attr" and alias.node.target not in self.made:
+        if alias.node.op == "get_attr" and alias.node.target not in self.new_constants:
             raise Break(
                 around(node),
                 f"%{node.name} ({info(node).source}) changes {alias.node.target!r}, a tensor of the model, in place: "
@@ -253,8 +253,8 @@ class Functionalization:
 
     def _lies_in(self, value: fx.Node, blocks: set[Block]) -> bool:
         alias = self.aliases.get(value)
-        known = [alias.block] if alias is not None else self.containers.get(value, ())
-        return not blocks.isdisjoint(known)
+        in_blocks = [alias.block] if alias is not None else self.containers.get(value, ())
+        return not blocks.isdisjoint(in_blocks)
 
     def _refused(self, node: fx.Node, value: fx.Node, why: str) -> Break:
         return Break(
@@ -269,7 +269,7 @@ class Functionalization:
             self.rewriter.update(node, target=str(node.target)[:-1])
         self.rewriter.describe(node, changes=())
         new = Alias(node, alias.block, alias, False, node, alias.block.version, alias.now)
-        for value in [value for value, known in self.aliases.items() if known is alias and value is alias.node]:
+        for value in [value for value, current in self.aliases.items() if current is alias and value is alias.node]:
             self.aliases[value] = new
         self.aliases[node] = new
 
@@ -292,10 +292,10 @@ class Functionalization:
             self.rewriter.update(node, call.target, call.args, call.kwargs, op=call.kind)
         else:
             typed = info(alias.node).shape, dtype_of_call(call)
-            made = self.rewriter.node(
+            result = self.rewriter.node(
                 call.kind, call.target, call.args, call.kwargs, like=node, before=node, typed=typed
             )
-            self.rewriter.update(node, "to", (made, dtype), {}, op="call_method")
+            self.rewriter.update(node, "to", (result, dtype), {}, op="call_method")
         self.rewriter.describe(node, changes=(), memory=())
         return node
 
@@ -308,8 +308,8 @@ class Functionalization:
             module = self.rewriter.gm.get_submodule(str(node.target))
             return OPS.of_module(module) is not None and info(node).kept is None
         call = out_of_place(node)
-        known = OPS.of_call(node.target) is not None and node.args[:1] == (alias.node,) and "out" not in node.kwargs
-        return known and call is not None and dtype_of_call(call) == info(alias.node).dtype
+        in_table = OPS.of_call(node.target) is not None and node.args[:1] == (alias.node,) and "out" not in node.kwargs
+        return in_table and call is not None and dtype_of_call(call) == info(alias.node).dtype
 
     def _fills_out(self, node: fx.Node, call: Any) -> bool:
         out: Any = node.kwargs["out"]
@@ -322,37 +322,37 @@ class Functionalization:
         if name == "copy_":
             value: Any = args[1] if len(args) > 1 else node.kwargs["src"]
             value = cast(self.rewriter, value, info(x).dtype, node, node)
-            made = self.rewriter.call(
+            result = self.rewriter.call(
                 "expand_as", value, x, like=node, before=node, typed=(info(x).shape, info(x).dtype)
             )
         elif name == "index_put_":
             index = tuple(slice(None) if part is None else part for part in args[1])
-            made = assigned(self.rewriter, x, index, args[2], node, node)
+            result = assigned(self.rewriter, x, index, args[2], node, node)
         else:
             _, place, value = args
             source = self.aliases.get(value) if isinstance(value, fx.Node) else None
             target = self.aliases.get(args[0])
             if source is not None and source.parent is target and _takes(source.node, place):
-                made = x  # x[i] += 1 has changed x before: x[i] = x[i]
+                result = x  # x[i] += 1 has changed x before: x[i] = x[i]
             else:
-                made = assigned(self.rewriter, x, place, value, node, node)
-        self.rewriter.reroute(node, made)
+                result = assigned(self.rewriter, x, place, value, node, node)
+        self.rewriter.reroute(node, result)
         self.rewritten.add(node)
-        return made
+        return result
 
     def _on_copies(self, node: fx.Node, aliases: list[Alias]) -> list[fx.Node]:
         """Let a node write to copies of its own, which are the new values from then on."""
         copies = {}
         for alias in aliases:
             about = info(alias.node)
-            made = self.rewriter.node(
+            copied = self.rewriter.node(
                 "call_function", own_copy, (alias.now,), like=alias.node, before=node, typed=(about.shape, about.dtype)
             )
-            self.rewriter.describe(made, memory=(self.watch.new_block(),), origins=())
-            copies[alias.now] = made
+            self.rewriter.describe(copied, memory=(self.watch.new_block(),), origins=())
+            copies[alias.now] = copied
         whole = next((alias for alias in aliases if self.watch.same(alias.node, node)), None)
         self.rewriter.update(node, args=swapped(node.args, copies), kwargs=swapped(node.kwargs, copies))
-        blocks = tuple(info(made).memory[0] for made in copies.values())
+        blocks = tuple(info(copied).memory[0] for copied in copies.values())
         written = set().union(*(info(alias.node).memory for alias in aliases))
         memory = tuple(block for block in info(node).memory if block not in written)
         memory = info(copies[whole.now]).memory if whole is not None else memory
@@ -382,11 +382,11 @@ class Functionalization:
             name, dim = cut_along(view) or ("cat", 0)
             typed = info(parent.node).shape, info(parent.node).dtype
             return self.rewriter.call(name, value, dim=dim, like=view, before=before, typed=typed)
-        made = written_back(self.rewriter, whole, view, value, before)
-        if made is None:
+        result = written_back(self.rewriter, whole, view, value, before)
+        if result is None:
             assert alias.block.writer is not None
             raise self._refused(alias.block.writer, view, "fxq does not know how to write to this kind of view")
-        return made
+        return result
 
     def _parts(self, cut: fx.Node, whole: fx.Node, before: fx.Node) -> list[Any]:
         """The parts of a tuple of views, one by one."""

@@ -64,11 +64,11 @@ def written_back(rewriter: Rewriter, whole: fx.Node, view: fx.Node, value: fx.No
         value: what the view holds now.
         before: the node to put new ones before.
     """
-    found = view_of(rewriter, view)
+    spelled = view_of(rewriter, view)
     options: dict[str, Any] = {"like": view, "before": before}
     typed = info(whole).shape, info(whole).dtype
-    if found is not None:
-        name, bound = found
+    if spelled is not None:
+        name, bound = spelled
         if name == "getitem":
             return rewriter.call("assign", whole, value, index=bound["index"], typed=typed, **options)
         if name == "permute" and all(isinstance(dim, int) for dim in bound["dims"]):

@@ -132,19 +132,19 @@ class FloatRun:
                 places.setdefault(path, []).append(name)
         if not places:
             return
-        other, numbers = _mirrored(self.example), list[dict[tuple[str, str], Any]]()
+        mirrored, numbers = _mirrored(self.example), list[dict[tuple[str, str], Any]]()
         try:
-            fresh = [self._stream([batch], places)[0] for batch in (self.example, other)]
+            fresh = [self._stream([batch], places)[0] for batch in (self.example, mirrored)]
         except Exception:  # whatever the model raises for values that it cannot have
-            other, fresh = self.example, self._stream([self.example], places) * 2
-        self.stream = [self.example, other, self.example]
+            mirrored, fresh = self.example, self._stream([self.example], places) * 2
+        self.stream = [self.example, mirrored, self.example]
         got = self._stream(self.stream, places, numbers)
         self.streamed = [calls[-1].outputs for calls in got]
         sure = _blamed(places, [*zip(got, [*fresh, fresh[0]], strict=True)])
-        for path, held in (found for two in sure for found in two.items()):
+        for path, held in (item for two in sure for item in two.items()):
             shared = any(name in (*changes.outside.get(p, ()), *changes.parameters) for p, name in held)
-            what = " and ".join(repr(name) for _, name in held[:_MOST])
-            why = f"forward sets {what} and returns something else when it runs again"
+            shown = " and ".join(repr(name) for _, name in held[:_MOST])
+            why = f"forward sets {shown} and returns something else when it runs again"
             state = KeptState(path, f"{why}: {_SHARED if shared else STATELESS}", shared)
             if path in sure[0]:
                 yield state
@@ -195,7 +195,7 @@ _DRAW = (
 @contextmanager
 def _drawing(model: nn.Module, paths: Sequence[str]) -> Iterator[dict[str, list[str]]]:
     """By path, in the order in which they return, which of these modules have drawn from a global generator."""
-    found: dict[str, list[str]] = {}
+    drawn_by: dict[str, list[str]] = {}
     calls: list[Callable[[], list[str]]] = []
 
     def enter(module: nn.Module, args: Any) -> None:
@@ -204,7 +204,7 @@ def _drawing(model: nn.Module, paths: Sequence[str]) -> Iterator[dict[str, list[
     def leave(path: str, module: nn.Module, args: Any, result: Any) -> None:
         names = calls.pop()()
         if names:
-            found.setdefault(path, names)
+            drawn_by.setdefault(path, names)
 
     handles = []
     for path in paths:
@@ -212,7 +212,7 @@ def _drawing(model: nn.Module, paths: Sequence[str]) -> Iterator[dict[str, list[
         if not isinstance(module, torch.jit.ScriptModule):
             handles += [module.register_forward_pre_hook(enter), module.register_forward_hook(partial(leave, path))]
     try:
-        yield found
+        yield drawn_by
     finally:
         for handle in handles:
             handle.remove()

@@ -75,8 +75,8 @@ class TracedValue(fx.Proxy):
         if isinstance(value, Mapping) and name in ("items", "values", "get"):
             return getattr(self._as_dict(), name)
         with unwatched():
-            found = getattr(value, name)
-        return None if found is None else Member(self, name, found)
+            attribute = getattr(value, name)
+        return None if attribute is None else Member(self, name, attribute)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "data" and isinstance(self._value, Tensor):

@@ -56,7 +56,7 @@ class Tracer(fx.Tracer):
         record: whether to keep what the traced modules return.
         outputs: that, with the module's path, in the order in which they return.
         created: whether tensors that a forward makes of nothing traced are traced values, too: it changes them.
-        made: the paths of these.
+        new_constants: attribute paths of these tensors.
         forced, free: as for `Assumptions`.
     """
 
@@ -83,7 +83,7 @@ class Tracer(fx.Tracer):
         self._thread = threading.get_ident()
         self._read: dict[str, TracedValue] = {}
         self._paths: dict[Tensor, str] = {}
-        self.created, self.made = created, set[str]()
+        self.created, self.new_constants = created, set[str]()
         self._plain: dict[Tensor, int] = {}
         self._written: dict[int, Origin] = {}
 
@@ -235,15 +235,15 @@ class Tracer(fx.Tracer):
 
         Where it gives a view of a plain tensor, or that was changed by what is traced, it is traced itself.
         """
-        given = list(tensors((args, kwargs)))
+        operands = list(tensors((args, kwargs)))
         if not self._traces():
             return function(*args, **kwargs)
-        result = None if any(map(self.run.has_changed, given)) else function(*args, **kwargs)
-        made = list(tensors(result))
-        if result is not None and (not made or any(new is old for new in made for old in given)):
+        result = None if any(map(self.run.has_changed, operands)) else function(*args, **kwargs)
+        results = list(tensors(result))
+        if result is not None and (not results or any(new is old for new in results for old in operands)):
             return result
-        blocks = set(self.watch.memory(given))
-        if result is None or not blocks.isdisjoint(self.watch.memory(made)):
+        blocks = set(self.watch.memory(operands))
+        if result is None or not blocks.isdisjoint(self.watch.memory(results)):
             args, kwargs = mapped(
                 (args, kwargs), lambda leaf: self._as_traced(leaf) if isinstance(leaf, Tensor) else leaf
             )
@@ -256,7 +256,7 @@ class Tracer(fx.Tracer):
         """A plain tensor as a traced value; `new`: the forward has made it."""
         node = self._attribute(tensor)
         if new:
-            self.made.add(str(node.target))
+            self.new_constants.add(str(node.target))
         return TracedValue(node, self, self.run.copy(tensor), Origin.CONSTANT)
 
     def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:

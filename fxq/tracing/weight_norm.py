@@ -16,18 +16,18 @@ def reparametrized(module: nn.Module) -> dict[str, Tensor]:
     `weight_norm` and `spectral_norm` set them in a pre-hook; an embedding with a `max_norm` scales the rows that it
     reads. Modules with `torch.nn.utils.parametrizations` compute theirs where they are read, and need no such thing.
     """
-    found: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
     with torch.no_grad():
         for hook in module._forward_pre_hooks.values():
             if isinstance(hook, WeightNorm):
-                found[hook.name] = hook.compute_weight(module)
+                weights[hook.name] = hook.compute_weight(module)
             elif isinstance(hook, SpectralNorm):
-                found[hook.name] = hook.compute_weight(module, do_power_iteration=False)
+                weights[hook.name] = hook.compute_weight(module, do_power_iteration=False)
         if is_normed(module):
             every = torch.arange(module.num_embeddings, device=module.weight.device)
             largest = float(module.max_norm or 0.0)
-            found["weight"] = torch.embedding_renorm_(module.weight.clone(), every, largest, module.norm_type)
-    return found
+            weights["weight"] = torch.embedding_renorm_(module.weight.clone(), every, largest, module.norm_type)
+    return weights
 
 
 def is_normed(module: nn.Module) -> TypeGuard[nn.Embedding | nn.EmbeddingBag]:

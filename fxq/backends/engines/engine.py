@@ -93,7 +93,7 @@ class EngineKernel(RegionKernel):
             self._check(info(node).dtype, x)
         last = [is_channels_last(x) for x in inputs]
         try:
-            made = self.prepared(form, inputs, last)
+            run = self.prepared(form, inputs, last)
         except Exception as error:  # whatever an engine raises
             why = f"{self.name}: the engine does not take the region: {type(error).__name__}: {words_of(error)}"
             if not self._was_compiled:
@@ -109,7 +109,7 @@ class EngineKernel(RegionKernel):
                 'backend="auto", which makes nothing for a size.'
             )
             self._kept("sizes", partial(warn, said))  # once
-        return made
+        return run
 
     def _check(self, wanted: torch.dtype | None, x: Any) -> None:
         """Raise `InputError` for a tensor that the engine would read as another, or not at all."""

@@ -127,7 +127,7 @@ def compiled(types: str) -> Callable[[Callable[..., None]], Callable[..., None]]
     import numba
 
     of, names = numba.types, types.split()
-    given = [
+    argument_types = [
         of.CPointer(getattr(of, _MEMORY[name])) if name in _MEMORY else getattr(of, _NUMBERS[name][0]) for name in names
     ]
     taken: list[Any] = [ctypes.c_void_p if name in _MEMORY else _NUMBERS[name][1] for name in names]
@@ -135,10 +135,10 @@ def compiled(types: str) -> Callable[[Callable[..., None]], Callable[..., None]]
     def compile_(function: Callable[..., None]) -> Callable[..., None]:
         # Numba keeps machine code under this name, and looks at the file of the function alone for what has changed.
         function.__qualname__ = f"{function.__name__}_{_sources()}"
-        made = _from_cache(numba.types.void(*given), function)
-        address: Any = made.address
+        loop = _from_cache(numba.types.void(*argument_types), function)
+        address: Any = loop.address
         call: Callable[..., None] = ctypes.CFUNCTYPE(None, *taken)(address)
-        call.keeps = made  # type: ignore[attr-defined]  # the code goes with it
+        call.keeps = loop  # type: ignore[attr-defined]  # the code goes with it
         return call
 
     return compile_
@@ -155,12 +155,12 @@ def _from_cache(signature: Any, function: Callable[..., None]) -> Any:
             log.debug("the cache of compiled loops cannot be written: %s", error)
         try:
             with _reading():
-                made: Any = numba.cfunc(signature, cache=True, **_OPTIONS)(function)
+                loop: Any = numba.cfunc(signature, cache=True, **_OPTIONS)(function)
         except Exception:
-            made = numba.cfunc(signature, **_OPTIONS)(function)
-        if not made.cache_hits:
+            loop = numba.cfunc(signature, **_OPTIONS)(function)
+        if not loop.cache_hits:
             _say_not_kept()
-        return made
+        return loop
 
 
 @contextmanager
