@@ -198,7 +198,7 @@ def test_what_an_export_needs_is_looked_at_first(run, monkeypatch):
 def test_a_model_is_no_file(run, tmp_path):
     (tmp_path / "m.onnx").write_bytes(b"")
     found = run("quantize", "m.onnx", "--data", "commanded:batches", "-o", "m.fxq")
-    assert "the model is the path of an ONNX model, and fxq takes modules" in found.stderr
+    assert "the model is the path of an ONNX model, but fxq takes an nn.Module" in found.stderr
 
 
 def test_options_in_place_of_the_recipe_s(run, recipe, tmp_path):

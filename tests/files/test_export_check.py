@@ -131,7 +131,7 @@ def test_where_sizes_cannot_vary_the_file_has_those_of_the_example(suffix, tmp_p
         pytest.importorskip("openvino")
     x = torch.randn(4, 8, generator=generator(0))
     qmodel = fxq.quantize(FixedSize().eval(), REFERENCE, data=[x])
-    with pytest.warns(FxqWarning, match=r"takes inputs of the example's sizes alone, \(float32\[4, 8\]\): .*batch"):
+    with pytest.warns(FxqWarning, match=r"takes inputs of the example's sizes only, \(float32\[4, 8\]\): .*batch"):
         path = qmodel.export(tmp_path / f"m.{suffix}")
     if suffix == "onnx":
         ort = pytest.importorskip("onnxruntime")
