@@ -22,7 +22,7 @@ from fxq.graph.run import Runner
 from fxq.graph.unit import calls_of
 from fxq.ledger.output_check import add_output
 from fxq.pipeline.context import Context
-from fxq.pipeline.float_values import KnownFloatForm, LayerValues, run_layer
+from fxq.pipeline.float_values import CachedFloatForm, LayerValues, run_layer
 from fxq.pipeline.used_rows import used_rows
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.rewriting.rewriter import Rewriter
@@ -290,7 +290,7 @@ def _side_by_side(real: _Real, integers: _Integers) -> tuple[Any, Any]:
     return outputs
 
 
-class _Real(KnownFloatForm):
+class _Real(CachedFloatForm):
     """Some samples in float."""
 
     def __init__(

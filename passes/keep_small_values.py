@@ -18,7 +18,7 @@ from fxq.graph.query import unobserved
 from fxq.graph.run import value_of
 from fxq.graph.unit import calls_of, feeding, inputs_of, wishes_of
 from fxq.pipeline.context import Context
-from fxq.pipeline.float_values import KnownFloatForm, LayerValues
+from fxq.pipeline.float_values import CachedFloatForm, LayerValues
 from fxq.pipeline.samples import on_samples
 from fxq.quant.measured import MeasuredGrid
 from fxq.quant.qparams import QParams
@@ -150,7 +150,7 @@ class _Loss:
         return max((grid.qmax - grid.qmin).bit_length() for grid in self.grids.values())
 
 
-class _Trial(KnownFloatForm):
+class _Trial(CachedFloatForm):
     """Runs the graph on a batch in float, and its layers once more without the values that their grids make zero."""
 
     def __init__(

@@ -19,7 +19,7 @@ from fxq.graph.program import Program
 from fxq.graph.query import is_op, plan_of, read_attribute
 from fxq.graph.unit import calls_of
 from fxq.pipeline.context import Context
-from fxq.pipeline.float_values import KnownFloatForm, LayerValues
+from fxq.pipeline.float_values import CachedFloatForm, LayerValues
 from fxq.pipeline.samples import on_samples
 from fxq.pipeline.used_rows import AT_ONCE, used_rows
 from fxq.quant.measured import MeasuredGrid
@@ -173,7 +173,7 @@ def _is_one(one: LinearInput, size: int | None) -> bool:
     return len(shape) == 2 and shape[0] == size
 
 
-class _Floats(KnownFloatForm):
+class _Floats(CachedFloatForm):
     """Runs the graph on a batch in float, and shows the inputs what is quantized, but for padding."""
 
     def __init__(
