@@ -1,6 +1,6 @@
 """The command line: `fxq quantize`, `inspect`, `diff`, `bench`, `report`, `export` and `doctor`.
 
-What needs PyTorch is imported when a command runs: `fxq --help` answers at once.
+Modules that need PyTorch are imported when a command runs, so that `fxq --help` is fast.
 """
 
 from __future__ import annotations
@@ -68,15 +68,15 @@ def main(traceback: bool) -> None:
 @click.option("--data", required=True, help="Calibration batches: package.module:name, an iterable or a function.")
 @click.option("--weights", type=_IN, help="A .safetensors file with the model's state dict.")
 @click.option("--recipe", default="static", show_default=True, help="A preset's name, or a recipe file (.toml).")
-@click.option("--backend", help="What runs the model, in place of the recipe's backend: auto, fastest, openvino, ...")
-@click.option("--optimize", help="speed or coverage, in place of what the recipe says.")
-@click.option("--threads", type=click.IntRange(min=1), help="Threads of PyTorch; default: its own choice.")
+@click.option("--backend", help="Backend, overrides the recipe's: auto, fastest, openvino, ...")
+@click.option("--optimize", help="speed or coverage, overrides the recipe's.")
+@click.option("--threads", type=click.IntRange(min=1), help="Number of PyTorch threads; default: PyTorch's.")
 @click.option(
     "-o",
     "--output",
     type=_OUT,
     required=True,
-    help="The file to write: m.fxq; or m.onnx, m.xml (OpenVINO), m.pt2 (torch.export), which are exported.",
+    help="File to write: m.fxq, or an export: m.onnx, m.xml (OpenVINO), m.pt2 (torch.export).",
 )
 @click.option("--report", type=_OUT, help="Write the report page to this file, too.")
 @_JSON
@@ -177,7 +177,7 @@ def export(model: Path, path: Path, fixed: bool) -> None:
 
 @main.command()
 @_JSON
-@click.option("--compile", "compiles", is_flag=True, help="Only compile fxq's loops, and keep them: for image builds.")
+@click.option("--compile", "compiles", is_flag=True, help="Only compile fxq's loops into the cache, for image builds.")
 def doctor(as_json: bool, compiles: bool) -> None:
     """What this machine does with integers, and how fast."""
     if compiles:
@@ -190,11 +190,11 @@ def doctor(as_json: bool, compiles: bool) -> None:
 
 
 _EXPORTED = {".onnx": "onnx", ".xml": "openvino", ".pt2": "torch"}
-"""The files of other runtimes by their suffix, and the package that writes each."""
+"""Suffixes of exports, with the package that writes each."""
 
 
 def _check_output(path: Path) -> bool:
-    """Whether a file is one of another runtime. Raises `FxqError` where it could not be written in the end."""
+    """Whether a path is an export for another runtime. Raises `FxqError` if it cannot be written."""
     if path.suffix not in (*_EXPORTED, ".fxq", ""):
         raise InputError(f"{path}: {unknown('suffix', path.suffix, (*_EXPORTED, '.fxq'))}")
     package = _EXPORTED.get(path.suffix, "torch")

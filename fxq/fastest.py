@@ -106,11 +106,12 @@ def convert_all(observed: ObservedModel, convert: Callable[[ObservedModel], Quan
         with threads_set_to(threads):
             times = interleaved(calls, lambda: None, least=True)
     best = min(models, key=lambda i: (_is_far(tries[i].sqnr, least), times[str(i)]))
-    # a backend that is tried earlier wins a tie, so that noise does not decide it
+    # the earliest backend wins a tie, so that noise does not decide
     best = next(
         i
         for i in models
-        if _is_far(tries[i].sqnr, least) == _is_far(tries[best].sqnr, least) and times[str(i)] <= TIE * times[str(best)]
+        if _is_far(tries[i].sqnr, least) == _is_far(tries[best].sqnr, least)
+        and times[str(i)] <= MAX_TIE_RATIO * times[str(best)]
     )
     for i in models:
         tries[i] = replace(tries[i], us=times[str(i)], chosen=i == best)
@@ -122,14 +123,14 @@ def convert_all(observed: ObservedModel, convert: Callable[[ObservedModel], Quan
     return chosen
 
 
-TIE = 1.1
-"""How much slower than the quickest a backend may be that is tried before it, and be chosen."""
+MAX_TIE_RATIO = 1.1
+"""Time relative to the fastest backend up to which an earlier backend is preferred."""
 
 
 def _threads() -> int:
-    """With how many threads models are timed: PyTorch's, or one where those would not have a CPU each.
+    """Number of threads for timing: PyTorch's, or one if they would not get a CPU each.
 
-    Threads that wait for each other wait for other programs, too; the CPU time of one thread does not depend on them.
+    With several threads, other programs delay the whole model; the CPU time of one thread is not affected.
     """
     threads = torch.get_num_threads()
     return 1 if threads > usable_cpus() or is_contended() else threads

@@ -187,7 +187,7 @@ class _Layer:
     def correct(self, got: Tensor) -> Tensor:
         """Take what the integers compute; the same, corrected by what has been seen so far."""
         if self.learns and got.numel():
-            assert self.wanted is not None  # the float form runs first
+            assert self.wanted is not None  # the float form ran first
             self._compare(got, self.wanted)
         self.wanted = None
         if self.line is None:
@@ -260,7 +260,7 @@ def _moments(rows: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _fit(gm: fx.GraphModule, batch: Batch, layers: Mapping[fx.Node, _Layer], floats: LayerValues) -> None:
-    """Run both forms on some samples, side by side, for layers that learn."""
+    """Run the float and integer forms on some samples, so that the layers collect their errors."""
     with_tokens = [node for node, layer in layers.items() if layer.axis == -1]
     used = used_rows(Program(gm, gm.graph), batch, with_tokens)
     for node, layer in layers.items():
@@ -280,18 +280,18 @@ def _sqnr(gm: fx.GraphModule, batches: Sequence[Batch], layers: Mapping[fx.Node,
 
 
 def _side_by_side(real: _Real, integers: _Integers) -> tuple[Any, Any]:
-    """What both forms return, run node by node."""
+    """Run the float and integer forms node by node, and return both outputs."""
     outputs = None, None
     for node in integers.graph.nodes:
         drawn = torch.get_rng_state()
         wanted = real.step(node)
-        torch.set_rng_state(drawn)  # both draw the same numbers
+        torch.set_rng_state(drawn)  # so that both draw the same random numbers
         outputs = wanted, integers.step(node)
     return outputs
 
 
 class _Real(CachedFloatForm):
-    """Some samples in float."""
+    """Runs samples in float and passes the outputs of layers to `_Layer.wanted`."""
 
     def __init__(
         self,
@@ -305,7 +305,7 @@ class _Real(CachedFloatForm):
         self._learning = layers
 
     def see_layer(self, node: fx.Node, value: Tensor) -> None:
-        """Hand on what a layer computes."""
+        """Store the float output of a layer."""
         self._learning[node].wanted = value
 
 
@@ -313,7 +313,9 @@ class _Integers(Runner):
     """Some samples in integer arithmetic, each layer corrected by what has been seen so far."""
 
     def __init__(self, gm: fx.GraphModule, batch: Batch, layers: Mapping[fx.Node, _Layer]) -> None:
-        super().__init__(gm, copied(batch), modules=Program(gm, gm.graph).modules)  # what it keeps is its own
+        super().__init__(
+            gm, copied(batch), modules=Program(gm, gm.graph).modules
+        )  # copied modules, so that their state is private
         self._layers = layers
 
     def compute(self, node: fx.Node) -> Any:

@@ -160,13 +160,13 @@ class _Trial(CachedFloatForm):
         self._losses, self._most = losses, most
 
     def step(self, node: fx.Node) -> Any:
-        """Run the next node, if it must be; its value."""
+        """Run the next node if it is needed, and count the losses of its layer."""
         if node in self._losses:
             self._count(node, self._losses[node])
         return super().step(node)
 
     def _count(self, node: fx.Node, loss: _Loss) -> None:
-        """Count what a layer loses of the values that it reads."""
+        """Measure the error of a layer that quantization of its inputs causes."""
         seen, lost, left = 0, 0, dict(self.values)
         for read, grid in loss.grids.items():
             x = self.values[read]

@@ -46,8 +46,8 @@ class VerifyLowering(Pass):
     Also: a kernel that would overwrite a residual somebody still reads is told not to; and engines are asked what they
     run: an op that was to run on integers, and does not, is a float op, with that for its reason.
     Runs the first recorded batch, of large samples a few, and its first sample alone where there are samples: kernels
-    plan by input shape. Where recorded samples have other shapes, one each of the first two others. And a kernel that
-    chooses code by the size of images also runs alone on two other sizes, cut from its inputs or repeated.
+    plan by input shape. If recorded samples have other shapes, also one sample each of the first two of these. Kernels
+    whose code depends on image size also run alone at two other sizes, on inputs that are cropped or repeated.
 
     Args:
         tolerance: how much further than half a step an integer may be from the real value, in steps.

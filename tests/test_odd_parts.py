@@ -88,7 +88,7 @@ def between(function):
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        (InPlainList(), r"a Linear whose parameters are not the model's.*plain list.*nn.ModuleList"),
+        (InPlainList(), r"a Linear that is not a submodule of the model.*plain list.*nn.ModuleList"),
         (between(lambda x: torch.Tensor.abs(x)), r"torch.Tensor.abs\(x\), which takes no traced value.*x.abs\("),
         (between(scripted), r"a TorchScript function is called.*Python function that it was made of"),
         (

@@ -15,16 +15,16 @@ from fxq.common.timed_calls import interleaved
 from fxq.pipeline.context import Context
 
 log = logging.getLogger("fxq")
-CLEARLY = 1.15
-"""How much slower the fastest of the earlier changes has to be for a later one to be taken."""
+MIN_SPEEDUP = 1.15
+"""Speedup required of a later change over the best earlier one."""
 
 
 def quickest(gm: fx.GraphModule, context: Context, changes: Sequence[Change]) -> int:
     """Which of several changes of a qdq graph makes it the fastest, lowered and run on the example: its number.
 
-    The shortest time of each counts, since other programs only add to it; a later one has to be clearly faster than
-    those before it (`CLEARLY`), so that noise decides nothing. One that does not run is never the fastest; where none
-    runs, it is the first.
+    Compares the shortest times, since other programs only add to them. A later change must be faster by `MIN_SPEEDUP`
+    than the best before it, so that noise does not decide. Changes that fail to run are skipped; if all fail, it is the
+    first.
     """
     calls: dict[str, Callable[[], object]] = {}
     example = copied(context.example)  # a model may change its inputs in place
@@ -41,6 +41,6 @@ def quickest(gm: fx.GraphModule, context: Context, changes: Sequence[Change]) ->
         times = interleaved(calls, lambda: None, least=True)
     best: str | None = None
     for name, taken in times.items():
-        if best is None or CLEARLY * taken < times[best]:
+        if best is None or MIN_SPEEDUP * taken < times[best]:
             best = name
     return int(best or 0)

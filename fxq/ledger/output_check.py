@@ -70,12 +70,12 @@ def _compared(gms: Sequence[fx.GraphModule], context: Context, batches: Sequence
 
 
 def _outputs_of_example(context: Context, batch: Batch, results: Sequence[Tensor]) -> list[Tensor] | None:
-    """What the model returned for these samples when it ran on the example; None where they are none of its samples.
+    """Outputs of the float model for samples of the example, or None if the samples are not from it.
 
     Args:
-        context: has the example, and what the model returned.
+        context: holds the example and the float model's outputs for it.
         batch: the samples.
-        results: what a graph returns for them, whose shapes say which axes hold samples.
+        results: outputs of a graph for them, whose shapes tell which axes hold samples.
     """
     start, some, count = place_in(context.example, batch), samples_in(batch), samples_in(context.example)
     wholes = list(tensors(context.outputs))

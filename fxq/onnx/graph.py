@@ -230,7 +230,9 @@ def _no_op(writer: Writer, gm: fx.GraphModule, node: fx.Node, args: Any, kwargs:
     with _computing(writer):
         result = getattr(args[0], target)(*args[1:], **kwargs) if node.op == "call_method" else target(*args, **kwargs)
     if isinstance(result, Tensor):
-        raise NotInOnnx(f"fxq has no ONNX form of this call of {called_name(node)}, which makes a tensor of numbers")
+        raise NotInOnnx(
+            f"fxq has no ONNX form of this call of {called_name(node)}, which creates a tensor from numbers"
+        )
     return result
 
 

@@ -54,7 +54,7 @@ rounded to a step of the accumulator."""
 
 
 Runtime = Callable[[bytes, Mapping[str, Tensor], list[str]], Mapping[str, Tensor]]
-"""Runs an ONNX model on inputs by name; gives the outputs of these names."""
+"""Function that runs a serialized ONNX model on inputs by name, and returns the outputs of the given names."""
 
 
 class ModelCheck:
@@ -97,12 +97,12 @@ class ModelCheck:
             entries: of the session's configuration.
         """
         differences = self.differences_in(partial(_run, optimized=optimized, entries=entries or {}))
-        if optimized and not self._values:  # nothing is rounded, so that each entry counts
+        if optimized and not self._values:  # no value is quantized, so that each element counts
             return [replace(end, mean=end.steps) for end in differences]
         return differences
 
     def differences_in(self, run: Runtime) -> list[Difference]:
-        """What another runtime makes of the model, in order.
+        """Differences between a runtime and this model, in graph order.
 
         Args:
             run: the runtime.

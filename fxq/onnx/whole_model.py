@@ -30,7 +30,7 @@ class WrittenModel:
         inputs: the tensors of the example by the names of the inputs.
         integers: the names of the values that quantize nodes make, and of the grids that are measured, by node.
         least: what was taken for granted of sizes that vary, where a runtime may give numbers for smaller ones.
-        axes: the axes of its inputs that vary.
+        axes: dynamic axes by input name.
     """
 
     model: Any

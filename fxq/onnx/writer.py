@@ -67,12 +67,12 @@ class Writer:
         floats: whether conversions are left out, so that all computes in float, with the weights of the integers.
         portable: whether all nodes are ONNX's own, for any runtime, which is to check indices itself.
         sizes: the sizes of its inputs that vary; None: none does.
-        integer_conv: whether convolutions of integers whose result is not rounded are written as ConvInteger. ONNX
-            Runtime would run them in float.
+        integer_conv: whether integer convolutions whose result is not quantized are written as ConvInteger, since ONNX
+            Runtime runs them in float otherwise.
         clamps: by what a clamp makes, what it reads and its bounds.
         weights: the dequantized weights that a layer on integers reads.
         indices: inputs whose values are indices, and what they are below.
-        computed: the constants that nodes of the graph make of numbers and of one another.
+        computed: names of constants that were folded from nodes of the graph.
         threads: on how many threads a runtime may run the model at most; None: on any number.
     """
 
@@ -139,7 +139,7 @@ class Writer:
         """Write a node that makes several values; their names."""
         names = [self.name_of(read) for read in reads]
         for key, value in attributes.items():
-            refuse(_has_varying(value), f"its {key} follows from a size that varies")
+            refuse(_has_varying(value), f"its {key} depends on a dynamic size")
         while names and not names[-1]:
             names.pop()
         outputs = [self._unique(f"{self._scope}/{kind}") for _ in range(count)]
@@ -158,13 +158,13 @@ class Writer:
         return read or ""
 
     def emit_as(self, output: str, kind: str, *reads: Operand) -> None:
-        """Write a node that makes what has this name, in the place of another one that did."""
+        """Write a node whose output gets an existing name, replacing the node that had it."""
         node = OnnxNode(kind, tuple(map(self.name_of, reads)), (output,), {})
         self._nodes.append(node)
         self._makers[output] = node
 
     def rewrite(self, rewritten: Callable[[OnnxNode], bool]) -> None:
-        """Write all nodes once more, in order, but those that `rewritten` has written in another way."""
+        """Rewrite the nodes in order: `rewritten` writes a replacement and returns True, or False to keep the node."""
         nodes, self._nodes = self._nodes, []
         for node in nodes:
             with self.scoped(node.makes[0].rpartition("/")[0]):
@@ -172,7 +172,7 @@ class Writer:
                     self._nodes.append(node)
 
     def readers(self, outputs: Sequence[Value]) -> dict[str, list[OnnxNode]]:
-        """By the name of a value, the nodes that read it, of those that the outputs need."""
+        """Nodes that read each value, by its name; only nodes that the outputs depend on."""
         by_name: dict[str, list[OnnxNode]] = {}
         needed = {value.name for value in outputs}
         for node in reversed(self._nodes):
@@ -324,7 +324,7 @@ class Writer:
 
 
 def _has_varying(value: Any) -> bool:
-    """Whether an attribute of a node is a size that varies, or has one among its entries."""
+    """Whether an attribute of a node is or contains a dynamic size."""
     return any(map(varies, value)) if isinstance(value, (tuple, list)) else varies(value)
 
 

@@ -98,7 +98,7 @@ def getitem(x: Tensor, *, index: Any) -> Tensor:
 
 @row(quant=float_only("x", "value", fills=("value",)))
 def assign(x: Tensor, value: Any, *, index: Any) -> Tensor:
-    """x after x[index] = value, with a tuple of numbers, slices and None; x itself stays as it is."""
+    """Copy of x after x[index] = value, for an index of numbers, slices and None."""
     result = x.clone()
     result[index] = value
     return result

@@ -96,7 +96,7 @@ class Candidate:
         return self.wanted if self.moves else self.spec
 
     def plan(self, decided_by: str, last: bool = False) -> Plan:
-        """What is decided, by this pass; `last` says that its value reaches the output in float, see `Settled.last`."""
+        """Plan of the node, decided by this pass; `last`: its value reaches the output in float, see `Settled.last`."""
         spec = self.reads
         if spec is None:
             return Plan(Decision("float", "no integer neighbour", self.reason or UNREAD, decided_by=decided_by))
@@ -142,7 +142,7 @@ class Settled:
             todo += self._follow(node)
 
     def last(self, graph: fx.Graph) -> set[fx.Node]:
-        """The nodes of which a value reaches the output and is not rounded on its way."""
+        """Nodes whose value reaches the output without being quantized on the way."""
         nodes: set[fx.Node] = set()
         for node in reversed(graph.nodes):
             if any(user.op == "output" or (user in nodes and self._reads_float(user, node)) for user in node.users):

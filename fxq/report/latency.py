@@ -57,10 +57,10 @@ def batch_for(model: Quantized, example_inputs: Any) -> Batch:
 def recorded_inputs(inputs: Sequence[RecordedInput], device: str) -> Batch:
     """Inputs of the shapes and dtypes of a model's example: normal noise, and zeros for integers and flags.
 
-    Containers and plain values are those of the example.
+    Containers and plain values are copied from the example.
 
     Raises:
-        InputError: one of them is an object of another class.
+        InputError: an input is an object of another class.
     """
     named = [(recorded.name, _made_up(recorded, repr(recorded.name or i), device)) for i, recorded in enumerate(inputs)]
     return Batch(tuple(value for name, value in named if not name), {name: value for name, value in named if name})
@@ -75,7 +75,7 @@ def _made_up(recorded: RecordedInput, place: str, device: str) -> Any:
         parts = [_made_up(part, f"{place}[{i}]", device) for i, part in enumerate(recorded.parts)]
         return tuple(parts) if recorded.kind == "tuple" else parts
     if recorded.shape is None or recorded.dtype is None:
-        raise InputError(f"input {place} is no tensor, so none can be made up; give example_inputs=.")
+        raise InputError(f"input {place} is not a tensor, so it cannot be generated; pass example_inputs=.")
     make = torch.randn if recorded.dtype.is_floating_point else torch.zeros
     return make(recorded.shape, dtype=recorded.dtype, device=device)
 

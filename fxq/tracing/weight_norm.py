@@ -1,4 +1,4 @@
-"""Weights that a module computes before or in every call, as plain tensors."""
+"""Weights that a module computes before or in each call, as plain tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 
 def reparametrized(module: nn.Module) -> dict[str, Tensor]:
-    """The tensors that a module of torch sets when it is called, by name, as they are in eval mode.
+    """Tensors that a torch module recomputes in each call, by name, with their values in eval mode.
 
     `weight_norm` and `spectral_norm` set them in a pre-hook; an embedding with a `max_norm` scales the rows that it
     reads. Modules with `torch.nn.utils.parametrizations` compute theirs where they are read, and need no such thing.
@@ -31,5 +31,5 @@ def reparametrized(module: nn.Module) -> dict[str, Tensor]:
 
 
 def is_normed(module: nn.Module) -> TypeGuard[nn.Embedding | nn.EmbeddingBag]:
-    """Whether a module is an embedding that scales the rows of its weight which it reads, in place."""
+    """Whether a module is an embedding with `max_norm`, which renormalizes the rows that it reads in place."""
     return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None

@@ -49,7 +49,9 @@ def files(tmp_path_factory):
 )
 def test_what_a_file_is(files, name, what):
     assert kind_of(files / name)[0] == what
-    with pytest.raises(fxq.FileError, match=re.escape(f"{name}': it is {what}, and fxq loads what qmodel.save wrote")):
+    with pytest.raises(
+        fxq.FileError, match=re.escape(f"{name}': it is {what}, but fxq.load reads only files of qmodel.save")
+    ):
         fxq.load(files / name)
     with pytest.raises(fxq.InputError, match=re.escape(f"the model is the path of {what}, but fxq takes an nn.Module")):
         fxq.quantize(str(files / name), data=[torch.rand(2, 4)])

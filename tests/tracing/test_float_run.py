@@ -470,7 +470,7 @@ class Lowers(Layers):
 
 def test_autocast_inside_of_a_forward_is_refused_or_a_leaf():
     """The float model returned bfloat16, the quantized one float32."""
-    with pytest.raises(fxq.TraceError, match=r"turns torch.autocast on, .*enabled=False"):
+    with pytest.raises(fxq.TraceError, match=r"enables torch.autocast, .*enabled=False"):
         fxq.quantize(Lowers().eval(), REFERENCE, data=batches(2))
     model = nn.Sequential(nn.Linear(8, 8), Lowers()).eval()
     with pytest.warns(fxq.FxqWarning, match='layer "1".*torch.autocast'):

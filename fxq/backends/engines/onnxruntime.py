@@ -35,7 +35,7 @@ class OnnxruntimeKernel(OnnxKernel):
 
     @classmethod
     def written(cls, gm: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Written:
-        """As in `OnnxKernel`: a convolution whose result stays in float runs as ConvInteger, not in float."""
+        """ONNX form of a region, with ConvInteger for convolutions whose result stays in float, see `OnnxKernel`."""
         return super().written(gm, inputs, integer_conv=True, **options)
 
     @classmethod
@@ -117,7 +117,7 @@ _CONVERTING = ("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear")
 _QUANTIZING = ("DynamicQuantizeMatMul", "DynamicQuantizeLSTM")
 """What reads floats and computes with integers."""
 _SCALING = ("Cast", "Mul", "Add", "Relu", "Clip")
-"""What makes floats of the sums of a ConvInteger, and clamps them."""
+"""Ops that scale the sums of a ConvInteger to float and clamp them."""
 _INTEGERS = ("uint8", "int8", "uint4", "int4")
 
 
