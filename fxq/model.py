@@ -151,7 +151,7 @@ class QuantizedModel(Quantized):
 
     @property
     def decisions(self) -> Decisions:
-        """Prices behind the choice between int8 and float for every op that could run either way.
+        """Prices that decided between int8 and float, for every op that could run either way.
 
         Empty if there was no choice, as with `optimize="decided"` or a backend without kernels.
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fxq.common.code_state import OuterVariables
 
-MOST_OBJECTS, MOST_BYTES = 100_000, 1 << 28
+MAX_VISITED_OBJECTS, MAX_COPIED_BYTES = 100_000, 1 << 28
 """Limits of a snapshot: objects that it visits, bytes of tensors and arrays that it copies.
 
 State beyond the limits is neither compared nor restored.
@@ -66,8 +66,8 @@ class StateSnapshot:
     apart: frozenset[int] = frozenset()
     _held: dict[int, tuple[str, str, Any, Any]] = field(default_factory=dict)
     _contents: dict[int, tuple[str, str, Any, Any]] = field(default_factory=dict)
-    _left: int = MOST_OBJECTS
-    _room: int = MOST_BYTES
+    _left: int = MAX_VISITED_OBJECTS
+    _room: int = MAX_COPIED_BYTES
 
     def add(self, owner: str, value: Any, name: str = "") -> None:
         """Add an object, or a dict of attributes such as `vars(module)`, and everything reachable from it."""

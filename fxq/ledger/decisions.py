@@ -1,4 +1,4 @@
-"""Prices behind the choice between int8 and float, for every op that could run either way."""
+"""Prices that decided between int8 and float, for every op that could run either way."""
 
 from __future__ import annotations
 

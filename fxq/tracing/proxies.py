@@ -21,7 +21,7 @@ from fxq.common.trees import leaves
 
 
 class Origin(IntEnum):
-    """What a value depends on: nothing that varies, sizes and plain arguments of the inputs, or the data in them."""
+    """Inputs that a value depends on: none, sizes and plain arguments only, or the data of tensors."""
 
     CONSTANT = 0
     SIZES = 1

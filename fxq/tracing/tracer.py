@@ -216,7 +216,7 @@ class Tracer(fx.Tracer):
         return None if result is None else value
 
     def origin(self, value: TracedValue) -> Origin:
-        """What a traced value depends on: its operands, and writes to its memory."""
+        """Origin of a traced value: that of its operands and of writes to its memory."""
         spot = self.watch.spot(value.node) if self._written else None
         return value._made_of if spot is None else max(value._made_of, self._written.get(spot[0], Origin.CONSTANT))
 

@@ -76,7 +76,7 @@ def test_a_file_for_openvino_runs_there_at_two_batch_sizes(example, sizes, tmp_p
 def test_a_wrong_kernel_of_openvino_is_named(example, wrong, tmp_path, monkeypatch):
     with_wrong_kernel(monkeypatch, wrong)
     qmodel = quantized(example)
-    said = r"OpenVINO on this CPU computes something else .*'output' of .* dB .*float32\[{}, 3, 32\].*override\(\"\d\""
+    said = r"OpenVINO on this CPU computes something else .*'output' .* dB .*float32\[{}, 3, 32\].*override\(\"\d\""
     with pytest.raises(ExportError, match=said.format(wrong)):
         qmodel.export(tmp_path / "m.xml")
     assert not list(tmp_path.iterdir())

@@ -111,7 +111,7 @@ class OnednnConv(OnednnLayer):
         return lambda x, residual: add(x, *before, residual, *behind)
 
     def _added_in_float(self, arguments: tuple[Any, ...]) -> Callable[..., Tensor]:
-        """oneDNN's convolution with a float result, to which the residual is added."""
+        """oneDNN's convolution with float32 output, plus the residual, then quantized."""
         assert self.out is not None  # no kernel adds a residual and emits float32
         op, rest = _onednn.qconv2d_pointwise.default, (*arguments, *target(None), "none", [], "")
         lowest = self.out.z if self._epilogue.name == "relu" else 0
