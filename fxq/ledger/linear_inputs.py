@@ -167,9 +167,9 @@ def _inputs(gm: fx.GraphModule, kind: type[Input], rows: int) -> Iterable[Input]
             yield kind(node, grid, layers, rows)
 
 
-def _is_one(one: LinearInput, size: int | None) -> bool:
-    """Whether an input is one token of each sample, of so many in the example."""
-    shape = info(one.quantize).shape or ()
+def _is_one(linear_input: LinearInput, size: int | None) -> bool:
+    """Whether an input has one token per sample; `size` is the number of samples in the example."""
+    shape = info(linear_input.quantize).shape or ()
     return len(shape) == 2 and shape[0] == size
 
 
