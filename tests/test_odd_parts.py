@@ -63,7 +63,7 @@ def test_a_script_module_runs_as_a_leaf_call_after_call(part, backend):
 
 
 def test_a_whole_script_module_says_what_to_give():
-    with pytest.raises(fxq.InputError, match=r"TorchScript module.*nn.Module that it was made of.*torch.export"):
+    with pytest.raises(fxq.InputError, match=r"TorchScript module.*nn.Module that it was scripted from.*torch.export"):
         fxq.quantize(torch.jit.script(Branches()).eval(), REFERENCE, data=[X])
 
 

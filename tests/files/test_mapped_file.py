@@ -80,6 +80,6 @@ def test_a_mapped_model_shares_the_memory_of_its_file(tmp_path, monkeypatch):
     assert copied._mapped is None and copy.copy(loaded)._mapped is loaded._mapped
     with path.open("r+b") as file:
         file.write(b"\0")
-    with pytest.raises(FileError, match=r"fxq.load it again, and replace files of models by renaming"):
+    with pytest.raises(FileError, match=r"Load it again with fxq.load. To update a model file, rename"):
         loaded(X)
     assert torch.equal(copied(X), wanted)
