@@ -90,7 +90,7 @@ def between(function):
     [
         (InPlainList(), r"a Linear that is not a submodule of the model.*plain list.*nn.ModuleList"),
         (between(lambda x: torch.Tensor.abs(x)), r"torch.Tensor.abs\(x\), which takes no traced value.*x.abs\("),
-        (between(scripted), r"a TorchScript function is called.*Python function that it was made of"),
+        (between(scripted), r"a TorchScript function is called.*Python function that it was scripted from"),
         (
             between(lambda x: torch.utils.checkpoint.checkpoint(torch.relu, x, use_reentrant=True)),
             r"an autograd.Function is called.*use_reentrant=False",
