@@ -77,8 +77,8 @@ def quantize(
     ranks = Ranks.of(group if data is not None else None)
     stream = batches(data, model, may_be_empty=ranks.size > 1) if data is not None else iter(())
     first = ranks.together(lambda: list(_opening(stream)))
-    given = [] if example_inputs is None else [as_batch(example_inputs, model, "example_inputs")]
-    examples = given or first_of_all(first, ranks, model)
+    examples_given = [] if example_inputs is None else [as_batch(example_inputs, model, "example_inputs")]
+    examples = examples_given or first_of_all(first, ranks, model)
     if not examples:
         raise _no_data(chosen)
     observed = ranks.together(lambda: _observed(model, chosen, examples[-1]))
@@ -91,7 +91,7 @@ def quantize(
     try:
         return convert(observed)
     finally:
-        observed.manager.context.floats.batches.clear()  # the collector frees the rest some time later
+        observed.manager.context.floats.batches.clear()  # frees the memory now, not at the next garbage collection
 
 
 def _opening(stream: Iterable[Batch]) -> Iterator[Batch]:
@@ -302,12 +302,12 @@ def load(path: str | os.PathLike[str], leaves: Mapping[str, nn.Module] | None = 
     """The quantized model that `QuantizedModel.save` wrote, with the same numbers, bit for bit.
 
     Nothing of the file is run, and nothing that it names is imported: ops and kernels of your own are to be imported
-    before. What it says is checked, so that a damaged file is an error. The model is on the CPU. On another kind of CPU
-    than that which it was quantized on, its kernels are asked again, and tried out; those that do not run right there
-    run in q/dq form, with a warning.
+    before. The content is validated, so that a damaged file is an error. The model is on the CPU. On another kind of
+    CPU than the one it was quantized on, its kernels are verified again; those that are wrong there run in q/dq form,
+    with a warning.
 
-    A file of up to 256 MiB is read into memory. A larger one is mapped, so that processes share its memory, and must
-    not be written to while the model is in use: replace it by renaming another file to its name, as `save` does.
+    Files up to 256 MiB are read into memory. Larger files are memory-mapped, so that processes share memory, and must
+    not be modified while the model is in use: replace such a file by renaming a new one over it, as `save` does.
 
     Args:
         path: the file.
@@ -316,8 +316,8 @@ def load(path: str | os.PathLike[str], leaves: Mapping[str, nn.Module] | None = 
 
     Raises:
         FileError: there is no such file, it holds no model or is damaged, a newer fxq has written it, or it needs a
-            module, an op or a kernel that is not here; the message says what to do. Calls of a mapped model raise
-            it when its file was changed in place.
+            module, an op or a kernel that is not available; the message says what to do. Calls of a memory-mapped
+            model raise it if its file was changed in place.
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()).eval()

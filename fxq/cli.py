@@ -1,6 +1,6 @@
 """The command line: `fxq quantize`, `inspect`, `diff`, `bench`, `report`, `export` and `doctor`.
 
-What needs PyTorch is imported when a command runs: `fxq --help` answers at once.
+Modules that need PyTorch are imported when a command runs, so that `fxq --help` is fast.
 """
 
 from __future__ import annotations
@@ -68,15 +68,15 @@ def main(traceback: bool) -> None:
 @click.option("--data", required=True, help="Calibration batches: package.module:name, an iterable or a function.")
 @click.option("--weights", type=_IN, help="A .safetensors file with the model's state dict.")
 @click.option("--recipe", default="static", show_default=True, help="A preset's name, or a recipe file (.toml).")
-@click.option("--backend", help="What runs the model, in place of the recipe's backend: auto, fastest, openvino, ...")
-@click.option("--optimize", help="speed or coverage, in place of what the recipe says.")
-@click.option("--threads", type=click.IntRange(min=1), help="Threads of PyTorch; default: its own choice.")
+@click.option("--backend", help="Backend, overrides the recipe's: auto, fastest, openvino, ...")
+@click.option("--optimize", help="speed or coverage, overrides the recipe's.")
+@click.option("--threads", type=click.IntRange(min=1), help="Number of PyTorch threads; default: PyTorch's.")
 @click.option(
     "-o",
     "--output",
     type=_OUT,
     required=True,
-    help="The file to write: m.fxq; or m.onnx, m.xml (OpenVINO), m.pt2 (torch.export), which are exported.",
+    help="File to write: m.fxq, or an export: m.onnx, m.xml (OpenVINO), m.pt2 (torch.export).",
 )
 @click.option("--report", type=_OUT, help="Write the report page to this file, too.")
 @_JSON
@@ -109,13 +109,13 @@ def quantize(
     chosen = chosen if backend is None else chosen.with_backend(backend)
     chosen = chosen if optimize is None else chosen.with_optimize(optimize)
     sys.path.insert(0, os.getcwd())
-    made = _called(model, "model", lambda value: not isinstance(value, nn.Module))
-    if not isinstance(made, nn.Module):
-        raise InputError(f"{model} is a {type(made).__name__}, not an nn.Module, nor a function that makes one.")
+    module = _called(model, "model", lambda value: not isinstance(value, nn.Module))
+    if not isinstance(module, nn.Module):
+        raise InputError(f"{model} is a {type(module).__name__}, not an nn.Module, nor a function that makes one.")
     if weights is not None:
-        _load_weights(made, weights)
-    unwrapped(made).eval()
-    qmodel = fxq.quantize(made, chosen, data=_called(data, "data", callable))
+        _load_weights(module, weights)
+    unwrapped(module).eval()
+    qmodel = fxq.quantize(module, chosen, data=_called(data, "data", callable))
     if exported:
         qmodel.export(output)
     else:
@@ -178,7 +178,7 @@ def export(model: Path, path: Path, fixed: bool) -> None:
 
 @main.command()
 @_JSON
-@click.option("--compile", "compiles", is_flag=True, help="Only compile fxq's loops, and keep them: for image builds.")
+@click.option("--compile", "compiles", is_flag=True, help="Only compile fxq's loops into the cache, for image builds.")
 def doctor(as_json: bool, compiles: bool) -> None:
     """What this machine does with integers, and how fast."""
     if compiles:
@@ -186,16 +186,16 @@ def doctor(as_json: bool, compiles: bool) -> None:
 
         click.echo(compile_loops())
         return
-    found = fxq.doctor()
-    click.echo(json.dumps(found.to_dict(), indent=2) if as_json else found)
+    diagnosis = fxq.doctor()
+    click.echo(json.dumps(diagnosis.to_dict(), indent=2) if as_json else diagnosis)
 
 
 _EXPORTED = {".onnx": "onnx", ".xml": "openvino", ".pt2": "torch"}
-"""The files of other runtimes by their suffix, and the package that writes each."""
+"""Suffixes of exports, with the package that writes each."""
 
 
 def _check_output(path: Path) -> bool:
-    """Whether a file is one of another runtime. Raises `FxqError` where it could not be written in the end."""
+    """Whether a path is an export for another runtime. Raises `FxqError` if it cannot be written."""
     if path.suffix not in (*_EXPORTED, ".fxq", ""):
         raise InputError(f"{path}: {unknown('suffix', path.suffix, (*_EXPORTED, '.fxq'))}")
     package = _EXPORTED.get(path.suffix, "torch")
@@ -211,15 +211,15 @@ def _told(error: Exception) -> str:
     return f"{type(error).__name__}: {words_of(error)} ({last.filename}:{last.lineno}; fxq --traceback ... says more)"
 
 
-def _called(path: str, what: str, makes: Callable[[Any], bool]) -> Any:
+def _called(path: str, role: str, makes: Callable[[Any], bool]) -> Any:
     """What an import path names; where that `makes` it, what it returns."""
     if ":" not in path:
-        if what == "model" and (why := no_module(path)):
+        if role == "model" and (why := no_module(path)):
             raise InputError(why)
-        raise InputError(f"the {what} is written package.module:name, not {path!r}.")
+        raise InputError(f"the {role} is written package.module:name, not {path!r}.")
     try:
-        found = imported(path)
-        return found() if callable(found) and makes(found) else found
+        value = imported(path)
+        return value() if callable(value) and makes(value) else value
     except FxqError:
         raise
     except Exception as error:  # whatever the user's code raises

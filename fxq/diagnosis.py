@@ -121,7 +121,7 @@ class Diagnosis(Printed):
 
     Attributes:
         machine: what it is: CPU, instruction sets, threads, versions, and where its prices are kept.
-        busy: whether other programs, or a quota of its control group, kept it from the CPU while layers were timed.
+        busy: whether other programs or a cgroup quota preempted this process while layers were timed.
         rows: what every backend does with every probe.
         auto: the backend that `backend="auto"` picks.
         why: why it picks that one.
@@ -147,7 +147,7 @@ class Diagnosis(Printed):
         return [machine, line(), Table(_COLUMNS, [_cells(check) for check in self.rows]), line(times), line(), auto]
 
 
-BUSY = "This machine was busy: shared caches and cores make integers, and float, up to twice as slow."
+BUSY = "This machine was busy: with shared caches and cores, int8 and float may take up to twice as long."
 
 
 _COLUMNS = (

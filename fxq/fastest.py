@@ -77,16 +77,16 @@ def convert_all(observed: ObservedModel, convert: Callable[[ObservedModel], Quan
     models: dict[int, tuple[QuantizedModel, list[warnings.WarningMessage]]] = {}
     failed: Exception | None = None
     everyone = observed, *(observed.others or ())
-    for one in everyone:
-        if one.same_as is not None:
-            one.take_calibration(everyone[one.same_as])
-    for one in everyone:
-        name = one.manager.context.recipe.backend
+    for candidate in everyone:
+        if candidate.same_as is not None:
+            candidate.take_calibration(everyone[candidate.same_as])
+    for candidate in everyone:
+        name = candidate.manager.context.recipe.backend
         with warnings.catch_warnings(record=True) as heard:
             warnings.simplefilter("always")
             try:
-                model, given = convert(one), copied(one.manager.context.example)
-                model(*given.args, **given.kwargs)
+                model, batch = convert(candidate), copied(candidate.manager.context.example)
+                model(*batch.args, **batch.kwargs)
             except Exception as error:  # whatever an engine raises
                 failed = failed or error
                 tries.append(Attempt(name, why=words_of(error)))
@@ -100,20 +100,21 @@ def convert_all(observed: ObservedModel, convert: Callable[[ObservedModel], Quan
     with torch.no_grad(), without_autocast():
         calls: dict[str, Callable[[], object]] = {}
         for i, (model, _) in models.items():
-            given = copied(example)
-            calls[str(i)] = partial(model, *given.args, **given.kwargs)
+            batch = copied(example)
+            calls[str(i)] = partial(model, *batch.args, **batch.kwargs)
         threads = _threads()
         with threads_set_to(threads):
-            found = interleaved(calls, lambda: None, least=True)
-    best = min(models, key=lambda i: (_is_far(tries[i].sqnr, least), found[str(i)]))
-    # a backend that is tried earlier wins a tie, so that noise does not decide it
+            times = interleaved(calls, lambda: None, least=True)
+    best = min(models, key=lambda i: (_is_far(tries[i].sqnr, least), times[str(i)]))
+    # the earliest backend wins a tie, so that noise does not decide
     best = next(
         i
         for i in models
-        if _is_far(tries[i].sqnr, least) == _is_far(tries[best].sqnr, least) and found[str(i)] <= TIE * found[str(best)]
+        if _is_far(tries[i].sqnr, least) == _is_far(tries[best].sqnr, least)
+        and times[str(i)] <= MAX_TIE_RATIO * times[str(best)]
     )
     for i in models:
-        tries[i] = replace(tries[i], us=found[str(i)], chosen=i == best)
+        tries[i] = replace(tries[i], us=times[str(i)], chosen=i == best)
     tries += [Attempt(name, why=why) for name, why in observed.absent.items()]
     chosen, heard = models[best]
     for warning in heard:
@@ -122,14 +123,14 @@ def convert_all(observed: ObservedModel, convert: Callable[[ObservedModel], Quan
     return chosen
 
 
-TIE = 1.1
-"""How much slower than the quickest a backend may be that is tried before it, and be chosen."""
+MAX_TIE_RATIO = 1.1
+"""Time relative to the fastest backend up to which an earlier backend is preferred."""
 
 
 def _threads() -> int:
-    """With how many threads models are timed: PyTorch's, or one where those would not have a CPU each.
+    """Number of threads for timing: PyTorch's, or one if they would not get a CPU each.
 
-    Threads that wait for each other wait for other programs, too; the CPU time of one thread does not depend on them.
+    With several threads, other programs delay the whole model; the CPU time of one thread is not affected.
     """
     threads = torch.get_num_threads()
     return 1 if threads > usable_cpus() or is_contended() else threads

@@ -92,8 +92,8 @@ class QuantizedModel(Quantized):
         model._float = weakref.ref(context.model)
         return model.eval()
 
-    def _attach(self, **known: Any) -> None:
-        vars(self).update(known)
+    def _attach(self, **attributes: Any) -> None:
+        vars(self).update(attributes)
 
     @property
     def _parts(self) -> dict[str, Any]:
@@ -128,8 +128,8 @@ class QuantizedModel(Quantized):
     def recompile(self) -> Any:
         """As in `fx.GraphModule`: to be called when the graph was edited. Its forward binds itself to its inputs."""
         code = super().recompile()
-        made: Any = type(self)  # every graph module has a class of its own
-        plain, kernels = made.forward, has_kernels(self)
+        own_class: Any = type(self)  # every graph module has a class of its own
+        plain, kernels = own_class.forward, has_kernels(self)
         bindings, signature = Bindings(plain), inspect.signature(plain)
         names = list(signature.parameters)[1:]  # without self
 
@@ -145,15 +145,15 @@ class QuantizedModel(Quantized):
             return bindings(self, args, kwargs)
 
         forward.__signature__ = signature  # type: ignore[attr-defined]  # also for who does not unwrap
-        made.forward = forward
-        del made.__call__  # of `fx.GraphModule`: it words errors of generated code, and takes 0.6 us
+        own_class.forward = forward
+        del own_class.__call__  # of `fx.GraphModule`: it words errors of generated code, and takes 0.6 us
         return code
 
     @property
     def decisions(self) -> Decisions:
-        """What decided of every op that could run either way: its prices, and whether they were measured.
+        """Prices that decided between int8 and float, for every op that could run either way.
 
-        Empty where nothing was to be decided, as with `optimize="decided"` or a backend without kernels.
+        Empty if there was no choice, as with `optimize="decided"` or a backend without kernels.
 
         Example:
             >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)).eval()
@@ -246,14 +246,14 @@ class QuantizedModel(Quantized):
         Args:
             path: the file; its suffix says which kind. Folders that are missing are made.
             example_inputs: one batch; default: made up, of the shapes and dtypes on record.
-            dynamic: which sizes may be others in a call. True: that of the batch, the first axis; where the model takes
-                it for fixed, the file has the example's sizes, with a warning. False: none. Or by input and axis what
-                a size is called: `{"ids": {0: "batch", 1: "length"}}`.
-            check: whether what is written is run and compared in the runtime that reads it, where that is installed: at
-                the example's batch size, and at another one where it varies. ONNX in ONNX Runtime, node by node as it
-                stands in the file: each value on integers is then within a rounding step of this model's. Where its
-                optimizations change more than that, a warning names the session options that help. `.xml` in OpenVINO
-                as well, whose outputs may differ by this model's own rounding error.
+            dynamic: sizes that may vary between calls. True: the batch size, axis 0 of each input; if the model fixes
+                it, the file has the example's sizes, with a warning. False: none. Or names of dynamic sizes by input
+                and axis: `{"ids": {0: "batch", 1: "length"}}`.
+            check: whether to run the exported model in its runtime, if installed, and compare, at the example's batch
+                size and at another one if it is dynamic. ONNX is checked node by node in ONNX Runtime without
+                optimizations: each quantized value must be within one step. If optimizations change more than that, a
+                warning names session options that help. `.xml` is also checked in OpenVINO, whose outputs may differ
+                by this model's own rounding error.
 
         Returns:
             The path.
@@ -342,25 +342,25 @@ class QuantizedModel(Quantized):
 
     @property
     def _tables(self) -> dict[str, Any]:
-        """All its parameters, buffers and modules, also those that its graph does not use."""
+        """Tables of parameters, buffers and modules, including those that the graph does not use."""
         if self._mapped is not None:
             self._mapped.check()
         return {name: vars(self)[name] for name in _TABLES}
 
     @property
     def _attributes(self) -> dict[str, Any]:
-        """What it knows besides, its hooks, and what the user has set: all that its copies have, too."""
+        """Further attributes that copies share: fxq's own, hooks, and those that the user set."""
         return {name: v for name, v in vars(self).items() if name not in _OF_GRAPH or ("hooks" in name and v)}
 
     @property
     def _set_by_user(self) -> dict[str, Any]:
-        """Attributes that are none of fxq's or torch's, tensors and modules aside."""
+        """Attributes that the user set, without parameters, buffers and modules."""
         return {n: v for n, v in self._attributes.items() if not n.startswith("_") and n not in (*_KNOWN, "meta")}
 
 
 _TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 _OF_GRAPH = frozenset((*vars(fx.GraphModule(nn.Module(), fx.Graph())), "_float", "_mapped")) - {"meta"}
-"""Attributes that are made anew for every graph."""
+"""Attributes that every graph module creates for itself."""
 
 
 def _restore(tables: Any, data: list[NodeData], attributes: Any, made_on: Mapping[str, str]) -> QuantizedModel:
@@ -371,13 +371,13 @@ def _restore(tables: Any, data: list[NodeData], attributes: Any, made_on: Mappin
 
 
 def remade(root: nn.Module, graph: fx.Graph, attributes: Any, made_on: Mapping[str, str]) -> QuantizedModel:
-    """A model of its parts, with all that `root` has. On another machine than `made_on`, the kernels are asked again.
+    """Rebuild a model from its parts. Checks the kernels again if this machine differs from `made_on`.
 
     Args:
-        root: has the tensors and modules of the graph, and others, which the model gets as well.
+        root: module with all tensors and modules of the model, including those that the graph does not use.
         graph: the graph.
-        attributes: what the model has besides.
-        made_on: `cpu.machine()` of the machine that the kernels were made on.
+        attributes: further attributes of the model.
+        made_on: `cpu.machine()` of the machine that the kernels were created on.
     """
     model = QuantizedModel(root, graph)
     place = model.get_parameter(PLACE)

@@ -1,4 +1,4 @@
-"""The public names, which the package `fxq` has as its attributes."""
+"""Public names of the package `fxq`."""
 
 from fxq.api import calibrate, compare, convert, load, merge_calibrations, prepare, quantize, run_passes
 from fxq.backends.base import Backend, Prices, Support

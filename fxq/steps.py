@@ -239,9 +239,9 @@ def check_model(model: Any) -> None:
         raise InputError(f"the model is a {type(model).__name__} already; quantize the float model it came from.")
     if isinstance(model, torch.jit.ScriptModule):
         raise InputError(
-            "the model is a TorchScript module, which has no Python code to trace. Give the nn.Module that it was made "
-            "of, or torch.export.export(that module, inputs). Without its code no layer of it can be quantized; as a "
-            "part of another model it runs in float: nn.Sequential(script_module, ...)."
+            "the model is a TorchScript module, which has no Python code to trace. Pass the nn.Module that it was "
+            "scripted from, or torch.export.export(that module, inputs). A TorchScript module cannot be quantized; as "
+            "a submodule of another model it runs in float: nn.Sequential(script_module, ...)."
         )
     for path, module in model.named_modules():
         if isinstance(module, _MADE) or type(module).__module__.startswith(_QUANTIZED):

@@ -69,11 +69,11 @@ def prepared_for_training(model: nn.Module, recipe: Recipe, example_inputs: Any)
         ledger, _ = ledger_of(manager.history, manager.gm, manager.context)
         warn(f"nothing is rounded in the model that is trained; {ledger.main_reason()}.")
     manager.run(inserting[-1:])
-    other = other_gradients(own, manager.gm.eval(), manager.context.some_samples(2)[0])
-    if other:
+    differing = other_gradients(own, manager.gm.eval(), manager.context.some_samples(2)[0])
+    if differing:
         warn(
-            f"in the model that is trained, {in_short(other)} have other gradients than in the float model, which may "
-            "detach values, compute without gradients, pad with a row of an embedding, or have gradients of its own."
+            f"in the model that is trained, {in_short(differing)} have other gradients than in the float model, which "
+            "may use detach(), no_grad(), padding_idx, or a custom autograd.Function."
         )
     manager.context.model = copy.deepcopy(own, computed_tensors(own))  # training changes the tensors that the graph has
     return TrainingModel.from_manager(manager, observed).to(device)
@@ -129,16 +129,16 @@ def _told_apart(grids: Grids) -> Grids:
 
 def _observed_again(preparation: Preparation, tensors: Mapping[str, Tensor]) -> PassManager:
     """The graph with observers, with the tensors that were trained, and those that are made of them."""
-    known = preparation.manager.context
-    model = _with(copy.deepcopy(known.model, computed_tensors(known.model)), tensors)
-    manager = preparation.observed.fork(model=model, samples=[_moved(batch, "cpu") for batch in known.samples])
+    context = preparation.manager.context
+    model = _with(copy.deepcopy(context.model, computed_tensors(context.model)), tensors)
+    manager = preparation.observed.fork(model=model, samples=[_moved(batch, "cpu") for batch in context.samples])
     manager.gm = _with(copy.deepcopy(manager.gm, computed_tensors(manager.gm)).cpu(), tensors)
     original = manager.context.original
     if original is not None:
         gm = fx.GraphModule(original.gm, copy.deepcopy(original.graph))
         manager.context.original = replace(original, gm=_with(copy.deepcopy(gm, computed_tensors(gm)).cpu(), tensors))
     with torch.no_grad(), without_autocast():
-        manager.context.outputs = model(*known.example.args, **known.example.kwargs)
+        manager.context.outputs = model(*context.example.args, **context.example.kwargs)
     return manager
 
 

@@ -265,11 +265,11 @@ class TrainingModel(fx.GraphModule):
     def __deepcopy__(self, memo: dict[int, Any]) -> TrainingModel:
         memo |= {key: value for key, value in computed_tensors(self).items() if key not in memo}
         copied = super().__deepcopy__(memo)
-        made = TrainingModel(copied, copied.graph, class_name="TrainingModel")
-        made.add_module(PROGRESS, copied.get_submodule(PROGRESS))
-        made._attach(self.preparation, self.group)
-        made.training = self.training
-        return made
+        clone = TrainingModel(copied, copied.graph, class_name="TrainingModel")
+        clone.add_module(PROGRESS, copied.get_submodule(PROGRESS))
+        clone._attach(self.preparation, self.group)
+        clone.training = self.training
+        return clone
 
     def __copy__(self) -> TrainingModel:
         raise InputError("a model that is trained is copied with its parameters and ranges: use copy.deepcopy.")

@@ -81,14 +81,14 @@ class _Asked:
         plans: dict[fx.Node, Plan] = {}
         candidates: dict[fx.Node, Candidate] = {}
         for node in self.ops:
-            found = self._candidate(node, backend)
-            if isinstance(found, Plan):
-                plans[node] = found
+            outcome = self._candidate(node, backend)
+            if isinstance(outcome, Plan):
+                plans[node] = outcome
             else:
-                candidates[node] = found
+                candidates[node] = outcome
         settled = Settled(candidates)
         last = settled.last(self.rewriter.gm.graph)
-        plans.update({node: one.plan(self.rewriter.name, node in last) for node, one in candidates.items()})
+        plans.update({node: candidate.plan(self.rewriter.name, node in last) for node, candidate in candidates.items()})
         self._agree(plans)
         for node, plan in plans.items():
             if plan.decision.fix and not self._would_run(node, backend, settled):

@@ -183,13 +183,14 @@ def _rewrite(rewriter: Rewriter, node: fx.Node, op: Op, bound: Arguments | Inste
     with rewriter.attributed(chosen.name, chosen.target):
         rewriter.update(node, chosen.target, args, kwargs, op="call_function")
         for copy in [n for n in node.all_input_nodes if info(node).changes and n.target is own_copy]:
-            node.replace_input_with(copy, copy.all_input_nodes[0])  # the module would overwrite it, and its op does not
-            if not copy.users:  # an unread reader would keep the value before it from being fused
+            # the copy was for the module to overwrite; its op does not write
+            node.replace_input_with(copy, copy.all_input_nodes[0])
+            if not copy.users:  # a reader whose value is unused would keep the value before it from being fused
                 rewriter.erase(copy)
 
 
 def _keep(rewriter: Rewriter, node: fx.Node, op: Op, why: str) -> None:
-    """Decide that a call stays as it is. Where it overwrites its input, that is a copy of its own from now on."""
+    """Decide that a call stays a leaf. If it overwrites its input, it gets a private copy."""
     x: Any = node.args[0] if node.args else None
     if info(node).changes and isinstance(x, fx.Node) and x.target is not own_copy:
         copy = rewriter.node("call_function", own_copy, (x,), like=x, before=node, typed=(info(x).shape, info(x).dtype))

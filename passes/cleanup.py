@@ -65,13 +65,16 @@ def _copy_constants(rewriter: Rewriter) -> None:
 
 
 def _is_constant(rewriter: Rewriter, node: fx.Node, constants: set[fx.Node]) -> bool:
-    """Whether a value may lie in the memory of a tensor that the graph holds, and that is none of the model's own.
+    """Whether a value may share memory with a constant of the graph that is not a tensor of the model.
 
-    `constants` has those of the nodes before it.
+    Args:
+        rewriter: holds the graph.
+        node: the node.
+        constants: earlier nodes for which this is true.
     """
     if node.op == "get_attr":
-        made = str(node.target).startswith((f"{DATA}.", "_tensor_constant"))  # by folding, by torch.fx
-        return made and constant(rewriter.gm, node) is not None
+        is_new = str(node.target).startswith((f"{DATA}.", "_tensor_constant"))  # by folding, by torch.fx
+        return is_new and constant(rewriter.gm, node) is not None
     if _makes_container(node):
         return False
     read = [n for n in node.all_input_nodes if n.op == "get_attr" or info(n).is_tensor]
@@ -80,5 +83,5 @@ def _is_constant(rewriter: Rewriter, node: fx.Node, constants: set[fx.Node]) -> 
 
 
 def _makes_container(node: fx.Node) -> bool:
-    """Whether a node puts values into an output of a class: a named tuple, a dataclass or a mapping."""
+    """Whether a node constructs an output object: a named tuple, dataclass or mapping."""
     return node.op == "call_function" and (node.target is make_output or isinstance(node.target, type))

@@ -22,7 +22,7 @@ from fxq.graph.run import Runner
 from fxq.graph.unit import calls_of
 from fxq.ledger.output_check import add_output
 from fxq.pipeline.context import Context
-from fxq.pipeline.float_values import KnownFloatForm, LayerValues, run_layer
+from fxq.pipeline.float_values import CachedFloatForm, LayerValues, run_layer
 from fxq.pipeline.used_rows import used_rows
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.rewriting.rewriter import Rewriter
@@ -74,8 +74,8 @@ class CorrectBias(Pass):
         pieces = context.in_pieces(self.samples, _FEW, _PIECES)
         floats = context.floats.of(rewriter.gm, context)
         with torch.no_grad(), seeded():
-            known = sum(samples_in(piece) or 1 for piece in pieces)
-            enough = known >= _FEW if context.divisible else len(pieces) >= _PIECES
+            sample_count = sum(samples_in(piece) or 1 for piece in pieces)
+            enough = sample_count >= _FEW if context.divisible else len(pieces) >= _PIECES
             if enough or self._pays(rewriter, pieces, floats):
                 layers = self._fitted(rewriter, pieces, floats)
         for node, layer in layers.items():
@@ -101,8 +101,8 @@ class CorrectBias(Pass):
         halves = pieces[::2], pieces[1::2]
         if not halves[1]:
             return False
-        for known, others in (halves, halves[::-1]):
-            fitted = self._fitted(rewriter, known, floats)
+        for fit_pieces, others in (halves, halves[::-1]):
+            fitted = self._fitted(rewriter, fit_pieces, floats)
             for layer in fitted.values():
                 layer.learns = False
             before, after = (_sqnr(rewriter.gm, others, layers, floats) for layers in ({}, fitted))
@@ -187,7 +187,7 @@ class _Layer:
     def correct(self, got: Tensor) -> Tensor:
         """Take what the integers compute; the same, corrected by what has been seen so far."""
         if self.learns and got.numel():
-            assert self.wanted is not None  # the float form runs first
+            assert self.wanted is not None  # the float form ran first
             self._compare(got, self.wanted)
         self.wanted = None
         if self.line is None:
@@ -260,7 +260,7 @@ def _moments(rows: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _fit(gm: fx.GraphModule, batch: Batch, layers: Mapping[fx.Node, _Layer], floats: LayerValues) -> None:
-    """Run both forms on some samples, side by side, for layers that learn."""
+    """Run the float and integer forms on some samples, so that the layers collect their errors."""
     with_tokens = [node for node, layer in layers.items() if layer.axis == -1]
     used = used_rows(Program(gm, gm.graph), batch, with_tokens)
     for node, layer in layers.items():
@@ -270,28 +270,28 @@ def _fit(gm: fx.GraphModule, batch: Batch, layers: Mapping[fx.Node, _Layer], flo
 
 def _sqnr(gm: fx.GraphModule, batches: Sequence[Batch], layers: Mapping[fx.Node, _Layer], floats: LayerValues) -> float:
     """dB of the integer graph's output, layers corrected; of several outputs, of the one that is furthest off."""
-    found: dict[int, Agreement] = {}
+    agreements: dict[int, Agreement] = {}
     for batch in batches:
         runs = _Real(gm, batch, floats, [gm.graph.output_node()], {}), _Integers(gm, batch, layers)
         for place, (wanted, got) in enumerate(zip(*map(tensors, _side_by_side(*runs)), strict=True)):
             if wanted.is_floating_point():
-                add_output(found, place, wanted, got)
-    return min((output.sqnr for output in found.values()), default=math.nan)
+                add_output(agreements, place, wanted, got)
+    return min((output.sqnr for output in agreements.values()), default=math.nan)
 
 
 def _side_by_side(real: _Real, integers: _Integers) -> tuple[Any, Any]:
-    """What both forms return, run node by node."""
+    """Run the float and integer forms node by node, and return both outputs."""
     outputs = None, None
     for node in integers.graph.nodes:
         drawn = torch.get_rng_state()
         wanted = real.step(node)
-        torch.set_rng_state(drawn)  # both draw the same numbers
+        torch.set_rng_state(drawn)  # so that both draw the same random numbers
         outputs = wanted, integers.step(node)
     return outputs
 
 
-class _Real(KnownFloatForm):
-    """Some samples in float."""
+class _Real(CachedFloatForm):
+    """Runs samples in float and passes the outputs of layers to `_Layer.wanted`."""
 
     def __init__(
         self,
@@ -305,7 +305,7 @@ class _Real(KnownFloatForm):
         self._learning = layers
 
     def see_layer(self, node: fx.Node, value: Tensor) -> None:
-        """Hand on what a layer computes."""
+        """Store the float output of a layer."""
         self._learning[node].wanted = value
 
 
@@ -313,7 +313,9 @@ class _Integers(Runner):
     """Some samples in integer arithmetic, each layer corrected by what has been seen so far."""
 
     def __init__(self, gm: fx.GraphModule, batch: Batch, layers: Mapping[fx.Node, _Layer]) -> None:
-        super().__init__(gm, copied(batch), modules=Program(gm, gm.graph).modules)  # what it keeps is its own
+        super().__init__(
+            gm, copied(batch), modules=Program(gm, gm.graph).modules
+        )  # copied modules, so that their state is private
         self._layers = layers
 
     def compute(self, node: fx.Node) -> Any:

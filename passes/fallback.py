@@ -70,7 +70,7 @@ class Fallback(Pass):
         prober = None
         if context.backend.has_kernels and pinned is None:
             prober = Prober(context.backend, context.recipe, costs.machine_costs(), measures=choose)
-        with threads_set_to(1):  # its CPU time is the same whatever other programs do
+        with threads_set_to(1):  # other programs do not affect the CPU time of one thread
             opened, able = self._decide(rewriter, prober, pinned)
         runs = ("float" if fate_of(node) == "float" else "int8" for node in able)
         context.decided = (*opened, *map(Pin.at, able.values(), runs), *_off_grid(rewriter))
@@ -81,7 +81,7 @@ class Fallback(Pass):
     def _decide(
         self, rewriter: Rewriter, prober: Prober | None, pinned: Pinned | None
     ) -> tuple[list[Pin], dict[fx.Node, Place]]:
-        """Open units and put ops into float; what was decided of units, and what could run on integers."""
+        """Split units and move ops to float. Returns the splits, and the nodes that could run on integers."""
         choose = prober is not None and prober.measures
         if prober is not None and choose and any(map(_may_be_opened, rewriter.nodes())):
             _ask_backend(rewriter, prober)
@@ -91,7 +91,7 @@ class Fallback(Pass):
         if pinned is not None:
             _obey(rewriter, pinned, able)
         elif prober is not None:
-            if choose and (prober.own is None or len(rewriter.edits) > edits):  # there are other units now
+            if choose and (prober.own is None or len(rewriter.edits) > edits):  # the units changed
                 _ask_backend(rewriter, prober)
             _price(rewriter, prober, choose)
             prober.costs.save()
@@ -116,7 +116,7 @@ def _ask_again(rewriter: Rewriter) -> None:
 
 
 def _bound_sums(rewriter: Rewriter) -> None:
-    """Let layers whose integer sums could leave int32 run in float, whatever the backend: files are bounded, too."""
+    """Move layers whose integer sums could overflow int32 to float, for all backends, since exports sum them, too."""
     for node in rewriter.nodes():
         plan, largest = info(node).plan, 0.0
         if plan is not None and plan.fate == "int8":
@@ -128,10 +128,10 @@ def _bound_sums(rewriter: Rewriter) -> None:
 
 
 def _fewer_bits(rewriter: Rewriter, node: fx.Node, plan: Plan, largest: float) -> str:
-    """The line of a recipe with which the integer sums of a layer fit, or empty: each bit less halves them."""
+    """Recipe line that reduces activation bits so that a layer's sums fit in int32, or empty. A bit halves the sums."""
     call, spec = calls_of(rewriter.gm, node)[0], plan.reads
     bits = (spec.bits if spec is not None else 0) - math.ceil(math.log2(largest / INT32))
-    if spec is None or bits < FEWEST_BITS or call.rounds_its_state:
+    if spec is None or bits < MIN_PROPOSED_BITS or call.rounds_its_state:
         return ""
     measured = f', per="{spec.per}", range="measured"' if spec.range == "measured" else ""
     path = (info(node).paths or (info(node).path,))[0]
@@ -182,8 +182,8 @@ def _price(rewriter: Rewriter, prober: Prober, choose: bool) -> None:
         ops = priced_ops(rewriter.gm, regions, prober, advance)
         left = dict(float_ops(rewriter.gm, nodes, prober))
         kept = dict(weight_only_ops(rewriter.gm, nodes, prober))
-    for other, cost in (*left.items(), *kept.items()):
-        _record(rewriter, other, cost)
+    for priced_node, cost in (*left.items(), *kept.items()):
+        _record(rewriter, priced_node, cost)
     others = 1e-6 * sum(cost.float_us for cost in left.values())
     slow = slower_for_size(kept, others + sum(op.real for op in ops if op.source))
     if slow is not None:
@@ -283,8 +283,8 @@ def _record(rewriter: Rewriter, node: fx.Node, cost: Cost) -> None:
 
 DECIDED = "the recipe's decisions say float"
 NOT_WORTH_IT = "float is faster at this size on this machine"
-FEWEST_BITS = 4
-"""Of an activation, in what is proposed to a user: with fewer, float is the better choice."""
+MIN_PROPOSED_BITS = 4
+"""Minimum activation bits to propose to the user; below, float is the better choice."""
 FEWER_MEASURED = (
     'recipe.without_pass("smooth").insert_pass(fxq.passes.Smooth(measure_gain=math.inf), after="insert-qdq")'
 )

@@ -18,7 +18,7 @@ from fxq.graph.query import unobserved
 from fxq.graph.run import value_of
 from fxq.graph.unit import calls_of, feeding, inputs_of, wishes_of
 from fxq.pipeline.context import Context
-from fxq.pipeline.float_values import KnownFloatForm, LayerValues
+from fxq.pipeline.float_values import CachedFloatForm, LayerValues
 from fxq.pipeline.samples import on_samples
 from fxq.quant.measured import MeasuredGrid
 from fxq.quant.qparams import QParams
@@ -81,8 +81,8 @@ class KeepSmallValues(Pass):
         context: Context = rewriter.context
 
         def run(batches: Sequence[Batch]) -> dict[fx.Node, _Loss]:
-            found = {node: _Loss.of(rewriter.gm, node) for node in rewriter.nodes()}
-            losses = {node: loss for node, loss in found.items() if loss.grids}
+            all_losses = {node: _Loss.of(rewriter.gm, node) for node in rewriter.nodes()}
+            losses = {node: loss for node, loss in all_losses.items() if loss.grids}
             floats = context.floats.of(rewriter.gm, context) if losses else LayerValues()
             for batch in batches if losses else ():
                 with torch.no_grad(), seeded():
@@ -150,7 +150,7 @@ class _Loss:
         return max((grid.qmax - grid.qmin).bit_length() for grid in self.grids.values())
 
 
-class _Trial(KnownFloatForm):
+class _Trial(CachedFloatForm):
     """Runs the graph on a batch in float, and its layers once more without the values that their grids make zero."""
 
     def __init__(
@@ -160,13 +160,13 @@ class _Trial(KnownFloatForm):
         self._losses, self._most = losses, most
 
     def step(self, node: fx.Node) -> Any:
-        """Run the next node, if it must be; its value."""
+        """Run the next node if it is needed, and count the losses of its layer."""
         if node in self._losses:
             self._count(node, self._losses[node])
         return super().step(node)
 
     def _count(self, node: fx.Node, loss: _Loss) -> None:
-        """Count what a layer loses of the values that it reads."""
+        """Measure the error of a layer that quantization of its inputs causes."""
         seen, lost, left = 0, 0, dict(self.values)
         for read, grid in loss.grids.items():
             x = self.values[read]

@@ -71,18 +71,20 @@ def _traced(context: Context, broken: Mapping[str, str], run: FloatRun) -> Rewri
     for node in gm.graph.nodes:
         traced.describe(node, origins=(node.name,) if _is_call(node) else (), kept=_kept_leaf(node, recipe, broken))
     states = list(_check_state_of(run, leaves))
-    hidden = [Break(kept.path, kept.why) for kept in states if kept.hidden]  # of the others a change names its line
-    breaks = [*hidden, *Functionalization(traced, tracer.watch, tracer.made).run()]
+    hidden = [
+        Break(kept.path, kept.why) for kept in states if kept.hidden
+    ]  # for the others, the node of the change names the line
+    breaks = [*hidden, *Functionalization(traced, tracer.watch, tracer.new_constants).run()]
     breaks += [Break(kept.path, kept.why) for kept in states if not kept.hidden]
     if not breaks:
         context.outputs, differs = _compared(context, tracer, run)
         breaks += [differs] if differs is not None else []
     if not breaks and not run.computes_alike(_callable(gm)):
-        # what is known to keep something is a leaf by now, and more is needed: others that may, or the modules around
+        # modules known to have state are leaves already: try the suspects next, then the enclosing modules
         more = [Break(kept.path, kept.why) for kept in run.suspects if not _is_inside(kept.path, leaves)]
         above = [Break(kept.path.rpartition(".")[0], kept.why) for kept in run.kept]
-        breaks += more or [found for found in above if not found.path or not _is_inside(found.path, leaves)]
-    kept = {found.path: f"cannot be traced: {found.why}".rstrip(".") for found in reversed(breaks) if found.path}
+        breaks += more or [stop for stop in above if not stop.path or not _is_inside(stop.path, leaves)]
+    kept = {stop.path: f"cannot be traced: {stop.why}".rstrip(".") for stop in reversed(breaks) if stop.path}
     if kept and not recipe.strict_trace:
         return kept
     if breaks:
@@ -92,7 +94,7 @@ def _traced(context: Context, broken: Mapping[str, str], run: FloatRun) -> Rewri
 
 
 def _graph(context: Context, leaves: tuple[str, ...], run: FloatRun) -> tuple[Tracer, fx.GraphModule | None]:
-    """What traced the model, and its graph if all of it can be traced.
+    """Trace the model. Returns the tracer, and the graph if the whole model can be traced.
 
     Loops over the rows of a tensor are unrolled where nothing else is left. Branches on sizes that come to the same
     graph either way are not checked when it runs.
@@ -134,15 +136,15 @@ def _branches(tracer: Tracer) -> list[str]:
 def _makes_no_difference(place: str, context: Context, tracer: Tracer, graph: fx.Graph, run: FloatRun) -> bool:
     """Whether the graph is the same whichever way the branches of one line go."""
 
-    def written(found: fx.Graph, by: Tracer) -> list[tuple[str, ...]]:
-        nodes = [n for n in found.nodes if not (is_check(n) and n.kwargs.get("place") == place)]
+    def written(traced_graph: fx.Graph, by: Tracer) -> list[tuple[str, ...]]:
+        nodes = [n for n in traced_graph.nodes if not (is_check(n) and n.kwargs.get("place") == place)]
         values: dict[fx.Node, Any] = {n: f"%{i}" for i, n in enumerate(nodes)}
         values |= {n: way for n, (line, way) in by.asked.answers.items() if line == place}
         return [(n.op, str(n.target), str(fx.node.map_arg((n.args, n.kwargs), values.get))) for n in nodes]
 
     model, fixed = context.model, context.recipe.concrete_args
     for way in (True, False):
-        other = Tracer(
+        forced = Tracer(
             tracer.leaves,
             context.example,
             fixed,
@@ -153,7 +155,7 @@ def _makes_no_difference(place: str, context: Context, tracer: Tracer, graph: fx
         )
         try:
             with run.untouched(), seeded():
-                if written(other.trace_model(model), other) != written(graph, tracer) or other.broken:
+                if written(forced.trace_model(model), forced) != written(graph, tracer) or forced.broken:
                     return False
         except FxqError:
             return False
@@ -165,20 +167,20 @@ def _is_inside(path: str, leaves: tuple[str, ...]) -> bool:
 
 
 def _take_copies(gm: fx.GraphModule, written: Collection[str]) -> None:
-    """Let a graph have copies of the leaves that change their parameters in place, which it shares with the model."""
+    """Copy the leaves of a graph that change their parameters in place, so that the model does not share them."""
     for node in gm.graph.find_nodes(op="call_module"):
         path = str(node.target)
         if any(name.startswith(f"{path}.") for name in written):
             try:
                 leaf = gm.get_submodule(path)
                 gm.set_submodule(path, copy.deepcopy(leaf, computed_tensors(leaf)))
-            except Exception as error:  # whatever the module's own attributes raise
-                why = f'layer "{path}" changes its parameters in place, and cannot be copied: {words_of(error)}'
+            except Exception as error:  # attributes of the module may raise any type of error
+                why = f'layer "{path}" changes its parameters in place, but cannot be copied: {words_of(error)}'
                 raise TraceError(f"{why}. Change them in eval mode before quantizing, not in forward.") from error
 
 
 def _check_state_of(run: FloatRun, leaves: tuple[str, ...]) -> Iterator[KeptState]:
-    """What the float model keeps from one call to the next, which a graph has no trace of; in a leaf it may."""
+    """State that a graph would lose. Skips state in leaves; raises `TraceError` for state outside the modules."""
     for kept in run.kept:
         if kept.outside:
             raise TraceError(f'layer "{kept.path}": {kept.why}' if kept.path else kept.why)
@@ -209,11 +211,11 @@ def _counts_samples(context: Context, gm: fx.GraphModule) -> bool:
     if count is None:
         return False
     at = count // 2
-    one = copied(first_of(context.example, 1, at))
+    sample = copied(first_of(context.example, 1, at))
     run = _callable(gm)
     try:
         with untouched(context.model), untouched(gm), seeded(), torch.inference_mode(False), torch.no_grad():
-            got = list(tensors(run(*one.args, **one.kwargs)))
+            got = list(tensors(run(*sample.args, **sample.kwargs)))
         pairs = zip(tensors(context.outputs), got, strict=True)
         return same_values(got, [part_for(whole, alone, at, 1, count) for whole, alone in pairs])
     except Exception:  # whatever the model raises for a size that it cannot have
@@ -221,7 +223,7 @@ def _counts_samples(context: Context, gm: fx.GraphModule) -> bool:
 
 
 def _callable(gm: fx.GraphModule) -> nn.Module:
-    """A graph as a module to call: the own call of a `GraphModule` prints what goes wrong."""
+    """Plain module that runs a graph; calling the `GraphModule` would print errors to stderr."""
     gm.recompile()
     called = nn.Module()
     called._modules, called._parameters, called._buffers = gm._modules, gm._parameters, gm._buffers
@@ -260,7 +262,7 @@ def _kept(broken: Mapping[str, str], context: Context, gm: fx.GraphModule) -> st
 
 
 def _share(broken: Mapping[str, str], gm: fx.GraphModule) -> str:
-    """How much of the model's arithmetic is in modules that cannot be traced, where it is most of it."""
+    """Sentence on the share of multiply-accumulates in modules that cannot be traced; empty if it is small."""
     macs = {node: macs_of(gm, node) for node in gm.graph.nodes}
     inside = sum(count for node, count in macs.items() if node.op == "call_module" and node.target in broken)
     share = inside / (sum(macs.values()) or 1)
@@ -268,7 +270,7 @@ def _share(broken: Mapping[str, str], gm: fx.GraphModule) -> str:
         return ""
     return (
         f"They do about {share:.0%} of the model's multiply-accumulates: move the line that cannot be traced into a "
-        "small module of its own, which alone stays in float then. "
+        "small module of its own, so that only that module stays in float. "
     )
 
 

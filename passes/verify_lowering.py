@@ -32,7 +32,7 @@ from fxq.rewriting.rewriter import Rewriter
 from fxq.tracing.fidelity import run_model
 
 _SHAPES = 2
-"""How many other shapes of recorded samples kernels are verified on."""
+"""Number of further input shapes, among the recorded samples, that kernels are verified on."""
 _VALUES = 2**18
 """How many values of inputs kernels are verified on: more find nothing new, and take their time in large models."""
 
@@ -46,8 +46,8 @@ class VerifyLowering(Pass):
     Also: a kernel that would overwrite a residual somebody still reads is told not to; and engines are asked what they
     run: an op that was to run on integers, and does not, is a float op, with that for its reason.
     Runs the first recorded batch, of large samples a few, and its first sample alone where there are samples: kernels
-    plan by input shape. Where recorded samples have other shapes, one each of the first two others. And a kernel that
-    chooses code by the size of images also runs alone on two other sizes, cut from its inputs or repeated.
+    plan by input shape. If recorded samples have other shapes, also one sample each of the first two of these. Kernels
+    whose code depends on image size also run alone at two other sizes, on inputs that are cropped or repeated.
 
     Args:
         tolerance: how much further than half a step an integer may be from the real value, in steps.
@@ -100,23 +100,24 @@ class VerifyLowering(Pass):
                 describe_as_run(rewriter, node, layers)
 
     def _find(self, rewriter: Rewriter) -> _Found:
-        """What is wrong, on one batch and on one sample."""
+        """Find kernels that disagree with their q/dq form: on a batch, one sample, and samples of other shapes."""
         context: Context = rewriter.context
         batch = (context.samples or [context.example])[0]
         if context.divisible:
-            each = sum(tensor.numel() for tensor in tensors((batch.args, batch.kwargs))) // (samples_in(batch) or 1)
-            batch = first_of(batch, max(2, _VALUES // max(each, 1)))
-        found = self._compare(rewriter, batch, resizes=True)
-        if found is None:  # recorded are the first samples; where the first axis is none of samples, nothing fits them
+            size = sum(tensor.numel() for tensor in tensors((batch.args, batch.kwargs)))
+            sample_size = size // (samples_in(batch) or 1)
+            batch = first_of(batch, max(2, _VALUES // max(sample_size, 1)))
+        findings = self._compare(rewriter, batch, resizes=True)
+        if findings is None:  # the first samples were cut along an axis that does not count samples
             batch = context.example
-            found = self._compare(rewriter, batch, certain=True, resizes=True) or _Found()
-        ones = [first_of(sample, 1) if context.divisible else sample for sample in (batch, *context.samples)]
-        others = {str(one): one for one in ones if str(one) != str(batch)}  # what a batch is called tells its shapes
-        for one in [*others.values()][: 1 + _SHAPES]:
-            more = self._compare(rewriter, one) or _Found()
-            found.wrong.update({k: v for k, v in more.wrong.items() if k not in found.wrong})
-            found.overwrites.update(more.overwrites)
-        return found
+            findings = self._compare(rewriter, batch, certain=True, resizes=True) or _Found()
+        singles = [first_of(sample, 1) if context.divisible else sample for sample in (batch, *context.samples)]
+        by_shapes = {str(single): single for single in singles if str(single) != str(batch)}  # `str` gives the shapes
+        for single in [*by_shapes.values()][: 1 + _SHAPES]:
+            more = self._compare(rewriter, single) or _Found()
+            findings.wrong.update({k: v for k, v in more.wrong.items() if k not in findings.wrong})
+            findings.overwrites.update(more.overwrites)
+        return findings
 
     def _compare(self, rewriter: Rewriter, batch: Batch, certain: bool = False, resizes: bool = False) -> _Found | None:
         """What is wrong on one batch; None where the graph does not run on it (an error if it is `certain` to)."""
@@ -132,8 +133,10 @@ class VerifyLowering(Pass):
             if certain:
                 raise
             if _runs_in_float(rewriter.context, batch):
-                what = f"{batch}, as the float model does: {type(error).__name__}: {words_of(error)}"
-                warn(f"verify-lowering: the lowered graph does not run on {what}. Its kernels are not verified there.")
+                problem = f"{batch}, as the float model does: {type(error).__name__}: {words_of(error)}"
+                warn(
+                    f"verify-lowering: the lowered graph does not run on {problem}. Its kernels are not verified there."
+                )
             return None
         return verifier.found
 
@@ -185,7 +188,7 @@ class _Verifier(Runner):
 
     Attributes:
         found: what is wrong so far.
-        resizes: whether kernels also run alone on other sizes.
+        resizes: whether each kernel is also run alone on resized inputs, see `Kernel.at_other_sizes`.
         lasting: what lives longer than a run, by the address of its memory: inputs and weights.
     """
 
@@ -229,7 +232,7 @@ class _Verifier(Runner):
         return right if len(right) > 1 else right[0]
 
     def _wrong_at_other_sizes(self, node: fx.Node, region: Region) -> str | None:
-        """How the kernel's result differs on inputs of other sizes; None where it does not, or its inputs have none."""
+        """Description of how a kernel's result differs on resized inputs; None if it agrees or has no such inputs."""
         kernel = submodule(self.gm, node)
         if not self.resizes or not isinstance(kernel, Kernel) or node.kwargs:
             return None
@@ -241,10 +244,12 @@ class _Verifier(Runner):
             values = {read: of_node[now] for read, now in inputs_now(self.gm, node, region).items()}
             try:
                 expected = run_region(self.gm, region, values)
-            except Exception:  # the layer cannot have this size: whatever torch raises then
+            except Exception:  # the layer rejects this size; torch raises errors of many types
                 continue
             try:
-                got = copy.deepcopy(kernel)(*(x.clone() for x in resized))  # it keeps weights packed for its own sizes
+                got = copy.deepcopy(kernel)(
+                    *(x.clone() for x in resized)
+                )  # a copy: the kernel caches weights packed for the current sizes
                 why = difference(self.gm, region, values, expected, got, self.rules)
             except Exception as error:
                 why = f"it raised {type(error).__name__}: {words_of(error)}"

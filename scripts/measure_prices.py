@@ -1,12 +1,12 @@
-"""Measure the price table: coefficients from which fxq estimates what ops take on this kind of CPU, with one thread.
+"""Measure the price table: coefficients for estimating the seconds of ops on this kind of CPU, on one thread.
 
-    python scripts/measure_prices.py                                  measure, and write fxq/cost/price_table.toml
-    ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 python scripts/measure_prices.py      as an older CPU would be
-    python scripts/measure_prices.py --errors                         measure, and print how far estimates are off
+    python scripts/measure_prices.py                                  measure, and update fxq/cost/price_table.toml
+    ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 python scripts/measure_prices.py      emulate an older CPU
+    python scripts/measure_prices.py --errors                         measure, update, and print the errors of estimates
 
-Networks of `scripts/` and small ones with every common op are quantized; each op is timed as an integer kernel and in
-float, in CPU time. Coefficients are fitted by non-negative least squares of relative errors, a row for each kind of
-work (see `fxq/cost/price_table.py`). Rows of other kinds of CPU in the file stay as they are. It takes a few minutes.
+The script quantizes networks of `scripts/` and small models with every common op, and times each op as an integer
+kernel and in float, in CPU time. It fits the coefficients of each kind of work (see `fxq/cost/price_table.py`) by
+non-negative least squares on relative errors. Rows of other kinds of CPU are kept. It takes a few minutes.
 """
 
 from __future__ import annotations
@@ -47,26 +47,26 @@ POOLS = (nn.MaxPool2d(2), nn.MaxPool2d(3, 2, 1), nn.AvgPool2d(2), nn.AdaptiveAvg
 
 Samples = dict[tuple[Work, ...], float]
 SAMPLES: dict[str, Samples] = defaultdict(dict)
-"""By "float" or backend: what was done, and the seconds that it took."""
+"""Measured seconds by "float" or backend, then by the work that was timed."""
 
 
 def note(name: str, works: tuple[Work, ...], seconds: float) -> None:
-    """Keep a measurement; of the same work, the quickest."""
+    """Record a measurement; the shortest counts for equal work."""
     SAMPLES[name][works] = min(seconds, SAMPLES[name].get(works, math.inf))
 
 
 class Recorder(Prober):
-    """A prober that notes what it measures, by "float" or the backend's name."""
+    """Prober that records its measurements in `SAMPLES`."""
 
     def kernel(self, gm: Any, region: Any, ops: int | None = None) -> float:
-        """As in `Prober`."""
+        """Seconds of the first `ops` ops of a region as an integer kernel, see `Prober.kernel`."""
         seconds = super().kernel(gm, region, ops)
         if ops is None and self.own is None:
             note(self.backend.name, kernel_works(gm, region), seconds)
         return seconds
 
     def real(self, gm: Any, region: Any) -> float:
-        """As in `Prober`."""
+        """Seconds of a region in float, see `Prober.real`."""
         seconds = super().real(gm, region)
         if self.own is None:
             note("float", float_works(gm, region), seconds)
@@ -78,7 +78,7 @@ class Recorder(Prober):
         return seconds
 
     def measure(self, gm: Any, quantize: Any) -> float:
-        """As in `Prober`."""
+        """Seconds to compute a dynamic range, see `Prober.measure`."""
         seconds = super().measure(gm, quantize)
         elements = math.prod(fallback.info(quantize).shape)
         note(self.backend.name, (Work("measure", elements=elements / 1e6),), seconds)
@@ -86,7 +86,7 @@ class Recorder(Prober):
 
 
 class Both(nn.Module):
-    """Two layers and what joins them."""
+    """Two convolutions, an op that joins their results, and a convolution after it."""
 
     def __init__(self, channels: int, join: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
@@ -94,12 +94,12 @@ class Both(nn.Module):
         self.head = nn.Conv2d(channels, channels, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(N, 3, H, W) to (N, channels, H, W), or what the join makes of it."""
+        """(N, 3, H, W) -> (N, channels, H, W)."""
         return self.head(self.join(torch.relu(self.a(x)), self.b(x)))
 
 
 class Product(nn.Module):
-    """Attention's two products of activations, between layers."""
+    """Self-attention: two products of activations between linear layers."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class Product(nn.Module):
 
 
 def convs(inputs: int, outputs: int, size: int, **options: Any) -> tuple[nn.Module, Tensor]:
-    """A convolution between two others."""
+    """Convolution after a 1x1 convolution, and an example input (1, 3, size, size)."""
     first = nn.Conv2d(3, inputs, 1)
     return nn.Sequential(first, nn.ReLU(), nn.Conv2d(inputs, outputs, **options), nn.ReLU()), torch.randn(
         1, 3, size, size
@@ -120,7 +120,7 @@ def convs(inputs: int, outputs: int, size: int, **options: Any) -> tuple[nn.Modu
 
 
 def models() -> Iterator[tuple[str, nn.Module, Tensor]]:
-    """What is measured: networks, and layers at many sizes."""
+    """Networks, and single layers at many sizes, to quantize statically: name, model, example input."""
     torch.manual_seed(0)
     fsrcnn, digits = load_demo_networks()
     yield "digits", digits, torch.rand(1, 1, 8, 8)
@@ -160,7 +160,7 @@ def models() -> Iterator[tuple[str, nn.Module, Tensor]]:
 
 
 def sequences() -> Iterator[tuple[str, nn.Module, Tensor]]:
-    """Layers that are quantized dynamically, too."""
+    """Models to quantize dynamically: name, model, example input."""
     torch.manual_seed(0)
     for rows in (1, 8, 64):
         for width in (64, 256, 768):
@@ -169,23 +169,23 @@ def sequences() -> Iterator[tuple[str, nn.Module, Tensor]]:
 
 
 def record(backend: str, only: str = "") -> None:
-    """Quantize all of it with a backend; `SAMPLES` has what that took."""
-    cache.PATIENCE, cache.AGREE, cache.NEAR = 0.0, 10, 1.1  # one round, of more runs
+    """Quantize all models with a backend and record the measurements in `SAMPLES`."""
+    cache.PATIENCE, cache.AGREE, cache.NEAR = 0.0, 10, 1.1  # one round with more runs
     rounds: dict[str, list[float]] = {}
 
     class Measured(Costs):
         has_table = False
 
-    def known() -> Costs:
+    def fresh_costs() -> Costs:
         costs = Measured()
         costs.rounds = rounds
         return costs
 
-    fallback.costs.machine_costs = known
+    fallback.costs.machine_costs = fresh_costs
     fallback.Prober = Recorder
     recipes = ((models, fxq.Recipe.static(backend=backend)), (sequences, fxq.Recipe.dynamic(backend=backend)))
-    for made, recipe in recipes:
-        for name, model, x in made():
+    for networks, recipe in recipes:
+        for name, model, x in networks():
             if only and not name.startswith(only):
                 continue
             plain = recipe.without_pass("correct-bias").without_pass("verify-lowering")
@@ -196,55 +196,55 @@ def record(backend: str, only: str = "") -> None:
 
 
 def fit(samples: Samples) -> dict[str, list[float]]:
-    """Coefficients by kind of work, with which estimates have the least relative error."""
+    """Coefficients by kind of work that minimize the relative errors of estimates."""
     kinds = sorted({work.kind for works in samples for work in works})
     place = {kind: 4 * i for i, kind in enumerate(kinds)}
     matrix = np.zeros((len(samples), 4 * len(kinds)))
     for row, (works, seconds) in zip(matrix, samples.items(), strict=True):
         for work in works:
             row[place[work.kind] : place[work.kind] + 4] += np.array(work.sizes) / (1e6 * seconds)
-    found = nonnegative(matrix)
-    return {kind: [float(f"{value:.3g}") for value in found[place[kind] : place[kind] + 4]] for kind in kinds}
+    coefficients = nonnegative(matrix)
+    return {kind: [float(f"{value:.3g}") for value in coefficients[place[kind] : place[kind] + 4]] for kind in kinds}
 
 
 def nonnegative(matrix: Any, rounds: int = 500) -> Any:
-    """Non-negative x with which `matrix @ x` is near 1: least squares by coordinate descent, weighted as by Huber."""
+    """Non-negative x, (columns,), for which `matrix @ x` is close to 1: coordinate descent with Huber weights."""
     size = matrix.max(0)
     scaled = matrix / np.where(size > 0, size, 1.0)
-    found, weight = np.zeros(matrix.shape[1]), np.ones(len(matrix))
+    x, weight = np.zeros(matrix.shape[1]), np.ones(len(matrix))
     for _ in range(6):
         gram, aim = scaled.T @ (weight[:, None] * scaled), scaled.T @ weight
         for _ in range(rounds):
             for i in np.flatnonzero(np.diag(gram) > 0):
-                found[i] = max(0.0, found[i] + (aim[i] - gram[i] @ found) / gram[i, i])
-        weight = 1 / np.maximum(1.0, np.abs(scaled @ found - 1.0) / 0.1)
-    return found / np.where(size > 0, size, 1.0)
+                x[i] = max(0.0, x[i] + (aim[i] - gram[i] @ x) / gram[i, i])
+        weight = 1 / np.maximum(1.0, np.abs(scaled @ x - 1.0) / 0.1)
+    return x / np.where(size > 0, size, 1.0)
 
 
 def errors(rows: Mapping[str, Any], samples: Samples) -> None:
-    """Print, by the kind of the first work, how far estimates are off, and the worst."""
+    """Print the median error of estimates, as log2 of estimate / measured, and the three worst, by kind of work."""
     table, off = PriceTable(rows, rows), defaultdict(list)
     for works, seconds in samples.items():
         estimate = table.seconds(rows, works)
-        assert estimate is not None  # its rows are those of the samples
+        assert estimate is not None  # the rows were fitted to these samples
         off[works[0].kind].append((math.log2(max(estimate, 1e-9) / seconds), 1e6 * seconds, works))
-    for kind, found in sorted(off.items()):
-        median = np.median([abs(error) for error, *_ in found])
-        print(f"{kind:20} {len(found):5}  median {median:.2f}")
-        for error, us, works in sorted(found, key=lambda e: -abs(e[0]))[:3]:
+    for kind, errors_of_kind in sorted(off.items()):
+        median = np.median([abs(error) for error, *_ in errors_of_kind])
+        print(f"{kind:20} {len(errors_of_kind):5}  median {median:.2f}")
+        for error, us, works in sorted(errors_of_kind, key=lambda e: -abs(e[0]))[:3]:
             print(f"    {error:+.2f} of {us:.1f} us: {'; '.join(map(str, works))}")
 
 
 def main() -> None:
-    """Measure, fit, write."""
+    """Measure, fit the coefficients, and write the file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--errors", action="store_true", help="print how far estimates are off, in powers of two")
-    parser.add_argument("--only", default="", help="models whose name begins so")
+    parser.add_argument("--errors", action="store_true", help="print log2 of estimate / measured")
+    parser.add_argument("--only", default="", help="measure only models whose name starts with this; writes no file")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    played = "ONEDNN_MAX_CPU_ISA" in os.environ  # which fbgemm does not read
-    for backend in BACKENDS[:1] if played else BACKENDS:
+    emulated = "ONEDNN_MAX_CPU_ISA" in os.environ  # fbgemm ignores it
+    for backend in BACKENDS[:1] if emulated else BACKENDS:
         if unavailable(backend) is None:
             record(backend, arguments.only)
     rows = {name: fit(samples) for name, samples in SAMPLES.items()}
@@ -253,12 +253,12 @@ def main() -> None:
             print(f"{name}, log2 of estimate / measured:")
             errors(rows[name], samples)
     if not arguments.only:
-        known = read_table() if FILE.exists() else {}
-        FILE.write_text(HEADER + "\n".join(written({**known, cpu.kind(): rows})), encoding="utf-8")
+        measured = read_table() if FILE.exists() else {}
+        FILE.write_text(HEADER + "\n".join(written({**measured, cpu.kind(): rows})), encoding="utf-8")
 
 
 def written(table: Mapping[str, Mapping[str, Mapping[str, list[float]]]]) -> Iterator[str]:
-    """The lines of the file: a row of the table on each."""
+    """Lines of the TOML file."""
     for kind, parts in sorted(table.items()):
         for part, rows in sorted(parts.items()):
             yield f"[{kind}.{part}]"
@@ -267,8 +267,8 @@ def written(table: Mapping[str, Mapping[str, Mapping[str, list[float]]]]) -> Ite
 
 
 HEADER = """\
-# What ops take, by kind of CPU, "float" or backend, and kind of work; written by scripts/measure_prices.py.
-# Four coefficients: microseconds for a call, a million multiply-accumulates, a million values, a million weights.
+# Costs of ops by kind of CPU, "float" or backend, and kind of work; written by scripts/measure_prices.py.
+# Coefficients: microseconds per call, per million multiply-accumulates, per million values, per million weights.
 
 """
 

@@ -142,7 +142,7 @@ def test_a_model_that_fxq_has_made(make, inside):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_torchscript_model():
-    refused(torch.jit.trace(net(), X), fxq.InputError, "TorchScript", "Give the nn.Module that it was made of")
+    refused(torch.jit.trace(net(), X), fxq.InputError, "TorchScript", "Pass the nn.Module that it was scripted from")
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules")

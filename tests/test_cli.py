@@ -171,7 +171,9 @@ def test_quantize_exports_what_the_suffix_says(run, recipe, tmp_path, name):
     own = fxq.quantize(commanded.make().eval(), fxq.Recipe.load(tmp_path / recipe), data=data)
     assert own.export(tmp_path / name).read_bytes()[:100] == (tmp_path / "new" / name).read_bytes()[:100]
     found = run("inspect", f"new/{name}")
-    assert found.exit_code == 1 and re.search(r"it is an? (ONNX|OpenVINO|program).*, and fxq loads what", found.stderr)
+    assert found.exit_code == 1 and re.search(
+        r"it is an? (ONNX|OpenVINO|program).*, but fxq.load reads only", found.stderr
+    )
 
 
 @pytest.mark.parametrize(
@@ -198,7 +200,7 @@ def test_what_an_export_needs_is_looked_at_first(run, monkeypatch):
 def test_a_model_is_no_file(run, tmp_path):
     (tmp_path / "m.onnx").write_bytes(b"")
     found = run("quantize", "m.onnx", "--data", "commanded:batches", "-o", "m.fxq")
-    assert "the model is the path of an ONNX model, and fxq takes modules" in found.stderr
+    assert "the model is the path of an ONNX model, but fxq takes an nn.Module" in found.stderr
 
 
 def test_options_in_place_of_the_recipe_s(run, recipe, tmp_path):

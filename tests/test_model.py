@@ -126,7 +126,7 @@ def test_modules_of_the_user_are_copied_and_no_file_holds_them(qmodel):
     own.head, own.notes = nn.Sequential(nn.Linear(2, 2)), object
     for copied in (copy.copy, deepcopied, pickled, saved, twice):
         assert torch.equal(copied(own).head[0].weight, own.head[0].weight) and copied(own).notes is object
-    with pytest.warns(FxqWarning, match="does not hold head, notes: a file holds plain data and tensors"):
+    with pytest.warns(FxqWarning, match="does not contain head, notes: a file holds only plain data and tensors"):
         other = filed(own)
     assert torch.equal(other(X), own(X)) and not hasattr(other, "head") and not hasattr(other, "notes")
 

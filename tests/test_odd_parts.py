@@ -63,7 +63,7 @@ def test_a_script_module_runs_as_a_leaf_call_after_call(part, backend):
 
 
 def test_a_whole_script_module_says_what_to_give():
-    with pytest.raises(fxq.InputError, match=r"TorchScript module.*nn.Module that it was made of.*torch.export"):
+    with pytest.raises(fxq.InputError, match=r"TorchScript module.*nn.Module that it was scripted from.*torch.export"):
         fxq.quantize(torch.jit.script(Branches()).eval(), REFERENCE, data=[X])
 
 
@@ -88,9 +88,9 @@ def between(function):
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        (InPlainList(), r"a Linear whose parameters are not the model's.*plain list.*nn.ModuleList"),
+        (InPlainList(), r"a Linear that is not a submodule of the model.*plain list.*nn.ModuleList"),
         (between(lambda x: torch.Tensor.abs(x)), r"torch.Tensor.abs\(x\), which takes no traced value.*x.abs\("),
-        (between(scripted), r"a TorchScript function is called.*Python function that it was made of"),
+        (between(scripted), r"a TorchScript function is called.*Python function that it was scripted from"),
         (
             between(lambda x: torch.utils.checkpoint.checkpoint(torch.relu, x, use_reentrant=True)),
             r"an autograd.Function is called.*use_reentrant=False",

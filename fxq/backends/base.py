@@ -31,8 +31,8 @@ class Support:
             are measured to take decides. 0: there is no other.
         emits_float: whether the kernel can emit float. If not, its result is rounded to a grid of its own where nobody
             reads integers from it.
-        emits_float_last: where not, whether a kernel emits float all the same for values that reach the model's output
-            and are not rounded on their way.
+        emits_float_last: whether a kernel that does not emit float otherwise does so for values that reach the model's
+            output without being quantized.
     """
 
     ops: int

@@ -31,8 +31,8 @@ def auto_order() -> tuple[str, ...]:
     """The backends that "auto" tries, best first.
 
     On x86-64, x86 is the fastest and emits float; fbgemm does where PyTorch is built without oneDNN. qnnpack is made
-    for ARM: it runs on x86, too, but slower than float. fxq's own loops and engines follow, for a PyTorch that has no
-    int8 kernels (any more); reference runs nothing on integers.
+    for ARM: it runs on x86, too, but slower than float. The other backends follow, for PyTorch builds without int8
+    kernels: compiled loops (jit), engines, and last reference, which runs nothing on integers.
     """
     ours = ("x86", "fbgemm") if cpu.is_x86() else ("qnnpack",)
     return (*ours, "jit", "openvino", "onnxruntime", "reference")
@@ -66,7 +66,7 @@ def get_backend(name: str, device: str = "cpu") -> Backend:
             if candidate == "reference":
                 warn(
                     f"fxq has no int8 kernels for a model on {device} of this machine. It is quantized for the "
-                    'reference backend: exact, and slower than float. backend="reference" says so without a warning; '
+                    'reference backend: exact, but slower than float. backend="reference" avoids this warning; '
                     "pip install 'fxq[jit]' adds kernels for CPUs."
                 )
             return get_backend(candidate, device)

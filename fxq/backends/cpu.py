@@ -39,19 +39,19 @@ def has_vnni() -> bool:
 
 
 _DEPTH = 64
-"""How many products `_products` sums."""
+"""Number of products per sum in `_products`."""
 
 
 def _products(activation: int, weight: int) -> torch.Tensor:
-    """What oneDNN's linear layer makes of activations and weights that are all alike."""
+    """Output of oneDNN's linear layer, float32 (4, 16), for constant activations and weights."""
     rows, columns = 4, 16
     weights = torch.full((columns, _DEPTH), weight, dtype=torch.int8, device="cpu")
     scale, zero = torch.ones(columns, device="cpu"), torch.zeros(columns, dtype=torch.int32, device="cpu")
     packed = torch.ops.onednn.qlinear_prepack(weights, [rows, _DEPTH])
     x = torch.full((rows, _DEPTH), activation, dtype=torch.uint8, device="cpu")
     after: tuple[Any, ...] = (None, 1.0, 0, torch.float32, "none", [], "")
-    made: torch.Tensor = torch.ops.onednn.qlinear_pointwise(x, 1.0, 0, packed, scale, zero, *after)
-    return made
+    sums: torch.Tensor = torch.ops.onednn.qlinear_pointwise(x, 1.0, 0, packed, scale, zero, *after)
+    return sums
 
 
 def without_vnni() -> str | None:
@@ -106,27 +106,27 @@ def has_exact_depthwise() -> bool:
 
 @cache
 def has_avx2_vnni() -> bool:
-    """Whether oneDNN runs its kernels for VNNI in vectors of 256 bits, as on client CPUs of Intel."""
+    """Whether oneDNN uses VNNI with 256-bit vectors, as on Intel client CPUs."""
     return has_vnni() and not has_avx512()
 
 
 @cache
 def has_amx() -> bool:
-    """Whether the CPU multiplies tiles of integers, and oneDNN may use them (`onednn_isa`)."""
+    """Whether the CPU has AMX int8, and oneDNN may use it (`onednn_isa`)."""
     return _flag("_is_amx_tile_supported") and _onednn_may_use("AMX")
 
 
 @cache
 def has_avx512() -> bool:
-    """Whether the CPU has vectors of 512 bits, and oneDNN may use them (`onednn_isa`)."""
+    """Whether the CPU has AVX-512, and oneDNN may use it (`onednn_isa`)."""
     return _flag("_is_avx512_supported") and _onednn_may_use("AVX512", "AVX10_1_512", "AMX")
 
 
 def onednn_isa() -> str:
-    """The highest instruction set that oneDNN may use, such as "AVX2"; "DEFAULT": all that the CPU has.
+    """Highest instruction set that oneDNN may use, such as "AVX2", or "DEFAULT" if it is not limited.
 
-    As oneDNN reads it: the first of its two environment variables that is not empty (`DNNL_` is the older prefix). What
-    is no instruction set limits nothing.
+    Read as in oneDNN: the first non-empty of `ONEDNN_MAX_CPU_ISA` and the older `DNNL_MAX_CPU_ISA`. Unknown names do
+    not limit it.
     """
     names = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
     word = next((value.upper() for value in map(os.environ.get, names) if value), "")
@@ -147,7 +147,7 @@ def has_onednn_int8() -> bool:
         return False
     try:
         return bool((_products(1, 1) == _DEPTH).all())
-    except (NotImplementedError, RuntimeError):  # an op may be there by name alone
+    except (NotImplementedError, RuntimeError):  # the op is registered without a CPU kernel
         return False
 
 
@@ -163,7 +163,7 @@ def machine() -> dict[str, str]:
 
 
 def kind() -> str:
-    """The kind of CPU as prices depend on it: "amx", "avx512_vnni", "avx512", "avx2_vnni", "avx2" or "neon"."""
+    """Kind of CPU, by which the price table is keyed: "amx", "avx512_vnni", "avx512", "avx2_vnni", "avx2" or "neon"."""
     if not is_x86():
         return "neon"
     if has_amx():

@@ -146,7 +146,7 @@ class Kernel(Bindable):
         return cls(**{name: decode(value) for name, value in config.items()}, **tensors)
 
     def at_other_sizes(self, *inputs: Tensor) -> Iterable[tuple[Tensor, ...]]:
-        """Inputs like these of other sizes, to verify it on: none where the size of inputs does not choose its code."""
+        """Inputs of other sizes to verify the kernel on; none if its code does not depend on the size of inputs."""
         return ()
 
     def _kept(self, key: Hashable, make: Callable[[], Any]) -> Any:

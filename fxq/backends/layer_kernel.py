@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 OTHER_COLUMNS = (3, 29)
-"""Widths of results that kernels are verified at, besides that of the calibration data."""
+"""Output widths that kernels are verified at, in addition to that of the calibration data."""
 
 
 class LayerKernel(Kernel):
@@ -77,9 +77,9 @@ class LayerKernel(Kernel):
         return self.weight.dim() - 2
 
     def at_other_sizes(self, *inputs: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """As in `Kernel`: results of two rows, narrower than what kernels compute at once, and wider than two of that.
+        """Inputs for outputs of two rows, narrower than one vector and wider than two, see `Kernel.at_other_sizes`.
 
-        The values are those of the first sample, cut off or again from the start.
+        They are cropped from the first sample or repeat it.
         """
         dims = self.axes
         for columns in OTHER_COLUMNS if dims else ():
@@ -145,7 +145,7 @@ class LayerKernel(Kernel):
         return LayerSpec(weight, qparams, tensors.get("bias"), slope=tensors.get("slope"), **options)
 
     def _largest_sum(self) -> float:
-        """The largest magnitude of its integer sums, with the bias where that goes into them."""
+        """Largest magnitude of the kernel's integer sums, including the bias if it is added in int32."""
         axis = self.channel_axis
         rows = self.weight.unflatten(0, (self.groups if axis else 1, -1)).movedim(1 + axis, 1).flatten(2)
         bias = None

@@ -77,12 +77,12 @@ class RegionKernel(Kernel):
         return self.form.module(self) if self.form is not None else None
 
     def check(self) -> None:
-        """As in `Kernel`; weights may have been edited, so that integer sums are bounded again."""
+        """Check the kernel, and bound its integer sums again, since weights may have been edited."""
         super().check()
         refuse(self.name, self.sums_refused())
 
     def sums_refused(self) -> str | None:
-        """Why integer sums of the region could leave int32; None where they cannot."""
+        """Reason why integer sums of the region could overflow int32, or None if they cannot."""
         inside = self.graph_inside()
         if inside is None:
             return None

@@ -1,4 +1,4 @@
-"""What the code of a model reads besides its modules: globals, variables of enclosing functions, class attributes."""
+"""Variables outside a model's modules that its code uses: globals, closures, class attributes, defaults."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from typing import Any
 
 from torch import nn
 
-_MOST_FUNCTIONS = 2000
+_MAX_FUNCTIONS = 2000
 _LIBRARIES = ("torch", "fxq", "numpy", "builtins")
 
 
 @dataclass(frozen=True)
 class OuterVariables:
-    """Variables as a snapshot sees them (`fxq/common/state.py`): by what a person calls them.
+    """Group of variables that a snapshot (`fxq/common/state.py`) can read and write.
 
     Attributes:
-        table: what holds the variables, by name.
-        names: the variables' names there, by what they are called.
+        table: mapping that holds the variables, such as a module's globals.
+        names: key in `table` by display name: `{"global COUNT": "COUNT"}`.
     """
 
     table: MutableMapping[str, Any]
     names: dict[str, str]
 
     def read(self) -> dict[str, Any]:
-        """The values of those that exist."""
+        """Values by display name, of the variables that exist."""
         return {called: self.table[name] for called, name in self.names.items() if name in self.table}
 
     def write(self, values: dict[str, Any]) -> None:
-        """Give them these values; those without one go."""
+        """Set the variables to `values`, by display name; delete those that have none."""
         for called, name in self.names.items():
             if called in values and (name not in self.table or self.table[name] is not values[called]):
                 self.table[name] = values[called]
@@ -45,12 +45,12 @@ class OuterVariables:
 
 @dataclass
 class CodeState:
-    """The functions that a model's modules may call, and the variables outside of the modules that these name.
+    """Variables outside a model's modules that the code of the modules refers to.
 
-    Only code of the user's is looked into: that of torch, NumPy and the standard library keeps nothing that counts.
+    Follows calls into the user's code only, not into torch, NumPy or the standard library.
 
     Attributes:
-        bindings: the variables, with the path of the first module whose code names them.
+        bindings: groups of variables, each with the path of the first module whose code refers to them.
     """
 
     bindings: list[tuple[str, OuterVariables]] = field(default_factory=list)
@@ -59,19 +59,19 @@ class CodeState:
 
     @classmethod
     def of(cls, model: nn.Module) -> CodeState:
-        """That of all modules of a model."""
-        found = cls()
+        """State that the code of any module of a model refers to."""
+        state = cls()
         for path, module in model.named_modules():
             for kind in type(module).__mro__:
-                found._enter(path, kind)
+                state._enter(path, kind)
             for value in vars(module).values():
-                found._enter(path, value)
-        return found
+                state._enter(path, value)
+        return state
 
     def _enter(self, path: str, value: Any) -> None:
-        """Take in a class or a function of the user's, with those that it names."""
+        """Add a class or function of the user, and the ones it refers to."""
         waiting = deque([value])
-        while waiting and len(self._functions) < _MOST_FUNCTIONS:
+        while waiting and len(self._functions) < _MAX_FUNCTIONS:
             value = waiting.popleft()
             inner = [getattr(value, name, None) for name in ("__func__", "fget", "func", "__wrapped__")]
             value = next((part for part in inner if isinstance(part, types.FunctionType)), value)
@@ -107,15 +107,15 @@ class CodeState:
             self.bindings.append((path, OuterVariables(table, {prefix + name: name for name in chosen})))
 
     def reads(self, name: str) -> bool:
-        """Whether a variable or attribute of that name is read other than to give itself a new value, as `n += 1` does.
+        """Whether the code uses a variable or attribute other than to update it, as `n += 1` does.
 
-        Where the source cannot be seen it is, if the code names it.
+        Code without source counts as using every name in it.
         """
         return any(name in _names(f.__code__) and _reads(f, name) for f in self._functions.values())
 
 
 class _Cells(MutableMapping[str, Any]):
-    """The variables of enclosing functions as a dict."""
+    """Mapping of closure variables."""
 
     def __init__(self, cells: dict[str, types.CellType]) -> None:
         self.cells = cells
@@ -137,14 +137,14 @@ class _Cells(MutableMapping[str, Any]):
 
     def __contains__(self, name: object) -> bool:
         try:
-            self.cells[str(name)].cell_contents  # noqa: B018 - one without a value yet raises
+            self.cells[str(name)].cell_contents  # noqa: B018 - raises if the cell is empty
         except (KeyError, ValueError):
             return False
         return True
 
 
 class _ClassAttributes(MutableMapping[str, Any]):
-    """The attributes of a class that are no code, as a dict."""
+    """Mapping of a class's data attributes."""
 
     def __init__(self, cls: type) -> None:
         self.cls = cls
@@ -172,7 +172,7 @@ def _is_library(value: Any) -> bool:
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
-    """The globals and attributes that code names, with that of the functions inside."""
+    """Names of globals, attributes and closure variables in code and the functions nested in it."""
     waiting = deque([code])
     while waiting:
         code = waiting.popleft()
@@ -191,7 +191,7 @@ def _reads(function: types.FunctionType, name: str) -> bool:
 
 
 def _to_itself(node: ast.AST, name: str) -> Iterator[ast.AST]:
-    """The parts of `n = n + 1` and of `c["n"] += 1` that read only to write."""
+    """Nodes of `n = n + 1` or `c["n"] += 1` that read `n` only to update it."""
     targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AugAssign) else []
     for target in targets:
         holders = list(_holders(target))
@@ -201,7 +201,7 @@ def _to_itself(node: ast.AST, name: str) -> Iterator[ast.AST]:
 
 
 def _holders(target: ast.AST) -> Iterator[ast.AST]:
-    """What is set, and the objects that it is a part of."""
+    """Assignment target, followed by the objects that it is an attribute or item of."""
     yield target
     while isinstance(target, (ast.Attribute, ast.Subscript)):
         target = target.value

@@ -1,4 +1,4 @@
-"""How many CPUs this process may use, and whether other programs use them."""
+"""Number of CPUs that this process may use, and whether it has to share them."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import time
 from pathlib import Path
 
 _GROUPS = Path("/sys/fs/cgroup")
-_CONTENDED, _SPELL = 1.25, 0.02
-"""How much longer than its CPU time a loop takes that other programs hold up, and the seconds for which it runs."""
+_MAX_WALL_RATIO, _PROBE_SECONDS = 1.25, 0.02
+"""Wall time over CPU time of the probing loop above which the CPU counts as contended; CPU seconds of the loop."""
 
 
 def usable_cpus(groups: Path = _GROUPS) -> float:
-    """CPUs that this process may use: those that it is bound to, or the quota of its control group, e.g. 1.5.
+    """Number of CPUs that this process may use: the smaller of its affinity and its cgroup quota (may be 1.5).
 
     Args:
-        groups: where the system shows control groups (Linux); a container sees its own there.
+        groups: mount point of the cgroup file system (Linux).
     """
     affinity = getattr(os, "sched_getaffinity", None)
     count = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
@@ -24,7 +24,7 @@ def usable_cpus(groups: Path = _GROUPS) -> float:
 
 
 def _quota(groups: Path) -> float | None:
-    """CPUs that a control group of version 2 or 1 is limited to; None: it has no limit."""
+    """CPU quota of a cgroup (v2 or v1), or None if it has no limit."""
     try:
         if (groups / "cpu.max").exists():
             most, period = (groups / "cpu.max").read_text().split()
@@ -37,8 +37,8 @@ def _quota(groups: Path) -> float | None:
 
 
 def is_contended() -> bool:
-    """Whether other programs, or a quota, keep this thread from its CPU: a loop takes longer than its CPU time."""
+    """Whether other programs or a quota preempt this thread, so that wall time exceeds CPU time."""
     wall, own = time.perf_counter(), time.thread_time()
-    while time.thread_time() - own < _SPELL:
+    while time.thread_time() - own < _PROBE_SECONDS:
         pass
-    return time.perf_counter() - wall > _CONTENDED * (time.thread_time() - own)
+    return time.perf_counter() - wall > _MAX_WALL_RATIO * (time.thread_time() - own)

@@ -212,13 +212,17 @@ def pieces_of(batch: Batch, most: int) -> list[Batch]:
 
 
 def place_in(whole: Batch, part: Batch) -> int | None:
-    """The first of the samples of a batch that another batch holds, in a row; None where it holds others.
+    """Index at which a batch contains the samples of another batch consecutively; None if it does not.
 
-    A batch whose first axis does not count samples holds itself alone, and none holds one without samples.
+    Without a sample axis, a batch contains only itself, at 0. A batch without samples is part of no batch.
+
+    Args:
+        whole: the batch to search.
+        part: the samples to look for.
     """
-    (ours, form), (theirs, other) = (tree_flatten((b.args, dict(b.kwargs))) for b in (whole, part))
+    (ours, form), (theirs, part_form) = (tree_flatten((b.args, dict(b.kwargs))) for b in (whole, part))
     size, count = samples_in(whole), samples_in(part)
-    if form != other or count == 0:
+    if form != part_form or count == 0:
         return None
 
     def is_at(start: int) -> bool:

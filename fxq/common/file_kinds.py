@@ -1,4 +1,4 @@
-"""What kind of model a file holds that is none of fxq's, by its first bytes, and how a module is made of it."""
+"""Recognition of model files in other formats, with advice on how to get an `nn.Module` from them."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from typing import Any
 
 _ONNX = (
     "an ONNX model",
-    'a converter makes a module of it: `pip install onnx2torch`, then `onnx2torch.convert("m.onnx").eval()`',
+    'convert it to a module: `pip install onnx2torch`, then `onnx2torch.convert("m.onnx").eval()`',
 )
 _ZIPS = {
-    "/code/": ("a TorchScript program", "it has no Python code to trace: take the module that it was made of"),
-    "/models/model.json": ("a program of torch.export", 'give the program itself: `torch.export.load("m.pt2")`'),
+    "/code/": ("a TorchScript program", "it has no Python code to trace: pass the nn.Module that it was scripted from"),
+    "/models/model.json": ("a program of torch.export", 'pass the program itself: `torch.export.load("m.pt2")`'),
     "/data.pkl": (
         "a file of torch.save",
-        "make the module, and load its weights: `model.load_state_dict(torch.load(path))`",
+        "create the module, then load its weights: `model.load_state_dict(torch.load(path))`",
     ),
 }
 _FIRST = {
-    b"GGUF": ("a GGUF model", "make the module, and load the float weights that it was made of"),
-    b"<?xml": ("an OpenVINO model, or other XML", "take the module that it was made of"),
-    b"\x80": ("a pickle", "make the module, and load its weights"),
+    b"GGUF": ("a GGUF model", "create the nn.Module, then load the float weights that the file was converted from"),
+    b"<?xml": ("an OpenVINO model, or other XML", "pass the nn.Module that it was converted from"),
+    b"\x80": ("a pickle", "create the module, then load its weights"),
 }
 
 
 def kind_of(path: Path) -> tuple[str, str]:
-    """What a file is, and how to come to a module that fxq takes; two empty strings where that is not known."""
+    """Format of a file, and how to get a module from it; two empty strings if the format is unknown."""
     try:
         with path.open("rb") as file:
             first = file.read(64)
@@ -37,19 +37,21 @@ def kind_of(path: Path) -> tuple[str, str]:
             return next((about for part, about in _ZIPS.items() if any(part in name for name in names)), ("", ""))
     except (OSError, ValueError, zipfile.BadZipFile):
         return "", ""
-    if first[:1] == b"\x08" and (first[2:3] == b"\x12" or path.suffix == ".onnx"):  # its version, then who made it
+    if first[:1] == b"\x08" and (
+        first[2:3] == b"\x12" or path.suffix == ".onnx"
+    ):  # field ir_version, then producer_name
         return _ONNX
     return next((about for start, about in _FIRST.items() if first.startswith(start)), ("", ""))
 
 
 def no_module(value: Any) -> str:
-    """What to say of a model that is a path or an object of another library; empty where nothing is known of it."""
+    """Error message for a model that is a path or an object of another library; empty if it is not recognized."""
     if type(value).__name__ == "ModelProto":
-        what, how = _ONNX
-        return f"the model is {what}, and fxq takes modules: {how}."
+        kind, how = _ONNX
+        return f"the model is {kind}, but fxq takes an nn.Module: {how}."
     if not isinstance(value, (str, os.PathLike)):
         return ""
-    what, how = kind_of(Path(value))
+    kind, how = kind_of(Path(value))
     if Path(value).suffix == ".onnx":
-        what, how = _ONNX
-    return f"the model is the path of {what}, and fxq takes modules: {how}." if what else ""
+        kind, how = _ONNX
+    return f"the model is the path of {kind}, but fxq takes an nn.Module: {how}." if kind else ""

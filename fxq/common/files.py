@@ -1,4 +1,4 @@
-"""Writing files: each is complete or unchanged, whoever else writes it, and whatever fails."""
+"""Atomic writing of files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def as_path(path: str | os.PathLike[str]) -> Path:
 
 
 def write_file(path: Path, data: bytes) -> Path:
-    """Write a file as `replacing` does; the path."""
+    """Write a file atomically and return its path."""
     with replacing(path) as file:
         file.write(data)
     return path
@@ -28,7 +28,7 @@ def write_file(path: Path, data: bytes) -> Path:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """For the block that writes a file: missing folders above it are made.
+    """Context for writing a file: creates missing parent folders and translates OS errors.
 
     Raises:
         RenderError: the file cannot be written: no permission, a full disk, a folder of that name.
@@ -44,7 +44,7 @@ def writing(path: Path) -> Iterator[None]:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """For the block that writes a file: the old one is there until the new one is complete.
+    """Context for replacing a file atomically: the old one stays until the new one is complete.
 
     A reader, and who comes after a crash, finds the whole new file or the whole old one. It is written beside its
     place, under a random name that starts with a dot, so that any number of threads and machines may write one path:
@@ -73,10 +73,10 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def check_writable(path: Path) -> None:
-    """Try whether a file can be written, without writing it: for work that takes long before it does.
+    """Check that a file can be written, before long work whose result it gets.
 
     Raises:
-        RenderError: it cannot be.
+        RenderError: it cannot be written.
     """
     with writing(path):
         place = Path(os.path.realpath(path))
@@ -94,5 +94,5 @@ def _beside(place: Path) -> Path:
 
 
 def _created(path: Path) -> int:
-    """A new file, open for writing. Raises `FileExistsError` where there is one of this name."""
+    """Create a file and return its descriptor for writing. Raises `FileExistsError` if it exists."""
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)

@@ -28,10 +28,11 @@ class ModelChanges:
 
     Attributes:
         buffers: names of buffers changed in place.
-        parameters: names of parameters changed in place, or given other values through `.data`.
-        attributes: by module path, the places in a module that hold something else than before, as `h` or `h[0]`.
-        in_place: as `attributes`, those that hold a tensor, an array or a generator that was itself changed.
-        outside: by module path, places outside of the model, which the code of a module reads, as `global COUNT`.
+        parameters: names of parameters changed in place or through `.data`.
+        attributes: reassigned attributes and items by module path, such as `h` or `h[0]`.
+        in_place: tensors, arrays and generators changed in place, by module path and named like `attributes`.
+        outside: changed variables outside the model that the code of a module reads, by module path, such as
+            `global COUNT`.
     """
 
     buffers: list[str] = field(default_factory=list)
@@ -43,14 +44,14 @@ class ModelChanges:
     _snapshots: tuple[StateSnapshot, ...] = ()
 
     def so_far(self) -> list[ChangedPlace]:
-        """Everything that has been changed up to now."""
+        """All changes up to now."""
         return [change for snapshot in self._snapshots for change in snapshot.changes()]
 
     def end(self, buffers: Mapping[int, str], parameters: Mapping[int, str]) -> None:
-        """Put everything back, and fill in the lists of names. What torch.fx itself adds to a model is no change."""
+        """Restore all state and fill in the names of what had changed, except for constants that torch.fx adds."""
         for snapshot in self._snapshots:
-            found = list(snapshot.changes())
-            for change in found:
+            snapshot_changes = list(snapshot.changes())
+            for change in snapshot_changes:
                 if snapshot is not self._snapshots[0]:
                     self.outside.setdefault(change.owner, []).append(change.name)
                 elif change.in_place and id(change.now) in buffers:
@@ -60,7 +61,7 @@ class ModelChanges:
                 elif not change.name.startswith("_tensor_constant"):
                     kind = self.in_place if change.in_place else self.attributes
                     kind.setdefault(change.owner, []).append(change.name)
-            if found:
+            if snapshot_changes:
                 snapshot.restore()
         self._snapshots = ()
 
@@ -69,16 +70,16 @@ class ModelChanges:
 def untouched(
     model: nn.Module, outside: Iterable[tuple[str, Any]] = (), watches: bool = False
 ) -> Iterator[ModelChanges]:
-    """Undo what happens to the attributes, buffers and parameters of a model's modules inside; yields what that was.
+    """Context that undoes changes to a model's attributes, buffers and parameters; yields the changes.
 
-    A forward may keep what it computes (`self.attention = a`), count its calls, fill a cache, or normalize its weights.
-    What containers and objects in attributes hold is put back, too. Parameters get their storage back; their values
-    where an embedding has a `max_norm`, and with `watches` wherever an op writes into them: it slows down every op.
+    A forward may store what it computes (`self.attention = a`), count its calls, fill a cache, or normalize its
+    weights. Containers and objects in attributes are restored, too. Of parameters, the storage is restored; the values
+    only for embeddings with `max_norm`, or with `watches`.
 
     Args:
         model: the model.
-        outside: what else is put back, each with the path of a module that it belongs to.
-        watches: whether ops are watched for writing into parameters.
+        outside: further objects to restore, each with the path of the module that it belongs to.
+        watches: whether to detect and undo writes into parameters, which slows down every op.
     """
     scripts = [
         (script, name, buffer)
@@ -96,7 +97,7 @@ def untouched(
             yield changes
     finally:
         paths = {id(module): path for path, module in model.named_modules()}
-        for script, name, buffer in scripts:  # its code sets them behind Python's back
+        for script, name, buffer in scripts:  # TorchScript code replaces them without Python attribute access
             if getattr(script, name).data_ptr() != buffer.data_ptr():
                 setattr(script, name, buffer)
                 changes.buffers.append(f"{paths[id(script)]}.{name}".lstrip("."))
@@ -108,8 +109,8 @@ def untouched(
 
 
 def _snapshot(model: nn.Module) -> StateSnapshot:
-    """A snapshot of all modules of a model, with copies of its buffers and of embeddings that are normed."""
-    # a script module keeps its own behind its attributes, and makes some of them when they are asked for
+    """Snapshot of all modules of a model, with copies of buffers and of embeddings with `max_norm`."""
+    # a script module stores its state in C++, and creates some attributes on access
     modules = [(n, m) for n, m in model.named_modules() if not isinstance(m, torch.jit.ScriptModule)]
     snapshot = StateSnapshot(frozenset(id(module) for _, module in modules))
     for name, buffer in model.named_buffers():
@@ -140,7 +141,7 @@ def unshare(model: nn.Module, lender: nn.Module) -> None:
                 try:
                     with torch.no_grad():
                         module._modules[name] = own_child = copy.deepcopy(child, memo)
-                    for parameter in own_child.parameters():  # not all at once: a script module has no requires_grad_
+                    for parameter in own_child.parameters():  # one by one: a script module has no requires_grad_
                         parameter.requires_grad_(False)
                 except Exception as error:  # whatever the module's own attributes raise
                     log.warning("%s is shared with the float model: it cannot be copied: %s", name, error)
@@ -153,9 +154,9 @@ def unshare(model: nn.Module, lender: nn.Module) -> None:
 
 
 def computed_tensors(*modules: nn.Module) -> dict[int, Any]:
-    """Copies of the tensors with a history that modules keep, by id: the memo with which `copy.deepcopy` takes modules.
+    """Detached copies of non-leaf tensors in module attributes, by id: the memo for `copy.deepcopy` of these modules.
 
-    Such are the weights of a recurrent layer with a parametrization, which it keeps from its last call.
+    An example is the weight that a parametrized recurrent layer stores in each call.
     """
     every = [value for module in modules for m in module.modules() for value in vars(m).values()]
     kept = [t for value in every for t in (value if isinstance(value, (list, tuple)) else (value,))]
@@ -178,7 +179,7 @@ def autocast_on() -> list[str]:
 
 @contextmanager
 def seeded(seed: int = 0) -> Iterator[None]:
-    """The same random numbers each time, of PyTorch, NumPy and Python; the user's generators go on where they were."""
+    """Context that seeds PyTorch, NumPy and Python, and restores the states of their global generators after."""
     numpy, python = sys.modules.get("numpy"), random.getstate()
     numbers = numpy.random.get_state(legacy=False) if numpy is not None else None
     try:
@@ -195,7 +196,7 @@ def seeded(seed: int = 0) -> Iterator[None]:
 
 
 def drawn() -> Callable[[], list[str]]:
-    """A function that says which of NumPy's and Python's global random generators have drawn numbers since."""
+    """Function that returns which global generators of NumPy and Python drew numbers since this call."""
 
     def states() -> dict[str, Any]:
         numpy = sys.modules.get("numpy")

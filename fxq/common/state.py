@@ -1,4 +1,4 @@
-"""Snapshots of what Python code may change between two calls: attributes, containers, tensors, arrays, generators."""
+"""Snapshots of mutable Python state: attributes, containers, tensors, arrays and random generators."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from fxq.common.code_state import OuterVariables
 
-MOST_OBJECTS, MOST_BYTES = 100_000, 1 << 28
-"""How many objects inside of attributes are looked into, and how many bytes of tensors and arrays are copied.
+MAX_VISITED_OBJECTS, MAX_COPIED_BYTES = 100_000, 1 << 28
+"""Limits of a snapshot: objects that it visits, bytes of tensors and arrays that it copies.
 
-What lies beyond is neither compared nor restored.
+State beyond the limits is neither compared nor restored.
 """
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
@@ -30,19 +30,19 @@ _NO_STATE = (*PLAIN, *_CODE)
 _LIBRARIES = ("torch", "numpy", "fxq", "threading", "_thread", "logging", "weakref", "concurrent", "asyncio")
 _TABLES = ("_parameters", "_buffers", "_modules")
 ABSENT = object()
-"""Stands for the value of a place that does not exist."""
+"""Value of a place that does not exist."""
 
 
 @dataclass(frozen=True)
 class ChangedPlace:
-    """A place whose value is another one than in the snapshot.
+    """Attribute, item or tensor that differs from the snapshot.
 
     Attributes:
-        owner: what the snapshot was told to call the object that the place was reached from: the path of a module.
-        name: the place, as `h[0]` or `cache['k']`.
-        now: the value now, `ABSENT` where there is none.
-        in_place: whether it is the same tensor, array or generator as before with another content.
-        counted: whether PyTorch counts it as a change of the tensor; it does not for the statistics of a `batch_norm`.
+        owner: path of the module that it belongs to, as passed to `StateSnapshot.add`.
+        name: its place in the owner, such as `h[0]` or `cache['k']`.
+        now: its current value, `ABSENT` if it was deleted.
+        in_place: whether it is the same tensor, array or generator with other content.
+        counted: whether the change raised the tensor's version counter; `batch_norm` updates statistics without that.
     """
 
     owner: str
@@ -54,23 +54,23 @@ class ChangedPlace:
 
 @dataclass
 class StateSnapshot:
-    """What can be reached from some objects, and how it was; `restore` puts it back.
+    """Copy of all state reachable from some objects, which `restore` writes back.
 
-    Lists, dicts, sets, deques, arrays, random generators, tensors, modules and objects with attributes are looked into,
-    objects of libraries are not. Of a parameter the storage counts; its values where `add_tensor` has copied them.
+    Visits lists, dicts, sets, deques, arrays, random generators, tensors, modules and objects with attributes, but not
+    objects of libraries. Of a parameter it keeps the storage; its values only if `add_tensor` copies them.
 
     Attributes:
-        apart: ids of modules that are not looked into where another object holds them.
+        apart: ids of modules that are not visited from other objects, because they are added on their own.
     """
 
     apart: frozenset[int] = frozenset()
     _held: dict[int, tuple[str, str, Any, Any]] = field(default_factory=dict)
     _contents: dict[int, tuple[str, str, Any, Any]] = field(default_factory=dict)
-    _left: int = MOST_OBJECTS
-    _room: int = MOST_BYTES
+    _left: int = MAX_VISITED_OBJECTS
+    _room: int = MAX_COPIED_BYTES
 
     def add(self, owner: str, value: Any, name: str = "") -> None:
-        """Take in an object, or a dict of attributes as `vars(module)` is, with all that is inside of it."""
+        """Add an object, or a dict of attributes such as `vars(module)`, and everything reachable from it."""
         waiting = deque([(name, value)])
         while waiting and self._left > 0:
             name, value = waiting.popleft()
@@ -93,7 +93,7 @@ class StateSnapshot:
                 waiting.extend((f"{name}[{i}]", part) for i, part in enumerate(value))
 
     def add_tensor(self, owner: str, name: str, tensor: Tensor, copies: bool) -> None:
-        """Take in a tensor: its storage, and where `copies` its values."""
+        """Add a tensor: its storage, and if `copies` is set, its values."""
         if not tensor.is_inference() and not tensor.is_nested and tensor.layout is torch.strided:
             self._contents.setdefault(id(tensor), (owner, name, tensor, _Values(tensor, copies)))
 
@@ -104,7 +104,7 @@ class StateSnapshot:
             self._contents.setdefault(id(value), (owner, name, value, _content(value)))
 
     def changes(self) -> Iterator[ChangedPlace]:
-        """The places that hold something else now."""
+        """Places that differ from the snapshot."""
         for owner, name, value, items in self._held.values():
             before, now = _slots(value, items), _slots(value, _items(value))
             if len(before) == len(now) and all(now.get(key, ABSENT) is was for key, was in before.items()):
@@ -118,7 +118,7 @@ class StateSnapshot:
                 yield ChangedPlace(owner, name, value, in_place=True, counted=counted)
 
     def restore(self) -> None:
-        """Put everything back: what containers held, and the values of what was changed in place."""
+        """Restore the items of containers, and the values of tensors, arrays and generators."""
         for _, name, value, items in self._held.values():
             _put_items(value, items, ordered=name != "")
         for _, _, value, content in self._contents.values():
@@ -134,7 +134,7 @@ def _alike(a: Any, b: Any) -> bool:
 
 
 def _items(value: Any) -> Any:
-    """A copy of what a container or an object holds, without looking further; None for what is neither."""
+    """Shallow copy of the items of a container or attributes of an object; None for other values."""
     if isinstance(value, dict):
         return dict(value)
     if isinstance(value, (list, deque)):
@@ -149,8 +149,8 @@ def _items(value: Any) -> Any:
     slots = [n for cls in type(value).__mro__ for n in _names(vars(cls).get("__slots__", ()))]
     if not isinstance(attributes, dict) and not slots:
         return None
-    found = dict(attributes) if isinstance(attributes, dict) else {}
-    return found | {n: getattr(value, n) for n in slots if n not in _NO_SLOTS and hasattr(value, n)}
+    values = dict(attributes) if isinstance(attributes, dict) else {}
+    return values | {n: getattr(value, n) for n in slots if n not in _NO_SLOTS and hasattr(value, n)}
 
 
 _NO_SLOTS = ("__dict__", "__weakref__")
@@ -168,14 +168,14 @@ def _inside(name: str, value: Any, items: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _slots(value: Any, items: Any) -> dict[Any, Any]:
-    """What a container holds, by key, index or attribute; of a set, each item by itself."""
+    """Items of a container by key, index or attribute name; those of a set by themselves."""
     if isinstance(value, (list, deque)):
         return dict(enumerate(items))
     return {item: item for item in items} if isinstance(value, set) else items
 
 
 def _name(outer: str, holder: Any, key: Any) -> str:
-    """The name of a place; that of a module's attributes ends with a dot, and its tables of tensors are left out."""
+    """Display name of an item. Names of modules end with a dot; `_parameters`, `_buffers`, `_modules` are left out."""
     stem, dot, last = outer.rpartition(".")
     if outer == "" or outer.endswith("."):
         return f"{outer}{key}"
@@ -206,8 +206,8 @@ def _put_items(value: Any, items: Any, ordered: bool) -> None:
 
 
 def _put_dict(value: dict[Any, Any], items: dict[Any, Any], ordered: bool) -> None:
-    """One item at a time: other threads may read a module's attributes. Not where the order has changed as well."""
-    kind = OrderedDict if isinstance(value, OrderedDict) else dict  # not what a class of its own does besides
+    """Restore a dict item by item, since other threads may read it; as a whole only if its order changed."""
+    kind = OrderedDict if isinstance(value, OrderedDict) else dict  # bypasses methods that a subclass overrides
     for key in value.keys() - items.keys():
         kind.__delitem__(value, key)
     for key, item in items.items():
@@ -222,7 +222,7 @@ def _put_dict(value: dict[Any, Any], items: dict[Any, Any], ordered: bool) -> No
 
 
 class _Values:
-    """The storage of a tensor, how often it had been changed, and, where it is copied, a copy of its values."""
+    """Storage and version counter of a tensor, and optionally a copy of its values."""
 
     def __init__(self, tensor: Tensor, copies: bool) -> None:
         self.alias, self.version = tensor.detach(), tensor._version
@@ -234,7 +234,7 @@ class _Values:
         return tensor.data_ptr() if not tensor.is_meta else 0, tensor.shape, tensor.stride(), tensor.dtype
 
     def is_as_before(self, tensor: Tensor) -> bool:
-        """Whether a tensor has this storage and these values."""
+        """Whether a tensor still has this storage and these values."""
         if self._place(tensor) != self.at:
             return False
         if self.copy is None:
@@ -243,11 +243,11 @@ class _Values:
         return torch.equal(now, self.copy) or bool(((now == self.copy) | (now.isnan() & self.copy.isnan())).all())
 
     def counts(self, tensor: Tensor) -> bool:
-        """Whether PyTorch has counted a change of the tensor, or it has another storage."""
+        """Whether the tensor's version counter or storage changed."""
         return tensor._version != self.version or self._place(tensor) != self.at
 
     def put_back(self, tensor: Tensor) -> None:
-        """Give a tensor its storage and its values back."""
+        """Restore a tensor's storage and values."""
         with torch.no_grad():
             if self._place(tensor) != self.at:
                 tensor.data = self.alias
@@ -256,7 +256,7 @@ class _Values:
 
 
 def _of_numpy(value: Any) -> bool:
-    """Whether a value is an array or a random generator of NumPy, which fxq does not import for this."""
+    """Whether a value is a NumPy array or random generator. Does not import NumPy."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, (numpy.ndarray, numpy.random.Generator, numpy.random.RandomState))
 
@@ -266,7 +266,7 @@ def _is_array(value: Any) -> bool:
 
 
 def _content(value: Any) -> Any:
-    """A copy of what an array or a random generator holds."""
+    """Copy of the values of an array, or of the state of a random generator."""
     if _is_array(value):
         return value.copy()
     if hasattr(value, "bit_generator"):
@@ -283,7 +283,7 @@ def _is_as_before(value: Any, content: Any) -> bool:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two contents of an array or a random generator are the same."""
+    """Whether two results of `_content` are equal."""
     if _is_array(a):
         return a.shape == b.shape and a.tobytes() == b.tobytes()
     if isinstance(a, Tensor):

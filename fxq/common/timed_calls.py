@@ -39,7 +39,7 @@ def clock(every_thread: bool = False) -> Callable[[], float]:
 
 @contextmanager
 def threads_set_to(count: int) -> Iterator[None]:
-    """Compute with so many threads inside. With one, CPU time is the time of a call, whatever other programs do."""
+    """Context with `count` PyTorch threads. On one thread, CPU time measures a call regardless of other programs."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -49,7 +49,7 @@ def threads_set_to(count: int) -> Iterator[None]:
 
 
 def counts_cpu_time() -> bool:
-    """Whether `clock` leaves out the time in which other programs had the CPU."""
+    """Whether `clock` measures CPU time, which excludes other programs."""
     return os.name == "posix" and torch.get_num_threads() == 1
 
 

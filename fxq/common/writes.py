@@ -1,4 +1,4 @@
-"""Which of some tensors are changed in place while code runs, with copies of them as they were."""
+"""Detection of in-place writes into tensors, with copies of the values before."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from fxq.common.metrics import tensors
 
 
 class WriteWatch(TorchDispatchMode):
-    """Copies a tensor before an op of PyTorch writes into its memory for the first time.
+    """Dispatch mode that copies a watched tensor before the first op that writes into its storage.
 
-    It sees writes through views and through `.data`, which change no count of the tensor's.
+    It also sees writes through views and through `.data`, which leave the tensor's version counter unchanged.
 
     Attributes:
-        copies: the tensors that were written to, each with a copy of it before.
+        copies: tensors that were written to, each with a copy of its values before.
     """
 
     supports_higher_order_operators = True
@@ -43,11 +43,11 @@ class WriteWatch(TorchDispatchMode):
 
     @property
     def written(self) -> list[Tensor]:
-        """The tensors that were written to."""
+        """Tensors that were written to."""
         return [tensor for tensor, _ in self.copies]
 
     def put_back(self) -> None:
-        """Give the tensors the values that they had."""
+        """Restore the values of all tensors that were written to."""
         with torch.no_grad():
             for tensor, value in self.copies:
                 tensor.copy_(value)
@@ -62,7 +62,7 @@ def _address(tensor: Tensor) -> int:
 
 @cache
 def _written(func: Any) -> tuple[tuple[int, str], ...]:
-    """Position and name of the arguments that an op of PyTorch writes to."""
-    schema = getattr(func, "_schema", None)  # an operator of higher order has none, and calls others
+    """Position and name of the arguments that a PyTorch op mutates."""
+    schema = getattr(func, "_schema", None)  # higher-order operators have no schema
     arguments = schema.arguments if schema is not None and schema.is_mutable else ()
     return tuple((i, a.name) for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)

@@ -75,7 +75,7 @@ class Costs:
     keeps the machine busy for a moment does not meet all rounds of the same one (see `settle`).
 
     Attributes:
-        has_table: whether the price table is asked, too (`fxq/cost/price_table.py`).
+        has_table: whether estimates of the price table are used as well (`fxq/cost/price_table.py`).
         path: the file that holds them between sessions; None: they are not kept.
         rounds: what each round measured, in seconds, by a text that says all that the time depends on.
     """
@@ -101,7 +101,7 @@ class Costs:
         return min(self.rounds[key])
 
     def is_sound(self, key: str) -> bool:
-        """Whether rounds agree on a price, so that it may contradict the price table."""
+        """Whether the measured rounds of a price agree, so that it may override the price table."""
         return _is_sure(self.rounds.get(key, []))
 
     def settle(self, keys: Iterable[str] | None = None) -> None:
@@ -167,7 +167,7 @@ class Costs:
     def save(self) -> None:
         """Write what was measured, beside what others have written meanwhile. Where that fails, nothing is kept.
 
-        Nor is a price by the wall clock on which rounds do not agree: other programs have added to it.
+        Wall-clock prices whose rounds disagree are not written either, as other programs disturbed them.
         """
         if self.path is None or not self._new:
             return
@@ -220,7 +220,7 @@ def kernels_code() -> str:
 
 
 def machine_path() -> Path:
-    """The file that holds the costs of this machine, in the folder that `FXQ_CACHE` names or the user's cache."""
+    """File of this machine's costs, in the folder of `FXQ_CACHE` or the user's cache directory."""
     about = hashlib.sha256(json.dumps(machine(), sort_keys=True).encode()).hexdigest()
     return cache_folder() / f"costs-{about[:12]}.json"
 
@@ -231,7 +231,7 @@ def machine_costs() -> Costs:
 
 
 def write_rounds(path: Path, rounds: dict[str, list[float]]) -> None:
-    """Write a file of costs that this machine measured. Raises `RenderError` where it cannot be written."""
+    """Write a file of costs measured on this machine. Raises `RenderError` if it cannot be written."""
     write_file(path, json.dumps({"machine": machine(), "rounds": rounds}, indent=1).encode())
 
 

@@ -20,8 +20,8 @@ class Priced:
     Attributes:
         key: its name.
         int8, real: seconds on integers, and in float.
-        source: where the seconds are from: "measured", "table" (`fxq/cost/price_table.py`), or "" where they are a
-            wish.
+        source: origin of the seconds: "measured", "table" (`fxq/cost/price_table.py`), or "" if they are not known and
+            only express a preference.
     """
 
     key: Key

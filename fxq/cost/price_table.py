@@ -1,8 +1,8 @@
-"""The price table: what ops take on each kind of CPU, estimated from their sizes by a few measured coefficients.
+"""Price table: estimated seconds of ops on each kind of CPU, linear in their sizes.
 
-An estimate is the same in every process, however busy the machine is. It stands for a price where nothing is measured,
-and where a measurement does not clearly contradict it (see `fxq/cost/prices.py`). `price_table.toml` holds the
-coefficients; `scripts/measure_prices.py` measures them.
+Estimates do not depend on the load of the machine. They are used where nothing is measured, or where a measurement
+does not clearly contradict them (see `fxq/cost/prices.py`). `price_table.toml` holds the coefficients, which
+`scripts/measure_prices.py` fits.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ else:
 
 FILE = Path(__file__).with_name("price_table.toml")
 Rows = Mapping[str, Sequence[float]]
-_LANES, _SUMMED = 16, 4
-"""Kernels compute so many output channels at once, and add so many products at once: other numbers are rounded up."""
+_OUTPUT_LANES, _INPUT_LANES = 16, 4
+"""Output and input channels that kernels process at once; other numbers are rounded up to a multiple."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What an op has to do, as the price table counts it.
+    """Amount of work of an op, in the units of the price table.
 
     Attributes:
-        kind: its row: the op's name, of convolutions with their groups; "+name" for an op in the kernel of another.
-        macs: multiply-accumulates in millions, channels rounded up to what kernels compute at once.
-        elements: values that it reads and makes, weights left out, in millions.
+        kind: row of the table: the op's name, such as "conv_depthwise"; "+relu" for an op fused into a kernel.
+        macs: multiply-accumulates in millions, with channels rounded up to full vectors.
+        elements: values that it reads and writes, without weights, in millions.
         weights: values of its weight, in millions.
     """
 
@@ -55,7 +55,7 @@ class Work:
 
     @property
     def sizes(self) -> tuple[float, float, float, float]:
-        """What the coefficients of a row are multiplied with."""
+        """Factors of the four coefficients of a row."""
         return (1.0, self.macs, self.elements, self.weights)
 
 
@@ -64,9 +64,9 @@ class PriceTable:
     """Estimated seconds of ops on one kind of CPU, with one thread.
 
     Attributes:
-        real: coefficients by kind of work for float ops: microseconds for a call, for a million multiply-accumulates,
-            for a million values read and made, for a million weights.
-        int8: the same for the kernels of one backend, and for conversions.
+        real: coefficients of float ops by kind of work: microseconds per call, per million multiply-accumulates, per
+            million values read and written, and per million weights.
+        int8: coefficients of the kernels of one backend, and of conversions.
     """
 
     real: Rows
@@ -74,32 +74,32 @@ class PriceTable:
 
     @staticmethod
     def seconds(rows: Rows, works: Sequence[Work]) -> float | None:
-        """The sum over works; None where there is no row for one."""
+        """Sum of the estimates, or None if a kind of work has no row."""
         if any(work.kind not in rows for work in works):
             return None
         return 1e-6 * sum(a * b for work in works for a, b in zip(rows[work.kind], work.sizes, strict=True))
 
     def float_seconds(self, gm: fx.GraphModule, region: UnitRegion) -> float | None:
-        """Seconds of the ops of a region in float; None: the table does not know one of them."""
+        """Seconds of a region's ops in float, or None if one of them has no row."""
         return self.seconds(self.real, float_works(gm, region))
 
     def kernel_seconds(self, gm: fx.GraphModule, region: UnitRegion) -> float | None:
-        """Seconds of a region as one integer kernel; None: the table does not know one of its ops."""
+        """Seconds of a region as one integer kernel, or None if one of its ops has no row."""
         return self.seconds(self.int8, kernel_works(gm, region))
 
     def conversion(self, kind: str, elements: int) -> float | None:
-        """Seconds to "quantize", "dequantize" or "measure" so many values."""
+        """Seconds to "quantize", "dequantize", "requantize" or "measure" that many values."""
         return self.seconds(self.int8, (Work(kind, elements=elements / 1e6),))
 
 
 def float_works(gm: fx.GraphModule, region: UnitRegion) -> tuple[Work, ...]:
-    """What the ops of a region do in float: each is a call of its own."""
+    """Work of a region in float, where each op is a call."""
     shapes = _Shapes(gm, region)
     return tuple(_work(shapes, call, _kind(shapes, call)) for call in region.calls)
 
 
 def kernel_works(gm: fx.GraphModule, region: UnitRegion) -> tuple[Work, ...]:
-    """What an integer kernel does: its first op is the call, the others work on what that made."""
+    """Work of a region as one integer kernel: its first op, and the ops that are fused to it."""
     shapes = _Shapes(gm, region)
     first, *others = region.calls
     return (
@@ -109,7 +109,7 @@ def kernel_works(gm: fx.GraphModule, region: UnitRegion) -> tuple[Work, ...]:
 
 
 def _form(region: UnitRegion) -> str:
-    """What the kind of a layer ends in that measures ranges, or of a linear layer that emits floats: other kernels."""
+    """Suffix of the kind: "_dynamic" for dynamic ranges, "_to_float" for linear layers with float output."""
     plan = info(region.node).plan
     if plan is not None and plan.reads is not None and plan.reads.range == "measured":
         return "_dynamic"
@@ -118,7 +118,7 @@ def _form(region: UnitRegion) -> str:
 
 
 class _Shapes(fx.Interpreter):
-    """The shapes of what the ops of a region read and make: of those inside a unit as its body makes them of shapes."""
+    """Shapes of the operands and results of a region's ops. Runs a unit's body on meta tensors for those inside it."""
 
     def __init__(self, gm: fx.GraphModule, region: UnitRegion) -> None:
         self.calls, self.node = region.calls, region.node
@@ -127,24 +127,24 @@ class _Shapes(fx.Interpreter):
         if unit is None:
             return
         super().__init__(unit)
-        with torch.no_grad(), contextlib.suppress(Exception):  # a body that shapes are not enough for
+        with torch.no_grad(), contextlib.suppress(Exception):  # a body that meta tensors cannot run
             self.run(*fx.node.map_arg(region.node.args, _of_shape))
 
     def run_node(self, n: fx.Node) -> Any:
-        """Run an op of the body."""
+        """Run an op of the body and record the shape of its result."""
         value = super().run_node(n)
         if isinstance(value, Tensor):
             self.inner[n.name] = tuple(value.shape)
         return value
 
     def __getitem__(self, value: Any) -> tuple[int, ...]:
-        """The shape of an argument of an op; of what is not known, that of the unit's output."""
+        """Shape of an operand; that of the unit's output if it is unknown."""
         if isinstance(value, Inner):
-            return self.made(self.calls[value.index])
+            return self.result(self.calls[value.index])
         return info(value if isinstance(value, fx.Node) else self.node).shape or ()
 
-    def made(self, call: OpCall) -> tuple[int, ...]:
-        """The shape of what an op makes."""
+    def result(self, call: OpCall) -> tuple[int, ...]:
+        """Shape of an op's result."""
         return self.inner.get(call.name, info(self.node).shape or ())
 
 
@@ -159,12 +159,12 @@ def _weight(shapes: _Shapes, call: OpCall) -> tuple[int, ...]:
 
 
 def _kind(shapes: _Shapes, call: OpCall) -> str:
-    """The row of an op. Convolutions of all ranks share one; groups, one row alone, and broadcasting make another."""
+    """Row of an op. Convolutions of all ranks share one; grouped, single-row and broadcasting ops have their own."""
     name, weight = call.op.name, _weight(shapes, call)
     groups = call.options.get("groups", 1)
     if name.startswith("conv") and isinstance(groups, int) and groups > 1 and len(weight) > 1:
         name += "_depthwise" if weight[1] == 1 else "_grouped"
-    if name == "linear" and math.prod(shapes.made(call)[:-1]) == 1:
+    if name == "linear" and math.prod(shapes.result(call)[:-1]) == 1:
         name += "_row"
     if name in ("add", "sub", "mul") and len({shapes[value] for value in call.activations}) > 1:
         name += "_broadcast"
@@ -172,22 +172,22 @@ def _kind(shapes: _Shapes, call: OpCall) -> str:
 
 
 def _work(shapes: _Shapes, call: OpCall, kind: str) -> Work:
-    out, weight, macs = shapes.made(call), _weight(shapes, call), 0.0
+    out, weight, macs = shapes.result(call), _weight(shapes, call), 0.0
     if call.op.macs is not None:
-        given = [shapes[value] if value is not None else None for value in call.tensors.values()]
-        with contextlib.suppress(TypeError, IndexError):  # written in a way of its own
-            macs = call.op.macs(out, *given) * _padding(weight, kind)
+        operand_shapes = [shapes[value] if value is not None else None for value in call.tensors.values()]
+        with contextlib.suppress(TypeError, IndexError):  # an operand is missing or has an unusual form
+            macs = call.op.macs(out, *operand_shapes) * _padding(weight, kind)
     read = sum(math.prod(shapes[value]) for value in call.activations)
     return Work(kind, macs / 1e6, (read + math.prod(out)) / 1e6, math.prod(weight) / 1e6 if weight else 0.0)
 
 
 def _padding(weight: tuple[int, ...], kind: str) -> float:
-    """How much more a kernel computes than it has to, as it computes several channels at once."""
+    """Factor by which a kernel's work grows because channels are rounded up to full vectors."""
     if len(weight) < 2 or "lstm" in kind or "gru" in kind:
         return 1.0
     outputs, inputs = weight[:2] if "transpose" not in kind else (weight[1], weight[0])
-    grown = _up(outputs, _LANES) / max(outputs, 1)
-    return grown if "depthwise" in kind else grown * _up(inputs, _SUMMED) / max(inputs, 1)
+    grown = _up(outputs, _OUTPUT_LANES) / max(outputs, 1)
+    return grown if "depthwise" in kind else grown * _up(inputs, _INPUT_LANES) / max(inputs, 1)
 
 
 def _up(count: int, step: int) -> int:
@@ -196,22 +196,22 @@ def _up(count: int, step: int) -> int:
 
 @cache
 def read_table(path: Path = FILE) -> dict[str, Any]:
-    """The coefficients in a file, by kind of CPU, then by "float" or backend, then by kind of work."""
+    """Coefficients in a file by kind of CPU, then "float" or backend, then kind of work."""
     with path.open("rb") as file:
-        found: dict[str, Any] = tomllib.load(file)
-    return found
+        table: dict[str, Any] = tomllib.load(file)
+    return table
 
 
 def table_for(backend: str, kind: str | None = None) -> PriceTable | None:
-    """The table of a backend's kernels on a kind of CPU, by default this one; None: nobody has measured any."""
+    """Price table of a backend on a kind of CPU, by default this CPU; None if the file has no such rows."""
     kind = kind or cpu.kind()
     table = read_table()
-    rows = table.get(kind) or table[_MEASURED_LIKE[kind]]
-    kernels = backend if backend in rows else _LIKE.get(backend)
+    rows = table.get(kind) or table[_SIMILAR_CPUS[kind]]
+    kernels = backend if backend in rows else _SIMILAR_BACKENDS.get(backend)
     return PriceTable(rows["float"], rows[kernels]) if kernels is not None else None
 
 
-_MEASURED_LIKE = {"amx": "avx512_vnni", "avx2_vnni": "avx512_vnni", "neon": "avx2"}
-"""Kinds of CPU that are not measured yet, with the one whose ratios of int8 to float are likely the nearest."""
-_LIKE = {"fbgemm": "x86", "qnnpack": "x86"}
-"""Backends that are not measured on each kind of CPU, with the one that stands for them."""
+_SIMILAR_CPUS = {"amx": "avx512_vnni", "avx2_vnni": "avx512_vnni", "neon": "avx2"}
+"""Kinds of CPU without rows, each with the kind whose int8 to float ratios are expected to be closest."""
+_SIMILAR_BACKENDS = {"fbgemm": "x86", "qnnpack": "x86"}
+"""Backends without rows, each with the backend whose rows are used instead."""

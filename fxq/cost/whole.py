@@ -15,32 +15,32 @@ from fxq.common.timed_calls import interleaved
 from fxq.pipeline.context import Context
 
 log = logging.getLogger("fxq")
-CLEARLY = 1.15
-"""How much slower the fastest of the earlier changes has to be for a later one to be taken."""
+MIN_SPEEDUP = 1.15
+"""Speedup required of a later change over the best earlier one."""
 
 
 def quickest(gm: fx.GraphModule, context: Context, changes: Sequence[Change]) -> int:
     """Which of several changes of a qdq graph makes it the fastest, lowered and run on the example: its number.
 
-    The shortest time of each counts, since other programs only add to it; a later one has to be clearly faster than
-    those before it (`CLEARLY`), so that noise decides nothing. One that does not run is never the fastest; where none
-    runs, it is the first.
+    Compares the shortest times, since other programs only add to them. A later change must be faster by `MIN_SPEEDUP`
+    than the best before it, so that noise does not decide. Changes that fail to run are skipped; if all fail, it is the
+    first.
     """
     calls: dict[str, Callable[[], object]] = {}
-    given = copied(context.example)  # a model may change its inputs in place
-    args, kwargs = given.args, given.kwargs
+    example = copied(context.example)  # a model may change its inputs in place
+    args, kwargs = example.args, example.kwargs
     with torch.no_grad():
         for i, change in enumerate(changes):
             try:
-                made = lowered_copy(gm, gm.graph, replace(context, units={}, regions={}), change)
-                made(*args, **kwargs)
+                lowered = lowered_copy(gm, gm.graph, replace(context, units={}, regions={}), change)
+                lowered(*args, **kwargs)
             except Exception as error:  # whatever an engine raises; verify-lowering says what is wrong with it
                 log.debug("a choice of ops cannot be timed: %s: %s", type(error).__name__, error)
                 continue
-            calls[str(i)] = lambda made=made: made(*args, **kwargs)  # type: ignore[misc]
+            calls[str(i)] = lambda lowered=lowered: lowered(*args, **kwargs)  # type: ignore[misc]
         times = interleaved(calls, lambda: None, least=True)
     best: str | None = None
     for name, taken in times.items():
-        if best is None or CLEARLY * taken < times[best]:
+        if best is None or MIN_SPEEDUP * taken < times[best]:
             best = name
     return int(best or 0)

@@ -1,4 +1,4 @@
-"""The safetensors file of a model: tensors and texts, with checksums, read into memory, or mapped where it is large.
+"""Safetensors file of a model: tensors and texts with checksums; large files are memory-mapped.
 
 It is written here, since sums of floats may be rounded otherwise where they do not begin at a multiple of 64 bytes, as
 all memory of torch does, and safetensors writes tensors one behind the other, in an order of its own.
@@ -78,8 +78,8 @@ def write_container(path: Path, tensors: Mapping[str, Tensor], texts: Mapping[st
             continue
         stride, flat[name] = _laid_out(tensor.detach().cpu())
         stored[name] = StoredTensor(about, _checksum(flat[name]), stride, trained=trained)
-    found = {"format": FORMAT, "version": str(VERSION), "tensors": json.dumps(to_plain(stored)), **texts}
-    header = _header(flat, {**found, "checksum": str(_checksum_of(found))})
+    metadata = {"format": FORMAT, "version": str(VERSION), "tensors": json.dumps(to_plain(stored)), **texts}
+    header = _header(flat, {**metadata, "checksum": str(_checksum_of(metadata))})
     with replacing(path) as file:
         file.write(header)
         for name in _by_alignment(flat):
@@ -117,12 +117,12 @@ def _by_alignment(flat: Mapping[str, Tensor]) -> list[str]:
 
 @dataclass(frozen=True)
 class Container:
-    """What a file of a model holds.
+    """Content of a model file.
 
     Attributes:
-        tensors: by name.
-        texts: by name.
-        mapped: the file, where the memory of the tensors is its own.
+        tensors: tensors by name.
+        texts: texts by name.
+        mapped: the open file if the tensors are mapped from it, else None.
     """
 
     tensors: dict[str, Tensor]
@@ -130,8 +130,8 @@ class Container:
     mapped: MappedFile | None
 
 
-MOST_COPIED = 256 << 20
-"""Bytes of a file that is read into memory. A larger one is mapped, so that processes share its memory."""
+MAX_COPIED_BYTES = 256 << 20
+"""Size up to which a file is read into memory. Larger files are mapped, so that processes share memory."""
 
 
 def read_container(path: Path) -> Container:
@@ -143,28 +143,30 @@ def read_container(path: Path) -> Container:
     try:
         if path.is_dir():
             raise InputError("it is a folder.")
-        if path.stat().st_size <= MOST_COPIED:
+        if path.stat().st_size <= MAX_COPIED_BYTES:
             return _read(*_copied(path.read_bytes()), None)
         mapped = MappedFile(path)
-        made = _read(*_mapped(path), mapped)
+        container = _read(*_mapped(path), mapped)
         mapped.check()
-        return made
+        return container
     except (OSError, MemoryError, SafetensorError, InputError, ValueError, RuntimeError, LookupError) as error:
-        what, _ = kind_of(path)
-        if what:
-            raise FileError(f"cannot load {str(path)!r}: it is {what}, and fxq loads what qmodel.save wrote.") from None
+        kind, _ = kind_of(path)
+        if kind:
+            raise FileError(
+                f"cannot load {str(path)!r}: it is {kind}, but fxq.load reads only files of qmodel.save."
+            ) from None
         raise FileError(f"cannot load {str(path)!r}: {error}") from None
 
 
 def _copied(data: bytes) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """The texts and the tensors of a file as bytes."""
+    """Texts and tensors of a file that was read into memory."""
     tensors = load(data)
     header = read_json(data[8 : 8 + int.from_bytes(data[:8], "little")].decode())
     return dict(header.get("__metadata__") or {}), {name: tensors.pop(name).clone() for name in list(tensors)}
 
 
 def _mapped(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """The texts and the tensors of a file. The tensors' memory is the file's, copied where it is written to."""
+    """Texts and tensors of a file, with tensors mapped copy-on-write."""
     with safe_open(path, framework="pt") as file:
         return dict(file.metadata() or {}), {name: _aligned(file.get_tensor(name)) for name in list(file.keys())}
 

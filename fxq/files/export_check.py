@@ -1,4 +1,4 @@
-"""Checks of an exported file in the runtime that will read it, at more than one batch size."""
+"""Checks of exported models in the runtime that reads them, at two batch sizes."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from fxq.pipeline.float_form import FloatForm
 
 
 def checked_batches(gm: fx.GraphModule, batch: Batch, axes: Axes) -> Iterator[Batch]:
-    """The batches that a file is checked with: the example, and one of another batch size where that varies.
+    """Batches to check an exported model with: the example, and one of another size if the batch size is dynamic.
 
-    The second is left out where the graph itself does not run on it.
+    The second batch is skipped if the graph itself rejects it.
 
     Args:
-        gm: the qdq graph.
+        gm: qdq graph.
         batch: the example.
-        axes: the axes that vary, by the name of their input. The first axis of an input is its batch.
+        axes: dynamic axes by input name. Axis 0 is the batch.
     """
     yield batch
     named = inputs_of(inputs_for(gm.graph, batch))
@@ -45,25 +45,25 @@ def checked_batches(gm: fx.GraphModule, batch: Batch, axes: Axes) -> Iterator[Ba
         return torch.cat([leaf, leaf]) if len(leaf) == 1 else leaf[:1]
 
     args, kwargs = mapped((batch.args, dict(batch.kwargs)), resized)
-    other = Batch(args, kwargs)
+    resized_batch = Batch(args, kwargs)
     try:
-        run_graph(gm, other)
-    except Exception:  # whatever a model raises for a size that it does not take
+        run_graph(gm, resized_batch)
+    except Exception:  # the model rejects this size; any type of error
         return
-    yield other
+    yield resized_batch
 
 
 def warn_of_fixed_sizes(path: Path, batch: Batch, why: str) -> None:
-    """Warn that a file takes no other sizes than those of the example, and say why."""
+    """Warn that an exported model has the example's sizes only, with the reason."""
     warn(
-        f"{path} takes inputs of the example's sizes alone, {batch}: {why.removesuffix(FIXED).rstrip(' .')}. "
-        "dynamic=False says that this is meant. For other sizes, change the model there, or export it for each."
+        f"{path} takes inputs of the example's sizes only, {batch}: {why.removesuffix(FIXED).rstrip(' .')}. "
+        "Pass dynamic=False if this is intended. For other sizes, change that part of the model or export each one."
     )
 
 
 @torch.no_grad()
 def run_graph(gm: nn.Module, batch: Batch) -> Any:
-    """What a graph returns for a copy of a batch."""
+    """Run a graph on a copy of a batch."""
     args, kwargs = copied((batch.args, dict(batch.kwargs)))
     return gm(*args, **kwargs)
 
@@ -71,35 +71,37 @@ def run_graph(gm: nn.Module, batch: Batch) -> Any:
 def check_in_openvino(
     path: Path, model: Any, written: WrittenModel, gm: fx.GraphModule, batches: Sequence[Batch]
 ) -> None:
-    """Raise `ExportError` where OpenVINO computes something else than the qdq graph, by more than rounding explains.
+    """Compare OpenVINO with the qdq graph on each batch, since its kernels depend on sizes.
 
-    Its kernels depend on sizes, so that each batch counts. Where float32 instead of the default precision of this CPU
-    helps, that is a warning.
+    Warns if they agree only with `INFERENCE_PRECISION_HINT` set to float32.
 
     Args:
         path: the file, for messages.
-        model: `openvino.Model`, as it will be in the file.
-        written: the ONNX model that it was read from.
-        gm: the qdq graph.
-        batches: inputs.
+        model: `openvino.Model` to be written.
+        written: the ONNX model that it was converted from.
+        gm: qdq graph.
+        batches: inputs to compare on.
+
+    Raises:
+        ExportError: outputs differ by more than rounding errors in float32, too.
     """
     reason = Openvino().available()
     if reason is not None:
-        warn(f"{path} is written, and was not checked in OpenVINO: {reason}")
+        warn(f"{path} is written, but was not checked in OpenVINO: {reason}")
         return
     run, precise = _Compiled(model, {}), {"INFERENCE_PRECISION_HINT": "f32"}
-    wrong = [(batch, what) for batch in batches if (what := _wrong(run, written, gm, batch))]
+    wrong = [(batch, problem) for batch in batches if (problem := _wrong(run, written, gm, batch))]
     if not wrong:
         return
     run = _Compiled(model, precise)
-    still = [(batch, what) for batch, _ in wrong if (what := _wrong(run, written, gm, batch))]
+    still = [(batch, problem) for batch, _ in wrong if (problem := _wrong(run, written, gm, batch))]
     if not still:
         warn(
-            f"{path}: OpenVINO with its default precision on this CPU does not compute what the quantized model does: "
-            f'{wrong[0][1]}. Compile it with {{"INFERENCE_PRECISION_HINT": "f32"}}: with that it does, up to rounding.'
+            f"{path}: with its default precision on this CPU, OpenVINO differs from the quantized model: "
+            f'{wrong[0][1]}. Compile it with {{"INFERENCE_PRECISION_HINT": "f32"}}, with which they agree.'
         )
         return
-    batch, what = still[0]
+    batch, problem = still[0]
     layer = _first_wrong_layer(written, gm, batch)
     where, remedy = "", "quantize with another recipe"
     if layer is not None:
@@ -107,13 +109,13 @@ def check_in_openvino(
         remedy = f'leave the layer in float, recipe.override("{layer.layer}", fxq.FLOAT)' if layer.layer else remedy
     raise ExportError(
         f"{path}: OpenVINO on this CPU computes something else than the quantized model, and nothing was written: "
-        f"{what}, inputs {batch}.{where} Its kernel for it may be wrong: {remedy}, or export ONNX for "
-        "ONNX Runtime. check=False writes the file all the same."
+        f"{problem}, inputs {batch}.{where} OpenVINO's kernel may be wrong: {remedy}, or export ONNX for "
+        "ONNX Runtime. check=False skips this check and writes the file."
     )
 
 
 class _Compiled:
-    """An `openvino.Model`, compiled once for all sizes."""
+    """`openvino.Model` compiled with dynamic sizes."""
 
     def __init__(self, model: Any, config: Mapping[str, Any]) -> None:
         import openvino
@@ -123,55 +125,57 @@ class _Compiled:
         self._compiled = openvino.Core().compile_model(model, "CPU", {**threads, **config})
 
     def __call__(self, inputs: Mapping[str, Tensor], outputs: Sequence[str]) -> dict[str, Tensor]:
-        names = [name for one in self._compiled.inputs for name in one.names if name in inputs]
-        made = self._compiled({name: inputs[name].detach().cpu().contiguous().numpy() for name in names})
-        return {name: torch.from_numpy(made[self._compiled.output(name)].copy()) for name in outputs}
+        names = [name for port in self._compiled.inputs for name in port.names if name in inputs]
+        results = self._compiled({name: inputs[name].detach().cpu().contiguous().numpy() for name in names})
+        return {name: torch.from_numpy(results[self._compiled.output(name)].copy()) for name in outputs}
 
 
 def _wrong(run: Callable[..., Mapping[str, Tensor]], written: WrittenModel, gm: fx.GraphModule, batch: Batch) -> str:
-    """What is wrong of what a runtime makes of a batch; empty: nothing."""
-    given = dict(inputs_of(inputs_for(gm.graph, batch)))
+    """Description of how a runtime's outputs for a batch are wrong; empty if they are right."""
+    inputs = dict(inputs_of(inputs_for(gm.graph, batch)))
     names = [output.name for output in written.model.graph.output]
     try:
-        made = run(given, names)
+        results = run(inputs, names)
     except Exception as error:  # whatever an engine raises
         return f"it fails: {words_of(error)}"
     wanted = dict(zip(names, tensors(run_graph(gm, batch)), strict=True))
-    if all(_near(made[name], y, None) for name, y in wanted.items()):
+    if all(_near(results[name], y, None) for name, y in wanted.items()):
         return ""
     with torch.no_grad():
         real = dict(zip(names, tensors(_Unrounded(gm, copied(batch)).run()), strict=True))
-    far = next((name for name, y in wanted.items() if not _near(made[name], y, real[name])), None)
+    far = next((name for name, y in wanted.items() if not _near(results[name], y, real[name])), None)
     if far is None:
         return ""
-    db = -10 * torch.log10(torch.tensor(max(_apart(made[far], wanted[far]), 1e-30))).item()
-    return f"{far!r} of {list(wanted[far].shape)} is at {db:.1f} dB of what it should be"
+    db = -10 * torch.log10(torch.tensor(max(_apart(results[far], wanted[far]), 1e-30))).item()
+    return f"output {far!r} {list(wanted[far].shape)} has {db:.1f} dB SQNR against the quantized model"
 
 
 class _Unrounded(FloatForm):
-    """Runs a qdq graph with no activation rounded, and the weights as they are stored."""
+    """Runs a qdq graph with its quantized weights, but without rounding activations."""
 
     def compute(self, node: fx.Node) -> Any:
         return Runner.compute(self, node) if info(node).stands_for else super().compute(node)
 
 
-NEAR = 1e-3
-"""Power of a difference, as a share of the signal's, that is never looked into: 30 dB."""
-ROUNDING = 4.0
-"""How many times the power of the model's own rounding error a difference may have. Where sums in another order bring
-one value to the other side of a tie, those computed of it are rounded anew: two roundings that are independent differ
-by twice the power of one; of small outputs, the estimate varies."""
+MAX_ERROR_POWER = 1e-3
+"""Tolerated power of a difference relative to the signal: 30 dB SQNR."""
+MAX_ROUNDING_RATIO = 4.0
+"""Tolerated power of a difference relative to the model's own rounding error. A sum in another order may round a value
+differently, and everything computed from it: two independent roundings differ by twice the power of one, and the
+estimate is noisy for small outputs."""
 
 
 def _near(got: Tensor, wanted: Tensor, real: Tensor | None) -> bool:
-    """Whether an output differs by rounding alone; `real` is what it is where no activation is rounded."""
+    """Whether an output differs by rounding only; `real` is the output without rounded activations."""
     if got.shape != wanted.shape:
         return False
-    return _apart(got, wanted) <= max(NEAR, 0.0 if real is None else ROUNDING * _apart(real, wanted))
+    return _apart(got, wanted) <= max(
+        MAX_ERROR_POWER, 0.0 if real is None else MAX_ROUNDING_RATIO * _apart(real, wanted)
+    )
 
 
 def _apart(got: Tensor, wanted: Tensor) -> float:
-    """The power of the difference as a share of the signal's; of integers and truths, the share of entries."""
+    """Power of the difference relative to the signal; for integer and bool outputs, the fraction that differs."""
     if not wanted.numel():
         return 0.0
     if not wanted.dtype.is_floating_point:
@@ -186,7 +190,7 @@ def _apart(got: Tensor, wanted: Tensor) -> float:
 
 
 def _first_wrong_layer(written: WrittenModel, gm: fx.GraphModule, batch: Batch) -> Difference | None:
-    """The first value on integers that OpenVINO makes wrong of the integers before it; None: it is not found so."""
+    """First quantized value that OpenVINO computes wrong from correct inputs; None if there is none."""
 
     def run(model: bytes, inputs: Mapping[str, Tensor], outputs: list[str]) -> dict[str, Tensor]:
         import openvino
@@ -194,7 +198,7 @@ def _first_wrong_layer(written: WrittenModel, gm: fx.GraphModule, batch: Batch) 
         return _Compiled(openvino.Core().read_model(model), {"INFERENCE_PRECISION_HINT": "f32"})(inputs, outputs)
 
     try:
-        found = ModelCheck(written, gm, batch).differences_in(run)
-    except Exception:  # it is not compiled in parts
+        differences = ModelCheck(written, gm, batch).differences_in(run)
+    except Exception:  # OpenVINO does not compile the parts
         return None
-    return next((difference for difference in found if not difference.is_rounding), None)
+    return next((difference for difference in differences if not difference.is_rounding), None)

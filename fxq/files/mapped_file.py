@@ -1,4 +1,4 @@
-"""A large model's file while its tensors are mapped from it: what changes the file changes the model."""
+"""Guard for memory-mapped model files: an in-place change of the file would change the model."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from fxq.errors import FileError
 
 
 class MappedFile:
-    """The file that tensors are mapped from, held open; `check` says whether it was written to since.
+    """Open file that tensors are mapped from; `check` detects in-place changes.
 
-    A file that is replaced by another one under its name (`mv`, `qmodel.save`) stays as it was for who has it open.
+    Replacing the file by renaming (`mv`, `qmodel.save`) is safe: the open file keeps its content.
 
     Args:
         path: the file.
 
     Raises:
-        OSError: it cannot be opened.
+        OSError: the file cannot be opened.
     """
 
     def __init__(self, path: Path) -> None:
@@ -29,12 +29,12 @@ class MappedFile:
         self._state = self._now()
 
     def check(self) -> None:
-        """Raise `FileError` where the file was written to or cut off since it was opened."""
+        """Raise `FileError` if the file was modified or truncated since it was opened."""
         if self._now() != self._state:
             raise FileError(
-                f"{self._path} was changed in place while a model that was loaded from it is in use, whose tensors are "
-                "mapped from it: the model is lost. fxq.load it again, and replace files of models by renaming another "
-                "one to their name (`cp new.fxq m.tmp && mv m.tmp m.fxq`), as qmodel.save does."
+                f"{self._path} was changed in place, and the tensors of this model are mapped from it, so the model is "
+                "invalid. Load it again with fxq.load. To update a model file, rename a new file over it "
+                "(`cp new.fxq m.tmp && mv m.tmp m.fxq`), as qmodel.save does."
             )
 
     def _now(self) -> tuple[int, int]:

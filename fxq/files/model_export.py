@@ -51,16 +51,16 @@ def export_model(
     with torch.no_grad():  # what is wrong with the example, the model says best
         model(*copied(batch).args, **copied(batch).kwargs)
     gm = qdq_graph(model)
-    if path.suffix != ".pt2":  # which has products of floats alone
+    if path.suffix != ".pt2":  # .pt2 multiplies floats only
         _leave_products_in_float(path, gm)
     WRITERS[path.suffix](path, gm, batch, dynamic, check)
     return path
 
 
 def _leave_products_in_float(path: Path, gm: fx.GraphModule) -> None:
-    """Write the weights of layers as floats whose integer sums could leave int32, and warn of them.
+    """Dequantize the weights of layers whose integer sums could overflow int32, with a warning.
 
-    `fallback` has left such layers in float before, unless weights were edited since then, or the pass was left out.
+    The `fallback` pass leaves such layers in float, so this applies if weights were edited later or it was skipped.
     """
     for node in list(gm.graph.nodes):
         reason = node_refused(gm, node)
@@ -76,7 +76,7 @@ def _leave_products_in_float(path: Path, gm: fx.GraphModule) -> None:
             if not read.users:
                 gm.graph.erase_node(read)
         where = info(node).path or node.name
-        warn(f"{path}: {where} is in float in the file: {reason}, in which runtimes add up products of integers.")
+        warn(f"{path}: {where} is in float in the file: {reason}, in which runtimes accumulate.")
     gm.recompile()
 
 
@@ -96,37 +96,37 @@ def _onnx(path: Path, gm: fx.GraphModule, batch: Batch, dynamic: Dynamic, check:
 
 @dataclass(frozen=True)
 class CheckedOnnx:
-    """A model as ONNX, and the batches that it is checked with."""
+    """ONNX model, and the batches that it was checked on."""
 
     written: WrittenModel
     batches: Sequence[Batch]
 
     @property
     def data(self) -> bytes:
-        """The bytes of its file."""
-        made: bytes = self.written.model.SerializeToString()
-        return made
+        """Serialized ONNX model."""
+        data: bytes = self.written.model.SerializeToString()
+        return data
 
 
 def _written(path: Path, gm: fx.GraphModule, batch: Batch, dynamic: Dynamic) -> WrittenModel:
-    """The model as ONNX; by default, of the example's sizes where it cannot have others, with a warning."""
-    given = inputs_for(gm.graph, batch)
+    """Write the model as ONNX; with `dynamic=True`, falls back to fixed sizes with a warning."""
+    inputs = inputs_for(gm.graph, batch)
     try:
-        return write_model(gm, given, dynamic)
+        return write_model(gm, inputs, dynamic)
     except NotInOnnx as error:
         if dynamic is not True:
             raise ExportError(f"{path} cannot be written: {error}") from None
         why = words_of(error)
     try:
-        fixed = write_model(gm, given, False)
-    except NotInOnnx as error:  # its sizes are not what is wrong
+        fixed = write_model(gm, inputs, False)
+    except NotInOnnx as error:  # the sizes were not the reason
         raise ExportError(f"{path} cannot be written: {error}") from None
     warn_of_fixed_sizes(path, batch, why)
     return fixed
 
 
 def _check(path: Path, written: WrittenModel, gm: fx.GraphModule, batches: Sequence[Batch]) -> None:
-    """Raise `ExportError` where a model is no valid ONNX, or does not compute what its graph does for these batches."""
+    """Raise `ExportError` if a model is not valid ONNX, or disagrees with its graph on a batch."""
     import onnx
 
     if written.model.ByteSize() >= _LARGEST:
@@ -135,7 +135,7 @@ def _check(path: Path, written: WrittenModel, gm: fx.GraphModule, batches: Seque
     try:
         onnx.checker.check_model(written.model, full_check=True)
         checks = [ModelCheck(written, gm, batch) for batch in batches] if runs else []
-        found = [(check, check.differences()) for check in checks]
+        results = [(check, check.differences()) for check in checks]
     except FxqError:
         raise
     except Exception as error:  # whatever the checker and the runtime raise
@@ -147,7 +147,7 @@ def _check(path: Path, written: WrittenModel, gm: fx.GraphModule, batches: Seque
         raise ExportError(
             f"{path}: the model is refused: {type(error).__name__}: {words_of(error)}. {_REPORT}"
         ) from error
-    for (_, differences), batch in zip(found, batches, strict=False):
+    for (_, differences), batch in zip(results, batches, strict=False):
         wrong = [difference for difference in differences if not difference.is_rounding]
         if wrong:
             raise ExportError(
@@ -157,7 +157,7 @@ def _check(path: Path, written: WrittenModel, gm: fx.GraphModule, batches: Seque
     if path.suffix == ".onnx":
         if batches and not runs:
             warn(
-                f"{path} is written, and was not checked: onnxruntime is not installed. pip install "
+                f"{path} is written, but was not checked: onnxruntime is not installed. pip install "
                 "fxq[onnxruntime] lets export run it and compare."
             )
         _check_optimized(path, checks)
@@ -165,7 +165,7 @@ def _check(path: Path, written: WrittenModel, gm: fx.GraphModule, batches: Seque
 
 def _check_optimized(path: Path, checks: Sequence[ModelCheck]) -> None:
     """Warn where a session of ONNX Runtime with default options computes something else, and say which options help."""
-    failed = [(check, what) for check in checks if (what := _wrong(check, {}))]
+    failed = [(check, problem) for check in checks if (problem := _wrong(check, {}))]
     if not failed:
         return
     wrong = failed[0][1]
@@ -241,16 +241,16 @@ def _write_openvino(path: Path, gm: fx.GraphModule, batch: Batch, dynamic: Dynam
 
 
 def _save_openvino(path: Path, model: Any) -> None:
-    """Write an `openvino.Model` as two files, `.xml` and `.bin`. Raises `RenderError` where that fails."""
+    """Write an `openvino.Model` as `.xml` and `.bin` files. Raises `RenderError` on failure."""
     import openvino
 
     with writing(path), TemporaryDirectory(prefix=".fxq-", dir=path.parent) as folder:
         new = Path(folder, path.name)
         try:
             openvino.save_model(model, str(new), compress_to_fp16=False)
-            openvino.Core().read_model(str(new))  # it does not say that a disk is full
+            openvino.Core().read_model(str(new))  # save_model does not report a full disk
         except Exception as error:  # whatever an engine raises
-            raise RenderError(f"cannot write {path}: OpenVINO writes no complete file: {words_of(error)}") from error
+            raise RenderError(f"cannot write {path}: OpenVINO wrote an incomplete file: {words_of(error)}") from error
         for suffix in (".bin", ".xml"):
             new.with_suffix(suffix).replace(path.with_suffix(suffix))
 

@@ -74,8 +74,8 @@ class StoredModel:
         forms: of kernels, by the name of the graph.
         handed: plain data of the float model, as text, by name.
         left: why other attributes of the float model are not there.
-        own: the tensors that the user has set, and what each of them is: "parameter", "buffer", "temporary buffer" (one
-            that no state dict has) or "attribute".
+        own: kinds of the tensors that the user attached, by path: "parameter", "buffer", "temporary buffer"
+            (non-persistent) or "attribute".
     """
 
     backend: str
@@ -102,11 +102,13 @@ def save_model(
         path: the file.
         model: the model.
         parts: what it knows besides its graph and tensors, by attribute.
-        own: the attributes that the user has set, tensors and modules aside.
+        own: attributes that the user set, without modules.
     """
     path = as_path(path)
     if path.suffix in OTHERS:
-        raise InputError(f"{path} would be a file of fxq, and no {path.suffix}: qmodel.export(path) writes that.")
+        raise InputError(
+            f"save writes fxq files, not {path.suffix}: use qmodel.export({str(path)!r}), or save to a .fxq file."
+        )
     _check_kernels(model)
     tensors, named, lost = own_tensors(model, own)
     forms_text, forms, more_tensors = write_forms(model)
@@ -135,8 +137,8 @@ def save_model(
     write_container(path, {**graph_tensors(model), **more_tensors, **tensors}, texts)
     if lost:
         warn(
-            f"{path} does not hold {', '.join(lost)}: a file holds plain data and tensors, no modules and no other "
-            "objects. Set them again after fxq.load."
+            f"{path} does not contain {', '.join(lost)}: a file holds only plain data and tensors, not modules or "
+            "other objects. Set them again after fxq.load."
         )
     return path
 
@@ -182,8 +184,8 @@ def _read(
     own = {name: tensors.pop(f"{OWN}{name}", None) for name in about.own}
     inside = {name: tensor for name, tensor in tensors.items() if name.partition(":")[0] in about.forms}
     gm = read(texts["graph"], {n: t for n, t in tensors.items() if n not in inside}, modules, _Kind, complete=True)
-    for name, made in graph_tensors(gm).items():
-        if (made.dtype, made.shape) != (tensors[name].dtype, tensors[name].shape):
+    for name, expected in graph_tensors(gm).items():
+        if (expected.dtype, expected.shape) != (tensors[name].dtype, tensors[name].shape):
             raise InputError(f"{name} is {tensors[name].dtype} {list(tensors[name].shape)}, which no kernel keeps so.")
     attach_forms(gm, texts["forms"], about.forms, inside)
     unformed = next((k for _, k in kernels_of(gm) if isinstance(k, InForm) and "form" not in vars(k)), None)
@@ -200,7 +202,7 @@ def _read(
 
 
 def _check_readable(text: str, about: StoredModel, model: Quantized) -> None:
-    """Raise `InputError` where a model could be written, and not be read again. Kernels are not made for that."""
+    """Raise `InputError` if the text of a model cannot be read back. Does not construct kernels."""
     try:
         with without_imports(), _uncollected():
             read(text, graph_tensors(model), _leaves(model), _Named, complete=True)
@@ -208,11 +210,11 @@ def _check_readable(text: str, about: StoredModel, model: Quantized) -> None:
     except FxqError as error:
         line = re.match(r"line (\d+): ", str(error))
         shown = f" That line is `{text.splitlines()[int(line[1]) - 1].strip()[:200]}`." if line else ""
-        raise InputError(f"the model has no file: its text could not be read again: {error}{shown}") from None
+        raise InputError(f"the model cannot be saved, as its text could not be read back: {error}{shown}") from None
 
 
 class _Named:
-    """Stands for the kernels of a name where a text is only tried. Raises `FxqError` where there are none."""
+    """Placeholder for a kernel class when a text is only checked. Raises `FxqError` if there is no such kernel."""
 
     def __init__(self, name: str) -> None:
         kernel_named(name)
@@ -225,14 +227,14 @@ class _Named:
 
 
 def _warn_of_refused(gm: fx.GraphModule, about: StoredModel) -> None:
-    """Warn of kernels that this version of fxq refuses on the machine that they were made on; `fit` asks others."""
-    known = {form.kernel for form in about.forms.values() if form.reason}
-    found = [(n, k) for n, k in kernels_of(gm) if isinstance(k, InForm) and str(n.target) not in known]
-    if found and about.made_on == cpu.machine():
-        node, kernel = found[0]
+    """Warn of kernels that this version of fxq refuses on the same machine; `fit` handles other machines."""
+    known_names = {form.kernel for form in about.forms.values() if form.reason}
+    refused = [(n, k) for n, k in kernels_of(gm) if isinstance(k, InForm) and str(n.target) not in known_names]
+    if refused and about.made_on == cpu.machine():
+        node, kernel = refused[0]
         warn(
-            f"{len(found)} kernels of this file are refused, {info(node).path or node.name!r} for one: "
-            f"{kernel.reason.rstrip('.')}. They run in q/dq form, which is right and slow. Quantize the float model "
+            f"{len(refused)} kernels of this file are refused, {info(node).path or node.name!r} for one: "
+            f"{kernel.reason.rstrip('.')}. They run in q/dq form, which is correct but slow. Quantize the float model "
             "again."
         )
 
@@ -332,7 +334,7 @@ def _checked_leaves(stored: Mapping[str, StoredLeaf], given: Mapping[str, nn.Mod
 
 
 def _handed(attributes: FloatAttributes, own: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
-    """The attributes of the float model, and the user's own, that a file can hold, as text; why it lacks others."""
+    """Attributes of the float model and of the user as text, and the reasons why others cannot be saved."""
     handed, left = {}, {name: why for name, why in attributes.left.items() if name not in own}
     for name, value in {**attributes.values, **own}.items():
         text = value_text(value) if _is_literal(value) else ""

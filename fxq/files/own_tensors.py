@@ -1,4 +1,4 @@
-"""Tensors that the user has set on a quantized model, and that its graph does not use: anchors, class weights."""
+"""Tensors that the user attached to a quantized model and that its graph does not use, such as class weights."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from fxq.graph.unit import Unit
 from fxq.ledger.quantized import PLACE, Quantized
 
 OWN = ":"
-"""What the names of such tensors begin with in a file. Those of the graph have no colon there."""
+"""Prefix of the names of such tensors in a file, which no tensor of the graph has."""
 
 
 def own_tensors(model: Quantized, own: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str], list[str]]:
-    """What a file is to hold of such tensors.
+    """Collect the tensors that the user attached to a model, for saving.
 
     Args:
         model: the model.
-        own: the attributes that the user has set.
+        own: attributes that the user set on it.
 
     Returns:
-        The tensors by their names in the file; what each of them is, by its path; and the paths of the user's modules,
-        which no file holds.
+        Tensors by name in the file; kind of each tensor ("parameter", "buffer", "temporary buffer", "attribute") by
+        path; and paths of the user's modules, which cannot be saved.
     """
     called = {str(node.target) for node in model.graph.nodes if node.op in ("get_attr", "call_module")}
     tensors: dict[str, Tensor] = {}
@@ -63,27 +63,35 @@ def _is_of_graph(path: str, module: nn.Module, called: set[str]) -> bool:
 
 
 def set_own_tensors(gm: fx.GraphModule, tensors: Mapping[str, Any], named: Mapping[str, str]) -> dict[str, Tensor]:
-    """Register such tensors where they were; returns those that are plain attributes of the model.
+    """Register loaded tensors at their paths on a model.
+
+    Args:
+        gm: the model.
+        tensors: tensors by path.
+        named: kind of each tensor by path, as `own_tensors` returns it.
+
+    Returns:
+        The tensors that are plain attributes, which the caller sets.
 
     Raises:
-        InputError: a path is none that the user can have set, or its tensor is missing.
+        InputError: a tensor is missing or of another kind, or its path is taken or not one that a user can set.
     """
     plain: dict[str, Tensor] = {}
     for path, kind in named.items():
         parent, _, name = check_path(path).rpartition(".")
         tensor = tensors[path]
         if not isinstance(tensor, Tensor) or kind not in _KINDS:
-            raise InputError(f"it names {path!r} as {kind!r}, and holds no such tensor.")
+            raise InputError(f"it lists {path!r} as {kind!r}, but holds no such tensor.")
         if (kind == "parameter") != isinstance(tensor, nn.Parameter):
-            raise InputError(f"{path!r} is a {type(tensor).__name__}, and no {kind}.")
+            raise InputError(f"{path!r} is a {type(tensor).__name__}, not a {kind}.")
         if kind == "attribute" and (hasattr(Quantized, path) or path.startswith("_")):
-            raise InputError(f"a quantized model has another {path!r}.")
+            raise InputError(f"{path!r} is an attribute of every quantized model, and cannot be set.")
         if kind == "attribute":
             plain[path] = tensor
             continue
         owner = _container(gm, parent)
         if hasattr(owner, name):
-            raise InputError(f"it has two values of the name {path!r}.")
+            raise InputError(f"it has two values named {path!r}.")
         if isinstance(tensor, nn.Parameter):
             owner.register_parameter(name, tensor)
         else:
@@ -95,12 +103,12 @@ _KINDS = ("parameter", "buffer", "temporary buffer", "attribute")
 
 
 def _container(gm: fx.GraphModule, path: str) -> nn.Module:
-    """The plain module of a path, which is made where it is missing."""
+    """Plain `nn.Module` at a path, created if it is missing."""
     module: nn.Module = gm
     for name in path.split(".") if path else ():
         if not hasattr(module, name):
             module.add_module(name, nn.Module())
         module = getattr(module, name)
         if type(module) is not nn.Module:
-            raise InputError(f"{path!r} is no place for a tensor of the user's.")
+            raise InputError(f"{path!r} is a {type(module).__name__}, which cannot hold tensors of the user.")
     return module

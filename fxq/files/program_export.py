@@ -62,20 +62,20 @@ def write_program(path: Path, gm: fx.GraphModule, batch: Batch, dynamic: Dynamic
 
 
 def _check(path: Path, loaded: nn.Module, gm: fx.GraphModule, batch: Batch, dynamic: Dynamic) -> None:
-    """Raise `ExportError` where a program computes something else than its graph, at two batch sizes."""
+    """Raise `ExportError` where an exported program disagrees with its graph at the example's or another batch size."""
     axes = varying_axes(dict(inputs_of(inputs_for(gm.graph, batch))), dynamic)
-    for i, one in enumerate(checked_batches(gm, batch, axes)):
+    for i, check_batch in enumerate(checked_batches(gm, batch, axes)):
         try:
-            made = run_graph(loaded, one)
+            result = run_graph(loaded, check_batch)
         except Exception:
             if i == 0:
                 raise
-            return  # a size below the smallest one that the program takes, which it says when it runs
-        if not _same(made, run_graph(gm, one)):
+            return  # below the smallest size that the program accepts; its own guard rejects it
+        if not _same(result, run_graph(gm, check_batch)):
             raise ExportError(
                 f"{path}: the program computes something else than the quantized model, and nothing was written: "
-                f"inputs {one}. This is a fault of fxq, or of torch.export: please report it. check=False writes the "
-                "file all the same."
+                f"inputs {check_batch}. This is a bug of fxq or of torch.export: please report it. check=False skips "
+                "this check and writes the file."
             )
 
 
@@ -91,9 +91,8 @@ def program_of(path: Path, gm: fx.GraphModule, batch: Batch, dynamic: Dynamic) -
     def export(size_of: Callable[[str], Any]) -> ExportedProgram:
         sizes = {leaf: {axis: size_of(label) for axis, label in own.items()} for leaf, own in vary.items()}
         shapes = mapped(taken, lambda leaf: sizes.get(id(leaf), {}) if isinstance(leaf, Tensor) else None)
-        own_args, own_kwargs = copied(
-            (args, kwargs)
-        )  # torch.export leaves marks on its example, which the next one reads
+        # torch.export marks the tensors of its example, and the next export would read the marks.
+        own_args, own_kwargs = copied((args, kwargs))
         with torch.no_grad(), AsPlainOps():
             return torch.export.export(gm, own_args, own_kwargs, dynamic_shapes=shapes if axes else None)
 
@@ -112,10 +111,10 @@ def program_of(path: Path, gm: fx.GraphModule, batch: Batch, dynamic: Dynamic) -
 
 
 def _simplify(gm: fx.GraphModule, sizes_vary: bool) -> None:
-    """Take out checks that a program makes itself, and make mappings of outputs that are objects.
+    """Remove checks that an exported program does itself, and return objects as plain dicts.
 
-    Where sizes vary, `torch.export` runs the checks of what follows from them, so that it takes no size that they
-    refuse. The checks of kinds of arguments, and all where sizes are fixed, a program has of its own.
+    With varying sizes, the checks of sizes stay, so that `torch.export` excludes sizes that they reject. Checks of
+    argument types are removed always: the program has its own.
     """
     for node in list(gm.graph.nodes):
         if is_check(node) and (node.target is check_fixed or not sizes_vary):
@@ -126,7 +125,7 @@ def _simplify(gm: fx.GraphModule, sizes_vary: bool) -> None:
 
 
 def _fields(kind: str, fields: Mapping[str, Any] | Sequence[Any]) -> dict[str, Any] | list[Any]:
-    """In the place of `make_output`: the fields by name, or the items."""
+    """Plain stand-in for `make_output`: a dict of the fields, or a list of the items."""
     return dict(fields) if isinstance(fields, Mapping) else list(fields)
 
 

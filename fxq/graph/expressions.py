@@ -1,4 +1,4 @@
-"""Numbers for what nodes compute in float: where two nodes of any graphs have the same, their values are the same."""
+"""Value numbering across graphs: nodes with the same number compute the same float value."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from fxq.quant.observer_base import Observer
 
 
 class Expressions:
-    """Numbers of the expressions that nodes compute, from the inputs of the model and its weights, rounding left out.
+    """Value numbers of nodes: one number per distinct expression over the model's inputs and float weights.
 
-    Conversions and observers count as what they read, an integer weight as the float one, and a unit as the ops in it:
-    so a layer keeps its number through all passes that do not change what it computes. What cannot be compared, such as
-    a call of a module, has a number that no other node has.
+    Conversions and observers count as their input, integer weights as the float ones, and a unit as the ops in its
+    body. So a layer keeps its number through all passes that do not change what it computes in float. Nodes that
+    cannot be compared, such as calls of modules, get a unique number.
     """
 
     def __init__(self) -> None:
         self._numbers: dict[Hashable, int] = {}
-        self._weights: dict[Hashable, Tensor] = {}  # kept, so that no other tensor comes to lie where one was
+        self._weights: dict[Hashable, Tensor] = {}  # kept alive, so that their addresses are not reused
         self._alone = 0
 
     def of(self, gm: fx.GraphModule) -> dict[fx.Node, int]:
-        """The number of each node's first op, in a graph from `canonical` to `qdq`; that of the node where it has none.
+        """Value number of each node of a graph at a stage from `canonical` to `qdq`.
 
-        A unit is named after the first op in its body, whose value need not be that of the unit.
+        A unit gets the number of the first op in its body, not of its result.
         """
         whole: dict[fx.Node, int] = {}
         first: dict[fx.Node, int] = {}
@@ -42,7 +42,7 @@ class Expressions:
                 whole[node] = first[node] = self._node(gm, node, whole)
         return first
 
-    def _node(self, gm: fx.GraphModule, node: fx.Node, known: Mapping[fx.Node, int]) -> int:
+    def _node(self, gm: fx.GraphModule, node: fx.Node, numbers: Mapping[fx.Node, int]) -> int:
         if node.op == "placeholder":
             return self._number(("input", str(node.target)))
         path = info(node).stands_for or (str(node.target) if node.op == "get_attr" else "")
@@ -51,15 +51,15 @@ class Expressions:
         read: Any = node.args[0] if node.args else None
         seen_through = is_op(node, *CONVERSIONS) and read.op != "get_attr"
         if seen_through or isinstance(submodule(gm, node), Observer):
-            return known[read]
-        return self._call(node, known) if node.op == "call_function" else self._number(None)
+            return numbers[read]
+        return self._call(node, numbers) if node.op == "call_function" else self._number(None)
 
-    def _unit(self, unit: Unit, node: fx.Node, known: Mapping[fx.Node, int]) -> tuple[int, int]:
-        """The number of a unit's value, and that of its first op."""
+    def _unit(self, unit: Unit, node: fx.Node, numbers: Mapping[fx.Node, int]) -> tuple[int, int]:
+        """Value numbers of a unit's result and of its first op."""
         inside: dict[fx.Node, Any] = {}
-        given = zip(unit.graph.find_nodes(op="placeholder"), node.args, strict=True)
-        for parameter, value in given:
-            inside[parameter] = known[value] if isinstance(value, fx.Node) else self._number(_as_key(value, known))
+        arguments = zip(unit.graph.find_nodes(op="placeholder"), node.args, strict=True)
+        for parameter, value in arguments:
+            inside[parameter] = numbers[value] if isinstance(value, fx.Node) else self._number(_as_key(value, numbers))
         first = None
         for inner in unit.graph.nodes:
             if inner.op == "call_function":
@@ -69,11 +69,11 @@ class Expressions:
         whole = inside[result] if isinstance(result, fx.Node) else self._number(("results", _as_key(result, inside)))
         return whole, self._number(None) if first is None else first
 
-    def _call(self, node: fx.Node, known: Mapping[fx.Node, int]) -> int:
+    def _call(self, node: fx.Node, numbers: Mapping[fx.Node, int]) -> int:
         op, options = op_of(node), dict(node.kwargs)
         if op is not None and op.quant.recurrence is not None:
             options = op.quant.recurrence.without_grid(options)
-        return self._number(("call", node.target, _as_key(node.args, known), _as_key(options, known)))
+        return self._number(("call", node.target, _as_key(node.args, numbers), _as_key(options, numbers)))
 
     def _weight(self, tensor: Any) -> int:
         if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
@@ -84,27 +84,27 @@ class Expressions:
         return self._number(("weight", *key))
 
     def _number(self, key: Hashable) -> int:
-        """The number of an expression; one that no other has for None."""
+        """Number of an expression; a unique number if the key is None."""
         try:
-            known = self._numbers.get(key) if key is not None else None
-        except TypeError:  # an argument that cannot be compared
-            key = known = None
-        if known is None:
-            known = len(self._numbers) + self._alone
+            number = self._numbers.get(key) if key is not None else None
+        except TypeError:  # an argument is not hashable
+            key = number = None
+        if number is None:
+            number = len(self._numbers) + self._alone
             self._alone += key is None
             if key is not None:
-                self._numbers[key] = known
-        return known
+                self._numbers[key] = number
+        return number
 
 
-def _as_key(value: Any, known: Mapping[fx.Node, int]) -> Hashable:
-    """Nested arguments, with the numbers of nodes in their place; types count, as 1 and True are equal."""
+def _as_key(value: Any, numbers: Mapping[fx.Node, int]) -> Hashable:
+    """Hashable form of nested arguments, with nodes replaced by their numbers. Includes types, since 1 == True."""
     if isinstance(value, fx.Node):
-        return ("node", known[value])
+        return ("node", numbers[value])
     if isinstance(value, Mapping):
-        return ("dict", *((key, _as_key(part, known)) for key, part in sorted(value.items())))
+        return ("dict", *((key, _as_key(part, numbers)) for key, part in sorted(value.items())))
     if isinstance(value, (tuple, list)):
-        return ("list", *(_as_key(part, known) for part in value))
+        return ("list", *(_as_key(part, numbers) for part in value))
     if isinstance(value, slice):
-        return ("slice", *(_as_key(part, known) for part in (value.start, value.stop, value.step)))
+        return ("slice", *(_as_key(part, numbers) for part in (value.start, value.stop, value.step)))
     return (type(value), value)

@@ -166,13 +166,13 @@ class Fields(dict[str, Any]):
 
 
 def make_output(kind: str, fields: Mapping[str, Any] | Sequence[Any]) -> Any:
-    """An object of the class `module:name` with these fields or items. Graphs call this.
+    """Construct an object of a class from its fields or items. Graphs call this.
 
-    For what a model returns besides tensors and plain tuples, lists and dicts: dataclasses, named tuples, and mappings,
-    lists and tuples of other classes. Where the class is not imported, a `Fields`, a list or a tuple.
+    Used for outputs that are dataclasses, named tuples, or subclasses of dict, list or tuple. If the class is not
+    imported, returns a `Fields`, a list or a tuple.
     """
     module, _, name = kind.partition(":")
-    cls: Any = reduce(lambda found, part: getattr(found, part, None), name.split("."), sys.modules.get(module))
+    cls: Any = reduce(lambda outer, part: getattr(outer, part, None), name.split("."), sys.modules.get(module))
     fits = isinstance(cls, type)
     if not isinstance(fields, Mapping):
         return cls(fields) if fits and issubclass(cls, (list, tuple)) else fields
@@ -184,7 +184,7 @@ def make_output(kind: str, fields: Mapping[str, Any] | Sequence[Any]) -> Any:
 
 
 def is_own_container(value: Any) -> bool:
-    """Whether a value is an object that `make_output` makes: a dataclass, or a container of a class of its own."""
+    """Whether `make_output` constructs such values: dataclasses and containers of user-defined classes."""
     cls = type(value)
     if cls.__module__.partition(".")[0] in ("torch", "builtins"):
         return False

@@ -28,7 +28,7 @@ DecisionKind = Literal[
     "undecided",
 ]
 Source = Literal["measured", "table", ""]
-"""Where a price is from: timed on this machine, estimated by `fxq/cost/price_table.py`, or there is none."""
+"""Origin of a price: timed on this machine, estimated by `fxq/cost/price_table.py`, or none."""
 DECISION_KINDS: tuple[DecisionKind, ...] = get_args(DecisionKind)
 
 
@@ -63,7 +63,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class Cost:
-    """What an op or unit takes, in microseconds, on one thread.
+    """Time of an op or unit in microseconds, on one thread.
 
     Attributes:
         float_us: in float, conversions around it left out.

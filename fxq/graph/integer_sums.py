@@ -1,4 +1,4 @@
-"""The bound of integer sums: kernels, engines and files of other runtimes add products of integers in int32."""
+"""Upper bounds of integer sums, which kernels, engines and other runtimes accumulate in int32."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from fxq.ops import OPS
 from fxq.quant.qparams import QParams
 
 INT32 = 2**31 - 1
-ANY = 255
-"""No integer of 8 bits is further from zero, nor from its zero point."""
+MAX_8BIT_REACH = 255
+"""Largest distance of an 8-bit integer from zero or from its zero point."""
 _SUMS = frozenset({"mean", "sum", *OPS.family("avg_pool"), *OPS.family("adaptive_avg_pool")})
-"""Ops whose result is a sum of integers, or a part of one."""
+"""Ops that sum or average integers."""
 _PRODUCTS = frozenset({"matmul", "addmm", "baddbmm"})
 """Ops that multiply two activations, `x` and `other`."""
 
 
 def largest_sum(rows: Tensor, x: QParams, bias: Tensor | None = None) -> float:
-    """The largest magnitude of a sum of products that a layer can compute for an input on its grid.
+    """Largest magnitude of any partial sum of products that a layer can compute for inputs on its grid.
 
-    Kernels add the products of the integers as they are, or less their zero point, or moved to begin at zero, in any
-    order. No such sum is larger than the positive part of a row, or the negative one, times the reach of the grid. That
-    of a grid that is measured at run time is known beforehand, as its limits are.
+    Kernels add products of the raw integers, or with the zero point subtracted, or shifted to start at zero, in any
+    order. No partial sum exceeds the sum of the positive or of the negative weights of a row times `reach(x)`. For
+    dynamic grids, `qmin` and `qmax` are known beforehand.
 
     Args:
-        rows: integers of the weight, (..., K); the products of the last axis are added.
-        x: the grid of the input, per tensor.
-        bias: what is added to the sums, in steps of the products; broadcasts with (...). None: nothing.
+        rows: integer weight, (..., K), summed over the last axis.
+        x: per-tensor grid of the input.
+        bias: bias added to the sums, in units of the accumulator's scale, broadcastable to (...), or None.
 
     Returns:
-        The bound; or where it is within int32 for all integers of 8 bits, that of these, for which no weight is read.
+        The bound. If no 8-bit weight could leave int32, a looser one that does not read the weight.
     """
-    whole = rows.shape[-1] * ANY * reach(x)
+    whole = rows.shape[-1] * MAX_8BIT_REACH * reach(x)
     if bias is None and whole <= INT32:
         return float(whole)
     real = rows.double()
@@ -50,26 +50,26 @@ def largest_sum(rows: Tensor, x: QParams, bias: Tensor | None = None) -> float:
 
 
 def reach(grid: QParams) -> int:
-    """How far the integers of a grid are from zero, or from their zero point wherever that is."""
+    """Largest distance of a grid's integers from zero or from any zero point."""
     return max(grid.qmax, grid.qmax - grid.qmin)
 
 
 def beyond_int32(largest: float) -> str | None:
-    """Why a sum as large as this is refused; None where int32 holds it."""
+    """Reason to refuse sums of this magnitude, or None if they fit in int32."""
     return f"its sums can reach {largest:.2g}, beyond int32 (2.1e+09)" if largest > INT32 else None
 
 
 def node_largest_sum(gm: fx.GraphModule, node: fx.Node) -> float:
-    """The largest magnitude of an integer sum that a node of the qdq graph can compute; 0 where it reads no integers.
+    """Largest magnitude of an integer sum that a node of the qdq graph can compute; 0 if it reads no integers.
 
-    It is that of whatever may compute the node on integers: the kernel of a backend, an engine, or a runtime that reads
-    a file. Some of those need no more than integers before and a product behind.
+    Holds for a kernel of a backend, an engine, or a runtime that reads an exported file. Some of these compute on
+    integers whenever a product reads dequantized values.
     """
     return max((_largest_of(gm, call) for call in calls_of(gm, node)), default=0.0)
 
 
 def node_refused(gm: fx.GraphModule, node: fx.Node) -> str | None:
-    """Why the integer sums of a node of the qdq graph could leave int32; None where they cannot."""
+    """Reason why the integer sums of a node of the qdq graph could overflow int32, or None if they cannot."""
     return beyond_int32(node_largest_sum(gm, node))
 
 
@@ -77,9 +77,9 @@ def _largest_of(gm: fx.GraphModule, call: OpCall) -> float:
     quant = call.op.quant
     x = _integers(gm, call.tensors.get(quant.inputs[0] if quant.inputs else ""))
     if call.op.name in _PRODUCTS:
-        x, other = (_integers(gm, call.tensors.get(name)) for name in ("x", "other"))
+        x, y = (_integers(gm, call.tensors.get(name)) for name in ("x", "other"))
         depth = (info(call.tensors["x"]).shape or (0,))[-1] if x is not None else 0
-        return float(depth * reach(x.grid) * reach(other.grid)) if x is not None and other is not None else 0.0
+        return float(depth * reach(x.grid) * reach(y.grid)) if x is not None and y is not None else 0.0
     if x is None or call.computed is not None:
         return 0.0
     if call.op.name in _SUMS:
@@ -95,26 +95,26 @@ def _largest_of(gm: fx.GraphModule, call: OpCall) -> float:
 
 
 def _integers(gm: fx.GraphModule, value: Any) -> Integers | None:
-    """The integers behind an activation, which may have been moved since it was dequantized."""
+    """Integers that an activation was dequantized from, also through ops that only move values."""
     while isinstance(value, fx.Node) and (before := moved_from(value)) is not None:
         value = before
-    found = integer_input(gm, value)
-    return found if found is not None and found.values.op != "get_attr" else None
+    integers = integer_input(gm, value)
+    return integers if integers is not None and integers.values.op != "get_attr" else None
 
 
 def _of_weight(gm: fx.GraphModule, call: OpCall, name: str, x: QParams) -> float:
-    """The largest sum of a weight's products with integers on a grid; 0 where the weight is not in integers."""
+    """Largest sum of products of a weight with integers on a grid; 0 for float weights."""
     weight = integer_weight(gm, call.tensors.get(name))
     if weight is None or weight.stored.is_floating_point():
         return 0.0
     values, zeros = weight.values, weight.qparams.zero_point.abs().max()
-    if zeros:  # a bound for the integers as they are, and less their zero points
+    if zeros:  # bounds both the raw integers and those minus their zero points
         values = values.to(torch.int32).abs() + zeros.to(torch.int32)
     return largest_sum(LayerMatrix(call, tuple(values.shape)).rows(values) if values.dim() != 2 else values, x)
 
 
 def _added(call: OpCall) -> int:
-    """How many elements at most are added for a result of a pool or a reduction."""
+    """Largest number of elements summed for one output of a pooling or reduction."""
     shape, options = info(call.tensors[call.op.quant.inputs[0]]).shape, call.options
     if shape is None:
         return 0

@@ -1,4 +1,4 @@
-"""Which values share memory, and which nodes change it in place: seen in one run of the model, not told by names."""
+"""Aliasing and in-place writes of traced values, observed in one run of the model, not inferred from op names."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ View = tuple[Any, ...]
 STATELESS = (
     "a graph keeps no state between calls. Keep the module as a float leaf (recipe.leaf), or return the new value."
 )
-"""What to do about a module that changes its own tensors, or keeps something else from call to call."""
+"""Advice for modules that change their own tensors or keep other state between calls."""
 
 
 class MemoryWatch:
-    """Numbers the blocks of memory that one run uses.
+    """Numbers the storages ("blocks") that one run uses.
 
-    A weak reference keeps the address of a block from being used again, not the block itself.
+    Holds weak references, which keep the address of a storage from being reused, but not its memory.
     """
 
     def __init__(self) -> None:
@@ -31,20 +31,20 @@ class MemoryWatch:
         self.parts: dict[fx.Node, list[Any]] = {}
 
     def memory(self, value: Any) -> tuple[int, ...]:
-        """The blocks that the tensors inside a value lie in."""
+        """Blocks of the tensors inside a value."""
         blocks = (_block(t) for t in tensors(value))
         return tuple(dict.fromkeys(self._numbers.setdefault(b, len(self._numbers)) for b in blocks if b is not None))
 
     def versions(self, values: Any) -> list[tuple[Tensor, int]]:
-        """The tensors inside arguments, each with the number of times that it has been changed in place so far."""
+        """Tensors inside arguments, each with its version counter."""
         return [(t, t._version) for t in tensors(values) if not t.is_inference()]
 
     def changed(self, before: list[tuple[Tensor, int]]) -> tuple[int, ...]:
-        """The blocks of those tensors that have been changed since."""
+        """Blocks of the tensors whose version counter changed since `before`."""
         return self.memory([t for t, version in before if t._version != version])
 
     def see(self, node: fx.Node, value: Any) -> None:
-        """Note which part of which memory the value of a node is, and how it is laid out."""
+        """Record the block, offset and layout of the value of a node."""
         block = _block(value) if isinstance(value, Tensor) else None
         if isinstance(value, (tuple, list)):
             self.parts[node] = [tensor_meta(part) for part in value]
@@ -53,20 +53,20 @@ class MemoryWatch:
             self._views[node] = (self._numbers.setdefault(block, len(self._numbers)), *part)
 
     def spot(self, node: fx.Node) -> View | None:
-        """Block, offset, shape, strides and dtype of a value; None where it is no tensor in memory."""
+        """Block, offset, shape, strides and dtype of a value; None if it is not a tensor with memory."""
         return self._views.get(node)
 
     def new_block(self) -> int:
-        """The number of a block that no value of the run lies in."""
+        """Number of a new block, which no value of the run uses."""
         return self._numbers.setdefault(object(), len(self._numbers))
 
     def same(self, a: fx.Node, b: fx.Node) -> bool:
-        """Whether two values are the same part of the same memory, so that one can be read instead of the other."""
+        """Whether two values are the same view of the same block, so that they are interchangeable."""
         return a in self._views and self._views[a] == self._views.get(b)
 
 
 def _block(tensor: Tensor) -> StorageWeakRef | None:
     try:
         return StorageWeakRef(tensor.untyped_storage())
-    except (NotImplementedError, RuntimeError):  # a sparse tensor has none
+    except (NotImplementedError, RuntimeError):  # e.g. sparse tensors
         return None

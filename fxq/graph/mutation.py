@@ -1,4 +1,4 @@
-"""Which nodes change memory that others read, as the traced run saw it (`fxq/graph/memory.py`)."""
+"""Detection of nodes that write to memory that other nodes read, as observed in tracing (`fxq/graph/memory.py`)."""
 
 from __future__ import annotations
 

@@ -37,15 +37,15 @@ class Program:
 
         None of those that cannot be copied: then they are those of `gm`, and whoever else runs it sees what they keep.
         """
-        found = {
+        originals = {
             str(n.target): self.gm.get_submodule(str(n.target))
             for n in self.graph.nodes
             if n.op == "call_module" and not is_pure(self.gm, n)
         }
-        weights = {id(p): p for module in found.values() for p in module.parameters()}
-        weights |= computed_tensors(*found.values())
+        weights = {id(p): p for module in originals.values() for p in module.parameters()}
+        weights |= computed_tensors(*originals.values())
         try:
-            return copy.deepcopy(found, weights)
+            return copy.deepcopy(originals, weights)
         except Exception:  # whatever a module of the user holds: a lock, a file, a tensor with a history
             return {}
 

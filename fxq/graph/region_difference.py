@@ -30,9 +30,9 @@ LARGE = FLOAT32 / 2**24
 
 
 EXACT_TERMS = 256
-"""Terms of a float32 sum whose rounding `Limits.sum_tolerance` covers; that of longer sums grows with their length.
+"""Terms of a float32 sum whose rounding error `Limits.sum_tolerance` covers; the error of longer sums is proportional.
 
-PyTorch's products add up at least 16 partial sums, so the error is at most K / 16 * 2**-24 of the terms' magnitudes.
+PyTorch's products use at least 16 partial sums, so the error is at most K / 16 * 2**-24 of the terms' magnitudes.
 Source: Higham 1993, section 3.
 """
 
@@ -125,7 +125,7 @@ def largest_value(gm: fx.GraphModule, region: Region, values: Mapping[fx.Node, A
 
 
 def _computed(gm: fx.GraphModule, region: Region, values: Mapping[fx.Node, Any]) -> dict[fx.Node, Any]:
-    """The values that a region reads and computes, by node."""
+    """Values that a region reads and computes, by node."""
     env = dict(values)
     for step in region.steps:
         env[step.node] = value_of(gm, step, env)
@@ -142,7 +142,7 @@ def magnitude(gm: fx.GraphModule, region: Region, values: Mapping[fx.Node, Any])
 
     That is what float32 rounds: terms that cancel leave the rounding of what they were. A kernel may add up the
     integers as they are and take the zero point away behind, in the padding as well. Of a region of several units, the
-    largest value that it computes with. Sums of more than `EXACT_TERMS` terms count in proportion to their length.
+    largest value that it computes with. Grows in proportion to the length of sums of more than `EXACT_TERMS` terms.
     """
     if not isinstance(region, UnitRegion):
         env = _computed(gm, region, values)
@@ -175,7 +175,7 @@ def magnitude(gm: fx.GraphModule, region: Region, values: Mapping[fx.Node, Any])
 
 
 def _longest_sum(region: Region, env: Mapping[fx.Node, Any]) -> int:
-    """The most products that one element of a layer's result adds up, of all layers with a scale per channel."""
+    """Largest number of products per output element, over the layers with per-channel scales."""
     weights = [(env[s.node], s.kwargs["axis"]) for s in region.steps if is_op(s, "dequantize") and "axis" in s.kwargs]
     return max((weight.numel() // max(weight.shape[axis], 1) for weight, axis in weights), default=1)
 

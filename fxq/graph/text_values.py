@@ -52,7 +52,7 @@ def value_text(value: Any, exact: bool = True) -> str:
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{value_text(k, exact)}: {value_text(v, exact)}" for k, v in value.items()) + "}"
     if isinstance(value, str):
-        return repr(str.__str__(value))  # of an Enum, too, the plain string
+        return repr(str.__str__(value))  # an Enum member as its plain string
     if isinstance(value, int) and not isinstance(value, bool):
         return int.__repr__(value)
     if not exact or value is None or isinstance(value, bool):
@@ -138,7 +138,7 @@ def read_value(expr: ast.expr, nodes: Nodes) -> Any:
 
 
 def _is_key(value: Any) -> bool:
-    """Whether a value may be a key: plain data that cannot change."""
+    """Whether a value may be a dict key: immutable plain data."""
     return all(map(_is_key, value)) if type(value) is tuple else isinstance(value, (str, int, float, type(None)))
 
 

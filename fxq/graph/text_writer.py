@@ -273,7 +273,7 @@ def derived(node: fx.Node, module: nn.Module | None, facts: Mapping[str, Any], c
 
 
 def _check_output(value: Any) -> None:
-    """Refuse members of an Enum in what a model returns: as an argument of an op, their plain value does as well."""
+    """Raise `InputError` for Enum members in a model's output; as op arguments, they are written as plain values."""
     if isinstance(value, Enum):
         raise InputError(f"holds a {type(value).__name__} ({value!r}), which no text can name: return its plain value.")
     parts = [*value, *value.values()] if isinstance(value, Mapping) else value

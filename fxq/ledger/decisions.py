@@ -1,4 +1,4 @@
-"""What decided between integers and float: the price of every op that could run either way, and where it is from."""
+"""Prices that decided between int8 and float, for every op that could run either way."""
 
 from __future__ import annotations
 
@@ -14,19 +14,18 @@ from fxq.text.tables import Column, Part, Table, row, text
 
 @dataclass(frozen=True)
 class PricedDecision:
-    """An op or unit that could run either way.
+    """Prices of an op or unit that could run either way, and the choice.
 
     Attributes:
-        name: its first op's name in the traced graph.
-        path: the module path of that.
-        op: what that is.
+        name: name of its first op in the traced graph.
+        path: module path of its first op.
+        op: kind of its first op, such as "conv2d".
         runs: "int8", "moves" (moves integers), or "float".
-        by: "measured": its seconds were measured on this machine; "table": they are estimated from its sizes, by the
-            price table of this kind of CPU, which the measurement does not clearly contradict.
-        float_us, int8_us: microseconds in float and on integers, on one thread.
-        conversions_us: microseconds of conversions with it on integers, less those with it in float; None where nothing
+        by: "measured": timed on this machine; "table": estimated from its sizes by the price table of this kind of CPU.
+        float_us, int8_us: microseconds in float and as int8, on one thread.
+        conversions_us: microseconds of conversions if it runs as int8, minus those if it runs in float; None if nothing
             reads its integers.
-        why: why it runs in float; else empty.
+        why: reason to run in float; empty otherwise.
     """
 
     name: str
@@ -42,10 +41,10 @@ class PricedDecision:
 
 @dataclass(frozen=True, repr=False)
 class Decisions(Rows[PricedDecision]):
-    """What decided of every op that could run either way: `print` it, filter it with `where`, sort it by a field.
+    """Table of the ops that could run either way: `print` it, filter it with `where`, sort it by a field.
 
     Attributes:
-        entries: one for each such op or unit, in the order of the graph.
+        entries: ops and units in graph order.
     """
 
     entries: tuple[PricedDecision, ...]
@@ -54,7 +53,7 @@ class Decisions(Rows[PricedDecision]):
 
     @classmethod
     def of(cls, entries: Iterable[Entry]) -> Decisions:
-        """The rows of a ledger that have both prices."""
+        """Rows of a ledger that have both prices."""
         return cls(
             tuple(
                 PricedDecision(

@@ -40,14 +40,14 @@ class Distribution:
 
 @dataclass(frozen=True)
 class RecordedInput:
-    """One input of the float model, or a part of one.
+    """Recorded input of the float model, or an item of one.
 
     Attributes:
-        name: the keyword that it was given by; empty when it was given by position. Of a part of a dict, its key.
+        name: keyword or dict key; empty for positional inputs and items of sequences.
         shape, dtype: of the example's; None when that was no plain tensor.
-        kind: what it is: "plain" is a number, a flag, a string or None.
-        parts: those of a container, in order.
-        value: of what is plain.
+        kind: type of the input; "plain" is a number, bool, string or None.
+        parts: items of a container, in order.
+        value: value of a plain input.
     """
 
     name: str

@@ -45,10 +45,10 @@ class Entry:
         saved_bytes: how much smaller its weight is than in float32, scales counted; a weight that several layers share
             counts for each.
         float_us, int8_us: microseconds of the op in float, and on integers or with an integer weight, on one thread;
-            for a unit, in the row of its first op. None where there is no price.
+            for a unit, in the row of its first op. None if there is no price.
         conversions_us: microseconds of the conversions around it when it runs on integers, less those when it runs in
             float, with all other ops as they are.
-        priced_by: "measured" on this machine, "table": estimated (`cost/price_table.py`); empty where there is none.
+        priced_by: "measured" on this machine, "table" (estimated, `cost/price_table.py`), or empty without a price.
     """
 
     name: str

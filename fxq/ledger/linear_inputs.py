@@ -19,7 +19,7 @@ from fxq.graph.program import Program
 from fxq.graph.query import is_op, plan_of, read_attribute
 from fxq.graph.unit import calls_of
 from fxq.pipeline.context import Context
-from fxq.pipeline.float_values import KnownFloatForm, LayerValues
+from fxq.pipeline.float_values import CachedFloatForm, LayerValues
 from fxq.pipeline.samples import on_samples
 from fxq.pipeline.used_rows import AT_ONCE, used_rows
 from fxq.quant.measured import MeasuredGrid
@@ -135,16 +135,20 @@ def seen_inputs(
 
     def run(batches: Sequence[Batch]) -> list[Input]:
         count = sum(samples_in(batch) or 1 for batch in batches)
-        found = {one.quantize: one for one in _inputs(gm, kind, rows) if count >= least or not _is_one(one, size)}
+        inputs = {
+            linear_input.quantize: linear_input
+            for linear_input in _inputs(gm, kind, rows)
+            if count >= least or not _is_one(linear_input, size)
+        }
         batches = [batch for batch in batches if samples_in(batch) != 0]
         if context.divisible:
             batches = [piece for batch in batches for piece in pieces_of(batch, AT_ONCE)]
-        floats = context.floats.of(gm, context) if found else LayerValues()
-        for i, batch in enumerate(batches if found else ()):
+        floats = context.floats.of(gm, context) if inputs else LayerValues()
+        for i, batch in enumerate(batches if inputs else ()):
             share = 0.5 if len(batches) == 1 else float(i < (len(batches) + 1) // 2)
             with torch.no_grad(), seeded():
-                _Floats(gm, batch, floats, found, share).run()
-        return [one for one in found.values() if one.tokens >= least]
+                _Floats(gm, batch, floats, inputs, share).run()
+        return [linear_input for linear_input in inputs.values() if linear_input.tokens >= least]
 
     return on_samples(context, samples, run) if context.samples else []
 
@@ -163,13 +167,13 @@ def _inputs(gm: fx.GraphModule, kind: type[Input], rows: int) -> Iterable[Input]
             yield kind(node, grid, layers, rows)
 
 
-def _is_one(one: LinearInput, size: int | None) -> bool:
-    """Whether an input is one token of each sample, of so many in the example."""
-    shape = info(one.quantize).shape or ()
+def _is_one(linear_input: LinearInput, size: int | None) -> bool:
+    """Whether an input has one token per sample; `size` is the number of samples in the example."""
+    shape = info(linear_input.quantize).shape or ()
     return len(shape) == 2 and shape[0] == size
 
 
-class _Floats(KnownFloatForm):
+class _Floats(CachedFloatForm):
     """Runs the graph on a batch in float, and shows the inputs what is quantized, but for padding."""
 
     def __init__(

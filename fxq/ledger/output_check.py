@@ -51,31 +51,31 @@ def output_sqnrs(gms: Sequence[fx.GraphModule], context: Context) -> list[float 
 
 
 def _compared(gms: Sequence[fx.GraphModule], context: Context, batches: Sequence[Batch]) -> list[float | None]:
-    found: list[dict[int, Agreement]] = [{} for _ in gms]  # by the place of the output
+    agreements: list[dict[int, Agreement]] = [{} for _ in gms]  # by the place of the output
     for batch in batches:
         results = []
         for gm in gms:
-            given = copied(batch)  # a forward may change its inputs in place
+            own_batch = copied(batch)  # a forward may change its inputs in place
             with untouched(context.model), seeded():  # the graph shares leaves with the user's model
-                results.append(list(tensors(gm(*given.args, **given.kwargs))))
+                results.append(list(tensors(gm(*own_batch.args, **own_batch.kwargs))))
         wants = _outputs_of_example(context, batch, results[0]) if results else None
         if wants is None:
             wants = list(tensors(run_model(context.model, batch, context.recipe.concrete_args)))
         results.insert(0, wants)
         for place, (want, *gots) in enumerate(zip(*results, strict=True)):
             if want.is_floating_point():
-                for outputs, got in zip(found, gots, strict=True):
+                for outputs, got in zip(agreements, gots, strict=True):
                     add_output(outputs, place, want, got)
-    return [min((output.sqnr for output in outputs.values()), key=rank, default=None) for outputs in found]
+    return [min((output.sqnr for output in outputs.values()), key=rank, default=None) for outputs in agreements]
 
 
 def _outputs_of_example(context: Context, batch: Batch, results: Sequence[Tensor]) -> list[Tensor] | None:
-    """What the model returned for these samples when it ran on the example; None where they are none of its samples.
+    """Outputs of the float model for samples of the example, or None if the samples are not from it.
 
     Args:
-        context: has the example, and what the model returned.
+        context: holds the example and the float model's outputs for it.
         batch: the samples.
-        results: what a graph returns for them, whose shapes say which axes hold samples.
+        results: outputs of a graph for them, whose shapes tell which axes hold samples.
     """
     start, some, count = place_in(context.example, batch), samples_in(batch), samples_in(context.example)
     wholes = list(tensors(context.outputs))

@@ -52,7 +52,7 @@ class Quantized(fx.GraphModule):
 
     @classmethod
     def _deepcopy_init(cls) -> Any:
-        """What `fx.GraphModule.__deepcopy__` makes the copy with."""
+        """Constructor that `fx.GraphModule.__deepcopy__` uses for the copy."""
         return cls.__init__
 
     @property

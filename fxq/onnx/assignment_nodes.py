@@ -1,4 +1,4 @@
-"""ONNX of assignments: a tensor put together anew of the part that is assigned and what lies around it."""
+"""ONNX form of assignments: the result is concatenated from the assigned part and the slices around it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LAST = 2**31 - 1
 @writes("assign")
 def assign(w: Writer, x: Value, value: Any, *, index: Any) -> str:
     parts = [part for part in index if part is not None]
-    refuse(not all(type(part) in (int, slice) for part in parts), "it is assigned to a part that a value says")
+    refuse(not all(type(part) in (int, slice) for part in parts), "its index is computed, not constant")
     slices = [part if isinstance(part, slice) else slice(part, part + 1 or None) for part in parts]
     result = x.like[index].shape
     inner = x.like[tuple(slices)].shape
@@ -28,17 +28,17 @@ def assign(w: Writer, x: Value, value: Any, *, index: Any) -> str:
 
 
 class _Places(NamedTuple):
-    """Some of the places of an axis, and its size."""
+    """Positions along an axis, and the size of the axis."""
 
     places: list[int]
     size: int
 
 
 def _span(part: slice, size: Any) -> Any:
-    """Where a part of an axis begins and ends; the list of its places where that is every n-th one."""
+    """Start and stop of a slice of an axis, or its positions if its step is not 1."""
     varied = any(map(varies, (size, part.start, part.stop)))
     if part.step not in (None, 1):
-        refuse(varied, "it is assigned to every n-th entry of an axis whose size varies")
+        refuse(varied, "it assigns with a step to an axis whose size varies")
         return _Places(list(range(int(size)))[part], int(size))
     if varied:
         return part.start or 0, _LAST if part.stop is None else part.stop
@@ -47,7 +47,7 @@ def _span(part: slice, size: Any) -> Any:
 
 
 def _put(w: Writer, x: Operand, new: str, spans: list[Any], axis: int, rank: int) -> str:
-    """`x` with `new` in the place of these spans of its axes from `axis` on."""
+    """Write `x` with the given spans of its axes, from `axis` on, replaced by `new`."""
     while axis < len(spans) and spans[axis] == (0, _LAST):
         axis += 1
     if axis == len(spans):
@@ -67,21 +67,21 @@ def _put(w: Writer, x: Operand, new: str, spans: list[Any], axis: int, rank: int
 
 
 def _spread(w: Writer, value: Any, x: Value, shape: Any) -> str:
-    """What is assigned, in the type of `x` and in this shape."""
+    """Write the assigned value, cast to the dtype of `x` and expanded to a shape."""
     if not isinstance(value, Value):
-        refuse(not isinstance(value, (int, float)), "what is assigned is no tensor or number")
+        refuse(not isinstance(value, (int, float)), "the assigned value is neither a tensor nor a number")
         return w.emit("Expand", w.number(value, x), w.ints(shape))
-    while value.rank > len(shape):  # axes of size 1 in front
+    while value.rank > len(shape):  # leading axes of size 1
         value = Value(w.reshaped(value, value.shape[1:]), value.like[0])
-    made: Operand = value if value.dtype == x.dtype else w.cast(value, x.dtype)
-    return w.emit("Expand", made, w.ints(shape))
+    operand: Operand = value if value.dtype == x.dtype else w.cast(value, x.dtype)
+    return w.emit("Expand", operand, w.ints(shape))
 
 
 @calls(updated)
 def _put_at(w: Writer, x: Value, index: Any, value: Any) -> Value:
     places = index if isinstance(index, tuple) else (index,)
     whole = all(isinstance(place, Value) and place.dtype in (torch.int32, torch.int64) for place in places)
-    refuse(not whole, "it is assigned to places that more than tensors of integers for its first axes say")
+    refuse(not whole, "its index holds more than integer tensors for the first axes")
     shape = torch.broadcast_shapes(*(place.shape for place in places))
     parts = [w.reshaped(Value(w.emit("Expand", place, w.ints(shape)), place.like), (*shape, 1)) for place in places]
     at = w.cast(w.joined(parts, len(shape)), torch.int64)

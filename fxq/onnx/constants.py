@@ -1,4 +1,4 @@
-"""Nodes whose value does not depend on the inputs of a model: what they compute becomes a constant of it."""
+"""Constant folding: nodes that do not depend on the model's inputs become constants of the ONNX model."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from fxq.graph.query import CONVERSIONS, MEASURES, called_name, is_op, op_of
 from fxq.onnx.varying_sizes import varies
 from fxq.onnx.writer import Value, Writer
 
-LARGEST = 2**16
-"""Entries of the largest tensor that is computed here; of larger ones, ONNX nodes keep the file small."""
+MAX_FOLDED_ENTRIES = 2**16
+"""Entries of the largest tensor that is folded. Larger ones stay ONNX nodes, to keep the file small."""
 UNDEFINED = ("empty", "new_empty", "empty_like", "empty_strided")
-"""Calls whose values are whatever the memory holds."""
+"""Calls that return uninitialized memory."""
 UNKNOWN: Any = object()
-"""In the place of a value that is no constant."""
+"""Stands for a value that is not a constant."""
 
 
 def constant_value(w: Writer, node: fx.Node, args: Any, kwargs: Any) -> Any:
-    """The value of a node that computes with numbers and constants alone, such as a grid of anchors, or a fixed shape.
+    """Value of a node that computes with numbers and constants only, such as an anchor grid; else `UNKNOWN`.
 
-    `UNKNOWN` for others. Parameters of the model are written as they are, and read by what computes with them.
+    Does not fold ops on float parameters, which are written unchanged.
 
     Args:
-        w: the model.
+        w: writer of the model.
         node: the node.
-        args: its arguments, with values of the model.
-        kwargs: those by name.
+        args: its positional arguments, with `Value`s for values of the model.
+        kwargs: its keyword arguments.
     """
     if node.op not in ("call_function", "call_method") or is_op(node, *CONVERSIONS, *MEASURES):
         return UNKNOWN
@@ -39,14 +39,16 @@ def constant_value(w: Writer, node: fx.Node, args: Any, kwargs: Any) -> Any:
         return UNKNOWN
     if not values and not str(getattr(node.target, "__module__", "")).startswith("torch"):
         return UNKNOWN  # numbers are computed where they are read
-    made = _computed(node, *mapped((args, kwargs), lambda leaf: _real(w, leaf)))
-    if made is UNKNOWN or any(isinstance(part, Tensor) and part.numel() > LARGEST for part in _leaves(made)):
+    result = _computed(node, *mapped((args, kwargs), lambda leaf: _real(w, leaf)))
+    if result is UNKNOWN or any(
+        isinstance(part, Tensor) and part.numel() > MAX_FOLDED_ENTRIES for part in _leaves(result)
+    ):
         return UNKNOWN
-    return mapped(made, lambda leaf: _written(w, leaf) if isinstance(leaf, Tensor) else leaf)
+    return mapped(result, lambda leaf: _written(w, leaf) if isinstance(leaf, Tensor) else leaf)
 
 
 def _leaves(value: Any) -> list[Any]:
-    """What is in nested containers."""
+    """Leaves of nested containers."""
     leaves: list[Any] = []
 
     def take(leaf: Any) -> Any:
@@ -58,37 +60,37 @@ def _leaves(value: Any) -> list[Any]:
 
 
 def _is_constant(w: Writer, value: Value) -> bool:
-    """Whether a value was computed of numbers alone, or is a small table of places or truths."""
-    known = w.value_of(value.name)
-    is_table = known is not None and not known.dtype.is_floating_point and known.numel() <= LARGEST
+    """Whether a value was folded before, or is a small integer or bool tensor."""
+    content = w.value_of(value.name)
+    is_table = content is not None and not content.dtype.is_floating_point and content.numel() <= MAX_FOLDED_ENTRIES
     return value.name in w.computed or is_table
 
 
 def _real(w: Writer, leaf: Any) -> Any:
-    """A value of the model as a tensor, which may be changed; in the place of the device of others, the CPU."""
+    """Copy of a constant as a tensor; the CPU in place of any device."""
     if isinstance(leaf, torch.device):
         return torch.device("cpu")
-    known = w.value_of(leaf.name) if isinstance(leaf, Value) else None
-    return leaf if known is None else known.clone()
+    content = w.value_of(leaf.name) if isinstance(leaf, Value) else None
+    return leaf if content is None else content.clone()
 
 
 def _computed(node: fx.Node, args: Any, kwargs: Any) -> Any:
-    """What a call gives; `UNKNOWN` where that is left to chance."""
+    """Result of a call; `UNKNOWN` if it draws random numbers."""
     op, target = op_of(node), node.target
     with torch.no_grad(), torch.random.fork_rng([]):
         state = torch.get_rng_state()
         if op is not None:
-            made = op.target(*args, **{**op.options, **kwargs})
+            result = op.target(*args, **{**op.options, **kwargs})
         elif isinstance(target, str):
-            made = getattr(args[0], target)(*args[1:], **kwargs)
+            result = getattr(args[0], target)(*args[1:], **kwargs)
         else:
-            made = target(*args, **kwargs)
-        return made if torch.equal(state, torch.get_rng_state()) else UNKNOWN
+            result = target(*args, **kwargs)
+        return result if torch.equal(state, torch.get_rng_state()) else UNKNOWN
 
 
-def _written(w: Writer, made: Tensor) -> Value:
-    """A tensor as a constant of the model."""
-    own = made.detach().cpu().contiguous()
+def _written(w: Writer, tensor: Tensor) -> Value:
+    """Write a tensor as a constant of the model."""
+    own = tensor.detach().cpu().contiguous()
     name = w.constant(own)
     w.computed.add(name)
     return Value(name, torch.empty_like(own, device="meta"))

@@ -95,14 +95,14 @@ def real_values(q: Tensor, scale: Tensor, zero: Tensor, axis: int | None, block:
 
 
 def bias_for(w: Writer, x: Value, weight: Value, bias: Value | None, axis: int = 0) -> Operand:
-    """A bias; in int32 with the scale of the accumulator, where input and weight are of integers and that holds it.
+    """Bias of a layer: int32 with the accumulator's scale if input and weight are integers and it fits, else float.
 
     Args:
-        w: what it is written by.
+        w: writer of the model.
         x: the input of the layer.
         weight: its weight.
-        bias: its bias, if there is one.
-        axis: that of the output channels in the weight.
+        bias: its bias, or None.
+        axis: axis of the output channels in the weight.
     """
     real = w.value_of(bias.name) if bias is not None else None
     grids = [dequantized(w, x), dequantized(w, weight)]
@@ -116,7 +116,7 @@ def bias_for(w: Writer, x: Value, weight: Value, bias: Value | None, axis: int =
     steps = (real.detach().double() / scale.double()).round()
     q = w.value_of(grids[1].node.reads[0]) if grids[1] is not None else None
     rows = torch.empty(1, 0) if q is None else q.movedim(axis, 0).flatten(1)
-    if not largest_sum(rows, _ANY_GRID, steps.abs().max()) <= INT32:  # steps that are no numbers neither
+    if not largest_sum(rows, _ANY_GRID, steps.abs().max()) <= INT32:  # also catches NaN
         return bias
     return w.emit("DequantizeLinear", steps.to(torch.int32), scale, axis=0)
 

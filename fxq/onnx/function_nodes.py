@@ -227,7 +227,7 @@ def _entries(w: Writer, x: Value, index: Any) -> Value:
 
 
 def _parts_of_axes(w: Writer, x: Value, places: Sequence[slice]) -> Value:
-    """Slices of the first axes, whose ends may be constants."""
+    """Slice the first axes; bounds may be numbers or constants of the model."""
     for axis, place in enumerate(places):
         start, stop, step = (_number_of(w, end) for end in (place.start, place.stop, place.step))
         if (start, stop, step) == (None, None, None):
@@ -239,12 +239,12 @@ def _parts_of_axes(w: Writer, x: Value, places: Sequence[slice]) -> Value:
 
 
 def _number_of(w: Writer, value: Any) -> int | None:
-    """A number, or that of a constant of one entry."""
+    """A number, or the value of a one-element constant."""
     if not isinstance(value, Value):
         return value if value is None else int(value)
-    known = w.value_of(value.name)
-    refuse(known is None, "it is cut at a place that is computed")
-    return None if known is None else int(known)
+    content = w.value_of(value.name)
+    refuse(content is None, "it is sliced at a computed position")
+    return None if content is None else int(content)
 
 
 @calls("detach", own_copy)

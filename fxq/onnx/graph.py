@@ -84,23 +84,23 @@ def write_onnx(
     Raises:
         NotInOnnx: a node cannot be said in ONNX; the message says which, and why.
     """
-    writer, known = Writer(**options), Known()
+    writer, values_of_nodes = Writer(**options), Known()
     placeholders = gm.graph.find_nodes(op="placeholder")
     taken: dict[fx.Node, str] = {}
     turned = dict(zip(placeholders, channels_last, strict=False))
-    for node, given in zip(placeholders, inputs, strict=True):
-        known[node] = given
-        if isinstance(given, Tensor):
-            like = given.float() if writer.floats and given.dtype in (torch.uint8, torch.int8) else given
+    for node, example in zip(placeholders, inputs, strict=True):
+        values_of_nodes[node] = example
+        if isinstance(example, Tensor):
+            like = example.float() if writer.floats and example.dtype in (torch.uint8, torch.int8) else example
             last = turned.get(node, False)
             value = writer.input(node.name, like.permute(TO_LAST) if last else like)
-            known[node], taken[node] = _permuted(writer, value, TO_FIRST) if last else value, value.name
+            values_of_nodes[node], taken[node] = _permuted(writer, value, TO_FIRST) if last else value, value.name
     for node in gm.graph.nodes:
         if node.op not in ("placeholder", "output"):
-            known[node] = write_node(writer, gm, node, known)
-    returned = arguments_of(gm.graph.output_node(), known)[0][0]
-    several = isinstance(returned, (tuple, list))
-    values = list(returned) if several else [returned]
+            values_of_nodes[node] = write_node(writer, gm, node, values_of_nodes)
+    returned = arguments_of(gm.graph.output_node(), values_of_nodes)[0][0]
+    is_sequence = isinstance(returned, (tuple, list))
+    values = list(returned) if is_sequence else [returned]
     images = tuple(any(channels_last) and value.rank == 4 for value in values)
     ends = [_permuted(writer, v, TO_LAST) if image else v for v, image in zip(values, images, strict=True)]
     if writer.integer_conv:
@@ -110,7 +110,7 @@ def write_onnx(
     reads = tuple(i for i, node in enumerate(placeholders) if taken.get(node) in names)
     places = {taken[node]: i for i, node in enumerate(placeholders) if node in taken}
     indices = tuple((places[name], size) for name, size in writer.indices.items())
-    return Written(model, reads, several, tuple(end.like for end in ends), images, indices)
+    return Written(model, reads, is_sequence, tuple(end.like for end in ends), images, indices)
 
 
 TO_LAST, TO_FIRST = (0, 2, 3, 1), (0, 3, 1, 2)
@@ -150,14 +150,14 @@ def _suppose(writer: Writer, gm: fx.GraphModule, node: fx.Node, known: Known) ->
         known[node] = writer.input(node.name, torch.empty(about.shape, dtype=about.dtype, device="meta"))
 
 
-def write_node(writer: Writer, gm: fx.GraphModule, node: fx.Node, known: Mapping[fx.Node, Any]) -> Any:
+def write_node(writer: Writer, gm: fx.GraphModule, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
     """Write a node; its value, or values.
 
     Args:
         writer: the model.
         gm: the module of the node's graph.
         node: the node.
-        known: the values of what it reads.
+        values: the values of what it reads.
 
     Raises:
         NotInOnnx: it cannot be said in ONNX.
@@ -165,7 +165,7 @@ def write_node(writer: Writer, gm: fx.GraphModule, node: fx.Node, known: Mapping
     if node.op == "get_attr":
         tensor = read_attribute(gm, str(node.target))
         return Value(writer.constant(tensor), torch.empty_like(tensor, device="meta"))
-    args, kwargs = arguments_of(node, known)
+    args, kwargs = arguments_of(node, values)
     if (unit := unit_of(gm, node)) is not None:
         with writer.scoped(node.name):
             return _write_unit(writer, unit, args)
@@ -182,10 +182,10 @@ def write_node(writer: Writer, gm: fx.GraphModule, node: fx.Node, known: Mapping
     options = {**op.options, **kwargs}
     try:
         with writer.scoped(node.name), python_dispatch() if writer.sizes is not None else nullcontext():
-            made = ROWS[op.name](writer, *args, **options)
+            result = ROWS[op.name](writer, *args, **options)
     except NotInOnnx as error:
         raise NotInOnnx(f"{op.name}: {error}") from None
-    return made if isinstance(made, Value) else Value(made, _like(writer, op, args, options))
+    return result if isinstance(result, Value) else Value(result, _like(writer, op, args, options))
 
 
 def _write_unit(writer: Writer, unit: Unit, args: Sequence[Any]) -> Any:
@@ -228,10 +228,12 @@ def _no_op(writer: Writer, gm: fx.GraphModule, node: fx.Node, args: Any, kwargs:
     args, kwargs = _on_meta((args, kwargs))
     target: Any = node.target
     with _computing(writer):
-        made = getattr(args[0], target)(*args[1:], **kwargs) if node.op == "call_method" else target(*args, **kwargs)
-    if isinstance(made, Tensor):
-        raise NotInOnnx(f"fxq has no ONNX form of this call of {called_name(node)}, which makes a tensor of numbers")
-    return made
+        result = getattr(args[0], target)(*args[1:], **kwargs) if node.op == "call_method" else target(*args, **kwargs)
+    if isinstance(result, Tensor):
+        raise NotInOnnx(
+            f"fxq has no ONNX form of this call of {called_name(node)}, which creates a tensor from numbers"
+        )
+    return result
 
 
 def _on_meta(arguments: Any) -> Any:

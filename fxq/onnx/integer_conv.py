@@ -1,7 +1,7 @@
-"""Convolutions of integers whose result stays in float: ONNX's ConvInteger, and the scales behind it.
+"""Integer convolutions with float results, as ONNX ConvInteger followed by scales.
 
-ONNX Runtime runs a convolution between DequantizeLinear and QuantizeLinear on integers, but one without a
-QuantizeLinear behind it in float.
+ONNX Runtime runs a convolution between DequantizeLinear and QuantizeLinear on integers, but in float if no
+QuantizeLinear follows.
 """
 
 from __future__ import annotations
@@ -16,17 +16,21 @@ from fxq.onnx.writer import Value, Writer
 
 
 def write_integer_convolutions(w: Writer, outputs: Sequence[Value]) -> None:
-    """Write convolutions of integers whose result is not rounded as ConvInteger, in a model with these outputs.
+    """Rewrite integer convolutions whose result is not quantized as ConvInteger.
 
     Before: y = Conv(DequantizeLinear(x), DequantizeLinear(w), b)
     After: y = Cast(ConvInteger(x, w + 128, zero_point, 128)) * (s_x * s_w) + b
+
+    Args:
+        w: writer of the model.
+        outputs: outputs of the model.
     """
     readers = w.readers(outputs)
     w.rewrite(lambda node: node.kind == "Conv" and not _is_rounded(node, readers) and _write(w, node))
 
 
 def _is_rounded(node: OnnxNode, readers: Mapping[str, list[OnnxNode]]) -> bool:
-    """Whether nothing but a QuantizeLinear reads what a node makes, perhaps behind a clamp, which that covers."""
+    """Whether only a QuantizeLinear reads a node's result, directly or through Relu or Clip."""
     read_by = readers.get(node.makes[0], [])
     if len(read_by) != 1:
         return False
@@ -35,7 +39,7 @@ def _is_rounded(node: OnnxNode, readers: Mapping[str, list[OnnxNode]]) -> bool:
 
 
 def _write(w: Writer, node: OnnxNode) -> bool:
-    """Write a convolution so; False: it is not one of unsigned integers with one scale, and of weights around 0."""
+    """Rewrite a convolution; False unless x is uint8 per tensor and the weight symmetric int8."""
     x, weight = (_grid(w, name) for name in node.reads[:2])
     q = w.value_of(weight.node.reads[0]) if weight is not None else None
     if x is None or weight is None or q is None or x.scale.dim() or x.zero.dtype is not torch.uint8:
@@ -45,7 +49,7 @@ def _write(w: Writer, node: OnnxNode) -> bool:
     bias = _bias(w, node.reads[2]) if len(node.reads) > 2 else None
     if bias is None and len(node.reads) > 2:
         return False
-    # Unsigned, as of mixed signs ONNX Runtime adds products in 16 bits on CPUs without VNNI.
+    # uint8 x uint8: for uint8 x int8, ONNX Runtime accumulates in 16 bits on CPUs without VNNI.
     unsigned, middle = (q.to(torch.int16) + 128).to(torch.uint8), torch.tensor(128, dtype=torch.uint8, device="cpu")
     summed = w.emit("ConvInteger", x.node.reads[0], unsigned, x.node.reads[2], middle, **node.attributes)
     channels = (-1, *[1] * (q.dim() - 2))
@@ -59,12 +63,12 @@ def _write(w: Writer, node: OnnxNode) -> bool:
 
 
 def _grid(w: Writer, name: str) -> Dequantized | None:
-    """What makes a value of integers."""
+    """The DequantizeLinear that computes a value, or None."""
     return dequantized(w, Value(name, torch.empty(0, device="meta")))
 
 
 def _bias(w: Writer, name: str) -> torch.Tensor | None:
-    """A bias in float32; None where it is computed."""
+    """Bias as a float32 tensor, or None if it is not constant."""
     node = w.made_by(name)
     if node is None or node.kind != "DequantizeLinear":
         return w.value_of(name)

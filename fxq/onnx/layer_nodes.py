@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fxq.graph.integer_sums import ANY, INT32
+from fxq.graph.integer_sums import INT32, MAX_8BIT_REACH
 from fxq.onnx.dequantized import bias_for, dequantized, is_of_integers, measured, transposed, weight_for
 from fxq.onnx.padding_nodes import onnx_pads, padded
 from fxq.onnx.protobuf import INT4, UINT4, NotInOnnx, OnnxNode
@@ -146,8 +146,8 @@ def _measured_linear(w: Writer, x: Value, made: OnnxNode, weight: Value, bias: V
 
 @writes("matmul")
 def matmul(w: Writer, x: Value, other: Value) -> str:
-    """A product of activations. Runtimes multiply what is dequantized on integers: in parts, so that int32 holds it."""
-    depth, most = x.shape[-1], INT32 // ANY**2
+    """Product of activations, split along its depth where a runtime would overflow int32 computing it on integers."""
+    depth, most = x.shape[-1], INT32 // MAX_8BIT_REACH**2
     if varies(depth) or depth <= most or not (is_of_integers(w, x) and is_of_integers(w, other)):
         return w.emit("MatMul", x, other)
     axis = max(other.rank - 2, 0)

@@ -54,7 +54,7 @@ rounded to a step of the accumulator."""
 
 
 Runtime = Callable[[bytes, Mapping[str, Tensor], list[str]], Mapping[str, Tensor]]
-"""Runs an ONNX model on inputs by name; gives the outputs of these names."""
+"""Function that runs a serialized ONNX model on inputs by name, and returns the outputs of the given names."""
 
 
 class ModelCheck:
@@ -96,23 +96,23 @@ class ModelCheck:
                 are inputs and outputs here. Else node by node, as the model is written.
             entries: of the session's configuration.
         """
-        found = self.differences_in(partial(_run, optimized=optimized, entries=entries or {}))
-        if optimized and not self._values:  # nothing is rounded, so that each entry counts
-            return [replace(end, mean=end.steps) for end in found]
-        return found
+        differences = self.differences_in(partial(_run, optimized=optimized, entries=entries or {}))
+        if optimized and not self._values:  # no value is quantized, so that each element counts
+            return [replace(end, mean=end.steps) for end in differences]
+        return differences
 
     def differences_in(self, run: Runtime) -> list[Difference]:
-        """What another runtime makes of the model, in order.
+        """Differences between a runtime and this model, in graph order.
 
         Args:
             run: the runtime.
         """
-        given = {**self._inputs, **{f"{name}/given": value for name, value in self._values.items()}}
+        inputs = {**self._inputs, **{f"{name}/given": value for name, value in self._values.items()}}
         wanted = {**self._values, **self._outputs}
-        got = run(self._model, given, list(wanted))
-        found = [self._of_integers(name, value, got[name]) for name, value in self._values.items()]
+        got = run(self._model, inputs, list(wanted))
+        differences = [self._of_integers(name, value, got[name]) for name, value in self._values.items()]
         pairs = ((f"output {i}", value, got[name]) for i, (name, value) in enumerate(self._outputs.items()))
-        return [*found, *(_difference(name, "", value, other, on_grid=False) for name, value, other in pairs)]
+        return [*differences, *(_difference(name, "", value, result, on_grid=False) for name, value, result in pairs)]
 
     def _of_integers(self, name: str, wanted: Tensor, got: Tensor) -> Difference:
         node, path = self._nodes[name], info(self._nodes[name]).path

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fxq.graph.integer_sums import ANY, INT32
+from fxq.graph.integer_sums import INT32, MAX_8BIT_REACH
 from fxq.onnx.padding_nodes import padded
 from fxq.onnx.varying_sizes import varies
 from fxq.onnx.writer import Value, Writer, refuse, writes
@@ -104,10 +104,10 @@ def adapted(w: Writer, x: Value, output_size: Sequence[int | None], pool: str, r
 def _reduction(kind: str) -> Any:
     def reduce(w: Writer, x: Value, *, dim: Any, keepdim: bool) -> str:
         axes = sorted(axis % x.rank for axis in ([dim] if isinstance(dim, int) else dim))
-        large = not any(map(varies, x.shape[2:])) and math.prod(x.shape[2:]) * ANY > INT32
+        large = not any(map(varies, x.shape[2:])) and math.prod(x.shape[2:]) * MAX_8BIT_REACH > INT32
         if kind == "ReduceMean" and x.rank > 2 and axes == list(range(2, x.rank)) and not large:
-            made = w.emit("GlobalAveragePool", x)  # which engines have on integers
-            return made if keepdim else w.reshaped(made, x.shape[:2])
+            pooled = w.emit("GlobalAveragePool", x)  # which engines have on integers
+            return pooled if keepdim else w.reshaped(pooled, x.shape[:2])
         refuse(x.dtype is torch.bool and kind != "ReduceSum", "it is of truths")
         whole = kind == "ReduceSum" and not x.dtype.is_floating_point
         return w.emit(kind, w.cast(x, torch.int64) if whole else x, w.ints(axes), keepdims=int(keepdim))

@@ -30,7 +30,7 @@ class WrittenModel:
         inputs: the tensors of the example by the names of the inputs.
         integers: the names of the values that quantize nodes make, and of the grids that are measured, by node.
         least: what was taken for granted of sizes that vary, where a runtime may give numbers for smaller ones.
-        axes: the axes of its inputs that vary.
+        axes: dynamic axes by input name.
     """
 
     model: Any
@@ -40,7 +40,7 @@ class WrittenModel:
     axes: Axes = field(default_factory=dict)
 
 
-def write_model(gm: fx.GraphModule, given: Mapping[fx.Node, Any], dynamic: Dynamic, **options: Any) -> WrittenModel:
+def write_model(gm: fx.GraphModule, examples: Mapping[fx.Node, Any], dynamic: Dynamic, **options: Any) -> WrittenModel:
     """A qdq graph as a model.
 
     Tensors inside of an input that is a tuple, a list or a mapping are inputs of their own: `x_0`, `x_key`. Those of an
@@ -48,7 +48,7 @@ def write_model(gm: fx.GraphModule, given: Mapping[fx.Node, Any], dynamic: Dynam
 
     Args:
         gm: a module of canonical ops, conversions and units.
-        given: an example for each placeholder; of tensors, the shapes and dtypes count.
+        examples: an example for each placeholder; of tensors, the shapes and dtypes count.
         dynamic: which axes vary in size. True: the first one of each input that has as many entries there as the first
             input. False: none.
         options: of `Writer`.
@@ -57,7 +57,7 @@ def write_model(gm: fx.GraphModule, given: Mapping[fx.Node, Any], dynamic: Dynam
         InputError: `dynamic` names no input or no axis of it.
         NotInOnnx: a node cannot be said in ONNX, or takes a size that varies for granted; the message says which.
     """
-    inputs = dict(inputs_of(given))
+    inputs = dict(inputs_of(examples))
     axes = varying_axes(inputs, dynamic)
     sizes = VaryingSizes() if axes else None
     writer = Writer(portable=True, sizes=sizes, **options)
@@ -69,21 +69,21 @@ def write_model(gm: fx.GraphModule, given: Mapping[fx.Node, Any], dynamic: Dynam
             shape = [sizes.axis(named[i], name, i, n) if i in named else n for i, n in enumerate(x.shape)]
             like = writer.empty(shape, x.dtype)
         values[id(x)] = writer.input(name, like)
-    known: Known = {n: mapped(x, lambda leaf: values.get(id(leaf), leaf)) for n, x in given.items()}
+    values_of_nodes: Known = {n: mapped(x, lambda leaf: values.get(id(leaf), leaf)) for n, x in examples.items()}
     least: list[str] = []
     for node in gm.graph.nodes:
         if node.op not in ("placeholder", "output"):
             asked = sizes.asked() if sizes is not None else []
-            known[node] = _written(writer, gm, node, known, axes)
+            values_of_nodes[node] = _written(writer, gm, node, values_of_nodes, axes)
             if sizes is not None and not _convolves(
                 gm, node
             ):  # these fail on what is too small, pools and indices do not
                 least += sizes.asked()[len(asked) :]
-    ends = dict(_named(arguments_of(gm.graph.output_node(), known)[0][0], ""))
+    ends = dict(_named(arguments_of(gm.graph.output_node(), values_of_nodes)[0][0], ""))
     if not ends:
         raise NotInOnnx("the model returns no tensor")
     model = writer.model(list(ends.values()), list(ends), keep_inputs=True)
-    integers = {n: value.name for n, value in known.items() if is_op(n, "quantize", "requantize", *MEASURES)}
+    integers = {n: value.name for n, value in values_of_nodes.items() if is_op(n, "quantize", "requantize", *MEASURES)}
     return WrittenModel(model, inputs, integers, least, axes)
 
 
@@ -103,12 +103,12 @@ def _named(value: Any, name: str) -> Iterator[tuple[str, Value]]:
             yield from _named(part, f"{name}_{plain_name(key)}" if name else first)
 
 
-def _written(writer: Writer, gm: fx.GraphModule, node: fx.Node, known: Known, axes: Axes) -> Any:
+def _written(writer: Writer, gm: fx.GraphModule, node: fx.Node, values: Known, axes: Axes) -> Any:
     """Write a node; its value. An error says which it is, and what can be done."""
     about = info(node)
     place = f"{node.name} ({called_name(node)}{f', layer {about.path!r}' if about.path else ''})"
     try:
-        made = write_node(writer, gm, node, known)
+        result = write_node(writer, gm, node, values)
     except NotInOnnx as error:
         raise NotInOnnx(f"{place}: {error}") from None
     except Exception as error:
@@ -118,4 +118,4 @@ def _written(writer: Writer, gm: fx.GraphModule, node: fx.Node, known: Known, ax
     assumed = writer.sizes.assumed() if writer.sizes is not None else None
     if assumed is not None:
         raise NotInOnnx(f"{place} takes {said(axes)} for a fixed size ({assumed}). {FIXED}")
-    return made
+    return result

@@ -67,12 +67,12 @@ class Writer:
         floats: whether conversions are left out, so that all computes in float, with the weights of the integers.
         portable: whether all nodes are ONNX's own, for any runtime, which is to check indices itself.
         sizes: the sizes of its inputs that vary; None: none does.
-        integer_conv: whether convolutions of integers whose result is not rounded are written as ConvInteger. ONNX
-            Runtime would run them in float.
+        integer_conv: whether integer convolutions whose result is not quantized are written as ConvInteger, since ONNX
+            Runtime runs them in float otherwise.
         clamps: by what a clamp makes, what it reads and its bounds.
         weights: the dequantized weights that a layer on integers reads.
         indices: inputs whose values are indices, and what they are below.
-        computed: the constants that nodes of the graph make of numbers and of one another.
+        computed: names of constants that were folded from nodes of the graph.
         threads: on how many threads a runtime may run the model at most; None: on any number.
     """
 
@@ -139,15 +139,15 @@ class Writer:
         """Write a node that makes several values; their names."""
         names = [self.name_of(read) for read in reads]
         for key, value in attributes.items():
-            refuse(_has_varying(value), f"its {key} follows from a size that varies")
+            refuse(_has_varying(value), f"its {key} depends on a dynamic size")
         while names and not names[-1]:
             names.pop()
-        made = [self._unique(f"{self._scope}/{kind}") for _ in range(count)]
-        given = {key: value for key, value in attributes.items() if value is not None}
-        node = OnnxNode(kind, tuple(names), tuple(made), given)
+        outputs = [self._unique(f"{self._scope}/{kind}") for _ in range(count)]
+        present = {key: value for key, value in attributes.items() if value is not None}
+        node = OnnxNode(kind, tuple(names), tuple(outputs), present)
         self._nodes.append(node)
-        self._makers.update(dict.fromkeys(made, node))
-        return made
+        self._makers.update(dict.fromkeys(outputs, node))
+        return outputs
 
     def name_of(self, read: Operand) -> str:
         """The name under which a node reads this."""
@@ -157,14 +157,14 @@ class Writer:
             return self.constant(read)
         return read or ""
 
-    def emit_as(self, made: str, kind: str, *reads: Operand) -> None:
-        """Write a node that makes what has this name, in the place of another one that did."""
-        node = OnnxNode(kind, tuple(map(self.name_of, reads)), (made,), {})
+    def emit_as(self, output: str, kind: str, *reads: Operand) -> None:
+        """Write a node whose output gets an existing name, replacing the node that had it."""
+        node = OnnxNode(kind, tuple(map(self.name_of, reads)), (output,), {})
         self._nodes.append(node)
-        self._makers[made] = node
+        self._makers[output] = node
 
     def rewrite(self, rewritten: Callable[[OnnxNode], bool]) -> None:
-        """Write all nodes once more, in order, but those that `rewritten` has written in another way."""
+        """Rewrite the nodes in order: `rewritten` writes a replacement and returns True, or False to keep the node."""
         nodes, self._nodes = self._nodes, []
         for node in nodes:
             with self.scoped(node.makes[0].rpartition("/")[0]):
@@ -172,15 +172,15 @@ class Writer:
                     self._nodes.append(node)
 
     def readers(self, outputs: Sequence[Value]) -> dict[str, list[OnnxNode]]:
-        """By the name of a value, the nodes that read it, of those that the outputs need."""
-        found: dict[str, list[OnnxNode]] = {}
+        """Nodes that read each value, by its name; only nodes that the outputs depend on."""
+        by_name: dict[str, list[OnnxNode]] = {}
         needed = {value.name for value in outputs}
         for node in reversed(self._nodes):
             if needed.intersection(node.makes):
                 needed.update(node.reads)
                 for name in node.reads:
-                    found.setdefault(name, []).append(node)
-        return found
+                    by_name.setdefault(name, []).append(node)
+        return by_name
 
     def constant(self, tensor: Tensor, kind: int | None = None) -> str:
         """The name of a constant; the same tensor is written once.
@@ -324,7 +324,7 @@ class Writer:
 
 
 def _has_varying(value: Any) -> bool:
-    """Whether an attribute of a node is a size that varies, or has one among its entries."""
+    """Whether an attribute of a node is or contains a dynamic size."""
     return any(map(varies, value)) if isinstance(value, (tuple, list)) else varies(value)
 
 

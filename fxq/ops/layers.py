@@ -171,7 +171,7 @@ _EMBED = "x weight padding_idx max_norm norm_type scale_grad_by_freq sparse"
 
 
 def _changes_weight(bound: Arguments) -> bool:
-    """Whether a call scales the rows of a weight in place; of a module canonicalize reads the weight scaled already."""
+    """Whether a functional call renormalizes its weight in place. For modules, `canonicalize` reads it renormalized."""
     return bound.get("max_norm") is not None and not isinstance(bound["weight"], Tensor)
 
 

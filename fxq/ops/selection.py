@@ -98,10 +98,10 @@ def getitem(x: Tensor, *, index: Any) -> Tensor:
 
 @row(quant=float_only("x", "value", fills=("value",)))
 def assign(x: Tensor, value: Any, *, index: Any) -> Tensor:
-    """x after x[index] = value, with a tuple of numbers, slices and None; x itself stays as it is."""
-    made = x.clone()
-    made[index] = value
-    return made
+    """Copy of x after x[index] = value, for an index of numbers, slices and None."""
+    result = x.clone()
+    result[index] = value
+    return result
 
 
 def _nth(bound: Arguments, index: Any) -> Arguments | str:

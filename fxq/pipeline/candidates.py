@@ -96,7 +96,7 @@ class Candidate:
         return self.wanted if self.moves else self.spec
 
     def plan(self, decided_by: str, last: bool = False) -> Plan:
-        """What is decided, by this pass; `last` says that its value reaches the output in float, see `Settled.last`."""
+        """Plan of the node, decided by this pass; `last`: its value reaches the output in float, see `Settled.last`."""
         spec = self.reads
         if spec is None:
             return Plan(Decision("float", "no integer neighbour", self.reason or UNREAD, decided_by=decided_by))
@@ -142,12 +142,12 @@ class Settled:
             todo += self._follow(node)
 
     def last(self, graph: fx.Graph) -> set[fx.Node]:
-        """The nodes of which a value reaches the output and is not rounded on its way."""
-        found: set[fx.Node] = set()
+        """Nodes whose value reaches the output without being quantized on the way."""
+        nodes: set[fx.Node] = set()
         for node in reversed(graph.nodes):
-            if any(user.op == "output" or (user in found and self._reads_float(user, node)) for user in node.users):
-                found.add(node)
-        return found
+            if any(user.op == "output" or (user in nodes and self._reads_float(user, node)) for user in node.users):
+                nodes.add(node)
+        return nodes
 
     def _reads_float(self, reader: fx.Node, value: fx.Node) -> bool:
         candidate = self.candidates.get(reader)

@@ -36,7 +36,7 @@ class Context:
         example: one batch of inputs: shapes are found and passes are checked with it.
         types: module type by module path of the model.
         samples: recorded calibration inputs.
-        floats: what layers compute in float for the first of these.
+        floats: float outputs of layers on the first of these.
         divisible: whether the first axis of the inputs counts samples: the graph computes for some of them alone what
             it computes for them among all.
         units: path of the unit module for each kind and body, so that equal bodies share one.

@@ -13,10 +13,7 @@ from fxq.quant.observer_base import Observer
 
 
 class FloatForm(Runner):
-    """Runs a qdq graph in float: conversions are left out, and weights are what they were before they were rounded.
-
-    Of a graph with observers, these do not look.
-    """
+    """Runs a qdq graph in float: skips conversions, and uses the float weights. Skips observers, too."""
 
     def compute(self, node: fx.Node) -> Any:
         if info(node).stands_for:

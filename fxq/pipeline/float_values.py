@@ -1,4 +1,4 @@
-"""What layers compute in float for recorded samples: kept in calibration, for the passes that compare with it."""
+"""Cache of the float outputs of layers on recorded samples, which passes compare with."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("fxq")
 
-BYTES = 1 << 28
-"""Memory for the values of layers. Recorded batches that find no room are run again by each pass that looks at them."""
+MAX_CACHED_BYTES = 1 << 28
+"""Memory for cached outputs. Passes run recorded batches that do not fit again."""
 
 
 @dataclass(frozen=True)
 class LayerValues:
-    """What the layers of one graph compute in float for recorded samples.
+    """Float outputs of the layers of one graph on recorded samples.
 
     Attributes:
-        numbers: the number of what each layer computes.
-        batches: recorded batches, with values by these numbers.
-        rows: how many rows of a value belong to each sample, by number; none of one whose first axis holds no samples.
+        numbers: value number of each layer, see `Expressions`.
+        batches: recorded batches, each with layer outputs by value number.
+        rows: rows per sample in the first axis of an output, by value number; 0 or missing if it holds no samples.
     """
 
     numbers: Mapping[fx.Node, int] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class LayerValues:
     rows: Mapping[int, int] = field(default_factory=dict)
 
     def of(self, batch: Batch) -> dict[fx.Node, Tensor]:
-        """The values for some samples, by layer: those of a recorded batch, or of some of its samples in a row."""
+        """Outputs by layer for a recorded batch, or for consecutive samples of one; empty for other samples."""
         for recorded, values in self.batches:
             start, count = place_in(recorded, batch), samples_in(batch)
             if start is None:
@@ -63,27 +63,27 @@ class LayerValues:
 
 @dataclass
 class FloatValues:
-    """The values of layers for the first recorded batches, as many as fit, each batch run as a whole.
+    """Cache of the float outputs of layers on the first recorded batches, as many as fit.
 
-    Of a layer, or of a product, the value is kept that it has before what is fused to it; all others follow from these
-    in little time, see `KnownFloatForm`. `fxq.calibrate` fills it. Batches that it has not shown are run when a pass
-    asks for them: the values are the same then, bit by bit, in whatever processes the data was shown.
+    Holds the output of each layer or matrix product before the ops fused to it; `CachedFloatForm` recomputes all other
+    values from these cheaply. `fxq.calibrate` fills the cache. Missing batches are computed on demand, with bitwise
+    equal results, also if the data was calibrated in another process.
 
     Attributes:
-        most: bytes that they may take.
-        expressions: numbers of what graphs compute, by which values are found again in other graphs of the model.
-        batches: recorded batches, each with the values of layers by their numbers.
-        rows: how many rows of a value belong to each sample, by number; 0 where its first axis does not hold samples.
+        most: maximum size in bytes.
+        expressions: value numbers, by which other graphs of the same model look up outputs.
+        batches: recorded batches, each with layer outputs by value number.
+        rows: rows per sample in the first axis of an output, by value number; 0 if it holds no samples.
     """
 
-    most: int = BYTES
+    most: int = MAX_CACHED_BYTES
     expressions: Expressions = field(default_factory=Expressions)
     batches: list[tuple[Batch, dict[int, Tensor]]] = field(default_factory=list)
     rows: dict[int, int] = field(default_factory=dict)
 
     @contextmanager
     def filled_by(self, gm: fx.GraphModule, context: Context) -> Iterator[None]:
-        """Keep what layers compute while a graph with observers is called on batches that are recorded as a whole."""
+        """Cache layer outputs while a graph with observers is called on batches that are recorded in full."""
         layers, plain, before = _layers(gm), gm.forward, len(context.samples)
         numbers = self.expressions.of(gm) if layers else {}
 
@@ -95,42 +95,46 @@ class FloatValues:
             recorded = context.samples[-1]
             if samples_in(recorded) != samples_in(batch):
                 return plain(*args, **kwargs)
-            run = _Keeping(gm, batch, layers)
+            run = _OutputRecorder(gm, batch, layers)
             result = run.run()
             if not run.is_random:
                 self.batches = [there for there in self.batches if any(there[0] is b for b in context.samples)]
-                self.batches.append((recorded, {numbers[layer]: value for layer, value in run.found.items()}))
+                self.batches.append((recorded, {numbers[layer]: value for layer, value in run.outputs.items()}))
             return result
 
-        gm.__dict__["forward"] = forward  # so that hooks run as they do
+        gm.__dict__["forward"] = forward  # an instance attribute, so that module hooks still run
         try:
             yield
         finally:
             del gm.__dict__["forward"]
 
     def of(self, gm: fx.GraphModule, context: Context) -> LayerValues:
-        """The values for a graph from `observed` to `qdq`; none for one that keeps a state or draws random numbers."""
+        """Outputs for a graph at a stage from `observed` to `qdq`; empty if it has state or draws random numbers."""
         layers = _layers(gm)
         recorded = context.samples[: self._fitting(layers, context)]
         if not recorded:
             return LayerValues()
-        known = self.expressions.of(gm)
-        numbers = {layer: known[layer] for layer in layers}
+        all_numbers = self.expressions.of(gm)
+        numbers = {layer: all_numbers[layer] for layer in layers}
         try:
             with torch.no_grad(), seeded():
                 self.batches = [self._batch(gm, numbers, batch) for batch in recorded]
                 self._find_rows(gm, numbers, context)
-        except Exception as error:  # a graph may not run on some samples of a batch: those who ask see it themselves
-            log.info("float values of recorded samples are not kept: %s", error)
+        except Exception as error:  # the graph may reject these samples; the calling pass then raises
+            log.info("float values of recorded samples are not cached: %s", error)
             return LayerValues()
         return LayerValues(numbers, tuple(self.batches), self.rows)
 
     def _batch(
         self, gm: fx.GraphModule, numbers: Mapping[fx.Node, int], batch: Batch
     ) -> tuple[Batch, dict[int, Tensor]]:
-        """A recorded batch with the values of these layers; those that are not there are computed."""
+        """A recorded batch with the outputs of these layers, computed if they are not cached."""
         size = samples_in(batch)
-        same = (values for other, values in self.batches if samples_in(other) == size and place_in(other, batch) == 0)
+        same = (
+            values
+            for recorded, values in self.batches
+            if samples_in(recorded) == size and place_in(recorded, batch) == 0
+        )
         there = next(same, dict[int, Tensor]())
         values = {number: there[number] for number in numbers.values() if number in there}
         if len(values) < len(set(numbers.values())):
@@ -140,7 +144,7 @@ class FloatValues:
         return batch, values
 
     def _find_rows(self, gm: fx.GraphModule, numbers: Mapping[fx.Node, int], context: Context) -> None:
-        """Find out which rows of the values belong to a sample, from one that is run alone."""
+        """Determine the rows per sample of new outputs, by running one sample alone."""
         batch, values = self.batches[0]
         size = samples_in(batch) or 0
         new = {node for node, number in numbers.items() if number not in self.rows}
@@ -154,7 +158,7 @@ class FloatValues:
             self.rows[numbers[node]] = rows if fits else 0
 
     def _fitting(self, layers: Collection[fx.Node], context: Context) -> int:
-        """How many of the first recorded batches have room, by the shapes that values have for the example."""
+        """Number of recorded batches that fit, estimated from the shapes on the example."""
         shapes = [info(node).values[0][0] if info(node).values else info(node).shape for node in layers]
         size = 4 * sum(torch.Size(shape).numel() for shape in shapes if shape is not None)
         per_input, room = size / max(_inputs(context.example), 1), float(self.most)
@@ -166,7 +170,7 @@ class FloatValues:
 
 
 def _is_call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a function takes these arguments."""
+    """Whether a function accepts these arguments."""
     try:
         inspect.signature(function).bind(*args, **kwargs)
     except TypeError:
@@ -175,35 +179,36 @@ def _is_call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
 
 
 def _inputs(batch: Batch) -> int:
-    """How many numbers a batch holds."""
+    """Number of elements in the tensors of a batch."""
     return sum(tensor.numel() for tensor in tensors((batch.args, batch.kwargs)))
 
 
 def _layers(gm: fx.GraphModule) -> list[fx.Node]:
-    """The nodes whose first op is a layer, or a product; none where something keeps a state or changes values."""
-    found = []
+    """Nodes whose first op is a layer or matrix product; empty if any node has state or writes in place."""
+    layers = []
     for node in gm.graph.nodes:
         module = submodule(gm, node)
         if changes(node) or (module is not None and not isinstance(module, Observer) and not is_pure(gm, node)):
             return []
         calls = calls_of(gm, node)
         if calls and calls[0].op.quant.heavy and calls[0].op.quant.recurrence is None:
-            found.append(node)
-    return found
+            layers.append(node)
+    return layers
 
 
 def run_layer(runner: Runner, node: fx.Node, see: Callable[[Tensor], Tensor], value: Tensor | None = None) -> Any:
-    """The value of a node whose first op is a layer.
+    """Compute a node whose first op is a layer.
 
     Args:
-        runner: has the values that the node reads, as far as they are needed.
+        runner: runner that holds the inputs of the node; those that only the layer reads may be missing if `value` is
+            given.
         node: the node.
-        see: is handed what the layer computes, and says what to take for it.
-        value: what the layer computes, where that is known.
+        see: called with the layer's output, returns the value to continue with.
+        value: the layer's output, if it is cached.
     """
-    given: Any = runner.values.get
-    args: Any = fx.node.map_arg(node.args, given)
-    kwargs: Any = fx.node.map_arg(node.kwargs, given)
+    value_at: Any = runner.values.get
+    args: Any = fx.node.map_arg(node.args, value_at)
+    kwargs: Any = fx.node.map_arg(node.kwargs, value_at)
     unit = unit_of(runner.gm, node)
     if unit is None:
         return see(node.target(*args, **kwargs) if value is None else value)  # type: ignore[operator]
@@ -218,17 +223,17 @@ def run_layer(runner: Runner, node: fx.Node, see: Callable[[Tensor], Tensor], va
     return result
 
 
-class _Keeping(Runner):
-    """Runs a graph with observers, and keeps what its layers compute.
+class _OutputRecorder(Runner):
+    """Runs a graph with observers and collects the outputs of its layers.
 
     Attributes:
-        found: that, by layer.
-        is_random: whether a node has drawn random numbers.
+        outputs: outputs by layer.
+        is_random: whether a node drew random numbers.
     """
 
     def __init__(self, gm: fx.GraphModule, batch: Batch, layers: Collection[fx.Node]) -> None:
         super().__init__(gm, batch)
-        self._layers, self.found, self.is_random = set(layers), dict[fx.Node, Tensor](), False
+        self._layers, self.outputs, self.is_random = set(layers), dict[fx.Node, Tensor](), False
 
     def compute(self, node: fx.Node) -> Any:
         """The value of a node."""
@@ -236,7 +241,7 @@ class _Keeping(Runner):
             return super().compute(node)
 
         def see(value: Tensor) -> Tensor:
-            self.found[node] = value
+            self.outputs[node] = value
             return value
 
         before = torch.get_rng_state()
@@ -245,40 +250,40 @@ class _Keeping(Runner):
         return result
 
 
-class KnownFloatForm(FloatForm):
-    """Runs a graph in float, as far as some of its values need it that are not known.
+class CachedFloatForm(FloatForm):
+    """Runs the part of a graph in float that some of its values need, reusing cached layer outputs.
 
     Args:
         gm: the graph.
         batch: some samples.
-        known: what layers compute for recorded samples.
-        values: the nodes whose values are wanted.
-        layers: those of which is wanted what their first op computes; it is handed to `see_layer`.
-        modules: modules to call in the place of those of `gm`, by path.
+        layer_values: cached outputs of layers.
+        values: nodes whose values are needed.
+        layers: nodes whose layer outputs are needed; these are passed to `see_layer`.
+        modules: modules to call instead of those of `gm`, by path.
 
     Attributes:
-        stored: what layers compute for these samples, as far as it is known. Where nothing is, the whole graph runs.
+        stored: cached outputs of layers for these samples. If empty, the whole graph runs.
     """
 
     def __init__(
         self,
         gm: fx.GraphModule,
         batch: Batch,
-        known: LayerValues,
+        layer_values: LayerValues,
         values: Collection[fx.Node],
         layers: Collection[fx.Node] = (),
         modules: Modules = None,
     ) -> None:
         super().__init__(gm, copied(batch), modules=modules)
-        self.stored = known.of(batch)
+        self.stored = layer_values.of(batch)
         self._layers, self._whole = set(layers), set(values)
         self._steps = self._needed() if self.stored else set(gm.graph.nodes)
 
     def see_layer(self, node: fx.Node, value: Tensor) -> None:
-        """Take in what the first op of a layer's node computes."""
+        """Receive the output of the first op of a layer's node. Subclasses override it."""
 
     def step(self, node: fx.Node) -> Any:
-        """Run the next node, if it must be; its value."""
+        """Run the next node if it is needed, and return its value."""
         if node in self._steps or node.op == "placeholder":
             return super().step(node)
         for dead in self.last.get(node, ()):
@@ -291,21 +296,21 @@ class KnownFloatForm(FloatForm):
         if node not in self._layers and value is None:
             return super().compute(node)
 
-        def see(made: Tensor) -> Tensor:
+        def see(layer_value: Tensor) -> Tensor:
             if node in self._layers:
-                self.see_layer(node, made)
-            return made
+                self.see_layer(node, layer_value)
+            return layer_value
 
         if value is not None and node not in self._whole:
             return see(value)
         return run_layer(self, node, see, value)
 
     def free(self, node: fx.Node) -> None:
-        """Let go of a value that nobody reads any more."""
+        """Free a value after its last use."""
         self.values.pop(node, None)
 
     def _needed(self) -> set[fx.Node]:
-        """The nodes that must run; those of whose values more than the layer's is wanted are added to `_whole`."""
+        """Nodes that must run. Adds those whose full value is needed, not only the layer's, to `_whole`."""
         steps = set()
         for node in reversed(self.graph.nodes):
             if node not in self._whole and node not in self._layers:
@@ -319,27 +324,27 @@ class KnownFloatForm(FloatForm):
 
 
 def _read_behind_layer(gm: fx.GraphModule, node: fx.Node) -> list[fx.Node]:
-    """What a unit reads for the ops behind its first one."""
+    """Inputs that a unit reads for the ops after its first one."""
     unit = unit_of(gm, node)
     if unit is None:
         return []
     layer = next(inner for inner in unit.graph.nodes if op_of(inner) is not None)
-    given = zip(unit.graph.find_nodes(op="placeholder"), node.args, strict=True)
-    return [value for name, value in given if isinstance(value, fx.Node) and set(name.users) - {layer}]
+    arguments = zip(unit.graph.find_nodes(op="placeholder"), node.args, strict=True)
+    return [value for name, value in arguments if isinstance(value, fx.Node) and set(name.users) - {layer}]
 
 
 def _computed(
-    gm: fx.GraphModule, batch: Batch, layers: Collection[fx.Node], known: LayerValues
+    gm: fx.GraphModule, batch: Batch, layers: Collection[fx.Node], layer_values: LayerValues
 ) -> dict[fx.Node, Tensor]:
-    """What layers compute for some samples. Raises ValueError where something draws random numbers."""
-    found: dict[fx.Node, Tensor] = {}
+    """Compute the outputs of layers for some samples. Raises ValueError if a node draws random numbers."""
+    results: dict[fx.Node, Tensor] = {}
 
-    class Run(KnownFloatForm):
+    class Run(CachedFloatForm):
         def see_layer(self, node: fx.Node, value: Tensor) -> None:
-            found[node] = value
+            results[node] = value
 
     before = torch.get_rng_state()
-    Run(gm, batch, known, (), layers).run()
+    Run(gm, batch, layer_values, (), layers).run()
     if not torch.equal(torch.get_rng_state(), before):
         raise ValueError("the graph draws random numbers")
-    return found
+    return results

@@ -38,8 +38,8 @@ FLOAT = 60.0
 """dB. SQNR that float32 has left after ops were written in another way, also where differences of values are small."""
 
 
-FEW = 2
-"""Samples of the example on which a large model and its graph are compared before anything is rounded."""
+CHECKED_SAMPLES = 2
+"""Samples of the example on which a large model is compared with its graph before quantization."""
 
 
 class PassManager:
@@ -95,40 +95,47 @@ class PassManager:
             return
         wants, results = self._few_results() or (list(tensors(context.outputs)), self._results(context.example))
         values = tensors((context.example.args, context.example.kwargs, context.outputs))
-        known = [t for t in values if t.is_floating_point() and t.numel()]
-        largest = max((float(t.detach().abs().nan_to_num(0, 0, 0).max()) for t in known), default=0.0)
+        float_tensors = [t for t in values if t.is_floating_point() and t.numel()]
+        largest = max((float(t.detach().abs().nan_to_num(0, 0, 0).max()) for t in float_tensors), default=0.0)
         for want, got in zip(wants, results, strict=True):
-            found = Agreement()
+            agreement = Agreement()
             if want.is_floating_point():
-                found.add(want, got)
-            if not found.sqnr > FLOAT and not found.max_error <= NOTHING * largest:
+                agreement.add(want, got)
+            if not agreement.sqnr > FLOAT and not agreement.max_error <= NOTHING * largest:
                 warn(
                     "before anything is rounded, the graph computes something else than the model: "
-                    f"{found.sqnr:.1f} dB SQNR on the example. A pass or an op's row is wrong; recipe.with_check() "
+                    f"{agreement.sqnr:.1f} dB SQNR on the example. A pass or an op's row is wrong; recipe.with_check() "
                     "says after which pass, and recipe.leaf(...) keeps a module as it is. If the row is none of yours, "
                     "please report it."
                 )
                 return
 
     def _results(self, batch: Batch) -> list[Tensor]:
-        """The tensors that the graph returns."""
-        given, model = copied(batch), self.context.model  # a forward may change its inputs in place
+        """Tensors that the graph returns for a batch."""
+        own_batch, model = copied(batch), self.context.model  # a forward may change its inputs in place
         with untouched(model), seeded(), torch.no_grad(), without_autocast(), observers_paused(self.gm):
-            return list(tensors(self.gm(*given.args, **given.kwargs)))
+            return list(tensors(self.gm(*own_batch.args, **own_batch.kwargs)))
 
     def _few_results(self) -> tuple[list[Tensor], list[Tensor]] | None:
-        """What the model and the graph return for some samples of the example; None where all of it is to be run.
+        """Outputs of the model and of the graph on some samples of the example; None if the whole example is to be run.
 
-        Of a model that takes long for one sample, two are enough, which also differ where samples are mixed up.
+        Large models run on two samples only, which also detects samples that are mixed up.
         """
         context, count = self.context, samples_in(self.context.example) or 0
-        if context.original is None or not context.original.is_large or not context.divisible or count <= FEW:
+        if (
+            context.original is None
+            or not context.original.is_large
+            or not context.divisible
+            or count <= CHECKED_SAMPLES
+        ):
             return None
         try:
-            results = self._results(first_of(context.example, FEW, start := count // 2 - FEW // 2))
+            results = self._results(
+                first_of(context.example, CHECKED_SAMPLES, start := count // 2 - CHECKED_SAMPLES // 2)
+            )
             pairs = zip(tensors(context.outputs), results, strict=True)
-            return [part_for(whole, some, start, FEW, count) for whole, some in pairs], results
-        except Exception as error:  # whatever a graph raises for a size that it cannot have
+            return [part_for(whole, some, start, CHECKED_SAMPLES, count) for whole, some in pairs], results
+        except Exception as error:  # the graph rejects this size; any type of error
             log.info("the graph is compared with the model on all samples of the example: %s", error)
             return None
 

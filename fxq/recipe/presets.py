@@ -45,8 +45,8 @@ def static(
             all that are installed; or one of your own, see `with_backend`.
         activation: spec of all activations; the default is uint8 affine with the histogram observer.
         weight: spec of all weights; the default is int8 symmetric per channel.
-        optimize: "speed": what is faster in float on this machine stays in float (at the shapes of the
-            example inputs); "coverage": everything runs on integers that can, and nothing is measured.
+        optimize: "speed": ops that are faster in float on this machine, at the shapes of the example inputs, stay in
+            float; "coverage": every op that can run on integers does, and nothing is measured.
         narrow: "weights" or "activations": what gives up a bit on CPUs whose kernels overflow with 8 bits of both;
             "auto": what costs less, tried on calibration data.
         strict_trace: refuse a model with modules that cannot be traced, instead of keeping them in float.

@@ -57,27 +57,27 @@ def batch_for(model: Quantized, example_inputs: Any) -> Batch:
 def recorded_inputs(inputs: Sequence[RecordedInput], device: str) -> Batch:
     """Inputs of the shapes and dtypes of a model's example: normal noise, and zeros for integers and flags.
 
-    Containers and plain values are those of the example.
+    Containers and plain values are copied from the example.
 
     Raises:
-        InputError: one of them is an object of another class.
+        InputError: an input is an object of another class.
     """
-    made = [(one.name, _made_up(one, repr(one.name or i), device)) for i, one in enumerate(inputs)]
-    return Batch(tuple(value for name, value in made if not name), {name: value for name, value in made if name})
+    named = [(recorded.name, _made_up(recorded, repr(recorded.name or i), device)) for i, recorded in enumerate(inputs)]
+    return Batch(tuple(value for name, value in named if not name), {name: value for name, value in named if name})
 
 
-def _made_up(one: RecordedInput, place: str, device: str) -> Any:
-    if one.kind == "plain":
-        return one.value
-    if one.kind == "dict":
-        return {part.name: _made_up(part, f"{place}[{part.name!r}]", device) for part in one.parts}
-    if one.kind in ("tuple", "list"):
-        parts = [_made_up(part, f"{place}[{i}]", device) for i, part in enumerate(one.parts)]
-        return tuple(parts) if one.kind == "tuple" else parts
-    if one.shape is None or one.dtype is None:
-        raise InputError(f"input {place} is no tensor, so none can be made up; give example_inputs=.")
-    make = torch.randn if one.dtype.is_floating_point else torch.zeros
-    return make(one.shape, dtype=one.dtype, device=device)
+def _made_up(recorded: RecordedInput, place: str, device: str) -> Any:
+    if recorded.kind == "plain":
+        return recorded.value
+    if recorded.kind == "dict":
+        return {part.name: _made_up(part, f"{place}[{part.name!r}]", device) for part in recorded.parts}
+    if recorded.kind in ("tuple", "list"):
+        parts = [_made_up(part, f"{place}[{i}]", device) for i, part in enumerate(recorded.parts)]
+        return tuple(parts) if recorded.kind == "tuple" else parts
+    if recorded.shape is None or recorded.dtype is None:
+        raise InputError(f"input {place} is not a tensor, so it cannot be generated; pass example_inputs=.")
+    make = torch.randn if recorded.dtype.is_floating_point else torch.zeros
+    return make(recorded.shape, dtype=recorded.dtype, device=device)
 
 
 def profile_of(model: fx.GraphModule, batch: Batch) -> Profile:

@@ -1,4 +1,4 @@
-"""Assignments to parts of a tensor, `x[index] = value`, as calls that give the whole tensor anew."""
+"""Rewriting of assignments `x[index] = value` into calls that return the new tensor."""
 
 from __future__ import annotations
 
@@ -15,9 +15,17 @@ from fxq.rewriting.rewriter import Rewriter
 
 
 def assigned(rewriter: Rewriter, x: fx.Node, index: Any, value: Any, like: fx.Node, before: fx.Node) -> fx.Node:
-    """A node with the value of `x` after `x[index] = value`.
+    """Add a node that computes `x` after `x[index] = value`.
 
-    A mask becomes `where` or `masked_fill`, slices and numbers become `assign`, tensors of places stay an index.
+    A bool mask becomes `where` or `masked_fill`, slices and numbers become `assign`, index tensors become `updated`.
+
+    Args:
+        rewriter: edits the graph.
+        x: the tensor before the assignment.
+        index: the index, which may hold nodes.
+        value: the assigned node or number.
+        like: node whose metadata the new nodes get.
+        before: node before which to insert them.
     """
     typed: Typed = (info(x).shape, info(x).dtype)
     mask = _mask(x, index)
@@ -45,7 +53,7 @@ def assigned(rewriter: Rewriter, x: fx.Node, index: Any, value: Any, like: fx.No
 
 
 def cast(rewriter: Rewriter, value: fx.Node, dtype: torch.dtype | None, like: fx.Node, before: fx.Node) -> fx.Node:
-    """A node with the value in a dtype: itself where it has that."""
+    """Node with a value cast to a dtype; the value itself if it has that dtype."""
     about = info(value)
     if not about.is_tensor or about.dtype == dtype:
         return value
@@ -53,10 +61,7 @@ def cast(rewriter: Rewriter, value: fx.Node, dtype: torch.dtype | None, like: fx
 
 
 def _mask(x: fx.Node, index: Any) -> tuple[fx.Node, int] | None:
-    """The mask that is the only part of an index which selects something, and the axis behind the last it covers.
-
-    Counted from the end of `x`, 0 for its last axis.
-    """
+    """Mask of an index that selects by a bool mask only, and the number of axes of `x` after those it covers."""
     parts = list(index) if isinstance(index, (tuple, list)) else [index]
     masks = [i for i, part in enumerate(parts) if isinstance(part, fx.Node) and info(part).dtype is torch.bool]
     others = [part for i, part in enumerate(parts) if i not in masks]
@@ -70,7 +75,7 @@ def _mask(x: fx.Node, index: Any) -> tuple[fx.Node, int] | None:
 
 
 def _fits(x: fx.Node, mask: tuple[fx.Node, int], value: Any) -> bool:
-    """Whether a value is the same at every place of a mask: it has no axis for these, or one of size 1."""
+    """Whether a value is the same for every selected element, so that it broadcasts over the mask."""
     if not isinstance(value, fx.Node):
         whole = info(x).dtype is not None and not info(x).dtype.is_floating_point  # type: ignore[union-attr]
         return isinstance(value, (int, float)) and not (whole and isinstance(value, float))
@@ -79,7 +84,7 @@ def _fits(x: fx.Node, mask: tuple[fx.Node, int], value: Any) -> bool:
 
 
 def _aligned(rewriter: Rewriter, x: fx.Node, mask: fx.Node, behind: int, like: fx.Node, before: fx.Node) -> fx.Node:
-    """A mask with axes of size 1 behind it, so that it is broadcast over the axes of `x` that it does not cover."""
+    """Append axes of size 1 to a mask, so that it broadcasts over the axes of `x` that it does not cover."""
     for _ in range(behind):
         dim = len(info(mask).shape or ())
         mask = rewriter.call("unsqueeze", mask, dim=dim, like=like, before=before)

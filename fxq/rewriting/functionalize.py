@@ -1,8 +1,8 @@
-"""In-place changes as values: every op that writes to memory becomes one that gives what it leaves there.
+"""Functionalization of a traced graph: in-place ops become ops that return the new value.
 
-As the functionalization of `torch.export` does it, on a traced graph: each block of memory has a tree of the views of
-it. Writing to one makes new values of those above it, up to the tensor that owns the memory; the others are taken anew
-where a later node reads them.
+It works like the functionalization of `torch.export`. Each storage has a tree of views. A write to a view gives new
+values to the views above it, up to the tensor that owns the storage; other views are regenerated from these when a
+later node reads them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Break(Exception):
-    """What a module does that its graph would not do. `path` is the smallest module that holds all of it."""
+    """Behavior of a module that a graph cannot reproduce. `path` is the innermost module that contains it."""
 
     def __init__(self, path: str, why: str) -> None:
         super().__init__(why)
@@ -38,11 +38,11 @@ class Break(Exception):
 
 @dataclass(eq=False)
 class Block:
-    """A block of memory.
+    """Storage that traced values share.
 
     Attributes:
-        version: how often it was written to.
-        writer: the node that wrote to it last.
+        version: number of writes to it so far.
+        writer: last node that wrote to it.
     """
 
     version: int = 0
@@ -51,17 +51,17 @@ class Block:
 
 @dataclass(eq=False)
 class Alias:
-    """A value that lies in a block of memory.
+    """Traced tensor, or tuple of views, with its position in the tree of views of a storage.
 
     Attributes:
-        node: the node that gave it.
-        block: the memory.
-        parent: what it is a view of; None for what owns the memory.
-        same: whether it is all of that, in the same shape.
-        now: its present value: a node; for a tuple of views, one node for all or a list of one for each.
-        version: the version of the block that `now` is of.
-        slot: the argument of `node` that it is a view of.
-        changed: the view of it that was written to last, where `now` does not have that yet.
+        node: node that returned it.
+        block: its storage.
+        parent: alias that it is a view of; None for the owner of the storage.
+        same: whether it is the whole parent in the same shape.
+        now: current value: a node; for a tuple of views, a node for the tuple or a list with a node per view.
+        version: version of the block when `now` was computed.
+        slot: argument of `node` that it is a view of.
+        changed: child view that was written to last, if `now` does not include that write yet.
     """
 
     node: fx.Node
@@ -75,23 +75,23 @@ class Alias:
 
 
 class Functionalization:
-    """Rewrites one traced graph so that no node changes a value that another one reads.
+    """Rewrites a traced graph so that no node changes a value that another node reads.
 
-    Leaf modules, and what torch has no other form of, write to copies of their own.
+    Leaf modules and in-place ops without an out-of-place form write to private copies.
 
     Attributes:
         rewriter: edits the graph.
-        watch: which values share memory.
-        made: the paths of the constants that a forward makes, so that it makes them anew at each call.
-        blocks: the blocks of memory, by number.
-        aliases: the tensors in them, and tuples of views.
-        containers: the nodes whose value holds several tensors; for each block of these its version when it was made.
-        spots: the first value in each place and layout.
-        rewritten: the nodes that have become functions, or have nothing left to do.
+        watch: records which values share memory.
+        new_constants: attribute paths of constants that the forward creates in each call, and so may change.
+        blocks: storages by number.
+        aliases: tensors and tuples of views, by node.
+        containers: nodes that return several tensors, each with the versions of their blocks at that point.
+        spots: first alias at each address and layout.
+        rewritten: nodes that became functional, or have nothing left to do.
     """
 
-    def __init__(self, rewriter: Rewriter, watch: MemoryWatch, made: Collection[str]) -> None:
-        self.rewriter, self.watch, self.made = rewriter, watch, made
+    def __init__(self, rewriter: Rewriter, watch: MemoryWatch, new_constants: Collection[str]) -> None:
+        self.rewriter, self.watch, self.new_constants = rewriter, watch, new_constants
         self.blocks: dict[int, Block] = {}
         self.aliases: dict[fx.Node, Alias] = {}
         self.containers: dict[fx.Node, dict[Block, int]] = {}
@@ -99,7 +99,7 @@ class Functionalization:
         self.rewritten: set[fx.Node] = set()
 
     def run(self) -> list[Break]:
-        """Rewrite the graph; what stands in the way, one for each block of memory."""
+        """Rewrite the graph. Returns the obstacles, at most one per storage; with any, the graph is unusable."""
         breaks: list[Break] = []
         if not any(info(node).changes for node in self.rewriter.graph.nodes):
             return breaks
@@ -111,9 +111,9 @@ class Functionalization:
                 try:
                     if not broken.intersection(about.memory + about.changes):
                         self._node(node)
-                except Break as found:
+                except Break as stop:
                     broken.update(about.memory + about.changes)
-                    breaks.append(found)
+                    breaks.append(stop)
             for node in reversed(self.rewriter.nodes()) if not breaks else ():
                 if not node.users and (node not in before or node in self.rewritten) and node.op != "output":
                     self.rewriter.erase(node)
@@ -140,7 +140,7 @@ class Functionalization:
     # ---- reading
 
     def _read(self, arg: fx.Node, node: fx.Node) -> Any:
-        """The node that has the present value of an argument of a node."""
+        """Node with the current value of an argument."""
         alias = self.aliases.get(arg)
         if alias is not None:
             return alias.node if reads_only_metadata(node) else self._now(alias, node)
@@ -151,7 +151,7 @@ class Functionalization:
         return arg
 
     def _now(self, alias: Alias, before: fx.Node) -> Any:
-        """The present value of an alias, taken anew where the memory has been written to."""
+        """Current value of an alias, regenerated if its storage was written to since."""
         if alias.version != alias.block.version:
             if alias.changed is not None:
                 alias.now = self._above(alias.changed, alias.now, self._now(alias.changed, before), before)
@@ -167,21 +167,21 @@ class Functionalization:
         assert parent is not None
         if alias.same:
             return whole
-        if isinstance(whole, list):  # the parts of a tuple
+        if isinstance(whole, list):  # views of a tuple
             return whole[_place(view)]
         about, new = info(view), {alias.slot or parent.node: whole}
         args, kwargs = swapped(view.args, new), swapped(view.kwargs, new)
         typed = about.shape, about.dtype
-        made = self.rewriter.node(view.op, view.target, args, kwargs, like=view, before=before, typed=typed)
-        self.aliases[made] = alias
-        return made
+        again = self.rewriter.node(view.op, view.target, args, kwargs, like=view, before=before, typed=typed)
+        self.aliases[again] = alias
+        return again
 
     def _stale(self, block: Block, reader: fx.Node, value: fx.Node) -> Break:
         writer = block.writer
         assert writer is not None
         return Break(
             around(writer, reader),
-            f"%{writer.name} ({info(writer).source}) changes memory in place, and %{reader.name} "
+            f"%{writer.name} ({info(writer).source}) writes to memory in place, and %{reader.name} "
             f"({info(reader).source}) reads it through %{value.name} afterwards. Write the "
             "change out of place (x = x + y, nn.ReLU(inplace=False)).",
         )
@@ -192,7 +192,7 @@ class Functionalization:
         return self.blocks.setdefault(number, Block())
 
     def _note(self, node: fx.Node, read: dict[fx.Node, Any]) -> None:
-        """Note where the value of a node lies that changes nothing."""
+        """Register the result of a node that writes nothing."""
         about = info(node)
         cut = cut_along(node) if not about.is_tensor and about.memory else None
         if not about.is_tensor and cut is None:
@@ -202,8 +202,8 @@ class Functionalization:
             block = self._block(about.memory[0])
             spot, parent, slot = self.watch.spot(node), None, None
             for arg, now in read.items():
-                if parent is None and (known := self.aliases.get(arg)) is not None and known.block is block:
-                    parent, slot = known, now if isinstance(now, fx.Node) else arg
+                if parent is None and (alias := self.aliases.get(arg)) is not None and alias.block is block:
+                    parent, slot = alias, now if isinstance(now, fx.Node) else arg
             same = parent is not None and self.watch.same(parent.node, node)
             if parent is None and spot in self.spots:
                 parent, same = self.spots[spot], True
@@ -215,21 +215,21 @@ class Functionalization:
     # ---- writing
 
     def _write(self, node: fx.Node) -> None:
-        """Let a node that writes to memory give what it leaves there."""
+        """Make a node that writes to memory return the new value instead."""
         blocks, named = {self._block(number) for number in info(node).changes}, written_by(node)
         args = [a for a in node.all_input_nodes if self._lies_in(a, blocks)]
         written = [named] if named is not None and named in args else args
         aliases = []
         for arg in written:
             if arg not in self.aliases:
-                raise self._refused(node, arg, "it is one of several values of a call")
+                raise self._refused(node, arg, "it is one of several results of a call")
             aliases.append(self.aliases[arg])
             self._check_state(node, self.aliases[arg])
         if len({alias.block for alias in aliases}) != len(aliases) or not aliases:
-            raise self._refused(node, (written or [node])[0], "it is given more than one view of that memory")
+            raise self._refused(node, (written or [node])[0], "the op takes more than one view of that memory")
         name = name_in_place(node)
         if name in RESIZING and node.op != "call_module":
-            raise self._refused(node, written[0], "it gets another size or other memory")
+            raise self._refused(node, written[0], "the op changes its size or storage")
         if name in RESHAPING and node.op == "call_method":
             self._reshape(node, aliases[0])
             return
@@ -241,10 +241,10 @@ class Functionalization:
             self._note(node, {})
 
     def _check_state(self, node: fx.Node, alias: Alias) -> None:
-        """Refuse a change of the model's own tensors, which are the same at the next call: no graph would make it."""
+        """Raise `Break` for a write to a tensor of the model, which a functional graph cannot keep across calls."""
         while alias.parent is not None:
             alias = alias.parent
-        if alias.node.op == "get_attr" and alias.node.target not in self.made:
+        if alias.node.op == "get_attr" and alias.node.target not in self.new_constants:
             raise Break(
                 around(node),
                 f"%{node.name} ({info(node).source}) changes {alias.node.target!r}, a tensor of the model, in place: "
@@ -253,8 +253,8 @@ class Functionalization:
 
     def _lies_in(self, value: fx.Node, blocks: set[Block]) -> bool:
         alias = self.aliases.get(value)
-        known = [alias.block] if alias is not None else self.containers.get(value, ())
-        return not blocks.isdisjoint(known)
+        in_blocks = [alias.block] if alias is not None else self.containers.get(value, ())
+        return not blocks.isdisjoint(in_blocks)
 
     def _refused(self, node: fx.Node, value: fx.Node, why: str) -> Break:
         return Break(
@@ -264,17 +264,17 @@ class Functionalization:
         )
 
     def _reshape(self, node: fx.Node, alias: Alias) -> None:
-        """`x.unsqueeze_(0)`: from now on, whoever reads x reads another view of the same memory."""
+        """Rewrite `x.unsqueeze_(0)`: later nodes that read x read the reshaped view."""
         if alias.parent is not None or alias.now is not alias.node or OPS.of_call(node.target) is None:
             self.rewriter.update(node, target=str(node.target)[:-1])
         self.rewriter.describe(node, changes=())
         new = Alias(node, alias.block, alias, False, node, alias.block.version, alias.now)
-        for value in [value for value, known in self.aliases.items() if known is alias and value is alias.node]:
+        for value in [value for value, current in self.aliases.items() if current is alias and value is alias.node]:
             self.aliases[value] = new
         self.aliases[node] = new
 
     def _functional(self, node: fx.Node, alias: Alias) -> fx.Node | None:
-        """Make a node the call that gives the new value of what it writes to; None where torch has no such call."""
+        """Turn a node into a call that returns the new value; None if torch has no out-of-place form."""
         x, dtype = alias.now, info(alias.node).dtype
         if self._stays(node, alias):
             return node
@@ -286,21 +286,21 @@ class Functionalization:
         if call is None or written_by(node) is not x:
             return None
         if "out" in node.kwargs and not self._fills_out(node, call):
-            raise self._refused(node, alias.node, "it may get another size")
+            raise self._refused(node, alias.node, "out= may resize it")
         self.rewritten.add(node)
         if dtype_of_call(call) in (None, dtype):
             self.rewriter.update(node, call.target, call.args, call.kwargs, op=call.kind)
         else:
             typed = info(alias.node).shape, dtype_of_call(call)
-            made = self.rewriter.node(
+            result = self.rewriter.node(
                 call.kind, call.target, call.args, call.kwargs, like=node, before=node, typed=typed
             )
-            self.rewriter.update(node, "to", (made, dtype), {}, op="call_method")
+            self.rewriter.update(node, "to", (result, dtype), {}, op="call_method")
         self.rewriter.describe(node, changes=(), memory=())
         return node
 
     def _stays(self, node: fx.Node, alias: Alias) -> bool:
-        """Whether a node may write to a value that is nothing's view until canonicalize makes it an op of the table."""
+        """Whether a node may stay in place, as `canonicalize` will replace it and its operand owns its storage."""
         owns = alias.parent is None and alias.now is alias.node and alias.node.op != "get_attr"
         if not owns or not self.watch.same(alias.node, node):
             return False
@@ -308,51 +308,51 @@ class Functionalization:
             module = self.rewriter.gm.get_submodule(str(node.target))
             return OPS.of_module(module) is not None and info(node).kept is None
         call = out_of_place(node)
-        known = OPS.of_call(node.target) is not None and node.args[:1] == (alias.node,) and "out" not in node.kwargs
-        return known and call is not None and dtype_of_call(call) == info(alias.node).dtype
+        in_table = OPS.of_call(node.target) is not None and node.args[:1] == (alias.node,) and "out" not in node.kwargs
+        return in_table and call is not None and dtype_of_call(call) == info(alias.node).dtype
 
     def _fills_out(self, node: fx.Node, call: Any) -> bool:
         out: Any = node.kwargs["out"]
         return info(node).shape == info(out).shape
 
     def _assigned(self, node: fx.Node, x: fx.Node) -> fx.Node:
-        """The new value of what an assignment writes to; the node itself goes."""
+        """Replace an assignment by a node with the new value of its target, and return that node."""
         name = name_in_place(node)
         args: Any = node.args
         if name == "copy_":
             value: Any = args[1] if len(args) > 1 else node.kwargs["src"]
             value = cast(self.rewriter, value, info(x).dtype, node, node)
-            made = self.rewriter.call(
+            result = self.rewriter.call(
                 "expand_as", value, x, like=node, before=node, typed=(info(x).shape, info(x).dtype)
             )
         elif name == "index_put_":
             index = tuple(slice(None) if part is None else part for part in args[1])
-            made = assigned(self.rewriter, x, index, args[2], node, node)
+            result = assigned(self.rewriter, x, index, args[2], node, node)
         else:
             _, place, value = args
             source = self.aliases.get(value) if isinstance(value, fx.Node) else None
             target = self.aliases.get(args[0])
             if source is not None and source.parent is target and _takes(source.node, place):
-                made = x  # x[i] += 1 has changed x before: x[i] = x[i]
+                result = x  # x[i] += 1 ends in x[i] = x[i], and x is updated already
             else:
-                made = assigned(self.rewriter, x, place, value, node, node)
-        self.rewriter.reroute(node, made)
+                result = assigned(self.rewriter, x, place, value, node, node)
+        self.rewriter.reroute(node, result)
         self.rewritten.add(node)
-        return made
+        return result
 
     def _on_copies(self, node: fx.Node, aliases: list[Alias]) -> list[fx.Node]:
-        """Let a node write to copies of its own, which are the new values from then on."""
+        """Make a node write to private copies, which become the new values."""
         copies = {}
         for alias in aliases:
             about = info(alias.node)
-            made = self.rewriter.node(
+            copied = self.rewriter.node(
                 "call_function", own_copy, (alias.now,), like=alias.node, before=node, typed=(about.shape, about.dtype)
             )
-            self.rewriter.describe(made, memory=(self.watch.new_block(),), origins=())
-            copies[alias.now] = made
+            self.rewriter.describe(copied, memory=(self.watch.new_block(),), origins=())
+            copies[alias.now] = copied
         whole = next((alias for alias in aliases if self.watch.same(alias.node, node)), None)
         self.rewriter.update(node, args=swapped(node.args, copies), kwargs=swapped(node.kwargs, copies))
-        blocks = tuple(info(made).memory[0] for made in copies.values())
+        blocks = tuple(info(copied).memory[0] for copied in copies.values())
         written = set().union(*(info(alias.node).memory for alias in aliases))
         memory = tuple(block for block in info(node).memory if block not in written)
         memory = info(copies[whole.now]).memory if whole is not None else memory
@@ -360,7 +360,7 @@ class Functionalization:
         return [node if alias is whole else copies[alias.now] for alias in aliases]
 
     def _spread(self, alias: Alias, value: fx.Node, node: fx.Node) -> None:
-        """Make a value that of an alias; what it is a view of is made anew when a later node reads it."""
+        """Set the current value of an alias, and mark the aliases above it as outdated."""
         alias.block.version += 1
         alias.block.writer = node
         alias.now, alias.version = value, alias.block.version
@@ -370,7 +370,7 @@ class Functionalization:
             alias = alias.parent
 
     def _above(self, alias: Alias, whole: Any, value: Any, before: fx.Node) -> Any:
-        """The new value of what an alias is a view of, from the old one."""
+        """New value of an alias's parent, from its old value and the new value of the alias."""
         view, parent = alias.node, alias.parent
         assert parent is not None
         if alias.same:
@@ -382,14 +382,14 @@ class Functionalization:
             name, dim = cut_along(view) or ("cat", 0)
             typed = info(parent.node).shape, info(parent.node).dtype
             return self.rewriter.call(name, value, dim=dim, like=view, before=before, typed=typed)
-        made = written_back(self.rewriter, whole, view, value, before)
-        if made is None:
+        result = written_back(self.rewriter, whole, view, value, before)
+        if result is None:
             assert alias.block.writer is not None
-            raise self._refused(alias.block.writer, view, "fxq does not know how to write to this kind of view")
-        return made
+            raise self._refused(alias.block.writer, view, "fxq cannot write through this kind of view")
+        return result
 
     def _parts(self, cut: fx.Node, whole: fx.Node, before: fx.Node) -> list[Any]:
-        """The parts of a tuple of views, one by one."""
+        """Nodes for the single views of a tuple."""
         make, shapes = self.rewriter.node, self.watch.parts[cut]
         return [
             make("call_function", operator.getitem, (whole, i), like=cut, before=before, typed=typed)
@@ -398,14 +398,14 @@ class Functionalization:
 
 
 def _assigns(node: fx.Node) -> bool:
-    """Whether a call does nothing but put values into a tensor."""
+    """Whether a call is an assignment: `x[i] = y`, `copy_` or `index_put_`."""
     name = name_in_place(node)
     puts = name == "index_put_" and len(node.args) > 2 and not any((*node.args[3:], *node.kwargs.values()))
     return node.target is operator.setitem or name == "copy_" or puts
 
 
 def _place(part: fx.Node) -> int:
-    """Which part of a tuple a node takes."""
+    """Index of the tuple item that a node takes."""
     place: Any = part.args[1]
     return int(place)
 
@@ -416,7 +416,7 @@ def _takes(view: fx.Node, index: Any) -> bool:
 
 
 def around(*nodes: fx.Node) -> str:
-    """Path of the innermost module in whose forward all of these nodes are; empty for the model itself."""
+    """Path of the innermost module whose forward contains all of these nodes; empty for the model itself."""
     stacks = [[path for path, _ in n.meta.get("nn_module_stack", {}).values()] for n in nodes]
     stacks = [stack[:-1] if n.op == "call_module" else stack for n, stack in zip(nodes, stacks, strict=True)]
     same = takewhile(lambda paths: len(set(paths)) == 1, zip(*stacks, strict=False))

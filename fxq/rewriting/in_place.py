@@ -1,4 +1,4 @@
-"""The call without side effects that computes what an in-place call leaves in memory."""
+"""Out-of-place forms of in-place calls."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from torch._ops import OpOverload
 from fxq.graph.info import info
 
 RESHAPING = frozenset({"squeeze_", "unsqueeze_", "t_", "transpose_", "swapaxes_", "swapdims_"})
-"""Methods that change the shape of a tensor object and leave its memory, and all other views of it, as they are."""
+"""Methods that change the shape of a tensor object, but neither its values nor other views."""
 RESIZING = frozenset({"resize_", "resize_as_", "set_", "as_strided_", "sparse_resize_"})
-"""Methods that let a tensor object have other memory, or another part of it: no graph can hold that."""
+"""Methods that change the storage or size of a tensor object, which have no out-of-place form."""
 _OPERATORS = {"iand": "and_", "ior": "or_"}
 _RANDOM = frozenset(
     {"bernoulli_", "dropout_", "alpha_dropout_", "feature_dropout_", "feature_alpha_dropout_", "rrelu_"}
 )
-"""Those whose namesake without the underscore draws other numbers, or draws none."""
+"""Random methods whose out-of-place form draws other numbers or none."""
 
 
 class Call(NamedTuple):
-    """A call of a node: its kind, what it calls, and the arguments."""
+    """Op, target and arguments of a `torch.fx` node."""
 
     kind: str
     target: Any
@@ -33,7 +33,7 @@ class Call(NamedTuple):
 
 
 def name_in_place(node: fx.Node) -> str:
-    """The name of the method or function that a node calls, without its namespace and overload."""
+    """Name of the method or function that a node calls, without namespace and overload."""
     target = node.target
     if isinstance(target, OpOverload):
         return str(target.overloadpacket.__name__)
@@ -41,7 +41,7 @@ def name_in_place(node: fx.Node) -> str:
 
 
 def written_by(node: fx.Node) -> fx.Node | None:
-    """The argument that an in-place call of torch writes its result to; None for any other call."""
+    """Argument that an in-place call of torch writes its result to; None for other calls."""
     name, first = name_in_place(node), node.args[0] if node.args else node.kwargs.get("input")
     if "out" in node.kwargs:
         first = node.kwargs["out"]
@@ -62,10 +62,10 @@ def written_by(node: fx.Node) -> fx.Node | None:
 
 
 def out_of_place(node: fx.Node) -> Call | None:
-    """The call that computes the value of what `written_by` says, or None where torch has none.
+    """Out-of-place call that computes the new value of the argument `written_by(node)`, or None if torch has none.
 
-    Its dtype may be another one than that of the tensor which is written to. Assignments (`operator.setitem`, `copy_`)
-    have none: see `fxq/rewriting/assignments.py`.
+    Its result may have another dtype than the argument. None for assignments (`operator.setitem`, `copy_`), which
+    `fxq/rewriting/assignments.py` rewrites.
     """
     name, kwargs = name_in_place(node), dict(node.kwargs)
     if name in _RANDOM:
@@ -92,7 +92,7 @@ def out_of_place(node: fx.Node) -> Call | None:
 
 
 def _filled(node: fx.Node, value: Any) -> Call:
-    """`x.fill_(value)`: a tensor of one number."""
+    """Out-of-place form of `x.fill_(value)`."""
     x = written_by(node)
     if isinstance(value, fx.Node) and info(value).is_tensor:
         return Call("call_method", "expand_as", (value, x), {})
@@ -100,7 +100,7 @@ def _filled(node: fx.Node, value: Any) -> Call:
 
 
 def dtype_of_call(call: Call) -> torch.dtype | None:
-    """The dtype of what a call gives, found on the meta device; None where that does not tell."""
+    """Result dtype of a call, computed on the meta device; None if that fails."""
 
     def on_meta(value: fx.Node) -> Any:
         about = info(value)
@@ -113,6 +113,6 @@ def dtype_of_call(call: Call) -> torch.dtype | None:
             result = getattr(args[0], call.target)(*args[1:], **kwargs)
         else:
             result = call.target(*args, **kwargs)
-    except Exception:  # whatever an op raises that the meta device does not have
+    except Exception:  # no meta kernel; any type of error
         return None
     return result.dtype if isinstance(result, Tensor) else None

@@ -1,4 +1,4 @@
-"""A tensor after somebody has written to a view of it: the inverse of each op that gives views."""
+"""Inverses of view ops: the base tensor after a write to one of its views."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SAME_ELEMENTS = (
 
 
 def view_of(rewriter: Rewriter, view: fx.Node) -> tuple[str, dict[str, Any]] | None:
-    """The op of the table that gives a view, with its arguments; None where the table does not know it."""
+    """Op name and arguments of a node that returns a view, or None if the op table has no such op."""
     if view.op == "call_module":
         module = rewriter.gm.get_submodule(str(view.target))
         spelled = OPS.of_module(module)
@@ -45,7 +45,7 @@ def view_of(rewriter: Rewriter, view: fx.Node) -> tuple[str, dict[str, Any]] | N
 
 
 def cut_along(tuple_of_views: fx.Node) -> tuple[str, int] | None:
-    """For a call that cuts a tensor into a tuple of views: the op that joins them again, and along which axis."""
+    """Op ("cat" or "stack") and axis that join the views of a split, chunk or unbind again; None for other calls."""
     spelled = OPS.of_call(tuple_of_views.target)
     if spelled is None or spelled[1].pick is None:
         return None
@@ -55,20 +55,20 @@ def cut_along(tuple_of_views: fx.Node) -> tuple[str, int] | None:
 
 
 def written_back(rewriter: Rewriter, whole: fx.Node, view: fx.Node, value: fx.Node, before: fx.Node) -> fx.Node | None:
-    """A node with the value of `whole` after its view has got a value, or None where the view has no inverse.
+    """Add a node that computes a tensor after a write to a view of it; None if the view has no inverse.
 
     Args:
         rewriter: edits the graph.
-        whole: the tensor as it was.
-        view: the node that gives the view of it.
-        value: what the view holds now.
-        before: the node to put new ones before.
+        whole: the tensor before the write.
+        view: node that returns the view.
+        value: new value of the view.
+        before: node before which to insert.
     """
-    found = view_of(rewriter, view)
+    spelled = view_of(rewriter, view)
     options: dict[str, Any] = {"like": view, "before": before}
     typed = info(whole).shape, info(whole).dtype
-    if found is not None:
-        name, bound = found
+    if spelled is not None:
+        name, bound = spelled
         if name == "getitem":
             return rewriter.call("assign", whole, value, index=bound["index"], typed=typed, **options)
         if name == "permute" and all(isinstance(dim, int) for dim in bound["dims"]):

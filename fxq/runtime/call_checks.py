@@ -53,16 +53,16 @@ def check_call(gm: fx.GraphModule, args: tuple[Any, ...], kwargs: Mapping[str, A
         missing = str(node.target) not in kwargs and placeholders.index(node) >= len(args)
         if missing and not node.args:
             continue  # the call itself says so
-        given = "left out" if missing else f"a {type(value).__name__}"
-        hint = " Give torch.from_numpy(x)." if given == "a ndarray" else ""
+        problem = "left out" if missing else f"a {type(value).__name__}"
+        hint = " Give torch.from_numpy(x)." if problem == "a ndarray" else ""
         raise InputError(
-            f"input {str(node.target)!r} is {given}; the model takes a tensor there, such as the {list(shape)} that it "
-            f"was made with.{hint}"
+            f"input {str(node.target)!r} is {problem}; the model takes a tensor there, such as the {list(shape)} that "
+            f"it was made with.{hint}"
         )
 
 
 def _check_tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any], kernels: bool) -> None:
-    """Refuse tensors that are no dense ones, and for kernels those without values, which have no memory to read."""
+    """Raise `InputError` for nested and sparse tensors, and for meta tensors where kernels would read their memory."""
     named = [*((f"input {i}", value) for i, value in enumerate(args)), *((repr(k), v) for k, v in kwargs.items())]
     for name, tensor in ((name, tensor) for name, value in named for tensor in tensors(value)):
         if tensor.is_nested:
@@ -75,26 +75,27 @@ def _check_tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any], kernels: bo
 
 @contextmanager
 def naming_inputs(gm: fx.GraphModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
-    """Let what goes wrong inside, on inputs of another kind than the model was made with, say that they are.
+    """Context in which errors of PyTorch name the input whose shape or dtype differs from the example's.
 
     Raises:
-        InputError: an error of PyTorch's or Python's, and an input has another rank or dtype than on the example.
+        InputError: in place of a PyTorch or Python error, if the inputs do not match the model's signature, or one has
+            another rank, size or dtype than in the example.
     """
     try:
         yield
     except FxqError:
         raise
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
-        other = _other_kind(gm, args, kwargs)
-        if not other:
+        mismatch = _other_kind(gm, args, kwargs)
+        if not mismatch:
             raise
         raise InputError(
-            f"the model does not run on ({described_call(args, kwargs)}): {other}. {words_of(error)}"
+            f"the model does not run on ({described_call(args, kwargs)}): {mismatch}. {words_of(error)}"
         ) from error
 
 
 def _other_kind(gm: fx.GraphModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    """How the inputs of a call differ from those that the model was made with; empty where they do not."""
+    """Difference between the inputs of a call and those of the example; empty if there is none."""
     placeholders = gm.graph.find_nodes(op="placeholder")
     names = [str(node.target) for node in placeholders]
     if any(name.startswith("*") for name in names):

@@ -38,7 +38,7 @@ class ExampleRun:
         return self._copies[tensor]
 
     def has_changed(self, tensor: Tensor) -> bool:
-        """Whether calls have changed the copy of a tensor in place."""
+        """Whether traced calls changed the copy of a tensor in place."""
         copy = self._copies.get(tensor)
         return copy is not None and copy._version != 0
 

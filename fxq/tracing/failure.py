@@ -103,18 +103,18 @@ _KNOWN = (
     (
         "but instead found type 'TracedValue'",
         "a TorchScript function is called, which takes no traced value",
-        "Call the Python function that it was made of, or keep the module as a float leaf: "
+        "Call the Python function that it was scripted from, or keep the module as a float leaf: "
         'recipe.leaf("path.of.module").',
     ),
     (
         "unwrap_if_dead()",
-        "an autograd.Function is called, as torch.utils.checkpoint with use_reentrant=True does, and a trace does not "
-        "see into it",
-        "Take use_reentrant=False, or call the function itself when the model is in eval mode; or keep the module as a "
+        "an autograd.Function is called, as torch.utils.checkpoint with use_reentrant=True does, which tracing cannot "
+        "see into",
+        "Pass use_reentrant=False, or call the function directly in eval mode; or keep the module as a "
         'float leaf: recipe.leaf("path.of.module").',
     ),
 )
-"""What Python and torch say where a traced value is given to what takes none: part of the text, why, and what to do."""
+"""Errors of Python and torch for traced values: part of the message, the cause, and what to do."""
 
 
 def _made(node: fx.Node) -> str:

@@ -17,7 +17,7 @@ from fxq.tracing.forward_arguments import arguments
 
 
 def run_model(model: nn.Module, example: Batch, fixed: Mapping[str, Any], seed: int = 0) -> Any:
-    """What `call` returns, on a model that stays as it is."""
+    """Run `call` and undo all changes to the model."""
     with untouched(model, watches=True):
         return call(model, example, fixed, seed)
 
@@ -25,9 +25,9 @@ def run_model(model: nn.Module, example: Batch, fixed: Mapping[str, Any], seed: 
 def call(
     model: nn.Module, example: Batch, fixed: Mapping[str, Any], seed: int = 0, draws: list[str] | None = None
 ) -> Any:
-    """What the float model returns for a copy of one batch, with the arguments that the recipe fixes.
+    """Run the float model on a copy of one batch, with the arguments that the recipe fixes.
 
-    Names of the global generators of NumPy and Python that it draws numbers from go into `draws`.
+    Appends the names of the global NumPy and Python generators that it draws from to `draws`.
     """
     batch = copied(example)
     late = {a.name: a.value for a in arguments(model, example, fixed)[len(batch.args) :] if a.fixed}
@@ -77,14 +77,14 @@ def _results(
 
 
 def part_for(whole: Tensor, alone: Tensor, start: int, some: int, count: int) -> Tensor:
-    """The part of a result that some samples of a batch have in it.
+    """Slice of a batch's result that belongs to some of its samples.
 
     Args:
-        whole: the result for the batch.
-        alone: what these samples give alone, whose shape says which axes hold samples.
-        start: the first of them.
-        some: how many they are.
-        count: how many the batch has.
+        whole: result for the batch.
+        alone: result for these samples alone, whose shape tells which axes hold samples.
+        start: index of the first sample.
+        some: number of samples.
+        count: number of samples in the batch.
     """
     for axis, (size, part) in enumerate(zip(whole.shape, alone.shape, strict=True)):
         if size != part and size * some == count * part:

@@ -1,4 +1,4 @@
-"""What a float model does on the example: what it returns, and what it keeps from one call to the next."""
+"""Run of the float model on the example: its outputs, and the state that it keeps between calls."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from fxq.tracing.weight_norm import is_normed
 
 @dataclass(frozen=True)
 class KeptState:
-    """What a module keeps from one call to the next, so that no graph can stand for it.
+    """State of a module that affects its next call, so that a graph cannot replace the module.
 
     Attributes:
-        path: the module.
-        why: what it keeps, and what to do about it.
-        outside: whether that is no part of the module, so that a copy of the module shares it.
-        hidden: whether it is a tensor or an array for which a graph has no name.
+        path: path of the module.
+        why: the state and what to do about it, for an error message.
+        outside: whether the state is outside the module, so that copies of the module share it.
+        hidden: whether it is a tensor or an array that is neither a parameter nor a buffer.
     """
 
     path: str
@@ -42,20 +42,20 @@ class KeptState:
 
 @dataclass
 class FloatRun:
-    """The float model with one batch of inputs.
+    """Run of the float model on one batch.
 
     Attributes:
-        model: the model.
+        model: the model, unchanged by the run.
         example: the batch.
-        fixed: arguments that the recipe fixes.
-        code: what its code names outside of its modules.
-        outputs: what it returns.
-        error: what it raises, if it does not run.
-        kept: what its modules keep from one call to the next.
-        suspects: what they may keep, where a module is given other inputs in a later call because of another's state.
-        written: names of the parameters that it changes in place.
-        stream: batches on which it was run one after the other, where it has changed something.
-        streamed: the tensors that it returned for each of these.
+        fixed: arguments that the recipe fixes (`concrete_args`).
+        code: variables outside the modules that the model's code uses.
+        outputs: what the model returned.
+        error: exception that it raised, if any.
+        kept: state of its modules that affects later calls.
+        suspects: state that may affect later calls; the module also got other inputs, due to state elsewhere.
+        written: names of parameters that the forward changes in place.
+        stream: batches on which the model ran in sequence; empty if it changed no state.
+        streamed: tensors that it returned for each batch of `stream`.
     """
 
     model: nn.Module
@@ -74,7 +74,7 @@ class FloatRun:
         try:
             with self.untouched() as changes:
                 self.outputs = call(self.model, self.example, self.fixed, draws=draws)
-        except Exception as error:  # whatever the model raises: the trace says in which layer
+        except Exception as error:  # any type of error; tracing names the layer
             self.error = error
             return
         changes.parameters = [name for name in changes.parameters if not self._is_read_normed(name)]
@@ -82,30 +82,30 @@ class FloatRun:
         self.kept = [*self._random(draws), *self._remembered(changes), *self._written(changes)]
 
     def _changer(self, name: str) -> str:
-        """Path of the innermost module around a tensor whose forward may change it: torch's own change none."""
+        """Path of the innermost module of the user around a tensor, whose forward may change it."""
         path = name.rpartition(".")[0]
         while path and type(self.model.get_submodule(path)).__module__.startswith("torch.nn."):
             path = path.rpartition(".")[0]
         return path
 
     def _is_read_normed(self, name: str) -> bool:
-        """Whether a parameter is the weight of an embedding, which canonicalize reads as the embedding leaves it."""
+        """Whether a parameter is the weight of an embedding with `max_norm`, which `canonicalize` handles."""
         return is_normed(self.model.get_submodule(name.rpartition(".")[0]))
 
     def untouched(self) -> AbstractContextManager[ModelChanges]:
-        """Undo all that code of the model changes inside, also in its parameters and outside of its modules."""
+        """Context that undoes all state changes of the model's code, also in parameters and outside its modules."""
         return untouched(self.model, self.code.bindings, watches=True)
 
     def _random(self, draws: list[str]) -> Iterator[KeptState]:
-        """The module that draws from a global generator of NumPy or Python, which a trace does not see."""
+        """The innermost module that draws from a global generator of NumPy or Python, which tracing cannot record."""
         if draws:
             with self.untouched(), _drawing(self.model, [path for path, _ in self.model.named_modules()]) as drawn_by:
                 call(self.model, self.example, self.fixed)
-            for path, names in islice(drawn_by.items(), 1):  # the innermost returns first; none: another thread drew
+            for path, names in islice(drawn_by.items(), 1):  # the innermost returns first; empty if another thread drew
                 yield KeptState(path, f"forward draws numbers from {' and '.join(names)}, {_DRAW}")
 
     def _written(self, changes: ModelChanges) -> Iterator[KeptState]:
-        """What is changed in place: the graph would change its own copies, or nothing."""
+        """Tensors changed in place: a graph would change its own copies, or nothing."""
         for kind, names in (("buffer", changes.buffers), ("parameter", changes.parameters)):
             for name in names:
                 yield KeptState(self._changer(name), f"forward changes the {kind} {name!r} in place: {STATELESS}")
@@ -113,7 +113,7 @@ class FloatRun:
             yield KeptState(path, f"forward changes {places[0]!r} in place: {STATELESS}", hidden=True)
 
     def computes_alike(self, graph: nn.Module) -> bool:
-        """Whether a traced graph returns what the model returns, on several batches one after the other."""
+        """Whether a traced graph returns the same as the model on the batches of `stream`, run in sequence."""
         if not self.kept or not self.stream:
             return True
         with self.untouched(), untouched(graph, watches=True):
@@ -121,30 +121,30 @@ class FloatRun:
         return all(same_values(a, b) for a, b in zip(got, self.streamed, strict=True))
 
     def _remembered(self, changes: ModelChanges) -> Iterator[KeptState]:
-        """What decides what the model returns next time, as the counter of a schedule does and a cache does not."""
+        """State that changes later outputs, such as the counter of a schedule, but not a cache of equal values."""
         places: dict[str, list[str]] = {}
         for kind in (changes.attributes, changes.in_place, changes.outside):
             for path, names in kind.items():
                 places.setdefault(path, []).extend(names)
         for name in (*changes.parameters, *changes.buffers):
             path = self._changer(name)
-            if not isinstance(self.model.get_submodule(path), torch.jit.ScriptModule):  # whose calls no hook sees
+            if not isinstance(self.model.get_submodule(path), torch.jit.ScriptModule):  # its calls run no hooks
                 places.setdefault(path, []).append(name)
         if not places:
             return
-        other, numbers = _mirrored(self.example), list[dict[tuple[str, str], Any]]()
+        mirrored, numbers = _mirrored(self.example), list[dict[tuple[str, str], Any]]()
         try:
-            fresh = [self._stream([batch], places)[0] for batch in (self.example, other)]
-        except Exception:  # whatever the model raises for values that it cannot have
-            other, fresh = self.example, self._stream([self.example], places) * 2
-        self.stream = [self.example, other, self.example]
+            fresh = [self._stream([batch], places)[0] for batch in (self.example, mirrored)]
+        except Exception:  # the model rejects these values; any type of error
+            mirrored, fresh = self.example, self._stream([self.example], places) * 2
+        self.stream = [self.example, mirrored, self.example]
         got = self._stream(self.stream, places, numbers)
         self.streamed = [calls[-1].outputs for calls in got]
         sure = _blamed(places, [*zip(got, [*fresh, fresh[0]], strict=True)])
-        for path, held in (found for two in sure for found in two.items()):
+        for path, held in (item for two in sure for item in two.items()):
             shared = any(name in (*changes.outside.get(p, ()), *changes.parameters) for p, name in held)
-            what = " and ".join(repr(name) for _, name in held[:_MOST])
-            why = f"forward sets {what} and returns something else when it runs again"
+            shown = " and ".join(repr(name) for _, name in held[:_MAX_SHOWN])
+            why = f"forward sets {shown} and returns other values when it runs again"
             state = KeptState(path, f"{why}: {_SHARED if shared else STATELESS}", shared)
             if path in sure[0]:
                 yield state
@@ -164,9 +164,12 @@ class FloatRun:
         paths: Collection[str],
         numbers: list[dict[tuple[str, str], Any]] | None = None,
     ) -> list[list[_Call]]:
-        """The calls of modules, and in the end of the model, when it runs on one batch after the other.
+        """Run the model on batches in sequence, and record the calls of modules; the model's own call comes last.
 
-        The plain numbers that are other ones than before go into `numbers`, after each run.
+        Args:
+            batches: the batches.
+            paths: modules whose calls, and those of the modules around them, are recorded.
+            numbers: if given, gets a dict of the changed numbers after each run, by module path and name.
         """
         around = {path[:i] for path in paths for i, letter in enumerate(path) if letter == "."}
         results = []
@@ -181,21 +184,21 @@ class FloatRun:
         return results
 
 
-_MOST = 3
+_MAX_SHOWN = 3
 _SHARED = (
-    "that is outside of the module, so that the float model and the quantized one would share it. Keep it in an "
-    "attribute of a module, and keep that module as a float leaf (recipe.leaf), or return the new value."
+    "this state is outside the module, so the float and the quantized model would share it. Store it in an attribute "
+    "of a module and keep that module as a float leaf (recipe.leaf), or return the new value."
 )
 _DRAW = (
-    "which a graph would hold as constants. Draw them with torch (torch.rand), or keep the module as a float leaf "
+    "which a graph would store as constants. Draw them with torch (torch.rand), or keep the module as a float leaf "
     "(recipe.leaf)."
 )
 
 
 @contextmanager
 def _drawing(model: nn.Module, paths: Sequence[str]) -> Iterator[dict[str, list[str]]]:
-    """By path, in the order in which they return, which of these modules have drawn from a global generator."""
-    found: dict[str, list[str]] = {}
+    """Record which modules draw from global generators: names of the generators by path, in order of return."""
+    drawn_by: dict[str, list[str]] = {}
     calls: list[Callable[[], list[str]]] = []
 
     def enter(module: nn.Module, args: Any) -> None:
@@ -204,7 +207,7 @@ def _drawing(model: nn.Module, paths: Sequence[str]) -> Iterator[dict[str, list[
     def leave(path: str, module: nn.Module, args: Any, result: Any) -> None:
         names = calls.pop()()
         if names:
-            found.setdefault(path, names)
+            drawn_by.setdefault(path, names)
 
     handles = []
     for path in paths:
@@ -212,14 +215,14 @@ def _drawing(model: nn.Module, paths: Sequence[str]) -> Iterator[dict[str, list[
         if not isinstance(module, torch.jit.ScriptModule):
             handles += [module.register_forward_pre_hook(enter), module.register_forward_hook(partial(leave, path))]
     try:
-        yield found
+        yield drawn_by
     finally:
         for handle in handles:
             handle.remove()
 
 
 def _mirrored(batch: Batch) -> Batch:
-    """The same values in another order: along the first axis that has more than one of them, from the last on."""
+    """Batch with each tensor flipped along its first axis of size above 1."""
 
     def mirror(leaf: Any) -> Any:
         axes = [i for i, size in enumerate(leaf.shape) if size > 1] if isinstance(leaf, Tensor) else []
@@ -230,7 +233,7 @@ def _mirrored(batch: Batch) -> Batch:
 
 @dataclass
 class _Call:
-    """One call of a module, with the tensors that it was given and those that it has returned."""
+    """Call of a module, with copies of its input and output tensors."""
 
     path: str
     inputs: list[Tensor]
@@ -240,14 +243,14 @@ class _Call:
 def _blamed(
     places: Mapping[str, list[str]], pairs: list[tuple[list[_Call], list[_Call]]]
 ) -> tuple[dict[str, list[tuple[str, str]]], dict[str, list[tuple[str, str]]]]:
-    """The modules whose results depend on what they have kept, and those that may, being given other inputs.
+    """Find the modules whose outputs depend on kept state, and those that may, as their inputs differ as well.
 
     Args:
-        places: what modules have kept, by path.
-        pairs: calls after other calls, and in a model that was not called before.
+        places: names of changed state by module path.
+        pairs: calls in a model that ran before, and the same calls in a fresh model.
 
     Returns:
-        By path the places, each with the module that has it.
+        Sure and possible modules: for each path, (module path, name) of the state.
     """
     sure, suspects = dict[str, list[tuple[str, str]]](), dict[str, list[tuple[str, str]]]()
     for late, fresh in [two for got, want in pairs for two in zip(got, want, strict=False)]:
@@ -265,7 +268,7 @@ def _blamed(
 
 @contextmanager
 def _calling(model: nn.Module, paths: Collection[str]) -> Iterator[list[_Call]]:
-    """The calls of these modules, in the order in which they return."""
+    """Record the calls of modules, in order of return."""
     calls: list[_Call] = []
 
     def note(path: str, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
@@ -286,7 +289,7 @@ def _is_in(path: str, outer: str) -> bool:
 
 
 def _variable(name: str, outside: bool) -> str:
-    """The variable or attribute that a place is in, as code spells it."""
+    """Name of the variable or attribute that holds a place, as the code spells it."""
     spelled = name.rpartition(" ")[2] if outside else name
     parts = spelled.partition("[")[0].split(".")
     return parts[-1] if outside else parts[0]

@@ -21,7 +21,7 @@ from fxq.common.trees import leaves
 
 
 class Origin(IntEnum):
-    """What a value depends on: nothing that varies, sizes and plain arguments of the inputs, or the data in them."""
+    """Inputs that a value depends on: none, sizes and plain arguments only, or the data of tensors."""
 
     CONSTANT = 0
     SIZES = 1
@@ -50,7 +50,7 @@ class TracedValue(fx.Proxy):
 
     @property
     def _origin(self) -> Origin:
-        """What the value depends on, by what has been written to its memory, too."""
+        """What the value depends on, including writes to its memory."""
         return self.tracer.origin(self)
 
     @classmethod
@@ -75,8 +75,8 @@ class TracedValue(fx.Proxy):
         if isinstance(value, Mapping) and name in ("items", "values", "get"):
             return getattr(self._as_dict(), name)
         with unwatched():
-            found = getattr(value, name)
-        return None if found is None else Member(self, name, found)
+            attribute = getattr(value, name)
+        return None if attribute is None else Member(self, name, attribute)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "data" and isinstance(self._value, Tensor):
@@ -164,7 +164,7 @@ class Member(TracedValue):
 
 
 def _in_place(function: Callable[..., Any]) -> Callable[[TracedValue, Any], Any]:
-    """The method for `x += y`: of a tensor, it changes what others see through views; of a size, it is `x + y`."""
+    """Method for `x += y`: in place for tensors, since views see the change; `x + y` for sizes."""
 
     def change(self: TracedValue, other: Any) -> Any:
         if not isinstance(self._value, Tensor):
@@ -245,7 +245,7 @@ def visible(
     Args:
         record: makes a node of its kind, what it calls, and the arguments.
         traces: whether a forward is being traced, rather than a layer run on the example.
-        create: calls a function, and gives the tensors that it makes as traced ones; None: they stay plain ones.
+        create: calls a function and returns its new tensors as traced values; None: they stay plain tensors.
     """
     replaced = ((torch, _FACTORIES, None), (torch, RANDOM, traces), (Tensor, _METHODS, None), (Tensor, FILLS, traces))
     with ExitStack() as stack:
@@ -271,7 +271,7 @@ def _recorded(owner: Any, name: str, record: Any, anyway: Callable[[], bool] | N
 
 
 class _Plain(TorchFunctionMode):
-    """Records plain tensors with a traced index, and what `create` makes of calls without a traced value.
+    """Records indexing of plain tensors with traced values, and passes calls without traced values to `create`.
 
     `Tensor.__getitem__` is not to be replaced, not even for a while: that fills a slot of the type which stays filled,
     and from then on `torch.tensor([a, b])` takes tensors of no dimension for sequences, and fails.

@@ -55,8 +55,8 @@ class Tracer(fx.Tracer):
         unroll: whether such a loop is unrolled.
         record: whether to keep what the traced modules return.
         outputs: that, with the module's path, in the order in which they return.
-        created: whether tensors that a forward makes of nothing traced are traced values, too: it changes them.
-        made: the paths of these.
+        created: whether tensors that the forward creates, such as torch.zeros, are traced, as it changes them.
+        new_constants: attribute paths of these tensors.
         forced, free: as for `Assumptions`.
     """
 
@@ -83,7 +83,7 @@ class Tracer(fx.Tracer):
         self._thread = threading.get_ident()
         self._read: dict[str, TracedValue] = {}
         self._paths: dict[Tensor, str] = {}
-        self.created, self.made = created, set[str]()
+        self.created, self.new_constants = created, set[str]()
         self._plain: dict[Tensor, int] = {}
         self._written: dict[int, Origin] = {}
 
@@ -216,14 +216,14 @@ class Tracer(fx.Tracer):
         return None if result is None else value
 
     def origin(self, value: TracedValue) -> Origin:
-        """What a traced value depends on: what it was made of, and what was written to its memory."""
+        """Origin of a traced value: that of its operands and of writes to its memory."""
         spot = self.watch.spot(value.node) if self._written else None
         return value._made_of if spot is None else max(value._made_of, self._written.get(spot[0], Origin.CONSTANT))
 
     def changes_plain_tensors(self) -> bool:
-        """Whether the forward changes tensors that it has made of nothing traced, so that none of them is a constant.
+        """Whether the forward changes tensors that it creates, so that they are not constants.
 
-        Then it is to be traced again, with these as traced values.
+        If so, the model must be traced again with `created=True`.
         """
         if any(tensor._version != version for tensor, version in self._plain.items()):
             return True
@@ -231,19 +231,19 @@ class Tracer(fx.Tracer):
         return any(not plain.isdisjoint(info(node).changes) for node in self.graph.nodes)
 
     def _create(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a function on plain tensors, or none; the tensors that it makes as traced values.
+        """Call a function without traced arguments; its new tensors become traced values.
 
-        Where it gives a view of a plain tensor, or that was changed by what is traced, it is traced itself.
+        The call itself is traced if it returns a view of a plain tensor, or if traced calls changed an argument.
         """
-        given = list(tensors((args, kwargs)))
+        operands = list(tensors((args, kwargs)))
         if not self._traces():
             return function(*args, **kwargs)
-        result = None if any(map(self.run.has_changed, given)) else function(*args, **kwargs)
-        made = list(tensors(result))
-        if result is not None and (not made or any(new is old for new in made for old in given)):
+        result = None if any(map(self.run.has_changed, operands)) else function(*args, **kwargs)
+        results = list(tensors(result))
+        if result is not None and (not results or any(new is old for new in results for old in operands)):
             return result
-        blocks = set(self.watch.memory(given))
-        if result is None or not blocks.isdisjoint(self.watch.memory(made)):
+        blocks = set(self.watch.memory(operands))
+        if result is None or not blocks.isdisjoint(self.watch.memory(results)):
             args, kwargs = mapped(
                 (args, kwargs), lambda leaf: self._as_traced(leaf) if isinstance(leaf, Tensor) else leaf
             )
@@ -253,10 +253,10 @@ class Tracer(fx.Tracer):
         return mapped(result, lambda leaf: self._as_traced(leaf, True) if isinstance(leaf, Tensor) else leaf)
 
     def _as_traced(self, tensor: Tensor, new: bool = False) -> TracedValue:
-        """A plain tensor as a traced value; `new`: the forward has made it."""
+        """Traced value for a plain tensor; `new`: the forward created it."""
         node = self._attribute(tensor)
         if new:
-            self.made.add(str(node.target))
+            self.new_constants.add(str(node.target))
         return TracedValue(node, self, self.run.copy(tensor), Origin.CONSTANT)
 
     def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
@@ -398,12 +398,12 @@ class Tracer(fx.Tracer):
 
 
 def _is_new(constant: fx.Node) -> bool:
-    """Whether a `get_attr` node reads a tensor that torch.fx has found in a forward, and none of the model."""
+    """Whether a `get_attr` node reads a tensor that the forward created, not one of the model."""
     return str(constant.target).startswith("_tensor_constant")
 
 
 def _parts(container: Any) -> Any:
-    """What is in a container of a class of its own, as a plain one."""
+    """Content of an object or container of a user-defined class, as a plain dict, tuple or list."""
     if isinstance(container, Mapping):
         return dict(container)
     if is_dataclass(container):
@@ -421,14 +421,16 @@ _IDLE = "fxq_idle"
 """Marks a node that does nothing but give a value, so that it can go when nobody reads it."""
 
 
-_AUTOCAST = "forward turns torch.autocast on, and a graph computes in the types of its tensors."
+_AUTOCAST = "forward enables torch.autocast, which a graph does not record."
 _WITHOUT_AUTOCAST = (
-    "Call it without (torch.autocast(..., enabled=False)): what is quantized computes on integers. Or keep the module "
+    "Disable it (torch.autocast(..., enabled=False)), as quantized ops compute on integers, or keep the module "
     'as a float leaf: recipe.leaf("path.of.module").'
 )
-_NO_PATH = "it calls a {kind} whose parameters are not the model's: it is in a plain list or dict, or made by forward."
+_NO_PATH = (
+    "it calls a {kind} that is not a submodule of the model: it is in a plain list or dict, or created in forward."
+)
 _LIST_MODULES = "Put it into an nn.ModuleList or nn.ModuleDict, or set it as an attribute in __init__."
-_SCRIPT = "it is a TorchScript module, which has no Python code to trace: give the module that it was made of."
+_SCRIPT = "it is a TorchScript module, which has no Python code to trace: pass the nn.Module that it was scripted from."
 _NO_ARGUMENT = "an object of type {kind} is returned, or given to a layer, and no graph can hold it."
 
 

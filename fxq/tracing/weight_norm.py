@@ -1,4 +1,4 @@
-"""Weights that a module computes before or in every call, as plain tensors."""
+"""Weights that a module computes before or in each call, as plain tensors."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 
 def reparametrized(module: nn.Module) -> dict[str, Tensor]:
-    """The tensors that a module of torch sets when it is called, by name, as they are in eval mode.
+    """Tensors that a torch module recomputes in each call, by name, with their values in eval mode.
 
     `weight_norm` and `spectral_norm` set them in a pre-hook; an embedding with a `max_norm` scales the rows that it
     reads. Modules with `torch.nn.utils.parametrizations` compute theirs where they are read, and need no such thing.
     """
-    found: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
     with torch.no_grad():
         for hook in module._forward_pre_hooks.values():
             if isinstance(hook, WeightNorm):
-                found[hook.name] = hook.compute_weight(module)
+                weights[hook.name] = hook.compute_weight(module)
             elif isinstance(hook, SpectralNorm):
-                found[hook.name] = hook.compute_weight(module, do_power_iteration=False)
+                weights[hook.name] = hook.compute_weight(module, do_power_iteration=False)
         if is_normed(module):
             every = torch.arange(module.num_embeddings, device=module.weight.device)
             largest = float(module.max_norm or 0.0)
-            found["weight"] = torch.embedding_renorm_(module.weight.clone(), every, largest, module.norm_type)
-    return found
+            weights["weight"] = torch.embedding_renorm_(module.weight.clone(), every, largest, module.norm_type)
+    return weights
 
 
 def is_normed(module: nn.Module) -> TypeGuard[nn.Embedding | nn.EmbeddingBag]:
-    """Whether a module is an embedding that scales the rows of its weight which it reads, in place."""
+    """Whether a module is an embedding with `max_norm`, which renormalizes the rows that it reads in place."""
     return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None

@@ -49,9 +49,11 @@ def files(tmp_path_factory):
 )
 def test_what_a_file_is(files, name, what):
     assert kind_of(files / name)[0] == what
-    with pytest.raises(fxq.FileError, match=re.escape(f"{name}': it is {what}, and fxq loads what qmodel.save wrote")):
+    with pytest.raises(
+        fxq.FileError, match=re.escape(f"{name}': it is {what}, but fxq.load reads only files of qmodel.save")
+    ):
         fxq.load(files / name)
-    with pytest.raises(fxq.InputError, match=re.escape(f"the model is the path of {what}, and fxq takes modules")):
+    with pytest.raises(fxq.InputError, match=re.escape(f"the model is the path of {what}, but fxq takes an nn.Module")):
         fxq.quantize(str(files / name), data=[torch.rand(2, 4)])
 
 
@@ -68,7 +70,7 @@ def test_onnx_models_that_are_no_files(files):
     import onnx
 
     for model in (onnx.load(files / "m.onnx"), "not/there.onnx", Path("not/there.onnx")):
-        with pytest.raises(fxq.InputError, match=r"an ONNX model, and fxq takes modules: .*onnx2torch.convert"):
+        with pytest.raises(fxq.InputError, match=r"an ONNX model, but fxq takes an nn.Module: .*onnx2torch.convert"):
             fxq.quantize(model, data=[torch.rand(2, 4)])
     assert no_module(3) == ""
     with pytest.raises(fxq.InputError, match=r"model is a str, not an nn.Module"):

@@ -76,7 +76,7 @@ def test_a_file_for_openvino_runs_there_at_two_batch_sizes(example, sizes, tmp_p
 def test_a_wrong_kernel_of_openvino_is_named(example, wrong, tmp_path, monkeypatch):
     with_wrong_kernel(monkeypatch, wrong)
     qmodel = quantized(example)
-    said = r"OpenVINO on this CPU computes something else .*'output' of .* dB .*float32\[{}, 3, 32\].*override\(\"\d\""
+    said = r"OpenVINO on this CPU computes something else .*'output' .* dB .*float32\[{}, 3, 32\].*override\(\"\d\""
     with pytest.raises(ExportError, match=said.format(wrong)):
         qmodel.export(tmp_path / "m.xml")
     assert not list(tmp_path.iterdir())
@@ -131,7 +131,7 @@ def test_where_sizes_cannot_vary_the_file_has_those_of_the_example(suffix, tmp_p
         pytest.importorskip("openvino")
     x = torch.randn(4, 8, generator=generator(0))
     qmodel = fxq.quantize(FixedSize().eval(), REFERENCE, data=[x])
-    with pytest.warns(FxqWarning, match=r"takes inputs of the example's sizes alone, \(float32\[4, 8\]\): .*batch"):
+    with pytest.warns(FxqWarning, match=r"takes inputs of the example's sizes only, \(float32\[4, 8\]\): .*batch"):
         path = qmodel.export(tmp_path / f"m.{suffix}")
     if suffix == "onnx":
         ort = pytest.importorskip("onnxruntime")

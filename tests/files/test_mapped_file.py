@@ -23,7 +23,7 @@ import shutil, sys
 import torch, fxq
 from fxq.files import container
 folder, most, change = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-container.MOST_COPIED = most
+container.MAX_COPIED_BYTES = most
 x, wanted = torch.load(folder + "/x.pt")
 qmodel = fxq.load(folder + "/a.fxq")
 if change == "overwritten":
@@ -73,13 +73,13 @@ def test_a_mapped_model_shares_the_memory_of_its_file(tmp_path, monkeypatch):
     model = fxq.quantize(nn.Sequential(nn.Conv2d(3, 8, 3), nn.PReLU()).eval(), REFERENCE, data=[X])
     path, wanted = model.save(tmp_path / "m.fxq"), model(X)
     assert fxq.load(path)._mapped is None
-    monkeypatch.setattr(container, "MOST_COPIED", 0)
+    monkeypatch.setattr(container, "MAX_COPIED_BYTES", 0)
     loaded = fxq.load(path)
     assert isinstance(loaded._mapped, MappedFile) and torch.equal(loaded(X), wanted)
     copied = copy.deepcopy(loaded)
     assert copied._mapped is None and copy.copy(loaded)._mapped is loaded._mapped
     with path.open("r+b") as file:
         file.write(b"\0")
-    with pytest.raises(FileError, match=r"fxq.load it again, and replace files of models by renaming"):
+    with pytest.raises(FileError, match=r"Load it again with fxq.load. To update a model file, rename"):
         loaded(X)
     assert torch.equal(copied(X), wanted)

@@ -224,7 +224,9 @@ def test_what_cannot_be_loaded_is_not_saved(tmp_path):
         version = model.graph.call_function(getattr, (output.args[0], "_version"))
     output.args = ((output.args[0], version),)
     model.recompile()
-    with pytest.raises(fxq.InputError, match=r"the model has no file: .*public attribute.* That line is `getattr_1"):
+    with pytest.raises(
+        fxq.InputError, match=r"the model cannot be saved, as .*public attribute.* That line is `getattr_1"
+    ):
         model.save(tmp_path / "m.fxq")
     assert list(tmp_path.iterdir()) == []
 

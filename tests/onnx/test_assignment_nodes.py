@@ -66,8 +66,8 @@ def test_refusals():
 
     x = normal(3, 4)
     for forward, why in (
-        (by_every_second, "every n-th entry of an axis"),
-        (by_places_of_columns, "tensors of integers"),
+        (by_every_second, "with a step to an axis"),
+        (by_places_of_columns, "integer tensors"),
     ):
         gm = graph(module(forward), x)
         with pytest.raises(NotInOnnx, match=why):

@@ -87,7 +87,7 @@ def test_tensors_of_numbers(forward, tmp_path):
 def test_what_follows_from_sizes_is_folded_where_these_are_fixed(forward, tmp_path, recwarn):
     qmodel, run = exported(forward, tmp_path, dynamic=False)
     torch.testing.assert_close(run(rows(4)), qmodel(rows(4)), rtol=1e-5, atol=1e-4)  # sums in another order
-    assert not [w for w in recwarn if "sizes alone" in str(w.message)]
+    assert not [w for w in recwarn if "sizes only" in str(w.message)]
 
 
 @pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")
@@ -95,7 +95,7 @@ def test_what_follows_from_sizes_is_folded_where_these_are_fixed(forward, tmp_pa
     "forward", [count_of_a_shape, computed_shape, shape_in_tensors, rows_of_identity, rows_of_steps]
 )
 def test_where_they_vary_the_default_file_has_those_of_the_example(forward, tmp_path):
-    with pytest.warns(FxqWarning, match=r"takes inputs of the example's sizes alone, \(float32\[4, 8\]\)"):
+    with pytest.warns(FxqWarning, match=r"takes inputs of the example's sizes only, \(float32\[4, 8\]\)"):
         qmodel, run = exported(forward, tmp_path)
     torch.testing.assert_close(run(rows(4)), qmodel(rows(4)), rtol=1e-5, atol=1e-4)  # sums in another order
     with pytest.raises(ExportError, match="cannot be written"):
@@ -104,7 +104,7 @@ def test_where_they_vary_the_default_file_has_those_of_the_example(forward, tmp_
 
 @pytest.mark.parametrize("dynamic", [True, False])
 def test_what_is_left_to_chance_is_no_constant(dynamic, tmp_path):
-    with pytest.raises(ExportError, match=r"randint.* makes a tensor of numbers"):
+    with pytest.raises(ExportError, match=r"randint.* creates a tensor from numbers"):
         exported(lambda self, x: self.a(x) + torch.randint(0, 9, (8,)), tmp_path, dynamic=dynamic)
 
 
@@ -119,9 +119,9 @@ def test_groups_that_follow_from_the_batch(tmp_path):
     net = module(forward, a=nn.Linear(8, 8)).eval()
     net.w = nn.Parameter(torch.randn(3, 1, 3, generator=torch.Generator().manual_seed(1)))
     qmodel = fxq.quantize(net, REFERENCE, data=[x])
-    with pytest.raises(ExportError, match=r"conv1d: its group follows from a size that varies"):
+    with pytest.raises(ExportError, match=r"conv1d: its group depends on a dynamic size"):
         qmodel.export(tmp_path / "m.onnx", dynamic={"x": {0: "batch"}})
-    with pytest.warns(FxqWarning, match=r"its group follows from a size that varies"):
+    with pytest.warns(FxqWarning, match=r"its group depends on a dynamic size"):
         path = qmodel.export(tmp_path / "m.onnx")
     (y,) = ort.InferenceSession(str(path)).run(None, {"x": x.numpy()})
     torch.testing.assert_close(torch.from_numpy(y), qmodel(x), rtol=1e-5, atol=1e-4)  # sums in another order

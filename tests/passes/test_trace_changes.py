@@ -255,7 +255,7 @@ def test_another_size_is_refused():
             y.resize_(4, 3)
             return y
 
-    with pytest.raises(fxq.TraceError, match=r"%resize_ .*changes %mul in place: it gets another size or other memory"):
+    with pytest.raises(fxq.TraceError, match=r"%resize_ .*changes %mul in place: the op changes its size or storage"):
         graph(Model().eval(), torch.randn(3, 4), "trace")
 
 

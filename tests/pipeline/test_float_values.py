@@ -11,7 +11,7 @@ import fxq
 from fxq.common.data import Batch, first_of
 from fxq.pipeline import float_values
 from fxq.pipeline.float_form import FloatForm
-from fxq.pipeline.float_values import FloatValues, KnownFloatForm, LayerValues
+from fxq.pipeline.float_values import CachedFloatForm, FloatValues, LayerValues
 
 
 class Residual(nn.Module):
@@ -110,7 +110,7 @@ def test_only_what_lies_between_layers_is_computed():
     made = observed(Residual(), images())
     known, gm = floats_of(made), made.manager.gm
     batch = first_of(made.manager.context.samples[0], 2)
-    run = KnownFloatForm(gm, batch, known, [gm.graph.output_node()])
+    run = CachedFloatForm(gm, batch, known, [gm.graph.output_node()])
     with torch.no_grad(), Count() as known_runs:
         got = run.run()
     with torch.no_grad(), Count() as plain_runs:
@@ -169,4 +169,4 @@ def test_passes_run_no_layer_again():
 
 
 def test_the_budget_is_what_is_said():
-    assert float_values.BYTES == FloatValues().most == 2**28
+    assert float_values.MAX_CACHED_BYTES == FloatValues().most == 2**28

@@ -67,9 +67,9 @@ Pair = namedtuple("Pair", "x y")
 
 @pytest.mark.parametrize("odd", [Pair(torch.rand(5, 4), 1), {1: torch.rand(5, 4)}, object(), float("inf")])
 def test_objects_of_other_classes_are_not_made_up(odd):
-    with pytest.raises(InputError, match="input 1 is no tensor, so none can be made up; give example_inputs="):
+    with pytest.raises(InputError, match="input 1 is not a tensor, so it cannot be generated; pass example_inputs="):
         made_up(torch.rand(2), odd)
-    with pytest.raises(InputError, match=r"input 'x'\['y'\]\[0\] is no tensor"):
+    with pytest.raises(InputError, match=r"input 'x'\['y'\]\[0\] is not a tensor"):
         made_up(x={"y": [odd]})
 
 

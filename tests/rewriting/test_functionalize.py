@@ -238,11 +238,11 @@ def test_a_branch_on_what_data_was_written_to_is_refused():
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (lambda y: y.resize_(8, 4), "it gets another size or other memory"),
+        (lambda y: y.resize_(8, 4), "the op changes its size or storage"),
         (lambda y: setattr(y, "data", y * 2), r"an assignment to \.data"),
         (
             lambda y: torch.view_as_complex(y.view(4, 4, 2)).real.zero_(),
-            "does not know how to write to this kind",
+            "cannot write through this kind",
         ),
     ],
 )

@@ -25,7 +25,7 @@ ASKS = {
     "int": (lambda y: y + int(y.sum()), r"int\(\) of a value that depends on the data"),
     "numpy": (lambda y: torch.from_numpy(y.detach().numpy() * 2), "np.ndarray"),
     "caught": (caught, r"int\(\) of a value that depends"),
-    "resized": (resized, r"changes %mul in place: it gets another size or other memory"),
+    "resized": (resized, r"changes %mul in place: the op changes its size or storage"),
     "assigned": (assigned, r"an assignment to \.data of a tensor"),
     "type": (lambda y: y if type(y) is torch.Tensor else y + 1, "does not compute what the model computes"),
 }

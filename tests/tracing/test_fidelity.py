@@ -42,7 +42,7 @@ class Remembers(Keeps):
 def test_a_module_that_remembers_is_no_graph(what, place):
     """Traced, it would be as it is in the first call for ever."""
     model = nn.Sequential(conv(), Remembers(what), conv()).eval()
-    words = f"sets '{place}' and returns something else when it runs again"
+    words = f"sets '{place}' and returns other values when it runs again"
     with pytest.warns(fxq.FxqWarning, match=rf'layer "1".*{words}'):
         qmodel = fxq.quantize(model, REFERENCE, data=[X, X])
     assert (float(model[1].count), model[1].calls, model[1].all) == (0, 0, [])

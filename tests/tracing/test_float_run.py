@@ -284,7 +284,7 @@ class PythonDraws(Layers):
 @pytest.mark.parametrize(("kind", "generator"), [(Draws, "np.random"), (PythonDraws, "random")])
 def test_a_branch_on_a_global_generator_is_no_constant(kind, generator):
     numbers, python = np.random.get_state()[1].copy(), random.getstate()
-    with pytest.raises(fxq.TraceError, match=rf"forward draws numbers from {generator}, which a graph would hold"):
+    with pytest.raises(fxq.TraceError, match=rf"forward draws numbers from {generator}, which a graph would store"):
         fxq.quantize(kind().eval(), REFERENCE, data=batches(2))
     with pytest.warns(fxq.FxqWarning, match='layer "2".*draws numbers'):
         fxq.prepare(model_of(kind), REFERENCE, batches(1)[0])
@@ -436,7 +436,7 @@ def test_a_parameter_that_is_another_one_in_each_call_is_refused():
 
     model = nn.Sequential(nn.Linear(8, 8), Decays(8, 8), nn.Linear(8, 8)).eval()
     weight = model[1].weight.detach().clone()
-    with pytest.raises(fxq.TraceError, match=r'layer "1": forward sets .1\.weight. and returns something else'):
+    with pytest.raises(fxq.TraceError, match=r'layer "1": forward sets .1\.weight. and returns other values'):
         fxq.quantize(model, REFERENCE.leaf("1"), data=batches(4))
     assert torch.equal(model[1].weight, weight)
 
@@ -470,7 +470,7 @@ class Lowers(Layers):
 
 def test_autocast_inside_of_a_forward_is_refused_or_a_leaf():
     """The float model returned bfloat16, the quantized one float32."""
-    with pytest.raises(fxq.TraceError, match=r"turns torch.autocast on, .*enabled=False"):
+    with pytest.raises(fxq.TraceError, match=r"enables torch.autocast, .*enabled=False"):
         fxq.quantize(Lowers().eval(), REFERENCE, data=batches(2))
     model = nn.Sequential(nn.Linear(8, 8), Lowers()).eval()
     with pytest.warns(fxq.FxqWarning, match='layer "1".*torch.autocast'):

@@ -85,15 +85,15 @@ class EngineKernel(RegionKernel):
             return super().forward
         form = self.form.module(self)
         beyond = self.sums_refused()
-        if beyond is not None:  # of a file that was written before sums were bounded
-            said = f"{self.name}: {beyond}. It runs in qdq form, which is slow. Quantize the float model again."
+        if beyond is not None:  # loaded from a file of a version without this check
+            said = f"{self.name}: {beyond}. It runs in q/dq form, which is slow. Quantize the float model again."
             self._kept("sums", partial(warn, said))  # once
             return super().forward
         for node, x in zip(form.graph.find_nodes(op="placeholder"), inputs, strict=True):
             self._check(info(node).dtype, x)
         last = [is_channels_last(x) for x in inputs]
         try:
-            made = self.prepared(form, inputs, last)
+            run = self.prepared(form, inputs, last)
         except Exception as error:  # whatever an engine raises
             why = f"{self.name}: the engine does not take the region: {type(error).__name__}: {words_of(error)}"
             if not self._was_compiled:
@@ -104,12 +104,12 @@ class EngineKernel(RegionKernel):
         self.__dict__["_was_compiled"] = True
         if len(self._packed_now().of_sizes) == self.sizes_kept:
             said = (
-                f"{self.name}: inputs come in more than {self.sizes_kept} sizes, batch sizes included. What was made "
-                "for others goes, and is made again when they come back. Pad inputs to fewer sizes, or take "
-                'backend="auto", which makes nothing for a size.'
+                f"{self.name}: inputs come in more than {self.sizes_kept} sizes, batch sizes included. Models compiled "
+                "for other sizes are evicted and compiled again on return. Pad inputs to fewer sizes, or use "
+                'backend="auto", which compiles nothing per size.'
             )
             self._kept("sizes", partial(warn, said))  # once
-        return made
+        return run
 
     def _check(self, wanted: torch.dtype | None, x: Any) -> None:
         """Raise `InputError` for a tensor that the engine would read as another, or not at all."""
@@ -147,7 +147,7 @@ class EngineBackend(Backend):
         layers: ops with weights that it runs on integers, where they begin a unit.
         others: further ops that compute on integers, beside those that only move them.
         rounding: those of them that run on integers only where their result is rounded.
-        last: those of `rounding` that run on integers also where their result reaches the model's output in float.
+        last: ops of `rounding` that run on integers even if their result reaches the model's output in float.
         measures: layers that read values whose ranges are measured at run time.
         tables: ops that compute in float, with a table that it keeps in integers of 8 bits.
     """

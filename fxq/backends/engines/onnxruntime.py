@@ -35,7 +35,7 @@ class OnnxruntimeKernel(OnnxKernel):
 
     @classmethod
     def written(cls, gm: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Written:
-        """As in `OnnxKernel`: a convolution whose result stays in float runs as ConvInteger, not in float."""
+        """ONNX form of a region, with ConvInteger for convolutions whose result stays in float, see `OnnxKernel`."""
         return super().written(gm, inputs, integer_conv=True, **options)
 
     @classmethod
@@ -48,9 +48,9 @@ class OnnxruntimeKernel(OnnxKernel):
         """As in `OnnxKernel`: from the file that a session writes when it is told to."""
         with tempfile.TemporaryDirectory() as folder:
             session = session_of(model, torch.get_num_threads(), profile=str(Path(folder, "profile")))
-            given = {arg.name: x.numpy() for arg, x in zip(session.get_inputs(), inputs, strict=True)}
+            feeds = {arg.name: x.numpy() for arg, x in zip(session.get_inputs(), inputs, strict=True)}
             for _ in repeated():
-                session.run(None, given)
+                session.run(None, feeds)
             events = json.loads(Path(session.end_profiling()).read_text(encoding="utf-8"))
         times: dict[str, list[float]] = {}
         about: dict[str, Any] = {}
@@ -59,12 +59,12 @@ class OnnxruntimeKernel(OnnxKernel):
                 times.setdefault(event["name"].removesuffix(_TIME), []).append(event["dur"])
                 about[event["name"].removesuffix(_TIME)] = event["args"]
         scaled = {name.rpartition("/")[0] for name in times if about[name]["op_name"] == "ConvInteger"}
-        for name, found in times.items():
+        for name, durations in times.items():
             op = about[name]["op_name"]
             dtype = "uint8" if op in _QUANTIZING else _computes_in(about[name]["input_type_shape"])
             is_scaling = op in _SCALING and name.rpartition("/")[0] in scaled
             kind = "convert" if op in _CONVERTING or is_scaling else kind_of(dtype)
-            yield EngineLayer((name,), op, dtype, kind, min(found))
+            yield EngineLayer((name,), op, dtype, kind, min(durations))
 
 
 def session_of(model: Any, threads: int, profile: str = "") -> Any:
@@ -117,7 +117,7 @@ _CONVERTING = ("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear")
 _QUANTIZING = ("DynamicQuantizeMatMul", "DynamicQuantizeLSTM")
 """What reads floats and computes with integers."""
 _SCALING = ("Cast", "Mul", "Add", "Relu", "Clip")
-"""What makes floats of the sums of a ConvInteger, and clamps them."""
+"""Ops that scale the sums of a ConvInteger to float and clamp them."""
 _INTEGERS = ("uint8", "int8", "uint4", "int4")
 
 

@@ -193,7 +193,7 @@ class Openvino(OnnxBackend):
         isa = cpu.onednn_isa()
         if isa != "DEFAULT":
             return (
-                f"OpenVINO crashes where oneDNN is limited to {isa}: unset ONEDNN_MAX_CPU_ISA and DNNL_MAX_CPU_ISA. "
+                f"OpenVINO crashes if oneDNN is limited to {isa}: unset ONEDNN_MAX_CPU_ISA and DNNL_MAX_CPU_ISA. "
                 'Use backend="auto".'
             )
         return super().available()

@@ -23,7 +23,7 @@ from fxq.common.cache_folder import chosen_folder
 from fxq.errors import BackendError
 
 MODULES = ("row_loops", "step_loops", "program_loops")
-"""The modules of this folder whose functions are called from outside: all that is ever compiled."""
+"""Modules of this folder that hold the compiled functions."""
 log = logging.getLogger("fxq")
 _THREADS = 4
 """With more threads, PyTorch's ops are as fast as a loop, which runs on one."""
@@ -127,7 +127,7 @@ def compiled(types: str) -> Callable[[Callable[..., None]], Callable[..., None]]
     import numba
 
     of, names = numba.types, types.split()
-    given = [
+    argument_types = [
         of.CPointer(getattr(of, _MEMORY[name])) if name in _MEMORY else getattr(of, _NUMBERS[name][0]) for name in names
     ]
     taken: list[Any] = [ctypes.c_void_p if name in _MEMORY else _NUMBERS[name][1] for name in names]
@@ -135,37 +135,37 @@ def compiled(types: str) -> Callable[[Callable[..., None]], Callable[..., None]]
     def compile_(function: Callable[..., None]) -> Callable[..., None]:
         # Numba keeps machine code under this name, and looks at the file of the function alone for what has changed.
         function.__qualname__ = f"{function.__name__}_{_sources()}"
-        made = _from_cache(numba.types.void(*given), function)
-        address: Any = made.address
+        loop = _from_cache(numba.types.void(*argument_types), function)
+        address: Any = loop.address
         call: Callable[..., None] = ctypes.CFUNCTYPE(None, *taken)(address)
-        call.keeps = made  # type: ignore[attr-defined]  # the code goes with it
+        call.keeps = loop  # type: ignore[attr-defined]  # the code goes with it
         return call
 
     return compile_
 
 
 def _from_cache(signature: Any, function: Callable[..., None]) -> Any:
-    """Machine code of a function: from Numba's cache, also a read-only one; else compiled, and kept there."""
+    """Compiled function, from Numba's cache (which may be read-only) if possible, else compiled and cached."""
     import numba
 
     with _folder():
         try:
             return numba.cfunc(signature, cache=True, **_OPTIONS)(function)
-        except Exception as error:  # a folder that it may not write to, a damaged file: errors of the code come again
+        except Exception as error:  # the cache is read-only or damaged; an error of the code is raised again below
             log.debug("the cache of compiled loops cannot be written: %s", error)
         try:
             with _reading():
-                made: Any = numba.cfunc(signature, cache=True, **_OPTIONS)(function)
+                loop: Any = numba.cfunc(signature, cache=True, **_OPTIONS)(function)
         except Exception:
-            made = numba.cfunc(signature, **_OPTIONS)(function)
-        if not made.cache_hits:
+            loop = numba.cfunc(signature, **_OPTIONS)(function)
+        if not loop.cache_hits:
             _say_not_kept()
-        return made
+        return loop
 
 
 @contextmanager
 def _folder() -> Iterator[None]:
-    """Let Numba keep code in the folder that `FXQ_CACHE` names, else where it does by itself."""
+    """Context in which Numba caches in the folder of `FXQ_CACHE`, if that is set."""
     from numba.core import config as settings
 
     config: Any = settings
@@ -181,7 +181,7 @@ def _folder() -> Iterator[None]:
 
 @contextmanager
 def _reading() -> Iterator[None]:
-    """Let Numba read a cache in a folder that it cannot write to: by itself, it does not look into those."""
+    """Context in which Numba reads a cache in a read-only folder, which it ignores by default."""
     from numba.core import caching
 
     locator: Any = caching._CacheLocator
@@ -196,29 +196,29 @@ def _reading() -> Iterator[None]:
 
 @cache
 def _say_not_kept() -> None:
-    """Warn, once in a process, that its loops are compiled and cannot be kept."""
+    """Warn once per process that compiled loops cannot be cached."""
     log.warning(
-        "fxq compiles its loops in this process, which takes seconds of CPU time, and cannot keep them: neither the "
-        "package's folder nor the user's cache can be written to. Run `fxq doctor --compile` while the image is built, "
-        "or set FXQ_CACHE to a folder that can be written to."
+        "fxq compiles its loops in this process, which takes seconds of CPU time, and cannot cache them: neither the "
+        "package's folder nor the user's cache is writable. Run `fxq doctor --compile` when building the image, or set "
+        "FXQ_CACHE to a writable folder."
     )
 
 
 def compile_loops() -> str:
-    """Compile all loops, so that the next process finds them in the cache; says where that is.
+    """Compile all loops into the cache for later processes, and return a message that says where it is.
 
     Raises:
-        BackendError: Numba is missing or does not work, or there is no folder to keep them in.
+        BackendError: Numba is missing or does not work, or no cache folder is writable.
     """
     wrong = next(filter(None, map(missing, MODULES)), "")
     if wrong:
         raise BackendError(f"no loops are compiled: {wrong} (pip install fxq[jit]).")
     if _say_not_kept.cache_info().currsize:
         raise BackendError(
-            "the loops are compiled and cannot be kept: set FXQ_CACHE to a folder that can be written to, here "
-            "and where they are used."
+            "the loops are compiled but cannot be cached: set FXQ_CACHE to a writable folder, here and where they are "
+            "used."
         )
-    return f"compiled by Numba {installed()}, and kept in {_kept_in()}"
+    return f"compiled by Numba {installed()}, cached in {_kept_in()}"
 
 
 def _kept_in() -> str:

@@ -21,23 +21,23 @@ _ENGINE = threading.Lock()
 
 @cache
 def has_engine(name: str) -> bool:
-    """Whether this build of PyTorch runs the engine here: a linear layer is tried out.
+    """Whether this build of PyTorch has a working engine of this name; runs a linear layer on it.
 
-    PyTorch has announced that it removes the engines; a list that names one says little of what is still behind it.
+    PyTorch has announced the removal of the engines, so `supported_engines` may list one whose ops are gone.
     """
     engines = getattr(getattr(torch.backends, "quantized", None), "supported_engines", ())
     return name in engines and _runs(name)
 
 
 def _runs(engine: str) -> bool:
-    """Whether a linear layer of the engine is right: all weights 1, four of them to an output."""
+    """Whether a linear layer with four weights of 1 per output computes the right result on the engine."""
     try:
         with engine_selected(engine):
             weight = as_qint8(torch.ones(2, 4, dtype=torch.int8, device="cpu"), torch.tensor(1.0), 0)
             packed = quantized.linear_prepack(weight, None)
             x = as_quint8(torch.full((1, 4), 5, dtype=torch.uint8, device="cpu"), 1.0, 0)
             return bool((as_uint8(quantized.linear(x, packed, 1.0, 0)) == 20).all())
-    except (AttributeError, NotImplementedError, RuntimeError, TypeError):  # however a removed op, dtype or kernel ends
+    except (AttributeError, NotImplementedError, RuntimeError, TypeError):  # raised for a removed op, dtype or kernel
         return False
 
 

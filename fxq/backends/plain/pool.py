@@ -26,7 +26,7 @@ class MaxPool2d(Kernel):
         padding: int or one per spatial dimension.
         dilation: int or one per spatial dimension.
         ceil_mode: as in `torch.nn.MaxPool2d`.
-        dims: how many spatial dimensions, 1 to 3.
+        dims: number of spatial dimensions, 1 to 3.
     """
 
     name: ClassVar[str] = "cpu.max_pool2d"
@@ -48,7 +48,7 @@ class MaxPool2d(Kernel):
         self.dilation, self.ceil_mode, self.dims = pair(dilation, dims), ceil_mode, dims
 
     def bind(self, x: Tensor) -> Callable[..., Tensor]:
-        """As in `Bindable`: channels-last images are read as they are."""
+        """Function for inputs like these that reads channels-last images without a copy, see `Bindable`."""
         if self.dims != 2 or not is_image(x):
             return self.forward
         run = self._largest((x.shape[0], *x.shape[2:], x.shape[1]))
@@ -58,13 +58,15 @@ class MaxPool2d(Kernel):
         """uint8 (N, C, *sizes) or (C, *sizes), any strides -> uint8, channels last in memory."""
         batched = x.dim() == self.dims + 2
         if not batched and x.dim() != self.dims + 1:
-            raise InputError(f"{self.name}: an input of shape {tuple(x.shape)}; it takes {self.dims} sizes.")
+            raise InputError(
+                f"{self.name}: an input of shape {tuple(x.shape)}; it takes {self.dims} spatial dimensions."
+            )
         x = (x if batched else x.unsqueeze(0)).movedim(1, -1).contiguous()
         y = self._largest(x.shape)(x).movedim(-1, 1)
         return y if batched else y.squeeze(0)
 
     def _largest(self, shape: Sequence[int]) -> Callable[[Tensor], Tensor]:
-        """The function for images of `shape` (N, *sizes, C)."""
+        """Max pooling function for images of `shape` (N, *sizes, C)."""
         sizes = zip(self.kernel_size, self.stride, self.padding, self.dilation, strict=True)
         make = partial(largest, shape, [Window(*size, self.ceil_mode) for size in sizes])
         run: Callable[[Tensor], Tensor] = self._kept_for(tuple(shape), make)
@@ -72,7 +74,7 @@ class MaxPool2d(Kernel):
 
 
 class MaxPool3d(MaxPool2d):
-    """max_pool3d: the same of three dimensions.
+    """max_pool3d: `MaxPool2d` with three spatial dimensions.
 
     The arguments are those of `MaxPool2d`.
     """

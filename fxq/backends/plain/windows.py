@@ -1,4 +1,4 @@
-"""The largest value of each window of plain uint8 tensors, by PyTorch's own ops."""
+"""Max pooling of plain uint8 tensors with PyTorch ops, one axis after the other."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from torch import Tensor
 
 from fxq.errors import InputError
 
-_LONG, _MANY = 256, 8
-"""From how many neighbouring bytes, or values under a window, one reduction is faster than maxima of pairs."""
+_MIN_REDUCTION_BYTES, _MAX_PAIRWISE_TAPS = 256, 8
+"""Contiguous bytes per value, and taps of a window, from which one `amax` is faster than a chain of `maximum`."""
 
 
 class Window(NamedTuple):
-    """The windows of a pooling along one axis.
+    """Pooling options along one axis, as in `torch.nn.MaxPool2d`.
 
     Attributes:
-        kernel: how many values are under one.
-        stride: how far the next one is.
-        padding: how many values before the first, and behind the last, count as the smallest.
-        dilation: how far the next value under it is.
-        ceil_mode: whether a last window may begin inside that reaches past the padding.
+        kernel: values per window.
+        stride: distance between windows.
+        padding: values added on both sides, which never are the maximum.
+        dilation: distance between the values of a window.
+        ceil_mode: whether the number of windows is rounded up, so that the last one may reach past the padding.
     """
 
     kernel: int
@@ -33,7 +33,7 @@ class Window(NamedTuple):
     ceil_mode: bool
 
     def count(self, size: int) -> int:
-        """How many there are over `size` values. Raises `InputError` where there is none."""
+        """Number of windows over `size` values. Raises `InputError` if there is none."""
         room = size + 2 * self.padding - self.dilation * (self.kernel - 1) - 1
         count = (room + (self.stride - 1 if self.ceil_mode else 0)) // self.stride + 1
         if self.ceil_mode and (count - 1) * self.stride >= size + self.padding:
@@ -43,7 +43,7 @@ class Window(NamedTuple):
         return count
 
     def parts(self, size: int) -> list[_Part]:
-        """What the windows take of `size` values, tap by tap; first of those taps that are inside of every window."""
+        """Positions that each tap of the windows reads among `size` values; taps inside every window come first."""
         count, parts = self.count(size), []
         for tap in range(self.kernel):
             start = tap * self.dilation - self.padding
@@ -54,12 +54,12 @@ class Window(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """The values that one tap of the windows takes: of window `first` and those behind it.
+    """Values that one tap reads: an evenly spaced run, one value per window.
 
     Attributes:
-        first: the number of the first window in which the tap is inside.
-        windows: of how many it is.
-        start: where its value for the first of them is.
+        first: index of the first window for which the tap is not in the padding.
+        windows: number of consecutive windows for which it is not.
+        start: index of the value that the tap reads for the first of them.
     """
 
     first: int
@@ -68,22 +68,21 @@ class _Part(NamedTuple):
 
 
 def largest(shape: Sequence[int], windows: Sequence[Window]) -> Callable[[Tensor], Tensor]:
-    """A function that takes the largest values of windows, one axis after the other.
+    """Max pooling function for contiguous uint8 tensors of one shape.
 
     Args:
-        shape: of the tensors that it takes, (N, *sizes, C), without gaps in memory, in this order. What it returns has
-            the same axes.
-        windows: one for each of the sizes.
+        shape: shape of its input, (N, *sizes, C). Its output is uint8 with the same axes.
+        windows: pooling options for each of the sizes.
 
     Raises:
-        InputError: a size that is smaller than its window.
+        InputError: a size is smaller than its window.
     """
     steps, result = [], tuple(shape)
     for axis, window in enumerate(windows, 1):
         if window[:3] != (1, 1, 0):
             steps.append(_along(result, axis, window))
             result = (*result[:axis], window.count(result[axis]), *result[axis + 1 :])
-    steps = steps or [_along(shape, 1, windows[0])]  # windows of single values: a copy
+    steps = steps or [_along(shape, 1, windows[0])]  # all windows hold one value: copy
 
     def run(x: Tensor) -> Tensor:
         for step in steps:
@@ -94,12 +93,12 @@ def largest(shape: Sequence[int], windows: Sequence[Window]) -> Callable[[Tensor
 
 
 def _along(shape: Sequence[int], axis: int, window: Window) -> Callable[[Tensor], Tensor]:
-    """The function for one axis: from a tensor of `shape` without gaps to one of (before, windows, behind)."""
+    """Max pooling along one axis: from a contiguous tensor of `shape` to (before, windows, after)."""
     outer, size, inner = math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :])
     count, parts = window.count(size), window.parts(size)
     steps = size * inner, window.stride * inner, 1
     whole = [part.start * inner for part in parts if part.windows == count]
-    if len(whole) == window.kernel > 2 and (inner >= _LONG or window.kernel > _MANY):
+    if len(whole) == window.kernel > 2 and (inner >= _MIN_REDUCTION_BYTES or window.kernel > _MAX_PAIRWISE_TAPS):
         sizes = outer, count, window.kernel, inner
         strides = (*steps[:2], window.dilation * inner, 1)
         return lambda x: x.as_strided(sizes, strides, x.storage_offset()).amax(2)
@@ -112,7 +111,7 @@ def _along(shape: Sequence[int], axis: int, window: Window) -> Callable[[Tensor]
         base = x.storage_offset()
         if pair:
             y = torch.maximum(*(x.as_strided(result, steps, base + start) for start in pair))
-        else:  # of few values each tap is outside of some window
+        else:  # each tap is in the padding for some window
             y = x.new_zeros(result)
         for sizes, to, start in others:
             part = y.as_strided(sizes, own, to)

@@ -168,9 +168,9 @@ def _product(
     refuse(beyond is not None, beyond or "")
     added = constant_of(bias, "bias")
     scale = weight.scale.float().expand(columns)
-    made = plan.add(
+    product = plan.add(
         ProductStep, x, shape, x=x.area, x_grid=x.grid, weight=weight.values, scale=scale, bias=added, **about
     )
-    assert isinstance(made.step, ProductStep)
-    refuse(not x.area.widen(made.step.border(), x.grid.zero), "what it reads has two zero points at its border")
-    return made
+    assert isinstance(product.step, ProductStep)
+    refuse(not x.area.widen(product.step.border(), x.grid.zero), "what it reads has two zero points at its border")
+    return product

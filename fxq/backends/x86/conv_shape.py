@@ -124,9 +124,15 @@ def misread(weight: Tensor, dilation: Sequence[int]) -> bool:
 
 
 def sum_is_misread(weight: Tensor, dilation: Sequence[int], groups: int) -> bool:
-    """Whether oneDNN may add a residual wrongly to a convolution with a weight (C_out, C_in / groups, kh, kw) here.
+    """Whether oneDNN may add a residual incorrectly to a convolution on this CPU.
 
-    torch 2.13 does with AVX2-VNNI, for depthwise convolutions with dilation whose output has the zero point 0: by the
-    number of channels and the width of the image. Right: without a residual, and all else of 2,500 random shapes.
+    With AVX2-VNNI, torch 2.13 is wrong for dilated depthwise convolutions whose output has zero point 0, depending on
+    the number of channels and the image width. It is right without a residual, and for all other convolutions of
+    2,500 random shapes.
+
+    Args:
+        weight: weight of the convolution, (C_out, C_in / groups, kh, kw).
+        dilation: dilation of each spatial axis.
+        groups: number of groups.
     """
     return cpu.has_avx2_vnni() and is_depthwise(weight.shape, groups) and max(dilation) > 1

@@ -97,21 +97,21 @@ class OnednnConv(OnednnLayer):
             run = _padded(run, Padding(shape, found.pad, self.x.z))
         return ConvPlan(found.shape, run)
 
-    def _call(self, form: tuple[Tensor, Tensor, Tensor], found: Geometry, which: int) -> Callable[..., Tensor]:
+    def _call(self, form: tuple[Tensor, Tensor, Tensor], call_geometry: Geometry, which: int) -> Callable[..., Tensor]:
         """oneDNN's convolution with the weight, scale and bias of one of the forms."""
-        *packed, bias = self._pack(*form, found, which)
+        *packed, bias = self._pack(*form, call_geometry, which)
         before: tuple[Any, ...] = (self._input[0], 0, *packed)
-        after: tuple[Any, ...] = (bias, *found.arguments, *self._output)
+        after: tuple[Any, ...] = (bias, *call_geometry.arguments, *self._output)
         if self.residual is None:
             op, rest = _onednn.qconv2d_pointwise.default, (*before, *after, *self._epilogue[:3])
             return lambda x: op(x, *rest)
-        if sum_is_misread(found.weight, found.arguments[2], found.arguments[3]):
-            return self._added_in_float((*before, bias, *found.arguments))
+        if sum_is_misread(call_geometry.weight, call_geometry.arguments[2], call_geometry.arguments[3]):
+            return self._added_in_float((*before, bias, *call_geometry.arguments))
         add, behind = _onednn.qconv2d_pointwise.binary, (*after, *self._sum, "sum", 1.0, *self._epilogue[:3])
         return lambda x, residual: add(x, *before, residual, *behind)
 
     def _added_in_float(self, arguments: tuple[Any, ...]) -> Callable[..., Tensor]:
-        """oneDNN's convolution with a float result, to which the residual is added."""
+        """oneDNN's convolution with float32 output, plus the residual, then quantized."""
         assert self.out is not None  # no kernel adds a residual and emits float32
         op, rest = _onednn.qconv2d_pointwise.default, (*arguments, *target(None), "none", [], "")
         lowest = self.out.z if self._epilogue.name == "relu" else 0

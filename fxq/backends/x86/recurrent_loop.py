@@ -45,7 +45,7 @@ class RecurrentLoop(Kernel):
         reverse, cell, nonlinearity, state_qmax, state_scale: as in `fxq/ops/recurrent.py`.
 
     Raises:
-        BackendError: the products would overflow on this machine, or their sums, or the state is on no grid.
+        BackendError: products would saturate on this machine, sums could overflow int32, or the state has no grid.
     """
 
     name: ClassVar[str] = "x86.recurrent"

@@ -53,5 +53,5 @@ def test_loops_are_kept_in_the_folder_that_fxq_cache_names_and_read_where_it_is_
 def test_what_cannot_be_kept_is_said_once_with_the_remedy(run, tmp_path):
     done = run(COMPILE, tmp_path / "none", read_only=True)
     assert done.stdout.split() == ["7", "0", "0"]
-    assert done.stderr.count("cannot keep them") == 1
+    assert done.stderr.count("cannot cache them") == 1
     assert "fxq doctor --compile" in done.stderr and "FXQ_CACHE" in done.stderr
