@@ -99,7 +99,7 @@ def quantize(
     import torch
     from torch import nn
 
-    import fxq.public  # noqa: F401  # presets name passes, which register when they are imported
+    import fxq.public  # presets name passes, which register when they are imported
     from fxq.recipe.recipe import as_recipe
     from fxq.tracing.wrappers import unwrapped
 

@@ -17,13 +17,13 @@ from fxq.common.isolation import computed_tensors, copied, seeded, untouched
 from fxq.common.metrics import tensors
 from fxq.common.source import source_of
 from fxq.errors import FxqError, InputError, RecipeError, TraceError, warn, words_of
-from fxq.graph.info import Decision
+from fxq.graph.info import Decision, info
 from fxq.graph.macs import macs_of
 from fxq.graph.query import is_check
 from fxq.pipeline.context import Context
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.recipe.selector import Selector, ancestors
-from fxq.rewriting.functionalize import Break, Functionalization
+from fxq.rewriting.functionalize import Break, Functionalization, around
 from fxq.rewriting.rewriter import Rewriter
 from fxq.tracing.fidelity import first_difference, part_for, same_values
 from fxq.tracing.float_run import FloatRun, KeptState
@@ -71,14 +71,16 @@ def _traced(context: Context, broken: Mapping[str, str], run: FloatRun) -> Rewri
     for node in gm.graph.nodes:
         traced.describe(node, origins=(node.name,) if _is_call(node) else (), kept=_kept_leaf(node, recipe, broken))
     states = list(_check_state_of(run, leaves))
-    hidden = [
-        Break(kept.path, kept.why) for kept in states if kept.hidden
-    ]  # for the others, the node of the change names the line
+    hidden = [Break(kept.path, kept.why) for kept in states if kept.hidden]  # of the others a change names its line
+    writers = {node: info(node).source for node in gm.graph.nodes if info(node).changes}
+    before = len(traced.edits)
     breaks = [*hidden, *Functionalization(traced, tracer.watch, tracer.new_constants).run()]
     breaks += [Break(kept.path, kept.why) for kept in states if not kept.hidden]
     if not breaks:
         context.outputs, differs = _compared(context, tracer, run)
         breaks += [differs] if differs is not None else []
+        if not breaks and len(traced.edits) > before:
+            breaks += _functionalized(context, gm, run, writers)
     if not breaks and not run.computes_alike(_callable(gm)):
         # modules known to have state are leaves already: try the suspects next, then the enclosing modules
         more = [Break(kept.path, kept.why) for kept in run.suspects if not _is_inside(kept.path, leaves)]
@@ -200,6 +202,27 @@ def _compared(context: Context, tracer: Tracer, run: FloatRun) -> tuple[Any, Bre
         again.trace_model(model)
     with run.untouched():
         return run.outputs, Break(first_difference(model, example, fixed, again.outputs), _DIFFERS)
+
+
+def _functionalized(
+    context: Context, gm: fx.GraphModule, run: FloatRun, writers: Mapping[fx.Node, str]
+) -> Iterator[Break]:
+    """What stands in the way where a graph without its changes in place computes something else on the example."""
+    example = copied(context.example)
+    try:
+        with run.untouched(), untouched(gm), seeded(), torch.inference_mode(False), torch.no_grad():
+            got = _callable(gm)(*example.args, **example.kwargs)
+        if same_values(got, run.outputs):
+            return
+        wrong = "computes something else than the model"
+    except Exception as error:  # whatever an op raises for a value that it cannot have
+        wrong = f"does not run: {words_of(error)}"
+    shown = ", ".join(f"%{node.name} ({source})" for node, source in list(writers.items())[:_MOST])
+    yield Break(
+        around(*writers),
+        f"{shown} change{'' if len(writers) > 1 else 's'} memory in place, and on the example the graph without such "
+        f"changes {wrong}. Write the change out of place (x = x + y, nn.ReLU(inplace=False)).",
+    )
 
 
 def _counts_samples(context: Context, gm: fx.GraphModule) -> bool:

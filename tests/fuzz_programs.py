@@ -75,8 +75,29 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "select": lambda t: t.select(2, 3),
     "narrow": lambda t: t.narrow(1, 2, 3),
     "unsqueezed": lambda t: t.unsqueeze(1)[:, :, 1:3],
+    "unfolded": lambda t: t.unfold(1, 2, 2)[..., 1],
 }
 """Parts of a tensor that share its memory."""
+
+OVERLAPPING: dict[str, Callable[[Tensor], Tensor]] = {
+    "windows": lambda t: t.unfold(1, 2, 1)[..., 0],
+    "windows whole": lambda t: t.unfold(1, 2, 1),
+    "expanded": lambda t: t[:, :1].expand(-1, 3, -1)[:, 1],
+    "expanded whole": lambda t: t[:, :1].expand(-1, 3, -1),
+}
+"""Parts of views that have one place of memory at several indices: a change of these may be refused."""
+
+RESHAPES: dict[str, Callable[[Tensor], Tensor]] = {
+    "unsqueeze_": lambda t: t.unsqueeze_(0),
+    "squeeze_": lambda t: t.squeeze_(),
+    "transpose_": lambda t: t.transpose_(-1, -2),
+    "swapaxes_": lambda t: t.swapaxes_(0, 1),
+    "relu_": lambda t: t.relu_(),
+    "unsqueeze_ last": lambda t: t.unsqueeze_(-1),
+}
+"""Methods that give a tensor object another shape, and one that changes what is in it."""
+
+PARTS = VIEWS | OVERLAPPING
 
 
 def _index() -> Tensor:
@@ -226,6 +247,8 @@ class Program(nn.Module):
             return _change(statement, x, other)
         if statement.kind == "loop":
             return _loop(statement, x, other)
+        if statement.kind == "reshape":
+            return _reshape(statement, x)
         return self._state(place, statement, x)
 
     def _state(self, place: int, statement: Statement, x: Tensor) -> Tensor:
@@ -253,7 +276,7 @@ class Program(nn.Module):
 def _change(statement: Statement, x: Tensor, other: Tensor) -> Tensor:
     """A fresh tensor, changed in place in one part; read before or after, or both."""
     fresh = FRESH[statement.pick(0, list(FRESH))](x)
-    view, change = VIEWS[statement.pick(1, list(VIEWS))], CHANGES[statement.pick(2, list(CHANGES))]
+    view, change = PARTS[statement.pick(1, list(PARTS))], CHANGES[statement.pick(2, list(CHANGES))]
     before = fresh.sum(-1, keepdim=True) * 0.01 if statement.options[3] % 2 else None
     part = view(fresh)
     change(part, view(other.contiguous()))
@@ -272,7 +295,18 @@ def _loop(statement: Statement, x: Tensor, other: Tensor) -> Tensor:
     return fresh
 
 
-KINDS = (*LAYERS, "add", "change", "loop", *STATES)
+def _reshape(statement: Statement, x: Tensor) -> Tensor:
+    """A fresh tensor that is given other shapes in place, under one name or two, with a view from before."""
+    fresh = FRESH[statement.pick(0, list(FRESH))](x)
+    part, name = fresh[:, :2], fresh
+    for place in (1, 2, 3):
+        name = RESHAPES[statement.pick(place, list(RESHAPES))](fresh if place % 2 else name)
+    part.add_(0.25)
+    name.mul_(0.5)
+    return fresh.reshape(x.shape) + name.reshape(x.shape)
+
+
+KINDS = (*LAYERS, "add", "change", "loop", "reshape", *STATES)
 
 
 @dataclass(frozen=True)

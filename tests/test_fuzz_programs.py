@@ -17,7 +17,7 @@ from torch import Tensor
 
 import fxq
 from fxq.common.metrics import sqnr, tensors
-from tests.fuzz_programs import CHANGES, FRESH, KINDS, LAYERS, STATES, VIEWS, ProgramPlan, Statement
+from tests.fuzz_programs import CHANGES, FRESH, KINDS, LAYERS, PARTS, RESHAPES, STATES, VIEWS, ProgramPlan, Statement
 
 FLOAT = fxq.Recipe.static(backend="reference").override("*", fxq.FLOAT)
 INT8 = fxq.Recipe.static(backend="auto", optimize="coverage")
@@ -26,7 +26,7 @@ MIN_SQNR_DB = 12.0
 
 NUMBER = st.integers(0, 60)
 OPTIONS = st.tuples(NUMBER, NUMBER, NUMBER, NUMBER)
-WORDS = st.sampled_from([*LAYERS[:5] * 2, *LAYERS, "add", *["change"] * 12, *["loop"] * 3])
+WORDS = st.sampled_from([*LAYERS[:5] * 2, *LAYERS, "add", *["change"] * 12, *["loop"] * 3, *["reshape"] * 3])
 CONTAINERS = st.sampled_from(["plain", "plain", "tuple", "named", "dict", "ordered"])
 
 
@@ -137,6 +137,21 @@ def test_every_fresh_tensor_is_fresh_at_each_call(fresh):
 def test_every_part_of_a_fresh_tensor_can_be_changed(view):
     plan = ProgramPlan((Statement("linear"), Statement("change", (0, 1), (0, view, 3, 0)), Statement("linear")))
     assert check_float(plan) == "right"
+
+
+@pytest.mark.parametrize("view", range(len(VIEWS), len(PARTS)), ids=list(PARTS)[len(VIEWS) :])
+def test_a_part_with_elements_that_share_memory_is_right_or_refused(view):
+    for change in map(list(CHANGES).index, ("add_", "mask", "index_put_")):
+        options = (0, view, change, 0)
+        check_float(ProgramPlan((Statement("linear"), Statement("change", (0, 1), options), Statement("linear"))))
+
+
+@pytest.mark.parametrize("first", range(len(RESHAPES)), ids=list(RESHAPES))
+def test_a_tensor_that_is_given_another_shape_in_place_is_right(first):
+    for second in range(len(RESHAPES)):
+        options = (0, first, second, (first + 2) % len(RESHAPES))
+        plan = ProgramPlan((Statement("linear"), Statement("reshape", (0, 0), options), Statement("linear")))
+        assert check_float(plan) == "right"
 
 
 @pytest.mark.slow

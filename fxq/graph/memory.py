@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import ref
 
 from torch import Tensor, fx
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -28,6 +29,7 @@ class MemoryWatch:
     def __init__(self) -> None:
         self._numbers: dict[Any, int] = {}
         self._views: dict[fx.Node, View] = {}
+        self._objects: dict[fx.Node, ref[Tensor]] = {}
         self.parts: dict[fx.Node, list[Any]] = {}
 
     def memory(self, value: Any) -> tuple[int, ...]:
@@ -49,6 +51,7 @@ class MemoryWatch:
         if isinstance(value, (tuple, list)):
             self.parts[node] = [tensor_meta(part) for part in value]
         if block is not None:
+            self._objects[node] = ref(value)  # one for all nodes with this tensor
             part = value.storage_offset(), tuple(value.shape), value.stride(), value.dtype
             self._views[node] = (self._numbers.setdefault(block, len(self._numbers)), *part)
 
@@ -63,6 +66,27 @@ class MemoryWatch:
     def same(self, a: fx.Node, b: fx.Node) -> bool:
         """Whether two values are the same view of the same block, so that they are interchangeable."""
         return a in self._views and self._views[a] == self._views.get(b)
+
+    def same_object(self, a: fx.Node, b: fx.Node) -> bool:
+        """Whether the values of two nodes are one Python object, so that a new shape of one is that of the other."""
+        return a in self._objects and self._objects[a] is self._objects.get(b)
+
+    def replaced(self, node: fx.Node, by: fx.Node) -> None:
+        """Note that a new node stands for the tensor object of another one from now on."""
+        if node in self._objects:
+            self._objects[by] = self._objects[node]
+
+    def overlaps(self, node: fx.Node) -> bool:
+        """Whether elements of a value may share memory, as those of `expand` and of an `unfold` by short steps do."""
+        if node not in self._views:
+            return False
+        _, _, shape, strides, _ = self._views[node]
+        reach = 0
+        for stride, size in sorted(zip(strides, shape, strict=True)):
+            if size > 1 and stride <= reach and 0 not in shape:
+                return True
+            reach += (size - 1) * stride
+        return False
 
 
 def _block(tensor: Tensor) -> StorageWeakRef | None:

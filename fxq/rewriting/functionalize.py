@@ -81,13 +81,14 @@ class Functionalization:
 
     Attributes:
         rewriter: edits the graph.
-        watch: records which values share memory.
+        watch: which values share memory.
         new_constants: attribute paths of constants that the forward creates in each call, and so may change.
-        blocks: storages by number.
-        aliases: tensors and tuples of views, by node.
-        containers: nodes that return several tensors, each with the versions of their blocks at that point.
-        spots: first alias at each address and layout.
-        rewritten: nodes that became functional, or have nothing left to do.
+        blocks: the blocks of memory, by number.
+        aliases: the tensors in them, and tuples of views.
+        containers: the nodes whose value holds several tensors; for each block of these its version when it was made.
+        spots: the first value in each place and layout.
+        rewritten: the nodes that have become functions, or have nothing left to do.
+        present: the tensors of which the node that is looked at reads a new value, by that value.
     """
 
     def __init__(self, rewriter: Rewriter, watch: MemoryWatch, new_constants: Collection[str]) -> None:
@@ -97,6 +98,7 @@ class Functionalization:
         self.containers: dict[fx.Node, dict[Block, int]] = {}
         self.spots: dict[Any, Alias] = {}
         self.rewritten: set[fx.Node] = set()
+        self.present: dict[fx.Node, Alias] = {}
 
     def run(self) -> list[Break]:
         """Rewrite the graph. Returns the obstacles, at most one per storage; with any, the graph is unusable."""
@@ -127,11 +129,9 @@ class Functionalization:
             part = self.aliases[first]
             self.aliases[node] = Alias(node, part.block, part, False, new[first][node.args[1]], part.version)
             return
+        self.present = {now: self.aliases[arg] for arg, now in new.items() if isinstance(now, fx.Node)}
         if new:
             self.rewriter.update(node, args=swapped(node.args, new), kwargs=swapped(node.kwargs, new))
-            for arg, now in new.items():
-                if isinstance(now, fx.Node):
-                    self.aliases[now] = self.aliases[arg]
         if info(node).changes:
             self._write(node)
         elif not reads_only_metadata(node):
@@ -221,10 +221,11 @@ class Functionalization:
         written = [named] if named is not None and named in args else args
         aliases = []
         for arg in written:
-            if arg not in self.aliases:
-                raise self._refused(node, arg, "it is one of several results of a call")
-            aliases.append(self.aliases[arg])
-            self._check_state(node, self.aliases[arg])
+            alias = self._alias(arg)
+            if alias is None:
+                raise self._refused(node, arg, "it is one of several values of a call")
+            aliases.append(alias)
+            self._check_state(node, alias)
         if len({alias.block for alias in aliases}) != len(aliases) or not aliases:
             raise self._refused(node, (written or [node])[0], "the op takes more than one view of that memory")
         name = name_in_place(node)
@@ -233,6 +234,8 @@ class Functionalization:
         if name in RESHAPING and node.op == "call_method":
             self._reshape(node, aliases[0])
             return
+        for alias in aliases:
+            self._check_overlap(node, alias)
         functional = self._functional(node, aliases[0]) if len(aliases) == 1 else None
         news = [functional] if functional is not None else self._on_copies(node, aliases)
         for alias, new in zip(aliases, news, strict=True):
@@ -245,16 +248,33 @@ class Functionalization:
         while alias.parent is not None:
             alias = alias.parent
         if alias.node.op == "get_attr" and alias.node.target not in self.new_constants:
-            raise Break(
-                around(node),
-                f"%{node.name} ({info(node).source}) changes {alias.node.target!r}, a tensor of the model, in place: "
-                f"{STATELESS}",
-            )
+            of, why = f"{alias.node.target!r}, a tensor of the model,", STATELESS
+            if str(alias.node.target).startswith("_tensor_constant"):  # as a trace names what no module holds
+                of = "a tensor that the graph holds as a constant, since no traced call makes it (torch.from_numpy),"
+                why = "a graph keeps no state between calls. Make it with torch (torch.zeros, torch.tensor)."
+            raise Break(around(node), f"%{node.name} ({info(node).source}) changes {of} in place: {why}")
+
+    def _check_overlap(self, node: fx.Node, alias: Alias) -> None:
+        """Refuse a change of a view that has one place in memory at several indices: a copy would have several."""
+        written, above = alias.node, [alias]
+        while above[-1].parent is not None:
+            above.append(above[-1].parent)
+        for part in above:
+            if self.watch.overlaps(part.node):
+                of = "" if part is alias else f"part of %{part.node.name}, and "
+                why = (
+                    f"{of}elements of %{part.node.name} ({info(part.node).source}) share memory, as those of expand do"
+                )
+                raise self._refused(node, written, why)
+
+    def _alias(self, value: fx.Node) -> Alias | None:
+        """The tensor that an argument of the node is which is looked at."""
+        return self.present.get(value) or self.aliases.get(value)
 
     def _lies_in(self, value: fx.Node, blocks: set[Block]) -> bool:
-        alias = self.aliases.get(value)
-        in_blocks = [alias.block] if alias is not None else self.containers.get(value, ())
-        return not blocks.isdisjoint(in_blocks)
+        alias = self._alias(value)
+        known = [alias.block] if alias is not None else self.containers.get(value, ())
+        return not blocks.isdisjoint(known)
 
     def _refused(self, node: fx.Node, value: fx.Node, why: str) -> Break:
         return Break(
@@ -264,12 +284,11 @@ class Functionalization:
         )
 
     def _reshape(self, node: fx.Node, alias: Alias) -> None:
-        """Rewrite `x.unsqueeze_(0)`: later nodes that read x read the reshaped view."""
-        if alias.parent is not None or alias.now is not alias.node or OPS.of_call(node.target) is None:
-            self.rewriter.update(node, target=str(node.target)[:-1])
+        """`x.unsqueeze_(0)`: from now on, whoever reads x reads another view of the same memory."""
+        self.rewriter.update(node, target=str(node.target)[:-1])
         self.rewriter.describe(node, changes=())
         new = Alias(node, alias.block, alias, False, node, alias.block.version, alias.now)
-        for value in [value for value, current in self.aliases.items() if current is alias and value is alias.node]:
+        for value in [value for value in self.aliases if self.watch.same_object(value, node)]:
             self.aliases[value] = new
         self.aliases[node] = new
 
@@ -330,13 +349,14 @@ class Functionalization:
             result = assigned(self.rewriter, x, index, args[2], node, node)
         else:
             _, place, value = args
-            source = self.aliases.get(value) if isinstance(value, fx.Node) else None
-            target = self.aliases.get(args[0])
+            source = self._alias(value) if isinstance(value, fx.Node) else None
+            target = self._alias(args[0])
             if source is not None and source.parent is target and _takes(source.node, place):
                 result = x  # x[i] += 1 ends in x[i] = x[i], and x is updated already
             else:
                 result = assigned(self.rewriter, x, place, value, node, node)
         self.rewriter.reroute(node, result)
+        self.watch.replaced(node, result)
         self.rewritten.add(node)
         return result
 

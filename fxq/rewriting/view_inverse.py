@@ -25,8 +25,6 @@ _SAME_ELEMENTS = (
     "contiguous",
     "identity",
     "dropout",
-    "expand",
-    "expand_as",
 )
 
 

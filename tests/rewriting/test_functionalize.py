@@ -1,5 +1,6 @@
 """In-place changes of clones, of views, and of what a forward makes, against the model that makes them in place."""
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -206,6 +207,39 @@ def laid_out_anew(self, x):
     return self.b(z.t()) + y.shape[0]
 
 
+def shaped_twice(self, x):
+    y = self.a(x)
+    y.unsqueeze_(0)
+    y.transpose_(1, 2)
+    return self.b(y.transpose(1, 2))[0]
+
+
+def shaped_after_a_change(self, x):
+    y = self.a(x)
+    y.add_(1.0).t_()
+    z = y * 2
+    y.unsqueeze_(0)
+    return self.b(z.t()) + y[0].t()
+
+
+def one_tensor_of_two_names(self, x):
+    y = self.a(x)[:, :4]
+    z, view = y.contiguous().relu_(), y[0]
+    z.squeeze_()
+    z.t_()
+    view.add_(1.0)
+    return self.b(torch.cat([z, z * 2])[:, :1].reshape(1, 8)) + z.t()[:, :1] + y[:, :1]
+
+
+def copied_and_shaped(self, x):
+    y = x[:, :4].clone()
+    w = y.detach()
+    z = y.copy_(self.a(x)[:, :4])
+    z.t_()
+    y.mul_(2.0)
+    return self.b(torch.cat([y, z], 1)) + w[:, :1]
+
+
 def the_input(self, x):
     x[:, 0] = 0.0
     x.relu_()
@@ -213,7 +247,8 @@ def the_input(self, x):
 
 
 MADE = [scatter_add, added_in_a_loop, columns, read_before, through_a_view, row_by_row, like_the_input, windows,
-        of_a_parameter, of_a_number, in_a_list, truths, swapped_rows, laid_out_anew, the_input]  # fmt: skip
+        of_a_parameter, of_a_number, in_a_list, truths, swapped_rows, laid_out_anew, shaped_twice,
+        shaped_after_a_change, one_tensor_of_two_names, copied_and_shaped, the_input]  # fmt: skip
 
 
 @pytest.mark.parametrize("forward", MADE)
@@ -244,6 +279,11 @@ def test_a_branch_on_what_data_was_written_to_is_refused():
             lambda y: torch.view_as_complex(y.view(4, 4, 2)).real.zero_(),
             "cannot write through this kind",
         ),
+        (lambda y: y.unfold(1, 2, 1)[:, 0].__setitem__(y[:, :2] > 0, 0.0), "part of %unfold, and elements of %unfold"),
+        (lambda y: y.as_strided((4, 4), (2, 1))[0].mul_(2), "part of %as_strided, and elements of %as_strided"),
+        (lambda y: y[:1].expand(4, 8).__setitem__(y > 0, 0.0), r"changes %expand in place: elements of %expand"),
+        (lambda y: y[:1].expand_as(y)[0].zero_(), "part of %expand_as, and elements of %expand_as"),
+        (lambda y: torch.from_numpy(np.zeros(4)).add_(y[:, 0]), r"no traced call makes it \(torch.from_numpy\)"),
     ],
 )
 def test_what_no_graph_can_hold_is_refused(change, why):
@@ -254,6 +294,53 @@ def test_what_no_graph_can_hold_is_refused(change, why):
 
     with pytest.raises(fxq.TraceError, match=why):
         graph(settled(lambda: Model(forward)), X)
+
+
+def windows_that_are_read(self, x):
+    y = self.a(x)
+    windows, rows, one = y.unfold(1, 2, 1), y[:1].expand(4, 8), y[:1].expand(1, 8)
+    y.mul_(2)
+    one.add_(1)
+    return self.b(rows) + windows.mean()
+
+
+def test_views_with_elements_that_share_memory_may_be_read():
+    right(windows_that_are_read)
+
+
+@pytest.mark.parametrize("wrong", ["another value", "an error"])
+def test_a_graph_that_differs_without_changes_in_place_is_refused(wrong, monkeypatch):
+    """A mistake of functionalization, played here, is no wrong model: its module stays a leaf."""
+
+    class Inner(nn.Module):
+        def forward(self, x):
+            y = x * 1
+            y[:, :2].add_(1.0)
+            return y
+
+    class Outer(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.a, self.inner = nn.Linear(8, 8), inner
+
+        def forward(self, x):
+            return self.inner(self.a(x))
+
+    def written_back(rewriter, whole, view, value, before):
+        return (
+            whole
+            if wrong == "another value"
+            else rewriter.node("call_method", "view", (whole, 7), like=view, before=before, typed=((7,), torch.float32))
+        )
+
+    monkeypatch.setattr("fxq.rewriting.functionalize.written_back", written_back)
+    said = "computes something else" if wrong == "another value" else "does not run: .*shape"
+    with pytest.raises(fxq.TraceError, match=rf"%add_ \(.*\) changes? memory in place.*{said}"):
+        graph(settled(Inner), X)
+    model = settled(lambda: Outer(Inner()))
+    with pytest.warns(fxq.FxqWarning, match=f'layer "inner" .*{said}'):
+        qmodel = fxq.quantize(model, REFERENCE, data=[X])
+    assert sqnr(call(model, X), qmodel(X)) > 30
 
 
 def test_a_module_with_hooks_overwrites_a_copy():
