@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import dis
 import inspect
 import sys
 import textwrap
+import threading
 import types
 from collections import deque
 from collections.abc import Iterator, MutableMapping
@@ -16,6 +18,7 @@ from torch import nn
 
 _MOST_FUNCTIONS = 2000
 _LIBRARIES = ("torch", "fxq", "numpy", "builtins")
+_PARSING = threading.Lock()  # ast.parse in several threads at once can fail in CPython
 
 
 @dataclass(frozen=True)
@@ -86,16 +89,16 @@ class CodeState:
             waiting.extend(self._named_by(path, value))
 
     def _named_by(self, path: str, function: types.FunctionType) -> Iterator[Any]:
-        names = set(_names(function.__code__))
-        tables: list[tuple[MutableMapping[str, Any], str]] = [(function.__globals__, "global ")]
-        for name in names:
+        names, own = set(_names(function.__code__)), set(_globals(function.__code__))
+        tables: list[tuple[MutableMapping[str, Any], str, set[str]]] = [(function.__globals__, "global ", own)]
+        for name in own:
             value = function.__globals__.get(name)
             if isinstance(value, types.ModuleType) and not _is_library(value):
-                tables.append((vars(value), f"global {value.__name__}."))
+                tables.append((vars(value), f"global {value.__name__}.", names))
         cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=False))
-        tables.append((_Cells(cells), "variable of an enclosing function: "))
-        for table, prefix in tables:
-            chosen = names & table.keys()
+        tables.append((_Cells(cells), "variable of an enclosing function: ", names))
+        for table, prefix, wanted in tables:
+            chosen = wanted & table.keys()
             self._bind(path, table, prefix, chosen)
             yield from (table[name] for name in chosen)
         defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
@@ -173,17 +176,33 @@ def _is_library(value: Any) -> bool:
 
 def _names(code: types.CodeType) -> Iterator[str]:
     """The globals and attributes that code names, with that of the functions inside."""
+    for part in _codes(code):
+        yield from part.co_names
+        yield from part.co_freevars
+
+
+def _globals(code: types.CodeType) -> Iterator[str]:
+    """The globals alone: an attribute may have the name of a global that the code has nothing to do with."""
+    for part in _codes(code):
+        for step in dis.get_instructions(part):
+            if step.opname.endswith(("_GLOBAL", "_NAME")) or step.opname.startswith("LOAD_FROM_DICT_OR_GLOBALS"):
+                yield str(step.argval)
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Code with that of the functions inside."""
     waiting = deque([code])
     while waiting:
         code = waiting.popleft()
-        yield from code.co_names
-        yield from code.co_freevars
+        yield code
         waiting.extend(part for part in code.co_consts if isinstance(part, types.CodeType))
 
 
 def _reads(function: types.FunctionType, name: str) -> bool:
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+        source = textwrap.dedent(inspect.getsource(function))
+        with _PARSING:
+            tree = ast.parse(source)
     except (OSError, TypeError, SyntaxError):
         return True
     own = {id(part) for node in ast.walk(tree) for part in _to_itself(node, name)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import logging
 import random
 import sys
 import types
@@ -16,8 +17,10 @@ from torch import Tensor, nn
 
 from fxq.common.code_state import OuterVariables
 
+log = logging.getLogger("fxq")
+
 MOST_OBJECTS, MOST_BYTES = 100_000, 1 << 28
-"""How many objects inside of attributes are looked into, and how many bytes of tensors and arrays are copied.
+"""How many objects inside of one module are looked into, and how many bytes of tensors and arrays are copied.
 
 What lies beyond is neither compared nor restored.
 """
@@ -66,24 +69,24 @@ class StateSnapshot:
     apart: frozenset[int] = frozenset()
     _held: dict[int, tuple[str, str, Any, Any]] = field(default_factory=dict)
     _contents: dict[int, tuple[str, str, Any, Any]] = field(default_factory=dict)
-    _left: int = MOST_OBJECTS
     _room: int = MOST_BYTES
 
     def add(self, owner: str, value: Any, name: str = "") -> None:
         """Take in an object, or a dict of attributes as `vars(module)` is, with all that is inside of it."""
-        waiting = deque([(name, value)])
-        while waiting and self._left > 0:
+        waiting, left = deque([(name, value)]), MOST_OBJECTS
+        while waiting and left > 0:
             name, value = waiting.popleft()
             if isinstance(value, nn.Module):
                 name = f"{name}." if name else ""
                 value = {} if id(value) in self.apart or isinstance(value, torch.jit.ScriptModule) else vars(value)
             if isinstance(value, _NO_STATE) or id(value) in self._held:
                 continue
-            self._left -= 1
+            left -= 1
             if isinstance(value, Tensor):
                 size = 0 if isinstance(value, nn.Parameter) else value.numel() * value.element_size()
-                self.add_tensor(owner, name, value, 0 < size <= self._room)
-                self._room -= size
+                copies = 0 < size <= self._room
+                self.add_tensor(owner, name, value, copies)
+                self._room -= size if copies else 0
             elif isinstance(value, _GENERATORS) or _of_numpy(value):
                 self._add_content(owner, name, value)
             elif (items := _items(value)) is not None:
@@ -91,6 +94,10 @@ class StateSnapshot:
                 waiting.extend(_inside(name, value, items))
             elif isinstance(value, (tuple, frozenset)):
                 waiting.extend((f"{name}[{i}]", part) for i, part in enumerate(value))
+        if waiting:
+            log.warning(
+                "%s: its attributes hold more than %d objects; changes in others are not seen", owner, MOST_OBJECTS
+            )
 
     def add_tensor(self, owner: str, name: str, tensor: Tensor, copies: bool) -> None:
         """Take in a tensor: its storage, and where `copies` its values."""
