@@ -18,6 +18,7 @@ from torch import nn
 
 _MOST_FUNCTIONS = 2000
 _LIBRARIES = ("torch", "fxq", "numpy", "builtins")
+_ADDING = ("append", "appendleft", "add", "extend", "update", "insert")
 _PARSING = threading.Lock()  # ast.parse in several threads at once can fail in CPython
 
 
@@ -210,7 +211,10 @@ def _reads(function: types.FunctionType, name: str) -> bool:
 
 
 def _to_itself(node: ast.AST, name: str) -> Iterator[ast.AST]:
-    """The parts of `n = n + 1` and of `c["n"] += 1` that read only to write."""
+    """The parts of `n = n + 1`, of `c["n"] += 1` and of `h.append(x)` that read only to write."""
+    call = node.value if isinstance(node, ast.Expr) else None
+    if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in _ADDING:
+        yield from _holders(call.func)
     targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AugAssign) else []
     for target in targets:
         holders = list(_holders(target))
