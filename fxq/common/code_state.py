@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import dis
 import inspect
 import sys
 import textwrap
+import threading
 import types
 from collections import deque
 from collections.abc import Iterator, MutableMapping
@@ -16,6 +18,8 @@ from torch import nn
 
 _MAX_FUNCTIONS = 2000
 _LIBRARIES = ("torch", "fxq", "numpy", "builtins")
+_ADDING = ("append", "appendleft", "add", "extend", "update", "insert")
+_PARSING = threading.Lock()  # ast.parse in several threads at once can fail in CPython
 
 
 @dataclass(frozen=True)
@@ -86,16 +90,16 @@ class CodeState:
             waiting.extend(self._named_by(path, value))
 
     def _named_by(self, path: str, function: types.FunctionType) -> Iterator[Any]:
-        names = set(_names(function.__code__))
-        tables: list[tuple[MutableMapping[str, Any], str]] = [(function.__globals__, "global ")]
-        for name in names:
+        names, own = set(_names(function.__code__)), set(_globals(function.__code__))
+        tables: list[tuple[MutableMapping[str, Any], str, set[str]]] = [(function.__globals__, "global ", own)]
+        for name in own:
             value = function.__globals__.get(name)
             if isinstance(value, types.ModuleType) and not _is_library(value):
-                tables.append((vars(value), f"global {value.__name__}."))
+                tables.append((vars(value), f"global {value.__name__}.", names))
         cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=False))
-        tables.append((_Cells(cells), "variable of an enclosing function: "))
-        for table, prefix in tables:
-            chosen = names & table.keys()
+        tables.append((_Cells(cells), "variable of an enclosing function: ", names))
+        for table, prefix, wanted in tables:
+            chosen = wanted & table.keys()
             self._bind(path, table, prefix, chosen)
             yield from (table[name] for name in chosen)
         defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
@@ -173,17 +177,33 @@ def _is_library(value: Any) -> bool:
 
 def _names(code: types.CodeType) -> Iterator[str]:
     """Names of globals, attributes and closure variables in code and the functions nested in it."""
+    for part in _codes(code):
+        yield from part.co_names
+        yield from part.co_freevars
+
+
+def _globals(code: types.CodeType) -> Iterator[str]:
+    """Names of globals in code; `co_names` has attributes too, which may have the name of an unrelated global."""
+    for part in _codes(code):
+        for step in dis.get_instructions(part):
+            if step.opname.endswith(("_GLOBAL", "_NAME")) or step.opname.startswith("LOAD_FROM_DICT_OR_GLOBALS"):
+                yield str(step.argval)
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Code and that of the functions nested in it."""
     waiting = deque([code])
     while waiting:
         code = waiting.popleft()
-        yield from code.co_names
-        yield from code.co_freevars
+        yield code
         waiting.extend(part for part in code.co_consts if isinstance(part, types.CodeType))
 
 
 def _reads(function: types.FunctionType, name: str) -> bool:
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+        source = textwrap.dedent(inspect.getsource(function))
+        with _PARSING:
+            tree = ast.parse(source)
     except (OSError, TypeError, SyntaxError):
         return True
     own = {id(part) for node in ast.walk(tree) for part in _to_itself(node, name)}
@@ -191,7 +211,10 @@ def _reads(function: types.FunctionType, name: str) -> bool:
 
 
 def _to_itself(node: ast.AST, name: str) -> Iterator[ast.AST]:
-    """Nodes of `n = n + 1` or `c["n"] += 1` that read `n` only to update it."""
+    """Nodes of `n = n + 1`, `c["n"] += 1` or `h.append(x)` that read a name only to update it."""
+    call = node.value if isinstance(node, ast.Expr) else None
+    if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in _ADDING:
+        yield from _holders(call.func)
     targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AugAssign) else []
     for target in targets:
         holders = list(_holders(target))

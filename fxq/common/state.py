@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import logging
 import random
 import sys
 import types
@@ -16,8 +17,10 @@ from torch import Tensor, nn
 
 from fxq.common.code_state import OuterVariables
 
+log = logging.getLogger("fxq")
+
 MAX_VISITED_OBJECTS, MAX_COPIED_BYTES = 100_000, 1 << 28
-"""Limits of a snapshot: objects that it visits, bytes of tensors and arrays that it copies.
+"""Limits of a snapshot: objects that it visits in one module, bytes of tensors and arrays that it copies.
 
 State beyond the limits is neither compared nor restored.
 """
@@ -66,24 +69,24 @@ class StateSnapshot:
     apart: frozenset[int] = frozenset()
     _held: dict[int, tuple[str, str, Any, Any]] = field(default_factory=dict)
     _contents: dict[int, tuple[str, str, Any, Any]] = field(default_factory=dict)
-    _left: int = MAX_VISITED_OBJECTS
     _room: int = MAX_COPIED_BYTES
 
     def add(self, owner: str, value: Any, name: str = "") -> None:
         """Add an object, or a dict of attributes such as `vars(module)`, and everything reachable from it."""
-        waiting = deque([(name, value)])
-        while waiting and self._left > 0:
+        waiting, left = deque([(name, value)]), MAX_VISITED_OBJECTS
+        while waiting and left > 0:
             name, value = waiting.popleft()
             if isinstance(value, nn.Module):
                 name = f"{name}." if name else ""
                 value = {} if id(value) in self.apart or isinstance(value, torch.jit.ScriptModule) else vars(value)
             if isinstance(value, _NO_STATE) or id(value) in self._held:
                 continue
-            self._left -= 1
+            left -= 1
             if isinstance(value, Tensor):
                 size = 0 if isinstance(value, nn.Parameter) else value.numel() * value.element_size()
-                self.add_tensor(owner, name, value, 0 < size <= self._room)
-                self._room -= size
+                copies = 0 < size <= self._room
+                self.add_tensor(owner, name, value, copies)
+                self._room -= size if copies else 0
             elif isinstance(value, _GENERATORS) or _of_numpy(value):
                 self._add_content(owner, name, value)
             elif (items := _items(value)) is not None:
@@ -91,6 +94,12 @@ class StateSnapshot:
                 waiting.extend(_inside(name, value, items))
             elif isinstance(value, (tuple, frozenset)):
                 waiting.extend((f"{name}[{i}]", part) for i, part in enumerate(value))
+        if waiting:
+            log.warning(
+                "%s: its attributes hold more than %d objects; changes of the others are not detected",
+                owner or "the model",
+                MAX_VISITED_OBJECTS,
+            )
 
     def add_tensor(self, owner: str, name: str, tensor: Tensor, copies: bool) -> None:
         """Add a tensor: its storage, and if `copies` is set, its values."""

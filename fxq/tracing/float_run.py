@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from fxq.common.code_state import CodeState
 from fxq.common.data import Batch
 from fxq.common.isolation import ModelChanges, copied, drawn, untouched
 from fxq.common.metrics import tensors
-from fxq.common.state import ABSENT
+from fxq.common.state import ABSENT, ChangedPlace
 from fxq.common.trees import mapped
 from fxq.graph.memory import STATELESS
 from fxq.tracing.fidelity import call, same_values
@@ -108,9 +108,11 @@ class FloatRun:
         """Tensors changed in place: a graph would change its own copies, or nothing."""
         for kind, names in (("buffer", changes.buffers), ("parameter", changes.parameters)):
             for name in names:
-                yield KeptState(self._changer(name), f"forward changes the {kind} {name!r} in place: {STATELESS}")
+                yield KeptState(
+                    self._changer(name), f"forward changes the {kind} {name!r} in place: {_remedy(self._changer(name))}"
+                )
         for path, places in changes.in_place.items():
-            yield KeptState(path, f"forward changes {places[0]!r} in place: {STATELESS}", hidden=True)
+            yield KeptState(path, f"forward changes {places[0]!r} in place: {_remedy(path)}", hidden=True)
 
     def computes_alike(self, graph: nn.Module) -> bool:
         """Whether a traced graph returns the same as the model on the batches of `stream`, run in sequence."""
@@ -145,7 +147,7 @@ class FloatRun:
             shared = any(name in (*changes.outside.get(p, ()), *changes.parameters) for p, name in held)
             shown = " and ".join(repr(name) for _, name in held[:_MAX_SHOWN])
             why = f"forward sets {shown} and returns other values when it runs again"
-            state = KeptState(path, f"{why}: {_SHARED if shared else STATELESS}", shared)
+            state = KeptState(path, f"{why}: {_remedy(path, shared)}", shared)
             if path in sure[0]:
                 yield state
             else:
@@ -156,7 +158,14 @@ class FloatRun:
                 values = [now.get((path, name), ABSENT) for now in numbers]
                 if len(set(map(repr, values))) > 1 and self.code.reads(_variable(name, shared)):
                     why = f"forward counts in {name!r}, and reads the count"
-                    yield KeptState(path, f"{why}: {_SHARED if shared else STATELESS}", shared)
+                    yield KeptState(path, f"{why}: {_remedy(path, shared)}", shared)
+            stems = dict.fromkeys(name.partition("[")[0] for name in names if path not in sure[0] and "[" in name)
+            for stem in stems:
+                shared = any(name.partition("[")[0] == stem for name in changes.outside.get(path, ()))
+                sizes = [now.get((path, f"{stem}[]"), 0) for now in numbers]
+                if all(a < b for a, b in pairwise((0, *sizes))) and self.code.reads(_variable(stem, shared)):
+                    why = f"forward adds to {stem!r} in each call, and reads it"
+                    yield KeptState(path, f"{why}: {_remedy(path, shared)}", shared)
 
     def _stream(
         self,
@@ -169,7 +178,8 @@ class FloatRun:
         Args:
             batches: the batches.
             paths: modules whose calls, and those of the modules around them, are recorded.
-            numbers: if given, gets a dict of the changed numbers after each run, by module path and name.
+            numbers: if given, gets a dict of the changed plain values after each run, by module path and name; for a
+                container, `name[]` counts its changed places.
         """
         around = {path[:i] for path in paths for i, letter in enumerate(path) if letter == "."}
         results = []
@@ -179,8 +189,7 @@ class FloatRun:
                     call(self.model, batch, self.fixed)
                 results.append(calls)
                 if numbers is not None:
-                    plain = (c for c in changes.so_far() if isinstance(c.now, (bool, int, float)))
-                    numbers.append({(c.owner, c.name): c.now for c in plain})
+                    numbers.append(_counts(changes.so_far()))
         return results
 
 
@@ -189,10 +198,31 @@ _SHARED = (
     "this state is outside the module, so the float and the quantized model would share it. Store it in an attribute "
     "of a module and keep that module as a float leaf (recipe.leaf), or return the new value."
 )
+_WHOLE = (
+    "a graph keeps no state between calls. Move that part of forward into a module of its own, and keep that module as "
+    "a float leaf (recipe.leaf), or return the new value."
+)
 _DRAW = (
     "which a graph would store as constants. Draw them with torch (torch.rand), or keep the module as a float leaf "
     "(recipe.leaf)."
 )
+
+
+def _remedy(path: str, shared: bool = False) -> str:
+    """What to do about state of a module; the model itself cannot be a leaf."""
+    return _SHARED if shared else STATELESS if path else _WHOLE
+
+
+def _counts(changes: list[ChangedPlace]) -> dict[tuple[str, str], Any]:
+    """Changed plain values by module path and name, and for a container `name[]`, how many of its places changed."""
+    counts: dict[tuple[str, str], Any] = {}
+    for change in changes:
+        if isinstance(change.now, (bool, int, float, str, bytes)):
+            counts[change.owner, change.name] = change.now
+        if "[" in change.name:
+            size = change.owner, f"{change.name.partition('[')[0]}[]"
+            counts[size] = counts.get(size, 0) + 1
+    return counts
 
 
 @contextmanager

@@ -54,3 +54,27 @@ def test_writing_gives_values_back():
 )
 def test_a_count_is_read_only_where_it_decides_something(name, read):
     assert CodeState.of(module_of([1])).reads(name) is read
+
+
+hits = 0
+
+
+class Attribute(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.hits, self.log, self.window = 0, [], []
+
+    def forward(self, x):
+        self.log.append(x)
+        self.window.append(x)
+        return x if self.hits == 0 and len(self.window) < 5 else -x
+
+
+def test_a_global_with_the_name_of_an_attribute_is_none_of_the_model():
+    names = {name for _, bindings in CodeState.of(Attribute()).bindings for name in bindings.names}
+    assert "global hits" not in names
+
+
+def test_adding_to_a_list_is_not_reading_it():
+    code = CodeState.of(Attribute())
+    assert code.reads("window") and not code.reads("log")

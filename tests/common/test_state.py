@@ -96,3 +96,22 @@ def test_what_refers_to_itself_ends():
     snapshot.add("m", {"loop": loop})
     loop[0] = 2
     assert [c.name for c in snapshot.changes()] == ["loop[0]"]
+
+
+def test_a_tensor_too_large_to_copy_leaves_room_for_others():
+    large, small = torch.zeros(1000), torch.zeros(4)
+    snapshot = StateSnapshot(_room=200)
+    snapshot.add("", {"large": large, "small": small})
+    small.add_(1)
+    snapshot.restore()
+    assert small.tolist() == [0.0] * 4
+
+
+def test_many_objects_in_one_module_do_not_hide_another(monkeypatch, caplog):
+    monkeypatch.setattr("fxq.common.state.MAX_VISITED_OBJECTS", 10)
+    snapshot, state = StateSnapshot(), [1]
+    snapshot.add("words", {"vocabulary": [{"id": i} for i in range(20)]})
+    snapshot.add("memory", {"h": state})
+    state[0] = 2
+    assert [(c.owner, c.name) for c in snapshot.changes()] == [("memory", "h[0]")]
+    assert "words" in caplog.text

@@ -488,3 +488,17 @@ def test_autocast_that_is_off_is_nothing():
     model = Off().eval()
     qmodel = fxq.quantize(model, REFERENCE, data=batches(4))
     assert qmodel.ledger.count("int8") == 2
+
+
+class Window(Layers):
+    def prepare(self):
+        self.h = deque(maxlen=6)
+
+    def step(self, y):
+        self.h.append(y)
+        return y * 2 if len(self.h) == 6 else y
+
+
+def test_a_window_that_fills_up_after_many_calls_is_refused():
+    with pytest.raises(fxq.FxqError, match=r"adds to 'h' in each call.*module of its own"):
+        fxq.quantize(Window().eval(), REFERENCE, data=batches(2))
