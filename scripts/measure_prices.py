@@ -42,6 +42,12 @@ ACTIVATIONS = (
     nn.ReLU, nn.ReLU6, nn.SiLU, nn.GELU, nn.Sigmoid, nn.Tanh, nn.Hardswish, nn.Hardsigmoid, nn.LeakyReLU, nn.ELU,
     nn.Mish, nn.Softplus,
 )  # fmt: skip
+SIZES = (
+    (3, 16, 16), (8, 8, 8), (12, 12, 32), (12, 12, 8), (24, 40, 28), (10, 20, 14), (20, 20, 56), (16, 32, 28),
+    (64, 64, 14), (64, 128, 56), (32, 32, 56), (256, 256, 7), (512, 512, 4),
+)  # fmt: skip
+"""Channels in and out, and pixels of each side."""
+SIZED = len(Work("").sizes)
 POOLS = (nn.MaxPool2d(2), nn.MaxPool2d(3, 2, 1), nn.AvgPool2d(2), nn.AdaptiveAvgPool2d(1), nn.Upsample(scale_factor=2))
 
 
@@ -131,7 +137,7 @@ def models() -> Iterator[tuple[str, nn.Module, Tensor]]:
             yield f"{make.__name__} {size}", make(), torch.randn(1, 3, size, size)
     yield "convnext", ConvNeXt(), torch.randn(1, 3, 64, 64)
     yield "unet", UNet(), torch.randn(1, 3, 64, 64)
-    for inputs, outputs, size in ((3, 16, 16), (8, 8, 8), (16, 32, 28), (64, 64, 14), (64, 128, 56), (256, 256, 7)):
+    for inputs, outputs, size in SIZES:
         for kernel in (1, 3, 5):
             yield f"conv {kernel}", *convs(inputs, outputs, size, kernel_size=kernel, padding=kernel // 2)
         yield "strided", *convs(inputs, outputs, size, kernel_size=3, stride=2)
@@ -198,26 +204,32 @@ def record(backend: str, only: str = "") -> None:
 def fit(samples: Samples) -> dict[str, list[float]]:
     """Coefficients by kind of work, with which estimates have the least relative error."""
     kinds = sorted({work.kind for works in samples for work in works})
-    place = {kind: 4 * i for i, kind in enumerate(kinds)}
-    matrix = np.zeros((len(samples), 4 * len(kinds)))
+    place = {kind: SIZED * i for i, kind in enumerate(kinds)}
+    matrix = np.zeros((len(samples), SIZED * len(kinds)))
     for row, (works, seconds) in zip(matrix, samples.items(), strict=True):
         for work in works:
-            row[place[work.kind] : place[work.kind] + 4] += np.array(work.sizes) / (1e6 * seconds)
+            row[place[work.kind] : place[work.kind] + SIZED] += np.array(work.sizes) / (1e6 * seconds)
     found = nonnegative(matrix)
-    return {kind: [float(f"{value:.3g}") for value in found[place[kind] : place[kind] + 4]] for kind in kinds}
+    return {kind: [float(f"{value:.3g}") for value in found[place[kind] : place[kind] + SIZED]] for kind in kinds}
 
 
-def nonnegative(matrix: Any, rounds: int = 500) -> Any:
-    """Non-negative x with which `matrix @ x` is near 1: least squares by coordinate descent, weighted as by Huber."""
+def nonnegative(matrix: Any, rounds: int = 2000) -> Any:
+    """Non-negative x with which the logarithm of `matrix @ x` is near 0, by coordinate descent.
+
+    Least squares, weighted anew in each turn by how far the last one was off: a half counts as twice does, and what is
+    further off than that counts less, as by Huber.
+    """
     size = matrix.max(0)
     scaled = matrix / np.where(size > 0, size, 1.0)
     found, weight = np.zeros(matrix.shape[1]), np.ones(len(matrix))
-    for _ in range(6):
+    for _ in range(8):
         gram, aim = scaled.T @ (weight[:, None] * scaled), scaled.T @ weight
         for _ in range(rounds):
             for i in np.flatnonzero(np.diag(gram) > 0):
                 found[i] = max(0.0, found[i] + (aim[i] - gram[i] @ found) / gram[i, i])
-        weight = 1 / np.maximum(1.0, np.abs(scaled @ found - 1.0) / 0.1)
+        ratio = np.maximum(scaled @ found, 0.01)
+        off = np.where(np.abs(ratio - 1.0) < 1e-6, 1.0, np.log(ratio) / (ratio - 1.0 + 1e-12))
+        weight = off**2 / np.maximum(1.0, np.abs(np.log(ratio)) / math.log(2.0))
     return found / np.where(size > 0, size, 1.0)
 
 
@@ -268,7 +280,7 @@ def written(table: Mapping[str, Mapping[str, Mapping[str, list[float]]]]) -> Ite
 
 HEADER = """\
 # What ops take, by kind of CPU, "float" or backend, and kind of work; written by scripts/measure_prices.py.
-# Four coefficients: microseconds for a call, a million multiply-accumulates, a million values, a million weights.
+# Coefficients: microseconds for a call, a million multiply-accumulates, values, weights, and values gathered.
 
 """
 

@@ -46,17 +46,19 @@ class Work:
         macs: multiply-accumulates in millions, channels rounded up to what kernels compute at once.
         elements: values that it reads and makes, weights left out, in millions.
         weights: values of its weight, in millions.
+        gathered: values under the windows of a convolution, at all its positions, in millions.
     """
 
     kind: str
     macs: float = 0.0
     elements: float = 0.0
     weights: float = 0.0
+    gathered: float = 0.0
 
     @property
-    def sizes(self) -> tuple[float, float, float, float]:
+    def sizes(self) -> tuple[float, float, float, float, float]:
         """What the coefficients of a row are multiplied with."""
-        return (1.0, self.macs, self.elements, self.weights)
+        return (1.0, self.macs, self.elements, self.weights, self.gathered)
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class PriceTable:
 
     Attributes:
         real: coefficients by kind of work for float ops: microseconds for a call, for a million multiply-accumulates,
-            for a million values read and made, for a million weights.
+            for a million values read and made, for a million weights, for a million values gathered.
         int8: the same for the kernels of one backend, and for conversions.
     """
 
@@ -159,11 +161,17 @@ def _weight(shapes: _Shapes, call: OpCall) -> tuple[int, ...]:
 
 
 def _kind(shapes: _Shapes, call: OpCall) -> str:
-    """The row of an op. Convolutions of all ranks share one; groups, one row alone, and broadcasting make another."""
+    """The row of an op: its name, and what else makes other kernels of it or of its parts.
+
+    Convolutions of all ranks share a row. Groups, a single tap, channels that fill one vector at most, broadcasting and
+    one row of a linear layer make others.
+    """
     name, weight = call.op.name, _weight(shapes, call)
     groups = call.options.get("groups", 1)
     if name.startswith("conv") and isinstance(groups, int) and groups > 1 and len(weight) > 1:
         name += "_depthwise" if weight[1] == 1 else "_grouped"
+    elif name.startswith("conv") and len(weight) > 1:
+        name += "_1x1" if math.prod(weight[2:]) == 1 else "_narrow" if max(weight[:2]) <= _LANES else ""
     if name == "linear" and math.prod(shapes.made(call)[:-1]) == 1:
         name += "_row"
     if name in ("add", "sub", "mul") and len({shapes[value] for value in call.activations}) > 1:
@@ -172,13 +180,15 @@ def _kind(shapes: _Shapes, call: OpCall) -> str:
 
 
 def _work(shapes: _Shapes, call: OpCall, kind: str) -> Work:
-    out, weight, macs = shapes.made(call), _weight(shapes, call), 0.0
+    out, weight, macs, gathered = shapes.made(call), _weight(shapes, call), 0.0, 0.0
     if call.op.macs is not None:
         given = [shapes[value] if value is not None else None for value in call.tensors.values()]
         with contextlib.suppress(TypeError, IndexError):  # written in a way of its own
-            macs = call.op.macs(out, *given) * _padding(weight, kind)
+            macs = call.op.macs(out, *given) / 1e6
+            gathered = macs / max(weight[0], 1) if len(weight) > 2 else 0.0
     read = sum(math.prod(shapes[value]) for value in call.activations)
-    return Work(kind, macs / 1e6, (read + math.prod(out)) / 1e6, math.prod(weight) / 1e6 if weight else 0.0)
+    values = math.prod(weight) if weight else 0
+    return Work(kind, macs * _padding(weight, kind), (read + math.prod(out)) / 1e6, values / 1e6, gathered)
 
 
 def _padding(weight: tuple[int, ...], kind: str) -> float:
