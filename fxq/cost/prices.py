@@ -90,7 +90,7 @@ def choose_by_price(
             counts = _are_apart(measured, estimate) and prober.is_sound(regions[op.key])  # type: ignore[index]
             found.append(measured if counts else estimate)
     values = priced_values(gm, nodes, regions, prober)
-    leaning = [op if estimates.get(op.key) else replace(op, real=LEAN * op.real) for op in found]
+    leaning = [replace(op, real=LEAN * op.real) for op in found]
     return found, values, cheapest(leaning, values)
 
 

@@ -31,8 +31,9 @@ from fxq.runtime.binding import bind
 
 log = logging.getLogger("fxq")
 _MICRO = 1e-6
-LEAN = 1.25
-"""How much faster another form has to be where the price table knows none: noise does not decide between near ties."""
+LEAN = 1.15
+"""How much faster than integers float has to be: in a network, where integers leave more of the caches, ops alone are
+timed too kindly; and noise does not decide between near ties."""
 
 
 class Prober:

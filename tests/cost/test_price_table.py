@@ -88,6 +88,6 @@ def test_kinds_of_layers(layer, x, kind):
 
 
 def test_what_the_table_does_not_know_has_no_estimate():
-    table = PriceTable({"relu": [1.0, 0.0, 2.0, 0.0]}, {})
+    table = PriceTable({"relu": [1.0, 0.0, 2.0, 0.0, 0.0]}, {})
     assert table.seconds(table.real, [Work("relu", elements=3.0)]) == pytest.approx(7e-6)
     assert table.seconds(table.real, [Work("relu"), Work("tan")]) is None
