@@ -1,12 +1,12 @@
-"""Measure the price table: coefficients for estimating the seconds of ops on this kind of CPU, on one thread.
+"""Measure the price table: coefficients from which fxq estimates what ops take on this kind of CPU, with one thread.
 
-    python scripts/measure_prices.py                                  measure, and update fxq/cost/price_table.toml
-    ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 python scripts/measure_prices.py      emulate an older CPU
-    python scripts/measure_prices.py --errors                         measure, update, and print the errors of estimates
+    python scripts/measure_prices.py                                  measure, and write fxq/cost/price_table.toml
+    ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 python scripts/measure_prices.py      as an older CPU would be
+    python scripts/measure_prices.py --errors                         measure, and print how far estimates are off
 
-The script quantizes networks of `scripts/` and small models with every common op, and times each op as an integer
-kernel and in float, in CPU time. It fits the coefficients of each kind of work (see `fxq/cost/price_table.py`) by
-non-negative least squares on relative errors. Rows of other kinds of CPU are kept. It takes a few minutes.
+Networks of `scripts/` and small ones with every common op are quantized; each op is timed as an integer kernel and in
+float, in CPU time. Coefficients are fitted by non-negative least squares of relative errors, a row for each kind of
+work (see `fxq/cost/price_table.py`). Rows of other kinds of CPU in the file stay as they are. It takes a few minutes.
 """
 
 from __future__ import annotations
@@ -42,31 +42,37 @@ ACTIVATIONS = (
     nn.ReLU, nn.ReLU6, nn.SiLU, nn.GELU, nn.Sigmoid, nn.Tanh, nn.Hardswish, nn.Hardsigmoid, nn.LeakyReLU, nn.ELU,
     nn.Mish, nn.Softplus,
 )  # fmt: skip
+SIZES = (
+    (3, 16, 16), (8, 8, 8), (12, 12, 32), (12, 12, 8), (24, 40, 28), (10, 20, 14), (20, 20, 56), (16, 32, 28),
+    (64, 64, 14), (64, 128, 56), (32, 32, 56), (256, 256, 7), (512, 512, 4),
+)  # fmt: skip
+"""Channels in and out, and pixels of each side."""
+SIZED = len(Work("").sizes)
 POOLS = (nn.MaxPool2d(2), nn.MaxPool2d(3, 2, 1), nn.AvgPool2d(2), nn.AdaptiveAvgPool2d(1), nn.Upsample(scale_factor=2))
 
 
 Samples = dict[tuple[Work, ...], float]
 SAMPLES: dict[str, Samples] = defaultdict(dict)
-"""Measured seconds by "float" or backend, then by the work that was timed."""
+"""By "float" or backend: what was done, and the seconds that it took."""
 
 
 def note(name: str, works: tuple[Work, ...], seconds: float) -> None:
-    """Record a measurement; the shortest counts for equal work."""
+    """Keep a measurement; of the same work, the quickest."""
     SAMPLES[name][works] = min(seconds, SAMPLES[name].get(works, math.inf))
 
 
 class Recorder(Prober):
-    """Prober that records its measurements in `SAMPLES`."""
+    """A prober that notes what it measures, by "float" or the backend's name."""
 
     def kernel(self, gm: Any, region: Any, ops: int | None = None) -> float:
-        """Seconds of the first `ops` ops of a region as an integer kernel, see `Prober.kernel`."""
+        """As in `Prober`."""
         seconds = super().kernel(gm, region, ops)
         if ops is None and self.own is None:
             note(self.backend.name, kernel_works(gm, region), seconds)
         return seconds
 
     def real(self, gm: Any, region: Any) -> float:
-        """Seconds of a region in float, see `Prober.real`."""
+        """As in `Prober`."""
         seconds = super().real(gm, region)
         if self.own is None:
             note("float", float_works(gm, region), seconds)
@@ -78,7 +84,7 @@ class Recorder(Prober):
         return seconds
 
     def measure(self, gm: Any, quantize: Any) -> float:
-        """Seconds to compute a dynamic range, see `Prober.measure`."""
+        """As in `Prober`."""
         seconds = super().measure(gm, quantize)
         elements = math.prod(fallback.info(quantize).shape)
         note(self.backend.name, (Work("measure", elements=elements / 1e6),), seconds)
@@ -86,7 +92,7 @@ class Recorder(Prober):
 
 
 class Both(nn.Module):
-    """Two convolutions, an op that joins their results, and a convolution after it."""
+    """Two layers and what joins them."""
 
     def __init__(self, channels: int, join: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
@@ -94,12 +100,12 @@ class Both(nn.Module):
         self.head = nn.Conv2d(channels, channels, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(N, 3, H, W) -> (N, channels, H, W)."""
+        """(N, 3, H, W) to (N, channels, H, W), or what the join makes of it."""
         return self.head(self.join(torch.relu(self.a(x)), self.b(x)))
 
 
 class Product(nn.Module):
-    """Self-attention: two products of activations between linear layers."""
+    """Attention's two products of activations, between layers."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -112,7 +118,7 @@ class Product(nn.Module):
 
 
 def convs(inputs: int, outputs: int, size: int, **options: Any) -> tuple[nn.Module, Tensor]:
-    """Convolution after a 1x1 convolution, and an example input (1, 3, size, size)."""
+    """A convolution between two others."""
     first = nn.Conv2d(3, inputs, 1)
     return nn.Sequential(first, nn.ReLU(), nn.Conv2d(inputs, outputs, **options), nn.ReLU()), torch.randn(
         1, 3, size, size
@@ -120,7 +126,7 @@ def convs(inputs: int, outputs: int, size: int, **options: Any) -> tuple[nn.Modu
 
 
 def models() -> Iterator[tuple[str, nn.Module, Tensor]]:
-    """Networks, and single layers at many sizes, to quantize statically: name, model, example input."""
+    """What is measured: networks, and layers at many sizes."""
     torch.manual_seed(0)
     fsrcnn, digits = load_demo_networks()
     yield "digits", digits, torch.rand(1, 1, 8, 8)
@@ -131,7 +137,7 @@ def models() -> Iterator[tuple[str, nn.Module, Tensor]]:
             yield f"{make.__name__} {size}", make(), torch.randn(1, 3, size, size)
     yield "convnext", ConvNeXt(), torch.randn(1, 3, 64, 64)
     yield "unet", UNet(), torch.randn(1, 3, 64, 64)
-    for inputs, outputs, size in ((3, 16, 16), (8, 8, 8), (16, 32, 28), (64, 64, 14), (64, 128, 56), (256, 256, 7)):
+    for inputs, outputs, size in SIZES:
         for kernel in (1, 3, 5):
             yield f"conv {kernel}", *convs(inputs, outputs, size, kernel_size=kernel, padding=kernel // 2)
         yield "strided", *convs(inputs, outputs, size, kernel_size=3, stride=2)
@@ -160,7 +166,7 @@ def models() -> Iterator[tuple[str, nn.Module, Tensor]]:
 
 
 def sequences() -> Iterator[tuple[str, nn.Module, Tensor]]:
-    """Models to quantize dynamically: name, model, example input."""
+    """Layers that are quantized dynamically, too."""
     torch.manual_seed(0)
     for rows in (1, 8, 64):
         for width in (64, 256, 768):
@@ -169,23 +175,23 @@ def sequences() -> Iterator[tuple[str, nn.Module, Tensor]]:
 
 
 def record(backend: str, only: str = "") -> None:
-    """Quantize all models with a backend and record the measurements in `SAMPLES`."""
-    cache.PATIENCE, cache.AGREE, cache.NEAR = 0.0, 10, 1.1  # one round with more runs
+    """Quantize all of it with a backend; `SAMPLES` has what that took."""
+    cache.PATIENCE, cache.AGREE, cache.NEAR = 0.0, 10, 1.1  # one round, of more runs
     rounds: dict[str, list[float]] = {}
 
     class Measured(Costs):
         has_table = False
 
-    def fresh_costs() -> Costs:
+    def known() -> Costs:
         costs = Measured()
         costs.rounds = rounds
         return costs
 
-    fallback.costs.machine_costs = fresh_costs
+    fallback.costs.machine_costs = known
     fallback.Prober = Recorder
     recipes = ((models, fxq.Recipe.static(backend=backend)), (sequences, fxq.Recipe.dynamic(backend=backend)))
-    for networks, recipe in recipes:
-        for name, model, x in networks():
+    for made, recipe in recipes:
+        for name, model, x in made():
             if only and not name.startswith(only):
                 continue
             plain = recipe.without_pass("correct-bias").without_pass("verify-lowering")
@@ -196,55 +202,61 @@ def record(backend: str, only: str = "") -> None:
 
 
 def fit(samples: Samples) -> dict[str, list[float]]:
-    """Coefficients by kind of work that minimize the relative errors of estimates."""
+    """Coefficients by kind of work, with which estimates have the least relative error."""
     kinds = sorted({work.kind for works in samples for work in works})
-    place = {kind: 4 * i for i, kind in enumerate(kinds)}
-    matrix = np.zeros((len(samples), 4 * len(kinds)))
+    place = {kind: SIZED * i for i, kind in enumerate(kinds)}
+    matrix = np.zeros((len(samples), SIZED * len(kinds)))
     for row, (works, seconds) in zip(matrix, samples.items(), strict=True):
         for work in works:
-            row[place[work.kind] : place[work.kind] + 4] += np.array(work.sizes) / (1e6 * seconds)
-    coefficients = nonnegative(matrix)
-    return {kind: [float(f"{value:.3g}") for value in coefficients[place[kind] : place[kind] + 4]] for kind in kinds}
+            row[place[work.kind] : place[work.kind] + SIZED] += np.array(work.sizes) / (1e6 * seconds)
+    found = nonnegative(matrix)
+    return {kind: [float(f"{value:.3g}") for value in found[place[kind] : place[kind] + SIZED]] for kind in kinds}
 
 
-def nonnegative(matrix: Any, rounds: int = 500) -> Any:
-    """Non-negative x, (columns,), for which `matrix @ x` is close to 1: coordinate descent with Huber weights."""
+def nonnegative(matrix: Any, rounds: int = 2000) -> Any:
+    """Non-negative x with which the logarithm of `matrix @ x` is near 0, by coordinate descent.
+
+    Least squares, weighted anew in each turn by how far the last one was off: a half counts as twice does, and what is
+    further off than that counts less, as by Huber.
+    """
     size = matrix.max(0)
     scaled = matrix / np.where(size > 0, size, 1.0)
-    x, weight = np.zeros(matrix.shape[1]), np.ones(len(matrix))
-    for _ in range(6):
+    found, weight = np.zeros(matrix.shape[1]), np.ones(len(matrix))
+    for _ in range(8):
         gram, aim = scaled.T @ (weight[:, None] * scaled), scaled.T @ weight
         for _ in range(rounds):
             for i in np.flatnonzero(np.diag(gram) > 0):
-                x[i] = max(0.0, x[i] + (aim[i] - gram[i] @ x) / gram[i, i])
-        weight = 1 / np.maximum(1.0, np.abs(scaled @ x - 1.0) / 0.1)
-    return x / np.where(size > 0, size, 1.0)
+                found[i] = max(0.0, found[i] + (aim[i] - gram[i] @ found) / gram[i, i])
+        ratio = np.maximum(scaled @ found, 0.01)
+        off = np.where(np.abs(ratio - 1.0) < 1e-6, 1.0, np.log(ratio) / (ratio - 1.0 + 1e-12))
+        weight = off**2 / np.maximum(1.0, np.abs(np.log(ratio)) / math.log(2.0))
+    return found / np.where(size > 0, size, 1.0)
 
 
 def errors(rows: Mapping[str, Any], samples: Samples) -> None:
-    """Print the median error of estimates, as log2 of estimate / measured, and the three worst, by kind of work."""
+    """Print, by the kind of the first work, how far estimates are off, and the worst."""
     table, off = PriceTable(rows, rows), defaultdict(list)
     for works, seconds in samples.items():
         estimate = table.seconds(rows, works)
-        assert estimate is not None  # the rows were fitted to these samples
+        assert estimate is not None  # its rows are those of the samples
         off[works[0].kind].append((math.log2(max(estimate, 1e-9) / seconds), 1e6 * seconds, works))
-    for kind, errors_of_kind in sorted(off.items()):
-        median = np.median([abs(error) for error, *_ in errors_of_kind])
-        print(f"{kind:20} {len(errors_of_kind):5}  median {median:.2f}")
-        for error, us, works in sorted(errors_of_kind, key=lambda e: -abs(e[0]))[:3]:
+    for kind, found in sorted(off.items()):
+        median = np.median([abs(error) for error, *_ in found])
+        print(f"{kind:20} {len(found):5}  median {median:.2f}")
+        for error, us, works in sorted(found, key=lambda e: -abs(e[0]))[:3]:
             print(f"    {error:+.2f} of {us:.1f} us: {'; '.join(map(str, works))}")
 
 
 def main() -> None:
-    """Measure, fit the coefficients, and write the file."""
+    """Measure, fit, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--errors", action="store_true", help="print log2 of estimate / measured")
-    parser.add_argument("--only", default="", help="measure only models whose name starts with this; writes no file")
+    parser.add_argument("--errors", action="store_true", help="print how far estimates are off, in powers of two")
+    parser.add_argument("--only", default="", help="models whose name begins so")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    emulated = "ONEDNN_MAX_CPU_ISA" in os.environ  # fbgemm ignores it
-    for backend in BACKENDS[:1] if emulated else BACKENDS:
+    played = "ONEDNN_MAX_CPU_ISA" in os.environ  # which fbgemm does not read
+    for backend in BACKENDS[:1] if played else BACKENDS:
         if unavailable(backend) is None:
             record(backend, arguments.only)
     rows = {name: fit(samples) for name, samples in SAMPLES.items()}
@@ -253,12 +265,12 @@ def main() -> None:
             print(f"{name}, log2 of estimate / measured:")
             errors(rows[name], samples)
     if not arguments.only:
-        measured = read_table() if FILE.exists() else {}
-        FILE.write_text(HEADER + "\n".join(written({**measured, cpu.kind(): rows})), encoding="utf-8")
+        known = read_table() if FILE.exists() else {}
+        FILE.write_text(HEADER + "\n".join(written({**known, cpu.kind(): rows})), encoding="utf-8")
 
 
 def written(table: Mapping[str, Mapping[str, Mapping[str, list[float]]]]) -> Iterator[str]:
-    """Lines of the TOML file."""
+    """The lines of the file: a row of the table on each."""
     for kind, parts in sorted(table.items()):
         for part, rows in sorted(parts.items()):
             yield f"[{kind}.{part}]"
@@ -267,8 +279,8 @@ def written(table: Mapping[str, Mapping[str, Mapping[str, list[float]]]]) -> Ite
 
 
 HEADER = """\
-# Costs of ops by kind of CPU, "float" or backend, and kind of work; written by scripts/measure_prices.py.
-# Coefficients: microseconds per call, per million multiply-accumulates, per million values, per million weights.
+# What ops take, by kind of CPU, "float" or backend, and kind of work; written by scripts/measure_prices.py.
+# Coefficients: microseconds for a call, a million multiply-accumulates, values, weights, and values gathered.
 
 """
 

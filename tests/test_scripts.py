@@ -177,8 +177,8 @@ def test_bench_kernels_has_a_row_for_every_other_way():
     assert all(float(row.split()[-1]) > 0 for row in rows)
 
 
-PUBLIC = [path for path in sorted(SCRIPTS.glob("*.py")) if path.name != "bench_kernels.py"]
-"""All but the benchmark of single kernels, which no public call reaches one by one."""
+PUBLIC = [path for path in sorted(SCRIPTS.glob("*.py")) if path.stem not in ("bench_kernels", "measure_prices")]
+"""All but what measures single kernels, which no public call reaches one by one."""
 
 
 @pytest.mark.parametrize("script", PUBLIC, ids=lambda p: p.stem)

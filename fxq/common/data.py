@@ -228,7 +228,8 @@ def place_in(whole: Batch, part: Batch) -> int | None:
     def is_at(start: int) -> bool:
         for a, b in zip(ours, theirs, strict=True):
             if not isinstance(a, Tensor) or not isinstance(b, Tensor):
-                if type(a) is not type(b) or a != b:
+                plain = type(a) is type(b) and isinstance(a, (bool, int, float, complex, str, bytes, type(None)))
+                if a is not b and not (plain and a == b):  # other objects may hold tensors: no `==` says it of them
                     return False
                 continue
             some = a if count is None or size is None or a.dim() == 0 else a[start : start + count]

@@ -1,8 +1,8 @@
-"""Price table: estimated seconds of ops on each kind of CPU, linear in their sizes.
+"""The price table: what ops take on each kind of CPU, estimated from their sizes by a few measured coefficients.
 
-Estimates do not depend on the load of the machine. They are used where nothing is measured, or where a measurement
-does not clearly contradict them (see `fxq/cost/prices.py`). `price_table.toml` holds the coefficients, which
-`scripts/measure_prices.py` fits.
+An estimate is the same in every process, however busy the machine is. It stands for a price where nothing is measured,
+and where a measurement does not clearly contradict it (see `fxq/cost/prices.py`). `price_table.toml` holds the
+coefficients; `scripts/measure_prices.py` measures them.
 """
 
 from __future__ import annotations
@@ -33,30 +33,32 @@ else:
 
 FILE = Path(__file__).with_name("price_table.toml")
 Rows = Mapping[str, Sequence[float]]
-_OUTPUT_LANES, _INPUT_LANES = 16, 4
-"""Output and input channels that kernels process at once; other numbers are rounded up to a multiple."""
+_LANES, _SUMMED = 16, 4
+"""Kernels compute so many output channels at once, and add so many products at once: other numbers are rounded up."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """Amount of work of an op, in the units of the price table.
+    """What an op has to do, as the price table counts it.
 
     Attributes:
-        kind: row of the table: the op's name, such as "conv_depthwise"; "+relu" for an op fused into a kernel.
-        macs: multiply-accumulates in millions, with channels rounded up to full vectors.
-        elements: values that it reads and writes, without weights, in millions.
+        kind: its row: the op's name, of convolutions with their groups; "+name" for an op in the kernel of another.
+        macs: multiply-accumulates in millions, channels rounded up to what kernels compute at once.
+        elements: values that it reads and makes, weights left out, in millions.
         weights: values of its weight, in millions.
+        gathered: values under the windows of a convolution, at all its positions, in millions.
     """
 
     kind: str
     macs: float = 0.0
     elements: float = 0.0
     weights: float = 0.0
+    gathered: float = 0.0
 
     @property
-    def sizes(self) -> tuple[float, float, float, float]:
-        """Factors of the four coefficients of a row."""
-        return (1.0, self.macs, self.elements, self.weights)
+    def sizes(self) -> tuple[float, float, float, float, float]:
+        """What the coefficients of a row are multiplied with."""
+        return (1.0, self.macs, self.elements, self.weights, self.gathered)
 
 
 @dataclass(frozen=True)
@@ -64,9 +66,9 @@ class PriceTable:
     """Estimated seconds of ops on one kind of CPU, with one thread.
 
     Attributes:
-        real: coefficients of float ops by kind of work: microseconds per call, per million multiply-accumulates, per
-            million values read and written, and per million weights.
-        int8: coefficients of the kernels of one backend, and of conversions.
+        real: coefficients by kind of work for float ops: microseconds for a call, for a million multiply-accumulates,
+            for a million values read and made, for a million weights, for a million values gathered.
+        int8: the same for the kernels of one backend, and for conversions.
     """
 
     real: Rows
@@ -74,32 +76,32 @@ class PriceTable:
 
     @staticmethod
     def seconds(rows: Rows, works: Sequence[Work]) -> float | None:
-        """Sum of the estimates, or None if a kind of work has no row."""
+        """The sum over works; None where there is no row for one."""
         if any(work.kind not in rows for work in works):
             return None
         return 1e-6 * sum(a * b for work in works for a, b in zip(rows[work.kind], work.sizes, strict=True))
 
     def float_seconds(self, gm: fx.GraphModule, region: UnitRegion) -> float | None:
-        """Seconds of a region's ops in float, or None if one of them has no row."""
+        """Seconds of the ops of a region in float; None: the table does not know one of them."""
         return self.seconds(self.real, float_works(gm, region))
 
     def kernel_seconds(self, gm: fx.GraphModule, region: UnitRegion) -> float | None:
-        """Seconds of a region as one integer kernel, or None if one of its ops has no row."""
+        """Seconds of a region as one integer kernel; None: the table does not know one of its ops."""
         return self.seconds(self.int8, kernel_works(gm, region))
 
     def conversion(self, kind: str, elements: int) -> float | None:
-        """Seconds to "quantize", "dequantize", "requantize" or "measure" that many values."""
+        """Seconds to "quantize", "dequantize" or "measure" so many values."""
         return self.seconds(self.int8, (Work(kind, elements=elements / 1e6),))
 
 
 def float_works(gm: fx.GraphModule, region: UnitRegion) -> tuple[Work, ...]:
-    """Work of a region in float, where each op is a call."""
+    """What the ops of a region do in float: each is a call of its own."""
     shapes = _Shapes(gm, region)
     return tuple(_work(shapes, call, _kind(shapes, call)) for call in region.calls)
 
 
 def kernel_works(gm: fx.GraphModule, region: UnitRegion) -> tuple[Work, ...]:
-    """Work of a region as one integer kernel: its first op, and the ops that are fused to it."""
+    """What an integer kernel does: its first op is the call, the others work on what that made."""
     shapes = _Shapes(gm, region)
     first, *others = region.calls
     return (
@@ -109,7 +111,7 @@ def kernel_works(gm: fx.GraphModule, region: UnitRegion) -> tuple[Work, ...]:
 
 
 def _form(region: UnitRegion) -> str:
-    """Suffix of the kind: "_dynamic" for dynamic ranges, "_to_float" for linear layers with float output."""
+    """What the kind of a layer ends in that measures ranges, or of a linear layer that emits floats: other kernels."""
     plan = info(region.node).plan
     if plan is not None and plan.reads is not None and plan.reads.range == "measured":
         return "_dynamic"
@@ -118,7 +120,7 @@ def _form(region: UnitRegion) -> str:
 
 
 class _Shapes(fx.Interpreter):
-    """Shapes of the operands and results of a region's ops. Runs a unit's body on meta tensors for those inside it."""
+    """The shapes of what the ops of a region read and make: of those inside a unit as its body makes them of shapes."""
 
     def __init__(self, gm: fx.GraphModule, region: UnitRegion) -> None:
         self.calls, self.node = region.calls, region.node
@@ -127,24 +129,24 @@ class _Shapes(fx.Interpreter):
         if unit is None:
             return
         super().__init__(unit)
-        with torch.no_grad(), contextlib.suppress(Exception):  # a body that meta tensors cannot run
+        with torch.no_grad(), contextlib.suppress(Exception):  # a body that shapes are not enough for
             self.run(*fx.node.map_arg(region.node.args, _of_shape))
 
     def run_node(self, n: fx.Node) -> Any:
-        """Run an op of the body and record the shape of its result."""
+        """Run an op of the body."""
         value = super().run_node(n)
         if isinstance(value, Tensor):
             self.inner[n.name] = tuple(value.shape)
         return value
 
     def __getitem__(self, value: Any) -> tuple[int, ...]:
-        """Shape of an operand; that of the unit's output if it is unknown."""
+        """The shape of an argument of an op; of what is not known, that of the unit's output."""
         if isinstance(value, Inner):
-            return self.result(self.calls[value.index])
+            return self.made(self.calls[value.index])
         return info(value if isinstance(value, fx.Node) else self.node).shape or ()
 
-    def result(self, call: OpCall) -> tuple[int, ...]:
-        """Shape of an op's result."""
+    def made(self, call: OpCall) -> tuple[int, ...]:
+        """The shape of what an op makes."""
         return self.inner.get(call.name, info(self.node).shape or ())
 
 
@@ -159,12 +161,18 @@ def _weight(shapes: _Shapes, call: OpCall) -> tuple[int, ...]:
 
 
 def _kind(shapes: _Shapes, call: OpCall) -> str:
-    """Row of an op. Convolutions of all ranks share one; grouped, single-row and broadcasting ops have their own."""
+    """The row of an op: its name, and what else makes other kernels of it or of its parts.
+
+    Convolutions of all ranks share a row. Groups, a single tap, channels that fill one vector at most, broadcasting and
+    one row of a linear layer make others.
+    """
     name, weight = call.op.name, _weight(shapes, call)
     groups = call.options.get("groups", 1)
     if name.startswith("conv") and isinstance(groups, int) and groups > 1 and len(weight) > 1:
         name += "_depthwise" if weight[1] == 1 else "_grouped"
-    if name == "linear" and math.prod(shapes.result(call)[:-1]) == 1:
+    elif name.startswith("conv") and len(weight) > 1:
+        name += "_1x1" if math.prod(weight[2:]) == 1 else "_narrow" if max(weight[:2]) <= _LANES else ""
+    if name == "linear" and math.prod(shapes.made(call)[:-1]) == 1:
         name += "_row"
     if name in ("add", "sub", "mul") and len({shapes[value] for value in call.activations}) > 1:
         name += "_broadcast"
@@ -172,22 +180,24 @@ def _kind(shapes: _Shapes, call: OpCall) -> str:
 
 
 def _work(shapes: _Shapes, call: OpCall, kind: str) -> Work:
-    out, weight, macs = shapes.result(call), _weight(shapes, call), 0.0
+    out, weight, macs, gathered = shapes.made(call), _weight(shapes, call), 0.0, 0.0
     if call.op.macs is not None:
-        operand_shapes = [shapes[value] if value is not None else None for value in call.tensors.values()]
-        with contextlib.suppress(TypeError, IndexError):  # an operand is missing or has an unusual form
-            macs = call.op.macs(out, *operand_shapes) * _padding(weight, kind)
+        given = [shapes[value] if value is not None else None for value in call.tensors.values()]
+        with contextlib.suppress(TypeError, IndexError):  # written in a way of its own
+            macs = call.op.macs(out, *given) / 1e6
+            gathered = macs / max(weight[0], 1) if len(weight) > 2 else 0.0
     read = sum(math.prod(shapes[value]) for value in call.activations)
-    return Work(kind, macs / 1e6, (read + math.prod(out)) / 1e6, math.prod(weight) / 1e6 if weight else 0.0)
+    values = math.prod(weight) if weight else 0
+    return Work(kind, macs * _padding(weight, kind), (read + math.prod(out)) / 1e6, values / 1e6, gathered)
 
 
 def _padding(weight: tuple[int, ...], kind: str) -> float:
-    """Factor by which a kernel's work grows because channels are rounded up to full vectors."""
+    """How much more a kernel computes than it has to, as it computes several channels at once."""
     if len(weight) < 2 or "lstm" in kind or "gru" in kind:
         return 1.0
     outputs, inputs = weight[:2] if "transpose" not in kind else (weight[1], weight[0])
-    grown = _up(outputs, _OUTPUT_LANES) / max(outputs, 1)
-    return grown if "depthwise" in kind else grown * _up(inputs, _INPUT_LANES) / max(inputs, 1)
+    grown = _up(outputs, _LANES) / max(outputs, 1)
+    return grown if "depthwise" in kind else grown * _up(inputs, _SUMMED) / max(inputs, 1)
 
 
 def _up(count: int, step: int) -> int:
@@ -196,22 +206,22 @@ def _up(count: int, step: int) -> int:
 
 @cache
 def read_table(path: Path = FILE) -> dict[str, Any]:
-    """Coefficients in a file by kind of CPU, then "float" or backend, then kind of work."""
+    """The coefficients in a file, by kind of CPU, then by "float" or backend, then by kind of work."""
     with path.open("rb") as file:
-        table: dict[str, Any] = tomllib.load(file)
-    return table
+        found: dict[str, Any] = tomllib.load(file)
+    return found
 
 
 def table_for(backend: str, kind: str | None = None) -> PriceTable | None:
-    """Price table of a backend on a kind of CPU, by default this CPU; None if the file has no such rows."""
+    """The table of a backend's kernels on a kind of CPU, by default this one; None: nobody has measured any."""
     kind = kind or cpu.kind()
     table = read_table()
-    rows = table.get(kind) or table[_SIMILAR_CPUS[kind]]
-    kernels = backend if backend in rows else _SIMILAR_BACKENDS.get(backend)
+    rows = table.get(kind) or table[_MEASURED_LIKE[kind]]
+    kernels = backend if backend in rows else _LIKE.get(backend)
     return PriceTable(rows["float"], rows[kernels]) if kernels is not None else None
 
 
-_SIMILAR_CPUS = {"amx": "avx512_vnni", "avx2_vnni": "avx512_vnni", "neon": "avx2"}
-"""Kinds of CPU without rows, each with the kind whose int8 to float ratios are expected to be closest."""
-_SIMILAR_BACKENDS = {"fbgemm": "x86", "qnnpack": "x86"}
-"""Backends without rows, each with the backend whose rows are used instead."""
+_MEASURED_LIKE = {"amx": "avx512_vnni", "avx2_vnni": "avx512_vnni", "neon": "avx2"}
+"""Kinds of CPU that are not measured yet, with the one whose ratios of int8 to float are likely the nearest."""
+_LIKE = {"fbgemm": "x86", "qnnpack": "x86"}
+"""Backends that are not measured on each kind of CPU, with the one that stands for them."""

@@ -19,8 +19,8 @@ from fxq.graph.unit import calls_of
 
 log = logging.getLogger("fxq")
 TABLE_MARGIN = 2.0
-"""Factor by which a measured ratio of int8 to float seconds must differ from the price table's to override it. Other
-programs that share caches and execution units slow integers down by up to this factor, also in CPU time."""
+"""How far int8 over float as measured has to be from the price table's before it counts. What other programs leave of
+caches and execution units makes integers up to so many times slower, also in CPU time."""
 
 
 def regions_of(gm: fx.GraphModule, nodes: Sequence[fx.Node]) -> dict[fx.Node, UnitRegion]:
@@ -42,8 +42,8 @@ def priced_ops(
     A conversion from one grid to another, which an op needs for what it reads, counts for its integer form. An op that
     cannot be measured stays on integers: what is wrong with its kernel is for verify-lowering to find. But one that
     only moves data, as a reshape to a size that is read at run time, costs the same either way, so that its neighbours
-    decide. If the prober does not measure, prices come from the price table only. `advance` is called after each
-    measurement.
+    decide. Where the prober measures nothing, they are those that the price table knows. `advance` is called after each
+    that was measured.
     """
     ops = []
     for node, region in regions.items():
@@ -54,13 +54,13 @@ def priced_ops(
         if not prober.measures:
             ops.append(_estimated(gm, node, regions, prober) or unmeasured)
             continue
-        is_cached = prober.knows(region)
+        known = prober.knows(region)
         try:
             ops.append(_priced(gm, node, regions, prober))
         except Exception as error:  # whatever a kernel raises on random inputs
             log.warning("%s cannot be timed (%s: %s).", node.name, type(error).__name__, error)
             ops.append(unmeasured)
-        if not is_cached:
+        if not known:
             advance()
     return ops
 
@@ -72,30 +72,30 @@ def choose_by_price(
     prober: Prober,
     ops: list[Priced],
 ) -> tuple[list[Priced], list[PricedValue], set[Key]]:
-    """Choose the ops that run on integers; returns ops and values with their prices, and the chosen ops.
+    """The ops and the values with the prices that decide, and the ops that run on integers in the cheapest choice.
 
-    Uses the price table, so that the choice is reproducible, except for ops without a row, and for ops whose measured
-    ratio of int8 to float seconds clearly differs from the table's, twice.
+    The price table decides, so that the choice is the same in every process; except for ops whose measured ratio of
+    int8 to float is clearly not the table's, also when they are measured again, and for ops that it does not know.
     """
     estimates = {op.key: _estimated(gm, op.key, regions, prober) for op in ops if op.source}
     apart = [op.key for op in ops if op.source and _are_apart(op, estimates[op.key])]
     prober.costs.settle(key for node in apart for key in prober.keys(regions[node]))  # type: ignore[index]
     again = {node: _priced(gm, node, regions, prober) for node in apart}
-    priced = []
+    found = []
     for op in ops:
         estimate, measured = estimates.get(op.key), again.get(op.key, op)
         if estimate is None:
-            priced.append(measured)
+            found.append(measured)
         else:
             counts = _are_apart(measured, estimate) and prober.is_sound(regions[op.key])  # type: ignore[index]
-            priced.append(measured if counts else estimate)
+            found.append(measured if counts else estimate)
     values = priced_values(gm, nodes, regions, prober)
-    leaning = [op if estimates.get(op.key) else replace(op, real=MIN_SPEEDUP * op.real) for op in priced]
-    return priced, values, cheapest(leaning, values)
+    leaning = [replace(op, real=MIN_SPEEDUP * op.real) for op in found]
+    return found, values, cheapest(leaning, values)
 
 
 def _are_apart(measured: Priced, estimate: Priced | None) -> bool:
-    """Whether a measured ratio of int8 to float seconds clearly differs from the estimate, or there is no estimate."""
+    """Whether a measured ratio of int8 to float clearly differs from the price table's, or that knows none."""
     if estimate is None:
         return True
     ratio, wanted = measured.int8 * estimate.real, estimate.int8 * measured.real
@@ -108,7 +108,7 @@ def _priced(gm: fx.GraphModule, node: Any, regions: Mapping[fx.Node, UnitRegion]
 
 
 def _estimated(gm: fx.GraphModule, node: Any, regions: Mapping[fx.Node, UnitRegion], prober: Prober) -> Priced | None:
-    """Op priced by the price table, or None if the table lacks a row for it."""
+    """An op with its seconds by the price table; None where that does not know it."""
     seconds = prober.estimate(gm, regions[node])
     if seconds is None:
         return None
@@ -124,7 +124,7 @@ def _requantizing(gm: fx.GraphModule, node: fx.Node, prober: Prober) -> float:
 
 
 def float_ops(gm: fx.GraphModule, nodes: Sequence[fx.Node], prober: Prober) -> Iterator[tuple[fx.Node, Cost]]:
-    """Ops that run in float, with their costs: by the price table, else measured on random inputs."""
+    """The ops that run in float, with what they take: by the price table, else measured on random inputs."""
     for node in nodes:
         runs = fate_of(node) == "float" and not is_op(node, *CONVERSIONS)
         region = read_region(gm, node) if runs else None
@@ -234,16 +234,16 @@ def slower_than_float(
     """What to say where the ops that run on integers make the model slower than it is in float; None where not.
 
     Args:
-        ops: ops that could run either way; those without a price are ignored.
+        ops: the ops that could run either way; those without a price are left out.
         values: the values between them.
         integers: the ops that run on integers.
         left: seconds of the ops that run in float anyway.
     """
-    priced = [op for op in ops if op.source]
-    int8, real = left + seconds_of(integers, priced, values), left + sum(op.real for op in priced)
+    known = [op for op in ops if op.source]
+    int8, real = left + seconds_of(integers, known, values), left + sum(op.real for op in known)
     if real == 0.0 or int8 <= _CLEARLY_SLOWER * real:
         return None
-    losing = sorted((op for op in priced if op.key in integers and op.int8 > op.real), key=lambda op: op.real - op.int8)
+    losing = sorted((op for op in known if op.key in integers and op.int8 > op.real), key=lambda op: op.real - op.int8)
     names = ", ".join(f"{_named(op.key)} ({_ms(op.int8)}, in float {_ms(op.real)})" for op in losing[:_NAMED])
     return (
         f"with all that can on integers, the model is estimated to take {int8 / real:.1f} times as long as in float on "
@@ -254,7 +254,7 @@ def slower_than_float(
 
 
 _SLOWER, _CLEARLY_SLOWER, _NAMED = 1.1, 1.25, 3
-"""Slowdowns that are warned of, if measured and if estimated; number of ops that the warning names."""
+"""How much slower is worth a warning, as measured, and as the price table estimates; how many ops it names."""
 
 
 def _named(node: Any) -> str:

@@ -31,16 +31,17 @@ from fxq.runtime.binding import bind
 
 log = logging.getLogger("fxq")
 _MICRO = 1e-6
-MIN_SPEEDUP = 1.25
-"""Speedup required of a measured form over the default form, so that noise does not decide near ties."""
+MIN_SPEEDUP = 1.15
+"""How much faster than integers float has to be: in a network, where integers leave more of the caches, ops alone are
+timed too kindly; and noise does not decide between near ties."""
 
 
 class Prober:
-    """Prices for one backend: measured and cached (see `Costs`), or estimated by the price table.
+    """Prices for one backend: measured, and remembered (see `Costs`), or estimated by the price table.
 
     Attributes:
-        measures: whether it may measure; if not, it uses the price table only.
-        table: price table of the backend on this kind of CPU, or None.
+        measures: whether anything is to be measured; else only the price table is asked.
+        table: the price table of the backend on this kind of CPU, if there is one.
         own: what the backend has measured itself: these ops, and conversions, are not timed here.
     """
 
@@ -50,18 +51,18 @@ class Prober:
         self.own: Prices | None = None
 
     def estimate(self, gm: fx.GraphModule, region: UnitRegion) -> tuple[float, float] | None:
-        """Seconds as int8 and in float by the price table; None if it lacks a row or the backend has own prices."""
+        """Seconds on integers and in float by the price table; None where it has none, or the backend has its own."""
         if self.table is None or self._own(region) is not None:
             return None
         int8, real = self.table.kernel_seconds(gm, region), self.table.float_seconds(gm, region)
         return None if int8 is None or real is None else (int8, real)
 
     def estimate_float(self, gm: fx.GraphModule, region: UnitRegion) -> float | None:
-        """Seconds in float by the price table, or None as in `estimate`."""
+        """Seconds in float by the price table."""
         return None if self.table is None or self._own(region) is not None else self.table.float_seconds(gm, region)
 
     def is_sound(self, region: UnitRegion) -> bool:
-        """Whether the measured rounds of both forms of a region agree."""
+        """Whether measurements of both forms of a region agree with each other."""
         return all(map(self.costs.is_sound, self.keys(region)))
 
     def kernel(self, gm: fx.GraphModule, region: UnitRegion, ops: int | None = None) -> float:
@@ -82,7 +83,7 @@ class Prober:
         )
 
     def fastest(self, gm: fx.GraphModule, region: UnitRegion, ways: Sequence[int]) -> int:
-        """Number of a region's ops that a kernel best runs, out of `ways`: the most, unless another is clearly faster.
+        """How many of a region's ops a kernel best runs, of these numbers: the most, unless others are clearly faster.
 
         The most, where the backend has priced the region itself: that is the price of its whole.
         """
@@ -95,9 +96,9 @@ class Prober:
             return {ops: self.kernel(gm, region, part) for ops, part in parts.items()}
 
         def clearly_fastest() -> int:
-            times, most = seconds(), max(ways)
-            best = min(times, key=times.__getitem__)
-            return best if MIN_SPEEDUP * times[best] < times[most] else most
+            found, most = seconds(), max(ways)
+            best = min(found, key=found.__getitem__)
+            return best if MIN_SPEEDUP * found[best] < found[most] else most
 
         if clearly_fastest() != max(ways):
             self.costs.settle(keys)
@@ -147,8 +148,8 @@ class Prober:
             return estimate
         measures = measures_of(quantize)
         asked = options_of(measures[0])
-        reduction = f"{_shape(info(quantize.all_input_nodes[0]))} from {asked['axis']}"
-        key = f"{self.backend.name} {_threads()}: measure {'' if asked['symmetric'] else 'a range of '}{reduction}"
+        what = f"{_shape(info(quantize.all_input_nodes[0]))} from {asked['axis']}"
+        key = f"{self.backend.name} {_threads()}: measure {'' if asked['symmetric'] else 'a range of '}{what}"
         return self.costs.seconds(key, lambda: _call(self._lowered(gm, region_of((*measures, quantize)).to_graph())))
 
     def quantize(self, elements: int) -> float:
@@ -184,12 +185,12 @@ class Prober:
         return self.costs.of_size(f"{self.backend.name} {_threads()}: {op}", elements, prepare)
 
     def requantize(self, gm: fx.GraphModule, region: UnitRegion) -> float:
-        """Seconds to requantize the integers of a region to another grid."""
+        """Seconds to bring integers to another grid."""
         estimate = self._estimate("requantize", math.prod(info(region.node).shape or ())) if self.own is None else None
         return self.kernel(gm, region) if estimate is None else estimate
 
     def _estimate(self, conversion: str, elements: int) -> float | None:
-        """Seconds of a conversion by the price table; without a row, None, or 0 if nothing may be measured."""
+        """Seconds of a conversion by the price table; 0 for one that it does not know where nothing is measured."""
         seconds = self.table.conversion(conversion, elements) if self.table is not None else None
         return 0.0 if seconds is None and not self.measures else seconds
 

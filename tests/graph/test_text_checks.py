@@ -25,7 +25,6 @@ pytestmark = pytest.mark.any_cpu
         ("y = relu(x, Decision('float'))", "a Decision is no argument of a call"),
         ("y = relu([{'a': (1, Cost(float_us=1.0))}])", "a Cost is no argument of a call"),
         ("y = relu({x: 1})", "there is no value 'x'"),
-        ("y = relu({(1, 2): x})", "expected a value"),
         ("y = relu({Cost(float_us=1.0): 1})", "expected a value"),
         ("return Decision('float')", "a Decision is no argument of a call"),
         ("y = relu('text')", "relu takes tensors, and no text"),

@@ -128,8 +128,9 @@ def rounds_of(price):
 @pytest.mark.parametrize("wins", ["int8", "float"])
 def test_noise_changes_no_decision(plant_table, monkeypatch, noise, wins):
     """The price table decides near ties: a measurement that is off by less than the margin does not count."""
-    plant_table(lambda key: 0.1 if "quantize" in key else 1.0 if key.startswith(wins) else 1.1)
-    known = rounds_of(lambda key: (noise if int8(key) else 1.0) * (1.0 if int8(key) == (wins == "int8") else 1.1))
+    loses = 1.1 if wins == "int8" else 1.5
+    plant_table(lambda key: 0.1 if "quantize" in key else 1.0 if key.startswith(wins) else loses)
+    known = rounds_of(lambda key: (noise if int8(key) else 1.0) * (1.0 if int8(key) == (wins == "int8") else loses))
     monkeypatch.setattr(costs, "machine_costs", lambda: known)
     model, x = settled(Three), torch.rand(2, 3, 8, 8)
     with warnings.catch_warnings():
