@@ -297,20 +297,19 @@ def test_an_engine_prices_what_is_left_of_opened_units(monkeypatch, optimize):
     monkeypatch.setattr("fxq.cost.cache.measure", None)
     net = Sum().eval(), torch.randn(2, 3, 4, 4)
     qmodel = quantized(net, ENGINE.with_backend(own.PricedEngine).with_optimize(optimize))
+    real, int8 = (10.0, pytest.approx(1.0)) if optimize == "speed" else (None, None)  # coverage asks for no prices
     assert [(e.name, e.fate, e.float_us, e.int8_us) for e in qmodel.ledger] == [
-        ("a", "int8", 10.0, pytest.approx(1.0)),
-        ("b", "int8", 10.0, pytest.approx(1.0)),
-        ("add", "float", 10.0, None),
+        ("a", "int8", real, int8),
+        ("b", "int8", real, int8),
+        ("add", "float", real, None),
     ]
 
 
-def test_an_engine_s_prices_say_that_it_is_slower_than_float(net, monkeypatch):
-    monkeypatch.setattr("fxq.cost.cache.measure", None)
-    said = (
-        r"take 1\.\d times as long as in float on this machine: .* most: transpose \(0.03 ms, in float 0.01 ms\), mean"
-    )
-    with pytest.warns(fxq.FxqWarning, match=said):
-        fxq.quantize(net[0], ENGINE.with_backend(own.PricedEngine), data=[net[1]])
+def test_coverage_asks_an_engine_for_no_prices(net, monkeypatch):
+    """All that can run on integers does, whatever it takes."""
+    monkeypatch.setattr(own.PricedEngine, "prices", None)
+    qmodel = quantized(net, ENGINE.with_backend(own.PricedEngine))
+    assert all(e.float_us is None for e in qmodel.ledger) and any(e.fate == "int8" for e in qmodel.ledger)
 
 
 # ---- wrong ones

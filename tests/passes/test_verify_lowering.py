@@ -215,7 +215,7 @@ def test_ties_are_no_error():
     [
         (Quantize, "residual", X86),
         (Dequantize, "squeeze_excite", X86.override(fxq.op("hardsigmoid"), fxq.FLOAT)),
-        (PReLUQuantize, "prelu_chain", X86),
+        (PReLUQuantize, "prelu_chain", X86.override(fxq.op("prelu"), fxq.FLOAT)),
     ],
 )
 def test_wrong_conversions_are_put_back(monkeypatch, kernel, name, recipe):
