@@ -242,3 +242,13 @@ def test_doctor_compiles_only(run, monkeypatch):
     assert "compiled by Numba" in run("doctor", "--compile").stdout
     monkeypatch.setattr(compiler, "missing", lambda name: "No module named 'numba'")
     assert "pip install fxq[jit]" in run("doctor", "--compile").stderr
+
+
+def test_a_preset_is_known_where_nothing_else_of_fxq_was_imported(tmp_path):
+    """The command's own process: presets name passes, which register when `fxq.public` is imported."""
+    (tmp_path / "net.py").write_text(SOURCE)
+    command = [sys.executable, "-c", "from fxq.cli import main; main()"]
+    command += ["quantize", "net:model", "--data", "net:batches", "-o", "net.fxq"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "net.fxq").exists()

@@ -219,3 +219,20 @@ def test_a_recurrent_layer_with_a_parametrization_is_trained(kind, parametrizati
     qmodel = fxq.convert(copy.deepcopy(trained))
     with torch.no_grad():
         assert sqnr(model(x), qmodel(x)) > 25
+
+
+class LeavesOut(nn.Module):
+    """Takes an input that may be left out before any number of others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x, y=None, *rest):
+        return self.layer(x)
+
+
+def test_an_input_that_is_left_out_before_others():
+    x, model = torch.randn(4, 8), LeavesOut().eval()
+    qmodel = fxq.quantize(model, fxq.Recipe.static(backend="reference", optimize="coverage"), data=[(x,)] * 2)
+    assert sqnr(model(x), qmodel(x)) > 30
