@@ -198,7 +198,7 @@ def test_what_could_not_be_timed_says_why(browser, tmp_path):
 
     qmodel = fxq.quantize(Nested().eval(), REFERENCE, data=[({1: torch.rand(2, 4)},)])
     with opened(browser, qmodel.report(tmp_path / "r.html"), "tab=time") as page:
-        assert "Not timed: input 0 is no tensor" in page.locator("#view-time").inner_text()
+        assert "Not timed: input 0 is not a tensor" in page.locator("#view-time").inner_text()
 
 
 # ---- all of it
