@@ -3,9 +3,7 @@
 import gc
 import importlib
 import os
-import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,8 +14,9 @@ from fxq.common import timed_calls
 from fxq.cost import cache as costs
 from fxq.cost import probe
 from fxq.graph.info import info
-from tests.browser import chromium
-from tests.helpers import REFERENCE
+from scripts.networks import demo, resnet
+from tests.support.browser import chromium
+from tests.support.helpers import REFERENCE
 
 # Order of summation, and so the tests' numbers, must not depend on the machine. And small tensors are slower on several
 # threads, much slower where other programs run.
@@ -58,10 +57,9 @@ def seeded():
 
 
 @pytest.fixture
-def script(monkeypatch):
-    """Imports a script by name."""
-    monkeypatch.syspath_prepend(Path(__file__).resolve().parent.parent / "scripts")
-    return importlib.import_module
+def script():
+    """Imports a script by its name below `scripts`."""
+    return lambda name: importlib.import_module(f"scripts.{name}")
 
 
 class IntegersAreFree(costs.Costs):
@@ -152,14 +150,8 @@ def browser():
 
 @pytest.fixture(scope="session")
 def networks():
-    """The modules `networks` and `networks_resnet` of scripts/."""
-    names = ("networks", "networks_resnet")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(Path(__file__).resolve().parent.parent / "scripts"))
-        found = [importlib.import_module(name) for name in names]
-    for name in names:
-        sys.modules.pop(name)
-    return found
+    """Modules of the demo's networks and of ResNets, in `scripts`."""
+    return demo, resnet
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ import fxq
 
 pytestmark = pytest.mark.any_cpu
 
-SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def picture(width=80, height=60):
@@ -37,7 +37,7 @@ def picture(width=80, height=60):
     ],
 )
 def test_networks_for_faces_have_the_outputs_they_say(script, name, side, shapes):
-    network = getattr(script("networks_trained"), name)().eval()
+    network = getattr(script("networks.trained"), name)().eval()
     with torch.no_grad():
         found = network(torch.randn(2, 3, side, side))
     assert [tuple(x.shape) for x in found] == shapes
@@ -46,14 +46,14 @@ def test_networks_for_faces_have_the_outputs_they_say(script, name, side, shapes
 
 def test_pitches_are_likely_to_some_degree(script):
     with torch.no_grad():
-        found = script("networks_trained").Crepe().eval()(torch.randn(2, 1024))
+        found = script("networks.trained").Crepe().eval()(torch.randn(2, 1024))
     assert found.shape == (2, 360)
     assert 0 < found.min() < found.max() < 1
 
 
 def test_layers_that_look_back_do_not_see_what_follows(script):
     torch.manual_seed(0)
-    layer = script("networks_sequence").BertLayer(width=8, heads=2, inner=16, causal=True).eval()
+    layer = script("networks.sequence").BertLayer(width=8, heads=2, inner=16, causal=True).eval()
     x = torch.randn(1, 5, 8)
     changed = torch.cat([x[:, :3], torch.randn(1, 2, 8)], 1)
     with torch.no_grad():
@@ -66,7 +66,7 @@ def test_layers_that_look_back_do_not_see_what_follows(script):
 
 
 def test_crops_are_the_same_for_the_same_seed(script):
-    data = script("accuracy_data")
+    data = script("bench.accuracy_data")
     found = data.crops(picture(), 3, "a", side=16)
     assert found.shape == (3, 3, 16, 16)
     assert found.min() >= -127 / 128 and found.max() <= 1
@@ -76,7 +76,7 @@ def test_crops_are_the_same_for_the_same_seed(script):
 
 
 def test_crops_of_photographs_are_alike_many_of_each(script, monkeypatch):
-    data = script("accuracy_data")
+    data = script("bench.accuracy_data")
     colours = {"dark": (7, 7, 7), "light": (207, 207, 207)}
     monkeypatch.setattr(data, "photograph", lambda name: Image.new("RGB", (40, 30), colours[name]))
     found = data.crops_of(["dark", "light"], 7, "seed")
@@ -85,28 +85,28 @@ def test_crops_of_photographs_are_alike_many_of_each(script, monkeypatch):
 
 
 def test_photographs_say_how_to_get_them(script, monkeypatch):
-    data = script("accuracy_data")
-    monkeypatch.setattr(script("demo_sequence_data"), "find_spec", lambda name: None)
-    with pytest.raises(script("demo_sequence_data").Missing, match=r"skimage is not installed: .*scikit-image=="):
+    data = script("bench.accuracy_data")
+    monkeypatch.setattr(script("demo.sequence_data"), "find_spec", lambda name: None)
+    with pytest.raises(script("demo.sequence_data").Missing, match=r"skimage is not installed: .*scikit-image=="):
         data.photograph("chelsea.png")
     assert data.photograph("china.jpg").size == (640, 427)
 
 
 def test_tones_have_the_pitch_and_the_loudness_that_they_should(script):
-    found = script("accuracy_data").tones(20, seed=3)
+    found = script("bench.accuracy_data").tones(20, seed=3)
     assert found.shape == (20, 1024)
     assert torch.allclose(found.mean(1), torch.zeros(20), atol=1e-5)
     assert torch.allclose(found.std(1), torch.ones(20), atol=1e-4)
     loudest = torch.fft.rfft(found).abs().argmax(1) * 16_000 / 1024
     assert loudest.min() >= 40 and loudest.max() <= 8000
-    assert torch.equal(found, script("accuracy_data").tones(20, seed=3))
+    assert torch.equal(found, script("bench.accuracy_data").tones(20, seed=3))
 
 
 # ---- the cascade
 
 
 def test_boxes_overlap_by_what_they_share(script):
-    faces = script("accuracy_faces")
+    faces = script("bench.accuracy_faces")
     a, b = torch.tensor([[0.0, 0, 4, 4]]), torch.tensor([[2.0, 0, 4, 4], [0, 0, 4, 4], [5, 5, 6, 6]])
     assert faces.overlap(a, b).tolist() == [[0.5, 1.0, 0.0]]
     assert faces.overlap(a, b, of_smaller=True).tolist() == [[1.0, 1.0, 0.0]]
@@ -114,16 +114,16 @@ def test_boxes_overlap_by_what_they_share(script):
 
 def test_of_boxes_on_one_another_the_likeliest_stays(script):
     boxes = torch.tensor([[0.0, 0, 10, 10], [1, 0, 10, 10], [20, 20, 30, 30]])
-    kept = script("accuracy_faces").best(boxes, torch.tensor([0.8, 0.9, 0.7]), most=0.5)
+    kept = script("bench.accuracy_faces").best(boxes, torch.tensor([0.8, 0.9, 0.7]), most=0.5)
     assert kept.tolist() == [1, 2]
-    assert len(script("accuracy_faces").best(boxes[:0], torch.zeros(0), most=0.5)) == 0
+    assert len(script("bench.accuracy_faces").best(boxes[:0], torch.zeros(0), most=0.5)) == 0
 
 
 def test_a_box_is_in_one_pair_at_most(script):
     """The second of the wanted ones lies on the found one, too, but not as closely."""
     wanted, found = torch.tensor([[0.0, 0, 10, 10], [0, 0, 10, 8]]), torch.tensor([[0.0, 0, 10, 10]])
-    subjects = script("accuracy_subjects")
-    assert script("accuracy_faces").matched(wanted, found) == [1.0]
+    subjects = script("bench.accuracy_subjects")
+    assert script("bench.accuracy_faces").matched(wanted, found) == [1.0]
     numbers = subjects.same_faces([wanted, found], [found, torch.tensor([[50.0, 50, 60, 60]])])
     assert numbers == {"same faces": 1, "of": 3, "others": 1, "mean box IoU": 1.0}
     assert subjects.same_faces([found], [found[:0]])["mean box IoU"] == 0.0
@@ -132,7 +132,7 @@ def test_a_box_is_in_one_pair_at_most(script):
 @pytest.mark.parametrize("corner", [(0, 0), (40, 24)])
 def test_the_cascade_finds_what_the_networks_take_for_a_face(script, corner):
     """Networks that take what is bright for a face: a white square of 40 pixels on black."""
-    faces = script("accuracy_faces")
+    faces = script("bench.accuracy_faces")
     image, (left, top) = torch.zeros(3, 90, 120), corner
     image[:, top : top + 40, left : left + 40] = 255.0
 
@@ -157,7 +157,7 @@ def test_the_cascade_finds_what_the_networks_take_for_a_face(script, corner):
 
 def test_agreement_has_its_standard_error(script):
     """3 of 4 the same: 100 · sqrt(0.75 · 0.25 / 4) points."""
-    found = script("accuracy_subjects").agreement(torch.eye(4), torch.eye(4)[[0, 1, 2, 0]])
+    found = script("bench.accuracy_subjects").agreement(torch.eye(4), torch.eye(4)[[0, 1, 2, 0]])
     assert found["agreement, %"] == 75.0
     assert found["± points"] == pytest.approx(100 * math.sqrt(0.75 * 0.25 / 4))
     assert found["SQNR, dB"] == pytest.approx(10 * math.log10(4 / 2))
@@ -165,7 +165,7 @@ def test_agreement_has_its_standard_error(script):
 
 def test_what_a_search_finds_beside_float_and_the_default(script):
     """On a network of four classes: the search keeps the target, and a row says what each takes of layers in float."""
-    bench = script("bench_search")
+    bench = script("bench.search")
     torch.manual_seed(0)
     layers = torch.nn.Conv2d(3, 16, 3), torch.nn.ReLU(), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten()
     model = torch.nn.Sequential(*layers, torch.nn.Linear(16, 4)).eval()
@@ -183,7 +183,7 @@ def test_what_a_search_finds_beside_float_and_the_default(script):
 
 
 def test_sizes_that_differ_are_left_open(script):
-    contenders = script("accuracy_contenders")
+    contenders = script("bench.accuracy_contenders")
     data = [(torch.zeros(2, 3, 8), torch.zeros(2, 5)), (torch.zeros(4, 3, 9), torch.zeros(4, 5))]
     assert contenders.open_sizes(data) == {"input0": {0: "size0", 2: "size2"}, "input1": {0: "size0"}}
     assert [row["input0"].shape for row in contenders.single(data)] == [(1, 3, 8)] * 2 + [(1, 3, 9)] * 4
@@ -191,14 +191,14 @@ def test_sizes_that_differ_are_left_open(script):
 
 def test_fxq_stands_with_each_observer_once(script):
     """But for its default, which is `fxq static`."""
-    made = script("accuracy_contenders")
+    made = script("bench.accuracy_contenders")
     others = {f"fxq {name}" for name in made.OBSERVERS if name != fxq.Recipe.static().config.activation.observer}
     assert set(made.contenders(observers=True)) - set(made.contenders()) == others
 
 
 def test_what_fails_has_its_reason_in_the_table(script):
-    bench, subjects = script("bench_accuracy"), script("accuracy_subjects")
-    part = script("demo_sequence_subjects").Part(torch.nn.Identity(), (torch.eye(2),), [(torch.eye(2),)])
+    bench, subjects = script("bench.accuracy"), script("bench.accuracy_subjects")
+    part = script("demo.sequence_subjects").Part(torch.nn.Identity(), (torch.eye(2),), [(torch.eye(2),)])
     subject = subjects.Subject("net", [part], lambda calls: calls[0](torch.eye(2)), subjects.agreement)
 
     def fails(part, is_transformer):
@@ -215,7 +215,7 @@ def test_what_fails_has_its_reason_in_the_table(script):
 
 
 def test_texts_are_cut_into_pieces_that_share_nothing(script):
-    text = script("demo_accuracy_text")
+    text = script("demo.accuracy_text")
     assert text.numbered("Ab é") == [0, 1, text.CHARACTERS.index(" "), text.OTHER]
     train, judged = text.pieces(100)
     assert train.shape[1] == judged.shape[1] == text.LENGTH + 1
@@ -229,8 +229,8 @@ def test_texts_are_cut_into_pieces_that_share_nothing(script):
 @pytest.mark.slow
 def test_bench_accuracy_measures_the_digits_network(tmp_path):
     path = tmp_path / "numbers.json"
-    command = [sys.executable, str(SCRIPTS / "bench_accuracy.py"), "--only", "digits", "--json", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    command = [sys.executable, "-m", "scripts.bench.accuracy", "--only", "digits", "--json", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     rows = {row["contender"]: row for row in json.loads(path.read_text())["tables"]["digits"]}
     assert rows["float"]["accuracy, %"] > 99
@@ -242,8 +242,8 @@ def test_bench_accuracy_measures_the_digits_network(tmp_path):
 
 @pytest.mark.slow
 def test_demo_accuracy_writes_reports_and_pictures(tmp_path):
-    command = [sys.executable, str(SCRIPTS / "demo_accuracy.py"), "--quick", "--only", "resolution"]
-    done = subprocess.run([*command, "--out", str(tmp_path)], capture_output=True, text=True, timeout=300)
+    command = [sys.executable, "-m", "scripts.demo.accuracy", "--quick", "--only", "resolution"]
+    done = subprocess.run([*command, "--out", str(tmp_path)], capture_output=True, text=True, timeout=300, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert "PSNR, dB" in done.stdout
     assert (tmp_path / "resolution" / "report.html").stat().st_size > 500

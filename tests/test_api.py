@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fxq
 from fxq.rewriting.rewriter import Rewriter
-from tests.graphs import equal
-from tests.helpers import REFERENCE, module
-from tests.models import NETWORKS, batch, build, call
+from tests.support.graphs import equal
+from tests.support.helpers import REFERENCE, module
+from tests.support.models import NETWORKS, batch, build, call
 
 X = torch.rand(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 

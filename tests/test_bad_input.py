@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import fxq
-from tests.helpers import REFERENCE, module
+from tests.support.helpers import REFERENCE, module
 
 X = torch.linspace(-1, 1, 2 * 3 * 8 * 8).reshape(2, 3, 8, 8)
 NAN, INF = float("nan"), float("inf")

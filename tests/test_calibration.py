@@ -14,7 +14,7 @@ import fxq
 from fxq.backends.engines import engine
 from fxq.errors import CalibrationError, FxqError, InputError
 from fxq.pipeline.calibration_state import observers_of
-from tests.calibrations import (
+from tests.support.calibrations import (
     SHARES,
     calibrated,
     data,
@@ -27,8 +27,8 @@ from tests.calibrations import (
     seen,
     whole,
 )
-from tests.helpers import module
-from tests.processes import dying, killed, on_ranks
+from tests.support.helpers import module
+from tests.support.processes import dying, killed, on_ranks
 
 pytestmark = pytest.mark.any_cpu
 

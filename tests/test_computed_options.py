@@ -7,8 +7,8 @@ from torch import nn
 
 import fxq
 from fxq.common.metrics import sqnr
-from tests.graphs import expected, full_text, graph
-from tests.helpers import module
+from tests.support.graphs import expected, full_text, graph
+from tests.support.helpers import module
 
 RANDOM = torch.Generator().manual_seed(0)
 X, OTHER = torch.randn(4, 3, 12, 12, generator=RANDOM), torch.randn(2, 3, 20, 16, generator=RANDOM)

@@ -1,30 +1,18 @@
-"""scripts/run_coverage.py on models of its own: what it measures, and that no model can stop it."""
+"""scripts/coverage/run.py on models of its own: what it measures, and that no model can stop it."""
 
-import importlib.util
 import math
 import os
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
-
-
-@pytest.fixture(scope="module")
-def scripts():
-    """run_coverage.py, by its path: there is a package of that name."""
-    sys.path.insert(0, str(SCRIPTS))
-    try:
-        spec = importlib.util.spec_from_file_location("coverage_script", SCRIPTS / "run_coverage.py")
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        yield module
-    finally:
-        sys.path.remove(str(SCRIPTS))
+from scripts.coverage import measure, models, run
+from scripts.coverage.models import enliven
+from scripts.coverage.others import rounding
+from scripts.coverage.outputs import sqnr
 
 
 def tiny():
@@ -42,26 +30,24 @@ class Broken(nn.Module):
         return self.how(x)
 
 
-def subject(scripts, name, make):
+def subject(name, make):
     def image(model, generator):
         return torch.randn(2, 3, 12, 12, generator=generator)
 
-    return scripts.Subject("torchvision", name, make, image)
+    return run.Subject("torchvision", name, make, image)
 
 
 @pytest.fixture
-def measured(scripts, monkeypatch):
+def measured(monkeypatch):
     """Measure a model in a process of its own, as the script does; no package is needed."""
     import multiprocessing
 
-    import coverage_models
-
     def measure(make, timeout=120.0):
-        one = subject(scripts, "model", make)
-        monkeypatch.setattr(coverage_models, "load", lambda suite: None)
-        monkeypatch.setattr(scripts, "SUBJECTS", (one,))
+        one = subject("model", make)
+        monkeypatch.setattr(models, "load", lambda suite: None)
+        monkeypatch.setattr(run, "SUBJECTS", (one,))
         options = {"backend": "auto", "optimize": "coverage"}
-        return scripts.run(one, options, ("dynamic", "weight_only"), timeout, multiprocessing.get_context("fork"))
+        return run.run(one, options, ("dynamic", "weight_only"), timeout, multiprocessing.get_context("fork"))
 
     return measure
 
@@ -91,18 +77,16 @@ class Twice(nn.Module):
 
 @pytest.mark.parametrize("engine", ["jit", "openvino", "onnxruntime"])
 @pytest.mark.any_cpu
-def test_an_engine_and_what_it_leaves(scripts, monkeypatch, engine):
+def test_an_engine_and_what_it_leaves(monkeypatch, engine):
     """In this process: threads of an engine that ran before would not be in another one that is forked."""
     pytest.importorskip("numba" if engine == "jit" else engine)
-    import coverage_measure
-
-    monkeypatch.setattr("coverage_models.load", lambda suite: None)
+    monkeypatch.setattr("scripts.coverage.models.load", lambda suite: None)
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
 
     def measured(make):
         reports = []
         options = {"backend": engine, "optimize": "coverage"}
-        coverage_measure.measure(subject(scripts, "model", make), options, (), reports.append)
+        measure.measure(subject("model", make), options, (), reports.append)
         return reports[-1]
 
     whole, parts = measured(tiny), measured(Twice)
@@ -135,9 +119,7 @@ def test_a_model_that_hangs_is_a_row(measured):
     assert time.monotonic() - start < 20
 
 
-def test_sqnr_is_that_of_the_worst_output(scripts):
-    from coverage_outputs import sqnr
-
+def test_sqnr_is_that_of_the_worst_output():
     x, y = torch.tensor([3.0, 4.0]), torch.tensor([10.0])
     near = {"a": torch.tensor([3.0, 4.5]), "b": [torch.tensor([11.0]), torch.tensor([1])]}
     assert sqnr({"a": x, "b": [y, torch.tensor([2])]}, near) == pytest.approx(20.0)  # 25 / 0.25; the other 100 / 1
@@ -145,10 +127,7 @@ def test_sqnr_is_that_of_the_worst_output(scripts):
     assert math.isnan(sqnr(x, x / 0))
 
 
-def test_rounding_rounds_inputs_and_weights(scripts):
-    from coverage_others import rounding
-    from coverage_outputs import sqnr
-
+def test_rounding_rounds_inputs_and_weights():
     torch.manual_seed(0)
     model = nn.Linear(16, 8).eval().requires_grad_(False)
     data, fresh = [torch.rand(32, 16)], torch.rand(32, 16)
@@ -176,19 +155,17 @@ def test_rounding_rounds_inputs_and_weights(scripts):
         (math.nan, None, None, "not finite"),
     ],
 )
-def test_verdict(scripts, sqnr, torch_ao, rounding, verdict):
-    result = scripts.Result("m", "timm", "done", sqnr=sqnr, kernels=50.0, torch_ao=torch_ao, rounding=rounding)
+def test_verdict(sqnr, torch_ao, rounding, verdict):
+    result = run.Result("m", "timm", "done", sqnr=sqnr, kernels=50.0, torch_ao=torch_ao, rounding=rounding)
     assert result.verdict == verdict
 
 
-def test_a_wrong_kernel_is_never_ok(scripts):
-    result = scripts.Result("m", "timm", "done", sqnr=40.0, kernels=50.0, put_back=["conv"])
+def test_a_wrong_kernel_is_never_ok():
+    result = run.Result("m", "timm", "done", sqnr=40.0, kernels=50.0, put_back=["conv"])
     assert result.verdict == "1 wrong kernels"
 
 
-def test_what_begins_at_nothing_is_given_a_size(scripts):
-    from coverage_models import enliven
-
+def test_what_begins_at_nothing_is_given_a_size():
     torch.manual_seed(0)
     model = nn.Module()
     model.layer_scale = nn.Parameter(torch.full((8, 1, 1), 1e-6))
@@ -206,34 +183,34 @@ def test_what_begins_at_nothing_is_given_a_size(scripts):
     assert torch.equal(model.linear.weight, kept)
 
 
-def test_models_are_chosen_by_suite_and_glob(scripts):
-    names = [str(s) for s in scripts.SUBJECTS]
+def test_models_are_chosen_by_suite_and_glob():
+    names = [str(s) for s in run.SUBJECTS]
     assert len(names) == len(set(names))
-    assert [str(s) for s in scripts.selected(("torchvision",), ["resnet*"])] == [
+    assert [str(s) for s in run.selected(("torchvision",), ["resnet*"])] == [
         "torchvision/resnet18",
         "torchvision/resnet50",
     ]
-    assert [s.suite for s in scripts.selected(scripts.SUITES, ["*/densenet121"])] == ["torchvision", "timm"]
-    assert len(scripts.selected(("timm",), [])) >= 60
-    assert len(scripts.selected(("transformers",), [])) >= 12
+    assert [s.suite for s in run.selected(run.SUITES, ["*/densenet121"])] == ["torchvision", "timm"]
+    assert len(run.selected(("timm",), [])) >= 60
+    assert len(run.selected(("transformers",), [])) >= 12
 
 
-def test_a_missing_package_is_said_with_the_way_to_get_it(scripts, monkeypatch):
+def test_a_missing_package_is_said_with_the_way_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "timm", None)
-    monkeypatch.setattr("coverage_models.import_torchvision", lambda: None)
+    monkeypatch.setattr("scripts.coverage.models.import_torchvision", lambda: None)
     with pytest.raises(SystemExit, match=r"timm cannot be loaded .*\n +pip install --no-deps timm"):
-        scripts.installed(["timm"], demanded=True)
-    assert scripts.installed(["timm"], demanded=False) == []
+        run.installed(["timm"], demanded=True)
+    assert run.installed(["timm"], demanded=False) == []
 
 
-def test_summary_counts(scripts):
+def test_summary_counts():
     def done(**known):
-        return scripts.Result("m", "timm", "done", **{"sqnr": 30.0, "kernels": 50.0, "seconds": 2.0, **known})
+        return run.Result("m", "timm", "done", **{"sqnr": 30.0, "kernels": 50.0, "seconds": 2.0, **known})
 
     results = [
         done(plain=28.0, dynamic=25.0, weight_only=9.0),
         done(plain=10.0, sqnr=9.0, rounding=9.0, leaves={"a": "b"}),
-        scripts.Result("m", "timm", "quantize", "E: x"),
+        run.Result("m", "timm", "quantize", "E: x"),
     ]
-    cells = [cell.strip() for cell in scripts.summary(results).splitlines()[2].strip("|").split("|")]
+    cells = [cell.strip() for cell in run.summary(results).splitlines()[2].strip("|").split("|")]
     assert cells == ["timm", "3", "2", "1", "", "0", "1", "19.5", "19", "1", "1", "0", "1", "0", "2"]

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 import fxq
 from fxq.cli import main
-from tests.processes import apart
+from tests.support.processes import apart
 
 pytestmark = pytest.mark.any_cpu
 

@@ -9,8 +9,8 @@ from torch import nn
 
 import fxq
 from fxq.errors import InputError, RecipeError
-from tests.helpers import module
-from tests.machine import decibels, needs_x86, quiet
+from tests.support.helpers import module
+from tests.support.machine import decibels, needs_x86, quiet
 
 DYNAMIC = fxq.Recipe.dynamic(optimize="coverage")
 SYMMETRIC = fxq.TensorSpec(symmetric=True, range="measured")

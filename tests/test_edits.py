@@ -17,9 +17,9 @@ from fxq.backends.x86.onednn_conv import OnednnConv
 from fxq.backends.x86.onednn_linear import OnednnLinear
 from fxq.errors import BackendError, InputError
 from fxq.quant.qparams import QParams
-from tests.helpers import module
-from tests.kernels import weight
-from tests.machine import needs_x86
+from tests.support.helpers import module
+from tests.support.kernels import weight
+from tests.support.machine import needs_x86
 
 X = torch.linspace(-1, 1, 2 * 3 * 8 * 8).reshape(2, 3, 8, 8)
 ONEDNN = needs_x86

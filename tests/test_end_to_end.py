@@ -14,10 +14,10 @@ from fxq.backends.layer_kernel import LayerKernel
 from fxq.common.metrics import sqnr, tensors
 from fxq.errors import warn_once
 from fxq.graph.info import info
-from tests.graphs import again, equal, stepwise
-from tests.helpers import REFERENCE, module
-from tests.machine import X86, decibels, needs_vnni, needs_x86, portable, quiet
-from tests.models import NETWORKS, batch, build, call, settled
+from tests.support.graphs import again, equal, stepwise
+from tests.support.helpers import REFERENCE, module
+from tests.support.machine import X86, decibels, needs_vnni, needs_x86, portable, quiet
+from tests.support.models import NETWORKS, batch, build, call, settled
 
 BACKENDS = ["reference", pytest.param("x86", marks=needs_x86)]
 

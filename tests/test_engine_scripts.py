@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.machine import needs_x86
+from tests.support.machine import needs_x86
 
 pytestmark = pytest.mark.any_cpu
 
-SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def cells(bench, batch=1):
@@ -32,14 +32,14 @@ def cells(bench, batch=1):
 
 @pytest.mark.parametrize("name", ["UNet", "ConvNeXt"])
 def test_small_networks_have_the_outputs_they_say(script, name):
-    model = getattr(script("networks_small"), name)().eval()
+    model = getattr(script("networks.small"), name)().eval()
     with torch.no_grad():
         assert model(torch.randn(2, 3, 64, 32)).shape == {"UNet": (2, 4, 64, 32), "ConvNeXt": (2, 1000)}[name]
 
 
 @pytest.mark.parametrize("batch", [1, 8])
 def test_a_case_is_timed_at_any_batch_size_and_calibrated_alike(script, batch):
-    cases = script("engine_cases")
+    cases = script("bench.engine_cases")
     data = [torch.arange(3.0)[:, None], torch.arange(3.0, 20.0)[:, None]]
     case = cases.EngineCase(torch.nn.Identity(), data, torch.tensor([[7.0], [8.0], [9.0]]), data[0]).timed_at(batch)
     assert case.timed.flatten().tolist() == [7.0, 8.0, 9.0, 7.0, 8.0, 9.0, 7.0, 8.0][:batch]
@@ -49,7 +49,7 @@ def test_a_case_is_timed_at_any_batch_size_and_calibrated_alike(script, batch):
 
 
 def test_fxq_is_compared_with_the_fastest_other_that_is_right(script):
-    bench = script("bench_engines")
+    bench = script("bench.engines")
     assert bench.best_other(cells(bench)[:5]).contender == "nncf"
     lines = bench.summary(cells(bench)).splitlines()
     assert lines[2].split() == ["a", "1", "1.000", "x86", "2.000", "nncf", "0.50"]
@@ -58,7 +58,7 @@ def test_fxq_is_compared_with_the_fastest_other_that_is_right(script):
 
 
 def test_a_contender_that_is_wrong_or_fails_says_so(script):
-    bench = script("bench_engines")
+    bench = script("bench.engines")
     rows = {line.partition("  ")[0]: line for line in bench.table(cells(bench)[:5]).splitlines()}
     assert rows["torch.ao"].endswith("wrong")
     assert not rows["nncf"].endswith("wrong")
@@ -66,7 +66,7 @@ def test_a_contender_that_is_wrong_or_fails_says_so(script):
 
 
 def test_numbers_of_another_machine_are_not_mixed_in(script, tmp_path):
-    bench = script("bench_engines")
+    bench = script("bench.engines")
     path = tmp_path / "numbers.json"
     assert bench.read(path, {"CPU": "this"}) == {}
     path.write_text(json.dumps({"machine": {"CPU": "other"}, "cells": []}))
@@ -80,9 +80,9 @@ def test_bench_engines_measures_what_is_installed_and_adds_to_a_file(tmp_path):
     path = tmp_path / "numbers.json"
     for names in (("float eager", "nncf", "fxq x86"), ("float onnxruntime", "onnxruntime", "fxq onnxruntime")):
         chosen = [part for name in names for part in ("--contender", name)]
-        command = [sys.executable, str(SCRIPTS / "bench_engines.py"), "--only", "digits", "--cpu-time", *chosen]
+        command = [sys.executable, "-m", "scripts.bench.engines", "--only", "digits", "--cpu-time", *chosen]
         done = subprocess.run(
-            [*command, "--seconds", "0.1", "--json", str(path)], capture_output=True, text=True, timeout=300
+            [*command, "--seconds", "0.1", "--json", str(path)], capture_output=True, text=True, timeout=300, cwd=ROOT
         )
         assert done.returncode == 0, done.stderr
     found = {cell["contender"]: cell for cell in json.loads(path.read_text())["cells"]}

@@ -16,7 +16,7 @@ from fxq.backends.packed.quantized_tensors import has_engine
 from fxq.common.metrics import sqnr
 from fxq.graph.info import info
 from fxq.steps import converted
-from tests.graphs import equal
+from tests.support.graphs import equal
 
 pytestmark = [pytest.mark.any_cpu, pytest.mark.filterwarnings("ignore::fxq.FxqWarning")]
 FASTEST = fxq.Recipe.static(backend="fastest", optimize="coverage")

@@ -25,12 +25,12 @@ from fxq.backends.cpu import has_vnni
 from fxq.backends.layer_kernel import LayerKernel
 from fxq.common.metrics import sqnr, tensors
 from fxq.cost import cache as costs
-from tests import elsewhere
-from tests.fuzz import Network, Plan, Step, noisy
-from tests.fuzz_forms import FORMS, NOT_DRAWN, UNBOUNDED
-from tests.graphs import idle
-from tests.helpers import ops_of_fxq
-from tests.machine import OF_THE_MACHINE, needs_x86
+from tests.support import elsewhere
+from tests.support.fuzz import Network, Plan, Step, noisy
+from tests.support.fuzz_forms import FORMS, NOT_DRAWN, UNBOUNDED
+from tests.support.graphs import idle
+from tests.support.helpers import ops_of_fxq
+from tests.support.machine import OF_THE_MACHINE, needs_x86
 
 MARGIN = 12.0
 """dB by which an error may exceed the noise model: that has no correlated errors, and the values are few.
@@ -242,7 +242,9 @@ def check_ledger(network: Network, inputs: int, ledger: fxq.Ledger) -> None:
 def test_every_row_of_the_table_is_drawn_or_listed():
     rows = {op.name for op in ops_of_fxq() if op.spellings or op.quant.more_weights}
     missing = rows - FORMS.keys() - NOT_DRAWN.keys()
-    assert not missing, "say in tests/fuzz_forms.py how these are called: an entry of FORMS, or a reason in NOT_DRAWN"
+    assert not missing, (
+        "say in tests/support/fuzz_forms.py how these are called: an entry of FORMS, or a reason in NOT_DRAWN"
+    )
     assert not FORMS.keys() & NOT_DRAWN.keys()
     assert FORMS.keys() | NOT_DRAWN.keys() <= rows
 

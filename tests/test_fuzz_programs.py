@@ -17,7 +17,18 @@ from torch import Tensor
 
 import fxq
 from fxq.common.metrics import sqnr, tensors
-from tests.fuzz_programs import CHANGES, FRESH, KINDS, LAYERS, PARTS, RESHAPES, STATES, VIEWS, ProgramPlan, Statement
+from tests.support.fuzz_programs import (
+    CHANGES,
+    FRESH,
+    KINDS,
+    LAYERS,
+    PARTS,
+    RESHAPES,
+    STATES,
+    VIEWS,
+    ProgramPlan,
+    Statement,
+)
 
 FLOAT = fxq.Recipe.static(backend="reference").override("*", fxq.FLOAT)
 INT8 = fxq.Recipe.static(backend="auto", optimize="coverage")

@@ -9,7 +9,7 @@ from torch import nn
 
 import fxq
 from fxq.common.metrics import sqnr
-from tests.helpers import module
+from tests.support.helpers import module
 
 X = torch.randn(4, 6, 16, generator=torch.Generator().manual_seed(0))
 MASK = nn.Transformer.generate_square_subsequent_mask(6)

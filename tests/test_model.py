@@ -10,8 +10,8 @@ import fxq
 from fxq.backends.kernel import Kernel
 from fxq.errors import FxqWarning, InputError
 from fxq.model import QuantizedModel
-from tests.graphs import full_text
-from tests.helpers import REFERENCE, filed
+from tests.support.graphs import full_text
+from tests.support.helpers import REFERENCE, filed
 
 X = torch.linspace(-1, 1, 2 * 3 * 8 * 8).reshape(2, 3, 8, 8)
 BACKENDS = ["reference", "auto"]

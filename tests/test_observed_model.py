@@ -9,7 +9,7 @@ from torch import nn
 import fxq
 from fxq.errors import InputError
 from fxq.observed_model import ObservedModel
-from tests.helpers import REFERENCE
+from tests.support.helpers import REFERENCE
 
 X = torch.linspace(-1, 1, 2 * 3 * 8 * 8).reshape(2, 3, 8, 8)
 

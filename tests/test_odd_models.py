@@ -9,8 +9,8 @@ from torch import nn
 
 import fxq
 from fxq.common.metrics import sqnr
-from tests.helpers import module
-from tests.machine import no_warnings
+from tests.support.helpers import module
+from tests.support.machine import no_warnings
 
 BACKENDS = ("x86", "reference")
 

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrizations
 
 import fxq
 from fxq.common.metrics import sqnr
-from tests.helpers import REFERENCE, module
+from tests.support.helpers import REFERENCE, module
 
 pytestmark = [
     pytest.mark.any_cpu,

@@ -9,7 +9,7 @@ from torch import nn
 
 import fxq
 from fxq.common.metrics import sqnr
-from tests.models import settled
+from tests.support.models import settled
 
 BACKENDS = ["x86", "reference"]
 

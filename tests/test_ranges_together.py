@@ -7,9 +7,9 @@ import torch.nn.functional as F
 import fxq
 from fxq.common.metrics import sqnr
 from fxq.quant.observer_base import Observer
-from tests.graphs import MINMAX, until
-from tests.helpers import REFERENCE
-from tests.models import settled
+from tests.support.graphs import MINMAX, until
+from tests.support.helpers import REFERENCE
+from tests.support.models import settled
 from tests.test_ranges import BACKENDS, Net, conv, fates, quality, quantized, two_convs
 
 

@@ -1,7 +1,6 @@
 """The scripts that a person runs: the demo writes what it says, the benchmarks measure what they name."""
 
 import ast
-import importlib
 import json
 import re
 import subprocess
@@ -11,18 +10,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.machine import needs_x86
+from scripts.networks import mobile, resnet
+from scripts.networks.realistic import realistic
+from tests.support.machine import needs_x86
 
 pytestmark = pytest.mark.any_cpu
 
-SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPTS = ROOT / "scripts"
 PASSES = ("trace", "canonicalize", "fuse", "insert-observers", "insert-qdq", "lower", "cleanup")
 
 
 def run(script, *arguments):
     """What the script prints."""
-    command = [sys.executable, str(SCRIPTS / script), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    command = [sys.executable, "-m", f"scripts.{script}", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -35,7 +37,7 @@ def column(text, first, index):
 
 @pytest.mark.slow
 def test_demo_of_calibration_finds_the_same_scales_in_any_number_of_processes():
-    text = run("demo_calibration.py", "--size", 32, "--batches", 5, "--processes", 2, 3)
+    text = run("demo.calibration", "--size", 32, "--batches", 5, "--processes", 2, 3)
     rows = [line.split() for line in text.splitlines() if line.endswith("bit for bit")]
     assert [row[0] for row in rows] == ["1", "2", "3"]
     assert "64 machines, on paper: " in text
@@ -43,7 +45,7 @@ def test_demo_of_calibration_finds_the_same_scales_in_any_number_of_processes():
 
 @pytest.mark.slow
 def test_demo_of_training_has_a_row_for_every_kind_of_integers(tmp_path):
-    text = run("demo_qat.py", "--only", "digits", "--seeds", 1, "--quick", "--folder", tmp_path)
+    text = run("demo.qat", "--only", "digits", "--seeds", 1, "--quick", "--folder", tmp_path)
     rows = {line.split("|")[1].strip() for line in text.splitlines() if line.startswith("| ")}
     kinds = {"int8 trained", "W4A8 trained", "W4A4 trained", "W4A8 after training, adaround", "float"}
     assert kinds <= rows
@@ -52,7 +54,7 @@ def test_demo_of_training_has_a_row_for_every_kind_of_integers(tmp_path):
 
 @pytest.mark.slow
 def test_benchmark_of_training_has_all_contenders():
-    text = run("bench_qat.py", "--only", "fsrcnn", "--seconds", 0.1)
+    text = run("bench.qat", "--only", "fsrcnn", "--seconds", 0.1)
     assert [line.split("|")[2].strip() for line in text.splitlines() if line.startswith("| fsrcnn")] == [
         "float",
         "fxq",
@@ -65,7 +67,7 @@ def test_benchmark_of_training_has_all_contenders():
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
     out = tmp_path_factory.mktemp("demo")
-    return run("demo.py", "--quick", "--out", out), out
+    return run("demo.quickstart", "--quick", "--out", out), out
 
 
 @pytest.mark.slow
@@ -118,9 +120,9 @@ def test_demo_writes_a_report_and_says_so(demo, network):
 
 @pytest.mark.slow
 def test_demo_without_dot_writes_text(tmp_path):
-    start = "import shutil, demo; shutil.which = lambda name: None; demo.main()"
+    start = "import shutil; from scripts.demo import quickstart; shutil.which = lambda name: None; quickstart.main()"
     command = [sys.executable, "-c", start, "--quick", "--out", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=SCRIPTS)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert "not installed" in done.stdout
     assert list(tmp_path.glob("digits/*.diff.dot"))
@@ -129,7 +131,7 @@ def test_demo_without_dot_writes_text(tmp_path):
 
 @pytest.mark.slow
 def test_bench_writes_numbers_with_their_targets(tmp_path):
-    text = run("bench.py", "--only", "digits", "--seconds", "0.1", "--json", tmp_path / "numbers.json")
+    text = run("bench.networks", "--only", "digits", "--seconds", "0.1", "--json", tmp_path / "numbers.json")
     data = json.loads((tmp_path / "numbers.json").read_text())
     loss = next(n for n in data["numbers"] if n["what"].startswith("accuracy"))
     assert loss["most"] == 0.5
@@ -140,7 +142,7 @@ def test_bench_writes_numbers_with_their_targets(tmp_path):
 @pytest.mark.slow
 def test_bench_compares_with_torch_ao_where_it_is_right(tmp_path):
     names = ("--network", "resnet18", "--network", "fsrcnn")
-    run("bench.py", "--only", "torch-ao", *names, "--seconds", "0.1", "--json", tmp_path / "numbers.json")
+    run("bench.networks", "--only", "torch-ao", *names, "--seconds", "0.1", "--json", tmp_path / "numbers.json")
     numbers = json.loads((tmp_path / "numbers.json").read_text())["numbers"]
     found = {(n["subject"], n["what"]): n for n in numbers}
     against = "times faster than torch.ao"
@@ -154,8 +156,8 @@ def test_bench_compares_with_torch_ao_where_it_is_right(tmp_path):
 
 @pytest.mark.slow
 def test_bench_report_measures_the_file_and_what_it_costs():
-    command = [sys.executable, str(SCRIPTS / "bench_report.py"), "--network", "resnet18"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    command = [sys.executable, "-m", "scripts.bench.report", "--network", "resnet18"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
     assert done.returncode in (0, 1), done.stderr  # 1: a target is missed, as on a busy machine
     for row in ("history, % of quantize", "history and evidence, %", "time to write, s", "file, MB"):
         assert re.search(rf"resnet18 +{row} +\d+\.\d+", done.stdout), row
@@ -164,7 +166,7 @@ def test_bench_report_measures_the_file_and_what_it_costs():
 
 @pytest.mark.slow
 def test_bench_passes_has_a_row_for_every_pass():
-    text = run("bench_passes.py", "--network", "residual", "--sizes", "50", "100", "--rounds", "1")
+    text = run("bench.passes", "--network", "residual", "--sizes", "50", "100", "--rounds", "1")
     rows = [line.split()[0] for line in text.splitlines() if line]
     assert {*PASSES, "matching", "all"} <= set(rows)
 
@@ -172,16 +174,17 @@ def test_bench_passes_has_a_row_for_every_pass():
 @pytest.mark.slow
 @needs_x86
 def test_bench_kernels_has_a_row_for_every_other_way():
-    rows = run("bench_kernels.py", "--only", "add", "--only", "linear", "--seconds", "0.01").splitlines()[2:]
+    rows = run("bench.kernels", "--only", "add", "--only", "linear", "--seconds", "0.01").splitlines()[2:]
     assert [row.split()[0] for row in rows] == ["add"] * 8 + ["linear"] * 3
     assert all(float(row.split()[-1]) > 0 for row in rows)
 
 
-PUBLIC = [path for path in sorted(SCRIPTS.glob("*.py")) if path.stem not in ("bench_kernels", "measure_prices")]
-"""All but what measures single kernels, which no public call reaches one by one."""
+INTERNAL = ("bench/kernels.py", "dev/measure_prices.py", "docs/generated_pages.py")
+PUBLIC = [path for path in sorted(SCRIPTS.rglob("*.py")) if path.relative_to(SCRIPTS).as_posix() not in INTERNAL]
+"""All scripts but those that measure single kernels or describe ops, which no public call reaches one by one."""
 
 
-@pytest.mark.parametrize("script", PUBLIC, ids=lambda p: p.stem)
+@pytest.mark.parametrize("script", PUBLIC, ids=lambda p: p.relative_to(SCRIPTS).as_posix())
 def test_scripts_use_the_public_api_only(script):
     """A script shows what a user can write: `import fxq`, nothing below it."""
     for node in ast.walk(ast.parse(script.read_text())):
@@ -196,10 +199,9 @@ def test_scripts_use_the_public_api_only(script):
 
 
 def test_torch_ao_is_imported_by_the_comparisons_only():
-    users = {
-        p.name for p in SCRIPTS.glob("*.py") if re.search(r"(from|import) torch\.(ao|quantization)", p.read_text())
-    }
-    assert users == {"bench_qat.py", "bench_torch_ao.py", "coverage_others.py", "rivals.py"}
+    imports = re.compile(r"(from|import) torch\.(ao|quantization)")
+    users = {p.relative_to(SCRIPTS).as_posix() for p in SCRIPTS.rglob("*.py") if imports.search(p.read_text())}
+    assert users == {"bench/qat.py", "bench/torch_ao.py", "coverage/others.py", "bench/rivals.py"}
 
 
 # as published with torchvision's checkpoints; InsightFace's r18 has 24.03 M
@@ -232,11 +234,9 @@ ENTRIES = {
 
 
 @pytest.fixture
-def networks(monkeypatch):
+def networks():
     """The functions of the scripts that make a network, by name."""
-    monkeypatch.syspath_prepend(SCRIPTS)
-    modules = [importlib.import_module(name) for name in ("networks_resnet", "networks_mobile")]
-    return {name: getattr(m, name) for m in modules for name in PARAMETERS if hasattr(m, name)}
+    return {name: getattr(m, name) for m in (mobile, resnet) for name in PARAMETERS if hasattr(m, name)}
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
@@ -252,8 +252,6 @@ def test_networks_fit_the_published_checkpoints(networks, name):
 
 def test_realistic_settles_every_batch_norm(networks):
     """Without it a random network's activations fade; with it the running statistics are those of the data."""
-    from realistic import realistic
-
     torch.manual_seed(0)
     model = realistic(networks["iresnet18"](), (1, 3, 112, 112), batches=2)
     assert not model.training
@@ -266,7 +264,7 @@ def test_realistic_settles_every_batch_norm(networks):
 
 @pytest.mark.slow
 def test_bench_files_names_what_it_measures():
-    text = run("bench_files.py", "--network", "resnet18", "--size", 64, "--images", 2, "--repeats", 1)
+    text = run("bench.files", "--network", "resnet18", "--size", 64, "--images", 2, "--repeats", 1)
     found = {line.split()[0]: float(line.split()[1]) for line in text.splitlines()[:5]}
     assert found["quantize"] > 0 and found["save"] > 0 and found["load"] > 0
     assert 0.2 < found["file"] / found["float"] < 0.35

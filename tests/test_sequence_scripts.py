@@ -12,11 +12,11 @@ import torch
 
 pytestmark = pytest.mark.any_cpu
 
-SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_bert_has_the_size_of_minilm(script):
-    model = script("networks_sequence").Bert().eval()
+    model = script("networks.sequence").Bert().eval()
     layer = 4 * (384 * 384 + 384) + 2 * 384 * 1536 + 1536 + 384 + 4 * 384
     assert sum(p.numel() for p in model.parameters()) == 6 * layer + (30522 + 512) * 384 + 2 * 384
     with torch.no_grad():
@@ -24,7 +24,7 @@ def test_bert_has_the_size_of_minilm(script):
 
 
 def test_speech_is_embedded_with_length_one(script):
-    networks = script("networks_sequence")
+    networks = script("networks.sequence")
     with torch.no_grad():
         y = networks.SpeechEncoder().eval()(torch.rand(3, 20, 40))
     assert y.shape == (3, 256)
@@ -35,7 +35,7 @@ def test_speech_is_embedded_with_length_one(script):
 def test_a_tone_is_loudest_in_the_band_around_it(script, hertz, band):
     """Of 40 bands from 0 to 8 kHz, 1.105 mel apart; 500 Hz is mel 7.5, 3000 Hz mel 31.0 by Slaney's scale."""
     time = torch.arange(16_000) / 16_000
-    powers = script("demo_sequence_data").mel_powers(torch.sin(2 * math.pi * hertz * time))
+    powers = script("demo.sequence_data").mel_powers(torch.sin(2 * math.pi * hertz * time))
     assert powers.shape == (101, 40)
     mel = hertz * 3 / 200 if hertz < 1000 else 15 + 27 * math.log(hertz / 1000) / math.log(6.4)
     top = 15 + 27 * math.log(8) / math.log(6.4)
@@ -44,7 +44,7 @@ def test_a_tone_is_loudest_in_the_band_around_it(script, hertz, band):
 
 
 def test_docstrings_are_the_same_at_every_run(script):
-    data = script("demo_sequence_data")
+    data = script("demo.sequence_data")
     found = data.docstrings(20)
     assert len(found) == len({text.summary for text in found}) == 20
     assert found == data.docstrings(20)
@@ -52,7 +52,7 @@ def test_docstrings_are_the_same_at_every_run(script):
 
 
 def test_what_is_not_installed_says_how_to_get_it(script, tmp_path):
-    data = script("demo_sequence_data")
+    data = script("demo.sequence_data")
     with pytest.raises(data.Missing, match="no_such_package is not installed: run with --install FOLDER"):
         data.package("no_such_package")
     with pytest.raises(data.Missing, match="apt-get install"):
@@ -60,12 +60,12 @@ def test_what_is_not_installed_says_how_to_get_it(script, tmp_path):
 
 
 def test_words_are_spelled_letter_by_letter(script):
-    data = script("demo_sequence_data")
+    data = script("demo.sequence_data")
     assert data.spelled("ab-").tolist() == [[3, 4, 1, 2]]  # what is no letter is unknown
 
 
 def test_the_decoder_stops_at_the_last_phoneme(script):
-    subjects, data = script("demo_sequence_subjects"), script("demo_sequence_data")
+    subjects, data = script("demo.sequence_subjects"), script("demo.sequence_data")
     said = iter([5, 7, data.END, 9])
 
     def decoder(sound, hidden):
@@ -77,7 +77,7 @@ def test_the_decoder_stops_at_the_last_phoneme(script):
 
 
 def test_a_goal_that_is_missed_is_said(script):
-    demo, subjects = script("demo_sequence"), script("demo_sequence_subjects")
+    demo, subjects = script("demo.sequence"), script("demo.sequence_subjects")
     subject = subjects.Subject("net", [], None, None, None, {"fxq static": {"cosine": 0.98}})
     assert demo.goals(subject, demo.Row("net", "fxq static", {"cosine": 0.99})) == "cosine ≥ 0.98: met"
     assert demo.goals(subject, demo.Row("net", "fxq static", {"cosine": 0.97})) == "cosine ≥ 0.98: MISSED"
@@ -90,7 +90,7 @@ def test_a_goal_that_is_missed_is_said(script):
 
 def test_torch_ao_quantizes_beside_fxq(script):
     """And leaves the engine as it was; the state dict is a quarter of the float one's, and a little more."""
-    rivals = script("rivals")
+    rivals = script("bench.rivals")
     torch.manual_seed(0)
     model, x = torch.nn.Sequential(torch.nn.Linear(256, 256)).eval(), torch.randn(4, 256)
     before = torch.backends.quantized.engine
@@ -103,9 +103,9 @@ def test_torch_ao_quantizes_beside_fxq(script):
 
 @pytest.mark.slow
 def test_bench_sequence_measures_and_judges(tmp_path):
-    command = [sys.executable, str(SCRIPTS / "bench_sequence.py"), "--only", "gru", "--quantizer", "fxq dynamic"]
+    command = [sys.executable, "-m", "scripts.bench.sequence", "--only", "gru", "--quantizer", "fxq dynamic"]
     command += ["--quantizer", "torch.ao", "--seconds", "0.1", "--json", str(tmp_path / "numbers.json")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     data = json.loads((tmp_path / "numbers.json").read_text())
     names = [row["quantizer"] for row in data["tables"]["gru"]]

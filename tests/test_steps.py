@@ -11,9 +11,9 @@ from torch import nn
 import fxq
 from fxq.errors import RecipeError
 from fxq.steps import converted, phases, up_to
-from tests.graphs import equal
-from tests.helpers import REFERENCE, Scale
-from tests.models import batch, build, call
+from tests.support.graphs import equal
+from tests.support.helpers import REFERENCE, Scale
+from tests.support.models import batch, build, call
 
 
 class Block(nn.Module):

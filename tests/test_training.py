@@ -19,8 +19,8 @@ from fxq.graph.query import is_op
 from fxq.graph.run import Runner
 from fxq.quant.fake_quantize import FakeQuantizeWeight
 from fxq.quant.qparams import dequantize
-from tests.models import NETWORKS, batch, build
-from tests.trainings import QAT, W4, called, prepared, rounded_values, trained
+from tests.support.models import NETWORKS, batch, build
+from tests.support.trainings import QAT, W4, called, prepared, rounded_values, trained
 
 RECIPES = {
     "8 bits": QAT,

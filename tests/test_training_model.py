@@ -13,8 +13,8 @@ from fxq.common.metrics import sqnr
 from fxq.errors import CalibrationError, FxqWarning, InputError
 from fxq.quant.fake_quantize import FakeQuantizeValue, FakeQuantizeWeight
 from fxq.quant.qparams import quantize
-from tests.models import batch, build
-from tests.trainings import QAT, prepared, trained
+from tests.support.models import batch, build
+from tests.support.trainings import QAT, prepared, trained
 
 LEARNED = fxq.Recipe.qat(backend="reference", learned=True)
 BATCHES = [batch("residual", seed=seed) for seed in range(6)]

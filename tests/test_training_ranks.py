@@ -11,8 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 import fxq
 from fxq.errors import InputError
 from fxq.quant.fake_quantize import FakeQuantizeValue, FakeQuantizeWeight
-from tests.processes import on_ranks
-from tests.trainings import W4, prepared
+from tests.support.processes import on_ranks
+from tests.support.trainings import W4, prepared
 
 
 class Plain(nn.Module):

@@ -8,11 +8,11 @@ from torch import nn
 
 import fxq
 from fxq.common.metrics import sqnr
-from tests import extensions as own
-from tests.graphs import equal, expected, graph, text, until
-from tests.helpers import plain, restored_fusions
-from tests.machine import BITS, decibels, needs_x86, quiet
-from tests.models import settled
+from tests.support import extensions as own
+from tests.support.graphs import equal, expected, graph, text, until
+from tests.support.helpers import plain, restored_fusions
+from tests.support.machine import BITS, decibels, needs_x86, quiet
+from tests.support.models import settled
 
 
 class Scaled(nn.Module):

@@ -2,7 +2,7 @@
 
 An estimate is the same in every process, however busy the machine is. It stands for a price where nothing is measured,
 and where a measurement does not clearly contradict it (see `fxq/cost/prices.py`). `price_table.toml` holds the
-coefficients; `scripts/measure_prices.py` measures them.
+coefficients; `scripts/dev/measure_prices.py` measures them.
 """
 
 from __future__ import annotations

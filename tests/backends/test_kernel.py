@@ -20,8 +20,8 @@ from fxq.backends.x86.onednn_conv import OnednnConv
 from fxq.backends.x86.onednn_linear import OnednnLinear
 from fxq.backends.x86.onednn_pool import AdaptiveAvgPool2d, AvgPool2d
 from fxq.backends.x86.squeeze_excite import Excite
-from tests.kernels import OUTS, RESIDUAL, X, activations, weight
-from tests.machine import needs_x86
+from tests.support.kernels import OUTS, RESIDUAL, X, activations, weight
+from tests.support.machine import needs_x86
 
 pytestmark = needs_x86
 OUT, NARROW = OUTS[0], OUTS[1]

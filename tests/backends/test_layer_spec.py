@@ -10,7 +10,7 @@ from fxq.backends.packed.fbgemm import FbgemmConv
 from fxq.backends.packed.qnnpack import QnnpackConv
 from fxq.backends.x86.onednn_conv import OnednnConv
 from fxq.quant.qparams import QParams
-from tests.kernels import RESIDUAL, layer
+from tests.support.kernels import RESIDUAL, layer
 
 pytestmark = pytest.mark.any_cpu
 

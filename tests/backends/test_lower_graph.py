@@ -13,8 +13,8 @@ from fxq.backends.x86.x86 import X86
 from fxq.graph.info import info
 from fxq.graph.query import submodule
 from fxq.passes import Lower
-from tests import extensions as own
-from tests.graphs import equal, expected, run_pass, text, until
+from tests.support import extensions as own
+from tests.support.graphs import equal, expected, run_pass, text, until
 
 ENGINE = fxq.Recipe.static(backend=own.Engine, optimize="coverage").with_min_sqnr(None)
 pytestmark = pytest.mark.any_cpu

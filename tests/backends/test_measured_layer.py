@@ -19,8 +19,8 @@ from fxq.backends.x86.onednn_linear import OnednnLinear
 from fxq.backends.x86.transposed_conv import ConvTranspose1d, ConvTranspose2d
 from fxq.errors import BackendError
 from fxq.quant.qparams import QParams
-from tests.kernels import POSTS, activations, copies, weight
-from tests.machine import QMAX, needs_x86
+from tests.support.kernels import POSTS, activations, copies, weight
+from tests.support.machine import QMAX, needs_x86
 
 pytestmark = needs_x86
 MIDDLE = (QMAX + 1) // 2

@@ -15,10 +15,10 @@ from fxq.backends.qdq_form import InForm
 from fxq.backends.x86.onednn_conv import OnednnConv
 from fxq.common.metrics import sqnr, tensors
 from fxq.errors import BackendError, FxqWarning
-from tests import elsewhere as other_process
-from tests import models
-from tests.graphs import equal
-from tests.machine import needs_x86
+from tests.support import elsewhere as other_process
+from tests.support import models
+from tests.support.graphs import equal
+from tests.support.machine import needs_x86
 
 NAMES = ["residual", "paddings", "several_inputs", "upscaler", "prelu_chain", "squeeze_excite", "in_place", "shapes"]
 X = torch.linspace(-1, 1, 2 * 3 * 8 * 8).reshape(2, 3, 8, 8)

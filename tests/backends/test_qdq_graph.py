@@ -11,8 +11,8 @@ from fxq.backends.kernel import Kernel
 from fxq.backends.qdq_graph import qdq_graph
 from fxq.common.metrics import sqnr
 from fxq.errors import BackendError
-from tests.helpers import REFERENCE
-from tests.models import batch, build
+from tests.support.helpers import REFERENCE
+from tests.support.models import batch, build
 
 
 def kernels(gm):

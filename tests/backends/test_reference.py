@@ -7,9 +7,9 @@ from torch import nn
 import fxq
 from fxq.backends.reference import Reference
 from fxq.graph.unit import calls_of
-from tests.graphs import graph, node, text, until
-from tests.helpers import REFERENCE
-from tests.models import NETWORKS, batch, build
+from tests.support.graphs import graph, node, text, until
+from tests.support.helpers import REFERENCE
+from tests.support.models import NETWORKS, batch, build
 
 pytestmark = pytest.mark.any_cpu
 

@@ -1,4 +1,4 @@
-"""An engine that runs whole regions: all that a user does with a model, with the engine of `tests/extensions.py`."""
+"""An engine that runs whole regions: every use of a model, with `tests/support/extensions.py`'s engine."""
 
 import copy
 import pickle
@@ -14,11 +14,11 @@ from fxq.common.metrics import sqnr
 from fxq.graph.grid import grid_of
 from fxq.graph.info import info
 from fxq.graph.query import submodule
-from tests import extensions as own
-from tests.graphs import equal, expected, kinds, text, until
-from tests.helpers import plain
-from tests.machine import quiet, told
-from tests.models import NETWORKS, batch, build, call
+from tests.support import extensions as own
+from tests.support.graphs import equal, expected, kinds, text, until
+from tests.support.helpers import plain
+from tests.support.machine import quiet, told
+from tests.support.models import NETWORKS, batch, build, call
 
 ENGINE = fxq.Recipe.static(backend=own.Engine, optimize="coverage").with_min_sqnr(None)
 REFERENCE = ENGINE.with_backend("reference")

@@ -8,8 +8,8 @@ from fxq.backends.kernel import Post
 from fxq.backends.row_product import RowProduct
 from fxq.backends.x86.onednn_linear import OnednnLinear
 from tests.backends.test_measured_layer import layer
-from tests.kernels import activations
-from tests.machine import needs_x86
+from tests.support.kernels import activations
+from tests.support.machine import needs_x86
 
 pytestmark = needs_x86
 pytest.importorskip("numba")

@@ -14,10 +14,10 @@ from fxq.backends.packed.quantized_tensors import has_engine
 from fxq.backends.qdq_form import InForm
 from fxq.common.metrics import tensors
 from fxq.errors import InputError
-from tests import models
-from tests.bound import functions, plain
-from tests.graphs import equal
-from tests.machine import needs_x86
+from tests.support import models
+from tests.support.bound import functions, plain
+from tests.support.graphs import equal
+from tests.support.machine import needs_x86
 
 X = torch.linspace(-1, 1, 2 * 3 * 8 * 8).reshape(2, 3, 8, 8)
 BACKENDS = [

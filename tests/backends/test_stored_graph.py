@@ -13,10 +13,10 @@ from fxq.passes import Cleanup, Fuse, InsertQdq, Propagate
 from fxq.pipeline.manager import PassManager
 from fxq.recipe.pass_base import Stage
 from fxq.steps import manager_for
-from tests.graphs import equal, graph
-from tests.helpers import REFERENCE, module
-from tests.machine import needs_x86
-from tests.models import NETWORKS, batch, build, call
+from tests.support.graphs import equal, graph
+from tests.support.helpers import REFERENCE, module
+from tests.support.machine import needs_x86
+from tests.support.models import NETWORKS, batch, build, call
 from tests.test_fuzz import plans, recipe
 
 

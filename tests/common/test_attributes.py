@@ -13,7 +13,7 @@ from torch import nn
 import fxq
 from fxq.common.attributes import FloatAttributes
 from fxq.errors import FxqError, NoAttributeError
-from tests.helpers import REFERENCE, module
+from tests.support.helpers import REFERENCE, module
 
 X = torch.linspace(-1, 1, 2 * 8).reshape(2, 8)
 

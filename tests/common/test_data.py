@@ -6,7 +6,7 @@ from torch import nn
 
 from fxq.common.data import Batch, as_batch, batches, check_batch, first_of, pieces_of, place_in
 from fxq.errors import CalibrationError, InputError
-from tests.helpers import module
+from tests.support.helpers import module
 
 X, Y = torch.ones(2, 3), torch.zeros(2)
 ONE = module(lambda self, x: x)

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxq.common.estimate import Estimate
-from tests.estimates import trusted
+from tests.support.estimates import trusted
 
 
 @settings(deadline=None)  # the first call of torch is slow

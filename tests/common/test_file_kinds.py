@@ -11,7 +11,7 @@ from torch import nn
 
 import fxq
 from fxq.common.file_kinds import kind_of, no_module
-from tests.helpers import REFERENCE
+from tests.support.helpers import REFERENCE
 
 pytestmark = pytest.mark.any_cpu
 

@@ -7,7 +7,7 @@ import pytest
 
 from fxq.common.files import as_path, check_writable, replacing, write_file
 from fxq.errors import InputError, RenderError
-from tests.processes import full_disk
+from tests.support.processes import full_disk
 
 pytestmark = pytest.mark.any_cpu
 

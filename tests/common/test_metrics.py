@@ -9,7 +9,7 @@ from torch import nn
 
 import fxq
 from fxq.common.metrics import CEILING, Agreement, loss, nbytes, sqnr, tensors
-from tests.helpers import REFERENCE
+from tests.support.helpers import REFERENCE
 
 numbers = st.lists(st.floats(-1e3, 1e3, width=32), min_size=1, max_size=20)
 

@@ -12,7 +12,7 @@ import fxq
 from fxq.common.data import Batch
 from fxq.common.metrics import sqnr
 from fxq.common.train_mode import first_in_train_mode, fixed_statistics, other_in_train_mode
-from tests.helpers import REFERENCE, module
+from tests.support.helpers import REFERENCE, module
 
 
 def named(name, forward):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fxq.cost import min_cut as pricing
 from fxq.cost.min_cut import Priced, PricedValue, cheapest, conversions_of, seconds_of
-from tests.helpers import steps
+from tests.support.helpers import steps
 
 pytestmark = pytest.mark.any_cpu
 

@@ -7,8 +7,8 @@ from torch import nn
 from fxq.backends import cpu
 from fxq.cost.price_table import PriceTable, Work, float_works, kernel_works, read_table, table_for
 from fxq.cost.prices import regions_of
-from tests.graphs import until
-from tests.helpers import REFERENCE
+from tests.support.graphs import until
+from tests.support.helpers import REFERENCE
 
 pytestmark = pytest.mark.any_cpu
 KINDS = ("avx2", "avx2_vnni", "avx512", "avx512_vnni", "amx", "neon")

@@ -15,9 +15,9 @@ from fxq.cost.min_cut import Priced, PricedValue
 from fxq.cost.prices import emits_float, priced_values, regions_of, slower_for_size, slower_than_float
 from fxq.cost.probe import Prober
 from fxq.graph.info import Cost, info, set_info
-from tests.graphs import until
-from tests.helpers import REFERENCE, module
-from tests.models import NETWORKS, batch, build
+from tests.support.graphs import until
+from tests.support.helpers import REFERENCE, module
+from tests.support.models import NETWORKS, batch, build
 
 pytestmark = pytest.mark.any_cpu
 

@@ -13,9 +13,9 @@ from fxq.cost.prices import regions_of
 from fxq.cost.probe import Prober
 from fxq.graph.info import info
 from fxq.graph.region import unit_regions
-from tests.graphs import until
-from tests.machine import X86, needs_x86
-from tests.models import NETWORKS, batch, build
+from tests.support.graphs import until
+from tests.support.machine import X86, needs_x86
+from tests.support.models import NETWORKS, batch, build
 
 pytestmark = needs_x86
 

@@ -8,7 +8,7 @@ from torch import nn
 import fxq
 from fxq.cost import whole
 from fxq.cost.whole import quickest
-from tests.graphs import until
+from tests.support.graphs import until
 
 
 def managed():

@@ -8,7 +8,7 @@ import fxq
 from fxq.errors import ExportError, FxqWarning
 from fxq.files import export_check, program_export
 from fxq.onnx import model_check
-from tests.helpers import REFERENCE
+from tests.support.helpers import REFERENCE
 
 pytestmark = pytest.mark.any_cpu
 

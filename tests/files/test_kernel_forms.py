@@ -11,9 +11,9 @@ from fxq.backends.other_machine import kernels_of
 from fxq.files.kernel_forms import attach_forms, write_forms
 from fxq.graph.info import set_info
 from fxq.graph.text_writer import same_graph
-from tests import models
-from tests.helpers import filed
-from tests.machine import needs_x86
+from tests.support import models
+from tests.support.helpers import filed
+from tests.support.machine import needs_x86
 
 COVERAGE = fxq.Recipe.static(optimize="coverage")
 

@@ -12,7 +12,7 @@ import fxq
 from fxq.errors import FileError
 from fxq.files import container
 from fxq.files.mapped_file import MappedFile
-from tests.helpers import REFERENCE
+from tests.support.helpers import REFERENCE
 
 pytestmark = pytest.mark.any_cpu
 

@@ -12,10 +12,10 @@ from fxq.common.metrics import sqnr
 from fxq.errors import ExportError, FxqWarning, InputError, RenderError
 from fxq.files import model_export
 from fxq.onnx.model_check import Difference, ModelCheck
-from tests.helpers import REFERENCE
-from tests.models import batch, build
-from tests.onnx_runs import onnx, ort
-from tests.processes import full_disk
+from tests.support.helpers import REFERENCE
+from tests.support.models import batch, build
+from tests.support.onnx_runs import onnx, ort
+from tests.support.processes import full_disk
 
 pytestmark = pytest.mark.any_cpu
 

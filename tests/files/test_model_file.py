@@ -25,11 +25,11 @@ from fxq.backends.qdq_form import InForm
 from fxq.backends.x86.onednn_conv import OnednnConv
 from fxq.common.metrics import tensors
 from fxq.errors import BackendError, FxqWarning
-from tests import extensions, models
-from tests.files.hostile import Parts
-from tests.graphs import equal, full_text
-from tests.helpers import REFERENCE, filed
-from tests.machine import needs_x86
+from tests.support import extensions, models
+from tests.support.graphs import equal, full_text
+from tests.support.helpers import REFERENCE, filed
+from tests.support.hostile import Parts
+from tests.support.machine import needs_x86
 
 ROOT = Path(__file__).parents[2]
 X = torch.linspace(-1, 1, 2 * 3 * 8 * 8).reshape(2, 3, 8, 8)
@@ -99,7 +99,7 @@ for path in {paths!r}:
     found = fxq.load(path)(*(batch if isinstance(batch, tuple) else (batch,)))
     for a, b in zip(*((y if isinstance(y, tuple) else (y,)) for y in (found, expected)), strict=True):
         assert torch.equal(a, b), path
-assert "tests.models" not in sys.modules
+assert "tests.support.models" not in sys.modules
 """
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -293,7 +293,7 @@ def test_own_ops_and_kernels_are_imported_by_the_caller(tmp_path):
     model = quantized(Net().eval(), REFERENCE.with_extensions(extensions.bump), x)
     path = model.save(tmp_path / "m.fxq")
     assert torch.equal(fxq.load(path)(x), model(x))
-    assert Parts(path).model["imports"] == {"op bump": "tests.extensions:bump"}
+    assert Parts(path).model["imports"] == {"op bump": "tests.support.extensions:bump"}
     code = f"""
 import sys, fxq
 try:
@@ -301,19 +301,20 @@ try:
 except fxq.FileError as error:
     print(error)
 assert "tests" not in sys.modules
-import tests.extensions
+import tests.support.extensions
 fxq.load({str(path)!r})
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert (
-        "needs the module 'tests.extensions', and no file imports code: `import tests.extensions` first" in done.stdout
+        "needs the module 'tests.support.extensions', and no file imports code: `import tests.support.extensions` first"
+        in done.stdout
     )
     parts = Parts(path)
-    parts.model["imports"] = {"op bump": "tests.extensions:swap"}
+    parts.model["imports"] = {"op bump": "tests.support.extensions:swap"}
     path.write_bytes(parts.data())
     with pytest.raises(
-        fxq.FileError, match=r"the op bump of the file is tests.extensions:swap, and here that is another"
+        fxq.FileError, match=r"the op bump of the file is tests.support.extensions:swap, and here that is another"
     ):
         fxq.load(path)
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import fxq
-from tests.files.hostile import Parts
+from tests.support.hostile import Parts
 
 pytestmark = pytest.mark.any_cpu
 X = torch.linspace(-1, 1, 3 * 8 * 8).reshape(1, 3, 8, 8)

@@ -7,7 +7,7 @@ from torch import nn
 import fxq
 from fxq.errors import InputError
 from fxq.files.own_tensors import own_tensors, set_own_tensors
-from tests.helpers import REFERENCE
+from tests.support.helpers import REFERENCE
 
 pytestmark = pytest.mark.any_cpu
 

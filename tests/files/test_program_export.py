@@ -13,7 +13,7 @@ import fxq
 from fxq.common.metrics import tensors
 from fxq.errors import ExportError, InputError, RenderError
 from fxq.files import program_export
-from tests.helpers import REFERENCE, module
+from tests.support.helpers import REFERENCE, module
 
 pytestmark = pytest.mark.any_cpu
 

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from fxq.graph.fills import Fills
-from tests.graphs import graph
-from tests.helpers import REFERENCE
+from tests.support.graphs import graph
+from tests.support.helpers import REFERENCE
 
 
 class Of(nn.Module):

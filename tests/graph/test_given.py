@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from fxq.graph.given import Given
-from tests.graphs import graph
-from tests.helpers import REFERENCE
+from tests.support.graphs import graph
+from tests.support.helpers import REFERENCE
 
 
 class Masked(nn.Module):

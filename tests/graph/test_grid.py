@@ -13,9 +13,9 @@ from fxq.backends.kernel import Kernel
 from fxq.graph.grid import grid_of
 from fxq.graph.query import is_op
 from fxq.graph.view import view
-from tests.graphs import equal, until
-from tests.helpers import REFERENCE
-from tests.models import batch, build, call, settled
+from tests.support.graphs import equal, until
+from tests.support.helpers import REFERENCE
+from tests.support.models import batch, build, call, settled
 
 
 class Attention(nn.Module):

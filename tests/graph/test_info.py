@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from fxq.graph.info import info, set_info
-from tests.graphs import graph, node
-from tests.helpers import module
+from tests.support.graphs import graph, node
+from tests.support.helpers import module
 
 pytestmark = pytest.mark.any_cpu
 

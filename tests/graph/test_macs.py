@@ -9,8 +9,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from fxq.graph.macs import macs_of
-from tests.graphs import graph
-from tests.helpers import module
+from tests.support.graphs import graph
+from tests.support.helpers import module
 
 
 def counted(model, *inputs):

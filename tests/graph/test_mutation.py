@@ -6,8 +6,8 @@ from torch import fx, nn
 
 from fxq.graph.info import set_info
 from fxq.graph.mutation import Changes, changes
-from tests.graphs import graph, node
-from tests.helpers import REFERENCE, module
+from tests.support.graphs import graph, node
+from tests.support.helpers import REFERENCE, module
 
 pytestmark = pytest.mark.any_cpu
 

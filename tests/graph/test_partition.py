@@ -15,7 +15,7 @@ from fxq.graph.partition import connected_regions
 from fxq.graph.query import is_size
 from fxq.graph.run import value_of
 from fxq.ops import OPS
-from tests.helpers import steps
+from tests.support.helpers import steps
 
 pytestmark = pytest.mark.any_cpu
 

@@ -5,8 +5,8 @@ from torch import nn
 
 from fxq.graph.info import info
 from fxq.graph.place import where
-from tests.graphs import graph, node
-from tests.helpers import module
+from tests.support.graphs import graph, node
+from tests.support.helpers import module
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
 

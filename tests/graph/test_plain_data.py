@@ -8,9 +8,9 @@ from torch import fx
 
 from fxq.graph.info import info
 from fxq.graph.plain_data import from_data, to_data
-from tests.graphs import equal, graph
-from tests.helpers import REFERENCE
-from tests.models import NETWORKS, batch, build, call
+from tests.support.graphs import equal, graph
+from tests.support.helpers import REFERENCE
+from tests.support.models import NETWORKS, batch, build, call
 
 
 @pytest.mark.parametrize("name", NETWORKS)

@@ -25,8 +25,8 @@ from fxq.graph.query import (
 )
 from fxq.graph.unit import reads_of
 from fxq.quant.observer_base import Observer
-from tests.graphs import graph, node
-from tests.helpers import REFERENCE, module
+from tests.support.graphs import graph, node
+from tests.support.helpers import REFERENCE, module
 
 pytestmark = pytest.mark.any_cpu
 

@@ -13,9 +13,9 @@ from fxq.graph.info import info
 from fxq.graph.query import is_op
 from fxq.graph.region import out_grids, read_region, unit_regions
 from fxq.graph.region_run import run_region
-from tests.graphs import until
-from tests.helpers import REFERENCE
-from tests.models import batch, build
+from tests.support.graphs import until
+from tests.support.helpers import REFERENCE
+from tests.support.models import batch, build
 
 
 def qdq(name):

@@ -13,8 +13,8 @@ from fxq.graph.region_difference import disagreement, magnitude
 from fxq.graph.region_run import Result, run_region
 from fxq.ops import OPS
 from fxq.passes.verify_lowering import VerifyLowering
-from tests.graphs import until
-from tests.helpers import REFERENCE
+from tests.support.graphs import until
+from tests.support.helpers import REFERENCE
 
 INF, NAN = float("inf"), float("nan")
 

@@ -6,9 +6,9 @@ import torch
 from fxq.cost.prices import regions_of
 from fxq.graph.info import info
 from fxq.graph.region_run import run_region
-from tests.graphs import until
-from tests.helpers import REFERENCE
-from tests.models import NETWORKS, batch, build
+from tests.support.graphs import until
+from tests.support.helpers import REFERENCE
+from tests.support.models import NETWORKS, batch, build
 
 
 def integers(region):

@@ -8,8 +8,8 @@ import torch
 import fxq
 from fxq.graph.text_reader import read_graphs
 from fxq.graph.text_writer import write_graphs
-from tests import models
-from tests.graphs import graph, program
+from tests.support import models
+from tests.support.graphs import graph, program
 
 pytestmark = pytest.mark.any_cpu
 

@@ -10,7 +10,7 @@ import fxq
 from fxq.backends.by_name import kernel_named
 from fxq.graph.text_modules import declaration, read_module
 from fxq.quant.observers import MinMax, observer_for
-from tests.machine import needs_x86
+from tests.support.machine import needs_x86
 
 pytestmark = pytest.mark.any_cpu
 

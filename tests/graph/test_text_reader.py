@@ -10,7 +10,7 @@ import torch
 import fxq
 from fxq.graph.info import info
 from fxq.graph.unit import unit_of
-from tests.graphs import node, program
+from tests.support.graphs import node, program
 
 pytestmark = pytest.mark.any_cpu
 W = {"w": torch.arange(8.0).reshape(2, 4), "s": torch.ones(2)}

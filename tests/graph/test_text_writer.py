@@ -8,8 +8,8 @@ import fxq
 from fxq.backends.by_name import kernel_named
 from fxq.graph.text_reader import read
 from fxq.quant.observer_base import Observer
-from tests.graphs import expected, graph, program
-from tests.helpers import REFERENCE, module
+from tests.support.graphs import expected, graph, program
+from tests.support.helpers import REFERENCE, module
 
 IMAGE = torch.linspace(-1, 1, 64).reshape(1, 1, 8, 8)
 

@@ -14,9 +14,9 @@ from fxq.graph.info import info
 from fxq.graph.plain_data import from_data, to_data
 from fxq.graph.unit import Inner, calls_of, unit_of
 from fxq.rewriting.pattern import FUSIONS, rewrite
-from tests.graphs import graph
-from tests.helpers import module, rewriter, run
-from tests.models import conv_block
+from tests.support.graphs import graph
+from tests.support.helpers import module, rewriter, run
+from tests.support.models import conv_block
 
 pytestmark = pytest.mark.any_cpu
 

@@ -8,8 +8,8 @@ from fxq.graph.view import view
 from fxq.picture.graph_picture import picture
 from fxq.steps import manager_for
 from fxq.text.colours import LOOKS
-from tests.graphs import expected, full_text, graph, node
-from tests.helpers import REFERENCE, module, rewriter
+from tests.support.graphs import expected, full_text, graph, node
+from tests.support.helpers import REFERENCE, module, rewriter
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
 IMAGE = torch.linspace(-1, 1, 64).reshape(1, 1, 8, 8)

@@ -3,7 +3,7 @@
 import pytest
 
 import fxq
-from tests.ledgers import RECIPES, X, net
+from tests.support.ledgers import RECIPES, X, net
 
 
 @pytest.fixture(scope="module", params=RECIPES)

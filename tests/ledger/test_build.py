@@ -7,10 +7,10 @@ from torch import nn
 import fxq
 from fxq.backends.x86.onednn_conv import OnednnConv
 from fxq.graph.info import DECISION_KINDS
-from tests.helpers import REFERENCE, module
-from tests.ledgers import RECIPES, X, net
-from tests.machine import X86, needs_x86
-from tests.models import NETWORKS, batch, build
+from tests.support.helpers import REFERENCE, module
+from tests.support.ledgers import RECIPES, X, net
+from tests.support.machine import X86, needs_x86
+from tests.support.models import NETWORKS, batch, build
 
 
 def test_one_entry_per_op(ledger):
@@ -40,7 +40,7 @@ def test_where_everything_went(ledger):
     assert by_name["block_bn"].reason == "into block_conv_add_relu"
     assert {by_name[n].into for n in ("block_conv", "block_bn", "add", "relu")} == {"block_conv_add_relu"}
     assert "has no integer form" in by_name["erf"].reason
-    assert by_name["erf"].source.startswith("tests/ledgers.py:")
+    assert by_name["erf"].source.startswith("tests/support/ledgers.py:")
 
 
 @pytest.mark.parametrize("name", NETWORKS)

@@ -19,9 +19,9 @@ from torch import nn
 import fxq
 from fxq.common.metrics import sqnr
 from fxq.ledger.comparison import LayerRow, PairRow
-from tests.helpers import REFERENCE, module
-from tests.machine import needs_x86, portable, told
-from tests.models import NETWORKS, batch, build
+from tests.support.helpers import REFERENCE, module
+from tests.support.machine import needs_x86, portable, told
+from tests.support.models import NETWORKS, batch, build
 
 X86 = fxq.Recipe.static(backend="x86", narrow="activations")
 RECIPES = [REFERENCE, pytest.param(X86, marks=needs_x86)]

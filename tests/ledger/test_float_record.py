@@ -18,7 +18,7 @@ from fxq.common.data import Batch
 from fxq.common.metrics import nbytes
 from fxq.ledger.float_record import BINS, Distribution, RecordedInput, checksums, distribution
 from fxq.quant.qparams import QParams
-from tests.helpers import PLAIN, module
+from tests.support.helpers import PLAIN, module
 
 X = torch.linspace(-1, 1, 2 * 3 * 8 * 8).reshape(2, 3, 8, 8)
 

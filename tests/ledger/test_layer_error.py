@@ -9,8 +9,8 @@ from torch import nn
 
 import fxq
 from fxq.common.metrics import sqnr
-from tests.helpers import PLAIN, plain
-from tests.ledgers import RECIPES, X, net, pasted
+from tests.support.helpers import PLAIN, plain
+from tests.support.ledgers import RECIPES, X, net, pasted
 
 
 def test_sqnr_is_that_of_the_value(ledger):

@@ -15,8 +15,8 @@ from fxq.ledger.layer_qparams import LayerQParams, int32_bias, layers_of
 from fxq.ops import OPS
 from fxq.ops.traits import Quant
 from fxq.quant.qparams import QParams
-from tests.graphs import drawn
-from tests.helpers import REFERENCE, module, plain
+from tests.support.graphs import drawn
+from tests.support.helpers import REFERENCE, module, plain
 
 MINMAX = plain(fxq.Recipe.static(backend="reference", activation=fxq.TensorSpec(observer="minmax")))
 

@@ -11,13 +11,13 @@ from torch import nn
 import fxq
 from fxq.cost import cache as costs
 from fxq.ledger.ledger import Entry, Ledger
-from tests.helpers import REFERENCE, steps
+from tests.support.helpers import REFERENCE, steps
 
 # ---- what became of every op
 # ---- the lines that change it
-from tests.ledgers import QUICK, RECIPES, SOME, X, net, pasted
-from tests.machine import X86, needs_x86
-from tests.models import NETWORKS, batch, build
+from tests.support.ledgers import QUICK, RECIPES, SOME, X, net, pasted
+from tests.support.machine import X86, needs_x86
+from tests.support.models import NETWORKS, batch, build
 
 
 def changed(model, recipe, data, entry):

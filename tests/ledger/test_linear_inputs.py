@@ -8,8 +8,8 @@ import fxq
 from fxq.common.metrics import Agreement, sqnr
 from fxq.ledger.linear_inputs import LinearInput, seen_inputs
 from fxq.quant.measured import MeasuredGrid
-from tests.graphs import until
-from tests.helpers import REFERENCE, module
+from tests.support.graphs import until
+from tests.support.helpers import REFERENCE, module
 
 pytestmark = pytest.mark.any_cpu
 

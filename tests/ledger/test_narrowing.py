@@ -15,8 +15,8 @@ from fxq.errors import RecipeError
 from fxq.ledger.ledger import Narrowed
 from fxq.pipeline.manager import PassManager
 from fxq.quant.spec import FLOAT, QuantConfig, TensorSpec
-from tests.helpers import plain
-from tests.models import settled
+from tests.support.helpers import plain
+from tests.support.models import settled
 
 pytestmark = [
     pytest.mark.skipif(not (cpu.is_x86() and cpu.has_onednn_int8()), reason="needs the oneDNN int8 kernels"),

@@ -16,7 +16,7 @@ from fxq.common.metrics import sqnr
 from fxq.errors import RecipeError
 from fxq.ledger import output_check
 from fxq.pipeline import float_ops
-from tests.helpers import REFERENCE, module
+from tests.support.helpers import REFERENCE, module
 
 X = torch.linspace(-1, 1, 4 * 8).reshape(4, 8)
 

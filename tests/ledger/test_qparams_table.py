@@ -10,7 +10,7 @@ import fxq
 from fxq.graph.region import Weight
 from fxq.ledger.layer_qparams import LayerQParams
 from fxq.quant.qparams import QParams
-from tests.graphs import expected
+from tests.support.graphs import expected
 
 EIGHT = QParams(torch.tensor([0.5, 0.25]), torch.zeros(2, dtype=torch.int32), -127, 127, torch.int8, 0)
 BLOCKS = QParams(torch.tensor([[0.5, 1.0], [2.0, 4.0]]), torch.zeros(2, 2, dtype=torch.int32), -7, 7, torch.int8, 1, 2)

@@ -8,9 +8,9 @@ from torch import nn
 
 import fxq
 from fxq.ledger.remedies import IntegerEdges, Mending
-from tests.helpers import REFERENCE, module, steps
-from tests.ledgers import QUICK, RECIPES, X, pasted
-from tests.models import NETWORKS, batch, build
+from tests.support.helpers import REFERENCE, module, steps
+from tests.support.ledgers import QUICK, RECIPES, X, pasted
+from tests.support.models import NETWORKS, batch, build
 
 
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in NETWORKS])

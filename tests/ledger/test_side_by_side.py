@@ -14,10 +14,10 @@ from fxq.graph.program import Program
 from fxq.ledger.layer_error import same_values
 from fxq.ledger.ledger import rows_by_node
 from fxq.ledger.side_by_side import corrected, side_by_side
-from tests.graphs import until
-from tests.helpers import PLAIN, module, plain
-from tests.machine import X86, needs_x86
-from tests.models import NETWORKS, batch, build
+from tests.support.graphs import until
+from tests.support.helpers import PLAIN, module, plain
+from tests.support.machine import X86, needs_x86
+from tests.support.models import NETWORKS, batch, build
 
 RECIPES = [PLAIN, pytest.param(plain(X86), marks=needs_x86)]
 X = torch.linspace(-1, 1, 2 * 3 * 8 * 8).reshape(2, 3, 8, 8)

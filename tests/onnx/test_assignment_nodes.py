@@ -9,9 +9,9 @@ from fxq.common.data import Batch
 from fxq.graph.run import inputs_for
 from fxq.onnx.protobuf import NotInOnnx
 from fxq.onnx.whole_model import write_model
-from tests.graphs import graph
-from tests.helpers import module
-from tests.onnx_runs import call, in_both, normal, run_onnxruntime
+from tests.support.graphs import graph
+from tests.support.helpers import module
+from tests.support.onnx_runs import call, in_both, normal, run_onnxruntime
 
 pytestmark = pytest.mark.any_cpu
 

@@ -7,8 +7,8 @@ from torch import nn
 
 import fxq
 from fxq.errors import ExportError, FxqWarning
-from tests.helpers import REFERENCE, module
-from tests.onnx_runs import ort
+from tests.support.helpers import REFERENCE, module
+from tests.support.onnx_runs import ort
 
 pytestmark = pytest.mark.any_cpu
 

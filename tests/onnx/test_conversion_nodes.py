@@ -17,7 +17,7 @@ from fxq.ops import OPS
 from fxq.quant.measured import MeasuredGrid
 from fxq.quant.packing import pack
 from fxq.quant.spec import TensorSpec
-from tests.onnx_runs import call, normal, onnx, run_onnxruntime, run_openvino, same, single
+from tests.support.onnx_runs import call, normal, onnx, run_onnxruntime, run_openvino, same, single
 
 pytestmark = pytest.mark.any_cpu
 

@@ -7,7 +7,7 @@ import torch
 
 from fxq.onnx.dequantized import bias_for, dequantized, is_of_integers, transposed, weight_for
 from fxq.onnx.writer import Value, Writer
-from tests.onnx_runs import normal, run_onnxruntime, weight
+from tests.support.onnx_runs import normal, run_onnxruntime, weight
 
 pytestmark = pytest.mark.any_cpu
 

@@ -17,11 +17,11 @@ from fxq.onnx.graph import refusal, write_onnx
 from fxq.onnx.protobuf import NotInOnnx
 from fxq.onnx.writer import ROWS
 from fxq.ops import OPS
-from tests.graphs import graph, node
-from tests.helpers import REFERENCE, module, ops_of_fxq
-from tests.models import NETWORKS, batch, build, settled
-from tests.onnx_runs import ENGINES, normal, onnx, run_onnxruntime, run_openvino, same, single
 from tests.ops.test_rows import FIRST, canonical
+from tests.support.graphs import graph, node
+from tests.support.helpers import REFERENCE, module, ops_of_fxq
+from tests.support.models import NETWORKS, batch, build, settled
+from tests.support.onnx_runs import ENGINES, normal, onnx, run_onnxruntime, run_openvino, same, single
 
 pytestmark = pytest.mark.any_cpu
 

@@ -6,8 +6,8 @@ from torch import nn
 
 import fxq
 from fxq.common.metrics import sqnr
-from tests.helpers import module
-from tests.onnx_runs import ort
+from tests.support.helpers import module
+from tests.support.onnx_runs import ort
 
 pytestmark = pytest.mark.any_cpu
 RECIPE = fxq.Recipe.static(backend="onnxruntime", optimize="coverage")

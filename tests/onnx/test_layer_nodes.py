@@ -12,8 +12,8 @@ from fxq.onnx.graph import write_onnx
 from fxq.onnx.protobuf import NotInOnnx
 from fxq.ops import OPS
 from fxq.quant.measured import measured_range
-from tests.machine import needs_vnni
-from tests.onnx_runs import ENGINES, call, in_both, normal, run_onnxruntime, same, single, weight
+from tests.support.machine import needs_vnni
+from tests.support.onnx_runs import ENGINES, call, in_both, normal, run_onnxruntime, same, single, weight
 
 pytestmark = pytest.mark.any_cpu
 

@@ -10,9 +10,9 @@ from fxq.common.data import Batch
 from fxq.graph.run import inputs_for
 from fxq.onnx.model_check import ModelCheck
 from fxq.onnx.whole_model import write_model
-from tests.helpers import REFERENCE
-from tests.models import batch, build, two_linears
-from tests.onnx_runs import onnx
+from tests.support.helpers import REFERENCE
+from tests.support.models import batch, build, two_linears
+from tests.support.onnx_runs import onnx
 
 pytestmark = pytest.mark.any_cpu
 

@@ -7,7 +7,7 @@ import torch
 
 from fxq.onnx.graph import write_onnx
 from fxq.onnx.protobuf import NotInOnnx
-from tests.onnx_runs import call, in_both, normal, single, weight
+from tests.support.onnx_runs import call, in_both, normal, single, weight
 
 pytestmark = pytest.mark.any_cpu
 

@@ -12,7 +12,7 @@ from fxq.onnx.graph import write_onnx
 from fxq.onnx.padding_nodes import padded
 from fxq.onnx.protobuf import NotInOnnx
 from fxq.onnx.writer import Writer
-from tests.onnx_runs import call, in_both, normal, run_onnxruntime, run_openvino, single
+from tests.support.onnx_runs import call, in_both, normal, run_onnxruntime, run_openvino, single
 
 pytestmark = pytest.mark.any_cpu
 

@@ -8,7 +8,7 @@ import torch
 import fxq
 from fxq.onnx.graph import write_onnx
 from fxq.onnx.protobuf import NotInOnnx
-from tests.onnx_runs import call, in_both, normal, run_onnxruntime, single
+from tests.support.onnx_runs import call, in_both, normal, run_onnxruntime, single
 
 pytestmark = pytest.mark.any_cpu
 

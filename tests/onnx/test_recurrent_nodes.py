@@ -9,8 +9,8 @@ from torch import fx
 from fxq.onnx.graph import write_onnx
 from fxq.onnx.protobuf import NotInOnnx
 from fxq.ops import OPS
-from tests.machine import needs_vnni
-from tests.onnx_runs import call, in_both, normal, run_onnxruntime, same, single, weight
+from tests.support.machine import needs_vnni
+from tests.support.onnx_runs import call, in_both, normal, run_onnxruntime, same, single, weight
 
 pytestmark = pytest.mark.any_cpu
 

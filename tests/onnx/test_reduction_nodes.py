@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from fxq.onnx.protobuf import NotInOnnx
-from tests.helpers import module
 from tests.onnx.test_function_nodes import X, Y, written
-from tests.onnx_runs import normal, onnx, run_onnxruntime
+from tests.support.helpers import module
+from tests.support.onnx_runs import normal, onnx, run_onnxruntime
 
 pytestmark = pytest.mark.any_cpu
 

@@ -6,7 +6,7 @@ import torch
 from fxq.common.metrics import sqnr
 from fxq.onnx.graph import write_onnx
 from tests.onnx.test_recurrent_nodes import CELL, STATE, H, X, weights
-from tests.onnx_runs import call, onnx, run_onnxruntime, single, weight
+from tests.support.onnx_runs import call, onnx, run_onnxruntime, single, weight
 
 pytestmark = pytest.mark.any_cpu
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from fxq.onnx.protobuf import NotInOnnx
 from fxq.onnx.varying_sizes import VaryingSizes, varies
 from fxq.onnx.writer import Value, Writer
-from tests.onnx_runs import onnx, run_onnxruntime, same
+from tests.support.onnx_runs import onnx, run_onnxruntime, same
 
 pytestmark = pytest.mark.any_cpu
 

@@ -14,10 +14,10 @@ from fxq.graph.run import inputs_for
 from fxq.onnx.model_check import ModelCheck
 from fxq.onnx.protobuf import NotInOnnx
 from fxq.onnx.whole_model import write_model
-from tests.helpers import REFERENCE, module
-from tests.models import batch, build, settled
 from tests.onnx.test_graph import Attention
-from tests.onnx_runs import normal, onnx, run_onnxruntime
+from tests.support.helpers import REFERENCE, module
+from tests.support.models import batch, build, settled
+from tests.support.onnx_runs import normal, onnx, run_onnxruntime
 
 pytestmark = pytest.mark.any_cpu
 

@@ -7,7 +7,7 @@ import torch
 
 from fxq.onnx.protobuf import INT4, UINT4, NotInOnnx, onnx_type
 from fxq.onnx.writer import Value, Writer
-from tests.onnx_runs import onnx, run_onnxruntime
+from tests.support.onnx_runs import onnx, run_onnxruntime
 
 pytestmark = pytest.mark.any_cpu
 

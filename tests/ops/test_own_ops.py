@@ -1,4 +1,4 @@
-"""Ops of the user's own, as they write them (`tests/extensions.py`)."""
+"""Ops of the user's own, as they write them (`tests/support/extensions.py`)."""
 
 import pickle
 
@@ -10,10 +10,10 @@ import fxq
 from fxq.graph.info import info
 from fxq.graph.query import called_name
 from fxq.ops import OPS
-from tests import extensions as own
-from tests.helpers import REFERENCE
-from tests.machine import needs_x86
-from tests.models import settled
+from tests.support import extensions as own
+from tests.support.helpers import REFERENCE
+from tests.support.machine import needs_x86
+from tests.support.models import settled
 
 X = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
 

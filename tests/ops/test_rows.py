@@ -13,15 +13,15 @@ import fxq
 from fxq.common.metrics import sqnr
 from fxq.graph.query import op_of
 from fxq.ops import OPS
-from tests.cases_activations import ACTIVATIONS, FLOATS
-from tests.cases_arithmetic import ARITHMETIC
-from tests.cases_layers import LAYERS
-from tests.cases_movement import MOVEMENT, SELECTION
-from tests.cases_pooling import POOLING
-from tests.graphs import anonymous, graph
-from tests.helpers import REFERENCE, module, ops_of_fxq
-from tests.machine import BITS, decibels, needs_x86, portable
-from tests.opcases import Case
+from tests.support.cases_activations import ACTIVATIONS, FLOATS
+from tests.support.cases_arithmetic import ARITHMETIC
+from tests.support.cases_layers import LAYERS
+from tests.support.cases_movement import MOVEMENT, SELECTION
+from tests.support.cases_pooling import POOLING
+from tests.support.graphs import anonymous, graph
+from tests.support.helpers import REFERENCE, module, ops_of_fxq
+from tests.support.machine import BITS, decibels, needs_x86, portable
+from tests.support.opcases import Case
 
 CASES = [*LAYERS, *ACTIVATIONS, *FLOATS, *ARITHMETIC, *MOVEMENT, *SELECTION, *POOLING]
 

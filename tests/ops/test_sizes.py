@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from fxq.ops.sizes import is_all_of, leads
-from tests.graphs import graph, node, text
-from tests.helpers import module
+from tests.support.graphs import graph, node, text
+from tests.support.helpers import module
 
 pytestmark = pytest.mark.any_cpu
 

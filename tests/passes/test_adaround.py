@@ -12,7 +12,7 @@ import fxq
 from fxq.common.metrics import sqnr
 from fxq.passes import AdaRound
 from fxq.pipeline.reconstruction import OutputError, WeightGrid
-from tests.graphs import expected, program, run_pass
+from tests.support.graphs import expected, program, run_pass
 
 WEIGHT = fxq.TensorSpec(bits=4, signed=True, symmetric=True, per="channel", observer="minmax")
 FOUR_BITS = fxq.Recipe.static(weight=WEIGHT, backend="reference")

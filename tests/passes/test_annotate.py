@@ -11,10 +11,10 @@ from fxq.common.metrics import sqnr
 from fxq.graph.info import info
 from fxq.graph.unit import reads_of
 from fxq.passes import Annotate
-from tests.graphs import graph, node, program, run_pass
-from tests.helpers import REFERENCE, module
-from tests.machine import X86, needs_x86
-from tests.models import batch, build, settled
+from tests.support.graphs import graph, node, program, run_pass
+from tests.support.helpers import REFERENCE, module
+from tests.support.machine import X86, needs_x86
+from tests.support.models import batch, build, settled
 
 LAYERS = """
     x: float32[2, 3, 8, 8] = input()

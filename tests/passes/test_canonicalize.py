@@ -10,9 +10,9 @@ import fxq
 from fxq.common.metrics import sqnr
 from fxq.graph.info import info
 from fxq.passes import Canonicalize
-from tests.graphs import again, equal, expected, graph, text, until
-from tests.helpers import REFERENCE
-from tests.models import batch, build, call, settled
+from tests.support.graphs import again, equal, expected, graph, text, until
+from tests.support.helpers import REFERENCE
+from tests.support.models import batch, build, call, settled
 
 
 class Spelled(nn.Module):

@@ -10,8 +10,8 @@ import fxq
 from fxq.graph.info import info
 from fxq.passes import ChooseGrids
 from fxq.quant.measured import MeasuredGrid
-from tests.graphs import node, run_pass
-from tests.helpers import REFERENCE
+from tests.support.graphs import node, run_pass
+from tests.support.helpers import REFERENCE
 
 S = "TensorSpec(observer='minmax')"
 MADE, MOVED, SELECTED = f"Edge({S}, 0, True, True)", f"Edge({S}, 0, False)", f"Edge({S}, 0, False, True)"

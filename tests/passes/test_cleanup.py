@@ -9,10 +9,10 @@ from torch import nn
 import fxq
 from fxq.passes import Cleanup
 from fxq.quant.observer_base import Observer
-from tests.graphs import equal, expected, program, run_pass
-from tests.helpers import REFERENCE
-from tests.machine import X86, needs_x86
-from tests.models import batch, build
+from tests.support.graphs import equal, expected, program, run_pass
+from tests.support.helpers import REFERENCE
+from tests.support.machine import X86, needs_x86
+from tests.support.models import batch, build
 
 
 @needs_x86

@@ -10,9 +10,9 @@ from torch import nn
 import fxq
 from fxq.common.metrics import sqnr
 from fxq.passes import CorrectBias, correct_bias
-from tests.estimates import average, trusted
-from tests.graphs import drawn, expected, program, run_pass
-from tests.helpers import REFERENCE
+from tests.support.estimates import average, trusted
+from tests.support.graphs import drawn, expected, program, run_pass
+from tests.support.helpers import REFERENCE
 
 PLAIN = REFERENCE.without_pass("correct-bias")
 

@@ -8,9 +8,9 @@ import fxq
 from fxq.common.metrics import sqnr
 from fxq.graph.info import info
 from fxq.passes import Decompose
-from tests.graphs import again, expected, graph, text, until
-from tests.helpers import REFERENCE
-from tests.models import call, settled
+from tests.support.graphs import again, expected, graph, text, until
+from tests.support.helpers import REFERENCE
+from tests.support.models import call, settled
 
 E, H, N, L, S = 16, 4, 3, 5, 7
 

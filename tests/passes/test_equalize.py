@@ -11,8 +11,8 @@ from torch import nn
 
 import fxq
 from fxq.passes import Equalize
-from tests.graphs import expected, program, run_pass
-from tests.helpers import REFERENCE, module
+from tests.support.graphs import expected, program, run_pass
+from tests.support.helpers import REFERENCE, module
 
 WHOLE = fxq.TensorSpec(signed=True, symmetric=True)  # one scale for all channels
 STATIC = fxq.Recipe.static(weight=WHOLE, backend="reference", optimize="coverage")

@@ -4,8 +4,8 @@ import torch
 
 import fxq
 from fxq.passes import Fallback
-from tests.graphs import drawn, equal, expected, integer_weight, joined, kinds, qdq, run_pass, text
-from tests.machine import X86, needs_x86
+from tests.support.graphs import drawn, equal, expected, integer_weight, joined, kinds, qdq, run_pass, text
+from tests.support.machine import X86, needs_x86
 
 IMAGE = "x: float32[2, 4, 8, 8] = input()\nbias: float32[4] = tensor('bias')"
 A, B = integer_weight("a", "4, 4, 1, 1"), integer_weight("b", "4, 4, 1, 1")

@@ -9,11 +9,11 @@ import fxq
 from fxq.common.metrics import sqnr
 from fxq.passes import Fallback
 from fxq.pipeline.candidates import UNREAD
-from tests.graphs import again, equal, expected, text, until
-from tests.helpers import plain
-from tests.machine import X86, needs_x86
-from tests.models import call, settled
 from tests.passes.test_fallback_prices import int8
+from tests.support.graphs import again, equal, expected, text, until
+from tests.support.helpers import plain
+from tests.support.machine import X86, needs_x86
+from tests.support.models import call, settled
 
 pytestmark = needs_x86
 

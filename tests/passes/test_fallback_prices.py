@@ -15,10 +15,23 @@ from fxq.graph.info import info
 from fxq.graph.view import view
 from fxq.passes import Fallback
 from fxq.passes.fallback import CONVERTED, NOT_WORTH_IT
-from tests.graphs import GRID, again, equal, expected, idle, integer_weight, joined, node, qdq, run_pass, text, until
-from tests.helpers import REFERENCE, plain
-from tests.machine import X86, needs_x86
-from tests.models import NETWORKS, batch, build, call, settled
+from tests.support.graphs import (
+    GRID,
+    again,
+    equal,
+    expected,
+    idle,
+    integer_weight,
+    joined,
+    node,
+    qdq,
+    run_pass,
+    text,
+    until,
+)
+from tests.support.helpers import REFERENCE, plain
+from tests.support.machine import X86, needs_x86
+from tests.support.models import NETWORKS, batch, build, call, settled
 
 pytestmark = needs_x86
 

@@ -11,8 +11,8 @@ from torch import nn
 import fxq
 from fxq.backends import cpu
 from fxq.backends.by_name import unavailable
-from tests.graphs import MINMAX
-from tests.machine import needs_vnni
+from tests.support.graphs import MINMAX
+from tests.support.machine import needs_vnni
 
 NAMES = ("reference", "auto", "x86", "jit", "openvino", "onnxruntime", "fbgemm", "qnnpack")
 BACKENDS = [name for name in NAMES if name == "auto" or unavailable(name) is None]

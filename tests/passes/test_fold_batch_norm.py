@@ -10,9 +10,9 @@ from torch import nn
 import fxq
 from fxq.passes import FoldBatchNorm
 from fxq.patterns.norm import norm_after_layer, norm_before_layer
-from tests.graphs import drawn, expected, program, run_pass
-from tests.helpers import REFERENCE
-from tests.models import call, settled
+from tests.support.graphs import drawn, expected, program, run_pass
+from tests.support.helpers import REFERENCE
+from tests.support.models import call, settled
 
 
 def written(layer, shape, weight, channels, norm="batch_norm({}, mean, var, g, h)", ahead=False):

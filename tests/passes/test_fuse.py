@@ -6,9 +6,9 @@ import torch
 import fxq
 from fxq.graph.info import info
 from fxq.passes import Fuse
-from tests.graphs import equal, expected, kinds, node, program, run_pass
-from tests.helpers import REFERENCE, restored_fusions
-from tests.machine import X86, needs_x86
+from tests.support.graphs import equal, expected, kinds, node, program, run_pass
+from tests.support.helpers import REFERENCE, restored_fusions
+from tests.support.machine import X86, needs_x86
 
 BLOCKS = """
     x: float32[1, 3, 5, 5] = input()

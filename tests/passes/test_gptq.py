@@ -11,8 +11,8 @@ from fxq.common.metrics import sqnr
 from fxq.errors import InputError
 from fxq.passes import Gptq
 from fxq.pipeline.reconstruction import OutputError, WeightGrid
-from tests.graphs import expected, program, run_pass
 from tests.pipeline.test_used_rows import Pooled, padded
+from tests.support.graphs import expected, program, run_pass
 
 FOUR_BITS = fxq.Recipe.weight_only(bits=4, per=16, backend="reference")
 

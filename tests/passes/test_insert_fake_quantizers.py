@@ -12,8 +12,8 @@ from fxq.common.metrics import sqnr
 from fxq.errors import FxqWarning, PassError
 from fxq.passes import InsertFakeQuantizers
 from fxq.quant.fake_quantize import FakeQuantizeValue, FakeQuantizeWeight
-from tests.helpers import module, rewriter
-from tests.trainings import QAT, nodes, prepared
+from tests.support.helpers import module, rewriter
+from tests.support.trainings import QAT, nodes, prepared
 
 
 def quantizers(model, kind=FakeQuantizeValue):

@@ -8,9 +8,9 @@ import fxq
 from fxq.graph.info import info
 from fxq.graph.query import submodule
 from fxq.passes import InsertObservers
-from tests.graphs import equal, expected, node, run_pass, text
-from tests.helpers import REFERENCE, module
-from tests.models import batch, build
+from tests.support.graphs import equal, expected, node, run_pass, text
+from tests.support.helpers import REFERENCE, module
+from tests.support.models import batch, build
 
 W = "TensorSpec(signed=True, symmetric=True, per='channel', observer='minmax')"
 INT8 = f"plan=Plan(Decision('int8'), reads=TensorSpec(), weight={W})"

@@ -9,9 +9,9 @@ from fxq.backends.reference import Reference
 from fxq.common.metrics import sqnr
 from fxq.graph.query import argument, is_op
 from fxq.passes import InsertQdq
-from tests.graphs import expected, node, program, run_pass, text, until
-from tests.helpers import REFERENCE
-from tests.models import settled
+from tests.support.graphs import expected, node, program, run_pass, text, until
+from tests.support.helpers import REFERENCE
+from tests.support.models import settled
 
 W = "TensorSpec(signed=True, symmetric=True, per='channel')"
 INT8 = f"plan=Plan(Decision('int8'), reads=TensorSpec(), weight={W})"

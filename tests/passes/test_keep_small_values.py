@@ -8,8 +8,8 @@ from torch import nn
 import fxq
 from fxq.graph.info import info
 from fxq.passes import KeepSmallValues
-from tests.graphs import node, run_pass
-from tests.helpers import REFERENCE, module, plain
+from tests.support.graphs import node, run_pass
+from tests.support.helpers import REFERENCE, module, plain
 
 S = "TensorSpec(observer='minmax')"
 ROWS = "TensorSpec(symmetric=True, per='row', range='measured')"

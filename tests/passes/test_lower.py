@@ -12,9 +12,9 @@ from fxq.backends.packed import quantized_tensors as packed
 from fxq.common.metrics import sqnr
 from fxq.common.metrics import tensors as tensors_of
 from fxq.passes import Lower
-from tests.graphs import GRID, MINMAX, drawn, expected, integer_weight, joined, kinds, qdq, run_pass, text
-from tests.machine import X86, needs_x86
-from tests.models import call, settled
+from tests.support.graphs import GRID, MINMAX, drawn, expected, integer_weight, joined, kinds, qdq, run_pass, text
+from tests.support.machine import X86, needs_x86
+from tests.support.models import call, settled
 
 pytestmark = needs_x86
 

@@ -7,9 +7,9 @@ from torch import nn
 
 import fxq
 from fxq.common.metrics import sqnr
-from tests.graphs import equal
-from tests.machine import X86, needs_x86
-from tests.models import call, settled
+from tests.support.graphs import equal
+from tests.support.machine import X86, needs_x86
+from tests.support.models import call, settled
 
 pytestmark = needs_x86
 

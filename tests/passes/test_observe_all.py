@@ -10,7 +10,7 @@ import fxq
 from fxq.passes.observe_all import ObserveAll, Watch
 from fxq.quant.observers import Histogram, MovingAverage, observer_for
 from fxq.quant.spec import TensorSpec
-from tests.helpers import REFERENCE, module, rewriter
+from tests.support.helpers import REFERENCE, module, rewriter
 
 X = torch.rand(2, 3, 8, 8)
 

@@ -5,7 +5,7 @@ import torch
 
 import fxq
 from fxq.passes import Propagate
-from tests.graphs import drawn, expected, program, run_pass
+from tests.support.graphs import drawn, expected, program, run_pass
 
 CHAIN = """
     x: float32[2, 3, 4] = input()

@@ -9,9 +9,9 @@ import fxq
 from fxq.common.metrics import sqnr
 from fxq.graph.info import info
 from fxq.passes import ShareQParams
-from tests.graphs import MINMAX, node, program, run_pass
-from tests.helpers import REFERENCE, module
-from tests.models import settled
+from tests.support.graphs import MINMAX, node, program, run_pass
+from tests.support.helpers import REFERENCE, module
+from tests.support.models import settled
 
 INT8 = "plan=Plan(Decision('int8'), reads=TensorSpec())"
 MOVES = "plan=Plan(Decision('moves'), reads=TensorSpec())"

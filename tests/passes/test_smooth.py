@@ -14,8 +14,8 @@ from fxq.common.metrics import sqnr
 from fxq.graph.info import info
 from fxq.graph.query import is_op, plan_of
 from fxq.passes import Smooth
-from tests.graphs import expected, node, program, run_pass
-from tests.helpers import REFERENCE, module
+from tests.support.graphs import expected, node, program, run_pass
+from tests.support.helpers import REFERENCE, module
 
 PLAIN = REFERENCE.without_pass("smooth")
 

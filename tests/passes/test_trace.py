@@ -10,9 +10,9 @@ from torch import nn
 import fxq
 from fxq.common.metrics import sqnr
 from fxq.graph.info import info
-from tests.graphs import equal, expected, graph, text
-from tests.helpers import REFERENCE
-from tests.models import NETWORKS, batch, build, call, settled
+from tests.support.graphs import equal, expected, graph, text
+from tests.support.helpers import REFERENCE
+from tests.support.models import NETWORKS, batch, build, call, settled
 
 
 class Mixed(nn.Module):

@@ -7,9 +7,9 @@ from torch import nn
 
 import fxq
 from fxq.common.metrics import sqnr
-from tests.graphs import equal, expected, graph, text
-from tests.helpers import REFERENCE
-from tests.models import call, settled
+from tests.support.graphs import equal, expected, graph, text
+from tests.support.helpers import REFERENCE
+from tests.support.models import call, settled
 
 
 class Overwrites(nn.Module):

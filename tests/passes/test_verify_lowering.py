@@ -17,11 +17,11 @@ from fxq.backends.x86.onednn_linear import OnednnLinear
 from fxq.common.metrics import sqnr
 from fxq.graph.view import view
 from fxq.passes.verify_lowering import VerifyLowering
-from tests.graphs import again, equal, expected, kinds, text, until
-from tests.helpers import REFERENCE, steps
-from tests.kernels import planted
-from tests.machine import X86, decibels, needs_x86, quiet, told
-from tests.models import NETWORKS, batch, build, call
+from tests.support.graphs import again, equal, expected, kinds, text, until
+from tests.support.helpers import REFERENCE, steps
+from tests.support.kernels import planted
+from tests.support.machine import X86, decibels, needs_x86, quiet, told
+from tests.support.models import NETWORKS, batch, build, call
 
 
 @needs_x86
@@ -82,7 +82,7 @@ def test_a_wrong_kernel_is_put_back(monkeypatch, change, why):
     assert len(others) == len(convs) - 1
     assert "x86.conv" in first
     assert why in first
-    assert 'layer "stem", tests/models.py:' in first
+    assert 'layer "stem", tests/support/models.py:' in first
     assert "x86.conv" not in kinds(quantized)
     assert "x86.linear" in kinds(quantized)
     wrong = quantized.ledger.where(kind="unverified")

@@ -9,9 +9,9 @@ from torch import nn
 import fxq
 from fxq.backends.packed import quantized_tensors as packed
 from fxq.backends.x86.onednn_conv import OnednnConv
-from tests.graphs import kinds
-from tests.kernels import planted
-from tests.machine import X86, needs_x86, quiet
+from tests.support.graphs import kinds
+from tests.support.kernels import planted
+from tests.support.machine import X86, needs_x86, quiet
 
 
 class Wide(nn.Module):

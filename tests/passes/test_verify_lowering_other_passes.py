@@ -12,9 +12,9 @@ import fxq
 from fxq.backends.x86.onednn_linear import OnednnLinear
 from fxq.graph.info import info
 from fxq.graph.query import submodule
-from tests.graphs import kinds
-from tests.kernels import planted
-from tests.machine import X86, needs_x86
+from tests.support.graphs import kinds
+from tests.support.kernels import planted
+from tests.support.machine import X86, needs_x86
 
 
 @dataclass(frozen=True)

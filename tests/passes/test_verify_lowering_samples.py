@@ -9,10 +9,10 @@ from torch import nn
 import fxq
 from fxq.backends.x86.onednn_conv import OnednnConv
 from fxq.passes.verify_lowering import _Verifier
-from tests.graphs import kinds
-from tests.kernels import planted
-from tests.machine import X86, needs_x86, quiet
-from tests.models import batch, build
+from tests.support.graphs import kinds
+from tests.support.kernels import planted
+from tests.support.machine import X86, needs_x86, quiet
+from tests.support.models import batch, build
 
 
 def test_one_sample_that_the_lowered_graph_cannot_run(monkeypatch):

@@ -8,8 +8,8 @@ from torch import nn
 import fxq
 from fxq.common.metrics import sqnr
 from fxq.graph.info import info
-from tests.graphs import graph, until
-from tests.models import call, settled
+from tests.support.graphs import graph, until
+from tests.support.models import call, settled
 
 E, H, N, L, S = 16, 4, 3, 5, 7
 DYNAMIC = fxq.Recipe.dynamic(backend="reference", optimize="coverage")

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fxq.patterns.conv import ACTIVATIONS
-from tests.fusions import check_numbers, check_refused, fused, lines
+from tests.support.fusions import check_numbers, check_refused, fused, lines
 
 LAYERS = {
     "conv1d": (lambda: nn.Conv1d(6, 6, 3, padding=1), (8, 6, 12), "padding=(1,)"),

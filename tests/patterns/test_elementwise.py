@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxq
-from tests.fusions import check_numbers, check_refused, data, fused, lines
-from tests.graphs import graph
-from tests.models import settled
+from tests.support.fusions import check_numbers, check_refused, data, fused, lines
+from tests.support.graphs import graph
+from tests.support.models import settled
 
 SHAPE = (4, 6, 6, 6)
 

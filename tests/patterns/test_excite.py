@@ -12,8 +12,8 @@ from fxq.backends.packed.quantized_tensors import has_engine
 from fxq.common.metrics import sqnr
 from fxq.graph.info import info
 from fxq.patterns.excite import FUNCTIONS, GATES
-from tests.fusions import check_numbers, check_refused, data, fused, lines
-from tests.graphs import graph
+from tests.support.fusions import check_numbers, check_refused, data, fused, lines
+from tests.support.graphs import graph
 
 SHAPE = (4, 6, 6, 6)
 OPTIONS = {

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fxq.patterns.linear import ACTIVATIONS
-from tests.fusions import check_numbers, check_refused, fused, lines
+from tests.support.fusions import check_numbers, check_refused, fused, lines
 
 SHAPES = {"rows": (32, 6), "tokens": (4, 9, 6), "one": (6,)}
 FUNCTIONS = {"hardtanh": lambda x: F.hardtanh(x, -0.3, 0.5), "leaky_relu": lambda x: F.leaky_relu(x, 0.3)}

@@ -7,8 +7,8 @@ from torch import nn
 import fxq
 from fxq.patterns.norm import norm_after_layer, scale_and_shift
 from fxq.rewriting.match import Matcher
-from tests.graphs import graph
-from tests.models import settled
+from tests.support.graphs import graph
+from tests.support.models import settled
 
 
 def matched(layer, norm, x):

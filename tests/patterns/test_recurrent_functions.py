@@ -8,9 +8,9 @@ import fxq
 from fxq.common.metrics import sqnr
 from fxq.graph.info import info
 from fxq.graph.query import op_of
-from tests.graphs import graph, until
-from tests.helpers import REFERENCE
-from tests.models import call, settled
+from tests.support.graphs import graph, until
+from tests.support.helpers import REFERENCE
+from tests.support.models import call, settled
 
 N, T, C, H = 3, 6, 4, 5
 

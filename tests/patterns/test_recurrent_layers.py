@@ -11,9 +11,9 @@ from fxq.common.metrics import sqnr
 from fxq.graph.info import info
 from fxq.graph.query import op_of
 from fxq.passes import Decompose
-from tests.graphs import again, expected, graph, text, until
-from tests.helpers import REFERENCE
-from tests.models import call, settled
+from tests.support.graphs import again, expected, graph, text, until
+from tests.support.helpers import REFERENCE
+from tests.support.models import call, settled
 
 N, T, C, H = 3, 6, 4, 5
 

@@ -10,9 +10,9 @@ from torch import nn
 import fxq
 from fxq.common.metrics import sqnr
 from fxq.graph.info import info
-from tests.graphs import graph, text
-from tests.helpers import REFERENCE, module
-from tests.models import call, settled
+from tests.support.graphs import graph, text
+from tests.support.helpers import REFERENCE, module
+from tests.support.models import call, settled
 
 X = torch.randn(2, 4, 6, 6, generator=torch.Generator().manual_seed(0))
 

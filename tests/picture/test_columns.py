@@ -7,7 +7,7 @@ import pytest
 from fxq.graph.view import GraphView
 from fxq.picture.columns import Box, Group, boxes_of, columns, in_columns, nest
 from fxq.picture.graph_picture import picture
-from tests.pictures import network
+from tests.support.pictures import network
 
 pytestmark = pytest.mark.any_cpu
 

@@ -10,7 +10,7 @@ from fxq.errors import InputError
 from fxq.graph.view import GraphView, NodeView
 from fxq.picture.diff import Diff, diff
 from fxq.picture.diff_picture import picture
-from tests.pictures import FUSED, chain, changed, keys, lowered
+from tests.support.pictures import FUSED, chain, changed, keys, lowered
 
 pytestmark = pytest.mark.any_cpu
 

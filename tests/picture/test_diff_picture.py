@@ -8,7 +8,7 @@ from fxq.errors import InputError, RenderError
 from fxq.graph.view import GraphView
 from fxq.picture.diff import diff
 from fxq.picture.diff_picture import picture
-from tests.pictures import FUSED, chain, changed, keys, lowered, needs_dot
+from tests.support.pictures import FUSED, chain, changed, keys, lowered, needs_dot
 
 pytestmark = pytest.mark.any_cpu
 

@@ -8,7 +8,7 @@ from fxq.graph.view import GraphView, NodeView
 from fxq.picture.diff import diff
 from fxq.picture.diff_summary import MOST, summary
 from fxq.text.tables import plain
-from tests.helpers import REFERENCE, steps
+from tests.support.helpers import REFERENCE, steps
 
 
 def pairs(count):

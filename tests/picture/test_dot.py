@@ -8,7 +8,7 @@ from fxq.errors import RenderError
 from fxq.picture import dot as dot_module
 from fxq.picture import writing
 from fxq.picture.graph_picture import render
-from tests.pictures import needs_dot, network, small
+from tests.support.pictures import needs_dot, network, small
 
 pytestmark = pytest.mark.any_cpu
 

@@ -10,7 +10,7 @@ from fxq.picture import dot as dot_module
 from fxq.picture.columns import Picture, columns
 from fxq.picture.graph_picture import node_lines, node_tooltip, picture, render
 from fxq.text.colours import CHANGES, LOOKS
-from tests.pictures import lowered, needs_dot, network, small
+from tests.support.pictures import lowered, needs_dot, network, small
 
 pytestmark = pytest.mark.any_cpu
 

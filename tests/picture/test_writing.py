@@ -5,7 +5,7 @@ import pytest
 from fxq.errors import RenderError
 from fxq.graph.view import GraphView
 from fxq.picture.graph_picture import render
-from tests.pictures import needs_dot, network, small
+from tests.support.pictures import needs_dot, network, small
 
 STARTS = {".svg": b"<?xml", ".png": b"\x89PNG", ".pdf": b"%PDF", ".dot": b"digraph"}
 

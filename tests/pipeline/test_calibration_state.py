@@ -24,8 +24,8 @@ from fxq.pipeline.calibration_state import (
     sizes_of,
 )
 from fxq.pipeline.samples import has_enough, record
-from tests.calibrations import data, network, other_weights, prepared, same, seen
-from tests.helpers import PLAIN, context
+from tests.support.calibrations import data, network, other_weights, prepared, same, seen
+from tests.support.helpers import PLAIN, context
 
 pytestmark = pytest.mark.any_cpu
 

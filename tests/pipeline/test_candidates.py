@@ -11,9 +11,9 @@ from fxq.graph.info import info
 from fxq.graph.query import is_op
 from fxq.passes import Annotate
 from fxq.rewriting.rewriter import Rewriter
-from tests.graphs import text, until
-from tests.helpers import REFERENCE, context, module, steps
-from tests.models import settled
+from tests.support.graphs import text, until
+from tests.support.helpers import REFERENCE, context, module, steps
+from tests.support.models import settled
 
 
 class Stream(nn.Module):

@@ -11,9 +11,9 @@ import fxq
 from fxq.common.stored_data import pack, unpack
 from fxq.errors import CalibrationError, InputError, RenderError
 from fxq.pipeline.checkpoint import FORMAT
-from tests.calibrations import calibrated, data, network, other_weights, prepared, recipe, same, seen, whole
-from tests.helpers import module
-from tests.processes import die, dying, killed, on_ranks
+from tests.support.calibrations import calibrated, data, network, other_weights, prepared, recipe, same, seen, whole
+from tests.support.helpers import module
+from tests.support.processes import die, dying, killed, on_ranks
 
 pytestmark = pytest.mark.any_cpu
 

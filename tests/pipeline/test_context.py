@@ -8,8 +8,8 @@ import fxq
 from fxq.common.data import Batch
 from fxq.errors import RecipeError
 from fxq.pipeline import float_ops
-from tests.graphs import graph
-from tests.helpers import REFERENCE, context, module
+from tests.support.graphs import graph
+from tests.support.helpers import REFERENCE, context, module
 
 pytestmark = pytest.mark.any_cpu
 

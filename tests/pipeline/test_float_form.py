@@ -7,7 +7,7 @@ from torch import nn
 import fxq
 from fxq.common.data import Batch
 from fxq.pipeline.float_form import FloatForm
-from tests.helpers import plain
+from tests.support.helpers import plain
 
 FOUND = []
 

@@ -6,8 +6,8 @@ import torch
 from fxq.graph.info import fate_of
 from fxq.graph.query import argument, is_op
 from fxq.passes import Smooth
-from tests.graphs import node, program, run_pass
 from tests.passes.test_smooth import GIVEN, LAYER
+from tests.support.graphs import node, program, run_pass
 
 MOVED = LAYER.replace("x: float32[64, 4] = input()", "v: float32[8, 8, 4] = input()").replace(
     "    x_q = ",

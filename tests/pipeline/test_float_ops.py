@@ -11,9 +11,9 @@ from fxq.pipeline.float_ops import divide_original
 from fxq.recipe.pass_base import Stage
 from fxq.rewriting.rewriter import Rewriter
 from fxq.steps import manager_for, up_to
-from tests.graphs import equal, until
-from tests.helpers import REFERENCE
-from tests.models import NETWORKS, batch, build, call
+from tests.support.graphs import equal, until
+from tests.support.helpers import REFERENCE
+from tests.support.models import NETWORKS, batch, build, call
 
 pytestmark = pytest.mark.any_cpu
 

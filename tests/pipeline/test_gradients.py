@@ -9,8 +9,8 @@ from torch import nn
 import fxq
 from fxq.errors import FxqWarning
 from fxq.quant.fake_quantize import FakeQuantizeValue
-from tests.helpers import module
-from tests.trainings import prepared
+from tests.support.helpers import module
+from tests.support.trainings import prepared
 
 
 def no_gradients(self, x):

@@ -8,7 +8,7 @@ import fxq
 from fxq.errors import RecipeError
 from fxq.pipeline.hand_over import check_computes_alike, check_traced_alike, hand_over, nodes_of
 from fxq.quant.observer_base import Observer
-from tests.helpers import REFERENCE
+from tests.support.helpers import REFERENCE
 
 X = torch.rand(2, 3, 8, 8)
 

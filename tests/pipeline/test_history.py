@@ -15,10 +15,10 @@ from fxq.errors import InputError
 from fxq.passes import Canonicalize, Fuse, Trace
 from fxq.pipeline.history import Snapshot
 from fxq.recipe.pass_base import Stage
-from tests.graphs import full_text
-from tests.helpers import REFERENCE, managed
-from tests.models import two_linears
-from tests.pictures import lowered
+from tests.support.graphs import full_text
+from tests.support.helpers import REFERENCE, managed
+from tests.support.models import two_linears
+from tests.support.pictures import lowered
 
 X = torch.linspace(-1, 1, 32).reshape(8, 4)
 CHECKED = REFERENCE.with_check("numeric")

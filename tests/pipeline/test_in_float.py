@@ -6,7 +6,7 @@ from typing import ClassVar
 import fxq
 from fxq.graph.info import Decision, fate_of, info
 from fxq.pipeline.in_float import run_in_float
-from tests.graphs import GRID, expected, integer_weight, joined, node, qdq, run_pass, text
+from tests.support.graphs import GRID, expected, integer_weight, joined, node, qdq, run_pass, text
 
 INT8 = "plan=Plan(Decision('int8'), reads=TensorSpec())"
 MOVES = "plan=Plan(Decision('moves'), reads=TensorSpec())"

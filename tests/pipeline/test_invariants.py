@@ -9,8 +9,8 @@ from fxq.ops import OPS
 from fxq.pipeline.invariants import check
 from fxq.quant.spec import TensorSpec
 from fxq.recipe.pass_base import Stage
-from tests.graphs import graph, node
-from tests.helpers import REFERENCE, module
+from tests.support.graphs import graph, node
+from tests.support.helpers import REFERENCE, module
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
 AFTER = "after my-pass: "

@@ -14,10 +14,10 @@ from fxq.ops import OPS
 from fxq.passes import Annotate, Canonicalize, Fuse, InsertQdq, Trace
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.steps import manager_for
-from tests.graphs import graph
-from tests.helpers import REFERENCE, managed, module
-from tests.machine import quiet, told
-from tests.models import two_linears
+from tests.support.graphs import graph
+from tests.support.helpers import REFERENCE, managed, module
+from tests.support.machine import quiet, told
+from tests.support.models import two_linears
 
 X = torch.linspace(-1, 1, 32).reshape(8, 4)
 CHECKED = REFERENCE.with_check("numeric")

@@ -12,7 +12,7 @@ import fxq
 from fxq.errors import CalibrationError, InputError
 from fxq.pipeline import ranks as module
 from fxq.pipeline.ranks import Ranks
-from tests.processes import on_ranks
+from tests.support.processes import on_ranks
 
 pytestmark = pytest.mark.any_cpu
 

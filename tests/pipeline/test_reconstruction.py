@@ -9,8 +9,8 @@ from torch import nn
 import fxq
 from fxq.errors import InputError
 from fxq.pipeline.reconstruction import OutputError, Reconstruction
-from tests.graphs import expected, program, run_pass
-from tests.helpers import PLAIN, REFERENCE, plain
+from tests.support.graphs import expected, program, run_pass
+from tests.support.helpers import PLAIN, REFERENCE, plain
 
 SEEN = []
 

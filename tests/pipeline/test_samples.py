@@ -7,7 +7,7 @@ from torch import nn
 
 import fxq
 from fxq.pipeline.samples import BATCHES, SAMPLES
-from tests.helpers import PLAIN
+from tests.support.helpers import PLAIN
 
 X = torch.rand(2, 3, 8, 8)
 

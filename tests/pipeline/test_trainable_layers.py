@@ -8,8 +8,8 @@ from torch.testing import assert_close
 import fxq
 from fxq.errors import PassError
 from fxq.pipeline.trainable_layers import TrainableLayers, attach, divided_channels, norm_divisor
-from tests.helpers import rewriter
-from tests.trainings import QAT, prepared, trained
+from tests.support.helpers import rewriter
+from tests.support.trainings import QAT, prepared, trained
 
 
 class NormAct(nn.BatchNorm2d):

@@ -11,8 +11,8 @@ from fxq.common.data import as_batch
 from fxq.common.metrics import sqnr
 from fxq.graph.program import Program
 from fxq.pipeline.used_rows import used_rows
-from tests.graphs import until
-from tests.helpers import REFERENCE, module
+from tests.support.graphs import until
+from tests.support.helpers import REFERENCE, module
 
 
 class Pooled(nn.Module):

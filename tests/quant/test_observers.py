@@ -15,7 +15,7 @@ from fxq.quant.observer_base import Observer
 from fxq.quant.observers import OBSERVERS, Histogram, MinMax, MovingAverage, Percentile, observer_for
 from fxq.quant.qparams import QParams, choose_qparams, dequantize, quantize
 from fxq.quant.spec import TensorSpec
-from tests.layouts import LAYOUTS
+from tests.support.layouts import LAYOUTS
 
 SPEC = TensorSpec()
 EXACT = ["minmax", "histogram", "percentile", "entropy", "mse"]  # whose state does not depend on how data is batched

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fxq.quant.tensor_range import flat, range_of
-from tests.layouts import LAYOUTS
+from tests.support.layouts import LAYOUTS
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)

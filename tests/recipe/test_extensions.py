@@ -1,4 +1,4 @@
-"""What users add: ops, kernels and backends, as they write them (`tests/extensions.py`)."""
+"""What users add: ops, kernels and backends, as they write them (`tests/support/extensions.py`)."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from fxq.graph.region import read_region
 from fxq.graph.unit import Calls, calls_of
 from fxq.quant.observers import MinMax
 from fxq.recipe.recipe_file import tomllib
-from tests import extensions as own
-from tests.graphs import until
-from tests.machine import needs_x86
+from tests.support import extensions as own
+from tests.support.graphs import until
+from tests.support.machine import needs_x86
 
 REFERENCE = fxq.Recipe.static(backend="reference")
 X = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
@@ -99,7 +99,7 @@ def test_the_user_s_kernel_is_verified(monkeypatch):
         qmodel = fxq.quantize(settled(lambda: Fused(2.5)), fused_recipe(), data=[X])
     assert "tests.linear_tanh_mul" not in kernels(qmodel) and qmodel.output_sqnr > 30
     assert qmodel.ledger[0].reason.startswith("its kernel tests.linear_tanh_mul failed verification: off by")
-    assert str(warned[0].message).endswith("its class is tests.extensions:LinearTanhMul.")
+    assert str(warned[0].message).endswith("its class is tests.support.extensions:LinearTanhMul.")
 
 
 @onednn
@@ -168,7 +168,7 @@ def test_a_kernel_of_a_backend_that_extends_another():
         (lambda: fxq.register_kernel("x86", own.linear_tanh_mul)(3), "decorates a function that makes a kernel, not 3"),
         (
             lambda: fxq.register_kernel("x86", own.linear_tanh_mul)(lambda unit: None),
-            "kernel of 'linear_tanh_mul' on x86 is made by tests.extensions:make_linear_tanh_mul already",
+            "kernel of 'linear_tanh_mul' on x86 is made by tests.support.extensions:make_linear_tanh_mul already",
         ),
     ],
 )
@@ -182,7 +182,7 @@ def test_a_kernel_that_cannot_be(make, message):
 
 def test_a_backend_of_the_user_s():
     recipe = fxq.Recipe.static(backend=own.OnlyLinear)
-    assert recipe == REFERENCE.with_backend("tests.extensions:OnlyLinear")
+    assert recipe == REFERENCE.with_backend("tests.support.extensions:OnlyLinear")
     qmodel = fxq.quantize(settled(lambda: Fused(2.5)), recipe, data=[X])
     assert qmodel.backend == recipe.backend and qmodel.recipe_as_decided().backend == recipe.backend
     assert [e.fate for e in qmodel.ledger] == ["int8", "float", "float", "int8"]
@@ -193,13 +193,13 @@ def test_a_backend_of_the_user_s():
 @pytest.mark.parametrize(
     ("backend", "message"),
     [
-        ("tests.extensions:NoSuch", "cannot import 'tests.extensions:NoSuch'"),
+        ("tests.support.extensions:NoSuch", "cannot import 'tests.support.extensions:NoSuch'"),
         ("torch.nn:Linear", "'torch.nn:Linear' names no class of Backend"),
         (nn.Linear, "names no class of Backend"),
         (own.OnlyLinear(), "takes the class of a backend, OnlyLinear, not an instance"),
         (own.Nameless, "has no name, or not the methods of a fxq.Backend"),
         (own.NamedAsOurs, "is called 'x86', as fxq's is; choose another name"),
-        (own.NamedAsAnother, "is called 'only_linear', as tests.extensions:OnlyLinear is; choose another name"),
+        (own.NamedAsAnother, "is called 'only_linear', as tests.support.extensions:OnlyLinear is; choose another name"),
         (type("Local", (own.OnlyLinear,), {"__qualname__": "f.<locals>.Local"}), "the backend is local to a function"),
     ],
 )
@@ -258,9 +258,9 @@ def test_a_backend_that_answers_wrong(backend, message):
 
 def test_a_saved_recipe_has_them_where_nothing_was_imported(tmp_path):
     recipe = REFERENCE.with_extensions(own.bump, own.swap).with_backend(own.OnlyLinear)
-    recipe = recipe.with_fusions(own.linear_tanh_mul).with_extensions("tests.extensions:make_linear_tanh_mul")
+    recipe = recipe.with_fusions(own.linear_tanh_mul).with_extensions("tests.support.extensions:make_linear_tanh_mul")
     recipe = recipe.override(fxq.op("bump"), fxq.FLOAT)
-    assert recipe.extensions[0] == "tests.extensions:bump"
+    assert recipe.extensions[0] == "tests.support.extensions:bump"
     recipe.save(tmp_path / "r.toml")
     assert fxq.Recipe.load(tmp_path / "r.toml") == recipe
     code = "import sys, fxq; recipe = fxq.Recipe.load(sys.argv[1]); fxq.op('own_swap'); print(recipe.to_toml())"
@@ -311,8 +311,8 @@ def test_a_loaded_recipe_gives_the_same_model(tmp_path):
 @pytest.mark.parametrize(
     ("extension", "message"),
     [
-        ("tests.extensions:no_such", "cannot import 'tests.extensions:no_such'"),
-        ("tests.extensions:Swap", "'tests.extensions:Swap' is no op and makes no kernel: decorate"),
+        ("tests.support.extensions:no_such", "cannot import 'tests.support.extensions:no_such'"),
+        ("tests.support.extensions:Swap", "'tests.support.extensions:Swap' is no op and makes no kernel: decorate"),
         (type("Local", (), {"__qualname__": "f.<locals>.Local"}), "the op or kernel is local to a function"),
     ],
 )

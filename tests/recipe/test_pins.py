@@ -16,9 +16,9 @@ from fxq.cost import cache as costs
 from fxq.errors import RecipeError
 from fxq.passes.fallback import DECIDED
 from fxq.recipe.pins import Pin, Place
-from tests.graphs import text
-from tests.machine import X86, needs_x86
-from tests.models import NETWORKS, batch, build, call, settled
+from tests.support.graphs import text
+from tests.support.machine import X86, needs_x86
+from tests.support.models import NETWORKS, batch, build, call, settled
 
 pytestmark = needs_x86
 

@@ -5,7 +5,7 @@ import pytest
 from fxq.errors import RecipeError
 from fxq.passes import PASSES, Fuse, VerifyLowering
 from fxq.recipe.recipe import Recipe
-from tests.helpers import Scale
+from tests.support.helpers import Scale
 
 NAMES = [p.name for p in PASSES]
 

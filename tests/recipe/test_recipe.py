@@ -9,7 +9,7 @@ from fxq.errors import RecipeError
 from fxq.passes import PASSES, CorrectBias
 from fxq.quant.spec import ACTIVATION, FLOAT, MEASURED, MEASURED_STATE, ROLES, STATE, WEIGHT, QuantConfig, TensorSpec
 from fxq.recipe.recipe import Recipe, as_recipe
-from tests.helpers import Scale
+from tests.support.helpers import Scale
 
 NAMES = [p.name for p in PASSES]
 

@@ -18,7 +18,7 @@ from fxq.quant.observers import OBSERVERS, Histogram
 from fxq.quant.spec import FLOAT, QuantConfig, TensorSpec
 from fxq.recipe.recipe import Recipe, as_recipe
 from fxq.recipe.recipe_file import tomllib
-from tests.helpers import Scale
+from tests.support.helpers import Scale
 
 NAMES = [p.name for p in PASSES]
 

@@ -7,7 +7,7 @@ from torch import nn
 import fxq
 from fxq.errors import RecipeError
 from fxq.recipe.selector import Selector, ancestors, as_selector, op
-from tests.helpers import REFERENCE, module
+from tests.support.helpers import REFERENCE, module
 
 
 class MyConv(nn.Conv2d):

@@ -5,8 +5,8 @@ import pytest
 import fxq
 from fxq.common import timed_calls
 from fxq.report.report import report_data
-from tests.helpers import REFERENCE
-from tests.models import batch, build
+from tests.support.helpers import REFERENCE
+from tests.support.models import batch, build
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,8 @@ import fxq
 from fxq.picture.graph_picture import constants_read, node_lines
 from fxq.report.report import report_data
 from fxq.text.colours import clip
-from tests.helpers import REFERENCE
-from tests.models import batch, build
+from tests.support.helpers import REFERENCE
+from tests.support.models import batch, build
 
 pytestmark = [pytest.mark.any_cpu, pytest.mark.usefixtures("one_round")]
 

@@ -12,8 +12,8 @@ from fxq.common.data import Batch, as_batch
 from fxq.errors import InputError
 from fxq.ledger.float_record import record_of
 from fxq.report.latency import recorded_inputs, time_models
-from tests.helpers import REFERENCE, module
-from tests.models import NETWORKS, batch, build
+from tests.support.helpers import REFERENCE, module
+from tests.support.models import NETWORKS, batch, build
 
 
 @pytest.fixture(autouse=True)

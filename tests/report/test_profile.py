@@ -8,9 +8,9 @@ from fxq.backends.engines.engine import EngineBackend
 from fxq.common.data import Batch
 from fxq.report.latency import profile_of
 from fxq.report.report import report_data
-from tests.browser import opened
-from tests.machine import quiet
-from tests.models import batch, build
+from tests.support.browser import opened
+from tests.support.machine import quiet
+from tests.support.models import batch, build
 
 pytestmark = [pytest.mark.any_cpu, pytest.mark.usefixtures("one_round")]
 

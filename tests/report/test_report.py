@@ -13,8 +13,8 @@ from torch import nn
 import fxq
 from fxq.errors import InputError, RenderError
 from fxq.report.report import report_data, write_page
-from tests.helpers import REFERENCE, module
-from tests.models import batch, build
+from tests.support.helpers import REFERENCE, module
+from tests.support.models import batch, build
 
 pytestmark = [pytest.mark.any_cpu, pytest.mark.usefixtures("one_round")]
 

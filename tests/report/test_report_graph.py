@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.browser import opened
+from tests.support.browser import opened
 
 pytestmark = pytest.mark.any_cpu
 

@@ -6,8 +6,8 @@ from torch import nn
 
 import fxq
 from fxq.report.report import report_data, write_page
-from tests.browser import opened
-from tests.helpers import REFERENCE
+from tests.support.browser import opened
+from tests.support.helpers import REFERENCE
 
 pytestmark = pytest.mark.any_cpu
 

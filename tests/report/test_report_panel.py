@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import fxq
-from tests.browser import opened
-from tests.helpers import REFERENCE
+from tests.support.browser import opened
+from tests.support.helpers import REFERENCE
 
 pytestmark = pytest.mark.any_cpu
 

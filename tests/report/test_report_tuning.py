@@ -6,9 +6,9 @@ import pytest
 
 import fxq
 from fxq.errors import InputError
-from tests.browser import opened
-from tests.helpers import REFERENCE
-from tests.models import batch, build
+from tests.support.browser import opened
+from tests.support.helpers import REFERENCE
+from tests.support.models import batch, build
 
 pytestmark = pytest.mark.any_cpu
 

@@ -10,8 +10,8 @@ from fxq.ledger.layer_qparams import LayerQParams
 from fxq.quant.qparams import QParams
 from fxq.report.report import report_data
 from fxq.report.value_data import _weight
-from tests.helpers import REFERENCE
-from tests.models import NETWORKS, batch, build
+from tests.support.helpers import REFERENCE
+from tests.support.models import NETWORKS, batch, build
 
 pytestmark = [pytest.mark.any_cpu, pytest.mark.usefixtures("one_round")]
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tests.graphs import expected, graph, text
-from tests.helpers import module
+from tests.support.graphs import expected, graph, text
+from tests.support.helpers import module
 
 pytestmark = pytest.mark.any_cpu
 

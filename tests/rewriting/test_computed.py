@@ -7,7 +7,7 @@ import fxq
 from fxq.recipe.pass_base import Stage
 from fxq.rewriting.computed import computed_by_parametrization
 from fxq.steps import manager_for, up_to
-from tests.helpers import REFERENCE, module
+from tests.support.helpers import REFERENCE, module
 
 X = torch.randn(2, 3)
 

@@ -7,8 +7,8 @@ from torch import nn
 
 import fxq
 from fxq.common.metrics import sqnr
-from tests.graphs import expected, graph, text
-from tests.helpers import REFERENCE, module
+from tests.support.graphs import expected, graph, text
+from tests.support.helpers import REFERENCE, module
 
 X = torch.linspace(-1, 1, 512).reshape(2, 4, 8, 8)
 

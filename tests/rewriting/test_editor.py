@@ -5,8 +5,8 @@ import torch
 
 from fxq.errors import PassError
 from fxq.graph.info import info
-from tests.graphs import full_text, graph, node
-from tests.helpers import module, rewriter
+from tests.support.graphs import full_text, graph, node
+from tests.support.helpers import module, rewriter
 
 pytestmark = pytest.mark.any_cpu
 

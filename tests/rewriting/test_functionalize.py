@@ -8,9 +8,9 @@ from torch import nn
 
 import fxq
 from fxq.common.metrics import sqnr
-from tests.graphs import equal, graph
-from tests.helpers import REFERENCE
-from tests.models import call, settled
+from tests.support.graphs import equal, graph
+from tests.support.helpers import REFERENCE
+from tests.support.models import call, settled
 
 pytestmark = pytest.mark.any_cpu
 

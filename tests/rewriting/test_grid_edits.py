@@ -8,8 +8,8 @@ from fxq.graph.info import info
 from fxq.quant.measured import MeasuredGrid
 from fxq.quant.qparams import QParams
 from fxq.rewriting.grid_edits import on_grid
-from tests.graphs import expected, node, program
-from tests.helpers import rewriter, run
+from tests.support.graphs import expected, node, program
+from tests.support.helpers import rewriter, run
 
 pytestmark = pytest.mark.any_cpu
 

@@ -7,8 +7,8 @@ from fxq.errors import PatternError
 from fxq.graph.info import set_info
 from fxq.rewriting.match import Matcher
 from fxq.rewriting.pattern import rewrite
-from tests.graphs import graph, node
-from tests.helpers import module, steps
+from tests.support.graphs import graph, node
+from tests.support.helpers import module, steps
 
 pytestmark = pytest.mark.any_cpu
 

@@ -10,8 +10,8 @@ import fxq
 from fxq.backends.reference import Reference
 from fxq.rewriting.near_miss import NearMiss, Refusal
 from fxq.rewriting.pattern import FUSIONS, rewrite
-from tests.graphs import graph
-from tests.helpers import REFERENCE, module, rewriter
+from tests.support.graphs import graph
+from tests.support.helpers import REFERENCE, module, rewriter
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
 

@@ -6,7 +6,7 @@ import fxq
 from fxq.errors import PatternError
 from fxq.rewriting.match import Match
 from fxq.rewriting.pattern import FUSIONS, MATCH, fusion, rewrite
-from tests.helpers import restored_fusions
+from tests.support.helpers import restored_fusions
 
 
 @pytest.fixture

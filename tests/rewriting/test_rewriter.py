@@ -9,8 +9,8 @@ from fxq.errors import FxqError, PassError, PatternError
 from fxq.graph.info import info
 from fxq.graph.unit import calls_of, unit_of
 from fxq.rewriting.pattern import FUSIONS, rewrite
-from tests.graphs import expected, full_text, graph, node
-from tests.helpers import REFERENCE, module, restored_fusions, rewriter, run, steps
+from tests.support.graphs import expected, full_text, graph, node
+from tests.support.helpers import REFERENCE, module, restored_fusions, rewriter, run, steps
 
 pytestmark = pytest.mark.any_cpu
 

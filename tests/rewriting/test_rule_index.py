@@ -10,8 +10,8 @@ from fxq.graph.unit import unit_of
 from fxq.rewriting.match import Matcher
 from fxq.rewriting.pattern import FUSIONS, rewrite
 from fxq.rewriting.rule_index import Dispatch
-from tests.graphs import graph, node
-from tests.helpers import module, rewriter
+from tests.support.graphs import graph, node
+from tests.support.helpers import module, rewriter
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
 

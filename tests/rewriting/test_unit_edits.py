@@ -10,9 +10,9 @@ from fxq.graph.query import op_of
 from fxq.graph.unit import calls_of, unit_of
 from fxq.rewriting.pattern import FUSIONS, rewrite
 from fxq.rewriting.unit_edits import make_unit, open_unit, split_unit
-from tests.graphs import expected, full_text, graph, node
-from tests.helpers import module, rewriter, run
-from tests.models import conv_block
+from tests.support.graphs import expected, full_text, graph, node
+from tests.support.helpers import module, rewriter, run
+from tests.support.models import conv_block
 
 pytestmark = pytest.mark.any_cpu
 

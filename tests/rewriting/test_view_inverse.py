@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tests.graphs import equal, graph
-from tests.helpers import module
+from tests.support.graphs import equal, graph
+from tests.support.helpers import module
 
 pytestmark = pytest.mark.any_cpu
 

@@ -13,10 +13,10 @@ from torch import nn
 
 import fxq
 from fxq.runtime.binding import KEPT, bind, kind_of
-from tests import models
-from tests.bound import ALL, X, first_kernel, functions, plain, quantized
-from tests.graphs import equal
-from tests.helpers import module
+from tests.support import models
+from tests.support.bound import ALL, X, first_kernel, functions, plain, quantized
+from tests.support.graphs import equal
+from tests.support.helpers import module
 
 # ---- the same numbers
 

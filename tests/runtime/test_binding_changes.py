@@ -19,8 +19,8 @@ from fxq.backends.plain.converters import Quantize
 from fxq.graph.unit import Unit
 from fxq.quant.qparams import QParams
 from fxq.runtime.binding import KEPT
-from tests.bound import ALL, X, first_kernel, functions, network, plain, quantized
-from tests.helpers import module
+from tests.support.bound import ALL, X, first_kernel, functions, network, plain, quantized
+from tests.support.helpers import module
 
 
 def test_a_hook_on_a_kernel_runs():

@@ -13,8 +13,8 @@ import fxq
 from fxq import errors
 from fxq.backends.packed.quantized_tensors import has_engine
 from fxq.errors import InputError
-from tests.helpers import module
-from tests.machine import needs_x86
+from tests.support.helpers import module
+from tests.support.machine import needs_x86
 
 X = torch.linspace(-1, 1, 2 * 3 * 8 * 8).reshape(2, 3, 8, 8)
 KERNELS = [

@@ -19,8 +19,8 @@ from fxq.recipe.pass_base import Stage
 from fxq.rewriting.editor import Edit
 from fxq.text.notebook import folded, html, text_html
 from fxq.text.tables import Column, Table, bar, row, text
-from tests.helpers import REFERENCE
-from tests.pictures import needs_dot
+from tests.support.helpers import REFERENCE
+from tests.support.pictures import needs_dot
 
 pytestmark = pytest.mark.any_cpu
 

@@ -9,7 +9,7 @@ import pytest
 
 import fxq
 from fxq.ledger.ledger import Entry
-from tests.ledgers import SOME, names
+from tests.support.ledgers import SOME, names
 
 
 def test_where():

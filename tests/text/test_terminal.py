@@ -23,7 +23,7 @@ from fxq.rewriting.editor import Edit
 from fxq.text.colours import CHANGES, LOOKS
 from fxq.text.tables import Column, Table, bar, row
 from fxq.text.terminal import coloured
-from tests.helpers import REFERENCE, steps
+from tests.support.helpers import REFERENCE, steps
 
 pytestmark = pytest.mark.any_cpu
 

@@ -9,10 +9,10 @@ from torch import nn
 
 import fxq
 from fxq.common.metrics import sqnr
-from tests.graphs import expected, graph, text
-from tests.helpers import REFERENCE, module
-from tests.machine import no_warnings
-from tests.traced import X, close, conv
+from tests.support.graphs import expected, graph, text
+from tests.support.helpers import REFERENCE, module
+from tests.support.machine import no_warnings
+from tests.support.traced import X, close, conv
 
 pytestmark = no_warnings
 

@@ -7,7 +7,7 @@ import torch
 
 import fxq
 from fxq.tracing.proxies import Origin, TracedValue
-from tests.helpers import REFERENCE, module
+from tests.support.helpers import REFERENCE, module
 
 pytestmark = pytest.mark.any_cpu
 

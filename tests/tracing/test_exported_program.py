@@ -6,8 +6,8 @@ from torch import nn
 
 import fxq
 from fxq.common.metrics import sqnr
-from tests.helpers import REFERENCE
-from tests.models import batch, build, call
+from tests.support.helpers import REFERENCE
+from tests.support.models import batch, build, call
 
 DYNAMIC = torch.export.Dim("batch", min=1, max=64)
 

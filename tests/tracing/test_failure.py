@@ -6,9 +6,9 @@ from torch import nn
 
 import fxq
 from fxq.common.metrics import sqnr
-from tests.helpers import module
-from tests.machine import no_warnings
-from tests.traced import Data, X, caught, close, conv, resized
+from tests.support.helpers import module
+from tests.support.machine import no_warnings
+from tests.support.traced import Data, X, caught, close, conv, resized
 
 pytestmark = no_warnings
 

@@ -6,10 +6,10 @@ from torch import nn
 
 import fxq
 from fxq.common.metrics import sqnr
-from tests.graphs import graph
-from tests.helpers import REFERENCE, module
-from tests.machine import no_warnings
-from tests.traced import Counts, Keeps, X, close, conv
+from tests.support.graphs import graph
+from tests.support.helpers import REFERENCE, module
+from tests.support.machine import no_warnings
+from tests.support.traced import Counts, Keeps, X, close, conv
 
 pytestmark = no_warnings
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import fxq
 from fxq.common.metrics import sqnr
-from tests.helpers import REFERENCE
+from tests.support.helpers import REFERENCE
 
 pytestmark = pytest.mark.any_cpu
 SHARED = {"h": torch.zeros(4, 8)}

@@ -5,9 +5,9 @@ import torch
 
 import fxq
 from fxq.common.metrics import sqnr
-from tests.helpers import REFERENCE, module
-from tests.machine import no_warnings
-from tests.traced import X, close, conv
+from tests.support.helpers import REFERENCE, module
+from tests.support.machine import no_warnings
+from tests.support.traced import X, close, conv
 
 pytestmark = no_warnings
 

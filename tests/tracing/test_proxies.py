@@ -11,10 +11,10 @@ from torch import nn
 
 import fxq
 from fxq.common.metrics import sqnr
-from tests.graphs import graph
-from tests.helpers import REFERENCE, module
-from tests.machine import no_warnings
-from tests.traced import X, close, conv
+from tests.support.graphs import graph
+from tests.support.helpers import REFERENCE, module
+from tests.support.machine import no_warnings
+from tests.support.traced import X, close, conv
 
 pytestmark = no_warnings
 

@@ -12,9 +12,9 @@ from torch.func import functional_call
 import fxq
 from fxq.common.metrics import sqnr
 from fxq.tracing.tracer import Tracer
-from tests.helpers import REFERENCE, module
-from tests.machine import no_warnings
-from tests.traced import Counts, Data, X, close, conv, resized, words
+from tests.support.helpers import REFERENCE, module
+from tests.support.machine import no_warnings
+from tests.support.traced import Counts, Data, X, close, conv, resized, words
 
 pytestmark = no_warnings
 

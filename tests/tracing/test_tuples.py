@@ -12,8 +12,8 @@ import fxq
 from fxq.backends.kernel import Kernel
 from fxq.common.metrics import sqnr
 from fxq.errors import InputError
-from tests.graphs import graph
-from tests.machine import needs_x86
+from tests.support.graphs import graph
+from tests.support.machine import needs_x86
 
 
 class Between(nn.Module):

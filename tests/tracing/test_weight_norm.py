@@ -7,7 +7,7 @@ from torch.nn.utils import parametrizations
 
 import fxq
 from fxq.common.metrics import sqnr
-from tests.helpers import REFERENCE
+from tests.support.helpers import REFERENCE
 
 X, IMAGES = torch.linspace(-1, 1, 32).reshape(8, 4), torch.linspace(-1, 1, 384).reshape(2, 3, 8, 8)
 

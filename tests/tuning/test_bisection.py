@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import fxq
-from tests.machine import X86, needs_x86
-from tests.tuning_models import DATA, STATIC, wide
+from tests.support.machine import X86, needs_x86
+from tests.support.tuning_models import DATA, STATIC, wide
 
 COARSE = fxq.QuantConfig(weight=fxq.TensorSpec(bits=2, signed=True, symmetric=True, observer="minmax"))
 EVEN = STATIC.with_min_sqnr(None)

@@ -16,7 +16,7 @@ from fxq.tuning.search import FORWARDS, Search, in_float, on_front, other_observ
 from fxq.tuning.search_result import Tried
 from fxq.tuning.trials import Trials
 from fxq.tuning.tunable_layer import TunableLayer
-from tests.tuning_models import DATA, STATIC, Wide, agreement, wide
+from tests.support.tuning_models import DATA, STATIC, Wide, agreement, wide
 
 
 @pytest.mark.parametrize("target", [30.0, 42.0, 55.0])

@@ -8,8 +8,8 @@ import torch
 
 import fxq
 from fxq.common.metrics import sqnr
-from tests.helpers import module
-from tests.tuning_models import DATA, STATIC, wide
+from tests.support.helpers import module
+from tests.support.tuning_models import DATA, STATIC, wide
 
 
 @pytest.fixture(scope="module")

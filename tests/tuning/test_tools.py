@@ -6,7 +6,7 @@ from torch import nn
 
 import fxq
 from fxq.common.isolation import untouched
-from tests.tuning_models import DATA, STATIC, wide
+from tests.support.tuning_models import DATA, STATIC, wide
 
 
 @pytest.mark.parametrize("tool", [fxq.sensitivity, lambda *given, **more: fxq.search(*given, target=42.0, **more)])

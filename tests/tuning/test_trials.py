@@ -12,7 +12,7 @@ import fxq
 from fxq.common.metrics import sqnr
 from fxq.errors import InputError
 from fxq.tuning.trials import Trials
-from tests.tuning_models import DATA, STATIC, agreement, wide
+from tests.support.tuning_models import DATA, STATIC, agreement, wide
 
 RECIPES = [STATIC, *(STATIC.override(path, fxq.FLOAT) for path in ("first", "second", "bad", "last"))]
 

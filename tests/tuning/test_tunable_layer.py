@@ -8,8 +8,8 @@ import fxq
 from fxq.ledger.ledger import Entry, Ledger
 from fxq.tuning.trials import Trials
 from fxq.tuning.tunable_layer import layers_of
-from tests.helpers import module
-from tests.tuning_models import DATA, STATIC, wide
+from tests.support.helpers import module
+from tests.support.tuning_models import DATA, STATIC, wide
 
 
 def layers(model, data, ledger=None):

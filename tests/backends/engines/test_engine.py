@@ -14,10 +14,10 @@ import fxq
 from fxq.backends.engines import engine
 from fxq.backends.engines.engine import EngineBackend
 from fxq.common.metrics import sqnr
-from tests.engine_models import kernels
-from tests.graphs import equal
-from tests.machine import OF_THE_MACHINE, quiet, told
-from tests.models import NETWORKS, batch, build, call
+from tests.support.engine_models import kernels
+from tests.support.graphs import equal
+from tests.support.machine import OF_THE_MACHINE, quiet, told
+from tests.support.models import NETWORKS, batch, build, call
 
 pytestmark = pytest.mark.any_cpu
 

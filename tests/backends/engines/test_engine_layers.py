@@ -15,7 +15,7 @@ from fxq.common.metrics import sqnr
 from fxq.graph.info import EngineLayer, info
 from fxq.graph.query import submodule
 from fxq.onnx.graph import write_onnx
-from tests.machine import needs_vnni, quiet
+from tests.support.machine import needs_vnni, quiet
 
 pytestmark = pytest.mark.any_cpu
 

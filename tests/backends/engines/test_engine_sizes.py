@@ -13,9 +13,9 @@ from fxq.backends.by_name import backend_type
 from fxq.backends.engines.engine import EngineBackend
 from fxq.backends.engines.request import Request
 from fxq.common.metrics import sqnr
-from tests.engine_models import kernels, recipe
-from tests.graphs import equal
-from tests.machine import quiet
+from tests.support.engine_models import kernels, recipe
+from tests.support.graphs import equal
+from tests.support.machine import quiet
 
 pytestmark = pytest.mark.any_cpu
 

@@ -18,9 +18,9 @@ from fxq.backends.engines.engine import EngineBackend
 from fxq.backends.engines.jit_engine import JitKernel
 from fxq.common.metrics import sqnr
 from fxq.graph.query import submodule
-from tests.graphs import equal
-from tests.machine import quiet
-from tests.models import settled
+from tests.support.graphs import equal
+from tests.support.machine import quiet
+from tests.support.models import settled
 
 pytestmark = pytest.mark.any_cpu
 

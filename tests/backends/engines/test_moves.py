@@ -6,7 +6,7 @@ from torch import nn
 
 import fxq
 from fxq.backends.engines.moves import convert_before_moves
-from tests.graphs import equal, expected, text
+from tests.support.graphs import equal, expected, text
 
 pytestmark = pytest.mark.any_cpu
 

@@ -10,8 +10,8 @@ import fxq
 from fxq.backends.by_name import backend_type
 from fxq.backends.engines.engine import EngineBackend
 from fxq.common.metrics import sqnr
-from tests.engine_models import kernels, recipe
-from tests.machine import quiet
+from tests.support.engine_models import kernels, recipe
+from tests.support.machine import quiet
 
 pytestmark = pytest.mark.any_cpu
 

@@ -15,7 +15,7 @@ from fxq.backends.engines.onnxruntime import OnnxruntimeKernel, _is_even, sessio
 from fxq.backends.qdq_graph import qdq_graph
 from fxq.common.metrics import sqnr
 from fxq.onnx.graph import write_onnx
-from tests.machine import quiet
+from tests.support.machine import quiet
 
 pytestmark = pytest.mark.any_cpu
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fxq.backends.programs.areas import Area, ByteGrid
 from fxq.backends.programs.layer_steps import AttentionStep
-from tests.program_runs import distance, made
+from tests.support.program_runs import distance, made
 
 pytestmark = pytest.mark.any_cpu
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxq.backends.jit.compiler import compiled
-from tests.program_runs import EXACT
+from tests.support.program_runs import EXACT
 
 pytestmark = pytest.mark.any_cpu
 

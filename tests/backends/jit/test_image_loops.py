@@ -18,7 +18,7 @@ from fxq.backends.programs.program_steps import (
     PoolStep,
     QuantizeStep,
 )
-from tests.program_runs import EXACT, applied, distance, made, real
+from tests.support.program_runs import EXACT, applied, distance, made, real
 
 pytestmark = pytest.mark.any_cpu
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from fxq.backends.programs.areas import Area, ByteGrid
 from fxq.backends.programs.layer_steps import LinearStep, ProductStep
 from fxq.backends.programs.program_steps import CLAMP, Function
-from tests.program_runs import applied, distance, made, real
+from tests.support.program_runs import applied, distance, made, real
 
 pytestmark = pytest.mark.any_cpu
 

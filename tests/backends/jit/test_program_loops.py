@@ -18,7 +18,7 @@ from fxq.backends.programs.program_steps import (
     QuantizeStep,
     StepRows,
 )
-from tests.program_runs import distance, made, real
+from tests.support.program_runs import distance, made, real
 
 pytestmark = pytest.mark.any_cpu
 

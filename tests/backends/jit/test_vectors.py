@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fxq.backends.jit.compiler import compiled
-from tests.program_runs import EXACT
+from tests.support.program_runs import EXACT
 
 pytestmark = pytest.mark.any_cpu
 

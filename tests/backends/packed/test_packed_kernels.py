@@ -24,10 +24,10 @@ from fxq.backends.packed.packed_linear import PackedAdd, PackedMul
 from fxq.common.metrics import sqnr
 from fxq.errors import BackendError, InputError
 from fxq.quant.qparams import QParams
-from tests.graphs import equal, expected, kinds, text, until
-from tests.kernels import BYTE, OUTS, POSTS, RESIDUAL, agree, bytes_, copies, real, weight
-from tests.machine import quiet
-from tests.models import NETWORKS, batch, build, call, settled
+from tests.support.graphs import equal, expected, kinds, text, until
+from tests.support.kernels import BYTE, OUTS, POSTS, RESIDUAL, agree, bytes_, copies, real, weight
+from tests.support.machine import quiet
+from tests.support.models import NETWORKS, batch, build, call, settled
 
 KINDS = ("Conv", "ConvTranspose", "Linear")
 ENGINES = {

@@ -16,9 +16,9 @@ from fxq.backends.x86 import onednn_binary as x86_elementwise
 from fxq.common.metrics import sqnr
 from fxq.errors import BackendError
 from fxq.quant.qparams import QParams
-from tests.helpers import module
-from tests.kernels import BYTE, OUTS, RESIDUAL, agree, bytes_, copies, real
-from tests.machine import needs_x86, no_warnings
+from tests.support.helpers import module
+from tests.support.kernels import BYTE, OUTS, RESIDUAL, agree, bytes_, copies, real
+from tests.support.machine import needs_x86, no_warnings
 
 pytestmark = needs_x86
 POSTS = {None: lambda y: y, Post("relu"): F.relu, Post("hardtanh", (-0.4, 3.1)): lambda y: y.clamp(-0.4, 3.1)}

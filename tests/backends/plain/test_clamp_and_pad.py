@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 
 from fxq.backends.plain.clamp_and_pad import Clamp, Pad
-from tests.kernels import (
+from tests.support.kernels import (
     BYTE,
     POSTS,
     agree,

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from fxq.backends.plain.converters import dequantize, prelu_quantize, quantize
-from tests.kernels import (
+from tests.support.kernels import (
     CHANNELS_LAST,
     OUTS,
     agree,

@@ -14,9 +14,9 @@ from fxq.backends.plain.lookup import Lookup
 from fxq.common.metrics import sqnr
 from fxq.errors import BackendError
 from fxq.quant.qparams import QParams
-from tests.helpers import module
-from tests.kernels import BYTE, OUTS, bytes_, copies
-from tests.machine import needs_x86, no_warnings
+from tests.support.helpers import module
+from tests.support.kernels import BYTE, OUTS, bytes_, copies
+from tests.support.machine import needs_x86, no_warnings
 
 RECIPE = fxq.Recipe.static(backend="x86").with_optimize("coverage")
 FUNCTIONS = {

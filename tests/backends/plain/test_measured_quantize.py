@@ -11,7 +11,7 @@ from fxq.backends.plain.measured_quantize import MeasuredQuantize
 from fxq.errors import InputError
 from fxq.ops.conversions import choose_scale, choose_zero_point, quantize
 from fxq.quant.measured import SMALLEST, MeasuredGrid, measured_range
-from tests.kernels import copies
+from tests.support.kernels import copies
 
 pytestmark = pytest.mark.usefixtures("loops")
 AXES = [None, -1, -3]

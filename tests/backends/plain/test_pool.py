@@ -15,7 +15,7 @@ from fxq.backends.plain.pool import AdaptiveMaxPool, MaxPool2d, MaxPool3d, Mean
 from fxq.common.metrics import sqnr
 from fxq.errors import BackendError, InputError
 from fxq.quant.qparams import QParams
-from tests.kernels import (
+from tests.support.kernels import (
     BYTE,
     CHANNELS_LAST,
     OUTS,
@@ -23,7 +23,7 @@ from tests.kernels import (
     bytes_,
     real,
 )
-from tests.machine import needs_x86
+from tests.support.machine import needs_x86
 
 
 def layouts(x: Tensor) -> list[Tensor]:

@@ -15,7 +15,7 @@ from fxq.common.metrics import nbytes
 from fxq.errors import InputError
 from fxq.ops import OPS
 from fxq.quant.qparams import dequantize
-from tests.models import call, settled
+from tests.support.models import call, settled
 
 RECIPES = {
     "int8": fxq.Recipe.weight_only(),

@@ -9,8 +9,8 @@ from torch import nn
 
 from fxq.backends.programs.layer_steps import AttentionStep
 from fxq.common.metrics import sqnr
-from tests.models import settled
-from tests.programs import (
+from tests.support.models import settled
+from tests.support.programs import (
     Draft,
     check,
     check_both,

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.backends.programs.test_attention_ops import attend, joined, projected, split
-from tests.models import settled
-from tests.programs import Draft, check, check_both, compare, program, quantized, refused, regions
+from tests.support.models import settled
+from tests.support.programs import Draft, check, check_both, compare, program, quantized, refused, regions
 
 pytestmark = pytest.mark.any_cpu
 

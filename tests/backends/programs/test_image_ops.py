@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from fxq.backends.programs.layer_steps import ProductStep
 from fxq.backends.programs.program_steps import NormStep, PoolStep
-from tests.programs import Draft, check, check_both, kinds, plan_of, program, refused, steps_of
+from tests.support.programs import Draft, check, check_both, kinds, plan_of, program, refused, steps_of
 
 pytestmark = pytest.mark.any_cpu
 

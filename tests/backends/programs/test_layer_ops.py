@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from fxq.backends.programs.layer_steps import ProductStep
 from fxq.backends.programs.plan import planned
 from fxq.backends.programs.planned_values import NotPlannedError
-from tests.programs import Draft, check, check_both, kinds, plan_of, refused, steps_of
+from tests.support.programs import Draft, check, check_both, kinds, plan_of, refused, steps_of
 
 pytestmark = pytest.mark.any_cpu
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from fxq.backends.programs.areas import Area, ByteGrid
 from fxq.backends.programs.layer_steps import LinearStep, ProductStep
 from fxq.backends.programs.program_steps import Function, StepRows
-from tests.programs import LOOPS, Draft, check, check_both, kinds, plan_of, program, steps_of
+from tests.support.programs import LOOPS, Draft, check, check_both, kinds, plan_of, program, steps_of
 
 pytestmark = pytest.mark.any_cpu
 

@@ -10,7 +10,19 @@ from fxq.backends.programs.plan import ProgramPlan, planned
 from fxq.backends.programs.planned_values import ROWS, NotPlannedError, PlannedWeight, as_images, plans, refuse
 from fxq.backends.programs.program_steps import PointwiseStep, PoolStep
 from fxq.ops import OPS
-from tests.programs import LAST, Draft, check, compare, kinds, plan_of, program, refused, regions, steps_of, whole
+from tests.support.programs import (
+    LAST,
+    Draft,
+    check,
+    compare,
+    kinds,
+    plan_of,
+    program,
+    refused,
+    regions,
+    steps_of,
+    whole,
+)
 
 pytestmark = pytest.mark.any_cpu
 

@@ -7,7 +7,7 @@ import torch
 
 from fxq.backends.programs.plan import planned
 from fxq.backends.programs.planned_values import NotPlannedError
-from tests.programs import LAST, Draft, check, compare, kinds, plan_of, program
+from tests.support.programs import LAST, Draft, check, compare, kinds, plan_of, program
 
 pytestmark = pytest.mark.any_cpu
 

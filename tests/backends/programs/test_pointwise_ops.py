@@ -6,7 +6,7 @@ import torch
 from fxq.backends.programs.areas import ByteGrid
 from fxq.backends.programs.layer_steps import ProductStep
 from fxq.backends.programs.program_steps import PointwiseStep
-from tests.programs import Draft, check, check_both, kinds, plan_of, program, refused, steps_of
+from tests.support.programs import Draft, check, check_both, kinds, plan_of, program, refused, steps_of
 
 pytestmark = pytest.mark.any_cpu
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from fxq.backends.programs.areas import Area, ByteGrid
 from fxq.backends.programs.program_steps import CLAMP, Function, PointwiseStep, PoolStep, StepRows
-from tests.programs import LAST, LOOPS, Draft, check, check_both, compare, kinds, program
+from tests.support.programs import LAST, LOOPS, Draft, check, check_both, compare, kinds, program
 
 pytestmark = pytest.mark.any_cpu
 

@@ -13,8 +13,8 @@ import fxq
 from fxq.backends.programs.layer_steps import LinearStep, ProductStep
 from fxq.backends.programs.region_program import RegionProgram
 from fxq.common.metrics import sqnr
-from tests.models import settled
-from tests.programs import LAST, LOOPS, Draft, compare, kinds, program, quantized, regions, steps_of, whole
+from tests.support.models import settled
+from tests.support.programs import LAST, LOOPS, Draft, compare, kinds, program, quantized, regions, steps_of, whole
 
 pytestmark = pytest.mark.any_cpu
 

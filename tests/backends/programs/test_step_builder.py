@@ -8,7 +8,7 @@ from fxq.backends.programs.planned_values import NotPlannedError, PlannedHeads
 from fxq.backends.programs.program_steps import Function, PointwiseStep
 from fxq.backends.programs.step_builder import StepBuilder
 from fxq.graph.unit import Unit
-from tests.programs import Draft, check, kinds, plan_of, program
+from tests.support.programs import Draft, check, kinds, plan_of, program
 
 pytestmark = pytest.mark.any_cpu
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxq.backends.programs.program_steps import MoveStep, PointwiseStep
-from tests.programs import LAST, Draft, check, check_both, kinds, plan_of, refused, steps_of
+from tests.support.programs import LAST, Draft, check, check_both, kinds, plan_of, refused, steps_of
 
 pytestmark = pytest.mark.any_cpu
 

@@ -12,8 +12,8 @@ from fxq.backends.layer_spec import LayerSpec
 from fxq.backends.x86 import conv_padding as x86_pad
 from fxq.backends.x86.conv_padding import Padding
 from fxq.backends.x86.onednn_conv import OnednnConv
-from tests.kernels import CHANNELS_LAST, OUTS, X, activations, agree, bytes_, real, weight
-from tests.machine import needs_x86
+from tests.support.kernels import CHANNELS_LAST, OUTS, X, activations, agree, bytes_, real, weight
+from tests.support.machine import needs_x86
 
 
 @pytest.mark.parametrize("limit", [0, 1 << 20])

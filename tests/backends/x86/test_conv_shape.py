@@ -11,8 +11,8 @@ from fxq.backends.layer_spec import LayerSpec
 from fxq.backends.x86.conv_shape import misread
 from fxq.backends.x86.onednn_conv import OnednnConv
 from fxq.quant.qparams import QParams
-from tests.kernels import OUTS, RESIDUAL, X, activations, agree, bytes_, real, weight
-from tests.machine import QMAX, needs_x86
+from tests.support.kernels import OUTS, RESIDUAL, X, activations, agree, bytes_, real, weight
+from tests.support.machine import QMAX, needs_x86
 
 pytestmark = needs_x86
 # C_in per group, kernel: rows of 128 bytes and more in complete tiles of 64.

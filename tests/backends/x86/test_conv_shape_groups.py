@@ -10,8 +10,8 @@ from fxq.backends.layer_spec import LayerSpec
 from fxq.backends.x86.conv_shape import geometry
 from fxq.backends.x86.onednn_conv import OnednnConv
 from fxq.quant.qparams import QParams
-from tests.kernels import agree, real, weight
-from tests.machine import needs_x86
+from tests.support.kernels import agree, real, weight
+from tests.support.machine import needs_x86
 
 pytestmark = needs_x86
 X = QParams.per_tensor(0.0217, 51, 0, 127)  # a grid that every CPU takes

@@ -15,8 +15,8 @@ from fxq.backends.layer_spec import LayerSpec
 from fxq.backends.x86.conv_shape import geometry, sum_is_misread
 from fxq.backends.x86.onednn_conv import OnednnConv
 from fxq.quant.qparams import QParams
-from tests.kernels import OUTS, POSTS, RESIDUAL, X, activations, agree, bytes_, real, weight
-from tests.machine import needs_x86
+from tests.support.kernels import OUTS, POSTS, RESIDUAL, X, activations, agree, bytes_, real, weight
+from tests.support.machine import needs_x86
 
 pytestmark = needs_x86
 FROM_ZERO = QParams.per_tensor(0.0471, 0)

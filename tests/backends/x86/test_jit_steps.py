@@ -8,8 +8,8 @@ from fxq.backends.jit import compiler
 from fxq.backends.x86 import recurrent_loop
 from fxq.backends.x86.recurrent_loop import GATES
 from tests.backends.x86.test_recurrent_loop import STATE, kernel
-from tests.kernels import activations
-from tests.machine import needs_x86
+from tests.support.kernels import activations
+from tests.support.machine import needs_x86
 
 pytestmark = needs_x86
 pytest.importorskip("numba")

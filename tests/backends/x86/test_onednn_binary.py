@@ -5,7 +5,7 @@ import torch
 from fxq.backends import cpu
 from fxq.backends.x86.onednn_binary import OnednnAdd
 from fxq.quant.qparams import QParams
-from tests.machine import needs_x86
+from tests.support.machine import needs_x86
 
 pytestmark = needs_x86
 

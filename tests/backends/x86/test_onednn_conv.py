@@ -23,7 +23,7 @@ from fxq.backends.x86.onednn_pool import AdaptiveAvgPool2d, AvgPool2d
 from fxq.backends.x86.transposed_conv import ConvTranspose2d
 from fxq.errors import BackendError, InputError
 from fxq.quant.qparams import QParams
-from tests.kernels import (
+from tests.support.kernels import (
     CHANNELS_LAST,
     OUTS,
     POSTS,
@@ -38,7 +38,7 @@ from tests.kernels import (
     real,
     weight,
 )
-from tests.machine import QMAX, needs_x86
+from tests.support.machine import QMAX, needs_x86
 
 pytestmark = needs_x86
 

@@ -16,9 +16,9 @@ from fxq.backends.x86.onednn_conv import OnednnConv
 from fxq.backends.x86.onednn_conv3d import Conv3d
 from fxq.common.metrics import sqnr
 from fxq.errors import BackendError
-from tests.helpers import module
-from tests.kernels import OUTS, X, activations, agree, copies, layer, real, weight
-from tests.machine import needs_x86, no_warnings
+from tests.support.helpers import module
+from tests.support.kernels import OUTS, X, activations, agree, copies, layer, real, weight
+from tests.support.machine import needs_x86, no_warnings
 
 pytestmark = needs_x86
 RECIPE = fxq.Recipe.static(backend="x86").with_optimize("coverage")

@@ -18,9 +18,9 @@ from fxq.backends.x86.x86 import X86
 from fxq.common.metrics import sqnr
 from fxq.errors import BackendError
 from fxq.graph.unit import calls_of
-from tests.graphs import graph
-from tests.kernels import CHANNELS_LAST, OUTS, RESIDUAL, X, activations, agree, copies, layer, real, weight
-from tests.machine import needs_x86, no_warnings
+from tests.support.graphs import graph
+from tests.support.kernels import CHANNELS_LAST, OUTS, RESIDUAL, X, activations, agree, copies, layer, real, weight
+from tests.support.machine import needs_x86, no_warnings
 
 pytestmark = needs_x86
 RECIPE = fxq.Recipe.static(backend="x86").with_optimize("coverage")

@@ -14,7 +14,7 @@ from fxq.backends.x86 import onednn_linear
 from fxq.backends.x86.onednn_linear import OnednnLinear
 from fxq.errors import InputError
 from fxq.quant.qparams import QParams
-from tests.kernels import (
+from tests.support.kernels import (
     OUTS,
     POSTS,
     RESIDUAL,
@@ -27,7 +27,7 @@ from tests.kernels import (
     real,
     weight,
 )
-from tests.machine import QMAX, needs_x86
+from tests.support.machine import QMAX, needs_x86
 
 pytestmark = needs_x86
 SMALL = QParams.per_tensor(0.0217, 51, 0, 127)  # a grid that every CPU takes

@@ -9,7 +9,7 @@ from fxq.backends import cpu
 from fxq.backends.plain.pool import MaxPool2d
 from fxq.backends.x86.onednn_pool import AdaptiveAvgPool2d, AvgPool2d
 from fxq.quant.qparams import QParams
-from tests.kernels import (
+from tests.support.kernels import (
     CHANNELS_LAST,
     OUTS,
     X,
@@ -17,7 +17,7 @@ from tests.kernels import (
     agree,
     real,
 )
-from tests.machine import needs_x86
+from tests.support.machine import needs_x86
 
 pytestmark = needs_x86
 

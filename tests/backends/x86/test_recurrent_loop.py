@@ -21,9 +21,9 @@ from fxq.common.metrics import sqnr
 from fxq.errors import BackendError, InputError
 from fxq.quant.qparams import QParams
 from fxq.quant.spec import MEASURED_STATE
-from tests.kernels import activations, agree, copies, weight
-from tests.machine import BITS, QMAX, decibels, needs_vnni, needs_x86, told
-from tests.models import call, settled
+from tests.support.kernels import activations, agree, copies, weight
+from tests.support.machine import BITS, QMAX, decibels, needs_vnni, needs_x86, told
+from tests.support.models import call, settled
 
 pytestmark = needs_x86
 X = QParams.per_tensor(0.0217, 51, 0, QMAX)

@@ -15,9 +15,9 @@ from fxq.backends.x86.squeeze_excite import FUNCTIONS, GATES, Excite
 from fxq.common.metrics import sqnr
 from fxq.errors import BackendError, InputError
 from fxq.quant.qparams import QParams
-from tests.helpers import module
-from tests.kernels import BYTE, CHANNELS_LAST, OUTS, agree, bytes_, copies, real, weight
-from tests.machine import needs_x86, no_warnings
+from tests.support.helpers import module
+from tests.support.kernels import BYTE, CHANNELS_LAST, OUTS, agree, bytes_, copies, real, weight
+from tests.support.machine import needs_x86, no_warnings
 
 pytestmark = needs_x86
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fxq.backends.layer_spec import LayerSpec
 from fxq.backends.x86.transposed_conv import ConvTranspose1d, ConvTranspose2d
-from tests.kernels import (
+from tests.support.kernels import (
     OUTS,
     X,
     activations,
@@ -17,7 +17,7 @@ from tests.kernels import (
     real,
     weight,
 )
-from tests.machine import needs_x86
+from tests.support.machine import needs_x86
 
 pytestmark = needs_x86
 

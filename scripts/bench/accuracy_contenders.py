@@ -1,0 +1,222 @@
+"""The contenders of bench_accuracy.py: what quantizes a part of a network, and simulates its integers exactly.
+
+fxq's models run on its reference backend, the others' ONNX files in ONNX Runtime with nothing optimized: all of them
+dequantize, compute in float and quantize again. No kernel is involved, which may overflow where a CPU has no VNNI.
+Where nothing else is said, a tool runs with its own defaults.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+import fxq
+from scripts.bench.rivals import Call, input_names, onnx_call, onnx_session, write_float_onnx
+from scripts.bench.sequence_recipes import on_integers
+from scripts.demo.sequence_subjects import Part
+
+Contender = Callable[[Part, bool], tuple[Call, str]]
+"""Quantizes a part, told whether it is a transformer; what runs it, and a note."""
+OBSERVERS = ("minmax", "moving_average", "histogram", "percentile", "entropy")
+NOISES = (30, 40)
+"""dB. How much of a quantity is lost to rounding of some size, however it comes about."""
+
+
+def contenders(observers: bool = False, target: float | None = None) -> dict[str, Contender]:
+    """Everyone, by name, where its tool is installed.
+
+    Args:
+        observers: fxq also with each of its observers that is not the default.
+        target: fxq also with the mix of integers and float layers that `fxq.search` finds for so many dB.
+    """
+    plain = fxq.Recipe.static(backend="reference")
+    seven = replace(plain.config.weight, bits=7)
+    four = fxq.Recipe.static(backend="reference", weight=replace(plain.config.weight, bits=4))
+    four_only = fxq.Recipe.weight_only(bits=4, backend="reference")
+    found = {
+        "fxq static": own(plain),
+        "fxq without correct-bias": own(plain.without_pass("correct-bias")),
+        "fxq 7-bit weights": own(fxq.Recipe.static(backend="reference", weight=seven)),
+        "fxq on this CPU": own(fxq.Recipe.static()),
+        "fxq 4-bit weights": own(four),
+        "fxq 4-bit weights, adaround": own(four.insert_pass(fxq.passes.AdaRound(), after="smooth")),
+        "fxq 4-bit weights, gptq": own(four.insert_pass(fxq.passes.Gptq(), after="smooth")),
+        "fxq 4-bit weight-only": own(four_only),
+        "fxq 4-bit weight-only, gptq": own(four_only.insert_pass(fxq.passes.Gptq(), after="smooth"), reads_data=True),
+    }
+    for name in OBSERVERS if observers else ():
+        spec = replace(plain.config.activation, observer=name)
+        if spec != plain.config.activation:
+            found[f"fxq {name}"] = own(fxq.Recipe.static(backend="reference", activation=spec))
+    if target is not None:
+        found[f"fxq static, searched for {target:g} dB"] = searched(plain, target)
+    found |= {f"float with noise at {decibels} dB": noisy(decibels) for decibels in NOISES}
+    found["fxq dynamic"] = own(fxq.Recipe.dynamic(backend="reference"))
+    if find_spec("onnxruntime") and find_spec("onnx"):
+        if find_spec("nncf"):
+            found["NNCF"] = nncf_static(fast=True)
+            found["NNCF, full bias correction"] = nncf_static(fast=False)
+        found["ONNX Runtime, min-max"] = onnxruntime_static("MinMax")
+        found["ONNX Runtime, percentile"] = onnxruntime_static("Percentile")
+    return found
+
+
+def noisy(decibels: float) -> Contender:
+    """The float part, with white noise on each of its outputs: what any error of this SQNR would do."""
+
+    def make(part: Part, is_transformer: bool) -> tuple[Call, str]:
+        draw = torch.Generator().manual_seed(0)
+
+        def rounded(x: Tensor) -> Tensor:
+            size = x.square().mean().sqrt() * 10 ** (-decibels / 20)
+            return x + size * torch.randn(x.shape, generator=draw)
+
+        def call(*inputs: Any) -> Any:
+            return tree_map_only(Tensor, rounded, part.model(*inputs))
+
+        return call, ""
+
+    return make
+
+
+def own(recipe: fxq.Recipe, reads_data: bool = False) -> Contender:
+    """fxq with a recipe; `reads_data`: it calibrates nothing, and has a pass that reads data all the same."""
+
+    def make(part: Part, is_transformer: bool) -> tuple[Call, str]:
+        data = part.data if recipe.preset == "static" or reads_data else None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", fxq.FxqWarning)  # what stays in float is in the note
+            qmodel = fxq.quantize(part.model, recipe, data=data, example_inputs=part.example, progress=False)
+        return qmodel, on_integers(qmodel)
+
+    return make
+
+
+def searched(recipe: fxq.Recipe, target: float) -> Contender:
+    """fxq with the recipe that it finds for so many dB, on the data that calibrates."""
+
+    def make(part: Part, is_transformer: bool) -> tuple[Call, str]:
+        found = fxq.search(part.model, recipe, part.data, target=target, progress=False)
+        call, note = own(found.recipe)(part, is_transformer)
+        return call, note if found.reached else f"{note}, target not reached"
+
+    return make
+
+
+def nncf_static(fast: bool) -> Contender:
+    """NNCF's `quantize`; `fast`: its default bias correction, which looks at each layer alone."""
+
+    def make(part: Part, is_transformer: bool) -> tuple[Call, str]:
+        import nncf
+        import onnx
+
+        kind = nncf.ModelType.TRANSFORMER if is_transformer else None
+        rows = single(part.data)
+        with tempfile.TemporaryDirectory() as folder, quiet():
+            model = onnx.load(_float_onnx(part, folder))
+            wanted = {node.name for node in model.graph.input}
+            items = [{name: value for name, value in row.items() if name in wanted} for row in rows]
+            made = nncf.quantize(
+                model, nncf.Dataset(items), subset_size=len(items), model_type=kind, fast_bias_correction=fast
+            )
+        return _simulated(made.SerializeToString()), ""
+
+    return make
+
+
+def onnxruntime_static(method: str) -> Contender:
+    """ONNX Runtime's `quantize_static`: preprocessed, QDQ, per-channel weights; `method`: how ranges are found."""
+
+    def make(part: Part, is_transformer: bool) -> tuple[Call, str]:
+        from onnxruntime.quantization import CalibrationMethod, QuantFormat, QuantType, quantize_static
+        from onnxruntime.quantization.shape_inference import quant_pre_process
+
+        with tempfile.TemporaryDirectory() as folder, quiet():
+            path = _float_onnx(part, folder)
+            prepared, made = path.with_name("prepared.onnx"), path.with_name("int8.onnx")
+            quant_pre_process(path, prepared, skip_symbolic_shape=True)  # with it, it fails on MiniLM and on an LSTM
+            quantize_static(
+                prepared,
+                made,
+                Reader(named(part.data), prepared),
+                QuantFormat.QDQ,
+                per_channel=True,
+                activation_type=QuantType.QUInt8,
+                weight_type=QuantType.QInt8,
+                calibrate_method=CalibrationMethod[method],
+            )
+            return _simulated(made.read_bytes()), ""
+
+    return make
+
+
+class Reader:
+    """Calibration data as `quantize_static` reads it: what the network has inputs for."""
+
+    def __init__(self, batches: Sequence[dict[str, Any]], path: Path) -> None:
+        import onnx
+
+        wanted = {node.name for node in onnx.load(path).graph.input}
+        self.batches = iter([{key: value for key, value in batch.items() if key in wanted} for batch in batches])
+
+    def get_next(self) -> dict[str, Any] | None:
+        return next(self.batches, None)
+
+
+def named(data: Sequence[tuple[Tensor, ...]]) -> list[dict[str, Any]]:
+    """Batches as ONNX networks are fed: arrays by the names of inputs."""
+    return [{name: x.numpy() for name, x in zip(input_names(batch), batch, strict=True)} for batch in data]
+
+
+def single(data: Sequence[tuple[Tensor, ...]]) -> list[dict[str, Any]]:
+    """The same in batches of one: with larger ones NNCF's statistics mix samples."""
+    return named([tuple(x[i : i + 1] for x in batch) for batch in data for i in range(len(batch[0]))])
+
+
+def open_sizes(data: Sequence[tuple[Tensor, ...]]) -> Mapping[str, Mapping[int, str]]:
+    """Names of the sizes that are left open: that of the batch, and what differs between batches; by input and axis.
+
+    Example:
+        >>> import torch
+        >>> open_sizes([(torch.zeros(2, 3, 8),), (torch.zeros(2, 3, 9),)])
+        {'input0': {0: 'size0', 2: 'size2'}}
+    """
+    found: dict[str, dict[int, str]] = {}
+    for name, inputs in zip(input_names(data[0]), zip(*data, strict=True), strict=True):
+        sizes = zip(*(x.shape for x in inputs), strict=True)
+        found[name] = {axis: f"size{axis}" for axis, given in enumerate(sizes) if axis == 0 or len(set(given)) > 1}
+    return found
+
+
+def _float_onnx(part: Part, folder: str) -> Path:
+    path = Path(folder, "float.onnx")
+    write_float_onnx(part.model, part.example, path, open_sizes([part.example, *part.data]))
+    return path
+
+
+def _simulated(model: bytes) -> Call:
+    return onnx_call(onnx_session(model, optimized=False))
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without the progress bars and the advice of other tools."""
+    logging.disable(logging.WARNING)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(logging.NOTSET)

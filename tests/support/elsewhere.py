@@ -1,0 +1,53 @@
+"""Makes a pickle of quantized networks, or loads one, in a process of its own: on a CPU that plays another one.
+
+python -m tests.support.elsewhere make|load pickle results network...
+"""
+
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+
+import fxq
+from fxq.backends.packed.quantized_tensors import has_engine
+from tests.support import models
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(what, pickle, results, isa, names=()):
+    """Run this file where oneDNN may use no more than `isa`."""
+    command = [sys.executable, "-m", "tests.support.elsewhere", what, str(pickle), str(results), *names]
+    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": isa, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return torch.load(results, weights_only=False)
+
+
+BACKENDS = [name for name in ("x86", "fbgemm") if name == "x86" or has_engine(name)]
+
+
+def main(what, pickle, results, *names):
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        if what == "make":
+            batches = {(name, backend): models.batch(name) for name in names for backend in BACKENDS}
+            made = {key: (quantized(*key, batch), batch) for key, batch in batches.items()}
+            torch.save(made, pickle)
+        else:
+            made = torch.load(pickle, weights_only=False)
+        with torch.no_grad():
+            values = {key: [models.call(model, batch) for _ in range(3)] for key, (model, batch) in made.items()}
+    messages = [str(warning.message) for warning in said if issubclass(warning.category, fxq.FxqWarning)]
+    torch.save({"values": values, "messages": messages}, results)
+
+
+def quantized(name, backend, batch):
+    return fxq.quantize(models.build(name), fxq.Recipe.static(backend=backend, optimize="coverage"), data=[batch])
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,238 @@
+"""Regions in qdq form, written op by op, and programs of them compared with what PyTorch makes of the region."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+import fxq
+from fxq.backends.engines.engine import EngineBackend
+from fxq.backends.engines.jit_engine import JitKernel
+from fxq.backends.programs.plan import ProgramPlan, planned
+from fxq.backends.programs.planned_values import NotPlannedError
+from fxq.backends.programs.program_steps import ProgramStep
+from fxq.backends.programs.region_program import RegionProgram
+from fxq.graph.info import set_info
+from fxq.graph.query import submodule
+from fxq.ops import OPS
+from tests.support.helpers import plain
+
+LOOPS = pytest.importorskip("fxq.backends.jit.program_loops", reason="needs Numba", exc_type=ImportError)
+LAST = torch.channels_last
+
+
+class Draft:
+    """A region in qdq form that is being written. Each op runs at once, so that grids fit the values.
+
+    Attributes:
+        inputs: the example that it runs on.
+        values: what each node made of it.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        self.root, self.graph = nn.Module(), fx.Graph()
+        self.inputs: list[Tensor] = []
+        self.values: dict[fx.Node, Any] = {}
+        self.random = torch.Generator().manual_seed(seed)
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.random)
+
+    def input(self, x: Tensor) -> fx.Node:
+        """An input of the region."""
+        node = self.graph.placeholder(f"x{len(self.inputs)}")
+        self.inputs.append(x)
+        self.values[node] = x
+        return node
+
+    def constant(self, tensor: Tensor) -> fx.Node:
+        name = f"constant_{len(self.values)}"
+        self.root.register_buffer(name, tensor)
+        node = self.graph.get_attr(name)
+        self.values[node] = tensor
+        return node
+
+    def vector(self, count: int) -> fx.Node:
+        """A random bias."""
+        return self.constant(self.normal(count))
+
+    def weight(self, *shape: int, axis: int = 0) -> fx.Node:
+        """Random integers with a scale for each entry of an axis. Results are about as large as what is read."""
+        values = torch.randint(-127, 128, shape, generator=self.random, dtype=torch.int8)
+        depth = values.numel() // shape[axis]
+        scale = (0.5 + torch.rand(shape[axis], generator=self.random)) / (60 * depth**0.5)
+        zero = self.constant(torch.zeros(shape[axis], dtype=torch.int32))
+        about = {"scale": self.constant(scale), "zero_point": zero, "qmin": -127, "qmax": 127, "axis": axis}
+        return self.op("dequantize", self.constant(values), **about)
+
+    def op(self, name: str, *args: Any, **options: Any) -> fx.Node:
+        """A call of an op of the table."""
+        node = self.graph.call_function(OPS[name].target, args, options)
+        read = fx.map_arg((args, options), lambda n: self.values[n])
+        self.values[node] = OPS[name].target(*read[0], **read[1])
+        return node
+
+    def size(self, target: str | Callable[..., Any], *args: Any, **options: Any) -> fx.Node:
+        """Sizes of a value, or what is computed with them: a method of a tensor by its name, or a function."""
+        is_method = isinstance(target, str)
+        node = self.graph.create_node("call_method" if is_method else "call_function", target, args, options)
+        set_info(node)
+        args, options = fx.map_arg((args, options), lambda n: self.values[n])
+        self.values[node] = getattr(args[0], target)(*args[1:]) if is_method else target(*args, **options)
+        return node
+
+    def quantize(self, x: fx.Node, grid: tuple[float, int] | None = None) -> fx.Node:
+        """Integers, on the given grid (scale, zero point), or on one that fits."""
+        scale, zero = grid or fitting(self.values[x])
+        return self.op("quantize", x, scale=scale, zero_point=zero)
+
+    def dequantize(self, x: fx.Node, grid: tuple[float, int] | None = None) -> fx.Node:
+        """Floats again. Integers that are moved have the grid of those that they were moved from."""
+        if grid is None:
+            made = x
+            while "scale" not in made.kwargs:
+                made = made.all_input_nodes[0]
+            grid = made.kwargs["scale"], made.kwargs["zero_point"]
+        return self.op("dequantize", x, scale=grid[0], zero_point=grid[1])
+
+    def qdq(self, x: fx.Node, grid: tuple[float, int] | None = None) -> fx.Node:
+        return self.dequantize(self.quantize(x, grid))
+
+    def image(self, *shape: int) -> fx.Node:
+        """A random input, rounded to a grid. It lies nowhere near the middle between two integers."""
+        x = self.normal(*shape)
+        scale, zero = fitting(x)
+        aside = 0.8 * torch.rand(shape, generator=self.random) - 0.4
+        return self.qdq(self.input((torch.round(x / scale) + aside) * scale), (scale, zero))
+
+    def conv(self, x: fx.Node, columns: int, size: int = 1, **options: Any) -> fx.Node:
+        """A convolution with a bias, with `size` x `size` windows and 'same' padding unless options say otherwise."""
+        channels = self.values[x].shape[1] // options.get("groups", 1)
+        options = {"padding": (size // 2, size // 2), **options}
+        return self.op("conv2d", x, self.weight(columns, channels, size, size), self.vector(columns), **options)
+
+    def form(self, *outputs: fx.Node) -> fx.GraphModule:
+        """The region that returns these."""
+        graph = fx.Graph()
+        known: dict[fx.Node, fx.Node] = {}
+        graph.graph_copy(self.graph, known)
+        returned = tuple(known[node] for node in outputs)
+        graph.output(returned if len(returned) > 1 else returned[0])
+        gm = fx.GraphModule(self.root, graph)
+        gm.graph.eliminate_dead_code()
+        gm.recompile()
+        return gm
+
+
+def fitting(x: Tensor) -> tuple[float, int]:
+    """A grid for values, a little wider than they are."""
+    low, high = min(x.min().item(), -0.1), max(x.max().item(), 0.1)
+    scale = 1.013 * (high - low) / 255
+    return scale, round(-low / scale)
+
+
+def is_last(x: Tensor) -> bool:
+    return x.dim() == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=LAST)
+
+
+def program(form: fx.GraphModule, inputs: Sequence[Tensor]) -> RegionProgram:
+    """The program of a region for inputs like these."""
+    return RegionProgram(LOOPS, form, inputs, [is_last(x) for x in inputs])
+
+
+FEW = 1 / 200
+"""So many integers behind one layer or two may be rounded to the other side: PyTorch adds floats, and rounds sums."""
+
+
+def compare(got: Any, wanted: Any, share: float = FEW) -> None:
+    """Floats to 1e-5 of the largest; integers within one step, where rounding ties differ: a share of them, or one."""
+    if isinstance(wanted, tuple):
+        assert isinstance(got, tuple) and len(got) == len(wanted)
+        for one, other in zip(got, wanted, strict=True):
+            compare(one, other, share)
+        return
+    assert (got.shape, got.dtype) == (wanted.shape, wanted.dtype)
+    if wanted.dtype == torch.uint8:
+        difference = (got.int() - wanted.int()).abs()
+        assert difference.max() <= 1 and (difference > 0).sum() <= 1 + share * difference.numel()
+    else:
+        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5 * max(1.0, wanted.abs().max().item()))
+
+
+def check(draft: Draft, *outputs: fx.Node, share: float = FEW) -> RegionProgram:
+    """Compare a program with its region, for inputs that lie row by row and channels-last; the last program."""
+    form = draft.form(*outputs)
+    wanted = form(*draft.inputs)
+    made = program(form, draft.inputs)
+    compare(made(*draft.inputs), wanted, share)
+    if any(x.dim() == 4 for x in draft.inputs):
+        last = [x.contiguous(memory_format=LAST) if x.dim() == 4 else x for x in draft.inputs]
+        made = program(form, last)
+        compare(made(*last), wanted, share)
+    return made
+
+
+def check_both(draft: Draft, x: fx.Node) -> None:
+    """As `check`, of an op that makes floats: once these, and once rounded to integers."""
+    check(draft, x)
+    check(draft, draft.quantize(x))
+
+
+def plan_of(draft: Draft, *outputs: fx.Node) -> ProgramPlan:
+    return planned(draft.form(*outputs), draft.inputs)
+
+
+def kinds(made: ProgramPlan | RegionProgram) -> list[str]:
+    """The steps by the names of their classes."""
+    plan = made.plan if isinstance(made, RegionProgram) else made
+    return [type(step).__name__ for step in plan.steps]
+
+
+def refused(draft: Draft, *outputs: fx.Node) -> str:
+    """Why a region is no program."""
+    with pytest.raises(NotPlannedError) as caught:
+        plan_of(draft, *outputs)
+    return str(caught.value)
+
+
+# ---- whole networks
+
+
+@contextmanager
+def free():
+    """Integers cost nothing, so that no test depends on how fast the machine is."""
+    with patch.object(EngineBackend, "prices", lambda self, gm, example: fxq.Prices({}, 0.0)):
+        yield
+
+
+def quantized(model: nn.Module, *inputs: Tensor) -> fx.GraphModule:
+    """A network with the jit backend, whose results are what rounding makes of it."""
+    recipe = plain(fxq.Recipe.static(backend="jit", optimize="coverage")).with_min_sqnr(None)
+    with free():
+        return fxq.quantize(model.eval(), recipe, data=[inputs], example_inputs=inputs, progress=False)
+
+
+def regions(q: fx.GraphModule) -> list[JitKernel]:
+    return [submodule(q, n) for n in q.graph.nodes if isinstance(submodule(q, n), JitKernel)]
+
+
+def whole(model: nn.Module, *inputs: Tensor) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """A quantized network, which must be one region, and that in qdq form."""
+    q = quantized(model, *inputs)
+    computed = [n for n in q.graph.nodes if n.op not in ("placeholder", "output", "get_attr")]
+    assert [n.op for n in computed if n.target is not operator.getitem] == ["call_module"]
+    (kernel,) = regions(q)
+    return q, kernel.form.module(kernel)
+
+
+def steps_of(made: ProgramPlan | RegionProgram, kind: type[ProgramStep]) -> list[Any]:
+    """The steps of a class."""
+    plan = made.plan if isinstance(made, RegionProgram) else made
+    return [step for step in plan.steps if isinstance(step, kind)]
