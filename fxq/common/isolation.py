@@ -184,7 +184,7 @@ def seeded(seed: int = 0) -> Iterator[None]:
     numbers = numpy.random.get_state(legacy=False) if numpy is not None else None
     try:
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)  # the others, of accelerators, would not be restored
             random.seed(seed)
             if numpy is not None:
                 numpy.random.seed(seed)

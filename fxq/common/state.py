@@ -170,9 +170,10 @@ def _names(slots: Any) -> tuple[str, ...]:
 
 
 def _inside(name: str, value: Any, items: Any) -> Iterator[tuple[str, Any]]:
+    of_module = name == "" or name.endswith(".")
     for key, part in _slots(value, items).items() if items else ():
-        hooks = (name == "" or name.endswith(".")) and isinstance(key, str) and "hooks" in key
-        if not isinstance(part, _NO_STATE) and not hooks:
+        hooks = of_module and isinstance(key, str) and "hooks" in key
+        if not hooks and not isinstance(part, _NO_STATE):
             yield _name(name, value, key), part
 
 

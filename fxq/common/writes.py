@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from functools import cache
 from typing import Any
@@ -13,7 +14,25 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fxq.common.metrics import tensors
 
 
-class WriteWatch(TorchDispatchMode):
+class LightDispatchMode(TorchDispatchMode):
+    """Dispatch mode that does not import `torch._dynamo`.
+
+    PyTorch disables the compiler inside of dispatch modes, and for that imports it, which takes as long as all of
+    PyTorch. Where it is not imported, there is nothing to disable.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        without_compiler = cls.__torch_dispatch__
+        plain = getattr(without_compiler, "__wrapped__", without_compiler)
+
+        def dispatch(self: TorchDispatchMode, *args: Any, **kwargs: Any) -> Any:
+            return (without_compiler if "torch._dynamo" in sys.modules else plain)(self, *args, **kwargs)
+
+        cls.__torch_dispatch__ = dispatch  # type: ignore[method-assign]
+
+
+class WriteWatch(LightDispatchMode):
     """Dispatch mode that copies a watched tensor before the first op that writes into its storage.
 
     It also sees writes through views and through `.data`, which leave the tensor's version counter unchanged.

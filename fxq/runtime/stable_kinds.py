@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._ops import HigherOrderOperator
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxq.common.metrics import tensors
+from fxq.common.writes import LightDispatchMode
 from fxq.graph.query import ARITHMETIC, op_of, reads_only_metadata
 
 _NAMESPACES = frozenset({"aten", "prims", "fxq", "onednn", "quantized", "mkldnn"})
@@ -23,7 +23,7 @@ _TORCH = frozenset({"torch", "torch.functional", "torch.nn.functional", "torch._
 _MASKS = frozenset({torch.bool, torch.uint8})
 
 
-class Reads(TorchDispatchMode):
+class Reads(LightDispatchMode):
     """Notes whether anything that is called inside looks at values to decide on a size or a number.
 
     Attributes:
