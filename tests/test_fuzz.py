@@ -341,7 +341,7 @@ def test_pickles_of_random_networks_on_another_cpu(tmp_path):
 
     draw()
     torch.save(made, tmp_path / "made.pt")
-    loaded = elsewhere.run("load", tmp_path / "made.pt", tmp_path / "results.pt", "AVX2")
+    (loaded,) = elsewhere.run("AVX2", ("load", tmp_path / "made.pt", tmp_path / "results.pt"))
     assert any("quantized on another machine" in text for text in loaded["messages"])
     with torch.no_grad():
         for plan, (model, batch) in made.items():

@@ -53,13 +53,29 @@ def kernels(qmodel):
     return [m for m in qmodel.modules() if isinstance(m, Kernel)]
 
 
+@pytest.fixture(scope="module")
+def pickles(tmp_path_factory):
+    """What models compute where they were made and where their pickle is loaded, by the instruction set of the maker.
+
+    This process makes those of "DEFAULT"; one that plays AVX2 loads them and makes its own, which are loaded here.
+    """
+    folder = tmp_path_factory.mktemp("pickles")
+    here, there = folder / "here.pt", folder / "there.pt"
+    results = [folder / f"{i}.pt" for i in range(4)]
+    other_process.main("make", here, results[0], *NAMES)
+    loaded_there, made_there = other_process.run(
+        "AVX2", ("load", here, results[1]), ("make", there, results[2], *NAMES)
+    )
+    other_process.main("load", there, results[3])
+    made_here, loaded_here = (torch.load(results[i], weights_only=False) for i in (0, 3))
+    return {"DEFAULT": (made_here, loaded_there), "AVX2": (made_there, loaded_here)}
+
+
 @VNNI
 @pytest.mark.parametrize("there", ["DEFAULT", "AVX2"])
-def test_a_pickle_on_another_cpu(tmp_path, there):
+def test_a_pickle_on_another_cpu(pickles, there):
     here = {"DEFAULT": "AVX2", "AVX2": "DEFAULT"}[there]
-    paths = tmp_path / "models.pt", tmp_path / "results.pt"
-    made = other_process.run("make", *paths, there, NAMES)
-    loaded = other_process.run("load", *paths, here, NAMES)
+    made, loaded = pickles[there]
     for name in made["values"]:
         for values in zip(*(map(tensors, loaded["values"][name])), strict=True):
             assert equal(values[0], values[1]) and equal(values[0], values[2]), name

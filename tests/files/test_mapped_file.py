@@ -1,8 +1,7 @@
 """A model's file that is overwritten or cut off in place while the model is in use: right numbers, or an error."""
 
 import copy
-import subprocess
-import sys
+import shutil
 
 import pytest
 import torch
@@ -13,33 +12,33 @@ from fxq.errors import FileError
 from fxq.files import container
 from fxq.files.mapped_file import MappedFile
 from tests.support.helpers import REFERENCE
+from tests.support.processes import apart
 
 pytestmark = pytest.mark.any_cpu
 
 X = torch.linspace(-1, 1, 2 * 3 * 8 * 8).reshape(2, 3, 8, 8)
 
-CODE = """
-import shutil, sys
-import torch, fxq
-from fxq.files import container
-folder, most, change = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-container.MAX_COPIED_BYTES = most
-x, wanted = torch.load(folder + "/x.pt")
-qmodel = fxq.load(folder + "/a.fxq")
-if change == "overwritten":
-    shutil.copyfile(folder + "/b.fxq", folder + "/a.fxq")
-elif change == "cut":
-    open(folder + "/a.fxq", "r+b").truncate(10)
-elif change == "replaced":
-    fxq.load(folder + "/b.fxq").save(folder + "/a.fxq")
-ways = [lambda: qmodel(x), lambda: __import__("copy").deepcopy(qmodel)(x), lambda: qmodel.save(folder + "/c.fxq")]
-for way in ways:
-    try:
-        found = way()
-        print("right" if not isinstance(found, torch.Tensor) or torch.equal(found, wanted) else "wrong")
-    except fxq.FileError as error:
-        print(error)
-"""
+
+def use_while_it_changes(folder, most, change):
+    """Load a.fxq, change the file, use the model in three ways, and write a line about each use to `lines`."""
+    container.MAX_COPIED_BYTES = most
+    x, wanted = torch.load(folder / "x.pt")
+    qmodel = fxq.load(folder / "a.fxq")
+    if change == "overwritten":
+        shutil.copyfile(folder / "b.fxq", folder / "a.fxq")
+    elif change == "cut":
+        with (folder / "a.fxq").open("r+b") as file:
+            file.truncate(10)
+    elif change == "replaced":
+        fxq.load(folder / "b.fxq").save(folder / "a.fxq")
+    lines = []
+    for use in (lambda: qmodel(x), lambda: copy.deepcopy(qmodel)(x), lambda: qmodel.save(folder / "c.fxq")):
+        try:
+            value = use()
+            lines.append("right" if not isinstance(value, torch.Tensor) or torch.equal(value, wanted) else "wrong")
+        except FileError as error:
+            lines.append(str(error))
+    (folder / "lines").write_text("\n".join(lines))
 
 
 @pytest.mark.parametrize(
@@ -60,12 +59,9 @@ def test_a_file_that_changes_while_its_model_is_in_use(tmp_path, most, change, s
     for model, name in zip(made, "ab", strict=True):
         model.save(tmp_path / f"{name}.fxq")
     torch.save((X, made[0](X)), tmp_path / "x.pt")
-    done = subprocess.run(
-        [sys.executable, "-c", CODE, str(tmp_path), str(most), change], capture_output=True, text=True, cwd="/"
-    )
-    assert done.returncode == 0, (done.returncode, done.stderr)
-    lines = done.stdout.splitlines()
-    assert len(lines) == 3 and all(says in line for line in lines), done.stdout
+    apart(lambda: use_while_it_changes(tmp_path, most, change))
+    lines = (tmp_path / "lines").read_text().splitlines()
+    assert len(lines) == 3 and all(says in line for line in lines), lines
 
 
 def test_a_mapped_model_shares_the_memory_of_its_file(tmp_path, monkeypatch):

@@ -1,6 +1,6 @@
 """Makes a pickle of quantized networks, or loads one, in a process of its own: on a CPU that plays another one.
 
-python -m tests.support.elsewhere make|load pickle results network...
+python -m tests.support.elsewhere (make|load pickle results [network,...])...
 """
 
 import os
@@ -18,13 +18,20 @@ from tests.support import models
 ROOT = Path(__file__).parents[2]
 
 
-def run(what, pickle, results, isa, names=()):
-    """Run this file where oneDNN may use no more than `isa`."""
-    command = [sys.executable, "-m", "tests.support.elsewhere", what, str(pickle), str(results), *names]
+def run(isa, *jobs):
+    """Run this file where oneDNN may use no more than `isa`; the results of the jobs.
+
+    Args:
+        isa: value of ONEDNN_MAX_CPU_ISA.
+        *jobs: arguments of `main`; one process does them in turn.
+    """
+    command = [sys.executable, "-m", "tests.support.elsewhere"]
+    for action, pickle, results, *names in jobs:
+        command += [action, str(pickle), str(results), ",".join(names)]
     environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": isa, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return torch.load(results, weights_only=False)
+    return [torch.load(results, weights_only=False) for _, _, results, *_ in jobs]
 
 
 BACKENDS = [name for name in ("x86", "fbgemm") if name == "x86" or has_engine(name)]
@@ -50,4 +57,6 @@ def quantized(name, backend, batch):
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    for start in range(1, len(sys.argv), 4):
+        action, pickle, results, names = sys.argv[start : start + 4]
+        main(action, pickle, results, *filter(None, names.split(",")))
