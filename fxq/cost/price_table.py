@@ -22,7 +22,7 @@ from torch import Tensor, fx
 
 from fxq.backends import cpu
 from fxq.graph.info import info
-from fxq.graph.query import is_op
+from fxq.graph.query import is_op, op_of
 from fxq.graph.region import UnitRegion
 from fxq.graph.unit import Inner, OpCall, unit_of
 
@@ -134,7 +134,12 @@ class _Shapes(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         """Run an op of the body."""
-        value = super().run_node(n)
+        op = op_of(n)
+        if op is not None and (op.quant.pointwise or op.quant.narrows) and len(op.quant.inputs) == 1:
+            # not run: on the meta device some of them, such as relu, import torch._dynamo, which takes a second
+            value = self.fetch_args_kwargs_from_env(n)[0][0]
+        else:
+            value = super().run_node(n)
         if isinstance(value, Tensor):
             self.inner[n.name] = tuple(value.shape)
         return value
