@@ -304,6 +304,18 @@ def test_importing_fxq_imports_nothing_that_it_may_never_use():
     assert set(packages) - light - set(sys.stdlib_module_names) == set() and compiler == "False"
 
 
+def test_quantizing_imports_no_compiler():
+    """`torch._dynamo` takes as long to import as the rest of PyTorch."""
+    code = (
+        "import sys, torch, fxq; from torch import nn; "
+        "m = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 10)).eval(); "
+        "r = fxq.Recipe.static(backend='x86', optimize='coverage'); "
+        "fxq.quantize(m, r, data=[torch.rand(4, 3, 8, 8)]); print('torch._dynamo' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split()[-1] == "False"
+
+
 TESTED_ELSEWHERE = {
     "rows of the op table; tests/ops/test_rows.py runs every one of them": (
         "fxq.ops.activations",
