@@ -75,7 +75,8 @@ def _traced(context: Context, broken: Mapping[str, str], run: FloatRun) -> Rewri
     writers = {node: info(node).source for node in gm.graph.nodes if info(node).changes}
     before = len(traced.edits)
     functionalization = Functionalization(traced, tracer.watch, tracer.new_constants)
-    breaks, divisible = [*hidden, *functionalization.run()], None
+    divisible: bool | None = None
+    breaks = [*hidden, *functionalization.run()]
     breaks += [Break(kept.path, kept.why) for kept in states if not kept.hidden]
     if not breaks:
         context.outputs, differs = _compared(context, tracer, run)

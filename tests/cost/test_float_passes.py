@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxq
 from fxq.pipeline import float_ops
-from tests.helpers import REFERENCE
+from tests.support.helpers import REFERENCE
 
 pytestmark = pytest.mark.any_cpu
 
