@@ -45,7 +45,8 @@ def busy():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["resnet18", "mobilenet_v2", "mobilenet_v3_large", "efficientnet_b0"])
 def test_three_processes_beside_a_busy_one_on_each_cpu(busy, tmp_path, name):
-    command = [sys.executable, "-W", "ignore", "-c", PROGRAM, str(Path(__file__).parents[2] / "scripts" / "networks"), name]
+    scripts = Path(__file__).parents[2] / "scripts" / "networks"
+    command = [sys.executable, "-W", "ignore", "-c", PROGRAM, str(scripts), name]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "FXQ_CACHE": str(tmp_path)}
     runs = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(3)]
     results = [run.communicate()[0].strip() for run in runs]
