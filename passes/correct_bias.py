@@ -76,39 +76,55 @@ class CorrectBias(Pass):
         with torch.no_grad(), seeded():
             sample_count = sum(samples_in(piece) or 1 for piece in pieces)
             enough = sample_count >= _FEW if context.divisible else len(pieces) >= _PIECES
-            if enough or self._pays(rewriter, pieces, floats):
-                layers = self._fitted(rewriter, pieces, floats)
+            layers = self._fitted(rewriter, pieces, floats) if enough else self._tried(rewriter, pieces, floats)
         for node, layer in layers.items():
             with rewriter.attributed("correct_bias", CorrectBias):
                 _write(rewriter, node, layer)
         rewriter.erase_unused()  # the biases and scales before
 
-    def _fitted(self, rewriter: Rewriter, pieces: Sequence[Batch], floats: LayerValues) -> Mapping[fx.Node, _Layer]:
-        """The layers, fitted to these samples."""
+    def _fitted(
+        self, rewriter: Rewriter, pieces: Sequence[Batch], floats: LayerValues, count: int | None = None
+    ) -> Mapping[fx.Node, _Layer]:
+        """The layers, fitted to these samples, which are all or the first of `count` pieces."""
         layers = self._layers(rewriter)
         for layer in layers.values():
-            layer.parts = -(-_PARTS // len(pieces))
+            layer.parts = -(-_PARTS // (count or len(pieces)))
+        self._fit_more(rewriter, pieces, floats, layers)
+        return layers
+
+    def _fit_more(
+        self, rewriter: Rewriter, pieces: Sequence[Batch], floats: LayerValues, layers: Mapping[fx.Node, _Layer]
+    ) -> None:
+        """Fit layers to further samples."""
         with progress_bar("correcting", len(pieces), rewriter.context.progress) as advance:
             for batch in pieces:
                 _fit(rewriter.gm, batch, layers, floats)
                 advance()
-        return layers
 
-    def _pays(self, rewriter: Rewriter, pieces: Sequence[Batch], floats: LayerValues) -> bool:
-        """Whether the output for either half of the samples gains by what is fitted to the other half."""
-        if len(pieces) == 1 and rewriter.context.divisible:
-            pieces = pieces_of(pieces[0], 1)
-        halves = pieces[::2], pieces[1::2]
+    def _tried(self, rewriter: Rewriter, pieces: Sequence[Batch], floats: LayerValues) -> Mapping[fx.Node, _Layer]:
+        """The layers, fitted to few samples; not corrected unless a fit to half of them helps the other half.
+
+        Very few samples are tried both ways round.
+        """
+        whole = len(pieces) == 1 and rewriter.context.divisible
+        parts = pieces_of(pieces[0], 1) if whole else pieces
+        halves = parts[::2], parts[1::2]
         if not halves[1]:
-            return False
-        for fit_pieces, others in (halves, halves[::-1]):
-            fitted = self._fitted(rewriter, fit_pieces, floats)
-            for layer in fitted.values():
+            return self._layers(rewriter)
+        fits = []
+        for few, others in (halves, halves[::-1])[: 1 if len(halves[1]) >= _SURE else 2]:
+            fits.append(self._fitted(rewriter, few, floats, count=None if whole else len(parts)))
+            for layer in fits[-1].values():
                 layer.learns = False
-            before, after = (_sqnr(rewriter.gm, others, layers, floats) for layers in ({}, fitted))
+            before, after = (_sqnr(rewriter.gm, others, layers, floats) for layers in ({}, fits[-1]))
             if not after > before + _GAIN:
-                return False
-        return True
+                return self._layers(rewriter)
+        if whole:  # a fit to the whole batch corrects later layers better than one to its samples in turn
+            return self._fitted(rewriter, pieces, floats)
+        for layer in fits[0].values():
+            layer.learns = True
+        self._fit_more(rewriter, halves[1], floats, fits[0])
+        return fits[0]
 
     def _layers(self, rewriter: Rewriter) -> dict[fx.Node, _Layer]:
         """What is to be fitted, nothing known of it yet."""
@@ -133,6 +149,8 @@ _FEW = 16
 """Of fewer samples it is tried out whether what is fitted to some of them holds for the others."""
 _GAIN = 0.5
 """dB that the output has to gain by it there."""
+_SURE = 4
+"""Pieces that a fit to the others is tried on once. With fewer, either half is fitted and tried on the other."""
 _PIECES = 8
 """So many times later layers see what earlier ones are corrected by; of a small model, the batches are not cut."""
 _PARTS = 32

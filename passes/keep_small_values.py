@@ -172,8 +172,8 @@ class _Trial(CachedFloatForm):
             x = self.values[read]
             step = grid.scale_of(x) if isinstance(grid, MeasuredGrid) else grid.s
             kept = x.abs() > 0.5 * step
-            seen += int(x.count_nonzero())
-            lost += int(x.count_nonzero()) - int(kept.sum())
+            nonzero = int(x.count_nonzero())
+            seen, lost = seen + nonzero, lost + nonzero - int(kept.count_nonzero())
             left[read] = x * kept
         loss.seen, loss.lost = loss.seen + seen, loss.lost + lost
         if lost > self._most * seen:

@@ -74,13 +74,16 @@ def _traced(context: Context, broken: Mapping[str, str], run: FloatRun) -> Rewri
     hidden = [Break(kept.path, kept.why) for kept in states if kept.hidden]  # of the others a change names its line
     writers = {node: info(node).source for node in gm.graph.nodes if info(node).changes}
     before = len(traced.edits)
-    breaks = [*hidden, *Functionalization(traced, tracer.watch, tracer.new_constants).run()]
+    functionalization = Functionalization(traced, tracer.watch, tracer.new_constants)
+    divisible: bool | None = None
+    breaks = [*hidden, *functionalization.run()]
     breaks += [Break(kept.path, kept.why) for kept in states if not kept.hidden]
     if not breaks:
         context.outputs, differs = _compared(context, tracer, run)
         breaks += [differs] if differs is not None else []
         if not breaks and len(traced.edits) > before:
-            breaks += _functionalized(context, gm, run, writers)
+            divisible = _counts_samples(context, gm) if functionalization.only_whole else None
+            breaks += [] if divisible else _functionalized(context, gm, run, writers)
     if not breaks and not run.computes_alike(_callable(gm)):
         # modules known to have state are leaves already: try the suspects next, then the enclosing modules
         more = [Break(kept.path, kept.why) for kept in run.suspects if not _is_inside(kept.path, leaves)]
@@ -91,7 +94,7 @@ def _traced(context: Context, broken: Mapping[str, str], run: FloatRun) -> Rewri
         return kept
     if breaks:
         raise TraceError(breaks[0].why)
-    context.divisible = _counts_samples(context, gm)
+    context.divisible = _counts_samples(context, gm) if divisible is None else divisible
     return traced
 
 

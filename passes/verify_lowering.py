@@ -239,7 +239,9 @@ class _Verifier(Runner):
         inputs = [self.values[a] for a in node.args if isinstance(a, fx.Node)]
         if len(inputs) != len(node.args) or not all(isinstance(x, Tensor) for x in inputs):
             return None
+        own = None  # a copy: the kernel caches weights packed for the current sizes
         for resized in kernel.at_other_sizes(*inputs):
+            own = own or copy.deepcopy(kernel)
             of_node = dict(zip(node.args, resized, strict=True))
             values = {read: of_node[now] for read, now in inputs_now(self.gm, node, region).items()}
             try:
@@ -247,9 +249,7 @@ class _Verifier(Runner):
             except Exception:  # the layer rejects this size; torch raises errors of many types
                 continue
             try:
-                got = copy.deepcopy(kernel)(
-                    *(x.clone() for x in resized)
-                )  # a copy: the kernel caches weights packed for the current sizes
+                got = own(*(x.clone() for x in resized))
                 why = difference(self.gm, region, values, expected, got, self.rules)
             except Exception as error:
                 why = f"it raised {type(error).__name__}: {words_of(error)}"

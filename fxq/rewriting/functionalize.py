@@ -89,6 +89,7 @@ class Functionalization:
         spots: the first value in each place and layout.
         rewritten: the nodes that have become functions, or have nothing left to do.
         present: the tensors of which the node that is looked at reads a new value, by that value.
+        only_whole: whether all writes so far were elementwise ops of the op table on whole tensors.
     """
 
     def __init__(self, rewriter: Rewriter, watch: MemoryWatch, new_constants: Collection[str]) -> None:
@@ -99,6 +100,7 @@ class Functionalization:
         self.spots: dict[Any, Alias] = {}
         self.rewritten: set[fx.Node] = set()
         self.present: dict[fx.Node, Alias] = {}
+        self.only_whole = True
 
     def run(self) -> list[Break]:
         """Rewrite the graph. Returns the obstacles, at most one per storage; with any, the graph is unusable."""
@@ -236,12 +238,21 @@ class Functionalization:
             return
         for alias in aliases:
             self._check_overlap(node, alias)
+        self.only_whole &= self._is_elementwise(node) and all(alias.parent is None or alias.same for alias in aliases)
         functional = self._functional(node, aliases[0]) if len(aliases) == 1 else None
         news = [functional] if functional is not None else self._on_copies(node, aliases)
         for alias, new in zip(aliases, news, strict=True):
             self._spread(alias, new, node)
         if node not in self.aliases and info(node).memory:
             self._note(node, {})
+
+    def _is_elementwise(self, node: fx.Node) -> bool:
+        """Whether a node calls an elementwise op of the op table."""
+        if node.op == "call_module":
+            row = OPS.of_module(self.rewriter.gm.get_submodule(str(node.target)))
+        else:
+            row = OPS.of_call(node.target)
+        return row is not None and (row[0].quant.pointwise or row[0].quant.narrows)
 
     def _check_state(self, node: fx.Node, alias: Alias) -> None:
         """Raise `Break` for a write to a tensor of the model, which a functional graph cannot keep across calls."""
