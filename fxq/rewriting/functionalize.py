@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection
-from dataclasses import dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ from fxq.graph.info import info
 from fxq.graph.memory import STATELESS, MemoryWatch
 from fxq.graph.query import reads_only_metadata, swapped
 from fxq.ops import OPS
+from fxq.rewriting.aliases import Alias, Block
 from fxq.rewriting.assignments import assigned, cast
 from fxq.rewriting.in_place import RESHAPING, RESIZING, dtype_of_call, fills_several, name_in_place, out_of_place, written_by
 from fxq.rewriting.view_inverse import cut_along, written_back
@@ -34,44 +34,6 @@ class Break(Exception):
     def __init__(self, path: str, why: str) -> None:
         super().__init__(why)
         self.path, self.why = path, why
-
-
-@dataclass(eq=False)
-class Block:
-    """Storage that traced values share.
-
-    Attributes:
-        version: number of writes to it so far.
-        writer: last node that wrote to it.
-    """
-
-    version: int = 0
-    writer: fx.Node | None = None
-
-
-@dataclass(eq=False)
-class Alias:
-    """Traced tensor, or tuple of views, with its position in the tree of views of a storage.
-
-    Attributes:
-        node: node that returned it.
-        block: its storage.
-        parent: alias that it is a view of; None for the owner of the storage.
-        same: whether it is the whole parent in the same shape.
-        now: current value: a node; for a tuple of views, a node for the tuple or a list with a node per view.
-        version: version of the block when `now` was computed.
-        slot: argument of `node` that it is a view of.
-        changed: child view that was written to last, if `now` does not include that write yet.
-    """
-
-    node: fx.Node
-    block: Block
-    parent: Alias | None
-    same: bool
-    now: Any
-    version: int = 0
-    slot: fx.Node | None = None
-    changed: Alias | None = None
 
 
 class Functionalization:
@@ -344,10 +306,11 @@ class Functionalization:
         self.rewriter.describe(result, changes=(), memory=())
         news: list[fx.Node] = []
         for i, ((shape, dtype), out) in enumerate(zip(self.watch.parts[node], outs, strict=True)):
-            if shape != info(out).shape or dtype != info(out).dtype:
-                raise self._refused(node, out, "out= may resize or convert it")
-            typed, call = (shape, dtype), "call_function"
-            part = self.rewriter.node(call, operator.getitem, (result, i), like=node, before=node, typed=typed)
+            if shape != info(out).shape:
+                raise self._refused(node, out, "out= may resize it")
+            part = self.rewriter.node(
+                "call_function", operator.getitem, (result, i), like=node, before=node, typed=(shape, dtype)
+            )
             news.append(part)
         self.rewriter.reroute(node, result)
         self.rewritten.add(node)

@@ -99,6 +99,7 @@ class Tracer(fx.Tracer):
         self.asked = Assumptions(self.create_node, _TRACE, type(model).__name__, self.forced, self.free)
         self._device = device_of(model)
         self._paths = {p: n for n, p in (*model.named_buffers(), *model.named_parameters())}
+        buffers = [(module._buffers, dict(module._buffers)) for module in model.modules() if _has_buffers(module)]
         try:
             with (
                 _ONE_AT_A_TIME,
@@ -111,6 +112,9 @@ class Tracer(fx.Tracer):
             raise
         except Exception as error:  # whatever the user's forward raises
             raise TraceError(blame(model, error).error()) from error
+        finally:  # a forward may have set a buffer to a traced value, and the graph reads the model's own
+            for current, before in buffers:
+                current.update(before)
         self.asked.add_checks(self.graph)
         self._erase_unused()
         return graph
@@ -411,6 +415,10 @@ class Tracer(fx.Tracer):
 def _is_new(constant: fx.Node) -> bool:
     """Whether a `get_attr` node reads a tensor that the forward created, not one of the model."""
     return str(constant.target).startswith("_tensor_constant")
+
+
+def _has_buffers(module: nn.Module) -> bool:
+    return not isinstance(module, torch.jit.ScriptModule)  # these hold theirs in C++
 
 
 _TRACE = Tracer.trace_model.__code__
