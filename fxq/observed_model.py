@@ -90,7 +90,9 @@ class ObservedModel(fx.GraphModule):
         manager = copy.copy(self.manager)
         manager.gm = super().__deepcopy__(memo)
         known = manager.context
-        manager.context = replace(known, samples=list(known.samples), floats=FloatValues(), units=dict(known.units), regions={})
+        manager.context = replace(
+            known, samples=list(known.samples), floats=FloatValues(), units=dict(known.units), regions={}
+        )
         manager.history, manager._views = copy.deepcopy(self.history, memo), {}
         copied = ObservedModel.from_manager(manager, self.traced, self.unfused)
         copied.batches_seen, copied.absent, copied.same_as = self.batches_seen, self.absent, self.same_as

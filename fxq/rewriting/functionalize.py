@@ -21,7 +21,15 @@ from fxq.graph.query import reads_only_metadata, swapped
 from fxq.ops import OPS
 from fxq.rewriting.aliases import Alias, Block
 from fxq.rewriting.assignments import assigned, cast
-from fxq.rewriting.in_place import RESHAPING, RESIZING, dtype_of_call, fills_several, name_in_place, out_of_place, written_by
+from fxq.rewriting.in_place import (
+    RESHAPING,
+    RESIZING,
+    dtype_of_call,
+    fills_several,
+    name_in_place,
+    out_of_place,
+    written_by,
+)
 from fxq.rewriting.view_inverse import cut_along, written_back
 
 if TYPE_CHECKING:
@@ -347,10 +355,8 @@ class Functionalization:
             result = assigned(self.rewriter, x, index, args[2], node, node)
         else:
             _, place, value = args
-            if self._is_read_back(node):
-                result = x  # x[i] += 1 ends in x[i] = x[i], and x is updated already
-            else:
-                result = assigned(self.rewriter, x, place, value, node, node)
+            done = self._is_read_back(node)  # x[i] += 1 ends in x[i] = x[i], and x is updated already
+            result = x if done else assigned(self.rewriter, x, place, value, node, node)
         self.rewriter.reroute(node, result)
         self.watch.replaced(node, result)
         self.rewritten.add(node)

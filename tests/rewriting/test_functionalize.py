@@ -305,7 +305,8 @@ def moved_forwards(self, x):
     return self.b(y)
 
 
-MADE = [masks_of_ones, several_outs, sorted_in_place, in_inference_mode, decorated, moved_forwards, scatter_add, added_in_a_loop, columns, read_before, through_a_view, row_by_row, like_the_input,
+MADE = [masks_of_ones, several_outs, sorted_in_place, in_inference_mode, decorated, moved_forwards, scatter_add,
+        added_in_a_loop, columns, read_before, through_a_view, row_by_row, like_the_input,
         windows, of_a_parameter, of_a_number, in_a_list, truths, swapped_rows, laid_out_anew, shaped_twice,
         shaped_after_a_change, one_tensor_of_two_names, copied_and_shaped, the_input]  # fmt: skip
 
