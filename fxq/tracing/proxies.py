@@ -305,14 +305,14 @@ def unwatched() -> Iterator[None]:
         yield
 
 
-def _counting_changes(thread: int) -> Callable[[torch.inference_mode], None]:
+def _counting_changes(thread: int) -> Callable[[Any], None]:
     """`torch.inference_mode.__enter__` for a thread that traces: tensors made in that mode do not count their changes.
 
     There, a forward runs as under `torch.no_grad`, which computes the same.
     """
     plain = torch.inference_mode.__enter__
 
-    def enter(self: torch.inference_mode) -> None:
+    def enter(self: Any) -> None:
         if self.mode and threading.get_ident() == thread:
             self._inference_mode_context = torch.no_grad()
             self._inference_mode_context.__enter__()

@@ -298,7 +298,8 @@ class Tracer(fx.Tracer):
         try:
             made = self.create_proxy("call_function", make_output, (kind, parts), {})
         except InputError as error:
-            raise Untraceable(cannot_be_made(type(value), words_of(error.__cause__ or error)), way=PLAIN) from error
+            cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+            raise Untraceable(cannot_be_made(type(value), words_of(cause)), way=PLAIN) from error
         if any(a is not b for a, b in zip_longest(tensors(made._value), tensors(self.run.values(parts)))):
             raise Untraceable(cannot_be_made(type(value), "its constructor changes them"), way=PLAIN)
         return cast(fx.Node, made.node)

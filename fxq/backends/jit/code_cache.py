@@ -57,21 +57,19 @@ def _cache(function: Callable[..., None], writes: bool) -> Any:
     first, *others = numba.CacheImpl._locator_classes
     folder = chosen_folder()  # instead of the folder of NUMBA_CACHE_DIR, which the first locator finds
 
-    class Chosen(others[0]):  # type: ignore[misc]
-        """Finds the folder of `FXQ_CACHE`."""
+    def find(self: Any, py_func: Any, py_file: str) -> None:
+        others[0].__init__(self, py_func, py_file)
+        self._cache_path = os.path.join(str(folder), "numba", self.get_suitable_cache_subpath(py_file))
 
-        def __init__(self, py_func: Any, py_file: str) -> None:
-            super().__init__(py_func, py_file)
-            self._cache_path = os.path.join(str(folder), "numba", self.get_suitable_cache_subpath(py_file))
-
-    places = [Chosen if folder is not None else first, *others]
+    chosen = type("Chosen", (others[0],), {"__init__": find})
+    places = [chosen if folder is not None else first, *others]
     if not writes:
         places = [type(place.__name__, (place,), {"ensure_cache_path": lambda self: None}) for place in places]
 
-    class Impl(numba.CompileResultCacheImpl):  # type: ignore[misc]
+    class Impl(numba.CompileResultCacheImpl):
         _locator_classes = places
 
-    class Cache(numba.FunctionCache):  # type: ignore[misc]
+    class Cache(numba.FunctionCache):
         _impl_class = Impl
 
         def save_overload(self, sig: Any, data: Any) -> None:
