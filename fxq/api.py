@@ -88,10 +88,7 @@ def quantize(
         calibration.run(chain(first, stream), _length(data) if observed.calibrated else None)
     elif observed.calibrated:
         raise _no_data(chosen, observed.calibrated)
-    try:
-        return convert(observed)
-    finally:
-        observed.manager.context.floats.batches.clear()  # frees the memory now, not at the next garbage collection
+    return convert(observed)
 
 
 def _opening(stream: Iterable[Batch]) -> Iterator[Batch]:
@@ -246,6 +243,14 @@ def convert(observed: ObservedModel | TrainingModel, recipe: Any = None) -> Quan
         return converted_from_training(trained)
     calibrated = as_observed(observed)
     chosen = as_recipe(recipe) if recipe is not None else None
+    try:
+        return _converted(calibrated, chosen)
+    finally:
+        calibrated.forget_float_values()
+
+
+def _converted(calibrated: ObservedModel, chosen: Recipe | None) -> QuantizedModel:
+    """The quantized model of a calibrated one, for one backend or the fastest."""
     if calibrated.others is None:
         return converted(calibrated, chosen)
     if chosen is not None and chosen.backend != FASTEST:

@@ -14,6 +14,7 @@ from torch import fx, nn
 from fxq.common.data import Batch
 from fxq.common.isolation import autocast_on
 from fxq.errors import InputError
+from fxq.pipeline.float_values import FloatValues
 from fxq.pipeline.history import History
 from fxq.pipeline.manager import PassManager
 from fxq.pipeline.samples import record
@@ -74,6 +75,12 @@ class ObservedModel(fx.GraphModule):
             if isinstance(module, Observer):
                 self.set_submodule(name, copy.deepcopy(module))
 
+    def forget_float_values(self) -> None:
+        """Free the float outputs of layers that calibration and conversion cache; another conversion computes them."""
+        for one in (self, *(self.others or ())):
+            one.manager.context.floats.clear()
+            one.manager.context.floats = FloatValues()
+
     def _repr_html_(self) -> str:
         """In a notebook: how far it is, and the passes so far."""
         seen = f": {self.batches_seen} batch{'' if self.batches_seen == 1 else 'es'} seen"
@@ -83,7 +90,9 @@ class ObservedModel(fx.GraphModule):
         manager = copy.copy(self.manager)
         manager.gm = super().__deepcopy__(memo)
         known = manager.context
-        manager.context = replace(known, samples=list(known.samples), units=dict(known.units), regions={})
+        manager.context = replace(
+            known, samples=list(known.samples), floats=FloatValues(), units=dict(known.units), regions={}
+        )
         manager.history, manager._views = copy.deepcopy(self.history, memo), {}
         copied = ObservedModel.from_manager(manager, self.traced, self.unfused)
         copied.batches_seen, copied.absent, copied.same_as = self.batches_seen, self.absent, self.same_as

@@ -122,7 +122,9 @@ def observed_with(observed: ObservedModel, recipe: Recipe | None) -> PassManager
             f"a pass of the recipe reads {wanted(recipe)} calibration samples, and {wanted(before)} are kept. {AGAIN}"
         )
     backend = get_backend(recipe.backend, device_of(own.context.model))
-    manager = observed.traced.fork(recipe=recipe, backend=backend, samples=[], progress=own.context.progress)
+    manager = observed.traced.fork(
+        recipe=recipe, backend=backend, samples=[], floats=own.context.floats, progress=own.context.progress
+    )
     traced, fused = len(up_to(recipe, Stage.CANONICAL)), len(up_to(recipe, Stage.FUSED))
     manager.run(first[traced:fused])
     check_computes_alike(observed.unfused, nodes_of(manager.gm.graph))

@@ -15,7 +15,7 @@ from fxq.backends.kernel import Kernel
 from fxq.backends.lower_graph import describe_as_run
 from fxq.backends.region_kernel import layers_run
 from fxq.common.data import Batch, first_of, samples_in
-from fxq.common.metrics import tensors
+from fxq.common.metrics import identical, storage_address, tensors
 from fxq.common.source import name_of
 from fxq.errors import BackendError, FxqError, InputError, PassError, warn, words_of
 from fxq.graph.bindable import Bindable
@@ -204,7 +204,7 @@ class _Verifier(Runner):
         self.resizes = resizes
         self.regions, self.rules, self.found = regions, rules, _Found()
         lasting = {"a weight": [*gm.parameters(), *gm.buffers()], "an input of the model": list(self.values.values())}
-        self.lasting = {_memory(tensor): name for name, values in lasting.items() for tensor in tensors(values)}
+        self.lasting = {storage_address(tensor): name for name, values in lasting.items() for tensor in tensors(values)}
 
     def compute(self, node: fx.Node) -> Any:
         """The kernel's value when it is right, the reference's when it is not."""
@@ -221,7 +221,7 @@ class _Verifier(Runner):
             if isinstance(error, FxqError) and not isinstance(error, BackendError):
                 raise
             why = f"it raised {type(error).__name__}: {words_of(error)}"
-        if why is None and not all(map(_same, tensors(later), tensors(got))):
+        if why is None and not all(map(identical, tensors(later), tensors(got))):
             why = "bound to the kind of its inputs it returns something else"
         if why is None:
             why = self._wrong_at_other_sizes(node, region)
@@ -287,24 +287,15 @@ class _Verifier(Runner):
 
     def _reader(self, node: fx.Node, residual: Tensor) -> str | None:
         """Which value that is needed besides or after the residual of `node` shares its memory; None when none does."""
-        memory = _memory(residual)
+        memory = storage_address(residual)
         dead = self.last.get(node, ())
         needed = {
             f"%{m.name}": v
             for m, v in self.values.items()
             if m not in dead or (m in node.args and m is not node.args[1])
         }
-        shared = (name for name, value in needed.items() if any(_memory(t) == memory for t in tensors(value)))
+        shared = (name for name, value in needed.items() if any(storage_address(t) == memory for t in tensors(value)))
         return next(shared, self.lasting.get(memory))
-
-
-def _same(a: Any, b: Any) -> bool:
-    """Whether two values are the same tensor, NaN included."""
-    return a is b or (a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | (a.isnan() & b.isnan())).all()))
-
-
-def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 def inputs_now(gm: fx.GraphModule, node: fx.Node, region: Region) -> dict[fx.Node, fx.Node]:

@@ -128,6 +128,23 @@ def tensors(values: Any) -> Iterator[Tensor]:
     return (leaf for leaf in leaves(values) if isinstance(leaf, Tensor))
 
 
+def identical(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have the same shape, dtype and values, NaN where NaN is.
+
+    Example:
+        >>> identical(torch.tensor([1.0, float("nan")]), torch.tensor([1.0, float("nan")]))
+        True
+    """
+    if a is b:
+        return True
+    return a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def storage_address(tensor: Tensor) -> int:
+    """Address of the memory that a tensor shares with its views."""
+    return tensor.untyped_storage().data_ptr()
+
+
 def nbytes(model: nn.Module) -> int:
     """Bytes of all parameters and buffers of a model, the integer weights of kernels included.
 

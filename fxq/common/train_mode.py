@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from fxq.common.data import Batch
 from fxq.common.isolation import copied, seeded, untouched, without_autocast
-from fxq.common.metrics import tensors
+from fxq.common.metrics import identical, tensors
 
 
 def first_in_train_mode(model: nn.Module) -> str | None:
@@ -47,7 +47,7 @@ def other_in_train_mode(model: nn.Module, batch: Batch, kept: Collection[nn.Modu
         for module in modules:
             module.training = True
         try:
-            return not _same(_called(model, batch), before)
+            return not _same_run(_called(model, batch), before)
         except Exception:  # whatever a forward raises
             return True
         finally:
@@ -116,11 +116,9 @@ def _through_modules() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(before)
 
 
-def _same(one: tuple[list[Tensor], list[str]], other: tuple[list[Tensor], list[str]]) -> bool:
+def _same_run(one: tuple[list[Tensor], list[str]], other: tuple[list[Tensor], list[str]]) -> bool:
     (found, changed), (wanted, kept) = one, other
-    if changed != kept or [(t.shape, t.dtype) for t in found] != [(t.shape, t.dtype) for t in wanted]:
-        return False
-    return all(torch.allclose(a, b, rtol=0, atol=0, equal_nan=True) for a, b in zip(found, wanted, strict=True))
+    return changed == kept and len(found) == len(wanted) and all(map(identical, found, wanted))
 
 
 def _looks_at_mode(module: nn.Module) -> bool:

@@ -20,7 +20,7 @@ from fxq.common.isolation import copied
 from fxq.errors import ExportError, FxqError, InputError, RenderError, unknown, warn, words_of
 from fxq.files.export_check import check_in_openvino, checked_batches, warn_of_fixed_sizes
 from fxq.files.program_export import write_program
-from fxq.graph.grid import grid_of
+from fxq.graph.grid import grid_of, moved_from
 from fxq.graph.info import info
 from fxq.graph.integer_sums import node_refused
 from fxq.graph.query import is_op
@@ -58,26 +58,58 @@ def export_model(
 
 
 def _leave_products_in_float(path: Path, gm: fx.GraphModule) -> None:
-    """Dequantize the weights of layers whose integer sums could overflow int32, with a warning.
+    """Let layers and products whose integer sums could overflow int32 read floats, with a warning.
 
     The `fallback` pass leaves such layers in float, so this applies if weights were edited later or it was skipped.
     """
     for node in list(gm.graph.nodes):
         reason = node_refused(gm, node)
-        weights = {read: w for read in node.all_input_nodes if (w := integer_weight(gm, read)) is not None}
-        if reason is None or not weights:
+        if reason is None:
             continue
+        reads = list(node.all_input_nodes)
+        weights = {read: w for read in reads if (w := integer_weight(gm, read)) is not None}
         for read, weight in weights.items():
             gm.register_buffer(name := f"{read.name}_float", dequantize(weight.values, weight.qparams))
             with gm.graph.inserting_before(node):
                 real = gm.graph.get_attr(name)
             real.meta = dict(read.meta)
-            node.replace_input_with(read, real)
-            if not read.users:
-                gm.graph.erase_node(read)
+            _replace(node, read, real)
+        replaced = bool(weights)
+        for read in () if weights else reads:
+            unrounded = _unrounded(gm, read, node)
+            replaced = replaced or unrounded is not None
+            if unrounded is not None:
+                _replace(node, read, unrounded)
         where = info(node).path or node.name
-        warn(f"{path}: {where} is in float in the file: {reason}, in which runtimes accumulate.")
+        if not replaced:
+            remedy = "Insert the pass `fallback` again, or give it fewer bits"
+            warn(f"{path}: {where} may be wrong in the file: {reason}, in which runtimes accumulate. {remedy}.")
+        else:
+            warn(f"{path}: {where} is in float in the file: {reason}, in which runtimes accumulate.")
     gm.recompile()
+
+
+def _replace(node: fx.Node, read: fx.Node, by: fx.Node) -> None:
+    node.replace_input_with(read, by)
+    while not read.users and read.op == "call_function":
+        above = read.args[0]
+        read.graph.erase_node(read)
+        if not isinstance(above, fx.Node):
+            break
+        read = above
+
+
+def _unrounded(gm: fx.GraphModule, read: fx.Node, reader: fx.Node) -> fx.Node | None:
+    """The float value that a dequantized activation was quantized from, moved as it is; None if there is none."""
+    above = moved_from(read)
+    if above is None:
+        integers = read.args[0] if is_op(read, "dequantize") else None
+        return integers.args[0] if isinstance(integers, fx.Node) and is_op(integers, "quantize") else None  # type: ignore[return-value]
+    real = _unrounded(gm, above, reader)
+    if real is None:
+        return None
+    with gm.graph.inserting_before(reader):
+        return gm.graph.node_copy(read, lambda node: real if node is above else node)
 
 
 def _onnx(path: Path, gm: fx.GraphModule, batch: Batch, dynamic: Dynamic, check: bool) -> CheckedOnnx:

@@ -16,7 +16,7 @@ from torch.export import Dim, ExportedProgram
 from fxq.common.data import Batch
 from fxq.common.files import replacing
 from fxq.common.isolation import copied
-from fxq.common.metrics import tensors
+from fxq.common.metrics import identical, tensors
 from fxq.common.trees import mapped
 from fxq.errors import ExportError, words_of
 from fxq.files.export_check import checked_batches, run_graph, warn_of_fixed_sizes
@@ -71,7 +71,8 @@ def _check(path: Path, loaded: nn.Module, gm: fx.GraphModule, batch: Batch, dyna
             if i == 0:
                 raise
             return  # below the smallest size that the program accepts; its own guard rejects it
-        if not _same(result, run_graph(gm, check_batch)):
+        pairs = zip(tensors(result), tensors(run_graph(gm, check_batch)), strict=True)
+        if not all(identical(a, b) for a, b in pairs):
             raise ExportError(
                 f"{path}: the program computes something else than the quantized model, and nothing was written: "
                 f"inputs {check_batch}. This is a bug of fxq or of torch.export: please report it. check=False skips "
@@ -139,9 +140,3 @@ def _without_ones(leaf: Any, axes: Mapping[int, Any]) -> Any:
 def _refused(path: Path, error: Exception, varying: str = "") -> ExportError:
     what = f" with{varying}" if varying else ""
     return ExportError(f"{path} cannot be written: torch.export does not take the model{what}: {words_of(error)}")
-
-
-def _same(got: Any, wanted: Any) -> bool:
-    """Whether two outputs are the same, bit for bit; NaN is NaN."""
-    pairs = zip(tensors(got), tensors(wanted), strict=True)
-    return all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in pairs)

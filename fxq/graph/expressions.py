@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fxq.common.checksums import bit_sum, checksum
 from fxq.graph.info import info
 from fxq.graph.query import CONVERSIONS, is_op, op_of, read_attribute, submodule
 from fxq.graph.unit import Unit, unit_of
@@ -78,8 +79,8 @@ class Expressions:
     def _weight(self, tensor: Any) -> int:
         if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
             return self._number(None)
-        changes = 0 if tensor.is_inference() else tensor._version
-        key = tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, changes
+        address = tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
+        key = *address, checksum(tensor), bit_sum(tensor)  # versions do not count writes through `.data`
         self._weights.setdefault(key, tensor)
         return self._number(("weight", *key))
 

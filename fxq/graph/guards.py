@@ -6,6 +6,7 @@ import operator
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields as fields_of
 from dataclasses import is_dataclass
 from functools import reduce
 from typing import Any
@@ -176,11 +177,23 @@ def make_output(kind: str, fields: Mapping[str, Any] | Sequence[Any]) -> Any:
     fits = isinstance(cls, type)
     if not isinstance(fields, Mapping):
         return cls(fields) if fits and issubclass(cls, (list, tuple)) else fields
-    if fits and (is_dataclass(cls) or hasattr(cls, "_fields")):
+    if fits and is_dataclass(cls):
+        return _dataclass(cls, fields)
+    if fits and hasattr(cls, "_fields"):
         return cls(**fields)
     if fits and issubclass(cls, defaultdict):
         return cls(None, fields)
     return cls(fields) if fits and issubclass(cls, Mapping) else Fields(fields)
+
+
+def _dataclass(cls: Any, values: Mapping[str, Any]) -> Any:
+    """Object of a dataclass whose fields have these values, also those that only its `__post_init__` sets."""
+    computed = {field.name for field in fields_of(cls) if not field.init}
+    made = cls(**{name: value for name, value in values.items() if name not in computed})
+    for name, value in values.items():
+        if getattr(made, name, None) is not value:
+            object.__setattr__(made, name, value)  # frozen dataclasses refuse others
+    return made
 
 
 def is_own_container(value: Any) -> bool:

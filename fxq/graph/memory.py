@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 from weakref import ref
 
+import torch
 from torch import Tensor, fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fxq.common.metrics import tensors
+from fxq.common.trees import leaves, mapped
 from fxq.graph.query import tensor_meta
 
 View = tuple[Any, ...]
@@ -30,6 +32,7 @@ class MemoryWatch:
         self._numbers: dict[Any, int] = {}
         self._views: dict[fx.Node, View] = {}
         self._objects: dict[fx.Node, ref[Tensor]] = {}
+        self._indices: dict[fx.Node, int] = {}
         self.parts: dict[fx.Node, list[Any]] = {}
 
     def memory(self, value: Any) -> tuple[int, ...]:
@@ -48,6 +51,8 @@ class MemoryWatch:
     def see(self, node: fx.Node, value: Any) -> None:
         """Record the block, offset and layout of the value of a node."""
         block = _block(value) if isinstance(value, Tensor) else None
+        if isinstance(value, int):
+            self._indices[node] = value
         if isinstance(value, (tuple, list)):
             self.parts[node] = [tensor_meta(part) for part in value]
         if block is not None:
@@ -87,6 +92,40 @@ class MemoryWatch:
                 return True
             reach += (size - 1) * stride
         return False
+
+    def overwrites(self, written: fx.Node, place: Any, read: fx.Node) -> bool:
+        """Whether an elementwise write may change elements of a value before it has read them.
+
+        Elements are written in the order of memory: a value that lies ahead of what is written is read in time.
+
+        Args:
+            written: the value that is changed.
+            place: index of the part that is changed; `...` for all of it.
+            read: a value in the same block.
+        """
+        if written not in self._views or read not in self._views:
+            return False
+        views = [self._views[written], self._views[read]]
+        place = mapped(place, lambda leaf: self._indices.get(leaf, leaf) if isinstance(leaf, fx.Node) else leaf)
+        if any(isinstance(index, (fx.Node, Tensor)) for index in leaves(place)):
+            return True  # such an index may name any element
+        if views[0][-1].itemsize != views[1][-1].itemsize:
+            return True  # offsets count elements of different sizes
+        reach = 1 + max(map(_last, views))
+        target, source = (torch.arange(reach).as_strided(view[2], view[3], view[1]) for view in views)
+        target = target[place]
+        if not torch.isin(target.flatten(), source.flatten()).any():
+            return False
+        try:
+            return bool((target > source).any())
+        except RuntimeError:  # shapes that do not broadcast: no elementwise op
+            return True
+
+
+def _last(view: View) -> int:
+    """Offset of the last element of a view."""
+    _, offset, shape, strides, _ = view
+    return int(offset) + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
 def _block(tensor: Tensor) -> StorageWeakRef | None:

@@ -47,7 +47,7 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else ""
 
 
-_OUTPUTS = ("collections:OrderedDict", "collections:defaultdict")
+_OUTPUTS = tuple(f"collections:{name}" for name in ("OrderedDict", "defaultdict", "UserDict", "ChainMap", "Counter"))
 _NO_OUTPUTS = frozenset(("", *sys.stdlib_module_names, *sys.builtin_module_names, "torch", "numpy", "fxq"))
 
 

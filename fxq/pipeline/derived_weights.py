@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from fxq.common.metrics import storage_address
 from fxq.patterns.norm import fold, norm_scale
 from fxq.rewriting.computed import Computed
 
@@ -89,7 +90,7 @@ class ParameterRows:
     def of(cls, path: str, part: Tensor, tensors: Mapping[str, Tensor]) -> ParameterRows | None:
         """The rows that a constant is, of one of these tensors; None where it shares no memory with any."""
         for whole, tensor in tensors.items():
-            same = part.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr() and part.dim() > 0
+            same = storage_address(part) == storage_address(tensor) and part.dim() > 0
             if same and (part.stride(), part.shape[1:]) == (tensor.stride(), tensor.shape[1:]):
                 start = (part.storage_offset() - tensor.storage_offset()) // (tensor.stride(0) or 1)
                 return cls(path, whole, start, len(part))

@@ -118,12 +118,17 @@ class FloatValues:
         numbers = {layer: all_numbers[layer] for layer in layers}
         try:
             with torch.no_grad(), seeded():
-                self.batches = [self._batch(gm, numbers, batch) for batch in recorded]
-                self._find_rows(gm, numbers, context)
+                batches = [self._batch(gm, numbers, batch) for batch in recorded]
+                self._find_rows(gm, numbers, batches[0], context)
         except Exception as error:  # the graph may reject these samples; the calling pass then raises
             log.info("float values of recorded samples are not cached: %s", error)
             return LayerValues()
-        return LayerValues(numbers, tuple(self.batches), self.rows)
+        self.batches = batches
+        return LayerValues(numbers, tuple(batches), self.rows)
+
+    def clear(self) -> None:
+        """Free the cached outputs. Value numbers stay: another thread may be looking up outputs by them."""
+        self.batches, self.rows = [], {}
 
     def _batch(
         self, gm: fx.GraphModule, numbers: Mapping[fx.Node, int], batch: Batch
@@ -143,9 +148,15 @@ class FloatValues:
             values |= {numbers[node]: value for node, value in _computed(gm, batch, missing, seen).items()}
         return batch, values
 
-    def _find_rows(self, gm: fx.GraphModule, numbers: Mapping[fx.Node, int], context: Context) -> None:
-        """Determine the rows per sample of new outputs, by running one sample alone."""
-        batch, values = self.batches[0]
+    def _find_rows(
+        self,
+        gm: fx.GraphModule,
+        numbers: Mapping[fx.Node, int],
+        first: tuple[Batch, Mapping[int, Tensor]],
+        context: Context,
+    ) -> None:
+        """Determine the rows per sample of new outputs, by running one sample of the first recorded batch alone."""
+        batch, values = first
         size = samples_in(batch) or 0
         new = {node for node, number in numbers.items() if number not in self.rows}
         if not context.divisible or size < 2 or not new:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection
-from dataclasses import dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +19,17 @@ from fxq.graph.info import info
 from fxq.graph.memory import STATELESS, MemoryWatch
 from fxq.graph.query import reads_only_metadata, swapped
 from fxq.ops import OPS
+from fxq.rewriting.aliases import Alias, Block
 from fxq.rewriting.assignments import assigned, cast
-from fxq.rewriting.in_place import RESHAPING, RESIZING, dtype_of_call, name_in_place, out_of_place, written_by
+from fxq.rewriting.in_place import (
+    RESHAPING,
+    RESIZING,
+    dtype_of_call,
+    fills_several,
+    name_in_place,
+    out_of_place,
+    written_by,
+)
 from fxq.rewriting.view_inverse import cut_along, written_back
 
 if TYPE_CHECKING:
@@ -34,44 +42,6 @@ class Break(Exception):
     def __init__(self, path: str, why: str) -> None:
         super().__init__(why)
         self.path, self.why = path, why
-
-
-@dataclass(eq=False)
-class Block:
-    """Storage that traced values share.
-
-    Attributes:
-        version: number of writes to it so far.
-        writer: last node that wrote to it.
-    """
-
-    version: int = 0
-    writer: fx.Node | None = None
-
-
-@dataclass(eq=False)
-class Alias:
-    """Traced tensor, or tuple of views, with its position in the tree of views of a storage.
-
-    Attributes:
-        node: node that returned it.
-        block: its storage.
-        parent: alias that it is a view of; None for the owner of the storage.
-        same: whether it is the whole parent in the same shape.
-        now: current value: a node; for a tuple of views, a node for the tuple or a list with a node per view.
-        version: version of the block when `now` was computed.
-        slot: argument of `node` that it is a view of.
-        changed: child view that was written to last, if `now` does not include that write yet.
-    """
-
-    node: fx.Node
-    block: Block
-    parent: Alias | None
-    same: bool
-    now: Any
-    version: int = 0
-    slot: fx.Node | None = None
-    changed: Alias | None = None
 
 
 class Functionalization:
@@ -136,7 +106,7 @@ class Functionalization:
             self.rewriter.update(node, args=swapped(node.args, new), kwargs=swapped(node.kwargs, new))
         if info(node).changes:
             self._write(node)
-        elif not reads_only_metadata(node):
+        elif info(node).is_tensor or not reads_only_metadata(node):  # ones_like reads only a shape, but makes a tensor
             self._note(node, read)
 
     # ---- reading
@@ -238,9 +208,12 @@ class Functionalization:
             return
         for alias in aliases:
             self._check_overlap(node, alias)
+        self._check_read_overlap(node, args, aliases)
         self.only_whole &= self._is_elementwise(node) and all(alias.parent is None or alias.same for alias in aliases)
-        functional = self._functional(node, aliases[0]) if len(aliases) == 1 else None
-        news = [functional] if functional is not None else self._on_copies(node, aliases)
+        news = self._filled(node) if fills_several(node) else None
+        if news is None:
+            functional = self._functional(node, aliases[0]) if len(aliases) == 1 else None
+            news = [functional] if functional is not None else self._on_copies(node, aliases)
         for alias, new in zip(aliases, news, strict=True):
             self._spread(alias, new, node)
         if node not in self.aliases and info(node).memory:
@@ -275,6 +248,21 @@ class Functionalization:
                 of = "" if part is alias else f"part of %{part.node.name}, and "
                 why = (
                     f"{of}elements of %{part.node.name} ({info(part.node).source}) share memory, as those of expand do"
+                )
+                raise self._refused(node, written, why)
+
+    def _check_read_overlap(self, node: fx.Node, args: list[fx.Node], aliases: list[Alias]) -> None:
+        """Refuse a write to elements that the same call still has to read: `x[1:] = x[:-1]`."""
+        if len(aliases) != 1 or len(args) < 2 or self._is_read_back(node):
+            return
+        written, place = aliases[0].node, node.args[1] if node.target is operator.setitem else ...
+        for arg in args:
+            read = self._alias(arg)
+            if read is not None and read is not aliases[0] and self.watch.overwrites(written, place, read.node):
+                why = (
+                    f"it reads %{read.node.name} ({info(read.node).source}), which shares some of these elements, and "
+                    "PyTorch does not define whether it reads them before or after they are written. Read from a copy: "
+                    "x[1:] = x[:-1].clone()"
                 )
                 raise self._refused(node, written, why)
 
@@ -329,6 +317,24 @@ class Functionalization:
         self.rewriter.describe(node, changes=(), memory=())
         return node
 
+    def _filled(self, node: fx.Node) -> list[fx.Node]:
+        """Turn `torch.sort(x, out=(v, i))` into a call that returns the values; these, in the order of its `out`."""
+        outs: Any = node.kwargs["out"]
+        kwargs = {key: value for key, value in node.kwargs.items() if key != "out"}
+        result = self.rewriter.node(node.op, node.target, node.args, kwargs, like=node, before=node)
+        self.rewriter.describe(result, changes=(), memory=())
+        news: list[fx.Node] = []
+        for i, ((shape, dtype), out) in enumerate(zip(self.watch.parts[node], outs, strict=True)):
+            if shape != info(out).shape:
+                raise self._refused(node, out, "out= may resize it")
+            part = self.rewriter.node(
+                "call_function", operator.getitem, (result, i), like=node, before=node, typed=(shape, dtype)
+            )
+            news.append(part)
+        self.rewriter.reroute(node, result)
+        self.rewritten.add(node)
+        return news
+
     def _stays(self, node: fx.Node, alias: Alias) -> bool:
         """Whether a node may stay in place, as `canonicalize` will replace it and its operand owns its storage."""
         owns = alias.parent is None and alias.now is alias.node and alias.node.op != "get_attr"
@@ -360,16 +366,19 @@ class Functionalization:
             result = assigned(self.rewriter, x, index, args[2], node, node)
         else:
             _, place, value = args
-            source = self._alias(value) if isinstance(value, fx.Node) else None
-            target = self._alias(args[0])
-            if source is not None and source.parent is target and _takes(source.node, place):
-                result = x  # x[i] += 1 ends in x[i] = x[i], and x is updated already
-            else:
-                result = assigned(self.rewriter, x, place, value, node, node)
+            done = self._is_read_back(node)  # x[i] += 1 ends in x[i] = x[i], and x is updated already
+            result = x if done else assigned(self.rewriter, x, place, value, node, node)
         self.rewriter.reroute(node, result)
         self.watch.replaced(node, result)
         self.rewritten.add(node)
         return result
+
+    def _is_read_back(self, node: fx.Node) -> bool:
+        """Whether a node is an assignment `x[i] = x[i]`."""
+        if node.target is not operator.setitem or not isinstance(node.args[2], fx.Node):
+            return False
+        source, target = self._alias(node.args[2]), self._alias(node.args[0])  # type: ignore[arg-type]
+        return source is not None and source.parent is target and _takes(source.node, node.args[1])
 
     def _on_copies(self, node: fx.Node, aliases: list[Alias]) -> list[fx.Node]:
         """Make a node write to private copies, which become the new values."""

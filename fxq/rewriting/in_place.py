@@ -61,6 +61,11 @@ def written_by(node: fx.Node) -> fx.Node | None:
     return first if isinstance(first, fx.Node) else None
 
 
+def fills_several(node: fx.Node) -> bool:
+    """Whether a call fills several tensors, as `torch.sort(x, out=(v, i))`."""
+    return isinstance(node.kwargs.get("out"), (tuple, list))
+
+
 def out_of_place(node: fx.Node) -> Call | None:
     """Out-of-place call that computes the new value of the argument `written_by(node)`, or None if torch has none.
 

@@ -6,6 +6,7 @@ import builtins
 import dis
 import operator
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from enum import IntEnum
@@ -252,6 +253,7 @@ def visible(
         for owner, names, anyway in replaced:
             for name in names:
                 stack.enter_context(patch.object(owner, name, _recorded(owner, name, record, anyway)))
+        stack.enter_context(patch.object(torch.inference_mode, "__enter__", _counting_changes(threading.get_ident())))
         stack.enter_context(_Plain(record, create))
         stack.enter_context(patch.object(builtins, "isinstance", _asked(builtins.isinstance)))
         yield
@@ -301,6 +303,23 @@ def unwatched() -> Iterator[None]:
         if isinstance(_get_current_function_mode(), _Plain):
             stack.enter_context(_pop_mode_temporarily())
         yield
+
+
+def _counting_changes(thread: int) -> Callable[[Any], None]:
+    """`torch.inference_mode.__enter__` for a thread that traces: tensors made in that mode do not count their changes.
+
+    There, a forward runs as under `torch.no_grad`, which computes the same.
+    """
+    plain = torch.inference_mode.__enter__
+
+    def enter(self: Any) -> None:
+        if self.mode and threading.get_ident() == thread:
+            self._inference_mode_context = torch.no_grad()
+            self._inference_mode_context.__enter__()
+        else:
+            plain(self)
+
+    return enter
 
 
 def _asked(isinstance: Any) -> Any:

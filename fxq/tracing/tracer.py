@@ -7,7 +7,7 @@ import operator
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from itertools import zip_longest
 from typing import Any, cast
 
 import numpy as np
@@ -20,7 +20,7 @@ from fxq.common.globs import path_matches
 from fxq.common.isolation import copied
 from fxq.common.metrics import tensors
 from fxq.common.trees import mapped
-from fxq.errors import FxqError, InputError, TraceError
+from fxq.errors import FxqError, InputError, TraceError, words_of
 from fxq.graph.guards import is_own_container, is_plain, make_output
 from fxq.graph.info import info, set_info
 from fxq.graph.memory import MemoryWatch
@@ -32,6 +32,7 @@ from fxq.tracing.example_run import ExampleRun, has_traced_weights
 from fxq.tracing.exported_program import Exported
 from fxq.tracing.failure import Untraceable, blame, user_line
 from fxq.tracing.forward_arguments import arguments, can_be_default
+from fxq.tracing.outputs import PLAIN, cannot_be_made, parts_of
 from fxq.tracing.proxies import Origin, TracedValue, examples, found_in, is_value, unwatched, visible
 from fxq.tracing.tuples import sliced, taken_apart
 from fxq.tracing.wrappers import wrapped
@@ -98,6 +99,7 @@ class Tracer(fx.Tracer):
         self.asked = Assumptions(self.create_node, _TRACE, type(model).__name__, self.forced, self.free)
         self._device = device_of(model)
         self._paths = {p: n for n, p in (*model.named_buffers(), *model.named_parameters())}
+        buffers = [(module._buffers, dict(module._buffers)) for module in model.modules() if _has_buffers(module)]
         try:
             with (
                 _ONE_AT_A_TIME,
@@ -110,6 +112,9 @@ class Tracer(fx.Tracer):
             raise
         except Exception as error:  # whatever the user's forward raises
             raise TraceError(blame(model, error).error()) from error
+        finally:  # a forward may have set a buffer to a traced value, and the graph reads the model's own
+            for current, before in buffers:
+                current.update(before)
         self.asked.add_checks(self.graph)
         self._erase_unused()
         return graph
@@ -281,18 +286,29 @@ class Tracer(fx.Tracer):
         if isinstance(a, np.generic):  # torch.fx would write np.float64(1.0) into code that knows no np
             return super().create_arg(a.item())
         if is_own_container(a):
-            kind = f"{type(a).__module__}:{type(a).__qualname__}"
-            return self.create_proxy("call_function", make_output, (kind, _parts(a)), {}).node
+            return self._container(a)
         try:
             return super().create_arg(a)
         except NotImplementedError:
             raise Untraceable(_NO_ARGUMENT.format(kind=type(a).__name__), way=self._way_out()) from None
 
+    def _container(self, value: Any) -> fx.Node:
+        """Node that constructs an object or container of a user-defined class."""
+        kind, parts = f"{type(value).__module__}:{type(value).__qualname__}", parts_of(value)
+        try:
+            made = self.create_proxy("call_function", make_output, (kind, parts), {})
+        except InputError as error:
+            cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+            raise Untraceable(cannot_be_made(type(value), words_of(cause)), way=PLAIN) from error
+        if any(a is not b for a, b in zip_longest(tensors(made._value), tensors(self.run.values(parts)))):
+            raise Untraceable(cannot_be_made(type(value), "its constructor changes them"), way=PLAIN)
+        return cast(fx.Node, made.node)
+
     def _way_out(self) -> str:
         """What to do about an object that no graph can hold."""
         if "use_cache" in inspect.signature(self.root.forward).parameters:
             return "Do without it: recipe.fix_args(use_cache=False), if it is the cache of a decoder."
-        return "Give and return tensors, and tuples, lists, dicts and dataclasses of them."
+        return PLAIN
 
     def _attribute(self, tensor: Tensor) -> fx.Node:
         """The node that reads a tensor of the model, or one that a forward has made of nothing traced."""
@@ -402,15 +418,8 @@ def _is_new(constant: fx.Node) -> bool:
     return str(constant.target).startswith("_tensor_constant")
 
 
-def _parts(container: Any) -> Any:
-    """Content of an object or container of a user-defined class, as a plain dict, tuple or list."""
-    if isinstance(container, Mapping):
-        return dict(container)
-    if is_dataclass(container):
-        return {f.name: getattr(container, f.name) for f in fields(container)}
-    if hasattr(container, "_asdict"):
-        return dict(container._asdict())
-    return tuple(container) if isinstance(container, tuple) else list(container)
+def _has_buffers(module: nn.Module) -> bool:
+    return not isinstance(module, torch.jit.ScriptModule)  # these hold theirs in C++
 
 
 _TRACE = Tracer.trace_model.__code__

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxq.common.checksums import checksum, stride
+from fxq.common.checksums import bit_sum, checksum, stride
 
 pytestmark = pytest.mark.any_cpu
 
@@ -37,3 +37,12 @@ def test_of_a_large_tensor_some_values_of_each_channel_are_looked_at():
 @given(st.integers(0, 10**7), st.integers(1, 10**5))
 def test_no_more_values_than_asked_for_are_looked_at(count, most):
     assert len(range(0, count, stride(count, most))) <= most
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.bool,
+                                   torch.complex64, torch.float8_e4m3fn])  # fmt: skip
+def test_a_bit_sum_sees_each_value(dtype):
+    tensor = torch.zeros(1_000_003).to(dtype)
+    before = bit_sum(tensor[1:])
+    tensor[777_777] = 1
+    assert bit_sum(tensor[1:]) != before and bit_sum(tensor[:777_777]) == bit_sum(torch.zeros(3, 259_259).to(dtype).t())

@@ -1,7 +1,7 @@
 """The checks inside a graph: they let through what the graph was made for, and say what else came."""
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -107,6 +107,23 @@ def test_sizes_of_an_exported_program(sizes, fits):
 class Pair:
     a: int
     b: int
+
+
+@dataclass(frozen=True)
+class Doubled:
+    """Class whose constructor changes one field and sets another."""
+
+    a: int
+    b: int = field(init=False)
+
+    def __post_init__(self):
+        object.__setattr__(self, "a", self.a * 2)
+        object.__setattr__(self, "b", self.a + 1)
+
+
+def test_fields_that_a_constructor_sets_get_the_values_of_the_graph():
+    made = make_output(f"{__name__}:Doubled", {"a": 6, "b": 7})
+    assert type(made) is Doubled and (made.a, made.b) == (6, 7)
 
 
 def test_outputs_are_made_again_or_stand_as_fields():

@@ -46,3 +46,27 @@ def test_the_same_part_of_the_same_memory():
         watch.see(nodes[name], value)
     assert [name for name in parts if watch.same(nodes["x"], nodes[name])] == ["x", "again"]
     assert not watch.same(nodes["number"], nodes["number"])
+
+
+@pytest.mark.parametrize(
+    ("written", "place", "read", "overwrites"),
+    [
+        (lambda x: x[1:], ..., lambda x: x[:-1], True),
+        (lambda x: x[:-1], ..., lambda x: x[1:], False),  # each is read before it is written
+        (lambda x: x, (slice(None), slice(1, None)), lambda x: x[:, :-1], True),
+        (lambda x: x, (slice(None), 2), lambda x: x[:, 1], False),  # other elements
+        (lambda x: x[:, ::2], ..., lambda x: x[:, 1::2], False),
+        (lambda x: x, ..., lambda x: x, False),
+        (lambda x: x, ..., lambda x: x[:, :1], True),  # broadcast
+        (lambda x: x, ..., lambda x: x.t(), True),
+        (lambda x: x[:2], ..., lambda x: x.view(-1)[:3], True),  # of a shape that does not broadcast
+        (lambda x: x, ..., lambda x: x.view(torch.int16)[:, :4], True),
+        (lambda x: x, torch.tensor([1, 2]), lambda x: x[:2], True),
+    ],
+)
+def test_a_write_to_what_is_still_to_be_read(written, place, read, overwrites):
+    watch, x, graph = MemoryWatch(), torch.zeros(4, 4), fx.Graph()
+    a, b = graph.placeholder("a"), graph.placeholder("b")
+    watch.see(a, written(x))
+    watch.see(b, read(x))
+    assert watch.overwrites(a, place, b) is overwrites

@@ -231,3 +231,25 @@ def test_files_of_edited_weights(tmp_path):
         assert bool(told) is (suffix != ".pt2")
         assert all("0 is in float in the file: its sums can reach 3.2e+09" in text for text in told)
         torch.testing.assert_close(run(path, x), q(x), rtol=1e-3, atol=0, msg=f"{suffix} in {runtime}")
+
+
+class Correlates(nn.Module):
+    """Product of two activations, along an axis of `steps`."""
+
+    def forward(self, x, y):
+        return (x.relu() @ y.relu().transpose(1, 2)) / x.shape[-1]
+
+
+def test_files_of_products_of_activations_without_fallback(tmp_path):
+    """They have no stored weights: the file multiplied integers beyond int32, and nothing said so."""
+    x, y = torch.full((1, 2, 40_000), 0.98), torch.full((1, 3, 40_000), 0.98)
+    recipe = fxq.Recipe.static(backend="reference", optimize="coverage", activation=MINMAX).without_pass("fallback")
+    q = quantized(Correlates().eval(), recipe, data=[(x, y)])
+    told = r"matmul is in float in the file: its sums can reach 2.6e\+09, beyond int32"
+    with pytest.warns(fxq.FxqWarning, match=told):
+        path = q.export(tmp_path / "m.onnx")
+    onnxruntime = pytest.importorskip("onnxruntime")
+    session = onnxruntime.InferenceSession(path)
+    names = [given.name for given in session.get_inputs()]
+    got = torch.from_numpy(session.run(None, dict(zip(names, (x.numpy(), y.numpy()), strict=True)))[0])
+    torch.testing.assert_close(got, torch.full((1, 2, 3), 0.98**2), rtol=0.01, atol=0)

@@ -146,7 +146,6 @@ def test_no_more_is_kept_than_fits(monkeypatch):
 
 def test_other_weights_are_another_layer():
     made = observed(Residual(), images())
-    other = copy.deepcopy(made)
     with torch.no_grad():
         weight = next(p for n, p in made.manager.gm.named_parameters() if n == "a.weight")
         before = floats_of(made).of(Batch((images()[0],)))
@@ -154,7 +153,6 @@ def test_other_weights_are_another_layer():
         after = floats_of(made).of(Batch((images()[0],)))
     first = [next(iter(values.values())) for values in (before, after)]
     assert not torch.equal(*first)
-    assert other.manager.context.floats is made.manager.context.floats
 
 
 def test_passes_run_no_layer_again():
@@ -170,3 +168,26 @@ def test_passes_run_no_layer_again():
 
 def test_the_budget_is_what_is_said():
     assert float_values.MAX_CACHED_BYTES == FloatValues().most == 2**28
+
+
+def test_conversion_frees_the_values():
+    """Up to 256 MB stayed as long as the observed model did; and a copy of it had the same cache."""
+    made = observed(Residual(), images())
+    assert made.manager.context.floats.batches
+    cache, twin = made.manager.context.floats, copy.deepcopy(made)
+    assert twin.manager.context.floats is not cache and not twin.manager.context.floats.batches
+    first = fxq.convert(made)
+    assert not cache.batches and not made.manager.context.floats.batches
+    x = images()[0]
+    for again in (fxq.convert(made), fxq.convert(made, RECIPE), fxq.convert(twin)):
+        assert torch.equal(first(x), again(x))
+
+
+def test_weights_written_through_data_are_other_weights():
+    """`weight.data.mul_(2)` raises no version, so that convert corrected biases by the outputs of the old weights."""
+    model, data = Residual().eval(), images()
+    made = observed(model, data)
+    model.b.weight.data.mul_(2)
+    *_, output = floats_of(made).of(Batch((data[1],))).values()
+    with torch.no_grad():
+        torch.testing.assert_close(output, model(data[1]), rtol=1e-5, atol=1e-5)

@@ -246,8 +246,68 @@ def the_input(self, x):
     return self.b(self.a(x))
 
 
-MADE = [scatter_add, added_in_a_loop, columns, read_before, through_a_view, row_by_row, like_the_input, windows,
-        of_a_parameter, of_a_number, in_a_list, truths, swapped_rows, laid_out_anew, shaped_twice,
+def masks_of_ones(self, x):
+    """The type of `ones_like` is given, so that it reads no more of `x` than its shape."""
+    m, n = torch.ones_like(x, dtype=torch.bool), x.new_full(x.shape, 4, dtype=torch.long)
+    m &= x > 0
+    m |= x < -1
+    m ^= x > 1.5
+    n <<= m.long()
+    n >>= (x > 1).long()
+    n //= 3
+    n **= 2
+    n %= 5
+    return self.b(self.a(x)) * m + n
+
+
+def several_outs(self, x):
+    y, rows = self.a(x), torch.zeros(4, 16)
+    places, values, first = torch.empty(4, 8, dtype=torch.long), torch.empty(4), torch.empty(4, dtype=torch.long)
+    torch.sort(y, out=(rows[:, 8:], places))
+    largest = torch.max(y, 1, out=(values, first))
+    top = torch.topk(y, 4, out=(rows[:, :4], places[:, :4]))
+    columns = values[:, None] + first[:, None] + largest[1][:, None]
+    return self.b(rows[:, :8].clone()) + rows[:, 8:] + places + columns + top[0][:, :1]
+
+
+def sorted_in_place(self, x):
+    y = self.a(x)
+    torch.sort(y, out=(y, torch.empty(4, 8, dtype=torch.long)))
+    return self.b(y)
+
+
+def in_inference_mode(self, x):
+    with torch.inference_mode():
+        y, o = x.clone(), torch.zeros(4, 8)
+        o.add_(self.a(x))
+        o[:, :2] = 1.0
+        y.index_fill_(1, PLACES, 0.0)
+    return self.b(o) + y
+
+
+@torch.inference_mode()
+def decorated(self, x):
+    y = self.a(x)
+    y.add_(1.0)
+    self.relu(y[:2])
+    return self.b(y)
+
+
+def moved_forwards(self, x):
+    """Each element is read before it is overwritten, as PyTorch writes in the order of memory."""
+    y, half = self.a(x), x.shape[1] // 2
+    y[:, :-1] = y[:, 1:]
+    y[:, ::2] += y[:, 1::2]
+    y[:, :half] = y[:, half:]
+    y[:, half - 1] += y[:, half]
+    for i in range(1, 8):
+        y[:, i] += 0.5 * y[:, i - 1]
+    return self.b(y)
+
+
+MADE = [masks_of_ones, several_outs, sorted_in_place, in_inference_mode, decorated, moved_forwards, scatter_add,
+        added_in_a_loop, columns, read_before, through_a_view, row_by_row, like_the_input,
+        windows, of_a_parameter, of_a_number, in_a_list, truths, swapped_rows, laid_out_anew, shaped_twice,
         shaped_after_a_change, one_tensor_of_two_names, copied_and_shaped, the_input]  # fmt: skip
 
 
@@ -283,6 +343,11 @@ def test_a_branch_on_what_data_was_written_to_is_refused():
         (lambda y: y.as_strided((4, 4), (2, 1))[0].mul_(2), "part of %as_strided, and elements of %as_strided"),
         (lambda y: y[:1].expand(4, 8).__setitem__(y > 0, 0.0), r"changes %expand in place: elements of %expand"),
         (lambda y: y[:1].expand_as(y)[0].zero_(), "part of %expand_as, and elements of %expand_as"),
+        (lambda y: y.__setitem__((slice(None), slice(1, None)), y[:, :-1]), "shares some of these elements"),
+        (lambda y: y[:, 1:].copy_(y[:, :-1]), r"reads %getitem.* Read from a copy: x\[1:\] = x\[:-1\].clone\(\)"),
+        (lambda y: y[:, 1:].add_(y[:, :-1]), "PyTorch does not define whether it reads them before"),
+        (lambda y: y.sub_(y[:, :1]), "shares some of these elements"),
+        (lambda y: torch.sort(y, out=(torch.zeros(0), torch.zeros(0, dtype=torch.long))), "out= may resize it"),
         (lambda y: torch.from_numpy(np.zeros(4)).add_(y[:, 0]), r"no traced call makes it \(torch.from_numpy\)"),
     ],
 )

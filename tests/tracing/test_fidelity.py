@@ -52,6 +52,32 @@ def test_a_module_that_remembers_is_no_graph(what, place):
         fxq.prepare(Remembers(what).eval(), REFERENCE, X)
 
 
+class TracksMaximum(nn.Module):
+    """Sets a buffer anew in each call."""
+
+    def __init__(self, used):
+        super().__init__()
+        self.used = used
+        self.register_buffer("most", torch.full((3, 1, 1), -9.0))
+
+    def forward(self, x):
+        self.most = torch.maximum(self.most, x.detach().amax(0)[:, :1, :1])
+        return x + self.most if self.used else x
+
+
+def test_a_buffer_that_is_set_anew():
+    """The trace ended in an internal error, if the new buffer reached no output: it was a traced value by then."""
+    model = nn.Sequential(conv(), TracksMaximum(used=False), conv()).eval()
+    qmodel = fxq.quantize(model, REFERENCE, data=[X, X])
+    assert sqnr(model(X), qmodel(X)) > 30
+    assert "leaf" not in str(qmodel.ledger)
+    model = nn.Sequential(conv(), TracksMaximum(used=True), conv()).eval()
+    with pytest.warns(fxq.FxqWarning, match="sets 'most' and returns other values when it runs again"):
+        qmodel = fxq.quantize(model, REFERENCE, data=[X, X + 1])
+    for batch in (X, X + 1, X):
+        assert sqnr(model(batch), qmodel(batch)) > 30
+
+
 def test_a_leaf_that_counts_is_left_as_it_was():
     model = nn.Sequential(Counts(), conv()).eval()
     with pytest.warns(fxq.FxqWarning, match="changes the buffer"):

@@ -2,6 +2,7 @@
 
 import functools
 from collections import OrderedDict, namedtuple
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import pytest
@@ -242,6 +243,43 @@ def test_an_object_that_no_graph_holds(forward, way):
     assert way in str(caught.value) and "torch.where" not in str(caught.value)
     if "use_cache" in way:
         assert fxq.quantize(model, REFERENCE.fix_args(use_cache=False), data=[(torch.randn(4, 8),)])
+
+
+class Values(Mapping):
+    """Mapping whose constructor takes keyword arguments, not a mapping."""
+
+    def __init__(self, **values):
+        self.values_by_name = values
+
+    def __getitem__(self, name):
+        return self.values_by_name[name]
+
+    def __iter__(self):
+        return iter(self.values_by_name)
+
+    def __len__(self):
+        return len(self.values_by_name)
+
+
+class Negated(dict):
+    """Dict whose constructor changes the values."""
+
+    def __init__(self, values):
+        super().__init__({name: -value for name, value in values.items()})
+
+
+@pytest.mark.parametrize(
+    ("made", "why"),
+    [
+        (lambda y: Values(y=y), r"type Values is returned, .* its fields or items: .*positional argument"),
+        (lambda y: Negated({"y": y}), "type Negated is returned, .*: its constructor changes them"),
+    ],
+)
+def test_a_container_that_cannot_be_made_of_its_items(made, why):
+    """The message said that the model does not run on the example; or the output was changed twice."""
+    model = module(lambda self, x: made(self.l(x)), l=nn.Linear(8, 4))
+    with pytest.raises(fxq.TraceError, match=why):
+        fxq.quantize(model, REFERENCE, data=[torch.ones(4, 8)])
 
 
 def test_nothing_is_printed_where_a_graph_is_tried_on_one_sample(capsys):

@@ -5,8 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
 from importlib.metadata import version
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch._C import _len_torch_dispatch_stack
 
+from fxq.backends.jit.code_cache import compile_cached
 from fxq.common.cache_folder import chosen_folder
 from fxq.errors import BackendError
 
@@ -135,63 +135,15 @@ def compiled(types: str) -> Callable[[Callable[..., None]], Callable[..., None]]
     def compile_(function: Callable[..., None]) -> Callable[..., None]:
         # Numba keeps machine code under this name, and looks at the file of the function alone for what has changed.
         function.__qualname__ = f"{function.__name__}_{_sources()}"
-        loop = _from_cache(numba.types.void(*argument_types), function)
+        loop, is_cached = compile_cached(numba.types.void(*argument_types), function, _OPTIONS)
+        if not is_cached:
+            _say_not_kept()
         address: Any = loop.address
         call: Callable[..., None] = ctypes.CFUNCTYPE(None, *taken)(address)
         call.keeps = loop  # type: ignore[attr-defined]  # the code goes with it
         return call
 
     return compile_
-
-
-def _from_cache(signature: Any, function: Callable[..., None]) -> Any:
-    """Compiled function, from Numba's cache (which may be read-only) if possible, else compiled and cached."""
-    import numba
-
-    with _folder():
-        try:
-            return numba.cfunc(signature, cache=True, **_OPTIONS)(function)
-        except Exception as error:  # the cache is read-only or damaged; an error of the code is raised again below
-            log.debug("the cache of compiled loops cannot be written: %s", error)
-        try:
-            with _reading():
-                loop: Any = numba.cfunc(signature, cache=True, **_OPTIONS)(function)
-        except Exception:
-            loop = numba.cfunc(signature, **_OPTIONS)(function)
-        if not loop.cache_hits:
-            _say_not_kept()
-        return loop
-
-
-@contextmanager
-def _folder() -> Iterator[None]:
-    """Context in which Numba caches in the folder of `FXQ_CACHE`, if that is set."""
-    from numba.core import config as settings
-
-    config: Any = settings
-    before = config.CACHE_DIR
-    chosen = chosen_folder()
-    if chosen is not None:
-        config.CACHE_DIR = str(chosen / "numba")
-    try:
-        yield
-    finally:
-        config.CACHE_DIR = before
-
-
-@contextmanager
-def _reading() -> Iterator[None]:
-    """Context in which Numba reads a cache in a read-only folder, which it ignores by default."""
-    from numba.core import caching
-
-    locator: Any = caching._CacheLocator
-    keeper: Any = caching.FunctionCache
-    before = locator.ensure_cache_path, keeper.save_overload
-    locator.ensure_cache_path = keeper.save_overload = lambda *_: None
-    try:
-        yield
-    finally:
-        locator.ensure_cache_path, keeper.save_overload = before
 
 
 @cache

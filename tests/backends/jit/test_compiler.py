@@ -31,26 +31,6 @@ def test_a_function_of_addresses_and_numbers():
     assert x.tolist() == [0, 2, 4, 6, 4]
 
 
-def test_a_folder_that_cannot_be_written(monkeypatch):
-    numba = pytest.importorskip("numba")
-    make = numba.cfunc
-
-    def read_only(signature, cache=False, **options):
-        if cache:
-            raise RuntimeError("cannot cache function: no locator available")
-        return make(signature, **options)
-
-    monkeypatch.setattr(numba, "cfunc", read_only)
-
-    @compiler.compiled("f*")
-    def one(values):
-        numba.carray(values, 1)[0] = 1
-
-    x = torch.zeros(1)
-    one(x.data_ptr())
-    assert x.item() == 1
-
-
 @pytest.mark.usefixtures("anew")
 def test_without_numba_there_are_no_loops(monkeypatch):
     for name in ("numba", "fxq.backends.jit.row_loops"):
