@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import builtins
 import dis
-import functools
 import inspect
 import sys
 import textwrap
@@ -14,6 +13,7 @@ import types
 from collections import deque
 from collections.abc import Container, Iterator, MutableMapping
 from dataclasses import dataclass, field
+from functools import _lru_cache_wrapper, lru_cache
 from itertools import islice
 from typing import Any
 
@@ -23,7 +23,9 @@ _MAX_FUNCTIONS = 2000
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, types.ModuleType, types.CodeType)
 _MAX_ITEMS = 1000
 _ASSIGNING = ("STORE_GLOBAL", "DELETE_GLOBAL", "STORE_ATTR", "DELETE_ATTR", "STORE_DEREF", "DELETE_DEREF")
-_DYNAMIC = frozenset(("globals", "vars", "setattr", "delattr", "exec", "eval", "__dict__", "__setattr__", "__defaults__"))
+_DYNAMIC = frozenset(
+    ("globals", "vars", "setattr", "delattr", "exec", "eval", "__dict__", "__setattr__", "__defaults__")
+)
 _LIBRARIES = ("torch", "fxq", "numpy", "builtins")
 _ADDING = ("append", "appendleft", "add", "extend", "update", "insert")
 _PARSING = threading.Lock()  # ast.parse in several threads at once can fail in CPython
@@ -37,11 +39,7 @@ class _Assigned:
 
     def add(self, code: types.CodeType) -> None:
         """Add the names that code and the functions nested in it assign or delete."""
-        for part in _codes(code):
-            self.names.update(_DYNAMIC.intersection(part.co_names))
-            for step in dis.get_instructions(part):
-                if step.opname in _ASSIGNING:
-                    self.names.add(str(step.argval))
+        self.names.update(_assigned_by(code))
 
     def __contains__(self, name: object) -> bool:
         return name in self.names or not self.names.isdisjoint(_DYNAMIC)
@@ -248,7 +246,7 @@ class _Defaults(MutableMapping[str, Any]):
 
 
 def _is_data(value: Any) -> bool:
-    return not hasattr(value, "__get__") or isinstance(value, functools._lru_cache_wrapper)
+    return not hasattr(value, "__get__") or isinstance(value, _lru_cache_wrapper)
 
 
 def _referred(value: Any) -> Iterator[Any]:
@@ -279,12 +277,19 @@ def _names(code: types.CodeType) -> Iterator[str]:
         yield from part.co_freevars
 
 
-def _globals(code: types.CodeType) -> Iterator[str]:
+@lru_cache(maxsize=2 * _MAX_FUNCTIONS)
+def _globals(code: types.CodeType) -> frozenset[str]:
     """Names of globals in code; `co_names` has attributes too, which may have the name of an unrelated global."""
-    for part in _codes(code):
-        for step in dis.get_instructions(part):
-            if step.opname.endswith(("_GLOBAL", "_NAME")) or step.opname.startswith("LOAD_FROM_DICT_OR_GLOBALS"):
-                yield str(step.argval)
+    steps = [step for part in _codes(code) for step in dis.get_instructions(part)]
+    own = [s for s in steps if s.opname.endswith(("_GLOBAL", "_NAME")) or s.opname.startswith("LOAD_FROM_DICT_OR_GLOB")]
+    return frozenset(str(step.argval) for step in own)
+
+
+@lru_cache(maxsize=2 * _MAX_FUNCTIONS)
+def _assigned_by(code: types.CodeType) -> frozenset[str]:
+    """Names of variables and attributes that code assigns or deletes, and of functions that can assign any."""
+    steps = [step for part in _codes(code) for step in dis.get_instructions(part) if step.opname in _ASSIGNING]
+    return frozenset(str(step.argval) for step in steps) | _DYNAMIC.intersection(_names(code))
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:

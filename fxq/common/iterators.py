@@ -36,7 +36,7 @@ class IteratorStandIn(Iterator[Any]):
         self.steps += 1
         if self._copy is None:
             raise TraceError(
-                f"forward advances {self.name!r}, a {type(self.original).__name__}, which cannot be copied or set back: "
+                f"forward advances {self.name!r}, a {_kind(self.original)}, which cannot be copied or set back: "
                 "a graph keeps no state between calls, and a float leaf would share it with the model. Keep the "
                 "position in an attribute (self.position += 1) and the module as a float leaf (recipe.leaf)."
             )
@@ -84,6 +84,12 @@ def advanced(now: Any, before: Any) -> bool | None:
         parts = [advanced(a, b) for a, b in zip(now, before, strict=True)]
         return None if None in parts else any(parts)
     return None
+
+
+def _kind(iterator: Iterator[Any]) -> str:
+    while isinstance(iterator, IteratorStandIn):
+        iterator = iterator.original
+    return type(iterator).__name__
 
 
 def _copied(iterator: Iterator[Any]) -> Any:
