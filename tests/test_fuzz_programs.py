@@ -105,7 +105,12 @@ def check(plan: ProgramPlan, recipe: fxq.Recipe, bound: float) -> str:
             if number == 10 and asked and min(reached) < asked[0]:  # the warning is true
                 bound = min(bound, min(reached) - STATED_SLACK_DB)
             given_batch = copy.deepcopy(batch)
-            want, got = call(expected, copy.deepcopy(batch)), call(qmodel, batch)
+            try:
+                got = call(qmodel, batch)
+            except fxq.FxqError:  # for a number of samples that the graph was not made for
+                assert number % 5 == 3 and long
+                return "refused"
+            want = call(expected, copy.deepcopy(batch))
             assert type(got) is type(want), f"call {number}: a {type(got).__name__}, not a {type(want).__name__}"
             assert equal([*tensors(batch)], [*tensors(given_batch)]), f"call {number} changed its argument"
             for a, b in zip(tensors(want), tensors(got), strict=True):

@@ -216,7 +216,7 @@ def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, types.MethodType):
         yield f"{name}.__self__", value.__self__
     elif isinstance(value, _WEAK_TABLES):
-        yield name, value.data
+        yield name, vars(value)["data"]
 
 
 def _items(value: Any) -> Any:

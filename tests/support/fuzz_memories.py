@@ -109,7 +109,7 @@ def _by_size(own: Memory, x: Tensor) -> Tensor:
 
 def _sizes(own: Memory, x: Tensor) -> Tensor:
     own.sizes.add(len(x))
-    return x * len(own.sizes)
+    return x / len(own.sizes)
 
 
 def _every_eighth(own: Memory, x: Tensor) -> Tensor:
