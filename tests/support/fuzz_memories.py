@@ -1,4 +1,4 @@
-"""Modules with state of every kind, a part of the vocabulary of `tests/fuzz_programs.py`."""
+"""Modules with state of every kind, a part of the vocabulary of `tests/support/fuzz_programs.py`."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.fuzz_memories import MEMORIES, ROWS, WIDTH, Memory
+from tests.support.fuzz_memories import MEMORIES, ROWS, WIDTH, Memory
 
 LAYERS = ("linear", "conv", "relu_conv", "gated", "norm", "scripted", "wide")
 """Statements that compute a value with weights of their own."""

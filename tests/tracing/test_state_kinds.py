@@ -17,7 +17,7 @@ from fxq.common.data import Batch
 from fxq.common.metrics import sqnr
 from fxq.tracing.fidelity import call
 from fxq.tracing.float_run import FloatRun
-from tests.helpers import REFERENCE
+from tests.support.helpers import REFERENCE
 from tests.tracing.test_float_run import Layers, batches, model_of
 
 pytestmark = pytest.mark.any_cpu
