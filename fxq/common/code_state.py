@@ -1,8 +1,9 @@
-"""Variables outside a model's modules that its code uses: globals, closures, class attributes, defaults."""
+"""Variables outside a model's modules that its code uses: globals, closures, attributes of classes and functions."""
 
 from __future__ import annotations
 
 import ast
+import builtins
 import dis
 import inspect
 import sys
@@ -10,16 +11,38 @@ import textwrap
 import threading
 import types
 from collections import deque
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Container, Iterator, MutableMapping
 from dataclasses import dataclass, field
+from functools import _lru_cache_wrapper, lru_cache
+from itertools import islice
 from typing import Any
 
 from torch import nn
 
 _MAX_FUNCTIONS = 2000
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, types.ModuleType, types.CodeType)
+_MAX_ITEMS = 1000
+_ASSIGNING = ("STORE_GLOBAL", "DELETE_GLOBAL", "STORE_ATTR", "DELETE_ATTR", "STORE_DEREF", "DELETE_DEREF")
+_DYNAMIC = frozenset(
+    ("globals", "vars", "setattr", "delattr", "exec", "eval", "__dict__", "__setattr__", "__defaults__")
+)
 _LIBRARIES = ("torch", "fxq", "numpy", "builtins")
 _ADDING = ("append", "appendleft", "add", "extend", "update", "insert")
 _PARSING = threading.Lock()  # ast.parse in several threads at once can fail in CPython
+
+
+class _Assigned:
+    """Names of variables and attributes that code assigns; all names if it has calls such as `setattr`."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+
+    def add(self, code: types.CodeType) -> None:
+        """Add the names that code and the functions nested in it assign or delete."""
+        self.names.update(_assigned_by(code))
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names or not self.names.isdisjoint(_DYNAMIC)
 
 
 @dataclass(frozen=True)
@@ -28,23 +51,38 @@ class OuterVariables:
 
     Attributes:
         table: mapping that holds the variables, such as a module's globals.
-        names: key in `table` by display name: `{"global COUNT": "COUNT"}`.
+        prefix: text before each key in display names: `"global "` for `global COUNT`.
+        keys: keys in `table`, also of variables that do not exist yet; None for all.
+        assigned: names that the code assigns; other variables are read, but only other code can set them.
     """
 
     table: MutableMapping[str, Any]
-    names: dict[str, str]
+    prefix: str
+    keys: frozenset[str] | None = None
+    assigned: Container[str] = field(default_factory=_Assigned)
+
+    def sets(self, name: str) -> bool:
+        """Whether the code may set the variable with this display name."""
+        return name.removeprefix(self.prefix) in self.assigned
 
     def read(self) -> dict[str, Any]:
         """Values by display name, of the variables that exist."""
-        return {called: self.table[name] for called, name in self.names.items() if name in self.table}
+        keys = list(self.table) if self.keys is None else [key for key in sorted(self.keys) if key in self.table]
+        return {f"{self.prefix}{key}": self.table[key] for key in keys}
+
+    def put(self, name: str, value: Any) -> None:
+        """Set the variable with this display name."""
+        self.table[name.removeprefix(self.prefix)] = value
 
     def write(self, values: dict[str, Any]) -> None:
-        """Set the variables to `values`, by display name; delete those that have none."""
-        for called, name in self.names.items():
-            if called in values and (name not in self.table or self.table[name] is not values[called]):
-                self.table[name] = values[called]
-            elif called not in values and name in self.table:
-                del self.table[name]
+        """Set the variables that the code may set to `values`, by display name; delete those that have none."""
+        now = self.read()
+        for name in now.keys() - values.keys():
+            if self.sets(name):
+                del self.table[name.removeprefix(self.prefix)]
+        for name, value in values.items():
+            if self.sets(name) and (name not in now or now[name] is not value):
+                self.put(name, value)
 
 
 @dataclass
@@ -59,12 +97,15 @@ class CodeState:
 
     bindings: list[tuple[str, OuterVariables]] = field(default_factory=list)
     _functions: dict[int, types.FunctionType] = field(default_factory=dict)
-    _seen: set[int] = field(default_factory=set)
+    _seen: dict[int, Any] = field(default_factory=dict)
+    _assigned: _Assigned = field(default_factory=lambda: _Assigned())
 
     @classmethod
     def of(cls, model: nn.Module) -> CodeState:
         """State that the code of any module of a model refers to."""
         state = cls()
+        for module in model.modules():  # each is entered with its own path, not from the module around it
+            state._seen |= {id(module): module, id(module._modules): module._modules}
         for path, module in model.named_modules():
             for kind in type(module).__mro__:
                 state._enter(path, kind)
@@ -73,42 +114,43 @@ class CodeState:
         return state
 
     def _enter(self, path: str, value: Any) -> None:
-        """Add a class or function of the user, and the ones it refers to."""
+        """Add a class, function or object of the user, and the ones it refers to."""
         waiting = deque([value])
         while waiting and len(self._functions) < _MAX_FUNCTIONS:
             value = waiting.popleft()
-            inner = [getattr(value, name, None) for name in ("__func__", "fget", "func", "__wrapped__")]
-            value = next((part for part in inner if isinstance(part, types.FunctionType)), value)
-            if not isinstance(value, (type, types.FunctionType)) or id(value) in self._seen or _is_library(value):
+            if isinstance(value, _PLAIN) or id(value) in self._seen:
                 continue
-            self._seen.add(id(value))
+            self._seen[id(value)] = value  # also keeps the id from being reused
+            if isinstance(value, (type, types.FunctionType)) and _is_library(value):
+                continue
+            waiting.extend(_referred(value))
             if isinstance(value, type):
-                waiting.extend(vars(value).values())
                 self._bind(path, _ClassAttributes(value), f"class attribute {value.__name__}.")
-                continue
-            self._functions[id(value)] = value
-            waiting.extend(self._named_by(path, value))
+            elif isinstance(value, types.FunctionType):
+                self._functions[id(value)] = value
+                self._assigned.add(value.__code__)
+                self._bind(path, value.__dict__, f"attribute of function: {value.__name__}.")
+                waiting.extend(self._named_by(path, value))
 
     def _named_by(self, path: str, function: types.FunctionType) -> Iterator[Any]:
         names, own = set(_names(function.__code__)), set(_globals(function.__code__))
+        own -= vars(builtins).keys() - function.__globals__.keys()
         tables: list[tuple[MutableMapping[str, Any], str, set[str]]] = [(function.__globals__, "global ", own)]
         for name in own:
             value = function.__globals__.get(name)
             if isinstance(value, types.ModuleType) and not _is_library(value):
-                tables.append((vars(value), f"global {value.__name__}.", names))
+                tables.append((vars(value), f"global {value.__name__}.", names & vars(value).keys()))
         cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=False))
-        tables.append((_Cells(cells), "variable of an enclosing function: ", names))
+        tables.append((_Cells(cells), "variable of an enclosing function: ", names & cells.keys()))
+        tables.append((_Defaults(function), f"default of {function.__name__}: ", set(_Defaults(function))))
         for table, prefix, wanted in tables:
-            chosen = wanted & table.keys()
-            self._bind(path, table, prefix, chosen)
-            yield from (table[name] for name in chosen)
-        defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
-        self._bind(path, {function.__name__: list(defaults)}, "default of ")
+            self._bind(path, table, prefix, wanted)
+            yield from (table[name] for name in sorted(wanted) if name in table)
 
     def _bind(self, path: str, table: MutableMapping[str, Any], prefix: str, names: set[str] | None = None) -> None:
-        chosen = sorted(table.keys() if names is None else names)
-        if chosen:
-            self.bindings.append((path, OuterVariables(table, {prefix + name: name for name in chosen})))
+        if names is None or names:
+            keys = None if names is None else frozenset(names)
+            self.bindings.append((path, OuterVariables(table, prefix, keys, self._assigned)))
 
     def reads(self, name: str) -> bool:
         """Whether the code uses a variable or attribute other than to update it, as `n += 1` does.
@@ -156,6 +198,9 @@ class _ClassAttributes(MutableMapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         return vars(self.cls)[name]
 
+    def __contains__(self, name: object) -> bool:
+        return name in set(self)
+
     def __setitem__(self, name: str, value: Any) -> None:
         setattr(self.cls, name, value)
 
@@ -163,10 +208,60 @@ class _ClassAttributes(MutableMapping[str, Any]):
         delattr(self.cls, name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter([n for n, v in vars(self.cls).items() if not n.startswith("__") and not hasattr(v, "__get__")])
+        return iter([n for n, v in vars(self.cls).items() if not n.startswith("__") and _is_data(v)])
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
+
+
+class _Defaults(MutableMapping[str, Any]):
+    """Mapping of a function's default values by parameter."""
+
+    def __init__(self, function: types.FunctionType) -> None:
+        self.function = function
+        code, count = function.__code__, len(function.__defaults__ or ())
+        self.positional = code.co_varnames[code.co_argcount - count : code.co_argcount]
+
+    def __getitem__(self, name: str) -> Any:
+        if name in self.positional:
+            return (self.function.__defaults__ or ())[self.positional.index(name)]
+        return (self.function.__kwdefaults__ or {})[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name in self.positional:
+            values = list(self.function.__defaults__ or ())
+            values[self.positional.index(name)] = value
+            self.function.__defaults__ = tuple(values)
+        else:
+            self.function.__kwdefaults__ = {**(self.function.__kwdefaults__ or {}), name: value}
+
+    def __delitem__(self, name: str) -> None:
+        raise TypeError(f"the default of {name} cannot be deleted")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((*self.positional, *(self.function.__kwdefaults__ or {})))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def _is_data(value: Any) -> bool:
+    return not hasattr(value, "__get__") or isinstance(value, _lru_cache_wrapper)
+
+
+def _referred(value: Any) -> Iterator[Any]:
+    """Objects that may hold code of the user, in a container, class, partial, property, method or object."""
+    if isinstance(value, (list, tuple, set, frozenset)):
+        yield from islice(value, _MAX_ITEMS)
+    elif isinstance(value, dict):
+        yield from islice(value.values(), _MAX_ITEMS)
+    elif isinstance(value, type):
+        yield from vars(value).values()
+    else:
+        names = ("__func__", "__self__", "fget", "func", "args", "keywords", "__wrapped__")
+        yield from (inspect.getattr_static(value, name, None) and getattr(value, name, None) for name in names)
+        if not isinstance(value, types.FunctionType):
+            yield from type(value).__mro__
 
 
 def _is_library(value: Any) -> bool:
@@ -182,12 +277,19 @@ def _names(code: types.CodeType) -> Iterator[str]:
         yield from part.co_freevars
 
 
-def _globals(code: types.CodeType) -> Iterator[str]:
+@lru_cache(maxsize=2 * _MAX_FUNCTIONS)
+def _globals(code: types.CodeType) -> frozenset[str]:
     """Names of globals in code; `co_names` has attributes too, which may have the name of an unrelated global."""
-    for part in _codes(code):
-        for step in dis.get_instructions(part):
-            if step.opname.endswith(("_GLOBAL", "_NAME")) or step.opname.startswith("LOAD_FROM_DICT_OR_GLOBALS"):
-                yield str(step.argval)
+    steps = [step for part in _codes(code) for step in dis.get_instructions(part)]
+    own = [s for s in steps if s.opname.endswith(("_GLOBAL", "_NAME")) or s.opname.startswith("LOAD_FROM_DICT_OR_GLOB")]
+    return frozenset(str(step.argval) for step in own)
+
+
+@lru_cache(maxsize=2 * _MAX_FUNCTIONS)
+def _assigned_by(code: types.CodeType) -> frozenset[str]:
+    """Names of variables and attributes that code assigns or deletes, and of functions that can assign any."""
+    steps = [step for part in _codes(code) for step in dis.get_instructions(part) if step.opname in _ASSIGNING]
+    return frozenset(str(step.argval) for step in steps) | _DYNAMIC.intersection(_names(code))
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:

@@ -61,7 +61,7 @@ class ModelChanges:
                 elif not change.name.startswith("_tensor_constant"):
                     kind = self.in_place if change.in_place else self.attributes
                     kind.setdefault(change.owner, []).append(change.name)
-            if snapshot_changes:
+            if snapshot_changes or snapshot.is_shielded:
                 snapshot.restore()
         self._snapshots = ()
 
@@ -92,6 +92,8 @@ def untouched(
     for path, value in outside:
         others.add(path, value)
     changes = ModelChanges(_snapshots=(snapshot, others))
+    for every in (snapshot, others):
+        every.shield()
     try:
         with watch:
             yield changes
@@ -120,6 +122,9 @@ def _snapshot(model: nn.Module) -> StateSnapshot:
         snapshot.add_tensor(*_split(name), parameter, copies=id(parameter) in normed)
     for path, module in modules:
         snapshot.add(path, vars(module))
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            snapshot.add_script(path, module)
     return snapshot
 
 

@@ -1,12 +1,17 @@
-"""Snapshots of mutable Python state: attributes, containers, tensors, arrays and random generators."""
+"""Snapshots of mutable Python state: attributes, containers, tensors, arrays, iterators and random generators."""
 
 from __future__ import annotations
 
+import array
+import copy
 import enum
+import functools
 import logging
 import random
 import sys
+import threading
 import types
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from fxq.common.code_state import OuterVariables
+from fxq.common.iterators import IteratorStandIn, advanced, is_opaque_iterator, stand_in
 
 log = logging.getLogger("fxq")
 
@@ -27,8 +33,9 @@ State beyond the limits is neither compared nor restored.
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 _CODE: tuple[type, ...] = (enum.Enum, type, types.ModuleType)
-_CODE += (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+_CODE += (types.BuiltinFunctionType,)
 _GENERATORS = (random.Random, torch.Generator)
+_BYTES = (bytearray, array.array)
 _NO_STATE = (*PLAIN, *_CODE)
 _LIBRARIES = ("torch", "numpy", "fxq", "threading", "_thread", "logging", "weakref", "concurrent", "asyncio")
 _TABLES = ("_parameters", "_buffers", "_modules")
@@ -59,8 +66,12 @@ class ChangedPlace:
 class StateSnapshot:
     """Copy of all state reachable from some objects, which `restore` writes back.
 
-    Visits lists, dicts, sets, deques, arrays, random generators, tensors, modules and objects with attributes, but not
-    objects of libraries. Of a parameter it keeps the storage; its values only if `add_tensor` copies them.
+    Visits lists, dicts, sets, deques, arrays, random generators, tensors, modules, functions, arguments of partials and
+    objects with attributes, but not objects of libraries. Of a parameter it keeps the storage; its values only if
+    `add_tensor` copies them. Iterators and generators cannot be set back: `shield` puts copies in their places.
+
+    `restore` writes only places that differ. Python does not tell who wrote a place: what another thread changed
+    meanwhile in an object that is reachable from the model, or in a variable that the model's code assigns, is undone.
 
     Attributes:
         apart: ids of modules that are not visited from other objects, because they are added on their own.
@@ -70,6 +81,7 @@ class StateSnapshot:
     _held: dict[int, tuple[str, str, Any, Any]] = field(default_factory=dict)
     _contents: dict[int, tuple[str, str, Any, Any]] = field(default_factory=dict)
     _room: int = MAX_COPIED_BYTES
+    _stand_ins: dict[int, IteratorStandIn] = field(default_factory=dict)
 
     def add(self, owner: str, value: Any, name: str = "") -> None:
         """Add an object, or a dict of attributes such as `vars(module)`, and everything reachable from it."""
@@ -87,13 +99,18 @@ class StateSnapshot:
                 copies = 0 < size <= self._room
                 self.add_tensor(owner, name, value, copies)
                 self._room -= size if copies else 0
-            elif isinstance(value, _GENERATORS) or _of_numpy(value):
+                waiting.extend(_attributes(name, value))
+            elif isinstance(value, (*_GENERATORS, *_BYTES, functools._lru_cache_wrapper)) or _of_numpy(value):
                 self._add_content(owner, name, value)
+                waiting.extend(_attributes(name, value))
+                if _is_array(value) and value.dtype.hasobject:
+                    waiting.extend((f"{name}[{i}]", part) for i, part in enumerate(value.ravel().tolist()))
             elif (items := _items(value)) is not None:
                 self._held[id(value)] = owner, name, value, items
                 waiting.extend(_inside(name, value, items))
-            elif isinstance(value, (tuple, frozenset)):
-                waiting.extend((f"{name}[{i}]", part) for i, part in enumerate(value))
+                waiting.extend(_attributes(name, value) if isinstance(value, _CONTAINERS) else ())
+            else:
+                waiting.extend((*_parts(name, value), *_attributes(name, value)))
         if waiting:
             log.warning(
                 "%s: its attributes hold more than %d objects; changes of the others are not detected",
@@ -106,11 +123,36 @@ class StateSnapshot:
         if not tensor.is_inference() and not tensor.is_nested and tensor.layout is torch.strided:
             self._contents.setdefault(id(tensor), (owner, name, tensor, _Values(tensor, copies)))
 
+    def add_script(self, owner: str, script: torch.jit.ScriptModule) -> None:
+        """Add the attributes of a script module other than buffers and parameters, which its code may change."""
+        kind = getattr(script, "_concrete_type", None)  # traced and frozen modules have none
+        buffers = {name for name, _ in script.named_buffers(recurse=False)}
+        for name, (_, is_parameter) in kind.get_attributes().items() if kind is not None else ():
+            if not is_parameter and name not in buffers:
+                try:
+                    self._add_content(owner, name, _ScriptAttribute(script, name))
+                except Exception as error:  # an object of C++ raises any type of error
+                    log.debug("%s.%s is not restored: %s", owner, name, error)
+
     def _add_content(self, owner: str, name: str, value: Any) -> None:
-        size = value.nbytes if _is_array(value) else 0
-        if size <= self._room and (size == 0 or (not value.dtype.hasobject and value.flags.writeable)):
+        size = value.nbytes if _is_array(value) else len(value) if isinstance(value, _BYTES) else 0
+        if size <= self._room and (size == 0 or not _is_array(value) or value.flags.writeable):
             self._room -= size
             self._contents.setdefault(id(value), (owner, name, value, _content(value)))
+
+    def shield(self) -> None:
+        """Put stand-ins (`IteratorStandIn`) into all places that hold iterators or generators, until `restore`."""
+        for _, name, value, items in self._held.values():
+            for key, item in _slots(value, items).items():
+                if _may_iterate(item):
+                    instead = stand_in(item, _name(name, value, key), self._stand_ins)
+                    if instead is not item:
+                        _put_slot(value, key, instead)
+
+    @property
+    def is_shielded(self) -> bool:
+        """Whether stand-ins are in the places of iterators."""
+        return bool(self._stand_ins)
 
     def changes(self) -> Iterator[ChangedPlace]:
         """Places that differ from the snapshot."""
@@ -119,8 +161,12 @@ class StateSnapshot:
             if len(before) == len(now) and all(now.get(key, ABSENT) is was for key, was in before.items()):
                 continue
             for key in dict.fromkeys((*before, *now)):
-                if not _alike(before.get(key, ABSENT), now.get(key, ABSENT)):
-                    yield ChangedPlace(owner, _name(name, value, key), now.get(key, ABSENT))
+                was, new = before.get(key, ABSENT), now.get(key, ABSENT)
+                moved = advanced(new, was)
+                if moved is None and isinstance(value, OuterVariables) and not value.sets(key):
+                    continue  # another thread did
+                if moved or (moved is None and not _alike(was, new)):
+                    yield ChangedPlace(owner, _name(name, value, key), new, in_place=bool(moved))
         for owner, name, value, content in self._contents.values():
             if not _is_as_before(value, content):
                 counted = not isinstance(content, _Values) or content.counts(value)
@@ -129,10 +175,15 @@ class StateSnapshot:
     def restore(self) -> None:
         """Restore the items of containers, and the values of tensors, arrays and generators."""
         for _, name, value, items in self._held.values():
-            _put_items(value, items, ordered=name != "")
+            for key, item in _slots(value, items).items() if self._stand_ins else ():
+                now = _slots(value, _items(value)).get(key, ABSENT) if _may_iterate(item) else item
+                if now is not item and advanced(now, item) is not None:
+                    _put_slot(value, key, item)
+            _put_items(value, items, ordered=name != "" and not name.endswith("."))
         for _, _, value, content in self._contents.values():
             if not _is_as_before(value, content):
                 _put_content(value, content)
+        self._stand_ins.clear()
 
 
 def _alike(a: Any, b: Any) -> bool:
@@ -140,6 +191,32 @@ def _alike(a: Any, b: Any) -> bool:
 
 
 # ---- containers
+
+_CONTAINERS = (dict, list, deque, set)
+_WEAK_TABLES = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
+
+
+def _attributes(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Dict of the attributes of a tensor, a function, a subclass of a container or a `threading.local`, if any."""
+    attributes = getattr(value, "__dict__", None)
+    if isinstance(attributes, dict) and not isinstance(value, OuterVariables):
+        kinds = (Tensor, tuple, frozenset, types.FunctionType, threading.local, *_CONTAINERS, *_BYTES)
+        if isinstance(value, kinds) or _of_numpy(value):
+            yield f"{name}.", attributes
+
+
+def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Objects that an immutable value refers to, with their names."""
+    if isinstance(value, (tuple, frozenset)):
+        yield from ((f"{name}[{i}]", part) for i, part in enumerate(value))
+    elif isinstance(value, functools.partial):
+        yield from ((f"{name}.args[{i}]", part) for i, part in enumerate(value.args))
+        yield from ((f"{name}.keywords[{key!r}]", part) for key, part in value.keywords.items())
+        yield f"{name}.func", value.func
+    elif isinstance(value, types.MethodType):
+        yield f"{name}.__self__", value.__self__
+    elif isinstance(value, _WEAK_TABLES):
+        yield name, vars(value)["data"]
 
 
 def _items(value: Any) -> Any:
@@ -152,7 +229,8 @@ def _items(value: Any) -> Any:
         return set(value)
     if isinstance(value, OuterVariables):
         return value.read()
-    if isinstance(value, (tuple, frozenset)) or type(value).__module__.partition(".")[0] in _LIBRARIES:
+    others = (tuple, frozenset, functools.partial, types.FunctionType, types.MethodType)
+    if isinstance(value, (*others, *_WEAK_TABLES)) or type(value).__module__.partition(".")[0] in _LIBRARIES:
         return None
     attributes = getattr(value, "__dict__", None)
     slots = [n for cls in type(value).__mro__ for n in _names(vars(cls).get("__slots__", ()))]
@@ -192,6 +270,22 @@ def _name(outer: str, holder: Any, key: Any) -> str:
     if last in _TABLES:
         return f"{stem}{dot}{key}"
     return f"{outer}[{key!r}]" if isinstance(holder, (dict, list, deque, set)) else f"{outer}.{key}"
+
+
+def _may_iterate(item: Any) -> bool:
+    return is_opaque_iterator(item) or type(item) is tuple
+
+
+def _put_slot(value: Any, key: Any, item: Any) -> None:
+    """Set one item of a container, variable or attribute. A set cannot hold anything instead of an item."""
+    if isinstance(value, dict):
+        dict.__setitem__(value, key, item)
+    elif isinstance(value, (list, deque)):
+        value[key] = item
+    elif isinstance(value, OuterVariables):
+        value.put(key, item)
+    elif not isinstance(value, set):
+        object.__setattr__(value, key, item)
 
 
 def _put_items(value: Any, items: Any, ordered: bool) -> None:
@@ -275,8 +369,26 @@ def _is_array(value: Any) -> bool:
     return _of_numpy(value) and hasattr(value, "nbytes")
 
 
+@dataclass(frozen=True)
+class _ScriptAttribute:
+    """Attribute of a script module, which stores it in C++."""
+
+    script: torch.jit.ScriptModule
+    name: str
+
+    def read(self) -> Any:
+        return self.script._c.getattr(self.name)
+
+
 def _content(value: Any) -> Any:
-    """Copy of the values of an array, or of the state of a random generator."""
+    """Copy of the values of an array, or of the state of a random generator or a cache."""
+    if isinstance(value, _ScriptAttribute):
+        with torch.no_grad():
+            return copy.deepcopy(_detached(value.read()))
+    if isinstance(value, _BYTES):
+        return value[:]
+    if isinstance(value, functools._lru_cache_wrapper):
+        return value.cache_info().misses
     if _is_array(value):
         return value.copy()
     if hasattr(value, "bit_generator"):
@@ -284,6 +396,14 @@ def _content(value: Any) -> Any:
     if isinstance(value, random.Random):
         return value.getstate()
     return value.get_state(legacy=False) if _of_numpy(value) else value.get_state()
+
+
+def _detached(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach()
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_detached, value)) if type(value) in (list, tuple) else value
+    return {key: _detached(part) for key, part in value.items()} if isinstance(value, dict) else value
 
 
 def _is_as_before(value: Any, content: Any) -> bool:
@@ -297,15 +417,23 @@ def same(a: Any, b: Any) -> bool:
     if _is_array(a):
         return a.shape == b.shape and a.tobytes() == b.tobytes()
     if isinstance(a, Tensor):
-        return torch.equal(a, b)
+        return isinstance(b, Tensor) and a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
     if isinstance(a, dict):
-        return all(same(a[key], b[key]) for key in a)
+        return len(a) == len(b) and all(key in b and same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
     return bool(a == b)
 
 
 def _put_content(value: Any, content: Any) -> None:
     if isinstance(content, _Values):
         content.put_back(value)
+    elif isinstance(value, _ScriptAttribute):
+        value.script._c.setattr(value.name, content)
+    elif isinstance(value, _BYTES):
+        value[:] = content
+    elif isinstance(value, functools._lru_cache_wrapper):
+        value.cache_clear()
     elif _is_array(value):
         value[...] = content
     elif hasattr(value, "bit_generator"):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxq.common.code_state import CodeState
 from fxq.common.data import Batch
 from fxq.common.isolation import copied, drawn, seeded, untouched
 from fxq.common.metrics import tensors
@@ -17,8 +18,8 @@ from fxq.tracing.forward_arguments import arguments
 
 
 def run_model(model: nn.Module, example: Batch, fixed: Mapping[str, Any], seed: int = 0) -> Any:
-    """Run `call` and undo all changes to the model."""
-    with untouched(model, watches=True):
+    """Run `call` and undo all changes to the model and to the variables that its code uses."""
+    with untouched(model, CodeState.of(model).bindings, watches=True):
         return call(model, example, fixed, seed)
 
 

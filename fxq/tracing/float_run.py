@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import array
+import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -13,13 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from fxq.common.code_state import CodeState
-from fxq.common.data import Batch
-from fxq.common.isolation import ModelChanges, copied, drawn, untouched
+from fxq.common.data import Batch, samples_in
+from fxq.common.isolation import ModelChanges, computed_tensors, copied, drawn, untouched
+from fxq.common.iterators import IteratorStandIn
 from fxq.common.metrics import tensors
 from fxq.common.state import ABSENT, ChangedPlace
-from fxq.common.trees import mapped
+from fxq.errors import TraceError, words_of
 from fxq.graph.memory import STATELESS
 from fxq.tracing.fidelity import call, same_values
+from fxq.tracing.probe_batches import variations
 from fxq.tracing.weight_norm import is_normed
 
 
@@ -74,6 +78,8 @@ class FloatRun:
         try:
             with self.untouched() as changes:
                 self.outputs = call(self.model, self.example, self.fixed, draws=draws)
+        except TraceError:  # of an iterator that cannot be copied
+            raise
         except Exception as error:  # any type of error; tracing names the layer
             self.error = error
             return
@@ -118,9 +124,18 @@ class FloatRun:
         """Whether a traced graph returns the same as the model on the batches of `stream`, run in sequence."""
         if not self.kept or not self.stream:
             return True
-        with self.untouched(), untouched(graph, watches=True):
-            got = [list(tensors(call(graph, batch, {}))) for batch in self.stream]
-        return all(same_values(a, b) for a, b in zip(got, self.streamed, strict=True))
+        for chosen in ([True] * len(self.stream), self._of_own_size()):
+            batches = [batch for batch, runs in zip(self.stream, chosen, strict=True) if runs]
+            try:
+                with self.untouched(), untouched(graph, self.code.bindings, watches=True):
+                    got = [list(tensors(call(graph, batch, {}))) for batch in batches]
+                break
+            except Exception:  # the graph may reject other sizes with any type of error
+                if all(chosen):
+                    continue
+                raise
+        expected = self.streamed if all(chosen) else [calls[-1].outputs for calls in self._stream(batches, ())]
+        return all(same_values(a, b) for a, b in zip(got, expected, strict=True))
 
     def _remembered(self, changes: ModelChanges) -> Iterator[KeptState]:
         """State that changes later outputs, such as the counter of a schedule, but not a cache of equal values."""
@@ -134,20 +149,22 @@ class FloatRun:
                 places.setdefault(path, []).append(name)
         if not places:
             return
-        mirrored, numbers = _mirrored(self.example), list[dict[tuple[str, str], Any]]()
+        numbers, fresh = list[dict[tuple[str, str], Any]](), list[list[_Call]]()
+        order = self._probed(places, fresh)
         try:
-            fresh = [self._stream([batch], places)[0] for batch in (self.example, mirrored)]
-        except Exception:  # the model rejects these values; any type of error
-            mirrored, fresh = self.example, self._stream([self.example], places) * 2
-        self.stream = [self.example, mirrored, self.example]
-        got = self._stream(self.stream, places, numbers)
+            got = self._stream(self.stream, places, numbers)
+        except Exception:  # state of one size may not fit a batch of another, with any type of error
+            order = [i for i, same in zip(order, self._of_own_size(), strict=True) if same]
+            self.stream = [batch for batch, same in zip(self.stream, self._of_own_size(), strict=True) if same]
+            numbers.clear()
+            got = self._stream(self.stream, places, numbers)
         self.streamed = [calls[-1].outputs for calls in got]
-        sure = _blamed(places, [*zip(got, [*fresh, fresh[0]], strict=True)])
+        sure = _blamed(places, [(late, fresh[i]) for late, i in zip(got, order, strict=True)])
         for path, held in (item for two in sure for item in two.items()):
             shared = any(name in (*changes.outside.get(p, ()), *changes.parameters) for p, name in held)
             shown = " and ".join(repr(name) for _, name in held[:_MAX_SHOWN])
             why = f"forward sets {shown} and returns other values when it runs again"
-            state = KeptState(path, f"{why}: {_remedy(path, shared)}", shared)
+            state = self._refused(KeptState(path, f"{why}: {_remedy(path, shared)}", shared))
             if path in sure[0]:
                 yield state
             else:
@@ -155,17 +172,57 @@ class FloatRun:
         for path, names in places.items():
             for name in names if path not in sure[0] else ():
                 shared = name in changes.outside.get(path, ())
-                values = [now.get((path, name), ABSENT) for now in numbers]
+                values = [now.get((path, name), ABSENT) for now in numbers[:_REPEATS]]
                 if len(set(map(repr, values))) > 1 and self.code.reads(_variable(name, shared)):
                     why = f"forward counts in {name!r}, and reads the count"
-                    yield KeptState(path, f"{why}: {_remedy(path, shared)}", shared)
+                    yield self._refused(KeptState(path, f"{why}: {_remedy(path, shared)}", shared))
             stems = dict.fromkeys(name.partition("[")[0] for name in names if path not in sure[0] and "[" in name)
             for stem in stems:
                 shared = any(name.partition("[")[0] == stem for name in changes.outside.get(path, ()))
-                sizes = [now.get((path, f"{stem}[]"), 0) for now in numbers]
+                sizes = [now.get((path, f"{stem}[]"), 0) for now in numbers[:_REPEATS]]
                 if all(a < b for a, b in pairwise((0, *sizes))) and self.code.reads(_variable(stem, shared)):
                     why = f"forward adds to {stem!r} in each call, and reads it"
-                    yield KeptState(path, f"{why}: {_remedy(path, shared)}", shared)
+                    yield self._refused(KeptState(path, f"{why}: {_remedy(path, shared)}", shared))
+
+    def _of_own_size(self) -> list[bool]:
+        """For each batch of `stream`, whether it has as many samples as the example."""
+        return [samples_in(batch) == samples_in(self.example) for batch in self.stream]
+
+    def _probed(self, places: Collection[str], fresh: list[list[_Call]]) -> list[int]:
+        """Choose the batches of `stream`: the example three times, which shows counters, then its variations in turn.
+
+        Args:
+            places: modules whose calls are recorded.
+            fresh: gets the calls of the model with its initial state on the example and on each of its variations that
+                the model takes.
+
+        Returns:
+            For each batch of `stream`, its index in `fresh`.
+        """
+        batches = []
+        for batch in variations(self.example):
+            try:
+                fresh += self._stream([batch], places)
+                batches.append(batch)
+            except Exception:  # the model may reject other values and sizes with any type of error
+                if not batches:
+                    raise
+        others = range(1, len(batches))
+        order = [0, 0, 0, *others, 0, *reversed(others), 0]
+        self.stream = [batches[i] for i in order]
+        return order
+
+    def _refused(self, kept: KeptState) -> KeptState:
+        """State of a module; where the module cannot be copied, as state that the models would share."""
+        if kept.outside or not kept.path:
+            return kept
+        module = self.model.get_submodule(kept.path)
+        try:
+            copy.deepcopy(module, computed_tensors(module))
+        except Exception as error:  # attributes of the module may raise any type of error
+            why = kept.why.partition(": ")[0]
+            return KeptState(kept.path, f"{why}, and the module cannot be copied ({words_of(error)}): {_SHARED}", True)
+        return kept
 
     def _stream(
         self,
@@ -194,6 +251,9 @@ class FloatRun:
 
 
 _MAX_SHOWN = 3
+_MAX_COUNTED = 1024
+_REPEATS = 3
+"""Number of times that a stream starts with the example."""
 _SHARED = (
     "this state is outside the module, so the float and the quantized model would share it. Store it in an attribute "
     "of a module and keep that module as a float leaf (recipe.leaf), or return the new value."
@@ -217,12 +277,27 @@ def _counts(changes: list[ChangedPlace]) -> dict[tuple[str, str], Any]:
     """Changed plain values by module path and name, and for a container `name[]`, how many of its places changed."""
     counts: dict[tuple[str, str], Any] = {}
     for change in changes:
-        if isinstance(change.now, (bool, int, float, str, bytes)):
-            counts[change.owner, change.name] = change.now
+        value = _counted(change.now)
+        if value is not None:
+            counts[change.owner, change.name] = value
         if "[" in change.name:
             size = change.owner, f"{change.name.partition('[')[0]}[]"
             counts[size] = counts.get(size, 0) + 1
     return counts
+
+
+def _counted(value: Any) -> Any:
+    """Copy of a value that may be a count; None for other types, and for floats of a tensor, which may round."""
+    if isinstance(value, (bool, int, float, str, bytes)):
+        return value
+    if isinstance(value, (bytearray, array.array)):
+        return bytes(value)
+    if isinstance(value, IteratorStandIn):
+        return value.steps
+    if isinstance(value, Tensor) and not value.is_floating_point() and value.numel() <= _MAX_COUNTED:
+        return value.tolist()
+    kind = getattr(getattr(value, "dtype", None), "kind", "")  # of a NumPy array
+    return value.tobytes() if kind in ("i", "u", "b") and value.size <= _MAX_COUNTED else None
 
 
 @contextmanager
@@ -249,16 +324,6 @@ def _drawing(model: nn.Module, paths: Sequence[str]) -> Iterator[dict[str, list[
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _mirrored(batch: Batch) -> Batch:
-    """Batch with each tensor flipped along its first axis of size above 1."""
-
-    def mirror(leaf: Any) -> Any:
-        axes = [i for i, size in enumerate(leaf.shape) if size > 1] if isinstance(leaf, Tensor) else []
-        return leaf.flip(axes) if axes else leaf
-
-    return Batch(mapped(batch.args, mirror), mapped(dict(batch.kwargs), mirror))
 
 
 @dataclass

@@ -34,7 +34,7 @@ def module_of(enclosed):
 def test_variables_are_found_by_what_they_are_called():
     code = CodeState.of(module_of([1]))
     values = {name: value for _, bindings in code.bindings for name, value in bindings.read().items()}
-    assert values["global COUNT"] == 0 and values["global TABLE"] is TABLE and values["default of helper"] == [[]]
+    assert values["global COUNT"] == 0 and values["global TABLE"] is TABLE and values["default of helper: memo"] == []
     assert values["class attribute Module.shared"] == 3
     assert values["variable of an enclosing function: enclosed"] == [1]
 
@@ -71,7 +71,7 @@ class Attribute(nn.Module):
 
 
 def test_a_global_with_the_name_of_an_attribute_is_none_of_the_model():
-    names = {name for _, bindings in CodeState.of(Attribute()).bindings for name in bindings.names}
+    names = {name for _, bindings in CodeState.of(Attribute()).bindings for name in bindings.read()}
     assert "global hits" not in names
 
 

@@ -19,13 +19,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-ROWS, WIDTH = 6, 8
+from tests.support.fuzz_memories import MEMORIES, ROWS, WIDTH, Memory
 
 LAYERS = ("linear", "conv", "relu_conv", "gated", "norm", "scripted", "wide")
 """Statements that compute a value with weights of their own."""
 
-STATES = ("buffer", "attribute", "list", "dict", "deque", "counter")
-"""Statements that keep something from one call to the next; all but buffers are no tensors of the module."""
+OWN_STATES = (
+    "running max", "first mean", "by size", "sizes", "every eighth", "bytes", "c array", "object array", "int tensor",
+    "iterator", "cycle", "on tensor", "partial", "on list", "method", "script state",
+)  # fmt: skip
+SHARED_STATES = ("function attribute", "global iterator", "generator", "thread local", "default")
+STATES = ("buffer", "attribute", "list", "dict", "deque", "counter", *OWN_STATES, *SHARED_STATES)
+"""Statements that keep something from one call to the next; all but buffers are no tensors of the module.
+
+Those of `SHARED_STATES` keep it where all models have it, or where it cannot be copied.
+"""
 
 
 @dataclass(frozen=True)
@@ -186,6 +194,8 @@ def _layer(statement: Statement) -> nn.Module:
         return nn.Sequential(nn.Conv1d(ROWS, ROWS, 3, padding=1), nn.ReLU(inplace=True), nn.Conv1d(ROWS, ROWS, 1))
     if statement.kind == "norm":
         return nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH))
+    if statement.kind in MEMORIES:
+        return Memory(statement.kind)
     if statement.kind == "scripted":
         return torch.jit.script(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()))  # type: ignore[no-any-return]
     if statement.kind == "wide":
@@ -200,6 +210,9 @@ class Output(NamedTuple):
     second: Tensor
 
 
+_WITH_PART = (*LAYERS, "gated", *OWN_STATES, *SHARED_STATES)
+
+
 class Program(nn.Module):
     """Runs its statements in order. Value 0 is the input; every statement adds one.
 
@@ -211,7 +224,7 @@ class Program(nn.Module):
     def __init__(self, statements: tuple[Statement, ...], container: str) -> None:
         super().__init__()
         self.statements, self.container = statements, container
-        self.parts = nn.ModuleList([_layer(s) if s.kind in (*LAYERS, "gated") else nn.Identity() for s in statements])
+        self.parts = nn.ModuleList([_layer(s) if s.kind in _WITH_PART else nn.Identity() for s in statements])
         self.calls = 0
         self.last: Tensor | None = None
         self.history: list[Tensor] = [torch.zeros(ROWS, WIDTH)]
@@ -240,7 +253,7 @@ class Program(nn.Module):
         part = self.parts[place]
         if statement.kind == "gated":
             return x * part(x)
-        if statement.kind in LAYERS:
+        if statement.kind in LAYERS or statement.kind in MEMORIES:
             return part(x)  # type: ignore[no-any-return]
         if statement.kind == "add":
             return x + other
