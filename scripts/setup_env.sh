@@ -1,12 +1,15 @@
 # Shared by quickstart, test and .ci/run: source it, then call `setup_env EXTRA`.
 # Afterwards $root is the checkout and $py the Python of its .venv, with fxq installed editable.
 #
-# Settings from outside: PYTHON picks the interpreter; pip's own variables work, for example
+# Settings from outside: PYTHON picks the interpreter, CONSTRAINTS a file of versions other than
+# scripts/constraints.txt; pip's own variables work, for example
 # PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu for the small CPU build of torch on Linux.
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=$root/.venv
 py=$venv/bin/python
+if [[ ${OS:-} == Windows_NT ]]; then py=$venv/Scripts/python.exe; fi
+constraints=${CONSTRAINTS:-$root/scripts/constraints.txt}
 
 say() { printf '[fxq] %s\n' "$*" >&2; }
 die() { say "error: $*"; exit 1; }
@@ -40,14 +43,14 @@ make_venv() {
 
 pip_install() {
     "$py" -m pip install --quiet --no-input --disable-pip-version-check \
-        --constraint "$root/scripts/constraints.txt" "$@" </dev/null
+        --constraint "$constraints" "$@" </dev/null
 }
 
 # install_packages EXTRA: torch and fxq[EXTRA], unless a stamp says that it was done for these very files.
 install_packages() {
     local extra=$1 sum
     # The path is part of it: an editable install breaks when the checkout moves.
-    sum=$({ echo "$root"; cat "$root/pyproject.toml" "$root/scripts/constraints.txt"; } | cksum)
+    sum=$({ echo "$root"; cat "$root/pyproject.toml" "$constraints"; } | cksum)
     if [[ $(cat "$venv/.fxq-$extra" 2>/dev/null) == "$sum" ]]; then return; fi
     # dev holds all that the others do
     if [[ $(cat "$venv/.fxq-dev" 2>/dev/null) == "$sum" ]]; then return; fi

@@ -35,6 +35,7 @@ from rich.progress import Progress
 from tabulate import tabulate
 
 import fxq
+from scripts.bench import history
 from scripts.bench.accuracy_contenders import Contender, contenders
 from scripts.bench.accuracy_data import install
 from scripts.bench.accuracy_subjects import SUBJECTS, Subject
@@ -139,6 +140,7 @@ def main() -> None:
     parser.add_argument("--search", type=float, metavar="DB", help="fxq with a mix that is searched for, too")
     parser.add_argument("--crops", type=int, default=1000, metavar="N", help="pictures to judge (default %(default)s)")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the numbers to this file too")
+    history.add_argument(parser)
     arguments = parser.parse_args()
     folders = fetched(arguments, install)
     about = machine()
@@ -161,6 +163,10 @@ def main() -> None:
                 if arguments.json is not None:  # each row at once: one can take many minutes
                     data = {"machine": about, "tables": tables}
                     arguments.json.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+            numbers = [
+                (f"{subject.name}, {r.contender}", kind, value, "") for r in rows for kind, value in r.numbers.items()
+            ]
+            history.append(arguments.history, "bench.accuracy", numbers)
             print(table(subject.name, rows), end="\n\n", flush=True)
 
 

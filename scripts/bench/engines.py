@@ -25,7 +25,7 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing.connection import Connection
@@ -35,6 +35,7 @@ import torch
 from tabulate import tabulate
 
 import fxq
+from scripts.bench import history
 from scripts.bench.engine_cases import CASES
 from scripts.bench.engine_contenders import CONTENDERS
 from scripts.bench.number import sqnr
@@ -277,6 +278,19 @@ def read(path: Path, about: dict[str, str]) -> dict[tuple[str, int, str], Cell]:
     return {(cell.network, cell.batch, cell.contender): cell for cell in (Cell(**row) for row in data["cells"])}
 
 
+def for_history(cells: Sequence[Cell]) -> Iterator[tuple[str, str, float, str]]:
+    """Milliseconds and SQNR of each contender that ran, and the time of fxq's to that of the best other."""
+    best = best_other(cells)
+    for cell in cells:
+        case = f"{cell.network}, batch {cell.batch}, {cell.contender}"
+        if cell.ms is not None:
+            yield case, "time of a call", cell.ms, "ms"
+            if best is not None and best.ms is not None and cell.contender.startswith("fxq"):
+                yield case, f"time, of the best other ({best.contender})", cell.ms / best.ms, "times"
+        if cell.sqnr is not None:
+            yield case, "SQNR", cell.sqnr, "dB"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=CASES, action="append", metavar="NAME", help=f"one of {', '.join(CASES)}")
@@ -288,19 +302,23 @@ def main() -> None:
     parser.add_argument("--cpu-time", action="store_true", help="least CPU time of a call, instead of the median time")
     parser.add_argument("--json", type=Path, metavar="PATH", help="the numbers to this file, too")
     parser.add_argument("--folder", type=Path, action="append", default=[], help="where other tools are installed")
+    history.add_argument(parser)
     arguments = parser.parse_args()
     sys.path += map(str, arguments.folder)
     about = machine(arguments.cpu_time)
+    numbers: list[tuple[str, str, float, str]] = []
     cells = read(arguments.json, about) if arguments.json else {}
     contenders = [name for name in CONTENDERS if name.startswith(tuple(arguments.contender or ("",)))]
     for name in arguments.only or CASES:
         for batch in arguments.batch or [1]:
             found = measured(name, batch, contenders, arguments.seconds, arguments.cpu_time, arguments.folder)
             print(table(found) + "\n", flush=True)
+            numbers += for_history(found)
             cells.update({(cell.network, cell.batch, cell.contender): cell for cell in found})
             if arguments.json:
                 data = {"machine": about, "cells": [asdict(cell) for cell in cells.values()]}
                 arguments.json.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    history.append(arguments.history, "bench.engines", numbers)
     print(summary(cells.values()))
     print("\n" + ", ".join(f"{name}: {value}" for name, value in about.items()))
 

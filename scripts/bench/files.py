@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 import fxq
+from scripts.bench import history
 from scripts.networks import resnet
 
 READ = """
@@ -59,12 +60,16 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--size", type=int, default=224, help="pixels of the images")
     parser.add_argument("--images", type=int, default=128, help="images to calibrate with")
     parser.add_argument("--repeats", type=int, default=3, help="the shortest of so many counts")
+    history.add_argument(parser)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     network = getattr(resnet, options.network)().eval()
     shape = options.images, 3, options.size, options.size
     images = torch.rand(shape, generator=torch.Generator().manual_seed(0))
     seconds, size, float_size, same = measure(network, images, options.repeats)
+    numbers = [(options.network, f"time to {step}", duration, "s") for step, duration in seconds.items()]
+    numbers.append((options.network, "file size, of the float file", size / float_size, "times"))
+    history.append(options.history, "bench.files", numbers)
     for what, found in seconds.items():
         print(f"{what:<10} {found:8.2f} s")
     print(f"loading is {seconds['quantize'] / seconds['load']:.0f} times as fast as quantizing")

@@ -33,6 +33,7 @@ from fxq.backends.x86.onednn_linear import OnednnLinear
 from fxq.backends.x86.onednn_pool import AdaptiveAvgPool2d
 from fxq.backends.x86.squeeze_excite import Excite
 from fxq.quant.qparams import QParams
+from scripts.bench import history
 from scripts.bench.timing import interleaved, threads
 
 X, OTHER, OUT = QParams.per_tensor(0.02, 64, 0, 127), QParams.per_tensor(0.03, 77), QParams.per_tensor(0.05, 119)
@@ -184,6 +185,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=RACES, action="append", help="only this one; may be repeated")
     parser.add_argument("--seconds", type=float, default=0.5, help="for each row of kernels (default: 0.5)")
+    history.add_argument(parser)
     options = parser.parse_args()
     torch.manual_seed(0)
     rows = []
@@ -193,6 +195,10 @@ def main() -> None:
             for name, seconds in zip(list(race.ways)[1:], others, strict=True):
                 rows.append([race.kernel, race.size, 1e6 * own, name, 1e6 * seconds, seconds / own])
     print(tabulate(rows, headers=["kernel", "size", "us", "other way", "us", "times"], floatfmt=".1f"))
+    ratios = [
+        (f"{kernel}, {size}", f"times faster than {other}", ratio, "times") for kernel, size, _, other, _, ratio in rows
+    ]
+    history.append(options.history, "bench.kernels", ratios)
 
 
 if __name__ == "__main__":

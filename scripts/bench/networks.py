@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 import fxq
+from scripts.bench import history
 from scripts.bench.cases import CASES
 from scripts.bench.number import Number, Subject, sqnr, table
 from scripts.bench.timing import float_against_int8, interleaved, threads
@@ -194,6 +195,7 @@ def main() -> None:
     parser.add_argument(
         "--network", choices=CASES, action="append", metavar="NAME", help=f"torch-ao only: one of {', '.join(CASES)}"
     )
+    history.add_argument(parser)
     arguments = parser.parse_args()
     numbers = []
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as alone:
@@ -204,6 +206,7 @@ def main() -> None:
     judged = [n for n in numbers if n.passed is not None]
     about = machine()
     print(f"{sum(n.passed is True for n in judged)} of {len(judged)} targets met. {', '.join(about.values())} thread.")
+    history.append(arguments.history, "bench.networks", [(n.subject, n.what, n.value, "") for n in numbers])
     if arguments.json is not None:
         data = {"machine": about, "numbers": [as_data(n) for n in numbers]}
         arguments.json.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

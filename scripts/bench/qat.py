@@ -24,6 +24,7 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 import fxq
+from scripts.bench import history
 from scripts.bench.timing import interleaved, threads
 from scripts.networks.demo import FSRCNN
 from scripts.networks.mobile import mobilenet_v2
@@ -101,10 +102,11 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=list(SUBJECTS), default=list(SUBJECTS))
     parser.add_argument("--seconds", type=float, default=20.0, help="to time each network for")
     parser.add_argument("--cpu-time", action="store_true", help="least CPU time of a step, instead of the median time")
+    history.add_argument(parser)
     given = parser.parse_args()
     statistic, clock = (min, time.thread_time) if given.cpu_time else (statistics.median, time.perf_counter)
     warnings.simplefilter("ignore")
-    rows = []
+    rows, numbers = [], []
     with threads(1):
         for name in given.only:
             torch.manual_seed(0)
@@ -116,10 +118,15 @@ def main() -> None:
             memory = {who: held(trained, x) for who, trained in made.items()}
             for who in made:
                 times, more = seconds[who] / seconds["float"], memory[who] / memory["float"]
+                numbers += [
+                    (f"{name}, {who}", f"{kind} of a step, of float", ratio, "times")
+                    for kind, ratio in (("time", times), ("memory", more))
+                ]
                 rows.append(
                     (name, who, f"{1e3 * seconds[who]:.0f}", f"{times:.2f}", f"{memory[who] / 1e6:.0f}", f"{more:.2f}")
                 )
     print(tabulate(rows, ("network", "trained by", "ms a step", "times float", "MB", "times float"), tablefmt="github"))
+    history.append(given.history, "bench.qat", numbers)
     machine = fxq.doctor().machine
     print(f"{machine['CPU']}, {machine['vectors']}, one thread{', CPU time' if given.cpu_time else ''}")
 

@@ -31,6 +31,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 import fxq
+from scripts.bench import history
 from scripts.bench.cases import CASES
 from scripts.bench.number import Number, table
 from scripts.bench.timing import no_gc, threads
@@ -65,7 +66,9 @@ STEPS = """async () => {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--network", choices=NETWORKS, action="append", help="only this one; may be repeated")
-    chosen = parser.parse_args().network or list(NETWORKS)
+    history.add_argument(parser)
+    arguments = parser.parse_args()
+    chosen = arguments.network or list(NETWORKS)
     numbers = []
     with threads(1), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -73,6 +76,7 @@ def main() -> None:
             numbers += measure(name)
             print(f"{name} done", file=sys.stderr)
     print(table(numbers))
+    history.append(arguments.history, "bench.report", [(n.subject, n.what, n.value, "") for n in numbers])
     failed = sum(number.passed is False for number in numbers)
     print(f"{failed} of {sum(number.passed is not None for number in numbers)} targets missed")
     sys.exit(failed > 0)

@@ -26,6 +26,7 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 import fxq
+from scripts.bench import history
 from scripts.bench.networks import as_data
 from scripts.bench.number import Number, sqnr, table
 from scripts.bench.rivals import Call, restored_engine, rivals, saved
@@ -196,6 +197,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3.0, help="how long each model is timed (default %(default)s)")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the numbers to this file too")
     parser.add_argument("--folder", type=Path, action="append", default=[], help="where other tools are installed")
+    history.add_argument(parser)
     arguments = parser.parse_args()
     numbers, tables = [], {}
     with multiprocessing.get_context("spawn").Pool(1, _add_folders, (arguments.folder,), maxtasksperchild=1) as alone:
@@ -207,6 +209,7 @@ def main() -> None:
     print(table(numbers))
     about = fxq.doctor(["reference"], progress=False).machine
     print(f"\n{about['CPU']}, {about['vectors']}, VNNI: {about['VNNI']}, AMX: {about['AMX']}, torch {about['torch']}")
+    history.append(arguments.history, "bench.sequence", [(n.subject, n.what, n.value, "") for n in numbers])
     if arguments.json is not None:
         data = {"machine": about, "numbers": [as_data(number) for number in numbers], "tables": tables}
         arguments.json.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,78 @@
+"""Write the page `measured.md` anew from the history of all benchmarks, `scripts/bench/history.jsonl`.
+
+    python -m scripts.docs.measured_page [PAGE]
+
+First what the page had when it was written by hand, in its order, and then the newest run of every benchmark since: a
+table for each benchmark and CPU. A number of the page is changed by running its benchmark with `--history`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+
+from scripts.bench.history import HISTORY, Record, read
+
+PAGE = Path(__file__).resolve().with_name("measured.md")
+NOTE = """\
+<!-- Written by `python -m scripts.docs.measured_page` from `scripts/bench/history.jsonl`. Do not edit it: run a
+benchmark with `--history`, and then the script. -->"""
+
+
+def page(records: Sequence[Record]) -> str:
+    """The page as Markdown."""
+    parts = [NOTE, "# Measured"]
+    old = [record for record in records if record.source == "page"]
+    section = ""
+    for (heading, table), group in groupby(old, key=lambda record: (record.section, record.table)):
+        if heading != section:
+            parts.append(heading)
+            section = heading
+        block = list(group)
+        parts += [hand_table(block)] if table else [record.text for record in block]
+    runs = [record for record in records if record.source == "run"]
+    if runs:
+        parts += ["## Newest runs", *run_tables(runs)]
+    return "\n\n".join(parts) + "\n"
+
+
+def hand_table(cells: Sequence[Record]) -> str:
+    """A table of the page: a row for each case, in which every number is under its quantity."""
+    quantities = list(dict.fromkeys(cell.quantity for cell in cells))
+    lines = [line([cells[0].header, *quantities]), "|" + "---|" * (len(quantities) + 1)]
+    for _, group in groupby(cells, key=lambda cell: cell.row):
+        row = list(group)
+        texts = {cell.quantity: cell.text for cell in row}
+        lines.append(line([row[0].case, *(texts.get(quantity, "") for quantity in quantities)]))
+    return "\n".join(lines)
+
+
+def line(cells: Sequence[str]) -> str:
+    """A line of a table; empty cells have one space."""
+    return "|" + "".join(f" {cell} |" if cell else " |" for cell in cells)
+
+
+def run_tables(runs: Sequence[Record]) -> Iterator[str]:
+    """The newest value of each number, one table for each benchmark and CPU."""
+    newest = {(r.benchmark, r.cpu, r.case, r.quantity): r for r in runs}
+    for (benchmark, cpu), group in groupby(sorted(newest), key=lambda key: key[:2]):
+        rows = [newest[key] for key in group]
+        yield f"`python -m scripts.{benchmark}`, {cpu}:"
+        lines = ["| case | quantity | value | date | commit | versions |", "|---|---|---|---|---|---|"]
+        for row in rows:
+            value = "none" if row.value is None else f"{row.value:.3g} {row.unit}".strip()
+            versions = ", ".join(f"{name} {version}" for name, version in row.versions.items())
+            lines.append(line([row.case, row.quantity, value, row.date, row.commit, versions]))
+        yield "\n".join(lines)
+
+
+def main() -> None:
+    target = Path(sys.argv[1]) if len(sys.argv) > 1 else PAGE
+    target.write_text(page(read(HISTORY)), encoding="utf-8")
+    print(f"{target} is written from {HISTORY}")
+
+
+if __name__ == "__main__":
+    main()
