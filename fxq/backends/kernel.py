@@ -136,6 +136,11 @@ class Kernel(Bindable):
         """The class of the kernel that `config()` and the tensors describe: its own."""
         return type(self)
 
+    @classmethod
+    def defined_as(cls) -> Any:
+        """The object that an import path names to define this kernel: the class, or the function that it calls."""
+        return cls
+
     def config(self) -> dict[str, Any]:
         """The options as plain data: numbers, strings, tuples, dicts, None."""
         return {name: encode(getattr(self, name)) for name in self.options}
