@@ -18,7 +18,7 @@ from fxq.backends.kernel import known_kernels
 from fxq.graph.query import submodule
 from fxq.graph.unit import calls_among
 from fxq.ops import OPS
-from tests.machine import needs_x86
+from tests.support.machine import needs_x86
 
 pytestmark = needs_x86
 
