@@ -1,4 +1,4 @@
-"""What a user extends fxq with, in one module."""
+"""The module `fxq.extend`: its names, and the pages that use them."""
 
 from __future__ import annotations
 

@@ -93,8 +93,8 @@ class FunctionKernel(Kernel):
                 captures[name] = {"tensor": True}
                 tensors[f"tensor_{name}"] = value.detach()
             else:
-                known = value is None or isinstance(value, (bool, int, float))
-                refuse(cls.name, None if known else f"its {name} is neither an activation, a constant nor a number")
+                can_pass = value is None or isinstance(value, (bool, int, float))
+                refuse(cls.name, None if can_pass else f"its {name} is neither an activation, a constant nor a number")
                 captures[name] = {"value": value}
         return cls(captures, [encode(grid) for grid in unit.outs], settings, **tensors)
 

@@ -35,11 +35,11 @@ def installed_backends(taken: Collection[str]) -> tuple[InstalledBackend, ...]:
     Args:
         taken: names that no package may use: one of these, and one that two packages use, is refused.
     """
-    found = _read(tuple(sys.path))
-    uses = Counter(name for name, _, _ in found)
+    points_found = _read(tuple(sys.path))
+    uses = Counter(name for name, _, _ in points_found)
     backends = []
-    for name, path, distribution in found:
-        others = ["fxq"] if name in taken else [d for n, _, d in found if n == name and d != distribution]
+    for name, path, distribution in points_found:
+        others = ["fxq"] if name in taken else [d for n, _, d in points_found if n == name and d != distribution]
         clash = name in taken or uses[name] > 1
         why = f"the name {name!r} is also that of a backend of {', '.join(others) or distribution}"
         backends.append(InstalledBackend(name, path, distribution, why if clash else ""))
