@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fxq import extend as extend
     from fxq.public import *  # noqa: F403  # for type checkers and editors
 
 __version__ = "0.1.0"
@@ -14,6 +15,8 @@ __version__ = "0.1.0"
 
 def __getattr__(name: str) -> Any:
     """Public name, or submodule of the package. Imports `fxq.public` on first use."""
+    if name == "extend":
+        return import_module("fxq.extend")
     if not name.startswith("__") or name == "__all__":
         public = import_module("fxq.public")
         globals().update({"__all__": public.__all__, **{symbol: getattr(public, symbol) for symbol in public.__all__}})

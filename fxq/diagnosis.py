@@ -180,7 +180,8 @@ def doctor(names: Sequence[str] | None = None, progress: bool | None = None) -> 
     machine. Kernels that may end the process are not called. It takes a few seconds.
 
     Args:
-        names: the backends to try; default: all but "reference", which has no kernels.
+        names: the backends to try; default: all, those of other packages included, but "reference", which has no
+            kernels.
         progress: show a progress bar; default: when stderr is a terminal.
 
     Raises:
@@ -191,7 +192,8 @@ def doctor(names: Sequence[str] | None = None, progress: bool | None = None) -> 
         >>> found.rows[0].backend, found.rows[0].verdict, found.auto in ("x86", "fbgemm", "qnnpack", "reference")
         ('reference', 'right', True)
     """
-    chosen = tuple(names) if names is not None else tuple(n for n in backends.known() if n != "reference")
+    others = [backend.name for backend in backends.installed() if not backend.refused]
+    chosen = tuple(names) if names is not None else (*(n for n in backends.known() if n != "reference"), *others)
     with warnings.catch_warnings(), progress_bar("probing kernels", len(chosen) * len(PROBES), progress) as advance:
         warnings.simplefilter("ignore")  # what is wrong stands in the rows
         busy = is_contended()
@@ -212,6 +214,11 @@ def _machine() -> dict[str, str]:
         "loops": compiler.description(),
         "Python": platform.python_version(),
         "prices": f"{prices.path()} ({len(read_rounds(prices.path()))} measured; see fxq.prices)",
+        **{
+            f"backend {backend.name}": f"of {backend.distribution}"
+            + (f": {backend.refused}" if backend.refused else "")
+            for backend in backends.installed()
+        },
     }
 
 

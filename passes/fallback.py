@@ -48,8 +48,8 @@ from fxq.rewriting.unit_edits import split_unit
 class Fallback(Pass):
     """Place float ops so that no value is converted twice, and let islands of integers that lose run in float.
 
-    Before: quantize(conv2d_silu(dequantize(q), w, b)), where the backend has no kernel for silu
-    After: quantize(silu(conv2d(dequantize(q), w, b))): the convolution emits float, silu reads it as it is
+    Before: quantize(conv2d_act(dequantize(q), w, b)), where the backend has no kernel for the function `act`
+    After: quantize(act(conv2d(dequantize(q), w, b))): the convolution emits float, the function reads it as it is
     Also: with `optimize="speed"`, the ops that run on integers are those that make the graph fastest, by the seconds
     that kernels, float ops and conversions were measured to take on this machine (`fxq/cost/min_cut.py`). And a float
     op that reads dequantize(quantize(v)) of a float value v reads v itself.

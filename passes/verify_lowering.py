@@ -158,7 +158,9 @@ def _name_of(rewriter: Rewriter, node: fx.Node) -> str:
 def _warn(rewriter: Rewriter, node: fx.Node, what: str, mend: str = "") -> None:
     kernel = submodule(rewriter.gm, node)
     ours = kernel is None or type(kernel).__module__.partition(".")[0] == "fxq"
-    mend = mend or ("please report it" if ours else f"its class is {name_of(type(kernel))}")
+    code = kernel.defined_as() if isinstance(kernel, Kernel) else type(kernel)
+    kind = "class" if isinstance(code, type) else "function"
+    mend = mend or ("please report it" if ours else f"its {kind} is {name_of(code)}")
     warn(f"{where(rewriter.gm, node)}: the {_name_of(rewriter, node)} {what}; {mend}.")
 
 

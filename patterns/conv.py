@@ -11,7 +11,7 @@ from fxq.graph.info import info
 from fxq.ops import OPS
 from fxq.rewriting.pattern import fusion
 
-ACTIVATIONS = ("relu", "relu6", "hardtanh", "hardswish", "silu", "leaky_relu")
+ACTIVATIONS = OPS.fused_after("conv")
 ADDING = OPS.family("conv")
 CONVS = (*ADDING, *OPS.family("conv_transpose"))
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from fxq.ops import OPS
 from fxq.rewriting.pattern import fusion
 
-FUNCTIONS = ("relu", "silu", "hardswish")
-GATES = ("sigmoid", "hardsigmoid")
+FUNCTIONS = OPS.fused_after("excite")
+GATES = OPS.fused_after("gate")
 
 
 def _excite(op, x, mean, layers, act: str, gate: str):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from fxq.graph.info import info
+from fxq.ops import OPS
 from fxq.rewriting.pattern import fusion
 
-ACTIVATIONS = ("relu", "relu6", "hardtanh", "hardswish", "silu", "gelu", "leaky_relu", "tanh")
+ACTIVATIONS = OPS.fused_after("linear")
 
 
 @fusion("linear_{act}", act=ACTIVATIONS)

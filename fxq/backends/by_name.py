@@ -6,9 +6,10 @@ from inspect import isabstract
 
 from fxq.backends import cpu
 from fxq.backends.base import Backend, Support, Trap
+from fxq.backends.installed import InstalledBackend, installed_backends
 from fxq.backends.kernel import Kernel, known_kernels
 from fxq.common.source import import_name
-from fxq.errors import BackendError, RecipeError, unknown, warn, warn_once
+from fxq.errors import BackendError, RecipeError, unknown, warn, warn_once, words_of
 
 _BACKENDS = {
     "reference": "fxq.backends.reference:Reference",
@@ -22,7 +23,7 @@ _BACKENDS = {
 FASTEST = "fastest"
 """What a recipe asks for that wants all backends tried (`fxq/fastest.py`)."""
 NAMES = ("auto", FASTEST, *_BACKENDS)
-"""What a recipe may ask for, besides import paths."""
+"""What a recipe may ask for, besides import paths and backends of other packages."""
 _OWN: dict[str, str] = {}
 """Import paths of the user's own backends, by name."""
 
@@ -41,6 +42,21 @@ def auto_order() -> tuple[str, ...]:
 def known() -> tuple[str, ...]:
     """The names of fxq's own backends."""
     return tuple(_BACKENDS)
+
+
+def installed() -> tuple[InstalledBackend, ...]:
+    """The backends that other packages add through their entry points; none of them is imported."""
+    return installed_backends(NAMES)
+
+
+def check_name(name: str) -> None:
+    """Raise `BackendError` if no backend has this name, or several have it. Imports none."""
+    others = [] if name in NAMES else installed()
+    mine = [backend for backend in others if backend.name == name]
+    if name not in NAMES and not mine:
+        raise BackendError(unknown("backend", name, (*NAMES, *(b.name for b in others if not b.refused))))
+    if mine and mine[0].refused:
+        raise BackendError(f"backend {name!r} of {mine[0].distribution}: {mine[0].refused}. Uninstall one of them.")
 
 
 def fastest_order() -> tuple[str, ...]:
@@ -92,7 +108,13 @@ def unavailable(name: str, device: str = "cpu") -> str | None:
     """
     if name in ("auto", FASTEST):
         return None  # reference runs anywhere
-    backend = backend_type(name)()
+    try:
+        kind = backend_type(name)
+    except BackendError as error:
+        if any(other.name == name for other in installed()):  # another package's fault ends nothing
+            return str(error)
+        raise
+    backend = kind()
     if backend.devices and device not in backend.devices:
         return (
             f"backend {name!r} runs on {', '.join(backend.devices)}, the model is on {device}; "
@@ -127,13 +149,15 @@ def devices_of(name: str) -> tuple[str, ...]:
 
 
 def backend_type(name: str) -> type[Backend]:
-    """The class of a backend: of fxq's by its name, of the user's own by its import path, `package.module:Class`.
+    """The class of a backend: of fxq's and of other packages' by its name, of the user's own by its import path.
 
     Raises:
-        BackendError: unknown name (nearest names given), no class of a backend, or one whose name is taken.
+        BackendError: unknown name (nearest names given), no class of a backend, or one whose name is taken; the package
+            that has it cannot be imported.
     """
     if name not in _BACKENDS and ":" not in name:
-        raise BackendError(unknown("backend", name, NAMES))
+        check_name(name)
+        return _of_package(next(backend for backend in installed() if backend.name == name))
     try:
         found: type[Backend] = import_name(_BACKENDS.get(name, name), Backend)
     except RecipeError as error:
@@ -142,9 +166,24 @@ def backend_type(name: str) -> type[Backend]:
         return found
     if isabstract(found) or not isinstance(getattr(found, "name", None), str):
         raise BackendError(f"backend {name!r} has no name, or not the methods of a fxq.Backend.")
-    taken = "fxq's" if found.name in NAMES else _OWN.setdefault(found.name, name)
+    of_packages = {b.name: f"that of {b.distribution}" for b in installed() if b.path != name}
+    taken = "fxq's" if found.name in NAMES else of_packages.get(found.name) or _OWN.setdefault(found.name, name)
     if taken != name:
         raise BackendError(f"backend {name!r} is called {found.name!r}, as {taken} is; choose another name.")
+    return found
+
+
+def _of_package(backend: InstalledBackend) -> type[Backend]:
+    where = f"backend {backend.name!r} of the package {backend.distribution}"
+    try:
+        found: type[Backend] = import_name(backend.path, Backend)
+    except Exception as error:  # whatever the code of another package raises
+        raise BackendError(f"{where} cannot be imported: {words_of(error)}") from error
+    if isabstract(found) or getattr(found, "name", None) != backend.name:
+        raise BackendError(
+            f"{where}: its class {backend.path} is called {getattr(found, 'name', None)!r}, or lacks methods of a "
+            "fxq.Backend."
+        )
     return found
 
 
@@ -154,6 +193,6 @@ def written(backend: Backend) -> str:
 
 
 __all__ = [
-    "NAMES", "Backend", "Support", "Trap", "auto_order", "backend_type", "devices_of", "fastest_order",
-    "get_backend", "kernel_named", "known", "unavailable", "written",
+    "NAMES", "Backend", "Support", "Trap", "auto_order", "backend_type", "check_name", "devices_of", "fastest_order",
+    "get_backend", "installed", "kernel_named", "known", "unavailable", "written",
 ]  # fmt: skip

@@ -26,7 +26,7 @@ class Post:
     """An activation function that a kernel applies to its float result before it rounds.
 
     Attributes:
-        name: "relu", "relu6", "hardtanh", "hardswish", "silu", "gelu", "leaky_relu", "prelu" or "tanh".
+        name: of the op: see `Quant.fused_after`, and "prelu", whose slopes are a tensor of the kernel.
         args: hardtanh: (low, high); leaky_relu: (slope,); otherwise empty.
         algorithm: gelu: "none" (exact) or "tanh"; otherwise empty.
     """
@@ -135,6 +135,11 @@ class Kernel(Bindable):
     def described(self) -> type[Kernel]:
         """The class of the kernel that `config()` and the tensors describe: its own."""
         return type(self)
+
+    @classmethod
+    def defined_as(cls) -> Any:
+        """The object that an import path names to define this kernel: the class, or the function that it calls."""
+        return cls
 
     def config(self) -> dict[str, Any]:
         """The options as plain data: numbers, strings, tuples, dicts, None."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -40,6 +40,8 @@ class FusedUnit:
             with what an add behind it adds, `residual`, and the weight of a function behind it, `slope`.
         outs: the grid of each output, in the order of the fusion's; None: it is wanted in float32.
         calls: the ops, in order, with their options.
+        dynamic: by the name of an activation, how many inputs follow its integers: 1, its scale measured at run time,
+            or 2, its zero point as well. Static ones are left out.
 
     An activation whose scale is measured at run time is on a grid of steps of 1, and the kernel gets the scale behind
     its integers.
@@ -48,6 +50,7 @@ class FusedUnit:
     captures: Mapping[str, Any]
     outs: tuple[QParams | None, ...]
     calls: tuple[OpCall, ...]
+    dynamic: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def out(self) -> QParams | None:
@@ -134,23 +137,25 @@ class Fit:
     def _role(self, name: str) -> Role | None:
         return self.calls[0].op.quant.role(name)
 
-    def integers(self, gm: fx.GraphModule) -> tuple[tuple[fx.Node, ...], dict[str, Any]]:
+    def integers(self, gm: fx.GraphModule) -> tuple[tuple[fx.Node, ...], dict[str, Any], dict[str, int]]:
         """The integer activations and the states that the kernel takes, in the order of the captures; and the captures.
 
-        Those are as in `FusedUnit`.
+        Those, and how many inputs follow the integers of each dynamic activation, are as in `FusedUnit`.
         """
-        inputs, found = list[fx.Node](), dict(self.captures)
+        inputs, found, dynamic = list[fx.Node](), dict(self.captures), dict[str, int]()
         for name, value in self.captures.items():
             weight, read = integer_weight(gm, value), integer_input(gm, value)
             if weight is None and read is not None:
                 inputs += read.nodes
                 found[name] = read.grid
+                if read.measured:
+                    dynamic[name] = len(read.measured)
             elif isinstance(value, fx.Node):
                 found[name] = weight or constant(gm, value)
                 if found[name] is None and self._role(name) == "state":
                     inputs.append(value)
                     found[name] = value
-        return tuple(inputs), found
+        return tuple(inputs), found, dynamic
 
 
 _GRID = QParams.per_tensor(1.0, 0)

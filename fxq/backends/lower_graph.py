@@ -85,7 +85,7 @@ def _replace(rewriter: Rewriter, region: Region, kernel: Kernel) -> None:
     name = units[0].name if len(units) == 1 else f"{units[0].name}_to_{units[-1].name}"
     names = [node.name for node in region.outputs]
     first = min([region.nodes[-1], *(user for node in region.outputs for user in node.users)])
-    with rewriter.attributed(kernel.name, type(kernel)):
+    with rewriter.attributed(kernel.name, kernel.defined_as()):
         target = rewriter.module(kernel, name)
         node = rewriter.node("call_module", target, read, like=units, before=first)
         body = tuple(call.op.name for calls in ops.values() for call in calls)

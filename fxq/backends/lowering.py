@@ -40,14 +40,12 @@ class RowBackend(Backend):
 
     One of your own extends another's table. Its class needs no more than a name, and these rows:
 
-        from fxq.backends.x86.x86 import X86
-
-        class MyX86(X86):
+        class MyX86(fxq.extend.X86):
             name = "my_x86"
 
             @property
             def rows(self):
-                return {**super().rows, "linear": fxq.backends.kernel_table.KernelRow(make)}
+                return {**super().rows, "linear": fxq.extend.KernelRow(make)}
 
     where `make(unit)` takes a `fxq.FusedUnit` and returns a `fxq.Kernel`, as for `fxq.register_kernel`.
     """
@@ -168,14 +166,14 @@ def _advice(op: Op) -> str:
 
 def _kernel(gm: fx.GraphModule, region: UnitRegion, fit: Fit) -> Kernel:
     """The kernel of a unit. Raises `BackendError` where there is none."""
-    inputs, captures = fit.integers(gm)
+    inputs, captures, dynamic = fit.integers(gm)
     if set(inputs) != set(region.inputs):
         raise BackendError("an input is not in integers")
     taken = [node.args[1] for node in values_of(region.node) if node is not region.node]
     if taken != [*range(fit.outputs)][: len(taken)] or len(region.outputs) != fit.outputs:
         raise BackendError("not every one of its outputs is read, or one is taken twice")
     assert fit.row.make is not None  # else it runs as it stands
-    kernel = fit.row.make(FusedUnit(captures, out_grids(gm, region), region.calls))
+    kernel = fit.row.make(FusedUnit(captures, out_grids(gm, region), region.calls, dynamic))
     if inputs != region.inputs:  # it reads one of them twice, or in another order
         kernel.reads = tuple(map(region.inputs.index, inputs))
     return kernel

@@ -1,27 +1,33 @@
-"""Kernels of the user's own: for a fusion, on a backend with a table of kernels, by one public call."""
+"""Kernels of the user's own: for a fusion or an op, on a backend with a table of kernels, by one public call."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from functools import partial
 from inspect import Parameter, signature
 from typing import Any, TypeVar
 
 from fxq.backends.by_name import backend_type
-from fxq.backends.kernel import Kernel
-from fxq.backends.kernel_table import FusedUnit, KernelRow, rule_key
+from fxq.backends.function_kernel import FunctionKernel, kernel_of
+from fxq.backends.kernel import Kernel, refuse
+from fxq.backends.kernel_pattern import KernelPattern, check_signature
+from fxq.backends.kernel_table import FusedUnit, KernelRow
 from fxq.backends.lowering import RowBackend
 from fxq.common.source import digest_of, name_of
-from fxq.errors import BackendError, FxqError, InputError, words_of
-from fxq.rewriting.pattern import Family
+from fxq.errors import BackendError, FxqError, InputError, unknown, words_of
+from fxq.ops import OPS
+from fxq.rewriting.pattern import FUSIONS, Family
 
 _MAKERS: dict[str, Callable[..., Any]] = {}
-"""Who makes a kernel, by backend and fusion."""
+"""The function that makes or is a kernel, by backend and pattern."""
 
 
 Maker = TypeVar("Maker", bound=Callable[[FusedUnit], Kernel])
 
 
-def register_kernel(backend: str, fusion: Family, *, emits_float: bool = True) -> Callable[[Maker], Maker]:
+def register_kernel(backend: str, fusion: Family | str, *, emits_float: bool = True) -> Callable[[Maker], Maker]:
     """Decorator: on this backend, a unit of the fusion runs in the kernel that the function makes.
 
     The kernel takes the integers of the captured activations, in the order of the captures, and returns what the fusion
@@ -31,7 +37,7 @@ def register_kernel(backend: str, fusion: Family, *, emits_float: bool = True) -
     Args:
         backend: name of a backend with a table of kernels: "x86", "fbgemm", "qnnpack", or the import path of one
             of your own, see `fxq.backends.lowering.RowBackend`.
-        fusion: what `fxq.fusion` made.
+        fusion: what `fxq.fusion` returned, or the name of an op.
         emits_float: whether the kernel can emit float32; if not, its result is rounded to a grid wherever it is read.
 
     Returns:
@@ -40,7 +46,7 @@ def register_kernel(backend: str, fusion: Family, *, emits_float: bool = True) -
         anew replaces what it was.
 
     Raises:
-        InputError: `fusion` is no fusion; the function returns no kernel.
+        InputError: `fusion` is no fusion and no op; the function returns no kernel.
         BackendError: the backend has no table of kernels, or another function makes this fusion's kernel.
 
     Example:
@@ -66,21 +72,108 @@ def register_kernel(backend: str, fusion: Family, *, emits_float: bool = True) -
         ...     w, b, s = (unit.captures[name] for name in "wbs")
         ...     return LinearGate(w.values, w.qparams.scale, b, unit.captures["x"], unit.out, s)
     """
-    if not isinstance(fusion, Family) or any(r.replacement is not None for r in fusion):
-        raise InputError(f"register_kernel takes what fxq.fusion made, not {fusion!r}.")
-    rows = _registered(backend)
+    patterns, rows = _patterns("register_kernel", fusion), _registered(backend)
 
     def register(make: Maker) -> Maker:
         row = KernelRow(_checked(make), emits_float=emits_float, code=digest_of(make))
-        for rule in fusion:
-            known = _MAKERS.setdefault(f"{backend} {rule.name}", make)
-            if name_of(known) != name_of(make):
-                raise BackendError(f"the kernel of {rule.name!r} on {backend} is made by {name_of(known)} already.")
-            _MAKERS[f"{backend} {rule.name}"] = make
-            rows[rule_key(rule.name, rule.captures)] = row
+        _register(backend, rows, make, {pattern: row for pattern in patterns})
         return make
 
     return register
+
+
+Run = TypeVar("Run", bound=Callable[..., Any])
+
+
+def kernel(backend: str, pattern: Family | str, *, pack: Callable[..., Any] | None = None) -> Callable[[Run], Run]:
+    """Decorator: on this backend, units of a fusion, or single ops, run in the function.
+
+    The function gets integer tensors with their grids and returns integers or floats. fxq derives the rest: weights and
+    constants become buffers of a module, which is copied, moved and saved with the model, and `verify-lowering`
+    compares its result with the float meaning of the pattern, as for every other kernel. A model's file names the
+    function by its import path: import its module before `fxq.load`.
+
+    Args:
+        backend: name of a backend with a table of kernels: "x86", "fbgemm", "qnnpack", or the import path of one of
+            your own.
+        pattern: what `fxq.fusion` returned, or the name of an op, such as "linear".
+        pack: function of some of the constants, by their names. Its value is computed once, and again when one of them
+            is edited, and is passed as `packed`. Copies and files do not hold it.
+
+    Returns:
+        The decorator of a function, which it returns as it is. The function's parameters are the captures of the
+        pattern (of an op: its tensors), by name:
+
+        - an activation is a `QTensor` of uint8 values, static or dynamic;
+        - a weight is a `QTensor` of int8 values with a scale per channel or per tensor;
+        - another constant is its tensor, float32; a number is itself; an input left out is None.
+
+        Keyword-only parameters are `out`, the grid that the result is wanted on, a `QParams`, or None where it is
+        wanted in float32 (of several outputs, a tuple of them); `packed`; options of the ops, by name; and the
+        variants of the fusion, by name. An option that is not taken must have its default, or what the pattern says;
+        elsewhere the unit runs as if there were no kernel.
+
+        It returns integers of `out.dtype` on the grid `out`, or float32, which is rounded to `out` where that is given;
+        of several outputs a tuple. A function that is defined again replaces the one before.
+
+    Raises:
+        InputError: `pattern` is no fusion and no op; a parameter is not in the pattern, or a capture is no parameter;
+            in use, the function returns another dtype.
+        BackendError: the backend is unknown or has no table of kernels, or another function runs this pattern there.
+
+    Example:
+        >>> @fxq.fusion(everywhere=False)
+        ... def tanh_of_linear(op, x, w, b):
+        ...     return op.tanh(op.linear(x, w, b))
+        >>> @fxq.extend.kernel("x86", tanh_of_linear)
+        ... def run(x, w, b, *, out):
+        ...     return torch.tanh(nn.functional.linear(x.dequantize(), w.dequantize(), b))
+    """
+    patterns, rows = _patterns("kernel", pattern), _registered(backend)
+
+    def register(function: Run) -> Run:
+        if not inspect.isfunction(function):
+            raise InputError(f"fxq.extend.kernel decorates a plain function, not {function!r}.")
+        taken = [check_signature(function, pack, pattern) for pattern in patterns]
+        kind, code = kernel_of(function, pack), digest_of(function)
+        made = {}
+        for pattern, options in zip(patterns, taken, strict=True):
+            row = KernelRow(partial(_made_of, kind, pattern, options), partial(pattern.refused, options), code=code)
+            made[pattern] = replace(row, measured=row)
+        _register(backend, rows, function, made)
+        return function
+
+    return register
+
+
+def _made_of(kind: type[FunctionKernel], pattern: KernelPattern, options: Collection[str], unit: FusedUnit) -> Kernel:
+    refuse(kind.name, pattern.refused(options, unit))
+    captures = {name: unit.captures.get(name) for name in pattern.captures}  # an op lacks the inputs that are not given
+    return kind.of(replace(unit, captures=captures), pattern.settings(options, unit))
+
+
+def _patterns(caller: str, fusion: Any) -> list[KernelPattern]:
+    if isinstance(fusion, str) and fusion in OPS:
+        return [KernelPattern.of_op(OPS[fusion])]
+    if isinstance(fusion, Family) and all(rule.replacement is None for rule in fusion):
+        return [KernelPattern.of_rule(rule) for rule in fusion]
+    if isinstance(fusion, str) and fusion not in FUSIONS:
+        raise InputError(
+            f"{caller} takes a fusion or the name of an op: {unknown('op', fusion, (op.name for op in OPS))}"
+        )
+    raise InputError(f"{caller} takes what fxq.fusion returned, or the name of an op, not {fusion!r}.")
+
+
+def _register(
+    backend: str, rows: dict[str, KernelRow], code: Callable[..., Any], made: Mapping[KernelPattern, KernelRow]
+) -> None:
+    """Add rows to a table. Raises `BackendError` where the kernel of a pattern is another function's."""
+    for pattern, row in made.items():
+        known = _MAKERS.setdefault(f"{backend} {pattern.name}", code)
+        if name_of(known) != name_of(code):
+            raise BackendError(f"the kernel of {pattern.name!r} on {backend} is made by {name_of(known)} already.")
+        _MAKERS[f"{backend} {pattern.name}"] = code
+        rows[pattern.key] = row
 
 
 def _registered(backend: str) -> dict[str, KernelRow]:
@@ -94,7 +187,7 @@ def _registered(backend: str) -> dict[str, KernelRow]:
 
 
 def makes_kernels(value: Any) -> bool:
-    """Whether this is a function that `register_kernel` was given."""
+    """Whether this is a function that `register_kernel` or `kernel` was given."""
     return any(value is make for make in _MAKERS.values())
 
 

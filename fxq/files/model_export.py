@@ -28,7 +28,7 @@ from fxq.graph.region import integer_weight
 from fxq.graph.run import inputs_for
 from fxq.graph.varying_axes import Dynamic
 from fxq.onnx.model_check import ModelCheck
-from fxq.onnx.protobuf import NotInOnnx
+from fxq.onnx.onnx_objects import NotInOnnx
 from fxq.onnx.whole_model import WrittenModel, write_model
 from fxq.quant.qparams import QParams, dequantize
 

@@ -302,7 +302,10 @@ def _check_imports(paths: Mapping[str, str]) -> None:
     for what, path in paths.items():
         kind, _, name = what.partition(" ")
         found = imported(path)
-        known = known_kernels().get(name) if kind == "kernel" else OPS[name].target if name in OPS else None
+        if kind == "kernel":
+            known = known_kernels()[name].defined_as() if name in known_kernels() else None
+        else:
+            known = OPS[name].target if name in OPS else None
         if found is not known:
             raise InputError(f"the {what} of the file is {path}, and here that is another, or not registered.")
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fxq.onnx.dequantized import real_values
-from fxq.onnx.protobuf import INT4, UINT4, NotInOnnx
+from fxq.onnx.onnx_objects import INT4, UINT4, NotInOnnx
 from fxq.onnx.varying_sizes import varies
 from fxq.onnx.writer import Operand, Value, Writer, refuse, writes
 from fxq.quant.measured import SMALLEST

@@ -40,7 +40,7 @@ from fxq.graph.unit import Unit, unit_of
 from fxq.onnx.constants import UNKNOWN, constant_value
 from fxq.onnx.function_nodes import FUNCTIONS, MAKERS
 from fxq.onnx.integer_conv import write_integer_convolutions
-from fxq.onnx.protobuf import NotInOnnx
+from fxq.onnx.onnx_objects import NotInOnnx
 from fxq.onnx.varying_sizes import python_dispatch
 from fxq.onnx.writer import ROWS, Value, Writer
 from fxq.ops.table import Op

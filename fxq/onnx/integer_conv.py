@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from fxq.onnx.dequantized import Dequantized, dequantized
-from fxq.onnx.protobuf import OnnxNode, onnx_type
+from fxq.onnx.onnx_objects import OnnxNode, onnx_type
 from fxq.onnx.writer import Value, Writer
 
 

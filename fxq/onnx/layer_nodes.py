@@ -10,8 +10,8 @@ import torch
 
 from fxq.graph.integer_sums import INT32, MAX_8BIT_REACH
 from fxq.onnx.dequantized import bias_for, dequantized, is_of_integers, measured, transposed, weight_for
+from fxq.onnx.onnx_objects import INT4, UINT4, NotInOnnx, OnnxNode
 from fxq.onnx.padding_nodes import onnx_pads, padded
-from fxq.onnx.protobuf import INT4, UINT4, NotInOnnx, OnnxNode
 from fxq.onnx.varying_sizes import varies
 from fxq.onnx.writer import Operand, Value, Writer, refuse, writes
 from fxq.ops import OPS

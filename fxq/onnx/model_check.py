@@ -17,7 +17,7 @@ from fxq.graph.info import info
 from fxq.graph.query import is_op
 from fxq.graph.run import Runner
 from fxq.graph.varying_axes import inputs_of
-from fxq.onnx.protobuf import onnx_type
+from fxq.onnx.onnx_objects import onnx_type
 from fxq.onnx.whole_model import WrittenModel
 from fxq.quant.measured import SMALLEST
 

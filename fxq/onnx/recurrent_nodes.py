@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fxq.onnx.dequantized import dequantized, measured, stored_weight, weight_for
-from fxq.onnx.protobuf import NotInOnnx
+from fxq.onnx.onnx_objects import NotInOnnx
 from fxq.onnx.stepwise_nodes import Grid, gru_steps, lstm_steps, rnn_steps
 from fxq.onnx.writer import Operand, Value, Writer, refuse, writes
 

@@ -9,7 +9,7 @@ import torch
 
 from fxq.onnx.dequantized import stored_weight, transposed
 from fxq.onnx.layer_nodes import linear
-from fxq.onnx.protobuf import NotInOnnx
+from fxq.onnx.onnx_objects import NotInOnnx
 from fxq.onnx.writer import Operand, Value, Writer
 from fxq.ops.recurrent import TINY
 from fxq.quant.measured import SMALLEST

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from fxq.onnx.protobuf import THREADS, NotInOnnx, OnnxNode, graph_proto, model_proto, onnx_type
+from fxq.onnx.onnx_objects import THREADS, NotInOnnx, OnnxNode, graph_proto, model_proto, onnx_type
 from fxq.onnx.varying_sizes import VaryingSizes, varies
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from functools import partial
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -23,14 +23,14 @@ def _numbers(bound: Arguments) -> Arguments | str:
     return {**bound, "min_val": low, "max_val": high}
 
 
-_CLIPS = moves("x", narrows=True, selects=True)
-_of_one = partial(function_of_one, __name__, _CLIPS)
+_CLIPS = moves("x", narrows=True, selects=True, fused_after=("conv", "linear"))
 
-relu = _of_one(
+relu = function_of_one(
+    __name__, replace(_CLIPS, fused_after=("conv", "linear", "excite")),
     "relu", "max(x, 0).", F.relu, nn.ReLU, torch.relu, torch.relu_,
     "relu", "relu_", aten.relu.default, aten.relu_.default,
 )  # fmt: skip
-relu6 = _of_one("relu6", "min(max(x, 0), 6).", F.relu6, nn.ReLU6, aten.relu6.default)
+relu6 = function_of_one(__name__, _CLIPS, "relu6", "min(max(x, 0), 6).", F.relu6, nn.ReLU6, aten.relu6.default)
 _CLAMP = "x min max"
 
 

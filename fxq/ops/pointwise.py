@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -14,26 +15,30 @@ from fxq.ops.table import Arguments, spell
 from fxq.ops.traits import computes
 
 _POINTWISE = computes("x", pointwise=True)
+_AFTER_LINEAR = replace(_POINTWISE, fused_after=("linear",))
 _of_one = partial(function_of_one, __name__, _POINTWISE)
+_after_layers = partial(function_of_one, __name__, replace(_POINTWISE, fused_after=("conv", "linear", "excite")))
+_after_linear = partial(function_of_one, __name__, _AFTER_LINEAR)
+_gate = partial(function_of_one, __name__, replace(_POINTWISE, fused_after=("gate",)))
 
-hardswish = _of_one(
+hardswish = _after_layers(
     "hardswish", "x * relu6(x + 3) / 6.", F.hardswish, nn.Hardswish, aten.hardswish.default, aten.hardswish_.default
 )
-hardsigmoid = _of_one(
+hardsigmoid = _gate(
     "hardsigmoid", "relu6(x + 3) / 6.", F.hardsigmoid, nn.Hardsigmoid,
     aten.hardsigmoid.default, aten.hardsigmoid_.default,
 )  # fmt: skip
-silu = _of_one("silu", "x * sigmoid(x).", F.silu, nn.SiLU, aten.silu.default, aten.silu_.default)
+silu = _after_layers("silu", "x * sigmoid(x).", F.silu, nn.SiLU, aten.silu.default, aten.silu_.default)
 mish = _of_one("mish", "x * tanh(softplus(x)).", F.mish, nn.Mish, aten.mish.default, aten.mish_.default)
 selu = _of_one(
     "selu", "scale * elu(x, alpha), with the constants of Klambauer et al. 2017, section 2.",
     F.selu, nn.SELU, torch.selu, F.selu_, aten.selu.default,
 )  # fmt: skip
-sigmoid = _of_one(
+sigmoid = _gate(
     "sigmoid", "1 / (1 + exp(-x)).", torch.sigmoid, nn.Sigmoid, F.sigmoid, torch.special.expit,
     "sigmoid", "sigmoid_", aten.sigmoid.default, aten.sigmoid_.default,
 )  # fmt: skip
-tanh = _of_one(
+tanh = _after_linear(
     "tanh", "Hyperbolic tangent.", torch.tanh, nn.Tanh, F.tanh, "tanh", "tanh_", aten.tanh.default, aten.tanh_.default
 )
 log_sigmoid = _of_one("log_sigmoid", "log(sigmoid(x)).", F.logsigmoid, nn.LogSigmoid, aten.log_sigmoid.default)
@@ -42,7 +47,7 @@ tanhshrink = _of_one("tanhshrink", "x - tanh(x).", F.tanhshrink, nn.Tanhshrink)
 neg = _of_one("neg", "-x.", torch.neg, torch.negative, operator.neg, "neg", "neg_", aten.neg.default)
 
 
-@row(nn.GELU, F.gelu, aten.gelu.default, quant=_POINTWISE)
+@row(nn.GELU, F.gelu, aten.gelu.default, quant=_AFTER_LINEAR)
 def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
     """x * Phi(x), or its tanh approximation."""
     return F.gelu(x, approximate=approximate)
@@ -87,7 +92,7 @@ _RRELU = "x lower upper training inplace"
     aten.leaky_relu_.default,
     spell(nn.RReLU, _RRELU, _mean_slope),
     spell(F.rrelu, _RRELU, _mean_slope),
-    quant=_POINTWISE,
+    quant=replace(_POINTWISE, fused_after=("conv", "linear")),
 )
 def leaky_relu(x: Tensor, *, negative_slope: float = 0.01) -> Tensor:
     """max(0, x) + negative_slope * min(0, x)."""

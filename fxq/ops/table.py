@@ -245,6 +245,10 @@ class OpTable:
         """The names of the ops of 1, 2 and 3 dimensions: of "conv" they are "conv1d", "conv2d" and "conv3d"."""
         return self[f"{name}1d"].name, self[f"{name}2d"].name, self[f"{name}3d"].name
 
+    def fused_after(self, layer: str) -> tuple[str, ...]:
+        """The names of the activation functions that are fused with a kind of layer, see `Quant.fused_after`."""
+        return tuple(op.name for op in self if layer in op.quant.fused_after)
+
     def __contains__(self, name: str) -> bool:
         return name in self._rows
 

@@ -80,6 +80,8 @@ class Quant:
         maximum: the largest value of each window (options kernel_size, padding, dilation and ceil_mode) is the output,
             so that what is below all others in its window is not seen.
         masks: a mask can be applied by it: by adding large numbers, or by choosing between values.
+        fused_after: the layers that fxq fuses this function with: "conv", "linear", "excite" (the first layer of
+            squeeze-and-excitation) or "gate" (its second). Read when fxq is imported, so an own op leaves it empty.
         recurrence: what a recurrent layer says of its states and gates; None for any other op.
         unless: given all arguments, the reason why this call does not fit `kind`, or None.
     """
@@ -103,6 +105,7 @@ class Quant:
     surrounds: str | None = None
     maximum: bool = False
     masks: bool = False
+    fused_after: tuple[str, ...] = ()
     recurrence: Recurrence | None = None
     unless: Callable[[Mapping[str, Any]], str | None] | None = None
 

@@ -197,6 +197,10 @@ class QParams:
         """The values of the grid that are the nearest to `x`, float32, of its shape."""
         return dequantize(quantize(x, self), self)
 
+    def quantize(self, x: Tensor) -> Tensor:
+        """`x` (float32, any shape) on this grid: same shape, `dtype`. Ties round to even."""
+        return quantize(x, self)
+
     def same_as(self, other: QParams | None) -> bool:
         """Whether both put every float on the same integer."""
         return other is not None and (

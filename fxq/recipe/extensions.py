@@ -9,7 +9,7 @@ from fxq.backends import by_name as backends
 from fxq.backends.own_kernels import makes_kernels
 from fxq.common.source import import_path, imported
 from fxq.common.trees import leaves
-from fxq.errors import BackendError, RecipeError, unknown, warn
+from fxq.errors import BackendError, RecipeError, warn
 from fxq.ops import OPS
 
 
@@ -37,12 +37,11 @@ def backend_path(backend: Any) -> str:
 
 def check_backend(name: str) -> None:
     """Raise `RecipeError` if there is no such backend."""
-    if ":" not in name:
-        if name not in backends.NAMES:
-            raise RecipeError(unknown("backend", name, backends.NAMES))
-        return
     try:
-        backends.backend_type(name)
+        if ":" in name:
+            backends.backend_type(name)
+        else:
+            backends.check_name(name)
     except BackendError as error:
         raise RecipeError(str(error)) from None
 

@@ -306,7 +306,7 @@ def _trace(function: Callable[..., Any], name: str, captures: list[str], variant
             raise PatternError(
                 f"pattern {name!r} ({source_of(function)}) must return the value of an op, not {output!r}."
             )
-    used = set(_reached(outputs))
+    used = set(reached(outputs))
     unused = [node.name for node in inputs if node not in used]
     if unused:
         raise PatternError(f"pattern {name!r} ({source_of(function)}): the capture {unused[0]!r} is not used.")
@@ -317,10 +317,11 @@ def _trace(function: Callable[..., Any], name: str, captures: list[str], variant
     return Rule(name, source_of(function), tuple(captures), outputs, len(made), variant, function=identity)
 
 
-def _reached(outputs: Sequence[Any]) -> Iterator[PatternNode]:
+def reached(outputs: Sequence[Any]) -> Iterator[PatternNode]:
+    """Nodes of a pattern that its outputs depend on, and the outputs; one with several readers comes several times."""
     for node in outputs:
         if isinstance(node, (tuple, list)):
-            yield from _reached(node)
+            yield from reached(node)
         elif isinstance(node, PatternNode):
             yield node
-            yield from _reached(node.inputs)
+            yield from reached(node.inputs)

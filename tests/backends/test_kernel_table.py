@@ -154,7 +154,8 @@ def test_what_a_kernel_is_made_of(rest, inputs, found):
     gm = fxq.read_graph(QDQ.format(rest=rest), {"w": torch.ones(3, 3, 1, 1, dtype=torch.int8), "s": TENSORS["s"]})
     calls = calls_of(gm, next(n for n in gm.graph.nodes if n.name == "z"))
     (fit,) = fits(calls, {rule_key("gate", "akcr"): KernelRow(None)})
-    read, captures = fit.integers(gm)
+    read, captures, dynamic = fit.integers(gm)
+    assert dynamic == {}
     assert [node.name for node in read] == inputs
     assert {name: brief(value) for name, value in captures.items()} == found
 

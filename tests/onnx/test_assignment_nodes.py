@@ -7,7 +7,7 @@ import torch
 
 from fxq.common.data import Batch
 from fxq.graph.run import inputs_for
-from fxq.onnx.protobuf import NotInOnnx
+from fxq.onnx.onnx_objects import NotInOnnx
 from fxq.onnx.whole_model import write_model
 from tests.support.graphs import graph
 from tests.support.helpers import module

@@ -12,7 +12,7 @@ from torch import fx
 
 from fxq.onnx.conversion_nodes import _covers
 from fxq.onnx.graph import write_onnx
-from fxq.onnx.protobuf import NotInOnnx
+from fxq.onnx.onnx_objects import NotInOnnx
 from fxq.ops import OPS
 from fxq.quant.measured import MeasuredGrid
 from fxq.quant.packing import pack

@@ -7,7 +7,7 @@ from torch import nn
 from fxq.common.data import Batch
 from fxq.graph.run import inputs_for
 from fxq.onnx.function_nodes import FUNCTIONS, MAKERS
-from fxq.onnx.protobuf import NotInOnnx
+from fxq.onnx.onnx_objects import NotInOnnx
 from fxq.onnx.whole_model import write_model
 from tests.support.graphs import graph
 from tests.support.helpers import module

@@ -14,7 +14,7 @@ from fxq.backends.cpu import has_vnni
 from fxq.common.metrics import sqnr
 from fxq.graph.guards import check_fixed
 from fxq.onnx.graph import refusal, write_onnx
-from fxq.onnx.protobuf import NotInOnnx
+from fxq.onnx.onnx_objects import NotInOnnx
 from fxq.onnx.writer import ROWS
 from fxq.ops import OPS
 from tests.ops.test_rows import FIRST, canonical

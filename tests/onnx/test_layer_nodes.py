@@ -9,7 +9,7 @@ from torch import fx
 import fxq
 from fxq.common.metrics import sqnr
 from fxq.onnx.graph import write_onnx
-from fxq.onnx.protobuf import NotInOnnx
+from fxq.onnx.onnx_objects import NotInOnnx
 from fxq.ops import OPS
 from fxq.quant.measured import measured_range
 from tests.support.machine import needs_vnni

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from fxq.onnx.dequantized import dequantized
 from fxq.onnx.graph import write_onnx
+from fxq.onnx.onnx_objects import NotInOnnx
 from fxq.onnx.padding_nodes import padded
-from fxq.onnx.protobuf import NotInOnnx
 from fxq.onnx.writer import Writer
 from tests.support.onnx_runs import call, in_both, normal, run_onnxruntime, run_openvino, single
 

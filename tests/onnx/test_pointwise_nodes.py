@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fxq.onnx.graph import write_onnx
-from fxq.onnx.protobuf import NotInOnnx
+from fxq.onnx.onnx_objects import NotInOnnx
 from tests.support.onnx_runs import call, in_both, normal, single, weight
 
 pytestmark = pytest.mark.any_cpu

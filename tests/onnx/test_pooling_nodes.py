@@ -7,7 +7,7 @@ import torch
 
 import fxq
 from fxq.onnx.graph import write_onnx
-from fxq.onnx.protobuf import NotInOnnx
+from fxq.onnx.onnx_objects import NotInOnnx
 from tests.support.onnx_runs import call, in_both, normal, run_onnxruntime, single
 
 pytestmark = pytest.mark.any_cpu

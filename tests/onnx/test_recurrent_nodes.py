@@ -7,7 +7,7 @@ import torch
 from torch import fx
 
 from fxq.onnx.graph import write_onnx
-from fxq.onnx.protobuf import NotInOnnx
+from fxq.onnx.onnx_objects import NotInOnnx
 from fxq.ops import OPS
 from tests.support.machine import needs_vnni
 from tests.support.onnx_runs import call, in_both, normal, run_onnxruntime, same, single, weight

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fxq.onnx.protobuf import NotInOnnx
+from fxq.onnx.onnx_objects import NotInOnnx
 from tests.onnx.test_function_nodes import X, Y, written
 from tests.support.helpers import module
 from tests.support.onnx_runs import normal, onnx, run_onnxruntime

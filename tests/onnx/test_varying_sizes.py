@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxq.onnx.protobuf import NotInOnnx
+from fxq.onnx.onnx_objects import NotInOnnx
 from fxq.onnx.varying_sizes import VaryingSizes, varies
 from fxq.onnx.writer import Value, Writer
 from tests.support.onnx_runs import onnx, run_onnxruntime, same

@@ -12,7 +12,7 @@ from fxq.common.metrics import sqnr, tensors
 from fxq.errors import InputError
 from fxq.graph.run import inputs_for
 from fxq.onnx.model_check import ModelCheck
-from fxq.onnx.protobuf import NotInOnnx
+from fxq.onnx.onnx_objects import NotInOnnx
 from fxq.onnx.whole_model import write_model
 from tests.onnx.test_graph import Attention
 from tests.support.helpers import REFERENCE, module

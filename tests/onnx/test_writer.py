@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fxq.onnx.protobuf import INT4, UINT4, NotInOnnx, onnx_type
+from fxq.onnx.onnx_objects import INT4, UINT4, NotInOnnx, onnx_type
 from fxq.onnx.writer import Value, Writer
 from tests.support.onnx_runs import onnx, run_onnxruntime
 

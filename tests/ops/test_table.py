@@ -1,6 +1,8 @@
 import inspect
 import pickle
+import re
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -303,3 +305,21 @@ def test_the_output_channels_of_a_layer(row, batch):
 def test_an_op_that_is_said_to_commute_does(row):
     a, b = torch.randn(2, 3, generator=torch.Generator().manual_seed(0)), torch.linspace(-2, 2, 3)
     assert torch.equal(row.target(a, b), row.target(b, a))
+
+
+MOST_FILES = {"silu": 10, "hardswish": 10, "prelu": 15, "gelu": 17, "relu6": 11, "hardtanh": 11, "leaky_relu": 8}
+"""Number of product files that may name an op: its row, its written-out forms, its kernels, and ONNX."""
+
+
+@pytest.mark.parametrize(("name", "most"), MOST_FILES.items())
+def test_an_op_is_named_in_few_files(name, most):
+    root, word = Path(__file__).parents[2], re.compile(rf"\b{name}\b")
+    files = [path for folder in ("fxq", "passes", "patterns") for path in (root / folder).rglob("*.py")]
+    naming = sorted(str(path.relative_to(root)) for path in files if word.search(path.read_text(encoding="utf-8")))
+    assert len(naming) <= most, f"use OPS.fused_after or a trait of the op's row instead of another list: {naming}"
+
+
+def test_the_functions_that_are_fused_with_a_layer_come_from_the_rows():
+    assert set(OPS.fused_after("conv")) == {"relu", "relu6", "hardtanh", "hardswish", "silu", "leaky_relu"}
+    assert set(OPS.fused_after("linear")) == {*OPS.fused_after("conv"), "gelu", "tanh"}
+    assert OPS.fused_after("gate") == ("hardsigmoid", "sigmoid") and OPS.fused_after("no_such_layer") == ()

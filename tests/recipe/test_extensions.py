@@ -164,7 +164,10 @@ def test_a_kernel_of_a_backend_that_extends_another():
     [
         (lambda: fxq.register_kernel("x87", own.linear_tanh_mul), "unknown backend 'x87'; did you mean"),
         (lambda: fxq.register_kernel("reference", own.linear_tanh_mul), "'reference' has no table of kernels"),
-        (lambda: fxq.register_kernel("x86", "conv2d_relu"), "takes what fxq.fusion made, not 'conv2d_relu'"),
+        (
+            lambda: fxq.register_kernel("x86", "conv2d_relu"),
+            "takes what fxq.fusion returned, or the name of an op, not 'conv2d_relu'",
+        ),
         (lambda: fxq.register_kernel("x86", own.linear_tanh_mul)(3), "decorates a function that makes a kernel, not 3"),
         (
             lambda: fxq.register_kernel("x86", own.linear_tanh_mul)(lambda unit: None),

@@ -23,7 +23,7 @@ from fxq.graph.info import EngineLayer
 from fxq.graph.query import constant
 from fxq.graph.unit import Calls, OpCall
 from fxq.onnx.graph import Written
-from fxq.onnx.protobuf import THREADS, onnx_type
+from fxq.onnx.onnx_objects import THREADS, onnx_type
 from fxq.ops import OPS
 from fxq.quant.spec import QuantConfig, TensorSpec
 

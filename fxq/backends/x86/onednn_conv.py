@@ -21,6 +21,7 @@ from fxq.backends.x86.conv_padding import Padding
 from fxq.backends.x86.conv_shape import Geometry, geometry, sum_is_misread
 from fxq.backends.x86.onednn import OnednnLayer, PackedWeight, check_image, epilogue, target
 from fxq.errors import BackendError
+from fxq.ops import OPS
 
 _onednn = torch.ops.onednn
 PACKED = 4
@@ -68,7 +69,7 @@ class OnednnConv(OnednnLayer):
         "x", "out", "stride", "padding", "dilation", "groups", "post", "residual", "inplace",
     )  # fmt: skip
     dims: ClassVar[tuple[int, ...]] = (1, 2)
-    posts: ClassVar[tuple[str, ...]] = ("relu", "relu6", "hardtanh", "hardswish", "silu", "leaky_relu", "prelu")
+    posts: ClassVar[tuple[str, ...]] = (*OPS.fused_after("conv"), "prelu")
     twice: ClassVar[tuple[str, ...]] = ("leaky_relu", "prelu")
 
     def __init__(self, spec: LayerSpec) -> None:

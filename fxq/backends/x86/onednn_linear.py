@@ -13,6 +13,7 @@ from fxq.backends.kernel import numbers
 from fxq.backends.layer_spec import LayerSpec
 from fxq.backends.x86.onednn import OnednnLayer, PackedWeight, epilogue, target
 from fxq.errors import BackendError, InputError
+from fxq.ops import OPS
 
 _onednn = torch.ops.onednn
 _CONV_POSTS = ("none", "relu", "hardtanh", "hardswish", "swish")
@@ -63,7 +64,7 @@ class OnednnLinear(OnednnLayer):
     layer: ClassVar[str] = "linear layer"
     dims: ClassVar[tuple[int, ...]] = (0,)
     options: ClassVar[tuple[str, ...]] = ("x", "out", "post", "residual", "inplace")
-    posts: ClassVar[tuple[str, ...]] = ("relu", "relu6", "hardtanh", "hardswish", "silu", "gelu", "leaky_relu", "tanh")
+    posts: ClassVar[tuple[str, ...]] = OPS.fused_after("linear")
 
     def __init__(self, spec: LayerSpec) -> None:
         super().__init__(spec)

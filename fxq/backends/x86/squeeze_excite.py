@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -12,18 +13,15 @@ from torch import Tensor
 from fxq.backends.kernel import Kernel, activation_refused, refuse
 from fxq.backends.x86.onednn import check_image
 from fxq.backends.x86.onednn_binary import OnednnMul
+from fxq.ops import OPS
 from fxq.quant.qparams import QParams
 
-FUNCTIONS = ("relu", "silu", "hardswish")
-"""What may stand behind the first layer."""
-GATES = ("sigmoid", "hardsigmoid")
-"""What may stand behind the second."""
+FUNCTIONS = OPS.fused_after("excite")
+"""Activation functions of the first layer."""
+GATES = OPS.fused_after("gate")
+"""Activation functions of the second layer."""
 _INPLACE: dict[str, Callable[[Tensor], Tensor]] = {
-    "relu": torch.relu_,
-    "silu": lambda x: F.silu(x, inplace=True),
-    "hardswish": lambda x: F.hardswish(x, inplace=True),
-    "sigmoid": torch.sigmoid_,
-    "hardsigmoid": lambda x: F.hardsigmoid(x, inplace=True),
+    name: getattr(torch, f"{name}_", None) or partial(getattr(F, name), inplace=True) for name in (*FUNCTIONS, *GATES)
 }
 _UNIT = QParams.per_tensor(1.0, 0)
 

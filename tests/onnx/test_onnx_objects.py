@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxq.onnx.protobuf import INT4, UINT4, NotInOnnx, OnnxNode, graph_proto, model_proto, onnx_type
+from fxq.onnx.onnx_objects import INT4, UINT4, NotInOnnx, OnnxNode, graph_proto, model_proto, onnx_type
 from tests.support.onnx_runs import onnx, run_onnxruntime
 
 pytestmark = pytest.mark.any_cpu

@@ -1,0 +1,69 @@
+"""Names for extending fxq: kernels, backends, ops, fusion patterns, passes and observers."""
+
+from fxq.backends.base import Backend, Prices, Support
+from fxq.backends.function_kernel import QTensor
+from fxq.backends.kernel import Kernel
+from fxq.backends.kernel_table import FusedUnit, KernelRow
+from fxq.backends.lowering import RowBackend
+from fxq.backends.own_kernels import kernel, register_kernel
+from fxq.backends.packed.fbgemm import Fbgemm
+from fxq.backends.packed.qnnpack import Qnnpack
+from fxq.backends.region_kernel import RegionKernel
+from fxq.backends.stored_graph import read_graph
+from fxq.backends.x86.x86 import X86
+from fxq.graph.info import Cost
+from fxq.graph.partition import connected_regions
+from fxq.graph.region import Region
+from fxq.graph.text_writer import graph_tensors, write_graph
+from fxq.ops.own_ops import register_op
+from fxq.ops.table import Spelling
+from fxq.ops.traits import Quant
+from fxq.quant.observer_base import Observer
+from fxq.quant.observers import Entropy, Histogram, LeastError, MinMax, MovingAverage, Percentile
+from fxq.quant.qparams import QParams
+from fxq.recipe.pass_base import Pass, Stage
+from fxq.rewriting.match import Match, explain
+from fxq.rewriting.pattern import FUSIONS, fusion, rewrite
+from fxq.rewriting.rewriter import Rewriter
+
+__all__ = [
+    "FUSIONS",
+    "X86",
+    "Backend",
+    "Cost",
+    "Entropy",
+    "Fbgemm",
+    "FusedUnit",
+    "Histogram",
+    "Kernel",
+    "KernelRow",
+    "LeastError",
+    "Match",
+    "MinMax",
+    "MovingAverage",
+    "Observer",
+    "Pass",
+    "Percentile",
+    "Prices",
+    "QParams",
+    "QTensor",
+    "Qnnpack",
+    "Quant",
+    "Region",
+    "RegionKernel",
+    "Rewriter",
+    "RowBackend",
+    "Spelling",
+    "Stage",
+    "Support",
+    "connected_regions",
+    "explain",
+    "fusion",
+    "graph_tensors",
+    "kernel",
+    "read_graph",
+    "register_kernel",
+    "register_op",
+    "rewrite",
+    "write_graph",
+]

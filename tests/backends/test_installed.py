@@ -1,0 +1,117 @@
+"""Backends of other packages: real, tiny distributions on `sys.path`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import fxq
+from fxq.backends import by_name
+
+pytestmark = pytest.mark.any_cpu
+
+CODE = """
+import fxq
+
+
+class Engine(fxq.extend.Backend):
+    name = {name!r}
+    has_kernels = False
+
+    def supports(self, gm, node, calls, config):
+        return fxq.extend.Support(1) if calls[0].op.name == "linear" else fxq.extend.Support(0, "linear layers alone")
+
+    def lower(self, gm, region):
+        return None
+"""
+
+
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """Installs a distribution with one backend, whose module has this code."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def add(distribution, name, code=None):
+        module = distribution.replace("-", "_")
+        info = tmp_path / f"{module}-1.2.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.2\n")
+        (info / "entry_points.txt").write_text(f"[fxq.backends]\n{name} = {module}:Engine\n")
+        (tmp_path / f"{module}.py").write_text(code if code is not None else CODE.format(name=name))
+        monkeypatch.syspath_prepend(tmp_path / module)  # another `sys.path`: what was read before is read again
+        monkeypatch.delitem(sys.modules, module, raising=False)
+        return module
+
+    return add
+
+
+def test_a_package_adds_a_backend(install, tmp_path):
+    module = install("acme-one", "acme_one")
+    recipe = fxq.Recipe.static(backend="acme_one", optimize="coverage")
+    assert module not in sys.modules  # a name needs no import
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).eval()
+    data = [torch.randn(8, 8, generator=torch.Generator().manual_seed(0))]
+    qmodel = fxq.quantize(model, recipe, data=data)
+    assert qmodel.backend == "acme_one" and [entry.fate for entry in qmodel.ledger] == ["int8", "float", "int8"]
+    qmodel.save(tmp_path / "m.fxq")
+    recipe.save(tmp_path / "r.toml")
+    code = "import sys, fxq; print(fxq.load(sys.argv[1]).backend, fxq.Recipe.load(sys.argv[2]).backend)"
+    paths = [str(tmp_path / "m.fxq"), str(tmp_path / "r.toml")]
+    program = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); {code}"
+    done = subprocess.run([sys.executable, "-c", program, *paths], capture_output=True, text=True)
+    assert done.stdout.split() == ["acme_one", "acme_one"], done.stderr
+    assert by_name.unavailable("acme_one") is None and "acme_one" not in by_name.known()
+
+
+def test_the_doctor_lists_it_with_its_distribution(install):
+    install("acme-two", "acme_two")
+    install("acme-broken", "acme_broken", "import no_such_module_anywhere")
+    diagnosis = fxq.doctor(["acme_broken"], progress=False)
+    assert diagnosis.machine["backend acme_two"] == "of acme-two 1.2"
+    (row,) = diagnosis.rows
+    assert row.verdict == "float" and "acme-broken 1.2 cannot be imported" in row.why and "no_such_module" in row.why
+    assert "acme-two 1.2" in str(diagnosis)
+
+
+@pytest.mark.parametrize("code", ["import no_such_module_anywhere", "raise RuntimeError('no licence')", "x = 1"])
+def test_a_package_that_cannot_be_imported_breaks_nothing_else(install, code):
+    install("acme-three", "acme_three", code)
+    assert "acme-three 1.2 cannot be imported" in by_name.unavailable("acme_three")
+    with pytest.raises(
+        fxq.BackendError, match=r"backend 'acme_three' of the package acme-three 1\.2 cannot be imported"
+    ):
+        by_name.get_backend("acme_three")
+    assert by_name.get_backend("reference").name == "reference"
+
+
+def test_a_name_of_fxq_is_refused(install):
+    install("acme-four", "reference", CODE.format(name="reference"))
+    assert by_name.backend_type("reference").__module__ == "fxq.backends.reference"
+    assert fxq.doctor(["reference"], progress=False).machine["backend reference"] == (
+        "of acme-four 1.2: the name 'reference' is also that of a backend of fxq"
+    )
+
+
+def test_a_name_of_two_packages_is_refused(install):
+    install("acme-five", "acme_five")
+    install("acme-six", "acme_five")
+    with pytest.raises(
+        fxq.RecipeError, match=r"of acme-five 1\.2: the name 'acme_five' is also that of .* acme-six 1\.2"
+    ):
+        fxq.Recipe.static(backend="acme_five")
+
+
+def test_an_entry_point_of_another_name_than_its_class(install):
+    install("acme-seven", "acme_seven", CODE.format(name="other"))
+    with pytest.raises(fxq.BackendError, match="acme_seven:Engine is called 'other', or lacks methods"):
+        by_name.get_backend("acme_seven")
+
+
+def test_an_unknown_name_is_compared_with_those_of_packages(install):
+    install("acme-eight", "acme_eight")
+    with pytest.raises(fxq.RecipeError, match="unknown backend 'acme_eigth'; did you mean 'acme_eight'"):
+        fxq.Recipe.static(backend="acme_eigth")
