@@ -10,23 +10,23 @@ from typing import Any
 from torch import fx, nn
 
 from fxq.backends.by_name import FASTEST
-from fxq.calibration import EVERY, Calibration, as_observed, first_of_all, merge_calibrations
+from fxq.calibration.ranks import AUTO, Ranks
 from fxq.common.data import Batch, as_batch, batches, device_of, samples_in
 from fxq.common.isolation import untouched
 from fxq.common.progress import progress_bar
 from fxq.errors import InputError, RecipeError
-from fxq.fastest import convert_all, prepare_all
-from fxq.files.model_file import load_model
 from fxq.ledger.comparison import Comparison, compare_with, quantized_reference
 from fxq.model import QuantizedModel, remade
-from fxq.observed_model import ObservedModel
-from fxq.pipeline.ranks import AUTO, Ranks
 from fxq.recipe.recipe import Recipe, as_recipe
 from fxq.report.report import write_comparison
-from fxq.steps import Known, check_compared, check_model, converted, float_reference, manager_for, prepared
+from fxq.saved.model_file import load_model
 from fxq.tracing.wrappers import unwrapped
-from fxq.training import converted_from_training, prepared_for_training
-from fxq.training_model import TrainingModel
+from fxq.workflow.calibrate import EVERY, Calibration, as_observed, first_of_all, merge_calibrations
+from fxq.workflow.fastest import convert_all, prepare_all
+from fxq.workflow.observed_model import ObservedModel
+from fxq.workflow.steps import Known, check_compared, check_model, converted, float_reference, manager_for, prepared
+from fxq.workflow.train import converted_from_training, prepared_for_training
+from fxq.workflow.training_model import TrainingModel
 
 
 def quantize(

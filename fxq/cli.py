@@ -182,7 +182,7 @@ def export(model: Path, path: Path, fixed: bool) -> None:
 def doctor(as_json: bool, compiles: bool) -> None:
     """What this machine does with integers, and how fast."""
     if compiles:
-        from fxq.backends.jit.compiler import compile_loops
+        from fxq.backends.loops.code.compiler import compile_loops
 
         click.echo(compile_loops())
         return

@@ -17,16 +17,16 @@ from fxq.api import quantize
 from fxq.backends import by_name as backends
 from fxq.backends import cpu
 from fxq.backends.by_name import Trap
-from fxq.backends.jit import compiler
+from fxq.backends.loops.code import compiler
 from fxq.common.cpus import is_contended, usable_cpus
 from fxq.common.progress import progress_bar
 from fxq.common.timed_calls import threads_set_to
 from fxq.cost import price_file as prices
 from fxq.cost.cache import measure, read_rounds
+from fxq.display.printed import Printed
+from fxq.display.tables import Column, Part, Table, line, row, text
 from fxq.errors import BackendError, FxqError, words_of
 from fxq.recipe.recipe import Recipe
-from fxq.text.printed import Printed
-from fxq.text.tables import Column, Part, Table, line, row, text
 
 
 @dataclass(frozen=True)

@@ -1,20 +1,20 @@
 """Names for extending fxq: kernels, backends, ops, fusion patterns, passes and observers."""
 
 from fxq.backends.base import Backend, Prices, Support
-from fxq.backends.function_kernel import QTensor
 from fxq.backends.kernel import Kernel
-from fxq.backends.kernel_table import FusedUnit, KernelRow
-from fxq.backends.lowering import RowBackend
-from fxq.backends.own_kernels import kernel, register_kernel
 from fxq.backends.packed.fbgemm import Fbgemm
 from fxq.backends.packed.qnnpack import Qnnpack
 from fxq.backends.region_kernel import RegionKernel
 from fxq.backends.stored_graph import read_graph
+from fxq.backends.table.function_kernel import QTensor
+from fxq.backends.table.kernel_table import FusedUnit, KernelRow
+from fxq.backends.table.lowering import RowBackend
+from fxq.backends.table.own_kernels import kernel, register_kernel
 from fxq.backends.x86.x86 import X86
+from fxq.graph.analysis.partition import connected_regions
 from fxq.graph.info import Cost
-from fxq.graph.partition import connected_regions
 from fxq.graph.region import Region
-from fxq.graph.text_writer import graph_tensors, write_graph
+from fxq.graph.text.text_writer import graph_tensors, write_graph
 from fxq.ops.own_ops import register_op
 from fxq.ops.table import Spelling
 from fxq.ops.traits import Quant

@@ -17,15 +17,11 @@ from torch import fx, nn
 
 from fxq.backends import cpu
 from fxq.backends.by_name import written
-from fxq.backends.other_machine import fit, verify
 from fxq.common.attributes import FloatAttributes
 from fxq.common.data import check_finite
 from fxq.common.isolation import unshare
 from fxq.common.names import check_names
 from fxq.errors import InputError, RecipeError
-from fxq.files.mapped_file import MappedFile
-from fxq.files.model_export import export_model
-from fxq.files.model_file import save_model
 from fxq.graph.plain_data import NodeData, from_data, to_data
 from fxq.ledger.comparison import Comparison
 from fxq.ledger.decisions import Decisions
@@ -40,6 +36,10 @@ from fxq.report.profile import Profile
 from fxq.report.report import Tuning, write_report
 from fxq.runtime.binding import KEPT, Bindings
 from fxq.runtime.call_checks import check_call, compiled, has_kernels
+from fxq.saved.mapped_file import MappedFile
+from fxq.saved.model_export import export_model
+from fxq.saved.model_file import save_model
+from fxq.saved.other_machine import fit, verify
 
 _KNOWN = ("history", "ledger", "recipe", "backend", "record", "kinds_kept", "attempts", "_decided", "_handed")
 """What a quantized model knows besides its graph and tensors, and takes along when it is copied."""

@@ -3,10 +3,10 @@
 from fxq.api import calibrate, compare, convert, load, merge_calibrations, prepare, quantize, run_passes
 from fxq.backends.base import Backend, Prices, Support
 from fxq.backends.kernel import Kernel
-from fxq.backends.kernel_table import FusedUnit
-from fxq.backends.own_kernels import register_kernel
 from fxq.backends.region_kernel import RegionKernel
 from fxq.backends.stored_graph import read_graph
+from fxq.backends.table.kernel_table import FusedUnit
+from fxq.backends.table.own_kernels import register_kernel
 from fxq.common.metrics import nbytes
 from fxq.cost import price_file as prices
 from fxq.diagnosis import Diagnosis, doctor
@@ -24,16 +24,15 @@ from fxq.errors import (
     RenderError,
     TraceError,
 )
+from fxq.graph.analysis.partition import connected_regions
 from fxq.graph.info import Cost
-from fxq.graph.partition import connected_regions
 from fxq.graph.region import Region
-from fxq.graph.text_writer import graph_tensors, write_graph
+from fxq.graph.text.text_writer import graph_tensors, write_graph
 from fxq.ledger.comparison import Comparison
 from fxq.ledger.layer_qparams import LayerQParams
 from fxq.ledger.ledger import Ledger
 from fxq.ledger.qparams_table import ModelQParams
 from fxq.model import QuantizedModel
-from fxq.observed_model import ObservedModel
 from fxq.ops.own_ops import register_op
 from fxq.ops.table import Spelling
 from fxq.ops.traits import Quant
@@ -56,11 +55,12 @@ from fxq.report.profile import Profile
 from fxq.rewriting.match import Match, explain
 from fxq.rewriting.pattern import FUSIONS, fusion, rewrite
 from fxq.rewriting.rewriter import Rewriter
-from fxq.training_model import TrainingModel
 from fxq.tuning.bisection import Bisection
 from fxq.tuning.search_result import SearchResult
 from fxq.tuning.sensitivity import Sensitivity
 from fxq.tuning.tools import bisect, search, sensitivity
+from fxq.workflow.observed_model import ObservedModel
+from fxq.workflow.training_model import TrainingModel
 
 __all__ = [
     "FLOAT",

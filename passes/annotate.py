@@ -15,8 +15,8 @@ from torch._ops import OpOverload, OpOverloadPacket
 from fxq.backends.base import support_of
 from fxq.backends.by_name import Backend, get_backend
 from fxq.common.data import device_of
+from fxq.graph.analysis.mutation import Changes
 from fxq.graph.info import Decision, DecisionKind, Plan, info
-from fxq.graph.mutation import Changes
 from fxq.graph.query import constant, reads_only_metadata, submodule, taken_from, values_of
 from fxq.graph.unit import Calls, OpCall, UnitInput, calls_of, inputs_of, read_by
 from fxq.ops import OPS

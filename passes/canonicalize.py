@@ -28,7 +28,7 @@ from fxq.graph.query import (
 )
 from fxq.ops import OPS, conv_padding
 from fxq.ops.table import Arguments, Instead, Op, Pick, Spelling
-from fxq.patterns.written_out import WRITTEN_OUT
+from fxq.patterns.decompositions.written_out import WRITTEN_OUT
 from fxq.pipeline.float_ops import keep_original
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.rewriting.computed import computed_by_parametrization, note_computed

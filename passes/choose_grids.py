@@ -12,8 +12,8 @@ from typing import ClassVar
 from torch import fx
 
 from fxq.errors import CalibrationError, PassError
-from fxq.graph.fills import Fills
-from fxq.graph.given import Given
+from fxq.graph.analysis.fills import Fills
+from fxq.graph.analysis.given import Given
 from fxq.graph.info import Decision, Edge, Plan, grid_key, info
 from fxq.graph.place import where
 from fxq.graph.query import constant, reads_only_metadata, states_of, submodule, taken_from, unobserved

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, fx
 
 from fxq.common.data import Batch, pieces_of, samples_in
-from fxq.common.estimate import Estimate
 from fxq.common.isolation import copied, seeded
 from fxq.common.metrics import Agreement, tensors, token_weights
 from fxq.common.progress import progress_bar
@@ -21,9 +20,10 @@ from fxq.graph.query import constant, is_op, swapped
 from fxq.graph.run import Runner
 from fxq.graph.unit import calls_of
 from fxq.ledger.output_check import add_output
+from fxq.paired.estimate import Estimate
+from fxq.paired.used_rows import used_rows
 from fxq.pipeline.context import Context
 from fxq.pipeline.float_values import CachedFloatForm, LayerValues, run_layer
-from fxq.pipeline.used_rows import used_rows
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.rewriting.rewriter import Rewriter
 

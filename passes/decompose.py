@@ -11,9 +11,9 @@ from torch import fx, nn
 
 from fxq.graph.info import Decision, info
 from fxq.graph.query import called_name, op_of, submodule, taken_part
-from fxq.patterns import attention, recurrent_functions
-from fxq.patterns.attention import ATTENTION
-from fxq.patterns.recurrent_layers import RECURRENT
+from fxq.patterns.decompositions import attention, recurrent_functions
+from fxq.patterns.decompositions.attention import ATTENTION
+from fxq.patterns.decompositions.recurrent_layers import RECURRENT
 from fxq.pipeline.float_ops import expand_original
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.rewriting.expansion import CannotExpand, Expand, Expansion

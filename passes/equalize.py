@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
+from fxq.graph.analysis.layer_matrix import LayerMatrix
 from fxq.graph.info import info
-from fxq.graph.layer_matrix import LayerMatrix
 from fxq.graph.query import constant, is_op
 from fxq.graph.unit import OpCall, calls_of
 from fxq.pipeline.float_ops import divide_original

@@ -29,8 +29,8 @@ from fxq.cost.prices import (
 from fxq.cost.probe import Prober
 from fxq.cost.whole import quickest
 from fxq.errors import RecipeError, warn
+from fxq.graph.analysis.integer_sums import INT32, beyond_int32, node_largest_sum
 from fxq.graph.info import Cost, DecisionKind, Plan, fate_of, info
-from fxq.graph.integer_sums import INT32, beyond_int32, node_largest_sum
 from fxq.graph.query import CONVERSIONS, MEASURES, is_op, measures_of, plan_of, reads_only_metadata, taken_from
 from fxq.graph.region import read_region
 from fxq.graph.unit import calls_of

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from fxq.graph.info import info
 from fxq.graph.query import op_of
-from fxq.patterns.norm import norm_after_layer, norm_before_layer
+from fxq.patterns.fusions.norm import norm_after_layer, norm_before_layer
 from fxq.pipeline.context import Context
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.rewriting.match import Match

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fxq.pipeline.reconstruction import OutputError, Reconstruction, WeightGrid
+from fxq.paired.reconstruction import OutputError, Reconstruction, WeightGrid
 from fxq.recipe.pass_base import Stage
 
 

@@ -18,12 +18,12 @@ from fxq.graph.place import where
 from fxq.graph.query import is_op, op_of, read_attribute, reads_only_metadata
 from fxq.graph.unit import unit_of
 from fxq.pipeline.context import Context
-from fxq.pipeline.trainable_layers import FOLDER, TrainableLayers, attach
 from fxq.quant.fake_quantize import FakeQuantizeValue
 from fxq.quant.qparams import QParams
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.rewriting.rewriter import Rewriter
 from fxq.rewriting.unit_edits import open_unit
+from fxq.training.trainable_layers import FOLDER, TrainableLayers, attach
 
 
 @dataclass(frozen=True)

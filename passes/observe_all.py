@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fxq.errors import CalibrationError
-from fxq.graph.fills import Fills
+from fxq.graph.analysis.fills import Fills
 from fxq.graph.info import info
 from fxq.quant.observer_base import Observer
 from fxq.quant.observers import observer_for

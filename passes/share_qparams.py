@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from torch import fx
 
-from fxq.graph.fills import Fills
+from fxq.graph.analysis.fills import Fills
 from fxq.graph.info import Edge, fate_of, info
 from fxq.graph.query import values_of
 from fxq.graph.unit import Wish, calls_of, reads_of, wishes_of

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from fxq.common.metrics import Agreement
 from fxq.graph.info import Decision, Plan, info
 from fxq.graph.query import swapped
-from fxq.ledger.linear_inputs import Form, LinearInput, LinearLayer, seen_inputs
+from fxq.paired.linear_inputs import Form, LinearInput, LinearLayer, seen_inputs
 from fxq.pipeline.float_moves import move_floats
 from fxq.quant.measured import MeasuredGrid
 from fxq.quant.observers import observer_for

@@ -17,8 +17,8 @@ from fxq.common.isolation import computed_tensors, copied, seeded, untouched
 from fxq.common.metrics import tensors
 from fxq.common.source import source_of
 from fxq.errors import FxqError, InputError, RecipeError, TraceError, warn, words_of
+from fxq.graph.analysis.macs import macs_of
 from fxq.graph.info import Decision, info
-from fxq.graph.macs import macs_of
 from fxq.graph.query import is_check
 from fxq.pipeline.context import Context
 from fxq.recipe.pass_base import Pass, Stage

@@ -1,5 +1,5 @@
 """Fusion patterns by subject. Importing this package registers them."""
 
-from fxq.patterns import conv, elementwise, excite, linear, norm
+from fxq.patterns.fusions import conv, elementwise, excite, linear, norm
 
 __all__ = ["conv", "elementwise", "excite", "linear", "norm"]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fxq
-from fxq.backends.jit import compiler
+from fxq.backends.loops.code import compiler
 from fxq.common import timed_calls
 from fxq.cost import cache as costs
 from fxq.cost import probe

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from safetensors.torch import save_file
 
 import fxq
-from fxq.backends.jit import compiler
+from fxq.backends.loops.code import compiler
 from fxq.cli import main
 
 pytestmark = pytest.mark.any_cpu

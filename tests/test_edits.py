@@ -8,11 +8,11 @@ from torch import nn
 
 import fxq
 from fxq.backends.kernel import Kernel, Post
-from fxq.backends.layer_kernel import LayerKernel
-from fxq.backends.layer_spec import LayerSpec
 from fxq.backends.packed.quantized_tensors import has_engine
 from fxq.backends.plain.binary import Add
 from fxq.backends.plain.pool import Mean
+from fxq.backends.table.layer_kernel import LayerKernel
+from fxq.backends.table.layer_spec import LayerSpec
 from fxq.backends.x86.onednn_conv import OnednnConv
 from fxq.backends.x86.onednn_linear import OnednnLinear
 from fxq.errors import BackendError, InputError

@@ -10,7 +10,7 @@ from torch import nn
 import fxq
 from fxq.backends import cpu
 from fxq.backends.by_name import NAMES, unavailable
-from fxq.backends.layer_kernel import LayerKernel
+from fxq.backends.table.layer_kernel import LayerKernel
 from fxq.common.metrics import sqnr, tensors
 from fxq.errors import warn_once
 from fxq.graph.info import info

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 import fxq
 from fxq.backends.cpu import has_vnni
-from fxq.backends.layer_kernel import LayerKernel
+from fxq.backends.table.layer_kernel import LayerKernel
 from fxq.common.metrics import sqnr, tensors
 from fxq.cost import cache as costs
 from tests.support import elsewhere

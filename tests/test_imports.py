@@ -67,21 +67,22 @@ IMPORTS = {name: imports_of(tree, MODULES) for name, tree in TREES.items()}
 LEVELS = (
     {"errors"},
     {"common"},
-    {"text", "quant"},
+    {"display", "quant"},
     {"ops"},
     {"graph"},
     {"rewriting", "tracing", "runtime", "picture", "onnx"},
     {"backends"},
     {"patterns", "recipe"},
     {"pipeline"},
+    {"calibration", "training", "paired"},
     {"ledger", "cost"},
-    {"passes", "report", "files"},
-    {"model", "observed_model", "training_model"},
-    {"calibration", "fastest", "steps"},
-    {"training"},
+    {"passes", "report", "saved"},
+    {"model"},
+    {"workflow"},
     {"tuning"},
     {"api"},
-    {"diagnosis", "extend"},
+    {"diagnosis"},
+    {"extend", "results"},
     {"public"},
     {"fxq"},
     {"cli"},
@@ -113,8 +114,10 @@ def ours(module):
 
 
 def test_the_walk_sees_what_is_there():
-    assert {"fxq.api", "fxq.ops.layers", "fxq.passes.fuse", "fxq.patterns.conv", "fxq.backends.x86.x86"} <= set(MODULES)
-    assert "fxq.passes" in {i.module for i in IMPORTS["fxq.steps"]}
+    assert {"fxq.api", "fxq.ops.layers", "fxq.passes.fuse", "fxq.patterns.fusions.conv", "fxq.backends.x86.x86"} <= set(
+        MODULES
+    )
+    assert "fxq.passes" in {i.module for i in IMPORTS["fxq.workflow.steps"]}
     code = "import a\nif TYPE_CHECKING:\n    import b\ndef f():\n    from c import d\nfrom e import g\n"
     assert imports_of(ast.parse(code), {"c.d"}) == [
         Import("a", 1, False),
@@ -253,7 +256,7 @@ def test_scripts_use_the_public_api():
     assert breaches(allowed) == []
 
 
-SHARED = ("plain", "jit", "programs")
+SHARED = ("plain", "table", "loops")
 
 
 def test_backends_stand_on_their_own():
@@ -316,65 +319,15 @@ def test_quantizing_imports_no_compiler():
     assert done.stdout.split()[-1] == "False"
 
 
-TESTED_ELSEWHERE = {
-    "rows of the op table; tests/ops/test_rows.py runs every one of them": (
-        "fxq.ops.activations",
-        "fxq.ops.arithmetic",
-        "fxq.ops.conversions",
-        "fxq.ops.convolution",
-        "fxq.ops.functions",
-        "fxq.ops.layers",
-        "fxq.ops.pointwise",
-        "fxq.ops.pooling",
-        "fxq.ops.reduction",
-        "fxq.ops.resampling",
-        "fxq.ops.selection",
-        "fxq.ops.shapes",
-    ),
-    "types alone": ("fxq.backends.base", "fxq.ledger.quantized"),
-    "one engine's half of what tests/backends/packed/test_packed_kernels.py asks of both": (
-        "fxq.backends.packed.fbgemm",
-        "fxq.backends.packed.packed_conv",
-        "fxq.backends.packed.packed_kernel",
-        "fxq.backends.packed.packed_linear",
-        "fxq.backends.packed.qnnpack",
-        "fxq.backends.packed.quantized_tensors",
-    ),
-    "tables of kernels and what reads them; tests/passes/test_lower.py lowers every network with them": (
-        "fxq.backends.layer_kernel",
-        "fxq.backends.layer_rows",
-        "fxq.backends.lowering",
-        "fxq.backends.x86.onednn",
-        "fxq.backends.x86.x86",
-        "fxq.backends.x86.x86_kernels",
-    ),
-    "tests/backends/test_other_machine.py runs the form of every kernel": ("fxq.backends.qdq_form",),
-    "what all observers share; tests/quant/test_observers.py asks it of each": ("fxq.quant.observer_base",),
-    "tests/recipe/test_extensions.py registers kernels": ("fxq.backends.own_kernels",),
-    "tests/backends/test_function_kernel.py: the kernel functions that it allows": ("fxq.backends.kernel_pattern",),
-    "tests/backends/x86/test_recurrent_loop.py: it is what the loop does": ("fxq.backends.x86.recurrent_product",),
-    "tests/picture/test_diff.py compares graphs by it": ("fxq.picture.graph_changes",),
-    "tests/tracing/test_tracer.py runs examples by it": ("fxq.tracing.example_run",),
-    "tests/graph/test_text_reader.py reads by it": ("fxq.backends.stored_graph", "fxq.graph.text_facts"),
-    "tests/test_fastest.py: its table": ("fxq.ledger.attempts",),
-    "tests/text/test_terminal.py and test_notebook.py show all that is printed": ("fxq.text.printed",),
-    "tests/passes/test_decompose.py: that pass does nothing else": ("fxq.rewriting.expansion",),
-    "tests/ops/test_rows.py reads the traits of every row": ("fxq.ops.traits",),
-}
-"""Modules without a test file of their name, by the reason."""
+def test_tests_have_the_folders_of_the_code():
+    """A file may be split or renamed without its tests moving; a folder may not."""
 
+    def folders(root, pattern, at=""):
+        parts = (path.parent.relative_to(root) for path in root.rglob(pattern) if path.name != "__init__.py")
+        return {(Path(at) / part).as_posix() for part in parts}
 
-def test_every_module_has_a_test_file_of_its_name():
-    """In the same folder; further files about it begin with its name."""
-    exempt = {name for names in TESTED_ELSEWHERE.values() for name in names}
-    tests = {name for name in MODULES if within(name, "tests")}
-
-    def test_of(module):
-        *folders, last = module.split(".")[1:]
-        return ".".join(("tests", *folders, f"test_{last}"))
-
-    modules = {name for name in MODULES if ours(name) and name not in PACKAGES}
-    assert sorted(name for name in modules - exempt if test_of(name) not in tests) == []
-    known = tuple(map(test_of, (modules | PACKAGES) - {"fxq"}))
-    strangers = {name for name in tests if name.count(".") > 1 and ".test_" in name and not name.startswith(known)}
-    assert strangers == {"tests.ops.test_rows"}
+    code = folders(ROOT / "fxq", "*.py") | folders(ROOT / "passes", "*.py", "passes")
+    code |= folders(ROOT / "patterns", "*.py", "patterns")
+    tests = folders(ROOT / "tests", "test_*.py")
+    assert sorted(tests - code) == [], "tests of folders that do not exist"
+    assert sorted(code - tests) == [], "folders without tests"

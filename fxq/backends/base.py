@@ -77,7 +77,7 @@ class Backend(ABC):
     A backend is asked three times. In `annotate`, `supports` says what it can run, and why not. In `fallback`, `prices`
     says what that costs, for a backend that measures itself. In `lower`, it cuts the qdq graph into `regions`, units
     alone or whole parts of the graph, and `lower` makes the kernel of each. What it leaves stays in qdq form, which
-    runs everywhere. One that has a table of kernels, as x86, is extended by `fxq.backends.lowering.RowBackend`.
+    runs everywhere. One that has a table of kernels, as x86, is extended by `fxq.backends.table.lowering.RowBackend`.
 
     Attributes:
         name: of the backend; a class of your own stands in a saved recipe by its import path.

@@ -16,12 +16,12 @@ _BACKENDS = {
     "x86": "fxq.backends.x86.x86:X86",
     "fbgemm": "fxq.backends.packed.fbgemm:Fbgemm",
     "qnnpack": "fxq.backends.packed.qnnpack:Qnnpack",
-    "jit": "fxq.backends.engines.jit_engine:Jit",
+    "jit": "fxq.backends.loops.jit_engine:Jit",
     "openvino": "fxq.backends.engines.openvino:Openvino",
     "onnxruntime": "fxq.backends.engines.onnxruntime:Onnxruntime",
 }
 FASTEST = "fastest"
-"""What a recipe asks for that wants all backends tried (`fxq/fastest.py`)."""
+"""What a recipe asks for that wants all backends tried (`fxq/workflow/fastest.py`)."""
 NAMES = ("auto", FASTEST, *_BACKENDS)
 """What a recipe may ask for, besides import paths and backends of other packages."""
 _OWN: dict[str, str] = {}

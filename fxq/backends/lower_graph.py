@@ -15,8 +15,8 @@ from fxq.backends.base import Backend
 from fxq.backends.kernel import Kernel
 from fxq.backends.qdq_form import Form
 from fxq.errors import BackendError, InputError
+from fxq.graph.analysis.integer_sums import node_refused
 from fxq.graph.info import Decision, EngineLayer, Fate, Plan, info, set_info
-from fxq.graph.integer_sums import node_refused
 from fxq.graph.query import CONVERSIONS, is_op, is_size, made_by, op_of, submodule
 from fxq.graph.region import Region, UnitRegion, read_region
 from fxq.graph.unit import calls_of

@@ -16,8 +16,8 @@ from fxq.backends.qdq_form import Form, Part, constants_of
 from fxq.common.data import Batch
 from fxq.common.isolation import copied
 from fxq.errors import BackendError
+from fxq.graph.analysis.integer_sums import node_refused
 from fxq.graph.info import EngineLayer
-from fxq.graph.integer_sums import node_refused
 from fxq.graph.query import arguments_of, submodule
 from fxq.graph.region import Region
 from fxq.graph.run import Runner

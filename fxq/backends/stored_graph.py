@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor, fx, nn
 
 from fxq.backends.by_name import kernel_named
-from fxq.graph.text_reader import read
+from fxq.graph.text.text_reader import read
 
 
 def read_graph(

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from fxq.backends import cpu
-from fxq.backends.jit import compiler
+from fxq.backends.loops.code import compiler
 from fxq.common.cache_folder import cache_folder
 from fxq.common.files import write_file
 from fxq.common.timed_calls import clock, counts_cpu_time

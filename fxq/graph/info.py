@@ -9,11 +9,11 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import fx
 
+from fxq.display.tables import duration
 from fxq.ops.table import META
 from fxq.quant.measured import MeasuredGrid
 from fxq.quant.qparams import QParams
 from fxq.quant.spec import TensorSpec
-from fxq.text.tables import duration
 
 Fate = Literal["int8", "weight-only", "moves", "float"]
 DecisionKind = Literal[
@@ -198,7 +198,7 @@ class NodeInfo(NamedTuple):
         body: for a kernel, the ops that it runs, as text.
         layers: for a kernel that an engine runs, the layers that it made of it, for the example input.
         memory: the blocks of memory that the tensors of its value lie in, by number; values with a block in common are
-            views of each other (see `fxq/graph/mutation.py`).
+            views of each other (see `fxq/graph/analysis/mutation.py`).
         changes: the blocks that the traced node changes in place.
         stands_for: for an integer weight or a corrected bias, the path of the float one.
         note: something the user should know about the node.

@@ -10,7 +10,7 @@ from functools import cached_property
 from torch import fx, nn
 
 from fxq.common.isolation import computed_tensors
-from fxq.graph.mutation import changes
+from fxq.graph.analysis.mutation import changes
 from fxq.graph.query import is_pure, submodule
 
 

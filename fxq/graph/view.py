@@ -13,7 +13,7 @@ from torch import fx
 from fxq.graph.grid import Grids, grid_of, moved_from
 from fxq.graph.info import EngineLayer, info
 from fxq.graph.query import CONVERSIONS, flat_nodes, makes_no_tensor, op_of, plan_of, submodule
-from fxq.graph.text_values import value_text
+from fxq.graph.text.text_values import value_text
 from fxq.graph.unit import Unit
 from fxq.quant.observer_base import Observer
 from fxq.quant.qparams import QParams

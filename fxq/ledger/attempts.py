@@ -1,4 +1,4 @@
-"""What each backend did with a model for which all were tried (`fxq/fastest.py`)."""
+"""What each backend did with a model for which all were tried (`fxq/workflow/fastest.py`)."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from fxq.text.queryable import Rows
-from fxq.text.tables import Column, Part, Table, row, text
+from fxq.display.queryable import Rows
+from fxq.display.tables import Column, Part, Table, row, text
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,8 @@ from torch import Tensor, fx
 from fxq.common.data import Batch, naming_batch, samples_in
 from fxq.common.isolation import seeded, without_autocast
 from fxq.common.metrics import Agreement
+from fxq.display.queryable import Rows, decibels, layer_text
+from fxq.display.tables import Column, Part, text
 from fxq.errors import InputError
 from fxq.graph.info import info
 from fxq.graph.program import Program
@@ -22,10 +24,8 @@ from fxq.ledger.layer_error import same_values
 from fxq.ledger.ledger import FATES, NodeRow, rows_by_node
 from fxq.ledger.output_check import add_output, rank
 from fxq.ledger.quantized import Quantized
-from fxq.ledger.side_by_side import side_by_side
-from fxq.pipeline.used_rows import AT_ONCE, used_rows
-from fxq.text.queryable import Rows, decibels, layer_text
-from fxq.text.tables import Column, Part, text
+from fxq.paired.side_by_side import side_by_side
+from fxq.paired.used_rows import AT_ONCE, used_rows
 
 
 @dataclass(frozen=True)

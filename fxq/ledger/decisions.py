@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from fxq.display.queryable import Rows
+from fxq.display.tables import Column, Part, Table, row, text
 from fxq.ledger.ledger import Entry
-from fxq.text.queryable import Rows
-from fxq.text.tables import Column, Part, Table, row, text
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ from fxq.graph.grid import grid_of
 from fxq.graph.program import Program
 from fxq.ledger.float_record import Distribution, distribution
 from fxq.ledger.ledger import NodeRow
-from fxq.ledger.side_by_side import ComparedValue, rounded_at, side_by_side
+from fxq.paired.side_by_side import ComparedValue, rounded_at, side_by_side
+from fxq.paired.used_rows import used_rows
 from fxq.pipeline.context import Context
 from fxq.pipeline.float_ops import Original
-from fxq.pipeline.used_rows import used_rows
 from fxq.quant.qparams import QParams, dequantize, quantize
 
 log = logging.getLogger("fxq")

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from fxq.display.queryable import Rows, decibels, layer_text
+from fxq.display.tables import Column, Part, line, text
 from fxq.graph.info import DECISION_KINDS
 from fxq.quant.spec import NARROW, Narrow
-from fxq.text.queryable import Rows, decibels, layer_text
-from fxq.text.tables import Column, Part, line, text
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Entry:
         kind: what sort of reason that is for a float op, one of `fxq.graph.info.DECISION_KINDS`; see `Decision`.
         decided_by: the pass that decided what it runs as; empty where it is folded, or no pass has.
         source: `file:line` of the model.
-        macs: multiply-accumulates for the batch that shapes were found with, see `fxq.graph.macs.macs_of`.
+        macs: multiply-accumulates for the batch that shapes were found with, see `fxq.graph.analysis.macs.macs_of`.
         sqnr: dB of its output against the float model's on a recorded calibration batch, errors of the ops
             before it included; infinite when they are equal. None inside a unit (the row of its last op has it), and
             where it is no float tensor.
@@ -152,7 +152,7 @@ class Ledger(Rows[Entry]):
         """Share of the multiply-accumulates that run on integers, 0 to 1; 0 when there are none.
 
         Counted are convolutions, linear layers, matrix products, attention, and modules that are kept as they are with
-        weights inside, see `fxq.graph.macs.macs_of`.
+        weights inside, see `fxq.graph.analysis.macs.macs_of`.
         """
         return self._share("int8")
 

@@ -15,12 +15,12 @@ from safetensors.numpy import save
 from torch import Tensor
 
 from fxq.common.files import as_path, write_file
+from fxq.display.printed import Printed
+from fxq.display.queryable import layer_text
+from fxq.display.tables import Column, Part, Table, line, row, text
 from fxq.errors import RenderError
 from fxq.ledger.layer_qparams import LayerQParams
 from fxq.quant.qparams import QParams
-from fxq.text.printed import Printed
-from fxq.text.queryable import layer_text
-from fxq.text.tables import Column, Part, Table, line, row, text
 
 
 class ModelQParams(Printed, Mapping[str, LayerQParams]):

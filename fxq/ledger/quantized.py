@@ -11,6 +11,8 @@ from torch import Tensor, fx, nn
 from fxq.backends.by_name import devices_of
 from fxq.backends.saved_state import check_same, state_of, take_over
 from fxq.common.metrics import nbytes
+from fxq.display.notebook import folded, html
+from fxq.display.tables import line, text
 from fxq.errors import InputError
 from fxq.ledger.float_record import Record
 from fxq.ledger.layer_qparams import layers_of
@@ -18,8 +20,6 @@ from fxq.ledger.ledger import Ledger
 from fxq.ledger.qparams_table import ModelQParams
 from fxq.pipeline.history import History
 from fxq.recipe.recipe import Recipe
-from fxq.text.notebook import folded, html
-from fxq.text.tables import line, text
 
 PLACE = "fxq_place"
 """The empty parameter of a quantized model, which tells its device and dtype."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fxq.graph.integer_sums import INT32, largest_sum
+from fxq.graph.analysis.integer_sums import INT32, largest_sum
 from fxq.onnx.onnx_objects import INT4, UINT4, OnnxNode
 from fxq.onnx.writer import MOVES, Operand, Value, Writer
 from fxq.quant.qparams import QParams

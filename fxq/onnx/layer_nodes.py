@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fxq.graph.integer_sums import INT32, MAX_8BIT_REACH
+from fxq.graph.analysis.integer_sums import INT32, MAX_8BIT_REACH
 from fxq.onnx.dequantized import bias_for, dequantized, is_of_integers, measured, transposed, weight_for
 from fxq.onnx.onnx_objects import INT4, UINT4, NotInOnnx, OnnxNode
 from fxq.onnx.padding_nodes import onnx_pads, padded

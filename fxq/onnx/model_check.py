@@ -13,10 +13,10 @@ from torch import Tensor, fx
 from fxq.common.data import Batch
 from fxq.common.isolation import copied
 from fxq.common.metrics import tensors
+from fxq.graph.analysis.varying_axes import inputs_of
 from fxq.graph.info import info
 from fxq.graph.query import is_op
 from fxq.graph.run import Runner
-from fxq.graph.varying_axes import inputs_of
 from fxq.onnx.onnx_objects import onnx_type
 from fxq.onnx.whole_model import WrittenModel
 from fxq.quant.measured import SMALLEST

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fxq.graph.integer_sums import INT32, MAX_8BIT_REACH
+from fxq.graph.analysis.integer_sums import INT32, MAX_8BIT_REACH
 from fxq.onnx.padding_nodes import padded
 from fxq.onnx.varying_sizes import varies
 from fxq.onnx.writer import Value, Writer, refuse, writes

@@ -10,10 +10,10 @@ from torch import Tensor, fx
 
 from fxq.common.trees import mapped
 from fxq.errors import words_of
+from fxq.graph.analysis.varying_axes import FIXED, Axes, Dynamic, inputs_of, plain_name, said, varying_axes
 from fxq.graph.info import info
 from fxq.graph.query import MEASURES, arguments_of, called_name, is_op
 from fxq.graph.unit import calls_of
-from fxq.graph.varying_axes import FIXED, Axes, Dynamic, inputs_of, plain_name, said, varying_axes
 from fxq.onnx.graph import Known, write_node
 from fxq.onnx.onnx_objects import NotInOnnx
 from fxq.onnx.varying_sizes import VaryingSizes

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from itertools import groupby, pairwise, takewhile
 from typing import Literal
 
-from fxq.text.colours import QUIET, Look, tooltip
-from fxq.text.colours import box as box_label
+from fxq.display.colours import QUIET, Look, tooltip
+from fxq.display.colours import box as box_label
 
 _ELSEWHERE = Look("", "", "#ffffff", QUIET, pill=True, border="dotted")
 

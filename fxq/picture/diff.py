@@ -10,15 +10,15 @@ from typing import Any
 from rich.text import Text
 from torch import fx
 
+from fxq.display.notebook import folded, html
+from fxq.display.printed import Printed
+from fxq.display.tables import Column, Part, Table, line, plain, row, text
 from fxq.errors import InputError
 from fxq.graph.view import GraphView, view
 from fxq.picture.diff_picture import picture
 from fxq.picture.diff_summary import MARKS, summary
 from fxq.picture.graph_changes import FIELDS, Change, GraphChanges
 from fxq.picture.writing import picture_html, write
-from fxq.text.notebook import folded, html
-from fxq.text.printed import Printed
-from fxq.text.tables import Column, Part, Table, line, plain, row, text
 
 
 @dataclass(frozen=True, repr=False)

@@ -9,13 +9,13 @@ from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from fxq.display.colours import CHANGES, INK, QUIET, WIDEST, Line, Look, box, tooltip
+from fxq.display.colours import Change as Mark
 from fxq.graph.view import GraphView, NodeView
 from fxq.picture.columns import Arrow, Box, Pen, Picture
 from fxq.picture.diff_summary import MARKS, alike
 from fxq.picture.graph_changes import Change, GraphChanges
 from fxq.picture.graph_picture import constants_read, drawn, header, node_box
-from fxq.text.colours import CHANGES, INK, QUIET, WIDEST, Line, Look, box, tooltip
-from fxq.text.colours import Change as Mark
 
 if TYPE_CHECKING:
     import networkx as nx

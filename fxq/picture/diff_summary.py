@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
+from fxq.display.tables import Column, Table, row, text
 from fxq.graph.view import NodeView
 from fxq.picture.graph_changes import Change, GraphChanges
-from fxq.text.tables import Column, Table, row, text
 
 MARKS = {"removed": "-", "added": "+", "changed": "~", "rewired": ">"}
 MOST = 30

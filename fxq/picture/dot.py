@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from fxq.display.colours import FONT, QUIET, escape, tooltip
 from fxq.errors import RenderError
 from fxq.picture.columns import Box, Group, Picture, boxes_of, in_columns
-from fxq.text.colours import FONT, QUIET, escape, tooltip
 
 if TYPE_CHECKING:
     import graphviz

@@ -7,11 +7,11 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from fxq.display.colours import INK, LOOKS, QUIET, Change, Line, Look, box, font, swatch, tooltip
+from fxq.display.tables import duration
 from fxq.graph.view import GraphView, NodeView
 from fxq.picture.columns import Arrow, Box, Picture
 from fxq.picture.writing import write
-from fxq.text.colours import INK, LOOKS, QUIET, Change, Line, Look, box, font, swatch, tooltip
-from fxq.text.tables import duration
 
 
 def render(graph: GraphView, path: str | Path, *, title: str = "") -> Path:

@@ -12,11 +12,11 @@ from math import sqrt
 from pathlib import Path
 
 from fxq.common.files import as_path, write_file
+from fxq.display.notebook import BORDER, text_html
+from fxq.display.tables import visible
 from fxq.errors import RenderError
 from fxq.picture.columns import Picture, reach
 from fxq.picture.dot import run, source
-from fxq.text.notebook import BORDER, text_html
-from fxq.text.tables import visible
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fxq.common.metrics import storage_address
-from fxq.patterns.norm import fold, norm_scale
+from fxq.patterns.fusions.norm import fold, norm_scale
 from fxq.rewriting.computed import Computed
 
 

@@ -10,8 +10,8 @@ from functools import cached_property
 
 from torch import Tensor, fx
 
+from fxq.graph.analysis.macs import macs_of
 from fxq.graph.info import info
-from fxq.graph.macs import macs_of
 from fxq.graph.query import called_name, is_check, makes_no_tensor, submodule
 from fxq.ops import OPS
 from fxq.rewriting.rewriter import Rewriter
@@ -27,7 +27,7 @@ class OriginalOp:
         name: its node.
         path, source: module path, and `file:line` of the model.
         op: the op, or what is called where the op table does not know it.
-        macs: multiply-accumulates, see `fxq/graph/macs.py`.
+        macs: multiply-accumulates, see `fxq/graph/analysis/macs.py`.
         gone: why it is not in the canonical graph; empty when it is.
     """
 

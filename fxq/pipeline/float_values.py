@@ -15,9 +15,9 @@ from torch import Tensor, fx
 from fxq.common.data import Batch, first_of, place_in, samples_in
 from fxq.common.isolation import copied, seeded
 from fxq.common.metrics import tensors
-from fxq.graph.expressions import Expressions
+from fxq.graph.analysis.expressions import Expressions
+from fxq.graph.analysis.mutation import changes
 from fxq.graph.info import info
-from fxq.graph.mutation import changes
 from fxq.graph.query import is_pure, op_of, submodule
 from fxq.graph.run import Modules, Runner
 from fxq.graph.unit import calls_of, unit_of

@@ -10,6 +10,10 @@ from typing import Any
 
 from rich.text import Text
 
+from fxq.display.colours import LOOKS
+from fxq.display.notebook import html
+from fxq.display.printed import Printed
+from fxq.display.tables import Column, Part, Table, bar, line, row, text
 from fxq.errors import InputError, unknown
 from fxq.graph.view import GraphView, NodeView
 from fxq.picture.graph_picture import picture, render
@@ -17,10 +21,6 @@ from fxq.picture.writing import picture_html
 from fxq.recipe.pass_base import Stage
 from fxq.rewriting.editor import Edit
 from fxq.rewriting.near_miss import NearMiss
-from fxq.text.colours import LOOKS
-from fxq.text.notebook import html
-from fxq.text.printed import Printed
-from fxq.text.tables import Column, Part, Table, bar, line, row, text
 
 
 @dataclass(frozen=True, repr=False)

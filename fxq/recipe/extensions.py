@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from fxq.backends import by_name as backends
-from fxq.backends.own_kernels import makes_kernels
+from fxq.backends.table.own_kernels import makes_kernels
 from fxq.common.source import import_path, imported
 from fxq.common.trees import leaves
 from fxq.errors import BackendError, RecipeError, warn

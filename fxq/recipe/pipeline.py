@@ -9,11 +9,11 @@ from typing import Any
 from rich.text import Text
 
 from fxq.common.source import import_name, import_path
+from fxq.display.printed import Printed
+from fxq.display.tables import Column, Part, Table, row, text
 from fxq.errors import RecipeError, unknown
 from fxq.quant.spec import QuantConfig
 from fxq.recipe.pass_base import Pass
-from fxq.text.printed import Printed
-from fxq.text.tables import Column, Part, Table, row, text
 
 _PIPELINES: dict[str, tuple[Pass, ...]] = {}
 _CONFIGS: dict[str, QuantConfig] = {}

@@ -162,8 +162,8 @@ class Recipe:
             PatternError: the name of one is taken by another.
 
         Example:
-            >>> Recipe.static().with_fusions("fxq.patterns.conv:conv_add_relu").fusions
-            ('fxq.patterns.conv:conv_add_relu',)
+            >>> Recipe.static().with_fusions("fxq.patterns.fusions.conv:conv_add_relu").fusions
+            ('fxq.patterns.fusions.conv:conv_add_relu',)
         """
         paths = (import_path(f.function, "the fusion") if isinstance(f, Family) else f for f in fusions)
         return replace(self, fusions=(*self.fusions, *paths))

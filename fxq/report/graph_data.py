@@ -6,12 +6,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, fields
 from typing import Any
 
+from fxq.display.colours import CHANGES, LOOKS, Look, clip
 from fxq.graph.view import NodeView
 from fxq.picture.diff import diff
 from fxq.picture.diff_picture import BothGraphs
 from fxq.picture.graph_picture import constants_read, node_lines
 from fxq.pipeline.history import History, Snapshot
-from fxq.text.colours import CHANGES, LOOKS, Look, clip
 
 _DEFAULTS = {f.name: f.default for f in fields(NodeView) if f.default is not MISSING}
 
@@ -87,7 +87,7 @@ def _diff(before: Snapshot | None, after: Snapshot, nodes: Nodes) -> Data | None
 
 
 def looks() -> Data:
-    """How kinds of nodes and changes look, for the page: colours have one home, `fxq/text/colours.py`."""
+    """How kinds of nodes and changes look, for the page: colours have one home, `fxq/display/colours.py`."""
     tables: dict[str, Mapping[Any, Look]] = {"looks": LOOKS, "changes": CHANGES}
     return {table: {name: asdict(look) for name, look in looks.items()} for table, looks in tables.items()}
 

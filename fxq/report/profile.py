@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from fxq.text.queryable import Rows
-from fxq.text.tables import Column, Part, duration, text
+from fxq.display.queryable import Rows
+from fxq.display.tables import Column, Part, duration, text
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from fxq.common.files import as_path, write_file
 from fxq.common.metrics import nbytes
+from fxq.display.queryable import Rows
 from fxq.errors import InputError, RecipeError
 from fxq.ledger.comparison import Comparison
 from fxq.ledger.quantized import Quantized
@@ -18,7 +19,6 @@ from fxq.report.graph_data import Data, Nodes, graph_records, looks, number, pas
 from fxq.report.latency import Latency, batch_for, time_models
 from fxq.report.page import page
 from fxq.report.value_data import values, weights
-from fxq.text.queryable import Rows
 
 
 @runtime_checkable

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
+from fxq.graph.analysis.memory import STATELESS, MemoryWatch
 from fxq.graph.guards import own_copy
 from fxq.graph.info import info
-from fxq.graph.memory import STATELESS, MemoryWatch
 from fxq.graph.query import reads_only_metadata, swapped
 from fxq.ops import OPS
 from fxq.rewriting.aliases import Alias, Block

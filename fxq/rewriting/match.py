@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, fx
 
 from fxq.errors import PatternError, unknown
+from fxq.graph.analysis.mutation import Changes
 from fxq.graph.info import info
-from fxq.graph.mutation import Changes
 from fxq.graph.query import called_name, constant, flat_nodes, is_op, op_of, options_of
 from fxq.rewriting.near_miss import Refusal
 from fxq.rewriting.pattern import FUSIONS, ON_REQUEST, Family, PatternNode, Rule

@@ -21,7 +21,7 @@ from fxq.common.iterators import IteratorStandIn
 from fxq.common.metrics import tensors
 from fxq.common.state import ABSENT, ChangedPlace
 from fxq.errors import TraceError, words_of
-from fxq.graph.memory import STATELESS
+from fxq.graph.analysis.memory import STATELESS
 from fxq.tracing.fidelity import call, same_values
 from fxq.tracing.probe_batches import variations
 from fxq.tracing.weight_norm import is_normed

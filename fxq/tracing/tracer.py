@@ -21,9 +21,9 @@ from fxq.common.isolation import copied
 from fxq.common.metrics import tensors
 from fxq.common.trees import mapped
 from fxq.errors import FxqError, InputError, TraceError, words_of
+from fxq.graph.analysis.memory import MemoryWatch
 from fxq.graph.guards import is_own_container, is_plain, make_output
 from fxq.graph.info import info, set_info
-from fxq.graph.memory import MemoryWatch
 from fxq.graph.query import tensor_meta
 from fxq.ops import OPS
 from fxq.tracing.assumptions import Assumptions

@@ -12,6 +12,8 @@ from torch import fx
 from fxq.common.data import Batch, naming_batch
 from fxq.common.isolation import seeded, without_autocast
 from fxq.common.metrics import Agreement
+from fxq.display.queryable import Rows, decibels, layer_text
+from fxq.display.tables import Column, Part, text
 from fxq.errors import InputError
 from fxq.graph.program import Program
 from fxq.ledger.comparison import Baseline
@@ -19,9 +21,7 @@ from fxq.ledger.layer_error import same_values
 from fxq.ledger.ledger import rows_by_node
 from fxq.ledger.output_check import add_output, rank
 from fxq.ledger.quantized import Quantized
-from fxq.ledger.side_by_side import corrected
-from fxq.text.queryable import Rows, decibels, layer_text
-from fxq.text.tables import Column, Part, text
+from fxq.paired.side_by_side import corrected
 
 HALF = 3.0
 """dB: with half of the noise gone, the output is so much better."""

@@ -10,8 +10,8 @@ from html import escape
 from pathlib import Path
 
 from fxq.common.files import as_path, write_file
+from fxq.display.colours import FAINT, FONT, INK, LOOKS, QUIET, clean
 from fxq.errors import RenderError
-from fxq.text.colours import FAINT, FONT, INK, LOOKS, QUIET, clean
 
 WIDTH, HEIGHT = 720, 440
 LEFT, RIGHT, TOP, BOTTOM = 70, 20, 30, 60

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+from fxq.display.queryable import Rows
+from fxq.display.tables import Column, Part, text
 from fxq.recipe.recipe import Recipe
-from fxq.text.queryable import Rows
-from fxq.text.tables import Column, Part, text
 from fxq.tuning.pareto_picture import Point, write_pareto
 from fxq.tuning.sensitivity import Sensitivity
 

@@ -9,13 +9,13 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from fxq.display.queryable import Rows, decibels, layer_text
+from fxq.display.tables import Column, Part, text
 from fxq.ledger.output_check import rank
 from fxq.recipe.recipe import Recipe
-from fxq.steps import converted
-from fxq.text.queryable import Rows, decibels, layer_text
-from fxq.text.tables import Column, Part, text
 from fxq.tuning.trials import Trials
 from fxq.tuning.tunable_layer import TunableLayer, layers_of
+from fxq.workflow.steps import converted
 
 
 @dataclass(frozen=True)

@@ -17,13 +17,13 @@ from fxq.common.progress import progress_bar
 from fxq.errors import InputError, RecipeError
 from fxq.model import QuantizedModel
 from fxq.recipe.recipe import Recipe, as_recipe
-from fxq.steps import check_compared, check_model, float_reference
 from fxq.tracing.wrappers import unwrapped
 from fxq.tuning.bisection import Bisection, blamed
 from fxq.tuning.search import Search
 from fxq.tuning.search_result import SearchResult
 from fxq.tuning.sensitivity import Sensitivity, ranked
 from fxq.tuning.trials import Metric, Trials
+from fxq.workflow.steps import check_compared, check_model, float_reference
 
 
 def sensitivity(

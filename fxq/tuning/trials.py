@@ -25,8 +25,8 @@ from fxq.passes.observe_all import Watch
 from fxq.pipeline.manager import PassManager
 from fxq.recipe.pass_base import Stage
 from fxq.recipe.recipe import Recipe
-from fxq.steps import observed_with, prepared, to_qdq
 from fxq.tracing.fidelity import run_model
+from fxq.workflow.steps import observed_with, prepared, to_qdq
 
 Metric = Callable[[nn.Module], float]
 """A function of a model: how good it is, larger is better."""

@@ -20,11 +20,11 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 from fxq.backends.kernel import Post
-from fxq.backends.layer_spec import LayerSpec
 from fxq.backends.plain.binary import Add, Mul
 from fxq.backends.plain.converters import Dequantize, PReLUQuantize, Quantize
 from fxq.backends.plain.lookup import Lookup
 from fxq.backends.plain.pool import Mean
+from fxq.backends.table.layer_spec import LayerSpec
 from fxq.backends.x86.conv_padding import Padding
 from fxq.backends.x86.onednn_binary import OnednnAdd, OnednnMul
 from fxq.backends.x86.onednn_conv import OnednnConv

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from fxq.backends.kernel import Kernel, Post
-from fxq.backends.layer_spec import LayerSpec
 from fxq.backends.plain import binary as arithmetic
 from fxq.backends.plain.clamp_and_pad import Clamp, Pad
 from fxq.backends.plain.converters import Dequantize, PReLUQuantize, Quantize, Requantize
 from fxq.backends.plain.lookup import Lookup
 from fxq.backends.plain.pool import AdaptiveMaxPool, MaxPool2d, MaxPool3d, Mean
+from fxq.backends.table.layer_spec import LayerSpec
 from fxq.backends.x86 import onednn_binary as x86_elementwise
 from fxq.backends.x86.onednn_conv import OnednnConv
 from fxq.backends.x86.onednn_linear import OnednnLinear

@@ -12,7 +12,7 @@ import fxq
 from fxq.passes import Cleanup, Fuse, InsertQdq, Propagate
 from fxq.pipeline.manager import PassManager
 from fxq.recipe.pass_base import Stage
-from fxq.steps import manager_for
+from fxq.workflow.steps import manager_for
 from tests.support.graphs import equal, graph
 from tests.support.helpers import REFERENCE, module
 from tests.support.machine import needs_x86

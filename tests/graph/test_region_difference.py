@@ -5,8 +5,8 @@ import torch
 from torch import fx, nn
 
 import fxq
+from fxq.graph.analysis.partition import connected_regions
 from fxq.graph.grid import grid_of
-from fxq.graph.partition import connected_regions
 from fxq.graph.query import Step, is_op
 from fxq.graph.region import read_region, unit_regions
 from fxq.graph.region_difference import disagreement, magnitude

@@ -101,7 +101,7 @@ def test_the_metadata_of_a_unit_is_that_of_its_ops():
     about = info(unit)
     assert (about.origins, about.parts) == (("_0_0", "_0_1"), (("_0_0",), ("_0_1",)))
     assert (about.path, about.shape, about.dtype) == ("0.0", (1, 2, 5, 5), torch.float32)
-    assert about.made_by.startswith("the-test: conv2d_relu (patterns/conv.py:")
+    assert about.made_by.startswith("the-test: conv2d_relu (patterns/fusions/conv.py:")
 
 
 # ---- captures

@@ -3,11 +3,11 @@ import torch
 from torch import nn
 
 import fxq
+from fxq.display.colours import LOOKS
 from fxq.graph.info import set_info
 from fxq.graph.view import view
 from fxq.picture.graph_picture import picture
-from fxq.steps import manager_for
-from fxq.text.colours import LOOKS
+from fxq.workflow.steps import manager_for
 from tests.support.graphs import expected, full_text, graph, node
 from tests.support.helpers import REFERENCE, module, rewriter
 
@@ -81,7 +81,7 @@ def test_what_a_node_says():
     assert (unit.kind, unit.label, unit.body) == ("int8", "linear_tanh", ("linear", "tanh"))
     assert (unit.path, unit.origins, unit.dtype, unit.shape) == ("0", ("_0", "_1"), "float32", (3, 2))
     fused = qmodel.history["fuse"].graph["_0_tanh"]
-    assert fused.made_by.startswith("fuse: linear_tanh (patterns/linear.py:")
+    assert fused.made_by.startswith("fuse: linear_tanh (patterns/fusions/linear.py:")
     assert unit.inputs == ("input_1_dq", "_0_weight_dq", "_0_bias")
     observer = qmodel.history["insert-observers"].graph["input_1_observer"]
     assert (observer.kind, observer.label, observer.options) == ("observer", "MinMax", "uint8 affine (minmax)")

@@ -10,8 +10,8 @@ from torch import nn
 
 import fxq
 from fxq.common.metrics import sqnr
+from fxq.paired.reconstruction import OutputError, WeightGrid
 from fxq.passes import AdaRound
-from fxq.pipeline.reconstruction import OutputError, WeightGrid
 from tests.support.graphs import expected, program, run_pass
 
 WEIGHT = fxq.TensorSpec(bits=4, signed=True, symmetric=True, per="channel", observer="minmax")

@@ -9,7 +9,7 @@ from torch import nn
 
 import fxq
 from fxq.passes import FoldBatchNorm
-from fxq.patterns.norm import norm_after_layer, norm_before_layer
+from fxq.patterns.fusions.norm import norm_after_layer, norm_before_layer
 from tests.support.graphs import drawn, expected, program, run_pass
 from tests.support.helpers import REFERENCE
 from tests.support.models import call, settled

@@ -47,7 +47,7 @@ origins=('a', 'relu'), paths=('a', 'act')
 origins=('b', 'add', 'relu_1'), paths=('b', '', 'act')
         return b_add_relu
     """)
-    assert info(node(gm, "a_relu")).made_by.startswith("fuse: conv2d_relu (patterns/conv.py:")
+    assert info(node(gm, "a_relu")).made_by.startswith("fuse: conv2d_relu (patterns/fusions/conv.py:")
     x = torch.randn(1, 3, 5, 5)
     assert equal(gm(x), fxq.read_graph(BLOCKS, fxq.graph_tensors(gm))(x))
 

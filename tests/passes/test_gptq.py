@@ -9,9 +9,9 @@ from torch import nn
 import fxq
 from fxq.common.metrics import sqnr
 from fxq.errors import InputError
+from fxq.paired.reconstruction import OutputError, WeightGrid
 from fxq.passes import Gptq
-from fxq.pipeline.reconstruction import OutputError, WeightGrid
-from tests.pipeline.test_used_rows import Pooled, padded
+from tests.paired.test_used_rows import Pooled, padded
 from tests.support.graphs import expected, program, run_pass
 
 FOUR_BITS = fxq.Recipe.weight_only(bits=4, per=16, backend="reference")

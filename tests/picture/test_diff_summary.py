@@ -4,10 +4,10 @@ import torch
 from torch import nn
 
 import fxq
+from fxq.display.tables import plain
 from fxq.graph.view import GraphView, NodeView
 from fxq.picture.diff import diff
 from fxq.picture.diff_summary import MOST, summary
-from fxq.text.tables import plain
 from tests.support.helpers import REFERENCE, steps
 
 
@@ -24,7 +24,7 @@ def pairs(count):
     return GraphView(tuple(nodes), "before")
 
 
-def fused(count, made_by="fuse: conv2d_relu (patterns/conv.py:12)"):
+def fused(count, made_by="fuse: conv2d_relu (patterns/fusions/conv.py:12)"):
     """The same with a unit for every pair."""
     nodes = [NodeView("x", "io", "input")]
     for i in range(count):

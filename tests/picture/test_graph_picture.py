@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
+from fxq.display.colours import CHANGES, LOOKS
 from fxq.graph.info import EngineLayer
 from fxq.graph.view import GraphView, NodeView
 from fxq.picture import dot as dot_module
 from fxq.picture.columns import Picture, columns
 from fxq.picture.graph_picture import node_lines, node_tooltip, picture, render
-from fxq.text.colours import CHANGES, LOOKS
 from tests.support.pictures import lowered, needs_dot, network, small
 
 pytestmark = pytest.mark.any_cpu

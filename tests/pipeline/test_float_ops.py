@@ -5,12 +5,12 @@ import torch
 from torch import fx, nn
 
 from fxq.common.data import Batch
-from fxq.graph.macs import macs_of
+from fxq.graph.analysis.macs import macs_of
 from fxq.graph.run import Runner
 from fxq.pipeline.float_ops import divide_original
 from fxq.recipe.pass_base import Stage
 from fxq.rewriting.rewriter import Rewriter
-from fxq.steps import manager_for, up_to
+from fxq.workflow.steps import manager_for, up_to
 from tests.support.graphs import equal, until
 from tests.support.helpers import REFERENCE
 from tests.support.models import NETWORKS, batch, build, call

@@ -13,7 +13,7 @@ from fxq.graph.query import constant
 from fxq.ops import OPS
 from fxq.passes import Annotate, Canonicalize, Fuse, InsertQdq, Trace
 from fxq.recipe.pass_base import Pass, Stage
-from fxq.steps import manager_for
+from fxq.workflow.steps import manager_for
 from tests.support.graphs import graph
 from tests.support.helpers import REFERENCE, managed, module
 from tests.support.machine import quiet, told

@@ -13,8 +13,8 @@ from torch import nn
 
 import fxq
 from fxq.backends.by_name import get_backend
-from fxq.backends.kernel_table import KernelRow
 from fxq.backends.packed.quantized_tensors import has_engine
+from fxq.backends.table.kernel_table import KernelRow
 from fxq.backends.x86.x86 import X86
 from fxq.cost.cache import Costs
 from fxq.cost.probe import Prober

@@ -3,9 +3,9 @@
 import pytest
 
 import fxq
+from fxq.display.colours import clip
 from fxq.picture.graph_picture import constants_read, node_lines
 from fxq.report.report import report_data
-from fxq.text.colours import clip
 from tests.support.helpers import REFERENCE
 from tests.support.models import batch, build
 

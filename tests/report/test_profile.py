@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fxq
-from fxq.backends.engines.engine import EngineBackend
+from fxq.backends.engine import EngineBackend
 from fxq.common.data import Batch
 from fxq.report.latency import profile_of
 from fxq.report.report import report_data

@@ -6,7 +6,7 @@ from torch import nn
 import fxq
 from fxq.recipe.pass_base import Stage
 from fxq.rewriting.computed import computed_by_parametrization
-from fxq.steps import manager_for, up_to
+from fxq.workflow.steps import manager_for, up_to
 from tests.support.helpers import REFERENCE, module
 
 X = torch.randn(2, 3)

@@ -206,14 +206,14 @@ def test_a_rewrite_is_not_registered(fusions):
 
 def test_a_name_that_another_file_has_taken():
     with pytest.raises(
-        PatternError, match=r"'conv2d_relu' \(rewriting/test_pattern.py:\d+\) is taken by patterns/conv.py:\d+"
+        PatternError, match=r"'conv2d_relu' \(rewriting/test_pattern.py:\d+\) is taken by patterns/fusions/conv.py:\d+"
     ):
 
         @fusion("conv2d_relu")
         def mine(op, x, w, b):
             return op.relu(op.conv2d(x, w, b))
 
-    assert fxq.FUSIONS["conv2d_relu"].source.startswith("patterns/conv.py")
+    assert fxq.FUSIONS["conv2d_relu"].source.startswith("patterns/fusions/conv.py")
 
 
 def test_a_name_taken_registers_no_rule_of_the_family():

@@ -4,8 +4,8 @@ import torch
 from torch import nn
 
 import fxq
-from fxq.calibration import graphs_of
-from fxq.pipeline.calibration_state import observers_of
+from fxq.calibration.calibration_state import observers_of
+from fxq.workflow.calibrate import graphs_of
 
 
 def network():

@@ -1,7 +1,7 @@
 """How engines are tested: all on integers that can be, and the kernels of regions."""
 
 import fxq
-from fxq.backends.engines.engine import EngineKernel
+from fxq.backends.engine import EngineKernel
 from fxq.graph.query import submodule
 
 

@@ -1,4 +1,4 @@
-"""What `fxq.common.estimate` should say of parts that are all known at once."""
+"""What `fxq.paired.estimate` should say of parts that are all known at once."""
 
 import torch
 

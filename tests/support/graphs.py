@@ -17,7 +17,7 @@ from fxq.pipeline.context import Context
 from fxq.pipeline.invariants import check
 from fxq.recipe.pass_base import Pass
 from fxq.rewriting.rewriter import Rewriter
-from fxq.steps import manager_for
+from fxq.workflow.steps import manager_for
 from tests.support.helpers import REFERENCE, context
 from tests.support.machine import QMAX
 from tests.support.models import call

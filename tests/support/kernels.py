@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fxq.backends.kernel import Kernel, Post
-from fxq.backends.layer_spec import LayerSpec
+from fxq.backends.table.layer_spec import LayerSpec
 from fxq.quant.qparams import QParams
 from tests.support.machine import QMAX
 

@@ -3,9 +3,9 @@
 import torch
 import torch.nn.functional as F
 
-from fxq.backends.jit import compiler
-from fxq.backends.programs.areas import ABSOLUTE, LANES, SCRATCH, SLACK
-from fxq.backends.programs.program_steps import StepRows
+from fxq.backends.loops.code import compiler
+from fxq.backends.loops.programs.areas import ABSOLUTE, LANES, SCRATCH, SLACK
+from fxq.backends.loops.programs.program_steps import StepRows
 
 EXACT = {
     "silu": F.silu, "hardswish": F.hardswish, "gelu": F.gelu,

@@ -13,18 +13,18 @@ import torch
 from torch import Tensor, fx, nn
 
 import fxq
-from fxq.backends.engines.engine import EngineBackend
-from fxq.backends.engines.jit_engine import JitKernel
-from fxq.backends.programs.plan import ProgramPlan, planned
-from fxq.backends.programs.planned_values import NotPlannedError
-from fxq.backends.programs.program_steps import ProgramStep
-from fxq.backends.programs.region_program import RegionProgram
+from fxq.backends.engine import EngineBackend
+from fxq.backends.loops.jit_engine import JitKernel
+from fxq.backends.loops.programs.plan import ProgramPlan, planned
+from fxq.backends.loops.programs.planned_values import NotPlannedError
+from fxq.backends.loops.programs.program_steps import ProgramStep
+from fxq.backends.loops.programs.region_program import RegionProgram
 from fxq.graph.info import set_info
 from fxq.graph.query import submodule
 from fxq.ops import OPS
 from tests.support.helpers import plain
 
-LOOPS = pytest.importorskip("fxq.backends.jit.program_loops", reason="needs Numba", exc_type=ImportError)
+LOOPS = pytest.importorskip("fxq.backends.loops.code.program_loops", reason="needs Numba", exc_type=ImportError)
 LAST = torch.channels_last
 
 

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
-from fxq.backends.engines.engine import EngineBackend, EngineKernel, is_channels_last
-from fxq.backends.engines.engine_layers import of_nodes
+from fxq.backends.engine import EngineBackend, EngineKernel, is_channels_last
+from fxq.backends.engine_layers import of_nodes
 from fxq.backends.engines.request import EngineCall, Request
 from fxq.graph.info import EngineLayer
 from fxq.graph.query import is_op, op_of

@@ -15,8 +15,8 @@ from torch import Tensor, fx
 
 from fxq.backends import cpu
 from fxq.backends.base import Support
-from fxq.backends.engines.engine import EngineKernel, imported, repeated
-from fxq.backends.engines.engine_layers import kind_of
+from fxq.backends.engine import EngineKernel, imported, repeated
+from fxq.backends.engine_layers import kind_of
 from fxq.backends.engines.onnx_engine import OnnxBackend, OnnxKernel
 from fxq.backends.engines.request import Request
 from fxq.graph.info import EngineLayer

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, fx
 
 from fxq.backends import cpu
-from fxq.backends.engines.engine import EngineKernel, imported
-from fxq.backends.engines.engine_layers import kind_of
+from fxq.backends.engine import EngineKernel, imported
+from fxq.backends.engine_layers import kind_of
 from fxq.backends.engines.moves import convert_before_moves
 from fxq.backends.engines.onnx_engine import OnnxBackend, OnnxKernel
 from fxq.backends.engines.openvino_tuning import (
@@ -25,7 +25,7 @@ from fxq.backends.engines.openvino_tuning import (
     layer_times,
 )
 from fxq.backends.engines.request import Request
-from fxq.backends.layer_rows import is_depthwise_call
+from fxq.backends.table.layer_rows import is_depthwise_call
 from fxq.graph.info import EngineLayer, info
 from fxq.graph.unit import Calls
 from fxq.onnx.graph import Written

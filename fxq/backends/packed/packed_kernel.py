@@ -12,11 +12,11 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from fxq.backends.kernel import Post, bounds
-from fxq.backends.kernel_table import CLAMPS
-from fxq.backends.layer_kernel import LayerKernel
-from fxq.backends.layer_spec import LayerSpec
 from fxq.backends.packed.quantized_tensors import as_uint8, engine_selected
 from fxq.backends.plain.clamp_and_pad import to_integer
+from fxq.backends.table.kernel_table import CLAMPS
+from fxq.backends.table.layer_kernel import LayerKernel
+from fxq.backends.table.layer_spec import LayerSpec
 from fxq.errors import InputError
 from fxq.quant.qparams import QParams
 

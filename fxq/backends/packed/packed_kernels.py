@@ -9,12 +9,12 @@ from typing import ClassVar
 
 import torch
 
-from fxq.backends.kernel_table import CLAMPS, PLAIN, KernelRow, of_two
-from fxq.backends.layer_rows import layer_row
-from fxq.backends.lowering import RowBackend
 from fxq.backends.packed.packed_conv import PackedConv, PackedConvTranspose
 from fxq.backends.packed.packed_linear import PackedAdd, PackedLinear, PackedMul
 from fxq.backends.packed.quantized_tensors import has_engine
+from fxq.backends.table.kernel_table import CLAMPS, PLAIN, KernelRow, of_two
+from fxq.backends.table.layer_rows import layer_row
+from fxq.backends.table.lowering import RowBackend
 from fxq.graph.unit import Calls
 from fxq.ops import OPS
 

@@ -9,11 +9,11 @@ from typing import ClassVar
 from torch import fx
 
 from fxq.backends.base import Trap
-from fxq.backends.kernel_table import KernelRow
-from fxq.backends.layer_spec import LayerSpec
 from fxq.backends.packed import packed_conv, packed_linear
 from fxq.backends.packed import quantized_tensors as packed
 from fxq.backends.packed.packed_kernels import PackedBackend, table
+from fxq.backends.table.kernel_table import KernelRow
+from fxq.backends.table.layer_spec import LayerSpec
 from fxq.graph.unit import OpCall
 from fxq.quant.spec import QuantConfig
 

@@ -10,8 +10,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fxq.backends.jit.compiler import loops_for
 from fxq.backends.kernel import Kernel
+from fxq.backends.loops.code.compiler import loops_for
 from fxq.backends.plain.converters import dense
 from fxq.quant.measured import MeasuredGrid, measured_range, measured_scale, measured_zero_point
 from fxq.quant.qparams import as_float32

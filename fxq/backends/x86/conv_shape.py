@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fxq.backends import cpu
-from fxq.backends.layer_spec import is_depthwise
+from fxq.backends.table.layer_spec import is_depthwise
 from fxq.errors import BackendError
 
 

@@ -51,7 +51,7 @@ def run_steps(
     """Do what `recurrent_steps` has a function for, of which these are the arguments.
 
     Args:
-        loops: compiled functions, `fxq.backends.jit.step_loops`.
+        loops: compiled functions, `fxq.backends.loops.code.step_loops`.
         op: "lstm", "gru" or "rnn".
         gates: what is added to the product in each step, float32 (T, N, gates * H).
         y: where the hidden states are written, float32 (T, N, H).

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fxq.backends import cpu
 from fxq.backends.kernel import Post, bounds, numbers
-from fxq.backends.layer_kernel import LayerKernel
+from fxq.backends.table.layer_kernel import LayerKernel
 from fxq.errors import InputError
 from fxq.quant.qparams import QParams
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from fxq.backends.kernel import Post
-from fxq.backends.layer_spec import LayerSpec
 from fxq.backends.plain import binary as arithmetic
 from fxq.backends.plain.binary import is_gate
 from fxq.backends.plain.converters import WHOLE, dense
+from fxq.backends.table.layer_spec import LayerSpec
 from fxq.backends.x86.onednn import epilogue, target
 from fxq.backends.x86.onednn_conv import OnednnConv
 from fxq.quant.qparams import QParams

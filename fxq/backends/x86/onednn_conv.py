@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fxq.backends.kernel import numbers
-from fxq.backends.layer_spec import LayerSpec, is_depthwise
 from fxq.backends.plain.converters import dequantize, is_image, quantize
+from fxq.backends.table.layer_spec import LayerSpec, is_depthwise
 from fxq.backends.x86.conv_padding import Padding
 from fxq.backends.x86.conv_shape import Geometry, geometry, sum_is_misread
 from fxq.backends.x86.onednn import OnednnLayer, PackedWeight, check_image, epilogue, target

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fxq.backends import cpu
 from fxq.backends.kernel import numbers
-from fxq.backends.layer_spec import LayerSpec
+from fxq.backends.table.layer_spec import LayerSpec
 from fxq.backends.x86.onednn import OnednnLayer, PackedWeight, epilogue, target
 from fxq.errors import BackendError, InputError
 from fxq.ops import OPS

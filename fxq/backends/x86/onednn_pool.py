@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fxq.backends.kernel import Kernel, activation_refused, first_reason, pair, refuse
-from fxq.backends.layer_spec import LayerSpec
 from fxq.backends.plain.converters import dequantize, quantize
+from fxq.backends.table.layer_spec import LayerSpec
 from fxq.backends.x86.onednn_conv import OnednnConv
 from fxq.quant.qparams import QParams
 

@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from fxq.backends import cpu
-from fxq.backends.jit.compiler import loops_for
 from fxq.backends.kernel import Kernel, activation_refused, refuse
-from fxq.backends.layer_spec import overflow_refused
+from fxq.backends.loops.code.compiler import loops_for
 from fxq.backends.plain.converters import quantize
+from fxq.backends.table.layer_spec import overflow_refused
 from fxq.backends.x86.jit_steps import run_steps
 from fxq.backends.x86.onednn import OnednnLayer
 from fxq.backends.x86.recurrent_product import input_product, row_product, state_product
 from fxq.backends.x86.recurrent_steps import Product, gru, lstm, rnn, scripted
 from fxq.errors import InputError
-from fxq.graph.integer_sums import beyond_int32, largest_sum
+from fxq.graph.analysis.integer_sums import beyond_int32, largest_sum
 from fxq.ops.recurrent import rows_of_cell
 from fxq.quant.qparams import QParams, as_float32
 

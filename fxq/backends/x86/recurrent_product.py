@@ -7,10 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fxq.backends import cpu
-from fxq.backends.jit import MULTIPLE
 from fxq.backends.kernel import Kernel
-from fxq.backends.layer_spec import LayerSpec
-from fxq.backends.measured_layer import MeasuredLayer
+from fxq.backends.loops.code import MULTIPLE
+from fxq.backends.table.layer_spec import LayerSpec
+from fxq.backends.table.measured_layer import MeasuredLayer
 from fxq.backends.x86.onednn_linear import OnednnLinear, packed_taps
 from fxq.backends.x86.recurrent_steps import Product
 from fxq.ops.recurrent import TINY

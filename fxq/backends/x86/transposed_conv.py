@@ -7,7 +7,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from fxq.backends.layer_spec import LayerSpec
+from fxq.backends.table.layer_spec import LayerSpec
 from fxq.backends.x86.onednn import OnednnLayer, check_image
 from fxq.backends.x86.onednn_conv import OnednnConv
 from fxq.errors import BackendError

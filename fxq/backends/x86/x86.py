@@ -13,9 +13,9 @@ import torch
 
 from fxq.backends import cpu
 from fxq.backends.base import Trap
-from fxq.backends.kernel_table import KernelRow
-from fxq.backends.layer_rows import is_depthwise_call
-from fxq.backends.lowering import RowBackend
+from fxq.backends.table.kernel_table import KernelRow
+from fxq.backends.table.layer_rows import is_depthwise_call
+from fxq.backends.table.lowering import RowBackend
 from fxq.backends.x86.onednn import OnednnLayer
 from fxq.backends.x86.x86_kernels import ROWS
 from fxq.graph.unit import OpCall

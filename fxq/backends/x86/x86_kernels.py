@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from fxq.backends.kernel import Kernel
-from fxq.backends.kernel_table import (
+from fxq.backends.table.kernel_table import (
     CLAMPS,
     LOOKED_UP,
     PLAIN,
@@ -22,8 +22,8 @@ from fxq.backends.kernel_table import (
     of_two,
     rule_key,
 )
-from fxq.backends.layer_rows import layer_row
-from fxq.backends.layer_spec import LayerSpec, weight_refused
+from fxq.backends.table.layer_rows import layer_row
+from fxq.backends.table.layer_spec import LayerSpec, weight_refused
 from fxq.backends.x86.onednn_binary import OnednnAdd, OnednnMul
 from fxq.backends.x86.onednn_conv import OnednnConv
 from fxq.backends.x86.onednn_conv3d import Conv3d
@@ -117,7 +117,7 @@ EXCITED = [
     for gate in GATES
     for rule in (f"squeeze_excite_{function}_{gate}", f"squeeze_excite_mean_{function}_{gate}")
 ]
-"""The fusions of `patterns/excite.py`."""
+"""The fusions of `patterns/fusions/excite.py`."""
 ROWS: dict[str, KernelRow] = {
     **PLAIN,
     **dict.fromkeys(("conv1d", "conv2d"), layer_row(OnednnConv)),

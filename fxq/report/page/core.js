@@ -2,7 +2,7 @@
 
    The data is one object in <script id="fxq-data">; `fxq/report/report.py` writes it, of kind "model" or "compare":
      title, fxq, backend, recipe     texts
-     looks, changes                  of `fxq/text/colours.py`: how kinds of nodes, and changes, look and what they are called
+     looks, changes                  of `fxq/display/colours.py`: how kinds of nodes, and changes, look and what they are called
      nodes                           every `NodeView` of every pass once; what has its default is left out
      passes                          [{name, ms, stage, sqnr?, nodes: [number in nodes], rewrites: [{rule, source, before, after}],
                                        near: [{rule, source, node, matched, of, reason}],

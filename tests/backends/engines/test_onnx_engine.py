@@ -8,7 +8,7 @@ from torch import nn
 
 import fxq
 from fxq.backends.by_name import backend_type
-from fxq.backends.engines.engine import EngineBackend
+from fxq.backends.engine import EngineBackend
 from fxq.common.metrics import sqnr
 from tests.support.engine_models import kernels, recipe
 from tests.support.machine import quiet

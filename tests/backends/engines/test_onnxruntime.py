@@ -9,8 +9,8 @@ from torch import nn
 
 import fxq
 from fxq.backends import cpu
+from fxq.backends.engine import EngineBackend, EngineKernel
 from fxq.backends.engines import onnxruntime
-from fxq.backends.engines.engine import EngineBackend, EngineKernel
 from fxq.backends.engines.onnxruntime import OnnxruntimeKernel, _is_even, session_of
 from fxq.backends.qdq_graph import qdq_graph
 from fxq.common.metrics import sqnr

@@ -17,10 +17,10 @@ from torch import nn
 import fxq
 from fxq.backends import cpu
 from fxq.backends.kernel import Post
-from fxq.backends.layer_spec import LayerSpec
 from fxq.backends.packed import fbgemm, packed_conv, qnnpack
 from fxq.backends.packed import quantized_tensors as packed
 from fxq.backends.packed.packed_linear import PackedAdd, PackedMul
+from fxq.backends.table.layer_spec import LayerSpec
 from fxq.common.metrics import sqnr
 from fxq.errors import BackendError, InputError
 from fxq.quant.qparams import QParams

@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fxq.backends.jit import compiler
+from fxq.backends.loops.code import compiler
 from fxq.backends.plain.measured_quantize import MeasuredQuantize
 from fxq.errors import InputError
 from fxq.ops.conversions import choose_scale, choose_zero_point, quantize

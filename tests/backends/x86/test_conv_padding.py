@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fxq.backends.layer_spec import LayerSpec
+from fxq.backends.table.layer_spec import LayerSpec
 from fxq.backends.x86 import conv_padding as x86_pad
 from fxq.backends.x86.conv_padding import Padding
 from fxq.backends.x86.onednn_conv import OnednnConv

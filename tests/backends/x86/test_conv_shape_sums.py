@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from fxq.backends import cpu
-from fxq.backends.layer_spec import LayerSpec
+from fxq.backends.table.layer_spec import LayerSpec
 from fxq.backends.x86.conv_shape import geometry, sum_is_misread
 from fxq.backends.x86.onednn_conv import OnednnConv
 from fxq.quant.qparams import QParams

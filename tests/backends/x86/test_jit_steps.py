@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fxq.backends import cpu
-from fxq.backends.jit import compiler
+from fxq.backends.loops.code import compiler
 from fxq.backends.x86 import recurrent_loop
 from fxq.backends.x86.recurrent_loop import GATES
 from tests.backends.x86.test_recurrent_loop import STATE, kernel

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from fxq.backends import cpu
 from fxq.backends.kernel import Kernel, Post
-from fxq.backends.layer_spec import LayerSpec
 from fxq.backends.plain.clamp_and_pad import Clamp, Pad
 from fxq.backends.plain.pool import MaxPool2d, Mean
+from fxq.backends.table.layer_spec import LayerSpec
 from fxq.backends.x86 import onednn_conv as x86_conv
 from fxq.backends.x86.onednn_conv import OnednnConv
 from fxq.backends.x86.onednn_conv3d import Conv3d

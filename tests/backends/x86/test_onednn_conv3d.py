@@ -11,7 +11,7 @@ from torch import nn
 
 import fxq
 from fxq.backends.kernel import Post
-from fxq.backends.layer_spec import LayerSpec
+from fxq.backends.table.layer_spec import LayerSpec
 from fxq.backends.x86.onednn_conv import OnednnConv
 from fxq.backends.x86.onednn_conv3d import Conv3d
 from fxq.common.metrics import sqnr

@@ -11,7 +11,7 @@ from torch import nn
 
 import fxq
 from fxq.backends.kernel import Post
-from fxq.backends.layer_spec import LayerSpec, slope_refused
+from fxq.backends.table.layer_spec import LayerSpec, slope_refused
 from fxq.backends.x86.onednn_conv import OnednnConv
 from fxq.backends.x86.transposed_conv import ConvTranspose2d
 from fxq.backends.x86.x86 import X86

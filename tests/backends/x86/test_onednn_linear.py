@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxq.backends import cpu
-from fxq.backends.layer_spec import LayerSpec
+from fxq.backends.table.layer_spec import LayerSpec
 from fxq.backends.x86 import onednn_linear
 from fxq.backends.x86.onednn_linear import OnednnLinear
 from fxq.errors import InputError

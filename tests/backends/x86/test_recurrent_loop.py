@@ -14,7 +14,7 @@ from torch import nn
 
 import fxq
 from fxq.backends import cpu
-from fxq.backends.jit import compiler
+from fxq.backends.loops.code import compiler
 from fxq.backends.x86 import recurrent_loop
 from fxq.backends.x86.recurrent_loop import GATES, RecurrentLoop
 from fxq.common.metrics import sqnr

@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 
-from fxq.backends.jit import compiler
+from fxq.backends.loops.code import compiler
 from fxq.backends.x86 import recurrent_loop, recurrent_steps
 from fxq.backends.x86.recurrent_loop import GATES
 from tests.backends.x86.test_recurrent_loop import STATE, kernel

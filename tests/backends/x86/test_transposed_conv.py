@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxq.backends.layer_spec import LayerSpec
+from fxq.backends.table.layer_spec import LayerSpec
 from fxq.backends.x86.transposed_conv import ConvTranspose1d, ConvTranspose2d
 from tests.support.kernels import (
     OUTS,

@@ -1,0 +1,1 @@
+"""The jit backend: regions of the graph as programs of compiled loops."""

@@ -1,0 +1,115 @@
+"""Which steps compute conversions, and ops of each element alone."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fxq.backends.loops.programs.areas import ByteGrid
+from fxq.backends.loops.programs.layer_steps import ProductStep
+from fxq.backends.loops.programs.planned_values import PlannedHeads, PlannedValue, PlannedWeight, plans, refuse
+from fxq.backends.loops.programs.program_steps import Function, PointwiseStep
+from fxq.backends.loops.programs.step_builder import StepBuilder
+
+
+@plans("quantize")
+def quantize(
+    plan: StepBuilder, x: Any, *, scale: Any, zero_point: Any, qmin: int, qmax: int, dtype: Any, axis: Any, block: Any
+) -> Any:
+    refuse(not isinstance(scale, float) or dtype != torch.uint8, "it rounds to other grids than one of uint8")
+    refuse(axis is not None or block is not None, "it rounds to several grids")
+    grid = ByteGrid(scale, int(zero_point), qmin, qmax)
+    return replace(x, joined=plan.quantize(x.joined, grid)) if isinstance(x, PlannedHeads) else plan.quantize(x, grid)
+
+
+@plans("dequantize")
+def dequantize(plan: StepBuilder, x: Any, *, scale: Any, zero_point: Any, **_: Any) -> Any:
+    if isinstance(x, PlannedHeads):
+        return replace(x, joined=dequantize(plan, x.joined, scale=scale, zero_point=zero_point))
+    refuse(not isinstance(scale, float) or not isinstance(x, PlannedValue), "its grid is no constant")
+    refuse(bool(x.area.is_float) or x.step is not None, "it reads no integers")
+    return replace(plan.inside(x), grid=ByteGrid(scale, int(zero_point)))
+
+
+@plans("add")
+def add(plan: StepBuilder, x: Any, other: Any, *, alpha: float) -> PlannedValue:
+    refuse(alpha != 1, "it multiplies what it adds")
+    for value, residual in ((x, other), (other, x)):
+        if plan.adds(value, residual):
+            value.step.residual, value.step.residual_grid = residual.area, residual.grid
+            return value
+    return binary(plan, x, other, False)
+
+
+@plans("mul")
+def mul(plan: StepBuilder, x: Any, other: Any) -> PlannedValue:
+    x, other = (other, x) if isinstance(x, PlannedWeight) else (x, other)
+    if (
+        isinstance(other, PlannedWeight)
+        and isinstance(x, PlannedValue)
+        and isinstance(x.step, ProductStep)
+        and x.step.folds
+    ):
+        x.step.scaled(plan.per_channel(other, x))
+        return x
+    return binary(plan, x, other, True)
+
+
+def binary(plan: StepBuilder, x: Any, y: Any, multiplies: bool) -> PlannedValue:
+    if isinstance(x, PlannedWeight):
+        x, y = y, x
+    if isinstance(y, PlannedWeight):
+        x = plan.read(x)
+        made = plan.constant(y, x)
+        return plan.add(PointwiseStep, x, x=x.area, x_grid=x.grid, y=made, multiplies=multiplies)
+    x, y = plan.read(x), plan.read(y)
+    if math.prod(x.shape) < math.prod(y.shape):
+        x, y = y, x
+    refuse((x.rank, x.axis) != (y.rank, y.axis), "they have their channels elsewhere")
+    same = x.area.shape == y.area.shape
+    one = y.area.shape == (x.area.shape[0], 1, 1, x.area.shape[3])
+    refuse(not same and not one, "their shapes differ")
+    return plan.add(PointwiseStep, x, x=x.area, x_grid=x.grid, y=y.area, y_grid=y.grid, multiplies=multiplies)
+
+
+@plans("relu")
+def relu(plan: StepBuilder, x: Any) -> PlannedValue:
+    return plan.apply(x, Function("clamp", 0.0))
+
+
+@plans("relu6")
+def relu6(plan: StepBuilder, x: Any) -> PlannedValue:
+    return plan.apply(x, Function("clamp", 0.0, 6.0))
+
+
+@plans("hardtanh")
+def hardtanh(plan: StepBuilder, x: Any, *, min_val: float, max_val: float) -> PlannedValue:
+    return plan.apply(x, Function("clamp", float(min_val), float(max_val)))
+
+
+@plans("leaky_relu")
+def leaky_relu(plan: StepBuilder, x: Any, *, negative_slope: float) -> PlannedValue:
+    return plan.apply(x, Function("prelu", slope=torch.tensor([float(negative_slope)], dtype=torch.float32)))
+
+
+@plans("prelu")
+def prelu(plan: StepBuilder, x: Any, weight: Any) -> PlannedValue:
+    refuse(not isinstance(weight, PlannedWeight), "its slopes are no constant")
+    refuse(
+        weight.values.numel() > 1 and isinstance(x, PlannedValue) and x.axis != 1,
+        "its slopes are those of another axis",
+    )
+    return plan.apply(x, Function("prelu", slope=weight.real.reshape(-1)))
+
+
+@plans("gelu")
+def gelu(plan: StepBuilder, x: Any, *, approximate: str) -> PlannedValue:
+    refuse(approximate != "none", "it is an approximation")
+    return plan.apply(x, Function("gelu"))
+
+
+for _name in ("silu", "hardswish", "sigmoid", "tanh", "hardsigmoid"):
+    plans(_name)(lambda plan, x, _name=_name: plan.apply(x, Function(_name)))

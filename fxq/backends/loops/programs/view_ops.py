@@ -1,0 +1,123 @@
+"""Ops that give values another shape, or a part of them: most take no step, since the values stay where they are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from fxq.backends.loops.programs.areas import Area
+from fxq.backends.loops.programs.planned_values import PlannedHeads, PlannedValue, plans, refuse
+from fxq.backends.loops.programs.step_builder import StepBuilder
+
+
+@plans("flatten")
+def flatten(plan: StepBuilder, x: Any, *, start_dim: int, end_dim: int) -> PlannedValue:
+    axes = start_dim % len(x.shape), end_dim % len(x.shape)
+    is_image = isinstance(x, PlannedValue) and x.rank == 4 and x.axis == 1
+    if isinstance(x, PlannedHeads) or (len(x.shape) == 4 and axes == (2, 3) and not is_image):
+        refuse(axes != (2, 3), "it joins other axes than those of heads")
+        return heads_of(plan, x, transposed=False).joined
+    refuse(not is_image, "its input is no image")
+    refuse(axes != (1, 3), "it joins other axes than those of a sample")
+    n, h, w, c = x.area.shape
+    if (h, w) == (1, 1):
+        plan.settle(x, None)
+        return PlannedValue(x.area, 2, 1, x.grid)
+    return plan.moved(x, 2, (n, 1, 1, c * h * w), lambda _: (w, 1, h * w))
+
+
+@plans("unflatten")
+def unflatten(plan: StepBuilder, x: Any, *, dim: int, sizes: Sequence[Any]) -> PlannedHeads:
+    refuse(not isinstance(x, PlannedValue) or x.rank != 3 or dim % x.rank != 2, "it splits another axis than the last")
+    return _split(x, torch.empty(x.shape[2], device="meta").view(sizes).shape)
+
+
+@plans("reshape")
+def reshape(plan: StepBuilder, x: Any, *, shape: Sequence[Any]) -> Any:
+    refuse(not isinstance(x, (PlannedValue, PlannedHeads)), "it reads what is no tensor that it computes")
+    wanted = tuple(torch.empty(x.shape, device="meta").reshape(shape).shape)
+    if wanted == x.shape:
+        return x
+    if len(x.shape) == 4 and wanted == (*x.shape[:2], math.prod(x.shape[2:])):
+        return heads_of(plan, x, transposed=False).joined
+    refuse(not isinstance(x, PlannedValue), "it splits or joins other axes than the last ones")
+    if x.rank == 4 and wanted == (x.shape[0], math.prod(x.shape[1:])):
+        return flatten(plan, x, start_dim=1, end_dim=-1)
+    refuse(
+        x.rank != 3 or len(wanted) < 4 or wanted[:2] != x.shape[:2], "it splits or joins other axes than the last ones"
+    )
+    return _split(x, wanted[2:])
+
+
+@plans("transpose")
+def transpose(plan: StepBuilder, x: Any, *, dim0: int, dim1: int) -> PlannedHeads:
+    rank = len(x.shape)
+    refuse(rank != 4 or {dim0 % rank, dim1 % rank} != {1, 2}, "it moves values")
+    x = x if isinstance(x, PlannedHeads) else heads_of(plan, x, transposed=False)
+    return PlannedHeads(x.joined, x.heads, not x.transposed)
+
+
+@plans("permute")
+def permute(plan: StepBuilder, x: Any, *, dims: Any) -> PlannedValue | PlannedHeads:
+    order = tuple(d % len(dims) for d in dims)
+    if order == (0, 2, 1, 3):
+        return transpose(plan, x, dim0=1, dim1=2)
+    refuse(not isinstance(x, PlannedValue) or x.rank != 4, "its input is no image")
+    axis = {(1, (0, 2, 3, 1)): 3, (3, (0, 3, 1, 2)): 1}.get((x.axis, order))
+    refuse(axis is None, "it moves values")
+    assert axis is not None
+    plan.settle(x, None)
+    return PlannedValue(x.area, 4, axis, x.grid)
+
+
+@plans("chunk")
+def chunk(plan: StepBuilder, x: Any, *, chunks: int, dim: int, index: int) -> PlannedValue:
+    size = -(-x.shape[dim] // chunks)
+    return split(plan, x, sizes=size, dim=dim, index=index)
+
+
+@plans("split")
+def split(plan: StepBuilder, x: Any, *, sizes: Any, dim: int, index: int) -> PlannedValue:
+    """Some of the channels, where they lie."""
+    refuse(not isinstance(x, PlannedValue) or dim % x.rank != x.axis, "it cuts another axis than the channels")
+    n, h, w, channels = x.area.shape
+    cuts = list(accumulate(sizes, initial=0)) if not isinstance(sizes, int) else [*range(0, channels, sizes), channels]
+    first, end = cuts[index % (len(cuts) - 1)], cuts[index % (len(cuts) - 1) + 1]
+    x = plan.inside(plan.settle(x, None))
+    part = Area((n, h, w, end - first), x.area.is_float)
+    part.become_part(x.area, first)
+    return PlannedValue(part, x.rank, x.axis, x.grid)
+
+
+@plans("identity", "contiguous")
+def identity(plan: StepBuilder, x: Any, **_: Any) -> Any:
+    return x
+
+
+def heads_of(plan: StepBuilder, x: Any, transposed: bool) -> PlannedHeads:
+    """A value of four axes as heads, whose number is its second axis if they are transposed, else the third one.
+
+    Unless it is such heads already, it is moved.
+    """
+    if isinstance(x, PlannedHeads) and x.transposed == transposed:
+        return x
+    if isinstance(x, PlannedHeads):  # the parts of a row become rows, whose number is that of heads
+        n, _, length, channels = x.joined.area.shape
+        depth = channels // x.heads
+        shape = (n, 1, x.heads, length * depth)
+        return PlannedHeads(plan.moved(x.joined, 3, shape, lambda to: (to.wide, depth, 1), x.heads), length, transposed)
+    refuse(not isinstance(x, PlannedValue) or x.rank != 4 or x.axis != 3, "its input has no heads")
+    n, heads, length, depth = x.shape if transposed else (x.shape[0], x.shape[2], x.shape[1], x.shape[3])
+    joined = plan.moved(
+        x, 3, (n, 1, length, heads * depth), lambda to: (depth, to.wide, 1) if transposed else (to.wide, depth, 1)
+    )
+    return PlannedHeads(joined, heads, transposed)
+
+
+def _split(x: PlannedValue, sizes: Sequence[int]) -> PlannedHeads:
+    refuse(len(sizes) != 2, f"it splits an axis into {len(sizes)}")
+    return PlannedHeads(x, sizes[0])

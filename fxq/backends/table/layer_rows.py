@@ -1,0 +1,59 @@
+"""The rows of layers in a table of kernels: an op with a weight becomes a `LayerSpec`, and that a kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import fx
+
+from fxq.backends.table.kernel_table import CLAMPS, FusedUnit, KernelRow
+from fxq.backends.table.layer_kernel import LayerKernel
+from fxq.backends.table.layer_spec import LayerSpec, is_depthwise
+from fxq.backends.table.measured_layer import MeasuredLayer
+from fxq.errors import BackendError
+from fxq.graph.info import info
+from fxq.graph.region import Weight
+from fxq.graph.unit import OpCall
+
+Change = Callable[[LayerSpec], LayerSpec]
+
+
+def layer_row(kernel: type[LayerKernel], change: Change = lambda layer: layer) -> KernelRow:
+    """The row of a kernel of layers; `change` is what a layer becomes before the kernel gets it."""
+    measured = KernelRow(
+        lambda unit: MeasuredLayer.of(kernel, change(layer_of(unit))),
+        lambda unit: MeasuredLayer.refuses(kernel, change(layer_of(unit))),
+        (*CLAMPS, "gelu"),
+        emits_integers=False,
+    )
+    return KernelRow(
+        lambda unit: kernel(change(layer_of(unit))),
+        lambda unit: kernel.refuses(change(layer_of(unit))),
+        kernel.posts,
+        "residual" in kernel.options,
+        kernel.twice,
+        kernel.emits_float,
+        measured=measured if kernel.emits_float else None,
+    )
+
+
+def layer_of(unit: FusedUnit) -> LayerSpec:
+    """The layer that a unit runs. Raises `BackendError` when its weight is not in integers."""
+    weight, bias, residual, slope = map(unit.captures.get, ("weight", "bias", "residual", "slope"))
+    if not isinstance(weight, Weight):
+        raise BackendError("its weight is not in integers")
+    return LayerSpec(
+        weight.values, weight.qparams, bias, unit.grids[0], unit.out, **unit.options, post=unit.post,
+        residual=residual, slope=slope,
+    )  # fmt: skip
+
+
+def _weight_shape(call: OpCall) -> tuple[int, ...] | None:
+    weight = call.tensors.get("weight")
+    return info(weight).shape if isinstance(weight, fx.Node) else None
+
+
+def is_depthwise_call(call: OpCall) -> bool:
+    """Whether an op is a convolution, perhaps a transposed one, of a channel each."""
+    shape = _weight_shape(call)
+    return shape is not None and is_depthwise(shape, call.options.get("groups", 1))

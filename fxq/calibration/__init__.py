@@ -1,0 +1,1 @@
+"""Results of calibration: in memory, in checkpoint files, and merged across processes."""

@@ -1,0 +1,287 @@
+"""A graph as text that parses back (`fxq/graph/text/text_reader.py`): every line is a Python call.
+
+    def conv2d_relu(x, weight, bias):                                 a unit, once for each body
+        conv2d = conv2d(x, weight, bias, padding=(1, 1))
+        relu = relu(conv2d)
+        return relu
+
+    def a_to_b():                                                     what a kernel runs whose options do not say it
+        x: uint8[1, 4] = input()
+        t0_w: int8[2, 4] = tensor('fxq_kernels.a_to_b.t0_w')
+        ...
+        return y
+
+    modules['fxq_kernels.a_to_b'] = engine.region(t0_w=tensor('fxq_kernels.a_to_b.t0_w'), runs=a_to_b)
+    modules['fxq_kernels.fc'] = x86.linear(out=None, weight=tensor('fxq_kernels.fc.weight'))
+
+    x: float32[1, 3, 8, 8] = input()
+    w: float32[4, 3, 3, 3] = tensor('conv.weight')
+    conv_relu: float32[1, 4, 8, 8] = conv2d_relu(x, w, b)  # 'conv', 'net.py:41', origins=('conv', 'relu')
+    return conv_relu
+
+Left of `#` is the program; right of it, what passes know of the node: module path, source line, and the other fields of
+`NodeInfo` that do not follow from the program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from fxq.errors import InputError
+from fxq.graph.analysis.mutation import changes
+from fxq.graph.bindable import Bindable
+from fxq.graph.info import NodeInfo, info
+from fxq.graph.place import where
+from fxq.graph.query import CONVERSIONS, constant, is_check, is_op, op_of, submodule
+from fxq.graph.run import infer_ops
+from fxq.graph.text.text_modules import declaration
+from fxq.graph.text.text_names import METHODS, is_taken, name_of
+from fxq.graph.text.text_values import type_text, value_text
+from fxq.graph.unit import Unit, unit_of
+from fxq.quant.observer_base import Observer
+
+FACTS = tuple(name for name in NodeInfo._fields if name not in ("shape", "dtype", "made_by"))
+"""The fields of `NodeInfo` that stand behind the `#`: the type is in front of it, and who made a node is not kept."""
+
+
+def write_graph(gm: fx.GraphModule, *, facts: bool = True, complete: bool = False) -> str:
+    """The graph of `gm` as text, one line a node; `read_graph` makes the graph of it again.
+
+    Any graph from the canonical stage on has a text. Tensors stand in it by name: `graph_tensors` has them.
+
+    Args:
+        gm: a graph module, as `run_passes` and `quantize` return it.
+        facts: whether to write what passes know of the nodes, behind `#`; else the program alone.
+        complete: whether to write also what follows from the program, so that who reads it need not compute it.
+
+    Raises:
+        InputError: a node calls a function, or holds a value, that a text cannot name; the message says which.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 2, bias=False), torch.nn.ReLU()).eval()
+        >>> print(write_graph(fxq.run_passes(model, "static", torch.rand(1, 4), until="fuse")))
+        def linear_relu(x, weight, bias):
+            linear = linear(x, weight, bias)
+            relu = relu(linear)
+            return relu
+        <BLANKLINE>
+        input_1: float32[1, 4] = input('input')
+        _0_weight: float32[2, 4] = tensor('0.weight')  # '0'
+        _0_relu: float32[1, 2] = linear_relu(input_1, _0_weight, None)  # '0', origins=('_0', '_1'), paths=('0', '1')
+        return _0_relu
+    """
+    return "\n".join(_Writer(gm, complete=complete).lines(facts))
+
+
+def write_graphs(graphs: Mapping[str, fx.GraphModule]) -> str:
+    """Several graphs as one text, each a `def` of its name; a unit stands there once for all of them.
+
+    Their tensors stand in it by their names in each graph: `read_graphs` takes them so. The text is complete, see
+    `write_graph`.
+    """
+    names = _Names(set(graphs))
+    return "\n".join(line for name, gm in graphs.items() for line in _Writer(gm, names, complete=True).inside(name))
+
+
+def graph_tensors(gm: fx.GraphModule) -> dict[str, Tensor]:
+    """The tensors that the text of a graph names: weights and other constants, and those of kernels and observers.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 2)).eval()
+        >>> gm = fxq.run_passes(model, "static", torch.rand(1, 4), until="canonicalize")
+        >>> {name: tuple(tensor.shape) for name, tensor in graph_tensors(gm).items()}
+        {'0.weight': (2, 4), '0.bias': (2,)}
+    """
+    found: dict[str, Tensor] = {}
+    for node in gm.graph.nodes:
+        tensor, module = constant(gm, node), submodule(gm, node)
+        if tensor is not None:
+            found[str(node.target)] = tensor
+        elif isinstance(module, Bindable) and (inner := module.graph_inside()) is not None:
+            found.update({f"{node.target}.{path}": tensor for path, tensor in graph_tensors(inner).items()})
+        elif isinstance(module, (Bindable, Observer)):
+            found.update(module.named_buffers(f"{node.target}", recurse=False))
+    return found
+
+
+def same_graph(a: fx.GraphModule, b: fx.GraphModule) -> bool:
+    """Whether two graphs have the same text, facts included, and the same tensors; False where one has no text."""
+    try:
+        if write_graph(a) != write_graph(b):
+            return False
+    except InputError:  # it calls what no text can name
+        return False
+    tensors = graph_tensors(b)
+    return all(torch.equal(tensor, tensors[name]) for name, tensor in graph_tensors(a).items())
+
+
+class _Names:
+    """The names of what stands in a `def`.
+
+    Attributes:
+        taken: all of them.
+        units: those of units, by what the unit is.
+    """
+
+    def __init__(self, taken: Iterable[str] = ()) -> None:
+        self.taken = set(taken)
+        self.units: dict[tuple[str, ...], str] = {}
+
+    def new(self, path: str) -> str:
+        """A name for what is at this path."""
+        name = path.rpartition(".")[2]
+        while is_taken(name) or name in self.taken:
+            name = f"{name}_unit" if name.isidentifier() else "unit"
+        self.taken.add(name)
+        return name
+
+
+class _Writer:
+    """Writes one graph.
+
+    Attributes:
+        names: of all that stands in a `def` so far.
+        defined: of that, what this graph calls, by path: its name.
+        prefix: of the paths of tensors.
+        complete: whether what follows from the program is written, too.
+    """
+
+    def __init__(
+        self, gm: fx.GraphModule, names: _Names | None = None, prefix: str = "", complete: bool = False
+    ) -> None:
+        self.gm, self.complete = gm, complete
+        self.nodes = list(gm.graph.nodes)
+        self.changed = {block for node in self.nodes for block in changes(node)}
+        self.names = names or _Names()
+        self.defined: dict[str, str] = {}
+        self.prefix = prefix
+        self.called = {str(n.target): submodule(gm, n) for n in self.nodes if n.op == "call_module"}
+
+    def lines(self, facts: bool) -> Iterator[str]:
+        """Declarations first, then the nodes."""
+        yield from self._definitions(facts)
+        others = {path: module for path, module in self.called.items() if not isinstance(module, Unit)}
+        declared = [declaration(path, module, self.defined.get(path)) for path, module in others.items()]
+        yield from [*declared, ""] if declared else []
+        yield from self._node_lines(facts)
+
+    def inside(self, name: str, facts: bool = True) -> Iterator[str]:
+        """As a graph inside of a kernel."""
+        yield from self._definitions(facts)
+        yield f"def {name}():"
+        yield from (f"    {line}" for line in self._node_lines(facts))
+        yield ""
+
+    def _definitions(self, facts: bool) -> Iterator[str]:
+        """The units that the graph calls, and the graphs inside of kernels."""
+        for path, module in self.called.items():
+            inner = module.graph_inside() if isinstance(module, Bindable) else None
+            if isinstance(module, Unit):
+                yield from self._unit(path, module)
+            elif inner is not None:
+                writer = _Writer(inner, self.names, f"{path}.", self.complete)
+                self.defined[path] = self.names.new(path)
+                yield from writer.inside(self.defined[path], facts)
+
+    def _node_lines(self, facts: bool) -> Iterator[str]:
+        for node in self.nodes:
+            known = self._facts(node) if facts else ""
+            yield self._line(node, self._type(node)) + (f"  # {known}" if known else "")
+
+    def _unit(self, path: str, unit: Unit) -> Iterator[str]:
+        """Its lines, where it does not stand there yet."""
+        lines = [f"    {self._line(node)}" for node in unit.graph.nodes if node.op != "placeholder"]
+        what = (unit.kind, *unit.captures, "", *lines)
+        known = self.names.units.get(what)
+        name = self.defined[path] = self.names.new(path) if known is None else known
+        if known is None:
+            self.names.units[what] = name
+            yield f"def {name}({', '.join(unit.captures)}):" + (
+                f"  # {value_text(unit.kind)}" if unit.kind != name else ""
+            )
+            yield from (*lines, "")
+
+    def _line(self, node: fx.Node, typed: str = "") -> str:
+        try:
+            if node.op == "output":
+                _check_output(node.args[0])
+                return f"return {value_text(node.args[0])}"
+            return f"{node.name}{typed} = {self._call(node)}"
+        except InputError as error:
+            raise InputError(f"{where(self.gm, node)}: {error}") from None
+
+    def _type(self, node: fx.Node) -> str:
+        """`: float32[1, 3]`; nothing for what is no tensor, unless the reader would look for a type of its own."""
+        about, own = info(node), node.op == "get_attr" or op_of(node) is not None
+        if about.shape is None and not own and unit_of(self.gm, node) is None:
+            return ""
+        return f": {type_text(about.shape, about.dtype)}"
+
+    def _call(self, node: fx.Node) -> str:
+        args = [*map(value_text, node.args), *(f"{k}={value_text(v)}" for k, v in node.kwargs.items())]
+        if node.op == "placeholder":
+            named = [value_text(node.target)] if node.target != node.name else []
+            return f"input({', '.join([*named, *(f'default={arg}' for arg in args)])})"
+        if node.op == "get_attr":
+            return f"tensor({value_text(f'{self.prefix}{node.target}')})"
+        if node.op == "call_method":
+            receiver, *args = args
+            method = _known(node.target if node.target in METHODS else None, node.target)
+            return f"{receiver}.{method}({', '.join(args)})"
+        if node.op == "call_module":
+            path = str(node.target)
+            name = self.defined[path] if isinstance(self.called[path], Unit) else f"modules[{value_text(path)}]"
+        else:
+            op = op_of(node)
+            name = op.name if op is not None else _known(name_of(node.target), node.target)
+        return f"{name}({', '.join(args)})"
+
+    def _facts(self, node: fx.Node) -> str:
+        about = info(node)
+        blocks = about.memory if about.shape is None else [b for b in about.memory if b in self.changed]
+        about = about._replace(memory=tuple(blocks), changes=changes(node))
+        follows = derived(node, submodule(self.gm, node), about._asdict(), self.complete)
+        given = {name: getattr(about, name) for name in FACTS if getattr(about, name) != getattr(follows, name)}
+        first = [given.pop("path", about.path), given.pop("source", "")]
+        while first and not first[-1]:
+            first.pop()
+        return ", ".join([*map(value_text, first), *(f"{name}={value_text(value)}" for name, value in given.items())])
+
+
+def derived(node: fx.Node, module: nn.Module | None, facts: Mapping[str, Any], complete: bool = False) -> NodeInfo:
+    """What a node's metadata is where a text does not say it: its own origin; for a unit, one origin and path per op.
+
+    Args:
+        node: the node.
+        module: what it calls, where that is a module.
+        facts: what is said of it.
+        complete: the facts have all that had to be computed: the types of what a unit's ops make.
+    """
+    stands = node.op.startswith("call") and not is_check(node) and not isinstance(module, Observer)
+    own = (node.name,) if stands and not is_op(node, *CONVERSIONS) else ()
+    origins, path, body = facts.get("origins", own), facts.get("path", ""), facts.get("body", ())
+    values = infer_ops(module.graph, node.args) if isinstance(module, Unit) and not complete else ()
+    count = len(facts.get("values", ()) if complete else values)
+    made = NodeInfo(path, origins=own, values=values, paths=(path,) * count)
+    parts, count = tuple((origin,) for origin in origins), count or len(body)
+    return made._replace(parts=parts) if len(parts) == count > 1 else made
+
+
+def _check_output(value: Any) -> None:
+    """Raise `InputError` for Enum members in a model's output; as op arguments, they are written as plain values."""
+    if isinstance(value, Enum):
+        raise InputError(f"holds a {type(value).__name__} ({value!r}), which no text can name: return its plain value.")
+    parts = [*value, *value.values()] if isinstance(value, Mapping) else value
+    for part in parts if isinstance(parts, (tuple, list)) else ():
+        _check_output(part)
+
+
+def _known(name: Any, target: Any) -> str:
+    if not name:
+        raise InputError(f"calls {target!r}, which no text can name: it is neither an op of the table nor of torch.")
+    return str(name)

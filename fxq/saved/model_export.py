@@ -1,0 +1,295 @@
+"""Quantized models as files of other runtimes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxq.backends.qdq_graph import qdq_graph
+from fxq.common.data import Batch
+from fxq.common.files import as_path, replacing, writing
+from fxq.common.isolation import copied
+from fxq.errors import ExportError, FxqError, InputError, RenderError, unknown, warn, words_of
+from fxq.graph.analysis.integer_sums import node_refused
+from fxq.graph.analysis.varying_axes import Dynamic
+from fxq.graph.grid import grid_of, moved_from
+from fxq.graph.info import info
+from fxq.graph.query import is_op
+from fxq.graph.region import integer_weight
+from fxq.graph.run import inputs_for
+from fxq.onnx.model_check import ModelCheck
+from fxq.onnx.onnx_objects import NotInOnnx
+from fxq.onnx.whole_model import WrittenModel, write_model
+from fxq.quant.qparams import QParams, dequantize
+from fxq.saved.export_check import check_in_openvino, checked_batches, warn_of_fixed_sizes
+from fxq.saved.program_export import write_program
+
+
+def export_model(
+    path: str | os.PathLike[str], model: fx.GraphModule, batch: Batch, dynamic: Dynamic = True, check: bool = True
+) -> Path:
+    """Write a model for another runtime; see `QuantizedModel.export`.
+
+    Args:
+        path: the file; its suffix says which.
+        model: the model, as it was lowered.
+        batch: an example of its inputs.
+        dynamic: which axes of the inputs vary in size.
+        check: whether what is written is run, ONNX where ONNX Runtime is installed, and compared.
+    """
+    path = as_path(path)
+    if path.suffix not in WRITERS:
+        raise InputError(f"the suffix of {str(path)!r} says what to write: {unknown('suffix', path.suffix, WRITERS)}")
+    with torch.no_grad():  # what is wrong with the example, the model says best
+        model(*copied(batch).args, **copied(batch).kwargs)
+    gm = qdq_graph(model)
+    if path.suffix != ".pt2":  # .pt2 multiplies floats only
+        _leave_products_in_float(path, gm)
+    WRITERS[path.suffix](path, gm, batch, dynamic, check)
+    return path
+
+
+def _leave_products_in_float(path: Path, gm: fx.GraphModule) -> None:
+    """Let layers and products whose integer sums could overflow int32 read floats, with a warning.
+
+    The `fallback` pass leaves such layers in float, so this applies if weights were edited later or it was skipped.
+    """
+    for node in list(gm.graph.nodes):
+        reason = node_refused(gm, node)
+        if reason is None:
+            continue
+        reads = list(node.all_input_nodes)
+        weights = {read: w for read in reads if (w := integer_weight(gm, read)) is not None}
+        for read, weight in weights.items():
+            gm.register_buffer(name := f"{read.name}_float", dequantize(weight.values, weight.qparams))
+            with gm.graph.inserting_before(node):
+                real = gm.graph.get_attr(name)
+            real.meta = dict(read.meta)
+            _replace(node, read, real)
+        replaced = bool(weights)
+        for read in () if weights else reads:
+            unrounded = _unrounded(gm, read, node)
+            replaced = replaced or unrounded is not None
+            if unrounded is not None:
+                _replace(node, read, unrounded)
+        where = info(node).path or node.name
+        if not replaced:
+            remedy = "Insert the pass `fallback` again, or give it fewer bits"
+            warn(f"{path}: {where} may be wrong in the file: {reason}, in which runtimes accumulate. {remedy}.")
+        else:
+            warn(f"{path}: {where} is in float in the file: {reason}, in which runtimes accumulate.")
+    gm.recompile()
+
+
+def _replace(node: fx.Node, read: fx.Node, by: fx.Node) -> None:
+    node.replace_input_with(read, by)
+    while not read.users and read.op == "call_function":
+        above = read.args[0]
+        read.graph.erase_node(read)
+        if not isinstance(above, fx.Node):
+            break
+        read = above
+
+
+def _unrounded(gm: fx.GraphModule, read: fx.Node, reader: fx.Node) -> fx.Node | None:
+    """The float value that a dequantized activation was quantized from, moved as it is; None if there is none."""
+    above = moved_from(read)
+    if above is None:
+        integers = read.args[0] if is_op(read, "dequantize") else None
+        return integers.args[0] if isinstance(integers, fx.Node) and is_op(integers, "quantize") else None  # type: ignore[return-value]
+    real = _unrounded(gm, above, reader)
+    if real is None:
+        return None
+    with gm.graph.inserting_before(reader):
+        return gm.graph.node_copy(read, lambda node: real if node is above else node)
+
+
+def _onnx(path: Path, gm: fx.GraphModule, batch: Batch, dynamic: Dynamic, check: bool) -> CheckedOnnx:
+    """The model as ONNX, checked."""
+    written = _written(path, gm, batch, dynamic)
+    batches = list(checked_batches(gm, batch, written.axes)) if check else []
+    _check(path, written, gm, batches)
+    _warn_of_narrow_grids(path, gm)
+    if written.least:
+        warn(
+            f"{path}: the model is right for sizes with {', '.join(sorted(set(written.least)))}. Of others "
+            "a runtime may make numbers where PyTorch refuses them, or makes others: check sizes before it."
+        )
+    return CheckedOnnx(written, batches)
+
+
+@dataclass(frozen=True)
+class CheckedOnnx:
+    """ONNX model, and the batches that it was checked on."""
+
+    written: WrittenModel
+    batches: Sequence[Batch]
+
+    @property
+    def data(self) -> bytes:
+        """Serialized ONNX model."""
+        data: bytes = self.written.model.SerializeToString()
+        return data
+
+
+def _written(path: Path, gm: fx.GraphModule, batch: Batch, dynamic: Dynamic) -> WrittenModel:
+    """Write the model as ONNX; with `dynamic=True`, falls back to fixed sizes with a warning."""
+    inputs = inputs_for(gm.graph, batch)
+    try:
+        return write_model(gm, inputs, dynamic)
+    except NotInOnnx as error:
+        if dynamic is not True:
+            raise ExportError(f"{path} cannot be written: {error}") from None
+        why = words_of(error)
+    try:
+        fixed = write_model(gm, inputs, False)
+    except NotInOnnx as error:  # the sizes were not the reason
+        raise ExportError(f"{path} cannot be written: {error}") from None
+    warn_of_fixed_sizes(path, batch, why)
+    return fixed
+
+
+def _check(path: Path, written: WrittenModel, gm: fx.GraphModule, batches: Sequence[Batch]) -> None:
+    """Raise `ExportError` if a model is not valid ONNX, or disagrees with its graph on a batch."""
+    import onnx
+
+    if written.model.ByteSize() >= _LARGEST:
+        raise ExportError(f"{path} cannot be written: with 2 GB or more it would be no ONNX file. Use fewer bits.")
+    runs = find_spec("onnxruntime") is not None
+    try:
+        onnx.checker.check_model(written.model, full_check=True)
+        checks = [ModelCheck(written, gm, batch) for batch in batches] if runs else []
+        results = [(check, check.differences()) for check in checks]
+    except FxqError:
+        raise
+    except Exception as error:  # whatever the checker and the runtime raise
+        if type(error).__name__ == "NotImplemented":
+            raise ExportError(
+                f"{path} is not checked, as ONNX Runtime cannot run it here: {words_of(error)}. For ONNX Runtime, "
+                "quantize the model in float32; for another runtime, check=False writes the file."
+            ) from error
+        raise ExportError(
+            f"{path}: the model is refused: {type(error).__name__}: {words_of(error)}. {_REPORT}"
+        ) from error
+    for (_, differences), batch in zip(results, batches, strict=False):
+        wrong = [difference for difference in differences if not difference.is_rounding]
+        if wrong:
+            raise ExportError(
+                f"{path}: ONNX Runtime computes something else than the quantized model, and nothing was written: "
+                f"{wrong[0]}, and {len(wrong) - 1} more of {len(differences)}, inputs {batch}. {_REPORT}"
+            )
+    if path.suffix == ".onnx":
+        if batches and not runs:
+            warn(
+                f"{path} is written, but was not checked: onnxruntime is not installed. pip install "
+                "fxq[onnxruntime] lets export run it and compare."
+            )
+        _check_optimized(path, checks)
+
+
+def _check_optimized(path: Path, checks: Sequence[ModelCheck]) -> None:
+    """Warn where a session of ONNX Runtime with default options computes something else, and say which options help."""
+    failed = [(check, problem) for check in checks if (problem := _wrong(check, {}))]
+    if not failed:
+        return
+    wrong = failed[0][1]
+    right = next((entries for entries in _PRECISE if not any(_wrong(check, entries) for check, _ in failed)), None)
+    advice = "Without its graph optimizations"
+    if right is not None:
+        calls = " and ".join(f'add_session_config_entry("{key}", "{value}")' for key, value in right.items())
+        advice = f"With {calls} of its SessionOptions"
+    warn(
+        f"{path}: ONNX Runtime with default options does not compute what the quantized model does: {wrong}. "
+        f"{advice} it does here, up to rounding."
+    )
+
+
+def _wrong(check: ModelCheck, entries: Mapping[str, str]) -> str:
+    """What goes wrong with optimizations, and these entries in the configuration of the session; empty: nothing."""
+    try:
+        wrong = [difference for difference in check.differences(True, entries) if not difference.is_rounding]
+    except Exception as error:  # whatever the runtime raises
+        return f"it fails: {words_of(error)}"
+    return f"{max(wrong, key=lambda one: one.steps)}, and {len(wrong) - 1} more" if wrong else ""
+
+
+_EXACT_SUMS = {"session.x64quantprecision": "1"}  # else products are added in 16 bits on CPUs without VNNI
+_FLOAT_INPUTS = {"session.qdq_matmulnbits_accuracy_level": "1"}  # else what reads weights of 4 or 8 bits is rounded
+_PRECISE = (_EXACT_SUMS, _FLOAT_INPUTS, {**_EXACT_SUMS, **_FLOAT_INPUTS})
+
+
+def _warn_of_narrow_grids(path: Path, gm: fx.GraphModule) -> None:
+    """Warn where values leave out integers of their type: engines have no kernels for these, and compute in float."""
+    grids = [grid_of(gm, node) for node in gm.graph.nodes if is_op(node, "quantize", "requantize")]
+    limits = {dtype: (torch.iinfo(dtype).min, torch.iinfo(dtype).max) for dtype in (torch.uint8, torch.int8)}
+    narrow = sum(isinstance(g, QParams) and (g.qmin, g.qmax) != limits.get(g.dtype) for g in grids)
+    if narrow:
+        warn(
+            f"{path}: {narrow} of {len(grids)} values have fewer steps than 8 bits give: by the recipe, or because "
+            "kernels of PyTorch need it on this CPU. Other runtimes compute with them in float. For their integer "
+            'kernels, quantize with backend="onnxruntime" or backend="openvino".'
+        )
+
+
+_LARGEST = 2**31
+_REPORT = "This is a fault of fxq, or of the runtime: please report it. check=False writes the file all the same."
+
+
+def _write_onnx(path: Path, gm: fx.GraphModule, batch: Batch, dynamic: Dynamic, check: bool) -> None:
+    data = _onnx(path, gm, batch, dynamic, check).data
+    with replacing(path) as file:
+        file.write(data)
+
+
+def _write_openvino(path: Path, gm: fx.GraphModule, batch: Batch, dynamic: Dynamic, check: bool) -> None:
+    try:
+        import openvino
+    except ImportError:
+        raise FxqError("openvino is not installed: pip install fxq[openvino].") from None
+    measured = next((n for n in gm.graph.nodes if is_op(n, "choose_scale") and n.kwargs.get("axis") is not None), None)
+    if measured is not None:
+        raise ExportError(
+            f"{path} cannot be written: OpenVINO has no ranges that are measured for each row, as that of "
+            f"%{measured.args[0]} is ({info(measured).path or 'the model'}). Quantize with a static recipe and "
+            'backend="openvino", which leaves such layers in float.'
+        )
+    exported = _onnx(path, gm, batch, dynamic, check)
+    try:
+        model = openvino.Core().read_model(exported.data)
+    except Exception as error:  # whatever an engine raises
+        *_, why = words_of(error).split("GeneralFailure:\n")  # the first of its nodes' messages that is no list of them
+        raise ExportError(f"{path} cannot be written: OpenVINO does not take the model: {why}") from error
+    if check:
+        check_in_openvino(path, model, exported.written, gm, exported.batches)
+    _save_openvino(path, model)
+
+
+def _save_openvino(path: Path, model: Any) -> None:
+    """Write an `openvino.Model` as `.xml` and `.bin` files. Raises `RenderError` on failure."""
+    import openvino
+
+    with writing(path), TemporaryDirectory(prefix=".fxq-", dir=path.parent) as folder:
+        new = Path(folder, path.name)
+        try:
+            openvino.save_model(model, str(new), compress_to_fp16=False)
+            openvino.Core().read_model(str(new))  # save_model does not report a full disk
+        except Exception as error:  # whatever an engine raises
+            raise RenderError(f"cannot write {path}: OpenVINO wrote an incomplete file: {words_of(error)}") from error
+        for suffix in (".bin", ".xml"):
+            new.with_suffix(suffix).replace(path.with_suffix(suffix))
+
+
+WRITERS: dict[str, Callable[[Path, fx.GraphModule, Batch, Dynamic, bool], None]] = {
+    ".onnx": _write_onnx,
+    ".xml": _write_openvino,
+    ".pt2": write_program,
+}
+"""What each suffix is written by: takes the path, the qdq graph, an example, which axes vary, and whether to check."""

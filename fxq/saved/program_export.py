@@ -1,0 +1,142 @@
+"""A quantized model as a program of `torch.export`: PyTorch's own ops, which load where fxq is not."""
+
+from __future__ import annotations
+
+import inspect
+import io
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export import Dim, ExportedProgram
+
+from fxq.common.data import Batch
+from fxq.common.files import replacing
+from fxq.common.isolation import copied
+from fxq.common.metrics import identical, tensors
+from fxq.common.trees import mapped
+from fxq.errors import ExportError, words_of
+from fxq.graph.analysis.varying_axes import FIXED, Dynamic, inputs_of, said, varying_axes
+from fxq.graph.guards import check_fixed, make_output
+from fxq.graph.query import is_check
+from fxq.graph.run import inputs_for
+from fxq.quant.qparams import AsPlainOps
+from fxq.saved.export_check import checked_batches, run_graph, warn_of_fixed_sizes
+
+
+def write_program(path: Path, gm: fx.GraphModule, batch: Batch, dynamic: Dynamic, check: bool) -> None:
+    """Write a qdq graph as a `.pt2` file: conversions as round, clamp and products, weights as integers.
+
+    Args:
+        path: the file.
+        gm: the graph, which is changed: checks go, as a program has its own; outputs that are objects are mappings.
+        batch: an example of its inputs.
+        dynamic: which of their axes vary in size.
+        check: whether the file is loaded and run, and compared with the graph, before it is in its place.
+
+    Raises:
+        ExportError: `torch.export` does not take the graph, or the program computes otherwise.
+        InputError: `dynamic` names no input or no axis of it.
+        RenderError: the file cannot be written.
+    """
+    try:
+        program, axes = program_of(path, gm, batch, dynamic), dynamic
+    except ExportError as error:
+        if dynamic is not True:
+            raise
+        program, axes = program_of(path, gm, batch, False), False
+        warn_of_fixed_sizes(path, batch, words_of(error))
+    data = io.BytesIO()
+    try:
+        torch.export.save(program, data)
+        loaded = torch.export.load(data).module() if check else None
+    except Exception as error:  # whatever it cannot write, or read again
+        raise _refused(path, error) from error
+    if loaded is not None:
+        _check(path, loaded, gm, batch, axes)
+    with replacing(path) as file:
+        file.write(data.getbuffer())
+
+
+def _check(path: Path, loaded: nn.Module, gm: fx.GraphModule, batch: Batch, dynamic: Dynamic) -> None:
+    """Raise `ExportError` where an exported program disagrees with its graph at the example's or another batch size."""
+    axes = varying_axes(dict(inputs_of(inputs_for(gm.graph, batch))), dynamic)
+    for i, check_batch in enumerate(checked_batches(gm, batch, axes)):
+        try:
+            result = run_graph(loaded, check_batch)
+        except Exception:
+            if i == 0:
+                raise
+            return  # below the smallest size that the program accepts; its own guard rejects it
+        pairs = zip(tensors(result), tensors(run_graph(gm, check_batch)), strict=True)
+        if not all(identical(a, b) for a, b in pairs):
+            raise ExportError(
+                f"{path}: the program computes something else than the quantized model, and nothing was written: "
+                f"inputs {check_batch}. This is a bug of fxq or of torch.export: please report it. check=False skips "
+                "this check and writes the file."
+            )
+
+
+def program_of(path: Path, gm: fx.GraphModule, batch: Batch, dynamic: Dynamic) -> ExportedProgram:
+    """The program that `write_program` writes."""
+    named = dict(inputs_of(inputs_for(gm.graph, batch)))
+    axes = varying_axes(named, dynamic)
+    _simplify(gm, sizes_vary=bool(axes))
+    vary = {id(named[name]): own for name, own in axes.items()}
+    args, kwargs = mapped((batch.args, dict(batch.kwargs)), lambda leaf: _without_ones(leaf, vary.get(id(leaf), {})))
+    taken = inspect.signature(gm.forward).bind(*batch.args, **batch.kwargs).arguments
+
+    def export(size_of: Callable[[str], Any]) -> ExportedProgram:
+        sizes = {leaf: {axis: size_of(label) for axis, label in own.items()} for leaf, own in vary.items()}
+        shapes = mapped(taken, lambda leaf: sizes.get(id(leaf), {}) if isinstance(leaf, Tensor) else None)
+        # torch.export marks the tensors of its example, and the next export would read the marks.
+        own_args, own_kwargs = copied((args, kwargs))
+        with torch.no_grad(), AsPlainOps():
+            return torch.export.export(gm, own_args, own_kwargs, dynamic_shapes=shapes if axes else None)
+
+    from torch._dynamo.exc import UserError  # here, as it comes with all of the compiler
+
+    try:
+        try:
+            program = export(cache(Dim))
+        except UserError:  # not of any size: from a smallest one on, perhaps, which the program checks when it runs
+            program = export(lambda label: Dim.DYNAMIC)
+    except Exception as error:  # whatever a model's ops raise when they are traced
+        raise _refused(path, error, f" {said(axes)} of another size. {FIXED}" if axes else "") from error
+    for node in program.graph.nodes:
+        node.meta.pop("stack_trace", None)  # the files of this machine
+    return program
+
+
+def _simplify(gm: fx.GraphModule, sizes_vary: bool) -> None:
+    """Remove checks that an exported program does itself, and return objects as plain dicts.
+
+    With varying sizes, the checks of sizes stay, so that `torch.export` excludes sizes that they reject. Checks of
+    argument types are removed always: the program has its own.
+    """
+    for node in list(gm.graph.nodes):
+        if is_check(node) and (node.target is check_fixed or not sizes_vary):
+            gm.graph.erase_node(node)
+        elif node.target is make_output:
+            node.target = _fields
+    gm.recompile()
+
+
+def _fields(kind: str, fields: Mapping[str, Any] | Sequence[Any]) -> dict[str, Any] | list[Any]:
+    """Plain stand-in for `make_output`: a dict of the fields, or a list of the items."""
+    return dict(fields) if isinstance(fields, Mapping) else list(fields)
+
+
+def _without_ones(leaf: Any, axes: Mapping[int, Any]) -> Any:
+    """An example that has two entries where it had one along axes that vary: `torch.export` takes one for fixed."""
+    for axis in axes:
+        leaf = torch.cat([leaf, leaf], axis) if leaf.shape[axis] == 1 else leaf
+    return leaf
+
+
+def _refused(path: Path, error: Exception, varying: str = "") -> ExportError:
+    what = f" with{varying}" if varying else ""
+    return ExportError(f"{path} cannot be written: torch.export does not take the model{what}: {words_of(error)}")

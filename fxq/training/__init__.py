@@ -1,0 +1,1 @@
+"""Layers and gradients of models with fake quantizers, for quantization-aware training."""

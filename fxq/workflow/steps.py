@@ -1,0 +1,305 @@
+"""What `quantize` is made of: the passes before calibration and those behind it, with one recipe or with several."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.nn.parameter import is_lazy
+
+import fxq.passes
+import fxq.patterns  # registers the fusion patterns
+from fxq.backends.by_name import get_backend
+from fxq.calibration.hand_over import AGAIN, check_computes_alike, check_traced_alike, hand_over, nodes_of
+from fxq.common.data import Batch, as_batch, check_batch, device_of
+from fxq.common.file_kinds import no_module
+from fxq.common.names import check_names, is_writable
+from fxq.common.train_mode import first_in_train_mode
+from fxq.errors import InputError, RecipeError, warn
+from fxq.graph.info import info, set_info
+from fxq.graph.program import Program
+from fxq.graph.text.text_writer import same_graph
+from fxq.ledger.build import ledger_of
+from fxq.ledger.comparison import Baseline
+from fxq.ledger.float_record import checksums
+from fxq.ledger.ledger import Narrowed
+from fxq.ledger.narrowing import narrowed
+from fxq.ledger.output_check import check_output, output_sqnrs
+from fxq.model import QuantizedModel
+from fxq.passes.observe_all import ObserveAll
+from fxq.pipeline.context import Context
+from fxq.pipeline.manager import PassManager, is_own
+from fxq.pipeline.samples import has_enough, record, wanted
+from fxq.quant.spec import TensorSpec
+from fxq.recipe.pass_base import Pass, Stage
+from fxq.recipe.recipe import Recipe, as_recipe
+from fxq.tracing.exported_program import Exported
+from fxq.tracing.wrappers import unwrapped
+from fxq.workflow.observed_model import ObservedModel
+from fxq.workflow.training_model import TrainingModel
+
+
+def manager_for(model: nn.Module, recipe: Any, example_inputs: Any) -> PassManager:
+    """A manager that has run no pass yet. Raises `InputError` where the model cannot be quantized, or the example."""
+    chosen, model = as_recipe(recipe), unwrapped(model)
+    check_model(model)
+    if example_inputs is None:
+        raise InputError("example_inputs is missing: one batch of inputs, to find shapes with.")
+    example = as_batch(example_inputs, model, "example_inputs")
+    check_batch(example, model, "example_inputs")
+    types: Any = model.types if isinstance(model, Exported) else {}
+    return PassManager(Context(chosen, get_backend(chosen.backend, device_of(model)), model, example, types))
+
+
+def up_to(recipe: Recipe, stage: Stage) -> Sequence[Pass]:
+    """The passes of a recipe before the first one that gives a stage, or a later one."""
+    line = recipe.pipeline
+    return line[: next((i for i, step in enumerate(line) if step.gives >= stage), len(line))]
+
+
+def phases(recipe: Recipe) -> tuple[Sequence[Pass], Sequence[Pass], Sequence[Pass]]:
+    """The passes before calibration, from there to the qdq graph, and from there to kernels."""
+    line = recipe.pipeline
+    calibrated = next((i for i, step in enumerate(line) if step.needs >= Stage.OBSERVED), len(line))
+    lowered = next((i for i, step in enumerate(line) if step.gives >= Stage.LOWERED), len(line))
+    lowered = max(calibrated, lowered)
+    return line[:calibrated], line[calibrated:lowered], line[lowered:]
+
+
+def prepared(
+    model: nn.Module, recipe: Recipe, example_inputs: Any, trials: bool, known: ObservedModel | None = None
+) -> ObservedModel:
+    """The model with observers, for one backend; see `fxq.prepare`.
+
+    Where the same is `known` for another backend, its traced graph serves both: fxq's own passes ask no backend before.
+    """
+    before, _, _ = phases(recipe)
+    count, fused = len(up_to(recipe, Stage.CANONICAL)), len(up_to(recipe, Stage.FUSED))
+    if known is not None and all(map(is_own, before[:count])):
+        backend = get_backend(recipe.backend, device_of(known.traced.context.model))
+        start = known.traced.fork(recipe=recipe, backend=backend, samples=[])
+    else:
+        start = manager_for(model, recipe, example_inputs)
+        if not any(step.gives >= Stage.OBSERVED for step in before):
+            left = recipe.pipeline[len(before) :]
+            later = any(step.needs < Stage.OBSERVED <= step.gives for step in left)
+            why = f"{left[0].name} needs observers and stands before it" if later else "insert-observers was removed"
+            raise RecipeError(f"the pipeline has no pass that inserts observers: {why}.")
+        start.run(before[:count])
+    manager = start.fork()
+    manager.run(before[count:fused])
+    unfused = nodes_of(manager.gm.graph)
+    configs = (recipe.config, *(config for _, config in recipe.overrides))
+    specs = [spec for config in configs for spec in (config.activation, config.state) if spec is not None]
+    observers = dict.fromkeys(spec.observer for spec in specs if spec.range == "calibrated")
+    manager.run([ObserveAll(tuple(observers))] if trials else before[fused:])
+    manager.check_float()
+    return ObservedModel.from_manager(manager, start, unfused)
+
+
+def observed_with(observed: ObservedModel, recipe: Recipe | None) -> PassManager:
+    """A manager that has inserted the observers of a recipe, which have seen what those of a prepared model have.
+
+    Raises:
+        RecipeError: that does not follow from what they have seen; the message says why, and what to do.
+    """
+    own = observed.manager
+    recipe = own.context.recipe if recipe is None else recipe
+    if recipe == own.context.recipe and own.stage >= Stage.OBSERVED:
+        return own.fork()
+    before = own.context.recipe
+    check_traced_alike(before, recipe)
+    first, others = phases(recipe)[0], phases(before)[0]
+    if tuple(first) != tuple(others):
+        other = next((step for step in (*first, *others) if step not in first or step not in others), first[0])
+        raise RecipeError(f"before calibration, the recipe has other passes, or in another order: {other}. {AGAIN}")
+    if wanted(recipe) > wanted(before):
+        raise RecipeError(
+            f"a pass of the recipe reads {wanted(recipe)} calibration samples, and {wanted(before)} are kept. {AGAIN}"
+        )
+    backend = get_backend(recipe.backend, device_of(own.context.model))
+    manager = observed.traced.fork(
+        recipe=recipe, backend=backend, samples=[], floats=own.context.floats, progress=own.context.progress
+    )
+    traced, fused = len(up_to(recipe, Stage.CANONICAL)), len(up_to(recipe, Stage.FUSED))
+    manager.run(first[traced:fused])
+    check_computes_alike(observed.unfused, nodes_of(manager.gm.graph))
+    manager.run(first[fused:])
+    calibrated = hand_over(own.gm, manager.gm, AGAIN if own.stage < Stage.OBSERVED else f"{AGAIN} {_TRIALS}")
+    for batch in own.context.samples:
+        if calibrated or not has_enough(manager.context):  # as `quantize` shows them
+            record(manager.context, batch)
+    return manager
+
+
+_TRIALS = "Or prepare once for all recipes: fxq.prepare(model, recipe, example_inputs, trials=True)."
+
+
+Known = list[tuple[PassManager, PassManager, Narrowed | None]]
+"""Graphs with observers, what the passes to the qdq graph have made of each, and what has 7 bits in it.
+
+Those passes take long, and backends share most graphs.
+"""
+
+
+def to_qdq(manager: PassManager, known: Known | None = None) -> tuple[PassManager, Narrowed | None, Sequence[Pass]]:
+    """Run the passes from calibration to the qdq graph, as far as nothing is priced.
+
+    Args:
+        manager: of the graph with observers, which have seen the calibration data.
+        known: of other backends' graphs of the same model; what is found is added.
+
+    Returns:
+        The manager of the graph to go on with, what has 7 bits in it, and the passes that are left.
+    """
+    given = manager.context
+    _, passes, to_kernels = phases(given.recipe)
+    priced = next((i for i, step in enumerate(passes) if isinstance(step, fxq.passes.Fallback)), len(passes))
+    left = [*passes[priced:], *to_kernels]
+    emits = _emits(manager.gm)
+    for before, after, gave_way in known or ():
+        if _emits(before.gm) != emits:
+            if any(shot.name == "smooth" and shot.edits for shot in after.history):
+                continue
+            before = before.fork()
+            _let_emit(before.gm, emits)
+        if same_graph(before.gm, manager.gm):
+            shared = after.fork(recipe=given.recipe, backend=given.backend)
+            _let_emit(shared.gm, emits)
+            return shared, gave_way, left
+    before = manager if known is None else manager.fork()
+    slow = next((i for i, step in enumerate(passes[:priced]) if step.samples_read), priced)
+    after, gave_way = narrowed(manager, passes[:slow])
+    after.run(passes[slow:priced])
+    if known is not None:
+        known.append((before, after.fork(), gave_way))
+    return after, gave_way, left
+
+
+def _emits(gm: fx.GraphModule) -> dict[str, TensorSpec]:
+    """The specs of the results of those kernels that emit nothing but integers, by node.
+
+    Of all that stands in a plan, backends differ in it most often; and only `smooth` asks for it before ops are priced.
+    """
+    plans = {node.name: plan for node in gm.graph.nodes if (plan := info(node).plan) is not None}
+    return {name: plan.emits for name, plan in plans.items() if plan.emits is not None}
+
+
+def _let_emit(gm: fx.GraphModule, emits: Mapping[str, TensorSpec]) -> None:
+    """Let these kernels, and no others, emit nothing but integers."""
+    for node in gm.graph.nodes:
+        plan = info(node).plan
+        if plan is not None and plan.emits != emits.get(node.name):
+            set_info(node, plan=replace(plan, emits=emits.get(node.name)))
+
+
+def converted(observed: ObservedModel, recipe: Recipe | None = None, known: Known | None = None) -> QuantizedModel:
+    """The quantized model of a calibrated one, for one backend; see `fxq.convert`, and `to_qdq` for what is known."""
+    manager, gave_way, left = to_qdq(observed_with(observed, recipe), known)
+    return finished(manager, left, gave_way)
+
+
+def finished(manager: PassManager, left: Sequence[Pass], gave_way: Narrowed | None = None) -> QuantizedModel:
+    """Run the passes that are left; the quantized model, with its ledger."""
+    manager.run(left)
+    context = manager.context
+    ledger, kept = ledger_of(manager.history, manager.gm, context)
+    (found,) = output_sqnrs([manager.gm], context)
+    ledger = replace(ledger, output_sqnr=found, narrowed=gave_way if ledger.count("int8") else None)
+    if ledger and not ledger.count("int8") and not ledger.count("weight-only"):
+        warn(f"nothing runs on integers; {ledger.main_reason()}. print(qmodel.ledger)")
+    if not context.recipe.trains:  # the float form of what was trained is not what it was trained as
+        check_output(ledger, context)
+    return QuantizedModel.from_manager(manager, ledger, kept)
+
+
+_QUANTIZED = (
+    "torch.ao.nn.quantized",
+    "torch.ao.nn.intrinsic.quantized",
+    "torch.ao.nn.qat",
+    "torch.ao.nn.intrinsic.qat",
+    "torch.ao.quantization.fake_quantize",
+    "torch.ao.quantization.observer",
+    "fxq.backends",
+)
+
+
+_MADE = (QuantizedModel, ObservedModel, TrainingModel)
+
+
+def check_model(model: Any) -> None:
+    """Raise `InputError` for what is no float model, ready to be quantized."""
+    if not isinstance(model, nn.Module):
+        if why := no_module(model):
+            raise InputError(why)
+        raise InputError(f"model is a {type(model).__name__}, not an nn.Module. (A function? Wrap it in a module.)")
+    if isinstance(model, _MADE):
+        raise InputError(f"the model is a {type(model).__name__} already; quantize the float model it came from.")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise InputError(
+            "the model is a TorchScript module, which has no Python code to trace. Pass the nn.Module that it was "
+            "scripted from, or torch.export.export(that module, inputs). A TorchScript module cannot be quantized; as "
+            "a submodule of another model it runs in float: nn.Sequential(script_module, ...)."
+        )
+    for path, module in model.named_modules():
+        if isinstance(module, _MADE) or type(module).__module__.startswith(_QUANTIZED):
+            raise InputError(
+                f"the model is quantized already: {path or 'the model'} is a {type(module).__name__}. "
+                "Give the float model."
+            )
+    if type(model).__mro__[1].__name__ in ("_StatefulGraphModule", "_UnliftedModule"):
+        raise InputError("the model is the module of an exported program; give the program that it came from.")
+    training = first_in_train_mode(model)
+    if training is not None:
+        where = f"its module {training!r} is" if training else "it is"
+        raise InputError(f"the model cannot be quantized while {where} in train mode: call model.eval() first.")
+    for name, _ in (*model.named_modules(), *model.named_parameters(), *model.named_buffers()):
+        if not is_writable(name):
+            raise InputError(f"{name!r}: torch.fx writes names into code, and cannot write this one; rename it.")
+    check_names(model, ObservedModel)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise InputError(f"{name} has no values and no shape yet: run the float model once on a batch first.")
+        if tensor.is_meta:
+            raise InputError(f"{name} is on the meta device, so it has no values; load the model's weights first.")
+
+
+def check_compared(a: Any, b: Any) -> None:
+    """Raise `InputError` for what `fxq.compare` cannot compare."""
+    if not isinstance(b, QuantizedModel):
+        hint = " (a is: fxq.compare(float_model, quantized_model, data))" if isinstance(a, QuantizedModel) else ""
+        raise InputError(f"b is a {type(b).__name__}, not a quantized model{hint}.")
+    if not isinstance(a, QuantizedModel):
+        check_model(a)
+    if device_of(a) != device_of(b):
+        raise InputError(f"a is on {device_of(a)}, b on {device_of(b)}; move one of them with .to(...).")
+
+
+def float_reference(model: nn.Module, b: QuantizedModel, first: Batch) -> Baseline:
+    """The float model's canonical graph, made as when `b` was."""
+    manager = manager_for(model, b.recipe, first)
+    manager.run(up_to(manager.context.recipe, Stage.FUSED))
+    original = manager.context.original
+    if original is None:
+        raise InputError("the recipe of b has no canonicalize, so that the layers of a float model have other names.")
+    ours = [f"{op.op} {op.name!r} of {op.path!r}" for op in original.ops]
+    theirs = [f"{e.op} {e.name!r} of {e.path!r}" for e in b.ledger]
+    for i, (mine, its) in enumerate(zip_longest(ours, theirs, fillvalue="nothing")):
+        if mine != its:
+            raise InputError(
+                f"a is not the model that b was made from, or traces to other ops on inputs of this size: op {i} is "
+                f"{mine}, where the ledger of b has {its}."
+            )
+    now, then = checksums(manager.context.model), b.record.weights
+    changed = [name for name in now if now[name] != then.get(name)]
+    if changed:
+        warn(
+            f"a has other weights than the model that b was made from, {changed[0]!r} for one ({len(changed)} of "
+            f"{len(now)} parameters): what is compared is not only what quantization did."
+        )
+    divisible, is_large = manager.context.divisible, original.is_large
+    return Baseline(Program(original.gm, original.graph), original.nodes, divisible=divisible, is_large=is_large)

@@ -1,0 +1,1 @@
+"""Decompositions: attention, recurrent layers and written-out functions as ops of the table."""

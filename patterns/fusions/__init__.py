@@ -1,0 +1,1 @@
+"""Fusion patterns, by subject. Importing this package registers them."""

@@ -1,0 +1,70 @@
+"""Functions whose machine code is written out, and what is known of the CPU."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fxq.backends.loops.code.compiler import compiled
+
+pytestmark = pytest.mark.any_cpu
+
+numba = pytest.importorskip("numba")
+machine_code = pytest.importorskip("fxq.backends.loops.code.machine_code")
+vectors = pytest.importorskip("fxq.backends.loops.code.vectors")
+
+
+@machine_code.on_addresses
+def weighted(b, first, count, out):
+    """first + 2 * count + 4 * that which is at `out`, there."""
+    before = vectors.load(b, out, vectors.INT64)
+    total = b.add(first, b.add(b.mul(count, vectors.number(2)), b.mul(before, vectors.number(4))))
+    vectors.store(b, total, out)
+
+
+@compiled("i i i64*")
+def run(first, count, out):
+    out = numba.carray(out, 2)
+    weighted(first, count, out.ctypes.data)
+    weighted(out=out.ctypes.data + 8, first=count, count=first)
+
+
+def test_arguments_have_their_order_and_names():
+    out = np.array([7, -(2**40)])
+    run(3, 5, out.ctypes.data)
+    assert out.tolist() == [3 + 2 * 5 + 4 * 7, 5 + 2 * 3 - 4 * 2**40]
+
+
+def test_it_is_documented():
+    assert "that which is at `out`" in weighted.__doc__
+
+
+def test_a_call_without_an_argument_is_refused():
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'out'"):
+        numba.njit(lambda first: weighted(first, first))(1)
+
+
+@pytest.mark.parametrize(
+    ("name", "features", "found"),
+    [("haswell", "+avx2,+fma", "+avx2,+fma"), ("generic", "", ""), ("haswell", None, ""), (None, "+x", "+x")],
+)
+def test_a_cpu_that_numba_is_told_of(name, features, found, monkeypatch):
+    """Of one that it is told the name of alone, nothing is known."""
+    monkeypatch.setattr(machine_code.config, "CPU_NAME", name, raising=False)
+    monkeypatch.setattr(machine_code.config, "CPU_FEATURES", features, raising=False)
+    assert machine_code._features() == found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux lists what the CPU can do")
+def test_this_cpu(monkeypatch):
+    for setting in ("CPU_NAME", "CPU_FEATURES"):
+        monkeypatch.setattr(machine_code.config, setting, None, raising=False)
+    known = Path("/proc/cpuinfo").read_text(encoding="utf-8").split()
+    found = machine_code._features().split(",")
+    assert ("+avx512vnni" in found, "+avx512f" in found) == ("avx512_vnni" in known, "avx512f" in known)
+
+
+def test_tiles_fit_what_the_cpu_can_do():
+    sizes = machine_code.GROUP, machine_code.PIXELS
+    assert sizes == ((4, 12) if machine_code.HAS_VNNI else (2, 4))

@@ -1,0 +1,166 @@
+"""Which kernels a unit fits, and what they ask of it. `tests/passes/test_lower.py` lowers every network with them."""
+
+import pytest
+import torch
+
+import fxq
+from fxq.backends.table.kernel_table import CLAMPS, FusedUnit, KernelRow, fits, rule_key
+from fxq.backends.x86.x86_kernels import ROWS
+from fxq.graph.region import Weight
+from fxq.graph.unit import calls_of
+from fxq.patterns.fusions.excite import squeeze_excite, squeeze_excite_mean
+from fxq.quant.qparams import QParams
+
+pytestmark = pytest.mark.any_cpu
+
+TENSORS = {"w": torch.zeros(3, 3, 1, 1), "b": torch.zeros(3), "s": torch.tensor([0.5])}
+TEXT = """
+def gate(a, k, c, r):
+    {body}
+
+x: float32[1, 3, 4, 4] = input()
+y: float32[1, 3, 4, 4] = input()
+w: float32[3, 3, 1, 1] = tensor('w')
+b: float32[3] = tensor('b')
+s: float32[1] = tensor('s')
+z: float32[1, 3, 4, 4] = gate({given})
+return z
+"""
+
+
+def unit(body, given="x, w, b, y"):
+    gm = fxq.read_graph(TEXT.format(body=body.replace("; ", "\n    "), given=given), TENSORS)
+    return gm, calls_of(gm, next(n for n in gm.graph.nodes if n.name == "z"))
+
+
+def shown(calls, rows):
+    """For each kernel, how many ops it runs, and what it asks of them."""
+    return [f"{len(fit.calls)}: " + " ".join(f"{k}={v}" for k, v in fit.captures.items()) for fit in fits(calls, rows)]
+
+
+LAYER = "x=x weight=w bias=b"
+
+
+@pytest.mark.parametrize(
+    ("body", "found"),
+    [
+        (
+            "l = conv2d(a, k, c); m = add(r, l); n = relu(m); return n",
+            [f"3: {LAYER} residual=y slope=None", f"2: {LAYER} residual=y", f"1: {LAYER}"],
+        ),
+        ("l = conv2d(a, k, c); m = add(l, r, alpha=2); n = relu(m); return n", [f"1: {LAYER}"]),
+        ("l = conv2d(a, k, c); m = add(l, l); n = mul(m, r); return n", [f"1: {LAYER}"]),
+        ("l = conv2d(a, k, c); m = relu(l); n = mul(m, r); return n", [f"2: {LAYER} slope=None", f"1: {LAYER}"]),
+        ("l = conv2d(a, k, c); m = relu(l); n = mul(m, l); o = add(n, r); return o", [f"1: {LAYER}"]),
+        ("l = conv2d(a, k, c); m = sigmoid(l); n = mul(m, r); return n", [f"1: {LAYER}"]),
+        ("l = conv2d(a, k, c); m = add(l, r); n = silu(m); return n", [f"2: {LAYER} residual=y", f"1: {LAYER}"]),
+        ("l = group_norm(a, num_groups=1); m = conv2d(l, k, c); n = add(m, r); return n", []),
+        ("l = add(a, r); m = relu(l); n = conv2d(m, k, c); return n", ["2: x=x other=y slope=None", "1: x=x other=y"]),
+    ],
+)
+def test_the_first_ops_of_a_unit_that_kernels_run(body, found):
+    assert shown(unit(body)[1], ROWS) == found
+
+
+def test_a_function_behind_a_layer_gives_its_weight():
+    calls = unit("l = conv2d(a, k, c); m = prelu(l, r); return m", "x, w, b, s")[1]
+    assert shown(calls, ROWS)[0] == f"2: {LAYER} slope=s"
+    assert shown(unit("l = conv2d(a, k, c); m = prelu(l, a); n = add(m, r); return n")[1], ROWS)[1:] == [f"1: {LAYER}"]
+
+
+BODY = "l = conv2d(a, k, c); m = sigmoid(l); n = mul(m, r); return n"
+
+
+def test_the_kernel_of_a_fusion_runs_its_units_whole_and_asks_for_its_captures():
+    calls = unit(BODY)[1]
+    assert shown(calls, {**ROWS, rule_key("gate", "akcr"): KernelRow(None)}) == ["3: a=x k=w c=b r=y", f"1: {LAYER}"]
+    assert shown(calls, {rule_key("gate", "akcr"): KernelRow(None)}) == ["3: a=x k=w c=b r=y"]
+    another = {
+        rule_key("gate", ("a", "k", "c", "residual")): KernelRow(None),
+        rule_key("gated", "akcr"): KernelRow(None),
+    }
+    assert shown(calls, another) == []
+
+
+def test_x86_has_a_kernel_for_every_squeeze_and_excitation():
+    for rule in (*squeeze_excite, *squeeze_excite_mean):
+        assert rule_key(rule.name, rule.captures) in ROWS
+
+
+def asked(refuses, given="x, w, b, y"):
+    """Why a kernel of the unit refuses; what it was asked about."""
+    seen = []
+
+    def judge(found):
+        seen.append(found)
+        return refuses
+
+    gm, calls = unit(BODY, given)
+    (fit,) = fits(calls, {rule_key("gate", "akcr"): KernelRow(lambda unit: None, judge)})
+    return fit.refused(gm), seen
+
+
+def test_a_kernel_is_asked_before_grids_are_known():
+    reason, (found,) = asked("not today")
+    assert reason == "not today" and isinstance(found, FusedUnit)
+    weight = found.captures["k"]
+    assert isinstance(weight, Weight) and weight.values.shape == (3, 3, 1, 1) and weight.values.dtype == torch.int8
+    assert torch.equal(found.captures["c"], TENSORS["b"])
+    assert [name for name, value in found.captures.items() if isinstance(value, QParams)] == ["a", "r"]
+    assert len(found.grids) == 2 and found.out is not None
+    assert asked(None, "x, w, None, 1.5")[1][0].captures["r"] == 1.5
+
+
+def test_constants_that_are_computed_are_refused():
+    gm, calls = unit("l = conv2d(a, k, c); m = prelu(l, r); return m", "x, w, b, y")
+    assert [fit.refused(gm) for fit in fits(calls, ROWS)] == ["its slope is computed at run time", None]
+
+
+def test_the_function_behind_a_layer_is_a_post():
+    calls = unit("l = conv2d(a, k, c); m = add(l, r); n = relu(m); return n")[1]
+    posts = [FusedUnit({}, (None,), calls[:ops]).post for ops in (1, 2, 3)]
+    assert posts[:2] == [None, None] and posts[2].name == "relu" and posts[2].name in CLAMPS
+
+
+QDQ = """
+def gate(a, k, c, r):
+    l = conv2d(a, k, c)
+    m = sigmoid(l)
+    n = mul(m, r)
+    return n
+
+x: uint8[1, 3, 4, 4] = input()
+x_dq: float32[1, 3, 4, 4] = dequantize(x, scale=0.5, zero_point=3)
+y: float32[1, 3, 4, 4] = input()
+w: int8[3, 3, 1, 1] = tensor('w')
+w_dq: float32[3, 3, 1, 1] = dequantize(w, scale=0.25, zero_point=0, qmin=-127, qmax=127)
+s: float32[1] = tensor('s')
+z: float32[1, 3, 4, 4] = gate(x_dq, w_dq, {rest})
+return z
+"""
+
+
+@pytest.mark.parametrize(
+    ("rest", "inputs", "found"),
+    [
+        ("None, x_dq", ["x", "x"], {"a": 0.5, "k": "int8", "c": None, "r": 0.5}),
+        ("None, s", ["x"], {"a": 0.5, "k": "int8", "c": None, "r": TENSORS["s"]}),
+        ("s, 1.5", ["x"], {"a": 0.5, "k": "int8", "c": TENSORS["s"], "r": 1.5}),
+        ("None, y", ["x"], {"a": 0.5, "k": "int8", "c": None, "r": None}),
+    ],
+)
+def test_what_a_kernel_is_made_of(rest, inputs, found):
+    """Grids of activations, each an input of the kernel; int8 weights; constants and numbers as they are."""
+    gm = fxq.read_graph(QDQ.format(rest=rest), {"w": torch.ones(3, 3, 1, 1, dtype=torch.int8), "s": TENSORS["s"]})
+    calls = calls_of(gm, next(n for n in gm.graph.nodes if n.name == "z"))
+    (fit,) = fits(calls, {rule_key("gate", "akcr"): KernelRow(None)})
+    read, captures, dynamic = fit.integers(gm)
+    assert dynamic == {}
+    assert [node.name for node in read] == inputs
+    assert {name: brief(value) for name, value in captures.items()} == found
+
+
+def brief(value):
+    if isinstance(value, QParams):
+        return value.s
+    return str(value.values.dtype).removeprefix("torch.") if isinstance(value, Weight) else value

@@ -1,0 +1,81 @@
+"""A qdq graph beside its float form."""
+
+import torch
+from torch import fx, nn
+
+import fxq
+from fxq.common.data import Batch
+from fxq.ops import OPS
+from fxq.paired.both_forms import BothForms
+
+
+def test_the_states_that_a_recurrent_layer_multiplies():
+    """Step by step, forwards and backwards, behind the initial state."""
+    torch.manual_seed(0)
+    cell, x, h = nn.GRUCell(3, 5), torch.randn(4, 2, 3), torch.randn(2, 5)
+    weights = dict(cell.named_parameters())
+    for reverse in (False, True):
+        graph = fx.Graph()
+        given = [graph.placeholder(name) for name in ("x", "h")]
+        names = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+        read = [graph.get_attr(name) for name in names]
+        node = graph.call_function(OPS["gru"].target, (given[0], *read, given[1]), {"reverse": reverse})
+        graph.output(node)
+        runs = BothForms(fx.GraphModule(cell, graph), [Batch((x, h))])
+        for before in list(graph.nodes)[:-2]:
+            runs.step(before)
+        ((got, wanted),) = runs.states(node)
+        state, states = h, {}
+        for t in reversed(range(4)) if reverse else range(4):
+            states[t], state = state, torch.gru_cell(x[t], state, *(weights[name] for name in names))
+        assert torch.equal(got, wanted)
+        torch.testing.assert_close(got, torch.stack([states[t] for t in range(4)]), rtol=0, atol=1e-6)
+
+
+def test_values_as_they_are_and_in_float():
+    gm = fxq.read_graph(
+        """
+        x: float32[2, 3] = input()
+        x_q = quantize(x, scale=0.5, zero_point=0, qmin=-128, qmax=127, dtype=torch.int8)
+        x_dq = dequantize(x_q, scale=0.5, zero_point=0)
+        y = relu(x_dq)
+        return y
+        """,
+        {},
+    )
+    x = torch.tensor([[0.3, -1.1, 2.0], [0.0, 0.7, -0.2]])
+    runs = BothForms(gm, [Batch((x,))])
+    for node in list(gm.graph.nodes)[:-2]:
+        runs.step(node)
+    node = list(gm.graph.nodes)[2]
+    ((got, wanted),) = runs.values(node)
+    assert torch.equal(got, torch.tensor([[0.5, -1.0, 2.0], [0.0, 0.5, 0.0]])) and torch.equal(wanted, x)
+    runs.put(node, torch.zeros(2, 3))
+    assert not next(runs.values(node))[0].any()
+
+
+class Drifts(nn.Module):
+    """Adds noise, and what it has seen so far: (N, C), the same out."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        self.seen += x.abs().mean()
+        return x + torch.randn_like(x) + self.seen
+
+
+def test_noise_and_modules_that_keep_something_are_the_same_in_both():
+    graph = fx.Graph()
+    drifting = graph.call_module("leaf", (graph.placeholder("x"),))
+    graph.output(drifting)
+    leaf = Drifts()
+    gm = fx.GraphModule(nn.ModuleDict({"leaf": leaf}), graph)
+    runs = BothForms(gm, [Batch((torch.ones(2, 3),)) for _ in range(3)])
+    for node in list(graph.nodes)[:-1]:
+        runs.step(node)
+    found = [*runs.values(drifting)]
+    assert len({float(got.sum()) for got, _ in found}) == 3
+    assert all(torch.equal(got, wanted) for got, wanted in found)
+    assert leaf.seen == 0

@@ -1,0 +1,250 @@
+"""backend="fastest": every backend is tried, the quickest right one stays, and a table says what each did."""
+
+import copy
+import json
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import fxq
+from fxq.backends import engine
+from fxq.backends.by_name import fastest_order
+from fxq.backends.packed.quantized_tensors import has_engine
+from fxq.common.metrics import sqnr
+from fxq.graph.info import info
+from fxq.workflow import fastest
+from fxq.workflow.steps import converted
+from tests.support.graphs import equal
+
+pytestmark = [pytest.mark.any_cpu, pytest.mark.filterwarnings("ignore::fxq.FxqWarning")]
+FASTEST = fxq.Recipe.static(backend="fastest", optimize="coverage")
+TRIED = len(fastest_order())
+needs_fbgemm = pytest.mark.skipif(not has_engine("fbgemm"), reason="PyTorch is built without fbgemm")
+
+
+class Net(nn.Module):
+    """A sum, which some backends join with the convolution before it."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3, padding=1), nn.Linear(288, 5)
+
+    def forward(self, x):
+        y = torch.relu(self.a(x))
+        return self.c(torch.relu(self.b(y) + y).flatten(1))
+
+
+@pytest.fixture
+def net():
+    torch.manual_seed(0)
+    return Net().eval(), torch.randn(4, 3, 8, 8)
+
+
+def planted(monkeypatch, times):
+    """Let the calls of each backend take so many microseconds."""
+
+    def interleaved(calls, wait, least):
+        return {key: times[i] for i, key in enumerate(calls)}
+
+    monkeypatch.setattr(fastest, "interleaved", interleaved)
+
+
+@needs_fbgemm
+@pytest.mark.parametrize("first", range(TRIED))
+def test_the_quickest_is_chosen(net, monkeypatch, first):
+    model, x = net
+    planted(monkeypatch, [1.0 if i == first else 2.0 for i in range(TRIED)])
+    q = fxq.quantize(model, FASTEST, data=[x])
+    assert [a.backend for a in q.attempts] == list(fastest_order())
+    assert q.backend == q.recipe.backend == fastest_order()[first]
+    assert [a.chosen for a in q.attempts] == [i == first for i in range(TRIED)]
+    assert sqnr(model(x), q(x)) > 20
+
+
+@needs_fbgemm
+@pytest.mark.parametrize("far", [3.0, float("nan")])
+def test_what_is_far_from_float_loses(net, monkeypatch, far):
+    model, x = net
+    planted(monkeypatch, [1.0, 2.0, 3.0, 4.0, 5.0])
+    convert = fxq.api.convert
+
+    def spoiled(observed):
+        q = convert(observed)
+        if q.backend == "x86":
+            q.ledger = fxq.api.replace(q.ledger, output_sqnr=far)
+        return q
+
+    observed = fxq.prepare(model, FASTEST, x)
+    observed(x)
+    q = fastest.convert_all(observed, spoiled)
+    assert q.backend == fastest_order()[1] and q.attempts[0].sqnr != q.attempts[1].sqnr
+
+
+def test_engines_that_are_not_installed_are_named(net, monkeypatch):
+    model, x = net
+    monkeypatch.setattr(engine, "find_spec", lambda package: None)
+    q = fxq.quantize(model, FASTEST, data=[x])
+    missing = q.attempts.where(backend="openvino")[0]
+    assert missing.us is None and missing.why.startswith("openvino is not installed: pip install fxq[openvino].")
+    assert "pip install fxq[onnxruntime]" in q.attempts.to_text() and q.backend in ("x86", "fbgemm")
+
+
+def test_a_backend_that_fails_is_named(net, monkeypatch):
+    model, x = net
+    convert = fxq.api.convert
+
+    def fails(observed):
+        if observed.manager.context.recipe.backend == "openvino":
+            raise fxq.BackendError("it does not feel like it")
+        return convert(observed)
+
+    observed = fxq.prepare(model, FASTEST, x)
+    observed(x)
+    q = fastest.convert_all(observed, fails)
+    assert q.attempts.where(backend="openvino")[0].why == "it does not feel like it"
+
+    observed = fxq.prepare(model, FASTEST, x)
+    observed(x)
+
+    def never(observed):
+        raise fxq.BackendError(observed.manager.context.recipe.backend)
+
+    with pytest.raises(fxq.BackendError, match=fastest_order()[0]):
+        fastest.convert_all(observed, never)
+
+
+@needs_fbgemm
+def test_a_backend_that_does_not_prepare_is_named(net):
+    model, x = net
+
+    def prepare(recipe, known):
+        if recipe.backend != "fbgemm":
+            raise fxq.InputError(f"{recipe.backend} does not like it")
+        return fxq.prepare(model, recipe, x)
+
+    observed = fastest.prepare_all(FASTEST, "cpu", prepare)
+    observed(x)
+    q = fxq.convert(observed)
+    assert q.backend == "fbgemm" and q.attempts.where(backend="x86")[0].why == "x86 does not like it"
+    with pytest.raises(fxq.InputError, match="x86 does not like it"):
+        fastest.prepare_all(FASTEST, "cpu", lambda recipe, known: prepare(recipe.with_backend("x86"), known))
+
+
+@needs_fbgemm
+def test_the_data_is_read_once(net):
+    model, _ = net
+    seen = []
+
+    def data():
+        for i in range(3):
+            seen.append(i)
+            yield torch.randn(2, 3, 8, 8)
+
+    q = fxq.quantize(model, FASTEST, data=data())
+    assert seen == [0, 1, 2] and len(q.attempts.where(lambda a: a.us is not None)) == TRIED
+
+
+@needs_fbgemm
+@pytest.mark.parametrize("copies", [False, True])
+def test_backends_with_the_same_graph_share_what_it_has_seen(net, monkeypatch, copies):
+    model, x = net
+    observed = fxq.prepare(model, FASTEST, x)
+    observed(x[:2])
+    observed = copy.deepcopy(observed) if copies else observed
+    observed(x[2:])
+    everyone = (observed, *observed.others)
+    alike = [i for i, one in enumerate(everyone) if one.same_as is not None]
+    assert alike and all(everyone[i].batches_seen == 0 and everyone[i].same_as < i for i in alike)
+    planted(monkeypatch, [0.0 if i == alike[-1] else 1.0 for i in range(TRIED)])
+    with torch.no_grad():
+        got = fxq.convert(observed)(x)
+        alone = fxq.quantize(model, FASTEST.with_backend(fastest_order()[alike[-1]]), data=[x[:2], x[2:]])(x)
+    assert equal(got, alone)
+
+
+class Pooled(nn.Module):
+    """ONNX Runtime's global pooling emits nothing but integers, others' emits floats, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 1), nn.Linear(8, 5)
+        self.pool = nn.AdaptiveAvgPool2d(1)
+
+    def forward(self, x):
+        y = torch.relu(self.a(x))
+        return self.c(self.pool(torch.relu(self.b(y) + y)).flatten(1))
+
+
+@needs_fbgemm
+@pytest.mark.parametrize("edits", [(), ("one",)], ids=["smooth did nothing", "smooth has asked"])
+def test_what_a_kernel_emits_makes_no_other_graph(edits):
+    torch.manual_seed(0)
+    model, x = Pooled().eval(), torch.randn(4, 3, 8, 8)
+    observed = fxq.prepare(model, FASTEST, x)
+    observed(x)
+    everyone, known = {m.manager.context.recipe.backend: m for m in (observed, *observed.others)}, []
+    emits = {name: {n.name for n in m.graph.nodes if (p := info(n).plan) and p.emits} for name, m in everyone.items()}
+    assert emits["onnxruntime"] - emits["fbgemm"] == {"pool"}
+    converted(everyone["fbgemm"], None, known)
+    for shot in known[0][1].history.snapshots:
+        object.__setattr__(shot, "edits", edits if shot.name == "smooth" else shot.edits)
+    everyone["onnxruntime"].take_calibration(everyone["fbgemm"])
+    shared = converted(everyone["onnxruntime"], None, known)
+    assert len(known) == 1 + len(edits)
+    alone = fxq.quantize(model, FASTEST.with_backend("onnxruntime"), data=[x])
+    assert equal(shared(x), alone(x)) and shared.history["correct-bias"].graph == alone.history["correct-bias"].graph
+
+
+def test_the_table(net):
+    model, x = net
+    q = fxq.quantize(model, FASTEST, data=[x])
+    assert q.attempts.to_text().split()[:6] == ["backend", "ms", "int8", "ops", "SQNR", "dB"]
+    assert "1 thread" in q.attempts.to_text()
+    assert len(json.loads(q.attempts.to_json())["attempts"]) == TRIED
+    assert "was the quickest" in repr(q.attempts)
+    for other in (copy.deepcopy(q), pickle.loads(pickle.dumps(q))):
+        assert other.attempts == q.attempts and equal(other(x), q(x))
+    assert fxq.quantize(model, FASTEST.with_backend("x86"), data=[x]).attempts is None
+
+
+def test_an_observed_model_copies_all_of_it(net):
+    model, x = net
+    observed = copy.deepcopy(fxq.prepare(model, FASTEST, x))
+    observed(x)
+    assert [other.batches_seen for other in observed.others if other.same_as is None] == [1]
+    assert len(fxq.convert(observed).attempts) == TRIED
+
+
+def test_a_preset_without_data(net):
+    model, x = net
+    q = fxq.quantize(model, fxq.Recipe.dynamic(backend="fastest"), example_inputs=x)
+    assert len(q.attempts) == TRIED and sqnr(model(x), q(x)) > 20
+
+
+def test_recipes_with_it_are_saved(tmp_path):
+    FASTEST.save(tmp_path / "r.toml")
+    assert fxq.Recipe.load(tmp_path / "r.toml") == FASTEST
+
+
+def test_of_equals_the_first_is_taken(net, monkeypatch):
+    model, x = net
+    planted(monkeypatch, [1.05, 1.0, 2.0, 2.0, 2.0])
+    assert fxq.quantize(model, FASTEST, data=[x]).backend == fastest_order()[0]
+
+
+@pytest.mark.parametrize(("cpus", "busy", "threads"), [(4, False, 4), (1.5, False, 1), (4, True, 1)])
+def test_threads_without_a_cpu_each_time_nothing(net, monkeypatch, cpus, busy, threads):
+    """One thread is timed then, in CPU time; `attempts` says so."""
+    model, x = net
+    monkeypatch.setattr(fastest, "usable_cpus", lambda: cpus)
+    monkeypatch.setattr(fastest, "is_contended", lambda: busy)
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        q = fxq.quantize(model, FASTEST, data=[x])
+        assert torch.get_num_threads() == 4
+    finally:
+        torch.set_num_threads(before)
+    assert q.attempts.threads == threads
