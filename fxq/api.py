@@ -24,7 +24,15 @@ from fxq.tracing.wrappers import unwrapped
 from fxq.workflow.calibrate import EVERY, Calibration, as_observed, first_of_all, merge_calibrations
 from fxq.workflow.fastest import convert_all, prepare_all
 from fxq.workflow.observed_model import ObservedModel
-from fxq.workflow.steps import Known, check_compared, check_model, converted, float_reference, manager_for, prepared
+from fxq.workflow.steps import (
+    ModelCache,
+    check_compared,
+    check_model,
+    converted,
+    float_reference,
+    manager_for,
+    prepared,
+)
 from fxq.workflow.train import converted_from_training, prepared_for_training
 from fxq.workflow.training_model import TrainingModel
 
@@ -112,7 +120,7 @@ def _no_data(recipe: Recipe, calibrated: str = "") -> InputError:
 
 
 def prepare(
-    model: nn.Module, recipe: Any = "static", example_inputs: Any = None, *, trials: bool = False
+    model: nn.Module, recipe: Any = "static", example_inputs: Any = None, *, observe_all: bool = False
 ) -> ObservedModel | TrainingModel:
     """The first half of `quantize`: trace, fuse, insert observers. Call the result on calibration data, then `convert`.
 
@@ -123,8 +131,8 @@ def prepare(
         model: a float `nn.Module` in eval mode.
         recipe: as for `quantize`.
         example_inputs: one batch, to find shapes with.
-        trials: look at every value, with histograms besides the recipe's observers, so that `convert` can be called
-            with other recipes. It takes longer, by as much as there are more values.
+        observe_all: observe every value, with histograms besides the recipe's observers, so that `convert` accepts
+            other recipes. Calibration takes longer.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)).eval()
@@ -144,14 +152,14 @@ def prepare(
     chosen = as_recipe(recipe)
     if chosen.trains:
         return prepared_for_training(model, chosen, example_inputs)
-    return _observed(model, chosen, example_inputs, trials)
+    return _observed(model, chosen, example_inputs, observe_all)
 
 
-def _observed(model: nn.Module, recipe: Recipe, example_inputs: Any, trials: bool = False) -> ObservedModel:
+def _observed(model: nn.Module, recipe: Recipe, example_inputs: Any, observe_all: bool = False) -> ObservedModel:
     if recipe.backend != FASTEST:
-        return prepared(model, recipe, example_inputs, trials)
+        return prepared(model, recipe, example_inputs, observe_all)
     device = device_of(unwrapped(model))
-    return prepare_all(recipe, device, lambda one, known: prepared(model, one, example_inputs, trials, known))
+    return prepare_all(recipe, device, lambda one, known: prepared(model, one, example_inputs, observe_all, known))
 
 
 def calibrate(
@@ -221,7 +229,7 @@ def convert(observed: ObservedModel | TrainingModel, recipe: Any = None) -> Quan
             it and the same data, bit for bit, without another calibration. It may set layers to float and back, give
             weights other bits, and activations other observers where what was seen is enough for them (a histogram is
             for min-max, percentiles and the like), ask for another backend, and for other passes behind calibration.
-            The values that it makes integers of must have been looked at: with `prepare(..., trials=True)` all are.
+            Values that become integers must have been observed: `prepare(..., observe_all=True)` observes all.
 
     Raises:
         CalibrationError: an observer has seen no data; or no forward in train mode has.
@@ -233,7 +241,7 @@ def convert(observed: ObservedModel | TrainingModel, recipe: Any = None) -> Quan
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)).eval()
         >>> observed = calibrate(prepare(model, "static", torch.rand(1, 3, 16, 16)), [torch.rand(1, 3, 16, 16)])
         >>> trial = convert(observed, Recipe.static().override("2", fxq.FLOAT))
-        >>> convert(observed).ledger.count("int8"), trial.ledger.where(path="2")[0].fate
+        >>> convert(observed).ledger.count("int8"), trial.ledger.where(path="2")[0].precision
         (3, 'float')
     """
     trained = unwrapped(observed)
@@ -258,7 +266,7 @@ def _converted(calibrated: ObservedModel, chosen: Recipe | None) -> QuantizedMod
             f"the model was prepared for all backends, and the recipe asks for {chosen.backend!r}: give one with "
             f"backend={FASTEST!r}, or prepare the float model with this one."
         )
-    known: Known = []
+    known: ModelCache = []
     return convert_all(calibrated, lambda one: converted(one, _for_backend_of(one, chosen), known))
 
 

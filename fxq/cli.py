@@ -235,7 +235,7 @@ def _load_weights(model: nn.Module, path: Path) -> None:
         raise InputError(f"the weights of {path} cannot be loaded: {words_of(error)}") from error
 
 
-def _print_model(qmodel: fxq.QuantizedModel, as_json: bool) -> None:
+def _print_model(qmodel: fxq.results.QuantizedModel, as_json: bool) -> None:
     from fxq.common.metrics import nbytes
 
     facts = {

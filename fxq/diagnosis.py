@@ -213,7 +213,7 @@ def _machine() -> dict[str, str]:
         "torch": torch.__version__,
         "loops": compiler.description(),
         "Python": platform.python_version(),
-        "prices": f"{prices.path()} ({len(read_rounds(prices.path()))} measured; see fxq.prices)",
+        "prices": f"{prices.path()} ({len(read_rounds(prices.path()))} measured; see fxq.cost_cache)",
         **{
             f"backend {backend.name}": f"of {backend.distribution}"
             + (f": {backend.refused}" if backend.refused else "")
@@ -256,7 +256,7 @@ def _probe(backend: str, probe: Probe) -> LayerCheck:
         quantized = quantize(model, recipe, data=[inputs], progress=False)
     except FxqError as error:
         return LayerCheck(backend, probe.name, "wrong", why=words_of(error))
-    entries = [e for e in quantized.ledger if e.fate == "float"]
+    entries = [e for e in quantized.ledger if e.precision == "float"]
     wrong = next((e.reason for e in entries if e.kind == "unverified"), None)
     with threads_set_to(1):
         int8, real = (1e6 * measure(lambda run=run: run(*inputs)) for run in (quantized, model))  # type: ignore[misc]

@@ -1,5 +1,6 @@
 """Names for extending fxq: kernels, backends, ops, fusion patterns, passes and observers."""
 
+from fxq.api import run_passes
 from fxq.backends.base import Backend, Prices, Support
 from fxq.backends.kernel import Kernel
 from fxq.backends.packed.fbgemm import Fbgemm
@@ -17,9 +18,10 @@ from fxq.graph.region import Region
 from fxq.graph.text.text_writer import graph_tensors, write_graph
 from fxq.ops.own_ops import register_op
 from fxq.ops.table import Spelling
-from fxq.ops.traits import Quant
+from fxq.ops.traits import OpTraits
 from fxq.quant.observer_base import Observer
 from fxq.quant.observers import Entropy, Histogram, LeastError, MinMax, MovingAverage, Percentile
+from fxq.quant.one_tensor import dequantize_tensor, make_observer, quantization_error, quantize_tensor
 from fxq.quant.qparams import QParams
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.rewriting.match import Match, explain
@@ -42,13 +44,13 @@ __all__ = [
     "MinMax",
     "MovingAverage",
     "Observer",
+    "OpTraits",
     "Pass",
     "Percentile",
     "Prices",
     "QParams",
     "QTensor",
     "Qnnpack",
-    "Quant",
     "Region",
     "RegionKernel",
     "Rewriter",
@@ -57,13 +59,18 @@ __all__ = [
     "Stage",
     "Support",
     "connected_regions",
+    "dequantize_tensor",
     "explain",
     "fusion",
     "graph_tensors",
     "kernel",
+    "make_observer",
+    "quantization_error",
+    "quantize_tensor",
     "read_graph",
     "register_kernel",
     "register_op",
     "rewrite",
+    "run_passes",
     "write_graph",
 ]

@@ -185,8 +185,10 @@ class QuantizedModel(Quantized):
         if not self._decided:
             raise RecipeError("no op of this model could run on integers: there is nothing to decide.")
         gave_way = self.ledger.narrowed
-        narrow = gave_way.role if gave_way is not None else self.recipe.narrow
-        return replace(self.recipe, backend=self.backend, optimize="decided", decided=self._decided, narrow=narrow)
+        reduce_range = gave_way.role if gave_way is not None else self.recipe.reduce_range
+        return replace(
+            self.recipe, backend=self.backend, optimize="decided", decided=self._decided, reduce_range=reduce_range
+        )
 
     def verify(self) -> None:
         """Try every kernel on this machine: it is asked whether it is right here, and run beside its q/dq form.
@@ -206,8 +208,8 @@ class QuantizedModel(Quantized):
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the model into one file, for `fxq.load`: data only, which no code is needed for but fxq.
 
-        It is a safetensors file. Its metadata hold the graph as text (`fxq.write_graph`), the recipe, the ledger and
-        the history. Modules that are kept as they are (`Recipe.leaf`) are not in it, but named.
+        It is a safetensors file. Its metadata hold the graph as text (`fxq.extend.write_graph`), the recipe, the ledger
+        and the history. Modules that are kept as they are (`Recipe.leaf`) are not in it, but named.
 
         Args:
             path: the file; folders that are missing are made. A file that is there is replaced at once.

@@ -22,7 +22,7 @@ from fxq.passes.share_qparams import ShareQParams
 from fxq.passes.smooth import Smooth
 from fxq.passes.trace import Trace
 from fxq.passes.verify_lowering import VerifyLowering
-from fxq.quant.spec import MEASURED, TRAINED, QuantConfig
+from fxq.quant.spec import DYNAMIC, TRAINED, QuantConfig
 from fxq.recipe.pass_base import Pass
 from fxq.recipe.pipeline import register_preset
 
@@ -69,7 +69,7 @@ TRAINING_PASSES: tuple[Pass, ...] = (
 )
 
 register_preset("static", PASSES, QuantConfig())
-register_preset("dynamic", PASSES, QuantConfig(MEASURED))
+register_preset("dynamic", PASSES, QuantConfig(DYNAMIC))
 register_preset("weight_only", PASSES, QuantConfig(activation=None))
 register_preset("qat", TRAINING_PASSES, QuantConfig(TRAINED, state=None), optimize="coverage")
 

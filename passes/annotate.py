@@ -20,10 +20,10 @@ from fxq.graph.info import Decision, DecisionKind, Plan, info
 from fxq.graph.query import constant, reads_only_metadata, submodule, taken_from, values_of
 from fxq.graph.unit import Calls, OpCall, UnitInput, calls_of, inputs_of, read_by
 from fxq.ops import OPS
-from fxq.ops.traits import STATE_MEASURED
+from fxq.ops.traits import STATE_DYNAMIC
 from fxq.pipeline.candidates import Candidate, Settled
 from fxq.pipeline.context import Context
-from fxq.quant.spec import MEASURED_STATE, QuantConfig, Role, TensorSpec
+from fxq.quant.spec import DYNAMIC_STATE, QuantConfig, Role, TensorSpec
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.recipe.pipeline import preset_config, preset_line
 from fxq.rewriting.rewriter import Rewriter
@@ -72,7 +72,7 @@ class _Asked:
     @cached_property
     def _multiplied(self) -> set[int]:
         """The weights, by identity, that layers multiply with. An embedding with such a table has it in their form."""
-        heavy = (inputs_of(calls) for calls in self.ops.values() if calls and not calls[0].op.quant.table)
+        heavy = (inputs_of(calls) for calls in self.ops.values() if calls and not calls[0].op.traits.table)
         reads = (read.node for inputs in heavy for read in inputs if read.role == "weight")
         return {id(constant(self.rewriter.gm, node)) for node in reads}
 
@@ -106,7 +106,7 @@ class _Asked:
             readings = [(value, user) for value in values_of(node) for user in value.users if user in plans]
             readers = [user for value, user in readings if value in read_by(self.ops[user], plans[user])]
             wishes = {spec for user in readers if (spec := plans[user].reads) is not None}
-            if len(wishes) > 1 and not any(plans[user].fate == "moves" for user in readers):
+            if len(wishes) > 1 and not any(plans[user].precision == "moves" for user in readers):
                 plans[node] = replace(plan, agreed=min(wishes, key=lambda spec: spec.bits))
 
     def _candidate(self, node: fx.Node, backend: Backend) -> Candidate | Plan:
@@ -124,14 +124,14 @@ class _Asked:
         if not about.is_tensor and len(calls.outputs) == 1:
             return self._float("no tensor", no_tensor)
         if not calls:
-            way = "; fxq.register_op adds it" if _is_users(node.target) else ""
+            way = "; fxq.extend.register_op adds it" if _is_users(node.target) else ""
             return self._float("unsupported", f"{_called(self.rewriter.gm, node)} is not in the op table{way}")
         config, selector = context.config_for(about.path, calls[0].op.name)
         if config.is_float:
             fix = context.override_line(about.path, calls[0].op.name, preset_line(context.recipe.preset))
             what = selector or "all that it does not name"
             return self._float("excluded by the recipe", f"the recipe says float for {what}", fix)
-        quant = calls[0].op.quant
+        quant = calls[0].op.traits
         if config.weight is not None and quant.weight and quant.axis is not None and quant.in_float(config.activation):
             return self._weight_only(node, backend, config, config.weight)
         if config.activation is None:
@@ -144,8 +144,8 @@ class _Asked:
         reason = _unfit(gm, calls, self.changes)
         if reason is not None:
             return self._float("unsupported", reason)
-        light = calls[0].op.quant.kind == "computes" and not any(call.op.quant.weight for call in calls)
-        if light and config.activation is not None and config.activation.range == "measured":
+        light = calls[0].op.traits.kind == "computes" and not any(call.op.traits.weight for call in calls)
+        if light and config.activation is not None and config.activation.range == "dynamic":
             return self._float("no integer neighbour", "ranges are measured for layers with weights alone")
         asked, config = config, backend.config(gm, config, calls)
         notes = _changes(backend, asked, config)
@@ -154,12 +154,12 @@ class _Asked:
             return self._float("unsupported", support.reason)
         assert config.activation is not None
         overflows = not config.fits_int16 and backend.adds_in_int16(calls)
-        recurrence = calls[0].op.quant.recurrence
+        recurrence = calls[0].op.traits.recurrence
         state = config.state if recurrence is not None else None
         is_calibrated = state is not None and state.range == "calibrated"
         if state and recurrence and is_calibrated and recurrence.differs(calls[0].tensors, calls[0].options):
-            state, why = replace(MEASURED_STATE, bits=state.bits), "its output shows another range than its state"
-            notes.append(STATE_MEASURED.format(why))
+            state, why = replace(DYNAMIC_STATE, bits=state.bits), "its output shows another range than its state"
+            notes.append(STATE_DYNAMIC.format(why))
         if notes and backend is self.rewriter.context.backend:  # others are asked what they would do
             self.rewriter.describe(node, note="; ".join(notes))
         return Candidate(calls, config.activation, config.weight, support, state, overflows)
@@ -168,7 +168,7 @@ class _Asked:
         """The plan for a layer that computes in float, with its weight in integers where that can be."""
         gm, calls = self.rewriter.gm, self.ops[node]
         weights = [read for read in inputs_of(calls) if read.role == "weight"]
-        if calls[0].op.quant.table and not any(id(constant(gm, read.node)) in self._multiplied for read in weights):
+        if calls[0].op.traits.table and not any(id(constant(gm, read.node)) in self._multiplied for read in weights):
             spec = spec.of_table
         reasons = [_unfit_input(gm, calls[0], read, self.changes) for read in weights]
         reasons += [_unfit_weight(constant(gm, read.node), spec) for read in weights]
@@ -183,17 +183,17 @@ class _Asked:
 
     def _would_run(self, node: fx.Node, backend: Backend, settled: Settled) -> bool:
         """Whether a node that the recipe leaves in float would run on integers if it did not."""
-        config, quant = preset_config(self.rewriter.context.recipe.preset), self.ops[node][0].op.quant
+        config, quant = preset_config(self.rewriter.context.recipe.preset), self.ops[node][0].op.traits
         if config.activation is None:
             if config.weight is None or quant.weight is None or quant.axis is None:
                 return False
-            return self._weight_only(node, backend, config, config.weight).fate == "weight-only"
+            return self._weight_only(node, backend, config, config.weight).precision == "weight-only"
         found = self._fit(node, backend, config)
         if isinstance(found, Plan):
             return False
         only = next(iter(found.inputs)) if len(found.inputs) == 1 else None
         before = settled.candidates.get(only) if only is not None else None
-        clips = all(call.op.quant.narrows for call in found.calls)
+        clips = all(call.op.traits.narrows for call in found.calls)
         if clips and only and before is not None and before.heavy and before.runs and len(before.calls) == 1:
             return len(only.users) == 1  # it would be in the unit of that layer
         return settled.would_run(node, found)
@@ -216,7 +216,7 @@ def _with_ways_out(context: Context, asked: _Asked, plans: Mapping[fx.Node, Plan
 
 def _stays(plan: Plan) -> bool:
     """Whether ops of a node stay in float."""
-    return plan.fate == "float" or bool(plan.kernel_ops)
+    return plan.precision == "float" or bool(plan.kernel_ops)
 
 
 def _called(gm: fx.GraphModule, node: fx.Node) -> str:
@@ -238,7 +238,7 @@ def _unfit(gm: fx.GraphModule, calls: tuple[OpCall, ...], changes: Changes) -> s
     What the others need is for the backend to say: what its kernel does not run, runs in float.
     """
     first = calls[0]
-    quant = first.op.quant
+    quant = first.op.traits
     if quant.kind == "float":
         return f"{first.op.name} has no integer form"
     if first.computed is not None and not quant.layout:
@@ -294,6 +294,6 @@ def _unfit_input(gm: fx.GraphModule, first: OpCall, read: UnitInput, changes: Ch
     if changer is not None:
         return f"its input %{read.node.name} is changed in place by %{changer.name}"
     if read.node.op == "get_attr":
-        by_channel = first.op.quant.pointwise and sum(size != 1 for size in about.shape or ()) < 2
+        by_channel = first.op.traits.pointwise and sum(size != 1 for size in about.shape or ()) < 2
         return f"its input {read.node.target} is a constant" if read.call == 0 and not by_channel else None
     return None

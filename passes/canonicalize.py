@@ -93,7 +93,7 @@ def _check_weights(rewriter: Rewriter, node: fx.Node) -> None:
     op, path = op_of(node), info(node).path
     if op is None or rewriter.context.config_for(path, op.name)[0].is_float:
         return
-    for name in (n for n in op.tensors if n in _WEIGHTS and n not in op.quant.inputs):
+    for name in (n for n in op.tensors if n in _WEIGHTS and n not in op.traits.inputs):
         read = argument(node, name)
         tensor = constant(rewriter.gm, read)
         if tensor is None:
@@ -207,7 +207,7 @@ def _settled(op: Op, bound: Arguments | Instead | str) -> tuple[Op, Arguments | 
         bound = op.fill(dict(bound.arguments))
     if isinstance(bound, str):
         return op, bound
-    if not any(_is_tensor(v) for name in op.quant.inputs for v in flat_nodes(bound.get(name))):
+    if not any(_is_tensor(v) for name in op.traits.inputs for v in flat_nodes(bound.get(name))):
         return op, "is called on no tensor"
     given = next((k for k in op.options for v in flat_nodes(bound[k]) if _is_tensor(v)), None)
     return op, bound if given is None else f"is given a tensor for its option {given}"

@@ -12,19 +12,19 @@ from typing import ClassVar
 from torch import fx
 
 from fxq.errors import CalibrationError, PassError
-from fxq.graph.analysis.fills import Fills
+from fxq.graph.analysis.fill_constants import FillConstants
 from fxq.graph.analysis.given import Given
 from fxq.graph.info import Decision, Edge, Plan, grid_key, info
 from fxq.graph.place import where
 from fxq.graph.query import constant, reads_only_metadata, states_of, submodule, taken_from, unobserved
 from fxq.graph.unit import calls_of, feeding, inputs_of, reads_of, wishes_of
-from fxq.ops.traits import STATE_MEASURED
-from fxq.quant.measured import MeasuredGrid
+from fxq.ops.traits import STATE_DYNAMIC
+from fxq.quant.dynamic_grid import DynamicGrid
 from fxq.quant.observer_base import Observer
 from fxq.quant.observers import observer_for
 from fxq.quant.qparams import QParams
-from fxq.quant.spec import MEASURED_STATE, TensorSpec
-from fxq.quant.strands import FAR, Strand, around, watching
+from fxq.quant.shared_grids import FAR, SharedGridGroup, around, watching
+from fxq.quant.spec import DYNAMIC_STATE, TensorSpec
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.rewriting.rewriter import Rewriter
 
@@ -48,7 +48,7 @@ class ChooseGrids(Pass):
     are read elsewhere: then they keep a grid of their own, and insert-qdq converts. Where it is the result that would
     be left with a small part of a grid, the op runs in float, and so does what hands it its values.
     Where kernels overflow with 8 bits, the grids of the activations that they read, or those of their weights, have 7:
-    `context.narrow` says which.
+    `context.reduce_range` says which.
     Constants of masks, pads and fills are no data. The grid becomes wider for them by one bit at most; one further out
     keeps the values that may hold it, and the ops that read them, in float, up to where something new is computed. So
     does a mask that is an input, where calibration saw it push some of the values far away from the others.
@@ -81,7 +81,7 @@ class ChooseGrids(Pass):
                 rewriter.describe(node, plan=plan)
                 if plan.state is not None and plan.state.range != made.state.range:
                     why = "the first one is far larger than those that follow"
-                    rewriter.describe(node, note=STATE_MEASURED.format(why))
+                    rewriter.describe(node, note=STATE_DYNAMIC.format(why))
         for value, edges in chosen.items():
             rewriter.describe(value, edges=edges)
             for edge in edges:
@@ -101,15 +101,15 @@ class _Chooser:
         observers: by the edge that they watch.
         plans: the plans that change.
         off: values that are on no grid, with the reason for their readers.
-        narrow: which role gives up a bit where kernels overflow with 8.
+        reduce_range: which role gives up a bit where kernels overflow with 8.
         weights: those that take an integer form.
         measured: values that take one whose scale is measured at run time.
         infinite: those of them that hold infinity.
     """
 
     def __init__(self, rewriter: Rewriter) -> None:
-        self.gm, self.fills, self.given = rewriter.gm, Fills(rewriter.gm), Given(rewriter.gm)
-        self.narrow = rewriter.context.narrow
+        self.gm, self.fill_constants, self.given = rewriter.gm, FillConstants(rewriter.gm), Given(rewriter.gm)
+        self.reduce_range = rewriter.context.reduce_range
         self.weights: list[fx.Node] = []
         self.measured: list[fx.Node] = []
         self.observers: dict[tuple[fx.Node, TensorSpec, int | None], Observer] = {}
@@ -117,7 +117,7 @@ class _Chooser:
         self.plans: dict[fx.Node, Plan] = {}
         self.off: dict[fx.Node, str] = {}
         self.infinite: set[fx.Node] = set()
-        self._strands: dict[Key, Strand] = {}
+        self._strands: dict[Key, SharedGridGroup] = {}
         for node in rewriter.nodes():
             observer = submodule(self.gm, node)
             if isinstance(observer, Observer):
@@ -128,11 +128,11 @@ class _Chooser:
 
     def chosen(self) -> dict[fx.Node, tuple[Edge, ...]]:
         """The edges of every value, with their grids."""
-        numbers: dict[Strand, int] = {}
-        for strand in self._strands.values():
-            numbers.setdefault(strand.root(), len(numbers))
-        narrow = self._overflowing() if self.narrow == "activations" else set()
-        grids = {strand: strand.qparams(strand in narrow) for strand in numbers}
+        numbers: dict[SharedGridGroup, int] = {}
+        for grid_group in self._strands.values():
+            numbers.setdefault(grid_group.root(), len(numbers))
+        reduce_range = self._overflowing() if self.reduce_range == "activations" else set()
+        grids = {grid_group: grid_group.qparams(grid_group in reduce_range) for grid_group in numbers}
         found = {}
         for value in dict.fromkeys(value for value, _ in self._strands):
             calibrated = [edge for edge in info(value).edges if not edge.measured]
@@ -148,7 +148,7 @@ class _Chooser:
 
     def with_state(self, node: fx.Node, plan: Plan, spec: TensorSpec) -> Plan:
         """The plan of a recurrent layer with the grid of its hidden state, which is symmetric."""
-        grid = spec.narrowed if plan.overflows and self.narrow == "activations" else spec
+        grid = spec.narrowed if plan.overflows and self.reduce_range == "activations" else spec
         if spec.range != "calibrated":
             return replace(plan, state=grid)
         signed = replace(grid, signed=True)
@@ -164,13 +164,13 @@ class _Chooser:
             if not scales or not observer.seen_only_zeros:  # as first states often are
                 scales.append(observer.on(signed).qparams().s)
         if max(scales) > _WIDER * scales[0]:  # the first state would leave the others a part of the grid
-            return replace(plan, state=replace(MEASURED_STATE, bits=grid.bits))
+            return replace(plan, state=replace(DYNAMIC_STATE, bits=grid.bits))
         return replace(plan, state=grid, state_scale=max(scales))
 
     def _measured(self, node: fx.Node, edge: Edge) -> Edge:
         """An edge whose scale is measured, with its grid."""
-        spec = edge.spec.narrowed if self.narrow == "activations" and self._overflows(node, edge) else edge.spec
-        return replace(edge, qparams=MeasuredGrid.of(spec, edge.axis))
+        spec = edge.spec.narrowed if self.reduce_range == "activations" and self._overflows(node, edge) else edge.spec
+        return replace(edge, qparams=DynamicGrid.of(spec, edge.axis))
 
     def _overflows(self, node: fx.Node, edge: Edge) -> bool:
         """Whether a kernel that reads an edge overflows with 8 bits of both activations and weights."""
@@ -188,10 +188,10 @@ class _Chooser:
         seen._buffers = {name: buffer.clone() for name, buffer in observer.named_buffers()}
         seen.paused = False
         seen(tensor)
-        narrow = self.narrow == "weights" and self._overflows(node, edge)
-        return replace(edge, qparams=(seen.on(edge.spec.narrowed) if narrow else seen).qparams())
+        reduce_range = self.reduce_range == "weights" and self._overflows(node, edge)
+        return replace(edge, qparams=(seen.on(edge.spec.narrowed) if reduce_range else seen).qparams())
 
-    def _overflowing(self) -> set[Strand]:
+    def _overflowing(self) -> set[SharedGridGroup]:
         """The strands that a kernel reads which overflows with 8 bits."""
         readers = {reader for found in self.readers.values() for reader in found if self._plan(reader).overflows}
         keys = (key for reader in readers for key in reads_of(self.gm, reader).items())
@@ -210,18 +210,18 @@ class _Chooser:
         edges = [edge for edge in info(node).edges if not edge.measured]
         if len(edges) < len(info(node).edges):
             self.measured.append(node)
-        moved = self._plan(node).fate == "moves"
+        moved = self._plan(node).precision == "moves"
         for edge in edges:
             inputs = [self._strands[key] for key in reads.items() if key[1] == edge.spec] if moved else []
-            strand = self._moved(node, edge, inputs) if inputs else self._made(node, edge)
-            if strand is None:
+            grid_group = self._moved(node, edge, inputs) if inputs else self._made(node, edge)
+            if grid_group is None:
                 return
-            self._strands[node, edge.spec] = strand
+            self._strands[node, edge.spec] = grid_group
 
     def _plan(self, node: fx.Node) -> Plan:
         return self.plans.get(node) or info(node).plan or Plan(Decision("float"))
 
-    def _made(self, node: fx.Node, edge: Edge) -> Strand | None:
+    def _made(self, node: fx.Node, edge: Edge) -> SharedGridGroup | None:
         """The strand that begins with a value; None where that is on no grid."""
         observer = self.observers.get((node, edge.spec, None))
         moved = next((value for value in reads_of(self.gm, node) if value in self.off), None)
@@ -233,54 +233,54 @@ class _Chooser:
                 f"{where(self.gm, node)}: no observer watches its value. Run insert-observers behind the pass that "
                 "made its edges."
             )
-        strand = watching(observer)
-        if not self._holds(node, edge, strand):
+        grid_group = watching(observer)
+        if not self._holds(node, edge, grid_group):
             return None
         if self._is_kept(node):
-            strand.keep(strand.span)
-        return strand
+            grid_group.keep(grid_group.span)
+        return grid_group
 
-    def _moved(self, node: fx.Node, edge: Edge, inputs: Iterable[Strand]) -> Strand | None:
+    def _moved(self, node: fx.Node, edge: Edge, inputs: Iterable[SharedGridGroup]) -> SharedGridGroup | None:
         """The strand of a value that an op hands on; None where it is on no grid."""
-        roots = list(dict.fromkeys(strand.root() for strand in inputs))
-        strand = around(roots)
+        roots = list(dict.fromkeys(grid_group.root() for grid_group in inputs))
+        grid_group = around(roots)
         observer = self.observers.get((node, edge.spec, None))
         own = watching(observer) if observer is not None else None
-        if own is not None and 0 < FAR * own.span <= strand.span:
-            self._cut(node, strand.span / own.span)
+        if own is not None and 0 < FAR * own.span <= grid_group.span:
+            self._cut(node, grid_group.span / own.span)
             return self._made(node, edge)
-        if own is not None and (own.low < strand.low or own.high > strand.high):
-            strand = own.join(strand)
-        if not self._holds(node, edge, strand):
+        if own is not None and (own.low < grid_group.low or own.high > grid_group.high):
+            grid_group = own.join(grid_group)
+        if not self._holds(node, edge, grid_group):
             return None
-        span = strand.span
+        span = grid_group.span
         for root in roots:
             if span < FAR * root.finest:
-                strand = strand.join(root)
+                grid_group = grid_group.join(root)
             else:
-                strand.cover(root)
+                grid_group.cover(root)
         if self._is_kept(node):
-            strand.keep(own.span if own is not None else strand.span)
-        return strand
+            grid_group.keep(own.span if own is not None else grid_group.span)
+        return grid_group
 
-    def _holds(self, node: fx.Node, edge: Edge, strand: Strand) -> bool:
+    def _holds(self, node: fx.Node, edge: Edge, grid_group: SharedGridGroup) -> bool:
         """Let a strand hold the constants of a value. False where it cannot: then the value is on no grid."""
         observer = self.observers.get((node, edge.spec, None))
         met = observer.met_constants if observer is not None else ()
-        constants = self.fills.brought_by(node).union(met)
+        constants = self.fill_constants.brought_by(node).union(met)
         if observer is not None and self.given.masks(node):
             low, high = observer.gap()
-            if high - low > _GAP * strand.span:
+            if high - low > _GAP * grid_group.span:
                 self._take_off(node, f"is in two ranges far apart, up to {low:.3g} and from {high:.3g}, as of a mask")
                 return False
-        far = [value for value in constants if not strand.reaches(value)]
+        far = [value for value in constants if not grid_group.reaches(value)]
         if not far:
-            strand.constants |= constants
+            grid_group.constants |= constants
             return True
         words = f"holds {', '.join(f'{value:g}' for value in sorted(far))}, far outside of its data"
         if any(map(math.isinf, far)):
             self.infinite.add(node)
-        self._take_off(node, f"{words} ({strand.low:.3g} to {strand.high:.3g})")
+        self._take_off(node, f"{words} ({grid_group.low:.3g} to {grid_group.high:.3g})")
         return False
 
     def _take_off(self, node: fx.Node, words: str) -> None:
@@ -289,28 +289,28 @@ class _Chooser:
         for other in info(node).edges:
             self._strands.pop((node, other.spec), None)
         maker = taken_from(node)
-        if self._plan(maker).fate != "float":
+        if self._plan(maker).precision != "float":
             self.plans[maker] = Plan(_off_grid(f"its value {words}"))
 
     def _is_kept(self, node: fx.Node) -> bool:
         """Whether an op reads a value that does more than to move it, or several ops read it."""
         readers = self.readers.get(node, [])
-        return len(readers) != 1 or self._plan(readers[0]).fate != "moves"
+        return len(readers) != 1 or self._plan(readers[0]).precision != "moves"
 
     def _stop_reading(self, node: fx.Node, value: fx.Node, reason: str) -> None:
         """Let a node read a value in float: from there on where it is a layer's unit that reads it later on."""
         plan = self._plan(node)
         calls = calls_of(self.gm, node)
         first = min((read.call for read in inputs_of(calls) if unobserved(self.gm, read.node) is value), default=0)
-        if value in self.infinite and calls[first].op.quant.heavy:
+        if value in self.infinite and calls[first].op.traits.heavy:
             raise CalibrationError(
                 f"{where(self.gm, node)}: its input %{value.name} holds Inf, which a mask may, but nothing that a "
                 "layer multiplies; clean the data."
             )
-        if first == 0 or plan.fate != "int8" or not calls[0].op.quant.heavy:
+        if first == 0 or plan.precision != "int8" or not calls[0].op.traits.heavy:
             self.plans[node] = Plan(_off_grid(reason), agreed=plan.agreed)
         elif not plan.kernel_ops or plan.kernel_ops[-1] > first:
-            decision = replace(_off_grid(reason), fate=plan.fate, fix=plan.decision.fix)
+            decision = replace(_off_grid(reason), precision=plan.precision, fix=plan.decision.fix)
             self.plans[node] = replace(plan, decision=decision, kernel_ops=(first,))
 
     def _cut(self, node: fx.Node, times: float) -> None:
@@ -318,7 +318,7 @@ class _Chooser:
         why = f"what it selects spans {times:.0f} times less than its input"
         self.plans[node] = Plan(_off_grid(why), exact=True)
         why = f"%{node.name} selects values of a small part of its range"
-        for mover in feeding(self.gm, node, lambda value: self._plan(value).fate == "moves"):
+        for mover in feeding(self.gm, node, lambda value: self._plan(value).precision == "moves"):
             self.plans[mover] = Plan(_off_grid(why), exact=True)
 
 

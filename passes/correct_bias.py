@@ -133,16 +133,16 @@ class CorrectBias(Pass):
     def _layer(self, gm: fx.GraphModule, node: fx.Node) -> _Layer | None:
         """What is to be fitted of a node; None where that is nothing: one without a bias stays as it is."""
         plan, calls = info(node).plan, calls_of(gm, node)
-        if plan is None or plan.fate != "int8" or not calls or (plan.reads and plan.reads.range == "measured"):
+        if plan is None or plan.precision != "int8" or not calls or (plan.reads and plan.reads.range == "dynamic"):
             return None
         call = calls[0]
-        old, weight = (call.tensors.get(name or "") for name in (call.op.quant.bias, call.op.quant.weight))
+        old, weight = (call.tensors.get(name or "") for name in (call.op.traits.bias, call.op.traits.weight))
         bias = constant(gm, old)
         if bias is None or not isinstance(old, fx.Node) or not isinstance(weight, fx.Node):
             return None
         scale = constant(gm, weight.kwargs.get("scale")) if is_op(weight, "dequantize") else None
         fitted = self.scale and scale is not None and len(weight.users) == 1
-        return _Layer(old, bias, weight, call.op.quant.channels or 0, scale if fitted else None, self.least)
+        return _Layer(old, bias, weight, call.op.traits.channels or 0, scale if fitted else None, self.least)
 
 
 _FEW = 16

@@ -96,7 +96,7 @@ class _Layer:
     def __init__(self, node: fx.Node, call: OpCall, weight: Tensor, bias: Tensor | None) -> None:
         self.node, self.call = node, call
         self.matrix = LayerMatrix(call, tuple(weight.shape))
-        self.axis = call.op.quant.channels or -1
+        self.axis = call.op.traits.channels or -1
         rows = self.matrix.rows(weight.detach().double())
         inputs = len(weight) // len(rows) if self.matrix.is_transposed else weight.shape[1]
         self.weight = rows.unflatten(2, (inputs, -1))

@@ -30,7 +30,7 @@ from fxq.cost.probe import Prober
 from fxq.cost.whole import quickest
 from fxq.errors import RecipeError, warn
 from fxq.graph.analysis.integer_sums import INT32, beyond_int32, node_largest_sum
-from fxq.graph.info import Cost, DecisionKind, Plan, fate_of, info
+from fxq.graph.info import Cost, DecisionKind, Plan, info, precision_of
 from fxq.graph.query import CONVERSIONS, MEASURES, is_op, measures_of, plan_of, reads_only_metadata, taken_from
 from fxq.graph.region import read_region
 from fxq.graph.unit import calls_of
@@ -72,7 +72,7 @@ class Fallback(Pass):
             prober = Prober(context.backend, context.recipe, costs.machine_costs(), measures=choose)
         with threads_set_to(1):  # other programs do not affect the CPU time of one thread
             opened, able = self._decide(rewriter, prober, pinned)
-        runs = ("float" if fate_of(node) == "float" else "int8" for node in able)
+        runs = ("float" if precision_of(node) == "float" else "int8" for node in able)
         context.decided = (*opened, *map(Pin.at, able.values(), runs), *_off_grid(rewriter))
         for node in rewriter.nodes("quantize"):
             _read_float(rewriter, node)
@@ -103,7 +103,7 @@ def _ask_again(rewriter: Rewriter) -> None:
     backend = rewriter.context.backend
     for node in rewriter.nodes():
         plan, calls = info(node).plan, calls_of(rewriter.gm, node)
-        if plan is None or plan.fate != "int8" or plan.reads is None or plan.reads.range != "measured":
+        if plan is None or plan.precision != "int8" or plan.reads is None or plan.reads.range != "dynamic":
             continue
         support = support_of(backend, rewriter.gm, node, calls, QuantConfig(plan.reads, plan.weight, plan.state))
         if support.ops == 0:
@@ -119,7 +119,7 @@ def _bound_sums(rewriter: Rewriter) -> None:
     """Move layers whose integer sums could overflow int32 to float, for all backends, since exports sum them, too."""
     for node in rewriter.nodes():
         plan, largest = info(node).plan, 0.0
-        if plan is not None and plan.fate == "int8":
+        if plan is not None and plan.precision == "int8":
             largest = node_largest_sum(rewriter.gm, node)
         reason = beyond_int32(largest)
         if reason is not None and plan is not None:
@@ -133,7 +133,7 @@ def _fewer_bits(rewriter: Rewriter, node: fx.Node, plan: Plan, largest: float) -
     bits = (spec.bits if spec is not None else 0) - math.ceil(math.log2(largest / INT32))
     if spec is None or bits < MIN_PROPOSED_BITS or call.rounds_its_state:
         return ""
-    measured = f', per="{spec.per}", range="measured"' if spec.range == "measured" else ""
+    measured = f', per="{spec.per}", range="dynamic"' if spec.range == "dynamic" else ""
     path = (info(node).paths or (info(node).path,))[0]
     config = f"fxq.QuantConfig(activation=fxq.TensorSpec(bits={bits}{measured}))"
     return rewriter.context.override_line(path, call.op.name, config)
@@ -233,7 +233,7 @@ def _drop_idle(integers: set[Key], values: Sequence[PricedValue], nodes: Sequenc
     readers = {value.producer: value.readers for value in values}
     idle = set()
     for node in reversed(nodes):
-        if fate_of(node) == "moves" and not any(r in integers for r in readers.get(node, ())):
+        if precision_of(node) == "moves" and not any(r in integers for r in readers.get(node, ())):
             integers.discard(node)
             idle.add(node)
     return idle
@@ -242,14 +242,14 @@ def _drop_idle(integers: set[Key], values: Sequence[PricedValue], nodes: Sequenc
 def _able(rewriter: Rewriter) -> dict[fx.Node, Place]:
     """What runs on integers now, with its place."""
     places = places_of(rewriter.gm, rewriter.nodes())
-    return {node: place for node, place in places.items() if fate_of(node) in ("int8", "moves")}
+    return {node: place for node, place in places.items() if precision_of(node) in ("int8", "moves")}
 
 
 def _off_grid(rewriter: Rewriter) -> Iterator[Pin]:
     """What runs in float because of its values: on other data it could run on integers."""
     for node, place in places_of(rewriter.gm, rewriter.nodes()).items():
         plan = info(node).plan
-        if plan is not None and plan.fate == "float" and plan.decision.kind == "off the grid":
+        if plan is not None and plan.precision == "float" and plan.decision.kind == "off the grid":
             yield Pin.at(place, "float")
 
 

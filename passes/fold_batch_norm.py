@@ -38,7 +38,7 @@ class FoldBatchNorm(Pass):
         context: Context = rewriter.context
 
         def refuse(match: Match) -> str | None:
-            layers = ((info(n).path, op.name) for n in match.nodes if (op := op_of(n)) is not None and op.quant.weight)
+            layers = ((info(n).path, op.name) for n in match.nodes if (op := op_of(n)) is not None and op.traits.weight)
             if any(context.config_for(*layer)[0].is_float for layer in layers):
                 return None
             return context.refuses_to_join(match.nodes)

@@ -55,6 +55,6 @@ def _left_over(rewriter: Rewriter, nodes: Sequence[fx.Node], calls: Calls) -> st
         return None
     backend, gm = context.backend, rewriter.gm
     support = support_of(backend, gm, nodes[-1], calls, backend.config(gm, asked, calls))
-    if support.ops == len(calls) or (support.ops == 0 and not any(call.op.quant.heavy for call in calls[1:])):
+    if support.ops == len(calls) or (support.ops == 0 and not any(call.op.traits.heavy for call in calls[1:])):
         return None
     return f"{backend.name} has a kernel for the first {support.ops} of these {len(calls)} ops alone"

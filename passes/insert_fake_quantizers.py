@@ -159,10 +159,10 @@ def _is_on_grid(gm: fx.GraphModule, q: fx.Node, grids: Grids) -> bool:
     """Whether a quantize reads what was moved from values that are on its grid already."""
     value: Any = q.args[0]
     plan, edges = grids.get(value.name, (None, ()))
-    if plan is None or plan.fate != "moves" or any(edge.constants for edge in edges):
+    if plan is None or plan.precision != "moves" or any(edge.constants for edge in edges):
         return False
     op = op_of(value)
-    if op is None or (op.quant.narrows and not is_op(value, "relu")):  # a limit of others may lie between integers
+    if op is None or (op.traits.narrows and not is_op(value, "relu")):  # a limit of others may lie between integers
         return False
     return all(_tag(grid_of(gm, read)) == _tag(grid_of(gm, q)) for read in value.all_input_nodes)
 

@@ -26,9 +26,9 @@ from fxq.graph.query import (
 )
 from fxq.graph.region import is_weight_only
 from fxq.graph.unit import Wish, calls_of, wishes_of
-from fxq.ops.traits import STATE_MEASURED
+from fxq.ops.traits import STATE_DYNAMIC
 from fxq.pipeline.candidates import UNREAD
-from fxq.quant.measured import MeasuredGrid
+from fxq.quant.dynamic_grid import DynamicGrid
 from fxq.quant.observer_base import Observer
 from fxq.quant.packing import BITS, pack
 from fxq.quant.qparams import QParams, quantize
@@ -113,7 +113,7 @@ def _convert(rewriter: Rewriter, value: fx.Node, current: fx.Node, edge: Edge, w
 def _bring_together(
     rewriter: Rewriter,
     node: fx.Node,
-    results: Mapping[TensorSpec, QParams | MeasuredGrid | None],
+    results: Mapping[TensorSpec, QParams | DynamicGrid | None],
     wishes: Mapping[fx.Node, Wish],
 ) -> None:
     """Put the inputs of an op that moves integers onto the grid of its result, those that have another one.
@@ -121,7 +121,7 @@ def _bring_together(
     From the integers that they are: such a grid is several times as fine.
     """
     plan = info(node).plan
-    if plan is None or plan.fate != "moves":
+    if plan is None or plan.precision != "moves":
         return
     for read in node.all_input_nodes:
         own = grid_of(rewriter.gm, read)
@@ -135,16 +135,16 @@ def _bring_together(
 def _put_state_on_a_grid(rewriter: Rewriter, node: fx.Node) -> None:
     """Let a recurrent layer round its hidden state: options of the op say to what."""
     plan, op = info(node).plan, op_of(node)
-    recurrence = op.quant.recurrence if op is not None else None
+    recurrence = op.traits.recurrence if op is not None else None
     if plan is None or plan.state is None or op is None or recurrence is None:
         return
-    steps, scale = MeasuredGrid.of(plan.state, None).steps, plan.state_scale
+    steps, scale = DynamicGrid.of(plan.state, None).steps, plan.state_scale
     if plan.state.range == "fixed":
         bounded = recurrence.bounded(dict(zip(op.tensors, node.args, strict=False)), options_of(node))
         scale = 1 / steps if bounded else None
         if not bounded:
             why = "a fixed one reaches from -1 to 1, and the state may go further"
-            rewriter.describe(node, note=STATE_MEASURED.format(why))
+            rewriter.describe(node, note=STATE_DYNAMIC.format(why))
     rewriter.update(node, kwargs=recurrence.with_grid(node.kwargs, steps, scale, plan.state.symmetric))
 
 
@@ -154,7 +154,7 @@ def _hand_on_states(rewriter: Rewriter, node: fx.Node, known: dict[fx.Node, fx.N
     Within a layer it goes from step to step in float, too: on a grid, each step would round it once more.
     """
     op = op_of(node)
-    recurrence = op.quant.recurrence if op is not None else None
+    recurrence = op.traits.recurrence if op is not None else None
     states = [argument(node, name) for name in recurrence.states] if recurrence is not None else []
     for value in flat_nodes(node.args if node.op == "output" else states):
         state = _in_float(rewriter, value, known)
@@ -169,10 +169,10 @@ def _in_float(rewriter: Rewriter, value: fx.Node, known: dict[fx.Node, fx.Node |
     """
     made: fx.Node = made_by(value)
     op = op_of(made)
-    if op is None or op.quant.recurrence is not None:
+    if op is None or op.traits.recurrence is not None:
         return made if op is not None else None
     if made not in known:
-        read = list(flat_nodes(made.args)) if op.quant.layout else []
+        read = list(flat_nodes(made.args)) if op.traits.layout else []
         real = {part: _in_float(rewriter, part, known) for part in read}
         known[made] = made if read and None not in real.values() else None
         if known[made] is not None and any(part is not real[part] for part in read):

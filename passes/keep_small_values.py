@@ -20,12 +20,12 @@ from fxq.graph.unit import calls_of, feeding, inputs_of, wishes_of
 from fxq.pipeline.context import Context
 from fxq.pipeline.float_values import CachedFloatForm, LayerValues
 from fxq.pipeline.samples import on_samples
-from fxq.quant.measured import MeasuredGrid
+from fxq.quant.dynamic_grid import DynamicGrid
 from fxq.quant.qparams import QParams
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.rewriting.rewriter import Rewriter
 
-Grid = QParams | MeasuredGrid
+Grid = QParams | DynamicGrid
 
 FEW = 8
 """Samples that are looked at, if so many are recorded: shares of values hardly differ from sample to sample."""
@@ -99,7 +99,7 @@ class KeepSmallValues(Pass):
 def _is_light(gm: fx.GraphModule, node: fx.Node) -> bool:
     """Whether a node that runs on integers has no layer in it."""
     plan, calls = info(node).plan, calls_of(gm, node)
-    light = bool(calls) and all(call.op.quant.weight is None for call in calls)
+    light = bool(calls) and all(call.op.traits.weight is None for call in calls)
     return light and plan is not None and not plan.in_float
 
 
@@ -126,7 +126,7 @@ class _Loss:
         """Nothing yet, of the values that ops with weights read; without grids where the node has none."""
         made, calls, wishes = cls(), calls_of(gm, node), wishes_of(gm, node)
         for read in inputs_of(calls):
-            quant, value = calls[read.call].op.quant, unobserved(gm, read.node)
+            quant, value = calls[read.call].op.traits, unobserved(gm, read.node)
             if read.role == "activation" and quant.weight is not None and value in wishes:
                 edges = (edge for edge in info(value).edges if (edge.spec, edge.axis) == wishes[value])
                 grid = next((edge.qparams for edge in edges if edge.spec.bits >= COARSE), None)
@@ -170,7 +170,7 @@ class _Trial(CachedFloatForm):
         seen, lost, left = 0, 0, dict(self.values)
         for read, grid in loss.grids.items():
             x = self.values[read]
-            step = grid.scale_of(x) if isinstance(grid, MeasuredGrid) else grid.s
+            step = grid.scale_of(x) if isinstance(grid, DynamicGrid) else grid.s
             kept = x.abs() > 0.5 * step
             nonzero = int(x.count_nonzero())
             seen, lost = seen + nonzero, lost + nonzero - int(kept.count_nonzero())

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fxq.errors import CalibrationError
-from fxq.graph.analysis.fills import Fills
+from fxq.graph.analysis.fill_constants import FillConstants
 from fxq.graph.info import info
 from fxq.quant.observer_base import Observer
 from fxq.quant.observers import observer_for
@@ -25,8 +25,8 @@ class ObserveAll(Pass):
     Before: relu(conv2d(x, w, b))    After: watch(relu(watch(conv2d(watch(x), w, b))))
     Keeps: the output, exactly.
 
-    It stands where `fuse` does, so that the values inside of units are watched, too. `fxq.prepare(..., trials=True)`
-    runs it in the place of all passes from there to insert-observers.
+    It runs in the place of `fuse`, so that values inside of units are observed, too. `fxq.prepare(...,
+    observe_all=True)` runs it instead of all passes from `fuse` to `insert-observers`.
 
     Attributes:
         observers: the observers of the recipe, as specs name them. A histogram is always there: it can answer for most
@@ -41,9 +41,9 @@ class ObserveAll(Pass):
 
     def run(self, rewriter: Rewriter) -> None:
         """One `Watch` for each value of floats that is no constant."""
-        fills = Fills(rewriter.gm)
+        fill_constants = FillConstants(rewriter.gm)
         for value in rewriter.nodes():
-            constants, about = tuple(sorted(fills.of(value))), info(value)
+            constants, about = tuple(sorted(fill_constants.of(value))), info(value)
             if value.op in ("get_attr", "output") or about.dtype is not torch.float32:
                 continue
             watch = Watch([made for found in dict.fromkeys(((), constants)) for made in self._made(found)])

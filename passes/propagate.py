@@ -11,7 +11,7 @@ from torch import fx
 
 from fxq.errors import PassError
 from fxq.graph.grid import grid_of
-from fxq.graph.info import fate_of, info
+from fxq.graph.info import info, precision_of
 from fxq.graph.place import where
 from fxq.graph.query import argument, flat_nodes, is_op, op_of, options_of
 from fxq.recipe.pass_base import Pass, Stage
@@ -46,9 +46,9 @@ class Propagate(Pass):
 def _push_dequantize(rewriter: Rewriter, node: fx.Node) -> None:
     """op(dequantize(q), ...) -> dequantize(op(q, ...)) for an op that moves integers as they are."""
     op = op_of(node)
-    if op is None or not op.quant.layout or fate_of(node) != "moves":
+    if op is None or not op.traits.layout or precision_of(node) != "moves":
         return
-    read = list(flat_nodes([argument(node, name) for name in op.quant.inputs]))
+    read = list(flat_nodes([argument(node, name) for name in op.traits.inputs]))
     gm = rewriter.gm
     qp = grid_of(gm, read[0]) if all(is_op(r, "dequantize") for r in read) else None
     if qp is None or qp.axis is not None or not all(qp.same_as(grid_of(gm, r)) for r in read):
@@ -67,12 +67,12 @@ def _pull_quantize(rewriter: Rewriter, node: fx.Node) -> None:
     if not isinstance(mover, fx.Node):
         raise PassError(f"{where(rewriter.gm, node)}: quantizes {mover!r}, which is no value of the graph.")
     op = op_of(mover) if _is_of_numbers(options_of(node)) else None
-    if op is None or not op.quant.layout or len(op.quant.inputs) != 1 or len(mover.users) != 1:
+    if op is None or not op.traits.layout or len(op.traits.inputs) != 1 or len(mover.users) != 1:
         return
-    source = argument(mover, op.quant.inputs[0])
+    source = argument(mover, op.traits.inputs[0])
     if not isinstance(source, fx.Node) or _size(mover) <= _size(source) or info(source).dtype != info(mover).dtype:
         return
-    if op.quant.unless is not None and op.quant.unless(options_of(mover)) is not None:
+    if op.traits.unless is not None and op.traits.unless(options_of(mover)) is not None:
         return
     with rewriter.attributed("pull_quantize", _pull_quantize):
         q = rewriter.node(

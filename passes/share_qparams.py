@@ -8,8 +8,8 @@ from typing import ClassVar
 
 from torch import fx
 
-from fxq.graph.analysis.fills import Fills
-from fxq.graph.info import Edge, fate_of, info
+from fxq.graph.analysis.fill_constants import FillConstants
+from fxq.graph.info import Edge, info, precision_of
 from fxq.graph.query import values_of
 from fxq.graph.unit import Wish, calls_of, reads_of, wishes_of
 from fxq.quant.spec import TensorSpec
@@ -43,7 +43,7 @@ class ShareQParams(Pass):
         reads = {node: reads_of(rewriter.gm, node) for node in nodes}
         for read in reads.values():
             for value, spec in read.items():
-                if spec.range != "measured":
+                if spec.range != "dynamic":
                     wanted.setdefault(value, {})[spec] = None
         for node in nodes:
             plan = info(node).plan
@@ -54,15 +54,15 @@ class ShareQParams(Pass):
         ties.add_nodes_from((value, spec) for value, specs in wanted.items() for spec in specs)
         moved: set[Key] = set()
         for node in nodes:
-            for value, spec in reads[node].items() if fate_of(node) == "moves" else ():
+            for value, spec in reads[node].items() if precision_of(node) == "moves" else ():
                 if spec in wanted.get(node, {}):
                     ties.add_edge((value, spec), (node, spec))
                     moved.add((node, spec))
         groups = nx.connected_components(ties)
         group = {key: i for i, keys in enumerate(groups) for key in keys}
-        fills = Fills(rewriter.gm)
+        fill_constants = FillConstants(rewriter.gm)
         for value in nodes:
-            constants = tuple(sorted(fills.of(value))) if value.op != "get_attr" else ()
+            constants = tuple(sorted(fill_constants.of(value))) if value.op != "get_attr" else ()
             edges = []
             for spec in sorted(wanted.get(value, {}), key=lambda spec: -spec.bits):  # float readers read the first form
                 source = (value, spec) not in moved
@@ -81,7 +81,7 @@ def _add_alone(rewriter: Rewriter, nodes: Sequence[fx.Node], group: int) -> None
     wanted: dict[fx.Node, dict[Wish, None]] = {}
     for node in nodes:
         for value, wish in wishes_of(rewriter.gm, node).items():
-            if value.op == "get_attr" or wish[0].range == "measured":
+            if value.op == "get_attr" or wish[0].range == "dynamic":
                 wanted.setdefault(value, {})[wish] = None
     for value, wishes in wanted.items():
         is_weight = value.op == "get_attr"
@@ -96,4 +96,4 @@ def _add_alone(rewriter: Rewriter, nodes: Sequence[fx.Node], group: int) -> None
 
 def selects(gm: fx.GraphModule, node: fx.Node) -> bool:
     """Whether a node hands on, or clips to, a part of what it reads."""
-    return any(call.op.quant.selects for call in calls_of(gm, node))
+    return any(call.op.traits.selects for call in calls_of(gm, node))

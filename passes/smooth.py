@@ -15,7 +15,7 @@ from fxq.graph.info import Decision, Plan, info
 from fxq.graph.query import swapped
 from fxq.paired.linear_inputs import Form, LinearInput, LinearLayer, seen_inputs
 from fxq.pipeline.float_moves import move_floats
-from fxq.quant.measured import MeasuredGrid
+from fxq.quant.dynamic_grid import DynamicGrid
 from fxq.quant.observers import observer_for
 from fxq.quant.qparams import QParams, choose_qparams, quantize
 from fxq.quant.spec import TensorSpec
@@ -128,7 +128,7 @@ class _Input(LinearInput):
     errors: dict[_Way, Agreement] = field(init=False)
 
     def __post_init__(self) -> None:
-        by_row = () if isinstance(self.grid, MeasuredGrid) else BY_ROW
+        by_row = () if isinstance(self.grid, DynamicGrid) else BY_ROW
         self.errors = {way: Agreement() for way in (AS_IT_IS, *DIVIDED, *by_row)}
 
     def see(self, x: Tensor, share: float) -> None:
@@ -162,28 +162,28 @@ class _Input(LinearInput):
         """That of the input, with as many bits as its grid has."""
         return replace(self.layers[0].reads, bits=self.grid.bits)
 
-    def grid_for(self, way: _Way, factors: Tensor | None) -> QParams | MeasuredGrid:
+    def grid_for(self, way: _Way, factors: Tensor | None) -> QParams | DynamicGrid:
         """The grid of the input as it is rounded this way; `factors` are those of the way, or None."""
         if way.rows:
             return self.row_grid
-        if factors is None or isinstance(self.grid, MeasuredGrid):
+        if factors is None or isinstance(self.grid, DynamicGrid):
             return self.grid
         return choose_qparams((self.low / factors).min(), (self.high / factors).max(), self.spec)
 
     @property
     def row_spec(self) -> TensorSpec:
         """The same, measured for each token."""
-        return replace(self.spec, per="row", range="measured")
+        return replace(self.spec, per="row", range="dynamic")
 
     @property
-    def row_grid(self) -> MeasuredGrid:
+    def row_grid(self) -> DynamicGrid:
         """The grid of that."""
-        return MeasuredGrid.of(self.row_spec, axis=-1)
+        return DynamicGrid.of(self.row_spec, axis=-1)
 
     def best(self, asked: Smooth) -> tuple[_Way, str]:
         """The way that is worth it, and why; what costs more has to gain more."""
         found = {way: error.sqnr for way, error in self.errors.items()}
-        dynamic = isinstance(self.grid, MeasuredGrid)
+        dynamic = isinstance(self.grid, DynamicGrid)
         enough, gain = (asked.dynamic_enough, asked.dynamic_gain) if dynamic else (asked.enough, asked.gain)
         best = AS_IT_IS
         if found[best] < enough:

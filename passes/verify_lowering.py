@@ -323,7 +323,7 @@ def put_back(rewriter: Rewriter, node: fx.Node, region: Region, reason: str) -> 
     for step in region.steps:
         copy = rewriter.node(step.op, step.target, *arguments_of(step, copies), like=node, name=step.name)
         copies[step.node] = copy
-        plan = unverified if step.about.plan is not None and step.about.plan.fate != "float" else step.about.plan
+        plan = unverified if step.about.plan is not None and step.about.plan.precision != "float" else step.about.plan
         rewriter.describe(copy, **step.about._replace(plan=plan, made_by=info(copy).made_by)._asdict())
     if len(region.outputs) == 1:
         rewriter.replace(node, copies[region.outputs[0]])

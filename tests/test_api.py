@@ -70,9 +70,9 @@ def test_the_recipe_as_name_dict_file_and_object(tmp_path):
 
 
 def test_run_passes_stops_behind_the_pass():
-    gm = fxq.run_passes(net(), REFERENCE, X, until="canonicalize")
+    gm = fxq.extend.run_passes(net(), REFERENCE, X, until="canonicalize")
     assert [n.name for n in gm.graph.nodes if n.op == "call_function"] == ["_0", "_1", "_2"]
-    gm = fxq.run_passes(net(), REFERENCE, X, until="fuse")
+    gm = fxq.extend.run_passes(net(), REFERENCE, X, until="fuse")
     assert [n.op for n in gm.graph.nodes if n.op.startswith("call")] == ["call_module", "call_function"]
     assert torch.equal(gm(X), net()(X))
 
@@ -261,7 +261,7 @@ class WithoutObservers(fxq.Pass):
     """A bad pass: takes the observers out."""
 
     name = "no-observers"
-    needs = gives = fxq.Stage.FUSED
+    needs = gives = fxq.extend.Stage.FUSED
 
     def run(self, rewriter):
         for node in rewriter.nodes():

@@ -374,7 +374,7 @@ def test_control_flow_in_a_module(branch_line):
         pytest.warns(fxq.FxqWarning, match=rf'layer "1" \(Branch\) .*test_bad_input.py:{branch_line}'),
     ):
         qmodel = fxq.quantize(model, REFERENCE, data=[X])
-    assert [e.fate for e in qmodel.ledger] == ["int8", "float", "int8"]
+    assert [e.precision for e in qmodel.ledger] == ["int8", "float", "int8"]
     assert f"test_bad_input.py:{branch_line}: a branch on a value that depends on the data" in qmodel.ledger[1].reason
     assert torch.allclose(qmodel(X), model(X), atol=0.05)
 
@@ -383,7 +383,7 @@ def test_the_second_way_out_works():
     model = branching()
     with untouched(model):
         qmodel = fxq.quantize(model, REFERENCE.leaf("1"), data=[X])
-    assert [e.fate for e in qmodel.ledger] == ["int8", "float", "int8"]
+    assert [e.precision for e in qmodel.ledger] == ["int8", "float", "int8"]
     assert "keeps this module" in qmodel.ledger[1].reason
     assert torch.allclose(qmodel(X), model(X), atol=0.05)
 
@@ -401,7 +401,7 @@ def test_any_error_in_forward_names_its_line():
     [
         (lambda r: r.override("bodi.*", fxq.FLOAT), ["'bodi.*'", "selects nothing", "body"]),
         (lambda r: r.override("steam", fxq.FLOAT), ["'steam'", "near: stem"]),
-        (lambda r: r.override(fxq.op("linear"), fxq.FLOAT), ["fxq.op('linear')", "conv2d, relu"]),
+        (lambda r: r.override(fxq.by_op("linear"), fxq.FLOAT), ["fxq.by_op('linear')", "conv2d, relu"]),
         (lambda r: r.override(nn.Linear, fxq.FLOAT), ["Linear", "Conv2d, ReLU"]),
         (lambda r: r.leaf("heat"), ["'heat'", "near: head"]),
     ],
@@ -421,9 +421,9 @@ def test_an_unknown_name_in_a_recipe():
     ("make", "words"),
     [
         (lambda: REFERENCE.without_pass("fus"), "unknown pass 'fus'; did you mean 'fuse'"),
-        (lambda: fxq.op("conv3"), "unknown op 'conv3'; did you mean 'conv3d' or 'conv2d'"),
+        (lambda: fxq.by_op("conv3"), "unknown op 'conv3'; did you mean 'conv3d' or 'conv2d'"),
         (lambda: fxq.Recipe.static(activation=fxq.TensorSpec(observer="histgram")), "did you mean 'histogram'"),
-        (lambda: fxq.run_passes(net(), REFERENCE, X, until="lowr"), "unknown pass 'lowr'; did you mean 'lower'"),
+        (lambda: fxq.extend.run_passes(net(), REFERENCE, X, until="lowr"), "unknown pass 'lowr'; did you mean 'lower'"),
     ],
 )
 def test_an_unknown_name(make, words):
@@ -438,7 +438,7 @@ def test_a_pattern_whose_replacement_has_another_arity():
 
     with pytest.raises(fxq.PatternError) as info:
 
-        @fxq.rewrite
+        @fxq.extend.rewrite
         def both(op, x):
             return two(op, x)
 
@@ -457,7 +457,7 @@ class Apply(fxq.Pass):
 
     rule: object = None
     name = "apply-a-rule"
-    needs = gives = fxq.Stage.CANONICAL
+    needs = gives = fxq.extend.Stage.CANONICAL
 
     def run(self, rewriter):
         rewriter.apply(self.rule)
@@ -468,7 +468,7 @@ class Misspells(fxq.Pass):
     """Writes an op as no canonical graph may."""
 
     name = "misspells"
-    needs = gives = fxq.Stage.CANONICAL
+    needs = gives = fxq.extend.Stage.CANONICAL
 
     def run(self, rewriter):
         (node,) = [n for n in rewriter.nodes() if n.name == "act"]
@@ -480,7 +480,7 @@ class Cuts(fxq.Pass):
     """Leaves a reader of a node that is gone."""
 
     name = "cuts"
-    needs = gives = fxq.Stage.CANONICAL
+    needs = gives = fxq.extend.Stage.CANONICAL
 
     def run(self, rewriter):
         act = next(n for n in rewriter.gm.graph.nodes if n.name == "act")

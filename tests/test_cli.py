@@ -86,7 +86,7 @@ def test_a_module_is_taken_as_it_is_and_weights_are_loaded(run, recipe, tmp_path
 def test_what_is_known_of_a_file(run, recipe, tmp_path):
     told = json.loads(quantized(run, recipe, "--json").stdout)
     assert (told["backend"], told["preset"], told["int8_macs"]) == ("reference", "static", 1.0)
-    assert [op["fate"] for op in told["layers"]["ops"]] == ["int8", "folded", "int8", "int8"]
+    assert [op["precision"] for op in told["layers"]["ops"]] == ["int8", "folded", "int8", "int8"]
     assert json.loads(run("inspect", "m.fxq", "--json").stdout) == told
     assert "100.0% of the multiply-accumulates in int8" in run("inspect", "m.fxq").stdout
     assert {"node", "us"} <= set(json.loads(run("bench", "m.fxq", "--json").stdout)["rows"][0])

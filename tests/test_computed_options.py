@@ -38,8 +38,8 @@ def near(model, qmodel, *inputs):
 
 
 def rows(qmodel):
-    """Op, fate and reason of what stands between the convolutions."""
-    return [(e.op, e.fate, e.reason) for e in qmodel.ledger if e.path == ""]
+    """Op, precision and reason of what stands between the convolutions."""
+    return [(e.op, e.precision, e.reason) for e in qmodel.ledger if e.path == ""]
 
 
 # ---- sizes
@@ -66,10 +66,10 @@ def test_a_window_of_the_size_of_its_input_is_a_global_pooling(pool, recipe):
     qmodel = fxq.quantize(model, recipe, data=[X, OTHER])
     near(model, qmodel, X)
     near(model, qmodel, OTHER)
-    ((op, fate, _),) = rows(qmodel)
+    ((op, precision, _),) = rows(qmodel)
     assert op in ("adaptive_avg_pool2d", "adaptive_max_pool2d")
     if recipe is RECIPES["coverage"]:
-        assert fate in ("int8", "moves")
+        assert precision in ("int8", "moves")
 
 
 @recipes
@@ -133,13 +133,13 @@ def test_sizes_are_those_of_the_input_at_hand(function, recipe):
     qmodel = fxq.quantize(model, recipe, data=[X, OTHER])
     near(model, qmodel, X)
     near(model, qmodel, OTHER)
-    assert all(reason for _, fate, reason in rows(qmodel) if fate == "float")
+    assert all(reason for _, precision, reason in rows(qmodel) if precision == "float")
 
 
 def test_what_torch_looks_at_is_not_what_the_forward_asks_for():
     """torch reads every number that its functions are given; only what a forward reads is checked."""
     model = between(lambda x: torch.roll(x, x.size(2) // 2, 2))
-    assert "check_same" not in str(fxq.run_passes(model, "static", X, until="trace").code)
+    assert "check_same" not in str(fxq.extend.run_passes(model, "static", X, until="trace").code)
     asked = between(lambda x: torch.roll(x, len(range(x.size(2))), 2))
     qmodel = fxq.quantize(asked, RECIPES["reference"], data=[X])
     with pytest.raises(fxq.InputError, match=r"index of a value in `.*range.*` is 10, and here it is 18"):
@@ -195,14 +195,18 @@ def test_an_argument_of_forward_may_be_an_option(function, value, other, recipe)
     qmodel = fxq.quantize(model, recipe, data=[(X, value), (X, other)])
     near(model, qmodel, X, value)
     near(model, qmodel, X, other)
-    assert all(reason for _, fate, reason in rows(qmodel) if fate == "float")
+    assert all(reason for _, precision, reason in rows(qmodel) if precision == "float")
 
 
 def test_an_activation_behind_a_layer_with_a_computed_bound_is_no_part_of_its_kernel():
     """The bound was an input of the fused kernel, which found that it had one integer too few."""
     model = module(lambda self, x, v: self.b(F.hardtanh(self.a(x), -v, v)), a=nn.Conv2d(3, 8, 3), b=nn.Conv2d(8, 4, 1))
     qmodel = fxq.quantize(model, RECIPES["coverage"], data=[(X, 0.25)])
-    assert [(e.op, e.fate) for e in qmodel.ledger] == [("conv2d", "int8"), ("hardtanh", "float"), ("conv2d", "int8")]
+    assert [(e.op, e.precision) for e in qmodel.ledger] == [
+        ("conv2d", "int8"),
+        ("hardtanh", "float"),
+        ("conv2d", "int8"),
+    ]
     near(model, qmodel, X, 0.125)
 
 

@@ -13,11 +13,11 @@ from tests.support.helpers import module
 from tests.support.machine import decibels, needs_x86, quiet
 
 DYNAMIC = fxq.Recipe.dynamic(optimize="coverage")
-SYMMETRIC = fxq.TensorSpec(symmetric=True, range="measured")
+SYMMETRIC = fxq.TensorSpec(symmetric=True, range="dynamic")
 FORMS = {
     "row": fxq.Recipe.dynamic().config.activation,
-    "symmetric row": fxq.TensorSpec(symmetric=True, per="row", range="measured"),
-    "tensor": fxq.TensorSpec(range="measured"),
+    "symmetric row": fxq.TensorSpec(symmetric=True, per="row", range="dynamic"),
+    "tensor": fxq.TensorSpec(range="dynamic"),
     "symmetric tensor": SYMMETRIC,
 }
 
@@ -33,8 +33,8 @@ def network():
 X = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 
 
-def fates(qmodel):
-    return {row.op: row.fate for row in qmodel.ledger}
+def precisions(qmodel):
+    return {row.op: row.precision for row in qmodel.ledger}
 
 
 @pytest.mark.filterwarnings("ignore::fxq.errors.FxqWarning")
@@ -43,7 +43,7 @@ def fates(qmodel):
 def test_layers_run_on_integers_without_data(backend, activation):
     recipe = fxq.Recipe.dynamic(backend=backend, activation=activation, optimize="coverage")
     qmodel = fxq.quantize(network(), recipe, example_inputs=X)
-    found = fates(qmodel)
+    found = precisions(qmodel)
     assert (found["conv2d"], found["linear"], found["flatten"]) == ("int8", "int8", "float")
     assert qmodel.output_sqnr > decibels(35, backend)
 
@@ -72,7 +72,7 @@ def test_copies_files_and_state_dicts():
 def test_static_and_dynamic_layers_in_one_model():
     recipe = fxq.Recipe.static(optimize="coverage").override(nn.Linear, DYNAMIC.config).override("6", fxq.FLOAT)
     qmodel = fxq.quantize(network(), recipe, data=[X])
-    found = {row.name: row.fate for row in qmodel.ledger}
+    found = {row.name: row.precision for row in qmodel.ledger}
     assert (found["_0"], found["_4"], found["_6"]) == ("int8", "int8", "float")
     assert fxq.Recipe.from_dict(recipe.to_dict()) == recipe
     with pytest.raises(InputError, match="needs data to calibrate with"):
@@ -88,18 +88,24 @@ def test_a_static_layer_reads_what_a_dynamic_one_gives():
     recipe = fxq.Recipe.static(backend="x86", optimize="coverage").override("0", DYNAMIC.config)
     with quiet():
         qmodel = fxq.quantize(model, recipe, data=[torch.randn(16, 8)])
-    assert fates(qmodel) == {"linear": "int8"} and qmodel.output_sqnr > decibels(30)
+    assert precisions(qmodel) == {"linear": "int8"} and qmodel.output_sqnr > decibels(30)
 
 
 @pytest.mark.filterwarnings("ignore::fxq.errors.FxqWarning")
 def test_only_what_is_selected():
     qmodel = fxq.quantize(network(), DYNAMIC.only(nn.Linear), example_inputs=X)
-    assert fates(qmodel) == {"conv2d": "float", "relu": "float", "flatten": "float", "linear": "int8", "gelu": "float"}
+    assert precisions(qmodel) == {
+        "conv2d": "float",
+        "relu": "float",
+        "flatten": "float",
+        "linear": "int8",
+        "gelu": "float",
+    }
     (row, *_) = qmodel.ledger.where(op="conv2d")
     assert row.reason == "the recipe says float for all that it does not name"
     assert row.fix == "recipe.override('0', fxq.Recipe.dynamic().config)"
     mended = fxq.quantize(network(), eval(row.fix, {"recipe": DYNAMIC.only(nn.Linear), "fxq": fxq}), example_inputs=X)
-    assert {r.name: r.fate for r in mended.ledger}["_0"] == "int8"
+    assert {r.name: r.precision for r in mended.ledger}["_0"] == "int8"
     for wrong in (lambda: DYNAMIC.only(), lambda: DYNAMIC.override("0", fxq.FLOAT).only(nn.Linear)):
         with pytest.raises(RecipeError, match="stands before any override"):
             wrong()
@@ -108,7 +114,7 @@ def test_only_what_is_selected():
 def test_one_quantize_serves_all_that_read_a_value():
     model = module(lambda m, x: m.a(x) + m.b(x), a=nn.Linear(8, 4), b=nn.Linear(8, 4))
     recipe = fxq.Recipe.dynamic(backend="reference", optimize="coverage")
-    text = fxq.write_graph(fxq.quantize(model, recipe, example_inputs=torch.randn(2, 8)))
+    text = fxq.extend.write_graph(fxq.quantize(model, recipe, example_inputs=torch.randn(2, 8)))
     assert [text.count(f" {op}(") for op in ("choose_scale", "choose_zero_point", "quantize")] == [1, 1, 1]
 
 
@@ -143,10 +149,10 @@ def test_a_recipe_by_name_and_as_a_file(tmp_path):
 def test_what_is_missing_is_said():
     with pytest.raises(InputError, match="one batch of inputs to find shapes with"):
         fxq.quantize(network(), "dynamic")
-    with pytest.raises(RecipeError, match=r'rows have no calibrated ranges.*range="measured"'):
+    with pytest.raises(RecipeError, match=r'rows have no calibrated ranges.*range="dynamic"'):
         fxq.Recipe.static(activation=fxq.TensorSpec(symmetric=True, per="row"))
-    with pytest.raises(RecipeError, match='range="measured" for the weight is not built yet'):
-        fxq.Recipe.dynamic(weight=fxq.TensorSpec(signed=True, symmetric=True, range="measured"))
+    with pytest.raises(RecipeError, match='range="dynamic" for the weight is not built yet'):
+        fxq.Recipe.dynamic(weight=fxq.TensorSpec(signed=True, symmetric=True, range="dynamic"))
 
 
 @pytest.mark.filterwarnings("ignore::fxq.errors.FxqWarning")

@@ -172,7 +172,7 @@ def test_without_vnni_one_role_has_7_bits(monkeypatch, narrow):
     monkeypatch.setattr(cpu, "has_vnni", lambda: False)
     warn_once.cache_clear()
     model, inputs = build("residual"), batch("residual", 16)
-    recipe = replace(X86, narrow=narrow)
+    recipe = replace(X86, reduce_range=narrow)
     with pytest.warns(fxq.FxqWarning, match="no VNNI.*7 bits for one of them"):
         quantized = fxq.quantize(model, recipe, data=[inputs])
     grids = {module.x.qmax for module in quantized.modules() if isinstance(module, LayerKernel)}
@@ -217,7 +217,7 @@ WEIGHT = fxq.TensorSpec(signed=True, symmetric=True, per="channel", observer="mi
 @pytest.mark.parametrize("name", ["residual", "convolutions", "shared_weight"])
 def test_specs_and_observers(name, options, backend):
     model, data = build(name), [batch(name, 16, seed) for seed in range(3)]
-    recipe = fxq.Recipe.static(backend=backend, narrow="weights", **options)
+    recipe = fxq.Recipe.static(backend=backend, reduce_range="weights", **options)
     quantized = fxq.quantize(model, recipe, data=data)
     assert sqnr(call(model, data[0]), call(quantized, data[0])) > decibels(25, backend)
     assert sqnr(call(fxq.quantize(model, qdq_form(recipe), data=data), data[0]), call(quantized, data[0])) > 50
@@ -263,7 +263,7 @@ def test_two_specs_of_one_value(coarse):
     losses = dict(zip("ab", map(sqnr, call(model, x), quantized), strict=False))
     assert losses.pop(coarse) < 25
     assert min(losses.values()) > decibels(35)
-    on_auto = fxq.quantize(model, fxq.Recipe.static(narrow="activations").override(coarse, config), data=[x])
+    on_auto = fxq.quantize(model, fxq.Recipe.static(reduce_range="activations").override(coarse, config), data=[x])
     assert sqnr(quantized, call(on_auto, x)) > 50
 
 

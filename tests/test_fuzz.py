@@ -102,7 +102,7 @@ def recipe(bits: int = 8) -> fxq.Recipe:
 WITHOUT_DATA = [made(backend="x86", optimize="coverage") for made in (fxq.Recipe.dynamic, fxq.Recipe.weight_only)]
 
 
-def quantize(network: Network, chosen: fxq.Recipe, batch: Any) -> fxq.QuantizedModel:
+def quantize(network: Network, chosen: fxq.Recipe, batch: Any) -> fxq.results.QuantizedModel:
     """The network by a recipe; dynamic and weight-only see the batch as an example."""
     return fxq.quantize(network, chosen, data=[batch] if chosen.preset == "static" else None, example_inputs=batch)
 
@@ -160,7 +160,9 @@ def takes(network: Network, batch: Any) -> bool:
     return True
 
 
-def check_state(network: Network, chosen: fxq.Recipe, batch: Any, quantized: fxq.QuantizedModel, got: Any) -> None:
+def check_state(
+    network: Network, chosen: fxq.Recipe, batch: Any, quantized: fxq.results.QuantizedModel, got: Any
+) -> None:
     """A state dict gives its model's numbers to one of other ranges, or is refused."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", fxq.FxqWarning)
@@ -173,7 +175,7 @@ def check_state(network: Network, chosen: fxq.Recipe, batch: Any, quantized: fxq
         assert identical(other(*batch), got), "a loaded state dict gives something else"
 
 
-def check_edits(batch: Any, quantized: fxq.QuantizedModel) -> None:
+def check_edits(batch: Any, quantized: fxq.results.QuantizedModel) -> None:
     """A weight that is edited behind calls counts as in a fresh copy, which has packed and bound nothing."""
     for kernel in [m for m in quantized.modules() if isinstance(m, LayerKernel)][:3]:
         kernel.weight_scale.mul_(0.75)
@@ -222,7 +224,7 @@ WRITTEN_OUT = {"mul", "sigmoid", "hardsigmoid", "silu", "hardswish", "addmm", "l
 """Ops that it adds, and those that it makes of others or makes others of."""
 
 
-def check_ledger(network: Network, inputs: int, ledger: fxq.Ledger) -> None:
+def check_ledger(network: Network, inputs: int, ledger: fxq.results.Ledger) -> None:
     """One row for each op whose value is used, with a reason where it runs in float."""
     used, todo = set(), list(network.outputs)
     while todo:
@@ -235,12 +237,12 @@ def check_ledger(network: Network, inputs: int, ledger: fxq.Ledger) -> None:
     missing, more = expected - rows, rows - expected
     assert missing.keys() <= REMOVED | WRITTEN_OUT, f"no row of the ledger for {missing}"
     assert more.keys() <= ADDED | REMOVED | WRITTEN_OUT, f"rows of the ledger for no op: {more}"
-    assert all(entry.reason for entry in ledger if entry.fate == "float")
+    assert all(entry.reason for entry in ledger if entry.precision == "float")
     assert len({entry.name for entry in ledger}) == len(ledger)
 
 
 def test_every_row_of_the_table_is_drawn_or_listed():
-    rows = {op.name for op in ops_of_fxq() if op.spellings or op.quant.more_weights}
+    rows = {op.name for op in ops_of_fxq() if op.spellings or op.traits.more_weights}
     missing = rows - FORMS.keys() - NOT_DRAWN.keys()
     assert not missing, (
         "say in tests/support/fuzz_forms.py how these are called: an entry of FORMS, or a reason in NOT_DRAWN"

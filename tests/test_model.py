@@ -278,6 +278,6 @@ def test_autocast_changes_nothing():
         got = fxq.quantize(network(), REFERENCE, data=[X])
         observed = fxq.calibrate(fxq.prepare(network(), REFERENCE, X), [X])
         stepped = fxq.convert(observed)
-    fates = [[(e.fate, e.reason, e.sqnr) for e in model.ledger] for model in (got, want, stepped)]
-    assert fates[0] == fates[1] == fates[2] and got.ledger.count("int8") > 3
+    precisions = [[(e.precision, e.reason, e.sqnr) for e in model.ledger] for model in (got, want, stepped)]
+    assert precisions[0] == precisions[1] == precisions[2] and got.ledger.count("int8") > 3
     assert torch.equal(got(X), want(X)) and torch.equal(stepped(X), want(X))

@@ -254,7 +254,7 @@ def test_a_value_that_is_changed_through_a_view_afterwards():
         return y
 
     qmodel = close(module(forward, a=conv(), b=conv(8, 4)), images())
-    assert [e.fate for e in qmodel.ledger if e.path == "b"] == ["int8"]
+    assert [e.precision for e in qmodel.ledger if e.path == "b"] == ["int8"]
 
 
 # ---- arguments that the example leaves out, or that are no tensors

@@ -58,8 +58,8 @@ def quality(model, inputs, backend):
     return [sqnr(a, b) for a, b in pairs], made
 
 
-def fates(made):
-    return [(entry.op, entry.fate) for entry in made.ledger]
+def precisions(made):
+    return [(entry.op, entry.precision) for entry in made.ledger]
 
 
 # ---- functions with a bound
@@ -133,7 +133,7 @@ def sequences():
 def test_what_a_mask_fills_in_is_no_data(fill, value, backend):
     [found], made = quality(masked_maximum(FILLS[fill], value), sequences(), backend)
     assert found > 25
-    assert fates(made)[-1] == ("linear", "int8")
+    assert precisions(made)[-1] == ("linear", "int8")
     reason = next(entry.reason for entry in made.ledger if entry.op == "amax")
     assert f"holds {value:g}, far outside of its data" in reason
 
@@ -142,7 +142,7 @@ def test_a_mask_that_calibration_did_not_use_is_in_force_all_the_same():
     model, (x, mask) = masked_maximum(FILLS["masked_fill"], 1e4), sequences()
     made = quantized(model, (x, torch.ones_like(mask)), "x86")
     amax = next(entry for entry in made.ledger if entry.op == "amax")
-    assert amax.fate == "float" and "holds 10000" in amax.reason
+    assert amax.precision == "float" and "holds 10000" in amax.reason
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -159,7 +159,7 @@ def test_what_reads_a_filled_value_and_computes_reads_it_in_float(backend):
         real, got = model(x, mask), made(x, mask)
     torch.testing.assert_close(got[~mask[..., 0]], real[~mask[..., 0]], rtol=1e-5, atol=1e-2)
     assert sqnr(real[mask[..., 0]], got[mask[..., 0]]) > 25
-    assert fates(made)[0] == ("linear", "int8") and fates(made)[-1] == ("linear", "float")
+    assert precisions(made)[0] == ("linear", "int8") and precisions(made)[-1] == ("linear", "float")
 
 
 def test_a_residual_that_is_filled_leaves_the_layer_on_integers():
@@ -169,7 +169,7 @@ def test_a_residual_that_is_filled_leaves_the_layer_on_integers():
     layers = {"first": nn.Linear(16, 16), "second": nn.Linear(16, 16), "last": nn.Linear(16, 8)}
     model = settled(lambda: Masked(function, **layers))
     made = quantized(model, sequences(), "x86")
-    found = {(entry.path or entry.op): entry.fate for entry in made.ledger}
+    found = {(entry.path or entry.op): entry.precision for entry in made.ledger}
     assert (found["first"], found["second"], found["add"]) == ("int8", "int8", "float")
 
 
@@ -187,9 +187,9 @@ def test_a_pad_before_a_max_pool(value, width, kernel, adaptive, backend):
     model = settled(lambda: Net(function, first=conv(3, 8, 3), last=conv(8, 4)))
     [found], made = quality(model, (torch.randn(4, 3, 12, 12),), backend)
     assert found > 25
-    assert fates(made)[0] == ("conv2d", "int8")
+    assert precisions(made)[0] == ("conv2d", "int8")
     if not adaptive and width == 1 and value < 0:  # nobody sees it: not even the pool leaves the integers
-        assert all(fate != "float" for _, fate in fates(made))
+        assert all(precision != "float" for _, precision in precisions(made))
 
 
 def two_convs():
@@ -229,10 +229,10 @@ def test_a_mask_that_is_an_input_and_pushes_values_far_away(apply):
     x, keep = torch.randn(64, 8, 16), (torch.rand(64, 8, 1) > 0.3).float()
     kept = apply(torch.zeros(64, 8, 1), keep)[..., 0].abs() < 1
     _, made = quality(model, (x, keep), "x86")
-    assert fates(made)[-1] == ("linear", "float") and "two ranges far apart" in made.ledger[-1].reason
+    assert precisions(made)[-1] == ("linear", "float") and "two ranges far apart" in made.ledger[-1].reason
     with torch.no_grad():
         assert sqnr(model(x, keep)[kept], made(x, keep)[kept]) > 30
-    assert fates(quality(model, (x, torch.ones_like(keep)), "x86")[1])[-1] == ("linear", "int8")
+    assert precisions(quality(model, (x, torch.ones_like(keep)), "x86")[1])[-1] == ("linear", "int8")
 
 
 def test_a_pad_with_a_value_that_is_an_argument():

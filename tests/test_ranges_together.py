@@ -10,7 +10,7 @@ from fxq.quant.observer_base import Observer
 from tests.support.graphs import MINMAX, until
 from tests.support.helpers import REFERENCE
 from tests.support.models import settled
-from tests.test_ranges import BACKENDS, Net, conv, fates, quality, quantized, two_convs
+from tests.test_ranges import BACKENDS, Net, conv, precisions, quality, quantized, two_convs
 
 
 def mixed(put_together):
@@ -60,9 +60,9 @@ def test_a_grid_covers_all_that_is_put_together(observer):
 def test_a_fine_branch_keeps_its_grid(together, backend):
     found, made = quality(mixed(together), (torch.randn(4, 3, 12, 12),), backend)
     assert min(found) > 25
-    assert [fate for op, fate in fates(made) if op == "conv2d"] == ["int8"] * 4
+    assert [precision for op, precision in precisions(made) if op == "conv2d"] == ["int8"] * 4
     if together is branch_and_cat:
-        assert ("cat", "moves") in fates(made)
+        assert ("cat", "moves") in precisions(made)
         requantized = [n for n in made.history["fallback"].graph if n.label == "requantize"]
         assert len(requantized) == 1
 

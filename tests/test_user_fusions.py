@@ -51,7 +51,7 @@ def test_a_fusion_makes_no_network_worse(optimize):
     """)
     reasons = [near.reason for near in fused.history["fuse"].near if near.rule == "scaled_act"]
     assert reasons == ["x86 has a kernel for the first 2 of these 3 ops alone"]
-    assert {e.fate for e in alone.ledger} == {e.fate for e in fused.ledger} == {"int8"}
+    assert {e.precision for e in alone.ledger} == {e.precision for e in fused.ledger} == {"int8"}
     assert torch.equal(fused(x), alone(x))
 
 
@@ -66,7 +66,7 @@ def test_a_fusion_takes_no_layer_along_into_float():
             return op.linear(op.layer_norm(x, g, h, normalized_shape=(6,), eps=1e-5), w, b)
 
         ledger = fxq.quantize(model, fxq.Recipe.static(backend="x86"), data=[torch.randn(4, 6)]).ledger
-    assert [(e.op, e.fate) for e in ledger] == [("layer_norm", "float"), ("linear", "int8")]
+    assert [(e.op, e.precision) for e in ledger] == [("layer_norm", "float"), ("linear", "int8")]
 
 
 # ---- several outputs
@@ -119,7 +119,7 @@ def test_a_fusion_of_several_outputs_runs_on_integers(forked, backend):
         *("relu = getitem(a_tanh_relu, 0)", "relu_q = quantize(relu, B)", "relu_dq = dequantize(relu_q, B)"),
         *("tanh = getitem(a_tanh_relu, 1)", "tanh_q = quantize(tanh, C)", "tanh_dq = dequantize(tanh_q, C)"),
     ]
-    assert [e.fate for e in qmodel.ledger] == ["int8"] * 5 and not qmodel.history["verify-lowering"].edits
+    assert [e.precision for e in qmodel.ledger] == ["int8"] * 5 and not qmodel.history["verify-lowering"].edits
     right = quantized(forked, with_fork("reference"))(x)
     for _ in range(3):  # as it stands, then bound to the kind of its inputs
         assert all(sqnr(want, got) > AGREE for want, got in zip(right, qmodel(x), strict=True))
@@ -135,8 +135,8 @@ def test_a_fusion_of_several_outputs_runs_on_integers(forked, backend):
 def test_a_graph_with_a_unit_of_several_outputs_has_a_text(forked, backend, stage):
     model, x = forked
     gm = until(model, x, stage, with_fork(backend)).gm
-    again = fxq.read_graph(fxq.write_graph(gm), fxq.graph_tensors(gm))
-    assert fxq.write_graph(again) == fxq.write_graph(gm)
+    again = fxq.extend.read_graph(fxq.extend.write_graph(gm), fxq.extend.graph_tensors(gm))
+    assert fxq.extend.write_graph(again) == fxq.extend.write_graph(gm)
     assert equal(again(x), gm(x))
 
 
@@ -170,10 +170,10 @@ def test_a_unit_of_several_outputs_has_a_price(forked, plant, dear):
     if dear == "kernel":
         with pytest.warns(fxq.FxqWarning, match="nothing runs on integers"):
             qmodel = fxq.quantize(forked[0], with_fork("x86", "speed"), data=[forked[1]])
-        assert {e.fate for e in qmodel.ledger} == {"float"} and equal(qmodel(forked[1]), forked[0](forked[1]))
+        assert {e.precision for e in qmodel.ledger} == {"float"} and equal(qmodel(forked[1]), forked[0](forked[1]))
     else:
         qmodel = quantized(forked, with_fork("x86", "speed"))
-        assert {e.fate for e in qmodel.ledger} == {"int8"}
+        assert {e.precision for e in qmodel.ledger} == {"int8"}
     entry = qmodel.ledger[0]
     assert (entry.name, entry.float_us, entry.int8_us) == ("a", *((1.0, 9.0) if dear == "kernel" else (9.0, 1.0)))
 

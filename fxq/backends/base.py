@@ -88,15 +88,15 @@ class Backend(ABC):
         Linear layers as one kernel each, which computes in float. `calls` are the ops of a unit, in order; its region
         has them, too.
 
-        >>> class OnlyLinear(fxq.Backend):
+        >>> class OnlyLinear(fxq.extend.Backend):
         ...     name = "only_linear"
         ...
         ...     def supports(self, gm, node, calls, config):
         ...         fits = calls[0].op.name == "linear"
-        ...         return fxq.Support(1) if fits else fxq.Support(0, "only_linear runs linear layers")
+        ...         return fxq.extend.Support(1) if fits else fxq.extend.Support(0, "only_linear runs linear layers")
         ...
         ...     def lower(self, gm, region):
-        ...         return fxq.RegionKernel.of(gm, region) if region.calls[0].op.name == "linear" else None
+        ...         return fxq.extend.RegionKernel.of(gm, region) if region.calls[0].op.name == "linear" else None
     """
 
     name: ClassVar[str]
@@ -122,7 +122,7 @@ class Backend(ABC):
         """What kernels are to be made of, in the order of the graph: every unit alone, then every conversion.
 
         The next one is asked for when the kernel of the one before stands in the graph. An engine that runs more at
-        once returns `fxq.connected_regions(gm, takes)`.
+        once returns `fxq.extend.connected_regions(gm, takes)`.
         """
         return unit_regions(gm)
 
@@ -145,7 +145,7 @@ class Backend(ABC):
     def adds_in_int16(self, calls: Calls) -> bool:
         """Whether the kernel of a unit of `calls` adds pairs of products in int16 on this machine.
 
-        Then activations or weights of such a unit give up a bit; the recipe says which (`Recipe.narrow`).
+        Then activations or weights of such a unit give up a bit; the recipe says which (`Recipe.reduce_range`).
         """
         return False
 
@@ -179,7 +179,7 @@ def support_of(backend: Backend, gm: fx.GraphModule, node: fx.Node, calls: Calls
     found: Any = backend.supports(gm, node, calls, config)
     if not isinstance(found, Support) or not 0 <= found.ops <= len(calls):
         raise InputError(
-            f"supports of the backend {backend.name!r} returns a fxq.Support of 0 to {len(calls)} ops for "
+            f"supports of the backend {backend.name!r} returns a fxq.extend.Support of 0 to {len(calls)} ops for "
             f"%{node.name}, not {found!r}."
         )
     return found

@@ -165,7 +165,7 @@ def backend_type(name: str) -> type[Backend]:
     if ":" not in name:
         return found
     if isabstract(found) or not isinstance(getattr(found, "name", None), str):
-        raise BackendError(f"backend {name!r} has no name, or not the methods of a fxq.Backend.")
+        raise BackendError(f"backend {name!r} has no name, or not the methods of a fxq.extend.Backend.")
     of_packages = {b.name: f"that of {b.distribution}" for b in installed() if b.path != name}
     taken = "fxq's" if found.name in NAMES else of_packages.get(found.name) or _OWN.setdefault(found.name, name)
     if taken != name:
@@ -182,7 +182,7 @@ def _of_package(backend: InstalledBackend) -> type[Backend]:
     if isabstract(found) or getattr(found, "name", None) != backend.name:
         raise BackendError(
             f"{where}: its class {backend.path} is called {getattr(found, 'name', None)!r}, or lacks methods of a "
-            "fxq.Backend."
+            "fxq.extend.Backend."
         )
     return found
 

@@ -60,7 +60,7 @@ def without_vnni() -> str | None:
         return None
     return (
         "this CPU has no VNNI: its int8 kernels add pairs of products in 16 bits, which activations and weights of 8 "
-        "bits overflow. fxq uses 7 bits for one of them here (Recipe.narrow says which, and the ledger what was "
+        "bits overflow. fxq uses 7 bits for one of them here (Recipe.reduce_range says which, and the ledger what was "
         "chosen); expect a little less accuracy."
     )
 

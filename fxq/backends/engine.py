@@ -180,11 +180,11 @@ class EngineBackend(Backend):
             which = " of so few bits, or in float16," if is_table else ""
             why = f"{self.name} takes no integer weights{which} beside float activations"
             return Support(len(calls)) if is_kept else Support(0, why)
-        measured = config.activation.range == "measured"
+        measured = config.activation.range == "dynamic"
         if measured and first.op.name not in self.measures:
-            of = f" for {first.op.name}" if self.measures and first.op.quant.weight else ""
+            of = f" for {first.op.name}" if self.measures and first.op.traits.weight else ""
             return Support(0, f"{self.name} measures no ranges at run time{of}")
-        moves = all(call.op.quant.kind == "moves" for call in calls)
+        moves = all(call.op.traits.kind == "moves" for call in calls)
         if not moves and not measured and first.op.name not in self.layers | self.others:
             return Support(0, f"{self.name} has no integer kernel for {first.op.name}")
         reason = self.refusal(gm, node)
@@ -227,7 +227,7 @@ class EngineBackend(Backend):
         """Whether a node of the qdq graph goes into a region."""
         plan = info(node).plan
         calls = calls_of(gm, node)
-        kept = plan is not None and plan.fate == "weight-only" and calls[0].op.name not in self.tables
+        kept = plan is not None and plan.precision == "weight-only" and calls[0].op.name not in self.tables
         return bool(calls) and not kept and node_refused(gm, node) is None and self.refusal(gm, node) is None
 
     def regions(self, gm: fx.GraphModule) -> Iterable[Region]:
@@ -288,7 +288,7 @@ def made_up(node: fx.Node) -> Tensor | None:
 def _works(node: fx.Node) -> bool:
     """Whether a node is more than a change of shape: those alone are not worth a call of the engine."""
     op = op_of(node)
-    return op is None or not (op.quant.layout or op.name in CONVERSIONS or is_weight(node))
+    return op is None or not (op.traits.layout or op.name in CONVERSIONS or is_weight(node))
 
 
 def repeated() -> Iterator[None]:

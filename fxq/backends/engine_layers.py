@@ -30,7 +30,7 @@ def of_nodes(layer: EngineLayer, nodes: Mapping[str, fx.Node]) -> EngineLayer:
     op, kind = op_of(made_of[0]) if made_of else None, layer.kind
     if op is not None and op.name in CONVERSIONS:
         kind = "convert"
-    elif kind == "int8" if op is not None and op.quant.kind == "moves" else layer.op in _LAYOUT:
+    elif kind == "int8" if op is not None and op.traits.kind == "moves" else layer.op in _LAYOUT:
         kind = "moves"
     elif kind == "float" and any(quantize in made_of for node in made_of for quantize in _quantizes(node)):
         kind = "int8"
@@ -78,6 +78,6 @@ def shares(layers: Iterable[EngineLayer], taken: Mapping[str, fx.Node]) -> dict[
 def _rank(node: fx.Node) -> int:
     """Layers, then other ops, then conversions."""
     op = op_of(node)
-    if op is None or op.quant.heavy:
+    if op is None or op.traits.heavy:
         return 0
     return 2 if op.name in CONVERSIONS else 1

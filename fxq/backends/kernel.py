@@ -26,7 +26,7 @@ class Post:
     """An activation function that a kernel applies to its float result before it rounds.
 
     Attributes:
-        name: of the op: see `Quant.fused_after`, and "prelu", whose slopes are a tensor of the kernel.
+        name: of the op: see `OpTraits.fused_after`, and "prelu", whose slopes are a tensor of the kernel.
         args: hardtanh: (low, high); leaky_relu: (slope,); otherwise empty.
         algorithm: gelu: "none" (exact) or "tanh"; otherwise empty.
     """

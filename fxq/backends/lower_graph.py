@@ -16,14 +16,14 @@ from fxq.backends.kernel import Kernel
 from fxq.backends.qdq_form import Form
 from fxq.errors import BackendError, InputError
 from fxq.graph.analysis.integer_sums import node_refused
-from fxq.graph.info import Decision, EngineLayer, Fate, Plan, info, set_info
+from fxq.graph.info import Decision, EngineLayer, Plan, Precision, info, set_info
 from fxq.graph.query import CONVERSIONS, is_op, is_size, made_by, op_of, submodule
 from fxq.graph.region import Region, UnitRegion, read_region
 from fxq.graph.unit import calls_of
 from fxq.rewriting.rewriter import Rewriter
 from fxq.rewriting.unit_edits import open_unit
 
-_FATES: tuple[Fate, ...] = ("int8", "weight-only", "moves", "float")
+_PRECISIONS: tuple[Precision, ...] = ("int8", "weight-only", "moves", "float")
 """What a kernel counts as that runs ops of each: the first that there is."""
 
 
@@ -51,7 +51,7 @@ def _lower(rewriter: Rewriter, backend: Backend, region: Region) -> None:
     if kernel is None:
         return
     if not isinstance(kernel, Kernel):
-        raise InputError(f"lower of the backend {backend.name!r} returns a fxq.Kernel or None, not {kernel!r}.")
+        raise InputError(f"lower of the backend {backend.name!r} returns a fxq.extend.Kernel or None, not {kernel!r}.")
     _replace(rewriter, region, kernel)
 
 
@@ -71,7 +71,7 @@ def _leave_in_float(rewriter: Rewriter, nodes: Sequence[fx.Node], why: str) -> N
     plan = Plan(Decision("float", "unsupported", why, decided_by=rewriter.name))
     for node in nodes:
         before = info(node).plan
-        if not is_op(node, *CONVERSIONS) and (before is None or before.fate != "float"):
+        if not is_op(node, *CONVERSIONS) and (before is None or before.precision != "float"):
             rewriter.describe(node, plan=plan)
 
 
@@ -112,12 +112,14 @@ def _known_of(rewriter: Rewriter, units: Sequence[fx.Node]) -> dict[str, Any]:
     plans, parts, paths = list[Plan](), list[tuple[str, ...]](), list[str]()
     for about in map(info, units):
         plan, count = about.plan or Plan(Decision("float", "undecided")), max(len(about.parts), 1)
-        plan = plan.decided(text=about.note) if about.note and plan.fate == "int8" else plan
+        plan = plan.decided(text=about.note) if about.note and plan.precision == "int8" else plan
         plans += [plan, *[replace(plan, cost=None)] * (count - 1)]  # what it costs, the first stands for
         parts += about.parts or (about.origins,)
         paths += about.paths or (about.path,) * count
-    fates = {plan.fate for plan in plans}
-    plan = Plan(Decision(next(fate for fate in _FATES if fate in fates), decided_by=rewriter.name))
+    precisions = {plan.precision for plan in plans}
+    plan = Plan(
+        Decision(next(precision for precision in _PRECISIONS if precision in precisions), decided_by=rewriter.name)
+    )
     return {"path": _common(paths), "plan": plan, "parts": tuple(parts), "paths": tuple(paths), "plans": tuple(plans)}
 
 
@@ -150,15 +152,15 @@ def describe_as_run(rewriter: Rewriter, node: fx.Node, layers: tuple[EngineLayer
     found = False
     for unit in units:
         plan = info(unit).plan
-        beside = ("convert",) if plan is not None and plan.fate == "moves" else ("convert", "moves")
+        beside = ("convert",) if plan is not None and plan.precision == "moves" else ("convert", "moves")
         own = [layer for layer in layers if unit.name in layer.nodes and layer.kind not in beside]
-        if plan is None or plan.fate == "float" or not own or any(layer.kind != "float" for layer in own):
+        if plan is None or plan.precision == "float" or not own or any(layer.kind != "float" for layer in own):
             continue
         found, ran = True, max(own, key=lambda layer: layer.us)
         why = f"{rewriter.context.backend.name} runs it in {ran.dtype}, as {ran.op}: its conversions are for nothing"
         path, op = (info(unit).paths or (info(unit).path,))[0], ops[unit][0].op.name
         line = rewriter.context.override_line(path, op, "fxq.FLOAT")
-        decided = plan.decided(fate="float", kind="unsupported", text=why, fix=line, decided_by=rewriter.name)
+        decided = plan.decided(precision="float", kind="unsupported", text=why, fix=line, decided_by=rewriter.name)
         set_info(unit, plan=decided)
     if found:
         rewriter.describe(node, **{"plan": info(units[0]).plan, **_known_of(rewriter, units)})
@@ -216,4 +218,4 @@ def _may_alias(rewriter: Rewriter, user: fx.Node) -> bool:
     if isinstance(module, Kernel):
         return module.returns_view
     op = op_of(user)
-    return op is None or op.quant.view or user.op == "output"
+    return op is None or op.traits.view or user.op == "output"

@@ -82,7 +82,7 @@ class Form:
         while True:
             op, target, args, options, *_ = self.nodes[next(numbers_of(read))]
             row = OPS.of_target(target) if op == "call_function" else None
-            if row is None or not row.quant.layout:
+            if row is None or not row.traits.layout:
                 return (None, {}) if moved and row is OPS["dequantize"] else (target, options)
             read, moved = args, True
 
@@ -110,7 +110,7 @@ def _same(own: Tensor, value: Tensor) -> bool:
     return own.dtype == value.dtype and own.numel() == value.numel() and torch.equal(own.view(value.shape), value)
 
 
-class InForm(Kernel):
+class FallbackKernel(Kernel):
     """In the place of a kernel that does not run right on this machine: its q/dq form, right and slow.
 
     It has the kernel's tensors under their names, and its options.
@@ -133,7 +133,7 @@ class InForm(Kernel):
         self.of, self.settings, self.reason = of, dict(settings), reason
 
     @classmethod
-    def instead_of(cls, kernel: Kernel, reason: str) -> InForm:
+    def instead_of(cls, kernel: Kernel, reason: str) -> FallbackKernel:
         """In the place of this kernel."""
         made = cls(type(kernel), kernel.config(), kernel._buffers, reason)
         assert kernel.form is not None  # asked before

@@ -36,7 +36,7 @@ def read_graph(
         >>> gm = read_graph(text, {"fc.weight": torch.ones(2, 4)})
         >>> gm(torch.ones(1, 4))
         tensor([[4., 4.]])
-        >>> print(fxq.write_graph(gm).splitlines()[2])
+        >>> print(fxq.extend.write_graph(gm).splitlines()[2])
         fc: float32[1, 2] = linear(x, w)
     """
     return read(text, tensors, modules or {}, kernel_named)

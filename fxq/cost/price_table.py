@@ -113,7 +113,7 @@ def kernel_works(gm: fx.GraphModule, region: UnitRegion) -> tuple[Work, ...]:
 def _form(region: UnitRegion) -> str:
     """What the kind of a layer ends in that measures ranges, or of a linear layer that emits floats: other kernels."""
     plan = info(region.node).plan
-    if plan is not None and plan.reads is not None and plan.reads.range == "measured":
+    if plan is not None and plan.reads is not None and plan.reads.range == "dynamic":
         return "_dynamic"
     to_float = region.calls[0].op.name == "linear" and not is_op(region.outputs[0], "quantize")
     return "_to_float" if to_float else ""
@@ -135,7 +135,7 @@ class _Shapes(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         """Run an op of the body."""
         op = op_of(n)
-        if op is not None and (op.quant.pointwise or op.quant.narrows) and len(op.quant.inputs) == 1:
+        if op is not None and (op.traits.pointwise or op.traits.narrows) and len(op.traits.inputs) == 1:
             # not run: on the meta device some of them, such as relu, import torch._dynamo, which takes a second
             value = self.fetch_args_kwargs_from_env(n)[0][0]
         else:
@@ -161,7 +161,7 @@ def _of_shape(node: fx.Node) -> Tensor:
 
 
 def _weight(shapes: _Shapes, call: OpCall) -> tuple[int, ...]:
-    value = call.tensors.get(call.op.quant.weight or "")
+    value = call.tensors.get(call.op.traits.weight or "")
     return shapes[value] if isinstance(value, fx.Node) else ()
 
 

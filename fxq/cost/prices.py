@@ -12,7 +12,7 @@ from torch import fx
 
 from fxq.cost.min_cut import Key, Priced, PricedValue, cheapest, seconds_of
 from fxq.cost.probe import MIN_SPEEDUP, Prober
-from fxq.graph.info import Cost, fate_of, info
+from fxq.graph.info import Cost, info, precision_of
 from fxq.graph.query import CONVERSIONS, is_op, made_by, measures_of, reads_only_metadata, taken_from
 from fxq.graph.region import UnitRegion, read_region
 from fxq.graph.unit import calls_of
@@ -27,7 +27,7 @@ def regions_of(gm: fx.GraphModule, nodes: Sequence[fx.Node]) -> dict[fx.Node, Un
     """The regions of the ops and units that run on integers, and could run in float."""
     found = {}
     for node in nodes:
-        runs = fate_of(node) in ("int8", "moves") and not is_op(node, *CONVERSIONS)
+        runs = precision_of(node) in ("int8", "moves") and not is_op(node, *CONVERSIONS)
         region = read_region(gm, node) if runs else None
         if region is not None:
             found[node] = region
@@ -47,7 +47,7 @@ def priced_ops(
     """
     ops = []
     for node, region in regions.items():
-        unmeasured = Priced(node, 0.0, 0.0 if fate_of(node) == "moves" else math.inf, source="")
+        unmeasured = Priced(node, 0.0, 0.0 if precision_of(node) == "moves" else math.inf, source="")
         if not prober.can_price(region):
             ops.append(unmeasured)
             continue
@@ -126,7 +126,7 @@ def _requantizing(gm: fx.GraphModule, node: fx.Node, prober: Prober) -> float:
 def float_ops(gm: fx.GraphModule, nodes: Sequence[fx.Node], prober: Prober) -> Iterator[tuple[fx.Node, Cost]]:
     """The ops that run in float, with what they take: by the price table, else measured on random inputs."""
     for node in nodes:
-        runs = fate_of(node) == "float" and not is_op(node, *CONVERSIONS)
+        runs = precision_of(node) == "float" and not is_op(node, *CONVERSIONS)
         region = read_region(gm, node) if runs else None
         if region is None:
             continue
@@ -146,7 +146,7 @@ def weight_only_ops(gm: fx.GraphModule, nodes: Sequence[fx.Node], prober: Prober
     Nothing is decided by it: they have these weights for their size.
     """
     for node in nodes:
-        region = read_region(gm, node) if fate_of(node) == "weight-only" else None
+        region = read_region(gm, node) if precision_of(node) == "weight-only" else None
         if region is not None and prober.measures and prober.can_price(region):
             try:
                 yield node, Cost(1e6 * prober.real(gm, region), 1e6 * prober.kernel(gm, region))
@@ -225,7 +225,7 @@ def emits_float(gm: fx.GraphModule, node: fx.Node) -> bool:
     if plan is not None and plan.emits is not None:
         return False
     first, *rest = calls_of(gm, node)
-    return first.op.quant.heavy and not any(call.op.quant.kind == "computes" for call in rest)
+    return first.op.traits.heavy and not any(call.op.traits.kind == "computes" for call in rest)
 
 
 def slower_than_float(

@@ -236,7 +236,7 @@ def _float_form(gm: fx.GraphModule, region: UnitRegion) -> Call:
             moved = about.dtype is None or grid_of(gm, value) is not None
             given[value] = _random(about.shape, torch.float32 if moved else about.dtype)
     args, kwargs = arguments_of(node, given)
-    recurrence = region.calls[0].op.quant.recurrence
+    recurrence = region.calls[0].op.traits.recurrence
     kwargs = kwargs if recurrence is None else recurrence.without_grid(kwargs)
     unit = unit_of(gm, node)
     target: Any = node.target if unit is None else unit.callee()

@@ -147,7 +147,7 @@ class Rows(Printed, Sequence[Row]):
                 raise InputError(unknown(f"field of the {self._name}", name, self.fields))
 
     def _check_value(self, field: str, wanted: Any) -> None:
-        """Raise on a value that no entry can have: `assert not ledger.where(fate="flaot")` would always hold."""
+        """Raise on a value that no entry can have: `assert not ledger.where(precision="flaot")` would always hold."""
         known = self._choices.get(field)
         for value in wanted if isinstance(wanted, (list, tuple, set, frozenset)) else (wanted,):
             if known is not None and not any(_is(one, value, field) for one in known):

@@ -22,7 +22,7 @@ from fxq.graph.query import (
     taken_part,
 )
 from fxq.ops import OPS
-from fxq.quant.measured import MeasuredGrid
+from fxq.quant.dynamic_grid import DynamicGrid
 from fxq.quant.qparams import QParams
 
 Grids = dict[fx.Node, "QParams | None"]
@@ -52,21 +52,21 @@ def grid_of(gm: fx.GraphModule, node: fx.Node, known: Grids | None = None) -> QP
     return known[node]
 
 
-def measured_grid_of(node: fx.Node) -> MeasuredGrid | None:
+def dynamic_grid_of(node: fx.Node) -> DynamicGrid | None:
     """The grid that a quantize measures when the model runs; None for any other node."""
     measures = measures_of(node) if is_op(node, "quantize") else ()
     if not measures:
         return None
     grid, measured = options_of(node), options_of(measures[0])
-    return MeasuredGrid(grid["qmin"], grid["qmax"], grid["dtype"], measured["axis"], measured["symmetric"])
+    return DynamicGrid(grid["qmin"], grid["qmax"], grid["dtype"], measured["axis"], measured["symmetric"])
 
 
 def moved_from(node: fx.Node) -> fx.Node | None:
     """The first value that an op reads which moves integers as they are; None for any other node."""
     op = op_of(node)
-    if op is None or not op.quant.layout:
+    if op is None or not op.traits.layout:
         return None
-    return next(flat_nodes([argument(node, name) for name in op.quant.inputs]), None)
+    return next(flat_nodes([argument(node, name) for name in op.traits.inputs]), None)
 
 
 def grid_from(gm: fx.GraphModule, options: Mapping[str, Any]) -> QParams | None:

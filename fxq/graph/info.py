@@ -11,11 +11,11 @@ from torch import fx
 
 from fxq.display.tables import duration
 from fxq.ops.table import META
-from fxq.quant.measured import MeasuredGrid
+from fxq.quant.dynamic_grid import DynamicGrid
 from fxq.quant.qparams import QParams
 from fxq.quant.spec import TensorSpec
 
-Fate = Literal["int8", "weight-only", "moves", "float"]
+Precision = Literal["int8", "weight-only", "moves", "float"]
 DecisionKind = Literal[
     "unsupported",
     "excluded by the recipe",
@@ -37,7 +37,7 @@ class Decision:
     """What an op runs as, why, and who says so.
 
     Attributes:
-        fate: `int8` (runs on integers), `weight-only` (computes in float with a weight that is kept in integers, or in
+        precision: `int8` (runs on integers), `weight-only` (computes in float with a weight stored as integers or
             float16), `moves` (moves integers), or `float`.
         kind: what sort of reason `text` is; empty where there is no reason to give.
             `unsupported`: fxq or the backend has no integer form of this call.
@@ -54,7 +54,7 @@ class Decision:
         decided_by: the pass that decided.
     """
 
-    fate: Fate
+    precision: Precision
     kind: DecisionKind | Literal[""] = ""
     text: str = ""
     fix: str = ""
@@ -133,14 +133,14 @@ class Plan:
     state_scale: float | None = None
 
     @property
-    def fate(self) -> Fate:
+    def precision(self) -> Precision:
         """What the node runs as."""
-        return self.decision.fate
+        return self.decision.precision
 
     @property
     def in_float(self) -> bool:
         """Whether the node computes in float: it reads floats, and makes them."""
-        return self.fate in ("float", "weight-only")
+        return self.precision in ("float", "weight-only")
 
     def decided(self, **changes: Any) -> Plan:
         """The same plan with fields of its decision replaced."""
@@ -170,12 +170,12 @@ class Edge:
     observed: bool = False
     constants: tuple[float, ...] = ()
     axis: int | None = None
-    qparams: QParams | MeasuredGrid | None = None
+    qparams: QParams | DynamicGrid | None = None
 
     @property
     def measured(self) -> bool:
         """Whether its scale is measured at run time: nothing is to be calibrated."""
-        return self.spec.range == "measured"
+        return self.spec.range == "dynamic"
 
 
 class NodeInfo(NamedTuple):
@@ -243,10 +243,10 @@ def set_info(node: fx.Node, **changes: Any) -> None:
     node.meta[META] = info(node)._replace(**changes)
 
 
-def fate_of(node: fx.Node) -> Fate | None:
+def precision_of(node: fx.Node) -> Precision | None:
     """What was decided that a node runs as; None where nothing was."""
     plan = info(node).plan
-    return plan.fate if plan is not None else None
+    return plan.precision if plan is not None else None
 
 
 Grids = Mapping[str, tuple[Plan | None, tuple[Edge, ...]]]

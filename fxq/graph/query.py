@@ -89,7 +89,7 @@ def argument(node: fx.Node, name: str) -> Any:
 
 def states_of(node: fx.Node) -> list[fx.Node]:
     """A recurrent layer, whose value its hidden states are, and the one that it begins with, where that is given."""
-    recurrence = op.quant.recurrence if (op := op_of(node)) is not None else None
+    recurrence = op.traits.recurrence if (op := op_of(node)) is not None else None
     first = argument(node, recurrence.states[0]) if recurrence is not None else None
     return [node, first] if isinstance(first, fx.Node) else [node]
 
@@ -210,7 +210,7 @@ def _is_only_counted(node: fx.Node) -> bool:
     if not node.users or not all(is_check(user) and user.kwargs.get("how") == "len" for user in node.users):
         return False
     found = OPS.of_call(node.target)
-    return found is not None and found[1].pick is not None and found[0].quant.layout
+    return found is not None and found[1].pick is not None and found[0].traits.layout
 
 
 def is_pure(gm: fx.GraphModule, node: fx.Node) -> bool:

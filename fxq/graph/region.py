@@ -147,8 +147,8 @@ def is_weight_only(node: fx.Node, calls: Calls) -> bool:
     """Whether a node of the qdq graph computes in float with a weight that is in integers."""
     plan = info(node).plan
     if plan is not None:
-        return plan.fate == "weight-only"
-    weight: Any = calls[0].tensors.get(calls[0].op.quant.weight or "")
+        return plan.precision == "weight-only"
+    weight: Any = calls[0].tensors.get(calls[0].op.traits.weight or "")
     if len(calls) > 1 or not is_op(weight, "dequantize") or not is_weight(weight):
         return False
     return not any(is_op(value, "dequantize") for value in calls[0].activations)
@@ -168,7 +168,7 @@ def unit_regions(gm: fx.GraphModule) -> Iterator[UnitRegion]:
     """
     for node in list(gm.graph.nodes):
         plan = info(node).plan
-        if plan.fate != "float" if plan is not None else _has_grids(gm, node):
+        if plan.precision != "float" if plan is not None else _has_grids(gm, node):
             region = read_region(gm, node) if not is_op(node, *CONVERSIONS) else None
             if region is not None:
                 yield region
@@ -183,7 +183,7 @@ def _has_grids(gm: fx.GraphModule, node: fx.Node) -> bool:
     region = read_region(gm, node) if not is_op(node, *CONVERSIONS) else None
     if region is None or not info(region.outputs[0]).is_tensor:
         return False
-    heavy = region.calls[0].op.quant.heavy or is_weight_only(node, region.calls)
+    heavy = region.calls[0].op.traits.heavy or is_weight_only(node, region.calls)
     return heavy or any(is_op(out, "quantize") for out in region.outputs)
 
 

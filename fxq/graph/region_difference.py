@@ -160,14 +160,14 @@ def magnitude(gm: fx.GraphModule, region: Region, values: Mapping[fx.Node, Any])
             zero = torch.as_tensor(abs(grid["zero_point"]) * grid["scale"])
             zeros[step.node] = largest(zero)
             env[step.node] += zero
-    read, most = call.tensors.get(call.op.quant.weight or ""), 0.0
+    read, most = call.tensors.get(call.op.traits.weight or ""), 0.0
     if isinstance(read, fx.Node):
-        rows = env[read].movedim(call.op.quant.axis or 0, 0).flatten(1).sum(1)
-        most = zeros.get(call.tensors[call.op.quant.inputs[0]], 0.0) * largest(rows)
+        rows = env[read].movedim(call.op.traits.axis or 0, 0).flatten(1).sum(1)
+        most = zeros.get(call.tensors[call.op.traits.inputs[0]], 0.0) * largest(rows)
     for sign in (1, -1):  # of a sum and of a difference
         tensors = {name: fx.node.map_arg(value, env.__getitem__) for name, value in call.tensors.items()}
-        if len(call.op.quant.inputs) > 1 and isinstance(tensors[call.op.quant.inputs[1]], Tensor):
-            tensors[call.op.quant.inputs[1]] = sign * tensors[call.op.quant.inputs[1]]
+        if len(call.op.traits.inputs) > 1 and isinstance(tensors[call.op.traits.inputs[1]], Tensor):
+            tensors[call.op.traits.inputs[1]] = sign * tensors[call.op.traits.inputs[1]]
         most = max(most, largest(call.op.target(**tensors, **call.options)))
     others = [read.node for read in inputs_of(region.calls) if read.call > 0 and read.role == "activation"]
     length = max(1.0, _longest_sum(region, env) / EXACT_TERMS)

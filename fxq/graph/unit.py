@@ -82,7 +82,7 @@ class OpCall:
     @property
     def activations(self) -> tuple[fx.Node | Inner, ...]:
         """The values among its inputs that are neither numbers nor constants of the model, in order."""
-        values = [self.tensors.get(name) for name in self.op.quant.inputs]
+        values = [self.tensors.get(name) for name in self.op.traits.inputs]
         flat = [v for value in values for v in (value if isinstance(value, (tuple, list)) else (value,))]
         return tuple(v for v in flat if isinstance(v, Inner) or (isinstance(v, fx.Node) and v.op != "get_attr"))
 
@@ -94,12 +94,12 @@ class OpCall:
     @property
     def pointwise(self) -> bool:
         """Whether each output element depends on one element of one activation (and, at most, on its channel)."""
-        return self.op.quant.pointwise and len(self.activations) == 1
+        return self.op.traits.pointwise and len(self.activations) == 1
 
     @property
     def rounds_its_state(self) -> bool:
         """Whether a recurrent layer puts its hidden state on a grid, in each step."""
-        recurrence = self.op.quant.recurrence
+        recurrence = self.op.traits.recurrence
         return recurrence is not None and bool(self.options[recurrence.steps])
 
 
@@ -194,7 +194,7 @@ class UnitInput:
 def inputs_of(calls: tuple[OpCall, ...]) -> Iterator[UnitInput]:
     """Every tensor that the ops read from outside, in order, once per reading."""
     for i, call in enumerate(calls):
-        quant = call.op.quant
+        quant = call.op.traits
         for name, value in call.tensors.items():
             role = quant.role(name)
             for node in flat_nodes(value):
@@ -242,10 +242,10 @@ Wish = tuple[TensorSpec, int | None]
 def wishes_of(gm: fx.GraphModule, node: fx.Node) -> dict[fx.Node, Wish]:
     """The values and the weights that a node reads as integers; seen through observers."""
     plan, calls = info(node).plan, calls_of(gm, node)
-    row = calls[0].op.quant.channels if calls else None
+    row = calls[0].op.traits.channels if calls else None
     reads = reads_of(gm, node)
     wishes: dict[fx.Node, Wish] = {v: (spec, row if spec.per == "row" else None) for v, spec in reads.items()}
-    if plan is not None and plan.fate in ("int8", "weight-only") and plan.weight is not None:
+    if plan is not None and plan.precision in ("int8", "weight-only") and plan.weight is not None:
         for read in inputs_of(calls):
             if read.role == "weight" and read.axis is not None:
                 axis = read.axis if plan.weight.per == "channel" else None

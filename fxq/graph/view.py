@@ -31,7 +31,7 @@ class NodeView:
             other plain values, checks: no op), `constant`, `io`.
         label: the op, unit, kernel or module type.
         body: for a unit or a kernel made from one, the ops inside.
-        fates: for a kernel of several units, what each of its ops runs as.
+        precisions: for a kernel of several units, what each of its ops runs as.
         layers: for a kernel that an engine runs, the layers that it made of it.
         options: the options that differ from the defaults, as text.
         inputs: names of the nodes it reads, in order, repetitions kept.
@@ -60,13 +60,13 @@ class NodeView:
     reason: str = ""
     note: str = ""
     origins: tuple[str, ...] = ()
-    fates: tuple[str, ...] = ()
+    precisions: tuple[str, ...] = ()
     layers: tuple[EngineLayer, ...] = ()
 
     @property
     def is_region(self) -> bool:
         """Whether it runs a whole part of the graph, or an engine runs it."""
-        return bool(self.fates or self.layers)
+        return bool(self.precisions or self.layers)
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def _view_node(gm: fx.GraphModule, node: fx.Node, scale: str, zero_point: str) -
         reason=about.plan.decision.text if about.plan is not None and kind != "size" else "",
         note=about.note or (about.kept.text if about.kept is not None else ""),
         origins=about.origins,
-        fates=tuple(plan.fate for plan in about.plans),
+        precisions=tuple(plan.precision for plan in about.plans),
         layers=about.layers,
     )
 
@@ -152,7 +152,7 @@ def _view_node(gm: fx.GraphModule, node: fx.Node, scale: str, zero_point: str) -
 def _describe(gm: fx.GraphModule, node: fx.Node) -> tuple[str, tuple[str, ...], str, str]:
     """Label, body, options and kind of a node."""
     plan = plan_of(node)
-    kind: str = "op" if plan is None else plan.fate
+    kind: str = "op" if plan is None else plan.precision
     if node.op in ("placeholder", "output"):
         return node.op.replace("placeholder", "input"), (), "", "io"
     if node.op == "get_attr":

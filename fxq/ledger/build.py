@@ -18,9 +18,9 @@ from fxq.graph.view import NodeView
 from fxq.ledger.float_record import Record, record_of
 from fxq.ledger.layer_error import Measured, measure, measured_with
 from fxq.ledger.ledger import Entry, Ledger, rows_by_node
-from fxq.ledger.remedies import IntegerEdges, Mending
+from fxq.ledger.remedies import IntegerEdges, Remedy
 from fxq.pipeline.context import Context
-from fxq.pipeline.float_ops import Original, OriginalOp
+from fxq.pipeline.float_ops import FloatModelOp, FloatModelOps
 from fxq.pipeline.history import History
 
 
@@ -43,7 +43,7 @@ def ledger_of(history: History, gm: fx.GraphModule, context: Context) -> tuple[L
     node_rows, edges = rows_by_node(entries), IntegerEdges(gm)
     with untouched(context.model), seeded():  # both graphs share modules with the user's model
         found = measure(original, gm, node_rows, measured_with(context, original), edges.read)
-    mending = Mending(edges, entries)
+    mending = Remedy(edges, entries)
     mends = {node_rows[n.name].row.name: mending.line(n) for n in nodes if n.name in node_rows}
     costs = {w.runs[0]: w.cost for w in workers if w.runs}
     first = {w.node: w.runs[0] for w in reversed(workers) if w.runs}  # of the ops of one kernel, it has its size
@@ -82,7 +82,9 @@ class _Worker:
     absorbs: tuple[str, ...]
 
 
-def _workers(gm: fx.GraphModule, node: fx.Node, view: NodeView, original: Original, lowered: bool) -> Iterator[_Worker]:
+def _workers(
+    gm: fx.GraphModule, node: fx.Node, view: NodeView, original: FloatModelOps, lowered: bool
+) -> Iterator[_Worker]:
     """The node as a worker; where it is a kernel of several units, one for each op, since each has its own decision.
 
     So where it makes several values: that which is the op's stands for it.
@@ -105,7 +107,7 @@ def _workers(gm: fx.GraphModule, node: fx.Node, view: NodeView, original: Origin
 
 
 def _ops_of(
-    parts: tuple[tuple[str, ...], ...], inside: tuple[str, ...], original: Original
+    parts: tuple[tuple[str, ...], ...], inside: tuple[str, ...], original: FloatModelOps
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The ops that parts of a node run, by their origins and what is inside, and those that went into their weights."""
     by_origin = original.by_origin
@@ -134,11 +136,11 @@ def _decision(gm: fx.GraphModule, node: fx.Node, kind: str, lowered: bool) -> De
     undecided = Decision("float", "undecided", info(node).note or "no pass has planned it")
     decision = plan.decision if plan is not None else kept or undecided
     if kind not in ("int8", "weight-only", "moves"):
-        return replace(decision, fate="float") if decision.text else replace(undecided, fix=decision.fix)
+        return replace(decision, precision="float") if decision.text else replace(undecided, fix=decision.fix)
     if lowered and _is_in_qdq_form(gm, node) and kind != "weight-only":
         why = "stays in qdq form: the backend made no kernel of it"
-        return replace(decision, fate="float", text=decision.text or why, kind=decision.kind or "unsupported")
-    return Decision(decision.fate, text=info(node).note, decided_by=decision.decided_by)
+        return replace(decision, precision="float", text=decision.text or why, kind=decision.kind or "unsupported")
+    return Decision(decision.precision, text=info(node).note, decided_by=decision.decided_by)
 
 
 def _is_in_qdq_form(gm: fx.GraphModule, node: fx.Node) -> bool:
@@ -150,21 +152,21 @@ def _is_in_qdq_form(gm: fx.GraphModule, node: fx.Node) -> bool:
     return dtype is not None and dtype.is_floating_point
 
 
-def _entry(op: OriginalOp, workers: Sequence[_Worker], absorber: _Worker | None, context: Context) -> Entry:
+def _entry(op: FloatModelOp, workers: Sequence[_Worker], absorber: _Worker | None, context: Context) -> Entry:
     plain = Entry(op.name, op.path, op.op, "folded", source=op.source, macs=op.macs)
     if not workers and absorber is not None:
         return replace(plain, into=absorber.node.name, reason=f"into {absorber.node.name}")
     if not workers:
         return replace(plain, reason=op.gone or "has no effect on the output")
     # an op in several nodes is float where one of them is
-    worker = min(workers, key=lambda w: _FATES.index(w.decision.fate))
+    worker = min(workers, key=lambda w: _PRECISIONS.index(w.decision.precision))
     decision, into = worker.decision, workers[-1].node.name
-    plain = replace(plain, fate=decision.fate, into=into, kind=decision.kind, decided_by=decision.decided_by)
-    if decision.fate == "float":
+    plain = replace(plain, precision=decision.precision, into=into, kind=decision.kind, decided_by=decision.decided_by)
+    if decision.precision == "float":
         later = worker.runs[0] != op.name and context.config_for(op.path, op.op)[0].is_float
         fix = "" if later else decision.fix  # the line for the first op of a unit takes that one out, not the others
         return replace(plain, reason=decision.text, fix=fix)
     return replace(plain, reason=decision.text, fix=context.override_line(op.path, op.op, "fxq.FLOAT"))
 
 
-_FATES = ("float", "weight-only", "int8", "moves")
+_PRECISIONS = ("float", "weight-only", "int8", "moves")

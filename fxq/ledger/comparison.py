@@ -21,7 +21,7 @@ from fxq.errors import InputError
 from fxq.graph.info import info
 from fxq.graph.program import Program
 from fxq.ledger.layer_error import same_values
-from fxq.ledger.ledger import FATES, NodeRow, rows_by_node
+from fxq.ledger.ledger import PRECISIONS, NodeRow, rows_by_node
 from fxq.ledger.output_check import add_output, rank
 from fxq.ledger.quantized import Quantized
 from fxq.paired.side_by_side import side_by_side
@@ -34,7 +34,7 @@ class LayerRow:
 
     Attributes:
         name: the op that pairs the layer. path: its module path. op: what it is.
-        fate: what it runs as: `int8`, `moves` or `float`.
+        precision: what it runs as: `int8`, `moves` or `float`.
         sqnr: dB of its output against the float model's, all that happens before it included; infinite when equal.
             Rows that no output of the float model depends on, as those of tokens that pad a text, do not count, here
             and below; so it is in the ledger.
@@ -46,7 +46,7 @@ class LayerRow:
     name: str
     path: str
     op: str
-    fate: str
+    precision: str
     sqnr: float
     own_sqnr: float
     cosine: float
@@ -97,7 +97,7 @@ class Comparison(Rows[Any]):
     _write: Callable[[Comparison, Any], Path] = field(compare=False)
     _name: ClassVar[str] = "comparison"
     _key: ClassVar[str] = "layers"
-    _choices: ClassVar[Mapping[str, Sequence[str]]] = dict.fromkeys(("fate", "fate_a", "fate_b"), FATES)
+    _choices: ClassVar[Mapping[str, Sequence[str]]] = dict.fromkeys(("precision", "fate_a", "fate_b"), PRECISIONS)
 
     @property
     def _row(self) -> type:
@@ -154,7 +154,7 @@ _LAYER: dict[Column, Callable[[Any], str]] = {
     Column("op"): lambda row: row.op,
 }
 _FLOAT: dict[Column, Callable[[Any], str]] = {
-    Column("runs as", coloured=True): lambda row: row.fate,
+    Column("runs as", coloured=True): lambda row: row.precision,
     Column("SQNR dB", "right"): lambda row: decibels(row.sqnr),
     Column("own dB", "right"): lambda row: decibels(row.own_sqnr),
 }
@@ -284,5 +284,5 @@ def _row(node_row: NodeRow, other: NodeRow | None, found: Agreement, alone: Agre
     row = node_row.row
     names, distance = (row.name, row.path, row.op), (found.cosine, found.max_error)
     if other is None:
-        return LayerRow(*names, row.fate, found.sqnr, alone.sqnr, *distance)
-    return PairRow(*names, other.row.fate, row.fate, found.sqnr, other.row.sqnr, row.sqnr, *distance)
+        return LayerRow(*names, row.precision, found.sqnr, alone.sqnr, *distance)
+    return PairRow(*names, other.row.precision, row.precision, found.sqnr, other.row.sqnr, row.sqnr, *distance)

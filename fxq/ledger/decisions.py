@@ -57,11 +57,11 @@ class Decisions(Rows[PricedDecision]):
         return cls(
             tuple(
                 PricedDecision(
-                    e.name, e.path, e.op, e.fate, e.priced_by, e.float_us, e.int8_us, e.conversions_us,
-                    e.reason if e.fate == "float" else "",
+                    e.name, e.path, e.op, e.precision, e.priced_by, e.float_us, e.int8_us, e.conversions_us,
+                    e.reason if e.precision == "float" else "",
                 )
                 for e in entries
-                if e.float_us is not None and e.int8_us is not None and e.fate != "weight-only"
+                if e.float_us is not None and e.int8_us is not None and e.precision != "weight-only"
             )
         )  # fmt: skip
 

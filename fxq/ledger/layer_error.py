@@ -20,7 +20,7 @@ from fxq.ledger.ledger import NodeRow
 from fxq.paired.side_by_side import ComparedValue, rounded_at, side_by_side
 from fxq.paired.used_rows import used_rows
 from fxq.pipeline.context import Context
-from fxq.pipeline.float_ops import Original
+from fxq.pipeline.float_ops import FloatModelOps
 from fxq.quant.qparams import QParams, dequantize, quantize
 
 log = logging.getLogger("fxq")
@@ -44,7 +44,7 @@ class Measured:
     values: dict[str, Distribution] = field(default_factory=dict)
 
 
-def measured_with(context: Context, original: Original) -> list[Batch]:
+def measured_with(context: Context, original: FloatModelOps) -> list[Batch]:
     """What to measure with, best first: the first recorded batch, of which one sample is enough for a large model."""
     recorded = context.samples[:1]
     if context.divisible and original.is_large:
@@ -53,7 +53,11 @@ def measured_with(context: Context, original: Original) -> list[Batch]:
 
 
 def measure(
-    original: Original, gm: fx.GraphModule, node_rows: Mapping[str, NodeRow], batches: list[Batch], read: Set[fx.Node]
+    original: FloatModelOps,
+    gm: fx.GraphModule,
+    node_rows: Mapping[str, NodeRow],
+    batches: list[Batch],
+    read: Set[fx.Node],
 ) -> Measured:
     """Compare the value of every node of an integer graph with the float model's.
 
@@ -75,7 +79,7 @@ def measure(
 
 
 def _measure(
-    original: Original, gm: fx.GraphModule, node_rows: Mapping[str, NodeRow], batch: Batch, read: Set[fx.Node]
+    original: FloatModelOps, gm: fx.GraphModule, node_rows: Mapping[str, NodeRow], batch: Batch, read: Set[fx.Node]
 ) -> Measured:
     found, pairs = Measured(), same_values(gm, node_rows, original.nodes)
     grids = {real: grid_of(gm, rounded_at(node)) for node, real in pairs.items()}

@@ -19,7 +19,7 @@ from fxq.graph.region import Weight, integer_input, integer_weight, out_grids, r
 from fxq.graph.unit import OpCall
 from fxq.quant.qparams import QParams
 
-Reads = Literal["integers", "measured", "float"]
+Reads = Literal["integers", "dynamic", "float"]
 
 
 @dataclass(frozen=True, repr=False)
@@ -35,7 +35,7 @@ class LayerQParams:
             zero point 0; or float32, see `float_bias_reason`.
         bias_scale: float32, (C,) or (), of the accumulator: input_scale * weight_scale; None where the bias is float.
         float_bias_reason: why the bias is float; else empty.
-        reads: "integers" on a grid known beforehand, integers on a grid that is "measured" at run time, or "float", as
+        reads: "integers" on a grid known beforehand, integers on a grid that is "dynamic" at run time, or "float", as
             with weights alone in integers, and inside of a unit (of squeeze-and-excitation).
         input_scale, input_zero_point: of the integers that it reads; None where not known beforehand.
         output_scale, output_zero_point: of what it makes, fused ops included; None when it emits float. Of a unit of
@@ -181,7 +181,7 @@ def _layers(gm: fx.GraphModule, node: fx.Node, outside: Outside) -> Iterator[tup
 def _layer(
     gm: fx.GraphModule, node: fx.Node, call: OpCall, out: QParams | None, outside: Outside
 ) -> LayerQParams | None:
-    quant = call.op.quant
+    quant = call.op.traits
     read = {
         name: integer_weight(gm, call.tensors.get(name)) for name in call.op.tensors if quant.role(name) == "weight"
     }
@@ -237,7 +237,7 @@ def _reads(gm: fx.GraphModule, value: Any) -> Reads:
     """What a layer reads, of which this is the value: see `LayerQParams.reads`."""
     if not is_op(value, "dequantize"):
         return "float"
-    return "measured" if grid_of(gm, value) is None else "integers"
+    return "dynamic" if grid_of(gm, value) is None else "integers"
 
 
 def _float_accumulator(axis: int | None, weights: Mapping[str, Weight], reads: Reads, one_scale: bool) -> str:
@@ -251,7 +251,7 @@ def _float_accumulator(axis: int | None, weights: Mapping[str, Weight], reads: R
     """
     if reads == "float":
         return "its input is float"
-    if reads == "measured":
+    if reads == "dynamic":
         return "the scale of its input is measured at run time"
     if not one_scale:
         return "its input has several scales"

@@ -23,7 +23,7 @@ class Entry:
         name: its node in the canonical graph; two calls of one module have two names.
         path: its module path: of the module itself, or of the one whose forward calls the function.
         op: what it is.
-        fate: `int8`, `weight-only` (a float layer with an integer weight), `moves` (moves integers), `float`, or
+        precision: `int8`, `weight-only` (a float layer with an integer weight), `moves` (moves integers), `float`, or
             `folded` (into another op's weights, or without an effect).
         into: the node of the final graph that runs it or has it in its weights; one for all ops of a unit; empty where
             there is none.
@@ -54,7 +54,7 @@ class Entry:
     name: str
     path: str
     op: str
-    fate: str
+    precision: str
     into: str = ""
     reason: str = ""
     fix: str = ""
@@ -91,7 +91,7 @@ def rows_by_node(entries: Iterable[Entry]) -> dict[str, NodeRow]:
     found: dict[str, NodeRow] = {}
     for entry in entries:
         known = found.pop(entry.into, None)
-        if entry.fate != "folded":
+        if entry.precision != "folded":
             found[entry.into] = NodeRow(entry, entry)
         elif known is not None:
             found[entry.into] = NodeRow(known.row, entry)
@@ -99,11 +99,11 @@ def rows_by_node(entries: Iterable[Entry]) -> dict[str, NodeRow]:
 
 
 @dataclass(frozen=True)
-class Narrowed:
+class ReducedRange:
     """What has 7 bits, because kernels of this machine add pairs of products in 16 bits, which 8 bits of both overflow.
 
     Attributes:
-        role: "weights" or "activations"; see `Recipe.narrow`.
+        role: "weights" or "activations"; see `Recipe.reduce_range`.
         sqnr: by the role that has 7 bits, dB of the qdq graph's output (see `Ledger.output_sqnr`) before any pass looks
             at samples to mend it; None where there is no float output. Empty where the recipe names the role.
     """
@@ -117,7 +117,7 @@ class Narrowed:
         return f"{self.role} have 7 bits where 8 overflow in this CPU's kernels; {why}"
 
 
-FATES = ("int8", "weight-only", "moves", "float", "folded")
+PRECISIONS = ("int8", "weight-only", "moves", "float", "folded")
 
 
 @dataclass(frozen=True, repr=False)
@@ -125,7 +125,7 @@ class Ledger(Rows[Entry]):
     """One entry per op of the model, in execution order. `print` shows a table.
 
     Attributes:
-        entries: the rows. The `fate` of an op is "int8", "weight-only", "moves" (it moves integers), "float" or
+        entries: the rows. The `precision` of an op is "int8", "weight-only", "moves" (it moves integers), "float" or
             "folded"; see `Entry`.
         output_sqnr: dB of the model's output against the float model's, over recorded calibration samples; of several,
             that of the one that is furthest off. Infinite when they are equal, NaN where one is not finite and the
@@ -134,7 +134,7 @@ class Ledger(Rows[Entry]):
 
     Example:
         >>> ledger = Ledger((Entry("a", "a", "conv2d", "int8", macs=90), Entry("b", "b", "linear", "float", macs=10)))
-        >>> ledger.coverage, ledger.count("int8"), [e.name for e in ledger.where(fate="float")]
+        >>> ledger.coverage, ledger.count("int8"), [e.name for e in ledger.where(precision="float")]
         (0.9, 1, ['b'])
         >>> ledger.where(op=("conv2d", "linear"), path="a*").sort("macs", reverse=True).count("int8")
         1
@@ -142,10 +142,10 @@ class Ledger(Rows[Entry]):
 
     entries: tuple[Entry, ...]
     output_sqnr: float | None = None
-    narrowed: Narrowed | None = None
+    narrowed: ReducedRange | None = None
     _name: ClassVar[str] = "ledger"
     _key: ClassVar[str] = "ops"
-    _choices: ClassVar[Mapping[str, Sequence[str]]] = {"fate": FATES, "kind": DECISION_KINDS}
+    _choices: ClassVar[Mapping[str, Sequence[str]]] = {"precision": PRECISIONS, "kind": DECISION_KINDS}
 
     @property
     def coverage(self) -> float:
@@ -161,14 +161,14 @@ class Ledger(Rows[Entry]):
         """The same for those that run in float with integer weights."""
         return self._share("weight-only")
 
-    def _share(self, fate: str) -> float:
+    def _share(self, precision: str) -> float:
         total = sum(e.macs for e in self.entries)
-        return sum(e.macs for e in self.entries if e.fate == fate) / total if total else 0.0
+        return sum(e.macs for e in self.entries if e.precision == precision) / total if total else 0.0
 
     def count(self, value: Any) -> int:
-        """Number of entries of that fate. Raises `InputError` where there is no such fate."""
-        self._check_value("fate", value)
-        return sum(e.fate == value for e in self.entries)
+        """Number of entries of that precision. Raises `InputError` where there is no such precision."""
+        self._check_value("precision", value)
+        return sum(e.precision == value for e in self.entries)
 
     def worst(self, count: int = 5) -> Ledger:
         """The layers that add most noise, as a table, worst first: those that a line of a recipe mends (`Entry.mend`).
@@ -190,7 +190,7 @@ class Ledger(Rows[Entry]):
 
     def main_reason(self) -> str:
         """The reason for float that weighs most, with its share: of the multiply-accumulates, where there are any."""
-        stay = self.where(fate="float")
+        stay = self.where(precision="float")
         if not stay:
             return "the model has no op that could"
         total = sum(e.macs for e in stay)
@@ -203,8 +203,8 @@ class Ledger(Rows[Entry]):
 
     def _facts(self) -> dict[str, Any]:
         found = self.narrowed
-        tried = {f"sqnr_narrow_{role}": value for role, value in found.sqnr.items()} if found is not None else {}
-        narrowed = {} if found is None else {"narrow": found.role, **tried}
+        tried = {f"sqnr_reduced_{role}": value for role, value in found.sqnr.items()} if found is not None else {}
+        narrowed = {} if found is None else {"reduce_range": found.role, **tried}
         return {
             "coverage": self.coverage,
             "weight_coverage": self.weight_coverage,
@@ -215,19 +215,21 @@ class Ledger(Rows[Entry]):
     def _short(self) -> str:
         weighed = f"; {self.coverage:.1%} of the multiply-accumulates in int8" if any(e.macs for e in self) else ""
         if self.count("weight-only"):
-            saved = sum(e.saved_bytes for e in self if e.fate == "weight-only")
+            saved = sum(e.saved_bytes for e in self if e.precision == "weight-only")
             weighed += f", {self.weight_coverage:.1%} with integer weights, {_count(saved)}B smaller"
         found = self.output_sqnr
         output = "" if found is None else f"; output {decibels(found)}{'' if found == math.inf else ' dB SQNR'}"
         return (
-            ", ".join(f"{self.count(f)} {f}" for f in FATES if f != "weight-only" or self.count(f)) + weighed + output
+            ", ".join(f"{self.count(f)} {f}" for f in PRECISIONS if f != "weight-only" or self.count(f))
+            + weighed
+            + output
         )
 
     def _parts(self) -> list[Part]:
-        fixes = Counter(e.fix for e in self.entries if e.fate == "float" and e.fix)
+        fixes = Counter(e.fix for e in self.entries if e.precision == "float" and e.fix)
         notes = {fix: f"[{i}]" for i, fix in enumerate((fix for fix, count in fixes.items() if count > 1), 1)}
         columns = {**_COLUMNS, _WHY: lambda e: _why(e, notes)}
-        table = self._table(columns, lambda e: "quiet" if e.fate == "folded" else "")
+        table = self._table(columns, lambda e: "quiet" if e.precision == "folded" else "")
         fixes_once = [line(text(note, "strong"), f" {fix}") for fix, note in notes.items()]
         narrowed = [text(str(self.narrowed))] if self.narrowed is not None else []
         return [table, *fixes_once, *narrowed, text(self._short())]
@@ -244,7 +246,7 @@ def _why(entry: Entry, notes: Mapping[str, str]) -> str:
     For int8 ops the line stands only in `fix`. Where float is faster for the conversions alone, it says what they cost.
     """
     reason = entry.reason + _converted(entry)
-    fix = notes.get(entry.fix, f"[{entry.fix}]") if entry.fate == "float" and entry.fix else ""
+    fix = notes.get(entry.fix, f"[{entry.fix}]") if entry.precision == "float" and entry.fix else ""
     gap = " " if len(reason) + len(fix) < _WIDE else "\n"
     return textwrap.fill(reason, _WIDE) + (gap + fix if fix else "")
 
@@ -256,7 +258,7 @@ def _converted(entry: Entry) -> str:
     """What the conversions of a float op cost that has the faster kernel; else empty."""
     real, kernel, around = entry.float_us, entry.int8_us, entry.conversions_us
     if (
-        entry.fate != "float"
+        entry.precision != "float"
         or real is None
         or kernel is None
         or around is None
@@ -282,12 +284,12 @@ _WHY = Column("why", give="fold", optional=True)
 _COLUMNS: dict[Column, Callable[[Entry], str]] = {
     Column("layer", give="start"): lambda e: layer_text(e.name, e.path),
     Column("op"): lambda e: e.op,
-    Column("runs as", coloured=True): lambda e: e.fate,
+    Column("runs as", coloured=True): lambda e: e.precision,
     Column("SQNR dB", "right", optional=True): lambda e: decibels(e.sqnr),
     Column("own dB", "right", optional=True): lambda e: decibels(e.own_sqnr),
     Column("MACs", "right", drop=2, optional=True): lambda e: _count(e.macs),
     Column("saved B", "right", drop=3, optional=True): lambda e: (
-        _count(e.saved_bytes) if e.fate == "weight-only" else ""
+        _count(e.saved_bytes) if e.precision == "weight-only" else ""
     ),
     Column("float µs", "right", drop=1, optional=True): lambda e: _time(e.float_us),
     Column("int8 µs", "right", drop=1, optional=True): lambda e: _time(e.int8_us),

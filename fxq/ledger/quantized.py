@@ -77,7 +77,7 @@ class Quantized(fx.GraphModule):
 
     def _repr_html_(self) -> str:
         """In a notebook: what it is, what stays in float and why, the passes, and every op at a click."""
-        floats, size = self.ledger.where(fate="float"), nbytes(self)
+        floats, size = self.ledger.where(precision="float"), nbytes(self)
         facts = (
             f"backend {self.backend}",
             f"{self.ledger.coverage:.1%} of the multiply-accumulates in int8",

@@ -60,10 +60,10 @@ class IntegerEdges:
 
 def _fate(node: fx.Node) -> str:
     plan = plan_of(node)
-    return plan.fate if plan is not None else ""
+    return plan.precision if plan is not None else ""
 
 
-class Mending:
+class Remedy:
     """The lines that put nodes of a final graph into float together with the values that they read.
 
     Args:
@@ -75,7 +75,7 @@ class Mending:
         self._edges = edges
         self._rows: dict[str, list[Entry]] = {}
         for entry in entries:
-            if entry.fate in ("int8", "weight-only", "moves"):
+            if entry.precision in ("int8", "weight-only", "moves"):
                 self._rows.setdefault(entry.into, []).append(entry)
         self._shared: dict[fx.Node, bool] = {}
 

@@ -11,7 +11,7 @@ from fxq.onnx.dequantized import real_values
 from fxq.onnx.onnx_objects import INT4, UINT4, NotInOnnx
 from fxq.onnx.varying_sizes import varies
 from fxq.onnx.writer import Operand, Value, Writer, refuse, writes
-from fxq.quant.measured import SMALLEST
+from fxq.quant.dynamic_grid import SMALLEST
 from fxq.quant.packing import unpack
 
 _LIMITS = {torch.uint8: (0, 255), torch.int8: (-128, 127)}
@@ -31,7 +31,7 @@ def choose_scale(w: Writer, x: Value, *, steps: int, axis: int | None, symmetric
 
 @writes("choose_zero_point")
 def choose_zero_point(w: Writer, x: Value, *, scale: Value, qmin: int, axis: int | None) -> str:
-    whole = _measured_whole(w, x, scale)
+    whole = _dynamic_whole(w, x, scale)
     if whole is not None:
         zero = w.cast(whole[2], torch.float32)
     else:
@@ -49,7 +49,7 @@ def _ends(w: Writer, x: Value, axis: int | None) -> tuple[str, str]:
     return w.emit("Relu", w.emit("Neg", low)), w.emit("Relu", high)
 
 
-def _measured_whole(w: Writer, x: Value, scale: Any) -> tuple[str, ...] | None:
+def _dynamic_whole(w: Writer, x: Value, scale: Any) -> tuple[str, ...] | None:
     """What the node makes that has measured a scale, and put the values onto its grid; None: another one measures."""
     node = w.made_by(scale.name) if isinstance(scale, Value) else None
     return node.makes if node is not None and node.kind == _WHOLE and node.reads == (x.name,) else None
@@ -99,7 +99,7 @@ def quantize(
     if w.floats:
         return x.name
     if _computed(w, scale):
-        whole = _measured_whole(w, x, scale)
+        whole = _dynamic_whole(w, x, scale)
         if whole is not None and dtype is torch.uint8:
             return whole[0]
         grid, attributes = _rows(w, x, scale, _computed_zero(w, scale, zero_point, dtype))

@@ -45,7 +45,7 @@ from fxq.onnx.varying_sizes import python_dispatch
 from fxq.onnx.writer import ROWS, Value, Writer
 from fxq.ops.table import Op
 
-Known = dict[fx.Node, Any]
+ModelCache = dict[fx.Node, Any]
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def write_onnx(
     Raises:
         NotInOnnx: a node cannot be said in ONNX; the message says which, and why.
     """
-    writer, values_of_nodes = Writer(**options), Known()
+    writer, values_of_nodes = Writer(**options), ModelCache()
     placeholders = gm.graph.find_nodes(op="placeholder")
     taken: dict[fx.Node, str] = {}
     turned = dict(zip(placeholders, channels_last, strict=False))
@@ -123,7 +123,7 @@ def _permuted(writer: Writer, value: Value, perm: Sequence[int]) -> Value:
 
 def refusal(gm: fx.GraphModule, node: fx.Node) -> str | None:
     """Why a node cannot be said in ONNX, as far as that is known before it runs; None: it can."""
-    writer, known = Writer(), Known()
+    writer, known = Writer(), ModelCache()
     try:
         for read in node.all_input_nodes:
             _suppose(writer, gm, read, known)
@@ -135,7 +135,7 @@ def refusal(gm: fx.GraphModule, node: fx.Node) -> str | None:
     return None
 
 
-def _suppose(writer: Writer, gm: fx.GraphModule, node: fx.Node, known: Known) -> None:
+def _suppose(writer: Writer, gm: fx.GraphModule, node: fx.Node, known: ModelCache) -> None:
     """Take a node for a value of the shape that it is known to have; constants, grids and sizes for what they are."""
     if is_weight(node) or is_size(node):
         for read in node.all_input_nodes:
@@ -189,7 +189,7 @@ def write_node(writer: Writer, gm: fx.GraphModule, node: fx.Node, values: Mappin
 
 
 def _write_unit(writer: Writer, unit: Unit, args: Sequence[Any]) -> Any:
-    known = Known(zip(unit.graph.find_nodes(op="placeholder"), args, strict=True))
+    known = ModelCache(zip(unit.graph.find_nodes(op="placeholder"), args, strict=True))
     for node in unit.graph.nodes:
         if node.op not in ("placeholder", "output"):
             known[node] = write_node(writer, unit, node, known)

@@ -66,7 +66,7 @@ def conv_transpose(
 @writes("linear")
 def linear(w: Writer, x: Value, weight: Value, bias: Value | None = None) -> str:
     if (made := measured(w, x)) is not None and (not w.portable or _has_products(w, made, weight)):
-        return _measured_linear(w, x, made, weight, bias)
+        return _dynamic_linear(w, x, made, weight, bias)
     matrix = transposed(w, weight_for(w, x, weight))
     found = dequantized(w, x)
     if x.rank == 2 and bias is not None:
@@ -82,7 +82,7 @@ def linear(w: Writer, x: Value, weight: Value, bias: Value | None = None) -> str
 
 
 def _has_products(w: Writer, made: OnnxNode, weight: Value) -> bool:
-    """Whether `_measured_linear` takes a weight, and the scales of what it is multiplied with."""
+    """Whether `_dynamic_linear` takes a weight, and the scales of what it is multiplied with."""
     grid, attributes, rounded = dequantized(w, weight), made.attributes, w.made_by(made.reads[0])
     if rounded is None or rounded.kind not in ("QuantizeLinear", "DynamicQuantizeLinear"):
         return False  # rows of a table
@@ -91,7 +91,7 @@ def _has_products(w: Writer, made: OnnxNode, weight: Value) -> bool:
     return "block_size" in attributes or "axis" not in attributes
 
 
-def _measured_linear(w: Writer, x: Value, made: OnnxNode, weight: Value, bias: Value | None) -> str:
+def _dynamic_linear(w: Writer, x: Value, made: OnnxNode, weight: Value, bias: Value | None) -> str:
     """A linear layer on integers of a measured grid: their product, scaled behind.
 
     The node takes one scale and one zero point. Where each row has its own, the product is scaled by them behind, and

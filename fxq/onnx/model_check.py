@@ -19,7 +19,7 @@ from fxq.graph.query import is_op
 from fxq.graph.run import Runner
 from fxq.onnx.onnx_objects import onnx_type
 from fxq.onnx.whole_model import WrittenModel
-from fxq.quant.measured import SMALLEST
+from fxq.quant.dynamic_grid import SMALLEST
 
 
 @dataclass(frozen=True)

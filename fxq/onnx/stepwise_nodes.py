@@ -12,7 +12,7 @@ from fxq.onnx.layer_nodes import linear
 from fxq.onnx.onnx_objects import NotInOnnx
 from fxq.onnx.writer import Operand, Value, Writer
 from fxq.ops.recurrent import TINY
-from fxq.quant.measured import SMALLEST
+from fxq.quant.dynamic_grid import SMALLEST
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from fxq.graph.analysis.varying_axes import FIXED, Axes, Dynamic, inputs_of, pla
 from fxq.graph.info import info
 from fxq.graph.query import MEASURES, arguments_of, called_name, is_op
 from fxq.graph.unit import calls_of
-from fxq.onnx.graph import Known, write_node
+from fxq.onnx.graph import ModelCache, write_node
 from fxq.onnx.onnx_objects import NotInOnnx
 from fxq.onnx.varying_sizes import VaryingSizes
 from fxq.onnx.writer import Value, Writer
@@ -69,7 +69,7 @@ def write_model(gm: fx.GraphModule, examples: Mapping[fx.Node, Any], dynamic: Dy
             shape = [sizes.axis(named[i], name, i, n) if i in named else n for i, n in enumerate(x.shape)]
             like = writer.empty(shape, x.dtype)
         values[id(x)] = writer.input(name, like)
-    values_of_nodes: Known = {n: mapped(x, lambda leaf: values.get(id(leaf), leaf)) for n, x in examples.items()}
+    values_of_nodes: ModelCache = {n: mapped(x, lambda leaf: values.get(id(leaf), leaf)) for n, x in examples.items()}
     least: list[str] = []
     for node in gm.graph.nodes:
         if node.op not in ("placeholder", "output"):
@@ -103,7 +103,7 @@ def _named(value: Any, name: str) -> Iterator[tuple[str, Value]]:
             yield from _named(part, f"{name}_{plain_name(key)}" if name else first)
 
 
-def _written(writer: Writer, gm: fx.GraphModule, node: fx.Node, values: Known, axes: Axes) -> Any:
+def _written(writer: Writer, gm: fx.GraphModule, node: fx.Node, values: ModelCache, axes: Axes) -> Any:
     """Write a node; its value. An error says which it is, and what can be done."""
     about = info(node)
     place = f"{node.name} ({called_name(node)}{f', layer {about.path!r}' if about.path else ''})"

@@ -5,7 +5,7 @@ body is what the op means. The decorator lists every other spelling of the op (m
 aten overloads) and says how the op takes part in quantization. Passes, patterns and backends name ops, never spellings.
 
 To add an op: add a row to the file of its subject, and a case to the `tests/cases_*.py` of its subject. What passes
-need to know of it are fields of the row (`Quant`, `Op`). Ops of 1, 2 and 3 dimensions are a family: one row, in a
+need to know of it are fields of the row (`OpTraits`, `Op`). Ops of 1, 2 and 3 dimensions are a family: one row, in a
 function of the number of axes (see `convolution.py`).
 """
 

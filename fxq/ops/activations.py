@@ -44,7 +44,7 @@ _CLAMP = "x min max"
     *(spell(t, _CLAMP, _numbers) for t in (aten.clamp.default, aten.clamp_.default)),
     *(spell(t, "x min", _numbers) for t in (torch.clamp_min, "clamp_min", "clamp_min_", aten.clamp_min.default)),
     *(spell(t, "x max", _numbers) for t in (torch.clamp_max, "clamp_max", "clamp_max_", aten.clamp_max.default)),
-    quant=_CLIPS,
+    traits=_CLIPS,
 )
 def hardtanh(x: Tensor, *, min_val: float = -1.0, max_val: float = 1.0) -> Tensor:
     """min(max(x, min_val), max_val); either bound may be infinite, and integers stay integers with one that is."""

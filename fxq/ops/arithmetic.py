@@ -40,7 +40,7 @@ _BINARY = ("x", "other")
 @row(
     *_commuting(torch.add, operator.add, operator.iadd, "add", "add_"),
     *_commuting(aten.add.Tensor, aten.add.Scalar, aten.add_.Tensor),
-    quant=computes(*_BINARY, pointwise=True, masks=True, unless=_alpha_one),
+    traits=computes(*_BINARY, pointwise=True, masks=True, unless=_alpha_one),
     commutes=True,
 )
 def add(x: Tensor, other: Tensor, *, alpha: float = 1) -> Tensor:
@@ -63,7 +63,7 @@ def _swapped(bound: Arguments) -> Arguments:
     aten.sub.Scalar,
     aten.sub_.Tensor,
     *(spell(t, None, _swapped) for t in (torch.rsub, aten.rsub.Scalar, aten.rsub.Tensor)),
-    quant=computes(*_BINARY, pointwise=True, masks=True, unless=_alpha_one),
+    traits=computes(*_BINARY, pointwise=True, masks=True, unless=_alpha_one),
 )
 def sub(x: Tensor, other: Tensor, *, alpha: float = 1) -> Tensor:
     """x - alpha * other, broadcast."""
@@ -73,7 +73,7 @@ def sub(x: Tensor, other: Tensor, *, alpha: float = 1) -> Tensor:
 @row(
     *_commuting(torch.mul, torch.multiply, operator.mul, operator.imul, "mul", "multiply", "mul_"),
     *_commuting(aten.mul.Tensor, aten.mul.Scalar, aten.mul_.Tensor),
-    quant=computes(*_BINARY, pointwise=True),
+    traits=computes(*_BINARY, pointwise=True),
     commutes=True,
 )
 def mul(x: Tensor, other: Tensor) -> Tensor:
@@ -101,20 +101,20 @@ def _by_a_constant(arguments: Mapping[str, Any]) -> str | None:
     aten.div.Tensor,
     aten.div.Scalar,
     aten.div.Tensor_mode,
-    quant=computes(*_BINARY, pointwise=True, unless=_by_a_constant),
+    traits=computes(*_BINARY, pointwise=True, unless=_by_a_constant),
 )
 def div(x: Tensor, other: Tensor, *, rounding_mode: str | None = None) -> Tensor:
     """x / other, broadcast."""
     return torch.div(x, other, rounding_mode=rounding_mode) if rounding_mode is not None else x / other
 
 
-@row(torch.maximum, "maximum", aten.maximum.default, quant=moves(*_BINARY, layout=True, selects=True), commutes=True)
+@row(torch.maximum, "maximum", aten.maximum.default, traits=moves(*_BINARY, layout=True, selects=True), commutes=True)
 def maximum(x: Tensor, other: Tensor) -> Tensor:
     """The larger of two elements, broadcast."""
     return torch.maximum(x, other)
 
 
-@row(torch.minimum, "minimum", aten.minimum.default, quant=moves(*_BINARY, layout=True, selects=True), commutes=True)
+@row(torch.minimum, "minimum", aten.minimum.default, traits=moves(*_BINARY, layout=True, selects=True), commutes=True)
 def minimum(x: Tensor, other: Tensor) -> Tensor:
     """The smaller of two elements, broadcast."""
     return torch.minimum(x, other)
@@ -134,7 +134,7 @@ def product_macs(out: Shape, x: Shape, *_: Any) -> int:
     "bmm",
     "mm",
     *(spell(t) for t in (aten.matmul.default, aten.bmm.default, aten.mm.default)),
-    quant=computes(*_BINARY, heavy=True),
+    traits=computes(*_BINARY, heavy=True),
     macs=product_macs,
 )
 def matmul(x: Tensor, other: Tensor) -> Tensor:
@@ -148,7 +148,7 @@ def _added_macs(out: Shape, bias: Shape, *factors: Shape) -> int:
 
 @row(
     *(spell(t, "bias x other") for t in (torch.addmm, "addmm", aten.addmm.default)),
-    quant=float_only(*_BINARY),
+    traits=float_only(*_BINARY),
     macs=_added_macs,
 )
 def addmm(bias: Tensor, x: Tensor, other: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
@@ -158,7 +158,7 @@ def addmm(bias: Tensor, x: Tensor, other: Tensor, *, beta: float = 1, alpha: flo
 
 @row(
     *(spell(t, "bias x other") for t in (torch.baddbmm, "baddbmm", aten.baddbmm.default)),
-    quant=float_only(*_BINARY),
+    traits=float_only(*_BINARY),
     macs=_added_macs,
 )
 def baddbmm(bias: Tensor, x: Tensor, other: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:

@@ -17,14 +17,14 @@ import fxq.quant.qparams  # noqa: F401  (registers fxq::quantize and fxq::dequan
 from fxq.ops.registry import row
 from fxq.ops.table import spell
 from fxq.ops.traits import float_only
-from fxq.quant.measured import measured_range, measured_scale, measured_zero_point
+from fxq.quant.dynamic_grid import dynamic_range, dynamic_scale, dynamic_zero_point
 from fxq.quant.packing import unpack
 
 
 @row(
     torch.ops.fxq.quantize.default,
     spell(torch.ops.fxq.quantize.tensor, "x scale zero_point axis block qmin qmax dtype"),
-    quant=float_only("x"),
+    traits=float_only("x"),
 )
 def quantize(
     x: Tensor,
@@ -47,7 +47,7 @@ def quantize(
 @row(
     torch.ops.fxq.dequantize.default,
     spell(torch.ops.fxq.dequantize.tensor, "x scale zero_point axis block"),
-    quant=float_only("x"),
+    traits=float_only("x"),
 )
 def dequantize(
     x: Tensor,
@@ -73,7 +73,7 @@ def dequantize(
     return torch.ops.fxq.dequantize.tensor(x, scale, zero_point, axis, block)
 
 
-@row(quant=float_only("x"))
+@row(traits=float_only("x"))
 def choose_scale(x: Tensor, *, steps: int, axis: int | None = None, symmetric: bool = True) -> Tensor:
     """The scale of a grid, from the values themselves.
 
@@ -84,10 +84,10 @@ def choose_scale(x: Tensor, *, steps: int, axis: int | None = None, symmetric: b
             result has the shape of x with ones there.
         symmetric: whether the grid has as many integers on either side of zero.
     """
-    return measured_scale(*measured_range(x, axis), steps, symmetric)
+    return dynamic_scale(*dynamic_range(x, axis), steps, symmetric)
 
 
-@row(quant=float_only("x"))
+@row(traits=float_only("x"))
 def choose_zero_point(x: Tensor, *, scale: Tensor, qmin: int = 0, axis: int | None = None) -> Tensor:
     """The integer for float zero with which the smallest of the values and zero is `qmin`, in float32.
 
@@ -99,10 +99,10 @@ def choose_zero_point(x: Tensor, *, scale: Tensor, qmin: int = 0, axis: int | No
         qmin: smallest integer of the grid.
         axis: as there.
     """
-    return measured_zero_point(measured_range(x, axis)[0], scale, qmin, nearest=axis is None)
+    return dynamic_zero_point(dynamic_range(x, axis)[0], scale, qmin, nearest=axis is None)
 
 
-@row(quant=float_only("x"))
+@row(traits=float_only("x"))
 def requantize(
     x: Tensor,
     *,

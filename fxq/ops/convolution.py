@@ -63,7 +63,7 @@ def _conv(n: int) -> Callable[..., Tensor]:
     @row(
         *(spell(t, _CONV, _tuples(n)) for t in named(_CONVS, n)),
         *([_ANY] if n == 1 else []),  # a spelling belongs to one op, and this one hands on to the others
-        quant=computes("x", weight="weight", bias="bias", axis=0, channels=-n - 1, heavy=True),
+        traits=computes("x", weight="weight", bias="bias", axis=0, channels=-n - 1, heavy=True),
         macs=_macs,
         rank=n,
     )
@@ -116,7 +116,7 @@ def _conv_transpose(n: int) -> Callable[..., Tensor]:
     @row(
         *(spell(t, _CONVT + " padding_mode", _transposed_tuples(n)) for t in named("nn.ConvTranspose{n}d", n)),
         *(spell(t, _CONVT, _transposed_tuples(n)) for t in named(_CONVTS + ("default" if n == 1 else "input"), n)),
-        quant=computes("x", weight="weight", bias="bias", axis=1, channels=-n - 1, heavy=True),
+        traits=computes("x", weight="weight", bias="bias", axis=1, channels=-n - 1, heavy=True),
         macs=_transposed_macs,
         rank=n,
     )

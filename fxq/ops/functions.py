@@ -41,7 +41,7 @@ _SOFT = "x dim _stacklevel dtype"
     *(spell(t, _SOFT, _axis) for t in (nn.Softmax, F.softmax)),
     *(spell(t, "x dim dtype", _axis) for t in (torch.softmax, "softmax", aten.softmax.int)),
     spell(aten._softmax.default, "x dim half_to_float", _axis),
-    quant=_FLOAT,
+    traits=_FLOAT,
 )
 def softmax(x: Tensor, *, dim: int) -> Tensor:
     """exp(x) / sum(exp(x)) along an axis."""
@@ -52,14 +52,14 @@ def softmax(x: Tensor, *, dim: int) -> Tensor:
     *(spell(t, _SOFT, _axis) for t in (nn.LogSoftmax, F.log_softmax)),
     *(spell(t, "x dim dtype", _axis) for t in (torch.log_softmax, "log_softmax", aten.log_softmax.int)),
     spell(aten._log_softmax.default, "x dim half_to_float", _axis),
-    quant=_FLOAT,
+    traits=_FLOAT,
 )
 def log_softmax(x: Tensor, *, dim: int) -> Tensor:
     """log(softmax(x))."""
     return F.log_softmax(x, dim)
 
 
-@row(*(spell(t, _SOFT, _axis) for t in (nn.Softmin, F.softmin)), quant=_FLOAT)
+@row(*(spell(t, _SOFT, _axis) for t in (nn.Softmin, F.softmin)), traits=_FLOAT)
 def softmin(x: Tensor, *, dim: int) -> Tensor:
     """softmax(-x)."""
     return F.softmin(x, dim)
@@ -72,7 +72,7 @@ def _exponent(bound: Arguments) -> Arguments:
 @row(
     *(spell(t, "x exponent") for t in (torch.pow, operator.pow, "pow", aten.pow.Tensor_Scalar)),
     *(spell(t, "x", _exponent) for t in (torch.square, "square")),
-    quant=_FLOAT,
+    traits=_FLOAT,
     name="pow",
 )
 def power(x: Tensor, *, exponent: Any) -> Tensor:
@@ -80,13 +80,13 @@ def power(x: Tensor, *, exponent: Any) -> Tensor:
     return torch.pow(x, exponent)
 
 
-@row(*(spell(t, "x dim") for t in (torch.cumsum, "cumsum", aten.cumsum.default)), quant=_FLOAT)
+@row(*(spell(t, "x dim") for t in (torch.cumsum, "cumsum", aten.cumsum.default)), traits=_FLOAT)
 def cumsum(x: Tensor, *, dim: int) -> Tensor:
     """Sum of all entries up to each one along an axis."""
     return torch.cumsum(x, dim)
 
 
-@row(spell(F.normalize, "x p dim eps"), quant=_FLOAT)
+@row(spell(F.normalize, "x p dim eps"), traits=_FLOAT)
 def normalize(x: Tensor, *, p: float = 2.0, dim: Any = 1, eps: float = 1e-12) -> Tensor:
     """x divided by its p-norm along `dim`."""
     return F.normalize(x, p, dim, eps)
@@ -95,7 +95,7 @@ def normalize(x: Tensor, *, p: float = 2.0, dim: Any = 1, eps: float = 1e-12) ->
 @row(
     spell(nn.CosineSimilarity, "x other dim eps"),
     spell(F.cosine_similarity, "x other dim eps"),
-    quant=float_only("x", "other"),
+    traits=float_only("x", "other"),
 )
 def cosine_similarity(x: Tensor, other: Tensor, *, dim: int = 1, eps: float = 1e-8) -> Tensor:
     """Cosine of the angle between x and other along `dim`."""
@@ -108,7 +108,7 @@ _WHERE = "condition x other"
 @row(
     *(spell(t, _WHERE) for t in (torch.where, aten.where.self)),
     spell("where", "x condition other"),
-    quant=float_only("x", "other", fills=("x", "other"), masks=True),
+    traits=float_only("x", "other", fill_constants=("x", "other"), masks=True),
 )
 def where(condition: Tensor, x: Tensor, other: Tensor) -> Tensor:
     """x where the condition holds, else other."""
@@ -118,14 +118,14 @@ def where(condition: Tensor, x: Tensor, other: Tensor) -> Tensor:
 @row(
     *(spell(t, "x mask value") for t in (torch.masked_fill, "masked_fill", "masked_fill_")),
     *(spell(t, "x mask value") for t in (aten.masked_fill.Scalar, aten.masked_fill.Tensor)),
-    quant=float_only("x", fills=("value",), masks=True),
+    traits=float_only("x", fill_constants=("value",), masks=True),
 )
 def masked_fill(x: Tensor, mask: Tensor, value: Any) -> Tensor:
     """x, with `value` where the mask holds."""
     return x.masked_fill(mask, value)
 
 
-@row(spell(torch.einsum, "equation *xs"), quant=float_only("xs"))
+@row(spell(torch.einsum, "equation *xs"), traits=float_only("xs"))
 def einsum(xs: Any, *, equation: str) -> Tensor:
     """Sums of products, as the equation says."""
     return torch.einsum(equation, *xs)

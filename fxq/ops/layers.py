@@ -22,7 +22,7 @@ _FLOAT = float_only("x")
     nn.Linear,
     F.linear,
     aten.linear.default,
-    quant=computes("x", weight="weight", bias="bias", axis=0, channels=-1, heavy=True),
+    traits=computes("x", weight="weight", bias="bias", axis=0, channels=-1, heavy=True),
     macs=product_macs,
 )
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -49,7 +49,7 @@ _NORM_NATIVE = "x weight bias running_mean running_var momentum eps"
     *(spell(t, _NORM, _eval_norm) for t in (*named("nn.BatchNorm{n}d"), F.batch_norm)),
     *(spell(t, _NORM_ATEN, _eval_norm) for t in (torch.batch_norm, aten.batch_norm.default)),
     spell(aten._native_batch_norm_legit_no_training.default, _NORM_NATIVE, _eval_norm, pick_values),
-    quant=computes("x", pointwise=True),
+    traits=computes("x", pointwise=True),
 )
 def batch_norm(
     x: Tensor,
@@ -79,7 +79,7 @@ _LAYER_NORM = "x normalized_shape weight bias eps"
     *(spell(t, _LAYER_NORM, _normalized) for t in (nn.LayerNorm, F.layer_norm)),
     *(spell(t, _LAYER_NORM + " cudnn_enable", _normalized) for t in (torch.layer_norm, aten.layer_norm.default)),
     spell(aten.native_layer_norm.default, _LAYER_NORM, _normalized, pick_values),
-    quant=_FLOAT,
+    traits=_FLOAT,
 )
 def layer_norm(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, normalized_shape: Any, eps: float = 1e-5
@@ -93,7 +93,7 @@ _RMS_NORM = nn.RMSNorm, F.rms_norm, torch.rms_norm, aten.rms_norm.default
 
 @row(
     *(spell(t, "x normalized_shape weight eps", _normalized) for t in _RMS_NORM),
-    quant=_FLOAT,
+    traits=_FLOAT,
 )
 def rms_norm(x: Tensor, weight: Tensor | None = None, *, normalized_shape: Any, eps: float | None = None) -> Tensor:
     """x divided by its root mean square over the last axes."""
@@ -112,7 +112,7 @@ def _no_flag(bound: Arguments) -> Arguments:
         spell(t, "x num_groups weight bias eps cudnn_enabled", _no_flag)
         for t in (torch.group_norm, aten.group_norm.default)
     ),
-    quant=_FLOAT,
+    traits=_FLOAT,
 )
 def group_norm(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, num_groups: int, eps: float = 1e-5
@@ -146,7 +146,7 @@ _INSTANCE_ATEN = "x weight bias running_mean running_var use_input_stats momentu
     *(spell(named("nn.InstanceNorm{n}d", n)[0], _INSTANCE, partial(_instance_module, n)) for n in RANKS),
     spell(F.instance_norm, _INSTANCE, _instance),
     *(spell(t, _INSTANCE_ATEN, _instance) for t in (torch.instance_norm, aten.instance_norm.default)),
-    quant=_FLOAT,
+    traits=_FLOAT,
 )
 def instance_norm(
     x: Tensor,
@@ -161,7 +161,7 @@ def instance_norm(
     return normed if batched else normed[0]
 
 
-@row(nn.LocalResponseNorm, F.local_response_norm, quant=_FLOAT)
+@row(nn.LocalResponseNorm, F.local_response_norm, traits=_FLOAT)
 def local_response_norm(x: Tensor, *, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0) -> Tensor:
     """x divided by a sum over neighbouring channels.  Source: Krizhevsky et al. 2012, section 3.3."""
     return F.local_response_norm(x, size, alpha, beta, k)
@@ -184,7 +184,7 @@ def _lookup(bound: Arguments) -> Arguments | str:
 @row(
     *(spell(t, _EMBED, _lookup) for t in (nn.Embedding, F.embedding)),
     spell(aten.embedding.default, "weight x padding_idx scale_grad_by_freq sparse", _lookup),
-    quant=float_only("x", weight="weight", axis=0, table=True),
+    traits=float_only("x", weight="weight", axis=0, table=True),
 )
 def embedding(x: Tensor, weight: Tensor) -> Tensor:
     """The rows of `weight` (N, D) that the integers x name."""
@@ -223,7 +223,7 @@ _BAG = "x weight offsets max_norm norm_type scale_grad_by_freq mode sparse per_s
     spell(aten.embedding_bag.default, _ATEN_BAG, pick=_pick_bags),
     spell(aten.embedding_bag.padding_idx, _ATEN_BAG, pick=_pick_bags),
     spell(aten._embedding_bag.default, _ATEN_BAG, pick=_pick_bags),
-    quant=float_only("x", "offsets", "per_sample_weights", weight="weight", axis=0, table=True),
+    traits=float_only("x", "offsets", "per_sample_weights", weight="weight", axis=0, table=True),
 )
 def embedding_bag(
     x: Tensor,
@@ -250,7 +250,7 @@ def _attention_macs(out: Shape, query: Shape, key: Shape, value: Shape, *_: Any)
 @row(
     F.scaled_dot_product_attention,
     aten.scaled_dot_product_attention.default,
-    quant=float_only("x", "key", "value"),
+    traits=float_only("x", "key", "value"),
     macs=_attention_macs,
 )
 def scaled_dot_product_attention(
@@ -270,7 +270,7 @@ def scaled_dot_product_attention(
     )
 
 
-@row(quant=float_only("padding", "attention"))
+@row(traits=float_only("padding", "attention"))
 def attention_mask(padding: Tensor | None, attention: Tensor | None, *, heads: int) -> Tensor:
     """What is added to scores (N, H, L, S): the sum of masks in which True leaves out and numbers are added.
 

@@ -17,14 +17,14 @@ from fxq.common.source import name_of
 from fxq.errors import InputError, unknown
 from fxq.ops import OPS
 from fxq.ops.table import Op, Spelling
-from fxq.ops.traits import Kind, Quant
+from fxq.ops.traits import Kind, OpTraits
 
 Function = Callable[..., Any]
 
 
 def register_op(
     *spellings: Any,
-    quant: Quant,
+    traits: OpTraits,
     name: str | None = None,
     commutes: bool = False,
     macs: Callable[..., int] | None = None,
@@ -37,10 +37,11 @@ def register_op(
     Args:
         *spellings: how models call it besides this function: ops of `torch.library` (with all their overloads), other
             functions that torch.fx records, `nn.Module` types whose attributes have the options' names; where the
-            arguments are others than the function's, a `fxq.Spelling`.
-        quant: how it takes part: `fxq.Quant("computes", pointwise=True)`, a function of one element, on integers an
-            exact table; `fxq.Quant("moves", layout=True)`, it only moves values, also integers; `fxq.Quant("float")`,
-            without an integer form; `fxq.Quant("computes")`, it has one where a kernel takes it (`register_kernel`).
+            arguments are others than the function's, a `fxq.extend.Spelling`.
+        traits: how the op takes part in quantization: `OpTraits("computes", pointwise=True)`, a function of single
+            elements, which an exact lookup table computes on integers; `OpTraits("moves", layout=True)`, an op that
+            only moves values, also integers; `OpTraits("float")`, an op without an integer form; `OpTraits("computes")`, an
+            op that runs on integers where a kernel takes it (`fxq.extend.register_kernel`).
         name: its name; default: the function's.
         commutes: whether its first two tensors can be swapped.
         macs: its multiply-accumulates from the shapes of its output and its tensors; None: too few to count.
@@ -52,7 +53,7 @@ def register_op(
         FxqError: the name or a spelling is another op's; or (`InputError`) something given is of the wrong type.
 
     Example:
-        >>> @fxq.register_op(quant=fxq.Quant("computes", pointwise=True))
+        >>> @fxq.extend.register_op(traits=fxq.extend.OpTraits("computes", pointwise=True))
         ... def gaussian(x, *, width: float = 1.0):
         ...     return torch.exp(-((x / width) ** 2))
         >>> class Net(nn.Module):
@@ -63,18 +64,18 @@ def register_op(
         ...     def forward(self, x):
         ...         return self.second(gaussian(self.first(x), width=2.0))
         >>> recipe = fxq.Recipe.static(backend="reference")
-        >>> [(entry.op, entry.fate) for entry in fxq.quantize(Net(), recipe, data=[torch.randn(2, 8)]).ledger]
+        >>> [(entry.op, entry.precision) for entry in fxq.quantize(Net(), recipe, data=[torch.randn(2, 8)]).ledger]
         [('linear', 'int8'), ('gaussian', 'int8'), ('linear', 'int8')]
         >>> fxq.ops.OPS.discard("gaussian")
     """
-    _check_quant(quant)
+    _check_quant(traits)
     written = [spelling for given in spellings for spelling in _spelled(given)]
 
     def register(function: Function) -> Function:
         if not inspect.isfunction(function):
             raise InputError(f"register_op decorates a plain function, not {function!r}.")
         target = _recorded(function)
-        op = Op(name or function.__name__, target, (Spelling(target), *written), quant, commutes, macs)
+        op = Op(name or function.__name__, target, (Spelling(target), *written), traits, commutes, macs)
         _check_arguments(op)
         if op.name in OPS and name_of(OPS[op.name].target) == name_of(function):
             OPS.discard(op.name)
@@ -112,19 +113,23 @@ def _spelled(given: Any) -> Iterator[Spelling]:
         yield from (replace(spelling, target=getattr(target, overload)) for overload in target.overloads())
 
 
-def _check_quant(quant: Any) -> None:
-    if not isinstance(quant, Quant):
-        raise InputError(f'quant is a fxq.Quant, such as fxq.Quant("computes", pointwise=True), not {quant!r}.')
-    if quant.kind not in get_args(Kind):
-        raise InputError(unknown("kind of a fxq.Quant", quant.kind, get_args(Kind)))
-    if quant.weight is not None and (quant.axis is None or quant.channels is None):
-        raise InputError("a fxq.Quant with a weight has axis and channels, too: where its output channels are.")
+def _check_quant(traits: Any) -> None:
+    if not isinstance(traits, OpTraits):
+        raise InputError(
+            f'quant is a fxq.extend.OpTraits, such as fxq.extend.OpTraits("computes", pointwise=True), not {traits!r}.'
+        )
+    if traits.kind not in get_args(Kind):
+        raise InputError(unknown("kind of a fxq.extend.OpTraits", traits.kind, get_args(Kind)))
+    if traits.weight is not None and (traits.axis is None or traits.channels is None):
+        raise InputError(
+            "a fxq.extend.OpTraits with a weight has axis and channels, too: where its output channels are."
+        )
 
 
 def _check_arguments(op: Op) -> None:
-    quant = op.quant
-    states = quant.recurrence.states if quant.recurrence is not None else ()
-    for argument in (*quant.inputs, quant.weight, *quant.more_weights, quant.bias, *quant.more_biases, *states):
+    traits = op.traits
+    states = traits.recurrence.states if traits.recurrence is not None else ()
+    for argument in (*traits.inputs, traits.weight, *traits.more_weights, traits.bias, *traits.more_biases, *states):
         if argument is not None and argument not in op.tensors:
             wrong = unknown("tensor", argument, op.tensors)
-            raise InputError(f"op {op.name!r}: its fxq.Quant names what is no positional parameter: {wrong}")
+            raise InputError(f"op {op.name!r}: its fxq.extend.OpTraits names what is no positional parameter: {wrong}")

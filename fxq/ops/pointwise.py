@@ -47,25 +47,25 @@ tanhshrink = _of_one("tanhshrink", "x - tanh(x).", F.tanhshrink, nn.Tanhshrink)
 neg = _of_one("neg", "-x.", torch.neg, torch.negative, operator.neg, "neg", "neg_", aten.neg.default)
 
 
-@row(nn.GELU, F.gelu, aten.gelu.default, quant=_AFTER_LINEAR)
+@row(nn.GELU, F.gelu, aten.gelu.default, traits=_AFTER_LINEAR)
 def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
     """x * Phi(x), or its tanh approximation."""
     return F.gelu(x, approximate=approximate)
 
 
-@row(nn.Softplus, F.softplus, aten.softplus.default, quant=_POINTWISE)
+@row(nn.Softplus, F.softplus, aten.softplus.default, traits=_POINTWISE)
 def softplus(x: Tensor, *, beta: float = 1, threshold: float = 20) -> Tensor:
     """log(1 + exp(beta * x)) / beta; x itself above threshold / beta."""
     return F.softplus(x, beta, threshold)
 
 
-@row(nn.ELU, spell(F.elu, "x alpha inplace"), F.elu_, spell(aten.elu.default, "x alpha"), quant=_POINTWISE)
+@row(nn.ELU, spell(F.elu, "x alpha inplace"), F.elu_, spell(aten.elu.default, "x alpha"), traits=_POINTWISE)
 def elu(x: Tensor, *, alpha: float = 1.0) -> Tensor:
     """x above zero, alpha * (exp(x) - 1) below."""
     return F.elu(x, alpha)
 
 
-@row(nn.CELU, spell(F.celu, "x alpha inplace"), torch.celu, F.celu_, aten.celu.default, quant=_POINTWISE)
+@row(nn.CELU, spell(F.celu, "x alpha inplace"), torch.celu, F.celu_, aten.celu.default, traits=_POINTWISE)
 def celu(x: Tensor, *, alpha: float = 1.0) -> Tensor:
     """x above zero, alpha * (exp(x / alpha) - 1) below."""
     return F.celu(x, alpha)
@@ -92,26 +92,26 @@ _RRELU = "x lower upper training inplace"
     aten.leaky_relu_.default,
     spell(nn.RReLU, _RRELU, _mean_slope),
     spell(F.rrelu, _RRELU, _mean_slope),
-    quant=replace(_POINTWISE, fused_after=("conv", "linear")),
+    traits=replace(_POINTWISE, fused_after=("conv", "linear")),
 )
 def leaky_relu(x: Tensor, *, negative_slope: float = 0.01) -> Tensor:
     """max(0, x) + negative_slope * min(0, x)."""
     return F.leaky_relu(x, negative_slope)
 
 
-@row(nn.PReLU, F.prelu, aten.prelu.default, "prelu", quant=_POINTWISE)
+@row(nn.PReLU, F.prelu, aten.prelu.default, "prelu", traits=_POINTWISE)
 def prelu(x: Tensor, weight: Tensor) -> Tensor:
     """x (N, C, ...), weight (1,) or (C,): max(0, x) + weight * min(0, x)."""
     return F.prelu(x, weight)
 
 
-@row(nn.Hardshrink, F.hardshrink, "hardshrink", aten.hardshrink.default, quant=_POINTWISE)
+@row(nn.Hardshrink, F.hardshrink, "hardshrink", aten.hardshrink.default, traits=_POINTWISE)
 def hardshrink(x: Tensor, *, lambd: float = 0.5) -> Tensor:
     """x outside [-lambd, lambd], 0 inside."""
     return F.hardshrink(x, lambd)
 
 
-@row(nn.Softshrink, F.softshrink, aten.softshrink.default, quant=_POINTWISE)
+@row(nn.Softshrink, F.softshrink, aten.softshrink.default, traits=_POINTWISE)
 def softshrink(x: Tensor, *, lambd: float = 0.5) -> Tensor:
     """x moved towards zero by lambd; 0 within lambd of it."""
     return F.softshrink(x, lambd)
@@ -122,14 +122,14 @@ def softshrink(x: Tensor, *, lambd: float = 0.5) -> Tensor:
     spell(F.threshold, "x threshold value inplace"),
     spell(torch.threshold_, "x threshold value"),
     aten.threshold.default,
-    quant=computes("x", pointwise=True, fills=("value",)),
+    traits=computes("x", pointwise=True, fill_constants=("value",)),
 )
 def threshold(x: Tensor, *, threshold: float, value: float) -> Tensor:
     """x where it is above the threshold, else `value`."""
     return F.threshold(x, threshold, value)
 
 
-@row(torch.abs, torch.absolute, "abs", "abs_", aten.abs.default, quant=_POINTWISE, name="abs")
+@row(torch.abs, torch.absolute, "abs", "abs_", aten.abs.default, traits=_POINTWISE, name="abs")
 def absolute(x: Tensor) -> Tensor:
     """|x|."""
     return torch.abs(x)

@@ -54,7 +54,7 @@ def _max_pool(n: int) -> Callable[..., Tensor]:
     @row(
         *(spell(t, _MAX_POOL, _pool(n, "max")) for t in named(_MAX_POOLS, n)),
         *(spell(t, _MAX_POOL, _pool(n, "max"), pick_values) for t in both),
-        quant=moves("x", selects=True, maximum=True),
+        traits=moves("x", selects=True, maximum=True),
         rank=n,
     )
     def max_pool(
@@ -78,7 +78,7 @@ max_pool1d, max_pool2d, max_pool3d = map(_max_pool, RANKS)
 def _avg_pool(n: int) -> Callable[..., Tensor]:
     function: Callable[..., Tensor] = getattr(F, f"avg_pool{n}d")
 
-    @row(*(spell(t, _AVG_POOL, _pool(n, "avg")) for t in named(_AVG_POOLS, n)), quant=computes("x"), rank=n)
+    @row(*(spell(t, _AVG_POOL, _pool(n, "avg")) for t in named(_AVG_POOLS, n)), traits=computes("x"), rank=n)
     def avg_pool(
         x: Tensor,
         *,
@@ -116,7 +116,7 @@ def _adaptive_avg_pool(n: int) -> Callable[..., Tensor]:
     names = "nn.AdaptiveAvgPool{n}d F.adaptive_avg_pool{n}d aten.adaptive_avg_pool{n}d.default"
     names += " aten._adaptive_avg_pool{n}d.default" if n > 1 else ""
 
-    @row(*(spell(t, _SIZE, _adaptive(n)) for t in named(names, n)), quant=computes("x"), rank=n)
+    @row(*(spell(t, _SIZE, _adaptive(n)) for t in named(names, n)), traits=computes("x"), rank=n)
     def adaptive_avg_pool(x: Tensor, *, output_size: Any) -> Tensor:
         """x (N, C, *size) -> (N, C, *output_size)."""
         return function(x, output_size)
@@ -134,7 +134,7 @@ def _adaptive_max_pool(n: int) -> Callable[..., Tensor]:
     @row(
         *(spell(t, _SIZE + " return_indices", _adaptive(n)) for t in named(names, n)),
         *(spell(t, _SIZE, _adaptive(n), pick_values) for t in named("aten.adaptive_max_pool{n}d.default", n)),
-        quant=moves("x", selects=True),
+        traits=moves("x", selects=True),
         rank=n,
     )
     def adaptive_max_pool(x: Tensor, *, output_size: Any) -> Tensor:

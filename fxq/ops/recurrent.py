@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from fxq.ops.registry import OPS, row
 from fxq.ops.table import Shape
-from fxq.ops.traits import Quant, Recurrence, computes
-from fxq.quant.measured import measured_range, measured_scale, measured_zero_point
+from fxq.ops.traits import OpTraits, Recurrence, computes
+from fxq.quant.dynamic_grid import dynamic_range, dynamic_scale, dynamic_zero_point
 
 OPS.leaf("lstm", nn.LSTM)
 OPS.leaf("gru", nn.GRU)
@@ -55,7 +55,7 @@ def _differs(tensors: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
     return bool(options.get("cell")) or tensors.get("weight_hr") is not None
 
 
-def _quant(gates: str, weights: str, states: str, affine: str = "") -> Quant:
+def _quant(gates: str, weights: str, states: str, affine: str = "") -> OpTraits:
     first, *more = weights.split()
     return computes(
         "x",
@@ -69,7 +69,7 @@ def _quant(gates: str, weights: str, states: str, affine: str = "") -> Quant:
     )
 
 
-@row(quant=_quant("ifgo", "weight_ih weight_hh weight_hr", "h c", affine="state_affine"), macs=_macs)
+@row(traits=_quant("ifgo", "weight_ih weight_hh weight_hr", "h c", affine="state_affine"), macs=_macs)
 def lstm(
     x: Tensor,
     weight_ih: Tensor,
@@ -120,7 +120,7 @@ def lstm(
     return torch.cat([y, rows_of_cell(c, width)]) if cell else y
 
 
-@row(quant=_quant("rzn", "weight_ih weight_hh", "h"), macs=_macs)
+@row(traits=_quant("rzn", "weight_ih weight_hh", "h"), macs=_macs)
 def gru(
     x: Tensor,
     weight_ih: Tensor,
@@ -152,7 +152,7 @@ def gru(
     return _fused(layer, x, bias_ih is not None, reverse)[0]
 
 
-@row(quant=_quant("", "weight_ih weight_hh", "h"), macs=_macs)
+@row(traits=_quant("", "weight_ih weight_hh", "h"), macs=_macs)
 def rnn(
     x: Tensor,
     weight_ih: Tensor,
@@ -228,9 +228,9 @@ def on_affine_grid(h: Tensor, qmax: int, scale: float | None = None) -> Tensor:
     """
     if scale is not None:
         raise ValueError("a state with a zero point has no scale but the measured one")
-    low, high = measured_range(h, None)
-    steps = measured_scale(low, high, qmax, symmetric=False)
-    zero = measured_zero_point(low, steps, 0, nearest=True)
+    low, high = dynamic_range(h, None)
+    steps = dynamic_scale(low, high, qmax, symmetric=False)
+    zero = dynamic_zero_point(low, steps, 0, nearest=True)
     return _rounding()(h / steps).add_(zero).clamp_(0, qmax).sub_(zero).mul_(steps)
 
 

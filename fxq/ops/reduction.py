@@ -24,7 +24,7 @@ _DIM = "x dim keepdim"
 
 @row(
     *(spell(t, _DIM, _reduce) for t in (torch.mean, "mean", aten.mean.dim)),
-    quant=computes("x"),
+    traits=computes("x"),
 )
 def mean(x: Tensor, *, dim: Any, keepdim: bool = False) -> Tensor:
     """Mean over the axes `dim`."""
@@ -33,7 +33,7 @@ def mean(x: Tensor, *, dim: Any, keepdim: bool = False) -> Tensor:
 
 @row(
     *(spell(t, _DIM, _reduce) for t in (torch.sum, "sum", aten.sum.dim_IntList)),
-    quant=computes("x"),
+    traits=computes("x"),
     name="sum",
 )
 def sum_over(x: Tensor, *, dim: Any, keepdim: bool = False) -> Tensor:
@@ -57,7 +57,7 @@ def _or_of_two(op: str) -> Any:
     *(spell(t, _DIM, _reduce) for t in (torch.amax, "amax", aten.amax.default)),
     *(spell(t, _DIM, _or_of_two("maximum"), pick_values) for t in (torch.max, "max")),
     spell(aten.max.dim, _DIM, pick=pick_values),
-    quant=moves("x", layout=True, selects=True),
+    traits=moves("x", layout=True, selects=True),
 )
 def amax(x: Tensor, *, dim: Any, keepdim: bool = False) -> Tensor:
     """Largest value over the axes `dim`."""
@@ -68,7 +68,7 @@ def amax(x: Tensor, *, dim: Any, keepdim: bool = False) -> Tensor:
     *(spell(t, _DIM, _reduce) for t in (torch.amin, "amin", aten.amin.default)),
     *(spell(t, _DIM, _or_of_two("minimum"), pick_values) for t in (torch.min, "min")),
     spell(aten.min.dim, _DIM, pick=pick_values),
-    quant=moves("x", layout=True, selects=True),
+    traits=moves("x", layout=True, selects=True),
 )
 def amin(x: Tensor, *, dim: Any, keepdim: bool = False) -> Tensor:
     """Smallest value over the axes `dim`."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fxq.ops.table import Arguments, OpTable, spell
-from fxq.ops.traits import Quant
+from fxq.ops.traits import OpTraits
 
 OPS = OpTable()
 row = OPS.row
@@ -39,13 +39,13 @@ def pick_values(bound: Arguments, index: Any) -> Arguments | str:
 
 
 def function_of_one(
-    module: str, quant: Quant, name: str, meaning: str, function: Callable[[Tensor], Tensor], *spellings: Any
+    module: str, traits: OpTraits, name: str, meaning: str, function: Callable[[Tensor], Tensor], *spellings: Any
 ) -> Callable[[Tensor], Tensor]:
     """The row of a function of one tensor that has no options.
 
     Args:
         module: where its canonical function is known under `name`, as torch.fx imports it from there.
-        quant: how it takes part in quantization.
+        traits: how it takes part in quantization.
         name: of the op.
         meaning: what it computes.
         function: what computes it; one of its spellings.
@@ -60,5 +60,5 @@ def function_of_one(
 
     canonical.__name__ = canonical.__qualname__ = name
     canonical.__module__, canonical.__doc__ = module, meaning
-    row(*(spell(t, "x inplace") for t in (function, *spellings)), quant=quant)(canonical)
+    row(*(spell(t, "x inplace") for t in (function, *spellings)), traits=traits)(canonical)
     return canonical

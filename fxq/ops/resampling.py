@@ -44,7 +44,7 @@ def _pads(mode: str, targets: str) -> Any:
     *_pads("replicate", "nn.ReplicationPad{n}d aten.replication_pad{n}d.default"),
     *_pads("circular", "nn.CircularPad{n}d"),
     spell(aten.constant_pad_nd.default, "x pad value"),
-    quant=moves("x", fills=("value",), surrounds="pad", unless=_unknown_value),
+    traits=moves("x", fill_constants=("value",), surrounds="pad", unless=_unknown_value),
 )
 def pad(x: Tensor, *, pad: Any, mode: str = "constant", value: float = 0.0) -> Tensor:
     """Pad the last axes: `pad` is (left, right) of the last axis, then of the one before."""
@@ -88,7 +88,7 @@ _UPSAMPLE = named("aten.upsample_nearest{n}d")
     *(spell(t.vec, "x size scale_factor", _upsampling("nearest")) for t in _UPSAMPLE),
     *(spell(t.default, "x size scales_d scales_h scales_w", _upsampling("nearest")) for t in _UPSAMPLE),
     spell(aten.upsample_bilinear2d.vec, "x size align_corners scale_factor", _upsampling("bilinear")),
-    quant=moves("x", layout=True, unless=_nearest),
+    traits=moves("x", layout=True, unless=_nearest),
 )
 def interpolate(
     x: Tensor,
@@ -110,7 +110,7 @@ def interpolate(
     return F.interpolate(x, size, scale_factor, mode, align_corners, recompute_scale_factor, antialias)
 
 
-@row(spell(F.grid_sample, "x grid mode padding_mode align_corners"), quant=float_only("x"))
+@row(spell(F.grid_sample, "x grid mode padding_mode align_corners"), traits=float_only("x"))
 def grid_sample(
     x: Tensor,
     grid: Tensor,
@@ -126,7 +126,7 @@ def grid_sample(
 @row(
     nn.PixelShuffle,
     *(spell(t, "x upscale_factor") for t in (F.pixel_shuffle, aten.pixel_shuffle.default)),
-    quant=moves("x", layout=True),
+    traits=moves("x", layout=True),
 )
 def pixel_shuffle(x: Tensor, *, upscale_factor: int) -> Tensor:
     """x (N, C*r*r, H, W) -> (N, C, H*r, W*r).  Source: Shi et al. 2016, section 3.2."""
@@ -136,7 +136,7 @@ def pixel_shuffle(x: Tensor, *, upscale_factor: int) -> Tensor:
 @row(
     nn.PixelUnshuffle,
     *(spell(t, "x downscale_factor") for t in (F.pixel_unshuffle, aten.pixel_unshuffle.default)),
-    quant=moves("x", layout=True),
+    traits=moves("x", layout=True),
 )
 def pixel_unshuffle(x: Tensor, *, downscale_factor: int) -> Tensor:
     """x (N, C, H*r, W*r) -> (N, C*r*r, H, W)."""
@@ -146,7 +146,7 @@ def pixel_unshuffle(x: Tensor, *, downscale_factor: int) -> Tensor:
 @row(
     nn.ChannelShuffle,
     *(spell(t, "x groups") for t in (F.channel_shuffle, aten.channel_shuffle.default)),
-    quant=moves("x", layout=True),
+    traits=moves("x", layout=True),
 )
 def channel_shuffle(x: Tensor, *, groups: int) -> Tensor:
     """x (N, C, ...): the channels as (groups, C/groups), transposed.  Source: Zhang et al. 2018, section 3.1."""
@@ -161,7 +161,7 @@ def _window(bound: Arguments) -> Arguments:
 _UNFOLD = "x kernel_size dilation padding stride"
 
 
-@row(*(spell(t, _UNFOLD, _window) for t in (nn.Unfold, F.unfold, aten.im2col.default)), quant=moves("x"))
+@row(*(spell(t, _UNFOLD, _window) for t in (nn.Unfold, F.unfold, aten.im2col.default)), traits=moves("x"))
 def unfold(
     x: Tensor, *, kernel_size: Any, dilation: Any = (1, 1), padding: Any = (0, 0), stride: Any = (1, 1)
 ) -> Tensor:
@@ -172,7 +172,7 @@ def unfold(
 _FOLD = f"x output_size {_UNFOLD.removeprefix('x ')}"
 
 
-@row(*(spell(t, _FOLD, _window) for t in (nn.Fold, F.fold, aten.col2im.default)), quant=float_only("x"))
+@row(*(spell(t, _FOLD, _window) for t in (nn.Fold, F.fold, aten.col2im.default)), traits=float_only("x"))
 def fold(
     x: Tensor,
     *,

@@ -89,14 +89,14 @@ def _unbound(bound: Arguments, index: Any) -> Arguments | Instead | str:
     *(spell(t, "x dim start length", _narrow) for t in (torch.narrow, "narrow", aten.narrow.default)),
     spell(aten.slice.Tensor, "x dim start end step", _slice),
     *(spell(t, "x dim", pick=_unbound) for t in (torch.unbind, "unbind", aten.unbind.int)),
-    quant=_PART,
+    traits=_PART,
 )
 def getitem(x: Tensor, *, index: Any) -> Tensor:
     """x[index], with a tuple of numbers, slices and None."""
     return x[index]
 
 
-@row(quant=float_only("x", "value", fills=("value",)))
+@row(traits=float_only("x", "value", fill_constants=("value",)))
 def assign(x: Tensor, value: Any, *, index: Any) -> Tensor:
     """Copy of x after x[index] = value, for an index of numbers, slices and None."""
     result = x.clone()
@@ -111,7 +111,7 @@ def _nth(bound: Arguments, index: Any) -> Arguments | str:
 _CHUNK = "x chunks dim"
 
 
-@row(*(spell(t, _CHUNK, pick=_nth) for t in (torch.chunk, "chunk", aten.chunk.default)), quant=_PART)
+@row(*(spell(t, _CHUNK, pick=_nth) for t in (torch.chunk, "chunk", aten.chunk.default)), traits=_PART)
 def chunk(x: Tensor, *, chunks: int, dim: int = 0, index: int = 0) -> Tensor:
     """Part `index` of x cut along `dim` into so many parts."""
     return torch.chunk(x, chunks, dim)[index]
@@ -126,7 +126,7 @@ def _sizes(bound: Arguments) -> Arguments:
     *(spell(t, "x sizes dim", _sizes, _nth) for t in (torch.split, torch.split_with_sizes)),
     *(spell(t, "x sizes dim", _sizes, _nth) for t in ("split", "split_with_sizes")),
     *(spell(t, "x sizes dim", _sizes, _nth) for t in (aten.split.Tensor, aten.split_with_sizes.default)),
-    quant=_PART,
+    traits=_PART,
 )
 def split(x: Tensor, *, sizes: Any, dim: int = 0, index: int = 0) -> Tensor:
     """Part `index` of x cut along `dim` into parts of this size, or of these sizes."""
@@ -140,7 +140,7 @@ def _sections(bound: Arguments) -> Arguments:
 
 @row(
     *(spell(t, "x sections dim", _sections, _nth) for t in (torch.tensor_split, "tensor_split")),
-    quant=_PART,
+    traits=_PART,
 )
 def tensor_split(x: Tensor, *, sections: Any, dim: int = 0, index: int = 0) -> Tensor:
     """Part `index` of x cut along `dim` into so many nearly equal parts, or at these indices."""
@@ -149,7 +149,7 @@ def tensor_split(x: Tensor, *, sections: Any, dim: int = 0, index: int = 0) -> T
 
 @row(
     *(spell(t, "x dim index") for t in (torch.index_select, "index_select", aten.index_select.default)),
-    quant=moves("x", layout=True, selects=True),
+    traits=moves("x", layout=True, selects=True),
 )
 def index_select(x: Tensor, index: Tensor, *, dim: int) -> Tensor:
     """The entries `index` (int64, one axis) along `dim`."""
@@ -158,14 +158,14 @@ def index_select(x: Tensor, index: Tensor, *, dim: int) -> Tensor:
 
 @row(
     *(spell(t, "xs dim") for t in (torch.cat, torch.concat, torch.concatenate, aten.cat.default)),
-    quant=moves("xs", layout=True),
+    traits=moves("xs", layout=True),
 )
 def cat(xs: Sequence[Tensor], *, dim: int = 0) -> Tensor:
     """Concatenate along `dim`."""
     return torch.cat(list(xs), dim)
 
 
-@row(*(spell(t, "xs dim") for t in (torch.stack, aten.stack.default)), quant=moves("xs", layout=True))
+@row(*(spell(t, "xs dim") for t in (torch.stack, aten.stack.default)), traits=moves("xs", layout=True))
 def stack(xs: Sequence[Tensor], *, dim: int = 0) -> Tensor:
     """Put tensors of one shape side by side along a new axis."""
     return torch.stack(list(xs), dim)
@@ -175,7 +175,7 @@ def stack(xs: Sequence[Tensor], *, dim: int = 0) -> Tensor:
     spell(torch.flip, "x dims"),
     spell("flip", "x *dims"),
     spell(aten.flip.default, "x dims"),
-    quant=_COPY,
+    traits=_COPY,
 )
 def flip(x: Tensor, *, dims: Any) -> Tensor:
     """Turn axes round."""
@@ -187,7 +187,7 @@ def _shifts(bound: Arguments) -> Arguments:
     return {"x": bound["x"], **tuples}
 
 
-@row(*(spell(t, "x shifts dims", _shifts) for t in (torch.roll, "roll", aten.roll.default)), quant=_COPY)
+@row(*(spell(t, "x shifts dims", _shifts) for t in (torch.roll, "roll", aten.roll.default)), traits=_COPY)
 def roll(x: Tensor, *, shifts: Any, dims: Any = ()) -> Tensor:
     """Move the entries along axes, those at an end to the other one; without `dims`, of all elements in a row."""
     return torch.roll(x, shifts, dims)
@@ -204,7 +204,7 @@ def _tiled(bound: Arguments) -> Arguments | str:
 @row(
     *(spell(t, "x *repeats", _tiled) for t in ("repeat", "tile")),
     *(spell(t, "x repeats", _tiled) for t in (torch.tile, aten.repeat.default, aten.tile.default)),
-    quant=_COPY,
+    traits=_COPY,
 )
 def repeat(x: Tensor, *, repeats: Any) -> Tensor:
     """The whole tensor so many times along each axis."""
@@ -221,7 +221,7 @@ def _times(bound: Arguments) -> Arguments | str:
 @row(
     *(spell(t, "x repeats dim", _times) for t in (torch.repeat_interleave, "repeat_interleave")),
     spell(aten.repeat_interleave.self_int, "x repeats dim", _times),
-    quant=_COPY,
+    traits=_COPY,
 )
 def repeat_interleave(x: Tensor, *, repeats: int, dim: int | None = None) -> Tensor:
     """Each entry along `dim` so many times; without `dim`, each element of the tensor in a row."""

@@ -17,7 +17,7 @@ from fxq.ops.traits import float_only, moves
 _VIEW = moves("x", layout=True, view=True)
 
 
-@row(nn.Flatten, torch.flatten, "flatten", aten.flatten.using_ints, quant=_VIEW)
+@row(nn.Flatten, torch.flatten, "flatten", aten.flatten.using_ints, traits=_VIEW)
 def flatten(x: Tensor, *, start_dim: int = 0, end_dim: int = -1) -> Tensor:
     """Merge the axes start_dim..end_dim into one."""
     return torch.flatten(x, start_dim, end_dim)
@@ -33,7 +33,7 @@ def _unflattened(bound: Arguments) -> Arguments | str:
     spell(torch.unflatten, "x dim sizes", _unflattened),
     spell("unflatten", "x dim sizes", _unflattened),
     spell(aten.unflatten.int, "x dim sizes", _unflattened),
-    quant=_VIEW,
+    traits=_VIEW,
 )
 def unflatten(x: Tensor, *, dim: int, sizes: Any) -> Tensor:
     """Split the axis `dim` into axes of these sizes; one of them may be -1."""
@@ -57,7 +57,7 @@ def _sizes(bound: Arguments) -> Arguments | Instead | str:
     spell("reshape", "x *shape", _sizes),
     spell("view", "x *shape", _sizes),
     *(spell(t, "x shape", _sizes) for t in (aten.reshape.default, aten.view.default, aten._unsafe_view.default)),
-    quant=_VIEW,
+    traits=_VIEW,
 )
 def reshape(x: Tensor, *, shape: Any) -> Tensor:
     """The same elements in another shape; `view` is one of its spellings."""
@@ -81,7 +81,7 @@ def _moved_axes(bound: Arguments) -> Instead | str:
     spell(aten.permute.default, "x dims"),
     *(spell(t, "x source destination", _moved_axes) for t in (torch.movedim, torch.moveaxis, "movedim", "moveaxis")),
     spell(aten.movedim.int, "x source destination", _moved_axes),
-    quant=_VIEW,
+    traits=_VIEW,
 )
 def permute(x: Tensor, *, dims: Any) -> Tensor:
     """Reorder the axes."""
@@ -113,7 +113,7 @@ def _attribute(bound: Arguments) -> Arguments | Instead | str:
     *(spell(t, "x dim0 dim1") for t in (torch.swapaxes, torch.swapdims, "swapaxes", "swapdims")),
     *(spell(t, "x", _turned) for t in (torch.t, "t", aten.t.default)),
     spell(getattr, "x name", _attribute),
-    quant=_VIEW,
+    traits=_VIEW,
 )
 def transpose(x: Tensor, *, dim0: int, dim1: int) -> Tensor:
     """Swap two axes."""
@@ -128,14 +128,14 @@ def _one_dim(bound: Arguments) -> Arguments:
 @row(
     *(spell(t, "x dim", _one_dim) for t in (torch.squeeze, "squeeze", "squeeze_")),
     *(spell(t, "x dim", _one_dim) for t in (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)),
-    quant=_VIEW,
+    traits=_VIEW,
 )
 def squeeze(x: Tensor, *, dim: Any = None) -> Tensor:
     """Drop axes of size 1: `dim`, or all of them."""
     return torch.squeeze(x) if dim is None else torch.squeeze(x, dim)
 
 
-@row(torch.unsqueeze, "unsqueeze", "unsqueeze_", aten.unsqueeze.default, quant=_VIEW)
+@row(torch.unsqueeze, "unsqueeze", "unsqueeze_", aten.unsqueeze.default, traits=_VIEW)
 def unsqueeze(x: Tensor, *, dim: int) -> Tensor:
     """Insert an axis of size 1."""
     return torch.unsqueeze(x, dim)
@@ -149,20 +149,20 @@ def _expanded(bound: Arguments) -> Arguments:
 @row(
     spell("expand", "x *sizes", _expanded),
     *(spell(t, "x sizes", _expanded) for t in (torch.broadcast_to, "broadcast_to", aten.expand.default)),
-    quant=_VIEW,
+    traits=_VIEW,
 )
 def expand(x: Tensor, *, sizes: Any) -> Tensor:
     """Repeat axes of size 1 up to `sizes`, without copying; -1 leaves an axis as it is."""
     return x.expand(sizes)
 
 
-@row("reshape_as", "view_as", quant=_VIEW)
+@row("reshape_as", "view_as", traits=_VIEW)
 def reshape_as(x: Tensor, other: Tensor) -> Tensor:
     """`reshape` to the shape of `other`."""
     return x.reshape(other.shape)
 
 
-@row("expand_as", quant=_VIEW)
+@row("expand_as", traits=_VIEW)
 def expand_as(x: Tensor, other: Tensor) -> Tensor:
     """`expand` to the shape of `other`."""
     return x.expand_as(other)
@@ -205,14 +205,14 @@ def _same_values(bound: Arguments) -> Arguments | Instead:
     spell(aten._to_copy.default, "x", _same_type),
     spell(aten.to.dtype, "x dtype non_blocking copy memory_format", _same_type),
     *(spell(t, "x", _same_values) for t in (torch.clone, "clone", aten.clone.default)),
-    quant=_VIEW,
+    traits=_VIEW,
 )
 def contiguous(x: Tensor, *, memory_format: Any = torch.contiguous_format) -> Tensor:
     """The same values, laid out in memory as asked."""
     return x.contiguous(memory_format=memory_format)
 
 
-@row(quant=float_only("x"))
+@row(traits=float_only("x"))
 def cast(x: Tensor, *, dtype: torch.dtype) -> Tensor:
     """The values in another type."""
     return x.to(dtype)
@@ -235,7 +235,7 @@ _DROPOUTS = (nn.Dropout, nn.AlphaDropout, nn.FeatureAlphaDropout, F.dropout, F.a
     *(spell(t, _DROPOUT, _dropout) for t in (*_DROPOUTS, *named("nn.Dropout{n}d F.dropout{n}d"))),
     *(spell(t, "x p training", _dropout) for t in (torch.dropout, aten.dropout.default)),
     spell("torchvision.ops.stochastic_depth:stochastic_depth", "x p mode training", _stochastic_depth),
-    quant=_VIEW,
+    traits=_VIEW,
 )
 def dropout(x: Tensor, *, training: bool) -> Tensor:
     """The identity: `training` is false, else the call stays as it is written. Canonicalize removes it."""
@@ -246,7 +246,7 @@ def dropout(x: Tensor, *, training: bool) -> Tensor:
     nn.Identity,
     *(spell(t, "x") for t in (torch.detach, "detach", "detach_", "requires_grad_")),
     *(spell(t, "x") for t in (aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default)),
-    quant=_VIEW,
+    traits=_VIEW,
 )
 def identity(x: Tensor) -> Tensor:
     """x itself; canonicalize removes it."""

@@ -13,7 +13,7 @@ from torch import nn
 
 from fxq.common.source import name_of
 from fxq.errors import FxqError, unknown
-from fxq.ops.traits import Quant
+from fxq.ops.traits import OpTraits
 
 META = "fxq"
 """The key in `node.meta` of what fxq knows about a node (see `fxq/graph/query.py`)."""
@@ -86,7 +86,7 @@ class Op:
         name: what patterns, recipes and reports call it.
         target: the canonical function: tensor arguments are positional, all others keyword-only.
         spellings: every way to write the op.
-        quant: how it takes part in quantization.
+        traits: how it takes part in quantization.
         commutes: the first two tensor arguments can be swapped.
         macs: its multiply-accumulates, from the shapes of its output and of its tensor arguments; None: so few that
             they are not counted (norms, activations, additions).
@@ -95,7 +95,7 @@ class Op:
     name: str
     target: Callable[..., Any]
     spellings: tuple[Spelling, ...]
-    quant: Quant
+    traits: OpTraits
     commutes: bool = False
     macs: Callable[..., int] | None = None
     tensors: tuple[str, ...] = field(init=False)
@@ -149,7 +149,7 @@ class Op:
     def canonical(self, bound: Arguments) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """`args, kwargs` of the canonical call: tensors in order, then the options that differ from their default."""
         args = [bound.get(name) for name in self.tensors]
-        while len(args) > len(self.quant.inputs) and args[-1] is None:
+        while len(args) > len(self.traits.inputs) and args[-1] is None:
             args.pop()
         return tuple(args), {k: bound[k] for k, default in self.options.items() if bound[k] != default}
 
@@ -157,7 +157,7 @@ class Op:
         self, spelling: Spelling, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Arguments | Instead | str:
         """Like `bind`, for a module: what the call does not give is read from the module's attributes of that name."""
-        names = self.quant.inputs
+        names = self.traits.inputs
         if len(args) + len(kwargs) > len(names):
             return f"{type(module).__name__} is called with extra arguments"
         bound: Arguments = dict(zip(names, args, strict=False))
@@ -215,7 +215,7 @@ class OpTable:
     def row(
         self,
         *spellings: Any,
-        quant: Quant,
+        traits: OpTraits,
         commutes: bool = False,
         macs: Callable[..., int] | None = None,
         name: str = "",
@@ -231,7 +231,7 @@ class OpTable:
             if rank is not None:
                 target.__name__ = target.__qualname__ = f"{target.__name__}{rank}d"
             made = tuple(s if isinstance(s, Spelling) else Spelling(s) for s in spellings)
-            self.add(Op(name or target.__name__, target, made, quant, commutes, macs))
+            self.add(Op(name or target.__name__, target, made, traits, commutes, macs))
             return target
 
         return register
@@ -246,8 +246,8 @@ class OpTable:
         return self[f"{name}1d"].name, self[f"{name}2d"].name, self[f"{name}3d"].name
 
     def fused_after(self, layer: str) -> tuple[str, ...]:
-        """The names of the activation functions that are fused with a kind of layer, see `Quant.fused_after`."""
-        return tuple(op.name for op in self if layer in op.quant.fused_after)
+        """The names of the activation functions that are fused with a kind of layer, see `OpTraits.fused_after`."""
+        return tuple(op.name for op in self if layer in op.traits.fused_after)
 
     def __contains__(self, name: str) -> bool:
         return name in self._rows

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from fxq.quant.spec import Role, TensorSpec
 
 Kind = Literal["computes", "moves", "float"]
-STATE_MEASURED = "the range of its state is measured in each step: {}"
+STATE_DYNAMIC = "the range of its state is measured in each step: {}"
 """What is noted of a recurrent layer whose recipe asks for another range, with the reason."""
 
 
@@ -52,7 +52,7 @@ class Recurrence:
 
 
 @dataclass(frozen=True)
-class Quant:
+class OpTraits:
     """How an op takes part in quantization.
 
     Attributes:
@@ -101,7 +101,7 @@ class Quant:
     view: bool = False
     narrows: bool = False
     selects: bool = False
-    fills: tuple[str, ...] = ()
+    fill_constants: tuple[str, ...] = ()
     surrounds: str | None = None
     maximum: bool = False
     masks: bool = False
@@ -124,16 +124,16 @@ class Quant:
         return "state" if self.recurrence is not None and name in self.recurrence.states else None
 
 
-def computes(*inputs: str, **options: Any) -> Quant:
+def computes(*inputs: str, **options: Any) -> OpTraits:
     """The op has integer kernels on some backend."""
-    return Quant("computes", inputs or ("x",), **options)
+    return OpTraits("computes", inputs or ("x",), **options)
 
 
-def moves(*inputs: str, **options: Any) -> Quant:
+def moves(*inputs: str, **options: Any) -> OpTraits:
     """The op selects, copies or clips values: inputs and output share scale and zero point."""
-    return Quant("moves", inputs or ("x",), **options)
+    return OpTraits("moves", inputs or ("x",), **options)
 
 
-def float_only(*inputs: str, **options: Any) -> Quant:
+def float_only(*inputs: str, **options: Any) -> OpTraits:
     """The op has no integer form."""
-    return Quant("float", inputs or ("x",), **options)
+    return OpTraits("float", inputs or ("x",), **options)

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from fxq.common.data import Batch, pieces_of, samples_in
 from fxq.common.isolation import seeded
 from fxq.common.metrics import Agreement, token_weights
-from fxq.graph.grid import grid_of, measured_grid_of
+from fxq.graph.grid import dynamic_grid_of, grid_of
 from fxq.graph.info import Plan, info
 from fxq.graph.program import Program
 from fxq.graph.query import is_op, plan_of, read_attribute
@@ -22,7 +22,7 @@ from fxq.paired.used_rows import AT_ONCE, used_rows
 from fxq.pipeline.context import Context
 from fxq.pipeline.float_values import CachedFloatForm, LayerValues
 from fxq.pipeline.samples import on_samples
-from fxq.quant.measured import MeasuredGrid
+from fxq.quant.dynamic_grid import DynamicGrid
 from fxq.quant.qparams import QParams
 from fxq.quant.spec import TensorSpec
 
@@ -54,7 +54,7 @@ class LinearLayer:
     def of(cls, gm: fx.GraphModule, node: fx.Node, read: fx.Node) -> LinearLayer | None:
         """A node as one that reads this value; None where it is none, or reads the value otherwise."""
         plan, calls = info(node).plan, calls_of(gm, node)
-        if plan is None or plan.fate != "int8" or not calls or calls[0].op.name != "linear":
+        if plan is None or plan.precision != "int8" or not calls or calls[0].op.name != "linear":
             return None
         weight = calls[0].tensors.get("weight")
         if not isinstance(weight, fx.Node) or not is_op(weight, "dequantize") or len(weight.users) != 1:
@@ -84,7 +84,7 @@ class LinearInput(ABC):
     """
 
     quantize: fx.Node
-    grid: QParams | MeasuredGrid
+    grid: QParams | DynamicGrid
     layers: list[LinearLayer]
     most: int
     tokens: int = field(default=0, init=False)
@@ -155,9 +155,9 @@ def seen_inputs(
 
 def _inputs(gm: fx.GraphModule, kind: type[Input], rows: int) -> Iterable[Input]:
     for node in gm.graph.nodes:
-        grid = (measured_grid_of(node) or grid_of(gm, node)) if is_op(node, "quantize") else None
+        grid = (dynamic_grid_of(node) or grid_of(gm, node)) if is_op(node, "quantize") else None
         whole = grid is not None and grid.axis is None
-        by_token = isinstance(grid, MeasuredGrid) and grid.axis == -1
+        by_token = isinstance(grid, DynamicGrid) and grid.axis == -1
         if grid is None or not (whole or by_token):
             continue
         plan = plan_of(node.args[0])

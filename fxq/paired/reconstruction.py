@@ -21,7 +21,7 @@ from fxq.graph.grid import grid_of
 from fxq.graph.info import info
 from fxq.graph.query import constant, is_op, op_of, options_of, read_attribute
 from fxq.graph.unit import OpCall, calls_of
-from fxq.paired.both_forms import BothForms
+from fxq.paired.paired_run import PairedRun
 from fxq.pipeline.context import Context
 from fxq.quant.packing import pack, unpack
 from fxq.quant.qparams import QParams, spread
@@ -86,7 +86,7 @@ class Reconstruction(Pass):
         with torch.no_grad(), seeded(), bar as advance:
             batches = context.some_samples(self.samples)
             tokens = {one.x for found in layers.values() for one in found if one.reads_tokens and not one.reads_state}
-            runs, count = BothForms(rewriter.gm, batches, tokens), sum(samples_in(batch) or 1 for batch in batches)
+            runs, count = PairedRun(rewriter.gm, batches, tokens), sum(samples_in(batch) or 1 for batch in batches)
             for node in nodes:
                 for layer in layers.get(node, ()):
                     self._improve(rewriter, layer, runs, count, least)
@@ -96,9 +96,9 @@ class Reconstruction(Pass):
     def _layers(self, gm: fx.GraphModule, node: fx.Node) -> Iterator[IntegerLayer]:
         """What a node runs with integer weights; of a recurrent one what reads the input, then what reads the state."""
         for call in calls_of(gm, node):
-            recurrence, weight = call.op.quant.recurrence, call.op.quant.weight
+            recurrence, weight = call.op.traits.recurrence, call.op.traits.weight
             if weight is not None and (recurrence is not None or LayerMatrix.takes(call)):
-                yield from self._layer(gm, node, call, weight, call.tensors.get(call.op.quant.inputs[0]))
+                yield from self._layer(gm, node, call, weight, call.tensors.get(call.op.traits.inputs[0]))
             if recurrence is not None and op_of(node) is call.op:
                 yield from self._layer(gm, node, call, "weight_hh", node)
 
@@ -110,11 +110,11 @@ class Reconstruction(Pass):
         grid, stored, path = grid_of(gm, weight), constant(gm, weight.args[0]), info(weight).stands_for
         if grid is None or stored is None or stored.is_floating_point() or len(weight.users) > 1 or not path:
             return
-        real, bias = read_attribute(gm, path), call.tensors.get(call.op.quant.bias or "")
+        real, bias = read_attribute(gm, path), call.tensors.get(call.op.traits.bias or "")
         form = LayerMatrix(call, tuple(real.shape))
         yield IntegerLayer(form, x, weight, real, grid, bias if _is_corrected(node, bias) else None, x is node)
 
-    def _improve(self, rewriter: Rewriter, layer: IntegerLayer, runs: BothForms, samples: int, least: float) -> None:
+    def _improve(self, rewriter: Rewriter, layer: IntegerLayer, runs: PairedRun, samples: int, least: float) -> None:
         grid, form, error = layer.on_rows(), layer.form, OutputError()
         most = math.ceil(max(_PATCHES, _PATCHES_PER_INPUT * grid.weight.shape[2]) / samples)
         for got, wanted in (runs.states if layer.reads_state else runs.values)(layer.x):
@@ -148,9 +148,9 @@ _PATCHES, _PATCHES_PER_INPUT = 4096, 32
 def _is_corrected(node: fx.Node, bias: Any) -> bool:
     """Whether correct-bias fits the bias of a layer that a node runs, and nobody else reads it."""
     plan = info(node).plan
-    measured = plan is not None and plan.reads is not None and plan.reads.range == "measured"
+    measured = plan is not None and plan.reads is not None and plan.reads.range == "dynamic"
     constant = isinstance(bias, fx.Node) and bias.op == "get_attr" and len(bias.users) == 1
-    return constant and plan is not None and plan.fate == "int8" and not measured
+    return constant and plan is not None and plan.precision == "int8" and not measured
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ class Candidate:
 
         All of a unit that begins with something else: a squeeze-and-excitation reads its input again.
         """
-        if not self.calls[0].op.quant.heavy:
+        if not self.calls[0].op.traits.heavy:
             return self.support.ops
         later = (i.call for i in inputs_of(self.calls[: self.support.ops]) if i.role == "activation" and i.call > 0)
         return min(later, default=self.support.ops)
@@ -76,12 +76,12 @@ class Candidate:
     @property
     def heavy(self) -> bool:
         """Worth a kernel for its own sake."""
-        return any(call.op.quant.heavy for call in self.calls)
+        return any(call.op.traits.heavy for call in self.calls)
 
     @property
     def moves(self) -> bool:
         """Only moves data, to one place."""
-        return len(self.calls.outputs) == 1 and all(call.op.quant.kind == "moves" for call in self.calls)
+        return len(self.calls.outputs) == 1 and all(call.op.traits.kind == "moves" for call in self.calls)
 
     @property
     def runs(self) -> bool:
@@ -166,7 +166,7 @@ class Settled:
             value, reader = readings[-1]
             user = self.candidates.get(reader)
             spec = user.reads if user is not None and value in user.inputs else None
-            if spec is not None and spec.range != "measured":  # such a reader rounds a value for itself, as it comes
+            if spec is not None and spec.range != "dynamic":  # such a reader rounds a value for itself, as it comes
                 return spec
             readings.pop()
         return None
@@ -178,7 +178,7 @@ class Settled:
         """
         if not candidate.runs or candidate.heavy:
             return ""
-        if candidate.moves and not any(call.op.quant.narrows for call in candidate.calls):
+        if candidate.moves and not any(call.op.traits.narrows for call in candidate.calls):
             return ""
         for value in candidate.inputs:
             producer = self.candidates.get(taken_from(value))

@@ -16,7 +16,7 @@ from fxq.graph.query import op_of
 from fxq.graph.region import Region
 from fxq.ops import OPS
 from fxq.pipeline.derived_weights import FoldedNorm, ParameterRows, Recomputed
-from fxq.pipeline.float_ops import Original
+from fxq.pipeline.float_ops import FloatModelOps
 from fxq.pipeline.float_values import FloatValues
 from fxq.quant.spec import NARROW, Narrow, QuantConfig
 from fxq.recipe.pins import Pin
@@ -41,8 +41,8 @@ class Context:
             it computes for them among all.
         units: path of the unit module for each kind and body, so that equal bodies share one.
         regions: for each lowered node, the qdq form it came from; for verify-lowering.
-        narrow: which role gives up a bit where kernels overflow with 8; the recipe's, and where that is "auto", the one
-            that `fxq/ledger/narrowing.py` chooses.
+        reduce_range: role that has 7 bits where kernels saturate with 8: the recipe's, or for "auto" the one that
+            `fxq/ledger/reduce_range.py` chooses.
         progress: whether to show progress bars; None: on a terminal.
         outputs: what the float model returns for `example`.
         decided: what `fallback` decided of every op that could run either way.
@@ -66,10 +66,10 @@ class Context:
     divisible: bool = True
     units: dict[str, str] = field(default_factory=dict)
     regions: dict[fx.Node, Region] = field(default_factory=dict)
-    narrow: Narrow = "activations"
+    reduce_range: Narrow = "activations"
     progress: bool | None = None
     outputs: Any = None
-    original: Original | None = None
+    original: FloatModelOps | None = None
     decided: tuple[Pin, ...] = ()
     written: list[tuple[str, str]] = field(default_factory=list)
     dropouts: list[tuple[str, tuple[str, ...]]] = field(default_factory=list)
@@ -78,7 +78,7 @@ class Context:
     derived: list[FoldedNorm | ParameterRows | Recomputed] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.narrow = next((role for role in NARROW if role == self.recipe.narrow), self.narrow)
+        self.reduce_range = next((role for role in NARROW if role == self.recipe.reduce_range), self.reduce_range)
         if not self.types:
             self.types = {path: type(module) for path, module in self.model.named_modules(remove_duplicate=False)}
 
@@ -140,8 +140,8 @@ class Context:
         """
         ops = [(op, info(n).path) for n in nodes if (op := op_of(n)) is not None]
         configs = [(op, self.config_for(path, op.name)[0]) for op, path in ops]
-        follows = {op.name for op, _ in configs if op.quant.pointwise and len(op.quant.inputs) == 1}
-        specs = {config for op, config in configs if op.quant.kind == "computes" and op.name not in follows}
+        follows = {op.name for op, _ in configs if op.traits.pointwise and len(op.traits.inputs) == 1}
+        specs = {config for op, config in configs if op.traits.kind == "computes" and op.name not in follows}
         if len(specs) > 1 or len({config.is_float for _, config in configs}) > 1:
             return "the recipe configures these ops differently"
         return None

@@ -19,9 +19,9 @@ class FloatForm(Runner):
         if info(node).stands_for:
             return read_attribute(self.gm, info(node).stands_for)
         op = op_of(node)
-        if op is not None and op.quant.recurrence is not None:
+        if op is not None and op.traits.recurrence is not None:
             args, options = arguments_of(node, self.values)
-            return op.target(*args, **op.quant.recurrence.without_grid(options))
+            return op.target(*args, **op.traits.recurrence.without_grid(options))
         passed = is_op(node, *CONVERSIONS) or isinstance(submodule(self.gm, node), Observer)
         read: Any = node.args[0] if passed else None
         return self.values[read] if read is not None and read.op != "get_attr" else super().compute(node)

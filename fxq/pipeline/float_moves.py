@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import fx
 
-from fxq.graph.info import Decision, Plan, fate_of
+from fxq.graph.info import Decision, Plan, precision_of
 from fxq.graph.query import argument, is_op, measures_of, op_of, plan_of, reads_only_metadata, swapped
 from fxq.pipeline.candidates import UNREAD
 from fxq.rewriting.rewriter import Rewriter
@@ -39,9 +39,9 @@ def move_floats(rewriter: Rewriter, value: fx.Node) -> None:
 def _moved_by(node: fx.Node) -> Any:
     """The dequantize of the one value that a node only moves; None where it does something else."""
     op = op_of(node)
-    if op is None or not op.quant.layout or len(op.quant.inputs) != 1 or fate_of(node) != "moves":
+    if op is None or not op.traits.layout or len(op.traits.inputs) != 1 or precision_of(node) != "moves":
         return None
-    back = argument(node, op.quant.inputs[0])
+    back = argument(node, op.traits.inputs[0])
     return back if is_op(back, "dequantize") and is_op(back.args[0], "quantize") else None
 
 

@@ -20,7 +20,7 @@ _LARGE = 100_000_000
 
 
 @dataclass(frozen=True)
-class OriginalOp:
+class FloatModelOp:
     """One op of the float model.
 
     Attributes:
@@ -40,7 +40,7 @@ class OriginalOp:
 
 
 @dataclass(frozen=True)
-class Original:
+class FloatModelOps:
     """The float model.
 
     Attributes:
@@ -51,7 +51,7 @@ class Original:
         by_origin: the op that each traced call became part of: what a node stands for, by its origins.
     """
 
-    ops: tuple[OriginalOp, ...]
+    ops: tuple[FloatModelOp, ...]
     gm: fx.GraphModule
     graph: fx.Graph
     nodes: Mapping[str, fx.Node]
@@ -67,7 +67,7 @@ class Original:
         return sum(op.macs for op in self.ops) > _LARGE * samples
 
     @cached_property
-    def by_name(self) -> Mapping[str, OriginalOp]:
+    def by_name(self) -> Mapping[str, FloatModelOp]:
         """The ops by name."""
         return {op.name: op for op in self.ops}
 
@@ -104,7 +104,7 @@ def expand_original(rewriter: Rewriter, expanded: Mapping[str, Sequence[fx.Node]
     known = rewriter.context.original
     if known is None:
         return
-    ops: list[OriginalOp] = []
+    ops: list[FloatModelOp] = []
     for op in known.ops:
         ops += [_op(rewriter, node, "") for node in expanded[op.name]] if op.name in expanded else [op]
     _keep(rewriter, ops)
@@ -145,12 +145,12 @@ class Divided:
         return x / self.by.to(x)
 
 
-def _keep(rewriter: Rewriter, ops: Sequence[OriginalOp]) -> None:
+def _keep(rewriter: Rewriter, ops: Sequence[FloatModelOp]) -> None:
     nodes = rewriter.nodes()
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     graph.output(graph.graph_copy(rewriter.graph, copies))
-    rewriter.context.original = Original(
+    rewriter.context.original = FloatModelOps(
         tuple(ops),
         rewriter.gm,
         graph,
@@ -182,8 +182,8 @@ def _is_op(node: fx.Node) -> bool:
     return not (isinstance(taken, fx.Node) and info(taken).shape is None)
 
 
-def _op(rewriter: Rewriter, node: fx.Node, gone: str) -> OriginalOp:
+def _op(rewriter: Rewriter, node: fx.Node, gone: str) -> FloatModelOp:
     module = submodule(rewriter.gm, node)
     op = called_name(node) if module is None else OPS.leaf_name(module) or type(module).__name__
     macs = 0 if gone else macs_of(rewriter.gm, node)
-    return OriginalOp(node.name, info(node).path, op, info(node).source, macs, gone)
+    return FloatModelOp(node.name, info(node).path, op, info(node).source, macs, gone)

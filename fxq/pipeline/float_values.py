@@ -202,7 +202,7 @@ def _layers(gm: fx.GraphModule) -> list[fx.Node]:
         if changes(node) or (module is not None and not isinstance(module, Observer) and not is_pure(gm, node)):
             return []
         calls = calls_of(gm, node)
-        if calls and calls[0].op.quant.heavy and calls[0].op.quant.recurrence is None:
+        if calls and calls[0].op.traits.heavy and calls[0].op.traits.recurrence is None:
             layers.append(node)
     return layers
 

@@ -53,7 +53,7 @@ class Snapshot(Printed):
         """Number of nodes of these kinds (see `NodeView.kind`), of a region its ops; without any: all but weights."""
         if not kinds:
             return sum(node.kind != "constant" for node in self.graph)
-        return sum(kind in kinds for node in self.graph for kind in node.fates or (node.kind,))
+        return sum(kind in kinds for node in self.graph for kind in node.precisions or (node.kind,))
 
     def _parts(self) -> list[Part]:
         title = line(text(self.name, "strong"), f": {len(self.edits)} edits in {1e3 * self.seconds:.1f} ms")

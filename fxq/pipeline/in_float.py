@@ -29,8 +29,8 @@ def run_in_float(rewriter: Rewriter, node: fx.Node, kind: DecisionKind, reason: 
             weight = rewriter.read(path, read_attribute(rewriter.gm, path), before=node)
             rewriter.update(node, args=swapped(node.args, {read: weight}))
     op = op_of(node)
-    if op is not None and op.quant.recurrence is not None:
-        rewriter.update(node, kwargs=op.quant.recurrence.without_grid(node.kwargs))
+    if op is not None and op.traits.recurrence is not None:
+        rewriter.update(node, kwargs=op.traits.recurrence.without_grid(node.kwargs))
     decision = Decision("float", kind, reason, fix, rewriter.name)
     if grid_of(rewriter.gm, node) is not None:
         _move_floats(rewriter, node)
@@ -44,7 +44,7 @@ def _move_floats(rewriter: Rewriter, node: fx.Node) -> None:
     assert qp is not None
     op = op_of(node)
     assert op is not None
-    read = list(flat_nodes(node.args[: len(op.quant.inputs)]))
+    read = list(flat_nodes(node.args[: len(op.traits.inputs)]))
     real = {}
     for value in dict.fromkeys(read):
         # one that was brought to this grid for the op had one of its own

@@ -40,11 +40,11 @@ def make_observer(
         RecipeError: there is no such observer, or no such grid.
 
     Example:
-        >>> obs = fxq.make_observer("minmax")
+        >>> obs = fxq.extend.make_observer("minmax")
         >>> x = obs(torch.tensor([-1.0, 0.0, 1.55]))  # it returns what it is given
         >>> print(obs.qparams())
         scale=0.01 zero_point=100
-        >>> obs = fxq.make_observer("minmax", axis=0, signed=True, symmetric=True)
+        >>> obs = fxq.extend.make_observer("minmax", axis=0, signed=True, symmetric=True)
         >>> x = obs(torch.tensor([[0.5, -1.27], [2.54, 0.0]]))
         >>> obs.qparams().scale, obs.qparams().zero_point
         (tensor([0.0100, 0.0200]), tensor([0, 0], dtype=torch.int32))
@@ -82,7 +82,7 @@ def quantize_tensor(
         InputError: an argument is none of these, or `x` holds NaN.
 
     Example:
-        >>> fxq.quantize_tensor(torch.tensor([-0.5, 0.0, 0.26, 9.0]), 0.1, 10, qmax=15)
+        >>> fxq.extend.quantize_tensor(torch.tensor([-0.5, 0.0, 0.26, 9.0]), 0.1, 10, qmax=15)
         tensor([ 5, 10, 13, 15], dtype=torch.uint8)
     """
     x, grid = _checked("quantize_tensor", x, scale, zero_point, qmin, qmax, axis, block)
@@ -110,7 +110,7 @@ def dequantize_tensor(
         InputError: an argument is none of these.
 
     Example:
-        >>> fxq.dequantize_tensor(torch.tensor([5, 10, 13], dtype=torch.uint8), 0.5, 10)
+        >>> fxq.extend.dequantize_tensor(torch.tensor([5, 10, 13], dtype=torch.uint8), 0.5, 10)
         tensor([-2.5000,  0.0000,  1.5000])
     """
     name = "dequantize_tensor"
@@ -154,9 +154,9 @@ def quantization_error(
 
     Example:
         >>> x = torch.linspace(-1, 1, 1001)
-        >>> print(fxq.quantization_error(x, 2 / 255, 128))
+        >>> print(fxq.extend.quantization_error(x, 2 / 255, 128))
         SQNR 48.1 dB, largest error 0.00392, 0.00% clipped
-        >>> print(fxq.quantization_error(x, 1 / 255, 128))
+        >>> print(fxq.extend.quantization_error(x, 1 / 255, 128))
         SQNR 9.0 dB, largest error 0.502, 49.85% clipped
     """
     x, grid = _checked("quantization_error", x, scale, zero_point, qmin, qmax, axis, block)

@@ -10,7 +10,7 @@ import torch
 from fxq.errors import RecipeError, unknown
 
 PER = ("tensor", "channel", "row")
-Range = Literal["calibrated", "measured", "fixed", "learned"]
+Range = Literal["calibrated", "dynamic", "fixed", "learned"]
 Format = Literal["integer", "float16"]
 
 
@@ -30,7 +30,7 @@ class TensorSpec:
             "histogram", "percentile:99.99", "entropy", for weights "mse:2", or the import path of one of your own,
             "my_package.ranges:MyObserver" (see `fxq/quant/observers.py`).
         range: where the range comes from: "calibrated" (an observer on calibration data, or on a weight itself),
-            "measured" at run time, "fixed", or "learned" in training.
+            "dynamic" at run time, "fixed", or "learned" in training.
         format: "integer"; or "float16", for weights that are kept so: then nothing else of the spec has a meaning.
 
     Raises:
@@ -139,11 +139,11 @@ ROLES: tuple[Role, ...] = get_args(Role)
 
 ACTIVATION = TensorSpec()
 TRAINED = TensorSpec(observer="moving_average")
-MEASURED = TensorSpec(per="row", range="measured")
-MEASURED_STATE = replace(MEASURED, symmetric=True)
+DYNAMIC = TensorSpec(per="row", range="dynamic")
+DYNAMIC_STATE = replace(DYNAMIC, symmetric=True)
 STATE = TensorSpec(symmetric=True)
 AS_ACTIVATION = TensorSpec(symmetric=True)
-"""For a state, where nothing is said of it: `STATE` where activations are calibrated, else `MEASURED_STATE`."""
+"""For a state, where nothing is said of it: `STATE` where activations are calibrated, else `DYNAMIC_STATE`."""
 WEIGHT = TensorSpec(signed=True, symmetric=True, per="channel", observer="minmax")
 WEIGHT4 = TensorSpec(bits=4, per=64, observer="minmax")
 """Affine, which is closer than symmetric with so few integers, most of all where weights have outliers."""
@@ -201,7 +201,7 @@ class QuantConfig:
     def __post_init__(self) -> None:
         if self.state is AS_ACTIVATION:
             is_calibrated = isinstance(self.activation, TensorSpec) and self.is_calibrated
-            object.__setattr__(self, "state", STATE if is_calibrated else MEASURED_STATE)
+            object.__setattr__(self, "state", STATE if is_calibrated else DYNAMIC_STATE)
         for role in ROLES:
             if not isinstance(self.of(role), TensorSpec | None):
                 raise RecipeError(f"QuantConfig: {role} is a fxq.TensorSpec or None, not {self.of(role)!r}.")
@@ -248,7 +248,7 @@ class QuantConfig:
 
 def without_usual_state(config: QuantConfig) -> QuantConfig:
     """The config with float states, where the state is one that nobody asked for."""
-    return replace(config, state=None) if config.state in (STATE, MEASURED_STATE) else config
+    return replace(config, state=None) if config.state in (STATE, DYNAMIC_STATE) else config
 
 
 def _spec_from_dict(role: str, value: object) -> TensorSpec | None:

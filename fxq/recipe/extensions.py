@@ -23,8 +23,8 @@ def import_extensions(paths: Iterable[str]) -> None:
         value = imported(path)
         if OPS.of_target(value) is None and not makes_kernels(value):
             raise RecipeError(
-                f"{path!r} is no op and makes no kernel: decorate the function with fxq.register_op or "
-                "fxq.register_kernel."
+                f"{path!r} is no op and makes no kernel: decorate the function with fxq.extend.register_op or "
+                "fxq.extend.register_kernel."
             )
 
 

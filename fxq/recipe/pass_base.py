@@ -37,15 +37,16 @@ class Pass(ABC):
         class DropTanh(fxq.Pass):
             '''Before: tanh(x)    After: x'''
             name = "drop-tanh"
-            needs = gives = fxq.Stage.CANONICAL
+            needs = gives = fxq.extend.Stage.CANONICAL
 
             def run(self, rewriter):
                 for node in rewriter.nodes("tanh"):
                     rewriter.replace(node, node.args[0])
 
     `recipe.insert_pass(DropTanh(), after="canonicalize")` puts it into the pipeline. A test runs it alone, on a graph
-    that `fxq.read_graph` has made of a text: `DropTanh().run(fxq.Rewriter(gm, context=None))`. A graph that is invalid,
-    or does not run, is an error that names the pass; of wrong numbers, `recipe.with_check()` says whose they are.
+    that `fxq.extend.read_graph` has made of a text: `DropTanh().run(fxq.extend.Rewriter(gm, context=None))`. An
+    invalid graph, or one that does not run, raises an error that names the pass. `recipe.with_check()` finds the pass
+    that makes numbers wrong.
 
     `bounds` of the class are the least and the largest value of its options that are numbers, by name. `latest` is the
     last stage of a graph in which the pass finds what it looks for; None: it runs at any stage from `needs` on.
@@ -68,7 +69,9 @@ class Pass(ABC):
         super().__init_subclass__(**kwargs)
         for key in ("needs", "gives", "latest"):
             if not isinstance(stage := getattr(cls, key), (Stage, property)) and (key, stage) != ("latest", None):
-                raise PassError(f"{cls.__name__}: {key} is {stage!r}; it must be a stage, as fxq.Stage.CANONICAL is.")
+                raise PassError(
+                    f"{cls.__name__}: {key} is {stage!r}; it must be a stage, as fxq.extend.Stage.CANONICAL is."
+                )
             if isinstance(stage, Stage) and isinstance(cls.needs, Stage) and stage < cls.needs:
                 raise PassError(f"{cls.__name__}: {key} is {stage}, before {cls.needs}, which the pass needs.")
         if not isinstance(cls.name, (str, property)):

@@ -13,7 +13,7 @@ import torch
 
 from fxq.backends.base import Backend
 from fxq.errors import RecipeError
-from fxq.quant.spec import ACTIVATION, MEASURED, TRAINED, WEIGHT, QuantConfig, TensorSpec, weight_spec
+from fxq.quant.spec import ACTIVATION, DYNAMIC, TRAINED, WEIGHT, QuantConfig, TensorSpec, weight_spec
 from fxq.recipe.extensions import backend_path
 from fxq.recipe.pipeline import PipelineEdit, preset_optimize
 
@@ -32,7 +32,7 @@ def static(
     activation: TensorSpec | None = ACTIVATION,
     weight: TensorSpec = WEIGHT,
     optimize: str = "speed",
-    narrow: str = "auto",
+    reduce_range: str = "auto",
     strict_trace: bool = False,
     check_inputs: bool = False,
     leaf_modules: Iterable[str] = (),
@@ -47,8 +47,8 @@ def static(
         weight: spec of all weights; the default is int8 symmetric per channel.
         optimize: "speed": ops that are faster in float on this machine, at the shapes of the example inputs, stay in
             float; "coverage": every op that can run on integers does, and nothing is measured.
-        narrow: "weights" or "activations": what gives up a bit on CPUs whose kernels overflow with 8 bits of both;
-            "auto": what costs less, tried on calibration data.
+        reduce_range: role that has 7 bits on CPUs whose kernels saturate with 8 bits of both: "weights", "activations"
+            or "auto", the one with the smaller error on calibration data.
         strict_trace: refuse a model with modules that cannot be traced, instead of keeping them in float.
         check_inputs: let the quantized model raise `InputError` on a float input that holds NaN or Inf; else such
             an input gives finite numbers, as integers are neither, but in layers that measure ranges when they run.
@@ -67,14 +67,14 @@ def static(
         config=QuantConfig(activation, weight),
         optimize=optimize,
         strict_trace=strict_trace,
-        narrow=narrow,
+        reduce_range=reduce_range,
         check_inputs=check_inputs,
     )
     return recipe.leaf(*leaf_modules).fix_args(**(concrete_args or {}))
 
 
 def dynamic(
-    _cls: type[Recipe], /, *, activation: TensorSpec = MEASURED, weight: TensorSpec = WEIGHT, **options: Any
+    _cls: type[Recipe], /, *, activation: TensorSpec = DYNAMIC, weight: TensorSpec = WEIGHT, **options: Any
 ) -> Recipe:
     """Post-training dynamic quantization: ranges of activations are measured at every call. Needs no data.
 

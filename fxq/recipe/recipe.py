@@ -54,7 +54,7 @@ class Recipe:
         decided: what runs on integers with optimize="decided", see `QuantizedModel.recipe_as_decided`.
         check: "none", or "numeric": after every pass, compare with the float model on the example input.
         max_loss: decibels that one pass may lose before `check="numeric"` warns (see `fxq/common/metrics.py`).
-        narrow: what gives up a bit on CPUs whose kernels overflow with 8-bit activations times 8-bit weights (x86
+        reduce_range: what gives up a bit on CPUs whose kernels overflow with 8-bit activations times 8-bit weights (x86
             without VNNI): "weights", "activations", or "auto": that with which the outputs have the higher SQNR against
             the float model's, tried on recorded calibration samples. The ledger says what was chosen.
         min_sqnr: decibels of SQNR against the float model below which `quantize` warns about the output; None: never.
@@ -80,7 +80,7 @@ class Recipe:
     check: str = "none"
     max_loss: float = 30.0
     min_sqnr: float | None = 12.0
-    narrow: str = "auto"
+    reduce_range: str = "auto"
     check_inputs: bool = False
 
     def __post_init__(self) -> None:
@@ -93,7 +93,7 @@ class Recipe:
         check_backend(self.backend)
         import_extensions(self.extensions)
         check_choice("value of optimize", self.optimize, ("speed", "coverage", "decided"))
-        check_choice("value of narrow", self.narrow, ("auto", *NARROW))
+        check_choice("value of reduce_range", self.reduce_range, ("auto", *NARROW))
         check_choice("check", self.check, ("none", "numeric"))
         if self.optimize == "decided" and not self.decided:
             raise RecipeError('optimize="decided" needs decisions: take qmodel.recipe_as_decided().')
@@ -120,7 +120,7 @@ class Recipe:
         """Quantize what one of the selectors selects, as this recipe does now, and nothing else.
 
         Args:
-            selectors: as for `override`: module path globs, `fxq.op(name)`, `nn.Module` types.
+            selectors: as for `override`: module path globs, `fxq.by_op(name)`, `nn.Module` types.
 
         Raises:
             RecipeError: no selector is given, or the recipe has overrides already: write them behind `only`.
@@ -134,7 +134,7 @@ class Recipe:
         """Quantize what `selector` selects with `config` (or `fxq.FLOAT`: not at all). Later overrides win.
 
         Args:
-            selector: a module path glob, `fxq.op(name)`, or an `nn.Module` type.
+            selector: a module path glob, `fxq.by_op(name)`, or an `nn.Module` type.
             config: the configuration.
         """
         if not isinstance(config, QuantConfig):
@@ -172,7 +172,8 @@ class Recipe:
         """Name ops and kernels of your own, so that who loads the recipe has them: functions, or their import paths.
 
         Raises:
-            RecipeError: neither `fxq.register_op` nor `fxq.register_kernel` was given one, or it cannot be imported.
+            RecipeError: one is registered neither by `fxq.extend.register_op` nor by `fxq.extend.register_kernel`, or
+                cannot be imported.
         """
         paths = (f if isinstance(f, str) else import_path(f, "the op or kernel") for f in functions)
         return replace(self, extensions=(*self.extensions, *paths))

@@ -57,9 +57,9 @@ def _missing(config: QuantConfig) -> Iterator[str]:
         spec = config.of(role)
         if spec is not None:
             yield from _missing_of(role, spec)
-    measured = config.activation is not None and config.activation.range == "measured"
+    measured = config.activation is not None and config.activation.range == "dynamic"
     if measured and config.state is not None and config.state.range == "calibrated":
-        yield 'a calibrated range for the state with a measured input is not built yet: use range="measured".'
+        yield 'a calibrated range for the state with a measured input is not built yet: use range="dynamic".'
     weight = config.weight
     stored = weight is not None and (weight.block is not None or weight.format != "integer")
     if stored and config.activation is not None:
@@ -78,8 +78,8 @@ def _not_trained(specs: Mapping[Role, TensorSpec]) -> Iterator[str]:
         observer = observer_named(spec.observer)[0]
         if role == "state":
             yield "a state on a grid cannot be trained yet: set state=None."
-        elif spec.range == "measured":
-            yield f'range="measured" for the {role} cannot be trained yet: use range="calibrated" or "learned".'
+        elif spec.range == "dynamic":
+            yield f'range="dynamic" for the {role} cannot be trained yet: use range="calibrated" or "learned".'
         elif spec.format != "integer":
             yield f'format="{spec.format}" for the {role} cannot be trained: use integers.'
         elif spec.range == "learned" and spec.block is not None:
@@ -99,9 +99,9 @@ _PER: dict[Role, tuple[str, ...]] = {
     "state": ("row", "tensor"),
 }
 _RANGES: dict[Role, tuple[str, ...]] = {
-    "activation": ("calibrated", "measured", "learned"),
+    "activation": ("calibrated", "dynamic", "learned"),
     "weight": ("calibrated", "learned"),
-    "state": ("measured", "fixed", "calibrated"),
+    "state": ("dynamic", "fixed", "calibrated"),
 }
 
 
@@ -110,10 +110,10 @@ def _missing_of(role: Role, spec: TensorSpec) -> Iterator[str]:
         use = " or ".join(f'range="{known}"' for known in _RANGES[role])
         yield f'range="{spec.range}" for the {role} is not built yet: use {use}.'
     if spec.per == "row" and spec.range == "calibrated":
-        yield 'rows have no calibrated ranges, since there are others at every call: use range="measured".'
+        yield 'rows have no calibrated ranges, since there are others at every call: use range="dynamic".'
     if (role == "state" or spec.range == "fixed") and not spec.symmetric:
         yield f"a {spec.range} range for the {role} that is not symmetric is not built yet: use symmetric=True."
-    if role == "state" and (spec.per == "row") != (spec.range == "measured"):
+    if role == "state" and (spec.per == "row") != (spec.range == "dynamic"):
         yield 'a state has a measured range per="row", or a calibrated or fixed one (-1..1) per="tensor".'
     if spec.format != "integer" and role != "weight":
         yield f'format="{spec.format}" for the {role} is not built yet: it is for weights.'

@@ -22,7 +22,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-_OPTIONS = ("backend", "optimize", "check", "max_loss", "min_sqnr", "narrow", "strict_trace", "check_inputs")
+_OPTIONS = ("backend", "optimize", "check", "max_loss", "min_sqnr", "reduce_range", "strict_trace", "check_inputs")
 _PLAIN = ("preset", *_OPTIONS, "concrete_args")
 _LISTS = ("leaf_modules", "fusions", "extensions")
 _SHAPES: dict[str, Any] = {

@@ -75,23 +75,23 @@ class Selector:
                 raise RecipeError(f"an override's {key} is a string, not {value!r}.")
         if "module" in given:
             return cls(module=import_name(given["module"], nn.Module))
-        return op(given["op"], given.get("path")) if "op" in given else cls(path=given["path"])
+        return by_op(given["op"], given.get("path")) if "op" in given else cls(path=given["path"])
 
     def __str__(self) -> str:
         if self.op is not None:
-            return f"fxq.op({self.op!r}, {self.path!r})" if self.path is not None else f"fxq.op({self.op!r})"
+            return f"fxq.by_op({self.op!r}, {self.path!r})" if self.path is not None else f"fxq.by_op({self.op!r})"
         return self.module.__name__ if self.module is not None else repr(self.path)
 
 
-def op(name: str, path: str | None = None) -> Selector:
+def by_op(name: str, path: str | None = None) -> Selector:
     """Select every call of an op of the table; with a module path glob, those made there.
 
     Raises:
         RecipeError: unknown op; the nearest names are given.
 
     Example:
-        >>> str(op("linear"))
-        "fxq.op('linear')"
+        >>> str(by_op("linear"))
+        "fxq.by_op('linear')"
     """
     if name not in OPS:
         raise RecipeError(unknown("op", name, [o.name for o in OPS]))
@@ -99,14 +99,14 @@ def op(name: str, path: str | None = None) -> Selector:
 
 
 def as_selector(value: Any) -> Selector:
-    """A selector from what `Recipe.override` takes: a path glob, `fxq.op(...)`, or a module type."""
+    """A selector from what `Recipe.override` takes: a path glob, `fxq.by_op(...)`, or a module type."""
     if isinstance(value, Selector):
         return value
     if isinstance(value, str):
         return Selector(path=value)
     if isinstance(value, type) and issubclass(value, nn.Module):
         return Selector(module=value)
-    raise RecipeError(f"a selector is a module path glob, fxq.op(name) or an nn.Module type, not {value!r}.")
+    raise RecipeError(f"a selector is a module path glob, fxq.by_op(name) or an nn.Module type, not {value!r}.")
 
 
 def ancestors(path: str) -> list[str]:

@@ -55,7 +55,7 @@ def weights(model: Quantized) -> dict[str, Any]:
 
 
 def _has_weight(row: Entry) -> bool:
-    return row.op in OPS and OPS[row.op].quant.weight is not None
+    return row.op in OPS and OPS[row.op].traits.weight is not None
 
 
 def _weight(layer: LayerQParams) -> dict[str, Any]:

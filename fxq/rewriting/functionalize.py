@@ -225,7 +225,7 @@ class Functionalization:
             row = OPS.of_module(self.rewriter.gm.get_submodule(str(node.target)))
         else:
             row = OPS.of_call(node.target)
-        return row is not None and (row[0].quant.pointwise or row[0].quant.narrows)
+        return row is not None and (row[0].traits.pointwise or row[0].traits.narrows)
 
     def _check_state(self, node: fx.Node, alias: Alias) -> None:
         """Raise `Break` for a write to a tensor of the model, which a functional graph cannot keep across calls."""

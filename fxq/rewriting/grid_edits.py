@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from fxq.graph.info import info
-from fxq.quant.measured import MeasuredGrid
+from fxq.quant.dynamic_grid import DynamicGrid
 from fxq.quant.qparams import QParams
 from fxq.rewriting.rewriter import Rewriter
 
@@ -17,7 +17,7 @@ def on_grid(
     rewriter: Rewriter,
     value: fx.Node,
     after: fx.Node,
-    qp: QParams | MeasuredGrid,
+    qp: QParams | DynamicGrid,
     name: str,
     like: fx.Node | None = None,
 ) -> tuple[fx.Node, fx.Node]:
@@ -25,7 +25,7 @@ def on_grid(
     about = info(like or value)
     shape = info(value).shape
     grid: dict[str, Any] = {"qmin": qp.qmin, "qmax": qp.qmax}
-    if isinstance(qp, MeasuredGrid):
+    if isinstance(qp, DynamicGrid):
         rows = (*(shape or ())[: qp.axis], *[1] * -qp.axis) if qp.axis is not None else ()
         asked: dict[str, Any] = {"steps": qp.steps, "axis": qp.axis, "symmetric": qp.symmetric}
         typed = rows, torch.float32

@@ -152,7 +152,7 @@ def split_unit(editor: Editor, node: fx.Node, ops: int | None) -> None:
         body, given, returned = _head(editor.gm, node, ops)
         opened = open_unit(editor, node)
         for rest in opened[ops:]:
-            editor.describe(rest, plan=Plan(replace(plan.decision, fate="float")))
+            editor.describe(rest, plan=Plan(replace(plan.decision, precision="float")))
         unit = opened[0]
         if ops > 1:
             kind = "_".join(call.op.name for call in calls[:ops])

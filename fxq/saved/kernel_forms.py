@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
-from fxq.backends.qdq_form import Form, InForm, Part
+from fxq.backends.qdq_form import FallbackKernel, Form, Part
 from fxq.errors import InputError
 from fxq.graph.info import info
 from fxq.graph.plain_data import to_data
@@ -53,7 +53,7 @@ def write_forms(gm: fx.GraphModule) -> tuple[str, dict[str, StoredForm], dict[st
         own = {path: part for path, part in form.tensors.items() if isinstance(part, Part)}
         parts = {path: (part.name, part.start, tuple(part.shape)) for path, part in own.items()}
         stored[name] = StoredForm(
-            str(node.target), form.takes, parts, kernel.reason if isinstance(kernel, InForm) else ""
+            str(node.target), form.takes, parts, kernel.reason if isinstance(kernel, FallbackKernel) else ""
         )
         others = {path: tensor for path, tensor in form.tensors.items() if isinstance(tensor, Tensor)}
         tensors |= {f"{name}:{path}": tensor for path, tensor in others.items()}
@@ -92,8 +92,8 @@ def attach_forms(
         node, kernel = called[stored[name].kernel]
         _check_call(node, graph, stored[name])
         kernel.form = Form(to_data(graph), stored[name].takes, units, held[name])
-        if stored[name].reason and not isinstance(kernel, InForm):
-            gm.set_submodule(str(node.target), InForm.instead_of(kernel, stored[name].reason))
+        if stored[name].reason and not isinstance(kernel, FallbackKernel):
+            gm.set_submodule(str(node.target), FallbackKernel.instead_of(kernel, stored[name].reason))
 
 
 def _check_call(node: fx.Node, graph: fx.Graph, about: StoredForm) -> None:

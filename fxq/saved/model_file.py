@@ -20,7 +20,7 @@ from torch import Tensor, fx, nn
 from fxq.backends import cpu
 from fxq.backends.by_name import kernel_named
 from fxq.backends.kernel import Kernel, known_kernels
-from fxq.backends.qdq_form import InForm
+from fxq.backends.qdq_form import FallbackKernel
 from fxq.common.attributes import MOST, FloatAttributes
 from fxq.common.files import as_path
 from fxq.common.source import import_path, imported, without_imports
@@ -188,7 +188,7 @@ def _read(
         if (expected.dtype, expected.shape) != (tensors[name].dtype, tensors[name].shape):
             raise InputError(f"{name} is {tensors[name].dtype} {list(tensors[name].shape)}, which no kernel keeps so.")
     attach_forms(gm, texts["forms"], about.forms, inside)
-    unformed = next((k for _, k in kernels_of(gm) if isinstance(k, InForm) and "form" not in vars(k)), None)
+    unformed = next((k for _, k in kernels_of(gm) if isinstance(k, FallbackKernel) and "form" not in vars(k)), None)
     if unformed is not None:
         raise BackendError(f"{unformed.described.name}: {unformed.reason}")
     _warn_of_refused(gm, about)
@@ -229,7 +229,7 @@ class _Named:
 def _warn_of_refused(gm: fx.GraphModule, about: StoredModel) -> None:
     """Warn of kernels that this version of fxq refuses on the same machine; `fit` handles other machines."""
     known_names = {form.kernel for form in about.forms.values() if form.reason}
-    refused = [(n, k) for n, k in kernels_of(gm) if isinstance(k, InForm) and str(n.target) not in known_names]
+    refused = [(n, k) for n, k in kernels_of(gm) if isinstance(k, FallbackKernel) and str(n.target) not in known_names]
     if refused and about.made_on == cpu.machine():
         node, kernel = refused[0]
         warn(
@@ -249,7 +249,7 @@ class _Kind:
         try:
             return self.kind.from_config(config, tensors)
         except BackendError as error:
-            return InForm(self.kind, config, tensors, words_of(error))
+            return FallbackKernel(self.kind, config, tensors, words_of(error))
 
     def of_graph(self, gm: fx.GraphModule, graph: fx.Graph, config: Mapping[str, Any]) -> Kernel:
         return self.kind.of_graph(gm, graph, config)  # type: ignore[attr-defined]

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from fxq.backends import cpu
 from fxq.backends.kernel import Kernel
-from fxq.backends.qdq_form import InForm
+from fxq.backends.qdq_form import FallbackKernel
 from fxq.common.isolation import without_autocast
 from fxq.common.metrics import tensors
 from fxq.errors import BackendError, warn, words_of
@@ -44,14 +44,14 @@ def fit(model: fx.GraphModule, made_on: Mapping[str, str]) -> None:
         asked += 1
         reason = misfit(kernel, node)
         if reason is None:
-            if isinstance(kernel, InForm):
+            if isinstance(kernel, FallbackKernel):
                 model.set_submodule(str(node.target), kernel.kernel())
             continue
         wrong[info(node).path or node.name] = reason
-        if isinstance(kernel, InForm):
+        if isinstance(kernel, FallbackKernel):
             kernel.reason = reason
         elif kernel.form is not None:
-            model.set_submodule(str(node.target), InForm.instead_of(kernel, reason))
+            model.set_submodule(str(node.target), FallbackKernel.instead_of(kernel, reason))
         else:
             raise BackendError(
                 f"{node.name}: the model comes from another machine ({_differences(made_on)}), and its kernel "
@@ -111,7 +111,7 @@ def misfit(kernel: Kernel, node: fx.Node) -> str | None:
     distributed around the zero point, as activations are. No data of the user's is kept for it.
     """
     try:
-        kernel = kernel.kernel() if isinstance(kernel, InForm) else kernel
+        kernel = kernel.kernel() if isinstance(kernel, FallbackKernel) else kernel
         kernel.check()
     except BackendError as error:
         return (

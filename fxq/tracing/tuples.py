@@ -21,7 +21,7 @@ def taken_apart(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
     found = OPS.of_call(target)
     if found is None or getattr(target, "__module__", None) == operator.add.__module__:  # x.size()[:-1] + (3,)
         return args, kwargs
-    listed = _listed if found[0].quant.inputs == ("xs",) else _sizes
+    listed = _listed if found[0].traits.inputs == ("xs",) else _sizes
     return tuple(map(listed, args)), {key: listed(value) for key, value in kwargs.items()}
 
 
@@ -49,7 +49,7 @@ def _is_fixed(value: Any) -> bool:
     """
     node = value.node
     found = OPS.of_call(node.target)
-    cuts = found is not None and found[1].pick is not None and found[0].quant.view  # several views are parts
+    cuts = found is not None and found[1].pick is not None and found[0].traits.view  # several views are parts
     if found is None or not cuts or not all(isinstance(part, Tensor) for part in value._value):
         return False
     bound = found[0].bind_raw(found[1], node.args, node.kwargs)

@@ -79,7 +79,7 @@ class TrainableLayers:
                     now = self._call(without_gradient_of, (now, padding), node)
                 node.replace_input_with(read, now)
                 self.rewriter.touched.add(node)
-            elif path and op.quant.weight is not None:
+            elif path and op.traits.weight is not None:
                 self.frozen[path] = None
 
     def _padding_of(self, node: fx.Node) -> int | None:
@@ -121,17 +121,17 @@ class TrainableLayers:
     def _folded(self, node: fx.Node) -> FoldedNorm | None:
         """How a layer was made of one of the model and the batch norm behind it; None for any other."""
         op, by_origin, nodes = op_of(node), self.original.by_origin, self.original.nodes
-        if op is None or op.quant.weight is None or op.quant.bias is None:
+        if op is None or op.traits.weight is None or op.traits.bias is None:
             return None
         parts = [nodes[by_origin[origin]] for origin in info(node).origins if by_origin.get(origin) in nodes]
         layer = next((part for part in parts if is_op(part, op.name)), None)
         norm = next((part for part in parts if is_op(part, "batch_norm") and part.args[0] is layer), None)
-        read, bias = argument(node, op.quant.weight), argument(node, op.quant.bias)
+        read, bias = argument(node, op.traits.weight), argument(node, op.traits.bias)
         if layer is None or norm is None or not isinstance(read, fx.Node) or not isinstance(bias, fx.Node):
             return None
         own: dict[str, Any] = {
-            "own_weight": argument(layer, op.quant.weight),
-            "own_bias": argument(layer, op.quant.bias),
+            "own_weight": argument(layer, op.traits.weight),
+            "own_bias": argument(layer, op.traits.bias),
             "mean": argument(norm, "running_mean"),
             "var": argument(norm, "running_var"),
             "gamma": argument(norm, "weight"),
@@ -141,7 +141,7 @@ class TrainableLayers:
         now = {"weight": _float_path(read), "bias": str(bias.target)}
         if self.own.keys() & now.values() or not self.own.keys() >= set(paths.values()):
             return None
-        axis, groups, commutes = op.quant.axis or 0, options_of(layer).get("groups", 1), True
+        axis, groups, commutes = op.traits.axis or 0, options_of(layer).get("groups", 1), True
         if read.op != "get_attr":
             edge = self._edge_of(read)[1]
             grouped = axis and groups > 1  # then channels of several groups have one scale
@@ -156,22 +156,22 @@ class TrainableLayers:
     def _unfold(self, node: fx.Node, fold: FoldedNorm) -> None:
         """Take a batch norm out of a layer, and put it behind that."""
         op, users, norm = op_of(node), list(node.users), self._norm_nodes[fold]
-        assert op is not None and op.quant.weight is not None and op.quant.bias is not None  # as of every fold
+        assert op is not None and op.traits.weight is not None and op.traits.bias is not None  # as of every fold
         paths = (fold.own_weight, fold.own_bias, fold.mean, fold.var, fold.gamma, fold.beta)
         own: list[Any] = [self._read(path, node) if path is not None else None for path in paths]
         weight, bias, *statistics = own
-        read, typed, last, divisor = argument(node, op.quant.weight), (info(node).shape, info(node).dtype), node, None
+        read, typed, last, divisor = argument(node, op.traits.weight), (info(node).shape, info(node).dtype), node, None
         if not fold.commutes:  # several channels have one scale, which depends on what the norm makes of each
             divisor = self._call(norm_divisor, (statistics[1], statistics[2], fold.eps), node)
             weight = self._call(scaled_channels, (weight, divisor, fold.axis, fold.groups), node)
         if read.op != "get_attr":
             weight = self._rounded(read, weight, node, self.own[fold.own_weight] if fold.commutes else None)
         args = [*node.args, *[None] * (len(op.tensors) - len(node.args))]
-        args[op.tensors.index(op.quant.weight)] = weight
-        args[op.tensors.index(op.quant.bias)] = bias if divisor is None else None
+        args[op.tensors.index(op.traits.weight)] = weight
+        args[op.tensors.index(op.traits.bias)] = bias if divisor is None else None
         self.rewriter.update(node, args=tuple(args))
         if divisor is not None:
-            given = (node, divisor, op.quant.channels, bias)
+            given = (node, divisor, op.traits.channels, bias)
             last = self.rewriter.node("call_function", divided_channels, given, like=node, after=node, typed=typed)
         made = self.rewriter.call("batch_norm", last, *statistics, like=node, after=last, typed=typed, eps=fold.eps)
         if norm.name not in self.rewriter.names:

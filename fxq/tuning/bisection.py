@@ -33,7 +33,7 @@ class BisectionStep:
 
     Attributes:
         name: the last of them, as the ledger calls it. path: its module path. op: what it is.
-        fate: what it runs as.
+        precision: what it runs as.
         sqnr: dB of the output against the float model's, when it and all layers before it are exact.
         position: how many layers are exact.
     """
@@ -41,7 +41,7 @@ class BisectionStep:
     name: str
     path: str
     op: str
-    fate: str
+    precision: str
     sqnr: float
     position: int
 
@@ -91,7 +91,7 @@ class Bisection(Rows[BisectionStep]):
 _COLUMNS: dict[Column, Callable[[BisectionStep], str]] = {
     Column("exact up to", give="start"): lambda e: layer_text(e.name, e.path),
     Column("op"): lambda e: e.op,
-    Column("runs as", coloured=True): lambda e: e.fate,
+    Column("runs as", coloured=True): lambda e: e.precision,
     Column("output dB", "right"): lambda e: decibels(e.sqnr),
 }
 
@@ -134,7 +134,7 @@ def blamed(
 
 
 def _probe(row: Any, sqnr: float, position: int) -> BisectionStep:
-    return BisectionStep(row.name, row.path, row.op, row.fate, sqnr, position)
+    return BisectionStep(row.name, row.path, row.op, row.precision, sqnr, position)
 
 
 def _output(

@@ -49,14 +49,14 @@ class Trials:
 
     Attributes:
         batches: the data.
-        recipe: the recipe, where `narrow` is decided.
+        recipe: the recipe, where `reduce_range` is decided.
     """
 
     def __init__(self, model: nn.Module, recipe: Recipe, data: Iterable[Any], metric: Metric | None = None) -> None:
         self.model, self.recipe, self.metric = model, recipe, metric
         self.batches = list(batches(data, model))
         self.threads = torch.get_num_threads()
-        self.observed = prepared(model, recipe, self.batches[0], trials=True)
+        self.observed = prepared(model, recipe, self.batches[0], observe_all=True)
         self.wants: list[list[torch.Tensor]] = []
         self._lock = threading.Lock()
 
@@ -80,7 +80,7 @@ class Trials:
             raise InputError("the model returns no float tensor: there is no output whose error could be measured.")
         _, gave_way, _ = to_qdq(observed_with(self.observed, self.recipe))
         if gave_way is not None:
-            self.recipe = replace(self.recipe, narrow=gave_way.role)
+            self.recipe = replace(self.recipe, reduce_range=gave_way.role)
 
     def candidate(self, recipe: Recipe) -> PassManager:
         """The manager of the qdq graph that a recipe makes."""
@@ -170,7 +170,7 @@ class Trials:
         seen, samples = state.pop("seen"), state.pop("samples")
         vars(self).update(state)
         self._lock = threading.Lock()
-        self.observed = prepared(self.model, self.recipe, self.batches[0], trials=True)
+        self.observed = prepared(self.model, self.recipe, self.batches[0], observe_all=True)
         self.observed.manager.context.samples[:] = samples
         for name, watch in seen.items():
             self.observed.set_submodule(name, watch)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from fxq.graph.info import fate_of, info
+from fxq.graph.info import info, precision_of
 from fxq.graph.unit import calls_of
 from fxq.ledger.ledger import Entry, Ledger
 from fxq.pipeline.manager import PassManager
@@ -61,7 +61,7 @@ def layers_of(manager: PassManager, ledger: Ledger) -> list[TunableLayer]:
     found: dict[tuple[Selector, ...], TunableLayer] = {}
     rows = {entry.name: entry for entry in ledger}
     for node in manager.gm.graph.nodes:
-        if fate_of(node) not in ("int8", "weight-only"):
+        if precision_of(node) not in ("int8", "weight-only"):
             continue
         layer = _layer(manager, node, rows)
         known = found.get(layer.selectors) if layer is not None else None
@@ -81,7 +81,7 @@ def _layer(manager: PassManager, node: fx.Node, rows: Mapping[str, Entry]) -> Tu
     names = list(dict.fromkeys(original.by_origin[o] for part in parts for o in part if o in original.by_origin))
     entries = [rows[name] for name in names if name in rows]
     paths = about.paths or (about.path,)
-    heavy = [(path, call.op.name) for path, call in zip(paths, calls, strict=True) if call.op.quant.heavy]
+    heavy = [(path, call.op.name) for path, call in zip(paths, calls, strict=True) if call.op.traits.heavy]
     places = heavy or [(paths[0], calls[0].op.name)]
     selectors = tuple(dict.fromkeys(manager.context.selector_for(*place) for place in places))
     ops = "+".join(call.op.name for call in calls)
@@ -93,8 +93,8 @@ def _layer(manager: PassManager, node: fx.Node, rows: Mapping[str, Entry]) -> Tu
 
 def _extra(entry: Entry) -> float | None:
     """Microseconds that an op takes more in float than as it runs now."""
-    if entry.fate == "float" or entry.float_us is None or entry.int8_us is None:
-        return 0.0 if entry.fate == "float" else None
+    if entry.precision == "float" or entry.float_us is None or entry.int8_us is None:
+        return 0.0 if entry.precision == "float" else None
     return entry.float_us - entry.int8_us - (entry.conversions_us or 0.0)
 
 

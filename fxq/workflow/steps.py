@@ -26,9 +26,9 @@ from fxq.graph.text.text_writer import same_graph
 from fxq.ledger.build import ledger_of
 from fxq.ledger.comparison import Baseline
 from fxq.ledger.float_record import checksums
-from fxq.ledger.ledger import Narrowed
-from fxq.ledger.narrowing import narrowed
+from fxq.ledger.ledger import ReducedRange
 from fxq.ledger.output_check import check_output, output_sqnrs
+from fxq.ledger.reduce_range import narrowed
 from fxq.model import QuantizedModel
 from fxq.passes.observe_all import ObserveAll
 from fxq.pipeline.context import Context
@@ -71,7 +71,7 @@ def phases(recipe: Recipe) -> tuple[Sequence[Pass], Sequence[Pass], Sequence[Pas
 
 
 def prepared(
-    model: nn.Module, recipe: Recipe, example_inputs: Any, trials: bool, known: ObservedModel | None = None
+    model: nn.Module, recipe: Recipe, example_inputs: Any, observe_all: bool, known: ObservedModel | None = None
 ) -> ObservedModel:
     """The model with observers, for one backend; see `fxq.prepare`.
 
@@ -96,7 +96,7 @@ def prepared(
     configs = (recipe.config, *(config for _, config in recipe.overrides))
     specs = [spec for config in configs for spec in (config.activation, config.state) if spec is not None]
     observers = dict.fromkeys(spec.observer for spec in specs if spec.range == "calibrated")
-    manager.run([ObserveAll(tuple(observers))] if trials else before[fused:])
+    manager.run([ObserveAll(tuple(observers))] if observe_all else before[fused:])
     manager.check_float()
     return ObservedModel.from_manager(manager, start, unfused)
 
@@ -136,17 +136,19 @@ def observed_with(observed: ObservedModel, recipe: Recipe | None) -> PassManager
     return manager
 
 
-_TRIALS = "Or prepare once for all recipes: fxq.prepare(model, recipe, example_inputs, trials=True)."
+_TRIALS = "Or prepare once for all recipes: fxq.prepare(model, recipe, example_inputs, observe_all=True)."
 
 
-Known = list[tuple[PassManager, PassManager, Narrowed | None]]
+ModelCache = list[tuple[PassManager, PassManager, ReducedRange | None]]
 """Graphs with observers, what the passes to the qdq graph have made of each, and what has 7 bits in it.
 
 Those passes take long, and backends share most graphs.
 """
 
 
-def to_qdq(manager: PassManager, known: Known | None = None) -> tuple[PassManager, Narrowed | None, Sequence[Pass]]:
+def to_qdq(
+    manager: PassManager, known: ModelCache | None = None
+) -> tuple[PassManager, ReducedRange | None, Sequence[Pass]]:
     """Run the passes from calibration to the qdq graph, as far as nothing is priced.
 
     Args:
@@ -197,13 +199,13 @@ def _let_emit(gm: fx.GraphModule, emits: Mapping[str, TensorSpec]) -> None:
             set_info(node, plan=replace(plan, emits=emits.get(node.name)))
 
 
-def converted(observed: ObservedModel, recipe: Recipe | None = None, known: Known | None = None) -> QuantizedModel:
+def converted(observed: ObservedModel, recipe: Recipe | None = None, known: ModelCache | None = None) -> QuantizedModel:
     """The quantized model of a calibrated one, for one backend; see `fxq.convert`, and `to_qdq` for what is known."""
     manager, gave_way, left = to_qdq(observed_with(observed, recipe), known)
     return finished(manager, left, gave_way)
 
 
-def finished(manager: PassManager, left: Sequence[Pass], gave_way: Narrowed | None = None) -> QuantizedModel:
+def finished(manager: PassManager, left: Sequence[Pass], gave_way: ReducedRange | None = None) -> QuantizedModel:
     """Run the passes that are left; the quantized model, with its ledger."""
     manager.run(left)
     context = manager.context

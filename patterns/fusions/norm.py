@@ -50,7 +50,7 @@ def folded(op, m):
     layer = m.rule.variant["layer"]
     options = m.options(layer)
     norm = (m.mean.tensor, m.var.tensor, m.gamma.tensor, m.beta.tensor, m.options("batch_norm")["eps"])
-    new, new_bias = fold(m.w.tensor, m.b.tensor, *norm, OPS[layer].quant.axis or 0, options.get("groups", 1))
+    new, new_bias = fold(m.w.tensor, m.b.tensor, *norm, OPS[layer].traits.axis or 0, options.get("groups", 1))
     name = str(m.w.node.target).removesuffix(".weight").removeprefix("fxq_data.")
     return op[layer](
         m.x, op.constant(new, f"{name}.weight_folded"), op.constant(new_bias, f"{name}.bias_folded"), **options

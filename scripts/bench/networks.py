@@ -124,7 +124,9 @@ def chain(seconds: float) -> Iterator[Number]:
     yield Number("chain of 800", "quantize, s", whole, most=8.0, detail=detail)
 
 
-def made_for(x: Tensor, model: nn.Module, recipe: str | fxq.Recipe, data: Sequence[Tensor]) -> fxq.QuantizedModel:
+def made_for(
+    x: Tensor, model: nn.Module, recipe: str | fxq.Recipe, data: Sequence[Tensor]
+) -> fxq.results.QuantizedModel:
     """The model quantized for inputs like `x` on one thread: both decide what is faster in float."""
     with threads(1), warnings.catch_warnings():
         warnings.simplefilter("ignore", fxq.FxqWarning)  # that nothing pays as int8 for a single digit
@@ -132,7 +134,13 @@ def made_for(x: Tensor, model: nn.Module, recipe: str | fxq.Recipe, data: Sequen
 
 
 def speed(
-    name: str, model: nn.Module, qmodel: fxq.QuantizedModel, what: str, x: Tensor, least: float | None, seconds: float
+    name: str,
+    model: nn.Module,
+    qmodel: fxq.results.QuantizedModel,
+    what: str,
+    x: Tensor,
+    least: float | None,
+    seconds: float,
 ) -> Number:
     """How many times faster int8 is than float."""
     before, after = float_against_int8(model, qmodel, x, seconds)
@@ -142,7 +150,7 @@ def speed(
 
 def compression(name: str, model: nn.Module, qmodel: nn.Module) -> Iterator[Number]:
     """How many times smaller int8 is than float."""
-    before, after = fxq.nbytes(model), fxq.nbytes(qmodel)
+    before, after = fxq.results.nbytes(model), fxq.results.nbytes(qmodel)
     yield Number(name, "times smaller", before / after, detail=f"{before / 1e6:.2f} MB → {after / 1e6:.2f} MB")
 
 

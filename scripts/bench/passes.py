@@ -57,11 +57,11 @@ class MatchAll(fxq.Pass):
     """Match every fusion pattern everywhere, and refuse what matches. Keeps: the graph."""
 
     name: ClassVar[str] = "matching"
-    needs: ClassVar[fxq.Stage] = fxq.Stage.CANONICAL
-    gives: ClassVar[fxq.Stage] = fxq.Stage.CANONICAL
+    needs: ClassVar[fxq.extend.Stage] = fxq.extend.Stage.CANONICAL
+    gives: ClassVar[fxq.extend.Stage] = fxq.extend.Stage.CANONICAL
 
-    def run(self, rewriter: fxq.Rewriter) -> None:
-        rewriter.fuse(fxq.FUSIONS.largest_first(), refuse=lambda match: "to match all of them")
+    def run(self, rewriter: fxq.extend.Rewriter) -> None:
+        rewriter.fuse(fxq.extend.FUSIONS.largest_first(), refuse=lambda match: "to match all of them")
 
 
 @dataclass(frozen=True)
@@ -69,10 +69,10 @@ class BareWalk(fxq.Pass):
     """Look at every node, and do nothing. Keeps: the graph."""
 
     name: ClassVar[str] = "bare walk"
-    needs: ClassVar[fxq.Stage] = fxq.Stage.QDQ
-    gives: ClassVar[fxq.Stage] = fxq.Stage.QDQ
+    needs: ClassVar[fxq.extend.Stage] = fxq.extend.Stage.QDQ
+    gives: ClassVar[fxq.extend.Stage] = fxq.extend.Stage.QDQ
 
-    def run(self, rewriter: fxq.Rewriter) -> None:
+    def run(self, rewriter: fxq.extend.Rewriter) -> None:
         for node in rewriter.nodes():
             _ = node.op, node.meta["fxq"].plan
 
@@ -80,7 +80,7 @@ class BareWalk(fxq.Pass):
 def metered(step: fxq.Pass, meter: Meter) -> fxq.Pass:
     """The same pass, measured. It counts as fxq's own: behind a user's, the whole graph is run and looked at again."""
 
-    def run(self: fxq.Pass, rewriter: fxq.Rewriter) -> None:
+    def run(self: fxq.Pass, rewriter: fxq.extend.Rewriter) -> None:
         meter(step.name, lambda: step.run(rewriter))
 
     about = {"name": step.name, "needs": step.needs, "gives": step.gives, "__module__": "fxq.passes.measured"}

@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def judged(
-    model: nn.Module, found: fxq.SearchResult, data: Sequence[Tensor], fresh: Tensor, seconds: float = 10.0
+    model: nn.Module, found: fxq.results.SearchResult, data: Sequence[Tensor], fresh: Tensor, seconds: float = 10.0
 ) -> list[tuple[str, ...]]:
     """Float, the default recipe and the one that was found: on crops that nothing has seen, and on this CPU's kernels.
 

@@ -127,7 +127,7 @@ def made(case: Case, wanted: tuple[str, ...]) -> Iterator[Entry]:
     """The float network, and what every quantizer makes of it, judged on an input that it has not seen."""
     example, data, fresh = case.draw(), [case.draw() for _ in range(8)], case.draw()
     expected = case.model(fresh)
-    yield Entry(FLOAT, case.model, memory=fxq.nbytes(case.model), file=saved(case.model))
+    yield Entry(FLOAT, case.model, memory=fxq.results.nbytes(case.model), file=saved(case.model))
     own = {name: recipe for name, recipe in RECIPES.items() if name.startswith(wanted)}
     for name, recipe in own.items():
         try:
@@ -137,7 +137,7 @@ def made(case: Case, wanted: tuple[str, ...]) -> Iterator[Entry]:
             chosen = f", {qmodel.backend}" if recipe().backend == "fastest" else ""
             note = f"{on_integers(qmodel)}{chosen}; {took:.0f} s to quantize"
             noise = sqnr(expected, qmodel(fresh))
-            yield Entry(name, qmodel, noise, fxq.nbytes(qmodel), saved(qmodel), note)
+            yield Entry(name, qmodel, noise, fxq.results.nbytes(qmodel), saved(qmodel), note)
         except Exception as error:  # it is a result, too
             yield Entry(name, note=_failed(error))
     for name, make in rivals(engines=True).items():
@@ -150,7 +150,7 @@ def made(case: Case, wanted: tuple[str, ...]) -> Iterator[Entry]:
             yield Entry(name, note=_failed(error))
 
 
-def quantize(model: nn.Module, recipe: fxq.Recipe, data: list[Tensor], example: Tensor) -> fxq.QuantizedModel:
+def quantize(model: nn.Module, recipe: fxq.Recipe, data: list[Tensor], example: Tensor) -> fxq.results.QuantizedModel:
     """With what is slower on integers left in float, as recipes do."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", fxq.FxqWarning)

@@ -19,8 +19,12 @@ RECIPES: dict[str, Callable[[], fxq.Recipe]] = {
 """Made when asked for: one that this version does not have is a row of the table like what else fails."""
 
 
-def on_integers(qmodel: fxq.QuantizedModel) -> str:
+def on_integers(qmodel: fxq.results.QuantizedModel) -> str:
     """How many ops compute on integers, or have integer weights, and their share of the multiply-accumulates."""
     ledger = qmodel.ledger
-    counts = [f"{len(found)} {fate}" for fate in ("int8", "weight-only") if (found := ledger.where(fate=fate))]
+    counts = [
+        f"{len(found)} {precision}"
+        for precision in ("int8", "weight-only")
+        if (found := ledger.where(precision=precision))
+    ]
     return f"{', '.join(counts) or 'all float'}: {100 * ledger.coverage:.0f} % of MACs int8"

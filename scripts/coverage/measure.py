@@ -45,7 +45,7 @@ class Result:
         error: what stopped it there; empty when it is done.
         trace: where that was raised.
         leaves: modules that run in float as they are because torch.fx cannot trace them, with the reason.
-        ops: number of ops by what became of them (see `fxq.Ledger`).
+        ops: number of ops by what became of them (see `fxq.results.Ledger`).
         reasons: the most frequent reasons for float, with how many ops they hold back.
         heavy: by preset, the reasons for float of ops that multiply and accumulate, with their share of all that is.
         macs: share of multiply-accumulates that run on integers.
@@ -124,9 +124,9 @@ class KeepQdq(fxq.Pass):
     seen: list[fx.GraphModule] = field(default_factory=list)
 
     name = "keep-qdq"
-    needs = gives = fxq.Stage.QDQ
+    needs = gives = fxq.extend.Stage.QDQ
 
-    def run(self, rewriter: fxq.Rewriter) -> None:
+    def run(self, rewriter: fxq.extend.Rewriter) -> None:
         """Copy the graph; the tensors are shared, as no pass changes one in place."""
         self.seen.append(fx.GraphModule(rewriter.gm, copy.deepcopy(rewriter.gm.graph)))
 
@@ -202,7 +202,7 @@ def _wrong(caught: Sequence[warnings.WarningMessage]) -> list[str]:
     return [str(w.message) for w in caught if "runs in qdq form" in str(w.message)]
 
 
-def _export(qmodel: fxq.QuantizedModel, batch: Any) -> str:
+def _export(qmodel: fxq.results.QuantizedModel, batch: Any) -> str:
     """Why a model cannot be written as ONNX; empty where it can, and computes the same."""
     with TemporaryDirectory() as folder:
         try:
@@ -231,16 +231,16 @@ def _without_data(
     return sqnr(expected, outputs(qmodel, fresh))
 
 
-def _read_ledger(qmodel: fxq.QuantizedModel, result: Result) -> None:
-    result.ops = dict(Counter(entry.fate for entry in qmodel.ledger))
-    result.reasons = dict(Counter(e.reason for e in qmodel.ledger if e.fate == "float").most_common(5))
+def _read_ledger(qmodel: fxq.results.QuantizedModel, result: Result) -> None:
+    result.ops = dict(Counter(entry.precision for entry in qmodel.ledger))
+    result.reasons = dict(Counter(e.reason for e in qmodel.ledger if e.precision == "float").most_common(5))
     traced = qmodel.history["trace"].graph
     result.leaves = {node.path: node.note for node in traced if node.note}
     result.macs = qmodel.ledger.coverage
     result.heavy["static"] = _heavy(qmodel.ledger)
 
 
-def _read_regions(qmodel: fxq.QuantizedModel, kernel: str, result: Result) -> None:
+def _read_regions(qmodel: fxq.results.QuantizedModel, kernel: str, result: Result) -> None:
     """What kernels of this name run, and which ops run in PyTorch beside them, most frequent first."""
     graph = qmodel.history[-1].graph
     kernels = {node.name for node in graph if node.label == kernel}
@@ -253,10 +253,10 @@ def _read_regions(qmodel: fxq.QuantizedModel, kernel: str, result: Result) -> No
     result.regions, result.outside = len(kernels), dict((+found).most_common())
 
 
-def _heavy(ledger: fxq.Ledger) -> dict[str, float]:
+def _heavy(ledger: fxq.results.Ledger) -> dict[str, float]:
     """The reasons for float of ops that multiply and accumulate, with the share of all that is."""
     total = max(sum(entry.macs for entry in ledger), 1)
     found: dict[str, float] = {}
-    for entry in ledger.where(lambda entry: entry.fate == "float" and entry.macs > 0):
+    for entry in ledger.where(lambda entry: entry.precision == "float" and entry.macs > 0):
         found[entry.reason] = found.get(entry.reason, 0.0) + entry.macs / total
     return found

@@ -74,7 +74,7 @@ def measured(count: int, size: int, rank: int = 0, ranks: int = 1) -> Run:
     start = time.process_time()
     fxq.calibrate(observed, batches(range(rank, count, ranks), size, marks))
     total, forwards = time.process_time() - start, marks[1] - marks[0]
-    known = [buffer for m in observed.modules() if isinstance(m, fxq.Observer) for buffer in m.buffers()]
+    known = [buffer for m in observed.modules() if isinstance(m, fxq.extend.Observer) for buffer in m.buffers()]
     seen = hashlib.sha256(b"".join(buffer.contiguous().numpy().tobytes() for buffer in known)).hexdigest()
     state = sum(buffer.nbytes for buffer in known)
     return Run(forwards, total - forwards, state, seen)

@@ -132,7 +132,7 @@ def quantize(
     example: Tensor,
     effort: Effort,
     console: Console,
-) -> fxq.QuantizedModel:
+) -> fxq.results.QuantizedModel:
     """Calibrate on `data`, be fast at the size of `example`; print what every pass did and what became of every op."""
     batches = data[: effort.batches]
     start = time.perf_counter()
@@ -163,7 +163,9 @@ def quality_of_pictures(model: nn.Module, qmodel: nn.Module, pairs: Mapping[str,
     return table
 
 
-def latencies(model: nn.Module, qmodel: fxq.QuantizedModel, inputs: Mapping[str, Tensor], effort: Effort) -> Table:
+def latencies(
+    model: nn.Module, qmodel: fxq.results.QuantizedModel, inputs: Mapping[str, Tensor], effort: Effort
+) -> Table:
     """Time of the float model (eager, channels-last) and of the int8 model, in turns on one thread."""
     table = Table("input", "float ms", "int8 ms", "int8 is", title="Latency (one thread; float: eager, channels-last)")
     for name, x in inputs.items():
@@ -178,7 +180,7 @@ def sizes(model: nn.Module, qmodel: nn.Module) -> Table:
     """Bytes in memory, and of the state dict in a file."""
     table = Table("size", "float kB", "int8 kB", "int8 is", title="Size")
     rows = {
-        "parameters and buffers": (fxq.nbytes(model), fxq.nbytes(qmodel)),
+        "parameters and buffers": (fxq.results.nbytes(model), fxq.results.nbytes(qmodel)),
         "state dict in a file": (saved(model), saved(qmodel)),
     }
     for name, (before, after) in rows.items():
@@ -186,7 +188,7 @@ def sizes(model: nn.Module, qmodel: nn.Module) -> Table:
     return table
 
 
-def bias_as_integer(model: DigitsNet, qmodel: fxq.QuantizedModel) -> Table:
+def bias_as_integer(model: DigitsNet, qmodel: fxq.results.QuantizedModel) -> Table:
     """How the float bias of the first convolution, its folded batch norm's, enters the int32 accumulator.
 
     `correct-bias` has fitted it to the data before: that is what the integer stands for.
@@ -222,7 +224,7 @@ def shape_of(x: Tensor) -> str:
 # ---- pictures
 
 
-def draw_history(history: fxq.History, out: Path) -> None:
+def draw_history(history: fxq.results.History, out: Path) -> None:
     """One picture of the graph after each pass, and one of what the pass changed; older ones are removed first."""
     out.mkdir(parents=True, exist_ok=True)
     for old in (*out.glob("[0-9][0-9]-*.svg"), *out.glob("[0-9][0-9]-*.dot")):

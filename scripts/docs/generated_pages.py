@@ -92,7 +92,7 @@ SUBJECTS: tuple[Subject, ...] = (
 )
 
 
-def histories() -> Iterator[tuple[fxq.Recipe, fxq.History]]:
+def histories() -> Iterator[tuple[fxq.Recipe, fxq.results.History]]:
     """The recipe and the history of each subject."""
     for recipe, make, inputs in SUBJECTS:
         torch.manual_seed(0)
@@ -109,9 +109,9 @@ def histories() -> Iterator[tuple[fxq.Recipe, fxq.History]]:
         yield recipe, trained.history
 
 
-def shown() -> dict[str, tuple[fxq.Pass, fxq.Diff]]:
+def shown() -> dict[str, tuple[fxq.Pass, fxq.results.Diff]]:
     """Each pass, in order, with the difference that it makes to a graph: the first that is one, else an empty one."""
-    found: dict[str, tuple[fxq.Pass, fxq.Diff]] = {}
+    found: dict[str, tuple[fxq.Pass, fxq.results.Diff]] = {}
     for recipe, history in histories():
         names = [snapshot.name for snapshot in history]
         for i, name in enumerate(names):
@@ -155,7 +155,7 @@ def meaning(op: Op) -> str:
 def write_ops(path: Path) -> None:
     """A table of the ops that fxq knows."""
     rows = [f"| `{op.name}` | {meaning(op)} |" for op in sorted(OPS, key=lambda op: op.name)]
-    head = ["# Ops", "", "The ops of the op table, by the names that `fxq.op` and patterns take.", ""]
+    head = ["# Ops", "", "The ops of the op table, by the names that `fxq.by_op` and patterns take.", ""]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join([*head, "| op | what it computes |", "|---|---|", *rows, ""]))
 

@@ -36,7 +36,7 @@ def name(request):
 def free(request, monkeypatch):
     """Integers cost nothing, so that no test but that of prices depends on how fast the machine is."""
     if "prices" not in request.node.name:
-        monkeypatch.setattr(EngineBackend, "prices", lambda self, gm, example: fxq.Prices({}, 0.0))
+        monkeypatch.setattr(EngineBackend, "prices", lambda self, gm, example: fxq.extend.Prices({}, 0.0))
 
 
 def recipe(name, **options):
@@ -214,7 +214,7 @@ def test_what_it_cannot_run_stays_in_torch(name):
     q = fxq.quantize(model, recipe(name), data=[x])
     assert len(kernels(q)) == 2
     (entry,) = q.ledger.where(lambda e: "bessel_j0" in e.op)
-    assert entry.fate == "float" and "not in the op table" in entry.reason
+    assert entry.precision == "float" and "not in the op table" in entry.reason
     assert sqnr(model(x), q(x)) > 20
 
 
@@ -262,7 +262,7 @@ def test_prices_come_from_the_engines_own_profiler(name):
 
 def test_text_form(net):
     q, x, _ = net
-    text = fxq.write_graph(q)
+    text = fxq.extend.write_graph(q)
     assert f"{q.backend}.region" in text
-    again = fxq.read_graph(text, fxq.graph_tensors(q))
+    again = fxq.extend.read_graph(text, fxq.extend.graph_tensors(q))
     assert equal(again(x), tuple(q(x)))

@@ -25,7 +25,7 @@ ENGINES = ("openvino", "onnxruntime")
 @pytest.fixture(autouse=True)
 def free(monkeypatch):
     """Integers cost nothing, so that no test depends on how fast the machine is."""
-    monkeypatch.setattr(EngineBackend, "prices", lambda self, gm, example: fxq.Prices({}, 0.0))
+    monkeypatch.setattr(EngineBackend, "prices", lambda self, gm, example: fxq.extend.Prices({}, 0.0))
 
 
 def quantized(model, name, x):
@@ -105,7 +105,7 @@ def test_what_onnxruntime_runs_in_float_is_float_in_the_ledger(tmp_path, monkeyp
     (node,) = regions(q)
     (ran,) = [layer for layer in info(node).layers if layer.kind == "float"]
     assert (ran.nodes[0], ran.dtype) == ("a_relu", "float32")
-    in_float = q.ledger.where(fate="float")
+    in_float = q.ledger.where(precision="float")
     assert [(e.name, e.kind, e.decided_by) for e in in_float] == [
         ("a", "unsupported", "verify-lowering"),
         ("relu", "unsupported", "verify-lowering"),
@@ -130,7 +130,7 @@ def test_a_layer_whose_input_alone_is_moved_as_integers_is_float_in_the_ledger()
     (node,) = regions(q)
     ran = [layer.op for layer in info(node).layers if "_0_relu" in layer.nodes and layer.kind == "float"]
     assert ran == ["Gemm"]
-    assert [e.path for e in q.ledger.where(fate="float")] == ["0", "1"]
+    assert [e.path for e in q.ledger.where(precision="float")] == ["0", "1"]
 
 
 def optimized(model, path, monkeypatch):
@@ -161,7 +161,7 @@ def test_what_openvino_runs_in_float_is_float_in_the_ledger(monkeypatch):
     assert quantized(model, "openvino", x).ledger.coverage == 1.0
     monkeypatch.setattr(Openvino, "config", lambda self, gm, config, calls: config)
     q = quantized(model, "openvino", x)
-    (entry,) = q.ledger.where(fate="float")
+    (entry,) = q.ledger.where(precision="float")
     assert (entry.path, entry.reason) == (
         "1",
         "openvino runs it in float32, as Deconvolution: its conversions are for nothing",

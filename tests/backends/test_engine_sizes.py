@@ -28,7 +28,7 @@ def name(request):
 @pytest.fixture(autouse=True)
 def free(monkeypatch):
     """Integers cost nothing, so that no test depends on how fast the machine is."""
-    monkeypatch.setattr(EngineBackend, "prices", lambda self, gm, example: fxq.Prices({}, 0.0))
+    monkeypatch.setattr(EngineBackend, "prices", lambda self, gm, example: fxq.extend.Prices({}, 0.0))
 
 
 class Heads(nn.Module):

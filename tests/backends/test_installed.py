@@ -56,7 +56,7 @@ def test_a_package_adds_a_backend(install, tmp_path):
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).eval()
     data = [torch.randn(8, 8, generator=torch.Generator().manual_seed(0))]
     qmodel = fxq.quantize(model, recipe, data=data)
-    assert qmodel.backend == "acme_one" and [entry.fate for entry in qmodel.ledger] == ["int8", "float", "int8"]
+    assert qmodel.backend == "acme_one" and [entry.precision for entry in qmodel.ledger] == ["int8", "float", "int8"]
     qmodel.save(tmp_path / "m.fxq")
     recipe.save(tmp_path / "r.toml")
     code = "import sys, fxq; print(fxq.load(sys.argv[1]).backend, fxq.Recipe.load(sys.argv[2]).backend)"

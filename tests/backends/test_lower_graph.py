@@ -43,7 +43,7 @@ def test_the_node_of_a_region_knows_its_ops():
     about = info(body)
     assert (about.path, about.paths) == ("body", ("body.0.0", "body.0.1", "body.1"))
     assert about.body == ("conv2d", "relu", "conv2d") and about.parts == (("body_0_0",), ("body_0_1",), ("body_1",))
-    assert [plan.fate for plan in about.plans] == ["int8"] * 3 and about.plan.fate == "int8"
+    assert [plan.precision for plan in about.plans] == ["int8"] * 3 and about.plan.precision == "int8"
 
 
 def test_ops_of_a_region_without_a_kernel_say_why(monkeypatch):
@@ -55,7 +55,7 @@ def test_ops_of_a_region_without_a_kernel_say_why(monkeypatch):
     monkeypatch.setattr(own.Engine, "lower", lower)
     torch.manual_seed(0)
     qmodel = fxq.quantize(Blocks().eval(), ENGINE, data=[torch.randn(2, 3, 4, 4)])
-    told = [(e.name, e.fate, e.kind, e.reason, e.decided_by) for e in qmodel.ledger if e.op != "erf"]
+    told = [(e.name, e.precision, e.kind, e.reason, e.decided_by) for e in qmodel.ledger if e.op != "erf"]
     why = "float", "unsupported", "stays in qdq form: the engine is out of memory", "lower"
     assert told[:2] == [("stem_0", "int8", "", "", "annotate"), ("stem_1", "int8", "", "", "annotate")]
     assert told[2:] == [(name, *why) for name in ("body_0_0", "body_0_1", "body_1")]
@@ -71,7 +71,9 @@ def test_a_backend_may_leave_the_graph_as_it_stands(monkeypatch):
 
 def test_what_lower_returns_is_a_kernel(monkeypatch):
     monkeypatch.setattr(own.Engine, "lower", lambda self, gm, region: torch.relu)
-    with pytest.raises(fxq.InputError, match=r"lower of the backend '\w+' returns a fxq.Kernel or None, not <built-in"):
+    with pytest.raises(
+        fxq.InputError, match=r"lower of the backend '\w+' returns a fxq.extend.Kernel or None, not <built-in"
+    ):
         lowered()
 
 
@@ -89,11 +91,11 @@ def test_an_engine_that_builds_nothing_runs_nothing_on_integers(lower, monkeypat
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", fxq.FxqWarning)
         qmodel = fxq.quantize(Blocks().eval(), ENGINE, data=[torch.randn(2, 3, 4, 4)])
-    assert {entry.fate for entry in qmodel.ledger} == {"float"}
+    assert {entry.precision for entry in qmodel.ledger} == {"float"}
 
 
 def test_without_regions_of_its_own_a_backend_is_asked_for_every_unit_and_conversion(monkeypatch):
-    monkeypatch.setattr(own.Engine, "regions", fxq.Backend.regions)
+    monkeypatch.setattr(own.Engine, "regions", fxq.extend.Backend.regions)
     manager = lowered()
     x, qdq = torch.randn(3, 3, 4, 4), lowered(ENGINE.with_backend("reference")).gm
     assert text(manager.gm) == expected("""
@@ -109,7 +111,7 @@ def test_without_regions_of_its_own_a_backend_is_asked_for_every_unit_and_conver
     assert equal(manager.gm(x), qdq(x))
 
 
-class BothForms(nn.Module):
+class PairedRun(nn.Module):
     """One unit whose value is read as integers and returned as floats."""
 
     def __init__(self):
@@ -123,7 +125,7 @@ class BothForms(nn.Module):
 
 def test_a_unit_alone_may_hand_out_two_values():
     torch.manual_seed(0)
-    qmodel = fxq.quantize(BothForms().eval(), ENGINE, data=[torch.randn(2, 3, 4, 4)])
+    qmodel = fxq.quantize(PairedRun().eval(), ENGINE, data=[torch.randn(2, 3, 4, 4)])
     assert text(qmodel.history["lower"].graph) == expected("""
         x = input
         a_relu = tests.region(x)
@@ -133,7 +135,7 @@ def test_a_unit_alone_may_hand_out_two_values():
         b = tests.region(transpose)
         return (a_relu_dq, b)
     """)
-    assert [(e.name, e.fate, e.into, e.sqnr is not None) for e in qmodel.ledger] == [
+    assert [(e.name, e.precision, e.into, e.sqnr is not None) for e in qmodel.ledger] == [
         ("a", "int8", "a_relu", False),
         ("relu", "int8", "a_relu_q", True),
         ("transpose", "moves", "transpose", True),

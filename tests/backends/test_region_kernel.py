@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import fxq
-from fxq.backends.qdq_form import InForm
+from fxq.backends.qdq_form import FallbackKernel
 from fxq.common.metrics import sqnr
 from fxq.graph.grid import grid_of
 from fxq.graph.info import info
@@ -94,12 +94,12 @@ def test_networks_run_in_regions(name):
     assert len(engine_kernels(qmodel)) == {"sequence": 2}.get(name, 1)
     assert not qmodel.history["verify-lowering"].edits
     assert sqnr(call(right, x), call(qmodel, x)) > 100  # the same ops in another order of memory
-    assert [(e.name, e.fate) for e in qmodel.ledger] == [(e.name, e.fate) for e in right.ledger]
+    assert [(e.name, e.precision) for e in qmodel.ledger] == [(e.name, e.precision) for e in right.ledger]
 
 
 def test_the_ledger_has_every_op_of_a_region_with_its_own_decision(net):
     qmodel = quantized(net)
-    assert [(e.name, e.fate, e.into) for e in qmodel.ledger] == [
+    assert [(e.name, e.precision, e.into) for e in qmodel.ledger] == [
         ("a", "int8", "a_relu_to_b"),
         ("relu", "int8", "a_relu_q"),
         ("b", "int8", "b"),
@@ -110,7 +110,7 @@ def test_the_ledger_has_every_op_of_a_region_with_its_own_decision(net):
         ("mean", "int8", "c_add_to_d"),
         ("d", "int8", "c_add_to_d"),
     ]
-    assert qmodel.ledger.where(fate="float").entries[0].reason == "erf has no integer form"
+    assert qmodel.ledger.where(precision="float").entries[0].reason == "erf has no integer form"
     reference = {e.name: e.sqnr for e in quantized(net, REFERENCE).ledger}
     seen = {e.name: e.sqnr for e in qmodel.ledger if e.sqnr is not None}
     assert seen == pytest.approx({name: reference[name] for name in ("relu", "b", "erf", "transpose", "d")})
@@ -155,11 +155,11 @@ def test_on_another_machine_a_region_runs_in_qdq_form_where_it_is_wrong(net, mon
     qmodel, x = quantized(net), net[1]
     right, data = qmodel(x), pickle.dumps(qmodel)
     monkeypatch.setattr("fxq.backends.cpu.machine", lambda: {"cpu": "another"})
-    assert not any(isinstance(m, InForm) for m in pickle.loads(data).modules())
+    assert not any(isinstance(m, FallbackKernel) for m in pickle.loads(data).modules())
     monkeypatch.setattr(own.WholeRegion, "build", lambda self, form: lambda *xs: wrong(form(*xs)))
     with pytest.warns(fxq.FxqWarning, match="2 of its 2 kernels do not run right here"):
         there = pickle.loads(data)
-    assert sum(isinstance(m, InForm) for m in there.modules()) == 2 and equal(there(x), right)
+    assert sum(isinstance(m, FallbackKernel) for m in there.modules()) == 2 and equal(there(x), right)
 
 
 class InPlace(nn.Module):
@@ -195,10 +195,12 @@ def test_what_is_changed_in_place_stays_outside():
 
 def test_the_text_of_a_graph_says_what_its_regions_compute(net):
     gm = until(*net, "lower", plain(ENGINE)).gm
-    written = fxq.write_graph(gm)
-    again = fxq.read_graph(written, fxq.graph_tensors(gm))
-    assert fxq.write_graph(again) == written and equal(again(net[1]), gm(net[1]))
-    assert fxq.write_graph(fxq.read_graph(fxq.write_graph(gm, facts=False), fxq.graph_tensors(gm)), facts=False)
+    written = fxq.extend.write_graph(gm)
+    again = fxq.extend.read_graph(written, fxq.extend.graph_tensors(gm))
+    assert fxq.extend.write_graph(again) == written and equal(again(net[1]), gm(net[1]))
+    assert fxq.extend.write_graph(
+        fxq.extend.read_graph(fxq.extend.write_graph(gm, facts=False), fxq.extend.graph_tensors(gm)), facts=False
+    )
     lines = [line.partition("  # ")[0] for line in written.splitlines()]
     first = lines.index("def c_add_to_d():")
     shown = [re.sub(r"=[-\d.]+", "=.", line) for line in lines[first : lines.index("", first)]]
@@ -236,7 +238,7 @@ def test_an_engine_says_itself_what_its_ops_cost(net, monkeypatch):
     monkeypatch.setattr("fxq.cost.cache.measure", None)
     monkeypatch.setattr("fxq.passes.fallback.quickest", lambda gm, context, changes: 1)
     qmodel = quantized(net, ENGINE.with_backend(own.PricedEngine).with_optimize("speed"))
-    assert {e.name: (e.fate, e.float_us, e.int8_us) for e in qmodel.ledger if e.float_us} == {
+    assert {e.name: (e.precision, e.float_us, e.int8_us) for e in qmodel.ledger if e.float_us} == {
         "a": ("int8", 10.0, pytest.approx(1.0)),
         "b": ("int8", 10.0, pytest.approx(1.0)),
         "c": ("int8", 10.0, pytest.approx(1.0)),
@@ -257,7 +259,7 @@ def test_what_prices_say_is_tried_against_all_and_against_nothing_on_integers(ne
 
     monkeypatch.setattr("fxq.passes.fallback.quickest", quickest)
     qmodel = quantized(net, ENGINE.with_backend(own.PricedEngine).with_optimize("speed"))
-    assert asked == [3] and qmodel.ledger.where(name="d")[0].fate == "int8"
+    assert asked == [3] and qmodel.ledger.where(name="d")[0].precision == "int8"
 
 
 class SplitEngine(own.PricedEngine):
@@ -267,7 +269,7 @@ class SplitEngine(own.PricedEngine):
     fewer = 1
 
     def supports(self, gm, node, calls, config):
-        return fxq.Support(len(calls), "either way", self.fewer) if len(calls) > 1 else fxq.Support(1)
+        return fxq.extend.Support(len(calls), "either way", self.fewer) if len(calls) > 1 else fxq.extend.Support(1)
 
 
 def test_an_engine_s_prices_are_asked_before_its_units_are_opened(net, monkeypatch):
@@ -275,7 +277,7 @@ def test_an_engine_s_prices_are_asked_before_its_units_are_opened(net, monkeypat
     monkeypatch.setattr("fxq.cost.cache.measure", None)
     monkeypatch.setattr("fxq.passes.fallback.quickest", lambda gm, context, changes: 1)
     qmodel = quantized(net, ENGINE.with_backend(SplitEngine).with_optimize("speed"))
-    found = {e.name: (e.fate, e.float_us, e.int8_us) for e in qmodel.ledger}
+    found = {e.name: (e.precision, e.float_us, e.int8_us) for e in qmodel.ledger}
     assert found["a"] == ("int8", 10.0, pytest.approx(1.0)) and found["relu"] == ("int8", None, None)
     assert found["d"] == ("float", 10.0, pytest.approx(30.0))
 
@@ -298,7 +300,7 @@ def test_an_engine_prices_what_is_left_of_opened_units(monkeypatch, optimize):
     net = Sum().eval(), torch.randn(2, 3, 4, 4)
     qmodel = quantized(net, ENGINE.with_backend(own.PricedEngine).with_optimize(optimize))
     real, int8 = (10.0, pytest.approx(1.0)) if optimize == "speed" else (None, None)  # coverage asks for no prices
-    assert [(e.name, e.fate, e.float_us, e.int8_us) for e in qmodel.ledger] == [
+    assert [(e.name, e.precision, e.float_us, e.int8_us) for e in qmodel.ledger] == [
         ("a", "int8", real, int8),
         ("b", "int8", real, int8),
         ("add", "float", real, None),
@@ -309,7 +311,7 @@ def test_coverage_asks_an_engine_for_no_prices(net, monkeypatch):
     """All that can run on integers does, whatever it takes."""
     monkeypatch.setattr(own.PricedEngine, "prices", None)
     qmodel = quantized(net, ENGINE.with_backend(own.PricedEngine))
-    assert all(e.float_us is None for e in qmodel.ledger) and any(e.fate == "int8" for e in qmodel.ledger)
+    assert all(e.float_us is None for e in qmodel.ledger) and any(e.precision == "int8" for e in qmodel.ledger)
 
 
 # ---- wrong ones

@@ -11,7 +11,7 @@ from torch import nn
 import fxq
 from fxq.backends.kernel import Kernel
 from fxq.backends.packed.quantized_tensors import has_engine
-from fxq.backends.qdq_form import InForm
+from fxq.backends.qdq_form import FallbackKernel
 from fxq.common.metrics import tensors
 from fxq.errors import InputError
 from tests.support import models
@@ -38,7 +38,7 @@ def network(seed=0, channels=8, stride=1):
 def quantized(backend, seed=0, scale=1.0, recipe=None, **options):
     model = network(seed, **options)
     model(X)
-    recipe = recipe or fxq.Recipe.static(backend=backend, optimize="coverage", narrow="activations")
+    recipe = recipe or fxq.Recipe.static(backend=backend, optimize="coverage", reduce_range="activations")
     return fxq.quantize(model, recipe, data=[X * scale])
 
 
@@ -74,7 +74,7 @@ def test_loading_gives_exactly_the_other_model(backend):
 @pytest.mark.parametrize("name", models.NETWORKS)
 def test_every_network_takes_over_the_numbers_of_another(backend, name):
     """The other one has other ranges: its weights and its data are others."""
-    recipe = fxq.Recipe.static(backend=backend, optimize="coverage", narrow="activations")
+    recipe = fxq.Recipe.static(backend=backend, optimize="coverage", reduce_range="activations")
     model, batch = models.build(name), models.batch(name)
     other = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(5)
@@ -156,12 +156,12 @@ def test_forms_take_over_the_numbers_as_well():
         if stage.startswith("loaded"):
             model.load_state_dict(theirs.state_dict())
         for path, kernel in [(p, m) for p, m in model.fxq_kernels.named_children() if isinstance(m, Kernel)]:
-            model.fxq_kernels.set_submodule(path, InForm.instead_of(kernel, "for the test"))
+            model.fxq_kernels.set_submodule(path, FallbackKernel.instead_of(kernel, "for the test"))
         if stage.startswith("in form"):
             before = model(X)  # every form has run, and keeps what it runs
             assert not torch.equal(before, expected)
             model.load_state_dict(theirs.state_dict())
         torch.testing.assert_close(model(X), expected, rtol=0, atol=0.02 * float(expected.abs().max()))
-        for path, form in [(p, m) for p, m in model.fxq_kernels.named_children() if isinstance(m, InForm)]:
+        for path, form in [(p, m) for p, m in model.fxq_kernels.named_children() if isinstance(m, FallbackKernel)]:
             model.fxq_kernels.set_submodule(path, form.kernel())
         assert torch.equal(model(X), expected)

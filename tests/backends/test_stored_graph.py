@@ -23,13 +23,13 @@ from tests.test_fuzz import plans, recipe
 def again(gm):
     """The graph of the graph's text."""
     leaves = {n.target: gm.get_submodule(n.target) for n in gm.graph.nodes if n.op == "call_module"}
-    return fxq.read_graph(fxq.write_graph(gm), fxq.graph_tensors(gm), leaves)
+    return fxq.extend.read_graph(fxq.extend.write_graph(gm), fxq.extend.graph_tensors(gm), leaves)
 
 
 def check(manager, inputs):
     """The same text again, the same numbers bit for bit."""
     made = again(manager.gm)
-    assert fxq.write_graph(made) == fxq.write_graph(manager.gm)
+    assert fxq.extend.write_graph(made) == fxq.extend.write_graph(manager.gm)
     manager.gm.recompile()
     assert equal(call(made, inputs), call(manager.gm, inputs))
 
@@ -81,7 +81,7 @@ def test_a_pass_makes_the_same_of_the_graph_that_was_read(name):
                 known.units = {}
                 other = PassManager(known)
                 other.gm, other.stage = torch.fx.GraphModule(gm, copy.deepcopy(gm.graph)), manager.stage
-                texts.append(fxq.write_graph(other.run([NEXT[stage]])))
+                texts.append(fxq.extend.write_graph(other.run([NEXT[stage]])))
             assert texts[0] == texts[1]
             tried.add(stage)
     assert tried == NEXT.keys()
@@ -91,11 +91,11 @@ def test_leaf_modules_come_from_the_caller():
     model = module(lambda self, x: self.rnn(self.fc(x))[0], fc=nn.Linear(4, 4), rnn=nn.GRU(4, 3))
     x = torch.randn(5, 4)
     gm = graph(model, x)
-    text, tensors = fxq.write_graph(gm), fxq.graph_tensors(gm)
+    text, tensors = fxq.extend.write_graph(gm), fxq.extend.graph_tensors(gm)
     assert "modules['rnn'] = leaf('GRU')" in text and set(tensors) == {"fc.weight", "fc.bias"}
     with pytest.raises(fxq.InputError, match=r"line 1: the leaf module 'rnn' is no data: give it, modules=\{'rnn': "):
-        fxq.read_graph(text, tensors)
-    assert torch.equal(fxq.read_graph(text, tensors, {"rnn": model.rnn})(x), model(x))
+        fxq.extend.read_graph(text, tensors)
+    assert torch.equal(fxq.extend.read_graph(text, tensors, {"rnn": model.rnn})(x), model(x))
 
 
 # ---- kernels
@@ -110,7 +110,7 @@ GRID = "{'scale': 0.5, 'zero_point': 3, 'qmin': 0, 'qmax': 255}"
 
 @pytest.mark.any_cpu
 def test_a_kernel_from_text():
-    gm = fxq.read_graph(LOWERED.format(GRID), {})
+    gm = fxq.extend.read_graph(LOWERED.format(GRID), {})
     assert gm(torch.tensor([[0.0, 0.5, -9.0, 999.0]])).tolist() == [[3, 4, 0, 255]]
 
 
@@ -128,4 +128,4 @@ def test_a_kernel_from_text():
 )
 def test_refused_kernels(line, why):
     with pytest.raises(fxq.InputError, match=why):
-        fxq.read_graph(line, {})
+        fxq.extend.read_graph(line, {})

@@ -149,7 +149,7 @@ REFUSED = {
     "another option": (lambda: prepared("percentile:90"), "the recipe looks at other values, or in another way"),
     "other weights": (lambda: prepared(model=other_weights()), "the model has other weights"),
     "another model": (lambda: prepared(model=network().append(nn.ReLU())), "the model computes something else"),
-    "trials": (lambda: prepared(trials=True), "changes its graph before calibration"),
+    "trials": (lambda: prepared(observe_all=True), "changes its graph before calibration"),
 }
 
 

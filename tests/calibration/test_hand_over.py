@@ -23,7 +23,7 @@ def observers(gm):
 
 
 def test_observers_are_handed_over_by_what_they_watch():
-    seen = fxq.prepare(network(), REFERENCE, X, trials=True)
+    seen = fxq.prepare(network(), REFERENCE, X, observe_all=True)
     seen(X)
     to = fxq.prepare(network(), REFERENCE.override("1", fxq.FLOAT), X)
     assert hand_over(seen, to, "") == len(observers(to)) > 0
@@ -49,7 +49,7 @@ def test_a_value_that_nobody_looked_at():
 
 
 def test_other_graphs_and_other_tracing():
-    gm = fxq.run_passes(network(), REFERENCE, X, until="fold-batch-norm")
+    gm = fxq.extend.run_passes(network(), REFERENCE, X, until="fold-batch-norm")
     lines = nodes_of(gm.graph)
     check_computes_alike(lines, list(lines))
     with pytest.raises(RecipeError, match=r"another graph before anything is fused.*it has fewer nodes"):

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.any_cpu
 def test_regions_are_those_of_what_runs_on_integers(name):
     gm = until(build(name), batch(name), "propagate", REFERENCE).gm
     found = regions_of(gm, list(gm.graph.nodes))
-    planned = {n for n in gm.graph.nodes if (plan := info(n).plan) is not None and plan.fate != "float"}
+    planned = {n for n in gm.graph.nodes if (plan := info(n).plan) is not None and plan.precision != "float"}
     assert found and set(found) <= planned and all(region.node is n for n, region in found.items())
     for n, region in found.items():
         set_info(n, shape=None)

@@ -61,14 +61,14 @@ def test_every_unit_runs_both_ways(name, monkeypatch):
         about = info(region.outputs[0])
         assert tuple(known.costs.results[int8].shape) == tuple(known.costs.results[real].shape) == about.shape
         assert known.costs.results[int8].dtype == about.dtype and known.costs.results[real].dtype == torch.float32
-        if info(region.node).plan.fate == "int8":
+        if info(region.node).plan.precision == "int8":
             assert any(isinstance(module, Kernel) for module in lowered[-1])
     assert lowered and list(gm.graph.nodes) == before and gm.code == code
 
 
 def test_a_layer_whose_input_has_a_scale_that_the_graph_holds_is_timed_in_float():
     given = {"s": torch.tensor(0.5), "z": torch.tensor(3, dtype=torch.int32), "w": torch.ones(4, 3)}
-    gm = fxq.read_graph(
+    gm = fxq.extend.read_graph(
         """
         q: uint8[2, 3] = input()
         s: float32[()] = tensor('s')

@@ -13,15 +13,17 @@ from tests.support.ledgers import SOME, names
 
 
 def test_where():
-    assert names(SOME.where(fate="float")) == ["s", "h"]
-    assert names(SOME.where(fate="float", op="linear")) == ["h"]
-    with pytest.raises(fxq.InputError, match=r"function of an entry, .* not 'float': ledger.where\(fate=\"float\"\)"):
+    assert names(SOME.where(precision="float")) == ["s", "h"]
+    assert names(SOME.where(precision="float", op="linear")) == ["h"]
+    with pytest.raises(
+        fxq.InputError, match=r"function of an entry, .* not 'float': ledger.where\(precision=\"float\"\)"
+    ):
         SOME.where("float")
     assert names(SOME.where(path="layer1.*")) == ["a", "r"]
     deeper = replace(SOME, entries=tuple(replace(e, path=f"body.{e.path}") for e in SOME.entries))
     assert not deeper.where(path="body.*.*.*") and names(deeper.where(path="**.layer1.**")) == ["a", "r"]
     assert names(SOME.where(op=("relu", "silu"))) == ["r", "s"]
-    assert names(SOME.where(lambda e: e.macs > 0, fate="int8")) == ["a"]
+    assert names(SOME.where(lambda e: e.macs > 0, precision="int8")) == ["a"]
     assert names(SOME.where(sqnr=None)) == ["a", "d"]
     assert SOME.where().entries == SOME.entries
 
@@ -41,10 +43,11 @@ def test_unknown_fields(ask):
 
 
 @pytest.mark.parametrize(
-    "ask", [lambda x: x.where(fate="flaot"), lambda x: x.where(fate=["int8", "flaot"]), lambda x: x.count("flaot")]
+    "ask",
+    [lambda x: x.where(precision="flaot"), lambda x: x.where(precision=["int8", "flaot"]), lambda x: x.count("flaot")],
 )
 def test_unknown_fates(ask):
-    with pytest.raises(fxq.InputError, match="unknown fate 'flaot'; did you mean 'float'"):
+    with pytest.raises(fxq.InputError, match="unknown precision 'flaot'; did you mean 'float'"):
         ask(SOME)
 
 

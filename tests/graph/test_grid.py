@@ -52,8 +52,8 @@ class Edit(fxq.Pass):
 
     function: object = None
     name: ClassVar[str] = "edit"
-    needs: ClassVar[fxq.Stage] = fxq.Stage.FUSED
-    gives: ClassVar[fxq.Stage] = fxq.Stage.FUSED
+    needs: ClassVar[fxq.extend.Stage] = fxq.extend.Stage.FUSED
+    gives: ClassVar[fxq.extend.Stage] = fxq.extend.Stage.FUSED
 
     def run(self, rewriter):
         self.function(rewriter.gm)
@@ -92,7 +92,7 @@ def kernels(qmodel):
 
 def decided(qmodel):
     """The ledger without the names of nodes."""
-    return [(row.name, row.fate, row.fix, re.sub(r"(%|into )\w+", "", row.reason)) for row in qmodel.ledger]
+    return [(row.name, row.precision, row.fix, re.sub(r"(%|into )\w+", "", row.reason)) for row in qmodel.ledger]
 
 
 def grids(gm):
@@ -161,7 +161,7 @@ def test_scales_that_are_computed_and_scales_of_blocks_are_in_the_graph():
     """Rows on grids that are measured at run time, times a weight with a scale for each 4 values of a row."""
     x, w, scale = torch.randn(3, 8), torch.randint(-8, 8, (5, 8), dtype=torch.int8), torch.rand(5, 2) + 0.1
     tensors = {"zero": torch.tensor(0, dtype=torch.int32), "w": w, "s": scale, "z": torch.ones(5, 2, dtype=torch.int32)}
-    gm = fxq.read_graph(ROWS_AND_BLOCKS, tensors)
+    gm = fxq.extend.read_graph(ROWS_AND_BLOCKS, tensors)
     step = x.abs().amax(1, keepdim=True) * 0.01
     rows = (x / step).round().clamp(-127, 127) * step
     assert torch.allclose(gm(x), rows @ ((w - 1.0) * scale.repeat_interleave(4, 1)).T, rtol=1e-5, atol=1e-6)
@@ -169,5 +169,5 @@ def test_scales_that_are_computed_and_scales_of_blocks_are_in_the_graph():
     assert grid_of(gm, node["q"]) is None
     assert (grid_of(gm, node["w_dq"]).axis, grid_of(gm, node["w_dq"]).block) == (1, 4)
     assert view(gm)["w_dq"].scale.endswith("(axis 1, blocks of 4)")
-    again = fxq.read_graph(fxq.write_graph(gm), fxq.graph_tensors(gm))
-    assert fxq.write_graph(again) == fxq.write_graph(gm) and torch.equal(again(x), gm(x))
+    again = fxq.extend.read_graph(fxq.extend.write_graph(gm), fxq.extend.graph_tensors(gm))
+    assert fxq.extend.write_graph(again) == fxq.extend.write_graph(gm) and torch.equal(again(x), gm(x))

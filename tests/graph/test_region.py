@@ -94,7 +94,7 @@ def test_a_region_of_a_unit_of_several_outputs(rest, nodes, outputs):
     """They come in the order of the unit, each with the quantize that alone reads it."""
     parts = "\nb: float32[2, 4] = operator.getitem(y, 1)\na: float32[2, 4] = operator.getitem(y, 0)\n"
     given = {"w": torch.tensor([[1.0, -1.0, 0.0]] * 4)}
-    gm = fxq.read_graph(dedent(BOTH) + parts + rest, given)
+    gm = fxq.extend.read_graph(dedent(BOTH) + parts + rest, given)
     region = next(iter(unit_regions(gm)))
     assert " ".join(n.name for n in region.nodes) == nodes
     assert " ".join(n.name for n in region.outputs) == outputs
@@ -106,5 +106,5 @@ def test_a_region_of_a_unit_of_several_outputs(rest, nodes, outputs):
 
 
 def test_a_unit_whose_values_nobody_takes_is_no_region():
-    gm = fxq.read_graph(dedent(BOTH) + "return y", {"w": torch.ones(4, 3)})
+    gm = fxq.extend.read_graph(dedent(BOTH) + "return y", {"w": torch.ones(4, 3)})
     assert list(unit_regions(gm)) == []

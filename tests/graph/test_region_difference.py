@@ -123,14 +123,14 @@ def test_the_magnitude_where_the_graph_holds_the_scale():
     }
     found = []
     for numbers in (("s", "z"), (0.5, 4)):
-        gm = fxq.read_graph(written.format(*numbers), given)
+        gm = fxq.extend.read_graph(written.format(*numbers), given)
         region = next(iter(unit_regions(gm)))
         found.append(magnitude(gm, region, {region.inputs[0]: torch.tensor([[4, 10]], dtype=torch.uint8)}))
     assert found == [2 * 1 + 5 * 2] * 2  # |x| and the zero point are (2, 5)
 
 
 def test_the_magnitude_of_a_region_is_the_largest_value_in_it():
-    gm = fxq.read_graph(
+    gm = fxq.extend.read_graph(
         """
         x: float32[2] = input()
         w = tensor('w')

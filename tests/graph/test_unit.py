@@ -161,7 +161,7 @@ def test_a_unit_keeps_what_its_rule_captured(rule, forward, captures):
         "itself": gm,
         "a copy": copy.deepcopy(gm),
         "a pickle": fx.GraphModule(pickle.loads(pickle.dumps(held)), from_data(pickle.loads(pickle.dumps(data)))),
-        "text": fxq.read_graph(fxq.write_graph(gm), fxq.graph_tensors(gm)),
+        "text": fxq.extend.read_graph(fxq.extend.write_graph(gm), fxq.extend.graph_tensors(gm)),
     }
     want = model(X)
     for how, other in made.items():

@@ -129,7 +129,7 @@ def test_arithmetic_on_sizes_is_no_op():
         assert {n.label for n in step.graph if n.kind == "size"} <= plain
         assert {n.label for n in step.graph if n.kind == "size"} >= {"getattr", "size", "floordiv"}
         assert not any(n.reason for n in step.graph if n.kind == "size")
-    assert qmodel.history[-1].count("float") == 0 and not qmodel.ledger.where(fate="float")
+    assert qmodel.history[-1].count("float") == 0 and not qmodel.ledger.where(precision="float")
     assert "float fallback" not in picture(qmodel.history[-1].graph, "t").header
 
 

@@ -14,7 +14,7 @@ from tests.support.models import NETWORKS, batch, build
 
 
 def test_one_entry_per_op(ledger):
-    assert [(e.path, e.op, e.fate) for e in ledger] == [
+    assert [(e.path, e.op, e.precision) for e in ledger] == [
         ("stem", "conv2d", "int8"),
         ("same", "identity", "folded"),
         ("block.conv", "conv2d", "int8"),
@@ -53,10 +53,10 @@ def test_every_entry_is_consistent(name, recipe):
     }
     assert len(qmodel.ledger) >= len(traced)
     for entry in qmodel.ledger:
-        assert entry.fate in ("int8", "moves", "float", "folded")
-        assert bool(entry.reason) == (entry.fate in ("float", "folded"))
-        assert entry.into in names or (entry.into == "" and entry.fate == "folded")
-        assert entry.fix == "" or entry.fate != "folded"
+        assert entry.precision in ("int8", "moves", "float", "folded")
+        assert bool(entry.reason) == (entry.precision in ("float", "folded"))
+        assert entry.into in names or (entry.into == "" and entry.precision == "folded")
+        assert entry.fix == "" or entry.precision != "folded"
     assert any(e.sqnr is not None for e in qmodel.ledger)
 
 
@@ -66,7 +66,7 @@ def test_int8_means_a_kernel():
     for name in NETWORKS:
         qmodel = fxq.quantize(build(name), X86, data=[batch(name)])
         nodes = {n.name: n for n in qmodel.graph.nodes}
-        for entry in qmodel.ledger.where(fate=("int8", "moves")):
+        for entry in qmodel.ledger.where(precision=("int8", "moves")):
             node = nodes[entry.into]
             kernel = node.op == "call_module" and "fxq_kernels" in node.target
             assert kernel or not node.meta["fxq"].dtype.is_floating_point, (name, entry)
@@ -78,7 +78,7 @@ def test_what_failed_verification_is_float_and_keeps_its_name(monkeypatch):
     monkeypatch.setattr(OnednnConv, "forward", lambda self, *args: forward(self, *args) + 2)
     with pytest.warns(fxq.FxqWarning, match="wrong on this machine"):
         qmodel = fxq.quantize(net(), X86, data=[X])
-    wrong = qmodel.ledger.where(path="block**", fate="float")
+    wrong = qmodel.ledger.where(path="block**", precision="float")
     assert [e.op for e in wrong] == ["conv2d", "add", "relu"] * 2
     assert all("failed verification" in e.reason and e.kind == "unverified" for e in wrong)
     assert [e.into for e in wrong] == ["block_conv_add_relu"] * 3 + ["block_conv_1_add_relu"] * 3
@@ -89,8 +89,8 @@ def test_what_failed_verification_is_float_and_keeps_its_name(monkeypatch):
 def test_a_padding_of_its_own_has_an_entry_of_its_own():
     model = module(lambda self, x: self.conv(x), conv=nn.Conv2d(3, 4, 2, padding="same"))
     ledger = fxq.quantize(model, REFERENCE, data=[X]).ledger
-    assert [(e.path, e.op, e.fate) for e in ledger] == [("conv", "pad", "moves"), ("conv", "conv2d", "int8")]
-    assert ledger[0].fix == 'recipe.override(fxq.op("pad", "conv"), fxq.FLOAT)'.replace('"', "'")
+    assert [(e.path, e.op, e.precision) for e in ledger] == [("conv", "pad", "moves"), ("conv", "conv2d", "int8")]
+    assert ledger[0].fix == 'recipe.override(fxq.by_op("pad", "conv"), fxq.FLOAT)'.replace('"', "'")
 
 
 def test_a_module_with_several_outputs_is_one_op():
@@ -102,7 +102,7 @@ def test_a_module_with_several_outputs_is_one_op():
         forward, a=nn.Linear(4, 6), rnn=nn.LSTM(6, 7, batch_first=True, bidirectional=True), b=nn.Linear(14, 2)
     )
     ledger = fxq.quantize(model, REFERENCE.leaf("rnn"), data=[torch.randn(3, 5, 4)]).ledger
-    assert [(e.op, e.fate) for e in ledger] == [("linear", "int8"), ("lstm", "float"), ("linear", "int8")]
+    assert [(e.op, e.precision) for e in ledger] == [("linear", "int8"), ("lstm", "float"), ("linear", "int8")]
     lstm = 3 * 5 * 2 * (28 * 6 + 28 * 7)
     linear = 3 * 5 * (4 * 6 + 14 * 2)
     assert [e.macs for e in ledger] == [3 * 5 * 24, lstm, 3 * 5 * 28]
@@ -154,10 +154,10 @@ def test_what_no_pass_has_decided():
     recipe = REFERENCE.without_pass("annotate")
     with pytest.warns(fxq.FxqWarning, match="nothing runs on integers"):
         ledger = fxq.quantize(nn.Sequential(nn.Linear(4, 4)), recipe, data=[torch.rand(2, 4)]).ledger
-    assert [(e.fate, e.kind, e.decided_by) for e in ledger] == [("float", "undecided", "")]
+    assert [(e.precision, e.kind, e.decided_by) for e in ledger] == [("float", "undecided", "")]
 
 
 def test_what_runs_on_integers_needs_no_reason(ledger):
     """Nor does what is folded, which no pass decides about."""
-    assert {(e.kind, e.decided_by) for e in ledger.where(fate=("int8", "moves"))} == {("", "annotate")}
-    assert {(e.kind, e.decided_by) for e in ledger.where(fate="folded")} == {("", "")}
+    assert {(e.kind, e.decided_by) for e in ledger.where(precision=("int8", "moves"))} == {("", "annotate")}
+    assert {(e.kind, e.decided_by) for e in ledger.where(precision="folded")} == {("", "")}

@@ -23,7 +23,7 @@ from tests.support.helpers import REFERENCE, module
 from tests.support.machine import needs_x86, portable, told
 from tests.support.models import NETWORKS, batch, build
 
-X86 = fxq.Recipe.static(backend="x86", narrow="activations")
+X86 = fxq.Recipe.static(backend="x86", reduce_range="activations")
 RECIPES = [REFERENCE, pytest.param(X86, marks=needs_x86)]
 
 
@@ -101,7 +101,7 @@ def test_rows_are_what_hooks_on_the_float_model_see(qmodel):
     values = {"act": hidden, "second": int8(second, model.second.bias, hidden)}
     own = {"act": hidden, "second": int8(second, model.second.bias, seen["act"])}
     found = fxq.compare(net(), qmodel, batches())
-    assert [(r.name, r.path, r.op, r.fate) for r in found] == [
+    assert [(r.name, r.path, r.op, r.precision) for r in found] == [
         ("act", "act", "relu", "int8"),
         ("second", "second", "linear", "int8"),
     ]
@@ -141,7 +141,7 @@ def test_every_network_beside_its_float_model(name, recipe):
     measured = [e for e in qmodel.ledger if e.sqnr is not None]
     assert [r.name for r in found] == [e.name for e in measured]
     for row, entry in zip(found, measured, strict=True):
-        assert (row.path, row.op, row.fate) == (entry.path, entry.op, entry.fate)
+        assert (row.path, row.op, row.precision) == (entry.path, entry.op, entry.precision)
         assert (row.sqnr, row.own_sqnr) == pytest.approx((entry.sqnr, entry.own_sqnr), abs=1e-6)
 
 
@@ -416,18 +416,18 @@ def test_asking(found):
     assert [r.name for r in found.sort("sqnr")] == [r.name for r in sorted(found, key=lambda r: r.sqnr)]
     assert [r.name for r in found.where(op="relu")] == ["act"]
     assert found.where(path="second").batches == 4
-    assert found.where(fate="float").entries == () and found.where(fate="float").fields == found.fields
+    assert found.where(precision="float").entries == () and found.where(precision="float").fields == found.fields
     assert isinstance(found[0], LayerRow) and found.worst == found.sort()[0]
     with pytest.raises(fxq.InputError, match="unknown field of the comparison 'sqrn'; did you mean 'sqnr'"):
         found.sort("sqrn")
-    with pytest.raises(fxq.InputError, match="unknown fate 'flaot'; did you mean 'float'"):
-        found.where(fate="flaot")
-    with pytest.raises(fxq.InputError, match=r"comparison.where\(fate=\"int8\"\)"):
+    with pytest.raises(fxq.InputError, match="unknown precision 'flaot'; did you mean 'float'"):
+        found.where(precision="flaot")
+    with pytest.raises(fxq.InputError, match=r"comparison.where\(precision=\"int8\"\)"):
         found.where(3)
     pair = fxq.compare(*found.models, *found.models, batches()[:1])
     with pytest.raises(fxq.InputError, match=r"comparison.where\(fate_a=\"float\"\)"):
         pair.where("float")
-    with pytest.raises(fxq.InputError, match="unknown fate 'flaot'"):
+    with pytest.raises(fxq.InputError, match="unknown precision 'flaot'"):
         pair.where(fate_b="flaot")
 
 
@@ -438,7 +438,7 @@ def test_files(found, tmp_path):
     assert [LayerRow(**row) for row in data["layers"]] == list(found)
     rows = list(csv.DictReader(io.StringIO(found.to_csv(tmp_path / "c.csv"))))
     assert list(rows[0]) == list(found.fields) == [
-        "name", "path", "op", "fate", "sqnr", "own_sqnr", "cosine", "max_error",
+        "name", "path", "op", "precision", "sqnr", "own_sqnr", "cosine", "max_error",
     ]  # fmt: skip
     assert [float(row["sqnr"]) for row in rows] == [r.sqnr for r in found]
     assert [LayerRow(**row) for row in found.to_dicts()] == list(found)
@@ -450,7 +450,7 @@ def test_text():
         LayerRow("f", "f", "erf", "float", 31.0, math.inf, 0.9991, 12.5),
     )
     qmodel = fxq.quantize(net(), REFERENCE, data=batches())
-    found = fxq.Comparison(rows, 31.0, 8, (qmodel,), None)
+    found = fxq.results.Comparison(rows, 31.0, 8, (qmodel,), None)
     assert found.to_text() == (
         "layer    op    runs as      SQNR dB    own dB    cosine    max error\n"
         "-------  ----  ---------  ---------  --------  --------  -----------\n"
@@ -459,7 +459,7 @@ def test_text():
         "the output agrees to 31.0 dB; least f, 31.0 dB; 8 batches"
     )
     row = PairRow("f", "f", "erf", "float", "int8", 30.0, None, 35.5, 1.0, 0.0)
-    assert fxq.Comparison((row,), None, 1, (qmodel, qmodel), None).to_text() == (
+    assert fxq.results.Comparison((row,), None, 1, (qmodel, qmodel), None).to_text() == (
         "layer    op    a runs as    b runs as      b to a    a to float    b to float    cosine    max error\n"
         "-------  ----  -----------  -----------  --------  ------------  ------------  --------  -----------\n"
         "f        erf   float        int8             30.0                        35.5   1.00000            0\n"
@@ -469,7 +469,7 @@ def test_text():
 
 def test_the_worst_is_what_is_no_number():
     rows = [LayerRow(n, n, "relu", "int8", value, 1.0, 1.0, 0.0) for n, value in (("a", 3.0), ("b", math.nan))]
-    found = fxq.Comparison(tuple(rows), None, 1, (fxq.quantize(net(), REFERENCE, data=batches()),), None)
+    found = fxq.results.Comparison(tuple(rows), None, 1, (fxq.quantize(net(), REFERENCE, data=batches()),), None)
     assert found.worst.name == "b"
     assert found.where(name="z").worst is None and found.where(name="z").to_text().endswith("no layers; 1 batch")
 

@@ -13,7 +13,7 @@ import fxq
 from fxq.graph.region import Weight
 from fxq.ledger.layer_qparams import LayerQParams, int32_bias, layers_of
 from fxq.ops import OPS
-from fxq.ops.traits import Quant
+from fxq.ops.traits import OpTraits
 from fxq.quant.qparams import QParams
 from tests.support.graphs import drawn
 from tests.support.helpers import REFERENCE, module, plain
@@ -177,7 +177,7 @@ def test_float_layers_have_no_entry():
 
 def test_every_backend_reports_the_same_integers(case):
     model, data, qmodel = case
-    recipe = plain(fxq.Recipe.static(activation=MINMAX.config.activation, narrow="activations"))
+    recipe = plain(fxq.Recipe.static(activation=MINMAX.config.activation, reduce_range="activations"))
     other = fxq.quantize(model, recipe, data=data)
     if other.history["insert-qdq"].graph["input_1_q"].scale != qmodel.history["insert-qdq"].graph["input_1_q"].scale:
         pytest.skip("this machine's backend takes fewer bits")
@@ -216,7 +216,7 @@ GIVEN = {
 
 def only_layer(program: str, **given: torch.Tensor) -> LayerQParams:
     """The layer of a graph that has one."""
-    (layer,) = layers_of(fxq.read_graph(program, {**drawn(program), **GIVEN, **given})).values()
+    (layer,) = layers_of(fxq.extend.read_graph(program, {**drawn(program), **GIVEN, **given})).values()
     return layer
 
 
@@ -242,7 +242,7 @@ def test_a_float_weight_makes_no_layer():
         y = linear(x, w)
         return y
     """
-    assert layers_of(fxq.read_graph(program, {"w": torch.randn(3, 4)})) == {}
+    assert layers_of(fxq.extend.read_graph(program, {"w": torch.randn(3, 4)})) == {}
 
 
 def test_a_scale_measured_at_run_time_leaves_the_bias_in_float():
@@ -354,11 +354,11 @@ def test_an_input_with_a_scale_for_each_channel():
 
 @pytest.fixture
 def recurrent():
-    recurrence = replace(OPS["gru"].quant.recurrence, gates=("i", "f"))
+    recurrence = replace(OPS["gru"].traits.recurrence, gates=("i", "f"))
     named = {"weight": "weight_ih", "more_weights": ("weight_hh",), "bias": "bias"}
-    quant = Quant("computes", **named, axis=0, recurrence=recurrence)
+    quant = OpTraits("computes", **named, axis=0, recurrence=recurrence)
 
-    @OPS.row(quant=quant, name="toy_recurrent")
+    @OPS.row(traits=quant, name="toy_recurrent")
     def toy_recurrent(x, weight_ih, weight_hh, bias):
         return F.linear(x, weight_ih, bias) + F.linear(x, weight_hh)
 

@@ -1,4 +1,4 @@
-"""The ledger: every op once, with a fate that is true and a recipe line that changes it."""
+"""The ledger: every op once, with a precision that is true and a recipe line that changes it."""
 
 import copy
 import pickle
@@ -31,14 +31,16 @@ def changed(model, recipe, data, entry):
 def test_every_line_changes_its_op(name, recipe):
     model, data = build(name), batch(name)
     ledger = fxq.quantize(model, recipe, data=[data]).ledger
-    assert all(e.fix for e in ledger.where(fate=("int8", "moves")))
+    assert all(e.fix for e in ledger.where(precision=("int8", "moves")))
     lines = {e.fix: e for e in ledger if e.fix}
     for entry in lines.values():
         now = changed(model, recipe, data, entry)
-        assert now.fate == "float" if entry.fate in ("int8", "moves") else now.fate in ("int8", "moves"), entry
+        assert (
+            now.precision == "float" if entry.precision in ("int8", "moves") else now.precision in ("int8", "moves")
+        ), entry
 
 
-@pytest.mark.parametrize("selector", ["stem", "block", "block.*", "*", fxq.op("relu"), nn.Linear])
+@pytest.mark.parametrize("selector", ["stem", "block", "block.*", "*", fxq.by_op("relu"), nn.Linear])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_lines_that_undo_an_override(recipe, selector):
     recipe = recipe.override(selector, fxq.FLOAT)
@@ -46,7 +48,7 @@ def test_lines_that_undo_an_override(recipe, selector):
     assert any(e.fix for e in excluded)
     for entry in excluded:
         if entry.fix:
-            assert changed(net(), recipe, X, entry).fate in ("int8", "moves"), entry
+            assert changed(net(), recipe, X, entry).precision in ("int8", "moves"), entry
 
 
 @needs_x86
@@ -54,16 +56,21 @@ def test_the_line_for_what_only_another_backend_runs():
     recipe = fxq.Recipe.static(backend="x86", activation=fxq.TensorSpec(signed=True, symmetric=True))
     with pytest.warns(fxq.FxqWarning, match="nothing runs on integers"):
         entry = fxq.quantize(net(), recipe, data=[X]).ledger[0]
-    assert entry.fate == "float" and "x86 kernels take unsigned" in entry.reason
+    assert entry.precision == "float" and "x86 kernels take unsigned" in entry.reason
     assert entry.fix == 'recipe.with_backend("reference")'
-    assert changed(net(), recipe, X, entry).fate == "int8"
+    assert changed(net(), recipe, X, entry).precision == "int8"
 
 
 def test_a_line_for_a_function_takes_nothing_else_along():
     entry = fxq.quantize(net(), REFERENCE, data=[X]).ledger.where(op="add")[0]
-    assert entry.fix == "recipe.override(fxq.op('add', 'block'), fxq.FLOAT)"
+    assert entry.fix == "recipe.override(fxq.by_op('add', 'block'), fxq.FLOAT)"
     ledger = fxq.quantize(net(), pasted(entry.fix, REFERENCE), data=[X]).ledger
-    assert {e.op for e in ledger.where(fate="float")} == {"add", "relu", "mean", "erf"}  # relu and mean read float now
+    assert {e.op for e in ledger.where(precision="float")} == {
+        "add",
+        "relu",
+        "mean",
+        "erf",
+    }  # relu and mean read float now
 
 
 # ---- numbers
@@ -98,7 +105,7 @@ def test_what_is_not_worth_it_says_so(monkeypatch):
     assert {"conv2d", "linear"} <= {e.op for e in layers}
     assert all(e.reason.startswith("float is faster") for e in layers)
     for entry in layers:
-        assert changed(net(), X86, X, entry).fate == "int8"
+        assert changed(net(), X86, X, entry).precision == "int8"
 
 
 def test_a_copy_keeps_the_numbers(ledger):
@@ -125,7 +132,7 @@ def test_the_float_model_is_let_go():
 
 def test_coverage():
     assert SOME.coverage == 0.9
-    assert SOME.where(fate="float").coverage == 0.0
+    assert SOME.where(precision="float").coverage == 0.0
     assert Ledger(()).coverage == 0.0
 
 
@@ -151,7 +158,7 @@ def test_a_recurrent_layer_is_the_main_reason():
 def test_text_says_what_conversions_cost():
     slow = Entry("a", "a", "linear", "float", "a", "its conversions", float_us=1010, int8_us=163, conversions_us=900)
     assert "its conversions (kernel 163 µs, conversions 900 µs; float 1010 µs)" in str(Ledger((slow,)))
-    for other in ({"int8_us": 2000}, {"conversions_us": 0.5}, {"conversions_us": None}, {"fate": "int8"}):
+    for other in ({"int8_us": 2000}, {"conversions_us": 0.5}, {"conversions_us": None}, {"precision": "int8"}):
         assert "(kernel" not in str(Ledger((replace(slow, **other),)))
 
 

@@ -31,7 +31,7 @@ class DropTanh(fxq.Pass):
     """A pass that is wrong: tanh(x) -> x."""
 
     name = "drop-tanh"
-    needs = gives = fxq.Stage.CANONICAL
+    needs = gives = fxq.extend.Stage.CANONICAL
 
     def run(self, rewriter):
         for node in rewriter.nodes("tanh"):

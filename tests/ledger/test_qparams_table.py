@@ -48,7 +48,7 @@ LAYERS = {
         node="gru",
     ),
 }
-TABLE = fxq.ModelQParams(LAYERS)
+TABLE = fxq.results.ModelQParams(LAYERS)
 
 
 def test_as_a_table():
@@ -64,8 +64,8 @@ def test_as_a_table():
 
 
 def test_one_layer_and_none():
-    assert fxq.ModelQParams({}).to_text() == "0 layers with integer weights: 0.0 kB without scales and biases"
-    assert fxq.ModelQParams({"conv": LAYERS["conv"]}).to_text().startswith("1 layer with")
+    assert fxq.results.ModelQParams({}).to_text() == "0 layers with integer weights: 0.0 kB without scales and biases"
+    assert fxq.results.ModelQParams({"conv": LAYERS["conv"]}).to_text().startswith("1 layer with")
 
 
 def test_as_a_mapping():

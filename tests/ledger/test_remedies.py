@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import fxq
-from fxq.ledger.remedies import IntegerEdges, Mending
+from fxq.ledger.remedies import IntegerEdges, Remedy
 from tests.support.helpers import REFERENCE, module, steps
 from tests.support.ledgers import QUICK, RECIPES, X, pasted
 from tests.support.models import NETWORKS, batch, build
@@ -33,17 +33,17 @@ def test_a_line_frees_the_integers_that_others_read_too():
     model = module(lambda self, x: (self.b(y := torch.relu(self.a(x)).reshape(-1, 6)), self.c(y)), **parts)
     entry = fxq.quantize(model, REFERENCE, data=[X.reshape(-1, 6)]).ledger.where(path="b")[0]
     assert entry.mend == (
-        "recipe.override('b', fxq.FLOAT).override(fxq.op('reshape'), fxq.FLOAT)"  # the layer in front has one reader
+        "recipe.override('b', fxq.FLOAT).override(fxq.by_op('reshape'), fxq.FLOAT)"  # the layer in front has one reader
     )
     now = fxq.quantize(model, pasted(entry.mend, REFERENCE), data=[X.reshape(-1, 6)]).ledger
     assert now.where(path="b")[0].own_sqnr == math.inf
-    assert now.where(path="c")[0].fate == "int8"
+    assert now.where(path="c")[0].precision == "int8"
 
 
 def test_what_moves_integers_is_not_to_blame():
     ledger = fxq.quantize(build("dense"), REFERENCE, data=[batch("dense")]).ledger
-    assert {e.fault_sqnr for e in ledger.where(fate="moves")} == {math.inf}
-    assert not ledger.worst(100).where(fate="moves") and len(ledger.worst(0)) == 0
+    assert {e.fault_sqnr for e in ledger.where(precision="moves")} == {math.inf}
+    assert not ledger.worst(100).where(precision="moves") and len(ledger.worst(0)) == 0
 
 
 def test_finding_the_lines_takes_time_linear_in_the_readers():
@@ -53,7 +53,7 @@ def test_finding_the_lines_takes_time_linear_in_the_readers():
         qmodel = fxq.quantize(model, REFERENCE, data=[torch.randn(2, 4)])
 
         def find():
-            mending = Mending(IntegerEdges(qmodel), qmodel.ledger)
+            mending = Remedy(IntegerEdges(qmodel), qmodel.ledger)
             return [mending.line(node) for node in qmodel.graph.nodes]
 
         return steps(find)

@@ -14,7 +14,7 @@ from fxq.onnx.conversion_nodes import _covers
 from fxq.onnx.graph import write_onnx
 from fxq.onnx.onnx_objects import NotInOnnx
 from fxq.ops import OPS
-from fxq.quant.measured import MeasuredGrid
+from fxq.quant.dynamic_grid import DynamicGrid
 from fxq.quant.packing import pack
 from fxq.quant.spec import TensorSpec
 from tests.support.onnx_runs import call, normal, onnx, run_onnxruntime, run_openvino, same, single
@@ -190,7 +190,7 @@ def test_refusals(gm, given, reason):
         write_onnx(gm, given)
 
 
-MEASURED = {
+DYNAMIC = {
     "whole": {}, "rows": {"axis": -1}, "7 bits": {"bits": 7}, "rows of 7 bits": {"bits": 7, "axis": -1},
     "signed": {"signed": True}, "signed rows": {"signed": True, "axis": -1},
     "symmetric": {"symmetric": True}, "symmetric rows": {"symmetric": True, "axis": -1},
@@ -199,7 +199,7 @@ MEASURED = {
 
 def measured_graph(*, axis=None, **options):
     """x -> its scale, its zero point, its integers and what they stand for."""
-    graph, grid = fx.Graph(), MeasuredGrid.of(TensorSpec(**options), axis)
+    graph, grid = fx.Graph(), DynamicGrid.of(TensorSpec(**options), axis)
     x, symmetric = graph.placeholder("x"), grid.symmetric
     asked = {"steps": grid.steps, "axis": axis, "symmetric": symmetric}
     scale = graph.call_function(OPS["choose_scale"].target, (x,), asked)
@@ -215,7 +215,7 @@ def measured_graph(*, axis=None, **options):
 
 
 @pytest.mark.parametrize("optimized", [False, True])
-@pytest.mark.parametrize("options", MEASURED.values(), ids=MEASURED)
+@pytest.mark.parametrize("options", DYNAMIC.values(), ids=DYNAMIC)
 def test_grids_that_are_measured(options, optimized):
     """Of rows of very different sizes; of positive, of negative ones; of zeros; of one row, and of one axis."""
     gm, rows = measured_graph(**options), torch.tensor([[1.0], [1e3], [1e-3], [0.0]]) * normal(4, 7)

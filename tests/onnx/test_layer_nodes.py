@@ -11,7 +11,7 @@ from fxq.common.metrics import sqnr
 from fxq.onnx.graph import write_onnx
 from fxq.onnx.onnx_objects import NotInOnnx
 from fxq.ops import OPS
-from fxq.quant.measured import measured_range
+from fxq.quant.dynamic_grid import dynamic_range
 from tests.support.machine import needs_vnni
 from tests.support.onnx_runs import ENGINES, call, in_both, normal, run_onnxruntime, same, single, weight
 
@@ -73,7 +73,7 @@ def test_refusals(refused, reason):
         write_onnx(single(refused.op, *refused.values, **refused.options), refused.inputs)
 
 
-def measured_layer(axis, symmetric, bias=True, zero=0):
+def dynamic_layer(axis, symmetric, bias=True, zero=0):
     """A linear layer on a grid that is measured, as the qdq graph has it: its weight has a scale for each of 6 rows."""
     root, graph = torch.nn.Module(), fx.Graph()
     steps, middle = (127, 128) if symmetric else (254 if axis is not None else 255, 0)
@@ -106,9 +106,9 @@ def measured_layer(axis, symmetric, bias=True, zero=0):
 @pytest.mark.parametrize("axis", [None, -1])
 def test_a_linear_layer_on_a_measured_grid(axis, symmetric, bias, optimized):
     """Against a product in float64 of what the grid leaves of rows of very different sizes."""
-    gm, rows = measured_layer(axis, symmetric, bias), torch.tensor([[1.0], [0.0], [30.0], [0.03]]) * normal(4, 32)
+    gm, rows = dynamic_layer(axis, symmetric, bias), torch.tensor([[1.0], [0.0], [30.0], [0.03]]) * normal(4, 32)
     for x in (rows, rows.abs(), rows.reshape(2, 2, 32), rows[2:3], rows[2]):
-        low, high = (end.double() for end in measured_range(x, axis))
+        low, high = (end.double() for end in dynamic_range(x, axis))
         size = torch.maximum(high, -low) if symmetric else high - low
         scale = (size / (127 if symmetric else 254 if axis is not None else 255)).clamp(min=1e-30)
         left = (x.double() / scale).round() * scale
@@ -119,11 +119,11 @@ def test_a_linear_layer_on_a_measured_grid(axis, symmetric, bias, optimized):
 
 @needs_vnni
 def test_a_bias_that_is_computed_behind_measured_rows():
-    gm, x = measured_layer(-1, symmetric=False), normal(4, 32)
+    gm, x = dynamic_layer(-1, symmetric=False), normal(4, 32)
     (layer,) = (node for node in gm.graph.nodes if node.target is OPS["linear"].target)
     with gm.graph.inserting_before(layer):
         layer.args = *layer.args[:2], gm.graph.call_function(OPS["relu"].target, (layer.args[2],))
-    before, bias = write_onnx(measured_layer(-1, symmetric=False, bias=False), [x]), gm.bias.relu()
+    before, bias = write_onnx(dynamic_layer(-1, symmetric=False, bias=False), [x]), gm.bias.relu()
     (product,) = run_onnxruntime(before.model, [x])
     (got,) = run_onnxruntime(write_onnx(gm, [x]).model, [x])
     same(got, product + bias, 1e-6)
@@ -131,7 +131,7 @@ def test_a_bias_that_is_computed_behind_measured_rows():
 
 @needs_vnni
 def test_a_measured_row_with_a_range_beyond_float32():
-    gm = measured_layer(-1, symmetric=False, bias=False)
+    gm = dynamic_layer(-1, symmetric=False, bias=False)
     gm.steps.mul_(1e-3)
     x = normal(4, 32)
     x = x / x.abs().amax(1, keepdim=True) * 3.3e38
@@ -141,7 +141,7 @@ def test_a_measured_row_with_a_range_beyond_float32():
 
 def test_layers_on_a_measured_grid_are_refused_for_other_weights():
     with pytest.raises(NotInOnnx, match="its weight has a zero point, or blocks, or is not in integers"):
-        write_onnx(measured_layer(-1, symmetric=False, zero=3), [normal(4, 32)])
+        write_onnx(dynamic_layer(-1, symmetric=False, zero=3), [normal(4, 32)])
 
 
 @pytest.mark.parametrize(("axis", "block", "scales"), [(1, 4, (9, 3)), (0, None, (9,))])
@@ -183,7 +183,7 @@ def test_products_of_integers_stay_within_int32(engine, op):
         program = program.replace("        b: float32[3] = input()\n", "").replace("addmm(b, ", "matmul(")
     else:
         inputs.append(torch.zeros(3))
-    written = write_onnx(fxq.read_graph(program, {}), inputs)
+    written = write_onnx(fxq.extend.read_graph(program, {}), inputs)
     options = {"optimized": True} if engine == "onnxruntime" else {}
     (got,) = ENGINES[engine](written.model, [inputs[i] for i in written.reads], **options)
     same(got, torch.full((2, 3), 40000 * 127.5**2), 3e-5)  # of sums in float

@@ -90,5 +90,5 @@ def test_means_of_integers_stay_within_int32(side):
         return y_q
     """
     x = torch.full((1, 1, side, side), 255, dtype=torch.uint8)
-    (got,) = run_onnxruntime(write_onnx(fxq.read_graph(program, {}), [x]).model, [x], optimized=True)
+    (got,) = run_onnxruntime(write_onnx(fxq.extend.read_graph(program, {}), [x]).model, [x], optimized=True)
     assert got.tolist() == [[255]]

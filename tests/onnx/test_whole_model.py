@@ -155,7 +155,7 @@ def test_sizes_may_vary_where_layers_take_all_that_are_large_enough():
 
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_sizes_of_rows_that_are_measured_may_vary(symmetric):
-    spec = fxq.TensorSpec(per="row", range="measured", symmetric=symmetric)
+    spec = fxq.TensorSpec(per="row", range="dynamic", symmetric=symmetric)
     x, other = normal(2, 5, 16), 30 * normal(3, 1, 16)
     recipe = fxq.Recipe.dynamic(activation=spec, backend="reference")
     qmodel = fxq.quantize(nn.Sequential(nn.Linear(16, 8)).eval(), recipe, data=[x])

@@ -36,10 +36,10 @@ class Net(nn.Module):
 def test_an_op_of_the_user_s_library_runs_on_integers_under_its_name(backend):
     model = settled(Net)
     qmodel = fxq.quantize(model, fxq.Recipe.static(backend=backend).with_min_sqnr(None), data=[X])
-    rows = {e.op: e.fate for e in qmodel.ledger}
+    rows = {e.op: e.precision for e in qmodel.ledger}
     assert rows == {"linear": "int8", "bump": "int8", "own_swap": "moves"}
     assert [e.op for e in qmodel.ledger].count("bump") == 4
-    gm = fxq.run_passes(model, REFERENCE, X, until="canonicalize")
+    gm = fxq.extend.run_passes(model, REFERENCE, X, until="canonicalize")
     calls = gm.graph.find_nodes(op="call_function", target=own.bump)
     assert [call.kwargs.get("width", 1.0) for call in calls] == [2.0, 3.0, 0.5, 1.0]
     assert torch.equal(pickle.loads(pickle.dumps(qmodel))(X), qmodel(X))
@@ -50,31 +50,57 @@ def test_an_op_of_a_list_is_one_call():
         def forward(self, x):
             return own.join([x, own.join(xs=(x, x), dim=1)], dim=1)
 
-    gm = fxq.run_passes(Joined(), REFERENCE, X, until="canonicalize")
+    gm = fxq.extend.run_passes(Joined(), REFERENCE, X, until="canonicalize")
     assert len(gm.graph.find_nodes(op="call_function", target=own.join)) == 2
     assert torch.equal(gm(X), torch.cat([X, X, X], 1))
 
 
 def test_an_op_is_selected_fused_and_called_as_ever():
     assert torch.equal(own.bump(X, width=2.0), own.bump_op(X, 2.0))
-    qmodel = fxq.quantize(settled(Net), REFERENCE.override(fxq.op("bump"), fxq.FLOAT).with_min_sqnr(None), data=[X])
-    assert {e.fate for e in qmodel.ledger if e.op == "bump"} == {"float"}
+    qmodel = fxq.quantize(settled(Net), REFERENCE.override(fxq.by_op("bump"), fxq.FLOAT).with_min_sqnr(None), data=[X])
+    assert {e.precision for e in qmodel.ledger if e.op == "bump"} == {"float"}
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: fxq.register_op(quant="computes"), r'quant is a fxq.Quant, such as fxq.Quant\("computes"'),
-        (lambda: fxq.register_op(quant=fxq.Quant("compute")), "unknown kind of a fxq.Quant 'compute'; did you mean"),
-        (lambda: fxq.register_op(quant=fxq.Quant("computes", weight="w")), "has axis and channels, too"),
-        (lambda: fxq.register_op(3, quant=fxq.Quant("float")), "an op is spelled by functions, .* not by 3"),
-        (lambda: fxq.register_op("fxq_tests::bump", quant=fxq.Quant("float")), "not by 'fxq_tests::bump'"),
-        (lambda: fxq.register_op(nn.ReLU(), quant=fxq.Quant("float")), "not by ReLU()"),
-        (lambda: fxq.register_op(quant=fxq.Quant("float"))(torch.relu), "decorates a plain function, not <built-in"),
-        (lambda: fxq.register_op(quant=fxq.Quant("float", ("y",)))(lambda x: x), "no positional parameter: .*'y'"),
-        (lambda: fxq.register_op(quant=fxq.Quant("float"), name="relu")(lambda x: x), "the name 'relu' is taken"),
         (
-            lambda: fxq.register_op(torch.ops.fxq_tests.bump, quant=fxq.Quant("float"), name="z")(lambda x: x),
+            lambda: fxq.extend.register_op(traits="computes"),
+            r'quant is a fxq.extend.OpTraits, such as fxq.extend.OpTraits\("computes"',
+        ),
+        (
+            lambda: fxq.extend.register_op(traits=fxq.extend.OpTraits("compute")),
+            "unknown kind of a fxq.extend.OpTraits 'compute'; did you mean",
+        ),
+        (
+            lambda: fxq.extend.register_op(traits=fxq.extend.OpTraits("computes", weight="w")),
+            "has axis and channels, too",
+        ),
+        (
+            lambda: fxq.extend.register_op(3, traits=fxq.extend.OpTraits("float")),
+            "an op is spelled by functions, .* not by 3",
+        ),
+        (
+            lambda: fxq.extend.register_op("fxq_tests::bump", traits=fxq.extend.OpTraits("float")),
+            "not by 'fxq_tests::bump'",
+        ),
+        (lambda: fxq.extend.register_op(nn.ReLU(), traits=fxq.extend.OpTraits("float")), "not by ReLU()"),
+        (
+            lambda: fxq.extend.register_op(traits=fxq.extend.OpTraits("float"))(torch.relu),
+            "decorates a plain function, not <built-in",
+        ),
+        (
+            lambda: fxq.extend.register_op(traits=fxq.extend.OpTraits("float", ("y",)))(lambda x: x),
+            "no positional parameter: .*'y'",
+        ),
+        (
+            lambda: fxq.extend.register_op(traits=fxq.extend.OpTraits("float"), name="relu")(lambda x: x),
+            "the name 'relu' is taken",
+        ),
+        (
+            lambda: fxq.extend.register_op(torch.ops.fxq_tests.bump, traits=fxq.extend.OpTraits("float"), name="z")(
+                lambda x: x
+            ),
             "claimed by both 'bump' and 'z'",
         ),
     ],
@@ -88,7 +114,7 @@ def test_an_op_that_cannot_be(make, message):
 
 def test_a_function_defined_anew_replaces_its_op():
     def define():
-        @fxq.register_op(nn.PairwiseDistance, quant=fxq.Quant("float"))
+        @fxq.extend.register_op(nn.PairwiseDistance, traits=fxq.extend.OpTraits("float"))
         def anew(x):
             return x
 
@@ -113,11 +139,11 @@ def about(node):
 
 @needs_x86
 def test_what_an_op_lacks_is_said():
-    @fxq.register_op(quant=fxq.Quant("moves"))
+    @fxq.extend.register_op(traits=fxq.extend.OpTraits("moves"))
     def moved_without_layout(x):
         return x.flip(1)
 
-    @fxq.register_op(quant=fxq.Quant("computes"))
+    @fxq.extend.register_op(traits=fxq.extend.OpTraits("computes"))
     def without_kernel(x):
         return x.flip(1)
 
@@ -132,15 +158,15 @@ def test_what_an_op_lacks_is_said():
 
     try:
         recipe = fxq.Recipe.static(backend="x86", optimize="coverage").with_min_sqnr(None)
-        gm = fxq.run_passes(settled(Lacking), recipe, X, until="annotate")
+        gm = fxq.extend.run_passes(settled(Lacking), recipe, X, until="annotate")
     finally:
         OPS.discard("moved_without_layout")
         OPS.discard("without_kernel")
-    kernel = "give it one by fxq.register_kernel"
+    kernel = "give it one by fxq.extend.register_kernel"
     assert {called_name(node): text for node in gm.graph.nodes if (text := about(node))} == {
         "moved_without_layout": f"x86 has no int8 kernel for moved_without_layout: {kernel}, or where it only moves "
-        'values, quant=fxq.Quant("moves", layout=True)',
+        'values, traits=fxq.extend.OpTraits("moves", layout=True)',
         "without_kernel": f"x86 has no int8 kernel for without_kernel: {kernel}",
-        "unregistered": "unregistered is not in the op table; fxq.register_op adds it",
+        "unregistered": "unregistered is not in the op table; fxq.extend.register_op adds it",
         "sinc": "sinc is not in the op table",
     }

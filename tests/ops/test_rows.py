@@ -50,17 +50,17 @@ FUSED = {"relu", "relu6", "hardtanh"}
 """Movers that the layer before them takes along."""
 
 
-def fate_of(case: Case) -> str:
+def precision_of(case: Case) -> str:
     """What becomes of the op on x86."""
-    kind = OPS[case.op].quant.kind
-    if case.fate is not None:
-        return case.fate
+    kind = OPS[case.op].traits.kind
+    if case.precision is not None:
+        return case.precision
     if case.op in FOLDED:
         return "folded"
     if case.op in NO_KERNEL:
         return "float"
     if kind == "float":
-        return "float" if OPS[case.op].quant.weight is None else "weight-only"
+        return "float" if OPS[case.op].traits.weight is None else "weight-only"
     return "moves" if kind == "moves" and case.op not in FUSED else "int8"
 
 
@@ -143,7 +143,7 @@ def test_reference_backend_is_close_to_float(case):
 def test_x86_is_its_qdq_reference(case):
     """The kernels against the qdq graph they were made from, and against the reference backend."""
     model, x, portably = reference(case, BITS)
-    recipe = fxq.Recipe.static(backend="x86", narrow="activations")
+    recipe = fxq.Recipe.static(backend="x86", reduce_range="activations")
     quantized = fxq.quantize(model, recipe, data=[x])
     qdq = fxq.quantize(model, recipe.without_pass("lower").without_pass("verify-lowering"), data=[x])
     with torch.no_grad():
@@ -154,13 +154,13 @@ def test_x86_is_its_qdq_reference(case):
         assert sqnr(exact, got) > 50
         assert sqnr(portably, got) > decibels(30)
     entries = quantized.ledger.where(lambda e: e.op == case.op and "behind" not in e.path and "before" not in e.path)
-    fates = [e.fate for e in entries]
-    expected = fate_of(case)
-    assert all(e.reason for e in entries if e.fate == "float")
+    precisions = [e.precision for e in entries]
+    expected = precision_of(case)
+    assert all(e.reason for e in entries if e.precision == "float")
     if case.op == "prelu":  # float by itself, int8 where a layer's kernel takes it along: the cheaper of the two
-        assert set(fates) <= {"float", "int8"} and fates
-        expected = fates[0]
-    assert fates == [expected] * len(fates) and (fates or expected == "folded")
+        assert set(precisions) <= {"float", "int8"} and precisions
+        expected = precisions[0]
+    assert precisions == [expected] * len(precisions) and (precisions or expected == "folded")
 
 
 @pytest.mark.parametrize("shape", [(4, 6), (4, 5, 6), (4, 3, 5, 6)])

@@ -52,9 +52,9 @@ def test_a_name_belongs_to_one_row():
 
 def test_a_spelling_belongs_to_one_row():
     table = OpTable()
-    table.row(nn.ReLU, "relu", quant=moves("x"))(resize)
+    table.row(nn.ReLU, "relu", traits=moves("x"))(resize)
     with pytest.raises(FxqError, match=r"'relu' is claimed by both 'resize' and 'other'"):
-        table.row("relu", quant=moves("x"))(other)
+        table.row("relu", traits=moves("x"))(other)
 
 
 def test_a_spelling_twice_in_one_row_is_an_error_too():
@@ -64,9 +64,9 @@ def test_a_spelling_twice_in_one_row_is_an_error_too():
 
 def test_a_refused_row_is_not_half_added():
     table = OpTable()
-    table.row("relu", quant=moves("x"))(resize)
+    table.row("relu", traits=moves("x"))(resize)
     with pytest.raises(FxqError):
-        table.row("relu", quant=moves("x"))(other)
+        table.row("relu", traits=moves("x"))(other)
     assert "other" not in table
     assert table.of_target(other) is None
     assert [row.name for row in table] == ["resize"]
@@ -74,7 +74,7 @@ def test_a_refused_row_is_not_half_added():
 
 def test_the_decorator_names_the_op_after_the_function_and_returns_it():
     table = OpTable()
-    assert table.row(spell(torch.relu, "x"), "relu", quant=float_only("x"))(other) is other
+    assert table.row(spell(torch.relu, "x"), "relu", traits=float_only("x"))(other) is other
     row, spelling = table.of_call(torch.relu)
     assert (row.name, row.target, spelling.names) == ("other", other, ("x",))
     assert table["other"] is row and table.of_target(other) is row
@@ -253,12 +253,12 @@ def test_a_subclass_is_claimed_unless_it_computes_something_else():
 
 @pytest.mark.parametrize("row", list(OPS), ids=lambda row: row.name)
 def test_a_rows_roles_are_arguments_of_its_function(row):
-    quant = row.quant
+    quant = row.traits
     for name in (*quant.inputs, quant.weight, quant.bias):
         assert name is None or name in row.tensors
     assert (quant.axis is not None) == (quant.weight is not None)
     assert (quant.channels is not None) == (quant.weight is not None and quant.kind == "computes")
-    assert quant.surrounds is None or (quant.surrounds in row.options and quant.fills)
+    assert quant.surrounds is None or (quant.surrounds in row.options and quant.fill_constants)
     assert not quant.maximum or row.options.keys() >= {"kernel_size", "padding", "dilation", "ceil_mode"}
     for spelling in row.spellings:
         assert OPS.of_call(spelling.target) == (row, spelling)
@@ -284,7 +284,7 @@ def test_no_family_of_a_name():
         OPS.family("linear")
 
 
-WEIGHTED = [row for row in OPS if row.quant.channels is not None and not row.quant.more_weights]
+WEIGHTED = [row for row in OPS if row.traits.channels is not None and not row.traits.more_weights]
 
 
 @pytest.mark.parametrize("batch", [(), (2,)])
@@ -293,11 +293,11 @@ def test_the_output_channels_of_a_layer(row, batch):
     """A bias goes to its channel of the output, and a channel of the weight decides on that channel alone."""
     rank = len(row.options.get("stride", ()))
     x, weight, bias = torch.randn(*batch, 4, *[5] * rank), torch.randn(4, 4, *[3] * rank), torch.zeros(4)
-    channels = row.target(x, weight, bias).movedim(row.quant.channels, 0)
-    added = row.target(x, weight, torch.arange(4.0)).movedim(row.quant.channels, 0) - channels
+    channels = row.target(x, weight, bias).movedim(row.traits.channels, 0)
+    added = row.target(x, weight, torch.arange(4.0)).movedim(row.traits.channels, 0) - channels
     torch.testing.assert_close(added, torch.arange(4.0).reshape(4, *[1] * (added.dim() - 1)).expand_as(added))
-    weight.select(row.quant.axis, 1).zero_()
-    changed = row.target(x, weight, bias).movedim(row.quant.channels, 0) != channels
+    weight.select(row.traits.axis, 1).zero_()
+    changed = row.target(x, weight, bias).movedim(row.traits.channels, 0) != channels
     assert changed.reshape(4, -1).any(1).tolist() == [False, True, False, False]
 
 

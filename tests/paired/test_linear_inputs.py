@@ -7,7 +7,7 @@ from torch import nn
 import fxq
 from fxq.common.metrics import Agreement, sqnr
 from fxq.paired.linear_inputs import LinearInput, seen_inputs
-from fxq.quant.measured import MeasuredGrid
+from fxq.quant.dynamic_grid import DynamicGrid
 from tests.support.graphs import until
 from tests.support.helpers import REFERENCE, module
 
@@ -67,7 +67,7 @@ def test_tokens_count_alike_and_no_more_than_asked():
 @pytest.mark.parametrize(("per", "axis"), [("row", -1), ("tensor", None)])
 def test_inputs_that_are_measured(per, axis):
     """Those of a dynamic recipe, with the grid that measures them."""
-    recipe = fxq.Recipe.dynamic(backend="reference", activation=fxq.TensorSpec(per=per, range="measured"))
+    recipe = fxq.Recipe.dynamic(backend="reference", activation=fxq.TensorSpec(per=per, range="dynamic"))
     model = nn.Sequential(nn.Linear(4, 3)).eval()
     (one,) = inputs(model, torch.randn(32, 4), recipe=recipe)
-    assert one.grid == MeasuredGrid(0, 255, torch.uint8, axis, symmetric=False)
+    assert one.grid == DynamicGrid(0, 255, torch.uint8, axis, symmetric=False)

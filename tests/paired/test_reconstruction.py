@@ -24,7 +24,7 @@ class Chosen(Reconstruction):
     scales: bool = False
 
     name = "chosen"
-    needs = gives = fxq.Stage.QDQ
+    needs = gives = fxq.extend.Stage.QDQ
 
     def choose(self, layer, error):
         SEEN.append((layer, error))
@@ -116,7 +116,9 @@ def test_text_before_and_after():
 def test_channels_that_come_out_worse_keep_their_integers():
     tensors = given(off=0)
     gm = run_pass(Chosen(off=3), TWO, tensors, data=(X,))
-    assert program(gm) == program(fxq.read_graph(TWO, fxq.graph_tensors(gm))) and len(SEEN) == 4  # in two runs
+    assert (
+        program(gm) == program(fxq.extend.read_graph(TWO, fxq.extend.graph_tensors(gm))) and len(SEEN) == 4
+    )  # in two runs
     tensors["w_int8"] = (tensors["w_int8"] - 6).clamp(-7, 7)  # now the even ones come out better, and the others too
     tensors["w_int8"][0] = (tensors["w"] / tensors["scale"][:, None]).round()[0]
     gm = run_pass(Chosen(off=3), TWO, tensors, data=(X,))

@@ -31,9 +31,9 @@ POOL = "max_pool2d({}, kernel_size=(2, 2), stride=(2, 2))"
 
 
 def plans(gm):
-    """Fate and reason of each op, by node."""
+    """Precision and reason of each op, by node."""
     found = {n.name: info(n).plan for n in gm.graph.nodes}
-    return {name: (plan.fate, plan.decision.text) for name, plan in found.items() if plan is not None}
+    return {name: (plan.precision, plan.decision.text) for name, plan in found.items() if plan is not None}
 
 
 def annotated(*middle, recipe=REFERENCE, behind="conv2d(y, w)"):
@@ -46,10 +46,10 @@ def test_text_before_and_after():
     """Nothing changes but the plans."""
     written = LAYERS.replace("MIDDLE", "y = " + POOL.format("a"))
     gm = run_pass(Annotate(), written)
-    assert program(gm) == program(fxq.read_graph(written, fxq.graph_tensors(gm)))
-    wanted = "plan=Plan(decision=Decision(fate='{}', decided_by='annotate'), reads=TensorSpec(){})".format
+    assert program(gm) == program(fxq.extend.read_graph(written, fxq.extend.graph_tensors(gm)))
+    wanted = "plan=Plan(decision=Decision(precision='{}', decided_by='annotate'), reads=TensorSpec(){})".format
     weight = ", weight=TensorSpec(signed=True, symmetric=True, per='channel', observer='minmax')"
-    facts = dict(line.partition(" = ")[::2] for line in fxq.write_graph(gm).splitlines())
+    facts = dict(line.partition(" = ")[::2] for line in fxq.extend.write_graph(gm).splitlines())
     assert facts["a: float32[2, 4, 8, 8]"] == f"conv2d(x, v)  # 'a', {wanted('int8', weight)}"
     assert facts["y: float32[2, 4, 4, 4]"].endswith(f"stride=(2, 2))  # {wanted('moves', '')}")
 
@@ -69,7 +69,7 @@ COSTS_NOTHING = "is float, so float costs no conversion"
 
 
 @pytest.mark.parametrize(
-    ("middle", "fate", "reason"),
+    ("middle", "precision", "reason"),
     [
         (("y = sigmoid(a)",), "int8", ""),
         (("y = erf(a)",), "float", "erf has no integer form"),
@@ -96,11 +96,11 @@ COSTS_NOTHING = "is float, so float costs no conversion"
         (("e = erf(a)", "y = relu(e)"), "float", COSTS_NOTHING),
     ],
 )  # fmt: skip
-def test_reasons(middle, fate, reason):
+def test_reasons(middle, precision, reason):
     got = annotated(*middle)["y"]
-    assert got[0] == fate
+    assert got[0] == precision
     assert reason in got[1]
-    assert bool(got[1]) == (fate == "float")
+    assert bool(got[1]) == (precision == "float")
 
 
 def test_a_size_is_no_tensor():
@@ -121,12 +121,13 @@ def test_sums_that_share_all_their_inputs_run():
 
 
 @pytest.mark.parametrize(
-    ("dtype", "fate", "reason"), [("float32", "int8", ""), ("float64", "float", "its input %x is float64, not float32")]
+    ("dtype", "precision", "reason"),
+    [("float32", "int8", ""), ("float64", "float", "its input %x is float64, not float32")],
 )
-def test_only_float32_is_quantized(dtype, fate, reason):
+def test_only_float32_is_quantized(dtype, precision, reason):
     written = f"x: {dtype}[2, 4] = input()\nw: {dtype}[3, 4] = tensor('w')\ny = linear(x, w)\nreturn y"
     gm = run_pass(Annotate(), written, {"w": torch.rand(3, 4, dtype=getattr(torch, dtype))})
-    assert plans(gm)["y"] == (fate, reason)
+    assert plans(gm)["y"] == (precision, reason)
 
 
 def test_integer_inputs_are_no_activations():
@@ -217,7 +218,7 @@ def test_a_layer_without_a_weight_to_speak_of(inside, outside, backend):
     x = torch.randn(3, 8)
     qmodel = fxq.quantize(model.eval(), fxq.Recipe.static(backend=backend, optimize="coverage"), data=[x])
     (entry,) = qmodel.ledger.where(path="empty")
-    assert (entry.fate, entry.reason) == ("float", f"its weight is empty: ({outside}, {inside})")
+    assert (entry.precision, entry.reason) == ("float", f"its weight is empty: ({outside}, {inside})")
     assert torch.equal(qmodel(x)[1], model(x)[1])
 
 
@@ -227,8 +228,8 @@ def test_a_layer_without_a_weight_to_speak_of(inside, outside, backend):
 @needs_x86
 def test_what_x86_has_no_kernel_for():
     middle = "y = avg_pool2d(a, kernel_size=(2, 2), stride=(2, 2), ceil_mode=True)"
-    fate, reason = annotated(middle, recipe=X86)["y"]
-    assert fate == "float" and "ceil_mode=True" in reason
+    precision, reason = annotated(middle, recipe=X86)["y"]
+    assert precision == "float" and "ceil_mode=True" in reason
     assert "x86" not in annotated(middle)["y"][1]
 
 
@@ -251,10 +252,10 @@ UNIT = """
 @needs_x86
 def test_a_kernel_that_runs_only_the_first_ops():
     plan = info(node(run_pass(Annotate(), UNIT, recipe=X86), "y")).plan
-    assert (plan.fate, plan.kernel_ops) == ("int8", (1, 2))
+    assert (plan.precision, plan.kernel_ops) == ("int8", (1, 2))
     assert plan.decision.text == "prelu costs a second conv2d on integers"
     plan = info(node(run_pass(Annotate(), UNIT), "y")).plan
-    assert (plan.fate, plan.kernel_ops, plan.decision.text) == ("int8", (), "")
+    assert (plan.precision, plan.kernel_ops, plan.decision.text) == ("int8", (), "")
 
 
 @pytest.mark.parametrize("recipe", [REFERENCE, pytest.param(X86, marks=needs_x86)], ids=lambda r: r.backend)
@@ -273,21 +274,21 @@ def test_a_constant_behind_a_layer_does_not_turn_it_into_float(recipe):
     got = plans(graph(model, x, "annotate", recipe))
     assert got["conv_add_relu" if recipe is REFERENCE else "conv"][0] == "int8"
     quantized = fxq.quantize(model, recipe, data=[x])
-    assert next(e.fate for e in quantized.ledger if e.op == "conv2d") == "int8"
+    assert next(e.precision for e in quantized.ledger if e.op == "conv2d") == "int8"
     assert sqnr(model(x), quantized(x)) > 30
 
 
 # ---- the recipe
 
 
-@pytest.mark.parametrize("selector", ["a", fxq.op("relu")])
+@pytest.mark.parametrize("selector", ["a", fxq.by_op("relu")])
 def test_recipe_says_float(selector):
     written = LAYERS.replace("MIDDLE", "y = relu(a)")
     gm = run_pass(Annotate(), written, recipe=REFERENCE.override(selector, fxq.FLOAT))
     name, other = ("a", "b") if selector == "a" else ("y", "a")
     decision = info(node(gm, name)).plan.decision
-    said = "'a'" if selector == "a" else "fxq.op('relu')"
-    assert (decision.fate, decision.kind) == ("float", "excluded by the recipe")
+    said = "'a'" if selector == "a" else "fxq.by_op('relu')"
+    assert (decision.precision, decision.kind) == ("float", "excluded by the recipe")
     assert decision.text == f"the recipe says float for {said}"
     assert decision.fix.startswith("recipe.override(")
     assert plans(gm)[other] == ("int8", "")
@@ -332,5 +333,5 @@ def test_the_way_back_from_float_where_activations_are_in_float():
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Conv2d(4, 2, 1)).eval()
     recipe = WEIGHTS.override("0", fxq.FLOAT).override("1", fxq.FLOAT)
     rows = fxq.quantize(model, recipe, example_inputs=torch.rand(1, 3, 4, 4)).ledger
-    assert [e.fate for e in rows] == ["float", "float", "weight-only"]
+    assert [e.precision for e in rows] == ["float", "float", "weight-only"]
     assert rows[0].fix == "recipe.override('0', fxq.Recipe.weight_only().config)" and rows[1].fix == ""

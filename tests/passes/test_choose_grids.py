@@ -9,7 +9,7 @@ import torch
 import fxq
 from fxq.graph.info import info
 from fxq.passes import ChooseGrids
-from fxq.quant.measured import MeasuredGrid
+from fxq.quant.dynamic_grid import DynamicGrid
 from tests.support.graphs import node, run_pass
 from tests.support.helpers import REFERENCE
 
@@ -89,8 +89,8 @@ def test_a_constant_far_from_the_data_is_on_no_grid():
     assert grids(gm) == {"x": (1.0, 0)}
     plan = info(node(gm, "y")).plan.decision
     said = "its input %pad holds -10000, far outside of its data (0 to 255)"
-    assert (plan.fate, plan.kind, plan.text, plan.decided_by) == ("float", "off the grid", said, "choose-grids")
-    assert info(node(gm, "pad")).plan.fate == "float"
+    assert (plan.precision, plan.kind, plan.text, plan.decided_by) == ("float", "off the grid", said, "choose-grids")
+    assert info(node(gm, "pad")).plan.precision == "float"
 
 
 def test_what_selects_a_small_part_reads_floats():
@@ -125,7 +125,7 @@ LAYER = f"""
 @pytest.mark.parametrize(("narrow", "steps", "limit"), [("activations", 127, 127), ("weights", 255, 63)])
 def test_one_of_two_gives_up_a_bit_where_a_kernel_overflows(narrow, steps, limit):
     """Also: a weight has one scale for each channel; the observer is shown it here."""
-    recipe = fxq.Recipe.static(backend="reference", narrow=narrow)
+    recipe = fxq.Recipe.static(backend="reference", reduce_range=narrow)
     gm = run_pass(ChooseGrids(), LAYER, recipe=recipe, data=(STEPS,))
     (edge,), (weight,) = info(node(gm, "x")).edges, info(node(gm, "w")).edges
     assert edge.qparams.s == pytest.approx(255 / steps)
@@ -135,12 +135,14 @@ def test_one_of_two_gives_up_a_bit_where_a_kernel_overflows(narrow, steps, limit
 
 @pytest.mark.parametrize(("narrow", "bits"), [("activations", 7), ("weights", 8)])
 def test_a_measured_edge_gets_its_grid_without_an_observer(narrow, bits):
-    rows = "TensorSpec(symmetric=True, per='row', range='measured')"
+    rows = "TensorSpec(symmetric=True, per='row', range='dynamic')"
     lines = LAYER.replace(MADE, f"Edge({rows}, 0, True, axis=-1)").replace(f"reads={S}", f"reads={rows}")
     lines = "\n".join(line for line in lines.splitlines() if "o.x" not in line).replace("linear(x_o", "linear(x")
-    gm = run_pass(ChooseGrids(), lines, recipe=fxq.Recipe.dynamic(backend="reference", narrow=narrow), data=(STEPS,))
+    gm = run_pass(
+        ChooseGrids(), lines, recipe=fxq.Recipe.dynamic(backend="reference", reduce_range=narrow), data=(STEPS,)
+    )
     (edge,) = info(node(gm, "x")).edges
-    assert edge.qparams == MeasuredGrid(0, 2**bits - 1, torch.uint8, -1)
+    assert edge.qparams == DynamicGrid(0, 2**bits - 1, torch.uint8, -1)
 
 
 def test_refuses_a_weight_that_no_observer_watches():

@@ -91,7 +91,10 @@ def test_mean_and_deviation_become_those_of_the_float_layer(samples):
     """Each part of the values says something, of a sample or a whole one; also: `scale=False` moves the bias alone."""
     written = LAYER.replace("float32[4, 3, 16, 16]", f"float32[{samples}, 3, 16, 16]")
     x = torch.cat([X[0], torch.rand(28, 3, 16, 16)])[:samples]
-    before, gm = fxq.read_graph(written, {**drawn(LAYER), **GIVEN}), run_pass(CorrectBias(), written, GIVEN, data=(x,))
+    before, gm = (
+        fxq.extend.read_graph(written, {**drawn(LAYER), **GIVEN}),
+        run_pass(CorrectBias(), written, GIVEN, data=(x,)),
+    )
     gm_bias = run_pass(CorrectBias(scale=False), written, GIVEN, data=(x,))
     got, spread = in_parts((before(x) - before.b.view(-1, 1, 1)).double())
     wanted, wanted_spread = in_parts(F.conv2d(x.double(), SKEWED.double()))
@@ -114,7 +117,7 @@ def test_mean_and_deviation_become_those_of_the_float_layer(samples):
 )
 def test_what_it_leaves_alone(step, written):
     gm = run_pass(step, written, GIVEN, data=(X[0],))
-    assert program(gm) == program(fxq.read_graph(written, fxq.graph_tensors(gm)))
+    assert program(gm) == program(fxq.extend.read_graph(written, fxq.extend.graph_tensors(gm)))
 
 
 def test_too_few_values_change_no_number_and_give_the_same_graph():

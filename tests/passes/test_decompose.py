@@ -168,8 +168,8 @@ def test_linears_run_on_integers_under_the_paths_of_their_layers(backend):
     ]
     assert set(quantized.qparams()) == {"before", *paths}
     entries = [e for e in quantized.ledger if e.op == "linear"]
-    assert [(e.path, e.fate) for e in entries] == [(path, "int8") for path in ("before", *paths)]
-    others = {e.op: e.reason for e in quantized.ledger if e.fate == "float" and "form" in e.reason}
+    assert [(e.path, e.precision) for e in entries] == [(path, "int8") for path in ("before", *paths)]
+    others = {e.op: e.reason for e in quantized.ledger if e.precision == "float" and "form" in e.reason}
     assert others["layer_norm"] == "layer_norm has no integer form"
 
 
@@ -177,7 +177,7 @@ def test_a_selector_reaches_a_layer_inside():
     model, x = settled(lambda: Encoded(ENCODERS["layer"]())), data()
     recipe = REFERENCE.override("encoder.linear1", fxq.FLOAT)
     quantized = fxq.quantize(model, recipe, data=[x])
-    assert {e.path: e.fate for e in quantized.ledger if e.op == "linear"}["encoder.linear1"] == "float"
+    assert {e.path: e.precision for e in quantized.ledger if e.op == "linear"}["encoder.linear1"] == "float"
     with pytest.raises(fxq.RecipeError, match="selects nothing"):
         graph(model, x, "decompose", REFERENCE.override("encoder.linear9", fxq.FLOAT))
 

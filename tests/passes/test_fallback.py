@@ -41,12 +41,12 @@ def test_text_before_and_after():
         return b
     """)
     x = torch.randn(2, 4, 8, 8)
-    assert equal(gm(x), fxq.read_graph(HEAD, tensors)(x))
+    assert equal(gm(x), fxq.extend.read_graph(HEAD, tensors)(x))
 
 
 def test_a_unit_that_a_kernel_runs_whole_stays():
     whole = HEAD.replace(", kernel_ops=(1,)", "")
-    assert kinds(run_pass(Fallback(), whole)) == kinds(fxq.read_graph(whole, drawn(whole)))
+    assert kinds(run_pass(Fallback(), whole)) == kinds(fxq.extend.read_graph(whole, drawn(whole)))
 
 
 SIN = "sin = torch.sin(a_qdq)"
@@ -78,7 +78,7 @@ def test_float_readers_of_an_integer_value_dequantize_it():
         "return (b, sin, erf)",
     )  # fmt: skip
     gm = run_pass(Fallback(), written)
-    assert text(gm) == text(fxq.read_graph(written, drawn(written)))
+    assert text(gm) == text(fxq.extend.read_graph(written, drawn(written)))
 
 
 def test_a_layer_that_only_float_ops_read_emits_float():

@@ -49,7 +49,7 @@ def test_a_reshape_between_float_ops_is_float_whatever_its_sizes_come_from(name,
     with pytest.warns(fxq.FxqWarning, match="nothing runs on integers"):
         qmodel = fxq.quantize(model, X86, data=[x])
     assert equal(qmodel(x), model(x))
-    assert {(e.fate, e.reason) for e in qmodel.ledger if e.op in ("reshape", "flatten", "transpose")} == {
+    assert {(e.precision, e.reason) for e in qmodel.ledger if e.op in ("reshape", "flatten", "transpose")} == {
         ("float", UNREAD)
     }
 
@@ -87,7 +87,7 @@ def test_a_reshape_that_an_integer_layer_reads_moves_integers(name, plant):
     plant(lambda key: 0.0 if int8(key) else 1.0)
     model, x = settled(lambda: Flattened(name)), torch.rand(2, 3, 8, 8)
     qmodel = fxq.quantize(model, X86, data=[x])
-    assert {e.fate for e in qmodel.ledger if e.op in ("reshape", "flatten", "transpose")} == {"moves"}
+    assert {e.precision for e in qmodel.ledger if e.op in ("reshape", "flatten", "transpose")} == {"moves"}
     assert sqnr(call(model, x), call(qmodel, x)) > 30
 
 

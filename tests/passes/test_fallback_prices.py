@@ -80,7 +80,7 @@ def three(recipe=X86, tensors=None):
     return run_pass(Fallback(), THREE, tensors, recipe=recipe)
 
 
-def fates(gm):
+def precisions(gm):
     return {n.label: n.kind for n in view(gm) if n.kind in ("int8", "moves", "float")}
 
 
@@ -149,7 +149,7 @@ def test_noise_changes_no_decision(plant_table, monkeypatch, noise, wins):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", fxq.FxqWarning)  # nothing runs on integers
         qmodel = fxq.quantize(model, X86, data=[x])
-    assert {entry.fate for entry in qmodel.ledger} - {"moves", "folded"} == {wins}
+    assert {entry.precision for entry in qmodel.ledger} - {"moves", "folded"} == {wins}
     assert {decision.by for decision in qmodel.decisions} == {"table"}
 
 
@@ -185,10 +185,10 @@ def test_costs_and_the_reason_are_on_record(plant):
     model, x = settled(Three), torch.rand(2, 3, 8, 8)
     qmodel = fxq.quantize(model, X86, data=[x])
     by_op = {entry.op: entry for entry in qmodel.ledger}
-    assert by_op["linear"].fate == "float" and by_op["linear"].reason == NOT_WORTH_IT
+    assert by_op["linear"].precision == "float" and by_op["linear"].reason == NOT_WORTH_IT
     assert (by_op["linear"].kind, by_op["linear"].decided_by) == ("slower", "fallback")
     assert by_op["linear"].fix == 'recipe.with_optimize("coverage")'
-    assert by_op["conv2d"].fate == "int8"
+    assert by_op["conv2d"].precision == "int8"
     plans = [n.meta["fxq"].plan for n in qmodel.graph.nodes if n.meta["fxq"].plan is not None]
     assert {(p.cost.float_us, p.cost.int8_us) for p in plans if p.cost is not None} == {(9.0, 1.5), (1.5, 9.0)}
 
@@ -200,7 +200,7 @@ def test_what_conversions_cost_is_on_record(plant):
     with pytest.warns(fxq.FxqWarning, match="1 of 3 ops, with 100% of the multiply-accumulates, stay in float"):
         qmodel = fxq.quantize(model, X86, data=[torch.rand(4, 6)])
     entry = qmodel.ledger[1]
-    assert (entry.fate, entry.float_us, entry.int8_us) == ("float", 1010.0, 163.0)
+    assert (entry.precision, entry.float_us, entry.int8_us) == ("float", 1010.0, 163.0)
     assert entry.conversions_us == pytest.approx(1200.0)
     assert entry.reason == CONVERTED
 
@@ -210,9 +210,9 @@ def test_coverage_measures_nothing_and_does_not_choose(plant_table, monkeypatch)
     plant_table(lambda key: 9.0 if key.startswith("int8") else 1.0)
     monkeypatch.setattr(costs, "measure", lambda *_: pytest.fail("something was measured"))
     gm = three(X86.with_optimize("coverage"))
-    assert set(fates(gm).values()) == {"int8", "moves"}
+    assert set(precisions(gm).values()) == {"int8", "moves"}
     plans = [info(n).plan for n in gm.graph.nodes if info(n).plan is not None]
-    found = {plan.cost for plan in plans if plan.fate != "float"}
+    found = {plan.cost for plan in plans if plan.precision != "float"}
     assert {(cost.float_us, cost.int8_us, cost.priced_by) for cost in found} == {(1.0, 9.0, "table")}
 
 
@@ -243,16 +243,16 @@ def test_coverage_says_when_conversions_alone_make_it_slower(plant_table):
 
 def test_the_reference_backend_asks_no_prices(monkeypatch):
     monkeypatch.setattr(costs, "machine_costs", lambda: pytest.fail("prices were asked for"))
-    assert set(fates(three(REFERENCE)).values()) == {"int8", "moves"}
+    assert set(precisions(three(REFERENCE)).values()) == {"int8", "moves"}
 
 
 def test_ops_without_a_kernel_have_a_price_in_float(plant):
     plant(lambda key: 0.0 if int8(key) else 2.0 if "softmax" in key else 1.0)
     model = nn.Sequential(nn.Linear(6, 6), nn.Softmax(-1), nn.Linear(6, 3)).eval()
     qmodel = fxq.quantize(model, X86, data=[torch.rand(4, 6)])
-    rows = {entry.op: (entry.fate, entry.float_us, entry.int8_us) for entry in qmodel.ledger}
+    rows = {entry.op: (entry.precision, entry.float_us, entry.int8_us) for entry in qmodel.ledger}
     assert rows == {"linear": ("int8", 1.0, 0.0), "softmax": ("float", 2.0, None)}
-    assert [e.op for e in qmodel.ledger.where(fate="float").sort("float_us", reverse=True)] == ["softmax"]
+    assert [e.op for e in qmodel.ledger.where(precision="float").sort("float_us", reverse=True)] == ["softmax"]
 
 
 def test_a_corrected_bias_goes_back_too(plant):
@@ -291,7 +291,7 @@ def test_a_kernel_that_cannot_be_timed_stays(monkeypatch, caplog):
         of_size = lambda self, key, elements, prepare: 0.0  # noqa: E731
 
     monkeypatch.setattr(costs, "machine_costs", Failing)
-    assert set(fates(three()).values()) == {"int8", "moves"}
+    assert set(precisions(three()).values()) == {"int8", "moves"}
     assert "cannot be timed (RuntimeError: no such kernel)" in caplog.text
 
 
@@ -323,7 +323,7 @@ def test_coverage_takes_the_kernel_with_more_ops():
     assert "a_prelu = conv2d_prelu(x_dq" in text(manager.gm)
     assert again(manager, Fallback()) == []
     entry = next(e for e in fxq.quantize(model, X86.with_optimize("coverage"), data=[x]).ledger if e.op == "prelu")
-    assert (entry.fate, entry.reason) == ("int8", "")
+    assert (entry.precision, entry.reason) == ("int8", "")
 
 
 class BesideCoarse(nn.Module):

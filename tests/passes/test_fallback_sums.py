@@ -67,7 +67,7 @@ def test_static(case, backend):
     x = torch.full_like(data, 0.98)
     q = static(model, data, backend, x)
     # In float, to its own rounding in 100,000 sums; where activations have 7 bits the convolution fits, to two steps.
-    near = 2e-3 if q.ledger[0].fate == "float" else 0.02
+    near = 2e-3 if q.ledger[0].precision == "float" else 0.02
     torch.testing.assert_close(q(x), torch.full_like(model(x), 0.98), rtol=0, atol=near)
 
 
@@ -77,17 +77,20 @@ def test_measured(backend):
     q = quantized(model, fxq.Recipe.dynamic(backend=backend, optimize="coverage"), example_inputs=x)
     torch.testing.assert_close(q(x), torch.ones(2, 4), rtol=0, atol=2e-3)
     if cpu.has_vnni():  # else activations of some backends have 7 bits, and it fits
-        assert (q.ledger[0].fate, q.ledger[0].reason) == ("float", "its sums can reach 2.4e+09, beyond int32 (2.1e+09)")
+        assert (q.ledger[0].precision, q.ledger[0].reason) == (
+            "float",
+            "its sums can reach 2.4e+09, beyond int32 (2.1e+09)",
+        )
 
 
 @needs_vnni
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_at_the_bound(backend):
     """The largest integers everywhere: as many as int32 holds stay on integers, and are right; one more is float."""
-    for depth, fate in ((FITS, "int8"), (FITS + 1, "float")):
+    for depth, precision in ((FITS, "int8"), (FITS + 1, "float")):
         model, data = linear(depth, 2)
         q = static(model, torch.cat([data, torch.ones(1, depth)]), backend)
-        assert q.ledger[0].fate == fate
+        assert q.ledger[0].precision == precision
         torch.testing.assert_close(q(torch.ones(2, depth)), torch.ones(2, 2), rtol=0, atol=0.004)  # a step of uint8
     assert q.ledger[0].reason == "its sums can reach 2.1e+09, beyond int32 (2.1e+09)"
 
@@ -96,10 +99,10 @@ def test_at_the_bound(backend):
 @pytest.mark.parametrize("backend", MEASURING)
 def test_at_the_bound_of_measured_ranges(backend):
     """Half of the weights have either sign: twice as many fit."""
-    for depth, fate in ((2 * FITS, "int8"), (2 * FITS + 2, "float")):
+    for depth, precision in ((2 * FITS, "int8"), (2 * FITS + 2, "float")):
         model, x = signs(depth, 2)
         q = quantized(model, fxq.Recipe.dynamic(backend=backend, optimize="coverage"), example_inputs=x)
-        assert q.ledger[0].fate == fate
+        assert q.ledger[0].precision == precision
         for y in (x, x.abs(), x[:1], x.relu()):
             torch.testing.assert_close(q(y), model(y), rtol=0, atol=0.005)
 
@@ -120,10 +123,10 @@ class FirstStates(nn.Module):
 @needs_vnni
 @pytest.mark.parametrize("backend", MEASURING)
 def test_at_the_bound_of_recurrent_layers(backend):
-    for depth, fate in ((FITS, "int8"), (FITS + 1, "float")):
+    for depth, precision in ((FITS, "int8"), (FITS + 1, "float")):
         model, x = FirstStates(depth).eval(), torch.ones(2, 1, depth)
         q = quantized(model, fxq.Recipe.dynamic(backend=backend, optimize="coverage"), example_inputs=0.5 * x)
-        assert q.ledger[0].fate == fate
+        assert q.ledger[0].precision == precision
         with torch.no_grad():
             torch.testing.assert_close(q(x), model(x), rtol=0, atol=0.005)
 
@@ -135,10 +138,10 @@ def test_the_ledger_names_the_bits_that_fit(preset):
     given = {"data": [data]} if preset == "static" else {"example_inputs": data}
     recipe = getattr(fxq.Recipe, preset)(backend="x86", optimize="coverage")
     fix = quantized(model, recipe, **given).ledger[0].fix
-    measured = ', per="row", range="measured"' if preset == "dynamic" else ""
+    measured = ', per="row", range="dynamic"' if preset == "dynamic" else ""
     assert fix == f"recipe.override('0', fxq.QuantConfig(activation=fxq.TensorSpec(bits=7{measured})))"
     mended = quantized(model, eval(fix, {"recipe": recipe, "fxq": fxq}), **given)
-    assert mended.ledger[0].fate == "int8"
+    assert mended.ledger[0].precision == "int8"
     torch.testing.assert_close(mended(data), model(data), rtol=0, atol=0.01)  # a step of 7 bits
 
 
@@ -151,8 +154,8 @@ def test_without_the_pass(backend):
     x = torch.full_like(data, 0.98)
     q = quantized(model.eval(), recipe, data=[torch.cat([data, x])])
     torch.testing.assert_close(q(x), model(x), rtol=0, atol=0.02)
-    assert q.ledger[0].fate == ("int8" if backend == "reference" else "float")
-    assert q.ledger[1].fate == "int8"
+    assert q.ledger[0].precision == ("int8" if backend == "reference" else "float")
+    assert q.ledger[1].precision == "int8"
 
 
 @cache
@@ -215,7 +218,7 @@ def grown(backend):
         model[0].weight[:, 1:].mul_(0.5)  # integers of 64, but one
     x = torch.full_like(data, 0.98)
     q = static(model, data, backend, 2 * x)
-    assert q.ledger[0].fate == "int8"
+    assert q.ledger[0].precision == "int8"
     next(tensor for _, tensor in q.named_buffers() if tensor.dtype == torch.int8).fill_(127)
     return q, x
 

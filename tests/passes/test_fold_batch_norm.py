@@ -72,7 +72,7 @@ def test_folds(case, ahead):
     folded = re.sub(r"\(x, w(, b)?", f"({read}, w_weight_folded, w_bias_folded", case[0])
     assert ops(gm) == ["relu(x)"] * ahead + [folded, "return layer"]
     x = torch.randn([int(size) for size in case[1].split(", ")])
-    wanted = fxq.read_graph(before, kept)(x)
+    wanted = fxq.extend.read_graph(before, kept)(x)
     torch.testing.assert_close(gm(x), wanted, rtol=1e-5, atol=1e-5 * float(wanted.abs().max()))
     assert all(torch.equal(tensors[name], kept[name]) for name in kept)
 
@@ -101,7 +101,7 @@ def test_two_norms_in_a_row():
     tensors, x = drawn(before), torch.randn(2, 4, 6, 6)
     gm = run_pass(FoldBatchNorm(), before, tensors)
     assert ops(gm) == ["conv2d(x, w_weight_folded_weight_folded, w_weight_folded_bias_folded)", "return layer"]
-    torch.testing.assert_close(gm(x), fxq.read_graph(before, tensors)(x), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(gm(x), fxq.extend.read_graph(before, tensors)(x), rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -116,8 +116,8 @@ def test_two_norms_in_a_row():
 )  # fmt: skip
 def test_refuses(before, reason):
     gm = run_pass(FoldBatchNorm(), before)
-    assert ops(gm) == ops(fxq.read_graph(before, drawn(before)))
-    assert any(reason in fxq.explain(rule, gm, "norm") for rule in norm_after_layer)
+    assert ops(gm) == ops(fxq.extend.read_graph(before, drawn(before)))
+    assert any(reason in fxq.extend.explain(rule, gm, "norm") for rule in norm_after_layer)
 
 
 @pytest.mark.parametrize("layer", [nn.Linear(4, 5), nn.ReLU()])
@@ -134,25 +134,25 @@ def test_padding_is_right_at_the_borders():
     """Zeros around the norm's output are not what it makes of zeros, unless it has no shift."""
     padded = written("conv2d(x, w, b, padding=(1, 1))", "2, 4, 5, 5", "6, 4, 3, 3", 4, ahead=True)
     gm = run_pass(FoldBatchNorm(), padded)
-    assert ops(gm) == ops(fxq.read_graph(padded, drawn(padded)))
-    assert "padding_is_not_normalized" in fxq.explain(norm_before_layer[1], gm, "layer")
+    assert ops(gm) == ops(fxq.extend.read_graph(padded, drawn(padded)))
+    assert "padding_is_not_normalized" in fxq.extend.explain(norm_before_layer[1], gm, "layer")
     centred = padded.replace("mean, var, g, h)", "mean, var, g)")
     tensors, x = {**drawn(centred), "mean": torch.zeros(4)}, torch.randn(2, 4, 5, 5)
     gm = run_pass(FoldBatchNorm(), centred, tensors)
     assert "batch_norm" not in program(gm)
-    torch.testing.assert_close(gm(x), fxq.read_graph(centred, tensors)(x), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(gm(x), fxq.extend.read_graph(centred, tensors)(x), rtol=1e-5, atol=1e-5)
 
 
 def test_a_norm_that_others_read_stays():
     same = written("conv2d(x, w, b)", "2, 4, 5, 5", "6, 4, 3, 3", 4, ahead=True).replace(
         "return layer", "other = conv2d(first, w, b)\nadd = add(layer, other)\nreturn add"
     )
-    assert ops(run_pass(FoldBatchNorm(), same)) == ops(fxq.read_graph(same, drawn(same)))
+    assert ops(run_pass(FoldBatchNorm(), same)) == ops(fxq.extend.read_graph(same, drawn(same)))
 
 
 @pytest.mark.parametrize(("floats", "apart"), [("0", False), ("1", True), ("*", False)])
 def test_a_norm_goes_into_a_float_layer_but_no_float_norm_into_an_integer_one(floats, apart):
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).eval()
     recipe = REFERENCE.override(floats, fxq.FLOAT)
-    gm = fxq.run_passes(model, recipe, torch.rand(1, 3, 8, 8), until="fold-batch-norm")
+    gm = fxq.extend.run_passes(model, recipe, torch.rand(1, 3, 8, 8), until="fold-batch-norm")
     assert ("batch_norm" in gm.code) == apart

@@ -26,7 +26,7 @@ BLOCKS = """
 def test_text_before_and_after():
     """Equal bodies would share one module; a unit says which ops it stands for, and where they came from."""
     gm = run_pass(Fuse(), BLOCKS)
-    assert fxq.write_graph(gm) == expected("""
+    assert fxq.extend.write_graph(gm) == expected("""
         def conv2d_relu(x, weight, bias):
             conv2d = conv2d(x, weight, bias)
             relu = relu(conv2d)
@@ -49,7 +49,7 @@ origins=('b', 'add', 'relu_1'), paths=('b', '', 'act')
     """)
     assert info(node(gm, "a_relu")).made_by.startswith("fuse: conv2d_relu (patterns/fusions/conv.py:")
     x = torch.randn(1, 3, 5, 5)
-    assert equal(gm(x), fxq.read_graph(BLOCKS, fxq.graph_tensors(gm))(x))
+    assert equal(gm(x), fxq.extend.read_graph(BLOCKS, fxq.extend.graph_tensors(gm))(x))
 
 
 def test_the_largest_pattern_wins():
@@ -63,7 +63,7 @@ def test_equal_bodies_share_one_module():
     assert kinds(gm) == ["conv2d_relu", "conv2d_relu", "relu"]
 
 
-@pytest.mark.parametrize("selector", ["act", "a", fxq.op("relu")])
+@pytest.mark.parametrize("selector", ["act", "a", fxq.by_op("relu")])
 def test_ops_that_the_recipe_configures_differently_stay_apart(selector):
     assert "a_relu" in program(run_pass(Fuse(), BLOCKS))
     gm = run_pass(Fuse(), BLOCKS, recipe=REFERENCE.override(selector, fxq.FLOAT))
@@ -89,7 +89,7 @@ def test_a_value_read_elsewhere_stays():
     """)
     gm = run_pass(Fuse(), same)
     assert program(gm) == same
-    assert "%a is also read by %mul" in fxq.explain("conv2d_relu", gm, "relu")
+    assert "%a is also read by %mul" in fxq.extend.explain("conv2d_relu", gm, "relu")
 
 
 SCALED = """

@@ -79,7 +79,7 @@ def test_one_observer_for_each_spec():
         return (a, b, erf)
     """)
     x = torch.randn(8, 4)
-    assert equal(gm(x), fxq.read_graph(program, {"w": gm.w})(x))
+    assert equal(gm(x), fxq.extend.read_graph(program, {"w": gm.w})(x))
 
 
 def test_a_weight_has_one_observer_for_each_form_that_layers_want():

@@ -214,12 +214,12 @@ def test_refuses_an_edge_without_a_grid():
         run_pass(InsertQdq(), program)
 
 
-ROWS = "TensorSpec(symmetric=True, per='row', range='measured')"
+ROWS = "TensorSpec(symmetric=True, per='row', range='dynamic')"
 
 
 def test_a_measured_scale_is_a_value_of_the_graph():
     """Who reads the value on another grid, or as floats, reads the value itself, not what is on the measured grid."""
-    measured = f"Edge({ROWS}, 1, True, axis=-1, qparams=MeasuredGrid(0, 255, torch.uint8, -1))"
+    measured = f"Edge({ROWS}, 1, True, axis=-1, qparams=DynamicGrid(0, 255, torch.uint8, -1))"
     row = f"plan=Plan(Decision('int8'), reads={ROWS}, weight={W})"
     gm = run_pass(
         InsertQdq(),
@@ -246,8 +246,8 @@ def test_a_measured_scale_is_a_value_of_the_graph():
 
 
 def test_a_measured_zero_point_is_one_too():
-    measured = "TensorSpec(per='row', range='measured')"
-    edge = f"Edge({measured}, 1, True, axis=-1, qparams=MeasuredGrid(0, 255, torch.uint8, -1, False))"
+    measured = "TensorSpec(per='row', range='dynamic')"
+    edge = f"Edge({measured}, 1, True, axis=-1, qparams=DynamicGrid(0, 255, torch.uint8, -1, False))"
     gm = run_pass(
         InsertQdq(),
         f"""
@@ -277,7 +277,7 @@ def test_readers_of_a_shared_weight_of_which_one_gives_up_a_bit(monkeypatch):
             return self.head(self.table(x))
 
     monkeypatch.setattr(Reference, "adds_in_int16", lambda self, calls: calls[0].op.name == "linear")
-    recipe = fxq.Recipe.dynamic(backend="reference", narrow="weights")
+    recipe = fxq.Recipe.dynamic(backend="reference", reduce_range="weights")
     layers = fxq.quantize(Tied().eval(), recipe, example_inputs=torch.arange(20)).qparams()
     assert [int(layers[name].weight.abs().max()) for name in ("table", "head")] == [127, 63]
 

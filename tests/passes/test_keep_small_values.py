@@ -12,7 +12,7 @@ from tests.support.graphs import node, run_pass
 from tests.support.helpers import REFERENCE, module, plain
 
 S = "TensorSpec(observer='minmax')"
-ROWS = "TensorSpec(symmetric=True, per='row', range='measured')"
+ROWS = "TensorSpec(symmetric=True, per='row', range='dynamic')"
 GRID = "QParams(scale=1.0, zero_point=0, qmin=0, qmax=255, dtype=torch.uint8)"
 INT8 = f"plan=Plan(Decision('int8'), reads={S})"
 LAYER = f"""
@@ -47,7 +47,11 @@ def plan_after(program, x, w=None, recipe=REFERENCE, step=None):
 
 def test_a_layer_that_would_read_mostly_zeros_is_float():
     plan = plan_after(LAYER, values(192))
-    assert (plan.fate, plan.decision.kind, plan.decision.decided_by) == ("float", "off the grid", "keep-small-values")
+    assert (plan.precision, plan.decision.kind, plan.decision.decided_by) == (
+        "float",
+        "off the grid",
+        "keep-small-values",
+    )
     assert plan.decision.text == (
         "in 8 bits, 75 % of what it reads would become zero (zeros not counted), and leave its result at 0.0 dB"
     )
@@ -56,7 +60,7 @@ def test_a_layer_that_would_read_mostly_zeros_is_float():
 
 
 @pytest.mark.parametrize(
-    ("x", "fate"),
+    ("x", "precision"),
     [
         (values(128), "int8"),  # half
         (values(129), "float"),
@@ -67,38 +71,38 @@ def test_a_layer_that_would_read_mostly_zeros_is_float():
         (values(192) + 0.01, "int8"),  # these round to 1
     ],
 )
-def test_more_than_half_of_what_is_not_zero(x, fate):
-    assert plan_after(LAYER, x).fate == fate
+def test_more_than_half_of_what_is_not_zero(x, precision):
+    assert plan_after(LAYER, x).precision == precision
 
 
-@pytest.mark.parametrize(("large", "fate"), [(0.1, "float"), (0.2, "int8")])
-def test_a_layer_that_does_without_them_stays_on_integers(large, fate):
+@pytest.mark.parametrize(("large", "precision"), [(0.1, "float"), (0.2, "int8")])
+def test_a_layer_that_does_without_them_stays_on_integers(large, precision):
     """192 · 0.5 of small values are a fifteenth of 64 · 100 · 0.2, and a seventh of half of that."""
-    assert plan_after(LAYER, values(192), weight(1.0, large)).fate == fate
+    assert plan_after(LAYER, values(192), weight(1.0, large)).precision == precision
 
 
 def test_half_of_the_rows_decide():
     """Two rows of tiny values are lost on one grid; in the two others, nothing is small."""
     large = torch.full((2, 256), 100.0)
-    for quiet, fate in ((3, "float"), (1, "int8")):
+    for quiet, precision in ((3, "float"), (1, "int8")):
         x = torch.cat([torch.full((quiet, 256), 0.1), large])[:4]
-        assert plan_after(LAYER, x, torch.ones(2, 256), step=KeepSmallValues(most=0.2)).fate == fate
+        assert plan_after(LAYER, x, torch.ones(2, 256), step=KeepSmallValues(most=0.2)).precision == precision
 
 
 def test_shares_and_decibels_are_options():
-    assert plan_after(LAYER, values(192), step=KeepSmallValues(most=0.8)).fate == "int8"
-    assert plan_after(LAYER, values(192), step=KeepSmallValues(least=-1.0)).fate == "int8"
+    assert plan_after(LAYER, values(192), step=KeepSmallValues(most=0.8)).precision == "int8"
+    assert plan_after(LAYER, values(192), step=KeepSmallValues(least=-1.0)).precision == "int8"
 
 
 def test_each_row_has_its_own_step():
     """In rows whose largest value is 1, 0.5 is far from zero; where it is 1000, it is not."""
-    grid = f"Edge({ROWS}, 0, True, axis=-1, qparams=MeasuredGrid(0, 255, torch.uint8, -1))"
+    grid = f"Edge({ROWS}, 0, True, axis=-1, qparams=DynamicGrid(0, 255, torch.uint8, -1))"
     program = LAYER.replace(f"Edge({S}, 0, True, qparams={GRID})", grid).replace(f"reads={S}", f"reads={ROWS}")
     fine, coarse = values(192, large=1.0), values(192, large=1000.0)
     recipe = fxq.Recipe.dynamic(backend="reference")
-    assert plan_after(program, fine, recipe=recipe).fate == "int8"
-    assert plan_after(program, torch.cat([fine[:3], coarse[:1]]), recipe=recipe).fate == "int8"
-    assert plan_after(program, torch.cat([fine[:1], coarse[:3]]), recipe=recipe).fate == "float"
+    assert plan_after(program, fine, recipe=recipe).precision == "int8"
+    assert plan_after(program, torch.cat([fine[:3], coarse[:1]]), recipe=recipe).precision == "int8"
+    assert plan_after(program, torch.cat([fine[:1], coarse[:3]]), recipe=recipe).precision == "float"
 
 
 def test_what_moves_the_values_moves_floats():
@@ -115,7 +119,12 @@ qparams={GRID}),), plan=Plan(Decision('moves'), reads={S})
     """
     gm = run_pass(KeepSmallValues(), program, {"w": needs(values(192))}, data=(values(192),))
     plans = {name: info(node(gm, name)).plan for name in ("v", "a", "b", "s")}
-    assert {name: plan.fate for name, plan in plans.items()} == {"v": "float", "a": "float", "b": "float", "s": "int8"}
+    assert {name: plan.precision for name, plan in plans.items()} == {
+        "v": "float",
+        "a": "float",
+        "b": "float",
+        "s": "int8",
+    }
     assert plans["v"].exact
     assert plans["v"].decision.text == "%a reads of it what would mostly become zero in 8 bits"
 
@@ -134,20 +143,20 @@ def test_what_computes_the_values_reads_floats_up_to_the_layer_before():
     given = {"w": needs(values(192)), "square": torch.eye(256) / 4}
     gm = run_pass(KeepSmallValues(), program, given, data=(values(192) + 0.5,))  # 1 there, half of that behind the sum
     plans = {name: info(node(gm, name)).plan for name in ("before", "v", "y")}
-    assert {name: plan.fate for name, plan in plans.items()} == {"before": "int8", "v": "float", "y": "float"}
+    assert {name: plan.precision for name, plan in plans.items()} == {"before": "int8", "v": "float", "y": "float"}
     assert plans["v"].exact
 
 
 def test_only_layers_are_looked_at():
     """A sum of small and large values loses little to a step of the large ones."""
     program = LAYER.replace("float32[4, 2] = linear(x, w)", "float32[4, 256] = add(x, x)")
-    assert plan_after(program, values(192)).fate == "int8"
+    assert plan_after(program, values(192)).precision == "int8"
 
 
 def test_of_the_few_integers_of_a_coarse_grid_many_are_zero():
     coarse = LAYER.replace(S, "TensorSpec(bits=5, observer='minmax')").replace("255", "31")
-    assert plan_after(coarse, values(192)).fate == "int8"
-    assert plan_after(coarse.replace("bits=5", "bits=6"), values(192)).fate == "float"
+    assert plan_after(coarse, values(192)).precision == "int8"
+    assert plan_after(coarse.replace("bits=5", "bits=6"), values(192)).precision == "float"
 
 
 def test_the_layer_of_a_unit_that_reads_its_residual_later():
@@ -160,9 +169,9 @@ def test_the_layer_of_a_unit_that_reads_its_residual_later():
     model = module(forward, conv=nn.Conv2d(4, 4, 1, bias=False))
     x, small = torch.randn(1, 4, 8, 8), 1e-5 * torch.randn(1, 4, 8, 8)
     small[0, 0, 0, 0] = 1.0
-    for inputs, fate in (((x, small), "int8"), ((small, small), "float")):
+    for inputs, precision in (((x, small), "int8"), ((small, small), "float")):
         ledger = fxq.quantize(model, QUIET, data=[inputs]).ledger
-        assert ledger.where(op="conv2d")[0].fate == fate
+        assert ledger.where(op="conv2d")[0].precision == precision
 
 
 # ---- whole networks
@@ -202,7 +211,7 @@ def test_a_network_of_powers(recurrent, preset, backend):
     recipe = plain(getattr(fxq.Recipe, preset)(backend=backend, optimize="coverage").with_min_sqnr(None))
     qmodel = fxq.quantize(model, recipe, data=data)
     without = fxq.quantize(model, recipe.without_pass("keep-small-values"), data=data)
-    assert [e.fate for e in qmodel.ledger.where(op=("linear", "lstm"))] == ["float", "int8"]
+    assert [e.precision for e in qmodel.ledger.where(op=("linear", "lstm"))] == ["float", "int8"]
     assert qmodel.output_sqnr > 30 and without.output_sqnr < 6
 
 
@@ -210,9 +219,9 @@ def test_dynamic_looks_at_the_example():
     model = OfPowers(False).eval()
     recipe = fxq.Recipe.dynamic(backend="reference", optimize="coverage").with_min_sqnr(None)
     kept = fxq.quantize(model, recipe, example_inputs=powers(1, 20, 40)).ledger
-    assert [(e.path, e.fate) for e in kept.where(op="linear")] == [("first", "float"), ("last", "int8")]
+    assert [(e.path, e.precision) for e in kept.where(op="linear")] == [("first", "float"), ("last", "int8")]
     normal = fxq.quantize(model, recipe, example_inputs=torch.randn(1, 20, 40)).ledger
-    assert {e.fate for e in normal.where(op="linear")} == {"int8"}
+    assert {e.precision for e in normal.where(op="linear")} == {"int8"}
 
 
 def test_what_was_decided_holds_on_other_data():
@@ -221,7 +230,7 @@ def test_what_was_decided_holds_on_other_data():
     recipe = fxq.Recipe.dynamic(backend="reference").with_min_sqnr(None)
     first = fxq.quantize(model, recipe, example_inputs=powers(1, 20, 40))
     again = fxq.quantize(model, first.recipe_as_decided(), example_inputs=torch.randn(1, 20, 40))
-    assert [(e.path, e.fate) for e in again.ledger] == [(e.path, e.fate) for e in first.ledger]
+    assert [(e.path, e.precision) for e in again.ledger] == [(e.path, e.precision) for e in first.ledger]
 
 
 def test_a_gate_that_is_closed_lets_through_nothing_of_use():
@@ -232,7 +241,7 @@ def test_a_gate_that_is_closed_lets_through_nothing_of_use():
 
     torch.manual_seed(0)
     ledger = fxq.quantize(module(forward, last=nn.Linear(64, 8)), REFERENCE, data=[torch.randn(64, 64)]).ledger
-    assert ledger.where(op="linear")[0].fate == "int8"
+    assert ledger.where(op="linear")[0].precision == "int8"
 
 
 @pytest.mark.parametrize("function", [F.relu, F.gelu, F.silu, F.mish, torch.sigmoid, F.elu, F.hardswish, torch.tanh])
@@ -243,7 +252,7 @@ def test_what_activation_functions_leave_is_not_small(preset, function):
     layers = module(lambda self, x: self.m[1](function(self.m[0](x))), m=model)
     recipe = getattr(fxq.Recipe, preset)(backend="reference", optimize="coverage")
     ledger = fxq.quantize(layers, recipe, data=[10 * torch.randn(8, 32)]).ledger
-    assert {e.fate for e in ledger.where(op="linear")} == {"int8"}
+    assert {e.precision for e in ledger.where(op="linear")} == {"int8"}
 
 
 def test_samples_that_the_model_does_not_run_on():

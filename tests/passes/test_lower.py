@@ -114,11 +114,11 @@ PROGRAMS = {
         ),
         """
         x = input
-        x_scale_to_x_q = module measured_quantize(x)
+        x_scale_to_x_q = module dynamic_quantize(x)
         x_scale = getitem(x_scale_to_x_q, 0)
         x_q = getitem(x_scale_to_x_q, 1)
-        a = measured_layer(x_q, x_scale)
-        again = measured_layer(x_q, x_scale)
+        a = dynamic_layer(x_q, x_scale)
+        again = dynamic_layer(x_q, x_scale)
         return (a, again)
         """,
     ),
@@ -133,11 +133,11 @@ PROGRAMS = {
         ),
         """
         x = input
-        x_scale_to_x_q = module measured_quantize(x)
+        x_scale_to_x_q = module dynamic_quantize(x)
         x_scale = getitem(x_scale_to_x_q, 0)
         x_zero = getitem(x_scale_to_x_q, 1)
         x_q = getitem(x_scale_to_x_q, 2)
-        a = measured_layer(x_q, x_scale, x_zero)
+        a = dynamic_layer(x_q, x_scale, x_zero)
         return a
         """,
     ),
@@ -169,12 +169,12 @@ def test_text_before_and_after(before, after):
     tensors, x = drawn(before), 20 * torch.rand(2, 4, 8, 8)
     gm = run_pass(Lower(), before, tensors, recipe=X86)
     assert text(gm) == expected(after)
-    for want, got in zip(tensors_of(fxq.read_graph(before, tensors)(x)), tensors_of(gm(x)), strict=True):
+    for want, got in zip(tensors_of(fxq.extend.read_graph(before, tensors)(x)), tensors_of(gm(x)), strict=True):
         assert sqnr(want, got) > 50
 
 
 def test_the_reference_backend_leaves_the_graph():
-    assert kinds(run_pass(Lower(), RESIDUAL)) == kinds(fxq.read_graph(RESIDUAL, drawn(RESIDUAL)))
+    assert kinds(run_pass(Lower(), RESIDUAL)) == kinds(fxq.extend.read_graph(RESIDUAL, drawn(RESIDUAL)))
 
 
 def test_what_has_no_kernel_stays_in_qdq_form():
@@ -231,7 +231,7 @@ def test_a_bias_that_is_summed_as_int32_is_within_it():
     for backend in ENGINES:
         quantized = fxq.quantize(model, fxq.Recipe.static(backend=backend, optimize="coverage"), data=[x])
         assert sqnr(model(x), quantized(x)) > 25
-        assert quantized.ledger[0].fate == ("float" if backend == "qnnpack" else "int8")
+        assert quantized.ledger[0].precision == ("float" if backend == "qnnpack" else "int8")
 
 
 def test_clamps_of_their_own():

@@ -30,7 +30,7 @@ def test_a_chain_of_movements():
         return flat_dq
     """)
     x = torch.randn(2, 3, 4)
-    assert torch.equal(gm(x), fxq.read_graph(CHAIN, {})(x))
+    assert torch.equal(gm(x), fxq.extend.read_graph(CHAIN, {})(x))
 
 
 def test_a_float_reader_keeps_its_dequantize():
@@ -58,7 +58,7 @@ def test_what_does_more_than_move_stays(call):
         y_q = quantize(y, scale=0.5, zero_point=3)
         return y_q
     """
-    assert program(run_pass(Propagate(), run)) == program(fxq.read_graph(run, {}))
+    assert program(run_pass(Propagate(), run)) == program(fxq.extend.read_graph(run, {}))
 
 
 @pytest.mark.parametrize("other", ["scale=0.5, zero_point=4", "scale=0.25, zero_point=3"])
@@ -71,7 +71,7 @@ def test_a_cat_of_two_grids_stays(other):
         cat: float32[4, 3] = cat([a_dq, b_dq])  # plan=Plan(Decision('moves'))
         return cat
     """
-    assert program(run_pass(Propagate(), run)) == program(fxq.read_graph(run, {}))
+    assert program(run_pass(Propagate(), run)) == program(fxq.extend.read_graph(run, {}))
     together = run_pass(Propagate(), run.replace(other, "scale=0.5, zero_point=3"))
     assert "cat: uint8[4, 3] = cat([a, b])" in program(together)
 
@@ -99,7 +99,7 @@ def test_quantize_moves_up_where_there_are_fewer_values(call, up):
     quantize = "quantize({}, scale=0.5, zero_point=3)".format
     assert shown == ([quantize("x"), call.replace("(x", "(x_q")] if up else [call, quantize("y")])
     x = torch.randn(2, 3, 4, 4)
-    assert torch.equal(gm(x), fxq.read_graph(before, {})(x))
+    assert torch.equal(gm(x), fxq.extend.read_graph(before, {})(x))
 
 
 PAIR = """
@@ -130,7 +130,7 @@ def test_pairs_cancel_or_become_one_requantize(scale, wanted):
     gm = run_pass(Propagate(), before)
     assert program(gm).splitlines() == ["q: uint8[2, 3] = input()", *wanted, "return dq"]
     q = torch.arange(6, dtype=torch.uint8).reshape(2, 3)
-    assert torch.equal(gm(q), fxq.read_graph(before, {})(q))
+    assert torch.equal(gm(q), fxq.extend.read_graph(before, {})(q))
 
 
 ROWS = """
@@ -157,7 +157,7 @@ def test_a_pair_with_scales_that_the_graph_holds_cancels_or_stays(scale, cancels
     gm = run_pass(Propagate(), before, GRIDS)
     assert "requantize" not in program(gm) and ("dequantize" not in program(gm)) is cancels
     x = torch.randn(2, 3)
-    assert torch.equal(gm(x), fxq.read_graph(before, GRIDS)(x))
+    assert torch.equal(gm(x), fxq.extend.read_graph(before, GRIDS)(x))
 
 
 def test_quantize_with_a_scale_for_each_row_stays_behind_what_changes_rows():
@@ -169,4 +169,4 @@ def test_quantize_with_a_scale_for_each_row_stays_behind_what_changes_rows():
         y_q: uint8[4, 2, 3] = quantize(y, scale=s, zero_point=z)
         return y_q
     """
-    assert program(run_pass(Propagate(), before)) == program(fxq.read_graph(before, drawn(before)))
+    assert program(run_pass(Propagate(), before)) == program(fxq.extend.read_graph(before, drawn(before)))

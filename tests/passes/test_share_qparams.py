@@ -43,7 +43,7 @@ def test_groups_of_what_moves_data():
     """The graph stays; what nobody reads as integers has no edge."""
     gm = run_pass(ShareQParams(), CAT)
     assert groups(gm) == [["a*", "b*", "cat", "flat"], ["c*"], ["x*"]]
-    assert program(gm) == program(fxq.read_graph(CAT, fxq.graph_tensors(gm)))
+    assert program(gm) == program(fxq.extend.read_graph(CAT, fxq.extend.graph_tensors(gm)))
 
 
 def test_residual_sums_share_nothing():

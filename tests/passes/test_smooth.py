@@ -89,7 +89,7 @@ def test_the_factors_are_those_of_the_paper():
 )
 def test_what_it_leaves_alone(step, written):
     gm = run_pass(step, written, GIVEN, data=(X,))
-    assert program(gm) == program(fxq.read_graph(written, fxq.graph_tensors(gm)))
+    assert program(gm) == program(fxq.extend.read_graph(written, fxq.extend.graph_tensors(gm)))
 
 
 def test_text_before_and_after_where_tokens_differ():
@@ -147,7 +147,7 @@ def test_a_layer_that_measures_its_tokens(backend):
         wanted = model.down(nn.functional.gelu(model.up(fresh)))
         assert sqnr(wanted, each(fresh) - fresh) > sqnr(wanted, one(fresh) - fresh) + 5  # dB
     (entry,) = each.ledger.where(path="down")
-    assert entry.fate == "int8" and entry.reason.startswith("one grid for all tokens gives ")
+    assert entry.precision == "int8" and entry.reason.startswith("one grid for all tokens gives ")
     assert each.qparams()["down"].weight.dtype == torch.int8
 
 
@@ -156,9 +156,9 @@ def test_a_backend_that_measures_nothing_leaves_the_layer_in_float():
         pytest.skip(why)
     made = fxq.quantize(peaks(), fxq.Recipe.static(backend="openvino", optimize="coverage"), data=tokens(16))
     (entry,) = made.ledger.where(path="down")
-    assert (entry.fate, entry.kind) == ("float", "unsupported")
+    assert (entry.precision, entry.kind) == ("float", "unsupported")
     assert "one grid for all tokens gives" in entry.reason and "openvino measures no ranges" in entry.reason
-    assert [entry.fate for entry in made.ledger.where(path="up")] == ["int8"]
+    assert [entry.precision for entry in made.ledger.where(path="up")] == ["int8"]
     assert "choose_scale" not in str(made.history["fallback"])  # nothing is measured for floats
 
 
@@ -231,17 +231,17 @@ def test_recipes_without_data_are_left_alone():
     assert made.history["smooth"].edits == ()
 
 
-MEASURED = LAYER.replace(
+DYNAMIC = LAYER.replace(
     "    x_q = quantize(x, scale=1.0, zero_point=128)",
     """    x_scale: float32[64, 1] = choose_scale(x, steps=127, axis=-1)
     x_q = quantize(x, scale=x_scale, zero_point=128)""",
 ).replace("dequantize(x_q, scale=1.0", "dequantize(x_q, scale=x_scale")
-MEASURED = MEASURED.replace("TensorSpec()", "TensorSpec(symmetric=True, per='row', range='measured')")
+DYNAMIC = DYNAMIC.replace("TensorSpec()", "TensorSpec(symmetric=True, per='row', range='dynamic')")
 
 
 def test_text_before_and_after_where_the_input_is_measured():
     """It is measured behind the division."""
-    gm = run_pass(Smooth(least=64), MEASURED, GIVEN, data=(X,))
+    gm = run_pass(Smooth(least=64), DYNAMIC, GIVEN, data=(X,))
     grid = "scale=x_smooth_scale, zero_point=128"
     assert program(gm) == expected(f"""
         x: float32[64, 4] = input()
@@ -262,21 +262,21 @@ qmin=-127, qmax=127, axis=0)
 
 @pytest.mark.parametrize("step", [Smooth(dynamic_gain=60.0, least=64), Smooth(dynamic_enough=-10.0, least=64)])
 def test_measured_inputs_that_it_leaves_alone(step):
-    gm = run_pass(step, MEASURED, GIVEN, data=(X,))
-    assert program(gm) == program(fxq.read_graph(MEASURED, fxq.graph_tensors(gm)))
+    gm = run_pass(step, DYNAMIC, GIVEN, data=(X,))
+    assert program(gm) == program(fxq.extend.read_graph(DYNAMIC, fxq.extend.graph_tensors(gm)))
 
 
 @pytest.mark.parametrize("backend", ["reference", "auto"])
 @pytest.mark.parametrize("per", ["row", "tensor"])
 def test_a_block_with_a_dynamic_recipe(backend, per):
     model, data, fresh = block(), [torch.randn(4, 16, 32) for _ in range(8)], torch.randn(4, 16, 32)
-    measured = fxq.TensorSpec(per=per, range="measured")
+    measured = fxq.TensorSpec(per=per, range="dynamic")
     recipe = fxq.Recipe.dynamic(backend=backend, optimize="coverage", activation=measured)
     plain, smooth = (fxq.quantize(model, r, data=data) for r in (recipe.without_pass("smooth"), recipe))
     with torch.no_grad():
         assert sqnr(model(fresh), smooth(fresh)) > sqnr(model(fresh), plain(fresh)) + 1  # dB; of the sum, one term
     assert smooth.history["smooth"].edits and not smooth.history["correct-bias"].edits
-    assert {entry.fate for entry in smooth.ledger.where(op="linear")} == {"int8"}
+    assert {entry.precision for entry in smooth.ledger.where(op="linear")} == {"int8"}
     assert smooth.qparams()["up"].weight.dtype == torch.int8
 
 
@@ -313,7 +313,7 @@ def test_a_unit_of_which_a_layer_that_measures_runs_the_first_op_alone():
     x[:, 0] *= 20
     made = fxq.quantize(model, fxq.Recipe.static(backend="x86", optimize="coverage"), data=list(x.split(8)))
     assert "choose_scale" in str(made.history["smooth"])
-    assert [entry.fate for entry in made.ledger] == ["int8", "float"]
+    assert [entry.precision for entry in made.ledger] == ["int8", "float"]
     assert "dequantize" not in str(made.history["cleanup"])
     assert sqnr(model(x[:, 1:]), made(x[:, 1:])) > 30  # dB
 

@@ -116,7 +116,7 @@ def test_a_leaf_runs_in_float():
     quantized = fxq.quantize(model, REFERENCE.leaf("inner"), data=[x])
     assert sqnr(call(model, x), call(quantized, x)) > 30
     entry = next(e for e in quantized.ledger if e.path == "inner")
-    assert entry.fate == "float"
+    assert entry.precision == "float"
     assert entry.reason
     assert text(quantized.history["trace"].graph) == expected("""
         x = input

@@ -87,7 +87,7 @@ def test_a_wrong_kernel_is_put_back(monkeypatch, change, why):
     assert "x86.linear" in kinds(quantized)
     wrong = quantized.ledger.where(kind="unverified")
     assert {e.path for e in wrong if e.op == "conv2d"} == set(convs)
-    assert all(e.fate == "float" for e in wrong)
+    assert all(e.precision == "float" for e in wrong)
     # What was put back is the qdq form itself; only the kernels behind it differ.
     assert sqnr(call(right, x), call(quantized, x)) > 60
 
@@ -204,7 +204,7 @@ class TieProne(nn.Module):
 @needs_x86
 def test_ties_are_no_error():
     with quiet():
-        recipe = X86.override(fxq.op("prelu"), fxq.FLOAT)
+        recipe = X86.override(fxq.by_op("prelu"), fxq.FLOAT)
         quantized = fxq.quantize(TieProne().eval(), recipe, data=[torch.randn(4, 3, 16, 16)])
     assert "cpu.prelu_quantize" in kinds(quantized)
 
@@ -214,8 +214,8 @@ def test_ties_are_no_error():
     ("kernel", "name", "recipe"),
     [
         (Quantize, "residual", X86),
-        (Dequantize, "squeeze_excite", X86.override(fxq.op("hardsigmoid"), fxq.FLOAT)),
-        (PReLUQuantize, "prelu_chain", X86.override(fxq.op("prelu"), fxq.FLOAT)),
+        (Dequantize, "squeeze_excite", X86.override(fxq.by_op("hardsigmoid"), fxq.FLOAT)),
+        (PReLUQuantize, "prelu_chain", X86.override(fxq.by_op("prelu"), fxq.FLOAT)),
     ],
 )
 def test_wrong_conversions_are_put_back(monkeypatch, kernel, name, recipe):
@@ -248,7 +248,7 @@ class Coarser(fxq.Pass):
     """A second quantize and dequantize behind the first dequantize, on a coarser grid."""
 
     name = "coarser"
-    needs = gives = fxq.Stage.QDQ
+    needs = gives = fxq.extend.Stage.QDQ
 
     def run(self, rewriter):
         first = rewriter.nodes("dequantize")[0]

@@ -87,7 +87,7 @@ def test_a_wrong_kernel_is_found_there_all_the_same(monkeypatch, change, batches
     planted(monkeypatch, OnednnConv, lambda y: change(y) if y.dtype == torch.float32 else y)
     with pytest.warns(fxq.FxqWarning, match="kernel is wrong on this machine"):
         quantized = fxq.quantize(Wide().eval(), recipe, data=data)
-    assert [entry.fate for entry in quantized.ledger] == ["int8", "float"]
+    assert [entry.precision for entry in quantized.ledger] == ["int8", "float"]
 
 
 @needs_x86
@@ -98,7 +98,7 @@ def test_a_convolution_of_nothing_but_padding_is_not_accused():
     data = [(torch.rand(64, 6, 1) * 300 - 80,)]
     recipe = fxq.Recipe.static(backend="x86", optimize="coverage").with_min_sqnr(None)
     quantized = fxq.quantize(nn.Sequential(model).eval(), recipe, data=data)
-    assert [entry.fate for entry in quantized.ledger] == ["int8"]
+    assert [entry.precision for entry in quantized.ledger] == ["int8"]
     assert float(quantized(*data[0]).abs().max()) < 1e-4
 
 

@@ -18,13 +18,13 @@ from tests.support.machine import X86, needs_x86
 
 
 @dataclass(frozen=True)
-class Behind(fxq.Pass):
+class After(fxq.Pass):
     """A pass behind lower that does what it is given."""
 
     edit: Any = None
     name: ClassVar[str] = "behind"
-    needs: ClassVar[fxq.Stage] = fxq.Stage.LOWERED
-    gives: ClassVar[fxq.Stage] = fxq.Stage.LOWERED
+    needs: ClassVar[fxq.extend.Stage] = fxq.extend.Stage.LOWERED
+    gives: ClassVar[fxq.extend.Stage] = fxq.extend.Stage.LOWERED
 
     def run(self, rewriter):
         self.edit(rewriter)
@@ -59,7 +59,7 @@ class Pools(nn.Module):
 
 
 def with_pass(edit):
-    return X86.with_optimize("coverage").insert_pass(Behind(edit), after="lower")
+    return X86.with_optimize("coverage").insert_pass(After(edit), after="lower")
 
 
 @needs_x86
@@ -69,7 +69,7 @@ def test_a_kernel_with_another_name_is_verified(monkeypatch):
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)).eval()
     with pytest.warns(fxq.FxqWarning, match="x86.linear kernel is wrong"):
         quantized = fxq.quantize(model, with_pass(rename_all), data=[x])
-    assert [e.fate for e in quantized.ledger if e.op == "linear"] == ["float", "float"]
+    assert [e.precision for e in quantized.ledger if e.op == "linear"] == ["float", "float"]
     assert (quantized(x) - model(x)).abs().max() < 0.1  # a few steps of 1/100
 
 

@@ -24,7 +24,7 @@ def model():
 def test_the_last_override_that_fits_decides():
     eight = fxq.QuantConfig()
     four = fxq.QuantConfig(activation=fxq.TensorSpec(bits=4))
-    known = context(model(), X, recipe=REFERENCE.override(fxq.op("linear"), four).override("0.*", fxq.FLOAT))
+    known = context(model(), X, recipe=REFERENCE.override(fxq.by_op("linear"), four).override("0.*", fxq.FLOAT))
     assert known.config_for("1", "linear")[0] == four
     config, selector = known.config_for("0.fc", "linear")
     assert config.is_float and str(selector) == "'0.*'"
@@ -45,7 +45,7 @@ def test_ops_with_other_configs_stay_apart():
     gm = graph(made, X)
     nodes = [n for n in gm.graph.nodes if n.op == "call_function"][:2]  # a linear layer and its relu
     assert context(made, X).refuses_to_join(nodes) is None
-    other = context(made, X, recipe=REFERENCE.override(fxq.op("relu"), fxq.FLOAT))
+    other = context(made, X, recipe=REFERENCE.override(fxq.by_op("relu"), fxq.FLOAT))
     assert other.refuses_to_join(nodes) == "the recipe configures these ops differently"
 
 

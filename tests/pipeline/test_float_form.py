@@ -16,7 +16,7 @@ class RunsIt(fxq.Pass):
     """Runs the float form on the example."""
 
     name = "runs-it"
-    needs = gives = fxq.Stage.QDQ
+    needs = gives = fxq.extend.Stage.QDQ
 
     def run(self, rewriter):
         FOUND.append(FloatForm(rewriter.gm, rewriter.context.example).run())
@@ -47,7 +47,7 @@ def test_it_computes_what_the_model_does(recipe, network):
 
 
 def test_a_constant_that_was_never_a_float_stays_what_its_integers_stand_for():
-    gm = fxq.read_graph(
+    gm = fxq.extend.read_graph(
         """
         x: float32[2, 3] = input()
         c: int8[3] = tensor('c')

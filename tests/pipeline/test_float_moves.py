@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fxq.graph.info import fate_of
+from fxq.graph.info import precision_of
 from fxq.graph.query import argument, is_op
 from fxq.passes import Smooth
 from tests.passes.test_smooth import GIVEN, LAYER
@@ -34,7 +34,7 @@ def test_what_moves_data_in_front_moves_floats(end, moved):
     assert ("v_q" in text) is ("u_q" in text) is (moved != "v")
     source = argument(node(gm, "x"), "x")
     assert source.name == ("u" if moved == "v" else "u_dq")
-    assert {fate_of(node(gm, name)) for name in "xu"} == ({"float"} if moved == "v" else {"moves"})
+    assert {precision_of(node(gm, name)) for name in "xu"} == ({"float"} if moved == "v" else {"moves"})
     assert {argument(n, "x").name for n in gm.graph.nodes if is_op(n, "choose_scale")} == {"x"}
 
 
@@ -48,5 +48,5 @@ def test_a_kernel_that_emits_nothing_but_integers_has_its_grid():
     v = torch.randn(8, 8, 4)
     v[::4] *= 100
     gm = run_pass(Smooth(least=64, measure_gain=0.0, enough=100.0), text.replace("return y", READS_V), GIVEN, data=(v,))
-    assert {fate_of(node(gm, name)) for name in "xu"} == {"moves"}
+    assert {precision_of(node(gm, name)) for name in "xu"} == {"moves"}
     assert any(is_op(n, "choose_scale") for n in gm.graph.nodes)

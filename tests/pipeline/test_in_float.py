@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import fxq
-from fxq.graph.info import Decision, fate_of, info
+from fxq.graph.info import Decision, info, precision_of
 from fxq.pipeline.in_float import run_in_float
 from tests.support.graphs import GRID, expected, integer_weight, joined, node, qdq, run_pass, text
 
@@ -26,7 +26,7 @@ class Back(fxq.Pass):
 
     def run(self, rewriter):
         for one in rewriter.nodes():
-            if one.name in self.names and fate_of(one) != "float":
+            if one.name in self.names and precision_of(one) != "float":
                 run_in_float(rewriter, one, "unsupported", "it is tried out", "none")
 
 
@@ -45,7 +45,7 @@ def test_a_layer_reads_its_float_weight():
     """)
     decision = info(node(gm, "a")).plan.decision
     assert decision == Decision("float", "unsupported", "it is tried out", "none", "back")
-    assert fate_of(node(gm, "flat")) == "moves"
+    assert precision_of(node(gm, "flat")) == "moves"
 
 
 def test_what_moves_integers_moves_floats():
@@ -63,4 +63,4 @@ def test_what_moves_integers_moves_floats():
         flat_dq = dequantize(flat_q, A)
         return flat_dq
     """)
-    assert str(info(node(gm, "flat")).dtype) == "torch.float32" and fate_of(node(gm, "flat")) == "float"
+    assert str(info(node(gm, "flat")).dtype) == "torch.float32" and precision_of(node(gm, "flat")) == "float"

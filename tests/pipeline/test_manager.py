@@ -321,7 +321,7 @@ class Doubled(nn.Module):
 def wrong_row():
     """A row of the op table that computes something else than the modules that it stands for."""
 
-    @fxq.register_op(Doubled, quant=fxq.Quant("computes", pointwise=True))
+    @fxq.extend.register_op(Doubled, traits=fxq.extend.OpTraits("computes", pointwise=True))
     def doubled(x):
         return 2.01 * x
 

@@ -50,7 +50,7 @@ def test_a_pass_may_ask_for_more_samples():
         """Nothing is changed."""
 
         name = "reads"
-        needs = gives = fxq.Stage.QDQ
+        needs = gives = fxq.extend.Stage.QDQ
 
         @property
         def samples_read(self):

@@ -47,7 +47,7 @@ def settled(made):
 
 
 def kernels(qmodel):
-    return [m.name for m in (submodule(qmodel, n) for n in qmodel.graph.nodes) if isinstance(m, fxq.Kernel)]
+    return [m.name for m in (submodule(qmodel, n) for n in qmodel.graph.nodes) if isinstance(m, fxq.extend.Kernel)]
 
 
 # ---- kernels
@@ -63,7 +63,7 @@ def test_a_fusion_of_the_user_s_runs_in_the_user_s_kernel(factor):
     model = settled(lambda: Fused(factor))
     qmodel = fxq.quantize(model, fused_recipe(), data=[X])
     assert "tests.linear_tanh_mul" in kernels(qmodel)
-    assert [e.fate for e in qmodel.ledger] == ["int8"] * 4
+    assert [e.precision for e in qmodel.ledger] == ["int8"] * 4
     assert qmodel.output_sqnr > 30
     for _ in range(3):  # bound to the kind of its inputs, too
         assert torch.equal(pickle.loads(pickle.dumps(qmodel))(X), qmodel(X))
@@ -122,7 +122,7 @@ def test_a_kernel_that_refuses_or_is_none(monkeypatch):
     monkeypatch.setattr(own, "LinearTanhMul", refuse)
     qmodel = fxq.quantize(settled(lambda: Fused(2.5)), fused_recipe(), data=[X])
     assert "x86.linear" in kernels(qmodel) and qmodel.output_sqnr > 30
-    assert [e.reason for e in qmodel.ledger.where(fate="float")] == ["not today"] * 2
+    assert [e.reason for e in qmodel.ledger.where(precision="float")] == ["not today"] * 2
     monkeypatch.setattr(own, "LinearTanhMul", lambda *args: "no kernel")
     with pytest.raises(fxq.InputError, match=r"make_linear_tanh_mul makes kernels: .*, not 'no kernel'"):
         fxq.quantize(settled(lambda: Fused(2.5)), fused_recipe(), data=[X])
@@ -154,7 +154,7 @@ def test_a_kernel_of_a_backend_that_extends_another():
     (unit,) = gm.graph.find_nodes(op="call_module")
     row = X86().fits(calls_of(gm, unit))[0].row
     assert ExtendedX86().fits(calls_of(gm, unit))[0].row is row
-    fxq.register_kernel("tests.recipe.test_extensions:ExtendedX86", own.linear_tanh_mul)(lambda unit: None)
+    fxq.extend.register_kernel("tests.recipe.test_extensions:ExtendedX86", own.linear_tanh_mul)(lambda unit: None)
     assert ExtendedX86().fits(calls_of(gm, unit))[0].row is not row
     assert X86().fits(calls_of(gm, unit))[0].row is row
 
@@ -162,15 +162,18 @@ def test_a_kernel_of_a_backend_that_extends_another():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: fxq.register_kernel("x87", own.linear_tanh_mul), "unknown backend 'x87'; did you mean"),
-        (lambda: fxq.register_kernel("reference", own.linear_tanh_mul), "'reference' has no table of kernels"),
+        (lambda: fxq.extend.register_kernel("x87", own.linear_tanh_mul), "unknown backend 'x87'; did you mean"),
+        (lambda: fxq.extend.register_kernel("reference", own.linear_tanh_mul), "'reference' has no table of kernels"),
         (
-            lambda: fxq.register_kernel("x86", "conv2d_relu"),
+            lambda: fxq.extend.register_kernel("x86", "conv2d_relu"),
             "takes what fxq.fusion returned, or the name of an op, not 'conv2d_relu'",
         ),
-        (lambda: fxq.register_kernel("x86", own.linear_tanh_mul)(3), "decorates a function that makes a kernel, not 3"),
         (
-            lambda: fxq.register_kernel("x86", own.linear_tanh_mul)(lambda unit: None),
+            lambda: fxq.extend.register_kernel("x86", own.linear_tanh_mul)(3),
+            "decorates a function that makes a kernel, not 3",
+        ),
+        (
+            lambda: fxq.extend.register_kernel("x86", own.linear_tanh_mul)(lambda unit: None),
             "kernel of 'linear_tanh_mul' on x86 is made by tests.support.extensions:make_linear_tanh_mul already",
         ),
     ],
@@ -188,7 +191,7 @@ def test_a_backend_of_the_user_s():
     assert recipe == REFERENCE.with_backend("tests.support.extensions:OnlyLinear")
     qmodel = fxq.quantize(settled(lambda: Fused(2.5)), recipe, data=[X])
     assert qmodel.backend == recipe.backend and qmodel.recipe_as_decided().backend == recipe.backend
-    assert [e.fate for e in qmodel.ledger] == ["int8", "float", "float", "int8"]
+    assert [e.precision for e in qmodel.ledger] == ["int8", "float", "float", "int8"]
     again = pickle.loads(pickle.dumps(qmodel)).to("cpu")
     assert torch.equal(again(X), qmodel(X))
 
@@ -200,7 +203,7 @@ def test_a_backend_of_the_user_s():
         ("torch.nn:Linear", "'torch.nn:Linear' names no class of Backend"),
         (nn.Linear, "names no class of Backend"),
         (own.OnlyLinear(), "takes the class of a backend, OnlyLinear, not an instance"),
-        (own.Nameless, "has no name, or not the methods of a fxq.Backend"),
+        (own.Nameless, "has no name, or not the methods of a fxq.extend.Backend"),
         (own.NamedAsOurs, "is called 'x86', as fxq's is; choose another name"),
         (own.NamedAsAnother, "is called 'only_linear', as tests.support.extensions:OnlyLinear is; choose another name"),
         (type("Local", (own.OnlyLinear,), {"__qualname__": "f.<locals>.Local"}), "the backend is local to a function"),
@@ -227,7 +230,7 @@ class SaysTooMuch(own.OnlyLinear):
     name = "says_too_much"
 
     def supports(self, gm, node, calls, config):
-        return fxq.Support(9)
+        return fxq.extend.Support(9)
 
 
 class Regions(ExtendedX86):
@@ -236,14 +239,14 @@ class Regions(ExtendedX86):
     name = "regions_of_x86"
 
     def regions(self, gm):
-        return fxq.connected_regions(gm, lambda node: True)
+        return fxq.extend.connected_regions(gm, lambda node: True)
 
 
 @pytest.mark.parametrize(
     ("backend", "message"),
     [
-        (SaysYes, "supports of the backend 'says_yes' returns a fxq.Support of 0 to [23] ops for %.*, not True"),
-        (SaysTooMuch, r"a fxq.Support of 0 to [23] ops for %.*, not Support\(ops=9"),
+        (SaysYes, "supports of the backend 'says_yes' returns a fxq.extend.Support of 0 to [23] ops for %.*, not True"),
+        (SaysTooMuch, r"a fxq.extend.Support of 0 to [23] ops for %.*, not Support\(ops=9"),
         pytest.param(
             Regions,
             r"'regions_of_x86' has kernels of single units: for a region of \d+ nodes, from %x_q on, its class",
@@ -262,11 +265,11 @@ def test_a_backend_that_answers_wrong(backend, message):
 def test_a_saved_recipe_has_them_where_nothing_was_imported(tmp_path):
     recipe = REFERENCE.with_extensions(own.bump, own.swap).with_backend(own.OnlyLinear)
     recipe = recipe.with_fusions(own.linear_tanh_mul).with_extensions("tests.support.extensions:make_linear_tanh_mul")
-    recipe = recipe.override(fxq.op("bump"), fxq.FLOAT)
+    recipe = recipe.override(fxq.by_op("bump"), fxq.FLOAT)
     assert recipe.extensions[0] == "tests.support.extensions:bump"
     recipe.save(tmp_path / "r.toml")
     assert fxq.Recipe.load(tmp_path / "r.toml") == recipe
-    code = "import sys, fxq; recipe = fxq.Recipe.load(sys.argv[1]); fxq.op('own_swap'); print(recipe.to_toml())"
+    code = "import sys, fxq; recipe = fxq.Recipe.load(sys.argv[1]); fxq.by_op('own_swap'); print(recipe.to_toml())"
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path / "r.toml")], capture_output=True, text=True, check=True
     )

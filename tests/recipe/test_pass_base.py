@@ -36,13 +36,16 @@ def test_options_are_fields():
 @pytest.mark.parametrize(
     ("stages", "message"),
     [
-        ({"latest": "canonical"}, r"^Wrong: latest is 'canonical'; it must be a stage, as fxq\.Stage\.CANONICAL is\."),
+        (
+            {"latest": "canonical"},
+            r"^Wrong: latest is 'canonical'; it must be a stage, as fxq\.extend\.Stage\.CANONICAL is\.",
+        ),
         ({"needs": None}, "^Wrong: needs is None; it must be a stage"),
         ({"gives": 3}, "^Wrong: gives is 3; it must be a stage"),
-        ({"needs": fxq.Stage.FUSED}, "^Wrong: gives is canonical, before fused, which the pass needs"),
+        ({"needs": fxq.extend.Stage.FUSED}, "^Wrong: gives is canonical, before fused, which the pass needs"),
         ({"name": 3}, "^Wrong: name is 3; it must be a text"),
         (
-            {"needs": fxq.Stage.FUSED, "gives": fxq.Stage.QDQ, "latest": fxq.Stage.CANONICAL},
+            {"needs": fxq.extend.Stage.FUSED, "gives": fxq.extend.Stage.QDQ, "latest": fxq.extend.Stage.CANONICAL},
             "^Wrong: latest is canonical, before fused, which",
         ),
     ],
@@ -50,7 +53,9 @@ def test_options_are_fields():
 def test_stages_that_are_none_or_in_the_wrong_order(stages, message):
     with pytest.raises(PassError, match=message):
         type("Wrong", (Pass,), {"name": "wrong", **stages})
-    type("Right", (Pass,), {"name": "right", "gives": property(lambda self: self.needs), "latest": fxq.Stage.QDQ})
+    type(
+        "Right", (Pass,), {"name": "right", "gives": property(lambda self: self.needs), "latest": fxq.extend.Stage.QDQ}
+    )
 
 
 def test_options_out_of_bounds_are_refused_by_name():

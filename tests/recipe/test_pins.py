@@ -91,16 +91,16 @@ def test_opposite_prices_do_not_count(whole, plant):
     again = fxq.quantize(model, qmodel.recipe_as_decided(), data=[x])
     assert text(again) == text(qmodel) and torch.equal(again(x), qmodel(x))
     entry = next(e for e in again.ledger if e.op == "linear")
-    assert (entry.fate, entry.reason, entry.float_us) == ("float", DECIDED, None)
+    assert (entry.precision, entry.reason, entry.float_us) == ("float", DECIDED, None)
     assert (entry.kind, entry.decided_by) == ("excluded by the recipe", "fallback")
 
 
 @pytest.mark.parametrize("narrow", ["auto", "weights", "activations"])
 def test_what_gave_up_a_bit_is_pinned(narrow):
     model, x = settled(Mixed), torch.rand(2, 3, 8, 8)
-    qmodel = fxq.quantize(model, replace(X86, narrow=narrow), data=[x])
+    qmodel = fxq.quantize(model, replace(X86, reduce_range=narrow), data=[x])
     recipe = qmodel.recipe_as_decided()
-    assert recipe.narrow == (qmodel.ledger.narrowed.role if qmodel.ledger.narrowed is not None else narrow)
+    assert recipe.reduce_range == (qmodel.ledger.narrowed.role if qmodel.ledger.narrowed is not None else narrow)
     again = fxq.quantize(model, recipe, data=[x])
     assert text(again) == text(qmodel) and torch.equal(again(x), qmodel(x))
 
@@ -124,10 +124,10 @@ def test_two_calls_of_one_module_are_two_decisions(float_one, plant, monkeypatch
     )
     model, x = settled(Twice), torch.randn(1, 4, 8, 8)
     qmodel = fxq.quantize(model, X86, data=[x])
-    fates = [e.fate for e in qmodel.ledger if e.op == "conv2d"]
-    assert fates == (["float", "int8"] if float_one == 0 else ["int8", "float"])
+    precisions = [e.precision for e in qmodel.ledger if e.op == "conv2d"]
+    assert precisions == (["float", "int8"] if float_one == 0 else ["int8", "float"])
     recipe = qmodel.recipe_as_decided()
-    assert {pin.call: pin.runs for pin in recipe.decided if pin.op == "conv2d"} == dict(enumerate(fates))
+    assert {pin.call: pin.runs for pin in recipe.decided if pin.op == "conv2d"} == dict(enumerate(precisions))
     no_prices(monkeypatch)
     again = fxq.quantize(model, recipe, data=[x])
     assert text(again) == text(qmodel) and torch.equal(again(x), qmodel(x))

@@ -7,7 +7,7 @@ from torch import nn
 import fxq
 from fxq.errors import RecipeError
 from fxq.passes import PASSES, CorrectBias
-from fxq.quant.spec import ACTIVATION, FLOAT, MEASURED, MEASURED_STATE, ROLES, STATE, WEIGHT, QuantConfig, TensorSpec
+from fxq.quant.spec import ACTIVATION, DYNAMIC, DYNAMIC_STATE, FLOAT, ROLES, STATE, WEIGHT, QuantConfig, TensorSpec
 from fxq.recipe.recipe import Recipe, as_recipe
 from tests.support.helpers import Scale
 
@@ -46,8 +46,8 @@ def test_later_overrides_win():
 
 
 def test_the_override_that_decided_is_told():
-    recipe = Recipe.static().override("a", FLOAT).override(fxq.op("relu"), FLOAT)
-    assert str(recipe.config_for("a", ("relu",), {})[1]) == "fxq.op('relu')"
+    recipe = Recipe.static().override("a", FLOAT).override(fxq.by_op("relu"), FLOAT)
+    assert str(recipe.config_for("a", ("relu",), {})[1]) == "fxq.by_op('relu')"
     assert str(recipe.config_for("a", ("linear",), {})[1]) == "'a'"
     assert recipe.config_for("b", ("linear",), {})[1] is None
 
@@ -138,7 +138,7 @@ def test_the_grid_of_a_spec(spec, qmin, qmax, dtype):
 def test_a_config_has_a_spec_or_none_for_each_role():
     assert FLOAT.is_float and not QuantConfig().is_float and not QuantConfig(weight=None).is_float
     assert [QuantConfig().of(role) for role in ROLES] == [ACTIVATION, WEIGHT, None, STATE]
-    assert QuantConfig(MEASURED).state == QuantConfig(None).state == MEASURED_STATE
+    assert QuantConfig(DYNAMIC).state == QuantConfig(None).state == DYNAMIC_STATE
     with pytest.raises(RecipeError, match=r"weight is a fxq\.TensorSpec or None, not 8"):
         QuantConfig(weight=8)
 

@@ -6,7 +6,7 @@ import pytest
 
 import fxq
 from fxq.errors import RecipeError
-from fxq.quant.spec import ACTIVATION, FLOAT16, MEASURED, STATE, TRAINED, WEIGHT, WEIGHT4
+from fxq.quant.spec import ACTIVATION, DYNAMIC, FLOAT16, STATE, TRAINED, WEIGHT, WEIGHT4
 
 CASES = {
     "a float16 activation": (
@@ -19,11 +19,11 @@ CASES = {
     "state": (fxq.QuantConfig(state=fxq.TensorSpec()), "a calibrated range for the state that is not symmetric"),
     "a learned state": (
         fxq.QuantConfig(state=fxq.TensorSpec(symmetric=True, range="learned")),
-        'for the state .*: use range="measured" or range="fixed" or range="calibrated"',
+        'for the state .*: use range="dynamic" or range="fixed" or range="calibrated"',
     ),
     "a calibrated state alone": (
-        fxq.QuantConfig(MEASURED, state=STATE),
-        'a calibrated range .* with a measured input is not built yet: use range="measured"',
+        fxq.QuantConfig(DYNAMIC, state=STATE),
+        'a calibrated range .* with a measured input is not built yet: use range="dynamic"',
     ),
     "blocks of an activation": (
         fxq.QuantConfig(replace(ACTIVATION, per=64)),
@@ -34,14 +34,14 @@ CASES = {
         fxq.QuantConfig(weight=replace(WEIGHT, bits=4, per=64)),
         "weights in int4 symmetric blocks of 64 .*: set activation=None",
     ),
-    "measured weights": (fxq.QuantConfig(weight=replace(WEIGHT, range="measured")), 'range="measured" for the weight'),
+    "measured weights": (fxq.QuantConfig(weight=replace(WEIGHT, range="dynamic")), 'range="dynamic" for the weight'),
     "a zero point of a state": (
-        fxq.QuantConfig(state=replace(ACTIVATION, range="measured", per="row")),
+        fxq.QuantConfig(state=replace(ACTIVATION, range="dynamic", per="row")),
         "for the state that is not symmetric is not built yet: use symmetric=True",
     ),
     "fixed": (
         fxq.QuantConfig(replace(ACTIVATION, range="fixed")),
-        'range="fixed" .*: use range="calibrated" or range="measured" or range="learned"',
+        'range="fixed" .*: use range="calibrated" or range="dynamic" or range="learned"',
     ),
 }
 
@@ -79,7 +79,7 @@ def test_what_is_for_training_alone(config, message):
             fxq.QuantConfig(TRAINED, state=fxq.TensorSpec(bits=4, symmetric=True)),
             "a state on a grid .*: set state=None",
         ),
-        (fxq.QuantConfig(MEASURED), 'range="measured" for the activation cannot be trained yet'),
+        (fxq.QuantConfig(DYNAMIC), 'range="dynamic" for the activation cannot be trained yet'),
         (fxq.QuantConfig(None, FLOAT16), 'format="float16" for the weight cannot be trained'),
         (fxq.QuantConfig(None, replace(WEIGHT4, range="learned")), "blocks of the weight have no learned scales"),
         (fxq.QuantConfig(ACTIVATION), "the 'histogram' observer of the activation cannot follow values that change"),
@@ -115,7 +115,7 @@ def test_an_observer_that_keeps_calibration_data(role):
     config = fxq.QuantConfig(**{role: fxq.TensorSpec(observer="mse", symmetric=role == "state")})
     with pytest.raises(RecipeError, match=f"'mse' observer keeps all .* For the {role}, use observer='histogram'"):
         fxq.Recipe.static().override("head", config)
-    measured = fxq.TensorSpec(observer="mse", range="measured", symmetric=True)
+    measured = fxq.TensorSpec(observer="mse", range="dynamic", symmetric=True)
     assert fxq.Recipe.static(activation=measured)
 
 

@@ -45,7 +45,7 @@ by_channel = st.builds(
 )
 weights = activations | by_channel
 configs = st.just(FLOAT) | st.builds(QuantConfig, activation=activations, weight=weights)
-selectors = words | st.sampled_from([nn.Conv2d, nn.Linear]) | st.sampled_from([o.name for o in OPS]).map(fxq.op)
+selectors = words | st.sampled_from([nn.Conv2d, nn.Linear]) | st.sampled_from([o.name for o in OPS]).map(fxq.by_op)
 backends = st.sampled_from(["auto", "x86", "reference"])
 
 
@@ -82,7 +82,7 @@ def test_a_recipe_in_a_file(tmp_path):
     recipe = (
         Recipe.static(backend="reference")
         .override("layer4.*", FLOAT)
-        .override(fxq.op("linear"), QuantConfig(activation=TensorSpec(bits=7, observer="percentile")))
+        .override(fxq.by_op("linear"), QuantConfig(activation=TensorSpec(bits=7, observer="percentile")))
         .without_pass("propagate")
     )
     path = tmp_path / "mine.toml"
@@ -184,7 +184,7 @@ def tanh_of_linear(op, x, w, b):
     return op.tanh(op.linear(x, w, b))
 
 
-@fxq.rewrite
+@fxq.extend.rewrite
 def tanh_twice(op, x):
     return op.tanh(op.tanh(x))
 

@@ -6,7 +6,7 @@ from torch import nn
 
 import fxq
 from fxq.errors import RecipeError
-from fxq.recipe.selector import Selector, ancestors, as_selector, op
+from fxq.recipe.selector import Selector, ancestors, as_selector, by_op
 from tests.support.helpers import REFERENCE, module
 
 
@@ -66,29 +66,31 @@ def test_a_type_selects_its_subclasses_and_all_inside():
 
 
 def test_an_op_selects_by_what_a_node_runs_wherever_it_is():
-    assert op("conv2d").matches("any.where", ("conv2d", "relu"), TYPES)
-    assert not op("conv2d").matches("stem", ("relu",), TYPES)
+    assert by_op("conv2d").matches("any.where", ("conv2d", "relu"), TYPES)
+    assert not by_op("conv2d").matches("stem", ("relu",), TYPES)
 
 
 def test_an_unknown_op_names_the_nearest():
     with pytest.raises(RecipeError, match="unknown op 'conv2'; did you mean 'conv"):
-        fxq.op("conv2")
+        fxq.by_op("conv2")
 
 
 @pytest.mark.parametrize("value", [3, None, int, ["layer1"], torch.relu])
 def test_what_is_no_selector(value):
-    with pytest.raises(RecipeError, match=r"a selector is a module path glob, fxq\.op\(name\) or an nn\.Module type"):
+    with pytest.raises(
+        RecipeError, match=r"a selector is a module path glob, fxq\.by_op\(name\) or an nn\.Module type"
+    ):
         as_selector(value)
 
 
 @pytest.mark.parametrize(
-    ("selector", "text"), [("layer1.*", "'layer1.*'"), (nn.Conv2d, "Conv2d"), (op("relu"), "fxq.op('relu')")]
+    ("selector", "text"), [("layer1.*", "'layer1.*'"), (nn.Conv2d, "Conv2d"), (by_op("relu"), "fxq.by_op('relu')")]
 )
 def test_a_selector_prints_as_it_is_written(selector, text):
     assert str(as_selector(selector)) == text
 
 
-@pytest.mark.parametrize("selector", ["layer1.*", nn.Conv2d, MyConv, op("relu")])
+@pytest.mark.parametrize("selector", ["layer1.*", nn.Conv2d, MyConv, by_op("relu")])
 def test_a_selector_as_data_and_back(selector):
     made = as_selector(selector)
     data = made.to_dict()
@@ -144,7 +146,7 @@ class Net(nn.Module):
         ("layer1.7", r"'layer1.7' selects nothing.*near: layer1"),
         ("zzz", "nothing looks like it"),
         ("l*0", r"selects nothing.*near: 'l\*\*0', as \* stops at a dot"),
-        (fxq.op("conv2d"), r"fxq.op\('conv2d'\) selects nothing in this model; near: linear"),
+        (fxq.by_op("conv2d"), r"fxq.by_op\('conv2d'\) selects nothing in this model; near: linear"),
         (nn.Conv2d, "Conv2d selects nothing in this model; near: Linear, ReLU, Sequential"),
     ],
 )
@@ -166,11 +168,11 @@ def test_a_star_stops_at_a_dot():
     model = module(forward, layers=nn.ModuleList([block, copy.deepcopy(block)]))
     for glob, taken in (("layers.*.output", ["layers.0.output", "layers.1.output"]), ("layers.**.output", None)):
         qmodel = fxq.quantize(model, REFERENCE.override(glob, fxq.FLOAT), data=[torch.rand(8, 4)])
-        kept = [e.path for e in qmodel.ledger.where(fate="float")]
+        kept = [e.path for e in qmodel.ledger.where(precision="float")]
         assert sorted(kept) == (taken or sorted(e.path for e in qmodel.ledger))
 
 
-@pytest.mark.parametrize("selector", ["layer1", "layer1.*", "h*", fxq.op("relu"), nn.ReLU, nn.Sequential])
+@pytest.mark.parametrize("selector", ["layer1", "layer1.*", "h*", fxq.by_op("relu"), nn.ReLU, nn.Sequential])
 def test_what_is_selected_runs_in_float(selector):
     observed = fxq.prepare(Net().eval(), REFERENCE.override(selector, fxq.FLOAT), torch.rand(2, 4))
     assert any("the recipe says float" in node.reason for node in observed.history[-1].graph)

@@ -24,7 +24,7 @@ def test_nodes_say_all_that_their_views_say(qmodel, data):
     last = {data["nodes"][i]["name"]: data["nodes"][i] for i in data["passes"][-1]["nodes"]}
     defaults = {"body": (), "options": "", "inputs": (), "path": "", "source": "", "made_by": "", "shape": None}
     defaults |= {"dtype": "", "scale": "", "zero_point": "", "reason": "", "note": "", "origins": ()}
-    defaults |= {"fates": (), "layers": ()}
+    defaults |= {"precisions": (), "layers": ()}
     constants = constants_read(qmodel.history[-1].graph)
     for node in qmodel.history[-1].graph:
         found = {**defaults, **last[node.name]}
@@ -68,7 +68,7 @@ def test_rewrites_are_the_edits(qmodel, data):
 
 
 def test_rules_that_almost_matched_are_there_with_the_reason():
-    apart = REFERENCE.override(fxq.op("relu"), fxq.FLOAT)  # no unit of a convolution and a ReLU
+    apart = REFERENCE.override(fxq.by_op("relu"), fxq.FLOAT)  # no unit of a convolution and a ReLU
     found = fxq.quantize(build("residual"), apart, data=[batch("residual")])
     misses = {s.name: [vars(miss) for miss in s.near] for s in found.history}
     assert any(misses.values())

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.any_cpu, pytest.mark.usefixtures("one_round")]
 def engine(request):
     """A model of one region."""
     with pytest.MonkeyPatch.context() as patch, quiet():
-        patch.setattr(EngineBackend, "prices", lambda self, gm, example: fxq.Prices({}, 0.0))
+        patch.setattr(EngineBackend, "prices", lambda self, gm, example: fxq.extend.Prices({}, 0.0))
         recipe = fxq.Recipe.static(backend=request.param, optimize="coverage").with_min_sqnr(None)
         return fxq.quantize(build("residual"), recipe, data=[torch.randn(64, 3, 16, 16)])
 

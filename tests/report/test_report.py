@@ -59,7 +59,7 @@ def test_time_of_the_nodes_and_sizes_are_there(model, qmodel, data):
     assert [op["name"] for op in time["ops"]] == [n.name for n in qmodel.graph.nodes if n.op.startswith("call")]
     assert {op["kind"] for op in time["ops"]} >= {"int8", "convert"}
     assert "float32[4, 3, 8, 8]" in time["batch"]
-    assert data["size"] == {"float_bytes": fxq.nbytes(model), "int8_bytes": fxq.nbytes(qmodel)}
+    assert data["size"] == {"float_bytes": fxq.results.nbytes(model), "int8_bytes": fxq.results.nbytes(qmodel)}
 
 
 def test_without_the_float_model_its_time_is_missing_and_its_size_is_not(qmodel, data):
@@ -125,7 +125,7 @@ def test_two_quantized_models_stand_side_by_side(model, qmodel, tmp_path):
     assert found["output_sqnr"] == compared.output_sqnr
     a, b = found["sides"]
     assert a["recipe"] == REFERENCE.to_toml() != b["recipe"]
-    assert [row["fate"] for row in b["ledger"]["rows"]] == [entry.fate for entry in other.ledger]
+    assert [row["precision"] for row in b["ledger"]["rows"]] == [entry.precision for entry in other.ledger]
 
 
 def test_a_comparison_of_something_else_is_refused(model, qmodel, comparison, tmp_path):

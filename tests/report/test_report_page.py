@@ -116,10 +116,10 @@ def test_the_ledger_has_every_row_and_sorts_by_a_click_and_by_a_key(browser, net
 def test_the_ledger_is_filtered_by_fate_and_text(browser, digits):
     qmodel, path = digits
     with opened(browser, path, "tab=ledger") as page:
-        page.locator('#view-ledger button[data-fate="float"]').click()
-        assert column(page, "fate") == ["float"] * qmodel.ledger.count("float")
+        page.locator('#view-ledger button[data-precision="float"]').click()
+        assert column(page, "precision") == ["float"] * qmodel.ledger.count("float")
         assert page.locator("#view-ledger output").inner_text().startswith(f"{qmodel.ledger.count('float')} of ")
-        page.locator('#view-ledger button[data-fate="float"]').click()
+        page.locator('#view-ledger button[data-precision="float"]').click()
         page.locator("#ledger-filter").fill("BLOCK2 conv2d")
         wanted = [entry.path for entry in qmodel.ledger.where(op="conv2d", path="block2.**")]
         assert column(page, "layer") == wanted != []
@@ -163,7 +163,7 @@ def test_time_shows_latency_size_and_where_it_goes(browser, digits):
     qmodel, path = digits
     with opened(browser, path, "tab=time") as page:
         text = page.locator("#view-time").inner_text()
-        assert f"{fxq.nbytes(qmodel) / 1e3:.3g} kB" in text
+        assert f"{fxq.results.nbytes(qmodel) / 1e3:.3g} kB" in text
         assert "float32[8, 1, 8, 8], 1 thread" in text
         shares = page.locator("#view-time .share").get_attribute("aria-label")
         assert shares.startswith("int8 ") and "q/dq" in shares and "float" in shares

@@ -39,8 +39,11 @@ def test_a_standardized_weight_is_a_weight():
     torch.testing.assert_close(gm(X), model(X), rtol=0, atol=1e-6)
     qmodel = fxq.quantize(model, REFERENCE, data=[X])
     assert sqnr(model(X), qmodel(X)) > 30
-    assert [(e.op, e.fate) for e in qmodel.ledger if e.fate != "folded"] == [("conv2d", "int8"), ("relu", "int8")]
-    assert {e.reason for e in qmodel.ledger if e.fate == "folded"} == {"its value is a constant"}
+    assert [(e.op, e.precision) for e in qmodel.ledger if e.precision != "folded"] == [
+        ("conv2d", "int8"),
+        ("relu", "int8"),
+    ]
+    assert {e.reason for e in qmodel.ledger if e.precision == "folded"} == {"its value is a constant"}
 
 
 def test_a_table_of_positions_is_a_constant():

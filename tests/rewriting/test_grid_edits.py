@@ -5,7 +5,7 @@ import torch
 
 import fxq
 from fxq.graph.info import info
-from fxq.quant.measured import MeasuredGrid
+from fxq.quant.dynamic_grid import DynamicGrid
 from fxq.quant.qparams import QParams
 from fxq.rewriting.grid_edits import on_grid
 from tests.support.graphs import expected, node, program
@@ -18,7 +18,7 @@ X = torch.linspace(-2, 3, 12).reshape(3, 4)
 
 def on(grid, name="y"):
     """relu(x) on a grid, as what the graph returns."""
-    gm = fxq.read_graph("x: float32[3, 4] = input()\ny: float32[3, 4] = relu(x)  # 'act'\nreturn y", {})
+    gm = fxq.extend.read_graph("x: float32[3, 4] = input()\ny: float32[3, 4] = relu(x)  # 'act'\nreturn y", {})
     hand, value = rewriter(gm), node(gm, "y")
     _, dq = on_grid(hand, value, value, grid, name)
     hand.reroute(value, dq, only=lambda user: user.op == "output")
@@ -41,7 +41,7 @@ def test_a_grid_of_numbers():
 
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_a_grid_that_is_measured_for_each_row(symmetric):
-    grid = MeasuredGrid(0, 255, torch.uint8, -1, symmetric)
+    grid = DynamicGrid(0, 255, torch.uint8, -1, symmetric)
     gm = on(grid, "rows")
     assert ("choose_zero_point" in program(gm)) is not symmetric
     assert info(node(gm, "rows_scale")).shape == (3, 1)

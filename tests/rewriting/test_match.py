@@ -21,7 +21,7 @@ def matched(rule, gm, name):
 
 def why(rule, gm, name):
     """The reason that explain gives, without the place."""
-    return fxq.explain(rule, gm, name).partition(f"%{name}: ")[2]
+    return fxq.extend.explain(rule, gm, name).partition(f"%{name}: ")[2]
 
 
 @rewrite
@@ -371,8 +371,8 @@ def test_an_input_in_a_list_that_is_changed_in_place_is_refused():
 def test_explain_a_match():
     gm = graph(linear_relu(), X)
     source = relu_of_linear[0].source
-    assert fxq.explain(relu_of_linear, gm, "relu") == f"relu_of_linear ({source}) at %relu: matches %fc, %relu"
-    assert fxq.explain("linear_relu", gm, node(gm, "relu")).endswith("at %relu: matches %fc, %relu")
+    assert fxq.extend.explain(relu_of_linear, gm, "relu") == f"relu_of_linear ({source}) at %relu: matches %fc, %relu"
+    assert fxq.extend.explain("linear_relu", gm, node(gm, "relu")).endswith("at %relu: matches %fc, %relu")
 
 
 def test_explain_finds_a_fusion_that_only_some_recipes_use():
@@ -383,7 +383,7 @@ def test_explain_finds_a_fusion_that_only_some_recipes_use():
     gm = graph(linear_relu(), X)
     assert why("only_on_request", gm, "relu").endswith("the pattern wants tanh, %relu is relu")
     with pytest.raises(fxq.PatternError, match="only_on_request"):
-        fxq.explain("only_on_requests", gm, "relu")
+        fxq.extend.explain("only_on_requests", gm, "relu")
 
 
 def test_explain_says_how_far_it_got():
@@ -421,9 +421,9 @@ def test_explain_the_furthest_of_two_orders():
 def test_explain_unknown_names():
     gm = graph(linear_relu(), X)
     with pytest.raises(PatternError, match="unknown node 'rel'; did you mean 'relu'"):
-        fxq.explain(relu_of_linear, gm, "rel")
+        fxq.extend.explain(relu_of_linear, gm, "rel")
     with pytest.raises(PatternError, match="unknown rule 'linear_rel'; did you mean 'linear_relu'"):
-        fxq.explain("linear_rel", gm, "relu")
+        fxq.extend.explain("linear_rel", gm, "relu")
 
 
 # ---- time

@@ -175,7 +175,7 @@ def test_the_snapshot_of_a_pass_has_its_near_misses():
     source = FUSIONS["conv2d_relu"].source
     assert near == NearMiss("conv2d_relu", source, "relu", 2, 2, "%conv is also read by %mul")
     assert str(near) == f"conv2d_relu ({source}) at %relu: 2 of 2 ops matched: %conv is also read by %mul"
-    assert fxq.explain("conv2d_relu", graph(Net().eval(), image), "relu").endswith(near.reason)
+    assert fxq.extend.explain("conv2d_relu", graph(Net().eval(), image), "relu").endswith(near.reason)
     assert qmodel.history["annotate"].near == ()
     for other in (copy.deepcopy(qmodel), pickle.loads(pickle.dumps(qmodel))):
         assert other.history["fuse"].near == (near,)

@@ -197,7 +197,7 @@ def test_a_fusion_is_registered_under_its_name(fusions):
 
 
 def test_a_rewrite_is_not_registered(fusions):
-    @fxq.rewrite
+    @fxq.extend.rewrite
     def only_for_a_pass(op, x):
         return op.relu(x)
 
@@ -213,7 +213,7 @@ def test_a_name_that_another_file_has_taken():
         def mine(op, x, w, b):
             return op.relu(op.conv2d(x, w, b))
 
-    assert fxq.FUSIONS["conv2d_relu"].source.startswith("patterns/fusions/conv.py")
+    assert fxq.extend.FUSIONS["conv2d_relu"].source.startswith("patterns/fusions/conv.py")
 
 
 def test_a_name_taken_registers_no_rule_of_the_family():

@@ -405,12 +405,12 @@ def test_a_users_fusion_end_to_end(fusions):
     data = [(torch.randn(4, 2, 6, 6), torch.randn(4, 4, 4, 4)) for _ in range(3)]
     qmodel = fxq.quantize(model, REFERENCE, data=data)
     assert "a_relu_mul = conv_gated(x, @a.weight, @a.bias, y)" in str(qmodel.history["fuse"].graph)
-    assert {e.op: e.fate for e in qmodel.ledger} == {"conv2d": "int8", "relu": "int8", "mul": "int8"}
-    assert fxq.explain("conv_gated", graph(model, data[0]), "mul").endswith("matches %a, %relu, %mul")
+    assert {e.op: e.precision for e in qmodel.ledger} == {"conv2d": "int8", "relu": "int8", "mul": "int8"}
+    assert fxq.extend.explain("conv_gated", graph(model, data[0]), "mul").endswith("matches %a, %relu, %mul")
     want, got = model(*data[0]), qmodel(*data[0])
     assert 10 * torch.log10((want**2).sum() / ((want - got) ** 2).sum()) > 30  # a few 8-bit roundings: 50 dB at best
     number = graph(module(lambda self, x: torch.relu(self.a(x)) * 3, a=nn.Conv2d(2, 4, 3)), data[0][0])
-    assert fxq.explain("conv_gated", number, "mul").endswith("gate_is_a_number")
+    assert fxq.extend.explain("conv_gated", number, "mul").endswith("gate_is_a_number")
 
 
 # ---- time

@@ -119,8 +119,8 @@ def test_the_first_ops_of_a_unit_may_have_several_outputs():
         tanh = tanh(relu)
         return (tanh, fc)
     """)
-    fates = {n.name: info(n).plan.fate for n in gm.graph.nodes if info(n).plan is not None}
-    assert fates == {"fc_relu": "int8", "tanh": "float"}
+    precisions = {n.name: info(n).plan.precision for n in gm.graph.nodes if info(n).plan is not None}
+    assert precisions == {"fc_relu": "int8", "tanh": "float"}
     assert all(map(torch.equal, run(gm, X), model(X)))
 
 
@@ -163,7 +163,7 @@ def test_a_shorter_unit_keeps_the_captures_that_it_reads(ops, after, captures):
     split_unit(hand, unit, ops)
     last = after[-1].partition(" = ")[0]
     assert full_text(hand.gm).splitlines()[2:] == [*after, f"add = add({last}, x)", "return add"]
-    first = next(n for n in hand.gm.graph.nodes if info(n).plan is not None and info(n).plan.fate == "int8")
+    first = next(n for n in hand.gm.graph.nodes if info(n).plan is not None and info(n).plan.precision == "int8")
     found = calls_of(hand.gm, first).captures
     assert [name for name in found if name != "bias"] == captures
     assert all(found[name].name in (name, f"fc_{name}") for name in found)

@@ -21,7 +21,7 @@ import fxq
 from fxq.backends import cpu
 from fxq.backends.by_name import unavailable
 from fxq.backends.kernel import Kernel
-from fxq.backends.qdq_form import InForm
+from fxq.backends.qdq_form import FallbackKernel
 from fxq.backends.x86.onednn_conv import OnednnConv
 from fxq.common.metrics import tensors
 from fxq.errors import BackendError, FxqWarning
@@ -339,7 +339,7 @@ def test_what_a_file_cannot_name(qmodel, tmp_path):
 
     class Local(fxq.Pass):
         name = "local"
-        needs = gives = fxq.Stage.CANONICAL
+        needs = gives = fxq.extend.Stage.CANONICAL
 
         def run(self, rewriter):
             pass
@@ -396,11 +396,11 @@ def test_kernels_that_do_not_fit_run_in_their_form(qmodel, tmp_path, monkeypatch
     monkeypatch.setattr(OnednnConv, where, refuse if where == "check" else classmethod(refuse))
     with pytest.warns(FxqWarning, match=r"2 of its \d+ kernels do not run right here: .*not here"):
         other = fxq.load(path)
-    assert sum(isinstance(m, InForm) for m in other.modules()) == 2
+    assert sum(isinstance(m, FallbackKernel) for m in other.modules()) == 2
     expected = qmodel(X)
     torch.testing.assert_close(other(X), expected, rtol=0, atol=0.02 * float(expected.abs().max()))
     again = filed(other)  # they stay so on the same machine
-    assert equal(again(X), other(X)) and sum(isinstance(m, InForm) for m in again.modules()) == 2
+    assert equal(again(X), other(X)) and sum(isinstance(m, FallbackKernel) for m in again.modules()) == 2
     path = saved_elsewhere(other, path)
     monkeypatch.undo()
     assert torch.equal(fxq.load(path)(X), expected)  # and come back where they fit

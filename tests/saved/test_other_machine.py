@@ -10,7 +10,7 @@ from torch import nn
 import fxq
 from fxq.backends import cpu
 from fxq.backends.kernel import Kernel
-from fxq.backends.qdq_form import InForm
+from fxq.backends.qdq_form import FallbackKernel
 from fxq.backends.x86.onednn_conv import OnednnConv
 from fxq.common.metrics import sqnr, tensors
 from fxq.errors import BackendError, FxqWarning
@@ -104,7 +104,7 @@ def test_the_form_of_a_layer_that_measures_computes_what_the_kernel_does(per, sy
     model, x = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8)).eval(), torch.randn(3, 9, 16)
     with torch.no_grad():
         model[0].weight += 0.1  # what a zero point adds is not little
-    spec = fxq.TensorSpec(bits=7, per=per, symmetric=symmetric, range="measured")
+    spec = fxq.TensorSpec(bits=7, per=per, symmetric=symmetric, range="dynamic")
     qmodel = fxq.quantize(model, fxq.Recipe.dynamic(optimize="coverage", activation=spec), example_inputs=x)
     found = list(elsewhere.kernels_of(qmodel))
     assert len(found) == 4
@@ -185,7 +185,7 @@ def test_a_form_has_the_tensors_of_its_kernel_as_they_are(monkeypatch):
     with pytest.warns(FxqWarning, match="another machine"):
         other = pickle.loads(written)
     torch.testing.assert_close(other(X), expected, rtol=0, atol=0.02 * float(expected.abs().max()))
-    (form, *_) = (k for k in kernels(other) if isinstance(k, InForm))
+    (form, *_) = (k for k in kernels(other) if isinstance(k, FallbackKernel))
     form.bias.mul_(-0.5)
     original = quantized()(X)
     torch.testing.assert_close(other(X), original, rtol=0, atol=0.02 * float(original.abs().max()))
@@ -217,7 +217,7 @@ def test_autocast_is_no_reason_to_blame_a_kernel(recwarn):
     with torch.autocast("cpu", torch.bfloat16):
         qmodel.verify()
         other = pickle.loads(written)
-    assert not recwarn.list and not any(isinstance(kernel, InForm) for kernel in kernels(other))
+    assert not recwarn.list and not any(isinstance(kernel, FallbackKernel) for kernel in kernels(other))
 
 
 def test_a_kernel_without_a_form_is_refused(monkeypatch):

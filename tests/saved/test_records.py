@@ -9,7 +9,7 @@ import torch
 import fxq
 from fxq.graph.info import EngineLayer
 from fxq.ledger.float_record import Distribution, Record, RecordedInput
-from fxq.ledger.ledger import Entry, Ledger, Narrowed
+from fxq.ledger.ledger import Entry, Ledger, ReducedRange
 from fxq.recipe.pass_base import Stage
 from fxq.saved.records import from_plain, to_plain
 
@@ -20,7 +20,7 @@ RECORD = Record(
 LEDGER = Ledger(
     (Entry("a", "a", "conv2d", "int8", macs=9, sqnr=math.inf), Entry("b", "", "relu", "float")),
     None,
-    Narrowed("weights", {"weights": 3.0}),
+    ReducedRange("weights", {"weights": 3.0}),
 )
 
 
@@ -46,7 +46,7 @@ def test_there_and_back(kind, value):
 
 
 def test_defaults_are_left_out():
-    assert to_plain(Entry("a", "b", "relu", "float")) == {"name": "a", "path": "b", "op": "relu", "fate": "float"}
+    assert to_plain(Entry("a", "b", "relu", "float")) == {"name": "a", "path": "b", "op": "relu", "precision": "float"}
 
 
 @pytest.mark.parametrize(
@@ -69,10 +69,10 @@ def test_defaults_are_left_out():
         (Record, {"values": {}}, "see 'inputs'"),
         (
             Ledger,
-            {"entries": [{"name": "a", "path": "b", "op": 3, "fate": ""}]},
+            {"entries": [{"name": "a", "path": "b", "op": 3, "precision": ""}]},
             "entries: 0: op: expected a string, not 3",
         ),
-        (Narrowed, {"role": "biases", "sqnr": {}}, "role: expected one of"),
+        (ReducedRange, {"role": "biases", "sqnr": {}}, "role: expected one of"),
         (int, "x" * 1000, r"not 'x+\.\.\.\.$"),
     ],
 )

@@ -8,7 +8,7 @@ from fxq.backends.x86.onednn_conv import OnednnConv
 from fxq.runtime.binding import Bindings
 
 # What gives up a bit without VNNI is not left to a measurement: two models of one network are to have the same grids.
-ALL = fxq.Recipe.static(optimize="coverage", backend="x86", narrow="activations")
+ALL = fxq.Recipe.static(optimize="coverage", backend="x86", reduce_range="activations")
 X = torch.linspace(-1, 1, 2 * 3 * 8 * 8).reshape(2, 3, 8, 8)
 
 

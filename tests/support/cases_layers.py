@@ -167,7 +167,7 @@ LAYERS = [
             lambda: Call(lambda x, m: m.norm(x.reshape(VOLUME)).reshape(4, 4, 8, 8), norm=nn.BatchNorm3d(4)),
         ),
         group="batch_norm_3d",
-        fate="int8",
+        precision="int8",
     ),
     *cases(
         "prelu",

@@ -152,7 +152,7 @@ MOVEMENT = [
         function(F.fold, lambda x, m: F.fold(x, (8, 8), 2, stride=2)),
         function(aten.col2im.default, lambda x, m: aten.col2im.default(x, [8, 8], [2, 2], [1, 1], [0, 0], [2, 2])),
         layout="sequence",
-        fate="float",
+        precision="float",
     ),
     *cases(
         "pad",
@@ -232,7 +232,7 @@ MOVEMENT = [
         function(F.interpolate, lambda x, m: F.interpolate(x, scale_factor=2, mode="bilinear", align_corners=True)),
         function(aten.upsample_bilinear2d.vec, lambda x, m: aten.upsample_bilinear2d.vec(x, None, True, [2.0, 2.0])),
         group="interpolate_bilinear",
-        fate="float",
+        precision="float",
     ),
     *cases(
         "grid_sample",

@@ -19,7 +19,7 @@ def bump_op(x: Tensor, width: float = 1.0) -> Tensor:
     return torch.exp(-((x / width) ** 2))
 
 
-@fxq.register_op(torch.ops.fxq_tests.bump, quant=fxq.Quant("computes", pointwise=True))
+@fxq.extend.register_op(torch.ops.fxq_tests.bump, traits=fxq.extend.OpTraits("computes", pointwise=True))
 def bump(x, *, width: float = 1.0):
     return torch.ops.fxq_tests.bump(x, width)
 
@@ -35,12 +35,12 @@ class Swap(nn.Module):
         return x.roll(1, self.dim)
 
 
-@fxq.register_op(Swap, quant=fxq.Quant("moves", layout=True), name="own_swap")
+@fxq.extend.register_op(Swap, traits=fxq.extend.OpTraits("moves", layout=True), name="own_swap")
 def swap(x, *, dim: int):
     return x.roll(1, dim)
 
 
-@fxq.register_op(quant=fxq.Quant("moves", ("xs",), layout=True), name="own_join")
+@fxq.extend.register_op(traits=fxq.extend.OpTraits("moves", ("xs",), layout=True), name="own_join")
 def join(xs, *, dim: int):
     return torch.cat(xs, dim)
 
@@ -53,7 +53,7 @@ def linear_tanh_mul(op, x, w, b, s):
     return op.mul(op.tanh(op.linear(x, w, b)), s)
 
 
-class LinearTanhMul(fxq.Kernel):
+class LinearTanhMul(fxq.extend.Kernel):
     """tanh(linear(x)) * factor: uint8 in, uint8 or float32 out."""
 
     name = "tests.linear_tanh_mul"
@@ -73,8 +73,8 @@ class LinearTanhMul(fxq.Kernel):
         return y if self.out is None else quantize(y, self.out)
 
 
-@fxq.register_kernel("fbgemm", linear_tanh_mul)
-@fxq.register_kernel("x86", linear_tanh_mul)
+@fxq.extend.register_kernel("fbgemm", linear_tanh_mul)
+@fxq.extend.register_kernel("x86", linear_tanh_mul)
 def make_linear_tanh_mul(unit):
     w, b, s = (unit.captures[name] for name in "wbs")
     return LinearTanhMul(w.values, w.qparams.scale, b, torch.as_tensor(s), unit.captures["x"], unit.out)
@@ -86,7 +86,7 @@ def conv_relu_and_tanh(op, x, w, b):
     return op.relu(y), op.tanh(y)
 
 
-class ConvReluAndTanh(fxq.Kernel):
+class ConvReluAndTanh(fxq.extend.Kernel):
     """relu and tanh of one conv2d(x): uint8 in, each uint8 or float32 out."""
 
     name = "tests.conv_relu_and_tanh"
@@ -106,7 +106,7 @@ class ConvReluAndTanh(fxq.Kernel):
         return tuple(value if grid is None else quantize(value, grid) for value, grid in made)
 
 
-@fxq.register_kernel("x86", conv_relu_and_tanh)
+@fxq.extend.register_kernel("x86", conv_relu_and_tanh)
 def make_conv_relu_and_tanh(unit):
     w = unit.captures["w"]
     return ConvReluAndTanh(w.values, w.qparams.scale, unit.captures["b"], unit.captures["x"], *unit.outs)
@@ -115,15 +115,15 @@ def make_conv_relu_and_tanh(unit):
 # ---- a backend
 
 
-class OnlyLinear(fxq.Backend):
+class OnlyLinear(fxq.extend.Backend):
     """Quantizes linear layers, and leaves them in q/dq form."""
 
     name = "only_linear"
     has_kernels = False
 
-    def supports(self, gm: fx.GraphModule, node: fx.Node, calls, config) -> fxq.Support:
+    def supports(self, gm: fx.GraphModule, node: fx.Node, calls, config) -> fxq.extend.Support:
         fits = calls[0].op.name == "linear"
-        return fxq.Support(1) if fits else fxq.Support(0, "only_linear runs linear layers")
+        return fxq.extend.Support(1) if fits else fxq.extend.Support(0, "only_linear runs linear layers")
 
     def lower(self, gm: fx.GraphModule, region) -> None:
         return None
@@ -139,20 +139,20 @@ class NamedAsAnother(OnlyLinear):
     """Its name is taken by the one above."""
 
 
-class Nameless(fxq.Backend):
+class Nameless(fxq.extend.Backend):
     """Not all of a backend."""
 
 
 # ---- an engine
 
 
-class WholeRegion(fxq.RegionKernel):
+class WholeRegion(fxq.extend.RegionKernel):
     """What an engine would make of a region: here, its float ops between conversions."""
 
     name = "tests.region"
 
 
-class Engine(fxq.Backend):
+class Engine(fxq.extend.Backend):
     """Runs whole regions, of all ops but two: one has no integer form, the other moves integers as it stands."""
 
     name = "engine"
@@ -160,13 +160,13 @@ class Engine(fxq.Backend):
     def takes(self, gm, node) -> bool:
         return all(call.op.name not in ("erf", "transpose") for call in calls_of(gm, node))
 
-    def supports(self, gm: fx.GraphModule, node: fx.Node, calls, config) -> fxq.Support:
-        return fxq.Support(len(calls))
+    def supports(self, gm: fx.GraphModule, node: fx.Node, calls, config) -> fxq.extend.Support:
+        return fxq.extend.Support(len(calls))
 
     def regions(self, gm: fx.GraphModule):
-        return fxq.connected_regions(gm, lambda node: self.takes(gm, node))
+        return fxq.extend.connected_regions(gm, lambda node: self.takes(gm, node))
 
-    def lower(self, gm: fx.GraphModule, region: fxq.Region) -> fxq.Kernel:
+    def lower(self, gm: fx.GraphModule, region: fxq.extend.Region) -> fxq.extend.Kernel:
         return WholeRegion.of(gm, region)
 
 
@@ -180,5 +180,5 @@ class PricedEngine(Engine):
         for node in gm.graph.nodes:
             calls = calls_of(gm, node)
             if calls and calls[0].op.name not in ("quantize", "dequantize", "requantize"):
-                costs[node] = fxq.Cost(10.0, 1.0 if calls[0].op.name == "conv2d" else 30.0)
-        return fxq.Prices(costs, conversion=0.001)
+                costs[node] = fxq.extend.Cost(10.0, 1.0 if calls[0].op.name == "conv2d" else 30.0)
+        return fxq.extend.Prices(costs, conversion=0.001)

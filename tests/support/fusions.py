@@ -60,5 +60,5 @@ def check_numbers(model: nn.Module, x: Tensor, before: Any, behind: Any) -> None
 def check_refused(rule: str, node: str, reason: str, model: nn.Module, x: Tensor, before: Any, behind: Any) -> None:
     """The rule made no unit, and says why; the model goes through all the same."""
     assert all(f" = {rule}(" not in line for line in lines(behind)), lines(behind)
-    assert reason in fxq.explain(rule, before, node)
+    assert reason in fxq.extend.explain(rule, before, node)
     check_numbers(model, x, before, behind)

@@ -608,7 +608,7 @@ def _modules_of(name: str) -> nn.Module:
 def _derived_form(name: str) -> Form | None:
     """How a row is called that takes tensors alone; None for any other."""
     op = OPS[name]
-    if set(op.tensors) != set(op.quant.inputs) or op.tensors == ("xs",):
+    if set(op.tensors) != set(op.traits.inputs) or op.tensors == ("xs",):
         return None
     try:
         op.target(*[torch.ones(1, 4, 4)] * len(op.tensors))

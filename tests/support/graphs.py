@@ -74,7 +74,7 @@ def full_text(gm: fx.GraphModule) -> str:
 
 def program(gm: fx.GraphModule) -> str:
     """The graph as a text that parses back, without what passes know of its nodes."""
-    return fxq.write_graph(gm, facts=False)
+    return fxq.extend.write_graph(gm, facts=False)
 
 
 def node(gm: fx.GraphModule, name: str) -> fx.Node:
@@ -84,7 +84,7 @@ def node(gm: fx.GraphModule, name: str) -> fx.Node:
 
 def graph(model: nn.Module, inputs: Any, until: str = "canonicalize", recipe: Any = REFERENCE) -> fx.GraphModule:
     """The graph after the pass `until`, one of those before calibration."""
-    return fxq.run_passes(model, recipe, inputs, until=until)
+    return fxq.extend.run_passes(model, recipe, inputs, until=until)
 
 
 def run_pass(step: Pass, program: str, given: Any = None, recipe: Any = REFERENCE, data: Any = ()) -> fx.GraphModule:
@@ -92,12 +92,12 @@ def run_pass(step: Pass, program: str, given: Any = None, recipe: Any = REFERENC
 
     Args:
         step: the pass.
-        program: a graph, as `fxq.write_graph` writes one.
+        program: a graph, as `fxq.extend.write_graph` writes one.
         given: tensors by name; others that the program names are random.
         recipe: the recipe.
         data: one batch: the example, what observers have seen, and what is recorded.
     """
-    gm = fxq.read_graph(program, {**drawn(program), **(given or {})})
+    gm = fxq.extend.read_graph(program, {**drawn(program), **(given or {})})
     known = context(gm, *data, recipe=recipe)
     if data:
         gm(*data)
@@ -113,7 +113,7 @@ def run_pass(step: Pass, program: str, given: Any = None, recipe: Any = REFERENC
 
 def _without_costs(gm: fx.GraphModule) -> str:
     """The text of a graph; what ops cost is measured anew each time, of those that are left."""
-    return re.sub(r", cost=Cost\([^)]*\)", "", fxq.write_graph(gm))
+    return re.sub(r", cost=Cost\([^)]*\)", "", fxq.extend.write_graph(gm))
 
 
 def _after(step: Pass, gm: fx.GraphModule, known: Context) -> tuple[fx.GraphModule, list[Any]]:

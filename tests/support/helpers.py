@@ -96,13 +96,13 @@ def steps(work):
 @contextmanager
 def restored_fusions():
     """The registered fusions; those that are added inside are taken away again."""
-    before = {rule.name for rule in fxq.FUSIONS}
+    before = {rule.name for rule in fxq.extend.FUSIONS}
     try:
-        yield fxq.FUSIONS
+        yield fxq.extend.FUSIONS
     finally:
-        for rule in fxq.FUSIONS:
+        for rule in fxq.extend.FUSIONS:
             if rule.name not in before:
-                fxq.FUSIONS.discard(rule.name)
+                fxq.extend.FUSIONS.discard(rule.name)
 
 
 def ops_of_fxq():

@@ -88,7 +88,7 @@ class Case:
         make: the module under test, or a function for `Call`.
         layout: what stands before and behind.
         group: cases of one group must have the same canonical graph.
-        fate: what becomes of the op on x86; None: what `FATES` says.
+        precision: what becomes of the op on x86; None: what `PRECISIONS` says.
     """
 
     op: str
@@ -96,7 +96,7 @@ class Case:
     make: Callable[[], nn.Module]
     layout: str = "image"
     group: str = ""
-    fate: str | None = None
+    precision: str | None = None
 
     def __str__(self) -> str:
         name = self.spelled if isinstance(self.spelled, str) else getattr(self.spelled, "__name__", str(self.spelled))

@@ -54,7 +54,7 @@ def network(blocks):
 def lowered(layers=()):
     """A qdq graph, and the same with a region of two outputs, `body`, in its place; its engine's layers."""
     ops = ("conv2d", "relu", "conv2d", "sigmoid", "mul", "add", "mean")
-    fates = ("int8", "int8", "int8", "float", "int8", "int8", "float")
+    precisions = ("int8", "int8", "int8", "float", "int8", "int8", "float")
     before = (
         NodeView("x", "io", "input"),
         NodeView("w", "constant", "w", dtype="int8"),
@@ -71,7 +71,16 @@ def lowered(layers=()):
     )
     after = (
         before[0],
-        NodeView("body", "int8", "engine.region", ops, inputs=("x",), origins=("a", "b"), fates=fates, layers=layers),
+        NodeView(
+            "body",
+            "int8",
+            "engine.region",
+            ops,
+            inputs=("x",),
+            origins=("a", "b"),
+            precisions=precisions,
+            layers=layers,
+        ),
         NodeView("a_dq", "int8", "getitem", inputs=("body",), dtype="float32"),
         NodeView("b", "int8", "getitem", inputs=("body",), origins=("b",), dtype="float32"),
         *before[-3:],

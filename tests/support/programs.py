@@ -208,7 +208,7 @@ def refused(draft: Draft, *outputs: fx.Node) -> str:
 @contextmanager
 def free():
     """Integers cost nothing, so that no test depends on how fast the machine is."""
-    with patch.object(EngineBackend, "prices", lambda self, gm, example: fxq.Prices({}, 0.0)):
+    with patch.object(EngineBackend, "prices", lambda self, gm, example: fxq.extend.Prices({}, 0.0)):
         yield
 
 

@@ -176,7 +176,7 @@ def test_checks_do_not_stop_quantization_around_them():
         return self.c(x)
 
     qmodel = close(module(forward, a=conv(), b=conv(), c=conv()), X)
-    assert [e.fate for e in qmodel.ledger] == ["int8"] * 3
+    assert [e.precision for e in qmodel.ledger] == ["int8"] * 3
     quantized = [n for n in qmodel.history["insert-qdq"].graph if n.label == "quantize"]
     assert len(quantized) == 3
 

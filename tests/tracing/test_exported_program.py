@@ -43,7 +43,7 @@ def test_indices_that_nobody_reads_do_not_keep_a_pooling_in_float():
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveMaxPool2d(2), nn.Conv2d(4, 2, 1)).eval()
     x = torch.randn(2, 3, 8, 8)
     qmodel = fxq.quantize(torch.export.export(model, (x,)), fxq.Recipe.static(backend="reference"), data=[x])
-    assert {entry.op: entry.fate for entry in qmodel.ledger} == {"conv2d": "int8", "adaptive_max_pool2d": "moves"}
+    assert {entry.op: entry.precision for entry in qmodel.ledger} == {"conv2d": "int8", "adaptive_max_pool2d": "moves"}
 
 
 def test_the_program_keeps_paths_signature_and_sizes(exported):
@@ -51,7 +51,7 @@ def test_the_program_keeps_paths_signature_and_sizes(exported):
     recipe = REFERENCE.override("head", fxq.FLOAT).override(nn.Conv2d, fxq.QuantConfig())
     qmodel = fxq.quantize(program, recipe, data=[example])
     assert list(qmodel.qparams()) == ["stem.0"]
-    assert {e.path: e.fate for e in qmodel.ledger if e.path} == {
+    assert {e.path: e.precision for e in qmodel.ledger if e.path} == {
         "stem.0": "int8", "stem.1": "folded", "stem.2": "int8", "head": "float"
     }  # fmt: skip
     other = inputs(7)
@@ -117,7 +117,7 @@ def test_an_op_that_the_table_does_not_have_stays_in_float():
 
     x = torch.randn(3, 4)
     qmodel = fxq.quantize(torch.export.export(Model().eval(), (x,)), REFERENCE, data=[x])
-    assert [e.fate for e in qmodel.ledger] == ["int8", "float"]
+    assert [e.precision for e in qmodel.ledger] == ["int8", "float"]
     assert "not in the op table" in qmodel.ledger[1].reason
 
 

@@ -37,7 +37,7 @@ def test_the_smallest_module_stays_in_float(name):
     model = nn.Sequential(conv(), nn.Sequential(nn.Sequential(Data(ask), nn.ReLU()), conv())).eval()
     with pytest.warns(fxq.FxqWarning, match=rf'1 module .*layer "1.0.0" \(Data\) cannot be traced: .*{why}'):
         qmodel = close(model, X)
-    assert [(e.path, e.fate) for e in qmodel.ledger] == [
+    assert [(e.path, e.precision) for e in qmodel.ledger] == [
         ("0", "int8"), ("1.0.0", "float"), ("1.0.1", "float"), ("1.1", "int8")
     ]  # fmt: skip
     assert "cannot be traced" in qmodel.ledger[1].reason

@@ -179,9 +179,9 @@ def test_an_encoder(masked):
     model, other = Encoder().eval(), words(2, 6, masked)
     with torch.no_grad():
         qmodel = close(model, **words(4, 9, masked))
-        assert [e.path for e in qmodel.ledger if e.fate == "int8" and e.op == "linear"] == ["query", "output"]
+        assert [e.path for e in qmodel.ledger if e.precision == "int8" and e.op == "linear"] == ["query", "output"]
         got, wanted = qmodel(**other), model(**other)
-        traced = fxq.run_passes(model, REFERENCE, words(4, 9, masked), until="trace")(**other)
+        traced = fxq.extend.run_passes(model, REFERENCE, words(4, 9, masked), until="trace")(**other)
     assert torch.allclose(traced.a, wanted.a, atol=1e-5) and sqnr(wanted, got) > 20
     assert isinstance(got, Named) and got.a.shape == got["b"].shape == (2, 6, 8)
     with pytest.raises(fxq.InputError, match="made for return_dict=True"):
@@ -208,7 +208,9 @@ def test_functional_call(call):
     x = torch.randn(4, 8)
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     qmodel = close(model, x)
-    assert [e.fate for e in qmodel.ledger.where(op="linear")].count("int8") == (1 if call is CALLS["of data"] else 2)
+    assert [e.precision for e in qmodel.ledger.where(op="linear")].count("int8") == (
+        1 if call is CALLS["of data"] else 2
+    )
     assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
 
 
@@ -219,7 +221,7 @@ def test_a_leaf_is_not_called_with_other_weights():
     outer = module(lambda self, x: self.o(self.inner(x)), inner=inner, o=nn.Linear(8, 4))
     with pytest.warns(fxq.FxqWarning, match='layer "inner" .* cannot be traced'):
         qmodel = fxq.quantize(outer, REFERENCE.leaf("inner.l"), data=[x := torch.randn(4, 8)])
-    assert [(e.path, e.fate) for e in qmodel.ledger] == [("inner", "float"), ("o", "int8")]
+    assert [(e.path, e.precision) for e in qmodel.ledger] == [("inner", "float"), ("o", "int8")]
     with torch.no_grad():
         assert sqnr(outer(x), qmodel(x)) > 30
 

@@ -46,7 +46,7 @@ def test_runs_on_integers(name):
     recipe = fxq.Recipe.static(backend="x86", optimize="coverage")
     quantized = fxq.quantize(model, recipe, data=[x])
     (joined,) = quantized.ledger.where(lambda e: e.op in ("cat", "stack"))
-    assert joined.fate == "moves"
+    assert joined.precision == "moves"
     kernels = [m.name for m in quantized.modules() if isinstance(m, Kernel)]
     assert not [n for n in kernels if n.endswith("dequantize")]
     assert sqnr(model(x), quantized(x)) > 28

@@ -28,7 +28,7 @@ def test_reparametrized_layers_run_on_integers(norm, layer, x):
     model = nn.Sequential(norm(layer())).eval()
     keys = set(vars(model[0])), set(model.state_dict())
     qmodel = fxq.quantize(model, REFERENCE, data=[x])
-    assert [e.fate for e in qmodel.ledger] == ["int8"]
+    assert [e.precision for e in qmodel.ledger] == ["int8"]
     with torch.no_grad():
         assert sqnr(model(x), qmodel(x)) > 35
     assert keys == (set(vars(model[0])), set(model.state_dict()))

@@ -33,13 +33,13 @@ def test_wrappers_are_taken_off(wrap, caplog):
 def test_a_wrapped_part_is_traced_through(wrap):
     model = nn.Sequential(wrap(small()), nn.Linear(2, 3)).eval()
     qmodel = fxq.quantize(model, REFERENCE, data=[X])
-    assert [(e.op, e.fate) for e in qmodel.ledger] == [
+    assert [(e.op, e.precision) for e in qmodel.ledger] == [
         ("linear", "int8"), ("relu", "int8"), ("linear", "int8"), ("linear", "int8")
     ]  # fmt: skip
     with torch.no_grad():
         assert sqnr(model(X), qmodel(X)) > 30
     kept = fxq.quantize(model, REFERENCE.leaf("0"), data=[X])
-    assert [e.fate for e in kept.ledger] == ["float", "int8"]
+    assert [e.precision for e in kept.ledger] == ["float", "int8"]
 
 
 @pytest.mark.parametrize("part", ["", "0"])
@@ -74,6 +74,8 @@ def test_a_parametrized_module_of_the_users_own_is_traced_into(inside):
     parametrize.register_parametrization(own, "w", Symmetric())
     model = (nn.Sequential(own, nn.ReLU()) if inside else own).eval()
     qmodel = fxq.quantize(model, REFERENCE, data=[X])
-    assert [e.op for e in qmodel.ledger.where(lambda e: e.fate == "int8")] == ["linear", "linear"] + ["relu"] * inside
+    assert [e.op for e in qmodel.ledger.where(lambda e: e.precision == "int8")] == ["linear", "linear"] + [
+        "relu"
+    ] * inside
     with torch.no_grad():
         assert sqnr(model(X), qmodel(X)) > 30

@@ -48,7 +48,7 @@ def test_the_table():
     found = fxq.bisect(chain(), q, DATA)
     text = str(found)
     assert "exact up to" in text and "dB when all before it is exact" in text and text.endswith(found.mend)
-    assert found.where(fate="int8") and found.sort("sqnr")[0].sqnr <= found[-1].sqnr
+    assert found.where(precision="int8") and found.sort("sqnr")[0].sqnr <= found[-1].sqnr
     assert f'"layer": "{found.layer.name}"' in found.to_json()
 
 

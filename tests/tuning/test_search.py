@@ -25,7 +25,7 @@ def test_what_is_found_keeps_the_target(target):
     assert found.reached and found.score >= target == found.least
     q = fxq.quantize(wide(), found.recipe, data=DATA)
     assert q.output_sqnr >= target - 0.1  # judged on all of the data, and not on the samples that are recorded
-    assert {e.path for e in q.ledger if e.fate == "float" and e.macs} == {p for p in found.floats if p}
+    assert {e.path for e in q.ledger if e.precision == "float" and e.macs} == {p for p in found.floats if p}
     assert found.forwards < FORWARDS * max(found.layers, 3)
     if target == 30.0:
         assert len(found) == 1 and found.floats == () and found.recipe == STATIC

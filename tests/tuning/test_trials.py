@@ -79,4 +79,4 @@ def test_what_gives_up_a_bit_is_decided_once(monkeypatch):
     monkeypatch.setattr(fxq.backends.cpu, "has_vnni", lambda: False)
     made = Trials(wide(), fxq.Recipe.static(backend="x86"), DATA)
     made.calibrate()
-    assert made.recipe.narrow in ("weights", "activations")
+    assert made.recipe.reduce_range in ("weights", "activations")

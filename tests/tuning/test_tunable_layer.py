@@ -36,8 +36,8 @@ def test_a_line_puts_the_layer_into_float():
     for layer in layers(model, DATA):
         recipe = eval(layer.line, {"recipe": STATIC, "fxq": fxq})
         assert recipe == layer.in_float(STATIC)
-        fates = {e.name: e.fate for e in fxq.quantize(model, recipe, data=DATA).ledger}
-        assert fates[layer.name] == "float"
+        precisions = {e.name: e.precision for e in fxq.quantize(model, recipe, data=DATA).ledger}
+        assert precisions[layer.name] == "float"
 
 
 def test_a_layer_that_is_called_twice_is_one():

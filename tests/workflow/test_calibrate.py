@@ -32,7 +32,7 @@ from tests.support.processes import dying, killed, on_ranks
 
 pytestmark = pytest.mark.any_cpu
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("observer", ["minmax", "histogram", "percentile:99.5", "entropy"])
@@ -113,7 +113,7 @@ def test_values_that_are_taken_off_on_one_rank_are_on_all(tmp_path):
     batches = [torch.rand(2, 4) + 1, torch.rand(2, 4) + 1, torch.rand(2, 4) + 1, -torch.ones(2, 4)]
 
     def observed():
-        return fxq.prepare(model, recipe(), batches[0], trials=True)
+        return fxq.prepare(model, recipe(), batches[0], observe_all=True)
 
     results = on_ranks(2, tmp_path, lambda rank: seen(fxq.calibrate(observed(), batches[rank::2])))
     want = fxq.calibrate(observed(), batches)

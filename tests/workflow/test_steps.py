@@ -37,7 +37,17 @@ def network():
 
 
 DATA = [torch.randn(2, 4, 6, 6, generator=torch.Generator().manual_seed(i)) for i in range(3)]
-PLACES = ["a", "b", "fc", "act", nn.Conv2d, fxq.op("add"), fxq.op("relu"), fxq.op("max_pool2d"), fxq.op("reshape")]
+PLACES = [
+    "a",
+    "b",
+    "fc",
+    "act",
+    nn.Conv2d,
+    fxq.by_op("add"),
+    fxq.by_op("relu"),
+    fxq.by_op("max_pool2d"),
+    fxq.by_op("reshape"),
+]
 WEIGHTS = [fxq.TensorSpec(bits=bits, signed=True, symmetric=True, per="channel", observer="minmax") for bits in (4, 8)]
 OBSERVERS = [fxq.TensorSpec(observer=text) for text in ("histogram", "minmax", "percentile:99", "percentile:95")]
 CONFIGS = st.sampled_from(
@@ -67,7 +77,7 @@ def test_another_recipe_gives_what_quantize_does(calibrated, overrides, trials):
     try:
         got = fxq.convert(calibrated[trials], recipe)
     except RecipeError as error:
-        assert not trials and "calibration has not looked at" in str(error) and "trials=True" in str(error)
+        assert not trials and "calibration has not looked at" in str(error) and "observe_all=True" in str(error)
         return
     want = fxq.quantize(network(), recipe, data=DATA)
     assert torch.equal(got(DATA[0]), want(DATA[0]))
@@ -77,18 +87,20 @@ def test_another_recipe_gives_what_quantize_does(calibrated, overrides, trials):
 
 def test_what_calibration_did_not_look_at_is_refused_and_says_what_to_do(calibrated):
     """A convolution of its own, with a sum behind it on integers: its output was inside of a unit."""
-    recipe = static([(fxq.op("relu"), fxq.FLOAT), ("b", fxq.FLOAT)])
+    recipe = static([(fxq.by_op("relu"), fxq.FLOAT), ("b", fxq.FLOAT)])
     spec = fxq.TensorSpec(observer="moving_average")
-    with pytest.raises(RecipeError, match=r"has not looked at in the way that 'moving_average' needs: .* trials=True"):
+    with pytest.raises(
+        RecipeError, match=r"has not looked at in the way that 'moving_average' needs: .* observe_all=True"
+    ):
         fxq.convert(calibrated[False], static([("a", fxq.QuantConfig(spec))]))
     for name in ("residual", "dense", "several_inputs"):
-        observed = fxq.prepare(build(name), static(), batch(name), trials=True)
+        observed = fxq.prepare(build(name), static(), batch(name), observe_all=True)
         call(observed, batch(name))
         assert equal(
             call(fxq.convert(observed), batch(name)),
             call(fxq.quantize(build(name), static(), data=[batch(name)]), batch(name)),
         )
-    assert fxq.convert(calibrated[True], recipe).ledger.where(path="b")[0].fate == "float"
+    assert fxq.convert(calibrated[True], recipe).ledger.where(path="b")[0].precision == "float"
 
 
 def test_the_observed_model_can_be_calibrated_further():
@@ -107,7 +119,7 @@ def test_backends_presets_and_passes_behind_calibration(calibrated):
         fxq.Recipe.dynamic(backend="reference"),
         static().without_pass("keep-small-values"),
         fxq.Recipe.static(backend="reference").without_pass("correct-bias"),
-        replace(static(), narrow="weights"),
+        replace(static(), reduce_range="weights"),
         static().with_backend("auto"),
     ]
     for recipe in recipes:
@@ -119,7 +131,7 @@ class Greedy(Scale):
     """Reads more samples than are kept."""
 
     name = "greedy"
-    needs = gives = fxq.Stage.QDQ
+    needs = gives = fxq.extend.Stage.QDQ
     samples_read = 1000
 
 
@@ -141,12 +153,12 @@ def test_what_needs_another_calibration_is_refused(calibrated, recipe, message, 
 
 def test_without_data_the_error_is_that_of_any_observer():
     with pytest.raises(fxq.CalibrationError, match="has seen no data"):
-        fxq.convert(fxq.prepare(network(), static(), DATA[0], trials=True))
+        fxq.convert(fxq.prepare(network(), static(), DATA[0], observe_all=True))
 
 
 def test_passes_up_to_a_stage():
-    assert [step.name for step in up_to(REFERENCE, fxq.Stage.CANONICAL)] == ["trace"]
-    assert up_to(REFERENCE, fxq.Stage.FUSED)[-1].name == "fold-batch-norm"
+    assert [step.name for step in up_to(REFERENCE, fxq.extend.Stage.CANONICAL)] == ["trace"]
+    assert up_to(REFERENCE, fxq.extend.Stage.FUSED)[-1].name == "fold-batch-norm"
     assert [line[0].name for line in phases(REFERENCE)] == ["trace", "choose-grids", "lower"]
 
 
@@ -154,7 +166,7 @@ class Counted(fxq.Pass):
     """Reads samples, and counts how often it runs."""
 
     name = "counted"
-    needs = gives = fxq.Stage.QDQ
+    needs = gives = fxq.extend.Stage.QDQ
     runs = 0
     samples_read = 8
 
@@ -170,7 +182,7 @@ def test_passes_that_read_samples_run_once_for_equal_graphs():
         converted(fxq.calibrate(fxq.prepare(network(), recipe, DATA[0]), DATA), recipe, known) for _ in range(2)
     )
     assert (Counted.runs, len(known)) == (1, 1)
-    assert fxq.write_graph(first) == fxq.write_graph(second)
+    assert fxq.extend.write_graph(first) == fxq.extend.write_graph(second)
     assert all(
         torch.equal(a, b) for a, b in zip(first.state_dict().values(), second.state_dict().values(), strict=True)
     )

@@ -43,7 +43,7 @@ def _moves_before(node: fx.Node) -> list[fx.Node]:
     read = node.args[0]
     while isinstance(read, fx.Node) and len(read.users) == 1 and len(read.all_input_nodes) == 1:
         op = op_of(read)
-        if op is None or not (op.quant.layout and op.quant.view) or read.args[0] is not read.all_input_nodes[0]:
+        if op is None or not (op.traits.layout and op.traits.view) or read.args[0] is not read.all_input_nodes[0]:
             break
         moves.append(read)
         read = read.args[0]

@@ -76,7 +76,7 @@ def _computed_index(node: fx.Node) -> fx.Node | None:
         return None
     read = node.args[1 if is_op(node, "index_select") else 0]
     while isinstance(read, fx.Node) and (op := op_of(read)) is not None:
-        if op.name != "cast" and (not op.quant.view or op.quant.selects):
+        if op.name != "cast" and (not op.traits.view or op.traits.selects):
             break
         read = read.args[0]
     return read if isinstance(read, fx.Node) and read.op not in ("placeholder", "get_attr") else None

@@ -129,10 +129,10 @@ def _computes_in(inputs: Sequence[dict[str, Sequence[int]]]) -> str:
 
 
 def _is_measured(config: QuantConfig) -> bool:
-    return config.activation is not None and config.activation.range == "measured"
+    return config.activation is not None and config.activation.range == "dynamic"
 
 
-_WHOLE = TensorSpec(range="measured")
+_WHOLE = TensorSpec(range="dynamic")
 """One range of all values."""
 
 

@@ -186,7 +186,7 @@ class Openvino(OnnxBackend):
 
     def adds_in_int16(self, calls: Calls) -> bool:
         """Layers on a CPU without VNNI, but not depthwise convolutions."""
-        return bool(calls[0].op.quant.weight) and not cpu.has_vnni() and not is_depthwise_call(calls[0])
+        return bool(calls[0].op.traits.weight) and not cpu.has_vnni() and not is_depthwise_call(calls[0])
 
     def available(self) -> str | None:
         """As in `Backend`; not where oneDNN, which is inside of it, may use less than its other kernels do."""

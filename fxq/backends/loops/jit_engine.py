@@ -158,7 +158,7 @@ class Jit(EngineBackend):
     def takes(self, gm: fx.GraphModule, node: fx.Node) -> bool:
         """As in `EngineBackend`: what a step computes of the integers, or floats, that the node reads."""
         calls, plan = calls_of(gm, node), info(node).plan
-        if not calls or node in self._left or (plan is not None and plan.fate == "weight-only"):
+        if not calls or node in self._left or (plan is not None and plan.precision == "weight-only"):
             return False
         if node_refused(gm, node) is not None:
             return False

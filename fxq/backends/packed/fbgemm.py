@@ -95,4 +95,4 @@ class Fbgemm(PackedBackend):
 
     def adds_in_int16(self, calls: tuple[OpCall, ...]) -> bool:
         """Depthwise convolutions, and all layers on a CPU without VNNI."""
-        return bool(calls[0].op.quant.weight) and _Fbgemm.adds_in_int16(is_depthwise_call(calls[0]))
+        return bool(calls[0].op.traits.weight) and _Fbgemm.adds_in_int16(is_depthwise_call(calls[0]))

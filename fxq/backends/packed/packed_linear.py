@@ -9,7 +9,7 @@ from torch import Tensor
 from fxq.backends.kernel import Post, bounds
 from fxq.backends.packed.packed_kernel import Finish, PackedKernel
 from fxq.backends.packed.quantized_tensors import as_qint8, as_quint8, quantized
-from fxq.backends.plain.binary import OfTwo
+from fxq.backends.plain.binary import BinaryKernel
 from fxq.backends.plain.converters import dense, dequantize
 from fxq.quant.qparams import QParams
 
@@ -42,7 +42,7 @@ class PackedLinear(PackedKernel):
         return y if self.post is None else y.clamp_(*bounds(self.post))  # type: ignore[misc]
 
 
-class _PackedOfTwo(OfTwo):
+class _PackedOfTwo(BinaryKernel):
     """A kernel of two tensors of whichever engine is selected: where that is qnnpack, sums of equal shapes are its."""
 
     op: ClassVar[str]

@@ -14,7 +14,7 @@ from fxq.backends.plain.converters import CHUNK, MAGIC, WHOLE, chunks, dense, li
 from fxq.quant.qparams import QParams
 
 
-class OfTwo(Kernel):
+class BinaryKernel(Kernel):
     """A kernel of two tensors with grids of their own, with a clamp behind it.
 
     Args:
@@ -38,7 +38,7 @@ class OfTwo(Kernel):
         self.a, self.b, self.out, self.post = a, b, out, post
 
 
-class _Arithmetic(OfTwo):
+class _Arithmetic(BinaryKernel):
     """One that computes with float32."""
 
     def __init__(self, a: QParams, b: QParams, out: QParams, post: Post | None = None) -> None:

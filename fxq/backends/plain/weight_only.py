@@ -55,7 +55,7 @@ class WeightOnlyKernel(Kernel):
         **tensors: Tensor | None,
     ) -> None:
         super().__init__()
-        weights = [name for name in OPS[op].tensors if OPS[op].quant.role(name) == "weight"]
+        weights = [name for name in OPS[op].tensors if OPS[op].traits.role(name) == "weight"]
         constants = [name for name in OPS[op].tensors if name not in (*weights, *takes)]
         for name in (*(f"{weight}{part}" for weight in weights for part in _PARTS), *constants):
             tensor = tensors.get(name)

@@ -135,7 +135,7 @@ class Fit:
         return self.row.refuses(FusedUnit(known, (_GRID,) * self.outputs, self.calls))
 
     def _role(self, name: str) -> Role | None:
-        return self.calls[0].op.quant.role(name)
+        return self.calls[0].op.traits.role(name)
 
     def integers(self, gm: fx.GraphModule) -> tuple[tuple[fx.Node, ...], dict[str, Any], dict[str, int]]:
         """The integer activations and the states that the kernel takes, in the order of the captures; and the captures.
@@ -205,9 +205,9 @@ def _leading(calls: Calls, rows: Mapping[str, KernelRow]) -> Iterator[tuple[Kern
 def _row_of(call: OpCall, rows: Mapping[str, KernelRow]) -> KernelRow | None:
     """The row of an op. Where the table has none: what only moves runs as it stands, a function of one is looked up."""
     found = rows.get(call.op.name)
-    if found is None and call.op.quant.layout:
+    if found is None and call.op.traits.layout:
         return NATIVE
-    by_a_constant = len(call.op.quant.inputs) == 2  # the row is for two tensors
+    by_a_constant = len(call.op.traits.inputs) == 2  # the row is for two tensors
     return LOOKED_UP if call.pointwise and (found is None or by_a_constant) else found
 
 
@@ -306,7 +306,7 @@ def _per_channel(call: OpCall, name: str, constant: tuple[int, ...], shape: tupl
     """Whether a constant has one value per channel (axis 1) of an activation of this shape."""
     if len(shape) < 2:
         return False
-    if name not in call.op.quant.inputs:  # slopes and statistics: one value per channel by what they are
+    if name not in call.op.traits.inputs:  # slopes and statistics: one value per channel by what they are
         return constant == (shape[1],)
     return (1,) * (len(shape) - len(constant)) + constant == (1, shape[1], *[1] * (len(shape) - 2))
 

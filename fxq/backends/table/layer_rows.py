@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 from torch import fx
 
+from fxq.backends.table.dynamic_layer import DynamicLayer
 from fxq.backends.table.kernel_table import CLAMPS, FusedUnit, KernelRow
 from fxq.backends.table.layer_kernel import LayerKernel
 from fxq.backends.table.layer_spec import LayerSpec, is_depthwise
-from fxq.backends.table.measured_layer import MeasuredLayer
 from fxq.errors import BackendError
 from fxq.graph.info import info
 from fxq.graph.region import Weight
@@ -21,8 +21,8 @@ Change = Callable[[LayerSpec], LayerSpec]
 def layer_row(kernel: type[LayerKernel], change: Change = lambda layer: layer) -> KernelRow:
     """The row of a kernel of layers; `change` is what a layer becomes before the kernel gets it."""
     measured = KernelRow(
-        lambda unit: MeasuredLayer.of(kernel, change(layer_of(unit))),
-        lambda unit: MeasuredLayer.refuses(kernel, change(layer_of(unit))),
+        lambda unit: DynamicLayer.of(kernel, change(layer_of(unit))),
+        lambda unit: DynamicLayer.refuses(kernel, change(layer_of(unit))),
         (*CLAMPS, "gelu"),
         emits_integers=False,
     )

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from fxq.backends.base import Backend, Support
 from fxq.backends.kernel import Kernel, refuse
 from fxq.backends.plain.converters import Dequantize, Quantize, Requantize
-from fxq.backends.plain.measured_quantize import MeasuredQuantize
+from fxq.backends.plain.dynamic_quantize import DynamicQuantize
 from fxq.backends.plain.stored_weight import StoredWeight
 from fxq.backends.plain.weight_only import KERNELS as WEIGHT_ONLY
 from fxq.backends.table.kernel_table import QUANTIZING, Fit, FusedUnit, KernelRow, fits
@@ -47,11 +47,12 @@ class RowBackend(Backend):
             def rows(self):
                 return {**super().rows, "linear": fxq.extend.KernelRow(make)}
 
-    where `make(unit)` takes a `fxq.FusedUnit` and returns a `fxq.Kernel`, as for `fxq.register_kernel`.
+    where `make(unit)` takes a `fxq.extend.FusedUnit` and returns a `fxq.extend.Kernel`, as for
+    `fxq.extend.register_kernel`.
     """
 
     registered: ClassVar[dict[str, KernelRow]] = {}
-    """The rows that `fxq.register_kernel` has added for this class. Those that extend it have them, too."""
+    """The rows that `fxq.extend.register_kernel` has added for this class. Those that extend it have them, too."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Give it a table of its own for the user's kernels."""
@@ -81,7 +82,7 @@ class RowBackend(Backend):
         if config.activation is None:
             known = len(calls) == 1 and calls[0].op.name in WEIGHT_ONLY
             return Support(1) if known else Support(0, f"no kernel runs {calls[0].op.name} with integer weights alone")
-        measured = config.activation.range == "measured"
+        measured = config.activation.range == "dynamic"
         found = self.fits(calls, measured)
         if not found:
             what = " with ranges measured at run time" if measured else _advice(calls[0].op)
@@ -89,10 +90,10 @@ class RowBackend(Backend):
         if config.activation.signed:
             return Support(0, f"{self.name} kernels take unsigned activations; set signed=False")
         weight = config.weight
-        weighted = any(call.op.quant.weight for call in found[0].calls)
+        weighted = any(call.op.traits.weight for call in found[0].calls)
         if weighted and weight is not None and not (weight.signed and weight.symmetric):
             return Support(0, f"{self.name} kernels take signed symmetric weights")
-        if calls[0].op.quant.recurrence is not None and config.state is None:
+        if calls[0].op.traits.recurrence is not None and config.state is None:
             return Support(0, f"{self.name} kernels take a hidden state on integers; give state a spec")
         reasons = []
         for fit in found:
@@ -132,7 +133,7 @@ class RowBackend(Backend):
                     f"%{first} on, its class needs a `lower` of its own beside its `regions`."
                 )
             scale, integers = options_of(region.nodes[0]), options_of(region.nodes[-1])
-            return MeasuredQuantize(integers["qmin"], integers["qmax"], scale["axis"], scale["symmetric"])
+            return DynamicQuantize(integers["qmin"], integers["qmax"], scale["axis"], scale["symmetric"])
         if is_op(region.node, *CONVERSIONS):
             return _converter(gm, region.node)
         if _quantizes(gm, region):
@@ -160,8 +161,12 @@ def _advice(op: Op) -> str:
     """What its author can do about an op that has no kernel; nothing for fxq's own."""
     if op.target.__module__.startswith("fxq."):
         return ""
-    moves = ', or where it only moves values, quant=fxq.Quant("moves", layout=True)' if op.quant.kind == "moves" else ""
-    return f": give it one by fxq.register_kernel{moves}"
+    moves = (
+        ', or where it only moves values, traits=fxq.extend.OpTraits("moves", layout=True)'
+        if op.traits.kind == "moves"
+        else ""
+    )
+    return f": give it one by fxq.extend.register_kernel{moves}"
 
 
 def _kernel(gm: fx.GraphModule, region: UnitRegion, fit: Fit) -> Kernel:
@@ -182,7 +187,7 @@ def _kernel(gm: fx.GraphModule, region: UnitRegion, fit: Fit) -> Kernel:
 def _weight_only(gm: fx.GraphModule, region: UnitRegion) -> Kernel | None:
     """The kernel of a layer that computes in float; None where the weight is in float, too."""
     call = region.calls[0]
-    quant = call.op.quant
+    quant = call.op.traits
     kind = WEIGHT_ONLY[call.op.name]
     refuse(kind.name, f"its {call.computed} is a value that can differ from call to call" if call.computed else None)
     weights: dict[str, StoredWeight] = {}

@@ -55,7 +55,7 @@ def register_kernel(backend: str, fusion: Family | str, *, emits_float: bool = T
         >>> @fxq.fusion(everywhere=False)
         ... def linear_gate(op, x, w, b, s):
         ...     return op.mul(op.sigmoid(op.linear(x, w, b)), s)
-        >>> class LinearGate(fxq.Kernel):
+        >>> class LinearGate(fxq.extend.Kernel):
         ...     name, options = "mine.linear_gate", ("x", "out", "factor")
         ...     def __init__(self, weight, scale, bias, x, out, factor):
         ...         super().__init__()
@@ -67,7 +67,7 @@ def register_kernel(backend: str, fusion: Family | str, *, emits_float: bool = T
         ...         real, weight = (x.float() - self.x.z) * self.x.s, self.weight * self.scale.view(-1, 1)
         ...         y = nn.functional.linear(real, weight, self.bias).sigmoid() * self.factor
         ...         return y if self.out is None else fxq.quant.qparams.quantize(y, self.out)
-        >>> @fxq.register_kernel("x86", linear_gate)
+        >>> @fxq.extend.register_kernel("x86", linear_gate)
         ... def make(unit):
         ...     w, b, s = (unit.captures[name] for name in "wbs")
         ...     return LinearGate(w.values, w.qparams.scale, b, unit.captures["x"], unit.out, s)
@@ -207,7 +207,7 @@ def _checked(make: Callable[[FusedUnit], Kernel]) -> Callable[[FusedUnit], Kerne
             what = f"{name_of(make)} makes no kernel of the captures {', '.join(unit.captures)}"
             raise InputError(f"{what}: {type(error).__name__}: {words_of(error)}") from error
         if not isinstance(kernel, Kernel) or not hasattr(kernel, "name"):
-            raise InputError(f"{name_of(make)} makes kernels: fxq.Kernel with a name, not {kernel!r}.")
+            raise InputError(f"{name_of(make)} makes kernels: fxq.extend.Kernel with a name, not {kernel!r}.")
         told = {*kernel.options, *kernel._buffers}
         lost = [p.name for p in signature(type(kernel)).parameters.values() if p.name not in told and p.kind in _NAMED]
         if lost:

@@ -9,8 +9,8 @@ from torch import Tensor
 from fxq.backends import cpu
 from fxq.backends.kernel import Kernel
 from fxq.backends.loops.code import MULTIPLE
+from fxq.backends.table.dynamic_layer import DynamicLayer
 from fxq.backends.table.layer_spec import LayerSpec
-from fxq.backends.table.measured_layer import MeasuredLayer
 from fxq.backends.x86.onednn_linear import OnednnLinear, packed_taps
 from fxq.backends.x86.recurrent_steps import Product
 from fxq.ops.recurrent import TINY
@@ -29,7 +29,7 @@ def input_product(weight: Tensor, scale: Tensor, bias: Tensor, x: QParams, measu
     """
     grid = QParams(scale, torch.zeros(len(scale), dtype=torch.int32, device="cpu"), -128, 127, torch.int8, 0)
     layer = LayerSpec(weight, grid, bias, x, None)
-    return MeasuredLayer.of(OnednnLinear, layer) if measured else OnednnLinear(layer)
+    return DynamicLayer.of(OnednnLinear, layer) if measured else OnednnLinear(layer)
 
 
 def state_product(weight: Tensor, scale: Tensor, qmax: int, state_scale: float | None) -> Product:

@@ -44,7 +44,7 @@ class X86(RowBackend):
         A transposed convolution becomes another, and so does one with depth: those are not depthwise.
         """
         depthwise = calls[0].op.name in ("conv1d", "conv2d") and is_depthwise_call(calls[0])
-        return bool(calls[0].op.quant.weight) and OnednnLayer.adds_in_int16(depthwise)
+        return bool(calls[0].op.traits.weight) and OnednnLayer.adds_in_int16(depthwise)
 
     def traps(self) -> tuple[Trap, ...]:
         """oneDNN's sum."""

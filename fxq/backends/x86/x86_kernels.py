@@ -97,7 +97,7 @@ def _recurrent(unit: FusedUnit, measured: bool = False) -> Kernel:
     if options.pop("state_affine", False):
         raise BackendError("the grid of its state is not symmetric")
     tensors: dict[str, Any] = {}
-    for name in (row.quant.weight, *row.quant.more_weights):
+    for name in (row.traits.weight, *row.traits.more_weights):
         weight = captures.pop(name or "", None)
         if weight is None:
             continue

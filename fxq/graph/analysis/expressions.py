@@ -72,8 +72,8 @@ class Expressions:
 
     def _call(self, node: fx.Node, numbers: Mapping[fx.Node, int]) -> int:
         op, options = op_of(node), dict(node.kwargs)
-        if op is not None and op.quant.recurrence is not None:
-            options = op.quant.recurrence.without_grid(options)
+        if op is not None and op.traits.recurrence is not None:
+            options = op.traits.recurrence.without_grid(options)
         return self._number(("call", node.target, _as_key(node.args, numbers), _as_key(options, numbers)))
 
     def _weight(self, tensor: Any) -> int:

@@ -23,7 +23,7 @@ class Given:
     def masks(self, node: fx.Node) -> bool:
         """Whether a node puts together what the network computes and what it is given, as a mask is."""
         calls = calls_of(self.gm, node)
-        if not calls or not calls[-1].op.quant.masks:
+        if not calls or not calls[-1].op.traits.masks:
             return False
         read = [v for v in calls[-1].tensors.values() if isinstance(v, (Inner, fx.Node))]
         given = [isinstance(v, fx.Node) and unobserved(self.gm, v) in self._values for v in read]
@@ -32,7 +32,7 @@ class Given:
     def _follows(self, node: fx.Node) -> bool:
         """Whether no layer has a part in a value."""
         inputs = list(self._inputs(node))
-        heavy = node.op == "call_module" or any(call.op.quant.heavy for call in calls_of(self.gm, node))
+        heavy = node.op == "call_module" or any(call.op.traits.heavy for call in calls_of(self.gm, node))
         return bool(inputs) and not heavy and self._values.issuperset(inputs)
 
     def _inputs(self, node: fx.Node) -> Iterator[fx.Node]:

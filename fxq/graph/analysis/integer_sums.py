@@ -74,7 +74,7 @@ def node_refused(gm: fx.GraphModule, node: fx.Node) -> str | None:
 
 
 def _largest_of(gm: fx.GraphModule, call: OpCall) -> float:
-    quant = call.op.quant
+    quant = call.op.traits
     x = _integers(gm, call.tensors.get(quant.inputs[0] if quant.inputs else ""))
     if call.op.name in _PRODUCTS:
         x, y = (_integers(gm, call.tensors.get(name)) for name in ("x", "other"))
@@ -115,7 +115,7 @@ def _of_weight(gm: fx.GraphModule, call: OpCall, name: str, x: QParams) -> float
 
 def _added(call: OpCall) -> int:
     """Largest number of elements summed for one output of a pooling or reduction."""
-    shape, options = info(call.tensors[call.op.quant.inputs[0]]).shape, call.options
+    shape, options = info(call.tensors[call.op.traits.inputs[0]]).shape, call.options
     if shape is None:
         return 0
     if "kernel_size" in options:

@@ -1,4 +1,4 @@
-"""Detection of nodes that write to memory that other nodes read, as observed in tracing (`fxq/graph/analysis/memory.py`)."""
+"""Detection of nodes that write to memory that other nodes read, as `fxq/graph/analysis/memory.py` observed it."""
 
 from __future__ import annotations
 

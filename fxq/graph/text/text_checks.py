@@ -25,7 +25,7 @@ def check_call(node: fx.Node, module: nn.Module | None) -> None:
     """
     op = op_of(node)
     if op is not None:
-        needed = len([name for name in op.quant.inputs if name in op.tensors])
+        needed = len([name for name in op.traits.inputs if name in op.tensors])
         if not needed <= len(node.args) <= len(op.tensors):
             raise InputError(f"{op.name} takes the tensors {', '.join(op.tensors)}, not {len(node.args)} of them.")
         if any(isinstance(arg, str) for arg in node.args):

@@ -1,4 +1,4 @@
-"""A graph from its text (`fxq/graph/text/text_writer.py`). Nothing of the text is run: each line is parsed and checked."""
+"""Graphs read from their text form. Nothing of the text is executed: each line is parsed and checked."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def read(
     kernels: Kernels,
     complete: bool = False,
 ) -> fx.GraphModule:
-    """The graph of a text; see `fxq.read_graph`.
+    """The graph of a text; see `fxq.extend.read_graph`.
 
     Args:
         text: what `write_graph` gave.

@@ -13,11 +13,11 @@ from torch import Tensor, fx
 
 from fxq.errors import InputError, unknown
 from fxq.graph.info import Cost, Decision, Edge, EngineLayer, Plan
-from fxq.quant.measured import MeasuredGrid
+from fxq.quant.dynamic_grid import DynamicGrid
 from fxq.quant.qparams import QParams
 from fxq.quant.spec import TensorSpec
 
-RECORDS = {cls.__name__: cls for cls in (Plan, Decision, Cost, Edge, EngineLayer, TensorSpec, QParams, MeasuredGrid)}
+RECORDS = {cls.__name__: cls for cls in (Plan, Decision, Cost, Edge, EngineLayer, TensorSpec, QParams, DynamicGrid)}
 """The classes whose objects may stand in a text, written as a call of the class with the fields that matter."""
 
 Nodes = Mapping[str, fx.Node]

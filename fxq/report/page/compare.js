@@ -57,7 +57,7 @@ const PAIR_COLUMNS = [
 function fatesApart(pairs) {
   const apart = pairs.filter((pair) => pair.row.fate_a !== pair.row.fate_b);
   if (!apart.length) return el("p.note", "Every layer runs as the same in both.");
-  const side = (name, fate, row) => el("span", `${name} `, fateTag(fate), fate === "float" && row?.reason ? ` ${row.reason}` : "");
+  const side = (name, precision, row) => el("span", `${name} `, fateTag(precision), precision === "float" && row?.reason ? ` ${row.reason}` : "");
   return el("ul.apart", ...apart.map((pair) => el("li", el("button.link", { onclick: () => showNode(pair.row) }, pair.name), side("a", pair.row.fate_a, pair.a), side("b", pair.row.fate_b, pair.b))));
 }
 

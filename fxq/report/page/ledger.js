@@ -58,8 +58,8 @@ function compareValues(a, b, down) {
   return down ? -order : order;
 }
 
-/** A fate in its colour, and in words. @param {string} fate */
-const fateTag = (fate) => el(`span.fate.fate-${fate}`, fate);
+/** A precision in its colour, and in words. @param {string} precision */
+const fateTag = (precision) => el(`span.precision.precision-${precision}`, precision);
 
 const inMicroseconds = (value) => (missing(value) ? "" : value < 100 ? value.toFixed(1) : value.toFixed(0));
 
@@ -67,7 +67,7 @@ const LEDGER_COLUMNS = [
   { key: "order", title: "#", value: (row) => row.order, help: "execution order" },
   { key: "layer", title: "layer", value: (row) => row.path || row.name, help: "module path" },
   { key: "op", title: "op", value: (row) => row.op },
-  { key: "fate", title: "runs as", value: (row) => row.fate, cell: (row) => fateTag(row.fate) },
+  { key: "precision", title: "runs as", value: (row) => row.precision, cell: (row) => fateTag(row.precision) },
   { key: "sqnr", title: "SQNR dB", value: (row) => numeric(row.sqnr), cell: (row) => inDecibels(row.sqnr), help: "of its output against the float model" },
   { key: "own_sqnr", title: "own dB", value: (row) => numeric(row.own_sqnr), cell: (row) => inDecibels(row.own_sqnr), help: "the same, had it got the float model's values" },
   { key: "cosine", title: "cosine", value: (row) => numeric(row.cosine), cell: (row) => (missing(row.cosine) ? "" : numeric(row.cosine).toFixed(5)), help: "of the angle between its output and the float model's" },
@@ -87,23 +87,23 @@ function whyCell(row) {
 function renderLedger(host, all) {
   host.classList.add("sheet");
   const rows = all.ledger.rows.map((row, order) => ({ ...row, order: order + 1 }));
-  const columns = LEDGER_COLUMNS.filter((c) => ["order", "layer", "op", "fate", "why"].includes(c.key) || rows.some((row) => !missing(c.value(row))));
+  const columns = LEDGER_COLUMNS.filter((c) => ["order", "layer", "op", "precision", "why"].includes(c.key) || rows.some((row) => !missing(c.value(row))));
   const { table, show } = sortable(columns, rows, { onclick: showNode, label: "ledger" });
-  const total = counts(rows.map((row) => row.fate));
-  const fates = new Set();
+  const total = counts(rows.map((row) => row.precision));
+  const precisions = new Set();
   const search = el("input", { type: "search", placeholder: "filter: layer, op, reason", "aria-label": "filter the ledger", id: "ledger-filter" });
   const shown = el("output", { "aria-live": "polite" });
-  const chips = [...total].map(([fate, count]) =>
-    el("button.pick", { "aria-pressed": "false", "data-fate": fate, onclick: (event) => toggle(fate, event.currentTarget) }, fateTag(fate), String(count)),
+  const chips = [...total].map(([precision, count]) =>
+    el("button.pick", { "aria-pressed": "false", "data-precision": precision, onclick: (event) => toggle(precision, event.currentTarget) }, fateTag(precision), String(count)),
   );
   const filter = () => {
     const words = search.value.toLowerCase().split(/\s+/).filter(Boolean);
-    const count = show((row) => (!fates.size || fates.has(row.fate)) && words.every((word) => textOf(row).includes(word)));
+    const count = show((row) => (!precisions.size || precisions.has(row.precision)) && words.every((word) => textOf(row).includes(word)));
     shown.textContent = count === rows.length ? `${count} ops` : `${count} of ${rows.length} ops`;
   };
-  const toggle = (fate, chip) => {
-    if (!fates.delete(fate)) fates.add(fate);
-    chip.setAttribute("aria-pressed", String(fates.has(fate)));
+  const toggle = (precision, chip) => {
+    if (!precisions.delete(precision)) precisions.add(precision);
+    chip.setAttribute("aria-pressed", String(precisions.has(precision)));
     filter();
   };
   search.addEventListener("input", filter);

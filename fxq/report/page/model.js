@@ -7,7 +7,7 @@
  * @typedef {{name: string, kind: string, label: string, body: string[], options: string, inputs: string[],
  *   text: string, path: string, source: string, made_by: string, shape: number[]|null, dtype: string, scale: string,
  *   zero_point: string, reason: string, note: string, origins: string[], lines: [string, string][],
- *   fates: string[], layers: {nodes: string[], op: string, dtype: string, kind: string, us: number}[]}} NodeRecord */
+ *   precisions: string[], layers: {nodes: string[], op: string, dtype: string, kind: string, us: number}[]}} NodeRecord */
 
 /** @type {any} */
 const EMPTY = Object.freeze([]);
@@ -15,7 +15,7 @@ const EMPTY = Object.freeze([]);
 for (const node of data.nodes) {
   node.label ||= node.name;
   if (!(node.kind in data.looks)) node.kind = "op";
-  for (const field of ["inputs", "body", "origins", "lines", "fates"]) node[field] ??= EMPTY;
+  for (const field of ["inputs", "body", "origins", "lines", "precisions"]) node[field] ??= EMPTY;
   for (const field of ["options", "text", "path", "source", "made_by", "dtype", "scale", "zero_point", "reason", "note"])
     node[field] ??= "";
   node.shape ??= null;

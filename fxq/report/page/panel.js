@@ -69,14 +69,14 @@ function aboutNode(i, node) {
         scale: node.scale,
         "zero point": node.scale ? node.zero_point || "0" : "",
         options: node.options,
-        inside: node.fates.length ? [...counts(node.body)].map(([op, n]) => `${n} ${op}`).join(", ") : node.body.join(" → "),
+        inside: node.precisions.length ? [...counts(node.body)].map(([op, n]) => `${n} ${op}`).join(", ") : node.body.join(" → "),
       }),
     ),
     ...engineLayers(i, node),
     ...whyFloat(node, rows),
     ...quality(node, row, rows),
-    ...(node.fates.length ? EMPTY : charted("Values", "values", "histogram", row, rows)), // a region has those of many ops
-    ...(node.fates.length ? EMPTY : charted("Weights", "weights", "channels", row, rows)),
+    ...(node.precisions.length ? EMPTY : charted("Values", "values", "histogram", row, rows)), // a region has those of many ops
+    ...(node.precisions.length ? EMPTY : charted("Weights", "weights", "channels", row, rows)),
     ...section("Story", story(i, node, isGone)),
     ...section(
       "Reads",
@@ -104,7 +104,7 @@ function engineLayers(i, node) {
 }
 
 function whyFloat(node, rows) {
-  const told = rows.filter((row) => row.fate === "float");
+  const told = rows.filter((row) => row.precision === "float");
   const reason = node.reason || told.find((row) => row.reason)?.reason;
   const fix = told.find((row) => row.fix)?.fix ?? rows.find((row) => row.fix)?.fix ?? "";
   const isTold = reason && (node.kind === "float" || node.reason);

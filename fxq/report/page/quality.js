@@ -7,7 +7,7 @@ const showNode = (row) => go({ tab: "graph", pass: "", node: row.into || row.nam
  * the row with the SQNR is that of the last one, often an activation. @param {any[]} rows */
 function layersOf(rows) {
   const main = new Map();
-  for (const row of rows) if (row.into && row.fate !== "folded" && row.macs > (main.get(row.into)?.macs ?? 0)) main.set(row.into, row);
+  for (const row of rows) if (row.into && row.precision !== "folded" && row.macs > (main.get(row.into)?.macs ?? 0)) main.set(row.into, row);
   const named = (row) => main.get(row.into) ?? row;
   return rows
     .filter((row) => row.sqnr !== null && row.sqnr !== undefined)
@@ -24,15 +24,15 @@ const tile = (value, what, help = null) => el("div.tile", help ? { title: help }
 
 function qualityTiles(layers, all) {
   const { ledger } = all;
-  const int8 = layers.filter((layer) => layer.row.fate !== "float");
-  const fates = counts(ledger.rows.map((row) => row.fate));
+  const int8 = layers.filter((layer) => layer.row.precision !== "float");
+  const precisions = counts(ledger.rows.map((row) => row.precision));
   const worst = d3.least(int8, (layer) => layer.dB);
   return el(
     "div.tiles",
     tile(withUnit(ledger.output_sqnr), "SQNR of the output", `against the float model: 10 log10(signal / noise), on ${all.measured}`),
     tile(percent(ledger.coverage), "of the multiply-accumulates in int8"),
-    fates.has("weight-only") ? tile(percent(ledger.weight_coverage), "of them in float with integer weights") : null,
-    tile(`${(fates.get("int8") ?? 0) + (fates.get("moves") ?? 0)} : ${fates.get("float") ?? 0}`, "ops on integers : in float"),
+    precisions.has("weight-only") ? tile(percent(ledger.weight_coverage), "of them in float with integer weights") : null,
+    tile(`${(precisions.get("int8") ?? 0) + (precisions.get("moves") ?? 0)} : ${precisions.get("float") ?? 0}`, "ops on integers : in float"),
     worst ? tile(withUnit(worst.row.sqnr), `worst: ${worst.name}`) : null,
   );
 }
@@ -64,7 +64,7 @@ const ellipsis = (text, most) => (text.length <= most ? text : `…${text.slice(
 
 function layerTip(layer) {
   const { row } = layer;
-  const lines = [`${layer.name}  (${layer.op}, ${row.fate})`, `SQNR ${withUnit(row.sqnr)}${layer.total === null ? "" : `: ${percent(layer.total)} noise`}`];
+  const lines = [`${layer.name}  (${layer.op}, ${row.precision})`, `SQNR ${withUnit(row.sqnr)}${layer.total === null ? "" : `: ${percent(layer.total)} noise`}`];
   if (layer.own !== null) lines.push(`its own ${percent(layer.own)}, inherited ${percent(layer.inherited)}`);
   if (row.reason) lines.push(row.reason);
   return lines.join("\n");
@@ -96,7 +96,7 @@ function sqnrChart(host, layers, step) {
   const top = 5 + Math.max(...known, 45); // where exact layers are drawn
   const place = (dB) => (dB === Infinity ? top : Number.isFinite(dB) ? dB : Math.min(...known, 0));
   const height = (layer) => place(layer.dB);
-  const colour = (layer) => `var(--kind-${layer.row.fate})`;
+  const colour = (layer) => `var(--kind-${layer.row.precision})`;
   return layerChart(host, layers, step, {
     height: 250,
     marginBottom: LABELS,
@@ -106,7 +106,7 @@ function sqnrChart(host, layers, step) {
     marks: [
       Plot.line(layers, { x: "i", y: (d) => (alone(d) === null ? NaN : place(alone(d))), stroke: "var(--noise-own)", strokeWidth: 1.5, strokeDasharray: "4,2" }),
       Plot.line(layers, { x: "i", y: height, stroke: "var(--quiet)", strokeWidth: 1 }),
-      Plot.dot(layers, { x: "i", y: height, symbol: (d) => d.row.fate, stroke: colour, fill: (d) => (d.dB === Infinity ? "var(--paper)" : colour(d)), r: Math.min(step / 3, 5) }),
+      Plot.dot(layers, { x: "i", y: height, symbol: (d) => d.row.precision, stroke: colour, fill: (d) => (d.dB === Infinity ? "var(--paper)" : colour(d)), r: Math.min(step / 3, 5) }),
     ],
     ariaLabel: "SQNR of each layer in execution order",
   });
@@ -165,7 +165,7 @@ function renderQuality(host, all) {
   const charted = el("div.scroll");
   host.append(
     el("h2", `SQNR of each layer, in execution order, on ${all.measured}`),
-    legendOf(...FATE_LEGEND.filter(([, , , fate]) => layers.some((layer) => layer.row.fate === fate)), ...(split ? [["noise-own", "the layer alone: had it got the float model's values", "dash"]] : [])),
+    legendOf(...FATE_LEGEND.filter(([, , , precision]) => layers.some((layer) => layer.row.precision === precision)), ...(split ? [["noise-own", "the layer alone: had it got the float model's values", "dash"]] : [])),
     layers.some((layer) => layer.dB === Infinity) ? el("p.note", HOLLOW) : "",
     charted,
   );
@@ -209,7 +209,7 @@ function worst(layers, split) {
             tag: layer.op,
             value: value(layer),
             text: percent(value(layer)),
-            colour: `var(--kind-${layer.row.fate})`,
+            colour: `var(--kind-${layer.row.precision})`,
             onclick: () => showNode(layer.row),
           })),
         title,

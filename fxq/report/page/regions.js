@@ -8,7 +8,7 @@ const insidesIn = memo((i) => {
   const found = new Map();
   if (isPair) return found;
   for (const node of graphOf(i).drawn) {
-    const inside = node.fates.length ? insideOf(i, node) : null;
+    const inside = node.precisions.length ? insideOf(i, node) : null;
     if (inside) found.set(node.name, inside);
   }
   return found;

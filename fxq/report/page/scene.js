@@ -104,7 +104,7 @@ function replacedTogether({ before, after, became }) {
   const at = placesIn(before.index);
   const groups = d3.group(became.keys(), (name) => {
     const node = before.byName.get(name);
-    if (after.byName.get(became.get(name)[0])?.fates.length) return became.get(name)[0];
+    if (after.byName.get(became.get(name)[0])?.precisions.length) return became.get(name)[0];
     return `${groupsOf(node, at.get(name)).at(-1)?.key ?? ""} ${became.get(name).join(" ")}`;
   });
   const together = new Map();

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.any_cpu
 
 def changed(lines, x):
     """The graph of these lines, with the conversions moved; its value for x is the same."""
-    gm = fxq.read_graph(lines, {})
+    gm = fxq.extend.read_graph(lines, {})
     before = gm(x)
     convert_before_moves(gm)
     gm.graph.lint()
@@ -74,7 +74,7 @@ def test_moved_integers_that_something_else_reads_stay():
         dq: float32[3, 2] = dequantize(t, scale=0.1, zero_point=9)
         return (dq, t)
     """
-    assert changed(lines, torch.randn(2, 3)) == text(fxq.read_graph(lines, {}))
+    assert changed(lines, torch.randn(2, 3)) == text(fxq.extend.read_graph(lines, {}))
 
 
 class Tokens(nn.Module):

@@ -24,7 +24,7 @@ def name(request):
 @pytest.fixture(autouse=True)
 def free(monkeypatch):
     """Integers cost nothing, so that no test depends on how fast the machine is."""
-    monkeypatch.setattr(EngineBackend, "prices", lambda self, gm, example: fxq.Prices({}, 0.0))
+    monkeypatch.setattr(EngineBackend, "prices", lambda self, gm, example: fxq.extend.Prices({}, 0.0))
 
 
 @pytest.fixture
@@ -132,7 +132,7 @@ def test_an_engine_that_refuses_one_op(name, monkeypatch):
     q = fxq.quantize(model, recipe(name), data=[x])
     assert len(kernels(q)) == 2 and sqnr(model(x), q(x)) > 20
     (entry,) = q.ledger.where(op="max_pool2d")
-    assert entry.fate == "float" and "the engine refuses it: no pools" in entry.reason
+    assert entry.precision == "float" and "the engine refuses it: no pools" in entry.reason
 
 
 class Rows(nn.Module):

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.any_cpu
 @pytest.fixture
 def free(monkeypatch):
     """Integers cost nothing."""
-    monkeypatch.setattr(EngineBackend, "prices", lambda self, gm, example: fxq.Prices({}, 0.0))
+    monkeypatch.setattr(EngineBackend, "prices", lambda self, gm, example: fxq.extend.Prices({}, 0.0))
 
 
 @pytest.fixture(params=[False, True], ids=["as it is", "without VNNI"])
@@ -77,9 +77,9 @@ def test_only_clamps_join_a_layer():
 
     recipe = fxq.Recipe.static(backend="onnxruntime", optimize="coverage")
     q = fxq.quantize(Net().eval(), recipe, data=[torch.randn(2, 3, 8, 8)])
-    graph = fxq.run_passes(Net().eval(), recipe, torch.randn(2, 3, 8, 8), until="fuse")
+    graph = fxq.extend.run_passes(Net().eval(), recipe, torch.randn(2, 3, 8, 8), until="fuse")
     assert [n.name for n in graph.graph.nodes if n.op == "call_module"] == ["a_relu"]
-    assert [entry.fate for entry in q.ledger.where(op="conv2d")] == ["int8", "int8"]
+    assert [entry.precision for entry in q.ledger.where(op="conv2d")] == ["int8", "int8"]
 
 
 class Attention(nn.Module):
@@ -97,11 +97,11 @@ class Attention(nn.Module):
 
 
 FORMS = {
-    "row": fxq.TensorSpec(per="row", range="measured"),
-    "symmetric row": fxq.TensorSpec(per="row", range="measured", symmetric=True),
-    "tensor": fxq.TensorSpec(range="measured"),
-    "symmetric tensor": fxq.TensorSpec(range="measured", symmetric=True),
-    "7 bits": fxq.TensorSpec(bits=7, range="measured"),
+    "row": fxq.TensorSpec(per="row", range="dynamic"),
+    "symmetric row": fxq.TensorSpec(per="row", range="dynamic", symmetric=True),
+    "tensor": fxq.TensorSpec(range="dynamic"),
+    "symmetric tensor": fxq.TensorSpec(range="dynamic", symmetric=True),
+    "7 bits": fxq.TensorSpec(bits=7, range="dynamic"),
 }
 
 
@@ -111,7 +111,7 @@ def test_linear_layers_measure_what_they_read(spec, machine, free):
     model, x = Attention().eval(), torch.tensor([[1.0], [9.0], [0.1], [3.0], [0.0]]) * torch.randn(2, 5, 32)
     q = dynamic(model, x, activation=spec)
     linear = q.ledger.where(op="linear")
-    assert [entry.fate for entry in linear] == ["int8"] * 4
+    assert [entry.precision for entry in linear] == ["int8"] * 4
     assert len([module for module in q.modules() if isinstance(module, EngineKernel)]) == 1
     recipe = fxq.Recipe.dynamic(backend="reference", optimize="coverage", activation=spec)
     with quiet():
@@ -155,14 +155,14 @@ def test_the_table_of_an_embedding_stays_in_integers(free):
 
     model, x = Words().eval(), torch.randint(500, (2, 7))
     q = dynamic(model, x)
-    assert {entry.op: entry.fate for entry in q.ledger} == {"embedding": "weight-only", "linear": "int8"}
+    assert {entry.op: entry.precision for entry in q.ledger} == {"embedding": "weight-only", "linear": "int8"}
     assert len([module for module in q.modules() if isinstance(module, EngineKernel)]) == 1
-    assert fxq.nbytes(q) < 0.3 * fxq.nbytes(model) and sqnr(model(x), q(x)) > 35
+    assert fxq.results.nbytes(q) < 0.3 * fxq.results.nbytes(model) and sqnr(model(x), q(x)) > 35
     recipe = fxq.Recipe.weight_only(bits=4, backend="onnxruntime")
     with pytest.warns(fxq.FxqWarning, match="nothing runs on integers"):
         q = fxq.quantize(model, recipe, example_inputs=x)
     (entry,) = q.ledger.where(op="embedding")
-    assert entry.fate == "float" and "takes no integer weights of so few bits" in entry.reason
+    assert entry.precision == "float" and "takes no integer weights of so few bits" in entry.reason
 
 
 class Recurrent(nn.Module):
@@ -187,7 +187,7 @@ def test_lstms_measure_their_ranges(options, samples, machine, free):
     inputs = (x, states[0] / 2, states[1])
     q = dynamic(model, inputs)
     layers = q.ledger.where(op="lstm")
-    assert [entry.fate for entry in layers] == ["int8"] * count
+    assert [entry.precision for entry in layers] == ["int8"] * count
     assert all("for onnxruntime, its activation is uint8 affine (measured)" in entry.reason for entry in layers)
     with quiet():
         recipe = fxq.Recipe.dynamic(backend="reference", optimize="coverage")
@@ -242,7 +242,7 @@ def test_an_lstm_of_a_static_recipe_measures_its_ranges_too(free):
     recipe = fxq.Recipe.static(backend="onnxruntime", optimize="coverage")
     with quiet():
         q = fxq.quantize(model, recipe, data=data)
-    assert [entry.fate for entry in q.ledger.where(op="lstm")] == ["int8", "int8"]
+    assert [entry.precision for entry in q.ledger.where(op="lstm")] == ["int8", "int8"]
     assert all("and not uint8 affine (histogram)" in entry.reason for entry in q.ledger.where(op="lstm"))
     assert sqnr(model(*data[0])[0], q(*data[0])[0]) > 33
 
@@ -267,7 +267,7 @@ def test_what_it_does_not_measure_stays_in_float(model, shape, changes, reason, 
     with pytest.warns(fxq.FxqWarning, match="nothing runs on integers"):
         q = fxq.quantize(model.eval(), recipe, example_inputs=x)
     (entry,) = q.ledger.where(lambda e: reason in e.reason)
-    assert entry.fate == "float"
+    assert entry.precision == "float"
 
 
 @pytest.mark.filterwarnings("ignore::fxq.FxqWarning")  # of that one which is the quickest for so few values

@@ -31,7 +31,7 @@ pytest.importorskip("numba")
 @pytest.fixture(autouse=True)
 def free(monkeypatch):
     """Integers cost nothing, so that no test depends on how fast the machine is."""
-    monkeypatch.setattr(EngineBackend, "prices", lambda self, gm, example: fxq.Prices({}, 0.0))
+    monkeypatch.setattr(EngineBackend, "prices", lambda self, gm, example: fxq.extend.Prices({}, 0.0))
 
 
 def quantized(model, *inputs, backend="jit"):
@@ -200,7 +200,7 @@ def test_refusals_have_reasons(which):
     layer, op, reason = REFUSED[which]
     model, x = convs(layer)(), image()
     q = quantized(model, x)
-    (entry,) = [entry for entry in q.ledger.where(op=op) if entry.fate == "float"]
+    (entry,) = [entry for entry in q.ledger.where(op=op) if entry.precision == "float"]
     assert reason in entry.reason
     assert len(kernels(q)) == 2 and sqnr(model(x), q(x)) > 20
 

@@ -23,7 +23,7 @@ _PRICES = EngineBackend.prices
 
 @pytest.fixture(autouse=True)
 def free(monkeypatch):
-    monkeypatch.setattr(EngineBackend, "prices", lambda self, gm, example: fxq.Prices({}, 0.0))
+    monkeypatch.setattr(EngineBackend, "prices", lambda self, gm, example: fxq.extend.Prices({}, 0.0))
 
 
 class Flattened(nn.Module):
@@ -55,7 +55,7 @@ def test_a_layer_in_float_before_one_on_integers():
     model, x = nn.Sequential(nn.Linear(8, 24), nn.ReLU(), nn.Linear(24, 5)).eval(), torch.randn(4, 8)
     recipe = fxq.Recipe.static(backend="jit", optimize="coverage").with_min_sqnr(None).override("0", fxq.FLOAT)
     q = fxq.quantize(model, recipe, data=[x], progress=False)
-    assert q.ledger.where(op="linear")[1].fate == "int8"
+    assert q.ledger.where(op="linear")[1].precision == "int8"
     assert sqnr(model(x), q(x)) > 30
 
 

@@ -306,7 +306,7 @@ class Depthwise(nn.Module):
 def test_depthwise_convolutions_give_up_a_bit_on_fbgemm(engine, narrow):
     model, x = settled(Depthwise), torch.randn(8, 3, 16, 16)
     with quiet():
-        quantized = fxq.quantize(model, replace(static(engine), narrow=narrow), data=[x])
+        quantized = fxq.quantize(model, replace(static(engine), reduce_range=narrow), data=[x])
     assert kinds(quantized) == ["cpu.quantize", *[f"{engine}.conv"] * 3, "cpu.dequantize"]
     grids = [module.x.qmax for module in quantized.modules() if isinstance(module, packed_conv.PackedConv)]
     weights = [int(layer.weight.abs().max()) for layer in quantized.qparams().values()]
@@ -366,11 +366,11 @@ def test_every_dimension(engine):
     model, x = settled(EveryDimension), torch.randn(4, 2, 3, 4, 5)
     with quiet():
         quantized = fxq.quantize(model, static(engine), data=[x])
-    fates = {entry.path: (entry.fate, entry.reason) for entry in quantized.ledger if entry.path}
+    precisions = {entry.path: (entry.precision, entry.reason) for entry in quantized.ledger if entry.path}
     wrong = "qnnpack's transposed convolution of three dimensions is wrong"
-    assert [fates[name][0] for name in "acd"] == ["int8"] * 3
+    assert [precisions[name][0] for name in "acd"] == ["int8"] * 3
     one_scale = f"for {engine}, its weight is int8 symmetric (minmax), and not int8 symmetric per-channel (minmax)"
-    assert fates["b"] == (("int8", one_scale) if engine == "fbgemm" else ("float", wrong))
+    assert precisions["b"] == (("int8", one_scale) if engine == "fbgemm" else ("float", wrong))
     assert sqnr(call(model, x), call(quantized, x)) > 30
 
 

@@ -117,7 +117,7 @@ def test_no_float_round_trip(conv, shape, pool):
     x = torch.randn(shape)
     recipe = fxq.Recipe.static(backend="x86", optimize="coverage")
     quantized = fxq.quantize(model, recipe, data=[x])
-    assert [e.fate for e in quantized.ledger.where(lambda e: "pool" in e.op)] == ["moves"]
+    assert [e.precision for e in quantized.ledger.where(lambda e: "pool" in e.op)] == ["moves"]
     kernels = [m.name for m in quantized.modules() if isinstance(m, Kernel)]
     assert not [name for name in kernels if name.endswith("dequantize")]
     qdq = fxq.quantize(model, recipe.without_pass("lower").without_pass("verify-lowering"), data=[x])

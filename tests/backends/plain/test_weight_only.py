@@ -81,7 +81,9 @@ def test_a_layer_is_float_arithmetic_on_the_weights_that_the_integers_stand_for(
     model = nn.Sequential(layer)
     x = torch.randn(shape)
     qmodel = quantized(model, recipe, x)
-    assert [e.fate for e in qmodel.ledger if e.op != "pad"] == ["weight-only"] and qmodel.ledger.weight_coverage == 1.0
+    assert [e.precision for e in qmodel.ledger if e.op != "pad"] == [
+        "weight-only"
+    ] and qmodel.ledger.weight_coverage == 1.0
     assert isinstance(next(iter(qmodel.fxq_kernels.children())), WeightOnlyKernel)
     with torch.no_grad():
         wanted = rounded(model, qmodel)(x.double())
@@ -145,7 +147,7 @@ def test_embeddings_and_bags(options, inputs, recipe):
     model = Text(**options)
     inputs = (X, *inputs)
     qmodel = quantized(model, recipe, *inputs)
-    assert {e.op for e in qmodel.ledger.where(fate="weight-only")} == {"embedding", "embedding_bag", "linear"}
+    assert {e.op for e in qmodel.ledger.where(precision="weight-only")} == {"embedding", "embedding_bag", "linear"}
     with torch.no_grad():
         wanted = rounded(model, qmodel)(*of_float64(inputs))
         torch.testing.assert_close(qmodel(*inputs).double(), wanted, rtol=1e-4, atol=1e-4)

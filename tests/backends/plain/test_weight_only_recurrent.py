@@ -41,7 +41,7 @@ class Net(nn.Module):
 
 def quantized(model, recipe, *inputs):
     made = fxq.quantize(model, recipe, example_inputs=inputs)
-    assert {e.fate for e in made.ledger.where(op=["lstm", "gru", "rnn"])} == {"weight-only"}
+    assert {e.precision for e in made.ledger.where(op=["lstm", "gru", "rnn"])} == {"weight-only"}
     assert not made.ledger.where(kind="unverified") and made.ledger.weight_coverage == 1.0
     assert {type(kernel) for kernel in made.fxq_kernels.children()} == {WeightOnlyRecurrent}
     return made
@@ -155,5 +155,5 @@ def test_a_kernel_takes_float32_and_hands_on_no_gradient():
 def test_the_ledger_says_what_they_take(plant):
     plant(lambda key: 30.0 if key.startswith("float") else 20.0)
     made = quantized(settled(lambda: Net("GRU", 12, 16)), RECIPES["int8"], torch.randn(3, 1, 12))
-    (entry,) = made.ledger.where(fate="weight-only")
+    (entry,) = made.ledger.where(precision="weight-only")
     assert entry.op == "gru" and (entry.float_us, entry.int8_us) == pytest.approx((30.0, 20.0))

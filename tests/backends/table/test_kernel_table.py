@@ -29,7 +29,7 @@ return z
 
 
 def unit(body, given="x, w, b, y"):
-    gm = fxq.read_graph(TEXT.format(body=body.replace("; ", "\n    "), given=given), TENSORS)
+    gm = fxq.extend.read_graph(TEXT.format(body=body.replace("; ", "\n    "), given=given), TENSORS)
     return gm, calls_of(gm, next(n for n in gm.graph.nodes if n.name == "z"))
 
 
@@ -151,7 +151,9 @@ return z
 )
 def test_what_a_kernel_is_made_of(rest, inputs, found):
     """Grids of activations, each an input of the kernel; int8 weights; constants and numbers as they are."""
-    gm = fxq.read_graph(QDQ.format(rest=rest), {"w": torch.ones(3, 3, 1, 1, dtype=torch.int8), "s": TENSORS["s"]})
+    gm = fxq.extend.read_graph(
+        QDQ.format(rest=rest), {"w": torch.ones(3, 3, 1, 1, dtype=torch.int8), "s": TENSORS["s"]}
+    )
     calls = calls_of(gm, next(n for n in gm.graph.nodes if n.name == "z"))
     (fit,) = fits(calls, {rule_key("gate", "akcr"): KernelRow(None)})
     read, captures, dynamic = fit.integers(gm)

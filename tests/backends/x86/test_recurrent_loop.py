@@ -20,7 +20,7 @@ from fxq.backends.x86.recurrent_loop import GATES, RecurrentLoop
 from fxq.common.metrics import sqnr
 from fxq.errors import BackendError, InputError
 from fxq.quant.qparams import QParams
-from fxq.quant.spec import MEASURED_STATE
+from fxq.quant.spec import DYNAMIC_STATE
 from tests.support.kernels import activations, agree, copies, weight
 from tests.support.machine import BITS, QMAX, decibels, needs_vnni, needs_x86, told
 from tests.support.models import call, settled
@@ -257,7 +257,7 @@ def test_runs_on_integers(kind, preset):
     model, x = settled(lambda: Net(kind)), data()
     made, wrong = quantized(model, preset, x)
     layers = [e for e in made.ledger if e.path.startswith("rnn.l")]
-    assert [(e.path, e.fate) for e in layers] == [("rnn.l0", "int8"), ("rnn.l1", "int8")] and not wrong
+    assert [(e.path, e.precision) for e in layers] == [("rnn.l0", "int8"), ("rnn.l1", "int8")] and not wrong
     for one, other in zip(call(model, x), call(made, x), strict=True):
         assert sqnr(one, other) > decibels(30)
 
@@ -292,7 +292,7 @@ def scales(made):
 
 def said(made):
     """What the ledger says of the recurrent layers that run on integers."""
-    return {e.reason for e in made.ledger.where(fate="int8") if e.op in GATES}
+    return {e.reason for e in made.ledger.where(precision="int8") if e.op in GATES}
 
 
 MEASURED_BECAUSE = "the range of its state is measured in each step: "
@@ -311,9 +311,9 @@ def test_a_calibrated_range_of_the_state_is_as_good_as_a_measured_one(kind, opti
     model = settled(lambda: Outputs(kind, **options))
     seen, other = ((torch.randn(9, n, 8), *(torch.rand(1, n, size) - 0.5 for size in states)) for n in (32, 16))
     recipe = fxq.Recipe.static(backend="x86", optimize="coverage")
-    measured = replace(recipe, config=replace(recipe.config, state=MEASURED_STATE))
+    measured = replace(recipe, config=replace(recipe.config, state=DYNAMIC_STATE))
     ours, theirs = (fxq.quantize(model, asked, data=[seen]) for asked in (recipe, measured))
-    assert {e.fate for e in ours.ledger.where(op=kind.lower())} == {"int8"}
+    assert {e.precision for e in ours.ledger.where(op=kind.lower())} == {"int8"}
     assert said(ours) == said(theirs) == {""}
     assert len(scales(ours)) == len(ours.ledger.where(op=kind.lower())) and not scales(theirs)
     wanted = call(model, other)
@@ -358,7 +358,7 @@ def test_a_fixed_range_that_the_state_leaves_is_measured():
 
 def test_a_state_whose_cell_is_read_too_is_measured():
     made = fxq.quantize(settled(lambda: Net("LSTM")), fxq.Recipe.static(backend="x86"), data=[data()])
-    assert scales(made) == [] and len(made.ledger.where(op="lstm", fate="int8")) == 2
+    assert scales(made) == [] and len(made.ledger.where(op="lstm", precision="int8")) == 2
 
 
 def test_a_state_in_float_is_refused():

@@ -135,5 +135,5 @@ def test_through_the_pipeline(forward, per):
     with torch.no_grad():
         assert sqnr(model(x), quantized(x)) > 25
     entries = {entry.path: entry for entry in quantized.ledger}
-    assert {entries[name].fate for name in ("squeeze", "excite")} == {"int8"}
+    assert {entries[name].precision for name in ("squeeze", "excite")} == {"int8"}
     assert quantized.ledger.coverage == 1.0

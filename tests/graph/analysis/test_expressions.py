@@ -8,7 +8,7 @@ from fxq.graph.analysis.expressions import Expressions
 
 
 def graph(model, until, x):
-    return fxq.run_passes(model, fxq.Recipe.static(backend="reference"), x, until=until)
+    return fxq.extend.run_passes(model, fxq.Recipe.static(backend="reference"), x, until=until)
 
 
 def test_fusing_and_observing_change_no_number():
@@ -23,7 +23,7 @@ def test_fusing_and_observing_change_no_number():
 
 
 def test_other_options_weights_and_inputs_are_other_expressions():
-    gm = fxq.read_graph(
+    gm = fxq.extend.read_graph(
         """
         x: float32[2, 4] = input()
         y: float32[2, 4] = input()

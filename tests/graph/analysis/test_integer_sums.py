@@ -66,7 +66,7 @@ def layer(call, sizes, axis, grid=UINT8):
 
 def of(program, **tensors):
     """The graph, and its node `y`."""
-    gm = fxq.read_graph(program, tensors)
+    gm = fxq.extend.read_graph(program, tensors)
     return gm, next(node for node in gm.graph.nodes if node.name == "y")
 
 

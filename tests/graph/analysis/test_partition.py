@@ -26,7 +26,7 @@ def regions(gm, takes=lambda node: not node.name.startswith("out")):
 
 
 def cut(text):
-    return regions(fxq.read_graph(f"x: float32[4] = input()\n{text}", {"w": torch.ones(4)}))
+    return regions(fxq.extend.read_graph(f"x: float32[4] = input()\n{text}", {"w": torch.ones(4)}))
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_what_becomes_a_region(text, expected):
 
 
 def test_what_stands_between_the_nodes_of_a_region_moves_before_or_behind_it():
-    gm = fxq.read_graph(
+    gm = fxq.extend.read_graph(
         """
         x: float32[4] = input()
         a = relu(x)
@@ -72,7 +72,7 @@ def test_what_stands_between_the_nodes_of_a_region_moves_before_or_behind_it():
 
 
 def test_inputs_and_outputs_of_a_region_with_its_weights():
-    gm = fxq.read_graph(
+    gm = fxq.extend.read_graph(
         """
         x: float32[4] = input()
         w = tensor('w')
@@ -97,7 +97,7 @@ def test_inputs_and_outputs_of_a_region_with_its_weights():
 
 
 def test_the_parts_of_a_unit_go_with_it():
-    gm = fxq.read_graph(
+    gm = fxq.extend.read_graph(
         """
         def two(x):
             relu = relu(x)

@@ -47,19 +47,19 @@ pytestmark = pytest.mark.any_cpu
 )
 def test_refused(line, why):
     with pytest.raises(fxq.InputError, match=f"line [23]: .*{why}" if not why.startswith("line") else why):
-        fxq.read_graph(f"x: float32[3, 4] = input()\n{line}\nreturn x", {})
+        fxq.extend.read_graph(f"x: float32[3, 4] = input()\n{line}\nreturn x", {})
 
 
 @pytest.mark.parametrize("inputs", [("x = input('a')", "y = input('a')"), ("x = input(default=1)", "y = input()")])
 def test_inputs_that_no_function_has(inputs):
     with pytest.raises(fxq.InputError, match="no function has such inputs"):
-        fxq.read_graph("\n".join([*inputs, "return x"]), {})
+        fxq.extend.read_graph("\n".join([*inputs, "return x"]), {})
 
 
 def test_outputs_of_models_are_made():
-    gm = fxq.read_graph("x = input()\ny = make_output('collections:OrderedDict', {'a': x})\nreturn y", {})
+    gm = fxq.extend.read_graph("x = input()\ny = make_output('collections:OrderedDict', {'a': x})\nreturn y", {})
     assert list(gm(torch.ones(1))) == ["a"]
-    gm = fxq.read_graph("x = input()\ny = make_output('a_model:Output', {'a': x})\nreturn y", {})
+    gm = fxq.extend.read_graph("x = input()\ny = make_output('a_model:Output', {'a': x})\nreturn y", {})
     assert gm(torch.ones(1)).a == 1
 
 
@@ -69,7 +69,7 @@ def test_names_of_generated_code_are_taken():
         full = "y = torch.full((2,), inf, device=torch.device('cpu'))"
         text = f"x: float32[3] = input()\n{name} = relu(x)\n{full}\nreturn (y, {name})"
         try:
-            found = fxq.read_graph(text, {})(torch.ones(3))
+            found = fxq.extend.read_graph(text, {})(torch.ones(3))
         except fxq.InputError:
             continue
         assert torch.isinf(found[0]).all() and torch.equal(found[1], torch.ones(3)), name
@@ -82,11 +82,13 @@ def test_several_graphs_in_a_text():
     text = write_graphs(made)
     heads = [line for line in text.splitlines() if line.startswith("def ")]
     assert len(heads) == len(set(heads)) and {"def g0():", "def g1():"} < set(heads)
-    found = read_graphs(text, {name: fxq.graph_tensors(gm) for name, gm in made.items()})
+    found = read_graphs(text, {name: fxq.extend.graph_tensors(gm) for name, gm in made.items()})
     for name, (read, units) in found.items():
-        gm = torch.fx.GraphModule({**fxq.graph_tensors(made[name]), **units}, read)
+        gm = torch.fx.GraphModule({**fxq.extend.graph_tensors(made[name]), **units}, read)
         assert program(gm) == program(made[name])
     with pytest.raises(fxq.InputError, match="expected the graphs g0, g1, g2"):
-        read_graphs(text, {"g0": fxq.graph_tensors(made["g0"]), "g1": fxq.graph_tensors(made["g1"]), "g2": {}})
+        read_graphs(
+            text, {"g0": fxq.extend.graph_tensors(made["g0"]), "g1": fxq.extend.graph_tensors(made["g1"]), "g2": {}}
+        )
     with pytest.raises(fxq.InputError, match=r"expected no x86\.conv in a graph inside of a kernel"):
         read_graphs("def g():\n    modules['a'] = x86.conv()", {"g": {}})

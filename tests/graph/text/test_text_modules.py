@@ -37,7 +37,9 @@ def test_a_kernel_is_its_options_and_tensors():
     model, x = nn.Sequential(nn.Linear(4, 4)).eval(), torch.rand(2, 4)
     recipe = fxq.Recipe.static(backend="x86", optimize="coverage")
     qmodel = fxq.quantize(model, recipe, data=[x])
-    path, kernel = next((p, m) for p, m in qmodel.named_modules() if isinstance(m, fxq.Kernel) and list(m.buffers()))
+    path, kernel = next(
+        (p, m) for p, m in qmodel.named_modules() if isinstance(m, fxq.extend.Kernel) and list(m.buffers())
+    )
     line = declaration(path, kernel, None)
     again = made(line, dict(kernel.named_buffers(path)))
     assert type(again) is type(kernel) and again.config() == kernel.config()

@@ -17,7 +17,7 @@ W = {"w": torch.arange(8.0).reshape(2, 4), "s": torch.ones(2)}
 
 
 def read(text, **tensors):
-    return fxq.read_graph(text, {**W, **tensors})
+    return fxq.extend.read_graph(text, {**W, **tensors})
 
 
 def test_types_follow_from_the_ops():
@@ -62,7 +62,7 @@ def test_what_is_known_of_a_node():
     assert (about.path, about.source, about.origins) == ("layer.0", "net.py:3", ("a", "b"))
     assert (about.parts, about.paths) == ((("a",), ("b",)), ("layer.0", "layer.0"))
     assert about.values == (((3, 4), torch.float32),) * 2
-    assert (about.plan.fate, about.plan.decision.text) == ("float", "# no")
+    assert (about.plan.precision, about.plan.decision.text) == ("float", "# no")
     assert (plain.path, plain.origins, plain.plan) == ("", ("z",), None)
 
 

@@ -44,7 +44,7 @@ def test_plain_data(value):
         (TensorSpec(bits=7, signed=True), "TensorSpec(bits=7, signed=True)"),
         (
             Plan(Decision("int8"), reads={"x": TensorSpec()}),
-            "Plan(decision=Decision(fate='int8'), reads={'x': TensorSpec()})",
+            "Plan(decision=Decision(precision='int8'), reads={'x': TensorSpec()})",
         ),
         (Edge(TensorSpec(), 3, True), "Edge(spec=TensorSpec(), group=3, source=True)"),
         (Cost(1.5), "Cost(float_us=1.5)"),

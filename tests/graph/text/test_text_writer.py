@@ -40,9 +40,9 @@ def test_a_canonical_graph():
         getitem = operator.getitem(getattr_1, 1)
         return {'logits': fc, 'size': getitem}
     """)
-    assert fxq.write_graph(gm).splitlines()[3].endswith("  # 'conv', 'graph/test_text_writer.py:18'")
-    assert set(fxq.graph_tensors(gm)) == {"conv.weight", "conv.bias", "fc.weight"}
-    assert fxq.graph_tensors(gm)["fc.weight"] is gm.fc.weight
+    assert fxq.extend.write_graph(gm).splitlines()[3].endswith("  # 'conv', 'graph/test_text_writer.py:18'")
+    assert set(fxq.extend.graph_tensors(gm)) == {"conv.weight", "conv.bias", "fc.weight"}
+    assert fxq.extend.graph_tensors(gm)["fc.weight"] is gm.fc.weight
 
 
 @pytest.mark.any_cpu
@@ -62,11 +62,11 @@ def test_units_stand_first():
 def test_a_complete_text_says_what_follows_from_the_program():
     gm = graph(network(), IMAGE, until="fuse")
     said = "values=(((1, 2, 3, 3), torch.float32), ((1, 2, 3, 3), torch.float32))"
-    text = fxq.write_graph(gm, complete=True)
-    assert said in text and "values=" not in fxq.write_graph(gm)
-    tensors = fxq.graph_tensors(gm)
+    text = fxq.extend.write_graph(gm, complete=True)
+    assert said in text and "values=" not in fxq.extend.write_graph(gm)
+    tensors = fxq.extend.graph_tensors(gm)
     again = read(text, tensors, {}, kernel_named, complete=True)
-    assert fxq.write_graph(again) == fxq.write_graph(gm)
+    assert fxq.extend.write_graph(again) == fxq.extend.write_graph(gm)
     wrong = text.replace("conv_relu: float32[1, 2, 3, 3]", "conv_relu: float32[1, 2, 3, 4]")
     read(wrong, tensors, {}, kernel_named, complete=True)
     with pytest.raises(fxq.InputError, match="the line says float32"):
@@ -82,13 +82,13 @@ def test_observers_and_their_buffers():
     declared = program(gm).splitlines()[5]
     assert declared.startswith("modules['fxq_observers.x'] = observer(spec=TensorSpec(), axis=None, name=")
     assert "minimum=tensor('fxq_observers.x.minimum')" in declared
-    assert "fxq_observers.x.minimum" in fxq.graph_tensors(gm)
+    assert "fxq_observers.x.minimum" in fxq.extend.graph_tensors(gm)
 
 
 @pytest.mark.any_cpu
 def test_the_observer_of_a_weight_is_read_back_paused():
     gm = graph(network(), IMAGE, until="insert-observers")
-    again = fxq.read_graph(program(gm), fxq.graph_tensors(gm))
+    again = fxq.extend.read_graph(program(gm), fxq.extend.graph_tensors(gm))
     found = [module.paused for module in again.modules() if isinstance(module, Observer)]
     assert found == [False, True, False, False, True]  # of x, a weight, two values between, the other weight
     again(IMAGE)
@@ -106,7 +106,7 @@ def test_units_of_one_kind_and_of_the_name_of_an_op():
     for name in ("relu", "class", "getattr", "a-b"):
         gm.fxq_units.add_module(name, gm.get_submodule("fxq_units.conv2d_relu"))
         next(n for n in gm.graph.nodes if n.op == "call_module").target = f"fxq_units.{name}"
-        again = fxq.read_graph(program(gm), fxq.graph_tensors(gm))
+        again = fxq.extend.read_graph(program(gm), fxq.extend.graph_tensors(gm))
         assert program(again) == program(gm) and torch.equal(again(IMAGE), model(IMAGE))
 
 
@@ -120,10 +120,10 @@ def test_what_no_text_can_name():
     relu = next(n for n in gm.graph.nodes if n.name == "relu")
     relu.target = mine
     with pytest.raises(fxq.InputError, match=r"%relu \(call_function.*calls <function mine.*neither an op"):
-        fxq.write_graph(gm)
+        fxq.extend.write_graph(gm)
     relu.target, relu.kwargs = torch.relu, {"x": {1, 2}}
     with pytest.raises(fxq.InputError, match=r"%relu .*holds a set"):
-        fxq.write_graph(gm)
+        fxq.extend.write_graph(gm)
 
 
 @pytest.mark.any_cpu
@@ -138,11 +138,11 @@ def test_a_graph_that_fxq_did_not_make():
         mul = operator.mul(view, y)
         return mul
     """)
-    assert torch.equal(fxq.read_graph(shown, {})(IMAGE), gm(IMAGE))
+    assert torch.equal(fxq.extend.read_graph(shown, {})(IMAGE), gm(IMAGE))
 
 
 def test_a_quantized_model():
     qmodel = fxq.quantize(network(), REFERENCE, data=[IMAGE])
-    made = fxq.read_graph(fxq.write_graph(qmodel), fxq.graph_tensors(qmodel))
+    made = fxq.extend.read_graph(fxq.extend.write_graph(qmodel), fxq.extend.graph_tensors(qmodel))
     assert torch.equal(made(IMAGE)["logits"], qmodel(IMAGE)["logits"])
-    assert all(tensor.device.type == "cpu" for tensor in fxq.graph_tensors(qmodel).values())
+    assert all(tensor.device.type == "cpu" for tensor in fxq.extend.graph_tensors(qmodel).values())

@@ -26,7 +26,7 @@ def check(model, inputs):
     torch.testing.assert_close(call(gm, inputs), call(model, inputs), rtol=1e-5, atol=1e-5)
     qmodel = fxq.quantize(model, DYNAMIC, example_inputs=inputs)
     linears = [row for row in qmodel.ledger if row.op == "linear"]
-    assert linears and all(row.fate == "int8" for row in linears) and qmodel.output_sqnr > 30
+    assert linears and all(row.precision == "int8" for row in linears) and qmodel.output_sqnr > 30
     return [row.path for row in linears]
 
 

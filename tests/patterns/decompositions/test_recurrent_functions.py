@@ -125,5 +125,5 @@ def test_on_integers():
     model = settled(lambda: Scaled(C, H))
     quantized = fxq.quantize(model, REFERENCE, data=[data()])
     assert sqnr(call(model, data())[0], call(quantized, data())[0]) > 30  # dB
-    assert [(e.path, e.fate) for e in quantized.ledger if e.op == "lstm"] == [("l0", "int8")]
+    assert [(e.path, e.precision) for e in quantized.ledger if e.op == "lstm"] == [("l0", "int8")]
     assert not [e for e in quantized.ledger if e.op == "zeros"]

@@ -209,7 +209,7 @@ def test_the_reference_runs_it_on_integers():
     model = Net(settled(lambda: nn.LSTM(C, H, bidirectional=True)), lambda rnn, x: rnn(x)[0])
     quantized = fxq.quantize(model, REFERENCE, data=[data()])
     assert sqnr(call(model, data()), call(quantized, data())) > 30  # dB
-    layers = [(e.path, e.op, e.fate) for e in quantized.ledger if e.op == "lstm"]
+    layers = [(e.path, e.op, e.precision) for e in quantized.ledger if e.op == "lstm"]
     assert layers == [("rnn.l0", "lstm", "int8"), ("rnn.l0_reverse", "lstm", "int8")]
 
 
@@ -218,7 +218,7 @@ def test_a_selector_reaches_a_layer_inside():
     for selector, floats in (
         ("rnn.l1", ["rnn.l1"]),
         (nn.LSTM, ["rnn.l0", "rnn.l1"]),
-        (fxq.op("lstm"), ["rnn.l0", "rnn.l1"]),
+        (fxq.by_op("lstm"), ["rnn.l0", "rnn.l1"]),
     ):
         ledger = fxq.quantize(model, REFERENCE.override(selector, fxq.FLOAT), data=[data()]).ledger
         assert [e.path for e in ledger if e.kind == "excluded by the recipe"] == floats

@@ -98,4 +98,4 @@ def test_batch_norm_relu():
     assert any(line.startswith("norm_relu = batch_norm_relu(") for line in lines(behind))
     check_numbers(model, x, before, behind)
     quantized = fxq.quantize(model, fxq.Recipe.static(backend="reference"), data=[x])
-    assert [e.fate for e in quantized.ledger if e.op == "batch_norm"] == ["int8"]
+    assert [e.precision for e in quantized.ledger if e.op == "batch_norm"] == ["int8"]

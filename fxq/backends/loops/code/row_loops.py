@@ -10,7 +10,7 @@ import numpy as np
 from numba import carray  # type: ignore[attr-defined]  # Numba does not list it
 
 from fxq.backends.loops.code.compiler import compiled, helper
-from fxq.quant.measured import SMALLEST
+from fxq.quant.dynamic_grid import SMALLEST
 
 _f = np.float32
 SYMMETRIC, ROW, NEAREST = 0, 1, 2
@@ -29,7 +29,7 @@ def quantize_rows(x, scale, zero, integers, rows, columns, kind, steps, qmin, qm
         rows: how many there are.
         columns: how many values each has.
         kind: SYMMETRIC, ROW or NEAREST.
-        steps: as `MeasuredGrid.steps`.
+        steps: as `DynamicGrid.steps`.
         qmin: smallest integer.
         qmax: largest integer.
     """

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Sequence
 
 from fxq.graph.info import info
-from fxq.ledger.ledger import Narrowed
+from fxq.ledger.ledger import ReducedRange
 from fxq.ledger.output_check import output_sqnrs, rank
 from fxq.pipeline.manager import PassManager
 from fxq.quant.spec import NARROW
@@ -16,11 +16,11 @@ from fxq.recipe.pass_base import Pass
 log = logging.getLogger("fxq")
 
 
-def narrowed(manager: PassManager, passes: Sequence[Pass]) -> tuple[PassManager, Narrowed | None]:
+def narrowed(manager: PassManager, passes: Sequence[Pass]) -> tuple[PassManager, ReducedRange | None]:
     """Run passes as far as the qdq graph; where layers overflow with 8 bits, with the better of two roles narrowed.
 
-    With `Recipe.narrow="auto"` the passes run for either role, and both graphs run on the recorded samples. The role
-    whose output has the higher SQNR against the float model's stays (see `output_sqnrs`).
+    With `Recipe.reduce_range="auto"` the passes run for either role, and both graphs run on the recorded samples. The
+    role whose output has the higher SQNR against the float model's stays (see `output_sqnrs`).
 
     Returns:
         The manager of the graph to go on with, and what was chosen; None where nothing overflows.
@@ -29,10 +29,10 @@ def narrowed(manager: PassManager, passes: Sequence[Pass]) -> tuple[PassManager,
     if not any(plan.overflows for plan in plans if plan is not None):
         manager.run(passes)
         return manager, None
-    if manager.context.recipe.narrow != "auto":
+    if manager.context.recipe.reduce_range != "auto":
         manager.run(passes)
-        return manager, Narrowed(manager.context.narrow)
-    forks = {role: manager.fork(narrow=role) for role in NARROW}
+        return manager, ReducedRange(manager.context.reduce_range)
+    forks = {role: manager.fork(reduce_range=role) for role in NARROW}
     with warnings.catch_warnings():
         for fork in forks.values():
             fork.run(passes)
@@ -40,4 +40,4 @@ def narrowed(manager: PassManager, passes: Sequence[Pass]) -> tuple[PassManager,
     found = dict(zip(forks, output_sqnrs([fork.gm for fork in forks.values()], manager.context), strict=True))
     best = max(forks, key=lambda role: rank(found[role]))
     log.info("7 bits for %s; the output's SQNR by what has 7 bits: %s", best, found)
-    return forks[best], Narrowed(best, found)
+    return forks[best], ReducedRange(best, found)

@@ -1,4 +1,4 @@
-"""Strands: values that can share a grid, as ops hand them on, and the range that the grid has to cover."""
+"""SharedGridGroups: values that can share a grid, as ops hand them on, and the range that the grid has to cover."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ REACH = 2.0
 
 
 @dataclass(eq=False)
-class Strand:
+class SharedGridGroup:
     """Values on one grid, as far as the graph has been gone through.
 
     Attributes:
@@ -34,30 +34,30 @@ class Strand:
     high: float = 0.0
     finest: float = math.inf
     observers: list[Observer] = field(default_factory=list)
-    beside: list[Strand] = field(default_factory=list)
+    beside: list[SharedGridGroup] = field(default_factory=list)
     constants: set[float] = field(default_factory=set)
-    _into: Strand | None = None
+    _into: SharedGridGroup | None = None
 
     @property
     def span(self) -> float:
         """How wide the range is."""
         return self.high - self.low
 
-    def root(self) -> Strand:
+    def root(self) -> SharedGridGroup:
         """The strand that this one has become a part of."""
-        strand = self
-        while strand._into is not None:
-            if strand._into._into is not None:
-                strand._into = strand._into._into
-            strand = strand._into
-        return strand
+        grid_group = self
+        while grid_group._into is not None:
+            if grid_group._into._into is not None:
+                grid_group._into = grid_group._into._into
+            grid_group = grid_group._into
+        return grid_group
 
-    def cover(self, other: Strand) -> None:
+    def cover(self, other: SharedGridGroup) -> None:
         """Let the grid hold what another strand's does, while that keeps a grid of its own."""
         self._widen(other)
         self.beside += [other, *other.beside]
 
-    def join(self, other: Strand) -> Strand:
+    def join(self, other: SharedGridGroup) -> SharedGridGroup:
         """Make one of two strands; the one that both have become."""
         if self is other:
             return self
@@ -69,7 +69,7 @@ class Strand:
         small._into = large
         return large
 
-    def _widen(self, other: Strand) -> None:
+    def _widen(self, other: SharedGridGroup) -> None:
         self.low, self.high = min(self.low, other.low), max(self.high, other.high)
         self.constants |= other.constants
 
@@ -83,11 +83,11 @@ class Strand:
         wider = max(self.high, constant) - min(self.low, constant)
         return math.isfinite(constant) and (self.span == 0 or wider <= REACH * self.span)
 
-    def qparams(self, narrow: bool = False) -> QParams:
-        """The grid, when all of the graph has been gone through; `narrow`: with a bit less than 8."""
-        strands = dict.fromkeys([self, *(other.root() for other in self.beside)])
-        together = joined([strand.seen for strand in strands if strand.observers])
-        if narrow:
+    def qparams(self, reduce_range: bool = False) -> QParams:
+        """The grid, when all of the graph has been gone through; `reduce_range`: with a bit less than 8."""
+        shared_grids = dict.fromkeys([self, *(other.root() for other in self.beside)])
+        together = joined([grid_group.seen for grid_group in shared_grids if grid_group.observers])
+        if reduce_range:
             together = together.on(together.spec.narrowed)
         return together.qparams(sorted(self.constants))
 
@@ -107,19 +107,19 @@ def joined(observers: Sequence[Observer]) -> Observer:
     return first
 
 
-def around(strands: Iterable[Strand]) -> Strand:
+def around(shared_grids: Iterable[SharedGridGroup]) -> SharedGridGroup:
     """A new strand as wide as all of these, which has seen nothing itself."""
-    made = Strand()
-    for strand in strands:
-        made._widen(strand)
+    made = SharedGridGroup()
+    for grid_group in shared_grids:
+        made._widen(grid_group)
     return made
 
 
-def watching(observer: Observer) -> Strand:
+def watching(observer: Observer) -> SharedGridGroup:
     """A strand for what an observer has seen.
 
     Raises:
         CalibrationError: it has seen no data.
     """
     low, high = observer.range()
-    return Strand(min(float(low), 0.0), max(float(high), 0.0), observers=[observer])
+    return SharedGridGroup(min(float(low), 0.0), max(float(high), 0.0), observers=[observer])

@@ -13,14 +13,14 @@ from torch import Tensor
 from fxq.backends.kernel import Kernel
 from fxq.backends.loops.code.compiler import loops_for
 from fxq.backends.plain.converters import dense
-from fxq.quant.measured import MeasuredGrid, measured_range, measured_scale, measured_zero_point
+from fxq.quant.dynamic_grid import DynamicGrid, dynamic_range, dynamic_scale, dynamic_zero_point
 from fxq.quant.qparams import as_float32
 
 _MAGIC = 1.5 * 2.0**23
 """Floats from half as much below to half as much above it are the integers; its own low byte is 0."""
 
 
-class MeasuredQuantize(Kernel):
+class DynamicQuantize(Kernel):
     """float32 -> a scale, if not symmetric a zero point, and uint8: one grid for the tensor, or one for each row.
 
     Args:
@@ -30,14 +30,14 @@ class MeasuredQuantize(Kernel):
         symmetric: whether the zero point is known before: the middle.
     """
 
-    name: ClassVar[str] = "measured_quantize"
+    name: ClassVar[str] = "dynamic_quantize"
     kind: ClassVar[str] = "convert"
     options: ClassVar[tuple[str, ...]] = ("qmin", "qmax", "axis", "symmetric")
 
     def __init__(self, qmin: int, qmax: int, axis: int | None = None, symmetric: bool = True) -> None:
         super().__init__()
         self.qmin, self.qmax, self.axis, self.symmetric = qmin, qmax, axis, symmetric
-        grid = MeasuredGrid(qmin, qmax, torch.uint8, axis, symmetric)
+        grid = DynamicGrid(qmin, qmax, torch.uint8, axis, symmetric)
         self._steps, self._middle = grid.steps, torch.tensor(_MAGIC + grid.middle, device="cpu")
 
     def bind(self, x: Tensor) -> Callable[[Tensor], tuple[Tensor, ...]]:
@@ -51,11 +51,11 @@ class MeasuredQuantize(Kernel):
         if loops is not None and x.numel():
             return self._in_one_loop(x, loops)(x)
         x = _plain(x)
-        low, high = measured_range(x, self.axis)
-        scale = measured_scale(low, high, self._steps, self.symmetric)
+        low, high = dynamic_range(x, self.axis)
+        scale = dynamic_scale(low, high, self._steps, self.symmetric)
         if self.symmetric:
             return scale, _rounded(x, scale, self._middle)
-        zero_point = measured_zero_point(low, scale, self.qmin, nearest=self.axis is None)
+        zero_point = dynamic_zero_point(low, scale, self.qmin, nearest=self.axis is None)
         last = _MAGIC + self.qmax if self.axis is None else None
         return scale, zero_point, _rounded(x, scale, zero_point + _MAGIC, last)
 

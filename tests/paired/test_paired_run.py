@@ -6,7 +6,7 @@ from torch import fx, nn
 import fxq
 from fxq.common.data import Batch
 from fxq.ops import OPS
-from fxq.paired.both_forms import BothForms
+from fxq.paired.paired_run import PairedRun
 
 
 def test_the_states_that_a_recurrent_layer_multiplies():
@@ -21,7 +21,7 @@ def test_the_states_that_a_recurrent_layer_multiplies():
         read = [graph.get_attr(name) for name in names]
         node = graph.call_function(OPS["gru"].target, (given[0], *read, given[1]), {"reverse": reverse})
         graph.output(node)
-        runs = BothForms(fx.GraphModule(cell, graph), [Batch((x, h))])
+        runs = PairedRun(fx.GraphModule(cell, graph), [Batch((x, h))])
         for before in list(graph.nodes)[:-2]:
             runs.step(before)
         ((got, wanted),) = runs.states(node)
@@ -33,7 +33,7 @@ def test_the_states_that_a_recurrent_layer_multiplies():
 
 
 def test_values_as_they_are_and_in_float():
-    gm = fxq.read_graph(
+    gm = fxq.extend.read_graph(
         """
         x: float32[2, 3] = input()
         x_q = quantize(x, scale=0.5, zero_point=0, qmin=-128, qmax=127, dtype=torch.int8)
@@ -44,7 +44,7 @@ def test_values_as_they_are_and_in_float():
         {},
     )
     x = torch.tensor([[0.3, -1.1, 2.0], [0.0, 0.7, -0.2]])
-    runs = BothForms(gm, [Batch((x,))])
+    runs = PairedRun(gm, [Batch((x,))])
     for node in list(gm.graph.nodes)[:-2]:
         runs.step(node)
     node = list(gm.graph.nodes)[2]
@@ -72,7 +72,7 @@ def test_noise_and_modules_that_keep_something_are_the_same_in_both():
     graph.output(drifting)
     leaf = Drifts()
     gm = fx.GraphModule(nn.ModuleDict({"leaf": leaf}), graph)
-    runs = BothForms(gm, [Batch((torch.ones(2, 3),)) for _ in range(3)])
+    runs = PairedRun(gm, [Batch((torch.ones(2, 3),)) for _ in range(3)])
     for node in list(graph.nodes)[:-1]:
         runs.step(node)
     found = [*runs.values(drifting)]

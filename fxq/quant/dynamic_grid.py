@@ -11,7 +11,7 @@ from fxq.quant.spec import TensorSpec
 
 
 @dataclass(frozen=True)
-class MeasuredGrid:
+class DynamicGrid:
     """The integers of a value whose scale is measured at run time, and where it is not symmetric its zero point.
 
     One for the whole value that is not symmetric is that of ONNX's DynamicQuantizeLinear, which engines have.
@@ -32,7 +32,7 @@ class MeasuredGrid:
     symmetric: bool = True
 
     @classmethod
-    def of(cls, spec: TensorSpec, axis: int | None) -> MeasuredGrid:
+    def of(cls, spec: TensorSpec, axis: int | None) -> DynamicGrid:
         """What a spec asks for."""
         return cls(spec.qmin, spec.qmax, spec.dtype, axis, spec.symmetric)
 
@@ -57,19 +57,19 @@ class MeasuredGrid:
         return self.qmax - self.qmin - (0 if self.axis is None else 1)
 
     def scale_of(self, x: Tensor) -> Tensor:
-        """The scale that values have, float32; as `measured_scale`."""
-        return measured_scale(*measured_range(x, self.axis), self.steps, self.symmetric)
+        """The scale that values have, float32; as `dynamic_scale`."""
+        return dynamic_scale(*dynamic_range(x, self.axis), self.steps, self.symmetric)
 
     def rounded(self, x: Tensor) -> Tensor:
         """The values of the grid that are the nearest to `x`, float32, on which the grid is measured."""
-        low, high = measured_range(x, self.axis)
-        scale = measured_scale(low, high, self.steps, self.symmetric)
+        low, high = dynamic_range(x, self.axis)
+        scale = dynamic_scale(low, high, self.steps, self.symmetric)
         nearest = self.axis is None
-        zero = self.middle if self.symmetric else measured_zero_point(low, scale, self.qmin, nearest)
+        zero = self.middle if self.symmetric else dynamic_zero_point(low, scale, self.qmin, nearest)
         return (x / scale).round_().add_(zero).clamp_(self.qmin, self.qmax).sub_(zero).mul_(scale)
 
 
-def measured_range(x: Tensor, axis: int | None = None) -> tuple[Tensor, Tensor]:
+def dynamic_range(x: Tensor, axis: int | None = None) -> tuple[Tensor, Tensor]:
     """The smallest and the largest of zero and the values of `x`; of each row with an `axis`.
 
     Args:
@@ -86,13 +86,13 @@ def measured_range(x: Tensor, axis: int | None = None) -> tuple[Tensor, Tensor]:
     return x.amin(row, keepdim=rows).clamp_(max=0.0), x.amax(row, keepdim=rows).clamp_(min=0.0)
 
 
-def measured_scale(low: Tensor, high: Tensor, steps: int, symmetric: bool = True) -> Tensor:
+def dynamic_scale(low: Tensor, high: Tensor, steps: int, symmetric: bool = True) -> Tensor:
     """The scale with which a range, or where it is `symmetric` the larger end of it, is so many steps.
 
     Args:
-        low: the smallest value, as `measured_range` gives it.
+        low: the smallest value, as `dynamic_range` gives it.
         high: the largest one.
-        steps: as `MeasuredGrid.steps`.
+        steps: as `DynamicGrid.steps`.
         symmetric: whether the grid is symmetric around zero.
 
     Returns:
@@ -100,7 +100,7 @@ def measured_scale(low: Tensor, high: Tensor, steps: int, symmetric: bool = True
         ends less than a step from the end of float32, `dequantize` may give infinity. NaN and infinity give themselves.
 
     Example:
-        >>> float(measured_scale(torch.tensor(-2.0), torch.tensor(1.0), 127).mul(127))
+        >>> float(dynamic_scale(torch.tensor(-2.0), torch.tensor(1.0), 127).mul(127))
         2.0
     """
     if symmetric:
@@ -108,12 +108,12 @@ def measured_scale(low: Tensor, high: Tensor, steps: int, symmetric: bool = True
     return (high / steps).sub_(low, alpha=1 / steps).clamp_(min=SMALLEST)  # high - low may be too large for float32
 
 
-def measured_zero_point(low: Tensor, scale: Tensor, qmin: int, nearest: bool = False) -> Tensor:
+def dynamic_zero_point(low: Tensor, scale: Tensor, qmin: int, nearest: bool = False) -> Tensor:
     """The integer that stands for float zero, so that `low` is at `qmin` or less than a step above.
 
     Args:
-        low: as `measured_range` gives it.
-        scale: as `measured_scale` gives it, of the same shape.
+        low: as `dynamic_range` gives it.
+        scale: as `dynamic_scale` gives it, of the same shape.
         qmin: smallest integer of the grid.
         nearest: `low` is at most half a step from `qmin`, on either side: what lies beyond an end is clamped.
 

@@ -17,14 +17,14 @@ from fxq.graph.info import info
 from fxq.graph.query import called_name, constant, fills_like, flat_nodes, op_of, options_of, taken_from, taken_part
 from fxq.graph.unit import Calls, Inner, OpCall, calls_of
 from fxq.ops.registry import as_tuple
-from fxq.ops.traits import Quant
+from fxq.ops.traits import OpTraits
 
 _VALUE_AT = {"new_full": 2, "full_like": 1}
 _ONES = ("new_ones", "ones_like")
 """Calls that make a tensor of one value: at which place of their arguments it stands, or what it is."""
 
 
-class Fills:
+class FillConstants:
     """Which constants the values of a graph may hold besides data, found once per value.
 
     Zero is left out: every grid holds it.
@@ -65,10 +65,10 @@ class Fills:
         made: list[frozenset[float]] = []
         for call in calls:
             constants = set(self._brings(call, node))
-            if hands_on(call.op.quant):
-                for name in call.op.quant.inputs:
+            if hands_on(call.op.traits):
+                for name in call.op.traits.inputs:
                     constants |= self._read(call.tensors.get(name), made)
-            if call.op.quant.narrows and not any(flat_nodes(call.options)):  # limits of a call are not known here
+            if call.op.traits.narrows and not any(flat_nodes(call.options)):  # limits of a call are not known here
                 constants = {float(call.op.target(torch.tensor(value), **call.options)) for value in constants}
             made.append(frozenset(constants))
         return made
@@ -81,7 +81,7 @@ class Fills:
         return frozenset().union(*found)
 
     def _brings(self, call: OpCall, node: fx.Node) -> Iterator[float]:
-        for name in call.op.quant.fills:
+        for name in call.op.traits.fill_constants:
             value = call.tensors.get(name, call.options.get(name))
             if isinstance(value, (int, float)) and not _nobody_sees(node, value):
                 yield float(torch.tensor(float(value)))  # as float32 has it
@@ -90,9 +90,9 @@ class Fills:
                     yield from self.of(read)
 
 
-def hands_on(quant: Quant) -> bool:
+def hands_on(quant: OpTraits) -> bool:
     """Whether an op hands on values of its inputs as they are, or clipped."""
-    return quant.kind == "moves" or (quant.kind == "float" and bool(quant.fills))
+    return quant.kind == "moves" or (quant.kind == "float" and bool(quant.fill_constants))
 
 
 def _only_value(tensor: Tensor | None) -> Iterator[float]:
@@ -119,11 +119,11 @@ def _nobody_sees(node: fx.Node, value: float) -> bool:
     well.
     """
     op = op_of(node)
-    if value >= 0 or op is None or op.quant.surrounds is None or not node.users:
+    if value >= 0 or op is None or op.traits.surrounds is None or not node.users:
         return False
-    sides = options_of(node)[op.quant.surrounds]
+    sides = options_of(node)[op.traits.surrounds]
     readers = [(user, op_of(user)) for user in node.users]
-    return all(op is not None and op.quant.maximum and _all_hold_data(node, sides, user) for user, op in readers)
+    return all(op is not None and op.traits.maximum and _all_hold_data(node, sides, user) for user, op in readers)
 
 
 def _all_hold_data(pad: fx.Node, sides: Any, pool: fx.Node) -> bool:

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxq.backends.loops.code import compiler
-from fxq.backends.plain.measured_quantize import MeasuredQuantize
+from fxq.backends.plain.dynamic_quantize import DynamicQuantize
 from fxq.errors import InputError
 from fxq.ops.conversions import choose_scale, choose_zero_point, quantize
-from fxq.quant.measured import SMALLEST, MeasuredGrid, measured_range
+from fxq.quant.dynamic_grid import SMALLEST, DynamicGrid, dynamic_range
 from tests.support.kernels import copies
 
 pytestmark = pytest.mark.usefixtures("loops")
@@ -40,7 +40,7 @@ def test_the_same_integers_and_grids(bits, symmetric, shape, axis, size, middle,
     x = (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) + middle) * size
     if x.dim() == 4 and channels_last:
         x = x.contiguous(memory_format=torch.channels_last)
-    *grid, q = MeasuredQuantize(0, 2**bits - 1, axis, symmetric)(x)
+    *grid, q = DynamicQuantize(0, 2**bits - 1, axis, symmetric)(x)
     *wanted_grid, wanted = by_definition(x, bits, axis, symmetric)
     assert len(grid) == 2 - symmetric and q.dtype == torch.uint8
     torch.testing.assert_close(grid[0], wanted_grid[0], rtol=2e-7, atol=0)  # a scale is rounded twice
@@ -62,7 +62,7 @@ def test_the_ends_of_a_range_are_on_the_grid():
     """For ranges whose end is half a step from an integer, or a rounding error from one."""
     low = -torch.linspace(0.0, 3.0, 20001).unsqueeze(1)
     x = torch.cat([low, low + 127.0, torch.zeros_like(low)], 1)
-    scale, zero_point, q = MeasuredQuantize(0, 255, -1, symmetric=False)(x)
+    scale, zero_point, q = DynamicQuantize(0, 255, -1, symmetric=False)(x)
     real = (q.double() - zero_point.double()) * scale.double()
     assert bool(((real - x).abs() <= 0.5001 * scale).all()) and bool((q[:, 2] == zero_point[:, 0]).all())
 
@@ -74,12 +74,12 @@ def test_the_ends_of_a_range_are_on_the_grid():
 def test_all_finite_values_up_to_the_ends_of_float32(axis, symmetric, rows):
     """What is left is at most half a step; a step is the range over the grid's integers, and at least SMALLEST."""
     x = torch.tensor(rows)
-    grid = MeasuredGrid(0, 255, torch.uint8, axis, symmetric)
-    scale, *zero_point, q = MeasuredQuantize(0, 255, axis, symmetric)(x)
+    grid = DynamicGrid(0, 255, torch.uint8, axis, symmetric)
+    scale, *zero_point, q = DynamicQuantize(0, 255, axis, symmetric)(x)
     zero = zero_point[0].double() if zero_point else 128.0
     off = ((q.double() - zero) * scale.double() - x.double()).abs()
     assert bool((off <= (0.5001 if axis is not None or symmetric else 1.0001) * scale.double()).all())
-    low, high = (end.double() for end in measured_range(x, axis))
+    low, high = (end.double() for end in dynamic_range(x, axis))
     size = torch.maximum(high, -low) if symmetric else high - low
     assert bool(((scale.double() / (size / grid.steps).clamp(min=SMALLEST) - 1).abs() < 3e-7).all())
 
@@ -92,19 +92,19 @@ def test_the_smallest_value_at_a_half_step_is_the_first_integer(bits):
     most = torch.rand(len(n), generator=torch.Generator().manual_seed(0)) + 0.1
     for low, high in zip(-(n + 0.5) * most / (qmax - 0.5 - n), most, strict=True):
         x = torch.stack([low, high, torch.zeros_like(low)])
-        _, zero_point, q = MeasuredQuantize(0, qmax, None, symmetric=False)(x)
+        _, zero_point, q = DynamicQuantize(0, qmax, None, symmetric=False)(x)
         assert q[0] <= 1 and q[1] >= qmax - 1 and q[2] == zero_point
 
 
 def test_infinity_is_lost_with_its_row():
     for symmetric in (True, False):
-        scale, *_ = MeasuredQuantize(0, 255, -1, symmetric)(torch.tensor([[1.0, -torch.inf], [1.0, 2.0]]))
+        scale, *_ = DynamicQuantize(0, 255, -1, symmetric)(torch.tensor([[1.0, -torch.inf], [1.0, 2.0]]))
         assert not scale[0].isfinite() and scale[1].isfinite()
 
 
 def test_what_has_no_memory_of_its_own_values():
     """Negated when it is read; on no device; watched."""
-    kernel, x = MeasuredQuantize(0, 255, -1, symmetric=False), torch.randn(3, 5)
+    kernel, x = DynamicQuantize(0, 255, -1, symmetric=False), torch.randn(3, 5)
     wanted = kernel(x)
     for run in (kernel, kernel.bind(torch._neg_view(-x))):
         assert all(map(torch.equal, run(torch._neg_view(-x)), wanted))
@@ -115,23 +115,23 @@ def test_what_has_no_memory_of_its_own_values():
 
 def test_zeros_and_ties():
     x = torch.tensor([[0.0, 0.0, 0.0, 0.0], [254.0, 1.0, 3.0, -1.0]])
-    _, q = MeasuredQuantize(0, 255, -1)(x)
+    _, q = DynamicQuantize(0, 255, -1)(x)
     assert q.tolist() == [[128] * 4, [255, 128, 130, 128]]  # of 2: halves go to the even integer
 
 
 def test_what_is_not_a_number_shows_in_the_scale():
     for symmetric in (True, False):
-        scale, *_ = MeasuredQuantize(0, 255, -1, symmetric)(torch.tensor([[1.0, torch.nan], [1.0, 2.0]]))
+        scale, *_ = DynamicQuantize(0, 255, -1, symmetric)(torch.tensor([[1.0, torch.nan], [1.0, 2.0]]))
         assert scale[0].isnan() and scale[1].isfinite()
 
 
 def test_an_input_of_another_type_is_refused():
     with pytest.raises(InputError, match="float64"):
-        MeasuredQuantize(0, 255)(torch.ones(2, dtype=torch.float64))
+        DynamicQuantize(0, 255)(torch.ones(2, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_copies(symmetric):
     x = torch.randn(3, 5)
-    for kernel in copies(MeasuredQuantize(0, 127, -1, symmetric)):
-        assert all(map(torch.equal, kernel(x), MeasuredQuantize(0, 127, -1, symmetric)(x)))
+    for kernel in copies(DynamicQuantize(0, 127, -1, symmetric)):
+        assert all(map(torch.equal, kernel(x), DynamicQuantize(0, 127, -1, symmetric)(x)))

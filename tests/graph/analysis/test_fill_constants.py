@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fxq.graph.analysis.fills import Fills
+from fxq.graph.analysis.fill_constants import FillConstants
 from tests.support.graphs import graph
 from tests.support.helpers import REFERENCE
 
@@ -28,12 +28,12 @@ class Of(nn.Module):
 def held(function):
     """What the value that the network returns may hold besides data."""
     gm = graph(Of(function).eval(), torch.randn(4, 3, 8, 8), "fuse", REFERENCE)
-    fills = Fills(gm)
+    fill_constants = FillConstants(gm)
     for node in gm.graph.nodes:
         if node.op not in ("output", "get_attr"):
-            fills.of(node)
+            fill_constants.of(node)
     (result,) = next(n for n in gm.graph.nodes if n.op == "output").all_input_nodes
-    return set(fills.of(result))
+    return set(fill_constants.of(result))
 
 
 MASK = torch.rand(8, 8) > 0.5
@@ -110,6 +110,6 @@ def test_a_pad_before_a_max_pool_is_unseen_where_every_window_holds_data(sides, 
 )
 def test_others_see_it(function):
     gm = graph(Of(function).eval(), torch.randn(4, 3, 8, 8), "fuse", REFERENCE)
-    fills = Fills(gm)
+    fill_constants = FillConstants(gm)
     pad = next(n for n in gm.graph.nodes if n.name == "pad")
-    assert fills.of(pad) in ({-3.0}, {3.0}) and fills.brought_by(pad) == fills.of(pad)
+    assert fill_constants.of(pad) in ({-3.0}, {3.0}) and fill_constants.brought_by(pad) == fill_constants.of(pad)

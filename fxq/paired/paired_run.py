@@ -17,7 +17,7 @@ from fxq.paired.used_rows import used_rows
 from fxq.pipeline.float_form import FloatForm
 
 
-class BothForms:
+class PairedRun:
     """Some batches, run through a qdq graph and through its float form, node by node.
 
     Both draw the same random numbers, and the modules of each keep what they keep from batch to batch to themselves.
@@ -73,9 +73,9 @@ class BothForms:
 def _states(node: fx.Node, run: Runner) -> Tensor:
     """The state before each step of a recurrent op, (T, N, P), as its value has them: rounded to no grid."""
     op = op_of(node)
-    assert op is not None and op.quant.recurrence is not None
+    assert op is not None and op.traits.recurrence is not None
     given: dict[str, Any] = dict(zip(op.tensors, node.args, strict=False))
-    first = given.get(op.quant.recurrence.states[0])
+    first = given.get(op.traits.recurrence.states[0])
     made = run.compute(node)[: len(run.values[given["x"]])]  # an LSTM may have its cell state behind them
     before = torch.zeros_like(made[:1]) if first is None else run.values[first].expand_as(made[0])[None]
     return torch.cat([made[1:], before] if options_of(node)["reverse"] else [before, made[:-1]])

@@ -1,4 +1,4 @@
-"""Strands: which values share a grid, against brute force over the data that they have seen."""
+"""SharedGridGroups: which values share a grid, against brute force over the data that they have seen."""
 
 import math
 
@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from fxq.errors import CalibrationError
 from fxq.quant.observers import observer_for
+from fxq.quant.shared_grids import REACH, SharedGridGroup, around, joined, watching
 from fxq.quant.spec import TensorSpec
-from fxq.quant.strands import REACH, Strand, around, joined, watching
 
 pytestmark = pytest.mark.any_cpu
 
@@ -18,7 +18,7 @@ MINMAX = TensorSpec(observer="minmax")
 values = st.lists(st.floats(-100, 100, width=32), min_size=1, max_size=5).map(torch.tensor)
 
 
-def strand(data):
+def grid_group(data):
     observer = observer_for(MINMAX, name="x")
     observer(data)
     return watching(observer)
@@ -32,13 +32,13 @@ def covers(grid, data):
 
 @given(st.lists(values, min_size=1, max_size=6), st.randoms(use_true_random=False))
 def test_joined_in_any_order_they_are_one_and_its_grid_holds_all(data, order):
-    strands = [strand(x) for x in data]
-    while len(strands) > 1:
-        a, b = order.sample(range(len(strands)), 2)
-        made = strands[a].join(strands[b])
-        assert strands[a].root() is strands[b].root() is made
-        strands = [s for i, s in enumerate(strands) if i not in (a, b)] + [made]
-    (one,) = strands
+    shared_grids = [grid_group(x) for x in data]
+    while len(shared_grids) > 1:
+        a, b = order.sample(range(len(shared_grids)), 2)
+        made = shared_grids[a].join(shared_grids[b])
+        assert shared_grids[a].root() is shared_grids[b].root() is made
+        shared_grids = [s for i, s in enumerate(shared_grids) if i not in (a, b)] + [made]
+    (one,) = shared_grids
     everything = torch.cat(data)
     assert one.low == min(0.0, float(everything.min())) and one.high == max(0.0, float(everything.max()))
     assert len(one.observers) == len(data)
@@ -46,13 +46,13 @@ def test_joined_in_any_order_they_are_one_and_its_grid_holds_all(data, order):
 
 
 def test_a_strand_joined_with_itself_stays():
-    one = strand(torch.tensor([1.0]))
+    one = grid_group(torch.tensor([1.0]))
     assert one.join(one) is one and len(one.observers) == 1
 
 
 @given(values, values)
 def test_a_grid_may_cover_what_keeps_its_own(a, b):
-    one, other = strand(a), strand(b)
+    one, other = grid_group(a), grid_group(b)
     alone = other.qparams()
     one.cover(other)
     assert one.root() is not other.root()
@@ -65,31 +65,31 @@ def test_a_grid_may_cover_what_keeps_its_own(a, b):
     [(0.0, True), (-1.0, True), (2.0, True), (-2.0, True), (4.1, False), (-3.1, False), (math.inf, False)],
 )
 def test_a_constant_is_reached_where_the_grid_gets_at_most_so_much_coarser(constant, reached):
-    one = strand(torch.tensor([-1.0, 1.0]))
+    one = grid_group(torch.tensor([-1.0, 1.0]))
     wider = max(1.0, constant) - min(-1.0, constant)
     assert one.reaches(constant) is reached is (wider <= REACH * one.span)
 
 
 def test_constants_are_on_the_grid():
-    one = strand(torch.tensor([-1.0, 1.0]))
+    one = grid_group(torch.tensor([-1.0, 1.0]))
     one.constants.add(-2.0)
     assert covers(one.qparams(), torch.tensor([-2.0, 1.0]))
 
 
 def test_the_finest_reader_counts_and_nothing_is_no_reader():
-    one = Strand(-4.0, 4.0)
+    one = SharedGridGroup(-4.0, 4.0)
     for span in (3.0, 0.0, 2.0, 5.0):
         one.keep(span)
     assert one.finest == 2.0
 
 
 def test_around_is_as_wide_as_all_and_has_seen_nothing():
-    made = around([Strand(-1.0, 2.0), Strand(-3.0, 1.0, constants={7.0})])
+    made = around([SharedGridGroup(-1.0, 2.0), SharedGridGroup(-3.0, 1.0, constants={7.0})])
     assert (made.low, made.high, made.constants, made.observers) == (-3.0, 2.0, {7.0}, [])
 
 
 def test_observers_that_are_joined_stay_as_they_are():
-    one, other = (strand(torch.tensor([x])).observers[0] for x in (1.0, 5.0))
+    one, other = (grid_group(torch.tensor([x])).observers[0] for x in (1.0, 5.0))
     both = joined([one, other])
     assert [float(end) for end in both.range()] == [1.0, 5.0]
     assert [float(end) for end in one.range()] == [1.0, 1.0] and joined([one]) is one

@@ -12,7 +12,7 @@ import fxq
 from fxq.backends import cpu
 from fxq.common.metrics import sqnr
 from fxq.errors import RecipeError
-from fxq.ledger.ledger import Narrowed
+from fxq.ledger.ledger import ReducedRange
 from fxq.pipeline.manager import PassManager
 from fxq.quant.spec import FLOAT, QuantConfig, TensorSpec
 from tests.support.helpers import plain
@@ -69,19 +69,19 @@ def test_auto_keeps_the_better_one_and_says_so(make, better, corrected):
     assert found.role == better == max(found.sqnr, key=found.sqnr.get)
     with torch.no_grad():
         for role, measured in found.sqnr.items():
-            alone = fxq.quantize(model, qdq_form(replace(plain(X86), narrow=role)), data=data)
+            alone = fxq.quantize(model, qdq_form(replace(plain(X86), reduce_range=role)), data=data)
             off = on_samples(model, alone, data, 64 if corrected else 32) - measured
             assert abs(off) < 0.1  # dB; propagate and fallback leave roundings out
-            assert alone.ledger.narrowed == Narrowed(role)
+            assert alone.ledger.narrowed == ReducedRange(role)
     text = f"{better} have 7 bits where 8 overflow in this CPU's kernels; output of the qdq graph: "
     assert f"{text}{found.sqnr['activations']:.1f} dB with activations" in str(quantized.ledger)
     facts = json.loads(quantized.ledger.to_json())
-    assert facts["narrow"] == better and facts[f"sqnr_narrow_{better}"] == found.sqnr[better]
+    assert facts["reduce_range"] == better and facts[f"sqnr_reduced_{better}"] == found.sqnr[better]
 
 
 def test_the_recipe_says_which():
     model, data = exact_weights()
-    quantized = fxq.quantize(model, replace(X86, narrow="activations"), data=data)
+    quantized = fxq.quantize(model, replace(X86, reduce_range="activations"), data=data)
     assert "activations have 7 bits where 8 overflow in this CPU's kernels; the recipe says so" in str(quantized.ledger)
     assert {int(layer.weight.max()) for layer in quantized.qparams().values()} == {127}
 
@@ -90,14 +90,14 @@ def test_nothing_is_tried_where_nothing_overflows(monkeypatch):
     plain = PassManager.fork
 
     def fork(self, **changes):
-        assert "narrow" not in changes, "two graphs were made"
+        assert "reduce_range" not in changes, "two graphs were made"
         return plain(self, **changes)
 
     monkeypatch.setattr(PassManager, "fork", fork)
     model, data = exact_weights()
     seven = TensorSpec(bits=7, signed=True, symmetric=True, per="channel", observer="minmax")
     recipes = [
-        replace(X86, narrow="weights"),
+        replace(X86, reduce_range="weights"),
         X86.with_backend("reference"),
         fxq.Recipe.static(backend="x86", optimize="coverage", weight=seven),
         fxq.Recipe.static(backend="x86", optimize="coverage", activation=TensorSpec(bits=7)),
@@ -116,7 +116,7 @@ def test_nothing_is_tried_where_nothing_overflows(monkeypatch):
 def test_bits_that_an_override_asks_for_are_kept(narrow):
     model, data = exact_weights()
     six = QuantConfig(weight=TensorSpec(bits=6, signed=True, symmetric=True, per="channel", observer="minmax"))
-    quantized = fxq.quantize(model, replace(X86, narrow=narrow).override("2", six), data=data)
+    quantized = fxq.quantize(model, replace(X86, reduce_range=narrow).override("2", six), data=data)
     largest = {path: int(layer.weight.abs().max()) for path, layer in quantized.qparams().items()}
     assert largest == {"0": 127 if narrow == "activations" else 63, "2": 31}
     grids = {n.name: "qmax=127" in n.text for n in quantized.history["insert-qdq"].graph if n.label == "quantize"}
@@ -137,7 +137,7 @@ class Depthwise(nn.Module):
 def test_a_depthwise_convolution_gives_up_nothing(narrow, monkeypatch):
     monkeypatch.setattr(cpu, "has_exact_depthwise", lambda: True)
     model, x = settled(Depthwise), torch.randn(8, 3, 16, 16)
-    quantized = fxq.quantize(model, replace(X86, narrow=narrow), data=[x])
+    quantized = fxq.quantize(model, replace(X86, reduce_range=narrow), data=[x])
     kernels = [m for m in quantized.modules() if type(m).__name__ == "OnednnConv"]
     assert [m.x.qmax for m in kernels] == ([127, 255, 127] if narrow == "activations" else [255] * 3)
     assert [int(m.weight.abs().max()) for m in kernels] == ([127] * 3 if narrow == "activations" else [63, 127, 63])
@@ -176,13 +176,13 @@ def test_a_pinned_recipe_names_the_role_that_was_chosen():
     model, data = exact_weights()
     quantized = fxq.quantize(model, X86, data=data)
     recipe = quantized.recipe_as_decided()
-    assert recipe.narrow == "weights"
+    assert recipe.reduce_range == "weights"
     again = fxq.quantize(model, recipe, data=data)
-    assert torch.equal(again(data[0]), quantized(data[0])) and again.ledger.narrowed == Narrowed("weights")
+    assert torch.equal(again(data[0]), quantized(data[0])) and again.ledger.narrowed == ReducedRange("weights")
 
 
 def test_a_recipe_names_a_role():
     with pytest.raises(RecipeError, match="unknown value of narrow 'weight'; did you mean 'weights'"):
-        fxq.Recipe.static(narrow="weight")
-    recipe = fxq.Recipe.static(narrow="weights")
+        fxq.Recipe.static(reduce_range="weight")
+    recipe = fxq.Recipe.static(reduce_range="weights")
     assert recipe.to_dict()["narrow"] == "weights" and fxq.Recipe.from_dict(recipe.to_dict()) == recipe

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class MeasuredLayer(Kernel):
+class DynamicLayer(Kernel):
     """A layer on integers in steps of 1, as another kernel runs it; its result is scaled, biased and activated behind.
 
     So the scale is an input: one number, or one for each row. The zero point is known before; or it is an input, too:
@@ -36,7 +36,7 @@ class MeasuredLayer(Kernel):
         bias: float32, (C_out,), or None.
     """
 
-    name: ClassVar[str] = "measured_layer"
+    name: ClassVar[str] = "dynamic_layer"
     options: ClassVar[tuple[str, ...]] = ("kernel", "settings", "post")
     weight: Tensor
     weight_scale: Tensor

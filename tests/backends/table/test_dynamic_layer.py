@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from fxq.backends.kernel import Post
 from fxq.backends.packed.packed_linear import PackedLinear
+from fxq.backends.table.dynamic_layer import DynamicLayer
 from fxq.backends.table.layer_spec import LayerSpec
-from fxq.backends.table.measured_layer import MeasuredLayer
 from fxq.backends.x86.onednn_conv import OnednnConv
 from fxq.backends.x86.onednn_linear import OnednnLinear
 from fxq.backends.x86.transposed_conv import ConvTranspose1d, ConvTranspose2d
@@ -44,7 +44,7 @@ def check(kernel, spec, inputs, scale, function):
     q, found = activations(*inputs), []
     drawn = torch.randint(0, QMAX + 1, scale.shape).float()
     for zero_point, x in (((), spec.x), ((drawn,), FROM_ZERO)):
-        made = MeasuredLayer.of(kernel, replace(spec, x=x))
+        made = DynamicLayer.of(kernel, replace(spec, x=x))
         given = (q, scale, *zero_point)
         wanted = function((q.double() - (zero_point[0].double() if zero_point else MIDDLE)) * scale.double())
         for _ in range(2):  # the second call is bound in a model; here it uses what the first has packed
@@ -98,13 +98,13 @@ def test_transposed_convolutions_of_signals(batch):
 @pytest.mark.usefixtures("loops")
 def test_no_input():
     spec, _, _ = layer(4, 6)
-    assert MeasuredLayer.of(OnednnLinear, spec)(activations(0, 6), torch.ones(0, 1)).shape == (0, 4)
+    assert DynamicLayer.of(OnednnLinear, spec)(activations(0, 6), torch.ones(0, 1)).shape == (0, 4)
 
 
 def test_the_edges_of_an_image_are_padded_with_the_zero_point():
     """One sample alone, images of several sizes in turns, and an edited weight: what is known of ones is of its own."""
     spec, w, b = layer(4, 3, 3, 3, padding=1)
-    made, scale = MeasuredLayer.of(OnednnConv, replace(spec, x=FROM_ZERO)), torch.rand(1, 1, 1) + 0.1
+    made, scale = DynamicLayer.of(OnednnConv, replace(spec, x=FROM_ZERO)), torch.rand(1, 1, 1) + 0.1
     for size, by in ((5, 1), (8, 1), (5, 2)):
         if by == 2:
             made.weight_scale.mul_(by)
@@ -130,17 +130,17 @@ def test_copies_and_edits():
 def test_refusals():
     spec, _, _ = layer(4, 6)
     adds = LayerSpec(spec.weight, spec.weight_qparams, None, STEPS, None, residual=STEPS)
-    assert MeasuredLayer.refuses(OnednnLinear, adds) == "it adds a residual to a result whose scale is measured"
-    assert "convolution" in MeasuredLayer.refuses(OnednnConv, spec)
+    assert DynamicLayer.refuses(OnednnLinear, adds) == "it adds a residual to a result whose scale is measured"
+    assert "convolution" in DynamicLayer.refuses(OnednnConv, spec)
     with pytest.raises(BackendError, match="silu"):
-        MeasuredLayer.of(OnednnLinear, layer(4, 6, post=POSTS["silu"][0])[0])(activations(1, 6), torch.ones(1, 1))
-    assert not PackedLinear.emits_float or MeasuredLayer.refuses(PackedLinear, spec) is None
+        DynamicLayer.of(OnednnLinear, layer(4, 6, post=POSTS["silu"][0])[0])(activations(1, 6), torch.ones(1, 1))
+    assert not PackedLinear.emits_float or DynamicLayer.refuses(PackedLinear, spec) is None
 
 
 def test_a_file_is_read_where_no_kernel_was_imported_before(tmp_path):
     """The layer's kernel is named, so that a pickle does not import it."""
     spec, _, _ = layer(4, 3)
-    made, q = MeasuredLayer.of(OnednnLinear, spec), activations(2, 3)
+    made, q = DynamicLayer.of(OnednnLinear, spec), activations(2, 3)
     torch.save((made, q, made(q, torch.tensor(0.3))), tmp_path / "layer.pt")
     script = (
         f"import torch; made, q, y = torch.load({str(tmp_path / 'layer.pt')!r}, weights_only=False); "

@@ -1,0 +1,38 @@
+"""Classes of what fxq returns: quantized models, ledgers, comparisons and other tables."""
+
+from fxq.common.metrics import nbytes
+from fxq.diagnosis import Diagnosis
+from fxq.ledger.comparison import Comparison
+from fxq.ledger.layer_qparams import LayerQParams
+from fxq.ledger.ledger import Ledger
+from fxq.ledger.qparams_table import ModelQParams
+from fxq.model import QuantizedModel
+from fxq.picture.diff import Diff
+from fxq.pipeline.history import History, Snapshot
+from fxq.quant.one_tensor import QuantizationNoise
+from fxq.report.profile import Profile
+from fxq.tuning.bisection import Bisection
+from fxq.tuning.search_result import SearchResult
+from fxq.tuning.sensitivity import Sensitivity
+from fxq.workflow.observed_model import ObservedModel
+from fxq.workflow.training_model import TrainingModel
+
+__all__ = [
+    "Bisection",
+    "Comparison",
+    "Diagnosis",
+    "Diff",
+    "History",
+    "LayerQParams",
+    "Ledger",
+    "ModelQParams",
+    "ObservedModel",
+    "Profile",
+    "QuantizationNoise",
+    "QuantizedModel",
+    "SearchResult",
+    "Sensitivity",
+    "Snapshot",
+    "TrainingModel",
+    "nbytes",
+]
