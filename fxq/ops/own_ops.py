@@ -40,8 +40,8 @@ def register_op(
             arguments are others than the function's, a `fxq.extend.Spelling`.
         traits: how the op takes part in quantization: `OpTraits("computes", pointwise=True)`, a function of single
             elements, which an exact lookup table computes on integers; `OpTraits("moves", layout=True)`, an op that
-            only moves values, also integers; `OpTraits("float")`, an op without an integer form; `OpTraits("computes")`, an
-            op that runs on integers where a kernel takes it (`fxq.extend.register_kernel`).
+            only moves values, also integers; `OpTraits("float")`, an op without an integer form; `OpTraits("computes")`,
+            an op that runs on integers where a kernel takes it (`fxq.extend.register_kernel`).
         name: its name; default: the function's.
         commutes: whether its first two tensors can be swapped.
         macs: its multiply-accumulates from the shapes of its output and its tensors; None: too few to count.

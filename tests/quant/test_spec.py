@@ -50,7 +50,7 @@ def test_config_refusals():
         QuantConfig.from_dict({"weights": {}})
     assert str(ACTIVATION) == "uint8 affine (histogram)"
     assert str(WEIGHT) == "int8 symmetric per-channel (minmax)"
-    assert str(TensorSpec(per=64, range="dynamic")) == "uint8 affine blocks of 64 (measured)"
+    assert str(TensorSpec(per=64, range="dynamic")) == "uint8 affine blocks of 64 (dynamic)"
 
 
 @pytest.mark.parametrize("per", [0, -1, True, 2.0, "64", None])

@@ -38,7 +38,7 @@ def test_options_are_fields():
     [
         (
             {"latest": "canonical"},
-            r"^Wrong: latest is 'canonical'; it must be a stage, as fxq\.extend\.Stage\.CANONICAL is\.",
+            r"^Wrong: latest is 'canonical'; it must be a stage, as fxq\.extend\.Stage\.CANONICAL",
         ),
         ({"needs": None}, "^Wrong: needs is None; it must be a stage"),
         ({"gives": 3}, "^Wrong: gives is 3; it must be a stage"),
