@@ -188,7 +188,7 @@ def test_lstms_measure_their_ranges(options, samples, machine, free):
     q = dynamic(model, inputs)
     layers = q.ledger.where(op="lstm")
     assert [entry.precision for entry in layers] == ["int8"] * count
-    assert all("for onnxruntime, its activation is uint8 affine (measured)" in entry.reason for entry in layers)
+    assert all("for onnxruntime, its activation is uint8 affine (dynamic)" in entry.reason for entry in layers)
     with quiet():
         recipe = fxq.Recipe.dynamic(backend="reference", optimize="coverage")
         reference = fxq.quantize(model, recipe, example_inputs=inputs)
