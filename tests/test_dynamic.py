@@ -136,7 +136,7 @@ def test_values_of_one_sign_keep_the_whole_grid(backend):
 def test_the_integers_of_a_measured_grid():
     layers = fxq.quantize(network(), DYNAMIC, example_inputs=X).qparams()
     assert {(layer.reads, layer.input_scale, layer.input_zero_point) for layer in layers.values()} == {
-        ("measured", None, None)
+        ("dynamic", None, None)
     }
 
 

@@ -30,8 +30,9 @@ def source_of(function: Callable[..., Any]) -> str:
 
 
 def short_path(filename: str) -> str:
-    """The last two parts of a path: enough to find a file, nothing about the machine."""
-    return "/".join(filename.replace(os.sep, "/").split("/")[-2:])
+    """The last two parts of a path, which find a file and reveal nothing of the machine; three below `patterns/`."""
+    parts = filename.replace(os.sep, "/").split("/")
+    return "/".join(parts[-3:] if parts[-3:-2] == ["patterns"] else parts[-2:])
 
 
 def digest_of(value: Any) -> str:

@@ -255,7 +255,7 @@ def test_a_scale_measured_at_run_time_leaves_the_bias_in_float():
         y = linear(x_dq, w_dq, b)
         return y
     """)
-    assert (layer.reads, layer.input_scale, layer.input_zero_point) == ("measured", None, 128)
+    assert (layer.reads, layer.input_scale, layer.input_zero_point) == ("dynamic", None, 128)
     assert layer.bias_scale is None and torch.equal(layer.bias, GIVEN["b"])
     assert layer.float_bias_reason == "the scale of its input is measured at run time"
 
@@ -271,7 +271,7 @@ def test_a_dynamic_model(backend):
         assert (
             (layer.weight * layer.weight_scale[:, None] - weight).abs() <= layer.weight_scale[:, None] * 0.501
         ).all()
-        assert layer.reads == "measured" and torch.equal(layer.bias, model[int(name)].bias)
+        assert layer.reads == "dynamic" and torch.equal(layer.bias, model[int(name)].bias)
         assert layer.float_bias_reason == "the scale of its input is measured at run time"
 
 

@@ -182,7 +182,7 @@ def test_a_pinned_recipe_names_the_role_that_was_chosen():
 
 
 def test_a_recipe_names_a_role():
-    with pytest.raises(RecipeError, match="unknown value of narrow 'weight'; did you mean 'weights'"):
+    with pytest.raises(RecipeError, match="unknown value of reduce_range 'weight'; did you mean 'weights'"):
         fxq.Recipe.static(reduce_range="weight")
     recipe = fxq.Recipe.static(reduce_range="weights")
-    assert recipe.to_dict()["narrow"] == "weights" and fxq.Recipe.from_dict(recipe.to_dict()) == recipe
+    assert recipe.to_dict()["reduce_range"] == "weights" and fxq.Recipe.from_dict(recipe.to_dict()) == recipe

@@ -114,7 +114,7 @@ def test_text_before_and_after_where_tokens_differ():
         return y
     """)
     plan = plan_of(node(gm, "y"))
-    assert (plan.reads.range, plan.reads.per) == ("measured", "row")
+    assert (plan.reads.range, plan.reads.per) == ("dynamic", "row")
     assert "one grid for all tokens gives" in info(node(gm, "y")).note
     assert program(run_pass(Smooth(measure_gain=math.inf, least=64), written, GIVEN, data=(x,))) != program(gm)
 

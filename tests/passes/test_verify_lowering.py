@@ -82,7 +82,7 @@ def test_a_wrong_kernel_is_put_back(monkeypatch, change, why):
     assert len(others) == len(convs) - 1
     assert "x86.conv" in first
     assert why in first
-    assert 'layer "stem", tests/support/models.py:' in first
+    assert 'layer "stem", support/models.py:' in first
     assert "x86.conv" not in kinds(quantized)
     assert "x86.linear" in kinds(quantized)
     wrong = quantized.ledger.where(kind="unverified")

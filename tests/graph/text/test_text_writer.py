@@ -40,7 +40,7 @@ def test_a_canonical_graph():
         getitem = operator.getitem(getattr_1, 1)
         return {'logits': fc, 'size': getitem}
     """)
-    assert fxq.extend.write_graph(gm).splitlines()[3].endswith("  # 'conv', 'graph/test_text_writer.py:18'")
+    assert fxq.extend.write_graph(gm).splitlines()[3].endswith("  # 'conv', 'text/test_text_writer.py:18'")
     assert set(fxq.extend.graph_tensors(gm)) == {"conv.weight", "conv.bias", "fc.weight"}
     assert fxq.extend.graph_tensors(gm)["fc.weight"] is gm.fc.weight
 
