@@ -8,7 +8,7 @@ table for each benchmark and CPU. A number of the page is changed by running its
 
 from __future__ import annotations
 
-import sys
+import argparse
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -69,7 +69,9 @@ def run_tables(runs: Sequence[Record]) -> Iterator[str]:
 
 
 def main() -> None:
-    target = Path(sys.argv[1]) if len(sys.argv) > 1 else PAGE
+    parser = argparse.ArgumentParser(description="Write the page Measured from the history of benchmarks.")
+    parser.add_argument("target", nargs="?", type=Path, default=PAGE, help="file to write; default: the page")
+    target = parser.parse_args().target
     target.write_text(page(read(HISTORY)), encoding="utf-8")
     print(f"{target} is written from {HISTORY}")
 
