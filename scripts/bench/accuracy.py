@@ -42,12 +42,12 @@ from scripts.bench.accuracy_subjects import SUBJECTS, Subject
 from scripts.bench.timing import threads
 from scripts.demo.sequence_data import Missing, fetched
 
-FLOAT = "float"
+FLOAT_CONTENDER = "float"
 
 
 @dataclass(frozen=True)
 class Row:
-    """What one contender made of one network.
+    """Result of one contender on one network.
 
     Attributes:
         contender: its name.
@@ -71,31 +71,31 @@ def measured(subject: Subject, makes: dict[str, Contender]) -> Iterator[Row]:
         calls += 1
 
     expected = subject.outputs([counting(part.model, counted) for part in subject.parts])
-    yield Row(FLOAT, subject.judge(expected, expected))
+    yield Row(FLOAT_CONTENDER, subject.judge(expected, expected))
     for name, make in makes.items():
         yield judged(subject, name, make, expected, calls)
 
 
 def judged(subject: Subject, name: str, make: Contender, expected: Any, calls: int) -> Row:
-    """What a contender makes of a network; a failure is a result, too. It is run about so many times."""
+    """Quantize a network with one contender, about this many times. A failure is a result, too."""
     start = time.process_time()
     try:
         with Progress(console=Console(stderr=True), transient=True) as progress:
-            bar, found = progress.add_task(f"{subject.name}: {name}, to quantize", total=len(subject.parts)), []
+            bar, rows = progress.add_task(f"{subject.name}: {name}, to quantize", total=len(subject.parts)), []
             for part in subject.parts:
-                found.append(make(part, subject.is_transformer))
+                rows.append(make(part, subject.is_transformer))
                 progress.advance(bar)
             seconds = time.process_time() - start
             bar = progress.add_task(f"{subject.name}: {name}, to judge", total=calls)
-            outputs = subject.outputs([counting(call, partial(progress.advance, bar)) for call, _ in found])
+            outputs = subject.outputs([counting(call, partial(progress.advance, bar)) for call, _ in rows])
         numbers = subject.judge(expected, outputs)
     except Exception as error:  # it fails in many ways; each is a result
         return Row(name, note=f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:70]}")
-    return Row(name, numbers, seconds, "; ".join(note for _, note in found if note))
+    return Row(name, numbers, seconds, "; ".join(note for _, note in rows if note))
 
 
 def counting(call: Callable[..., Any], count: Callable[[], None]) -> Callable[..., Any]:
-    """The same call, counted each time."""
+    """Wrapper of a call that counts its calls."""
 
     def counted(*inputs: Any) -> Any:
         count()
@@ -113,15 +113,15 @@ def table(name: str, rows: Sequence[Row]) -> str:
 
 
 def machine() -> dict[str, str]:
-    """What the numbers were measured on, and with what."""
+    """Description of the machine and the versions that the numbers belong to."""
     about = fxq.doctor(["reference"], progress=False).machine
-    found = {name: about[name] for name in ("CPU", "vectors", "VNNI", "AMX", "torch")}
+    facts = {name: about[name] for name in ("CPU", "vectors", "VNNI", "AMX", "torch")}
     for package in ("onnxruntime", "nncf"):
         try:
-            found[package] = version(package)
+            facts[package] = version(package)
         except PackageNotFoundError:
-            found[package] = "not installed"
-    return {**found, "fxq": fxq.__version__}
+            facts[package] = "not installed"
+    return {**facts, "fxq": fxq.__version__}
 
 
 def as_data(row: Row) -> dict[str, object]:
@@ -147,8 +147,8 @@ def main() -> None:
     tables: dict[str, list[dict[str, object]]] = {}
     print(", ".join(f"{name}: {value}" for name, value in about.items()), end="\n\n", flush=True)
     wanted = tuple(arguments.contender or ("",))
-    known = contenders(arguments.observers, arguments.search)
-    makes = {name: make for name, make in known.items() if name.startswith(wanted)}
+    available = contenders(arguments.observers, arguments.search)
+    makes = {name: make for name, make in available.items() if name.startswith(wanted)}
     with threads(1), torch.no_grad():
         for name in arguments.only or SUBJECTS:
             try:

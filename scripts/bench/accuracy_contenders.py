@@ -45,7 +45,7 @@ def contenders(observers: bool = False, target: float | None = None) -> dict[str
     seven = replace(plain.config.weight, bits=7)
     four = fxq.Recipe.static(backend="reference", weight=replace(plain.config.weight, bits=4))
     four_only = fxq.Recipe.weight_only(bits=4, backend="reference")
-    found = {
+    makers = {
         "fxq static": own(plain),
         "fxq without correct-bias": own(plain.without_pass("correct-bias")),
         "fxq 7-bit weights": own(fxq.Recipe.static(backend="reference", weight=seven)),
@@ -59,18 +59,18 @@ def contenders(observers: bool = False, target: float | None = None) -> dict[str
     for name in OBSERVERS if observers else ():
         spec = replace(plain.config.activation, observer=name)
         if spec != plain.config.activation:
-            found[f"fxq {name}"] = own(fxq.Recipe.static(backend="reference", activation=spec))
+            makers[f"fxq {name}"] = own(fxq.Recipe.static(backend="reference", activation=spec))
     if target is not None:
-        found[f"fxq static, searched for {target:g} dB"] = searched(plain, target)
-    found |= {f"float with noise at {decibels} dB": noisy(decibels) for decibels in NOISES}
-    found["fxq dynamic"] = own(fxq.Recipe.dynamic(backend="reference"))
+        makers[f"fxq static, searched for {target:g} dB"] = searched(plain, target)
+    makers |= {f"float with noise at {decibels} dB": noisy(decibels) for decibels in NOISES}
+    makers["fxq dynamic"] = own(fxq.Recipe.dynamic(backend="reference"))
     if find_spec("onnxruntime") and find_spec("onnx"):
         if find_spec("nncf"):
-            found["NNCF"] = nncf_static(fast=True)
-            found["NNCF, full bias correction"] = nncf_static(fast=False)
-        found["ONNX Runtime, min-max"] = onnxruntime_static("MinMax")
-        found["ONNX Runtime, percentile"] = onnxruntime_static("Percentile")
-    return found
+            makers["NNCF"] = nncf_static(fast=True)
+            makers["NNCF, full bias correction"] = nncf_static(fast=False)
+        makers["ONNX Runtime, min-max"] = onnxruntime_static("MinMax")
+        makers["ONNX Runtime, percentile"] = onnxruntime_static("Percentile")
+    return makers
 
 
 def noisy(decibels: float) -> Contender:
@@ -108,9 +108,9 @@ def searched(recipe: fxq.Recipe, target: float) -> Contender:
     """fxq with the recipe that it finds for so many dB, on the data that calibrates."""
 
     def make(part: Part, is_transformer: bool) -> tuple[Call, str]:
-        found = fxq.search(part.model, recipe, part.data, target=target, progress=False)
-        call, note = own(found.recipe)(part, is_transformer)
-        return call, note if found.reached else f"{note}, target not reached"
+        result = fxq.search(part.model, recipe, part.data, target=target, progress=False)
+        call, note = own(result.recipe)(part, is_transformer)
+        return call, note if result.reached else f"{note}, target not reached"
 
     return make
 
@@ -128,10 +128,10 @@ def nncf_static(fast: bool) -> Contender:
             model = onnx.load(_float_onnx(part, folder))
             wanted = {node.name for node in model.graph.input}
             items = [{name: value for name, value in row.items() if name in wanted} for row in rows]
-            made = nncf.quantize(
+            quantized = nncf.quantize(
                 model, nncf.Dataset(items), subset_size=len(items), model_type=kind, fast_bias_correction=fast
             )
-        return _simulated(made.SerializeToString()), ""
+        return _simulated(quantized.SerializeToString()), ""
 
     return make
 
@@ -145,11 +145,11 @@ def onnxruntime_static(method: str) -> Contender:
 
         with tempfile.TemporaryDirectory() as folder, quiet():
             path = _float_onnx(part, folder)
-            prepared, made = path.with_name("prepared.onnx"), path.with_name("int8.onnx")
+            prepared, quantized = path.with_name("prepared.onnx"), path.with_name("int8.onnx")
             quant_pre_process(path, prepared, skip_symbolic_shape=True)  # with it, it fails on MiniLM and on an LSTM
             quantize_static(
                 prepared,
-                made,
+                quantized,
                 Reader(named(part.data), prepared),
                 QuantFormat.QDQ,
                 per_channel=True,
@@ -157,7 +157,7 @@ def onnxruntime_static(method: str) -> Contender:
                 weight_type=QuantType.QInt8,
                 calibrate_method=CalibrationMethod[method],
             )
-            return _simulated(made.read_bytes()), ""
+            return _simulated(quantized.read_bytes()), ""
 
     return make
 
@@ -181,7 +181,7 @@ def named(data: Sequence[tuple[Tensor, ...]]) -> list[dict[str, Any]]:
 
 
 def single(data: Sequence[tuple[Tensor, ...]]) -> list[dict[str, Any]]:
-    """The same in batches of one: with larger ones NNCF's statistics mix samples."""
+    """Split batches into batches of one sample: NNCF's statistics mix the samples of larger ones."""
     return named([tuple(x[i : i + 1] for x in batch) for batch in data for i in range(len(batch[0]))])
 
 
@@ -193,11 +193,12 @@ def open_sizes(data: Sequence[tuple[Tensor, ...]]) -> Mapping[str, Mapping[int, 
         >>> open_sizes([(torch.zeros(2, 3, 8),), (torch.zeros(2, 3, 9),)])
         {'input0': {0: 'size0', 2: 'size2'}}
     """
-    found: dict[str, dict[int, str]] = {}
+    varying: dict[str, dict[int, str]] = {}
     for name, inputs in zip(input_names(data[0]), zip(*data, strict=True), strict=True):
         sizes = zip(*(x.shape for x in inputs), strict=True)
-        found[name] = {axis: f"size{axis}" for axis, given in enumerate(sizes) if axis == 0 or len(set(given)) > 1}
-    return found
+        axes = [axis for axis, axis_sizes in enumerate(sizes) if axis == 0 or len(set(axis_sizes)) > 1]
+        varying[name] = {axis: f"size{axis}" for axis in axes}
+    return varying
 
 
 def _float_onnx(part: Part, folder: str) -> Path:

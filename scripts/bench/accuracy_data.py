@@ -108,7 +108,7 @@ def crops(picture: Image.Image, count: int, seed: int | str, side: int = 224) ->
         (count, 3, side, side) float32, from -127/128 to 1: as EfficientNet-Lite reads pictures.
     """
     draw, (width, height) = random.Random(seed), picture.size
-    found = []
+    images = []
     for _ in range(count):
         size, stretch = draw.uniform(0.25, 1.0) * min(width, height), draw.uniform(0.8, 1.25) ** 0.5
         w, h = min(width, size * stretch), min(height, size / stretch)
@@ -116,8 +116,8 @@ def crops(picture: Image.Image, count: int, seed: int | str, side: int = 224) ->
         crop = picture.resize((side, side), Image.Resampling.BICUBIC, box=(left, top, left + w, top + h))
         if draw.random() < 0.5:
             crop = crop.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-        found.append(pixels(crop))
-    return (torch.stack(found) - 127) / 128
+        images.append(pixels(crop))
+    return (torch.stack(images) - 127) / 128
 
 
 def pixels(picture: Image.Image) -> Tensor:
@@ -148,20 +148,20 @@ def scenes(names: Sequence[str], first: int, count: int, of_each: int = 8) -> li
     Returns:
         Pictures (3, height, width) float32 from 0 to 255.
     """
-    known = np.load(package("skimage", MODELS) / "data" / "lfw_subset.npy")[:100]
-    found = []
+    faces = np.load(package("skimage", MODELS) / "data" / "lfw_subset.npy")[:100]
+    pictures = []
     for i in range(count):
         picture, draw = photograph(names[i % len(names)]), random.Random(f"scene {i} {names}")
         cell = picture.width // (of_each // 2), picture.height // 2
         for k in range(of_each):
-            values = known[first + i * of_each + k]
+            values = faces[first + i * of_each + k]
             side = int(draw.uniform(0.45, 0.9) * min(cell))
             face = Image.fromarray((255 * values).astype(np.uint8)).resize((side, side), Image.Resampling.BICUBIC)
             corner = k % (of_each // 2) * cell[0], k // (of_each // 2) * cell[1]
             place = [int(corner[axis] + draw.uniform(0, cell[axis] - side)) for axis in (0, 1)]
             picture.paste(face.convert("RGB"), (place[0], place[1]))
-        found.append(pixels(picture))
-    return found
+        pictures.append(pixels(picture))
+    return pictures
 
 
 # ---- tones
@@ -172,11 +172,11 @@ def tones(count: int, seed: int, rate: int = 16_000, samples: int = 1024) -> Ten
     draw = torch.Generator().manual_seed(seed)
     time = torch.arange(samples) / rate
     hertz = 60 * (1000 / 60) ** torch.rand(count, 1, generator=draw)
-    found = torch.zeros(count, samples)
+    sounds = torch.zeros(count, samples)
     for overtone in range(1, 9):
         loudness = torch.rand(count, 1, generator=draw) / overtone
         phase = 2 * math.pi * torch.rand(count, 1, generator=draw)
         heard = (overtone * hertz < rate / 2).float()
-        found += heard * loudness * torch.sin(2 * math.pi * overtone * hertz * time + phase)
-    found += 0.3 * torch.rand(count, 1, generator=draw) * torch.randn(count, samples, generator=draw)
-    return (found - found.mean(1, keepdim=True)) / found.std(1, keepdim=True)
+        sounds += heard * loudness * torch.sin(2 * math.pi * overtone * hertz * time + phase)
+    sounds += 0.3 * torch.rand(count, 1, generator=draw) * torch.randn(count, samples, generator=draw)
+    return (sounds - sounds.mean(1, keepdim=True)) / sounds.std(1, keepdim=True)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-LEAST_FACE = 20
+MIN_FACE_PIXELS = 20
 """Pixels of the smallest face that is looked for."""
 THRESHOLDS = (0.6, 0.7, 0.7)
 """Least probability of a face, by network."""
@@ -52,9 +52,9 @@ def detect(calls: Sequence[Callable[..., Any]], picture: Tensor) -> Tensor:
 
 
 def proposed(call: Callable[..., Any], picture: Tensor) -> Tensor:
-    """What the first network takes for faces, at all sizes: boxes (N, 4)."""
+    """Boxes (N, 4) that the first network proposes as faces, at all sizes."""
     height, width = picture.shape[1:]
-    scale, found = CELL / LEAST_FACE, []
+    scale, candidates = CELL / MIN_FACE_PIXELS, []
     while min(height, width) * scale >= CELL:
         size = int(height * scale + 1), int(width * scale + 1)
         corrections, probabilities = call(scaled(F.interpolate(picture[None], size, mode="area")))
@@ -63,9 +63,9 @@ def proposed(call: Callable[..., Any], picture: Tensor) -> Tensor:
         boxes = torch.cat([(corner + 1) / scale, (corner + CELL) / scale], 1).floor()
         scores, moves = probabilities[0, 1, y, x], corrections[0, :, y, x].T
         kept = best(boxes, scores, 0.5)
-        found.append((boxes[kept], scores[kept], moves[kept]))
+        candidates.append((boxes[kept], scores[kept], moves[kept]))
         scale *= SHRINK
-    boxes, scores, moves = (torch.cat(parts) for parts in zip(*found, strict=True))
+    boxes, scores, moves = (torch.cat(parts) for parts in zip(*candidates, strict=True))
     kept = best(boxes, scores, 0.7)
     return corrected(boxes[kept], moves[kept])
 
@@ -112,9 +112,9 @@ def overlap(a: Tensor, b: Tensor, of_smaller: bool = False) -> Tensor:
     return shared / whole.clamp(min=1e-9)
 
 
-def matched(wanted: Tensor, found: Tensor, least: float = 0.5) -> list[float]:
+def matched(wanted: Tensor, boxes: Tensor, least: float = 0.5) -> list[float]:
     """The overlaps of the boxes that two findings share, each box in one pair, the closest pairs first."""
-    overlaps, pairs = overlap(wanted, found), []
+    overlaps, pairs = overlap(wanted, boxes), []
     while overlaps.numel() and float(overlaps.max()) >= least:
         row, column = divmod(int(overlaps.argmax()), overlaps.shape[1])
         pairs.append(float(overlaps[row, column]))

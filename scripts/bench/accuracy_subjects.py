@@ -59,7 +59,7 @@ def percent(right: Tensor) -> float:
 
 def joined(outputs: Any) -> Tensor:
     """All values of tensors in lists and tuples, in one row."""
-    return outputs.flatten() if isinstance(outputs, Tensor) else torch.cat([joined(one) for one in outputs])
+    return outputs.flatten() if isinstance(outputs, Tensor) else torch.cat([joined(output) for output in outputs])
 
 
 def agreement(a: Tensor, b: Tensor) -> dict[str, float]:
@@ -100,16 +100,16 @@ def _imagenet(name: str, calibrated: Sequence[str], judged: Sequence[str], count
 
 def sentences(folders: Sequence[Path], count: int) -> Subject:
     """MiniLM on docstrings: calibrated on 256, judged on 300 others, whose details are sought for each summary."""
-    found = docstrings(256 + 300)
-    data = [tokenize([f"{text.summary} {text.details}" for text in found[i : i + 8]]) for i in range(0, 256, 8)]
-    summaries = [tokenize([text.summary for text in found[i : i + 20]]) for i in range(256, len(found), 20)]
-    details = [tokenize([text.details for text in found[i : i + 20]]) for i in range(256, len(found), 20)]
+    texts = docstrings(256 + 300)
+    data = [tokenize([f"{text.summary} {text.details}" for text in texts[i : i + 8]]) for i in range(0, 256, 8)]
+    summaries = [tokenize([text.summary for text in texts[i : i + 20]]) for i in range(256, len(texts), 20)]
+    details = [tokenize([text.details for text in texts[i : i + 20]]) for i in range(256, len(texts), 20)]
 
     def outputs(calls: Calls) -> Tensor:
         return torch.cat([calls[0](*batch) for batch in (*summaries, *details)])
 
     def judge(a: Tensor, b: Tensor) -> dict[str, float]:
-        nearest = [queries @ answers.T for queries, answers in (made.chunk(2) for made in (a, b))]
+        nearest = [queries @ answers.T for queries, answers in (embeddings.chunk(2) for embeddings in (a, b))]
         cosines = torch.nn.functional.cosine_similarity(a.double(), b.double())
         return {
             "SQNR, dB": sqnr(a, b),
@@ -151,7 +151,7 @@ def faces(folders: Sequence[Path], count: int) -> Subject:
 
 
 def inputs_of(networks: Calls, pictures: Sequence[Tensor]) -> list[list[tuple[Tensor, ...]]]:
-    """What each of MTCNN's networks reads while these pictures are looked at."""
+    """Inputs of each of MTCNN's networks on these pictures."""
     seen: list[list[tuple[Tensor, ...]]] = [[] for _ in networks]
 
     def recording(i: int) -> Callable[[Tensor], Any]:
@@ -168,7 +168,7 @@ def inputs_of(networks: Calls, pictures: Sequence[Tensor]) -> list[list[tuple[Te
 
 def same_faces(a: Sequence[Tensor], b: Sequence[Tensor]) -> dict[str, float]:
     """Of the boxes found in each picture: how many are the same, how well they overlap, and how many are new."""
-    overlaps = [value for wanted, found in zip(a, b, strict=True) for value in matched(wanted, found)]
+    overlaps = [value for wanted, boxes in zip(a, b, strict=True) for value in matched(wanted, boxes)]
     return {
         "same faces": len(overlaps),
         "of": sum(map(len, a)),
@@ -182,9 +182,9 @@ def same_faces(a: Sequence[Tensor], b: Sequence[Tensor]) -> dict[str, float]:
 
 def voices(folders: Sequence[Path], count: int) -> Subject:
     """Resemblyzer's LSTM on spoken prompts, as demo_sequence.py calibrates and judges it."""
-    found = sequence_subjects.speech(folders, 10**6)
+    sounds = sequence_subjects.speech(folders, 10**6)
     judge = lambda a, b: {"SQNR, dB": sqnr(a, b), "mean cosine": cosine(a, b)}  # noqa: E731
-    return Subject(found.name, found.parts, found.outputs, judge)
+    return Subject(sounds.name, sounds.parts, sounds.outputs, judge)
 
 
 def pitches(folders: Sequence[Path], count: int) -> Subject:
@@ -222,7 +222,7 @@ def resolution(folders: Sequence[Path], count: int) -> Subject:
     pairs = list(held_out_pairs().values())
 
     def judge(a: Sequence[Tensor], b: Sequence[Tensor]) -> dict[str, float]:
-        quality = [psnr(made, pair.high) for made, pair in zip(b, pairs, strict=True)]
+        quality = [psnr(picture, pair.high) for picture, pair in zip(b, pairs, strict=True)]
         return {"PSNR, dB": sum(quality) / len(quality), "SQNR, dB": sqnr(joined(a), joined(b))}
 
     parts = [Part(load_demo_networks()[0], (pairs[0].low,), batches)]

@@ -31,7 +31,7 @@ class EngineCase(Case):
     sequence: bool = False
 
     def timed_at(self, batch: int) -> EngineCase:
-        """The same network, timed on so many samples."""
+        """Case of this network, timed on a batch of this size."""
         times = -(-batch // len(self.fresh))
         return dataclasses.replace(self, timed=torch.cat([self.fresh] * times)[:batch].contiguous())
 

@@ -87,11 +87,11 @@ def onnxruntime_own(case: EngineCase) -> Runner:
         path = _float_onnx(case, folder)
         if case.sequence:
             return _session(quantized_dynamic(path), case, "dynamic")
-        prepared, made = path.with_name("prepared.onnx"), path.with_name("int8.onnx")
+        prepared, quantized = path.with_name("prepared.onnx"), path.with_name("int8.onnx")
         quant_pre_process(path, prepared)
         quantize_static(
             prepared,
-            made,
+            quantized,
             _Reader(case),
             QuantFormat.QDQ,
             per_channel=True,
@@ -99,7 +99,7 @@ def onnxruntime_own(case: EngineCase) -> Runner:
             activation_type=QuantType.QUInt8,
             weight_type=QuantType.QInt8,
         )
-        return _session(made, case)
+        return _session(quantized, case)
 
 
 class _Reader:
@@ -122,7 +122,7 @@ def _float_onnx(case: EngineCase, folder: str) -> Path:
 def _open_sizes(case: EngineCase) -> dict[int, str]:
     """Names of the sizes that the calibration data does not share with the timed input, by axis."""
     shapes = zip(case.calibration()[0].shape, case.timed.shape, strict=True)
-    return {axis: f"size{axis}" for axis, (given, timed) in enumerate(shapes) if given != timed}
+    return {axis: f"size{axis}" for axis, (example_size, timed) in enumerate(shapes) if example_size != timed}
 
 
 def _session(path: Path, case: EngineCase, note: str = "") -> Runner:

@@ -44,14 +44,14 @@ from scripts.bench.torch_ao import RIGHT
 
 FASTEST = "fxq fastest"
 ROUNDS = 10
-LEAST_CALLS = 3
+MIN_CALLS = 3
 """In each round."""
 CLOCKS = {False: "median of wall time", True: "least CPU time"}
 
 
 @dataclass(frozen=True)
 class Cell:
-    """What one contender did with one network.
+    """Result of one contender on one network.
 
     Attributes:
         network, batch, contender: what was measured.
@@ -83,7 +83,7 @@ def serve(pipe: Connection, network: str, batch: int, contender: str, cpu_time: 
 
     The answers are the note, the seconds to get ready and the SQNR, or a text: why it failed; then lists of seconds.
     """
-    sys.path += map(str, folders)  # behind what is installed
+    sys.path += map(str, folders)  # after installed packages
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # tools print progress bars
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -96,8 +96,8 @@ def serve(pipe: Connection, network: str, batch: int, contender: str, cpu_time: 
         parts = [part for part in case.fresh.split(batch) if len(part) == batch] or [case.timed]
         with torch.no_grad():
             reference = torch.cat([case.model(part) for part in parts])
-            found = torch.cat([runner.call(_laid_out(part, runner.memory_format)) for part in parts])
-        pipe.send((runner.note, took, sqnr(reference, found)))
+            outputs = torch.cat([runner.call(_laid_out(part, runner.memory_format)) for part in parts])
+        pipe.send((runner.note, took, sqnr(reference, outputs)))
     except Exception as error:  # it fails in many ways; each is a result
         pipe.send(f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:70]}")
         return
@@ -107,7 +107,7 @@ def serve(pipe: Connection, network: str, batch: int, contender: str, cpu_time: 
             runner.call(x)  # the caches are those of another contender
             times: list[float] = []
             end = time.perf_counter() + seconds
-            while time.perf_counter() < end or len(times) < LEAST_CALLS:
+            while time.perf_counter() < end or len(times) < MIN_CALLS:
                 before = clock()
                 runner.call(x)
                 times.append(clock() - before)
@@ -139,11 +139,11 @@ class Process:
     def start(cls, cell: Cell, cpu_time: bool, folders: Sequence[Path]) -> Process:
         """Start it, and wait until it is ready or has failed."""
         context = _context()
-        pipe, other = context.Pipe()
+        pipe, child_end = context.Pipe()
         about = (cell.network, cell.batch, cell.contender)
-        worker = context.Process(target=serve, args=(other, *about, cpu_time, folders), daemon=True)
+        worker = context.Process(target=serve, args=(child_end, *about, cpu_time, folders), daemon=True)
         worker.start()
-        other.close()  # so that a process that dies is an end of file here
+        child_end.close()  # so that a process that dies is an end of file here
         try:
             answer = pipe.recv()
         except EOFError:
@@ -246,22 +246,23 @@ def summary(cells: Iterable[Cell]) -> str:
         if own and own.ms and own.right and best and best.ms:
             ratios.setdefault(batch, []).append(own.ms / best.ms)
             rows.append([network, batch, own.ms, own.note, best.ms, best.contender, own.ms / best.ms])
-    for batch, found in ratios.items():
-        rows.append([f"geometric mean of {len(found)}", batch, "", "", "", "", statistics.geometric_mean(found)])
+    for batch, batch_ratios in ratios.items():
+        mean = statistics.geometric_mean(batch_ratios)
+        rows.append([f"geometric mean of {len(batch_ratios)}", batch, "", "", "", "", mean])
     headers = ("network", "batch", f"{FASTEST}, ms", "", "best other, ms", "", "ratio")
     return tabulate(rows, headers=headers, floatfmt=("", "", ".3f", "", ".3f", "", ".2f"))
 
 
 def machine(cpu_time: bool) -> dict[str, str]:
-    """What the numbers were measured on, and how."""
+    """Description of the machine and the settings that the numbers belong to."""
     about = fxq.doctor(["reference"], progress=False).machine
-    found = {name: about[name] for name in ("CPU", "vectors", "VNNI", "AMX", "torch")}
+    facts = {name: about[name] for name in ("CPU", "vectors", "VNNI", "AMX", "torch")}
     for package in ("numba", "openvino", "onnxruntime", "nncf"):
         try:
-            found[package] = version(package)
+            facts[package] = version(package)
         except PackageNotFoundError:
-            found[package] = "not installed"
-    return {**found, "fxq": fxq.__version__, "times": f"{CLOCKS[cpu_time]}, one thread"}
+            facts[package] = "not installed"
+    return {**facts, "fxq": fxq.__version__, "times": f"{CLOCKS[cpu_time]}, one thread"}
 
 
 def read(path: Path, about: dict[str, str]) -> dict[tuple[str, int, str], Cell]:
@@ -311,10 +312,10 @@ def main() -> None:
     contenders = [name for name in CONTENDERS if name.startswith(tuple(arguments.contender or ("",)))]
     for name in arguments.only or CASES:
         for batch in arguments.batch or [1]:
-            found = measured(name, batch, contenders, arguments.seconds, arguments.cpu_time, arguments.folder)
-            print(table(found) + "\n", flush=True)
-            numbers += for_history(found)
-            cells.update({(cell.network, cell.batch, cell.contender): cell for cell in found})
+            rows = measured(name, batch, contenders, arguments.seconds, arguments.cpu_time, arguments.folder)
+            print(table(rows) + "\n", flush=True)
+            numbers += for_history(rows)
+            cells.update({(cell.network, cell.batch, cell.contender): cell for cell in rows})
             if arguments.json:
                 data = {"machine": about, "cells": [asdict(cell) for cell in cells.values()]}
                 arguments.json.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -70,8 +70,8 @@ def main(arguments: list[str] | None = None) -> None:
     numbers = [(options.network, f"time to {step}", duration, "s") for step, duration in seconds.items()]
     numbers.append((options.network, "file size, of the float file", size / float_size, "times"))
     history.append(options.history, "bench.files", numbers)
-    for what, found in seconds.items():
-        print(f"{what:<10} {found:8.2f} s")
+    for operation, times in seconds.items():
+        print(f"{operation:<10} {times:8.2f} s")
     print(f"loading is {seconds['quantize'] / seconds['load']:.0f} times as fast as quantizing")
     print(f"{'file':<10} {size / 1e6:8.1f} MB\n{'float':<10} {float_size / 1e6:8.1f} MB")
     print("the loaded model computes the same, bit for bit" if same else "THE LOADED MODEL COMPUTES OTHER NUMBERS")

@@ -79,11 +79,11 @@ def table() -> Iterator[Race]:
     """A sigmoid, and a PReLU of 50 channels."""
     look_up = Lookup.of(torch.sigmoid, "sigmoid", X, OUT)
     slopes = torch.rand(50)
-    each = Lookup.of(lambda x: F.prelu(x, slopes), "prelu", X, OUT, 50)
+    lookup = Lookup.of(lambda x: F.prelu(x, slopes), "prelu", X, OUT, 50)
     for size in (1_000, 16_000, 100_000, 1_000_000):
         x, image = integers(size), integers(1, 50, size // 50)
         yield Race("table", f"{size}", {"": bound(look_up, x), "float": in_float(torch.sigmoid, x)})
-        ways = {"": bound(each, image), "float": in_float(lambda x: F.prelu(x, slopes), image)}
+        ways = {"": bound(lookup, image), "float": in_float(lambda x: F.prelu(x, slopes), image)}
         yield Race("table", f"{size}, by channel", ways)
 
 
@@ -105,7 +105,7 @@ def mul() -> Iterator[Race]:
 
 
 def prelu() -> Iterator[Race]:
-    """A convolution with PReLU: both sides on integers, or in float behind it."""
+    """A convolution with PReLU: both sides on integers, or in float after it."""
     for channels, size in ((64, 112), (64, 56), (128, 28), (256, 14), (512, 7)):
         x, slope, options = integers(1, channels, size, size), torch.rand(channels), {"padding": 1}
         twice = OnednnConv(layer(channels, channels, 3, 3, post=Post("prelu"), slope=slope, **options))
@@ -196,7 +196,8 @@ def main() -> None:
                 rows.append([race.kernel, race.size, 1e6 * own, name, 1e6 * seconds, seconds / own])
     print(tabulate(rows, headers=["kernel", "size", "us", "other way", "us", "times"], floatfmt=".1f"))
     ratios = [
-        (f"{kernel}, {size}", f"times faster than {other}", ratio, "times") for kernel, size, _, other, _, ratio in rows
+        (f"{kernel}, {size}", f"times faster than {baseline}", ratio, "times")
+        for kernel, size, _, baseline, _, ratio in rows
     ]
     history.append(options.history, "bench.kernels", ratios)
 

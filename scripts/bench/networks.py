@@ -95,7 +95,7 @@ def digits_net(seconds: float) -> Iterator[Number]:
 
 
 def calibration(seconds: float) -> Iterator[Number]:
-    """What observers cost: a calibration forward of resnet18 against the float forward."""
+    """Cost of observers: a calibration forward of resnet18 relative to the float forward."""
     case = CASES["resnet18"]()
     model, x = case.model, case.fresh
     models: dict[str, nn.Module] = {"float": model}
@@ -137,7 +137,7 @@ def speed(
     name: str,
     model: nn.Module,
     qmodel: fxq.results.QuantizedModel,
-    what: str,
+    quantity: str,
     x: Tensor,
     least: float | None,
     seconds: float,
@@ -145,7 +145,7 @@ def speed(
     """How many times faster int8 is than float."""
     before, after = float_against_int8(model, qmodel, x, seconds)
     detail = f"{1e3 * before:.2f} ms → {1e3 * after:.2f} ms"
-    return Number(name, f"times faster, {what}", before / after, least=least, detail=detail)
+    return Number(name, f"times faster, {quantity}", before / after, least=least, detail=detail)
 
 
 def compression(name: str, model: nn.Module, qmodel: nn.Module) -> Iterator[Number]:
@@ -181,7 +181,7 @@ def as_data(number: Number) -> dict[str, object]:
 
 
 def machine() -> dict[str, str]:
-    """What the numbers were measured on."""
+    """Description of the machine that the numbers belong to."""
     cpu = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
@@ -208,13 +208,13 @@ def main() -> None:
     numbers = []
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as alone:
         for name in arguments.only or SUBJECTS:
-            found = alone.apply(measured, (name, arguments.seconds, arguments.network or ()))
-            print(table(found) + "\n", flush=True)
-            numbers += found
+            results = alone.apply(measured, (name, arguments.seconds, arguments.network or ()))
+            print(table(results) + "\n", flush=True)
+            numbers += results
     judged = [n for n in numbers if n.passed is not None]
     about = machine()
     print(f"{sum(n.passed is True for n in judged)} of {len(judged)} targets met. {', '.join(about.values())} thread.")
-    history.append(arguments.history, "bench.networks", [(n.subject, n.what, n.value, "") for n in numbers])
+    history.append(arguments.history, "bench.networks", [(n.subject, n.quantity, n.value, "") for n in numbers])
     if arguments.json is not None:
         data = {"machine": about, "numbers": [as_data(n) for n in numbers]}
         arguments.json.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -23,7 +23,7 @@ class Number:
     """
 
     subject: str
-    what: str
+    quantity: str
     value: float
     least: float | None = None
     most: float | None = None
@@ -50,7 +50,7 @@ Subject = Callable[[float], Iterator[Number]]
 
 def table(numbers: list[Number]) -> str:
     marks = {True: "pass", False: "FAIL", None: ""}
-    rows = [[n.subject, n.what, n.value, n.target, marks[n.passed], n.detail] for n in numbers]
+    rows = [[n.subject, n.quantity, n.value, n.target, marks[n.passed], n.detail] for n in numbers]
     return tabulate(rows, headers=["subject", "quantity", "measured", "target", "", "from"], floatfmt=".2f")
 
 

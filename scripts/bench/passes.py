@@ -4,7 +4,7 @@
     python -m scripts.bench.passes --network chain    one of them
     python -m scripts.bench.passes --profile lower    where one pass spends its time, at the largest size
     python -m scripts.bench.passes --optimize speed   the same with fallback pricing what it finds: float is faster on
-                                                      these tiny tensors, and the passes behind it have less to do
+                                                      these tiny tensors, and the passes after it have less to do
 
 The time is that of the thread on the CPU, the least of `--rounds` rounds. A round takes each size in turn, in a process
 of its own: a graph made where others were before finds memory that is there already, a larger one does not. The
@@ -40,12 +40,12 @@ from scripts.bench.timing import no_gc, threads
 from scripts.networks.generated import NETWORKS, Generated
 
 SIZES = (2_000, 20_000)
-MOST_GROWTH = 1.3
-LEAST_WALKS = 8
+MAX_GROWTH = 1.3
+MIN_WALKS = 8
 COUNTED_SHARE = 4
 AROUND, ALL = "around the passes", "all"
 RULE = (
-    f"PASS: the time per op grows less than {MOST_GROWTH}×. A pass that takes less than {LEAST_WALKS} bare walks is "
+    f"PASS: the time per op grows less than {MAX_GROWTH}×. A pass that takes less than {MIN_WALKS} bare walks is "
     "bound by the\ncaches, and judged by its calls, with the same bound."
 )
 Meter = Callable[[str, Callable[[], Any]], Any]
@@ -78,14 +78,14 @@ class BareWalk(fxq.Pass):
 
 
 def metered(step: fxq.Pass, meter: Meter) -> fxq.Pass:
-    """The same pass, measured. It counts as fxq's own: behind a user's, the whole graph is run and looked at again."""
+    """Timed copy of a pass. It counts as fxq's own: after a user's pass, the whole graph is run and checked again."""
 
     def run(self: fxq.Pass, rewriter: fxq.extend.Rewriter) -> None:
         meter(step.name, lambda: step.run(rewriter))
 
     about = {"name": step.name, "needs": step.needs, "gives": step.gives, "__module__": "fxq.passes.measured"}
-    made: fxq.Pass = type(type(step).__name__, (fxq.Pass,), {**about, "run": run})()
-    return made
+    timed_pass: fxq.Pass = type(type(step).__name__, (fxq.Pass,), {**about, "run": run})()
+    return timed_pass
 
 
 def recipe(meter: Meter, optimize: str) -> fxq.Recipe:
@@ -110,7 +110,7 @@ def quantize(model: Generated, chosen: fxq.Recipe, meter: Meter) -> None:
 
 
 def measured(network: str, ops: int, optimize: str, clock: Callable[[], float]) -> dict[str, float]:
-    """What every pass takes by this clock, per op, by name and in order."""
+    """Time of every pass by this clock, per op, by name and in order."""
     taken: dict[str, float] = {}
 
     def meter(name: str, work: Callable[[], Any]) -> Any:
@@ -143,26 +143,26 @@ def counting_calls() -> Iterator[Callable[[], float]]:
         sys.setprofile(None)
 
 
-def measure_here(network: str, ops: int, optimize: str, what: str) -> dict[str, float]:
+def measure_here(network: str, ops: int, optimize: str, quantity: str) -> dict[str, float]:
     """Microseconds or calls per op, by pass."""
     gc.collect()
     with threads(1):
         torch.manual_seed(0)
-        if what == "calls":
+        if quantity == "calls":
             with counting_calls() as clock:
                 return measured(network, ops, optimize, clock)
         taken = measured(network, ops, optimize, time.thread_time)
     return {name: 1e6 * seconds for name, seconds in taken.items()}
 
 
-def measure(network: str, ops: int, optimize: str, what: str) -> dict[str, float]:
-    """The same, in a process of its own."""
+def measure(network: str, ops: int, optimize: str, quantity: str) -> dict[str, float]:
+    """Result of `measure_here` in a separate process."""
     command = [
         sys.executable,
         "-m",
         "scripts.bench.passes",
         "--measure",
-        what,
+        quantity,
         "--network",
         network,
         "--sizes",
@@ -170,8 +170,8 @@ def measure(network: str, ops: int, optimize: str, what: str) -> dict[str, float
     ]
     command += ["--optimize", optimize]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    found: dict[str, float] = json.loads(done.stdout)
-    return found
+    seconds: dict[str, float] = json.loads(done.stdout)
+    return seconds
 
 
 def table(network: str, sizes: tuple[int, int], optimize: str, rounds: int) -> tuple[str, list[str]]:
@@ -182,16 +182,16 @@ def table(network: str, sizes: tuple[int, int], optimize: str, rounds: int) -> t
     rows, failed = [], []
     for name in times[0]:
         (small, large), (few, many) = [t[name] for t in times], [c[name] for c in calls]
-        by_calls = small < LEAST_WALKS * times[0][BareWalk.name]
+        by_calls = small < MIN_WALKS * times[0][BareWalk.name]
         growth = many / few if by_calls else large / small
-        verdict = ("PASS" if growth < MOST_GROWTH else "FAIL") + (" by calls" if by_calls else "")
+        verdict = ("PASS" if growth < MAX_GROWTH else "FAIL") + (" by calls" if by_calls else "")
         if name == BareWalk.name:
             verdict = "floor"
-        elif growth >= MOST_GROWTH:
+        elif growth >= MAX_GROWTH:
             failed.append(name)
         rows.append([name, small, large, f"{large / small:.2f}×", many, f"{many / few:.2f}×", verdict])
     sized = [f"{ops:,} ops" for ops in sizes]
-    headers = [f"{network}, per op", *(f"µs at {s}" for s in sized), "growth", "calls", "growth", f"< {MOST_GROWTH}×"]
+    headers = [f"{network}, per op", *(f"µs at {s}" for s in sized), "growth", "calls", "growth", f"< {MAX_GROWTH}×"]
     return tabulate(rows, headers=headers, floatfmt=".1f"), failed
 
 

@@ -1,4 +1,4 @@
-"""What training with fake quantization costs: a step, and its memory, beside the float model and torch.ao's QAT.
+"""Cost of training with fake quantization: time and memory of a step, beside the float model and torch.ao's QAT.
 
     python -m scripts.bench.qat                      all networks, on one thread
     python -m scripts.bench.qat --only fsrcnn        some
@@ -63,7 +63,7 @@ def frozen(trained: Any, x: Tensor) -> nn.Module:
 
 
 def of_torch_ao(model: nn.Module, x: Tensor) -> nn.Module:
-    """What torch.ao's FX graph mode makes of a model to train."""
+    """Model prepared for training by torch.ao's FX graph mode."""
     from torch.ao.quantization import get_default_qat_qconfig_mapping
     from torch.ao.quantization.quantize_fx import prepare_qat_fx
 
@@ -103,20 +103,20 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20.0, help="to time each network for")
     parser.add_argument("--cpu-time", action="store_true", help="least CPU time of a step, instead of the median time")
     history.add_argument(parser)
-    given = parser.parse_args()
-    statistic, clock = (min, time.thread_time) if given.cpu_time else (statistics.median, time.perf_counter)
+    arguments = parser.parse_args()
+    statistic, clock = (min, time.thread_time) if arguments.cpu_time else (statistics.median, time.perf_counter)
     warnings.simplefilter("ignore")
     rows, numbers = [], []
     with threads(1):
-        for name in given.only:
+        for name in arguments.only:
             torch.manual_seed(0)
             subject = SUBJECTS[name]
             model, x = subject.make().eval(), torch.rand(subject.shape)
-            made = dict(contenders(model, x))
-            steps = {who: step_of(trained, x) for who, trained in made.items()}
-            seconds = interleaved(steps, given.seconds, statistic, clock)
-            memory = {who: held(trained, x) for who, trained in made.items()}
-            for who in made:
+            models = dict(contenders(model, x))
+            steps = {who: step_of(trained, x) for who, trained in models.items()}
+            seconds = interleaved(steps, arguments.seconds, statistic, clock)
+            memory = {who: held(trained, x) for who, trained in models.items()}
+            for who in models:
                 times, more = seconds[who] / seconds["float"], memory[who] / memory["float"]
                 numbers += [
                     (f"{name}, {who}", f"{kind} of a step, of float", ratio, "times")
@@ -126,9 +126,9 @@ def main() -> None:
                     (name, who, f"{1e3 * seconds[who]:.0f}", f"{times:.2f}", f"{memory[who] / 1e6:.0f}", f"{more:.2f}")
                 )
     print(tabulate(rows, ("network", "trained by", "ms a step", "times float", "MB", "times float"), tablefmt="github"))
-    history.append(given.history, "bench.qat", numbers)
+    history.append(arguments.history, "bench.qat", numbers)
     machine = fxq.doctor().machine
-    print(f"{machine['CPU']}, {machine['vectors']}, one thread{', CPU time' if given.cpu_time else ''}")
+    print(f"{machine['CPU']}, {machine['vectors']}, one thread{', CPU time' if arguments.cpu_time else ''}")
 
 
 if __name__ == "__main__":

@@ -76,7 +76,7 @@ def main() -> None:
             numbers += measure(name)
             print(f"{name} done", file=sys.stderr)
     print(table(numbers))
-    history.append(arguments.history, "bench.report", [(n.subject, n.what, n.value, "") for n in numbers])
+    history.append(arguments.history, "bench.report", [(n.subject, n.quantity, n.value, "") for n in numbers])
     failed = sum(number.passed is False for number in numbers)
     print(f"{failed} of {sum(number.passed is not None for number in numbers)} targets missed")
     sys.exit(failed > 0)
@@ -108,9 +108,9 @@ def shares(model: nn.Module, data: list[Tensor], recipe: fxq.Recipe) -> dict[str
     with no_gc():  # a collection would be counted for the function that it happens in
         profile.runcall(fxq.quantize, model, recipe, data=data)
     stats = pstats.Stats(profile)
-    seconds = {(Path(file).name, name): found[3] for (file, _, name), found in stats.stats.items() if FXQ in file}
+    seconds = {(Path(file).name, name): stat[3] for (file, _, name), stat in stats.stats.items() if FXQ in file}
     return {
-        what: 100 * sum(seconds.get(f, 0.0) for f in functions) / stats.total_tt for what, functions in WORK.items()
+        task: 100 * sum(seconds.get(f, 0.0) for f in functions) / stats.total_tt for task, functions in WORK.items()
     }
 
 
@@ -122,9 +122,9 @@ def in_the_browser(name: str, path: Path) -> Iterator[Number]:
         print("no steps: Playwright is not installed (pip install playwright)", file=sys.stderr)
         return
     with sync_playwright() as playwright:
-        found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+        executable = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
         try:
-            browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
+            browser = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox"])
         except Error as error:
             print(f"no steps: Chromium does not start: {error.message}", file=sys.stderr)
             return

@@ -1,4 +1,4 @@
-"""What other tools make of a model by dynamic quantization: torch.ao, torchao and ONNX Runtime, where installed.
+"""Dynamic quantization by other tools: torch.ao, torchao and ONNX Runtime, where installed.
 
 Each with its own defaults. torch.ao comes with torch; the others are no dependency, and are used where they are found.
 """
@@ -45,16 +45,16 @@ Make = Callable[[nn.Module, Sequence[Tensor]], Made]
 
 def rivals(engines: bool = False) -> dict[str, Make]:
     """The tools that are installed, by name; `engines`: torch.ao once with each engine of this machine."""
-    found: dict[str, Make] = {"torch.ao dynamic": torch_ao()}
+    makers: dict[str, Make] = {"torch.ao dynamic": torch_ao()}
     if engines:
         supported = [engine for engine in torch.backends.quantized.supported_engines if engine != "none"]
-        found = {f"torch.ao dynamic, {engine}": torch_ao(engine) for engine in supported}
+        makers = {f"torch.ao dynamic, {engine}": torch_ao(engine) for engine in supported}
     if find_spec("torchao"):
-        found["torchao dynamic"] = torchao
+        makers["torchao dynamic"] = torchao
     if find_spec("onnxruntime") and find_spec("onnx"):
-        found["ONNX Runtime float"] = onnx_runtime(quantized=False)
-        found["ONNX Runtime dynamic"] = onnx_runtime(quantized=True)
-    return found
+        makers["ONNX Runtime float"] = onnx_runtime(quantized=False)
+        makers["ONNX Runtime dynamic"] = onnx_runtime(quantized=True)
+    return makers
 
 
 def torch_ao(engine: str | None = None) -> Make:
@@ -68,12 +68,12 @@ def torch_ao(engine: str | None = None) -> Make:
             warnings.simplefilter("ignore")  # deprecated, both the workflow and its dtypes
             from torch.ao.quantization import quantize_dynamic
 
-            made = quantize_dynamic(copy.deepcopy(model), kinds, dtype=torch.qint8)
-            size = saved(made)
+            quantized = quantize_dynamic(copy.deepcopy(model), kinds, dtype=torch.qint8)
+            size = saved(quantized)
 
         def call(*inputs: Tensor) -> Any:
             torch.backends.quantized.engine = chosen  # qnnpack reads it when it runs
-            return made(*inputs)
+            return quantized(*inputs)
 
         return Made(call, size)
 
@@ -85,9 +85,9 @@ def torchao(model: nn.Module, example: Sequence[Tensor]) -> Made:
     logging.getLogger("torchao").setLevel(logging.CRITICAL)  # it tells of kernels for other devices
     from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
 
-    made = copy.deepcopy(model)
-    quantize_(made, Int8DynamicActivationInt8WeightConfig())
-    return Made(made, saved(made))
+    quantized = copy.deepcopy(model)
+    quantize_(quantized, Int8DynamicActivationInt8WeightConfig())
+    return Made(quantized, saved(quantized))
 
 
 def onnx_runtime(quantized: bool) -> Make:
@@ -120,7 +120,7 @@ def onnx_call(session: Any) -> Call:
 
 
 def input_names(inputs: Sequence[Tensor]) -> list[str]:
-    """What the inputs of a network are called in its ONNX file."""
+    """Names of the inputs of a network in its ONNX file."""
     return [f"input{i}" for i in range(len(inputs))]
 
 
@@ -142,13 +142,13 @@ def write_float_onnx(
 
 
 def quantized_dynamic(path: Path) -> Path:
-    """What ONNX Runtime's `quantize_dynamic` makes of an ONNX file: another one beside it."""
+    """Quantize an ONNX file with ONNX Runtime's `quantize_dynamic`, into another file beside it."""
     from onnxruntime.quantization import quantize_dynamic
 
     logging.disable(logging.WARNING)  # it advises to preprocess, which changes nothing here
-    quantize_dynamic(path, made := path.with_name("int8.onnx"))
+    quantize_dynamic(path, quantized := path.with_name("int8.onnx"))
     logging.disable(logging.NOTSET)
-    return made
+    return quantized
 
 
 def onnx_session(model: bytes, sizes: Mapping[str, int] = MappingProxyType({}), optimized: bool = True) -> Any:

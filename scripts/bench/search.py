@@ -1,4 +1,4 @@
-"""What `fxq.search` finds for EfficientNet-Lite0, and what it costs: layers in float, candidates, milliseconds.
+"""Results and cost of `fxq.search` on EfficientNet-Lite0: layers in float, candidates, milliseconds.
 
     python -m scripts.bench.search --install build/accuracy    fetch the network and pictures, then run: half an hour
     python -m scripts.bench.search --folder build/accuracy     run with what was fetched
@@ -37,11 +37,11 @@ class Agreement:
         self.classes = torch.cat([logits.argmax(1) for logits in self.logits(model)])
 
     def __call__(self, model: nn.Module) -> float:
-        found = torch.cat([logits.argmax(1) for logits in self.logits(model)])
-        return 100 * float((found == self.classes).double().mean())
+        classes = torch.cat([logits.argmax(1) for logits in self.logits(model)])
+        return 100 * float((classes == self.classes).double().mean())
 
     def logits(self, model: nn.Module) -> list[Tensor]:
-        """What a model says of each batch."""
+        """Logits of a model for each batch."""
         with torch.no_grad():
             return [model(batch) for batch in self.batches]
 
@@ -60,22 +60,22 @@ def main() -> None:
     start = time.perf_counter()
     with threads(1):
         metric = Agreement(model, crops_of(PHOTOGRAPHS, arguments.crops, "search"))
-        found = fxq.search(model, "static", data, metric, target=arguments.drop)
-    print(found)
+        result = fxq.search(model, "static", data, metric, target=arguments.drop)
+    print(result)
     print(f"the search took {time.perf_counter() - start:.0f} s")
-    print(tabulate(judged(model, found, data, crops_of(PHOTOGRAPHS, arguments.fresh, "judged")), HEADERS))
-    print(f"candidates are drawn in {found.render(OUT / 'search.svg')}")
+    print(tabulate(judged(model, result, data, crops_of(PHOTOGRAPHS, arguments.fresh, "judged")), HEADERS))
+    print(f"candidates are drawn in {result.render(OUT / 'search.svg')}")
 
 
 def judged(
-    model: nn.Module, found: fxq.results.SearchResult, data: Sequence[Tensor], fresh: Tensor, seconds: float = 10.0
+    model: nn.Module, result: fxq.results.SearchResult, data: Sequence[Tensor], fresh: Tensor, seconds: float = 10.0
 ) -> list[tuple[str, ...]]:
     """Float, the default recipe and the one that was found: on crops that nothing has seen, and on this CPU's kernels.
 
     All layers that the search left on integers run so, whether that is faster or not.
     """
     judge = Agreement(model, fresh)
-    recipes = {"default": fxq.Recipe.static(optimize="coverage"), "found": found.recipe.with_optimize("coverage")}
+    recipes = {"default": fxq.Recipe.static(optimize="coverage"), "found": result.recipe.with_optimize("coverage")}
     kernels = {name: fxq.quantize(model, recipe, data=data) for name, recipe in recipes.items()}
     exact = {name: fxq.quantize(model, recipe.with_backend("reference"), data=data) for name, recipe in recipes.items()}
     x = data[0][:1].to(memory_format=torch.channels_last)
@@ -86,9 +86,9 @@ def judged(
     rows = []
     for name, median in times.items():
         numbers = agreement(expected, torch.cat(judge.logits(exact.get(name, model))))
-        floats = len(found.floats) if name == "found" else found.layers if name == "float" else 0
+        floats = len(result.floats) if name == "found" else result.layers if name == "float" else 0
         told = f"{numbers['agreement, %']:.1f} ± {numbers['± points']:.1f} %", f"{numbers['SQNR, dB']:.1f} dB"
-        rows.append((name, f"{floats} of {found.layers}", *told, f"{1e3 * median:.1f} ms"))
+        rows.append((name, f"{floats} of {result.layers}", *told, f"{1e3 * median:.1f} ms"))
     return rows
 
 

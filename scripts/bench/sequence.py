@@ -34,7 +34,7 @@ from scripts.bench.sequence_recipes import RECIPES, on_integers
 from scripts.bench.timing import interleaved, threads
 from scripts.networks.sequence import Bert, Recurrent
 
-FLOAT = "float"
+FLOAT_QUANTIZER = "float"
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Entry:
-    """What one quantizer made of a network.
+    """Result of one quantizer on a network.
 
     Attributes:
         name: the quantizer.
@@ -112,7 +112,7 @@ def measured(name: str, seconds: float, wanted: tuple[str, ...]) -> tuple[list[l
     rows: list[list[object]] = []
     for entry in entries:
         taken = times.get(entry.name)
-        speed = [1e3 * taken, times[FLOAT] / taken] if taken else ["", ""]
+        speed = [1e3 * taken, times[FLOAT_QUANTIZER] / taken] if taken else ["", ""]
         sizes = [_share(entry.memory, before.memory), _share(entry.file, before.file)]
         noise = "" if entry is before or not entry.call else entry.noise
         rows.append([entry.name, *speed, noise, *sizes, entry.note])
@@ -127,7 +127,7 @@ def made(case: Case, wanted: tuple[str, ...]) -> Iterator[Entry]:
     """The float network, and what every quantizer makes of it, judged on an input that it has not seen."""
     example, data, fresh = case.draw(), [case.draw() for _ in range(8)], case.draw()
     expected = case.model(fresh)
-    yield Entry(FLOAT, case.model, memory=fxq.results.nbytes(case.model), file=saved(case.model))
+    yield Entry(FLOAT_QUANTIZER, case.model, memory=fxq.results.nbytes(case.model), file=saved(case.model))
     own = {name: recipe for name, recipe in RECIPES.items() if name.startswith(wanted)}
     for name, recipe in own.items():
         try:
@@ -144,8 +144,8 @@ def made(case: Case, wanted: tuple[str, ...]) -> Iterator[Entry]:
         if not name.startswith(wanted):
             continue
         try:
-            found = make(case.model, (example,))
-            yield Entry(name, found.call, sqnr(expected, found.call(fresh)), file=found.nbytes)
+            quantized = make(case.model, (example,))
+            yield Entry(name, quantized.call, sqnr(expected, quantized.call(fresh)), file=quantized.nbytes)
         except Exception as error:  # it fails in many ways; each is a result
             yield Entry(name, note=_failed(error))
 
@@ -163,26 +163,26 @@ def _failed(error: Exception) -> str:
 
 
 def judged(name: str, case: Case, entries: Mapping[str, Entry], times: Mapping[str, float]) -> Iterator[Number]:
-    """What has a target."""
+    """Records of the numbers that have a target."""
     own = [quantizer for quantizer in RECIPES if quantizer in times]
     dynamic = [quantizer for quantizer in own if quantizer.startswith("fxq dynamic")]
     for quantizer in own:
-        ratio = times[FLOAT] / times[quantizer]
+        ratio = times[FLOAT_QUANTIZER] / times[quantizer]
         least = case.faster if quantizer in dynamic else 0.97
         yield Number(name, f"{quantizer}: times faster than float", ratio, least=least)
     engines = [engine for engine in times if engine.startswith("torch.ao ")]
     for quantizer in dynamic:
         if engines:
             best = min(engines, key=times.__getitem__)
-            what, detail = f"{quantizer}: times faster than torch.ao", f"{best}, {entries[best].noise:.1f} dB"
-            yield Number(name, what, times[best] / times[quantizer], 1.0, detail=detail)
+            quantity, detail = f"{quantizer}: times faster than torch.ao", f"{best}, {entries[best].noise:.1f} dB"
+            yield Number(name, quantity, times[best] / times[quantizer], 1.0, detail=detail)
         if case.sqnr is not None:
             yield Number(name, f"{quantizer}: SQNR, dB", entries[quantizer].noise, least=case.sqnr)
     for quantizer, most in case.sizes.items():
         if quantizer in times:
-            for what, part in (("memory", entries[quantizer].memory), ("state dict", entries[quantizer].file)):
-                whole = entries[FLOAT].memory if what == "memory" else entries[FLOAT].file
-                yield Number(name, f"{quantizer}: share of float, {what}", (part or 0) / (whole or 1), most=most)
+            for quantity, part in (("memory", entries[quantizer].memory), ("state dict", entries[quantizer].file)):
+                whole = entries[FLOAT_QUANTIZER].memory if quantity == "memory" else entries[FLOAT_QUANTIZER].file
+                yield Number(name, f"{quantizer}: share of float, {quantity}", (part or 0) / (whole or 1), most=most)
 
 
 HEADERS = ("quantizer", "ms", "times faster", "SQNR, dB", "memory, MB", "file, MB", "")
@@ -202,14 +202,14 @@ def main() -> None:
     numbers, tables = [], {}
     with multiprocessing.get_context("spawn").Pool(1, _add_folders, (arguments.folder,), maxtasksperchild=1) as alone:
         for name in arguments.only or CASES:
-            rows, found = alone.apply(measured, (name, arguments.seconds, tuple(arguments.quantizer or ("",))))
+            rows, results = alone.apply(measured, (name, arguments.seconds, tuple(arguments.quantizer or ("",))))
             tables[name] = [dict(zip(HEADERS, row, strict=True)) for row in rows]
-            numbers += found
+            numbers += results
             print(tabulate(rows, headers=(name, *HEADERS[1:]), floatfmt=".2f"), end="\n\n", flush=True)
     print(table(numbers))
     about = fxq.doctor(["reference"], progress=False).machine
     print(f"\n{about['CPU']}, {about['vectors']}, VNNI: {about['VNNI']}, AMX: {about['AMX']}, torch {about['torch']}")
-    history.append(arguments.history, "bench.sequence", [(n.subject, n.what, n.value, "") for n in numbers])
+    history.append(arguments.history, "bench.sequence", [(n.subject, n.quantity, n.value, "") for n in numbers])
     if arguments.json is not None:
         data = {"machine": about, "numbers": [as_data(number) for number in numbers], "tables": tables}
         arguments.json.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -218,7 +218,7 @@ def main() -> None:
 def _add_folders(folders: list[Path]) -> None:
     import sys
 
-    sys.path += map(str, folders)  # behind what is installed
+    sys.path += map(str, folders)  # after installed packages
 
 
 if __name__ == "__main__":

@@ -23,8 +23,8 @@ def on_integers(qmodel: fxq.results.QuantizedModel) -> str:
     """How many ops compute on integers, or have integer weights, and their share of the multiply-accumulates."""
     ledger = qmodel.ledger
     counts = [
-        f"{len(found)} {precision}"
+        f"{len(entries)} {precision}"
         for precision in ("int8", "weight-only")
-        if (found := ledger.where(precision=precision))
+        if (entries := ledger.where(precision=precision))
     ]
     return f"{', '.join(counts) or 'all float'}: {100 * ledger.coverage:.0f} % of MACs int8"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 
 WARM_UP = 3
-LEAST_ROUNDS = 5
+MIN_ROUNDS = 5
 
 
 @contextmanager
@@ -49,11 +49,11 @@ def interleaved(
     """Median time of each call in seconds. Every round runs each call once, in an order drawn anew.
 
     In a fixed or turning order a call always follows the same other one, and finds the caches as that one leaves them:
-    a small model behind the float one is slower than behind a model that shares its code.
+    a small model after the float one is slower than after a model that shares its code.
 
     Args:
         calls: what to time, by name.
-        seconds: how long to go on, warm-up left out; at least `LEAST_ROUNDS` rounds.
+        seconds: how long to go on, warm-up left out; at least `MIN_ROUNDS` rounds.
         statistic: what is given of a call's times instead of the median: `min` where other programs run.
         clock: what is read before and after a call: `time.thread_time` leaves out what other programs take of a call
             that runs on this thread alone.
@@ -66,7 +66,7 @@ def interleaved(
                 call()
         with no_gc():
             end = time.perf_counter() + seconds
-            while time.perf_counter() < end or len(times[names[0]]) < LEAST_ROUNDS:
+            while time.perf_counter() < end or len(times[names[0]]) < MIN_ROUNDS:
                 order.shuffle(names)
                 for name in names:
                     start = clock()

@@ -30,13 +30,13 @@ AGAINST = "times faster than torch.ao"
 AGAINST_ANY = "times faster than torch.ao, right or wrong"
 RIGHT = 10.0
 """A broken kernel gives below 5 dB; the sound ones reach 10 to 14 on deep random networks, which pass on all noise."""
-CLOSE = 2.0
+MAX_SQNR_GAP_DB = 2.0
 """An engine that is so many times slower than the fastest in a few runs is not timed further."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What one engine made of a network.
+    """Result of one engine on a network.
 
     Attributes:
         engine: the engine's name.
@@ -60,7 +60,7 @@ def against_torch_ao(seconds: float, networks: Sequence[str] = ()) -> Iterator[N
     ratios: dict[str, float] = {}
     for name in networks or CASES:
         for number in _compare(name, CASES[name](), seconds):
-            if number.what == AGAINST:
+            if number.quantity == AGAINST:
                 ratios[name] = number.value
             yield number
         gc.collect()  # the graph modules of a network hold each other
@@ -82,7 +82,7 @@ def _compare(name: str, case: Case, seconds: float) -> list[Number]:
         close = {
             e.engine: partial(e.run, case.timed.to(memory_format=e.memory_format))
             for e in entries
-            if e.run and e.seconds <= CLOSE * _fastest(entries, e.right)
+            if e.run and e.seconds <= MAX_SQNR_GAP_DB * _fastest(entries, e.right)
         }
         case.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         own = {"float": lambda: case.model(picture), "fxq": lambda: qmodel(picture)}
@@ -97,18 +97,18 @@ def _compare(name: str, case: Case, seconds: float) -> list[Number]:
         detail = entry.detail if entry.engine in close or not entry.run else f"{entry.detail}, best of a few runs"
         numbers.append(Number(name, f"torch.ao {entry.engine}, ms", taken, detail=detail))
     numbers.append(Number(name, "times faster than float", before / after, least=1.0))
-    for what, least, engines in (
+    for quantity, least, engines in (
         (AGAINST, 0.95, [entry.engine for entry in entries if entry.right and entry.engine in close]),
         (AGAINST_ANY, None, list(close)),
     ):
         if engines:
             best = min(engines, key=medians.__getitem__)
-            numbers.append(Number(name, what, medians[best] / after, least, detail=best))
+            numbers.append(Number(name, quantity, medians[best] / after, least, detail=best))
     return numbers
 
 
 def every_engine(case: Case, reference: Tensor) -> list[Entry]:
-    """What each engine makes of a network; `reference`: what the float one gives for `case.fresh`."""
+    """Results of each engine on a network; `reference` is the float output for `case.fresh`."""
     return [_entry(engine, case, reference) for engine in torch.backends.quantized.supported_engines]
 
 

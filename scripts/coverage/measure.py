@@ -1,4 +1,4 @@
-"""What run_coverage.py measures of one model."""
+"""Measurements of one model for `scripts/coverage/run.py`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EXACT = "reference"
 """The backend without kernels. Others are not asked beside it: what the passes do is quickly seen."""
 CALIBRATION, FRESH = 2, 3
 """Batches to calibrate with, and others to judge on: the noise of one is that of a few values."""
-ENOUGH = 20.0
+MIN_SQNR_DB = 20.0
 """dB. Below it, other quantizers are asked whether the network can be quantized any better."""
 MARGIN, BETWEEN = 1.0, 6.0
 """dB that fxq may be below torch.ao and still be as good, and below a rounding that leaves out all between layers."""
@@ -35,7 +35,7 @@ MARGIN, BETWEEN = 1.0, 6.0
 
 @dataclass
 class Result:
-    """What became of one model; every number is None where it was not measured.
+    """Result of one model; a number is None if it was not measured.
 
     Attributes:
         model: its name.
@@ -96,10 +96,10 @@ class Result:
 
     @property
     def verdict(self) -> str:
-        """`ok`; `ill-conditioned`: rounding is more than this network takes, whoever does it; else what is wrong.
+        """`ok`; `ill-conditioned`: rounding alone costs this network too much, with any tool; else the failure.
 
-        Nobody gets a network right that is below `ENOUGH` when its layers alone are rounded. fxq then has to be as good
-        as torch.ao where that runs, and near the rounding alone; else the loss is in what it does between the layers.
+        No tool quantizes a network well that is below `MIN_SQNR_DB` when only its layers are rounded. fxq then has to
+        be as good as torch.ao, where that runs, and near the rounding alone; otherwise it loses accuracy between layers.
         """
         if self.stage != "done":
             return f"fails to {self.stage}"
@@ -107,9 +107,9 @@ class Result:
             return f"{len(self.put_back)} wrong kernels"
         if self.sqnr is None or self.kernels is None or math.isnan(self.sqnr) or math.isnan(self.kernels):
             return "not finite"
-        if self.sqnr >= ENOUGH:
+        if self.sqnr >= MIN_SQNR_DB:
             return "ok"
-        if self.rounding is None or self.rounding >= ENOUGH + MARGIN:
+        if self.rounding is None or self.rounding >= MIN_SQNR_DB + MARGIN:
             return "inaccurate"
         least = self.rounding - BETWEEN
         if self.torch_ao is not None:
@@ -133,7 +133,7 @@ class KeepQdq(fxq.Pass):
 
 @dataclass(frozen=True)
 class KeepPlain(KeepQdq):
-    """The same, of the graph that no pass has mended yet."""
+    """SQNR of the graph before any pass corrects it."""
 
     name = "keep-plain"
 
@@ -186,7 +186,7 @@ def _steps(subject: Subject, options: Mapping[str, str], further: Sequence[str],
     result.kernels = sqnr(outputs(keep.seen[0], fresh), got)
     result.plain = sqnr(expected, outputs(plain.seen[0], fresh))
     del keep, plain
-    if not result.sqnr >= ENOUGH and options["backend"] != EXACT:
+    if not result.sqnr >= MIN_SQNR_DB and options["backend"] != EXACT:
         result.torch_ao = torch_ao(model, data, fresh, expected)
         result.rounding = rounding(model, data, fresh, expected)
     for name in further:
@@ -241,22 +241,22 @@ def _read_ledger(qmodel: fxq.results.QuantizedModel, result: Result) -> None:
 
 
 def _read_regions(qmodel: fxq.results.QuantizedModel, kernel: str, result: Result) -> None:
-    """What kernels of this name run, and which ops run in PyTorch beside them, most frequent first."""
+    """Layers that kernels of this name run, and the ops that run in PyTorch beside them, most frequent first."""
     graph = qmodel.history[-1].graph
     kernels = {node.name for node in graph if node.label == kernel}
-    found: Counter[str] = Counter()
+    kernel_counts: Counter[str] = Counter()
     for node in graph:
         part = node.label == "getitem" and not node.options and node.inputs[0] in kernels
         if node.kind not in ("io", "constant", "size") and node.shape is not None and not part:
             (why, *_) = node.reason.splitlines() or [""]
-            found[f"{node.label}: {why[:80]}"] += node.name not in kernels
-    result.regions, result.outside = len(kernels), dict((+found).most_common())
+            kernel_counts[f"{node.label}: {why[:80]}"] += node.name not in kernels
+    result.regions, result.outside = len(kernels), dict((+kernel_counts).most_common())
 
 
 def _heavy(ledger: fxq.results.Ledger) -> dict[str, float]:
     """The reasons for float of ops that multiply and accumulate, with the share of all that is."""
     total = max(sum(entry.macs for entry in ledger), 1)
-    found: dict[str, float] = {}
+    shares: dict[str, float] = {}
     for entry in ledger.where(lambda entry: entry.precision == "float" and entry.macs > 0):
-        found[entry.reason] = found.get(entry.reason, 0.0) + entry.macs / total
-    return found
+        shares[entry.reason] = shares.get(entry.reason, 0.0) + entry.macs / total
+    return shares

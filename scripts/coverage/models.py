@@ -305,8 +305,8 @@ def _transformers(name: str, model: str, inputs: Callable[..., Any], options: di
         import transformers
 
         kind = getattr(transformers, model)
-        made: nn.Module = kind(kind.config_class(**options))
-        return made
+        network: nn.Module = kind(kind.config_class(**options))
+        return network
 
     return Subject("transformers", name, make, inputs)
 

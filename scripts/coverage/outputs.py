@@ -1,4 +1,4 @@
-"""What a model returns for batches, and how far that is from what another one returns."""
+"""Outputs of a model for batches, and their distance from those of another model."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def call(model: nn.Module, batch: Any) -> Any:
 
 def outputs(model: nn.Module, batches: Sequence[Any]) -> list[Tensor]:
     """Every float tensor that the model returns, in order, its values over all batches in one row."""
-    found = zip(*(tensors(call(model, batch)) for batch in batches), strict=True)
-    return [torch.cat([tensor.flatten() for tensor in same]) for same in found]
+    outputs = zip(*(tensors(call(model, batch)) for batch in batches), strict=True)
+    return [torch.cat([tensor.flatten() for tensor in same]) for same in outputs]
 
 
 def tensors(value: Any) -> Iterator[Tensor]:

@@ -44,7 +44,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from scripts.coverage.measure import ENGINES, ENOUGH, EXACT, Result, measure
+from scripts.coverage.measure import ENGINES, EXACT, MIN_SQNR_DB, Result, measure
 from scripts.coverage.models import SUBJECTS, SUITES, Subject, load
 
 
@@ -76,16 +76,16 @@ def _work(name: str, options: dict[str, str], further: Sequence[str], sender: Co
 
 def installed(suites: Sequence[str], demanded: bool) -> list[str]:
     """The suites whose package is there; it is imported. `demanded`: one that is missing ends the script."""
-    found = []
+    results = []
     for suite in suites:
         try:
             load(suite)
-            found.append(suite)
+            results.append(suite)
         except SystemExit as error:
             if demanded:
                 raise
             print(f"left out: {error}", file=sys.stderr)
-    return found
+    return results
 
 
 def row(result: Result) -> dict[str, str]:
@@ -122,8 +122,8 @@ def remark(result: Result) -> str:
     """Why there is no ONNX file; how other quantizers do; with an engine, what most often stays outside."""
     if result.onnx:
         return f"no ONNX: {result.onnx[:100]}"
-    known = {"torch.ao": result.torch_ao, "rounding alone": result.rounding}
-    others = [f"{name} {decibels(value)}" for name, value in known.items() if value is not None]
+    baselines = {"torch.ao": result.torch_ao, "rounding alone": result.rounding}
+    others = [f"{name} {decibels(value)}" for name, value in baselines.items() if value is not None]
     return ", ".join([*others, *(reason[:100] for reason in list(result.outside)[:1])])
 
 
@@ -144,7 +144,7 @@ def summary(results: Sequence[Result]) -> str:
                 "without leaves": sum(not r.leaves for r in done),
                 "int8 MACs, median": f"{median(macs):.0f} %" if macs else "",
                 "wrong kernels": sum(len(r.put_back) for r in done),
-                f"SQNR ≥ {ENOUGH:.0f} dB": _enough(r.sqnr for r in done),
+                f"SQNR ≥ {MIN_SQNR_DB:.0f} dB": _enough(r.sqnr for r in done),
                 "median dB": f"{median(r.sqnr or 0.0 for r in done):.1f}" if done else "",
                 "plain": f"{median(r.plain or 0.0 for r in done):.1f}" if done else "",
                 **({"ONNX": sum(r.onnx == "" for r in done)} if any(r.onnx is not None for r in done) else {}),
@@ -155,8 +155,8 @@ def summary(results: Sequence[Result]) -> str:
                     {"whole in one region": sum(r.whole for r in done)}
                     if any(r.regions is not None for r in done)
                     else {
-                        f"dynamic ≥ {ENOUGH:.0f} dB": _enough(r.dynamic for r in done),
-                        f"weight-only ≥ {ENOUGH:.0f} dB": _enough(r.weight_only for r in done),
+                        f"dynamic ≥ {MIN_SQNR_DB:.0f} dB": _enough(r.dynamic for r in done),
+                        f"weight-only ≥ {MIN_SQNR_DB:.0f} dB": _enough(r.weight_only for r in done),
                     }
                 ),
                 "seconds, median": f"{median(r.seconds or 0.0 for r in done):.1f}" if done else "",
@@ -166,7 +166,7 @@ def summary(results: Sequence[Result]) -> str:
 
 
 def _enough(values: Iterable[float | None]) -> int:
-    return sum(value is not None and value >= ENOUGH for value in values)
+    return sum(value is not None and value >= MIN_SQNR_DB for value in values)
 
 
 def reasons(results: Sequence[Result]) -> str:

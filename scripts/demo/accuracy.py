@@ -65,7 +65,7 @@ def show(name: str, subject: Subject, out: Path, console: Console) -> None:
     calls = [part.model for part in subject.parts]
     with console.status("float"):
         expected = subject.outputs(calls)
-    made = []
+    qmodels = []
     for part in subject.parts:
         start = time.perf_counter()
         qmodel = fxq.quantize(part.model, data=part.data, example_inputs=part.example)
@@ -75,12 +75,12 @@ def show(name: str, subject: Subject, out: Path, console: Console) -> None:
         folder = out / kind if len(subject.parts) > 1 else out
         draw_history(qmodel.history, folder)
         qmodel.report(folder / "report.html", example_inputs=part.example)
-        made.append(qmodel)
+        qmodels.append(qmodel)
     with console.status("int8"):
-        found = subject.outputs(made)
-    console.print(quality(subject.judge(expected, expected), subject.judge(expected, found)))
+        outputs = subject.outputs(qmodels)
+    console.print(quality(subject.judge(expected, expected), subject.judge(expected, outputs)))
     if name in PICTURES:
-        PICTURES[name](calls, made).save(out / "picture.png")
+        PICTURES[name](calls, qmodels).save(out / "picture.png")
 
 
 def quality(before: dict[str, float], after: dict[str, float]) -> Table:
@@ -94,19 +94,19 @@ def quality(before: dict[str, float], after: dict[str, float]) -> Table:
 # ---- pictures
 
 
-def framed_faces(calls: Calls, made: Calls) -> Image.Image:
+def framed_faces(calls: Calls, quantized_calls: Calls) -> Image.Image:
     """A picture with the faces that float finds in wide green frames, and those of int8 in narrow red ones."""
     (picture,) = scenes(("china.jpg",), first=12, count=1)
     sheet = Image.fromarray(picture.permute(1, 2, 0).to(torch.uint8).numpy())
-    for networks, colour, width in ((calls, "lime", 5), (made, "red", 2)):
+    for networks, colour, width in ((calls, "lime", 5), (quantized_calls, "red", 2)):
         for box in detect(networks, picture).tolist():
             ImageDraw.Draw(sheet).rectangle(box, outline=colour, width=width)
     return sheet
 
 
-def doubled(calls: Calls, made: Calls) -> Image.Image:
+def doubled(calls: Calls, quantized_calls: Calls) -> Image.Image:
     """A region of a photograph in low resolution, and doubled by bicubic interpolation, in float and in int8."""
-    return super_resolution(calls[0], made[0], held_out_pairs()[PICTURED])  # type: ignore[arg-type]
+    return super_resolution(calls[0], quantized_calls[0], held_out_pairs()[PICTURED])  # type: ignore[arg-type]
 
 
 NETWORKS: dict[str, Callable[[bool], Subject]] = {

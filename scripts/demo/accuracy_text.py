@@ -27,7 +27,7 @@ LENGTH = 64
 
 
 class NextCharacter(nn.Module):
-    """What follows each character of a text: three layers of BERT that look back only, and a linear one."""
+    """Prediction of the next character of a text: three causal layers of BERT and a linear layer."""
 
     def __init__(self, width: int = 128) -> None:
         super().__init__()

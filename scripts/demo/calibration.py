@@ -41,7 +41,7 @@ SAMPLES = 64
 
 @dataclass
 class Run:
-    """What one process measured.
+    """Measurements of one process.
 
     Attributes:
         forwards: seconds of the CPU to show its share to the observers.
@@ -74,14 +74,14 @@ def measured(count: int, size: int, rank: int = 0, ranks: int = 1) -> Run:
     start = time.process_time()
     fxq.calibrate(observed, batches(range(rank, count, ranks), size, marks))
     total, forwards = time.process_time() - start, marks[1] - marks[0]
-    known = [buffer for m in observed.modules() if isinstance(m, fxq.extend.Observer) for buffer in m.buffers()]
-    seen = hashlib.sha256(b"".join(buffer.contiguous().numpy().tobytes() for buffer in known)).hexdigest()
-    state = sum(buffer.nbytes for buffer in known)
+    buffers = [buffer for m in observed.modules() if isinstance(m, fxq.extend.Observer) for buffer in m.buffers()]
+    seen = hashlib.sha256(b"".join(buffer.contiguous().numpy().tobytes() for buffer in buffers)).hexdigest()
+    state = sum(buffer.nbytes for buffer in buffers)
     return Run(forwards, total - forwards, state, seen)
 
 
 def started(ranks: int, count: int, size: int) -> list[Run]:
-    """What so many processes measured that are started here."""
+    """Measurements of this many processes, started here."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "runs.json"
         command = [
@@ -103,16 +103,16 @@ def row(runs: list[Run], alone: Run) -> list[str]:
 
 
 def on_paper(runs: list[Run], size: int, gigabits: float) -> str:
-    """What 64 machines take beside the forwards, and how much data makes it a fifth of them."""
+    """Time of 64 machines besides the forwards, and the data for which it is a fifth of them."""
     samples = SAMPLES * 3 * size * size * 4  # bytes, of float32
-    one, hops = runs[0], math.ceil(math.log2(MACHINES))  # a broadcast goes along a tree
-    megabytes = (MACHINES * one.state + samples) / 1e6
-    each = max(run.rest for run in runs) / len(runs)
-    sending, merging = hops * megabytes * 8e-3 / gigabits, MACHINES * each
+    first_run, hops = runs[0], math.ceil(math.log2(MACHINES))  # a broadcast goes along a tree
+    megabytes = (MACHINES * first_run.state + samples) / 1e6
+    mean_rest = max(run.rest for run in runs) / len(runs)
+    sending, merging = hops * megabytes * 8e-3 / gigabits, MACHINES * mean_rest
     return (
-        f"{MACHINES} machines, on paper: {megabytes:.0f} MB go to all of them, {one.state / 1e6:.1f} MB from each, and "
-        f"the samples: {hops} hops at {gigabits:g} Gbit/s take {sending:.1f} s. The rest takes {merging:.1f} s, "
-        f"{1e3 * each:.0f} ms for each.\nWithin 1.2x of ideal where each has {5 * (sending + merging):.0f} s of "
+        f"{MACHINES} machines, on paper: {megabytes:.0f} MB to all of them, {first_run.state / 1e6:.1f} MB from each, "
+        f"and the samples: {hops} hops at {gigabits:g} Gbit/s take {sending:.1f} s. The rest takes {merging:.1f} s, "
+        f"{1e3 * mean_rest:.0f} ms for each.\nWithin 1.2x of ideal where each has {5 * (sending + merging):.0f} s of "
         "forwards or more."
     )
 
@@ -130,14 +130,14 @@ def main() -> None:
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
         rank, ranks = dist.get_rank(), dist.get_world_size()
-        found: list[Any] = [None] * ranks
-        dist.all_gather_object(found, asdict(measured(count, size, rank, ranks)))
+        gathered: list[Any] = [None] * ranks
+        dist.all_gather_object(gathered, asdict(measured(count, size, rank, ranks)))
         dist.destroy_process_group()
         if rank == 0 and chosen.file is not None:
-            chosen.file.write_text(json.dumps(found), encoding="utf-8")
+            chosen.file.write_text(json.dumps(gathered), encoding="utf-8")
         if rank > 0 or chosen.file is not None:
             return
-        runs = [[Run(**run) for run in found]]
+        runs = [[Run(**run) for run in gathered]]
     else:
         runs = [started(ranks, count, size) for ranks in chosen.processes]
     alone = measured(count, size)

@@ -29,7 +29,7 @@ class Region(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """The same pictures small, (N, 1, h, w), and large, (N, 1, SCALE * h, SCALE * w); float32 luma in [0, 1]."""
+    """Pictures small, (N, 1, h, w), and large, (N, 1, SCALE * h, SCALE * w); float32 luma in [0, 1]."""
 
     low: Tensor
     high: Tensor

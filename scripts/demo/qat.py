@@ -106,11 +106,11 @@ class Task:
 
 @dataclass
 class Result:
-    """What one seed gave.
+    """Result of one seed.
 
     Attributes:
         scores: by contender.
-        curves: by contender, the score on the pictures for choices behind every pass over the data.
+        curves: by contender, the score on the pictures for choices after every pass over the data.
         same: the share of the pictures on which the model that was trained and the converted one have the same class.
     """
 
@@ -132,18 +132,18 @@ def predicted(network: nn.Module, images: Tensor) -> Tensor:
     """The class of each picture."""
     mode = network.training
     with torch.no_grad():
-        found = torch.cat([network.eval()(some).argmax(1) for some in images.split(500)])
+        classes = torch.cat([network.eval()(some).argmax(1) for some in images.split(500)])
     network.train(mode)
-    return found
+    return classes
 
 
 def sharpness(network: nn.Module) -> float:
     """The mean PSNR of the held-out regions of the photographs, dB."""
     mode = network.training
     with torch.no_grad():
-        found = statistics.mean(psnr(network.eval()(pair.low), pair.high) for pair in held_out_pairs().values())
+        score = statistics.mean(psnr(network.eval()(pair.low), pair.high) for pair in held_out_pairs().values())
     network.train(mode)
-    return found
+    return score
 
 
 def tasks(folder: Path, only: list[str]) -> Iterator[tuple[str, Task]]:
@@ -204,7 +204,7 @@ def noisy(images: Tensor) -> Tensor:
 
 
 def train(network: nn.Module, task: Task, epochs: int, rate: float, seed: int) -> list[float]:
-    """Train in place: AdamW, one-cycle learning rate. The score on the pictures for choices behind every epoch."""
+    """Train in place: AdamW, one-cycle learning rate. The score on the pictures for choices after every epoch."""
     torch.manual_seed(seed)
     images, wanted = task.train.images, task.train.labels
     steps = len(images) // task.batch
@@ -229,38 +229,38 @@ def train(network: nn.Module, task: Task, epochs: int, rate: float, seed: int) -
 
 def one_seed(name: str, task: Task, seed: int, folder: Path, kinds: list[str]) -> Result:
     """Train and quantize one network."""
-    found = Result()
+    result = Result()
     torch.manual_seed(seed)
     network, steps = task.make().eval(), task.epochs[2] * (len(task.train.images) // task.batch)
     rounds = zip(task.epochs[:2], task.rates[:2], strict=True)
-    found.curves["float"] = [
+    result.curves["float"] = [
         score for epochs, rate in rounds if epochs for score in train(network, task, epochs, rate, seed)
     ]
-    found.scores["float"] = task.score(network)
+    result.scores["float"] = task.score(network)
     further = copy.deepcopy(network)
     train(further, task, task.epochs[2], task.rates[2], seed)
-    found.scores["float, trained on"] = task.score(further)
+    result.scores["float, trained on"] = task.score(further)
     data = list(task.train.images[:CALIBRATION].split(32))
     for kind in kinds:
         activation, weight = KINDS[kind]
         plain = fxq.Recipe.static(activation=activation, weight=weight, optimize="coverage")
-        found.scores[f"{kind} after training"] = task.score(fxq.quantize(network, plain, data=data, progress=False))
+        result.scores[f"{kind} after training"] = task.score(fxq.quantize(network, plain, data=data, progress=False))
         if weight.bits < 8:
             rounding = plain.insert_pass(fxq.passes.AdaRound(), before="correct-bias")
-            made = fxq.quantize(network, rounding, data=data, progress=False)
-            found.scores[f"{kind} after training, adaround"] = task.score(made)
+            quantized = fxq.quantize(network, rounding, data=data, progress=False)
+            result.scores[f"{kind} after training, adaround"] = task.score(quantized)
         specs = {"activation": replace(activation, observer="moving_average"), "weight": weight}
         few = weight.bits < 8
         frozen = {"freeze_norms_after": 2 * steps // 3, "freeze_weights_over": steps if few else 0}
         recipe = fxq.Recipe.qat(**specs, learned=few, **frozen)
         trained = fxq.prepare(network, recipe, task.train.images[:256])
-        found.curves[f"{kind} trained"] = train(trained, task, task.epochs[2], task.rates[2], seed)
+        result.curves[f"{kind} trained"] = train(trained, task, task.epochs[2], task.rates[2], seed)
         converted = fxq.convert(trained)
-        found.scores[f"{kind} trained"] = task.score(converted)
+        result.scores[f"{kind} trained"] = task.score(converted)
         if task.agreement is not None:
-            found.same[f"{kind} trained"] = task.agreement(trained, converted)
+            result.same[f"{kind} trained"] = task.agreement(trained, converted)
         converted.report(folder / f"{name}_{kind}_seed{seed}.html")
-    return found
+    return result
 
 
 def table(task: Task, results: list[Result]) -> str:
@@ -298,7 +298,7 @@ def draw(name: str, task: Task, results: list[Result], path: Path) -> None:
             axes.plot(epochs, result.curves[how], color=colour, marker="o", markersize=3, label=how if not i else None)
     axes.set(
         title=name,
-        xlabel="passes over the data; with fake quantizers behind those in float",
+        xlabel="passes over the data; with fake quantizers after those in float",
         ylabel=f"{task.unit}, on the pictures for choices",
     )
     axes.grid(alpha=0.3)
@@ -317,22 +317,22 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="one pass over the data: to see that it runs")
     parser.add_argument("--folder", type=Path, default=Path("demo_qat"))
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     warnings.simplefilter("ignore", fxq.FxqWarning)
-    given.folder.mkdir(parents=True, exist_ok=True)
-    for name, task in tasks(given.folder, given.only):
-        if given.quick:
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    for name, task in tasks(arguments.folder, arguments.only):
+        if arguments.quick:
             task = replace(task, epochs=(min(task.epochs[0], 1), 0, 1))
         results: list[Result] = []
-        for seed in range(given.seeds):
+        for seed in range(arguments.seeds):
             start = time.perf_counter()
-            results.append(one_seed(name, task, seed, given.folder, given.kinds))
+            results.append(one_seed(name, task, seed, arguments.folder, arguments.kinds))
             print(f"{name}, seed {seed}: {time.perf_counter() - start:.0f} s", flush=True)
-            (given.folder / f"{name}.json").write_text(json.dumps([asdict(r) for r in results], indent=1))
-        draw(name, task, results, given.folder / f"{name}.svg")
+            (arguments.folder / f"{name}.json").write_text(json.dumps([asdict(r) for r in results], indent=1))
+        draw(name, task, results, arguments.folder / f"{name}.svg")
         print(table(task, results))
         print("\n".join(won_back(results)), "\n")
-    print(f"curves, reports and numbers are in {given.folder}/")
+    print(f"curves, reports and numbers are in {arguments.folder}/")
 
 
 if __name__ == "__main__":

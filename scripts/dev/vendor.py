@@ -29,11 +29,11 @@ def main() -> None:
     for library in libraries:
         contents = local(library) if arguments.check else fetched(library)
         for name, about in library["files"].items():
-            found = hashlib.sha256(contents[name]).hexdigest()
+            checksum = hashlib.sha256(contents[name]).hexdigest()
             if arguments.update:
-                about["sha256"] = found
-            elif found != about["sha256"]:
-                sys.exit(f"{name} of {library['name']} {library['version']}: sha256 {found}, not {about['sha256']}")
+                about["sha256"] = checksum
+            elif checksum != about["sha256"]:
+                sys.exit(f"{name} of {library['name']} {library['version']}: sha256 {checksum}, not {about['sha256']}")
             if not arguments.check:
                 (VENDOR / name).write_bytes(contents[name])
     if arguments.update:

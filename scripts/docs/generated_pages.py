@@ -38,8 +38,8 @@ class Residual(nn.Module):
         """From (N, 3, H, W) to (N, 4)."""
         y = torch.relu(self.norm(self.conv(x)))
         y = y + self.slope(self.next(y))
-        made: Tensor = self.head(y.mean((2, 3)))
-        return made
+        logits: Tensor = self.head(y.mean((2, 3)))
+        return logits
 
 
 class Attention(nn.Module):
@@ -51,8 +51,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """From (N, L, 8) to (N, L, 4)."""
-        made: Tensor = self.head(self.inner(x, x, x, need_weights=False)[0])
-        return made
+        logits: Tensor = self.head(self.inner(x, x, x, need_weights=False)[0])
+        return logits
 
 
 def pictures() -> list[Tensor]:
@@ -111,16 +111,16 @@ def histories() -> Iterator[tuple[fxq.Recipe, fxq.results.History]]:
 
 def shown() -> dict[str, tuple[fxq.Pass, fxq.results.Diff]]:
     """Each pass, in order, with the difference that it makes to a graph: the first that is one, else an empty one."""
-    found: dict[str, tuple[fxq.Pass, fxq.results.Diff]] = {}
+    diffs: dict[str, tuple[fxq.Pass, fxq.results.Diff]] = {}
     for recipe, history in histories():
         names = [snapshot.name for snapshot in history]
         for i, name in enumerate(names):
             if i == 0 or name not in [step.name for step in recipe.pipeline]:
                 continue
             difference = fxq.diff(history[i - 1], history[i])
-            if name not in found or (difference and not found[name][1]):
-                found[name] = (recipe.pipeline[name], difference)
-    return found
+            if name not in diffs or (difference and not diffs[name][1]):
+                diffs[name] = (recipe.pipeline[name], difference)
+    return diffs
 
 
 def told(step: fxq.Pass) -> str:
@@ -148,7 +148,7 @@ def write_passes(folder: Path) -> None:
 
 
 def meaning(op: Op) -> str:
-    """What an op computes, in its first sentence."""
+    """First sentence of the docstring of an op."""
     return " ".join((inspect.getdoc(op.target) or "").partition("\n\n")[0].split()).replace("|", "\\|")
 
 

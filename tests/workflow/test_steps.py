@@ -65,7 +65,7 @@ def static(overrides=()):
 @pytest.fixture(scope="module")
 def calibrated():
     return {
-        trials: fxq.calibrate(fxq.prepare(network(), static(), DATA[0], trials=trials), DATA)
+        trials: fxq.calibrate(fxq.prepare(network(), static(), DATA[0], observe_all=trials), DATA)
         for trials in (False, True)
     }
 
