@@ -98,8 +98,8 @@ class Result:
     def verdict(self) -> str:
         """`ok`; `ill-conditioned`: rounding alone costs this network too much, with any tool; else the failure.
 
-        No tool quantizes a network well that is below `MIN_SQNR_DB` when only its layers are rounded. fxq then has to
-        be as good as torch.ao, where that runs, and near the rounding alone; otherwise it loses accuracy between layers.
+        No tool quantizes a network well that is below `MIN_SQNR_DB` with only its layers rounded. fxq then has to
+        be as good as torch.ao, where that runs, and near the rounding alone; otherwise it loses accuracy elsewhere.
         """
         if self.stage != "done":
             return f"fails to {self.stage}"
