@@ -38,7 +38,7 @@ from fxq.quant.spec import QuantConfig
 class RowBackend(Backend):
     """A backend whose kernels stand in a table: by op, what starts a kernel. The kernels take plain uint8 tensors.
 
-    One of your own extends another's table. Its class needs no more than a name, and these rows:
+    One of your own extends another's table. Its class needs no more than a name, and these rows::
 
         class MyX86(fxq.extend.X86):
             name = "my_x86"
