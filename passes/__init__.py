@@ -1,4 +1,4 @@
-"""The passes, one per file, and the pipelines made of them."""
+"""Passes, one per file, and the pipelines of the presets."""
 
 from fxq.passes.adaround import AdaRound
 from fxq.passes.annotate import Annotate
@@ -62,7 +62,7 @@ TRAINING_PASSES: tuple[Pass, ...] = (
     Propagate(),
     Fallback(),
     InsertFakeQuantizers(),
-    # training happens here; behind it, choose-grids and those that follow run again on what was trained
+    # training happens here; then choose-grids to fallback run again on the trained model, before lower
     Lower(),
     VerifyLowering(),
     Cleanup(),

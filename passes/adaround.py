@@ -1,4 +1,4 @@
-"""adaround: each weight is rounded up or down as its layer's output asks for. Optional."""
+"""adaround: learn whether to round each weight up or down. Optional."""
 
 from __future__ import annotations
 
@@ -16,27 +16,28 @@ from fxq.recipe.pass_base import Stage
 
 @dataclass(frozen=True)
 class AdaRound(Reconstruction):
-    """Round each weight up or down, to whichever of the two lets the layer's output come closer to the float one.
+    """Round each weight up or down, whichever brings the layer's output closer to its float output.
 
-    Before: conv2d(x, dequantize(w_int8), b)    After: conv2d(x, dequantize(w_int8'), b), with integers that suit the
-    layer: of each value, the one below or the one above it on its grid
-    Keeps: the grids of the weights, but the scales of channels. How far a value is rounded up is a number from 0 to 1,
-    and gradient descent finds all of a layer together. At first it is free; then what lies in between is made to cost
-    more and more. In the end one input after the other changes sides where that makes the error less. What the weights
-    of a channel do not reach better than rounded to the nearest stays as it was.
-    Behind insert-qdq: `Recipe.static(...).insert_pass(fxq.passes.AdaRound(), after="smooth")`. Needs data.
+    Before: conv2d(x, dequantize(w_int8), b)
+    After: conv2d(x, dequantize(w_int8'), b), where each integer is the one below or above its float value
+    Keeps: the grids of the weights, except for per-channel scales, which may be fitted again (`scales`). A channel
+    keeps its integers if its error does not become smaller.
+    Gradient descent learns all roundings of a layer together, as numbers between 0 (down) and 1 (up). A regularizer,
+    which sets in after the first steps, pushes them to 0 or 1. Finally single weights are flipped while that lowers the
+    error.
+    Insert it after insert-qdq: `Recipe.static(...).insert_pass(fxq.passes.AdaRound(), after="smooth")`. Needs data.
     Source: Nagel et al. 2020 (arXiv 2004.10568), sections 3.2 and 3.3 (rectified sigmoid, annealed regularizer, inputs
-    of the graph as it is so far); without the activation function behind a layer, so that the error is a square form of
-    the weight: each step takes all samples, and costs no more with more of them.
+    from the partly quantized graph). Unlike there, the error is taken before the activation function: it is then a
+    quadratic form of the weight, and a step takes the same time for any number of samples.
 
     Args:
-        samples: how many recorded samples it looks at.
-        trust: how much the float weight is trusted where there are few patches, see `Reconstruction`.
-        scales: whether weights with a scale for each channel get other scales.
+        samples: number of recorded samples to use.
+        trust: weight of the float weight in the fit where there are few patches, see `Reconstruction`.
+        scales: whether to fit per-channel scales as well.
         iterations: steps of gradient descent for each layer.
-        rate: the step width, as Adam takes it.
-        regular: what rounding that is undecided costs, in units of the error that a weight rounded at random makes.
-        warm: the share of the steps before that cost sets in.
+        rate: learning rate of Adam.
+        regular: weight of the regularizer, in units of the error of a weight that is rounded at random.
+        warm: share of the steps, 0 to 1, that run before the regularizer sets in.
 
     Example:
         >>> weight = fxq.TensorSpec(bits=4, signed=True, symmetric=True, per="channel", observer="mse")
@@ -65,37 +66,40 @@ class AdaRound(Reconstruction):
     gives: ClassVar[Stage] = Stage.QDQ
 
     def choose(self, layer: WeightGrid, error: OutputError) -> Tensor:
-        """The integers below, and one more where rounding up came out."""
+        """Integers of a weight, (groups, outputs, inputs): rounded down, plus one where rounding up was learned."""
         steps, gram, cross = layer.steps(), error.gram, error.cross.mT
         below = steps.floor()
         low, high = (end.clamp(layer.qmin, layer.qmax) for end in (below, below + 1))
         rounding = _Rounding((steps - below).clamp(0, 1))
         reach = layer.scale * (high - low)  # how far a weight moves; 0 where both ends are clamped to one
         usual = (layer.scale.square() * gram.diagonal(dim1=1, dim2=2)[:, None]).mean(2, keepdim=True) / 6
-        reach_in_units = reach / usual.clamp(min=_SMALLEST)
+        relative_reach = reach / usual.clamp(min=_MIN_ERROR)
         for i in range(self.iterations):
             weight = layer.real(low) + rounding.up * reach
-            slope = (weight @ gram - cross).mul_(2 * reach_in_units)
+            slope = (weight @ gram - cross).mul_(2 * relative_reach)
             left = (1 - i / self.iterations) / (1 - self.warm)
             if left <= 1:
-                slope += self.regular * rounding.slope_of_indecision(_LAST + (_FIRST - _LAST) * left)
+                slope += self.regular * rounding.regularizer_gradient(_LAST_POWER + (_FIRST_POWER - _LAST_POWER) * left)
             rounding.step(slope, self.rate)
-        up = _settled(rounding.up >= 0.5, layer.real(low), reach, gram, cross)
+        up = _flip_single_weights(rounding.up >= 0.5, layer.real(low), reach, gram, cross)
         return torch.where(up, high, low)
 
 
-def _settled(up: Tensor, low: Tensor, reach: Tensor, gram: Tensor, cross: Tensor) -> Tensor:
-    """Let one input after the other change sides where that makes the error less, until none does.
+def _flip_single_weights(up: Tensor, low: Tensor, reach: Tensor, gram: Tensor, cross: Tensor) -> Tensor:
+    """Flip the rounding of single weights while that lowers the error.
 
     Args:
-        up: where a weight is rounded up.
-        low: the weight where none is.
-        reach: how much more a value is that is rounded up.
-        gram: of the error.
-        cross: of the error, transposed: of the shape of the weight.
+        up: bool, (groups, outputs, inputs): where a weight is rounded up.
+        low: the weight with all values rounded down, same shape.
+        reach: increase of a weight that is rounded up, same shape.
+        gram: of `OutputError`, (groups, inputs, inputs).
+        cross: of `OutputError`, transposed to the shape of the weight.
+
+    Returns:
+        `up` after the flips.
     """
     up = up.clone()
-    slope = (low + up * reach) @ gram - cross  # half of it
+    slope = (low + up * reach) @ gram - cross  # half of the gradient
     for _ in range(_SWEEPS):
         before = up.clone()
         for start in range(0, up.shape[2], _GROUP):
@@ -115,17 +119,17 @@ def _settled(up: Tensor, low: Tensor, reach: Tensor, gram: Tensor, cross: Tensor
 
 _SWEEPS = 5
 _GROUP = 128
-"""Inputs whose changes are passed on to the others together."""
-_FIRST, _LAST = 20.0, 2.0
-"""The power of the regularizer: while it is high, only what is nearly decided is pushed."""
-_SMALLEST = 1e-30
+"""Number of inputs after which the gradient of the other inputs is updated."""
+_FIRST_POWER, _LAST_POWER = 20.0, 2.0
+"""Power of the regularizer at its first and last step. A high power only pushes values that are close to 0 or 1."""
+_MIN_ERROR = 1e-30
 
 
 class _Rounding:
-    """How far each value is rounded up, from 0 to 1: a sigmoid that is stretched and cut off, so that it gets there.
+    """Learned roundings, from 0 (down) to 1 (up): a sigmoid that is stretched and clipped, so that it reaches both.
 
     Attributes:
-        up: that, of the shape of the weight.
+        up: the roundings, of the shape of the weight.
     """
 
     def __init__(self, up: Tensor) -> None:
@@ -133,13 +137,13 @@ class _Rounding:
         self._mean, self._square, self._steps = torch.zeros_like(up), torch.zeros_like(up), 0
         self.up = up
 
-    def slope_of_indecision(self, power: float) -> Tensor:
-        """The slope of 1 - |2 up - 1| ** power along `up`."""
+    def regularizer_gradient(self, power: float) -> Tensor:
+        """Gradient of the regularizer 1 - |2 up - 1| ** power with respect to `up`."""
         apart = 2 * self.up - 1
         return apart.abs().pow_(power - 1).mul_(apart.sign()).mul_(-2 * power)
 
     def step(self, slope: Tensor, rate: float) -> None:
-        """One step of Adam against a slope along `up`."""
+        """Take one step of Adam, for a gradient with respect to `up`."""
         sigmoid = torch.sigmoid(self._at)
         slope = slope.mul_(sigmoid * (1 - sigmoid) * (_HIGH - _LOW)).mul_((self.up > 0) & (self.up < 1))
         self._steps += 1

@@ -21,7 +21,7 @@ from fxq.graph.query import constant, reads_only_metadata, submodule, taken_from
 from fxq.graph.unit import Calls, OpCall, UnitInput, calls_of, inputs_of, read_by
 from fxq.ops import OPS
 from fxq.ops.traits import STATE_DYNAMIC
-from fxq.pipeline.candidates import Candidate, Settled
+from fxq.pipeline.candidates import Candidate, CandidateGraph
 from fxq.pipeline.context import Context
 from fxq.quant.spec import DYNAMIC_STATE, QuantConfig, Role, TensorSpec
 from fxq.recipe.pass_base import Pass, Stage
@@ -31,15 +31,16 @@ from fxq.rewriting.rewriter import Rewriter
 
 @dataclass(frozen=True)
 class Annotate(Pass):
-    """Decide for every op whether it runs on integers, and for every edge which integers it carries.
+    """Decide for every op whether it runs on integers, and for every edge which integer form it has.
 
     Before: a fused graph    After: the same graph, with a `Plan` on every node
     Keeps: the graph.
 
-    Ops with weights run on integers wherever recipe and backend allow it. Everything else follows its neighbours: an op
-    that moves data or has a light kernel runs on integers when somebody reads integers from it, and when its own inputs
-    are integers without a conversion made for it alone. So does the sum behind a layer. A layer whose activations the
-    recipe leaves in float, and an embedding, has its weight in integers. Every float decision carries its reason.
+    Ops with weights run on integers wherever recipe and backend allow it. All other ops follow their neighbours: an op
+    that only moves data or has a light kernel runs on integers if an integer op reads its result, and if its inputs are
+    integers without a conversion for it alone. The same applies to a sum after a layer. A layer whose activations the
+    recipe leaves in float, and an embedding, are weight-only. Every float decision has a reason, and a remedy if there
+    is one.
     """
 
     name: ClassVar[str] = "annotate"
@@ -47,22 +48,22 @@ class Annotate(Pass):
     gives: ClassVar[Stage] = Stage.FUSED
 
     def run(self, rewriter: Rewriter) -> None:
-        """Find candidates, settle them against their neighbours, and write the plans."""
+        """Find candidates, decide between neighbours, and write the plans."""
         nodes = [n for n in rewriter.nodes() if n.op.startswith("call") and taken_from(n) is n]
-        asked = _Asked(rewriter, {n: calls_of(rewriter.gm, n) for n in nodes}, Changes(nodes))
-        plans = asked.plans(rewriter.context.backend)
-        for node, plan in _with_ways_out(rewriter.context, asked, plans).items():
+        planner = _Planner(rewriter, {n: calls_of(rewriter.gm, n) for n in nodes}, Changes(nodes))
+        plans = planner.plans(rewriter.context.backend)
+        for node, plan in _with_remedies(rewriter.context, planner, plans).items():
             rewriter.describe(node, plan=plan)
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """What is decided about: every node with the ops that it runs.
+class _Planner:
+    """Planner of the nodes of a graph, for one backend at a time.
 
     Attributes:
-        rewriter: of the graph.
-        ops: the ops of each node.
-        changes: who changes what in place.
+        rewriter: rewriter of the graph.
+        ops: ops that each node runs.
+        changes: nodes that change values in place.
     """
 
     rewriter: Rewriter
@@ -71,13 +72,13 @@ class _Asked:
 
     @cached_property
     def _multiplied(self) -> set[int]:
-        """The weights, by identity, that layers multiply with. An embedding with such a table has it in their form."""
+        """Identities of the weights of layers. An embedding that shares one has the layer's spec, not a table's."""
         heavy = (inputs_of(calls) for calls in self.ops.values() if calls and not calls[0].op.traits.table)
         reads = (read.node for inputs in heavy for read in inputs if read.role == "weight")
         return {id(constant(self.rewriter.gm, node)) for node in reads}
 
     def plans(self, backend: Backend) -> dict[fx.Node, Plan]:
-        """The decision for every node, were the model to run on `backend`."""
+        """Plan of every node, if the model ran on `backend`."""
         plans: dict[fx.Node, Plan] = {}
         candidates: dict[fx.Node, Candidate] = {}
         for node in self.ops:
@@ -86,19 +87,19 @@ class _Asked:
                 plans[node] = outcome
             else:
                 candidates[node] = outcome
-        settled = Settled(candidates)
-        last = settled.last(self.rewriter.gm.graph)
+        neighbours = CandidateGraph(candidates)
+        last = neighbours.reaching_output(self.rewriter.gm.graph)
         plans.update({node: candidate.plan(self.rewriter.name, node in last) for node, candidate in candidates.items()})
         self._agree(plans)
         for node, plan in plans.items():
-            if plan.decision.fix and not self._would_run(node, backend, settled):
+            if plan.decision.fix and not self._would_run(node, backend, neighbours):
                 plans[node] = plan.decided(fix="")
         return plans
 
     def _agree(self, plans: dict[fx.Node, Plan]) -> None:
-        """Let all readers of a kernel that emits integers only, hence one form, read the narrowest that one wants.
+        """Give all readers of a kernel that emits only integers one form: the one with the fewest bits that any wants.
 
-        Not where one of them only moves it: the form of its result would have to change, too.
+        If one of the readers only moves the value, nothing is changed: the form of its result would change, too.
         """
         for node, plan in plans.items():
             if plan.emits is None:
@@ -110,7 +111,7 @@ class _Asked:
                 plans[node] = replace(plan, agreed=min(wishes, key=lambda spec: spec.bits))
 
     def _candidate(self, node: fx.Node, backend: Backend) -> Candidate | Plan:
-        """The node as a candidate, or the plan that leaves it in float."""
+        """Candidate for a node, or the plan that leaves it in float."""
         about, calls, context = info(node), self.ops[node], self.rewriter.context
         no_tensor = "its value is not a tensor"
         if reads_only_metadata(node):
@@ -124,31 +125,32 @@ class _Asked:
         if not about.is_tensor and len(calls.outputs) == 1:
             return self._float("no tensor", no_tensor)
         if not calls:
-            way = "; fxq.extend.register_op adds it" if _is_users(node.target) else ""
-            return self._float("unsupported", f"{_called(self.rewriter.gm, node)} is not in the op table{way}")
+            hint = "; fxq.extend.register_op adds it" if _is_from_elsewhere(node.target) else ""
+            return self._float("unsupported", f"{_target_name(self.rewriter.gm, node)} is not in the op table{hint}")
         config, selector = context.config_for(about.path, calls[0].op.name)
         if config.is_float:
             fix = context.override_line(about.path, calls[0].op.name, preset_line(context.recipe.preset))
-            what = selector or "all that it does not name"
-            return self._float("excluded by the recipe", f"the recipe says float for {what}", fix)
-        quant = calls[0].op.traits
-        if config.weight is not None and quant.weight and quant.axis is not None and quant.in_float(config.activation):
+            selected = selector or "all ops that no override selects"
+            return self._float("excluded by the recipe", f"the recipe says float for {selected}", fix)
+        traits = calls[0].op.traits
+        has_weight = traits.weight and traits.axis is not None
+        if config.weight is not None and has_weight and traits.in_float(config.activation):
             return self._weight_only(node, backend, config, config.weight)
         if config.activation is None:
             return self._float("excluded by the recipe", "it has no weight, and the recipe leaves activations in float")
         return self._fit(node, backend, config)
 
     def _fit(self, node: fx.Node, backend: Backend, config: QuantConfig) -> Candidate | Plan:
-        """The same for a node that is to run with `config`."""
+        """Candidate for a node that runs with `config`; its float plan if it cannot run on integers."""
         gm, calls = self.rewriter.gm, self.ops[node]
         reason = _unfit(gm, calls, self.changes)
         if reason is not None:
             return self._float("unsupported", reason)
         light = calls[0].op.traits.kind == "computes" and not any(call.op.traits.weight for call in calls)
         if light and config.activation is not None and config.activation.range == "dynamic":
-            return self._float("no integer neighbour", "ranges are measured for layers with weights alone")
-        asked, config = config, backend.config(gm, config, calls)
-        notes = _changes(backend, asked, config)
+            return self._float("no integer neighbour", "only layers with weights have dynamic ranges")
+        recipe_config, config = config, backend.config(gm, config, calls)
+        notes = _changes(backend, recipe_config, config)
         support = support_of(backend, gm, node, calls, config)
         if support.ops == 0:
             return self._float("unsupported", support.reason)
@@ -160,12 +162,12 @@ class _Asked:
         if state and recurrence and is_calibrated and recurrence.differs(calls[0].tensors, calls[0].options):
             state, why = replace(DYNAMIC_STATE, bits=state.bits), "its output shows another range than its state"
             notes.append(STATE_DYNAMIC.format(why))
-        if notes and backend is self.rewriter.context.backend:  # others are asked what they would do
+        if notes and backend is self.rewriter.context.backend:  # not if another backend is tried for a remedy
             self.rewriter.describe(node, note="; ".join(notes))
         return Candidate(calls, config.activation, config.weight, support, state, overflows)
 
     def _weight_only(self, node: fx.Node, backend: Backend, config: QuantConfig, spec: TensorSpec) -> Plan:
-        """The plan for a layer that computes in float, with its weight in integers where that can be."""
+        """Weight-only plan of a layer that computes in float; its float plan if the weight cannot be in integers."""
         gm, calls = self.rewriter.gm, self.ops[node]
         weights = [read for read in inputs_of(calls) if read.role == "weight"]
         if calls[0].op.traits.table and not any(id(constant(gm, read.node)) in self._multiplied for read in weights):
@@ -181,51 +183,51 @@ class _Asked:
     def _float(self, kind: DecisionKind, text: str, fix: str = "") -> Plan:
         return Plan(Decision("float", kind, text, fix, self.rewriter.name))
 
-    def _would_run(self, node: fx.Node, backend: Backend, settled: Settled) -> bool:
-        """Whether a node that the recipe leaves in float would run on integers if it did not."""
-        config, quant = preset_config(self.rewriter.context.recipe.preset), self.ops[node][0].op.traits
+    def _would_run(self, node: fx.Node, backend: Backend, neighbours: CandidateGraph) -> bool:
+        """Whether a node that the recipe leaves in float would run on integers with the config of the preset."""
+        config, traits = preset_config(self.rewriter.context.recipe.preset), self.ops[node][0].op.traits
         if config.activation is None:
-            if config.weight is None or quant.weight is None or quant.axis is None:
+            if config.weight is None or traits.weight is None or traits.axis is None:
                 return False
             return self._weight_only(node, backend, config, config.weight).precision == "weight-only"
-        found = self._fit(node, backend, config)
-        if isinstance(found, Plan):
+        candidate = self._fit(node, backend, config)
+        if isinstance(candidate, Plan):
             return False
-        only = next(iter(found.inputs)) if len(found.inputs) == 1 else None
-        before = settled.candidates.get(only) if only is not None else None
-        clips = all(call.op.traits.narrows for call in found.calls)
-        if clips and only and before is not None and before.heavy and before.runs and len(before.calls) == 1:
-            return len(only.users) == 1  # it would be in the unit of that layer
-        return settled.would_run(node, found)
+        source = next(iter(candidate.inputs)) if len(candidate.inputs) == 1 else None
+        layer = neighbours.candidates.get(source) if source is not None else None
+        clips = all(call.op.traits.narrows for call in candidate.calls)
+        if clips and source and layer is not None and layer.heavy and layer.runs and len(layer.calls) == 1:
+            return len(source.users) == 1  # it would be in the unit of that layer
+        return neighbours.would_run(node, candidate)
 
 
-def _with_ways_out(context: Context, asked: _Asked, plans: Mapping[fx.Node, Plan]) -> dict[fx.Node, Plan]:
-    """The plans; where one leaves an op in float, wholly or in part, with the line that would not, if there is any.
+def _with_remedies(context: Context, planner: _Planner, plans: Mapping[fx.Node, Plan]) -> dict[fx.Node, Plan]:
+    """Return the plans, with a remedy for ops that stay in float, wholly or in part, if there is one.
 
-    A kernel of the same backend that runs more comes first, then the reference backend, which is exact but slower than
-    float. Others are not asked: what they need may not be installed, or slow to import.
+    The first choice is a kernel of the same backend that runs more ops, the second the reference backend, which is
+    exact but slower than float. Other backends are not tried: they may not be installed, or slow to import.
     """
-    whole = {n for n, plan in plans.items() if plan.kernel_ops[1:] == (len(asked.ops[n]),)}
-    ways = dict.fromkeys(whole, 'recipe.with_optimize("coverage")')
-    left = [n for n, plan in plans.items() if _stays(plan) and not plan.decision.fix and n not in whole]
+    whole = {n for n, plan in plans.items() if plan.kernel_ops[1:] == (len(planner.ops[n]),)}
+    remedies = dict.fromkeys(whole, 'recipe.with_optimize("coverage")')
+    left = [n for n, plan in plans.items() if _has_float_ops(plan) and not plan.decision.fix and n not in whole]
     if left and context.backend.name != "reference":
-        there = asked.plans(get_backend("reference", device_of(context.model)))
-        ways.update({n: 'recipe.with_backend("reference")' for n in left if not _stays(there[n])})
-    return {node: plan.decided(fix=ways[node]) if node in ways else plan for node, plan in plans.items()}
+        reference_plans = planner.plans(get_backend("reference", device_of(context.model)))
+        remedies.update({n: 'recipe.with_backend("reference")' for n in left if not _has_float_ops(reference_plans[n])})
+    return {node: plan.decided(fix=remedies[node]) if node in remedies else plan for node, plan in plans.items()}
 
 
-def _stays(plan: Plan) -> bool:
-    """Whether ops of a node stay in float."""
+def _has_float_ops(plan: Plan) -> bool:
+    """Whether some ops of a node stay in float."""
     return plan.precision == "float" or bool(plan.kernel_ops)
 
 
-def _called(gm: fx.GraphModule, node: fx.Node) -> str:
+def _target_name(gm: fx.GraphModule, node: fx.Node) -> str:
     module = submodule(gm, node)
     return type(module).__name__ if module is not None else str(getattr(node.target, "__name__", node.target))
 
 
-def _is_users(target: Any) -> bool:
-    """Whether a function, or an op of `torch.library`, is none of torch's or Python's own."""
+def _is_from_elsewhere(target: Any) -> bool:
+    """Whether a function, or an op of `torch.library`, is defined outside of torch, fxq and Python's library."""
     if isinstance(target, OpOverload | OpOverloadPacket):
         return not str(target).startswith("aten.")
     home = getattr(target, "__module__", None) or "builtins"
@@ -233,17 +235,17 @@ def _is_users(target: Any) -> bool:
 
 
 def _unfit(gm: fx.GraphModule, calls: tuple[OpCall, ...], changes: Changes) -> str | None:
-    """Why the op, the first one of a unit, cannot run on integers on any backend; None when it can.
+    """Reason why the first op of a unit cannot run on integers on any backend; None if it can.
 
-    What the others need is for the backend to say: what its kernel does not run, runs in float.
+    The other ops of the unit are for the backend to judge: those that its kernel does not run, run in float.
     """
     first = calls[0]
-    quant = first.op.traits
-    if quant.kind == "float":
+    traits = first.op.traits
+    if traits.kind == "float":
         return f"{first.op.name} has no integer form"
-    if first.computed is not None and not quant.layout:
+    if first.computed is not None and not traits.layout:
         return f"its {first.computed} is a value that can differ from call to call"
-    reason = quant.unless({**first.options, **first.tensors}) if quant.unless is not None else None
+    reason = traits.unless({**first.options, **first.tensors}) if traits.unless is not None else None
     if reason is not None:
         return reason
     if not first.activations:
@@ -252,27 +254,27 @@ def _unfit(gm: fx.GraphModule, calls: tuple[OpCall, ...], changes: Changes) -> s
     return next((reason for reason in reasons if reason is not None), None)
 
 
-def _changes(backend: Backend, asked: QuantConfig, config: QuantConfig) -> list[str]:
-    """What a backend reads in another way than the recipe asks for."""
+def _changes(backend: Backend, recipe_config: QuantConfig, config: QuantConfig) -> list[str]:
+    """Notes on specs that a backend replaces: `recipe_config` as the recipe says, `config` as the backend takes it."""
     roles: tuple[Role, ...] = ("activation", "weight", "state")
     return [
-        f"for {backend.name}, its {role} is {config.of(role)}, and not {asked.of(role)}"
+        f"for {backend.name}, its {role} is {config.of(role)}, and not {recipe_config.of(role)}"
         for role in roles
-        if config.of(role) != asked.of(role)
+        if config.of(role) != recipe_config.of(role)
     ]
 
 
 def _unfit_weight(tensor: torch.Tensor | None, spec: TensorSpec) -> str | None:
-    """Why a weight cannot be kept as a spec says; None where it can, and where it is no constant."""
+    """Reason why a weight cannot be stored as a spec says; None if it can, or if it is not a constant."""
     if tensor is None:
         return None
     if tensor.dtype != torch.float32:
         return f"its weight is {tensor.dtype}, not float32".replace("torch.", "")
-    most = float(tensor.abs().max()) if spec.format == "float16" and tensor.numel() else 0.0
-    if most > torch.finfo(torch.float16).max:
-        return f"its weight has values up to {most:.3g}, beyond float16"
-    if 0.0 < most < torch.finfo(torch.float16).tiny:
-        return f"its weight has values of {most:.3g} at most, which float16 rounds to a few bits or to zero"
+    largest = float(tensor.abs().max()) if spec.format == "float16" and tensor.numel() else 0.0
+    if largest > torch.finfo(torch.float16).max:
+        return f"its weight has values up to {largest:.3g}, beyond float16"
+    if 0.0 < largest < torch.finfo(torch.float16).tiny:
+        return f"its weight has values of {largest:.3g} at most, which float16 rounds to a few bits or to zero"
     return None
 
 

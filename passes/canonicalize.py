@@ -1,4 +1,4 @@
-"""canonicalize: one spelling per op."""
+"""canonicalize: bring every op into its canonical form."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ from fxq.tracing.weight_norm import reparametrized
 
 @dataclass(frozen=True)
 class Canonicalize(Pass):
-    """Rewrite every spelling of an op into its canonical call, with weights as inputs.
+    """Rewrite every spelling of an op into its canonical form, with weights as inputs.
 
     Before: conv1(x), x.relu(), F.relu(x, inplace=True)    After: conv2d(x, w, b, stride=(2, 2)), relu(x), relu(x)
-    Also: removes identities and dropout; turns 'same' and non-zero padding of a convolution into a pad of its own, each
-    value taken from a tuple (chunk, split) into an op of its own, functions written out into the function, and what
-    depends on nothing but weights into its value.
-    Keeps: the output, to 1e-6. What the op table does not know stays as it is, with the reason.
-    Refuses: weights and statistics that are not finite, but in layers that the recipe leaves in float.
+    Also: removes identities and dropout. 'same' and non-zero padding of a convolution becomes a separate pad op; each
+    value taken from a tuple (chunk, split) becomes an op; a function that is written out in basic ops becomes that
+    function; values computed only from weights become constants.
+    Keeps: the output, to 1e-6. Calls that the op table does not know stay as they are, with the reason.
+    Refuses: weights and statistics that are not finite, except in layers that the recipe leaves in float.
     """
 
     name: ClassVar[str] = "canonicalize"
@@ -58,7 +58,7 @@ class Canonicalize(Pass):
     def run(self, rewriter: Rewriter) -> None:
         """Rewrite node by node, then apply the rules."""
         for node in rewriter.nodes():
-            if node._erased:  # a part of a tuple that nobody reads
+            if node._erased:  # an unused part of a tuple
                 continue
             if node.op == "call_module":
                 _module(rewriter, node)
@@ -71,8 +71,8 @@ class Canonicalize(Pass):
         constants = {n for n in called if n._erased}
         rewriter.context.dropouts = list(_dropouts(rewriter))
         rewriter.apply(drop_identity, drop_dropout, same_padding, padding_mode, merge_slices, *WRITTEN_OUT)
-        made = [(info(n).path, op.name) for n in rewriter.nodes() if (op := op_of(n)) is not None]
-        rewriter.context.written = written + made
+        rewritten = [(info(n).path, op.name) for n in rewriter.nodes() if (op := op_of(n)) is not None]
+        rewriter.context.written = written + rewritten
         rewriter.erase_unused()
         for node in rewriter.nodes():
             _check_weights(rewriter, node)
@@ -80,7 +80,7 @@ class Canonicalize(Pass):
 
 
 def _dropouts(rewriter: Rewriter) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """The module path of every dropout, and the origins of the value that it drops from."""
+    """Yield for every dropout its module path and the origins of its input."""
     for node in rewriter.nodes("dropout"):
         value: Any = node.args[0]
         while is_op(value, "dropout", "identity"):
@@ -89,7 +89,7 @@ def _dropouts(rewriter: Rewriter) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def _check_weights(rewriter: Rewriter, node: fx.Node) -> None:
-    """Refuse weights and statistics that are not finite, while they still go by the names that the user knows."""
+    """Refuse weights and statistics that are not finite, while they have the names that the user knows."""
     op, path = op_of(node), info(node).path
     if op is None or rewriter.context.config_for(path, op.name)[0].is_float:
         return
@@ -98,13 +98,13 @@ def _check_weights(rewriter: Rewriter, node: fx.Node) -> None:
         tensor = constant(rewriter.gm, read)
         if tensor is None:
             continue
-        known = f"{path}.{name}" if str(read.target).startswith(f"{DATA}.") else read.target  # parametrized
+        shown = f"{path}.{name}" if str(read.target).startswith(f"{DATA}.") else read.target  # parametrized
         wrong = "NaN or Inf" if not bool(torch.isfinite(tensor).all()) else ""
         if name == "running_var" and not wrong and float(tensor.min()) + options_of(node)["eps"] <= 0:
             wrong = "a negative variance"
         if wrong:
             raise InputError(
-                f"{where(rewriter.gm, node)}: {known} holds {wrong}, which no integer stands for. "
+                f"{where(rewriter.gm, node)}: {shown} holds {wrong}, which no integer can represent. "
                 "Train it again, or set the layer to float in the recipe."
             )
 
@@ -113,10 +113,10 @@ _WEIGHTS = {"weight", "bias", "running_mean", "running_var"}
 
 
 def _call(rewriter: Rewriter, node: fx.Node) -> None:
-    found = OPS.of_call(node.target)
-    if found is None or op_of(node) is not None or info(node).kept:
+    row = OPS.of_call(node.target)
+    if row is None or op_of(node) is not None or info(node).kept:
         return
-    op, spelling = found
+    op, spelling = row
     if info(node).is_tensor:
         _rewrite(rewriter, node, op, op.bind(spelling, node.args, node.kwargs))
     elif spelling.pick is not None and not reads_only_metadata(node):
@@ -124,9 +124,10 @@ def _call(rewriter: Rewriter, node: fx.Node) -> None:
 
 
 def _fix_dtype(rewriter: Rewriter, node: fx.Node) -> bool:
-    """Say the dtype that a node reads from a value: it is another one where the value becomes integers.
+    """Make a dtype that a node reads from a value explicit, since it would change once the value is integers.
 
-    Whether the node is gone: x.dtype is what it is.
+    Returns:
+        Whether the node was replaced by a constant, as x.dtype is.
     """
     x = node.args[0] if node.args else None
     if not isinstance(x, fx.Node) or not info(x).is_tensor:
@@ -141,10 +142,10 @@ def _fix_dtype(rewriter: Rewriter, node: fx.Node) -> bool:
 
 def _module(rewriter: Rewriter, node: fx.Node) -> None:
     module = rewriter.gm.get_submodule(str(node.target))
-    found = OPS.of_module(module)
-    if found is None or info(node).kept:  # a leaf because the recipe says so stays one
+    row = OPS.of_module(module)
+    if row is None or info(node).kept:  # the recipe keeps it as a leaf
         return
-    op, spelling = found
+    op, spelling = row
     norms = reparametrized(module)
     hooks = len(module._forward_hooks) + len(module._forward_pre_hooks) > len(norms)
     bound = "has forward hooks" if hooks else _bind_module(rewriter, node, module, op, spelling)
@@ -154,7 +155,7 @@ def _module(rewriter: Rewriter, node: fx.Node) -> None:
 def _bind_module(
     rewriter: Rewriter, node: fx.Node, module: nn.Module, op: Op, spelling: Spelling
 ) -> Arguments | Instead | str:
-    """The op's arguments, with the module's tensors as `get_attr` nodes. Parametrized weights are evaluated."""
+    """Arguments of an op, with the module's tensors as `get_attr` nodes. Parametrized weights are evaluated."""
     norms = reparametrized(module)
     bound = op.bind_module(spelling, module, node.args, node.kwargs)
     if not isinstance(bound, dict):
@@ -165,17 +166,17 @@ def _bind_module(
             if key in norms:
                 value = norms[key]
             if key in norms or parametrize.is_parametrized(module, key):
-                made = rewriter.constant(value.detach().clone(), path, before=node, like=node)
-                note_computed(rewriter, made, computed_by_parametrization(module, str(node.target), key))
-                bound[key] = made
+                constant_node = rewriter.constant(value.detach().clone(), path, before=node, like=node)
+                note_computed(rewriter, constant_node, computed_by_parametrization(module, str(node.target), key))
+                bound[key] = constant_node
             else:
                 bound[key] = rewriter.read(path, value, before=node, like=node)
     return bound
 
 
 def _rewrite(rewriter: Rewriter, node: fx.Node, op: Op, bound: Arguments | Instead | str) -> None:
-    """Make a node the canonical call of its op, or say why it stays as it is."""
-    chosen, arguments = _settled(op, bound)
+    """Make a node the canonical call of its op, or record why it stays as it is."""
+    chosen, arguments = _checked_arguments(op, bound)
     if isinstance(arguments, str):
         _keep(rewriter, node, op, arguments)
         return
@@ -200,8 +201,8 @@ def _keep(rewriter: Rewriter, node: fx.Node, op: Op, why: str) -> None:
     rewriter.describe(node, kept=Decision("float", "unsupported", text, decided_by=rewriter.name))
 
 
-def _settled(op: Op, bound: Arguments | Instead | str) -> tuple[Op, Arguments | str]:
-    """The op that a call is, with its arguments; or why it is none."""
+def _checked_arguments(op: Op, bound: Arguments | Instead | str) -> tuple[Op, Arguments | str]:
+    """Op and arguments of a call; instead of the arguments the reason if it is not a call of the op."""
     if isinstance(bound, Instead):
         op = OPS[bound.op]
         bound = op.fill(dict(bound.arguments))
@@ -209,8 +210,8 @@ def _settled(op: Op, bound: Arguments | Instead | str) -> tuple[Op, Arguments | 
         return op, bound
     if not any(_is_tensor(v) for name in op.traits.inputs for v in flat_nodes(bound.get(name))):
         return op, "is called on no tensor"
-    given = next((k for k in op.options for v in flat_nodes(bound[k]) if _is_tensor(v)), None)
-    return op, bound if given is None else f"is given a tensor for its option {given}"
+    option = next((k for k in op.options for v in flat_nodes(bound[k]) if _is_tensor(v)), None)
+    return op, bound if option is None else f"is given a tensor for its option {option}"
 
 
 def _is_tensor(value: Any) -> bool:
@@ -218,38 +219,38 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _rewrite_picks(rewriter: Rewriter, node: fx.Node, op: Op, spelling: Spelling, pick: Pick) -> None:
-    """Make each value that is taken from a call with several results an op of its own, so that no tuple is left."""
+    """Replace each value taken from a call with several results by an op, so that no tuple is left."""
     for user in [u for u in node.users if taken_part(u, node) is not None and not u.users]:
-        rewriter.erase(user)  # an exported program takes every part, also what nobody reads
+        rewriter.erase(user)  # an exported program takes every part, also unused ones
     taken = {user: taken_part(user, node) for user in node.users if not reads_only_metadata(user)}
-    made: dict[fx.Node, tuple[Op, Arguments]] = {}
+    calls: dict[fx.Node, tuple[Op, Arguments]] = {}
     for user, index in taken.items():
         raw = op.bind_raw(spelling, node.args, node.kwargs)
         bound = "is used as a whole" if index is None else pick(raw, index) if isinstance(raw, dict) else raw
-        chosen, arguments = _settled(op, op.fill(bound) if isinstance(bound, dict) else bound)
+        chosen, arguments = _checked_arguments(op, op.fill(bound) if isinstance(bound, dict) else bound)
         if isinstance(arguments, str):
             for left in (node, *(user for user, index in taken.items() if index is not None)):
                 _keep(rewriter, left, op, arguments)
             return
-        made[user] = chosen, arguments
-    for user, (chosen, arguments) in made.items():
+        calls[user] = chosen, arguments
+    for user, (chosen, arguments) in calls.items():
         args, kwargs = chosen.canonical(arguments)
         with rewriter.attributed(chosen.name, chosen.target):
             rewriter.update(user, chosen.target, args, kwargs, op="call_function")
         rewriter.describe(user, path=info(node).path, source=info(node).source)
-    if not node.users:  # else its length is checked
+    if not node.users:  # a check of its length may still read it
         rewriter.erase(node)
 
 
 @rewrite
 def drop_identity(op: Any, x: Any) -> Any:
-    """An identity is its input."""
+    """Identity."""
     return op.identity(x)
 
 
 @rewrite
 def drop_dropout(op: Any, x: Any) -> Any:
-    """Dropout outside training is its input."""
+    """Dropout in eval mode."""
     return op.dropout(x, training=False)
 
 
@@ -261,13 +262,13 @@ def _its_input(op: Any, m: Any) -> Any:
 
 @rewrite
 def merge_slices(op: Any, x: Any) -> Any:
-    """Slices one axis at a time, as torch.export writes x[:, 1:, 2:]."""
+    """Slices of one axis at a time, as torch.export writes x[:, 1:, 2:]."""
     return op.getitem(op.getitem(x))
 
 
 @merge_slices.unless
 def they_share_an_axis_or_change_axes(m: Any) -> bool:
-    """Then the second index counts what the first one left."""
+    """Whether the second index refers to axes or elements that the first one changed."""
     first, second = _slices(m)
     plain = all(isinstance(part, slice) for part in (*first, *second))
     return not plain or any(slice(None) not in pair for pair in zip(first, second, strict=False))
@@ -286,13 +287,13 @@ def _slices(m: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
 
 @rewrite("same_padding_{conv}", conv=OPS.family("conv"))
 def same_padding(op: Any, x: Any, w: Any, b: Any, *, conv: str) -> Any:
-    """padding='same' of a convolution."""
+    """Convolution with padding='same'."""
     return op[conv](x, w, b, padding="same", padding_mode="zeros")
 
 
 @same_padding.becomes
 def _same(op: Any, m: Any) -> Any:
-    """Padding as numbers; where it is one more on the right, as a pad of its own."""
+    """Convolution with padding in numbers; if the right side has one more than the left, after a separate pad."""
     conv = m.rule.variant["conv"]
     options = m.options(conv)
     pad = conv_padding(m.w.shape, "same", options["dilation"])
@@ -304,13 +305,13 @@ def _same(op: Any, m: Any) -> Any:
 
 @rewrite("padding_mode_{conv}_{mode}", conv=OPS.family("conv"), mode=("circular", "reflect", "replicate"))
 def padding_mode(op: Any, x: Any, w: Any, b: Any, *, conv: str, mode: str) -> Any:
-    """A convolution that pads other than with zeros."""
+    """Convolution that does not pad with zeros."""
     return op[conv](x, w, b, padding_mode=mode)
 
 
 @padding_mode.becomes
 def _mode(op: Any, m: Any) -> Any:
-    """The padding as a pad of its own."""
+    """Convolution without padding, after a separate pad."""
     conv, mode = m.rule.variant["conv"], m.rule.variant["mode"]
     options = m.options(conv)
     pad = conv_padding(m.w.shape, options["padding"], options["dilation"])

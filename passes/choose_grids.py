@@ -1,4 +1,4 @@
-"""choose-grids: scale and zero point of every edge, now that the ranges are known."""
+"""choose-grids: scale and zero point of every edge, from the ranges that calibration collected."""
 
 from __future__ import annotations
 
@@ -31,29 +31,29 @@ from fxq.rewriting.rewriter import Rewriter
 log = logging.getLogger("fxq")
 Key = tuple[fx.Node, TensorSpec]
 
-_GAP = 0.9
-"""An empty stretch that takes this much of a range leaves the values on either side less than 26 of 256 integers."""
-_WIDER = 1.25
-"""How much larger a state that is given may be than those that a layer makes, for both to be on one grid: 2 dB."""
+_MAX_GAP = 0.9
+"""Largest share of a range that may be an empty gap. The values on both sides of it have 26 of 256 integers left."""
+_MAX_STATE_RATIO = 1.25
+"""How much larger than its later states the first state of a layer may be, to share their grid. It costs 2 dB."""
 
 
 @dataclass(frozen=True)
 class ChooseGrids(Pass):
-    """Choose scale and zero point of every edge from what calibration saw.
+    """Choose scale and zero point of every edge from the observed ranges.
 
     Before: observed edges in groups    After: the same graph, with `qparams` on every edge
     Keeps: the graph.
+    Also: `context.reduce_range` chooses 7 bits for activations or for weights where kernels saturate with 8 bits of
+    both. After training, the grids are the trained ones (`context.grids`).
 
-    What an op moves shares the grid of its result, unless that is four times as wide as the values themselves, and they
-    are read elsewhere: then they keep a grid of their own, and insert-qdq converts. Where it is the result that would
-    be left with a small part of a grid, the op runs in float, and so does what hands it its values.
-    Where kernels overflow with 8 bits, the grids of the activations that they read, or those of their weights, have 7:
-    `context.reduce_range` says which.
-    Constants of masks, pads and fills are no data. The grid becomes wider for them by one bit at most; one further out
-    keeps the values that may hold it, and the ops that read them, in float, up to where something new is computed. So
-    does a mask that is an input, where calibration saw it push some of the values far away from the others.
-    Behind training, grids are those that it has found (`context.grids`).
-    Refuses: infinity that a layer multiplies with its weights.
+    An op that only moves values, such as a concatenation, shares one grid with its inputs. There are two exceptions. If
+    the shared grid is at least four times as wide as the range of an input that other ops read too, this input has a
+    separate grid, and insert-qdq requantizes. If the result of the op would use only a small part of the grid, as after
+    a slice, the op runs in float, and so do the ops that move its inputs.
+    Fill constants of masks and pads are not data. A grid becomes at most twice as wide to hold them. If that is not
+    enough, the value and the ops that only pass it on run in float. The same applies to a mask that is an input of the
+    model, if it moves some of the values far away from the others.
+    Refuses: infinity among the inputs of a layer with weights.
     """
 
     name: ClassVar[str] = "choose-grids"
@@ -61,7 +61,7 @@ class ChooseGrids(Pass):
     gives: ClassVar[Stage] = Stage.OBSERVED
 
     def run(self, rewriter: Rewriter) -> None:
-        """Go through the values in order, and only then write: without data, the model can still be calibrated."""
+        """Choose all grids, then write them: if data is missing, the graph is unchanged and can still be calibrated."""
         if rewriter.context.grids is not None:
             for node in rewriter.nodes():
                 plan, edges = rewriter.context.grids.get(grid_key(node), (None, ()))
@@ -75,11 +75,11 @@ class ChooseGrids(Pass):
         for node, plan in chooser.plans.items():
             rewriter.describe(node, plan=plan)
         for node in rewriter.nodes():
-            made = info(node).plan
-            if made is not None and made.state is not None:
-                plan = chooser.with_state(node, made, made.state)
+            recurrent = info(node).plan
+            if recurrent is not None and recurrent.state is not None:
+                plan = chooser.with_state(node, recurrent, recurrent.state)
                 rewriter.describe(node, plan=plan)
-                if plan.state is not None and plan.state.range != made.state.range:
+                if plan.state is not None and plan.state.range != recurrent.state.range:
                     why = "the first one is far larger than those that follow"
                     rewriter.describe(node, note=STATE_DYNAMIC.format(why))
         for value, edges in chosen.items():
@@ -90,34 +90,35 @@ class ChooseGrids(Pass):
 
 def _note_zeros(rewriter: Rewriter, value: fx.Node, observer: Observer | None) -> None:
     if observer is not None and observer.seen_only_zeros:
-        rewriter.describe(value, note="calibration saw nothing but zeros: its grid is that of values up to 1")
-        log.warning("%s: calibration saw nothing but zeros; its grid is that of values up to 1.", observer.name)
+        rewriter.describe(value, note="calibration saw only zeros: its grid is that of values up to 1")
+        log.warning("%s: calibration saw only zeros; its grid is that of values up to 1.", observer.name)
 
 
 class _Chooser:
-    """Goes through the values of a graph in order.
+    """Chooser of the grids of a graph; visits its values in order.
 
     Attributes:
-        observers: by the edge that they watch.
-        plans: the plans that change.
-        off: values that are on no grid, with the reason for their readers.
-        reduce_range: which role gives up a bit where kernels overflow with 8.
-        weights: those that take an integer form.
-        measured: values that take one whose scale is measured at run time.
-        infinite: those of them that hold infinity.
+        observers: observers by value, spec and axis.
+        readers: nodes that read each value.
+        plans: plans that change.
+        off: values that are on no grid, each with the reason that readers give.
+        reduce_range: role that has 7 bits where kernels overflow with 8.
+        weights: weights in integers.
+        dynamic: values with a grid that is computed at run time.
+        infinite: values of `off` that hold infinity.
     """
 
     def __init__(self, rewriter: Rewriter) -> None:
         self.gm, self.fill_constants, self.given = rewriter.gm, FillConstants(rewriter.gm), Given(rewriter.gm)
         self.reduce_range = rewriter.context.reduce_range
         self.weights: list[fx.Node] = []
-        self.measured: list[fx.Node] = []
+        self.dynamic: list[fx.Node] = []
         self.observers: dict[tuple[fx.Node, TensorSpec, int | None], Observer] = {}
         self.readers: dict[fx.Node, list[fx.Node]] = {}
         self.plans: dict[fx.Node, Plan] = {}
         self.off: dict[fx.Node, str] = {}
         self.infinite: set[fx.Node] = set()
-        self._strands: dict[Key, SharedGridGroup] = {}
+        self._groups: dict[Key, SharedGridGroup] = {}
         for node in rewriter.nodes():
             observer = submodule(self.gm, node)
             if isinstance(observer, Observer):
@@ -127,48 +128,48 @@ class _Chooser:
                     self.readers.setdefault(unobserved(self.gm, read), []).append(node)
 
     def chosen(self) -> dict[fx.Node, tuple[Edge, ...]]:
-        """The edges of every value, with their grids."""
+        """Edges of every value, with their grids."""
         numbers: dict[SharedGridGroup, int] = {}
-        for grid_group in self._strands.values():
+        for grid_group in self._groups.values():
             numbers.setdefault(grid_group.root(), len(numbers))
         reduce_range = self._overflowing() if self.reduce_range == "activations" else set()
         grids = {grid_group: grid_group.qparams(grid_group in reduce_range) for grid_group in numbers}
-        found = {}
-        for value in dict.fromkeys(value for value, _ in self._strands):
+        chosen = {}
+        for value in dict.fromkeys(value for value, _ in self._groups):
             calibrated = [edge for edge in info(value).edges if not edge.measured]
-            roots = {edge: self._strands[value, edge.spec].root() for edge in calibrated}
+            roots = {edge: self._groups[value, edge.spec].root() for edge in calibrated}
             edges = (replace(edge, group=numbers[root], qparams=grids[root]) for edge, root in roots.items())
-            found[value] = tuple(edges)
+            chosen[value] = tuple(edges)
         weights = {node: tuple(self._weight(node, edge) for edge in info(node).edges) for node in self.weights}
-        found = {**found, **weights, **dict.fromkeys(self.off, ())}
-        for node in self.measured:
-            edges = (self._measured(node, edge) for edge in info(node).edges if edge.measured)
-            found[node] = (*found.get(node, ()), *edges)
-        return found
+        chosen = {**chosen, **weights, **dict.fromkeys(self.off, ())}
+        for node in self.dynamic:
+            edges = (self._dynamic(node, edge) for edge in info(node).edges if edge.measured)
+            chosen[node] = (*chosen.get(node, ()), *edges)
+        return chosen
 
     def with_state(self, node: fx.Node, plan: Plan, spec: TensorSpec) -> Plan:
-        """The plan of a recurrent layer with the grid of its hidden state, which is symmetric."""
+        """Plan of a recurrent layer, with the grid of its hidden state, which is symmetric."""
         grid = spec.narrowed if plan.overflows and self.reduce_range == "activations" else spec
         if spec.range != "calibrated":
             return replace(plan, state=grid)
         signed = replace(grid, signed=True)
         scales: list[float] = []
         for value in (unobserved(self.gm, state) for state in states_of(node)):
-            found = [o for (seen, s, _), o in self.observers.items() if seen is value and s.narrowed == spec.narrowed]
-            tensor, observer = constant(self.gm, value), next(iter(found), None)
+            own = [o for (seen, s, _), o in self.observers.items() if seen is value and s.narrowed == spec.narrowed]
+            tensor, observer = constant(self.gm, value), next(iter(own), None)
             if tensor is not None:
                 observer = observer_for(signed)
                 observer(tensor)
             if observer is None:
                 raise PassError(f"{where(self.gm, value)}: no observer watches this state. Run insert-observers.")
-            if not scales or not observer.seen_only_zeros:  # as first states often are
+            if not scales or not observer.seen_only_zeros:  # first states often are
                 scales.append(observer.on(signed).qparams().s)
-        if max(scales) > _WIDER * scales[0]:  # the first state would leave the others a part of the grid
+        if max(scales) > _MAX_STATE_RATIO * scales[0]:  # the later states would use only a part of the grid
             return replace(plan, state=replace(DYNAMIC_STATE, bits=grid.bits))
         return replace(plan, state=grid, state_scale=max(scales))
 
-    def _measured(self, node: fx.Node, edge: Edge) -> Edge:
-        """An edge whose scale is measured, with its grid."""
+    def _dynamic(self, node: fx.Node, edge: Edge) -> Edge:
+        """Edge with a dynamic range, with its grid."""
         spec = edge.spec.narrowed if self.reduce_range == "activations" and self._overflows(node, edge) else edge.spec
         return replace(edge, qparams=DynamicGrid.of(spec, edge.axis))
 
@@ -178,27 +179,27 @@ class _Chooser:
         return any(self._plan(reader).overflows for reader in readers)
 
     def _weight(self, node: fx.Node, edge: Edge) -> Edge:
-        """The edge of a weight with its grid: one bit less where a kernel that reads it overflows with 8."""
+        """Edge of a weight, with its grid: 7 bits if weights reduce their range and a kernel overflows with 8."""
         if edge.spec.format == "float16":
             return replace(edge, qparams=QParams.of_float16())
         tensor, observer = constant(self.gm, node), self.observers.get((node, edge.spec, edge.axis))
         if tensor is None or observer is None:
             raise PassError(f"{where(self.gm, node)}: no observer watches this weight. Run insert-observers.")
-        seen = copy.copy(observer)
-        seen._buffers = {name: buffer.clone() for name, buffer in observer.named_buffers()}
-        seen.paused = False
-        seen(tensor)
+        private = copy.copy(observer)  # the observer itself stays as it is, for further calibration
+        private._buffers = {name: buffer.clone() for name, buffer in observer.named_buffers()}
+        private.paused = False
+        private(tensor)
         reduce_range = self.reduce_range == "weights" and self._overflows(node, edge)
-        return replace(edge, qparams=(seen.on(edge.spec.narrowed) if reduce_range else seen).qparams())
+        return replace(edge, qparams=(private.on(edge.spec.narrowed) if reduce_range else private).qparams())
 
     def _overflowing(self) -> set[SharedGridGroup]:
-        """The strands that a kernel reads which overflows with 8 bits."""
-        readers = {reader for found in self.readers.values() for reader in found if self._plan(reader).overflows}
+        """Groups that a kernel reads which overflows with 8 bits."""
+        readers = {reader for readers in self.readers.values() for reader in readers if self._plan(reader).overflows}
         keys = (key for reader in readers for key in reads_of(self.gm, reader).items())
-        return {self._strands[key].root() for key in keys if key in self._strands}
+        return {self._groups[key].root() for key in keys if key in self._groups}
 
     def visit(self, node: fx.Node) -> None:
-        """Decide about a node and its value. Those that it reads come before."""
+        """Choose the groups of a node's edges. The values that it reads must have been visited."""
         if node.op == "get_attr":
             if info(node).edges:
                 self.weights.append(node)
@@ -209,20 +210,20 @@ class _Chooser:
                 self._stop_reading(node, value, f"its input %{value.name} {self.off[value]}")
         edges = [edge for edge in info(node).edges if not edge.measured]
         if len(edges) < len(info(node).edges):
-            self.measured.append(node)
+            self.dynamic.append(node)
         moved = self._plan(node).precision == "moves"
         for edge in edges:
-            inputs = [self._strands[key] for key in reads.items() if key[1] == edge.spec] if moved else []
-            grid_group = self._moved(node, edge, inputs) if inputs else self._made(node, edge)
+            inputs = [self._groups[key] for key in reads.items() if key[1] == edge.spec] if moved else []
+            grid_group = self._moved_group(node, edge, inputs) if inputs else self._new_group(node, edge)
             if grid_group is None:
                 return
-            self._strands[node, edge.spec] = grid_group
+            self._groups[node, edge.spec] = grid_group
 
     def _plan(self, node: fx.Node) -> Plan:
         return self.plans.get(node) or info(node).plan or Plan(Decision("float"))
 
-    def _made(self, node: fx.Node, edge: Edge) -> SharedGridGroup | None:
-        """The strand that begins with a value; None where that is on no grid."""
+    def _new_group(self, node: fx.Node, edge: Edge) -> SharedGridGroup | None:
+        """New group of a value that is computed; None if no grid holds it."""
         observer = self.observers.get((node, edge.spec, None))
         moved = next((value for value in reads_of(self.gm, node) if value in self.off), None)
         if observer is None and moved is not None:
@@ -230,25 +231,25 @@ class _Chooser:
             return None
         if observer is None:
             raise PassError(
-                f"{where(self.gm, node)}: no observer watches its value. Run insert-observers behind the pass that "
+                f"{where(self.gm, node)}: no observer watches its value. Run insert-observers after the pass that "
                 "made its edges."
             )
         grid_group = watching(observer)
         if not self._holds(node, edge, grid_group):
             return None
-        if self._is_kept(node):
+        if self._needs_resolution(node):
             grid_group.keep(grid_group.span)
         return grid_group
 
-    def _moved(self, node: fx.Node, edge: Edge, inputs: Iterable[SharedGridGroup]) -> SharedGridGroup | None:
-        """The strand of a value that an op hands on; None where it is on no grid."""
+    def _moved_group(self, node: fx.Node, edge: Edge, inputs: Iterable[SharedGridGroup]) -> SharedGridGroup | None:
+        """Group of the result of an op that only moves values, joined with its inputs; None if no grid holds it."""
         roots = list(dict.fromkeys(grid_group.root() for grid_group in inputs))
         grid_group = around(roots)
         observer = self.observers.get((node, edge.spec, None))
         own = watching(observer) if observer is not None else None
         if own is not None and 0 < FAR * own.span <= grid_group.span:
             self._cut(node, grid_group.span / own.span)
-            return self._made(node, edge)
+            return self._new_group(node, edge)
         if own is not None and (own.low < grid_group.low or own.high > grid_group.high):
             grid_group = own.join(grid_group)
         if not self._holds(node, edge, grid_group):
@@ -259,53 +260,53 @@ class _Chooser:
                 grid_group = grid_group.join(root)
             else:
                 grid_group.cover(root)
-        if self._is_kept(node):
+        if self._needs_resolution(node):
             grid_group.keep(own.span if own is not None else grid_group.span)
         return grid_group
 
     def _holds(self, node: fx.Node, edge: Edge, grid_group: SharedGridGroup) -> bool:
-        """Let a strand hold the constants of a value. False where it cannot: then the value is on no grid."""
+        """Add the fill constants of a value to its group. If the grid cannot hold them, take it off the grid: False."""
         observer = self.observers.get((node, edge.spec, None))
         met = observer.met_constants if observer is not None else ()
         constants = self.fill_constants.brought_by(node).union(met)
         if observer is not None and self.given.masks(node):
             low, high = observer.gap()
-            if high - low > _GAP * grid_group.span:
+            if high - low > _MAX_GAP * grid_group.span:
                 self._take_off(node, f"is in two ranges far apart, up to {low:.3g} and from {high:.3g}, as of a mask")
                 return False
         far = [value for value in constants if not grid_group.reaches(value)]
         if not far:
             grid_group.constants |= constants
             return True
-        words = f"holds {', '.join(f'{value:g}' for value in sorted(far))}, far outside of its data"
+        reason = f"holds {', '.join(f'{value:g}' for value in sorted(far))}, far outside of its data"
         if any(map(math.isinf, far)):
             self.infinite.add(node)
-        self._take_off(node, f"{words} ({grid_group.low:.3g} to {grid_group.high:.3g})")
+        self._take_off(node, f"{reason} ({grid_group.low:.3g} to {grid_group.high:.3g})")
         return False
 
-    def _take_off(self, node: fx.Node, words: str) -> None:
-        """Let a value be on no grid."""
-        self.off[node] = words
-        for other in info(node).edges:
-            self._strands.pop((node, other.spec), None)
+    def _take_off(self, node: fx.Node, reason: str) -> None:
+        """Remove all grids of a value. `reason` is a predicate such as "holds -inf"."""
+        self.off[node] = reason
+        for edge in info(node).edges:
+            self._groups.pop((node, edge.spec), None)
         maker = taken_from(node)
         if self._plan(maker).precision != "float":
-            self.plans[maker] = Plan(_off_grid(f"its value {words}"))
+            self.plans[maker] = Plan(_off_grid(f"its value {reason}"))
 
-    def _is_kept(self, node: fx.Node) -> bool:
-        """Whether an op reads a value that does more than to move it, or several ops read it."""
+    def _needs_resolution(self, node: fx.Node) -> bool:
+        """Whether an op computes with the value, or several ops read it: its grid may then not become much coarser."""
         readers = self.readers.get(node, [])
         return len(readers) != 1 or self._plan(readers[0]).precision != "moves"
 
     def _stop_reading(self, node: fx.Node, value: fx.Node, reason: str) -> None:
-        """Let a node read a value in float: from there on where it is a layer's unit that reads it later on."""
+        """Let a node read a value in float. If only a later op of a layer's unit reads it, the ops before stay int8."""
         plan = self._plan(node)
         calls = calls_of(self.gm, node)
         first = min((read.call for read in inputs_of(calls) if unobserved(self.gm, read.node) is value), default=0)
         if value in self.infinite and calls[first].op.traits.heavy:
             raise CalibrationError(
-                f"{where(self.gm, node)}: its input %{value.name} holds Inf, which a mask may, but nothing that a "
-                "layer multiplies; clean the data."
+                f"{where(self.gm, node)}: its input %{value.name} holds Inf. A mask may hold it, but not the input of "
+                "a layer with weights; clean the data."
             )
         if first == 0 or plan.precision != "int8" or not calls[0].op.traits.heavy:
             self.plans[node] = Plan(_off_grid(reason), agreed=plan.agreed)
@@ -313,9 +314,14 @@ class _Chooser:
             decision = replace(_off_grid(reason), precision=plan.precision, fix=plan.decision.fix)
             self.plans[node] = replace(plan, decision=decision, kernel_ops=(first,))
 
-    def _cut(self, node: fx.Node, times: float) -> None:
-        """Let a node select from floats: what makes these, up to where they are computed, moves floats as well."""
-        why = f"what it selects spans {times:.0f} times less than its input"
+    def _cut(self, node: fx.Node, ratio: float) -> None:
+        """Let a node select from floats, and so all ops that move its input, back to the op that computes it.
+
+        Args:
+            node: the node, which selects a part of its input.
+            ratio: range of the input relative to that of the result.
+        """
+        why = f"the range of the values that it selects is {ratio:.0f} times smaller than that of its input"
         self.plans[node] = Plan(_off_grid(why), exact=True)
         why = f"%{node.name} selects values of a small part of its range"
         for mover in feeding(self.gm, node, lambda value: self._plan(value).precision == "moves"):
@@ -323,5 +329,5 @@ class _Chooser:
 
 
 def _off_grid(why: str) -> Decision:
-    """The decision to compute in float what no grid holds well."""
+    """Decision to compute in float, since no grid represents the values well."""
     return Decision("float", "off the grid", why, decided_by=ChooseGrids.name)

@@ -1,4 +1,4 @@
-"""cleanup: nothing in the model that its graph does not use."""
+"""cleanup: remove all nodes, modules and weights that the graph does not use."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from fxq.rewriting.rewriter import Rewriter
 
 @dataclass(frozen=True)
 class Cleanup(Pass):
-    """Erase nodes that nobody reads, and drop the modules and weights that no node uses.
+    """Remove unused nodes, and the modules and weights that no node uses.
 
-    Before: a lowered graph beside float weights and observers    After: the same graph, with what it uses
-    Also: a weight inside modules inside modules is kept with fxq's own: reading it through several of them takes time.
-    Also: what a forward makes anew in each call (`torch.zeros(3)`, `self.scale * 2`) is a constant of the graph. It is
-    copied where it is returned, as the caller may change it.
+    Before: a lowered graph, with float weights and observers    After: the same graph, with only the data that it uses
+    Also: weights in nested modules move into one flat module, since each level of attribute access takes time.
+    Also: tensors that the float model creates in each call (`torch.zeros(3)`, `self.scale * 2`) are constants of the
+    graph. They are copied where they are returned, as the caller may change them.
     Keeps: the output, exactly.
     """
 
@@ -31,26 +31,26 @@ class Cleanup(Pass):
     gives: ClassVar[Stage] = Stage.QDQ
 
     def run(self, rewriter: Rewriter) -> None:
-        """Erase, then make a module anew from the graph: it takes along only what the graph names."""
+        """Erase unused nodes, then rebuild the module: torch.fx copies only the attributes that the graph names."""
         rewriter.erase_unused()
         for node in rewriter.nodes():
             if node.op == "get_attr" and str(node.target).count(".") > 1:
-                _bring_near(rewriter, node)
+                _flatten_path(rewriter, node)
         _copy_constants(rewriter)
         rewriter.gm = fx.GraphModule(rewriter.gm, rewriter.graph)
 
 
-def _bring_near(rewriter: Rewriter, node: fx.Node) -> None:
-    """Read a weight from where it takes one step."""
+def _flatten_path(rewriter: Rewriter, node: fx.Node) -> None:
+    """Move a weight of a nested module into the module `fxq_data`."""
     path = str(node.target)
     weight = constant(rewriter.gm, node)
     if weight is not None and not path.startswith(f"{DATA}."):
-        near = rewriter.constant(weight, path, before=node)
-        rewriter.replace(node, near)
+        flat = rewriter.constant(weight, path, before=node)
+        rewriter.replace(node, flat)
 
 
 def _copy_constants(rewriter: Rewriter) -> None:
-    """Return copies of constants that the float model makes anew in every call."""
+    """Return copies of constants that the float model creates in every call."""
     output = rewriter.graph.output_node()
     constants: set[fx.Node] = set()
     for node in rewriter.graph.nodes:
@@ -68,8 +68,8 @@ def _is_constant(rewriter: Rewriter, node: fx.Node, constants: set[fx.Node]) -> 
     """Whether a value may share memory with a constant of the graph that is not a tensor of the model.
 
     Args:
-        rewriter: holds the graph.
-        node: the node.
+        rewriter: rewriter of the graph.
+        node: the node of the value.
         constants: earlier nodes for which this is true.
     """
     if node.op == "get_attr":

@@ -1,4 +1,4 @@
-"""decompose: modules that hold several ops become these ops."""
+"""decompose: replace modules such as attention by the ops that they consist of."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ FUNCTIONS: dict[Callable[..., Any], Callable[[Rewriter, fx.Node], Sequence[fx.No
     F.multi_head_attention_forward: attention.called_as_module,
     **dict.fromkeys(recurrent_functions.FUNCTIONS, recurrent_functions.called_as_module),
 }
-"""What makes the call of a function that of a module; it returns what the call reads no more."""
+"""By function, how its call becomes a call of a module. Returns the nodes that this call no longer reads."""
 
 
 @dataclass(frozen=True)
 class Decompose(Pass):
-    """Write attention, encoder, decoder and recurrent layers of torch.nn with ops of the table.
+    """Replace attention, encoder, decoder and recurrent layers of torch.nn by ops of the op table.
 
     Before: module MultiheadAttention(x, x, x)
     After: linear, chunk, unflatten and transpose, scaled_dot_product_attention, transpose and flatten, linear
     Before: module LSTM(x) of two layers    After: lstm(lstm(x, ...), ...)
-    Keeps: the output, to 1e-5. Each op gets the module path of the layer that it stands for. What cannot be written so
-    stays a module in float, with the reason.
-    Refuses: selectors of the recipe that select nothing in the graph that this leaves.
+    Keeps: the output, to 1e-5. Each op has the module path of the layer that it replaces. A layer that cannot be
+    decomposed stays a module in float, with the reason.
+    Refuses: overrides of the recipe that select nothing in the resulting graph.
     """
 
     name: ClassVar[str] = "decompose"
@@ -44,59 +44,63 @@ class Decompose(Pass):
     gives: ClassVar[Stage] = Stage.CANONICAL
 
     def run(self, rewriter: Rewriter) -> None:
-        """Expand module by module, then check the recipe's selectors against what is there."""
+        """Expand module by module, then check that the recipe's selectors select something."""
         expanded: dict[str, list[fx.Node]] = {}
         dropped: list[fx.Node] = []
         for node in rewriter.nodes():
             if node.op == "call_function" and node.target in FUNCTIONS:
-                dropped += _as_module(rewriter, node)
+                dropped += _call_as_module(rewriter, node)
             module = submodule(rewriter.gm, node)
             if module is not None and isinstance(module, tuple(EXPANSIONS)) and not info(node).kept:
                 name = node.name
-                made = _expand(rewriter, node, module)
-                if made:
-                    expanded[name] = made
+                ops = _expand(rewriter, node, module)
+                if ops:
+                    expanded[name] = ops
         dropped = [node for node in dict.fromkeys(dropped) if not node.users]
         for node in dropped:
             rewriter.erase(node)
         rewriter.erase_unused()
-        expanded = {name: [op for op in made if not op._erased] for name, made in expanded.items()}
+        expanded = {name: [op for op in ops if not op._erased] for name, ops in expanded.items()}
         expanded |= {node.name: [] for node in dropped}
         if expanded:
             expand_original(rewriter, expanded)
-        ops = [(info(n).path, op.name) for n in rewriter.nodes() if (op := op_of(n)) is not None]
-        rewriter.context.check_selectors(rewriter.context.written + ops)
+        written = [(info(n).path, op.name) for n in rewriter.nodes() if (op := op_of(n)) is not None]
+        rewriter.context.check_selectors(rewriter.context.written + written)
 
 
 def _expand(rewriter: Rewriter, node: fx.Node, module: nn.Module) -> list[fx.Node]:
-    """Put a module's ops in the place of its call, or say why they cannot be; the ops."""
-    made = Expansion(rewriter, node)
+    """Replace the call of a module by ops, and return these; if that is impossible, record why and return none."""
+    expansion = Expansion(rewriter, node)
     try:
         expand = _expansion_of(module)
         with rewriter.attributed(type(module).__name__, expand):
-            made.put(expand(made, module))
-        return made.ops
+            expansion.put(expand(expansion, module))
+        return expansion.ops
     except CannotExpand as reason:
-        for op in reversed(made.ops):
+        for op in reversed(expansion.ops):
             rewriter.erase(op)
-        _stays(rewriter, node, type(module).__name__, reason)
+        _keep_whole(rewriter, node, type(module).__name__, reason)
         return []
 
 
-def _as_module(rewriter: Rewriter, node: fx.Node) -> Sequence[fx.Node]:
-    """Make the call of a function that of a module, or say why not; what is read no more."""
+def _call_as_module(rewriter: Rewriter, node: fx.Node) -> Sequence[fx.Node]:
+    """Turn the call of a function into a call of a module, and return the nodes that it no longer reads.
+
+    If that is impossible, the reason is recorded on the node.
+    """
     try:
         return FUNCTIONS[node.target](rewriter, node)  # type: ignore[index]
     except CannotExpand as reason:
-        _stays(rewriter, node, called_name(node), reason)
+        _keep_whole(rewriter, node, called_name(node), reason)
         return ()
 
 
-def _stays(rewriter: Rewriter, node: fx.Node, name: str, reason: CannotExpand) -> None:
+def _keep_whole(rewriter: Rewriter, node: fx.Node, name: str, reason: CannotExpand) -> None:
+    """Record the reason why a call is not expanded, on it and on the nodes that take its results apart."""
     parts = [user for user in node.users if taken_part(user, node) is not None]
-    for left in (node, *parts):
+    for part in (node, *parts):
         kept = Decision("float", "unsupported", f"{name} stays as it is: {reason}", decided_by=rewriter.name)
-        rewriter.describe(left, kept=kept)
+        rewriter.describe(part, kept=kept)
 
 
 def _expansion_of(module: nn.Module) -> Expand:
@@ -104,5 +108,5 @@ def _expansion_of(module: nn.Module) -> Expand:
         raise CannotExpand("it has forward hooks")
     if type(module) not in EXPANSIONS:
         base = next(cls for cls in type(module).__mro__ if cls in EXPANSIONS)
-        raise CannotExpand(f"it is a kind of {base.__name__} of its own")
+        raise CannotExpand(f"it is a subclass of {base.__name__}")
     return EXPANSIONS[type(module)]

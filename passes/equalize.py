@@ -1,4 +1,4 @@
-"""equalize: neighbouring layers share the range of each channel between their weights. Optional."""
+"""equalize: balance the weight ranges of each channel between neighbouring layers. Optional."""
 
 from __future__ import annotations
 
@@ -18,33 +18,34 @@ from fxq.pipeline.float_ops import divide_original
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.rewriting.rewriter import Rewriter
 
-_ALIKE = ("relu", "leaky_relu", "prelu")
+_HOMOGENEOUS = ("relu", "leaky_relu", "prelu")
 """Functions f with f(c x) = c f(x) for each c > 0."""
 _POOLS = ("max_pool", "avg_pool", "adaptive_max_pool", "adaptive_avg_pool")
-"""The same, of the values of one channel; behind each name stands over how many axes."""
+"""Pooling ops, without the suffix "1d" to "3d". They are homogeneous, too."""
 _BOUNDED = ("relu6", "hardtanh")
-_DONE = 1e-4
-"""Factors that differ from 1 by less end the search."""
-_WORTH = 1e-2
-"""So near to 1, factors are for nothing."""
-_MOST = 1e4
-"""Nothing is scaled by more, or by less than the inverse."""
+_CONVERGED_LOG = 1e-4
+"""Largest |log factor| of a round, below which the search ends."""
+_MIN_LOG_FACTOR = 1e-2
+"""Largest |log factor| in total, below which nothing is written: it would gain nothing."""
+_MAX_FACTOR = 1e4
+"""Largest factor of a channel; the smallest is its inverse."""
 
 
 @dataclass(frozen=True)
 class Equalize(Pass):
-    """Scale the channels between two layers so that both weights have the same range in each of them.
+    """Scale the channels between two layers, so that the weights of both have the same range in each channel.
 
     Before: conv2d(relu(conv2d(x, w, b)), v)    After: conv2d(relu(conv2d(x, w / s, b / s)), v * s)
-    Keeps: the output, to rounding in float32. s is sqrt(range of w / range of v) by channel, found for all pairs of
-    layers together; through relu, leaky_relu, prelu and pooling, where nothing else reads what is scaled. Where values
-    are cut off at c, as relu6 does, that becomes minimum(relu(x), c / s), an op of its own. For weights with one scale
-    for the whole tensor: channels that are small lose nothing to those that are large.
-    In front of the passes that fuse: `Recipe.static(...).insert_pass(fxq.passes.Equalize(), after="fold-batch-norm")`.
+    Keeps: the output, to rounding in float32.
+    It helps weights with one scale for the whole tensor, where channels with small weights lose precision.
+    s is sqrt(range of w / range of v) by channel, chosen for all pairs of layers together. Between the layers there may
+    be relu, leaky_relu, prelu and pooling, and no other op may read the scaled values. A function that clips at c,
+    such as relu6, becomes minimum(relu(x), c / s).
+    Insert it before `fuse`: `Recipe.static(...).insert_pass(fxq.passes.Equalize(), after="fold-batch-norm")`.
     Source: Nagel et al. 2019 (arXiv 1906.04721), section 4.1.
 
     Args:
-        rounds: over all pairs, at most.
+        rounds: maximum number of rounds over all pairs.
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)).eval()
@@ -68,9 +69,9 @@ class Equalize(Pass):
         layers = {node: layer for node in rewriter.nodes() if (layer := _Layer.of(rewriter.gm, node)) is not None}
         pairs = [pair for layer in layers.values() if (pair := _pair(rewriter.gm, layer, layers)) is not None]
         for _ in range(self.rounds):
-            if max((pair.equalize() for pair in pairs), default=0.0) < _DONE:
+            if max((pair.equalize() for pair in pairs), default=0.0) < _CONVERGED_LOG:
                 break
-        if all(float(pair.factors.log().abs().max()) < _WORTH for pair in pairs):
+        if all(float(pair.factors.log().abs().max()) < _MIN_LOG_FACTOR for pair in pairs):
             return
         divide_original(rewriter, {origin: by for pair in pairs for origin, by in pair.divided().items()})
         with rewriter.attributed("equalize", Equalize):
@@ -82,15 +83,16 @@ class Equalize(Pass):
 
 
 class _Layer:
-    """A linear layer or convolution whose weight is its own.
+    """Linear layer or convolution that shares its weight with no other.
 
     Attributes:
-        node, call: its node, and the op with its options.
+        node: its node.
+        call: its op with options.
         matrix: the layer as a product of matrices.
-        weight: its weight so far, (groups, outputs, inputs, values of the kernel), the middle two of one group.
-        bias: so far; None without one.
-        axis: of the channels, in what it reads and in what it makes, counted from the end.
-        changed: whether anything was scaled.
+        weight: its scaled weight, float64, (groups, outputs per group, inputs per group, kernel size).
+        bias: its scaled bias, float64, (C,); None without one.
+        axis: axis of the channels, in input and output, counted from the end.
+        changed: whether weight or bias were scaled.
     """
 
     def __init__(self, node: fx.Node, call: OpCall, weight: Tensor, bias: Tensor | None) -> None:
@@ -105,7 +107,7 @@ class _Layer:
 
     @classmethod
     def of(cls, gm: fx.GraphModule, node: fx.Node) -> _Layer | None:
-        """A node as one; None where it is none, or shares its weight or bias with another."""
+        """Layer of a node; None if it is no such layer, or if it shares weight or bias with another."""
         call = _call(gm, node)
         if call is None or not LayerMatrix.takes(call):
             return None
@@ -119,29 +121,29 @@ class _Layer:
 
     @property
     def out_ranges(self) -> Tensor:
-        """The largest weight of each output channel, (C,)."""
+        """Largest absolute weight of each output channel, (C,)."""
         return self.weight.abs().amax((2, 3)).flatten()
 
     @property
     def in_ranges(self) -> Tensor:
-        """The largest weight of each input channel, (C,)."""
+        """Largest absolute weight of each input channel, (C,)."""
         return self.weight.abs().amax((1, 3)).flatten()
 
     def divide_outputs(self, by: Tensor) -> None:
-        """Divide what each channel makes, (C,)."""
-        groups, each = self.weight.shape[:2]
-        self.weight = self.weight / by.view(groups, each, 1, 1)
+        """Divide each output channel by a factor, (C,)."""
+        groups, outputs = self.weight.shape[:2]
+        self.weight = self.weight / by.view(groups, outputs, 1, 1)
         self.bias = self.bias / by if self.bias is not None else None
         self.changed = True
 
     def multiply_inputs(self, by: Tensor) -> None:
-        """Multiply the weights of each input channel, (C,)."""
-        groups, _, each, _ = self.weight.shape
-        self.weight = self.weight * by.view(groups, 1, each, 1)
+        """Multiply the weights of each input channel by a factor, (C,)."""
+        groups, _, inputs, _ = self.weight.shape
+        self.weight = self.weight * by.view(groups, 1, inputs, 1)
         self.changed = True
 
     def write(self, rewriter: Rewriter) -> None:
-        """Put the new weight and bias into the graph, where they are new."""
+        """Write the scaled weight and bias into the graph, if they were changed."""
         if not self.changed:
             return
         new = {"weight": self.matrix.weight(self.weight.flatten(2)), "bias": self.bias}
@@ -149,19 +151,20 @@ class _Layer:
             old: Any = self.call.tensors.get(name)
             if value is not None:
                 path = str(old.target).removeprefix("fxq_data.")
-                kept = constant(rewriter.gm, old)
-                made = rewriter.constant(value.to(kept), f"{path}_equalized", before=self.node, like=old)
-                rewriter.update(self.node, args=tuple(made if arg is old else arg for arg in self.node.args))
+                original = constant(rewriter.gm, old)
+                scaled = rewriter.constant(value.to(original), f"{path}_equalized", before=self.node, like=old)
+                rewriter.update(self.node, args=tuple(scaled if arg is old else arg for arg in self.node.args))
 
 
 @dataclass
 class _Pair:
-    """Two layers with nothing between them but functions that may be scaled.
+    """Two layers with only functions between them that can be scaled.
 
     Attributes:
-        first, second: the layers.
+        first: the first layer.
+        second: the only reader of its values.
         between: the nodes between them.
-        factors: what the channels between them are divided by, (C,).
+        factors: divisors of the channels between them, float64, (C,).
     """
 
     first: _Layer
@@ -170,43 +173,44 @@ class _Pair:
     factors: Tensor
 
     def equalize(self) -> float:
-        """Scale both once; how much, as the largest logarithm."""
-        made, read = self.first.out_ranges, self.second.in_ranges
-        factors = torch.where((made > 0) & (read > 0), (made / read.clamp(min=1e-300)).sqrt(), 1.0)
-        factors = (self.factors * factors).clamp(1 / _MOST, _MOST) / self.factors
+        """Balance both layers once. Returns the largest |log factor|."""
+        written, read = self.first.out_ranges, self.second.in_ranges
+        factors = torch.where((written > 0) & (read > 0), (written / read.clamp(min=1e-300)).sqrt(), 1.0)
+        factors = (self.factors * factors).clamp(1 / _MAX_FACTOR, _MAX_FACTOR) / self.factors
         self.factors = self.factors * factors
         self.first.divide_outputs(factors)
         self.second.multiply_inputs(factors)
         return float(factors.log().abs().max())
 
     def divided(self) -> dict[str, Tensor | None]:
-        """By the origin of each value that is scaled, what it is divided by, of a shape that broadcasts.
+        """Divisor of each scaled value, by its origin, of a shape that broadcasts.
 
-        None for what is cut off next: the relu that is put behind it becomes part of the layer.
+        None for a value before a bounded function: the relu of that function becomes part of the layer, so that the
+        value is not in the graph any more.
         """
-        nodes, factors = (self.first.node, *self.between), self._spread(self.factors)
-        cut = [i - 1 for i, node in enumerate(nodes) if i and is_op(node, *_BOUNDED)]
-        return {o: None if i in cut else factors for i, node in enumerate(nodes) for o in info(node).origins}
+        nodes, factors = (self.first.node, *self.between), self._broadcastable(self.factors)
+        before_bound = [i - 1 for i, node in enumerate(nodes) if i and is_op(node, *_BOUNDED)]
+        return {o: None if i in before_bound else factors for i, node in enumerate(nodes) for o in info(node).origins}
 
     def write(self, rewriter: Rewriter) -> None:
-        """Scale where values are cut off."""
+        """Replace functions with a bound c by minimum(relu(x), c / factors)."""
         for node in self.between:
             (call,) = calls_of(rewriter.gm, node)
             if call.op.name in _BOUNDED:
-                most = torch.full_like(self.factors, _bound(call)) / self.factors
+                bounds = torch.full_like(self.factors, _bound(call)) / self.factors
                 path = f"{info(node).path or node.name}.bound"
-                bound = rewriter.constant(self._spread(most).float(), path, before=node)
+                bound = rewriter.constant(self._broadcastable(bounds).float(), path, before=node)
                 relu = rewriter.call("relu", node.args[0], like=node, name=f"{node.name}_relu")
-                rewriter.describe(relu, origins=(relu.name,))  # it is not the op of the model
-                made = rewriter.call("minimum", relu, bound, like=node, name=f"{node.name}_minimum")
-                rewriter.replace(node, made)
+                rewriter.describe(relu, origins=(relu.name,))  # the model does not have this op
+                minimum = rewriter.call("minimum", relu, bound, like=node, name=f"{node.name}_minimum")
+                rewriter.replace(node, minimum)
 
-    def _spread(self, factors: Tensor) -> Tensor:
+    def _broadcastable(self, factors: Tensor) -> Tensor:
         return factors.view(-1, *[1] * (-self.first.axis - 1))
 
 
 def _pair(gm: fx.GraphModule, first: _Layer, layers: Mapping[fx.Node, _Layer]) -> _Pair | None:
-    """A layer and the one that alone reads what it makes; None where there is none."""
+    """Pair of a layer and the only layer that reads its values; None if there is none."""
     node, between = first.node, list[fx.Node]()
     while len(node.users) == 1:
         (user,) = node.users
@@ -224,19 +228,19 @@ def _pair(gm: fx.GraphModule, first: _Layer, layers: Mapping[fx.Node, _Layer]) -
 
 
 def _call(gm: fx.GraphModule, node: fx.Node) -> OpCall | None:
-    """The op that a node runs; None where it runs none, or several as one unit."""
+    """Op that a node runs; None if it runs none, or several as one unit."""
     calls = calls_of(gm, node)
     return calls[0] if len(calls) == 1 else None
 
 
 def _scales(call: OpCall, layer: _Layer) -> bool:
-    """Whether a function of what a layer makes can be scaled channel by channel."""
+    """Whether a function of a layer's values can be scaled channel by channel."""
     name = call.op.name
     if name in _BOUNDED:
         return call.computed is None and _bound(call) > 0 and (name == "relu6" or call.options["min_val"] == 0)
-    return name in _ALIKE or name in {f"{pool}{-layer.axis - 1}d" for pool in _POOLS}
+    return name in _HOMOGENEOUS or name in {f"{pool}{-layer.axis - 1}d" for pool in _POOLS}
 
 
 def _bound(call: OpCall) -> float:
-    """Where a function cuts values off."""
+    """Upper bound of a function that clips."""
     return 6.0 if call.op.name == "relu6" else float(call.options["max_val"])

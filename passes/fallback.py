@@ -1,4 +1,4 @@
-"""fallback: ops without a kernel, and those that lose as integers, run in float with the least conversion."""
+"""fallback: run ops in float that have no kernel or are slower on integers, with as few conversions as possible."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ from fxq.rewriting.unit_edits import split_unit
 
 @dataclass(frozen=True)
 class Fallback(Pass):
-    """Place float ops so that no value is converted twice, and let islands of integers that lose run in float.
+    """Move ops to float that have no kernel or that are slower on integers, and remove needless conversions.
 
     Before: quantize(conv2d_act(dequantize(q), w, b)), where the backend has no kernel for the function `act`
-    After: quantize(act(conv2d(dequantize(q), w, b))): the convolution emits float, the function reads it as it is
-    Also: with `optimize="speed"`, the ops that run on integers are those that make the graph fastest, by the seconds
-    that kernels, float ops and conversions were measured to take on this machine (`fxq/cost/min_cut.py`). And a float
-    op that reads dequantize(quantize(v)) of a float value v reads v itself.
-    Keeps: the output up to rounding; what changes is more exact, as a rounding is left out.
+    After: quantize(act(conv2d(dequantize(q), w, b))): the convolution emits float, and the function reads it directly
+    Also: with `optimize="speed"`, the set of integer ops is the one that makes the graph fastest, by the times of
+    kernels, float ops and conversions on this machine (`fxq/cost/min_cut.py`). A float op that reads
+    dequantize(quantize(v)) of a float value v reads v.
+    Keeps: the output up to rounding. Results only become more exact, as a rounding is left out.
     """
 
     name: ClassVar[str] = "fallback"
@@ -61,7 +61,7 @@ class Fallback(Pass):
     gives: ClassVar[Stage] = Stage.QDQ
 
     def run(self, rewriter: Rewriter) -> None:
-        """Open the units that no kernel runs whole, price what is left, then let float ops read float values."""
+        """Split units that no kernel runs whole, choose float ops by price, then let float ops read float values."""
         context: Context = rewriter.context
         choose = context.recipe.optimize == "speed"
         pinned = Pinned(context.recipe.decided) if context.recipe.optimize == "decided" else None
@@ -99,7 +99,7 @@ class Fallback(Pass):
 
 
 def _ask_again(rewriter: Rewriter) -> None:
-    """Ask the backend about layers that measure what they read, as it may be `smooth` that has decided so."""
+    """Ask the backend about layers with dynamic ranges, since `smooth` may have chosen them after `annotate`."""
     backend = rewriter.context.backend
     for node in rewriter.nodes():
         plan, calls = info(node).plan, calls_of(rewriter.gm, node)
@@ -109,14 +109,14 @@ def _ask_again(rewriter: Rewriter) -> None:
         if support.ops == 0:
             with rewriter.attributed("run_in_float", run_in_float):
                 reason = f"{info(node).note}; {support.reason}".removeprefix("; ")
-                run_in_float(rewriter, node, "unsupported", reason, FEWER_MEASURED)
+                run_in_float(rewriter, node, "unsupported", reason, WITHOUT_DYNAMIC_INPUTS)
         elif support.ops < (plan.kernel_ops or (len(calls),))[-1]:
             plan = replace(plan, kernel_ops=(support.ops,))
             rewriter.describe(node, plan=plan.decided(kind="unsupported", text=support.reason))
 
 
 def _bound_sums(rewriter: Rewriter) -> None:
-    """Move layers whose integer sums could overflow int32 to float, for all backends, since exports sum them, too."""
+    """Move layers whose integer sums could overflow int32 to float, on all backends: an export would overflow, too."""
     for node in rewriter.nodes():
         plan, largest = info(node).plan, 0.0
         if plan is not None and plan.precision == "int8":
@@ -128,19 +128,19 @@ def _bound_sums(rewriter: Rewriter) -> None:
 
 
 def _fewer_bits(rewriter: Rewriter, node: fx.Node, plan: Plan, largest: float) -> str:
-    """Recipe line that reduces activation bits so that a layer's sums fit in int32, or empty. A bit halves the sums."""
+    """Recipe line with fewer activation bits, so that a layer's sums fit in int32; empty if too few would be left."""
     call, spec = calls_of(rewriter.gm, node)[0], plan.reads
-    bits = (spec.bits if spec is not None else 0) - math.ceil(math.log2(largest / INT32))
+    bits = (spec.bits if spec is not None else 0) - math.ceil(math.log2(largest / INT32))  # each bit halves the sums
     if spec is None or bits < MIN_PROPOSED_BITS or call.rounds_its_state:
         return ""
-    measured = f', per="{spec.per}", range="dynamic"' if spec.range == "dynamic" else ""
+    dynamic = f', per="{spec.per}", range="dynamic"' if spec.range == "dynamic" else ""
     path = (info(node).paths or (info(node).path,))[0]
-    config = f"fxq.QuantConfig(activation=fxq.TensorSpec(bits={bits}{measured}))"
+    config = f"fxq.QuantConfig(activation=fxq.TensorSpec(bits={bits}{dynamic}))"
     return rewriter.context.override_line(path, call.op.name, config)
 
 
 def _ask_backend(rewriter: Rewriter, prober: Prober) -> None:
-    """Let the backend say itself what the units that there are now cost, where it does that."""
+    """Let the backend price the current units, if it prices whole graphs."""
     context = rewriter.context
     prober.own = context.backend.prices(rewriter.gm, (context.samples or [context.example])[0])
 
@@ -152,7 +152,7 @@ def _may_be_opened(node: fx.Node) -> bool:
 
 
 def _open_units(rewriter: Rewriter, prober: Prober | None, pinned: Pinned | None) -> list[Pin]:
-    """Open the units that no kernel runs whole; what was decided of those that one runs at a price."""
+    """Split the units that no kernel runs whole. Returns the decisions on units where the price decides."""
     decided = []
     for node, place in places_of(rewriter.gm, rewriter.nodes()).items():
         plan = info(node).plan
@@ -172,7 +172,7 @@ def _open_units(rewriter: Rewriter, prober: Prober | None, pinned: Pinned | None
 
 
 def _price(rewriter: Rewriter, prober: Prober, choose: bool) -> None:
-    """Put on record what every op costs; if they are to `choose` by it, put the integer ops that lose into float."""
+    """Record the cost of every op; with `choose`, move integer ops to float where that makes the graph faster."""
     nodes, context = rewriter.nodes(), rewriter.context
     regions = regions_of(rewriter.gm, nodes)
     unknown = sum(
@@ -180,12 +180,12 @@ def _price(rewriter: Rewriter, prober: Prober, choose: bool) -> None:
     )
     with progress_bar("measuring kernels", unknown, context.progress if unknown else False) as advance:
         ops = priced_ops(rewriter.gm, regions, prober, advance)
-        left = dict(float_ops(rewriter.gm, nodes, prober))
-        kept = dict(weight_only_ops(rewriter.gm, nodes, prober))
-    for priced_node, cost in (*left.items(), *kept.items()):
+        float_costs = dict(float_ops(rewriter.gm, nodes, prober))
+        weight_only_costs = dict(weight_only_ops(rewriter.gm, nodes, prober))
+    for priced_node, cost in (*float_costs.items(), *weight_only_costs.items()):
         _record(rewriter, priced_node, cost)
-    others = 1e-6 * sum(cost.float_us for cost in left.values())
-    slow = slower_for_size(kept, others + sum(op.real for op in ops if op.source))
+    float_seconds = 1e-6 * sum(cost.float_us for cost in float_costs.values())
+    slow = slower_for_size(weight_only_costs, float_seconds + sum(op.real for op in ops if op.source))
     if slow is not None:
         warn(slow)
     integers: set[Key] = set(regions)
@@ -193,15 +193,15 @@ def _price(rewriter: Rewriter, prober: Prober, choose: bool) -> None:
         ops, values, integers = choose_by_price(rewriter.gm, nodes, regions, prober, ops)
     else:
         values = priced_values(rewriter.gm, nodes, regions, prober)
-        slow = slower_than_float(ops, values, integers, others)
+        slow = slower_than_float(ops, values, integers, float_seconds)
         if slow is not None:
             warn(slow)
     idle = _drop_idle(integers, values, nodes)
     if choose and prober.own is not None:
-        every: set[Key] = set(regions)
-        idle_too = _drop_idle(every, values, nodes)
-        cuts = [(every, idle_too), (integers, idle), (set[Key](), idle)]
-        changes = [partial(_try, [op.key for op in ops if op.key not in cut]) for cut, _ in cuts]
+        all_integers: set[Key] = set(regions)
+        all_idle = _drop_idle(all_integers, values, nodes)
+        cuts = [(all_integers, all_idle), (integers, idle), (set[Key](), idle)]
+        changes = [partial(_move_to_float, [op.key for op in ops if op.key not in cut]) for cut, _ in cuts]
         integers, idle = cuts[quickest(rewriter.gm, context, changes)]
     conversions = conversions_of(integers, values)
     for op in ops:
@@ -211,13 +211,19 @@ def _price(rewriter: Rewriter, prober: Prober, choose: bool) -> None:
             _record(rewriter, node, Cost(1e6 * op.real, 1e6 * op.int8, around, op.source))
         if node not in integers:
             kind: DecisionKind = "no integer neighbour" if node in idle else "slower"
-            slower = NOT_WORTH_IT if op.int8 > op.real else CONVERTED
+            slower = SLOWER if op.int8 > op.real else SLOWER_WITH_CONVERSIONS
             with rewriter.attributed("run_in_float", run_in_float):
                 run_in_float(rewriter, node, kind, UNREAD if node in idle else slower, COVERAGE)
 
 
-def _try(floats: Sequence[Any], rewriter: Rewriter, copies: Mapping[fx.Node, fx.Node]) -> None:
-    """Put these ops into float in a copy of the graph, as this pass does in the end."""
+def _move_to_float(floats: Sequence[Any], rewriter: Rewriter, copies: Mapping[fx.Node, fx.Node]) -> None:
+    """Move ops to float in a copy of the graph, to time it.
+
+    Args:
+        floats: nodes of the original graph.
+        rewriter: rewriter of the copy.
+        copies: nodes of the copy by those of the original.
+    """
     for node in floats:
         run_in_float(rewriter, copies[node], "slower", "", COVERAGE)
     for node in rewriter.nodes("quantize"):
@@ -226,9 +232,9 @@ def _try(floats: Sequence[Any], rewriter: Rewriter, copies: Mapping[fx.Node, fx.
 
 
 def _drop_idle(integers: set[Key], values: Sequence[PricedValue], nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """Take out of `integers` what only moves data that no integer op reads, also through others; all such nodes.
+    """Remove from `integers` ops that only move data and have no integer reader, directly or through other such ops.
 
-    To move integers costs no less then, and loses a rounding.
+    Moving integers would gain nothing there and cost a rounding. Returns the removed nodes.
     """
     readers = {value.producer: value.readers for value in values}
     idle = set()
@@ -240,13 +246,13 @@ def _drop_idle(integers: set[Key], values: Sequence[PricedValue], nodes: Sequenc
 
 
 def _able(rewriter: Rewriter) -> dict[fx.Node, Place]:
-    """What runs on integers now, with its place."""
+    """Nodes that run on integers so far, with their places."""
     places = places_of(rewriter.gm, rewriter.nodes())
     return {node: place for node, place in places.items() if precision_of(node) in ("int8", "moves")}
 
 
 def _off_grid(rewriter: Rewriter) -> Iterator[Pin]:
-    """What runs in float because of its values: on other data it could run on integers."""
+    """Yield pins of ops that run in float because of their values. On other data they could run on integers."""
     for node, place in places_of(rewriter.gm, rewriter.nodes()).items():
         plan = info(node).plan
         if plan is not None and plan.precision == "float" and plan.decision.kind == "off the grid":
@@ -254,54 +260,54 @@ def _off_grid(rewriter: Rewriter) -> Iterator[Pin]:
 
 
 def _obey(rewriter: Rewriter, pinned: Pinned, able: Mapping[fx.Node, Place]) -> None:
-    """Put into float what a recipe's decisions say, and warn of what is to run on integers and cannot here."""
+    """Move the ops to float that a recipe's decisions name. Warn if it names integer ops that have no kernel here."""
     for node, place in able.items():
         if pinned.is_float(place):
             with rewriter.attributed("run_in_float", run_in_float):
                 run_in_float(rewriter, node, "excluded by the recipe", DECIDED, COVERAGE)
     lost = pinned.lost(able.values())
     if lost:
-        there = {place: node for node, place in places_of(rewriter.gm, rewriter.nodes()).items()}
-        gone = [place for place in lost if place not in there]
-        if gone:
+        nodes = {place: node for node, place in places_of(rewriter.gm, rewriter.nodes()).items()}
+        missing = [place for place in lost if place not in nodes]
+        if missing:
             raise RecipeError(
-                f"the recipe's decisions speak of {gone[0]}, which this model has not ({len(gone)} such). They are of "
-                'another model: quantize with recipe.with_optimize("speed") and take recipe_as_decided() of the result.'
+                f"the recipe's decisions are for another model: this one has no {missing[0]} ({len(missing)} such "
+                'places). Quantize with recipe.with_optimize("speed") and take recipe_as_decided() of the result.'
             )
-        plan = info(there[lost[0]]).plan
+        plan = info(nodes[lost[0]]).plan
         warn(
-            f"{len(lost)} ops that the recipe's decisions run on integers have no kernel here and run in float, the "
-            f"first is {lost[0]}: {plan.decision.text if plan is not None else ''}. print(qmodel.ledger)"
+            f"{len(lost)} ops that the recipe's decisions run on integers have no kernel here and run in float; the "
+            f"first is {lost[0]}: {plan.decision.text if plan is not None else ''}. print(qmodel.ledger) lists all."
         )
 
 
 def _record(rewriter: Rewriter, node: fx.Node, cost: Cost) -> None:
     plan = info(node).plan
-    assert plan is not None  # an op without one is not measured
+    assert plan is not None  # only ops with a plan are priced
     rewriter.describe(node, plan=replace(plan, cost=cost))
 
 
 DECIDED = "the recipe's decisions say float"
-NOT_WORTH_IT = "float is faster at this size on this machine"
+SLOWER = "float is faster at this size on this machine"
 MIN_PROPOSED_BITS = 4
-"""Minimum activation bits to propose to the user; below, float is the better choice."""
-FEWER_MEASURED = (
+"""Minimum number of activation bits that a remedy proposes. Below, float is the better choice."""
+WITHOUT_DYNAMIC_INPUTS = (
     'recipe.without_pass("smooth").insert_pass(fxq.passes.Smooth(measure_gain=math.inf), after="insert-qdq")'
 )
 COVERAGE = 'recipe.with_optimize("coverage")'
-CONVERTED = "float is faster at this size on this machine: its conversions cost more than its kernel saves"
+SLOWER_WITH_CONVERSIONS = "float is faster at this size on this machine: conversions cost more than the kernel saves"
 
 
 def _read_float(rewriter: Rewriter, quantize: fx.Node) -> None:
-    """Let readers of dequantize(quantize(v)) that read floats, and those of its shape, read v, where v is float anyway.
+    """Let float ops and shape queries that read dequantize(quantize(v)) read v, if v is float anyway.
 
-    It is where it is made in float; and where a layer makes it that nobody reads as integers: its kernel emits floats.
+    It is float if a float op computes it, or if a layer computes it and has no integer reader: its kernel emits floats.
     """
     value: Any = quantize.args[0]
     copies = [user for user in quantize.users if is_op(user, "dequantize")]
     readers = [user for copy in copies for user in copy.users]
     shapes = [user for user in quantize.users if reads_only_metadata(user)]
-    if not _is_float(value) and not measures_of(quantize):  # what measures reads floats
+    if not _is_float(value) and not measures_of(quantize):  # dynamic ranges are computed from floats
         read_alone = len(value.users) == 1 and len(copies) + len(shapes) == len(quantize.users)
         if not read_alone or not all(map(_reads_float, readers)) or not emits_float(rewriter.gm, taken_from(value)):
             return
@@ -314,12 +320,12 @@ def _read_float(rewriter: Rewriter, quantize: fx.Node) -> None:
 
 
 def _reads_float(node: fx.Node) -> bool:
-    """Whether a node of the qdq graph reads floats: it computes in float, or measures and rounds what it reads."""
+    """Whether a node of the qdq graph reads floats: it computes in float, or quantizes with a dynamic range."""
     return _is_float(node) or is_op(node, *MEASURES) or (is_op(node, "quantize") and bool(measures_of(node)))
 
 
 def _is_float(node: fx.Node) -> bool:
-    """Whether a node of the qdq graph computes in float: an input or output, or what annotate left in float."""
+    """Whether a node of the qdq graph computes in float: an input, an output, or an op with a float plan."""
     if is_op(node, *CONVERSIONS):
         return False
     plan = plan_of(node)

@@ -1,4 +1,4 @@
-"""fold-batch-norm: batch norms into the layers before or behind them."""
+"""fold-batch-norm: fold batch norms into neighbouring layers."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ class FoldBatchNorm(Pass):
     """Fold an eval-mode batch norm into the weight and bias of the conv or linear before it.
 
     Before: batch_norm(conv2d(x, w, b), ...)    After: conv2d(x, w', b')
-    Where the recipe asks for integers for the one and float for the other, they stay apart, unless it is the layer that
-    runs in float: the batch norm would, too, behind it.
-    Also: one that no such layer is before goes into the layer that alone reads it, where nothing is padded with zeros.
-    (`into_next=False`: such a one is left; so it is for training, where it would not be folded any more.)
-    Keeps: the output, to 1e-5 relative in float32. The weights are new tensors; the model's own stay.
+    Also: a batch norm without such a layer before it is folded into the only layer that reads it, unless this pads with
+    zeros.
+    Keeps: the output, to 1e-5 relative in float32. The weights are new tensors; the model is not changed. If the recipe
+    has the batch norm in float and the layer in integers, they stay apart.
     Source: Jacob et al. 2018, section 3.2.
+
+    Args:
+        into_next: whether to fold batch norms into the layer after them. Training leaves these as they are.
     """
 
     into_next: bool = True
@@ -34,7 +36,7 @@ class FoldBatchNorm(Pass):
     gives: ClassVar[Stage] = Stage.CANONICAL
 
     def run(self, rewriter: Rewriter) -> None:
-        """Apply the rule everywhere but where the recipe tells layer and batch norm apart."""
+        """Apply the rules, except where the recipe has different configs for layer and batch norm."""
         context: Context = rewriter.context
 
         def refuse(match: Match) -> str | None:

@@ -1,4 +1,4 @@
-"""fuse: groups of ops that one kernel can run, as units."""
+"""fuse: make units of ops that one kernel can run."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ from fxq.rewriting.rewriter import Rewriter
 
 @dataclass(frozen=True)
 class Fuse(Pass):
-    """Turn what the fusion patterns match, fxq's and the recipe's, into units, largest pattern first.
+    """Turn the matches of fusion patterns into units, largest pattern first. The recipe can add patterns.
 
-    Before: relu(conv2d(x, w, b))    After: conv2d_relu(x, w, b), one node that runs both
-    Keeps: the output, exactly. A node belongs to one unit. Ops that the recipe configures differently stay apart,
-    and so do those that the backend wants apart, or of which it has a kernel for some alone: the others are decided on
-    like any op that was never fused.
+    Before: relu(conv2d(x, w, b))    After: conv2d_relu(x, w, b), one node that runs both ops
+    Keeps: the output, exactly. A node belongs to at most one unit. Ops stay apart if the recipe configures them
+    differently, if the backend does not fuse them, or if it has a kernel only for some of them.
     """
 
     name: ClassVar[str] = "fuse"
@@ -39,22 +38,22 @@ class Fuse(Pass):
         def refuse(match: Match) -> str | None:
             calls = calls_among(match.nodes, match.rule.name, match.captures, match.outputs)
             if not context.backend.fuses(calls):
-                return f"the backend {context.backend.name} wants these ops apart"
-            return context.refuses_to_join(match.nodes) or _left_over(rewriter, match.nodes, calls)
+                return f"the backend {context.backend.name} does not fuse these ops"
+            return context.refuses_to_join(match.nodes) or _partial_kernel(rewriter, match.nodes, calls)
 
         rewriter.fuse(context.recipe.fusion_rules(), refuse)
 
 
-def _left_over(rewriter: Rewriter, nodes: Sequence[fx.Node], calls: Calls) -> str | None:
-    """Why a unit of these ops would run in float in part, where a kernel of the backend runs others of them."""
+def _partial_kernel(rewriter: Rewriter, nodes: Sequence[fx.Node], calls: Calls) -> str | None:
+    """Reason why no kernel runs all of these ops, although one runs some of them; None if they may become a unit."""
     context = rewriter.context
-    asked, _ = context.config_for(info(nodes[0]).path, calls[0].op.name)
-    if asked.activation is None and asked.weight is not None:
-        return "the recipe leaves activations in float, where a layer runs alone"
-    if asked.is_float:
+    config, _ = context.config_for(info(nodes[0]).path, calls[0].op.name)
+    if config.activation is None and config.weight is not None:
+        return "the recipe leaves activations in float, where layers are not fused"
+    if config.is_float:
         return None
     backend, gm = context.backend, rewriter.gm
-    support = support_of(backend, gm, nodes[-1], calls, backend.config(gm, asked, calls))
+    support = support_of(backend, gm, nodes[-1], calls, backend.config(gm, config, calls))
     if support.ops == len(calls) or (support.ops == 0 and not any(call.op.traits.heavy for call in calls[1:])):
         return None
-    return f"{backend.name} has a kernel for the first {support.ops} of these {len(calls)} ops alone"
+    return f"{backend.name} has a kernel only for the first {support.ops} of these {len(calls)} ops"

@@ -1,4 +1,4 @@
-"""gptq: weights are rounded one input after the other, and those still to come make up for the error. Optional."""
+"""gptq: round weights one input at a time, and compensate the error in the inputs that follow. Optional."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from fxq.recipe.pass_base import Stage
 
 @dataclass(frozen=True)
 class Gptq(Reconstruction):
-    """Round the weight of each layer one input after the other; the float rest makes up for what that cost the output.
+    """Round the weight of each layer one input at a time; the float weights of the later inputs compensate the error.
 
-    Before: linear(x, dequantize(w_int4))    After: linear(x, dequantize(w_int4')), with integers that suit the layer
-    Keeps: the grids of the weights, but the scales of channels. Errors are weighed by how the inputs of the layer occur
-    together in the recorded samples (the Hessian of its squared error). What the weights of a channel do not reach
-    better than before stays as it was.
-    Behind insert-qdq: `Recipe.weight_only(bits=4).insert_pass(fxq.passes.Gptq(), after="smooth")`. Needs data.
-    Source: Frantar et al. 2022 (arXiv 2210.17323), algorithm 1; inputs of the graph as it is so far, with the float
-    graph's outputs: Li et al. 2025 (arXiv 2504.02692).
+    Before: linear(x, dequantize(w_int4))    After: linear(x, dequantize(w_int4')), with less error in the output
+    Keeps: the grids of the weights, except for per-channel scales, which may be fitted again (`scales`). A channel
+    keeps its integers if its error does not become smaller.
+    The error is that of the layer's output on the recorded samples; its Hessian is the Gram matrix of the inputs.
+    Insert it after insert-qdq: `Recipe.weight_only(bits=4).insert_pass(fxq.passes.Gptq(), after="smooth")`. Needs data.
+    Source: Frantar et al. 2022 (arXiv 2210.17323), algorithm 1. Inputs are from the partly quantized graph, outputs
+    from the float graph: Li et al. 2025 (arXiv 2504.02692).
 
     Args:
-        samples: how many recorded samples it looks at.
-        trust: how much the float weight is trusted where there are few patches, see `Reconstruction`.
-        scales: whether weights with a scale for each channel get other scales.
-        damping: what is added to the Hessian's diagonal, as a share of its mean: more trusts the samples less.
-        ordered: take the inputs with the largest values first, while there are most to make up for them.
+        samples: number of recorded samples to use.
+        trust: weight of the float weight in the fit where there are few patches, see `Reconstruction`.
+        scales: whether to fit per-channel scales as well.
+        damping: what is added to the diagonal of the Hessian, relative to its mean. More damping trusts the data less.
+        ordered: whether to round the inputs with the largest values first, while most others can still compensate.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 8)).eval()
@@ -50,14 +50,14 @@ class Gptq(Reconstruction):
     gives: ClassVar[Stage] = Stage.QDQ
 
     def choose(self, layer: WeightGrid, error: OutputError) -> Tensor:
-        """The integers of each column in turn; a group of columns at a time passes its errors on to those behind."""
+        """Integers of a weight, (groups, outputs, inputs), rounded column by column."""
         gram, count = error.gram, layer.weight.shape[2]
         usual = gram.diagonal(dim1=1, dim2=2).mean(1)[:, None, None]
         gram = gram + torch.where(usual > 0, self.damping * usual, 1.0) * torch.eye(count, device=gram.device)
         order = gram.diagonal(dim1=1, dim2=2).sum(0).argsort(descending=True, stable=True)
         order = order if self.ordered else torch.arange(count, device=gram.device)
         inverse = torch.cholesky_inverse(torch.linalg.cholesky(gram))
-        real = layer.weight + (error.cross.mT - layer.weight @ error.gram) @ inverse  # the float weight that suits best
+        real = layer.weight + (error.cross.mT - layer.weight @ error.gram) @ inverse  # the float weight of least error
         ahead = torch.linalg.cholesky(inverse[:, order][:, :, order], upper=True)
         left = real[:, :, order].clone()
         scale, zero_point = layer.scale[:, :, order], layer.zero_point[:, :, order]
@@ -76,4 +76,4 @@ class Gptq(Reconstruction):
 
 
 _GROUP = 128
-"""Columns whose errors are passed on together."""
+"""Number of columns after which the errors are propagated to all later columns."""

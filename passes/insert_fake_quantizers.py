@@ -1,4 +1,4 @@
-"""insert-fake-quantizers: the graph with integers becomes one that can be trained."""
+"""insert-fake-quantizers: turn the qdq graph into a graph that can be trained."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ from fxq.training.trainable_layers import FOLDER, TrainableLayers, attach
 
 @dataclass(frozen=True)
 class InsertFakeQuantizers(Pass):
-    """Put fake quantizers in the place of integers, and what is trained in the place of what was made of it.
+    """Replace conversions by fake quantizers, and constants by the model's parameters that they were computed from.
 
     Before: conv2d_relu(dequantize(quantize(x)), dequantize(w_int8), b')
     After: relu(bn(conv2d(fake_quantize(x), fake_quantize(w), b)))
-    A weight is the model's own parameter again. A batch norm that was folded into a layer is its module again, which is
-    folded when the model is converted: where each channel has a scale, that makes no difference to the integers. Where
-    several channels have one, weights are rounded as the batch norm scales them, and its input is divided by that.
-    Dropout is put back. Values on one grid share a fake quantizer; a relu whose values are rounded next is left to it.
-    What was computed of parameters is computed in every forward. Weights made in another way stay as they are,
-    with a warning.
-    Keeps: in eval mode, once ranges are known, the output of the graph with integers, up to rounding.
-    Source: Jacob et al. 2018, section 3; Krishnamoorthi 2018, sections 3.2.1 and 3.2.2 (statistics that are frozen);
-    Nagel et al. 2022, section 4.2 (weights that are frozen).
+    Keeps: in eval mode, with calibrated ranges, the output of the qdq graph, up to rounding.
 
-    Options:
-        freeze_ranges_after: forwards in train mode behind which the ranges of values stay as they are; 0: never.
-        freeze_norms_after: those behind which the statistics of batch norms do; 0: never.
-        freeze_weights_over: those over which weights that go back and forth between integers come to stay; 0: never.
+    Weights are the model's parameters, and folded batch norms its modules. They are folded again when the trained model
+    is converted. With per-channel weights, this does not change the integers. With one scale for several channels,
+    weights are fake quantized as the batch norm will scale them, and its input is divided by that factor.
+    Dropout is active again. Values on one grid share a fake quantizer, which also computes a relu before it. Values
+    that were computed from parameters are computed in every forward. Other constants stay fixed, with a warning.
+    Source: Jacob et al. 2018, section 3; Krishnamoorthi 2018, sections 3.2.1 and 3.2.2 (frozen statistics); Nagel et
+    al. 2022, section 4.2 (frozen weights).
+
+    Args:
+        freeze_ranges_after: number of forwards in train mode after which the ranges of activations are fixed; 0: never.
+        freeze_norms_after: number of forwards after which the statistics of batch norms are fixed; 0: never.
+        freeze_weights_over: number of forwards over which weights that oscillate between integers are frozen; 0: never.
     """
 
     freeze_ranges_after: int = 0
@@ -62,7 +62,7 @@ class InsertFakeQuantizers(Pass):
     gives: ClassVar[Stage] = Stage.QDQ
 
     def run(self, rewriter: Rewriter) -> None:
-        """Open the units, then go over layers, norms, dropouts and the values that are rounded."""
+        """Split the units, then restore layers, batch norms and dropouts, and insert the fake quantizers."""
         context: Context = rewriter.context
         if context.grids is None:
             raise PassError(f"{self.name} needs choose-grids before it; fxq.prepare runs both.")
@@ -74,19 +74,17 @@ class InsertFakeQuantizers(Pass):
             layers.free(node)
         for node in rewriter.nodes("batch_norm"):
             layers.call_norm(node)
-        _put_dropout_back(rewriter)
-        _put_quantizers(rewriter, context.grids)
+        _restore_dropouts(rewriter)
+        _insert_quantizers(rewriter, context.grids)
         rewriter.erase_unused()
-        left = {**_unread(rewriter), **layers.frozen}
-        _warn(left, "are not trained: nothing is computed of them, or what was computed of them stays as it is")
-        _warn(layers.fixed_norms, "are batch norms without a module of their own, whose statistics stay as they are")
-        _warn(
-            _without_mode(rewriter), "compute the same in train mode as in eval mode, which those of the model do not"
-        )
+        untrained = {**_unread(rewriter), **layers.frozen}
+        _warn(untrained, "are not trained: the graph does not use them, or only constants that were computed from them")
+        _warn(layers.fixed_norms, "are batch norms called as functions, whose statistics are not updated")
+        _warn(_without_mode(rewriter), "compute as in eval mode, although the model computes otherwise in train mode")
 
 
 def _unread(rewriter: Rewriter) -> dict[str, None]:
-    """The parameters of the model that the graph does not read, and that training would change."""
+    """Paths of the model's trainable parameters that the graph does not read."""
     context: Context = rewriter.context
     read: set[int] = set()
     for node in rewriter.nodes():
@@ -99,29 +97,29 @@ def _unread(rewriter: Rewriter) -> dict[str, None]:
 
 
 def _without_mode(rewriter: Rewriter) -> dict[str, None]:
-    """What computes something else in the model's train mode, and is no module that the graph calls."""
+    """Paths of modules that compute something else in train mode, and that the graph does not call as modules."""
     context: Context = rewriter.context
-    own, kept = dict(context.model.named_modules(remove_duplicate=False)), list[nn.Module]()
+    own, called = dict(context.model.named_modules(remove_duplicate=False)), list[nn.Module]()
     for node in rewriter.nodes():
-        known = own.get(str(node.target)) if node.op == "call_module" else None
-        if known is not None:
-            same = rewriter.gm.get_submodule(str(node.target)) is known  # and not a batch norm in its place
-            kept += known.modules() if same else [known]
-    paths = other_in_train_mode(context.model, context.example, kept)
+        module = own.get(str(node.target)) if node.op == "call_module" else None
+        if module is not None:
+            same = rewriter.gm.get_submodule(str(node.target)) is module  # and not a batch norm in its place
+            called += module.modules() if same else [module]
+    paths = other_in_train_mode(context.model, context.example, called)
     return dict.fromkeys(path or "the model's forward" for path in paths)
 
 
-def _warn(paths: Mapping[str, None], what: str) -> None:
+def _warn(paths: Mapping[str, None], predicate: str) -> None:
     if paths:
-        warn(f"in the model that is trained, {in_short(paths)} {what}.")
+        warn(f"in the model that is trained, {in_short(paths)} {predicate}.")
 
 
 # ---- values
 
 
-def _put_quantizers(rewriter: Rewriter, grids: Grids) -> None:
-    """Put fake quantizers in the place of what makes integers of values, one for each grid, and take the others out."""
-    edges = {_tag(edge.qparams): edge for _, found in grids.values() for edge in found}
+def _insert_quantizers(rewriter: Rewriter, grids: Grids) -> None:
+    """Replace the conversions of values by fake quantizers, one for each grid."""
+    edges = {_tag(edge.qparams): edge for _, value_edges in grids.values() for edge in value_edges}
     points: dict[int, list[fx.Node]] = {}
     moved: list[fx.Node] = []
     for q in rewriter.nodes("quantize", "requantize"):
@@ -132,15 +130,15 @@ def _put_quantizers(rewriter: Rewriter, grids: Grids) -> None:
             moved.append(q)
         else:
             points.setdefault(edge.group, []).append(q)
-    for group, found in points.items():
-        edge = edges[_tag(grid_of(rewriter.gm, found[0]))]
-        grid, value = edge.qparams, found[0].args[0]
+    for group, quantizes in points.items():
+        edge = edges[_tag(grid_of(rewriter.gm, quantizes[0]))]
+        grid, value = edge.qparams, quantizes[0].args[0]
         assert isinstance(grid, QParams) and isinstance(value, fx.Node)  # of a calibrated edge
-        relus = grid.qmin == 0 and not edge.spec.symmetric and all(map(_is_relu_of, found))
+        relus = grid.qmin == 0 and not edge.spec.symmetric and all(map(_quantizes_relu, quantizes))
         about = info(value)
-        made = FakeQuantizeValue(edge.spec, grid, f"%{value.name} ({about.path or 'the model'})", group, relus)
-        target = rewriter.module(made, value.name, FOLDER)
-        for q in found:
+        quantizer = FakeQuantizeValue(edge.spec, grid, f"%{value.name} ({about.path or 'the model'})", group, relus)
+        target = rewriter.module(quantizer, value.name, FOLDER)
+        for q in quantizes:
             source: Any = q.args[0]
             read, typed = (source.args[0] if relus else source), (info(q).shape, torch.float32)
             name = f"{source.name}_fq"
@@ -156,7 +154,7 @@ def _put_quantizers(rewriter: Rewriter, grids: Grids) -> None:
 
 
 def _is_on_grid(gm: fx.GraphModule, q: fx.Node, grids: Grids) -> bool:
-    """Whether a quantize reads what was moved from values that are on its grid already."""
+    """Whether a quantize reads a value that was only moved from values on its grid."""
     value: Any = q.args[0]
     plan, edges = grids.get(value.name, (None, ()))
     if plan is None or plan.precision != "moves" or any(edge.constants for edge in edges):
@@ -168,12 +166,12 @@ def _is_on_grid(gm: fx.GraphModule, q: fx.Node, grids: Grids) -> bool:
 
 
 def _tag(grid: Any) -> tuple[float, int, int, int] | None:
-    """What tells the grids of values apart."""
+    """Key of the grid of a value; None if it is not a calibrated grid with one scale."""
     return (grid.s, grid.z, grid.qmin, grid.qmax) if isinstance(grid, QParams) and grid.axis is None else None
 
 
-def _is_relu_of(q: fx.Node) -> bool:
-    """Whether a quantize alone reads a relu."""
+def _quantizes_relu(q: fx.Node) -> bool:
+    """Whether a quantize is the only reader of a relu."""
     value: Any = q.args[0]
     return is_op(q, "quantize") and is_op(value, "relu") and set(value.users) == {q}
 
@@ -181,8 +179,8 @@ def _is_relu_of(q: fx.Node) -> bool:
 # ---- dropout
 
 
-def _put_dropout_back(rewriter: Rewriter) -> None:
-    """Let dropouts of the model that are modules drop values again, where these are read."""
+def _restore_dropouts(rewriter: Rewriter) -> None:
+    """Insert calls of the model's dropout modules after the values that they dropped from."""
     context: Context = rewriter.context
     last: dict[str, fx.Node] = {}
     for node in rewriter.nodes():
@@ -190,12 +188,12 @@ def _put_dropout_back(rewriter: Rewriter) -> None:
     for path, origins in context.dropouts:
         if path and origins[-1] in last and all(op == "dropout" for at, op in context.written if at == path):
             attach(rewriter.gm, path, context.model.get_submodule(path))
-            _put_dropout(rewriter, path, last[origins[-1]])
+            _insert_dropout(rewriter, path, last[origins[-1]])
 
 
-def _put_dropout(rewriter: Rewriter, path: str, value: fx.Node) -> None:
-    """Let what reads a value read what a dropout leaves of it; of one that is rounded, behind that."""
+def _insert_dropout(rewriter: Rewriter, path: str, value: fx.Node) -> None:
+    """Insert a dropout between a value and its readers; if the value is quantized, after the quantize."""
     value = next((q for q in value.users if is_op(q, "quantize")), value)
-    made = rewriter.node("call_module", path, (value,), after=value, typed=(info(value).shape, info(value).dtype))
-    rewriter.describe(made, path=path)
-    rewriter.reroute(value, made, only=lambda user: user is not made and not is_op(user, "quantize"))
+    dropout = rewriter.node("call_module", path, (value,), after=value, typed=(info(value).shape, info(value).dtype))
+    rewriter.describe(dropout, path=path)
+    rewriter.reroute(value, dropout, only=lambda user: user is not dropout and not is_op(user, "quantize"))

@@ -1,4 +1,4 @@
-"""insert-observers: observers on the edges that will carry integers."""
+"""insert-observers: put observers on the edges that will be integers."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ FOLDER = "fxq_observers"
 
 @dataclass(frozen=True)
 class InsertObservers(Pass):
-    """Put an observer behind every value and weight that takes an integer form unless it is moved as a whole.
+    """Insert an observer after every value and weight that will be integers, unless it is only moved as a whole.
 
     Before: conv2d(x, w, b)    After: conv2d(histogram(x), minmax(w), b)
-    And behind what a recurrent layer with a calibrated state returns, which is its states, and the one it begins with.
-    Keeps: the output, exactly: an observer returns what it is given. That of a weight is paused: choose-grids shows it
-    the weight, which calibration does not change.
+    Also: observes the first and the returned states of recurrent layers with a calibrated state.
+    Keeps: the output, exactly: an observer returns its input. Observers of weights are paused during calibration, which
+    does not change weights; choose-grids runs them once.
     """
 
     name: ClassVar[str] = "insert-observers"
@@ -34,7 +34,7 @@ class InsertObservers(Pass):
     gives: ClassVar[Stage] = Stage.OBSERVED
 
     def run(self, rewriter: Rewriter) -> None:
-        """One observer per edge that is to be observed; those of a value that is computed read one another."""
+        """Insert one observer per observed edge. Several observers of an activation form a chain."""
         nodes = rewriter.nodes()
         wishes = {node: wishes_of(rewriter.gm, node) for node in nodes}
         states: dict[fx.Node, dict[TensorSpec, None]] = {}
@@ -55,13 +55,21 @@ class InsertObservers(Pass):
 
 
 def _observe(rewriter: Rewriter, value: fx.Node, seen: fx.Node, edge: Edge, wish: Collection[fx.Node]) -> fx.Node:
-    """Put an observer of `value` behind `seen`: the value itself, or its previous observer. `wish`: who wants it."""
+    """Insert an observer of `value` after `seen`, and return its node.
+
+    Args:
+        rewriter: rewriter of the graph.
+        value: the value or weight to observe.
+        seen: the value itself, or its previous observer.
+        edge: the edge to observe.
+        wish: readers that want this edge.
+    """
     about, is_weight = info(value), value.op == "get_attr"
-    what = f'layer "{about.path}"' if about.path else "the input" if value.op == "placeholder" else "the model"
-    name = f"%{value.name} ({what}{', ' + about.source if about.source else ''})"
-    made = observer_for(edge.spec, edge.axis, f"the weight {value.target}" if is_weight else name, edge.constants)
-    made.paused = is_weight
-    target = rewriter.module(made, value.name, FOLDER)
+    place = f'layer "{about.path}"' if about.path else "the input" if value.op == "placeholder" else "the model"
+    name = f"%{value.name} ({place}{', ' + about.source if about.source else ''})"
+    module = observer_for(edge.spec, edge.axis, f"the weight {value.target}" if is_weight else name, edge.constants)
+    module.paused = is_weight
+    target = rewriter.module(module, value.name, FOLDER)
     observer = rewriter.node("call_module", target, (seen,), after=seen, name=f"{value.name}_observer")
     rewriter.describe(observer, shape=about.shape, dtype=about.dtype, path=about.path, source=about.source)
     takes_all = seen is value and not is_weight

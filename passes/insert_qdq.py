@@ -1,4 +1,4 @@
-"""insert-qdq: observers become quantize and dequantize, weights become integers."""
+"""insert-qdq: replace observers by quantize and dequantize, and float weights by integers."""
 
 from __future__ import annotations
 
@@ -40,15 +40,14 @@ from fxq.rewriting.rewriter import Rewriter
 
 @dataclass(frozen=True)
 class InsertQdq(Pass):
-    """Put quantize and dequantize on every edge that carries integers, with the parameters that calibration found.
+    """Insert quantize and dequantize on every integer edge, with the scales and zero points of choose-grids.
 
     Before: conv2d(observer(x), w, b)
-    After: conv2d(dequantize(quantize(x)), dequantize(w_int8), b)
-    Where the weight alone is in integers: conv2d(x, dequantize(w_int8), b); of four bits, two values are in a byte.
-    Also: a hidden state goes on to other recurrent layers, and out of the model, in float; what an op moves together
-    with others is put onto the grid of its result, where it has one of its own; and the state of a recurrent layer is
-    put onto a grid, by options of its op.
-    Keeps: the output up to rounding to the grids. This is the portable reference: exact, on any device.
+    After: conv2d(dequantize(quantize(x)), dequantize(w_int8), b); weight-only: conv2d(x, dequantize(w_int8), b)
+    Also: packs weights of at most 4 bits, two values to a byte. Requantizes inputs of an op that only moves values to
+    the grid of its result. Sets the grid of a recurrent layer's state as options of its op. Hidden states are passed
+    to other recurrent layers, and returned by the model, in float.
+    Keeps: the output up to rounding to the grids. The result is the portable reference: exact, on any device.
     Source: Jacob et al. 2018, section 2.
     """
 
@@ -57,12 +56,12 @@ class InsertQdq(Pass):
     gives: ClassVar[Stage] = Stage.QDQ
 
     def run(self, rewriter: Rewriter) -> None:
-        """Take the observers out, and put conversions in."""
+        """Remove the observers, then insert the conversions."""
         chosen = [value for value in rewriter.nodes() if info(value).edges]
         missing = next((value for value in chosen if any(edge.qparams is None for edge in info(value).edges)), None)
         if missing is not None:
             raise PassError(
-                f"{where(rewriter.gm, missing)}: its grid is not chosen. Run choose-grids behind calibration."
+                f"{where(rewriter.gm, missing)}: its grid is not chosen. Run choose-grids after calibration."
             )
         for node in rewriter.nodes():
             if isinstance(submodule(rewriter.gm, node), Observer):
@@ -80,20 +79,24 @@ class InsertQdq(Pass):
                     _convert_weight(rewriter, value, edge, wish, stored)
             rewriter.describe(value, edges=())
         for node in rewriter.nodes():
-            _put_state_on_a_grid(rewriter, node)
-        handed_on: dict[fx.Node, fx.Node | None] = {}
+            _set_state_grid(rewriter, node)
+        float_states: dict[fx.Node, fx.Node | None] = {}
         for node in rewriter.nodes():
-            _hand_on_states(rewriter, node, handed_on)
+            _pass_states_in_float(rewriter, node, float_states)
         for node, grids in results.items():
-            _bring_together(rewriter, node, grids, wishes[node])
+            _requantize_inputs(rewriter, node, grids, wishes[node])
         rewriter.erase_unused()
 
 
 def _convert(rewriter: Rewriter, value: fx.Node, current: fx.Node, edge: Edge, wish: Collection[fx.Node]) -> fx.Node:
-    """Quantize and dequantize behind `current` (the value, or its previous integer form); the dequantize.
+    """Insert quantize and dequantize of a value, and return the node that its float readers read next.
 
-    `wish` are the readers that want this form. Every form is made from the value itself: made from a coarser form, it
-    would have that one's error as well.
+    Args:
+        rewriter: rewriter of the graph.
+        value: the float value. Every form is quantized from it: from a coarser form it would have that error as well.
+        current: the value, or the dequantize of its previous form.
+        edge: the integer form, with its grid.
+        wish: readers that want this form.
     """
     assert edge.qparams is not None  # all of them are chosen
     q, dq = on_grid(rewriter, value, current, edge.qparams, value.name)
@@ -110,15 +113,15 @@ def _convert(rewriter: Rewriter, value: fx.Node, current: fx.Node, edge: Edge, w
     return dq
 
 
-def _bring_together(
+def _requantize_inputs(
     rewriter: Rewriter,
     node: fx.Node,
     results: Mapping[TensorSpec, QParams | DynamicGrid | None],
     wishes: Mapping[fx.Node, Wish],
 ) -> None:
-    """Put the inputs of an op that moves integers onto the grid of its result, those that have another one.
+    """Requantize those inputs of an op that moves integers whose grid is not the grid of its result.
 
-    From the integers that they are: such a grid is several times as fine.
+    Their integers are converted, not their floats: their grid is several times as fine.
     """
     plan = info(node).plan
     if plan is None or plan.precision != "moves":
@@ -132,8 +135,8 @@ def _bring_together(
             rewriter.update(node, args=swapped(node.args, {read: dq}))
 
 
-def _put_state_on_a_grid(rewriter: Rewriter, node: fx.Node) -> None:
-    """Let a recurrent layer round its hidden state: options of the op say to what."""
+def _set_state_grid(rewriter: Rewriter, node: fx.Node) -> None:
+    """Set the grid to which a recurrent layer rounds its hidden state, as options of its op."""
     plan, op = info(node).plan, op_of(node)
     recurrence = op.traits.recurrence if op is not None else None
     if plan is None or plan.state is None or op is None or recurrence is None:
@@ -143,43 +146,47 @@ def _put_state_on_a_grid(rewriter: Rewriter, node: fx.Node) -> None:
         bounded = recurrence.bounded(dict(zip(op.tensors, node.args, strict=False)), options_of(node))
         scale = 1 / steps if bounded else None
         if not bounded:
-            why = "a fixed one reaches from -1 to 1, and the state may go further"
+            why = "a fixed one reaches from -1 to 1, and the state may be larger"
             rewriter.describe(node, note=STATE_DYNAMIC.format(why))
     rewriter.update(node, kwargs=recurrence.with_grid(node.kwargs, steps, scale, plan.state.symmetric))
 
 
-def _hand_on_states(rewriter: Rewriter, node: fx.Node, known: dict[fx.Node, fx.Node | None]) -> None:
-    """Let a recurrent layer begin with a hidden state in float, and the model return it so, for its next call.
+def _pass_states_in_float(rewriter: Rewriter, node: fx.Node, float_states: dict[fx.Node, fx.Node | None]) -> None:
+    """Let a recurrent layer, or the output of the model, read hidden states in float.
 
-    Within a layer it goes from step to step in float, too: on a grid, each step would round it once more.
+    On a grid, a state would be rounded once more in each step. `float_states` is the cache of `_in_float`.
     """
     op = op_of(node)
     recurrence = op.traits.recurrence if op is not None else None
     states = [argument(node, name) for name in recurrence.states] if recurrence is not None else []
     for value in flat_nodes(node.args if node.op == "output" else states):
-        state = _in_float(rewriter, value, known)
+        state = _in_float(rewriter, value, float_states)
         if state is not None and state is not value:
             rewriter.reroute(value, state, only=lambda user: user is node)
 
 
-def _in_float(rewriter: Rewriter, value: fx.Node, known: dict[fx.Node, fx.Node | None]) -> fx.Node | None:
-    """A value as recurrent layers make it, moved by copies of what moves it; None where it is something else.
+def _in_float(rewriter: Rewriter, value: fx.Node, float_states: dict[fx.Node, fx.Node | None]) -> fx.Node | None:
+    """Float form of a hidden state, moved by copies of the ops that move it; None if the value is not such a state.
 
-    `known` are those found before, by the node that makes the value on its grid.
+    Args:
+        rewriter: rewriter of the graph.
+        value: the value, or a conversion of it.
+        float_states: results of earlier calls, by the node that computes or moves the value; updated.
     """
-    made: fx.Node = made_by(value)
-    op = op_of(made)
+    maker: fx.Node = made_by(value)
+    op = op_of(maker)
     if op is None or op.traits.recurrence is not None:
-        return made if op is not None else None
-    if made not in known:
-        read = list(flat_nodes(made.args)) if op.traits.layout else []
-        real = {part: _in_float(rewriter, part, known) for part in read}
-        known[made] = made if read and None not in real.values() else None
-        if known[made] is not None and any(part is not real[part] for part in read):
-            args = fx.node.map_arg(made.args, real.__getitem__)
-            known[made] = copy = rewriter.node(made.op, made.target, args, dict(made.kwargs), like=made, after=made)
+        return maker if op is not None else None
+    if maker not in float_states:
+        read = list(flat_nodes(maker.args)) if op.traits.layout else []
+        real = {part: _in_float(rewriter, part, float_states) for part in read}
+        float_states[maker] = maker if read and None not in real.values() else None
+        if float_states[maker] is not None and any(part is not real[part] for part in read):
+            args = fx.node.map_arg(maker.args, real.__getitem__)
+            copy = rewriter.node(maker.op, maker.target, args, dict(maker.kwargs), like=maker, after=maker)
             rewriter.describe(copy, plan=Plan(_UNREAD))
-    return known[made]
+            float_states[maker] = copy
+    return float_states[maker]
 
 
 _UNREAD = Decision("float", "no integer neighbour", UNREAD, decided_by=InsertQdq.name)
@@ -190,11 +197,16 @@ def _convert_weight(
     weight: fx.Node,
     edge: Edge,
     wish: Collection[fx.Node],
-    made: dict[Hashable, tuple[Tensor, ...]],
+    stored: dict[Hashable, tuple[Tensor, ...]],
 ) -> None:
-    """Put the integer form of a weight, dequantized, behind the float one, for those that want it.
+    """Insert the dequantized integers of a weight, for the readers that want this form.
 
-    `made` has the tensors of those before: layers that share a float weight share the integers.
+    Args:
+        rewriter: rewriter of the graph.
+        weight: node of the float weight.
+        edge: the integer form, with its grid.
+        wish: readers that want this form.
+        stored: tensors of earlier calls, so that layers with one float weight share the integers; updated.
     """
     tensor, qp = constant(rewriter.gm, weight), edge.qparams
     assert tensor is not None and isinstance(qp, QParams)  # choose-grids has seen it
@@ -204,10 +216,10 @@ def _convert_weight(
         and qp.dtype != torch.float16
         and qp.qmax - qp.qmin < 2**BITS
     )
-    # Of layers with one spec, some may give up a bit, and learned scales differ.
+    # the spec does not determine the grid: reduce_range may apply to some layers only, and trained scales differ
     grids = tuple(t.cpu().numpy().tobytes() for t in (qp.scale, qp.zero_point))
     key = (id(tensor), edge.spec, edge.axis, qp.bits, packs, grids)
-    values, scale, zero_point = made[key] = made.get(key) or _stored(tensor.detach(), qp, packs)
+    values, scale, zero_point = stored[key] = stored.get(key) or _stored_tensors(tensor.detach(), qp, packs)
     kind = "float16" if values.dtype == torch.float16 else "int4" if packs else "int8"
     grid: dict[str, Any] = {"qmin": qp.qmin, "qmax": qp.qmax, "axis": qp.axis, "block": qp.block}
     grid |= {"scale": qp.s, "zero_point": qp.z} if qp.axis is None else {"zero_point": 0}
@@ -224,9 +236,9 @@ def _convert_weight(
     rewriter.reroute(weight, dq, only=lambda user: user in wish)
 
 
-def _stored(weight: Tensor, qp: QParams, packs: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """The values that are kept of a weight, two to a byte where it `packs`; scales and zero points."""
-    kept = weight.to(torch.float16) if qp.dtype == torch.float16 else quantize(weight, qp)
-    small = torch.int32 if qp.block is None else qp.dtype  # there is one for each few values
-    home = weight.device
-    return pack(kept) if packs else kept, qp.scale.to(home), qp.zero_point.to(home, small)
+def _stored_tensors(weight: Tensor, qp: QParams, packs: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Values of a weight in its integer form, two to a byte with `packs`; its scales; its zero points."""
+    values = weight.to(torch.float16) if qp.dtype == torch.float16 else quantize(weight, qp)
+    dtype = torch.int32 if qp.block is None else qp.dtype  # groups have many zero points: small ones save memory
+    device = weight.device
+    return pack(values) if packs else values, qp.scale.to(device), qp.zero_point.to(device, dtype)

@@ -1,4 +1,4 @@
-"""keep-small-values: layers whose grids would make zeros of most of what they read stay in float."""
+"""keep-small-values: keep layers in float whose grids would round most of their inputs to zero."""
 
 from __future__ import annotations
 
@@ -27,31 +27,31 @@ from fxq.rewriting.rewriter import Rewriter
 
 Grid = QParams | DynamicGrid
 
-FEW = 8
-"""Samples that are looked at, if so many are recorded: shares of values hardly differ from sample to sample."""
-COARSE = 6
-"""Bits below which a grid makes zeros of many values of any kind: who asks for that gets it."""
+MAX_SAMPLES = 8
+"""Maximum number of samples to run: the share of small values hardly differs from sample to sample."""
+MIN_CHECKED_BITS = 6
+"""Bits below which a grid is not checked: it rounds many values to zero in any model, and the recipe asks for it."""
 
 
 @dataclass(frozen=True)
 class KeepSmallValues(Pass):
-    """Leave a layer in float where most of the values that it reads would become zero on their grid, and it needs them.
+    """Keep a layer in float if most of its input would be rounded to zero, and if this would change its result.
 
-    Before: edges with grids, and a layer that reads values of which most are smaller than half a step
-    After: the same graph, where the plans of that layer, and of the functions between it and those before, say float
+    Before: edges with grids, and a layer whose input values are mostly smaller than half a step of the grid
+    After: the same graph, with float plans for that layer and for the functions between it and the layers before
     Keeps: the graph.
 
-    Powers, for one, differ by more than 8 bits can tell apart: on any scale, they are a few peaks among zeros. The
-    graph runs in float on a few recorded samples, or where none are recorded on the example, and values are counted
-    that their grid rounds to zero. Exact zeros, as behind a relu, are not: they stay what they are. A layer that would
-    lose too many is run again without them. Where its result is hardly another one, they were no more than what a gate
-    lets through when it is closed.
+    Squares and other powers are an example: their values span more orders of magnitude than 8 bits can represent, so
+    that a few peaks remain among zeros. The pass runs the graph in float on a few recorded samples, or on the example
+    if there are none, and counts the values that their grid rounds to zero. Exact zeros, as after a relu, do not count.
+    If a layer would lose too many values, it is run again without them. It stays on integers if its result hardly
+    changes: the lost values are then as unimportant as the output of a closed gate.
 
     Attributes:
-        most: the share of what a layer reads that may become zero. Of normally distributed values it is about a
-            hundredth, of what GELU or SiLU leave of them rarely more than a quarter.
-        least: dB. SQNR that a layer's result has to keep without these values in half of its rows, the vectors of its
-            channels: 20 dB is an error of a tenth, several times that of ordinary rounding to 8 bits.
+        most: share of the input that may be rounded to zero, 0 to 1. With normally distributed values it is about 0.01,
+            with outputs of GELU or SiLU rarely more than 0.25.
+        least: minimum SQNR of the layer's result without these values, in dB, as the median over its rows (vectors of
+            channels). 20 dB is an error of a tenth, several times that of ordinary rounding to 8 bits.
     """
 
     most: float = 0.5
@@ -63,21 +63,21 @@ class KeepSmallValues(Pass):
     gives: ClassVar[Stage] = Stage.OBSERVED
 
     def run(self, rewriter: Rewriter) -> None:
-        """Find out what layers would lose, and write the plans of those that would lose too much."""
+        """Measure the losses of all layers, and write float plans for those that lose too much."""
         for node, loss in self._losses(rewriter).items():
             if loss.share > self.most and loss.sqnr < self.least:
                 why = (
-                    f"in {loss.bits} bits, {100 * loss.share:.0f} % of what it reads would become zero (zeros not "
-                    f"counted), and leave its result at {loss.sqnr:.1f} dB"
+                    f"in {loss.bits} bits, {100 * loss.share:.0f} % of its nonzero inputs would become zero, which "
+                    f"leaves its result at {loss.sqnr:.1f} dB"
                 )
                 between = feeding(rewriter.gm, node, lambda value: _is_light(rewriter.gm, value))
                 rewriter.describe(node, plan=self._float(why))
                 for light in between:
-                    why = f"%{node.name} reads of it what would mostly become zero in {loss.bits} bits"
+                    why = f"%{node.name} reads values of it that would mostly become zero in {loss.bits} bits"
                     rewriter.describe(light, plan=self._float(why))
 
     def _losses(self, rewriter: Rewriter) -> dict[fx.Node, _Loss]:
-        """What each layer would lose on the samples; on the example where it does not run on samples."""
+        """Loss of each layer on recorded samples, or on the example if the graph does not run on these."""
         context: Context = rewriter.context
 
         def run(batches: Sequence[Batch]) -> dict[fx.Node, _Loss]:
@@ -89,7 +89,7 @@ class KeepSmallValues(Pass):
                     _Trial(rewriter.gm, batch, floats, losses, self.most).run()
             return losses
 
-        return on_samples(context, FEW, run)
+        return on_samples(context, MAX_SAMPLES, run)
 
     def _float(self, why: str) -> Plan:
         fix = f'recipe.without_pass("{self.name}")'
@@ -97,7 +97,7 @@ class KeepSmallValues(Pass):
 
 
 def _is_light(gm: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether a node that runs on integers has no layer in it."""
+    """Whether a node runs on integers and has no op with weights."""
     plan, calls = info(node).plan, calls_of(gm, node)
     light = bool(calls) and all(call.op.traits.weight is None for call in calls)
     return light and plan is not None and not plan.in_float
@@ -105,14 +105,14 @@ def _is_light(gm: fx.GraphModule, node: fx.Node) -> bool:
 
 @dataclass
 class _Loss:
-    """What a layer loses by what its grids make zero.
+    """Loss of a layer by input values that its grids round to zero.
 
     Attributes:
-        grids: those of the values that it reads, by the node that it reads each from.
-        channels: the axis of the channels in its result, counted from the end.
-        seen: how many values were not zero.
-        lost: how many of these a grid makes zero.
-        rows: dB, float64: SQNR of the rows of its result without these values, where they were too many.
+        grids: grid of each input, by the node that the layer reads.
+        channels: axis of the channels in its result, counted from the end.
+        seen: number of input values that are not zero.
+        lost: number of these that a grid rounds to zero.
+        rows: SQNR of the rows of its result without the lost values, in dB, float64, 1-d; of batches that lose many.
     """
 
     grids: dict[fx.Node, Grid] = field(default_factory=dict)
@@ -123,35 +123,35 @@ class _Loss:
 
     @classmethod
     def of(cls, gm: fx.GraphModule, node: fx.Node) -> _Loss:
-        """Nothing yet, of the values that ops with weights read; without grids where the node has none."""
-        made, calls, wishes = cls(), calls_of(gm, node), wishes_of(gm, node)
+        """Empty loss of a node, with the grids that its ops with weights read. It has no grids if there are none."""
+        loss, calls, wishes = cls(), calls_of(gm, node), wishes_of(gm, node)
         for read in inputs_of(calls):
-            quant, value = calls[read.call].op.traits, unobserved(gm, read.node)
-            if read.role == "activation" and quant.weight is not None and value in wishes:
+            traits, value = calls[read.call].op.traits, unobserved(gm, read.node)
+            if read.role == "activation" and traits.weight is not None and value in wishes:
                 edges = (edge for edge in info(value).edges if (edge.spec, edge.axis) == wishes[value])
-                grid = next((edge.qparams for edge in edges if edge.spec.bits >= COARSE), None)
+                grid = next((edge.qparams for edge in edges if edge.spec.bits >= MIN_CHECKED_BITS), None)
                 if grid is not None:
-                    made.grids[read.node], made.channels = grid, quant.channels
-        return made
+                    loss.grids[read.node], loss.channels = grid, traits.channels
+        return loss
 
     @property
     def share(self) -> float:
-        """How much of what is not zero becomes zero."""
+        """Share of the nonzero input values that become zero."""
         return self.lost / max(self.seen, 1)
 
     @property
     def sqnr(self) -> float:
-        """dB that half of the rows have left, or less."""
+        """Median SQNR of the rows, in dB; infinity if nothing was measured."""
         return float(torch.cat(self.rows).median()) if self.rows else torch.inf
 
     @property
     def bits(self) -> int:
-        """Of the grids."""
+        """Largest number of bits of the grids."""
         return max((grid.qmax - grid.qmin).bit_length() for grid in self.grids.values())
 
 
 class _Trial(CachedFloatForm):
-    """Runs the graph on a batch in float, and its layers once more without the values that their grids make zero."""
+    """Run of the graph in float that also computes its layers without the values that their grids round to zero."""
 
     def __init__(
         self, gm: fx.GraphModule, batch: Batch, floats: LayerValues, losses: Mapping[fx.Node, _Loss], most: float
@@ -160,21 +160,21 @@ class _Trial(CachedFloatForm):
         self._losses, self._most = losses, most
 
     def step(self, node: fx.Node) -> Any:
-        """Run the next node if it is needed, and count the losses of its layer."""
+        """Run the next node if it is needed, and update the loss if it is a layer."""
         if node in self._losses:
             self._count(node, self._losses[node])
         return super().step(node)
 
     def _count(self, node: fx.Node, loss: _Loss) -> None:
-        """Measure the error of a layer that quantization of its inputs causes."""
+        """Count the input values of a layer that become zero; if they are many, measure the error of its result."""
         seen, lost, left = 0, 0, dict(self.values)
         for read, grid in loss.grids.items():
             x = self.values[read]
             step = grid.scale_of(x) if isinstance(grid, DynamicGrid) else grid.s
-            kept = x.abs() > 0.5 * step
+            remains = x.abs() > 0.5 * step
             nonzero = int(x.count_nonzero())
-            seen, lost = seen + nonzero, lost + nonzero - int(kept.count_nonzero())
-            left[read] = x * kept
+            seen, lost = seen + nonzero, lost + nonzero - int(remains.count_nonzero())
+            left[read] = x * remains
         loss.seen, loss.lost = loss.seen + seen, loss.lost + lost
         if lost > self._most * seen:
             wants, gots = (tensors(value_of(self.gm, node, values)) for values in (self.values, left))
@@ -182,7 +182,7 @@ class _Trial(CachedFloatForm):
 
 
 def _sqnr_of_rows(value: Tensor, other: Tensor, channels: int | None) -> Tensor:
-    """SQNR in dB of each vector of channels of a tensor, float64, 1-d: infinity where nothing differs."""
+    """SQNR of each vector of channels of a tensor, in dB, float64, 1-d; infinity if nothing differs."""
     axes = channels if channels is not None and value.dim() >= -channels else tuple(range(value.dim()))
     noise = (value - other).double().square().sum(axes)
     signal = value.double().square().sum(axes)

@@ -1,4 +1,4 @@
-"""lower: units become the backend's integer kernels."""
+"""lower: replace units and regions by kernels of the backend."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Lower(Pass):
     """Replace units and the conversions around them, or whole regions, by kernels of the recipe's backend.
 
     Before: quantize(conv2d_relu(dequantize(x), dequantize(w), b))    After: x86.conv(x)
-    Keeps: the output, to one rounding step of the grid. What the backend has no kernel for stays in qdq form.
-    Also: with `optimize="speed"`, engines measure on the example what they can choose inside of their regions.
+    Keeps: the output, to one rounding step of the grid. Ops without a kernel stay in q/dq form.
+    Also: with `optimize="speed"`, engines time the choices inside of their regions on the example.
     """
 
     name: ClassVar[str] = "lower"
@@ -27,7 +27,7 @@ class Lower(Pass):
     gives: ClassVar[Stage] = Stage.LOWERED
 
     def run(self, rewriter: Rewriter) -> None:
-        """Put the backend's kernels into the graph."""
+        """Insert the backend's kernels, and tune them for speed if the recipe says so."""
         lower_graph(rewriter)
         rewriter.erase_unused()
         if rewriter.context.recipe.optimize == "speed":

@@ -1,4 +1,4 @@
-"""observe-all: observers on every value, for recipes that are not known yet."""
+"""observe-all: put observers on every float value, for recipes that are chosen later."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from fxq.rewriting.rewriter import Rewriter
 
 @dataclass(frozen=True)
 class ObserveAll(Pass):
-    """Put observers behind every value that could take an integer form, whatever a recipe makes of it.
+    """Insert observers after every float value, so that any recipe can be converted from one calibration.
 
-    Before: relu(conv2d(x, w, b))    After: watch(relu(watch(conv2d(watch(x), w, b))))
+    Before: relu(conv2d(x, w, b))    After: observers(relu(observers(conv2d(observers(x), w, b))))
     Keeps: the output, exactly.
 
-    It runs in the place of `fuse`, so that values inside of units are observed, too. `fxq.prepare(...,
-    observe_all=True)` runs it instead of all passes from `fuse` to `insert-observers`.
+    `fxq.prepare(..., observe_all=True)` runs it instead of all passes from `fuse` to `insert-observers`. Nothing is
+    fused yet, so that values inside of units are observed, too.
 
     Attributes:
-        observers: the observers of the recipe, as specs name them. A histogram is always there: it can answer for most
-            others (see `Observer.answer_as`).
+        observers: names of the observers of the recipe. A histogram is always included, since the ranges of most other
+            observers can be computed from it (see `Observer.answer_as`).
     """
 
     observers: tuple[str, ...] = ()
@@ -40,34 +40,34 @@ class ObserveAll(Pass):
     gives: ClassVar[Stage] = Stage.CANONICAL
 
     def run(self, rewriter: Rewriter) -> None:
-        """One `Watch` for each value of floats that is no constant."""
+        """Insert an `ObserverSet` after each float32 value that is not a constant."""
         fill_constants = FillConstants(rewriter.gm)
         for value in rewriter.nodes():
             constants, about = tuple(sorted(fill_constants.of(value))), info(value)
             if value.op in ("get_attr", "output") or about.dtype is not torch.float32:
                 continue
-            watch = Watch([made for found in dict.fromkeys(((), constants)) for made in self._made(found)])
-            target = rewriter.module(watch, value.name, "fxq_observers")
+            observers = ObserverSet([o for left_out in dict.fromkeys(((), constants)) for o in self._for(left_out)])
+            target = rewriter.module(observers, value.name, "fxq_observers")
             node = rewriter.node("call_module", target, (value,), after=value, name=f"{value.name}_observer")
             rewriter.describe(
                 node, shape=about.shape, dtype=about.dtype, path=about.path, source=about.source, origins=()
             )
             rewriter.reroute(value, node, only=lambda user, node=node: user is not node)  # type: ignore[misc]
 
-    def _made(self, constants: tuple[float, ...]) -> list[Observer]:
-        """The observers of a value: of those that say the same, one."""
-        made: list[Observer] = []
+    def _for(self, constants: tuple[float, ...]) -> list[Observer]:
+        """Observers of a value that leave out fill constants; without those whose answer another one can give."""
+        observers: list[Observer] = []
         for text in ("histogram", *self.observers):
             observer = observer_for(TensorSpec(observer=text), constants=constants)
-            if all(known.answer_as(observer) is None for known in made):
-                made.append(observer)
-        return made
+            if all(earlier.answer_as(observer) is None for earlier in observers):
+                observers.append(observer)
+        return observers
 
 
-class Watch(nn.Module):
-    """Shows a value to several observers. Those that cannot take it, as it holds NaN or Inf, are taken off.
+class ObserverSet(nn.Module):
+    """Set of observers of one value. An observer that refuses a value, since it holds NaN or Inf, is removed.
 
-    Which of the values are to be integers is not known yet: a value that is not may be what it likes.
+    That is no error, since it is not decided yet whether the value becomes integers.
     """
 
     def __init__(self, observers: list[Observer]) -> None:
@@ -75,7 +75,7 @@ class Watch(nn.Module):
         self.observers = nn.ModuleList(observers)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The value, float32, any shape, as it came."""
+        """Return x, float32 of any shape, after all observers have seen it."""
         for name, observer in list(self.observers.named_children()):
             try:
                 observer(x)

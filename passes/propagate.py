@@ -1,4 +1,4 @@
-"""propagate: conversions move through ops that only move data, and cancel."""
+"""propagate: move conversions through ops that only move data, and cancel pairs."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from fxq.rewriting.rewriter import Rewriter
 
 @dataclass(frozen=True)
 class Propagate(Pass):
-    """Let ops that only move data move integers.
+    """Let ops that only move data move integers instead of floats.
 
     Before: quantize(reshape(dequantize(q)))    After: reshape(q)
-    Also: a quantize behind an op that makes its input larger (nearest interpolation) moves before it, and a pair with
-    two scales becomes one requantize.
+    Also: a quantize after an op that enlarges its input, such as nearest interpolation, moves before the op. A
+    dequantize and quantize with two different scales become one requantize.
     Keeps: the output, exactly.
     """
 
@@ -34,7 +34,7 @@ class Propagate(Pass):
     gives: ClassVar[Stage] = Stage.QDQ
 
     def run(self, rewriter: Rewriter) -> None:
-        """Push dequantize down in execution order and quantize up against it, then cancel pairs."""
+        """Move dequantize after ops in execution order, and quantize before ops in reverse order; then cancel pairs."""
         for node in rewriter.nodes():
             _push_dequantize(rewriter, node)
         for node in reversed(rewriter.nodes("quantize")):
@@ -65,8 +65,8 @@ def _pull_quantize(rewriter: Rewriter, node: fx.Node) -> None:
     """quantize(op(x)) -> op(quantize(x)) for an op that only repeats values of x."""
     mover = node.args[0]
     if not isinstance(mover, fx.Node):
-        raise PassError(f"{where(rewriter.gm, node)}: quantizes {mover!r}, which is no value of the graph.")
-    op = op_of(mover) if _is_of_numbers(options_of(node)) else None
+        raise PassError(f"{where(rewriter.gm, node)}: quantizes {mover!r}, which is not a value of the graph.")
+    op = op_of(mover) if _has_one_scale(options_of(node)) else None
     if op is None or not op.traits.layout or len(op.traits.inputs) != 1 or len(mover.users) != 1:
         return
     source = argument(mover, op.traits.inputs[0])
@@ -90,29 +90,29 @@ def _size(node: fx.Node) -> int:
 
 @rewrite(exclusive=False)
 def cancel_pair(op: Any, x: Any) -> Any:
-    """A quantize that directly reads a dequantize."""
+    """Quantize that directly reads a dequantize."""
     return op.quantize(op.dequantize(x))
 
 
-def _is_of_numbers(grid: Mapping[str, Any]) -> bool:
-    """Whether the scale of a grid is a number; else it is one of several, or computed in the graph."""
+def _has_one_scale(grid: Mapping[str, Any]) -> bool:
+    """Whether the scale of a grid is a number, and not per channel, per row or computed in the graph."""
     return isinstance(grid["scale"], (int, float))
 
 
 @cancel_pair.unless
 def has_scales_that_are_no_numbers(m: Any) -> bool:
     """Whether one of two grids has a scale per channel or row, or one that the graph computes."""
-    return not _have_one_grid(m) and not all(_is_of_numbers(m.options(op)) for op in ("quantize", "dequantize"))
+    return not _have_one_grid(m) and not all(_has_one_scale(m.options(op)) for op in ("quantize", "dequantize"))
 
 
 def _have_one_grid(m: Any) -> bool:
     grid, before = m.options("quantize"), m.options("dequantize")
-    return all(grid.get(key) == before[key] for key in before)  # what is packed is no value of a layer
+    return all(grid.get(key) == before[key] for key in before)  # activations are never packed
 
 
 @cancel_pair.becomes
 def _cancelled(op: Any, m: Any) -> Any:
-    """x itself when both have one grid, else one requantize."""
+    """Return x if both have one grid, else one requantize of it."""
     if _have_one_grid(m):
         return m.x
     grid, before = m.options("quantize"), m.options("dequantize")

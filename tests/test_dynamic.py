@@ -102,7 +102,7 @@ def test_only_what_is_selected():
         "gelu": "float",
     }
     (row, *_) = qmodel.ledger.where(op="conv2d")
-    assert row.reason == "the recipe says float for all that it does not name"
+    assert row.reason == "the recipe says float for all ops that no override selects"
     assert row.fix == "recipe.override('0', fxq.Recipe.dynamic().config)"
     mended = fxq.quantize(network(), eval(row.fix, {"recipe": DYNAMIC.only(nn.Linear), "fxq": fxq}), example_inputs=X)
     assert {r.name: r.precision for r in mended.ledger}["_0"] == "int8"

@@ -95,7 +95,7 @@ def restore(gm: fx.GraphModule, context: Context, seen: dict[str, Any]) -> None:
         if name in seen["observers"]:
             take_over(observer, with_state(observer, seen["observers"][name]))
         else:
-            gm.delete_submodule(name)  # it was taken off, see `Watch`
+            gm.delete_submodule(name)  # it was removed, see `ObserverSet`
     context.samples[:] = batches_from(seen["samples"])
 
 

@@ -21,7 +21,7 @@ from fxq.common.isolation import copied, seeded, untouched, without_autocast
 from fxq.common.metrics import Agreement, tensors
 from fxq.errors import InputError, words_of
 from fxq.ledger.output_check import add_output, rank
-from fxq.passes.observe_all import Watch
+from fxq.passes.observe_all import ObserverSet
 from fxq.pipeline.manager import PassManager
 from fxq.recipe.pass_base import Stage
 from fxq.recipe.recipe import Recipe
@@ -163,7 +163,7 @@ class Trials:
 
     def __getstate__(self) -> dict[str, Any]:
         kept = {key: value for key, value in vars(self).items() if key not in ("observed", "_lock")}
-        seen = {name: module for name, module in self.observed.named_modules() if isinstance(module, Watch)}
+        seen = {name: module for name, module in self.observed.named_modules() if isinstance(module, ObserverSet)}
         return {**kept, "seen": seen, "samples": self.observed.manager.context.samples}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

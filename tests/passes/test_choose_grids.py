@@ -107,7 +107,10 @@ def test_what_selects_a_small_part_reads_floats():
     gm = run_pass(ChooseGrids(), observed(program, "v", "clamp"), data=(STEPS,))
     assert grids(gm) == {"v": (round(1 / 255, 6), 0), "clamp": (round(0.01 / 255, 6), 0)}
     plan = info(node(gm, "clamp")).plan
-    assert plan.exact and plan.decision.text == "what it selects spans 100 times less than its input"
+    assert (
+        plan.exact
+        and plan.decision.text == "the range of the values that it selects is 100 times smaller than that of its input"
+    )
 
 
 LAYER = f"""
@@ -153,7 +156,7 @@ def test_refuses_a_weight_that_no_observer_watches():
 
 def test_what_is_always_zero_is_noted():
     gm = run_pass(ChooseGrids(), CAT, data=(0 * STEPS, STEPS))
-    assert info(node(gm, "a")).note == "calibration saw nothing but zeros: its grid is that of values up to 1"
+    assert info(node(gm, "a")).note == "calibration saw only zeros: its grid is that of values up to 1"
     assert info(node(gm, "b")).note == ""
 
 

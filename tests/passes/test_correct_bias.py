@@ -217,7 +217,7 @@ def test_inputs_without_a_batch_axis(model, shape):
 def test_of_values_one_batch_is_held_at_a_time(monkeypatch):
     """A deep network, and many batches, take no more memory than a shallow one and a few; no weight is kept."""
     alive, most = weakref.WeakValueDictionary(), []
-    compute = correct_bias._Integers.compute
+    compute = correct_bias._IntegerRun.compute
 
     def counted(run, node):
         value = compute(run, node)
@@ -226,7 +226,7 @@ def test_of_values_one_batch_is_held_at_a_time(monkeypatch):
         most.append(len(alive))
         return value
 
-    monkeypatch.setattr(correct_bias._Integers, "compute", counted)
+    monkeypatch.setattr(correct_bias._IntegerRun, "compute", counted)
     layers = [module for _ in range(12) for module in (nn.Linear(16, 16), nn.ReLU())]
     fxq.quantize(nn.Sequential(*layers).eval(), REFERENCE, data=[torch.randn(4, 16) for _ in range(16)])
     assert 0 < max(most) <= 4  # a value, its integers, their floats, the next value

@@ -14,7 +14,7 @@ from fxq.cost import cache as costs
 from fxq.graph.info import info
 from fxq.graph.view import view
 from fxq.passes import Fallback
-from fxq.passes.fallback import CONVERTED, NOT_WORTH_IT
+from fxq.passes.fallback import SLOWER, SLOWER_WITH_CONVERSIONS
 from tests.support.graphs import (
     GRID,
     again,
@@ -185,7 +185,7 @@ def test_costs_and_the_reason_are_on_record(plant):
     model, x = settled(Three), torch.rand(2, 3, 8, 8)
     qmodel = fxq.quantize(model, X86, data=[x])
     by_op = {entry.op: entry for entry in qmodel.ledger}
-    assert by_op["linear"].precision == "float" and by_op["linear"].reason == NOT_WORTH_IT
+    assert by_op["linear"].precision == "float" and by_op["linear"].reason == SLOWER
     assert (by_op["linear"].kind, by_op["linear"].decided_by) == ("slower", "fallback")
     assert by_op["linear"].fix == 'recipe.with_optimize("coverage")'
     assert by_op["conv2d"].precision == "int8"
@@ -202,7 +202,7 @@ def test_what_conversions_cost_is_on_record(plant):
     entry = qmodel.ledger[1]
     assert (entry.precision, entry.float_us, entry.int8_us) == ("float", 1010.0, 163.0)
     assert entry.conversions_us == pytest.approx(1200.0)
-    assert entry.reason == CONVERTED
+    assert entry.reason == SLOWER_WITH_CONVERSIONS
 
 
 def test_coverage_measures_nothing_and_does_not_choose(plant_table, monkeypatch):

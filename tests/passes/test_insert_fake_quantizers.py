@@ -114,7 +114,7 @@ def test_dropout_that_cannot_be_put_back_is_told():
         def forward(self, x):
             return F.dropout(self.linear(x), 0.3, self.training)
 
-    told = "the model's forward compute the same in train mode as in eval mode, which those of the model do not"
+    told = "the model's forward compute as in eval mode, although the model computes otherwise in train mode"
     with pytest.warns(FxqWarning, match=told):
         prepared(Net().eval(), torch.randn(2, 4))
 
@@ -128,7 +128,7 @@ def test_dropout_in_a_leaf_is_there():
 
 def test_weights_that_were_computed_stay_and_it_is_told():
     layer = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
-    left = r"0\.parametrizations\.weight\.original, fxq_data\.0_weight are not trained: nothing is computed of them"
+    left = r"0\.parametrizations\.weight\.original, fxq_data\.0_weight are not trained: the graph does not use them"
     with pytest.warns(FxqWarning, match=left):
         trained = prepared(nn.Sequential(layer, nn.ReLU(), nn.Linear(4, 2)).eval(), torch.randn(2, 4))
     assert [name for name, _ in trained.named_parameters()] == ["0.bias", "2.bias", "2.weight"]
@@ -136,7 +136,7 @@ def test_weights_that_were_computed_stay_and_it_is_told():
 
 def test_parameters_that_nothing_reads_are_told():
     model = module(lambda self, x: self.a(x), a=nn.Linear(4, 4), never=nn.Linear(4, 4))
-    with pytest.warns(FxqWarning, match=r"trained, never\.weight, never\.bias are not trained: nothing is computed of"):
+    with pytest.warns(FxqWarning, match=r"trained, never\.weight, never\.bias are not trained: the graph does not use"):
         prepared(model, torch.randn(2, 4))
 
 
@@ -147,7 +147,7 @@ def test_a_batch_norm_that_is_no_module_keeps_its_statistics():
     model = module(forward, conv=nn.Conv2d(3, 4, 1), gamma=torch.rand(4) + 0.5)
     model.register_buffer("mean", torch.zeros(4))
     model.register_buffer("var", torch.ones(4))
-    with pytest.warns(FxqWarning, match="batch norms without a module of their own, whose statistics stay"):
+    with pytest.warns(FxqWarning, match="batch norms called as functions, whose statistics are not updated"):
         trained = prepared(model, torch.randn(2, 3, 4, 4))
     trained(torch.randn(2, 3, 4, 4) + 5)
     assert trained.state_dict()["mean"].eq(0).all()

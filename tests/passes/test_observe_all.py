@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import fxq
-from fxq.passes.observe_all import ObserveAll, Watch
+from fxq.passes.observe_all import ObserveAll, ObserverSet
 from fxq.quant.observers import Histogram, MovingAverage, observer_for
 from fxq.quant.spec import TensorSpec
 from tests.support.helpers import REFERENCE, module, rewriter
@@ -47,7 +47,7 @@ def test_readers_read_the_watched_value():
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 def test_what_is_not_finite_is_let_go(bad):
-    watch = Watch([observer_for(TensorSpec()), observer_for(TensorSpec(), constants=(math.inf,))])
+    watch = ObserverSet([observer_for(TensorSpec()), observer_for(TensorSpec(), constants=(math.inf,))])
     x = torch.tensor([1.0, bad])
     assert watch(x) is x
     assert len(list(watch.observers)) == (1 if bad == math.inf else 0)

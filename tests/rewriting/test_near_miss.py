@@ -189,7 +189,7 @@ def test_the_recipe_and_the_backend_say_why_they_refuse(monkeypatch):
     assert (near.node, near.reason) == ("_1", "the recipe configures these ops differently")
     monkeypatch.setattr(Reference, "fuses", lambda self, ops: False)
     (near,) = fxq.prepare(model, REFERENCE, image).history["fuse"].near
-    assert (near.node, near.reason) == ("_1", "the backend reference wants these ops apart")
+    assert (near.node, near.reason) == ("_1", "the backend reference does not fuse these ops")
 
 
 def test_a_batch_norm_that_stays_says_why():

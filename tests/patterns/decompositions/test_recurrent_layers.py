@@ -183,7 +183,7 @@ def hooked(module):
 
 REFUSED = {
     "its input is a packed sequence": (lambda: nn.LSTM(C, H), packed),
-    "it is a kind of LSTM of its own": (
+    "it is a subclass of LSTM": (
         lambda: nn.utils.parametrizations.weight_norm(nn.LSTM(C, H), "weight_hh_l0"),
         lambda rnn, x: rnn(x)[0],
     ),
