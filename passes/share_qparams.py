@@ -1,4 +1,4 @@
-"""share-qparams: which edges can have the same scale and zero point."""
+"""share-qparams: group the edges that can have the same scale and zero point."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ class ShareQParams(Pass):
     """Group the integer edges that can have one scale and zero point.
 
     Before: plans    After: the same graph, with `edges` on every value and weight that takes an integer form
-    Keeps: the graph. An edge whose scale is measured at run time is alone in its group.
+    Keeps: the graph.
 
-    An op that moves data ties its inputs and its output together (cat, max pool, reshape). Groups are the connected
-    components of these ties. Which ties hold, `choose-grids` decides when the ranges are known.
+    An op that moves data (cat, max pool, reshape) ties the edges of its inputs and its output together. Groups are the
+    connected components of these ties. An edge with a dynamic range is alone in its group. `choose-grids` may split a
+    group once the ranges are known.
     """
 
     name: ClassVar[str] = "share-qparams"
@@ -74,9 +75,12 @@ class ShareQParams(Pass):
 
 
 def _add_alone(rewriter: Rewriter, nodes: Sequence[fx.Node], group: int) -> None:
-    """Give weights, and values whose scales are measured, an edge for each form that their readers want.
+    """Add the edges that share their grid with no other: of weights, and of values with dynamic ranges.
 
-    No other edge shares their grids. `group`: the first number that is free.
+    Args:
+        rewriter: rewriter of the graph.
+        nodes: all nodes of the graph.
+        group: first free group number.
     """
     wanted: dict[fx.Node, dict[Wish, None]] = {}
     for node in nodes:
@@ -95,5 +99,5 @@ def _add_alone(rewriter: Rewriter, nodes: Sequence[fx.Node], group: int) -> None
 
 
 def selects(gm: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether a node hands on, or clips to, a part of what it reads."""
+    """Whether a node returns a part of its input values, or clips them."""
     return any(call.op.traits.selects for call in calls_of(gm, node))

@@ -1,4 +1,4 @@
-"""smooth: what is large in few channels of a linear layer's input moves into its weight; in few tokens, is measured."""
+"""smooth: scale outlier channels of a linear layer's input into its weight, or quantize its tokens dynamically."""
 
 from __future__ import annotations
 
@@ -24,54 +24,56 @@ from fxq.rewriting.grid_edits import on_grid
 from fxq.rewriting.rewriter import Rewriter
 
 STRENGTHS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
-"""How much of the difference between channels moves into the weight, tried for each input: alpha in the paper."""
+"""Tried values of alpha in the paper: how much of the difference between channels moves into the weight."""
 
 
-class _Way(NamedTuple):
-    """How to round the input of layers.
+class _Variant(NamedTuple):
+    """One way to quantize the input of linear layers.
 
     Attributes:
-        strength: how much moves into the weight; None: nothing.
-        rows: whether each token is on a grid of its own, which is measured when the model runs.
+        strength: alpha in the paper; None: the input is not scaled.
+        rows: whether each token has a dynamic grid.
     """
 
     strength: float | None = None
     rows: bool = False
 
 
-AS_IT_IS = _Way()
-DIVIDED = tuple(map(_Way, STRENGTHS))
-BY_ROW = (_Way(rows=True), _Way(STRENGTHS[0], rows=True))
-"""These are not tried where the input is measured already."""
+UNCHANGED = _Variant()
+SMOOTHED = tuple(map(_Variant, STRENGTHS))
+PER_ROW = (_Variant(rows=True), _Variant(STRENGTHS[0], rows=True))
+"""Variants with per-row ranges. They are not tried for inputs that are dynamic already."""
 
 
 @dataclass(frozen=True)
 class Smooth(Pass):
-    """Divide the input of linear layers by factors, and multiply their weights with these; or measure each token.
+    """Divide the inputs of linear layers by factors that multiply the weights, or quantize each token dynamically.
 
     Before: linear(dequantize(quantize(x)), dequantize(w_int8), b)
     After: linear(dequantize(quantize(x * (1 / s))), dequantize(w_s_int8), b), with w_s = w * s
-    Or, where that is not enough: linear(dequantize(quantize(x, scale=s)), ...), with s = choose_scale(x, axis=-1)
-    Of a dynamic recipe that is given data, which measures its inputs: those are divided first, then measured.
-    Keeps: the output up to rounding to the grids, of which the new ones fit better. How much moves is tried for each
-    input: the ranges are those of one half of the recorded samples, the errors those of the other half. Where the
-    layers that read it gain too little, nothing is changed. Each token counts alike: one whose values are large does
-    not hide what the others lose; padding does not count.
-    In transformers, some tokens hold values many times as large as all others, in what GELU returns most of all. No
-    factors of channels help there. Such a layer measures the range of each token when the model runs, as in a dynamic
-    recipe; where the backend cannot, `fallback` leaves it in float. Ops that only move data, in front of what is
-    rounded anew, move floats: nothing is rounded twice.
+    Or, if that is not enough: linear(dequantize(quantize(x, scale=s)), ...), with s = choose_scale(x, axis=-1)
+    Also: with a dynamic recipe and calibration data, inputs are divided by factors before their ranges are computed.
+    Keeps: the output up to rounding to the new grids, which represent the values better.
+
+    Several strengths are tried for each input. Half of the recorded samples determines the ranges, the other half the
+    errors. If the layers that read the input gain too little, nothing is changed. All tokens have the same weight, so
+    that tokens with large values do not hide the errors of others; padding does not count.
+    In transformers, a few tokens can be many times as large as all others, most of all after GELU. Factors of channels
+    do not help there. Such a layer gets a dynamic range for each token, as in a dynamic recipe; if the backend has no
+    kernel for that, `fallback` moves it to float. Ops that only move data, between a float op and the new quantize,
+    move floats, so that nothing is rounded twice.
     Source: Xiao et al. 2023 (SmoothQuant, arXiv 2211.10438), equations 3 and 4; Dettmers et al. 2022, section 2.1 (a
     scale for each row).
 
     Args:
-        gain: dB that the layers have to gain: the factors cost a multiplication of each input.
-        measure_gain: dB that they have to gain by measured ranges, which cost time in each call.
-        enough: dB. Layers whose SQNR is above that are left alone.
-        dynamic_gain, dynamic_enough: the same for inputs that a dynamic recipe measures, which are more exact already.
-        samples: how many samples to look at.
-        rows: how many tokens of them, for the errors.
-        least: inputs with fewer tokens in the samples are left alone: what is large in them is not known.
+        gain: minimum SQNR in dB that layers must gain by factors, which cost a multiplication of the input.
+        measure_gain: minimum SQNR in dB that layers must gain by dynamic ranges, which cost time in each call.
+        enough: SQNR in dB from which layers are left alone.
+        dynamic_gain: as `gain`, for inputs that are dynamic already and thus more exact.
+        dynamic_enough: as `enough`, for inputs that are dynamic already.
+        samples: number of samples to use.
+        rows: number of their tokens to use for the errors.
+        least: minimum number of tokens in the samples. With fewer, the ranges are not known well, and nothing changes.
     """
 
     gain: float = 3.0
@@ -102,69 +104,74 @@ class Smooth(Pass):
         return self.samples
 
     def run(self, rewriter: Rewriter) -> None:
-        """Find the ranges of all channels, and the best factors; then write those that are worth it."""
-        for one in seen_inputs(rewriter.gm, rewriter.context, _Input, self.samples, self.rows, self.least):
-            one.low, one.high = torch.minimum(one.low, one.later[0]), torch.maximum(one.high, one.later[1])
-            way, why = one.best(self)
-            if way != AS_IT_IS:
+        """Measure the errors of all variants, and write the best ones."""
+        for linear_input in seen_inputs(rewriter.gm, rewriter.context, _Input, self.samples, self.rows, self.least):
+            linear_input.include_later()
+            variant, why = linear_input.best(self)
+            if variant != UNCHANGED:
                 with rewriter.attributed("smooth", Smooth):
-                    _write(rewriter, one, way, why)
+                    _write(rewriter, linear_input, variant, why)
 
 
 @dataclass
 class _Input(LinearInput):
-    """An input, and how it goes each way.
+    """Input of linear layers, with the errors of its variants.
 
     Attributes:
-        low, high: the range of each channel in the samples that are for it, (C,).
-        later: the same of those that are for the errors.
-        errors: of the layers' results, relative to the float ones, each way. A range that is measured for whole tensors
-            is that of the samples that are run at once.
+        low: minimum of each channel, (C,), in the samples for the ranges.
+        high: maximum of each channel, (C,), in the samples for the ranges.
+        later: minimum and maximum of each channel, (C,), in the samples for the errors.
+        errors: error of the layers' results by variant, relative to the float results. With a dynamic per-tensor range,
+            a tensor is the batch that runs at once.
     """
 
     low: Tensor = field(default_factory=lambda: torch.zeros(()))
     high: Tensor = field(default_factory=lambda: torch.zeros(()))
     later: tuple[Tensor, Tensor] = field(default_factory=lambda: (torch.zeros(()), torch.zeros(())))
-    errors: dict[_Way, Agreement] = field(init=False)
+    errors: dict[_Variant, Agreement] = field(init=False)
 
     def __post_init__(self) -> None:
-        by_row = () if isinstance(self.grid, DynamicGrid) else BY_ROW
-        self.errors = {way: Agreement() for way in (AS_IT_IS, *DIVIDED, *by_row)}
+        per_row = () if isinstance(self.grid, DynamicGrid) else PER_ROW
+        self.errors = {variant: Agreement() for variant in (UNCHANGED, *SMOOTHED, *per_row)}
 
     def see(self, x: Tensor, share: float) -> None:
-        """Take in tokens, (N, C): the ranges of the first half of the samples, the errors of the other."""
-        for_ranges, others = x.tensor_split([round(share * len(x))])
+        """Use the first `share` of the tokens x, (N, C), for the ranges, and the others for the errors."""
+        for_ranges, for_errors = x.tensor_split([round(share * len(x))])
         self.low, self.high = _around(for_ranges, self.low, self.high)
-        self.later = _around(others, *self.later)
-        self.compare(others, list(self.errors.values()), self._ways)
+        self.later = _around(for_errors, *self.later)
+        self.compare(for_errors, list(self.errors.values()), self._variants)
 
-    def _ways(self, x: Tensor) -> Iterator[Form]:
-        """Tokens and weights rounded each way."""
-        for way in self.errors:
-            factors = self.factors(way.strength)
-            given = x if factors is None else x / factors
+    def include_later(self) -> None:
+        """Widen the ranges to all samples, once the errors are known."""
+        self.low, self.high = torch.minimum(self.low, self.later[0]), torch.maximum(self.high, self.later[1])
+
+    def _variants(self, x: Tensor) -> Iterator[Form]:
+        """Yield the rounded tokens and weights of each variant."""
+        for variant in self.errors:
+            factors = self.factors(variant.strength)
+            scaled = x if factors is None else x / factors
             weights = [grid.rounded(weight) for weight, grid in (_smoothed(layer, factors) for layer in self.layers)]
-            yield self.grid_for(way, factors).rounded(given), weights
+            yield self.grid_for(variant, factors).rounded(scaled), weights
 
     def factors(self, strength: float | None) -> Tensor | None:
-        """What each channel is divided by, (C,); one that was zero in all samples, by as much as most others."""
+        """Divisors of the channels, (C,). A channel that is zero in all samples gets the median of the others."""
         if strength is None:
             return None
         largest = torch.maximum(-self.low, self.high)
         weights = torch.stack([layer.real.abs().amax(0) for layer in self.layers]).amax(0)
         factors = largest**strength / weights.clamp(min=1e-12) ** (1 - strength)
-        known = factors[largest > 0]
-        middle = known.median() if len(known) else torch.ones(())
-        return torch.where(largest > 0, factors, middle).clamp(min=1e-6 * float(middle))
+        nonzero = factors[largest > 0]
+        median = nonzero.median() if len(nonzero) else torch.ones(())
+        return torch.where(largest > 0, factors, median).clamp(min=1e-6 * float(median))
 
     @property
     def spec(self) -> TensorSpec:
-        """That of the input, with as many bits as its grid has."""
+        """Spec of the input, with the number of bits of its grid."""
         return replace(self.layers[0].reads, bits=self.grid.bits)
 
-    def grid_for(self, way: _Way, factors: Tensor | None) -> QParams | DynamicGrid:
-        """The grid of the input as it is rounded this way; `factors` are those of the way, or None."""
-        if way.rows:
+    def grid_for(self, variant: _Variant, factors: Tensor | None) -> QParams | DynamicGrid:
+        """Grid of the input in a variant with these `factors`, (C,) or None."""
+        if variant.rows:
             return self.row_grid
         if factors is None or isinstance(self.grid, DynamicGrid):
             return self.grid
@@ -172,40 +179,40 @@ class _Input(LinearInput):
 
     @property
     def row_spec(self) -> TensorSpec:
-        """The same, measured for each token."""
+        """Spec of the input with a dynamic range for each token."""
         return replace(self.spec, per="row", range="dynamic")
 
     @property
     def row_grid(self) -> DynamicGrid:
-        """The grid of that."""
+        """Grid of the input with a dynamic range for each token."""
         return DynamicGrid.of(self.row_spec, axis=-1)
 
-    def best(self, asked: Smooth) -> tuple[_Way, str]:
-        """The way that is worth it, and why; what costs more has to gain more."""
-        found = {way: error.sqnr for way, error in self.errors.items()}
+    def best(self, options: Smooth) -> tuple[_Variant, str]:
+        """Variant whose gain is worth its cost, by the `options` of the pass, and the reason for a per-row variant."""
+        sqnr = {variant: error.sqnr for variant, error in self.errors.items()}
         dynamic = isinstance(self.grid, DynamicGrid)
-        enough, gain = (asked.dynamic_enough, asked.dynamic_gain) if dynamic else (asked.enough, asked.gain)
-        best = AS_IT_IS
-        if found[best] < enough:
-            divided = max(DIVIDED, key=found.__getitem__)
-            if found[divided] >= found[best] + gain:
-                best = divided
-        if found[best] < enough and not dynamic:
-            before = found[best]
-            plain, divided = BY_ROW
-            by_row = divided if found[divided] >= found[plain] + asked.gain else plain
-            if found[by_row] >= before + asked.measure_gain:
-                return by_row, f"one grid for all tokens gives {before:.1f} dB, one for each {found[by_row]:.1f}"
+        enough, gain = (options.dynamic_enough, options.dynamic_gain) if dynamic else (options.enough, options.gain)
+        best = UNCHANGED
+        if sqnr[best] < enough:
+            smoothed = max(SMOOTHED, key=sqnr.__getitem__)
+            if sqnr[smoothed] >= sqnr[best] + gain:
+                best = smoothed
+        if sqnr[best] < enough and not dynamic:
+            before = sqnr[best]
+            plain, smoothed = PER_ROW
+            per_row = smoothed if sqnr[smoothed] >= sqnr[plain] + options.gain else plain
+            if sqnr[per_row] >= before + options.measure_gain:
+                return per_row, f"one grid for all tokens gives {before:.1f} dB, one for each {sqnr[per_row]:.1f}"
         return best, ""
 
 
 def _around(x: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-    """Ranges of channels, made as wide as those of some tokens, (N, C)."""
+    """Ranges of channels, (C,), widened to hold the tokens x, (N, C)."""
     return (torch.minimum(low, x.amin(0)), torch.maximum(high, x.amax(0))) if len(x) else (low, high)
 
 
 def _smoothed(layer: LinearLayer, factors: Tensor | None) -> tuple[Tensor, QParams]:
-    """The weight of a layer times the factors, and its grid."""
+    """Weight of a layer times the factors, (O, C), and its grid."""
     if factors is None:
         return layer.real, layer.grid
     scaled = layer.real * factors
@@ -214,36 +221,36 @@ def _smoothed(layer: LinearLayer, factors: Tensor | None) -> tuple[Tensor, QPara
     return scaled, observer.qparams()
 
 
-def _write(rewriter: Rewriter, one: _Input, way: _Way, why: str) -> None:
-    """Put the multiplication in, if any, with conversions behind it for the layers, and the new weights."""
-    old, read = one.quantize, one.quantize.args[0]
-    assert isinstance(read, fx.Node)  # what is quantized is a value
-    factors = one.factors(way.strength)
-    grid = one.grid_for(way, factors)
-    value = read if factors is None else _divided(rewriter, read, factors, old, way.strength)
-    _, dq = on_grid(rewriter, value, value, grid, f"{value.name}_rows" if way.rows else value.name, like=old)
-    for layer in one.layers:
+def _write(rewriter: Rewriter, linear_input: _Input, variant: _Variant, why: str) -> None:
+    """Write a variant: the multiplication, if any, new conversions of the input, and the new weights."""
+    old, read = linear_input.quantize, linear_input.quantize.args[0]
+    assert isinstance(read, fx.Node)  # a quantize reads a value
+    factors = linear_input.factors(variant.strength)
+    grid = linear_input.grid_for(variant, factors)
+    value = read if factors is None else _divided(rewriter, read, factors, old, variant.strength)
+    _, dq = on_grid(rewriter, value, value, grid, f"{value.name}_rows" if variant.rows else value.name, like=old)
+    for layer in linear_input.layers:
         rewriter.update(layer.node, args=swapped(layer.node.args, {layer.read: dq}))
         if factors is not None:
             _write_weight(rewriter, layer, factors)
-        if way.rows:
-            rewriter.describe(layer.node, plan=replace(layer.plan, reads=one.row_spec), note=why)
+        if variant.rows:
+            rewriter.describe(layer.node, plan=replace(layer.plan, reads=linear_input.row_spec), note=why)
     rewriter.erase_unused()
     move_floats(rewriter, read)
 
 
 def _divided(rewriter: Rewriter, value: fx.Node, factors: Tensor, old: fx.Node, strength: float | None) -> fx.Node:
-    """The value times the inverse of the factors, in front of what rounds it now."""
+    """Insert a multiplication of a value by the inverse factors, before its quantize `old`."""
     inverse = rewriter.constant(1 / factors, f"{info(value).path or value.name}.smoothing", before=old)
     typed, name = (info(value).shape, torch.float32), f"{value.name}_smooth"
-    made = rewriter.call("mul", value, inverse, before=old, name=name, typed=typed, like=old)
-    why = f"divides by what moved into the weights behind it (alpha {strength:g})"
-    rewriter.describe(made, origins=(), plan=Plan(Decision("float", "", why)))
-    return made
+    product = rewriter.call("mul", value, inverse, before=old, name=name, typed=typed, like=old)
+    why = f"divides by the factors that multiply the weights after it (alpha {strength:g})"
+    rewriter.describe(product, origins=(), plan=Plan(Decision("float", "", why)))
+    return product
 
 
 def _write_weight(rewriter: Rewriter, layer: LinearLayer, factors: Tensor) -> None:
-    """Put the weight times the factors in the place of a weight."""
+    """Replace a weight by the weight times the factors."""
     old, (weight, grid) = layer.weight, _smoothed(layer, factors)
     name = info(old).stands_for.removeprefix("fxq_data.").replace(".", "_")
     real = rewriter.constant(weight, f"{name}_smoothed", before=old)

@@ -1,4 +1,4 @@
-"""trace: the user's model as a graph, with shapes."""
+"""trace: trace the user's model into a graph with shapes."""
 
 from __future__ import annotations
 
@@ -32,10 +32,11 @@ from fxq.tracing.tracer import Tracer, is_kept
 
 @dataclass(frozen=True)
 class Trace(Pass):
-    """Trace the model with `torch.fx`, running it on one batch; what cannot be traced becomes a leaf.
+    """Trace the model with `torch.fx` while it runs on one batch. Modules that cannot be traced become leaves.
 
-    Before: nothing    After: the model's own calls, any spelling, `torch.nn` modules as leaves
-    Keeps: what the model computes; its parameters are shared, not copied.  Source: Reed et al. 2022, section 4.
+    Before: nothing    After: the model's calls in any spelling, with `torch.nn` modules as leaves
+    Keeps: what the model computes. Parameters are shared with the model, not copied.
+    Source: Reed et al. 2022, section 4.
     """
 
     name: ClassVar[str] = "trace"
@@ -57,9 +58,10 @@ class Trace(Pass):
 
 
 def _traced(context: Context, broken: Mapping[str, str], run: FloatRun) -> Rewriter | dict[str, str]:
-    """The traced model, with the modules that are known to be `broken` as leaves.
+    """Trace the model with the `broken` modules as leaves.
 
-    Or, where more modules cannot be traced, these: by path, each with the reason.
+    Returns:
+        The traced model; or, if further modules cannot be traced, the reason for each by its path.
     """
     recipe = context.recipe
     leaves = (*recipe.leaf_modules, *map(glob.escape, broken))
@@ -71,7 +73,7 @@ def _traced(context: Context, broken: Mapping[str, str], run: FloatRun) -> Rewri
     for node in gm.graph.nodes:
         traced.describe(node, origins=(node.name,) if _is_call(node) else (), kept=_kept_leaf(node, recipe, broken))
     states = list(_check_state_of(run, leaves))
-    hidden = [Break(kept.path, kept.why) for kept in states if kept.hidden]  # of the others a change names its line
+    hidden = [Break(kept.path, kept.why) for kept in states if kept.hidden]  # errors of the others name a source line
     writers = {node: info(node).source for node in gm.graph.nodes if info(node).changes}
     before = len(traced.edits)
     functionalization = Functionalization(traced, tracer.watch, tracer.new_constants)
@@ -101,8 +103,8 @@ def _traced(context: Context, broken: Mapping[str, str], run: FloatRun) -> Rewri
 def _graph(context: Context, leaves: tuple[str, ...], run: FloatRun) -> tuple[Tracer, fx.GraphModule | None]:
     """Trace the model. Returns the tracer, and the graph if the whole model can be traced.
 
-    Loops over the rows of a tensor are unrolled where nothing else is left. Branches on sizes that come to the same
-    graph either way are not checked when it runs.
+    Loops over the rows of a tensor are unrolled only if the model cannot be traced otherwise. Branches on sizes that
+    give the same graph either way are not checked at run time.
     """
     model, recipe, unroll, free = context.model, context.recipe, False, list[str]()
     created = False
@@ -128,14 +130,14 @@ def _graph(context: Context, leaves: tuple[str, ...], run: FloatRun) -> tuple[Tr
             return tracer, gm
 
 
-_MOST_BRANCHES = 4
-"""Of how many lines it is tried whether the way they branch makes a difference: each costs two traces."""
+_MAX_TRIED_BRANCHES = 4
+"""Maximum number of lines with branches for which both directions are traced: each costs two traces."""
 
 
 def _branches(tracer: Tracer) -> list[str]:
-    """The lines that branch on sizes once in each run of their function."""
+    """Lines that branch on sizes and ran once; none if there are too many to try."""
     once = [place for place, times in tracer.asked.branches.items() if times == 1]
-    return once if len(once) <= _MOST_BRANCHES else []
+    return once if len(once) <= _MAX_TRIED_BRANCHES else []
 
 
 def _makes_no_difference(place: str, context: Context, tracer: Tracer, graph: fx.Graph, run: FloatRun) -> bool:
@@ -172,7 +174,7 @@ def _is_inside(path: str, leaves: tuple[str, ...]) -> bool:
 
 
 def _take_copies(gm: fx.GraphModule, written: Collection[str]) -> None:
-    """Copy the leaves of a graph that change their parameters in place, so that the model does not share them."""
+    """Copy the leaves that change their parameters in place, so that they do not change those of the model."""
     for node in gm.graph.find_nodes(op="call_module"):
         path = str(node.target)
         if any(name.startswith(f"{path}.") for name in written):
@@ -185,7 +187,7 @@ def _take_copies(gm: fx.GraphModule, written: Collection[str]) -> None:
 
 
 def _check_state_of(run: FloatRun, leaves: tuple[str, ...]) -> Iterator[KeptState]:
-    """State that a graph would lose. Skips state in leaves; raises `TraceError` for state outside the modules."""
+    """Yield state that a graph would lose, except state of leaves. Raises `TraceError` for state outside of modules."""
     for kept in run.kept:
         if kept.outside:
             raise TraceError(f'layer "{kept.path}": {kept.why}' if kept.path else kept.why)
@@ -194,7 +196,7 @@ def _check_state_of(run: FloatRun, leaves: tuple[str, ...]) -> Iterator[KeptStat
 
 
 def _compared(context: Context, tracer: Tracer, run: FloatRun) -> tuple[Any, Break | None]:
-    """What the float model itself returns for the example, and where the graph returns something else, if it does."""
+    """Output of the float model for the example; and the place where the traced graph differs, or None."""
     model, example, fixed = context.model, context.example, context.recipe.concrete_args
     if run.error is not None:
         raise InputError(f"the model does not run on the example {example}: {words_of(run.error)}") from run.error
@@ -210,7 +212,7 @@ def _compared(context: Context, tracer: Tracer, run: FloatRun) -> tuple[Any, Bre
 def _functionalized(
     context: Context, gm: fx.GraphModule, run: FloatRun, writers: Mapping[fx.Node, str]
 ) -> Iterator[Break]:
-    """What stands in the way where a graph without its changes in place computes something else on the example."""
+    """Yield the changes in place without which the graph computes something else on the example, if it does."""
     example = copied(context.example)
     try:
         with run.untouched(), untouched(gm), seeded(), torch.inference_mode(False), torch.no_grad():
@@ -218,9 +220,9 @@ def _functionalized(
         if same_values(got, run.outputs):
             return
         wrong = "computes something else than the model"
-    except Exception as error:  # whatever an op raises for a value that it cannot have
+    except Exception as error:  # ops raise errors of any type for a wrong value
         wrong = f"does not run: {words_of(error)}"
-    shown = ", ".join(f"%{node.name} ({source})" for node, source in list(writers.items())[:_MOST])
+    shown = ", ".join(f"%{node.name} ({source})" for node, source in list(writers.items())[:_MAX_SHOWN])
     yield Break(
         around(*writers),
         f"{shown} change{'' if len(writers) > 1 else 's'} memory in place, and on the example the graph without such "
@@ -229,9 +231,9 @@ def _functionalized(
 
 
 def _counts_samples(context: Context, gm: fx.GraphModule) -> bool:
-    """Whether the first axis counts samples: one of them alone gives what it gives among the others.
+    """Whether the first axis counts samples: one sample alone gives the same result as within the batch.
 
-    One from the middle: the first step of a sequence, or the last, may be the same without the others.
+    The sample is from the middle, since the first or last step of a sequence may not depend on the others.
     """
     count = samples_in(context.example)
     if count is None:
@@ -244,12 +246,12 @@ def _counts_samples(context: Context, gm: fx.GraphModule) -> bool:
             got = list(tensors(run(*sample.args, **sample.kwargs)))
         pairs = zip(tensors(context.outputs), got, strict=True)
         return same_values(got, [part_for(whole, alone, at, 1, count) for whole, alone in pairs])
-    except Exception:  # whatever the model raises for a size that it cannot have
+    except Exception:  # models raise errors of any type for a wrong size
         return False
 
 
 def _callable(gm: fx.GraphModule) -> nn.Module:
-    """Plain module that runs a graph; calling the `GraphModule` would print errors to stderr."""
+    """Plain module that runs a graph. A `GraphModule` would print errors to stderr."""
     gm.recompile()
     called = nn.Module()
     called._modules, called._parameters, called._buffers = gm._modules, gm._parameters, gm._buffers
@@ -258,19 +260,19 @@ def _callable(gm: fx.GraphModule) -> nn.Module:
 
 
 _DIFFERS = (
-    "the traced graph does not compute what the model computes on the example: its forward depends on something that a "
-    "trace does not see, as the type of a value, random numbers, or state from call to call. Write it without, or keep "
+    "the traced graph computes something else than the model on the example: the forward depends on something that a "
+    "trace does not see, such as the type of a value, random numbers, or state from call to call. Rewrite it, or keep "
     'the module as a float leaf: recipe.leaf("path.of.module").'
 )
 
 
 def _is_call(node: fx.Node) -> bool:
-    """Whether a node stands for a call that the model makes."""
+    """Whether a node is a call of the model, and not a check of fxq."""
     return node.op.startswith("call") and not is_check(node)
 
 
 def _kept_leaf(node: fx.Node, recipe: Any, broken: Mapping[str, str]) -> Decision | None:
-    """The decision to keep a module as a leaf, with the reason; None for what is none."""
+    """Decision to keep a module as a leaf, with the reason; None for all other nodes."""
     path = str(node.target) if node.op == "call_module" else ""
     kept = "the recipe keeps this module as it is" if path and is_kept(path, recipe.leaf_modules) else ""
     why = broken.get(path) or kept
@@ -278,9 +280,10 @@ def _kept_leaf(node: fx.Node, recipe: Any, broken: Mapping[str, str]) -> Decisio
 
 
 def _kept(broken: Mapping[str, str], context: Context, gm: fx.GraphModule) -> str:
-    """The warning about modules that cannot be traced."""
-    shown = [f'layer "{path}" ({context.types[path].__name__}) {why}' for path, why in list(broken.items())[:_MOST]]
-    more = f"; and {len(broken) - _MOST} more, see the ledger" if len(broken) > _MOST else ""
+    """Warning about modules that cannot be traced."""
+    first = list(broken.items())[:_MAX_SHOWN]
+    shown = [f'layer "{path}" ({context.types[path].__name__}) {why}' for path, why in first]
+    more = f"; and {len(broken) - _MAX_SHOWN} more, see the ledger" if len(broken) > _MAX_SHOWN else ""
     return (
         f"{len(broken)} module{'s' if len(broken) > 1 else ''} of the model cannot be traced and will run in float: "
         f"{'; '.join(shown)}{more}. {_share(broken, gm)}Recipe(strict_trace=True) makes it an error."
@@ -301,7 +304,8 @@ def _share(broken: Mapping[str, str], gm: fx.GraphModule) -> str:
 
 
 _LARGE_SHARE = 0.5
-_MOST = 3
+_MAX_SHOWN = 3
+"""Maximum number of modules or nodes that a message lists."""
 
 
 def _check_leaves(leaves: tuple[str, ...], types: Any) -> None:
@@ -317,6 +321,6 @@ def _check_leaves(leaves: tuple[str, ...], types: Any) -> None:
 def _check_hooks(model: nn.Module) -> None:
     if len(model._forward_hooks) + len(model._forward_pre_hooks) > 0:
         raise TraceError(
-            f"the model ({type(model).__name__}) has forward hooks of its own, which a trace of its forward does not "
-            "see. Remove them (handle.remove()), or give a module that calls this one: nn.Sequential(model)."
+            f"the model ({type(model).__name__}) has forward hooks, which a trace of its forward does not see. Remove "
+            "them (handle.remove()), or quantize a module that calls this one: nn.Sequential(model)."
         )

@@ -1,4 +1,4 @@
-"""verify-lowering: every kernel against what it stands for. The reason to trust fxq."""
+"""verify-lowering: compare every kernel with its q/dq form. The reason to trust fxq."""
 
 from __future__ import annotations
 
@@ -31,29 +31,31 @@ from fxq.recipe.pass_base import Pass, Stage
 from fxq.rewriting.rewriter import Rewriter
 from fxq.tracing.fidelity import run_model
 
-_SHAPES = 2
+_EXTRA_SHAPES = 2
 """Number of further input shapes, among the recorded samples, that kernels are verified on."""
-_VALUES = 2**18
-"""How many values of inputs kernels are verified on: more find nothing new, and take their time in large models."""
+_MAX_INPUT_VALUES = 2**18
+"""Maximum number of input values that kernels are verified on: more find nothing new, and take long in large models."""
 
 
 @dataclass(frozen=True)
 class VerifyLowering(Pass):
-    """Run every kernel and conversion against its qdq form on recorded calibration inputs; put back what disagrees.
+    """Compare every kernel and conversion with its q/dq form on recorded samples; replace a wrong one by that form.
 
-    Before: x86.conv(x)    After: the same, or quantize(conv2d(dequantize(x), ...)) where the kernel is wrong
-    Keeps: every kernel that is right: its integers are those nearest to the real value, up to float32 arithmetic.
-    Also: a kernel that would overwrite a residual somebody still reads is told not to; and engines are asked what they
-    run: an op that was to run on integers, and does not, is a float op, with that for its reason.
-    Runs the first recorded batch, of large samples a few, and its first sample alone where there are samples: kernels
-    plan by input shape. If recorded samples have other shapes, also one sample each of the first two of these. Kernels
-    whose code depends on image size also run alone at two other sizes, on inputs that are cropped or repeated.
+    Before: x86.conv(x)    After: x86.conv(x), or quantize(conv2d(dequantize(x), ...)) if the kernel is wrong
+    Keeps: every kernel that is right: its integers are nearest to the real values, up to float32 arithmetic.
+    Also: a kernel that would overwrite a residual with other readers copies it instead. An op that an engine runs in
+    float, although its plan is int8, is recorded as a float op with that reason.
+
+    The lowered graph runs on the first recorded batch (part of it if the samples are large), and on its first sample
+    alone, since kernels plan by input shape. If recorded samples have other shapes, it also runs on one sample each of
+    the first two of these. Kernels whose code depends on the image size also run alone at two other sizes, on inputs
+    that are cropped or repeated.
 
     Args:
         tolerance: how much further than half a step an integer may be from the real value, in steps.
-        float_tolerance: for float results, relative to the largest absolute value of the reference.
-        sum_tolerance: for either, besides, relative to the magnitude of the terms that are added up: where these
-            cancel, what is left is as inexact as they were. Ten times what was seen of float32 sums.
+        float_tolerance: error allowed for float results, relative to the largest absolute value of the reference.
+        sum_tolerance: further error allowed for both, relative to the magnitude of the terms of a sum, since terms that
+            cancel leave their rounding errors. It is ten times the error that float32 sums show.
     """
 
     tolerance: float = 0.01
@@ -70,17 +72,17 @@ class VerifyLowering(Pass):
     gives: ClassVar[Stage] = Stage.LOWERED
 
     def run(self, rewriter: Rewriter) -> None:
-        """Find the kernels that disagree, and put their qdq form back."""
+        """Compare all kernels, then replace the wrong ones by their q/dq form."""
         regions = rewriter.context.regions
         for node in rewriter.nodes():
             kernel: Any = submodule(rewriter.gm, node)
             if node not in regions and isinstance(kernel, Kernel):
-                what = f"the {kernel.name} kernel was put there behind lower: what it stands for is not known"
-                warn(f"{where(rewriter.gm, node)}: {what}, so it is not verified.")
+                place = where(rewriter.gm, node)
+                warn(f"{place}: the {kernel.name} kernel was added after lower. It has no q/dq form: not verified.")
         if not regions:
             return
-        found = self._find(rewriter)
-        for node, wrong in found.wrong.items():
+        findings = self._find(rewriter)
+        for node, wrong in findings.wrong.items():
             if wrong.largest < LARGE:
                 _warn(rewriter, node, f"kernel is wrong on this machine: {wrong.why}. It runs in qdq form instead")
                 reason = f"failed verification: {wrong.why}"
@@ -90,46 +92,58 @@ class VerifyLowering(Pass):
                 _warn(rewriter, node, f"kernel {reason}. It runs in qdq form instead", "scale the data down")
             with rewriter.attributed("put_back", put_back):
                 put_back(rewriter, node, regions[node], f"its kernel {_name_of(rewriter, node)} {reason}")
-        for node, why in found.overwrites.items():
+        for node, why in findings.overwrites.items():
             kernel = submodule(rewriter.gm, node)
-            if kernel is not None and node not in found.wrong:
+            if kernel is not None and node not in findings.wrong:
                 _warn(rewriter, node, f"kernel overwrites its residual, but {why}. It copies it instead")
                 kernel.inplace = False
         with torch.no_grad():
             for node, layers in layers_run(rewriter.gm, rewriter.context.example).items():
                 describe_as_run(rewriter, node, layers)
 
-    def _find(self, rewriter: Rewriter) -> _Found:
-        """Find kernels that disagree with their q/dq form: on a batch, one sample, and samples of other shapes."""
+    def _find(self, rewriter: Rewriter) -> _Findings:
+        """Find wrong kernels: on a batch, on one sample, and on samples of other shapes."""
         context: Context = rewriter.context
         batch = (context.samples or [context.example])[0]
         if context.divisible:
             size = sum(tensor.numel() for tensor in tensors((batch.args, batch.kwargs)))
             sample_size = size // (samples_in(batch) or 1)
-            batch = first_of(batch, max(2, _VALUES // max(sample_size, 1)))
+            batch = first_of(batch, max(2, _MAX_INPUT_VALUES // max(sample_size, 1)))
         findings = self._compare(rewriter, batch, resizes=True)
         if findings is None:  # the first samples were cut along an axis that does not count samples
             batch = context.example
-            findings = self._compare(rewriter, batch, certain=True, resizes=True) or _Found()
+            findings = self._compare(rewriter, batch, certain=True, resizes=True) or _Findings()
         singles = [first_of(sample, 1) if context.divisible else sample for sample in (batch, *context.samples)]
         by_shapes = {str(single): single for single in singles if str(single) != str(batch)}  # `str` gives the shapes
-        for single in [*by_shapes.values()][: 1 + _SHAPES]:
-            more = self._compare(rewriter, single) or _Found()
+        for single in [*by_shapes.values()][: 1 + _EXTRA_SHAPES]:
+            more = self._compare(rewriter, single) or _Findings()
             findings.wrong.update({k: v for k, v in more.wrong.items() if k not in findings.wrong})
             findings.overwrites.update(more.overwrites)
         return findings
 
-    def _compare(self, rewriter: Rewriter, batch: Batch, certain: bool = False, resizes: bool = False) -> _Found | None:
-        """What is wrong on one batch; None where the graph does not run on it (an error if it is `certain` to)."""
+    def _compare(
+        self, rewriter: Rewriter, batch: Batch, certain: bool = False, resizes: bool = False
+    ) -> _Findings | None:
+        """Find wrong kernels on one batch.
+
+        Args:
+            rewriter: rewriter of the lowered graph.
+            batch: inputs of the model.
+            certain: whether the graph must run on this batch, so that an error is raised if it does not.
+            resizes: whether kernels also run alone at other sizes.
+
+        Returns:
+            The findings; None if the graph does not run on the batch.
+        """
         verifier = _Verifier(rewriter.gm, batch, rewriter.context.regions, self, resizes)
         try:
             with torch.no_grad():
                 verifier.run()
         except FxqError as error:
-            if certain or not isinstance(error, InputError):  # the graph may be made for other sizes than those
+            if certain or not isinstance(error, InputError):  # the graph may not support this size
                 raise
             return None
-        except Exception as error:  # so may the model: it raises then, too
+        except Exception as error:  # nor may the float model
             if certain:
                 raise
             if _runs_in_float(rewriter.context, batch):
@@ -138,14 +152,14 @@ class VerifyLowering(Pass):
                     f"verify-lowering: the lowered graph does not run on {problem}. Its kernels are not verified there."
                 )
             return None
-        return verifier.found
+        return verifier.findings
 
 
 def _runs_in_float(context: Context, batch: Batch) -> bool:
     """Whether the float model runs on a batch."""
     try:
         run_model(context.model, batch, context.recipe.concrete_args)
-    except Exception:  # whatever it raises for a size that it cannot have
+    except Exception:  # models raise errors of any type for a wrong size
         return False
     return True
 
@@ -155,30 +169,30 @@ def _name_of(rewriter: Rewriter, node: fx.Node) -> str:
     return str(getattr(kernel, "name", node.target)) if kernel is not None else node.name
 
 
-def _warn(rewriter: Rewriter, node: fx.Node, what: str, mend: str = "") -> None:
+def _warn(rewriter: Rewriter, node: fx.Node, problem: str, remedy: str = "") -> None:
     kernel = submodule(rewriter.gm, node)
     ours = kernel is None or type(kernel).__module__.partition(".")[0] == "fxq"
     code = kernel.defined_as() if isinstance(kernel, Kernel) else type(kernel)
     kind = "class" if isinstance(code, type) else "function"
-    mend = mend or ("please report it" if ours else f"its {kind} is {name_of(code)}")
-    warn(f"{where(rewriter.gm, node)}: the {_name_of(rewriter, node)} {what}; {mend}.")
+    remedy = remedy or ("please report it" if ours else f"its {kind} is {name_of(code)}")
+    warn(f"{where(rewriter.gm, node)}: the {_name_of(rewriter, node)} {problem}; {remedy}.")
 
 
 @dataclass(frozen=True)
 class _Wrong:
-    """How a kernel's result differs, and the largest value that its region computes with."""
+    """Description of how a kernel's result differs, and the largest value that its region computes with."""
 
     why: str
     largest: float
 
 
 @dataclass
-class _Found:
-    """What is wrong, by the kernel's node.
+class _Findings:
+    """Findings of a comparison, by the kernel's node.
 
     Attributes:
-        wrong: how its result differs, and on which values.
-        overwrites: who else reads what it overwrites.
+        wrong: kernels with a wrong result.
+        overwrites: kernels that overwrite a value with other readers, each with the reason.
     """
 
     wrong: dict[fx.Node, _Wrong] = field(default_factory=dict)
@@ -186,12 +200,12 @@ class _Found:
 
 
 class _Verifier(Runner):
-    """Runs the lowered graph; next to every kernel, its qdq form on the same inputs.
+    """Run of the lowered graph that compares every kernel with its q/dq form on the same inputs.
 
     Attributes:
-        found: what is wrong so far.
-        resizes: whether each kernel is also run alone on resized inputs, see `Kernel.at_other_sizes`.
-        lasting: what lives longer than a run, by the address of its memory: inputs and weights.
+        findings: findings so far.
+        resizes: whether each kernel also runs alone on resized inputs, see `Kernel.at_other_sizes`.
+        lasting: by address, memory that outlives a run and must not be overwritten: weights and inputs of the model.
     """
 
     def __init__(
@@ -204,12 +218,12 @@ class _Verifier(Runner):
     ) -> None:
         super().__init__(gm, batch)
         self.resizes = resizes
-        self.regions, self.rules, self.found = regions, rules, _Found()
+        self.regions, self.rules, self.findings = regions, rules, _Findings()
         lasting = {"a weight": [*gm.parameters(), *gm.buffers()], "an input of the model": list(self.values.values())}
         self.lasting = {storage_address(tensor): name for name, values in lasting.items() for tensor in tensors(values)}
 
     def compute(self, node: fx.Node) -> Any:
-        """The kernel's value when it is right, the reference's when it is not."""
+        """Return the kernel's value if it is right, else that of the q/dq form."""
         region = self.regions.get(node)
         if region is None:
             return super().compute(node)
@@ -224,12 +238,12 @@ class _Verifier(Runner):
                 raise
             why = f"it raised {type(error).__name__}: {words_of(error)}"
         if why is None and not all(map(identical, tensors(later), tensors(got))):
-            why = "bound to the kind of its inputs it returns something else"
+            why = "bound to its inputs it returns something else"
         if why is None:
             why = self._wrong_at_other_sizes(node, region)
         if why is None:
             return got
-        self.found.wrong.setdefault(node, _Wrong(why, largest_value(self.gm, region, values)))
+        self.findings.wrong.setdefault(node, _Wrong(why, largest_value(self.gm, region, values)))
         right = tuple(result.value for result in expected)
         return right if len(right) > 1 else right[0]
 
@@ -261,7 +275,7 @@ class _Verifier(Runner):
         return None
 
     def _run_kernel(self, node: fx.Node) -> Any:
-        """The kernel's value. A residual that it overwrites is a copy, so that the others still see the right one."""
+        """Run a kernel. It gets a copy of a residual that it overwrites, so that other readers see the right value."""
         kernel = submodule(self.gm, node)
         if kernel is None or getattr(kernel, "inplace", None) is not True or len(node.args) < 2:
             return super().compute(node)
@@ -269,18 +283,18 @@ class _Verifier(Runner):
         assert isinstance(residual, fx.Node)
         reader = self._reader(node, self.values[residual])
         if reader is not None:
-            self.found.overwrites.setdefault(node, f"{reader} is in the same memory and still needed")
+            self.findings.overwrites.setdefault(node, f"{reader} is in the same memory and still needed")
         return kernel(*self._arguments(node, kernel))
 
     def _arguments(self, node: fx.Node, kernel: nn.Module) -> list[Any]:
-        """The values that the kernel takes, a copy of one that it overwrites."""
+        """Arguments of the kernel, with a copy of a residual that it overwrites."""
         args: list[Any] = [self.values[a] if isinstance(a, fx.Node) else a for a in node.args]
         if getattr(kernel, "inplace", None) is True and len(args) > 1:
             args[1] = args[1].clone()
         return args
 
     def _run_bound(self, node: fx.Node, got: Any) -> Any:
-        """The kernel's value where it is bound to its inputs, as in all calls of a model but its first ones."""
+        """Run a kernel bound to its inputs, as it runs in all calls of a model except the first ones."""
         kernel = submodule(self.gm, node)
         if not isinstance(kernel, Bindable) or node.kwargs:
             return got
@@ -288,7 +302,7 @@ class _Verifier(Runner):
         return kernel.callee(*args)(*args)
 
     def _reader(self, node: fx.Node, residual: Tensor) -> str | None:
-        """Which value that is needed besides or after the residual of `node` shares its memory; None when none does."""
+        """Name of a value that shares memory with the residual of `node` and is still needed; None if there is none."""
         memory = storage_address(residual)
         dead = self.last.get(node, ())
         needed = {
@@ -301,23 +315,23 @@ class _Verifier(Runner):
 
 
 def inputs_now(gm: fx.GraphModule, node: fx.Node, region: Region) -> dict[fx.Node, fx.Node]:
-    """The inputs of a kernel's region, each with the node that the kernel reads today in its place.
+    """Map the inputs of a kernel's region to the nodes that the kernel reads now.
 
     Raises:
-        PassError: a pass behind lower has let the kernel read more or fewer values.
+        PassError: a pass after lower has changed the number of the kernel's inputs.
     """
     reads = getattr(submodule(gm, node), "reads", None) or range(len(region.inputs))
     if len(node.args) != len(reads):
         raise PassError(
             f"{where(gm, node)}: the kernel was made for {len(reads)} inputs and reads {len(node.args)}; a pass "
-            "behind lower has changed it. Let such a pass run before lower, or behind verify-lowering."
+            "after lower has changed it. Run such a pass before lower, or after verify-lowering."
         )
     args: Any = node.args
     return {region.inputs[i]: arg for i, arg in zip(reads, args, strict=True)}
 
 
 def put_back(rewriter: Rewriter, node: fx.Node, region: Region, reason: str) -> None:
-    """Replace a kernel by the qdq form that it came from."""
+    """Replace a kernel by its q/dq form."""
     copies = inputs_now(rewriter.gm, node, region)
     unverified = Plan(Decision("float", "unverified", reason, decided_by=rewriter.name))
     for step in region.steps:
@@ -332,6 +346,6 @@ def put_back(rewriter: Rewriter, node: fx.Node, region: Region, reason: str) -> 
             index: Any = part.args[1]
             rewriter.replace(part, copies[region.outputs[index]])
         rewriter.erase(node)
-    for step in region.steps:  # back to the names of before: torch.fx gives none twice
+    for step in region.steps:  # restore the names: torch.fx gave the copies new ones while the kernel had them
         if step.name not in rewriter.names:
             rewriter.rename(copies[step.node], step.name)

@@ -53,7 +53,7 @@ def test_a_layer_that_would_read_mostly_zeros_is_float():
         "keep-small-values",
     )
     assert plan.decision.text == (
-        "in 8 bits, 75 % of what it reads would become zero (zeros not counted), and leave its result at 0.0 dB"
+        "in 8 bits, 75 % of its nonzero inputs would become zero, which leaves its result at 0.0 dB"
     )
     assert plan.decision.fix == 'recipe.without_pass("keep-small-values")'
     assert plan.exact and plan.reads is None
@@ -126,7 +126,7 @@ qparams={GRID}),), plan=Plan(Decision('moves'), reads={S})
         "s": "int8",
     }
     assert plans["v"].exact
-    assert plans["v"].decision.text == "%a reads of it what would mostly become zero in 8 bits"
+    assert plans["v"].decision.text == "%a reads values of it that would mostly become zero in 8 bits"
 
 
 def test_what_computes_the_values_reads_floats_up_to_the_layer_before():

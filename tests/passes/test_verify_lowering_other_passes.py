@@ -19,7 +19,7 @@ from tests.support.machine import X86, needs_x86
 
 @dataclass(frozen=True)
 class After(fxq.Pass):
-    """A pass behind lower that does what it is given."""
+    """Pass after lower that calls a function."""
 
     edit: Any = None
     name: ClassVar[str] = "behind"
@@ -85,7 +85,7 @@ def test_a_kernel_whose_inputs_became_one_is_verified(monkeypatch):
 @needs_x86
 def test_a_kernel_that_a_pass_has_made_is_said_not_to_be_verified():
     x = torch.rand(4, 8)
-    with pytest.warns(fxq.FxqWarning, match="x86.linear kernel was put there behind lower.* is not verified"):
+    with pytest.warns(fxq.FxqWarning, match="x86.linear kernel was added after lower.* not verified"):
         fxq.quantize(nn.Sequential(nn.Linear(8, 8)).eval(), with_pass(make_anew), data=[x])
 
 
@@ -95,5 +95,5 @@ def test_a_kernel_that_reads_more_than_before_is_refused():
         node = next(n for n in rewriter.nodes() if isinstance(submodule(rewriter.gm, n), OnednnLinear))
         rewriter.update(node, args=(*node.args, next(iter(rewriter.graph.nodes))))
 
-    with pytest.raises(fxq.PassError, match="made for 1 inputs and reads 2; a pass behind lower has changed it"):
+    with pytest.raises(fxq.PassError, match="made for 1 inputs and reads 2; a pass after lower has changed it"):
         fxq.quantize(nn.Sequential(nn.Linear(8, 8)).eval(), with_pass(read_more), data=[torch.rand(4, 8)])

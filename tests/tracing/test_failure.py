@@ -27,7 +27,10 @@ ASKS = {
     "caught": (caught, r"int\(\) of a value that depends"),
     "resized": (resized, r"changes %mul in place: the op changes its size or storage"),
     "assigned": (assigned, r"an assignment to \.data of a tensor"),
-    "type": (lambda y: y if type(y) is torch.Tensor else y + 1, "does not compute what the model computes"),
+    "type": (
+        lambda y: y if type(y) is torch.Tensor else y + 1,
+        "computes something else than the model on the example",
+    ),
 }
 
 
