@@ -1,4 +1,4 @@
-"""Ops that could run on integers, and which of them do beside their neighbours: what `annotate` decides with."""
+"""Ops that could run on integers, and the decision which of them do, given their neighbours. `annotate` uses it."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from fxq.graph.unit import Calls, activations_of, inputs_of
 from fxq.quant.spec import TensorSpec
 
 UNREAD = "nothing reads integers from it"
-"""Why an op is float that could run on integers, but not for its own sake."""
+"""Reason of an op that is float since only the integer readers that it does not have would be worth integers."""
 
 
 @dataclass(eq=False)
 class Candidate:
-    """An op that could run on integers.
+    """Node that could run on integers.
 
     Attributes:
-        calls: the ops of the node.
-        spec: what it wants of its activation inputs, when it has a say (ops with weights and light ops).
-        weight: what it wants of its weights; None: floats.
-        state: what it wants of its hidden state; None: it has none, or in float.
-        support: what the backend says of it.
-        overflows: whether activations or weights must give up a bit.
-        wanted: the spec that a consumer wants of its value, or None.
-        reason: why it was turned down; empty while it stands.
+        calls: ops of the node.
+        spec: spec of its activation inputs. Ops that only move data take the spec of their readers instead.
+        weight: spec of its weights; None: float.
+        state: spec of its hidden state; None: it has none, or it is float.
+        support: support by the backend.
+        overflows: whether a kernel overflows with 8 bits of both activations and weights, see reduce_range.
+        wanted: spec that a reader wants of its value, or None.
+        reason: reason why it does not run on integers; empty while it may.
     """
 
     calls: Calls
@@ -45,19 +45,19 @@ class Candidate:
 
     @property
     def inputs(self) -> Mapping[fx.Node, None]:
-        """The nodes that its activations come from; what the ops behind the kernel read, they read in float."""
+        """Nodes that it reads as integers: the activations of the ops that the kernel runs."""
         return self._inputs[self.ops]
 
     @cached_property
     def _inputs(self) -> Mapping[int, Mapping[fx.Node, None]]:
-        """The same for every number of ops that the kernel may run."""
+        """`inputs` for each number of ops that the kernel may run."""
         return {ops: activations_of(self.calls[:ops]) for ops in {self.support.ops, self._before_sum}}
 
     @cached_property
     def _before_sum(self) -> int:
-        """How many ops of a layer's unit come before the first that reads a second activation.
+        """Number of ops of a layer's unit before the first that reads a second activation.
 
-        All of a unit that begins with something else: a squeeze-and-excitation reads its input again.
+        A unit that does not begin with a layer counts as a whole: a squeeze-and-excitation reads its input twice.
         """
         if not self.calls[0].op.traits.heavy:
             return self.support.ops
@@ -66,37 +66,42 @@ class Candidate:
 
     @property
     def ops(self) -> int:
-        """How many ops the kernel runs, by what is wanted of it so far.
+        """Number of ops that the kernel runs, given what readers want so far.
 
-        A layer's sum that nobody reads as integers is left to float: integers would do no more to the residual stream
-        of a transformer, where layer norms read the sums, than to round it once for every layer.
+        A sum after a layer stays float if nothing reads it as integers: in a transformer, where layer norms read the
+        residual stream, integers would only add one rounding per layer.
         """
         return self.support.ops if self.wanted is not None or not self.heavy else self._before_sum
 
     @property
     def heavy(self) -> bool:
-        """Worth a kernel for its own sake."""
+        """Whether integers pay for the node alone, without integer neighbours."""
         return any(call.op.traits.heavy for call in self.calls)
 
     @property
     def moves(self) -> bool:
-        """Only moves data, to one place."""
+        """Whether the node only moves data, and has one result."""
         return len(self.calls.outputs) == 1 and all(call.op.traits.kind == "moves" for call in self.calls)
 
     @property
     def runs(self) -> bool:
-        """Whether it runs on integers, by what is wanted of it so far."""
+        """Whether it runs on integers, given what readers want so far."""
         return not self.reason and (self.heavy or self.wanted is not None)
 
     @property
     def reads(self) -> TensorSpec | None:
-        """What it wants of its inputs so far; what only moves data wants what is wanted of it."""
+        """Spec of its inputs so far, or None. A node that only moves data takes the spec that its readers want."""
         if not self.runs:
             return None
         return self.wanted if self.moves else self.spec
 
     def plan(self, decided_by: str, last: bool = False) -> Plan:
-        """Plan of the node, decided by this pass; `last`: its value reaches the output in float, see `Settled.last`."""
+        """Plan of the node.
+
+        Args:
+            decided_by: name of the pass.
+            last: whether its value reaches the output in float, see `CandidateGraph.reaching_output`.
+        """
         spec = self.reads
         if spec is None:
             return Plan(Decision("float", "no integer neighbour", self.reason or UNREAD, decided_by=decided_by))
@@ -105,30 +110,31 @@ class Candidate:
         emits = None if self.support.emits_float or (last and self.support.emits_float_last) else self.spec
         decision = Decision("int8", decided_by=decided_by)
         plan = Plan(decision, reads=spec, weight=self.weight, state=self.state, emits=emits, overflows=self.overflows)
-        ours = self.support
-        if self.ops < ours.ops:
+        support = self.support
+        if self.ops < support.ops:
             plan = plan.decided(kind="no integer neighbour", text="nothing reads integers from the sum")
             return replace(plan, kernel_ops=(self.ops,))
-        if not ours.fewer and ours.ops == len(self.calls):
+        if not support.fewer and support.ops == len(self.calls):
             return plan
-        plan = plan.decided(kind="slower" if ours.fewer else "unsupported", text=ours.reason)
-        return replace(plan, kernel_ops=(ours.fewer, ours.ops) if ours.fewer else (ours.ops,))
+        plan = plan.decided(kind="slower" if support.fewer else "unsupported", text=support.reason)
+        return replace(plan, kernel_ops=(support.fewer, support.ops) if support.fewer else (support.ops,))
 
 
-class Settled:
-    """Candidates that follow their neighbours: wishes flow up from consumers, refusals flow down from producers.
+class CandidateGraph:
+    """Candidates of a graph, decided together: an op without a reason of its own runs on integers if neighbours do.
 
-    At first all that is wished for runs. What would need a conversion made for it alone is turned down, which leaves
-    its neighbours fewer reasons to run, until nothing changes. No decision is ever taken back, so that the order does
-    not matter, and the time is linear in the edges of the graph.
+    At first every candidate runs on integers whose value an integer reader wants. Then candidates that would need a
+    conversion for themselves alone move to float. This leaves their neighbours fewer reasons to run on integers, and is
+    repeated until nothing changes. No decision is revoked: the order does not matter, and the time is linear in the
+    edges of the graph.
 
     Attributes:
-        candidates: all of them in the order of the graph, settled.
+        candidates: the candidates in the order of the graph, decided by the constructor.
     """
 
     def __init__(self, candidates: dict[fx.Node, Candidate]) -> None:
         self.candidates = candidates
-        self._readings = {node: _readings(node) for node in candidates}  # those that want floats are dropped
+        self._readings = {node: _readings(node) for node in candidates}  # `_wish` drops readers that want floats
         self._read_so_far: dict[fx.Node, tuple[Mapping[fx.Node, None], TensorSpec | None]] = {}
         for node, candidate in reversed(candidates.items()):
             candidate.wanted = self._wish(node)
@@ -139,9 +145,9 @@ class Settled:
             node = todo.popleft()
             candidate = candidates[node]
             candidate.reason = candidate.reason or self._refusal(candidate, own=1)
-            todo += self._follow(node)
+            todo += self._update(node)
 
-    def last(self, graph: fx.Graph) -> set[fx.Node]:
+    def reaching_output(self, graph: fx.Graph) -> set[fx.Node]:
         """Nodes whose value reaches the output without being quantized on the way."""
         nodes: set[fx.Node] = set()
         for node in reversed(graph.nodes):
@@ -154,27 +160,29 @@ class Settled:
         return not (reads_only_metadata(reader) or (candidate and candidate.runs and value in candidate.inputs))
 
     def would_run(self, node: fx.Node, candidate: Candidate) -> bool:
-        """Whether a node that is not among the candidates would run on integers if it were this one."""
+        """Whether a node that has a float plan would run on integers if it were this candidate."""
         self._readings[node] = _readings(node)
         candidate.wanted = self._wish(node)
         return candidate.runs and not self._refusal(candidate, own=0)
 
     def _wish(self, node: fx.Node) -> TensorSpec | None:
-        """The spec that the first consumer wants of a value of a node; those that want none are forgotten."""
+        """Spec that the first reader of a node wants. Readers that want floats are dropped from `_readings`."""
         readings = self._readings[node]
         while readings:
             value, reader = readings[-1]
             user = self.candidates.get(reader)
             spec = user.reads if user is not None and value in user.inputs else None
-            if spec is not None and spec.range != "dynamic":  # such a reader rounds a value for itself, as it comes
+            if spec is not None and spec.range != "dynamic":  # a dynamic range is computed from floats
                 return spec
             readings.pop()
         return None
 
     def _refusal(self, candidate: Candidate, own: int) -> str:
-        """Why an op that runs would need a conversion made for it alone; empty where it does not.
+        """Reason why an op needs a conversion for itself alone, and so moves to float; empty if it does not.
 
-        `own` is how often it counts itself among the readers of its inputs.
+        Args:
+            candidate: the op.
+            own: how many of the counted readers of an input are the op itself.
         """
         if not candidate.runs or candidate.heavy:
             return ""
@@ -186,9 +194,9 @@ class Settled:
                 return f"its input %{value.name} is float, so float costs no conversion"
         return ""
 
-    def _follow(self, first: fx.Node) -> list[fx.Node]:
-        """Update the wishes for what a node reads now; the nodes that may have lost their reason to run."""
-        near: list[fx.Node] = []
+    def _update(self, first: fx.Node) -> list[fx.Node]:
+        """Update what readers want after the decision on a node. Returns nodes that may have lost their reason."""
+        affected: list[fx.Node] = []
         todo = [first]
         while todo:
             node = todo.pop()
@@ -204,18 +212,18 @@ class Settled:
                     todo.append(maker)
                 if value not in now:
                     self._readers[value] -= 1
-                    near += value.users if self._readers[value] == 1 else ()
-            near += () if candidate.runs else (user for value in values_of(node) for user in value.users)
-        return [node for node in near if node in self.candidates]
+                    affected += value.users if self._readers[value] == 1 else ()
+            affected += () if candidate.runs else (user for value in values_of(node) for user in value.users)
+        return [node for node in affected if node in self.candidates]
 
 
 def _readings(node: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
-    """The values of a node, each with who reads it; the first to read comes last."""
+    """Values of a node, each with a node that reads it, last reader first."""
     return [(value, user) for value in values_of(node) for user in value.users][::-1]
 
 
 def _reads_now(candidate: Candidate) -> tuple[Mapping[fx.Node, None], TensorSpec | None]:
-    """What a candidate reads as integers so far, and in which form."""
+    """Values that a candidate reads as integers so far, and their spec."""
     return (candidate.inputs if candidate.runs else _NOTHING), candidate.reads
 
 

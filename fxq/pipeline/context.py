@@ -1,4 +1,4 @@
-"""What a run of the pipeline knows besides the graph: passes ask it through `rewriter.context`."""
+"""Context of one run of the pipeline, `rewriter.context` in a pass: recipe, backend, model, samples and results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fxq.graph.info import Grids, info
 from fxq.graph.query import op_of
 from fxq.graph.region import Region
 from fxq.ops import OPS
-from fxq.pipeline.derived_weights import FoldedNorm, ParameterRows, Recomputed
+from fxq.pipeline.derived_weights import ComputedConstant, FoldedNorm, ParameterRows
 from fxq.pipeline.float_ops import FloatModelOps
 from fxq.pipeline.float_values import FloatValues
 from fxq.quant.spec import NARROW, Narrow, QuantConfig
@@ -27,33 +27,32 @@ from fxq.rewriting.computed import Computed
 
 @dataclass
 class Context:
-    """One run of the pipeline.
+    """Context of one run of the pipeline.
 
     Attributes:
         recipe: the recipe.
-        backend: the backend it resolved to.
+        backend: the recipe's backend.
         model: the user's float model; never changed.
-        example: one batch of inputs: shapes are found and passes are checked with it.
+        example: one batch of inputs, with which the model is traced and passes are checked.
         types: module type by module path of the model.
         samples: recorded calibration inputs.
-        floats: float outputs of layers on the first of these.
-        divisible: whether the first axis of the inputs counts samples: the graph computes for some of them alone what
-            it computes for them among all.
+        floats: cache of the float outputs of layers on the first of these.
+        divisible: whether the first axis of the inputs counts samples: the result of a sample does not depend on the
+            others.
         units: path of the unit module for each kind and body, so that equal bodies share one.
-        regions: for each lowered node, the qdq form it came from; for verify-lowering.
+        regions: region of each lowered node, with its q/dq form, for verify-lowering.
         reduce_range: role that has 7 bits where kernels saturate with 8: the recipe's, or for "auto" the one that
             `fxq/ledger/reduce_range.py` chooses.
         progress: whether to show progress bars; None: on a terminal.
-        outputs: what the float model returns for `example`.
-        decided: what `fallback` decided of every op that could run either way.
-        written: module path and op of every call before canonicalize removed any; what selectors may select.
-        dropouts: of each dropout that canonicalize removed, its module path, and the origins of the value that it drops
-            from.
-        grids: the plan and the edges of every value behind choose-grids, for training. Where they are known before, as
-            behind training, choose-grids takes them.
-        computed: how constants are computed of parameters, by their paths; known where the recipe trains.
-        derived: the constants that are made of the model's own tensors again, behind training.
-        original: the ops of the float model and its canonical graph, for the ledger; None before canonicalize.
+        outputs: output of the float model for `example`.
+        decided: decision of `fallback` on every op that could run either way.
+        written: module path and op of every call before canonicalize removed any, for the recipe's selectors.
+        dropouts: module path of each dropout that canonicalize removed, and the origins of its input.
+        grids: plan and edges of every value after choose-grids, for training. If they are set before choose-grids, as
+            after training, it takes them.
+        computed: how constants are computed from parameters, by path; only if the recipe trains.
+        derived: constants to compute again from the trained model's tensors.
+        original: ops of the float model and its canonical graph, for the ledger; None before canonicalize.
     """
 
     recipe: Recipe
@@ -75,7 +74,7 @@ class Context:
     dropouts: list[tuple[str, tuple[str, ...]]] = field(default_factory=list)
     grids: Grids | None = None
     computed: dict[str, Computed] = field(default_factory=dict)
-    derived: list[FoldedNorm | ParameterRows | Recomputed] = field(default_factory=list)
+    derived: list[FoldedNorm | ParameterRows | ComputedConstant] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.reduce_range = next((role for role in NARROW if role == self.recipe.reduce_range), self.reduce_range)
@@ -83,10 +82,10 @@ class Context:
             self.types = {path: type(module) for path, module in self.model.named_modules(remove_duplicate=False)}
 
     def some_samples(self, most: int) -> list[Batch]:
-        """About `most` samples of the recorded batches, or of the example: as many of each, as far as it has them.
+        """About `most` samples of the recorded batches, or of the example if none are recorded.
 
-        Batches are whole where the graph does not compute the same for a part of one. Where there are more batches than
-        that, some are left out.
+        They are spread evenly over the batches. Batches stay whole if the context is not `divisible`. If there are more
+        than `most` batches, some are left out.
         """
         batches = self.samples or [self.example]
         if len(batches) > most:
@@ -94,32 +93,32 @@ class Context:
         if not self.divisible:
             return batches
         sizes = [samples_in(batch) or 1 for batch in batches]
-        each = next((n for n in range(1, max(sizes)) if sum(min(n, size) for size in sizes) >= most), max(sizes))
-        return [first_of(batch, each) for batch in batches]
+        per_batch = next((n for n in range(1, max(sizes)) if sum(min(n, size) for size in sizes) >= most), max(sizes))
+        return [first_of(batch, per_batch) for batch in batches]
 
     def in_pieces(self, most: int, least: int, count: int) -> list[Batch]:
-        """Some samples; of a large model in small batches, so that few values are held at a time.
+        """Some samples; for a large model in small batches, so that few values are in memory at a time.
 
         Args:
-            most: about how many. Of a model that is large for one sample, half of those that are known, up to so many.
-            least: but no fewer than that, if there are so many.
-            count: in about how many batches they come, of a large model.
+            most: about how many samples. If the model is large for one sample, half of the recorded ones, up to `most`.
+            least: minimum number of samples, if so many are recorded.
+            count: about how many batches a large model gets.
         """
         if self.original is None or not self.original.is_large or not self.divisible:
             return self.some_samples(most)
         if self.original.is_large_for(samples_in(self.example) or 1):
-            known = sum(samples_in(batch) or 1 for batch in self.samples)
-            most = min(most, max(min(most, known) // 2, least))
+            recorded = sum(samples_in(batch) or 1 for batch in self.samples)
+            most = min(most, max(min(most, recorded) // 2, least))
         batches = self.some_samples(most)
         size = max(sum(samples_in(batch) or 1 for batch in batches) // count, 1)
         return [piece for batch in batches for piece in pieces_of(batch, size)]
 
     def config_for(self, path: str, op: str) -> tuple[QuantConfig, Selector | None]:
-        """The recipe's config for an op at a module path, and the override that decided it."""
+        """Config of the recipe for an op at a module path, and the selector of the override that gives it, if any."""
         return self.recipe.config_for(path, (op,), self.types)
 
     def selector_for(self, path: str, op: str) -> Selector:
-        """What selects one op: for a module that is the op its path, for a call in a module's forward op and path."""
+        """Selector of one op: the path of a module that is the op, or op and path for a call in a module's forward."""
         try:
             spelled = OPS.of_module(self.model.get_submodule(path)) if path else None
         except AttributeError:
@@ -129,14 +128,14 @@ class Context:
         return Selector(op=op, path=path or None)
 
     def override_line(self, path: str, op: str, config: str) -> str:
-        """The line of a recipe that gives one op another config."""
+        """Line of a recipe that gives one op another config."""
         return f"recipe.override({self.selector_for(path, op)}, {config})"
 
     def refuses_to_join(self, nodes: Sequence[fx.Node]) -> str | None:
-        """Why ops may not become one, for the recipe; None when they may. A `refuse` for the rewriter.
+        """Reason why the recipe does not let ops become one unit; None if it does. A `refuse` for the rewriter.
 
-        It asks for float for some and integers for others; or for different specs, of ops that have a say in them: a
-        function of one tensor takes what it gets.
+        They stay apart if some are float and others integers, or if their specs differ. A function of one tensor has
+        no spec of its own: it takes that of its input.
         """
         ops = [(op, info(n).path) for n in nodes if (op := op_of(n)) is not None]
         configs = [(op, self.config_for(path, op.name)[0]) for op, path in ops]
@@ -147,10 +146,10 @@ class Context:
         return None
 
     def check_selectors(self, ops: Collection[tuple[str, str]]) -> None:
-        """Raise `RecipeError` for an override whose selector selects nothing, with what looks most like it.
+        """Raise `RecipeError` for an override whose selector selects nothing, with the nearest names.
 
         Args:
-            ops: module path and op name of each node of the canonical graph, before anything is folded or fused.
+            ops: module path and op name of each node of the canonical graph, before folding and fusion.
         """
         names = {op for _, op in ops if op}
         for selector, _ in self.recipe.overrides:

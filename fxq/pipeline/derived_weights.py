@@ -1,4 +1,4 @@
-"""Constants of a graph that were made of the model's own tensors, as they are made again when these were trained."""
+"""Constants of a graph that are computed from the model's tensors, and are computed again after training."""
 
 from __future__ import annotations
 
@@ -14,16 +14,21 @@ from fxq.rewriting.computed import Computed
 
 @dataclass(frozen=True)
 class FoldedNorm:
-    """A batch norm that fold-batch-norm has put into a layer. Tensors go by their paths.
+    """Weight and bias of a layer with a folded batch norm. Tensors are given by their paths.
 
     Attributes:
-        weight, bias: what the layer has now.
-        own_weight, own_bias: what the model has; the bias may be None.
-        mean, var, gamma, beta: of the batch norm; the last two may be None.
-        eps: what is added to the variance.
-        axis: the output-channel axis of the weight.
-        groups: of the layer.
-        commutes: whether the integers of the weight are those of the model's own, whatever the batch norm is.
+        weight: folded weight.
+        bias: folded bias.
+        own_weight: weight of the model's layer.
+        own_bias: bias of the model's layer, or None.
+        mean: running mean of the batch norm.
+        var: running variance of the batch norm.
+        gamma: weight of the batch norm, or None.
+        beta: bias of the batch norm, or None.
+        eps: added to the variance.
+        axis: output-channel axis of the weight.
+        groups: groups of the layer.
+        commutes: whether folding leaves the integers of the weight as they are, as with per-channel scales.
     """
 
     weight: str
@@ -40,7 +45,7 @@ class FoldedNorm:
     commutes: bool
 
     def made(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The layer's weight and bias by path, from the model's tensors by path."""
+        """Folded weight and bias by path, from the model's tensors by path."""
 
         def at(path: str | None) -> Tensor | None:
             return tensors[path].detach() if path is not None else None
@@ -50,35 +55,36 @@ class FoldedNorm:
         return {self.weight: weight, self.bias: bias}
 
     def scale(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """What the batch norm multiplies each channel by: float64, (C,)."""
+        """Factor of the batch norm for each channel, float64, (C,)."""
         return norm_scale(tensors[self.var], tensors[self.gamma] if self.gamma is not None else None, self.eps)
 
 
 @dataclass(frozen=True)
-class Recomputed:
-    """What was computed of parameters.
+class ComputedConstant:
+    """Constant that is computed from parameters.
 
     Attributes:
-        path: of the constant.
-        how: it is computed of the model's tensors, and of constants that are.
+        path: path of the constant.
+        how: its computation from the model's tensors and other computed constants.
     """
 
     path: str
     how: Computed
 
     def made(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The constant by its path, from the model's tensors, and other constants', by path."""
+        """Constant by its path, from tensors by path: the model's, and other computed constants."""
         return {self.path: self.how.value(tensors)}
 
 
 @dataclass(frozen=True)
 class ParameterRows:
-    """Some rows of a parameter, as the query's of an attention's three projections.
+    """Rows of a parameter, such as the query projection in the input projection of attention.
 
     Attributes:
-        part: path of the constant.
+        part: path of the constant that holds the rows.
         whole: path of the parameter.
-        start, length: which rows, along the first axis.
+        start: first row.
+        length: number of rows.
     """
 
     part: str
@@ -88,7 +94,7 @@ class ParameterRows:
 
     @classmethod
     def of(cls, path: str, part: Tensor, tensors: Mapping[str, Tensor]) -> ParameterRows | None:
-        """The rows that a constant is, of one of these tensors; None where it shares no memory with any."""
+        """Rows of one of the `tensors` that the constant `part` is a view of; None if it is not such a view."""
         for whole, tensor in tensors.items():
             same = storage_address(part) == storage_address(tensor) and part.dim() > 0
             if same and (part.stride(), part.shape[1:]) == (tensor.stride(), tensor.shape[1:]):
@@ -97,5 +103,5 @@ class ParameterRows:
         return None
 
     def made(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The constant by its path, from the model's tensors by path."""
+        """Constant by its path, from the model's tensors by path."""
         return {self.part: tensors[self.whole].detach().narrow(0, self.start, self.length)}

@@ -1,4 +1,4 @@
-"""The float form of a qdq graph: the same nodes, with nothing rounded."""
+"""Float form of a qdq graph: the same nodes, with nothing rounded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fxq.quant.observer_base import Observer
 
 
 class FloatForm(Runner):
-    """Runs a qdq graph in float: skips conversions, and uses the float weights. Skips observers, too."""
+    """Run of an observed or qdq graph in float: skips observers and conversions, and uses the float weights."""
 
     def compute(self, node: fx.Node) -> Any:
         if info(node).stands_for:

@@ -1,4 +1,4 @@
-"""The float model as the ledger speaks of it: its ops before anything is folded or fused, and a graph of them."""
+"""Ops of the float model before folding and fusion, and a graph of them, for the ledger."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from fxq.graph.query import called_name, is_check, makes_no_tensor, submodule
 from fxq.ops import OPS
 from fxq.rewriting.rewriter import Rewriter
 
-_LARGE = 100_000_000
+_MIN_LARGE_MACS = 100_000_000
+"""Multiply-accumulates per sample from which a model is large."""
 
 
 @dataclass(frozen=True)
@@ -24,11 +25,12 @@ class FloatModelOp:
     """One op of the float model.
 
     Attributes:
-        name: its node.
-        path, source: module path, and `file:line` of the model.
-        op: the op, or what is called where the op table does not know it.
+        name: name of its node.
+        path: module path.
+        op: name of the op, or of the called function or module if the op table does not have it.
+        source: `file:line` of the model.
         macs: multiply-accumulates, see `fxq/graph/analysis/macs.py`.
-        gone: why it is not in the canonical graph; empty when it is.
+        gone: reason why it is not in the canonical graph; empty if it is.
     """
 
     name: str
@@ -41,14 +43,14 @@ class FloatModelOp:
 
 @dataclass(frozen=True)
 class FloatModelOps:
-    """The float model.
+    """Ops of the float model, with its canonical graph.
 
     Attributes:
-        ops: its ops in execution order, those without an effect included.
-        gm: the module that has the weights, shared with the user's model.
-        graph: its canonical graph, a copy that no pass edits.
-        nodes: the nodes of that graph by the name of the op.
-        by_origin: the op that each traced call became part of: what a node stands for, by its origins.
+        ops: ops in execution order, including those without an effect on the output.
+        gm: module with the weights, shared with the user's model.
+        graph: canonical graph, a copy that no pass edits.
+        nodes: nodes of that graph by the name of the op.
+        by_origin: name of the op that each traced call became part of. Origins are names of traced calls.
     """
 
     ops: tuple[FloatModelOp, ...]
@@ -59,26 +61,26 @@ class FloatModelOps:
 
     @cached_property
     def is_large(self) -> bool:
-        """Whether it multiplies so much for the example that few samples of it are looked at where that is enough."""
+        """Whether the example takes so many multiply-accumulates that passes use few samples where these suffice."""
         return self.is_large_for(1)
 
     def is_large_for(self, samples: int) -> bool:
-        """The same of one sample, where the example has so many."""
-        return sum(op.macs for op in self.ops) > _LARGE * samples
+        """Whether one sample is large in this sense, if the example has this number of `samples`."""
+        return sum(op.macs for op in self.ops) > _MIN_LARGE_MACS * samples
 
     @cached_property
     def by_name(self) -> Mapping[str, FloatModelOp]:
-        """The ops by name."""
+        """Ops by name."""
         return {op.name: op for op in self.ops}
 
 
 def keep_original(rewriter: Rewriter, called: Sequence[fx.Node], constants: Set[fx.Node]) -> None:
-    """Keep the canonical graph in the context. Ops that were one call get origins of their own, to tell them apart.
+    """Store the canonical graph in the context. Several ops that were one call get separate origins.
 
     Args:
-        rewriter: of the canonical graph.
-        called: the calls in execution order before any was removed; removed ones included.
-        constants: those of them that were replaced by their value.
+        rewriter: rewriter of the canonical graph.
+        called: all calls in execution order, including removed ones.
+        constants: calls that were replaced by their value.
     """
     nodes = rewriter.nodes()
     shared = Counter(origin for node in nodes for origin in info(node).origins)
@@ -100,40 +102,47 @@ def keep_original(rewriter: Rewriter, called: Sequence[fx.Node], constants: Set[
 
 
 def expand_original(rewriter: Rewriter, expanded: Mapping[str, Sequence[fx.Node]]) -> None:
-    """Keep the graph anew, with other ops in the place of some: by name, what each became. They have origins alone."""
-    known = rewriter.context.original
-    if known is None:
+    """Store the graph again after some ops were replaced.
+
+    Args:
+        rewriter: rewriter of the canonical graph.
+        expanded: the nodes that replace an op, by its name. Each has a separate origin.
+    """
+    original = rewriter.context.original
+    if original is None:
         return
     ops: list[FloatModelOp] = []
-    for op in known.ops:
+    for op in original.ops:
         ops += [_op(rewriter, node, "") for node in expanded[op.name]] if op.name in expanded else [op]
     _keep(rewriter, ops)
 
 
 def divide_original(rewriter: Rewriter, divided: Mapping[str, Tensor | None]) -> None:
-    """Let values of the float model be compared with what a pass has made of them: divided, by the ops' origins.
+    """Divide values of the stored graph as a pass has divided them in the model, so that both can be compared.
 
-    What stands for None is not compared.
+    Args:
+        rewriter: rewriter of the graph.
+        divided: divisor of each value, by an origin of its op; None: the value is not in the graph any more.
     """
-    known = rewriter.context.original
-    if known is None:
+    original = rewriter.context.original
+    if original is None:
         return
     copies: dict[fx.Node, fx.Node] = {}
     graph = fx.Graph()
-    graph.output(graph.graph_copy(known.graph, copies))
-    nodes = {name: copies[node] for name, node in known.nodes.items() if node in copies}
-    by_name = {known.by_origin[origin]: by for origin, by in divided.items() if origin in known.by_origin}
+    graph.output(graph.graph_copy(original.graph, copies))
+    nodes = {name: copies[node] for name, node in original.nodes.items() if node in copies}
+    by_name = {original.by_origin[origin]: by for origin, by in divided.items() if origin in original.by_origin}
     for name, by in by_name.items():
         if by is None:
             del nodes[name]
             continue
         with graph.inserting_after(nodes[name]):
-            nodes[name] = graph.call_function(Divided(by), (nodes[name],))
-    rewriter.context.original = replace(known, graph=graph, nodes=nodes)
+            nodes[name] = graph.call_function(DivideBy(by), (nodes[name],))
+    rewriter.context.original = replace(original, graph=graph, nodes=nodes)
 
 
-class Divided:
-    """Divides a tensor by another one."""
+class DivideBy:
+    """Function that divides a tensor by a constant one."""
 
     __name__ = "divided"
 
@@ -141,7 +150,7 @@ class Divided:
         self.by = by
 
     def __call__(self, x: Tensor) -> Tensor:
-        """A value of the float model, as it is in the graph."""
+        """Divide a value of the float model."""
         return x / self.by.to(x)
 
 
@@ -160,22 +169,22 @@ def _keep(rewriter: Rewriter, ops: Sequence[FloatModelOp]) -> None:
 
 
 def _merged(nodes: Sequence[fx.Node], called: Sequence[fx.Node], gone: Set[fx.Node]) -> Iterator[fx.Node]:
-    """The nodes of the graph, and those that are gone where they were: behind the call that came before them."""
-    behind: dict[fx.Node | None, list[fx.Node]] = {}
+    """Yield the nodes of the graph, and each removed call after the remaining call that preceded it."""
+    gone_after: dict[fx.Node | None, list[fx.Node]] = {}
     last: fx.Node | None = None
     for node in called:
         if node in gone:
-            behind.setdefault(last, []).append(node)
+            gone_after.setdefault(last, []).append(node)
         elif not node._erased:
             last = node
-    yield from behind.get(None, ())
+    yield from gone_after.get(None, ())
     for node in nodes:
         yield node
-        yield from behind.get(node, ())
+        yield from gone_after.get(node, ())
 
 
 def _is_op(node: fx.Node) -> bool:
-    """Whether a node is an op of the model: a call that gives tensors, and not only takes one out of a tuple."""
+    """Whether a node is an op of the model: a call that returns tensors, except taking one out of a tuple."""
     if not node.op.startswith("call") or is_check(node) or makes_no_tensor(node):
         return False
     taken = node.args[0] if node.target is operator.getitem else None

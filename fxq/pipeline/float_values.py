@@ -63,11 +63,11 @@ class LayerValues:
 
 @dataclass
 class FloatValues:
-    """Cache of the float outputs of layers on the first recorded batches, as many as fit.
+    """Cache of the float outputs of layers on the first recorded batches, as many as fit in memory.
 
-    Holds the output of each layer or matrix product before the ops fused to it; `CachedFloatForm` recomputes all other
-    values from these cheaply. `fxq.calibrate` fills the cache. Missing batches are computed on demand, with bitwise
-    equal results, also if the data was calibrated in another process.
+    It holds the output of each layer or matrix product before the ops fused to it; `CachedFloatForm` recomputes all
+    other values from these cheaply. `fxq.calibrate` fills the cache. Missing batches are computed on demand, with
+    bitwise equal results, also if the data was calibrated in another process.
 
     Attributes:
         most: maximum size in bytes.
@@ -98,7 +98,7 @@ class FloatValues:
             run = _OutputRecorder(gm, batch, layers)
             result = run.run()
             if not run.is_random:
-                self.batches = [there for there in self.batches if any(there[0] is b for b in context.samples)]
+                self.batches = [entry for entry in self.batches if any(entry[0] is b for b in context.samples)]
                 self.batches.append((recorded, {numbers[layer]: value for layer, value in run.outputs.items()}))
             return result
 
@@ -133,15 +133,15 @@ class FloatValues:
     def _batch(
         self, gm: fx.GraphModule, numbers: Mapping[fx.Node, int], batch: Batch
     ) -> tuple[Batch, dict[int, Tensor]]:
-        """A recorded batch with the outputs of these layers, computed if they are not cached."""
+        """Recorded batch with the outputs of these layers, computed if they are not cached."""
         size = samples_in(batch)
         same = (
             values
             for recorded, values in self.batches
             if samples_in(recorded) == size and place_in(recorded, batch) == 0
         )
-        there = next(same, dict[int, Tensor]())
-        values = {number: there[number] for number in numbers.values() if number in there}
+        cached = next(same, dict[int, Tensor]())
+        values = {number: cached[number] for number in numbers.values() if number in cached}
         if len(values) < len(set(numbers.values())):
             seen = LayerValues({n: k for n, k in numbers.items() if k in values}, ((batch, values),))
             missing = {node for node, number in numbers.items() if number not in values}
@@ -235,7 +235,7 @@ def run_layer(runner: Runner, node: fx.Node, see: Callable[[Tensor], Tensor], va
 
 
 class _OutputRecorder(Runner):
-    """Runs a graph with observers and collects the outputs of its layers.
+    """Run of a graph with observers that collects the outputs of its layers.
 
     Attributes:
         outputs: outputs by layer.
@@ -247,7 +247,7 @@ class _OutputRecorder(Runner):
         self._layers, self.outputs, self.is_random = set(layers), dict[fx.Node, Tensor](), False
 
     def compute(self, node: fx.Node) -> Any:
-        """The value of a node."""
+        """Compute the value of a node; record the output of a layer."""
         if isinstance(submodule(self.gm, node), Observer):
             return super().compute(node)
 
@@ -262,7 +262,7 @@ class _OutputRecorder(Runner):
 
 
 class CachedFloatForm(FloatForm):
-    """Runs the part of a graph in float that some of its values need, reusing cached layer outputs.
+    """Run in float of the part of a graph that some of its values need, reusing cached layer outputs.
 
     Args:
         gm: the graph.
@@ -302,7 +302,7 @@ class CachedFloatForm(FloatForm):
         return None
 
     def compute(self, node: fx.Node) -> Any:
-        """The value of a node."""
+        """Compute the value of a node; return a cached one if it is the layer's output."""
         value = self.stored.get(node)
         if node not in self._layers and value is None:
             return super().compute(node)
@@ -330,11 +330,11 @@ class CachedFloatForm(FloatForm):
             if node not in self.stored:
                 self._whole.update(node.all_input_nodes)
             elif node in self._whole:
-                self._whole.update(_read_behind_layer(self.gm, node))
+                self._whole.update(_read_after_layer(self.gm, node))
         return steps
 
 
-def _read_behind_layer(gm: fx.GraphModule, node: fx.Node) -> list[fx.Node]:
+def _read_after_layer(gm: fx.GraphModule, node: fx.Node) -> list[fx.Node]:
     """Inputs that a unit reads for the ops after its first one."""
     unit = unit_of(gm, node)
     if unit is None:

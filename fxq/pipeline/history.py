@@ -1,4 +1,4 @@
-"""What happened to a model: one snapshot per pass, each with the graph as data. Holds no weights."""
+"""History of a model in the pipeline: one snapshot per pass, with the graph as plain data, without weights."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from fxq.rewriting.near_miss import NearMiss
 
 @dataclass(frozen=True, repr=False)
 class Snapshot(Printed):
-    """The graph after one pass.
+    """Snapshot of the graph after one pass.
 
     Attributes:
-        name: the pass.
-        seconds: how long it took, checks and the snapshot itself left out.
-        edits: what it changed, rule by rule.
-        graph: the graph after it, as data.
-        stage: the stage that the graph had reached.
-        sqnr: dB against the float model on the example input, where `check="numeric"` ran; else None.
-        near: the rules of this pass that almost matched, and why they did not.
+        name: name of the pass.
+        seconds: time of the pass, without checks and the snapshot.
+        edits: edits of the pass, with their rules.
+        graph: graph after the pass, as plain data.
+        stage: stage of the graph.
+        sqnr: SQNR in dB against the float model on the example; None without `check="numeric"`.
+        near: near misses of the rules of this pass.
     """
 
     name: str
@@ -46,11 +46,15 @@ class Snapshot(Printed):
     near: tuple[NearMiss, ...] = ()
 
     def render(self, path: str | Path) -> Path:
-        """Draw the graph to a .svg, .png, .pdf or .dot file; the path. Raises `RenderError`."""
+        """Draw the graph to a .svg, .png, .pdf or .dot file, and return the path.
+
+        Raises:
+            RenderError: Graphviz is missing, or the graph cannot be drawn.
+        """
         return render(self.graph, path, title=f"after {self.name}")
 
     def count(self, *kinds: str) -> int:
-        """Number of nodes of these kinds (see `NodeView.kind`), of a region its ops; without any: all but weights."""
+        """Number of nodes of some kinds (see `NodeView.kind`), of a region its ops; without kinds, all but weights."""
         if not kinds:
             return sum(node.kind != "constant" for node in self.graph)
         return sum(kind in kinds for node in self.graph for kind in node.precisions or (node.kind,))
@@ -60,7 +64,7 @@ class Snapshot(Printed):
         return [title, _listing(self.graph)]
 
     def _repr_html_(self) -> str:
-        """The title and the graph drawn, or its text."""
+        """HTML of the title and a picture of the graph, or its text if it cannot be drawn."""
         title, *_ = self._parts()
         how = f"history[{self.name!r}].render({self.name + '.svg'!r})"
         return html([title]) + picture_html(picture(self.graph, f"after {self.name}"), str(self.graph), how)
@@ -71,12 +75,12 @@ class Snapshot(Printed):
 
 @dataclass(repr=False)
 class History(Printed, Sequence[Snapshot]):
-    """The snapshots in order; `history["fuse"]` is the one after that pass. `print` shows a table.
+    """Snapshots in order. `history["fuse"]` is the one after that pass; `print` shows a table.
 
     Attributes:
-        snapshots: one per pass.
-        first_loss: name of the first pass that lost more than the recipe allows; None when none did, or when
-            `check="numeric"` did not run.
+        snapshots: snapshots, one per pass.
+        first_loss: name of the first pass that lost more SQNR than the recipe allows; None if there is none, or without
+            `check="numeric"`.
     """
 
     snapshots: list[Snapshot] = field(default_factory=list)
@@ -104,8 +108,8 @@ class History(Printed, Sequence[Snapshot]):
     def _parts(self) -> list[Part]:
         parts: list[Part] = [_table(self)]
         if self.first_loss is not None:
-            told = " is the first pass that lost more than the recipe allows"
-            parts.append(line(text(self.first_loss, "strong"), told))
+            message = " is the first pass that lost more than the recipe allows"
+            parts.append(line(text(self.first_loss, "strong"), message))
         return parts
 
 
@@ -113,7 +117,7 @@ class History(Printed, Sequence[Snapshot]):
 
 
 def _table(history: History) -> Table:
-    """A row per pass, and where there is a terminal, how its time and what the graph holds compare, as bars."""
+    """Table with a row per pass. On a terminal, bars show its time and the kinds of nodes of the graph."""
     slowest = max((s.seconds for s in history), default=0.0) or 1.0
     largest = max((s.count() for s in history), default=0) or 1
     checked = any(s.sqnr is not None for s in history)
@@ -130,7 +134,7 @@ def _table(history: History) -> Table:
                 bar(8, (step.seconds / slowest, "op")),
                 _number(len(step.edits)),
                 *numbers,
-                bar(16, *_holds(step, largest)),
+                bar(16, *_kind_shares(step, largest)),
                 *([sqnr] if checked else []),
                 _rules(step),
             )
@@ -151,28 +155,28 @@ _COLUMNS = (
     Column("edits by rule", drop=4),
 )
 _SQNR = Column("SQNR dB", "right")
-_MOST_RULES = 3
+_MAX_SHOWN_RULES = 3
 
 
 def _number(value: int) -> Text:
     return text(str(value), "" if value else "quiet")
 
 
-def _holds(step: Snapshot, largest: int) -> tuple[tuple[float, str], ...]:
-    """What the graph holds, kind by kind, beside the pass that left most nodes."""
+def _kind_shares(step: Snapshot, largest: int) -> tuple[tuple[float, str], ...]:
+    """Number of nodes of each kind, relative to the `largest` graph of the history."""
     counts = Counter(_kind(node) for node in step.graph if node.kind != "constant")
     return tuple((counts[kind] / largest, kind) for kind in LOOKS if counts[kind])
 
 
 def _rules(step: Snapshot) -> str:
-    """The rules that made most of the edits; those outside any rule have the name of their pass."""
+    """Rules with the most edits, with counts. Edits outside of rules, which have the name of the pass, are left out."""
     counts = Counter(edit.rule for edit in step.edits if edit.rule != step.name)
-    named = [f"{count} {rule}" for rule, count in counts.most_common(_MOST_RULES)]
+    named = [f"{count} {rule}" for rule, count in counts.most_common(_MAX_SHOWN_RULES)]
     return ", ".join([*named, f"{len(counts) - len(named)} more"] if len(counts) > len(named) else named)
 
 
 def _listing(graph: GraphView) -> Table:
-    """A line per node: its call, and in a terminal what it is, its value, and why it is float."""
+    """Table with a line per node: its call, and on a terminal its kind, its value, and why it is float."""
     return Table(_LISTING, [_node(node) for node in graph if node.kind != "constant"])
 
 

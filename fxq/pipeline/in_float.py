@@ -1,4 +1,4 @@
-"""An op of the qdq graph that was to run on integers computes in float."""
+"""Fallback of an integer op of the qdq graph to float."""
 
 from __future__ import annotations
 
@@ -20,7 +20,15 @@ from fxq.rewriting.rewriter import Rewriter
 
 
 def run_in_float(rewriter: Rewriter, node: fx.Node, kind: DecisionKind, reason: str, fix: str) -> None:
-    """Give an integer op its float weights back; one that moves integers moves floats."""
+    """Let an integer op run in float, with its float weights. An op that moves integers moves floats.
+
+    Args:
+        rewriter: rewriter of the qdq graph.
+        node: the op, with a plan.
+        kind: kind of the decision.
+        reason: reason of the decision.
+        fix: remedy, a line of a recipe, or empty.
+    """
     about = info(node)
     assert about.plan is not None
     for read in node.all_input_nodes:
@@ -38,7 +46,7 @@ def run_in_float(rewriter: Rewriter, node: fx.Node, kind: DecisionKind, reason: 
 
 
 def _move_floats(rewriter: Rewriter, node: fx.Node) -> None:
-    """op(q) -> quantize(op(dequantize(q))): the inverse of what propagate does."""
+    """Rewrite op(q) as quantize(op(dequantize(q))), the inverse of `propagate`."""
     about = info(node)
     qp = grid_of(rewriter.gm, node)
     assert qp is not None
@@ -47,7 +55,7 @@ def _move_floats(rewriter: Rewriter, node: fx.Node) -> None:
     read = list(flat_nodes(node.args[: len(op.traits.inputs)]))
     real = {}
     for value in dict.fromkeys(read):
-        # one that was brought to this grid for the op had one of its own
+        # an input that was requantized for the op is dequantized from its original grid
         before: Any = value.args[0] if is_op(value, "requantize") else value
         own = grid_of(rewriter.gm, before)
         assert own is not None

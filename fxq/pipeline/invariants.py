@@ -1,4 +1,4 @@
-"""The invariants of each stage. The manager checks them after every pass, on top of `graph.lint()`."""
+"""Invariants of each stage, which the pass manager checks after every pass in addition to `graph.lint()`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Check = Callable[[fx.GraphModule, fx.Node], str | None]
 
 
 def check(gm: fx.GraphModule, stage: Stage, after: str) -> None:
-    """Raise `PassError` naming the pass `after` and the node that breaks the stage's invariants."""
+    """Raise `PassError` with the pass `after` and the node, if a node breaks an invariant of the stage."""
     try:
         gm.graph.lint()
     except (RuntimeError, ValueError) as error:
@@ -30,25 +30,25 @@ def check(gm: fx.GraphModule, stage: Stage, after: str) -> None:
         raise PassError(f"after {after}: the graph has no output node: it returns nothing.")
     checks = _CHECKS[stage]
     for node in gm.graph.nodes:
-        for wrong in checks:
-            reason = wrong(gm, node)
+        for check_node in checks:
+            reason = check_node(gm, node)
             if reason is not None:
                 raise PassError(f"after {after}: {where(gm, node)}: {reason}")
 
 
 def _lint(gm: fx.GraphModule, error: Exception) -> str:
-    """What `graph.lint` says, without the graph that it prints; where it names a node, with that node's place."""
-    said = str(error).partition("\n")[0]
-    named = re.search(r"Node '?(\w+)", said)
+    """Message of `graph.lint` without the graph that it prints, and with the place of the node that it names."""
+    message = str(error).partition("\n")[0]
+    named = re.search(r"Node '?(\w+)", message)
     node = next((n for n in gm.graph.nodes if named is not None and n.name == named[1]), None)
-    return f"{where(gm, node)}: {said}" if node is not None else said
+    return f"{where(gm, node)}: {message}" if node is not None else message
 
 
 def _spelled_canonically(gm: fx.GraphModule, node: fx.Node) -> str | None:
     if node.op in ("call_function", "call_method") and op_of(node) is None and info(node).kept is None:
-        found = OPS.of_call(node.target)
-        if found is not None and info(node).is_tensor and taken_from(node) is node:
-            return f"is a spelling of {found[0].name}; a pass writes rewriter.call({found[0].name!r}, ...)"
+        row = OPS.of_call(node.target)
+        if row is not None and info(node).is_tensor and taken_from(node) is node:
+            return f"is a spelling of {row[0].name}; a pass writes rewriter.call({row[0].name!r}, ...)"
     return None
 
 
@@ -84,13 +84,13 @@ def _edges_are_observed(gm: fx.GraphModule, node: fx.Node) -> str | None:
 
 
 def _readers_through_observers(gm: fx.GraphModule, node: fx.Node) -> list[fx.Node]:
-    found, todo = [], list(node.users)
+    observers, todo = [], list(node.users)
     while todo:
         user = todo.pop()
         if isinstance(submodule(gm, user), Observer):
-            found.append(user)
+            observers.append(user)
             todo.extend(user.users)
-    return found
+    return observers
 
 
 def _no_observer_left(gm: fx.GraphModule, node: fx.Node) -> str | None:
@@ -114,14 +114,14 @@ def _converts_right(gm: fx.GraphModule, node: fx.Node) -> str | None:
     if scale is None:
         return "has no scale. Run calibration first, or set the layer to float"
     fixed = constant(gm, scale) if isinstance(scale, fx.Node) else torch.as_tensor(scale)
-    values = fixed if fixed is not None else torch.ones(())  # one that is computed is not known yet
+    values = fixed if fixed is not None else torch.ones(())  # a scale that the graph computes is not known yet
     if not bool((torch.isfinite(values) & (values > 0)).all()):
         return "its scale is not a positive finite number"
     return None
 
 
 def _is_kept_in_float16(gm: fx.GraphModule, source: object) -> bool:
-    """Whether a value is a weight that is kept in float16."""
+    """Whether a value is a weight that is stored in float16."""
     weight = constant(gm, source)
     return weight is not None and weight.dtype == torch.float16
 

@@ -1,4 +1,4 @@
-"""The pass manager: runs passes in order, checks the graph after each, and keeps the history."""
+"""Pass manager: runs passes in order, checks the graph after each, and records the history."""
 
 from __future__ import annotations
 
@@ -32,24 +32,23 @@ from fxq.tracing.fidelity import part_for
 
 log = logging.getLogger("fxq")
 
-NOTHING = 1e-5
-"""Of the largest value that goes in or comes out: what rounding may leave of a sum that should be zero."""
-FLOAT = 60.0
-"""dB. SQNR that float32 has left after ops were written in another way, also where differences of values are small."""
-
+MAX_ZERO_ERROR = 1e-5
+"""Error that float32 rounding may leave of a sum that should be zero, relative to the largest input or output."""
+MIN_GRAPH_SQNR_DB = 60.0
+"""SQNR of a float graph against the model, from which differences are float32 rounding of rewritten ops."""
 
 CHECKED_SAMPLES = 2
-"""Samples of the example on which a large model is compared with its graph before quantization."""
+"""Number of samples on which a large model is compared with its graph before quantization."""
 
 
 class PassManager:
-    """Runs passes over one graph.
+    """Pass manager of one graph.
 
     Attributes:
-        gm: the graph's module; empty before the trace pass.
-        stage: the stage that the graph has reached.
+        gm: module of the graph; empty before the trace pass.
+        stage: stage that the graph has reached.
         history: one snapshot per pass that has run.
-        context: what passes may ask.
+        context: context of the passes.
     """
 
     def __init__(self, context: Context) -> None:
@@ -61,22 +60,22 @@ class PassManager:
         self._sqnr = float("inf")
 
     def fork(self, **changes: Any) -> PassManager:
-        """A manager at the same point of the pipeline, with `changes` of the context, that goes its own way.
+        """Independent manager at the same point of the pipeline, with `changes` of the context.
 
-        Of its graph the nodes are copies; modules and tensors, which passes replace but do not change, are shared.
+        The nodes of its graph are copies. Modules and tensors are shared, since passes replace but do not change them.
         """
-        made = PassManager(replace(self.context, units={}, regions={}, **changes))
-        made.gm = fx.GraphModule(self.gm, copy.deepcopy(self.gm.graph))
-        made.stage, made._sqnr = self.stage, self._sqnr
-        made.history = replace(self.history, snapshots=list(self.history))
-        return made
+        forked = PassManager(replace(self.context, units={}, regions={}, **changes))
+        forked.gm = fx.GraphModule(self.gm, copy.deepcopy(self.gm.graph))
+        forked.stage, forked._sqnr = self.stage, self._sqnr
+        forked.history = replace(self.history, snapshots=list(self.history))
+        return forked
 
     def run(self, passes: Iterable[Pass]) -> fx.GraphModule:
-        """Run the passes in order; the graph's module.
+        """Run the passes in order, and return the module of the graph.
 
         Raises:
-            PassError: a pass needs a later stage than the graph has reached, or an earlier one, or left the graph
-                invalid; one of the user's raised an error, or left a graph that does not run on the example.
+            PassError: a pass needs a later or earlier stage, or left the graph invalid; or a pass of the user raised an
+                error, or left a graph that does not run on the example.
         """
         with untouched(self.context.model), torch.no_grad(), without_autocast():  # leaves may keep state
             for step in passes:
@@ -85,10 +84,10 @@ class PassManager:
         return self.gm
 
     def check_float(self) -> None:
-        """Warn where a graph in which nothing is rounded yet computes something else on the example than the model.
+        """Warn if the graph, before anything is quantized, computes something else on the example than the model.
 
-        In the output of the finished model, a small error of a pass could not be told from rounding. Where the user has
-        passes of their own, which may change numbers on purpose, nothing is checked.
+        In the quantized model, a small error of a pass could not be distinguished from rounding. Pipelines with passes
+        of the user are not checked, since these may change numbers on purpose.
         """
         context = self.context
         if not all(map(is_own, context.recipe.pipeline)):
@@ -101,12 +100,12 @@ class PassManager:
             agreement = Agreement()
             if want.is_floating_point():
                 agreement.add(want, got)
-            if not agreement.sqnr > FLOAT and not agreement.max_error <= NOTHING * largest:
+            if not agreement.sqnr > MIN_GRAPH_SQNR_DB and not agreement.max_error <= MAX_ZERO_ERROR * largest:
                 warn(
-                    "before anything is rounded, the graph computes something else than the model: "
-                    f"{agreement.sqnr:.1f} dB SQNR on the example. A pass or an op's row is wrong; recipe.with_check() "
-                    "says after which pass, and recipe.leaf(...) keeps a module as it is. If the row is none of yours, "
-                    "please report it."
+                    "before quantization, the graph computes something else than the model: "
+                    f"{agreement.sqnr:.1f} dB SQNR on the example. A pass or a row of the op table is wrong; "
+                    "recipe.with_check() says after which pass, and recipe.leaf(...) keeps a module as it is. If you "
+                    "added no ops, please report it."
                 )
                 return
 
@@ -117,9 +116,9 @@ class PassManager:
             return list(tensors(self.gm(*own_batch.args, **own_batch.kwargs)))
 
     def _few_results(self) -> tuple[list[Tensor], list[Tensor]] | None:
-        """Outputs of the model and of the graph on some samples of the example; None if the whole example is to be run.
+        """Outputs of a large model and its graph on `CHECKED_SAMPLES` samples; None if the whole example must run.
 
-        Large models run on two samples only, which also detects samples that are mixed up.
+        Two samples are enough to detect samples that are mixed up.
         """
         context, count = self.context, samples_in(self.context.example) or 0
         if (
@@ -143,12 +142,12 @@ class PassManager:
         if step.needs > self.stage:
             raise PassError(
                 f"{step.name} needs the stage {step.needs}, but the graph is {self.stage}. "
-                "A pass that gives it was removed from the pipeline, or this one stands too early."
+                "The pass that gives it was removed from the pipeline, or this pass is too early."
             )
         if step.latest is not None and self.stage > step.latest:
             raise PassError(
                 f"{step.name} works on graphs up to the stage {step.latest}, and the graph is {self.stage} already. "
-                "It stands too late: insert it earlier."
+                "It is too late in the pipeline: insert it earlier."
             )
         rewriter = Rewriter(self.gm, self.context, step.name, source_of(type(step).run))
         start = time.perf_counter()
@@ -170,16 +169,16 @@ class PassManager:
         self._snapshot(step, rewriter, seconds)
 
     def _try_out(self, step: Pass) -> None:
-        """Run the graph that a pass of the user's left on the example: later, nobody could tell whose fault it is.
+        """Run the graph on the example after a pass of the user, so that an error names this pass and not a later one.
 
-        Nodes of unknown shape get those of their values.
+        Nodes without a shape get the shape and dtype of their value.
         """
         with observers_paused(self.gm):
             runner = Runner(self.gm, copied(self.context.example))
             for node in self.gm.graph.nodes:
                 try:
                     value = runner.step(node)
-                except Exception as error:  # whatever an op raises for what it cannot take
+                except Exception as error:  # ops raise errors of any type for wrong inputs
                     raise PassError(
                         f"after {step.name}: the graph does not run on the example: {where(self.gm, node)}: "
                         f"{words_of(error)}"
@@ -188,7 +187,8 @@ class PassManager:
                     set_info(node, shape=tuple(value.shape), dtype=value.dtype)
 
     def _snapshot(self, step: Pass, rewriter: Rewriter, seconds: float) -> None:
-        for node in rewriter.touched if is_own(step) else list(self._views):  # others may edit without the rewriter
+        # passes of the user may edit without the rewriter
+        for node in rewriter.touched if is_own(step) else list(self._views):
             self._views.pop(node, None)
         graph = view(self.gm, step.name, self._views)
         value = self._measure(step) if self.context.recipe.check == "numeric" else None
@@ -197,7 +197,7 @@ class PassManager:
         log.info("%s: %d edits, %d nodes, %.1f ms", step.name, len(rewriter.edits), len(graph), 1e3 * seconds)
 
     def _measure(self, step: Pass) -> float:
-        """SQNR of the graph against the float model on the example input; warns at the first pass that loses much."""
+        """SQNR of the graph against the float model on the example, in dB. Warns at the first pass that loses much."""
         self.gm.recompile()
         with torch.no_grad(), observers_paused(self.gm):
             result = self.gm(*self.context.example.args, **self.context.example.kwargs)
@@ -214,18 +214,18 @@ class PassManager:
 
 
 def is_own(step: Pass) -> bool:
-    """Whether a pass is one of fxq's, not of the user's."""
+    """Whether a pass is fxq's, not the user's."""
     return type(step).__module__.partition(".")[0] == "fxq"
 
 
 @contextmanager
 def observers_paused(gm: nn.Module) -> Iterator[None]:
-    """Run a graph without its observers looking: what is measured must not count as calibration."""
-    found = [m for m in gm.modules() if isinstance(m, Observer) and not m.paused]
-    for observer in found:
+    """Pause the observers of a graph, so that a run of it does not count as calibration."""
+    running = [m for m in gm.modules() if isinstance(m, Observer) and not m.paused]
+    for observer in running:
         observer.paused = True
     try:
         yield
     finally:
-        for observer in found:
+        for observer in running:
             observer.paused = False

@@ -1,4 +1,4 @@
-"""Which calibration inputs are kept, for passes that run the graph: to correct, to price, to verify."""
+"""Recording of calibration inputs, for passes that run the graph: to correct, to price, to verify."""
 
 from __future__ import annotations
 
@@ -15,48 +15,50 @@ from fxq.recipe.recipe import Recipe
 T = TypeVar("T")
 
 SAMPLES, BATCHES = 32, 8
-"""How many samples are kept where no pass asks for more, and of how many batches, if there are so many."""
+"""Minimum number of recorded samples, and number of batches that they are from, if the data has so many."""
 
 
 def wanted(recipe: Recipe) -> int:
-    """How many samples are to be kept for the passes of a recipe."""
+    """Number of samples to record for the passes of a recipe."""
     return max([SAMPLES, *(step.samples_read for step in recipe.pipeline)])
 
 
 def record(context: Context, batch: Batch) -> None:
-    """Keep some samples of a calibration batch, as many of it as of those before, while they are too few.
+    """Record samples of a calibration batch, while there are too few.
 
-    Of a graph that is made for the size of its batches, these are kept whole. From so many batches on that samples need
-    be of, it is as many of each: so what is kept of some of the data holds what is kept of all of it (`in_turns`).
+    All batches give the same number of samples, at most. From `BATCHES` batches on, this number is constant, so that
+    the samples of several processes can be merged to those of one (`in_turns`). Batches of a graph that is not
+    divisible are recorded whole.
     """
-    kept = context.samples
+    recorded = context.samples
     most = wanted(context.recipe)
     if _holds(context, most):
         return
-    each = max(most // min(len(kept) + 1, BATCHES), 1) if context.divisible else sys.maxsize
-    for i, known in enumerate(kept):
-        if (samples_in(known) or 0) > each:
-            kept[i] = first_of(known, each)
-    kept.append(first_of(batch, each))
+    per_batch = max(most // min(len(recorded) + 1, BATCHES), 1) if context.divisible else sys.maxsize
+    for i, earlier in enumerate(recorded):
+        if (samples_in(earlier) or 0) > per_batch:
+            recorded[i] = first_of(earlier, per_batch)
+    recorded.append(first_of(batch, per_batch))
 
 
 def has_enough(context: Context) -> bool:
-    """Whether no pass would look at more samples than are kept."""
+    """Whether no pass reads more samples than are recorded."""
     return _holds(context, max((step.samples_read for step in context.recipe.pipeline), default=0))
 
 
 def _holds(context: Context, most: int) -> bool:
+    """Whether enough batches, and `most` samples, are recorded."""
     sizes = map(samples_in, context.samples)
     together = sum(most if size is None else size for size in sizes)
     return len(context.samples) >= BATCHES and (together >= most or not context.divisible)
 
 
 def on_samples(context: Context, most: int, run: Callable[[Sequence[Batch]], T]) -> T:
-    """What `run` makes of about `most` of the samples; of the example where the graph does not run on a few samples.
+    """Return the result of `run` on about `most` samples, or on the example if the graph does not run on those.
 
-    It does not where the first axis of an input does not count samples.
+    That is so if the first axis of an input does not count samples.
     """
-    with untouched(context.model):  # leaves may keep something from call to call
+    with untouched(context.model):  # leaves may have state
         try:
             return run(context.some_samples(most))
         except (InputError, RuntimeError, IndexError, ValueError):

@@ -19,7 +19,7 @@ from fxq.graph.place import where
 from fxq.graph.query import argument, is_op, op_of, options_of, read_attribute, tensor_meta
 from fxq.patterns.fusions.norm import norm_scale, scaled_channels
 from fxq.pipeline.context import Context
-from fxq.pipeline.derived_weights import FoldedNorm, ParameterRows, Recomputed
+from fxq.pipeline.derived_weights import ComputedConstant, FoldedNorm, ParameterRows
 from fxq.quant.fake_quantize import FakeQuantizeWeight
 from fxq.quant.observers import observer_for
 from fxq.quant.qparams import QParams
@@ -226,7 +226,7 @@ class TrainableLayers:
         reads = tuple(self._read(read, before) for read in computed.reads)
         name = path.removeprefix(f"{DATA}.").replace(".", "_")
         target, typed = self.rewriter.module(copy.deepcopy(computed), name, FOLDER), tensor_meta(self.own[path])
-        self.rewriter.context.derived.append(Recomputed(path, computed))
+        self.rewriter.context.derived.append(ComputedConstant(path, computed))
         return self.rewriter.node("call_module", target, reads, like=before, before=before, name=name, typed=typed)
 
     def _call(self, function: Any, args: tuple[Any, ...], before: fx.Node) -> fx.Node:
