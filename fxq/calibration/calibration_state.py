@@ -1,7 +1,7 @@
-"""What one process has seen of the calibration data, as plain data and tensors: to be stored, sent and merged.
+"""State of a calibration as plain data and tensors, which can be stored, sent to other processes and merged.
 
-Where several processes saw a share each, the merged whole is what one process would have that saw all of it, in turns:
-the first batch of each share, then the second of each, and so on: batch k of share r of n stands for batch k * n + r.
+The merged state of several processes is the state of one process that saw all of their data in turns: the first batch
+of each share, then the second of each, and so on. Batch k of share r of n shares is batch k * n + r of the whole.
 """
 
 from __future__ import annotations
@@ -27,15 +27,14 @@ T = TypeVar("T")
 
 
 def observers_of(gm: fx.GraphModule) -> dict[str, Observer]:
-    """The observers that look at calibration data, by the names of their modules."""
+    """Observers that see calibration data, by the names of their modules."""
     return {name: m for name, m in gm.named_modules() if isinstance(m, Observer) and not m.paused}
 
 
 def fingerprint(gm: fx.GraphModule, context: Context) -> dict[str, str]:
-    """What two graphs have in common if one can take over what the other has seen, by what it is about.
+    """Fingerprint of an observed graph, by aspect. Graphs with equal fingerprints can take each other's state.
 
-    Not all of the recipe counts: what it says of passes behind calibration may differ, as where `fxq.convert` is given
-    another recipe.
+    Passes after calibration do not count, since `fxq.convert` may take another recipe.
     """
     observers = observers_of(gm)
     inside = tuple(f"{name}." for name, module in gm.named_modules() if isinstance(module, Observer))
@@ -54,25 +53,25 @@ def _hash(lines: Iterable[str]) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def difference(one: Sequence[Mapping[str, str]], other: Sequence[Mapping[str, str]]) -> str | None:
-    """What differs between two models, by the fingerprints of their graphs; None where nothing does."""
-    if len(one) != len(other):
-        return f"there are graphs for {len(one)} backends, not for {len(other)}"
-    pairs = list(zip(one, other, strict=True))
+def difference(prints: Sequence[Mapping[str, str]], other: Sequence[Mapping[str, str]]) -> str | None:
+    """Description of the first difference between two models, by the fingerprints of their graphs; None if equal."""
+    if len(prints) != len(other):
+        return f"there are graphs for {len(prints)} backends, not for {len(other)}"
+    pairs = list(zip(prints, other, strict=True))
     return next((why for about, why in _DIFFERENT.items() if any(a[about] != b[about] for a, b in pairs)), None)
 
 
 _DIFFERENT = {
     "graph": "the model computes something else, or the recipe changes its graph before calibration",
     "weights": "the model has other weights",
-    "observers": "the recipe looks at other values, or in another way",
+    "observers": "the recipe observes other values, or with other observers",
     "samples": "passes of the recipe ask for another number of calibration samples",
 }
-"""What it means that fingerprints differ in one of their parts."""
+"""Description of a difference in each aspect of a fingerprint."""
 
 
 def seen_by(gm: fx.GraphModule, context: Context) -> dict[str, Any]:
-    """What the observers of a graph have seen, and the samples that are kept."""
+    """State of a graph: that of its observers, and the recorded samples."""
     return {
         "observers": {name: state_of(observer) for name, observer in observers_of(gm).items()},
         "samples": samples_as_data(context.samples),
@@ -80,17 +79,17 @@ def seen_by(gm: fx.GraphModule, context: Context) -> dict[str, Any]:
 
 
 def samples_as_data(samples: Sequence[Batch]) -> list[Any]:
-    """Batches as data; `batches_from` is the inverse."""
+    """Batches as plain data; `batches_from` is the inverse."""
     return [(tuple(batch.args), dict(batch.kwargs)) for batch in samples]
 
 
 def batches_from(data: Sequence[Any]) -> list[Batch]:
-    """Inverse of `samples_as_data`."""
+    """Batches from plain data, the inverse of `samples_as_data`."""
     return [Batch(args, kwargs) for args, kwargs in data]
 
 
 def restore(gm: fx.GraphModule, context: Context, seen: dict[str, Any]) -> None:
-    """Let a graph have seen what is given, and nothing else."""
+    """Set the state of a graph to that of `seen_by`."""
     for name, observer in observers_of(gm).items():
         if name in seen["observers"]:
             take_over(observer, with_state(observer, seen["observers"][name]))
@@ -100,41 +99,43 @@ def restore(gm: fx.GraphModule, context: Context, seen: dict[str, Any]) -> None:
 
 
 def sizes_of(seen: dict[str, Any]) -> list[int | None]:
-    """How many samples each of the kept batches has."""
+    """Number of samples in each recorded batch; None if it is not known."""
     return [samples_in(batch) for batch in batches_from(seen["samples"])]
 
 
 def part_of(
     seen: dict[str, Any], sizes: Sequence[Sequence[int | None]], share: int, context: Context, few: bool = False
 ) -> dict[str, Any]:
-    """The same, with only those of the samples that are kept of all shares.
+    """State of one share, with only the samples that remain when all shares are merged.
 
     Args:
-        seen: what was seen of one share.
-        sizes: what `sizes_of` says of all of them.
-        share: which one it is.
-        context: of the graph.
-        few: whether no more data is shown than passes read samples of, as where nothing is calibrated.
+        seen: state of the share, of `seen_by`.
+        sizes: `sizes_of` of all shares.
+        share: number of this share.
+        context: context of the graph.
+        few: whether the data ends once there are enough samples, as if nothing is calibrated.
     """
-    turns = list(in_turns([[number] * len(found) for number, found in enumerate(sizes)]))
+    turns = list(in_turns([[number] * len(counts) for number, counts in enumerate(sizes)]))
     scratch = replace(context, samples=[])
-    keep_in_turns(scratch, [[Batch(() if n is None else (torch.empty(n, 0),)) for n in found] for found in sizes], few)
-    mine = [samples_in(stub) for number, stub in zip(turns, scratch.samples, strict=False) if number == share]
-    batches = zip(batches_from(seen["samples"]), mine, strict=False)
+    stubs = [[Batch(() if n is None else (torch.empty(n, 0),)) for n in counts] for counts in sizes]
+    keep_in_turns(scratch, stubs, few)
+    remaining = [samples_in(stub) for number, stub in zip(turns, scratch.samples, strict=False) if number == share]
+    batches = zip(batches_from(seen["samples"]), remaining, strict=False)
     return {**seen, "samples": samples_as_data([first_of(batch, count or 0) for batch, count in batches])}
 
 
 def merge_parts(gm: fx.GraphModule, context: Context, parts: Iterable[dict[str, Any]], few: bool = False) -> None:
-    """Let a graph have seen what several processes have seen together, and nothing else.
+    """Set the state of a graph to the merged states of several processes.
 
     Args:
         gm: the graph.
-        context: of the graph.
-        parts: what `part_of` gives for each share, in order.
+        context: context of the graph.
+        parts: `part_of` of each share, in order.
         few: as for `part_of`.
 
     Raises:
-        InputError, CalibrationError: as for `merge_states`.
+        InputError: see `merge_states`.
+        CalibrationError: see `merge_states`.
     """
     shares: list[list[Batch]] = []
 
@@ -151,18 +152,18 @@ def merge_parts(gm: fx.GraphModule, context: Context, parts: Iterable[dict[str, 
 
 
 def keep_in_turns(context: Context, shares: Sequence[Sequence[Batch]], few: bool) -> None:
-    """Keep the samples that one process would that saw the batches of all shares in turns."""
+    """Record the samples that one process would record that saw the batches of all shares in turns."""
     for batch in in_turns(shares):
         if not (few and has_enough(context)):
             record(context, batch)
 
 
 def in_turns(shares: Sequence[Sequence[T]]) -> Iterator[T]:
-    """The first of each, the second of each, and so on; those that are at their end are passed over.
+    """Yield the first item of each share, then the second of each, and so on. Shares that have ended are skipped.
 
     Example:
         >>> list(in_turns(["adf", "be", "c"]))
         ['a', 'b', 'c', 'd', 'e', 'f']
     """
-    for turn in zip_longest(*[[(one,) for one in share] for share in shares]):
-        yield from (one for held in turn if held is not None for one in held)
+    for turn in zip_longest(*[[(item,) for item in share] for share in shares]):
+        yield from (item for wrapped in turn if wrapped is not None for item in wrapped)

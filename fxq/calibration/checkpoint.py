@@ -1,4 +1,4 @@
-"""A file that a calibration which was ended, or killed, goes on from."""
+"""Checkpoint file, from which an interrupted calibration continues."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from fxq.common.trees import leaves
 from fxq.errors import InputError
 
 FORMAT = 1
-"""Version of the files. A file of a later version is refused."""
+"""Version of the file format. Files of a later version are refused."""
 
 Prints = Sequence[Mapping[str, str]]
 
 
 class Checkpoint:
-    """A calibration as it is written to a file, with a checksum of each batch that was seen.
+    """Checkpoint of a calibration: the state of each graph, and a checksum of each batch that was seen.
 
     Attributes:
         path: the file.
-        checksums: of the batches that were seen, in order.
-        complete: whether these were all.
+        checksums: checksums of the batches that were seen, in order.
+        complete: whether these were all batches.
 
     Args:
-        path: the file; of several ranks each has its own, `rank_path` of it.
-        every: seconds between two writes.
+        path: the file. With several ranks, each has a file of its own, see `rank_path`.
+        every: minimum number of seconds between two writes.
         prints: fingerprints of the graphs of the model.
         ranks: the processes that calibrate together.
-        models: returns what each of the graphs has seen.
+        models: function that returns the state of each graph, see `seen_by`.
     """
 
     def __init__(
@@ -58,69 +58,76 @@ class Checkpoint:
         self._written = time.monotonic()
 
     def load(self, device: str, length: int | None = None) -> list[dict[str, Any]] | None:
-        """What each of the graphs had seen when the file was written; None where there is none.
+        """Return the states of the graphs in the file; None if there is no file.
 
         Args:
-            device: where tensors are to be.
-            length: how many batches there are this time; None: not known.
+            device: device of the tensors.
+            length: number of batches of the data now; None: not known.
 
         Raises:
-            InputError: the file is no checkpoint, of another model, recipe or share of the data, or of less data.
+            InputError: the file is no checkpoint, or of another model, recipe, share or amount of data.
         """
         if not self.path.exists():
             return None
-        found = read_checkpoint(self.path, self._prints, device)
-        if (found["rank"], found["ranks"]) != (self._ranks.rank, self._ranks.size):
+        content = read_checkpoint(self.path, self._prints, device)
+        if (content["rank"], content["ranks"]) != (self._ranks.rank, self._ranks.size):
             raise InputError(
-                f"{self.path} was written by rank {found['rank']} of {found['ranks']}, and this is rank "
-                f"{self._ranks.rank} of {self._ranks.size}, with another share of the data. {_ANEW}"
+                f"{self.path} was written by rank {content['rank']} of {content['ranks']}, and this is rank "
+                f"{self._ranks.rank} of {self._ranks.size}, with another share of the data. {_DELETE_FILE}"
             )
-        self.checksums, self.complete = found["checksums"].tolist(), found["complete"]
+        self.checksums, self.complete = content["checksums"].tolist(), content["complete"]
         if self.complete and length not in (None, len(self.checksums)):
             raise InputError(
                 f"{self.path} is of a calibration that ended with {len(self.checksums)} batches, and the data has "
-                f"{length}. {_ANEW}"
+                f"{length}. {_DELETE_FILE}"
             )
-        models: list[dict[str, Any]] = found["models"]
+        models: list[dict[str, Any]] = content["models"]
         return models
 
     def covers(self, i: int, batch: Batch) -> bool:
-        """Whether batch `i` was seen before the file was written.
+        """Whether the state in the file includes batch `i`.
 
         Raises:
-            InputError: another batch was, in its place.
+            InputError: it includes another batch in this place.
         """
         if i >= len(self.checksums):
             return False
         if _checksum(batch) != self.checksums[i]:
             raise InputError(
-                f"data, batch {i}: {self.path} was written when another batch was in this place. To go on from it, the "
-                f"data has to give the same batches in the same order (a DataLoader that shuffles, with the same "
-                f"generator). {_ANEW}"
+                f"data, batch {i}: {self.path} was written when another batch was in this place. To continue from it, "
+                "the data must have the same batches in the same order (a DataLoader that shuffles, the same "
+                f"generator). {_DELETE_FILE}"
             )
         return True
 
     def add(self, batch: Batch) -> None:
-        """A batch has been seen; write the file if it is time."""
+        """Add a batch that was seen, and write the file if it is time."""
         self.checksums.append(_checksum(batch))
         if time.monotonic() - self._written >= self._every:
             self.write()
 
     def finish(self, count: int) -> None:
-        """The data is at its end, behind so many batches. Raises `InputError` where more had been seen."""
+        """Write the file after the last batch.
+
+        Args:
+            count: number of batches of the data.
+
+        Raises:
+            InputError: the file was written after more batches.
+        """
         if count < len(self.checksums):
             raise InputError(
-                f"the data ended behind {count} batches, and {self.path} was written behind {len(self.checksums)}. "
-                f"{_ANEW}"
+                f"the data ended after {count} batches, and {self.path} was written after {len(self.checksums)}. "
+                f"{_DELETE_FILE}"
             )
         self.complete = True
         self.write()
 
     def write(self) -> None:
-        """Write the file; the one before is there until the new one is complete."""
+        """Write the file. The old file is replaced once the new one is complete."""
         content = {
             "format": FORMAT,
-            "fingerprint": [dict(one) for one in self._prints],
+            "fingerprint": [dict(print_of_graph) for print_of_graph in self._prints],
             "rank": self._ranks.rank,
             "ranks": self._ranks.size,
             "complete": self.complete,
@@ -132,47 +139,47 @@ class Checkpoint:
         self._written = time.monotonic()
 
 
-_ANEW = "Delete the file to calibrate anew, or give another path."
+_DELETE_FILE = "Delete the file to calibrate from the start, or give another path."
 
 
 def rank_path(path: str | os.PathLike[str], ranks: Ranks) -> Path:
-    """The file of this rank: `c.rank0.safetensors` for `c.safetensors`; of one process alone, the path as it is."""
+    """File of this rank: `c.rank0.safetensors` for `c.safetensors`; with a single process, the path as it is."""
     path = as_path(path)
     return path if ranks.size == 1 else path.with_name(f"{path.stem}.rank{ranks.rank}{path.suffix}")
 
 
 def read_checkpoint(path: Path, prints: Prints, device: str) -> dict[str, Any]:
-    """What is in a file.
+    """Content of a checkpoint file.
 
     Raises:
-        InputError: there is no such file, it is no checkpoint or a later version of one, or of another model or recipe.
+        InputError: the file does not exist, is no checkpoint, has a later format, or is of another model or recipe.
     """
     try:
-        found = unpack(path.read_bytes(), device)
+        content = unpack(path.read_bytes(), device)
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}.") from error
     except InputError as error:
-        raise InputError(f"{path} is no checkpoint of a calibration, or damaged: {error} {_ANEW}") from error
-    if not isinstance(found, dict) or "fingerprint" not in found:
-        raise InputError(f"{path} is no checkpoint of a calibration. {_ANEW}")
-    if found["format"] > FORMAT:
+        raise InputError(f"{path} is no checkpoint of a calibration, or damaged: {error} {_DELETE_FILE}") from error
+    if not isinstance(content, dict) or "fingerprint" not in content:
+        raise InputError(f"{path} is no checkpoint of a calibration. {_DELETE_FILE}")
+    if content["format"] > FORMAT:
         raise InputError(
-            f"{path} was written by a later version of fxq, in format {found['format']}; this one reads {FORMAT}. "
-            f"Update fxq. {_ANEW}"
+            f"{path} was written by a later version of fxq, in format {content['format']}; this one reads {FORMAT}. "
+            f"Update fxq. {_DELETE_FILE}"
         )
-    why = difference(prints, found["fingerprint"])
+    why = difference(prints, content["fingerprint"])
     if why is not None:
-        raise InputError(f"{path} is of another model or recipe: {why}. {_ANEW}")
-    return found
+        raise InputError(f"{path} is of another model or recipe: {why}. {_DELETE_FILE}")
+    return content
 
 
 def _checksum(batch: Batch) -> int:
-    """Of all values of a batch."""
-    found = 0
+    """Checksum of all values of a batch."""
+    crc = 0
     for leaf in leaves((batch.args, dict(batch.kwargs))):
         if isinstance(leaf, Tensor):
             text = f"{leaf.dtype} {list(leaf.shape)} {checksum(leaf, most=max(leaf.numel(), 1))}"
         else:
             text = repr(leaf) if leaf is None or isinstance(leaf, (bool, int, float, str)) else type(leaf).__name__
-        found = zlib.crc32(text.encode(), found)
-    return found
+        crc = zlib.crc32(text.encode(), crc)
+    return crc

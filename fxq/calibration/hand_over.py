@@ -1,4 +1,4 @@
-"""Handing over what observers have seen: to those of another graph of the same model, made with another recipe."""
+"""Transfer of observed ranges to a graph of the same model that was prepared with another recipe."""
 
 from __future__ import annotations
 
@@ -18,66 +18,65 @@ Value = tuple[str, ...]
 
 
 def check_traced_alike(before: Recipe, now: Recipe) -> None:
-    """Raise `RecipeError` where a recipe asks for another graph of the float model than the one that was calibrated."""
+    """Raise `RecipeError` if a recipe traces the model differently from the one that it was calibrated with."""
     for name in ("leaf_modules", "strict_trace", "concrete_args", "extensions"):
         if getattr(before, name) != getattr(now, name):
             raise RecipeError(
                 f"the recipe has other {name} than the one that the model was prepared with: {getattr(now, name)!r}, "
-                f"not {getattr(before, name)!r}. They change what is traced. {AGAIN}"
+                f"not {getattr(before, name)!r}. They change the traced graph. {AGAIN}"
             )
 
 
 def nodes_of(graph: fx.Graph) -> tuple[str | None, ...]:
-    """A graph before anything is fused, to tell whether two are the same."""
+    """Text of the nodes of a graph before fusion, to compare two graphs."""
     return tuple(node.format_node() for node in graph.nodes)
 
 
 def check_computes_alike(before: Sequence[str | None], now: Sequence[str | None]) -> None:
-    """Raise `RecipeError` where two graphs, before anything is fused, do not compute the same values."""
+    """Raise `RecipeError` if two graphs, given by `nodes_of`, do not compute the same values before fusion."""
     if tuple(before) != tuple(now):
-        other = next((line for line in now if line not in set(before)), None) or "it has fewer nodes"
+        change = next((line for line in now if line not in set(before)), None) or "it has fewer nodes"
         raise RecipeError(
-            "with this recipe the model is another graph before anything is fused, as where a batch norm goes into its "
-            f"layer with one recipe and not with the other: {other.strip()}. {AGAIN}"
+            "with this recipe the model has another graph before fusion, as if one recipe folds a batch norm into its "
+            f"layer and the other does not: {change.strip()}. {AGAIN}"
         )
 
 
 def hand_over(seen: fx.GraphModule, to: fx.GraphModule, ways: str) -> int:
-    """Let the observers of a graph stand for what those of another graph of the same model have seen.
+    """Replace the observers of a graph by those of a calibrated graph of the same model, except those of weights.
 
     Args:
         seen: the graph that was calibrated.
-        to: the graph whose observers have seen nothing; they are replaced. Those of weights stay.
-        ways: what can be done where an observer has no counterpart.
+        to: the graph whose observers are replaced.
+        ways: sentence for the error that says what to do if a value was not observed.
 
     Returns:
-        How many observers have been replaced.
+        Number of replaced observers.
 
     Raises:
-        RecipeError: nobody has looked at a value that the graph has an observer for, or not in a way from which that
-            observer's range follows.
+        RecipeError: a value was not observed, or not by an observer from which the range can be computed.
     """
-    known: dict[Value, dict[fx.Node, list[Observer]]] = {}
-    for value, _, observer in _watched(seen):
-        known.setdefault(_identity(seen, value), {}).setdefault(value, []).append(observer)
-    asked = list(_watched(to))
-    for value, node, observer in asked:
-        same = known.get(_identity(to, value), {})
-        found = next(iter(same.values())) if len(same) == 1 else []  # of several, nobody knows which it is
-        answers = (one.answer_as(observer) for one in found)
-        answer = next((one for one in answers if one is not None), None)
+    calibrated: dict[Value, dict[fx.Node, list[Observer]]] = {}
+    for value, _, observer in _observed(seen):
+        calibrated.setdefault(_identity(seen, value), {}).setdefault(value, []).append(observer)
+    wanted = list(_observed(to))
+    for value, node, observer in wanted:
+        same = calibrated.get(_identity(to, value), {})
+        candidates = next(iter(same.values())) if len(same) == 1 else []  # with several values, it is ambiguous
+        answers = (candidate.answer_as(observer) for candidate in candidates)
+        answer = next((answer for answer in answers if answer is not None), None)
         if answer is None:
-            how = f" in the way that {observer.spec.observer!r} needs" if found else ""
+            how = f" in the way that {observer.spec.observer!r} needs" if candidates else ""
             raise RecipeError(
-                f"the recipe wants the range of {observer.name}, which calibration has not looked at{how}: the model "
+                f"the recipe wants the range of {observer.name}, which calibration has not observed{how}: the model "
                 f"was prepared with another recipe. {ways}"
             )
         to.set_submodule(str(node.target), answer)
-    return len(asked)
+    return len(wanted)
 
 
-def _watched(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, fx.Node, Observer]]:
-    """The values that observers watch, the nodes of these, and the observers; without those of weights."""
+def _observed(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, fx.Node, Observer]]:
+    """Yield each observed value except weights, the node of its observer, and the observer."""
     for node in gm.graph.nodes:
         module = submodule(gm, node)
         for observer in module.modules() if module is not None and node.args else ():
@@ -86,7 +85,7 @@ def _watched(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, fx.Node, Observer]]:
 
 
 def _identity(gm: fx.GraphModule, value: fx.Node) -> Value:
-    """What a value is in any graph that was fused from the same one: the traced calls that it stands for."""
+    """Traced calls that a value is the result of, which identify it in all graphs fused from the same one."""
     about = info(value)
     if about.parts:
         return about.parts[calls_of(gm, value).outputs[0]]

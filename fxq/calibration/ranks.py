@@ -1,6 +1,6 @@
-"""The processes of a `torch.distributed` group: what each of them knows goes to all, and no error leaves one waiting.
+"""Exchange of data between the processes of a `torch.distributed` group. An error of one process is raised in all.
 
-Only tensors of bytes and numbers are sent; what is in them is plain data (`fxq/common/stored_data.py`).
+Only tensors of bytes and numbers are sent, which hold plain data (`fxq/common/stored_data.py`).
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ log = logging.getLogger("fxq")
 T = TypeVar("T")
 
 AUTO = "auto"
-"""The group that a function takes if none is given: the default one, where there is one of several processes."""
+"""Default `group` of functions: the default group of `torch.distributed` if it is initialized, else this process."""
 
-_PATIENCE = 30.0
-"""Seconds behind which a process says that it waits for others."""
+_WARN_AFTER_SECONDS = 30.0
+"""Time after which a process warns that it waits for others."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes that do something together, of which this is one.
+    """Processes that work together, as seen by one of them.
 
     Attributes:
-        rank: the number of this one.
-        size: how many there are.
-        group: the process group; None where this one is alone.
-        device: of the tensors that the group sends.
+        rank: number of this process.
+        size: number of processes.
+        group: process group; None if this process is alone.
+        device: device of the tensors that the group sends.
     """
 
     rank: int = 0
@@ -48,14 +48,14 @@ class Ranks:
 
     @classmethod
     def of(cls, group: Any = AUTO) -> Ranks:
-        """The processes of a group.
+        """Processes of a group.
 
         Args:
-            group: a `torch.distributed.ProcessGroup`; None: this process alone; "auto": the default group, where
+            group: a `torch.distributed.ProcessGroup`; None: this process alone; "auto": the default group if
                 `torch.distributed` is initialized, else this process alone.
 
         Raises:
-            InputError: it is something else, or this process does not belong to it.
+            InputError: the group is something else, or this process does not belong to it.
         """
         running = dist.is_available() and dist.is_initialized()
         if group is None or (group == AUTO and not running):
@@ -70,32 +70,32 @@ class Ranks:
         return cls(dist.get_rank(group), dist.get_world_size(group), group, device)
 
     def together(self, make: Callable[[], T]) -> T:
-        """What `make` returns here; where it fails on one rank, all raise.
+        """Return the result of `make` on this rank. If it fails on one rank, all ranks raise.
 
         Raises:
-            FxqError: what `make` raises, with the number of the rank before it.
+            FxqError: the error of `make`, with the number of the rank in its message.
         """
-        made: list[T] = []
+        results: list[T] = []
 
-        def kept() -> None:
-            made.append(make())
+        def store_result() -> None:
+            results.append(make())
 
-        for _ in self.exchanged(kept):
+        for _ in self.exchanged(store_result):
             pass
-        return made[0]
+        return results[0]
 
     def exchanged(self, make: Callable[[], Any], device: str = "cpu") -> Iterator[Any]:
-        """What `make` returns on each rank, in their order. Every rank has to take all of them.
+        """Yield the result of `make` of each rank, in order of the ranks. Every rank must iterate over all of them.
 
-        Of several ranks one at a time is in memory. What a rank made itself comes back as the others get it.
+        Only one result is in memory at a time. A rank gets its own result in the form that the others get.
 
         Args:
-            make: returns plain data and tensors.
-            device: where the tensors are to be.
+            make: function that returns plain data and tensors.
+            device: device of the tensors in the results.
 
         Raises:
-            FxqError: on every rank, what `make` raises on one of them, with the number of the rank before it; a
-                `CalibrationError` where that is no `FxqError`.
+            FxqError: `make` failed on a rank. All ranks raise this error, with the number of the rank in its message;
+                a `CalibrationError` if it is no `FxqError`.
         """
         if self.size == 1:
             yield make()
@@ -103,7 +103,7 @@ class Ranks:
         raised: Exception | None = None
         try:
             mine = pack(make())
-        except Exception as error:  # whatever the user's data and model raise
+        except Exception as error:  # the user's data and model raise errors of any type
             raised, mine = error, pack((_kind_of(error), _words(error)))
         lengths = self._gathered(torch.tensor([len(mine), raised is not None], device=self.device))
         for rank, (length, failed) in enumerate(lengths):
@@ -114,13 +114,14 @@ class Ranks:
             yield unpack(self._sent(rank, mine, length), device)
 
     def _gathered(self, numbers: Tensor) -> list[list[int]]:
-        found = [torch.empty_like(numbers) for _ in range(self.size)]
-        with self._saying_that_it_waits():
-            dist.all_gather(found, numbers, group=self.group)
-        return [one.tolist() for one in found]
+        """Numbers, 1-d, of each rank."""
+        gathered = [torch.empty_like(numbers) for _ in range(self.size)]
+        with self._warning_if_it_waits():
+            dist.all_gather(gathered, numbers, group=self.group)
+        return [row.tolist() for row in gathered]
 
     def _sent(self, rank: int, mine: bytes, length: int) -> bytes:
-        """The bytes that a rank sends to all; `mine` where that is this one."""
+        """Bytes that `rank` sends to all, of this length. If it is this rank, it sends `mine`."""
         own = rank == self.rank
         data = torch.frombuffer(bytearray(mine), dtype=torch.uint8) if own else torch.empty(length, dtype=torch.uint8)
         data = data.to(self.device)
@@ -128,12 +129,13 @@ class Ranks:
         return data.cpu().numpy().tobytes()
 
     @contextmanager
-    def _saying_that_it_waits(self) -> Iterator[None]:
+    def _warning_if_it_waits(self) -> Iterator[None]:
         text = (
-            "fxq: rank %d has waited for %g seconds for others of the %d in its process group, each of which has to "
-            "make the same call. Where this process is to work alone, say group=None."
+            "fxq: rank %d has waited %g seconds for the other processes of its group of %d, which all must make the "
+            "same call. If this process should work alone, pass group=None."
         )
-        timer = threading.Timer(_PATIENCE, log.warning, (text, self.rank, _PATIENCE, self.size))
+        seconds = _WARN_AFTER_SECONDS
+        timer = threading.Timer(seconds, log.warning, (text, self.rank, seconds, self.size))
         timer.daemon = True
         timer.start()
         try:
@@ -143,7 +145,7 @@ class Ranks:
 
 
 def _kind_of(error: Exception) -> str:
-    """The name of the class in `fxq.errors` that says what went wrong on another rank."""
+    """Name of the class in `fxq.errors` that other ranks raise for an error."""
     if not isinstance(error, FxqError):
         return CalibrationError.__name__
     return next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == errors.__name__)

@@ -1,4 +1,4 @@
-"""Layers as they are trained: they read the model's own weights, and batch norms that were folded are there again."""
+"""Layers of a graph for training: with the model's weights as parameters, and with batch norms that are not folded."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ FOLDER = "fxq_quantizers"
 
 
 class TrainableLayers:
-    """Makes the layers of one graph trainable.
+    """Editor that makes the layers of one graph trainable.
 
     Attributes:
-        own: the model's parameters and buffers by path.
-        frozen: paths of constants that stay as they are, though layers multiply with them.
-        fixed_norms: module paths of batch norms whose statistics stay as they are.
+        own: parameters and buffers of the model by path, and constants computed from them.
+        frozen: paths of weights of layers that stay constant.
+        fixed_norms: module paths of batch norms whose statistics stay constant.
     """
 
     def __init__(self, rewriter: Rewriter, grids: Grids) -> None:
@@ -47,10 +47,10 @@ class TrainableLayers:
         model = context.model
         self.own: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
         self.own |= dict(model.named_buffers(remove_duplicate=False))
-        for path, made in context.computed.items():
-            if all(read in self.own for read in made.reads):
-                self.own[path] = made.value(self.own)
-        self._made: dict[str, fx.Node] = {}
+        for path, computed in context.computed.items():
+            if all(read in self.own for read in computed.reads):
+                self.own[path] = computed.value(self.own)
+        self._computed_nodes: dict[str, fx.Node] = {}
         self.frozen: dict[str, None] = {}
         self.fixed_norms: dict[str, None] = {}
         norms = ((path, m) for path, m in model.named_modules() if isinstance(m, _BatchNorm))
@@ -61,7 +61,7 @@ class TrainableLayers:
         self._quantizers: dict[tuple[str, int], str] = {}
 
     def free(self, node: fx.Node) -> None:
-        """Let an op read the model's own weights, rounded where they were integers."""
+        """Let an op read the model's weights, fake quantized if they were integers."""
         op = op_of(node)
         if op is None or is_op(node, "quantize", "dequantize"):
             return
@@ -83,13 +83,13 @@ class TrainableLayers:
                 self.frozen[path] = None
 
     def _padding_of(self, node: fx.Node) -> int | None:
-        """The row of its table that an embedding does not train."""
+        """Row of an embedding's table that is not trained, or None."""
         path = info(node).path
         module = self.rewriter.context.model.get_submodule(path) if path and is_op(node, "embedding") else None
         return module.padding_idx if isinstance(module, nn.Embedding) else None
 
     def _live(self, path: str, before: fx.Node) -> fx.Node | None:
-        """The model's own tensor at a path, or the rows of one that a constant at it is; None for anything else."""
+        """Node of the model's tensor at a path, or of its rows that the constant is; None for other constants."""
         if path in self.own:
             return self._read(path, before)
         rows = ParameterRows.of(path, read_attribute(self.gm, path), self.own)
@@ -97,11 +97,11 @@ class TrainableLayers:
             return None
         if rows not in self.rewriter.context.derived:
             self.rewriter.context.derived.append(rows)
-        whole, some = self._read(rows.whole, before), slice(rows.start, rows.start + rows.length)
-        return self.rewriter.call("getitem", whole, before=before, index=(some,))
+        whole, range_of_rows = self._read(rows.whole, before), slice(rows.start, rows.start + rows.length)
+        return self.rewriter.call("getitem", whole, before=before, index=(range_of_rows,))
 
     def call_norm(self, node: fx.Node) -> None:
-        """Let a batch norm be the call of a module, which keeps statistics, where it does in the model's train mode."""
+        """Replace a batch norm op by a call of its module, if the model updates its statistics in train mode."""
         reads = {name: argument(node, name) for name in ("running_mean", "running_var", "weight", "bias")}
         own = {name: self.own.get(str(r.target)) for name, r in reads.items() if isinstance(r, fx.Node)}
         statistics = id(own.pop("running_mean", None)), id(own.pop("running_var", None))
@@ -114,12 +114,12 @@ class TrainableLayers:
         norm = self.rewriter.context.model.get_submodule(path)
         attach(self.gm, path, plain_norm(norm, own, len(info(node).shape or ()), options_of(node)["eps"]))
         name, typed = node.name, (info(node).shape, info(node).dtype)
-        made = self.rewriter.node("call_module", path, (node.args[0],), like=node, typed=typed)
-        self.rewriter.replace(node, made)
-        self.rewriter.rename(made, name)
+        call = self.rewriter.node("call_module", path, (node.args[0],), like=node, typed=typed)
+        self.rewriter.replace(node, call)
+        self.rewriter.rename(call, name)
 
     def _folded(self, node: fx.Node) -> FoldedNorm | None:
-        """How a layer was made of one of the model and the batch norm behind it; None for any other."""
+        """Folded batch norm of a layer, with the tensors of the model; None if the layer has none."""
         op, by_origin, nodes = op_of(node), self.original.by_origin, self.original.nodes
         if op is None or op.traits.weight is None or op.traits.bias is None:
             return None
@@ -138,30 +138,30 @@ class TrainableLayers:
             "beta": argument(norm, "bias"),
         }
         paths = {name: str(value.target) for name, value in own.items() if value is not None}
-        now = {"weight": _float_path(read), "bias": str(bias.target)}
-        if self.own.keys() & now.values() or not self.own.keys() >= set(paths.values()):
+        folded_paths = {"weight": _float_path(read), "bias": str(bias.target)}
+        if self.own.keys() & folded_paths.values() or not self.own.keys() >= set(paths.values()):
             return None
         axis, groups, commutes = op.traits.axis or 0, options_of(layer).get("groups", 1), True
         if read.op != "get_attr":
             edge = self._edge_of(read)[1]
             grouped = axis and groups > 1  # then channels of several groups have one scale
             commutes = edge.axis == axis and edge.spec.symmetric and edge.spec.block is None and not grouped
-        given: dict[str, Any] = {**dict.fromkeys(own), **paths, **now, "eps": options_of(norm)["eps"]}
-        made = FoldedNorm(**given, axis=axis, groups=groups, commutes=commutes)
-        folded = made.made(self.own)
+        fields: dict[str, Any] = {**dict.fromkeys(own), **paths, **folded_paths, "eps": options_of(norm)["eps"]}
+        fold = FoldedNorm(**fields, axis=axis, groups=groups, commutes=commutes)
+        folded = fold.made(self.own)
         same = all(torch.allclose(tensor, read_attribute(self.gm, path), 1e-4, 1e-6) for path, tensor in folded.items())
-        self._norm_nodes[made] = norm
-        return made if same else None
+        self._norm_nodes[fold] = norm
+        return fold if same else None
 
     def _unfold(self, node: fx.Node, fold: FoldedNorm) -> None:
-        """Take a batch norm out of a layer, and put it behind that."""
+        """Remove a folded batch norm from a layer, and insert it after the layer."""
         op, users, norm = op_of(node), list(node.users), self._norm_nodes[fold]
-        assert op is not None and op.traits.weight is not None and op.traits.bias is not None  # as of every fold
+        assert op is not None and op.traits.weight is not None and op.traits.bias is not None  # `_folded` checks it
         paths = (fold.own_weight, fold.own_bias, fold.mean, fold.var, fold.gamma, fold.beta)
         own: list[Any] = [self._read(path, node) if path is not None else None for path in paths]
         weight, bias, *statistics = own
         read, typed, last, divisor = argument(node, op.traits.weight), (info(node).shape, info(node).dtype), node, None
-        if not fold.commutes:  # several channels have one scale, which depends on what the norm makes of each
+        if not fold.commutes:  # several channels have one scale, which depends on the norm's factor of each
             divisor = self._call(norm_divisor, (statistics[1], statistics[2], fold.eps), node)
             weight = self._call(scaled_channels, (weight, divisor, fold.axis, fold.groups), node)
         if read.op != "get_attr":
@@ -171,32 +171,36 @@ class TrainableLayers:
         args[op.tensors.index(op.traits.bias)] = bias if divisor is None else None
         self.rewriter.update(node, args=tuple(args))
         if divisor is not None:
-            given = (node, divisor, op.traits.channels, bias)
-            last = self.rewriter.node("call_function", divided_channels, given, like=node, after=node, typed=typed)
-        made = self.rewriter.call("batch_norm", last, *statistics, like=node, after=last, typed=typed, eps=fold.eps)
+            inputs = (node, divisor, op.traits.channels, bias)
+            last = self.rewriter.node("call_function", divided_channels, inputs, like=node, after=node, typed=typed)
+        unfolded = self.rewriter.call("batch_norm", last, *statistics, like=node, after=last, typed=typed, eps=fold.eps)
         if norm.name not in self.rewriter.names:
-            self.rewriter.rename(made, norm.name)
-        self.rewriter.describe(made, path=info(norm).path, source=info(norm).source)
-        self.rewriter.reroute(node, made, only=lambda user: user in users)
+            self.rewriter.rename(unfolded, norm.name)
+        self.rewriter.describe(unfolded, path=info(norm).path, source=info(norm).source)
+        self.rewriter.reroute(node, unfolded, only=lambda user: user in users)
         self.rewriter.context.derived.append(fold)
 
     def _rounded(self, read: fx.Node, weight: fx.Node, before: fx.Node, own: Tensor | None = None) -> fx.Node:
-        """The rounded form of a weight, in front of the op that reads it in the place of `read`.
+        """Insert the fake quantizer of a weight.
 
-        With a grid for the values of `own`, where these are given.
+        Args:
+            read: dequantize of the integer weight, whose spec the fake quantizer has.
+            weight: node of the float weight.
+            before: op that reads the weight.
+            own: values from which the grid is computed; None: the grid of `read`.
         """
         path, rewriter = info(read).stands_for, self.rewriter
         at, edge = self._edge_of(read)
         if (path, at) not in self._quantizers:
             grid, name = edge.qparams, f"the weight {path}"
-            assert isinstance(grid, QParams)  # that of a weight
+            assert isinstance(grid, QParams)  # weights have no dynamic range
             if own is not None:
                 observer = observer_for(edge.spec, edge.axis, name)
                 observer(own)
                 grid = observer.on(replace(edge.spec, bits=grid.bits)).qparams()
-            made = FakeQuantizeWeight(edge.spec, grid, name, (path, at))
+            quantizer = FakeQuantizeWeight(edge.spec, grid, name, (path, at))
             label = path.removeprefix(f"{DATA}.").replace(".", "_").removesuffix("_folded")
-            self._quantizers[path, at] = rewriter.module(made, label, FOLDER)
+            self._quantizers[path, at] = rewriter.module(quantizer, label, FOLDER)
         target, typed = self._quantizers[path, at], (info(weight).shape, torch.float32)
         name = f"{target.removeprefix(f'{FOLDER}.')}_fq"
         rounded = rewriter.node("call_module", target, (weight,), before=before, name=name, typed=typed)
@@ -204,7 +208,7 @@ class TrainableLayers:
         return rounded
 
     def _edge_of(self, read: fx.Node) -> tuple[int, Edge]:
-        """The edge of a weight that its integer form was made for, and its position among the edges of that weight."""
+        """Edge of a weight that has the grid of an integer form, and its position among the edges of the weight."""
         edges = self.grids.get(weight_key(info(read).stands_for), (None, ()))[1]
         grid = grid_of(self.gm, read)
         for at, edge in enumerate(edges):
@@ -213,12 +217,12 @@ class TrainableLayers:
         raise PassError(f"{where(self.gm, read)}: choose-grids has chosen no grid for this weight.")
 
     def _read(self, path: str, before: fx.Node) -> fx.Node:
-        """A tensor of the model, or what is computed of some."""
+        """Node of a tensor of the model, or of its computation from other tensors."""
         computed = self.rewriter.context.computed.get(path)
         if computed is not None:
-            if path not in self._made:
-                self._made[path] = self._computed(path, computed, before)
-            return self._made[path]
+            if path not in self._computed_nodes:
+                self._computed_nodes[path] = self._computed(path, computed, before)
+            return self._computed_nodes[path]
         attach(self.gm, path, self.own[path])
         return self.rewriter.read(path, self.own[path], before=before, like=before)
 
@@ -234,7 +238,7 @@ class TrainableLayers:
 
 
 def _float_path(read: fx.Node) -> str:
-    """The path of the constant that an argument is, as it was before it was quantized; empty for a value."""
+    """Path of the float weight that an argument is, or was before quantization; empty for an activation."""
     if read.op == "get_attr":
         return str(read.target)
     source = read.args[0] if is_op(read, "dequantize") else None
@@ -242,25 +246,25 @@ def _float_path(read: fx.Node) -> str:
 
 
 def without_gradient_of(weight: Tensor, row: int) -> Tensor:
-    """The same, (R, C), where one row has no gradient."""
+    """Return a weight, (R, C), with no gradient for one row."""
     rows = torch.arange(len(weight), device=weight.device)[:, None]
     return torch.where(rows == row, weight.detach(), weight)
 
 
 def norm_divisor(var: Tensor, gamma: Tensor | None, eps: float) -> Tensor:
-    """What a batch norm multiplies each channel by, and what can be divided by: (C,), without a gradient."""
+    """Factor of a batch norm for each channel, (C,), without gradient, and at least 1e-12 where it is about zero."""
     scale = norm_scale(var, gamma, eps).to(var.dtype)
     return torch.where(scale.abs() < 1e-12, torch.full_like(scale, 1e-12), scale)
 
 
 def divided_channels(y: Tensor, divisor: Tensor, channels: int, bias: Tensor | None) -> Tensor:
-    """A layer's output, with each channel divided by a number, and the layer's bias behind that.
+    """Divide each channel of a layer's output, then add the layer's bias.
 
     Args:
-        y: any shape.
-        divisor: (C,).
-        channels: the axis of the channels, counted from the end.
-        bias: (C,), or None.
+        y: output without bias, any shape.
+        divisor: divisor of each channel, (C,).
+        channels: axis of the channels, counted from the end.
+        bias: bias, (C,), or None.
     """
     shape = [-1] + [1] * (-channels - 1)
     y = y / divisor.reshape(shape)
@@ -268,27 +272,27 @@ def divided_channels(y: Tensor, divisor: Tensor, channels: int, bias: Tensor | N
 
 
 def plain_norm(norm: nn.Module, affine: Mapping[str, Any], dims: int, eps: float) -> _BatchNorm:
-    """PyTorch's own batch norm, with the statistics of one that may do more than that, as timm's with activations.
+    """Batch norm of PyTorch that shares the statistics of a subclass, such as timm's, which also has an activation.
 
     Args:
-        norm: the model's module.
-        affine: "weight" and "bias", (C,), where it has any.
-        dims: how many dimensions its input has.
-        eps: what is added to the variance.
+        norm: module of the model.
+        affine: "weight" and "bias", (C,), if it has them.
+        dims: number of dimensions of its input.
+        eps: added to the variance.
     """
     assert isinstance(norm, _BatchNorm)
     by_dims: dict[int, type[_BatchNorm]] = {4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
     kind = nn.SyncBatchNorm if isinstance(norm, nn.SyncBatchNorm) else by_dims.get(dims, nn.BatchNorm1d)
-    made = kind(norm.num_features, eps, norm.momentum, affine=False)
-    made._parameters.update(affine)
-    made._buffers.update(norm._buffers)
-    return made.train(norm.training)
+    plain = kind(norm.num_features, eps, norm.momentum, affine=False)
+    plain._parameters.update(affine)
+    plain._buffers.update(norm._buffers)
+    return plain.train(norm.training)
 
 
 def attach(root: nn.Module, path: str, value: nn.Module | Tensor) -> None:
-    """Let a module have a tensor or a module at a path; modules on the way are made where they are missing.
+    """Set a tensor or a module at a path below `root`. Missing modules on the way are created.
 
-    What is below the path already stays.
+    Attributes of a module that is replaced stay, unless the new one has them.
     """
     *folders, name = path.split(".")
     for folder in folders:
@@ -299,8 +303,8 @@ def attach(root: nn.Module, path: str, value: nn.Module | Tensor) -> None:
         before = getattr(root, name, None)
         root.add_module(name, value)
         for table in ("_parameters", "_buffers", "_modules"):
-            kept: dict[str, Any] = getattr(before, table, {})
-            vars(value)[table].update((key, one) for key, one in kept.items() if key not in vars(value)[table])
+            old: dict[str, Any] = getattr(before, table, {})
+            vars(value)[table].update((key, item) for key, item in old.items() if key not in vars(value)[table])
     elif isinstance(value, nn.Parameter):
         root.register_parameter(name, value)
     elif name not in root._buffers:

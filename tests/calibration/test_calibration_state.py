@@ -47,7 +47,7 @@ def test_a_model_is_told_from_others():
     assert "other weights" in difference(ours, printed(prepared(model=other_weights())))
     assert "other weights" in difference(printed(prepared(model=norm)), printed(prepared(model=other)))
     assert "computes something else" in difference(ours, printed(prepared(model=strided)))
-    assert "looks at other values" in difference(ours, printed(prepared("percentile:99")))
+    assert "observes other values" in difference(ours, printed(prepared("percentile:99")))
     assert "graphs for 2 backends, not for 1" in difference(ours * 2, ours)
 
 

@@ -135,7 +135,7 @@ def test_other_data_is_refused(tmp_path):
     killed(lambda: calibrated(path, dying(batches, 4)))
     with pytest.raises(InputError, match=r"data, batch 2: .* was written when another batch was in this place"):
         calibrated(path, [*batches[:2], batches[3], batches[2], *batches[4:]])
-    with pytest.raises(InputError, match=r"the data ended behind 3 batches, and .* was written behind 4"):
+    with pytest.raises(InputError, match=r"the data ended after 3 batches, and .* was written after 4"):
         calibrated(path, batches[:3])
     calibrated(path, batches)
     with pytest.raises(InputError, match="ended with 6 batches, and the data has 5"):
@@ -145,8 +145,8 @@ def test_other_data_is_refused(tmp_path):
 
 
 REFUSED = {
-    "another recipe": (lambda: prepared("minmax"), "the recipe looks at other values, or in another way"),
-    "another option": (lambda: prepared("percentile:90"), "the recipe looks at other values, or in another way"),
+    "another recipe": (lambda: prepared("minmax"), "the recipe observes other values, or with other observers"),
+    "another option": (lambda: prepared("percentile:90"), "the recipe observes other values, or with other observers"),
     "other weights": (lambda: prepared(model=other_weights()), "the model has other weights"),
     "another model": (lambda: prepared(model=network().append(nn.ReLU())), "the model computes something else"),
     "trials": (lambda: prepared(observe_all=True), "changes its graph before calibration"),

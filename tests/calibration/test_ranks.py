@@ -81,7 +81,7 @@ def test_an_error_on_one_rank_is_an_error_on_all(tmp_path, error, kind, words):
 
 
 def test_who_waits_for_others_says_so(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "_PATIENCE", 0.2)
+    monkeypatch.setattr(module, "_WARN_AFTER_SECONDS", 0.2)
 
     def work(rank):
         said = []
@@ -95,6 +95,6 @@ def test_who_waits_for_others_says_so(tmp_path, monkeypatch):
     first, second = on_ranks(2, tmp_path, work)
     assert second == [] and len(first) == 1
     assert (
-        "rank 0 has waited for 0.2 seconds for others of the 2 in its process group" in first[0]
+        "rank 0 has waited 0.2 seconds for the other processes of its group of 2" in first[0]
         and "group=None" in first[0]
     )

@@ -34,7 +34,7 @@ def test_passes_over_the_data(monkeypatch, batches, most):
     """One batch of 8: model, trace, calibration, end comparison once each, an integer pass at most twice, parts of a
     batch for checks. Of 8 batches, all but calibration and correction read the first one or a few samples.
     """
-    monkeypatch.setattr(float_ops, "_LARGE", 0)
+    monkeypatch.setattr(float_ops, "_MIN_LARGE_MACS", 0)
     torch.manual_seed(0)
     model, data = network(), [torch.randn(8, 3, 24, 24) for _ in range(batches)]
     with torch.no_grad(), CountedConvolutions() as once:

@@ -156,7 +156,7 @@ def test_a_large_network_is_compared_on_fewer_samples(monkeypatch):
 
     monkeypatch.setattr(output_check, "_compared", compared)
     silent(net(), REFERENCE, [X] * 8)
-    monkeypatch.setattr(float_ops, "_LARGE", 10)
+    monkeypatch.setattr(float_ops, "_MIN_LARGE_MACS", 10)
     silent(net(), REFERENCE, [X] * 8)
     silent(net(), REFERENCE, [X])
     assert sizes == [4] * 8 + [1] * 8 + [4]

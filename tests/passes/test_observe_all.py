@@ -57,6 +57,6 @@ def test_a_value_that_was_let_go_is_refused_when_it_is_wanted():
     model = module(lambda self, x, y: self.b(self.a(x) / y), a=nn.Linear(3, 3), b=nn.Linear(3, 3))
     observed = fxq.prepare(model, REFERENCE, (X[0, 0, :, :3], torch.ones(3)), observe_all=True)
     observed(X[0, 0, :, :3], torch.zeros(3))
-    with pytest.raises(fxq.RecipeError, match="calibration has not looked at"):
+    with pytest.raises(fxq.RecipeError, match="calibration has not observed"):
         fxq.convert(observed)
     assert fxq.convert(observed, REFERENCE.override("b", fxq.FLOAT)).ledger.where(path="a")[0].precision == "int8"

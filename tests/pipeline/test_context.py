@@ -139,7 +139,7 @@ def test_some_samples(sizes, most, found):
     ],
 )
 def test_samples_in_pieces(monkeypatch, large, divisible, least, sizes):
-    monkeypatch.setattr(float_ops, "_LARGE", large)
+    monkeypatch.setattr(float_ops, "_MIN_LARGE_MACS", large)
     given = recorded([5, 3], divisible)
     found = given.in_pieces(6, least, 3)
     assert [len(piece.args[0]) for piece in found] == sizes
@@ -151,6 +151,6 @@ def test_samples_in_pieces(monkeypatch, large, divisible, least, sizes):
 @pytest.mark.parametrize("sizes", [[1] * 64, [30, 2], [64], [32, 2]])
 def test_pieces_of_a_model_that_is_large_for_one_sample(monkeypatch, sizes):
     """Half of the samples, and 16 at least."""
-    monkeypatch.setattr(float_ops, "_LARGE", 0)
+    monkeypatch.setattr(float_ops, "_MIN_LARGE_MACS", 0)
     count = sum(len(piece.args[0]) for piece in recorded(sizes).in_pieces(64, 16, 8))
     assert count == max(sum(sizes) // 2, 16)

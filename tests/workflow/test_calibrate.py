@@ -157,7 +157,8 @@ FAILURES = {
     "another recipe": (
         lambda rank: (prepared("minmax" if rank else "histogram"), data()),
         InputError,
-        "rank 1 calibrates another model or recipe than rank 0: the recipe looks at other values, or in another way",
+        "rank 1 calibrates another model or recipe than rank 0: the recipe observes other values, or with other "
+        "observers",
     ),
     "other weights": (
         lambda rank: (prepared(model=network() if rank else other_weights()), data()),

@@ -77,7 +77,7 @@ def test_another_recipe_gives_what_quantize_does(calibrated, overrides, trials):
     try:
         got = fxq.convert(calibrated[trials], recipe)
     except RecipeError as error:
-        assert not trials and "calibration has not looked at" in str(error) and "observe_all=True" in str(error)
+        assert not trials and "calibration has not observed" in str(error) and "observe_all=True" in str(error)
         return
     want = fxq.quantize(network(), recipe, data=DATA)
     assert torch.equal(got(DATA[0]), want(DATA[0]))
@@ -90,7 +90,7 @@ def test_what_calibration_did_not_look_at_is_refused_and_says_what_to_do(calibra
     recipe = static([(fxq.by_op("relu"), fxq.FLOAT), ("b", fxq.FLOAT)])
     spec = fxq.TensorSpec(observer="moving_average")
     with pytest.raises(
-        RecipeError, match=r"has not looked at in the way that 'moving_average' needs: .* observe_all=True"
+        RecipeError, match=r"has not observed in the way that 'moving_average' needs: .* observe_all=True"
     ):
         fxq.convert(calibrated[False], static([("a", fxq.QuantConfig(spec))]))
     for name in ("residual", "dense", "several_inputs"):
@@ -141,7 +141,7 @@ class Greedy(Scale):
         (static().leaf("b"), "other leaf_modules than the one that the model was prepared with: .*change what is tra"),
         (static().insert_pass(Scale(2.0), after="fuse"), r"before calibration, the recipe has other passes, .*: scale"),
         (static().insert_pass(Greedy(), after="insert-qdq"), "reads 1000 calibration samples, and 64 are kept"),
-        (static([("norm", fxq.FLOAT)]), "another graph before anything is fused, as where a batch norm goes into"),
+        (static([("norm", fxq.FLOAT)]), "another graph before fusion, as if one recipe folds a batch norm"),
         (static([("nothing.*", fxq.FLOAT)]), "selects nothing"),
     ],
 )
