@@ -20,7 +20,7 @@ from fxq.graph.query import constant, is_op, swapped
 from fxq.graph.run import Runner
 from fxq.graph.unit import calls_of
 from fxq.ledger.output_check import add_output
-from fxq.paired.estimate import Estimate
+from fxq.paired.estimate import ShrunkMean
 from fxq.paired.used_rows import used_rows
 from fxq.pipeline.context import Context
 from fxq.pipeline.float_values import CachedFloatForm, LayerValues, run_layer
@@ -196,9 +196,9 @@ class _Layer:
     parts: int = 1
     waiting: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     values: int = 0
-    level: Estimate = field(default_factory=Estimate)
-    shift: Estimate = field(default_factory=Estimate)
-    gain: Estimate = field(default_factory=Estimate)
+    level: ShrunkMean = field(default_factory=ShrunkMean)
+    shift: ShrunkMean = field(default_factory=ShrunkMean)
+    gain: ShrunkMean = field(default_factory=ShrunkMean)
     learns: bool = True
     wanted: Tensor | None = None
     used: Tensor | None = None

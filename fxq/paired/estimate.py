@@ -1,4 +1,4 @@
-"""The mean of what parts of the samples say, pulled towards 0 by as much as they disagree (James and Stein)."""
+"""Mean over parts of the samples, shrunk by its noise (James and Stein)."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ from torch import Tensor
 
 
 @dataclass
-class Estimate:
-    """What parts of the samples say of each channel, on average, pulled towards 0 by as much as they disagree.
+class ShrunkMean:
+    """Weighted mean by channel of the values of parts of the samples, shrunk towards 0 by its noise.
 
-    Later parts count more: when they are run, the layers before are corrected better.
+    Later parts have more weight: when they run, the layers before are corrected better.
 
     Attributes:
-        count: how many parts there were.
-        weight, weight_squares: sums over them of what each counts, and of the squares of that.
-        total, squares: sums of what each says, and of the squares of that, times what it counts: float64, (C,).
+        count: number of parts.
+        weight: sum of the weights.
+        weight_squares: sum of the squared weights.
+        total: weighted sum of the values, float64, (C,).
+        squares: weighted sum of the squared values, float64, (C,).
 
-    Source: James and Stein 1961, "Estimation with quadratic loss", with the factor of all channels cut off at 0.
+    Source: James and Stein 1961, "Estimation with quadratic loss", with one factor for all channels, at least 0.
     """
 
     count: int = 0
@@ -28,22 +30,22 @@ class Estimate:
     total: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.float64))
     squares: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.float64))
 
-    def add(self, found: Tensor) -> None:
-        """Take in what the next part says, (C,)."""
+    def add(self, values: Tensor) -> None:
+        """Add the values of the next part, (C,)."""
         self.count += 1
         weight = self.count**2
         self.weight, self.weight_squares = self.weight + weight, self.weight_squares + weight**2
-        self.total, self.squares = self.total + weight * found, self.squares + weight * found.square()
+        self.total, self.squares = self.total + weight * values, self.squares + weight * values.square()
 
     @property
     def mean(self) -> Tensor:
-        """What the parts say on average."""
+        """Weighted mean, not shrunk, float64, (C,)."""
         return self.total / self.weight
 
     def __call__(self) -> Tensor:
-        """The same, as far as it is no chance. Of one part, nobody can tell."""
+        """Weighted mean, shrunk by its noise, float64, (C,). The mean of a single part is not shrunk."""
         if self.count < 2:
             return self.mean
-        parts = self.weight**2 / self.weight_squares  # so many that count alike would tell as much
+        parts = self.weight**2 / self.weight_squares  # number of equally weighted parts with the same variance
         noise = (self.squares / self.weight - self.mean.square()).clamp(min=0).sum() / (parts - 1)
         return self.mean * (1 - noise / self.mean.square().sum().clamp(min=1e-300)).clamp(min=0)

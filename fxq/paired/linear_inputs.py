@@ -1,4 +1,4 @@
-"""What linear layers read as integers, and what it costs to round it, and their weights: token by token."""
+"""Quantized inputs of linear layers, and the errors of ways to round them and the weights, token by token."""
 
 from __future__ import annotations
 
@@ -29,16 +29,17 @@ from fxq.quant.spec import TensorSpec
 
 @dataclass(frozen=True)
 class LinearLayer:
-    """A linear layer.
+    """Linear layer with integer input and integer weight.
 
     Attributes:
-        node: the node that runs it, and perhaps what is fused to it.
-        read: the value that it reads.
-        weight: its dequantized weight.
-        real: the float weight, (out, in).
-        grid: of the weight: a scale for each row.
-        plan: what is decided of it.
-        reads, spec: the specs of what it reads and of its weight.
+        node: node that runs it, possibly with ops fused to it.
+        read: node of its input.
+        weight: node of its dequantized weight.
+        real: float weight, (out, in).
+        grid: grid of the weight, per row.
+        plan: plan of the node.
+        reads: spec of its input.
+        spec: spec of its weight.
     """
 
     node: fx.Node
@@ -52,7 +53,7 @@ class LinearLayer:
 
     @classmethod
     def of(cls, gm: fx.GraphModule, node: fx.Node, read: fx.Node) -> LinearLayer | None:
-        """A node as one that reads this value; None where it is none, or reads the value otherwise."""
+        """Linear layer of a node whose only activation is `read`; None if it is no such layer."""
         plan, calls = info(node).plan, calls_of(gm, node)
         if plan is None or plan.precision != "int8" or not calls or calls[0].op.name != "linear":
             return None
@@ -63,24 +64,24 @@ class LinearLayer:
         elsewhere = calls[0].activations != (read,) or any(read in call.activations for call in calls[1:])
         if grid is None or grid.axis != 0 or grid.block is not None or not name or elsewhere:
             return None
-        assert plan.reads is not None and plan.weight is not None  # as it runs on integers
+        assert plan.reads is not None and plan.weight is not None  # since it runs on integers
         return cls(node, read, weight, read_attribute(gm, name), grid, plan, plan.reads, plan.weight)
 
 
 Form = tuple[Tensor, Sequence[Tensor]]
-"""Tokens, (N, C), and the weights of the layers that read them, (out, C)."""
+"""Rounded tokens, (N, C), and rounded weights of the layers that read them, (out, C) each."""
 
 
 @dataclass
 class LinearInput(ABC):
-    """A value that linear layers read as integers.
+    """Quantized value that linear layers read.
 
     Attributes:
-        quantize: the node that makes integers of it.
-        grid: that node's grid, or the one that it measures when the model runs.
-        layers: those that read it.
-        most: how many of its tokens to compare.
-        tokens: how many it was shown, without padding.
+        quantize: node that quantizes it.
+        grid: its grid, calibrated or dynamic.
+        layers: layers that read it.
+        most: number of tokens that remain to be compared.
+        tokens: number of tokens seen so far, without padding.
     """
 
     quantize: fx.Node
@@ -91,18 +92,18 @@ class LinearInput(ABC):
 
     @abstractmethod
     def see(self, x: Tensor, share: float) -> None:
-        """Take in tokens, (N, C); so much of them, from the first on, is of the first half of the samples."""
+        """Process tokens, float32, (N, C). The first `share` of them, 0 to 1, is of the first half of the samples."""
 
     def compare(self, x: Tensor, errors: Sequence[Agreement], ways: Callable[[Tensor], Iterable[Form]]) -> None:
-        """Add errors on tokens, (N, C), to those of several ways to round, relative to the layers' float results.
+        """Add the errors of several ways to round to `errors`, relative to the layers' float results.
 
-        Each token counts alike: one whose values are large does not hide what the others lose. No more than `most` are
-        compared in all.
+        All tokens have the same weight, so that tokens with large values do not hide the errors of others. At most
+        `most` tokens are compared in total.
 
         Args:
-            x: the tokens.
-            errors: those before, of each way.
-            ways: gives the tokens, and the layers' weights, as they are rounded each way.
+            x: tokens, float32, (N, C).
+            errors: error of each way so far; updated.
+            ways: function that yields the rounded tokens and weights of each way.
         """
         x = x[: self.most]
         self.most -= len(x)
@@ -110,9 +111,9 @@ class LinearInput(ABC):
             return
         wanted = [x @ layer.real.T for layer in self.layers]
         weights = [token_weights(y).sqrt()[:, None] for y in wanted]
-        for error, (given, made) in zip(errors, ways(x), strict=True):
-            for weight, want, by in zip(made, wanted, weights, strict=True):
-                error.add(want * by, (given @ weight.T) * by)
+        for error, (rounded, rounded_weights) in zip(errors, ways(x), strict=True):
+            for rounded_weight, want, by in zip(rounded_weights, wanted, weights, strict=True):
+                error.add(want * by, (rounded @ rounded_weight.T) * by)
 
 
 Input = TypeVar("Input", bound=LinearInput)
@@ -121,15 +122,15 @@ Input = TypeVar("Input", bound=LinearInput)
 def seen_inputs(
     gm: fx.GraphModule, context: Context, kind: type[Input], samples: int, rows: int, least: int
 ) -> list[Input]:
-    """The inputs of linear layers with weights of a scale for each channel, which have seen recorded samples in float.
+    """Inputs of linear layers with per-channel weights, after they have seen recorded samples in float.
 
     Args:
         gm: the qdq graph.
-        context: has the samples; without any, nothing is found.
-        kind: what is made of each.
-        samples: how many samples to show.
-        rows: how many tokens of them to compare.
-        least: inputs with fewer tokens in these samples are left out: what is large in them is not known.
+        context: context with the samples; without samples, there are no inputs.
+        kind: class of the inputs.
+        samples: number of samples to run.
+        rows: number of tokens to compare.
+        least: minimum number of tokens of an input in these samples. With fewer, its ranges are not known well.
     """
     size = samples_in(context.example)
 
@@ -138,7 +139,7 @@ def seen_inputs(
         inputs = {
             linear_input.quantize: linear_input
             for linear_input in _inputs(gm, kind, rows)
-            if count >= least or not _is_one(linear_input, size)
+            if count >= least or not _has_one_token_per_sample(linear_input, size)
         }
         batches = [batch for batch in batches if samples_in(batch) != 0]
         if context.divisible:
@@ -147,13 +148,14 @@ def seen_inputs(
         for i, batch in enumerate(batches if inputs else ()):
             share = 0.5 if len(batches) == 1 else float(i < (len(batches) + 1) // 2)
             with torch.no_grad(), seeded():
-                _Floats(gm, batch, floats, inputs, share).run()
+                _FloatRun(gm, batch, floats, inputs, share).run()
         return [linear_input for linear_input in inputs.values() if linear_input.tokens >= least]
 
     return on_samples(context, samples, run) if context.samples else []
 
 
 def _inputs(gm: fx.GraphModule, kind: type[Input], rows: int) -> Iterable[Input]:
+    """Yield the inputs of a graph whose grid is per tensor, or dynamic per row."""
     for node in gm.graph.nodes:
         grid = (dynamic_grid_of(node) or grid_of(gm, node)) if is_op(node, "quantize") else None
         whole = grid is not None and grid.axis is None
@@ -167,14 +169,14 @@ def _inputs(gm: fx.GraphModule, kind: type[Input], rows: int) -> Iterable[Input]
             yield kind(node, grid, layers, rows)
 
 
-def _is_one(linear_input: LinearInput, size: int | None) -> bool:
-    """Whether an input has one token per sample; `size` is the number of samples in the example."""
+def _has_one_token_per_sample(linear_input: LinearInput, size: int | None) -> bool:
+    """Whether an input has one token per sample. `size` is the number of samples in the example."""
     shape = info(linear_input.quantize).shape or ()
     return len(shape) == 2 and shape[0] == size
 
 
-class _Floats(CachedFloatForm):
-    """Runs the graph on a batch in float, and shows the inputs what is quantized, but for padding."""
+class _FloatRun(CachedFloatForm):
+    """Run of a batch in float that passes the tokens of inputs to them, except padding."""
 
     def __init__(
         self, gm: fx.GraphModule, batch: Batch, floats: LayerValues, inputs: Mapping[fx.Node, LinearInput], share: float
@@ -186,8 +188,8 @@ class _Floats(CachedFloatForm):
     def compute(self, node: fx.Node) -> Any:
         value = super().compute(node)
         if node in self._inputs:
-            tokens, used, one = value.reshape(-1, value.shape[-1]), self._used.get(node), self._inputs[node]
-            seen = tokens if used is None else tokens[used.flatten()]
-            one.tokens += len(seen)
-            one.see(seen, self._share)
+            tokens, used, linear_input = value.reshape(-1, value.shape[-1]), self._used.get(node), self._inputs[node]
+            tokens = tokens if used is None else tokens[used.flatten()]
+            linear_input.tokens += len(tokens)
+            linear_input.see(tokens, self._share)
         return value

@@ -1,4 +1,4 @@
-"""Choosing the integers of weights layer by layer, so that the output of each comes close to that of its float form."""
+"""Choice of integer weights layer by layer, so that the output of each layer is close to its float output."""
 
 from __future__ import annotations
 
@@ -31,29 +31,27 @@ from fxq.rewriting.rewriter import Rewriter
 
 @dataclass(frozen=True)
 class Reconstruction(Pass):
-    """Base of the passes that choose integers by what a layer's output loses on recorded samples.
+    """Base of the passes that choose the integers of weights by the error of each layer's output on recorded samples.
 
-    Goes through the linear, convolutional and recurrent layers in order. What a layer reads comes from the graph as it
-    is so far, with the integers chosen for the layers before; what it should compute is what its float form computes in
-    the float graph. A subclass says in `choose` which integers come closest. Where they are not better than those that
-    are there, channel by channel, these stay. A mean error does not count where correct-bias takes it away, and what
-    follows is run without it.
+    The pass visits the linear, convolutional and recurrent layers in order. The input of a layer is from the quantized
+    graph, with the integers chosen so far; the wanted output is from the float graph. A subclass implements `choose`,
+    which returns the integers. A channel keeps its old integers if the new ones are not better. If correct-bias removes
+    the mean error of a layer later, it does not count here, and the following layers run without it.
 
-    All tokens of a sequence count alike, padding not at all. Where a linear layer reads rounded tokens, their float
-    values count: what rounding costs a few large ones says little of others.
+    All tokens of a sequence have the same weight, and padding has none. If a linear layer reads rounded tokens, their
+    float values are used, since the rounding errors of a few large tokens say little about others.
 
-    A weight with a scale for each channel gets scales, too: those with which its values, rounded to the nearest, make
-    the least error, and then the ones that suit the chosen integers.
+    Weights with per-channel scales also get new scales: before `choose` those of least error with rounding to nearest,
+    afterwards those that fit the chosen integers best.
 
-    Of a layer, no patches are kept but sums of their products: as many numbers as its weight has inputs, squared. Of
-    large inputs these are patches at places drawn at random, many more than a weight has inputs. Of the samples, both
-    graphs keep the values that are still read.
+    Memory per layer is a Gram matrix of its inputs, not the inputs. Patches of large inputs are drawn at random, many
+    more than a weight has inputs. Of the samples, both graphs store the values that are still read.
 
     Args:
-        samples: how many recorded samples it looks at.
-        trust: how much the float weight is trusted: as many patches as this for each input of the weight say that it is
-            right. What is known from few patches alone does not hold for other data.
-        scales: whether weights with a scale for each channel get other scales.
+        samples: number of recorded samples to use.
+        trust: weight of the float weight in the fit, as a number of patches for each input of the weight. It prevents
+            that few patches determine integers that are wrong for other data.
+        scales: whether to fit per-channel scales as well.
     """
 
     samples: int = 64
@@ -68,24 +66,25 @@ class Reconstruction(Pass):
 
     @abstractmethod
     def choose(self, layer: WeightGrid, error: OutputError) -> Tensor:
-        """The integers for the weight of a layer, of whole numbers in float32, (G, R, K)."""
+        """Choose the integers of a layer's weight: whole numbers in float32, (G, R, K)."""
 
     def run(self, rewriter: Rewriter) -> None:
         """Run the graph and its float form side by side, node by node."""
         context: Context = rewriter.context
         if not context.samples:
             raise InputError(
-                f"{self.name} looks at what layers read, and no samples are recorded: give data, "
+                f"{self.name} needs the inputs of layers, and no samples are recorded. Pass data: "
                 "fxq.quantize(model, recipe, data=loader)."
             )
         nodes = rewriter.nodes()
         steps = {step.name: step for step in context.recipe.pipeline}
         least = steps["correct-bias"].options.get("least", 0) if "correct-bias" in steps else math.inf
-        layers = {node: found for node in nodes if (found := [*self._layers(rewriter.gm, node)])}
+        layers = {node: of_node for node in nodes if (of_node := [*self._layers(rewriter.gm, node)])}
         bar = progress_bar(self.name, sum(map(len, layers.values())), context.progress)
         with torch.no_grad(), seeded(), bar as advance:
             batches = context.some_samples(self.samples)
-            tokens = {one.x for found in layers.values() for one in found if one.reads_tokens and not one.reads_state}
+            all_layers = [layer for of_node in layers.values() for layer in of_node]
+            tokens = {layer.x for layer in all_layers if layer.reads_tokens and not layer.reads_state}
             runs, count = PairedRun(rewriter.gm, batches, tokens), sum(samples_in(batch) or 1 for batch in batches)
             for node in nodes:
                 for layer in layers.get(node, ()):
@@ -94,7 +93,7 @@ class Reconstruction(Pass):
                 runs.step(node)
 
     def _layers(self, gm: fx.GraphModule, node: fx.Node) -> Iterator[IntegerLayer]:
-        """What a node runs with integer weights; of a recurrent one what reads the input, then what reads the state."""
+        """Yield the layers of a node with integer weights. A recurrent op has two: for input and state."""
         for call in calls_of(gm, node):
             recurrence, weight = call.op.traits.recurrence, call.op.traits.weight
             if weight is not None and (recurrence is not None or LayerMatrix.takes(call)):
@@ -103,7 +102,7 @@ class Reconstruction(Pass):
                 yield from self._layer(gm, node, call, "weight_hh", node)
 
     def _layer(self, gm: fx.GraphModule, node: fx.Node, call: OpCall, name: str, x: Any) -> Iterator[IntegerLayer]:
-        """A weight of an op that is in integers; nothing where it is not, or somebody else reads it."""
+        """Yield the layer of an op's weight, if this is in integers and has no other reader."""
         weight = call.tensors.get(name)
         if not (isinstance(x, fx.Node) and isinstance(weight, fx.Node) and is_op(weight, "dequantize")):
             return
@@ -115,55 +114,67 @@ class Reconstruction(Pass):
         yield IntegerLayer(form, x, weight, real, grid, bias if _is_corrected(node, bias) else None, x is node)
 
     def _improve(self, rewriter: Rewriter, layer: IntegerLayer, runs: PairedRun, samples: int, least: float) -> None:
+        """Choose the integers of a layer and write them, if any channel has less error.
+
+        Args:
+            rewriter: rewriter of the graph.
+            layer: the layer.
+            runs: the paired run, before the node of the layer.
+            samples: number of samples in the run.
+            least: number of values per channel from which correct-bias corrects a layer.
+        """
         grid, form, error = layer.on_rows(), layer.form, OutputError()
-        most = math.ceil(max(_PATCHES, _PATCHES_PER_INPUT * grid.weight.shape[2]) / samples)
+        patches = math.ceil(max(_MIN_PATCHES, _PATCHES_PER_INPUT * grid.weight.shape[2]) / samples)
         for got, wanted in (runs.states if layer.reads_state else runs.values)(layer.x):
             got = wanted if layer.reads_rounded_tokens else got
-            for x, real in zip(form.patches(got, most), form.patches(wanted, most), strict=True):
+            for x, real in zip(form.patches(got, patches), form.patches(wanted, patches), strict=True):
                 y = real @ form.rows(layer.real).mT
                 error.add(x, y, token_weights(y[0]) if layer.reads_tokens else None)
         bias = layer.bias if error.count >= least else None
         error.centred = bias is not None
         error.trust(grid.weight, self.trust)
-        old, free = form.rows(layer.integers(rewriter.gm)), self.scales and layer.has_scale_of_channel
-        tried = grid.rescaled(error) if free else grid
-        new = self.choose(tried, error)
-        tried = tried.fitted(new, error) if free else tried
-        better = (error(tried.real(new)) < error(grid.real(old)))[:, :, None]
-        new, tried = torch.where(better, new, old), replace(grid, scale=torch.where(better, tried.scale, grid.scale))
+        old, fits_scales = form.rows(layer.integers(rewriter.gm)), self.scales and layer.has_channel_scales
+        new_grid = grid.rescaled(error) if fits_scales else grid
+        new = self.choose(new_grid, error)
+        new_grid = new_grid.fitted(new, error) if fits_scales else new_grid
+        better = (error(new_grid.real(new)) < error(grid.real(old)))[:, :, None]
+        new = torch.where(better, new, old)
+        new_grid = replace(grid, scale=torch.where(better, new_grid.scale, grid.scale))
         if bias is not None:
-            corrected = read_attribute(rewriter.gm, str(bias.target)) + error.shift(tried.real(new)).flatten()
+            corrected = read_attribute(rewriter.gm, str(bias.target)) + error.shift(new_grid.real(new)).flatten()
             runs.put(bias, corrected)
-        scale = tried.scale[:, :, 0].flatten().clone() if not torch.equal(tried.scale, grid.scale) else None
+        scale = new_grid.scale[:, :, 0].flatten().clone() if not torch.equal(new_grid.scale, grid.scale) else None
         if scale is not None or not torch.equal(new, old):
             with rewriter.attributed(self.name.replace("-", "_"), type(self)):
                 layer.put(rewriter, form.weight(new), scale)
-            runs.put(layer.weight, form.weight(tried.real(new)))
+            runs.put(layer.weight, form.weight(new_grid.real(new)))
 
 
-_PATCHES, _PATCHES_PER_INPUT = 4096, 32
-"""How many patches are looked at, of all samples together: so many, or so many for each input of a weight."""
+_MIN_PATCHES = 4096
+"""Minimum number of patches of all samples together."""
+_PATCHES_PER_INPUT = 32
+"""Number of patches for each input of a weight, if that is more than `_MIN_PATCHES`."""
 
 
 def _is_corrected(node: fx.Node, bias: Any) -> bool:
-    """Whether correct-bias fits the bias of a layer that a node runs, and nobody else reads it."""
+    """Whether correct-bias will fit the bias of a layer, which must have no other reader."""
     plan = info(node).plan
-    measured = plan is not None and plan.reads is not None and plan.reads.range == "dynamic"
+    dynamic = plan is not None and plan.reads is not None and plan.reads.range == "dynamic"
     constant = isinstance(bias, fx.Node) and bias.op == "get_attr" and len(bias.users) == 1
-    return constant and plan is not None and plan.precision == "int8" and not measured
+    return constant and plan is not None and plan.precision == "int8" and not dynamic
 
 
 @dataclass(frozen=True)
 class IntegerLayer:
-    """A layer whose weight is in integers.
+    """Layer whose weight is in integers.
 
     Attributes:
-        form: how it multiplies.
-        x: what it reads; of one that reads the state of a recurrent layer, that layer.
-        weight: the node that dequantizes its weight.
-        real: its float weight.
-        grid: that of the integers.
-        bias: its bias, where that is one that correct-bias fits.
+        form: the layer as a product of matrices.
+        x: node of its input; for the state of a recurrent op, that op.
+        weight: node that dequantizes its weight.
+        real: float weight.
+        grid: grid of the integers.
+        bias: node of its bias if correct-bias will fit it, else None.
         reads_state: whether it reads the hidden state of `x` in each step.
     """
 
@@ -177,22 +188,22 @@ class IntegerLayer:
 
     @property
     def reads_tokens(self) -> bool:
-        """Whether it reads sequences of tokens, a few of which may be far larger than the others."""
+        """Whether it reads sequences of tokens, where a few tokens may be much larger than the others."""
         return self.real.dim() == 2 and len(info(self.x).shape or ()) > 2
 
     @property
     def reads_rounded_tokens(self) -> bool:
-        """Whether it is a linear layer that reads tokens from a grid."""
+        """Whether it is a linear layer that reads quantized tokens."""
         return self.reads_tokens and self.form.call.op.name == "linear" and is_op(self.x, "dequantize")
 
     @property
-    def has_scale_of_channel(self) -> bool:
-        """Whether each row of the weight has a scale of its own, of a grid around 0."""
-        own = self.grid.axis == 0 and self.grid.block is None and not self.form.is_transposed
-        return own and not self.grid.zero_point.any()
+    def has_channel_scales(self) -> bool:
+        """Whether the weight has a symmetric per-channel grid."""
+        per_channel = self.grid.axis == 0 and self.grid.block is None and not self.form.is_transposed
+        return per_channel and not self.grid.zero_point.any()
 
     def on_rows(self) -> WeightGrid:
-        """The weight and its grid as rows."""
+        """Weight and grid as rows."""
 
         def rows(values: Tensor) -> Tensor:
             shaped = spread(values.to(self.real.device), self.real, self.grid.axis, self.grid.block)
@@ -202,38 +213,39 @@ class IntegerLayer:
         return WeightGrid(self.form.rows(self.real.float()), scale, zero_point, self.grid.qmin, self.grid.qmax)
 
     def integers(self, gm: fx.GraphModule) -> Tensor:
-        """Those that are there, float32, of the weight's shape."""
+        """Current integers, float32, of the shape of the weight."""
         stored = constant(gm, self.weight.args[0])
-        assert stored is not None  # or it would be no such layer
+        assert stored is not None  # `Reconstruction._layer` checks it
         packed = options_of(self.weight)["packed"]
         return (stored if packed is None else unpack(stored, packed, self.grid.qmin < 0)).float()
 
     def put(self, rewriter: Rewriter, integers: Tensor, scale: Tensor | None) -> None:
-        """Let the layer have other integers; and other scales (C,), unless there are none."""
+        """Write new integers, of the shape of the weight, and new scales, (C,); None: the scales stay."""
         old: Any = self.weight.args[0]
         stored = integers.to(self.grid.dtype)
         stored = stored if options_of(self.weight)["packed"] is None else pack(stored)
         name = str(old.target).removeprefix("fxq_data.")
-        made = rewriter.constant(stored, f"{name}_chosen", before=self.weight, like=old)
-        rewriter.update(self.weight, args=(made, *self.weight.args[1:]))
-        before: list[Any] = [old, self.weight.kwargs["scale"]]
+        chosen = rewriter.constant(stored, f"{name}_chosen", before=self.weight, like=old)
+        replaced: list[Any] = [old, self.weight.kwargs["scale"]]
+        rewriter.update(self.weight, args=(chosen, *self.weight.args[1:]))
         if scale is not None:
             scales = rewriter.constant(scale, f"{name}_scale_chosen", before=self.weight)
             rewriter.update(self.weight, kwargs={**self.weight.kwargs, "scale": scales})
-        for node in before:
+        for node in replaced:
             if isinstance(node, fx.Node) and not node.users:
                 rewriter.erase(node)
 
 
 @dataclass(frozen=True)
 class WeightGrid:
-    """A weight as rows, (G, R, K) as `LayerMatrix.rows` gives them, with the grid of each value.
+    """Weight as rows, (G, R, K) as in `LayerMatrix.rows`, with the grid of each value.
 
     Attributes:
-        weight: the float weight.
-        scale: of each value.
-        zero_point: of each value.
-        qmin, qmax: the smallest and the largest integer.
+        weight: float weight, (G, R, K).
+        scale: scale of each value, (G, R, K).
+        zero_point: zero point of each value, (G, R, K).
+        qmin: smallest integer.
+        qmax: largest integer.
     """
 
     weight: Tensor
@@ -243,46 +255,48 @@ class WeightGrid:
     qmax: int
 
     def real(self, integers: Tensor) -> Tensor:
-        """The weight that integers stand for."""
+        """Weight that integers represent, (G, R, K)."""
         return (integers - self.zero_point) * self.scale
 
     def steps(self) -> Tensor:
-        """The float weight as a number of steps above the integer 0, not rounded and not clamped."""
+        """Float weight in integer steps, (G, R, K), neither rounded nor clamped."""
         return self.weight / self.scale + self.zero_point
 
     def nearest(self) -> Tensor:
-        """The integers that the float weight is rounded to."""
+        """Nearest integers of the float weight, (G, R, K)."""
         return self.steps().round_().clamp_(self.qmin, self.qmax)
 
     def rescaled(self, error: OutputError) -> WeightGrid:
-        """With the scale of each row, of some smaller and larger ones, whose nearest integers make the least error."""
-        factors = torch.logspace(_SCALES[0], _SCALES[1], _SCALES[2], base=2, device=self.scale.device)
-        tried = [replace(self, scale=self.scale * factor) for factor in factors]
-        best = torch.stack([error(grid.real(grid.nearest())) for grid in tried]).argmin(0)
+        """Grid with the scale of each row, among smaller and larger ones, that has the least error with rounding."""
+        factors = torch.logspace(*_SCALE_OCTAVES, _SCALE_COUNT, base=2, device=self.scale.device)
+        grids = [replace(self, scale=self.scale * factor) for factor in factors]
+        best = torch.stack([error(grid.real(grid.nearest())) for grid in grids]).argmin(0)
         return replace(self, scale=self.scale * factors[best][:, :, None])
 
     def fitted(self, integers: Tensor, error: OutputError) -> WeightGrid:
-        """With the scale of each row with which these integers make the least error, where it is much the same."""
+        """Grid with the scale of each row of least error with these integers, if it is close to the old one."""
         weight = self.real(integers)
         power = ((weight @ error.gram) * weight).sum(2)
-        factor = (weight * error.cross.mT).sum(2) / power.clamp(min=_SMALLEST)
-        factor = torch.where((factor - 1).abs() < _MOST, factor, 1.0)
+        factor = (weight * error.cross.mT).sum(2) / power.clamp(min=_MIN_POWER)
+        factor = torch.where((factor - 1).abs() < _MAX_SCALE_CHANGE, factor, 1.0)
         return replace(self, scale=self.scale * factor[:, :, None])
 
 
-_SCALES = -1.2, 0.2, 29
-"""The factors of scales that are tried: from and to, in octaves, and how many."""
-_MOST = 0.3
-"""Factors further from 1 than this follow noise."""
-_SMALLEST = 1e-30
+_SCALE_OCTAVES = -1.2, 0.2
+"""Smallest and largest factor of a scale that is tried, as powers of 2."""
+_SCALE_COUNT = 29
+"""Number of factors that are tried."""
+_MAX_SCALE_CHANGE = 0.3
+"""Largest |factor - 1| of a scale. Larger ones follow noise."""
+_MIN_POWER = 1e-30
 
 
 class OutputError:
-    """The squared error of a layer's outputs as a function of its weight, from sums over all patches.
+    """Squared error of a layer's output as a function of its weight, from sums over all patches.
 
     Attributes:
-        count: patches seen.
-        centred: whether the mean error of each channel is left out: the bias takes it away.
+        count: number of patches.
+        centred: whether the mean error of each channel is left out, since the bias corrects it.
     """
 
     def __init__(self, centred: bool = False) -> None:
@@ -290,17 +304,26 @@ class OutputError:
         self._sums: tuple[Tensor, ...] = ()
 
     def add(self, x: Tensor, wanted: Tensor, counts: Tensor | None = None) -> None:
-        """Take in patches (G, n, K), and what the layer should make of them, (G, n, R); each counts so much, (n,)."""
+        """Add patches.
+
+        Args:
+            x: patches, float32, (G, n, K).
+            wanted: wanted outputs, float32, (G, n, R).
+            counts: weights of the patches, (n,); None: all equal.
+        """
         self.count += x.shape[1]
         by = torch.ones(x.shape[1], 1, device=x.device) if counts is None else (counts / counts.mean())[:, None]
-        less, more = x * by, wanted * by
-        sums = less.mT @ x, less.mT @ wanted, less.sum(1), more.sum(1), (more * wanted).sum(1)
+        weighted_x, weighted_wanted = x * by, wanted * by
+        products = weighted_x.mT @ x, weighted_x.mT @ wanted
+        sums = *products, weighted_x.sum(1), weighted_wanted.sum(1), (weighted_wanted * wanted).sum(1)
         self._sums = tuple(a.add_(b) for a, b in zip(self._sums, sums, strict=True)) if self._sums else sums
 
     def trust(self, weight: Tensor, patches: float) -> None:
-        """Take in so many patches for each input, (G, R, K), of inputs as large as usual that do not depend on another.
+        """Add artificial patches for which the float weight is right: independent inputs of average size.
 
-        For them, what a float weight makes of them is right.
+        Args:
+            weight: float weight, (G, R, K).
+            patches: number of patches for each input of the weight.
         """
         gram, cross, _, _, power = self._sums
         size = patches * weight.shape[2] * gram.diagonal(dim1=1, dim2=2).mean(1)[:, None, None] / max(self.count, 1)
@@ -309,27 +332,27 @@ class OutputError:
         power += size[:, :, 0] * weight.square().sum(2)
 
     def shift(self, weight: Tensor) -> Tensor:
-        """The mean of what is missing in each channel with a weight (G, R, K): (G, R)."""
+        """Mean of the wanted minus the actual output by channel, (G, R), with a weight (G, R, K)."""
         _, _, x, wanted, _ = self._means()
         return wanted - (weight @ x[:, :, None])[:, :, 0]
 
     @property
     def gram(self) -> Tensor:
-        """The mean of the product of each two values of a patch: (G, K, K). Where it is `centred`, their covariance."""
+        """Mean product of each two inputs, (G, K, K); their covariance if `centred`."""
         gram, _, x, _, _ = self._means()
         return gram - x[:, :, None] * x[:, None] if self.centred else gram
 
     @property
     def cross(self) -> Tensor:
-        """The mean of the product of each value of a patch with each wanted one, or their covariance: (G, K, R)."""
+        """Mean product of each input and each wanted output, (G, K, R); their covariance if `centred`."""
         _, cross, x, wanted, _ = self._means()
         return cross - x[:, :, None] * wanted[:, None] if self.centred else cross
 
     def __call__(self, weight: Tensor) -> Tensor:
-        """The mean squared error of each channel with a weight (G, R, K): (G, R)."""
+        """Mean squared error by channel, (G, R), with a weight (G, R, K)."""
         _, _, _, wanted, power = self._means()
-        alone = power - wanted.square() if self.centred else power
-        return (weight * (weight @ self.gram - 2 * self.cross.mT)).sum(2) + alone
+        wanted_power = power - wanted.square() if self.centred else power
+        return (weight * (weight @ self.gram - 2 * self.cross.mT)).sum(2) + wanted_power
 
     def _means(self) -> tuple[Tensor, ...]:
         return tuple(total / max(self.count, 1) for total in self._sums)

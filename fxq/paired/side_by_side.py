@@ -1,4 +1,4 @@
-"""Two graphs of one model, run side by side and node by node: values that should be equal, pair by pair."""
+"""Comparison of two graphs of one model, run side by side: pairs of values that should be equal."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ from fxq.quant.qparams import QParams, dequantize, quantize
 
 
 class _Run(Runner):
-    """A run that is its own: other runs at the same time change neither its random numbers nor its modules."""
+    """Independent run: other runs at the same time change neither its random numbers nor its modules."""
 
     def __init__(self, program: Program, batch: Batch) -> None:
         super().__init__(program.gm, copied(batch), program.graph, program.modules)  # it may change its inputs in place
-        self.kept: Callable[[Any], Any] = copied if program.overwrites else lambda value: value
-        self._random = torch.get_rng_state()
+        self.safe: Callable[[Any], Any] = copied if program.overwrites else lambda value: value
+        self._rng_state = torch.get_rng_state()
 
     def compute(self, node: fx.Node) -> Any:
-        torch.set_rng_state(self._random)
+        torch.set_rng_state(self._rng_state)
         value = super().compute(node)
-        self._random = torch.get_rng_state()
+        self._rng_state = torch.get_rng_state()
         return value
 
 
 @dataclass(frozen=True)
 class ComparedValue:
-    """One value as both graphs compute it: tensors in floating point, of the same shapes but for what a graph returns.
+    """One value as both graphs compute it: float tensors of the same shapes, except for the output of a graph.
 
     Attributes:
-        node: the node of the graph that is compared.
-        want: its reference.
-        got: what the graph made.
-        own: what the node makes of the reference's values of its inputs; None where that was not asked for.
+        node: node of the compared graph.
+        want: value in the reference.
+        got: value in the compared graph.
+        own: value that the node computes from the reference's inputs; None if it was not requested.
     """
 
     node: fx.Node
@@ -52,10 +52,10 @@ class ComparedValue:
     own: list[Tensor] | None = None
 
     def at(self, rows: Tensor | None) -> ComparedValue:
-        """The same of some of its rows, (n, C): those where this is true; of all where it is None or does not fit."""
+        """Restrict the value to some rows, (n, C). All rows stay if the mask `rows` is None or does not fit."""
         if rows is None or len(self.want) != 1 or rows.shape != self.want[0].shape[:-1]:
             return self
-        want, got, own = ([t[rows] for t in each or ()] for each in (self.want, self.got, self.own))
+        want, got, own = ([t[rows] for t in values or ()] for values in (self.want, self.got, self.own))
         return ComparedValue(self.node, want, got, None if self.own is None else own)
 
 
@@ -68,27 +68,27 @@ def side_by_side(
     see: Callable[[fx.Node, Any], None] | None = None,
     used: Mapping[fx.Node, Tensor] | None = None,
 ) -> Iterator[ComparedValue]:
-    """Run two graphs on a batch; their values, in the order in which the second one makes them.
+    """Run two graphs on a batch, and yield pairs of values in the order of the compared graph.
 
-    Only values that are still needed are kept. A value is to be read before the next one is asked for. All
-    runs draw the same random numbers, and the modules of each keep what they keep from batch to batch to themselves.
+    Only values that are still needed are in memory: read each one before you request the next. All runs draw the same
+    random numbers, and each has private copies of stateful modules.
 
     Args:
         reference: the float model, or another quantized one.
         compared: the integer model.
-        pairs: nodes of `compared`, and the node of `reference` that makes the same value, each once.
+        pairs: nodes of `compared`, each with the node of `reference` that computes the same value. Each occurs once.
         batch: the inputs.
-        own: also run each node of `compared` on the values of `reference`, on the grids that it reads: its own
-            error, without what it inherits.
-        see: is called with every node of `reference` and its value.
-        used: the rows of values of `reference` that are compared, see `used_rows`; all of the others.
+        own: whether to also run each node of `compared` on the values of `reference`, rounded to the grids that it
+            reads. The result has only the error of this node.
+        see: called with every node of `reference` and its value.
+        used: masks of the rows to compare, by node of `reference`, see `used_rows`. Other nodes: all rows.
 
     Yields:
         `ComparedValue`s. Values that cannot be compared (no float tensors, another structure) are left out, and so are
-        the integers among others.
+        integer tensors among float ones.
     """
-    integer, alone = _Run(compared, batch), _Alone(compared.alone, batch) if own else None
-    real = _Wanted(reference, set(pairs.values()), batch, see)
+    integer, alone = _Run(compared, batch), _IsolatedRun(compared.alone, batch) if own else None
+    real = _ReferenceRun(reference, set(pairs.values()), batch, see)
     rounded = {rounded_at(node): node for node in pairs}
     for node in compared.graph.nodes:
         got = integer.step(node)
@@ -107,21 +107,21 @@ def side_by_side(
 def corrected(
     reference: Program, compared: Program, pairs: Mapping[fx.Node, fx.Node], batch: Batch, exact: Collection[fx.Node]
 ) -> ComparedValue | None:
-    """What a graph returns when some of its nodes make no error: their values are those of the reference.
+    """Output of a graph if some of its nodes had no error: they have the values of the reference.
 
     Args:
         reference: the float model, or another quantized one.
         compared: the integer model.
-        pairs: nodes of `compared`, and the node of `reference` that makes the same value, the one that returns as well.
+        pairs: nodes of `compared`, including its output, each with the node of `reference` for the same value.
         batch: the inputs.
-        exact: the nodes of `compared` that others read the reference's values of, on the grids that they have.
+        exact: nodes of `compared` that get the values of the reference, rounded to their grids.
 
     Returns:
-        What both return, by the names `want` and `got`; None where that cannot be compared.
+        The outputs of both graphs, as `want` and `got`; None if they cannot be compared.
     """
     output = compared.graph.output_node()
-    forced, wanted = _Alone(compared, batch), {pairs[node] for node in (*exact, output)}
-    real, rounded = _Wanted(reference, wanted, batch, None), {rounded_at(node): node for node in exact}
+    forced, wanted = _IsolatedRun(compared, batch), {pairs[node] for node in (*exact, output)}
+    real, rounded = _ReferenceRun(reference, wanted, batch, None), {rounded_at(node): node for node in exact}
     for node in compared.graph.nodes:
         got = forced.step(node)
         source = rounded.get(node, output if node is output else None)
@@ -137,15 +137,15 @@ def corrected(
 
 
 def rounded_at(node: fx.Node) -> fx.Node:
-    """The quantize that alone reads a value, else the node itself: the output of an op in qdq form."""
+    """Quantize of an integer op's value if it is the only reader, else the node itself."""
     reader = next(iter(node.users), None)
     plan = plan_of(node)
     integer = plan is not None and not plan.in_float
     return reader if integer and len(node.users) == 1 and is_op(reader, "quantize") and reader is not None else node
 
 
-class _Wanted(_Run):
-    """The values of the reference as they are asked for; those that were passed by are held until then."""
+class _ReferenceRun(_Run):
+    """Run of the reference on demand. Wanted values that it has passed are stored until they are requested."""
 
     def __init__(self, program: Program, wanted: set[fx.Node], batch: Batch, see: Any) -> None:
         super().__init__(program, batch)
@@ -153,61 +153,63 @@ class _Wanted(_Run):
         self._nodes, self._waiting = iter(program.graph.nodes), dict[fx.Node, Any]()
 
     def value(self, wanted: fx.Node) -> Any:
-        """The value of a node, once; the graph runs as far as it must."""
+        """Return the value of a node, once, after running the graph as far as needed."""
         end = rounded_at(wanted)
         while end not in self._waiting:
             self.step(next(self._nodes))
         return self._waiting.pop(end)
 
     def finish(self) -> None:
-        """Run what is left, where somebody wants to see it."""
+        """Run the remaining nodes, if `see` needs them."""
         for node in self._nodes if self._see is not None else ():
             self.step(node)
 
     def step(self, node: fx.Node) -> Any:
         value = super().step(node)
         if node in self._wanted:
-            self._waiting[node] = self.kept(value)
+            self._waiting[node] = self.safe(value)
         if self._see is not None:
             self._see(node, value)
         return value
 
 
-class _Alone(_Run):
-    """The compared graph on the values of the reference: every node makes its own mistakes only.
+class _IsolatedRun(_Run):
+    """Run of the compared graph on the values of the reference, so that every value has only the error of its node.
 
-    A value that the reference does not have (a conversion, a part of a unit) is computed from those that it has.
+    Values that the reference does not have (a conversion, a part of a unit) are computed from those that it has.
     """
 
     def overwrite(self, node: fx.Node, want: Sequence[Tensor]) -> None:
-        """Let those that read the node read the reference's tensors instead, rounded to the node's grid."""
+        """Replace the value of a node by the reference's tensors, rounded to the node's grid."""
         if node not in self.values:
             return
         leaves, structure = pytree.tree_flatten(self.values[node])
         if [t.shape for t in leaves if isinstance(t, Tensor)] == [t.shape for t in want]:
-            given, qp = iter(want), grid_of(self.gm, node)
-            leaves = [self._like(v, next(given), qp) if isinstance(v, Tensor) else v for v in leaves]
+            new_tensors, qp = iter(want), grid_of(self.gm, node)
+            leaves = [self._like(v, next(new_tensors), qp) if isinstance(v, Tensor) else v for v in leaves]
             self.values[node] = pytree.tree_unflatten(leaves, structure)
 
-    def _like(self, made: Tensor, want: Tensor, qp: QParams | None) -> Tensor:
-        if made.is_floating_point():
-            return self.kept(want.to(made.dtype))
-        return quantize(want.to(torch.float32), qp) if qp is not None else made
+    def _like(self, own: Tensor, want: Tensor, qp: QParams | None) -> Tensor:
+        """Return `want` in the dtype of `own`; `own` itself if it is an integer tensor without a grid."""
+        if own.is_floating_point():
+            return self.safe(want.to(own.dtype))
+        return quantize(want.to(torch.float32), qp) if qp is not None else own
 
 
 def _plain(value: Any, qp: QParams | None) -> list[Tensor]:
-    """The tensors of a value, integers as the floats that they stand for."""
-    found = tensors(value)
-    return [dequantize(t, qp) if qp is not None and not t.is_floating_point() else t for t in found]
+    """Tensors of a value, with integers dequantized."""
+    return [dequantize(t, qp) if qp is not None and not t.is_floating_point() else t for t in tensors(value)]
 
 
 def _comparable(node: fx.Node, wants: list[Tensor], qp: QParams | None, got: Any, own: Any) -> ComparedValue | None:
-    found = [wants, _plain(got, qp), *([] if own is None else [_plain(own, qp)])]
-    if any(len(each) != len(wants) for each in found):
+    """Compared value of a node, with only its float tensors; None if structure or shapes differ."""
+    versions = [wants, _plain(got, qp), *([] if own is None else [_plain(own, qp)])]
+    if any(len(version) != len(wants) for version in versions):
         return None
-    floats = [i for i, each in enumerate(zip(*found, strict=True)) if all(t.is_floating_point() for t in each)]
-    wants, gots, *owns = ([each[i] for i in floats] for each in found)
-    shapes = [[t.shape for t in each] for each in (wants, gots, *owns)]
-    if not wants or (node.op != "output" and any(each != shapes[0] for each in shapes)):
+    matching = enumerate(zip(*versions, strict=True))
+    floats = [i for i, same in matching if all(t.is_floating_point() for t in same)]
+    wants, gots, *owns = ([version[i] for i in floats] for version in versions)
+    shapes = [[t.shape for t in version] for version in (wants, gots, *owns)]
+    if not wants or (node.op != "output" and any(shape != shapes[0] for shape in shapes)):
         return None
     return ComparedValue(node, wants, gots, owns[0] if owns else None)

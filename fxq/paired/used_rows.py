@@ -1,4 +1,4 @@
-"""Rows of values that reach the output: those of padding do not, and what is fitted to values should not count them."""
+"""Detection of padding tokens, so that fits and errors can leave them out."""
 
 from __future__ import annotations
 
@@ -18,88 +18,87 @@ from fxq.pipeline.float_form import FloatForm
 log = logging.getLogger("fxq")
 
 AT_ONCE = 8
-"""Of large batches, so many samples are looked at together: all of their values are kept meanwhile."""
+"""Number of samples of a large batch that run at once, since all of their values are in memory."""
 
 
 def used_rows(
     program: Program, batch: Batch, nodes: Collection[fx.Node], at_once: int | None = None
 ) -> dict[fx.Node, Tensor]:
-    """Which tokens the output of the float form depends on, of values whose last axis is that of the channels.
+    """Tokens of values that the output of the float form depends on. The others are padding.
 
-    A mask hides the tokens that pad a text, and a network that returns its first token has no use for the others'. The
-    gradients of such a token are exactly zero. That is so, too, of what a maximum or an argmax does not choose this
-    time: so it is tried whether the outputs stay the same, bit by bit, with other values in these tokens. Both is done
-    only where a batch may hold padding: it has several tensors, or integers or a mask. Meanwhile the values of the
-    whole network are kept for the samples that are run at once.
+    Padding of a text is hidden by a mask, so that its gradients are exactly zero. But gradients are also zero where a
+    maximum or an argmax chooses another value. So the graph runs again with other values in these tokens: they are
+    padding only if the outputs stay the same, bit by bit. This is tried only if a batch may hold padding, since it has
+    several tensors, integers or a mask. All values of the network are in memory for the samples that run at once.
 
     Args:
-        program: the qdq graph, or a float one.
+        program: the qdq graph, or a float graph.
         batch: some samples.
-        nodes: the values to look at; those with tokens are, of three axes and more.
-        at_once: so many samples are run at once, where the first axis counts samples; None: all.
+        nodes: nodes of the values, with the channels in the last axis. Values with fewer than three axes are skipped.
+        at_once: number of samples that run at once, if the first axis counts samples; None: all.
 
     Returns:
-        A bool tensor by value, of its shape without the channels. None of a value of which all tokens are used, or of
-        which it is not known, as of a network that computes without gradients.
+        By node, a bool tensor of the shape of its value without the channels: True for tokens that are used. A node is
+        missing if all its tokens are used, or if it is not known, as with a network that computes without gradients.
     """
-    given = list(tensors((batch.args, batch.kwargs)))
-    if not nodes or (len(given) < 2 and all(tensor.is_floating_point() for tensor in given)):
+    inputs = list(tensors((batch.args, batch.kwargs)))
+    if not nodes or (len(inputs) < 2 and all(tensor.is_floating_point() for tensor in inputs)):
         return {}
     if at_once is None or (samples_in(batch) or 0) <= at_once:
-        return _found(program, batch, nodes)
+        return _used_rows_at_once(program, batch, nodes)
     pieces = pieces_of(batch, at_once)
-    each = [_found(program, piece, nodes) for piece in pieces]
-    shapes = {node: rows.shape[1:] for found in each for node, rows in found.items()}
-    used: dict[fx.Node, Tensor] = {}
+    used_by_piece = [_used_rows_at_once(program, piece, nodes) for piece in pieces]
+    shapes = {node: rows.shape[1:] for used in used_by_piece for node, rows in used.items()}
+    all_used: dict[fx.Node, Tensor] = {}
     for node, shape in shapes.items():
-        device = next(found[node].device for found in each if node in found)
+        device = next(used[node].device for used in used_by_piece if node in used)
         rows = []
-        for found, piece in zip(each, pieces, strict=True):  # in one without padding, nothing was found
+        for used, piece in zip(used_by_piece, pieces, strict=True):  # a piece without padding has no entry
             every = torch.ones(samples_in(piece) or 0, *shape, dtype=torch.bool, device=device)
-            rows.append(found.get(node, every))
-            if rows[-1].shape != every.shape:  # its first axis is not that of the samples
+            rows.append(used.get(node, every))
+            if rows[-1].shape != every.shape:  # its first axis does not count samples
                 break
         else:
-            used[node] = torch.cat(rows)
-    return used
+            all_used[node] = torch.cat(rows)
+    return all_used
 
 
-def _found(program: Program, batch: Batch, nodes: Collection[fx.Node]) -> dict[fx.Node, Tensor]:
-    """The same of samples that are run at once."""
+def _used_rows_at_once(program: Program, batch: Batch, nodes: Collection[fx.Node]) -> dict[fx.Node, Tensor]:
+    """`used_rows` for samples that run at once; empty if the graph fails with gradients or with other values."""
     try:
-        with torch.inference_mode(False):  # there, nothing has gradients
-            return _without_padding(program, batch, nodes)
+        with torch.inference_mode(False):  # inference mode has no gradients
+            return _try_used_rows(program, batch, nodes)
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # an op has no gradient, or a module of the user does not take such numbers
+    except Exception as error:  # an op has no gradient, or a module of the user rejects the values
         log.debug("which tokens are padding is not known: %s", error)
         return {}
 
 
-def _without_padding(program: Program, batch: Batch, nodes: Collection[fx.Node]) -> dict[fx.Node, Tensor]:
-    """The same; raises whatever the graph raises with gradients, or with other numbers."""
-    run = _Kept(Program(program.gm, program.graph), batch, nodes)
+def _try_used_rows(program: Program, batch: Batch, nodes: Collection[fx.Node]) -> dict[fx.Node, Tensor]:
+    """`used_rows` for samples that run at once. Raises any error of the graph."""
+    run = _RecordingRun(Program(program.gm, program.graph), batch, nodes)
     with torch.enable_grad():
         outputs = tuple(tensors(run.run()))
-        known = [t for t in outputs if t.is_floating_point() and t.requires_grad]
-        toward = [torch.randn_like(t) for t in known]
-        gradients = torch.autograd.grad(known, list(run.kept.values()), toward, allow_unused=True)
-    found = {n: (g != 0).any(-1) for n, g in zip(run.kept, gradients, strict=True) if g is not None}
-    found = {node: rows for node, rows in found.items() if rows.any() and not rows.all()}
-    if not found:
+        differentiable = [t for t in outputs if t.is_floating_point() and t.requires_grad]
+        directions = [torch.randn_like(t) for t in differentiable]
+        gradients = torch.autograd.grad(differentiable, list(run.recorded.values()), directions, allow_unused=True)
+    used = {n: (g != 0).any(-1) for n, g in zip(run.recorded, gradients, strict=True) if g is not None}
+    used = {node: rows for node, rows in used.items() if rows.any() and not rows.all()}
+    if not used:
         return {}
     with torch.enable_grad():  # without, some ops of PyTorch run other kernels, whose last bits differ
-        others = tuple(tensors(_Kept(Program(program.gm, program.graph), batch, nodes, found).run()))
-    same = len(outputs) == len(others) and all(map(torch.equal, outputs, others))
-    return found if same else {}
+        changed = tuple(tensors(_RecordingRun(Program(program.gm, program.graph), batch, nodes, used).run()))
+    same = len(outputs) == len(changed) and all(map(torch.equal, outputs, changed))
+    return used if same else {}
 
 
-_INFINITE = 1e30
-"""What is no value, but stands for infinity in a mask."""
+_MIN_INFINITE = 1e30
+"""Absolute value from which a number is infinity in a mask, and not data."""
 
 
-class _Kept(FloatForm):
-    """Runs the graph in float, and keeps some of its values; with large random numbers in the tokens not in `used`."""
+class _RecordingRun(FloatForm):
+    """Run of a graph in float that records some values, and writes large random numbers into tokens not in `used`."""
 
     def __init__(
         self,
@@ -110,19 +109,19 @@ class _Kept(FloatForm):
     ) -> None:
         super().__init__(program.gm, copied(batch), program.graph, program.modules)
         self._nodes, self._used = set(nodes), used or {}
-        self.kept: dict[fx.Node, Tensor] = {}
+        self.recorded: dict[fx.Node, Tensor] = {}
 
     def step(self, node: fx.Node) -> Any:
-        """Run the next node; its value."""
+        """Run the next node, and return its value."""
         value = super().step(node)
         if node not in self._nodes or not isinstance(value, Tensor) or value.dim() < 3 or not value.is_floating_point():
             return value
         value = value if value.requires_grad else value.detach().requires_grad_()
         if node in self._used:
-            real = torch.where(value.abs() < _INFINITE, value, 0.0)
-            others = 2 * real.abs().max() * torch.randn_like(real)
-            changed = torch.where(self._used[node][..., None], value, others)
-            # in memory as before: for another order, an op may run another kernel, whose last bits differ
+            finite = torch.where(value.abs() < _MIN_INFINITE, value, 0.0)
+            random = 2 * finite.abs().max() * torch.randn_like(finite)
+            changed = torch.where(self._used[node][..., None], value, random)
+            # with the strides of before: for others, an op may run another kernel, whose last bits differ
             value = torch.empty_like(value).copy_(changed)
-        self.values[node] = self.kept[node] = value
+        self.values[node] = self.recorded[node] = value
         return value

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxq.paired.estimate import Estimate
+from fxq.paired.estimate import ShrunkMean
 from tests.support.estimates import trusted
 
 
@@ -13,7 +13,7 @@ from tests.support.estimates import trusted
 def test_estimates_are_pulled_to_zero_by_what_parts_disagree_on(count, channels, level):
     torch.manual_seed(count + 10 * channels)
     parts = level + torch.randn(count, channels, dtype=torch.float64)
-    estimate = Estimate()
+    estimate = ShrunkMean()
     for part in parts:
         estimate.add(part)
     wanted = trusted(parts) if count > 1 else parts[0]

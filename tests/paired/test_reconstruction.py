@@ -222,7 +222,7 @@ def test_what_is_left_alone(written):
 def test_without_data():
     recipe = fxq.Recipe.weight_only(backend="reference").insert_pass(Chosen(), after="insert-qdq")
     model = nn.Sequential(nn.Linear(4, 4)).eval()
-    with pytest.raises(InputError, match=r"chosen looks at what layers read, and no samples.*data=loader"):
+    with pytest.raises(InputError, match=r"chosen needs the inputs of layers, and no samples.*data=loader"):
         fxq.quantize(model, recipe, example_inputs=torch.rand(2, 4))
 
 
