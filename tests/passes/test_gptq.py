@@ -132,7 +132,7 @@ def test_convolutions_and_inputs_that_are_always_zero():
 
 def test_without_data():
     recipe = FOUR_BITS.insert_pass(Gptq(), after="insert-qdq")
-    with pytest.raises(InputError, match="gptq needs the inputs of layers, and no samples are recorded. Pass data"):
+    with pytest.raises(InputError, match=r"gptq needs the inputs of layers, and no samples are recorded\. Pass data"):
         fxq.quantize(nn.Sequential(nn.Linear(32, 4)).eval(), recipe, example_inputs=torch.rand(2, 32))
 
 
