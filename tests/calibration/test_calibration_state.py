@@ -1,4 +1,4 @@
-"""What a process has seen, as data: whose it is, and which samples are kept of several processes' shares."""
+"""State of a calibration as data: of which model it is, and which samples of several shares are recorded."""
 
 from dataclasses import replace
 
@@ -39,13 +39,13 @@ def test_a_model_is_told_from_others():
     assert difference(ours, printed(prepared())) is None
     assert difference(ours, printed(fxq.calibrate(prepared(), data()))) is None
     norm = network().insert(1, nn.BatchNorm2d(8)).eval()
-    other = network().insert(1, nn.BatchNorm2d(8)).eval()
-    other[1].running_mean.fill_(0.1)
+    with_norm = network().insert(1, nn.BatchNorm2d(8)).eval()
+    with_norm[1].running_mean.fill_(0.1)
     strided = network()
     strided[0].stride = (1, 2)
     strided[4] = nn.Linear(96, 4)
     assert "other weights" in difference(ours, printed(prepared(model=other_weights())))
-    assert "other weights" in difference(printed(prepared(model=norm)), printed(prepared(model=other)))
+    assert "other weights" in difference(printed(prepared(model=norm)), printed(prepared(model=with_norm)))
     assert "computes something else" in difference(ours, printed(prepared(model=strided)))
     assert "observes other values" in difference(ours, printed(prepared("percentile:99")))
     assert "graphs for 2 backends, not for 1" in difference(ours * 2, ours)
@@ -83,19 +83,19 @@ def test_the_samples_of_all_shares_are_those_of_one_process(shares, divisible, f
         return Batch((torch.arange(size) + 100 * next(number),), {"y": {"z": torch.zeros(size, 2)}})
 
     given_batches = [[batch(size) for size in share] for share in shares]
-    known = replace(context(network(), data()[0], recipe=PLAIN), divisible=divisible)
+    own_context = replace(context(network(), data()[0], recipe=PLAIN), divisible=divisible)
 
     def shown(batches):
-        one = replace(known, samples=[])
+        shown_context = replace(own_context, samples=[])
         for given_batch in batches:
-            if not (few and has_enough(one)):
-                record(one, given_batch)
-        return one.samples
+            if not (few and has_enough(shown_context)):
+                record(shown_context, given_batch)
+        return shown_context.samples
 
     whole = [{"samples": samples_as_data(shown(share))} for share in given_batches]
-    sizes = [sizes_of(one) for one in whole]
-    parts = [part_of(one, sizes, share, known, few) for share, one in enumerate(whole)]
-    merged = replace(known, samples=[])
+    sizes = [sizes_of(state) for state in whole]
+    parts = [part_of(state, sizes, share, own_context, few) for share, state in enumerate(whole)]
+    merged = replace(own_context, samples=[])
     keep_in_turns(merged, [batches_from(part["samples"]) for part in parts], few)
     want = shown(in_turns(given_batches))
     assert same(samples_as_data(merged.samples), samples_as_data(want))

@@ -87,7 +87,7 @@ def test_quantize_goes_on_too(tmp_path):
 
 
 def test_a_recipe_that_calibrates_nothing_goes_on_too(tmp_path):
-    """Also when it was killed behind the last batch that it looks at, before the file said so."""
+    """Also if it was killed after the last batch, before the file was complete."""
     path, batches = tmp_path / "c.safetensors", data(40, 2)
     chosen = fxq.Recipe.weight_only(bits=4, backend="reference").insert_pass(fxq.passes.Gptq(), after="smooth")
     want = fxq.quantize(network(), chosen, data=batches)
@@ -165,8 +165,8 @@ def test_a_file_of_another_model_or_recipe_is_refused(tmp_path, name):
 def test_a_recipe_that_looks_at_the_same_values_is_none_other(tmp_path):
     path = tmp_path / "c.safetensors"
     calibrated(path, data())
-    other = fxq.prepare(network(), recipe().without_pass("cleanup"), data()[0])
-    assert same(seen(fxq.calibrate(other, data(), checkpoint=path)), whole(data()))
+    prepared_again = fxq.prepare(network(), recipe().without_pass("cleanup"), data()[0])
+    assert same(seen(fxq.calibrate(prepared_again, data(), checkpoint=path)), whole(data()))
 
 
 def test_a_model_that_has_seen_data_is_refused(tmp_path):
@@ -212,8 +212,8 @@ def test_a_damaged_file_is_refused(tmp_path):
         path.write_bytes(broken)
         with pytest.raises(InputError, match=r"c.safetensors is no checkpoint of a calibration, or damaged: .* Delete"):
             calibrated(path, batches)
-    for other in (pack([1, 2]), pack({"x": torch.rand(2)})):
-        path.write_bytes(other)
+    for content in (pack([1, 2]), pack({"x": torch.rand(2)})):
+        path.write_bytes(content)
         with pytest.raises(InputError, match=r"c.safetensors is no checkpoint of a calibration\. Delete"):
             calibrated(path, batches)
 

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import nn
 
 import fxq
+from fxq.calibration import ranks as module
 from fxq.calibration.ranks import Ranks
 from fxq.errors import CalibrationError, InputError
-from fxq.workflow.calibrate import ranks as module
 from tests.support.processes import on_ranks
 
 pytestmark = pytest.mark.any_cpu
@@ -37,10 +37,10 @@ def test_every_rank_gets_what_all_have_in_order(tmp_path):
         return [list(ranks.exchanged(lambda: mine)), ranks.together(lambda: rank * 10)]
 
     results = on_ranks(3, tmp_path, work)
-    for rank, (found, own) in enumerate(results):
-        assert [one["rank"] for one in found] == [0, 1, 2] and own == 10 * rank
-        assert [one["of"] for one in found] == [(0, 3), (1, 3), (2, 3)]
-        assert [one["x"].tolist() for one in found] == [[], [1.5], [1.5, 1.5]]
+    for rank, (received, own) in enumerate(results):
+        assert [item["rank"] for item in received] == [0, 1, 2] and own == 10 * rank
+        assert [item["of"] for item in received] == [(0, 3), (1, 3), (2, 3)]
+        assert [item["x"].tolist() for item in received] == [[], [1.5], [1.5, 1.5]]
 
 
 def test_a_group_of_some_ranks(tmp_path):

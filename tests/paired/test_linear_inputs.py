@@ -1,4 +1,4 @@
-"""What linear layers read as integers, and what it costs to round it."""
+"""Quantized inputs of linear layers, and the errors of rounding them."""
 
 import pytest
 import torch
@@ -34,11 +34,11 @@ def network():
 
 def test_an_input_is_seen_in_float_with_all_layers_that_read_it():
     model, x = network(), torch.randn(4, 5, 6)
-    found = inputs(model, x)
-    assert [len(one.layers) for one in found] == [1, 1]  # the convolution is written twice
-    tokens = torch.cat([some for some, _ in found[0].shown])
+    seen = inputs(model, x)
+    assert [len(linear_input.layers) for linear_input in seen] == [1, 1]  # the convolution is written twice
+    tokens = torch.cat([some for some, _ in seen[0].shown])
     torch.testing.assert_close(tokens, model.conv(x).reshape(-1, 6), rtol=0, atol=1e-5)
-    assert torch.equal(found[0].layers[0].real, model.a.weight)
+    assert torch.equal(seen[0].layers[0].real, model.a.weight)
 
 
 def test_inputs_with_too_few_tokens_are_left_out():
@@ -49,25 +49,25 @@ def test_inputs_with_too_few_tokens_are_left_out():
 def test_tokens_count_alike_and_no_more_than_asked():
     """One token of 1000 times the size would hide all others in a plain sum of squares."""
     torch.manual_seed(0)
-    (one,) = inputs(nn.Sequential(nn.Linear(16, 16)).eval(), torch.randn(32, 16))
+    (linear_input,) = inputs(nn.Sequential(nn.Linear(16, 16)).eval(), torch.randn(32, 16))
     x = torch.randn(32, 16)
     x[0] *= 1000
     coarse = x.clone()
     coarse[1:] = 0
-    weights, error = [layer.real for layer in one.layers], Agreement()
-    one.compare(x, [error], lambda some: [(coarse[: len(some)], weights)])
+    weights, error = [layer.real for layer in linear_input.layers], Agreement()
+    linear_input.compare(x, [error], lambda some: [(coarse[: len(some)], weights)])
     assert error.sqnr < 1.0 < 40.0 < sqnr(x @ weights[0].T, coarse @ weights[0].T)
-    assert one.most == 1024 - 32
-    one.most = 8
-    one.compare(x, [error], lambda some: [(some, weights)] if len(some) == 8 else [])
-    assert one.most == 0
-    one.compare(x, [error], lambda some: [])  # nothing is left to compare
+    assert linear_input.most == 1024 - 32
+    linear_input.most = 8
+    linear_input.compare(x, [error], lambda some: [(some, weights)] if len(some) == 8 else [])
+    assert linear_input.most == 0
+    linear_input.compare(x, [error], lambda some: [])  # nothing is left to compare
 
 
 @pytest.mark.parametrize(("per", "axis"), [("row", -1), ("tensor", None)])
 def test_inputs_that_are_measured(per, axis):
-    """Those of a dynamic recipe, with the grid that measures them."""
+    """Inputs of a dynamic recipe, with their dynamic grid."""
     recipe = fxq.Recipe.dynamic(backend="reference", activation=fxq.TensorSpec(per=per, range="dynamic"))
     model = nn.Sequential(nn.Linear(4, 3)).eval()
-    (one,) = inputs(model, torch.randn(32, 4), recipe=recipe)
-    assert one.grid == DynamicGrid(0, 255, torch.uint8, axis, symmetric=False)
+    (linear_input,) = inputs(model, torch.randn(32, 4), recipe=recipe)
+    assert linear_input.grid == DynamicGrid(0, 255, torch.uint8, axis, symmetric=False)

@@ -10,16 +10,16 @@ from fxq.paired.paired_run import PairedRun
 
 
 def test_the_states_that_a_recurrent_layer_multiplies():
-    """Step by step, forwards and backwards, behind the initial state."""
+    """Step by step, forwards and backwards, after the initial state."""
     torch.manual_seed(0)
     cell, x, h = nn.GRUCell(3, 5), torch.randn(4, 2, 3), torch.randn(2, 5)
     weights = dict(cell.named_parameters())
     for reverse in (False, True):
         graph = fx.Graph()
-        given = [graph.placeholder(name) for name in ("x", "h")]
+        inputs = [graph.placeholder(name) for name in ("x", "h")]
         names = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
         read = [graph.get_attr(name) for name in names]
-        node = graph.call_function(OPS["gru"].target, (given[0], *read, given[1]), {"reverse": reverse})
+        node = graph.call_function(OPS["gru"].target, (inputs[0], *read, inputs[1]), {"reverse": reverse})
         graph.output(node)
         runs = PairedRun(fx.GraphModule(cell, graph), [Batch((x, h))])
         for before in list(graph.nodes)[:-2]:
@@ -75,7 +75,7 @@ def test_noise_and_modules_that_keep_something_are_the_same_in_both():
     runs = PairedRun(gm, [Batch((torch.ones(2, 3),)) for _ in range(3)])
     for node in list(graph.nodes)[:-1]:
         runs.step(node)
-    found = [*runs.values(drifting)]
-    assert len({float(got.sum()) for got, _ in found}) == 3
-    assert all(torch.equal(got, wanted) for got, wanted in found)
+    pairs = [*runs.values(drifting)]
+    assert len({float(got.sum()) for got, _ in pairs}) == 3
+    assert all(torch.equal(got, wanted) for got, wanted in pairs)
     assert leaf.seen == 0

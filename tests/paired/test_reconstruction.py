@@ -84,10 +84,10 @@ def test_what_layers_read_and_should_make():
         (first_error, x, X @ tensors["v"].T),
         (second_error, y, X @ tensors["v"].T @ tensors["w"].T),
     ):
-        other = torch.randn(wanted.shape[1], read.shape[1])
-        apart = (read @ other.T - wanted).double()
+        weight = torch.randn(wanted.shape[1], read.shape[1])
+        apart = (read @ weight.T - wanted).double()
         wished = apart.square().mean(0)
-        torch.testing.assert_close(error(other[None])[0].double(), wished, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(error(weight[None])[0].double(), wished, rtol=1e-4, atol=1e-5)
         assert error.count == 20
     torch.testing.assert_close(gm(X), y @ second.real(second.steps().round())[0].T, rtol=1e-5, atol=1e-5)
 
@@ -130,15 +130,15 @@ def test_channels_that_come_out_worse_keep_their_integers():
 def test_the_error_of_patches_that_come_in_parts(centred):
     """It is that over all of them together; where it is centred, without the mean of each channel."""
     x, real = torch.rand(2, 50, 6) + 1, torch.rand(2, 50, 6)
-    weight, other = torch.randn(2, 3, 6), torch.randn(2, 3, 6)
+    weight, float_weight = torch.randn(2, 3, 6), torch.randn(2, 3, 6)
     error = OutputError(centred)
     for part in (slice(0, 7), slice(7, 7), slice(7, 50)):
         error.add(x[:, part], real[:, part] @ weight.mT)
-    apart = (x @ other.mT - real @ weight.mT).double()
+    apart = (x @ float_weight.mT - real @ weight.mT).double()
     wished = (apart - centred * apart.mean(1, keepdim=True)).square().mean(1)
-    torch.testing.assert_close(error(other).double(), wished, rtol=1e-4, atol=1e-5)
-    slope = torch.func.jacrev(lambda w: error(w).sum())(other)  # the gram and the products are those of the error
-    torch.testing.assert_close(slope, 2 * (other @ error.gram - error.cross.mT), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(error(float_weight).double(), wished, rtol=1e-4, atol=1e-5)
+    slope = torch.func.jacrev(lambda w: error(w).sum())(float_weight)  # from gram and cross of the error
+    torch.testing.assert_close(slope, 2 * (float_weight @ error.gram - error.cross.mT), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(("correct_bias", "rows"), [(False, 64), (True, 64), (True, 8)])
@@ -181,29 +181,29 @@ def test_scales_of_channels_that_suit_the_integers():
     recipe = recipe.without_pass("correct-bias")
     layer, x = nn.Linear(40, 6, bias=False), torch.rand(200, 40)
     layer.weight.data[:, 0] = 0.5  # an outlier in each channel
-    x[:, 0] = 0  # that counts for nothing
+    x[:, 0] = 0  # an input without weight
     model, scales, errors = nn.Sequential(layer).eval(), [], []
     for free in (False, True):
-        made = fxq.quantize(model, recipe.insert_pass(Chosen(off=0, scales=free), after="insert-qdq"), data=[x])
-        scales.append(made.qparams()["0"].weight_scale)
+        qmodel = fxq.quantize(model, recipe.insert_pass(Chosen(off=0, scales=free), after="insert-qdq"), data=[x])
+        scales.append(qmodel.qparams()["0"].weight_scale)
         with torch.no_grad():
-            errors.append((made(x) - model(x)).square().mean(0))
+            errors.append((qmodel(x) - model(x)).square().mean(0))
     assert (scales[1] < 0.8 * scales[0]).all() and (errors[1] < 0.5 * errors[0]).all()
 
 
 def test_trust_in_the_float_weight():
     """It counts as patches whose inputs do not depend on each other, and are as large as usual."""
-    x, weight, other = torch.randn(2, 50, 6), torch.randn(2, 3, 6), torch.randn(2, 3, 6)
+    x, weight, float_weight = torch.randn(2, 50, 6), torch.randn(2, 3, 6), torch.randn(2, 3, 6)
     wanted = torch.randn(2, 50, 3)
     error = OutputError()
     error.add(x, wanted)
     size = error.gram.diagonal(dim1=1, dim2=2).mean(1)
-    alone = error(other)
+    alone = error(float_weight)
     error.trust(weight, 5)
-    pulled = 5 * 6 / 50 * size[:, None] * (other - weight).square().sum(2)
-    torch.testing.assert_close(error(other), alone + pulled, rtol=1e-4, atol=1e-4)
-    slope = torch.func.jacrev(lambda w: error(w).sum())(other)
-    torch.testing.assert_close(slope, 2 * (other @ error.gram - error.cross.mT), rtol=1e-4, atol=1e-4)
+    pulled = 5 * 6 / 50 * size[:, None] * (float_weight - weight).square().sum(2)
+    torch.testing.assert_close(error(float_weight), alone + pulled, rtol=1e-4, atol=1e-4)
+    slope = torch.func.jacrev(lambda w: error(w).sum())(float_weight)
+    torch.testing.assert_close(slope, 2 * (float_weight @ error.gram - error.cross.mT), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -265,5 +265,6 @@ def test_a_layer_whose_input_is_the_same_for_all_samples(step, value):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)).eval()
     data = [torch.full((64, 16), value)]
-    plain, other = (fxq.quantize(model, r, data=data) for r in (REFERENCE, REFERENCE.insert_pass(step, after="smooth")))
-    assert other.output_sqnr > min(plain.output_sqnr, 40) - 1  # dB
+    recipes = (REFERENCE, REFERENCE.insert_pass(step, after="smooth"))
+    plain, chosen = (fxq.quantize(model, recipe, data=data) for recipe in recipes)
+    assert chosen.output_sqnr > min(plain.output_sqnr, 40) - 1  # dB

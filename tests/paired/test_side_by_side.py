@@ -52,28 +52,28 @@ def programs(model, recipe, data):
 def run(reference, compared, ends, data, **options):
     """Every value by the name of its node, copied while it is there."""
     inputs = data if isinstance(data, tuple) else (data,)
-    found = {}
+    values = {}
     with torch.no_grad():
         for v in side_by_side(reference, compared, ends, Batch(inputs), **options):
             own = None if v.own is None else [t.clone() for t in v.own]
-            found[v.node.name] = [t.clone() for t in v.want], [t.clone() for t in v.got], own
-    return found
+            values[v.node.name] = [t.clone() for t in v.want], [t.clone() for t in v.got], own
+    return values
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_both_sides_are_what_the_models_compute(recipe):
     model = built(Residual)
     reference, compared, ends, qmodel = programs(model, recipe, X)
-    found = run(reference, compared, ends, X)
-    assert list(found) == [n.name for n in qmodel.graph.nodes if n in ends]
+    values = run(reference, compared, ends, X)
+    assert list(values) == [n.name for n in qmodel.graph.nodes if n in ends]
     with torch.no_grad():
         stem = torch.relu(model.stem(X))
         total = torch.relu(model.conv(stem) + model.side(stem))
         want = {"stem_relu": stem, "conv_add_relu": total, "mean": total.mean((2, 3)), "head": model(X)}
         for name, expected in want.items():
-            assert torch.allclose(found[name][0][0], expected, rtol=1e-5, atol=1e-6)
-        assert torch.equal(found["head"][1][0], qmodel(X))
-    assert all(own is None for _, _, own in found.values())
+            assert torch.allclose(values[name][0][0], expected, rtol=1e-5, atol=1e-6)
+        assert torch.equal(values["head"][1][0], qmodel(X))
+    assert all(own is None for _, _, own in values.values())
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -81,20 +81,20 @@ def test_what_a_node_does_alone_starts_from_the_reference(recipe):
     """The head on the float mean, rounded once: what the kernels before it did wrong does not count."""
     model = built(Residual)
     reference, compared, ends, qmodel = programs(model, recipe, X)
-    found = run(reference, compared, ends, X, own=True)
+    values = run(reference, compared, ends, X, own=True)
     head = qmodel.qparams()["head"]
-    mean = found["mean"][0][0]
+    mean = values["mean"][0][0]
     q = torch.clamp(torch.round(mean / head.input_scale) + head.input_zero_point, 0, 255) - head.input_zero_point
     weight = head.weight.double() * head.weight_scale.double().reshape(-1, 1)
     expected = F.linear(q.double() * float(head.input_scale), weight, model.head.bias.double())
-    assert torch.allclose(found["head"][2][0].double(), expected, rtol=1e-5, atol=1e-6)  # the model returns float
-    assert not torch.equal(found["head"][2][0], found["head"][1][0])
+    assert torch.allclose(values["head"][2][0].double(), expected, rtol=1e-5, atol=1e-6)  # the model returns float
+    assert not torch.equal(values["head"][2][0], values["head"][1][0])
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_first_node_inherits_nothing(recipe):
-    found = run(*programs(built(Residual), recipe, X)[:3], X, own=True)
-    _, got, own = found["stem_relu"]
+    values = run(*programs(built(Residual), recipe, X)[:3], X, own=True)
+    _, got, own = values["stem_relu"]
     assert torch.equal(got[0], own[0])
 
 
@@ -105,13 +105,13 @@ def test_looking_alone_changes_no_other_value(name, recipe):
     data = batch(name)
     reference, compared, ends, _ = programs(build(name), recipe, data)
     inputs = data if isinstance(data, (tuple, dict)) else (data,)
-    given = Batch((), inputs) if isinstance(inputs, dict) else Batch(inputs)
+    example = Batch((), inputs) if isinstance(inputs, dict) else Batch(inputs)
 
     def values(own):
         with torch.no_grad():
             return {
                 v.node.name: [t.clone() for t in (*v.want, *v.got)]
-                for v in side_by_side(reference, compared, ends, given, own=own)
+                for v in side_by_side(reference, compared, ends, example, own=own)
             }
 
     plain, with_own = values(False), values(True)
@@ -121,12 +121,12 @@ def test_looking_alone_changes_no_other_value(name, recipe):
 
 
 def test_an_op_in_qdq_form_hands_on_integers():
-    """Its value is that behind the quantize: on the grid."""
+    """Its value is the quantized one."""
     model = built(Residual)
     *sides, qmodel = programs(model, PLAIN, X)
-    found = run(*sides, X, own=True)
+    values = run(*sides, X, own=True)
     stem = qmodel.qparams()["stem"]
-    for value in (found["stem_relu"][1][0], found["stem_relu"][2][0]):
+    for value in (values["stem_relu"][1][0], values["stem_relu"][2][0]):
         steps = value / stem.output_scale
         assert torch.allclose(steps, steps.round(), rtol=0, atol=1e-3)
 
@@ -153,9 +153,9 @@ def test_a_value_that_is_overwritten_before_it_is_asked_for_was_copied():
     (reference, theirs), (compared, ours) = graph_of(doubled_in_place), graph_of(the_other_way_round)
     set_info(theirs["mul_"], changes=(1,))
     ends = {ours["mul"]: theirs["mul_"], ours["relu_1"]: theirs["relu"]}
-    found = run(reference, compared, ends, X)
-    assert list(found) == ["mul", "relu_1"]
-    for want, got, _ in found.values():
+    values = run(reference, compared, ends, X)
+    assert list(values) == ["mul", "relu_1"]
+    for want, got, _ in values.values():
         assert torch.equal(want[0], got[0])
 
 
@@ -164,9 +164,9 @@ def test_a_quantized_model_agrees_with_itself(recipe):
     qmodel = fxq.quantize(built(Residual), recipe, data=[X])
     program = Program(qmodel, qmodel.graph)
     ends = {n: n for n in qmodel.graph.nodes if n.name in rows_by_node(qmodel.ledger)}
-    found = run(program, program, ends, X)
-    assert set(found) >= {"stem_relu", "conv_add_relu", "mean", "head"}
-    for want, got, _ in found.values():
+    values = run(program, program, ends, X)
+    assert set(values) >= {"stem_relu", "conv_add_relu", "mean", "head"}
+    for want, got, _ in values.values():
         assert torch.equal(want[0], got[0])
 
 
@@ -181,7 +181,7 @@ def test_every_value_of_the_reference_can_be_seen():
 
 
 def test_a_value_with_several_tensors_is_fed_whole():
-    """What lies behind a float LSTM starts from the float model's LSTM."""
+    """The ops after a float LSTM start from the float model's LSTM."""
 
     def forward(self, x):
         x = self.a(x)
@@ -191,19 +191,19 @@ def test_a_value_with_several_tensors_is_fed_whole():
     parts = {"a": nn.Linear(4, 6), "rnn": nn.LSTM(6, 7, batch_first=True), "b": nn.Linear(7, 2), "c": nn.Linear(6, 2)}
     model, x = module(forward, **parts), torch.randn(3, 5, 4)
     reference, compared, ends, qmodel = programs(model, PLAIN.leaf("rnn"), x)
-    found = run(reference, compared, ends, x, own=True)
-    rnn = next(n for n in found if len(found[n][0]) == 3)
-    want, _, own = found[rnn]
+    values = run(reference, compared, ends, x, own=True)
+    rnn = next(n for n in values if len(values[n][0]) == 3)
+    want, _, own = values[rnn]
     assert not torch.equal(want[0], own[0])  # the rounding of its input
     b = qmodel.qparams()["b"]
     q = torch.clamp(torch.round(want[0] / b.input_scale) + b.input_zero_point, 0, 255) - b.input_zero_point
     weight = b.weight.double() * b.weight_scale.double().reshape(-1, 1)
     expected = F.linear(q.double() * float(b.input_scale), weight, model.b.bias.double())
-    assert torch.allclose(found["b"][2][0].double(), expected, rtol=1e-5, atol=1e-6)  # the model returns float
+    assert torch.allclose(values["b"][2][0].double(), expected, rtol=1e-5, atol=1e-6)  # the model returns float
 
 
 def test_both_sides_draw_the_same_random_numbers():
-    """What a layer behind a dropout is off by is its own rounding, not that other values were dropped."""
+    """The error of a layer after a dropout is its own rounding, not that other values were dropped."""
     parts = {"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)}
 
     def forward(self, x):
@@ -215,8 +215,8 @@ def test_both_sides_draw_the_same_random_numbers():
     entries = {entry.name: entry for entry in qmodel.ledger}
     assert entries["randn_like"].sqnr == entries["dropout"].own_sqnr == math.inf
     assert entries["b"].sqnr > 30  # dB
-    found = {row.name: row.sqnr for row in fxq.compare(qmodel, qmodel, [x, x])}
-    assert set(found.values()) == {math.inf}
+    sqnrs = {row.name: row.sqnr for row in fxq.compare(qmodel, qmodel, [x, x])}
+    assert set(sqnrs.values()) == {math.inf}
 
 
 def test_a_module_with_state_runs_once_for_each_side():

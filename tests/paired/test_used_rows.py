@@ -42,9 +42,9 @@ def layers(manager):
     return [n for n in ops if not n.name.endswith(("_q", "_dq", "_weight_dq"))]
 
 
-def found_in(manager, given, at_once=None):
+def found_in(manager, inputs, at_once=None):
     """Which rows of the layers' values are used, in a batch."""
-    batch = as_batch(given, manager.context.model, "x")
+    batch = as_batch(inputs, manager.context.model, "x")
     return used_rows(Program(manager.gm, manager.gm.graph), batch, layers(manager), at_once)
 
 
@@ -52,18 +52,18 @@ def test_padding_is_not_used():
     torch.manual_seed(0)
     x, keep = padded()
     manager = until(Pooled().eval(), (x, keep), "insert-qdq", REFERENCE)
-    found = found_in(manager, (x, keep))
-    assert len(found) >= 2
-    for rows in found.values():
+    used = found_in(manager, (x, keep))
+    assert len(used) >= 2
+    for rows in used.values():
         assert torch.equal(rows.view(4, 10), keep)
 
 
 def test_all_rows_of_a_batch_without_padding_and_no_gradients_of_the_model():
     torch.manual_seed(0)
     model, x = Pooled().eval(), torch.randn(4, 10, 16)
-    given = x, torch.ones(4, 10, dtype=torch.bool)
-    manager = until(model, given, "insert-qdq", REFERENCE)
-    assert found_in(manager, given) == {}
+    inputs = x, torch.ones(4, 10, dtype=torch.bool)
+    manager = until(model, inputs, "insert-qdq", REFERENCE)
+    assert found_in(manager, inputs) == {}
     assert all(p.grad is None for p in model.parameters())
 
 
@@ -80,26 +80,26 @@ def test_what_is_not_chosen_this_time_is_no_padding(name):
     """Most tokens have no gradients here, and each counts."""
     torch.manual_seed(0)
     model = module(lambda self, x, k: CHOICES[name](self.up(x), k), up=nn.Linear(16, 2))
-    given = torch.randn(4, 12, 16), torch.ones(4)
-    manager = until(model, given, "insert-qdq", REFERENCE)
-    assert found_in(manager, given) == {}
+    inputs = torch.randn(4, 12, 16), torch.ones(4)
+    manager = until(model, inputs, "insert-qdq", REFERENCE)
+    assert found_in(manager, inputs) == {}
 
 
 def test_the_first_token_alone():
-    """What a network drops for certain is not used, whatever its reason."""
+    """Tokens that a network always drops are not used, whatever its reason."""
     torch.manual_seed(0)
     model = module(lambda self, x, k: self.up(x)[:, 0] * k[:, None], up=nn.Linear(16, 2))
-    given = torch.randn(4, 12, 16), torch.ones(4)
-    manager = until(model, given, "insert-qdq", REFERENCE)
-    (rows,) = found_in(manager, given).values()
+    inputs = torch.randn(4, 12, 16), torch.ones(4)
+    manager = until(model, inputs, "insert-qdq", REFERENCE)
+    (rows,) = found_in(manager, inputs).values()
     assert torch.equal(rows, (torch.arange(12) == 0).expand(4, 12))
 
 
 def test_what_has_no_gradients_counts_whole():
     model = module(lambda self, x, k: self.up(x).argmax(-1) + k, up=nn.Linear(16, 8))
-    given = torch.randn(2, 3, 16), torch.ones(2, 3, dtype=torch.int64)
-    manager = until(model, given, "insert-qdq", REFERENCE)
-    assert found_in(manager, given) == {}
+    inputs = torch.randn(2, 3, 16), torch.ones(2, 3, dtype=torch.int64)
+    manager = until(model, inputs, "insert-qdq", REFERENCE)
+    assert found_in(manager, inputs) == {}
 
 
 def test_what_is_fitted_to_values_does_not_see_padding():
@@ -109,9 +109,9 @@ def test_what_is_fitted_to_values_does_not_see_padding():
     recipe = fxq.Recipe.static(backend="reference", activation=spec).override("attention", fxq.FLOAT)
     fitted = [fxq.quantize(model, recipe, data=[padded(n, size) for n in range(8)]) for size in (0.5, -0.5)]
     plain = fxq.quantize(model, recipe.without_pass("correct-bias"), data=[padded(n) for n in range(8)])
-    one, other, before = (q.qparams()["up"].bias for q in (*fitted, plain))
-    torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
-    assert (one - before).abs().max() > 1e-4
+    bias, bias_of_padded, before = (q.qparams()["up"].bias for q in (*fitted, plain))
+    torch.testing.assert_close(bias, bias_of_padded, rtol=0, atol=1e-6)
+    assert (bias - before).abs().max() > 1e-4
 
 
 class Counted(nn.Module):
@@ -125,7 +125,7 @@ class Counted(nn.Module):
 
 
 def test_units_that_return_less_than_their_layer_and_modules_that_keep_something():
-    """A convolution with the pooling behind it, a layer for one value, and a leaf."""
+    """A convolution with pooling after it, a layer for one value, and a leaf."""
     torch.manual_seed(0)
     children = {"conv": nn.Conv2d(3, 8, 3), "pool": nn.MaxPool2d(2), "fc": nn.Linear(8, 1), "leaf": Counted()}
     model = module(
@@ -133,11 +133,11 @@ def test_units_that_return_less_than_their_layer_and_modules_that_keep_something
     )
     data = [(torch.randn(4, 3, 8, 8), torch.tensor([1.0, 0.0, 1.0, 1.0])) for _ in range(8)]
     recipe = REFERENCE.leaf("leaf")
-    made = fxq.quantize(model, recipe, data=data)
-    assert made.history["correct-bias"].edits
+    qmodel = fxq.quantize(model, recipe, data=data)
+    assert qmodel.history["correct-bias"].edits
     assert model.leaf.calls == 0
     again = fxq.quantize(model, recipe, data=data)
-    assert torch.equal(made.qparams()["conv"].bias, again.qparams()["conv"].bias)
+    assert torch.equal(qmodel.qparams()["conv"].bias, again.qparams()["conv"].bias)
 
 
 def test_smooth_does_not_see_padding():
@@ -150,8 +150,8 @@ def test_smooth_does_not_see_padding():
     hidden = [(x.masked_fill(~keep[..., None], 0.0), keep) for x, keep in (padded(n) for n in range(8))]
     observed = fxq.prepare(model, recipe.without_pass("correct-bias"), hidden[0])
     fxq.calibrate(observed, hidden)
-    one = fxq.convert(observed)
-    assert [str(edit.rule) for edit in one.history["smooth"].edits] == []
+    qmodel = fxq.convert(observed)
+    assert [str(edit.rule) for edit in qmodel.history["smooth"].edits] == []
     assert large.history["smooth"].edits  # its calibrated grid reaches to the padding, and tokens lose by that
     with torch.no_grad():
         fresh = padded(99, 100.0, samples=64)
@@ -180,17 +180,17 @@ def looked_up(z, k):
 def test_models_that_take_no_gradients_and_no_other_numbers(last):
     torch.manual_seed(0)
     model = module(lambda self, x, k: last(self.up(x), k), up=nn.Linear(16, 2))
-    given = 30 * torch.randn(4, 12, 16), torch.ones(4)
+    inputs = 30 * torch.randn(4, 12, 16), torch.ones(4)
     manager = until(
-        module(lambda self, x, k: self.up(x)[:, 0] * k[:, None], up=model.up), given, "insert-qdq", REFERENCE
+        module(lambda self, x, k: self.up(x)[:, 0] * k[:, None], up=model.up), inputs, "insert-qdq", REFERENCE
     )
-    assert found_in(manager, given) != {}
-    made = fxq.quantize(
+    assert found_in(manager, inputs) != {}
+    qmodel = fxq.quantize(
         module(lambda self, x, k: self.tail(self.up(x), k), up=model.up, tail=Tail(last)),
         REFERENCE.leaf("tail"),
-        data=[given],
+        data=[inputs],
     )
-    assert made.output_sqnr > 30
+    assert qmodel.output_sqnr > 30
 
 
 class Tail(nn.Module):
@@ -211,9 +211,9 @@ def test_some_samples_at_a_time(at_once):
     x, keep = padded(samples=7)
     keep[3:6] = True
     manager = until(Pooled().eval(), (x, keep), "insert-qdq", REFERENCE)
-    found, whole = found_in(manager, (x, keep), at_once), found_in(manager, (x, keep))
-    assert found.keys() == whole.keys() and len(found) >= 2
-    for node, rows in found.items():
+    used, whole = found_in(manager, (x, keep), at_once), found_in(manager, (x, keep))
+    assert used.keys() == whole.keys() and len(used) >= 2
+    for node, rows in used.items():
         assert torch.equal(rows, whole[node]) and torch.equal(rows.view(7, 10), keep)
 
 
@@ -225,7 +225,7 @@ MASKS = {
 
 
 class Written(Pooled):
-    """The same with attention written out; of two heads that are folded into the first axis where it is `folded`."""
+    """Attention written out, with two heads, which are folded into the first axis if `folded`."""
 
     def __init__(self, mask, folded=False):
         super().__init__()
@@ -249,10 +249,10 @@ def test_what_pads_a_text_is_not_compared(make, samples):
     torch.manual_seed(0)
     model, (x, keep) = make().eval(), padded(size=1000.0, samples=samples)
     real = torch.where(keep[..., None], x, 0.0)
-    made = fxq.quantize(model, REFERENCE.without_pass("smooth"), data=[(real, keep)])
+    qmodel = fxq.quantize(model, REFERENCE.without_pass("smooth"), data=[(real, keep)])
     ours, without = (
-        {row.name: row for row in fxq.compare(model, made, [(given, keep)]) if row.op in ("linear", "relu")}
-        for given in (x, real)
+        {row.name: row for row in fxq.compare(model, qmodel, [(tokens, keep)]) if row.op in ("linear", "relu")}
+        for tokens in (x, real)
     )
     assert len(ours) == 3
     for name, row in ours.items():
@@ -264,11 +264,11 @@ def test_padding_that_calibrates_does_not_count_in_the_ledger():
     torch.manual_seed(0)
     model, (x, keep) = Pooled().eval(), padded(size=30.0)
     recipe = REFERENCE.without_pass("smooth").without_pass("correct-bias")
-    made = fxq.quantize(model, recipe, data=[(x, keep)])
-    compared = {row.name: row for row in fxq.compare(model, made, [(x, keep)]) if row.op in ("linear", "relu")}
+    qmodel = fxq.quantize(model, recipe, data=[(x, keep)])
+    compared = {row.name: row for row in fxq.compare(model, qmodel, [(x, keep)]) if row.op in ("linear", "relu")}
     assert len(compared) == 3
     for name, row in compared.items():
-        (entry,) = made.ledger.where(name=name)
+        (entry,) = qmodel.ledger.where(name=name)
         assert entry.own_sqnr == pytest.approx(row.own_sqnr, abs=0.01)  # dB
 
 
@@ -278,15 +278,15 @@ def test_an_axis_that_counts_something_else_is_not_cut():
     model = module(
         lambda self, x, k: self.down(self.up(x).relu())[0] * k[0], up=nn.Linear(8, 16), down=nn.Linear(16, 4)
     )
-    given = torch.randn(20, 3, 8), torch.ones(20, 3, 1)
-    x = given[0].clone()
+    inputs = torch.randn(20, 3, 8), torch.ones(20, 3, 1)
+    x = inputs[0].clone()
     x[8:] *= 1000
-    made = fxq.quantize(model, REFERENCE.without_pass("smooth"), data=[given])
-    assert min(row.sqnr for row in fxq.compare(model, made, [(x, given[1])])) > 25  # dB
+    qmodel = fxq.quantize(model, REFERENCE.without_pass("smooth"), data=[inputs])
+    assert min(row.sqnr for row in fxq.compare(model, qmodel, [(x, inputs[1])])) > 25  # dB
 
 
 class Growing(nn.Module):
-    """What it adds grows with every call."""
+    """Module that adds a value that grows with every call."""
 
     def __init__(self):
         super().__init__()

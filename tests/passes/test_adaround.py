@@ -41,23 +41,23 @@ def problem(groups, rows, inputs, qmin=-7, qmax=7, seed=0):
 @settings(max_examples=25, deadline=None)
 def test_each_weight_goes_to_one_of_its_neighbours(groups, rows, inputs, ends, seed):
     layer, error = problem(groups, rows, inputs, *ends, seed=seed)
-    found = AdaRound(iterations=20).choose(layer, error)
+    chosen = AdaRound(iterations=20).choose(layer, error)
     steps = layer.steps()
     below, above = (side.clamp(*ends) for side in (steps.floor(), steps.floor() + 1))
-    assert ((found == below) | (found == above)).all()
+    assert ((chosen == below) | (chosen == above)).all()
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_it_comes_near_the_best_rounding_there_is(seed):
     """By trying all of them: of what rounding to the nearest loses against that, nearly half comes back, or more."""
     layer, error = problem(1, 3, 10, seed=seed)
-    found = error(layer.real(AdaRound().choose(layer, error)))
+    learned = error(layer.real(AdaRound().choose(layer, error)))
     nearest = error(layer.real(layer.steps().round()))
     tried = torch.stack(
         [error(layer.real(layer.steps().floor() + torch.tensor(up))) for up in product((0.0, 1.0), repeat=10)]
     )
     best = tried.amin(0)
-    assert (found - best).sum() < 0.6 * (nearest - best).sum()
+    assert (learned - best).sum() < 0.6 * (nearest - best).sum()
 
 
 LAYER = """
@@ -118,11 +118,11 @@ def test_layers_come_closer_on_other_samples_too(layer, shape, correct_bias):
 @pytest.mark.parametrize("inputs", [9, 150])  # less and more than a group
 def test_no_other_side_of_one_weight_would_be_better(inputs):
     layer, error = problem(2, 3, inputs)
-    found = AdaRound().choose(layer, error)
-    least = error(layer.real(found))
-    others = layer.steps().floor() * 2 + 1 - found
+    chosen = AdaRound().choose(layer, error)
+    least = error(layer.real(chosen))
+    others = layer.steps().floor() * 2 + 1 - chosen
     for i in range(inputs):
-        changed = found.clone()
+        changed = chosen.clone()
         changed[:, :, i] = others[:, :, i].clamp(layer.qmin, layer.qmax)
         assert (error(layer.real(changed)) > least * (1 - 1e-5)).all()
 
@@ -130,13 +130,13 @@ def test_no_other_side_of_one_weight_would_be_better(inputs):
 def test_it_is_the_same_each_time_and_leaves_random_numbers_alone():
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3)).eval()
     data = [torch.rand(4, 3, 8, 8) for _ in range(3)]
-    found = []
+    weights = []
     for seed in (1, 2):
         torch.manual_seed(seed)
         before = torch.get_rng_state()
-        found.append(fxq.quantize(model, ROUNDED, data=data))
+        weights.append(fxq.quantize(model, ROUNDED, data=data))
         assert torch.equal(before, torch.get_rng_state())
-    assert torch.equal(*(q(data[0]) for q in found))
+    assert torch.equal(*(q(data[0]) for q in weights))
 
 
 def test_a_recipe_that_is_saved_has_it(tmp_path):

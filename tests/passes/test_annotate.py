@@ -32,8 +32,8 @@ POOL = "max_pool2d({}, kernel_size=(2, 2), stride=(2, 2))"
 
 def plans(gm):
     """Precision and reason of each op, by node."""
-    found = {n.name: info(n).plan for n in gm.graph.nodes}
-    return {name: (plan.precision, plan.decision.text) for name, plan in found.items() if plan is not None}
+    by_name = {n.name: info(n).plan for n in gm.graph.nodes}
+    return {name: (plan.precision, plan.decision.text) for name, plan in by_name.items() if plan is not None}
 
 
 def annotated(*middle, recipe=REFERENCE, behind="conv2d(y, w)"):
@@ -285,13 +285,13 @@ def test_a_constant_behind_a_layer_does_not_turn_it_into_float(recipe):
 def test_recipe_says_float(selector):
     written = LAYERS.replace("MIDDLE", "y = relu(a)")
     gm = run_pass(Annotate(), written, recipe=REFERENCE.override(selector, fxq.FLOAT))
-    name, other = ("a", "b") if selector == "a" else ("y", "a")
+    name, other_name = ("a", "b") if selector == "a" else ("y", "a")
     decision = info(node(gm, name)).plan.decision
     said = "'a'" if selector == "a" else "fxq.by_op('relu')"
     assert (decision.precision, decision.kind) == ("float", "excluded by the recipe")
     assert decision.text == f"the recipe says float for {said}"
     assert decision.fix.startswith("recipe.override(")
-    assert plans(gm)[other] == ("int8", "")
+    assert plans(gm)[other_name] == ("int8", "")
 
 
 def test_a_spec_of_its_own_reaches_the_edge():

@@ -19,7 +19,7 @@ INT8, MOVES = f"plan=Plan(Decision('int8'), reads={S})", f"plan=Plan(Decision('m
 
 
 def observed(program, *names, constants=()):
-    """The program behind the declarations of its observers."""
+    """The program after the declarations of its observers."""
     declared = [f"modules['o.{name}'] = observer(spec={S}, constants={constants!r})" for name in names]
     return "\n".join([*declared, *(line.strip() for line in program.splitlines())])
 
@@ -45,7 +45,7 @@ STEPS = torch.arange(256.0).reshape(1, 256)
 def grids(gm):
     """Scale and zero point of each value that is on a grid."""
     edges = {n.name: info(n).edges for n in gm.graph.nodes if info(n).edges}
-    return {name: (round(found[0].qparams.s, 6), found[0].qparams.z) for name, found in edges.items()}
+    return {name: (round(value_edges[0].qparams.s, 6), value_edges[0].qparams.z) for name, value_edges in edges.items()}
 
 
 def test_what_is_moved_together_shares_a_grid():
@@ -60,7 +60,7 @@ def test_a_fine_value_that_is_read_as_it_is_keeps_its_grid_beside_a_coarse_one(t
     coarse = (float(times), 0)
     fine = coarse if times == 2 else (1.0, 0)
     assert grids(run_pass(ChooseGrids(), BRANCH, data=data)) == {"a": fine, "b": coarse, "cat": coarse}
-    assert grids(run_pass(ChooseGrids(), CAT, data=data))["a"] == coarse  # nobody else reads it
+    assert grids(run_pass(ChooseGrids(), CAT, data=data))["a"] == coarse  # it has no other reader
 
 
 PADDED = f"""

@@ -38,7 +38,7 @@ def test_dead_nodes_go_unless_they_do_something():
 
 
 def test_a_weight_is_brought_near_and_copied_where_it_is_returned():
-    """What is brought near is a constant of the graph like those that folding has made: the caller gets a copy.
+    """A weight with a flat path is a constant of the graph like the results of folding: the caller gets a copy.
 
     What the nodes do not name is not in the module.
     """

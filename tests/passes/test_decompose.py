@@ -21,7 +21,7 @@ class Attention(nn.Module):
     def __init__(self, forward=None, **options):
         super().__init__()
         self.before, self.attend = nn.Linear(E, E), nn.MultiheadAttention(E, H, **{"batch_first": True, **options})
-        self.behind = nn.Linear(E, 4)
+        self.last = nn.Linear(E, 4)
         self.body = forward or (lambda self, x: self.attend(x, x, x)[0])
         self.register_buffer("causal", torch.ones(L, L, dtype=torch.bool).triu(1))
         self.register_buffer("added", torch.randn(L, L))
@@ -31,7 +31,7 @@ class Attention(nn.Module):
         self.register_buffer("keys", torch.randn(N, S, 6))
 
     def forward(self, x):
-        return self.behind(self.body(self, self.before(x)))
+        return self.last(self.body(self, self.before(x)))
 
 
 def data(*shape):
@@ -42,8 +42,8 @@ def check(model, x, others=()):
     """The graph holds no module, computes the same, also for other sizes, and is left alone by a second run."""
     manager = until(model, x, "decompose")
     assert not [n for n in manager.gm.graph.nodes if n.op == "call_module"]
-    for given in (x, *others):
-        torch.testing.assert_close(call(manager.gm, given), call(model, given), rtol=1e-5, atol=1e-5)
+    for example in (x, *others):
+        torch.testing.assert_close(call(manager.gm, example), call(model, example), rtol=1e-5, atol=1e-5)
     assert again(manager, Decompose()) == []
     return manager
 
@@ -69,8 +69,8 @@ def test_text_before_and_after():
         transpose_3 = transpose(scaled_dot_product_attention, dim0=1, dim1=2)
         flatten = flatten(transpose_3, start_dim=-2)
         attend_out_proj = linear(flatten, @attend.out_proj.weight, @attend.out_proj.bias)
-        behind = linear(attend_out_proj, @behind.weight, @behind.bias)
-        return behind
+        last = linear(attend_out_proj, @last.weight, @last.bias)
+        return last
     """)
 
 
@@ -133,9 +133,9 @@ ENCODERS = {
 
 
 class Encoded(nn.Module):
-    def __init__(self, encoder, **given):
+    def __init__(self, encoder, **options):
         super().__init__()
-        self.before, self.encoder, self.given = nn.Linear(E, E), encoder, given
+        self.before, self.encoder, self.given = nn.Linear(E, E), encoder, options
 
     def forward(self, x):
         return self.encoder(self.before(x), **self.given)
@@ -207,7 +207,7 @@ def with_own_keys(layer):
 
 
 def hooked(encoder):
-    encoder.layers[0].linear1.register_forward_hook(lambda module, given, y: y + 1)
+    encoder.layers[0].linear1.register_forward_hook(lambda module, inputs, y: y + 1)
     return encoder
 
 

@@ -90,8 +90,8 @@ def test_weights_with_one_scale_lose_nothing_to_channels_that_are_large(function
 def ranges(weight, axis, groups=1):
     """The largest of each channel of a weight, by a loop."""
     if groups > 1 and axis == 1:
-        each = weight.shape[0] // groups
-        return torch.cat([ranges(weight[i * each : (i + 1) * each], 1) for i in range(groups)])
+        group_size = weight.shape[0] // groups
+        return torch.cat([ranges(weight[i * group_size : (i + 1) * group_size], 1) for i in range(groups)])
     return torch.stack([part.abs().max() for part in weight.unbind(axis)])
 
 
@@ -113,8 +113,8 @@ def test_the_output_stays_and_ranges_become_equal(dims, groups, kernel, transpos
     gm = fxq.extend.run_passes(model, EQUALIZED, x, until="equalize")
     wanted = model(x)
     torch.testing.assert_close(gm(x), wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
-    found = {name: tensor for name, tensor in fxq.extend.graph_tensors(gm).items() if "weight" in name}
-    first, second = (next(t for name, t in found.items() if name.startswith(f"fxq_data.{i}_")) for i in "02")
+    weights = {name: tensor for name, tensor in fxq.extend.graph_tensors(gm).items() if "weight" in name}
+    first, second = (next(t for name, t in weights.items() if name.startswith(f"fxq_data.{i}_")) for i in "02")
     read = ranges(second, 0) if transposed and dims else ranges(second, 1, groups)
     torch.testing.assert_close(ranges(first, 0), read, rtol=1e-3, atol=0)
 

@@ -24,7 +24,7 @@ HEAD = joined(
 
 
 def test_text_before_and_after():
-    """A unit that no kernel runs whole is opened: its layer emits float, and one conversion stands behind the rest."""
+    """A unit that no kernel runs whole is split: its layer emits float, and one conversion follows the other ops."""
     tensors = drawn(HEAD)
     gm = run_pass(Fallback(), HEAD, tensors)
     assert text(gm) == expected("""
@@ -72,7 +72,7 @@ def test_float_readers_of_a_float_value_read_it_unconverted():
 
 
 def test_float_readers_of_an_integer_value_dequantize_it():
-    """The kernel in front emits integers for the layer behind: one dequantize serves all float readers."""
+    """The first kernel emits integers for the next layer: one dequantize serves all float readers."""
     written = joined(
         LAYER, qdq("a"), f"b = conv2d(a_qdq, b_dq)  # {INT8}", SIN, "erf = erf(a_qdq)",
         "return (b, sin, erf)",
@@ -93,7 +93,7 @@ def test_a_layer_that_only_float_ops_read_emits_float():
 
 @needs_x86
 def test_the_head_of_a_unit_stays_fused():
-    """conv + sum + relu where nobody reads the sum as integers: the kernel takes the layer alone."""
+    """conv + sum + relu whose sum has no integer reader: the kernel runs only the layer."""
     unit = """
         def conv2d_add_relu(x, weight, other):
             conv2d = conv2d(x, weight)

@@ -130,8 +130,8 @@ def rounds_of(price):
 
     class Rounds(costs.Costs):
         def _measure(self, key):
-            found = self.rounds.setdefault(key, [])
-            found.append(1e-6 * price(key) * (1 if found else 10 if key.startswith("x86") else 1))
+            seconds = self.rounds.setdefault(key, [])
+            seconds.append(1e-6 * price(key) * (1 if seconds else 10 if key.startswith("x86") else 1))
             self._new.add(key)
 
     return Rounds()
@@ -143,8 +143,8 @@ def test_noise_changes_no_decision(plant_table, monkeypatch, noise, wins):
     """The price table decides near ties: a measurement that is off by less than the margin does not count."""
     loses = 1.1 if wins == "int8" else 1.5
     plant_table(lambda key: 0.1 if "quantize" in key else 1.0 if key.startswith(wins) else loses)
-    known = rounds_of(lambda key: (noise if int8(key) else 1.0) * (1.0 if int8(key) == (wins == "int8") else loses))
-    monkeypatch.setattr(costs, "machine_costs", lambda: known)
+    prober = rounds_of(lambda key: (noise if int8(key) else 1.0) * (1.0 if int8(key) == (wins == "int8") else loses))
+    monkeypatch.setattr(costs, "machine_costs", lambda: prober)
     model, x = settled(Three), torch.rand(2, 3, 8, 8)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", fxq.FxqWarning)  # nothing runs on integers
@@ -157,8 +157,8 @@ def test_what_is_clearly_otherwise_than_the_table_says_is_measured_again_and_cou
     """One round of the kernels was interrupted, and is no outlier later; but the small layer is slow each time."""
     plant_table(lambda key: 0.1 if "quantize" in key else 1.0 if key.startswith("int8") else 3.0)
     slow = lambda key: int8(key) and "[4, 8, 1, 1]" in key  # noqa: E731
-    known = rounds_of(lambda key: 90.0 if slow(key) else 1.0 if int8(key) else 3.0)
-    monkeypatch.setattr(costs, "machine_costs", lambda: known)
+    prober = rounds_of(lambda key: 90.0 if slow(key) else 1.0 if int8(key) else 3.0)
+    monkeypatch.setattr(costs, "machine_costs", lambda: prober)
     monkeypatch.setattr(costs, "APART", 0.0)
     model, x = settled(Three), torch.rand(2, 3, 8, 8)
     qmodel = fxq.quantize(model, X86, data=[x])
@@ -167,14 +167,14 @@ def test_what_is_clearly_otherwise_than_the_table_says_is_measured_again_and_cou
     assert by_path["small"].int8_us == pytest.approx(90.0)
     for path in ("a", "b", "head"):
         assert (by_path[path].by, by_path[path].runs) == ("table", "int8")
-    assert all(len(found) >= costs.LEAST for key, found in known.rounds.items() if int8(key) and "conv2d" in key)
+    assert all(len(seconds) >= costs.LEAST for key, seconds in prober.rounds.items() if int8(key) and "conv2d" in key)
 
 
 def test_what_rounds_do_not_agree_on_does_not_count(plant_table, monkeypatch):
     plant_table(lambda key: 0.1 if "quantize" in key else 1.0 if key.startswith("int8") else 3.0)
     times = iter(2.0**i for i in range(400, 0, -1))
-    known = rounds_of(lambda key: next(times) if int8(key) else 3.0)
-    monkeypatch.setattr(costs, "machine_costs", lambda: known)
+    prober = rounds_of(lambda key: next(times) if int8(key) else 3.0)
+    monkeypatch.setattr(costs, "machine_costs", lambda: prober)
     monkeypatch.setattr(costs, "APART", 0.0)
     qmodel = fxq.quantize(settled(Three), X86, data=[torch.rand(2, 3, 8, 8)])
     assert {(decision.by, decision.runs) for decision in qmodel.decisions} == {("table", "int8"), ("table", "moves")}
@@ -206,14 +206,14 @@ def test_what_conversions_cost_is_on_record(plant):
 
 
 def test_coverage_measures_nothing_and_does_not_choose(plant_table, monkeypatch):
-    """What the price table estimates is on record."""
+    """Estimates of the price table are recorded."""
     plant_table(lambda key: 9.0 if key.startswith("int8") else 1.0)
     monkeypatch.setattr(costs, "measure", lambda *_: pytest.fail("something was measured"))
     gm = three(X86.with_optimize("coverage"))
     assert set(precisions(gm).values()) == {"int8", "moves"}
     plans = [info(n).plan for n in gm.graph.nodes if info(n).plan is not None]
-    found = {plan.cost for plan in plans if plan.precision != "float"}
-    assert {(cost.float_us, cost.int8_us, cost.priced_by) for cost in found} == {(1.0, 9.0, "table")}
+    costs_of_plans = {plan.cost for plan in plans if plan.precision != "float"}
+    assert {(cost.float_us, cost.int8_us, cost.priced_by) for cost in costs_of_plans} == {(1.0, 9.0, "table")}
 
 
 def test_coverage_says_when_it_is_slower_than_float(plant_table):

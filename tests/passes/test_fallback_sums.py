@@ -54,10 +54,10 @@ def static(model, data, backend, *later):
     return quantized(model, recipe, data=[data, *later])
 
 
-def quantized(model, recipe, **given):
+def quantized(model, recipe, **options):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="nothing runs on integers", category=fxq.FxqWarning)
-        return fxq.quantize(model, recipe.with_min_sqnr(None), **given)
+        return fxq.quantize(model, recipe.with_min_sqnr(None), **options)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -135,12 +135,12 @@ def test_at_the_bound_of_recurrent_layers(backend):
 @pytest.mark.parametrize("preset", ["static", "dynamic"])
 def test_the_ledger_names_the_bits_that_fit(preset):
     model, data = linear(80_000) if preset == "static" else signs(2 * FITS + 2, 2)
-    given = {"data": [data]} if preset == "static" else {"example_inputs": data}
+    inputs = {"data": [data]} if preset == "static" else {"example_inputs": data}
     recipe = getattr(fxq.Recipe, preset)(backend="x86", optimize="coverage")
-    fix = quantized(model, recipe, **given).ledger[0].fix
+    fix = quantized(model, recipe, **inputs).ledger[0].fix
     measured = ', per="row", range="dynamic"' if preset == "dynamic" else ""
     assert fix == f"recipe.override('0', fxq.QuantConfig(activation=fxq.TensorSpec(bits=7{measured})))"
-    mended = quantized(model, eval(fix, {"recipe": recipe, "fxq": fxq}), **given)
+    mended = quantized(model, eval(fix, {"recipe": recipe, "fxq": fxq}), **inputs)
     assert mended.ledger[0].precision == "int8"
     torch.testing.assert_close(mended(data), model(data), rtol=0, atol=0.01)  # a step of 7 bits
 
@@ -160,8 +160,8 @@ def test_without_the_pass(backend):
 
 @cache
 def runners():
-    """What reads files: by suffix and runtime, the first output for an input."""
-    found = {(".pt2", "torch"): lambda path, x: torch.export.load(path).module()(x)}
+    """Readers of files by suffix and runtime: each returns the first output for an input."""
+    runs = {(".pt2", "torch"): lambda path, x: torch.export.load(path).module()(x)}
     if find_spec("onnxruntime") is not None:
         import onnxruntime
 
@@ -169,7 +169,7 @@ def runners():
             session = onnxruntime.InferenceSession(path)
             return torch.from_numpy(session.run(None, {session.get_inputs()[0].name: x.numpy()})[0])
 
-        found[".onnx", "onnxruntime"] = run
+        runs[".onnx", "onnxruntime"] = run
     if "openvino" in BACKENDS:
         import openvino
 
@@ -177,8 +177,8 @@ def runners():
             compiled = openvino.Core().compile_model(path, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
             return torch.from_numpy(compiled([x.numpy()])[0].copy())
 
-        found |= {(suffix, "openvino"): infer for suffix in (".onnx", ".xml")}
-    return found
+        runs |= {(suffix, "openvino"): infer for suffix in (".onnx", ".xml")}
+    return runs
 
 
 CASES = {"linear": (lambda: linear(150_000), 0.98), "conv2d": (conv, 0.98), "measured": (lambda: signs(150_000), 1.0)}
@@ -253,6 +253,6 @@ def test_files_of_products_of_activations_without_fallback(tmp_path):
         path = q.export(tmp_path / "m.onnx")
     onnxruntime = pytest.importorskip("onnxruntime")
     session = onnxruntime.InferenceSession(path)
-    names = [given.name for given in session.get_inputs()]
+    names = [graph_input.name for graph_input in session.get_inputs()]
     got = torch.from_numpy(session.run(None, dict(zip(names, (x.numpy(), y.numpy()), strict=True)))[0])
     torch.testing.assert_close(got, torch.full((1, 2, 3), 0.98**2), rtol=0.01, atol=0)

@@ -1,4 +1,4 @@
-"""fold-batch-norm: batch norms into the layers before them, or behind them."""
+"""fold-batch-norm: batch norms into the layers before or after them."""
 
 import re
 from contextlib import nullcontext
@@ -16,7 +16,7 @@ from tests.support.models import call, settled
 
 
 def written(layer, shape, weight, channels, norm="batch_norm({}, mean, var, g, h)", ahead=False):
-    """A layer with a norm behind it; or the other way round, behind a relu."""
+    """A layer with a norm after it; or a norm, after a relu, with a layer after it."""
     first, second = norm.format("relu"), layer.replace("(x", "(first")
     lines = ["relu = relu(x)", f"first = {first}", f"layer = {second}", "return layer"]
     if not ahead:
@@ -127,7 +127,7 @@ def test_what_is_not_folded_goes_through_the_pipeline_all_the_same(layer):
         assert call(fxq.quantize(model, REFERENCE, data=[x]), x).shape == call(model, x).shape
 
 
-# ---- into the layer behind it
+# ---- into the layer after it
 
 
 def test_padding_is_right_at_the_borders():

@@ -72,9 +72,9 @@ def test_ops_that_the_recipe_configures_differently_stay_apart(selector):
 
 def test_another_spec_for_the_layer_alone_keeps_the_unit():
     """An activation function has no spec of its own; a sum has."""
-    other = fxq.QuantConfig(activation=fxq.TensorSpec(bits=4))
-    assert kinds(run_pass(Fuse(), BLOCKS, recipe=REFERENCE.override("a", other)))[0] == "conv2d_relu"
-    apart = run_pass(Fuse(), BLOCKS, recipe=REFERENCE.override("b", other))
+    four_bits = fxq.QuantConfig(activation=fxq.TensorSpec(bits=4))
+    assert kinds(run_pass(Fuse(), BLOCKS, recipe=REFERENCE.override("a", four_bits)))[0] == "conv2d_relu"
+    apart = run_pass(Fuse(), BLOCKS, recipe=REFERENCE.override("b", four_bits))
     assert kinds(apart) == ["conv2d_relu", "conv2d", "add_relu"]
 
 

@@ -51,13 +51,13 @@ def test_it_is_the_algorithm(inputs, ordered):
     error.add(x[None], (real @ weight.T)[None])
     scale, zero_point = 0.3 + 0.1 * torch.rand(6, inputs), torch.randint(-2, 3, (6, inputs)).float()
     grid = WeightGrid(weight[None], scale[None], zero_point[None], -8, 7)
-    found = Gptq(ordered=ordered).choose(grid, error)[0]
+    chosen = Gptq(ordered=ordered).choose(grid, error)[0]
     gram, cross = error.gram[0], error.cross[0]
     order = gram.diagonal().argsort(descending=True).tolist() if ordered else range(inputs)
     wanted = plainly(weight, scale, zero_point, -8, 7, gram, cross, 0.01, order)
-    assert (found != wanted).float().mean() < 0.01  # ties, and what follows from them
+    assert (chosen != wanted).float().mean() < 0.01  # ties, and what follows from them
     nearest = (grid.steps().round()).clamp(-8, 7)
-    assert error(grid.real(found[None])).sum() < 0.5 * error(grid.real(nearest)).sum()
+    assert error(grid.real(chosen[None])).sum() < 0.5 * error(grid.real(nearest)).sum()
 
 
 LAYER = """
@@ -76,13 +76,13 @@ packed=(8,))  # stands_for='w'
 def test_text_before_and_after():
     """The grids stay, and so does how integers are kept."""
     torch.manual_seed(0)
-    given = {
+    tensors = {
         "w": torch.randn(3, 8),
         "w_int4": torch.randint(0, 256, (3, 4), dtype=torch.uint8),
         "scale": torch.full((3, 2), 0.4),
         "zero": torch.full((3, 2), 8, dtype=torch.uint8),
     }
-    gm = run_pass(Gptq(), LAYER, given, data=(correlated(64, 8),))
+    gm = run_pass(Gptq(), LAYER, tensors, data=(correlated(64, 8),))
     assert program(gm) == expected("""
         x: float32[64, 8] = input()
         w: float32[3, 8] = tensor('w')
@@ -95,7 +95,7 @@ block=4, packed=(8,))
         return y
     """)
     x = correlated(64, 8)
-    assert sqnr(x @ given["w"].T, gm(x)) > 15  # dB; the integers before were random
+    assert sqnr(x @ tensors["w"].T, gm(x)) > 15  # dB; the integers before were random
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
@@ -180,12 +180,12 @@ class Summed(nn.Module):
         return (self.out(self.layer(x)[0]) * keep[..., None]).sum(1)
 
 
-@pytest.mark.parametrize(("made", "layers"), [(Pooled, 4), (partial(Summed, "LSTM"), 3), (partial(Summed, "GRU"), 3)])
-def test_padding_does_not_count(made, layers):
+@pytest.mark.parametrize(("build", "layers"), [(Pooled, 4), (partial(Summed, "LSTM"), 3), (partial(Summed, "GRU"), 3)])
+def test_padding_does_not_count(build, layers):
     """Whatever stands in it, the integers are the same."""
     recipe = FOUR_BITS.insert_pass(Gptq(), after="insert-qdq")
     torch.manual_seed(0)
-    model = made().eval()
+    model = build().eval()
     a, b = (fxq.quantize(model, recipe, data=[padded(size=size)]).state_dict() for size in (1.0, 30.0))
     integers = [name for name in a if name.endswith("_chosen")]
     assert len(integers) == layers and all(torch.equal(a[name], b[name]) for name in integers)
@@ -219,6 +219,6 @@ def test_what_rounding_costs_tokens_does_not_change_the_weight_of_a_linear_layer
     coarse = fxq.Recipe.static(activation=fxq.TensorSpec(bits=2), backend="reference", optimize="coverage")
     recipe = coarse.with_min_sqnr(None).without_pass("correct-bias").insert_pass(Gptq(scales=False), after="smooth")
     qmodel = fxq.quantize(model, recipe, data=[torch.randn(8, 40, 32) for _ in range(4)])
-    found = qmodel.qparams()["0"]
-    weight = found.weight.float() * found.weight_scale[:, None]
+    layer = qmodel.qparams()["0"]
+    weight = layer.weight.float() * layer.weight_scale[:, None]
     assert sqnr(model[0].weight.detach(), weight) > 30  # dB

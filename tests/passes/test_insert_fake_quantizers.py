@@ -97,7 +97,7 @@ def test_dropout_is_put_back():
     trained = prepared(model, torch.randn(2, 4))
     lines = nodes(trained)
     at = [i for i, line in enumerate(lines) if line.partition(": ")[2].startswith(("1(", "3("))]
-    assert [lines[i - 1].partition(":")[0] for i in at] == ["_0", "_2_fq"]  # behind the layer, behind what is rounded
+    assert [lines[i - 1].partition(":")[0] for i in at] == ["_0", "_2_fq"]  # after the layer, after the fake quantizer
     torch.manual_seed(0)
     x = torch.randn(64, 4)
     assert not torch.equal(trained(x), trained(x))

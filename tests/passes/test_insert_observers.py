@@ -28,7 +28,7 @@ DENSE = f"""
 
 
 def test_text_before_and_after():
-    """Behind what is made, not behind what is moved, nor what nobody reads as integers."""
+    """After computed values, not after moved values, nor after values without an integer reader."""
     gm = run_pass(InsertObservers(), DENSE)
     assert text(gm) == expected("""
         x = input
@@ -47,12 +47,13 @@ def test_an_observer_sees_what_it_is_named_after():
     gm = run_pass(InsertObservers(), DENSE.replace("TensorSpec()", "TensorSpec(observer='minmax')"))
     x = torch.randn(1, 3, 4, 4)
     gm(x)
-    found = node(gm, "a_observer")
-    observer = submodule(gm, found)
+    observer_node = node(gm, "a_observer")
+    observer = submodule(gm, observer_node)
     seen = torch.conv2d(x, gm.a.weight)
     assert [float(v) for v in observer.range()] == [float(seen.min()), float(seen.max())]
     assert observer.name == '%a (layer "a", net.py:7)'
-    assert (info(found).path, info(found).source, info(found).shape) == ("a", "net.py:7", (1, 3, 4, 4))
+    about = info(observer_node)
+    assert (about.path, about.source, about.shape) == ("a", "net.py:7", (1, 3, 4, 4))
 
 
 def test_one_observer_for_each_spec():
@@ -83,7 +84,7 @@ def test_one_observer_for_each_spec():
 
 
 def test_a_weight_has_one_observer_for_each_form_that_layers_want():
-    """What reads it in float, reads it as it is. Calibration shows the observer nothing: a weight is known."""
+    """Float readers read the weight as it is. Its observer sees nothing in calibration."""
     tensor = W.replace("channel", "tensor")
     gm = run_pass(
         InsertObservers(),

@@ -218,7 +218,7 @@ ROWS = "TensorSpec(symmetric=True, per='row', range='dynamic')"
 
 
 def test_a_measured_scale_is_a_value_of_the_graph():
-    """Who reads the value on another grid, or as floats, reads the value itself, not what is on the measured grid."""
+    """Readers of another grid, or of floats, read the value itself, not its form on the dynamic grid."""
     measured = f"Edge({ROWS}, 1, True, axis=-1, qparams=DynamicGrid(0, 255, torch.uint8, -1))"
     row = f"plan=Plan(Decision('int8'), reads={ROWS}, weight={W})"
     gm = run_pass(

@@ -140,8 +140,8 @@ def test_what_computes_the_values_reads_floats_up_to_the_layer_before():
         y: float32[4, 2] = linear(v, w)  # {INT8}
         return y
     """
-    given = {"w": needs(values(192)), "square": torch.eye(256) / 4}
-    gm = run_pass(KeepSmallValues(), program, given, data=(values(192) + 0.5,))  # 1 there, half of that behind the sum
+    tensors = {"w": needs(values(192)), "square": torch.eye(256) / 4}
+    gm = run_pass(KeepSmallValues(), program, tensors, data=(values(192) + 0.5,))  # 1, then half of it after the sum
     plans = {name: info(node(gm, name)).plan for name in ("before", "v", "y")}
     assert {name: plan.precision for name, plan in plans.items()} == {"before": "int8", "v": "float", "y": "float"}
     assert plans["v"].exact
@@ -160,7 +160,7 @@ def test_of_the_few_integers_of_a_coarse_grid_many_are_zero():
 
 
 def test_the_layer_of_a_unit_that_reads_its_residual_later():
-    """What is added behind the layer may be mostly zeros."""
+    """A value that is added after the layer may be mostly zeros."""
 
     def forward(self, x, y):
         return F.relu(self.conv(x) + y)
@@ -181,8 +181,8 @@ QUIET = REFERENCE.with_min_sqnr(None)
 
 def powers(*shape, seed=0):
     """Like those of a spectrum: in each band of the last axis, others are a thousand times as large."""
-    found = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).exp()
-    return found * torch.logspace(-4, 1, shape[-1]) ** 2
+    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).exp()
+    return drawn * torch.logspace(-4, 1, shape[-1]) ** 2
 
 
 class OfPowers(nn.Module):
@@ -206,7 +206,7 @@ class OfPowers(nn.Module):
 @pytest.mark.parametrize("preset", ["static", "dynamic"])
 @pytest.mark.parametrize("recurrent", [False, True])
 def test_a_network_of_powers(recurrent, preset, backend):
-    """The first layer reads floats, also behind a transpose; without the pass, half of the signal is lost and more."""
+    """The first layer reads floats, also after a transpose; without the pass, over half of the signal is lost."""
     model, data = OfPowers(recurrent).eval(), [powers(2, 20, 40, seed=i) for i in range(4)]
     recipe = plain(getattr(fxq.Recipe, preset)(backend=backend, optimize="coverage").with_min_sqnr(None))
     qmodel = fxq.quantize(model, recipe, data=data)

@@ -103,7 +103,7 @@ PROGRAMS = {
         return out
         """,
     ),
-    "measured scales": (
+    "dynamic scales": (
         joined(
             IMAGE, A, integer_weight("fc", "3, 8"),
             "x_scale: float32[2, 1, 1, 1] = choose_scale(x, steps=63, axis=-3)",
@@ -122,7 +122,7 @@ PROGRAMS = {
         return (a, again)
         """,
     ),
-    "measured scales and zero points": (
+    "dynamic scales and zero points": (
         joined(
             IMAGE, A, integer_weight("fc", "3, 8"),
             "x_scale: float32[2, 1, 1, 1] = choose_scale(x, steps=126, axis=-3, symmetric=False)",

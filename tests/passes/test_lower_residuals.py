@@ -1,4 +1,4 @@
-"""lower: a kernel overwrites its residual where nobody else needs it."""
+"""lower: a kernel overwrites its residual if nothing else reads it."""
 
 import pytest
 import torch

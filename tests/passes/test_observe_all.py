@@ -24,8 +24,8 @@ def graph(until="fold-batch-norm"):
 def test_every_value_of_floats_is_watched():
     gm = graph()
     want, before = gm(X), [n.name for n in gm.graph.nodes if n.op == "call_function"]
-    made = rewriter(gm, X)
-    ObserveAll(("minmax", "moving_average")).run(made)
+    editor = rewriter(gm, X)
+    ObserveAll(("minmax", "moving_average")).run(editor)
     gm.recompile()
     assert torch.equal(gm(X), want)
     watched = {n.args[0].name: gm.get_submodule(n.target) for n in gm.graph.nodes if n.op == "call_module"}

@@ -79,7 +79,7 @@ def test_a_cat_of_two_grids_stays(other):
 @pytest.mark.parametrize(
     ("call", "up"),
     [
-        ("interpolate(x, scale_factor=2)", True),  # four times as many values behind it
+        ("interpolate(x, scale_factor=2)", True),  # four times as many values after it
         ("interpolate(x, scale_factor=0.5)", False),
         ("transpose(x, dim0=2, dim1=3)", False),
         ("interpolate(x, scale_factor=2, mode='bilinear')", False),  # arithmetic
@@ -125,7 +125,7 @@ PAIR = """
     ],
 )
 def test_pairs_cancel_or_become_one_requantize(scale, wanted):
-    """A quantize behind a dequantize: a pair that the pipeline itself does not make with two grids."""
+    """A quantize after a dequantize: a pair that the pipeline itself does not insert with two grids."""
     before = PAIR.format(scale, scale)
     gm = run_pass(Propagate(), before)
     assert program(gm).splitlines() == ["q: uint8[2, 3] = input()", *wanted, "return dq"]

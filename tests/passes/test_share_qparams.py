@@ -32,15 +32,15 @@ CAT = f"""
 
 def groups(gm):
     """The names of the values of each group, those that are made (not moved) marked with a star."""
-    found = {}
+    numbers = {}
     for value in gm.graph.nodes:
         for edge in info(value).edges:
-            found.setdefault(edge.group, set()).add(value.name + "*" * edge.source)
-    return sorted(map(sorted, found.values()))
+            numbers.setdefault(edge.group, set()).add(value.name + "*" * edge.source)
+    return sorted(map(sorted, numbers.values()))
 
 
 def test_groups_of_what_moves_data():
-    """The graph stays; what nobody reads as integers has no edge."""
+    """The graph stays; a value without an integer reader has no edge."""
     gm = run_pass(ShareQParams(), CAT)
     assert groups(gm) == [["a*", "b*", "cat", "flat"], ["c*"], ["x*"]]
     assert program(gm) == program(fxq.extend.read_graph(CAT, fxq.extend.graph_tensors(gm)))
@@ -84,9 +84,8 @@ def test_a_weight_is_an_edge_alone_in_its_group():
     weight = "TensorSpec(signed=True, symmetric=True, per='channel')"
     gm = run_pass(ShareQParams(), CAT.replace(INT8, f"{INT8[:-1]}, weight={weight})"))
     edges = {n.name: info(n).edges for n in gm.graph.find_nodes(op="get_attr")}
-    assert {name: [(str(e.spec.per), e.axis, e.observed) for e in found] for name, found in edges.items()} == {
-        "w": [("channel", 0, True)], "v": [("channel", 0, True)],
-    }  # fmt: skip
+    facts = {name: [(str(e.spec.per), e.axis, e.observed) for e in of_weight] for name, of_weight in edges.items()}
+    assert facts == {"w": [("channel", 0, True)], "v": [("channel", 0, True)]}
     assert groups(gm) == [["a*", "b*", "cat", "flat"], ["c*"], ["v*"], ["w*"], ["x*"]]
 
 
@@ -129,7 +128,7 @@ def test_a_group_covers_a_function_and_what_is_beside_it():
 
 
 def test_limits_that_are_values_of_the_graph():
-    """What a clamp makes of a constant in front of it is not known before the model runs."""
+    """The result of a clamp of an earlier constant is not known before the model runs."""
     layers = {"a": nn.Linear(4, 4), "b": nn.Linear(4, 2)}
     model = module(lambda self, x, limit: self.b(torch.clamp(self.a(x), -limit, limit)), **layers)
     x = torch.randn(8, 4)

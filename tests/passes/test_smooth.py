@@ -47,8 +47,8 @@ GIVEN = {"w": W, "scale": torch.full((3,), 1 / 127), "w_int8": (W * 127).round()
 
 def test_text_before_and_after():
     gm = run_pass(Smooth(least=64), LAYER, GIVEN, data=(X,))
-    made = next(n for n in gm.graph.nodes if is_op(n, "quantize")).kwargs
-    grid = f"scale={made['scale']!r}, zero_point={made['zero_point']}"
+    options = next(n for n in gm.graph.nodes if is_op(n, "quantize")).kwargs
+    grid = f"scale={options['scale']!r}, zero_point={options['zero_point']}"
     assert program(gm) == expected(f"""
         x: float32[64, 4] = input()
         b: float32[3] = tensor('b')
@@ -68,10 +68,10 @@ qmin=-127, qmax=127, axis=0)
 def test_the_factors_are_those_of_the_paper():
     """max|x| ** alpha / max|w| ** (1 - alpha), and the weight's integers are those of the weight times the factors."""
     gm = run_pass(Smooth(least=64), LAYER, GIVEN, data=(X,))
-    found = 1 / gm.fxq_data.x_smoothing
+    written_factors = 1 / gm.fxq_data.x_smoothing
     wanted = [X.abs().amax(0) ** a / W.abs().amax(0) ** (1 - a) for a in (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)]
-    assert min(float((found / factors - 1).abs().max()) for factors in wanted) < 1e-5
-    real = W * found
+    assert min(float((written_factors / factors - 1).abs().max()) for factors in wanted) < 1e-5
+    real = W * written_factors
     scale = real.abs().amax(1, keepdim=True) / 127
     torch.testing.assert_close(gm.fxq_data.w_smoothed_int8, (real / scale).round().to(torch.int8))
 
@@ -142,28 +142,28 @@ def peaks():
 def test_a_layer_that_measures_its_tokens(backend):
     model, data, fresh = peaks(), tokens(16), tokens(17)[16][:, 1:]
     recipe = fxq.Recipe.static(backend=backend, optimize="coverage").without_pass("correct-bias")
-    one, each = (fxq.quantize(model, r, data=data) for r in (recipe.without_pass("smooth"), recipe))
+    static, per_row = (fxq.quantize(model, r, data=data) for r in (recipe.without_pass("smooth"), recipe))
     with torch.no_grad():
         wanted = model.down(nn.functional.gelu(model.up(fresh)))
-        assert sqnr(wanted, each(fresh) - fresh) > sqnr(wanted, one(fresh) - fresh) + 5  # dB
-    (entry,) = each.ledger.where(path="down")
+        assert sqnr(wanted, per_row(fresh) - fresh) > sqnr(wanted, static(fresh) - fresh) + 5  # dB
+    (entry,) = per_row.ledger.where(path="down")
     assert entry.precision == "int8" and entry.reason.startswith("one grid for all tokens gives ")
-    assert each.qparams()["down"].weight.dtype == torch.int8
+    assert per_row.qparams()["down"].weight.dtype == torch.int8
 
 
 def test_a_backend_that_measures_nothing_leaves_the_layer_in_float():
     if why := unavailable("openvino"):
         pytest.skip(why)
-    made = fxq.quantize(peaks(), fxq.Recipe.static(backend="openvino", optimize="coverage"), data=tokens(16))
-    (entry,) = made.ledger.where(path="down")
+    qmodel = fxq.quantize(peaks(), fxq.Recipe.static(backend="openvino", optimize="coverage"), data=tokens(16))
+    (entry,) = qmodel.ledger.where(path="down")
     assert (entry.precision, entry.kind) == ("float", "unsupported")
     assert "one grid for all tokens gives" in entry.reason and "openvino measures no ranges" in entry.reason
-    assert [entry.precision for entry in made.ledger.where(path="up")] == ["int8"]
-    assert "choose_scale" not in str(made.history["fallback"])  # nothing is measured for floats
+    assert [entry.precision for entry in qmodel.ledger.where(path="up")] == ["int8"]
+    assert "choose_scale" not in str(qmodel.history["fallback"])  # nothing is measured for floats
 
 
 def block():
-    """A residual block of a transformer: the norm's value is read by a layer, and by the sum behind it."""
+    """A residual block of a transformer: a layer and the sum after it read the norm's value."""
     torch.manual_seed(0)
     children = {"norm": nn.LayerNorm(32), "up": nn.Linear(32, 64), "down": nn.Linear(64, 32)}
     model = module(lambda self, x: (y := self.norm(x)) + self.down(torch.nn.functional.gelu(self.up(y))), **children)
@@ -221,14 +221,14 @@ def test_what_is_large_in_one_half_of_the_samples_alone_decides_nothing():
     x[:32, :, 0] *= 1e-3
     x[32:, :, 0] *= 30
     step = Smooth(measure_gain=math.inf)
-    made = fxq.quantize(model, PLAIN.insert_pass(step, after="insert-qdq"), data=list(x.split(4)))
-    assert made.history["smooth"].edits == ()
+    qmodel = fxq.quantize(model, PLAIN.insert_pass(step, after="insert-qdq"), data=list(x.split(4)))
+    assert qmodel.history["smooth"].edits == ()
 
 
 def test_recipes_without_data_are_left_alone():
     model, x = block(), torch.randn(32, 16, 32)
-    made = fxq.quantize(model, fxq.Recipe.dynamic(backend="reference"), example_inputs=x)
-    assert made.history["smooth"].edits == ()
+    qmodel = fxq.quantize(model, fxq.Recipe.dynamic(backend="reference"), example_inputs=x)
+    assert qmodel.history["smooth"].edits == ()
 
 
 DYNAMIC = LAYER.replace(
@@ -240,7 +240,7 @@ DYNAMIC = DYNAMIC.replace("TensorSpec()", "TensorSpec(symmetric=True, per='row',
 
 
 def test_text_before_and_after_where_the_input_is_measured():
-    """It is measured behind the division."""
+    """The dynamic range is computed after the division."""
     gm = run_pass(Smooth(least=64), DYNAMIC, GIVEN, data=(X,))
     grid = "scale=x_smooth_scale, zero_point=128"
     assert program(gm) == expected(f"""
@@ -305,17 +305,17 @@ def test_channels_that_nothing_reads_and_batches_without_samples(empty):
 
 
 def test_a_unit_of_which_a_layer_that_measures_runs_the_first_op_alone():
-    """SiLU behind it has no kernel of measured layers on x86: it runs in float, and so is no unit in qdq form left."""
+    """SiLU after it has no kernel for dynamic layers on x86: it runs in float, so that no unit is left in qdq form."""
     if why := unavailable("x86"):
         pytest.skip(why)
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(32, 64), nn.SiLU()).eval(), torch.randn(64, 16, 32)
     x[:, 0] *= 20
-    made = fxq.quantize(model, fxq.Recipe.static(backend="x86", optimize="coverage"), data=list(x.split(8)))
-    assert "choose_scale" in str(made.history["smooth"])
-    assert [entry.precision for entry in made.ledger] == ["int8", "float"]
-    assert "dequantize" not in str(made.history["cleanup"])
-    assert sqnr(model(x[:, 1:]), made(x[:, 1:])) > 30  # dB
+    qmodel = fxq.quantize(model, fxq.Recipe.static(backend="x86", optimize="coverage"), data=list(x.split(8)))
+    assert "choose_scale" in str(qmodel.history["smooth"])
+    assert [entry.precision for entry in qmodel.ledger] == ["int8", "float"]
+    assert "dequantize" not in str(qmodel.history["cleanup"])
+    assert sqnr(model(x[:, 1:]), qmodel(x[:, 1:])) > 30  # dB
 
 
 @pytest.mark.parametrize("signed", [True, False])

@@ -47,7 +47,7 @@ def test_text_and_metadata():
 
 
 def test_a_plain_sequential_has_no_line_of_its_own():
-    """That of whoever quantizes it would say nothing of the model, and two calls would give two models."""
+    """The source line of the caller would say nothing about the model, and two calls would give two models."""
     gm = graph(nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval(), torch.rand(2, 4), "trace")
     assert [(info(n).path, info(n).source) for n in gm.graph.nodes if n.op == "call_module"] == [("0", ""), ("1", "")]
     with pytest.raises(fxq.InputError, match=r'layer "0" got float32\[2, 5\]'):
@@ -87,10 +87,10 @@ class Loop(nn.Module):
 class Outer(nn.Module):
     def __init__(self, inner):
         super().__init__()
-        self.before, self.inner, self.behind = nn.Linear(4, 4), inner, nn.Linear(4, 2)
+        self.before, self.inner, self.last = nn.Linear(4, 4), inner, nn.Linear(4, 2)
 
     def forward(self, x):
-        return self.behind(self.inner(self.before(x)))
+        return self.last(self.inner(self.before(x)))
 
 
 @pytest.mark.parametrize(("inner", "line", "value"), [(Branch, 2, "%gt = gt(%sum_1)"), (Loop, 1, "%before")])
@@ -122,8 +122,8 @@ def test_a_leaf_runs_in_float():
         x = input
         before = module Linear(x)
         inner = module Branch(before)
-        behind = module Linear(inner)
-        return behind
+        last = module Linear(inner)
+        return last
     """)
 
 

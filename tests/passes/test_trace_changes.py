@@ -115,7 +115,7 @@ def test_a_view_that_nobody_reads_later_is_fine():
     assert equal(call(graph(model, x, "canonicalize"), x), call(model, x))
 
 
-SAME = [
+UNCHANGED_MODELS = [
     lambda m, y: m.identity(y),
     lambda m, y: m.dropout(y),
     lambda m, y: F.dropout(y, training=False),
@@ -140,7 +140,7 @@ VIEWS = [
 
 
 class Aliased(nn.Module):
-    """Reads, behind a change in place, what it took before it."""
+    """Reads, after a change in place, a value that it took before."""
 
     def __init__(self, take, change):
         super().__init__()
@@ -161,9 +161,9 @@ CHANGES = [lambda m, y: m.relu(y), lambda m, y: y.add_(1.5), lambda m, y: y.fill
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("take", SAME)
+@pytest.mark.parametrize("take", UNCHANGED_MODELS)
 def test_another_name_of_the_whole_value_is_read_as_the_result(take, change):
-    """An nn.Identity before an nn.ReLU(inplace=True) gave -0.3 dB, without a word."""
+    """An nn.Identity before an nn.ReLU(inplace=True) was silently wrong, with -0.3 dB."""
     model, x = settled(lambda: Aliased(take, change)), torch.randn(64, 4)
     assert equal(call(graph(model, x, "canonicalize"), x), call(model, x))
     assert sqnr(call(model, x), call(fxq.quantize(model, REFERENCE, data=[x]), x)) > 30

@@ -88,7 +88,7 @@ def test_a_wrong_kernel_is_put_back(monkeypatch, change, why):
     wrong = quantized.ledger.where(kind="unverified")
     assert {e.path for e in wrong if e.op == "conv2d"} == set(convs)
     assert all(e.precision == "float" for e in wrong)
-    # What was put back is the qdq form itself; only the kernels behind it differ.
+    # The wrong kernels are replaced by their q/dq form; only the kernels after them differ.
     assert sqnr(call(right, x), call(quantized, x)) > 60
 
 
@@ -245,7 +245,7 @@ def test_a_wrong_requantize_is_put_back(monkeypatch):
 
 @dataclass(frozen=True)
 class Coarser(fxq.Pass):
-    """A second quantize and dequantize behind the first dequantize, on a coarser grid."""
+    """A second quantize and dequantize after the first dequantize, on a coarser grid."""
 
     name = "coarser"
     needs = gives = fxq.extend.Stage.QDQ
@@ -259,7 +259,7 @@ class Coarser(fxq.Pass):
 
 
 class ReadLater(nn.Module):
-    """A residual that is read again behind the sum."""
+    """A residual that is read again after the sum."""
 
     def __init__(self):
         super().__init__()
@@ -310,7 +310,7 @@ class Blocks(nn.Module):
 
 @needs_x86
 def test_verification_takes_time_in_proportion_to_the_graph():
-    """What a residual may share memory with is not listed anew for each of them."""
+    """Memory that a residual may share is listed once, not for each residual."""
     calls = []
     for blocks in (10, 20):
         manager = until(Blocks(blocks).eval(), torch.rand(1, 2, 4, 4), "lower", X86)

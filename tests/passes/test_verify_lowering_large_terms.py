@@ -50,7 +50,7 @@ class Cancels(nn.Module):
         return self.a(x)
 
 
-FAR = [
+CANCELLING_TERMS = [
     (Wide, [(0.0, 1.0), (0.0, 1e4)]),
     (Wide, [(0.0, 1.0), (0.0, 1e6)]),
     (Difference, [(0.0, 1.0)]),
@@ -62,7 +62,7 @@ BACKENDS = ["x86", *(name for name in ("fbgemm",) if packed.has_engine(name))]
 
 @needs_x86
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("model", "batches"), FAR)
+@pytest.mark.parametrize(("model", "batches"), CANCELLING_TERMS)
 def test_what_is_left_of_large_terms_is_as_inexact_as_they_are(model, batches, backend):
     """No right kernel is accused where the grid is far wider than the values, or where its terms cancel."""
     torch.manual_seed(0)
@@ -77,7 +77,7 @@ def test_what_is_left_of_large_terms_is_as_inexact_as_they_are(model, batches, b
 
 
 @needs_x86
-@pytest.mark.parametrize("batches", [batches for model, batches in FAR if model is Wide])
+@pytest.mark.parametrize("batches", [batches for model, batches in CANCELLING_TERMS if model is Wide])
 @pytest.mark.parametrize("change", [lambda y: y * 1.02, lambda y: y + y.abs().max() * 0.01, lambda y: y.roll(1, 1)])
 def test_a_wrong_kernel_is_found_there_all_the_same(monkeypatch, change, batches):
     """By two in a hundred of the largest result that a batch of the grid's own size gives."""

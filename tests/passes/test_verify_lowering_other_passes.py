@@ -1,4 +1,4 @@
-"""verify-lowering behind a pass of the user's that has changed the lowered graph."""
+"""verify-lowering after a pass of the user that has changed the lowered graph."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -22,7 +22,7 @@ class After(fxq.Pass):
     """Pass after lower that calls a function."""
 
     edit: Any = None
-    name: ClassVar[str] = "behind"
+    name: ClassVar[str] = "after-lower"
     needs: ClassVar[fxq.extend.Stage] = fxq.extend.Stage.LOWERED
     gives: ClassVar[fxq.extend.Stage] = fxq.extend.Stage.LOWERED
 

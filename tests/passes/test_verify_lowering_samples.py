@@ -53,14 +53,14 @@ class Causal(nn.Module):
         return self.head(self.attention(x, x, x, attn_mask=self.mask, is_causal=True, need_weights=False)[0])
 
 
-@pytest.mark.parametrize("several", [Several, Causal])
-def test_what_has_no_samples_is_not_cut(several):
-    x = torch.randn(4, 4) if several is Several else torch.randn(6, 16)
+@pytest.mark.parametrize("whole_batches", [Several, Causal])
+def test_what_has_no_samples_is_not_cut(whole_batches):
+    x = torch.randn(4, 4) if whole_batches is Several else torch.randn(6, 16)
     with warnings.catch_warnings():
         warnings.simplefilter("error", fxq.FxqWarning)
         warnings.filterwarnings("ignore", message="this CPU has no VNNI")
         warnings.filterwarnings("ignore", message=".* is estimated to take")
-        quantized = fxq.quantize(several().eval(), X86.with_optimize("coverage"), data=[x])
+        quantized = fxq.quantize(whole_batches().eval(), X86.with_optimize("coverage"), data=[x])
     assert quantized.output_sqnr > 25
 
 

@@ -1,4 +1,4 @@
-"""What a run knows: which config an op gets, the line that gives it another, and selectors that select nothing."""
+"""Context of a run: the config of an op, the recipe line that changes it, and selectors that select nothing."""
 
 import pytest
 import torch
@@ -24,42 +24,43 @@ def model():
 def test_the_last_override_that_fits_decides():
     eight = fxq.QuantConfig()
     four = fxq.QuantConfig(activation=fxq.TensorSpec(bits=4))
-    known = context(model(), X, recipe=REFERENCE.override(fxq.by_op("linear"), four).override("0.*", fxq.FLOAT))
-    assert known.config_for("1", "linear")[0] == four
-    config, selector = known.config_for("0.fc", "linear")
+    own_context = context(model(), X, recipe=REFERENCE.override(fxq.by_op("linear"), four).override("0.*", fxq.FLOAT))
+    assert own_context.config_for("1", "linear")[0] == four
+    config, selector = own_context.config_for("0.fc", "linear")
     assert config.is_float and str(selector) == "'0.*'"
-    assert known.config_for("1", "relu") == (known.recipe.config, None) and known.recipe.config == eight
+    assert own_context.config_for("1", "relu") == (own_context.recipe.config, None)
+    assert own_context.recipe.config == eight
 
 
 @pytest.mark.parametrize(("path", "op"), [("1", "linear"), ("0", "relu"), ("0.fc", "linear")])
 def test_the_line_changes_the_op_that_it_is_given_for(path, op):
-    made = model()
-    line = context(made, X).override_line(path, op, "fxq.FLOAT")
+    net = model()
+    line = context(net, X).override_line(path, op, "fxq.FLOAT")
     recipe = eval(line, {"recipe": REFERENCE, "fxq": fxq})
-    ledger = fxq.quantize(made, recipe, data=[X]).ledger
+    ledger = fxq.quantize(net, recipe, data=[X]).ledger
     assert [(e.path, e.op) for e in ledger if e.reason.startswith("the recipe says float")] == [(path, op)]
 
 
 def test_ops_with_other_configs_stay_apart():
-    made = model()
-    gm = graph(made, X)
+    net = model()
+    gm = graph(net, X)
     nodes = [n for n in gm.graph.nodes if n.op == "call_function"][:2]  # a linear layer and its relu
-    assert context(made, X).refuses_to_join(nodes) is None
-    other = context(made, X, recipe=REFERENCE.override(fxq.by_op("relu"), fxq.FLOAT))
-    assert other.refuses_to_join(nodes) == "the recipe configures these ops differently"
+    assert context(net, X).refuses_to_join(nodes) is None
+    with_float_relu = context(net, X, recipe=REFERENCE.override(fxq.by_op("relu"), fxq.FLOAT))
+    assert with_float_relu.refuses_to_join(nodes) == "the recipe configures these ops differently"
 
 
 def test_a_selector_that_selects_nothing_is_told_what_is_near():
-    known = context(model(), X, recipe=REFERENCE.override("0.fcc", fxq.FLOAT))
+    own_context = context(model(), X, recipe=REFERENCE.override("0.fcc", fxq.FLOAT))
     with pytest.raises(RecipeError, match=r"'0.fcc' selects nothing in this model; near: .*0\.fc"):
-        known.check_selectors([("0.fc", "linear"), ("0", "relu"), ("1", "linear")])
+        own_context.check_selectors([("0.fc", "linear"), ("0", "relu"), ("1", "linear")])
     context(model(), X, recipe=REFERENCE.override("0.fc", fxq.FLOAT)).check_selectors([("0.fc", "linear")])
 
 
 def test_types_are_those_of_all_modules_also_of_one_in_two_places():
     shared = nn.Linear(4, 4)
-    known = context(nn.Sequential(shared, shared), X)
-    assert known.types["0"] is known.types["1"] is nn.Linear
+    own_context = context(nn.Sequential(shared, shared), X)
+    assert own_context.types["0"] is own_context.types["1"] is nn.Linear
 
 
 def reads(forward):
@@ -93,20 +94,20 @@ WITHOUT_LATER_STEPS = nn.Transformer.generate_square_subsequent_mask(6)
     ],
 )  # fmt: skip
 def test_what_may_be_cut(model, shapes, divisible):
-    """What computes for one row of its inputs what it computes for it among the others."""
+    """A context whose graph computes the same for one row of its inputs alone as among the others, or not."""
     example = tuple(torch.rand(shape) for shape in shapes)
     assert fxq.prepare(model, REFERENCE, example).manager.context.divisible is divisible
 
 
 def recorded(sizes, divisible=True):
     """A context that has recorded batches of so many samples; its example of 2 samples takes 8 multiplications."""
-    given = fxq.prepare(nn.Sequential(nn.Linear(2, 2)).eval(), REFERENCE, torch.rand(2, 2)).manager.context
-    given.samples[:], given.divisible = [Batch((torch.rand(size, 2),)) for size in sizes], divisible
-    return given
+    own_context = fxq.prepare(nn.Sequential(nn.Linear(2, 2)).eval(), REFERENCE, torch.rand(2, 2)).manager.context
+    own_context.samples[:], own_context.divisible = [Batch((torch.rand(size, 2),)) for size in sizes], divisible
+    return own_context
 
 
 @pytest.mark.parametrize(
-    ("sizes", "most", "found"),
+    ("sizes", "most", "wanted"),
     [
         ([5, 3], 6, [3, 3]),
         ([30, 2], 16, [14, 2]),
@@ -117,12 +118,12 @@ def recorded(sizes, divisible=True):
         ([0, 4], 3, [0, 2]),
     ],
 )
-def test_some_samples(sizes, most, found):
+def test_some_samples(sizes, most, wanted):
     """As many of each batch, as far as it has them; of more batches than samples, some, spread over all."""
-    given = recorded(sizes)
-    some = given.some_samples(most)
-    assert [len(batch.args[0]) for batch in some] == found
-    starts = [batch.args[0] for batch in given.samples]
+    own_context = recorded(sizes)
+    some = own_context.some_samples(most)
+    assert [len(batch.args[0]) for batch in some] == wanted
+    starts = [batch.args[0] for batch in own_context.samples]
     places = [i for i, whole in enumerate(starts) if any(torch.equal(x.args[0], whole[:1]) for x in some)]
     assert len(sizes) <= most or places[-1] >= len(sizes) // 2
 
@@ -140,12 +141,12 @@ def test_some_samples(sizes, most, found):
 )
 def test_samples_in_pieces(monkeypatch, large, divisible, least, sizes):
     monkeypatch.setattr(float_ops, "_MIN_LARGE_MACS", large)
-    given = recorded([5, 3], divisible)
-    found = given.in_pieces(6, least, 3)
-    assert [len(piece.args[0]) for piece in found] == sizes
+    own_context = recorded([5, 3], divisible)
+    pieces = own_context.in_pieces(6, least, 3)
+    assert [len(piece.args[0]) for piece in pieces] == sizes
     few = (3 if large else sum(sizes) // 2) if divisible else None
-    wanted = [batch.args[0][:few] for batch in given.samples]
-    assert torch.equal(torch.cat([piece.args[0] for piece in found]), torch.cat(wanted))
+    wanted = [batch.args[0][:few] for batch in own_context.samples]
+    assert torch.equal(torch.cat([piece.args[0] for piece in pieces]), torch.cat(wanted))
 
 
 @pytest.mark.parametrize("sizes", [[1] * 64, [30, 2], [64], [32, 2]])

@@ -39,13 +39,13 @@ def test_a_layer_with_its_batch_norm(layer, axis, affine):
         groups=getattr(layer, "groups", 1),
         commutes=True,
     )
-    made = fold.made(tensors)
+    constants = fold.made(tensors)
     size = {nn.Linear: (5, 4), nn.ConvTranspose1d: (2, 4, 7)}.get(type(layer), (2, 4, 7, 7))
     x = torch.randn(size)
     wanted = norm(layer(x))
     with torch.no_grad():
-        layer.weight.copy_(made["w"])
-        layer.bias = nn.Parameter(made["b"])
+        layer.weight.copy_(constants["w"])
+        layer.bias = nn.Parameter(constants["b"])
     assert_close(layer(x), wanted, rtol=1e-4, atol=1e-5)
     assert fold.scale(tensors).shape == (6,)
 

@@ -1,4 +1,4 @@
-"""Ops that move data, in front of what is rounded anew."""
+"""Ops that move data, before a value that is quantized again."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ READS_V, READS_U = "return y, n", "return y, n, u_dq"
 
 @pytest.mark.parametrize(("end", "moved"), [(READS_V, "v"), (READS_U, "u_dq")], ids=["alone", "read by another"])
 def test_what_moves_data_in_front_moves_floats(end, moved):
-    """Nothing is rounded twice, but where somebody else reads what is rounded."""
+    """Nothing is rounded twice, unless the integers have another reader."""
     torch.manual_seed(0)
     v = torch.randn(8, 8, 4)
     v[::4] *= 100
@@ -39,7 +39,7 @@ def test_what_moves_data_in_front_moves_floats(end, moved):
 
 
 def test_a_kernel_that_emits_nothing_but_integers_has_its_grid():
-    """What makes the value in front cannot give floats: what it gives is moved as integers."""
+    """The kernel of the first value emits only integers: they are moved as integers."""
     torch.manual_seed(0)
     plan = "plan=Plan(Decision('int8'), reads=TensorSpec(), emits=TensorSpec())"
     text = MOVED.replace("    v_q = ", f"    w_ = sigmoid(v)  # {plan}\n    v_q = ").replace(

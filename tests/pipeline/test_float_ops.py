@@ -39,8 +39,8 @@ def test_ops_that_are_gone_say_why_and_stand_where_they_were():
             return torch.relu(self.drop(self.fc(x)))
 
     manager = until(Model().eval(), torch.rand(2, 4), "fuse", REFERENCE)
-    found = [(op.op, op.path, op.gone) for op in manager.context.original.ops]
-    assert found == [("linear", "fc", ""), ("dropout", "drop", "has no effect on the output"), ("relu", "", "")]
+    ops = [(op.op, op.path, op.gone) for op in manager.context.original.ops]
+    assert ops == [("linear", "fc", ""), ("dropout", "drop", "has no effect on the output"), ("relu", "", "")]
 
 
 @pytest.mark.parametrize("name", ["residual", "convolutions", "sequence"])
@@ -53,7 +53,7 @@ def test_multiply_accumulates_are_those_of_the_canonical_graph(name):
 
 
 def test_values_are_compared_with_what_a_pass_has_made_of_them():
-    """Divided where it says so; the values behind are those of the float model."""
+    """Values are divided where requested; the values after them are those of the float model."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)).eval()
     x, by = torch.randn(2, 4), torch.tensor([1.0, 2.0, 4.0])

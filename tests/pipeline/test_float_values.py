@@ -1,4 +1,4 @@
-"""What layers compute in float is kept in calibration, and passes that compare with it run no layer again."""
+"""Float outputs of layers are cached in calibration, so that passes that compare with them run no layer again."""
 
 import copy
 
@@ -51,12 +51,12 @@ RECIPE = fxq.Recipe.static(backend="reference", optimize="coverage")
 
 
 def observed(model, data, show=True, recipe=RECIPE):
-    made = fxq.prepare(model.eval(), recipe, data[0])
+    prepared = fxq.prepare(model.eval(), recipe, data[0])
     if show:
-        return fxq.calibrate(made, data)
+        return fxq.calibrate(prepared, data)
     for x in data:
-        made(x)
-    return made
+        prepared(x)
+    return prepared
 
 
 def images(count=3, size=4):
@@ -77,25 +77,25 @@ class Count(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def floats_of(made):
-    return made.manager.context.floats.of(made.manager.gm, made.manager.context)
+def floats_of(prepared):
+    return prepared.manager.context.floats.of(prepared.manager.gm, prepared.manager.context)
 
 
 @pytest.mark.parametrize("show", [True, False], ids=["kept", "run again"])
 def test_the_values_are_those_of_the_layers(show):
     torch.manual_seed(0)
     model, data = Residual(), images()
-    known = floats_of(observed(model, data, show))
-    found = list(known.of(Batch((data[1][1:3],))).values())
-    assert len(found) == 3
+    cached = floats_of(observed(model, data, show))
+    values = list(cached.of(Batch((data[1][1:3],))).values())
+    assert len(values) == 3
     x = data[1][1:3]
     y = model.a(x).relu()
     z = model.b(y)
     wanted = [model.a(x), z, model.head((z + y).relu().mean((2, 3)))]
-    for got, want in zip(found, wanted, strict=True):
+    for got, want in zip(values, wanted, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
-    assert known.of(Batch((data[1][1:3] + 1,))) == {}
-    assert known.of(Batch((torch.cat([data[0][3:], data[1][:1]]),))) == {}
+    assert cached.of(Batch((data[1][1:3] + 1,))) == {}
+    assert cached.of(Batch((torch.cat([data[0][3:], data[1][:1]]),))) == {}
 
 
 def test_values_that_were_kept_are_those_that_are_run_again_bit_by_bit():
@@ -107,10 +107,10 @@ def test_values_that_were_kept_are_those_that_are_run_again_bit_by_bit():
 
 def test_only_what_lies_between_layers_is_computed():
     torch.manual_seed(0)
-    made = observed(Residual(), images())
-    known, gm = floats_of(made), made.manager.gm
-    batch = first_of(made.manager.context.samples[0], 2)
-    run = CachedFloatForm(gm, batch, known, [gm.graph.output_node()])
+    prepared = observed(Residual(), images())
+    cached, gm = floats_of(prepared), prepared.manager.gm
+    batch = first_of(prepared.manager.context.samples[0], 2)
+    run = CachedFloatForm(gm, batch, cached, [gm.graph.output_node()])
     with torch.no_grad(), Count() as known_runs:
         got = run.run()
     with torch.no_grad(), Count() as plain_runs:
@@ -122,46 +122,47 @@ def test_only_what_lies_between_layers_is_computed():
 def test_a_first_axis_that_holds_no_samples_is_not_cut():
     torch.manual_seed(0)
     data = [torch.randn(4, 4, 8) for _ in range(2)]
-    known = floats_of(observed(TimeFirst(), data))
-    assert known.batches and known.of(Batch((data[0][1:3],))) == {}
-    assert len(known.of(Batch((data[0],)))) == 2
+    cached = floats_of(observed(TimeFirst(), data))
+    assert cached.batches and cached.of(Batch((data[0][1:3],))) == {}
+    assert len(cached.of(Batch((data[0],)))) == 2
 
 
 def test_nothing_is_kept_of_what_draws_random_numbers():
     data = images()
-    made = observed(Dropping(), data)
-    assert made.manager.context.floats.batches == []
-    assert floats_of(made) == LayerValues()
+    prepared = observed(Dropping(), data)
+    assert prepared.manager.context.floats.batches == []
+    assert floats_of(prepared) == LayerValues()
 
 
 def test_no_more_is_kept_than_fits(monkeypatch):
     model, data = Residual(), images(4)
-    each = 4 * 4 * (2 * 8 * 64 + 4)  # bytes: 4 samples of two convolutions and a linear layer
-    monkeypatch.setattr(FloatValues.__init__, "__defaults__", (2 * each + 1, *FloatValues.__init__.__defaults__[1:]))
-    made = observed(model, data)
-    assert len(made.manager.context.floats.batches) == 2
-    known = floats_of(made)
-    assert known.of(Batch((data[1],))) and not known.of(Batch((data[2],)))
+    batch_bytes = 4 * 4 * (2 * 8 * 64 + 4)  # bytes: 4 samples of two convolutions and a linear layer
+    defaults = FloatValues.__init__.__defaults__
+    monkeypatch.setattr(FloatValues.__init__, "__defaults__", (2 * batch_bytes + 1, *defaults[1:]))
+    prepared = observed(model, data)
+    assert len(prepared.manager.context.floats.batches) == 2
+    cached = floats_of(prepared)
+    assert cached.of(Batch((data[1],))) and not cached.of(Batch((data[2],)))
 
 
 def test_other_weights_are_another_layer():
-    made = observed(Residual(), images())
+    prepared = observed(Residual(), images())
     with torch.no_grad():
-        weight = next(p for n, p in made.manager.gm.named_parameters() if n == "a.weight")
-        before = floats_of(made).of(Batch((images()[0],)))
+        weight = next(p for n, p in prepared.manager.gm.named_parameters() if n == "a.weight")
+        before = floats_of(prepared).of(Batch((images()[0],)))
         weight.mul_(2)
-        after = floats_of(made).of(Batch((images()[0],)))
+        after = floats_of(prepared).of(Batch((images()[0],)))
     first = [next(iter(values.values())) for values in (before, after)]
     assert not torch.equal(*first)
 
 
 def test_passes_run_no_layer_again():
     """keep-small-values looks at 8 of 32 samples, correct-bias at all of them, each in three layers."""
-    made, counted = observed(Residual(), images(8)), []
-    for most in (made.manager.context.floats.most, 0):
-        made.manager.context.floats.most = most
+    prepared, counted = observed(Residual(), images(8)), []
+    for most in (prepared.manager.context.floats.most, 0):
+        prepared.manager.context.floats.most = most
         with Count() as runs:
-            fxq.convert(made)
+            fxq.convert(prepared)
         counted.append(runs.samples)
     assert counted[1] - counted[0] >= 3 * (8 + 32) - 3  # a sample is run alone, to see which axis holds samples
 
@@ -172,22 +173,22 @@ def test_the_budget_is_what_is_said():
 
 def test_conversion_frees_the_values():
     """Up to 256 MB stayed as long as the observed model did; and a copy of it had the same cache."""
-    made = observed(Residual(), images())
-    assert made.manager.context.floats.batches
-    cache, twin = made.manager.context.floats, copy.deepcopy(made)
+    prepared = observed(Residual(), images())
+    assert prepared.manager.context.floats.batches
+    cache, twin = prepared.manager.context.floats, copy.deepcopy(prepared)
     assert twin.manager.context.floats is not cache and not twin.manager.context.floats.batches
-    first = fxq.convert(made)
-    assert not cache.batches and not made.manager.context.floats.batches
+    first = fxq.convert(prepared)
+    assert not cache.batches and not prepared.manager.context.floats.batches
     x = images()[0]
-    for again in (fxq.convert(made), fxq.convert(made, RECIPE), fxq.convert(twin)):
+    for again in (fxq.convert(prepared), fxq.convert(prepared, RECIPE), fxq.convert(twin)):
         assert torch.equal(first(x), again(x))
 
 
 def test_weights_written_through_data_are_other_weights():
     """`weight.data.mul_(2)` raises no version, so that convert corrected biases by the outputs of the old weights."""
     model, data = Residual().eval(), images()
-    made = observed(model, data)
+    prepared = observed(model, data)
     model.b.weight.data.mul_(2)
-    *_, output = floats_of(made).of(Batch((data[1],))).values()
+    *_, output = floats_of(prepared).of(Batch((data[1],))).values()
     with torch.no_grad():
         torch.testing.assert_close(output, model(data[1]), rtol=1e-5, atol=1e-5)

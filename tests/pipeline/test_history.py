@@ -93,7 +93,7 @@ def reachable(start):
 def test_snapshots_hold_no_tensors_modules_or_nodes():
     model = nn.Sequential(nn.Conv2d(3, 64, 3), nn.BatchNorm2d(64), nn.ReLU(), nn.Conv2d(64, 64, 3)).eval()
     history = fxq.quantize(model, REFERENCE, data=[torch.rand(1, 3, 8, 8)]).history
-    found = reachable(history)
-    assert any(isinstance(v, fxq.results.Snapshot) for v in found)  # the walk goes in
-    assert not [v for v in found if isinstance(v, (torch.Tensor, nn.Module, fx.Node, fx.Graph))]
+    objects = reachable(history)
+    assert any(isinstance(v, fxq.results.Snapshot) for v in objects)  # the walk goes in
+    assert not [v for v in objects if isinstance(v, (torch.Tensor, nn.Module, fx.Node, fx.Graph))]
     assert len(pickle.dumps(history)) < 64 * 64 * 9 * 4 / 2  # less than half of one weight

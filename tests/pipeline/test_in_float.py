@@ -25,9 +25,9 @@ class Back(fxq.Pass):
     name: ClassVar[str] = "back"
 
     def run(self, rewriter):
-        for one in rewriter.nodes():
-            if one.name in self.names and precision_of(one) != "float":
-                run_in_float(rewriter, one, "unsupported", "it is tried out", "none")
+        for candidate in rewriter.nodes():
+            if candidate.name in self.names and precision_of(candidate) != "float":
+                run_in_float(rewriter, candidate, "unsupported", "it is tried out", "none")
 
 
 def test_a_layer_reads_its_float_weight():

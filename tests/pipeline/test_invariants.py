@@ -29,11 +29,11 @@ def at(stage):
 
 
 def add(gm, op, target, *args, before="output", **kwargs):
-    """A node that nobody else made."""
+    """Add a node that no pass inserts."""
     with gm.graph.inserting_before(node(gm, before)):
-        made = gm.graph.create_node(op, target, args, kwargs)
-    set_info(made, shape=(3, 4), dtype=torch.float32)
-    return made
+        added = gm.graph.create_node(op, target, args, kwargs)
+    set_info(added, shape=(3, 4), dtype=torch.float32)
+    return added
 
 
 def broken(gm, stage):

@@ -86,7 +86,7 @@ class LooksAtObservers(Pass):
 
 @dataclass(frozen=True)
 class Misplace(Pass):
-    """Moves the first op behind its readers."""
+    """Moves the first op after its readers."""
 
     name = "misplace"
 
@@ -172,7 +172,7 @@ def test_a_pass_that_goes_wrong_is_named_with_the_node(step, error, message):
 
 @pytest.mark.parametrize("after", ["canonicalize", "fuse", "insert-observers", "insert-qdq"])
 def test_a_graph_that_does_not_run_is_told_at_once(after):
-    """It was told at the first batch, or by a later pass, without a word about the pass whose fault it is."""
+    """The first batch, or a later pass, raised an error that did not name the wrong pass."""
     with pytest.raises(PassError, match=r"^after turn: .* mat1 and mat2 shapes cannot be multiplied"):
         fxq.quantize(two_linears(), REFERENCE.insert_pass(Turn(), after=after), data=[X[:5]])
 
@@ -267,7 +267,7 @@ def test_results_that_are_not_finite_are_a_loss():
 
 
 def test_measuring_is_no_calibration():
-    """The same scales with the check as without, though the example is far outside of the data."""
+    """Scales do not depend on the check, though the example is far outside of the data."""
     data = [X, X / 2]
     plain = fxq.quantize(two_linears(), REFERENCE, data=data, example_inputs=X * 100)
     with warnings.catch_warnings():
@@ -311,7 +311,7 @@ def test_the_traced_graph_shares_the_models_parameters():
 
 
 class Doubled(nn.Module):
-    """What the row below says wrongly."""
+    """Wrong function of the row below."""
 
     def forward(self, x):
         return 2 * x

@@ -1,4 +1,4 @@
-"""What tests of calibration share: a network, data in shares, and all that calibration leaves in a model."""
+"""Helpers of calibration tests: a network, data in shares, and the state that calibration leaves in a model."""
 
 import torch
 from torch import nn
@@ -16,8 +16,8 @@ def network():
 
 def data(count=11, size=3):
     """Batches of growing range, so that each of them counts."""
-    made = torch.Generator().manual_seed(1)
-    return [torch.randn(size, 3, 8, 8, generator=made) * (i + 1) for i in range(count)]
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(size, 3, 8, 8, generator=generator) * (i + 1) for i in range(count)]
 
 
 def recipe(observer="histogram", **options):
@@ -31,14 +31,15 @@ def prepared(observer="histogram", model=None, **options):
 
 def seen(observed):
     """All that calibration leaves in a model."""
-    found = []
-    for one in graphs_of(observed):
+    graph_states = []
+    for graph in graphs_of(observed):
         states = {
             name: (dict(observer.named_buffers()), observer.constants, observer.block, observer.met_empty)
-            for name, observer in observers_of(one).items()
+            for name, observer in observers_of(graph).items()
         }
-        found.append((states, [(b.args, dict(b.kwargs)) for b in one.manager.context.samples], one.batches_seen))
-    return found
+        samples = [(b.args, dict(b.kwargs)) for b in graph.manager.context.samples]
+        graph_states.append((states, samples, graph.batches_seen))
+    return graph_states
 
 
 def same(a, b):
@@ -53,7 +54,7 @@ def same(a, b):
 
 
 def whole(batches, observer="histogram"):
-    """What one process has seen of all of the batches."""
+    """State of one process that has seen all batches."""
     return seen(fxq.calibrate(prepared(observer), batches))
 
 

@@ -1,4 +1,4 @@
-"""What `fxq.paired.estimate` should say of parts that are all known at once."""
+"""Reference for `fxq.paired.estimate`, computed from all parts at once."""
 
 import torch
 
@@ -10,7 +10,7 @@ def average(parts):
 
 
 def trusted(parts):
-    """The same, times 1 - noise / signal of all channels together."""
+    """Weighted mean, times 1 - noise / signal of all channels together."""
     mean = average(parts)
     counts = torch.arange(1.0, len(parts) + 1, dtype=torch.float64) ** 2
     as_many = counts.sum() ** 2 / counts.square().sum()

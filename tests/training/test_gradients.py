@@ -30,7 +30,7 @@ OTHER = {
     "no_grad": no_gradients,
     "straight through": straight_through,
 }
-SAME = {
+MODELS_WITH_EQUAL_GRADIENTS = {
     "plain": lambda self, x: self.b(self.a(x).relu()),
     "a constant": lambda self, x: self.b(self.a(x) * torch.ones(4).detach()),
     "inf": lambda self, x: self.b(self.a(x)).masked_fill(x > 0, float("-inf")),
@@ -48,14 +48,14 @@ def test_other_gradients_are_told(name):
         prepared(*made(OTHER[name]))
 
 
-@pytest.mark.parametrize("name", SAME)
+@pytest.mark.parametrize("name", MODELS_WITH_EQUAL_GRADIENTS)
 def test_nothing_is_told_of_the_same(name):
     with warnings.catch_warnings(action="error", category=FxqWarning):
-        prepared(*made(SAME[name]))
+        prepared(*made(MODELS_WITH_EQUAL_GRADIENTS[name]))
 
 
 def test_fake_quantizers_are_as_they_were():
-    trained = prepared(*made(SAME["plain"]), fxq.Recipe.qat(backend="reference", learned=True))
+    trained = prepared(*made(MODELS_WITH_EQUAL_GRADIENTS["plain"]), fxq.Recipe.qat(backend="reference", learned=True))
     assert all(m.started for m in trained.modules() if isinstance(m, FakeQuantizeValue))
     assert not any("forward" in vars(m) for m in trained.modules())
     assert trained.training

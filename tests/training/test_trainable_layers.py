@@ -65,9 +65,9 @@ def network(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_before_ranges_are_known_only_weights_are_rounded(kind, weight):
     model, x = network(kind), torch.randn(8, 4, 6, 6)
-    made = prepared(model, x, fxq.Recipe.qat(backend="reference", weight=weight)).eval()
-    assert fxq.common.metrics.sqnr(model(x), made(x)) > 35
-    assert dict(made.named_parameters()).keys() == dict(model.named_parameters()).keys()
+    in_training = prepared(model, x, fxq.Recipe.qat(backend="reference", weight=weight)).eval()
+    assert fxq.common.metrics.sqnr(model(x), in_training(x)) > 35
+    assert dict(in_training.named_parameters()).keys() == dict(model.named_parameters()).keys()
 
 
 @pytest.mark.parametrize("weight", [QAT.config.weight, PER_TENSOR], ids=["channel", "tensor"])
@@ -75,13 +75,13 @@ def test_before_ranges_are_known_only_weights_are_rounded(kind, weight):
 def test_statistics_and_gradients_are_those_of_the_float_model(kind, weight):
     """With weights of 8 bits, and values that are not rounded in the first forward: to what rounding weights leaves."""
     model, x = network(kind).train(), torch.randn(64, 4, 6, 6)
-    made = prepared(model, x, fxq.Recipe.qat(backend="reference", weight=weight))
-    for one in (model, made):
-        one(x).square().mean().backward()
+    in_training = prepared(model, x, fxq.Recipe.qat(backend="reference", weight=weight))
+    for net in (model, in_training):
+        net(x).square().mean().backward()
     for name, tensor in model.state_dict().items():
         if "running" in name:
-            assert_close(made.state_dict()[name], tensor, rtol=0.05, atol=0.02)
-    for name, parameter in made.named_parameters():
+            assert_close(in_training.state_dict()[name], tensor, rtol=0.05, atol=0.02)
+    for name, parameter in in_training.named_parameters():
         own = dict(model.named_parameters())[name].grad
         assert_close(parameter.grad, own, rtol=0.05, atol=0.05 * float(own.abs().max()) + 1e-6)
 
@@ -90,12 +90,12 @@ def test_statistics_and_gradients_are_those_of_the_float_model(kind, weight):
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_was_trained_is_folded_again(kind, weight):
     model = network(kind)
-    made = prepared(model, torch.randn(8, 4, 6, 6), fxq.Recipe.qat(backend="reference", weight=weight))
-    trained(made, [torch.randn(8, 4, 6, 6) for _ in range(3)])
+    in_training = prepared(model, torch.randn(8, 4, 6, 6), fxq.Recipe.qat(backend="reference", weight=weight))
+    trained(in_training, [torch.randn(8, 4, 6, 6) for _ in range(3)])
     x = torch.randn(8, 4, 6, 6)
     with torch.no_grad():
-        wanted = made.eval()(x)
-    assert fxq.common.metrics.sqnr(wanted, fxq.convert(made)(x)) > 60
+        wanted = in_training.eval()(x)
+    assert fxq.common.metrics.sqnr(wanted, fxq.convert(in_training)(x)) > 60
 
 
 class Standardized(nn.Conv2d):
@@ -107,7 +107,7 @@ class Standardized(nn.Conv2d):
 
 
 class Computes(nn.Module):
-    """What is computed of parameters alone: positions, rows of a table, weights turned, shared or normed."""
+    """Values computed from parameters alone: positions, rows of a table, weights turned, shared or normed."""
 
     def __init__(self):
         super().__init__()
@@ -146,28 +146,28 @@ def test_what_is_computed_of_parameters_is_trained(kind):
     torch.manual_seed(0)
     model, shape = COMPUTED[kind]()
     model = model.train()
-    made = prepared(model, torch.randn(shape))
+    in_training = prepared(model, torch.randn(shape))
     x = torch.randn(shape)
-    for one in (model, made):
-        one(x).square().mean().backward()
+    for net in (model, in_training):
+        net(x).square().mean().backward()
     own = dict(model.named_parameters())
-    assert dict(made.named_parameters()).keys() == own.keys()
-    assert not any("constant" in name for name in made.state_dict())
-    for name, parameter in made.named_parameters():
+    assert dict(in_training.named_parameters()).keys() == own.keys()
+    assert not any("constant" in name for name in in_training.state_dict())
+    for name, parameter in in_training.named_parameters():
         assert_close(parameter.grad, own[name].grad, rtol=0.05, atol=0.05 * float(own[name].grad.abs().max()) + 1e-6)
-    trained(made, [torch.randn(shape) for _ in range(3)], rate=0.1)
+    trained(in_training, [torch.randn(shape) for _ in range(3)], rate=0.1)
     with torch.no_grad():
-        wanted = made.eval()(x)
-    assert fxq.common.metrics.sqnr(wanted, fxq.convert(made)(x)) > 60
+        wanted = in_training.eval()(x)
+    assert fxq.common.metrics.sqnr(wanted, fxq.convert(in_training)(x)) > 60
 
 
 def test_a_channel_that_the_batch_norm_switches_off():
     model = network("conv")
     model[1].weight.data[0] = 0
-    made = prepared(model, torch.randn(8, 4, 6, 6))
-    trained(made, [torch.randn(8, 4, 6, 6)], rate=0.0)
+    in_training = prepared(model, torch.randn(8, 4, 6, 6))
+    trained(in_training, [torch.randn(8, 4, 6, 6)], rate=0.0)
     x = torch.randn(8, 4, 6, 6)
-    assert_close(fxq.convert(made)(x), made.eval()(x), rtol=0, atol=1e-5)
+    assert_close(fxq.convert(in_training)(x), in_training.eval()(x), rtol=0, atol=1e-5)
 
 
 def test_it_needs_the_model_as_it_was():
