@@ -75,17 +75,23 @@ class ChooseGrids(Pass):
         for node, plan in chooser.plans.items():
             rewriter.describe(node, plan=plan)
         for node in rewriter.nodes():
-            recurrent = info(node).plan
-            if recurrent is not None and recurrent.state is not None:
-                plan = chooser.with_state(node, recurrent, recurrent.state)
-                rewriter.describe(node, plan=plan)
-                if plan.state is not None and plan.state.range != recurrent.state.range:
-                    why = "the first one is far larger than those that follow"
-                    rewriter.describe(node, note=STATE_DYNAMIC.format(why))
+            _choose_state_grid(rewriter, chooser, node)
         for value, edges in chosen.items():
             rewriter.describe(value, edges=edges)
             for edge in edges:
                 _note_zeros(rewriter, value, chooser.observers.get((value, edge.spec, edge.axis)))
+
+
+def _choose_state_grid(rewriter: Rewriter, chooser: _Chooser, node: fx.Node) -> None:
+    """Choose the grid of the hidden state, if a node is a recurrent layer with one in integers."""
+    plan = info(node).plan
+    if plan is None or plan.state is None:
+        return
+    new_plan = chooser.with_state(node, plan, plan.state)
+    rewriter.describe(node, plan=new_plan)
+    if new_plan.state is not None and new_plan.state.range != plan.state.range:
+        why = "the first one is far larger than those that follow"
+        rewriter.describe(node, note=STATE_DYNAMIC.format(why))
 
 
 def _note_zeros(rewriter: Rewriter, value: fx.Node, observer: Observer | None) -> None:

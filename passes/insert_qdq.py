@@ -57,35 +57,56 @@ class InsertQdq(Pass):
 
     def run(self, rewriter: Rewriter) -> None:
         """Remove the observers, then insert the conversions."""
-        chosen = [value for value in rewriter.nodes() if info(value).edges]
-        missing = next((value for value in chosen if any(edge.qparams is None for edge in info(value).edges)), None)
-        if missing is not None:
-            raise PassError(
-                f"{where(rewriter.gm, missing)}: its grid is not chosen. Run choose-grids after calibration."
-            )
+        values = _values_with_grids(rewriter)
         for node in rewriter.nodes():
             if isinstance(submodule(rewriter.gm, node), Observer):
                 rewriter.replace(node, node.args[0])
         wishes = {node: wishes_of(rewriter.gm, node) for node in rewriter.nodes()}
-        results = {value: {e.spec: e.qparams for e in info(value).edges if not e.measured} for value in chosen}
+        grids = {value: {e.spec: e.qparams for e in info(value).edges if not e.measured} for value in values}
         stored: dict[Hashable, tuple[Tensor, ...]] = {}
-        for value in chosen:
-            current, readers = value, list(value.users)
-            for edge in info(value).edges:
-                wish = {reader: None for reader in readers if wishes[reader].get(value) == (edge.spec, edge.axis)}
-                if value.op != "get_attr":
-                    current = _convert(rewriter, value, current, edge, wish)
-                elif wish:
-                    _convert_weight(rewriter, value, edge, wish, stored)
-            rewriter.describe(value, edges=())
+        for value in values:
+            _convert_edges(rewriter, value, wishes, stored)
         for node in rewriter.nodes():
             _set_state_grid(rewriter, node)
         float_states: dict[fx.Node, fx.Node | None] = {}
         for node in rewriter.nodes():
             _pass_states_in_float(rewriter, node, float_states)
-        for node, grids in results.items():
-            _requantize_inputs(rewriter, node, grids, wishes[node])
+        for value, own_grids in grids.items():
+            _requantize_inputs(rewriter, value, own_grids, wishes[value])
         rewriter.erase_unused()
+
+
+def _values_with_grids(rewriter: Rewriter) -> list[fx.Node]:
+    """Values and weights that will be integers. Raises `PassError` if one has no grid."""
+    values = [value for value in rewriter.nodes() if info(value).edges]
+    for value in values:
+        if any(edge.qparams is None for edge in info(value).edges):
+            raise PassError(f"{where(rewriter.gm, value)}: its grid is not chosen. Run choose-grids after calibration.")
+    return values
+
+
+def _convert_edges(
+    rewriter: Rewriter,
+    value: fx.Node,
+    wishes: Mapping[fx.Node, Mapping[fx.Node, Wish]],
+    stored: dict[Hashable, tuple[Tensor, ...]],
+) -> None:
+    """Insert the conversions of all edges of a value or weight.
+
+    Args:
+        rewriter: rewriter of the graph.
+        value: the value or weight.
+        wishes: integer forms that each node wants of its inputs.
+        stored: integers of weights so far, see `_convert_weight`; updated.
+    """
+    current, readers = value, list(value.users)
+    for edge in info(value).edges:
+        wish = {reader: None for reader in readers if wishes[reader].get(value) == (edge.spec, edge.axis)}
+        if value.op != "get_attr":
+            current = _convert(rewriter, value, current, edge, wish)
+        elif wish:
+            _convert_weight(rewriter, value, edge, wish, stored)
+    rewriter.describe(value, edges=())
 
 
 def _convert(rewriter: Rewriter, value: fx.Node, current: fx.Node, edge: Edge, wish: Collection[fx.Node]) -> fx.Node:

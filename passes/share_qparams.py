@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -17,6 +17,9 @@ from fxq.recipe.pass_base import Pass, Stage
 from fxq.rewriting.rewriter import Rewriter
 
 Key = tuple[fx.Node, TensorSpec]
+"""Edge of a value, by its spec."""
+Reads = Mapping[fx.Node, Mapping[fx.Node, TensorSpec]]
+"""Integer forms that each node reads of its inputs."""
 
 
 @dataclass(frozen=True)
@@ -37,30 +40,12 @@ class ShareQParams(Pass):
 
     def run(self, rewriter: Rewriter) -> None:
         """Collect edges and ties, number the groups, and write them onto the values."""
-        import networkx as nx
-
         nodes = rewriter.nodes()
-        wanted: dict[fx.Node, dict[TensorSpec, None]] = {}
         reads = {node: reads_of(rewriter.gm, node) for node in nodes}
-        for read in reads.values():
-            for value, spec in read.items():
-                if spec.range != "dynamic":
-                    wanted.setdefault(value, {})[spec] = None
-        for node in nodes:
-            plan = info(node).plan
-            if plan is not None and plan.emits is not None:
-                for value in values_of(node):
-                    wanted.setdefault(value, {plan.emits: None})
-        ties: nx.Graph[Hashable] = nx.Graph()
-        ties.add_nodes_from((value, spec) for value, specs in wanted.items() for spec in specs)
-        moved: set[Key] = set()
-        for node in nodes:
-            for value, spec in reads[node].items() if precision_of(node) == "moves" else ():
-                if spec in wanted.get(node, {}):
-                    ties.add_edge((value, spec), (node, spec))
-                    moved.add((node, spec))
-        groups = nx.connected_components(ties)
-        group = {key: i for i, keys in enumerate(groups) for key in keys}
+        wanted = _wanted_specs(nodes, reads)
+        ties = _ties(nodes, reads, wanted)
+        groups = _groups(wanted, ties)
+        moved = {result for _, result in ties}
         fill_constants = FillConstants(rewriter.gm)
         for value in nodes:
             constants = tuple(sorted(fill_constants.of(value))) if value.op != "get_attr" else ()
@@ -68,10 +53,48 @@ class ShareQParams(Pass):
             for spec in sorted(wanted.get(value, {}), key=lambda spec: -spec.bits):  # float readers read the first form
                 source = (value, spec) not in moved
                 observed = source or bool(constants) or selects(rewriter.gm, value)
-                edges.append(Edge(spec, group[value, spec], source, observed, constants))
+                edges.append(Edge(spec, groups[value, spec], source, observed, constants))
             if edges:
                 rewriter.describe(value, edges=tuple(edges))
-        _add_alone(rewriter, nodes, len(set(group.values())))
+        _add_alone(rewriter, nodes, len(set(groups.values())))
+
+
+def _wanted_specs(nodes: Sequence[fx.Node], reads: Reads) -> dict[fx.Node, dict[TensorSpec, None]]:
+    """Specs of the integer forms of each value that readers want, or that its kernel emits; not dynamic ones."""
+    wanted: dict[fx.Node, dict[TensorSpec, None]] = {}
+    for read in reads.values():
+        for value, spec in read.items():
+            if spec.range != "dynamic":
+                wanted.setdefault(value, {})[spec] = None
+    for node in nodes:
+        plan = info(node).plan
+        if plan is not None and plan.emits is not None:
+            for value in values_of(node):
+                wanted.setdefault(value, {plan.emits: None})
+    return wanted
+
+
+def _ties(
+    nodes: Sequence[fx.Node], reads: Reads, wanted: Mapping[fx.Node, Mapping[TensorSpec, None]]
+) -> list[tuple[Key, Key]]:
+    """Pairs of an input and the result of an op that moves it in the same integer form."""
+    movers = [node for node in nodes if precision_of(node) == "moves"]
+    return [
+        ((value, spec), (node, spec))
+        for node in movers
+        for value, spec in reads[node].items()
+        if spec in wanted.get(node, {})
+    ]
+
+
+def _groups(wanted: Mapping[fx.Node, Mapping[TensorSpec, None]], ties: Sequence[tuple[Key, Key]]) -> dict[Key, int]:
+    """Number of the group of each edge: connected components of the ties, in the order of `wanted`."""
+    import networkx as nx
+
+    graph: nx.Graph[Hashable] = nx.Graph()
+    graph.add_nodes_from((value, spec) for value, specs in wanted.items() for spec in specs)
+    graph.add_edges_from(ties)
+    return {key: number for number, keys in enumerate(nx.connected_components(graph)) for key in keys}
 
 
 def _add_alone(rewriter: Rewriter, nodes: Sequence[fx.Node], group: int) -> None:
