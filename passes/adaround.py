@@ -22,6 +22,7 @@ class AdaRound(Reconstruction):
     After: conv2d(x, dequantize(w_int8'), b), where each integer is the one below or above its float value
     Keeps: the grids of the weights, except for per-channel scales, which may be fitted again (`scales`). A channel
     keeps its integers if its error does not become smaller.
+
     Gradient descent learns all roundings of a layer together, as numbers between 0 (down) and 1 (up). A regularizer,
     which sets in after the first steps, pushes them to 0 or 1. Finally single weights are flipped while that lowers the
     error.

@@ -97,7 +97,7 @@ class _Planner:
         return plans
 
     def _agree(self, plans: dict[fx.Node, Plan]) -> None:
-        """Give all readers of a kernel that emits only integers one form: the one with the fewest bits that any wants.
+        """Give all readers of a kernel that emits only integers the same form: the wanted one with the fewest bits.
 
         If one of the readers only moves the value, nothing is changed: the form of its result would change, too.
         """
@@ -237,7 +237,7 @@ def _is_from_elsewhere(target: Any) -> bool:
 def _unfit(gm: fx.GraphModule, calls: tuple[OpCall, ...], changes: Changes) -> str | None:
     """Reason why the first op of a unit cannot run on integers on any backend; None if it can.
 
-    The other ops of the unit are for the backend to judge: those that its kernel does not run, run in float.
+    The backend decides about the other ops of the unit: those that its kernel does not run, run in float.
     """
     first = calls[0]
     traits = first.op.traits

@@ -202,7 +202,7 @@ def _keep(rewriter: Rewriter, node: fx.Node, op: Op, why: str) -> None:
 
 
 def _checked_arguments(op: Op, bound: Arguments | Instead | str) -> tuple[Op, Arguments | str]:
-    """Op and arguments of a call; instead of the arguments the reason if it is not a call of the op."""
+    """Op and arguments of a call. If the arguments are wrong for the op, the reason is in their place."""
     if isinstance(bound, Instead):
         op = OPS[bound.op]
         bound = op.fill(dict(bound.arguments))

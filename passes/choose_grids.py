@@ -45,6 +45,7 @@ class ChooseGrids(Pass):
     Keeps: the graph.
     Also: `context.reduce_range` chooses 7 bits for activations or for weights where kernels saturate with 8 bits of
     both. After training, the grids are the trained ones (`context.grids`).
+    Refuses: infinity among the inputs of a layer with weights.
 
     An op that only moves values, such as a concatenation, shares one grid with its inputs. There are two exceptions. If
     the shared grid is at least four times as wide as the range of an input that other ops read too, this input has a
@@ -53,7 +54,6 @@ class ChooseGrids(Pass):
     Fill constants of masks and pads are not data. A grid becomes at most twice as wide to hold them. If that is not
     enough, the value and the ops that only pass it on run in float. The same applies to a mask that is an input of the
     model, if it moves some of the values far away from the others.
-    Refuses: infinity among the inputs of a layer with weights.
     """
 
     name: ClassVar[str] = "choose-grids"
@@ -199,7 +199,7 @@ class _Chooser:
         return replace(edge, qparams=(private.on(edge.spec.narrowed) if reduce_range else private).qparams())
 
     def _overflowing(self) -> set[SharedGridGroup]:
-        """Groups that a kernel reads which overflows with 8 bits."""
+        """Groups with a reader whose kernel overflows with 8 bits."""
         readers = {reader for readers in self.readers.values() for reader in readers if self._plan(reader).overflows}
         keys = (key for reader in readers for key in reads_of(self.gm, reader).items())
         return {self._groups[key].root() for key in keys if key in self._groups}

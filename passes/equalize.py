@@ -37,6 +37,7 @@ class Equalize(Pass):
 
     Before: conv2d(relu(conv2d(x, w, b)), v)    After: conv2d(relu(conv2d(x, w / s, b / s)), v * s)
     Keeps: the output, to rounding in float32.
+
     It helps weights with one scale for the whole tensor, where channels with small weights lose precision.
     s is sqrt(range of w / range of v) by channel, chosen for all pairs of layers together. Between the layers there may
     be relu, leaky_relu, prelu and pooling, and no other op may read the scaled values. A function that clips at c,

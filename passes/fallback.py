@@ -222,7 +222,7 @@ def _move_to_float(floats: Sequence[Any], rewriter: Rewriter, copies: Mapping[fx
     Args:
         floats: nodes of the original graph.
         rewriter: rewriter of the copy.
-        copies: nodes of the copy by those of the original.
+        copies: node of the copy for each node of the original graph.
     """
     for node in floats:
         run_in_float(rewriter, copies[node], "slower", "", COVERAGE)

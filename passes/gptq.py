@@ -21,6 +21,7 @@ class Gptq(Reconstruction):
     Before: linear(x, dequantize(w_int4))    After: linear(x, dequantize(w_int4')), with less error in the output
     Keeps: the grids of the weights, except for per-channel scales, which may be fitted again (`scales`). A channel
     keeps its integers if its error does not become smaller.
+
     The error is that of the layer's output on the recorded samples; its Hessian is the Gram matrix of the inputs.
     Insert it after insert-qdq: `Recipe.weight_only(bits=4).insert_pass(fxq.passes.Gptq(), after="smooth")`. Needs data.
     Source: Frantar et al. 2022 (arXiv 2210.17323), algorithm 1. Inputs are from the partly quantized graph, outputs

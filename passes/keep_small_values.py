@@ -47,7 +47,7 @@ class KeepSmallValues(Pass):
     If a layer would lose too many values, it is run again without them. It stays on integers if its result hardly
     changes: the lost values are then as unimportant as the output of a closed gate.
 
-    Attributes:
+    Args:
         most: share of the input that may be rounded to zero, 0 to 1. With normally distributed values it is about 0.01,
             with outputs of GELU or SiLU rarely more than 0.25.
         least: minimum SQNR of the layer's result without these values, in dB, as the median over its rows (vectors of

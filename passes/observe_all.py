@@ -28,7 +28,7 @@ class ObserveAll(Pass):
     `fxq.prepare(..., observe_all=True)` runs it instead of all passes from `fuse` to `insert-observers`. Nothing is
     fused yet, so that values inside of units are observed, too.
 
-    Attributes:
+    Args:
         observers: names of the observers of the recipe. A histogram is always included, since the ranges of most other
             observers can be computed from it (see `Observer.answer_as`).
     """
@@ -55,7 +55,7 @@ class ObserveAll(Pass):
             rewriter.reroute(value, node, only=lambda user, node=node: user is not node)  # type: ignore[misc]
 
     def _for(self, constants: tuple[float, ...]) -> list[Observer]:
-        """Observers of a value that leave out fill constants; without those whose answer another one can give."""
+        """Observers of a value that leave out fill constants. None of them can answer for another."""
         observers: list[Observer] = []
         for text in ("histogram", *self.observers):
             observer = observer_for(TensorSpec(observer=text), constants=constants)

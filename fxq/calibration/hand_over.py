@@ -85,7 +85,7 @@ def _observed(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, fx.Node, Observer]]
 
 
 def _identity(gm: fx.GraphModule, value: fx.Node) -> Value:
-    """Traced calls that a value is the result of, which identify it in all graphs fused from the same one."""
+    """Names of the traced calls that a value is the result of: they identify it in all graphs of the model."""
     about = info(value)
     if about.parts:
         return about.parts[calls_of(gm, value).outputs[0]]

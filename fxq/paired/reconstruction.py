@@ -274,7 +274,7 @@ class WeightGrid:
         return replace(self, scale=self.scale * factors[best][:, :, None])
 
     def fitted(self, integers: Tensor, error: OutputError) -> WeightGrid:
-        """Grid with the scale of each row of least error with these integers, if it is close to the old one."""
+        """Grid with scales of least error for these integers. A row keeps its scale if the new one is far from it."""
         weight = self.real(integers)
         power = ((weight @ error.gram) * weight).sum(2)
         factor = (weight * error.cross.mT).sum(2) / power.clamp(min=_MIN_POWER)

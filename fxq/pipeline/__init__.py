@@ -1,1 +1,1 @@
-"""Running the passes: what they know, what is checked after each, and the history."""
+"""Running of the passes: their context, the checks after each, and the history."""

@@ -1,4 +1,4 @@
-"""Ops that could run on integers, and the decision which of them do, given their neighbours. `annotate` uses it."""
+"""Ops that could run on integers, and the decision, for `annotate`, which of them do given their neighbours."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fxq.graph.unit import Calls, activations_of, inputs_of
 from fxq.quant.spec import TensorSpec
 
 UNREAD = "nothing reads integers from it"
-"""Reason of an op that is float since only the integer readers that it does not have would be worth integers."""
+"""Reason of a float op that would run on integers only for an integer reader, and has none."""
 
 
 @dataclass(eq=False)
