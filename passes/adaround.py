@@ -78,9 +78,10 @@ class AdaRound(Reconstruction):
         for i in range(self.iterations):
             weight = layer.real(low) + rounding.up * reach
             slope = (weight @ gram - cross).mul_(2 * relative_reach)
-            left = (1 - i / self.iterations) / (1 - self.warm)
-            if left <= 1:
-                slope += self.regular * rounding.regularizer_gradient(_LAST_POWER + (_FIRST_POWER - _LAST_POWER) * left)
+            remaining = (1 - i / self.iterations) / (1 - self.warm)
+            if remaining <= 1:
+                power = _LAST_POWER + (_FIRST_POWER - _LAST_POWER) * remaining
+                slope += self.regular * rounding.regularizer_gradient(power)
             rounding.step(slope, self.rate)
         up = _flip_single_weights(rounding.up >= 0.5, layer.real(low), reach, gram, cross)
         return torch.where(up, high, low)
@@ -102,18 +103,18 @@ def _flip_single_weights(up: Tensor, low: Tensor, reach: Tensor, gram: Tensor, c
     up = up.clone()
     slope = (low + up * reach) @ gram - cross  # half of the gradient
     for _ in range(_SWEEPS):
-        before = up.clone()
+        previous = up.clone()
         for start in range(0, up.shape[2], _GROUP):
             part = slice(start, start + _GROUP)
             moves = torch.where(up[:, :, part], -reach[:, :, part], reach[:, :, part])
-            here, among = slope[:, :, part].clone(), gram[:, part, part]
+            slope_of_part, gram_of_part = slope[:, :, part].clone(), gram[:, part, part]
             for i in range(moves.shape[2]):
-                gain = moves[:, :, i] * among[:, None, i, i] + 2 * here[:, :, i]
+                gain = moves[:, :, i] * gram_of_part[:, None, i, i] + 2 * slope_of_part[:, :, i]
                 moves[:, :, i] *= moves[:, :, i] * gain < 0
-                here += moves[:, :, i, None] * among[:, None, i]
+                slope_of_part += moves[:, :, i, None] * gram_of_part[:, None, i]
             slope += moves @ gram[:, part]
             up[:, :, part] ^= moves != 0
-        if torch.equal(up, before):
+        if torch.equal(up, previous):
             break
     return up
 

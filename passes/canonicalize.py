@@ -229,8 +229,8 @@ def _rewrite_picks(rewriter: Rewriter, node: fx.Node, op: Op, spelling: Spelling
         bound = "is used as a whole" if index is None else pick(raw, index) if isinstance(raw, dict) else raw
         chosen, arguments = _checked_arguments(op, op.fill(bound) if isinstance(bound, dict) else bound)
         if isinstance(arguments, str):
-            for left in (node, *(user for user, index in taken.items() if index is not None)):
-                _keep(rewriter, left, op, arguments)
+            for kept_node in (node, *(user for user, index in taken.items() if index is not None)):
+                _keep(rewriter, kept_node, op, arguments)
             return
         calls[user] = chosen, arguments
     for user, (chosen, arguments) in calls.items():

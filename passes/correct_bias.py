@@ -117,8 +117,8 @@ class CorrectBias(Pass):
             fits.append(self._fitted(rewriter, fitted, floats, count=None if whole else len(parts)))
             for layer in fits[-1].values():
                 layer.learns = False
-            before, after = (_sqnr(rewriter.gm, held_out, layers, floats) for layers in ({}, fits[-1]))
-            if not after > before + _MIN_GAIN_DB:
+            sqnr_before, sqnr_after = (_sqnr(rewriter.gm, held_out, layers, floats) for layers in ({}, fits[-1]))
+            if not sqnr_after > sqnr_before + _MIN_GAIN_DB:
                 return self._layers(rewriter)
         if whole:  # a fit to the whole batch corrects later layers better than a fit to one sample after the other
             return self._fitted(rewriter, pieces, floats)

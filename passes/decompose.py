@@ -99,8 +99,8 @@ def _keep_whole(rewriter: Rewriter, node: fx.Node, name: str, reason: CannotExpa
     """Record the reason why a call is not expanded, on it and on the nodes that take its results apart."""
     parts = [user for user in node.users if taken_part(user, node) is not None]
     for part in (node, *parts):
-        kept = Decision("float", "unsupported", f"{name} stays as it is: {reason}", decided_by=rewriter.name)
-        rewriter.describe(part, kept=kept)
+        decision = Decision("float", "unsupported", f"{name} stays as it is: {reason}", decided_by=rewriter.name)
+        rewriter.describe(part, kept=decision)
 
 
 def _expansion_of(module: nn.Module) -> Expand:

@@ -60,19 +60,19 @@ class Gptq(Reconstruction):
         inverse = torch.cholesky_inverse(torch.linalg.cholesky(gram))
         real = layer.weight + (error.cross.mT - layer.weight @ error.gram) @ inverse  # the float weight of least error
         ahead = torch.linalg.cholesky(inverse[:, order][:, :, order], upper=True)
-        left = real[:, :, order].clone()
+        remaining = real[:, :, order].clone()
         scale, zero_point = layer.scale[:, :, order], layer.zero_point[:, :, order]
-        chosen = torch.empty_like(left)
+        chosen = torch.empty_like(remaining)
         for start in range(0, count, _GROUP):
             stop = min(start + _GROUP, count)
-            errors = torch.empty_like(left[:, :, start:stop])
+            errors = torch.empty_like(remaining[:, :, start:stop])
             for i in range(start, stop):
-                w, s, z = left[:, :, i], scale[:, :, i], zero_point[:, :, i]
+                w, s, z = remaining[:, :, i], scale[:, :, i], zero_point[:, :, i]
                 q = ((w / s).round_() + z).clamp_(layer.qmin, layer.qmax)
                 e = (w - (q - z) * s) / ahead[:, None, i, i]
-                left[:, :, i:stop] -= e[:, :, None] * ahead[:, None, i, i:stop]
+                remaining[:, :, i:stop] -= e[:, :, None] * ahead[:, None, i, i:stop]
                 chosen[:, :, i], errors[:, :, i - start] = q, e
-            left[:, :, stop:] -= errors @ ahead[:, start:stop, stop:]
+            remaining[:, :, stop:] -= errors @ ahead[:, start:stop, stop:]
         return chosen[:, :, order.argsort()]
 
 

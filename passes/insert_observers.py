@@ -44,14 +44,14 @@ class InsertObservers(Pass):
                 for state in states_of(node):
                     states.setdefault(state, {})[plan.state] = None
         for value in nodes:
-            seen, readers = value, list(value.users)
+            last_observer, readers = value, list(value.users)
             for spec in states.get(value, {}) if value.op != "get_attr" else ():
-                seen = _observe(rewriter, value, seen, Edge(spec, 0, True), readers)
+                last_observer = _observe(rewriter, value, last_observer, Edge(spec, 0, True), readers)
             for edge in info(value).edges:
                 if edge.observed:
                     wish = {reader for reader in readers if wishes[reader].get(value) == (edge.spec, edge.axis)}
-                    observer = _observe(rewriter, value, seen, edge, wish)
-                    seen = observer if value.op != "get_attr" else value
+                    observer = _observe(rewriter, value, last_observer, edge, wish)
+                    last_observer = observer if value.op != "get_attr" else value
 
 
 def _observe(rewriter: Rewriter, value: fx.Node, seen: fx.Node, edge: Edge, wish: Collection[fx.Node]) -> fx.Node:

@@ -106,8 +106,8 @@ def has_scales_that_are_no_numbers(m: Any) -> bool:
 
 
 def _have_one_grid(m: Any) -> bool:
-    grid, before = m.options("quantize"), m.options("dequantize")
-    return all(grid.get(key) == before[key] for key in before)  # activations are never packed
+    target, source = m.options("quantize"), m.options("dequantize")
+    return all(target.get(key) == source[key] for key in source)  # activations are never packed
 
 
 @cancel_pair.becomes
@@ -115,6 +115,6 @@ def _cancelled(op: Any, m: Any) -> Any:
     """Return x if both have one grid, else one requantize of it."""
     if _have_one_grid(m):
         return m.x
-    grid, before = m.options("quantize"), m.options("dequantize")
-    del grid["axis"]
-    return op.requantize(m.x, from_scale=before["scale"], from_zero_point=before["zero_point"], **grid)
+    target, source = m.options("quantize"), m.options("dequantize")
+    del target["axis"]
+    return op.requantize(m.x, from_scale=source["scale"], from_zero_point=source["zero_point"], **target)

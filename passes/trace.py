@@ -75,7 +75,7 @@ def _traced(context: Context, broken: Mapping[str, str], run: FloatRun) -> Rewri
     states = list(_check_state_of(run, leaves))
     hidden = [Break(kept.path, kept.why) for kept in states if kept.hidden]  # errors of the others name a source line
     writers = {node: info(node).source for node in gm.graph.nodes if info(node).changes}
-    before = len(traced.edits)
+    edit_count = len(traced.edits)
     functionalization = Functionalization(traced, tracer.watch, tracer.new_constants)
     divisible: bool | None = None
     breaks = [*hidden, *functionalization.run()]
@@ -83,7 +83,7 @@ def _traced(context: Context, broken: Mapping[str, str], run: FloatRun) -> Rewri
     if not breaks:
         context.outputs, differs = _compared(context, tracer, run)
         breaks += [differs] if differs is not None else []
-        if not breaks and len(traced.edits) > before:
+        if not breaks and len(traced.edits) > edit_count:
             divisible = _counts_samples(context, gm) if functionalization.only_whole else None
             breaks += [] if divisible else _functionalized(context, gm, run, writers)
     if not breaks and not run.computes_alike(_callable(gm)):
@@ -274,8 +274,8 @@ def _is_call(node: fx.Node) -> bool:
 def _kept_leaf(node: fx.Node, recipe: Any, broken: Mapping[str, str]) -> Decision | None:
     """Decision to keep a module as a leaf, with the reason; None for all other nodes."""
     path = str(node.target) if node.op == "call_module" else ""
-    kept = "the recipe keeps this module as it is" if path and is_kept(path, recipe.leaf_modules) else ""
-    why = broken.get(path) or kept
+    by_recipe = "the recipe keeps this module as it is" if path and is_kept(path, recipe.leaf_modules) else ""
+    why = broken.get(path) or by_recipe
     return Decision("float", "leaf", why, decided_by=Trace.name) if why else None
 
 

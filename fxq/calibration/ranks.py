@@ -102,16 +102,16 @@ class Ranks:
             return
         raised: Exception | None = None
         try:
-            mine = pack(make())
+            own_bytes = pack(make())
         except Exception as error:  # the user's data and model raise errors of any type
-            raised, mine = error, pack((_kind_of(error), _words(error)))
-        lengths = self._gathered(torch.tensor([len(mine), raised is not None], device=self.device))
+            raised, own_bytes = error, pack((_kind_of(error), _words(error)))
+        lengths = self._gathered(torch.tensor([len(own_bytes), raised is not None], device=self.device))
         for rank, (length, failed) in enumerate(lengths):
             if failed:
-                kind, words = unpack(self._sent(rank, mine, length))
-                raise getattr(errors, kind)(f"rank {rank}: {words}") from raised
+                kind, message = unpack(self._sent(rank, own_bytes, length))
+                raise getattr(errors, kind)(f"rank {rank}: {message}") from raised
         for rank, (length, _) in enumerate(lengths):
-            yield unpack(self._sent(rank, mine, length), device)
+            yield unpack(self._sent(rank, own_bytes, length), device)
 
     def _gathered(self, numbers: Tensor) -> list[list[int]]:
         """Numbers, 1-d, of each rank."""
@@ -120,10 +120,11 @@ class Ranks:
             dist.all_gather(gathered, numbers, group=self.group)
         return [row.tolist() for row in gathered]
 
-    def _sent(self, rank: int, mine: bytes, length: int) -> bytes:
-        """Bytes that `rank` sends to all, of this length. If it is this rank, it sends `mine`."""
+    def _sent(self, rank: int, own_bytes: bytes, length: int) -> bytes:
+        """Bytes that `rank` sends to all, of this length. If it is this rank, it sends `own_bytes`."""
         own = rank == self.rank
-        data = torch.frombuffer(bytearray(mine), dtype=torch.uint8) if own else torch.empty(length, dtype=torch.uint8)
+        dtype = torch.uint8
+        data = torch.frombuffer(bytearray(own_bytes), dtype=dtype) if own else torch.empty(length, dtype=dtype)
         data = data.to(self.device)
         dist.broadcast(data, group=self.group, group_src=rank)
         return data.cpu().numpy().tobytes()

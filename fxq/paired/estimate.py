@@ -46,6 +46,6 @@ class ShrunkMean:
         """Weighted mean, shrunk by its noise, float64, (C,). The mean of a single part is not shrunk."""
         if self.count < 2:
             return self.mean
-        parts = self.weight**2 / self.weight_squares  # number of equally weighted parts with the same variance
-        noise = (self.squares / self.weight - self.mean.square()).clamp(min=0).sum() / (parts - 1)
+        equal_parts = self.weight**2 / self.weight_squares  # number of equally weighted parts with the same variance
+        noise = (self.squares / self.weight - self.mean.square()).clamp(min=0).sum() / (equal_parts - 1)
         return self.mean * (1 - noise / self.mean.square().sum().clamp(min=1e-300)).clamp(min=0)

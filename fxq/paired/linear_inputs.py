@@ -163,7 +163,7 @@ def _inputs(gm: fx.GraphModule, kind: type[Input], rows: int) -> Iterable[Input]
         if grid is None or not (whole or by_token):
             continue
         plan = plan_of(node.args[0])
-        readers = [(user, back) for back in node.users if is_op(back, "dequantize") for user in back.users]
+        readers = [(user, dq) for dq in node.users if is_op(dq, "dequantize") for user in dq.users]
         layers = [layer for reader in readers if (layer := LinearLayer.of(gm, *reader)) is not None]
         if layers and (plan is None or plan.emits is None):
             yield kind(node, grid, layers, rows)

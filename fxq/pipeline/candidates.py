@@ -202,15 +202,15 @@ class CandidateGraph:
             node = todo.pop()
             candidate = self.candidates[node]
             candidate.wanted = self._wish(node)
-            (before, spec), (now, _) = self._read_so_far[node], _reads_now(candidate)
-            if now is before and candidate.reads == spec:
+            (old_inputs, spec), (new_inputs, _) = self._read_so_far[node], _reads_now(candidate)
+            if new_inputs is old_inputs and candidate.reads == spec:
                 continue
             self._read_so_far[node] = _reads_now(candidate)
-            for value in before:
+            for value in old_inputs:
                 maker = taken_from(value)
                 if maker in self.candidates and self._readings[maker][-1:] == [(value, node)]:
                     todo.append(maker)
-                if value not in now:
+                if value not in new_inputs:
                     self._readers[value] -= 1
                     affected += value.users if self._readers[value] == 1 else ()
             affected += () if candidate.runs else (user for value in values_of(node) for user in value.users)

@@ -84,13 +84,14 @@ class FloatValues:
     @contextmanager
     def filled_by(self, gm: fx.GraphModule, context: Context) -> Iterator[None]:
         """Cache layer outputs while a graph with observers is called on batches that are recorded in full."""
-        layers, plain, before = _layers(gm), gm.forward, len(context.samples)
+        layers, plain, recorded_count = _layers(gm), gm.forward, len(context.samples)
         numbers = self.expressions.of(gm) if layers else {}
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            nonlocal before
-            batch, count, before = Batch(args, kwargs), before, len(context.samples)
-            if before == count or before > self._fitting(layers, context) or not _is_call(plain, args, kwargs):
+            nonlocal recorded_count
+            batch, old_count, recorded_count = Batch(args, kwargs), recorded_count, len(context.samples)
+            fits = recorded_count != old_count and recorded_count <= self._fitting(layers, context)
+            if not fits or not _is_call(plain, args, kwargs):
                 return plain(*args, **kwargs)
             recorded = context.samples[-1]
             if samples_in(recorded) != samples_in(batch):
@@ -143,9 +144,9 @@ class FloatValues:
         cached = next(same, dict[int, Tensor]())
         values = {number: cached[number] for number in numbers.values() if number in cached}
         if len(values) < len(set(numbers.values())):
-            seen = LayerValues({n: k for n, k in numbers.items() if k in values}, ((batch, values),))
+            layer_values = LayerValues({n: k for n, k in numbers.items() if k in values}, ((batch, values),))
             missing = {node for node, number in numbers.items() if number not in values}
-            values |= {numbers[node]: value for node, value in _computed(gm, batch, missing, seen).items()}
+            values |= {numbers[node]: value for node, value in _computed(gm, batch, missing, layer_values).items()}
         return batch, values
 
     def _find_rows(
@@ -255,9 +256,9 @@ class _OutputRecorder(Runner):
             self.outputs[node] = value
             return value
 
-        before = torch.get_rng_state()
+        rng_state = torch.get_rng_state()
         result = run_layer(self, node, see) if node in self._layers else super().compute(node)
-        self.is_random = self.is_random or not torch.equal(before, torch.get_rng_state())
+        self.is_random = self.is_random or not torch.equal(rng_state, torch.get_rng_state())
         return result
 
 
@@ -354,8 +355,8 @@ def _computed(
         def see_layer(self, node: fx.Node, value: Tensor) -> None:
             results[node] = value
 
-    before = torch.get_rng_state()
+    rng_state = torch.get_rng_state()
     Run(gm, batch, layer_values, (), layers).run()
-    if not torch.equal(torch.get_rng_state(), before):
+    if not torch.equal(torch.get_rng_state(), rng_state):
         raise ValueError("the graph draws random numbers")
     return results

@@ -56,10 +56,10 @@ def _move_floats(rewriter: Rewriter, node: fx.Node) -> None:
     real = {}
     for value in dict.fromkeys(read):
         # an input that was requantized for the op is dequantized from its original grid
-        before: Any = value.args[0] if is_op(value, "requantize") else value
-        own = grid_of(rewriter.gm, before)
+        original: Any = value.args[0] if is_op(value, "requantize") else value
+        own = grid_of(rewriter.gm, original)
         assert own is not None
-        real[value] = rewriter.call("dequantize", before, before=node, name=f"{before.name}_dq", **_options(own))
+        real[value] = rewriter.call("dequantize", original, before=node, name=f"{original.name}_dq", **_options(own))
         rewriter.describe(real[value], path=about.path, source=about.source)
     rewriter.update(node, args=swapped(node.args, real))
     q = rewriter.call(

@@ -133,7 +133,7 @@ class PassManager:
                 first_of(context.example, CHECKED_SAMPLES, start := count // 2 - CHECKED_SAMPLES // 2)
             )
             pairs = zip(tensors(context.outputs), results, strict=True)
-            return [part_for(whole, some, start, CHECKED_SAMPLES, count) for whole, some in pairs], results
+            return [part_for(whole, few, start, CHECKED_SAMPLES, count) for whole, few in pairs], results
         except Exception as error:  # the graph rejects this size; any type of error
             log.info("the graph is compared with the model on all samples of the example: %s", error)
             return None
@@ -192,8 +192,8 @@ class PassManager:
             self._views.pop(node, None)
         graph = view(self.gm, step.name, self._views)
         value = self._measure(step) if self.context.recipe.check == "numeric" else None
-        edits, near = tuple(rewriter.edits), rewriter.near_misses.all()
-        self.history.snapshots.append(Snapshot(step.name, seconds, edits, graph, self.stage, value, near))
+        edits, near_misses = tuple(rewriter.edits), rewriter.near_misses.all()
+        self.history.snapshots.append(Snapshot(step.name, seconds, edits, graph, self.stage, value, near_misses))
         log.info("%s: %d edits, %d nodes, %.1f ms", step.name, len(rewriter.edits), len(graph), 1e3 * seconds)
 
     def _measure(self, step: Pass) -> float:

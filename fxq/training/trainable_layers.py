@@ -73,11 +73,11 @@ class TrainableLayers:
             path = _float_path(read)
             live = self._live(path, node) if path else None
             if live is not None:
-                now = live if read.op == "get_attr" else self._rounded(read, live, node)
+                weight = live if read.op == "get_attr" else self._rounded(read, live, node)
                 padding = self._padding_of(node)
                 if padding is not None:
-                    now = self._call(without_gradient_of, (now, padding), node)
-                node.replace_input_with(read, now)
+                    weight = self._call(without_gradient_of, (weight, padding), node)
+                node.replace_input_with(read, weight)
                 self.rewriter.touched.add(node)
             elif path and op.traits.weight is not None:
                 self.frozen[path] = None
@@ -300,10 +300,10 @@ def attach(root: nn.Module, path: str, value: nn.Module | Tensor) -> None:
             root.add_module(folder, nn.Module())
         root = root.get_submodule(folder)
     if isinstance(value, nn.Module):
-        before = getattr(root, name, None)
+        replaced = getattr(root, name, None)
         root.add_module(name, value)
         for table in ("_parameters", "_buffers", "_modules"):
-            old: dict[str, Any] = getattr(before, table, {})
+            old: dict[str, Any] = getattr(replaced, table, {})
             vars(value)[table].update((key, item) for key, item in old.items() if key not in vars(value)[table])
     elif isinstance(value, nn.Parameter):
         root.register_parameter(name, value)
