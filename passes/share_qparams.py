@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -91,7 +91,7 @@ def _groups(wanted: Mapping[fx.Node, Mapping[TensorSpec, None]], ties: Sequence[
     """Number of the group of each edge: connected components of the ties, in the order of `wanted`."""
     import networkx as nx
 
-    graph: nx.Graph[Hashable] = nx.Graph()
+    graph: nx.Graph[Key] = nx.Graph()
     graph.add_nodes_from((value, spec) for value, specs in wanted.items() for spec in specs)
     graph.add_edges_from(ties)
     return {key: number for number, keys in enumerate(nx.connected_components(graph)) for key in keys}
