@@ -7,11 +7,11 @@ from fxq.backends import by_name, cpu
 from fxq.backends.by_name import (
     auto_order,
     backend_type,
+    builtin_names,
     devices_of,
     fastest_order,
     get_backend,
     kernel_named,
-    known,
     unavailable,
 )
 from fxq.backends.kernel import Kernel, known_kernels
@@ -20,7 +20,7 @@ from fxq.errors import BackendError
 pytestmark = pytest.mark.any_cpu
 
 
-@pytest.mark.parametrize("name", known())
+@pytest.mark.parametrize("name", builtin_names())
 def test_a_backend_is_available_or_says_what_to_do(name):
     assert (
         unavailable(name, "meta") is None

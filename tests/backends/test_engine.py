@@ -100,11 +100,11 @@ def test_only_the_last_few_sizes_are_kept(net):
     with warnings.catch_warnings(action="error"):
         for n in range(1, 9):
             q(torch.randn(n, 3, 16, 16))
-    with pytest.warns(fxq.FxqWarning, match="inputs come in more than 8 sizes.*compiled again on return"):
+    with pytest.warns(fxq.FxqWarning, match="inputs have more than 8 sizes.*compiled again when their size returns"):
         q(torch.randn(9, 3, 16, 16))
     with warnings.catch_warnings(action="error"):
         q(torch.randn(10, 3, 16, 16))
-    assert len(kernel._packed.of_sizes) == kernel.sizes_kept
+    assert len(kernel._derived.values_by_size) == kernel.max_cached_sizes
 
 
 def test_a_linear_layer_that_reads_a_vector(name):

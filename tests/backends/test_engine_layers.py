@@ -8,7 +8,7 @@ import fxq
 from fxq.backends import cpu
 from fxq.backends.by_name import backend_type
 from fxq.backends.engine import EngineBackend, EngineKernel
-from fxq.backends.engine_layers import kind_of, of_nodes
+from fxq.backends.engine_layers import kind_of, region_layer
 from fxq.backends.engines.onnxruntime import session_of
 from fxq.backends.engines.openvino import Openvino, compile_model, read_model
 from fxq.common.metrics import sqnr
@@ -110,7 +110,7 @@ def test_what_onnxruntime_runs_in_float_is_float_in_the_ledger(tmp_path, monkeyp
         ("a", "unsupported", "verify-lowering"),
         ("relu", "unsupported", "verify-lowering"),
     ]
-    assert in_float[0].reason == f"onnxruntime runs it in float32, as {ran.op}: its conversions are for nothing"
+    assert in_float[0].reason == f"onnxruntime runs it in float32, as {ran.op}: its conversions gain nothing"
     assert in_float[0].fix == "recipe.override('a', fxq.FLOAT)"
     assert (q.history["lower"].count("float"), q.history[-1].count("float")) == (0, 2)
     macs = {e.name: e.macs for e in q.ledger}
@@ -164,7 +164,7 @@ def test_what_openvino_runs_in_float_is_float_in_the_ledger(monkeypatch):
     (entry,) = q.ledger.where(precision="float")
     assert (entry.path, entry.reason) == (
         "1",
-        "openvino runs it in float32, as Deconvolution: its conversions are for nothing",
+        "openvino runs it in float32, as Deconvolution: its conversions gain nothing",
     )
     (node,) = regions(q)
     written = write_onnx(submodule(q, node).graph_inside(), [x], integer_bias=False)
@@ -215,6 +215,6 @@ def qdq():
     ],
 )
 def test_the_nodes_and_the_kind_of_a_layer(qdq, made, nodes, kind):
-    found = of_nodes(made, qdq)
+    found = region_layer(made, qdq)
     assert (found.nodes, found.kind) == (nodes, kind)
     assert (found.op, found.dtype, found.us) == (made.op, "float32", 1.3)

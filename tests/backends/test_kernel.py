@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxq.backends.kernel import Kernel, Post
+from fxq.backends.kernel import Kernel, PostOp
 from fxq.backends.plain import binary as arithmetic
 from fxq.backends.plain.clamp_and_pad import Clamp, Pad
 from fxq.backends.plain.converters import Dequantize, PReLUQuantize, Quantize, Requantize
@@ -54,17 +54,17 @@ OF_IMAGES = {
     "conv strided": lambda: conv(size=3, padding=2, stride=2),
     "depthwise": lambda: conv(size=3, padding=1, groups=8),
     "conv to float": lambda: conv(out=None),
-    "conv relu6 narrow": lambda: conv(post=Post("relu6"), out=NARROW),
-    "conv hardswish": lambda: conv(post=Post("hardswish"), out=NARROW),
-    "conv leaky_relu": lambda: conv(post=Post("leaky_relu", (0.1,))),
-    "conv prelu": lambda: conv(post=Post("prelu"), slope=SLOPES),
-    "conv prelu in groups": lambda: conv(post=Post("prelu"), slope=SLOPES, groups=2),
-    "conv prelu to float": lambda: conv(post=Post("prelu"), slope=SLOPES, out=None),
+    "conv relu6 narrow": lambda: conv(post=PostOp("relu6"), out=NARROW),
+    "conv hardswish": lambda: conv(post=PostOp("hardswish"), out=NARROW),
+    "conv leaky_relu": lambda: conv(post=PostOp("leaky_relu", (0.1,))),
+    "conv prelu": lambda: conv(post=PostOp("prelu"), slope=SLOPES),
+    "conv prelu in groups": lambda: conv(post=PostOp("prelu"), slope=SLOPES, groups=2),
+    "conv prelu to float": lambda: conv(post=PostOp("prelu"), slope=SLOPES, out=None),
     "quantize": lambda: Quantize(OUT),
     "prelu quantize": lambda: PReLUQuantize(SLOPES, OUT),
     "dequantize": lambda: Dequantize(X),
     "requantize": lambda: Requantize(X, OUT),
-    "clamp": lambda: Clamp(X, Post("relu6")),
+    "clamp": lambda: Clamp(X, PostOp("relu6")),
     "pad": lambda: Pad(X, (1, 0, 2, 1)),
     "max_pool2d": lambda: MaxPool2d(3, 2, 1),
     "max_pool3d": lambda: MaxPool3d((1, 2, 1), 1, (0, 1, 0)),
@@ -88,7 +88,7 @@ OF_TWO = {
     "x86 add in place": lambda: x86_elementwise.OnednnAdd(X, RESIDUAL, OUT, inplace=True),
     "x86 mul": lambda: x86_elementwise.OnednnMul(X, RESIDUAL, NARROW),
     "conv add": lambda: conv(residual=RESIDUAL),
-    "conv add relu": lambda: conv(residual=RESIDUAL, post=Post("relu"), out=NARROW),
+    "conv add relu": lambda: conv(residual=RESIDUAL, post=PostOp("relu"), out=NARROW),
     "conv add in place": lambda: conv(residual=RESIDUAL, inplace=True, size=3, padding=1),
 }
 
@@ -191,7 +191,7 @@ def test_linear(shape, out):
 @pytest.mark.parametrize("inplace", [False, True])
 def test_linear_add(inplace):
     torch.manual_seed(0)
-    kernel = linear(6, residual=RESIDUAL, inplace=inplace, post=Post("relu"), out=NARROW)
+    kernel = linear(6, residual=RESIDUAL, inplace=inplace, post=PostOp("relu"), out=NARROW)
     for x in layouts(activations(4, 6)):
         bound_as_run(kernel, x, activations(x.shape[0], 5))
 

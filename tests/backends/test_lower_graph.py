@@ -72,7 +72,8 @@ def test_a_backend_may_leave_the_graph_as_it_stands(monkeypatch):
 def test_what_lower_returns_is_a_kernel(monkeypatch):
     monkeypatch.setattr(own.Engine, "lower", lambda self, gm, region: torch.relu)
     with pytest.raises(
-        fxq.InputError, match=r"lower of the backend '\w+' returns a fxq.extend.Kernel or None, not <built-in"
+        fxq.InputError,
+        match=r"lower\(\) of the backend '\w+' must return a fxq.extend.Kernel or None; it returned <built-in",
     ):
         lowered()
 

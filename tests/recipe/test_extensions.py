@@ -203,7 +203,7 @@ def test_a_backend_of_the_user_s():
         ("torch.nn:Linear", "'torch.nn:Linear' names no class of Backend"),
         (nn.Linear, "names no class of Backend"),
         (own.OnlyLinear(), "takes the class of a backend, OnlyLinear, not an instance"),
-        (own.Nameless, "has no name, or not the methods of a fxq.extend.Backend"),
+        (own.Nameless, "has no name, or lacks methods of fxq.extend.Backend"),
         (own.NamedAsOurs, "is called 'x86', as fxq's is; choose another name"),
         (own.NamedAsAnother, "is called 'only_linear', as tests.support.extensions:OnlyLinear is; choose another name"),
         (type("Local", (own.OnlyLinear,), {"__qualname__": "f.<locals>.Local"}), "the backend is local to a function"),
@@ -245,7 +245,7 @@ class Regions(ExtendedX86):
 @pytest.mark.parametrize(
     ("backend", "message"),
     [
-        (SaysYes, "supports of the backend 'says_yes' returns a fxq.extend.Support of 0 to [23] ops for %.*, not True"),
+        (SaysYes, "backend 'says_yes' must return a fxq.extend.Support of 0 to [23] ops for %.*; it returned True"),
         (SaysTooMuch, r"a fxq.extend.Support of 0 to [23] ops for %.*, not Support\(ops=9"),
         pytest.param(
             Regions,

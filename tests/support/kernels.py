@@ -12,22 +12,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fxq.backends.kernel import Kernel, Post
+from fxq.backends.kernel import Kernel, PostOp
 from fxq.backends.table.layer_spec import LayerSpec
 from fxq.quant.qparams import QParams
 from tests.support.machine import QMAX
 
 CHANNELS_LAST = torch.channels_last
 POSTS = {
-    "relu": (Post("relu"), F.relu),
-    "relu6": (Post("relu6"), F.relu6),
-    "hardtanh": (Post("hardtanh", (-0.5, 2.0)), lambda y: y.clamp(-0.5, 2.0)),
-    "hardswish": (Post("hardswish"), F.hardswish),
-    "silu": (Post("silu"), F.silu),
-    "leaky_relu": (Post("leaky_relu", (0.1,)), lambda y: F.leaky_relu(y, 0.1)),
-    "tanh": (Post("tanh"), torch.tanh),
-    "gelu": (Post("gelu", algorithm="none"), F.gelu),
-    "gelu_tanh": (Post("gelu", algorithm="tanh"), partial(F.gelu, approximate="tanh")),
+    "relu": (PostOp("relu"), F.relu),
+    "relu6": (PostOp("relu6"), F.relu6),
+    "hardtanh": (PostOp("hardtanh", (-0.5, 2.0)), lambda y: y.clamp(-0.5, 2.0)),
+    "hardswish": (PostOp("hardswish"), F.hardswish),
+    "silu": (PostOp("silu"), F.silu),
+    "leaky_relu": (PostOp("leaky_relu", (0.1,)), lambda y: F.leaky_relu(y, 0.1)),
+    "tanh": (PostOp("tanh"), torch.tanh),
+    "gelu": (PostOp("gelu", algorithm="none"), F.gelu),
+    "gelu_tanh": (PostOp("gelu", algorithm="tanh"), partial(F.gelu, approximate="tanh")),
 }
 X = QParams.per_tensor(0.0217, 101, 0, QMAX)
 """A grid of what enters a convolution or a linear layer, see `activations`."""

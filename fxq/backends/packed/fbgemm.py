@@ -9,7 +9,7 @@ from typing import ClassVar
 from torch import fx
 
 from fxq.backends import cpu
-from fxq.backends.base import Trap
+from fxq.backends.base import FaultyKernel
 from fxq.backends.packed import packed_conv, packed_linear
 from fxq.backends.packed import quantized_tensors as packed
 from fxq.backends.packed.packed_kernels import PackedBackend, table
@@ -82,10 +82,10 @@ class Fbgemm(PackedBackend):
     def drawback(self) -> str | None:
         return cpu.without_vnni()
 
-    def traps(self) -> tuple[Trap, ...]:
+    def faulty_kernels(self) -> tuple[FaultyKernel, ...]:
         """The shortcut of the transposed convolution."""
         kernel = "quantized::conv_transpose2d, kernel 2 high"
-        return (Trap(kernel, "it runs in three dimensions", packed.transposed_2_high_is_right),)
+        return (FaultyKernel(kernel, "it runs in three dimensions", packed.transposed_2_high_is_right),)
 
     def config(self, gm: fx.GraphModule, config: QuantConfig, calls: tuple[OpCall, ...]) -> QuantConfig:
         """Per-tensor weights for transposed convolutions."""

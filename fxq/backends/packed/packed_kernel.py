@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from fxq.backends.kernel import Post, bounds
+from fxq.backends.kernel import PostOp, bounds
 from fxq.backends.packed.quantized_tensors import as_uint8, engine_selected
 from fxq.backends.plain.clamp_and_pad import to_integer
 from fxq.backends.table.kernel_table import CLAMPS
@@ -29,7 +29,7 @@ class Finish:
         clamp: the integer bounds, or None.
     """
 
-    def __init__(self, out: QParams, post: Post | None, has_relu: bool = True) -> None:
+    def __init__(self, out: QParams, post: PostOp | None, has_relu: bool = True) -> None:
         low, high = (to_integer(bound, out) for bound in bounds(post) or (0.0, 0.0))
         self.relu = has_relu and post is not None and (low, high) == (out.z, 255)
         self.clamp = None if self.relu or (low, high) == (0, 255) else (low, high)
@@ -77,4 +77,4 @@ class PackedKernel(LayerKernel, ABC):
             with engine_selected(self.engine):
                 return self._pack()
 
-        return self._kept("", pack)
+        return self._cached("", pack)

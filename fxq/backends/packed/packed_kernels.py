@@ -12,7 +12,7 @@ import torch
 from fxq.backends.packed.packed_conv import PackedConv, PackedConvTranspose
 from fxq.backends.packed.packed_linear import PackedAdd, PackedLinear, PackedMul
 from fxq.backends.packed.quantized_tensors import has_engine
-from fxq.backends.table.kernel_table import CLAMPS, PLAIN, KernelRow, of_two
+from fxq.backends.table.kernel_table import CLAMPS, PLAIN_ROWS, KernelRow, binary_kernel
 from fxq.backends.table.layer_rows import layer_row
 from fxq.backends.table.lowering import RowBackend
 from fxq.graph.unit import Calls
@@ -39,7 +39,7 @@ class PackedBackend(RowBackend):
 
     def fuses(self, calls: Calls) -> bool:
         """Only what one kernel takes whole."""
-        return any(len(fit.calls) == len(calls) for fit in self.fits(calls))
+        return any(len(match.calls) == len(calls) for match in self.matching_rows(calls))
 
 
 def table(
@@ -50,10 +50,10 @@ def table(
     """The rows of an engine, from its kernels."""
     convolution, transposed = layer_row(conv), layer_row(transpose)
     return {
-        **PLAIN,
+        **PLAIN_ROWS,
         **dict.fromkeys(OPS.family("conv"), convolution),
         **dict.fromkeys(OPS.family("conv_transpose"), transposed),
         "linear": layer_row(linear),
-        "add": KernelRow(of_two(PackedAdd), posts=CLAMPS, emits_float=False),
-        "mul": KernelRow(of_two(PackedMul), posts=CLAMPS, emits_float=False),
+        "add": KernelRow(binary_kernel(PackedAdd), posts=CLAMPS, emits_float=False),
+        "mul": KernelRow(binary_kernel(PackedMul), posts=CLAMPS, emits_float=False),
     }

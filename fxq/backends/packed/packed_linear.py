@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from fxq.backends.kernel import Post, bounds
+from fxq.backends.kernel import PostOp, bounds
 from fxq.backends.packed.packed_kernel import Finish, PackedKernel
 from fxq.backends.packed.quantized_tensors import as_qint8, as_quint8, quantized
 from fxq.backends.plain.binary import BinaryKernel
@@ -47,7 +47,7 @@ class _PackedOfTwo(BinaryKernel):
 
     op: ClassVar[str]
 
-    def __init__(self, a: QParams, b: QParams, out: QParams, post: Post | None = None) -> None:
+    def __init__(self, a: QParams, b: QParams, out: QParams, post: PostOp | None = None) -> None:
         super().__init__(a, b, out, post)
         self._a, self._b, self._output, self._finish = (a.s, a.z), (b.s, b.z), (out.s, out.z), Finish(out, post)
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from torch import fx
 
-from fxq.backends.base import Trap
+from fxq.backends.base import FaultyKernel
 from fxq.backends.packed import packed_conv, packed_linear
 from fxq.backends.packed import quantized_tensors as packed
 from fxq.backends.packed.packed_kernels import PackedBackend, table
@@ -63,9 +63,9 @@ class Qnnpack(PackedBackend):
     def rows(self) -> Mapping[str, KernelRow]:
         return ROWS
 
-    def traps(self) -> tuple[Trap, ...]:
+    def faulty_kernels(self) -> tuple[FaultyKernel, ...]:
         """Transposed convolution of three dimensions."""
-        return (Trap("quantized::conv_transpose3d", "it runs in float", packed.transposed_3d_is_right),)
+        return (FaultyKernel("quantized::conv_transpose3d", "it runs in float", packed.transposed_3d_is_right),)
 
     def config(self, gm: fx.GraphModule, config: QuantConfig, calls: tuple[OpCall, ...]) -> QuantConfig:
         """Per-tensor weights for transposed convolutions with groups."""

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fxq.backends.kernel import Kernel, Post, activation_refused, bounds, refuse
+from fxq.backends.kernel import Kernel, PostOp, activation_refused, bounds, refuse
 from fxq.backends.plain.clamp_and_pad import to_integer
 from fxq.backends.plain.converters import CHUNK, MAGIC, WHOLE, chunks, dense, line
 from fxq.quant.qparams import QParams
@@ -26,7 +26,7 @@ class BinaryKernel(Kernel):
 
     options: ClassVar[tuple[str, ...]] = ("a", "b", "out", "post")
 
-    def __init__(self, a: QParams, b: QParams, out: QParams, post: Post | None = None) -> None:
+    def __init__(self, a: QParams, b: QParams, out: QParams, post: PostOp | None = None) -> None:
         super().__init__()
         refuse(
             self.name,
@@ -41,7 +41,7 @@ class BinaryKernel(Kernel):
 class _Arithmetic(BinaryKernel):
     """One that computes with float32."""
 
-    def __init__(self, a: QParams, b: QParams, out: QParams, post: Post | None = None) -> None:
+    def __init__(self, a: QParams, b: QParams, out: QParams, post: PostOp | None = None) -> None:
         super().__init__(a, b, out, post)
         low, high = (to_integer(bound, out) for bound in bounds(post) or (0.0, 0.0))
         self._numbers = a.s, a.z, b.s, b.z, out.s
@@ -55,7 +55,7 @@ class Add(_Arithmetic):
     name: ClassVar[str] = "cpu.add"
     options: ClassVar[tuple[str, ...]] = ("a", "b", "out", "post", "sign")
 
-    def __init__(self, a: QParams, b: QParams, out: QParams, post: Post | None = None, sign: int = 1) -> None:
+    def __init__(self, a: QParams, b: QParams, out: QParams, post: PostOp | None = None, sign: int = 1) -> None:
         super().__init__(a, b, out, post)
         self.sign = sign
 

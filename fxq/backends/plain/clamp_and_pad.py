@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch.nn.functional as F
 from torch import Tensor
 
-from fxq.backends.kernel import Kernel, Post, activation_refused, bounds, refuse
+from fxq.backends.kernel import Kernel, PostOp, activation_refused, bounds, refuse
 from fxq.backends.plain.converters import dense
 from fxq.quant.qparams import QParams
 
@@ -24,7 +24,7 @@ class Clamp(Kernel):
     name: ClassVar[str] = "cpu.clamp"
     options: ClassVar[tuple[str, ...]] = ("x", "post")
 
-    def __init__(self, x: QParams, post: Post) -> None:
+    def __init__(self, x: QParams, post: PostOp) -> None:
         super().__init__()
         interval = bounds(post) or (0.0, 0.0)
         refuse(

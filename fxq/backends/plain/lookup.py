@@ -90,7 +90,7 @@ class Lookup(Kernel):
         if self.out is None or x.storage_offset() % 2:  # a view of pairs must start at an even byte
             _look_up(self.table, flat, y)
         else:
-            _look_up(self._kept("pairs", self._pairs), flat[:pairs].view(torch.uint16), y[:pairs].view(torch.int16))
+            _look_up(self._cached("pairs", self._pairs), flat[:pairs].view(torch.uint16), y[:pairs].view(torch.int16))
             _look_up(self.table, flat[pairs:], y[pairs:])
         return y.as_strided(x.shape, x.stride())
 
@@ -105,7 +105,7 @@ class Lookup(Kernel):
             raise BackendError(f"{self.name}: the input is {tuple(x.shape)}, the table has {channels} channels.")
         rows = x.movedim(1, -1).contiguous()
         source, y = rows.view(-1, channels), self.table.new_empty(rows.numel())
-        start = self._kept("start", lambda: torch.arange(channels, dtype=torch.int32, device="cpu").mul_(256))
+        start = self._cached("start", lambda: torch.arange(channels, dtype=torch.int32, device="cpu").mul_(256))
         table = self.table.view(-1)
         for step in chunks(rows.numel(), channels):
             part = source[step.start // channels : step.stop // channels]

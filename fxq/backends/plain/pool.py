@@ -69,7 +69,7 @@ class MaxPool2d(Kernel):
         """Max pooling function for images of `shape` (N, *sizes, C)."""
         sizes = zip(self.kernel_size, self.stride, self.padding, self.dilation, strict=True)
         make = partial(largest, shape, [Window(*size, self.ceil_mode) for size in sizes])
-        run: Callable[[Tensor], Tensor] = self._kept_for(tuple(shape), make)
+        run: Callable[[Tensor], Tensor] = self._cached_for_size(tuple(shape), make)
         return run
 
 
@@ -119,7 +119,7 @@ class AdaptiveMaxPool(Kernel):
         """uint8 (N, C, *spatial) or (C, *spatial) -> uint8."""
         dims = len(self.output_size)
         sizes = x.shape[-dims:]
-        indices, pool = self._kept_for(sizes, lambda: self._for(sizes))
+        indices, pool = self._cached_for_size(sizes, lambda: self._for(sizes))
         y = x.movedim(-dims - 1, -1)
         for axis, index in enumerate(indices, -dims - 1):
             y = y if index is None else y.index_select(axis, index)
@@ -206,5 +206,5 @@ class Mean(Kernel):
 
     def forward(self, x: Tensor) -> Tensor:
         """uint8, any shape -> `out`'s grid or float32."""
-        run: Callable[..., Tensor] = self._kept_for(x.shape, lambda: self.bind(x))
+        run: Callable[..., Tensor] = self._cached_for_size(x.shape, lambda: self.bind(x))
         return run(x)

@@ -95,7 +95,7 @@ class WeightOnlyKernel(Kernel):
     @property
     def stored(self) -> dict[str, StoredWeight]:
         """The weights by name, as their tensors are now."""
-        found: dict[str, StoredWeight] = self._kept("", self._stored)
+        found: dict[str, StoredWeight] = self._cached("", self._stored)
         return found
 
     def _stored(self) -> dict[str, StoredWeight]:
@@ -127,7 +127,7 @@ class WeightOnlyLinear(WeightOnlyKernel):
 
     def forward(self, x: Tensor) -> Tensor:
         """float32 (..., K) -> float32 (..., O)."""
-        x, (pieces, scale, room) = float_input(x), self._kept("pieces", self._pieces)
+        x, (pieces, scale, room) = float_input(x), self._cached("pieces", self._pieces)
         read = StoredWeight.floats if scale is None else StoredWeight.integers
         bias = self.bias if scale is None else None
         if len(pieces) == 1:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fxq.backends.by_name import kernel_named
-from fxq.backends.kernel import Kernel, Post, bounds, decode, refuse
+from fxq.backends.kernel import Kernel, PostOp, bounds, decode, refuse
 from fxq.backends.loops.code.compiler import loops_for
 from fxq.backends.table.layer_kernel import LayerKernel
 from fxq.backends.table.layer_spec import LayerSpec
@@ -46,7 +46,7 @@ class DynamicLayer(Kernel):
         self,
         kernel: str,
         settings: Mapping[str, Any],
-        post: Post | None,
+        post: PostOp | None,
         weight: Tensor,
         weight_scale: Tensor,
         bias: Tensor | None = None,
@@ -86,7 +86,7 @@ class DynamicLayer(Kernel):
 
     def bind(self, x: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> Callable[..., Tensor]:
         """As in `Bindable`: the layer's kernel is bound to its integers."""
-        layer, bias, post = self._kept("", self._made)
+        layer, bias, post = self._cached("", self._made)
         in_one_loop = self._in_one_loop(x, scale, zero_point)
         if in_one_loop is not None:
             return in_one_loop
@@ -106,13 +106,15 @@ class DynamicLayer(Kernel):
 
     def _in_one_loop(self, x: Tensor, scale: Tensor, zero_point: Tensor | None) -> Callable[..., Tensor] | None:
         """As `forward`, of rows, with one loop over what the layer gives; None where there is none."""
-        layer, _, _ = self._kept("", self._made)
+        layer, _, _ = self._cached("", self._made)
         rows, columns = x.numel() // self.weight.shape[-1], len(self.weight)
         loops = loops_for("row_loops", rows * columns, x, scale, zero_point) if rows and not layer.axes else None
         if loops is None or (self.post is not None and self.post.algorithm == "tanh"):
             return None
         integers = layer.is_integer_product(rows)
-        product: RowProduct = self._kept(("rows", integers), lambda: RowProduct(layer, self.bias, self.post, integers))
+        product: RowProduct = self._cached(
+            ("rows", integers), lambda: RowProduct(layer, self.bias, self.post, integers)
+        )
         return product.bound(loops, x, scale, zero_point)
 
     def _ones(self, layer: LayerKernel, x: Tensor) -> Tensor:
@@ -124,7 +126,7 @@ class DynamicLayer(Kernel):
             first = y[(slice(None), *[slice(1)] * layer.axes)]
             return first.clone() if torch.equal(first.expand_as(y), y) else y
 
-        ones: Tensor = self._kept_for(("ones", shape), make)
+        ones: Tensor = self._cached_for_size(("ones", shape), make)
         return ones
 
     def _made(self) -> tuple[LayerKernel, Tensor | None, Callable[[Tensor], Tensor] | None]:

@@ -112,7 +112,7 @@ class FunctionKernel(Kernel):
 
     def forward(self, *inputs: Tensor) -> Any:
         """Integers of the activations in the order of the captures, each with its dynamic scale and zero point."""
-        call: _Call = self._kept("call", self._call)
+        call: _Call = self._cached("call", self._call)
         result = self.function(**call.arguments(inputs))
         if len(call.outs) == 1:
             return self._on_grid(result, call.outs[0])

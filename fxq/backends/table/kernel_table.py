@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxq.backends.kernel import Kernel, Post, bounds
+from fxq.backends.kernel import Kernel, PostOp, bounds
 from fxq.backends.plain.clamp_and_pad import Clamp, Pad
 from fxq.backends.plain.converters import PReLUQuantize
 from fxq.backends.plain.lookup import Lookup
@@ -68,7 +68,7 @@ class FusedUnit:
         return self.calls[0].options
 
     @property
-    def post(self) -> Post | None:
+    def post(self) -> PostOp | None:
         """The activation function behind the first op, or behind the sum; None without one."""
         last = self.calls[-1]
         return post_of(last) if len(self.calls) > 1 and last.op.name != "add" else None
@@ -83,26 +83,26 @@ class KernelRow:
         refuses: why a unit cannot have this kernel, before its grids and the values of its weights are known.
         posts: the activation functions that the kernel of an op applies itself.
         adds: whether it adds a residual itself.
-        twice: those of its activation functions that cost as much again as the kernel without them.
+        slow_posts: those of its activation functions that cost as much again as the kernel without them.
         emits_float: whether the kernel can also emit float32.
         emits_integers: whether it can emit integers.
         code: of a kernel of the user's own: a hash of the code that makes it.
-        measured: the row for activations whose scale is measured at run time; None: there is no such kernel.
+        dynamic: the row for activations whose scale is measured at run time; None: there is no such kernel.
     """
 
     make: Callable[[FusedUnit], Kernel] | None
     refuses: Callable[[FusedUnit], str | None] = lambda unit: None
     posts: tuple[str, ...] = ()
     adds: bool = False
-    twice: tuple[str, ...] = ()
+    slow_posts: tuple[str, ...] = ()
     emits_float: bool = True
     emits_integers: bool = True
     code: str = ""
-    measured: KernelRow | None = None
+    dynamic: KernelRow | None = None
 
 
 @dataclass(frozen=True)
-class Fit:
+class RowMatch:
     """A row of the table, with the ops of a unit that its kernel runs, from the first on, and what it asks of them.
 
     Attributes:
@@ -118,9 +118,9 @@ class Fit:
     outputs: int = 1
 
     @property
-    def costs_twice(self) -> bool:
+    def has_slow_post(self) -> bool:
         """Whether it costs as much again as the kernel that runs all ops but the last."""
-        return self.calls[-1].op.name in self.row.twice
+        return self.calls[-1].op.name in self.row.slow_posts
 
     def refused(self, gm: fx.GraphModule) -> str | None:
         """Why the kernel cannot run the ops, as far as that is known before calibration."""
@@ -174,16 +174,19 @@ def rule_key(rule: str, captures: Iterable[str]) -> str:
     return f"{rule}({', '.join(captures)})"
 
 
-def fits(calls: Calls, rows: Mapping[str, KernelRow]) -> list[Fit]:
+def matching_rows(calls: Calls, rows: Mapping[str, KernelRow]) -> list[RowMatch]:
     """The kernels that run a unit, or its first ops, the one that runs most of them first.
 
     The row of its fusion runs it whole. The row of its first op runs that one, an add to it and an activation function
     behind, as far as the unit has them. Of such a kernel, only the last value may be read: it hands out no other.
     """
-    found = [Fit(row, calls[:ops], captures) for row, ops, captures in _leading(calls, rows)]
-    found = [fit for fit in found if not _reads_inside(calls, len(fit.calls))]
+    found = [RowMatch(row, calls[:ops], captures) for row, ops, captures in _leading(calls, rows)]
+    found = [match for match in found if not _reads_inside(calls, len(match.calls))]
     whole = rows.get(rule_key(calls.rule, calls.captures))
-    return [*([Fit(whole, calls, calls.captures, len(calls.outputs))] if whole is not None else []), *reversed(found)]
+    return [
+        *([RowMatch(whole, calls, calls.captures, len(calls.outputs))] if whole is not None else []),
+        *reversed(found),
+    ]
 
 
 def _leading(calls: Calls, rows: Mapping[str, KernelRow]) -> Iterator[tuple[KernelRow, int, dict[str, Any]]]:
@@ -206,9 +209,9 @@ def _row_of(call: OpCall, rows: Mapping[str, KernelRow]) -> KernelRow | None:
     """The row of an op. Where the table has none: what only moves runs as it stands, a function of one is looked up."""
     found = rows.get(call.op.name)
     if found is None and call.op.traits.layout:
-        return NATIVE
+        return NATIVE_ROW
     by_a_constant = len(call.op.traits.inputs) == 2  # the row is for two tensors
-    return LOOKED_UP if call.pointwise and (found is None or by_a_constant) else found
+    return LOOKUP_ROW if call.pointwise and (found is None or by_a_constant) else found
 
 
 def _reads_inside(calls: Calls, ops: int) -> bool:
@@ -228,14 +231,14 @@ def _residual(call: OpCall) -> fx.Node | None:
     return other if isinstance(other, fx.Node) and other.op != "get_attr" else None
 
 
-def post_of(call: OpCall) -> Post:
+def post_of(call: OpCall) -> PostOp:
     """An activation function as a kernel takes it."""
     options = call.options
     if call.op.name == "hardtanh":
-        return Post("hardtanh", (options["min_val"], options["max_val"]))
+        return PostOp("hardtanh", (options["min_val"], options["max_val"]))
     if call.op.name == "leaky_relu":
-        return Post("leaky_relu", (options["negative_slope"],))
-    return Post(call.op.name, algorithm=options.get("approximate", ""))
+        return PostOp("leaky_relu", (options["negative_slope"],))
+    return PostOp(call.op.name, algorithm=options.get("approximate", ""))
 
 
 def _max_pool(unit: FusedUnit) -> Kernel:
@@ -256,7 +259,7 @@ def same_grid(unit: FusedUnit) -> QParams:
     return unit.grids[0]
 
 
-def of_two(kernel: Callable[..., Kernel], **options: Any) -> Callable[[FusedUnit], Kernel]:
+def binary_kernel(kernel: Callable[..., Kernel], **options: Any) -> Callable[[FusedUnit], Kernel]:
     """Makes kernels of two activations. Raises `BackendError` when the result is wanted in float."""
 
     def make(unit: FusedUnit) -> Kernel:
@@ -311,7 +314,7 @@ def _per_channel(call: OpCall, name: str, constant: tuple[int, ...], shape: tupl
     return (1,) * (len(shape) - len(constant)) + constant == (1, shape[1], *[1] * (len(shape) - 2))
 
 
-def looked_up(unit: FusedUnit) -> Kernel:
+def lookup_kernel(unit: FusedUnit) -> Kernel:
     """The table of the op with its constants, and of the clamp behind it."""
     op, (grid,) = unit.calls[0].op, unit.grids
     read = {name: value for name, value in unit.captures.items() if name in op.tensors}
@@ -329,11 +332,11 @@ def looked_up(unit: FusedUnit) -> Kernel:
     return Lookup.of(function, op.name, grid, unit.out, channels)
 
 
-NATIVE = KernelRow(None)
+NATIVE_ROW = KernelRow(None)
 """An op that runs on integers as it stands."""
-LOOKED_UP = KernelRow(looked_up, _table_refuses, CLAMPS)
+LOOKUP_ROW = KernelRow(lookup_kernel, _table_refuses, CLAMPS)
 """A function of one tensor: see `Lookup`."""
-PLAIN: dict[str, KernelRow] = {
+PLAIN_ROWS: dict[str, KernelRow] = {
     **dict.fromkeys(OPS.family("max_pool"), KernelRow(_max_pool)),
     **dict.fromkeys(
         OPS.family("adaptive_max_pool"), KernelRow(_adaptive_max, lambda unit: AdaptiveMaxPool.refuses(**unit.options))
@@ -347,5 +350,5 @@ PLAIN: dict[str, KernelRow] = {
     "pad": KernelRow(_pad),
 }
 """What runs on plain uint8 tensors without an engine, on any CPU, besides what `_row_of` knows from the op's row."""
-QUANTIZING: dict[str, Callable[[Tensor, QParams], Kernel]] = {"prelu": PReLUQuantize}
+QUANTIZING_KERNELS: dict[str, Callable[[Tensor, QParams], Kernel]] = {"prelu": PReLUQuantize}
 """Functions of a tensor and a weight that a quantize behind them is computed along with."""

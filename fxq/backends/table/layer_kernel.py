@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from fxq.backends.kernel import Kernel, Post, decode, first_reason, refuse
+from fxq.backends.kernel import Kernel, PostOp, decode, first_reason, refuse
 from fxq.backends.table.layer_spec import LayerSpec, is_depthwise, overflow_refused, post_refused, weight_refused
 from fxq.graph.analysis.integer_sums import beyond_int32, largest_sum
 from fxq.quant.qparams import QParams
@@ -37,7 +37,7 @@ class LayerKernel(Kernel):
     """Of how many spatial dimensions it runs layers."""
     posts: ClassVar[tuple[str, ...]] = ()
     """The activation functions that it applies itself."""
-    twice: ClassVar[tuple[str, ...]] = ()
+    slow_posts: ClassVar[tuple[str, ...]] = ()
     """Those of them that cost as much again as the kernel without them."""
     emits_float: ClassVar[bool] = True
     channel_axis: ClassVar[int] = 0
@@ -55,7 +55,7 @@ class LayerKernel(Kernel):
     output_padding: tuple[int, ...]
     dilation: tuple[int, ...]
     groups: int = 1
-    post: Post | None
+    post: PostOp | None
     residual: QParams | None = None
 
     def __init__(self, spec: LayerSpec) -> None:

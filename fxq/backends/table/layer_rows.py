@@ -20,7 +20,7 @@ Change = Callable[[LayerSpec], LayerSpec]
 
 def layer_row(kernel: type[LayerKernel], change: Change = lambda layer: layer) -> KernelRow:
     """The row of a kernel of layers; `change` is what a layer becomes before the kernel gets it."""
-    measured = KernelRow(
+    dynamic = KernelRow(
         lambda unit: DynamicLayer.of(kernel, change(layer_of(unit))),
         lambda unit: DynamicLayer.refuses(kernel, change(layer_of(unit))),
         (*CLAMPS, "gelu"),
@@ -31,9 +31,9 @@ def layer_row(kernel: type[LayerKernel], change: Change = lambda layer: layer) -
         lambda unit: kernel.refuses(change(layer_of(unit))),
         kernel.posts,
         "residual" in kernel.options,
-        kernel.twice,
+        kernel.slow_posts,
         kernel.emits_float,
-        measured=measured if kernel.emits_float else None,
+        dynamic=dynamic if kernel.emits_float else None,
     )
 
 

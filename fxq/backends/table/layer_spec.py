@@ -8,7 +8,7 @@ from dataclasses import KW_ONLY, dataclass
 import torch
 from torch import Tensor
 
-from fxq.backends.kernel import Post, activation_refused, bounds, first_reason, pair
+from fxq.backends.kernel import PostOp, activation_refused, bounds, first_reason, pair
 from fxq.quant.qparams import QParams
 from fxq.quant.spec import fits_int16
 
@@ -45,7 +45,7 @@ class LayerSpec:
     dilation: int | Sequence[int] = 1
     padding_mode: str = "zeros"
     groups: int = 1
-    post: Post | None = None
+    post: PostOp | None = None
     slope: Tensor | None = None
     residual: QParams | None = None
     inplace: bool = False
@@ -106,7 +106,7 @@ def slope_refused(slope: Tensor | None) -> str | None:
     return "prelu has slopes above 1 in some channels and below 1 in others"
 
 
-def post_refused(post: Post | None, known: Sequence[str]) -> str | None:
+def post_refused(post: PostOp | None, known: Sequence[str]) -> str | None:
     """Why `post` cannot be applied by a kernel that has the activation functions `known`."""
     if post is None:
         return None

@@ -15,7 +15,7 @@ from fxq.backends.plain.converters import Dequantize, Quantize, Requantize
 from fxq.backends.plain.dynamic_quantize import DynamicQuantize
 from fxq.backends.plain.stored_weight import StoredWeight
 from fxq.backends.plain.weight_only import KERNELS as WEIGHT_ONLY
-from fxq.backends.table.kernel_table import QUANTIZING, Fit, FusedUnit, KernelRow, fits
+from fxq.backends.table.kernel_table import QUANTIZING_KERNELS, FusedUnit, KernelRow, RowMatch, matching_rows
 from fxq.errors import BackendError, InputError
 from fxq.graph.grid import grid_of
 from fxq.graph.query import CONVERSIONS, argument, constant, is_op, measures_of, options_of, values_of
@@ -64,8 +64,8 @@ class RowBackend(Backend):
     def rows(self) -> Mapping[str, KernelRow]:
         """The table."""
 
-    def fits(self, calls: Calls, measured: bool = False) -> list[Fit]:
-        """The kernels that run a unit or its first ops, the user's own among them; see `kernel_table.fits`.
+    def matching_rows(self, calls: Calls, measured: bool = False) -> list[RowMatch]:
+        """The kernels that run a unit or its first ops, the user's own among them; see `kernel_table.matches`.
 
         Args:
             calls: the ops.
@@ -74,8 +74,8 @@ class RowBackend(Backend):
         kinds = [kind for kind in reversed(type(self).__mro__) if issubclass(kind, RowBackend)]
         rows = {**self.rows, **{key: row for kind in kinds for key, row in kind.registered.items()}}
         if measured:
-            rows = {key: row.measured for key, row in rows.items() if row.measured is not None}
-        return fits(calls, rows)
+            rows = {key: row.dynamic for key, row in rows.items() if row.dynamic is not None}
+        return matching_rows(calls, rows)
 
     def supports(self, gm: fx.GraphModule, node: fx.Node, calls: Calls, config: QuantConfig) -> Support:
         """What the table says of the leading ops."""
@@ -83,7 +83,7 @@ class RowBackend(Backend):
             known = len(calls) == 1 and calls[0].op.name in WEIGHT_ONLY
             return Support(1) if known else Support(0, f"no kernel runs {calls[0].op.name} with integer weights alone")
         measured = config.activation.range == "dynamic"
-        found = self.fits(calls, measured)
+        found = self.matching_rows(calls, measured)
         if not found:
             what = " with ranges measured at run time" if measured else _advice(calls[0].op)
             return Support(0, f"{self.name} has no int8 kernel for {calls[0].op.name}{what}")
@@ -96,28 +96,28 @@ class RowBackend(Backend):
         if calls[0].op.traits.recurrence is not None and config.state is None:
             return Support(0, f"{self.name} kernels take a hidden state on integers; give state a spec")
         reasons = []
-        for fit in found:
-            reason, ops = fit.refused(gm), len(fit.calls)
+        for match in found:
+            reason, ops = match.refused(gm), len(match.calls)
             if reason is not None:
                 reasons.append(reason)
-            elif fit.costs_twice:
+            elif match.has_slow_post:
                 reason = f"{calls[ops - 1].op.name} costs a second {calls[0].op.name} on integers"
-                return Support(ops, reason, ops - 1, fit.row.emits_float)
+                return Support(ops, reason, ops - 1, match.row.emits_float)
             else:
                 rest = [f"no kernel of {self.name} takes {call.op.name} along" for call in calls[ops:]]
-                return Support(ops, next(iter([*reasons, *rest]), ""), emits_float=fit.row.emits_float)
+                return Support(ops, next(iter([*reasons, *rest]), ""), emits_float=match.row.emits_float)
         return Support(0, reasons[-1])
 
     def code(self, calls: Calls) -> str:
         """As in `Backend`; besides, that of a kernel of the user's own."""
-        return super().code(calls) + "".join(fit.row.code for fit in self.fits(calls)[:1])
+        return super().code(calls) + "".join(match.row.code for match in self.matching_rows(calls)[:1])
 
     def regions(self, gm: fx.GraphModule) -> Iterator[Region]:
         """As in `Backend`; a function, or what measures a grid, goes along with the quantize that needs it."""
         for region in unit_regions(gm):
             rounds = region.outputs != (region.node,) and not is_op(region.node, *CONVERSIONS)
-            fits = self.fits(region.calls, _is_measured(region)) if rounds else []
-            if fits and not fits[0].row.emits_integers:
+            matches = self.matching_rows(region.calls, _is_measured(region)) if rounds else []
+            if matches and not matches[0].row.emits_integers:
                 yield read_region(gm, region.node, emits_float=True) or region
             else:
                 yield _with_its_function(gm, region.node) or _with_its_measures(region.node) or region
@@ -139,17 +139,17 @@ class RowBackend(Backend):
         if _quantizes(gm, region):
             (grid,), weight = out_grids(gm, region), constant(gm, argument(region.node, "weight"))
             assert grid is not None and weight is not None  # as was asked
-            return QUANTIZING[region.calls[0].op.name](weight, grid)
+            return QUANTIZING_KERNELS[region.calls[0].op.name](weight, grid)
         if is_weight_only(region.node, region.calls):
             return _weight_only(gm, region)
         refused = None
-        for fit in self.fits(region.calls, _is_measured(region)):
-            if len(fit.calls) < len(region.calls):
+        for match in self.matching_rows(region.calls, _is_measured(region)):
+            if len(match.calls) < len(region.calls):
                 continue
-            if fit.row.make is None:
+            if match.row.make is None:
                 return None
             try:
-                return _kernel(gm, region, fit)
+                return _kernel(gm, region, match)
             except BackendError as error:
                 refused = error
         if refused is not None:
@@ -169,16 +169,16 @@ def _advice(op: Op) -> str:
     return f": give it one by fxq.extend.register_kernel{moves}"
 
 
-def _kernel(gm: fx.GraphModule, region: UnitRegion, fit: Fit) -> Kernel:
+def _kernel(gm: fx.GraphModule, region: UnitRegion, match: RowMatch) -> Kernel:
     """The kernel of a unit. Raises `BackendError` where there is none."""
-    inputs, captures, dynamic = fit.integers(gm)
+    inputs, captures, dynamic = match.integers(gm)
     if set(inputs) != set(region.inputs):
         raise BackendError("an input is not in integers")
     taken = [node.args[1] for node in values_of(region.node) if node is not region.node]
-    if taken != [*range(fit.outputs)][: len(taken)] or len(region.outputs) != fit.outputs:
+    if taken != [*range(match.outputs)][: len(taken)] or len(region.outputs) != match.outputs:
         raise BackendError("not every one of its outputs is read, or one is taken twice")
-    assert fit.row.make is not None  # else it runs as it stands
-    kernel = fit.row.make(FusedUnit(captures, out_grids(gm, region), region.calls, dynamic))
+    assert match.row.make is not None  # else it runs as it stands
+    kernel = match.row.make(FusedUnit(captures, out_grids(gm, region), region.calls, dynamic))
     if inputs != region.inputs:  # it reads one of them twice, or in another order
         kernel.reads = tuple(map(region.inputs.index, inputs))
     return kernel
@@ -229,7 +229,7 @@ def _is_plain(grid: QParams | None) -> bool:
 def _with_its_function(gm: fx.GraphModule, node: fx.Node) -> UnitRegion | None:
     """The region of a quantize with the function before it, where one kernel runs both; else None."""
     source = node.args[0] if is_op(node, "quantize") else None
-    region = read_region(gm, source) if isinstance(source, fx.Node) and is_op(source, *QUANTIZING) else None
+    region = read_region(gm, source) if isinstance(source, fx.Node) and is_op(source, *QUANTIZING_KERNELS) else None
     return region if region is not None and _quantizes(gm, region) else None
 
 
@@ -248,7 +248,7 @@ def _with_its_measures(node: fx.Node) -> Region | None:
 def _quantizes(gm: fx.GraphModule, region: UnitRegion) -> bool:
     """Whether a region is a function of floats that a kernel computes along with the quantize behind it."""
     return (
-        is_op(region.node, *QUANTIZING)
+        is_op(region.node, *QUANTIZING_KERNELS)
         and all(map(_is_plain, out_grids(gm, region)))
         and constant(gm, argument(region.node, "weight")) is not None
         and not any(is_op(step, "dequantize") for step in region.steps)

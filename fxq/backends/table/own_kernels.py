@@ -139,7 +139,7 @@ def kernel(backend: str, pattern: Family | str, *, pack: Callable[..., Any] | No
         made = {}
         for pattern, options in zip(patterns, taken, strict=True):
             row = KernelRow(partial(_made_of, kind, pattern, options), partial(pattern.refused, options), code=code)
-            made[pattern] = replace(row, measured=row)
+            made[pattern] = replace(row, dynamic=row)
         _register(backend, rows, function, made)
         return function
 

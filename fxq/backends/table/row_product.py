@@ -9,7 +9,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from fxq.backends.kernel import Post, bounds
+from fxq.backends.kernel import PostOp, bounds
 from fxq.backends.table.layer_kernel import LayerKernel
 
 
@@ -23,7 +23,7 @@ class RowProduct:
         integers: whether the product is `torch._int_mm`; else it is what the layer gives, in float32.
     """
 
-    def __init__(self, layer: LayerKernel, bias: Tensor | None, post: Post | None, integers: bool) -> None:
+    def __init__(self, layer: LayerKernel, bias: Tensor | None, post: PostOp | None, integers: bool) -> None:
         self._layer, self._weight = layer, layer.weight.t() if integers else None
         self._columns, self._depth = layer.weight.shape
         scale, bias = (

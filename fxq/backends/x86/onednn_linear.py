@@ -112,7 +112,7 @@ class OnednnLinear(OnednnLayer):
     def _runner(self, x: Tensor) -> Callable[..., Tensor]:
         """What to call for inputs like `x`, behind it with a residual where there is one."""
         if self._emits_sums and cpu.has_int_mm() and x.numel() == self.weight.shape[1] == x.shape[-1]:
-            weight, scale, bias = self._kept("row", self._row)
+            weight, scale, bias = self._cached("row", self._row)
             # One row is contiguous whatever its stride, and the product looks at that.
             is_row = x.stride() == (len(weight), 1)
 
@@ -125,7 +125,7 @@ class OnednnLinear(OnednnLayer):
         if not cpu.has_integer_matmul() and self.weight.numel() >= LARGE and self._epilogue.name in _CONV_POSTS:
             self._check(x)
             return self._epilogue.behind(self._convolved())
-        packed: PackedWeight = self._kept("", self._pack)
+        packed: PackedWeight = self._cached("", self._pack)
         if self.residual is not None:
             return self._epilogue.behind(lambda x, residual: self._add(x, residual, packed))
         op, rest = _onednn.qlinear_pointwise.default, (*self._input, *packed, *self._output, *self._epilogue[:3])
@@ -133,7 +133,7 @@ class OnednnLinear(OnednnLayer):
 
     def _convolved(self) -> Callable[..., Tensor]:
         """The layer as a convolution; one packed weight does for any number of rows."""
-        *packed, bias = self._kept("taps", self._pack_taps)
+        *packed, bias = self._cached("taps", self._pack_taps)
         behind = (*_SINGLE_TAP, *self._output)
         if self.residual is None:
             rest = (self.x.s, 0, *packed, bias, *behind, *self._epilogue[:3])

@@ -16,7 +16,7 @@ from torch import nn
 
 import fxq
 from fxq.backends import cpu
-from fxq.backends.kernel import Post
+from fxq.backends.kernel import PostOp
 from fxq.backends.packed import fbgemm, packed_conv, qnnpack
 from fxq.backends.packed import quantized_tensors as packed
 from fxq.backends.packed.packed_linear import PackedAdd, PackedMul
@@ -200,7 +200,7 @@ def test_refusals(engine):
     with pytest.raises(BackendError, match="wanted in float32, the kernel emits uint8"):
         kernels.Conv(LayerSpec(q, qp, None, SEVEN, None))
     with pytest.raises(BackendError, match="no hardswish"):
-        kernels.Conv(LayerSpec(q, qp, None, SEVEN, OUTS[0], post=Post("hardswish")))
+        kernels.Conv(LayerSpec(q, qp, None, SEVEN, OUTS[0], post=PostOp("hardswish")))
     with pytest.raises(BackendError, match="pads asymmetrically"):
         kernels.Conv(LayerSpec(weight(8, 4, 2, 2)[0], qp, None, SEVEN, OUTS[0], padding="same"))
     with pytest.raises(BackendError, match="one scale for the whole weight"):

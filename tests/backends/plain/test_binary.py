@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fxq
-from fxq.backends.kernel import Post
+from fxq.backends.kernel import PostOp
 from fxq.backends.plain import binary as arithmetic
 from fxq.backends.x86 import onednn_binary as x86_elementwise
 from fxq.common.metrics import sqnr
@@ -21,7 +21,7 @@ from tests.support.kernels import BYTE, OUTS, RESIDUAL, agree, bytes_, copies, r
 from tests.support.machine import needs_x86, no_warnings
 
 pytestmark = needs_x86
-POSTS = {None: lambda y: y, Post("relu"): F.relu, Post("hardtanh", (-0.4, 3.1)): lambda y: y.clamp(-0.4, 3.1)}
+POSTS = {None: lambda y: y, PostOp("relu"): F.relu, PostOp("hardtanh", (-0.4, 3.1)): lambda y: y.clamp(-0.4, 3.1)}
 ADDS = arithmetic.Add, x86_elementwise.OnednnAdd
 MULS = arithmetic.Mul, x86_elementwise.OnednnMul
 # Products have scales of their own; no multiple of theirs is a tie on these grids.
@@ -107,18 +107,18 @@ def test_one_tensor_twice_and_overwritten():
 def test_copies():
     a, b = bytes_(1, 8, 9, 7), bytes_(1, 8, 1, 1)
     for cls in (*ADDS, *MULS):
-        kernel = cls(BYTE, RESIDUAL, OUTS[0], Post("relu"), *([-1] if cls in ADDS else []))
+        kernel = cls(BYTE, RESIDUAL, OUTS[0], PostOp("relu"), *([-1] if cls in ADDS else []))
         for second in (b, a):
             y = kernel(a, second)
             for other in copies(kernel):
-                assert not other._packed and torch.equal(other(a, second), y)
+                assert not other._derived and torch.equal(other(a, second), y)
 
 
 def test_refusals():
     signed = QParams.per_tensor(0.1, 0, -128, 127, torch.int8)
     for cls in (*ADDS, *MULS):
         with pytest.raises(BackendError, match="silu is not a clamp"):
-            cls(BYTE, BYTE, BYTE, Post("silu"))
+            cls(BYTE, BYTE, BYTE, PostOp("silu"))
         with pytest.raises(BackendError, match="the second input is int8"):
             cls(BYTE, signed, OUTS[0])
 

@@ -79,7 +79,7 @@ def test_layouts():
             assert torch.equal(view, kept)
     for kernel in (table, each):
         for other in copies(kernel):
-            assert not other._packed and torch.equal(other(q), kernel(q))
+            assert not other._derived and torch.equal(other(q), kernel(q))
 
 
 def test_refusals():

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fxq.backends.kernel import Post
+from fxq.backends.kernel import PostOp
 from fxq.backends.packed.packed_linear import PackedLinear
 from fxq.backends.table.dynamic_layer import DynamicLayer
 from fxq.backends.table.layer_spec import LayerSpec
@@ -76,7 +76,7 @@ def test_linear_layers(integers, data):
 def test_convolutions(options, batch):
     """Padding is the integer that stands for zero, whatever the scale."""
     groups = options.get("groups", 1)
-    spec, w, b = layer(8, 8 // groups, 3, 3, **options, post=Post("relu"))
+    spec, w, b = layer(8, 8 // groups, 3, 3, **options, post=PostOp("relu"))
     scale = torch.rand(batch, 1, 1, 1) + 0.1
     check(OnednnConv, spec, (batch, 8, 9, 7), scale, lambda x: F.conv2d(x, w, b, **options).relu())
 

@@ -180,8 +180,8 @@ def test_an_option_that_the_function_does_not_take():
     (node,) = graph.graph.find_nodes(op="call_function", target=OPS["mul"].target)
     convolution, _ = graph.graph.find_nodes(op="call_function", target=OPS["conv2d"].target)
     calls = calls_among([convolution, node], "own_scaled_conv", {"x": None, "w": None, "s": 0.5}, [node])
-    (fit,) = [fit for fit in fxq.extend.X86().fits(calls) if len(fit.calls) == 2]
-    assert fit.refused(graph) == "its dilation is (2, 2), and its kernel function takes no dilation"
+    (match,) = [match for match in fxq.extend.X86().matching_rows(calls) if len(match.calls) == 2]
+    assert match.refused(graph) == "its dilation is (2, 2), and its kernel function takes no dilation"
 
 
 @pytest.mark.parametrize("act", [torch.sigmoid, torch.tanh])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fxq
-from fxq.backends.table.kernel_table import CLAMPS, FusedUnit, KernelRow, fits, rule_key
+from fxq.backends.table.kernel_table import CLAMPS, FusedUnit, KernelRow, matching_rows, rule_key
 from fxq.backends.x86.x86_kernels import ROWS
 from fxq.graph.region import Weight
 from fxq.graph.unit import calls_of
@@ -35,7 +35,10 @@ def unit(body, given="x, w, b, y"):
 
 def shown(calls, rows):
     """For each kernel, how many ops it runs, and what it asks of them."""
-    return [f"{len(fit.calls)}: " + " ".join(f"{k}={v}" for k, v in fit.captures.items()) for fit in fits(calls, rows)]
+    return [
+        f"{len(match.calls)}: " + " ".join(f"{k}={v}" for k, v in match.captures.items())
+        for match in matching_rows(calls, rows)
+    ]
 
 
 LAYER = "x=x weight=w bias=b"
@@ -96,8 +99,8 @@ def asked(refuses, given="x, w, b, y"):
         return refuses
 
     gm, calls = unit(BODY, given)
-    (fit,) = fits(calls, {rule_key("gate", "akcr"): KernelRow(lambda unit: None, judge)})
-    return fit.refused(gm), seen
+    (match,) = matching_rows(calls, {rule_key("gate", "akcr"): KernelRow(lambda unit: None, judge)})
+    return match.refused(gm), seen
 
 
 def test_a_kernel_is_asked_before_grids_are_known():
@@ -113,7 +116,7 @@ def test_a_kernel_is_asked_before_grids_are_known():
 
 def test_constants_that_are_computed_are_refused():
     gm, calls = unit("l = conv2d(a, k, c); m = prelu(l, r); return m", "x, w, b, y")
-    assert [fit.refused(gm) for fit in fits(calls, ROWS)] == ["its slope is computed at run time", None]
+    assert [match.refused(gm) for match in matching_rows(calls, ROWS)] == ["its slope is computed at run time", None]
 
 
 def test_the_function_behind_a_layer_is_a_post():
@@ -155,8 +158,8 @@ def test_what_a_kernel_is_made_of(rest, inputs, found):
         QDQ.format(rest=rest), {"w": torch.ones(3, 3, 1, 1, dtype=torch.int8), "s": TENSORS["s"]}
     )
     calls = calls_of(gm, next(n for n in gm.graph.nodes if n.name == "z"))
-    (fit,) = fits(calls, {rule_key("gate", "akcr"): KernelRow(None)})
-    read, captures, dynamic = fit.integers(gm)
+    (match,) = matching_rows(calls, {rule_key("gate", "akcr"): KernelRow(None)})
+    read, captures, dynamic = match.integers(gm)
     assert dynamic == {}
     assert [node.name for node in read] == inputs
     assert {name: brief(value) for name, value in captures.items()} == found

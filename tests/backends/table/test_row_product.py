@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fxq.backends.kernel import Post
+from fxq.backends.kernel import PostOp
 from fxq.backends.loops.code import compiler
 from fxq.backends.table.row_product import RowProduct
 from fxq.backends.x86.onednn_linear import OnednnLinear
@@ -40,7 +40,7 @@ def test_rows_that_do_not_fit_are_left_to_the_layer(bound):
     assert bound(activations(2, 3, 5), torch.ones(1)) is None
 
 
-@pytest.mark.parametrize("post", [None, Post("relu"), Post("gelu", algorithm="none")])
+@pytest.mark.parametrize("post", [None, PostOp("relu"), PostOp("gelu", algorithm="none")])
 def test_a_bias_of_another_type_or_with_gaps_counts(post):
     """An edited kernel may have one."""
     spec, _, _ = layer(4, 6)

@@ -88,7 +88,7 @@ def test_copies():
             excite, _ = kernel(8, 3, BYTE, out, "silu", "hardsigmoid", bias)
             y = excite(image)
             for other in copies(excite):
-                assert not other._packed and torch.equal(other(image), y)
+                assert not other._derived and torch.equal(other(image), y)
 
 
 def test_refusals():
