@@ -189,8 +189,8 @@ class EngineBackend(Backend):
             weight, is_table = config.weight, first.op.name in self.table_ops
             is_kept = is_table and weight is not None and weight.bits > 4 and weight.format == "integer"
             which = " of so few bits, or in float16," if is_table else ""
-            reason = f"{self.name} takes no integer weights{which} with float activations"
-            return Support(len(calls)) if is_kept else Support(0, reason)
+            unsupported = f"{self.name} takes no integer weights{which} with float activations"
+            return Support(len(calls)) if is_kept else Support(0, unsupported)
         is_dynamic = config.activation.range == "dynamic"
         if is_dynamic and first.op.name not in self.dynamic_layers:
             of = f" for {first.op.name}" if self.dynamic_layers and first.op.traits.weight else ""

@@ -124,16 +124,18 @@ def test_a_kernel_that_refuses_or_is_none(monkeypatch):
     assert "x86.linear" in kernels(qmodel) and qmodel.output_sqnr > 30
     assert [e.reason for e in qmodel.ledger.where(precision="float")] == ["not today"] * 2
     monkeypatch.setattr(own, "LinearTanhMul", lambda *args: "no kernel")
-    with pytest.raises(fxq.InputError, match=r"make_linear_tanh_mul makes kernels: .*, not 'no kernel'"):
+    with pytest.raises(
+        fxq.InputError, match=r"make_linear_tanh_mul must return a fxq.extend.Kernel .*, not 'no kernel'"
+    ):
         fxq.quantize(settled(lambda: Fused(2.5)), fused_recipe(), data=[X])
     monkeypatch.setattr(own, "LinearTanhMul", lambda *args: {}["scale"])
-    with pytest.raises(fxq.FxqError, match=r"makes no kernel of the captures x, w, b, s: KeyError: 'scale'"):
+    with pytest.raises(fxq.FxqError, match=r"fails for the captures x, w, b, s: KeyError: 'scale'"):
         fxq.quantize(settled(lambda: Fused(2.5)), fused_recipe(), data=[X])
 
 
 def test_a_kernel_that_a_copy_would_not_be(monkeypatch):
     monkeypatch.setattr(own.LinearTanhMul, "options", ("x",))
-    with pytest.raises(fxq.InputError, match=r"linear_tanh_mul: out of its __init__ is neither one of its `options`"):
+    with pytest.raises(fxq.InputError, match=r"linear_tanh_mul: out of its __init__ is neither an option nor a buffer"):
         fxq.quantize(settled(lambda: Fused(2.5)), fused_recipe(), data=[X])
 
 
@@ -166,7 +168,7 @@ def test_a_kernel_of_a_backend_that_extends_another():
         (lambda: fxq.extend.register_kernel("reference", own.linear_tanh_mul), "'reference' has no table of kernels"),
         (
             lambda: fxq.extend.register_kernel("x86", "conv2d_relu"),
-            "takes what fxq.fusion returned, or the name of an op, not 'conv2d_relu'",
+            "takes the result of fxq.fusion or the name of an op, not 'conv2d_relu'",
         ),
         (
             lambda: fxq.extend.register_kernel("x86", own.linear_tanh_mul)(3),
@@ -249,7 +251,7 @@ class Regions(ExtendedX86):
         (SaysTooMuch, r"a fxq.extend.Support of 0 to [23] ops for %.*, not Support\(ops=9"),
         pytest.param(
             Regions,
-            r"'regions_of_x86' has kernels of single units: for a region of \d+ nodes, from %x_q on, its class",
+            r"'regions_of_x86' has kernels of single units: to lower a region of \d+ nodes, from %x_q on, its class",
             marks=onednn,
         ),
     ],

@@ -1,4 +1,4 @@
-"""What the backends of PyTorch's packed kernels share: their table, and when ops become one unit."""
+"""`PackedBackend`: base class of the backends of PyTorch's packed kernels, and their kernel table."""
 
 from __future__ import annotations
 
@@ -20,25 +20,28 @@ from fxq.ops import OPS
 
 
 class PackedBackend(RowBackend):
-    """uint8 activations, int8 weights. Units are what one kernel runs: the kernels emit no float for the rest."""
+    """Backend with uint8 activations and int8 weights. A unit has only ops that one kernel runs.
+
+    Its kernels emit no float, which further ops of a unit would need.
+    """
 
     devices: ClassVar[tuple[str, ...]] = ("cpu",)
 
     @property
     @abstractmethod
     def rows(self) -> Mapping[str, KernelRow]:
-        """The table."""
+        """The kernel table."""
 
     def available(self) -> str | None:
         if has_engine(self.name):
             return None
         return (
-            f"backend={self.name!r} needs PyTorch's engine of that name; torch {torch.__version__} on "
-            f'{platform.machine()} does not have it. Use backend="auto".'
+            f"backend={self.name!r} needs PyTorch's engine of that name, which torch {torch.__version__} on "
+            f'{platform.machine()} does not have. Use backend="auto".'
         )
 
     def fuses(self, calls: Calls) -> bool:
-        """Only what one kernel takes whole."""
+        """Whether one kernel runs all these ops."""
         return any(len(match.calls) == len(calls) for match in self.matching_rows(calls))
 
 
@@ -47,7 +50,7 @@ def table(
     transpose: type[PackedConvTranspose],
     linear: type[PackedLinear],
 ) -> dict[str, KernelRow]:
-    """The rows of an engine, from its kernels."""
+    """Return the kernel table of an engine, from its kernels."""
     convolution, transposed = layer_row(conv), layer_row(transpose)
     return {
         **PLAIN_ROWS,

@@ -1,4 +1,4 @@
-"""Linear layers, sums and products of PyTorch's packed quantized kernels."""
+"""Linear layers, sums and products in PyTorch's packed quantized kernels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fxq.quant.qparams import QParams
 
 
 class PackedLinear(PackedKernel):
-    """Linear layer over the last dimension: uint8 in, uint8 out, or float32 where the engine has it."""
+    """Linear layer over the last dimension: uint8 in, uint8 out, or float32 out if the engine supports it."""
 
     layer: ClassVar[str] = "linear layer"
     dims: ClassVar[tuple[int, ...]] = (0,)
@@ -32,18 +32,18 @@ class PackedLinear(PackedKernel):
         if self.out is None:
             return self._float(x)
         op = quantized.linear_relu if self._finish.relu else quantized.linear
-        weight = self._weight()  # first: it refuses tensors that are no plain ones
+        weight = self._weight()  # first, since it refuses tensors that are not plain
         return self._finish(op(as_quint8(x, *self._input), weight, *self._output))
 
     def _float(self, x: Tensor) -> Tensor:
-        """The kernel takes float32 and rounds it to the grid, on which it lies already."""
+        """Call the kernel with float32 output, which takes float32 and quantizes it to the same grid again."""
         op = quantized.linear_with_input_q_dq_qweight_dq_output_fp32
         y = op(dequantize(x, *self._input), *self._input, self._weight())
         return y if self.post is None else y.clamp_(*bounds(self.post))  # type: ignore[misc]
 
 
 class _PackedOfTwo(BinaryKernel):
-    """A kernel of two tensors of whichever engine is selected: where that is qnnpack, sums of equal shapes are its."""
+    """Binary kernel of PyTorch. The engine that is selected at the call may run it."""
 
     op: ClassVar[str]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from fxq.backends.kernel import PostOp
 from fxq.backends.plain import binary as arithmetic
 from fxq.backends.plain.binary import is_gate
-from fxq.backends.plain.converters import WHOLE, dense
+from fxq.backends.plain.converters import MAX_UNCHUNKED_ELEMENTS, dense
 from fxq.backends.table.layer_spec import LayerSpec
 from fxq.backends.x86.onednn import epilogue, target
 from fxq.backends.x86.onednn_conv import OnednnConv
@@ -129,4 +129,4 @@ class OnednnMul(arithmetic.Mul):
 
 def _is_large_gated(x: Tensor, gate: Tensor) -> bool:
     """Whether `x` is a large image, and `gate` has a value for each of its channels."""
-    return x.numel() > WHOLE and x.dim() == 4 and x.shape[1:].numel() >= _GATE and is_gate(gate, x)
+    return x.numel() > MAX_UNCHUNKED_ELEMENTS and x.dim() == 4 and x.shape[1:].numel() >= _GATE and is_gate(gate, x)

@@ -167,7 +167,7 @@ def test_linear_into_float(engine):
     x, bias = grid(engine, False), torch.randn(24)
     q, qp, w = weight(24, 16)
     if engine == "qnnpack":
-        with pytest.raises(BackendError, match="wanted in float32"):
+        with pytest.raises(BackendError, match="its result is float32"):
             qnnpack.QnnpackLinear(LayerSpec(q, qp, bias, x, None))
         return
     image = integers(x, 3, 5, 16)
@@ -197,7 +197,7 @@ def test_binary(engine, op, shape, post):
 def test_refusals(engine):
     kernels = ENGINES[engine]
     q, qp, _ = weight(8, 4, 3, 3)
-    with pytest.raises(BackendError, match="wanted in float32, the kernel emits uint8"):
+    with pytest.raises(BackendError, match="its result is float32, the kernel emits uint8"):
         kernels.Conv(LayerSpec(q, qp, None, SEVEN, None))
     with pytest.raises(BackendError, match="no hardswish"):
         kernels.Conv(LayerSpec(q, qp, None, SEVEN, OUTS[0], post=PostOp("hardswish")))

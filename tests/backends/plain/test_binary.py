@@ -32,7 +32,7 @@ PRODUCTS = [QParams.per_tensor(0.0287, 101), QParams.per_tensor(0.0511, 33, 7, 1
 def small(monkeypatch):
     """Tensors of a test are large ones."""
     for kernels in (arithmetic, x86_elementwise):
-        monkeypatch.setattr(kernels, "WHOLE", 32)
+        monkeypatch.setattr(kernels, "MAX_UNCHUNKED_ELEMENTS", 32)
     for limit in ("_SUM", "_SUM_INPLACE", "_GATE"):
         monkeypatch.setattr(x86_elementwise, limit, 64)
 

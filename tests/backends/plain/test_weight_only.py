@@ -105,7 +105,7 @@ def test_linear_layers_of_any_size(rows, inputs, outputs, bias, bits, per):
 
 @pytest.mark.parametrize("recipe", [BITS8, BITS4, RECIPES["float16"]])
 def test_a_large_weight_becomes_floats_in_pieces(monkeypatch, recipe):
-    monkeypatch.setattr(weight_only, "_AT_ONCE", 100)
+    monkeypatch.setattr(weight_only, "_PIECE_ELEMENTS", 100)
     model, x = nn.Sequential(nn.Linear(40, 33)), torch.randn(2, 3, 40)
     qmodel = quantized(model, recipe, x)
     with torch.no_grad():

@@ -37,5 +37,5 @@ def test_how_many_windows():
     """As `torch.nn.MaxPool2d` documents: with `ceil_mode`, none begins in the padding behind the last value."""
     assert [Window(2, 2, 0, 1, ceil).count(7) for ceil in (False, True)] == [3, 4]
     assert [Window(2, 2, 1, 1, ceil).count(7) for ceil in (False, True)] == [4, 4]
-    with pytest.raises(InputError, match="2 values along an axis are fewer than a pooling window of 3 takes"):
+    with pytest.raises(InputError, match="2 values along an axis are too few for a pooling window of 3"):
         Window(3, 1, 0, 1, False).count(2)

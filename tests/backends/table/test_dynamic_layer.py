@@ -130,7 +130,7 @@ def test_copies_and_edits():
 def test_refusals():
     spec, _, _ = layer(4, 6)
     adds = LayerSpec(spec.weight, spec.weight_qparams, None, STEPS, None, residual=STEPS)
-    assert DynamicLayer.refuses(OnednnLinear, adds) == "it adds a residual to a result whose scale is measured"
+    assert DynamicLayer.refuses(OnednnLinear, adds) == "it adds a residual to a result with a dynamic scale"
     assert "convolution" in DynamicLayer.refuses(OnednnConv, spec)
     with pytest.raises(BackendError, match="silu"):
         DynamicLayer.of(OnednnLinear, layer(4, 6, post=POSTS["silu"][0])[0])(activations(1, 6), torch.ones(1, 1))

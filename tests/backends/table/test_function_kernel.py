@@ -243,11 +243,11 @@ def test_a_result_of_another_shape_is_put_back(monkeypatch):
         (
             STATIC,
             lambda x, out: x.values.int(),
-            r"run returns int32 \[16, 8\]; it is to return uint8 on the grid `out`",
+            r"run returns int32 \[16, 8\]; it must return uint8 on the grid `out`",
         ),
-        (STATIC, lambda x, out: x.dequantize().double(), r"run returns float64 \[16, 8\]; it is to return uint8"),
-        (STATIC, lambda x, out: x, "run returns QTensor; it is to return uint8"),
-        (DYNAMIC, lambda x, out: x.values, r"run returns uint8 .*; it is to return float32, as `out` is None"),
+        (STATIC, lambda x, out: x.dequantize().double(), r"run returns float64 \[16, 8\]; it must return uint8"),
+        (STATIC, lambda x, out: x, "run returns QTensor; it must return uint8"),
+        (DYNAMIC, lambda x, out: x.values, r"run returns uint8 .*; it must return float32, as `out` is None"),
     ],
 )
 def test_a_result_of_another_type_is_an_error(recipe, value, message, monkeypatch):
@@ -295,7 +295,7 @@ def without_act(x, w, b, *, out): ...
         (lambda: fxq.extend.kernel("x86", "liner"), "unknown op 'liner'; did you mean 'linear'"),
         (
             lambda: fxq.extend.kernel("x86", run),
-            "kernel takes what fxq.fusion returned, or the name of an op, not <func",
+            "kernel takes the result of fxq.fusion or the name of an op, not <func",
         ),
         (lambda: fxq.extend.kernel("x86", "conv2d_relu"), "or the name of an op, not 'conv2d_relu'"),
         (lambda: fxq.extend.kernel("x86", own_scaled_tanh)(nn.Tanh()), "decorates a plain function, not Tanh"),
@@ -306,7 +306,7 @@ def without_act(x, w, b, *, out): ...
         ),
         (lambda: fxq.extend.kernel("x86", own_scaled_tanh)(without_out), "needs a keyword-only parameter 'out'"),
         (lambda: fxq.extend.kernel("x86", own_scaled_tanh)(positional), "positional-only parameters"),
-        (lambda: fxq.extend.kernel("x86", own_scaled_tanh)(any_keyword), r"\*\*kwargs; it is called with names"),
+        (lambda: fxq.extend.kernel("x86", own_scaled_tanh)(any_keyword), r"\*\*kwargs; arguments are passed by name"),
         (lambda: fxq.extend.kernel("x86", own_scaled_tanh)(no_option), "unknown option of 'own_scaled_tanh' 'strides'"),
         (lambda: fxq.extend.kernel("x86", own_scaled_tanh)(packed_without_pack), "takes 'packed', and has no `pack`"),
         (

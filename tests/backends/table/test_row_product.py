@@ -1,4 +1,4 @@
-"""Which products of rows one loop scales; what comes out is tested in test_measured_layer.py, against float64."""
+"""Which products of rows one loop scales; what comes out is tested in test_dynamic_layer.py, against float64."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from fxq.backends.kernel import PostOp
 from fxq.backends.loops.code import compiler
 from fxq.backends.table.row_product import RowProduct
 from fxq.backends.x86.onednn_linear import OnednnLinear
-from tests.backends.table.test_measured_layer import layer
+from tests.backends.table.test_dynamic_layer import layer
 from tests.support.kernels import activations
 from tests.support.machine import needs_x86
 

@@ -72,7 +72,7 @@ def test_any_shape(data):
 def test_large(shape, limits, monkeypatch):
     """A large image takes the way of large products: the factors are the scales of a convolution."""
     if limits is not None:
-        monkeypatch.setattr(x86_elementwise, "WHOLE", limits[0])
+        monkeypatch.setattr(x86_elementwise, "MAX_UNCHUNKED_ELEMENTS", limits[0])
         monkeypatch.setattr(x86_elementwise, "_GATE", limits[1])
     image = bytes_(*shape)
     for out in (None, *PRODUCTS):
