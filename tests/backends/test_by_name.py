@@ -1,4 +1,4 @@
-"""Backends and kernels by name: who runs here, who does not and why, and no name twice."""
+"""Backends and kernels by name: which backends run here, why others do not, and that names are unique."""
 
 import pytest
 
@@ -69,7 +69,7 @@ def test_a_kernel_by_its_name(name):
 
 
 def test_a_name_claimed_twice():
-    """By another class; the same class made again takes the place of the first."""
+    """Another class may not take the name; a class that is defined again replaces the first."""
 
     def make(name, path):
         return type(path, (Kernel,), {"name": name, "__qualname__": path})

@@ -32,7 +32,7 @@ class Engine(fxq.extend.Backend):
 
 @pytest.fixture
 def install(tmp_path, monkeypatch):
-    """Installs a distribution with one backend, whose module has this code."""
+    """Install a distribution with one backend, whose module has this code."""
     monkeypatch.syspath_prepend(tmp_path)
 
     def add(distribution, name, code=None):

@@ -1,4 +1,4 @@
-"""What a kernel's `bind` returns does what its `forward` does, for other inputs of the kind too."""
+"""The function that `bind` of a kernel returns computes what `forward` does, also for other inputs of that kind."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def linear(features: int, **options: object) -> Kernel:
 
 
 def excite(out: object = OUT) -> Kernel:
-    squeeze, one, _ = weight(3, 8)
-    back, two, _ = weight(8, 3)
-    return Excite(squeeze, one.scale, back, two.scale, X, out, "relu", "hardsigmoid")  # type: ignore[arg-type]
+    squeeze, squeeze_grid, _ = weight(3, 8)
+    back, excite_grid, _ = weight(8, 3)
+    return Excite(squeeze, squeeze_grid.scale, back, excite_grid.scale, X, out, "relu", "hardsigmoid")  # type: ignore[arg-type]
 
 
 OF_IMAGES = {
@@ -94,7 +94,7 @@ OF_TWO = {
 
 
 def layouts(x: Tensor) -> Iterator[Tensor]:
-    """The same values in other layouts."""
+    """`x` in other memory layouts."""
     yield x
     if x.dim() == 4:
         yield x.contiguous(memory_format=torch.channels_last)
@@ -106,7 +106,7 @@ def layouts(x: Tensor) -> Iterator[Tensor]:
 
 
 def again(x: Tensor) -> Tensor:
-    """Other values of the same kind; dimensions that share memory stay so."""
+    """Return other values with the same shape, strides and dtype; expanded dimensions stay expanded."""
     y = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
     part = y[
         tuple(slice(0, 1) if step == 0 and n else slice(None) for n, step in zip(x.shape, x.stride(), strict=True))
@@ -116,7 +116,7 @@ def again(x: Tensor) -> Tensor:
 
 
 def bound_as_run(kernel: Kernel, *inputs: Tensor) -> None:
-    """Bound to these inputs the kernel gives what its forward gives, or raises what it raises."""
+    """Check that the kernel bound to these inputs returns what `forward` returns, or raises what it raises."""
     try:
         expected = kernel(*map(torch.clone, inputs))
     except Exception as error:
@@ -152,9 +152,9 @@ def test_two_tensors(name, shape):
     torch.manual_seed(0)
     kernel = OF_TWO[name]()
     for x in layouts(activations(*shape)):
-        for other in layouts(activations(*shape)):
-            if not (kernel.inplace and 0 in other.stride() and other.numel()):
-                bound_as_run(kernel, x, other)
+        for second in layouts(activations(*shape)):
+            if not (kernel.inplace and 0 in second.stride() and second.numel()):
+                bound_as_run(kernel, x, second)
 
 
 @pytest.mark.parametrize("others", [(1, 1, 1, 1), (1, 8, 1, 1), (2, 8, 1, 1), (8, 6, 6), (1,)], ids=str)

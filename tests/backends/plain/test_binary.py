@@ -30,7 +30,7 @@ PRODUCTS = [QParams.per_tensor(0.0287, 101), QParams.per_tensor(0.0511, 33, 7, 1
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    """Tensors of a test are large ones."""
+    """Lower the limits so that tensors of tests count as large."""
     for kernels in (arithmetic, x86_elementwise):
         monkeypatch.setattr(kernels, "MAX_UNCHUNKED_ELEMENTS", 32)
     for limit in ("_SUM", "_SUM_INPLACE", "_GATE"):
@@ -38,15 +38,15 @@ def small(monkeypatch):
 
 
 def shapes(draw: st.DrawFn) -> tuple[list[int], list[int]]:
-    """Two shapes that broadcast: the same one, a value per channel, or anything."""
+    """Two shapes that broadcast: equal shapes, a value per channel, or any others."""
     shape = [draw(st.integers(0, 3)), *(draw(st.integers(1, 9)) for _ in range(draw(st.integers(1, 4))))]
     kind = draw(st.sampled_from(["same", "gate", "any"]))
     if kind == "same":
         return shape, shape
     if kind == "gate" and len(shape) > 2:
         return shape, [draw(st.sampled_from([1, shape[0]])), shape[1], *[1] * (len(shape) - 2)]
-    other = [n if draw(st.booleans()) else 1 for n in shape]
-    return shape, other[draw(st.integers(0, len(other) - 1)) :]
+    other_shape = [n if draw(st.booleans()) else 1 for n in shape]
+    return shape, other_shape[draw(st.integers(0, len(other_shape) - 1)) :]
 
 
 def tensor(draw: st.DrawFn, shape: list[int]) -> torch.Tensor:
@@ -63,8 +63,8 @@ def tensor(draw: st.DrawFn, shape: list[int]) -> torch.Tensor:
 @given(st.data())
 def test_any_shapes(data):
     torch.manual_seed(data.draw(st.integers(0, 1000)))
-    one, two = shapes(data.draw)
-    a, b = tensor(data.draw, one), tensor(data.draw, two)
+    shape_a, shape_b = shapes(data.draw)
+    a, b = tensor(data.draw, shape_a), tensor(data.draw, shape_b)
     if data.draw(st.booleans()):
         a, b = b, a
     kept = a.clone(), b.clone()
@@ -110,8 +110,8 @@ def test_copies():
         kernel = cls(BYTE, RESIDUAL, OUTS[0], PostOp("relu"), *([-1] if cls in ADDS else []))
         for second in (b, a):
             y = kernel(a, second)
-            for other in copies(kernel):
-                assert not other._derived and torch.equal(other(a, second), y)
+            for copied in copies(kernel):
+                assert not copied._derived and torch.equal(copied(a, second), y)
 
 
 def test_refusals():

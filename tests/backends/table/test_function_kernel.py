@@ -45,7 +45,7 @@ def packed_weight(w):
 
 @fxq.extend.kernel("x86", own_scaled_conv, pack=packed_weight)
 def run_conv(x, w, s, *, stride, out, packed):
-    """Exact integer sums in float64, and a float result that fxq rounds."""
+    """Kernel function with exact integer sums in float64, and a float result that fxq rounds."""
     sums = F.conv2d(x.values.double() - x.zero_point, packed, padding=1, stride=stride)
     return (sums * (x.scale.double() * w.scale.double()).view(-1, 1, 1) * s).float()
 
@@ -59,8 +59,8 @@ def relu_and_act(op, x, w, b, *, act):
 @fxq.extend.kernel("x86", relu_and_act)
 def run_two(x, w, b, *, act, out):
     y = F.linear(x.dequantize(), w.dequantize(), b)
-    relu, other = torch.relu(y), getattr(torch, act)(y)
-    return relu if out[0] is None else out[0].quantize(relu), other
+    relu, activated = torch.relu(y), getattr(torch, act)(y)
+    return relu if out[0] is None else out[0].quantize(relu), activated
 
 
 class Network(nn.Module):
@@ -89,8 +89,8 @@ class Two(nn.Module):
 
     def forward(self, x):
         y = self.first(x)
-        relu, other = torch.relu(y), self.act(y)
-        return self.a(relu) + self.b(other)
+        relu, activated = torch.relu(y), self.act(y)
+        return self.a(relu) + self.b(activated)
 
 
 def seeded(make, *args):

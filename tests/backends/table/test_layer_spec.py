@@ -1,4 +1,4 @@
-"""A layer as data: how its sizes are stored, and that what no kernel can run is refused by every kernel alike."""
+"""`LayerSpec`: how sizes are stored, and that every kernel refuses layers that none can run."""
 
 from dataclasses import FrozenInstanceError, replace
 

@@ -1,4 +1,4 @@
-"""Which products of rows one loop scales; what comes out is tested in test_dynamic_layer.py, against float64."""
+"""Inputs that one loop supports. test_dynamic_layer.py compares the results with float64."""
 
 import pytest
 import torch
@@ -42,11 +42,11 @@ def test_rows_that_do_not_fit_are_left_to_the_layer(bound):
 
 @pytest.mark.parametrize("post", [None, PostOp("relu"), PostOp("gelu", algorithm="none")])
 def test_a_bias_of_another_type_or_with_gaps_counts(post):
-    """An edited kernel may have one."""
+    """Edited kernels may have such a bias."""
     spec, _, _ = layer(4, 6)
     x, scale, loops = activations(2, 6), torch.ones(1), compiler.loops("row_loops")
     for integers in (True, False):
         wanted = RowProduct(OnednnLinear(spec), spec.bias, post, integers).bound(loops, x, scale, None)(x, scale)
         for bias in (spec.bias.double(), torch.stack([spec.bias] * 2, 1)[:, 0], torch._neg_view(-spec.bias)):
-            found = RowProduct(OnednnLinear(spec), bias, post, integers).bound(loops, x, scale, None)(x, scale)
-            assert torch.equal(found, wanted)
+            result = RowProduct(OnednnLinear(spec), bias, post, integers).bound(loops, x, scale, None)(x, scale)
+            assert torch.equal(result, wanted)
