@@ -193,8 +193,8 @@ class EngineBackend(Backend):
             return Support(len(calls)) if is_kept else Support(0, unsupported)
         is_dynamic = config.activation.range == "dynamic"
         if is_dynamic and first.op.name not in self.dynamic_layers:
-            of = f" for {first.op.name}" if self.dynamic_layers and first.op.traits.weight else ""
-            return Support(0, f"{self.name} has no kernels with dynamic ranges{of}")
+            detail = f" for {first.op.name}" if self.dynamic_layers and first.op.traits.weight else ""
+            return Support(0, f"{self.name} has no kernels with dynamic ranges{detail}")
         moves = all(call.op.traits.kind == "moves" for call in calls)
         if not moves and not is_dynamic and first.op.name not in self.layers | self.other_ops:
             return Support(0, f"{self.name} has no integer kernel for {first.op.name}")
@@ -261,20 +261,20 @@ class EngineBackend(Backend):
             inputs = [random_value(node) for node in region.inputs]
             if any(x is None for x in inputs):
                 continue
-            taken = {node.name: node for node in region.nodes}
+            nodes = {node.name: node for node in region.nodes}
             try:
-                int8, real = (
-                    node_times(self.kernel.profiled(inside, inputs, floats), taken) for floats in (False, True)
+                int8_us, float_us = (
+                    node_times(self.kernel.profiled(inside, inputs, floats), nodes) for floats in (False, True)
                 )
             except Exception as error:  # whatever an engine raises: each op of the region is timed alone instead
                 log.debug("%s does not profile %s: %s", self.name, region.nodes[0].name, error)
                 continue
             for node in region.nodes:
                 if is_op(node, *CONVERSIONS):
-                    conversion_us += int8.get(node, 0.0)
-                    converted_elements += math.prod(info(node).shape or ()) if node in int8 else 0
+                    conversion_us += int8_us.get(node, 0.0)
+                    converted_elements += math.prod(info(node).shape or ()) if node in int8_us else 0
                 else:
-                    costs[node] = Cost(real.get(node, 0.0), int8.get(node, 0.0))
+                    costs[node] = Cost(float_us.get(node, 0.0), int8_us.get(node, 0.0))
         return Prices(costs, conversion_us / converted_elements if converted_elements else CONVERSION_US_PER_ELEMENT)
 
 

@@ -47,25 +47,25 @@ _LAYOUT = ("Reorder", "Transpose", "Reshape")
 """Names that engines use for changes of layout, which they insert before and after layers."""
 
 
-def node_times(layers: Iterable[EngineLayer], taken: Mapping[str, fx.Node]) -> dict[fx.Node, float]:
+def node_times(layers: Iterable[EngineLayer], nodes: Mapping[str, fx.Node]) -> dict[fx.Node, float]:
     """Microseconds of each node of a region.
 
     The time of a fused layer counts for its first heavy op (`OpTraits.heavy`), or else for its first op.
 
     Args:
         layers: layers that the engine runs, in order.
-        taken: nodes of the region, by name.
+        nodes: nodes of the region, by name.
     """
     times: dict[fx.Node, float] = {}
     layout_us = 0.0
     for layer in layers:
-        node = next((taken[name] for name in layer.nodes if name in taken), None)
+        node = next((nodes[name] for name in layer.nodes if name in nodes), None)
         if node is None:
             layout_us += layer.us  # a change of layout counts for the next layer
             continue
         times[node] = times.get(node, 0.0) + layout_us + layer.us
         layout_us = 0.0
-    for node in taken.values():  # a layer that the engine names after the following op, which it has fused with it
+    for node in nodes.values():  # a layer that the engine names after the following op, which it has fused with it
         if _rank(node) == 0 and node not in times:
             next_op = next(iter(node.users), node)
             while is_op(next_op, *CONVERSIONS) and next_op.users:

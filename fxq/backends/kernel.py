@@ -298,7 +298,7 @@ def bounds(post: PostOp | None) -> tuple[float, float] | None:
     return _BOUNDS.get(post.name)
 
 
-def numbers(qp: QParams | None) -> tuple[float, int]:
+def scale_and_zero_point(qp: QParams | None) -> tuple[float, int]:
     """Scale and zero point as Python numbers, so that a kernel reads their tensors only once; (1.0, 0) for None."""
     return (1.0, 0) if qp is None else (qp.s, qp.z)
 

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fxq.backends.kernel import Kernel, activation_refused, numbers, pair, refuse
+from fxq.backends.kernel import Kernel, activation_refused, pair, refuse, scale_and_zero_point
 from fxq.backends.plain.converters import ROUNDING_OFFSET, dense, is_image
 from fxq.backends.plain.windows import Window, largest
 from fxq.errors import BackendError, InputError
@@ -172,7 +172,7 @@ class Mean(Kernel):
         refuse(self.name, activation_refused("the input", x), activation_refused("the output", out))
         self.x, self.out, self.keepdim, self.total = x, out, keepdim, total
         self.dim = (dim,) if isinstance(dim, int) else tuple(dim)
-        self._input, self._output = numbers(x), numbers(out)
+        self._input, self._output = scale_and_zero_point(x), scale_and_zero_point(out)
         self._zero = torch.tensor(ROUNDING_OFFSET + self._output[1], dtype=torch.float32, device="cpu")
 
     def bind(self, x: Tensor) -> Callable[..., Tensor]:

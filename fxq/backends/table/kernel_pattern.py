@@ -49,7 +49,7 @@ class KernelPattern:
         """Options that the pattern does not prescribe, with the number of its ops that have an option of that name."""
         return Counter(name for op, prescribed in self.ops for name in op.options if name not in prescribed)
 
-    def refused(self, taken: Collection[str], unit: FusedUnit) -> str | None:
+    def refused(self, parameters: Collection[str], unit: FusedUnit) -> str | None:
         """Why a function with these options as parameters cannot run a unit; None if it can."""
         for call in unit.calls:
             if call.computed is not None:
@@ -59,14 +59,14 @@ class KernelPattern:
                     call.op.options[name],
                     *(prescribed[name] for op, prescribed in self.ops if op is call.op and name in prescribed),
                 ]
-                if name not in taken and value not in supported:
+                if name not in parameters and value not in supported:
                     return f"its {name} is {value!r}, and its kernel function takes no {name}"
         return None
 
-    def settings(self, taken: Collection[str], unit: FusedUnit) -> dict[str, Any]:
+    def settings(self, parameters: Collection[str], unit: FusedUnit) -> dict[str, Any]:
         """Values of the options and variants of a unit that are parameters of the function."""
-        options = {name: value for call in unit.calls for name, value in call.options.items() if name in taken}
-        return options | {name: value for name, value in self.variant.items() if name in taken}
+        options = {name: value for call in unit.calls for name, value in call.options.items() if name in parameters}
+        return options | {name: value for name, value in self.variant.items() if name in parameters}
 
 
 def check_signature(
@@ -93,8 +93,8 @@ def check_signature(
             raise InputError(f"{subject} {fault}.")
     if pack is not None:
         _check_captures(f"pack={name_of(pack)}", [*signature(pack).parameters], pattern)
-    taken = tuple(name for name in keywords if name not in ("out", "packed"))
-    for name in taken:
+    option_names = tuple(name for name in keywords if name not in ("out", "packed"))
+    for name in option_names:
         if name not in pattern.variant and not pattern.options[name]:
             names = {*pattern.variant, *pattern.options}
             raise InputError(f"{subject}: {unknown(f'option of {pattern.name!r}', name, names)}")
@@ -102,10 +102,10 @@ def check_signature(
             raise InputError(
                 f"{subject} takes {name!r}, an option of several ops of {pattern.name!r}; set it in the pattern."
             )
-    omitted = [name for name in pattern.variant if name not in taken]
+    omitted = [name for name in pattern.variant if name not in option_names]
     if omitted:
         raise InputError(f"{subject} needs a keyword-only parameter {omitted[0]!r}, the variant of {pattern.name!r}.")
-    return taken
+    return option_names
 
 
 def _check_captures(subject: str, names: Sequence[str], pattern: KernelPattern) -> None:

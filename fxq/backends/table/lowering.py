@@ -166,7 +166,7 @@ def _advice(op: Op) -> str:
     if op.target.__module__.startswith("fxq."):
         return ""
     moves = (
-        ', or where it only moves values, traits=fxq.extend.OpTraits("moves", layout=True)'
+        '; or set traits=fxq.extend.OpTraits("moves", layout=True), if it only moves values'
         if op.traits.kind == "moves"
         else ""
     )

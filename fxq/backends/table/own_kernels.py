@@ -132,10 +132,10 @@ def kernel(backend: str, pattern: Family | str, *, pack: Callable[..., Any] | No
     def register(function: Run) -> Run:
         if not inspect.isfunction(function):
             raise InputError(f"fxq.extend.kernel decorates a plain function, not {function!r}.")
-        taken = [check_signature(function, pack, pattern) for pattern in patterns]
+        option_names = [check_signature(function, pack, pattern) for pattern in patterns]
         kind, code = kernel_of(function, pack), digest_of(function)
         new_rows = {}
-        for pattern, options in zip(patterns, taken, strict=True):
+        for pattern, options in zip(patterns, option_names, strict=True):
             row = KernelRow(partial(_make, kind, pattern, options), partial(pattern.refused, options), code=code)
             new_rows[pattern] = replace(row, dynamic=row)
         _register(backend, rows, function, new_rows)

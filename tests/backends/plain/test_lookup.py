@@ -94,7 +94,7 @@ def test_refusals():
     assert Lookup.of(torch.sqrt, "sqrt", QParams.per_tensor(0.1, 20, 20, 255), zero_to)(bytes_(9)).shape == (9,)
     with pytest.raises(BackendError, match="turns"):
         Lookup.of(lambda x: x.sum(), "sum", BYTE, OUTS[0])
-    with pytest.raises(BackendError, match="a table is"):
+    with pytest.raises(BackendError, match="a table must be"):
         Lookup(torch.zeros(256), "sigmoid", BYTE, OUTS[0])
     per_channel = Lookup.of(lambda x: x, "identity", BYTE, BYTE, channels=3)
     with pytest.raises(BackendError, match="3 channels"):
