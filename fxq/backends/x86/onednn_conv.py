@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fxq.backends.kernel import numbers
+from fxq.backends.kernel import scale_and_zero_point
 from fxq.backends.plain.converters import dequantize, is_image, quantize
 from fxq.backends.table.layer_spec import LayerSpec, is_depthwise
 from fxq.backends.x86.conv_padding import Padding
@@ -77,7 +77,8 @@ class OnednnConv(OnednnLayer):
         self._dims = spec.dims
         self._doubles = self._slopes is not None
         self._epilogue = epilogue(None if self._doubles else self.post, self.out, fused=self.residual is None)
-        self._input, self._output, self._sum = numbers(self.x), target(self.out), numbers(self.residual)
+        self._input, self._sum = scale_and_zero_point(self.x), scale_and_zero_point(self.residual)
+        self._output = target(self.out)
 
     def _plan(self, shape: torch.Size) -> ConvPlan:
         """The plan for inputs of `shape` (N, C, H, W)."""

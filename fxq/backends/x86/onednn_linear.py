@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fxq.backends import cpu
-from fxq.backends.kernel import numbers
+from fxq.backends.kernel import scale_and_zero_point
 from fxq.backends.table.layer_spec import LayerSpec
 from fxq.backends.x86.onednn import OnednnLayer, PackedWeight, epilogue, target
 from fxq.errors import BackendError, InputError
@@ -70,7 +70,8 @@ class OnednnLinear(OnednnLayer):
         super().__init__(spec)
         self._epilogue = epilogue(self.post, self.out, fused=self.residual is None)
         self._emits_sums = self.out is None and self.post is None and self.weight.shape[1] > 1
-        self._input, self._output, self._sum = numbers(self.x), target(self.out), numbers(self.residual)
+        self._input, self._sum = scale_and_zero_point(self.x), scale_and_zero_point(self.residual)
+        self._output = target(self.out)
 
     def _pack(self) -> PackedWeight:
         scale = self.weight_scale.expand(self.weight.shape[0]).contiguous()

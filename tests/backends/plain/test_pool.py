@@ -97,7 +97,7 @@ def test_1d_and_2d(data):
 def test_images_smaller_than_the_window_are_refused():
     with pytest.raises(InputError, match=r"3 values along an axis are too few for a pooling window of 4"):
         MaxPool2d(4)(torch.zeros(1, 2, 8, 3, dtype=torch.uint8))
-    with pytest.raises(InputError, match="takes 2 spatial dimensions"):
+    with pytest.raises(InputError, match="must have 2 spatial dimensions"):
         MaxPool2d(2)(torch.zeros(4, 4, dtype=torch.uint8))
 
 

@@ -90,9 +90,9 @@ def test_odd_shapes(kind, sizes, bias, states, proj, recipe):
     steps, samples, inputs, hidden = sizes
     proj = proj if kind == "LSTM" and proj < hidden else 0
     model = settled(lambda: Net(kind, inputs, hidden, bias=bias, **({"proj_size": proj} if proj else {})))
-    inputs = [torch.randn(1, samples, proj or hidden), torch.randn(1, samples, hidden)] if states else []
-    inputs = [torch.randn(steps, samples, inputs), *(inputs if kind == "LSTM" else inputs[:1])]
-    qmodel = fxq.quantize(model, RECIPES[recipe], example_inputs=tuple(inputs))
+    first = [torch.randn(1, samples, proj or hidden), torch.randn(1, samples, hidden)] if states else []
+    arguments = (torch.randn(steps, samples, inputs), *(first if kind == "LSTM" else first[:1]))
+    qmodel = fxq.quantize(model, RECIPES[recipe], example_inputs=arguments)
     layer = qmodel.qparams()["rnn.l0"]
     stand_for = {
         f"{name}_l0": w.values.float() if recipe == "float16" else dequantize(w.values, w.qparams)
@@ -101,7 +101,7 @@ def test_odd_shapes(kind, sizes, bias, states, proj, recipe):
     wanted = copy.deepcopy(model)
     for name, real in stand_for.items():
         getattr(wanted.rnn, name).data = real
-    for result, expected in zip(flat(call(qmodel, tuple(inputs))), flat(call(wanted, tuple(inputs))), strict=True):
+    for result, expected in zip(flat(call(qmodel, arguments)), flat(call(wanted, arguments)), strict=True):
         torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
 
 
