@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fxq.api import quantize
 from fxq.backends import by_name as backends
 from fxq.backends import cpu
-from fxq.backends.by_name import Trap
+from fxq.backends.by_name import FaultyKernel
 from fxq.backends.loops.code import compiler
 from fxq.common.cpus import is_contended, usable_cpus
 from fxq.common.progress import progress_bar
@@ -193,7 +193,9 @@ def doctor(names: Sequence[str] | None = None, progress: bool | None = None) -> 
         ('reference', 'right', True)
     """
     others = [backend.name for backend in backends.installed() if not backend.refused]
-    chosen = tuple(names) if names is not None else (*(n for n in backends.known() if n != "reference"), *others)
+    chosen = (
+        tuple(names) if names is not None else (*(n for n in backends.builtin_names() if n != "reference"), *others)
+    )
     with warnings.catch_warnings(), progress_bar("probing kernels", len(chosen) * len(PROBES), progress) as advance:
         warnings.simplefilter("ignore")  # what is wrong stands in the rows
         busy = is_contended()
@@ -242,7 +244,7 @@ def _probe_backend(name: str, advance: Callable[[], None]) -> list[LayerCheck]:
     for probe in PROBES:
         rows.append(_probe(name, probe))
         advance()
-    return rows + [_try_trap(name, trap) for trap in backends.get_backend(name).traps()]
+    return rows + [_try_faulty_kernel(name, faulty) for faulty in backends.get_backend(name).faulty_kernels()]
 
 
 def _probe(backend: str, probe: Probe) -> LayerCheck:
@@ -268,12 +270,14 @@ def _probe(backend: str, probe: Probe) -> LayerCheck:
     return LayerCheck(backend, probe.name, verdict, kernels, int8, real, reason)
 
 
-def _try_trap(backend: str, trap: Trap) -> LayerCheck:
+def _try_faulty_kernel(backend: str, faulty: FaultyKernel) -> LayerCheck:
     """A kernel of PyTorch that fxq does not call, because it is wrong on some machines: is it, here?"""
     try:
-        right = trap.is_right()
+        right = faulty.is_correct()
     except Exception as error:  # whatever a kernel raises
-        return LayerCheck(backend, trap.kernel, "avoided", why=f"it raises {type(error).__name__}; {trap.instead}")
+        return LayerCheck(
+            backend, faulty.kernel, "avoided", why=f"it raises {type(error).__name__}; {faulty.replacement}"
+        )
     if right:
-        return LayerCheck(backend, trap.kernel, "right", why=f"wrong on other machines; {trap.instead}")
-    return LayerCheck(backend, trap.kernel, "avoided", why=f"its numbers are wrong; {trap.instead}")
+        return LayerCheck(backend, faulty.kernel, "right", why=f"wrong on other machines; {faulty.replacement}")
+    return LayerCheck(backend, faulty.kernel, "avoided", why=f"its numbers are wrong; {faulty.replacement}")

@@ -16,7 +16,7 @@ import torch
 from torch import fx, nn
 
 from fxq.backends import cpu
-from fxq.backends.by_name import written
+from fxq.backends.by_name import recipe_name
 from fxq.common.attributes import FloatAttributes
 from fxq.common.data import check_finite
 from fxq.common.isolation import unshare
@@ -83,7 +83,7 @@ class QuantizedModel(Quantized):
             history=manager.history,
             ledger=ledger,
             recipe=context.recipe,
-            backend=written(context.backend),
+            backend=recipe_name(context.backend),
             record=record,
             kinds_kept=KEPT,
             _decided=context.decided,

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxq.backends.kernel import Kernel
-from fxq.backends.lower_graph import describe_as_run
-from fxq.backends.region_kernel import layers_run
+from fxq.backends.lower_graph import record_engine_layers
+from fxq.backends.region_kernel import engine_layers
 from fxq.common.data import Batch, first_of, samples_in
 from fxq.common.metrics import identical, storage_address, tensors
 from fxq.common.source import name_of
@@ -98,8 +98,8 @@ class VerifyLowering(Pass):
                 _warn(rewriter, node, f"kernel overwrites its residual, but {why}. It copies it instead")
                 kernel.inplace = False
         with torch.no_grad():
-            for node, layers in layers_run(rewriter.gm, rewriter.context.example).items():
-                describe_as_run(rewriter, node, layers)
+            for node, layers in engine_layers(rewriter.gm, rewriter.context.example).items():
+                record_engine_layers(rewriter, node, layers)
 
     def _find(self, rewriter: Rewriter) -> _Findings:
         """Find wrong kernels: on a batch, on one sample, and on samples of other shapes."""

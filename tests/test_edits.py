@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import fxq
-from fxq.backends.kernel import Kernel, Post
+from fxq.backends.kernel import Kernel, PostOp
 from fxq.backends.packed.quantized_tensors import has_engine
 from fxq.backends.plain.binary import Add
 from fxq.backends.plain.pool import Mean
@@ -157,7 +157,7 @@ def test_what_the_kernel_refuses_raises():
     q, qp, _ = weight(8, 4, 3, 3)
     grid = QParams.per_tensor(0.02, 9, 0, 127)
     slopes = torch.linspace(0, 0.5, 8)
-    kernel = OnednnConv(LayerSpec(q, qp, None, grid, grid, post=Post("prelu"), slope=slopes))
+    kernel = OnednnConv(LayerSpec(q, qp, None, grid, grid, post=PostOp("prelu"), slope=slopes))
     x = torch.randint(0, 128, (1, 4, 5, 5), dtype=torch.uint8)
     kernel(x)
     kernel.slope[0] = 2.0

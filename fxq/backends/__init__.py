@@ -1,1 +1,1 @@
-"""Backends: what runs the integers. The registry is `by_name`; a backend's module is imported when it is asked for."""
+"""Backends, which run the integers. The registry is `by_name`; the module of a backend is imported on first use."""

@@ -1,4 +1,4 @@
-"""What a backend is: it says which units it can run, and lowers them."""
+"""`Backend`: the interface of everything that runs units on integers and makes kernels of them."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ class Support:
     """How much of a unit a backend can run on integers.
 
     Attributes:
-        ops: how many of its ops, from the first on, one kernel runs. 0: none. Fewer than the unit has: the kernel
+        ops: number of ops, counted from the first, that one kernel runs. 0: none. Fewer than the unit has: the kernel
             emits float, and the remaining ops run in float.
-        reason: why not all of them, or why fewer may be better.
-        fewer: how many of its ops another kernel runs, where neither of the two is always the faster one: what they
-            are measured to take decides. 0: there is no other.
-        emits_float: whether the kernel can emit float. If not, its result is rounded to a grid of its own where nobody
-            reads integers from it.
-        emits_float_last: whether a kernel that does not emit float otherwise does so for values that reach the model's
-            output without being quantized.
+        reason: why the kernel does not run all of them, or why fewer may be faster.
+        fewer: number of ops that a second kernel runs, if either of the two may be the faster one; their prices
+            decide. 0: there is no second kernel.
+        emits_float: whether the kernel can emit float. If not, its result is rounded to a grid of its own, even if
+            only float ops read it.
+        emits_float_last: whether a kernel with `emits_float=False` can emit float after all if its result reaches the
+            model's output without being quantized.
     """
 
     ops: int
@@ -43,28 +43,28 @@ class Support:
 
 
 @dataclass(frozen=True)
-class Trap:
-    """A kernel of PyTorch that the backend does not call, because it is wrong on some machines.
+class FaultyKernel:
+    """Kernel of PyTorch that the backend does not call, because its results are wrong on some machines.
 
     Attributes:
-        kernel: its name, and where it is wrong.
-        instead: what the backend does.
-        is_right: calls it, and compares. It must not be able to end the process.
+        kernel: its name, and the inputs for which it is wrong.
+        replacement: what the backend does instead.
+        is_correct: function that calls the kernel and checks the result. It must not be able to crash the process.
     """
 
     kernel: str
-    instead: str
-    is_right: Callable[[], bool]
+    replacement: str
+    is_correct: Callable[[], bool]
 
 
 @dataclass(frozen=True)
 class Prices:
-    """What a backend has measured of a qdq graph itself.
+    """Prices of a qdq graph that a backend has measured itself.
 
     Attributes:
-        ops: units and ops of the graph, in float and on integers. The others are timed alone. A unit that stands here
-            is not taken apart to find out whether fewer of its ops are faster (`Support.fewer`).
-        conversion: microseconds to quantize or dequantize a value between them, for each of its elements.
+        ops: prices of units and ops, in float and on integers. Nodes that are left out are timed alone. A unit that is
+            listed is not opened to find out whether fewer of its ops are faster (`Support.fewer`).
+        conversion: microseconds per element to quantize or dequantize a value between units.
     """
 
     ops: Mapping[fx.Node, Cost]
@@ -72,21 +72,22 @@ class Prices:
 
 
 class Backend(ABC):
-    """An engine that runs integer kernels.
+    """Interface of a backend, which runs parts of a graph in integer kernels.
 
-    A backend is asked three times. In `annotate`, `supports` says what it can run, and why not. In `fallback`, `prices`
-    says what that costs, for a backend that measures itself. In `lower`, it cuts the qdq graph into `regions`, units
-    alone or whole parts of the graph, and `lower` makes the kernel of each. What it leaves stays in qdq form, which
-    runs everywhere. One that has a table of kernels, as x86, is extended by `fxq.backends.table.lowering.RowBackend`.
+    Three passes ask a backend. `annotate` calls `supports`: which ops it can run, and if not, why. `fallback` calls
+    `prices`: their costs, if the backend measures them itself. `lower` calls `regions`, which cuts the qdq graph into
+    units or larger regions, and then `lower`, which makes the kernel of each region. Regions without a kernel stay in
+    qdq form, which runs anywhere. A backend with a table of kernels, such as x86, derives from
+    `fxq.backends.table.lowering.RowBackend`.
 
     Attributes:
-        name: of the backend; a class of your own stands in a saved recipe by its import path.
+        name: name of the backend. A saved recipe names a class of your own by its import path.
         devices: types of the devices that it runs on; empty: any.
-        has_kernels: whether it runs integers faster than float somewhere, so that prices mean something.
+        has_kernels: whether it runs some ops faster on integers than in float. If not, prices are meaningless.
 
     Example:
-        Linear layers as one kernel each, which computes in float. `calls` are the ops of a unit, in order; its region
-        has them, too.
+        A backend that runs each linear layer in one kernel, which computes in float. `calls` are the ops of a unit, in
+        order; a region of a unit has them as `region.calls`.
 
         >>> class OnlyLinear(fxq.extend.Backend):
         ...     name = "only_linear"
@@ -105,81 +106,84 @@ class Backend(ABC):
 
     @abstractmethod
     def supports(self, gm: fx.GraphModule, node: fx.Node, calls: Calls, config: QuantConfig) -> Support:
-        """How much of the unit `node`, which runs `calls`, has an integer kernel here, with `config`."""
+        """Return how many of the ops `calls` of the unit `node` have an integer kernel with `config`."""
 
     @abstractmethod
     def lower(self, gm: fx.GraphModule, region: Region) -> Kernel | None:
-        """The kernel of a region of the qdq graph; None: it stays as it stands, without a reason.
+        """Return the kernel of a region of the qdq graph, or None to keep the region in qdq form.
 
-        The kernel is called with the values of `region.inputs` and returns that of its output; of several outputs, a
-        tuple.
+        The kernel is called with the values of `region.inputs`. It returns the value of the region's output, or a
+        tuple if there are several.
 
         Raises:
-            BackendError: no kernel runs the region; the message becomes the reason that its ops give.
+            BackendError: no kernel runs the region; the ledger gives the message as the reason.
         """
 
     def regions(self, gm: fx.GraphModule) -> Iterable[Region]:
-        """What kernels are to be made of, in the order of the graph: every unit alone, then every conversion.
+        """Regions to make kernels of, in the order of the graph. By default every unit alone, then every conversion.
 
-        The next one is asked for when the kernel of the one before stands in the graph. An engine that runs more at
-        once returns `fxq.extend.connected_regions(gm, takes)`.
+        The next region is requested after the kernel of the previous one has been inserted into the graph. An engine
+        that runs larger regions returns `fxq.extend.connected_regions(gm, takes)`.
         """
         return unit_regions(gm)
 
     def prices(self, gm: fx.GraphModule, example: Batch) -> Prices | None:
-        """What the ops of the qdq graph cost either way, where the backend measures that itself on an example input.
+        """Return prices of the ops of the qdq graph, in float and on integers, measured on an example input.
 
-        It is asked before anything is timed, and again where units of which it runs the first ops alone were opened.
-        None: every unit is timed alone, as the kernel that `lower` makes of it, and in float.
+        `fallback` calls it before it times anything, and again after it has opened units whose kernel runs only their
+        first ops. None, the default: each unit is timed alone, as the kernel that `lower` makes of it, and in float.
         """
         return None
 
     def config(self, gm: fx.GraphModule, config: QuantConfig, calls: Calls) -> QuantConfig:
-        """The config that this backend uses for a unit of `calls` where a recipe asks for `config`.
+        """Return the config that this backend uses for a unit of `calls` if a recipe asks for `config`.
 
-        One scale for a whole weight where the kernel takes no more, or is slower with more: `gm` has the values of
-        constant weights, by which that may be decided.
+        A backend may return per-tensor weights if its kernel takes no per-channel scales, or is slower with them. `gm`
+        holds the values of constant weights, in case they decide.
         """
         return config
 
     def adds_in_int16(self, calls: Calls) -> bool:
         """Whether the kernel of a unit of `calls` adds pairs of products in int16 on this machine.
 
-        Then activations or weights of such a unit give up a bit; the recipe says which (`Recipe.reduce_range`).
+        Activations or weights of such a unit use 7 bits, so that the sums cannot saturate (`Recipe.reduce_range`).
         """
         return False
 
     def code(self, calls: Calls) -> str:
-        """A hash of the code outside of fxq that runs a unit of `calls`: when it changes, so do prices. Else empty."""
+        """Hash of the code outside of fxq that runs a unit of `calls`; empty if there is none.
+
+        Cached prices are valid as long as it stays the same.
+        """
         return "" if type(self).__module__.startswith("fxq.") else digest_of(type(self))
 
     def fuses(self, calls: Calls) -> bool:
-        """Whether ops that a fusion pattern joins may become one unit."""
+        """Whether the ops `calls`, which a fusion pattern matches, may become one unit."""
         return True
 
-    def traps(self) -> tuple[Trap, ...]:
-        """Kernels that it leaves alone, for `fxq.doctor`."""
+    def faulty_kernels(self) -> tuple[FaultyKernel, ...]:
+        """Kernels of PyTorch that it avoids. `fxq.doctor` tries and reports them."""
         return ()
 
     def available(self) -> str | None:
-        """Why this machine cannot run the backend, and what to do; None if it can."""
+        """Why this machine cannot run the backend, and the remedy; None if it can."""
         return None
 
     def drawback(self) -> str | None:
-        """What is worse on this machine than on others; None: nothing. Who chooses the backend is warned once."""
+        """Drawback of the backend on this machine, shown once as a warning when it is chosen; None: there is none."""
         return None
 
 
 def support_of(backend: Backend, gm: fx.GraphModule, node: fx.Node, calls: Calls, config: QuantConfig) -> Support:
-    """What a backend says of a unit (see `Backend.supports`).
+    """Return the checked result of `Backend.supports` for a unit.
 
     Raises:
-        InputError: it says something else.
+        InputError: the backend returns no `Support`, or one of more ops than the unit has.
     """
-    found: Any = backend.supports(gm, node, calls, config)
-    if not isinstance(found, Support) or not 0 <= found.ops <= len(calls):
+    support: Any = backend.supports(gm, node, calls, config)
+    if not isinstance(support, Support) or not 0 <= support.ops <= len(calls):
         raise InputError(
-            f"supports of the backend {backend.name!r} returns a fxq.extend.Support of 0 to {len(calls)} ops for "
-            f"%{node.name}, not {found!r}."
+            f"supports() of the backend {backend.name!r} must return a fxq.extend.Support of 0 to {len(calls)} ops for "
+            f"%{node.name}; it returned {support!r}."
         )
-    return found
+    return support

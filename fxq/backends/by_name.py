@@ -1,11 +1,11 @@
-"""Backends by name. A backend's module is imported when it is asked for."""
+"""Backends by name. The module of a backend is imported on first use."""
 
 from __future__ import annotations
 
 from inspect import isabstract
 
 from fxq.backends import cpu
-from fxq.backends.base import Backend, Support, Trap
+from fxq.backends.base import Backend, FaultyKernel, Support
 from fxq.backends.installed import InstalledBackend, installed_backends
 from fxq.backends.kernel import Kernel, known_kernels
 from fxq.common.source import import_name
@@ -21,59 +21,61 @@ _BACKENDS = {
     "onnxruntime": "fxq.backends.engines.onnxruntime:Onnxruntime",
 }
 FASTEST = "fastest"
-"""What a recipe asks for that wants all backends tried (`fxq/workflow/fastest.py`)."""
+"""Name with which a recipe asks to try all backends and keep the fastest (`fxq/workflow/fastest.py`)."""
 NAMES = ("auto", FASTEST, *_BACKENDS)
-"""What a recipe may ask for, besides import paths and backends of other packages."""
-_OWN: dict[str, str] = {}
-"""Import paths of the user's own backends, by name."""
+"""Names that a recipe may use, besides import paths and the names of other packages' backends."""
+_USER_BACKENDS: dict[str, str] = {}
+"""Import paths of the user's own backends that have been used, by name."""
 
 
 def auto_order() -> tuple[str, ...]:
-    """The backends that "auto" tries, best first.
+    """Backends that "auto" tries, best first.
 
-    On x86-64, x86 is the fastest and emits float; fbgemm does where PyTorch is built without oneDNN. qnnpack is made
-    for ARM: it runs on x86, too, but slower than float. The other backends follow, for PyTorch builds without int8
-    kernels: compiled loops (jit), engines, and last reference, which runs nothing on integers.
+    On x86-64, x86 is the fastest and can emit float; fbgemm is for builds of PyTorch without oneDNN. qnnpack is made
+    for ARM; on x86-64 it is slower than float. The others are for builds of PyTorch without int8 kernels: compiled
+    loops (jit), engines, and last reference, which runs nothing on integers.
     """
-    ours = ("x86", "fbgemm") if cpu.is_x86() else ("qnnpack",)
-    return (*ours, "jit", "openvino", "onnxruntime", "reference")
+    torch_kernels = ("x86", "fbgemm") if cpu.is_x86() else ("qnnpack",)
+    return (*torch_kernels, "jit", "openvino", "onnxruntime", "reference")
 
 
-def known() -> tuple[str, ...]:
-    """The names of fxq's own backends."""
+def builtin_names() -> tuple[str, ...]:
+    """Names of the backends that are part of fxq."""
     return tuple(_BACKENDS)
 
 
 def installed() -> tuple[InstalledBackend, ...]:
-    """The backends that other packages add through their entry points; none of them is imported."""
+    """Backends that other packages add through entry points. None of them is imported."""
     return installed_backends(NAMES)
 
 
 def check_name(name: str) -> None:
-    """Raise `BackendError` if no backend has this name, or several have it. Imports none."""
-    others = [] if name in NAMES else installed()
-    mine = [backend for backend in others if backend.name == name]
-    if name not in NAMES and not mine:
-        raise BackendError(unknown("backend", name, (*NAMES, *(b.name for b in others if not b.refused))))
-    if mine and mine[0].refused:
-        raise BackendError(f"backend {name!r} of {mine[0].distribution}: {mine[0].refused}. Uninstall one of them.")
+    """Raise `BackendError` if no backend or several backends have this name. Imports none of them."""
+    of_packages = [] if name in NAMES else installed()
+    matching = [backend for backend in of_packages if backend.name == name]
+    if name not in NAMES and not matching:
+        raise BackendError(unknown("backend", name, (*NAMES, *(b.name for b in of_packages if not b.refused))))
+    if matching and matching[0].refused:
+        backend = matching[0]
+        raise BackendError(f"backend {name!r} of {backend.distribution}: {backend.refused}. Uninstall one of them.")
 
 
 def fastest_order() -> tuple[str, ...]:
-    """The backends that "fastest" tries: all that may be faster than float on a machine of this kind."""
+    """Backends that "fastest" tries: all that may be faster than float on this kind of CPU."""
     left_out = ("reference", "qnnpack") if cpu.is_x86() else ("reference", "x86", "fbgemm")
     return tuple(name for name in _BACKENDS if name not in left_out)
 
 
 def get_backend(name: str, device: str = "cpu") -> Backend:
-    """The backend of that name; "auto" is the first of `auto_order()` that this machine runs, "fastest" the same.
+    """Return the backend of a name. "auto" and "fastest" give the first of `auto_order()` that runs here.
 
     Args:
-        name: "auto", a backend's name, or the import path of one of the user's own.
+        name: "auto", "fastest", a backend's name, or the import path of a class of the user's own.
         device: type of the device that the model is on.
 
     Raises:
-        BackendError: unknown name (nearest names given), or it cannot run on this machine or device.
+        BackendError: the name is unknown (the message suggests the nearest), or the backend cannot run on this machine
+            or device.
     """
     if name in ("auto", FASTEST):
         for candidate in auto_order():
@@ -81,9 +83,9 @@ def get_backend(name: str, device: str = "cpu") -> Backend:
                 continue
             if candidate == "reference":
                 warn(
-                    f"fxq has no int8 kernels for a model on {device} of this machine. It is quantized for the "
-                    'reference backend: exact, but slower than float. backend="reference" avoids this warning; '
-                    "pip install 'fxq[jit]' adds kernels for CPUs."
+                    f"fxq has no int8 kernels for models on {device} on this machine. The model is quantized for the "
+                    'reference backend, which is exact, but slower than float. Set backend="reference" to avoid this '
+                    "warning, or add kernels for CPUs by pip install 'fxq[jit]'."
                 )
             return get_backend(candidate, device)
     reason = unavailable(name, device)
@@ -97,24 +99,23 @@ def get_backend(name: str, device: str = "cpu") -> Backend:
 
 
 def unavailable(name: str, device: str = "cpu") -> str | None:
-    """Why the backend of that name cannot run here, and what to do; None if it can.
+    """Why the backend of a name cannot run here, and the remedy; None if it can.
 
     Args:
-        name: "auto", a backend's name, or the import path of one of the user's own.
+        name: "auto", "fastest", a backend's name, or the import path of a class of the user's own.
         device: type of the device that the model is on.
 
     Raises:
-        BackendError: unknown name (nearest names given).
+        BackendError: the name is unknown; the message suggests the nearest.
     """
     if name in ("auto", FASTEST):
         return None  # reference runs anywhere
     try:
-        kind = backend_type(name)
+        backend = backend_type(name)()
     except BackendError as error:
-        if any(other.name == name for other in installed()):  # another package's fault ends nothing
+        if any(entry.name == name for entry in installed()):  # a broken package must not stop the search for a backend
             return str(error)
         raise
-    backend = kind()
     if backend.devices and device not in backend.devices:
         return (
             f"backend {name!r} runs on {', '.join(backend.devices)}, the model is on {device}; "
@@ -124,75 +125,76 @@ def unavailable(name: str, device: str = "cpu") -> str | None:
 
 
 def kernel_named(name: str) -> type[Kernel]:
-    """The class of the kernels of that name, such as "x86.conv"; `from_config` of it makes one from plain data.
+    """Return the class of the kernels of a name, such as "x86.conv". Its `from_config` makes a kernel from plain data.
 
     Raises:
-        BackendError: unknown name (nearest names given).
+        BackendError: the name is unknown; the message suggests the nearest.
 
     Example:
         >>> kernel_named("cpu.mean").options
         ('x', 'out', 'dim', 'keepdim', 'total')
     """
-    for backend in _BACKENDS:  # their kernels are registered when they are imported
+    for backend in _BACKENDS:  # importing a backend registers its kernels
         if name in known_kernels():
             break
         backend_type(backend)
-    found = known_kernels().get(name)
-    if found is None:
+    kernel_type = known_kernels().get(name)
+    if kernel_type is None:
         raise BackendError(unknown("kernel", name, known_kernels()))
-    return found
+    return kernel_type
 
 
 def devices_of(name: str) -> tuple[str, ...]:
-    """Types of the devices that a backend runs on; empty: any."""
+    """Device types that a backend runs on; empty: any."""
     return backend_type(name).devices
 
 
 def backend_type(name: str) -> type[Backend]:
-    """The class of a backend: of fxq's and of other packages' by its name, of the user's own by its import path.
+    """Return the class of a backend by its name, or by its import path if it is the user's own.
 
     Raises:
-        BackendError: unknown name (nearest names given), no class of a backend, or one whose name is taken; the package
-            that has it cannot be imported.
+        BackendError: the name is unknown (the message suggests the nearest) or taken by another backend, the path
+            names no backend class, or the package of the backend cannot be imported.
     """
     if name not in _BACKENDS and ":" not in name:
         check_name(name)
         return _of_package(next(backend for backend in installed() if backend.name == name))
     try:
-        found: type[Backend] = import_name(_BACKENDS.get(name, name), Backend)
+        backend: type[Backend] = import_name(_BACKENDS.get(name, name), Backend)
     except RecipeError as error:
         raise BackendError(f"backend {name!r}: {error}") from None
     if ":" not in name:
-        return found
-    if isabstract(found) or not isinstance(getattr(found, "name", None), str):
-        raise BackendError(f"backend {name!r} has no name, or not the methods of a fxq.extend.Backend.")
+        return backend
+    if isabstract(backend) or not isinstance(getattr(backend, "name", None), str):
+        raise BackendError(f"backend {name!r} has no name, or lacks methods of fxq.extend.Backend.")
     of_packages = {b.name: f"that of {b.distribution}" for b in installed() if b.path != name}
-    taken = "fxq's" if found.name in NAMES else of_packages.get(found.name) or _OWN.setdefault(found.name, name)
-    if taken != name:
-        raise BackendError(f"backend {name!r} is called {found.name!r}, as {taken} is; choose another name.")
-    return found
+    owner = "fxq's" if backend.name in NAMES else of_packages.get(backend.name)
+    owner = owner or _USER_BACKENDS.setdefault(backend.name, name)
+    if owner != name:
+        raise BackendError(f"backend {name!r} is called {backend.name!r}, as {owner} is; choose another name.")
+    return backend
 
 
 def _of_package(backend: InstalledBackend) -> type[Backend]:
     where = f"backend {backend.name!r} of the package {backend.distribution}"
     try:
-        found: type[Backend] = import_name(backend.path, Backend)
+        backend_class: type[Backend] = import_name(backend.path, Backend)
     except Exception as error:  # whatever the code of another package raises
         raise BackendError(f"{where} cannot be imported: {words_of(error)}") from error
-    if isabstract(found) or getattr(found, "name", None) != backend.name:
+    name = getattr(backend_class, "name", None)
+    if isabstract(backend_class) or name != backend.name:
         raise BackendError(
-            f"{where}: its class {backend.path} is called {getattr(found, 'name', None)!r}, or lacks methods of a "
-            "fxq.extend.Backend."
+            f"{where}: its class {backend.path} is called {name!r}, or lacks methods of fxq.extend.Backend."
         )
-    return found
+    return backend_class
 
 
-def written(backend: Backend) -> str:
-    """What a recipe calls a backend: its name, of one of the user's own its import path."""
-    return _OWN.get(backend.name, backend.name)
+def recipe_name(backend: Backend) -> str:
+    """Name of a backend in a recipe: its own name, or its import path if it is the user's own."""
+    return _USER_BACKENDS.get(backend.name, backend.name)
 
 
 __all__ = [
-    "NAMES", "Backend", "Support", "Trap", "auto_order", "backend_type", "check_name", "devices_of", "fastest_order",
-    "get_backend", "installed", "kernel_named", "known", "unavailable", "written",
+    "NAMES", "Backend", "FaultyKernel", "Support", "auto_order", "backend_type", "builtin_names", "check_name",
+    "devices_of", "fastest_order", "get_backend", "installed", "kernel_named", "recipe_name", "unavailable",
 ]  # fmt: skip

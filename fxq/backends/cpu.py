@@ -1,4 +1,4 @@
-"""What this CPU can do for int8, and whether PyTorch's kernels are right on it."""
+"""Int8 features of this CPU, and whether PyTorch's kernels compute correctly on it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 
 
 def _flag(name: str) -> bool:
-    """A yes/no question of `torch.cpu` that some torch versions do not have; no answer counts as no."""
-    ask = getattr(torch.cpu, name, None)
-    return bool(ask()) if callable(ask) else False
+    """Result of a feature check of `torch.cpu`; False if this version of torch does not have the check."""
+    check = getattr(torch.cpu, name, None)
+    return bool(check()) if callable(check) else False
 
 
 def _has_avx512_vnni() -> bool:
-    """Whether the CPU has AVX512-VNNI; older versions of torch call the question otherwise."""
+    """Whether the CPU has AVX512-VNNI. The check has another name in older versions of torch."""
     return _flag("_is_vnni_supported") or _flag("_is_avx512_vnni_supported")
 
 
@@ -30,8 +30,8 @@ def is_x86() -> bool:
 def has_vnni() -> bool:
     """Whether oneDNN sums u8 x s8 products in int32. Without VNNI, pairs of products saturate in int16.
 
-    Tried out with the largest integers where there is a kernel to try, so that it also tells which instructions
-    oneDNN was told to use: `ONEDNN_MAX_CPU_ISA=AVX2` makes a newer machine behave like an older one.
+    If oneDNN has int8 kernels, one is run on the largest integers. So the answer respects the instruction set that
+    oneDNN is limited to: `ONEDNN_MAX_CPU_ISA=AVX2` makes a newer machine behave like an older one.
     """
     if not has_onednn_int8():
         return _has_avx512_vnni()
@@ -43,51 +43,51 @@ _DEPTH = 64
 
 
 def _products(activation: int, weight: int) -> torch.Tensor:
-    """Output of oneDNN's linear layer, float32 (4, 16), for constant activations and weights."""
+    """Output of oneDNN's linear layer, float32 (4, 16), if all activations and all weights are these integers."""
     rows, columns = 4, 16
     weights = torch.full((columns, _DEPTH), weight, dtype=torch.int8, device="cpu")
     scale, zero = torch.ones(columns, device="cpu"), torch.zeros(columns, dtype=torch.int32, device="cpu")
     packed = torch.ops.onednn.qlinear_prepack(weights, [rows, _DEPTH])
     x = torch.full((rows, _DEPTH), activation, dtype=torch.uint8, device="cpu")
-    after: tuple[Any, ...] = (None, 1.0, 0, torch.float32, "none", [], "")
-    sums: torch.Tensor = torch.ops.onednn.qlinear_pointwise(x, 1.0, 0, packed, scale, zero, *after)
+    epilogue: tuple[Any, ...] = (None, 1.0, 0, torch.float32, "none", [], "")
+    sums: torch.Tensor = torch.ops.onednn.qlinear_pointwise(x, 1.0, 0, packed, scale, zero, *epilogue)
     return sums
 
 
 def without_vnni() -> str | None:
-    """What a CPU without VNNI means for whoever chooses a backend of x86; None where there is VNNI."""
+    """Warning for users of an x86 backend on a CPU without VNNI; None if the CPU has VNNI."""
     if has_vnni():
         return None
     return (
-        "this CPU has no VNNI: its int8 kernels add pairs of products in 16 bits, which activations and weights of 8 "
-        "bits overflow. fxq uses 7 bits for one of them here (Recipe.reduce_range says which, and the ledger what was "
-        "chosen); expect a little less accuracy."
+        "this CPU has no VNNI: its int8 kernels add pairs of products in 16 bits, which overflow if activations and "
+        "weights both have 8 bits. fxq uses 7 bits for one of them here (see Recipe.reduce_range, and the ledger for "
+        "the choice); expect slightly lower accuracy."
     )
 
 
 @cache
 def has_int_mm() -> bool:
-    """Whether `torch._int_mm` is more than a loop over numbers: it asks for AVX512-VNNI, whatever oneDNN may use.
+    """Whether `torch._int_mm` is vectorized: it needs AVX512-VNNI, whatever instruction set oneDNN is limited to.
 
-    Elsewhere it is slower than oneDNN's linear layer.
+    Otherwise it is slower than oneDNN's linear layer.
     """
     return _has_avx512_vnni()
 
 
 @cache
 def has_integer_matmul() -> bool:
-    """Whether oneDNN has a kernel of its own for matrix products of integers: from AVX512 on, or with VNNI.
+    """Whether oneDNN has a dedicated kernel for integer matrix products: with AVX512 or VNNI.
 
-    Elsewhere its linear layer takes longer than its convolution with one tap, and much longer for few rows.
+    Otherwise its linear layer is slower than a convolution with a 1 x 1 kernel, and much slower for few rows.
     """
     return has_avx512() or has_vnni()
 
 
 @cache
 def has_exact_depthwise() -> bool:
-    """Whether oneDNN sums the products of a depthwise convolution in int32, also where it does no other's.
+    """Whether oneDNN sums the products of a depthwise convolution in int32, even if other sums saturate in int16.
 
-    So it did with AVX2 and with AVX512, for any shape. Tried out as `has_vnni` is.
+    This has been the case with AVX2 and AVX512, for any shape. As in `has_vnni`, a kernel is run to find out.
     """
     if has_vnni() or not has_onednn_int8():
         return has_vnni()
@@ -134,14 +134,14 @@ def onednn_isa() -> str:
 
 
 def _onednn_may_use(*names: str) -> bool:
-    """Whether the highest instruction set that oneDNN may use is unlimited, or has one of these in its name."""
+    """Whether oneDNN's instruction set is not limited, or limited to one with any of these in its name."""
     allowed = onednn_isa()
     return allowed == "DEFAULT" or any(name in allowed for name in names)
 
 
 @cache
 def has_onednn_int8() -> bool:
-    """Whether this build of PyTorch has the oneDNN int8 kernels on plain tensors, and a linear layer runs."""
+    """Whether this build of PyTorch has oneDNN's int8 kernels on plain tensors. Runs a linear layer to find out."""
     ops = ("qconv2d_pointwise", "qconv_prepack", "qlinear_pointwise", "qlinear_prepack")
     if not torch.backends.mkldnn.is_available() or not all(hasattr(torch.ops.onednn, op) for op in ops):
         return False
@@ -152,7 +152,7 @@ def has_onednn_int8() -> bool:
 
 
 def machine() -> dict[str, str]:
-    """What decides which kernels run right here; two machines for which it is the same run the same kernels."""
+    """Facts about this machine that decide which kernels run correctly, by name. Equal facts mean equal kernels."""
     return {
         "CPU": cpu_name(),
         "VNNI": "yes" if has_vnni() else "no",
@@ -163,7 +163,7 @@ def machine() -> dict[str, str]:
 
 
 def kind() -> str:
-    """Kind of CPU, by which the price table is keyed: "amx", "avx512_vnni", "avx512", "avx2_vnni", "avx2" or "neon"."""
+    """CPU kind, the key of the price table: "amx", "avx512_vnni", "avx512", "avx2_vnni", "avx2" or "neon"."""
     if not is_x86():
         return "neon"
     if has_amx():
@@ -173,7 +173,7 @@ def kind() -> str:
 
 @cache
 def cpu_name() -> str:
-    """The model of this CPU as the system names it, e.g. "Intel(R) Xeon(R) Platinum 8259CL CPU @ 2.50GHz"."""
+    """CPU model as the system names it, e.g. "Intel(R) Xeon(R) Platinum 8259CL CPU @ 2.50GHz"."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
             names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]

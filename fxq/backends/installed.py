@@ -1,4 +1,4 @@
-"""Backends that other packages add by being installed, through the entry-point group `fxq.backends`."""
+"""Backends of other installed packages, found through the entry-point group `fxq.backends`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ GROUP = "fxq.backends"
 
 @dataclass(frozen=True)
 class InstalledBackend:
-    """Entry point of another package.
+    """Backend that the entry point of another package names.
 
     Attributes:
         name: the backend's name.
         path: import path of its class, `package.module:Class`.
-        distribution: name and version of the package that has it.
-        refused: the reason why it cannot be asked for by its name; empty if it can.
+        distribution: name and version of the package.
+        refused: reason why the name cannot be used, because another backend has it; empty if it can.
     """
 
     name: str
@@ -30,25 +30,26 @@ class InstalledBackend:
 
 
 def installed_backends(taken: Collection[str]) -> tuple[InstalledBackend, ...]:
-    """Backends of installed packages, by name. Imports none of them.
+    """Backends of installed packages, sorted by name. Imports none of them.
 
     Args:
-        taken: names that no package may use: one of these, and one that two packages use, is refused.
+        taken: names that packages may not use. A backend with one of them, or with a name that two packages use, is
+            listed as refused.
     """
-    points_found = _read(tuple(sys.path))
-    uses = Counter(name for name, _, _ in points_found)
+    points = _read_entry_points(tuple(sys.path))
+    uses = Counter(name for name, _, _ in points)
     backends = []
-    for name, path, distribution in points_found:
-        others = ["fxq"] if name in taken else [d for n, _, d in points_found if n == name and d != distribution]
-        clash = name in taken or uses[name] > 1
-        why = f"the name {name!r} is also that of a backend of {', '.join(others) or distribution}"
-        backends.append(InstalledBackend(name, path, distribution, why if clash else ""))
+    for name, path, distribution in points:
+        owners = ["fxq"] if name in taken else [d for n, _, d in points if n == name and d != distribution]
+        clashes = name in taken or uses[name] > 1
+        reason = f"the name {name!r} is taken by a backend of {', '.join(owners) or distribution}"
+        backends.append(InstalledBackend(name, path, distribution, reason if clashes else ""))
     return tuple(backends)
 
 
 @lru_cache(maxsize=4)
-def _read(path: tuple[str, ...]) -> tuple[tuple[str, str, str], ...]:
-    """Name, import path and distribution of each entry point of the packages on `sys.path`."""
+def _read_entry_points(path: tuple[str, ...]) -> tuple[tuple[str, str, str], ...]:
+    """Name, import path and distribution of each entry point of the packages on `sys.path`, the key of the cache."""
     points = entry_points(group=GROUP)
     return tuple(
         sorted({(p.name, p.value, f"{p.dist.name} {p.dist.version}" if p.dist is not None else "?") for p in points})

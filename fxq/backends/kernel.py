@@ -1,4 +1,4 @@
-"""What integer kernels on plain tensors share: they are described as data, and pack their tensors on first use."""
+"""`Kernel`: base class of integer kernels, which are described by plain data and pack their tensors on first use."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from fxq.runtime.call_checks import OPAQUE
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from fxq.backends.qdq_form import Form
+    from fxq.backends.qdq_form import QdqForm
 
 
 @dataclass(frozen=True)
-class Post:
-    """An activation function that a kernel applies to its float result before it rounds.
+class PostOp:
+    """Activation function that a kernel applies to its float result before it rounds (a post-op, as in oneDNN).
 
     Attributes:
-        name: of the op: see `OpTraits.fused_after`, and "prelu", whose slopes are a tensor of the kernel.
-        args: hardtanh: (low, high); leaky_relu: (slope,); otherwise empty.
-        algorithm: gelu: "none" (exact) or "tanh"; otherwise empty.
+        name: name of the op: one that `OpTraits.fused_after` allows, or "prelu", whose slopes are a tensor of the
+            kernel.
+        args: (low, high) of hardtanh, (slope,) of leaky_relu, otherwise empty.
+        algorithm: "none" (exact) or "tanh" of gelu, otherwise empty.
     """
 
     name: str
@@ -37,70 +38,73 @@ class Post:
 
 
 def pair(value: int | Sequence[int], dims: int = 2) -> tuple[int, ...]:
-    """`value` once per spatial dimension."""
+    """Return `value` as a tuple with one number per spatial dimension."""
     return (value,) * dims if isinstance(value, int) else tuple(int(v) for v in value)
 
 
 def encode(value: object) -> Any:
-    """`value` as plain data: `QParams` and `Post` become dicts."""
+    """Return `value` as plain data: `QParams` and `PostOp` become dicts."""
     if isinstance(value, QParams):
         return {"scale": value.s, "zero_point": value.z, "qmin": value.qmin, "qmax": value.qmax}
-    if isinstance(value, Post):
+    if isinstance(value, PostOp):
         return {"post": value.name, "args": list(value.args), "algorithm": value.algorithm}
     return value
 
 
 def decode(value: Any) -> Any:
-    """Inverse of `encode`; lists become tuples."""
+    """Invert `encode`. Lists become tuples."""
     if isinstance(value, Mapping) and "zero_point" in value:
         return QParams.per_tensor(value["scale"], value["zero_point"], value["qmin"], value["qmax"])
     if isinstance(value, Mapping) and "algorithm" in value:
-        return Post(value["post"], tuple(value["args"]), value["algorithm"])
+        return PostOp(value["post"], tuple(value["args"]), value["algorithm"])
     return tuple(value) if isinstance(value, list) else value
 
 
-class PackedTensors:
-    """What a kernel has made of its tensors, which cannot be copied; it holds for as long as they are as they were.
+class DerivedValues:
+    """Values that a kernel has computed from its tensors, such as packed weights.
+
+    They are valid until a tensor changes, and are neither copied nor saved with the kernel.
 
     Attributes:
-        seen: the tensors.
-        about: type and shape of each.
-        made: by key.
-        of_sizes: what was made for sizes of inputs, by key; the last to come at the end.
+        seen: the tensors as they were when the values were computed.
+        signatures: dtype and shape of each tensor, by name; None for a tensor that is None.
+        values: the values, by key.
+        values_by_size: the values for input sizes, by key, least recently used first.
     """
 
     def __init__(self, buffers: Mapping[str, Tensor | None]) -> None:
         self.seen = Seen(buffers)
-        self.about = _about(buffers)
-        self.made: dict[Hashable, Any] = {}
-        self.of_sizes: OrderedDict[Hashable, Any] = OrderedDict()
+        self.signatures = _signatures(buffers)
+        self.values: dict[Hashable, Any] = {}
+        self.values_by_size: OrderedDict[Hashable, Any] = OrderedDict()
 
 
 _KERNELS: dict[str, type[Kernel]] = {}
-"""The kernels by name, for `by_name.kernel_named`."""
+"""Kernel classes by name, for `by_name.kernel_named`."""
 _PLAIN = (Tensor, nn.Parameter, type(None))
 
 
-def _about(buffers: Mapping[str, Tensor | None]) -> dict[str, Any]:
+def _signatures(buffers: Mapping[str, Tensor | None]) -> dict[str, Any]:
     return {name: None if t is None else (t.dtype, t.shape) for name, t in buffers.items()}
 
 
 class Kernel(Bindable):
-    """One integer kernel. `config()` and the buffers describe it completely.
+    """Base class of integer kernels. `config()` and the buffers describe a kernel completely.
 
-    Its options are fixed. Its tensors may be edited, or replaced by others of the same type and shape: what was made of
-    the old ones is made again.
+    The options of a kernel are fixed. Its tensors may be edited, or replaced by tensors of the same dtype and shape;
+    values that were computed from the old tensors, such as packed weights, are computed again.
 
     Attributes:
-        name: what files and the ledger call it; no two kernels have the same.
-        options: the names of the attributes that `config()` holds: parameters of the class, as its tensors are.
-        pure: whether it only computes its value.
-        opaque: whether it takes plain tensors, and no tool can look into it.
-        returns_view: whether its value may share memory with its input.
-        sizes_kept: of how many sizes of inputs it keeps what it has made for them.
-        inplace: whether it overwrites its second input, a residual; None: it has none.
-        reads: which inputs of its region it is called with, in order; None: with all of them.
-        form: what it stands for, where it was made of the qdq graph.
+        name: unique name, which files and the ledger use.
+        options: names of the attributes that `config()` holds. The options and the buffers are the parameters of the
+            class.
+        pure: whether a call has no side effects.
+        opaque: whether it needs plain tensors, so that tracers and other tools cannot look inside.
+        returns_view: whether its result may share memory with its input.
+        max_cached_sizes: number of input sizes whose derived values it caches.
+        inplace: whether it overwrites its second input, a residual; None: it has no residual.
+        reads: indices of the inputs of its region that it is called with, in order; None: all of them.
+        form: the q/dq form that it replaces; None if it was not made from a qdq graph.
     """
 
     name: ClassVar[str]
@@ -108,118 +112,119 @@ class Kernel(Bindable):
     opaque: ClassVar[bool] = True
     returns_view: ClassVar[bool] = False
     options: ClassVar[tuple[str, ...]] = ()
-    sizes_kept: ClassVar[int] = 16
+    max_cached_sizes: ClassVar[int] = 16
     inplace: bool | None = None
     reads: tuple[int, ...] | None = None
-    form: Form | None = None
-    _packed: PackedTensors | None = None
+    form: QdqForm | None = None
+    _derived: DerivedValues | None = None
 
     def ends_in(self, part: int | None = None) -> tuple[Any, Mapping[str, Any]]:
         return self.form.ends_in(part) if self.form is not None else super().ends_in(part)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Register a class that has a name of its own. Raises `BackendError` when another class has that name."""
+        """Register a class that defines `name`. Raises `BackendError` if another class has that name."""
         super().__init_subclass__(**kwargs)
         if "name" not in vars(cls):
             return
         path = f"{cls.__module__}.{cls.__qualname__}"
-        known = _KERNELS.setdefault(cls.name, cls)
-        if f"{known.__module__}.{known.__qualname__}" != path:
+        registered = _KERNELS.setdefault(cls.name, cls)
+        registered_path = f"{registered.__module__}.{registered.__qualname__}"
+        if registered_path != path:
             raise BackendError(
-                f"two kernels are called {cls.name!r}: {known.__module__}.{known.__qualname__} and {path}. Give one of "
-                "them another name: files say by it which kernel they hold."
+                f"two kernels are called {cls.name!r}: {registered_path} and {path}. Rename one of them, since files "
+                "identify kernels by name."
             )
-        _KERNELS[cls.name] = cls  # a cell of a notebook that runs again makes its class again
+        _KERNELS[cls.name] = cls  # a notebook cell that runs again defines its class again
 
     @property
     def described(self) -> type[Kernel]:
-        """The class of the kernel that `config()` and the tensors describe: its own."""
+        """Class of the kernel that `config()` and the tensors describe. A `FallbackKernel` describes another class."""
         return type(self)
 
     @classmethod
     def defined_as(cls) -> Any:
-        """The object that an import path names to define this kernel: the class, or the function that it calls."""
+        """Object whose import path identifies this kernel: the class, or the user's function that it calls."""
         return cls
 
     def config(self) -> dict[str, Any]:
-        """The options as plain data: numbers, strings, tuples, dicts, None."""
+        """Return the options as plain data: numbers, strings, tuples, dicts, None."""
         return {name: encode(getattr(self, name)) for name in self.options}
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Self:
-        """Inverse of `config()` and `dict(kernel.named_buffers())`."""
+        """Make a kernel from `config()` and `dict(kernel.named_buffers())`."""
         return cls(**{name: decode(value) for name, value in config.items()}, **tensors)
 
     def at_other_sizes(self, *inputs: Tensor) -> Iterable[tuple[Tensor, ...]]:
-        """Inputs of other sizes to verify the kernel on; none if its code does not depend on the size of inputs."""
+        """Inputs of further sizes to verify the kernel on; none if its code does not depend on the input size."""
         return ()
 
-    def _kept(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """What was made once of the tensors, or is made now.
+    def _cached(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """Return the cached value of `key`, or compute it with `make` if a tensor has changed since.
 
         Raises:
-            InputError: a tensor has another type or shape than before.
-            BackendError: this is no kernel any more, with the tensors that it has now.
+            InputError: a tensor has another dtype or shape than before.
+            BackendError: the kernel cannot run with the tensors that it has now.
         """
-        packed = self._packed_now()
-        if key not in packed.made:
-            packed.made[key] = make()
-        return packed.made[key]
+        derived = self._derived_now()
+        if key not in derived.values:
+            derived.values[key] = make()
+        return derived.values[key]
 
-    def _kept_for(self, size: Hashable, make: Callable[[], Any]) -> Any:
-        """The same for inputs of one size: of `sizes_kept`, the one that has not come for longest goes."""
-        of_sizes = self._packed_now().of_sizes
-        found = of_sizes.get(size)
-        if found is None:
-            found = make()
-        of_sizes[size] = found
+    def _cached_for_size(self, size: Hashable, make: Callable[[], Any]) -> Any:
+        """Return the cached value of an input size, or compute it: an LRU cache of `max_cached_sizes` values."""
+        values_by_size = self._derived_now().values_by_size
+        value = values_by_size.get(size)
+        if value is None:
+            value = make()
+        values_by_size[size] = value
         try:
-            of_sizes.move_to_end(size)
-            if len(of_sizes) > self.sizes_kept:
-                of_sizes.popitem(last=False)
-        except KeyError:  # another thread has dropped it
+            values_by_size.move_to_end(size)
+            if len(values_by_size) > self.max_cached_sizes:
+                values_by_size.popitem(last=False)
+        except KeyError:  # another thread has evicted it
             pass
-        return found
+        return value
 
-    def _packed_now(self) -> PackedTensors:
-        packed = self._packed
-        if packed is None or not packed.seen.holds():
+    def _derived_now(self) -> DerivedValues:
+        derived = self._derived
+        if derived is None or not derived.seen.holds():
             if any(type(tensor) not in _PLAIN for tensor in self._buffers.values()):
-                raise InputError(f"{self.name}: a tool runs the model on tensors that are no plain ones. {OPAQUE}")
+                raise InputError(f"{self.name}: a tool runs the model on tensors that are not plain. {OPAQUE}")
             own_memory(self._buffers)
-            if packed is not None:
-                self._check_edit(packed.about)
-            packed = self.__dict__["_packed"] = PackedTensors(self._buffers)
-        return packed
+            if derived is not None:
+                self._check_edit(derived.signatures)
+            derived = self.__dict__["_derived"] = DerivedValues(self._buffers)
+        return derived
 
-    def _check_edit(self, before: Mapping[str, Any]) -> None:
-        """Refuse tensors that this kernel could not have been made with."""
-        now = _about(self._buffers)
-        for name, about in before.items():
-            if now.get(name) != about:
-                changed = f"{self.name}: {name} was {_worded(about)} and is {_worded(now.get(name))}"
+    def _check_edit(self, old_signatures: Mapping[str, Any]) -> None:
+        """Refuse edited tensors with which this kernel could not have been made."""
+        signatures = _signatures(self._buffers)
+        for name, old in old_signatures.items():
+            if signatures.get(name) != old:
                 raise InputError(
-                    f"{changed}. A kernel's tensors keep type and shape; for others make a kernel, "
+                    f"{self.name}: {name} was {_signature_text(old)} and is {_signature_text(signatures.get(name))}. "
+                    "The dtypes and shapes of a kernel's tensors are fixed. To change them, make another kernel: "
                     "type(kernel).from_config(kernel.config(), tensors)."
                 )
         self.check()
 
     def check(self) -> None:
-        """Raise `BackendError` if this kernel could not be made on this machine with the tensors that it has now."""
+        """Raise `BackendError` if this kernel could not be made on this machine with its current tensors."""
         type(self).from_config(self.config(), dict(self.named_buffers(recurse=False)))
 
     def adopt(self, config: Mapping[str, Any]) -> None:
-        """Take over the options of another kernel of its kind, which fits the same tensors.
+        """Replace the options by those of `config`. The tensors stay.
 
         Raises:
-            BackendError: there can be no such kernel.
+            BackendError: no kernel can have these options with these tensors.
         """
-        other = type(self).from_config(config, dict(self.named_buffers(recurse=False)))
-        own = nn.Module().__dict__.keys() | {"form", "reads"}
+        template = type(self).from_config(config, dict(self.named_buffers(recurse=False)))
+        keep = nn.Module().__dict__.keys() | {"form", "reads"}
         self._changes()
-        self.__dict__.update({name: value for name, value in other.__dict__.items() if name not in own})
-        self._modules.update(other._modules)
-        self.__dict__.pop("_packed", None)
+        self.__dict__.update({name: value for name, value in template.__dict__.items() if name not in keep})
+        self._modules.update(template._modules)
+        self.__dict__.pop("_derived", None)
 
     def tell(self, watch: ModuleWatch) -> None:
         own_memory(self._buffers)
@@ -228,18 +233,18 @@ class Kernel(Bindable):
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self.options and name != "inplace" and self.__dict__.get(name, value) is not value:
             raise InputError(
-                f"{self.name}: {name} is fixed: what the kernel runs was made for it, and its neighbours in the graph "
-                "rely on it. Make another kernel, type(kernel).from_config({**kernel.config(), ...}, tensors), and put "
-                "it in the place of this one."
+                f"{self.name}: {name} is fixed: the kernel was compiled for it, and its neighbours in the graph rely "
+                "on it. Make another kernel, type(kernel).from_config({**kernel.config(), ...}, tensors), and replace "
+                "this one by it."
             )
-        of_buffer = isinstance(value, nn.Parameter) and name in self._buffers
-        super().__setattr__(name, value.detach() if of_buffer else value)
+        replaces_buffer = isinstance(value, nn.Parameter) and name in self._buffers
+        super().__setattr__(name, value.detach() if replaces_buffer else value)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in super().__getstate__().items() if name != "_packed"}
+        return {name: value for name, value in super().__getstate__().items() if name != "_derived"}
 
     def extra_repr(self) -> str:
-        """Shown by `print(kernel)`."""
+        """Options as `print(kernel)` shows them."""
         shown = ((name, getattr(self, name)) for name in self.options)
         return ", ".join(
             f"{name}=({v})" if isinstance(v, QParams) else f"{name}={v}" for name, v in shown if v is not None
@@ -247,24 +252,24 @@ class Kernel(Bindable):
 
 
 def known_kernels() -> Mapping[str, type[Kernel]]:
-    """The kernels whose modules were imported, by name."""
+    """Kernel classes of all modules imported so far, by name."""
     return _KERNELS
 
 
 def own_memory(buffers: dict[str, Tensor | None]) -> None:
-    """Copy the tensors that were made in inference mode: those do not count how often they are written to."""
+    """Replace tensors made in inference mode by copies, since they have no version counter to detect edits by."""
     for name, tensor in buffers.items():
         if tensor is not None and tensor.is_inference():
             with torch.inference_mode(False):
                 buffers[name] = tensor.clone()
 
 
-def _worded(about: tuple[torch.dtype, torch.Size] | None) -> str:
-    return "None" if about is None else f"{str(about[0]).removeprefix('torch.')} {list(about[1])}"
+def _signature_text(signature: tuple[torch.dtype, torch.Size] | None) -> str:
+    return "None" if signature is None else f"{str(signature[0]).removeprefix('torch.')} {list(signature[1])}"
 
 
 def activation_refused(role: str, qp: QParams | None) -> str | None:
-    """Why a tensor with `qp` cannot enter or leave a kernel; None if it can, or if `qp` is not known yet."""
+    """Why a kernel cannot read or emit a tensor on the grid `qp`; None if it can, or if `qp` is not known yet."""
     if qp is None:
         return None
     if qp.axis is not None:
@@ -277,15 +282,15 @@ def activation_refused(role: str, qp: QParams | None) -> str | None:
 
 
 def first_reason(reasons: Iterable[str | None]) -> str | None:
-    """The first reason that is not None."""
+    """Return the first reason that is not None."""
     return next((reason for reason in reasons if reason), None)
 
 
 _BOUNDS = {"relu": (0.0, float("inf")), "relu6": (0.0, 6.0)}
 
 
-def bounds(post: Post | None) -> tuple[float, float] | None:
-    """The interval that `post` clamps to; None if it is not a clamp. No post at all clamps to everything."""
+def bounds(post: PostOp | None) -> tuple[float, float] | None:
+    """Interval that `post` clamps to; None if it is not a clamp. Without a `post`, all real numbers."""
     if post is None:
         return float("-inf"), float("inf")
     if post.name == "hardtanh":
@@ -293,8 +298,8 @@ def bounds(post: Post | None) -> tuple[float, float] | None:
     return _BOUNDS.get(post.name)
 
 
-def numbers(qp: QParams | None) -> tuple[float, int]:
-    """Scale and zero point as numbers, to be read from their tensors once."""
+def scale_and_zero_point(qp: QParams | None) -> tuple[float, int]:
+    """Scale and zero point as Python numbers, so that a kernel reads their tensors only once; (1.0, 0) for None."""
     return (1.0, 0) if qp is None else (qp.s, qp.z)
 
 

@@ -1,4 +1,4 @@
-"""The qdq graph of a model that has been lowered: every kernel gives its place to the form that it keeps."""
+"""Qdq graph of a lowered model, in which every kernel is replaced by its q/dq form."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from fxq.graph.query import arguments_of, read_attribute, submodule
 
 
 def qdq_graph(model: fx.GraphModule) -> fx.GraphModule:
-    """A model of float ops between conversions, which shares its tensors with the lowered one.
+    """Return the qdq graph of a lowered model: float ops between conversions. It shares the model's tensors.
 
     Before: y = kernel(x)    After: y = quantize(conv2d(dequantize(x), dequantize(w), b))
 
     Args:
-        model: a graph with kernels of any backend, or none. It stays as it is.
+        model: graph with kernels of any backend, or without kernels. It is not changed.
 
     Raises:
-        BackendError: a kernel was put into the graph by hand, and keeps no form; the message names it.
+        BackendError: a kernel has no q/dq form, because it was inserted by hand; the message names it.
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()).eval()
@@ -32,44 +32,43 @@ def qdq_graph(model: fx.GraphModule) -> fx.GraphModule:
         True
     """
     graph, attributes = fx.Graph(), dict[str, Any]()
-    made: dict[fx.Node, Any] = {}
+    copies: dict[fx.Node, Any] = {}
     forms: dict[Kernel, fx.GraphModule] = {}
     for node in model.graph.nodes:
         kernel = submodule(model, node)
         if isinstance(kernel, Kernel):
             if kernel.form is None:
                 raise BackendError(
-                    f"{node.name}: its kernel {kernel.name} was put into the graph by hand, and says nowhere what it "
-                    "computes in q/dq form."
+                    f"{node.name}: its kernel {kernel.name} was inserted into the graph by hand and has no q/dq form."
                 )
             inside = forms.setdefault(kernel, kernel.form.module(kernel))
-            given, _ = arguments_of(node, made)
-            made[node] = _inlined(graph, inside, [given[i] for i in kernel.form.takes], attributes, node.name)
-        elif node.target is operator.getitem and isinstance(made[node.args[0]], tuple):
-            made[node] = made[node.args[0]][node.args[1]]
+            inputs, _ = arguments_of(node, copies)
+            copies[node] = _inlined(graph, inside, [inputs[i] for i in kernel.form.takes], attributes, node.name)
+        elif node.target is operator.getitem and isinstance(copies[node.args[0]], tuple):
+            copies[node] = copies[node.args[0]][node.args[1]]
         else:
-            made[node] = graph.node_copy(node, made.__getitem__)
+            copies[node] = graph.node_copy(node, copies.__getitem__)
             if node.op in ("get_attr", "call_module"):
                 attributes[str(node.target)] = read_attribute(model, str(node.target))
     return fx.GraphModule(attributes, graph, "Qdq")
 
 
-def _inlined(graph: fx.Graph, inside: fx.GraphModule, given: list[Any], attributes: dict[str, Any], name: str) -> Any:
-    """Copy the graph of a form into another one; what it returns there, a tuple of several.
+def _inlined(graph: fx.Graph, inside: fx.GraphModule, inputs: list[Any], attributes: dict[str, Any], name: str) -> Any:
+    """Copy the nodes of a form to the end of a graph, and return the copy of its output: a node, or a tuple of nodes.
 
     Args:
-        graph: where it goes.
+        graph: graph that gets the nodes.
         inside: the form.
-        given: what it takes.
-        attributes: the tensors and units of the other graph, which get those of the form.
-        name: what their paths begin with.
+        inputs: nodes that replace the inputs of the form.
+        attributes: tensors and units of `graph` by path; those of the form are added.
+        name: prefix of the added paths.
     """
-    made: dict[fx.Node, Any] = dict(zip(inside.graph.find_nodes(op="placeholder"), given, strict=True))
+    copies: dict[fx.Node, Any] = dict(zip(inside.graph.find_nodes(op="placeholder"), inputs, strict=True))
     for node in inside.graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
-        made[node] = copied = graph.node_copy(node, made.__getitem__)
+        copies[node] = copied = graph.node_copy(node, copies.__getitem__)
         if node.op in ("get_attr", "call_module"):
             copied.target = f"{name}.{node.target}"
             attributes[copied.target] = read_attribute(inside, str(node.target))
-    return arguments_of(inside.graph.output_node(), made)[0][0]
+    return arguments_of(inside.graph.output_node(), copies)[0][0]

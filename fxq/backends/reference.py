@@ -1,4 +1,4 @@
-"""The reference backend: keeps the qdq graph. Exact, slow, runs on any device."""
+"""The reference backend, which runs the qdq graph as it is: exact, slow, on any device."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from fxq.quant.spec import QuantConfig
 
 
 class Reference(Backend):
-    """Quantizes everything that has an integer form, and runs it as dequantize -> float op -> quantize."""
+    """Backend without kernels. Every quantized op runs as dequantize -> float op -> quantize."""
 
     name: ClassVar[str] = "reference"
     has_kernels: ClassVar[bool] = False
 
     def supports(self, gm: fx.GraphModule, node: fx.Node, calls: tuple[OpCall, ...], config: QuantConfig) -> Support:
-        """All of it: a float op between conversions is the meaning of the integer op."""
+        """Support for every unit, since a float op between conversions defines the result of the integer op."""
         return Support(len(calls))
 
     def regions(self, gm: fx.GraphModule) -> Iterable[Region]:
-        """None: the graph stays as it is."""
+        """No regions: the graph stays in qdq form."""
         return ()
 
     def lower(self, gm: fx.GraphModule, region: Region) -> None:

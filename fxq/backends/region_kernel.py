@@ -1,4 +1,4 @@
-"""Kernels of whole regions: what an engine has made of the qdq form, which it makes again from that."""
+"""`RegionKernel`: kernel of a whole region, which an engine compiles from the region's q/dq form."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from typing_extensions import Self
 
 from fxq.backends.kernel import Kernel, refuse
-from fxq.backends.qdq_form import Form, Part, constants_of
+from fxq.backends.qdq_form import BufferSlice, QdqForm, constants_of
 from fxq.common.data import Batch
 from fxq.common.isolation import copied
 from fxq.errors import BackendError
@@ -26,14 +26,15 @@ log = logging.getLogger("fxq")
 
 
 class RegionKernel(Kernel):
-    """A region of the qdq graph as one kernel. Its form says what it computes, and where in its tensors which one lies.
+    """Kernel of a region of the qdq graph. Its `form` says what it computes, and where its constants are stored.
 
-    All constants of one dtype are one tensor, so that a call has few to ask whether they were written to.
-    What an engine makes of the region, `build` returns: at the first call, and again where a tensor was changed. It is
-    neither copied nor pickled. A class of its own has a `name`, and is all that an engine has to write.
+    An engine derives a class with a `name` and a `build` method. `build` compiles the region at the first call, and
+    again after a tensor has changed. Its result is neither copied nor pickled.
+
+    All constants of one dtype are stored in one buffer, so that a call has few tensors to check for edits.
 
     Args:
-        tensors: the constants of each dtype, one behind the other: `flat_int8` and the like.
+        tensors: the constants of each dtype in one tensor (n,), by names such as `flat_int8`.
     """
 
     name: ClassVar[str] = "qdq.region"
@@ -46,43 +47,46 @@ class RegionKernel(Kernel):
 
     @classmethod
     def of(cls, gm: fx.GraphModule, region: Region) -> Self:
-        """The kernel of a region of the graph of `gm`."""
+        """Return the kernel of a region of the graph of `gm`."""
         return cls.of_graph(gm, region.to_graph())
 
     @classmethod
     def of_graph(cls, gm: fx.GraphModule, graph: fx.Graph, config: Mapping[str, Any] | None = None) -> Self:
-        """The kernel of a graph that uses the tensors and units of `gm`, and is the kernel's from now on.
+        """Return the kernel of a graph, which is modified and then belongs to the kernel.
 
-        `config` has the options of a class that has some.
+        Args:
+            gm: module with the tensors and units that the graph uses.
+            graph: the graph of a region.
+            config: options of the kernel, if its class has any.
         """
-        parts: dict[str, Part | Tensor] = {}
+        slices: dict[str, BufferSlice | Tensor] = {}
         names: dict[str, str] = {}
         flat: dict[str, list[Tensor]] = {}
         ends: Counter[str] = Counter()
         for path, tensor in constants_of(gm, graph).items():
-            whole = str(tensor.dtype).replace("torch.", "flat_")  # modules have a method that is called bfloat16
+            buffer = str(tensor.dtype).replace("torch.", "flat_")  # a prefix, since nn.Module has a method `bfloat16`
             name = path.rpartition(".")[2]
-            while name in parts:
-                name = f"{name}_{len(parts)}"
-            names[path], parts[name] = name, Part(whole, ends[whole], tensor.shape)
-            flat.setdefault(whole, []).append(tensor.detach().reshape(-1))
-            ends[whole] += tensor.numel()
+            while name in slices:
+                name = f"{name}_{len(slices)}"
+            names[path], slices[name] = name, BufferSlice(buffer, ends[buffer], tensor.shape)
+            flat.setdefault(buffer, []).append(tensor.detach().reshape(-1))
+            ends[buffer] += tensor.numel()
         for node in graph.find_nodes(op="get_attr"):
             node.target = names[str(node.target)]
-        kernel = cls.from_config(config or {}, {whole: torch.cat(same) for whole, same in flat.items()})
-        kernel.form = Form.of_graph(gm, graph, tuple(range(len(graph.find_nodes(op="placeholder")))), parts)
+        kernel = cls.from_config(config or {}, {buffer: torch.cat(tensors) for buffer, tensors in flat.items()})
+        kernel.form = QdqForm.of_graph(gm, graph, tuple(range(len(graph.find_nodes(op="placeholder")))), slices)
         return kernel
 
     def graph_inside(self) -> fx.GraphModule | None:
         return self.form.module(self) if self.form is not None else None
 
     def check(self) -> None:
-        """Check the kernel, and bound its integer sums again, since weights may have been edited."""
+        """Check the kernel, and check again that its integer sums fit int32, since weights may have been edited."""
         super().check()
         refuse(self.name, self.sums_refused())
 
     def sums_refused(self) -> str | None:
-        """Reason why integer sums of the region could overflow int32, or None if they cannot."""
+        """Why integer sums of the region could overflow int32, or None if they cannot."""
         inside = self.graph_inside()
         if inside is None:
             return None
@@ -90,57 +94,57 @@ class RegionKernel(Kernel):
         return next((f"{node.name}: {reason}" for node, reason in reasons if reason is not None), None)
 
     def build(self, form: fx.GraphModule) -> Callable[..., Any]:
-        """What runs the region: takes its inputs and returns its value, or a tuple of several.
+        """Return a function that runs the region: it takes the inputs and returns the output, or a tuple of outputs.
 
         Args:
-            form: the region as a module in qdq form. Returned as it is, it is what an engine's result must be.
+            form: the region as a module in q/dq form. The default returns it; results of an engine must agree with it.
         """
         return form
 
     def layers(self, *inputs: Any) -> tuple[EngineLayer, ...]:
-        """What an engine runs for these inputs, in order; empty where it does not say. It is measured anew."""
+        """Profile the kernel: the timed layers that the engine runs for these inputs, in order. Empty if unknown."""
         return ()
 
     def tune(self, *inputs: Any) -> None:
-        """Measure on inputs like these what can be chosen, and keep what is fastest; there may be nothing to choose."""
+        """Time the kernel's variants on inputs like these and keep the fastest. The default has no variants."""
 
     def forward(self, *inputs: Any) -> Any:
-        run: Callable[..., Any] = self._kept("", self._built)
+        run: Callable[..., Any] = self._cached("", self._built)
         return run(*inputs)
 
     def _built(self) -> Callable[..., Any]:
         if self.form is None:
             raise BackendError(
-                f"{self.name}: the kernel was not made of a region of a graph, so it does not know what to compute."
+                f"{self.name}: the kernel has no q/dq form. Make it from a region of a graph, by RegionKernel.of."
             )
         return self.build(self.form.module(self))
 
 
-def layers_run(gm: fx.GraphModule, batch: Batch) -> dict[fx.Node, tuple[EngineLayer, ...]]:
-    """What engines run in a graph for a batch, by the nodes of their kernels; those that do not say are left out."""
-    found: dict[fx.Node, tuple[EngineLayer, ...]] = {}
-    for node, kernel, inputs in _called(gm, batch):
+def engine_layers(gm: fx.GraphModule, batch: Batch) -> dict[fx.Node, tuple[EngineLayer, ...]]:
+    """Layers that engines run in a graph for a batch, by kernel node. Kernels without layers are omitted."""
+    kernel_layers: dict[fx.Node, tuple[EngineLayer, ...]] = {}
+    for node, kernel, inputs in _kernel_calls(gm, batch):
         try:
-            found[node] = kernel.layers(*inputs)
-        except Exception as error:  # whatever an engine raises: that it runs is verified elsewhere
-            log.debug("%s does not say what it runs: %s", node.name, error)
-    return {node: layers for node, layers in found.items() if layers}
+            kernel_layers[node] = kernel.layers(*inputs)
+        except Exception as error:  # whatever an engine raises; verification checks that the kernel runs
+            log.debug("the kernel %s cannot be profiled: %s", node.name, error)
+    return {node: layers for node, layers in kernel_layers.items() if layers}
 
 
 def tune(gm: fx.GraphModule, batch: Batch) -> None:
-    """Let the kernels of a graph choose what is fastest for a batch; behind one that fails, none does."""
+    """Let the kernels of a graph choose their fastest variant for a batch. Stops at the first kernel that fails."""
     try:
-        for node, kernel, inputs in _called(gm, batch):
+        for node, kernel, inputs in _kernel_calls(gm, batch):
             try:
                 kernel.tune(*inputs)
-            except Exception as error:  # as above
-                log.debug("%s cannot be tuned: %s", node.name, error)
-    except Exception as error:  # verification says which kernel it was, and puts it back
+            except Exception as error:  # whatever an engine raises
+                log.debug("the kernel %s cannot be tuned: %s", node.name, error)
+    except Exception as error:  # verification reports the kernel, and replaces it by its q/dq form
         log.debug("a kernel fails on the example: %s", error)
 
 
-def _called(gm: fx.GraphModule, batch: Batch) -> Iterator[tuple[fx.Node, RegionKernel, tuple[Any, ...]]]:
-    """Run a graph; the kernels of regions, with their inputs, each before it is called."""
+def _kernel_calls(gm: fx.GraphModule, batch: Batch) -> Iterator[tuple[fx.Node, RegionKernel, tuple[Any, ...]]]:
+    """Run a graph on a batch, and yield each region kernel with its node and inputs before it is called."""
     kernels = {node: kernel for node in gm.graph.nodes if isinstance(kernel := submodule(gm, node), RegionKernel)}
     runner = Runner(gm, copied(batch))
     for node in gm.graph.nodes if kernels else ():

@@ -1,4 +1,4 @@
-"""What the state dict of a quantized model holds besides tensors: the grids, and what they are the grids of."""
+"""Extra state of a quantized model in its state dict: the grids, and checksums of the graph that they belong to."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from fxq.graph.query import CONVERSIONS
 from fxq.graph.unit import Unit
 
 _GRID = ("scale", "zero_point", "from_scale", "from_zero_point")
-"""Options of the conversions that are numbers of a model, as its weights are."""
+"""Options of conversions that may differ between models with the same graph, as weights may."""
 Entry = tuple[str, int, list[float]]
-"""A node: its name, a checksum of what it calls with which arguments, and its numbers."""
+"""Node of a graph: its name, a checksum of its target and arguments, and the numbers of its grid."""
 
 
 def state_of(model: fx.GraphModule) -> Tensor:
-    """The grids of a model, and checksums of its graph and kernels: text as bytes, uint8 (n,).
+    """Grids of a model, and checksums of its graph and kernels, as compressed JSON in a uint8 tensor (n,).
 
-    A tensor, so that whatever saves a state dict can save it.
+    It is a tensor so that every tool that saves state dicts can save it.
     """
     kernels = {
         path: {
@@ -38,58 +38,60 @@ def state_of(model: fx.GraphModule) -> Tensor:
         }
         for path, kernel in _kernels(model)
     }
-    known = {"graph": _entries(to_data(model.graph)), "tensors": list(_shapes(model)), "kernels": kernels}
-    packed = zlib.compress(json.dumps(known).encode())
+    state = {"graph": _entries(to_data(model.graph)), "tensors": list(_shapes(model)), "kernels": kernels}
+    packed = zlib.compress(json.dumps(state).encode())
     return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
 
 
 def take_over(model: fx.GraphModule, state: Tensor) -> None:
-    """Give a model the grids of another one that is the same but for its numbers; `recompile` the model then.
+    """Replace the grids of a model by those in `state`, the state of a model with the same graph. Recompile it then.
 
-    Nothing has changed where it raises.
+    If it raises, the model has not changed.
 
     Raises:
-        InputError: that model has another graph, other kernels or other shapes; the message names the first difference.
+        InputError: the state is of a model with another graph, other kernels or other shapes; the message names the
+            first difference.
     """
-    theirs = check_same(model, state)
-    grids = {name: numbers for name, _, numbers in theirs["graph"]}
+    loaded = check_same(model, state)
+    grids = {name: numbers for name, _, numbers in loaded["graph"]}
     for node in model.graph.nodes:
         node.kwargs = _with_numbers(node.target, node.kwargs, grids[node.name])
-    for path, kernel in list(_kernels(model)):  # what is inside a kernel may be made anew
-        other = theirs["kernels"][path]
+    for path, kernel in list(_kernels(model)):  # a list, since `adopt` may replace the modules inside a kernel
+        kernel_state = loaded["kernels"][path]
         if kernel.form is not None:
-            numbers = (found for _, _, found in other["form"])
-            nodes = [_renumbered(node, found) for node, found in zip(kernel.form.nodes, numbers, strict=True)]
+            grids_of_form = (numbers for _, _, numbers in kernel_state["form"])
+            nodes = [_renumbered(node, grid) for node, grid in zip(kernel.form.nodes, grids_of_form, strict=True)]
             kernel.form = replace(kernel.form, nodes=nodes)
-        kernel.adopt(other["config"])
+        kernel.adopt(kernel_state["config"])
 
 
 def check_same(model: fx.GraphModule, state: Tensor) -> Any:
-    """Refuse the state of a model that is not the same as this one but for its numbers; what is in the state.
+    """Check that `state` is of a model with the same graph, kernels and shapes, and return its unpacked content.
 
     Raises:
-        InputError: names the first difference; or it is no such state.
+        InputError: it is not, and the message names the first difference; or `state` is not the state of a model.
     """
-    mine, theirs = _unpacked(state_of(model)), _unpacked(state)
-    about = {node.name: info(node).path for node in model.graph.nodes}
+    own, loaded = _unpacked(state_of(model)), _unpacked(state)
+    layers = {node.name: info(node).path for node in model.graph.nodes}
     pairs: list[tuple[str, Any, Any]] = [
-        ("node", _checks(mine["graph"]), _checks(theirs["graph"])),
-        ("tensor", mine["tensors"], theirs["tensors"]),
-        ("kernel", _kernel_checks(mine), _kernel_checks(theirs)),
+        ("node", _checks(own["graph"]), _checks(loaded["graph"])),
+        ("tensor", own["tensors"], loaded["tensors"]),
+        ("kernel", _kernel_checks(own), _kernel_checks(loaded)),
     ]
-    for what, own, other in pairs:
-        if own != other:
-            i = next((i for i, (a, b) in enumerate(zip(own, other, strict=False)) if a != b), min(len(own), len(other)))
-            (a, b) = (side[i][0] if i < len(side) else "none" for side in (own, other))
-            layer = about.get(a) or about.get(str(a).rpartition(".")[2])
-            place = f"{what} {a!r}" + (f" of {layer!r}" if layer else "")
-            same = "differs in its options, bits or shapes" if a == b else f"is {b!r} there"
+    for noun, here, there in pairs:
+        if here != there:
+            differing = (i for i, (a, b) in enumerate(zip(here, there, strict=False)) if a != b)
+            i = next(differing, min(len(here), len(there)))
+            (a, b) = (side[i][0] if i < len(side) else "none" for side in (here, there))
+            layer = layers.get(a) or layers.get(str(a).rpartition(".")[2])
+            place = f"{noun} {a!r}" + (f" of {layer!r}" if layer else "")
+            difference = "differs in its options, bits or shapes" if a == b else f"is {b!r} there"
             raise InputError(
-                f"the state dict is of another model than this one: {place} {same}. A quantized model takes the state "
-                "dict of one that was quantized alike: the same network, recipe and kind of machine. To carry a whole "
-                "model, save it (qmodel.save(path), fxq.load(path))."
+                f"the state dict is of another model: {place} {difference}. A quantized model takes state dicts of "
+                "models that were quantized alike: same network, recipe and kind of machine. To load a whole model, "
+                "save it with qmodel.save(path) and load it with fxq.load(path)."
             )
-    return theirs
+    return loaded
 
 
 def _unpacked(state: Tensor) -> Any:
@@ -98,7 +100,7 @@ def _unpacked(state: Tensor) -> Any:
     except (zlib.error, ValueError) as error:
         raise InputError(
             f"the entry '_extra_state' of the state dict does not hold the grids of a quantized model ({error}). Load "
-            "what state_dict() of one gave."
+            "a state dict that state_dict() of a quantized model returned."
         ) from None
 
 
@@ -106,22 +108,22 @@ def _checks(entries: Sequence[Any]) -> list[tuple[str, int, int]]:
     return [(name, checksum, len(numbers)) for name, checksum, numbers in entries]
 
 
-def _kernel_checks(known: Any) -> list[tuple[str, Any]]:
+def _kernel_checks(state: Any) -> list[tuple[str, Any]]:
     return [
         (path, (kernel["kind"], _without_grids(kernel["config"]), _checks(kernel["form"])))
-        for path, kernel in known["kernels"].items()
+        for path, kernel in state["kernels"].items()
     ]
 
 
 def _without_grids(value: Any) -> Any:
-    """The config of a kernel without the numbers of its grids."""
+    """Return the config of a kernel without the numbers of its grids."""
     if isinstance(value, dict):
         return {k: _without_grids(v) for k, v in value.items() if k not in _GRID}
     return [_without_grids(v) for v in value] if isinstance(value, (list, tuple)) else value
 
 
 def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """All modules by path, without those inside kernels."""
+    """All modules by path, except modules inside kernels."""
     inside: set[nn.Module] = set()
     for path, module in model.named_modules():
         if module not in inside:
@@ -135,7 +137,7 @@ def _kernels(model: nn.Module) -> Iterator[tuple[str, Kernel]]:
 
 
 def _shapes(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Every parameter and buffer with its type and shape, every module with its class."""
+    """Each parameter and buffer with its dtype and shape, each module with its class, as text by path."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         yield name, f"{tensor.dtype} {list(tensor.shape)}"
     for path, module in _modules(model):
@@ -146,30 +148,30 @@ def _kind(module: nn.Module) -> str:
     if isinstance(module, Unit):
         return f"unit {zlib.crc32(str(_checks(_entries(to_data(module.graph)))).encode())}"
     if isinstance(module, fx.GraphModule):
-        return "graph"  # every one has a class of its own
+        return "graph"  # torch.fx makes a class for every graph module
     kind = module.described if isinstance(module, Kernel) else type(module)
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _entries(nodes: Sequence[NodeData]) -> list[Entry]:
-    """The nodes of a graph with their numbers."""
-    found = []
+    """Entries of the nodes of a graph."""
+    entries = []
     for op, target, args, kwargs, name, _ in nodes:
         numbers = _numbers(target, kwargs)
-        rest = {k: v for k, v in kwargs.items() if k not in numbers}
-        text = repr(map_aggregate((op, _text(target), args, rest), _text))
-        found.append((name, zlib.crc32(text.encode()), [*map(float, numbers.values())]))
-    return found
+        options = {k: v for k, v in kwargs.items() if k not in numbers}
+        text = repr(map_aggregate((op, _text(target), args, options), _text))
+        entries.append((name, zlib.crc32(text.encode()), [*map(float, numbers.values())]))
+    return entries
 
 
 def _numbers(target: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers of a grid among the options of a conversion; scales per channel are tensors of the model."""
+    """Numbers of the grid among the options of a conversion. Per-channel scales are tensors, which are left out."""
     converts = getattr(target, "__name__", "") in CONVERSIONS
     return {k: kwargs[k] for k in _GRID if converts and isinstance(kwargs.get(k), (int, float))}
 
 
 def _text(value: Any) -> Any:
-    """A value as what is the same in every process."""
+    """Text of a value that is the same in every process."""
     if callable(value) and not isinstance(value, type):
         return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', str(value))}"
     if value is None or isinstance(value, (bool, int, float, complex, str, torch.dtype, torch.device, slice)):
@@ -178,12 +180,12 @@ def _text(value: Any) -> Any:
 
 
 def _renumbered(node: NodeData, numbers: Sequence[float]) -> NodeData:
-    """A node as data with other numbers."""
+    """Return a node with the grid numbers replaced."""
     op, target, args, kwargs, name, meta = node
     return op, target, args, _with_numbers(target, kwargs, numbers), name, meta
 
 
 def _with_numbers(target: Any, kwargs: Mapping[str, Any], numbers: Sequence[float]) -> dict[str, Any]:
-    """The options of a node with the numbers of `_entries`."""
+    """Return the options of a node with the grid numbers replaced, in the order of `_numbers`."""
     old = _numbers(target, kwargs)
     return {**kwargs, **{k: type(v)(new) for (k, v), new in zip(old.items(), numbers, strict=True)}}

@@ -1,4 +1,4 @@
-"""Graphs from text, with the kernels of all backends."""
+"""Reads graphs from text, with kernels of all backends."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from fxq.graph.text.text_reader import read
 def read_graph(
     text: str, tensors: Mapping[str, Tensor], modules: Mapping[str, nn.Module] | None = None
 ) -> fx.GraphModule:
-    """The graph that `write_graph` wrote: the same nodes, units, kernels and metadata, computing the same.
+    """Read a graph that `write_graph` wrote, with its nodes, units, kernels and metadata.
 
-    Nothing of the text is run. It may name the ops of the op table, fxq's kernels, and tensor functions of torch.
+    No code in the text is executed. The text may name ops of the op table, fxq's kernels, and tensor functions of
+    torch.
 
     Args:
-        text: one line a node; all of it may be indented.
-        tensors: by the names that stand in the text, as `graph_tensors` gives them. They are used, not copied.
-        modules: by path, the modules that the graph calls as they are (`leaf` in the text).
+        text: the graph, one line per node. The whole text may be indented.
+        tensors: tensors by their names in the text, as `graph_tensors` returns them. They are not copied.
+        modules: modules by path that the graph calls as leaves (`leaf` in the text).
 
     Raises:
-        InputError: a line cannot be read, or a tensor or module is missing; the message says which line, and what was
+        InputError: a line cannot be read, or a tensor or module is missing; the message has the line, and says what was
             expected there.
 
     Example:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxq.backends.region_kernel import layers_run
+from fxq.backends.region_kernel import engine_layers
 from fxq.common.data import Batch, as_batch, check_batch, device_of
 from fxq.common.isolation import copied, seeded, untouched, without_autocast
 from fxq.common.metrics import tensors
@@ -92,7 +92,7 @@ def profile_of(model: fx.GraphModule, batch: Batch) -> Profile:
     """
     with torch.no_grad(), without_autocast(), seeded(), untouched(model):
         _call(model, batch, "the model")
-        found = {node.name: layers for node, layers in layers_run(model, batch).items()}
+        found = {node.name: layers for node, layers in engine_layers(model, batch).items()}
         times = _nodes(model, batch, _waiting(model))
     rows: list[Timed] = []
     for node in (node for node in view(model) if node.name in times):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
-from fxq.backends.qdq_form import FallbackKernel, Form, Part
+from fxq.backends.qdq_form import BufferSlice, FallbackKernel, QdqForm
 from fxq.errors import InputError
 from fxq.graph.info import info
 from fxq.graph.plain_data import to_data
@@ -50,7 +50,7 @@ def write_forms(gm: fx.GraphModule) -> tuple[str, dict[str, StoredForm], dict[st
             continue
         name = f"form_{len(graphs)}"
         graphs[name] = form.module(kernel)
-        own = {path: part for path, part in form.tensors.items() if isinstance(part, Part)}
+        own = {path: part for path, part in form.tensors.items() if isinstance(part, BufferSlice)}
         parts = {path: (part.name, part.start, tuple(part.shape)) for path, part in own.items()}
         stored[name] = StoredForm(
             str(node.target), form.takes, parts, kernel.reason if isinstance(kernel, FallbackKernel) else ""
@@ -69,7 +69,7 @@ def attach_forms(
         InputError: a form does not fit its kernel, or what calls that.
     """
     called = {str(node.target): (node, kernel) for node, kernel in kernels_of(gm)}
-    held: dict[str, dict[str, Tensor | Part]] = {name: {} for name in stored}
+    held: dict[str, dict[str, Tensor | BufferSlice]] = {name: {} for name in stored}
     for name, tensor in tensors.items():
         form, _, path = name.partition(":")
         if form in held:
@@ -79,19 +79,19 @@ def attach_forms(
         if about.kernel not in called:
             raise InputError(f"{name} is the form of {about.kernel!r}, which no node calls.")
         kernel = called[about.kernel][1]
-        held[name] |= {path: Part(own, at, torch.Size(shape)) for path, (own, at, shape) in about.parts.items()}
+        held[name] |= {path: BufferSlice(own, at, torch.Size(shape)) for path, (own, at, shape) in about.parts.items()}
         try:
             for own, _, shape in about.parts.values():
                 found = tuple(kernel.get_buffer(own).shape)
                 if found != shape and len(found) > 1 and len(shape) in (1, len(found)):
                     raise InputError(f"{own} of {about.kernel!r} is of the shape {found}, in its form {shape}.")
-            values[name] = {p: t.of(kernel) if isinstance(t, Part) else t for p, t in held[name].items()}
+            values[name] = {p: t.of(kernel) if isinstance(t, BufferSlice) else t for p, t in held[name].items()}
         except (AttributeError, IndexError, RuntimeError) as error:
             raise InputError(f"the tensors of {about.kernel!r} do not fit its form: {error}") from None
     for name, (graph, units) in read_graphs(text, values).items():
         node, kernel = called[stored[name].kernel]
         _check_call(node, graph, stored[name])
-        kernel.form = Form(to_data(graph), stored[name].takes, units, held[name])
+        kernel.form = QdqForm(to_data(graph), stored[name].takes, units, held[name])
         if stored[name].reason and not isinstance(kernel, FallbackKernel):
             gm.set_submodule(str(node.target), FallbackKernel.instead_of(kernel, stored[name].reason))
 

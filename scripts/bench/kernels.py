@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from tabulate import tabulate
 from torch import Tensor, nn
 
-from fxq.backends.kernel import Post
+from fxq.backends.kernel import PostOp
 from fxq.backends.plain.binary import Add, Mul
 from fxq.backends.plain.converters import Dequantize, PReLUQuantize, Quantize
 from fxq.backends.plain.lookup import Lookup
@@ -108,7 +108,7 @@ def prelu() -> Iterator[Race]:
     """A convolution with PReLU: both sides on integers, or in float after it."""
     for channels, size in ((64, 112), (64, 56), (128, 28), (256, 14), (512, 7)):
         x, slope, options = integers(1, channels, size, size), torch.rand(channels), {"padding": 1}
-        twice = OnednnConv(layer(channels, channels, 3, 3, post=Post("prelu"), slope=slope, **options))
+        twice = OnednnConv(layer(channels, channels, 3, 3, post=PostOp("prelu"), slope=slope, **options))
         conv = bound(OnednnConv(layer(channels, channels, 3, 3, out=None, **options)), x)
         after = PReLUQuantize(slope, OUT)
         ways = {"": bound(twice, x), "prelu in float": lambda conv=conv, after=after: after(conv())}

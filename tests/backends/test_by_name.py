@@ -1,4 +1,4 @@
-"""Backends and kernels by name: who runs here, who does not and why, and no name twice."""
+"""Backends and kernels by name: which backends run here, why others do not, and that names are unique."""
 
 import pytest
 
@@ -7,11 +7,11 @@ from fxq.backends import by_name, cpu
 from fxq.backends.by_name import (
     auto_order,
     backend_type,
+    builtin_names,
     devices_of,
     fastest_order,
     get_backend,
     kernel_named,
-    known,
     unavailable,
 )
 from fxq.backends.kernel import Kernel, known_kernels
@@ -20,7 +20,7 @@ from fxq.errors import BackendError
 pytestmark = pytest.mark.any_cpu
 
 
-@pytest.mark.parametrize("name", known())
+@pytest.mark.parametrize("name", builtin_names())
 def test_a_backend_is_available_or_says_what_to_do(name):
     assert (
         unavailable(name, "meta") is None
@@ -69,7 +69,7 @@ def test_a_kernel_by_its_name(name):
 
 
 def test_a_name_claimed_twice():
-    """By another class; the same class made again takes the place of the first."""
+    """Another class may not take the name; a class that is defined again replaces the first."""
 
     def make(name, path):
         return type(path, (Kernel,), {"name": name, "__qualname__": path})

@@ -1,4 +1,4 @@
-"""What fxq knows of the CPU, and that a bigger machine can play a smaller one."""
+"""CPU features, also those of a smaller CPU that this machine is limited to."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ from fxq.backends import cpu
 
 
 def asked_under(isa, name="ONEDNN_MAX_CPU_ISA"):
-    """has_vnni() and has_amx() in a process where oneDNN may use no more than `isa`."""
+    """has_vnni() and has_amx() in a process where oneDNN is limited to the instruction set `isa`."""
     code = "from fxq.backends import cpu; print(cpu.has_vnni(), cpu.has_amx())"
     run = subprocess.run(
         [sys.executable, "-c", code],
@@ -46,7 +46,7 @@ def test_onednn_can_be_told_to_be_an_older_cpu():
     ],
 )
 def test_which_of_onednns_two_variables_counts(monkeypatch, onednn, dnnl, isa):
-    """Read off oneDNN 3.12's own line in `ONEDNN_VERBOSE=1`."""
+    """The values are from oneDNN 3.12's output with `ONEDNN_VERBOSE=1`."""
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", onednn)
     monkeypatch.setenv("DNNL_MAX_CPU_ISA", dnnl)
     assert cpu.onednn_isa() == isa

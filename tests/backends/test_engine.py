@@ -1,4 +1,4 @@
-"""What all engines have in common as backends: every test runs with each of them."""
+"""Behaviour that all engines share. Each test runs with each engine."""
 
 import copy
 import pickle
@@ -22,7 +22,7 @@ from tests.support.models import NETWORKS, batch, build, call
 pytestmark = pytest.mark.any_cpu
 
 PACKAGES = {"openvino": ("openvino", "onnx"), "onnxruntime": ("onnxruntime", "onnx"), "jit": ("numba",)}
-"""What each engine needs."""
+"""Packages that each engine needs."""
 
 
 @pytest.fixture(params=PACKAGES)
@@ -34,7 +34,7 @@ def name(request):
 
 @pytest.fixture(autouse=True)
 def free(request, monkeypatch):
-    """Integers cost nothing, so that no test but that of prices depends on how fast the machine is."""
+    """Set the price of integers to 0, so that only the test of prices depends on the speed of the machine."""
     if "prices" not in request.node.name:
         monkeypatch.setattr(EngineBackend, "prices", lambda self, gm, example: fxq.extend.Prices({}, 0.0))
 
@@ -44,7 +44,7 @@ def recipe(name, **options):
 
 
 class Net(nn.Module):
-    """All of it is one region: two outputs, a residual sum, a slope of each channel, a pool, a layer behind a mean."""
+    """Model that is one region: two outputs, a residual sum, a slope of each channel, a pool, a layer after a mean."""
 
     def __init__(self):
         super().__init__()
@@ -68,7 +68,7 @@ def net(name):
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("network", NETWORKS)
 def test_networks_are_what_the_reference_says(name, network):
-    """verify-lowering has compared each region; here, the outputs of all of them together."""
+    """verify-lowering compares each region; this test compares the outputs of the model."""
     model, x = build(network), batch(network)
     with quiet():
         q = fxq.quantize(model, recipe(name), data=[x])
@@ -100,11 +100,11 @@ def test_only_the_last_few_sizes_are_kept(net):
     with warnings.catch_warnings(action="error"):
         for n in range(1, 9):
             q(torch.randn(n, 3, 16, 16))
-    with pytest.warns(fxq.FxqWarning, match="inputs come in more than 8 sizes.*compiled again on return"):
+    with pytest.warns(fxq.FxqWarning, match="inputs have more than 8 sizes.*compiled again when their size returns"):
         q(torch.randn(9, 3, 16, 16))
     with warnings.catch_warnings(action="error"):
         q(torch.randn(10, 3, 16, 16))
-    assert len(kernel._packed.of_sizes) == kernel.sizes_kept
+    assert len(kernel._derived.values_by_size) == kernel.max_cached_sizes
 
 
 def test_a_linear_layer_that_reads_a_vector(name):
@@ -123,7 +123,7 @@ def test_inputs_of_another_type_are_refused(net, dtype):
 
 
 def test_a_copy_has_compiled_nothing(net, name, monkeypatch):
-    """So it says at its first call that it cannot, where the engine is gone."""
+    """Without its engine, a kernel says so at its first call."""
     q, x, _ = net
     q(x)
     (kernel,) = kernels(pickle.loads(pickle.dumps(q)))
@@ -159,8 +159,8 @@ def test_copies_and_pickles(net, tmp_path):
     q, x, _ = net
     want = q(x)
     torch.save(q, tmp_path / "q.pt")
-    for other in (copy.deepcopy(q), pickle.loads(pickle.dumps(q)), torch.load(tmp_path / "q.pt", weights_only=False)):
-        assert equal(other(x), want)
+    for copied in (copy.deepcopy(q), pickle.loads(pickle.dumps(q)), torch.load(tmp_path / "q.pt", weights_only=False)):
+        assert equal(copied(x), want)
     state = q.state_dict()
     for tensor in q.buffers():
         if tensor.dtype == torch.int8:
@@ -172,13 +172,13 @@ def test_copies_and_pickles(net, tmp_path):
 
 def test_state_dict_of_another_model(net, name):
     q, x, model = net
-    other = fxq.quantize(model, recipe(name), data=[x])
-    for tensor in other.buffers():
+    other_qmodel = fxq.quantize(model, recipe(name), data=[x])
+    for tensor in other_qmodel.buffers():
         if tensor.dtype == torch.int8:
             tensor.zero_()
-    assert not equal(other(x), q(x))
-    other.load_state_dict(q.state_dict())
-    assert equal(other(x), q(x))
+    assert not equal(other_qmodel(x), q(x))
+    other_qmodel.load_state_dict(q.state_dict())
+    assert equal(other_qmodel(x), q(x))
 
 
 def test_threads(net):

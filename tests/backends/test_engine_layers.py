@@ -1,4 +1,4 @@
-"""What engines say of the layers that they run: which nodes each is made of, in which type it computes, how long."""
+"""Layers that engines report: the nodes of each, its dtype and its time."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ import fxq
 from fxq.backends import cpu
 from fxq.backends.by_name import backend_type
 from fxq.backends.engine import EngineBackend, EngineKernel
-from fxq.backends.engine_layers import kind_of, of_nodes
+from fxq.backends.engine_layers import kind_of, region_layer
 from fxq.backends.engines.onnxruntime import session_of
 from fxq.backends.engines.openvino import Openvino, compile_model, read_model
 from fxq.common.metrics import sqnr
@@ -24,7 +24,7 @@ ENGINES = ("openvino", "onnxruntime")
 
 @pytest.fixture(autouse=True)
 def free(monkeypatch):
-    """Integers cost nothing, so that no test depends on how fast the machine is."""
+    """Set the price of integers to 0, so that no test depends on the speed of the machine."""
     monkeypatch.setattr(EngineBackend, "prices", lambda self, gm, example: fxq.extend.Prices({}, 0.0))
 
 
@@ -39,7 +39,7 @@ def regions(q):
 
 
 class Parts(nn.Module):
-    """Two regions, the first with two outputs, around an op that engines do not have."""
+    """Model of two regions, the first with two outputs, around an op that engines do not have."""
 
     def __init__(self):
         super().__init__()
@@ -53,7 +53,7 @@ class Parts(nn.Module):
 
 
 class Joined(nn.Module):
-    """A relu on a grid that has negative values, for it is joined with some: ONNX Runtime runs its layer in float."""
+    """The relu shares its grid with negative values, so ONNX Runtime runs its layer in float."""
 
     def __init__(self):
         super().__init__()
@@ -110,7 +110,7 @@ def test_what_onnxruntime_runs_in_float_is_float_in_the_ledger(tmp_path, monkeyp
         ("a", "unsupported", "verify-lowering"),
         ("relu", "unsupported", "verify-lowering"),
     ]
-    assert in_float[0].reason == f"onnxruntime runs it in float32, as {ran.op}: its conversions are for nothing"
+    assert in_float[0].reason == f"onnxruntime runs it in float32, as {ran.op}: its conversions gain nothing"
     assert in_float[0].fix == "recipe.override('a', fxq.FLOAT)"
     assert (q.history["lower"].count("float"), q.history[-1].count("float")) == (0, 2)
     macs = {e.name: e.macs for e in q.ledger}
@@ -122,7 +122,7 @@ def test_what_onnxruntime_runs_in_float_is_float_in_the_ledger(tmp_path, monkeyp
 
 @needs_vnni
 def test_a_layer_whose_input_alone_is_moved_as_integers_is_float_in_the_ledger():
-    """ONNX Runtime reshapes 3-D integers; signed ones with a zero point it multiplies in float behind that."""
+    """ONNX Runtime reshapes 3-D integers; then it multiplies signed ones with a zero point in float."""
     model, x = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)), torch.randn(4, 7, 64)
     recipe = fxq.Recipe.static(backend="onnxruntime", optimize="coverage", activation=fxq.TensorSpec(signed=True))
     with quiet():
@@ -134,7 +134,7 @@ def test_a_layer_whose_input_alone_is_moved_as_integers_is_float_in_the_ledger()
 
 
 def optimized(model, path, monkeypatch):
-    """By node of the graph, the nodes that ONNX Runtime has made of its own, as it writes them to a file."""
+    """Op types of ONNX Runtime's optimized nodes, by node of the graph, from the file that it writes."""
     import onnx
     import onnxruntime
 
@@ -147,15 +147,15 @@ def optimized(model, path, monkeypatch):
 
     monkeypatch.setattr(onnxruntime, "SessionOptions", with_file)
     session_of(model, 1)
-    found = {}
+    op_types = {}
     for node in onnx.load(path).graph.node:
-        found.setdefault(node.name.partition("/")[0], []).append(node.op_type)
-    return found
+        op_types.setdefault(node.name.partition("/")[0], []).append(node.op_type)
+    return op_types
 
 
 @pytest.mark.skipif(not cpu.has_vnni(), reason="int8 activations overflow without VNNI")
 def test_what_openvino_runs_in_float_is_float_in_the_ledger(monkeypatch):
-    """Transposed convolutions on a grid with another zero point than 0 and 128, which `config` keeps from it."""
+    """Transposed convolution whose grid has a zero point other than 0 and 128, which `config` otherwise avoids."""
     model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ConvTranspose2d(16, 8, 3), nn.Conv2d(8, 4, 3))
     x = torch.randn(2, 3, 16, 16)
     assert quantized(model, "openvino", x).ledger.coverage == 1.0
@@ -164,7 +164,7 @@ def test_what_openvino_runs_in_float_is_float_in_the_ledger(monkeypatch):
     (entry,) = q.ledger.where(precision="float")
     assert (entry.path, entry.reason) == (
         "1",
-        "openvino runs it in float32, as Deconvolution: its conversions are for nothing",
+        "openvino runs it in float32, as Deconvolution: its conversions gain nothing",
     )
     (node,) = regions(q)
     written = write_onnx(submodule(q, node).graph_inside(), [x], integer_bias=False)
@@ -190,7 +190,7 @@ def layer(*nodes, op="Convolution", kind="float", us=1.26):
 
 @pytest.fixture(scope="module")
 def qdq():
-    """The nodes of a qdq graph: input_1_q, input_1_dq, conv, conv_q, pool and more."""
+    """Nodes of a qdq graph by name: input_1_q, input_1_dq, conv, conv_q, pool and more."""
     model = nn.Sequential()
     model.add_module("conv", nn.Conv2d(3, 4, 3))
     model.add_module("pool", nn.MaxPool2d(2))
@@ -200,7 +200,7 @@ def qdq():
 
 
 @pytest.mark.parametrize(
-    ("made", "nodes", "kind"),
+    ("engine_layer", "nodes", "kind"),
     [
         (layer("conv/Conv", "Multiply_17", "conv_q/QuantizeLinear"), ("conv",), "float"),
         (layer("conv_q/QuantizeLinear", "conv/Conv", kind="int8"), ("conv",), "int8"),
@@ -214,7 +214,7 @@ def qdq():
         (layer("Constant_3", op="MVN"), (), "float"),
     ],
 )
-def test_the_nodes_and_the_kind_of_a_layer(qdq, made, nodes, kind):
-    found = of_nodes(made, qdq)
-    assert (found.nodes, found.kind) == (nodes, kind)
-    assert (found.op, found.dtype, found.us) == (made.op, "float32", 1.3)
+def test_the_nodes_and_the_kind_of_a_layer(qdq, engine_layer, nodes, kind):
+    layer = region_layer(engine_layer, qdq)
+    assert (layer.nodes, layer.kind) == (nodes, kind)
+    assert (layer.op, layer.dtype, layer.us) == (engine_layer.op, "float32", 1.3)

@@ -1,4 +1,4 @@
-"""Sizes in engines: those that a network reads off its values, and images that change theirs."""
+"""Sizes in engines: sizes that a network computes with, and images of changing size."""
 
 import copy
 import pickle
@@ -27,12 +27,12 @@ def name(request):
 
 @pytest.fixture(autouse=True)
 def free(monkeypatch):
-    """Integers cost nothing, so that no test depends on how fast the machine is."""
+    """Set the price of integers to 0, so that no test depends on the speed of the machine."""
     monkeypatch.setattr(EngineBackend, "prices", lambda self, gm, example: fxq.extend.Prices({}, 0.0))
 
 
 class Heads(nn.Module):
-    """Attention as it is often written, with sizes read off values; a leaf behind it reads one, too."""
+    """Attention as it is often written, with sizes read from tensors; a leaf after it reads one, too."""
 
     def __init__(self, leaf=False):
         super().__init__()
@@ -62,7 +62,7 @@ def test_sizes_that_are_read_off_values_are_inside(name, leaf):
 
 
 class Ones(Request):
-    """Computes ones."""
+    """Leaf that returns ones."""
 
     def set_input(self, i, x):
         pass

@@ -32,7 +32,7 @@ class Engine(fxq.extend.Backend):
 
 @pytest.fixture
 def install(tmp_path, monkeypatch):
-    """Installs a distribution with one backend, whose module has this code."""
+    """Install a distribution with one backend, whose module has this code."""
     monkeypatch.syspath_prepend(tmp_path)
 
     def add(distribution, name, code=None):
@@ -64,7 +64,7 @@ def test_a_package_adds_a_backend(install, tmp_path):
     program = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); {code}"
     done = subprocess.run([sys.executable, "-c", program, *paths], capture_output=True, text=True)
     assert done.stdout.split() == ["acme_one", "acme_one"], done.stderr
-    assert by_name.unavailable("acme_one") is None and "acme_one" not in by_name.known()
+    assert by_name.unavailable("acme_one") is None and "acme_one" not in by_name.builtin_names()
 
 
 def test_the_doctor_lists_it_with_its_distribution(install):
@@ -92,16 +92,14 @@ def test_a_name_of_fxq_is_refused(install):
     install("acme-four", "reference", CODE.format(name="reference"))
     assert by_name.backend_type("reference").__module__ == "fxq.backends.reference"
     assert fxq.doctor(["reference"], progress=False).machine["backend reference"] == (
-        "of acme-four 1.2: the name 'reference' is also that of a backend of fxq"
+        "of acme-four 1.2: the name 'reference' is taken by a backend of fxq"
     )
 
 
 def test_a_name_of_two_packages_is_refused(install):
     install("acme-five", "acme_five")
     install("acme-six", "acme_five")
-    with pytest.raises(
-        fxq.RecipeError, match=r"of acme-five 1\.2: the name 'acme_five' is also that of .* acme-six 1\.2"
-    ):
+    with pytest.raises(fxq.RecipeError, match=r"of acme-five 1\.2: the name 'acme_five' is taken by .* acme-six 1\.2"):
         fxq.Recipe.static(backend="acme_five")
 
 

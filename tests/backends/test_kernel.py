@@ -1,4 +1,4 @@
-"""What a kernel's `bind` returns does what its `forward` does, for other inputs of the kind too."""
+"""The function that `bind` of a kernel returns computes what `forward` does, also for other inputs of that kind."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxq.backends.kernel import Kernel, Post
+from fxq.backends.kernel import Kernel, PostOp
 from fxq.backends.plain import binary as arithmetic
 from fxq.backends.plain.clamp_and_pad import Clamp, Pad
 from fxq.backends.plain.converters import Dequantize, PReLUQuantize, Quantize, Requantize
@@ -43,9 +43,9 @@ def linear(features: int, **options: object) -> Kernel:
 
 
 def excite(out: object = OUT) -> Kernel:
-    squeeze, one, _ = weight(3, 8)
-    back, two, _ = weight(8, 3)
-    return Excite(squeeze, one.scale, back, two.scale, X, out, "relu", "hardsigmoid")  # type: ignore[arg-type]
+    squeeze, squeeze_grid, _ = weight(3, 8)
+    back, excite_grid, _ = weight(8, 3)
+    return Excite(squeeze, squeeze_grid.scale, back, excite_grid.scale, X, out, "relu", "hardsigmoid")  # type: ignore[arg-type]
 
 
 OF_IMAGES = {
@@ -54,17 +54,17 @@ OF_IMAGES = {
     "conv strided": lambda: conv(size=3, padding=2, stride=2),
     "depthwise": lambda: conv(size=3, padding=1, groups=8),
     "conv to float": lambda: conv(out=None),
-    "conv relu6 narrow": lambda: conv(post=Post("relu6"), out=NARROW),
-    "conv hardswish": lambda: conv(post=Post("hardswish"), out=NARROW),
-    "conv leaky_relu": lambda: conv(post=Post("leaky_relu", (0.1,))),
-    "conv prelu": lambda: conv(post=Post("prelu"), slope=SLOPES),
-    "conv prelu in groups": lambda: conv(post=Post("prelu"), slope=SLOPES, groups=2),
-    "conv prelu to float": lambda: conv(post=Post("prelu"), slope=SLOPES, out=None),
+    "conv relu6 narrow": lambda: conv(post=PostOp("relu6"), out=NARROW),
+    "conv hardswish": lambda: conv(post=PostOp("hardswish"), out=NARROW),
+    "conv leaky_relu": lambda: conv(post=PostOp("leaky_relu", (0.1,))),
+    "conv prelu": lambda: conv(post=PostOp("prelu"), slope=SLOPES),
+    "conv prelu in groups": lambda: conv(post=PostOp("prelu"), slope=SLOPES, groups=2),
+    "conv prelu to float": lambda: conv(post=PostOp("prelu"), slope=SLOPES, out=None),
     "quantize": lambda: Quantize(OUT),
     "prelu quantize": lambda: PReLUQuantize(SLOPES, OUT),
     "dequantize": lambda: Dequantize(X),
     "requantize": lambda: Requantize(X, OUT),
-    "clamp": lambda: Clamp(X, Post("relu6")),
+    "clamp": lambda: Clamp(X, PostOp("relu6")),
     "pad": lambda: Pad(X, (1, 0, 2, 1)),
     "max_pool2d": lambda: MaxPool2d(3, 2, 1),
     "max_pool3d": lambda: MaxPool3d((1, 2, 1), 1, (0, 1, 0)),
@@ -88,13 +88,13 @@ OF_TWO = {
     "x86 add in place": lambda: x86_elementwise.OnednnAdd(X, RESIDUAL, OUT, inplace=True),
     "x86 mul": lambda: x86_elementwise.OnednnMul(X, RESIDUAL, NARROW),
     "conv add": lambda: conv(residual=RESIDUAL),
-    "conv add relu": lambda: conv(residual=RESIDUAL, post=Post("relu"), out=NARROW),
+    "conv add relu": lambda: conv(residual=RESIDUAL, post=PostOp("relu"), out=NARROW),
     "conv add in place": lambda: conv(residual=RESIDUAL, inplace=True, size=3, padding=1),
 }
 
 
 def layouts(x: Tensor) -> Iterator[Tensor]:
-    """The same values in other layouts."""
+    """`x` in other memory layouts."""
     yield x
     if x.dim() == 4:
         yield x.contiguous(memory_format=torch.channels_last)
@@ -106,7 +106,7 @@ def layouts(x: Tensor) -> Iterator[Tensor]:
 
 
 def again(x: Tensor) -> Tensor:
-    """Other values of the same kind; dimensions that share memory stay so."""
+    """Return other values with the same shape, strides and dtype; expanded dimensions stay expanded."""
     y = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
     part = y[
         tuple(slice(0, 1) if step == 0 and n else slice(None) for n, step in zip(x.shape, x.stride(), strict=True))
@@ -116,7 +116,7 @@ def again(x: Tensor) -> Tensor:
 
 
 def bound_as_run(kernel: Kernel, *inputs: Tensor) -> None:
-    """Bound to these inputs the kernel gives what its forward gives, or raises what it raises."""
+    """Check that the kernel bound to these inputs returns what `forward` returns, or raises what it raises."""
     try:
         expected = kernel(*map(torch.clone, inputs))
     except Exception as error:
@@ -152,9 +152,9 @@ def test_two_tensors(name, shape):
     torch.manual_seed(0)
     kernel = OF_TWO[name]()
     for x in layouts(activations(*shape)):
-        for other in layouts(activations(*shape)):
-            if not (kernel.inplace and 0 in other.stride() and other.numel()):
-                bound_as_run(kernel, x, other)
+        for second in layouts(activations(*shape)):
+            if not (kernel.inplace and 0 in second.stride() and second.numel()):
+                bound_as_run(kernel, x, second)
 
 
 @pytest.mark.parametrize("others", [(1, 1, 1, 1), (1, 8, 1, 1), (2, 8, 1, 1), (8, 6, 6), (1,)], ids=str)
@@ -191,7 +191,7 @@ def test_linear(shape, out):
 @pytest.mark.parametrize("inplace", [False, True])
 def test_linear_add(inplace):
     torch.manual_seed(0)
-    kernel = linear(6, residual=RESIDUAL, inplace=inplace, post=Post("relu"), out=NARROW)
+    kernel = linear(6, residual=RESIDUAL, inplace=inplace, post=PostOp("relu"), out=NARROW)
     for x in layouts(activations(4, 6)):
         bound_as_run(kernel, x, activations(x.shape[0], 5))
 

@@ -1,4 +1,4 @@
-"""Kernels take the place of regions: what stays behind where there is none, and what a node knows of its ops."""
+"""Lowering: regions become kernels or stay in qdq form, and nodes of kernels have the metadata of their ops."""
 
 import pickle
 import warnings
@@ -72,7 +72,8 @@ def test_a_backend_may_leave_the_graph_as_it_stands(monkeypatch):
 def test_what_lower_returns_is_a_kernel(monkeypatch):
     monkeypatch.setattr(own.Engine, "lower", lambda self, gm, region: torch.relu)
     with pytest.raises(
-        fxq.InputError, match=r"lower of the backend '\w+' returns a fxq.extend.Kernel or None, not <built-in"
+        fxq.InputError,
+        match=r"lower\(\) of the backend '\w+' must return a fxq.extend.Kernel or None; it returned <built-in",
     ):
         lowered()
 
@@ -81,7 +82,7 @@ def test_what_lower_returns_is_a_kernel(monkeypatch):
     "lower", [lambda self, gm, region: None, lambda self, gm, region: own.WholeRegion.of(gm, region)]
 )
 def test_an_engine_that_builds_nothing_runs_nothing_on_integers(lower, monkeypatch):
-    """Neither where it makes no kernel at all, nor where the kernels fail when they are built: conversions, too."""
+    """Neither if the backend makes no kernel, nor if its kernels fail when they are made, conversions included."""
 
     def build(self, form):
         raise RuntimeError("unsupported")
@@ -112,7 +113,7 @@ def test_without_regions_of_its_own_a_backend_is_asked_for_every_unit_and_conver
 
 
 class PairedRun(nn.Module):
-    """One unit whose value is read as integers and returned as floats."""
+    """Unit whose value is read on integers and returned in float."""
 
     def __init__(self):
         super().__init__()
@@ -180,7 +181,7 @@ def test_a_kernel_that_reads_a_value_twice():
 
 
 class Residual(nn.Module):
-    """A view of a residual is read behind the sum."""
+    """A view of a residual is read after the sum."""
 
     def __init__(self):
         super().__init__()
@@ -194,7 +195,7 @@ class Residual(nn.Module):
 
 
 class ViewsAsRegions(X86):
-    """Its transpositions are kernels of regions."""
+    """Backend whose transposes are kernels of regions."""
 
     name = "tests.views_as_regions"
 

@@ -66,5 +66,5 @@ def test_a_kernel_without_a_form_is_refused():
 
     graph = fx.Graph()
     graph.output(graph.call_module("hand", (graph.placeholder("x"),)))
-    with pytest.raises(BackendError, match=r"hand: its kernel test\.hand was put into the graph by hand"):
+    with pytest.raises(BackendError, match=r"hand: its kernel test\.hand was inserted into the graph by hand"):
         qdq_graph(fx.GraphModule({"hand": Hand()}, graph))

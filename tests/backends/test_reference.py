@@ -1,4 +1,4 @@
-"""The reference backend: everything with an integer form is supported, and the qdq graph stays as it is."""
+"""The reference backend supports every op with an integer form, and keeps the qdq graph."""
 
 import pytest
 import torch

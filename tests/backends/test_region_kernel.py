@@ -1,4 +1,4 @@
-"""An engine that runs whole regions: every use of a model, with `tests/support/extensions.py`'s engine."""
+"""Engines that run whole regions: every use of a model, with the engine of `tests/support/extensions.py`."""
 
 import copy
 import pickle
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.any_cpu
 
 
 class Net(nn.Module):
-    """Two regions around an erf. Between them and out of the first go floats and, through a transpose, integers."""
+    """Model of two regions around an erf. They exchange floats and, through a transpose, integers."""
 
     def __init__(self):
         super().__init__()
@@ -142,12 +142,12 @@ def test_what_is_built_of_a_region_is_built_again_and_never_copied(net, monkeypa
     kernel = submodule(qmodel, engine_kernels(qmodel)[0])
     before, _ = qmodel(x), built.clear()
     assert equal(qmodel(x), before) and not built
-    other = pickle.loads(pickle.dumps(qmodel))
-    assert equal(other(x), before) and len(built) == 2
+    unpickled = pickle.loads(pickle.dumps(qmodel))
+    assert equal(unpickled(x), before) and len(built) == 2
     with torch.no_grad():
         kernel.flat_int8.zero_()
     assert not equal(qmodel(x), before) and built[2:] == [kernel]
-    qmodel.load_state_dict(other.state_dict())
+    qmodel.load_state_dict(unpickled.state_dict())
     assert equal(qmodel(x), before)
 
 
@@ -163,7 +163,7 @@ def test_on_another_machine_a_region_runs_in_qdq_form_where_it_is_wrong(net, mon
 
 
 class InPlace(nn.Module):
-    """A value is changed in place behind a layer that has read it, and before another one reads it."""
+    """A value is changed in place after one layer has read it and before another layer reads it."""
 
     def __init__(self):
         super().__init__()
@@ -178,7 +178,7 @@ class InPlace(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:nothing runs on integers:fxq.FxqWarning")
 def test_constants_in_bfloat16():
-    """Which is a method of modules, too."""
+    """bfloat16 is also the name of a method of modules."""
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval().bfloat16()
     x = torch.randn(4, 8).bfloat16()
     q = fxq.quantize(model, ENGINE, data=[x])
@@ -226,7 +226,7 @@ def test_the_text_of_a_graph_says_what_its_regions_compute(net):
 
 
 def test_the_kernel_of_a_region_without_one_says_so():
-    with pytest.raises(fxq.BackendError, match=r"tests\.region: .* was not made of a region"):
+    with pytest.raises(fxq.BackendError, match=r"tests\.region: the kernel has no q/dq form"):
         own.WholeRegion()(torch.ones(1))
 
 
@@ -234,7 +234,7 @@ def test_the_kernel_of_a_region_without_one_says_so():
 
 
 def test_an_engine_says_itself_what_its_ops_cost(net, monkeypatch):
-    """Nothing is timed. What loses runs in float; of ops in one region, each has its own price."""
+    """Nothing is timed. Ops that are slower on integers run in float; each op of a region has its own price."""
     monkeypatch.setattr("fxq.cost.cache.measure", None)
     monkeypatch.setattr("fxq.passes.fallback.quickest", lambda gm, context, changes: 1)
     qmodel = quantized(net, ENGINE.with_backend(own.PricedEngine).with_optimize("speed"))
@@ -250,7 +250,7 @@ def test_an_engine_says_itself_what_its_ops_cost(net, monkeypatch):
 
 
 def test_what_prices_say_is_tried_against_all_and_against_nothing_on_integers(net, monkeypatch):
-    """Where the whole is quicker so, it stays on integers, whatever the prices of its ops."""
+    """A region that is faster on integers as a whole stays there, whatever the prices of its ops."""
     asked = []
 
     def quickest(gm, context, changes):
@@ -263,7 +263,7 @@ def test_what_prices_say_is_tried_against_all_and_against_nothing_on_integers(ne
 
 
 class SplitEngine(own.PricedEngine):
-    """It runs of a unit with an activation function either all ops or the layer alone, and has priced the whole."""
+    """Engine that runs a unit with an activation function whole or only its layer, and has priced the whole."""
 
     name = "split_engine"
     fewer = 1
@@ -273,17 +273,17 @@ class SplitEngine(own.PricedEngine):
 
 
 def test_an_engine_s_prices_are_asked_before_its_units_are_opened(net, monkeypatch):
-    """Nothing is timed to choose between two ways."""
+    """Nothing is timed to choose between two kernels."""
     monkeypatch.setattr("fxq.cost.cache.measure", None)
     monkeypatch.setattr("fxq.passes.fallback.quickest", lambda gm, context, changes: 1)
     qmodel = quantized(net, ENGINE.with_backend(SplitEngine).with_optimize("speed"))
-    found = {e.name: (e.precision, e.float_us, e.int8_us) for e in qmodel.ledger}
-    assert found["a"] == ("int8", 10.0, pytest.approx(1.0)) and found["relu"] == ("int8", None, None)
-    assert found["d"] == ("float", 10.0, pytest.approx(30.0))
+    entries = {e.name: (e.precision, e.float_us, e.int8_us) for e in qmodel.ledger}
+    assert entries["a"] == ("int8", 10.0, pytest.approx(1.0)) and entries["relu"] == ("int8", None, None)
+    assert entries["d"] == ("float", 10.0, pytest.approx(30.0))
 
 
 class Sum(nn.Module):
-    """Nobody reads integers of the sum: the unit of it and a layer is opened."""
+    """No op reads integers of the sum: its unit with a layer is opened."""
 
     def __init__(self):
         super().__init__()
@@ -308,7 +308,7 @@ def test_an_engine_prices_what_is_left_of_opened_units(monkeypatch, optimize):
 
 
 def test_coverage_asks_an_engine_for_no_prices(net, monkeypatch):
-    """All that can run on integers does, whatever it takes."""
+    """Run everything on integers that can, whatever its price."""
     monkeypatch.setattr(own.PricedEngine, "prices", None)
     qmodel = quantized(net, ENGINE.with_backend(own.PricedEngine))
     assert all(e.float_us is None for e in qmodel.ledger) and any(e.precision == "int8" for e in qmodel.ledger)
@@ -317,9 +317,9 @@ def test_coverage_asks_an_engine_for_no_prices(net, monkeypatch):
 # ---- wrong ones
 
 
-def wrong(made):
-    """Every fourth element of the first value is off."""
-    first, *rest = made if isinstance(made, tuple) else (made,)
+def wrong(results):
+    """Return the outputs with every fourth element of the first one wrong."""
+    first, *rest = results if isinstance(results, tuple) else (results,)
     first = first.clone(memory_format=torch.contiguous_format)
     first.view(-1)[::4] += 30 if first.dtype == torch.uint8 else 1.0
     return (first, *rest) if rest else first
@@ -329,10 +329,10 @@ def wrong(made):
     ("change", "why"),
     [
         (wrong, r"%a_relu_q, its output 0: off by up to [\d.]+ steps"),
-        (lambda made: (*made[:2], made[2] * 1.05) if isinstance(made, tuple) else made, "%b, its output 2: off by"),
-        (lambda made: made[0] if isinstance(made, tuple) else made, "it returns Tensor instead of a tuple of 3"),
-        (lambda made: (made[1], *made[1:]) if isinstance(made, tuple) else made, "it returns torch.float32"),
-        (lambda made: made / 0 if isinstance(made, tuple) else made, "it raised TypeError"),
+        (lambda y: (*y[:2], y[2] * 1.05) if isinstance(y, tuple) else y, "%b, its output 2: off by"),
+        (lambda y: y[0] if isinstance(y, tuple) else y, "it returns Tensor instead of a tuple of 3"),
+        (lambda y: (y[1], *y[1:]) if isinstance(y, tuple) else y, "it returns torch.float32"),
+        (lambda y: y / 0 if isinstance(y, tuple) else y, "it raised TypeError"),
     ],
 )
 def test_a_wrong_region_is_put_back(net, monkeypatch, change, why):
@@ -353,7 +353,7 @@ def test_a_wrong_region_is_put_back(net, monkeypatch, change, why):
 
 
 def inside(change):
-    """A `build` of a region whose inner quantizes have other options."""
+    """`build` method of a region that changes options of its inner quantizes."""
 
     def build(self, form):
         *_, last = form.graph.nodes
@@ -367,7 +367,7 @@ def inside(change):
 
 
 def test_rounding_on_the_way_is_no_error(net, monkeypatch):
-    """Some values inside of the region are rounded to the other side of a tie, and what comes behind follows."""
+    """Some values inside of the region are rounded to the other side of a tie, and later values differ by it."""
     monkeypatch.setattr(own.WholeRegion, "build", inside(lambda grid: {"scale": grid["scale"] * (1 - 3e-5)}))
     qmodel = quantized(net)
     assert not qmodel.history["verify-lowering"].edits

@@ -1,4 +1,4 @@
-"""A state dict is all that decides a quantized model's numbers: loaded, it gives exactly those; or it is refused."""
+"""State dicts have all numbers of a quantized model: loading one gives equal results, or it is refused."""
 
 import copy
 import io
@@ -43,7 +43,7 @@ def quantized(backend, seed=0, scale=1.0, recipe=None, **options):
 
 
 def saved(state):
-    """Through a file, as PyTorch reads it by default: tensors and plain data."""
+    """Return a state dict after saving and loading with PyTorch's defaults: tensors and plain data only."""
     stream = io.BytesIO()
     torch.save(state, stream)
     stream.seek(0)
@@ -62,28 +62,28 @@ def test_loading_gives_exactly_the_other_model(backend):
         assert torch.equal(mine(X), expected)
     assert torch.equal(mine(3 * X), theirs(3 * X)) and torch.equal(copy.deepcopy(mine)(X), expected)
     assert torch.equal(plain(mine, X), expected) and len(functions(mine)) == 1
-    for (path, one), (other_path, two) in zip(mine.qparams().items(), theirs.qparams().items(), strict=True):
-        assert path == other_path and equal(one.weight_scale, two.weight_scale) and equal(one.weight, two.weight)
-        assert (one.input_scale, one.input_zero_point) == (two.input_scale, two.input_zero_point)
-        assert (one.output_scale, one.output_zero_point) == (two.output_scale, two.output_zero_point)
-        assert equal(one.bias, two.bias)
+    for (path, own), (other_path, loaded) in zip(mine.qparams().items(), theirs.qparams().items(), strict=True):
+        assert path == other_path and equal(own.weight_scale, loaded.weight_scale) and equal(own.weight, loaded.weight)
+        assert (own.input_scale, own.input_zero_point) == (loaded.input_scale, loaded.input_zero_point)
+        assert (own.output_scale, own.output_zero_point) == (loaded.output_scale, loaded.output_zero_point)
+        assert equal(own.bias, loaded.bias)
 
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", models.NETWORKS)
 def test_every_network_takes_over_the_numbers_of_another(backend, name):
-    """The other one has other ranges: its weights and its data are others."""
+    """The other model has other ranges, since its weights and data differ."""
     recipe = fxq.Recipe.static(backend=backend, optimize="coverage", reduce_range="activations")
     model, batch = models.build(name), models.batch(name)
-    other = copy.deepcopy(model)
+    other_model = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
-        for module in other.modules():
+        for module in other_model.modules():
             for parameter in () if isinstance(module, nn.PReLU) else module.parameters(recurse=False):
                 parameter.mul_(0.5 + torch.rand(parameter.shape, generator=generator))
     mine = fxq.quantize(model, recipe, data=[batch])
-    theirs = fxq.quantize(other, recipe, data=[models.batch(name, seed=2)])
+    theirs = fxq.quantize(other_model, recipe, data=[models.batch(name, seed=2)])
     mine.load_state_dict(theirs.state_dict())
     expected = [*tensors(models.call(theirs, batch))]
     for _ in range(3):
@@ -109,10 +109,10 @@ def test_another_structure_is_refused_by_name(backend, case):
         recipe = recipe.override("0", fxq.FLOAT)
     plain_recipe = fxq.Recipe.static(backend=backend, optimize="coverage", activation=fxq.TensorSpec(bits=7))
     mine, theirs = quantized(backend, recipe=plain_recipe), quantized(backend, seed=1, recipe=recipe, **options)
-    for holder, other in ((mine, theirs), (nn.Sequential(mine), nn.Sequential(theirs))):
+    for holder, other_qmodel in ((mine, theirs), (nn.Sequential(mine), nn.Sequential(theirs))):
         before = mine(X)
-        with pytest.raises(InputError, match=rf"the state dict is of another model than this one: .*{words}"):
-            holder.load_state_dict(other.state_dict())
+        with pytest.raises(InputError, match=rf"the state dict is of another model: .*{words}"):
+            holder.load_state_dict(other_qmodel.state_dict())
         assert torch.equal(mine(X), before)
 
 
@@ -147,7 +147,7 @@ def test_a_state_dict_holds_nothing_but_tensors():
 
 @needs_x86
 def test_forms_take_over_the_numbers_as_well():
-    """What a kernel runs as on another CPU is the model that was loaded."""
+    """The q/dq form of a kernel, which runs on other CPUs, has the loaded numbers."""
     recipe = fxq.Recipe.static(backend="x86", optimize="coverage", activation=fxq.TensorSpec(bits=7))
     mine, theirs = (quantized("x86", seed, scale, recipe) for seed, scale in ((0, 1.0), (1, 7.0)))
     expected = theirs(X)

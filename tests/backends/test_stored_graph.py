@@ -1,4 +1,4 @@
-"""The text of a graph gives the graph again: its own text, its numbers, and what passes make of it."""
+"""Graphs read back from their text: equal text, equal results, and equal effect of passes."""
 
 import copy
 import warnings
@@ -21,21 +21,21 @@ from tests.test_fuzz import plans, recipe
 
 
 def again(gm):
-    """The graph of the graph's text."""
+    """Return the graph that is read from a graph's text."""
     leaves = {n.target: gm.get_submodule(n.target) for n in gm.graph.nodes if n.op == "call_module"}
     return fxq.extend.read_graph(fxq.extend.write_graph(gm), fxq.extend.graph_tensors(gm), leaves)
 
 
 def check(manager, inputs):
-    """The same text again, the same numbers bit for bit."""
-    made = again(manager.gm)
-    assert fxq.extend.write_graph(made) == fxq.extend.write_graph(manager.gm)
+    """Writing and reading a graph gives the same text, and the same results bit for bit."""
+    read_back = again(manager.gm)
+    assert fxq.extend.write_graph(read_back) == fxq.extend.write_graph(manager.gm)
     manager.gm.recompile()
-    assert equal(call(made, inputs), call(manager.gm, inputs))
+    assert equal(call(read_back, inputs), call(manager.gm, inputs))
 
 
 def stages(model, inputs, recipe):
-    """The manager behind every pass from canonicalize on."""
+    """The manager after each pass from canonicalize on."""
     manager = manager_for(model, recipe, inputs)
     for step in recipe.pipeline:
         if step.name == "choose-grids":
@@ -77,11 +77,11 @@ def test_a_pass_makes_the_same_of_the_graph_that_was_read(name):
         if stage in NEXT:
             texts = []
             for gm in (manager.gm, again(manager.gm)):
-                known = copy.copy(manager.context)
-                known.units = {}
-                other = PassManager(known)
-                other.gm, other.stage = torch.fx.GraphModule(gm, copy.deepcopy(gm.graph)), manager.stage
-                texts.append(fxq.extend.write_graph(other.run([NEXT[stage]])))
+                context = copy.copy(manager.context)
+                context.units = {}
+                other_manager = PassManager(context)
+                other_manager.gm, other_manager.stage = torch.fx.GraphModule(gm, copy.deepcopy(gm.graph)), manager.stage
+                texts.append(fxq.extend.write_graph(other_manager.run([NEXT[stage]])))
             assert texts[0] == texts[1]
             tried.add(stage)
     assert tried == NEXT.keys()

@@ -162,10 +162,10 @@ def test_what_an_op_lacks_is_said():
     finally:
         OPS.discard("moved_without_layout")
         OPS.discard("without_kernel")
-    kernel = "give it one by fxq.extend.register_kernel"
+    kernel = "add one with fxq.extend.register_kernel"
     assert {called_name(node): text for node in gm.graph.nodes if (text := about(node))} == {
-        "moved_without_layout": f"x86 has no int8 kernel for moved_without_layout: {kernel}, or where it only moves "
-        'values, traits=fxq.extend.OpTraits("moves", layout=True)',
+        "moved_without_layout": f"x86 has no int8 kernel for moved_without_layout: {kernel}; or set "
+        'traits=fxq.extend.OpTraits("moves", layout=True), if it only moves values',
         "without_kernel": f"x86 has no int8 kernel for without_kernel: {kernel}",
         "unregistered": "unregistered is not in the op table; fxq.extend.register_op adds it",
         "sinc": "sinc is not in the op table",

@@ -275,7 +275,7 @@ class ReadLater(nn.Module):
 def test_a_residual_that_is_read_later_is_not_overwritten(monkeypatch):
     model, x = ReadLater().eval(), torch.randn(4, 3, 8, 8)
     right = fxq.quantize(model, X86, data=[x])
-    settle = lower_graph._settle_inplace
+    settle = lower_graph._allow_inplace
 
     def always(rewriter):
         settle(rewriter)
@@ -283,7 +283,7 @@ def test_a_residual_that_is_read_later_is_not_overwritten(monkeypatch):
             if isinstance(kernel, Kernel) and kernel.inplace is not None:
                 kernel.inplace = True
 
-    monkeypatch.setattr(lower_graph, "_settle_inplace", always)
+    monkeypatch.setattr(lower_graph, "_allow_inplace", always)
     unverified = fxq.quantize(model, X86.without_pass("verify-lowering"), data=[x])
     assert not equal(call(unverified, x), call(right, x))
     with pytest.warns(

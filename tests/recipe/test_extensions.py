@@ -124,16 +124,18 @@ def test_a_kernel_that_refuses_or_is_none(monkeypatch):
     assert "x86.linear" in kernels(qmodel) and qmodel.output_sqnr > 30
     assert [e.reason for e in qmodel.ledger.where(precision="float")] == ["not today"] * 2
     monkeypatch.setattr(own, "LinearTanhMul", lambda *args: "no kernel")
-    with pytest.raises(fxq.InputError, match=r"make_linear_tanh_mul makes kernels: .*, not 'no kernel'"):
+    with pytest.raises(
+        fxq.InputError, match=r"make_linear_tanh_mul must return a fxq.extend.Kernel .*, not 'no kernel'"
+    ):
         fxq.quantize(settled(lambda: Fused(2.5)), fused_recipe(), data=[X])
     monkeypatch.setattr(own, "LinearTanhMul", lambda *args: {}["scale"])
-    with pytest.raises(fxq.FxqError, match=r"makes no kernel of the captures x, w, b, s: KeyError: 'scale'"):
+    with pytest.raises(fxq.FxqError, match=r"fails for the captures x, w, b, s: KeyError: 'scale'"):
         fxq.quantize(settled(lambda: Fused(2.5)), fused_recipe(), data=[X])
 
 
 def test_a_kernel_that_a_copy_would_not_be(monkeypatch):
     monkeypatch.setattr(own.LinearTanhMul, "options", ("x",))
-    with pytest.raises(fxq.InputError, match=r"linear_tanh_mul: out of its __init__ is neither one of its `options`"):
+    with pytest.raises(fxq.InputError, match=r"linear_tanh_mul: out of its __init__ is neither an option nor a buffer"):
         fxq.quantize(settled(lambda: Fused(2.5)), fused_recipe(), data=[X])
 
 
@@ -149,14 +151,14 @@ class ExtendedX86(X86):
 
 @onednn
 def test_a_kernel_of_a_backend_that_extends_another():
-    """It has the other one's, and its own is not had by that one."""
+    """A subclass uses the kernels of its base class, but not the other way round."""
     gm = until(settled(lambda: Fused(2.5)), X, "propagate", fused_recipe()).gm
     (unit,) = gm.graph.find_nodes(op="call_module")
-    row = X86().fits(calls_of(gm, unit))[0].row
-    assert ExtendedX86().fits(calls_of(gm, unit))[0].row is row
+    row = X86().matching_rows(calls_of(gm, unit))[0].row
+    assert ExtendedX86().matching_rows(calls_of(gm, unit))[0].row is row
     fxq.extend.register_kernel("tests.recipe.test_extensions:ExtendedX86", own.linear_tanh_mul)(lambda unit: None)
-    assert ExtendedX86().fits(calls_of(gm, unit))[0].row is not row
-    assert X86().fits(calls_of(gm, unit))[0].row is row
+    assert ExtendedX86().matching_rows(calls_of(gm, unit))[0].row is not row
+    assert X86().matching_rows(calls_of(gm, unit))[0].row is row
 
 
 @pytest.mark.parametrize(
@@ -166,7 +168,7 @@ def test_a_kernel_of_a_backend_that_extends_another():
         (lambda: fxq.extend.register_kernel("reference", own.linear_tanh_mul), "'reference' has no table of kernels"),
         (
             lambda: fxq.extend.register_kernel("x86", "conv2d_relu"),
-            "takes what fxq.fusion returned, or the name of an op, not 'conv2d_relu'",
+            "takes the result of fxq.fusion or the name of an op, not 'conv2d_relu'",
         ),
         (
             lambda: fxq.extend.register_kernel("x86", own.linear_tanh_mul)(3),
@@ -203,7 +205,7 @@ def test_a_backend_of_the_user_s():
         ("torch.nn:Linear", "'torch.nn:Linear' names no class of Backend"),
         (nn.Linear, "names no class of Backend"),
         (own.OnlyLinear(), "takes the class of a backend, OnlyLinear, not an instance"),
-        (own.Nameless, "has no name, or not the methods of a fxq.extend.Backend"),
+        (own.Nameless, "has no name, or lacks methods of fxq.extend.Backend"),
         (own.NamedAsOurs, "is called 'x86', as fxq's is; choose another name"),
         (own.NamedAsAnother, "is called 'only_linear', as tests.support.extensions:OnlyLinear is; choose another name"),
         (type("Local", (own.OnlyLinear,), {"__qualname__": "f.<locals>.Local"}), "the backend is local to a function"),
@@ -245,11 +247,11 @@ class Regions(ExtendedX86):
 @pytest.mark.parametrize(
     ("backend", "message"),
     [
-        (SaysYes, "supports of the backend 'says_yes' returns a fxq.extend.Support of 0 to [23] ops for %.*, not True"),
-        (SaysTooMuch, r"a fxq.extend.Support of 0 to [23] ops for %.*, not Support\(ops=9"),
+        (SaysYes, "backend 'says_yes' must return a fxq.extend.Support of 0 to [23] ops for %.*; it returned True"),
+        (SaysTooMuch, r"a fxq.extend.Support of 0 to [23] ops for %.*; it returned Support\(ops=9"),
         pytest.param(
             Regions,
-            r"'regions_of_x86' has kernels of single units: for a region of \d+ nodes, from %x_q on, its class",
+            r"'regions_of_x86' has kernels of single units: to lower a region of \d+ nodes, from %x_q on, its class",
             marks=onednn,
         ),
     ],

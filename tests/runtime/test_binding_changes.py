@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import fxq
-from fxq.backends.kernel import Post
+from fxq.backends.kernel import PostOp
 from fxq.backends.plain.clamp_and_pad import Clamp
 from fxq.backends.plain.converters import Quantize
 from fxq.graph.unit import Unit
@@ -298,7 +298,10 @@ def test_a_kernel_without_a_bind_of_its_own_runs_its_forward():
             return super().forward(x) // 2
 
     grid = QParams.per_tensor(0.1, 0)
-    for kernel, x in ((Doubled(grid, Post("relu")), torch.arange(9, dtype=torch.uint8)), (Halved(grid), torch.rand(9))):
+    for kernel, x in (
+        (Doubled(grid, PostOp("relu")), torch.arange(9, dtype=torch.uint8)),
+        (Halved(grid), torch.rand(9)),
+    ):
         assert torch.equal(kernel.callee(x)(x), kernel(x))
 
 

@@ -18,27 +18,29 @@ KINDS = {1: (nn.Conv1d, "sequence"), 2: (nn.Conv2d, "image"), 3: (nn.Conv3d, "vo
 def conv_cases(n: int) -> list[Case]:
     kind, layout = KINDS[n]
     call, overloads = getattr(F, f"conv{n}d"), getattr(aten, f"conv{n}d")
-    made = {"weight": normal(6, 4, *(3,) * n), "bias": normal(6)}
-    one, two = [1] * n, [2] * n
+    tensors = {"weight": normal(6, 4, *(3,) * n), "bias": normal(6)}
+    ones, twos = [1] * n, [2] * n
     return [
         *cases(
             f"conv{n}d",
             module(kind, 4, 6, 3, stride=2, padding=1),
-            function(call, lambda x, m: call(x, m.weight, m.bias, 2, 1), **made),
-            function(call, lambda x, m: call(input=x, weight=m.weight, bias=m.bias, stride=two, padding=(1,)), **made),
-            function(overloads.default, lambda x, m: overloads.default(x, m.weight, m.bias, two, one), **made),
+            function(call, lambda x, m: call(x, m.weight, m.bias, 2, 1), **tensors),
+            function(
+                call, lambda x, m: call(input=x, weight=m.weight, bias=m.bias, stride=twos, padding=(1,)), **tensors
+            ),
+            function(overloads.default, lambda x, m: overloads.default(x, m.weight, m.bias, twos, ones), **tensors),
             function(
                 aten.convolution.default,
-                lambda x, m: aten.convolution.default(x, m.weight, m.bias, two, one, one, False, [0] * n, 1),
-                **made,
+                lambda x, m: aten.convolution.default(x, m.weight, m.bias, twos, ones, ones, False, [0] * n, 1),
+                **tensors,
             ),
             layout=layout,
         ),
         *cases(
             f"conv{n}d",
             module(kind, 4, 6, 3, padding="same"),
-            function(call, lambda x, m: call(x, m.weight, m.bias, padding="same"), **made),
-            function(overloads.padding, lambda x, m: overloads.padding(x, m.weight, m.bias, one, "same"), **made),
+            function(call, lambda x, m: call(x, m.weight, m.bias, padding="same"), **tensors),
+            function(overloads.padding, lambda x, m: overloads.padding(x, m.weight, m.bias, ones, "same"), **tensors),
             layout=layout,
             group=f"conv{n}d_same",
         ),
@@ -52,17 +54,17 @@ def transposed_cases(n: int) -> list[Case]:
     kind, layout = UP[n]
     call, aten_call = getattr(F, f"conv_transpose{n}d"), getattr(aten, f"conv_transpose{n}d")
     overload = aten_call.default if n == 1 else aten_call.input
-    made = {"weight": normal(4, 6, *(2,) * n), "bias": normal(6)}
-    none, one, two = [0] * n, [1] * n, [2] * n
+    tensors = {"weight": normal(4, 6, *(2,) * n), "bias": normal(6)}
+    zeros, ones, twos = [0] * n, [1] * n, [2] * n
     return cases(
         f"conv_transpose{n}d",
         module(kind, 4, 6, 2, stride=2),
-        function(call, lambda x, m: call(x, m.weight, m.bias, 2), **made),
-        function(overload, lambda x, m: overload(x, m.weight, m.bias, two), **made),
+        function(call, lambda x, m: call(x, m.weight, m.bias, 2), **tensors),
+        function(overload, lambda x, m: overload(x, m.weight, m.bias, twos), **tensors),
         function(
             aten.convolution.default,
-            lambda x, m: aten.convolution.default(x, m.weight, m.bias, two, none, one, True, none, 1),
-            **made,
+            lambda x, m: aten.convolution.default(x, m.weight, m.bias, twos, zeros, ones, True, zeros, 1),
+            **tensors,
         ),
         layout=layout,
     )
@@ -78,7 +80,7 @@ VOLUME = (4, 4, 2, 4, 8)
 
 
 def _bags(f: Any, more: tuple[Any, ...], x: torch.Tensor, m: Any) -> torch.Tensor:
-    """x plus the mean of the row of the weight that its largest value names, by an aten overload."""
+    """x plus the mean of the weight's row at the index of x's largest value, by an aten overload."""
     index = x.argmax(1)
     bags: torch.Tensor = f(m.weight, index, torch.arange(len(index)), False, 1, *more)[0]
     return x + bags

@@ -263,7 +263,7 @@ MOVEMENT = [
 
 
 def pick(f: Any, *args: Any, index: Any = 1) -> tuple[Any, Any]:
-    """A spelling that returns several values, of which one is used."""
+    """Spelling that returns several values, of which one is used."""
 
     def body(x: Any, m: Any) -> Any:
         return (getattr(x, f)(*args) if isinstance(f, str) else f(x, *args))[index]

@@ -1,4 +1,4 @@
-"""What the tests of the x86 kernels share: grids, random integers, an independent comparison, copies."""
+"""Helpers of kernel tests: grids, random integers, an independent comparison, copies."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fxq.backends.kernel import Kernel, Post
+from fxq.backends.kernel import Kernel, PostOp
 from fxq.backends.table.layer_spec import LayerSpec
 from fxq.quant.qparams import QParams
 from tests.support.machine import QMAX
 
 CHANNELS_LAST = torch.channels_last
 POSTS = {
-    "relu": (Post("relu"), F.relu),
-    "relu6": (Post("relu6"), F.relu6),
-    "hardtanh": (Post("hardtanh", (-0.5, 2.0)), lambda y: y.clamp(-0.5, 2.0)),
-    "hardswish": (Post("hardswish"), F.hardswish),
-    "silu": (Post("silu"), F.silu),
-    "leaky_relu": (Post("leaky_relu", (0.1,)), lambda y: F.leaky_relu(y, 0.1)),
-    "tanh": (Post("tanh"), torch.tanh),
-    "gelu": (Post("gelu", algorithm="none"), F.gelu),
-    "gelu_tanh": (Post("gelu", algorithm="tanh"), partial(F.gelu, approximate="tanh")),
+    "relu": (PostOp("relu"), F.relu),
+    "relu6": (PostOp("relu6"), F.relu6),
+    "hardtanh": (PostOp("hardtanh", (-0.5, 2.0)), lambda y: y.clamp(-0.5, 2.0)),
+    "hardswish": (PostOp("hardswish"), F.hardswish),
+    "silu": (PostOp("silu"), F.silu),
+    "leaky_relu": (PostOp("leaky_relu", (0.1,)), lambda y: F.leaky_relu(y, 0.1)),
+    "tanh": (PostOp("tanh"), torch.tanh),
+    "gelu": (PostOp("gelu", algorithm="none"), F.gelu),
+    "gelu_tanh": (PostOp("gelu", algorithm="tanh"), partial(F.gelu, approximate="tanh")),
 }
 X = QParams.per_tensor(0.0217, 101, 0, QMAX)
-"""A grid of what enters a convolution or a linear layer, see `activations`."""
+"""Grid of the input of convolutions and linear layers, see `activations`."""
 ZERO_POINTS = (0, 1, (QMAX + 1) // 2, QMAX)
 BYTE = QParams.per_tensor(0.0217, 101)
-"""A grid of all 256 integers, for kernels without products of activations and weights; see `bytes_`."""
+"""Grid of all 256 integers, for kernels that do not multiply activations and weights, see `bytes_`."""
 # No sum of multiples of these scales is a tie on the grids of OUTS.
 RESIDUAL = QParams.per_tensor(0.0313, 77)
 OUTS = [
@@ -48,17 +48,17 @@ def real(q: Tensor, qp: QParams) -> Tensor:
 
 
 def activations(*shape: int) -> Tensor:
-    """Integers of the grid `X`."""
+    """Random integers on the grid `X`, uint8."""
     return torch.randint(0, QMAX + 1, shape, dtype=torch.uint8)
 
 
 def bytes_(*shape: int) -> Tensor:
-    """Integers of the grid `BYTE`."""
+    """Random integers on the grid `BYTE`, uint8."""
     return torch.randint(0, 256, shape, dtype=torch.uint8)
 
 
 def weight(*shape: int, axis: int | None = 0) -> tuple[Tensor, QParams, Tensor]:
-    """int8 weight, its parameters, and its value in float64."""
+    """Random int8 weight, its grid, and its real values in float64."""
     q = torch.randint(-127, 128, shape, dtype=torch.int8)
     fan_in = max(q[0].numel(), 1)
     scale = (torch.rand(()) if axis is None else torch.rand(shape[axis])) * 0.04 / fan_in**0.5 + 1e-4
@@ -68,14 +68,14 @@ def weight(*shape: int, axis: int | None = 0) -> tuple[Tensor, QParams, Tensor]:
 
 
 def layer(*shape: int, axis: int | None = 0, **options: object) -> LayerSpec:
-    """A layer with a random weight, from the grid `X` to the first of `OUTS`."""
+    """Layer with a random weight, with input grid `X` and output grid `OUTS[0]`."""
     return LayerSpec(*weight(*shape, axis=axis)[:2], None, X, **{"out": OUTS[0], **options})  # type: ignore[arg-type]
 
 
 def agree(got: Tensor, y: Tensor, out: QParams | None) -> None:
-    """`got` is `y` on the grid of `out`: at most one step away, on at most 0.1 % of the elements.
+    """Check that `got` is `y` on the grid `out`, up to one step on at most 0.1 % of the elements.
 
-    Besides those within 1/1000 of a tie: float32 arithmetic may take them either way.
+    Elements within 1/1000 step of a tie do not count, since float32 arithmetic may round them to either side.
     """
     assert got.shape == y.shape
     if out is None:
@@ -101,6 +101,6 @@ def copies(kernel: Kernel) -> list[Kernel]:
 
 
 def planted(monkeypatch, kernel, change):
-    """Let a kernel's forward return `change(result)`."""
+    """Make a kernel's forward return `change(result)`."""
     forward = kernel.forward
     monkeypatch.setattr(kernel, "forward", lambda self, *args: change(forward(self, *args)))

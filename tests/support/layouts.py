@@ -1,4 +1,4 @@
-"""Layouts of tensors in memory."""
+"""Memory layouts of tensors."""
 
 from collections.abc import Callable
 
@@ -14,4 +14,4 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "scalar": lambda x: x[0, 0, 0, 0],
     "size one": lambda x: x[:1, :1].as_strided((1, 1, 4, 5), (99, 77, 5, 1)),
 }
-"""Each makes one of a contiguous tensor of shape (2, 6, 4, 5)."""
+"""Functions that give a contiguous tensor of shape (2, 6, 4, 5) another layout, by name."""

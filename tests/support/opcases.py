@@ -1,4 +1,4 @@
-"""How ops are tested: one case per spelling, between layers that make integers flow. The cases are in `cases_*.py`."""
+"""Test cases of ops: one per spelling, between layers that run on integers. The cases are in `cases_*.py`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 
 class Call(nn.Module):
-    """A function of (values, this module): the module holds the weights under the names that `nn` modules use."""
+    """Module that calls a function of (values, module). It holds the weights, with the names that `nn` modules use."""
 
     def __init__(self, function: Callable[..., Any], **tensors: Any) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Call(nn.Module):
 
 
 class Sandwich(nn.Module):
-    """Layers that run on integers, before and behind what is tested."""
+    """Layers that run on integers, before and after the tested op."""
 
     def __init__(self, make: Callable[[], nn.Module], layout: str) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Sandwich(nn.Module):
 
 
 def follower(value: Tensor) -> nn.Module:
-    """A layer that reads `value`."""
+    """Return a layer that takes `value`."""
     if value.dim() == 5:
         return nn.Conv3d(value.shape[1], 5, 1)
     if value.dim() == 4:
@@ -84,11 +84,11 @@ class Case:
 
     Attributes:
         op: name of the op.
-        spelled: the spelling: what the traced graph must call.
-        make: the module under test, or a function for `Call`.
-        layout: what stands before and behind.
+        spelled: the spelling, which the traced graph must call.
+        make: function that makes the module with the op.
+        layout: ops before and after the tested op.
         group: cases of one group must have the same canonical graph.
-        precision: what becomes of the op on x86; None: what `PRECISIONS` says.
+        precision: precision of the op on x86; None: that in `PRECISIONS`.
     """
 
     op: str
@@ -104,7 +104,7 @@ class Case:
         return f"{self.group or self.op}-{where}{name}"
 
     def build(self) -> tuple[nn.Module, Tensor]:
-        """The model and its data."""
+        """Return the model and its input."""
         model = settled(lambda: Sandwich(self.make, self.layout))
         generator = torch.Generator().manual_seed(1)
         return model, torch.randn(LAYOUTS[self.layout].shape, generator=generator)
@@ -115,7 +115,7 @@ def module(type_: type[nn.Module], *args: Any, **kwargs: Any) -> tuple[Any, Call
 
 
 def function(spelled: Any, body: Callable[..., Any] | None = None, **tensors: Any) -> tuple[Any, Any]:
-    """A spelling as a function of (values, module). Tensors are made from functions, so that they are seeded."""
+    """Spelling as a function of (values, module). Tensors are made by functions, after the seed has been set."""
     chosen = body or (lambda x, m: spelled(x))
     return spelled, lambda: Call(chosen, **{k: v() if callable(v) else v for k, v in tensors.items()})
 
@@ -129,19 +129,19 @@ def cases(op: str, *spellings: tuple[Any, Any], **options: Any) -> list[Case]:
 
 
 def unary(op: str, *modules: tuple[Any, Any], functions: tuple[Any, ...] = (), methods: tuple[str, ...] = ()) -> Any:
-    """An op of one tensor without options."""
+    """Cases of an op of one tensor without options."""
     return cases(op, *modules, *(function(f) for f in functions), *(method(m) for m in methods))
 
 
 def normal(*shape: int) -> Callable[[], Tensor]:
-    """A weight, made when the model is."""
+    """Function that makes a random weight, to be called when the model is made."""
     return lambda: torch.randn(shape) / 4
 
 
 def spelled(*targets: Any, args: tuple[Any, ...] = (), **kwargs: Any) -> list[tuple[Any, Any]]:
-    """Functions and methods (by name) that are called alike: on all values, then with `args`."""
+    """Spellings by functions, and by methods given by name. All are called with the values and then with `args`."""
 
-    def made(target: Any) -> tuple[Any, Any]:
+    def spelling(target: Any) -> tuple[Any, Any]:
         def body(*values: Any) -> Any:
             *tensors, _ = values
             if isinstance(target, str):
@@ -150,4 +150,4 @@ def spelled(*targets: Any, args: tuple[Any, ...] = (), **kwargs: Any) -> list[tu
 
         return function(target, body)
 
-    return [made(target) for target in targets]
+    return [spelling(target) for target in targets]

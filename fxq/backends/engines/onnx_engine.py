@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from fxq.backends.engine import EngineBackend, EngineKernel, is_channels_last
-from fxq.backends.engine_layers import of_nodes
+from fxq.backends.engine_layers import region_layer
 from fxq.backends.engines.request import EngineCall, Request
 from fxq.graph.info import EngineLayer
 from fxq.graph.query import is_op, op_of
@@ -56,7 +56,7 @@ class OnnxKernel(EngineKernel):
         """What the engine does to run a region, with the options of a kernel. See `model_for`."""
         layers = cls.profile(*cls.model_for(gm, inputs, floats), **options)
         nodes = {node.name: node for node in gm.graph.nodes if node.op != "placeholder"}
-        return [of_nodes(layer, nodes) for layer in layers]
+        return [region_layer(layer, nodes) for layer in layers]
 
     @classmethod
     def try_out(cls, gm: fx.GraphModule, inputs: Sequence[Any]) -> None:

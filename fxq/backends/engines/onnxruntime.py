@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from fxq.backends import cpu
 from fxq.backends.base import Support
-from fxq.backends.engine import EngineKernel, imported, repeated
+from fxq.backends.engine import EngineKernel, import_engine, profile_runs
 from fxq.backends.engine_layers import kind_of
 from fxq.backends.engines.onnx_engine import OnnxBackend, OnnxKernel
 from fxq.backends.engines.request import Request
@@ -49,7 +49,7 @@ class OnnxruntimeKernel(OnnxKernel):
         with tempfile.TemporaryDirectory() as folder:
             session = session_of(model, torch.get_num_threads(), profile=str(Path(folder, "profile")))
             feeds = {arg.name: x.numpy() for arg, x in zip(session.get_inputs(), inputs, strict=True)}
-            for _ in repeated():
+            for _ in profile_runs():
                 session.run(None, feeds)
             events = json.loads(Path(session.end_profiling()).read_text(encoding="utf-8"))
         times: dict[str, list[float]] = {}
@@ -75,7 +75,7 @@ def session_of(model: Any, threads: int, profile: str = "") -> Any:
         threads: on how many threads; on fewer where the model says so.
         profile: what the name of a file begins with, where it writes what it has done; empty: nowhere.
     """
-    ort = imported("onnxruntime")
+    ort = import_engine("onnxruntime")
     options = ort.SessionOptions()
     most = next((int(entry.value) for entry in model.metadata_props if entry.key == THREADS), threads)
     options.intra_op_num_threads, options.log_severity_level = min(threads, most), 4  # it raises what it would log
@@ -153,11 +153,11 @@ class Onnxruntime(OnnxBackend):
     packages: ClassVar[tuple[str, ...]] = ("onnxruntime", "onnx")
     kernel: ClassVar[type[EngineKernel]] = OnnxruntimeKernel
     layers: ClassVar[frozenset[str]] = frozenset({*OPS.family("conv"), "linear"})
-    others: ClassVar[frozenset[str]] = frozenset({"add", "mul", "mean", *OPS.family("adaptive_avg_pool")})
-    rounding: ClassVar[frozenset[str]] = frozenset({*OPS.family("conv"), *others})
-    last: ClassVar[frozenset[str]] = frozenset(OPS.family("conv"))
-    measures: ClassVar[frozenset[str]] = frozenset({"linear", "lstm"})
-    tables: ClassVar[frozenset[str]] = frozenset({"embedding"})
+    other_ops: ClassVar[frozenset[str]] = frozenset({"add", "mul", "mean", *OPS.family("adaptive_avg_pool")})
+    rounded_ops: ClassVar[frozenset[str]] = frozenset({*OPS.family("conv"), *other_ops})
+    float_output_ops: ClassVar[frozenset[str]] = frozenset(OPS.family("conv"))
+    dynamic_layers: ClassVar[frozenset[str]] = frozenset({"linear", "lstm"})
+    table_ops: ClassVar[frozenset[str]] = frozenset({"embedding"})
 
     def config(self, gm: fx.GraphModule, config: QuantConfig, calls: Calls) -> QuantConfig:
         """As in `Backend`: an LSTM measures one range of its input, and one of each step's state, with zero points.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from fxq.backends import cpu
-from fxq.backends.engine import EngineKernel, imported
+from fxq.backends.engine import EngineKernel, import_engine
 from fxq.backends.engine_layers import kind_of
 from fxq.backends.engines.moves import convert_before_moves
 from fxq.backends.engines.onnx_engine import OnnxBackend, OnnxKernel
@@ -37,7 +37,7 @@ log = logging.getLogger("fxq")
 
 @cache
 def _core() -> Any:
-    return imported("openvino").Core()
+    return import_engine("openvino").Core()
 
 
 class OpenvinoKernel(OnnxKernel):
@@ -126,7 +126,7 @@ class OpenvinoRequest(Request):
     """A request of a compiled model."""
 
     def __init__(self, compiled: Any) -> None:
-        self.request, self.tensor = compiled.create_infer_request(), imported("openvino").Tensor
+        self.request, self.tensor = compiled.create_infer_request(), import_engine("openvino").Tensor
 
     def set_input(self, i: int, x: Tensor) -> None:
         """As in `Request`."""
@@ -157,7 +157,7 @@ class Openvino(OnnxBackend):
     packages: ClassVar[tuple[str, ...]] = ("openvino", "onnx")
     kernel: ClassVar[type[EngineKernel]] = OpenvinoKernel
     layers: ClassVar[frozenset[str]] = frozenset({*OPS.family("conv"), *OPS.family("conv_transpose"), "linear"})
-    others: ClassVar[frozenset[str]] = frozenset(
+    other_ops: ClassVar[frozenset[str]] = frozenset(
         {"add", "mul", "mean", *OPS.family("avg_pool"), *OPS.family("adaptive_avg_pool")}
     )
 

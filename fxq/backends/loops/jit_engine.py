@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, fx
 
-from fxq.backends.engine import EngineBackend, EngineKernel, repeated
+from fxq.backends.engine import EngineBackend, EngineKernel, profile_runs
 from fxq.backends.loops.code.compiler import has_memory, loops, missing
 from fxq.backends.loops.programs.layer_steps import AttentionStep, LinearStep
 from fxq.backends.loops.programs.plan import planned
@@ -62,7 +62,7 @@ class JitKernel(EngineKernel):
         """As in `EngineKernel`; in float, each op alone, by PyTorch."""
         if floats:
             return _in_float(gm, inputs)
-        timed = _program(gm, inputs, [False] * len(inputs)).timed(inputs, repeated())
+        timed = _program(gm, inputs, [False] * len(inputs)).timed(inputs, profile_runs())
         return [_layer(step, us) for step, us in timed]
 
 
@@ -135,7 +135,7 @@ class Jit(EngineBackend):
     packages: ClassVar[tuple[str, ...]] = ("numba",)
     kernel: ClassVar[type[EngineKernel]] = JitKernel
     layers: ClassVar[frozenset[str]] = frozenset({"conv2d", "conv_transpose2d", "linear"})
-    others: ClassVar[frozenset[str]] = frozenset(
+    other_ops: ClassVar[frozenset[str]] = frozenset(
         {"add", "mul", "mean", "avg_pool2d", "adaptive_avg_pool2d", "batch_norm"}
     )
 

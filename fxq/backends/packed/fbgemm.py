@@ -1,4 +1,4 @@
-"""The fbgemm backend: PyTorch's packed quantized kernels for x86 servers, as long as PyTorch has them."""
+"""The fbgemm backend: PyTorch's packed quantized kernels for x86 servers, in versions of PyTorch that have them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import ClassVar
 from torch import fx
 
 from fxq.backends import cpu
-from fxq.backends.base import Trap
+from fxq.backends.base import FaultyKernel
 from fxq.backends.packed import packed_conv, packed_linear
 from fxq.backends.packed import quantized_tensors as packed
 from fxq.backends.packed.packed_kernels import PackedBackend, table
@@ -21,13 +21,13 @@ from fxq.quant.spec import QuantConfig
 
 
 class _Fbgemm:
-    """What all its kernels with weights have in common."""
+    """Mixin of fbgemm's kernels with weights."""
 
     engine: ClassVar[str] = "fbgemm"
 
     @classmethod
     def adds_in_int16(cls, depthwise: bool) -> bool:
-        """Without VNNI pairs of products are added in 16 bits; with it, depthwise convolutions still do that."""
+        """Whether pairs of products are added in int16: in depthwise convolutions, and in all layers without VNNI."""
         return depthwise or not cpu.has_vnni()
 
 
@@ -40,23 +40,23 @@ class FbgemmConv(_Fbgemm, packed_conv.PackedConv):
 class FbgemmConvTranspose(_Fbgemm, packed_conv.PackedConvTranspose):
     """conv_transpose1d, conv_transpose2d, conv_transpose3d.
 
-    In torch 2.13 the shortcut that two dimensions take is wrong, by up to 255 steps: kernels 2 high, stride 1 or 2,
-    channels in multiples of 8, no padding, such as a U-Net's `ConvTranspose2d(64, 32, 2, stride=2)`. Three dimensions
-    have no such shortcut.
+    In torch 2.13 the two-dimensional kernel is wrong for kernel height 2, stride 1 or 2, no padding and channels in
+    multiples of 8, such as a U-Net's `ConvTranspose2d(64, 32, 2, stride=2)`. So two dimensions run in the
+    three-dimensional kernel, which is correct.
     """
 
     name: ClassVar[str] = "fbgemm.conv_transpose"
-    deepens: ClassVar[bool] = True
+    runs_2d_as_3d: ClassVar[bool] = True
 
     @classmethod
     def refuses(cls, spec: LayerSpec) -> str | None:
-        """PyTorch does not pack a weight with several scales."""
+        """Why it cannot run a layer; None if it can. PyTorch cannot pack transposed weights with per-channel scales."""
         scales = "fbgemm's transposed convolution takes one scale for the whole weight"
         return super().refuses(spec) or (scales if spec.weight_qparams.axis is not None else None)
 
 
 class FbgemmLinear(_Fbgemm, packed_linear.PackedLinear):
-    """A linear layer, into uint8 or float32."""
+    """Linear layer that emits uint8 or float32."""
 
     name: ClassVar[str] = "fbgemm.linear"
     emits_float: ClassVar[bool] = True
@@ -66,11 +66,10 @@ ROWS: dict[str, KernelRow] = table(FbgemmConv, FbgemmConvTranspose, FbgemmLinear
 
 
 class Fbgemm(PackedBackend):
-    """uint8 activations, int8 per-channel weights; per tensor in transposed convolutions.
+    """Backend of fbgemm: uint8 activations, int8 per-channel weights; per-tensor weights in transposed convolutions.
 
-    Activations or weights have 7 bits where fbgemm adds in 16 bits: in depthwise convolutions, and everywhere on a CPU
-    without VNNI. (64 channels, 3 x 3, on AVX512-VNNI: with 8 bits each, results are off by up to 96 steps; with 7 bits
-    of either by none.)
+    Activations or weights have 7 bits (reduce_range) in layers where fbgemm adds products in int16: depthwise
+    convolutions, and all layers on a CPU without VNNI.
     """
 
     name: ClassVar[str] = "fbgemm"
@@ -82,17 +81,17 @@ class Fbgemm(PackedBackend):
     def drawback(self) -> str | None:
         return cpu.without_vnni()
 
-    def traps(self) -> tuple[Trap, ...]:
-        """The shortcut of the transposed convolution."""
+    def faulty_kernels(self) -> tuple[FaultyKernel, ...]:
+        """The two-dimensional transposed convolution, see `FbgemmConvTranspose`."""
         kernel = "quantized::conv_transpose2d, kernel 2 high"
-        return (Trap(kernel, "it runs in three dimensions", packed.transposed_2_high_is_right),)
+        return (FaultyKernel(kernel, "it runs in three dimensions", packed.transposed_2_high_is_right),)
 
     def config(self, gm: fx.GraphModule, config: QuantConfig, calls: tuple[OpCall, ...]) -> QuantConfig:
-        """Per-tensor weights for transposed convolutions."""
+        """Return the config of a unit, with per-tensor weights for transposed convolutions."""
         if calls[0].op.name.startswith("conv_transpose") and config.weight is not None:
             config = replace(config, weight=replace(config.weight, per="tensor"))
         return config
 
     def adds_in_int16(self, calls: tuple[OpCall, ...]) -> bool:
-        """Depthwise convolutions, and all layers on a CPU without VNNI."""
+        """Whether the unit is a depthwise convolution, or a layer on a CPU without VNNI."""
         return bool(calls[0].op.traits.weight) and _Fbgemm.adds_in_int16(is_depthwise_call(calls[0]))

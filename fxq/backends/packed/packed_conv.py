@@ -22,13 +22,13 @@ class PackedConv(PackedKernel):
         return prepack(as_qint8(self.weight.contiguous(), self.weight_scale, 0), self.bias, *sizes, self.groups)
 
     def forward(self, x: Tensor) -> Tensor:
-        """uint8 (N, C, *size) or (C, *size), any strides -> uint8; a picture comes out channels-last."""
+        """uint8 (N, C, *size) or (C, *size), any strides -> uint8; images channels-last."""
         dims = self.weight.dim() - 2
         if x.dim() == dims + 1:
             return self.forward(x.unsqueeze(0)).squeeze(0)
         self._check(x.shape[1], self.weight.shape[1] * self.groups)
         op = getattr(quantized, f"conv{dims}d{'_relu' if self._finish.relu else ''}")
-        weight = self._weight()  # first: it refuses tensors that are no plain ones
+        weight = self._weight()  # first, since it refuses tensors that are not plain
         return self._finish(op(as_quint8(x, *self._input), weight, *self._output))
 
 
@@ -41,19 +41,19 @@ class PackedConvTranspose(PackedKernel):
     )  # fmt: skip
     channel_axis: ClassVar[int] = 1
     has_relu: ClassVar[bool] = False
-    deepens: ClassVar[bool] = False
-    """Whether two dimensions run as three, the first of them of size 1."""
+    runs_2d_as_3d: ClassVar[bool] = False
+    """Whether two-dimensional layers run in the three-dimensional kernel, with a first dimension of size 1."""
 
     def _pack(self) -> Any:
-        weight = self.weight.unsqueeze(2) if self._deep else self.weight
-        sizes = (self.stride, 1), (self.padding, 0), (self.output_padding, 0), (self.dilation, 1)
-        order = [[plain] * self._deep + list(size) for size, plain in sizes]
+        weight = self.weight.unsqueeze(2) if self._adds_dim else self.weight
+        options = (self.stride, 1), (self.padding, 0), (self.output_padding, 0), (self.dilation, 1)
+        sizes = [[default] * self._adds_dim + list(size) for size, default in options]
         prepack = getattr(quantized, f"conv_transpose{weight.dim() - 2}d_prepack")
-        return prepack(as_qint8(weight.contiguous(), self.weight_scale, 1), self.bias, *order, self.groups)
+        return prepack(as_qint8(weight.contiguous(), self.weight_scale, 1), self.bias, *sizes, self.groups)
 
     @property
-    def _deep(self) -> bool:
-        return self.deepens and self.weight.dim() == 4
+    def _adds_dim(self) -> bool:
+        return self.runs_2d_as_3d and self.weight.dim() == 4
 
     def forward(self, x: Tensor) -> Tensor:
         """uint8 (N, C_in, *size) or (C_in, *size), any strides -> uint8."""
@@ -61,9 +61,9 @@ class PackedConvTranspose(PackedKernel):
         if x.dim() == dims + 1:
             return self.forward(x.unsqueeze(0)).squeeze(0)
         self._check(x.shape[1], self.weight.shape[0])
-        if self._deep:
+        if self._adds_dim:
             q = as_quint8(dense(x).unsqueeze(2), *self._input)
             return self._finish(quantized.conv_transpose3d(q, self._weight(), *self._output)).squeeze(2)
         op = getattr(quantized, f"conv_transpose{dims}d")
-        weight = self._weight()  # first: it refuses tensors that are no plain ones
+        weight = self._weight()  # first, since it refuses tensors that are not plain
         return self._finish(op(as_quint8(x, *self._input), weight, *self._output))

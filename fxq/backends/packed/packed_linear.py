@@ -1,4 +1,4 @@
-"""Linear layers, sums and products of PyTorch's packed quantized kernels."""
+"""Linear layers, sums and products in PyTorch's packed quantized kernels."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from fxq.backends.kernel import Post, bounds
+from fxq.backends.kernel import PostOp, bounds
 from fxq.backends.packed.packed_kernel import Finish, PackedKernel
 from fxq.backends.packed.quantized_tensors import as_qint8, as_quint8, quantized
 from fxq.backends.plain.binary import BinaryKernel
@@ -15,7 +15,7 @@ from fxq.quant.qparams import QParams
 
 
 class PackedLinear(PackedKernel):
-    """Linear layer over the last dimension: uint8 in, uint8 out, or float32 where the engine has it."""
+    """Linear layer over the last dimension: uint8 in, uint8 out, or float32 out if the engine supports it."""
 
     layer: ClassVar[str] = "linear layer"
     dims: ClassVar[tuple[int, ...]] = (0,)
@@ -32,22 +32,22 @@ class PackedLinear(PackedKernel):
         if self.out is None:
             return self._float(x)
         op = quantized.linear_relu if self._finish.relu else quantized.linear
-        weight = self._weight()  # first: it refuses tensors that are no plain ones
+        weight = self._weight()  # first, since it refuses tensors that are not plain
         return self._finish(op(as_quint8(x, *self._input), weight, *self._output))
 
     def _float(self, x: Tensor) -> Tensor:
-        """The kernel takes float32 and rounds it to the grid, on which it lies already."""
+        """Call the kernel with float32 output, which takes float32 and quantizes it to the same grid again."""
         op = quantized.linear_with_input_q_dq_qweight_dq_output_fp32
         y = op(dequantize(x, *self._input), *self._input, self._weight())
         return y if self.post is None else y.clamp_(*bounds(self.post))  # type: ignore[misc]
 
 
 class _PackedOfTwo(BinaryKernel):
-    """A kernel of two tensors of whichever engine is selected: where that is qnnpack, sums of equal shapes are its."""
+    """Binary kernel of PyTorch. The engine that is selected at the call may run it."""
 
     op: ClassVar[str]
 
-    def __init__(self, a: QParams, b: QParams, out: QParams, post: Post | None = None) -> None:
+    def __init__(self, a: QParams, b: QParams, out: QParams, post: PostOp | None = None) -> None:
         super().__init__(a, b, out, post)
         self._a, self._b, self._output, self._finish = (a.s, a.z), (b.s, b.z), (out.s, out.z), Finish(out, post)
 

@@ -1,4 +1,4 @@
-"""The qnnpack backend: PyTorch's packed quantized kernels for ARM, as long as PyTorch has them. x86 runs them, too."""
+"""The qnnpack backend: PyTorch's packed quantized kernels for ARM, in versions of PyTorch that have them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from torch import fx
 
-from fxq.backends.base import Trap
+from fxq.backends.base import FaultyKernel
 from fxq.backends.packed import packed_conv, packed_linear
 from fxq.backends.packed import quantized_tensors as packed
 from fxq.backends.packed.packed_kernels import PackedBackend, table
@@ -19,7 +19,7 @@ from fxq.quant.spec import QuantConfig
 
 
 class _Qnnpack:
-    """What all its kernels with weights have in common."""
+    """Mixin of qnnpack's kernels with weights."""
 
     engine: ClassVar[str] = "qnnpack"
     sums_bias: ClassVar[bool] = True
@@ -38,7 +38,11 @@ class QnnpackConvTranspose(_Qnnpack, packed_conv.PackedConvTranspose):
 
     @classmethod
     def refuses(cls, spec: LayerSpec) -> str | None:
-        """In torch 2.13 three dimensions come out wrong; with groups, it reads behind the end of several scales."""
+        """Why it cannot run a layer; None if it can.
+
+        In torch 2.13 results in three dimensions are wrong, and grouped layers with per-channel scales are read beyond
+        the end of the scales.
+        """
         if spec.dims == 3:
             return "qnnpack's transposed convolution of three dimensions is wrong"
         scales = "qnnpack's grouped transposed convolution takes one scale for the whole weight"
@@ -46,7 +50,7 @@ class QnnpackConvTranspose(_Qnnpack, packed_conv.PackedConvTranspose):
 
 
 class QnnpackLinear(_Qnnpack, packed_linear.PackedLinear):
-    """A linear layer."""
+    """Linear layer."""
 
     name: ClassVar[str] = "qnnpack.linear"
 
@@ -55,7 +59,7 @@ ROWS: dict[str, KernelRow] = table(QnnpackConv, QnnpackConvTranspose, QnnpackLin
 
 
 class Qnnpack(PackedBackend):
-    """uint8 activations, int8 per-channel weights; per tensor in transposed convolutions with groups."""
+    """Backend of qnnpack: uint8 activations, int8 per-channel weights; per-tensor if transposed and grouped."""
 
     name: ClassVar[str] = "qnnpack"
 
@@ -63,12 +67,12 @@ class Qnnpack(PackedBackend):
     def rows(self) -> Mapping[str, KernelRow]:
         return ROWS
 
-    def traps(self) -> tuple[Trap, ...]:
-        """Transposed convolution of three dimensions."""
-        return (Trap("quantized::conv_transpose3d", "it runs in float", packed.transposed_3d_is_right),)
+    def faulty_kernels(self) -> tuple[FaultyKernel, ...]:
+        """The three-dimensional transposed convolution."""
+        return (FaultyKernel("quantized::conv_transpose3d", "it runs in float", packed.transposed_3d_is_right),)
 
     def config(self, gm: fx.GraphModule, config: QuantConfig, calls: tuple[OpCall, ...]) -> QuantConfig:
-        """Per-tensor weights for transposed convolutions with groups."""
+        """Return the config of a unit, with per-tensor weights for grouped transposed convolutions."""
         call = calls[0]
         if call.op.name.startswith("conv_transpose") and call.options["groups"] > 1 and config.weight is not None:
             config = replace(config, weight=replace(config.weight, per="tensor"))

@@ -1,7 +1,7 @@
-"""PyTorch's quantized tensors and the engines that run them: the one module that touches the quantized dtypes.
+"""PyTorch's quantized tensors and engines. No other module uses the quantized dtypes.
 
-The graph around the kernels stays plain: a kernel takes and gives uint8. It looks at the same memory as `torch.quint8`
-and back; PyTorch's own way (`_make_per_tensor_quantized_tensor`, `int_repr`) copies.
+Kernels take and return uint8. They reinterpret its memory as `torch.quint8` and back, while PyTorch's functions
+(`_make_per_tensor_quantized_tensor`, `int_repr`) copy.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ENGINE = threading.Lock()
 
 @cache
 def has_engine(name: str) -> bool:
-    """Whether this build of PyTorch has a working engine of this name; runs a linear layer on it.
+    """Whether this build of PyTorch has a working engine of this name. Runs a linear layer on it to find out.
 
     PyTorch has announced the removal of the engines, so `supported_engines` may list one whose ops are gone.
     """
@@ -43,7 +43,7 @@ def _runs(engine: str) -> bool:
 
 @contextmanager
 def engine_selected(name: str) -> Iterator[None]:
-    """Select an engine, which is global state of PyTorch, for as long as it takes to pack a weight."""
+    """Select an engine, which is global state of PyTorch, while the context is active."""
     with _ENGINE:
         before = torch.backends.quantized.engine
         torch.backends.quantized.engine = name
@@ -54,11 +54,11 @@ def engine_selected(name: str) -> Iterator[None]:
 
 
 @cache
-def _say_nothing() -> None:
-    """Let PyTorch say once, unheard, that the quantized dtypes are deprecated.
+def _silence_deprecation() -> None:
+    """Trigger PyTorch's warning, given once, that the quantized dtypes are deprecated, and ignore it.
 
-    It is no news to users of fxq: no quantized tensor leaves a kernel, and when PyTorch removes the kernels, the
-    backends refuse and x86 and reference stay.
+    It does not concern users of fxq: no quantized tensor leaves a kernel. When PyTorch removes the kernels, the
+    backends of this folder report that they are not available.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -66,21 +66,21 @@ def _say_nothing() -> None:
 
 
 def as_quint8(x: Tensor, scale: float, zero_point: int) -> Tensor:
-    """The memory of a uint8 tensor as a quint8 tensor: nothing is copied."""
-    _say_nothing()
+    """Return the memory of a uint8 tensor as a quint8 tensor, without a copy."""
+    _silence_deprecation()
     q = torch._empty_affine_quantized([0], scale=scale, zero_point=zero_point, dtype=torch.quint8)
     return q.set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride())
 
 
 def as_uint8(q: Tensor) -> Tensor:
-    """The memory of a quint8 tensor as a uint8 tensor: nothing is copied."""
+    """Return the memory of a quint8 tensor as a uint8 tensor, without a copy."""
     x = torch.empty(0, dtype=torch.uint8, device="cpu")
     return x.set_(q.untyped_storage(), q.storage_offset(), q.shape, q.stride())
 
 
 def as_qint8(weight: Tensor, scale: Tensor, axis: int) -> Tensor:
-    """An int8 weight as a qint8 tensor."""
-    _say_nothing()
+    """Return an int8 weight as a qint8 tensor with scales per tensor or along `axis`."""
+    _silence_deprecation()
     if scale.dim() == 0:
         return torch._make_per_tensor_quantized_tensor(weight, float(scale), 0)
     zero = torch.zeros(len(scale), dtype=torch.int64, device="cpu")
@@ -88,17 +88,20 @@ def as_qint8(weight: Tensor, scale: Tensor, axis: int) -> Tensor:
 
 
 def transposed_2_high_is_right() -> bool:
-    """fbgemm's transposed convolution of two dimensions, where it takes a shortcut."""
+    """Whether fbgemm's two-dimensional transposed convolution is correct for kernel height 2."""
     return _transposed_is_right("fbgemm", 2)
 
 
 def transposed_3d_is_right() -> bool:
-    """qnnpack's transposed convolution of three dimensions."""
+    """Whether qnnpack's three-dimensional transposed convolution is correct."""
     return _transposed_is_right("qnnpack", 3)
 
 
 def _transposed_is_right(engine: str, dims: int) -> bool:
-    """All weights 1, stride as the kernel: every output is the sum of the 8 input channels."""
+    """Whether a transposed convolution is correct with all weights 1, inputs 5, and a stride as large as the kernel.
+
+    Each output is then the sum of the 8 input channels.
+    """
     weight, x = torch.ones(8, 8, *[2] * dims, dtype=torch.int8), torch.full((2, 8, *[3] * dims), 5, dtype=torch.uint8)
     options = [2] * dims, [0] * dims, [0] * dims, [1] * dims
     with engine_selected(engine):

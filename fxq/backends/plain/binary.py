@@ -8,25 +8,25 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fxq.backends.kernel import Kernel, Post, activation_refused, bounds, refuse
+from fxq.backends.kernel import Kernel, PostOp, activation_refused, bounds, refuse
 from fxq.backends.plain.clamp_and_pad import to_integer
-from fxq.backends.plain.converters import CHUNK, MAGIC, WHOLE, chunks, dense, line
+from fxq.backends.plain.converters import CHUNK_ELEMENTS, MAX_UNCHUNKED_ELEMENTS, ROUNDING_OFFSET, chunks, dense, line
 from fxq.quant.qparams import QParams
 
 
 class BinaryKernel(Kernel):
-    """A kernel of two tensors with grids of their own, with a clamp behind it.
+    """Base class of kernels of two activations, each on its own grid, with a clamp after them.
 
     Args:
         a: grid of the first tensor.
-        b: grid of the second.
+        b: grid of the second tensor.
         out: grid of the result.
         post: None or a clamp.
     """
 
     options: ClassVar[tuple[str, ...]] = ("a", "b", "out", "post")
 
-    def __init__(self, a: QParams, b: QParams, out: QParams, post: Post | None = None) -> None:
+    def __init__(self, a: QParams, b: QParams, out: QParams, post: PostOp | None = None) -> None:
         super().__init__()
         refuse(
             self.name,
@@ -39,23 +39,23 @@ class BinaryKernel(Kernel):
 
 
 class _Arithmetic(BinaryKernel):
-    """One that computes with float32."""
+    """Base class of binary kernels that compute in float32."""
 
-    def __init__(self, a: QParams, b: QParams, out: QParams, post: Post | None = None) -> None:
+    def __init__(self, a: QParams, b: QParams, out: QParams, post: PostOp | None = None) -> None:
         super().__init__(a, b, out, post)
         low, high = (to_integer(bound, out) for bound in bounds(post) or (0.0, 0.0))
         self._numbers = a.s, a.z, b.s, b.z, out.s
-        self._low, self._high = MAGIC + low, MAGIC + high
-        self._zero = torch.tensor(MAGIC + out.z, dtype=torch.float32, device="cpu")
+        self._low, self._high = ROUNDING_OFFSET + low, ROUNDING_OFFSET + high
+        self._zero = torch.tensor(ROUNDING_OFFSET + out.z, dtype=torch.float32, device="cpu")
 
 
 class Add(_Arithmetic):
-    """a + b, broadcast; with the `sign` -1, a - b."""
+    """a + sign * b, broadcast. `sign` is 1 or -1."""
 
     name: ClassVar[str] = "cpu.add"
     options: ClassVar[tuple[str, ...]] = ("a", "b", "out", "post", "sign")
 
-    def __init__(self, a: QParams, b: QParams, out: QParams, post: Post | None = None, sign: int = 1) -> None:
+    def __init__(self, a: QParams, b: QParams, out: QParams, post: PostOp | None = None, sign: int = 1) -> None:
         super().__init__(a, b, out, post)
         self.sign = sign
 
@@ -77,21 +77,21 @@ class Add(_Arithmetic):
 
 
 class Mul(_Arithmetic):
-    """a * b, broadcast. Rounds once: the product of the integers is exact in float32.
+    """a * b, broadcast. It rounds once, since the product of the integers is exact in float32.
 
-    A large one is walked over chunk by chunk; where the other has a value per sample and channel, as behind
-    squeeze-and-excitation, row by row with that value. A smaller one is computed whole, in place of its float form.
+    Large tensors are computed in chunks if both have one shape, or if one has a value per sample and channel, as in
+    squeeze-and-excitation. Others are computed at once.
 
-    One of the two may also be float32, on a grid of scale 1 and zero point 0: a gate that was computed in float.
+    One of the two may also be float32 with scale 1 and zero point 0, such as a gate that was computed in float.
     """
 
     name: ClassVar[str] = "cpu.mul"
 
     def bind(self, a: Tensor, b: Tensor) -> Callable[..., Tensor]:
         _, zero_a, _, zero_b, _ = self._numbers
-        if max(a.numel(), b.numel()) > WHOLE:
+        if max(a.numel(), b.numel()) > MAX_UNCHUNKED_ELEMENTS:
             if a.shape == b.shape:
-                return self._same
+                return self._elementwise
             if is_gate(b, a):
                 return lambda a, b: self._gated(a, b, zero_a, zero_b)
             if is_gate(a, b):
@@ -114,12 +114,13 @@ class Mul(_Arithmetic):
         return self.bind(a, b)(a, b)
 
     def _round(self, x: Tensor, y: Tensor) -> Tensor:
-        """x * y in steps, int32. x and y hold integers as float32; x has the product's shape and is overwritten."""
+        """Return the product on the output grid, int32. x and y are integers as float32. x is overwritten."""
         scale_a, _, scale_b, _, step = self._numbers
         torch.addcmul(self._zero, x, y, value=scale_a * scale_b / step, out=x)
         return x.clamp_(self._low, self._high).view(torch.int32)
 
-    def _same(self, a: Tensor, b: Tensor) -> Tensor:
+    def _elementwise(self, a: Tensor, b: Tensor) -> Tensor:
+        """Return the product of tensors of one shape, in chunks."""
         _, zero_a, _, zero_b, _ = self._numbers
         if a.stride() != b.stride():
             a, b = dense(a), dense(b)
@@ -132,25 +133,25 @@ class Mul(_Arithmetic):
         return dense(out.as_strided(a.shape, a.stride()))
 
     def _gated(self, x: Tensor, gate: Tensor, zero_x: int, zero_gate: int) -> Tensor:
-        """x (N, C, ...) times gate (N or 1, C, 1...)."""
+        """Return the product of x (N, C, ...) and gate (N or 1, C, 1, ...), in chunks."""
         rows = x.movedim(1, -1).contiguous()
         samples, channels = len(rows), rows.shape[-1]
         source = rows.view(samples, -1, channels)
         out = source.new_empty(source.shape)
         factor = gate.to(torch.float32).sub_(zero_gate).view(-1, 1, channels).expand(samples, 1, channels)
         size = source[0].numel()
-        together = max(CHUNK // size, 1)  # samples at once
-        height = source.shape[1] if size <= CHUNK else max(CHUNK // channels, 1)
-        for n in range(0, samples, together):
+        samples_at_once = max(CHUNK_ELEMENTS // size, 1)
+        height = source.shape[1] if size <= CHUNK_ELEMENTS else max(CHUNK_ELEMENTS // channels, 1)
+        for n in range(0, samples, samples_at_once):
             for start in range(0, source.shape[1], height):
-                part = slice(n, n + together), slice(start, start + height)
-                steps = self._round(source[part].to(torch.float32).sub_(zero_x), factor[n : n + together])
+                part = slice(n, n + samples_at_once), slice(start, start + height)
+                steps = self._round(source[part].to(torch.float32).sub_(zero_x), factor[n : n + samples_at_once])
                 out[part].copy_(steps)
         return dense(out.view(rows.shape).movedim(-1, 1))
 
 
 def _centered(x: Tensor, zero: int) -> Tensor:
-    """x - zero in float32; x itself where that is what it is."""
+    """Return x - zero in float32; x itself if zero is 0 and x is float32."""
     y = x.to(torch.float32)
     return y.sub_(zero) if zero else y
 
@@ -162,7 +163,7 @@ def _covers(x: Tensor, y: Tensor) -> bool:
 
 
 def is_gate(gate: Tensor, x: Tensor) -> bool:
-    """Whether `gate` has one value per channel (axis 1) of `x`, for each sample or for all. Not where `x` is empty."""
+    """Whether `gate` has one value per channel (axis 1) of `x`, for each or for all samples. False if `x` is empty."""
     return (
         x.dim() > 2
         and gate.dim() == x.dim()

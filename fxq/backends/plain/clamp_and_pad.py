@@ -8,23 +8,23 @@ from typing import ClassVar
 import torch.nn.functional as F
 from torch import Tensor
 
-from fxq.backends.kernel import Kernel, Post, activation_refused, bounds, refuse
+from fxq.backends.kernel import Kernel, PostOp, activation_refused, bounds, refuse
 from fxq.backends.plain.converters import dense
 from fxq.quant.qparams import QParams
 
 
 class Clamp(Kernel):
-    """relu, relu6, hardtanh: clamp uint8 to the integers of two float bounds; same grid in and out.
+    """relu, relu6 or hardtanh: clamps integers to the two bounds on their grid. Output grid as the input's.
 
     Args:
-        x: the grid.
+        x: grid of input and output.
         post: the clamp.
     """
 
     name: ClassVar[str] = "cpu.clamp"
     options: ClassVar[tuple[str, ...]] = ("x", "post")
 
-    def __init__(self, x: QParams, post: Post) -> None:
+    def __init__(self, x: QParams, post: PostOp) -> None:
         super().__init__()
         interval = bounds(post) or (0.0, 0.0)
         refuse(
@@ -36,18 +36,18 @@ class Clamp(Kernel):
         self.low, self.high = (to_integer(bound, x) for bound in interval)
 
     def forward(self, x: Tensor) -> Tensor:
-        """uint8, any shape -> the same."""
+        """uint8, any shape -> uint8, the same shape."""
         return x.clamp(self.low, self.high)
 
 
 class Pad(Kernel):
-    """`F.pad` on uint8; a constant goes to the nearest integer. Every mode works on integers.
+    """`F.pad` on uint8. A constant is rounded to the nearest integer of the grid.
 
     Args:
-        x: the grid.
+        x: grid of input and output.
         pad: as for `F.pad`.
         mode: "constant", "reflect", "replicate" or "circular".
-        value: the constant, as a float.
+        value: the constant, as a real number.
     """
 
     name: ClassVar[str] = "cpu.pad"
@@ -56,8 +56,8 @@ class Pad(Kernel):
 
     def __init__(self, x: QParams, pad: Sequence[int], mode: str = "constant", value: float = 0.0) -> None:
         super().__init__()
-        known = mode in ("constant", "reflect", "replicate", "circular")
-        refuse(self.name, None if known else f"pads with mode {mode!r}", activation_refused("the input", x))
+        is_supported = mode in ("constant", "reflect", "replicate", "circular")
+        refuse(self.name, None if is_supported else f"pads with mode {mode!r}", activation_refused("the input", x))
         self.x, self.pad, self.mode, self.value = x, tuple(pad), mode, value
 
     def forward(self, x: Tensor) -> Tensor:
@@ -68,6 +68,6 @@ class Pad(Kernel):
 
 
 def to_integer(value: float, qp: QParams) -> int:
-    """The integer of `qp`'s grid nearest to the float `value`; infinities give the end of the grid."""
+    """Return the integer on the grid `qp` that is nearest to `value`; for infinities the end of the grid."""
     scaled = min(max(value, float(qp.low)), float(qp.high)) / qp.s
     return min(max(round(scaled) + qp.z, qp.qmin), qp.qmax)

@@ -13,12 +13,12 @@ from torch import Tensor
 from fxq.backends.kernel import Kernel
 from fxq.quant.qparams import QParams, as_float32
 
-# Elements per step and thread: 512 KiB of float32 stay in a core's L2 cache between the operations on them.
-CHUNK = 131072
-# Up to here a tensor is converted whole: two steps lose more than the cache wins.
-WHOLE = 2 * CHUNK
-# Floats in [2**23, 2**24) are the integers: adding 2**23 rounds (half to even), and the low byte is the result.
-MAGIC = 2.0**23
+CHUNK_ELEMENTS = 131072
+"""Elements per chunk and thread. As float32 they are 512 KiB, which stay in the L2 cache of a core between ops."""
+MAX_UNCHUNKED_ELEMENTS = 2 * CHUNK_ELEMENTS
+"""Number of elements up to which a tensor is converted at once, since the calls of a second chunk cost too much."""
+ROUNDING_OFFSET = 2.0**23
+"""Offset that rounds half to even: floats in [2**23, 2**24) are whole, and their low byte is the integer."""
 
 
 def _layout(x: Tensor) -> torch.memory_format:
@@ -26,22 +26,22 @@ def _layout(x: Tensor) -> torch.memory_format:
 
 
 def is_dense(x: Tensor) -> bool:
-    """Whether `x` has no gaps in memory; with 4 dimensions: whether it is channels-last."""
+    """Whether `x` is contiguous; with 4 dimensions: whether it is channels-last."""
     return x.is_contiguous(memory_format=_layout(x))
 
 
 def dense(x: Tensor) -> Tensor:
-    """`x` without gaps in memory; with 4 dimensions channels-last."""
+    """Return `x` contiguous; with 4 dimensions channels-last."""
     return x.contiguous(memory_format=_layout(x))
 
 
 def is_image(x: Tensor) -> bool:
-    """Whether `x` is (N, C, H, W) and channels-last, as image kernels take it."""
+    """Whether `x` is (N, C, H, W) in channels-last memory."""
     return x.dim() == 4 and is_dense(x)
 
 
 def _flat(x: Tensor) -> tuple[Tensor, list[int]] | None:
-    """`x` as a 1-d view in memory order, and that order of its dimensions; None if it has gaps."""
+    """Return a 1-d view of `x` in memory order, and the dimensions in that order; None if `x` has gaps in memory."""
     strides = x.stride()
     order = sorted(range(x.dim()), key=lambda d: (-strides[d], d))
     x = x.permute(order)
@@ -49,9 +49,9 @@ def _flat(x: Tensor) -> tuple[Tensor, list[int]] | None:
 
 
 def line(x: Tensor) -> tuple[Tensor, Tensor]:
-    """`x` without gaps in memory (copied only where it has some), and a 1-d view of it in memory order.
+    """Return `x`, copied if it has gaps in memory, and a 1-d view of it in memory order.
 
-    `y.as_strided(x.shape, x.stride())` gives a 1-d result the layout of that `x`.
+    `y.as_strided(x.shape, x.stride())` gives a 1-d result `y` the layout of the returned `x`.
     """
     if not (x.is_contiguous() or (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last))):
         x = dense(x)
@@ -59,38 +59,45 @@ def line(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def chunks(total: int, row: int = 1) -> Iterator[slice]:
-    """Slices of about one chunk each, every length a multiple of `row`."""
-    step = max(CHUNK * torch.get_num_threads() // row, 1) * row
+    """Slices of `total` elements into chunks, whose lengths are multiples of `row`."""
+    step = max(CHUNK_ELEMENTS * torch.get_num_threads() // row, 1) * row
     return (slice(start, min(start + step, total)) for start in range(0, total, step))
 
 
 def _rounded(x: Tensor, zero: Tensor, factor: float, low: float, high: float) -> Tensor:
-    """float32 -> uint8, whole: `x * factor` on a grid whose ends, and whose integer for 0, have `MAGIC` added."""
+    """Quantize at once, float32 -> uint8: `x * factor`, clamped. `zero`, `low`, `high` include `ROUNDING_OFFSET`."""
     return torch.add(zero, x, alpha=factor).clamp_(low, high).view(torch.int32).to(torch.uint8)
 
 
 def _real(q: Tensor, scale: float, zero_point: int) -> Tensor:
-    """uint8 -> float32, whole."""
+    """Dequantize at once, uint8 -> float32."""
     return q.to(torch.float32).sub_(zero_point).mul_(scale)
 
 
 def quantize(
     x: Tensor, scale: float, zero_point: int, qmax: int = 255, qmin: int = 0, zero: Tensor | None = None
 ) -> Tensor:
-    """float32 -> uint8 of the same shape; four dimensions come out channels-last.
+    """Quantize float32 to uint8 of the same shape; with four dimensions channels-last.
 
-    As `fxq.quant.qparams.quantize`, but multiplies with the reciprocal of the scale, so that a value within float32's
-    precision of a tie may land one step away. Infinities saturate. `zero` is `MAGIC + zero_point` as a tensor, for
-    who has it: making it and what needs not be called takes longer than to quantize a small tensor.
+    It differs from `fxq.quant.qparams.quantize` in that it multiplies by the reciprocal of the scale, so a value within
+    float32's precision of a tie may be rounded to the other integer. Infinities saturate.
+
+    Args:
+        x: float32, any shape.
+        scale: real units per step.
+        zero_point: integer of 0.
+        qmax: largest integer.
+        qmin: smallest integer.
+        zero: `ROUNDING_OFFSET + zero_point` as a float32 scalar tensor. Pass it to quantize small tensors faster.
 
     Raises:
-        InputError: `x` is not float32, nor what `torch.autocast` makes of it.
+        InputError: `x` is neither float32 nor a dtype that `torch.autocast` produces.
     """
     x = x.detach() if x.requires_grad else x
     x = x if x.dtype == torch.float32 else as_float32(x)
-    low, high = MAGIC + qmin, MAGIC + qmax
-    zero = x.new_tensor(MAGIC + zero_point) if zero is None else zero
-    if x.numel() <= WHOLE:
+    low, high = ROUNDING_OFFSET + qmin, ROUNDING_OFFSET + qmax
+    zero = x.new_tensor(ROUNDING_OFFSET + zero_point) if zero is None else zero
+    if x.numel() <= MAX_UNCHUNKED_ELEMENTS:
         return dense(_rounded(x, zero, 1.0 / scale, low, high))
     flat = _flat(x)
     if flat is None:
@@ -100,7 +107,7 @@ def quantize(
     source, order = flat
     out = torch.empty_like(x, dtype=torch.uint8)
     target = out.permute(order).view(-1)
-    buffer = x.new_empty(min(len(source), CHUNK * torch.get_num_threads()))
+    buffer = x.new_empty(min(len(source), CHUNK_ELEMENTS * torch.get_num_threads()))
     for step in chunks(len(source)):
         y = buffer[: step.stop - step.start]
         torch.add(zero, source[step], alpha=1.0 / scale, out=y).clamp_(low, high)
@@ -109,8 +116,8 @@ def quantize(
 
 
 def dequantize(q: Tensor, scale: float, zero_point: int) -> Tensor:
-    """uint8 -> float32, same shape and layout. Exactly `(q - zero_point) * scale` in float32."""
-    flat = _flat(q) if q.numel() > WHOLE else None
+    """Dequantize uint8 to float32 of the same shape and layout: exactly `(q - zero_point) * scale` in float32."""
+    flat = _flat(q) if q.numel() > MAX_UNCHUNKED_ELEMENTS else None
     if flat is None:
         return _real(q, scale, zero_point)
     source, order = flat
@@ -122,13 +129,13 @@ def dequantize(q: Tensor, scale: float, zero_point: int) -> Tensor:
 
 
 def prelu_quantize(x: Tensor, weight: Tensor, scale: float, zero_point: int, qmax: int = 255, qmin: int = 0) -> Tensor:
-    """`quantize(F.prelu(x, weight), ...)` in one sweep through memory.
+    """Compute `quantize(F.prelu(x, weight), ...)` in one pass over memory.
 
     Args:
         x: float32, (N, C, ...).
-        weight: float32, (C,) or (1,): the slopes.
-        scale: float units per step of the result.
-        zero_point: the integer for float zero.
+        weight: slopes, float32, (C,) or (1,).
+        scale: real units per step of the result.
+        zero_point: integer of 0.
         qmax: largest integer of the result.
         qmin: smallest integer of the result.
     """
@@ -141,7 +148,7 @@ def prelu_quantize(x: Tensor, weight: Tensor, scale: float, zero_point: int, qma
     out = rows.new_empty(rows.shape, dtype=torch.uint8)
     channels = rows.shape[-1]
     source, target = rows.view(-1, channels), out.view(-1, channels)
-    zero, low, high = x.new_tensor(MAGIC + zero_point), MAGIC + qmin, MAGIC + qmax
+    zero, low, high = x.new_tensor(ROUNDING_OFFSET + zero_point), ROUNDING_OFFSET + qmin, ROUNDING_OFFSET + qmax
     for step in chunks(rows.numel(), channels):
         part = slice(step.start // channels, step.stop // channels)
         y = F.prelu(source[part], weight).to(torch.float32)  # torch.autocast computes it in bfloat16
@@ -152,7 +159,7 @@ def prelu_quantize(x: Tensor, weight: Tensor, scale: float, zero_point: int, qma
 
 
 class Quantize(Kernel):
-    """float32 -> uint8 on the grid `out`; four dimensions come out channels-last."""
+    """float32 -> uint8 on the grid `out`; with four dimensions channels-last."""
 
     name: ClassVar[str] = "cpu.quantize"
     kind: ClassVar[str] = "convert"
@@ -161,14 +168,15 @@ class Quantize(Kernel):
     def __init__(self, out: QParams) -> None:
         super().__init__()
         self.out = out
-        self._grid = (out.s, out.z, out.qmax, out.qmin, torch.tensor(MAGIC + out.z, dtype=torch.float32, device="cpu"))
+        zero = torch.tensor(ROUNDING_OFFSET + out.z, dtype=torch.float32, device="cpu")
+        self._grid = (out.s, out.z, out.qmax, out.qmin, zero)
 
     def bind(self, x: Tensor) -> Callable[..., Tensor]:
-        """As in `Bindable`: a small tensor takes four calls."""
-        if x.numel() > WHOLE or x.dtype != torch.float32 or x.requires_grad or not is_dense(x):
+        """Return the function for inputs like these, which skips checks for small tensors. See `Bindable.bind`."""
+        if x.numel() > MAX_UNCHUNKED_ELEMENTS or x.dtype != torch.float32 or x.requires_grad or not is_dense(x):
             return self.forward
         scale, _, qmax, qmin, zero = self._grid
-        return partial(_rounded, zero=zero, factor=1.0 / scale, low=MAGIC + qmin, high=MAGIC + qmax)
+        return partial(_rounded, zero=zero, factor=1.0 / scale, low=ROUNDING_OFFSET + qmin, high=ROUNDING_OFFSET + qmax)
 
     def forward(self, x: Tensor) -> Tensor:
         """float32, any shape -> uint8, the same shape."""
@@ -188,8 +196,8 @@ class Dequantize(Kernel):
         self._grid = (x.s, x.z)
 
     def bind(self, x: Tensor) -> Callable[..., Tensor]:
-        """As in `Bindable`: a small tensor takes three calls."""
-        if x.numel() > WHOLE:
+        """Return the function for inputs like these, which skips checks for small tensors. See `Bindable.bind`."""
+        if x.numel() > MAX_UNCHUNKED_ELEMENTS:
             return self.forward
         scale, zero_point = self._grid
         return partial(_real, scale=scale, zero_point=zero_point)
@@ -216,7 +224,7 @@ class Requantize(Kernel):
 
 
 class PReLUQuantize(Kernel):
-    """PReLU in float, then quantize, in one walk over the tensor; the value is rounded once."""
+    """PReLU in float, then quantize, in one pass over memory."""
 
     name: ClassVar[str] = "cpu.prelu_quantize"
     kind: ClassVar[str] = "float"

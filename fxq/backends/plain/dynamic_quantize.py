@@ -1,4 +1,4 @@
-"""Quantize with a grid that is measured on the values themselves."""
+"""Quantize with a dynamic range."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from fxq.backends.plain.converters import dense
 from fxq.quant.dynamic_grid import DynamicGrid, dynamic_range, dynamic_scale, dynamic_zero_point
 from fxq.quant.qparams import as_float32
 
-_MAGIC = 1.5 * 2.0**23
-"""Floats from half as much below to half as much above it are the integers; its own low byte is 0."""
+_ROUNDING_OFFSET = 1.5 * 2.0**23
+"""Offset that rounds half to even: floats within 2**22 of it are whole, and its own low byte is 0."""
 
 
 class DynamicQuantize(Kernel):
-    """float32 -> a scale, if not symmetric a zero point, and uint8: one grid for the tensor, or one for each row.
+    """float32 -> scale, zero point (unless symmetric) and uint8, with one grid per tensor or per row.
 
     Args:
         qmin: smallest integer of the grid.
         qmax: largest integer of the grid.
-        axis: the first axis of a row, counted from the end; None: one grid.
-        symmetric: whether the zero point is known before: the middle.
+        axis: first axis of a row, counted from the end; None: one grid for the tensor.
+        symmetric: whether the zero point is fixed to the middle of the grid.
     """
 
     name: ClassVar[str] = "dynamic_quantize"
@@ -38,15 +38,15 @@ class DynamicQuantize(Kernel):
         super().__init__()
         self.qmin, self.qmax, self.axis, self.symmetric = qmin, qmax, axis, symmetric
         grid = DynamicGrid(qmin, qmax, torch.uint8, axis, symmetric)
-        self._steps, self._middle = grid.steps, torch.tensor(_MAGIC + grid.middle, device="cpu")
+        self._steps, self._middle = grid.steps, torch.tensor(_ROUNDING_OFFSET + grid.middle, device="cpu")
 
     def bind(self, x: Tensor) -> Callable[[Tensor], tuple[Tensor, ...]]:
-        """As in `Bindable`: where one loop does all of it, nothing of the shapes is left to compute."""
+        """Return the function for inputs like these: one compiled loop if there is one. See `Bindable.bind`."""
         loops = loops_for("row_loops", x.numel(), x)
         return self.forward if loops is None or x.numel() == 0 else self._in_one_loop(x, loops)
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        """float32, any shape -> scale, zero point, both float32; uint8 of the shape (4-d: channels-last)."""
+        """float32, any shape -> scale and zero point, float32, and integers, uint8, same shape (4-d: channels-last)."""
         loops = loops_for("row_loops", x.numel(), x)
         if loops is not None and x.numel():
             return self._in_one_loop(x, loops)(x)
@@ -56,22 +56,22 @@ class DynamicQuantize(Kernel):
         if self.symmetric:
             return scale, _rounded(x, scale, self._middle)
         zero_point = dynamic_zero_point(low, scale, self.qmin, nearest=self.axis is None)
-        last = _MAGIC + self.qmax if self.axis is None else None
-        return scale, zero_point, _rounded(x, scale, zero_point + _MAGIC, last)
+        largest = _ROUNDING_OFFSET + self.qmax if self.axis is None else None
+        return scale, zero_point, _rounded(x, scale, zero_point + _ROUNDING_OFFSET, largest)
 
     def _in_one_loop(self, x: Tensor, loops: ModuleType) -> Callable[[Tensor], tuple[Tensor, ...]]:
-        """As `forward`, for inputs like `x`."""
+        """Return a compiled loop that computes `forward` for inputs like `x`."""
         whole, symmetric, quantize_rows = self.axis is None, self.symmetric, loops.quantize_rows
         grids = () if self.axis is None else (*x.shape[: self.axis], *[1] * -self.axis)
         kind = loops.SYMMETRIC if symmetric else loops.NEAREST if whole else loops.ROW
         rows = math.prod(grids)
         numbers = rows, x.numel() // rows, kind, self._steps, self.qmin, self.qmax
-        # The values of a row have to lie together, in any order: where that is a sample, the order is free.
-        is_free = whole or self.axis == 1 - x.dim()
+        # The values of a row must be adjacent in memory, in any order. If a row is a whole sample, any layout will do.
+        any_layout = whole or self.axis == 1 - x.dim()
 
         def run(x: Tensor) -> tuple[Tensor, ...]:
             x = _plain(x)
-            x = dense(x) if is_free else x.contiguous()
+            x = dense(x) if any_layout else x.contiguous()
             scale = torch.empty(grids, dtype=torch.float32, device="cpu")
             zero_point, integers = torch.empty_like(scale), torch.empty_like(x, dtype=torch.uint8)
             addresses = x.data_ptr(), scale.data_ptr(), zero_point.data_ptr(), integers.data_ptr()
@@ -83,20 +83,20 @@ class DynamicQuantize(Kernel):
 
 
 def _plain(x: Tensor) -> Tensor:
-    """float32 that no gradient is wanted of. Raises `InputError` for other types."""
+    """Return `x` detached, as float32. Raises `InputError` for dtypes that `torch.autocast` does not produce."""
     x = x.detach() if x.requires_grad else x
     return x if x.dtype == torch.float32 else as_float32(x)
 
 
-def _rounded(x: Tensor, scale: Tensor, zero: Tensor, last: float | None = None) -> Tensor:
-    """`x` on a grid that was measured on it, so that nothing lies outside, or at most a step above the `last` integer.
+def _rounded(x: Tensor, scale: Tensor, zero: Tensor, largest: float | None = None) -> Tensor:
+    """Quantize `x` to its dynamic grid. No value is below the grid, and with `largest` none is left above it.
 
     Args:
         x: float32.
-        scale: what was measured.
-        zero: its zero point, with `_MAGIC` added.
-        last: the same of the largest integer, where values may lie above it.
+        scale: dynamic scale, float32.
+        zero: zero point plus `_ROUNDING_OFFSET`, float32.
+        largest: largest integer plus `_ROUNDING_OFFSET`, to clamp values that may be a step above the grid; else None.
     """
     steps = (x / scale).add_(zero)
-    steps = steps if last is None else steps.clamp_(max=last)
+    steps = steps if largest is None else steps.clamp_(max=largest)
     return dense(steps.view(torch.int32).to(torch.uint8))

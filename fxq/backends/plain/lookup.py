@@ -1,4 +1,4 @@
-"""Functions of one uint8 tensor, as tables."""
+"""`Lookup`: elementwise functions of one uint8 tensor, as lookup tables."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from fxq.backends.plain.converters import chunks, line
 from fxq.errors import BackendError
 from fxq.quant.qparams import QParams, dequantize, quantize
 
-_FEW = 8192
-"""Below this number of elements the calls cost more than the work: as few as possible."""
-_PAIRS = 32768
-"""From this number of elements on, a table over pairs of bytes is faster than one over bytes."""
+_MIN_INDEX_SELECT_ELEMENTS = 8192
+"""Number of elements below which one `take` is fastest, since the overhead of calls dominates."""
+_MIN_PAIR_ELEMENTS = 32768
+"""Number of elements from which a table over pairs of bytes is faster than one over bytes."""
 
 
 class Lookup(Kernel):
-    """Any elementwise function of one uint8 tensor: what it gives for each of the 256 integers, looked up.
+    """Lookup table of any elementwise function: exactly `quantize(function(dequantize(x)))`.
 
-    Exactly `quantize(function(dequantize(x)))`. In a large tensor two bytes are looked up at once.
+    In large tensors two bytes are looked up at once.
 
     Args:
-        table: the results for 0 to 255, (256,), or (C, 256) where every channel (axis 1) has a function of its own.
-            uint8, or float32 where the result is wanted in float.
-        function: its name, for the reader.
+        table: results for the integers 0 to 255, (256,), or (C, 256) if each channel (axis 1) has its own function.
+            uint8, or float32 if `out` is None.
+        function: name of the function, for display.
         x: grid of the input.
         out: grid of the output; None for float32.
     """
@@ -42,7 +42,7 @@ class Lookup(Kernel):
         expected = torch.float32 if out is None else torch.uint8
         if table.dtype != expected or table.dim() not in (1, 2) or table.shape[-1] != 256:
             raise BackendError(
-                f"{self.name}: a table is {expected} (256,) or (C, 256), this is {table.dtype} {tuple(table.shape)}."
+                f"{self.name}: a table must be {expected} (256,) or (C, 256); it is {table.dtype} {tuple(table.shape)}."
             )
         self.register_buffer("table", table.detach())
         self.function, self.x, self.out = function, x, out
@@ -51,17 +51,17 @@ class Lookup(Kernel):
     def of(
         cls, function: Callable[[Tensor], Tensor], name: str, x: QParams, out: QParams | None, channels: int = 0
     ) -> Lookup:
-        """The table of a float function.
+        """Return the lookup table of a float function.
 
         Args:
             function: float32 (256,) -> float32 (256,); with `channels`, (256, C) -> (256, C).
-            name: what it is called.
+            name: name of the function.
             x: grid of the input.
             out: grid of the output; None for float32.
-            channels: C, where every channel has a function of its own, else 0.
+            channels: C if each channel has its own function, else 0.
 
         Raises:
-            BackendError: it gives NaN for an integer of the grid.
+            BackendError: the function changes the shape, or gives NaN for an integer of the grid.
         """
         refuse(cls.name, activation_refused("the input", x), activation_refused("the output", out))
         integers = torch.arange(256, dtype=torch.uint8, device="cpu")
@@ -71,7 +71,7 @@ class Lookup(Kernel):
         if y.shape != real.shape:
             raise BackendError(f"{cls.name}: {name} turns {tuple(real.shape)} into {tuple(y.shape)}.")
         if out is not None and bool(y[x.qmin : x.qmax + 1].isnan().any()):
-            raise BackendError(f"{cls.name}: {name} gives NaN for some of its inputs, which no integer stands for.")
+            raise BackendError(f"{cls.name}: {name} gives NaN for some inputs, which integers cannot represent.")
         y = y if out is None else quantize(y.nan_to_num(), out)
         return cls(y.t().contiguous() if channels > 1 else y.reshape(256), name, x, out)
 
@@ -79,23 +79,23 @@ class Lookup(Kernel):
         """uint8, any shape -> `out`'s grid or float32, the same shape; per channel (N, C, ...)."""
         if self.table.dim() == 2:
             return self._per_channel(x)
-        if x.numel() < _FEW and x.is_contiguous():
+        if x.numel() < _MIN_INDEX_SELECT_ELEMENTS and x.is_contiguous():
             return self.table.take(x.to(torch.int64))
         x, flat = line(x)
         size = x.numel()
-        if size < _PAIRS:
+        if size < _MIN_PAIR_ELEMENTS:
             return self.table.index_select(0, flat.to(torch.int32)).as_strided(x.shape, x.stride())
         y = self.table.new_empty(size)
         pairs = size // 2 * 2
         if self.out is None or x.storage_offset() % 2:  # a view of pairs must start at an even byte
             _look_up(self.table, flat, y)
         else:
-            _look_up(self._kept("pairs", self._pairs), flat[:pairs].view(torch.uint16), y[:pairs].view(torch.int16))
+            _look_up(self._cached("pairs", self._pairs), flat[:pairs].view(torch.uint16), y[:pairs].view(torch.int16))
             _look_up(self.table, flat[pairs:], y[pairs:])
         return y.as_strided(x.shape, x.stride())
 
     def _pairs(self) -> Tensor:
-        """The table over two bytes at once, int16 (65536,): 256 tables, each for one second byte."""
+        """Return the table over pairs of bytes, int16 (65536,): 256 tables, one for each second byte."""
         first, second = self.table.expand(256, 256), self.table.unsqueeze(1).expand(256, 256)
         return torch.stack([first, second], dim=-1).contiguous().view(torch.int16).view(-1)
 
@@ -105,7 +105,7 @@ class Lookup(Kernel):
             raise BackendError(f"{self.name}: the input is {tuple(x.shape)}, the table has {channels} channels.")
         rows = x.movedim(1, -1).contiguous()
         source, y = rows.view(-1, channels), self.table.new_empty(rows.numel())
-        start = self._kept("start", lambda: torch.arange(channels, dtype=torch.int32, device="cpu").mul_(256))
+        start = self._cached("start", lambda: torch.arange(channels, dtype=torch.int32, device="cpu").mul_(256))
         table = self.table.view(-1)
         for step in chunks(rows.numel(), channels):
             part = source[step.start // channels : step.stop // channels]
@@ -116,6 +116,6 @@ class Lookup(Kernel):
 
 
 def _look_up(table: Tensor, index: Tensor, out: Tensor) -> None:
-    """out[i] = table[index[i]], chunk by chunk: the int32 form of the index stays in the cache."""
+    """Write table[index] to `out` in chunks, so that the int32 copy of the index stays in the cache."""
     for step in chunks(len(index)):
         torch.index_select(table, 0, index[step].to(torch.int32), out=out[step])

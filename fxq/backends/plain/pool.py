@@ -1,4 +1,4 @@
-"""Pooling of plain uint8 tensors."""
+"""Pooling and reductions of plain uint8 tensors."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fxq.backends.kernel import Kernel, activation_refused, numbers, pair, refuse
-from fxq.backends.plain.converters import MAGIC, dense, is_image
+from fxq.backends.kernel import Kernel, activation_refused, pair, refuse, scale_and_zero_point
+from fxq.backends.plain.converters import ROUNDING_OFFSET, dense, is_image
 from fxq.backends.plain.windows import Window, largest
 from fxq.errors import BackendError, InputError
 from fxq.quant.qparams import QParams
 
 
 class MaxPool2d(Kernel):
-    """max_pool2d, or max_pool1d where `kernel_size` has one number in a sequence; same grid in and out.
+    """Max pooling in 1 to 3 dimensions, on one grid for input and output.
 
     Args:
         kernel_size: int or one per spatial dimension.
@@ -55,29 +55,26 @@ class MaxPool2d(Kernel):
         return lambda x: run(x).permute(0, 3, 1, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        """uint8 (N, C, *sizes) or (C, *sizes), any strides -> uint8, channels last in memory."""
+        """uint8 (N, C, *sizes) or (C, *sizes), any strides -> uint8, channels-last."""
         batched = x.dim() == self.dims + 2
         if not batched and x.dim() != self.dims + 1:
             raise InputError(
-                f"{self.name}: an input of shape {tuple(x.shape)}; it takes {self.dims} spatial dimensions."
+                f"{self.name}: the input has shape {tuple(x.shape)}; it must have {self.dims} spatial dimensions."
             )
         x = (x if batched else x.unsqueeze(0)).movedim(1, -1).contiguous()
         y = self._largest(x.shape)(x).movedim(-1, 1)
         return y if batched else y.squeeze(0)
 
     def _largest(self, shape: Sequence[int]) -> Callable[[Tensor], Tensor]:
-        """Max pooling function for images of `shape` (N, *sizes, C)."""
+        """Return the max pooling function for images of `shape` (N, *sizes, C)."""
         sizes = zip(self.kernel_size, self.stride, self.padding, self.dilation, strict=True)
         make = partial(largest, shape, [Window(*size, self.ceil_mode) for size in sizes])
-        run: Callable[[Tensor], Tensor] = self._kept_for(tuple(shape), make)
+        run: Callable[[Tensor], Tensor] = self._cached_for_size(tuple(shape), make)
         return run
 
 
 class MaxPool3d(MaxPool2d):
-    """max_pool3d: `MaxPool2d` with three spatial dimensions.
-
-    The arguments are those of `MaxPool2d`.
-    """
+    """Max pooling in 3 dimensions, see `MaxPool2d`."""
 
     name: ClassVar[str] = "cpu.max_pool3d"
     options: ClassVar[tuple[str, ...]] = MaxPool2d.options[:-1]
@@ -94,12 +91,13 @@ class MaxPool3d(MaxPool2d):
 
 
 class AdaptiveMaxPool(Kernel):
-    """adaptive_max_pool1d, 2d and 3d, as a pooling with windows side by side; same grid in and out.
+    """Adaptive max pooling in 1 to 3 dimensions, on one grid for input and output.
 
-    Where windows overlap or differ in size, each gets its own copy of its values, the last one again up to one size.
+    It runs as max pooling with adjacent windows. If windows overlap or differ in size, the values of each window are
+    copied, and its last value is repeated up to the largest size.
 
     Args:
-        output_size: the size of each spatial dimension, which decides how many there are; None: as the input's.
+        output_size: output size of each spatial dimension; None: as the input's.
     """
 
     name: ClassVar[str] = "cpu.adaptive_max_pool"
@@ -112,33 +110,31 @@ class AdaptiveMaxPool(Kernel):
 
     @classmethod
     def refuses(cls, *, output_size: Sequence[int | None] = ()) -> str | None:
-        """Why no such kernel can be built, or None."""
+        """Why the kernel cannot be made; None if it can."""
         return "adaptive pooling to no value" if 0 in output_size else None
 
     def forward(self, x: Tensor) -> Tensor:
         """uint8 (N, C, *spatial) or (C, *spatial) -> uint8."""
         dims = len(self.output_size)
         sizes = x.shape[-dims:]
-        indices, pool = self._kept_for(sizes, lambda: self._for(sizes))
+        indices, pool = self._cached_for_size(sizes, lambda: self._plan(sizes))
         y = x.movedim(-dims - 1, -1)
         for axis, index in enumerate(indices, -dims - 1):
             y = y if index is None else y.index_select(axis, index)
         pooled: Tensor = pool(y.movedim(-1, -dims - 1))
         return pooled
 
-    def _for(self, sizes: Sequence[int]) -> tuple[list[Tensor | None], Kernel]:
-        """What is copied along each axis, None where nothing is, and the pooling of that."""
-        windows = [
-            _windows(n, n if wanted is None else wanted) for n, wanted in zip(sizes, self.output_size, strict=True)
-        ]
+    def _plan(self, sizes: Sequence[int]) -> tuple[list[Tensor | None], Kernel]:
+        """Indices to copy along each axis (None: no copy is needed), and the max pooling kernel of the result."""
+        windows = [_windows(n, n if size is None else size) for n, size in zip(sizes, self.output_size, strict=True)]
         copied = [w.flatten() if w.numel() != n else None for w, n in zip(windows, sizes, strict=True)]
         return copied, _pool_of(tuple(w.shape[1] for w in windows))
 
 
 def _windows(n: int, count: int) -> Tensor:
-    """int64 (count, longest): the positions under each of `count` adaptive windows over n values.
+    """Indices of the values in each of `count` adaptive windows over n values, int64 (count, longest window).
 
-    A shorter window has its last one again. As many positions as values are all of them, in order.
+    Shorter windows repeat their last index. If there are n indices in total, they are 0 to n - 1 in order.
     """
     starts = torch.arange(count) * n // count
     ends = -(-(torch.arange(count) + 1) * n // count)
@@ -147,23 +143,23 @@ def _windows(n: int, count: int) -> Tensor:
 
 
 def _pool_of(window: tuple[int, ...]) -> Kernel:
-    """The max pooling with windows of this size, side by side."""
+    """Return the max pooling kernel with adjacent windows of this size."""
     return MaxPool3d(window) if len(window) == 3 else MaxPool2d(window, dims=len(window))
 
 
-_EXACT = 2**16
-"""Sums of up to this many bytes are exact in float32."""
+_MAX_EXACT_TERMS = 2**16
+"""Number of uint8 values up to which their sum is exact in float32."""
 
 
 class Mean(Kernel):
-    """Mean or sum over any axes, summed exactly. Rounds once.
+    """Mean or sum over any axes. The integer sum is exact, so the result is rounded once.
 
     Args:
         x: grid of the input.
         out: grid of the output; None for float32.
         dim: the axes, at least one.
-        keepdim: whether the axes stay, with size 1.
-        total: the sum instead of the mean.
+        keepdim: whether the axes are kept with size 1.
+        total: whether to return the sum instead of the mean.
     """
 
     name: ClassVar[str] = "cpu.mean"
@@ -176,8 +172,8 @@ class Mean(Kernel):
         refuse(self.name, activation_refused("the input", x), activation_refused("the output", out))
         self.x, self.out, self.keepdim, self.total = x, out, keepdim, total
         self.dim = (dim,) if isinstance(dim, int) else tuple(dim)
-        self._input, self._output = numbers(x), numbers(out)
-        self._zero = torch.tensor(MAGIC + self._output[1], dtype=torch.float32, device="cpu")
+        self._input, self._output = scale_and_zero_point(x), scale_and_zero_point(out)
+        self._zero = torch.tensor(ROUNDING_OFFSET + self._output[1], dtype=torch.float32, device="cpu")
 
     def bind(self, x: Tensor) -> Callable[..., Tensor]:
         dim, keepdim = self.dim, self.keepdim
@@ -188,23 +184,23 @@ class Mean(Kernel):
                 raise BackendError(f"{self.name}: the mean of no elements: axes {dim} of {tuple(x.shape)}.")
             scale /= count
         shift = count * zero
-        exact = torch.float32 if count <= _EXACT else torch.int64
+        dtype = torch.float32 if count <= _MAX_EXACT_TERMS else torch.int64
 
         def summed(x: Tensor) -> Tensor:
-            return x.sum(dim, keepdim=keepdim, dtype=exact).sub_(shift).to(torch.float32)
+            return x.sum(dim, keepdim=keepdim, dtype=dtype).sub_(shift).to(torch.float32)
 
         if self.out is None:
             return lambda x: summed(x).mul_(scale)
-        magic, low, high = self._zero, MAGIC + self.out.qmin, MAGIC + self.out.qmax
+        zero_offset, low, high = self._zero, ROUNDING_OFFSET + self.out.qmin, ROUNDING_OFFSET + self.out.qmax
         factor = scale / self._output[0]
 
         def rounded(x: Tensor) -> Tensor:
-            y = torch.add(magic, summed(x), alpha=factor).clamp_(low, high)
+            y = torch.add(zero_offset, summed(x), alpha=factor).clamp_(low, high)
             return dense(y.view(torch.int32).to(torch.uint8))
 
         return rounded
 
     def forward(self, x: Tensor) -> Tensor:
         """uint8, any shape -> `out`'s grid or float32."""
-        run: Callable[..., Tensor] = self._kept_for(x.shape, lambda: self.bind(x))
+        run: Callable[..., Tensor] = self._cached_for_size(x.shape, lambda: self.bind(x))
         return run(x)

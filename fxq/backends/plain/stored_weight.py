@@ -1,4 +1,4 @@
-"""A weight that is kept as integers, or in float16, and becomes floats when it is read: whole, or some of its rows."""
+"""`StoredWeight`: weight stored in integers or float16, which is converted to float32 when it is used."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from fxq.graph.region import Weight
 from fxq.quant.packing import halves
 from fxq.quant.qparams import as_float32
 
-Part = tuple[tuple[int, ...] | None, tuple[int, int, int] | None, Tensor, Tensor | None]
-"""A part of a weight: its shape as blocks, or None; where it lies, or None: all; its scales and zero points."""
+ScaledPart = tuple[tuple[int, ...] | None, tuple[int, int, int] | None, Tensor, Tensor | None]
+"""Part of a weight: its shape as blocks, or None; arguments of `narrow`, or None: all; its scales and zero points."""
 
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """A weight, (N, ...).
+    """Weight (N, ...) that is stored in integers or float16.
 
     Attributes:
-        values: int8, uint8 or float16, in its shape; or packed, uint8, (N, bytes of a row).
+        values: int8, uint8 or float16, (N, ...); or two 4-bit values per byte, uint8, (N, bytes per row).
         scale: float32, as `QParams.scale`; None: 1.
-        zero_point: of the scale's shape; None: 0.
+        zero_point: in the shape of `scale`; None: 0.
         axis, block: as in `QParams`.
-        packed: the shape of a row of packed values; else None.
-        signed: whether packed values may be below zero.
+        packed: shape of a row if values are packed into bytes; else None.
+        signed: whether packed values may be negative.
     """
 
     values: Tensor
@@ -41,7 +41,7 @@ class StoredWeight:
 
     @classmethod
     def of(cls, weight: Weight, zero_point: Tensor | None) -> StoredWeight:
-        """A weight of the qdq graph; `zero_point` as the graph has it, where there is one for each channel or block."""
+        """Return a weight of the qdq graph. `zero_point` is the graph's tensor if there is one per channel or block."""
         qp = weight.qparams
         zero = (qp.zero_point if zero_point is None else zero_point) if bool(qp.zero_point.any()) else None
         scale = None if weight.stored.dtype == torch.float16 else qp.scale
@@ -49,28 +49,28 @@ class StoredWeight:
 
     @property
     def row(self) -> tuple[int, ...]:
-        """The shape of a row."""
+        """Shape of a row."""
         return tuple(self.values.shape[1:]) if self.packed is None else self.packed
 
     @property
     def numel(self) -> int:
-        """How many values it has."""
+        """Number of values."""
         return len(self.values) * math.prod(self.row)
 
     @property
     def scales_results(self) -> bool:
-        """Whether scaling the result of a layer is the same: each channel has one scale, and zero is 0."""
+        """Whether scaling a layer's result equals scaling the weight: one scale per channel, and no zero point."""
         return self.block is None and self.zero_point is None
 
     def some(self, rows: Callable[[Tensor], Tensor]) -> StoredWeight:
-        """Some of its rows; `rows` takes them from a tensor (N, ...)."""
+        """Return some rows as a weight. `rows` selects them from a tensor (N, ...)."""
         scale, zero = self.scale, self.zero_point
         if self.axis == 0 or (self.block is not None and self.axis == 1):
             scale, zero = (None if t is None else rows(t) for t in (scale, zero))
         return replace(self, values=rows(self.values), scale=scale, zero_point=zero)
 
     def integers(self, out: Tensor) -> Tensor:
-        """Its values as they are, in `out`, float32, dense, of its shape. Nothing is scaled."""
+        """Write the stored integers to `out`, contiguous float32 in the weight's shape, without scaling them."""
         if self.packed is None:
             return out.copy_(self.values)
         low, high = halves(self.values, self.signed)
@@ -81,22 +81,22 @@ class StoredWeight:
         return out
 
     def floats(self, out: Tensor) -> Tensor:
-        """Its real values, in `out`, float32, dense, of its shape."""
+        """Write the real values to `out`, contiguous float32 in the weight's shape."""
         self.integers(out)
-        for shape, whole, scale, zero in self._parts:
-            part = out if shape is None else out.view(shape) if whole is None else out.narrow(*whole).view(shape)
+        for shape, place, scale, zero in self._parts:
+            part = out if shape is None else out.view(shape) if place is None else out.narrow(*place).view(shape)
             if zero is not None:
                 part.sub_(zero.to(torch.float32))
             part.mul_(scale)
         return out
 
     def empty(self) -> Tensor:
-        """Room for its values as floats."""
+        """Return an uninitialized float32 tensor in the weight's shape."""
         return torch.empty(len(self.values), *self.row, device=self.values.device)
 
     @cached_property
-    def _parts(self) -> list[Part]:
-        """What its scales are for."""
+    def _parts(self) -> list[ScaledPart]:
+        """Parts of the weight with their scales: all full blocks, and the shorter last block."""
         axis, block, scale, zero = self.axis, self.block, self.scale, self.zero_point
         if scale is None:
             return []
@@ -107,22 +107,22 @@ class StoredWeight:
             shape = [-1 if i == axis else 1 for i in range(len(size))]
             return [(None, None, scale.view(shape), None if zero is None else zero.view(shape))]
 
-        def of(first: int, count: int) -> tuple[Tensor, Tensor | None]:
-            parts = (None if t is None else t.narrow(axis, first, count).unsqueeze(axis + 1) for t in (scale, zero))
-            return tuple(parts)  # type: ignore[return-value]
+        def grids(first: int, count: int) -> tuple[Tensor, Tensor | None]:
+            tensors = (None if t is None else t.narrow(axis, first, count).unsqueeze(axis + 1) for t in (scale, zero))
+            return tuple(tensors)  # type: ignore[return-value]
 
-        blocks, rest = divmod(size[axis], block)
-        before, behind = size[:axis], size[axis + 1 :]
-        found: list[Part] = []
+        blocks, remainder = divmod(size[axis], block)
+        outer, inner = size[:axis], size[axis + 1 :]
+        parts: list[ScaledPart] = []
         if blocks:
-            whole = (axis, 0, blocks * block) if rest else None
-            found.append(((*before, blocks, block, *behind), whole, *of(0, blocks)))
-        if rest:
-            found.append(((*before, 1, rest, *behind), (axis, blocks * block, rest), *of(blocks, 1)))
-        return found
+            place = (axis, 0, blocks * block) if remainder else None
+            parts.append(((*outer, blocks, block, *inner), place, *grids(0, blocks)))
+        if remainder:
+            parts.append(((*outer, 1, remainder, *inner), (axis, blocks * block, remainder), *grids(blocks, 1)))
+        return parts
 
 
 def float_input(x: Tensor) -> Tensor:
-    """What a layer with such a weight reads, without a gradient. Refuses what is not float32."""
+    """Return the input of a weight-only layer detached, as float32. Raises `InputError` for other dtypes."""
     x = x.detach() if x.requires_grad else x
     return x if x.dtype == torch.float32 else as_float32(x)

@@ -1,7 +1,6 @@
-"""Layers that compute in float with weights in integers, or in float16: for size. They run on any CPU.
+"""Weight-only kernels: layers that compute in float with weights stored in integers or float16. They run on any CPU.
 
-A weight becomes floats in pieces that stay in the cache, so that the memory is read but once, and there a quarter or an
-eighth as much as a float weight has.
+A weight is converted in pieces that stay in the cache, so that memory traffic is that of the stored weight.
 """
 
 from __future__ import annotations
@@ -21,22 +20,22 @@ from fxq.ops import OPS
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_AT_ONCE = 1 << 18
-"""Values that become floats at once: a megabyte, which the second cache of a core holds."""
+_PIECE_ELEMENTS = 1 << 18
+"""Weights that are converted at once: 1 MiB as float32, which fits the L2 cache of a core."""
 
 
 class WeightOnlyKernel(Kernel):
-    """An op with stored weights.
+    """Op that computes in float with stored weights.
 
     Args:
-        op: the op that it runs.
+        op: name of the op.
         settings: the op's options.
-        takes: the names of the arguments with which it is called, in order; all others are constants.
-        axis, block: as in `QParams`, of all weights.
-        packed: the shape of a row of each weight, where two values are in a byte; else None.
-        signed: whether packed values may be below zero.
-        tensors: by the names of the op's arguments. Each weight as it is stored, with its scale and zero point under
-            `weight_scale` and `weight_zero_point` (see `StoredWeight`); those that are constants, float32.
+        takes: names of the op's tensors with which the kernel is called, in order; all others are constants.
+        axis, block: as in `QParams`, for all weights.
+        packed: shape of a row of each weight if two values are packed into a byte; else None.
+        signed: whether packed values may be negative.
+        tensors: constants by the names of the op's tensors: a weight as it is stored, with its scale and zero point as
+            `weight_scale` and `weight_zero_point` (see `StoredWeight`); others in float32.
     """
 
     options: ClassVar[tuple[str, ...]] = ("op", "settings", "takes", "axis", "block", "packed", "signed")
@@ -73,13 +72,13 @@ class WeightOnlyKernel(Kernel):
         weights: Mapping[str, StoredWeight],
         constants: Mapping[str, Tensor],
     ) -> Self:
-        """The kernel of an op with weights of the qdq graph.
+        """Return the kernel of an op with weights of the qdq graph.
 
         Args:
             call: the op.
-            takes: as above.
-            weights: by the names of the arguments; all are stored alike.
-            constants: others of its arguments, such as the bias.
+            takes: names of the tensors with which the kernel is called, in order.
+            weights: weights by the names of the op's tensors. All have the same axis, block and packing.
+            constants: other constant tensors, such as the bias, by name.
         """
         tensors = dict(constants)
         for name, weight in weights.items():
@@ -94,25 +93,25 @@ class WeightOnlyKernel(Kernel):
 
     @property
     def stored(self) -> dict[str, StoredWeight]:
-        """The weights by name, as their tensors are now."""
-        found: dict[str, StoredWeight] = self._kept("", self._stored)
-        return found
+        """Weights by name, with the current tensors."""
+        weights: dict[str, StoredWeight] = self._cached("", self._stored_weights)
+        return weights
 
-    def _stored(self) -> dict[str, StoredWeight]:
-        found: dict[str, StoredWeight] = {}
+    def _stored_weights(self) -> dict[str, StoredWeight]:
+        weights: dict[str, StoredWeight] = {}
         for name in self._weights:
             values, scale, zero_point = (self._buffers[f"{name}{part}"] for part in _PARTS)
             if values is not None:
-                row = None if self.packed is None else self.packed[len(found)]
-                found[name] = StoredWeight(values, scale, zero_point, self.axis, self.block, row, self.signed)
-        return found
+                row = None if self.packed is None else self.packed[len(weights)]
+                weights[name] = StoredWeight(values, scale, zero_point, self.axis, self.block, row, self.signed)
+        return weights
 
-    def only(self) -> StoredWeight:
-        """The weight of an op that has one."""
+    def stored_weight(self) -> StoredWeight:
+        """Return the weight of an op that has only one."""
         return self.stored["weight"]
 
-    def given(self, *inputs: Tensor) -> dict[str, Tensor]:
-        """What it is called with, and its constants, by the names of the op's arguments."""
+    def arguments(self, *inputs: Tensor) -> dict[str, Tensor]:
+        """Return the inputs and the constants other than weights, by the names of the op's tensors."""
         constants = {name: tensor for name in self._constants if (tensor := self._buffers[name]) is not None}
         return constants | dict(zip(self.takes, inputs, strict=True))
 
@@ -121,48 +120,48 @@ _PARTS = ("", "_scale", "_zero_point")
 
 
 class WeightOnlyLinear(WeightOnlyKernel):
-    """A linear layer. Some rows of the weight at a time; a scale for each channel is applied to the result."""
+    """Linear layer. It converts some rows of the weight at a time. Per-channel scales are applied to the result."""
 
     name: ClassVar[str] = "weight_only.linear"
 
     def forward(self, x: Tensor) -> Tensor:
         """float32 (..., K) -> float32 (..., O)."""
-        x, (pieces, scale, room) = float_input(x), self._kept("pieces", self._pieces)
-        read = StoredWeight.floats if scale is None else StoredWeight.integers
+        x, (pieces, scale, shape) = float_input(x), self._cached("pieces", self._pieces)
+        convert = StoredWeight.floats if scale is None else StoredWeight.integers
         bias = self.bias if scale is None else None
         if len(pieces) == 1:
-            y = F.linear(x, read(pieces[0], pieces[0].empty()), bias)
+            y = F.linear(x, convert(pieces[0], pieces[0].empty()), bias)
         else:
-            held = torch.empty(room, device=x.device)
-            y = torch.cat([F.linear(x, read(p, held[: len(p.values)])) for p in pieces], -1)
+            buffer = torch.empty(shape, device=x.device)
+            y = torch.cat([F.linear(x, convert(p, buffer[: len(p.values)])) for p in pieces], -1)
             y = y if bias is None else y.add_(bias)
         if scale is None:
             return y
         return y.mul_(scale) if self.bias is None else torch.addcmul(self.bias, y, scale, out=y)
 
     def _pieces(self) -> tuple[list[StoredWeight], Tensor | None, tuple[int, int]]:
-        """The weight in pieces of some rows; a scale that goes to the result; the shape of the largest piece."""
-        stored = self.only()
-        rows, size = max(_AT_ONCE // stored.row[0], 1), len(stored.values)
+        """The weight in pieces of some rows, the scale for the result or None, and the shape of the largest piece."""
+        stored = self.stored_weight()
+        rows, size = max(_PIECE_ELEMENTS // stored.row[0], 1), len(stored.values)
         pieces = [stored.some(lambda t, i=i: t[i : i + rows]) for i in range(0, size, rows)]  # type: ignore[misc]
         return pieces, stored.scale if stored.scales_results else None, (min(rows, size), stored.row[0])
 
 
 class WeightOnlyConv(WeightOnlyKernel):
-    """A convolution, perhaps a transposed one. Scales go to the weight or to the result, whichever is smaller."""
+    """Convolution or transposed convolution. Scales are applied to the weight or to the result, if that is faster."""
 
     name: ClassVar[str] = "weight_only.conv"
 
     def forward(self, x: Tensor) -> Tensor:
         """float32 (N, C, *size) -> float32 (N, O, *size')."""
-        x, stored, run = float_input(x), self.only(), OPS[self.op].target
-        behind = stored.scales_results and stored.scale is not None and x.numel() < stored.numel
-        weight = stored.integers(stored.empty()) if behind else stored.floats(stored.empty())
-        if not behind:
+        x, stored, run = float_input(x), self.stored_weight(), OPS[self.op].target
+        scales_result = stored.scales_results and stored.scale is not None and x.numel() < stored.numel
+        weight = stored.integers(stored.empty()) if scales_result else stored.floats(stored.empty())
+        if not scales_result:
             return run(x, weight, self.bias, **self.settings)
         y: Tensor = run(x, weight, None, **self.settings)
         ones, scale = [1] * (weight.dim() - 2), stored.scale
-        assert scale is not None  # as asked above
+        assert scale is not None  # implied by `scales_result`
         if self.axis == 1:
             scale = scale.repeat(self.settings["groups"])
         if scale.dim():
@@ -172,46 +171,46 @@ class WeightOnlyConv(WeightOnlyKernel):
 
 
 class WeightOnlyEmbedding(WeightOnlyKernel):
-    """An embedding: gathers rows of integers, and makes floats of these alone."""
+    """Embedding. It gathers rows of integers, and converts only these."""
 
     name: ClassVar[str] = "weight_only.embedding"
 
     def forward(self, x: Tensor) -> Tensor:
         """Integers, any shape -> float32 (*shape, D)."""
-        return _rows(self.only(), x).view(*x.shape, *self.only().row)
+        return _rows(self.stored_weight(), x).view(*x.shape, *self.stored_weight().row)
 
 
 class WeightOnlyBag(WeightOnlyKernel):
-    """Sums, means or maxima of rows of an embedding: those of a bag. Makes floats of the rows that are read."""
+    """Embedding bag: sums, means or maxima of rows of an embedding. It converts only the rows that it reads."""
 
     name: ClassVar[str] = "weight_only.embedding_bag"
 
     def forward(self, x: Tensor, *others: Tensor) -> Tensor:
-        """Integers (B, N), or (N,) with offsets (B,) -> float32 (B, D). Weights are of the shape of x."""
-        given = self.given(x, *others)
-        offsets, per_sample_weights = given.get("offsets"), given.get("per_sample_weights")
-        rows, settings = _rows(self.only(), x), dict(self.settings)
-        numbers = torch.arange(x.numel(), device=x.device).view(x.shape)
-        pad = settings.pop("padding_idx")
-        if pad is not None:
-            pad %= len(self.only().values)
-            rows = F.pad(rows, (0, 0, 0, 1))  # a row that stands for all that pad
-            numbers = numbers.masked_fill(x == pad, x.numel())
+        """Integers (B, N), or (N,) with offsets (B,) -> float32 (B, D). Per-sample weights have the shape of x."""
+        arguments = self.arguments(x, *others)
+        offsets, per_sample_weights = arguments.get("offsets"), arguments.get("per_sample_weights")
+        rows, settings = _rows(self.stored_weight(), x), dict(self.settings)
+        indices = torch.arange(x.numel(), device=x.device).view(x.shape)  # into `rows`
+        padding_idx = settings.pop("padding_idx")
+        if padding_idx is not None:
+            padding_idx %= len(self.stored_weight().values)
+            rows = F.pad(rows, (0, 0, 0, 1))  # one row for all padding
+            indices = indices.masked_fill(x == padding_idx, x.numel())
             settings["padding_idx"] = x.numel()
         if offsets is not None:
-            offsets = offsets.to(numbers.dtype)
-        return OPS[self.op].target(numbers, rows, offsets, per_sample_weights, **settings)
+            offsets = offsets.to(indices.dtype)
+        return OPS[self.op].target(indices, rows, offsets, per_sample_weights, **settings)
 
 
 class WeightOnlyRecurrent(WeightOnlyKernel):
-    """An lstm, gru or rnn of one layer and direction. Its weights become floats at each call, for all of its steps."""
+    """LSTM, GRU or RNN of one layer and direction. It converts its weights once per call, for all time steps."""
 
     name: ClassVar[str] = "weight_only.recurrent"
 
     def forward(self, x: Tensor, *states: Tensor) -> Tensor:
-        """float32 (T, N, I), initial states (N, P), (N, H) -> what the op returns."""
+        """float32 (T, N, I) and initial states (N, P), (N, H) -> the outputs of the op."""
         weights = {name: weight.floats(weight.empty()) for name, weight in self.stored.items()}
-        y: Tensor = OPS[self.op].target(**self.given(*map(float_input, (x, *states))), **weights, **self.settings)
+        y: Tensor = OPS[self.op].target(**self.arguments(*map(float_input, (x, *states))), **weights, **self.settings)
         return y
 
 
@@ -222,10 +221,10 @@ KERNELS: Mapping[str, type[WeightOnlyKernel]] = {
     "embedding_bag": WeightOnlyBag,
     **dict.fromkeys(("lstm", "gru", "rnn"), WeightOnlyRecurrent),
 }
-"""By op."""
+"""Weight-only kernels, by name of the op."""
 
 
-def _rows(stored: StoredWeight, numbers: Tensor) -> Tensor:
-    """Rows by their numbers, any shape -> float32, (as many, ...)."""
-    some = stored.some(lambda t: t.index_select(0, numbers.reshape(-1)))
-    return some.floats(some.empty())
+def _rows(stored: StoredWeight, indices: Tensor) -> Tensor:
+    """Rows of a weight as float32 (n, ...), by their indices: integers of any shape with n elements."""
+    rows = stored.some(lambda t: t.index_select(0, indices.reshape(-1)))
+    return rows.floats(rows.empty())

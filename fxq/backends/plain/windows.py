@@ -12,7 +12,7 @@ from torch import Tensor
 from fxq.errors import InputError
 
 _MIN_REDUCTION_BYTES, _MAX_PAIRWISE_TAPS = 256, 8
-"""Contiguous bytes per value, and taps of a window, from which one `amax` is faster than a chain of `maximum`."""
+"""Contiguous bytes per value, and number of taps, beyond which one `amax` is faster than a chain of `maximum`."""
 
 
 class Window(NamedTuple):
@@ -39,7 +39,7 @@ class Window(NamedTuple):
         if self.ceil_mode and (count - 1) * self.stride >= size + self.padding:
             count -= 1
         if size == 0 or count < 1:
-            raise InputError(f"{size} values along an axis are fewer than a pooling window of {self.kernel} takes.")
+            raise InputError(f"{size} values along an axis are too few for a pooling window of {self.kernel}.")
         return count
 
     def parts(self, size: int) -> list[_Part]:
@@ -68,10 +68,10 @@ class _Part(NamedTuple):
 
 
 def largest(shape: Sequence[int], windows: Sequence[Window]) -> Callable[[Tensor], Tensor]:
-    """Max pooling function for contiguous uint8 tensors of one shape.
+    """Return the max pooling function for contiguous uint8 tensors of one shape.
 
     Args:
-        shape: shape of its input, (N, *sizes, C). Its output is uint8 with the same axes.
+        shape: shape of the function's input, (N, *sizes, C). The output is uint8 with the same axes.
         windows: pooling options for each of the sizes.
 
     Raises:
@@ -93,7 +93,7 @@ def largest(shape: Sequence[int], windows: Sequence[Window]) -> Callable[[Tensor
 
 
 def _along(shape: Sequence[int], axis: int, window: Window) -> Callable[[Tensor], Tensor]:
-    """Max pooling along one axis: from a contiguous tensor of `shape` to (before, windows, after)."""
+    """Return max pooling along one axis: from a contiguous tensor of `shape` to (outer, windows, inner)."""
     outer, size, inner = math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :])
     count, parts = window.count(size), window.parts(size)
     steps = size * inner, window.stride * inner, 1

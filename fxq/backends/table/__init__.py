@@ -1,1 +1,1 @@
-"""Backends whose kernels are rows of a table, by the op that a kernel starts with."""
+"""Backends with a kernel table, whose rows are found by the first op of a kernel."""

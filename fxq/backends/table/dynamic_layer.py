@@ -1,4 +1,4 @@
-"""Layers whose input has a grid that is measured at run time."""
+"""`DynamicLayer`: kernel of a layer whose input has a dynamic range."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fxq.backends.by_name import kernel_named
-from fxq.backends.kernel import Kernel, Post, bounds, decode, refuse
+from fxq.backends.kernel import Kernel, PostOp, bounds, decode, refuse
 from fxq.backends.loops.code.compiler import loops_for
 from fxq.backends.table.layer_kernel import LayerKernel
 from fxq.backends.table.layer_spec import LayerSpec
@@ -23,16 +23,18 @@ if TYPE_CHECKING:
 
 
 class DynamicLayer(Kernel):
-    """A layer on integers in steps of 1, as another kernel runs it; its result is scaled, biased and activated behind.
+    """Layer with dynamic activations. A static kernel runs it with input scale 1; then its result is scaled.
 
-    So the scale is an input: one number, or one for each row. The zero point is known before; or it is an input, too:
-    then the other kernel takes it for 0, and what that adds to the result is the zero point times the layer of ones.
+    The static kernel has neither bias nor activation function. They are applied to the scaled result.
+
+    The scale is an input of the call: one number, or one per row. If the zero point is an input, too, the static kernel
+    uses 0, and the zero point times the layer's result for ones is subtracted.
 
     Args:
-        kernel: the name of the kernel that runs the layer, without bias and activation function.
-        settings: that kernel's `config()`.
+        kernel: name of the static kernel.
+        settings: `config()` of the static kernel.
         post: None, a clamp or gelu.
-        weight, weight_scale: that kernel's.
+        weight, weight_scale: tensors of the static kernel.
         bias: float32, (C_out,), or None.
     """
 
@@ -46,7 +48,7 @@ class DynamicLayer(Kernel):
         self,
         kernel: str,
         settings: Mapping[str, Any],
-        post: Post | None,
+        post: PostOp | None,
         weight: Tensor,
         weight_scale: Tensor,
         bias: Tensor | None = None,
@@ -55,14 +57,14 @@ class DynamicLayer(Kernel):
         self.kernel, self.settings, self.post = kernel, dict(settings), post
         for name, tensor in (("weight", weight), ("weight_scale", weight_scale), ("bias", bias)):
             self.register_buffer(name, tensor)
-        self._layer()  # refuses what it cannot run
+        self._layer()  # raises if the static kernel cannot be made
 
     @classmethod
     def of(cls, kernel: type[LayerKernel], spec: LayerSpec) -> Self:
-        """The kernel of a layer, run by another kernel.
+        """Return the dynamic kernel of a layer that uses the static kernel `kernel`.
 
         Raises:
-            BackendError: that one refuses the layer.
+            BackendError: the static kernel refuses the layer.
         """
         layer = kernel(_bare(spec))
         bias = None if spec.bias is None else spec.bias.detach().to(torch.float32, copy=True)
@@ -70,23 +72,23 @@ class DynamicLayer(Kernel):
 
     @staticmethod
     def refuses(kernel: type[LayerKernel], spec: LayerSpec) -> str | None:
-        """Why it cannot run a layer by that kernel, or None."""
+        """Why it cannot run a layer with that static kernel; None if it can."""
         if spec.residual is not None:
-            return "it adds a residual to a result whose scale is measured"
+            return "it adds a residual to a result with a dynamic scale"
         return kernel.refuses(_bare(spec))
 
     def _layer(self) -> LayerKernel:
-        """The layer on steps of 1, with the tensors as they are now."""
-        made = kernel_named(self.kernel).from_config(
+        """Return the static kernel with input scale 1, with the current tensors."""
+        layer = kernel_named(self.kernel).from_config(
             {name: decode(value) for name, value in self.settings.items()},
             {"weight": self.weight, "weight_scale": self.weight_scale},
         )
-        assert isinstance(made, LayerKernel)  # `of` has made it
-        return made
+        assert isinstance(layer, LayerKernel)  # `of` has made it
+        return layer
 
     def bind(self, x: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> Callable[..., Tensor]:
-        """As in `Bindable`: the layer's kernel is bound to its integers."""
-        layer, bias, post = self._kept("", self._made)
+        """Return the function for inputs like these, in which the static kernel is bound, too. See `Bindable.bind`."""
+        layer, bias, post = self._cached("", self._prepared)
         in_one_loop = self._in_one_loop(x, scale, zero_point)
         if in_one_loop is not None:
             return in_one_loop
@@ -97,26 +99,34 @@ class DynamicLayer(Kernel):
         return lambda x, scale, zero_point: _scaled(_shifted(run(x), zero_point, ones), scale, bias, post)
 
     def forward(self, x: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> Tensor:
-        """uint8 as the layer takes it, its scale (float32) and zero point (float32, whole) -> float32.
+        """Compute the layer.
 
-        Scale and zero point broadcast with the result.
+        Args:
+            x: uint8, of the shape that the static kernel takes.
+            scale: float32; broadcasts with the result.
+            zero_point: float32 with whole numbers; broadcasts with the result. None: that of the static kernel.
+
+        Returns:
+            float32.
         """
-        given = (x, scale) if zero_point is None else (x, scale, zero_point)
-        return self.bind(*given)(*given)
+        inputs = (x, scale) if zero_point is None else (x, scale, zero_point)
+        return self.bind(*inputs)(*inputs)
 
     def _in_one_loop(self, x: Tensor, scale: Tensor, zero_point: Tensor | None) -> Callable[..., Tensor] | None:
-        """As `forward`, of rows, with one loop over what the layer gives; None where there is none."""
-        layer, _, _ = self._kept("", self._made)
+        """Return a function that follows the product of a linear layer by one compiled loop; None if it cannot."""
+        layer, _, _ = self._cached("", self._prepared)
         rows, columns = x.numel() // self.weight.shape[-1], len(self.weight)
         loops = loops_for("row_loops", rows * columns, x, scale, zero_point) if rows and not layer.axes else None
         if loops is None or (self.post is not None and self.post.algorithm == "tanh"):
             return None
         integers = layer.is_integer_product(rows)
-        product: RowProduct = self._kept(("rows", integers), lambda: RowProduct(layer, self.bias, self.post, integers))
+        product: RowProduct = self._cached(
+            ("rows", integers), lambda: RowProduct(layer, self.bias, self.post, integers)
+        )
         return product.bound(loops, x, scale, zero_point)
 
     def _ones(self, layer: LayerKernel, x: Tensor) -> Tensor:
-        """What the layer makes of one sample of ones; where every pixel has the same of a channel, (C, 1, ...)."""
+        """Result of the static kernel for one sample of ones; (C, 1, ...) if all positions of a channel are equal."""
         shape = x.shape[-1 - layer.axes :]
 
         def make() -> Tensor:
@@ -124,11 +134,11 @@ class DynamicLayer(Kernel):
             first = y[(slice(None), *[slice(1)] * layer.axes)]
             return first.clone() if torch.equal(first.expand_as(y), y) else y
 
-        ones: Tensor = self._kept_for(("ones", shape), make)
+        ones: Tensor = self._cached_for_size(("ones", shape), make)
         return ones
 
-    def _made(self) -> tuple[LayerKernel, Tensor | None, Callable[[Tensor], Tensor] | None]:
-        """The layer, the bias shaped as its result, and the activation function, which may write to its argument."""
+    def _prepared(self) -> tuple[LayerKernel, Tensor | None, Callable[[Tensor], Tensor] | None]:
+        """Static kernel, bias that broadcasts with its result, and activation function, which may be in place."""
         layer = self._layer()
         bias = self.bias if self.bias is None else self.bias.reshape(-1, *[1] * layer.axes)
         if self.post is None:
@@ -136,17 +146,17 @@ class DynamicLayer(Kernel):
         clamp = bounds(self.post)
         if clamp is not None:
             return layer, bias, lambda y: y.clamp_(*clamp)
-        refuse(self.name, None if self.post.name == "gelu" else f"{self.post} is no clamp and no gelu")
+        refuse(self.name, None if self.post.name == "gelu" else f"{self.post.name} is neither a clamp nor gelu")
         return layer, bias, partial(F.gelu, approximate=self.post.algorithm)
 
 
 def _shifted(y: Tensor, zero_point: Tensor, ones: Tensor) -> Tensor:
-    """y - zero_point * ones, in the memory of `y`."""
+    """Return y - zero_point * ones, computed in place."""
     return y.addcmul_(zero_point, ones, value=-1)
 
 
 def _scaled(y: Tensor, scale: Tensor, bias: Tensor | None, post: Callable[[Tensor], Tensor] | None) -> Tensor:
-    """post(y * scale + bias), where it can in the memory of `y`."""
+    """Return post(y * scale + bias), computed in place where possible."""
     y = y.mul_(scale) if bias is None else torch.addcmul(bias, y, scale, out=y)
     return y if post is None else post(y)
 

@@ -1,4 +1,4 @@
-"""Kernels that are plain functions of the user's: what the function is called with, and the kernel class made of it."""
+"""Kernels from plain functions of the user: the integer tensors that a function gets, and its kernel class."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class QTensor:
     Attributes:
         values: uint8 (an activation) or int8 (a weight), any shape.
         scale: float32: 0-d per tensor; (..., 1) per row, where the range is dynamic; (C,) along `axis`.
-        zero_point: integers of the same shape; of a dynamic range they may be stored as float32.
-        axis: the channel axis of `values`; None where scale and zero point broadcast with `values` as they are.
+        zero_point: integers of the shape of `scale`; with a dynamic range they may be stored as float32.
+        axis: channel axis of `values`; None: scale and zero point broadcast with `values`.
         block: number of values along `axis` that share a scale, as in `QParams.block`; None per tensor and per channel.
     """
 
@@ -41,21 +41,21 @@ class QTensor:
     block: int | None = None
 
     def dequantize(self) -> Tensor:
-        """The real values, float32, of the shape of `values`."""
+        """Return the real values, float32, in the shape of `values`."""
         real: Tensor = torch.ops.fxq.dequantize.tensor(self.values, self.scale, self.zero_point, self.axis, self.block)
         return real
 
 
 class FunctionKernel(Kernel):
-    """Kernel that calls a function. Every function has a subclass of its own, see `kernel_of`.
+    """Kernel that calls a function of the user. Each function has its own subclass, see `kernel_of`.
 
     Args:
-        captures: how each capture of the pattern is passed, by name, with one key each: `integers` (an activation:
-            scale, zero_point, and how many inputs with its dynamic scale and zero point follow its integers),
-            `weight` (axis, block), `tensor` (a constant), or `value` (a number or None).
-        outs: the grid of each output as plain data; None for float32.
-        settings: options of ops and variants of the pattern that the function takes.
-        tensors: weights and constants: `values_w`, `scale_w` and `zero_point_w` of the weight w, `tensor_b` of the
+        captures: description of each capture of the pattern by name, a dict with one key: `integers` (an activation:
+            scale, zero_point, and as `dynamic` the number of inputs that follow its integers, see
+            `FusedUnit.dynamic`), `weight` (axis, block), `tensor` (a constant), or `value` (a number or None).
+        outs: grid of each output as plain data; None for float32.
+        settings: options of ops and variants of the pattern that are arguments of the function.
+        tensors: weights and constants by name: `values_w`, `scale_w` and `zero_point_w` of a weight w, `tensor_b` of a
             constant b.
     """
 
@@ -78,7 +78,7 @@ class FunctionKernel(Kernel):
 
     @classmethod
     def of(cls, unit: FusedUnit, settings: Mapping[str, Any]) -> Self:
-        """Kernel of a unit. Raises `BackendError` where a capture cannot be passed to a function."""
+        """Return the kernel of a unit. Raises `BackendError` if a capture cannot be passed to a function."""
         captures, tensors = dict[str, dict[str, Any]](), dict[str, Tensor]()
         for name, value in unit.captures.items():
             if isinstance(value, QParams):
@@ -104,75 +104,89 @@ class FunctionKernel(Kernel):
 
     @classmethod
     def defined_as(cls) -> Any:
-        """The function."""
+        """Return the user's function."""
         return cls.function
 
     def __reduce__(self) -> Any:
         return _empty, (self.name, name_of(self.function)), self.__getstate__()
 
     def forward(self, *inputs: Tensor) -> Any:
-        """Integers of the activations in the order of the captures, each with its dynamic scale and zero point."""
-        call: _Call = self._kept("call", self._call)
+        """Call the function.
+
+        Args:
+            inputs: integers of the activations in the order of the captures, each followed by its dynamic scale and
+                zero point.
+
+        Raises:
+            InputError: the function returns another number of values, or another dtype, than its pattern says.
+        """
+        call: _Call = self._cached("call", self._call)
         result = self.function(**call.arguments(inputs))
         if len(call.outs) == 1:
             return self._on_grid(result, call.outs[0])
         if not isinstance(result, tuple) or len(result) != len(call.outs):
-            raise InputError(f"{self.name} returns {_worded(result)}; its pattern has {len(call.outs)} outputs.")
+            raise InputError(f"{self.name} returns {_description(result)}; its pattern has {len(call.outs)} outputs.")
         return tuple(map(self._on_grid, result, call.outs))
 
     def _call(self) -> _Call:
         fixed, activations = dict[str, Any](self.settings), dict[str, tuple[QTensor, int]]()
-        for name, about in self.captures.items():
+        for name, capture in self.captures.items():
             tensor = {part: self._buffers.get(f"{part}_{name}") for part in ("values", "scale", "zero_point", "tensor")}
-            if "integers" in about:
-                grid = about["integers"]
+            if "integers" in capture:
+                grid = capture["integers"]
                 qp = QParams.per_tensor(grid["scale"], grid["zero_point"])
                 activations[name] = QTensor(torch.empty(0), qp.scale, qp.zero_point), grid["dynamic"]
-            elif "weight" in about:
+            elif "weight" in capture:
                 del tensor["tensor"]
-                fixed[name] = QTensor(**tensor, **about["weight"])  # type: ignore[arg-type]
+                fixed[name] = QTensor(**tensor, **capture["weight"])  # type: ignore[arg-type]
             else:
-                fixed[name] = tensor["tensor"] if "tensor" in about else about["value"]
+                fixed[name] = tensor["tensor"] if "tensor" in capture else capture["value"]
         if self.pack is not None:
             fixed["packed"] = self.pack(**{name: fixed[name] for name in signature(self.pack).parameters})
         outs = tuple(
-            None if grid is None else QParams.per_tensor(**grid)  # an activation's: uint8, per tensor
+            None if grid is None else QParams.per_tensor(**grid)  # activations are uint8, per tensor
             for grid in self.outs
         )
         return _Call({**fixed, "out": outs[0] if len(outs) == 1 else outs}, activations, outs)
 
     def _on_grid(self, value: Any, out: QParams | None) -> Tensor:
-        """The value as its readers take it: floats are rounded to the grid where one is wanted."""
+        """Return a result of the function on the grid of the output: floats are quantized, unless `out` is None."""
         if isinstance(value, Tensor) and value.is_floating_point():
             value = value.float() if autocast_on() else value
             if value.dtype == torch.float32:
                 return value if out is None else out.quantize(value)
         elif isinstance(value, Tensor) and out is not None and value.dtype == out.dtype:
             return value
-        wanted = "float32, as `out` is None" if out is None else "uint8 on the grid `out`, or float32"
-        raise InputError(f"the kernel {self.name} returns {_worded(value)}; it is to return {wanted}.")
+        expected = "float32, as `out` is None" if out is None else "uint8 on the grid `out`, or float32"
+        raise InputError(f"the kernel {self.name} returns {_description(value)}; it must return {expected}.")
 
 
 @dataclass(frozen=True)
 class _Call:
-    """Arguments of a function: those that stay, and the grids of activations with their number of dynamic inputs."""
+    """Arguments of a function.
+
+    Attributes:
+        fixed: arguments that are the same in every call, by name.
+        activations: grid of each activation, and its number of dynamic inputs, by name.
+        outs: grid of each output; None for float32.
+    """
 
     fixed: Mapping[str, Any]
     activations: Mapping[str, tuple[QTensor, int]]
     outs: tuple[QParams | None, ...]
 
     def arguments(self, inputs: Sequence[Tensor]) -> dict[str, Any]:
-        arguments, rest = dict(self.fixed), iter(inputs)
+        arguments, remaining = dict(self.fixed), iter(inputs)
         for name, (grid, dynamic) in self.activations.items():
-            values = next(rest)
-            scale = next(rest) if dynamic else grid.scale
-            zero_point = next(rest) if dynamic > 1 else grid.zero_point
+            values = next(remaining)
+            scale = next(remaining) if dynamic else grid.scale
+            zero_point = next(remaining) if dynamic > 1 else grid.zero_point
             arguments[name] = QTensor(values, scale, zero_point)
         return arguments
 
 
 def kernel_of(function: Callable[..., Any], pack: Callable[..., Any] | None) -> type[FunctionKernel]:
-    """The kernel class of a function. Its name is the function's, with its module."""
+    """Return a kernel class that calls a function. Its name is the function's qualified name with its module."""
     path = f"{function.__module__}.{function.__qualname__}"
     members = {
         "__module__": function.__module__,
@@ -186,7 +200,7 @@ def kernel_of(function: Callable[..., Any], pack: Callable[..., Any] | None) -> 
 
 
 def _empty(name: str, path: str) -> FunctionKernel:
-    """Kernel without state, for copies and pickles. As a pickle does, it imports the module of the function."""
+    """Return a kernel without state, for `copy` and `pickle`. Imports the module of the function, as a pickle does."""
     if name not in known_kernels():
         imported(path)
     kind: Any = known_kernels()[name]
@@ -194,7 +208,7 @@ def _empty(name: str, path: str) -> FunctionKernel:
     return kernel
 
 
-def _worded(value: Any) -> str:
+def _description(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     return f"a tuple of {len(value)}" if isinstance(value, tuple) else type(value).__name__

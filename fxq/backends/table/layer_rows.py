@@ -1,4 +1,4 @@
-"""The rows of layers in a table of kernels: an op with a weight becomes a `LayerSpec`, and that a kernel."""
+"""Rows of layers in a kernel table: they turn an op with a weight into a `LayerSpec`, and make the layer's kernel."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Change = Callable[[LayerSpec], LayerSpec]
 
 
 def layer_row(kernel: type[LayerKernel], change: Change = lambda layer: layer) -> KernelRow:
-    """The row of a kernel of layers; `change` is what a layer becomes before the kernel gets it."""
-    measured = KernelRow(
+    """Return the row of a layer kernel. `change` is applied to every layer before its kernel is made."""
+    dynamic = KernelRow(
         lambda unit: DynamicLayer.of(kernel, change(layer_of(unit))),
         lambda unit: DynamicLayer.refuses(kernel, change(layer_of(unit))),
         (*CLAMPS, "gelu"),
@@ -31,14 +31,14 @@ def layer_row(kernel: type[LayerKernel], change: Change = lambda layer: layer) -
         lambda unit: kernel.refuses(change(layer_of(unit))),
         kernel.posts,
         "residual" in kernel.options,
-        kernel.twice,
+        kernel.slow_posts,
         kernel.emits_float,
-        measured=measured if kernel.emits_float else None,
+        dynamic=dynamic if kernel.emits_float else None,
     )
 
 
 def layer_of(unit: FusedUnit) -> LayerSpec:
-    """The layer that a unit runs. Raises `BackendError` when its weight is not in integers."""
+    """Return the layer that a unit runs. Raises `BackendError` if its weight is not int8."""
     weight, bias, residual, slope = map(unit.captures.get, ("weight", "bias", "residual", "slope"))
     if not isinstance(weight, Weight):
         raise BackendError("its weight is not in integers")
@@ -54,6 +54,6 @@ def _weight_shape(call: OpCall) -> tuple[int, ...] | None:
 
 
 def is_depthwise_call(call: OpCall) -> bool:
-    """Whether an op is a convolution, perhaps a transposed one, of a channel each."""
+    """Whether an op is a depthwise convolution, possibly a transposed one."""
     shape = _weight_shape(call)
     return shape is not None and is_depthwise(shape, call.options.get("groups", 1))

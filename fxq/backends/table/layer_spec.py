@@ -1,4 +1,4 @@
-"""What describes a convolution or a linear layer on integers, and why kernels cannot run it."""
+"""`LayerSpec`: description of a convolution or linear layer on integers, and the reasons why kernels refuse one."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from dataclasses import KW_ONLY, dataclass
 import torch
 from torch import Tensor
 
-from fxq.backends.kernel import Post, activation_refused, bounds, first_reason, pair
+from fxq.backends.kernel import PostOp, activation_refused, bounds, first_reason, pair
 from fxq.quant.qparams import QParams
 from fxq.quant.spec import fits_int16
 
 
 @dataclass(frozen=True, eq=False)
 class LayerSpec:
-    """A convolution, a transposed convolution or a linear layer, with what happens to its result.
+    """Convolution, transposed convolution or linear layer on integers, with its fused residual and activation function.
 
     Attributes:
         weight: int8, (C_out, C_in / groups, *kernel); transposed (C_in, C_out / groups, *kernel); of a linear layer
             (C_out, C_in).
-        weight_qparams: per tensor or per output channel, zero point 0.
+        weight_qparams: grid of the weight, per tensor or per output channel, with zero point 0.
         bias: float32, (C_out,), or None.
         x: grid of the input.
         out: grid of the output; None for float32.
-        stride, padding, output_padding, dilation: int or one per spatial dimension, stored as a tuple; padding also
-            "valid" or "same". Asymmetric "same" padding, which no kernel has, stays a word.
+        stride, padding, output_padding, dilation: int, or one per spatial dimension; stored as a tuple. Padding may
+            also be "valid" or "same". Asymmetric "same" padding, which no kernel supports, is stored as the string.
         padding_mode, groups: as in `torch.nn.Conv2d`.
-        post: the activation function behind it, or None.
-        slope: float32, (C_out,) or (1,), for the post "prelu"; otherwise None.
+        post: activation function after the layer, or None.
+        slope: slopes of prelu, float32, (C_out,) or (1,); None for any other `post`.
         residual: grid of a uint8 tensor of the output's shape that is added before `post`, or None.
-        inplace: the kernel may overwrite the residual.
+        inplace: whether the kernel may overwrite the residual.
     """
 
     weight: Tensor
@@ -45,7 +45,7 @@ class LayerSpec:
     dilation: int | Sequence[int] = 1
     padding_mode: str = "zeros"
     groups: int = 1
-    post: Post | None = None
+    post: PostOp | None = None
     slope: Tensor | None = None
     residual: QParams | None = None
     inplace: bool = False
@@ -64,11 +64,11 @@ class LayerSpec:
 
     @property
     def dims(self) -> int:
-        """How many spatial dimensions it has; 0: a linear layer."""
+        """Number of spatial dimensions; 0: a linear layer."""
         return self.weight.dim() - 2
 
     def refused(self) -> str | None:
-        """Why no kernel can run it, or None."""
+        """Why no kernel can run the layer; None if one can."""
         symmetric = isinstance(self.padding, tuple) and len(self.padding) == self.dims
         adds, post = self.residual is not None, self.post
         reasons = [
@@ -85,7 +85,7 @@ class LayerSpec:
 
 
 def weight_refused(qp: QParams, axis: int) -> str | None:
-    """Why a weight with `qp` cannot be used; `axis` is the axis of its output channels."""
+    """Why a weight on the grid `qp` cannot be used; None if it can. `axis` is the axis of its output channels."""
     if qp.dtype != torch.int8:
         return f"the weight is {str(qp.dtype).removeprefix('torch.')}, the kernels take int8"
     if bool((qp.zero_point != 0).any()):
@@ -96,7 +96,10 @@ def weight_refused(qp: QParams, axis: int) -> str | None:
 
 
 def slope_refused(slope: Tensor | None) -> str | None:
-    """Why prelu with these slopes cannot be the larger, or the smaller, of y and slope * y in every channel."""
+    """Why kernels cannot apply prelu with these slopes; None if they can.
+
+    Kernels compute prelu as max(y, slope * y), or as min(y, slope * y), in all channels.
+    """
     if slope is None:
         return None
     if not bool(slope.isfinite().all()):
@@ -106,11 +109,11 @@ def slope_refused(slope: Tensor | None) -> str | None:
     return "prelu has slopes above 1 in some channels and below 1 in others"
 
 
-def post_refused(post: Post | None, known: Sequence[str]) -> str | None:
-    """Why `post` cannot be applied by a kernel that has the activation functions `known`."""
+def post_refused(post: PostOp | None, posts: Sequence[str]) -> str | None:
+    """Why a kernel that can apply the activation functions `posts` cannot apply `post`; None if it can."""
     if post is None:
         return None
-    if post.name not in known:
+    if post.name not in posts:
         return f"the kernel has no {post.name}"
     if post.name == "gelu" and post.algorithm not in ("none", "tanh"):
         return f"gelu with approximate={post.algorithm!r}"
@@ -118,17 +121,17 @@ def post_refused(post: Post | None, known: Sequence[str]) -> str | None:
 
 
 def overflow_refused(x: QParams, weight: Tensor) -> str | None:
-    """Why activations on the grid `x` and an int8 weight are too large for a kernel that adds pairs in int16."""
+    """Why a kernel that adds pairs of products in int16 would overflow, for activations on the grid `x`; else None."""
     low, high = weight.aminmax() if weight.numel() else (0, 0)
     largest = max(-int(low), int(high))
     if fits_int16(x.qmax, largest):
         return None
     return (
-        f"the kernel adds pairs of products in int16 here, which activations up to {x.qmax} and weights up to "
+        f"on this machine the kernel adds pairs of products in int16, so activations up to {x.qmax} and weights up to "
         f"{largest} overflow; use 7 bits for one of them"
     )
 
 
 def is_depthwise(shape: Sequence[int], groups: int) -> bool:
-    """Whether a convolution with a weight of this shape is depthwise: a channel in and one out for each group."""
+    """Whether a convolution with a weight of this shape is depthwise: one input and one output channel per group."""
     return groups > 1 and shape[0] == groups and shape[1] == 1

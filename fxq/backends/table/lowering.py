@@ -1,4 +1,4 @@
-"""Backends with a table of kernels: what it says of a unit, and the kernel that it makes of one."""
+"""`RowBackend`: base class of backends with a kernel table, which decides what they support and makes their kernels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fxq.backends.plain.converters import Dequantize, Quantize, Requantize
 from fxq.backends.plain.dynamic_quantize import DynamicQuantize
 from fxq.backends.plain.stored_weight import StoredWeight
 from fxq.backends.plain.weight_only import KERNELS as WEIGHT_ONLY
-from fxq.backends.table.kernel_table import QUANTIZING, Fit, FusedUnit, KernelRow, fits
+from fxq.backends.table.kernel_table import QUANTIZING_KERNELS, FusedUnit, KernelRow, RowMatch, matching_rows
 from fxq.errors import BackendError, InputError
 from fxq.graph.grid import grid_of
 from fxq.graph.query import CONVERSIONS, argument, constant, is_op, measures_of, options_of, values_of
@@ -36,9 +36,9 @@ from fxq.quant.spec import QuantConfig
 
 
 class RowBackend(Backend):
-    """A backend whose kernels stand in a table: by op, what starts a kernel. The kernels take plain uint8 tensors.
+    """Backend with a kernel table. The kernels take plain uint8 tensors.
 
-    One of your own extends another's table. Its class needs no more than a name, and these rows::
+    A backend of your own can extend the table of another. Its class needs a name and the additional rows::
 
         class MyX86(fxq.extend.X86):
             name = "my_x86"
@@ -47,90 +47,94 @@ class RowBackend(Backend):
             def rows(self):
                 return {**super().rows, "linear": fxq.extend.KernelRow(make)}
 
-    where `make(unit)` takes a `fxq.extend.FusedUnit` and returns a `fxq.extend.Kernel`, as for
-    `fxq.extend.register_kernel`.
+    `make(unit)` takes a `fxq.extend.FusedUnit` and returns a `fxq.extend.Kernel`, as for `fxq.extend.register_kernel`.
     """
 
     registered: ClassVar[dict[str, KernelRow]] = {}
-    """The rows that `fxq.extend.register_kernel` has added for this class. Those that extend it have them, too."""
+    """Rows that `fxq.extend.register_kernel` has added to this class. Subclasses use them, too."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Give it a table of its own for the user's kernels."""
+        """Give each subclass its own `registered`."""
         super().__init_subclass__(**kwargs)
         cls.registered = {}
 
     @property
     @abstractmethod
     def rows(self) -> Mapping[str, KernelRow]:
-        """The table."""
+        """The kernel table, by `kernel_table.rule_key` or name of an op."""
 
-    def fits(self, calls: Calls, measured: bool = False) -> list[Fit]:
-        """The kernels that run a unit or its first ops, the user's own among them; see `kernel_table.fits`.
+    def matching_rows(self, calls: Calls, dynamic: bool = False) -> list[RowMatch]:
+        """Return the rows whose kernels run a unit or its first ops, most ops first. Includes the user's own kernels.
 
         Args:
-            calls: the ops.
-            measured: whether scales of their activations are measured at run time.
+            calls: the ops of the unit.
+            dynamic: whether its activations have dynamic ranges.
         """
-        kinds = [kind for kind in reversed(type(self).__mro__) if issubclass(kind, RowBackend)]
-        rows = {**self.rows, **{key: row for kind in kinds for key, row in kind.registered.items()}}
-        if measured:
-            rows = {key: row.measured for key, row in rows.items() if row.measured is not None}
-        return fits(calls, rows)
+        classes = [base for base in reversed(type(self).__mro__) if issubclass(base, RowBackend)]
+        rows = {**self.rows, **{key: row for base in classes for key, row in base.registered.items()}}
+        if dynamic:
+            rows = {key: row.dynamic for key, row in rows.items() if row.dynamic is not None}
+        return matching_rows(calls, rows)
 
     def supports(self, gm: fx.GraphModule, node: fx.Node, calls: Calls, config: QuantConfig) -> Support:
-        """What the table says of the leading ops."""
+        """Return how many of the first ops a kernel of the table runs."""
         if config.activation is None:
-            known = len(calls) == 1 and calls[0].op.name in WEIGHT_ONLY
-            return Support(1) if known else Support(0, f"no kernel runs {calls[0].op.name} with integer weights alone")
-        measured = config.activation.range == "dynamic"
-        found = self.fits(calls, measured)
-        if not found:
-            what = " with ranges measured at run time" if measured else _advice(calls[0].op)
-            return Support(0, f"{self.name} has no int8 kernel for {calls[0].op.name}{what}")
+            has_kernel = len(calls) == 1 and calls[0].op.name in WEIGHT_ONLY
+            unsupported = f"no kernel runs {calls[0].op.name} with integer weights alone"
+            return Support(1) if has_kernel else Support(0, unsupported)
+        dynamic = config.activation.range == "dynamic"
+        matches = self.matching_rows(calls, dynamic)
+        if not matches:
+            detail = " with dynamic ranges" if dynamic else _advice(calls[0].op)
+            return Support(0, f"{self.name} has no int8 kernel for {calls[0].op.name}{detail}")
         if config.activation.signed:
             return Support(0, f"{self.name} kernels take unsigned activations; set signed=False")
         weight = config.weight
-        weighted = any(call.op.traits.weight for call in found[0].calls)
-        if weighted and weight is not None and not (weight.signed and weight.symmetric):
+        has_weight = any(call.op.traits.weight for call in matches[0].calls)
+        if has_weight and weight is not None and not (weight.signed and weight.symmetric):
             return Support(0, f"{self.name} kernels take signed symmetric weights")
         if calls[0].op.traits.recurrence is not None and config.state is None:
-            return Support(0, f"{self.name} kernels take a hidden state on integers; give state a spec")
+            return Support(0, f"{self.name} kernels take an integer hidden state; set state= in the config")
         reasons = []
-        for fit in found:
-            reason, ops = fit.refused(gm), len(fit.calls)
+        for match in matches:
+            reason, ops = match.refused(gm), len(match.calls)
             if reason is not None:
                 reasons.append(reason)
-            elif fit.costs_twice:
+            elif match.has_slow_post:
                 reason = f"{calls[ops - 1].op.name} costs a second {calls[0].op.name} on integers"
-                return Support(ops, reason, ops - 1, fit.row.emits_float)
+                return Support(ops, reason, ops - 1, match.row.emits_float)
             else:
-                rest = [f"no kernel of {self.name} takes {call.op.name} along" for call in calls[ops:]]
-                return Support(ops, next(iter([*reasons, *rest]), ""), emits_float=fit.row.emits_float)
+                reasons += [f"no kernel of {self.name} includes the {call.op.name}" for call in calls[ops:]]
+                return Support(ops, next(iter(reasons), ""), emits_float=match.row.emits_float)
         return Support(0, reasons[-1])
 
     def code(self, calls: Calls) -> str:
-        """As in `Backend`; besides, that of a kernel of the user's own."""
-        return super().code(calls) + "".join(fit.row.code for fit in self.fits(calls)[:1])
+        """Hash of the code outside of fxq that runs a unit, including the user's own kernel of it."""
+        return super().code(calls) + "".join(match.row.code for match in self.matching_rows(calls)[:1])
 
     def regions(self, gm: fx.GraphModule) -> Iterator[Region]:
-        """As in `Backend`; a function, or what measures a grid, goes along with the quantize that needs it."""
+        """Regions of units and conversions.
+
+        A quantize is one region with the ops that compute its dynamic grid, or with the float function before it if a
+        kernel runs both.
+        """
         for region in unit_regions(gm):
-            rounds = region.outputs != (region.node,) and not is_op(region.node, *CONVERSIONS)
-            fits = self.fits(region.calls, _is_measured(region)) if rounds else []
-            if fits and not fits[0].row.emits_integers:
+            is_quantized = region.outputs != (region.node,) and not is_op(region.node, *CONVERSIONS)
+            matches = self.matching_rows(region.calls, _is_dynamic(region)) if is_quantized else []
+            if matches and not matches[0].row.emits_integers:
                 yield read_region(gm, region.node, emits_float=True) or region
             else:
-                yield _with_its_function(gm, region.node) or _with_its_measures(region.node) or region
+                yield _quantize_with_function(gm, region.node) or _quantize_with_range(region.node) or region
 
     def lower(self, gm: fx.GraphModule, region: Region) -> Kernel | None:
-        """The kernel that the table has for a unit or a conversion."""
+        """Return the kernel of a unit or conversion from the table; None if the region needs none."""
         if not isinstance(region, UnitRegion):
             measures = measures_of(region.nodes[-1])
             if not measures or region.nodes != (*measures, region.nodes[-1]):
                 first, count = region.nodes[0].name, len(region.nodes)
                 raise InputError(
-                    f"the backend {self.name!r} has kernels of single units: for a region of {count} nodes, from "
-                    f"%{first} on, its class needs a `lower` of its own beside its `regions`."
+                    f"the backend {self.name!r} has kernels of single units: to lower a region of {count} nodes, from "
+                    f"%{first} on, its class must override `lower`, not only `regions`."
                 )
             scale, integers = options_of(region.nodes[0]), options_of(region.nodes[-1])
             return DynamicQuantize(integers["qmin"], integers["qmax"], scale["axis"], scale["symmetric"])
@@ -138,64 +142,64 @@ class RowBackend(Backend):
             return _converter(gm, region.node)
         if _quantizes(gm, region):
             (grid,), weight = out_grids(gm, region), constant(gm, argument(region.node, "weight"))
-            assert grid is not None and weight is not None  # as was asked
-            return QUANTIZING[region.calls[0].op.name](weight, grid)
+            assert grid is not None and weight is not None  # `_quantizes` has checked them
+            return QUANTIZING_KERNELS[region.calls[0].op.name](weight, grid)
         if is_weight_only(region.node, region.calls):
             return _weight_only(gm, region)
-        refused = None
-        for fit in self.fits(region.calls, _is_measured(region)):
-            if len(fit.calls) < len(region.calls):
+        refusal = None
+        for match in self.matching_rows(region.calls, _is_dynamic(region)):
+            if len(match.calls) < len(region.calls):
                 continue
-            if fit.row.make is None:
+            if match.row.make is None:
                 return None
             try:
-                return _kernel(gm, region, fit)
+                return _kernel(gm, region, match)
             except BackendError as error:
-                refused = error
-        if refused is not None:
-            raise refused
+                refusal = error
+        if refusal is not None:
+            raise refusal
         return None
 
 
 def _advice(op: Op) -> str:
-    """What its author can do about an op that has no kernel; nothing for fxq's own."""
+    """Remedy for an op of the user's own without a kernel; empty for fxq's ops."""
     if op.target.__module__.startswith("fxq."):
         return ""
     moves = (
-        ', or where it only moves values, traits=fxq.extend.OpTraits("moves", layout=True)'
+        '; or set traits=fxq.extend.OpTraits("moves", layout=True), if it only moves values'
         if op.traits.kind == "moves"
         else ""
     )
-    return f": give it one by fxq.extend.register_kernel{moves}"
+    return f": add one with fxq.extend.register_kernel{moves}"
 
 
-def _kernel(gm: fx.GraphModule, region: UnitRegion, fit: Fit) -> Kernel:
-    """The kernel of a unit. Raises `BackendError` where there is none."""
-    inputs, captures, dynamic = fit.integers(gm)
+def _kernel(gm: fx.GraphModule, region: UnitRegion, match: RowMatch) -> Kernel:
+    """Return the kernel of a unit. Raises `BackendError` if there is none."""
+    inputs, captures, dynamic = match.integers(gm)
     if set(inputs) != set(region.inputs):
-        raise BackendError("an input is not in integers")
-    taken = [node.args[1] for node in values_of(region.node) if node is not region.node]
-    if taken != [*range(fit.outputs)][: len(taken)] or len(region.outputs) != fit.outputs:
-        raise BackendError("not every one of its outputs is read, or one is taken twice")
-    assert fit.row.make is not None  # else it runs as it stands
-    kernel = fit.row.make(FusedUnit(captures, out_grids(gm, region), region.calls, dynamic))
-    if inputs != region.inputs:  # it reads one of them twice, or in another order
+        raise BackendError("an input is not on integers")
+    indices = [node.args[1] for node in values_of(region.node) if node is not region.node]
+    if indices != [*range(match.outputs)][: len(indices)] or len(region.outputs) != match.outputs:
+        raise BackendError("one of its outputs is not read, or is read twice")
+    assert match.row.make is not None  # otherwise the op runs without a kernel
+    kernel = match.row.make(FusedUnit(captures, out_grids(gm, region), region.calls, dynamic))
+    if inputs != region.inputs:  # the kernel reads one of them twice, or in another order
         kernel.reads = tuple(map(region.inputs.index, inputs))
     return kernel
 
 
 def _weight_only(gm: fx.GraphModule, region: UnitRegion) -> Kernel | None:
-    """The kernel of a layer that computes in float; None where the weight is in float, too."""
+    """Return the weight-only kernel of a layer; None if its weight is in float."""
     call = region.calls[0]
-    quant = call.op.traits
+    traits = call.op.traits
     kind = WEIGHT_ONLY[call.op.name]
     refuse(kind.name, f"its {call.computed} is a value that can differ from call to call" if call.computed else None)
     weights: dict[str, StoredWeight] = {}
     constants: dict[str, Tensor] = {}
-    given: dict[str, fx.Node] = {}
+    activations: dict[str, fx.Node] = {}
     for name, read in call.tensors.items():
         value = constant(gm, read)
-        if quant.role(name) == "weight" and isinstance(read, fx.Node):
+        if traits.role(name) == "weight" and isinstance(read, fx.Node):
             weight = integer_weight(gm, read)
             if weight is None:
                 return None
@@ -203,53 +207,53 @@ def _weight_only(gm: fx.GraphModule, region: UnitRegion) -> Kernel | None:
         elif value is not None:
             constants[name] = value
         elif isinstance(read, fx.Node):
-            given[name] = read
-    kernel = kind.of(call, tuple(given), weights, constants)
-    inputs = tuple(given.values())
+            activations[name] = read
+    kernel = kind.of(call, tuple(activations), weights, constants)
+    inputs = tuple(activations.values())
     if inputs != region.inputs:
         kernel.reads = tuple(map(region.inputs.index, inputs))
     return kernel
 
 
 def _converter(gm: fx.GraphModule, node: fx.Node) -> Kernel | None:
-    """The quick form of a conversion of activations; None for another one."""
+    """Return the kernel of a conversion of activations; None for weights, and for grids that it does not support."""
     grid, source = grid_of(gm, node), node.args[0]
-    if grid is None or not _is_plain(grid) or (isinstance(source, fx.Node) and source.op == "get_attr"):
+    if grid is None or not _is_per_tensor_uint8(grid) or (isinstance(source, fx.Node) and source.op == "get_attr"):
         return None
     if is_op(node, "requantize"):
-        before = QParams.per_tensor(node.kwargs["from_scale"], node.kwargs["from_zero_point"])  # type: ignore[arg-type]
-        return Requantize(before, grid)
+        old = QParams.per_tensor(node.kwargs["from_scale"], node.kwargs["from_zero_point"])  # type: ignore[arg-type]
+        return Requantize(old, grid)
     return Quantize(grid) if is_op(node, "quantize") else Dequantize(grid)
 
 
-def _is_plain(grid: QParams | None) -> bool:
+def _is_per_tensor_uint8(grid: QParams | None) -> bool:
     return grid is not None and grid.dtype == torch.uint8 and grid.axis is None
 
 
-def _with_its_function(gm: fx.GraphModule, node: fx.Node) -> UnitRegion | None:
-    """The region of a quantize with the function before it, where one kernel runs both; else None."""
+def _quantize_with_function(gm: fx.GraphModule, node: fx.Node) -> UnitRegion | None:
+    """Region of a quantize and the float function before it, if one kernel runs both; else None."""
     source = node.args[0] if is_op(node, "quantize") else None
-    region = read_region(gm, source) if isinstance(source, fx.Node) and is_op(source, *QUANTIZING) else None
+    region = read_region(gm, source) if isinstance(source, fx.Node) and is_op(source, *QUANTIZING_KERNELS) else None
     return region if region is not None and _quantizes(gm, region) else None
 
 
-def _is_measured(region: UnitRegion) -> bool:
-    """Whether the grid of something that a unit reads is measured at run time."""
+def _is_dynamic(region: UnitRegion) -> bool:
+    """Whether an input of a unit has a dynamic range."""
     scales = (options_of(step)["scale"] for step in region.steps if is_op(step, "quantize", "dequantize"))
     return any(isinstance(scale, fx.Node) and scale.op != "get_attr" for scale in scales)
 
 
-def _with_its_measures(node: fx.Node) -> Region | None:
-    """The region of a quantize with the ops that measure its grid; else None."""
+def _quantize_with_range(node: fx.Node) -> Region | None:
+    """Region of a quantize with dynamic range and the ops that compute its grid; else None."""
     measures = measures_of(node) if is_op(node, "quantize") else ()
     return region_of((*measures, node)) if measures and options_of(node)["dtype"] == torch.uint8 else None
 
 
 def _quantizes(gm: fx.GraphModule, region: UnitRegion) -> bool:
-    """Whether a region is a function of floats that a kernel computes along with the quantize behind it."""
+    """Whether a region is a float function and a quantize after it that one kernel runs together."""
     return (
-        is_op(region.node, *QUANTIZING)
-        and all(map(_is_plain, out_grids(gm, region)))
+        is_op(region.node, *QUANTIZING_KERNELS)
+        and all(map(_is_per_tensor_uint8, out_grids(gm, region)))
         and constant(gm, argument(region.node, "weight")) is not None
         and not any(is_op(step, "dequantize") for step in region.steps)
     )

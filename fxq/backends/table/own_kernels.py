@@ -1,4 +1,4 @@
-"""Kernels of the user's own: for a fusion or an op, on a backend with a table of kernels, by one public call."""
+"""Decorators that add kernels of the user's own, for a fusion or an op, to a backend with a kernel table."""
 
 from __future__ import annotations
 
@@ -21,36 +21,35 @@ from fxq.ops import OPS
 from fxq.rewriting.pattern import FUSIONS, Family
 
 _MAKERS: dict[str, Callable[..., Any]] = {}
-"""The function that makes or is a kernel, by backend and pattern."""
-
-
+"""The user's function that makes or is a kernel, by backend and pattern."""
 Maker = TypeVar("Maker", bound=Callable[[FusedUnit], Kernel])
 
 
 def register_kernel(backend: str, fusion: Family | str, *, emits_float: bool = True) -> Callable[[Maker], Maker]:
-    """Decorator: on this backend, a unit of the fusion runs in the kernel that the function makes.
+    """Decorate a function that makes the kernel of a fusion or op on a backend.
 
-    The kernel takes the integers of the captured activations, in the order of the captures, and returns what the fusion
-    does: of several outputs, a tuple, each on its grid of `FusedUnit.outs`. verify-lowering runs it against the
-    fusion's meaning, and its price is measured. A recipe that is to be saved names it: `Recipe.with_extensions`.
+    The kernel takes the integers of the captured activations, in the order of the captures. It returns the value of the
+    fusion on the grid `FusedUnit.outs[0]`; if the fusion has several outputs, a tuple, each on its grid.
+    `verify-lowering` compares it with the float meaning of the fusion, and its price is measured. Name the function in
+    recipes that you save, see `Recipe.with_extensions`.
 
     Args:
-        backend: name of a backend with a table of kernels: "x86", "fbgemm", "qnnpack", or the import path of one
-            of your own, see `fxq.backends.table.lowering.RowBackend`.
-        fusion: what `fxq.fusion` returned, or the name of an op.
-        emits_float: whether the kernel can emit float32; if not, its result is rounded to a grid wherever it is read.
+        backend: name of a backend with a kernel table: "x86", "fbgemm", "qnnpack", or the import path of one of your
+            own, see `fxq.backends.table.lowering.RowBackend`.
+        fusion: result of `fxq.fusion`, or the name of an op.
+        emits_float: whether the kernel can emit float32. If not, its result is rounded to a grid wherever it is read.
 
     Returns:
-        The decorator of a function `(FusedUnit) -> Kernel`, which it returns as it is. It may raise `BackendError` with
-        the reason why there is no such kernel; the unit then runs as if there were none. A function that is defined
-        anew replaces what it was.
+        Decorator of a function `(FusedUnit) -> Kernel`, which it returns unchanged. The function may raise
+        `BackendError` with the reason why it cannot make the kernel; the unit then runs as if there were none. A
+        function that is defined again replaces the earlier one.
 
     Raises:
-        InputError: `fusion` is no fusion and no op; the function returns no kernel.
-        BackendError: the backend has no table of kernels, or another function makes this fusion's kernel.
+        InputError: `fusion` is neither a fusion nor an op, or the function does not return a kernel.
+        BackendError: the backend has no kernel table, or another function makes the kernel of this fusion.
 
     Example:
-        A layer with a gate, which x86 does not take along. For shortness, the kernel computes in float.
+        A linear layer with a gate, which x86 has no kernel for. For brevity, this kernel computes in float.
 
         >>> @fxq.fusion(everywhere=False)
         ... def linear_gate(op, x, w, b, s):
@@ -86,7 +85,7 @@ Run = TypeVar("Run", bound=Callable[..., Any])
 
 
 def kernel(backend: str, pattern: Family | str, *, pack: Callable[..., Any] | None = None) -> Callable[[Run], Run]:
-    """Decorator: on this backend, units of a fusion, or single ops, run in the function.
+    """Decorate a function that is the kernel of a fusion or op on a backend.
 
     The function gets integer tensors with their grids and returns integers or floats. fxq derives the rest: weights and
     constants become buffers of a module, which is copied, moved and saved with the model, and `verify-lowering`
@@ -94,32 +93,31 @@ def kernel(backend: str, pattern: Family | str, *, pack: Callable[..., Any] | No
     function by its import path: import its module before `fxq.load`.
 
     Args:
-        backend: name of a backend with a table of kernels: "x86", "fbgemm", "qnnpack", or the import path of one of
-            your own.
-        pattern: what `fxq.fusion` returned, or the name of an op, such as "linear".
-        pack: function of some of the constants, by their names. Its value is computed once, and again when one of them
-            is edited, and is passed as `packed`. Copies and files do not hold it.
+        backend: name of a backend with a kernel table: "x86", "fbgemm", "qnnpack", or the import path of one of your
+            own.
+        pattern: result of `fxq.fusion`, or the name of an op, such as "linear".
+        pack: function of some of the constants, by name. Its result is cached until one of them is edited, and is
+            passed as `packed`. It is not copied or saved.
 
     Returns:
-        The decorator of a function, which it returns as it is. The function's parameters are the captures of the
-        pattern (of an op: its tensors), by name:
+        Decorator of a function, which it returns unchanged. The function's parameters are the captures of the pattern
+        (of an op: its tensors), by name:
 
         - an activation is a `QTensor` of uint8 values, static or dynamic;
         - a weight is a `QTensor` of int8 values with a scale per channel or per tensor;
-        - another constant is its tensor, float32; a number is itself; an input left out is None.
+        - another constant is its float32 tensor, a number is itself, and an omitted input is None.
 
-        Keyword-only parameters are `out`, the grid that the result is wanted on, a `QParams`, or None where it is
-        wanted in float32 (of several outputs, a tuple of them); `packed`; options of the ops, by name; and the
-        variants of the fusion, by name. An option that is not taken must have its default, or what the pattern says;
-        elsewhere the unit runs as if there were no kernel.
+        Keyword-only parameters are `out`, the grid of the result, a `QParams`, or None for float32 (of several outputs,
+        a tuple); `packed`; options of the ops, by name; and the variants of the fusion, by name. If an option is not a
+        parameter, the kernel runs only units where it has its default or the value in the pattern.
 
-        It returns integers of `out.dtype` on the grid `out`, or float32, which is rounded to `out` where that is given;
-        of several outputs a tuple. A function that is defined again replaces the one before.
+        The function returns integers of `out.dtype` on the grid `out`, or float32, which is quantized to `out` unless
+        that is None; of several outputs a tuple. A function that is defined again replaces the earlier one.
 
     Raises:
-        InputError: `pattern` is no fusion and no op; a parameter is not in the pattern, or a capture is no parameter;
-            in use, the function returns another dtype.
-        BackendError: the backend is unknown or has no table of kernels, or another function runs this pattern there.
+        InputError: `pattern` is neither a fusion nor an op; a parameter is not in the pattern, or a capture is not a
+            parameter; at run time, the function returns another dtype.
+        BackendError: the backend is unknown or has no kernel table, or another function runs this pattern there.
 
     Example:
         >>> @fxq.fusion(everywhere=False)
@@ -134,21 +132,21 @@ def kernel(backend: str, pattern: Family | str, *, pack: Callable[..., Any] | No
     def register(function: Run) -> Run:
         if not inspect.isfunction(function):
             raise InputError(f"fxq.extend.kernel decorates a plain function, not {function!r}.")
-        taken = [check_signature(function, pack, pattern) for pattern in patterns]
+        option_names = [check_signature(function, pack, pattern) for pattern in patterns]
         kind, code = kernel_of(function, pack), digest_of(function)
-        made = {}
-        for pattern, options in zip(patterns, taken, strict=True):
-            row = KernelRow(partial(_made_of, kind, pattern, options), partial(pattern.refused, options), code=code)
-            made[pattern] = replace(row, measured=row)
-        _register(backend, rows, function, made)
+        new_rows = {}
+        for pattern, options in zip(patterns, option_names, strict=True):
+            row = KernelRow(partial(_make, kind, pattern, options), partial(pattern.refused, options), code=code)
+            new_rows[pattern] = replace(row, dynamic=row)
+        _register(backend, rows, function, new_rows)
         return function
 
     return register
 
 
-def _made_of(kind: type[FunctionKernel], pattern: KernelPattern, options: Collection[str], unit: FusedUnit) -> Kernel:
+def _make(kind: type[FunctionKernel], pattern: KernelPattern, options: Collection[str], unit: FusedUnit) -> Kernel:
     refuse(kind.name, pattern.refused(options, unit))
-    captures = {name: unit.captures.get(name) for name in pattern.captures}  # an op lacks the inputs that are not given
+    captures = {name: unit.captures.get(name) for name in pattern.captures}  # the captures of an op lack omitted inputs
     return kind.of(replace(unit, captures=captures), pattern.settings(options, unit))
 
 
@@ -161,33 +159,33 @@ def _patterns(caller: str, fusion: Any) -> list[KernelPattern]:
         raise InputError(
             f"{caller} takes a fusion or the name of an op: {unknown('op', fusion, (op.name for op in OPS))}"
         )
-    raise InputError(f"{caller} takes what fxq.fusion returned, or the name of an op, not {fusion!r}.")
+    raise InputError(f"{caller} takes the result of fxq.fusion or the name of an op, not {fusion!r}.")
 
 
 def _register(
-    backend: str, rows: dict[str, KernelRow], code: Callable[..., Any], made: Mapping[KernelPattern, KernelRow]
+    backend: str, rows: dict[str, KernelRow], code: Callable[..., Any], new_rows: Mapping[KernelPattern, KernelRow]
 ) -> None:
-    """Add rows to a table. Raises `BackendError` where the kernel of a pattern is another function's."""
-    for pattern, row in made.items():
-        known = _MAKERS.setdefault(f"{backend} {pattern.name}", code)
-        if name_of(known) != name_of(code):
-            raise BackendError(f"the kernel of {pattern.name!r} on {backend} is made by {name_of(known)} already.")
+    """Add rows to a table. Raises `BackendError` if another function makes the kernel of a pattern."""
+    for pattern, row in new_rows.items():
+        maker = _MAKERS.setdefault(f"{backend} {pattern.name}", code)
+        if name_of(maker) != name_of(code):
+            raise BackendError(f"the kernel of {pattern.name!r} on {backend} is made by {name_of(maker)} already.")
         _MAKERS[f"{backend} {pattern.name}"] = code
         rows[pattern.key] = row
 
 
 def _registered(backend: str) -> dict[str, KernelRow]:
-    """The user's own kernels beside the table of a backend."""
+    """Rows of the user's own kernels on a backend."""
     kind = backend_type(backend)
     if not issubclass(kind, RowBackend):
         raise BackendError(
-            f"backend {backend!r} has no table of kernels: one of your own runs units as its lower says."
+            f"backend {backend!r} has no table of kernels. Override lower() of a backend of your own instead."
         )
     return kind.registered
 
 
 def makes_kernels(value: Any) -> bool:
-    """Whether this is a function that `register_kernel` or `kernel` was given."""
+    """Whether `value` is a function that `register_kernel` or `kernel` has decorated."""
     return any(value is make for make in _MAKERS.values())
 
 
@@ -198,23 +196,24 @@ def _checked(make: Callable[[FusedUnit], Kernel]) -> Callable[[FusedUnit], Kerne
     if not callable(make):
         raise InputError(f"register_kernel decorates a function that makes a kernel, not {make!r}.")
 
-    def made(unit: FusedUnit) -> Kernel:
+    def make_checked(unit: FusedUnit) -> Kernel:
         try:
             kernel = make(unit)
         except FxqError:
             raise
         except Exception as error:
-            what = f"{name_of(make)} makes no kernel of the captures {', '.join(unit.captures)}"
-            raise InputError(f"{what}: {type(error).__name__}: {words_of(error)}") from error
+            failure = f"{name_of(make)} fails for the captures {', '.join(unit.captures)}"
+            raise InputError(f"{failure}: {type(error).__name__}: {words_of(error)}") from error
         if not isinstance(kernel, Kernel) or not hasattr(kernel, "name"):
-            raise InputError(f"{name_of(make)} makes kernels: fxq.extend.Kernel with a name, not {kernel!r}.")
-        told = {*kernel.options, *kernel._buffers}
-        lost = [p.name for p in signature(type(kernel)).parameters.values() if p.name not in told and p.kind in _NAMED]
+            raise InputError(f"{name_of(make)} must return a fxq.extend.Kernel with a name, not {kernel!r}.")
+        stored = {*kernel.options, *kernel._buffers}
+        parameters = signature(type(kernel)).parameters.values()
+        lost = [p.name for p in parameters if p.name not in stored and p.kind in _NAMED]
         if lost:
             raise InputError(
-                f"{kernel.name}: {', '.join(lost)} of its __init__ is neither one of its `options` nor of its buffers. "
-                "Copies and files make a kernel of these, and would lose it."
+                f"{kernel.name}: {', '.join(lost)} of its __init__ is neither an option nor a buffer. Copies and files "
+                "make the kernel from its `options` and buffers, and would lose the value."
             )
         return kernel
 
-    return made
+    return make_checked

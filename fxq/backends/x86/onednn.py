@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fxq.backends import cpu
-from fxq.backends.kernel import Post, bounds, numbers
+from fxq.backends.kernel import PostOp, bounds, scale_and_zero_point
 from fxq.backends.table.layer_kernel import LayerKernel
 from fxq.errors import InputError
 from fxq.quant.qparams import QParams
@@ -41,7 +41,7 @@ class Epilogue(NamedTuple):
         return run if self.clamp is None else lambda *values: self.finish(run(*values))
 
 
-def epilogue(post: Post | None, out: QParams | None, fused: bool = True) -> Epilogue:
+def epilogue(post: PostOp | None, out: QParams | None, fused: bool = True) -> Epilogue:
     """The cheapest way to get `post` and the grid of `out` (kernels saturate at 0 and 255 only).
 
     Args:
@@ -97,4 +97,4 @@ def check_image(name: str, shape: torch.Size, dims: int, channels: int) -> None:
 
 def target(out: QParams | None) -> tuple[float, int, torch.dtype]:
     """Scale, zero point and type of a result; None: float32."""
-    return (*numbers(out), torch.float32 if out is None else torch.uint8)
+    return (*scale_and_zero_point(out), torch.float32 if out is None else torch.uint8)

@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fxq.backends.kernel import Post
+from fxq.backends.kernel import PostOp
 from fxq.backends.plain import binary as arithmetic
 from fxq.backends.plain.binary import is_gate
-from fxq.backends.plain.converters import WHOLE, dense
+from fxq.backends.plain.converters import MAX_UNCHUNKED_ELEMENTS, dense
 from fxq.backends.table.layer_spec import LayerSpec
 from fxq.backends.x86.onednn import epilogue, target
 from fxq.backends.x86.onednn_conv import OnednnConv
@@ -37,7 +37,7 @@ class OnednnAdd(arithmetic.Add):
     _channels: ClassVar[int] = 64
 
     def __init__(
-        self, a: QParams, b: QParams, out: QParams, post: Post | None = None, sign: int = 1, inplace: bool = False
+        self, a: QParams, b: QParams, out: QParams, post: PostOp | None = None, sign: int = 1, inplace: bool = False
     ) -> None:
         super().__init__(a, b, out, post, sign)
         self.inplace = inplace
@@ -49,7 +49,7 @@ class OnednnAdd(arithmetic.Add):
         # Which channel an element belongs to is of no importance: take as many channels as fill a vector register.
         channels = next(c for c in (self._channels, 32, 16, 8, 4, 2, 1) if a.numel() % c == 0)
         key = channels, overwrites
-        conv: OnednnConv = self._kept(key, lambda: self._conv(channels, overwrites))
+        conv: OnednnConv = self._cached(key, lambda: self._conv(channels, overwrites))
         swaps = self.sign != 1
         (n, *rest), is_image = a.shape, a.dim() == 4
         run = conv.bind(*(_as_image(x, channels) for x in ((b, a) if swaps else (a, b))))
@@ -84,7 +84,7 @@ class OnednnMul(arithmetic.Mul):
 
     name: ClassVar[str] = "x86.mul"
 
-    def __init__(self, a: QParams, b: QParams, out: QParams, post: Post | None = None) -> None:
+    def __init__(self, a: QParams, b: QParams, out: QParams, post: PostOp | None = None) -> None:
         super().__init__(a, b, out, post)
         self._epilogue = epilogue(post, out)
         # Behind a gate's zero point: its scale, and what it adds to the bias for the zero point of the other.
@@ -106,7 +106,7 @@ class OnednnMul(arithmetic.Mul):
         grid = (self.a, self.b)[which]
         channels = x.shape[1]
         key = x.shape[1:], torch.get_num_threads()
-        weight, zero, after = self._kept_for(key, lambda: self._pack(channels, list(x.shape[2:]), grid))
+        weight, zero, after = self._cached_for_size(key, lambda: self._pack(channels, list(x.shape[2:]), grid))
         centered = torch.sub(gate.reshape(len(gate), 1, channels), self._zeros[which])
         factors = torch.mul(
             self._factors[which], centered
@@ -129,4 +129,4 @@ class OnednnMul(arithmetic.Mul):
 
 def _is_large_gated(x: Tensor, gate: Tensor) -> bool:
     """Whether `x` is a large image, and `gate` has a value for each of its channels."""
-    return x.numel() > WHOLE and x.dim() == 4 and x.shape[1:].numel() >= _GATE and is_gate(gate, x)
+    return x.numel() > MAX_UNCHUNKED_ELEMENTS and x.dim() == 4 and x.shape[1:].numel() >= _GATE and is_gate(gate, x)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fxq.backends.kernel import numbers
+from fxq.backends.kernel import scale_and_zero_point
 from fxq.backends.plain.converters import dequantize, is_image, quantize
 from fxq.backends.table.layer_spec import LayerSpec, is_depthwise
 from fxq.backends.x86.conv_padding import Padding
@@ -70,14 +70,15 @@ class OnednnConv(OnednnLayer):
     )  # fmt: skip
     dims: ClassVar[tuple[int, ...]] = (1, 2)
     posts: ClassVar[tuple[str, ...]] = (*OPS.fused_after("conv"), "prelu")
-    twice: ClassVar[tuple[str, ...]] = ("leaky_relu", "prelu")
+    slow_posts: ClassVar[tuple[str, ...]] = ("leaky_relu", "prelu")
 
     def __init__(self, spec: LayerSpec) -> None:
         super().__init__(spec)
         self._dims = spec.dims
         self._doubles = self._slopes is not None
         self._epilogue = epilogue(None if self._doubles else self.post, self.out, fused=self.residual is None)
-        self._input, self._output, self._sum = numbers(self.x), target(self.out), numbers(self.residual)
+        self._input, self._sum = scale_and_zero_point(self.x), scale_and_zero_point(self.residual)
+        self._output = target(self.out)
 
     def _plan(self, shape: torch.Size) -> ConvPlan:
         """The plan for inputs of `shape` (N, C, H, W)."""
@@ -91,7 +92,7 @@ class OnednnConv(OnednnLayer):
             groups=self.groups,
             native=self._pads_natively(),
         )
-        forms = self._kept(("forms", found.weight.shape), lambda: self._forms(found.weight))
+        forms = self._cached(("forms", found.weight.shape), lambda: self._forms(found.weight))
         calls = [self._call(form, found, i) for i, form in enumerate(forms)]
         run = self._epilogue.behind(self._prelu(calls, found.shape) if self._doubles else calls[0])
         if any(found.pad):
@@ -122,7 +123,7 @@ class OnednnConv(OnednnLayer):
     @property
     def _slopes(self) -> Tensor | None:
         """The slopes of prelu or leaky_relu, (1,) or (C_out,); None for another post."""
-        if self.post is None or self.post.name not in self.twice:
+        if self.post is None or self.post.name not in self.slow_posts:
             return None
         return torch.tensor(self.post.args, dtype=torch.float32, device="cpu") if self.slope is None else self.slope
 
@@ -157,7 +158,7 @@ class OnednnConv(OnednnLayer):
         arguments = tuple(map(str, found.arguments))
         # It is packed for a number of threads, and laid out again at every call with another one.
         key = "packed", which, weight.shape, arguments, torch.get_num_threads()
-        packs: dict[tuple[int, ...], Tensor] = self._kept(key, dict)
+        packs: dict[tuple[int, ...], Tensor] = self._cached(key, dict)
         image = tuple(found.image)
         if image not in packs:
             if len(packs) < PACKED:
@@ -191,7 +192,7 @@ class OnednnConv(OnednnLayer):
 
     def _planned(self, shape: torch.Size) -> ConvPlan:
         """The plan for images of a shape."""
-        plan: ConvPlan = self._kept_for((shape, torch.get_num_threads()), lambda: self._plan(shape))
+        plan: ConvPlan = self._cached_for_size((shape, torch.get_num_threads()), lambda: self._plan(shape))
         return plan
 
     def _prelu(self, calls: list[Callable[..., Tensor]], shape: torch.Size) -> Callable[..., Tensor]:

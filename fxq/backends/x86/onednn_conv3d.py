@@ -32,7 +32,7 @@ class Conv3d(OnednnLayer):
     options: ClassVar[tuple[str, ...]] = ("x", "out", "stride", "padding", "dilation", "groups", "post")
     dims: ClassVar[tuple[int, ...]] = (3,)
     posts: ClassVar[tuple[str, ...]] = OnednnConv.posts
-    twice: ClassVar[tuple[str, ...]] = OnednnConv.twice
+    slow_posts: ClassVar[tuple[str, ...]] = OnednnConv.slow_posts
 
     def __init__(self, spec: LayerSpec) -> None:
         super().__init__(spec)
@@ -48,7 +48,7 @@ class Conv3d(OnednnLayer):
         check_image(self.name, x.shape, 3, self.weight.shape[1] * self.groups)
         if x.dim() == 4:
             return self.forward(x.unsqueeze(0)).squeeze(0)
-        conv = self._kept("conv", self._conv)
+        conv = self._cached("conv", self._conv)
         stride, pad, dilation = self.stride[0], self.padding[0], self.dilation[0]
         span = dilation * (self.weight.shape[2] - 1) + 1
         if x.shape[2] + 2 * pad < span:

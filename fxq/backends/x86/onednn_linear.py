@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fxq.backends import cpu
-from fxq.backends.kernel import numbers
+from fxq.backends.kernel import scale_and_zero_point
 from fxq.backends.table.layer_spec import LayerSpec
 from fxq.backends.x86.onednn import OnednnLayer, PackedWeight, epilogue, target
 from fxq.errors import BackendError, InputError
@@ -70,7 +70,8 @@ class OnednnLinear(OnednnLayer):
         super().__init__(spec)
         self._epilogue = epilogue(self.post, self.out, fused=self.residual is None)
         self._emits_sums = self.out is None and self.post is None and self.weight.shape[1] > 1
-        self._input, self._output, self._sum = numbers(self.x), target(self.out), numbers(self.residual)
+        self._input, self._sum = scale_and_zero_point(self.x), scale_and_zero_point(self.residual)
+        self._output = target(self.out)
 
     def _pack(self) -> PackedWeight:
         scale = self.weight_scale.expand(self.weight.shape[0]).contiguous()
@@ -112,7 +113,7 @@ class OnednnLinear(OnednnLayer):
     def _runner(self, x: Tensor) -> Callable[..., Tensor]:
         """What to call for inputs like `x`, behind it with a residual where there is one."""
         if self._emits_sums and cpu.has_int_mm() and x.numel() == self.weight.shape[1] == x.shape[-1]:
-            weight, scale, bias = self._kept("row", self._row)
+            weight, scale, bias = self._cached("row", self._row)
             # One row is contiguous whatever its stride, and the product looks at that.
             is_row = x.stride() == (len(weight), 1)
 
@@ -125,7 +126,7 @@ class OnednnLinear(OnednnLayer):
         if not cpu.has_integer_matmul() and self.weight.numel() >= LARGE and self._epilogue.name in _CONV_POSTS:
             self._check(x)
             return self._epilogue.behind(self._convolved())
-        packed: PackedWeight = self._kept("", self._pack)
+        packed: PackedWeight = self._cached("", self._pack)
         if self.residual is not None:
             return self._epilogue.behind(lambda x, residual: self._add(x, residual, packed))
         op, rest = _onednn.qlinear_pointwise.default, (*self._input, *packed, *self._output, *self._epilogue[:3])
@@ -133,7 +134,7 @@ class OnednnLinear(OnednnLayer):
 
     def _convolved(self) -> Callable[..., Tensor]:
         """The layer as a convolution; one packed weight does for any number of rows."""
-        *packed, bias = self._kept("taps", self._pack_taps)
+        *packed, bias = self._cached("taps", self._pack_taps)
         behind = (*_SINGLE_TAP, *self._output)
         if self.residual is None:
             rest = (self.x.s, 0, *packed, bias, *behind, *self._epilogue[:3])

@@ -84,7 +84,7 @@ class AvgPool2d(Kernel):
 
     def _conv_for(self, x: Tensor) -> OnednnConv:
         channels = x.shape[-1 - self.dims]
-        conv: OnednnConv = self._kept(channels, lambda: self._conv(channels))
+        conv: OnednnConv = self._cached(channels, lambda: self._conv(channels))
         return conv
 
 
@@ -112,5 +112,5 @@ class AdaptiveAvgPool2d(Kernel):
             y = F.adaptive_avg_pool2d(dequantize(x, self.x.s, self.x.z), (key[0], key[1]))
             return y if self.out is None else quantize(y, self.out.s, self.out.z, self.out.qmax, self.out.qmin)
         window = tuple(n // wanted for n, wanted in zip(x.shape[-2:], key, strict=True))
-        pool = self._kept_for(window, lambda: AvgPool2d(self.x, self.out, window))
+        pool = self._cached_for_size(window, lambda: AvgPool2d(self.x, self.out, window))
         return pool(x)

@@ -127,7 +127,7 @@ class RecurrentLoop(Kernel):
             raise InputError(f"{self.name}: an input of shape {tuple(x.shape)}; the layer takes (T, N, {wanted}).")
         count = len(others) - len(self.given)
         states = dict(zip(self.given, others[count:], strict=True))
-        layer: _Prepared = self._kept("", lambda: _Prepared(self))
+        layer: _Prepared = self._cached("", lambda: _Prepared(self))
         h, c = (
             self._initial(states.get(name, own), x.shape[1], width)
             for name, own, width in (("h", self.h, layer.width), ("c", self.c, layer.hidden))

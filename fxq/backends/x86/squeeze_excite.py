@@ -82,7 +82,7 @@ class Excite(Kernel):
     def bind(self, x: Tensor) -> Callable[..., Tensor]:
         if x.dim() != 4 or x.shape[1] != self.squeeze.shape[1]:
             check_image(self.name, x.shape, 2, self.squeeze.shape[1])
-        squeeze, (weight, bias) = self._kept("", self._layers)
+        squeeze, (weight, bias) = self._cached("", self._layers)
         function, gate, shape = _INPLACE[self.function], _INPLACE[self.gate], (*x.shape[:2], 1, 1)
         scale, zero = self.x.s, self.x.z
 

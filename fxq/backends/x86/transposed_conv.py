@@ -72,7 +72,7 @@ class ConvTranspose2d(OnednnLayer):
     layer: ClassVar[str] = "transposed convolution"
     dims: ClassVar[tuple[int, ...]] = (2,)
     posts: ClassVar[tuple[str, ...]] = OnednnConv.posts
-    twice: ClassVar[tuple[str, ...]] = OnednnConv.twice
+    slow_posts: ClassVar[tuple[str, ...]] = OnednnConv.slow_posts
 
     @classmethod
     def refuses(cls, spec: LayerSpec) -> str | None:
@@ -109,7 +109,7 @@ class ConvTranspose2d(OnednnLayer):
             return ConvTranspose2d.forward(self, x.unsqueeze(0)).squeeze(0)
         if x.dim() != 4:
             check_image(self.name, x.shape, 2, self.weight.shape[0])
-        conv, plan = self._kept("conv", lambda: (self._conv(), self._plan()))
+        conv, plan = self._cached("conv", lambda: (self._conv(), self._plan()))
         size = x.shape[2:]
         kept = [max(length + tap.extra, 0) for length, tap in zip(size, plan, strict=True)]
         sizes = [

@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 
 from fxq.backends import cpu
-from fxq.backends.base import Trap
+from fxq.backends.base import FaultyKernel
 from fxq.backends.table.kernel_table import KernelRow
 from fxq.backends.table.layer_rows import is_depthwise_call
 from fxq.backends.table.lowering import RowBackend
@@ -46,9 +46,9 @@ class X86(RowBackend):
         depthwise = calls[0].op.name in ("conv1d", "conv2d") and is_depthwise_call(calls[0])
         return bool(calls[0].op.traits.weight) and OnednnLayer.adds_in_int16(depthwise)
 
-    def traps(self) -> tuple[Trap, ...]:
+    def faulty_kernels(self) -> tuple[FaultyKernel, ...]:
         """oneDNN's sum."""
-        return (Trap("onednn::qadd, values above 127", "sums run in other kernels", _qadd_is_right),)
+        return (FaultyKernel("onednn::qadd, values above 127", "sums run in other kernels", _qadd_is_right),)
 
     @property
     def rows(self) -> Mapping[str, KernelRow]:

@@ -13,13 +13,13 @@ from torch import fx
 from fxq.backends.kernel import Kernel
 from fxq.backends.table.kernel_table import (
     CLAMPS,
-    LOOKED_UP,
-    PLAIN,
+    LOOKUP_ROW,
+    PLAIN_ROWS,
     FusedUnit,
     KernelRow,
+    binary_kernel,
     global_mean,
-    looked_up,
-    of_two,
+    lookup_kernel,
     rule_key,
 )
 from fxq.backends.table.layer_rows import layer_row
@@ -49,7 +49,7 @@ def _batch_norm(unit: FusedUnit) -> Kernel:
     """Scale and shift per channel: a depthwise convolution where the tensor is large, otherwise a table."""
     shape = info(unit.calls[0].tensors["x"]).shape or ()
     if len(shape) not in (3, 4) or math.prod(shape) < AFFINE:
-        return looked_up(unit)
+        return lookup_kernel(unit)
     mean, var, gamma, beta = map(unit.captures.get, ("running_mean", "running_var", "weight", "bias"))
     gamma = torch.ones(shape[1], device="cpu") if gamma is None else gamma
     beta = torch.zeros(shape[1], device="cpu") if beta is None else beta
@@ -119,21 +119,21 @@ EXCITED = [
 ]
 """The fusions of `patterns/fusions/excite.py`."""
 ROWS: dict[str, KernelRow] = {
-    **PLAIN,
+    **PLAIN_ROWS,
     **dict.fromkeys(("conv1d", "conv2d"), layer_row(OnednnConv)),
     "conv3d": layer_row(Conv3d),
     "conv_transpose1d": layer_row(ConvTranspose1d, _of_images),
     "conv_transpose2d": layer_row(ConvTranspose2d),
     "linear": layer_row(OnednnLinear),
-    "batch_norm": KernelRow(_batch_norm, LOOKED_UP.refuses, CLAMPS),
+    "batch_norm": KernelRow(_batch_norm, LOOKUP_ROW.refuses, CLAMPS),
     "avg_pool1d": KernelRow(_avg_pool, _avg_pool_refuses),
     "avg_pool2d": KernelRow(_avg_pool, _avg_pool_refuses),
     "adaptive_avg_pool2d": KernelRow(_adaptive),
-    "add": KernelRow(of_two(OnednnAdd), posts=CLAMPS),
-    "sub": KernelRow(of_two(OnednnAdd, sign=-1), posts=CLAMPS),
-    "mul": KernelRow(of_two(OnednnMul), posts=CLAMPS),
+    "add": KernelRow(binary_kernel(OnednnAdd), posts=CLAMPS),
+    "sub": KernelRow(binary_kernel(OnednnAdd, sign=-1), posts=CLAMPS),
+    "mul": KernelRow(binary_kernel(OnednnMul), posts=CLAMPS),
     **dict.fromkeys(EXCITED, KernelRow(_excite)),
     **dict.fromkeys(
-        ("lstm", "gru", "rnn"), KernelRow(_recurrent, measured=KernelRow(partial(_recurrent, measured=True)))
+        ("lstm", "gru", "rnn"), KernelRow(_recurrent, dynamic=KernelRow(partial(_recurrent, measured=True)))
     ),
 }

@@ -253,8 +253,8 @@ ASYMMETRIC = fxq.TensorSpec(signed=True, per="channel", observer="minmax")
 @pytest.mark.parametrize(
     ("model", "shape", "changes", "reason"),
     [
-        (nn.Sequential(nn.Conv2d(3, 8, 3)), (1, 3, 8, 8), {}, "measures no ranges at run time for conv2d"),
-        (nn.GRU(8, 8), (5, 1, 8), {}, "measures no ranges at run time for gru"),
+        (nn.Sequential(nn.Conv2d(3, 8, 3)), (1, 3, 8, 8), {}, "has no kernels with dynamic ranges for conv2d"),
+        (nn.GRU(8, 8), (5, 1, 8), {}, "has no kernels with dynamic ranges for gru"),
         (nn.LSTM(8, 8, proj_size=4), (5, 1, 8), {}, "its hidden state is projected"),
         (nn.LSTM(8, 8), (5, 1, 8), {"state": None}, "reads the state of an LSTM as integers"),
         (nn.Linear(8, 8), (5, 8), {"weight": ASYMMETRIC}, "measures ranges beside symmetric weights only"),

@@ -16,7 +16,7 @@ from torch import nn
 
 import fxq
 from fxq.backends import cpu
-from fxq.backends.kernel import Post
+from fxq.backends.kernel import PostOp
 from fxq.backends.packed import fbgemm, packed_conv, qnnpack
 from fxq.backends.packed import quantized_tensors as packed
 from fxq.backends.packed.packed_linear import PackedAdd, PackedMul
@@ -55,7 +55,7 @@ def static(engine):
 
 
 def grid(engine, depthwise):
-    """A grid of the input that the engine adds without overflow."""
+    """Input grid for which the engine's sums do not overflow."""
     return SEVEN if engine == "fbgemm" and (depthwise or not cpu.has_vnni()) else BYTE
 
 
@@ -69,7 +69,7 @@ def integers(x, *shape):
 
 
 def int32_bias(count, x, qp, groups=1):
-    """Random numbers that the engines hold exactly: they round a bias to steps of input scale * weight scale."""
+    """Random bias that is a multiple of input scale * weight scale, since engines round it to that."""
     scale = (x.s * qp.scale).expand(count // groups).repeat(groups)
     return torch.round(torch.randn(count) / scale) * scale
 
@@ -121,7 +121,7 @@ def test_transposed_conv_of_any_shape(engine, data):
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("kernel", [(2, 1), (2, 2), (2, 3)])
 def test_transposed_conv_of_a_u_net(engine, kernel, stride):
-    """fbgemm has a shortcut for these that is off by up to 255 steps."""
+    """fbgemm's two-dimensional kernel is wrong for these layers, by up to 255 steps."""
     q, qp, w = weight(16, 8, *kernel, axis=None)
     conv = ENGINES[engine].ConvTranspose(LayerSpec(q, qp, None, SEVEN, OUTS[0], stride=stride))
     x = integers(SEVEN, 3, 16, 5, 6)
@@ -144,10 +144,10 @@ def test_clamps(engine, kind, post, out):
     bias = int32_bias(24, x, qp)
     kernel = getattr(ENGINES[engine], layer)(LayerSpec(q, qp, bias, x, out, post=rule))
     agree(kernel(image), function(reference(real(image, x), w, bias.double())), out)
-    one = image[0]
-    agree(kernel(one), function(reference(real(one, x), w, bias.double())), out)
-    for other in copies(kernel):
-        assert torch.equal(other(image), kernel(image))
+    sample = image[0]
+    agree(kernel(sample), function(reference(real(sample, x), w, bias.double())), out)
+    for copied in copies(kernel):
+        assert torch.equal(copied(image), kernel(image))
 
 
 def test_any_strides(engine):
@@ -167,7 +167,7 @@ def test_linear_into_float(engine):
     x, bias = grid(engine, False), torch.randn(24)
     q, qp, w = weight(24, 16)
     if engine == "qnnpack":
-        with pytest.raises(BackendError, match="wanted in float32"):
+        with pytest.raises(BackendError, match="its result is float32"):
             qnnpack.QnnpackLinear(LayerSpec(q, qp, bias, x, None))
         return
     image = integers(x, 3, 5, 16)
@@ -197,10 +197,10 @@ def test_binary(engine, op, shape, post):
 def test_refusals(engine):
     kernels = ENGINES[engine]
     q, qp, _ = weight(8, 4, 3, 3)
-    with pytest.raises(BackendError, match="wanted in float32, the kernel emits uint8"):
+    with pytest.raises(BackendError, match="its result is float32, the kernel emits uint8"):
         kernels.Conv(LayerSpec(q, qp, None, SEVEN, None))
     with pytest.raises(BackendError, match="no hardswish"):
-        kernels.Conv(LayerSpec(q, qp, None, SEVEN, OUTS[0], post=Post("hardswish")))
+        kernels.Conv(LayerSpec(q, qp, None, SEVEN, OUTS[0], post=PostOp("hardswish")))
     with pytest.raises(BackendError, match="pads asymmetrically"):
         kernels.Conv(LayerSpec(weight(8, 4, 2, 2)[0], qp, None, SEVEN, OUTS[0], padding="same"))
     with pytest.raises(BackendError, match="one scale for the whole weight"):
@@ -216,7 +216,7 @@ def test_refusals(engine):
 
 
 def test_an_input_with_other_channels(engine):
-    """qnnpack does not look: it reads on behind the input."""
+    """qnnpack does not check the number of channels, and would read beyond the end of the input."""
     kernels = ENGINES[engine]
     layers = [
         (kernels.Linear(LayerSpec(*weight(4, 8)[:2], None, SEVEN, OUTS[0])), (2, 4)),
@@ -230,14 +230,14 @@ def test_an_input_with_other_channels(engine):
 
 
 def test_the_selected_engine_stays(engine):
-    other = next(name for name in torch.backends.quantized.supported_engines if name != engine)
+    other_engine = next(name for name in torch.backends.quantized.supported_engines if name != engine)
     before = torch.backends.quantized.engine
-    torch.backends.quantized.engine = other
+    torch.backends.quantized.engine = other_engine
     try:
         q, qp, w = weight(8, 4, 3, 3)
         x = integers(SEVEN, 1, 4, 5, 5)
         agree(ENGINES[engine].Conv(LayerSpec(q, qp, None, SEVEN, OUTS[0]))(x), F.conv2d(real(x, SEVEN), w), OUTS[0])
-        assert torch.backends.quantized.engine == other
+        assert torch.backends.quantized.engine == other_engine
     finally:
         torch.backends.quantized.engine = before
 
@@ -248,7 +248,7 @@ def test_the_selected_engine_stays(engine):
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_networks_are_their_qdq_form(engine, name):
-    """And no kernel is put back, and nothing deprecated is heard of."""
+    """No kernel is replaced by its q/dq form, and no deprecation warning is shown."""
     model, inputs = build(name), batch(name, 8)
     with quiet():
         warnings.filterwarnings("error", message=".*(deprecated|quantize_per_tensor)")
@@ -263,7 +263,7 @@ def test_networks_are_their_qdq_form(engine, name):
 
 
 def test_text(engine):
-    """Units are what one kernel runs; a result that is wanted in float is emitted on a grid of its own."""
+    """Units have only ops that one kernel runs. A float result is emitted on a grid of its own."""
     manager = until(build("residual"), batch("residual"), "lower", static(engine))
     head = "return head" if engine == "fbgemm" else "head_dq = module cpu.dequantize(head)\nreturn head_dq"
     assert text(manager.gm).splitlines() == [
@@ -351,7 +351,7 @@ def test_nothing_deprecated_is_heard_of(engine):
 
 
 class EveryDimension(nn.Module):
-    """Convolutions and transposed ones of three dimensions and of one."""
+    """Model of convolutions and transposed convolutions in one and three dimensions."""
 
     def __init__(self):
         super().__init__()
@@ -375,7 +375,7 @@ def test_every_dimension(engine):
 
 
 class TwoReaders(nn.Module):
-    """A value that a depthwise convolution and a sum read, as in ConvNeXt."""
+    """Model in which a depthwise convolution and a sum read the same value, as in ConvNeXt."""
 
     def __init__(self):
         super().__init__()

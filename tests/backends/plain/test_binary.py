@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fxq
-from fxq.backends.kernel import Post
+from fxq.backends.kernel import PostOp
 from fxq.backends.plain import binary as arithmetic
 from fxq.backends.x86 import onednn_binary as x86_elementwise
 from fxq.common.metrics import sqnr
@@ -21,7 +21,7 @@ from tests.support.kernels import BYTE, OUTS, RESIDUAL, agree, bytes_, copies, r
 from tests.support.machine import needs_x86, no_warnings
 
 pytestmark = needs_x86
-POSTS = {None: lambda y: y, Post("relu"): F.relu, Post("hardtanh", (-0.4, 3.1)): lambda y: y.clamp(-0.4, 3.1)}
+POSTS = {None: lambda y: y, PostOp("relu"): F.relu, PostOp("hardtanh", (-0.4, 3.1)): lambda y: y.clamp(-0.4, 3.1)}
 ADDS = arithmetic.Add, x86_elementwise.OnednnAdd
 MULS = arithmetic.Mul, x86_elementwise.OnednnMul
 # Products have scales of their own; no multiple of theirs is a tie on these grids.
@@ -30,23 +30,23 @@ PRODUCTS = [QParams.per_tensor(0.0287, 101), QParams.per_tensor(0.0511, 33, 7, 1
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    """Tensors of a test are large ones."""
+    """Lower the limits so that tensors of tests count as large."""
     for kernels in (arithmetic, x86_elementwise):
-        monkeypatch.setattr(kernels, "WHOLE", 32)
+        monkeypatch.setattr(kernels, "MAX_UNCHUNKED_ELEMENTS", 32)
     for limit in ("_SUM", "_SUM_INPLACE", "_GATE"):
         monkeypatch.setattr(x86_elementwise, limit, 64)
 
 
 def shapes(draw: st.DrawFn) -> tuple[list[int], list[int]]:
-    """Two shapes that broadcast: the same one, a value per channel, or anything."""
+    """Two shapes that broadcast: equal shapes, a value per channel, or any others."""
     shape = [draw(st.integers(0, 3)), *(draw(st.integers(1, 9)) for _ in range(draw(st.integers(1, 4))))]
     kind = draw(st.sampled_from(["same", "gate", "any"]))
     if kind == "same":
         return shape, shape
     if kind == "gate" and len(shape) > 2:
         return shape, [draw(st.sampled_from([1, shape[0]])), shape[1], *[1] * (len(shape) - 2)]
-    other = [n if draw(st.booleans()) else 1 for n in shape]
-    return shape, other[draw(st.integers(0, len(other) - 1)) :]
+    other_shape = [n if draw(st.booleans()) else 1 for n in shape]
+    return shape, other_shape[draw(st.integers(0, len(other_shape) - 1)) :]
 
 
 def tensor(draw: st.DrawFn, shape: list[int]) -> torch.Tensor:
@@ -63,8 +63,8 @@ def tensor(draw: st.DrawFn, shape: list[int]) -> torch.Tensor:
 @given(st.data())
 def test_any_shapes(data):
     torch.manual_seed(data.draw(st.integers(0, 1000)))
-    one, two = shapes(data.draw)
-    a, b = tensor(data.draw, one), tensor(data.draw, two)
+    shape_a, shape_b = shapes(data.draw)
+    a, b = tensor(data.draw, shape_a), tensor(data.draw, shape_b)
     if data.draw(st.booleans()):
         a, b = b, a
     kept = a.clone(), b.clone()
@@ -107,18 +107,18 @@ def test_one_tensor_twice_and_overwritten():
 def test_copies():
     a, b = bytes_(1, 8, 9, 7), bytes_(1, 8, 1, 1)
     for cls in (*ADDS, *MULS):
-        kernel = cls(BYTE, RESIDUAL, OUTS[0], Post("relu"), *([-1] if cls in ADDS else []))
+        kernel = cls(BYTE, RESIDUAL, OUTS[0], PostOp("relu"), *([-1] if cls in ADDS else []))
         for second in (b, a):
             y = kernel(a, second)
-            for other in copies(kernel):
-                assert not other._packed and torch.equal(other(a, second), y)
+            for copied in copies(kernel):
+                assert not copied._derived and torch.equal(copied(a, second), y)
 
 
 def test_refusals():
     signed = QParams.per_tensor(0.1, 0, -128, 127, torch.int8)
     for cls in (*ADDS, *MULS):
         with pytest.raises(BackendError, match="silu is not a clamp"):
-            cls(BYTE, BYTE, BYTE, Post("silu"))
+            cls(BYTE, BYTE, BYTE, PostOp("silu"))
         with pytest.raises(BackendError, match="the second input is int8"):
             cls(BYTE, signed, OUTS[0])
 

@@ -1,4 +1,4 @@
-"""Quantize with a measured scale, against the two ops that it stands for."""
+"""Quantize with a dynamic range, against the ops of the qdq graph that it replaces."""
 
 import pytest
 import torch
@@ -48,10 +48,10 @@ def test_the_same_integers_and_grids(bits, symmetric, shape, axis, size, middle,
         assert all(map(torch.equal, grid, wanted_grid))
         assert (
             torch.equal(q, wanted) or not symmetric
-        )  # a half goes to the even integer before the zero point, or behind
+        )  # halves are rounded to even before the zero point is added, or after
     # Near a half, which integer is the nearest follows from how the scale is rounded, and so does a zero point.
-    for found, by_ops in [*zip(grid[1:], wanted_grid[1:], strict=True), (q, wanted)]:
-        assert found.shape == by_ops.shape and bool(((found.int() - by_ops.int()).abs() <= 1).all())
+    for result, expected in [*zip(grid[1:], wanted_grid[1:], strict=True), (q, wanted)]:
+        assert result.shape == expected.shape and bool(((result.int() - expected.int()).abs() <= 1).all())
     zero = grid[1].double() if grid[1:] else 2.0 ** (bits - 1)
     off = ((q.double() - zero) * grid[0].double() - x.double()).abs()
     ends = 1.0 if axis is None and not symmetric else 0.5  # in steps; the nearest zero point cuts an end off
@@ -59,7 +59,7 @@ def test_the_same_integers_and_grids(bits, symmetric, shape, axis, size, middle,
 
 
 def test_the_ends_of_a_range_are_on_the_grid():
-    """For ranges whose end is half a step from an integer, or a rounding error from one."""
+    """Ranges whose end is half a step, or a rounding error, from an integer."""
     low = -torch.linspace(0.0, 3.0, 20001).unsqueeze(1)
     x = torch.cat([low, low + 127.0, torch.zeros_like(low)], 1)
     scale, zero_point, q = DynamicQuantize(0, 255, -1, symmetric=False)(x)
@@ -72,7 +72,7 @@ def test_the_ends_of_a_range_are_on_the_grid():
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.lists(st.floats(-FLOAT32, FLOAT32, width=32), min_size=3, max_size=3), min_size=1))
 def test_all_finite_values_up_to_the_ends_of_float32(axis, symmetric, rows):
-    """What is left is at most half a step; a step is the range over the grid's integers, and at least SMALLEST."""
+    """The error is at most half a step. A step is the range over the grid's integers, and at least SMALLEST."""
     x = torch.tensor(rows)
     grid = DynamicGrid(0, 255, torch.uint8, axis, symmetric)
     scale, *zero_point, q = DynamicQuantize(0, 255, axis, symmetric)(x)
@@ -86,7 +86,7 @@ def test_all_finite_values_up_to_the_ends_of_float32(axis, symmetric, rows):
 
 @pytest.mark.parametrize("bits", [7, 8])
 def test_the_smallest_value_at_a_half_step_is_the_first_integer(bits):
-    """The zero point is rounded to one side there, and the value to the other."""
+    """The zero point is rounded to one side, and the value to the other."""
     qmax = 2**bits - 1
     n = torch.arange(1, qmax - 1).float().repeat_interleave(50)
     most = torch.rand(len(n), generator=torch.Generator().manual_seed(0)) + 0.1
@@ -103,14 +103,14 @@ def test_infinity_is_lost_with_its_row():
 
 
 def test_what_has_no_memory_of_its_own_values():
-    """Negated when it is read; on no device; watched."""
+    """Lazily negated tensors, meta tensors, and traced tensors."""
     kernel, x = DynamicQuantize(0, 255, -1, symmetric=False), torch.randn(3, 5)
     wanted = kernel(x)
     for run in (kernel, kernel.bind(torch._neg_view(-x))):
         assert all(map(torch.equal, run(torch._neg_view(-x)), wanted))
     assert all(y.is_meta for y in kernel(x.to("meta")))
-    made = make_fx(kernel)(x)
-    assert all(map(torch.equal, made(2 * x), kernel(2 * x)))
+    traced = make_fx(kernel)(x)
+    assert all(map(torch.equal, traced(2 * x), kernel(2 * x)))
 
 
 def test_zeros_and_ties():

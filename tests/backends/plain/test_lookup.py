@@ -1,4 +1,4 @@
-"""Tables: every one of the 256 integers, on any grid, in any layout."""
+"""Lookup tables: all 256 integers, any grid, any layout."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def layers() -> dict[str, nn.Module]:
 
 
 def by_definition(function, q, x: QParams, out: QParams | None):
-    """quantize(function(dequantize(q))) in float32, written down once more."""
+    """quantize(function(dequantize(q))) in float32, as an independent reference."""
     y = function((q.float() - x.z) * x.scale)
     return y if out is None else (torch.round(y / out.scale) + out.z).clamp(out.qmin, out.qmax).to(torch.uint8)
 
@@ -66,7 +66,7 @@ def test_any_size(size):
 
 def test_layouts():
     table, slope = Lookup.of(F.gelu, "gelu", BYTE, OUTS[1]), torch.rand(6) * 3 - 1
-    each = Lookup.of(lambda x: F.prelu(x, slope), "prelu", BYTE, OUTS[1], channels=6)
+    per_channel = Lookup.of(lambda x: F.prelu(x, slope), "prelu", BYTE, OUTS[1], channels=6)
     for n in (0, 1, 3):
         q = bytes_(n, 6, 9, 7)
         views = [q, q.contiguous(memory_format=torch.channels_last), bytes_(n, 12, 9, 7)[:, ::2], q[..., 0, 0]]
@@ -75,11 +75,11 @@ def test_layouts():
             kept = view.clone()
             assert torch.equal(table(view), by_definition(F.gelu, view, BYTE, OUTS[1]))
             y = by_definition(lambda x: F.prelu(x, slope), view, BYTE, OUTS[1])
-            assert torch.equal(each(view), y)
+            assert torch.equal(per_channel(view), y)
             assert torch.equal(view, kept)
-    for kernel in (table, each):
-        for other in copies(kernel):
-            assert not other._packed and torch.equal(other(q), kernel(q))
+    for kernel in (table, per_channel):
+        for copied in copies(kernel):
+            assert not copied._derived and torch.equal(copied(q), kernel(q))
 
 
 def test_refusals():
@@ -94,11 +94,11 @@ def test_refusals():
     assert Lookup.of(torch.sqrt, "sqrt", QParams.per_tensor(0.1, 20, 20, 255), zero_to)(bytes_(9)).shape == (9,)
     with pytest.raises(BackendError, match="turns"):
         Lookup.of(lambda x: x.sum(), "sum", BYTE, OUTS[0])
-    with pytest.raises(BackendError, match="a table is"):
+    with pytest.raises(BackendError, match="a table must be"):
         Lookup(torch.zeros(256), "sigmoid", BYTE, OUTS[0])
-    each = Lookup.of(lambda x: x, "identity", BYTE, BYTE, channels=3)
+    per_channel = Lookup.of(lambda x: x, "identity", BYTE, BYTE, channels=3)
     with pytest.raises(BackendError, match="3 channels"):
-        each(bytes_(1, 4, 2, 2))
+        per_channel(bytes_(1, 4, 2, 2))
 
 
 MIDDLES = {

@@ -1,4 +1,4 @@
-"""Max pooling of plain uint8 tensors, against the float op on the same integers: exact."""
+"""Pooling of plain uint8 tensors, compared exactly with the float op on the same integers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.machine import needs_x86
 
 
 def layouts(x: Tensor) -> list[Tensor]:
-    """The values of `x` behind other strides, an empty batch, and an image without one."""
+    """`x` with other strides, an empty batch, and an image without a batch axis."""
     last = x.movedim(1, -1).contiguous().movedim(-1, 1)
     return [x, last, x.transpose(1, -1).contiguous().transpose(1, -1), x[..., ::2], x[:0], x[0]]
 
@@ -75,7 +75,7 @@ def test_3d(depth, kernel, stride, padding, dilation, ceil, wide):
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_1d_and_2d(data):
-    """Also where a window is as long as the image, and where one tap or all are in the padding of most windows."""
+    """Windows as long as the image, and windows with one tap or all taps in the padding."""
     dims, channels = data.draw(st.integers(1, 2)), data.draw(st.sampled_from((1, 3, 256)))
     options = []
     for _ in range(dims):
@@ -95,9 +95,9 @@ def test_1d_and_2d(data):
 
 
 def test_images_smaller_than_the_window_are_refused():
-    with pytest.raises(InputError, match=r"3 values along an axis are fewer than a pooling window of 4 takes"):
+    with pytest.raises(InputError, match=r"3 values along an axis are too few for a pooling window of 4"):
         MaxPool2d(4)(torch.zeros(1, 2, 8, 3, dtype=torch.uint8))
-    with pytest.raises(InputError, match="takes 2 spatial dimensions"):
+    with pytest.raises(InputError, match="must have 2 spatial dimensions"):
         MaxPool2d(2)(torch.zeros(4, 4, dtype=torch.uint8))
 
 
@@ -111,7 +111,7 @@ OPS = [
 @needs_x86
 @pytest.mark.parametrize(("conv", "shape", "pool"), OPS, ids=str)
 def test_no_float_round_trip(conv, shape, pool):
-    """Between two layers there is no conversion, and the numbers are those of the qdq graph."""
+    """Between two layers there is no conversion, and results equal those of the qdq graph."""
     torch.manual_seed(0)
     model = nn.Sequential(conv(3, 16, 3), pool, conv(16, 8, 1)).eval()
     x = torch.randn(shape)

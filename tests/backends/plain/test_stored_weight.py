@@ -1,4 +1,4 @@
-"""Weights that become floats when they are read: the same numbers as those of dequantize."""
+"""Stored weights: converted to float, they equal the result of dequantize."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ AXES = {"tensor": None, "channel": 0}
 
 
 def stored(weight, spec, axis):
-    """A weight on the grid of a spec, and its integers with their parameters."""
+    """Weight on the grid of a spec, and its stored form."""
     observer = observer_for(spec, axis, "w")
     observer(weight)
     qp = observer.qparams()

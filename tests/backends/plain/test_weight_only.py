@@ -1,4 +1,4 @@
-"""Layers that compute in float with weights in integers: against float64, in odd shapes, copied and saved."""
+"""Weight-only layers: against float64, in odd shapes, copied and saved."""
 
 import copy
 import io
@@ -35,14 +35,14 @@ RECIPES = {
 
 
 def quantized(model, recipe, *inputs):
-    """The model with integer weights; every kernel runs, whatever it takes."""
-    made = fxq.quantize(model.eval(), recipe, example_inputs=inputs)
-    assert not made.ledger.where(kind="unverified")
-    return made
+    """Return the quantized model, and check that no kernel failed verification."""
+    qmodel = fxq.quantize(model.eval(), recipe, example_inputs=inputs)
+    assert not qmodel.ledger.where(kind="unverified")
+    return qmodel
 
 
 def rounded(model, qmodel):
-    """A copy of the float model with the weights that the integers stand for, in float64."""
+    """Copy of the float model in float64, with the dequantized weights."""
     wanted = copy.deepcopy(model)
     for path, layer in qmodel.qparams().items():
         weight = next(iter(layer.weights.values()))
@@ -105,7 +105,7 @@ def test_linear_layers_of_any_size(rows, inputs, outputs, bias, bits, per):
 
 @pytest.mark.parametrize("recipe", [BITS8, BITS4, RECIPES["float16"]])
 def test_a_large_weight_becomes_floats_in_pieces(monkeypatch, recipe):
-    monkeypatch.setattr(weight_only, "_AT_ONCE", 100)
+    monkeypatch.setattr(weight_only, "_PIECE_ELEMENTS", 100)
     model, x = nn.Sequential(nn.Linear(40, 33)), torch.randn(2, 3, 40)
     qmodel = quantized(model, recipe, x)
     with torch.no_grad():
@@ -113,7 +113,7 @@ def test_a_large_weight_becomes_floats_in_pieces(monkeypatch, recipe):
 
 
 class Text(nn.Module):
-    """Embeddings, whose table is also the weight of the last layer."""
+    """Model whose embedding table is also the weight of its last layer."""
 
     def __init__(self, **bags):
         super().__init__()
@@ -188,8 +188,8 @@ def test_copies_and_files_give_the_same(recipe):
     qmodel = quantized(model, recipe, *inputs)
     with torch.no_grad():
         wanted = qmodel(*inputs)
-        for other in (copy.deepcopy(qmodel), pickle.loads(pickle.dumps(qmodel))):
-            assert torch.equal(other(*inputs), wanted)
+        for copied in (copy.deepcopy(qmodel), pickle.loads(pickle.dumps(qmodel))):
+            assert torch.equal(copied(*inputs), wanted)
         fresh = quantized(Text(), recipe, *inputs)
         assert not torch.equal(fresh(*inputs), wanted)
         fresh.load_state_dict(qmodel.state_dict(), strict=True)
@@ -213,8 +213,8 @@ def test_threads():
     with torch.no_grad():
         wanted = [qmodel(x) for x in inputs]
         with ThreadPoolExecutor(4) as pool:
-            found = list(pool.map(lambda x: torch.no_grad()(qmodel)(x), inputs))
-    assert all(map(torch.equal, found, wanted))
+            results = list(pool.map(lambda x: torch.no_grad()(qmodel)(x), inputs))
+    assert all(map(torch.equal, results, wanted))
 
 
 def test_weights_that_are_written_to_count():
@@ -260,7 +260,7 @@ def test_a_kernel_of_its_config():
 
 
 class Kept(nn.Module):
-    """A bag whose offsets are part of the model."""
+    """Embedding bag whose offsets are a buffer of the model."""
 
     def __init__(self):
         super().__init__()
@@ -273,14 +273,14 @@ class Kept(nn.Module):
 
 def test_offsets_that_are_constants_are_kept_in_the_kernel():
     x, model = torch.randint(0, 50, (9,)), Kept()
-    made = fxq.quantize(model, BITS8, example_inputs=x)
-    assert made.ledger.count("weight-only") == 1
+    qmodel = fxq.quantize(model, BITS8, example_inputs=x)
+    assert qmodel.ledger.count("weight-only") == 1
     with torch.no_grad():
-        torch.testing.assert_close(made(x), model(x), rtol=0.1, atol=0.1)
+        torch.testing.assert_close(qmodel(x), model(x), rtol=0.1, atol=0.1)
 
 
 def test_no_rows_of_a_table():
-    """Of a table of packed values, too: no batch, and bags that are all empty."""
+    """An empty batch, and only empty bags, also with packed weights."""
     table, bags = nn.Embedding(11, 7), nn.EmbeddingBag(11, 7)
     none, first = torch.zeros(0, dtype=torch.long), torch.zeros(2, dtype=torch.long)
     kept = fxq.quantize(table, fxq.Recipe.weight_only(bits=4), example_inputs=torch.arange(3))

@@ -1,4 +1,4 @@
-"""Recurrent layers that compute in float with weights in integers: the numbers of the op on what these stand for."""
+"""Weight-only recurrent layers: results equal those of the op on the dequantized weights."""
 
 import copy
 import pickle
@@ -29,7 +29,7 @@ ALL = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 
 
 class Net(nn.Module):
-    """A recurrent module, called with initial states where there are some."""
+    """Recurrent module, which is called with initial states if given."""
 
     def __init__(self, kind, *sizes, **options):
         super().__init__()
@@ -40,17 +40,17 @@ class Net(nn.Module):
 
 
 def quantized(model, recipe, *inputs):
-    made = fxq.quantize(model, recipe, example_inputs=inputs)
-    assert {e.precision for e in made.ledger.where(op=["lstm", "gru", "rnn"])} == {"weight-only"}
-    assert not made.ledger.where(kind="unverified") and made.ledger.weight_coverage == 1.0
-    assert {type(kernel) for kernel in made.fxq_kernels.children()} == {WeightOnlyRecurrent}
-    return made
+    qmodel = fxq.quantize(model, recipe, example_inputs=inputs)
+    assert {e.precision for e in qmodel.ledger.where(op=["lstm", "gru", "rnn"])} == {"weight-only"}
+    assert not qmodel.ledger.where(kind="unverified") and qmodel.ledger.weight_coverage == 1.0
+    assert {type(kernel) for kernel in qmodel.fxq_kernels.children()} == {WeightOnlyRecurrent}
+    return qmodel
 
 
-def rounded(model, made):
-    """A copy of the float model with the weights that the integers stand for."""
+def rounded(model, qmodel):
+    """Copy of the float model with the dequantized weights."""
     wanted = copy.deepcopy(model)
-    for path, layer in made.qparams().items():
+    for path, layer in qmodel.qparams().items():
         number = path.split(".")[-1]
         for name, weight in layer.weights.items():
             is_float16 = weight.stored.dtype == torch.float16
@@ -61,8 +61,8 @@ def rounded(model, made):
     return wanted
 
 
-def same(one, other):
-    for a, b in zip(flat(one), flat(other), strict=True):
+def same(first, second):
+    for a, b in zip(flat(first), flat(second), strict=True):
         assert torch.equal(a, b)
 
 
@@ -74,11 +74,11 @@ def flat(value):
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
 def test_is_the_float_layer_on_the_weights_that_the_integers_stand_for(kind, recipe):
     model, x = settled(lambda: Net(kind, 13, 21, 2, bidirectional=True)), torch.randn(6, 3, 13)
-    made = quantized(model, recipe, x)
-    wanted = call(rounded(model, made), x)
+    qmodel = quantized(model, recipe, x)
+    wanted = call(rounded(model, qmodel), x)
     for _ in range(2):  # the second call is bound
-        for one, other in zip(flat(call(made, x)), flat(wanted), strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+        for result, expected in zip(flat(call(qmodel, x)), flat(wanted), strict=True):
+            torch.testing.assert_close(result, expected, rtol=1e-6, atol=1e-6)
 
 
 @settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -90,10 +90,10 @@ def test_odd_shapes(kind, sizes, bias, states, proj, recipe):
     steps, samples, inputs, hidden = sizes
     proj = proj if kind == "LSTM" and proj < hidden else 0
     model = settled(lambda: Net(kind, inputs, hidden, bias=bias, **({"proj_size": proj} if proj else {})))
-    given_ = [torch.randn(1, samples, proj or hidden), torch.randn(1, samples, hidden)] if states else []
-    given_ = [torch.randn(steps, samples, inputs), *(given_ if kind == "LSTM" else given_[:1])]
-    made = fxq.quantize(model, RECIPES[recipe], example_inputs=tuple(given_))
-    layer = made.qparams()["rnn.l0"]
+    first = [torch.randn(1, samples, proj or hidden), torch.randn(1, samples, hidden)] if states else []
+    arguments = (torch.randn(steps, samples, inputs), *(first if kind == "LSTM" else first[:1]))
+    qmodel = fxq.quantize(model, RECIPES[recipe], example_inputs=arguments)
+    layer = qmodel.qparams()["rnn.l0"]
     stand_for = {
         f"{name}_l0": w.values.float() if recipe == "float16" else dequantize(w.values, w.qparams)
         for name, w in layer.weights.items()
@@ -101,30 +101,30 @@ def test_odd_shapes(kind, sizes, bias, states, proj, recipe):
     wanted = copy.deepcopy(model)
     for name, real in stand_for.items():
         getattr(wanted.rnn, name).data = real
-    for one, other in zip(flat(call(made, tuple(given_))), flat(call(wanted, tuple(given_))), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    for result, expected in zip(flat(call(qmodel, arguments)), flat(call(wanted, arguments)), strict=True):
+        torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("kind", "bits", "most"), [("LSTM", 8, 0.27), ("LSTM", 4, 0.16), ("GRU", 4, 0.16)])
 def test_size_and_what_the_ledger_says(kind, bits, most):
     model, x = settled(lambda: Net(kind, 128, 256, 2)), torch.randn(3, 1, 128)
-    made = quantized(model, fxq.Recipe.weight_only(bits=bits), x)
-    call(made, x)  # nothing is kept of a call
-    assert nbytes(made) <= most * nbytes(model)
-    assert sum(tensor.nbytes for tensor in made.state_dict().values()) <= most * nbytes(model)
-    assert len(pickle.dumps(made)) <= (most + 0.04) * nbytes(model)
-    assert sum(e.saved_bytes for e in made.ledger) == pytest.approx(nbytes(model) - nbytes(made), rel=0.01)
+    qmodel = quantized(model, fxq.Recipe.weight_only(bits=bits), x)
+    call(qmodel, x)  # nothing is kept of a call
+    assert nbytes(qmodel) <= most * nbytes(model)
+    assert sum(tensor.nbytes for tensor in qmodel.state_dict().values()) <= most * nbytes(model)
+    assert len(pickle.dumps(qmodel)) <= (most + 0.04) * nbytes(model)
+    assert sum(e.saved_bytes for e in qmodel.ledger) == pytest.approx(nbytes(model) - nbytes(qmodel), rel=0.01)
 
 
 @pytest.mark.parametrize("recipe", [RECIPES[name] for name in ("int8", "int4", "float16")])
 def test_copies_and_files_give_the_same(recipe):
     model, x = settled(lambda: Net("LSTM", 9, 14, proj_size=5)), torch.randn(4, 2, 9)
-    made = quantized(model, recipe, x)
-    wanted = call(made, x)
-    for other in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
-        same(call(other, x), wanted)
+    qmodel = quantized(model, recipe, x)
+    wanted = call(qmodel, x)
+    for copied in (copy.deepcopy(qmodel), pickle.loads(pickle.dumps(qmodel))):
+        same(call(copied, x), wanted)
     fresh = quantized(Net("LSTM", 9, 14, proj_size=5).eval(), recipe, x)
-    fresh.load_state_dict(made.state_dict(), strict=True)
+    fresh.load_state_dict(qmodel.state_dict(), strict=True)
     same(call(fresh, x), wanted)
 
 
@@ -136,14 +136,14 @@ def kernel():
 
 
 def test_a_kernel_of_its_config():
-    made, x = kernel(), torch.randn(5, 2, 4)
-    real = {name: w.values * w.scale[:, None] for name, w in made.stored.items()}
-    wanted = OPS["gru"].target(x, **real, h=made.h, reverse=True)
-    assert torch.equal(made(x), wanted)
-    again = WeightOnlyRecurrent.from_config(made.config(), dict(made.named_buffers()))
+    original, x = kernel(), torch.randn(5, 2, 4)
+    real = {name: w.values * w.scale[:, None] for name, w in original.stored.items()}
+    wanted = OPS["gru"].target(x, **real, h=original.h, reverse=True)
+    assert torch.equal(original(x), wanted)
+    again = WeightOnlyRecurrent.from_config(original.config(), dict(original.named_buffers()))
     assert torch.equal(again(x), wanted)
-    made.weight_hh_scale.mul_(2)
-    assert not torch.equal(made(x), wanted)
+    original.weight_hh_scale.mul_(2)
+    assert not torch.equal(original(x), wanted)
 
 
 def test_a_kernel_takes_float32_and_hands_on_no_gradient():
@@ -154,6 +154,6 @@ def test_a_kernel_takes_float32_and_hands_on_no_gradient():
 
 def test_the_ledger_says_what_they_take(plant):
     plant(lambda key: 30.0 if key.startswith("float") else 20.0)
-    made = quantized(settled(lambda: Net("GRU", 12, 16)), RECIPES["int8"], torch.randn(3, 1, 12))
-    (entry,) = made.ledger.where(precision="weight-only")
+    qmodel = quantized(settled(lambda: Net("GRU", 12, 16)), RECIPES["int8"], torch.randn(3, 1, 12))
+    (entry,) = qmodel.ledger.where(precision="weight-only")
     assert entry.op == "gru" and (entry.float_us, entry.int8_us) == pytest.approx((30.0, 20.0))

@@ -1,4 +1,4 @@
-"""Largest values of windows along axes, against all values under each."""
+"""Max pooling of windows along axes, against all values in each window."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from fxq.errors import InputError
 
 
 def under(window, size, i):
-    """The numbers of the values under window `i`."""
+    """Indices of the values in window `i`."""
     start = i * window.stride - window.padding
     taps = (start + tap * window.dilation for tap in range(window.kernel))
     return [at for at in taps if 0 <= at < size]
@@ -34,8 +34,8 @@ def test_windows_of_single_values_are_copied():
 
 
 def test_how_many_windows():
-    """As `torch.nn.MaxPool2d` documents: with `ceil_mode`, none begins in the padding behind the last value."""
+    """The count is as `torch.nn.MaxPool2d` documents: with `ceil_mode`, no window begins in the padding at the end."""
     assert [Window(2, 2, 0, 1, ceil).count(7) for ceil in (False, True)] == [3, 4]
     assert [Window(2, 2, 1, 1, ceil).count(7) for ceil in (False, True)] == [4, 4]
-    with pytest.raises(InputError, match="2 values along an axis are fewer than a pooling window of 3 takes"):
+    with pytest.raises(InputError, match="2 values along an axis are too few for a pooling window of 3"):
         Window(3, 1, 0, 1, False).count(2)

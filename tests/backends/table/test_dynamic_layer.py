@@ -1,4 +1,4 @@
-"""Layers of every kind on integers whose scale is an input, against float64."""
+"""Layers with dynamic ranges, against float64."""
 
 import subprocess
 import sys
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fxq.backends.kernel import Post
+from fxq.backends.kernel import PostOp
 from fxq.backends.packed.packed_linear import PackedLinear
 from fxq.backends.table.dynamic_layer import DynamicLayer
 from fxq.backends.table.layer_spec import LayerSpec
@@ -29,7 +29,7 @@ FROM_ZERO = QParams.per_tensor(1.0, 0, 0, QMAX)
 
 
 def layer(*shape, axis=0, bias=True, **options):
-    """A layer of steps of 1 that emits float; and its weight and bias in float64."""
+    """Layer with input scale 1 that emits float, and its weight and bias in float64."""
     values, qparams, real = weight(*shape, axis=axis)
     channels = shape[axis] * (options.get("groups", 1) if axis else 1)
     b = torch.randn(channels) if bias else None
@@ -37,21 +37,21 @@ def layer(*shape, axis=0, bias=True, **options):
 
 
 def check(kernel, spec, inputs, scale, function):
-    """float64 on the dequantized integers is the reference; float32 sums differ from it by rounding alone.
+    """Compare a dynamic layer with float64 on the dequantized integers, up to float32 rounding.
 
     Once with the zero point that is known before, and once with one for each scale.
     """
-    q, found = activations(*inputs), []
+    q, kernels = activations(*inputs), []
     drawn = torch.randint(0, QMAX + 1, scale.shape).float()
     for zero_point, x in (((), spec.x), ((drawn,), FROM_ZERO)):
-        made = DynamicLayer.of(kernel, replace(spec, x=x))
-        given = (q, scale, *zero_point)
+        layer_kernel = DynamicLayer.of(kernel, replace(spec, x=x))
+        arguments = (q, scale, *zero_point)
         wanted = function((q.double() - (zero_point[0].double() if zero_point else MIDDLE)) * scale.double())
         for _ in range(2):  # the second call is bound in a model; here it uses what the first has packed
-            torch.testing.assert_close(made(*given).double(), wanted, rtol=1e-4, atol=2e-4)
-        torch.testing.assert_close(made.bind(*given)(*given).double(), wanted, rtol=1e-4, atol=2e-4)
-        found.append(made)
-    return found[0], q
+            torch.testing.assert_close(layer_kernel(*arguments).double(), wanted, rtol=1e-4, atol=2e-4)
+        torch.testing.assert_close(layer_kernel.bind(*arguments)(*arguments).double(), wanted, rtol=1e-4, atol=2e-4)
+        kernels.append(layer_kernel)
+    return kernels[0], q
 
 
 @pytest.mark.parametrize("integers", [True, False], ids=["int_mm", "layer"])
@@ -59,7 +59,7 @@ def check(kernel, spec, inputs, scale, function):
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_linear_layers(integers, data):
-    """The product by PyTorch's kernel of matrices, and by the layer's, as those of large weights are."""
+    """The product by `torch._int_mm`, and by the layer's kernel, as for large weights."""
     rows, inside, out = (data.draw(st.integers(1, 40)) for _ in range(3))
     post = data.draw(st.sampled_from([None, "relu", "relu6", "hardtanh", "gelu", "gelu_tanh"]))
     of, function = POSTS[post] if post else (None, lambda y: y)
@@ -74,9 +74,9 @@ def test_linear_layers(integers, data):
 @pytest.mark.parametrize("options", [{}, {"padding": 1, "stride": 2}, {"groups": 4, "padding": 2, "dilation": 2}])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_convolutions(options, batch):
-    """Padding is the integer that stands for zero, whatever the scale."""
+    """Padding is the zero point, whatever the scale."""
     groups = options.get("groups", 1)
-    spec, w, b = layer(8, 8 // groups, 3, 3, **options, post=Post("relu"))
+    spec, w, b = layer(8, 8 // groups, 3, 3, **options, post=PostOp("relu"))
     scale = torch.rand(batch, 1, 1, 1) + 0.1
     check(OnednnConv, spec, (batch, 8, 9, 7), scale, lambda x: F.conv2d(x, w, b, **options).relu())
 
@@ -102,35 +102,35 @@ def test_no_input():
 
 
 def test_the_edges_of_an_image_are_padded_with_the_zero_point():
-    """One sample alone, images of several sizes in turns, and an edited weight: what is known of ones is of its own."""
+    """One sample, images of alternating sizes, and an edited weight: each has its own cached result for ones."""
     spec, w, b = layer(4, 3, 3, 3, padding=1)
-    made, scale = DynamicLayer.of(OnednnConv, replace(spec, x=FROM_ZERO)), torch.rand(1, 1, 1) + 0.1
+    kernel, scale = DynamicLayer.of(OnednnConv, replace(spec, x=FROM_ZERO)), torch.rand(1, 1, 1) + 0.1
     for size, by in ((5, 1), (8, 1), (5, 2)):
         if by == 2:
-            made.weight_scale.mul_(by)
+            kernel.weight_scale.mul_(by)
         q, zero_point = activations(3, size, size), torch.full((1, 1, 1), 77.0)
         wanted = F.conv2d((q.double() - 77) * scale.double(), by * w, b, padding=1)
-        torch.testing.assert_close(made(q, scale, zero_point).double(), wanted, rtol=1e-4, atol=2e-4)
+        torch.testing.assert_close(kernel(q, scale, zero_point).double(), wanted, rtol=1e-4, atol=2e-4)
 
 
 @pytest.mark.usefixtures("loops")
 def test_copies_and_edits():
     spec, w, b = layer(4, 6)
     scale = torch.rand(5, 1)
-    made, q = check(OnednnLinear, spec, (5, 6), scale, lambda x: F.linear(x, w, b))
-    for kernel in copies(made):
-        assert torch.equal(kernel(q, scale), made(q, scale))
-    before = made(q, scale)
-    made.bias.add_(1.0)
-    torch.testing.assert_close(made(q, scale), before + 1.0)
-    made.weight.zero_()
-    assert torch.equal(made(q, scale), made.bias.expand(5, 4))
+    original, q = check(OnednnLinear, spec, (5, 6), scale, lambda x: F.linear(x, w, b))
+    for kernel in copies(original):
+        assert torch.equal(kernel(q, scale), original(q, scale))
+    before = original(q, scale)
+    original.bias.add_(1.0)
+    torch.testing.assert_close(original(q, scale), before + 1.0)
+    original.weight.zero_()
+    assert torch.equal(original(q, scale), original.bias.expand(5, 4))
 
 
 def test_refusals():
     spec, _, _ = layer(4, 6)
     adds = LayerSpec(spec.weight, spec.weight_qparams, None, STEPS, None, residual=STEPS)
-    assert DynamicLayer.refuses(OnednnLinear, adds) == "it adds a residual to a result whose scale is measured"
+    assert DynamicLayer.refuses(OnednnLinear, adds) == "it adds a residual to a result with a dynamic scale"
     assert "convolution" in DynamicLayer.refuses(OnednnConv, spec)
     with pytest.raises(BackendError, match="silu"):
         DynamicLayer.of(OnednnLinear, layer(4, 6, post=POSTS["silu"][0])[0])(activations(1, 6), torch.ones(1, 1))
@@ -138,13 +138,13 @@ def test_refusals():
 
 
 def test_a_file_is_read_where_no_kernel_was_imported_before(tmp_path):
-    """The layer's kernel is named, so that a pickle does not import it."""
+    """The file has only the name of the layer's kernel, so unpickling does not import it."""
     spec, _, _ = layer(4, 3)
-    made, q = DynamicLayer.of(OnednnLinear, spec), activations(2, 3)
-    torch.save((made, q, made(q, torch.tensor(0.3))), tmp_path / "layer.pt")
+    kernel, q = DynamicLayer.of(OnednnLinear, spec), activations(2, 3)
+    torch.save((kernel, q, kernel(q, torch.tensor(0.3))), tmp_path / "layer.pt")
     script = (
-        f"import torch; made, q, y = torch.load({str(tmp_path / 'layer.pt')!r}, weights_only=False); "
-        "assert torch.equal(made(q, torch.tensor(0.3)), y)"
+        f"import torch; kernel, q, y = torch.load({str(tmp_path / 'layer.pt')!r}, weights_only=False); "
+        "assert torch.equal(kernel(q, torch.tensor(0.3)), y)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -45,7 +45,7 @@ def packed_weight(w):
 
 @fxq.extend.kernel("x86", own_scaled_conv, pack=packed_weight)
 def run_conv(x, w, s, *, stride, out, packed):
-    """Exact integer sums in float64, and a float result that fxq rounds."""
+    """Kernel function with exact integer sums in float64, and a float result that fxq rounds."""
     sums = F.conv2d(x.values.double() - x.zero_point, packed, padding=1, stride=stride)
     return (sums * (x.scale.double() * w.scale.double()).view(-1, 1, 1) * s).float()
 
@@ -59,8 +59,8 @@ def relu_and_act(op, x, w, b, *, act):
 @fxq.extend.kernel("x86", relu_and_act)
 def run_two(x, w, b, *, act, out):
     y = F.linear(x.dequantize(), w.dequantize(), b)
-    relu, other = torch.relu(y), getattr(torch, act)(y)
-    return relu if out[0] is None else out[0].quantize(relu), other
+    relu, activated = torch.relu(y), getattr(torch, act)(y)
+    return relu if out[0] is None else out[0].quantize(relu), activated
 
 
 class Network(nn.Module):
@@ -89,8 +89,8 @@ class Two(nn.Module):
 
     def forward(self, x):
         y = self.first(x)
-        relu, other = torch.relu(y), self.act(y)
-        return self.a(relu) + self.b(other)
+        relu, activated = torch.relu(y), self.act(y)
+        return self.a(relu) + self.b(activated)
 
 
 def seeded(make, *args):
@@ -180,8 +180,8 @@ def test_an_option_that_the_function_does_not_take():
     (node,) = graph.graph.find_nodes(op="call_function", target=OPS["mul"].target)
     convolution, _ = graph.graph.find_nodes(op="call_function", target=OPS["conv2d"].target)
     calls = calls_among([convolution, node], "own_scaled_conv", {"x": None, "w": None, "s": 0.5}, [node])
-    (fit,) = [fit for fit in fxq.extend.X86().fits(calls) if len(fit.calls) == 2]
-    assert fit.refused(graph) == "its dilation is (2, 2), and its kernel function takes no dilation"
+    (match,) = [match for match in fxq.extend.X86().matching_rows(calls) if len(match.calls) == 2]
+    assert match.refused(graph) == "its dilation is (2, 2), and its kernel function takes no dilation"
 
 
 @pytest.mark.parametrize("act", [torch.sigmoid, torch.tanh])
@@ -243,11 +243,11 @@ def test_a_result_of_another_shape_is_put_back(monkeypatch):
         (
             STATIC,
             lambda x, out: x.values.int(),
-            r"run returns int32 \[16, 8\]; it is to return uint8 on the grid `out`",
+            r"run returns int32 \[16, 8\]; it must return uint8 on the grid `out`",
         ),
-        (STATIC, lambda x, out: x.dequantize().double(), r"run returns float64 \[16, 8\]; it is to return uint8"),
-        (STATIC, lambda x, out: x, "run returns QTensor; it is to return uint8"),
-        (DYNAMIC, lambda x, out: x.values, r"run returns uint8 .*; it is to return float32, as `out` is None"),
+        (STATIC, lambda x, out: x.dequantize().double(), r"run returns float64 \[16, 8\]; it must return uint8"),
+        (STATIC, lambda x, out: x, "run returns QTensor; it must return uint8"),
+        (DYNAMIC, lambda x, out: x.values, r"run returns uint8 .*; it must return float32, as `out` is None"),
     ],
 )
 def test_a_result_of_another_type_is_an_error(recipe, value, message, monkeypatch):
@@ -295,7 +295,7 @@ def without_act(x, w, b, *, out): ...
         (lambda: fxq.extend.kernel("x86", "liner"), "unknown op 'liner'; did you mean 'linear'"),
         (
             lambda: fxq.extend.kernel("x86", run),
-            "kernel takes what fxq.fusion returned, or the name of an op, not <func",
+            "kernel takes the result of fxq.fusion or the name of an op, not <func",
         ),
         (lambda: fxq.extend.kernel("x86", "conv2d_relu"), "or the name of an op, not 'conv2d_relu'"),
         (lambda: fxq.extend.kernel("x86", own_scaled_tanh)(nn.Tanh()), "decorates a plain function, not Tanh"),
@@ -306,7 +306,7 @@ def without_act(x, w, b, *, out): ...
         ),
         (lambda: fxq.extend.kernel("x86", own_scaled_tanh)(without_out), "needs a keyword-only parameter 'out'"),
         (lambda: fxq.extend.kernel("x86", own_scaled_tanh)(positional), "positional-only parameters"),
-        (lambda: fxq.extend.kernel("x86", own_scaled_tanh)(any_keyword), r"\*\*kwargs; it is called with names"),
+        (lambda: fxq.extend.kernel("x86", own_scaled_tanh)(any_keyword), r"\*\*kwargs; arguments are passed by name"),
         (lambda: fxq.extend.kernel("x86", own_scaled_tanh)(no_option), "unknown option of 'own_scaled_tanh' 'strides'"),
         (lambda: fxq.extend.kernel("x86", own_scaled_tanh)(packed_without_pack), "takes 'packed', and has no `pack`"),
         (

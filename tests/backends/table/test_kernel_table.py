@@ -1,10 +1,10 @@
-"""Which kernels a unit fits, and what they ask of it. `tests/passes/test_lower.py` lowers every network with them."""
+"""Rows of the kernel table that match a unit, and their captures. `tests/passes/test_lower.py` lowers networks."""
 
 import pytest
 import torch
 
 import fxq
-from fxq.backends.table.kernel_table import CLAMPS, FusedUnit, KernelRow, fits, rule_key
+from fxq.backends.table.kernel_table import CLAMPS, FusedUnit, KernelRow, matching_rows, rule_key
 from fxq.backends.x86.x86_kernels import ROWS
 from fxq.graph.region import Weight
 from fxq.graph.unit import calls_of
@@ -23,26 +23,29 @@ y: float32[1, 3, 4, 4] = input()
 w: float32[3, 3, 1, 1] = tensor('w')
 b: float32[3] = tensor('b')
 s: float32[1] = tensor('s')
-z: float32[1, 3, 4, 4] = gate({given})
+z: float32[1, 3, 4, 4] = gate({inputs})
 return z
 """
 
 
-def unit(body, given="x, w, b, y"):
-    gm = fxq.extend.read_graph(TEXT.format(body=body.replace("; ", "\n    "), given=given), TENSORS)
+def unit(body, inputs="x, w, b, y"):
+    gm = fxq.extend.read_graph(TEXT.format(body=body.replace("; ", "\n    "), inputs=inputs), TENSORS)
     return gm, calls_of(gm, next(n for n in gm.graph.nodes if n.name == "z"))
 
 
 def shown(calls, rows):
-    """For each kernel, how many ops it runs, and what it asks of them."""
-    return [f"{len(fit.calls)}: " + " ".join(f"{k}={v}" for k, v in fit.captures.items()) for fit in fits(calls, rows)]
+    """Number of ops and captures of each matching row, as text."""
+    return [
+        f"{len(match.calls)}: " + " ".join(f"{k}={v}" for k, v in match.captures.items())
+        for match in matching_rows(calls, rows)
+    ]
 
 
 LAYER = "x=x weight=w bias=b"
 
 
 @pytest.mark.parametrize(
-    ("body", "found"),
+    ("body", "expected"),
     [
         (
             "l = conv2d(a, k, c); m = add(r, l); n = relu(m); return n",
@@ -58,8 +61,8 @@ LAYER = "x=x weight=w bias=b"
         ("l = add(a, r); m = relu(l); n = conv2d(m, k, c); return n", ["2: x=x other=y slope=None", "1: x=x other=y"]),
     ],
 )
-def test_the_first_ops_of_a_unit_that_kernels_run(body, found):
-    assert shown(unit(body)[1], ROWS) == found
+def test_the_first_ops_of_a_unit_that_kernels_run(body, expected):
+    assert shown(unit(body)[1], ROWS) == expected
 
 
 def test_a_function_behind_a_layer_gives_its_weight():
@@ -87,33 +90,33 @@ def test_x86_has_a_kernel_for_every_squeeze_and_excitation():
         assert rule_key(rule.name, rule.captures) in ROWS
 
 
-def asked(refuses, given="x, w, b, y"):
-    """Why a kernel of the unit refuses; what it was asked about."""
+def asked(refuses, inputs="x, w, b, y"):
+    """Reason of a kernel that refuses the unit, and the `FusedUnit` objects that it was asked about."""
     seen = []
 
-    def judge(found):
-        seen.append(found)
+    def judge(fused_unit):
+        seen.append(fused_unit)
         return refuses
 
-    gm, calls = unit(BODY, given)
-    (fit,) = fits(calls, {rule_key("gate", "akcr"): KernelRow(lambda unit: None, judge)})
-    return fit.refused(gm), seen
+    gm, calls = unit(BODY, inputs)
+    (match,) = matching_rows(calls, {rule_key("gate", "akcr"): KernelRow(lambda unit: None, judge)})
+    return match.refused(gm), seen
 
 
 def test_a_kernel_is_asked_before_grids_are_known():
-    reason, (found,) = asked("not today")
-    assert reason == "not today" and isinstance(found, FusedUnit)
-    weight = found.captures["k"]
+    reason, (fused_unit,) = asked("not today")
+    assert reason == "not today" and isinstance(fused_unit, FusedUnit)
+    weight = fused_unit.captures["k"]
     assert isinstance(weight, Weight) and weight.values.shape == (3, 3, 1, 1) and weight.values.dtype == torch.int8
-    assert torch.equal(found.captures["c"], TENSORS["b"])
-    assert [name for name, value in found.captures.items() if isinstance(value, QParams)] == ["a", "r"]
-    assert len(found.grids) == 2 and found.out is not None
+    assert torch.equal(fused_unit.captures["c"], TENSORS["b"])
+    assert [name for name, value in fused_unit.captures.items() if isinstance(value, QParams)] == ["a", "r"]
+    assert len(fused_unit.grids) == 2 and fused_unit.out is not None
     assert asked(None, "x, w, None, 1.5")[1][0].captures["r"] == 1.5
 
 
 def test_constants_that_are_computed_are_refused():
     gm, calls = unit("l = conv2d(a, k, c); m = prelu(l, r); return m", "x, w, b, y")
-    assert [fit.refused(gm) for fit in fits(calls, ROWS)] == ["its slope is computed at run time", None]
+    assert [match.refused(gm) for match in matching_rows(calls, ROWS)] == ["its slope is computed at run time", None]
 
 
 def test_the_function_behind_a_layer_is_a_post():
@@ -141,7 +144,7 @@ return z
 
 
 @pytest.mark.parametrize(
-    ("rest", "inputs", "found"),
+    ("rest", "inputs", "expected"),
     [
         ("None, x_dq", ["x", "x"], {"a": 0.5, "k": "int8", "c": None, "r": 0.5}),
         ("None, s", ["x"], {"a": 0.5, "k": "int8", "c": None, "r": TENSORS["s"]}),
@@ -149,17 +152,17 @@ return z
         ("None, y", ["x"], {"a": 0.5, "k": "int8", "c": None, "r": None}),
     ],
 )
-def test_what_a_kernel_is_made_of(rest, inputs, found):
-    """Grids of activations, each an input of the kernel; int8 weights; constants and numbers as they are."""
+def test_what_a_kernel_is_made_of(rest, inputs, expected):
+    """Captures are grids of activations, which are inputs of the kernel, int8 weights, constants and numbers."""
     gm = fxq.extend.read_graph(
         QDQ.format(rest=rest), {"w": torch.ones(3, 3, 1, 1, dtype=torch.int8), "s": TENSORS["s"]}
     )
     calls = calls_of(gm, next(n for n in gm.graph.nodes if n.name == "z"))
-    (fit,) = fits(calls, {rule_key("gate", "akcr"): KernelRow(None)})
-    read, captures, dynamic = fit.integers(gm)
+    (match,) = matching_rows(calls, {rule_key("gate", "akcr"): KernelRow(None)})
+    read, captures, dynamic = match.integers(gm)
     assert dynamic == {}
     assert [node.name for node in read] == inputs
-    assert {name: brief(value) for name, value in captures.items()} == found
+    assert {name: brief(value) for name, value in captures.items()} == expected
 
 
 def brief(value):

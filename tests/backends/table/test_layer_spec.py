@@ -1,11 +1,11 @@
-"""A layer as data: how its sizes are stored, and that what no kernel can run is refused by every kernel alike."""
+"""`LayerSpec`: how sizes are stored, and that every kernel refuses layers that none can run."""
 
 from dataclasses import FrozenInstanceError, replace
 
 import pytest
 import torch
 
-from fxq.backends.kernel import Post
+from fxq.backends.kernel import PostOp
 from fxq.backends.packed.fbgemm import FbgemmConv
 from fxq.backends.packed.qnnpack import QnnpackConv
 from fxq.backends.x86.onednn_conv import OnednnConv
@@ -31,7 +31,7 @@ def test_sizes_are_one_number_per_dimension():
     [
         ({"padding_mode": "circular"}, "pads with mode 'circular'"),
         ({"padding": "same"}, "pads asymmetrically"),
-        ({"residual": RESIDUAL, "post": Post("silu")}, "silu after a residual"),
+        ({"residual": RESIDUAL, "post": PostOp("silu")}, "silu after a residual"),
         ({"residual": RESIDUAL, "out": None}, "it adds a residual and emits float32; the sum is uint8"),
         ({"x": QParams.per_tensor(0.1, 0, -128, 127, torch.int8)}, "the input is int8, the kernels take uint8"),
         ({"slope": torch.tensor([0.5, 2.0])}, "prelu has slopes above 1 in some channels and below 1 in others"),

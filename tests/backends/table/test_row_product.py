@@ -1,13 +1,13 @@
-"""Which products of rows one loop scales; what comes out is tested in test_measured_layer.py, against float64."""
+"""Inputs that one loop supports. test_dynamic_layer.py compares the results with float64."""
 
 import pytest
 import torch
 
-from fxq.backends.kernel import Post
+from fxq.backends.kernel import PostOp
 from fxq.backends.loops.code import compiler
 from fxq.backends.table.row_product import RowProduct
 from fxq.backends.x86.onednn_linear import OnednnLinear
-from tests.backends.table.test_measured_layer import layer
+from tests.backends.table.test_dynamic_layer import layer
 from tests.support.kernels import activations
 from tests.support.machine import needs_x86
 
@@ -40,13 +40,13 @@ def test_rows_that_do_not_fit_are_left_to_the_layer(bound):
     assert bound(activations(2, 3, 5), torch.ones(1)) is None
 
 
-@pytest.mark.parametrize("post", [None, Post("relu"), Post("gelu", algorithm="none")])
+@pytest.mark.parametrize("post", [None, PostOp("relu"), PostOp("gelu", algorithm="none")])
 def test_a_bias_of_another_type_or_with_gaps_counts(post):
-    """An edited kernel may have one."""
+    """Edited kernels may have such a bias."""
     spec, _, _ = layer(4, 6)
     x, scale, loops = activations(2, 6), torch.ones(1), compiler.loops("row_loops")
     for integers in (True, False):
         wanted = RowProduct(OnednnLinear(spec), spec.bias, post, integers).bound(loops, x, scale, None)(x, scale)
         for bias in (spec.bias.double(), torch.stack([spec.bias] * 2, 1)[:, 0], torch._neg_view(-spec.bias)):
-            found = RowProduct(OnednnLinear(spec), bias, post, integers).bound(loops, x, scale, None)(x, scale)
-            assert torch.equal(found, wanted)
+            result = RowProduct(OnednnLinear(spec), bias, post, integers).bound(loops, x, scale, None)(x, scale)
+            assert torch.equal(result, wanted)

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from fxq.backends import cpu
-from fxq.backends.kernel import Post
+from fxq.backends.kernel import PostOp
 from fxq.backends.table.layer_spec import LayerSpec
 from fxq.backends.x86.conv_shape import geometry
 from fxq.backends.x86.onednn_conv import OnednnConv
@@ -53,7 +53,7 @@ def test_what_has_a_quick_kernel_stays(monkeypatch):
 
 @pytest.mark.parametrize("avx2", [True, False])
 @pytest.mark.parametrize(("groups", "channels", "each"), [(3, 5, 7), (8, 7, 3), (4, 1, 2), (6, 6, 6), (2, 9, 16)])
-@pytest.mark.parametrize("post", [None, Post("relu"), Post("leaky_relu", (0.1,))])
+@pytest.mark.parametrize("post", [None, PostOp("relu"), PostOp("leaky_relu", (0.1,))])
 def test_joined_groups_are_right(avx2, groups, channels, each, post, monkeypatch):
     if avx2:
         as_avx2(monkeypatch)

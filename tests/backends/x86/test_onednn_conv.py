@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxq.backends import cpu
-from fxq.backends.kernel import Kernel, Post
+from fxq.backends.kernel import Kernel, PostOp
 from fxq.backends.plain.clamp_and_pad import Clamp, Pad
 from fxq.backends.plain.pool import MaxPool2d, Mean
 from fxq.backends.table.layer_spec import LayerSpec
@@ -162,11 +162,11 @@ def test_one_kernel_serves_every_input():
         y = conv(x)
         agree(y, F.conv2d(real(x, X), w, padding=1), OUTS[0])
         assert x.dim() == 3 or y.is_contiguous(memory_format=CHANNELS_LAST)
-    assert len(conv._packed.of_sizes) <= conv.sizes_kept
+    assert len(conv._derived.values_by_size) <= conv.max_cached_sizes
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"groups": 8}, {"groups": 2, "padding": 1}, {"post": Post("leaky_relu", (0.1,))}]
+    "options", [{}, {"groups": 8}, {"groups": 2, "padding": 1}, {"post": PostOp("leaky_relu", (0.1,))}]
 )
 def test_many_sizes_share_a_few_packed_weights(options, monkeypatch):
     """Whatever size a weight was packed for, the numbers are those of a kernel that has seen no other."""
@@ -211,20 +211,20 @@ def test_copies_compute_the_same_and_hold_nothing_packed():
     x = activations(2, 8, 9, 7)
     q, qp, _ = weight(8, 4, 3, 3)
     kernels: list[Kernel] = [
-        OnednnConv(LayerSpec(q, qp, torch.randn(8), X, OUTS[1], groups=2, padding=1, post=Post("relu6"))),
-        ConvTranspose2d(layer(8, 3, 4, 4, axis=1, stride=2, padding=1, post=Post("relu"))),
+        OnednnConv(LayerSpec(q, qp, torch.randn(8), X, OUTS[1], groups=2, padding=1, post=PostOp("relu6"))),
+        ConvTranspose2d(layer(8, 3, 4, 4, axis=1, stride=2, padding=1, post=PostOp("relu"))),
         MaxPool2d(3, 2, 1),
         AvgPool2d(X, OUTS[0], 3, 2, 1),
         Mean(X, None, (2, 3), keepdim=True),
         AdaptiveAvgPool2d(X, OUTS[0], (3, None)),
         AdaptiveAvgPool2d(X, None, (2, 3)),
-        Clamp(X, Post("relu6")),
+        Clamp(X, PostOp("relu6")),
         Pad(X, (1, 2, 0, 3)),
     ]
     for kernel in kernels:
         y = kernel(x)
         for other in copies(kernel):
-            assert not other._packed
+            assert not other._derived
             assert torch.equal(other(x), y)
 
 
@@ -282,8 +282,8 @@ def test_refusals():
             OnednnConv(LayerSpec(*arguments))
     image, rows = (4, 4, 3, 3), (4, 4)
     assert OnednnConv.refuses(layer(*image)) is None
-    assert OnednnConv.refuses(layer(*image, post=Post("gelu", algorithm="none"))) == "the kernel has no gelu"
-    assert OnednnConv.refuses(layer(*image, post=Post("silu"), residual=RESIDUAL)) == "silu after a residual"
+    assert OnednnConv.refuses(layer(*image, post=PostOp("gelu", algorithm="none"))) == "the kernel has no gelu"
+    assert OnednnConv.refuses(layer(*image, post=PostOp("silu"), residual=RESIDUAL)) == "silu after a residual"
     assert OnednnConv.refuses(layer(*image, 3)) == "3-d convolution has no kernel"
     assert OnednnConv.refuses(layer(*image, padding_mode="reflect")) == "pads with mode 'reflect'"
     assert "the sum is uint8" in OnednnConv.refuses(layer(*image, residual=RESIDUAL, out=None))
@@ -291,8 +291,8 @@ def test_refusals():
         "the residual has the grid"
     )
     assert OnednnLinear.refuses(layer(*rows)) is None
-    assert OnednnLinear.refuses(layer(*rows, post=Post("prelu"), slope=torch.ones(1))) == "the kernel has no prelu"
-    assert OnednnLinear.refuses(layer(*rows, post=Post("gelu", algorithm="other"))) == "gelu with approximate='other'"
+    assert OnednnLinear.refuses(layer(*rows, post=PostOp("prelu"), slope=torch.ones(1))) == "the kernel has no prelu"
+    assert OnednnLinear.refuses(layer(*rows, post=PostOp("gelu", algorithm="other"))) == "gelu with approximate='other'"
     assert OnednnLinear.refuses(layer(*image)) == "2-d linear layer has no kernel"
     transposed = layer(*image, axis=1)
     assert ConvTranspose2d.refuses(transposed) is None
@@ -301,6 +301,6 @@ def test_refusals():
     assert AvgPool2d.refuses(ceil_mode=True) and AvgPool2d.refuses(divisor_override=2)
     assert AvgPool2d.refuses(padding=1, count_include_pad=False) and not AvgPool2d.refuses(count_include_pad=False)
     with pytest.raises(BackendError, match="silu is not a clamp"):
-        Clamp(X, Post("silu"))
+        Clamp(X, PostOp("silu"))
     with pytest.raises(BackendError, match="pads with mode 'cubic'"):
         Pad(X, (1, 1), "cubic")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fxq
-from fxq.backends.kernel import Post
+from fxq.backends.kernel import PostOp
 from fxq.backends.table.layer_spec import LayerSpec
 from fxq.backends.x86.onednn_conv import OnednnConv
 from fxq.backends.x86.onednn_conv3d import Conv3d
@@ -46,7 +46,7 @@ def test_conv3d_of_any_shape(data):
     y = F.conv3d(real(image, X), w, None if bias is None else bias.double(), **options)
     agree(Conv3d(LayerSpec(q, qp, bias, X, out, **options))(image), y, out)
     slope = torch.rand(c_out * groups)
-    twice = Conv3d(LayerSpec(q, qp, bias, X, out, post=Post("prelu"), slope=slope, **options))
+    twice = Conv3d(LayerSpec(q, qp, bias, X, out, post=PostOp("prelu"), slope=slope, **options))
     agree(twice(image), F.prelu(y, slope.double()), out)
     assert torch.equal(image, kept)
 
@@ -57,22 +57,22 @@ def test_posts(post, out):
     q, qp, w = weight(6, 4, 2, 3, 3)
     image = activations(1, 4, 5, 6, 7)
     y = getattr(F, post)(F.conv3d(real(image, X), w, padding=1))
-    conv = Conv3d(LayerSpec(q, qp, None, X, out, padding=1, post=Post(post)))
+    conv = Conv3d(LayerSpec(q, qp, None, X, out, padding=1, post=PostOp(post)))
     agree(conv(image), y, out)
     agree(conv(image[0]), y[0], out)
     for other in copies(conv):
-        assert not other._packed and torch.equal(other(image), conv(image))
+        assert not other._derived and torch.equal(other(image), conv(image))
 
 
 def test_refusals():
     q, qp, _ = weight(4, 4, 2, 3, 3)
     assert Conv3d.refuses(layer(4, 4, 2, 3, 3, padding="same")) == "pads asymmetrically"
     assert Conv3d.refuses(layer(4, 4, 3, 3, 3, padding_mode="circular")) == "pads with mode 'circular'"
-    assert Conv3d.refuses(layer(4, 4, 3, 3, 3, post=Post("gelu"))) == "the kernel has no gelu"
+    assert Conv3d.refuses(layer(4, 4, 3, 3, 3, post=PostOp("gelu"))) == "the kernel has no gelu"
     with pytest.raises(BackendError, match="depth 1 is smaller"):
         Conv3d(LayerSpec(q, qp, None, X, None))(activations(1, 4, 1, 5, 5))
     with pytest.raises(BackendError, match="slopes of shape"):
-        Conv3d(LayerSpec(q, qp, None, X, None, post=Post("prelu")))
+        Conv3d(LayerSpec(q, qp, None, X, None, post=PostOp("prelu")))
 
 
 @no_warnings

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fxq
-from fxq.backends.kernel import Post
+from fxq.backends.kernel import PostOp
 from fxq.backends.table.layer_spec import LayerSpec, slope_refused
 from fxq.backends.x86.onednn_conv import OnednnConv
 from fxq.backends.x86.transposed_conv import ConvTranspose2d
@@ -24,7 +24,7 @@ from tests.support.machine import needs_x86, no_warnings
 
 pytestmark = needs_x86
 RECIPE = fxq.Recipe.static(backend="x86").with_optimize("coverage")
-PRELU = Post("prelu")
+PRELU = PostOp("prelu")
 
 
 def slopes(kind: str, channels: int) -> torch.Tensor:
@@ -55,7 +55,7 @@ def test_conv_prelu_of_any_shape(data):
     y = (F.conv2d if dims == 2 else F.conv1d)(real(image, X), w, None if bias is None else bias.double(), **options)
     got = OnednnConv(LayerSpec(q, qp, bias, X, out, post=PRELU, slope=slope, **options))(image)
     agree(got, F.prelu(y, slope.double()), out)
-    got = OnednnConv(LayerSpec(q, qp, bias, X, out, post=Post("leaky_relu", (float(slope[0]),)), **options))(image)
+    got = OnednnConv(LayerSpec(q, qp, bias, X, out, post=PostOp("leaky_relu", (float(slope[0]),)), **options))(image)
     agree(got, torch.where(y < 0, y * float(slope[0]), y), out)
 
 

@@ -71,7 +71,7 @@ def test_linear(post, out, matmul):
     assert torch.equal(linear(x), linear(x.contiguous()))
     for other in copies(linear):
         assert torch.equal(other(x), linear(x))
-    assert ("taps" in linear._packed.made) is not (matmul or post in ("gelu", "leaky_relu", "tanh"))
+    assert ("taps" in linear._derived.values) is not (matmul or post in ("gelu", "leaky_relu", "tanh"))
     linear.weight.neg_()
     agree(linear(x), function(F.linear(real(x, X), -w, torch.ones(40).double())), out)
 
@@ -93,7 +93,7 @@ def test_linear_of_one_row_in_float(data):
     for strides in [(1, 1), (7 * inputs, 1)]:
         agree(linear(row.contiguous().as_strided((1, inputs), strides)), y.view(1, -1), None)
     for other in copies(linear):
-        assert not other._packed and torch.equal(other(row), linear(row))
+        assert not other._derived and torch.equal(other(row), linear(row))
 
 
 @pytest.mark.parametrize("shape", [(33,), (1, 33), (6, 33), (2, 3, 33)], ids=str)
@@ -107,7 +107,7 @@ def test_a_residual_is_overwritten_only_where_it_may_be(out, inplace, shape, mat
     agree(linear(x, residual.clone()), wanted, out)
     y = linear.bind(x, residual)(x, residual)
     agree(y, wanted, out)
-    assert (inplace or torch.equal(residual, kept)) and ("taps" in linear._packed.made) is not matmul
+    assert (inplace or torch.equal(residual, kept)) and ("taps" in linear._derived.values) is not matmul
 
 
 def test_an_image_of_rows_has_as_many_features_as_the_layer(matmul):

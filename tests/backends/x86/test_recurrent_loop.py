@@ -365,7 +365,7 @@ def test_a_state_in_float_is_refused():
     recipe = fxq.Recipe.static(backend="x86").override(nn.GRU, fxq.QuantConfig(state=None))
     ledger = fxq.quantize(settled(lambda: Net("GRU")), recipe, data=[data()]).ledger
     assert {e.reason for e in ledger if e.op == "gru"} == {
-        "x86 kernels take a hidden state on integers; give state a spec"
+        "x86 kernels take an integer hidden state; set state= in the config"
     }
 
 

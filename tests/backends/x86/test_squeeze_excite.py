@@ -72,7 +72,7 @@ def test_any_shape(data):
 def test_large(shape, limits, monkeypatch):
     """A large image takes the way of large products: the factors are the scales of a convolution."""
     if limits is not None:
-        monkeypatch.setattr(x86_elementwise, "WHOLE", limits[0])
+        monkeypatch.setattr(x86_elementwise, "MAX_UNCHUNKED_ELEMENTS", limits[0])
         monkeypatch.setattr(x86_elementwise, "_GATE", limits[1])
     image = bytes_(*shape)
     for out in (None, *PRODUCTS):
@@ -88,7 +88,7 @@ def test_copies():
             excite, _ = kernel(8, 3, BYTE, out, "silu", "hardsigmoid", bias)
             y = excite(image)
             for other in copies(excite):
-                assert not other._packed and torch.equal(other(image), y)
+                assert not other._derived and torch.equal(other(image), y)
 
 
 def test_refusals():
