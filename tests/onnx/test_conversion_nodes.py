@@ -176,13 +176,13 @@ def test_one_scale_beside_two_zero_points():
     ("gm", "given", "reason"),
     [
         (single("quantize", VALUES, scale=0.1, zero_point=0, dtype=torch.int32), [VALUES], "integers of torch.int32"),
-        (single("dequantize", BYTES, scale=0.1, zero_point=-1), [BYTES], "its zero point is no integer of its type"),
-        (with_grid("dequantize", BYTES, torch.ones(3, 4, 1), 0), [BYTES], "each row has a scale of its own"),
+        (single("dequantize", BYTES, scale=0.1, zero_point=-1), [BYTES], "its zero point does not fit its dtype"),
+        (with_grid("dequantize", BYTES, torch.ones(3, 4, 1), 0), [BYTES], "each of its rows has a separate scale"),
         (
             with_grid("quantize", VALUES, torch.ones(4), 0, axis=1, qmax=100), [VALUES],
-            "several grids that leave out integers",
+            "several grids that do not use all integers of their dtype",
         ),
-        (single("dequantize", BYTES[0], scale=0.1, zero_point=0, packed=(10,)), [BYTES[0]], "two of them in a byte"),
+        (single("dequantize", BYTES[0], scale=0.1, zero_point=0, packed=(10,)), [BYTES[0]], "in pairs into bytes"),
     ],
 )  # fmt: skip
 def test_refusals(gm, given, reason):
@@ -236,5 +236,5 @@ def test_one_node_measures_a_value_as_a_whole():
 
 
 def test_rows_of_several_axes_are_refused():
-    with pytest.raises(NotInOnnx, match="its rows have several axes"):
+    with pytest.raises(NotInOnnx, match="each of its rows spans several axes"):
         write_onnx(measured_graph(axis=-3), [normal(2, 3, 4, 4)])

@@ -109,15 +109,18 @@ def test_makers_are_written():
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
-        (module(lambda self, x: x.to(torch.int64) & 3), "it combines the bits of integers"),
-        (module(lambda self, x: x.argmax()), "it looks for one entry among all"),
-        (module(lambda self, x: x.sum(dtype=torch.float64)), "it changes dtypes"),
-        (module(lambda self, x: torch.nan_to_num(x, posinf=1.0)), "a number of its own for infinity"),
-        (module(lambda self, x: torch.stack(x.unbind(0))), "how many parts there are varies"),
-        (module(lambda self, x: x.scatter(1, x.argmax(1)[:, None], 1.0, reduce="add")), "it sums what it puts"),
-        (module(lambda self, x: x.scatter(1, x.argmax(1)[:, None], x)), "more than its index has places"),
-        (module(lambda self, x: x[x > 0]), "it is indexed by more than tensors of integers"),
-        (module(lambda self, x: x + torch.arange(0.5, x.size(0), 1.0)[:, None]), "it counts in fractions"),
+        (module(lambda self, x: x.to(torch.int64) & 3), "it is a bitwise operation on integers"),
+        (module(lambda self, x: x.argmax()), "it reduces all axes"),
+        (module(lambda self, x: x.sum(dtype=torch.float64)), "it changes the dtype"),
+        (module(lambda self, x: torch.nan_to_num(x, posinf=1.0)), "it replaces infinity by a given number"),
+        (module(lambda self, x: torch.stack(x.unbind(0))), "the number of its results is dynamic"),
+        (
+            module(lambda self, x: x.scatter(1, x.argmax(1)[:, None], 1.0, reduce="add")),
+            "it reduces the scattered values",
+        ),
+        (module(lambda self, x: x.scatter(1, x.argmax(1)[:, None], x)), "its source is larger than its index"),
+        (module(lambda self, x: x[x > 0]), "its index holds more than integer tensors"),
+        (module(lambda self, x: x + torch.arange(0.5, x.size(0), 1.0)[:, None]), "its bounds are floats"),
     ],
 )
 def test_refusals(model, reason):

@@ -117,8 +117,8 @@ def test_in_float_an_lstm_that_measures_its_ranges_is_an_lstm():
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"axis": -1, "steps": 254}, "its input is on another grid than 0..255, or on several"),
-        ({"state_qmax": 127}, "its hidden state is on another grid than 0..255"),
+        ({"axis": -1, "steps": 254}, "its input is not on one grid of 0..255"),
+        ({"state_qmax": 127}, "its hidden state is not on the grid 0..255"),
         ({"state_affine": False}, "its hidden state is on a grid"),
     ],
 )

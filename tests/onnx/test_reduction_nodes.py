@@ -64,10 +64,10 @@ def test_of_all(name):
     ("function", "reason"),
     [
         (lambda x: x.norm(3, dim=1), "its order is 3, neither 1 nor 2"),
-        (lambda x: x.norm(dim=1, dtype=torch.float64), "it changes dtypes"),
-        (lambda x: torch.linalg.norm(x, 2), "it is the norm of matrices, of order 2"),
-        (lambda x: (x > 0).prod(1), "it is of integers"),
-        (lambda x: torch.nn.functional.one_hot(x.argmax(1)), "how many classes there are is not given"),
+        (lambda x: x.norm(dim=1, dtype=torch.float64), "it changes the dtype"),
+        (lambda x: torch.linalg.norm(x, 2), "it is a matrix norm of order 2"),
+        (lambda x: (x > 0).prod(1), "its input is integer"),
+        (lambda x: torch.nn.functional.one_hot(x.argmax(1)), "num_classes is not given"),
     ],
 )
 def test_refusals(function, reason):

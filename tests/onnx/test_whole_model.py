@@ -174,7 +174,7 @@ def test_a_size_that_the_model_needs_is_no_size_that_varies():
     model = module(lambda self, x: x.reshape(3, -1).relu())
     qmodel = fxq.quantize(model, REFERENCE, data=[normal(3, 4)])
     with pytest.raises(
-        NotInOnnx, match=r"reshape.* takes 'batch' or 'width' for a fixed size \(.*batch.*\)\. Export it"
+        NotInOnnx, match=r"reshape.* needs a fixed size of 'batch' or 'width' \(.*batch.*\)\. Export it"
     ):
         written(qmodel, normal(3, 4), {"x": {0: "batch", 1: "width"}})
     written(qmodel, normal(3, 4), False)
@@ -201,5 +201,5 @@ def test_a_leaf_is_refused_by_name():
 
     model = nn.Sequential(nn.Linear(4, 4), Leaf(), nn.Linear(4, 2)).eval()
     qmodel = fxq.quantize(model, REFERENCE.leaf("1"), data=[normal(2, 4)])
-    with pytest.raises(NotInOnnx, match=r"layer '1'\): the module '1' \(Leaf\) is kept as it is"):
+    with pytest.raises(NotInOnnx, match=r"layer '1'\): the module '1' \(Leaf\) is a leaf"):
         written(qmodel, normal(2, 4))

@@ -47,7 +47,7 @@ def test_a_tensor_is_one_constant():
     tensor = torch.arange(3)
     assert w.constant(tensor) == w.constant(tensor) != w.constant(tensor.clone())
     assert w.value_of(w.constant(tensor)) is tensor
-    assert w.kept("key", tensor.clone) is w.kept("key", tensor.clone)
+    assert w.cached_constant("key", tensor.clone) is w.cached_constant("key", tensor.clone)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_constants_of_four_bits(kind, shape):
 
 
 def test_types_that_onnx_has_not():
-    with pytest.raises(NotInOnnx, match=r"values of torch.complex64 have no type in ONNX"):
+    with pytest.raises(NotInOnnx, match=r"ONNX has no type for values of torch.complex64"):
         Writer().constant(torch.zeros(2, dtype=torch.complex64))
 
 

@@ -104,7 +104,7 @@ class Call:
         gm = single(self.op, *self.values, **self.options)
         written = write_onnx(gm, self.inputs, **options)
         onnx.checker.check_model(written.model, full_check=True)
-        (got,) = ENGINES[engine](written.model, [self.inputs[i] for i in written.reads])
+        (got,) = ENGINES[engine](written.model, [self.inputs[i] for i in written.input_indices])
         same(got, gm(*self.inputs), rtol)
 
 

@@ -33,7 +33,7 @@ def small(monkeypatch):
     """Tensors of a test are large ones."""
     for kernels in (arithmetic, x86_elementwise):
         monkeypatch.setattr(kernels, "WHOLE", 32)
-    for limit in ("_SUM", "_SUM_INPLACE", "_GATE"):
+    for limit in ("_MIN_SUM_ELEMENTS", "_MIN_INPLACE_SUM_ELEMENTS", "_MIN_GATED_ELEMENTS"):
         monkeypatch.setattr(x86_elementwise, limit, 64)
 
 

@@ -42,7 +42,7 @@ def test_they_run(monkeypatch):
 
 
 def test_a_state_that_is_not_a_number(monkeypatch):
-    made, _ = kernel("gru", 5, 16, given=("h",))
+    made, _ = kernel("gru", 5, 16, state_inputs=("h",))
     h = torch.zeros(2, 16)
     h[0, 3] = torch.nan
     y = made(activations(7, 2, 5), h)

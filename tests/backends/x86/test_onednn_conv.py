@@ -123,7 +123,7 @@ LAYERS = {
         (6, 4, 3, 3),
         {},
         [(1, 3, 9, 9), (0, 5, 9, 9), (3, 9, 9)],
-        r"input with [0-9] channels; .* 4\.",
+        r"input has [0-9] channels; .* 4\.",
     ),
     "dimensions": (
         OnednnConv,
@@ -179,7 +179,7 @@ def test_many_sizes_share_a_few_packed_weights(options, monkeypatch):
     inputs = [torch.randint(0, 128, (n, 8, h, w_), dtype=torch.uint8) for n, h, w_ in sizes]
     results = [conv(x) for x in inputs for _ in range(2)]
     forms = 2 if options.get("groups", 1) > 1 and "post" in options else 1
-    assert len(packed) <= x86_conv.PACKED * forms
+    assert len(packed) <= x86_conv.MAX_PACKED_SIZES * forms
     monkeypatch.undo()
     for i, x in enumerate(inputs):
         fresh = copies(conv)[0]

@@ -54,7 +54,7 @@ def test_one_row_is_right_either_way(shape, quick, monkeypatch):
 def matmul(request, monkeypatch):
     """Both ways to run a layer of many rows, whichever this CPU would go."""
     monkeypatch.setattr(cpu, "has_integer_matmul", lambda: request.param)
-    monkeypatch.setattr(onednn_linear, "LARGE", 0)
+    monkeypatch.setattr(onednn_linear, "MIN_CONV_WEIGHT_ELEMENTS", 0)
     return request.param
 
 

@@ -100,9 +100,9 @@ FLAG = st.booleans()
 def test_float64(op, sizes, flags, state, width, nonlinearity, seed):
     torch.manual_seed(seed)
     steps, samples, inputs, hidden = sizes
-    bias, reverse, cell, measured, shifted, initial, emits, quick, matmul, scripted = flags
-    options = {"reverse": reverse, "measured": measured, "x": UNIT if measured else X, "state_scale": state}
-    shifted = shifted and measured
+    bias, reverse, cell, dynamic, shifted, initial, emits, quick, matmul, scripted = flags
+    options = {"reverse": reverse, "dynamic": dynamic, "x": UNIT if dynamic else X, "state_scale": state}
+    shifted = shifted and dynamic
     if shifted:
         options["x"] = replace(UNIT, zero_point=torch.zeros_like(UNIT.zero_point))
     if op == "lstm":
@@ -116,16 +116,16 @@ def test_float64(op, sizes, flags, state, width, nonlinearity, seed):
         patch.setattr(cpu, "has_integer_matmul", lambda: matmul)
         if not scripted:
             patch.setattr(recurrent_loop, "scripted", lambda steps: steps)
-        made, real = kernel(op, inputs, hidden, width, bias, given=names if initial else (), **options)
+        made, real = kernel(op, inputs, hidden, width, bias, state_inputs=names if initial else (), **options)
         h, c = torch.randn(width or hidden, samples).t(), torch.randn(samples, hidden)
         q, scale = activations(steps, samples, inputs), torch.rand(steps, samples, 1) / 20
         zero_point = torch.randint(0, 100, scale.shape).float()
-        x = (q.double() - (zero_point.double() if shifted else made.x.z)) * (scale.double() if measured else made.x.s)
+        x = (q.double() - (zero_point.double() if shifted else made.x.z)) * (scale.double() if dynamic else made.x.s)
         states = (h, c) if initial else (torch.zeros_like(h), torch.zeros_like(c))
         wanted = exact(made, real, x, *(s.double() for s in states))
         given_ = [
             q,
-            *([scale] if measured else []),
+            *([scale] if dynamic else []),
             *([zero_point] if shifted else []),
             *(states[: len(names)] if initial else []),
         ]
@@ -203,10 +203,10 @@ def test_refuses():
 
 @pytest.mark.parametrize("op", GATES)
 def test_initial_states_that_do_not_fit(op):
-    made, _ = kernel(op, 5, 6, given=("h",))
+    made, _ = kernel(op, 5, 6, state_inputs=("h",))
     x, h = activations(7, 3, 5), torch.randn(3, 6)
     for wrong in (h[:1], h[:, :1], h[:2], h[None]):
-        with pytest.raises(InputError, match=r"initial state of shape .*; for this input the layer takes \(3, 6\)"):
+        with pytest.raises(InputError, match=r"initial state has shape .*; for this input the layer takes \(3, 6\)"):
             made(x, wrong)
     with pytest.raises(InputError, match="is float64"):
         made(x, h.double())

@@ -11,7 +11,7 @@ from torch import nn
 
 import fxq
 from fxq.backends.x86 import onednn_binary as x86_elementwise
-from fxq.backends.x86.squeeze_excite import FUNCTIONS, GATES, Excite
+from fxq.backends.x86.squeeze_excite import FUNCTIONS, GATES, SqueezeExcite
 from fxq.common.metrics import sqnr
 from fxq.errors import BackendError, InputError
 from fxq.quant.qparams import QParams
@@ -35,7 +35,7 @@ def kernel(
     """The kernel, and what it means: float64 of float64."""
     (q1, p1, w1), (q2, p2, w2) = weight(squeezed, channels, axis=axis), weight(channels, squeezed, axis=axis)
     b1, b2 = (torch.randn(squeezed), torch.randn(channels)) if bias else (None, None)
-    made = Excite(
+    made = SqueezeExcite(
         squeeze=q1, squeeze_scale=p1.scale, squeeze_bias=b1, excite=q2, excite_scale=p2.scale, excite_bias=b2,
         x=x, out=out, function=function, gate=gate,
     )  # fmt: skip
@@ -73,7 +73,7 @@ def test_large(shape, limits, monkeypatch):
     """A large image takes the way of large products: the factors are the scales of a convolution."""
     if limits is not None:
         monkeypatch.setattr(x86_elementwise, "WHOLE", limits[0])
-        monkeypatch.setattr(x86_elementwise, "_GATE", limits[1])
+        monkeypatch.setattr(x86_elementwise, "_MIN_GATED_ELEMENTS", limits[1])
     image = bytes_(*shape)
     for out in (None, *PRODUCTS):
         excite, means = kernel(shape[1], 7, BYTE, out)
@@ -97,7 +97,7 @@ def test_refusals():
         with pytest.raises(BackendError, match=r"x86\.squeeze_excite"):
             kernel(4, 2, x, out)
     excite, _ = kernel(4, 2, BYTE, OUTS[0])
-    with pytest.raises(InputError, match=r"x86\.squeeze_excite: an input with 5 channels; the layer takes 4"):
+    with pytest.raises(InputError, match=r"x86\.squeeze_excite: the input has 5 channels; the layer takes 4"):
         excite(bytes_(1, 5, 3, 3))
     with pytest.raises(InputError, match="without a batch"):
         excite(bytes_(4, 9))
@@ -130,7 +130,7 @@ def test_through_the_pipeline(forward, per):
     spec = fxq.TensorSpec(signed=True, symmetric=True, per=per, observer="minmax")
     recipe = fxq.Recipe.static(backend="x86", weight=spec).with_optimize("coverage")
     quantized = fxq.quantize(model, recipe, data=[x])
-    (made,) = (m for m in quantized.modules() if isinstance(m, Excite))
+    (made,) = (m for m in quantized.modules() if isinstance(m, SqueezeExcite))
     assert (made.out is None) == (forward is returned)
     with torch.no_grad():
         assert sqnr(model(x), quantized(x)) > 25
