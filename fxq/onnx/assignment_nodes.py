@@ -85,5 +85,5 @@ def _scatter_nd(w: Writer, x: Value, index: Any, value: Any) -> Value:
     refuse(not are_integers, "its index holds more than integer tensors for the first axes")
     shape = torch.broadcast_shapes(*(i.shape for i in indices))
     parts = [w.reshaped(Value(w.emit("Expand", i, w.ints(shape)), i.like), (*shape, 1)) for i in indices]
-    at = w.cast(w.joined(parts, len(shape)), torch.int64)
-    return Value(w.emit("ScatterND", x, at, _expanded(w, value, x, (*shape, *x.shape[len(indices) :]))), x.like)
+    positions = w.cast(w.joined(parts, len(shape)), torch.int64)
+    return Value(w.emit("ScatterND", x, positions, _expanded(w, value, x, (*shape, *x.shape[len(indices) :]))), x.like)

@@ -191,8 +191,8 @@ def _dequantize(
     """Write a DequantizeLinear with a static grid; the zero point has ONNX's `type_number` if that is given."""
     step, zero = grid
     attributes = {"axis": axis, "block_size": block} if step.dim() else {}
-    real = w.emit("DequantizeLinear", x, step, w.constant(zero, type_number), **attributes)
-    return Value(real, torch.empty_like(x.like, dtype=torch.float32))
+    dequantized = w.emit("DequantizeLinear", x, step, w.constant(zero, type_number), **attributes)
+    return Value(dequantized, torch.empty_like(x.like, dtype=torch.float32))
 
 
 @writes("requantize")
@@ -210,8 +210,8 @@ def requantize(
 ) -> str:
     if w.floats:
         return x.name
-    real = w.emit("DequantizeLinear", x, *_grid(w, x, from_scale, from_zero_point, x.dtype, None, None))
-    return _rounded(w, real, *_grid(w, x, scale, zero_point, dtype, None, None), qmin, qmax)
+    dequantized = w.emit("DequantizeLinear", x, *_grid(w, x, from_scale, from_zero_point, x.dtype, None, None))
+    return _rounded(w, dequantized, *_grid(w, x, scale, zero_point, dtype, None, None), qmin, qmax)
 
 
 def _grid(

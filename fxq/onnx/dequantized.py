@@ -42,8 +42,8 @@ def stored_weight(w: Writer, value: Value) -> tuple[OnnxNode, list[Tensor]] | No
     node = w.producer(value.name)
     if node is None or node.op_type not in ("DequantizeLinear", "Cast"):
         return None
-    parts = [part for name in node.inputs if (part := w.value_of(name)) is not None]
-    return (node, parts) if len(parts) == len(node.inputs) else None
+    constants = [part for name in node.inputs if (part := w.value_of(name)) is not None]
+    return (node, constants) if len(constants) == len(node.inputs) else None
 
 
 def is_dequantized(w: Writer, value: Value) -> bool:
@@ -83,8 +83,8 @@ def weight_for(w: Writer, x: Value, weight: Value) -> Value | Tensor:
         if weight.name not in w.weights:
             w.weights.add(weight.name)
             return weight
-        own = w.emit("DequantizeLinear", q.clone(), source.scale, source.zero.clone(), **attributes)
-        return Value(own, weight.like)
+        copy = w.emit("DequantizeLinear", q.clone(), source.scale, source.zero.clone(), **attributes)
+        return Value(copy, weight.like)
     if attributes.get("block_size") or w.portable:
         return weight
     return w.cached_constant(
@@ -108,16 +108,16 @@ def bias_for(w: Writer, x: Value, weight: Value, bias: Value | None, axis: int =
         bias: bias of the layer, or None.
         axis: axis of the output channels in the weight.
     """
-    real = w.value_of(bias.name) if bias is not None else None
+    float_bias = w.value_of(bias.name) if bias is not None else None
     grids = [dequantize_node(w, x), dequantize_node(w, weight)]
-    if real is None or not w.integer_bias or any(g is None or g.node.attributes.get("block_size") for g in grids):
+    if float_bias is None or not w.integer_bias or any(g is None or g.node.attributes.get("block_size") for g in grids):
         return bias
     first, second = (grid.scale.double() for grid in grids if grid is not None)
     scale = (first * second).to(torch.float32)
-    if scale.numel() not in (1, real.numel()) or scale.min() < torch.finfo(torch.float32).tiny:
+    if scale.numel() not in (1, float_bias.numel()) or scale.min() < torch.finfo(torch.float32).tiny:
         return bias  # a transposed convolution in groups has fewer scales than channels
-    scale = scale.expand(real.shape).contiguous()
-    steps = (real.detach().double() / scale.double()).round()
+    scale = scale.expand(float_bias.shape).contiguous()
+    steps = (float_bias.detach().double() / scale.double()).round()
     q = w.value_of(grids[1].node.inputs[0]) if grids[1] is not None else None
     rows = torch.empty(1, 0) if q is None else q.movedim(axis, 0).flatten(1)
     if not largest_sum(rows, _ANY_GRID, steps.abs().max()) <= INT32:  # also catches NaN
@@ -140,8 +140,8 @@ def transposed(w: Writer, matrix: Value | Tensor) -> str:
     attributes = dict(source.node.attributes)
     if "axis" in attributes:
         attributes["axis"] = 1 - attributes["axis"] % 2
-    parts = zip((q, source.scale, source.zero), source.node.inputs, strict=True)
-    constants = [w.constant(_transposed_constant(w, part), w.type_of(name)) for part, name in parts]
+    sources = zip((q, source.scale, source.zero), source.node.inputs, strict=True)
+    constants = [w.constant(_transposed_constant(w, part), w.type_of(name)) for part, name in sources]
     return w.emit("DequantizeLinear", *constants, **attributes)
 
 

@@ -224,8 +224,8 @@ def _getitem(w: Writer, x: Value, index: Any) -> Value:
     refuse(not are_integers, "its index holds more than integer tensors for the first axes")
     shape = torch.broadcast_shapes(*(i.shape for i in indices))
     parts = [w.reshaped(Value(w.emit("Expand", i, w.ints(shape)), i.like), (*shape, 1)) for i in indices]
-    at = w.cast(w.joined(parts, len(shape)), torch.int64)
-    return Value(w.emit("GatherND", x, at), w.empty((*shape, *x.shape[len(indices) :]), x.dtype))
+    positions = w.cast(w.joined(parts, len(shape)), torch.int64)
+    return Value(w.emit("GatherND", x, positions), w.empty((*shape, *x.shape[len(indices) :]), x.dtype))
 
 
 def _slices(w: Writer, x: Value, slices: Sequence[slice]) -> Value:

@@ -111,8 +111,8 @@ def _dynamic_linear(w: Writer, x: Value, dequantize: OnnxNode, weight: Value, bi
     scaled per row afterwards. The part that the zero points add, zero_point * scale * (column sums of the weight), is
     subtracted together with the bias, in a float product.
     """
-    of_weight, matrix = dequantize_node(w, weight), w.producer(transposed(w, weight))
-    if of_weight is None or matrix is None or bool(of_weight.zero.any()) or matrix.attributes.get("block_size"):
+    weight_source, matrix = dequantize_node(w, weight), w.producer(transposed(w, weight))
+    if weight_source is None or matrix is None or bool(weight_source.zero.any()) or matrix.attributes.get("block_size"):
         raise NotInOnnx("its weight has a zero point, or is per block, or is not quantized")
     integers, steps, _ = (w.value_of(name) for name in matrix.inputs)
     assert integers is not None and steps is not None  # the integers and scale of a weight are constants
@@ -128,37 +128,38 @@ def _dynamic_linear(w: Writer, x: Value, dequantize: OnnxNode, weight: Value, bi
             )
             middle = torch.tensor(128, dtype=torch.uint8, device="cpu")
             summed = w.cast(w.emit("MatMulInteger", dequantize.inputs[0], unsigned, zero, middle), torch.float32)
-            real = w.emit("Mul", summed, w.emit("Mul", scale, steps))
-            return real if added is None else w.emit("Add", real, added)
+            scaled = w.emit("Mul", summed, w.emit("Mul", scale, steps))
+            return scaled if added is None else w.emit("Add", scaled, added)
         return w.emit("MatMulIntegerToFloat", dequantize.inputs[0], integers, scale, steps, zero, no_zero, added)
 
     scale, zero = dequantize.inputs[1:]
-    maker = w.producer(zero)
-    middle = w.value_of(
-        maker.inputs[0] if maker is not None and maker.op_type == "Expand" else zero
-    )  # zero point of all rows
+    zero_node = w.producer(zero)
+    is_expanded = zero_node is not None and zero_node.op_type == "Expand"  # one constant for all rows
+    row_zero = w.value_of(zero_node.inputs[0] if is_expanded and zero_node is not None else zero)
     if "block_size" not in dequantize.attributes:
         return product(scale, zero, bias)
     if x.like.numel() == x.shape[-1]:  # one row
         return product(w.reshaped(scale, ()), w.reshaped(zero, ()), bias)
     unit_scale = torch.ones((), device="cpu")
-    real = w.emit("Mul", product(unit_scale, None if middle is None else middle.flatten()[0]), scale)
+    scaled = w.emit("Mul", product(unit_scale, None if row_zero is None else row_zero.flatten()[0]), scale)
     added: Operand = bias
-    if middle is None:
-        lines = [-integers.sum(0, dtype=torch.float64) * steps]
-        parts = [w.emit("Mul", scale, w.cast(zero, torch.float32) if maker is None else maker.inputs[0])]
+    if row_zero is None:
+        column_terms = [-integers.sum(0, dtype=torch.float64) * steps]
+        row_factors = [w.emit("Mul", scale, w.cast(zero, torch.float32) if zero_node is None else zero_node.inputs[0])]
         if w.sizes is not None:
-            real = w.emit("Add", real, w.emit("Mul", parts[0], lines[0].float()))
+            scaled = w.emit("Add", scaled, w.emit("Mul", row_factors[0], column_terms[0].float()))
         else:
             if bias is not None and (constant_bias := w.value_of(bias.name)) is not None:
-                lines.append(constant_bias.double())
+                column_terms.append(constant_bias.double())
                 shape = *x.shape[:-1], 1
-                parts.append(w.constant(w.cached_constant(("ones", shape), lambda: torch.ones(shape, device="cpu"))))
+                ones = w.cached_constant(("ones", shape), lambda: torch.ones(shape, device="cpu"))
+                row_factors.append(w.constant(ones))
                 added = None
-            of_rows, rows = w.reshaped(w.joined(parts, -1), (-1, len(parts))), w.reshaped(real, (-1, weight.shape[0]))
-            real = w.emit("Gemm", of_rows, torch.stack(lines).float(), rows)
-            real = w.reshaped(real, (*x.shape[:-1], weight.shape[0]))
-    return real if added is None else w.emit("Add", real, added)
+            factors = w.reshaped(w.joined(row_factors, -1), (-1, len(row_factors)))
+            rows = w.reshaped(scaled, (-1, weight.shape[0]))
+            scaled = w.emit("Gemm", factors, torch.stack(column_terms).float(), rows)
+            scaled = w.reshaped(scaled, (*x.shape[:-1], weight.shape[0]))
+    return scaled if added is None else w.emit("Add", scaled, added)
 
 
 @writes("matmul")
@@ -168,8 +169,8 @@ def matmul(w: Writer, x: Value, other: Value) -> str:
     if varies(depth) or depth <= max_depth or not (is_dequantized(w, x) and is_dequantized(w, other)):
         return w.emit("MatMul", x, other)
     axis = max(other.rank - 2, 0)
-    parts = [(i, min(i + max_depth, depth)) for i in range(0, depth, max_depth)]
-    products = [w.emit("MatMul", w.cut(x, x.rank - 1, *part), w.cut(other, axis, *part)) for part in parts]
+    spans = [(i, min(i + max_depth, depth)) for i in range(0, depth, max_depth)]
+    products = [w.emit("MatMul", w.cut(x, x.rank - 1, *span), w.cut(other, axis, *span)) for span in spans]
     return reduce(partial(w.emit, "Add"), products)
 
 

@@ -39,8 +39,8 @@ def cosine_similarity(w: Writer, x: Value, other: Value, *, dim: int, eps: float
     rank = max(x.rank, other.rank)
     axis = dim % rank - rank  # from the end, for inputs of different rank
     refuse(axis < -min(x.rank, other.rank), "one of its inputs lacks the axis")
-    parts = [normalize(w, value, p=2.0, dim=axis, eps=eps) for value in (x, other)]
-    return w.emit("ReduceSum", w.emit("Mul", *parts), w.ints([axis]), keepdims=0)
+    normalized = [normalize(w, value, p=2.0, dim=axis, eps=eps) for value in (x, other)]
+    return w.emit("ReduceSum", w.emit("Mul", *normalized), w.ints([axis]), keepdims=0)
 
 
 @writes("batch_norm")
@@ -149,8 +149,8 @@ def attention(
     else:
         scores = w.emit("Add", scores, attn_mask)
     # A query whose keys are all masked gets zeros; its softmax would be NaN.
-    blind = w.emit("Less", w.emit("ReduceMax", scores, w.ints([-1]), keepdims=1), w.number(_MIN_FINITE_SCORE, x))
-    return w.emit("Where", blind, w.number(0.0, x), w.emit("MatMul", w.emit("Softmax", scores, axis=-1), value))
+    is_masked = w.emit("Less", w.emit("ReduceMax", scores, w.ints([-1]), keepdims=1), w.number(_MIN_FINITE_SCORE, x))
+    return w.emit("Where", is_masked, w.number(0.0, x), w.emit("MatMul", w.emit("Softmax", scores, axis=-1), value))
 
 
 _MIN_FINITE_SCORE = -3e38
@@ -159,14 +159,14 @@ _MIN_FINITE_SCORE = -3e38
 
 @writes("attention_mask")
 def attention_mask(w: Writer, padding: Value | None, attention: Value | None, *, heads: int) -> str:
-    parts = []
+    masks = []
     if padding is not None:
         samples, keys = padding.shape
-        parts.append(w.reshaped(_additive_mask(w, padding), (samples, 1, 1, keys)))
+        masks.append(w.reshaped(_additive_mask(w, padding), (samples, 1, 1, keys)))
     if attention is not None:
         shape = attention.shape if attention.rank == 2 else (-1, heads, *attention.shape[1:])
-        parts.append(w.reshaped(_additive_mask(w, attention), shape))
-    return w.emit("Add", *parts) if len(parts) > 1 else parts[0]
+        masks.append(w.reshaped(_additive_mask(w, attention), shape))
+    return w.emit("Add", *masks) if len(masks) > 1 else masks[0]
 
 
 def _additive_mask(w: Writer, mask: Value) -> Operand:

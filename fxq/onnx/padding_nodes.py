@@ -37,9 +37,9 @@ def padded(w: Writer, x: Value, pad: Sequence[int], mode: str = "constant", valu
 
 def _fill_integer(value: float, grid: DequantizeNode) -> Tensor | None:
     """Integer of a grid that dequantizes exactly to a number; None if there is none."""
-    real, limits = torch.tensor(value, dtype=torch.float32, device="cpu"), torch.iinfo(grid.zero.dtype)
-    q = torch.round(real / grid.scale) + grid.zero
-    is_exact = bool(limits.min <= q <= limits.max) and bool((q - grid.zero) * grid.scale == real)
+    fill, limits = torch.tensor(value, dtype=torch.float32, device="cpu"), torch.iinfo(grid.zero.dtype)
+    q = torch.round(fill / grid.scale) + grid.zero
+    is_exact = bool(limits.min <= q <= limits.max) and bool((q - grid.zero) * grid.scale == fill)
     return q.to(grid.zero.dtype) if is_exact else None
 
 

@@ -61,8 +61,8 @@ def relu6(w: Writer, x: Value) -> str:
 
 @writes("hardtanh")
 def hardtanh(w: Writer, x: Value, *, min_val: float, max_val: float) -> str:
-    whole = all(isinstance(bound, int) or math.isinf(bound) for bound in (min_val, max_val))
-    if not x.dtype.is_floating_point and not whole:
+    has_integer_bounds = all(isinstance(bound, int) or math.isinf(bound) for bound in (min_val, max_val))
+    if not x.dtype.is_floating_point and not has_integer_bounds:
         x = Value(w.cast(x, torch.float32), x.like.float())
     return clamp(w, x, min_val, max_val)
 

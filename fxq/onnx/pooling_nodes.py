@@ -32,8 +32,8 @@ def max_pool(
             x.like.float(), kernel_size=kernel_size, stride=stride, padding=padding, dilation=dilation, ceil_mode=True
         )
         ends = _end_padding(x, out.shape, kernel_size, stride, padding, dilation)
-        wide = any(end >= k for end, k in zip(ends, kernel_size, strict=True))
-        refuse(wide, "its last windows lie outside of the input")
+        leaves_input = any(end >= k for end, k in zip(ends, kernel_size, strict=True))
+        refuse(leaves_input, "its last windows lie outside of the input")
     return w.emit(
         "MaxPool", x, kernel_shape=list(kernel_size), strides=list(stride), pads=[*padding, *ends],
         dilations=list(dilation),
@@ -109,8 +109,8 @@ def _reduction(op_type: str) -> Any:
             pooled = w.emit("GlobalAveragePool", x)  # engines run it on integers
             return pooled if keepdim else w.reshaped(pooled, x.shape[:2])
         refuse(x.dtype is torch.bool and op_type != "ReduceSum", "its input is bool")
-        whole = op_type == "ReduceSum" and not x.dtype.is_floating_point
-        return w.emit(op_type, w.cast(x, torch.int64) if whole else x, w.ints(axes), keepdims=int(keepdim))
+        sums_integers = op_type == "ReduceSum" and not x.dtype.is_floating_point
+        return w.emit(op_type, w.cast(x, torch.int64) if sums_integers else x, w.ints(axes), keepdims=int(keepdim))
 
     return reduce
 

@@ -149,17 +149,17 @@ def _integer_weights(
 
     They are not shared with other nodes, because ONNX Runtime fails to convert shared integers to unsigned.
     """
-    parts: list[Tensor | None] = []
+    integers: list[Tensor | None] = []
     grids: list[Operand] = []
     for weight in weights:
         source = dequantize_node(w, weight) if weight is not None else None
         q = w.value_of(source.node.inputs[0]) if source is not None else None
         if source is None or q is None or bool(source.zero.any()) or source.node.attributes.get("block_size"):
             raise NotInOnnx("its weights have zero points, or are per block, or are not quantized")
-        parts.append(_reorder_gates(q, order).transpose(1, 2).contiguous())
+        integers.append(_reorder_gates(q, order).transpose(1, 2).contiguous())
         scale = source.scale.reshape(1) if source.scale.numel() == 1 else _reorder_gates(source.scale, order)
         grids += [scale, torch.zeros(scale.shape, dtype=torch.int8, device="cpu")]
-    return parts, grids
+    return integers, grids
 
 
 def _gates(w: Writer, x: Value, weight: Value | None, order: Sequence[int]) -> Operand:
@@ -168,8 +168,8 @@ def _gates(w: Writer, x: Value, weight: Value | None, order: Sequence[int]) -> O
         return None
     stored = stored_weight(w, weight) if w.portable else None
     if stored is not None:
-        node, parts = stored
-        reordered = [part if part.dim() == 0 else _reorder_gates(part, order) for part in parts]
+        node, constants = stored
+        reordered = [part if part.dim() == 0 else _reorder_gates(part, order) for part in constants]
         reordered = [
             part[0] if part.dim() == 2 and i else part for i, part in enumerate(reordered)
         ]  # per-channel scales
@@ -177,10 +177,10 @@ def _gates(w: Writer, x: Value, weight: Value | None, order: Sequence[int]) -> O
         names = [w.constant(part, w.type_of(name)) for part, name in zip(reordered, node.inputs, strict=True)]
         return w.emit(node.op_type, *names, **attributes)
     operand = weight_for(w, x, weight)
-    real = operand if isinstance(operand, Tensor) else w.value_of(operand.name)
-    if real is None:
+    constant = operand if isinstance(operand, Tensor) else w.value_of(operand.name)
+    if constant is None:
         raise NotInOnnx("its weights are computed")
-    return w.cached_constant(("gates", id(real)), lambda: _reorder_gates(real, order))
+    return w.cached_constant(("gates", id(constant)), lambda: _reorder_gates(constant, order))
 
 
 def _reorder_gates(rows: Tensor, order: Sequence[int]) -> Tensor:

@@ -136,11 +136,11 @@ def unfold(w: Writer, x: Value, *, kernel_size: Any, dilation: Any, padding: Any
     (top, left), (rows, columns) = padding, kernel_size
     image = padded(w, x, (left, left, top, top))
     last = [size - d * (k - 1) for size, d, k in zip(image.shape[2:], dilation, kernel_size, strict=True)]
-    parts = []
+    windows = []
     for i, j in product(range(rows), range(columns)):
         window: Operand = image
         for axis, at in ((0, i), (1, j)):
             start = at * dilation[axis]
             window = w.cut(window, axis + 2, start, start + last[axis], stride[axis])
-        parts.append(w.reshaped(window, (n, c, 1, -1)))
-    return w.reshaped(w.joined(parts, 2), (n, c * rows * columns, -1))
+        windows.append(w.reshaped(window, (n, c, 1, -1)))
+    return w.reshaped(w.joined(windows, 2), (n, c * rows * columns, -1))

@@ -164,14 +164,14 @@ def _product(b: Writer, h: Operand, w: Writer, weight: Value, bias: Value | None
     """Write the product of a state (N, P) with a weight (G, P) of the model, plus a bias, inside of a step."""
     stored = stored_weight(w, weight)
     if stored is not None:
-        node, parts = stored
-        names = [b.constant(part, w.type_of(name)) for part, name in zip(parts, node.inputs, strict=True)]
-        inside = Value(b.emit(node.op_type, *names, **node.attributes), weight.like)
+        node, constants = stored
+        names = [b.constant(part, w.type_of(name)) for part, name in zip(constants, node.inputs, strict=True)]
+        step_weight = Value(b.emit(node.op_type, *names, **node.attributes), weight.like)
     else:
-        real = w.value_of(weight.name)
-        if real is None:
+        constant = w.value_of(weight.name)
+        if constant is None:
             raise NotInOnnx("its weights are computed")
-        inside = Value(b.constant(real), weight.like)
-    product = b.emit("MatMul", h, transposed(b, inside))
+        step_weight = Value(b.constant(constant), weight.like)
+    product = b.emit("MatMul", h, transposed(b, step_weight))
     constant_bias = w.value_of(bias.name) if bias is not None else None
     return product if constant_bias is None else b.emit("Add", product, constant_bias)

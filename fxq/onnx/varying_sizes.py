@@ -102,12 +102,12 @@ class VaryingSizes:
         if size.is_Pow:
             base, power = size.args
             return bool(power.is_Integer and power > 0 and base.xreplace(self._examples) >= 0) and self._grows(base)
-        parts, kind = size.args, type(size).__name__
+        parts, expression_type = size.args, type(size).__name__
         if isinstance(size, FloorDiv):
             return bool(parts[1].is_Integer and parts[1] > 0) and self._grows(parts[0])
-        if kind == "Mul" and any(part.xreplace(self._examples) < 0 for part in parts):
+        if expression_type == "Mul" and any(part.xreplace(self._examples) < 0 for part in parts):
             return False
-        return kind in ("Add", "Mul", "Max", "Min") and all(map(self._grows, parts))
+        return expression_type in ("Add", "Mul", "Max", "Min") and all(map(self._grows, parts))
 
     def text(self, size: Any) -> str:
         """Text of a size or a restriction, with the names of the sizes."""
@@ -141,8 +141,12 @@ class VaryingSizes:
             parts, op_type = list(expression.args), _OP_TYPES.get(type(expression).__name__, "")
         if isinstance(expression, (FloorDiv, Mod, PythonMod)):
             first, second = (self._written(w, part) for part in parts)
-            rest = w.emit("Mod", first, second)  # has the sign of the divisor, as in Python
-            return rest if not isinstance(expression, FloorDiv) else w.emit("Div", w.emit("Sub", first, rest), second)
+            remainder = w.emit("Mod", first, second)  # has the sign of the divisor, as in Python
+            return (
+                remainder
+                if not isinstance(expression, FloorDiv)
+                else w.emit("Div", w.emit("Sub", first, remainder), second)
+            )
         if not op_type or not isinstance(expression, sympy.Expr):
             raise NotInOnnx(f"fxq has no ONNX form of the size {self.text(expression)}")
         result, *operands = [self._written(w, part) for part in parts]

@@ -234,9 +234,9 @@ class Writer:
     def reshaped(self, read: Operand, shape: Sequence[int]) -> str:
         """Write a Reshape to this shape."""
         shape = list(shape)
-        at = [i for i, size in enumerate(shape) if varies(size)]
-        if at and isinstance(read, Value) and 0 not in shape and len(at) + (-1 in shape) > 1:
-            for i in at:
+        dynamic_axes = [i for i, size in enumerate(shape) if varies(size)]
+        if dynamic_axes and isinstance(read, Value) and 0 not in shape and len(dynamic_axes) + (-1 in shape) > 1:
+            for i in dynamic_axes:
                 if i < read.rank and str(read.shape[i]) == str(shape[i]):
                     shape[i] = 0  # ONNX: keeps the size of the input
             return self.emit("Reshape", read, self.ints(_one_inferred(shape)))
@@ -335,8 +335,12 @@ def _has_varying(value: Any) -> bool:
 
 def _one_inferred(shape: list[Any]) -> list[Any]:
     """Replace a single dynamic size of a shape by -1, which ONNX infers."""
-    at = [i for i, size in enumerate(shape) if varies(size)]
-    return [-1 if i in at else size for i, size in enumerate(shape)] if len(at) == 1 and -1 not in shape else shape
+    dynamic_axes = [i for i, size in enumerate(shape) if varies(size)]
+    return (
+        [-1 if i in dynamic_axes else size for i, size in enumerate(shape)]
+        if len(dynamic_axes) == 1 and -1 not in shape
+        else shape
+    )
 
 
 Row = TypeVar("Row", bound=Callable[..., "str | Value"])

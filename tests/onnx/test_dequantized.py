@@ -1,4 +1,4 @@
-"""Layers on integers: which form their weights and biases have."""
+"""Weights and biases of integer layers in ONNX."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def named(w: Writer, tensor: torch.Tensor) -> Value:
 
 
 def kind(w: Writer, operand: object) -> str:
-    """The node that makes what a layer reads, or that it is a constant."""
+    """Op type of the node that computes an operand, or "constant"."""
     node = w.producer(w.name_of(operand))
     return node.op_type if node is not None else "constant"
 
@@ -93,9 +93,9 @@ def test_layers_that_share_a_weight_have_integers_of_their_own():
     x, matrix = activation(w, 0.5), integers(w, 3, 4, scale=torch.ones(3), axis=0)
     first, second = weight_for(w, x, matrix), weight_for(w, x, matrix)
     assert first is matrix and second is not matrix
-    one, other = dequantize_node(w, first), dequantize_node(w, second)
-    assert not set(one.node.inputs[::2]) & set(other.node.inputs[::2])
-    assert torch.equal(*(w.value_of(found.node.inputs[0]) for found in (one, other)))
+    first_node, second_node = dequantize_node(w, first), dequantize_node(w, second)
+    assert not set(first_node.node.inputs[::2]) & set(second_node.node.inputs[::2])
+    assert torch.equal(*(w.value_of(node.node.inputs[0]) for node in (first_node, second_node)))
 
 
 def test_a_matrix_is_turned_where_it_is_stored():
@@ -127,7 +127,7 @@ def test_integers_that_were_moved_are_integers_still():
 
 
 def test_a_bias_leaves_room_for_the_products():
-    """Four products of 127 and 255 and the bias are just within int32; with a step more they are not, nor turned."""
+    """Four products of 127 and 255 plus the bias just fit int32; with one step more, or transposed, they do not."""
     room = 2**31 - 1 - 4 * 127 * 255
     for steps, kinds in ((room, "DequantizeLinear"), (room + 1, "constant")):
         w = Writer()

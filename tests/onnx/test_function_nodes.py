@@ -1,4 +1,4 @@
-"""Functions beside the ops of the table: ONNX Runtime gives what torch gives."""
+"""Functions that are not ops of fxq, in ONNX Runtime against torch."""
 
 import pytest
 import torch
@@ -53,8 +53,8 @@ def test_numbers(name):
     for x, y in ((X, Y), (normal(7, 4), normal(7, 4, seed=2)), (X[:1], Y[:1])):
         wanted = gm(x, y)
         wanted = wanted if isinstance(wanted, tuple) else (wanted,)
-        for got, one in zip(run_onnxruntime(model, [x, y]), wanted, strict=True):
-            assert torch.equal(got, one)
+        for got, expected in zip(run_onnxruntime(model, [x, y]), wanted, strict=True):
+            assert torch.equal(got, expected)
 
 
 def test_means_and_sums_of_all():
@@ -63,7 +63,7 @@ def test_means_and_sums_of_all():
         torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
 
 
-NEAR = {
+ROUNDED_MODELS = {
     "curves": module(
         lambda self, x, y: (x.sigmoid().asin(), torch.atan(y), x.sinh(), y.asinh(), (x.tanh() / 2).atanh())
     ),
@@ -83,23 +83,23 @@ NEAR = {
 }
 
 
-@pytest.mark.parametrize("name", NEAR)
+@pytest.mark.parametrize("name", ROUNDED_MODELS)
 def test_numbers_to_rounding(name):
-    gm, model = written(NEAR[name], X, Y)
+    gm, model = written(ROUNDED_MODELS[name], X, Y)
     onnx.checker.check_model(model, full_check=True)
     for x, y in ((X, Y), (normal(7, 4), normal(7, 4, seed=2)), (X[:1], Y[:1])):
         wanted = gm(x, y)
         wanted = wanted if isinstance(wanted, tuple) else (wanted,)
-        for got, one in zip(run_onnxruntime(model, [x, y]), wanted, strict=True):
-            torch.testing.assert_close(got, one, rtol=1e-5, atol=1e-6)
+        for got, expected in zip(run_onnxruntime(model, [x, y]), wanted, strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_what_is_not_finite():
     model = module(lambda self, x: (x.isnan(), x.isinf(), torch.nan_to_num(x), x.nan_to_num(2.0)))
     x = torch.tensor([[1.0, torch.nan, torch.inf, -torch.inf]])
     gm, model = written(model, X)
-    for got, one in zip(run_onnxruntime(model, [x]), gm(x), strict=True):
-        assert torch.equal(got, one)
+    for got, expected in zip(run_onnxruntime(model, [x]), gm(x), strict=True):
+        assert torch.equal(got, expected)
 
 
 def test_makers_are_written():

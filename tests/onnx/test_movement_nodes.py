@@ -1,4 +1,4 @@
-"""Parts, joins, shapes and orders of axes, in ONNX Runtime and in OpenVINO, against torch."""
+"""Slicing, concatenation, reshaping and permutation, in ONNX Runtime and in OpenVINO, against torch."""
 
 from __future__ import annotations
 

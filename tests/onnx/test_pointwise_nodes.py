@@ -1,4 +1,4 @@
-"""Functions of each element, in ONNX Runtime and in OpenVINO, against torch."""
+"""Elementwise ops, in ONNX Runtime and in OpenVINO, against torch."""
 
 from __future__ import annotations
 

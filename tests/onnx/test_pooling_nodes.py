@@ -81,7 +81,7 @@ def test_refusals(refused, reason):
 
 @pytest.mark.parametrize("side", [2901, 2902])
 def test_means_of_integers_stay_within_int32(side):
-    """ONNX Runtime adds integers in int32 for the mean of all pixels: more than it holds are added in float."""
+    """ONNX Runtime sums all pixels in int32; if that could overflow, they are summed in float."""
     program = f"""
         x: uint8[1, 1, {side}, {side}] = input()
         x_dq: float32[1, 1, {side}, {side}] = dequantize(x, scale=0.5, zero_point=0, qmax=255)

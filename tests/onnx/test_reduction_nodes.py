@@ -1,4 +1,4 @@
-"""Functions that look at many values at once: ONNX Runtime gives what torch gives, for any number of samples."""
+"""Functions that reduce or sort, in ONNX Runtime against torch, for any number of samples."""
 
 import pytest
 import torch
@@ -40,13 +40,13 @@ OF_ALL = {
 
 
 def same(model, x):
-    gm, made = written(model, x)
-    onnx.checker.check_model(made, full_check=True)
+    gm, onnx_model = written(model, x)
+    onnx.checker.check_model(onnx_model, full_check=True)
     for inputs in (x, normal(7, 4, seed=3), Y):
         wanted = gm(inputs)
         wanted = wanted if isinstance(wanted, tuple) else (wanted,)
-        for got, one in zip(run_onnxruntime(made, [inputs]), wanted, strict=True):
-            torch.testing.assert_close(got, one, rtol=1e-5, atol=1e-6)
+        for got, expected in zip(run_onnxruntime(onnx_model, [inputs]), wanted, strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("keep", [False, True])

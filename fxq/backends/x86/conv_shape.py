@@ -102,10 +102,10 @@ def _join(weight: Tensor, groups: int) -> tuple[Tensor, int]:
     fits = (n for n in range(1, groups) if groups % n == 0 and n * inputs % 4 == 0 and n * outputs % 4 == 0)
     joined = next(fits, groups)
     blocks = weight.view(groups // joined, joined, outputs, inputs, *weight.shape[2:])
-    wide = blocks.new_zeros(groups // joined, joined, outputs, joined, *blocks.shape[3:])
+    padded = blocks.new_zeros(groups // joined, joined, outputs, joined, *blocks.shape[3:])
     for i in range(joined):
-        wide[:, i, :, i] = blocks[:, i]
-    return wide.view(len(weight), joined * inputs, *weight.shape[2:]), groups // joined
+        padded[:, i, :, i] = blocks[:, i]
+    return padded.view(len(weight), joined * inputs, *weight.shape[2:]), groups // joined
 
 
 def _extent(weight: Tensor, dilation: Sequence[int]) -> tuple[int, int]:

@@ -21,8 +21,8 @@ def _multiply(loops: ModuleType, product: StateProduct, integers: Tensor, sums: 
     """
     weight, scale, bias = product.weight, product.scale, product.bias
     if product.by_rows:
-        wide = torch.zeros(weight.shape[1], dtype=torch.int16, device="cpu")
-        memory, width = (integers, weight, wide, sums), integers.shape[1]
+        widened = torch.zeros(weight.shape[1], dtype=torch.int16, device="cpu")
+        memory, width = (integers, weight, widened, sums), integers.shape[1]
 
         def multiply() -> Tensor:
             read, by, state, written = (tensor.data_ptr() for tensor in memory)
@@ -68,27 +68,27 @@ def run_steps(
     steps, samples, hidden = y.shape
     gates, new = gates.contiguous(), None if new is None else new.contiguous()
     integers = torch.empty(samples, hidden, dtype=torch.uint8, device="cpu")
-    sizes = torch.empty(samples, dtype=torch.float32, device="cpu")
+    ranges = torch.empty(samples, dtype=torch.float32, device="cpu")
     sums, summed = torch.empty(gates.shape[1:], dtype=torch.int32, device="cpu"), torch.empty_like(gates[0])
     multiply = _multiply(loops, product, integers, sums)
-    zero, scale, scale_rows = torch.ones_like(sizes), product.scale, loops.scale_sums
-    ones = product.zeros if product.by_rows or product.state_scale == 0 else torch.zeros_like(product.zeros)
+    zero, scale, scale_rows = torch.ones_like(ranges), product.scale, loops.scale_sums
+    zero_sums = product.zeros if product.by_rows or product.state_scale == 0 else torch.zeros_like(product.zeros)
     if not (product.by_rows or product.is_plain):  # oneDNN has scaled the product
-        scale_rows, ones, scale = loops.scale_products, torch.zeros_like(scale), torch.ones_like(scale)
-    read = sizes.data_ptr(), 1, zero.data_ptr(), 1, ones.data_ptr(), scale.data_ptr()
-    numbers = summed.data_ptr(), *summed.shape, -math.inf, math.inf, 0
+        scale_rows, zero_sums, scale = loops.scale_products, torch.zeros_like(scale), torch.ones_like(scale)
+    grids = ranges.data_ptr(), 1, zero.data_ptr(), 1, zero_sums.data_ptr(), scale.data_ptr()
+    output = summed.data_ptr(), *summed.shape, -math.inf, math.inf, 0
     grid = samples, hidden, float(product.qmax), product.state_scale, product.min_range
-    state = integers.data_ptr(), sizes.data_ptr(), *grid
+    state = integers.data_ptr(), ranges.data_ptr(), *grid
     loops.keep(h.data_ptr(), *state)
-    step, last, memory = getattr(loops, op), h.data_ptr(), summed.data_ptr()
+    step, previous, memory = getattr(loops, op), h.data_ptr(), summed.data_ptr()
     for t in reversed(range(steps)) if reverse else range(steps):
         result = multiply()
-        scale_rows(result.data_ptr(), *read, gates.data_ptr() + 4 * t * sums.numel(), 1, *numbers)
-        now = y.data_ptr() + 4 * t * samples * hidden
+        scale_rows(result.data_ptr(), *grids, gates.data_ptr() + 4 * t * sums.numel(), 1, *output)
+        current = y.data_ptr() + 4 * t * samples * hidden
         if cell is not None:
-            step(memory, cell.data_ptr(), now, *state)
+            step(memory, cell.data_ptr(), current, *state)
         elif new is not None:
-            step(memory, new.data_ptr() + 4 * t * samples * hidden, last, now, *state)
+            step(memory, new.data_ptr() + 4 * t * samples * hidden, previous, current, *state)
         else:
-            step(memory, int(is_tanh), now, *state)
-        last = now
+            step(memory, int(is_tanh), current, *state)
+        previous = current

@@ -1,4 +1,4 @@
-"""Padding in memory that is used again, against F.pad."""
+"""Padding with reused memory, against F.pad."""
 
 from __future__ import annotations
 
