@@ -61,7 +61,7 @@ def _leaves(value: Any) -> list[Any]:
 
 def _is_constant(w: Writer, value: Value) -> bool:
     """Whether a value was folded before, or is a small integer or bool tensor."""
-    content = w.value_of(value.name)
+    content = w.constant_of(value.name)
     is_table = content is not None and not content.dtype.is_floating_point and content.numel() <= MAX_FOLDED_ENTRIES
     return value.name in w.computed or is_table
 
@@ -70,7 +70,7 @@ def _real(w: Writer, leaf: Any) -> Any:
     """Copy of a constant as a tensor; other arguments stay unchanged, except that any device becomes the CPU."""
     if isinstance(leaf, torch.device):
         return torch.device("cpu")
-    content = w.value_of(leaf.name) if isinstance(leaf, Value) else None
+    content = w.constant_of(leaf.name) if isinstance(leaf, Value) else None
     return leaf if content is None else content.clone()
 
 

@@ -80,7 +80,7 @@ def _rows(w: Writer, x: Value, scale: Value, zero: str) -> tuple[tuple[Operand, 
 
 def _computed(w: Writer, scale: Any) -> bool:
     """Whether a scale is computed at run time."""
-    return isinstance(scale, Value) and w.value_of(scale.name) is None
+    return isinstance(scale, Value) and w.constant_of(scale.name) is None
 
 
 @writes("quantize")
@@ -141,7 +141,7 @@ def dequantize(
     block: int | None,
     packed: tuple[int, ...] | None,
 ) -> Value:
-    stored = w.value_of(x.name)
+    stored = w.constant_of(x.name)
     if stored is None:
         refuse(packed is not None, "its integers are computed, and packed in pairs into bytes")
         if w.floats:
@@ -253,7 +253,7 @@ def _constant(w: Writer, value: Any) -> tuple[Any, Tensor]:
     """
     if not isinstance(value, Value):
         return value, torch.tensor(value, device="cpu")
-    constant = w.value_of(value.name)
+    constant = w.constant_of(value.name)
     if constant is None:
         raise NotInOnnx("its scale is computed at run time")
     return value.name, constant.detach().cpu()

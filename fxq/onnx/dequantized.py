@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fxq.graph.analysis.integer_sums import INT32, largest_sum
 from fxq.onnx.onnx_objects import INT4, UINT4, OnnxNode
-from fxq.onnx.writer import MOVES, Operand, Value, Writer
+from fxq.onnx.writer import MOVING_OP_TYPES, Operand, Value, Writer
 from fxq.quant.qparams import QParams
 
 
@@ -33,7 +33,7 @@ def dequantize_node(w: Writer, value: Value) -> DequantizeNode | None:
     node = w.producer(value.name)
     if node is None or node.op_type != "DequantizeLinear":
         return None
-    scale, zero = w.value_of(node.inputs[1]), w.value_of(node.inputs[2])
+    scale, zero = w.constant_of(node.inputs[1]), w.constant_of(node.inputs[2])
     return DequantizeNode(node, scale, zero) if scale is not None and zero is not None else None
 
 
@@ -42,14 +42,14 @@ def stored_weight(w: Writer, value: Value) -> tuple[OnnxNode, list[Tensor]] | No
     node = w.producer(value.name)
     if node is None or node.op_type not in ("DequantizeLinear", "Cast"):
         return None
-    constants = [part for name in node.inputs if (part := w.value_of(name)) is not None]
+    constants = [part for name in node.inputs if (part := w.constant_of(name)) is not None]
     return (node, constants) if len(constants) == len(node.inputs) else None
 
 
 def is_dequantized(w: Writer, value: Value) -> bool:
     """Whether a value is dequantized, directly or before nodes that only move values."""
     name = value.name
-    while (node := w.producer(name)) is not None and node.op_type in MOVES:
+    while (node := w.producer(name)) is not None and node.op_type in MOVING_OP_TYPES:
         name = node.inputs[0]
     return node is not None and node.op_type == "DequantizeLinear"
 
@@ -60,7 +60,7 @@ def dynamic_dequantize_node(w: Writer, value: Value) -> OnnxNode | None:
     Its inputs are the integers, the scale and the zero point. With a `block_size`, each row has a scale.
     """
     node = w.producer(value.name)
-    is_static = node is None or node.op_type != "DequantizeLinear" or w.value_of(node.inputs[1]) is not None
+    is_static = node is None or node.op_type != "DequantizeLinear" or w.constant_of(node.inputs[1]) is not None
     return None if is_static else node
 
 
@@ -75,8 +75,8 @@ def weight_for(w: Writer, x: Value, weight: Value) -> Value | Tensor:
     to convert shared ones to unsigned.
     """
     source = dequantize_node(w, weight)
-    q = w.value_of(source.node.inputs[0]) if source is not None else None
-    if source is None or q is None or w.type_of(source.node.inputs[0]) in (INT4, UINT4):
+    q = w.constant_of(source.node.inputs[0]) if source is not None else None
+    if source is None or q is None or w.type_number_of(source.node.inputs[0]) in (INT4, UINT4):
         return weight
     attributes = source.node.attributes
     if is_dequantized(w, x):
@@ -108,7 +108,7 @@ def bias_for(w: Writer, x: Value, weight: Value, bias: Value | None, axis: int =
         bias: bias of the layer, or None.
         axis: axis of the output channels in the weight.
     """
-    float_bias = w.value_of(bias.name) if bias is not None else None
+    float_bias = w.constant_of(bias.name) if bias is not None else None
     grids = [dequantize_node(w, x), dequantize_node(w, weight)]
     if float_bias is None or not w.integer_bias or any(g is None or g.node.attributes.get("block_size") for g in grids):
         return bias
@@ -118,7 +118,7 @@ def bias_for(w: Writer, x: Value, weight: Value, bias: Value | None, axis: int =
         return bias  # a transposed convolution in groups has fewer scales than channels
     scale = scale.expand(float_bias.shape).contiguous()
     steps = (float_bias.detach().double() / scale.double()).round()
-    q = w.value_of(grids[1].node.inputs[0]) if grids[1] is not None else None
+    q = w.constant_of(grids[1].node.inputs[0]) if grids[1] is not None else None
     rows = torch.empty(1, 0) if q is None else q.movedim(axis, 0).flatten(1)
     if not largest_sum(rows, _ANY_GRID, steps.abs().max()) <= INT32:  # also catches NaN
         return bias
@@ -130,18 +130,18 @@ _ANY_GRID = QParams.per_tensor(1.0, 0, 0, 255)
 
 def transposed(w: Writer, matrix: Value | Tensor) -> str:
     """Transpose a matrix (O, I) to (I, O); constants and constant integers are transposed here, not by a node."""
-    constant = matrix if isinstance(matrix, Tensor) else w.value_of(matrix.name)
+    constant = matrix if isinstance(matrix, Tensor) else w.constant_of(matrix.name)
     if constant is not None:
         return w.constant(_transposed_constant(w, constant))
     source = dequantize_node(w, matrix) if isinstance(matrix, Value) else None
-    q = w.value_of(source.node.inputs[0]) if source is not None else None
+    q = w.constant_of(source.node.inputs[0]) if source is not None else None
     if source is None or q is None:
         return w.emit("Transpose", matrix, perm=[1, 0])
     attributes = dict(source.node.attributes)
     if "axis" in attributes:
         attributes["axis"] = 1 - attributes["axis"] % 2
     sources = zip((q, source.scale, source.zero), source.node.inputs, strict=True)
-    constants = [w.constant(_transposed_constant(w, part), w.type_of(name)) for part, name in sources]
+    constants = [w.constant(_transposed_constant(w, part), w.type_number_of(name)) for part, name in sources]
     return w.emit("DequantizeLinear", *constants, **attributes)
 
 

@@ -13,7 +13,7 @@ from fxq.onnx.pointwise_nodes import both, cast
 from fxq.onnx.varying_sizes import varies
 from fxq.onnx.writer import Operand, Value, Writer, refuse
 
-FUNCTIONS: dict[Any, Callable[..., Any]] = {}
+CALL_WRITERS: dict[Any, Callable[..., Any]] = {}
 """Function that writes each call, by the called function or method name. It takes the writer and the arguments."""
 
 
@@ -22,9 +22,9 @@ def writes_calls(*targets: Any) -> Callable[[Callable[..., Any]], Callable[..., 
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         for target in targets:
-            FUNCTIONS[target] = function
+            CALL_WRITERS[target] = function
             if isinstance(target, str) and hasattr(torch, target):
-                FUNCTIONS[getattr(torch, target)] = function
+                CALL_WRITERS[getattr(torch, target)] = function
         return function
 
     return register
@@ -244,7 +244,7 @@ def _slice_bound(w: Writer, value: Any) -> int | None:
     """Value of a slice bound: a number or a one-element constant."""
     if not isinstance(value, Value):
         return value if value is None else int(value)
-    content = w.value_of(value.name)
+    content = w.constant_of(value.name)
     refuse(content is None, "a bound of its slice is computed")
     return None if content is None else int(content)
 
@@ -312,7 +312,7 @@ def _tensor(w: Writer, data: Any, *, dtype: torch.dtype | None = None, **options
     return Value(w.constant(constant), torch.empty_like(constant, device="meta"))
 
 
-MAKERS = frozenset({torch.zeros, torch.ones, torch.full, torch.arange, torch.tensor})
+CREATION_FUNCTIONS = frozenset({torch.zeros, torch.ones, torch.full, torch.arange, torch.tensor})
 """Functions that create tensors from numbers."""
 
 

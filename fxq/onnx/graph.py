@@ -38,11 +38,11 @@ from fxq.graph.query import (
 from fxq.graph.region import is_weight
 from fxq.graph.unit import Unit, unit_of
 from fxq.onnx.constants import UNKNOWN, constant_value
-from fxq.onnx.function_nodes import FUNCTIONS, MAKERS
+from fxq.onnx.function_nodes import CALL_WRITERS, CREATION_FUNCTIONS
 from fxq.onnx.integer_conv import write_integer_convolutions
 from fxq.onnx.onnx_objects import NotInOnnx
 from fxq.onnx.varying_sizes import python_dispatch
-from fxq.onnx.writer import ROWS, Value, Writer
+from fxq.onnx.writer import OP_WRITERS, Value, Writer
 from fxq.ops.table import Op
 
 NodeValues = dict[fx.Node, Any]
@@ -109,10 +109,10 @@ def write_onnx(
         write_integer_convolutions(writer, ends)
     model = writer.model(ends)
     names = {value.name for value in model.graph.input}
-    reads = tuple(i for i, node in enumerate(placeholders) if input_names.get(node) in names)
+    input_indices = tuple(i for i, node in enumerate(placeholders) if input_names.get(node) in names)
     positions = {input_names[node]: i for i, node in enumerate(placeholders) if node in input_names}
     indices = tuple((positions[name], size) for name, size in writer.indices.items())
-    return OnnxGraph(model, reads, is_sequence, tuple(end.like for end in ends), images, indices)
+    return OnnxGraph(model, input_indices, is_sequence, tuple(end.like for end in ends), images, indices)
 
 
 TO_LAST, TO_FIRST = (0, 2, 3, 1), (0, 3, 1, 2)
@@ -179,12 +179,12 @@ def write_node(writer: Writer, gm: fx.GraphModule, node: fx.Node, values: Mappin
     op = op_of(node)
     if op is None:
         return _write_call(writer, gm, node, args, kwargs)
-    if op.name not in ROWS:
+    if op.name not in OP_WRITERS:
         raise NotInOnnx(f"fxq has no ONNX form of {op.name}")
     options = {**op.options, **kwargs}
     try:
         with writer.scoped(node.name), python_dispatch() if writer.sizes is not None else nullcontext():
-            result = ROWS[op.name](writer, *args, **options)
+            result = OP_WRITERS[op.name](writer, *args, **options)
     except NotInOnnx as error:
         raise NotInOnnx(f"{op.name}: {error}") from None
     return result if isinstance(result, Value) else Value(result, _like(writer, op, args, options))
@@ -214,13 +214,13 @@ def _computing(writer: Writer) -> AbstractContextManager[Any]:
 
 
 def _write_call(writer: Writer, gm: fx.GraphModule, node: fx.Node, args: Any, kwargs: Any) -> Any:
-    """Write a call that is not an op: of a function in `FUNCTIONS`, or one that reads only shapes and numbers."""
+    """Write a call that is not an op: of a function in `CALL_WRITERS`, or one that reads only shapes and numbers."""
     reads: list[Value] = []
     fx.node.map_aggregate((args, kwargs), lambda a: reads.append(a) if isinstance(a, Value) else None)
     if writer.portable and node.target is check_fixed:
         return None  # the model is for inputs like the example
-    if writer.portable and node.target in (FUNCTIONS if reads else MAKERS):
-        return FUNCTIONS[node.target](writer, *args, **kwargs)
+    if writer.portable and node.target in (CALL_WRITERS if reads else CREATION_FUNCTIONS):
+        return CALL_WRITERS[node.target](writer, *args, **kwargs)
     of_shapes = reads_only_metadata(node) or (writer.portable and is_check(node))
     if node.op == "call_module":
         module_type = type(gm.get_submodule(str(node.target))).__name__

@@ -41,10 +41,14 @@ def _is_rounded(node: OnnxNode, readers: Mapping[str, list[OnnxNode]]) -> bool:
 def _write(w: Writer, node: OnnxNode) -> bool:
     """Rewrite a convolution; False unless x is uint8 per tensor and the weight symmetric int8."""
     x, weight = (_grid(w, name) for name in node.inputs[:2])
-    q = w.value_of(weight.node.inputs[0]) if weight is not None else None
+    q = w.constant_of(weight.node.inputs[0]) if weight is not None else None
     if x is None or weight is None or q is None or x.scale.dim() or x.zero.dtype is not torch.uint8:
         return False
-    if bool(weight.zero.any()) or w.type_of(weight.node.inputs[0]) != onnx_type(torch.int8) or weight.scale.dim() > 1:
+    if (
+        bool(weight.zero.any())
+        or w.type_number_of(weight.node.inputs[0]) != onnx_type(torch.int8)
+        or weight.scale.dim() > 1
+    ):
         return False
     bias = _bias(w, node.inputs[2]) if len(node.inputs) > 2 else None
     if bias is None and len(node.inputs) > 2:
@@ -71,6 +75,6 @@ def _bias(w: Writer, name: str) -> torch.Tensor | None:
     """Bias as a float32 tensor, or None if it is not constant."""
     node = w.producer(name)
     if node is None or node.op_type != "DequantizeLinear":
-        return w.value_of(name)
-    steps, scale = (w.value_of(read) for read in node.inputs)
+        return w.constant_of(name)
+    steps, scale = (w.constant_of(read) for read in node.inputs)
     return (steps.double() * scale.double()).float() if steps is not None and scale is not None else None

@@ -114,7 +114,7 @@ def _dynamic_linear(w: Writer, x: Value, dequantize: OnnxNode, weight: Value, bi
     weight_source, matrix = dequantize_node(w, weight), w.producer(transposed(w, weight))
     if weight_source is None or matrix is None or bool(weight_source.zero.any()) or matrix.attributes.get("block_size"):
         raise NotInOnnx("its weight has a zero point, or is per block, or is not quantized")
-    integers, steps, _ = (w.value_of(name) for name in matrix.inputs)
+    integers, steps, _ = (w.constant_of(name) for name in matrix.inputs)
     assert integers is not None and steps is not None  # the integers and scale of a weight are constants
     if weight.name in w.weights:
         integers = integers.clone()  # see `weight_for`
@@ -135,7 +135,7 @@ def _dynamic_linear(w: Writer, x: Value, dequantize: OnnxNode, weight: Value, bi
     scale, zero = dequantize.inputs[1:]
     zero_node = w.producer(zero)
     is_expanded = zero_node is not None and zero_node.op_type == "Expand"  # one constant for all rows
-    row_zero = w.value_of(zero_node.inputs[0] if is_expanded and zero_node is not None else zero)
+    row_zero = w.constant_of(zero_node.inputs[0] if is_expanded and zero_node is not None else zero)
     if "block_size" not in dequantize.attributes:
         return product(scale, zero, bias)
     if x.like.numel() == x.shape[-1]:  # one row
@@ -149,7 +149,7 @@ def _dynamic_linear(w: Writer, x: Value, dequantize: OnnxNode, weight: Value, bi
         if w.sizes is not None:
             scaled = w.emit("Add", scaled, w.emit("Mul", row_factors[0], column_terms[0].float()))
         else:
-            if bias is not None and (constant_bias := w.value_of(bias.name)) is not None:
+            if bias is not None and (constant_bias := w.constant_of(bias.name)) is not None:
                 column_terms.append(constant_bias.double())
                 shape = *x.shape[:-1], 1
                 ones = w.cached_constant(("ones", shape), lambda: torch.ones(shape, device="cpu"))
@@ -191,8 +191,8 @@ def einsum(w: Writer, xs: Sequence[Value], *, equation: str) -> str:
 def embedding(w: Writer, x: Value, weight: Value) -> str:
     """Rows of a table; rows of a quantized table are dequantized after the look-up."""
     x, source = w.index(x, weight.shape[0]), dequantize_node(w, weight)
-    q = w.value_of(source.node.inputs[0]) if source is not None and not w.floats else None
-    if source is None or q is None or w.type_of(source.node.inputs[0]) in (INT4, UINT4):
+    q = w.constant_of(source.node.inputs[0]) if source is not None and not w.floats else None
+    if source is None or q is None or w.type_number_of(source.node.inputs[0]) in (INT4, UINT4):
         return w.emit("Gather", weight, x, axis=0)
     block, grid = source.node.attributes.get("block_size") or q.shape[1], [source.scale, source.zero]
     if source.scale.dim() < 2:  # per row or per tensor

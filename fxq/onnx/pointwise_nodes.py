@@ -115,7 +115,7 @@ def leaky_relu(w: Writer, x: Value, *, negative_slope: float) -> str:
 def prelu(w: Writer, x: Value, weight: Value) -> str:
     size = math.prod(weight.shape)
     shape = (size, *[1] * (x.rank - 2)) if size > 1 else (1,)
-    slope = w.value_of(weight.name)
+    slope = w.constant_of(weight.name)
     return w.emit("PRelu", x, slope.reshape(shape) if slope is not None else w.reshaped(weight, shape))
 
 

@@ -153,7 +153,7 @@ def _integer_weights(
     grids: list[Operand] = []
     for weight in weights:
         source = dequantize_node(w, weight) if weight is not None else None
-        q = w.value_of(source.node.inputs[0]) if source is not None else None
+        q = w.constant_of(source.node.inputs[0]) if source is not None else None
         if source is None or q is None or bool(source.zero.any()) or source.node.attributes.get("block_size"):
             raise NotInOnnx("its weights have zero points, or are per block, or are not quantized")
         integers.append(_reorder_gates(q, order).transpose(1, 2).contiguous())
@@ -170,14 +170,13 @@ def _gates(w: Writer, x: Value, weight: Value | None, order: Sequence[int]) -> O
     if stored is not None:
         node, constants = stored
         reordered = [part if part.dim() == 0 else _reorder_gates(part, order) for part in constants]
-        reordered = [
-            part[0] if part.dim() == 2 and i else part for i, part in enumerate(reordered)
-        ]  # per-channel scales
+        # A per-channel scale has one axis, so it gets no axis for directions.
+        reordered = [part[0] if part.dim() == 2 and i else part for i, part in enumerate(reordered)]
         attributes = {k: v + 1 if k == "axis" else v for k, v in node.attributes.items()}
-        names = [w.constant(part, w.type_of(name)) for part, name in zip(reordered, node.inputs, strict=True)]
+        names = [w.constant(part, w.type_number_of(name)) for part, name in zip(reordered, node.inputs, strict=True)]
         return w.emit(node.op_type, *names, **attributes)
     operand = weight_for(w, x, weight)
-    constant = operand if isinstance(operand, Tensor) else w.value_of(operand.name)
+    constant = operand if isinstance(operand, Tensor) else w.constant_of(operand.name)
     if constant is None:
         raise NotInOnnx("its weights are computed")
     return w.cached_constant(("gates", id(constant)), lambda: _reorder_gates(constant, order))

@@ -165,13 +165,13 @@ def _product(b: Writer, h: Operand, w: Writer, weight: Value, bias: Value | None
     stored = stored_weight(w, weight)
     if stored is not None:
         node, constants = stored
-        names = [b.constant(part, w.type_of(name)) for part, name in zip(constants, node.inputs, strict=True)]
+        names = [b.constant(part, w.type_number_of(name)) for part, name in zip(constants, node.inputs, strict=True)]
         step_weight = Value(b.emit(node.op_type, *names, **node.attributes), weight.like)
     else:
-        constant = w.value_of(weight.name)
+        constant = w.constant_of(weight.name)
         if constant is None:
             raise NotInOnnx("its weights are computed")
         step_weight = Value(b.constant(constant), weight.like)
     product = b.emit("MatMul", h, transposed(b, step_weight))
-    constant_bias = w.value_of(bias.name) if bias is not None else None
+    constant_bias = w.constant_of(bias.name) if bias is not None else None
     return product if constant_bias is None else b.emit("Add", product, constant_bias)

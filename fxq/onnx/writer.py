@@ -46,7 +46,7 @@ Operand = Value | Tensor | str | None
 """Input of a node: a value, a constant, the name of an earlier node's output, or None for an absent input."""
 
 
-MOVES = ("Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Slice", "Expand", "Cast", "Identity")
+MOVING_OP_TYPES = ("Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Slice", "Expand", "Cast", "Identity")
 """Op types that only move or cast the values of their first input."""
 
 
@@ -88,7 +88,7 @@ class Writer:
     threads: int | None = None
     _inputs: list[Value] = field(default_factory=list)
     _nodes: list[OnnxNode] = field(default_factory=list)
-    _makers: dict[str, OnnxNode] = field(default_factory=dict)
+    _producers: dict[str, OnnxNode] = field(default_factory=dict)
     _constants: dict[str, Tensor] = field(default_factory=dict)
     _types: dict[str, int] = field(default_factory=dict)
     _constant_names: dict[tuple[int, int], str] = field(default_factory=dict)
@@ -119,9 +119,9 @@ class Writer:
         if self.portable:
             return value
         name = value.name
-        while (node := self.producer(name)) is not None and node.op_type in MOVES and node.op_type != "Slice":
+        while (node := self.producer(name)) is not None and node.op_type in MOVING_OP_TYPES and node.op_type != "Slice":
             name = node.inputs[0]
-        constant = self.value_of(name)
+        constant = self.constant_of(name)
         refuse(node is not None, "its indices are computed")
         refuse(constant is not None and not in_range(constant, size), "an index is out of range")
         if constant is None:
@@ -152,7 +152,7 @@ class Writer:
         present = {key: value for key, value in attributes.items() if value is not None}
         node = OnnxNode(op_type, tuple(names), tuple(outputs), present)
         self._nodes.append(node)
-        self._makers.update(dict.fromkeys(outputs, node))
+        self._producers.update(dict.fromkeys(outputs, node))
         return outputs
 
     def name_of(self, operand: Operand) -> str:
@@ -167,7 +167,7 @@ class Writer:
         """Write a node that replaces the node with the output `output`, under the same name."""
         node = OnnxNode(op_type, tuple(map(self.name_of, operands)), (output,), {})
         self._nodes.append(node)
-        self._makers[output] = node
+        self._producers[output] = node
 
     def rewrite(self, rewritten: Callable[[OnnxNode], bool]) -> None:
         """Replace nodes: `rewritten` writes a replacement and returns True, or returns False to keep the node."""
@@ -257,13 +257,13 @@ class Writer:
 
     def producer(self, name: str) -> OnnxNode | None:
         """Node that computes the value of this name; None for inputs and constants."""
-        return self._makers.get(name)
+        return self._producers.get(name)
 
-    def value_of(self, name: str) -> Tensor | None:
+    def constant_of(self, name: str) -> Tensor | None:
         """Constant of this name; None if it is no constant."""
         return self._constants.get(name)
 
-    def type_of(self, name: str) -> int | None:
+    def type_number_of(self, name: str) -> int | None:
         """ONNX's type number of the constant of this name; None if it is no constant."""
         return self._types.get(name)
 
@@ -298,7 +298,7 @@ class Writer:
         for i, value in enumerate(outputs):
             wanted = self._unique(names[i]) if names else ""
             name = wanted or value.name
-            if value.name not in self._makers or value.name in {*renamed, *(end.name for end in ends)}:
+            if value.name not in self._producers or value.name in {*renamed, *(end.name for end in ends)}:
                 # Inputs, constants and repeated values need an Identity node to be outputs.
                 name = wanted or self._unique(f"{self._scope}/output_{i}".lstrip("/"))
                 nodes.append(OnnxNode("Identity", (value.name,), (name,), {}))
@@ -335,16 +335,14 @@ def _has_varying(value: Any) -> bool:
 
 def _one_inferred(shape: list[Any]) -> list[Any]:
     """Replace a single dynamic size of a shape by -1, which ONNX infers."""
-    dynamic_axes = [i for i, size in enumerate(shape) if varies(size)]
-    return (
-        [-1 if i in dynamic_axes else size for i, size in enumerate(shape)]
-        if len(dynamic_axes) == 1 and -1 not in shape
-        else shape
-    )
+    dynamic = [i for i, size in enumerate(shape) if varies(size)]
+    if len(dynamic) != 1 or -1 in shape:
+        return shape
+    return [-1 if i in dynamic else size for i, size in enumerate(shape)]
 
 
 Row = TypeVar("Row", bound=Callable[..., "str | Value"])
-ROWS: dict[str, Callable[..., str | Value]] = {}
+OP_WRITERS: dict[str, Callable[..., str | Value]] = {}
 """Function that writes each op, by op name. It takes the writer, the op's tensors in order, and its options by name."""
 
 
@@ -352,7 +350,7 @@ def writes(*names: str) -> Callable[[Row], Row]:
     """Register the decorated function to write the ops of these names."""
 
     def register(function: Row) -> Row:
-        ROWS.update(dict.fromkeys(names, function))
+        OP_WRITERS.update(dict.fromkeys(names, function))
         return function
 
     return register

@@ -82,7 +82,7 @@ def test_a_weight_beside_floats_is_a_constant_in_float():
     matrix = integers(w, 3, 4, scale=scale, axis=0)
     real = weight_for(w, w.input("x", LIKE), matrix)
     assert isinstance(real, torch.Tensor) and real is weight_for(w, w.input("y", LIKE), matrix)
-    (q,) = (w.value_of(name) for name in w.producer(matrix.name).inputs[:1])
+    (q,) = (w.constant_of(name) for name in w.producer(matrix.name).inputs[:1])
     assert torch.equal(real, q.float() * scale[:, None])
     blocks = integers(w, 3, 4, scale=torch.ones(3, 2), axis=1, block_size=2)
     assert weight_for(w, w.input("z", LIKE), blocks) is blocks
@@ -95,19 +95,19 @@ def test_layers_that_share_a_weight_have_integers_of_their_own():
     assert first is matrix and second is not matrix
     first_node, second_node = dequantize_node(w, first), dequantize_node(w, second)
     assert not set(first_node.node.inputs[::2]) & set(second_node.node.inputs[::2])
-    assert torch.equal(*(w.value_of(node.node.inputs[0]) for node in (first_node, second_node)))
+    assert torch.equal(*(w.constant_of(node.node.inputs[0]) for node in (first_node, second_node)))
 
 
 def test_a_matrix_is_turned_where_it_is_stored():
     w = Writer()
     stored = weight(3, 4)
-    assert torch.equal(w.value_of(transposed(w, stored)), stored.t())
+    assert torch.equal(w.constant_of(transposed(w, stored)), stored.t())
     assert transposed(w, stored) == transposed(w, named(w, stored))
     channels = w.producer(transposed(w, integers(w, 3, 4, scale=torch.ones(3), axis=0)))
     assert channels.op_type == "DequantizeLinear" and channels.attributes == {"axis": 1}
-    assert w.value_of(channels.inputs[0]).shape == (4, 3)
+    assert w.constant_of(channels.inputs[0]).shape == (4, 3)
     blocks = w.producer(transposed(w, integers(w, 3, 4, scale=torch.ones(3, 2), axis=1, block_size=2)))
-    assert blocks.attributes == {"axis": 0, "block_size": 2} and w.value_of(blocks.inputs[1]).shape == (2, 3)
+    assert blocks.attributes == {"axis": 0, "block_size": 2} and w.constant_of(blocks.inputs[1]).shape == (2, 3)
     assert kind(w, transposed(w, w.input("x", LIKE))) == "Transpose"
 
 

@@ -15,7 +15,7 @@ from fxq.common.metrics import sqnr
 from fxq.graph.guards import check_fixed
 from fxq.onnx.graph import refusal, write_onnx
 from fxq.onnx.onnx_objects import NotInOnnx
-from fxq.onnx.writer import ROWS
+from fxq.onnx.writer import OP_WRITERS
 from fxq.ops import OPS
 from tests.ops.test_rows import FIRST, canonical
 from tests.support.graphs import graph, node
@@ -37,8 +37,8 @@ REFUSED = {
 
 
 def test_every_op_is_written():
-    assert {op.name for op in ops_of_fxq()} <= ROWS.keys()
-    assert ROWS.keys() <= {op.name for op in OPS}
+    assert {op.name for op in ops_of_fxq()} <= OP_WRITERS.keys()
+    assert OP_WRITERS.keys() <= {op.name for op in OPS}
 
 
 @pytest.mark.one_in(2)

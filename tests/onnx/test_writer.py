@@ -46,7 +46,7 @@ def test_a_tensor_is_one_constant():
     w = Writer()
     tensor = torch.arange(3)
     assert w.constant(tensor) == w.constant(tensor) != w.constant(tensor.clone())
-    assert w.value_of(w.constant(tensor)) is tensor
+    assert w.constant_of(w.constant(tensor)) is tensor
     assert w.cached_constant("key", tensor.clone) is w.cached_constant("key", tensor.clone)
 
 
