@@ -58,7 +58,7 @@ def geometry(
         BackendError: the images are smaller than the kernel.
     """
     fill = 4 - weight.dim()
-    weight, groups = _join(weight if fill == 0 else weight.unsqueeze(2), groups)
+    weight, groups = _join_groups(weight if fill == 0 else weight.unsqueeze(2), groups)
     steps = [1] * fill + list(stride)
     spread = [d if taps > 1 else 1 for taps, d in zip(weight.shape[2:], [1] * fill + list(dilation), strict=True)]
     (top, left), (height, width) = [0] * fill + list(padding), shape[2:]
@@ -82,7 +82,7 @@ def geometry(
     return Geometry(weight, result, pad, image, (steps, inside, spread, groups))
 
 
-def _join(weight: Tensor, groups: int) -> tuple[Tensor, int]:
+def _join_groups(weight: Tensor, groups: int) -> tuple[Tensor, int]:
     """Join groups of a convolution until oneDNN has a fast kernel for it.
 
     Without AVX512 and VNNI, oneDNN's fast kernels need groups with a multiple of four input and output channels, or

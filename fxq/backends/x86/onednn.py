@@ -104,6 +104,6 @@ def check_image(name: str, shape: torch.Size, dims: int, channels: int) -> None:
         raise InputError(f"{name}: the input has {shape[-1 - dims]} channels; the layer takes {channels}.")
 
 
-def target(out: QParams | None) -> tuple[float, int, torch.dtype]:
+def output_grid(out: QParams | None) -> tuple[float, int, torch.dtype]:
     """Scale, zero point and dtype of a result on the grid `out`; None is a float32 result."""
     return (*numbers(out), torch.float32 if out is None else torch.uint8)

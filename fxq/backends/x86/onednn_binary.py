@@ -13,7 +13,7 @@ from fxq.backends.plain import binary as arithmetic
 from fxq.backends.plain.binary import is_gate
 from fxq.backends.plain.converters import WHOLE, dense
 from fxq.backends.table.layer_spec import LayerSpec
-from fxq.backends.x86.onednn import epilogue, target
+from fxq.backends.x86.onednn import epilogue, output_grid
 from fxq.backends.x86.onednn_conv import OnednnConv
 from fxq.quant.qparams import QParams
 
@@ -128,7 +128,7 @@ class OnednnMul(arithmetic.Mul):
         scale = torch.ones(channels, dtype=torch.float32, device="cpu")
         geometry = [1, 1], [0, 0], [1, 1], channels
         packed = _onednn.qconv_prepack(ones, scale, x.s, 0, *geometry, [1, channels, *size])
-        after = *geometry, *target(self.out), *self._epilogue[:3]
+        after = *geometry, *output_grid(self.out), *self._epilogue[:3]
         return packed, torch.zeros(channels, dtype=torch.int32, device="cpu"), after
 
 

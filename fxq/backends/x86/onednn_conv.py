@@ -19,7 +19,7 @@ from fxq.backends.plain.converters import dequantize, is_image, quantize
 from fxq.backends.table.layer_spec import LayerSpec, is_depthwise
 from fxq.backends.x86.conv_padding import Padding
 from fxq.backends.x86.conv_shape import Geometry, geometry, sum_is_misread
-from fxq.backends.x86.onednn import OnednnLayer, PackedWeight, check_image, epilogue, target
+from fxq.backends.x86.onednn import OnednnLayer, PackedWeight, check_image, epilogue, output_grid
 from fxq.errors import BackendError
 from fxq.ops import OPS
 
@@ -76,7 +76,7 @@ class OnednnConv(OnednnLayer):
         self._dims = spec.dims
         self._doubles = self._slopes is not None
         self._epilogue = epilogue(None if self._doubles else self.post, self.out, fused=self.residual is None)
-        self._input, self._output, self._sum = numbers(self.x), target(self.out), numbers(self.residual)
+        self._input, self._output, self._sum = numbers(self.x), output_grid(self.out), numbers(self.residual)
 
     def _plan(self, shape: torch.Size) -> ConvPlan:
         """Prepare the call for inputs of `shape` (N, C, H, W)."""
@@ -113,7 +113,7 @@ class OnednnConv(OnednnLayer):
     def _added_in_float(self, arguments: tuple[Any, ...]) -> Callable[..., Tensor]:
         """Return a call of oneDNN's convolution with float32 output that adds the residual and quantizes the sum."""
         assert self.out is not None  # no kernel adds a residual and emits float32
-        op, rest = _onednn.qconv2d_pointwise.default, (*arguments, *target(None), "none", [], "")
+        op, rest = _onednn.qconv2d_pointwise.default, (*arguments, *output_grid(None), "none", [], "")
         lowest = self.out.z if self._epilogue.name == "relu" else 0
         grid = self.out.s, self.out.z, 255, lowest
         return lambda x, residual: quantize(op(x, *rest).add_(dequantize(residual, *self._sum)), *grid)

@@ -11,7 +11,7 @@ from torch import Tensor
 from fxq.backends import cpu
 from fxq.backends.kernel import numbers
 from fxq.backends.table.layer_spec import LayerSpec
-from fxq.backends.x86.onednn import OnednnLayer, PackedWeight, epilogue, target
+from fxq.backends.x86.onednn import OnednnLayer, PackedWeight, epilogue, output_grid
 from fxq.errors import BackendError, InputError
 from fxq.ops import OPS
 
@@ -26,7 +26,7 @@ _SINGLE_TAP: tuple[Any, ...] = ([1, 1], [0, 0], [1, 1], 1)
 """Stride, padding, dilation and groups of a convolution that computes a linear layer."""
 
 
-def packed_taps(weight: Tensor, scale: Tensor) -> Tensor:
+def pack_for_conv(weight: Tensor, scale: Tensor) -> Tensor:
     """Pack the weight of a linear layer for a 1 x 1 convolution of any number of pixels.
 
     Args:
@@ -75,7 +75,7 @@ class OnednnLinear(OnednnLayer):
         super().__init__(spec)
         self._epilogue = epilogue(self.post, self.out, fused=self.residual is None)
         self._emits_sums = self.out is None and self.post is None and self.weight.shape[1] > 1
-        self._input, self._output, self._sum = numbers(self.x), target(self.out), numbers(self.residual)
+        self._input, self._output, self._sum = numbers(self.x), output_grid(self.out), numbers(self.residual)
 
     def _pack(self) -> PackedWeight:
         scale = self.weight_scale.expand(self.weight.shape[0]).contiguous()
@@ -158,7 +158,7 @@ class OnednnLinear(OnednnLayer):
         """Pack the weight for a convolution, which takes the input's zero point as part of the bias (`OnednnConv`)."""
         scale = self.weight_scale.expand(self.weight.shape[0]).contiguous()
         zeros = torch.zeros(len(scale), dtype=torch.int32, device="cpu")
-        return PackedWeight(packed_taps(self.weight, scale), scale, zeros, self._row()[2])
+        return PackedWeight(pack_for_conv(self.weight, scale), scale, zeros, self._row()[2])
 
     def _row(self) -> tuple[Tensor, Tensor, Tensor]:
         """Weight (in_features, out_features), and scale and bias of its integer product.

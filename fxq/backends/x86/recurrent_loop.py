@@ -110,7 +110,7 @@ class RecurrentLoop(Kernel):
             self.name,
             activation_refused("the input", self.x),
             activation_refused("the output", self.out),
-            None if 1 <= self.state_qmax <= 127 else "its hidden state is on no grid",
+            None if 1 <= self.state_qmax <= 127 else "its hidden state has no grid",
             *(beyond_int32(largest_sum(weight, grid)) for weight, grid in weights),
             *(overflow_refused(grid, weight) for weight, grid in weights if overflows),
         )
@@ -140,7 +140,7 @@ class RecurrentLoop(Kernel):
             raise InputError(f"{self.name}: the input has shape {tuple(x.shape)}; the layer takes (T, N, {wanted}).")
         count = len(others) - len(self.state_inputs)
         states = dict(zip(self.state_inputs, others[count:], strict=True))
-        layer: _Prepared = self._kept("", lambda: _Prepared(self))
+        layer: _PreparedTensors = self._kept("", lambda: _PreparedTensors(self))
         h, c = (
             self._initial(states.get(name, own), x.shape[1], width)
             for name, own, width in (("h", self.h, layer.width), ("c", self.c, layer.hidden))
@@ -164,7 +164,7 @@ class RecurrentLoop(Kernel):
         return as_float32(state).contiguous()
 
 
-class _Prepared:
+class _PreparedTensors:
     """Tensors of a `RecurrentLoop` in the layout that its steps read."""
 
     def __init__(self, kernel: RecurrentLoop) -> None:

@@ -11,7 +11,7 @@ from fxq.backends.kernel import Kernel
 from fxq.backends.loops.code import MULTIPLE
 from fxq.backends.table.dynamic_layer import DynamicLayer
 from fxq.backends.table.layer_spec import LayerSpec
-from fxq.backends.x86.onednn_linear import OnednnLinear, packed_taps
+from fxq.backends.x86.onednn_linear import OnednnLinear, pack_for_conv
 from fxq.backends.x86.recurrent_steps import StateProduct
 from fxq.ops.recurrent import TINY
 from fxq.quant.qparams import QParams
@@ -52,7 +52,7 @@ def state_product(weight: Tensor, scale: Tensor, qmax: int, state_scale: float |
         shift = product.shift if state_scale is None else product.bias
         return product._replace(weight=product.weight.t(), shift=shift)
     if is_conv:
-        return product._replace(weight=packed_taps(weight, product.scale))
+        return product._replace(weight=pack_for_conv(weight, product.scale))
     return product._replace(weight=torch.ops.onednn.qlinear_prepack(product.weight, None))
 
 

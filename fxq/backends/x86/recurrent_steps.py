@@ -153,7 +153,7 @@ def conv_product(image: Tensor, weight: Tensor, scale: Tensor, zeros: Tensor, bi
 
     Args:
         image: the integers as an image of one column, uint8 (1, K, N, 1), channels-last.
-        weight: packed by `packed_taps`.
+        weight: packed by `pack_for_conv`.
         scale: scale of the product, float32 (O,).
         zeros: zero points of the weight, int32 (O,).
         bias: float32 (O,).

@@ -38,7 +38,7 @@ from fxq.graph.region import Weight
 from fxq.quant.qparams import QParams
 
 
-def _of_images(layer: LayerSpec) -> LayerSpec:
+def _as_image_layer(layer: LayerSpec) -> LayerSpec:
     """Turn a layer of signals into a layer of images of height 1."""
     sizes: dict[str, Any] = {name: (1, *getattr(layer, name)) for name in ("stride", "dilation")}
     sizes |= {name: (0, *getattr(layer, name)) for name in ("padding", "output_padding")}
@@ -75,7 +75,7 @@ def _avg_pool(unit: FusedUnit) -> Kernel:
     return AvgPool2d(unit.grids[0], unit.out, **sizes, dims=len(sizes["kernel_size"]))
 
 
-def _adaptive(unit: FusedUnit) -> Kernel:
+def _adaptive_avg_pool(unit: FusedUnit) -> Kernel:
     size = unit.options["output_size"]
     return global_mean(unit) if all(n == 1 for n in size) else AdaptiveAvgPool2d(unit.grids[0], unit.out, size)
 
@@ -84,7 +84,7 @@ def _excite(unit: FusedUnit) -> Kernel:
     tensors: dict[str, Any] = {}
     for name in ("squeeze", "excite"):
         weight, bias = (unit.captures[f"{name}_{part}"] for part in ("weight", "bias"))
-        reason = weight_refused(weight.qparams, 0) if isinstance(weight, Weight) else "its weight is not in integers"
+        reason = weight_refused(weight.qparams, 0) if isinstance(weight, Weight) else "its weight is not quantized"
         if reason is not None:
             raise BackendError(reason)
         tensors |= {name: weight.values.flatten(1), f"{name}_scale": weight.qparams.scale, f"{name}_bias": bias}
@@ -101,7 +101,7 @@ def _recurrent(unit: FusedUnit, dynamic: bool = False) -> Kernel:
         weight = captures.pop(name or "", None)
         if weight is None:
             continue
-        reason = weight_refused(weight.qparams, 0) if isinstance(weight, Weight) else "its weight is not in integers"
+        reason = weight_refused(weight.qparams, 0) if isinstance(weight, Weight) else "its weight is not quantized"
         if reason is not None:
             raise BackendError(reason)
         tensors |= {f"{name}": weight.values, f"{name}_scale": weight.qparams.scale}
@@ -124,13 +124,13 @@ ROWS: dict[str, KernelRow] = {
     **PLAIN,
     **dict.fromkeys(("conv1d", "conv2d"), layer_row(OnednnConv)),
     "conv3d": layer_row(Conv3d),
-    "conv_transpose1d": layer_row(ConvTranspose1d, _of_images),
+    "conv_transpose1d": layer_row(ConvTranspose1d, _as_image_layer),
     "conv_transpose2d": layer_row(ConvTranspose2d),
     "linear": layer_row(OnednnLinear),
     "batch_norm": KernelRow(_batch_norm, LOOKED_UP.refuses, CLAMPS),
     "avg_pool1d": KernelRow(_avg_pool, _avg_pool_refuses),
     "avg_pool2d": KernelRow(_avg_pool, _avg_pool_refuses),
-    "adaptive_avg_pool2d": KernelRow(_adaptive),
+    "adaptive_avg_pool2d": KernelRow(_adaptive_avg_pool),
     "add": KernelRow(of_two(OnednnAdd), posts=CLAMPS),
     "sub": KernelRow(of_two(OnednnAdd, sign=-1), posts=CLAMPS),
     "mul": KernelRow(of_two(OnednnMul), posts=CLAMPS),

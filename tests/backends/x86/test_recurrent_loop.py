@@ -197,7 +197,7 @@ def test_refuses():
     layer, _ = kernel("lstm", 5, 6)
     with pytest.raises(InputError, match=r"the layer takes \(T, N, 5\)"):
         layer(activations(7, 2, 6))
-    with pytest.raises(BackendError, match="hidden state is on no grid"):
+    with pytest.raises(BackendError, match="hidden state has no grid"):
         kernel("lstm", 5, 6, state_qmax=0)
 
 
