@@ -1,1 +1,1 @@
-"""Graphs as ONNX models: what engines compile, and what files hold."""
+"""Graphs written as ONNX models, for engines and for exported files."""

@@ -1,4 +1,4 @@
-"""ONNX form of assignments: the result is concatenated from the assigned part and the slices around it."""
+"""ONNX form of assignments to parts of tensors, concatenated from the assigned part and the slices around it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 import torch
 
 from fxq.graph.updates import updated
-from fxq.onnx.function_nodes import calls
+from fxq.onnx.function_nodes import writes_calls
 from fxq.onnx.varying_sizes import varies
 from fxq.onnx.writer import Operand, Value, Writer, refuse, writes
 
-_LAST = 2**31 - 1
+_AXIS_END = 2**31 - 1
+"""Stop of a slice to the end of an axis."""
 
 
 @writes("assign")
@@ -21,16 +22,16 @@ def assign(w: Writer, x: Value, value: Any, *, index: Any) -> str:
     slices = [part if isinstance(part, slice) else slice(part, part + 1 or None) for part in parts]
     result = x.like[index].shape
     inner = x.like[tuple(slices)].shape
-    new = _spread(w, value, x, result)
+    new = _expanded(w, value, x, result)
     if len(inner) != len(result) or None in index:
         new = w.reshaped(Value(new, w.empty(result, x.dtype)), inner)
-    return _put(w, x, new, [_span(part, x.shape[axis]) for axis, part in enumerate(slices)], 0, x.rank)
+    return _replaced(w, x, new, [_span(part, x.shape[axis]) for axis, part in enumerate(slices)], 0, x.rank)
 
 
-class _Places(NamedTuple):
+class _Positions(NamedTuple):
     """Positions along an axis, and the size of the axis."""
 
-    places: list[int]
+    positions: list[int]
     size: int
 
 
@@ -39,34 +40,34 @@ def _span(part: slice, size: Any) -> Any:
     varied = any(map(varies, (size, part.start, part.stop)))
     if part.step not in (None, 1):
         refuse(varied, "it assigns with a step to an axis whose size varies")
-        return _Places(list(range(int(size)))[part], int(size))
+        return _Positions(list(range(int(size)))[part], int(size))
     if varied:
-        return part.start or 0, _LAST if part.stop is None else part.stop
+        return part.start or 0, _AXIS_END if part.stop is None else part.stop
     start, stop, _ = part.indices(int(size))
-    return start, _LAST if stop >= size else max(start, stop)
+    return start, _AXIS_END if stop >= size else max(start, stop)
 
 
-def _put(w: Writer, x: Operand, new: str, spans: list[Any], axis: int, rank: int) -> str:
-    """Write `x` with the given spans of its axes, from `axis` on, replaced by `new`."""
-    while axis < len(spans) and spans[axis] == (0, _LAST):
+def _replaced(w: Writer, x: Operand, new: str, spans: list[Any], axis: int, rank: int) -> str:
+    """Write `x` with the spans of its axes, from `axis` on, replaced by `new`."""
+    while axis < len(spans) and spans[axis] == (0, _AXIS_END):
         axis += 1
     if axis == len(spans):
         return new
-    if isinstance(spans[axis], _Places):
-        places, size = spans[axis].places, spans[axis].size
-        middle = _put(w, w.emit("Gather", x, torch.tensor(places), axis=axis), new, spans, axis + 1, rank)
+    if isinstance(spans[axis], _Positions):
+        positions, size = spans[axis].positions, spans[axis].size
+        middle = _replaced(w, w.emit("Gather", x, torch.tensor(positions), axis=axis), new, spans, axis + 1, rank)
         source, mask = torch.zeros(size, dtype=torch.int64), torch.zeros(size, dtype=torch.bool)
-        source[places], mask[places] = torch.arange(len(places)), True
+        source[positions], mask[positions] = torch.arange(len(positions)), True
         mask = mask.view(size, *[1] * (rank - axis - 1))
         return w.emit("Where", mask, w.emit("Gather", middle, source, axis=axis), x)
     start, stop = spans[axis]
-    middle = _put(w, w.cut(x, axis, start, stop), new, spans, axis + 1, rank)
+    middle = _replaced(w, w.cut(x, axis, start, stop), new, spans, axis + 1, rank)
     before = [] if isinstance(start, int) and start == 0 else [w.cut(x, axis, 0, start)]
-    behind = [] if isinstance(stop, int) and stop == _LAST else [w.cut(x, axis, stop, _LAST)]
-    return w.joined([*before, middle, *behind], axis)
+    after = [] if isinstance(stop, int) and stop == _AXIS_END else [w.cut(x, axis, stop, _AXIS_END)]
+    return w.joined([*before, middle, *after], axis)
 
 
-def _spread(w: Writer, value: Any, x: Value, shape: Any) -> str:
+def _expanded(w: Writer, value: Any, x: Value, shape: Any) -> str:
     """Write the assigned value, cast to the dtype of `x` and expanded to a shape."""
     if not isinstance(value, Value):
         refuse(not isinstance(value, (int, float)), "the assigned value is neither a tensor nor a number")
@@ -77,12 +78,12 @@ def _spread(w: Writer, value: Any, x: Value, shape: Any) -> str:
     return w.emit("Expand", operand, w.ints(shape))
 
 
-@calls(updated)
-def _put_at(w: Writer, x: Value, index: Any, value: Any) -> Value:
-    places = index if isinstance(index, tuple) else (index,)
-    whole = all(isinstance(place, Value) and place.dtype in (torch.int32, torch.int64) for place in places)
-    refuse(not whole, "its index holds more than integer tensors for the first axes")
-    shape = torch.broadcast_shapes(*(place.shape for place in places))
-    parts = [w.reshaped(Value(w.emit("Expand", place, w.ints(shape)), place.like), (*shape, 1)) for place in places]
-    at = w.cast(w.joined(parts, len(shape)), torch.int64)
-    return Value(w.emit("ScatterND", x, at, _spread(w, value, x, (*shape, *x.shape[len(places) :]))), x.like)
+@writes_calls(updated)
+def _scatter_nd(w: Writer, x: Value, index: Any, value: Any) -> Value:
+    indices = index if isinstance(index, tuple) else (index,)
+    are_integers = all(isinstance(i, Value) and i.dtype in (torch.int32, torch.int64) for i in indices)
+    refuse(not are_integers, "its index holds more than integer tensors for the first axes")
+    shape = torch.broadcast_shapes(*(i.shape for i in indices))
+    parts = [w.reshaped(Value(w.emit("Expand", i, w.ints(shape)), i.like), (*shape, 1)) for i in indices]
+    positions = w.cast(w.joined(parts, len(shape)), torch.int64)
+    return Value(w.emit("ScatterND", x, positions, _expanded(w, value, x, (*shape, *x.shape[len(indices) :]))), x.like)

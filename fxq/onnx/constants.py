@@ -17,19 +17,19 @@ MAX_FOLDED_ENTRIES = 2**16
 UNDEFINED = ("empty", "new_empty", "empty_like", "empty_strided")
 """Calls that return uninitialized memory."""
 UNKNOWN: Any = object()
-"""Stands for a value that is not a constant."""
+"""Marker for a value that is not a constant."""
 
 
 def constant_value(w: Writer, node: fx.Node, args: Any, kwargs: Any) -> Any:
-    """Value of a node that computes with numbers and constants only, such as an anchor grid; else `UNKNOWN`.
+    """Return the value of a node that computes only with numbers and constants, such as an anchor grid, else `UNKNOWN`.
 
-    Does not fold ops on float parameters, which are written unchanged.
+    Ops on float parameters are not folded; they are written as nodes.
 
     Args:
         w: writer of the model.
-        node: the node.
-        args: its positional arguments, with `Value`s for values of the model.
-        kwargs: its keyword arguments.
+        node: node of the graph.
+        args: positional arguments of the node, with a `Value` for each value of the model.
+        kwargs: keyword arguments of the node.
     """
     if node.op not in ("call_function", "call_method") or is_op(node, *CONVERSIONS, *MEASURES):
         return UNKNOWN
@@ -38,7 +38,7 @@ def constant_value(w: Writer, node: fx.Node, args: Any, kwargs: Any) -> Any:
     if called_name(node) in UNDEFINED or any(map(varies, leaves)) or not all(_is_constant(w, v) for v in values):
         return UNKNOWN
     if not values and not str(getattr(node.target, "__module__", "")).startswith("torch"):
-        return UNKNOWN  # numbers are computed where they are read
+        return UNKNOWN  # numbers are computed by the node that reads them
     result = _computed(node, *mapped((args, kwargs), lambda leaf: _real(w, leaf)))
     if result is UNKNOWN or any(
         isinstance(part, Tensor) and part.numel() > MAX_FOLDED_ENTRIES for part in _leaves(result)
@@ -61,16 +61,16 @@ def _leaves(value: Any) -> list[Any]:
 
 def _is_constant(w: Writer, value: Value) -> bool:
     """Whether a value was folded before, or is a small integer or bool tensor."""
-    content = w.value_of(value.name)
+    content = w.constant_of(value.name)
     is_table = content is not None and not content.dtype.is_floating_point and content.numel() <= MAX_FOLDED_ENTRIES
     return value.name in w.computed or is_table
 
 
 def _real(w: Writer, leaf: Any) -> Any:
-    """Copy of a constant as a tensor; the CPU in place of any device."""
+    """Copy of a constant as a tensor; other arguments stay unchanged, except that any device becomes the CPU."""
     if isinstance(leaf, torch.device):
         return torch.device("cpu")
-    content = w.value_of(leaf.name) if isinstance(leaf, Value) else None
+    content = w.constant_of(leaf.name) if isinstance(leaf, Value) else None
     return leaf if content is None else content.clone()
 
 
@@ -90,7 +90,7 @@ def _computed(node: fx.Node, args: Any, kwargs: Any) -> Any:
 
 def _written(w: Writer, tensor: Tensor) -> Value:
     """Write a tensor as a constant of the model."""
-    own = tensor.detach().cpu().contiguous()
-    name = w.constant(own)
+    copy = tensor.detach().cpu().contiguous()
+    name = w.constant(copy)
     w.computed.add(name)
-    return Value(name, torch.empty_like(own, device="meta"))
+    return Value(name, torch.empty_like(copy, device="meta"))

@@ -1,4 +1,4 @@
-"""A graph of canonical ops and units, written as an ONNX model."""
+"""Writes graphs of canonical ops and units as ONNX models."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import fxq.onnx.pointwise_nodes
 import fxq.onnx.pooling_nodes
 import fxq.onnx.recurrent_nodes
 import fxq.onnx.reduction_nodes
-import fxq.onnx.resampling_nodes  # noqa: F401  (register how the ops are written)
+import fxq.onnx.resampling_nodes  # noqa: F401  (registers the functions that write the ops)
 from fxq.graph.guards import check_fixed
 from fxq.graph.info import info
 from fxq.graph.query import (
@@ -38,32 +38,33 @@ from fxq.graph.query import (
 from fxq.graph.region import is_weight
 from fxq.graph.unit import Unit, unit_of
 from fxq.onnx.constants import UNKNOWN, constant_value
-from fxq.onnx.function_nodes import FUNCTIONS, MAKERS
+from fxq.onnx.function_nodes import CALL_WRITERS, CREATION_FUNCTIONS
 from fxq.onnx.integer_conv import write_integer_convolutions
 from fxq.onnx.onnx_objects import NotInOnnx
 from fxq.onnx.varying_sizes import python_dispatch
-from fxq.onnx.writer import ROWS, Value, Writer
+from fxq.onnx.writer import OP_WRITERS, Value, Writer
 from fxq.ops.table import Op
 
-ModelCache = dict[fx.Node, Any]
+NodeValues = dict[fx.Node, Any]
+"""Values of nodes: `Value`, number, or a sequence of these."""
 
 
 @dataclass(frozen=True)
-class Written:
-    """A graph as ONNX.
+class OnnxGraph:
+    """Graph written as an ONNX model.
 
     Attributes:
         model: `onnx.ModelProto`.
-        reads: which of the inputs the model takes, in order: those that something is computed of.
-        several: whether the graph returns several values.
-        outputs: what the model returns, on the meta device: shapes and dtypes.
-        channels_last: which of its outputs are images whose last axis has the channels.
-        indices: of the inputs that are indices, which they are, and what their values are below.
+        input_indices: positions of the graph's inputs that the model takes, in order. Unused inputs are left out.
+        returns_sequence: whether the graph returns a tuple or list.
+        outputs: outputs of the model, on the meta device.
+        channels_last: for each output, whether it is an image (N, H, W, C).
+        indices: (position, size) of each input whose values are indices below that size.
     """
 
     model: Any
-    reads: tuple[int, ...]
-    several: bool
+    input_indices: tuple[int, ...]
+    returns_sequence: bool
     outputs: tuple[Tensor, ...]
     channels_last: tuple[bool, ...]
     indices: tuple[tuple[int, int], ...] = ()
@@ -71,30 +72,31 @@ class Written:
 
 def write_onnx(
     gm: fx.GraphModule, inputs: Sequence[Any], channels_last: Sequence[bool] = (), **options: Any
-) -> Written:
-    """A qdq graph as an ONNX model, for inputs of these shapes.
+) -> OnnxGraph:
+    """Write a qdq graph as an ONNX model for inputs of these shapes.
 
     Args:
-        gm: a module of canonical ops, conversions and units; what it returns are tensors.
-        inputs: what it takes: of tensors, the shapes and dtypes count; numbers are written as they are.
-        channels_last: which of the inputs are images that the model takes as (N, H, W, C); with one, it returns images
-            so, too.
-        options: of `Writer`.
+        gm: module of canonical ops, conversions and units that returns tensors.
+        inputs: example inputs. Tensors give shapes and dtypes; numbers become constants.
+        channels_last: for each input, whether the model takes it as an image (N, H, W, C). If any is, all 4-d outputs
+            are (N, H, W, C) as well.
+        options: options of `Writer`.
 
     Raises:
-        NotInOnnx: a node cannot be said in ONNX; the message says which, and why.
+        NotInOnnx: a node cannot be written in ONNX; the message names it and says why.
     """
-    writer, values_of_nodes = Writer(**options), ModelCache()
+    writer, values_of_nodes = Writer(**options), NodeValues()
     placeholders = gm.graph.find_nodes(op="placeholder")
-    taken: dict[fx.Node, str] = {}
-    turned = dict(zip(placeholders, channels_last, strict=False))
+    input_names: dict[fx.Node, str] = {}
+    permuted = dict(zip(placeholders, channels_last, strict=False))
     for node, example in zip(placeholders, inputs, strict=True):
         values_of_nodes[node] = example
         if isinstance(example, Tensor):
             like = example.float() if writer.floats and example.dtype in (torch.uint8, torch.int8) else example
-            last = turned.get(node, False)
+            last = permuted.get(node, False)
             value = writer.input(node.name, like.permute(TO_LAST) if last else like)
-            values_of_nodes[node], taken[node] = _permuted(writer, value, TO_FIRST) if last else value, value.name
+            values_of_nodes[node] = _permuted(writer, value, TO_FIRST) if last else value
+            input_names[node] = value.name
     for node in gm.graph.nodes:
         if node.op not in ("placeholder", "output"):
             values_of_nodes[node] = write_node(writer, gm, node, values_of_nodes)
@@ -107,14 +109,14 @@ def write_onnx(
         write_integer_convolutions(writer, ends)
     model = writer.model(ends)
     names = {value.name for value in model.graph.input}
-    reads = tuple(i for i, node in enumerate(placeholders) if taken.get(node) in names)
-    places = {taken[node]: i for i, node in enumerate(placeholders) if node in taken}
-    indices = tuple((places[name], size) for name, size in writer.indices.items())
-    return Written(model, reads, is_sequence, tuple(end.like for end in ends), images, indices)
+    input_indices = tuple(i for i, node in enumerate(placeholders) if input_names.get(node) in names)
+    positions = {input_names[node]: i for i, node in enumerate(placeholders) if node in input_names}
+    indices = tuple((positions[name], size) for name, size in writer.indices.items())
+    return OnnxGraph(model, input_indices, is_sequence, tuple(end.like for end in ends), images, indices)
 
 
 TO_LAST, TO_FIRST = (0, 2, 3, 1), (0, 3, 1, 2)
-"""Where the channels of an image go."""
+"""Permutations of an image to (N, H, W, C), and back to (N, C, H, W)."""
 
 
 def _permuted(writer: Writer, value: Value, perm: Sequence[int]) -> Value:
@@ -122,45 +124,45 @@ def _permuted(writer: Writer, value: Value, perm: Sequence[int]) -> Value:
 
 
 def refusal(gm: fx.GraphModule, node: fx.Node) -> str | None:
-    """Why a node cannot be said in ONNX, as far as that is known before it runs; None: it can."""
-    writer, known = Writer(), ModelCache()
+    """Reason why a node cannot be written in ONNX, as far as its recorded shapes tell; None if it can."""
+    writer, values = Writer(), NodeValues()
     try:
         for read in node.all_input_nodes:
-            _suppose(writer, gm, read, known)
-            if known[read] is None:
-                return "a size of it is known at run time only"
-        write_node(writer, gm, node, known)
+            _add_recorded(writer, gm, read, values)
+            if values[read] is None:
+                return "one of its sizes is known only at run time"
+        write_node(writer, gm, node, values)
     except NotInOnnx as error:
         return str(error)
     return None
 
 
-def _suppose(writer: Writer, gm: fx.GraphModule, node: fx.Node, known: ModelCache) -> None:
-    """Take a node for a value of the shape that it is known to have; constants, grids and sizes for what they are."""
+def _add_recorded(writer: Writer, gm: fx.GraphModule, node: fx.Node, values: NodeValues) -> None:
+    """Add a node to `values` as an input of its recorded shape, or None without one; write constants and sizes."""
     if is_weight(node) or is_size(node):
         for read in node.all_input_nodes:
-            if read not in known:
-                _suppose(writer, gm, read, known)
-        is_known = all(known[read] is not None for read in node.all_input_nodes)
-        known[node] = write_node(writer, gm, node, known) if is_known else None
+            if read not in values:
+                _add_recorded(writer, gm, read, values)
+        has_values = all(values[read] is not None for read in node.all_input_nodes)
+        values[node] = write_node(writer, gm, node, values) if has_values else None
         return
     about = info(node)
-    known[node] = None
+    values[node] = None
     if about.shape is not None and about.dtype is not None:
-        known[node] = writer.input(node.name, torch.empty(about.shape, dtype=about.dtype, device="meta"))
+        values[node] = writer.input(node.name, torch.empty(about.shape, dtype=about.dtype, device="meta"))
 
 
 def write_node(writer: Writer, gm: fx.GraphModule, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
-    """Write a node; its value, or values.
+    """Write a node and return its value, or values.
 
     Args:
-        writer: the model.
-        gm: the module of the node's graph.
+        writer: writer of the model.
+        gm: module of the node's graph.
         node: the node.
-        values: the values of what it reads.
+        values: values of the nodes that it reads.
 
     Raises:
-        NotInOnnx: it cannot be said in ONNX.
+        NotInOnnx: it cannot be written in ONNX.
     """
     if node.op == "get_attr":
         tensor = read_attribute(gm, str(node.target))
@@ -171,58 +173,58 @@ def write_node(writer: Writer, gm: fx.GraphModule, node: fx.Node, values: Mappin
             return _write_unit(writer, unit, args)
     if node.target is operator.getitem and not isinstance(args[0], Value):
         return args[0][args[1]]
-    known_value = constant_value(writer, node, args, kwargs) if writer.portable else UNKNOWN
-    if known_value is not UNKNOWN:
-        return known_value
+    constant = constant_value(writer, node, args, kwargs) if writer.portable else UNKNOWN
+    if constant is not UNKNOWN:
+        return constant
     op = op_of(node)
     if op is None:
-        return _no_op(writer, gm, node, args, kwargs)
-    if op.name not in ROWS:
-        raise NotInOnnx(f"{op.name} has no ONNX node here")
+        return _write_call(writer, gm, node, args, kwargs)
+    if op.name not in OP_WRITERS:
+        raise NotInOnnx(f"fxq has no ONNX form of {op.name}")
     options = {**op.options, **kwargs}
     try:
         with writer.scoped(node.name), python_dispatch() if writer.sizes is not None else nullcontext():
-            result = ROWS[op.name](writer, *args, **options)
+            result = OP_WRITERS[op.name](writer, *args, **options)
     except NotInOnnx as error:
         raise NotInOnnx(f"{op.name}: {error}") from None
     return result if isinstance(result, Value) else Value(result, _like(writer, op, args, options))
 
 
 def _write_unit(writer: Writer, unit: Unit, args: Sequence[Any]) -> Any:
-    known = ModelCache(zip(unit.graph.find_nodes(op="placeholder"), args, strict=True))
+    values = NodeValues(zip(unit.graph.find_nodes(op="placeholder"), args, strict=True))
     for node in unit.graph.nodes:
         if node.op not in ("placeholder", "output"):
-            known[node] = write_node(writer, unit, node, known)
-    return arguments_of(unit.graph.output_node(), known)[0][0]
+            values[node] = write_node(writer, unit, node, values)
+    return arguments_of(unit.graph.output_node(), values)[0][0]
 
 
 def _like(writer: Writer, op: Op, args: Any, options: Any) -> Tensor:
-    """What an op gives, on the meta device."""
+    """Result of an op on the meta device."""
     args, options = _on_meta((args, options))
     if writer.floats and op.name in CONVERSIONS and op.name not in MEASURES:
         return torch.empty_like(args[0], dtype=torch.float32)
     with _computing(writer):
-        made: Tensor = op.target(*args, **options)
-    return made
+        result: Tensor = op.target(*args, **options)
+    return result
 
 
 def _computing(writer: Writer) -> AbstractContextManager[Any]:
-    """For a block that computes shapes."""
+    """Context manager for the computation of shapes."""
     return nullcontext() if writer.sizes is None else writer.sizes.computing()
 
 
-def _no_op(writer: Writer, gm: fx.GraphModule, node: fx.Node, args: Any, kwargs: Any) -> Any:
-    """What a node gives that looks at a tensor's shape alone, or computes with numbers, or calls a known function."""
+def _write_call(writer: Writer, gm: fx.GraphModule, node: fx.Node, args: Any, kwargs: Any) -> Any:
+    """Write a call that is not an op: of a function in `CALL_WRITERS`, or one that reads only shapes and numbers."""
     reads: list[Value] = []
     fx.node.map_aggregate((args, kwargs), lambda a: reads.append(a) if isinstance(a, Value) else None)
     if writer.portable and node.target is check_fixed:
-        return None  # the inputs are those of the example, in kind
-    if writer.portable and node.target in (FUNCTIONS if reads else MAKERS):
-        return FUNCTIONS[node.target](writer, *args, **kwargs)
+        return None  # the model is for inputs like the example
+    if writer.portable and node.target in (CALL_WRITERS if reads else CREATION_FUNCTIONS):
+        return CALL_WRITERS[node.target](writer, *args, **kwargs)
     of_shapes = reads_only_metadata(node) or (writer.portable and is_check(node))
     if node.op == "call_module":
-        kind = type(gm.get_submodule(str(node.target))).__name__
-        raise NotInOnnx(f"the module {node.target!r} ({kind}) is kept as it is, and fxq does not know what it computes")
+        module_type = type(gm.get_submodule(str(node.target))).__name__
+        raise NotInOnnx(f"the module {node.target!r} ({module_type}) is a leaf, so fxq does not know what it computes")
     if (reads and not of_shapes) or fills_like(node):
         raise NotInOnnx(f"fxq has no ONNX form of this call of {called_name(node)}")
     args, kwargs = _on_meta((args, kwargs))

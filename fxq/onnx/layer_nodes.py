@@ -1,4 +1,4 @@
-"""ONNX of layers with weights, of products and of embeddings."""
+"""ONNX form of layers with weights, matrix products and embeddings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ from typing import Any
 import torch
 
 from fxq.graph.analysis.integer_sums import INT32, MAX_8BIT_REACH
-from fxq.onnx.dequantized import bias_for, dequantized, is_of_integers, measured, transposed, weight_for
+from fxq.onnx.dequantized import (
+    bias_for,
+    dequantize_node,
+    dynamic_dequantize_node,
+    is_dequantized,
+    transposed,
+    weight_for,
+)
 from fxq.onnx.onnx_objects import INT4, UINT4, NotInOnnx, OnnxNode
 from fxq.onnx.padding_nodes import onnx_pads, padded
 from fxq.onnx.varying_sizes import varies
@@ -65,94 +72,105 @@ def conv_transpose(
 
 @writes("linear")
 def linear(w: Writer, x: Value, weight: Value, bias: Value | None = None) -> str:
-    if (made := measured(w, x)) is not None and (not w.portable or _has_products(w, made, weight)):
-        return _dynamic_linear(w, x, made, weight, bias)
+    if (dequantize := dynamic_dequantize_node(w, x)) is not None and (
+        not w.portable or _has_products(w, dequantize, weight)
+    ):
+        return _dynamic_linear(w, x, dequantize, weight, bias)
     matrix = transposed(w, weight_for(w, x, weight))
-    found = dequantized(w, x)
+    source = dequantize_node(w, x)
     if x.rank == 2 and bias is not None:
         return w.emit("Gemm", x, matrix, bias_for(w, x, weight, bias))
-    if w.integer_bias and found is not None and bias is not None:  # with the bias it is one integer op
-        rows = w.reshaped(found.node.reads[0], (-1, x.shape[-1]))
-        flat = w.emit("DequantizeLinear", rows, found.scale, found.zero)
+    if (
+        w.integer_bias and source is not None and bias is not None
+    ):  # with an int32 bias, ONNX Runtime runs one integer op
+        rows = w.reshaped(source.node.inputs[0], (-1, x.shape[-1]))
+        flat = w.emit("DequantizeLinear", rows, source.scale, source.zero)
         product = w.emit("Gemm", flat, matrix, bias_for(w, x, weight, bias))
         return w.reshaped(product, (*x.shape[:-1], weight.shape[0]))
     product = w.emit("MatMul", w.reshaped(x, (1, *x.shape)) if x.rank == 1 else x, matrix)
     product = product if bias is None else w.emit("Add", product, bias)
-    return w.reshaped(product, (weight.shape[0],)) if x.rank == 1 else product  # OpenVINO gives vectors another shape
+    return (
+        w.reshaped(product, (weight.shape[0],)) if x.rank == 1 else product
+    )  # OpenVINO returns vectors in another shape
 
 
-def _has_products(w: Writer, made: OnnxNode, weight: Value) -> bool:
-    """Whether `_dynamic_linear` takes a weight, and the scales of what it is multiplied with."""
-    grid, attributes, rounded = dequantized(w, weight), made.attributes, w.made_by(made.reads[0])
-    if rounded is None or rounded.kind not in ("QuantizeLinear", "DynamicQuantizeLinear"):
-        return False  # rows of a table
+def _has_products(w: Writer, dequantize: OnnxNode, weight: Value) -> bool:
+    """Whether `_dynamic_linear` can write a layer with this weight and this input."""
+    grid, attributes, rounded = dequantize_node(w, weight), dequantize.attributes, w.producer(dequantize.inputs[0])
+    if rounded is None or rounded.op_type not in ("QuantizeLinear", "DynamicQuantizeLinear"):
+        return False  # rows of a quantized embedding
     if grid is None or bool(grid.zero.any()) or grid.node.attributes.get("block_size"):
         return False
     return "block_size" in attributes or "axis" not in attributes
 
 
-def _dynamic_linear(w: Writer, x: Value, made: OnnxNode, weight: Value, bias: Value | None) -> str:
-    """A linear layer on integers of a measured grid: their product, scaled behind.
+def _dynamic_linear(w: Writer, x: Value, dequantize: OnnxNode, weight: Value, bias: Value | None) -> str:
+    """Write a linear layer whose input has a dynamic range: an integer product, then its scale.
 
-    The node takes one scale and one zero point. Where each row has its own, the product is scaled by them behind, and
-    what the zero points add is taken off with the bias: in a product of these, as real values, with the sums of the
-    weight's columns.
+    The product node takes one scale and one zero point. With a grid per row, the product runs without them and is
+    scaled per row afterwards. The part that the zero points add, zero_point * scale * (column sums of the weight), is
+    subtracted together with the bias, in a float product.
     """
-    of_weight, matrix = dequantized(w, weight), w.made_by(transposed(w, weight))
-    if of_weight is None or matrix is None or bool(of_weight.zero.any()) or matrix.attributes.get("block_size"):
-        raise NotInOnnx("its weight has a zero point, or blocks, or is not in integers")
-    integers, steps, _ = (w.value_of(name) for name in matrix.reads)
-    assert integers is not None and steps is not None  # those of a weight are constants
+    weight_source, matrix = dequantize_node(w, weight), w.producer(transposed(w, weight))
+    if weight_source is None or matrix is None or bool(weight_source.zero.any()) or matrix.attributes.get("block_size"):
+        raise NotInOnnx("its weight has a zero point, or is per block, or is not quantized")
+    integers, steps, _ = (w.constant_of(name) for name in matrix.inputs)
+    assert integers is not None and steps is not None  # the integers and scale of a weight are constants
     if weight.name in w.weights:
         integers = integers.clone()  # see `weight_for`
     w.weights.add(weight.name)
-    nothing = torch.zeros((), dtype=torch.int8, device="cpu")
+    no_zero = torch.zeros((), dtype=torch.int8, device="cpu")
 
     def product(scale: Operand, zero: Operand, added: Value | None = None) -> str:
-        if w.portable:  # both unsigned: of mixed signs, ONNX Runtime adds products in 16 bits on CPUs without VNNI
-            unsigned = w.kept(("unsigned", id(integers)), lambda: (integers.to(torch.int16) + 128).to(torch.uint8))
+        if w.portable:  # both unsigned: with mixed signs, ONNX Runtime accumulates in 16 bits on CPUs without VNNI
+            unsigned = w.cached_constant(
+                ("unsigned", id(integers)), lambda: (integers.to(torch.int16) + 128).to(torch.uint8)
+            )
             middle = torch.tensor(128, dtype=torch.uint8, device="cpu")
-            summed = w.cast(w.emit("MatMulInteger", made.reads[0], unsigned, zero, middle), torch.float32)
-            real = w.emit("Mul", summed, w.emit("Mul", scale, steps))
-            return real if added is None else w.emit("Add", real, added)
-        return w.emit("MatMulIntegerToFloat", made.reads[0], integers, scale, steps, zero, nothing, added)
+            summed = w.cast(w.emit("MatMulInteger", dequantize.inputs[0], unsigned, zero, middle), torch.float32)
+            scaled = w.emit("Mul", summed, w.emit("Mul", scale, steps))
+            return scaled if added is None else w.emit("Add", scaled, added)
+        return w.emit("MatMulIntegerToFloat", dequantize.inputs[0], integers, scale, steps, zero, no_zero, added)
 
-    scale, zero = made.reads[1:]
-    maker = w.made_by(zero)
-    middle = w.value_of(maker.reads[0] if maker is not None and maker.kind == "Expand" else zero)  # one for all rows
-    if "block_size" not in made.attributes:
+    scale, zero = dequantize.inputs[1:]
+    zero_node = w.producer(zero)
+    is_expanded = zero_node is not None and zero_node.op_type == "Expand"  # one constant for all rows
+    row_zero = w.constant_of(zero_node.inputs[0] if is_expanded and zero_node is not None else zero)
+    if "block_size" not in dequantize.attributes:
         return product(scale, zero, bias)
     if x.like.numel() == x.shape[-1]:  # one row
         return product(w.reshaped(scale, ()), w.reshaped(zero, ()), bias)
-    one = torch.ones((), device="cpu")
-    real = w.emit("Mul", product(one, None if middle is None else middle.flatten()[0]), scale)
+    unit_scale = torch.ones((), device="cpu")
+    scaled = w.emit("Mul", product(unit_scale, None if row_zero is None else row_zero.flatten()[0]), scale)
     added: Operand = bias
-    if middle is None:
-        lines = [-integers.sum(0, dtype=torch.float64) * steps]
-        parts = [w.emit("Mul", scale, w.cast(zero, torch.float32) if maker is None else maker.reads[0])]
+    if row_zero is None:
+        column_terms = [-integers.sum(0, dtype=torch.float64) * steps]
+        row_factors = [w.emit("Mul", scale, w.cast(zero, torch.float32) if zero_node is None else zero_node.inputs[0])]
         if w.sizes is not None:
-            real = w.emit("Add", real, w.emit("Mul", parts[0], lines[0].float()))
+            scaled = w.emit("Add", scaled, w.emit("Mul", row_factors[0], column_terms[0].float()))
         else:
-            if bias is not None and (known := w.value_of(bias.name)) is not None:
-                lines.append(known.double())
+            if bias is not None and (constant_bias := w.constant_of(bias.name)) is not None:
+                column_terms.append(constant_bias.double())
                 shape = *x.shape[:-1], 1
-                parts.append(w.constant(w.kept(("ones", shape), lambda: torch.ones(shape, device="cpu"))))
+                ones = w.cached_constant(("ones", shape), lambda: torch.ones(shape, device="cpu"))
+                row_factors.append(w.constant(ones))
                 added = None
-            of_rows, rows = w.reshaped(w.joined(parts, -1), (-1, len(parts))), w.reshaped(real, (-1, weight.shape[0]))
-            real = w.emit("Gemm", of_rows, torch.stack(lines).float(), rows)
-            real = w.reshaped(real, (*x.shape[:-1], weight.shape[0]))
-    return real if added is None else w.emit("Add", real, added)
+            factors = w.reshaped(w.joined(row_factors, -1), (-1, len(row_factors)))
+            rows = w.reshaped(scaled, (-1, weight.shape[0]))
+            scaled = w.emit("Gemm", factors, torch.stack(column_terms).float(), rows)
+            scaled = w.reshaped(scaled, (*x.shape[:-1], weight.shape[0]))
+    return scaled if added is None else w.emit("Add", scaled, added)
 
 
 @writes("matmul")
 def matmul(w: Writer, x: Value, other: Value) -> str:
-    """Product of activations, split along its depth where a runtime would overflow int32 computing it on integers."""
-    depth, most = x.shape[-1], INT32 // MAX_8BIT_REACH**2
-    if varies(depth) or depth <= most or not (is_of_integers(w, x) and is_of_integers(w, other)):
+    """Product of activations; split along its depth if the integer sums of a runtime could overflow int32."""
+    depth, max_depth = x.shape[-1], INT32 // MAX_8BIT_REACH**2
+    if varies(depth) or depth <= max_depth or not (is_dequantized(w, x) and is_dequantized(w, other)):
         return w.emit("MatMul", x, other)
     axis = max(other.rank - 2, 0)
-    parts = [(i, min(i + most, depth)) for i in range(0, depth, most)]
-    products = [w.emit("MatMul", w.cut(x, x.rank - 1, *part), w.cut(other, axis, *part)) for part in parts]
+    spans = [(i, min(i + max_depth, depth)) for i in range(0, depth, max_depth)]
+    products = [w.emit("MatMul", w.cut(x, x.rank - 1, *span), w.cut(other, axis, *span)) for span in spans]
     return reduce(partial(w.emit, "Add"), products)
 
 
@@ -171,17 +189,17 @@ def einsum(w: Writer, xs: Sequence[Value], *, equation: str) -> str:
 
 @writes("embedding")
 def embedding(w: Writer, x: Value, weight: Value) -> str:
-    """Rows of a table; of one of integers they are read as these, with their scales, and made floats behind."""
-    x, found = w.index(x, weight.shape[0]), dequantized(w, weight)
-    q = w.value_of(found.node.reads[0]) if found is not None and not w.floats else None
-    if found is None or q is None or w.type_of(found.node.reads[0]) in (INT4, UINT4):
+    """Rows of a table; rows of a quantized table are dequantized after the look-up."""
+    x, source = w.index(x, weight.shape[0]), dequantize_node(w, weight)
+    q = w.constant_of(source.node.inputs[0]) if source is not None and not w.floats else None
+    if source is None or q is None or w.type_number_of(source.node.inputs[0]) in (INT4, UINT4):
         return w.emit("Gather", weight, x, axis=0)
-    block, grid = found.node.attributes.get("block_size") or q.shape[1], [found.scale, found.zero]
-    if found.scale.dim() < 2:  # one for each row, or for all
+    block, grid = source.node.attributes.get("block_size") or q.shape[1], [source.scale, source.zero]
+    if source.scale.dim() < 2:  # per row or per tensor
         grid = [part.expand(len(q)).reshape(-1, 1).contiguous() for part in grid]
-    ids = w.reshaped(x, (1,)) if x.rank == 0 else x  # one row has an axis less than there are blocks for
+    ids = w.reshaped(x, (1,)) if x.rank == 0 else x  # a block axis needs rows of rank 2
     read = [w.emit("Gather", part, ids, axis=0) for part in (q, *grid)]
-    if w.portable and block == q.shape[1]:  # written out: OpenVINO has no blocks of integers whose shape varies
+    if w.portable and block == q.shape[1]:  # without DequantizeLinear: OpenVINO has no blocks of dynamic shape
         integers, zero = (w.cast(part, torch.float32) for part in (read[0], read[2]))
         rows = w.emit("Mul", w.emit("Sub", integers, zero) if bool(grid[1].any()) else integers, read[1])
     else:
@@ -201,10 +219,10 @@ def embedding_bag(
     include_last_offset: bool,
     padding_idx: int | None,
 ) -> str:
-    refuse(offsets is not None or x.rank != 2, "its bags are not of one size")
-    refuse(padding_idx is not None, "it leaves out entries")
+    refuse(offsets is not None or x.rank != 2, "its bags have different sizes")
+    refuse(padding_idx is not None, "it has a padding_idx")
     rows: Operand = w.emit("Gather", weight, w.index(x, weight.shape[0]), axis=0)
     if per_sample_weights is not None:
         rows = w.emit("Mul", rows, w.reshaped(per_sample_weights, (*x.shape, 1)))
-    kinds = {"sum": "ReduceSum", "mean": "ReduceMean", "max": "ReduceMax"}
-    return w.emit(kinds[mode], rows, w.ints([1]), keepdims=0)
+    reductions = {"sum": "ReduceSum", "mean": "ReduceMean", "max": "ReduceMax"}
+    return w.emit(reductions[mode], rows, w.ints([1]), keepdims=0)

@@ -1,4 +1,4 @@
-"""Whether an ONNX model computes what its qdq graph does: each value on integers, of the integers before it."""
+"""Comparison of an ONNX model with its qdq graph, value by value, each computed from the graph's own integers."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ from fxq.graph.info import info
 from fxq.graph.query import is_op
 from fxq.graph.run import Runner
 from fxq.onnx.onnx_objects import onnx_type
-from fxq.onnx.whole_model import WrittenModel
+from fxq.onnx.whole_model import OnnxModel
 from fxq.quant.dynamic_grid import SMALLEST
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How far a value of an ONNX model is from that of the qdq graph.
+    """Difference between a value of an ONNX model and the value of the qdq graph.
 
     Attributes:
-        name: the node of the graph, or "output" and its number.
-        layer: the path of its module.
-        steps: the largest difference in steps of the grid; of an output in float, and of scales that are measured, in
-            steps of 255 for its range.
-        mean: the mean one, of a hundred entries at least: of few, one may be near a tie.
+        name: name of the graph's node, or "output" and its number.
+        layer: path of the node's module.
+        steps: largest difference, in steps of the grid. Float outputs and dynamic scales count in steps of 1/255 of
+            their range.
+        mean: mean difference in steps. For values of fewer than 100 entries the sum is divided by 100, since one entry
+            may be near a tie.
     """
 
     name: str
@@ -41,16 +42,16 @@ class Difference:
 
     @property
     def is_rounding(self) -> bool:
-        """Whether nothing but rounding can have made it."""
-        return self.steps <= MOST and self.mean <= MEAN
+        """Whether rounding alone explains the difference."""
+        return self.steps <= MAX_ROUNDING_STEPS and self.mean <= MAX_MEAN_STEPS
 
     def __str__(self) -> str:
         return f"{self.name}{f' (layer {self.layer!r})' if self.layer else ''} differs by {self.steps:.3g} steps"
 
 
-MOST, MEAN = 1.05, 0.05
-"""Steps that rounding explains, and on average: sums in another order may be on the other side of a tie, and a bias is
-rounded to a step of the accumulator."""
+MAX_ROUNDING_STEPS, MAX_MEAN_STEPS = 1.05, 0.05
+"""Largest and mean difference, in steps, that rounding explains: a sum in another order may fall on the other side of a
+tie, and a bias is rounded to a step of the accumulator."""
 
 
 Runtime = Callable[[bytes, Mapping[str, Tensor], list[str]], Mapping[str, Tensor]]
@@ -58,43 +59,43 @@ Runtime = Callable[[bytes, Mapping[str, Tensor], list[str]], Mapping[str, Tensor
 
 
 class ModelCheck:
-    """A model beside its qdq graph: each value that the graph puts on a grid, and each output.
+    """Comparison of a model with its qdq graph: of each quantized value, and each output.
 
-    ONNX Runtime is given the integers of the graph for all that was computed before, with the grids that were measured,
-    so that differences do not add up: where a network amplifies them, an equal model would give other outputs.
+    The runtime computes each value from the graph's integers and dynamic grids, so that differences do not accumulate:
+    a network may amplify rounding until the outputs of two correct models differ.
     """
 
-    def __init__(self, written: WrittenModel, gm: fx.GraphModule, batch: Batch) -> None:
-        """Run the graph.
+    def __init__(self, written: OnnxModel, gm: fx.GraphModule, batch: Batch) -> None:
+        """Run the graph and record its values.
 
         Args:
             written: the model.
             gm: the qdq graph.
-            batch: inputs.
+            batch: inputs of the graph.
         """
         self._values: dict[str, Tensor] = {}
         self._nodes: dict[str, fx.Node] = {}
         runner = Runner(gm, copied(batch))
         self._inputs = dict(inputs_of({n: runner.values[n] for n in gm.graph.find_nodes(op="placeholder")}))
-        made_by = {name for node in written.model.graph.node for name in node.output}
+        outputs = {name for node in written.model.graph.node for name in node.output}
         result: Any = None
         with torch.no_grad():
             for node in gm.graph.nodes:
                 result = runner.step(node)
-                name = written.integers.get(node)
-                if name in made_by and name not in self._values:
+                name = written.quantized_names.get(node)
+                if name in outputs and name not in self._values:
                     assert name is not None
                     self._values[name], self._nodes[name] = result, node
         self._outputs = dict(zip((output.name for output in written.model.graph.output), tensors(result), strict=True))
         self._model = _cut(written.model, self._values).SerializeToString()
 
     def differences(self, optimized: bool = False, entries: Mapping[str, str] | None = None) -> list[Difference]:
-        """What ONNX Runtime makes of the model, in order.
+        """Differences of ONNX Runtime, in graph order.
 
         Args:
-            optimized: with its optimizations, as in a default session, but for those across values on integers, which
-                are inputs and outputs here. Else node by node, as the model is written.
-            entries: of the session's configuration.
+            optimized: whether to optimize as a default session does, except across quantized values, which are inputs
+                and outputs here. Otherwise the nodes run as they are written.
+            entries: entries of the session's configuration.
         """
         differences = self.differences_in(partial(_run, optimized=optimized, entries=entries or {}))
         if optimized and not self._values:  # no value is quantized, so that each element counts
@@ -102,10 +103,10 @@ class ModelCheck:
         return differences
 
     def differences_in(self, run: Runtime) -> list[Difference]:
-        """Differences between a runtime and this model, in graph order.
+        """Differences of a runtime, in graph order.
 
         Args:
-            run: the runtime.
+            run: function that runs the model, see `Runtime`.
         """
         inputs = {**self._inputs, **{f"{name}/given": value for name, value in self._values.items()}}
         wanted = {**self._values, **self._outputs}
@@ -118,34 +119,36 @@ class ModelCheck:
         node, path = self._nodes[name], info(self._nodes[name]).path
         if not is_op(node, "choose_scale"):
             return _difference(node.name, path, wanted, got, on_grid=True)
-        if wanted.shape == got.shape:  # each counts by itself; of zeros alone, runtimes may choose any
+        if (
+            wanted.shape == got.shape
+        ):  # relative to each scale; for a range of zeros only, runtimes may choose any scale
             wanted, got = torch.ones_like(wanted), torch.where(wanted <= SMALLEST, 1.0, got / wanted)
         return _difference(node.name, path, wanted, got, on_grid=False)
 
 
 def _cut(model: Any, values: Mapping[str, Tensor]) -> Any:
-    """A copy of a model that returns these values, and takes others in their place for what is computed of them."""
+    """Copy of a model that returns these values and takes them as inputs for the nodes that read them."""
     import onnx
 
-    made = type(model)()
-    made.CopyFrom(model)
-    outputs = {output.name for output in made.graph.output}
+    copy = type(model)()
+    copy.CopyFrom(model)
+    outputs = {output.name for output in copy.graph.output}
     for name, value in values.items():
-        kind = onnx_type(value.dtype)
-        made.graph.input.append(onnx.helper.make_tensor_value_info(f"{name}/given", kind, list(value.shape)))
+        type_number = onnx_type(value.dtype)
+        copy.graph.input.append(onnx.helper.make_tensor_value_info(f"{name}/given", type_number, list(value.shape)))
         if name not in outputs:
-            made.graph.output.append(onnx.helper.make_tensor_value_info(name, kind, None))
-    for node in made.graph.node:
+            copy.graph.output.append(onnx.helper.make_tensor_value_info(name, type_number, None))
+    for node in copy.graph.node:
         for i, name in enumerate(node.input):
             if name in values:
                 node.input[i] = f"{name}/given"
-    return made
+    return copy
 
 
 def _run(
     model: bytes, inputs: Mapping[str, Tensor], outputs: list[str], optimized: bool, entries: Mapping[str, str]
 ) -> dict[str, Tensor]:
-    """What ONNX Runtime makes of a model."""
+    """Run a serialized model with ONNX Runtime and return its outputs by name."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -155,9 +158,9 @@ def _run(
     if not optimized:
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-    given = {name: value.detach().cpu().contiguous().numpy() for name, value in inputs.items()}
-    made = session.run(outputs, {one.name: given[one.name] for one in session.get_inputs()})
-    return {name: torch.from_numpy(value) for name, value in zip(outputs, made, strict=True)}
+    arrays = {name: value.detach().cpu().contiguous().numpy() for name, value in inputs.items()}
+    results = session.run(outputs, {port.name: arrays[port.name] for port in session.get_inputs()})
+    return {name: torch.from_numpy(value) for name, value in zip(outputs, results, strict=True)}
 
 
 def _difference(name: str, layer: str, wanted: Tensor, got: Tensor, on_grid: bool) -> Difference:
@@ -166,7 +169,7 @@ def _difference(name: str, layer: str, wanted: Tensor, got: Tensor, on_grid: boo
         return Difference(f"{name}, which is {kinds},", layer, 255.0, 255.0)
     if not wanted.numel():
         return Difference(name, layer, 0.0, 0.0)
-    if not wanted.dtype.is_floating_point and not on_grid:  # places and truths: a tie may go either way
+    if not wanted.dtype.is_floating_point and not on_grid:  # indices and bools: either side of a tie is right
         share = float((wanted != got).double().mean())
         return Difference(name, layer, 100 * share, share)
     same = (wanted == got) | (wanted.isnan() & got.isnan())

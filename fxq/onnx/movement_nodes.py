@@ -1,4 +1,4 @@
-"""ONNX of what moves values: parts of tensors, joined tensors, other shapes and orders of axes."""
+"""ONNX form of ops that move values: slicing, concatenation, reshaping and permutation."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from fxq.onnx.varying_sizes import varies
 from fxq.onnx.writer import Value, Writer, refuse, writes
 from fxq.ops import OPS
 
-_LAST = 2**31 - 1
+_AXIS_END = 2**31 - 1
+"""Stop of a slice to the end of an axis."""
 
 
-def _reshapes(name: str) -> Any:
+def _reshape(name: str) -> Any:
     def reshape(w: Writer, x: Value, **options: Any) -> str:
         return w.reshaped(x, OPS[name].target(x.like, **options).shape)
 
@@ -23,7 +24,7 @@ def _reshapes(name: str) -> Any:
 
 
 for _name in ("flatten", "unflatten", "reshape", "squeeze", "unsqueeze"):
-    writes(_name)(_reshapes(_name))
+    writes(_name)(_reshape(_name))
 
 
 @writes("permute")
@@ -62,20 +63,20 @@ def reshape_as(w: Writer, x: Value, other: Value) -> str:
 
 @writes("repeat")
 def repeat(w: Writer, x: Value, *, repeats: Sequence[int]) -> str:
-    wide = x if len(repeats) == x.rank else w.reshaped(x, [1] * (len(repeats) - x.rank) + list(x.shape))
-    return w.emit("Tile", wide, w.ints(repeats))
+    expanded = x if len(repeats) == x.rank else w.reshaped(x, [1] * (len(repeats) - x.rank) + list(x.shape))
+    return w.emit("Tile", expanded, w.ints(repeats))
 
 
 @writes("cat")
 def cat(w: Writer, xs: Sequence[Value], *, dim: int) -> str:
-    parts = [x for x in xs if x.shape != (0,)]  # torch leaves those out
-    refuse(len({x.dtype for x in parts}) > 1, "it joins values of several types")
+    parts = [x for x in xs if x.shape != (0,)]  # torch.cat ignores empty tensors
+    refuse(len({x.dtype for x in parts}) > 1, "its inputs have different dtypes")
     return w.joined(parts, dim % parts[0].rank)
 
 
 @writes("stack")
 def stack(w: Writer, xs: Sequence[Value], *, dim: int) -> str:
-    refuse(len({x.dtype for x in xs}) > 1, "it joins values of several types")
+    refuse(len({x.dtype for x in xs}) > 1, "its inputs have different dtypes")
     axis = dim % (xs[0].rank + 1)
     shape = [*xs[0].shape[:axis], 1, *xs[0].shape[axis:]]
     return w.joined([w.reshaped(x, shape) for x in xs], axis)
@@ -90,33 +91,33 @@ def getitem(w: Writer, x: Value, *, index: Any) -> str:
         i = parts.index(Ellipsis)
         taken = sum(part is not None for part in parts) - 1
         parts[i : i + 1] = [slice(None)] * (x.rank - taken)
-    made: Value | str = x
+    result: Value | str = x
     axis = 0
     for part in parts:
         if part is None:
             continue
         size = x.shape[axis]
         if isinstance(part, int):
-            made = w.cut(made, axis, part % size, part % size + 1)
+            result = w.cut(result, axis, part % size, part % size + 1)
         elif part != slice(None):
             if any(map(varies, (size, part.start, part.stop))):
-                start, stop, step = _ends(part)
+                start, stop, step = _slice_bounds(part)
             else:
                 start, stop, step = part.indices(size)
                 stop = max(stop, start)
-            made = w.cut(made, axis, start, stop, step)
+            result = w.cut(result, axis, start, stop, step)
         axis += 1
     out = x.like[index].shape
-    return made.name if isinstance(made, Value) and made.shape == out else w.reshaped(made, out)
+    return result.name if isinstance(result, Value) and result.shape == out else w.reshaped(result, out)
 
 
-def _ends(part: slice) -> tuple[Any, Any, Any]:
-    """Where a slice of an axis of any size begins and ends; numbers from the end are below zero, as in ONNX."""
-    refuse((part.step or 1) < 0, "it is cut backwards")
-    return part.start or 0, _LAST if part.stop is None else part.stop, part.step or 1
+def _slice_bounds(part: slice) -> tuple[Any, Any, Any]:
+    """Start, stop and step of a slice of a dynamic axis; negative numbers count from the end, as in ONNX."""
+    refuse((part.step or 1) < 0, "its slice has a negative step")
+    return part.start or 0, _AXIS_END if part.stop is None else part.stop, part.step or 1
 
 
-def _parts(name: str) -> Any:
+def _split_part(name: str) -> Any:
     def part(w: Writer, x: Value, *, dim: int, index: int, **options: Any) -> str:
         axis = dim % x.rank
         numbers = torch.arange(x.shape[axis], device="cpu")
@@ -128,7 +129,7 @@ def _parts(name: str) -> Any:
 
 
 for _name in ("chunk", "split", "tensor_split"):
-    writes(_name)(_parts(_name))
+    writes(_name)(_split_part(_name))
 
 
 @writes("index_select")
@@ -138,28 +139,28 @@ def index_select(w: Writer, x: Value, index: Value, *, dim: int) -> str:
 
 @writes("flip")
 def flip(w: Writer, x: Value, *, dims: Any) -> str:
-    made: Value | str = x
+    result: Value | str = x
     for dim in dims:
-        made = w.cut(made, dim % x.rank, -1, -_LAST, -1)
-    return made.name if isinstance(made, Value) else made
+        result = w.cut(result, dim % x.rank, -1, -_AXIS_END, -1)
+    return result.name if isinstance(result, Value) else result
 
 
 @writes("roll")
 def roll(w: Writer, x: Value, *, shifts: Any, dims: Any) -> str:
-    refuse(not dims, "it rolls all axes as one")
-    made: Value | str = x
+    refuse(not dims, "it rolls the flattened tensor")
+    result: Value | str = x
     for shift, dim in zip(shifts, dims, strict=True):
         axis = dim % x.rank
         size = x.shape[axis]
         start = -shift % size
         if start:
-            made = w.emit("Concat", w.cut(made, axis, start, size), w.cut(made, axis, 0, start), axis=axis)
-    return made.name if isinstance(made, Value) else made
+            result = w.emit("Concat", w.cut(result, axis, start, size), w.cut(result, axis, 0, start), axis=axis)
+    return result.name if isinstance(result, Value) else result
 
 
 @writes("repeat_interleave")
 def repeat_interleave(w: Writer, x: Value, *, repeats: int, dim: int | None) -> str:
     shape, axis = ((math.prod(x.shape),), 0) if dim is None else (x.shape, dim % x.rank)
-    before, behind = shape[: axis + 1], shape[axis + 1 :]
-    wide = w.emit("Expand", w.reshaped(x, (*before, 1, *behind)), w.ints((*before, repeats, *behind)))
-    return w.reshaped(wide, (*shape[:axis], shape[axis] * repeats, *behind))
+    before, after = shape[: axis + 1], shape[axis + 1 :]
+    repeated = w.emit("Expand", w.reshaped(x, (*before, 1, *after)), w.ints((*before, repeats, *after)))
+    return w.reshaped(repeated, (*shape[:axis], shape[axis] * repeats, *after))

@@ -1,4 +1,4 @@
-"""ONNX of norms, softmax and attention."""
+"""ONNX form of norms, softmax and attention."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def normalize(w: Writer, x: Value, *, p: float, dim: Any, eps: float) -> str:
 @writes("cosine_similarity")
 def cosine_similarity(w: Writer, x: Value, other: Value, *, dim: int, eps: float) -> str:
     rank = max(x.rank, other.rank)
-    axis = dim % rank - rank  # counted from the end, also of the one with fewer axes
-    refuse(axis < -min(x.rank, other.rank), "one of its inputs has not the axis")
-    parts = [normalize(w, value, p=2.0, dim=axis, eps=eps) for value in (x, other)]
-    return w.emit("ReduceSum", w.emit("Mul", *parts), w.ints([axis]), keepdims=0)
+    axis = dim % rank - rank  # from the end, for inputs of different rank
+    refuse(axis < -min(x.rank, other.rank), "one of its inputs lacks the axis")
+    normalized = [normalize(w, value, p=2.0, dim=axis, eps=eps) for value in (x, other)]
+    return w.emit("ReduceSum", w.emit("Mul", *normalized), w.ints([axis]), keepdims=0)
 
 
 @writes("batch_norm")
@@ -59,7 +59,7 @@ def batch_norm(
 
 
 def _affine(weight: Value | None, bias: Value | None, shape: Sequence[int]) -> tuple[Operand, Operand]:
-    """Factors and summands of a norm, made up where it has none."""
+    """Weight and bias of a norm; ones and zeros if it has none."""
     ones = torch.ones(tuple(shape), device="cpu")
     return weight if weight is not None else ones, bias if bias is not None else torch.zeros_like(ones)
 
@@ -84,9 +84,9 @@ def rms_norm(
 ) -> str:
     axes = w.ints(range(-len(normalized_shape), 0))
     mean = w.emit("ReduceMean", w.emit("Mul", x, x), axes, keepdims=1)
-    least = torch.finfo(x.dtype).eps if eps is None else eps
-    made = w.emit("Div", x, w.emit("Sqrt", w.emit("Add", mean, w.number(least, x))))
-    return made if weight is None else w.emit("Mul", made, weight)
+    epsilon = torch.finfo(x.dtype).eps if eps is None else eps
+    normed = w.emit("Div", x, w.emit("Sqrt", w.emit("Add", mean, w.number(epsilon, x))))
+    return normed if weight is None else w.emit("Mul", normed, weight)
 
 
 @writes("group_norm")
@@ -96,10 +96,10 @@ def group_norm(
     groups = w.reshaped(x, (x.shape[0], num_groups, -1))
     ones = torch.ones(num_groups, device="cpu")
     normed = w.emit("InstanceNormalization", groups, ones, torch.zeros_like(ones), epsilon=eps)
-    made = w.reshaped(normed, x.shape)
+    result = w.reshaped(normed, x.shape)
     shape = (x.shape[1], *[1] * (x.rank - 2))
-    made = made if weight is None else w.emit("Mul", made, w.reshaped(weight, shape))
-    return made if bias is None else w.emit("Add", made, w.reshaped(bias, shape))
+    result = result if weight is None else w.emit("Mul", result, w.reshaped(weight, shape))
+    return result if bias is None else w.emit("Add", result, w.reshaped(bias, shape))
 
 
 @writes("instance_norm")
@@ -113,7 +113,7 @@ def instance_norm(
 
 @writes("local_response_norm")
 def local_response_norm(w: Writer, x: Value, *, size: int, alpha: float, beta: float, k: float) -> str:
-    # LRN has other neighbours where they are an even number.
+    # ONNX's LRN uses other neighbours for an even size.
     squares = w.reshaped(w.emit("Mul", x, x), (x.shape[0], 1, x.shape[1], -1))
     pads = [size // 2, 0, (size - 1) // 2, 0]
     mean = w.emit("AveragePool", squares, kernel_shape=[size, 1], pads=pads, count_include_pad=1)
@@ -134,11 +134,11 @@ def attention(
     scale: float | None,
     enable_gqa: bool,
 ) -> str:
-    refuse(enable_gqa, "its queries share keys")
+    refuse(enable_gqa, "it has grouped queries (enable_gqa)")
     refuse(dropout_p, "it drops values at random")
     factor = 1 / math.sqrt(x.shape[-1]) if scale is None else scale
-    turned = w.emit("Transpose", key, perm=[*range(key.rank - 2), key.rank - 1, key.rank - 2])
-    scores = w.emit("MatMul", w.emit("Mul", x, w.number(factor, x)), turned)
+    transposed_key = w.emit("Transpose", key, perm=[*range(key.rank - 2), key.rank - 1, key.rank - 2])
+    scores = w.emit("MatMul", w.emit("Mul", x, w.number(factor, x)), transposed_key)
     if is_causal:
         later = torch.ones(x.shape[-2], key.shape[-2], dtype=torch.bool, device="cpu").triu(1)
         scores = w.emit("Add", scores, torch.zeros(later.shape, device="cpu").masked_fill_(later, -math.inf))
@@ -148,29 +148,29 @@ def attention(
         scores = w.emit("Where", attn_mask, scores, w.number(-math.inf, x))
     else:
         scores = w.emit("Add", scores, attn_mask)
-    # A query that may see no key gets zeros; a softmax of nothing would be NaN.
-    blind = w.emit("Less", w.emit("ReduceMax", scores, w.ints([-1]), keepdims=1), w.number(_LEAST, x))
-    return w.emit("Where", blind, w.number(0.0, x), w.emit("MatMul", w.emit("Softmax", scores, axis=-1), value))
+    # A query whose keys are all masked gets zeros; its softmax would be NaN.
+    is_masked = w.emit("Less", w.emit("ReduceMax", scores, w.ints([-1]), keepdims=1), w.number(_MIN_FINITE_SCORE, x))
+    return w.emit("Where", is_masked, w.number(0.0, x), w.emit("MatMul", w.emit("Softmax", scores, axis=-1), value))
 
 
-_LEAST = -3e38
-"""Near the smallest float32: what is smaller is minus infinity."""
+_MIN_FINITE_SCORE = -3e38
+"""Score near the lowest float32; lower scores count as minus infinity."""
 
 
 @writes("attention_mask")
 def attention_mask(w: Writer, padding: Value | None, attention: Value | None, *, heads: int) -> str:
-    parts = []
+    masks = []
     if padding is not None:
         samples, keys = padding.shape
-        parts.append(w.reshaped(_added(w, padding), (samples, 1, 1, keys)))
+        masks.append(w.reshaped(_additive_mask(w, padding), (samples, 1, 1, keys)))
     if attention is not None:
         shape = attention.shape if attention.rank == 2 else (-1, heads, *attention.shape[1:])
-        parts.append(w.reshaped(_added(w, attention), shape))
-    return w.emit("Add", *parts) if len(parts) > 1 else parts[0]
+        masks.append(w.reshaped(_additive_mask(w, attention), shape))
+    return w.emit("Add", *masks) if len(masks) > 1 else masks[0]
 
 
-def _added(w: Writer, mask: Value) -> Operand:
-    """What a mask adds to scores: where it holds, minus infinity."""
+def _additive_mask(w: Writer, mask: Value) -> Operand:
+    """Mask as a summand of scores: minus infinity where a bool mask is true."""
     if mask.dtype is not torch.bool:
         return mask
     return w.emit("Where", mask, *(torch.tensor(number, device="cpu") for number in (-math.inf, 0.0)))

@@ -1,4 +1,4 @@
-"""ONNX's own objects: types, nodes, graphs and models, as the package onnx has them."""
+"""Types, nodes, graphs and models of the package onnx."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from torch import Tensor
 from fxq.errors import FxqError
 
 OPSET = 21
-"""The first one with integers of four bits and blocks that have scales of their own."""
+"""First opset with 4-bit integers and one scale per block."""
 
 _IR_VERSION = 10
-"""The format of files that belongs to it."""
+"""Version of the file format for this opset."""
 
 
 class NotInOnnx(FxqError):
-    """A call that no ONNX node says; the message is the reason."""
+    """Raised for a call that cannot be written in ONNX; the message is the reason."""
 
 
 @dataclass(frozen=True)
 class OnnxNode:
-    """A node of the model: its type, what it reads and makes by name, and its attributes."""
+    """Node of an ONNX model: op type, names of its inputs and outputs, and attributes."""
 
-    kind: str
-    reads: tuple[str, ...]
-    makes: tuple[str, ...]
+    op_type: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
     attributes: Mapping[str, Any]
 
 
 _CONTRIBUTED = frozenset({"DynamicQuantizeLSTM", "MatMulIntegerToFloat"})
-"""Types of nodes that are none of ONNX's own, but ONNX Runtime's."""
-_RUNTIME = "com.microsoft"
+"""Op types that ONNX Runtime adds to ONNX."""
+_RUNTIME_DOMAIN = "com.microsoft"
 
 
 def _domain(node: OnnxNode) -> str:
-    """Who defines the type of a node; empty: ONNX."""
-    return _RUNTIME if node.kind in _CONTRIBUTED else ""
+    """Domain of a node's op type; empty for ONNX."""
+    return _RUNTIME_DOMAIN if node.op_type in _CONTRIBUTED else ""
 
 
 _TYPES = {
@@ -48,17 +48,17 @@ _TYPES = {
 }  # fmt: skip
 
 UINT4, INT4 = 21, 22
-"""ONNX's numbers of two types that torch keeps in a byte: integers of four bits."""
+"""ONNX's type numbers of 4-bit integers, which torch stores in bytes."""
 
 
 def onnx_type(dtype: torch.dtype) -> int:
-    """ONNX's number of a type.
+    """ONNX's type number of a dtype.
 
     Raises:
-        NotInOnnx: it has none.
+        NotInOnnx: ONNX has no such type.
     """
     if dtype not in _TYPES:
-        raise NotInOnnx(f"values of {dtype} have no type in ONNX")
+        raise NotInOnnx(f"ONNX has no type for values of {dtype}")
     return _TYPES[dtype]
 
 
@@ -80,7 +80,7 @@ def _package() -> Any:
 
 
 Declared = tuple[str, torch.dtype, Sequence[int | str]]
-"""The name, type and shape of an input or output; a size that varies is a name or an expression."""
+"""Name, dtype and shape of an input or output; a dynamic size is a name or an expression."""
 
 
 def graph_proto(
@@ -89,32 +89,34 @@ def graph_proto(
     outputs: Sequence[Declared],
     constants: Mapping[str, tuple[Tensor, int]],
 ) -> Any:
-    """An `onnx.GraphProto`.
+    """Build an `onnx.GraphProto`.
 
     Args:
-        nodes: each behind what it reads.
-        inputs: what it is called with.
-        outputs: what it returns.
-        constants: by name, values and ONNX's number of their type.
+        nodes: nodes in topological order.
+        inputs: declared inputs.
+        outputs: declared outputs.
+        constants: values and ONNX's type number of each constant, by name.
 
     Raises:
         FxqError: onnx is not installed.
     """
     helper = _package().helper
-    made = [helper.make_node(n.kind, n.reads, n.makes, n.makes[0], domain=_domain(n), **n.attributes) for n in nodes]
+    protos = [
+        helper.make_node(n.op_type, n.inputs, n.outputs, n.outputs[0], domain=_domain(n), **n.attributes) for n in nodes
+    ]
     declared = (
-        [helper.make_tensor_value_info(name, onnx_type(dtype), shape) for name, dtype, shape in some]
-        for some in (inputs, outputs)
+        [helper.make_tensor_value_info(name, onnx_type(dtype), shape) for name, dtype, shape in declarations]
+        for declarations in (inputs, outputs)
     )
-    return helper.make_graph(made, "fxq", *declared, [_constant(helper, n, *c) for n, c in constants.items()])
+    return helper.make_graph(protos, "fxq", *declared, [_constant(helper, n, *c) for n, c in constants.items()])
 
 
 THREADS = "threads"
-"""What a model's metadata call the number of threads that it may run on at most."""
+"""Metadata key for the maximum number of threads that a model may run on."""
 
 
 def model_proto(graph: Any, about: Mapping[str, str] | None = None) -> Any:
-    """The `onnx.ModelProto` of a graph, with its metadata."""
+    """Build the `onnx.ModelProto` of a graph, with metadata."""
     helper = _package().helper
     versions = {"": OPSET, **{node.domain: 1 for node in graph.node if node.domain}}
     opsets = [helper.make_opsetid(domain, version) for domain, version in versions.items()]

@@ -1,4 +1,4 @@
-"""ONNX of padding."""
+"""ONNX form of padding."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fxq.onnx.dequantized import Dequantized, dequantized
+from fxq.onnx.dequantized import DequantizeNode, dequantize_node
 from fxq.onnx.writer import Operand, Value, Writer, refuse, writes
 from fxq.ops import OPS
 
@@ -20,51 +20,51 @@ def pad(w: Writer, x: Value, *, pad: Sequence[int], mode: str, value: float | No
 
 
 def padded(w: Writer, x: Value, pad: Sequence[int], mode: str = "constant", value: float = 0.0) -> Value:
-    """A value with entries around it, as `F.pad` makes them. Of integers, these get the entries.
+    """Write padding as `F.pad` does. A dequantized value is padded as integers.
 
-    (OpenVINO computes a Pad of a dequantized value wrongly, where it joins it with the layer behind.)
+    (OpenVINO is wrong if it fuses a Pad of a dequantized value with the layer after it.)
     """
     like = OPS["pad"].target(x.like, pad=tuple(pad), mode=mode, value=value)
-    found = dequantized(w, x)
-    if found is None or found.scale.dim() != 0:
-        return Value(_written(w, x, x.shape, pad, mode, w.number(value, x)), like)
-    fill = _on_grid(value if mode == "constant" else 0.0, found)
+    source = dequantize_node(w, x)
+    if source is None or source.scale.dim() != 0:
+        return Value(_write_pad(w, x, x.shape, pad, mode, w.number(value, x)), like)
+    fill = _fill_integer(value if mode == "constant" else 0.0, source)
     if fill is None:
-        return Value(_written(w, x, x.shape, pad, mode, w.number(value, x)), like)
-    made = _written(w, found.node.reads[0], x.shape, pad, mode, fill)
-    return Value(w.emit("DequantizeLinear", made, found.scale, found.zero), like)
+        return Value(_write_pad(w, x, x.shape, pad, mode, w.number(value, x)), like)
+    integers = _write_pad(w, source.node.inputs[0], x.shape, pad, mode, fill)
+    return Value(w.emit("DequantizeLinear", integers, source.scale, source.zero), like)
 
 
-def _on_grid(value: float, grid: Dequantized) -> Tensor | None:
-    """The integer that stands for a number; None where none does."""
-    real, limits = torch.tensor(value, dtype=torch.float32, device="cpu"), torch.iinfo(grid.zero.dtype)
-    q = torch.round(real / grid.scale) + grid.zero
-    stands = bool(limits.min <= q <= limits.max) and bool((q - grid.zero) * grid.scale == real)
-    return q.to(grid.zero.dtype) if stands else None
+def _fill_integer(value: float, grid: DequantizeNode) -> Tensor | None:
+    """Integer of a grid that dequantizes exactly to a number; None if there is none."""
+    fill, limits = torch.tensor(value, dtype=torch.float32, device="cpu"), torch.iinfo(grid.zero.dtype)
+    q = torch.round(fill / grid.scale) + grid.zero
+    is_exact = bool(limits.min <= q <= limits.max) and bool((q - grid.zero) * grid.scale == fill)
+    return q.to(grid.zero.dtype) if is_exact else None
 
 
-def _written(w: Writer, read: Operand, shape: Sequence[int], pad: Sequence[int], mode: str, fill: Tensor) -> str:
-    refuse(mode != "constant" and min(pad) < 0, "it cuts instead of padding")
+def _write_pad(w: Writer, read: Operand, shape: Sequence[int], pad: Sequence[int], mode: str, fill: Tensor) -> str:
+    refuse(mode != "constant" and min(pad) < 0, "it crops instead of padding")
     if mode == "circular":
-        return _wrapped(w, read, shape, pad)
+        return _write_circular_pad(w, read, shape, pad)
     pads = w.ints(onnx_pads(pad, len(shape)))
     return w.emit("Pad", read, pads, fill if mode == "constant" else None, mode=_MODES[mode])
 
 
-def _wrapped(w: Writer, read: Operand, shape: Sequence[int], pad: Sequence[int]) -> str:
-    """Circular padding, by slices: OpenVINO has no such mode of Pad."""
-    made = read
+def _write_circular_pad(w: Writer, read: Operand, shape: Sequence[int], pad: Sequence[int]) -> str:
+    """Write circular padding as slices, because OpenVINO's Pad has no such mode."""
+    result = read
     for i, (left, right) in enumerate(zip(pad[::2], pad[1::2], strict=True)):
         axis = len(shape) - 1 - i
         size = shape[axis]
-        before = [w.cut(made, axis, size - left, size)] if left else []
-        behind = [w.cut(made, axis, 0, right)] if right else []
-        if before or behind:
-            made = w.emit("Concat", *before, made, *behind, axis=axis)
-    return w.name_of(made)
+        before = [w.cut(result, axis, size - left, size)] if left else []
+        after = [w.cut(result, axis, 0, right)] if right else []
+        if before or after:
+            result = w.emit("Concat", *before, result, *after, axis=axis)
+    return w.name_of(result)
 
 
 def onnx_pads(pad: Sequence[int], rank: int) -> list[int]:
-    """Numbers in `F.pad`'s order as ONNX has them: all beginnings, then all ends, first axis first."""
+    """Convert padding from the order of `F.pad` to that of ONNX: all starts, then all ends, first axis first."""
     pairs = [(0, 0)] * (rank - len(pad) // 2) + list(zip(pad[::2], pad[1::2], strict=True))[::-1]
     return [begin for begin, _ in pairs] + [end for _, end in pairs]

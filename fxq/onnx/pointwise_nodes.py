@@ -1,4 +1,4 @@
-"""ONNX of activation functions, arithmetic and comparisons: what computes each element alone."""
+"""ONNX form of elementwise ops: activation functions, arithmetic and comparisons."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ import torch
 
 from fxq.onnx.writer import Value, Writer, refuse, writes
 
-_SAME = {
+_UNARY_OP_TYPES = {
     "sigmoid": "Sigmoid", "tanh": "Tanh", "hardswish": "HardSwish", "mish": "Mish", "selu": "Selu", "erf": "Erf",
     "softsign": "Softsign", "exp": "Exp", "log": "Log", "sqrt": "Sqrt", "sin": "Sin", "cos": "Cos", "neg": "Neg",
     "abs": "Abs",
 }  # fmt: skip
-"""Ops that ONNX has as they are."""
+"""ONNX op type of ops that are one ONNX node without attributes."""
 
 
-def _same(kind: str) -> Any:
+def _unary(op_type: str) -> Any:
     def write(w: Writer, x: Value) -> str:
-        exact = kind in ("Neg", "Abs")
-        return w.emit(kind, x if x.dtype.is_floating_point or exact else w.cast(x, torch.float32))
+        exact = op_type in ("Neg", "Abs")
+        return w.emit(op_type, x if x.dtype.is_floating_point or exact else w.cast(x, torch.float32))
 
     return write
 
 
-for _name, _kind in _SAME.items():
-    writes(_name)(_same(_kind))
+for _name, _kind in _UNARY_OP_TYPES.items():
+    writes(_name)(_unary(_kind))
 
 
 @writes("cast")
@@ -34,19 +34,19 @@ def cast(w: Writer, x: Value, *, dtype: torch.dtype) -> str:
     if dtype is torch.bool and x.dtype is not torch.bool:
         return w.emit("Not", w.emit("Equal", x, w.number(0, x)))
     exact = dtype in (torch.float32, torch.int32, torch.int64) or x.dtype is torch.bool
-    refuse(not exact, f"engines compute other values of {dtype}, or in another type")
+    refuse(not exact, f"engines disagree on values of {dtype}")
     return w.cast(x, dtype)
 
 
 def clamp(w: Writer, x: Value, low: float, high: float) -> str:
-    """Values between two bounds. A quantize behind it may make it superfluous (see `conversion_nodes.py`)."""
+    """Write a clamp, and record it: a quantize after it may make it redundant (see `conversion_nodes.py`)."""
     if low == 0.0 and high == math.inf and x.dtype.is_floating_point:
-        made = w.emit("Relu", x)
+        result = w.emit("Relu", x)
     else:
         bounds = (None if math.isinf(bound) else w.number(bound, x) for bound in (low, high))
-        made = w.emit("Clip", x, *bounds)
-    w.clamps[made] = (x.name, low, high)
-    return made
+        result = w.emit("Clip", x, *bounds)
+    w.clamps[result] = (x.name, low, high)
+    return result
 
 
 @writes("relu")
@@ -61,8 +61,8 @@ def relu6(w: Writer, x: Value) -> str:
 
 @writes("hardtanh")
 def hardtanh(w: Writer, x: Value, *, min_val: float, max_val: float) -> str:
-    whole = all(isinstance(bound, int) or math.isinf(bound) for bound in (min_val, max_val))
-    if not x.dtype.is_floating_point and not whole:
+    has_integer_bounds = all(isinstance(bound, int) or math.isinf(bound) for bound in (min_val, max_val))
+    if not x.dtype.is_floating_point and not has_integer_bounds:
         x = Value(w.cast(x, torch.float32), x.like.float())
     return clamp(w, x, min_val, max_val)
 
@@ -85,15 +85,15 @@ def gelu(w: Writer, x: Value, *, approximate: str) -> str:
 @writes("softplus")
 def softplus(w: Writer, x: Value, *, beta: float, threshold: float) -> str:
     steep = x.name if beta == 1 else w.emit("Mul", x, w.number(beta, x))
-    made = w.emit("Softplus", steep)
-    made = made if beta == 1 else w.emit("Div", made, w.number(beta, x))
-    if threshold >= _FLAT:
-        return made
-    return w.emit("Where", w.emit("Greater", steep, w.number(threshold, x)), x, made)
+    result = w.emit("Softplus", steep)
+    result = result if beta == 1 else w.emit("Div", result, w.number(beta, x))
+    if threshold >= _SOFTPLUS_IDENTITY:
+        return result
+    return w.emit("Where", w.emit("Greater", steep, w.number(threshold, x)), x, result)
 
 
-_FLAT = 17
-"""From here on, log(1 + exp(x)) is x in float32."""
+_SOFTPLUS_IDENTITY = 17
+"""Input from which log(1 + exp(x)) equals x in float32."""
 
 
 @writes("elu")
@@ -115,7 +115,7 @@ def leaky_relu(w: Writer, x: Value, *, negative_slope: float) -> str:
 def prelu(w: Writer, x: Value, weight: Value) -> str:
     size = math.prod(weight.shape)
     shape = (size, *[1] * (x.rank - 2)) if size > 1 else (1,)
-    slope = w.value_of(weight.name)
+    slope = w.constant_of(weight.name)
     return w.emit("PRelu", x, slope.reshape(shape) if slope is not None else w.reshaped(weight, shape))
 
 
@@ -156,16 +156,16 @@ def power(w: Writer, x: Value, *, exponent: Any) -> str:
 
 
 def both(w: Writer, x: Any, other: Any) -> tuple[Any, Any, torch.dtype]:
-    """Two operands of one type, numbers as constants; and that type."""
+    """Cast two operands to their common dtype, with numbers as constants; return both and the dtype."""
     likes = [v.like if isinstance(v, Value) else v for v in (x, other)]
     dtype = torch.result_type(*likes)
-    made: list[Any] = []
+    operands: list[Any] = []
     for value in (x, other):
         if isinstance(value, Value):
-            made.append(value if value.dtype == dtype else w.cast(value, dtype))
+            operands.append(value if value.dtype == dtype else w.cast(value, dtype))
         else:
-            made.append(torch.tensor(value, dtype=dtype, device="cpu"))
-    return made[0], made[1], dtype
+            operands.append(torch.tensor(value, dtype=dtype, device="cpu"))
+    return operands[0], operands[1], dtype
 
 
 def _scaled(w: Writer, other: Any, alpha: float) -> Any:
@@ -201,16 +201,16 @@ def div(w: Writer, x: Any, other: Any, *, rounding_mode: str | None) -> str:
     return w.emit("Div", a, b)
 
 
-def _of_two(kind: str, of_truths: str) -> Any:
+def _binary(op_type: str, of_truths: str) -> Any:
     def write(w: Writer, x: Any, other: Any) -> str:
         a, b, dtype = both(w, x, other)
-        return w.emit(of_truths if dtype is torch.bool else kind, a, b)
+        return w.emit(of_truths if dtype is torch.bool else op_type, a, b)
 
     return write
 
 
 for _name, _kinds in {"mul": ("Mul", "And"), "maximum": ("Max", "Or"), "minimum": ("Min", "And")}.items():
-    writes(_name)(_of_two(*_kinds))
+    writes(_name)(_binary(*_kinds))
 
 
 @writes("where")

@@ -1,4 +1,4 @@
-"""ONNX of pooling and reductions."""
+"""ONNX form of pooling and reductions."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from fxq.onnx.writer import Value, Writer, refuse, writes
 from fxq.ops import OPS
 
 
-def _ends(x: Value, out: Sequence[int], kernel: Any, stride: Any, padding: Any, dilation: Any) -> list[int]:
-    """How much is padded behind each axis, so that there are as many windows as torch has."""
+def _end_padding(x: Value, out: Sequence[int], kernel: Any, stride: Any, padding: Any, dilation: Any) -> list[int]:
+    """Padding at the end of each axis for which ONNX has as many windows as torch."""
     sizes = zip(x.shape[2:], out[2:], kernel, stride, padding, dilation, strict=True)
     return [max((o - 1) * s + d * (k - 1) + 1 - i - p, 0) for i, o, k, s, p, d in sizes]
 
@@ -31,9 +31,9 @@ def max_pool(
         out = OPS[f"max_pool{len(kernel_size)}d"].target(
             x.like.float(), kernel_size=kernel_size, stride=stride, padding=padding, dilation=dilation, ceil_mode=True
         )
-        ends = _ends(x, out.shape, kernel_size, stride, padding, dilation)
-        wide = any(end >= k for end, k in zip(ends, kernel_size, strict=True))
-        refuse(wide, "its last windows reach too far beyond the input")
+        ends = _end_padding(x, out.shape, kernel_size, stride, padding, dilation)
+        leaves_input = any(end >= k for end, k in zip(ends, kernel_size, strict=True))
+        refuse(leaves_input, "its last windows lie outside of the input")
     return w.emit(
         "MaxPool", x, kernel_shape=list(kernel_size), strides=list(stride), pads=[*padding, *ends],
         dilations=list(dilation),
@@ -58,33 +58,33 @@ def avg_pool(
         out = OPS[f"avg_pool{len(kernel_size)}d"].target(
             x.like, kernel_size=kernel_size, stride=stride, padding=padding, ceil_mode=True
         )
-        ends = _ends(x, out.shape, kernel_size, stride, padding, [1] * len(kernel_size))
+        ends = _end_padding(x, out.shape, kernel_size, stride, padding, [1] * len(kernel_size))
     begins = list(padding)
-    counted = divisor_override is not None or (count_include_pad and any(padding))
-    if counted:  # zeros of the input's own: engines disagree on what counts, and where the zeros of integers are
+    counts_padding = divisor_override is not None or (count_include_pad and any(padding))
+    if counts_padding:  # explicit padding: engines disagree on what counts, and on the zero of quantized inputs
         beyond = any(end > p for end, p in zip(ends, padding, strict=True))
-        refuse(beyond and divisor_override is None, "its last windows go beyond the padding")
+        refuse(beyond and divisor_override is None, "its last windows reach beyond the padding")
         pairs = list(zip(begins, ends, strict=True))[::-1]
         x = padded(w, x, [p for pair in pairs for p in pair])
         begins = ends = [0] * len(padding)
-    made = w.emit("AveragePool", x, kernel_shape=list(kernel_size), strides=list(stride), pads=[*begins, *ends])
+    result = w.emit("AveragePool", x, kernel_shape=list(kernel_size), strides=list(stride), pads=[*begins, *ends])
     if divisor_override is None:
-        return made
-    return w.emit("Mul", made, w.number(math.prod(kernel_size) / divisor_override, x))
+        return result
+    return w.emit("Mul", result, w.number(math.prod(kernel_size) / divisor_override, x))
 
 
 @writes(*OPS.family("adaptive_avg_pool"))
 def adaptive_avg_pool(w: Writer, x: Value, *, output_size: Any) -> str:
-    return adapted(w, x, output_size, "Average", "ReduceMean")
+    return adaptive_pool(w, x, output_size, "Average", "ReduceMean")
 
 
 @writes(*OPS.family("adaptive_max_pool"))
 def adaptive_max_pool(w: Writer, x: Value, *, output_size: Any) -> str:
-    return adapted(w, x, output_size, "Max", "ReduceMax")
+    return adaptive_pool(w, x, output_size, "Max", "ReduceMax")
 
 
-def adapted(w: Writer, x: Value, output_size: Sequence[int | None], pool: str, reduction: str) -> str:
-    """A pooling to a given size. Where that does not divide the input's, the windows are cut out one by one."""
+def adaptive_pool(w: Writer, x: Value, output_size: Sequence[int | None], pool: str, reduction: str) -> str:
+    """Write a pooling to an output size; if it does not divide the input's size, each window is sliced and reduced."""
     refuse(x.rank != len(output_size) + 2, "its input has no batch axis")
     sizes = x.shape[2:]
     wanted = [size if out is None else out for size, out in zip(sizes, output_size, strict=True)]
@@ -93,24 +93,24 @@ def adapted(w: Writer, x: Value, output_size: Sequence[int | None], pool: str, r
     if not any(size % out for size, out in zip(sizes, wanted, strict=True)):
         kernel = [size // out for size, out in zip(sizes, wanted, strict=True)]
         return w.emit(f"{pool}Pool", x, kernel_shape=kernel, strides=kernel)
-    made = x.name
+    result = x.name
     for axis, (size, out) in enumerate(zip(sizes, wanted, strict=True), 2):
         windows = [(i * size // out, -(-(i + 1) * size // out)) for i in range(out)]
-        parts = [w.emit(reduction, w.cut(made, axis, *window), w.ints([axis]), keepdims=1) for window in windows]
-        made = w.joined(parts, axis) if size != out else made
-    return made
+        parts = [w.emit(reduction, w.cut(result, axis, *window), w.ints([axis]), keepdims=1) for window in windows]
+        result = w.joined(parts, axis) if size != out else result
+    return result
 
 
-def _reduction(kind: str) -> Any:
+def _reduction(op_type: str) -> Any:
     def reduce(w: Writer, x: Value, *, dim: Any, keepdim: bool) -> str:
         axes = sorted(axis % x.rank for axis in ([dim] if isinstance(dim, int) else dim))
         large = not any(map(varies, x.shape[2:])) and math.prod(x.shape[2:]) * MAX_8BIT_REACH > INT32
-        if kind == "ReduceMean" and x.rank > 2 and axes == list(range(2, x.rank)) and not large:
-            pooled = w.emit("GlobalAveragePool", x)  # which engines have on integers
+        if op_type == "ReduceMean" and x.rank > 2 and axes == list(range(2, x.rank)) and not large:
+            pooled = w.emit("GlobalAveragePool", x)  # engines run it on integers
             return pooled if keepdim else w.reshaped(pooled, x.shape[:2])
-        refuse(x.dtype is torch.bool and kind != "ReduceSum", "it is of truths")
-        whole = kind == "ReduceSum" and not x.dtype.is_floating_point
-        return w.emit(kind, w.cast(x, torch.int64) if whole else x, w.ints(axes), keepdims=int(keepdim))
+        refuse(x.dtype is torch.bool and op_type != "ReduceSum", "its input is bool")
+        sums_integers = op_type == "ReduceSum" and not x.dtype.is_floating_point
+        return w.emit(op_type, w.cast(x, torch.int64) if sums_integers else x, w.ints(axes), keepdims=int(keepdim))
 
     return reduce
 

@@ -1,4 +1,4 @@
-"""Sizes that vary: axes of inputs whose length is known when the model runs, and what is computed of them."""
+"""Dynamic sizes: lengths of input axes that are known only at run time, and expressions of them."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
 
 
 def varies(size: Any) -> bool:
-    """Whether a size is known only when the model runs."""
+    """Whether a size is dynamic: known only when the model runs."""
     return isinstance(size, torch.SymInt) and not size.node.expr.is_number
 
 
 class VaryingSizes:
-    """The sizes of a model's inputs that may be others in each call, as symbols, which shapes are computed with.
+    """Dynamic sizes of a model's inputs, as symbols that shapes are computed with.
 
-    Whatever asks such a size for its value (a branch, a constant that is made of it) makes the model one of that size
-    alone; PyTorch keeps account of what was asked, and `assumed` tells it.
+    Code that needs the value of such a size, in a branch or a constant, restricts the model to that size. PyTorch
+    records these restrictions as guards; `assumed` and `asked` return them.
     """
 
     def __init__(self) -> None:
-        # Imported here: sympy takes a good part of a second, and only who writes such a model needs it.
+        # Imported here: sympy imports slowly, and only models with dynamic sizes need it.
         from torch._subclasses.fake_tensor import FakeTensorMode
         from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -40,13 +40,13 @@ class VaryingSizes:
         self._examples: dict[Any, int] = {}
 
     def axis(self, name: str, value: str, axis: int, example: int) -> Any:
-        """The size of an axis of an input of the model. Axes of one name have the same size.
+        """Declare an axis of an input as dynamic and return its size. Axes with one name have one size.
 
         Args:
-            name: what the size is called, such as "batch".
-            value: the name of the input.
-            axis: which of its axes.
-            example: a size that it may have; where that is 0 or 1, 2 stands for it.
+            name: name of the size, such as "batch".
+            value: name of the input.
+            axis: axis of the input.
+            example: example of the size; 0 and 1 are replaced by 2.
         """
         from torch._dynamo.source import ConstantSource
         from torch.fx.experimental.symbolic_shapes import DimDynamic
@@ -59,26 +59,26 @@ class VaryingSizes:
         return self._sizes[name]
 
     def empty(self, shape: Sequence[Any], dtype: torch.dtype) -> Tensor:
-        """A tensor of such sizes, without values."""
+        """Return a tensor of these sizes, without data."""
         with self.computing():
             return torch.empty(tuple(shape), dtype=dtype, device="meta")
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """For the block that computes shapes: tensors that are made inside have no values."""
+        """Context manager for the computation of shapes; tensors created inside have no data."""
         with self._mode, python_dispatch():
             yield
 
     def assumed(self) -> str | None:
-        """What was taken for granted of sizes that vary, as text, but that they are large enough; None: nothing."""
+        """First restriction of the dynamic sizes that excludes some larger sizes, as text; None if there is none."""
         return next((self.text(guard.expr) for guard in self._env.guards if not self._holds_above(guard.expr)), None)
 
     def asked(self) -> list[str]:
-        """All that was taken for granted so far, as text."""
+        """All restrictions of the dynamic sizes so far, as text."""
         return [self.text(guard.expr) for guard in self._env.guards]
 
     def _holds_above(self, guard: Any) -> bool:
-        """Whether what was asked of sizes holds for all larger ones: they are no smaller, or neither 0 nor 1."""
+        """Whether a guard holds for all larger sizes too, such as a lower bound, or that a size is neither 0 nor 1."""
         import sympy
 
         if isinstance(guard, sympy.And):
@@ -89,12 +89,12 @@ class VaryingSizes:
             less, more = guard.lts, guard.gts
             if less.is_Integer:
                 return self._grows(more)
-            times = more / less  # of sizes and their product, as PyTorch asks where it looks how memory is laid out
+            times = more / less  # PyTorch compares sizes with products of sizes when it checks memory layouts
             return self._grows(less) and self._grows(times) and bool(times.xreplace(self._examples) > 1)
         return False
 
     def _grows(self, size: Any) -> bool:
-        """Whether an expression of sizes is no smaller where these are larger than in the example."""
+        """Whether an expression of sizes does not decrease if the sizes grow beyond the example."""
         from torch.utils._sympy.functions import FloorDiv
 
         if size.is_Integer or size.is_Symbol:
@@ -102,15 +102,15 @@ class VaryingSizes:
         if size.is_Pow:
             base, power = size.args
             return bool(power.is_Integer and power > 0 and base.xreplace(self._examples) >= 0) and self._grows(base)
-        parts, kind = size.args, type(size).__name__
+        parts, expression_type = size.args, type(size).__name__
         if isinstance(size, FloorDiv):
             return bool(parts[1].is_Integer and parts[1] > 0) and self._grows(parts[0])
-        if kind == "Mul" and any(part.xreplace(self._examples) < 0 for part in parts):
+        if expression_type == "Mul" and any(part.xreplace(self._examples) < 0 for part in parts):
             return False
-        return kind in ("Add", "Mul", "Max", "Min") and all(map(self._grows, parts))
+        return expression_type in ("Add", "Mul", "Max", "Min") and all(map(self._grows, parts))
 
     def text(self, size: Any) -> str:
-        """A size, or what was asked of one, with the names of the axes in it."""
+        """Text of a size or a restriction, with the names of the sizes."""
         import sympy
 
         expression = size.node.expr if isinstance(size, torch.SymInt) else sympy.sympify(size)
@@ -118,13 +118,13 @@ class VaryingSizes:
         return f"{named.lhs} != {named.rhs}" if isinstance(named, sympy.Ne) else str(named)
 
     def written(self, w: Writer, sizes: Sequence[Any]) -> str:
-        """Sizes as a value of the model, int64, 1-d: what it computes of the shapes of its inputs."""
+        """Write sizes as a 1-d int64 value that the model computes from the shapes of its inputs."""
         parts = [self._written(w, s.node.expr) if varies(s) else w.name_of(w.ints([s])) for s in sizes]
         return w.joined(parts, 0)
 
     def _written(self, w: Writer, expression: Any) -> str:
-        """An expression of sizes, of one entry."""
-        return w.made_once(("size", expression), lambda: self._computed(w, expression))
+        """Write an expression of sizes as a value with one entry."""
+        return w.emit_once(("size", expression), lambda: self._computed(w, expression))
 
     def _computed(self, w: Writer, expression: Any) -> str:
         import sympy
@@ -136,26 +136,30 @@ class VaryingSizes:
             name, axis = self._axes[expression]
             return w.emit("Shape", name, start=axis, end=axis + 1)
         if expression.is_Pow and expression.exp.is_Integer and expression.exp > 0:
-            parts, kind = [expression.base] * int(expression.exp), "Mul"
+            parts, op_type = [expression.base] * int(expression.exp), "Mul"
         else:
-            parts, kind = list(expression.args), _KINDS.get(type(expression).__name__, "")
+            parts, op_type = list(expression.args), _OP_TYPES.get(type(expression).__name__, "")
         if isinstance(expression, (FloorDiv, Mod, PythonMod)):
             first, second = (self._written(w, part) for part in parts)
-            rest = w.emit("Mod", first, second)  # its sign is the divisor's, as Python's
-            return rest if not isinstance(expression, FloorDiv) else w.emit("Div", w.emit("Sub", first, rest), second)
-        if not kind or not isinstance(expression, sympy.Expr):
-            raise NotInOnnx(f"the size {self.text(expression)} is computed in a way that fxq cannot write")
-        made, *others = [self._written(w, part) for part in parts]
-        for other in others:
-            made = w.emit(kind, made, other)
-        return made
+            remainder = w.emit("Mod", first, second)  # has the sign of the divisor, as in Python
+            return (
+                remainder
+                if not isinstance(expression, FloorDiv)
+                else w.emit("Div", w.emit("Sub", first, remainder), second)
+            )
+        if not op_type or not isinstance(expression, sympy.Expr):
+            raise NotInOnnx(f"fxq has no ONNX form of the size {self.text(expression)}")
+        result, *operands = [self._written(w, part) for part in parts]
+        for operand in operands:
+            result = w.emit(op_type, result, operand)
+        return result
 
 
-_KINDS = {"Add": "Add", "Mul": "Mul", "Pow": "Mul", "Max": "Max", "Min": "Min"}
+_OP_TYPES = {"Add": "Add", "Mul": "Mul", "Pow": "Mul", "Max": "Max", "Min": "Min"}
 
 
 def python_dispatch() -> AbstractContextManager[Any]:
-    """For a block that computes with sizes that vary: PyTorch takes the forms of its ops that are written in Python."""
+    """Context manager for computations with dynamic sizes; PyTorch then uses the Python forms of its ops."""
     from torch._dispatch.python import enable_python_dispatcher
 
     stack = ExitStack()

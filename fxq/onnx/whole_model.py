@@ -1,4 +1,4 @@
-"""A whole model as ONNX, for any runtime: inputs and outputs by name, sizes that vary, and ONNX's own nodes alone."""
+"""Writes whole models as ONNX for any runtime: named inputs and outputs, dynamic sizes, only ONNX's own op types."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fxq.graph.analysis.varying_axes import FIXED, Axes, Dynamic, inputs_of, pla
 from fxq.graph.info import info
 from fxq.graph.query import MEASURES, arguments_of, called_name, is_op
 from fxq.graph.unit import calls_of
-from fxq.onnx.graph import ModelCache, write_node
+from fxq.onnx.graph import NodeValues, write_node
 from fxq.onnx.onnx_objects import NotInOnnx
 from fxq.onnx.varying_sizes import VaryingSizes
 from fxq.onnx.writer import Value, Writer
@@ -22,40 +22,41 @@ from fxq.ops import OPS
 
 
 @dataclass(frozen=True)
-class WrittenModel:
-    """A whole model as ONNX.
+class OnnxModel:
+    """Whole model written as ONNX.
 
     Attributes:
         model: `onnx.ModelProto`.
-        inputs: the tensors of the example by the names of the inputs.
-        integers: the names of the values that quantize nodes make, and of the grids that are measured, by node.
-        least: what was taken for granted of sizes that vary, where a runtime may give numbers for smaller ones.
+        inputs: tensors of the example, by input name.
+        quantized_names: names of the values of quantize nodes and of dynamic grids in the model, by node of the graph.
+        assumptions: conditions on dynamic sizes under which the model is right. For smaller sizes, a runtime may return
+            wrong numbers.
         axes: dynamic axes by input name.
     """
 
     model: Any
     inputs: Mapping[str, Tensor]
-    integers: Mapping[fx.Node, str]
-    least: Sequence[str] = ()
+    quantized_names: Mapping[fx.Node, str]
+    assumptions: Sequence[str] = ()
     axes: Axes = field(default_factory=dict)
 
 
-def write_model(gm: fx.GraphModule, examples: Mapping[fx.Node, Any], dynamic: Dynamic, **options: Any) -> WrittenModel:
-    """A qdq graph as a model.
+def write_model(gm: fx.GraphModule, examples: Mapping[fx.Node, Any], dynamic: Dynamic, **options: Any) -> OnnxModel:
+    """Write a qdq graph as an ONNX model for any runtime.
 
-    Tensors inside of an input that is a tuple, a list or a mapping are inputs of their own: `x_0`, `x_key`. Those of an
-    output are outputs of their own, which are called by their keys. Numbers and flags are written as they are.
+    Each tensor inside of an input that is a tuple, list or mapping becomes a separate input: `x_0`, `x_key`. Each
+    tensor inside of an output becomes a separate output, named by its key. Numbers and flags become constants.
 
     Args:
-        gm: a module of canonical ops, conversions and units.
-        examples: an example for each placeholder; of tensors, the shapes and dtypes count.
-        dynamic: which axes vary in size. True: the first one of each input that has as many entries there as the first
-            input. False: none.
-        options: of `Writer`.
+        gm: module of canonical ops, conversions and units.
+        examples: example value of each placeholder. Tensors give shapes and dtypes.
+        dynamic: axes of dynamic size. True: the first axis of each input that has the length of the first input's first
+            axis. False: none.
+        options: options of `Writer`.
 
     Raises:
-        InputError: `dynamic` names no input or no axis of it.
-        NotInOnnx: a node cannot be said in ONNX, or takes a size that varies for granted; the message says which.
+        InputError: `dynamic` names an input or axis that does not exist.
+        NotInOnnx: a node cannot be written in ONNX, or needs a dynamic size to be fixed; the message names it.
     """
     inputs = dict(inputs_of(examples))
     axes = varying_axes(inputs, dynamic)
@@ -69,22 +70,21 @@ def write_model(gm: fx.GraphModule, examples: Mapping[fx.Node, Any], dynamic: Dy
             shape = [sizes.axis(named[i], name, i, n) if i in named else n for i, n in enumerate(x.shape)]
             like = writer.empty(shape, x.dtype)
         values[id(x)] = writer.input(name, like)
-    values_of_nodes: ModelCache = {n: mapped(x, lambda leaf: values.get(id(leaf), leaf)) for n, x in examples.items()}
-    least: list[str] = []
+    values_of_nodes: NodeValues = {n: mapped(x, lambda leaf: values.get(id(leaf), leaf)) for n, x in examples.items()}
+    assumptions: list[str] = []
     for node in gm.graph.nodes:
         if node.op not in ("placeholder", "output"):
             asked = sizes.asked() if sizes is not None else []
             values_of_nodes[node] = _written(writer, gm, node, values_of_nodes, axes)
-            if sizes is not None and not _convolves(
-                gm, node
-            ):  # these fail on what is too small, pools and indices do not
-                least += sizes.asked()[len(asked) :]
+            # Runtimes refuse inputs that are too small for a convolution, but not for a pool or an index.
+            if sizes is not None and not _convolves(gm, node):
+                assumptions += sizes.asked()[len(asked) :]
     ends = dict(_named(arguments_of(gm.graph.output_node(), values_of_nodes)[0][0], ""))
     if not ends:
         raise NotInOnnx("the model returns no tensor")
     model = writer.model(list(ends.values()), list(ends), keep_inputs=True)
-    integers = {n: value.name for n, value in values_of_nodes.items() if is_op(n, "quantize", "requantize", *MEASURES)}
-    return WrittenModel(model, inputs, integers, least, axes)
+    quantized = {n: value.name for n, value in values_of_nodes.items() if is_op(n, "quantize", "requantize", *MEASURES)}
+    return OnnxModel(model, inputs, quantized, assumptions, axes)
 
 
 def _convolves(gm: fx.GraphModule, node: fx.Node) -> bool:
@@ -93,18 +93,18 @@ def _convolves(gm: fx.GraphModule, node: fx.Node) -> bool:
 
 
 def _named(value: Any, name: str) -> Iterator[tuple[str, Value]]:
-    """Every value among those that a model returns, with its name."""
+    """All values in the result of a model, with their output names."""
     if isinstance(value, Value):
         yield name or "output", value
     elif isinstance(value, (tuple, list, Mapping)):
-        own = isinstance(value, Mapping)
+        is_mapping = isinstance(value, Mapping)
         for key, part in value.items() if isinstance(value, Mapping) else enumerate(value):
-            first = plain_name(key) if own else f"output_{key}"
+            first = plain_name(key) if is_mapping else f"output_{key}"
             yield from _named(part, f"{name}_{plain_name(key)}" if name else first)
 
 
-def _written(writer: Writer, gm: fx.GraphModule, node: fx.Node, values: ModelCache, axes: Axes) -> Any:
-    """Write a node; its value. An error says which it is, and what can be done."""
+def _written(writer: Writer, gm: fx.GraphModule, node: fx.Node, values: NodeValues, axes: Axes) -> Any:
+    """Write a node and return its value; errors name the node and the remedy."""
     about = info(node)
     place = f"{node.name} ({called_name(node)}{f', layer {about.path!r}' if about.path else ''})"
     try:
@@ -114,8 +114,8 @@ def _written(writer: Writer, gm: fx.GraphModule, node: fx.Node, values: ModelCac
     except Exception as error:
         if not axes:
             raise NotInOnnx(f"{place} cannot be written: {type(error).__name__}: {words_of(error)}") from error
-        raise NotInOnnx(f"{place} does not take {said(axes)} of another size: {error}. {FIXED}") from error
+        raise NotInOnnx(f"{place} does not work with {said(axes)} of another size: {error}. {FIXED}") from error
     assumed = writer.sizes.assumed() if writer.sizes is not None else None
     if assumed is not None:
-        raise NotInOnnx(f"{place} takes {said(axes)} for a fixed size ({assumed}). {FIXED}")
+        raise NotInOnnx(f"{place} needs a fixed size of {said(axes)} ({assumed}). {FIXED}")
     return result

@@ -19,7 +19,7 @@ from fxq.graph.analysis.varying_axes import FIXED, Axes, inputs_of
 from fxq.graph.info import info
 from fxq.graph.run import Runner, inputs_for
 from fxq.onnx.model_check import Difference, ModelCheck
-from fxq.onnx.whole_model import WrittenModel
+from fxq.onnx.whole_model import OnnxModel
 from fxq.pipeline.float_form import FloatForm
 
 
@@ -68,9 +68,7 @@ def run_graph(gm: nn.Module, batch: Batch) -> Any:
     return gm(*args, **kwargs)
 
 
-def check_in_openvino(
-    path: Path, model: Any, written: WrittenModel, gm: fx.GraphModule, batches: Sequence[Batch]
-) -> None:
+def check_in_openvino(path: Path, model: Any, written: OnnxModel, gm: fx.GraphModule, batches: Sequence[Batch]) -> None:
     """Compare OpenVINO with the qdq graph on each batch, since its kernels depend on sizes.
 
     Warns if they agree only with `INFERENCE_PRECISION_HINT` set to float32.
@@ -130,7 +128,7 @@ class _Compiled:
         return {name: torch.from_numpy(results[self._compiled.output(name)].copy()) for name in outputs}
 
 
-def _wrong(run: Callable[..., Mapping[str, Tensor]], written: WrittenModel, gm: fx.GraphModule, batch: Batch) -> str:
+def _wrong(run: Callable[..., Mapping[str, Tensor]], written: OnnxModel, gm: fx.GraphModule, batch: Batch) -> str:
     """Description of how a runtime's outputs for a batch are wrong; empty if they are right."""
     inputs = dict(inputs_of(inputs_for(gm.graph, batch)))
     names = [output.name for output in written.model.graph.output]
@@ -189,7 +187,7 @@ def _apart(got: Tensor, wanted: Tensor) -> float:
     return power / signal if signal else float(power > 0)
 
 
-def _first_wrong_layer(written: WrittenModel, gm: fx.GraphModule, batch: Batch) -> Difference | None:
+def _first_wrong_layer(written: OnnxModel, gm: fx.GraphModule, batch: Batch) -> Difference | None:
     """First quantized value that OpenVINO computes wrong from correct inputs; None if there is none."""
 
     def run(model: bytes, inputs: Mapping[str, Tensor], outputs: list[str]) -> dict[str, Tensor]:

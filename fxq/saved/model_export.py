@@ -27,7 +27,7 @@ from fxq.graph.region import integer_weight
 from fxq.graph.run import inputs_for
 from fxq.onnx.model_check import ModelCheck
 from fxq.onnx.onnx_objects import NotInOnnx
-from fxq.onnx.whole_model import WrittenModel, write_model
+from fxq.onnx.whole_model import OnnxModel, write_model
 from fxq.quant.qparams import QParams, dequantize
 from fxq.saved.export_check import check_in_openvino, checked_batches, warn_of_fixed_sizes
 from fxq.saved.program_export import write_program
@@ -118,9 +118,9 @@ def _onnx(path: Path, gm: fx.GraphModule, batch: Batch, dynamic: Dynamic, check:
     batches = list(checked_batches(gm, batch, written.axes)) if check else []
     _check(path, written, gm, batches)
     _warn_of_narrow_grids(path, gm)
-    if written.least:
+    if written.assumptions:
         warn(
-            f"{path}: the model is right for sizes with {', '.join(sorted(set(written.least)))}. Of others "
+            f"{path}: the model is right for sizes with {', '.join(sorted(set(written.assumptions)))}. Of others "
             "a runtime may make numbers where PyTorch refuses them, or makes others: check sizes before it."
         )
     return CheckedOnnx(written, batches)
@@ -130,7 +130,7 @@ def _onnx(path: Path, gm: fx.GraphModule, batch: Batch, dynamic: Dynamic, check:
 class CheckedOnnx:
     """ONNX model, and the batches that it was checked on."""
 
-    written: WrittenModel
+    written: OnnxModel
     batches: Sequence[Batch]
 
     @property
@@ -140,7 +140,7 @@ class CheckedOnnx:
         return data
 
 
-def _written(path: Path, gm: fx.GraphModule, batch: Batch, dynamic: Dynamic) -> WrittenModel:
+def _written(path: Path, gm: fx.GraphModule, batch: Batch, dynamic: Dynamic) -> OnnxModel:
     """Write the model as ONNX; with `dynamic=True`, falls back to fixed sizes with a warning."""
     inputs = inputs_for(gm.graph, batch)
     try:
@@ -157,7 +157,7 @@ def _written(path: Path, gm: fx.GraphModule, batch: Batch, dynamic: Dynamic) -> 
     return fixed
 
 
-def _check(path: Path, written: WrittenModel, gm: fx.GraphModule, batches: Sequence[Batch]) -> None:
+def _check(path: Path, written: OnnxModel, gm: fx.GraphModule, batches: Sequence[Batch]) -> None:
     """Raise `ExportError` if a model is not valid ONNX, or disagrees with its graph on a batch."""
     import onnx
 

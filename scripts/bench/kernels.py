@@ -31,7 +31,7 @@ from fxq.backends.x86.onednn_conv import OnednnConv
 from fxq.backends.x86.onednn_conv3d import Conv3d
 from fxq.backends.x86.onednn_linear import OnednnLinear
 from fxq.backends.x86.onednn_pool import AdaptiveAvgPool2d
-from fxq.backends.x86.squeeze_excite import Excite
+from fxq.backends.x86.squeeze_excite import SqueezeExcite
 from fxq.quant.qparams import QParams
 from scripts.bench import history
 from scripts.bench.timing import interleaved, threads
@@ -171,7 +171,7 @@ def excite() -> Iterator[Race]:
     for channels, few, size in ((72, 24, 28), (960, 240, 7)):
         squeeze, back, x = layer(few, channels, 1, 1), layer(channels, few, 1, 1), integers(1, channels, size, size)
         weights = (squeeze.weight.flatten(1), squeeze.weight_qparams.scale, back.weight.flatten(1))
-        whole = Excite(*weights, back.weight_qparams.scale, X, OUT, "relu", "sigmoid")
+        whole = SqueezeExcite(*weights, back.weight_qparams.scale, X, OUT, "relu", "sigmoid")
         sigmoid, product = Lookup.of(torch.sigmoid, "sigmoid", OUT, UNIT), OnednnMul(X, UNIT, OUT)
         gate = nn.Sequential(Mean(X, X, (2, 3), True), OnednnConv(squeeze), OnednnConv(back), sigmoid)
         ways = {"": bound(whole, x), "5 kernels": lambda x=x, gate=gate, product=product: product(x, gate(x))}

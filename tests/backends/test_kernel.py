@@ -19,7 +19,7 @@ from fxq.backends.x86 import onednn_binary as x86_elementwise
 from fxq.backends.x86.onednn_conv import OnednnConv
 from fxq.backends.x86.onednn_linear import OnednnLinear
 from fxq.backends.x86.onednn_pool import AdaptiveAvgPool2d, AvgPool2d
-from fxq.backends.x86.squeeze_excite import Excite
+from fxq.backends.x86.squeeze_excite import SqueezeExcite
 from tests.support.kernels import OUTS, RESIDUAL, X, activations, weight
 from tests.support.machine import needs_x86
 
@@ -43,9 +43,9 @@ def linear(features: int, **options: object) -> Kernel:
 
 
 def excite(out: object = OUT) -> Kernel:
-    squeeze, squeeze_grid, _ = weight(3, 8)
-    back, excite_grid, _ = weight(8, 3)
-    return Excite(squeeze, squeeze_grid.scale, back, excite_grid.scale, X, out, "relu", "hardsigmoid")  # type: ignore[arg-type]
+    squeeze, one, _ = weight(3, 8)
+    back, two, _ = weight(8, 3)
+    return SqueezeExcite(squeeze, one.scale, back, two.scale, X, out, "relu", "hardsigmoid")  # type: ignore[arg-type]
 
 
 OF_IMAGES = {

@@ -1,4 +1,4 @@
-"""Assignments to parts of tensors, in ONNX Runtime and in OpenVINO, against torch; with sizes that vary, too."""
+"""Assignments to parts of tensors, in ONNX Runtime and in OpenVINO, against torch, also with dynamic sizes."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def test_sizes_that_vary():
     x = normal(3, 4)
     gm = graph(module(several), x)
     model = write_model(gm, inputs_for(gm.graph, Batch((x,))), True).model
-    for given in (x, normal(7, 4, seed=3), normal(2, 4, seed=4)):
-        (got,) = run_onnxruntime(model, [given])
-        assert torch.equal(got, several(None, given))
+    for example in (x, normal(7, 4, seed=3), normal(2, 4, seed=4)):
+        (got,) = run_onnxruntime(model, [example])
+        assert torch.equal(got, several(None, example))
 
 
 def test_refusals():

@@ -1,4 +1,4 @@
-"""What a forward computes of numbers and fixed sizes is a constant of the ONNX model; what is left to chance is not."""
+"""Constant folding: values of numbers and fixed sizes become constants of the ONNX model; random values do not."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def rows(n):
 
 
 def exported(forward, tmp_path, **options):
-    """The model, and what a session of its file gives for an input."""
+    """The exported model, and a function that runs its file."""
     torch.manual_seed(0)
     qmodel = fxq.quantize(module(forward, a=nn.Linear(8, 8)).eval(), REFERENCE, data=[rows(4)])
     session = ort.InferenceSession(str(qmodel.export(tmp_path / "m.onnx", **options)))
@@ -52,7 +52,7 @@ def computed_shape(self, x):
 
 
 def shape_in_tensors(self, x):
-    """Reshape, Gather, Slice and Range as onnx2torch writes them: the head of a detector."""
+    """Reshape, Gather, Slice and Range as onnx2torch writes them, in the head of a detector."""
     y = self.a(x)
     size = torch.tensor(y.shape, device=y.device)
     first = size[torch.tensor(0)].unsqueeze(0)
@@ -109,7 +109,7 @@ def test_what_is_left_to_chance_is_no_constant(dynamic, tmp_path):
 
 
 def test_groups_that_follow_from_the_batch(tmp_path):
-    """The trick that gives each sample weights of its own."""
+    """A grouped convolution that gives each sample its own weights."""
 
     def forward(self, x):
         y = self.a(x)

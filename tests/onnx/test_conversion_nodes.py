@@ -1,4 +1,4 @@
-"""Quantize, dequantize and requantize as ONNX, run in ONNX Runtime as they are written, against torch."""
+"""Quantize, dequantize and requantize in ONNX Runtime, without optimizations, against torch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.any_cpu
     width=st.one_of(st.just(math.inf), st.integers(0, 1040)),
 )
 def test_a_clamp_is_dropped_only_where_rounding_clamps_as_much(scale, zero, ends, low, width):
-    """Bounds are halves of a step, so that ties are among them; each integer, and each tie, is tried."""
+    """The bounds are multiples of half a step, so that they include ties; each integer and each tie is tested."""
     qmin, qmax = min(ends), max(ends)
     step, half = torch.tensor(scale), scale / 2
     bounds = low * half, (low + width) * half if math.isfinite(low) else width * half
@@ -56,7 +56,7 @@ def test_a_clamp_is_dropped_only_where_rounding_clamps_as_much(scale, zero, ends
         (-0.75, math.inf, 2, False),  # a tie, which goes to the first one
     ],
 )
-def test_clamps_in_front_of_a_quantize(low, high, zero, kept):
+def test_clamps_before_a_quantize(low, high, zero, kept):
     graph = fx.Graph()
     x = graph.placeholder("x")
     clamped = graph.call_function(OPS["hardtanh"].target, (x,), {"min_val": low, "max_val": high})
@@ -99,7 +99,7 @@ def test_numbers(conversion):
 def with_grid(
     op: str, x: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | int, **options
 ) -> fx.GraphModule:
-    """A conversion with several scales, of an input or (a Parameter) of a constant."""
+    """A conversion with several scales, of an input, or of a constant if x is a Parameter."""
     root, graph = torch.nn.Module(), fx.Graph()
     tensors = {"x": x, "scale": scale, "zero_point": zero_point}
     named = {}
@@ -115,8 +115,8 @@ def with_grid(
 
 
 def constant(low: int, high: int, *shape: int) -> torch.nn.Parameter:
-    made = torch.randint(low, high + 1, shape, generator=torch.Generator().manual_seed(3))
-    return torch.nn.Parameter(made.to(torch.int8 if low < 0 else torch.uint8), requires_grad=False)
+    values = torch.randint(low, high + 1, shape, generator=torch.Generator().manual_seed(3))
+    return torch.nn.Parameter(values.to(torch.int8 if low < 0 else torch.uint8), requires_grad=False)
 
 
 @pytest.mark.parametrize("zero", [0, torch.tensor([-3, 0, 2, 5])])
@@ -161,7 +161,7 @@ def test_a_weight_in_float16():
 
 
 def test_one_scale_beside_two_zero_points():
-    """What is made of a grid once is not taken for another one."""
+    """Cached constants of a grid are not reused for a grid with another zero point."""
     root, graph = torch.nn.Module(), fx.Graph()
     root.register_buffer("scale", torch.tensor([0.5, 2.0]))
     x, scale = graph.placeholder("x"), graph.get_attr("scale")
@@ -173,21 +173,21 @@ def test_one_scale_beside_two_zero_points():
 
 
 @pytest.mark.parametrize(
-    ("gm", "given", "reason"),
+    ("gm", "inputs", "reason"),
     [
         (single("quantize", VALUES, scale=0.1, zero_point=0, dtype=torch.int32), [VALUES], "integers of torch.int32"),
-        (single("dequantize", BYTES, scale=0.1, zero_point=-1), [BYTES], "its zero point is no integer of its type"),
-        (with_grid("dequantize", BYTES, torch.ones(3, 4, 1), 0), [BYTES], "each row has a scale of its own"),
+        (single("dequantize", BYTES, scale=0.1, zero_point=-1), [BYTES], "its zero point does not fit its dtype"),
+        (with_grid("dequantize", BYTES, torch.ones(3, 4, 1), 0), [BYTES], "each of its rows has a separate scale"),
         (
             with_grid("quantize", VALUES, torch.ones(4), 0, axis=1, qmax=100), [VALUES],
-            "several grids that leave out integers",
+            "several grids that do not use all integers of their dtype",
         ),
-        (single("dequantize", BYTES[0], scale=0.1, zero_point=0, packed=(10,)), [BYTES[0]], "two of them in a byte"),
+        (single("dequantize", BYTES[0], scale=0.1, zero_point=0, packed=(10,)), [BYTES[0]], "in pairs into bytes"),
     ],
 )  # fmt: skip
-def test_refusals(gm, given, reason):
+def test_refusals(gm, inputs, reason):
     with pytest.raises(NotInOnnx, match=reason):
-        write_onnx(gm, given)
+        write_onnx(gm, inputs)
 
 
 DYNAMIC = {
@@ -197,8 +197,8 @@ DYNAMIC = {
 }  # fmt: skip
 
 
-def measured_graph(*, axis=None, **options):
-    """x -> its scale, its zero point, its integers and what they stand for."""
+def dynamic_graph(*, axis=None, **options):
+    """A graph that returns the dynamic grid of x, its integers and their dequantized values."""
     graph, grid = fx.Graph(), DynamicGrid.of(TensorSpec(**options), axis)
     x, symmetric = graph.placeholder("x"), grid.symmetric
     asked = {"steps": grid.steps, "axis": axis, "symmetric": symmetric}
@@ -216,9 +216,9 @@ def measured_graph(*, axis=None, **options):
 
 @pytest.mark.parametrize("optimized", [False, True])
 @pytest.mark.parametrize("options", DYNAMIC.values(), ids=DYNAMIC)
-def test_grids_that_are_measured(options, optimized):
-    """Of rows of very different sizes; of positive, of negative ones; of zeros; of one row, and of one axis."""
-    gm, rows = measured_graph(**options), torch.tensor([[1.0], [1e3], [1e-3], [0.0]]) * normal(4, 7)
+def test_dynamic_grids(options, optimized):
+    """For rows whose ranges differ widely, positive and negative rows, zeros, a single row, and one axis."""
+    gm, rows = dynamic_graph(**options), torch.tensor([[1.0], [1e3], [1e-3], [0.0]]) * normal(4, 7)
     for x in (rows, rows.abs(), -rows.abs() - 1, rows.reshape(2, 2, 7), rows[:1], rows[0]):
         got = run_onnxruntime(write_onnx(gm, [x]).model, [x], optimized)
         *grid, q, dq = gm(x)
@@ -226,15 +226,15 @@ def test_grids_that_are_measured(options, optimized):
         step = grid[0].expand_as(x) if grid[0].dim() else grid[0]
         assert bool(((got[-1] - dq).abs() <= 1.001 * step * (got[-2] != q) + 1e-6 * dq.abs()).all())
         if bool((x != 0).any(-1).all()):  # any scale stands for zeros
-            for made, wanted in zip(got[:-2], grid, strict=True):
-                same(made, wanted, 2e-7)
+            for value, wanted in zip(got[:-2], grid, strict=True):
+                same(value, wanted, 2e-7)
 
 
-def test_one_node_measures_a_value_as_a_whole():
-    kinds = [node.op_type for node in write_onnx(measured_graph(), [normal(4, 7)]).model.graph.node]
+def test_one_node_computes_the_range_of_a_whole_value():
+    kinds = [node.op_type for node in write_onnx(dynamic_graph(), [normal(4, 7)]).model.graph.node]
     assert "ReduceMin" not in kinds and "QuantizeLinear" not in kinds and "DynamicQuantizeLinear" in kinds
 
 
 def test_rows_of_several_axes_are_refused():
-    with pytest.raises(NotInOnnx, match="its rows have several axes"):
-        write_onnx(measured_graph(axis=-3), [normal(2, 3, 4, 4)])
+    with pytest.raises(NotInOnnx, match="each of its rows spans several axes"):
+        write_onnx(dynamic_graph(axis=-3), [normal(2, 3, 4, 4)])

@@ -1,11 +1,11 @@
-"""Layers on integers: which form their weights and biases have."""
+"""Weights and biases of integer layers in ONNX."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from fxq.onnx.dequantized import bias_for, dequantized, is_of_integers, transposed, weight_for
+from fxq.onnx.dequantized import bias_for, dequantize_node, is_dequantized, transposed, weight_for
 from fxq.onnx.writer import Value, Writer
 from tests.support.onnx_runs import normal, run_onnxruntime, weight
 
@@ -30,9 +30,9 @@ def named(w: Writer, tensor: torch.Tensor) -> Value:
 
 
 def kind(w: Writer, operand: object) -> str:
-    """The node that makes what a layer reads, or that it is a constant."""
-    node = w.made_by(w.name_of(operand))
-    return node.kind if node is not None else "constant"
+    """Op type of the node that computes an operand, or "constant"."""
+    node = w.producer(w.name_of(operand))
+    return node.op_type if node is not None else "constant"
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_a_weight_beside_floats_is_a_constant_in_float():
     matrix = integers(w, 3, 4, scale=scale, axis=0)
     real = weight_for(w, w.input("x", LIKE), matrix)
     assert isinstance(real, torch.Tensor) and real is weight_for(w, w.input("y", LIKE), matrix)
-    (q,) = (w.value_of(name) for name in w.made_by(matrix.name).reads[:1])
+    (q,) = (w.constant_of(name) for name in w.producer(matrix.name).inputs[:1])
     assert torch.equal(real, q.float() * scale[:, None])
     blocks = integers(w, 3, 4, scale=torch.ones(3, 2), axis=1, block_size=2)
     assert weight_for(w, w.input("z", LIKE), blocks) is blocks
@@ -93,21 +93,21 @@ def test_layers_that_share_a_weight_have_integers_of_their_own():
     x, matrix = activation(w, 0.5), integers(w, 3, 4, scale=torch.ones(3), axis=0)
     first, second = weight_for(w, x, matrix), weight_for(w, x, matrix)
     assert first is matrix and second is not matrix
-    one, other = dequantized(w, first), dequantized(w, second)
-    assert not set(one.node.reads[::2]) & set(other.node.reads[::2])
-    assert torch.equal(*(w.value_of(found.node.reads[0]) for found in (one, other)))
+    first_node, second_node = dequantize_node(w, first), dequantize_node(w, second)
+    assert not set(first_node.node.inputs[::2]) & set(second_node.node.inputs[::2])
+    assert torch.equal(*(w.constant_of(node.node.inputs[0]) for node in (first_node, second_node)))
 
 
 def test_a_matrix_is_turned_where_it_is_stored():
     w = Writer()
     stored = weight(3, 4)
-    assert torch.equal(w.value_of(transposed(w, stored)), stored.t())
+    assert torch.equal(w.constant_of(transposed(w, stored)), stored.t())
     assert transposed(w, stored) == transposed(w, named(w, stored))
-    channels = w.made_by(transposed(w, integers(w, 3, 4, scale=torch.ones(3), axis=0)))
-    assert channels.kind == "DequantizeLinear" and channels.attributes == {"axis": 1}
-    assert w.value_of(channels.reads[0]).shape == (4, 3)
-    blocks = w.made_by(transposed(w, integers(w, 3, 4, scale=torch.ones(3, 2), axis=1, block_size=2)))
-    assert blocks.attributes == {"axis": 0, "block_size": 2} and w.value_of(blocks.reads[1]).shape == (2, 3)
+    channels = w.producer(transposed(w, integers(w, 3, 4, scale=torch.ones(3), axis=0)))
+    assert channels.op_type == "DequantizeLinear" and channels.attributes == {"axis": 1}
+    assert w.constant_of(channels.inputs[0]).shape == (4, 3)
+    blocks = w.producer(transposed(w, integers(w, 3, 4, scale=torch.ones(3, 2), axis=1, block_size=2)))
+    assert blocks.attributes == {"axis": 0, "block_size": 2} and w.constant_of(blocks.inputs[1]).shape == (2, 3)
     assert kind(w, transposed(w, w.input("x", LIKE))) == "Transpose"
 
 
@@ -121,13 +121,13 @@ def test_integers_that_were_moved_are_integers_still():
     )
     real = w.emit("DequantizeLinear", q, w.constant(torch.tensor(0.1)), w.constant(torch.tensor(3, dtype=torch.uint8)))
     moved = w.emit("Reshape", w.emit("Transpose", real, perm=[1, 0]), w.ints([-1]))
-    assert is_of_integers(w, Value(real, LIKE)) and is_of_integers(w, Value(moved, LIKE))
+    assert is_dequantized(w, Value(real, LIKE)) and is_dequantized(w, Value(moved, LIKE))
     for name in ("x", q, w.emit("Relu", real)):
-        assert not is_of_integers(w, Value(name, LIKE))
+        assert not is_dequantized(w, Value(name, LIKE))
 
 
 def test_a_bias_leaves_room_for_the_products():
-    """Four products of 127 and 255 and the bias are just within int32; with a step more they are not, nor turned."""
+    """Four products of 127 and 255 plus the bias just fit int32; with one step more, or transposed, they do not."""
     room = 2**31 - 1 - 4 * 127 * 255
     for steps, kinds in ((room, "DequantizeLinear"), (room + 1, "constant")):
         w = Writer()

@@ -1,4 +1,4 @@
-"""Functions beside the ops of the table: ONNX Runtime gives what torch gives."""
+"""Functions that are not ops of fxq, in ONNX Runtime against torch."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from torch import nn
 
 from fxq.common.data import Batch
 from fxq.graph.run import inputs_for
-from fxq.onnx.function_nodes import FUNCTIONS, MAKERS
+from fxq.onnx.function_nodes import CALL_WRITERS, CREATION_FUNCTIONS
 from fxq.onnx.onnx_objects import NotInOnnx
 from fxq.onnx.whole_model import write_model
 from tests.support.graphs import graph
@@ -53,8 +53,8 @@ def test_numbers(name):
     for x, y in ((X, Y), (normal(7, 4), normal(7, 4, seed=2)), (X[:1], Y[:1])):
         wanted = gm(x, y)
         wanted = wanted if isinstance(wanted, tuple) else (wanted,)
-        for got, one in zip(run_onnxruntime(model, [x, y]), wanted, strict=True):
-            assert torch.equal(got, one)
+        for got, expected in zip(run_onnxruntime(model, [x, y]), wanted, strict=True):
+            assert torch.equal(got, expected)
 
 
 def test_means_and_sums_of_all():
@@ -63,7 +63,7 @@ def test_means_and_sums_of_all():
         torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
 
 
-NEAR = {
+ROUNDED_MODELS = {
     "curves": module(
         lambda self, x, y: (x.sigmoid().asin(), torch.atan(y), x.sinh(), y.asinh(), (x.tanh() / 2).atanh())
     ),
@@ -83,41 +83,44 @@ NEAR = {
 }
 
 
-@pytest.mark.parametrize("name", NEAR)
+@pytest.mark.parametrize("name", ROUNDED_MODELS)
 def test_numbers_to_rounding(name):
-    gm, model = written(NEAR[name], X, Y)
+    gm, model = written(ROUNDED_MODELS[name], X, Y)
     onnx.checker.check_model(model, full_check=True)
     for x, y in ((X, Y), (normal(7, 4), normal(7, 4, seed=2)), (X[:1], Y[:1])):
         wanted = gm(x, y)
         wanted = wanted if isinstance(wanted, tuple) else (wanted,)
-        for got, one in zip(run_onnxruntime(model, [x, y]), wanted, strict=True):
-            torch.testing.assert_close(got, one, rtol=1e-5, atol=1e-6)
+        for got, expected in zip(run_onnxruntime(model, [x, y]), wanted, strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_what_is_not_finite():
     model = module(lambda self, x: (x.isnan(), x.isinf(), torch.nan_to_num(x), x.nan_to_num(2.0)))
     x = torch.tensor([[1.0, torch.nan, torch.inf, -torch.inf]])
     gm, model = written(model, X)
-    for got, one in zip(run_onnxruntime(model, [x]), gm(x), strict=True):
-        assert torch.equal(got, one)
+    for got, expected in zip(run_onnxruntime(model, [x]), gm(x), strict=True):
+        assert torch.equal(got, expected)
 
 
-def test_makers_are_written():
-    assert FUNCTIONS.keys() >= MAKERS
+def test_creation_functions_are_written():
+    assert CALL_WRITERS.keys() >= CREATION_FUNCTIONS
 
 
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
-        (module(lambda self, x: x.to(torch.int64) & 3), "it combines the bits of integers"),
-        (module(lambda self, x: x.argmax()), "it looks for one entry among all"),
-        (module(lambda self, x: x.sum(dtype=torch.float64)), "it changes dtypes"),
-        (module(lambda self, x: torch.nan_to_num(x, posinf=1.0)), "a number of its own for infinity"),
-        (module(lambda self, x: torch.stack(x.unbind(0))), "how many parts there are varies"),
-        (module(lambda self, x: x.scatter(1, x.argmax(1)[:, None], 1.0, reduce="add")), "it sums what it puts"),
-        (module(lambda self, x: x.scatter(1, x.argmax(1)[:, None], x)), "more than its index has places"),
-        (module(lambda self, x: x[x > 0]), "it is indexed by more than tensors of integers"),
-        (module(lambda self, x: x + torch.arange(0.5, x.size(0), 1.0)[:, None]), "it counts in fractions"),
+        (module(lambda self, x: x.to(torch.int64) & 3), "it is a bitwise operation on integers"),
+        (module(lambda self, x: x.argmax()), "it reduces all axes"),
+        (module(lambda self, x: x.sum(dtype=torch.float64)), "it changes the dtype"),
+        (module(lambda self, x: torch.nan_to_num(x, posinf=1.0)), "it replaces infinity by a given number"),
+        (module(lambda self, x: torch.stack(x.unbind(0))), "the number of its results is dynamic"),
+        (
+            module(lambda self, x: x.scatter(1, x.argmax(1)[:, None], 1.0, reduce="add")),
+            "it reduces the scattered values",
+        ),
+        (module(lambda self, x: x.scatter(1, x.argmax(1)[:, None], x)), "its source is larger than its index"),
+        (module(lambda self, x: x[x > 0]), "its index holds more than integer tensors"),
+        (module(lambda self, x: x + torch.arange(0.5, x.size(0), 1.0)[:, None]), "its bounds are floats"),
     ],
 )
 def test_refusals(model, reason):

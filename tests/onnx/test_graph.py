@@ -15,7 +15,7 @@ from fxq.common.metrics import sqnr
 from fxq.graph.guards import check_fixed
 from fxq.onnx.graph import refusal, write_onnx
 from fxq.onnx.onnx_objects import NotInOnnx
-from fxq.onnx.writer import ROWS
+from fxq.onnx.writer import OP_WRITERS
 from fxq.ops import OPS
 from tests.ops.test_rows import FIRST, canonical
 from tests.support.graphs import graph, node
@@ -26,7 +26,7 @@ from tests.support.onnx_runs import ENGINES, normal, onnx, run_onnxruntime, run_
 pytestmark = pytest.mark.any_cpu
 
 SUMS_ARE_RIGHT = has_vnni()
-"""Whether OpenVINO adds products of 8 bits right on this machine; its backend gives up a bit where it does not."""
+"""Whether OpenVINO's sums of 8-bit products are right on this machine; otherwise its backend uses reduce_range."""
 
 COMPARES = "compares, which is no op of the table; test_pointwise_nodes.py and test_layer_nodes.py have the op alone"
 REFUSED = {
@@ -37,8 +37,8 @@ REFUSED = {
 
 
 def test_every_op_is_written():
-    assert {op.name for op in ops_of_fxq()} <= ROWS.keys()
-    assert ROWS.keys() <= {op.name for op in OPS}
+    assert {op.name for op in ops_of_fxq()} <= OP_WRITERS.keys()
+    assert OP_WRITERS.keys() <= {op.name for op in OPS}
 
 
 @pytest.mark.one_in(2)
@@ -148,12 +148,12 @@ def test_floats_leaves_out_the_conversions_of_activations(name):
     gm, x = quantized(name)
     written = write_onnx(gm, [x], floats=True)
     assert {node.op_type for node in written.model.graph.node} & {"QuantizeLinear", "DequantizeLinear"} == set()
-    for found in list(gm.graph.nodes):  # the same in torch: only weights stay on their grids
-        if found.target is OPS["quantize"].target:
-            found.replace_all_uses_with(found.args[0])
-    for found in list(gm.graph.nodes):
-        if found.target is OPS["dequantize"].target and found.args[0].op != "get_attr":
-            found.replace_all_uses_with(found.args[0])
+    for conversion in list(gm.graph.nodes):  # the same in torch: only weights stay on their grids
+        if conversion.target is OPS["quantize"].target:
+            conversion.replace_all_uses_with(conversion.args[0])
+    for conversion in list(gm.graph.nodes):
+        if conversion.target is OPS["dequantize"].target and conversion.args[0].op != "get_attr":
+            conversion.replace_all_uses_with(conversion.args[0])
     gm.recompile()
     same(run_onnxruntime(written.model, [x])[0], gm(x).detach(), rtol=5e-6)
 
@@ -172,16 +172,16 @@ def test_several_values_and_numbers():
     gm = graph(build("several_inputs"), batch("several_inputs"))
     x, y = batch("several_inputs")
     written = write_onnx(gm, [x, y, 2.0])
-    assert written.several
+    assert written.returns_sequence
     for got, wanted in zip(run_onnxruntime(written.model, [x, y]), gm(x, y, 2.0), strict=True):
         same(got, wanted.detach(), rtol=2e-6)
 
 
 def test_an_input_may_be_handed_out_and_twice():
-    given = fx.Graph()
-    x = given.placeholder("output_0")
-    given.output((x, x))
-    written = write_onnx(fx.GraphModule({}, given), [normal(3)])
+    fx_graph = fx.Graph()
+    x = fx_graph.placeholder("output_0")
+    fx_graph.output((x, x))
+    written = write_onnx(fx.GraphModule({}, fx_graph), [normal(3)])
     onnx.checker.check_model(written.model, full_check=True)
     assert all(torch.equal(y, normal(3)) for y in run_onnxruntime(written.model, [normal(3)]))
 
@@ -199,18 +199,18 @@ def test_refusals_name_the_op():
 
 
 def test_a_node_of_unknown_shape_is_refused():
-    given = fx.Graph()
-    given.output(given.call_function(OPS["relu"].target, (given.placeholder("x"),)))
-    gm = fx.GraphModule({}, given)
-    (relu,) = (found for found in gm.graph.nodes if found.op == "call_function")
-    assert refusal(gm, relu) == "a size of it is known at run time only"
+    fx_graph = fx.Graph()
+    fx_graph.output(fx_graph.call_function(OPS["relu"].target, (fx_graph.placeholder("x"),)))
+    gm = fx.GraphModule({}, fx_graph)
+    (relu,) = (n for n in gm.graph.nodes if n.op == "call_function")
+    assert refusal(gm, relu) == "one of its sizes is known only at run time"
 
 
 def test_sizes_are_numbers():
-    given = fx.Graph()
-    x = given.placeholder("x")
-    size = given.call_method("size", (x,))
-    first = given.call_function(operator.getitem, (size, 0))
-    given.output(given.call_function(OPS["reshape"].target, (x,), {"shape": (first, -1)}))
-    written = write_onnx(fx.GraphModule({}, given), [normal(2, 3, 4)])
+    fx_graph = fx.Graph()
+    x = fx_graph.placeholder("x")
+    size = fx_graph.call_method("size", (x,))
+    first = fx_graph.call_function(operator.getitem, (size, 0))
+    fx_graph.output(fx_graph.call_function(OPS["reshape"].target, (x,), {"shape": (first, -1)}))
+    written = write_onnx(fx.GraphModule({}, fx_graph), [normal(2, 3, 4)])
     assert run_onnxruntime(written.model, [normal(2, 3, 4)])[0].shape == (2, 12)

@@ -14,7 +14,7 @@ RECIPE = fxq.Recipe.static(backend="onnxruntime", optimize="coverage")
 
 
 def kinds(qmodel, x):
-    """The types of the nodes that ONNX Runtime runs, as its profile has them, and the layers' types."""
+    """Op types of the nodes that ONNX Runtime runs, by its profile."""
     return [layer.op for module in qmodel.modules() if hasattr(module, "layers") for layer in module.layers(x)]
 
 
@@ -32,19 +32,19 @@ def normal(*shape):
         (nn.Conv3d(2, 3, 2, padding=1), normal(1, 2, 5, 5, 5)),
     ],
 )
-@pytest.mark.parametrize("behind", [(), (nn.ReLU(),), (nn.Sigmoid(),)])
-def test_it_is_the_convolution_of_the_integers(layer, x, behind):
-    """The zero point is not 0, so that what is padded counts."""
+@pytest.mark.parametrize("after", [(), (nn.ReLU(),), (nn.Sigmoid(),)])
+def test_it_is_the_convolution_of_the_integers(layer, x, after):
+    """The zero point is not 0, so that the padding matters."""
     torch.manual_seed(0)
-    qmodel = fxq.quantize(nn.Sequential(layer, *behind).eval(), RECIPE, data=[x])
-    exact = fxq.quantize(nn.Sequential(layer, *behind).eval(), RECIPE.with_backend("reference"), data=[x])
+    qmodel = fxq.quantize(nn.Sequential(layer, *after).eval(), RECIPE, data=[x])
+    exact = fxq.quantize(nn.Sequential(layer, *after).eval(), RECIPE.with_backend("reference"), data=[x])
     assert qmodel.ledger.coverage == 1 and "ConvInteger" in kinds(qmodel, x)
-    for given in (x, x[:1].flip(-1)):
-        assert sqnr(exact(given), qmodel(given)) > 80  # sums in another order, and a bias of the accumulator's steps
+    for images in (x, x[:1].flip(-1)):
+        assert sqnr(exact(images), qmodel(images)) > 80  # sums in another order, and a bias of the accumulator's steps
 
 
 def test_a_head_keeps_what_all_other_backends_keep():
-    """Those before it are rounded to 8 bits, for the layer behind them, and run in its own integer kernels."""
+    """The layers before the head are quantized to 8 bits and run in ONNX Runtime's integer kernels."""
     torch.manual_seed(0)
 
     def forward(self, x):
@@ -55,10 +55,12 @@ def test_a_head_keeps_what_all_other_backends_keep():
     body = nn.Sequential(nn.Conv2d(3, 16, 3, 2, 1), nn.ReLU(), nn.Conv2d(16, 16, 3, 1, 1), nn.ReLU())
     net = module(forward, b=body, boxes=nn.Conv2d(16, 16, 1), scores=nn.Conv2d(16, 8, 1)).eval()
     data, x = [torch.rand(2, 3, 32, 32) for _ in range(3)], torch.rand(4, 3, 32, 32)
-    qmodel, other = (fxq.quantize(net, RECIPE.with_backend(name), data=data) for name in ("onnxruntime", "reference"))
-    found = kinds(qmodel, x)
-    assert found.count("QLinearConv") == 2 * 2 and found.count("ConvInteger") == 2 and "Conv" not in found
-    for ours, theirs, real in zip(qmodel(x), other(x), net(x), strict=True):
+    qmodel, reference = (
+        fxq.quantize(net, RECIPE.with_backend(name), data=data) for name in ("onnxruntime", "reference")
+    )
+    op_types = kinds(qmodel, x)
+    assert op_types.count("QLinearConv") == 2 * 2 and op_types.count("ConvInteger") == 2 and "Conv" not in op_types
+    for ours, theirs, real in zip(qmodel(x), reference(x), net(x), strict=True):
         assert abs(sqnr(real, ours) - sqnr(real, theirs)) < 1  # 8 bits at the end would cost 2 to 10 dB
 
 

@@ -63,8 +63,8 @@ def test_an_engine_gives_what_torch_gives(call, engine):
     [
         (call("conv2d", normal(4, 8, 8), weight(3, 4, 3, 3)), "no batch axis"),
         (call("conv_transpose1d", normal(4, 8), weight(4, 3, 3)), "no batch axis"),
-        (call("embedding_bag", IDS, weight(5, 3), padding_idx=2), "it leaves out entries"),
-        (call("embedding_bag", IDS.flatten(), weight(5, 3), torch.tensor([0, 2])), "its bags are not of one size"),
+        (call("embedding_bag", IDS, weight(5, 3), padding_idx=2), "it has a padding_idx"),
+        (call("embedding_bag", IDS.flatten(), weight(5, 3), torch.tensor([0, 2])), "its bags have different sizes"),
     ],
     ids=str,
 )
@@ -74,7 +74,7 @@ def test_refusals(refused, reason):
 
 
 def dynamic_layer(axis, symmetric, bias=True, zero=0):
-    """A linear layer on a grid that is measured, as the qdq graph has it: its weight has a scale for each of 6 rows."""
+    """A linear layer with a dynamic range, as in a qdq graph; its weight has one scale per channel."""
     root, graph = torch.nn.Module(), fx.Graph()
     steps, middle = (127, 128) if symmetric else (254 if axis is not None else 255, 0)
     tensors = {
@@ -104,8 +104,8 @@ def dynamic_layer(axis, symmetric, bias=True, zero=0):
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("axis", [None, -1])
-def test_a_linear_layer_on_a_measured_grid(axis, symmetric, bias, optimized):
-    """Against a product in float64 of what the grid leaves of rows of very different sizes."""
+def test_a_linear_layer_on_a_dynamic_range(axis, symmetric, bias, optimized):
+    """Against a float64 product of the quantized rows, whose ranges differ widely."""
     gm, rows = dynamic_layer(axis, symmetric, bias), torch.tensor([[1.0], [0.0], [30.0], [0.03]]) * normal(4, 32)
     for x in (rows, rows.abs(), rows.reshape(2, 2, 32), rows[2:3], rows[2]):
         low, high = (end.double() for end in dynamic_range(x, axis))
@@ -118,7 +118,7 @@ def test_a_linear_layer_on_a_measured_grid(axis, symmetric, bias, optimized):
 
 
 @needs_vnni
-def test_a_bias_that_is_computed_behind_measured_rows():
+def test_a_bias_that_is_computed_after_dynamic_rows():
     gm, x = dynamic_layer(-1, symmetric=False), normal(4, 32)
     (layer,) = (node for node in gm.graph.nodes if node.target is OPS["linear"].target)
     with gm.graph.inserting_before(layer):
@@ -130,7 +130,7 @@ def test_a_bias_that_is_computed_behind_measured_rows():
 
 
 @needs_vnni
-def test_a_measured_row_with_a_range_beyond_float32():
+def test_a_dynamic_row_with_a_range_beyond_float32():
     gm = dynamic_layer(-1, symmetric=False, bias=False)
     gm.steps.mul_(1e-3)
     x = normal(4, 32)
@@ -139,14 +139,14 @@ def test_a_measured_row_with_a_range_beyond_float32():
     assert sqnr(x.double() @ (gm.q.double() * gm.steps.double()[:, None]).T, got.double()) > 35
 
 
-def test_layers_on_a_measured_grid_are_refused_for_other_weights():
-    with pytest.raises(NotInOnnx, match="its weight has a zero point, or blocks, or is not in integers"):
+def test_layers_on_a_dynamic_range_are_refused_for_other_weights():
+    with pytest.raises(NotInOnnx, match="its weight has a zero point, or is per block, or is not quantized"):
         write_onnx(dynamic_layer(-1, symmetric=False, zero=3), [normal(4, 32)])
 
 
 @pytest.mark.parametrize(("axis", "block", "scales"), [(1, 4, (9, 3)), (0, None, (9,))])
 def test_rows_of_a_table_of_integers(axis, block, scales):
-    """The table itself never becomes floats."""
+    """The whole table is never dequantized."""
     graph, root = fx.Graph(), torch.nn.Module()
     drawn = torch.Generator().manual_seed(0)
     root.register_buffer("q", torch.randint(-127, 128, (9, 10), generator=drawn).to(torch.int8))
@@ -168,7 +168,7 @@ def test_rows_of_a_table_of_integers(axis, block, scales):
 @pytest.mark.parametrize("op", ["matmul", "addmm"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_products_of_integers_stay_within_int32(engine, op):
-    """An engine that multiplies the integers gets no more of them at once than int32 holds the sum of."""
+    """Products are split so that an engine's int32 sums of integers cannot overflow."""
     program = """
         x: uint8[2, 40000] = input()
         y: uint8[40000, 3] = input()
@@ -185,5 +185,5 @@ def test_products_of_integers_stay_within_int32(engine, op):
         inputs.append(torch.zeros(3))
     written = write_onnx(fxq.extend.read_graph(program, {}), inputs)
     options = {"optimized": True} if engine == "onnxruntime" else {}
-    (got,) = ENGINES[engine](written.model, [inputs[i] for i in written.reads], **options)
+    (got,) = ENGINES[engine](written.model, [inputs[i] for i in written.input_indices], **options)
     same(got, torch.full((2, 3), 40000 * 127.5**2), 3e-5)  # of sums in float

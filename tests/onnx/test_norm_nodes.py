@@ -56,7 +56,7 @@ def test_an_engine_gives_what_torch_gives(call, engine):
         (call("normalize", X, p=3.0), "its norm is of order 3.0"),
         (call("instance_norm", normal(3, 9), batched=False), "no batch axis"),
         (call("scaled_dot_product_attention", Q, K, V, dropout_p=0.5), "it drops values at random"),
-        (call("scaled_dot_product_attention", Q, K, V, enable_gqa=True), "its queries share keys"),
+        (call("scaled_dot_product_attention", Q, K, V, enable_gqa=True), "it has grouped queries"),
     ],
     ids=str,
 )

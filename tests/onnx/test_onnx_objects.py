@@ -1,4 +1,4 @@
-"""ONNX's own objects: types, and constants and nodes as files hold them."""
+"""ONNX's types, and constants and nodes in files."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def test_types_are_those_that_onnx_says(dtype):
 
 
 def test_types_that_onnx_has_not():
-    with pytest.raises(NotInOnnx, match=r"values of torch\.complex64 have no type in ONNX"):
+    with pytest.raises(NotInOnnx, match=r"ONNX has no type for values of torch\.complex64"):
         onnx_type(torch.complex64)
 
 
@@ -37,12 +37,12 @@ def test_a_model_of_one_node():
 
 @pytest.mark.parametrize(("kind", "values"), [(INT4, [-8, 7, -1]), (UINT4, [0, 15, 9])])
 def test_two_integers_of_four_bits_are_a_byte(kind, values):
-    """The first one is the low half of it; what an odd number leaves is zero."""
+    """The first integer is the low half of a byte; the last half of an odd number is zero."""
     dtype = torch.int8 if kind == INT4 else torch.uint8
     tensor: Tensor = torch.tensor(values, dtype=dtype)
-    made = graph_proto([], [], [], {"w": (tensor, kind)}).initializer[0]
-    assert list(made.raw_data) == [values[0] & 15 | (values[1] & 15) << 4, values[2] & 15]
-    assert onnx.numpy_helper.to_array(made).astype(int).tolist() == values
+    proto = graph_proto([], [], [], {"w": (tensor, kind)}).initializer[0]
+    assert list(proto.raw_data) == [values[0] & 15 | (values[1] & 15) << 4, values[2] & 15]
+    assert onnx.numpy_helper.to_array(proto).astype(int).tolist() == values
 
 
 def test_nodes_of_onnx_runtime_have_its_domain():

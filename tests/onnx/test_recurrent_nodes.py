@@ -61,10 +61,10 @@ def test_refusals(refused, reason):
 
 
 def integer_lstm(states=False, bias=True, axis=None, steps=255, **options):
-    """An LSTM as the qdq graph has it where its ranges are measured: x (T, N, 3), and its states if there are any."""
+    """An LSTM with dynamic ranges as in a qdq graph: inputs x (T, N, 3), and its states if there are any."""
     root, graph = torch.nn.Module(), fx.Graph()
     x = graph.placeholder("x")
-    given = [graph.placeholder("h"), graph.placeholder("c")] if states else []
+    states_of_graph = [graph.placeholder("h"), graph.placeholder("c")] if states else []
     asked = {"steps": steps, "axis": axis, "symmetric": False}
     scale = graph.call_function(OPS["choose_scale"].target, (x,), asked)
     zero = graph.call_function(OPS["choose_zero_point"].target, (x,), {"scale": scale, "axis": axis})
@@ -82,7 +82,7 @@ def integer_lstm(states=False, bias=True, axis=None, steps=255, **options):
         root.register_buffer(f"bias{i}", normal(4 * H, seed=i))
         reads.append(graph.get_attr(f"bias{i}") if bias else None)
     grid = {"state_qmax": 255, "state_affine": True, **options}
-    graph.output(graph.call_function(OPS["lstm"].target, (*reads, *given), grid))
+    graph.output(graph.call_function(OPS["lstm"].target, (*reads, *states_of_graph), grid))
     return fx.GraphModule(root, graph)
 
 
@@ -94,7 +94,7 @@ def integer_lstm(states=False, bias=True, axis=None, steps=255, **options):
     ids=str,
 )
 def test_an_lstm_that_measures_its_ranges(options, samples):
-    """Those of all samples together. With any other integers than torch's form, one step is further off than this."""
+    """Dynamic ranges of all samples together; any other integers than torch's would differ by more than this."""
     gm = integer_lstm(**options)
     states = [normal(samples, H, seed=3), normal(samples, H, seed=4)] if options.get("states") else []
     inputs = [normal(6, samples, 3), *states]
@@ -117,8 +117,8 @@ def test_in_float_an_lstm_that_measures_its_ranges_is_an_lstm():
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"axis": -1, "steps": 254}, "its input is on another grid than 0..255, or on several"),
-        ({"state_qmax": 127}, "its hidden state is on another grid than 0..255"),
+        ({"axis": -1, "steps": 254}, "its input is not on one grid of 0..255"),
+        ({"state_qmax": 127}, "its hidden state is not on the grid 0..255"),
         ({"state_affine": False}, "its hidden state is on a grid"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Functions that look at many values at once: ONNX Runtime gives what torch gives, for any number of samples."""
+"""Functions that reduce or sort, in ONNX Runtime against torch, for any number of samples."""
 
 import pytest
 import torch
@@ -40,13 +40,13 @@ OF_ALL = {
 
 
 def same(model, x):
-    gm, made = written(model, x)
-    onnx.checker.check_model(made, full_check=True)
+    gm, onnx_model = written(model, x)
+    onnx.checker.check_model(onnx_model, full_check=True)
     for inputs in (x, normal(7, 4, seed=3), Y):
         wanted = gm(inputs)
         wanted = wanted if isinstance(wanted, tuple) else (wanted,)
-        for got, one in zip(run_onnxruntime(made, [inputs]), wanted, strict=True):
-            torch.testing.assert_close(got, one, rtol=1e-5, atol=1e-6)
+        for got, expected in zip(run_onnxruntime(onnx_model, [inputs]), wanted, strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("keep", [False, True])
@@ -64,10 +64,10 @@ def test_of_all(name):
     ("function", "reason"),
     [
         (lambda x: x.norm(3, dim=1), "its order is 3, neither 1 nor 2"),
-        (lambda x: x.norm(dim=1, dtype=torch.float64), "it changes dtypes"),
-        (lambda x: torch.linalg.norm(x, 2), "it is the norm of matrices, of order 2"),
-        (lambda x: (x > 0).prod(1), "it is of integers"),
-        (lambda x: torch.nn.functional.one_hot(x.argmax(1)), "how many classes there are is not given"),
+        (lambda x: x.norm(dim=1, dtype=torch.float64), "it changes the dtype"),
+        (lambda x: torch.linalg.norm(x, 2), "it is a matrix norm of order 2"),
+        (lambda x: (x > 0).prod(1), "its input is integer"),
+        (lambda x: torch.nn.functional.one_hot(x.argmax(1)), "num_classes is not given"),
     ],
 )
 def test_refusals(function, reason):

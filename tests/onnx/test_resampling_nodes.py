@@ -79,8 +79,8 @@ def test_an_engine_gives_what_torch_gives(call, engine):
     [
         (call("interpolate", X, size=(3, 3), mode="bilinear", antialias=True), "antialias"),
         (call("fold", normal(12, 9), output_size=(4, 4), kernel_size=(2, 2)), "no batch"),
-        (call("pixel_shuffle", normal(12, 3, 4), upscale_factor=2), "no batch of images"),
-        (call("unfold", normal(3, 5, 7), kernel_size=(2, 2)), "no batch of images"),
+        (call("pixel_shuffle", normal(12, 3, 4), upscale_factor=2), "not a batch of images"),
+        (call("unfold", normal(3, 5, 7), kernel_size=(2, 2)), "not a batch of images"),
     ],
     ids=str,
 )

@@ -24,14 +24,14 @@ CALLS = [
 ]
 
 
-@pytest.mark.parametrize("each", CALLS, ids=str)
-def test_it_gives_what_torch_gives(each):
+@pytest.mark.parametrize("case", CALLS, ids=str)
+def test_it_gives_what_torch_gives(case):
     """A state near a tie may be rounded the other way: a step of 1/31 at most of values below 1."""
-    gm = single(each.op, *each.values, **each.options)
-    model = write_onnx(gm, each.inputs, portable=True).model
+    gm = single(case.op, *case.values, **case.options)
+    model = write_onnx(gm, case.inputs, portable=True).model
     onnx.checker.check_model(model, full_check=True)
     assert {node.op_type for node in model.graph.node} & {"Scan"} and len(model.opset_import) == 1
-    assert sqnr(gm(*each.inputs), run_onnxruntime(model, each.inputs)[0]) > 60
+    assert sqnr(gm(*case.inputs), run_onnxruntime(model, case.inputs)[0]) > 60
 
 
 def test_the_number_of_steps_is_not_written_down():

@@ -1,4 +1,4 @@
-"""Sizes that vary: what is computed of them in the model is what Python computes; what is asked of them is told."""
+"""Dynamic sizes: the model computes what Python computes, and restrictions of the sizes are reported."""
 
 import pytest
 import torch
@@ -14,13 +14,13 @@ pytestmark = pytest.mark.any_cpu
 
 
 def computed(function, example=(4, 6)):
-    """A model that returns sizes that a function computes of those of its input (N, T), and the writer."""
+    """A model that returns the sizes that a function computes from the shape (N, T) of its input, and the writer."""
     sizes = VaryingSizes()
     w = Writer(sizes=sizes, portable=True)
     shape = [sizes.axis(name, "x", i, n) for i, (name, n) in enumerate(zip("nt", example, strict=True))]
     w.input("x", sizes.empty(shape, torch.float32))
-    made = list(function(*shape))
-    return w.model([Value(w.emit("Identity", w.ints(made)), torch.empty(len(made), dtype=torch.int64))]), w
+    numbers = list(function(*shape))
+    return w.model([Value(w.emit("Identity", w.ints(numbers)), torch.empty(len(numbers), dtype=torch.int64))]), w
 
 
 FORMS = [
@@ -45,16 +45,16 @@ def test_one_axis_is_read_once():
     assert [node.op_type for node in model.graph.node].count("Shape") == 1
 
 
-def test_a_size_that_is_asked_for_its_value_is_told():
+def test_a_size_whose_value_is_needed_is_reported():
     sizes = VaryingSizes()
     n = sizes.axis("batch", "x", 0, 4)
     assert varies(n) and not varies(4) and sizes.assumed() is None
-    assert n > 1 and sizes.assumed() is None  # what holds for all sizes is nothing to tell
+    assert n > 1 and sizes.assumed() is None  # holds for all sizes
     assert n != 7
     assert "batch" in sizes.assumed()
 
 
-ENOUGH = [
+LOWER_BOUNDS = [
     lambda n, t: n >= 3,
     lambda n, t: n - 2 != 1,
     lambda n, t: 2 * ((t - 1) // 2) + 1 > 2,
@@ -64,7 +64,7 @@ ENOUGH = [
     lambda n, t: t < n * t,
     lambda n, t: (t - 1) // 2 + 1 < ((n - 1) // 2 + 1) * ((t - 1) // 2 + 1),
 ]
-TOLD = [
+RESTRICTIONS = [
     lambda n, t: n == 4,
     lambda n, t: n <= 7,
     lambda n, t: n - t <= 0,
@@ -77,11 +77,11 @@ TOLD = [
 ]
 
 
-@pytest.mark.parametrize("asked", [*ENOUGH, *TOLD])
-def test_sizes_that_are_large_enough_are_nothing_to_tell(asked):
+@pytest.mark.parametrize("asked", [*LOWER_BOUNDS, *RESTRICTIONS])
+def test_lower_bounds_of_sizes_are_not_reported(asked):
     sizes = VaryingSizes()
-    assert asked(sizes.axis("n", "x", 0, 4), sizes.axis("t", "x", 1, 6)) or asked is TOLD[-1]
-    assert (sizes.assumed() is None) == (asked in ENOUGH)
+    assert asked(sizes.axis("n", "x", 0, 4), sizes.axis("t", "x", 1, 6)) or asked is RESTRICTIONS[-1]
+    assert (sizes.assumed() is None) == (asked in LOWER_BOUNDS)
 
 
 def test_axes_of_one_name_have_one_size():
@@ -90,7 +90,7 @@ def test_axes_of_one_name_have_one_size():
 
 
 def test_a_form_that_onnx_has_not_is_refused():
-    with pytest.raises(NotInOnnx, match=r"the size .* is computed in a way"):
+    with pytest.raises(NotInOnnx, match=r"no ONNX form of the size "):
         computed(lambda n, t: [torch.sym_int(torch.sym_sqrt(n))])
 
 
@@ -103,5 +103,5 @@ def test_reshapes(shape):
     out = shape(n, t)
     model = w.model([Value(w.reshaped(x, out), sizes.empty(out, torch.float32))])
     onnx.checker.check_model(model, full_check=True)
-    given = torch.randn(2, 7, 8)
-    same(run_onnxruntime(model, [given])[0], given.reshape(shape(2, 7)), rtol=0)
+    image = torch.randn(2, 7, 8)
+    same(run_onnxruntime(model, [image])[0], image.reshape(shape(2, 7)), rtol=0)

@@ -1,4 +1,4 @@
-"""Whole models: names, sizes that vary, every preset, against torch in ONNX Runtime without optimizations."""
+"""Whole models: names, dynamic sizes, every preset, against torch in ONNX Runtime without optimizations."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.any_cpu
 
 
 class Recurrent(nn.Module):
-    """A recurrent layer, both directions, and what is read of it."""
+    """A bidirectional recurrent layer and a layer that reads its outputs."""
 
     def __init__(self, kind, **options):
         super().__init__()
@@ -56,26 +56,26 @@ PRESETS = {
 
 
 def written(qmodel, x, dynamic=True, **options):
-    gm, given = qdq_graph(qmodel), as_batch(x, qmodel)
-    return gm, given, write_model(gm, inputs_for(gm.graph, given), dynamic, **options)
+    gm, inputs = qdq_graph(qmodel), as_batch(x, qmodel)
+    return gm, inputs, write_model(gm, inputs_for(gm.graph, inputs), dynamic, **options)
 
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("name", MODELS)
 def test_presets(name, preset):
-    """Each value on integers is within a rounding step; on as many samples as there were, and on another number."""
+    """Each quantized value is within a rounding step, for the example's number of samples and for another."""
     model, x = MODELS[name]
     qmodel = fxq.quantize(model, PRESETS[preset], data=[x])
-    gm, given, made = written(qmodel, x)
-    onnx.checker.check_model(made.model, full_check=True)
-    assert {opset.domain for opset in made.model.opset_import} == {""}
-    found = ModelCheck(made, gm, given).differences()
-    assert found and all(one.is_rounding for one in found), [str(one) for one in found if not one.is_rounding]
+    gm, inputs, exported = written(qmodel, x)
+    onnx.checker.check_model(exported.model, full_check=True)
+    assert {opset.domain for opset in exported.model.opset_import} == {""}
+    differences = ModelCheck(exported, gm, inputs).differences()
+    assert differences and all(d.is_rounding for d in differences), [str(d) for d in differences if not d.is_rounding]
     if name == "several_inputs":
         return
-    (more,) = (torch.cat([part, part, part[:1]]) for part in given.args)
-    for got, wanted in zip(run_onnxruntime(made.model, [more]), tensors(gm(more)), strict=True):
+    (more,) = (torch.cat([part, part, part[:1]]) for part in inputs.args)
+    for got, wanted in zip(run_onnxruntime(exported.model, [more]), tensors(gm(more)), strict=True):
         assert got.shape == wanted.shape and sqnr(wanted, got) > 35
 
 
@@ -87,18 +87,18 @@ def initializers(model):
 @pytest.mark.parametrize(("preset", "kind"), [("weights", "INT8"), ("four bits", "UINT4"), ("float16", "FLOAT16")])
 def test_weights_stay_as_small_as_they_are(preset, kind):
     model, x = MODELS["text"]
-    _, _, made = written(fxq.quantize(model, PRESETS[preset], data=[x]), x)
-    assert kind in initializers(made.model)
-    floats = sum(4 * len(t.raw_data) // 4 for t in made.model.graph.initializer if t.data_type == 1)
-    assert floats < made.model.ByteSize() / 2
+    _, _, exported = written(fxq.quantize(model, PRESETS[preset], data=[x]), x)
+    assert kind in initializers(exported.model)
+    floats = sum(4 * len(t.raw_data) // 4 for t in exported.model.graph.initializer if t.data_type == 1)
+    assert floats < exported.model.ByteSize() / 2
 
 
 def test_what_stands_in_a_qdq_model():
     model, x = MODELS["residual"]
-    _, _, made = written(fxq.quantize(model, REFERENCE, data=[x]), x)
-    nodes = {name: node for node in made.model.graph.node for name in node.output}
-    constants = {tensor.name: tensor for tensor in made.model.graph.initializer}
-    convs = [node for node in made.model.graph.node if node.op_type == "Conv"]
+    _, _, exported = written(fxq.quantize(model, REFERENCE, data=[x]), x)
+    nodes = {name: node for node in exported.model.graph.node for name in node.output}
+    constants = {tensor.name: tensor for tensor in exported.model.graph.initializer}
+    convs = [node for node in exported.model.graph.node if node.op_type == "Conv"]
     assert convs
     for conv in convs:
         _, weight, bias = (nodes[name] for name in conv.input)
@@ -119,62 +119,62 @@ def test_names_and_shapes():
             return {"logits": y + extra, "more": [y, pair[0] + pair[1]]}
 
     x = {"pixels": normal(2, 4), "extra": normal(2, 3), "pair": (normal(2, 4), normal(1, 4))}
-    _, _, made = written(fxq.quantize(Named().eval(), REFERENCE, data=[x]), x)
+    _, _, exported = written(fxq.quantize(Named().eval(), REFERENCE, data=[x]), x)
     shapes = {
-        v.name: [d.dim_param or d.dim_value for d in v.type.tensor_type.shape.dim] for v in made.model.graph.input
+        v.name: [d.dim_param or d.dim_value for d in v.type.tensor_type.shape.dim] for v in exported.model.graph.input
     }
     assert shapes == {"pixels": ["batch", 4], "extra": ["batch", 3], "pair_0": ["batch", 4], "pair_1": [1, 4]}
-    assert [out.name for out in made.model.graph.output] == ["logits", "more_0", "more_1"]
-    assert made.model.producer_name == "fxq"
+    assert [out.name for out in exported.model.graph.output] == ["logits", "more_0", "more_1"]
+    assert exported.model.producer_name == "fxq"
 
 
 def test_an_input_that_is_not_read_stays():
     model = module(lambda self, x, unread: F.relu(x))
     x = (normal(2, 4), normal(2, 4))
-    _, _, made = written(fxq.quantize(model, REFERENCE, data=[x]), x)
-    assert [v.name for v in made.model.graph.input] == ["x", "unread"]
+    _, _, exported = written(fxq.quantize(model, REFERENCE, data=[x]), x)
+    assert [v.name for v in exported.model.graph.input] == ["x", "unread"]
 
 
 def test_sizes_of_images_may_vary():
     model, x = MODELS["upscaler"]
-    gm, _, made = written(fxq.quantize(model, REFERENCE, data=[x]), x, {"x": {2: "height", 3: "width"}})
-    other = normal(x.shape[0], x.shape[1], x.shape[2] + 3, x.shape[3] + 5)
-    (got,) = run_onnxruntime(made.model, [other])
-    wanted = gm(other)
+    gm, _, exported = written(fxq.quantize(model, REFERENCE, data=[x]), x, {"x": {2: "height", 3: "width"}})
+    x_larger = normal(x.shape[0], x.shape[1], x.shape[2] + 3, x.shape[3] + 5)
+    (got,) = run_onnxruntime(exported.model, [x_larger])
+    wanted = gm(x_larger)
     assert got.shape == wanted.shape and sqnr(wanted, got) > 35
 
 
 def test_sizes_may_vary_where_layers_take_all_that_are_large_enough():
     layers = nn.Conv2d(3, 8, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 8, 5, stride=2), nn.AdaptiveAvgPool2d(1)
-    x, other = normal(2, 3, 24, 24), normal(3, 3, 31, 19)
+    x, x_other = normal(2, 3, 24, 24), normal(3, 3, 31, 19)
     qmodel = fxq.quantize(nn.Sequential(*layers).eval(), REFERENCE, data=[x])
-    gm, _, made = written(qmodel, x, {"input": {0: "batch", 2: "height", 3: "width"}})
-    (got,) = run_onnxruntime(made.model, [other])
-    assert got.shape == (3, 8, 1, 1) and sqnr(gm(other), got) > 35
+    gm, _, exported = written(qmodel, x, {"input": {0: "batch", 2: "height", 3: "width"}})
+    (got,) = run_onnxruntime(exported.model, [x_other])
+    assert got.shape == (3, 8, 1, 1) and sqnr(gm(x_other), got) > 35
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_sizes_of_rows_that_are_measured_may_vary(symmetric):
+def test_sizes_of_rows_with_dynamic_ranges_may_vary(symmetric):
     spec = fxq.TensorSpec(per="row", range="dynamic", symmetric=symmetric)
-    x, other = normal(2, 5, 16), 30 * normal(3, 1, 16)
+    x, x_other = normal(2, 5, 16), 30 * normal(3, 1, 16)
     recipe = fxq.Recipe.dynamic(activation=spec, backend="reference")
     qmodel = fxq.quantize(nn.Sequential(nn.Linear(16, 8)).eval(), recipe, data=[x])
-    gm, _, made = written(qmodel, x, {"input": {0: "n", 1: "t"}})
-    (got,) = run_onnxruntime(made.model, [other])
-    assert sqnr(gm(other), got) > 60  # dB
+    gm, _, exported = written(qmodel, x, {"input": {0: "n", 1: "t"}})
+    (got,) = run_onnxruntime(exported.model, [x_other])
+    assert sqnr(gm(x_other), got) > 60  # dB
 
 
 def test_fixed_sizes():
     model, x = MODELS["residual"]
-    _, _, made = written(fxq.quantize(model, REFERENCE, data=[x]), x, False)
-    assert [d.dim_value for d in made.model.graph.input[0].type.tensor_type.shape.dim] == list(x.shape)
+    _, _, exported = written(fxq.quantize(model, REFERENCE, data=[x]), x, False)
+    assert [d.dim_value for d in exported.model.graph.input[0].type.tensor_type.shape.dim] == list(x.shape)
 
 
 def test_a_size_that_the_model_needs_is_no_size_that_varies():
     model = module(lambda self, x: x.reshape(3, -1).relu())
     qmodel = fxq.quantize(model, REFERENCE, data=[normal(3, 4)])
     with pytest.raises(
-        NotInOnnx, match=r"reshape.* takes 'batch' or 'width' for a fixed size \(.*batch.*\)\. Export it"
+        NotInOnnx, match=r"reshape.* needs a fixed size of 'batch' or 'width' \(.*batch.*\)\. Export it"
     ):
         written(qmodel, normal(3, 4), {"x": {0: "batch", 1: "width"}})
     written(qmodel, normal(3, 4), False)
@@ -201,5 +201,5 @@ def test_a_leaf_is_refused_by_name():
 
     model = nn.Sequential(nn.Linear(4, 4), Leaf(), nn.Linear(4, 2)).eval()
     qmodel = fxq.quantize(model, REFERENCE.leaf("1"), data=[normal(2, 4)])
-    with pytest.raises(NotInOnnx, match=r"layer '1'\): the module '1' \(Leaf\) is kept as it is"):
+    with pytest.raises(NotInOnnx, match=r"layer '1'\): the module '1' \(Leaf\) is a leaf"):
         written(qmodel, normal(2, 4))

@@ -1,4 +1,4 @@
-"""What a model is made of: names, constants, and what is left out."""
+"""Writer: names, constants, and nodes that are left out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LIKE = torch.empty(3)
 
 
 def test_names_are_unique():
-    """Also those of inputs that are called what a node, a constant or an output would be."""
+    """Also if inputs are named like nodes, constants or outputs."""
     w = Writer()
     names = ["constant", "Relu", "output_0", "x"]
     values = [w.input(name, LIKE) for name in names]
@@ -31,12 +31,12 @@ def test_names_are_unique():
     assert torch.equal(got, torch.ones(3))
 
 
-def test_what_nobody_reads_is_left_out():
+def test_nodes_that_no_output_needs_are_left_out():
     w = Writer()
     x = w.input("x", LIKE)
     w.emit("Add", x, torch.ones(3))
-    made = w.emit("Clip", x, None, torch.tensor(1.0), extra=None)
-    model = w.model([Value(made, LIKE)])
+    clamped = w.emit("Clip", x, None, torch.tensor(1.0), extra=None)
+    model = w.model([Value(clamped, LIKE)])
     assert [node.op_type for node in model.graph.node] == ["Clip"]
     assert list(model.graph.node[0].input) == ["x", "", "/constant_1"]
     assert len(model.graph.initializer) == 1 and not model.graph.node[0].attribute
@@ -46,8 +46,8 @@ def test_a_tensor_is_one_constant():
     w = Writer()
     tensor = torch.arange(3)
     assert w.constant(tensor) == w.constant(tensor) != w.constant(tensor.clone())
-    assert w.value_of(w.constant(tensor)) is tensor
-    assert w.kept("key", tensor.clone) is w.kept("key", tensor.clone)
+    assert w.constant_of(w.constant(tensor)) is tensor
+    assert w.cached_constant("key", tensor.clone) is w.cached_constant("key", tensor.clone)
 
 
 @pytest.mark.parametrize(
@@ -58,8 +58,8 @@ def test_a_tensor_is_one_constant():
 def test_constants_of_each_type(dtype):
     w = Writer()
     tensor = torch.tensor([[0, 1, 2], [3, 4, 0]]).to(dtype).t()  # with gaps
-    made = w.cast(tensor, torch.float32)
-    model = w.model([Value(made, torch.empty(3, 2))])
+    real = w.cast(tensor, torch.float32)
+    model = w.model([Value(real, torch.empty(3, 2))])
     assert model.graph.initializer[0].data_type == onnx_type(dtype)
     assert torch.equal(run_onnxruntime(model, [])[0], tensor.float())
 
@@ -71,14 +71,14 @@ def test_constants_of_four_bits(kind, shape):
     low = -8 if kind == INT4 else 0
     values = torch.randint(low, low + 16, shape, generator=torch.Generator().manual_seed(2))
     values = values.to(torch.int8 if low else torch.uint8)
-    made = w.emit("Cast", w.constant(values, kind), to=onnx_type(torch.float32))
-    model = w.model([Value(made, torch.empty(shape))])
+    real = w.emit("Cast", w.constant(values, kind), to=onnx_type(torch.float32))
+    model = w.model([Value(real, torch.empty(shape))])
     onnx.checker.check_model(model, full_check=True)
     assert torch.equal(run_onnxruntime(model, [])[0], values.float())
 
 
 def test_types_that_onnx_has_not():
-    with pytest.raises(NotInOnnx, match=r"values of torch.complex64 have no type in ONNX"):
+    with pytest.raises(NotInOnnx, match=r"ONNX has no type for values of torch.complex64"):
         Writer().constant(torch.zeros(2, dtype=torch.complex64))
 
 

@@ -20,15 +20,15 @@ openvino = pytest.importorskip("openvino")
 
 
 def run_onnxruntime(model: Any, inputs: Sequence[Tensor], optimized: bool = False) -> list[Tensor]:
-    """What ONNX Runtime makes of a model, node by node as it is written, or as it joins them."""
+    """Run a model in ONNX Runtime, node by node, or with its optimizations."""
     options = ort.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = 1, 3
     if not optimized:
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.add_session_config_entry("session.x64quantprecision", "1")
     session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    given = {arg.name: x.numpy() for arg, x in zip(session.get_inputs(), inputs, strict=True)}
-    return [torch.from_numpy(y) for y in session.run(None, given)]
+    feeds = {arg.name: x.numpy() for arg, x in zip(session.get_inputs(), inputs, strict=True)}
+    return [torch.from_numpy(y) for y in session.run(None, feeds)]
 
 
 @cache
@@ -37,21 +37,21 @@ def _core() -> Any:
 
 
 def run_openvino(model: Any, inputs: Sequence[Tensor]) -> list[Tensor]:
-    """What OpenVINO makes of a model."""
+    """Run a model in OpenVINO."""
     settings = {"INFERENCE_NUM_THREADS": 1, "INFERENCE_PRECISION_HINT": "f32"}
     compiled = _core().compile_model(_core().read_model(model.SerializeToString()), "CPU", settings)
-    given = {arg.name: x.numpy() for arg, x in zip(model.graph.input, inputs, strict=True)}
-    read = [given[next(iter(port.names & given.keys()))] for port in compiled.inputs]  # not those that nothing reads
+    feeds = {arg.name: x.numpy() for arg, x in zip(model.graph.input, inputs, strict=True)}
+    read = [feeds[next(iter(port.names & feeds.keys()))] for port in compiled.inputs]  # without unused inputs
     request = compiled.create_infer_request()
-    made = request.infer(read)
-    return [torch.from_numpy(made[out].copy()) for out in compiled.outputs]
+    results = request.infer(read)
+    return [torch.from_numpy(results[out].copy()) for out in compiled.outputs]
 
 
 ENGINES: dict[str, Callable[..., list[Tensor]]] = {"onnxruntime": run_onnxruntime, "openvino": run_openvino}
 
 
 def single(op: str, *values: Any, **options: Any) -> fx.GraphModule:
-    """A graph of one call of an op: tensors (and lists of them) are its inputs, weights (`Parameter`) its constants."""
+    """Graph of one call of an op; tensors, also in lists, are its inputs, and parameters its constants."""
     root, graph = torch.nn.Module(), fx.Graph()
 
     def read(value: Any) -> Any:
@@ -69,9 +69,9 @@ def single(op: str, *values: Any, **options: Any) -> fx.GraphModule:
 
 
 def weight(*shape: int, seed: int = 5, **kind: Any) -> torch.nn.Parameter:
-    """A constant: random, or of integers."""
-    made = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) / 2
-    return torch.nn.Parameter(made.to(**kind) if kind else made, requires_grad=False)
+    """A random constant, of a given dtype."""
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) / 2
+    return torch.nn.Parameter(values.to(**kind) if kind else values, requires_grad=False)
 
 
 def normal(*shape: int, seed: int = 1) -> Tensor:
@@ -100,16 +100,16 @@ class Call:
         return flat
 
     def check(self, engine: str, rtol: float = 2e-6, **options: Any) -> None:
-        """The engine gives what torch gives: shape, type, and values to `rtol` of the largest."""
+        """Assert that the engine returns torch's shape, dtype, and values to `rtol` of the largest."""
         gm = single(self.op, *self.values, **self.options)
         written = write_onnx(gm, self.inputs, **options)
         onnx.checker.check_model(written.model, full_check=True)
-        (got,) = ENGINES[engine](written.model, [self.inputs[i] for i in written.reads])
+        (got,) = ENGINES[engine](written.model, [self.inputs[i] for i in written.input_indices])
         same(got, gm(*self.inputs), rtol)
 
 
 def same(got: Tensor, wanted: Tensor, rtol: float) -> None:
-    """Shape, type and values, to `rtol` of the largest finite one."""
+    """Assert equal shape and dtype, and equal values to `rtol` of the largest finite one."""
     assert got.shape == wanted.shape and got.dtype == wanted.dtype
     if not wanted.dtype.is_floating_point:
         assert torch.equal(got, wanted)
@@ -123,17 +123,17 @@ def call(op: str, *values: Any, **options: Any) -> Call:
 
 
 def in_both(calls: Sequence[Call], lacking: dict[str, str] | None = None) -> Any:
-    """Parametrizes a test over calls and engines.
+    """Parametrize a test over calls and engines.
 
     Args:
         calls: the calls.
-        lacking: calls (by the beginning of `engine-call`) that an engine does not compute, or wrongly, and why.
+        lacking: reasons of expected failures, by the beginning of `engine-call`.
     """
-    found = []
-    for each in calls:
+    params = []
+    for op_call in calls:
         for engine in ENGINES:
-            name = f"{engine}-{each}"
+            name = f"{engine}-{op_call}"
             reason = next((why for begin, why in (lacking or {}).items() if name.startswith(begin)), None)
             marks = [pytest.mark.xfail(reason=reason)] if reason else []
-            found.append(pytest.param(each, engine, id=name, marks=marks))
-    return pytest.mark.parametrize(("call", "engine"), found)
+            params.append(pytest.param(op_call, engine, id=name, marks=marks))
+    return pytest.mark.parametrize(("call", "engine"), params)

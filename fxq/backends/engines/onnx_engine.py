@@ -14,7 +14,7 @@ from fxq.backends.engine_layers import region_layer
 from fxq.backends.engines.request import EngineCall, Request
 from fxq.graph.info import EngineLayer
 from fxq.graph.query import is_op, op_of
-from fxq.onnx.graph import TO_LAST, Written, refusal, write_onnx
+from fxq.onnx.graph import TO_LAST, OnnxGraph, refusal, write_onnx
 
 
 class OnnxKernel(EngineKernel):
@@ -23,7 +23,7 @@ class OnnxKernel(EngineKernel):
     integer_bias: ClassVar[bool] = True
 
     @classmethod
-    def written(cls, gm: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Written:
+    def written(cls, gm: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> OnnxGraph:
         """A region as the ONNX model that the engine gets; `gm` may be edited for that. See `write_onnx`."""
         return write_onnx(gm, inputs, integer_bias=cls.integer_bias, **options)
 
@@ -46,7 +46,7 @@ class OnnxKernel(EngineKernel):
         given = [x.float() if floats and x.dtype in (torch.uint8, torch.int8) else x for x in inputs]
         last = [is_channels_last(x) for x in given]
         written = cls.written(gm, given, channels_last=last, floats=floats)
-        tensors = [(given[i].permute(TO_LAST) if last[i] else given[i]).contiguous() for i in written.reads]
+        tensors = [(given[i].permute(TO_LAST) if last[i] else given[i]).contiguous() for i in written.input_indices]
         return written.model, tensors
 
     @classmethod

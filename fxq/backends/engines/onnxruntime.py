@@ -22,7 +22,7 @@ from fxq.backends.engines.request import Request
 from fxq.graph.info import EngineLayer
 from fxq.graph.query import constant
 from fxq.graph.unit import Calls, OpCall
-from fxq.onnx.graph import Written
+from fxq.onnx.graph import OnnxGraph
 from fxq.onnx.onnx_objects import THREADS, onnx_type
 from fxq.ops import OPS
 from fxq.quant.spec import QuantConfig, TensorSpec
@@ -34,7 +34,7 @@ class OnnxruntimeKernel(OnnxKernel):
     name: ClassVar[str] = "onnxruntime.region"
 
     @classmethod
-    def written(cls, gm: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Written:
+    def written(cls, gm: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> OnnxGraph:
         """ONNX form of a region, with ConvInteger for convolutions whose result stays in float, see `OnnxKernel`."""
         return super().written(gm, inputs, integer_conv=True, **options)
 

@@ -28,7 +28,7 @@ from fxq.backends.engines.request import Request
 from fxq.backends.table.layer_rows import is_depthwise_call
 from fxq.graph.info import EngineLayer, info
 from fxq.graph.unit import Calls
-from fxq.onnx.graph import Written
+from fxq.onnx.graph import OnnxGraph
 from fxq.ops import OPS
 from fxq.quant.spec import QuantConfig
 
@@ -60,7 +60,7 @@ class OpenvinoKernel(OnnxKernel):
         self.jit, self.snippets = jit, snippets
 
     @classmethod
-    def written(cls, gm: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Written:
+    def written(cls, gm: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> OnnxGraph:
         """As in `OnnxKernel`."""
         convert_before_moves(gm)
         return super().written(gm, inputs, **options)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fxq.errors import InputError, words_of
-from fxq.onnx.graph import TO_FIRST, TO_LAST, Written
+from fxq.onnx.graph import TO_FIRST, TO_LAST, OnnxGraph
 from fxq.onnx.writer import in_range
 
 SMALL = 1 << 16
@@ -52,10 +52,10 @@ class EngineCall:
     """
 
     def __init__(
-        self, written: Written, requests: Callable[[], Request], inputs: Sequence[Any], turned: Sequence[bool]
+        self, written: OnnxGraph, requests: Callable[[], Request], inputs: Sequence[Any], turned: Sequence[bool]
     ) -> None:
         self.written, self.requests = written, requests
-        self.reads = [(i, _like(inputs[i], turned[i]), turned[i]) for i in written.reads]
+        self.reads = [(i, _like(inputs[i], turned[i]), turned[i]) for i in written.input_indices]
         self._thread = threading.local()
         self._thread.call = self._for_thread()
 
@@ -68,7 +68,7 @@ class EngineCall:
 
     def _for_thread(self) -> Callable[[Sequence[Any]], Any]:
         """A function of the inputs, for one thread. What it needs it has at hand: small models run in 20 us."""
-        request, indices, several = self.requests(), self.written.indices, self.written.several
+        request, indices, several = self.requests(), self.written.indices, self.written.returns_sequence
         set_input, set_output, run = request.set_input, request.set_output, request.run
         reads = [
             (i, at, turn, _place(like, turn, partial(set_input, i))) for i, (at, like, turn) in enumerate(self.reads)

@@ -1,4 +1,4 @@
-"""What oneDNN's kernels share: packed weights, and how a kernel finishes."""
+"""Packed weights, post-ops and input checks of the kernels that call oneDNN."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _KERNEL_NAME = {"relu6": "hardtanh", "silu": "swish"}
 
 
 class Epilogue(NamedTuple):
-    """What happens to a kernel's float result.
+    """oneDNN post-op of a kernel, and a clamp of its result.
 
     Attributes:
         name: oneDNN's name of the post-op.
-        args: its arguments.
-        algorithm: its variant.
-        clamp: integer bounds to apply to the uint8 result, or None.
+        args: arguments of the post-op.
+        algorithm: variant of the post-op.
+        clamp: integer bounds of the uint8 result that the kernel does not apply, or None.
     """
 
     name: str
@@ -33,30 +33,32 @@ class Epilogue(NamedTuple):
     clamp: tuple[int, int] | None
 
     def finish(self, y: Tensor) -> Tensor:
-        """Apply `clamp` in place."""
+        """Apply `clamp` to a result in place."""
         return y if self.clamp is None else y.clamp_(*self.clamp)
 
-    def behind(self, run: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """`run`, and then `finish`."""
+    def appended_to(self, run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Return a function that calls `run`, then `finish`."""
         return run if self.clamp is None else lambda *values: self.finish(run(*values))
 
 
 def epilogue(post: PostOp | None, out: QParams | None, fused: bool = True) -> Epilogue:
-    """The cheapest way to get `post` and the grid of `out` (kernels saturate at 0 and 255 only).
+    """Return the fastest post-op for an activation function and an output grid.
+
+    oneDNN's kernels saturate at 0 and 255 only, so a grid with other limits needs a clamp.
 
     Args:
         post: the activation function.
-        out: the grid of the result; None for a float result.
-        fused: whether the kernel can clamp in float; if not (after a residual), only relu and none are left to it.
+        out: grid of the result; None for a float result.
+        fused: whether the kernel can clamp in float. With a residual it cannot: it applies relu or nothing.
     """
     interval = bounds(post)
-    narrow = out is not None and (out.qmin, out.qmax) != (0, 255)
+    has_limits = out is not None and (out.qmin, out.qmax) != (0, 255)
     if interval is None:
         assert post is not None  # bounds(None) is an interval
-        clamp = (out.qmin, out.qmax) if out is not None and narrow else None
+        clamp = (out.qmin, out.qmax) if out is not None and has_limits else None
         return Epilogue(_KERNEL_NAME.get(post.name, post.name), list(post.args), post.algorithm, clamp)
     plain = post is None or post.name == "relu"
-    if plain and not narrow:
+    if plain and not has_limits:
         return Epilogue("none" if post is None else "relu", [], "", None)
     if out is None:
         return Epilogue("hardtanh", list(interval), "", None)
@@ -67,16 +69,16 @@ def epilogue(post: PostOp | None, out: QParams | None, fused: bool = True) -> Ep
 
 
 class OnednnLayer(LayerKernel):
-    """A layer on oneDNN's kernels."""
+    """Layer that oneDNN's kernels run."""
 
     @classmethod
     def adds_in_int16(cls, depthwise: bool) -> bool:
-        """Whether oneDNN adds pairs of products in int16 on this CPU."""
+        """Whether oneDNN adds pairs of products in int16 on this CPU, which may saturate."""
         return not (cpu.has_exact_depthwise() if depthwise else cpu.has_vnni())
 
 
 class PackedWeight(NamedTuple):
-    """A weight in oneDNN's layout, with what goes with it."""
+    """Weight in oneDNN's layout, with scale, zero point and bias as oneDNN's ops take them."""
 
     weight: Tensor
     scale: Tensor
@@ -85,16 +87,23 @@ class PackedWeight(NamedTuple):
 
 
 def check_image(name: str, shape: torch.Size, dims: int, channels: int) -> None:
-    """Refuse an input of a convolution that is not (N, channels, *size) or (channels, *size), `dims` sizes."""
+    """Raise `InputError` unless an input is (N, channels, *size) or (channels, *size).
+
+    Args:
+        name: name of the kernel, for the message.
+        shape: shape of the input.
+        dims: number of spatial dimensions.
+        channels: number of input channels.
+    """
     if len(shape) not in (dims + 1, dims + 2):
         raise InputError(
-            f"{name}: an input of shape {tuple(shape)}; the layer takes {dims + 2} dimensions, or {dims + 1} without a "
-            "batch."
+            f"{name}: the input has shape {tuple(shape)}; the layer takes {dims + 2} dimensions, "
+            f"or {dims + 1} without a batch axis."
         )
     if shape[-1 - dims] != channels:
-        raise InputError(f"{name}: an input with {shape[-1 - dims]} channels; the layer takes {channels}.")
+        raise InputError(f"{name}: the input has {shape[-1 - dims]} channels; the layer takes {channels}.")
 
 
-def target(out: QParams | None) -> tuple[float, int, torch.dtype]:
-    """Scale, zero point and type of a result; None: float32."""
+def output_grid(out: QParams | None) -> tuple[float, int, torch.dtype]:
+    """Scale, zero point and dtype of a result on the grid `out`; None is a float32 result."""
     return (*scale_and_zero_point(out), torch.float32 if out is None else torch.uint8)

@@ -1,7 +1,7 @@
-"""Convolution of the x86 backend: oneDNN's int8 kernel on plain tensors.
+"""Convolution of the x86 backend on oneDNN's int8 kernel.
 
 Activations are uint8 with one scale and zero point, weights int8 with zero point 0. oneDNN's packed weights cannot be
-copied or pickled, so a kernel keeps the plain tensors and packs on first use.
+copied or pickled, so a kernel stores plain tensors and packs them on first use.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from fxq.backends.plain.converters import dequantize, is_image, quantize
 from fxq.backends.table.layer_spec import LayerSpec, is_depthwise
 from fxq.backends.x86.conv_padding import Padding
 from fxq.backends.x86.conv_shape import Geometry, geometry, sum_is_misread
-from fxq.backends.x86.onednn import OnednnLayer, PackedWeight, check_image, epilogue, target
+from fxq.backends.x86.onednn import OnednnLayer, PackedWeight, check_image, epilogue, output_grid
 from fxq.errors import BackendError
 from fxq.ops import OPS
 
 _onednn = torch.ops.onednn
-PACKED = 4
-"""Sizes of images that a weight is packed for."""
+MAX_PACKED_SIZES = 4
+"""Image sizes that a weight is packed for."""
 
 
 class ConvPlan(NamedTuple):
-    """How a convolution runs for one input shape.
+    """Prepared call of a convolution for one input shape.
 
     Attributes:
-        shape: the output's, (N, C, H, W).
-        run: channels-last image -> channels-last result. Where there is a residual it comes second, channels-last, of
-            the output's shape, and is overwritten.
+        shape: shape of the output, (N, C, H, W).
+        run: function of a channels-last image that returns a channels-last result. Its second argument is the residual,
+            if the kernel adds one: channels-last, of the output's shape. It is overwritten.
     """
 
     shape: torch.Size
@@ -44,24 +44,23 @@ class ConvPlan(NamedTuple):
 class OnednnConv(OnednnLayer):
     """conv1d and conv2d: uint8 in, uint8 or float32 out, channels-last out.
 
-    The kernel is told that the input's zero point is 0: it is folded into the bias, and unless it
-    really is 0 the padding is done before.
-    With a zero point, oneDNN (of torch 2.13, on AVX512 and AMX) returns wrong numbers or crashes for many shapes, such
-    as 35 output channels in each of 3 groups, or padding wider than the kernel; and it is slower.
+    oneDNN is called with zero point 0. The input's zero point is folded into the bias, and the input is padded with it
+    before the call. With another zero point, oneDNN (torch 2.13, AVX512 and AMX) is slower, and it crashes or is wrong
+    for many shapes, such as 35 output channels in each of 3 groups, or padding wider than the kernel.
 
-    With AMX, a kernel that `conv_shape.misread` names gets one more row or column, of zeros: oneDNN is wrong for it as
-    it is. With AVX2-VNNI, the residual is added to a float result where `conv_shape.sum_is_misread`.
+    With AMX, a weight that `conv_shape.misread` names gets an extra row or column of zeros, because oneDNN is wrong
+    without it. With AVX2-VNNI, the residual is added in float if `conv_shape.sum_is_misread`.
 
-    `prelu` and `leaky_relu` are not among oneDNN's. With slopes a <= 1, prelu(y) = max(y, a * y), and rounding is
-    monotone: y and a * y are both computed by the convolution, as twice as many channels (one after the other where
-    there are groups), and the larger integer is the rounded result; with a >= 1 the smaller one.
+    oneDNN has no `prelu` and `leaky_relu`. For slopes a <= 1, prelu(y) = max(y, a * y), and rounding is monotone. The
+    convolution computes y and a * y as twice as many channels (as two convolutions if it has groups), and the larger
+    integer is the rounded result. For slopes a >= 1 it is the smaller one.
 
     Args:
         spec: weight (C_out, C_in / groups, *kernel) with 1 or 2 dimensions; post None or one of `posts`, after a
             residual a clamp.
 
     Raises:
-        BackendError: for what `refuses` names.
+        BackendError: `refuses` gives a reason.
     """
 
     name: ClassVar[str] = "x86.conv"
@@ -77,13 +76,16 @@ class OnednnConv(OnednnLayer):
         self._dims = spec.dims
         self._doubles = self._slopes is not None
         self._epilogue = epilogue(None if self._doubles else self.post, self.out, fused=self.residual is None)
-        self._input, self._sum = scale_and_zero_point(self.x), scale_and_zero_point(self.residual)
-        self._output = target(self.out)
+        self._input, self._output, self._sum = (
+            scale_and_zero_point(self.x),
+            output_grid(self.out),
+            scale_and_zero_point(self.residual),
+        )
 
     def _plan(self, shape: torch.Size) -> ConvPlan:
-        """The plan for inputs of `shape` (N, C, H, W)."""
+        """Prepare the call for inputs of `shape` (N, C, H, W)."""
         check_image(self.name, shape, 2, self.weight.shape[1] * self.groups)
-        found = geometry(
+        conv = geometry(
             self.weight,
             shape,
             stride=self.stride,
@@ -92,43 +94,46 @@ class OnednnConv(OnednnLayer):
             groups=self.groups,
             native=self._pads_natively(),
         )
-        forms = self._cached(("forms", found.weight.shape), lambda: self._forms(found.weight))
-        calls = [self._call(form, found, i) for i, form in enumerate(forms)]
-        run = self._epilogue.behind(self._prelu(calls, found.shape) if self._doubles else calls[0])
-        if any(found.pad):
-            run = _padded(run, Padding(shape, found.pad, self.x.z))
-        return ConvPlan(found.shape, run)
+        forms = self._cached(("forms", conv.weight.shape), lambda: self._forms(conv.weight))
+        calls = [self._call(form, conv, i) for i, form in enumerate(forms)]
+        run = self._epilogue.appended_to(self._prelu(calls, conv.shape) if self._doubles else calls[0])
+        if any(conv.pad):
+            run = _padded(run, Padding(shape, conv.pad, self.x.z))
+        return ConvPlan(conv.shape, run)
 
-    def _call(self, form: tuple[Tensor, Tensor, Tensor], call_geometry: Geometry, which: int) -> Callable[..., Tensor]:
-        """oneDNN's convolution with the weight, scale and bias of one of the forms."""
-        *packed, bias = self._pack(*form, call_geometry, which)
+    def _call(self, form: tuple[Tensor, Tensor, Tensor], conv: Geometry, number: int) -> Callable[..., Tensor]:
+        """Return a call of oneDNN's convolution with one entry of `_forms`, given with its number there."""
+        *packed, bias = self._pack(*form, conv, number)
         before: tuple[Any, ...] = (self._input[0], 0, *packed)
-        after: tuple[Any, ...] = (bias, *call_geometry.arguments, *self._output)
+        after: tuple[Any, ...] = (bias, *conv.arguments, *self._output)
         if self.residual is None:
             op, rest = _onednn.qconv2d_pointwise.default, (*before, *after, *self._epilogue[:3])
             return lambda x: op(x, *rest)
-        if sum_is_misread(call_geometry.weight, call_geometry.arguments[2], call_geometry.arguments[3]):
-            return self._added_in_float((*before, bias, *call_geometry.arguments))
-        add, behind = _onednn.qconv2d_pointwise.binary, (*after, *self._sum, "sum", 1.0, *self._epilogue[:3])
-        return lambda x, residual: add(x, *before, residual, *behind)
+        if sum_is_misread(conv.weight, conv.arguments[2], conv.arguments[3]):
+            return self._added_in_float((*before, bias, *conv.arguments))
+        add, after = _onednn.qconv2d_pointwise.binary, (*after, *self._sum, "sum", 1.0, *self._epilogue[:3])
+        return lambda x, residual: add(x, *before, residual, *after)
 
     def _added_in_float(self, arguments: tuple[Any, ...]) -> Callable[..., Tensor]:
-        """oneDNN's convolution with float32 output, plus the residual, then quantized."""
+        """Return a call of oneDNN's convolution with float32 output that adds the residual and quantizes the sum."""
         assert self.out is not None  # no kernel adds a residual and emits float32
-        op, rest = _onednn.qconv2d_pointwise.default, (*arguments, *target(None), "none", [], "")
+        op, rest = _onednn.qconv2d_pointwise.default, (*arguments, *output_grid(None), "none", [], "")
         lowest = self.out.z if self._epilogue.name == "relu" else 0
         grid = self.out.s, self.out.z, 255, lowest
         return lambda x, residual: quantize(op(x, *rest).add_(dequantize(residual, *self._sum)), *grid)
 
     @property
     def _slopes(self) -> Tensor | None:
-        """The slopes of prelu or leaky_relu, (1,) or (C_out,); None for another post."""
+        """Slopes of prelu or leaky_relu, float32, (1,) or (C_out,); None for other activation functions."""
         if self.post is None or self.post.name not in self.slow_posts:
             return None
         return torch.tensor(self.post.args, dtype=torch.float32, device="cpu") if self.slope is None else self.slope
 
     def _forms(self, weight: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """What to convolve with: weight, scale and bias, with the input's zero point folded into the bias."""
+        """Weight, scale and bias of each convolution to run, with the input's zero point folded into the bias.
+
+        For prelu there are two: of y and of a * y; without groups they are joined in one.
+        """
         scale = self.weight_scale.expand(weight.shape[0]).contiguous()
         shift = weight.sum((1, 2, 3)).double() * scale.double() * (self.x.s * self.x.z)
         bias = (-shift if self.bias is None else self.bias.double() - shift).float()
@@ -142,33 +147,33 @@ class OnednnConv(OnednnLayer):
     def _pads_natively(self) -> bool:
         """Whether oneDNN's own padding is right.
 
-        It pads with the integer 0, so that must be the zero point; and only for plain and depthwise convolutions that
-        pad by half of the kernel at most has no wrong result been seen (3,700 random shapes, AVX512-VNNI and AMX).
+        It pads with the integer 0, so the zero point must be 0. It was right in all tests (3,700 random shapes,
+        AVX512-VNNI and AMX) for plain and depthwise convolutions that pad by at most half of the kernel.
         """
         kernel = self.weight.shape[2:]
         half = all(p <= (d * (k - 1) + 1) // 2 for p, k, d in zip(self.padding, kernel, self.dilation, strict=True))
         return self.x.z == 0 and half and (self.groups == 1 or is_depthwise(self.weight.shape, self.groups))
 
-    def _pack(self, weight: Tensor, scale: Tensor, bias: Tensor, found: Geometry, which: int) -> PackedWeight:
-        """The weight packed for images of this size or, behind the first few sizes, of the nearest of those.
+    def _pack(self, weight: Tensor, scale: Tensor, bias: Tensor, conv: Geometry, number: int) -> PackedWeight:
+        """Pack a weight for images of this size, or after the first `MAX_PACKED_SIZES` sizes, reuse the nearest one.
 
-        oneDNN takes any, and lays a weight out again at every call where it wants it otherwise. That is rare, and much
-        less work than to pack it.
+        oneDNN takes a weight in any layout, and reorders it in every call if it needs another layout. That is rare, and
+        much cheaper than packing.
         """
-        arguments = tuple(map(str, found.arguments))
-        # It is packed for a number of threads, and laid out again at every call with another one.
-        key = "packed", which, weight.shape, arguments, torch.get_num_threads()
+        arguments = tuple(map(str, conv.arguments))
+        # Packing depends on the number of threads; with another number, oneDNN reorders the weight in every call.
+        key = "packed", number, weight.shape, arguments, torch.get_num_threads()
         packs: dict[tuple[int, ...], Tensor] = self._cached(key, dict)
-        image = tuple(found.image)
+        image = tuple(conv.image)
         if image not in packs:
-            if len(packs) < PACKED:
-                packs[image] = _onednn.qconv_prepack(weight, scale, self.x.s, 0, *found.arguments, found.image)
+            if len(packs) < MAX_PACKED_SIZES:
+                packs[image] = _onednn.qconv_prepack(weight, scale, self.x.s, 0, *conv.arguments, conv.image)
             else:
-                image = min(list(packs), key=lambda known: abs(math.prod(known) - math.prod(found.image)))
+                image = min(list(packs), key=lambda size: abs(math.prod(size) - math.prod(conv.image)))
         return PackedWeight(packs[image], scale, torch.zeros(len(scale), dtype=torch.int32, device="cpu"), bias)
 
     def bind(self, x: Tensor, residual: Tensor | None = None) -> Callable[..., Tensor]:
-        """As in `Bindable`: channels-last images go straight to oneDNN."""
+        """Return a function for inputs like `x` that calls oneDNN directly for channels-last images."""
         if self._dims != 2 or not is_image(x):
             return self.forward
         plan = self._planned(x.shape)
@@ -191,12 +196,12 @@ class OnednnConv(OnednnLayer):
         return y if batched else y.squeeze(0)
 
     def _planned(self, shape: torch.Size) -> ConvPlan:
-        """The plan for images of a shape."""
+        """Plan for images of a shape, from the cache or new."""
         plan: ConvPlan = self._cached_for_size((shape, torch.get_num_threads()), lambda: self._plan(shape))
         return plan
 
     def _prelu(self, calls: list[Callable[..., Tensor]], shape: torch.Size) -> Callable[..., Tensor]:
-        """prelu of a convolution; one call gives both forms side by side where there are no groups."""
+        """Return a function that computes prelu from two calls, or from one call with both forms as channels."""
         slopes = self._slopes
         assert slopes is not None  # asked for prelu and leaky_relu only
         first = calls[0]
@@ -216,9 +221,13 @@ class OnednnConv(OnednnLayer):
         return run
 
     def _scratch(self, residual: Tensor | None, shape: torch.Size, batched: bool) -> Tensor:
-        """The residual as the kernel takes it, which overwrites it and returns the sum in a tensor of its own."""
+        """Residual in memory that the kernel may overwrite.
+
+        Raises:
+            BackendError: the residual is missing, or has another shape than the result.
+        """
         if residual is None:
-            raise BackendError(f"{self.name}: this kernel adds a residual; none was given.")
+            raise BackendError(f"{self.name}: this kernel adds a residual, but was called without one.")
         residual = _image(residual, self._dims, batched, copy=not self.inplace)
         if residual.shape != shape:
             raise BackendError(f"{self.name}: the residual is {tuple(residual.shape)}, the result {tuple(shape)}.")
@@ -226,7 +235,7 @@ class OnednnConv(OnednnLayer):
 
 
 def _padded(run: Callable[..., Tensor], padding: Padding) -> Callable[..., Tensor]:
-    """`run` of a padded image."""
+    """Return a function that pads an image and calls `run` with it."""
 
     def padded(x: Tensor, *residual: Tensor) -> Tensor:
         image = padding.take(x)
@@ -238,7 +247,7 @@ def _padded(run: Callable[..., Tensor], padding: Padding) -> Callable[..., Tenso
 
 
 def _image(x: Tensor, dims: int, batched: bool, copy: bool = False) -> Tensor:
-    """`x` as a channels-last (N, C, H, W) tensor, `copy`: in memory of its own."""
+    """Return `x` as a channels-last (N, C, H, W) tensor; if `copy` is set, in new memory."""
     x = x if batched else x.unsqueeze(0)
     x = x if dims == 2 else x.unsqueeze(2)
     y = x.contiguous(memory_format=torch.channels_last)

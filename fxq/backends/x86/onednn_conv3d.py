@@ -1,4 +1,4 @@
-"""Convolution over depth, height and width, through two-dimensional kernels."""
+"""Convolution over depth, height and width, computed as a two-dimensional convolution."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from fxq.errors import BackendError
 class Conv3d(OnednnLayer):
     """conv3d: uint8 in, uint8 or float32 out.
 
-    The images that meet the same taps of the kernel's depth become channels of one image: a two-dimensional
-    convolution with as many times more input channels, for each depth of the output. oneDNN's own
-    (`qconv3d_pointwise`) applies no activation function and is off by one step on some elements.
+    For each depth of the output, the input images under the kernel become channels of one image. A two-dimensional
+    convolution with `depth` times as many input channels then computes the result. oneDNN's `qconv3d_pointwise` is not
+    used: it applies no activation function, and some of its results are off by one step.
 
     Args:
         spec: weight (C_out, C_in / groups, depth, height, width); post None or one of `posts`.
 
     Raises:
-        BackendError: for what `refuses` names.
+        BackendError: `refuses` gives a reason.
     """
 
     name: ClassVar[str] = "x86.conv3d"
@@ -36,15 +36,15 @@ class Conv3d(OnednnLayer):
 
     def __init__(self, spec: LayerSpec) -> None:
         super().__init__(spec)
-        self._conv()  # its products may overflow where those of a depthwise convolution do not
+        self._conv()  # raises early if its sums may overflow, though those of the depthwise convolution do not
 
     def _conv(self) -> OnednnConv:
-        """The convolution; its input channels are (channel, tap of the depth)."""
+        """Two-dimensional convolution whose input channels are (channel, depth in the kernel)."""
         sizes = {"stride": self.stride[1:], "padding": self.padding[1:], "dilation": self.dilation[1:]}
         return OnednnConv(replace(self.spec(), weight=self.weight.flatten(1, 2), **sizes))  # type: ignore[arg-type]
 
     def forward(self, x: Tensor) -> Tensor:
-        """uint8 (N, C, D, H, W) or (C, D, H, W), any strides -> `out`'s grid or float32, channels last in memory."""
+        """uint8 (N, C, D, H, W) or (C, D, H, W), any strides -> `out`'s grid or float32, channels-last in memory."""
         check_image(self.name, x.shape, 3, self.weight.shape[1] * self.groups)
         if x.dim() == 4:
             return self.forward(x.unsqueeze(0)).squeeze(0)

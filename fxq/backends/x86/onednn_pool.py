@@ -1,4 +1,4 @@
-"""Pooling of the x86 backend on plain uint8 tensors."""
+"""Average pooling of the x86 backend on uint8 tensors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fxq.quant.qparams import QParams
 
 
 class AvgPool2d(Kernel):
-    """avg_pool2d or avg_pool1d where padded zeros count, as a depthwise convolution with ones.
+    """avg_pool2d or avg_pool1d whose padding counts, as a depthwise convolution with weights of 1.
 
     Args:
         x: grid of the input.
@@ -58,13 +58,13 @@ class AvgPool2d(Kernel):
         divisor_override: int | None = None,
         dims: int = 2,
     ) -> str | None:
-        """Why a pooling with these options has no such kernel, or None."""
+        """Reason why this kernel does not run a pooling with these options, or None if it does."""
         pads = any(pair(padding, dims))
         reasons = [
             f"{dims}-d average pooling has no kernel" if dims not in (1, 2) else None,
             "average pooling with ceil_mode=True" if ceil_mode else None,
             "average pooling with a divisor_override" if divisor_override is not None else None,
-            "average pooling that leaves out the padding" if pads and not count_include_pad else None,
+            "average pooling that does not count its padding" if pads and not count_include_pad else None,
         ]
         return first_reason(reasons)
 
@@ -89,12 +89,12 @@ class AvgPool2d(Kernel):
 
 
 class AdaptiveAvgPool2d(Kernel):
-    """Adaptive average pooling: a pooling with windows where they are all alike, otherwise in float.
+    """Adaptive average pooling: as `AvgPool2d` if all windows have one size, otherwise in float.
 
     Args:
         x: grid of the input.
         out: grid of the output; None for float32.
-        output_size: height and width; None: as the input's.
+        output_size: height and width; None keeps the size of the input.
     """
 
     name: ClassVar[str] = "x86.adaptive_avg_pool2d"
@@ -107,10 +107,10 @@ class AdaptiveAvgPool2d(Kernel):
 
     def forward(self, x: Tensor) -> Tensor:
         """uint8 (N, C, H, W) or (C, H, W) -> `out`'s grid or float32, channels-last."""
-        key = tuple(n if wanted is None else wanted for n, wanted in zip(x.shape[-2:], self.output_size, strict=True))
-        if 0 in key or any(n % wanted for n, wanted in zip(x.shape[-2:], key, strict=True)):
-            y = F.adaptive_avg_pool2d(dequantize(x, self.x.s, self.x.z), (key[0], key[1]))
+        sizes = tuple(n if wanted is None else wanted for n, wanted in zip(x.shape[-2:], self.output_size, strict=True))
+        if 0 in sizes or any(n % wanted for n, wanted in zip(x.shape[-2:], sizes, strict=True)):
+            y = F.adaptive_avg_pool2d(dequantize(x, self.x.s, self.x.z), (sizes[0], sizes[1]))
             return y if self.out is None else quantize(y, self.out.s, self.out.z, self.out.qmax, self.out.qmin)
-        window = tuple(n // wanted for n, wanted in zip(x.shape[-2:], key, strict=True))
+        window = tuple(n // wanted for n, wanted in zip(x.shape[-2:], sizes, strict=True))
         pool = self._cached_for_size(window, lambda: AvgPool2d(self.x, self.out, window))
         return pool(x)

@@ -16,32 +16,33 @@ from fxq.backends.table.layer_spec import overflow_refused
 from fxq.backends.x86.jit_steps import run_steps
 from fxq.backends.x86.onednn import OnednnLayer
 from fxq.backends.x86.recurrent_product import input_product, row_product, state_product
-from fxq.backends.x86.recurrent_steps import Product, gru, lstm, rnn, scripted
+from fxq.backends.x86.recurrent_steps import StateProduct, gru, lstm, rnn, scripted
 from fxq.errors import InputError
 from fxq.graph.analysis.integer_sums import beyond_int32, largest_sum
 from fxq.ops.recurrent import rows_of_cell
 from fxq.quant.qparams import QParams, as_float32
 
 GATES = {"lstm": 4, "gru": 3, "rnn": 1}
+"""Number of gates of each op."""
 
 
 class RecurrentLoop(Kernel):
-    """An lstm, gru or rnn of one layer and direction: uint8 (T, N, I) in, what the op returns out.
+    """An lstm, gru or rnn of one layer and direction: uint8 (T, N, I) in, the op's result out.
 
-    What both products give is scaled to float32, in which gates and states are computed: each step calls few functions,
-    since a call costs as much as the arithmetic. The cell gate of an lstm is 1 - 2 * sigmoid(-2 x), which is tanh(x):
-    one sigmoid computes all four gates.
+    Both products are on integers; gates and states are computed in float32. Each step calls few functions, because a
+    call costs as much as the arithmetic. The cell gate of an lstm is computed as tanh(x) = 1 - 2 * sigmoid(-2 x), so
+    that one sigmoid computes all four gates.
 
     Args:
         weight_ih, weight_hh, weight_hr: int8, as in `fxq/ops/recurrent.py`, with their scales, float32, 0-d or (rows,).
         bias_ih, bias_hh: float32, or None.
-        h, c: initial states that are constants; None: those that are `given`, or zeros.
+        h, c: constant initial states; None if they are inputs or zeros.
         op: "lstm", "gru" or "rnn".
-        x: the grid of the input; of steps of 1 where its scale is `measured`.
-        out: the grid of the result; None: float32.
-        measured: whether the scale of the input comes behind it: float32, 0-d or (T, N, 1); its zero point may follow,
-            float32, too, and that of `x` is 0.
-        given: the initial states that are inputs, in the order h, c.
+        x: grid of the input; with a `dynamic` range, a grid with scale 1.
+        out: grid of the result; None for float32.
+        dynamic: whether the range of the input is dynamic. The call then takes its scale after the input, float32, 0-d
+            or (T, N, 1). Its zero point may follow, float32; then the zero point of `x` is 0.
+        state_inputs: names of the initial states that are inputs, in the order h, c.
         reverse, cell, nonlinearity, state_qmax, state_scale: as in `fxq/ops/recurrent.py`.
 
     Raises:
@@ -50,7 +51,7 @@ class RecurrentLoop(Kernel):
 
     name: ClassVar[str] = "x86.recurrent"
     options: ClassVar[tuple[str, ...]] = (
-        *("op", "x", "out", "measured", "given", "reverse", "cell", "nonlinearity", "state_qmax", "state_scale"),
+        *("op", "x", "out", "dynamic", "state_inputs", "reverse", "cell", "nonlinearity", "state_qmax", "state_scale"),
     )
     weight_ih: Tensor
     weight_ih_scale: Tensor
@@ -79,8 +80,8 @@ class RecurrentLoop(Kernel):
         op: str,
         x: QParams,
         out: QParams | None = None,
-        measured: bool = False,
-        given: tuple[str, ...] = (),
+        dynamic: bool = False,
+        state_inputs: tuple[str, ...] = (),
         reverse: bool = False,
         cell: bool = False,
         nonlinearity: str = "tanh",
@@ -95,7 +96,7 @@ class RecurrentLoop(Kernel):
             self.register_buffer(f"{name}_scale", scales[name])
         for name, tensor in {"bias_ih": bias_ih, "bias_hh": bias_hh, "h": h, "c": c}.items():
             self.register_buffer(name, tensor if tensor is None else tensor.detach())
-        self.op, self.x, self.out, self.measured, self.given = op, x, out, measured, tuple(given)
+        self.op, self.x, self.out, self.dynamic, self.state_inputs = op, x, out, dynamic, tuple(state_inputs)
         self.reverse, self.cell, self.nonlinearity = reverse, cell, nonlinearity
         self.state_qmax, self.state_scale = state_qmax, state_scale
         self._check_grids()
@@ -109,25 +110,37 @@ class RecurrentLoop(Kernel):
             self.name,
             activation_refused("the input", self.x),
             activation_refused("the output", self.out),
-            None if 1 <= self.state_qmax <= 127 else "its hidden state is on no grid",
+            None if 1 <= self.state_qmax <= 127 else "its hidden state has no grid",
             *(beyond_int32(largest_sum(weight, grid)) for weight, grid in weights),
             *(overflow_refused(grid, weight) for weight, grid in weights if overflows),
         )
 
     @property
     def is_bounded(self) -> bool:
-        """Whether no hidden state is further from zero than its grid reaches."""
-        within = self.nonlinearity == "tanh" and self.weight_hr is None and "h" not in self.given and self.h is None
-        return within and self.state_scale is not None and self.state_qmax * self.state_scale > 1 - 1e-6
+        """Whether every hidden state is within its grid."""
+        starts_at_zero = "h" not in self.state_inputs and self.h is None
+        is_tanh = self.nonlinearity == "tanh" and self.weight_hr is None
+        return (
+            is_tanh
+            and starts_at_zero
+            and self.state_scale is not None
+            and self.state_qmax * self.state_scale > 1 - 1e-6
+        )
 
     def forward(self, x: Tensor, *others: Tensor) -> Tensor:
-        """uint8 (T, N, I), what is measured of its grid, initial states (N, P), (N, H) -> what the op returns."""
+        """Run the layer.
+
+        Args:
+            x: uint8, (T, N, I).
+            others: scale and zero point of the input if its range is dynamic; then the initial states that are inputs,
+                (N, P) and (N, H).
+        """
         if x.dim() != 3 or x.shape[2] != self.weight_ih.shape[1]:
             wanted = self.weight_ih.shape[1]
-            raise InputError(f"{self.name}: an input of shape {tuple(x.shape)}; the layer takes (T, N, {wanted}).")
-        count = len(others) - len(self.given)
-        states = dict(zip(self.given, others[count:], strict=True))
-        layer: _Prepared = self._cached("", lambda: _Prepared(self))
+            raise InputError(f"{self.name}: the input has shape {tuple(x.shape)}; the layer takes (T, N, {wanted}).")
+        count = len(others) - len(self.state_inputs)
+        states = dict(zip(self.state_inputs, others[count:], strict=True))
+        layer: _PreparedTensors = self._cached("", lambda: _PreparedTensors(self))
         h, c = (
             self._initial(states.get(name, own), x.shape[1], width)
             for name, own, width in (("h", self.h, layer.width), ("c", self.c, layer.hidden))
@@ -137,17 +150,22 @@ class RecurrentLoop(Kernel):
         return result if self.out is None else quantize(result, self.out.s, self.out.z, self.out.qmax, self.out.qmin)
 
     def _initial(self, state: Tensor | None, samples: int, width: int) -> Tensor | None:
-        """An initial state in float32. What writes into memory would take one of another shape as one for all."""
+        """Initial state in float32, (samples, width); None stays None.
+
+        Raises:
+            InputError: it has another shape, which the steps would broadcast silently.
+        """
         if state is None:
             return None
         if state.shape != (samples, width):
-            given = f"{self.name}: an initial state of shape {tuple(state.shape)}"
-            raise InputError(f"{given}; for this input the layer takes ({samples}, {width}).")
+            shape = tuple(state.shape)
+            message = f"{self.name}: an initial state has shape {shape}; for this input the layer takes "
+            raise InputError(f"{message}({samples}, {width}).")
         return as_float32(state).contiguous()
 
 
-class _Prepared:
-    """A kernel's tensors in the form in which its steps read them."""
+class _PreparedTensors:
+    """Tensors of a `RecurrentLoop` in the layout that its steps read."""
 
     def __init__(self, kernel: RecurrentLoop) -> None:
         self.kernel = kernel
@@ -168,31 +186,41 @@ class _Prepared:
         )
         qmax, fixed = kernel.state_qmax, kernel.state_scale
         self._state = kernel.weight_hh[rows], scale_hh, qmax, fixed
-        if cpu.has_int_mm():  # else the shift is zero, and what is packed for it may never be needed
+        if cpu.has_int_mm():  # else the shift is zero, and packing `product` may be wasted
             bias_hh = bias_hh + self.product.shift
-        if kernel.op == "gru":  # the new gate multiplies what the state gives
+        if kernel.op == "gru":  # the reset gate multiplies the state's part of the new gate
             self.bias_new = bias_hh[2 * self.hidden :].clone()
             bias_hh[2 * self.hidden :] = 0
-        self.input = input_product(kernel.weight_ih[rows], scale_ih, bias_ih + bias_hh, kernel.x, kernel.measured)
-        self.projection: Product | None = None
+        self.input = input_product(kernel.weight_ih[rows], scale_ih, bias_ih + bias_hh, kernel.x, kernel.dynamic)
+        self.projection: StateProduct | None = None
         if kernel.weight_hr is not None and kernel.weight_hr_scale is not None:
             scale = kernel.weight_hr_scale.expand(self.width)
             self.projection = state_product(kernel.weight_hr, scale, qmax, 1 / qmax if fixed is not None else None)
 
     @cached_property
-    def product(self) -> Product:
-        """That of the hidden state, by PyTorch's kernels."""
+    def product(self) -> StateProduct:
+        """Product of the hidden state, for PyTorch's or oneDNN's kernels."""
         return state_product(*self._state)
 
     @cached_property
-    def row_product(self) -> Product:
-        """That of the hidden state of one sample, by a loop of our own."""
+    def row_product(self) -> StateProduct:
+        """Product of the hidden state of one sample, for fxq's compiled loop."""
         return row_product(*self._state)
 
     def run(
         self, x: Tensor, grid: tuple[Tensor, ...], h: Tensor | None, c: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """The hidden states (T, N, P), and the last cell state of an lstm."""
+        """Run all steps.
+
+        Args:
+            x: uint8, (T, N, I).
+            grid: scale and zero point of `x` if its range is dynamic; else empty.
+            h: initial hidden state, float32 (N, P); None for zeros.
+            c: initial cell state, float32 (N, H); None for zeros.
+
+        Returns:
+            The hidden states, float32 (T, N, P), and the last cell state of an lstm, (N, H), else None.
+        """
         kernel = self.kernel
         steps, samples, _ = x.shape
         y = torch.empty(steps, samples, self.width, dtype=torch.float32, device="cpu")
@@ -203,7 +231,7 @@ class _Prepared:
         if x.numel() == 0:  # oneDNN divides by zero
             return y, cell
         clamps, reverse = not kernel.is_bounded, kernel.reverse
-        with torch.inference_mode():  # it spares each call what autograd asks; what is handed out was made before
+        with torch.inference_mode():  # no autograd overhead per call; the returned tensors are created outside
             gates = self.input(x, *grid)
             new = None
             if kernel.op == "gru":

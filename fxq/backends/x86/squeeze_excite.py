@@ -1,4 +1,4 @@
-"""Squeeze-and-excitation on the x86 backend."""
+"""Squeeze-and-excitation of the x86 backend, as one kernel."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ _INPLACE: dict[str, Callable[[Tensor], Tensor]] = {
 _UNIT = QParams.per_tensor(1.0, 0)
 
 
-class Excite(Kernel):
-    """x times a factor per channel, computed from the channels' means by two layers: uint8 in, uint8 or float32 out.
+class SqueezeExcite(Kernel):
+    """x times a factor per channel, which two layers compute from the channels' means: uint8 in, uint8 or float32 out.
 
-    The factors are computed in float32, and the product is rounded once. On integers each of the five steps would be a
-    call that costs more than there is to compute.
+    The factors are computed in float32, and the product is rounded once. On integers, the overhead of the five calls
+    would exceed the arithmetic.
 
     Args:
-        squeeze: int8, (S, C), the first layer's weight.
-        squeeze_scale: float32, (S,) or ().
-        squeeze_bias: float32, (S,), or None.
-        excite: int8, (C, S), the second layer's weight.
-        excite_scale: float32, (C,) or ().
-        excite_bias: float32, (C,), or None.
+        squeeze: weight of the first layer, int8, (S, C).
+        squeeze_scale: its scale, float32, (S,) or ().
+        squeeze_bias: its bias, float32, (S,), or None.
+        excite: weight of the second layer, int8, (C, S).
+        excite_scale: its scale, float32, (C,) or ().
+        excite_bias: its bias, float32, (C,), or None.
         x: grid of the input.
         out: grid of the output; None for float32.
-        function: the function behind the first layer, of `FUNCTIONS`.
-        gate: the function behind the second, of `GATES`.
+        function: activation function after the first layer, one of `FUNCTIONS`.
+        gate: activation function after the second layer, one of `GATES`.
 
     Source: Hu et al. 2018, "Squeeze-and-Excitation Networks", section 3.
     """
@@ -100,9 +100,9 @@ class Excite(Kernel):
         return self.bind(x)(x)
 
     def _layers(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """Weight and bias of both layers in float32, the first for means of the integers of x.
+        """Weight and bias of both layers in float32; the first layer reads the means of the integers of x.
 
-        Both are (S, C), the longer axis last: a product of few rows is faster so.
+        Both weights are (S, C), with the longer axis last, which is faster for products of few rows.
         """
         first, second = (
             weight.double() * scale.double().reshape(-1, 1)

@@ -1,4 +1,4 @@
-"""Transposed convolution of the x86 backend, as a convolution at the input's resolution."""
+"""Transposed convolution of the x86 backend, computed as a convolution at the resolution of the input."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from fxq.errors import BackendError
 from fxq.quant.qparams import QParams
 
 
-class Taps(NamedTuple):
-    """How one axis of a transposed convolution becomes a stride-1 convolution.
+class AxisPlan(NamedTuple):
+    """Parameters of a stride-1 convolution that computes one axis of a transposed convolution.
 
     Output o of the transposed convolution sums x[i] * w[o + padding - stride * i]. With o + crop = stride * q + phase,
-    a phase needs the inputs i = q - m for m from `first` to `last`: a convolution with `last - first + 1` taps.
+    a phase reads the inputs i = q - m for m from `first` to `last`: a convolution with `last - first + 1` taps.
 
     Attributes:
         first: smallest m of any phase.
         last: largest m of any phase.
         crop: outputs to drop at the start.
-        pad: padding of the convolution, the same on both sides.
-        skip: results q to drop at the start, because `pad` is more than the start needs.
-        extra: how many more results q there are to keep than inputs; may be negative.
+        pad: padding of the convolution, equal on both sides.
+        skip: results q to drop at the start, where `pad` is larger than needed.
+        extra: number of results q to keep, minus the number of inputs; may be negative.
     """
 
     first: int
@@ -37,8 +37,8 @@ class Taps(NamedTuple):
     extra: int
 
 
-def taps(kernel: int, stride: int, padding: int, output_padding: int) -> Taps:
-    """The cheapest `Taps` of one axis: fewest taps, then least to crop."""
+def axis_plan(kernel: int, stride: int, padding: int, output_padding: int) -> AxisPlan:
+    """Return the cheapest plan of one axis: with the fewest taps, then the smallest crop."""
     plans = []
     for crop in range(stride):
         shift = padding - crop
@@ -46,22 +46,22 @@ def taps(kernel: int, stride: int, padding: int, output_padding: int) -> Taps:
         extra = -((padding + shift - kernel - output_padding) // stride) - 1
         before, after = last, extra - first
         pad = max(before, after, 0)
-        plans.append(Taps(first, last, crop, pad, pad - before, extra))
+        plans.append(AxisPlan(first, last, crop, pad, pad - before, extra))
     return min(plans, key=lambda plan: (plan.last - plan.first, plan.crop))
 
 
 class ConvTranspose2d(OnednnLayer):
     """Transposed convolution with dilation 1: uint8 in, uint8 or float32 out, channels-last out.
 
-    Every output pixel with the same remainder modulo the stride (its phase) sees the same weights, so the phases become
-    output channels of one int8 convolution, which are then interleaved. Padding with zeros stays padding with zeros.
+    Output pixels with the same remainder modulo the stride (the same phase) use the same weights. So one int8
+    convolution computes the phases as output channels, which are then interleaved.
 
     Args:
         spec: weight (C_in, C_out / groups, kh, kw), per tensor or per channel along axis 1, where every group uses the
             same scales; post None or one of `posts`.
 
     Raises:
-        BackendError: for what `refuses` names.
+        BackendError: `refuses` gives a reason.
 
     Source: Shi et al. 2016, "Is the deconvolution layer the same as a convolutional layer?".
     """
@@ -79,12 +79,12 @@ class ConvTranspose2d(OnednnLayer):
         dilated = any(d != 1 for d in spec.dilation)  # type: ignore[union-attr]
         return super().refuses(spec) or ("dilated transposed convolution has no kernel" if dilated else None)
 
-    def _plan(self) -> list[Taps]:
+    def _plan(self) -> list[AxisPlan]:
         sizes = self.weight.shape[2:], self.stride, self.padding, self.output_padding
-        return [taps(*axis) for axis in zip(*sizes, strict=True)]
+        return [axis_plan(*axis) for axis in zip(*sizes, strict=True)]
 
     def _conv(self) -> OnednnConv:
-        """The convolution; its channels are (group, phase in height, phase in width, channel of the group)."""
+        """Convolution whose output channels are (group, phase in height, phase in width, channel of the group)."""
         weight, plan = self.weight, self._plan()
         for axis, (tap, stride, padding) in enumerate(zip(plan, self.stride, self.padding, strict=True), start=2):
             weight = _phases(weight, axis, tap, stride, padding)  # (C_in, C_out / groups, taps, phases, ...)
@@ -111,7 +111,7 @@ class ConvTranspose2d(OnednnLayer):
             check_image(self.name, x.shape, 2, self.weight.shape[0])
         conv, plan = self._cached("conv", lambda: (self._conv(), self._plan()))
         size = x.shape[2:]
-        kept = [max(length + tap.extra, 0) for length, tap in zip(size, plan, strict=True)]
+        results = [max(length + tap.extra, 0) for length, tap in zip(size, plan, strict=True)]
         sizes = [
             (length - 1) * s - 2 * p + k + more
             for length, s, p, k, more in zip(
@@ -121,22 +121,22 @@ class ConvTranspose2d(OnednnLayer):
         if min(sizes) <= 0:
             raise BackendError(f"{self.name}: an input of {tuple(size)} gives an output of {tuple(sizes)} pixels.")
         y = conv(x).permute(0, 2, 3, 1)
-        for axis, (tap, keep) in enumerate(zip(plan, kept, strict=True), start=1):
-            y = y.narrow(axis, tap.skip, keep)
+        for axis, (tap, count) in enumerate(zip(plan, results, strict=True), start=1):
+            y = y.narrow(axis, tap.skip, count)
         y = _interleave(y, self.groups, self.stride)
-        for axis, (tap, keep) in enumerate(zip(plan, sizes, strict=True), start=1):
-            y = y.narrow(axis, tap.crop, keep)
+        for axis, (tap, count) in enumerate(zip(plan, sizes, strict=True), start=1):
+            y = y.narrow(axis, tap.crop, count)
         return y.permute(0, 3, 1, 2).contiguous(memory_format=torch.channels_last)
 
 
 class ConvTranspose1d(ConvTranspose2d):
-    """Transposed convolution of signals, as of images of height 1. Its weight is (C_in, C_out / groups, 1, length)."""
+    """Transposed convolution of signals as images of height 1; its weight is (C_in, C_out / groups, 1, length)."""
 
     name: ClassVar[str] = "x86.conv_transpose1d"
 
     @property
     def axes(self) -> int:
-        """As in `LayerKernel`: those of a signal."""
+        """Number of axes of the result after the channels, see `LayerKernel`: 1 for signals."""
         return 1
 
     def forward(self, x: Tensor) -> Tensor:
@@ -144,9 +144,9 @@ class ConvTranspose1d(ConvTranspose2d):
         return super().forward(x.unsqueeze(-2)).squeeze(-2)
 
 
-def _phases(weight: Tensor, axis: int, tap: Taps, stride: int, padding: int) -> Tensor:
-    """Split a kernel axis (2 or 3 of the original weight) into (taps, phases); 0 where there is no weight."""
-    axis = 2 * axis - 2  # the axis before has become two
+def _phases(weight: Tensor, axis: int, tap: AxisPlan, stride: int, padding: int) -> Tensor:
+    """Split a kernel axis (2 or 3 of the original weight) into (taps, phases), filled with zeros."""
+    axis = 2 * axis - 2  # the axis before is already split
     kernel = weight.shape[axis]
     # Tap t of a phase reads x[q - last + t], so m = last - t, and its weight is w[stride * m + phase + padding - crop].
     m = torch.arange(tap.last, tap.first - 1, -1, device="cpu")
@@ -157,14 +157,14 @@ def _phases(weight: Tensor, axis: int, tap: Taps, stride: int, padding: int) -> 
 
 
 def _per_phase(values: Tensor, groups: int, phases: int) -> Tensor:
-    """(C_out,) repeated for every phase: (groups * phases * C_out / groups,)."""
+    """Repeat per-channel values (C_out,) for every phase: (groups * phases * C_out / groups,)."""
     return values.view(groups, 1, -1).expand(groups, phases, -1).reshape(-1)
 
 
 def _interleave(y: Tensor, groups: int, stride: tuple[int, ...]) -> Tensor:
-    """(N, H, W, groups * sh * sw * c) -> (N, H * sh, W * sw, groups * c)."""
+    """Interleave the phases: (N, H, W, groups * sh * sw * c) -> (N, H * sh, W * sw, groups * c)."""
     n, h, w, channels = y.shape
     sh, sw = stride
-    each = channels // (groups * sh * sw)
-    y = y.unflatten(3, (groups, sh, sw, each)).permute(0, 1, 4, 2, 5, 3, 6)
-    return y.reshape(n, h * sh, w * sw, groups * each)
+    group_channels = channels // (groups * sh * sw)
+    y = y.unflatten(3, (groups, sh, sw, group_channels)).permute(0, 1, 4, 2, 5, 3, 6)
+    return y.reshape(n, h * sh, w * sw, groups * group_channels)

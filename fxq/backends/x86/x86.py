@@ -1,6 +1,6 @@
-"""The x86 backend: oneDNN's int8 kernels on plain tensors, unit by unit.
+"""The x86 backend: oneDNN's int8 kernels, one per unit.
 
-`x86_kernels.py` says which op starts a kernel and what it takes along. The ops that it does not take run in float.
+`x86_kernels.py` lists which op starts a kernel and which ops after it the kernel includes. Other ops run in float.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fxq.graph.unit import OpCall
 
 
 class X86(RowBackend):
-    """uint8 activations, int8 per-channel weights; needs a build of PyTorch with oneDNN."""
+    """Backend for x86 CPUs: uint8 activations, int8 per-channel weights. It needs PyTorch built with oneDNN."""
 
     name: ClassVar[str] = "x86"
     devices: ClassVar[tuple[str, ...]] = ("cpu",)
@@ -39,15 +39,16 @@ class X86(RowBackend):
         return cpu.without_vnni()
 
     def adds_in_int16(self, calls: tuple[OpCall, ...]) -> bool:
-        """Layers on a CPU without VNNI, but not depthwise convolutions. A squeeze-and-excitation sums floats.
+        """Whether sums of a unit saturate at 16 bits: for layers on CPUs without VNNI, except depthwise convolutions.
 
-        A transposed convolution becomes another, and so does one with depth: those are not depthwise.
+        Transposed and three-dimensional convolutions run as plain ones, so they are never depthwise. The layers of a
+        squeeze-and-excitation compute in float.
         """
         depthwise = calls[0].op.name in ("conv1d", "conv2d") and is_depthwise_call(calls[0])
         return bool(calls[0].op.traits.weight) and OnednnLayer.adds_in_int16(depthwise)
 
     def faulty_kernels(self) -> tuple[FaultyKernel, ...]:
-        """oneDNN's sum."""
+        """Known wrong results of PyTorch on this CPU: oneDNN's sum."""
         return (FaultyKernel("onednn::qadd, values above 127", "sums run in other kernels", _qadd_is_right),)
 
     @property
@@ -56,7 +57,7 @@ class X86(RowBackend):
 
 
 def _qadd_is_right() -> bool:
-    """With AVX512, torch 2.13 reads uint8 above 127 as int8 there."""
+    """Whether `onednn::qadd` is right; with AVX512, torch 2.13 reads its uint8 values above 127 as int8."""
     x = torch.full((64,), 200, dtype=torch.uint8, device="cpu")
     y = torch.ops.onednn.qadd.tensor(x, 1.0, 0, torch.zeros_like(x), 1.0, 0, 1.0, 0, torch.uint8)
     return bool((y == 200).all())

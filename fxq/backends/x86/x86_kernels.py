@@ -1,4 +1,4 @@
-"""The table of the x86 backend: which op starts a kernel, what the kernel takes along, and how it is made."""
+"""Kernel table of the x86 backend: which op starts a kernel, which ops it includes, and how it is made."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from fxq.backends.x86.onednn_conv3d import Conv3d
 from fxq.backends.x86.onednn_linear import OnednnLinear
 from fxq.backends.x86.onednn_pool import AdaptiveAvgPool2d, AvgPool2d
 from fxq.backends.x86.recurrent_loop import RecurrentLoop
-from fxq.backends.x86.squeeze_excite import FUNCTIONS, GATES, Excite
+from fxq.backends.x86.squeeze_excite import FUNCTIONS, GATES, SqueezeExcite
 from fxq.backends.x86.transposed_conv import ConvTranspose1d, ConvTranspose2d
 from fxq.errors import BackendError
 from fxq.graph.info import info
@@ -38,17 +38,17 @@ from fxq.graph.region import Weight
 from fxq.quant.qparams import QParams
 
 
-def _of_images(layer: LayerSpec) -> LayerSpec:
-    """A layer of signals as one of images of height 1."""
+def _as_image_layer(layer: LayerSpec) -> LayerSpec:
+    """Turn a layer of signals into a layer of images of height 1."""
     sizes: dict[str, Any] = {name: (1, *getattr(layer, name)) for name in ("stride", "dilation")}
     sizes |= {name: (0, *getattr(layer, name)) for name in ("padding", "output_padding")}
     return replace(layer, weight=layer.weight.unsqueeze(2), **sizes)
 
 
 def _batch_norm(unit: FusedUnit) -> Kernel:
-    """Scale and shift per channel: a depthwise convolution where the tensor is large, otherwise a table."""
+    """Scale and shift per channel: a depthwise convolution for large tensors, otherwise a look-up table."""
     shape = info(unit.calls[0].tensors["x"]).shape or ()
-    if len(shape) not in (3, 4) or math.prod(shape) < AFFINE:
+    if len(shape) not in (3, 4) or math.prod(shape) < MIN_AFFINE_ELEMENTS:
         return lookup_kernel(unit)
     mean, var, gamma, beta = map(unit.captures.get, ("running_mean", "running_var", "weight", "bias"))
     gamma = torch.ones(shape[1], device="cpu") if gamma is None else gamma
@@ -60,14 +60,14 @@ def _batch_norm(unit: FusedUnit) -> Kernel:
     return OnednnConv(LayerSpec(weight, qparams, shift, unit.grids[0], unit.out, groups=shape[1], post=unit.post))
 
 
-AFFINE = 65536
-"""From how many elements on a depthwise convolution scales faster than a table per channel."""
+MIN_AFFINE_ELEMENTS = 65536
+"""Elements from which a depthwise convolution scales faster than a look-up table per channel."""
 
 
 def _avg_pool_refuses(unit: FusedUnit) -> str | None:
     options = unit.options
-    asked = {k: options[k] for k in ("padding", "ceil_mode", "count_include_pad", "divisor_override") if k in options}
-    return AvgPool2d.refuses(dims=len(options["kernel_size"]), **asked)
+    limits = {k: options[k] for k in ("padding", "ceil_mode", "count_include_pad", "divisor_override") if k in options}
+    return AvgPool2d.refuses(dims=len(options["kernel_size"]), **limits)
 
 
 def _avg_pool(unit: FusedUnit) -> Kernel:
@@ -75,7 +75,7 @@ def _avg_pool(unit: FusedUnit) -> Kernel:
     return AvgPool2d(unit.grids[0], unit.out, **sizes, dims=len(sizes["kernel_size"]))
 
 
-def _adaptive(unit: FusedUnit) -> Kernel:
+def _adaptive_avg_pool(unit: FusedUnit) -> Kernel:
     size = unit.options["output_size"]
     return global_mean(unit) if all(n == 1 for n in size) else AdaptiveAvgPool2d(unit.grids[0], unit.out, size)
 
@@ -84,15 +84,15 @@ def _excite(unit: FusedUnit) -> Kernel:
     tensors: dict[str, Any] = {}
     for name in ("squeeze", "excite"):
         weight, bias = (unit.captures[f"{name}_{part}"] for part in ("weight", "bias"))
-        reason = weight_refused(weight.qparams, 0) if isinstance(weight, Weight) else "its weight is not in integers"
+        reason = weight_refused(weight.qparams, 0) if isinstance(weight, Weight) else "its weight is not quantized"
         if reason is not None:
             raise BackendError(reason)
         tensors |= {name: weight.values.flatten(1), f"{name}_scale": weight.qparams.scale, f"{name}_bias": bias}
     function, gate = (unit.calls[i].op.name for i in (2, 4))
-    return Excite(**tensors, x=unit.grids[0], out=unit.out, function=function, gate=gate)
+    return SqueezeExcite(**tensors, x=unit.grids[0], out=unit.out, function=function, gate=gate)
 
 
-def _recurrent(unit: FusedUnit, measured: bool = False) -> Kernel:
+def _recurrent(unit: FusedUnit, dynamic: bool = False) -> Kernel:
     row, captures, options = unit.calls[0].op, dict(unit.captures), dict(unit.options)
     if options.pop("state_affine", False):
         raise BackendError("the grid of its state is not symmetric")
@@ -101,39 +101,41 @@ def _recurrent(unit: FusedUnit, measured: bool = False) -> Kernel:
         weight = captures.pop(name or "", None)
         if weight is None:
             continue
-        reason = weight_refused(weight.qparams, 0) if isinstance(weight, Weight) else "its weight is not in integers"
+        reason = weight_refused(weight.qparams, 0) if isinstance(weight, Weight) else "its weight is not quantized"
         if reason is not None:
             raise BackendError(reason)
         tensors |= {f"{name}": weight.values, f"{name}_scale": weight.qparams.scale}
     (x,), captures = unit.grids, {name: value for name, value in captures.items() if name != "x"}
-    given = tuple(name for name, value in captures.items() if isinstance(value, fx.Node))
-    tensors |= {name: value for name, value in captures.items() if name not in given}
-    return RecurrentLoop(**tensors, op=row.name, x=x, out=unit.out, measured=measured, given=given, **options)
+    state_inputs = tuple(name for name, value in captures.items() if isinstance(value, fx.Node))
+    tensors |= {name: value for name, value in captures.items() if name not in state_inputs}
+    return RecurrentLoop(
+        **tensors, op=row.name, x=x, out=unit.out, dynamic=dynamic, state_inputs=state_inputs, **options
+    )
 
 
-EXCITED = [
+SQUEEZE_EXCITE_KEYS = [
     rule_key(rule, ("x", "squeeze_weight", "squeeze_bias", "excite_weight", "excite_bias"))
     for function in FUNCTIONS
     for gate in GATES
     for rule in (f"squeeze_excite_{function}_{gate}", f"squeeze_excite_mean_{function}_{gate}")
 ]
-"""The fusions of `patterns/fusions/excite.py`."""
+"""Keys of the fusions of `patterns/fusions/excite.py`."""
 ROWS: dict[str, KernelRow] = {
     **PLAIN_ROWS,
     **dict.fromkeys(("conv1d", "conv2d"), layer_row(OnednnConv)),
     "conv3d": layer_row(Conv3d),
-    "conv_transpose1d": layer_row(ConvTranspose1d, _of_images),
+    "conv_transpose1d": layer_row(ConvTranspose1d, _as_image_layer),
     "conv_transpose2d": layer_row(ConvTranspose2d),
     "linear": layer_row(OnednnLinear),
     "batch_norm": KernelRow(_batch_norm, LOOKUP_ROW.refuses, CLAMPS),
     "avg_pool1d": KernelRow(_avg_pool, _avg_pool_refuses),
     "avg_pool2d": KernelRow(_avg_pool, _avg_pool_refuses),
-    "adaptive_avg_pool2d": KernelRow(_adaptive),
+    "adaptive_avg_pool2d": KernelRow(_adaptive_avg_pool),
     "add": KernelRow(binary_kernel(OnednnAdd), posts=CLAMPS),
     "sub": KernelRow(binary_kernel(OnednnAdd, sign=-1), posts=CLAMPS),
     "mul": KernelRow(binary_kernel(OnednnMul), posts=CLAMPS),
-    **dict.fromkeys(EXCITED, KernelRow(_excite)),
+    **dict.fromkeys(SQUEEZE_EXCITE_KEYS, KernelRow(_excite)),
     **dict.fromkeys(
-        ("lstm", "gru", "rnn"), KernelRow(_recurrent, dynamic=KernelRow(partial(_recurrent, measured=True)))
+        ("lstm", "gru", "rnn"), KernelRow(_recurrent, dynamic=KernelRow(partial(_recurrent, dynamic=True)))
     ),
 }

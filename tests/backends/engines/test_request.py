@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fxq.backends.engines.request import SMALL, EngineCall, Request
-from fxq.onnx.graph import Written
+from fxq.onnx.graph import OnnxGraph
 
 pytestmark = pytest.mark.any_cpu
 LARGE = SMALL // 4 + 1
@@ -35,7 +35,7 @@ def call_of(x, last=False, made=None):
     """An engine's call for inputs like x; `made` gets its requests."""
     made = [] if made is None else made
     like = (x.permute(0, 2, 3, 1) if last else x).to("meta")
-    written = Written(None, (0,), False, (like,), (last,))
+    written = OnnxGraph(None, (0,), False, (like,), (last,))
     return EngineCall(written, lambda: made.append(Doubled()) or made[-1], [x], [last])
 
 

@@ -33,7 +33,7 @@ def small(monkeypatch):
     """Lower the limits so that tensors of tests count as large."""
     for kernels in (arithmetic, x86_elementwise):
         monkeypatch.setattr(kernels, "MAX_UNCHUNKED_ELEMENTS", 32)
-    for limit in ("_SUM", "_SUM_INPLACE", "_GATE"):
+    for limit in ("_MIN_SUM_ELEMENTS", "_MIN_INPLACE_SUM_ELEMENTS", "_MIN_GATED_ELEMENTS"):
         monkeypatch.setattr(x86_elementwise, limit, 64)
 
 

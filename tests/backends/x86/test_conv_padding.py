@@ -1,4 +1,4 @@
-"""Padding in memory that is used again, against F.pad."""
+"""Padding with reused memory, against F.pad."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.machine import needs_x86
 @pytest.mark.parametrize("limit", [0, 1 << 20])
 @pytest.mark.parametrize("pad", [(1, 1, 1, 1), (2, 1, 0, 3), (0, 0, 4, 0), (1, -1, 0, 0), (-2, 0, 1, 1)], ids=str)
 def test_as_f_pad(pad, limit, monkeypatch):
-    monkeypatch.setattr(x86_pad, "REUSED", limit)
+    monkeypatch.setattr(x86_pad, "MAX_REUSED_IMAGE_BYTES", limit)
     for shape in [(1, 3, 5, 4), (2, 1, 3, 3), (3, 8, 1, 7), (0, 4, 3, 3)]:
         padding = Padding(torch.Size(shape), pad, 77)
         for _ in range(3):

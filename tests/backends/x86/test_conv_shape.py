@@ -27,7 +27,7 @@ RIGHT = [(3, (1, 64)), (8, (1, 8)), (16, (1, 4)), (16, (4, 4)), (16, (1, 9)), (6
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch):
-    """One thread; the route is taken on every CPU, not only where it is needed."""
+    """One thread; the correction is applied on every CPU here, not only where it is needed."""
     monkeypatch.setattr(cpu, "has_amx", lambda: True)
     torch.manual_seed(0)
     before = torch.get_num_threads()
@@ -50,7 +50,7 @@ def test_against_exact_sums(channels, kernel):
     ("channels", "kernel"), [(8, 16), (16, 8), (16, 16), (32, 4), (32, 8), (48, 4), (3, 16)], ids=str
 )
 def test_patches(channels, kernel):
-    """A stride as wide as the kernel; with pixels left over and without."""
+    """A stride equal to the kernel size, with and without remaining pixels."""
     q, qp, w = weight(24, channels, kernel, kernel)
     conv = OnednnConv(LayerSpec(q, qp, torch.ones(24), X, OUTS[1], stride=kernel))
     for size in (4 * kernel, 5 * kernel - 1, kernel):
@@ -69,9 +69,9 @@ def test_one_dimension_a_stride_and_a_residual():
         q, qp, w = weight(16, 16, 8)
         image = activations(2, 16, 201)
         y = F.conv1d(real(image, X), w, stride=stride)
-        other = bytes_(*y.shape)
+        residual = bytes_(*y.shape)
         conv = OnednnConv(LayerSpec(q, qp, None, X, OUTS[0], stride=stride, residual=RESIDUAL))
-        agree(conv(image, other), y + real(other, RESIDUAL), OUTS[0])
+        agree(conv(image, residual), y + real(residual, RESIDUAL), OUTS[0])
 
 
 def test_which_shapes_are_taken_for_wrong(monkeypatch):

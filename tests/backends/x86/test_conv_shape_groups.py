@@ -1,4 +1,4 @@
-"""Convolutions in groups whose channels four does not divide: right, and joined where oneDNN has no quick kernel."""
+"""Grouped convolutions whose channels are not multiples of four: right, and joined if oneDNN has no fast kernel."""
 
 import pytest
 import torch
@@ -23,13 +23,13 @@ def as_avx2(monkeypatch):
     monkeypatch.setattr(cpu, "has_avx512", lambda: False)
 
 
-def joined(groups, channels, each, kernel=(3, 3)):
-    """Groups and weight that oneDNN is asked for."""
-    w = torch.ones(groups * each, channels, *kernel, dtype=torch.int8)
+def joined(groups, channels, outputs, kernel=(3, 3)):
+    """Number of groups, and of channels per group, that oneDNN is called with."""
+    w = torch.ones(groups * outputs, channels, *kernel, dtype=torch.int8)
     shape = torch.Size([1, groups * channels, 8, 8])
-    found = geometry(w, shape, stride=(1, 1), padding=(1, 1), dilation=(1, 1), groups=groups, native=False)
-    assert found.weight.sum() == w.sum() and len(found.weight) == len(w)
-    return found.arguments[3], found.weight.shape[1]
+    conv = geometry(w, shape, stride=(1, 1), padding=(1, 1), dilation=(1, 1), groups=groups, native=False)
+    assert conv.weight.sum() == w.sum() and len(conv.weight) == len(w)
+    return conv.arguments[3], conv.weight.shape[1]
 
 
 def test_the_fewest_groups_that_fit_are_joined(monkeypatch):
@@ -42,7 +42,7 @@ def test_the_fewest_groups_that_fit_are_joined(monkeypatch):
     assert joined(6, 5, 5) == (1, 30)
 
 
-def test_what_has_a_quick_kernel_stays(monkeypatch):
+def test_groups_with_a_fast_kernel_stay(monkeypatch):
     as_avx2(monkeypatch)
     assert joined(4, 12, 8) == (4, 12)
     assert joined(24, 1, 1) == (24, 1)
@@ -52,13 +52,13 @@ def test_what_has_a_quick_kernel_stays(monkeypatch):
 
 
 @pytest.mark.parametrize("avx2", [True, False])
-@pytest.mark.parametrize(("groups", "channels", "each"), [(3, 5, 7), (8, 7, 3), (4, 1, 2), (6, 6, 6), (2, 9, 16)])
+@pytest.mark.parametrize(("groups", "channels", "outputs"), [(3, 5, 7), (8, 7, 3), (4, 1, 2), (6, 6, 6), (2, 9, 16)])
 @pytest.mark.parametrize("post", [None, PostOp("relu"), PostOp("leaky_relu", (0.1,))])
-def test_joined_groups_are_right(avx2, groups, channels, each, post, monkeypatch):
+def test_joined_groups_are_right(avx2, groups, channels, outputs, post, monkeypatch):
     if avx2:
         as_avx2(monkeypatch)
-    q, qp, w = weight(groups * each, channels, 3, 3)
-    bias, x = torch.randn(groups * each), torch.randint(0, 128, (2, groups * channels, 9, 7), dtype=torch.uint8)
+    q, qp, w = weight(groups * outputs, channels, 3, 3)
+    bias, x = torch.randn(groups * outputs), torch.randint(0, 128, (2, groups * channels, 9, 7), dtype=torch.uint8)
     conv = OnednnConv(LayerSpec(q, qp, bias, X, OUT, stride=2, padding=1, groups=groups, post=post))
     y = F.conv2d(real(x, X), w, bias.double(), 2, 1, groups=groups)
     if post is not None:
@@ -72,6 +72,6 @@ def test_joined_groups_with_a_residual_and_of_signals(avx2, monkeypatch):
         as_avx2(monkeypatch)
     q, qp, w = weight(15, 5, 3)
     x, residual = (torch.randint(0, 128, (2, 15, n), dtype=torch.uint8) for n in (11, 9))
-    other = QParams.per_tensor(0.0313, 47, 0, 127)
-    conv = OnednnConv(LayerSpec(q, qp, None, X, OUT, groups=3, residual=other))
-    agree(conv(x, residual), F.conv1d(real(x, X), w, groups=3) + real(residual, other), OUT)
+    grid = QParams.per_tensor(0.0313, 47, 0, 127)
+    conv = OnednnConv(LayerSpec(q, qp, None, X, OUT, groups=3, residual=grid))
+    agree(conv(x, residual), F.conv1d(real(x, X), w, groups=3) + real(residual, grid), OUT)

@@ -32,19 +32,19 @@ def check(cases=CASES, sizes=(8, 14, 23)):
         q, qp, w = weight(channels, 1, taps, taps)
         conv = OnednnConv(LayerSpec(q, qp, torch.ones(channels), X, out, post=post, residual=RESIDUAL, **options))
         for size in sizes:
-            image, other = activations(2, channels, size, size), bytes_(2, channels, size, size)
-            y = F.conv2d(real(image, X), w, torch.ones(channels).double(), **options) + real(other, RESIDUAL)
-            agree(conv(image, other), function(y), out)
+            image, residual = activations(2, channels, size, size), bytes_(2, channels, size, size)
+            y = F.conv2d(real(image, X), w, torch.ones(channels).double(), **options) + real(residual, RESIDUAL)
+            agree(conv(image, residual), function(y), out)
 
 
 def test_against_exact_sums(monkeypatch):
-    """The route is taken on every CPU, not only where it is needed."""
+    """The correction is applied on every CPU here, not only where it is needed."""
     monkeypatch.setattr(cpu, "has_avx2_vnni", lambda: True)
     check()
 
 
 def test_against_exact_sums_as_on_a_client_cpu():
-    """A CPU that has AVX-VNNI runs oneDNN's kernels for it here; another one runs those for AVX2."""
+    """CPUs with AVX-VNNI run oneDNN's kernels for it here, others those for AVX2."""
     done = subprocess.run(
         [sys.executable, "-c", f"from {__name__} import CASES, check; check(CASES[::3])"],
         cwd=Path(__file__).parents[3],
@@ -70,6 +70,6 @@ def test_which_sums_are_taken_for_wrong(monkeypatch, client):
 
 def test_dilation_of_a_single_tap_means_nothing():
     w = torch.ones(6, 1, 1, 3, dtype=torch.int8)
-    made = geometry(w, torch.Size([1, 6, 9, 9]), stride=(1, 1), padding=(0, 2), dilation=(3, 2), groups=6, native=False)
-    assert made.arguments[2] == [1, 2]
-    assert made.shape == (1, 6, 9, 9)
+    conv = geometry(w, torch.Size([1, 6, 9, 9]), stride=(1, 1), padding=(0, 2), dilation=(3, 2), groups=6, native=False)
+    assert conv.arguments[2] == [1, 2]
+    assert conv.shape == (1, 6, 9, 9)

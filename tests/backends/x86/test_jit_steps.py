@@ -1,4 +1,4 @@
-"""Compiled steps beside those that PyTorch's ops do; against float64 they are tested in test_recurrent_loop.py."""
+"""Compiled steps against steps of PyTorch's ops; test_recurrent_loop.py tests them against float64."""
 
 import pytest
 import torch
@@ -21,17 +21,17 @@ pytest.importorskip("numba")
 @pytest.mark.parametrize("op", GATES)
 def test_as_by_pytorchs_ops(op, scale, samples, quick, monkeypatch):
     monkeypatch.setattr(cpu, "has_int_mm", lambda: quick)
-    made, _ = kernel(op, 5, 40, state_scale=scale, reverse=samples == 3)
+    layer, _ = kernel(op, 5, 40, state_scale=scale, reverse=samples == 3)
     x = activations(7, samples, 5)
-    found = made(x)
+    got = layer(x)
     monkeypatch.setattr(compiler, "loops", lambda name: None)
     torch.testing.assert_close(
-        type(made).from_config(made.config(), dict(made.named_buffers()))(x), found, rtol=0, atol=1e-5
+        type(layer).from_config(layer.config(), dict(layer.named_buffers()))(x), got, rtol=0, atol=1e-5
     )
 
 
 def test_they_run(monkeypatch):
-    """Every op but an lstm with a projection."""
+    """Every op except an lstm with a projection runs compiled."""
     ran = []
     run = recurrent_loop.run_steps
     monkeypatch.setattr(recurrent_loop, "run_steps", lambda *args: (ran.append(args[1]), run(*args)))
@@ -42,8 +42,8 @@ def test_they_run(monkeypatch):
 
 
 def test_a_state_that_is_not_a_number(monkeypatch):
-    made, _ = kernel("gru", 5, 16, given=("h",))
+    layer, _ = kernel("gru", 5, 16, state_inputs=("h",))
     h = torch.zeros(2, 16)
     h[0, 3] = torch.nan
-    y = made(activations(7, 2, 5), h)
+    y = layer(activations(7, 2, 5), h)
     assert bool(y[-1, 0].isnan().any()) and bool(y[:, 1].isfinite().all())

@@ -1,4 +1,4 @@
-"""Sums on oneDNN: what `tests/backends/plain/test_binary.py` does not ask of all sums and products alike."""
+"""Sums on oneDNN that `tests/backends/plain/test_binary.py` does not cover."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""The integer kernels against float64 arithmetic written down independently."""
+"""The integer kernels against independent float64 arithmetic."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ def test_conv_of_any_shape(data):
     if residual is None:
         agree(conv(image), y, out)
     else:
-        other = bytes_(*y.shape)
-        agree(conv(image, other), y + real(other, residual), out)
+        addend = bytes_(*y.shape)
+        agree(conv(image, addend), y + real(addend, residual), out)
 
 
 @pytest.mark.parametrize("out", [None, *OUTS], ids=str)
@@ -101,15 +101,15 @@ def test_residual(kind, post, out):
     q, qp, w = weight(24, 16, 1, 1) if kind == "conv" else weight(24, 16)
     x = activations(2, 16, 9, 7) if kind == "conv" else activations(3, 5, 16)
     y = F.conv2d(real(x, X), w) if kind == "conv" else F.linear(real(x, X), w)
-    other = bytes_(*y.shape)
-    kept = other.clone()
+    residual = bytes_(*y.shape)
+    before = residual.clone()
     kernel = OnednnConv if kind == "conv" else OnednnLinear
-    y = function(y + real(other, RESIDUAL))
-    agree(kernel(LayerSpec(q, qp, None, X, out, post=rule, residual=RESIDUAL))(x, other), y, out)
-    assert torch.equal(other, kept)
-    agree(kernel(LayerSpec(q, qp, None, X, out, post=rule, residual=RESIDUAL, inplace=True))(x, other), y, out)
+    y = function(y + real(residual, RESIDUAL))
+    agree(kernel(LayerSpec(q, qp, None, X, out, post=rule, residual=RESIDUAL))(x, residual), y, out)
+    assert torch.equal(residual, before)
+    agree(kernel(LayerSpec(q, qp, None, X, out, post=rule, residual=RESIDUAL, inplace=True))(x, residual), y, out)
     with pytest.raises(BackendError, match="residual"):
-        kernel(LayerSpec(q, qp, None, X, out, residual=RESIDUAL))(x, other[:1])
+        kernel(LayerSpec(q, qp, None, X, out, residual=RESIDUAL))(x, residual[:1])
     with pytest.raises(BackendError, match="residual"):
         kernel(LayerSpec(q, qp, None, X, out, residual=RESIDUAL))(x)
 
@@ -123,7 +123,7 @@ LAYERS = {
         (6, 4, 3, 3),
         {},
         [(1, 3, 9, 9), (0, 5, 9, 9), (3, 9, 9)],
-        r"input with [0-9] channels; .* 4\.",
+        r"input has [0-9] channels; .* 4\.",
     ),
     "dimensions": (
         OnednnConv,
@@ -140,13 +140,13 @@ LAYERS = {
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_an_input_of_another_shape(name):
-    """oneDNN speaks of primitive descriptors."""
+    """The message names the expected shape; oneDNN's own speaks of primitive descriptors."""
     kind, size, options, shapes, words = LAYERS[name]
     kernel = kind(LayerSpec(*weight(*size, axis=kind.channel_axis)[:2], None, X, OUTS[0], **options))
     for shape in shapes:
-        given = [activations(*shape), *([bytes_(*shape[:-1], 4)] if "residual" in options else [])]
+        inputs = [activations(*shape), *([bytes_(*shape[:-1], 4)] if "residual" in options else [])]
         with pytest.raises(InputError, match=words):
-            kernel(*given)
+            kernel(*inputs)
 
 
 def test_one_kernel_serves_every_input():
@@ -169,7 +169,7 @@ def test_one_kernel_serves_every_input():
     "options", [{}, {"groups": 8}, {"groups": 2, "padding": 1}, {"post": PostOp("leaky_relu", (0.1,))}]
 )
 def test_many_sizes_share_a_few_packed_weights(options, monkeypatch):
-    """Whatever size a weight was packed for, the numbers are those of a kernel that has seen no other."""
+    """A kernel that was called with other sizes before returns what a new kernel returns."""
     q, qp, _ = weight(8, 8 // options.get("groups", 1), 3, 3)
     grid = QParams.per_tensor(0.0217, 50, 0, 127)
     conv, packed = OnednnConv(LayerSpec(q, qp, torch.randn(8), grid, OUTS[1], **options)), []
@@ -179,7 +179,7 @@ def test_many_sizes_share_a_few_packed_weights(options, monkeypatch):
     inputs = [torch.randint(0, 128, (n, 8, h, w_), dtype=torch.uint8) for n, h, w_ in sizes]
     results = [conv(x) for x in inputs for _ in range(2)]
     forms = 2 if options.get("groups", 1) > 1 and "post" in options else 1
-    assert len(packed) <= x86_conv.PACKED * forms
+    assert len(packed) <= x86_conv.MAX_PACKED_SIZES * forms
     monkeypatch.undo()
     for i, x in enumerate(inputs):
         fresh = copies(conv)[0]
@@ -187,7 +187,7 @@ def test_many_sizes_share_a_few_packed_weights(options, monkeypatch):
 
 
 class Counting:
-    """oneDNN's operators; it notes how often a weight is packed."""
+    """oneDNN's operators, which count how often a weight is packed."""
 
     def __init__(self, packed, prepack):
         self.packed, self.prepack = packed, prepack
@@ -223,13 +223,13 @@ def test_copies_compute_the_same_and_hold_nothing_packed():
     ]
     for kernel in kernels:
         y = kernel(x)
-        for other in copies(kernel):
-            assert not other._derived
-            assert torch.equal(other(x), y)
+        for copy in copies(kernel):
+            assert not copy._derived
+            assert torch.equal(copy(x), y)
 
 
 def _of(largest, *shape):
-    """An int8 weight with one number of this size."""
+    """An int8 weight with one entry other than 0."""
     values = torch.zeros(shape, dtype=torch.int8)
     values.view(-1)[0] = largest
     return values, QParams.per_tensor(1.0, 0, -128, 127, torch.int8), None
@@ -240,14 +240,14 @@ def _of(largest, *shape):
 def test_without_vnni_two_products_must_fit_int16(monkeypatch, largest, qmax):
     monkeypatch.setattr(cpu, "has_vnni", lambda: False)
     x = QParams.per_tensor(0.1, 3, 0, qmax)
-    made = [
+    makers = [
         lambda: OnednnConv(LayerSpec(*_of(largest, 4, 2, 3, 3), x, None)),
         lambda: OnednnConv(LayerSpec(*_of(largest, 2, 1, 3, 3), x, None)),
         lambda: Conv3d(LayerSpec(*_of(largest, 4, 2, 3, 3, 3), x, None)),
         lambda: OnednnLinear(LayerSpec(*_of(largest, 4, 8), x, None)),
         lambda: ConvTranspose2d(LayerSpec(*_of(largest, 2, 4, 3, 3), x, None)),
     ]
-    for make in made:
+    for make in makers:
         if 2 * qmax * abs(largest) < 2**15:
             make()
         else:
@@ -262,8 +262,8 @@ def test_a_depthwise_convolution_takes_all_bits_on_any_cpu(monkeypatch):
     monkeypatch.setattr(cpu, "has_exact_depthwise", lambda: exact)
     x = torch.randint(250, 256, (2, 24, 9, 7), dtype=torch.uint8)
     weight = torch.randint(100, 128, (24, 1, 3, 3)).to(torch.int8)
-    one = QParams.per_tensor(1.0, 0, -128, 127, torch.int8)
-    y = OnednnConv(LayerSpec(weight, one, None, QParams.per_tensor(1.0, 0), None, padding=1, groups=24))(x)
+    unit = QParams.per_tensor(1.0, 0, -128, 127, torch.int8)
+    y = OnednnConv(LayerSpec(weight, unit, None, QParams.per_tensor(1.0, 0), None, padding=1, groups=24))(x)
     assert torch.equal(y.double(), F.conv2d(x.double(), weight.double(), padding=1, groups=24))
 
 

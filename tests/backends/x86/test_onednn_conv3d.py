@@ -1,4 +1,4 @@
-"""Convolutions over three axes and transposed ones over one, through two-dimensional kernels, against float64."""
+"""Convolutions over three axes and transposed ones over one, computed by two-dimensional kernels, against float64."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def test_posts(post, out):
     conv = Conv3d(LayerSpec(q, qp, None, X, out, padding=1, post=PostOp(post)))
     agree(conv(image), y, out)
     agree(conv(image[0]), y[0], out)
-    for other in copies(conv):
-        assert not other._derived and torch.equal(other(image), conv(image))
+    for copy in copies(conv):
+        assert not copy._derived and torch.equal(copy(image), conv(image))
 
 
 def test_refusals():
@@ -84,15 +84,15 @@ def test_through_the_pipeline(dims):
     model = module(lambda m, x: m.last(torch.relu(m.norm(m.first(x) + m.other(x)))), **layers)
     x = torch.randn(2, 3, *[7] * dims)
     quantized = fxq.quantize(model, RECIPE, data=[x])
-    found = [type(m).__name__ for m in quantized.modules()]
-    assert {"Lookup", "ConvTranspose1d" if dims == 1 else "Conv3d"} <= set(found)
+    names = [type(m).__name__ for m in quantized.modules()]
+    assert {"Lookup", "ConvTranspose1d" if dims == 1 else "Conv3d"} <= set(names)
     assert sqnr(model(x), quantized(x)) > 22
 
 
 @no_warnings
 @pytest.mark.parametrize("size", [5, 100])
 def test_batch_norm_of_its_own(size):
-    """Large tensors are scaled by a convolution, small ones looked up."""
+    """Large tensors are scaled by a convolution, small ones by a look-up table."""
     layers = {"first": nn.Conv2d(3, 8, 3), "other": nn.Conv2d(3, 8, 3)}
     layers["last"] = nn.Conv2d(8, 4, 3, padding=1)  # without padding, the norm would be folded into it
     norm = nn.BatchNorm2d(8)
@@ -101,6 +101,6 @@ def test_batch_norm_of_its_own(size):
     model = module(lambda m, x: m.last(m.norm(m.first(x) + m.other(x))), norm=norm, **layers)
     x = torch.randn(2, 3, size, size)
     quantized = fxq.quantize(model, RECIPE, data=[x])
-    found = [type(m).__name__ for m in quantized.modules()]
-    assert (found.count("OnednnConv"), found.count("Lookup")) == ((3, 1) if size == 5 else (4, 0))
+    names = [type(m).__name__ for m in quantized.modules()]
+    assert (names.count("OnednnConv"), names.count("Lookup")) == ((3, 1) if size == 5 else (4, 0))
     assert sqnr(model(x), quantized(x)) > 22

@@ -66,8 +66,8 @@ def test_transposed(kind):
     conv = ConvTranspose2d(LayerSpec(q, qp, None, X, OUTS[0], stride=2, padding=1, groups=2, post=PRELU, slope=slope))
     y = F.conv_transpose2d(real(image, X), w, stride=2, padding=1, groups=2)
     agree(conv(image), F.prelu(y, slope.double()), OUTS[0])
-    for other in copies(conv):
-        assert torch.equal(other(image), conv(image))
+    for copy in copies(conv):
+        assert torch.equal(copy(image), conv(image))
 
 
 def test_copies_keep_the_slopes():
@@ -76,8 +76,8 @@ def test_copies_keep_the_slopes():
         conv = OnednnConv(LayerSpec(q, qp, None, X, OUTS[0], groups=groups, post=PRELU, slope=torch.rand(8)))
         image = activations(1, 4 * groups, 9, 9)
         y = conv(image)
-        for other in copies(conv):
-            assert torch.equal(other(image), y)
+        for copy in copies(conv):
+            assert torch.equal(copy(image), y)
 
 
 def test_refusals():

@@ -1,4 +1,4 @@
-"""Linear layers against float64, and those of one row into float, for which PyTorch may have a quicker product."""
+"""Linear layers against float64, including single rows with float results, which may run on `_int_mm`."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ from tests.support.kernels import (
 from tests.support.machine import QMAX, needs_x86
 
 pytestmark = needs_x86
-SMALL = QParams.per_tensor(0.0217, 51, 0, 127)  # a grid that every CPU takes
+SEVEN_BITS = QParams.per_tensor(0.0217, 51, 0, 127)  # a grid that every CPU takes
 
 
 @pytest.mark.parametrize("shape", [(33,), (1, 33), (1, 1, 33)])
 @pytest.mark.parametrize("quick", [True, False])
 def test_one_row_is_right_either_way(shape, quick, monkeypatch):
     product, asked = torch._int_mm, []
-    monkeypatch.setattr(torch, "_int_mm", lambda *given: asked.append(1) or product(*given))
+    monkeypatch.setattr(torch, "_int_mm", lambda *operands: asked.append(1) or product(*operands))
     monkeypatch.setattr(cpu, "has_int_mm", lambda: quick)
     q, qp, w = weight(40, 33)
     bias = torch.randn(40)
-    linear = OnednnLinear(LayerSpec(q, qp, bias, SMALL, None))
+    linear = OnednnLinear(LayerSpec(q, qp, bias, SEVEN_BITS, None))
     x = torch.randint(0, 128, shape, dtype=torch.uint8)
-    wanted = real(x, SMALL) @ w.T + bias.double()
+    wanted = real(x, SEVEN_BITS) @ w.T + bias.double()
     for got in (linear(x), linear.bind(x)(x)):
         assert got.shape == (*shape[:-1], 40) and got.dtype == torch.float32
         torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=1e-5)
@@ -52,9 +52,9 @@ def test_one_row_is_right_either_way(shape, quick, monkeypatch):
 
 @pytest.fixture(params=[True, False], ids=["matmul", "convolution"])
 def matmul(request, monkeypatch):
-    """Both ways to run a layer of many rows, whichever this CPU would go."""
+    """Both kernels for many rows, regardless of which one this CPU would use."""
     monkeypatch.setattr(cpu, "has_integer_matmul", lambda: request.param)
-    monkeypatch.setattr(onednn_linear, "LARGE", 0)
+    monkeypatch.setattr(onednn_linear, "MIN_CONV_WEIGHT_ELEMENTS", 0)
     return request.param
 
 
@@ -69,8 +69,8 @@ def test_linear(post, out, matmul):
         agree(linear(x), function(F.linear(real(x, X), w, torch.ones(40).double())), out)
     x = activations(33, 6).t()
     assert torch.equal(linear(x), linear(x.contiguous()))
-    for other in copies(linear):
-        assert torch.equal(other(x), linear(x))
+    for copy in copies(linear):
+        assert torch.equal(copy(x), linear(x))
     assert ("taps" in linear._derived.values) is not (matmul or post in ("gelu", "leaky_relu", "tanh"))
     linear.weight.neg_()
     agree(linear(x), function(F.linear(real(x, X), -w, torch.ones(40).double())), out)
@@ -92,8 +92,8 @@ def test_linear_of_one_row_in_float(data):
         agree(linear(row.reshape(shape)), y.view(*shape[:-1], outputs), None)
     for strides in [(1, 1), (7 * inputs, 1)]:
         agree(linear(row.contiguous().as_strided((1, inputs), strides)), y.view(1, -1), None)
-    for other in copies(linear):
-        assert not other._derived and torch.equal(other(row), linear(row))
+    for copy in copies(linear):
+        assert not copy._derived and torch.equal(copy(row), linear(row))
 
 
 @pytest.mark.parametrize("shape", [(33,), (1, 33), (6, 33), (2, 3, 33)], ids=str)

@@ -33,7 +33,7 @@ STATE = QMAX // 2
 
 
 def kernel(op, inputs, hidden, width=None, bias=True, **options):
-    """A kernel of random weights, and these in float64."""
+    """A kernel with random weights, and the weights in float64."""
     rows = GATES[op] * hidden
     shapes = {"weight_ih": (rows, inputs), "weight_hh": (rows, width or hidden)}
     if width:
@@ -48,35 +48,35 @@ def kernel(op, inputs, hidden, width=None, bias=True, **options):
     return RecurrentLoop(**tensors, op=op, **{"x": X, "state_qmax": STATE, **options}), real
 
 
-def rounded(h, made, scale):
+def rounded(h, layer, scale):
     """A state on its grid, in float64."""
-    steps = h.abs().amax(1, keepdim=True).clamp(min=1e-30) / made.state_qmax if scale is None else scale
-    return torch.round(h / steps).clamp(-made.state_qmax, made.state_qmax) * steps
+    steps = h.abs().amax(1, keepdim=True).clamp(min=1e-30) / layer.state_qmax if scale is None else scale
+    return torch.round(h / steps).clamp(-layer.state_qmax, layer.state_qmax) * steps
 
 
-def exact(made, real, x, h, c):
-    """What the kernel stands for, in float64: x is (T, N, I), h and c the initial states."""
+def exact(layer, real, x, h, c):
+    """Result of the kernel in float64: x is (T, N, I), h and c are the initial states."""
     rows = []
-    width = made.weight_hh.shape[1]
-    for t in range(len(x))[:: -1 if made.reverse else 1]:
+    width = layer.weight_hh.shape[1]
+    for t in range(len(x))[:: -1 if layer.reverse else 1]:
         ih = x[t] @ real["weight_ih"].T + real["bias_ih"]
-        hh = rounded(h, made, made.state_scale) @ real["weight_hh"].T + real["bias_hh"]
-        if made.op == "lstm":
+        hh = rounded(h, layer, layer.state_scale) @ real["weight_hh"].T + real["bias_hh"]
+        if layer.op == "lstm":
             i, f, g, o = (ih + hh).chunk(4, 1)
             c = f.sigmoid() * c + i.sigmoid() * g.tanh()
             h = o.sigmoid() * c.tanh()
-            if made.weight_hr is not None:
-                scale = 1 / made.state_qmax if made.state_scale is not None else None
-                h = rounded(h, made, scale) @ real["weight_hr"].T
-        elif made.op == "gru":
+            if layer.weight_hr is not None:
+                scale = 1 / layer.state_qmax if layer.state_scale is not None else None
+                h = rounded(h, layer, scale) @ real["weight_hr"].T
+        elif layer.op == "gru":
             (r, z, n), (hr, hz, hn) = ih.chunk(3, 1), hh.chunk(3, 1)
             update = (z + hz).sigmoid()
             h = (1 - update) * (n + (r + hr).sigmoid() * hn).tanh() + update * h
         else:
-            h = (ih + hh).tanh() if made.nonlinearity == "tanh" else (ih + hh).relu()
+            h = (ih + hh).tanh() if layer.nonlinearity == "tanh" else (ih + hh).relu()
         rows.append(h)
-    y = torch.stack(rows[:: -1 if made.reverse else 1])
-    if not made.cell:
+    y = torch.stack(rows[:: -1 if layer.reverse else 1])
+    if not layer.cell:
         return y
     filled = torch.cat([c, c.new_zeros(len(c), -c.shape[1] % width)], 1)
     return torch.cat([y, torch.stack(filled.split(width, 1))])
@@ -100,9 +100,9 @@ FLAG = st.booleans()
 def test_float64(op, sizes, flags, state, width, nonlinearity, seed):
     torch.manual_seed(seed)
     steps, samples, inputs, hidden = sizes
-    bias, reverse, cell, measured, shifted, initial, emits, quick, matmul, scripted = flags
-    options = {"reverse": reverse, "measured": measured, "x": UNIT if measured else X, "state_scale": state}
-    shifted = shifted and measured
+    bias, reverse, cell, dynamic, shifted, initial, emits, quick, matmul, scripted = flags
+    options = {"reverse": reverse, "dynamic": dynamic, "x": UNIT if dynamic else X, "state_scale": state}
+    shifted = shifted and dynamic
     if shifted:
         options["x"] = replace(UNIT, zero_point=torch.zeros_like(UNIT.zero_point))
     if op == "lstm":
@@ -116,46 +116,46 @@ def test_float64(op, sizes, flags, state, width, nonlinearity, seed):
         patch.setattr(cpu, "has_integer_matmul", lambda: matmul)
         if not scripted:
             patch.setattr(recurrent_loop, "scripted", lambda steps: steps)
-        made, real = kernel(op, inputs, hidden, width, bias, given=names if initial else (), **options)
+        layer, real = kernel(op, inputs, hidden, width, bias, state_inputs=names if initial else (), **options)
         h, c = torch.randn(width or hidden, samples).t(), torch.randn(samples, hidden)
         q, scale = activations(steps, samples, inputs), torch.rand(steps, samples, 1) / 20
         zero_point = torch.randint(0, 100, scale.shape).float()
-        x = (q.double() - (zero_point.double() if shifted else made.x.z)) * (scale.double() if measured else made.x.s)
+        x = (q.double() - (zero_point.double() if shifted else layer.x.z)) * (scale.double() if dynamic else layer.x.s)
         states = (h, c) if initial else (torch.zeros_like(h), torch.zeros_like(c))
-        wanted = exact(made, real, x, *(s.double() for s in states))
-        given_ = [
+        wanted = exact(layer, real, x, *(s.double() for s in states))
+        inputs_of_call = [
             q,
-            *([scale] if measured else []),
+            *([scale] if dynamic else []),
             *([zero_point] if shifted else []),
             *(states[: len(names)] if initial else []),
         ]
-        found = made(*given_)
+        got = layer(*inputs_of_call)
         if compiler.loops("step_loops") is None:
-            agree(found, wanted, None)
-        off = (found.double() - wanted).abs() / (1 + wanted.abs())
+            agree(got, wanted, None)
+        off = (got.double() - wanted).abs() / (1 + wanted.abs())
         # A state near a half may be rounded to the other side in float32, which moves what follows by less than a step.
-        assert found.shape == wanted.shape and (off > 1e-4).sum() <= 0.01 * off.numel() and off.amax() < 1e-2
+        assert got.shape == wanted.shape and (off > 1e-4).sum() <= 0.01 * off.numel() and off.amax() < 1e-2
         if emits:
-            other = type(made).from_config({**made.config(), "out": OUT}, dict(made.named_buffers()))
-            agree(other(*given_), wanted, OUT)
+            rounding = type(layer).from_config({**layer.config(), "out": OUT}, dict(layer.named_buffers()))
+            agree(rounding(*inputs_of_call), wanted, OUT)
 
 
 @pytest.mark.usefixtures("loops")
 @pytest.mark.parametrize("op", GATES)
 def test_copies_and_threads(op):
-    made, _ = kernel(op, 5, 6)
+    layer, _ = kernel(op, 5, 6)
     x = activations(7, 2, 5)
-    wanted = made(x)
+    wanted = layer(x)
     assert wanted.requires_grad is False and not wanted.is_inference()
-    for other in copies(made):
-        assert torch.equal(other(x), wanted)
-    found = []
-    threads = [threading.Thread(target=lambda: found.append(made(x))) for _ in range(4)]
+    for copy in copies(layer):
+        assert torch.equal(copy(x), wanted)
+    results = []
+    threads = [threading.Thread(target=lambda: results.append(layer(x))) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert all(torch.equal(y, wanted) for y in found)
+    assert all(torch.equal(y, wanted) for y in results)
 
 
 @pytest.mark.usefixtures("loops")
@@ -165,13 +165,13 @@ def test_neither_the_default_device_nor_the_default_type_counts(op, matmul, monk
     monkeypatch.setattr(cpu, "has_int_mm", lambda: False)
     monkeypatch.setattr(cpu, "has_integer_matmul", lambda: matmul)
     monkeypatch.setattr(recurrent_loop, "scripted", lambda steps: steps)
-    made, _ = kernel(op, 5, 6)
+    layer, _ = kernel(op, 5, 6)
     x = activations(7, 2, 5)
-    wanted, other = made(x), type(made).from_config(made.config(), dict(made.named_buffers()))
+    wanted, copy = layer(x), type(layer).from_config(layer.config(), dict(layer.named_buffers()))
     torch.set_default_dtype(torch.float64)
     try:
         with torch.device("meta"):
-            y = other(x)
+            y = copy(x)
     finally:
         torch.set_default_dtype(torch.float32)
     assert y.dtype == torch.float32 and torch.equal(y, wanted)
@@ -179,39 +179,39 @@ def test_neither_the_default_device_nor_the_default_type_counts(op, matmul, monk
 
 @pytest.mark.usefixtures("loops")
 def test_an_edited_weight_counts():
-    made, _ = kernel("gru", 5, 6)
+    layer, _ = kernel("gru", 5, 6)
     x = activations(7, 2, 5)
-    before = made(x)
-    made.weight_hh.mul_(-1)
-    assert not torch.equal(made(x), before)
-    made.weight_hh.mul_(-1)
-    assert torch.equal(made(x), before)
+    before = layer(x)
+    layer.weight_hh.mul_(-1)
+    assert not torch.equal(layer(x), before)
+    layer.weight_hh.mul_(-1)
+    assert torch.equal(layer(x), before)
 
 
 def test_no_samples():
-    made, _ = kernel("lstm", 5, 6, cell=True)
-    assert made(activations(7, 0, 5)).shape == (8, 0, 6)
+    layer, _ = kernel("lstm", 5, 6, cell=True)
+    assert layer(activations(7, 0, 5)).shape == (8, 0, 6)
 
 
 def test_refuses():
-    made, _ = kernel("lstm", 5, 6)
+    layer, _ = kernel("lstm", 5, 6)
     with pytest.raises(InputError, match=r"the layer takes \(T, N, 5\)"):
-        made(activations(7, 2, 6))
-    with pytest.raises(BackendError, match="hidden state is on no grid"):
+        layer(activations(7, 2, 6))
+    with pytest.raises(BackendError, match="hidden state has no grid"):
         kernel("lstm", 5, 6, state_qmax=0)
 
 
 @pytest.mark.parametrize("op", GATES)
 def test_initial_states_that_do_not_fit(op):
-    made, _ = kernel(op, 5, 6, given=("h",))
+    layer, _ = kernel(op, 5, 6, state_inputs=("h",))
     x, h = activations(7, 3, 5), torch.randn(3, 6)
     for wrong in (h[:1], h[:, :1], h[:2], h[None]):
-        with pytest.raises(InputError, match=r"initial state of shape .*; for this input the layer takes \(3, 6\)"):
-            made(x, wrong)
+        with pytest.raises(InputError, match=r"initial state has shape .*; for this input the layer takes \(3, 6\)"):
+            layer(x, wrong)
     with pytest.raises(InputError, match="is float64"):
-        made(x, h.double())
+        layer(x, h.double())
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(made(x, h.bfloat16()), made(x, h.bfloat16().float()))
+        assert torch.equal(layer(x, h.bfloat16()), layer(x, h.bfloat16().float()))
 
 
 @needs_vnni
@@ -226,17 +226,17 @@ def test_refuses_what_overflows(monkeypatch):
 
 
 class Net(nn.Module):
-    """A recurrent module between layers; both of its values are read."""
+    """A recurrent module between layers; both of its results are used."""
 
     def __init__(self, kind, **options):
         super().__init__()
         self.before, self.rnn = nn.Linear(8, 12), getattr(nn, kind)(12, 20, 2, **options)
-        self.behind = nn.Linear(20, 4)
+        self.after = nn.Linear(20, 4)
 
     def forward(self, x):
         y, state = self.rnn(self.before(x))
         h = state[0] + state[1] if isinstance(state, tuple) else state
-        return self.behind(y), h
+        return self.after(y), h
 
 
 def data():
@@ -246,20 +246,20 @@ def data():
 def quantized(model, preset, x, **options):
     recipe = getattr(fxq.Recipe, preset)(backend="x86", optimize="coverage", **options)
     with pytest.warns() as caught:
-        made = fxq.quantize(model, recipe, **({"data": [x]} if preset == "static" else {"example_inputs": x}))
+        qmodel = fxq.quantize(model, recipe, **({"data": [x]} if preset == "static" else {"example_inputs": x}))
         fxq.errors.warn("so that there is one")
-    return made, [text for text in told(caught) if "verif" in text or "wrong" in text]
+    return qmodel, [text for text in told(caught) if "verif" in text or "wrong" in text]
 
 
 @pytest.mark.parametrize("preset", ["static", "dynamic"])
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
 def test_runs_on_integers(kind, preset):
     model, x = settled(lambda: Net(kind)), data()
-    made, wrong = quantized(model, preset, x)
-    layers = [e for e in made.ledger if e.path.startswith("rnn.l")]
+    qmodel, wrong = quantized(model, preset, x)
+    layers = [e for e in qmodel.ledger if e.path.startswith("rnn.l")]
     assert [(e.path, e.precision) for e in layers] == [("rnn.l0", "int8"), ("rnn.l1", "int8")] and not wrong
-    for one, other in zip(call(model, x), call(made, x), strict=True):
-        assert sqnr(one, other) > decibels(30)
+    for wanted, got in zip(call(model, x), call(qmodel, x), strict=True):
+        assert sqnr(wanted, got) > decibels(30)
 
 
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
@@ -267,14 +267,14 @@ def test_a_fixed_range_of_the_state(kind):
     state = fxq.TensorSpec(symmetric=True, range="fixed")
     config = fxq.QuantConfig(fxq.Recipe.dynamic().config.activation, state=state)
     model, x = settled(lambda: Net(kind)), data()
-    made = fxq.quantize(model, fxq.Recipe.dynamic(backend="x86").override("**", config), example_inputs=x)
-    written = [line for line in str(made.history["insert-qdq"].graph).splitlines() if f"= {kind.lower()}(" in line]
+    qmodel = fxq.quantize(model, fxq.Recipe.dynamic(backend="x86").override("**", config), example_inputs=x)
+    written = [line for line in str(qmodel.history["insert-qdq"].graph).splitlines() if f"= {kind.lower()}(" in line]
     assert len(written) == 2 and all("state_scale=0.0" in line for line in written)
-    assert sqnr(call(model, x)[0], call(made, x)[0]) > decibels(30)
+    assert sqnr(call(model, x)[0], call(qmodel, x)[0]) > decibels(30)
 
 
 class Outputs(nn.Module):
-    """What a recurrent module returns of all steps, from a state on that is given."""
+    """Outputs of all steps of a recurrent module, with optional initial states."""
 
     def __init__(self, kind, **options):
         super().__init__()
@@ -284,18 +284,18 @@ class Outputs(nn.Module):
         return self.rnn(x, (states if len(states) > 1 else states[0]) if states else None)[0]
 
 
-def scales(made):
-    """Of the states in the graph: those that are numbers there."""
-    written = str(made.history["insert-qdq"].graph)
-    return [float(found) for found in re.findall(r"state_scale=([0-9.e-]+)", written)]
+def scales(qmodel):
+    """Static scales of the states in the graph."""
+    written = str(qmodel.history["insert-qdq"].graph)
+    return [float(scale) for scale in re.findall(r"state_scale=([0-9.e-]+)", written)]
 
 
-def said(made):
-    """What the ledger says of the recurrent layers that run on integers."""
-    return {e.reason for e in made.ledger.where(precision="int8") if e.op in GATES}
+def reasons_of(qmodel):
+    """Reasons of the integer recurrent layers in the ledger."""
+    return {e.reason for e in qmodel.ledger.where(precision="int8") if e.op in GATES}
 
 
-MEASURED_BECAUSE = "the range of its state is measured in each step: "
+DYNAMIC_BECAUSE = "the range of its state is measured in each step: "
 CALIBRATED = {
     "lstm": ("LSTM", {"num_layers": 2}, ()),
     "both directions": ("LSTM", {"bidirectional": True}, ()),
@@ -306,22 +306,22 @@ CALIBRATED = {
 
 
 @pytest.mark.parametrize(("kind", "options", "states"), CALIBRATED.values(), ids=CALIBRATED)
-def test_a_calibrated_range_of_the_state_is_as_good_as_a_measured_one(kind, options, states):
+def test_a_calibrated_range_of_the_state_is_as_good_as_a_dynamic_one(kind, options, states):
     """On data that calibration has not seen; it is the default of static."""
     model = settled(lambda: Outputs(kind, **options))
-    seen, other = ((torch.randn(9, n, 8), *(torch.rand(1, n, size) - 0.5 for size in states)) for n in (32, 16))
+    seen, unseen = ((torch.randn(9, n, 8), *(torch.rand(1, n, size) - 0.5 for size in states)) for n in (32, 16))
     recipe = fxq.Recipe.static(backend="x86", optimize="coverage")
-    measured = replace(recipe, config=replace(recipe.config, state=DYNAMIC_STATE))
-    ours, theirs = (fxq.quantize(model, asked, data=[seen]) for asked in (recipe, measured))
+    dynamic = replace(recipe, config=replace(recipe.config, state=DYNAMIC_STATE))
+    ours, theirs = (fxq.quantize(model, asked, data=[seen]) for asked in (recipe, dynamic))
     assert {e.precision for e in ours.ledger.where(op=kind.lower())} == {"int8"}
-    assert said(ours) == said(theirs) == {""}
+    assert reasons_of(ours) == reasons_of(theirs) == {""}
     assert len(scales(ours)) == len(ours.ledger.where(op=kind.lower())) and not scales(theirs)
-    wanted = call(model, other)
-    assert sqnr(wanted, call(ours, other)) > sqnr(wanted, call(theirs, other)) - 1
+    wanted = call(model, unseen)
+    assert sqnr(wanted, call(ours, unseen)) > sqnr(wanted, call(theirs, unseen)) - 1
 
 
 def test_a_calibrated_range_holds_a_state_that_is_given():
-    """But where it is far larger than all others, the range is measured."""
+    """If it is far larger than all other states, the range is dynamic instead."""
     model = settled(lambda: Outputs("RNN", nonlinearity="relu"))
     config = fxq.QuantConfig(state=fxq.TensorSpec(symmetric=True, observer="minmax"))
     recipe = replace(fxq.Recipe.static(backend="x86", optimize="coverage"), config=config)
@@ -329,36 +329,38 @@ def test_a_calibrated_range_holds_a_state_that_is_given():
     for h in (0.0, -1.1 * own, -9 * own):
         inputs = (data(), torch.full((1, 4, 20), h))
         largest = float(call(model, inputs).abs().max())
-        made = fxq.quantize(model, recipe, data=[inputs])
-        steps = re.search(r"state_qmax=([0-9]+)", str(made.history["insert-qdq"].graph))
-        reach = [scale * int(steps[1]) for scale in scales(made)]
+        qmodel = fxq.quantize(model, recipe, data=[inputs])
+        steps = re.search(r"state_qmax=([0-9]+)", str(qmodel.history["insert-qdq"].graph))
+        reach = [scale * int(steps[1]) for scale in scales(qmodel)]
         assert reach == ([pytest.approx(max(largest, -h), rel=1e-4)] if -h <= 1.25 * largest else [])
-        why = "" if reach else f"{MEASURED_BECAUSE}the first one is far larger than those that follow"
-        assert said(made) == {why}
+        why = "" if reach else f"{DYNAMIC_BECAUSE}the first one is far larger than those that follow"
+        assert reasons_of(qmodel) == {why}
     assert reach == []
 
 
-def test_the_state_of_a_projection_is_measured():
+def test_the_state_of_a_projection_has_a_dynamic_range():
     recipe = fxq.Recipe.static(backend="x86", optimize="coverage")
-    made = fxq.quantize(settled(lambda: Outputs("LSTM", proj_size=7)), recipe, data=[data()])
-    assert scales(made) == []
-    assert said(made) == {f"{MEASURED_BECAUSE}its output shows another range than its state"}
+    qmodel = fxq.quantize(settled(lambda: Outputs("LSTM", proj_size=7)), recipe, data=[data()])
+    assert scales(qmodel) == []
+    assert reasons_of(qmodel) == {f"{DYNAMIC_BECAUSE}its output shows another range than its state"}
 
 
-def test_a_fixed_range_that_the_state_leaves_is_measured():
+def test_a_fixed_range_that_the_state_leaves_becomes_dynamic():
     config = fxq.QuantConfig(state=fxq.TensorSpec(symmetric=True, range="fixed"))
     recipe = replace(fxq.Recipe.static(backend="x86", optimize="coverage"), config=config)
     for nonlinearity, why in (
         ("tanh", ""),
-        ("relu", f"{MEASURED_BECAUSE}a fixed one reaches from -1 to 1, and the state may go further"),
+        ("relu", f"{DYNAMIC_BECAUSE}a fixed one reaches from -1 to 1, and the state may go further"),
     ):
-        made = fxq.quantize(settled(lambda kind=nonlinearity: Outputs("RNN", nonlinearity=kind)), recipe, data=[data()])
-        assert said(made) == {why}
+        qmodel = fxq.quantize(
+            settled(lambda kind=nonlinearity: Outputs("RNN", nonlinearity=kind)), recipe, data=[data()]
+        )
+        assert reasons_of(qmodel) == {why}
 
 
-def test_a_state_whose_cell_is_read_too_is_measured():
-    made = fxq.quantize(settled(lambda: Net("LSTM")), fxq.Recipe.static(backend="x86"), data=[data()])
-    assert scales(made) == [] and len(made.ledger.where(op="lstm", precision="int8")) == 2
+def test_a_state_whose_cell_is_read_too_has_a_dynamic_range():
+    qmodel = fxq.quantize(settled(lambda: Net("LSTM")), fxq.Recipe.static(backend="x86"), data=[data()])
+    assert scales(qmodel) == [] and len(qmodel.ledger.where(op="lstm", precision="int8")) == 2
 
 
 def test_a_state_in_float_is_refused():
@@ -370,7 +372,7 @@ def test_a_state_in_float_is_refused():
 
 
 def test_a_wrong_kernel_is_put_back(monkeypatch):
-    """Of a state that is ten percent too large."""
+    """A kernel whose state is ten percent too large is replaced by its q/dq form."""
     right = recurrent_loop.state_product
 
     def wrong_product(*args):

@@ -1,4 +1,4 @@
-"""The steps of recurrent layers as TorchScript runs them, and as Python does."""
+"""Steps of recurrent layers in TorchScript and in Python."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def test_torchscript_runs_them_and_nobody_is_warned(steps):
 @pytest.mark.parametrize("scale", [None, 0.5 / STATE])
 @pytest.mark.parametrize("op", GATES)
 def test_python_runs_them_alike(op, scale, samples, monkeypatch):
-    made, _ = kernel(op, 5, 16, state_scale=scale)
+    layer, _ = kernel(op, 5, 16, state_scale=scale)
     x = activations(7, samples, 5)
-    wanted = made(x)
+    wanted = layer(x)
     monkeypatch.setattr(recurrent_loop, "scripted", lambda steps: steps)
-    torch.testing.assert_close(made(x), wanted, rtol=0, atol=1e-6)
+    torch.testing.assert_close(layer(x), wanted, rtol=0, atol=1e-6)
 
 
 def test_without_torchscript_python_runs_them(monkeypatch):
@@ -55,8 +55,8 @@ def test_without_torchscript_python_runs_them(monkeypatch):
 
 
 def test_under_autocast_they_compute_in_float32():
-    made, _ = kernel("lstm", 5, 16)
+    layer, _ = kernel("lstm", 5, 16)
     x = activations(7, 1, 5)
-    wanted = made(x)
+    wanted = layer(x)
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(made(x), wanted)
+        assert torch.equal(layer(x), wanted)

@@ -1,4 +1,4 @@
-"""The squeeze-and-excitation kernel against float64 arithmetic written down independently."""
+"""The squeeze-and-excitation kernel against independent float64 arithmetic."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 import fxq
 from fxq.backends.x86 import onednn_binary as x86_elementwise
-from fxq.backends.x86.squeeze_excite import FUNCTIONS, GATES, Excite
+from fxq.backends.x86.squeeze_excite import FUNCTIONS, GATES, SqueezeExcite
 from fxq.common.metrics import sqnr
 from fxq.errors import BackendError, InputError
 from fxq.quant.qparams import QParams
@@ -32,10 +32,10 @@ PRODUCTS = [
 def kernel(
     channels: int, squeezed: int, x: QParams, out: QParams | None, function="relu", gate="sigmoid", bias=True, axis=0
 ):
-    """The kernel, and what it means: float64 of float64."""
+    """The kernel, and a function that computes its result in float64."""
     (q1, p1, w1), (q2, p2, w2) = weight(squeezed, channels, axis=axis), weight(channels, squeezed, axis=axis)
     b1, b2 = (torch.randn(squeezed), torch.randn(channels)) if bias else (None, None)
-    made = Excite(
+    kernel = SqueezeExcite(
         squeeze=q1, squeeze_scale=p1.scale, squeeze_bias=b1, excite=q2, excite_scale=p2.scale, excite_bias=b2,
         x=x, out=out, function=function, gate=gate,
     )  # fmt: skip
@@ -45,7 +45,7 @@ def kernel(
         y = F.linear(getattr(F, function)(y), w2, None if b2 is None else b2.double())
         return image * getattr(F, gate)(y)[:, :, None, None]
 
-    return made, means
+    return kernel, means
 
 
 @settings(max_examples=200, deadline=None)
@@ -70,10 +70,10 @@ def test_any_shape(data):
 @pytest.mark.parametrize("limits", [None, (0, 0)], ids=["as it is", "large"])
 @pytest.mark.parametrize("shape", [(1, 40, 70, 101), (3, 24, 41, 33)], ids=str)
 def test_large(shape, limits, monkeypatch):
-    """A large image takes the way of large products: the factors are the scales of a convolution."""
+    """A large image is multiplied by a convolution whose scales are the factors."""
     if limits is not None:
         monkeypatch.setattr(x86_elementwise, "MAX_UNCHUNKED_ELEMENTS", limits[0])
-        monkeypatch.setattr(x86_elementwise, "_GATE", limits[1])
+        monkeypatch.setattr(x86_elementwise, "_MIN_GATED_ELEMENTS", limits[1])
     image = bytes_(*shape)
     for out in (None, *PRODUCTS):
         excite, means = kernel(shape[1], 7, BYTE, out)
@@ -87,8 +87,8 @@ def test_copies():
         for out in (None, PRODUCTS[0]):
             excite, _ = kernel(8, 3, BYTE, out, "silu", "hardsigmoid", bias)
             y = excite(image)
-            for other in copies(excite):
-                assert not other._derived and torch.equal(other(image), y)
+            for copy in copies(excite):
+                assert not copy._derived and torch.equal(copy(image), y)
 
 
 def test_refusals():
@@ -97,7 +97,7 @@ def test_refusals():
         with pytest.raises(BackendError, match=r"x86\.squeeze_excite"):
             kernel(4, 2, x, out)
     excite, _ = kernel(4, 2, BYTE, OUTS[0])
-    with pytest.raises(InputError, match=r"x86\.squeeze_excite: an input with 5 channels; the layer takes 4"):
+    with pytest.raises(InputError, match=r"x86\.squeeze_excite: the input has 5 channels; the layer takes 4"):
         excite(bytes_(1, 5, 3, 3))
     with pytest.raises(InputError, match="without a batch"):
         excite(bytes_(4, 9))
@@ -130,8 +130,8 @@ def test_through_the_pipeline(forward, per):
     spec = fxq.TensorSpec(signed=True, symmetric=True, per=per, observer="minmax")
     recipe = fxq.Recipe.static(backend="x86", weight=spec).with_optimize("coverage")
     quantized = fxq.quantize(model, recipe, data=[x])
-    (made,) = (m for m in quantized.modules() if isinstance(m, Excite))
-    assert (made.out is None) == (forward is returned)
+    (kernel,) = (m for m in quantized.modules() if isinstance(m, SqueezeExcite))
+    assert (kernel.out is None) == (forward is returned)
     with torch.no_grad():
         assert sqnr(model(x), quantized(x)) > 25
     entries = {entry.path: entry for entry in quantized.ledger}

@@ -51,7 +51,7 @@ def _tanh(x):
 
 @helper
 def _keep(h, integers, qmax, step, least):
-    """Round a sample's state, as `recurrent_steps.keep` does; what its integers are to be multiplied with."""
+    """Round a sample's state, as `recurrent_steps.round_state` does; what its integers are to be multiplied with."""
     size = _f(1)
     factor = _f(1) / step
     if step == 0:
