@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 
 from fxq.backends.loops.code import compiler
-from fxq.backends.loops.programs.areas import ABSOLUTE, LANES, SCRATCH, SLACK
-from fxq.backends.loops.programs.program_steps import StepRows
+from fxq.backends.loops.programs.areas import ABSOLUTE, LANES, SCRATCH, SLACK_BYTES
+from fxq.backends.loops.programs.program_steps import RowWriter
 
 EXACT = {
     "silu": F.silu, "hardswish": F.hardswish, "gelu": F.gelu,
@@ -49,12 +49,12 @@ def made(steps, given):
     size = 64
     for area in areas:
         area.offset = size
-        size += -(-(area.nbytes + SLACK) // 64) * 64
+        size += -(-(area.nbytes + SLACK_BYTES) // 64) * 64
     memory = torch.randint(0, 256, (size,), dtype=torch.uint8)
     for area in areas:
         if any(area.border):
             memory[area.offset : area.offset + area.nbytes] = area.zero or 0
-            room = _pixels(memory, area, area.wide)
+            room = _pixels(memory, area, area.pixel_stride)
             room[:] = torch.randint(0, 256, room.shape, dtype=torch.uint8)
     for area, value in given.items():
         _values(memory, area)[:] = value
@@ -63,9 +63,9 @@ def made(steps, given):
         area = step.out
         _pixels(may_change, area, area.shape[3] if area.room else -(-area.shape[3] // LANES) * LANES)[:] = True
     loops = compiler.loops("program_loops")
-    rows = StepRows(loops)
-    table = [row + [0] * (loops.WIDTH - len(row)) for step in steps for row in step.rows(rows)]
-    usual = loops.SCRATCH + 8 * max(area.wide for area in areas)
+    rows = RowWriter(loops)
+    table = [row + [0] * (loops.MAX_STEP_FIELDS - len(row)) for step in steps for row in step.rows(rows)]
+    usual = loops.SCRATCH_BYTES + 8 * max(area.pixel_stride for area in areas)
     scratch = torch.randint(0, 256, (max(step.scratch(loops) or usual for step in steps) + 64,), dtype=torch.uint8)
     behind = scratch[-64:].clone()
     table, bases = torch.tensor(table), torch.tensor([memory.data_ptr()] * 8)
@@ -78,10 +78,10 @@ def made(steps, given):
 def _values(memory, area):
     kind = torch.float32 if area.is_float else torch.uint8
     first = area.origin[1] // area.size
-    return memory.view(kind).as_strided(area.shape, (area.sample, area.pitch, area.wide, 1), first)
+    return memory.view(kind).as_strided(area.shape, (area.sample_stride, area.row_stride, area.pixel_stride, 1), first)
 
 
 def _pixels(memory, area, channels):
     """The bytes of its pixels, with so many channels."""
     n, h, w, _ = area.shape
-    return memory.as_strided((n, h, w, channels * area.size), (*area.strides, 1), area.origin[1])
+    return memory.as_strided((n, h, w, channels * area.size), (*area.byte_strides, 1), area.origin[1])

@@ -83,13 +83,13 @@ def test_what_is_faster_by_more_than_times_vary_is_chosen(made, jit_us, chosen, 
         asked.append(compiled)
         return {first: 10.0, others[0]: 10.0, "relu": 1.0} if kind == "brg" else {first: jit_us, others[0]: 30.0}
 
-    monkeypatch.setattr(openvino_tuning, "_times", times)
+    monkeypatch.setattr(openvino_tuning, "_kernel_times", times)
     assert faster_in_jit(read_model(model), lambda jit=(): jit, []) == ((first,) if chosen else ())
     assert asked[:2] == [(), (first, others[0])]
 
 
 def test_without_two_kinds_of_kernels_nothing_is_chosen(made, monkeypatch):
-    monkeypatch.setattr(openvino_tuning, "_times", lambda compiled, inputs, kind: {})
+    monkeypatch.setattr(openvino_tuning, "_kernel_times", lambda compiled, inputs, kind: {})
     assert faster_in_jit(read_model(made[2][0]), lambda jit=(): jit, []) == ()
 
 

@@ -6,11 +6,11 @@ from threading import Barrier
 import pytest
 import torch
 
-from fxq.backends.engines.request import SMALL, EngineCall, Request
+from fxq.backends.engines.request import MAX_COPIED_BYTES, EngineCall, Request
 from fxq.onnx.graph import Written
 
 pytestmark = pytest.mark.any_cpu
-LARGE = SMALL // 4 + 1
+LARGE = MAX_COPIED_BYTES // 4 + 1
 
 
 class Doubled(Request):

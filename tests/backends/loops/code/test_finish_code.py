@@ -19,13 +19,13 @@ machine_code = pytest.importorskip("fxq.backends.loops.code.machine_code")
 pack_wide, scale_sums, add_integers, round_floats = (
     finish_code.pack_wide, finish_code.scale_sums, finish_code.add_integers, finish_code.round_floats,
 )  # fmt: skip
-bend, bound, add_up, add_squares, normalize = (
-    finish_code.bend, finish_code.bound, finish_code.add_up, finish_code.add_squares, finish_code.normalize,
+prelu, clamp, sum_floats, sum_squares, normalize = (
+    finish_code.prelu, finish_code.clamp, finish_code.sum_floats, finish_code.sum_squares, finish_code.normalize,
 )  # fmt: skip
 silu, hardswish, gelu, sigmoid, tanh, hardsigmoid = (getattr(finish_code, name) for name in EXACT)
 NAMES = (
-    "pack_wide", "scale_sums", "add_integers", "round_floats", "bend", "bound", "add_up", "add_squares", "normalize",
-    *EXACT,
+    "pack_wide", "scale_sums", "add_integers", "round_floats", "prelu", "clamp", "sum_floats", "sum_squares",
+    "normalize", *EXACT,
 )  # fmt: skip
 
 
@@ -41,13 +41,13 @@ def call(which, a, b, c, d):
     elif which == 3:
         round_floats(a, b, c, d)
     elif which == 4:
-        bend(a, b)
+        prelu(a, b)
     elif which == 5:
-        bound(a, b)
+        clamp(a, b)
     elif which == 6:
-        add_up(a, b, c)
+        sum_floats(a, b, c)
     elif which == 7:
-        add_squares(a, b, c)
+        sum_squares(a, b, c)
     elif which == 8:
         normalize(a, b, c, d)
     elif which == 9:
@@ -133,7 +133,7 @@ def test_bends(steep):
     x, slope = SPECIAL.copy(), np.linspace(steep, steep + 1, 16, dtype=np.float32)
     with np.errstate(over="ignore"):
         wanted = np.where(x < 0, x * slope, x)
-    run("bend", x, slope)
+    run("prelu", x, slope)
     np.testing.assert_array_equal(x, wanted)
 
 
@@ -141,7 +141,7 @@ def test_bends(steep):
 def test_bounds(low, high):
     """What is not a number stays so."""
     x = SPECIAL.copy()
-    run("bound", x, floats(low, high))
+    run("clamp", x, floats(low, high))
     np.testing.assert_array_equal(x, SPECIAL.clip(low, high))
 
 
@@ -150,15 +150,15 @@ def test_bounds(low, high):
 def test_sums_of_floats(blocks, about, seed):
     x, found = normal(seed, 16 * blocks + 1), floats(9, about, 9)
     exact, squares = x[:-1].astype(np.float64), ((x[:-1].astype(np.float64) - about) ** 2).sum()
-    run("add_up", x, blocks, found)
+    run("sum_floats", x, blocks, found)
     np.testing.assert_allclose(found[0], exact.sum(), rtol=0, atol=1e-6 * np.abs(exact).sum())
-    run("add_squares", x, blocks, found)
+    run("sum_squares", x, blocks, found)
     np.testing.assert_allclose(found[0], squares, rtol=1e-6)
     assert found[1:].tolist() == [np.float32(about), 9]
 
 
 def test_a_sum_of_what_is_not_a_number():
-    for name in ("add_up", "add_squares"):
+    for name in ("sum_floats", "sum_squares"):
         for k in (0, 15, 31):
             x, found = normal(0, 32), floats(0, 0)
             x[k] = math.nan

@@ -58,7 +58,7 @@ def quantized(x, grid, room=0):
     return made([QuantizeStep("q", Area(area.shape, False, room), grid=grid, x=area, strides=lambda: (n, c, h, w))], {})
 
 
-def laid_out(x, layout):
+def lay_out(x, layout):
     if layout == "channels first":
         return x.permute(0, 3, 1, 2).contiguous().permute(0, 2, 3, 1)
     return x if layout == "channels last" else F.pad(x, (0, 3, 0, 1))[:, :, : x.shape[2], : x.shape[3]]
@@ -73,7 +73,7 @@ def laid_out(x, layout):
 def test_quantize(shape, layout, dense, grid, seed):
     """Scales are powers of two, so that everything is exact, and halves become even."""
     torch.manual_seed(seed)
-    x = laid_out(torch.randint(-1000, 1000, shape) * (grid.scale / 4), layout)
+    x = lay_out(torch.randint(-1000, 1000, shape) * (grid.scale / 4), layout)
     wanted = ((x / grid.scale).round() + grid.zero).clamp(grid.qmin, grid.qmax)
     assert torch.equal(quantized(x, grid, shape[3] if dense else 0), wanted.to(torch.uint8))
 
@@ -81,7 +81,7 @@ def test_quantize(shape, layout, dense, grid, seed):
 @pytest.mark.parametrize("layout", ["channels first", "channels last"])
 def test_quantize_what_has_no_integer(layout):
     x = torch.tensor([math.nan, -math.inf, math.inf, 3e38, -3e38, 1e-45]).repeat(1, 1, 4, 1)
-    found = quantized(laid_out(x, layout), ByteGrid(0.1, 20, 5, 250))
+    found = quantized(lay_out(x, layout), ByteGrid(0.1, 20, 5, 250))
     assert found[0, 0].tolist() == [[5, 5, 250, 250, 5, 20]] * 4
 
 
@@ -261,7 +261,7 @@ def test_moves(shape, is_float, dense, border, seed):
     x = Area(shape, is_float, c if dense else 0, border=(border, border, 0, border))
     out = Area((n, 1, 1, c * h * w), is_float)
     given = values(shape, None if is_float else ByteGrid(1.0, 0))
-    found = made([MoveStep("move", out, x=x, by=lambda _: (w, 1, h * w))], {x: given})
+    found = made([MoveStep("move", out, x=x, out_strides=lambda _: (w, 1, h * w))], {x: given})
     assert torch.equal(found.flatten(1), given.permute(0, 3, 1, 2).flatten(1))
 
 
@@ -279,8 +279,8 @@ def test_moves_of_heads(batch, length, heads, depth, is_turned, is_float, dense,
     given = values(x.shape, None if is_float else ByteGrid(1.0, 0))
 
     def by(to):
-        return (to.pitch, to.wide, 1) if is_turned else (to.wide, to.pitch, 1)
+        return (to.row_stride, to.pixel_stride, 1) if is_turned else (to.pixel_stride, to.row_stride, 1)
 
-    found = made([MoveStep("move", out, x=x, by=by, heads=heads)], {x: given})
+    found = made([MoveStep("move", out, x=x, out_strides=by, heads=heads)], {x: given})
     wanted = given[:, 0].unflatten(-1, (heads, depth))
     assert torch.equal(found, wanted.transpose(1, 2) if is_turned else wanted)

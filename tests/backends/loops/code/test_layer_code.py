@@ -16,12 +16,12 @@ machine_code = pytest.importorskip("fxq.backends.loops.code.machine_code")
 
 many_pixels, four_pixels, one_pixel = layer_code.many_pixels, layer_code.four_pixels, layer_code.one_pixel
 round_many, round_four, round_one = layer_code.round_many, layer_code.round_four, layer_code.round_one
-bend_many, add_many = layer_code.bend_many, layer_code.add_many
+prelu_many, residual_many = layer_code.prelu_many, layer_code.residual_many
 silu_many, hardswish_many, gelu_many = layer_code.silu_many, layer_code.hardswish_many, layer_code.gelu_many
-four_deep, one_deep = layer_code.four_deep, layer_code.one_deep
+four_depthwise, one_depthwise = layer_code.four_depthwise, layer_code.one_depthwise
 four_wide, one_wide = layer_code.four_wide, layer_code.one_wide
-GROUP, LANES, WIDE = machine_code.GROUP, 16, machine_code.WIDE
-SIZES = (machine_code.PIXELS, 4, 1)
+GROUP, LANES, WIDE = machine_code.GROUP, 16, machine_code.WIDE_CHANNELS
+SIZES = (machine_code.TILE_PIXELS, 4, 1)
 """The pixels of the tiles of layers; those of depthwise ones are of the last two."""
 
 
@@ -49,9 +49,9 @@ def rounded_layer(
     elif which == 2:
         round_one(x, places, runs, many, groups, weight, start, scale, bias, numbers, out, to)
     elif which == 3:
-        bend_many(x, places, runs, many, groups, weight, start, scale, bias, slope, numbers, out, to)
+        prelu_many(x, places, runs, many, groups, weight, start, scale, bias, slope, numbers, out, to)
     elif which == 4:
-        add_many(x, places, runs, many, groups, weight, start, scale, bias, other, others, grid, numbers, out, to)
+        residual_many(x, places, runs, many, groups, weight, start, scale, bias, other, others, grid, numbers, out, to)
     elif which == 5:
         silu_many(x, places, runs, many, groups, weight, start, scale, bias, numbers, out, to)
     elif which == 6:
@@ -66,9 +66,9 @@ FINISHES = ("prelu", "add", "silu", "hardswish", "gelu")
 @compiled("i i i i i i i i i")
 def depthwise(which, x, places, runs, many, stride, weight, start, sums):
     if which == 1:
-        four_deep(x, places, runs, many, stride, weight, start, sums)
+        four_depthwise(x, places, runs, many, stride, weight, start, sums)
     else:
-        one_deep(x, places, runs, many, stride, weight, start, sums)
+        one_depthwise(x, places, runs, many, stride, weight, start, sums)
 
 
 @compiled("i i i i i i i i i i")

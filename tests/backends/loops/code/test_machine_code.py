@@ -66,5 +66,5 @@ def test_this_cpu(monkeypatch):
 
 
 def test_tiles_fit_what_the_cpu_can_do():
-    sizes = machine_code.GROUP, machine_code.PIXELS
+    sizes = machine_code.GROUP, machine_code.TILE_PIXELS
     assert sizes == ((4, 12) if machine_code.HAS_VNNI else (2, 4))

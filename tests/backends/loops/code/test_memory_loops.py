@@ -15,7 +15,7 @@ pytestmark = pytest.mark.any_cpu
 
 memory_loops = pytest.importorskip("fxq.backends.loops.code.memory_loops", reason="needs Numba", exc_type=ImportError)
 
-apply, at, read, write = memory_loops.apply, memory_loops.at, memory_loops.read, memory_loops.write
+apply, at, read, write = memory_loops.apply_function, memory_loops.address_of, memory_loops.read, memory_loops.write
 floats, bytes_, ints = memory_loops.floats, memory_loops.bytes_, memory_loops.ints
 
 
@@ -102,11 +102,11 @@ def test_floats_that_have_no_integer(count):
 
 
 def test_functions_have_the_numbers_of_their_names():
-    numbers = [getattr(memory_loops, name.upper()) for name in memory_loops.NAMES]
-    assert numbers == list(range(len(numbers))) and memory_loops.NOTHING not in numbers
+    numbers = [getattr(memory_loops, name.upper()) for name in memory_loops.FUNCTION_NAMES]
+    assert numbers == list(range(len(numbers))) and memory_loops.NO_FUNCTION not in numbers
 
 
-@pytest.mark.parametrize("name", memory_loops.NAMES)
+@pytest.mark.parametrize("name", memory_loops.FUNCTION_NAMES)
 @pytest.mark.parametrize("count", [0, 1, 16, 48, 50])
 def test_functions(count, name):
     """16 at a time: the room behind as many as are computed may change, and nothing else."""
@@ -117,6 +117,6 @@ def test_functions(count, name):
         "prelu": lambda x: torch.where(x < 0, x * slope.double().repeat(len(x) // 16), x),
         **EXACT,
     }[name](before[:room].double())
-    run_apply(memory_loops.NAMES.index(name), x.data_ptr(), count, slope.data_ptr(), numbers.data_ptr())
+    run_apply(memory_loops.FUNCTION_NAMES.index(name), x.data_ptr(), count, slope.data_ptr(), numbers.data_ptr())
     torch.testing.assert_close(x[:count].double(), exact[:count], rtol=1e-6, atol=1e-6)
     assert torch.equal(x[room:], before[room:])

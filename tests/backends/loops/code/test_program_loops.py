@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fxq.backends.loops.programs.areas import ARENA, GIVEN, Area, ByteGrid
+from fxq.backends.loops.programs.areas import ARENA, EXTERNAL, Area, ByteGrid
 from fxq.backends.loops.programs.layer_steps import AttentionStep, LinearStep, ProductStep
 from fxq.backends.loops.programs.program_steps import (
     Function,
@@ -16,7 +16,7 @@ from fxq.backends.loops.programs.program_steps import (
     PointwiseStep,
     PoolStep,
     QuantizeStep,
-    StepRows,
+    RowWriter,
 )
 from tests.support.program_runs import distance, made, real
 
@@ -28,13 +28,15 @@ GRID, OTHER = ByteGrid(0.02, 37), ByteGrid(0.07, 98)
 
 
 def table(*rows):
-    """int64 (count, WIDTH)."""
-    return torch.tensor([row + [0] * (loops.WIDTH - len(row)) for row in rows]).view(-1, loops.WIDTH)
+    """Rows with unused fields, int64 (count, MAX_STEP_FIELDS)."""
+    return torch.tensor([row + [0] * (loops.MAX_STEP_FIELDS - len(row)) for row in rows]).view(
+        -1, loops.MAX_STEP_FIELDS
+    )
 
 
 def run(rows, *bases):
     """Run rows on the memory of values, and then inputs and outputs."""
-    scratch = torch.empty(loops.SCRATCH + 8 * 64, dtype=torch.uint8)
+    scratch = torch.empty(loops.SCRATCH_BYTES + 8 * 64, dtype=torch.uint8)
     rows, bases = table(*rows), torch.tensor([0, *bases[:1], *[0] * (not bases), scratch.data_ptr(), *bases[1:]])
     loops.run(rows.data_ptr(), len(rows), bases.data_ptr())
 
@@ -54,7 +56,7 @@ def test_steps_run_in_order():
     """Each reads what the one before it has written, wherever it lies."""
     memory, first, last = torch.zeros(40, dtype=torch.uint8), torch.arange(5).byte(), torch.zeros(5, dtype=torch.uint8)
     bases = memory.data_ptr(), first.data_ptr(), last.data_ptr()
-    run([copied(GIVEN, ARENA, out=20), copied(ARENA, 0, 20, memory.data_ptr()), copied(ARENA, GIVEN + 1)], *bases)
+    run([copied(EXTERNAL, ARENA, out=20), copied(ARENA, 0, 20, memory.data_ptr()), copied(ARENA, EXTERNAL + 1)], *bases)
     assert last.tolist() == [0, 1, 2, 3, 4]
     assert memory.tolist() == [0, 1, 2, 3, 4] + [0] * 15 + [0, 1, 2, 3, 4] + [0] * 15
 
@@ -69,7 +71,7 @@ def test_only_as_many_steps_as_are_asked_for():
 
 def test_what_a_cpu_computes_at_once():
     assert (loops.GROUP, loops.HAS_VNNI) in [(4, True), (2, False)]
-    assert len(set(loops.NAMES)) == len(loops.NAMES) and loops.NOTHING < 0
+    assert len(set(loops.FUNCTION_NAMES)) == len(loops.FUNCTION_NAMES) and loops.NO_FUNCTION < 0
 
 
 def test_no_step_has_more_numbers_than_a_row():
@@ -86,15 +88,15 @@ def test_no_step_has_more_numbers_than_a_row():
         loops.POOL: [PoolStep("pool", f, kernel=(1, 1), stride=(1, 1), **about)],
         loops.NORM: [NormStep("norm", f, weight=torch.ones(64), bias=torch.ones(64), eps=0.1, **about)],
         loops.LINEAR: [LinearStep("layer", g, x=pixel, weight=torch.ones(256, 256), bias=None)],
-        loops.MOVE: [MoveStep("move", g, x=f, by=lambda _: (1, 1, 1))],
+        loops.MOVE: [MoveStep("move", g, x=f, out_strides=lambda _: (1, 1, 1))],
         loops.ATTENTION: [AttentionStep("heads", f, query=f, key=f, value=f, heads=4, scale=1.0)],
         loops.QUANTIZE: [QuantizeStep("q", out, grid=GRID, x=f, strides=lambda: (1, 1, 1, 1))],
     }
-    rows = StepRows(loops)
+    rows = RowWriter(loops)
     for code, all_of_it in steps.items():
         for step in all_of_it:
             for row in step.rows(rows):
-                assert row[0] == code and len(row) <= loops.WIDTH and all(type(value) is int for value in row)
+                assert row[0] == code and len(row) <= loops.MAX_STEP_FIELDS and all(type(value) is int for value in row)
     assert len({*steps, loops.DEPTHWISE}) == 9
 
 
@@ -165,9 +167,9 @@ def test_the_same_integers_again():
 
 def test_threads_run_steps_at_once():
     """Each in memory of its own; what steps need on the way is theirs, too."""
-    x, out = Area((1, 20, 20, 48), True, base=ARENA), Area((1, 20, 20, 48), True, base=GIVEN)
+    x, out = Area((1, 20, 20, 48), True, base=ARENA), Area((1, 20, 20, 48), True, base=EXTERNAL)
     step = NormStep("norm", out, x=x, x_grid=None, weight=torch.ones(48), bias=torch.zeros(48), eps=1e-5)
-    rows = StepRows(loops)
+    rows = RowWriter(loops)
     program, wrong = step.rows(rows), []
 
     def call(seed):

@@ -30,16 +30,16 @@ def pieces(b, x, numbers, out):
     for size in (16, 64, 64, 64, 64):
         floats.append(b.add(floats[-1], vectors.number(size)))
     low, high = vectors.bounds(b, numbers)
-    inside = vectors.clamped(b, whole, low, high)
+    inside = vectors.clamp(b, whole, low, high)
     for place, value in zip(
         floats,
         [
             vectors.rounded(b, inside),
             vectors.nearest(b, inside),
             inside,
-            vectors.fused(b, whole, 0.5, low),
+            vectors.multiply_add(b, whole, 0.5, low),
             vectors.splat(b, 7.0),
-            vectors.splat(b, vectors.load(b, numbers, vectors.FLOAT, 8)),
+            vectors.splat(b, vectors.load(b, numbers, vectors.FLOAT32, 8)),
         ],
         strict=True,
     ):

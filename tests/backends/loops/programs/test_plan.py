@@ -4,10 +4,17 @@ import pytest
 import torch
 from torch import nn
 
-from fxq.backends.loops.programs.areas import GIVEN, ByteGrid
+from fxq.backends.loops.programs.areas import EXTERNAL, ByteGrid
 from fxq.backends.loops.programs.layer_steps import ProductStep
 from fxq.backends.loops.programs.plan import ProgramPlan, planned
-from fxq.backends.loops.programs.planned_values import ROWS, NotPlannedError, PlannedWeight, as_images, plans, refuse
+from fxq.backends.loops.programs.planned_values import (
+    PLANNERS,
+    NotPlannedError,
+    PlannedWeight,
+    as_images,
+    plans,
+    refuse,
+)
 from fxq.backends.loops.programs.program_steps import PointwiseStep, PoolStep
 from fxq.ops import OPS
 from tests.support.programs import (
@@ -34,11 +41,11 @@ def test_refusals():
 
 
 def test_every_row_is_of_an_op():
-    assert [name for name in ROWS if OPS[name].name != name] == []
+    assert [name for name in PLANNERS if OPS[name].name != name] == []
 
 
 def test_rows_are_registered_by_name(monkeypatch):
-    monkeypatch.setattr("fxq.backends.loops.programs.planned_values.ROWS", rows := {})
+    monkeypatch.setattr("fxq.backends.loops.programs.planned_values.PLANNERS", rows := {})
 
     @plans("one", "other")
     def row(plan, x):
@@ -86,7 +93,7 @@ def test_a_weight_in_float32():
 def test_inputs_that_are_no_tensors_are_refused():
     draft = Draft()
     y = draft.op("relu", draft.input(draft.normal(2, 3)))
-    with pytest.raises(NotPlannedError, match="it takes a value that is no tensor"):
+    with pytest.raises(NotPlannedError, match="an input is no tensor"):
         planned(draft.form(y), [3])
 
 
@@ -132,7 +139,7 @@ def test_an_input_that_nobody_reads():
 def test_a_constant_is_no_result():
     draft = Draft()
     draft.input(draft.normal(2, 3))
-    assert refused(draft, draft.vector(3)) == "it returns what is no tensor that it computes"
+    assert refused(draft, draft.vector(3)) == "it returns a value that it does not compute"
 
 
 # ---- outputs
@@ -142,8 +149,8 @@ def test_a_layer_writes_to_the_output():
     draft = Draft()
     plan = plan_of(draft, draft.conv(draft.image(2, 3, 4, 5), 17))
     assert kinds(plan) == ["QuantizeStep", "ProductStep"]
-    assert plan.steps[1].out is plan.outputs[0].area and plan.outputs[0].area.base == GIVEN + 1
-    assert plan.outputs[0].area.wide == 17 and not plan.several
+    assert plan.steps[1].out is plan.outputs[0].area and plan.outputs[0].area.base == EXTERNAL + 1
+    assert plan.outputs[0].area.pixel_stride == 17 and not plan.returns_tuple
 
 
 def test_integers_are_copied_to_the_output():
@@ -158,7 +165,7 @@ def test_several_outputs():
     x = draft.image(2, 3, 4, 5)
     a, b = draft.conv(x, 17, 3), draft.quantize(draft.op("mean", x, dim=(2, 3)))
     made = check(draft, a, b, draft.op("relu", a))
-    assert made.plan.several and len(made.plan.outputs) == 3
+    assert made.plan.returns_tuple and len(made.plan.outputs) == 3
     check(draft, b, b, x, a)
 
 

@@ -37,7 +37,7 @@ READERS = {
 @pytest.mark.parametrize("reader", READERS)
 def test_nothing_computes_with_inputs_of_other_types(dtype, reader):
     shape, build = READERS[reader]
-    assert with_other(build, shape, dtype) == "it reads what is no tensor that it computes"
+    assert with_other(build, shape, dtype) == "it reads a value that the region does not compute"
 
 
 @pytest.mark.parametrize("dtype", OTHERS)
@@ -62,7 +62,7 @@ def test_inputs_of_other_types_are_no_constants_of_a_layer():
 @pytest.mark.parametrize("dtype", OTHERS)
 def test_inputs_of_other_types_are_not_returned(dtype):
     for build in (lambda draft, x, other: other, lambda draft, x, other: draft.op("identity", other)):
-        assert with_other(build, (2, 3), dtype) == "it returns what is no tensor that it computes"
+        assert with_other(build, (2, 3), dtype) == "it returns a value that it does not compute"
 
 
 @pytest.mark.parametrize("place", ["weight", "bias"])
@@ -141,7 +141,7 @@ def test_where_values_lie_is_not_known(target, args):
     x = draft.image(2, 6, 24)
     heads = draft.op("transpose", draft.op("unflatten", x, dim=2, sizes=(4, 6)), dim0=1, dim1=2)
     form = draft.form(draft.op("relu", x), draft.size(target, heads, *args))
-    with pytest.raises(NotPlannedError, match="it asks where values lie"):
+    with pytest.raises(NotPlannedError, match="it reads strides or a device"):
         planned(form, draft.inputs)
 
 

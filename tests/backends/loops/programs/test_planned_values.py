@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fxq.backends.loops.programs.planned_values import (
-    ROWS,
+    PLANNERS,
     NotPlannedError,
     PlannedWeight,
     dequantized_weight,
@@ -27,9 +27,9 @@ def test_weights_that_are_refused():
     q = PlannedWeight(torch.ones(2, 2, dtype=torch.int8))
     with pytest.raises(NotPlannedError, match="zero points"):
         dequantized_weight(q, scale=1.0, zero_point=3)
-    with pytest.raises(NotPlannedError, match="not of int8"):
+    with pytest.raises(NotPlannedError, match="not int8"):
         dequantized_weight(q, scale=1.0, zero_point=0, block=32)
-    with pytest.raises(NotPlannedError, match="not of int8"):
+    with pytest.raises(NotPlannedError, match="not int8"):
         dequantized_weight(PlannedWeight(q.values.byte()), scale=1.0, zero_point=0)
 
 
@@ -43,4 +43,4 @@ def test_refusals():
 def test_the_table_has_ops_of_the_op_table_alone():
     from fxq.ops import OPS
 
-    assert [name for name in ROWS if name not in OPS] == []
+    assert [name for name in PLANNERS if name not in OPS] == []

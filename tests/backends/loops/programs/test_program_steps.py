@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxq.backends.loops.programs.areas import Area, ByteGrid
-from fxq.backends.loops.programs.program_steps import CLAMP, Function, PointwiseStep, PoolStep, StepRows
+from fxq.backends.loops.programs.program_steps import CLAMP, Function, PointwiseStep, PoolStep, RowWriter
 from tests.support.programs import LAST, LOOPS, Draft, check, check_both, compare, kinds, program
 
 pytestmark = pytest.mark.any_cpu
@@ -39,7 +39,7 @@ def test_bounds_of_a_grid_of_fewer_integers():
 
 
 def test_constants_stay_where_they_are():
-    rows = StepRows(LOOPS)
+    rows = RowWriter(LOOPS)
     addresses = [rows.constant(torch.full((1000,), float(i))[::2]) for i in range(20)]
     assert [t.data_ptr() for t in rows.constants] == addresses
     assert [t[499].item() for t in rows.constants] == list(range(20))
@@ -50,7 +50,7 @@ def test_a_conversion_is_what_computes_nothing():
     assert PointwiseStep("copy", x, x=x, x_grid=None).is_conversion
     assert not PointwiseStep("relu", x, Function("clamp", 0.0), x=x, x_grid=None).is_conversion
     assert not PointwiseStep("add", x, x=x, x_grid=None, y=x).is_conversion
-    assert [step.bends for step in (PointwiseStep, PoolStep)] == [True, False]
+    assert [step.takes_function for step in (PointwiseStep, PoolStep)] == [True, False]
 
 
 # ---- Quantize

@@ -34,10 +34,10 @@ def test_axes_that_are_not_flattened():
     x = draft.quantize(draft.input(draft.normal(2, 3, 4, 5)))
     for start, end in ((0, -1), (1, 2), (0, 1)):
         y = draft.op("flatten", x, start_dim=start, end_dim=end)
-        assert refused(draft, y) == "it joins other axes than those of a sample"
+        assert refused(draft, y) == "it does not join all axes of a sample"
     draft = Draft()
     y = draft.conv(draft.image(2, 3, 4, 5), 16)
-    assert refused(draft, draft.op("flatten", y, start_dim=2)) == "it joins other axes than those of a sample"
+    assert refused(draft, draft.op("flatten", y, start_dim=2)) == "it does not join all axes of a sample"
     draft = Draft()
     x = draft.quantize(draft.input(draft.normal(2, 3, 4)))
     assert refused(draft, draft.op("flatten", x, start_dim=1)) == "its input is no image"
@@ -204,10 +204,10 @@ def test_heads_that_are_refused():
     turned = TURNS["transpose"](draft, heads)
     for dims in ((1, 3), (-1, -2), (0, 1), (1, 1)):
         y = draft.op("transpose", heads, dim0=dims[0], dim1=dims[1])
-        assert refused(draft, y) == "it moves values"
-    assert refused(draft, draft.op("transpose", x, dim0=1, dim1=2)) == "it moves values"
+        assert refused(draft, y) == "it reorders values in memory"
+    assert refused(draft, draft.op("transpose", x, dim0=1, dim1=2)) == "it reorders values in memory"
     assert refused(draft, draft.op("permute", turned, dims=(0, 2, 3, 1))) == "its input is no image"
-    reason = "it joins other axes than those of heads"
+    reason = "it joins other axes than heads and their depth"
     assert refused(draft, draft.op("flatten", heads, start_dim=1, end_dim=2)) == reason
     reason = "it reads values that are split into heads"
     for op in ("relu", "gelu"):
@@ -249,7 +249,7 @@ def test_parts_of_an_input():
 def test_parts_of_other_axes_are_refused():
     draft = Draft()
     x = draft.image(2, 6, 48)
-    reason = "it cuts another axis than the channels"
+    reason = "it splits another axis than the channels"
     assert refused(draft, draft.op("chunk", x, chunks=3, dim=1, index=0)) == reason
     assert refused(draft, draft.op("split", x, sizes=1, dim=0, index=1)) == reason
 
@@ -301,7 +301,10 @@ def test_a_turned_result():
 
 def test_permutations_that_are_refused():
     draft = Draft()
-    assert refused(draft, draft.op("permute", draft.image(2, 3, 4, 5), dims=(0, 1, 3, 2))) == "it moves values"
+    assert (
+        refused(draft, draft.op("permute", draft.image(2, 3, 4, 5), dims=(0, 1, 3, 2)))
+        == "it reorders values in memory"
+    )
     draft = Draft()
     assert refused(draft, draft.op("permute", draft.image(2, 3, 4), dims=(0, 2, 1))) == "its input is no image"
 
