@@ -67,7 +67,7 @@ def test_the_profile_names_the_nodes_of_the_graph():
 
 
 def test_only_clamps_join_a_layer():
-    """Another function behind a convolution would make it run in float."""
+    """Another function after a convolution would make it run in float."""
 
     class Net(nn.Module):
         def __init__(self):
@@ -94,8 +94,8 @@ class Attention(nn.Module):
 
     def forward(self, x):
         q, k, v = (layer(x).unflatten(-1, (4, 8)).transpose(1, 2) for layer in (self.q, self.k, self.v))
-        made = nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-        return self.norm(x + torch.relu(self.out(made)))
+        attended = nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        return self.norm(x + torch.relu(self.out(attended)))
 
 
 FORMS = {
@@ -194,8 +194,8 @@ def test_lstms_measure_their_ranges(options, samples, machine, free):
     with quiet():
         recipe = fxq.Recipe.dynamic(backend="reference", optimize="coverage")
         reference = fxq.quantize(model, recipe, example_inputs=inputs)
-    wanted, got, other = (torch.cat([y.flatten() for y in f(*inputs)]) for f in (model, q, reference))
-    assert sqnr(wanted, got) > max(33, sqnr(wanted, other) - 4)
+    wanted, got, by_reference = (torch.cat([y.flatten() for y in f(*inputs)]) for f in (model, q, reference))
+    assert sqnr(wanted, got) > max(33, sqnr(wanted, by_reference) - 4)
 
 
 @pytest.mark.parametrize("uneven", [False, True])

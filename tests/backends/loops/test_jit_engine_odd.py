@@ -63,10 +63,10 @@ def test_a_layer_in_float_before_one_on_integers():
 def test_another_default_dtype(layer):
     x = torch.randn(5, 8)
     q = quantized(nn.Sequential(nn.Linear(8, 20), layer, nn.Linear(20, 4)), x)
-    want, other = q(x), copy.deepcopy(q)
+    want, copied = q(x), copy.deepcopy(q)
     torch.set_default_dtype(torch.float64)
     try:
-        assert torch.equal(other(x), want)
+        assert torch.equal(copied(x), want)
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -74,9 +74,9 @@ def test_another_default_dtype(layer):
 def test_another_default_device():
     x = image()
     q = quantized(convs(nn.ReLU())(), x)
-    want, other = q(x), copy.deepcopy(q)
+    want, copied = q(x), copy.deepcopy(q)
     with torch.device("meta"):
-        assert torch.equal(other(x), want)
+        assert torch.equal(copied(x), want)
 
 
 class Wider(nn.Module):
@@ -150,7 +150,7 @@ def test_programs_that_are_dropped_are_freed():
 
 
 class Unread(nn.Module):
-    """Heads that nobody reads, whose number is computed."""
+    """Heads that no op reads, and whose number is computed."""
 
     def __init__(self):
         super().__init__()

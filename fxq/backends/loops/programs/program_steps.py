@@ -61,16 +61,17 @@ class RowWriter:
         """Row of a step: its code, then the values of its fields by their names in lower case.
 
         Raises:
-            ValueError: The values of a field do not fill its positions, or a name is no field.
+            ValueError: The names are not those of the fields, or the values of a field do not fill its positions.
         """
+        positions = {field_.name.lower(): field_.value for field_ in fields}
+        if positions.keys() != values.keys():
+            raise ValueError(f"{fields.__name__}: missing or unknown: {sorted(positions.keys() ^ values.keys())}")
         row = [code]
-        for field_ in fields:
-            value = values.pop(field_.name.lower())
-            if len(row) != field_:
-                raise ValueError(f"{fields.__name__}.{field_.name} is at {field_.value}, not at {len(row)}")
+        for name, position in positions.items():
+            if len(row) != position:
+                raise ValueError(f"{fields.__name__}: {name} is at {position}, but {len(row)} numbers are before it")
+            value = values[name]
             row += [int(value)] if isinstance(value, int) else map(int, value)
-        if values:
-            raise ValueError(f"{fields.__name__} has no field {', '.join(values)}")
         return row
 
 

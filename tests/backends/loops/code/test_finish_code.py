@@ -1,4 +1,4 @@
-"""What becomes of 16 floats, against float64; how near functions come is tested in test_vectors.py."""
+"""Code that works on 16 floats, against float64. The precision of functions is tested in test_vectors.py."""
 
 import math
 
@@ -66,8 +66,8 @@ def call(which, a, b, c, d):
 
 def run(name, *arguments):
     """Call one of them with arrays and counts."""
-    given = [a.ctypes.data if isinstance(a, np.ndarray) else a for a in arguments]
-    call(NAMES.index(name), *given, *[0] * (4 - len(given)))
+    addresses = [a.ctypes.data if isinstance(a, np.ndarray) else a for a in arguments]
+    call(NAMES.index(name), *addresses, *[0] * (4 - len(addresses)))
 
 
 def floats(*values):
@@ -122,7 +122,7 @@ def test_floats_are_rounded(seed, low, high):
 
 
 def test_what_has_no_integer():
-    """What is not a number becomes the lower bound."""
+    """NaN becomes the lower bound."""
     out = np.zeros(16, np.uint8)
     run("round_floats", SPECIAL, floats(1, 20), floats(15, 250), out)
     assert out.tolist() == [15, 250, 15, 250, 15, 20, 20, 20, 20, 21, 19, 22, 18, 26, 27, 15]
@@ -139,7 +139,7 @@ def test_bends(steep):
 
 @pytest.mark.parametrize(("low", "high"), [(0, math.inf), (0, 6), (-1, 1), (-math.inf, 2.5)])
 def test_bounds(low, high):
-    """What is not a number stays so."""
+    """NaN stays."""
     x = SPECIAL.copy()
     run("clamp", x, floats(low, high))
     np.testing.assert_array_equal(x, SPECIAL.clip(low, high))
@@ -148,22 +148,22 @@ def test_bounds(low, high):
 @settings(deadline=None)
 @given(blocks=st.integers(0, 20), about=st.floats(-3, 3, width=32), seed=SEEDS)
 def test_sums_of_floats(blocks, about, seed):
-    x, found = normal(seed, 16 * blocks + 1), floats(9, about, 9)
+    x, result = normal(seed, 16 * blocks + 1), floats(9, about, 9)
     exact, squares = x[:-1].astype(np.float64), ((x[:-1].astype(np.float64) - about) ** 2).sum()
-    run("sum_floats", x, blocks, found)
-    np.testing.assert_allclose(found[0], exact.sum(), rtol=0, atol=1e-6 * np.abs(exact).sum())
-    run("sum_squares", x, blocks, found)
-    np.testing.assert_allclose(found[0], squares, rtol=1e-6)
-    assert found[1:].tolist() == [np.float32(about), 9]
+    run("sum_floats", x, blocks, result)
+    np.testing.assert_allclose(result[0], exact.sum(), rtol=0, atol=1e-6 * np.abs(exact).sum())
+    run("sum_squares", x, blocks, result)
+    np.testing.assert_allclose(result[0], squares, rtol=1e-6)
+    assert result[1:].tolist() == [np.float32(about), 9]
 
 
 def test_a_sum_of_what_is_not_a_number():
     for name in ("sum_floats", "sum_squares"):
         for k in (0, 15, 31):
-            x, found = normal(0, 32), floats(0, 0)
+            x, result = normal(0, 32), floats(0, 0)
             x[k] = math.nan
-            run(name, x, 2, found)
-            assert math.isnan(found[0])
+            run(name, x, 2, result)
+            assert math.isnan(result[0])
 
 
 def test_norms():

@@ -18,7 +18,7 @@ from fxq.backends.loops.programs.program_steps import (
     QuantizeStep,
     RowWriter,
 )
-from tests.support.program_runs import distance, made, real
+from tests.support.program_runs import distance, real, run_steps
 
 pytestmark = pytest.mark.any_cpu
 
@@ -114,7 +114,7 @@ def network(shape):
     weight, scale, bias = torch.randint(-128, 128, (c, 9), dtype=torch.int8), torch.rand(c) / 300, torch.randn(c)
     taps = [(i, j) for i in range(3) for j in range(3)]
     out, real_out = Area((n, h, w, 19), False), Area((n, 1, 1, 5), True)
-    one, by = torch.randint(-128, 128, (19, 1, c), dtype=torch.int8), torch.rand(19) / 1000
+    weight, by = torch.randint(-128, 128, (19, 1, c), dtype=torch.int8), torch.rand(19) / 1000
     last, added = torch.randn(5, c), torch.randn(5)
     float_mean = Area((n, 1, 1, c), True)
     steps = [
@@ -125,7 +125,7 @@ def network(shape):
         ),
         PoolStep("mean", mean, grid=GRID, x=deep, x_grid=GRID, kernel=(h, w), stride=(h, w)),
         ProductStep(
-            "wide", out, Function("clamp", 0.0), OTHER, x=deep, x_grid=GRID, weight=one, taps=[(0, 0)], scale=by,
+            "wide", out, Function("clamp", 0.0), OTHER, x=deep, x_grid=GRID, weight=weight, taps=[(0, 0)], scale=by,
             bias=None, windows=(h, w),
         ),
         PointwiseStep("real", float_mean, x=mean, x_grid=GRID),
@@ -138,7 +138,7 @@ def network(shape):
         image = real(q, GRID).permute(0, 3, 1, 2)
         kernel = weight.double().view(c, 1, 3, 3) * scale.double()[:, None, None, None]
         first = F.hardswish(F.conv2d(image, kernel, bias.double(), padding=1, groups=c).permute(0, 2, 3, 1))
-        second = real(deep, GRID) @ (one[:, 0].double() * by.double()[:, None]).t()
+        second = real(deep, GRID) @ (weight[:, 0].double() * by.double()[:, None]).t()
         final = F.linear(real(mean, GRID), last.double(), added.double())
         return first, real(deep, GRID).mean((1, 2), keepdim=True), second.clamp(min=0), final
 
@@ -147,22 +147,22 @@ def network(shape):
 
 @pytest.mark.parametrize("shape", [(1, 4, 5, 16), (2, 3, 3, 70), (1, 1, 1, 33), (3, 7, 2, 128)])
 def test_a_network(shape):
-    steps, given, x, exact = network(shape)
+    steps, inputs, x, exact = network(shape)
 
     def until(count):
-        return made(steps[:count], given)
+        return run_steps(steps[:count], inputs)
 
     q, deep, mean = until(1), until(2), until(3)
     first, second, third, final = exact(q, deep, mean)
     assert distance(q, x.double(), GRID) <= 0.5 + 1e-4
-    for found, wanted, grid in ((deep, first, GRID), (mean, second, GRID), (until(4), third, OTHER)):
-        assert distance(found, wanted, grid) <= 0.5 + 2e-3
+    for outcome, wanted, grid in ((deep, first, GRID), (mean, second, GRID), (until(4), third, OTHER)):
+        assert distance(outcome, wanted, grid) <= 0.5 + 2e-3
     torch.testing.assert_close(until(6).double(), final, rtol=1e-5, atol=1e-5)
 
 
 def test_the_same_integers_again():
-    steps, given, *_ = network((2, 3, 3, 70))
-    assert torch.equal(made(steps, given), made(steps, given))
+    steps, inputs, *_ = network((2, 3, 3, 70))
+    assert torch.equal(run_steps(steps, inputs), run_steps(steps, inputs))
 
 
 def test_threads_run_steps_at_once():
@@ -174,10 +174,10 @@ def test_threads_run_steps_at_once():
 
     def call(seed):
         f = torch.randn(x.shape, generator=torch.Generator().manual_seed(seed))
-        wanted, found = F.layer_norm(f, (48,)), torch.empty(x.shape)
+        wanted, outcome = F.layer_norm(f, (48,)), torch.empty(x.shape)
         for _ in range(30):
-            run(program, f.data_ptr(), found.fill_(math.nan).data_ptr())
-            if not torch.allclose(found, wanted, rtol=1e-5, atol=1e-5):
+            run(program, f.data_ptr(), outcome.fill_(math.nan).data_ptr())
+            if not torch.allclose(outcome, wanted, rtol=1e-5, atol=1e-5):
                 wrong.append(seed)
 
     threads = [threading.Thread(target=call, args=(seed,)) for seed in range(4)]

@@ -107,13 +107,13 @@ def test_what_lives_at_once_shares_no_memory(areas):
 
 @given(lives())
 def test_behind_what_lives_nothing_lies_that_is_read_with_it(areas):
-    """Up to `SLACK_BYTES` bytes behind a value are its own, too: two that live at once are that far apart."""
+    """Up to `SLACK_BYTES` bytes after a value belong to it: two that live at once are that far apart."""
     lay_out(areas)
-    for one in areas:
-        for other in areas:
-            if one is not other and one.first_step <= other.last_step and other.first_step <= one.last_step:
-                assert one.offset + one.nbytes + SLACK_BYTES <= other.offset or (
-                    other.offset + other.nbytes + SLACK_BYTES <= one.offset
+    for area in areas:
+        for second in areas:
+            if area is not second and area.first_step <= second.last_step and second.first_step <= area.last_step:
+                assert area.offset + area.nbytes + SLACK_BYTES <= second.offset or (
+                    second.offset + second.nbytes + SLACK_BYTES <= area.offset
                 )
 
 
@@ -134,9 +134,9 @@ def test_parts_have_the_place_of_the_whole():
     parts = [Area((1, 2, 2, 16), False) for _ in range(2)]
     for k, part in enumerate(parts):
         part.become_part(whole, 16 * k)
-    other = Area((1, 2, 2, 32), False, first_step=1, last_step=3)
-    arena = lay_out([parts[0], other, parts[1]])
-    assert arena.nbytes == 2 * (2 * 2 * 32 + 64) and other.offset != whole.offset
+    second = Area((1, 2, 2, 32), False, first_step=1, last_step=3)
+    arena = lay_out([parts[0], second, parts[1]])
+    assert arena.nbytes == 2 * (2 * 2 * 32 + 64) and second.offset != whole.offset
 
 
 def test_borders_of_other_values_are_not_shared():

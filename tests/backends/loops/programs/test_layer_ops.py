@@ -120,7 +120,7 @@ def test_groups_of_several_channels_are_refused(channels, columns, groups):
 
 
 def test_depthwise_layers_of_few_channels():
-    """Room is made for 16, also behind an input, and beside a layer that reads its pixels side by side."""
+    """Values have room for 16 channels, also inputs, and beside a layer that reads pixels side by side."""
     draft = Draft()
     x = draft.image(2, 3, 5, 5)
     check_both(draft, draft.conv(x, 3, 3, groups=3))
@@ -202,8 +202,8 @@ def test_a_transposed_convolution_adds_nothing_and_is_not_scaled():
     x = draft.image(2, 16, 4, 4)
     skip = draft.qdq(draft.input(draft.normal(2, 16, 8, 8)))
     y = draft.op("add", transposed(draft, x, 16, 2, 2), skip)
-    made = check(draft, draft.quantize(y))
-    assert kinds(made)[-2:] == ["PointwiseStep", "PointwiseStep"]  # the sum, and the copy to what is returned
+    compiled = check(draft, draft.quantize(y))
+    assert kinds(compiled)[-2:] == ["PointwiseStep", "PointwiseStep"]  # the sum, and the copy to what is returned
     factor = draft.constant(torch.rand(1, 16, 1, 1))
     check_both(draft, draft.op("mul", transposed(draft, x, 16, 2, 2), factor))
 
@@ -271,21 +271,21 @@ def test_a_norm_and_what_its_result_is_added_to():
     """It is a layer, so it adds integers itself."""
     draft = Draft()
     x = draft.image(2, 32, 4, 4)
-    made = check(draft, draft.quantize(draft.op("relu", draft.op("add", norm(draft, x), x))))
-    (step,) = steps_of(made, ProductStep)
+    compiled = check(draft, draft.quantize(draft.op("relu", draft.op("add", norm(draft, x), x))))
+    (step,) = steps_of(compiled, ProductStep)
     assert step.residual is step.x
 
 
 # ---- what does not fit
 
 
-@pytest.mark.parametrize(("features", "given"), [(16, 20), (20, 16)])
-def test_linear_layers_of_other_features(features, given):
+@pytest.mark.parametrize(("features", "input_features"), [(16, 20), (20, 16)])
+def test_linear_layers_of_other_features(features, input_features):
     """As it comes when a loaded model is given images of another size."""
     draft = Draft()
     y = draft.op("linear", draft.image(2, 5, features), draft.weight(7, features), draft.vector(7))
-    with pytest.raises(NotPlannedError, match=f"its input has {given} channels, its weight {features}"):
-        planned(draft.form(y), [draft.normal(2, 5, given)])
+    with pytest.raises(NotPlannedError, match=f"its input has {input_features} channels, its weight {features}"):
+        planned(draft.form(y), [draft.normal(2, 5, input_features)])
 
 
 def test_transposed_layers_of_other_channels():

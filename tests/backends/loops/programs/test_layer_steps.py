@@ -125,8 +125,8 @@ def test_two_windows_on_one_value():
     draft = Draft()
     x = draft.qdq(draft.conv(draft.image(2, 16, 7, 6), 16, 1))
     y = [draft.conv(x, 16, 7), draft.conv(x, 16, 3, stride=(2, 2)), draft.conv(x, 16, 1)]
-    made = check(draft, *y, draft.op("mean", x, dim=(2, 3)))
-    assert made.plan.steps[1].out.border == (3, 3, 3, 3)
+    compiled = check(draft, *y, draft.op("mean", x, dim=(2, 3)))
+    assert compiled.plan.steps[1].out.border == (3, 3, 3, 3)
 
 
 # ---- what a window reaches
@@ -174,11 +174,11 @@ def test_a_row_of_numbers_fits():
     x = draft.image(2, 80, 5, 5)
     y = draft.op("add", draft.conv(x, 80, 3), draft.qdq(draft.conv(x, 80)))
     form = draft.form(draft.qdq(y), draft.quantize(draft.conv(x, 80, 3, groups=80)))
-    made = program(form, draft.inputs)
-    rows = [row for step in made.plan.steps for row in step.rows(RowWriter(LOOPS))]
-    assert max(map(len, rows)) <= LOOPS.MAX_STEP_FIELDS and len(rows) == len(made._steps)
-    wide = [step for step in steps_of(made, ProductStep) if step.weight.dim() == 2]
-    assert sum(step is wide[0] for step in made._steps) == (2 if LOOPS.HAS_VNNI else 1)  # 64 channels, and 16
+    compiled = program(form, draft.inputs)
+    rows = [row for step in compiled.plan.steps for row in step.rows(RowWriter(LOOPS))]
+    assert max(map(len, rows)) <= LOOPS.MAX_STEP_FIELDS and len(rows) == len(compiled._steps)
+    wide = [step for step in steps_of(compiled, ProductStep) if step.weight.dim() == 2]
+    assert sum(step is wide[0] for step in compiled._steps) == (2 if LOOPS.HAS_VNNI else 1)  # 64 channels, and 16
 
 
 # ---- layers in float
@@ -214,8 +214,8 @@ def test_two_layers_in_float():
     x = draft.op("mean", draft.image(2, 16, 4, 4), dim=(2, 3))
     x = draft.op("relu", draft.op("linear", x, draft.constant(draft.normal(9, 16)), draft.vector(9)))
     x = draft.op("linear", x, draft.constant(draft.normal(40, 9)))
-    made = check(draft, draft.op("sigmoid", x))
-    assert [step.out.is_float for step in steps_of(made, LinearStep)] == [True, True]
+    compiled = check(draft, draft.op("sigmoid", x))
+    assert [step.out.is_float for step in steps_of(compiled, LinearStep)] == [True, True]
 
 
 def test_a_convolution_of_one_pixel_in_float():

@@ -1,4 +1,4 @@
-"""What a region becomes as a whole: inputs, outputs, what is decided when, and refusals with their reasons."""
+"""Plans of whole regions: inputs, outputs, when values are settled, and refusals with their reasons."""
 
 import pytest
 import torch
@@ -105,7 +105,7 @@ def test_of_two_refusals_the_first_is_told():
 
 
 def test_how_inputs_are_read():
-    """What is rounded is read as it lies; what another step reads lies channels-last."""
+    """An input that is quantized is read in its format; one that another step reads is channels-last."""
     draft = Draft()
     x, y = draft.input(draft.normal(2, 3, 4, 5)), draft.input(draft.normal(2, 3, 4, 5))
     form = draft.form(draft.quantize(x), draft.op("relu", y))
@@ -164,8 +164,8 @@ def test_several_outputs():
     draft = Draft()
     x = draft.image(2, 3, 4, 5)
     a, b = draft.conv(x, 17, 3), draft.quantize(draft.op("mean", x, dim=(2, 3)))
-    made = check(draft, a, b, draft.op("relu", a))
-    assert made.plan.returns_tuple and len(made.plan.outputs) == 3
+    compiled = check(draft, a, b, draft.op("relu", a))
+    assert compiled.plan.returns_tuple and len(compiled.plan.outputs) == 3
     check(draft, b, b, x, a)
 
 
@@ -176,8 +176,8 @@ def test_an_output_that_is_read_inside():
     z = draft.conv(draft.dequantize(y), 16, 3)
     check(draft, draft.quantize(z), y, x)
     check(draft, y, draft.dequantize(y), draft.quantize(z))
-    made = check(draft, z, draft.op("tanh", z))
-    assert kinds(made) == ["QuantizeStep", "ProductStep", "ProductStep", "PointwiseStep", "PointwiseStep"]
+    compiled = check(draft, z, draft.op("tanh", z))
+    assert kinds(compiled) == ["QuantizeStep", "ProductStep", "ProductStep", "PointwiseStep", "PointwiseStep"]
 
 
 def test_inputs_that_are_returned():
@@ -203,8 +203,8 @@ def test_two_grids_of_one_value():
     draft = Draft()
     x = draft.conv(draft.image(2, 3, 4, 5), 16, 3)
     y = draft.conv(draft.qdq(x, (0.02, 100)), 16, 3), draft.conv(draft.qdq(x, (0.05, 60)), 16, 5)
-    made = check(draft, *map(draft.quantize, y))
-    assert [step.out.zero for step in steps_of(made, PointwiseStep)[:2]] == [100, 60]
+    compiled = check(draft, *map(draft.quantize, y))
+    assert [step.out.zero for step in steps_of(compiled, PointwiseStep)[:2]] == [100, 60]
 
 
 def test_a_second_use_keeps_a_function_out_of_the_layer():
@@ -235,11 +235,11 @@ def test_a_unit_is_planned_op_by_op():
     model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 8, 3)).eval()
     x = torch.randn(2, 3, 9, 9)
     q, form = whole(model, x)
-    made = program(form, [x])
-    assert kinds(made) == ["QuantizeStep", "ProductStep", "ProductStep"]
-    assert made.plan.steps[1].name.endswith("relu") and made.plan.steps[1].function.low == 0
-    compare(made(x), form(x))
-    assert torch.equal(q(x), made(x)) and len(regions(q)) == 1
+    compiled = program(form, [x])
+    assert kinds(compiled) == ["QuantizeStep", "ProductStep", "ProductStep"]
+    assert compiled.plan.steps[1].name.endswith("relu") and compiled.plan.steps[1].function.low == 0
+    compare(compiled(x), form(x))
+    assert torch.equal(q(x), compiled(x)) and len(regions(q)) == 1
 
 
 # ---- what could run

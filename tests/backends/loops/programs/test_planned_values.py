@@ -18,8 +18,8 @@ pytestmark = pytest.mark.any_cpu
 def test_a_weight_is_what_dequantize_gives(axis):
     q, scale = torch.randint(-127, 128, (3, 3, 2, 2), dtype=torch.int8), torch.tensor([0.5, 2.0, 0.25])
     parts = PlannedWeight(q), PlannedWeight(scale), PlannedWeight(torch.zeros(3, dtype=torch.int32))
-    found = dequantized_weight(parts[0], scale=parts[1], zero_point=parts[2], axis=axis, qmin=-127, qmax=127)
-    assert torch.equal(found.real, torch.ops.fxq.dequantize.tensor(q, scale, parts[2].values, axis, None))
+    result = dequantized_weight(parts[0], scale=parts[1], zero_point=parts[2], axis=axis, qmin=-127, qmax=127)
+    assert torch.equal(result.real, torch.ops.fxq.dequantize.tensor(q, scale, parts[2].values, axis, None))
     assert torch.equal(dequantized_weight(parts[0], scale=0.5, zero_point=0).real, q * 0.5)
 
 

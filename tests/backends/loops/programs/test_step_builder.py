@@ -1,4 +1,4 @@
-"""What ops make steps with: what is decided of a value, once, and inputs as they are read."""
+"""The builder of steps: values are settled once, and inputs are read in their format."""
 
 import pytest
 import torch
