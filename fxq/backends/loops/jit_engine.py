@@ -70,7 +70,7 @@ class JitKernel(EngineKernel):
 
 
 def _layer(step: ProgramStep, us: float) -> EngineLayer:
-    """Engine layer that a timed step is reported as."""
+    """Report a timed step as a layer of the engine."""
     precision = _precision_of(step)
     op, dtype = type(step).__name__.removesuffix("Step"), "float32" if precision == "float" else "uint8"
     return EngineLayer((step.name,), op, dtype, precision, us)

@@ -78,31 +78,17 @@ def _gelu(x):
     a = _f(3.8325069) if a > _f(3.8325069) else a
     a = _f(-3.8325069) if a < _f(-3.8325069) else a
     b = a * a
-    over = _f(2.2905065861350646e-4) * b + _f(3.4082910107109506e-3)
-    over = (over * b + _f(5.0955695062380861e-2)) * b + _f(1.8520832239976145e-1)
-    over = over * b + _f(1.128379143519084)
-    under = _f(-1.1791602954361697e-7) * b + _f(2.3547966471313185e-5)
-    under = (under * b + _f(1.0179625278914885e-3)) * b + _f(1.4070470171167667e-2)
-    under = ((under * b + _f(1.1098505178285362e-1)) * b + _f(4.9746925110067538e-1)) * b + _f(1)
-    return _f(0.5) * x * (_f(1) + a * over / under)
+    numerator = _f(2.2905065861350646e-4) * b + _f(3.4082910107109506e-3)
+    numerator = (numerator * b + _f(5.0955695062380861e-2)) * b + _f(1.8520832239976145e-1)
+    numerator = numerator * b + _f(1.128379143519084)
+    denominator = _f(-1.1791602954361697e-7) * b + _f(2.3547966471313185e-5)
+    denominator = (denominator * b + _f(1.0179625278914885e-3)) * b + _f(1.4070470171167667e-2)
+    denominator = ((denominator * b + _f(1.1098505178285362e-1)) * b + _f(4.9746925110067538e-1)) * b + _f(1)
+    return _f(0.5) * x * (_f(1) + a * numerator / denominator)
 
 
 def _scale_rows(
-    sums,
-    scale,
-    scales,
-    zero,
-    zeros,
-    ones,
-    weight_scale,
-    bias,
-    biases,
-    out,
-    rows,
-    columns,
-    lower_bound,
-    upper_bound,
-    is_gelu,
+    sums, scale, scales, zero, zeros, ones, weight_scale, bias, biases, out, rows, columns, lower, upper, is_gelu
 ):
     """Scale the product of rows with dynamic grids, add the bias, and apply the activation function.
 
@@ -119,8 +105,8 @@ def _scale_rows(
         out: float32 (rows, columns), written.
         rows: Number of rows.
         columns: Outputs per row.
-        lower_bound: Results are at least this; -inf for no bound.
-        upper_bound: Results are at most this; inf for no bound.
+        lower: Results are at least this; -inf for no bound.
+        upper: Results are at most this; inf for no bound.
         is_gelu: 1 to apply gelu instead of the bounds.
     """
     sums, out = carray(sums, (rows, columns)), carray(out, (rows, columns))
@@ -138,10 +124,10 @@ def _scale_rows(
             continue
         for j in range(columns):
             out[i, j] = _f(kind(sums[i, j] - kind(zero_point * ones[j]))) * (step * weight_scale[j]) + added[j]
-        if lower_bound > -np.inf or upper_bound < np.inf:
+        if lower > -np.inf or upper < np.inf:
             for j in range(columns):
-                y = lower_bound if out[i, j] < lower_bound else out[i, j]  # NaN stays
-                out[i, j] = upper_bound if y > upper_bound else y
+                y = lower if out[i, j] < lower else out[i, j]  # NaN stays
+                out[i, j] = upper if y > upper else y
 
 
 scale_sums = compiled("i32* f* i f* i i32* f* f* i f* i i f f i")(_scale_rows)

@@ -46,7 +46,7 @@ def test_a_call_without_an_argument_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("name", "features", "found"),
+    ("name", "features", "result"),
     [("haswell", "+avx2,+fma", "+avx2,+fma"), ("generic", "", ""), ("haswell", None, ""), (None, "+x", "+x")],
 )
 def test_a_cpu_that_numba_is_told_of(name, features, result, monkeypatch):

@@ -183,15 +183,11 @@ def test_a_copy_of_an_input_that_lies_otherwise():
         compare(program(form, [given_])(given_), form(given_))
 
 
+MOVED = {"x": (1, 2), "x_strides": [3, 4, 5], "out": (6, 7), "out_strides": range(8, 12), "shape": range(12, 16)}
+
+
 def test_a_row_has_its_values_at_the_positions_of_their_fields():
-    values = {
-        "x": (1, 2),
-        "x_strides": [3, 4, 5],
-        "out": (6, 7),
-        "out_strides": range(8, 12),
-        "shape": (12, 13, 14, 15),
-    }
-    row = RowWriter(LOOPS).row(LOOPS.MOVE, MoveField, **values, item_size=True)
+    row = RowWriter(LOOPS).row(LOOPS.MOVE, MoveField, **MOVED, item_size=True)
     assert row == [LOOPS.MOVE, *range(1, 16), 1] and all(type(number) is int for number in row)
     assert (row[MoveField.OUT], row[MoveField.ITEM_SIZE]) == (6, 1)
 
@@ -204,13 +200,6 @@ def test_a_row_has_its_values_at_the_positions_of_their_fields():
     ],
 )
 def test_a_row_of_other_fields_is_refused(changes, message):
-    values = {
-        "x": (1, 2),
-        "x_strides": [3, 4, 5],
-        "out": (6, 7),
-        "out_strides": range(8, 12),
-        "shape": (12, 13, 14, 15),
-    }
     item_size = {} if "y" in changes else {"item_size": 4}
     with pytest.raises(ValueError, match=message):
-        RowWriter(LOOPS).row(LOOPS.MOVE, MoveField, **{**values, **item_size, **changes})
+        RowWriter(LOOPS).row(LOOPS.MOVE, MoveField, **{**MOVED, **item_size, **changes})
