@@ -101,10 +101,10 @@ def test_no_step_has_more_numbers_than_a_row():
 
 
 def network(shape):
-    """Steps of a small network, what they are given, and what they should make, in float64.
+    """Steps of a small network, their inputs, and a function that returns exact results in float64.
 
-    Wherever there are integers on the way, they are computed from those that the steps have made, so that what one of
-    them rounds in another way does not count.
+    Exact results are computed from the integers that the steps before have written, so that rounding ties of one step
+    do not count in the next ones.
     """
     n, h, w, c = shape
     x = torch.randn(n, h, w, c)
@@ -114,7 +114,7 @@ def network(shape):
     weight, scale, bias = torch.randint(-128, 128, (c, 9), dtype=torch.int8), torch.rand(c) / 300, torch.randn(c)
     taps = [(i, j) for i in range(3) for j in range(3)]
     out, real_out = Area((n, h, w, 19), False), Area((n, 1, 1, 5), True)
-    weight, by = torch.randint(-128, 128, (19, 1, c), dtype=torch.int8), torch.rand(19) / 1000
+    wide_weight, by = torch.randint(-128, 128, (19, 1, c), dtype=torch.int8), torch.rand(19) / 1000
     last, added = torch.randn(5, c), torch.randn(5)
     float_mean = Area((n, 1, 1, c), True)
     steps = [
@@ -125,8 +125,8 @@ def network(shape):
         ),
         PoolStep("mean", mean, grid=GRID, x=deep, x_grid=GRID, kernel=(h, w), stride=(h, w)),
         ProductStep(
-            "wide", out, Function("clamp", 0.0), OTHER, x=deep, x_grid=GRID, weight=weight, taps=[(0, 0)], scale=by,
-            bias=None, windows=(h, w),
+            "wide", out, Function("clamp", 0.0), OTHER, x=deep, x_grid=GRID, weight=wide_weight, taps=[(0, 0)],
+            scale=by, bias=None, windows=(h, w),
         ),
         PointwiseStep("real", float_mean, x=mean, x_grid=GRID),
         LinearStep("last", real_out, x=float_mean, weight=last, bias=added),
@@ -138,7 +138,7 @@ def network(shape):
         image = real(q, GRID).permute(0, 3, 1, 2)
         kernel = weight.double().view(c, 1, 3, 3) * scale.double()[:, None, None, None]
         first = F.hardswish(F.conv2d(image, kernel, bias.double(), padding=1, groups=c).permute(0, 2, 3, 1))
-        second = real(deep, GRID) @ (weight[:, 0].double() * by.double()[:, None]).t()
+        second = real(deep, GRID) @ (wide_weight[:, 0].double() * by.double()[:, None]).t()
         final = F.linear(real(mean, GRID), last.double(), added.double())
         return first, real(deep, GRID).mean((1, 2), keepdim=True), second.clamp(min=0), final
 

@@ -127,23 +127,23 @@ def grown(draft, values, op, left, right):
     if op == "max_pool2d":
         return draft.op(op, x.args[0], **window)
     if op == "avg_pool2d":
-        compiled = draft.op(op, x, **window)
+        value = draft.op(op, x, **window)
     elif op == "depthwise":
-        compiled = draft.conv(x, channels, 5, groups=channels)
+        value = draft.conv(x, channels, 5, groups=channels)
     elif op == "conv and add":
-        compiled = draft.op("relu", draft.op("add", draft.conv(x, draft.values[y].shape[1], 3), y))
+        value = draft.op("relu", draft.op("add", draft.conv(x, draft.values[y].shape[1], 3), y))
     elif op == "gate":
-        compiled = draft.op("mul", x, draft.op("sigmoid", draft.op("mean", x, dim=(2, 3), keepdim=True)))
+        value = draft.op("mul", x, draft.op("sigmoid", draft.op("mean", x, dim=(2, 3), keepdim=True)))
     elif op == "add" and draft.values[y].shape == draft.values[x].shape:
-        compiled = draft.op(op, x, y)
+        value = draft.op(op, x, y)
     elif op == "norm":
-        compiled = draft.op("batch_norm", x, draft.vector(channels), draft.constant(torch.linspace(0.5, 1.5, channels)))
+        value = draft.op("batch_norm", x, draft.vector(channels), draft.constant(torch.linspace(0.5, 1.5, channels)))
     elif op == "layer norm":
-        compiled = draft.op("layer_norm", draft.op("permute", x, dims=(0, 2, 3, 1)), normalized_shape=(channels,))
-        return draft.op("permute", draft.quantize(draft.op("silu", compiled), GRID), dims=(0, 3, 1, 2))
+        value = draft.op("layer_norm", draft.op("permute", x, dims=(0, 2, 3, 1)), normalized_shape=(channels,))
+        return draft.op("permute", draft.quantize(draft.op("silu", value), GRID), dims=(0, 3, 1, 2))
     else:
-        compiled = draft.op("hardswish", draft.conv(x, 16 + left % 3 * 7, 1 + right % 2 * 2))
-    return draft.quantize(compiled, GRID)
+        value = draft.op("hardswish", draft.conv(x, 16 + left % 3 * 7, 1 + right % 2 * 2))
+    return draft.quantize(value, GRID)
 
 
 @settings(max_examples=100, deadline=None)
