@@ -1,4 +1,4 @@
-"""How engines are tested: all on integers that can be, and the kernels of regions."""
+"""Helpers of engine tests: a recipe that runs all ops on integers, and the kernels of regions."""
 
 import fxq
 from fxq.backends.engine import EngineKernel

@@ -1,21 +1,21 @@
-"""Steps of a program, run in memory where all else is to stay as it is, and what they compute in float64."""
+"""Runs of a program's steps in memory that must not change otherwise, and their functions in float64."""
 
 import torch
 import torch.nn.functional as F
 
 from fxq.backends.loops.code import compiler
-from fxq.backends.loops.programs.areas import ABSOLUTE, LANES, SCRATCH, SLACK
-from fxq.backends.loops.programs.program_steps import StepRows
+from fxq.backends.loops.programs.areas import ABSOLUTE, LANES, SCRATCH, SLACK_BYTES
+from fxq.backends.loops.programs.program_steps import RowWriter
 
 EXACT = {
     "silu": F.silu, "hardswish": F.hardswish, "gelu": F.gelu,
     "sigmoid": torch.sigmoid, "tanh": torch.tanh, "hardsigmoid": F.hardsigmoid,
 }  # fmt: skip
-"""The functions that have no options, by the names that steps know them by."""
+"""Functions without options, by their names in `FUNCTION_NAMES`."""
 
 
 def applied(function, x):
-    """A step's function of float64, whose last axis are channels."""
+    """Apply a step's function in float64; the last axis has the channels."""
     if function.name == "clamp":
         return x.clamp(function.low, function.high)
     if function.name == "prelu":
@@ -24,64 +24,64 @@ def applied(function, x):
 
 
 def real(x, grid):
-    """What integers stand for, in float64; floats as they are."""
+    """Dequantized integers in float64; floats as they are."""
     return x.double() if grid is None else (x.double() - grid.zero) * grid.scale
 
 
-def distance(found, exact, grid):
+def distance(result, exact, grid):
     """The largest difference of integers from real values, in steps of the grid: 0.5 if they are the nearest ones."""
-    assert bool(((found >= grid.qmin) & (found <= grid.qmax)).all())
+    assert bool(((result >= grid.qmin) & (result <= grid.qmax)).all())
     wanted = (exact / grid.scale + grid.zero).clamp(grid.qmin, grid.qmax)
-    return (found.double() - wanted).abs().max().item()
+    return (result.double() - wanted).abs().max().item()
 
 
-def made(steps, given):
-    """What the last step makes, (N, H, W, C), after the ones before it.
+def run_steps(steps, values):
+    """Run steps in memory of random bytes, and return the result of the last one, (N, H, W, C).
 
-    All lies among random bytes. None may change but those of results and of the room behind their channels. Steps that
-    ask for memory while they run have as much as that, and no more.
+    Only the bytes of results, and of the room after their channels, may change. Steps get as much scratch memory as
+    they ask for, and no more.
 
     Args:
-        steps: in order.
-        given: values by area, (N, H, W, C), float32 or uint8.
+        steps: Steps in order.
+        values: Values by area, (N, H, W, C), float32 or uint8.
     """
     areas = dict.fromkeys(a.root for step in steps for a in (*step.reads, step.out) if a.base != ABSOLUTE)
     size = 64
     for area in areas:
         area.offset = size
-        size += -(-(area.nbytes + SLACK) // 64) * 64
+        size += -(-(area.nbytes + SLACK_BYTES) // 64) * 64
     memory = torch.randint(0, 256, (size,), dtype=torch.uint8)
     for area in areas:
         if any(area.border):
             memory[area.offset : area.offset + area.nbytes] = area.zero or 0
-            room = _pixels(memory, area, area.wide)
+            room = _pixels(memory, area, area.pixel_stride)
             room[:] = torch.randint(0, 256, room.shape, dtype=torch.uint8)
-    for area, value in given.items():
+    for area, value in values.items():
         _values(memory, area)[:] = value
     before, may_change = memory.clone(), torch.zeros(size, dtype=torch.bool)
     for step in steps:
         area = step.out
         _pixels(may_change, area, area.shape[3] if area.room else -(-area.shape[3] // LANES) * LANES)[:] = True
     loops = compiler.loops("program_loops")
-    rows = StepRows(loops)
-    table = [row + [0] * (loops.WIDTH - len(row)) for step in steps for row in step.rows(rows)]
-    usual = loops.SCRATCH + 8 * max(area.wide for area in areas)
+    rows = RowWriter(loops)
+    table = [row + [0] * (loops.MAX_STEP_FIELDS - len(row)) for step in steps for row in step.rows(rows)]
+    usual = loops.SCRATCH_BYTES + 8 * max(area.pixel_stride for area in areas)
     scratch = torch.randint(0, 256, (max(step.scratch(loops) or usual for step in steps) + 64,), dtype=torch.uint8)
-    behind = scratch[-64:].clone()
+    after_scratch = scratch[-64:].clone()
     table, bases = torch.tensor(table), torch.tensor([memory.data_ptr()] * 8)
     bases[ABSOLUTE], bases[SCRATCH] = 0, scratch.data_ptr()
     loops.run(table.data_ptr(), len(table), bases.data_ptr())
-    assert torch.equal(memory[~may_change], before[~may_change]) and torch.equal(scratch[-64:], behind)
+    assert torch.equal(memory[~may_change], before[~may_change]) and torch.equal(scratch[-64:], after_scratch)
     return _values(memory, steps[-1].out).clone()
 
 
 def _values(memory, area):
     kind = torch.float32 if area.is_float else torch.uint8
     first = area.origin[1] // area.size
-    return memory.view(kind).as_strided(area.shape, (area.sample, area.pitch, area.wide, 1), first)
+    return memory.view(kind).as_strided(area.shape, (area.sample_stride, area.row_stride, area.pixel_stride, 1), first)
 
 
 def _pixels(memory, area, channels):
-    """The bytes of its pixels, with so many channels."""
+    """View of the bytes of an area's pixels, with `channels` channels."""
     n, h, w, _ = area.shape
-    return memory.as_strided((n, h, w, channels * area.size), (*area.strides, 1), area.origin[1])
+    return memory.as_strided((n, h, w, channels * area.size), (*area.byte_strides, 1), area.origin[1])

@@ -1,4 +1,4 @@
-"""Regions in qdq form, written op by op, and programs of them compared with what PyTorch makes of the region."""
+"""Regions in qdq form, written op by op, and comparison of their programs with PyTorch's results."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Draft:
     """A region in qdq form that is being written. Each op runs at once, so that grids fit the values.
 
     Attributes:
-        inputs: the example that it runs on.
-        values: what each node made of it.
+        inputs: Example inputs.
+        values: Value of each node for the example.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -80,7 +80,7 @@ class Draft:
         return node
 
     def size(self, target: str | Callable[..., Any], *args: Any, **options: Any) -> fx.Node:
-        """Sizes of a value, or what is computed with them: a method of a tensor by its name, or a function."""
+        """Size of a value, or a number computed from sizes: by a tensor method's name, or a function."""
         is_method = isinstance(target, str)
         node = self.graph.create_node("call_method" if is_method else "call_function", target, args, options)
         set_info(node)
@@ -94,19 +94,19 @@ class Draft:
         return self.op("quantize", x, scale=scale, zero_point=zero)
 
     def dequantize(self, x: fx.Node, grid: tuple[float, int] | None = None) -> fx.Node:
-        """Floats again. Integers that are moved have the grid of those that they were moved from."""
+        """Dequantize integers. The grid is that of the `quantize` before, also through ops that move values."""
         if grid is None:
-            made = x
-            while "scale" not in made.kwargs:
-                made = made.all_input_nodes[0]
-            grid = made.kwargs["scale"], made.kwargs["zero_point"]
+            source = x
+            while "scale" not in source.kwargs:
+                source = source.all_input_nodes[0]
+            grid = source.kwargs["scale"], source.kwargs["zero_point"]
         return self.op("dequantize", x, scale=grid[0], zero_point=grid[1])
 
     def qdq(self, x: fx.Node, grid: tuple[float, int] | None = None) -> fx.Node:
         return self.dequantize(self.quantize(x, grid))
 
     def image(self, *shape: int) -> fx.Node:
-        """A random input, rounded to a grid. It lies nowhere near the middle between two integers."""
+        """A random input, rounded to a grid. No value is near the middle between two integers."""
         x = self.normal(*shape)
         scale, zero = fitting(x)
         aside = 0.8 * torch.rand(shape, generator=self.random) - 0.4
@@ -119,11 +119,11 @@ class Draft:
         return self.op("conv2d", x, self.weight(columns, channels, size, size), self.vector(columns), **options)
 
     def form(self, *outputs: fx.Node) -> fx.GraphModule:
-        """The region that returns these."""
+        """Return the region with these outputs."""
         graph = fx.Graph()
-        known: dict[fx.Node, fx.Node] = {}
-        graph.graph_copy(self.graph, known)
-        returned = tuple(known[node] for node in outputs)
+        copies: dict[fx.Node, fx.Node] = {}
+        graph.graph_copy(self.graph, copies)
+        returned = tuple(copies[node] for node in outputs)
         graph.output(returned if len(returned) > 1 else returned[0])
         gm = fx.GraphModule(self.root, graph)
         gm.graph.eliminate_dead_code()
@@ -132,7 +132,7 @@ class Draft:
 
 
 def fitting(x: Tensor) -> tuple[float, int]:
-    """A grid for values, a little wider than they are."""
+    """Grid (scale, zero point) that is a little wider than the values."""
     low, high = min(x.min().item(), -0.1), max(x.max().item(), 0.1)
     scale = 1.013 * (high - low) / 255
     return scale, round(-low / scale)
@@ -147,16 +147,16 @@ def program(form: fx.GraphModule, inputs: Sequence[Tensor]) -> RegionProgram:
     return RegionProgram(LOOPS, form, inputs, [is_last(x) for x in inputs])
 
 
-FEW = 1 / 200
-"""So many integers behind one layer or two may be rounded to the other side: PyTorch adds floats, and rounds sums."""
+MAX_ROUNDING_SHARE = 1 / 200
+"""Share of integers after a layer or two that may be rounded to the other side: PyTorch adds floats."""
 
 
-def compare(got: Any, wanted: Any, share: float = FEW) -> None:
+def compare(got: Any, wanted: Any, share: float = MAX_ROUNDING_SHARE) -> None:
     """Floats to 1e-5 of the largest; integers within one step, where rounding ties differ: a share of them, or one."""
     if isinstance(wanted, tuple):
         assert isinstance(got, tuple) and len(got) == len(wanted)
-        for one, other in zip(got, wanted, strict=True):
-            compare(one, other, share)
+        for got_part, wanted_part in zip(got, wanted, strict=True):
+            compare(got_part, wanted_part, share)
         return
     assert (got.shape, got.dtype) == (wanted.shape, wanted.dtype)
     if wanted.dtype == torch.uint8:
@@ -166,21 +166,21 @@ def compare(got: Any, wanted: Any, share: float = FEW) -> None:
         torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5 * max(1.0, wanted.abs().max().item()))
 
 
-def check(draft: Draft, *outputs: fx.Node, share: float = FEW) -> RegionProgram:
-    """Compare a program with its region, for inputs that lie row by row and channels-last; the last program."""
+def check(draft: Draft, *outputs: fx.Node, share: float = MAX_ROUNDING_SHARE) -> RegionProgram:
+    """Compare a program with its region, for contiguous and channels-last inputs; return the last program."""
     form = draft.form(*outputs)
     wanted = form(*draft.inputs)
-    made = program(form, draft.inputs)
-    compare(made(*draft.inputs), wanted, share)
+    compiled = program(form, draft.inputs)
+    compare(compiled(*draft.inputs), wanted, share)
     if any(x.dim() == 4 for x in draft.inputs):
         last = [x.contiguous(memory_format=LAST) if x.dim() == 4 else x for x in draft.inputs]
-        made = program(form, last)
-        compare(made(*last), wanted, share)
-    return made
+        compiled = program(form, last)
+        compare(compiled(*last), wanted, share)
+    return compiled
 
 
 def check_both(draft: Draft, x: fx.Node) -> None:
-    """As `check`, of an op that makes floats: once these, and once rounded to integers."""
+    """Run `check` for an op that returns floats: once for the floats, and once for quantized results."""
     check(draft, x)
     check(draft, draft.quantize(x))
 
@@ -189,14 +189,14 @@ def plan_of(draft: Draft, *outputs: fx.Node) -> ProgramPlan:
     return planned(draft.form(*outputs), draft.inputs)
 
 
-def kinds(made: ProgramPlan | RegionProgram) -> list[str]:
+def kinds(compiled: ProgramPlan | RegionProgram) -> list[str]:
     """The steps by the names of their classes."""
-    plan = made.plan if isinstance(made, RegionProgram) else made
+    plan = compiled.plan if isinstance(compiled, RegionProgram) else compiled
     return [type(step).__name__ for step in plan.steps]
 
 
 def refused(draft: Draft, *outputs: fx.Node) -> str:
-    """Why a region is no program."""
+    """Reason why a region is no program."""
     with pytest.raises(NotPlannedError) as caught:
         plan_of(draft, *outputs)
     return str(caught.value)
@@ -213,7 +213,7 @@ def free():
 
 
 def quantized(model: nn.Module, *inputs: Tensor) -> fx.GraphModule:
-    """A network with the jit backend, whose results are what rounding makes of it."""
+    """Quantize a network with the jit backend, without corrections of the results."""
     recipe = plain(fxq.Recipe.static(backend="jit", optimize="coverage")).with_min_sqnr(None)
     with free():
         return fxq.quantize(model.eval(), recipe, data=[inputs], example_inputs=inputs, progress=False)
@@ -224,7 +224,7 @@ def regions(q: fx.GraphModule) -> list[JitKernel]:
 
 
 def whole(model: nn.Module, *inputs: Tensor) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """A quantized network, which must be one region, and that in qdq form."""
+    """Quantize a network, which must become one region, and return it with the region's qdq form."""
     q = quantized(model, *inputs)
     computed = [n for n in q.graph.nodes if n.op not in ("placeholder", "output", "get_attr")]
     assert [n.op for n in computed if n.target is not operator.getitem] == ["call_module"]
@@ -232,7 +232,7 @@ def whole(model: nn.Module, *inputs: Tensor) -> tuple[fx.GraphModule, fx.GraphMo
     return q, kernel.form.module(kernel)
 
 
-def steps_of(made: ProgramPlan | RegionProgram, kind: type[ProgramStep]) -> list[Any]:
+def steps_of(compiled: ProgramPlan | RegionProgram, kind: type[ProgramStep]) -> list[Any]:
     """The steps of a class."""
-    plan = made.plan if isinstance(made, RegionProgram) else made
+    plan = compiled.plan if isinstance(compiled, RegionProgram) else compiled
     return [step for step in plan.steps if isinstance(step, kind)]

@@ -1,1 +1,1 @@
-"""Backends that hand whole regions of the graph to another engine."""
+"""Backends that run whole regions of the graph in another engine."""

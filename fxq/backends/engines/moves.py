@@ -1,4 +1,4 @@
-"""Where conversions stand beside ops that only move values."""
+"""Order of conversions and ops that only move values, as engines fuse them best."""
 
 from __future__ import annotations
 
@@ -8,18 +8,21 @@ from fxq.graph.query import is_op, op_of
 
 
 def convert_before_moves(gm: fx.GraphModule) -> None:
-    """Let `dequantize` stand right behind the integers, and ops that only move values behind it.
+    """Place `dequantize` directly after the integers that it reads, before ops that only move values.
 
-    `dequantize(move(x))` becomes `move(dequantize(x))`, which is the same. OpenVINO takes a layer for one of integers
-    only there: it moves the conversion behind the move itself. What attention returns is rounded behind the moves, so
-    that they can become part of it: `dequantize(move(quantize(x)))` becomes `dequantize(quantize(move(x)))`.
+    `dequantize(move(x))` becomes `move(dequantize(x))`, which computes the same. OpenVINO runs a layer on integers only
+    in this form; its own passes place the conversion after the move. The result of attention is quantized after the
+    moves, so that they can be fused into attention: `dequantize(move(quantize(x)))` becomes
+    `dequantize(quantize(move(x)))`.
 
     Args:
-        gm: a region in qdq form; it is edited in place.
+        gm: Region in qdq form, edited in place.
     """
     for node in gm.graph.nodes:
-        one_grid = is_op(node, "dequantize") and isinstance(node.kwargs["scale"], float) and "axis" not in node.kwargs
-        moves = _moves_before(node) if one_grid else []
+        is_per_tensor = (
+            is_op(node, "dequantize") and isinstance(node.kwargs["scale"], float) and "axis" not in node.kwargs
+        )
+        moves = _moves_before(node) if is_per_tensor else []
         if not moves:
             continue
         first, last, integers = moves[-1], moves[0], moves[-1].args[0]
@@ -38,13 +41,13 @@ def convert_before_moves(gm: fx.GraphModule) -> None:
 
 
 def _moves_before(node: fx.Node) -> list[fx.Node]:
-    """The ops that only move values on the way to a node, from behind, where nothing else reads them on the way."""
+    """Ops that only move values directly before a node, the last one first, as long as nothing else reads them."""
     moves: list[fx.Node] = []
-    read = node.args[0]
-    while isinstance(read, fx.Node) and len(read.users) == 1 and len(read.all_input_nodes) == 1:
-        op = op_of(read)
-        if op is None or not (op.traits.layout and op.traits.view) or read.args[0] is not read.all_input_nodes[0]:
+    value = node.args[0]
+    while isinstance(value, fx.Node) and len(value.users) == 1 and len(value.all_input_nodes) == 1:
+        op = op_of(value)
+        if op is None or not (op.traits.layout and op.traits.view) or value.args[0] is not value.all_input_nodes[0]:
             break
-        moves.append(read)
-        read = read.args[0]
+        moves.append(value)
+        value = value.args[0]
     return moves

@@ -41,12 +41,12 @@ def _core() -> Any:
 
 
 class OpenvinoKernel(OnnxKernel):
-    """A region as OpenVINO compiles it: float32, one stream.
+    """Kernel of a region that OpenVINO compiles: float32, one stream.
 
     Args:
-        jit: names of convolutions that it does not run in the kernels of its own choice. See `openvino_tuning.py`.
-        snippets: whether it makes kernels of its own of chains of element-wise ops.
-        tensors: as in `RegionKernel`.
+        jit: Names of convolutions that run in "jit" kernels instead of OpenVINO's choice. See `openvino_tuning.py`.
+        snippets: Whether OpenVINO fuses chains of element-wise ops into kernels of its own.
+        tensors: See `RegionKernel`.
     """
 
     name: ClassVar[str] = "openvino.region"
@@ -61,18 +61,18 @@ class OpenvinoKernel(OnnxKernel):
 
     @classmethod
     def written(cls, gm: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> OnnxGraph:
-        """As in `OnnxKernel`."""
+        """Return the ONNX form of a region, with conversions before moves."""
         convert_before_moves(gm)
         return super().written(gm, inputs, **options)
 
     @classmethod
     def compiled(cls, model: Any, threads: int, **options: Any) -> Callable[[], Request]:
-        """As in `OnnxKernel`. Each thread has a request of its own: one serves a single call at a time."""
+        """Compile a model. Each thread has its own request, which serves one call at a time."""
         return partial(OpenvinoRequest, compile_model(read_model(model), threads, **options))
 
     @classmethod
     def profile(cls, model: Any, inputs: Sequence[Tensor], **options: Any) -> Iterable[EngineLayer]:
-        """As in `OnnxKernel`."""
+        """Yield the layers of a compiled model with OpenVINO's times of them."""
         compiled = compile_model(read_model(model), torch.get_num_threads(), PERF_COUNT=True, **options)
         request = OpenvinoRequest(compiled)
         for i, x in enumerate(inputs):
@@ -80,14 +80,14 @@ class OpenvinoKernel(OnnxKernel):
         times = layer_times(request.request)
         for node in compiled.get_runtime_model().get_ordered_ops():
             if node.friendly_name in times:
-                about = {key: value.astype(str) for key, value in node.get_rt_info().items()}
-                names, op = about.get("originalLayersNames", ""), about.get("layerType", "")
-                dtype = _torch_name(about.get("runtimePrecision", ""))
-                kind = "float" if "Compressed" in op else kind_of(dtype)  # it makes floats of integer weights
+                attributes = {key: value.astype(str) for key, value in node.get_rt_info().items()}
+                names, op = attributes.get("originalLayersNames", ""), attributes.get("layerType", "")
+                dtype = _torch_name(attributes.get("runtimePrecision", ""))
+                kind = "float" if "Compressed" in op else kind_of(dtype)  # integer weights are dequantized
                 yield EngineLayer(tuple(names.split(",")), op, dtype, kind, times[node.friendly_name])
 
     def tune(self, *inputs: Any) -> None:
-        """As in `RegionKernel`: with snippets or without, and the convolutions that other kernels run faster."""
+        """Time the region with and without snippets, then its convolutions in "jit" kernels, and keep the fastest."""
         if self.form is None:
             return
         written, tensors = self.model_for(self.form.module(self), inputs)
@@ -99,7 +99,7 @@ class OpenvinoKernel(OnnxKernel):
 
 
 def compile_model(model: Any, threads: int, jit: Sequence[str] = (), snippets: bool = True, **config: Any) -> Any:
-    """An `openvino.Model`, compiled; the convolutions of these names run in kernels of the other kind.
+    """Compile an `openvino.Model`. The convolutions named in `jit` run in "jit" kernels.
 
     See `fxq/backends/engines/openvino_tuning.py`.
     """
@@ -108,49 +108,49 @@ def compile_model(model: Any, threads: int, jit: Sequence[str] = (), snippets: b
         "ENABLE_CPU_PINNING": False,
     }  # fmt: skip
     core = _core()
-    told = in_jit(core, model, jit) if jit else model
+    prepared = in_jit(core, model, jit) if jit else model
     if not snippets:
         try:
-            return core.compile_model(told, "CPU", {**settings, **NO_SNIPPETS, **config})
-        except RuntimeError as error:  # of a version that does not know the entry
-            log.debug("OpenVINO is not told to do without snippets: %s", error)
-    return core.compile_model(told, "CPU", {**settings, **config})
+            return core.compile_model(prepared, "CPU", {**settings, **NO_SNIPPETS, **config})
+        except RuntimeError as error:  # versions that do not know the entry
+            log.debug("OpenVINO cannot disable snippets: %s", error)
+    return core.compile_model(prepared, "CPU", {**settings, **config})
 
 
 def read_model(model: Any) -> Any:
-    """An `onnx.ModelProto` as an `openvino.Model`."""
+    """Read an `onnx.ModelProto` as an `openvino.Model`."""
     return _core().read_model(model.SerializeToString())
 
 
 class OpenvinoRequest(Request):
-    """A request of a compiled model."""
+    """Request of a compiled model."""
 
     def __init__(self, compiled: Any) -> None:
         self.request, self.tensor = compiled.create_infer_request(), import_engine("openvino").Tensor
 
     def set_input(self, i: int, x: Tensor) -> None:
-        """As in `Request`."""
+        """Bind an input to the memory of a tensor."""
         self.request.set_input_tensor(i, self.tensor(x.numpy(), shared_memory=True))
 
     def set_output(self, i: int, y: Tensor) -> None:
-        """As in `Request`."""
+        """Bind an output to the memory of a tensor."""
         self.request.set_output_tensor(i, self.tensor(y.numpy(), shared_memory=True))
 
     def run(self) -> None:
-        """As in `Request`."""
+        """Run the request."""
         self.request.infer(share_outputs=True)
 
 
 def _torch_name(dtype: str) -> str:
-    """A type of OpenVINO's, as torch calls it: uint8 for u8."""
-    kinds = {"bf": "bfloat", "f": "float", "i": "int", "u": "uint"}
-    return re.sub("^(bf|f|i|u)(?=[0-9])", lambda found: kinds[found[0]], dtype)
+    """PyTorch's name of a type of OpenVINO: "uint8" for "u8"."""
+    prefixes = {"bf": "bfloat", "f": "float", "i": "int", "u": "uint"}
+    return re.sub("^(bf|f|i|u)(?=[0-9])", lambda match: prefixes[match[0]], dtype)
 
 
 class Openvino(OnnxBackend):
-    """OpenVINO's CPU plugin. uint8 activations, int8 per-channel weights.
+    """Backend of OpenVINO's CPU plugin: uint8 activations, int8 per-channel weights.
 
-    Without VNNI it adds pairs of products in 16 bits, as oneDNN does, which is inside of it.
+    Without VNNI, oneDNN, which OpenVINO includes, sums pairs of products in 16 bits, which may saturate.
     """
 
     name: ClassVar[str] = "openvino"
@@ -162,34 +162,36 @@ class Openvino(OnnxBackend):
     )
 
     def refusal(self, gm: fx.GraphModule, node: fx.Node) -> str | None:
-        """As in `OnnxBackend`; nor floats other than float32, which it computes in.
+        """Reason why the engine does not run a node; None if it runs.
 
-        Nor what makes other than floats of integers of 64 bits, which it makes 32 of.
+        OpenVINO computes in float32 only. Nodes with int64 results or inputs are refused unless the result is float,
+        since it computes int64 in 32 bits.
         """
-        made = info(node).dtype
-        types = {made, *(info(read).dtype for read in node.all_input_nodes)}
-        other = next((kind for kind in types if kind and kind.is_floating_point and kind != torch.float32), None)
-        if other is not None:
-            return f"OpenVINO computes in float32, and not in {str(other).removeprefix('torch.')}"
-        if torch.int64 in types and not (made is not None and made.is_floating_point):
+        result_dtype = info(node).dtype
+        dtypes = {result_dtype, *(info(read).dtype for read in node.all_input_nodes)}
+        other_float = next((kind for kind in dtypes if kind and kind.is_floating_point and kind != torch.float32), None)
+        if other_float is not None:
+            return f"OpenVINO computes in float32, and not in {str(other_float).removeprefix('torch.')}"
+        if torch.int64 in dtypes and not (result_dtype is not None and result_dtype.is_floating_point):
             return "OpenVINO computes integers of 64 bits in 32"
         return super().refusal(gm, node)
 
     def config(self, gm: fx.GraphModule, config: QuantConfig, calls: Calls) -> QuantConfig:
-        """As in `Backend`: transposed convolutions read int8 around 0, since with a zero point they run in float.
+        """Return the config of a unit: transposed convolutions read symmetric int8, without a zero point.
 
-        Not without VNNI, where int8 is shifted to uint8, whose large values overflow.
+        With a zero point OpenVINO runs them in float. Without VNNI they keep their config: there int8 is shifted to
+        uint8, whose large values saturate.
         """
         if calls[0].op.name not in OPS.family("conv_transpose") or config.activation is None or not cpu.has_vnni():
             return config
         return replace(config, activation=replace(config.activation, signed=True, symmetric=True))
 
     def adds_in_int16(self, calls: Calls) -> bool:
-        """Layers on a CPU without VNNI, but not depthwise convolutions."""
+        """Whether the unit is a layer on a CPU without VNNI, except depthwise convolutions."""
         return bool(calls[0].op.traits.weight) and not cpu.has_vnni() and not is_depthwise_call(calls[0])
 
     def available(self) -> str | None:
-        """As in `Backend`; not where oneDNN, which is inside of it, may use less than its other kernels do."""
+        """Reason why the backend cannot run here, also if oneDNN's instruction sets are limited; None if it can run."""
         isa = cpu.onednn_isa()
         if isa != "DEFAULT":
             return (
@@ -199,5 +201,5 @@ class Openvino(OnnxBackend):
         return super().available()
 
     def drawback(self) -> str | None:
-        """As in `Backend`."""
+        """Drawback of a CPU without VNNI; None with VNNI."""
         return cpu.without_vnni()

@@ -1,13 +1,13 @@
-"""What OpenVINO can be told of how it runs a model: the kernels of convolutions, and what it joins with them.
+"""Tuning of OpenVINO models: the kernels of convolutions, and whether element-wise ops become snippets.
 
-oneDNN, which is inside of it, has two kinds: convolutions as batches of matrix products ("brgconv"), which OpenVINO
-takes wherever it can, and older ones ("jit"), which are faster at some sizes. What a layer of an OpenVINO model prefers
-can be said in its file, for each layer: the attribute `primitives_priority`, which a version that does not know it, or
-has no such kernel, passes over. Both kinds add integers exactly.
+oneDNN, which OpenVINO includes, has two kinds of convolution kernels: batches of matrix products ("brgconv"), which
+OpenVINO prefers, and older ones ("jit"), which are faster at some sizes. The attribute `primitives_priority` of a layer
+in a model file selects one. A version that does not know the attribute, or has no such kernel, ignores it. Both kinds
+add integers exactly.
 
-Chains of element-wise ops OpenVINO makes kernels of its own ("snippets"), before it looks which of them a convolution
-can do. So a residual that is added to what a convolution makes becomes a snippet; without snippets, the convolution
-adds it. Other chains are slower then.
+OpenVINO compiles chains of element-wise ops to kernels of its own ("snippets") before it fuses ops into convolutions.
+So the addition of a residual to the result of a convolution becomes a snippet; without snippets, the convolution adds
+it. Other chains are slower then.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ from xml.etree import ElementTree
 import numpy as np
 
 NO_SNIPPETS = {"SNIPPETS_MODE": "DISABLE"}
-"""The entry of a configuration; it is not among those that OpenVINO documents."""
-JIT = "cpu:jit_avx512,cpu:jit_avx2"
-"""The older kernels, as `primitives_priority` has them: the first that the machine has."""
-ROUNDS, SECONDS = 3, 2.0
-"""How often either kind is compiled and timed, and after which time no more: where memory lies makes a difference."""
-GAIN = 0.03
-"""A kernel that is faster by less is not another choice: times are not more exact than that."""
+"""Undocumented entry of a configuration that disables snippets."""
+JIT_PRIORITY = "cpu:jit_avx512,cpu:jit_avx2"
+"""Value of `primitives_priority` for "jit" kernels: the first that the CPU supports is used."""
+MAX_TUNING_ROUNDS, MAX_TUNING_SECONDS = 3, 2.0
+"""How often each kind of kernels is compiled and timed, and after which time no more: times depend on memory addresses.
+"""
+MIN_GAIN = 0.03
+"""Relative gain below which kernels are not changed: times are not more precise."""
 
 
 def in_jit(core: Any, model: Any, names: Collection[str]) -> Any:
-    """A copy of an `openvino.Model` whose convolutions of these names run in jit kernels, where there are such."""
+    """Return a copy of an `openvino.Model` whose convolutions of these names run in "jit" kernels."""
     from openvino import Tensor, serialize
 
     with tempfile.TemporaryDirectory() as folder:
@@ -40,72 +41,78 @@ def in_jit(core: Any, model: Any, names: Collection[str]) -> Any:
         serialize(model, str(text), str(weights))
         root, data = ElementTree.parse(text).getroot(), np.fromfile(weights, np.uint8)
     for layer in root.iter("layer"):
-        if layer.get("name") in names and _convolves(layer.get("type", "")):
-            known = layer.find("rt_info")
-            about = known if known is not None else ElementTree.SubElement(layer, "rt_info")
-            ElementTree.SubElement(about, "attribute", name="primitives_priority", version="0", value=JIT)
+        if layer.get("name") in names and _is_convolution(layer.get("type", "")):
+            runtime_info = layer.find("rt_info")
+            runtime_element = runtime_info if runtime_info is not None else ElementTree.SubElement(layer, "rt_info")
+            ElementTree.SubElement(
+                runtime_element, "attribute", name="primitives_priority", version="0", value=JIT_PRIORITY
+            )
     return core.read_model(ElementTree.tostring(root, encoding="unicode"), Tensor(data))
 
 
-def _convolves(kind: str) -> bool:
+def _is_convolution(kind: str) -> bool:
+    """Whether a layer type of OpenVINO is a convolution."""
     return kind.startswith(("Convolution", "GroupConvolution"))
 
 
 def faster_in_jit(model: Any, compiled: Callable[..., Any], inputs: Sequence[Any]) -> tuple[str, ...]:
-    """The names of the convolutions that run faster in jit kernels.
+    """Names of the convolutions that run faster in "jit" kernels.
 
     Args:
-        model: an `openvino.Model`.
-        compiled: the model compiled, with times of its layers; with `jit=names`, those convolutions in jit kernels.
-        inputs: arrays, as many as the model has inputs.
+        model: An `openvino.Model`.
+        compiled: Function that compiles the model with times of its layers; with `jit=names`, those convolutions in
+            "jit" kernels.
+        inputs: Arrays, one for each input of the model.
     """
-    names = {op.friendly_name for op in model.get_ops() if _convolves(op.get_type_name())}
+    names = {op.friendly_name for op in model.get_ops() if _is_convolution(op.get_type_name())}
     plain, jit = dict[str, float](), dict[str, float]()
-    end = time.perf_counter() + SECONDS
-    for i in range(ROUNDS):
+    end = time.perf_counter() + MAX_TUNING_SECONDS
+    for i in range(MAX_TUNING_ROUNDS):
         if i and time.perf_counter() > end:
             break
-        found = {name: us for name, us in _times(compiled(), inputs, "brg").items() if name in names}
-        if not found:
+        brgconv_times = {name: us for name, us in _kernel_times(compiled(), inputs, "brg").items() if name in names}
+        if not brgconv_times:
             return ()
-        _shortest(plain, found)
-        _shortest(jit, _times(compiled(jit=tuple(found)), inputs, "jit"))
-    return tuple(name for name, us in plain.items() if name in jit and jit[name] < (1 - GAIN) * us)
+        _keep_shortest(plain, brgconv_times)
+        _keep_shortest(jit, _kernel_times(compiled(jit=tuple(brgconv_times)), inputs, "jit"))
+    return tuple(name for name, us in plain.items() if name in jit and jit[name] < (1 - MIN_GAIN) * us)
 
 
 def faster_without_snippets(compiled: Callable[..., Any], inputs: Sequence[Any]) -> bool:
     """Whether a model that has snippets runs faster without them.
 
     Args:
-        compiled: the model compiled; with `snippets=False`, without them.
-        inputs: as for `faster_in_jit`.
+        compiled: Function that compiles the model; with `snippets=False`, without snippets.
+        inputs: Arrays, one for each input of the model.
     """
-    found = {True: compiled()}
-    if not _has_snippets(found[True]):
+    models = {True: compiled()}
+    if not _has_snippets(models[True]):
         return False
-    found[False] = compiled(snippets=False)
-    if _has_snippets(found[False]):  # this version cannot be told
+    models[False] = compiled(snippets=False)
+    if _has_snippets(models[False]):  # this version cannot disable them
         return False
-    requests = {kind: _request(one, inputs) for kind, one in found.items()}
+    requests = {has_snippets: _request(model, inputs) for has_snippets, model in models.items()}
     times: dict[bool, list[float]] = {True: [], False: []}
-    for _ in range(_LEAST):  # cold
+    for _ in range(_MIN_RUNS):  # warm-up
         for request in requests.values():
             request.infer()
-    end = time.perf_counter() + _WHOLE_SECONDS
-    while len(times[True]) < _LEAST or (len(times[True]) < 10 * _MOST and time.perf_counter() < end):
-        for kind, request in requests.items():
+    end = time.perf_counter() + _MAX_COMPARISON_SECONDS
+    while len(times[True]) < _MIN_RUNS or (len(times[True]) < 10 * _MAX_RUNS and time.perf_counter() < end):
+        for has_snippets, request in requests.items():
             start = time.perf_counter()
             request.infer()
-            times[kind].append(time.perf_counter() - start)
-    return min(times[False]) < (1 - GAIN) * min(times[True])
+            times[has_snippets].append(time.perf_counter() - start)
+    return min(times[False]) < (1 - MIN_GAIN) * min(times[True])
 
 
 def _has_snippets(compiled: Any) -> bool:
+    """Whether a compiled model has snippets."""
     nodes = [node.get_rt_info() for node in compiled.get_runtime_model().get_ordered_ops()]
-    return any("layerType" in about and about["layerType"].astype(str) == "Subgraph" for about in nodes)
+    return any("layerType" in attributes and attributes["layerType"].astype(str) == "Subgraph" for attributes in nodes)
 
 
 def _request(compiled: Any, inputs: Sequence[Any]) -> Any:
+    """Request of a compiled model whose inputs are bound to arrays."""
     from openvino import Tensor
 
     request = compiled.create_infer_request()
@@ -114,30 +121,33 @@ def _request(compiled: Any, inputs: Sequence[Any]) -> Any:
     return request
 
 
-def _shortest(known: dict[str, float], found: dict[str, float]) -> None:
-    known.update({name: min(us, known.get(name, us)) for name, us in found.items()})
+def _keep_shortest(shortest: dict[str, float], times: dict[str, float]) -> None:
+    """Update times by name with shorter ones."""
+    shortest.update({name: min(us, shortest.get(name, us)) for name, us in times.items()})
 
 
-def _times(compiled: Any, inputs: Sequence[Any], kind: str) -> dict[str, float]:
-    """Microseconds of the layers that run in one kind of kernels, by the names of the ops that each is made of."""
+def _kernel_times(compiled: Any, inputs: Sequence[Any], kind: str) -> dict[str, float]:
+    """Microseconds of the layers that run in one kind of kernels, by the names of the ops that were fused into each."""
     request = _request(compiled, inputs)
-    times, found = layer_times(request), {}
+    times, kernel_times = layer_times(request), {}
     for node in compiled.get_runtime_model().get_ordered_ops():
-        about = {key: value.astype(str) for key, value in node.get_rt_info().items()}
-        if about.get("primitiveType", "").startswith(kind) and node.friendly_name in times:
-            found.update(dict.fromkeys(about.get("originalLayersNames", "").split(","), times[node.friendly_name]))
-    return found
+        attributes = {key: value.astype(str) for key, value in node.get_rt_info().items()}
+        if attributes.get("primitiveType", "").startswith(kind) and node.friendly_name in times:
+            kernel_times.update(
+                dict.fromkeys(attributes.get("originalLayersNames", "").split(","), times[node.friendly_name])
+            )
+    return kernel_times
 
 
 def layer_times(request: Any) -> dict[str, float]:
-    """Microseconds that each layer of a request takes on average, by its name. The request has not run yet.
+    """Average microseconds of each layer of a request, by its name. The request must not have run yet.
 
-    It tells the average of all its runs, in whole microseconds, rounded down: half of one is added. The first run,
-    which is cold, does not count.
+    OpenVINO reports the average of all runs in whole microseconds, rounded down; half a microsecond is added. The first
+    run is warm-up and does not count.
     """
     request.infer()
-    cold, runs, end = _averages(request), 1, time.perf_counter() + _SECONDS
-    while runs <= _LEAST or (runs <= _MOST and time.perf_counter() < end):
+    cold, runs, end = _averages(request), 1, time.perf_counter() + _MAX_REQUEST_SECONDS
+    while runs <= _MIN_RUNS or (runs <= _MAX_RUNS and time.perf_counter() < end):
         request.infer()
         runs += 1
     return {
@@ -146,12 +156,13 @@ def layer_times(request: Any) -> dict[str, float]:
     }
 
 
-_SECONDS, _LEAST, _MOST = 0.1, 3, 100
-"""How long a request runs, and how often at least and at most, behind its first run."""
-_WHOLE_SECONDS = 1.0
-"""How long two forms of a whole model are compared."""
+_MAX_REQUEST_SECONDS, _MIN_RUNS, _MAX_RUNS = 0.1, 3, 100
+"""Time that a request is run for, and minimum and maximum number of runs after the warm-up."""
+_MAX_COMPARISON_SECONDS = 1.0
+"""Time that two forms of a whole model are compared for."""
 
 
 def _averages(request: Any) -> dict[str, float]:
+    """OpenVINO's average microseconds of each layer that ran."""
     parts = (part for part in request.get_profiling_info() if part.status == part.Status.EXECUTED)
     return {part.node_name: 1e6 * part.real_time.total_seconds() for part in parts}

@@ -1,4 +1,4 @@
-"""How a compiled model is called: which memory it reads and writes, in each thread."""
+"""Calls of a compiled model: the memory that it reads and writes, in each thread."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from fxq.errors import InputError, words_of
 from fxq.onnx.graph import TO_FIRST, TO_LAST, OnnxGraph
 from fxq.onnx.writer import in_range
 
-SMALL = 1 << 16
-"""Bytes of a tensor that is copied sooner than an engine is told where another one lies."""
+MAX_COPIED_BYTES = 1 << 16
+"""Bytes up to which copying a tensor is faster than binding an engine to its memory."""
 
 
 class Request(ABC):
-    """A compiled model, for one thread: it reads the memory of its inputs, and writes into that of its outputs.
+    """Compiled model bound to the memory of its inputs and outputs, for one thread.
 
-    Both are tensors without gaps, of the shapes that it was compiled for, and alive until it has run.
+    The tensors are contiguous, have the shapes that the model was compiled for, and are alive until it has run.
     """
 
     @abstractmethod
     def set_input(self, i: int, x: Tensor) -> None:
-        """Read an input from there from now on."""
+        """Read input `i` from the memory of this tensor from now on."""
 
     @abstractmethod
     def set_output(self, i: int, y: Tensor) -> None:
-        """Write an output there from now on."""
+        """Write output `i` to the memory of this tensor from now on."""
 
     @abstractmethod
     def run(self) -> None:
@@ -39,16 +39,16 @@ class Request(ABC):
 
 
 class EngineCall:
-    """Runs a compiled model. Small tensors have a place of their own in each thread; others are used where they lie.
+    """Function that runs a compiled model. Small tensors are copied to memory of each thread; others are used in place.
 
     Args:
-        written: the model.
-        requests: makes a request.
-        inputs: those that it was compiled for.
-        turned: which of them come as images channels-last, and are read as (N, H, W, C).
+        written: The model.
+        requests: Function that creates a request.
+        inputs: Example inputs that the model was compiled for.
+        turned: Which inputs are images in channels-last format, which the model reads as (N, H, W, C).
 
     Raises:
-        InputError: (where it is called) an index is out of range, or the engine fails.
+        InputError: (in a call) An index is out of range, or the engine fails.
     """
 
     def __init__(
@@ -59,41 +59,45 @@ class EngineCall:
         self._thread = threading.local()
         self._thread.call = self._for_thread()
 
-    def __call__(self, *given: Any) -> Any:
+    def __call__(self, *inputs: Any) -> Any:
         try:
             call = self._thread.call
         except AttributeError:
             call = self._thread.call = self._for_thread()
-        return call(given)
+        return call(inputs)
 
     def _for_thread(self) -> Callable[[Sequence[Any]], Any]:
-        """A function of the inputs, for one thread. What it needs it has at hand: small models run in 20 us."""
-        request, indices, several = self.requests(), self.written.indices, self.written.returns_sequence
+        """Return a function of the inputs for one thread.
+
+        It looks up attributes once, since small models run in microseconds.
+        """
+        request, indices, returns_tuple = self.requests(), self.written.indices, self.written.returns_sequence
         set_input, set_output, run = request.set_input, request.set_output, request.run
         reads = [
-            (i, at, turn, _place(like, turn, partial(set_input, i))) for i, (at, like, turn) in enumerate(self.reads)
+            (i, number, turn, _copy_target(like, turn, partial(set_input, i)))
+            for i, (number, like, turn) in enumerate(self.reads)
         ]
-        makes = [
-            (i, like, turn, _place(like, turn, partial(set_output, i)))
+        writes = [
+            (i, like, turn, _copy_target(like, turn, partial(set_output, i)))
             for i, (like, turn) in enumerate(zip(self.written.outputs, self.written.channels_last, strict=True))
         ]
 
-        def call(given: Sequence[Any]) -> Any:
-            for taken, size in indices:
-                if not in_range(given[taken], size):
-                    raise InputError(f"an index is out of range: they go from 0 to {size - 1}.")
-            alive = []
-            for i, taken, turn, place in reads:
-                x = given[taken]
+        def call(inputs: Sequence[Any]) -> Any:
+            for number, size in indices:
+                if not in_range(inputs[number], size):
+                    raise InputError(f"an index is out of range: indices are from 0 to {size - 1}.")
+            bound = []
+            for i, number, turn, place in reads:
+                x = inputs[number]
                 x = x.detach() if x.requires_grad else x
                 if place is not None:
                     place.copy_(x)
                 else:
                     x = x.permute(TO_LAST) if turn else x
-                    alive.append(x.contiguous().resolve_neg())
-                    set_input(i, alive[-1])
+                    bound.append(x.contiguous().resolve_neg())
+                    set_input(i, bound[-1])
             values: list[Tensor] = []
-            for i, like, turn, place in makes:
+            for i, like, turn, place in writes:
                 value = _empty(like) if place is None else place
                 if place is None:
                     set_output(i, value)
@@ -104,29 +108,33 @@ class EngineCall:
             except Exception as error:  # whatever an engine raises
                 kind = type(error).__name__
                 raise InputError(f"the engine fails on the values of its inputs: {kind}: {words_of(error)}") from error
-            for i, _, _, place in makes:
+            for i, _, _, place in writes:
                 if place is not None:
                     values[i] = place.clone()
-            return tuple(values) if several else values[0]
+            return tuple(values) if returns_tuple else values[0]
 
         return call
 
 
 def _like(x: Tensor, turned: bool) -> Tensor:
-    """A tensor of the same shape and type, without values, as the engine reads it."""
+    """Meta tensor of the shape and dtype that the engine reads."""
     return torch.empty_like(x.permute(TO_LAST) if turned else x, device="meta")
 
 
 def _empty(like: Tensor) -> Tensor:
+    """Memory for a tensor like this one."""
     return torch.empty(like.shape, dtype=like.dtype, device="cpu")
 
 
-def _place(like: Tensor, turned: bool, bind: Callable[[Tensor], None]) -> Tensor | None:
-    """Memory for a small tensor, which the engine knows, as (N, C, H, W) if it is an image; None for a large one."""
-    if like.numel() * like.element_size() > SMALL:
+def _copy_target(like: Tensor, turned: bool, bind: Callable[[Tensor], None]) -> Tensor | None:
+    """Memory that a small tensor is copied to or from, bound to the engine; None for large tensors.
+
+    Images are returned as (N, C, H, W).
+    """
+    if like.numel() * like.element_size() > MAX_COPIED_BYTES:
         return None
-    with torch.inference_mode(False):  # it is written to in any mode
+    with torch.inference_mode(False):  # writable in any mode
         place = _empty(like)
-        seen = place.permute(TO_FIRST) if turned else place
+        view = place.permute(TO_FIRST) if turned else place
     bind(place)
-    return seen
+    return view

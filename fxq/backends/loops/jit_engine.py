@@ -1,4 +1,4 @@
-"""The jit backend: regions run as programs of fxq's own, whose loops Numba has compiled."""
+"""The jit backend: regions run as programs of fxq's own loops, compiled by Numba."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fxq.backends.engine import EngineBackend, EngineKernel, profile_runs
 from fxq.backends.loops.code.compiler import has_memory, loops, missing
 from fxq.backends.loops.programs.layer_steps import AttentionStep, LinearStep
 from fxq.backends.loops.programs.plan import planned
-from fxq.backends.loops.programs.planned_values import ROWS, NotPlannedError
+from fxq.backends.loops.programs.planned_values import PLANNERS, NotPlannedError
 from fxq.backends.loops.programs.program_steps import PointwiseStep, ProgramStep, QuantizeStep
 from fxq.backends.loops.programs.region_program import RegionProgram
 from fxq.common.data import Batch
@@ -30,7 +30,7 @@ log = logging.getLogger("fxq")
 
 
 class JitKernel(EngineKernel):
-    """A region as a program: memory that is laid out once, and one call of compiled code for all of its steps.
+    """Kernel that runs a region as a program: one call of compiled code runs all steps in memory that is laid out once.
 
     It runs on one thread.
     """
@@ -39,15 +39,18 @@ class JitKernel(EngineKernel):
 
     @classmethod
     def try_out(cls, gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
-        """As in `EngineKernel`: an op that reads floats counts as one that will read integers."""
+        """Raise `NotPlannedError` for a region that is no program.
+
+        An op that reads floats counts as one that will read integers.
+        """
         planned(gm, inputs, trial=True)
 
     def prepared(self, form: fx.GraphModule, inputs: Sequence[Any], last: Sequence[bool]) -> Callable[..., Any]:
-        """As in `EngineKernel`."""
+        """Return the program of the region for inputs like these."""
         return _program(form, inputs, last)
 
     def forward(self, *inputs: Any) -> Any:
-        """As the region; for tensors that are watched, or have no memory of their own, in qdq form."""
+        """Run the program, or the q/dq form for tensors that PyTorch traces or that have no memory of their own."""
         if self.form is None or (all(isinstance(x, Tensor) for x in inputs) and has_memory(*inputs)):
             return super().forward(*inputs)
         for x in inputs:
@@ -59,28 +62,30 @@ class JitKernel(EngineKernel):
     def profiled(
         cls, gm: fx.GraphModule, inputs: Sequence[Any], floats: bool = False, **options: Any
     ) -> list[EngineLayer]:
-        """As in `EngineKernel`; in float, each op alone, by PyTorch."""
+        """Time each step of the program, or with `floats` each op of the float form in PyTorch."""
         if floats:
-            return _in_float(gm, inputs)
+            return _float_layers(gm, inputs)
         timed = _program(gm, inputs, [False] * len(inputs)).timed(inputs, profile_runs())
         return [_layer(step, us) for step, us in timed]
 
 
 def _layer(step: ProgramStep, us: float) -> EngineLayer:
-    """A step as the layer that an engine runs."""
-    kind = _kind_of(step)
-    op, dtype = type(step).__name__.removesuffix("Step"), "float32" if kind == "float" else "uint8"
-    return EngineLayer((step.name,), op, dtype, kind, us)
+    """Report a timed step as a layer of the engine."""
+    precision = _precision_of(step)
+    op, dtype = type(step).__name__.removesuffix("Step"), "float32" if precision == "float" else "uint8"
+    return EngineLayer((step.name,), op, dtype, precision, us)
 
 
 def _program(gm: fx.GraphModule, inputs: Sequence[Any], last: Sequence[bool]) -> RegionProgram:
+    """Compile the program of a region. Raises `BackendError` where Numba is missing or does not work."""
     compiled = loops("program_loops")
     if compiled is None:
         raise BackendError(f"no loops are compiled: {missing('program_loops')} (pip install fxq[jit])")
     return RegionProgram(compiled, gm, inputs, last)
 
 
-def _kind_of(step: ProgramStep) -> Literal["int8", "float", "convert"]:
+def _precision_of(step: ProgramStep) -> Literal["int8", "float", "convert"]:
+    """Whether a step converts, computes in float or computes on integers."""
     if isinstance(step, QuantizeStep) or (isinstance(step, PointwiseStep) and step.is_conversion):
         return "convert"
     all_float = isinstance(step, (LinearStep, AttentionStep)) or (
@@ -89,39 +94,39 @@ def _kind_of(step: ProgramStep) -> Literal["int8", "float", "convert"]:
     return "float" if all_float else "int8"
 
 
-def _in_float(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[EngineLayer]:
-    """What PyTorch takes for each op of a region in float."""
-    found = dict[fx.Node, float]()
+def _float_layers(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[EngineLayer]:
+    """Time each op of a float region in PyTorch: the shortest of a few runs."""
+    seconds = dict[fx.Node, float]()
     nodes = [node for node in gm.graph.nodes if node.op not in ("placeholder", "output", "get_attr")]
     with torch.no_grad():
-        for _ in range(_ROUNDS):
+        for _ in range(_TIMED_ROUNDS):
             runner = Runner(gm, Batch(tuple(inputs), {}))
             for node in gm.graph.nodes:
                 start = time.perf_counter()
                 runner.step(node)
-                found[node] = min(found.get(node, 1.0e9), time.perf_counter() - start)
+                seconds[node] = min(seconds.get(node, 1.0e9), time.perf_counter() - start)
     return [
-        EngineLayer((node.name,), "", "float32", "float", 1e6 * found[node])
+        EngineLayer((node.name,), "", "float32", "float", 1e6 * seconds[node])
         for node in nodes
         if not is_op(node, *CONVERSIONS) and calls_of(gm, node)
     ]
 
 
-_ROUNDS = 2
+_TIMED_ROUNDS = 2
 
 
-def _plain(options: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Options without the numbers and tensors of grids."""
+def _options_without_grids(options: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Names and values of options, without the values of scales and zero points."""
     return [(name, "" if name in ("scale", "zero_point") else repr(value)) for name, value in options.items()]
 
 
-def _refused(gm: fx.GraphModule, region: Region) -> NotPlannedError | None:
-    """Why a region is no program; None: it is one."""
-    about = [(info(read).shape, info(read).dtype) for read in region.inputs]
-    if any(shape is None or dtype is None for shape, dtype in about) or not region.outputs:
+def _region_refusal(gm: fx.GraphModule, region: Region) -> NotPlannedError | None:
+    """Error that says why a region is no program; None if it is one."""
+    kinds = [(info(read).shape, info(read).dtype) for read in region.inputs]
+    if any(shape is None or dtype is None for shape, dtype in kinds) or not region.outputs:
         return NotPlannedError("its shapes are not known")
     try:
-        inputs = [torch.empty(shape or (), dtype=dtype, device="meta") for shape, dtype in about]
+        inputs = [torch.empty(shape or (), dtype=dtype, device="meta") for shape, dtype in kinds]
         planned(fx.GraphModule(gm, region.to_graph()), inputs)
     except NotPlannedError as error:
         return error
@@ -129,7 +134,7 @@ def _refused(gm: fx.GraphModule, region: Region) -> NotPlannedError | None:
 
 
 class Jit(EngineBackend):
-    """fxq's own loops. uint8 activations, int8 weights per channel; all sums are exact on any CPU."""
+    """Backend of fxq's own loops: uint8 activations, int8 per-channel weights, exact sums on any CPU."""
 
     name: ClassVar[str] = "jit"
     packages: ClassVar[tuple[str, ...]] = ("numba",)
@@ -141,49 +146,52 @@ class Jit(EngineBackend):
 
     def __init__(self) -> None:
         super().__init__()
-        self._taken: dict[str, bool] = {}
-        self._left: set[fx.Node] = set()
+        self._is_taken: dict[str, bool] = {}
+        self._left_in_float: set[fx.Node] = set()
 
     def available(self) -> str | None:
-        """As in `Backend`; not where Numba is there and compiles nothing."""
+        """Reason why the backend cannot run here: Numba is not installed, or compiles nothing. None if it can run."""
         absent = super().available()
         if absent is None and loops("program_loops") is None:
             return f'Numba does not compile its loops here: {missing("program_loops")}. Use backend="auto".'
         return absent
 
     def kind_of(self, value: fx.Node) -> Any:
-        """As in `EngineBackend`: its shape."""
+        """Shape of a value: programs are planned per shape."""
         return info(value).shape
 
     def takes(self, gm: fx.GraphModule, node: fx.Node) -> bool:
-        """As in `EngineBackend`: what a step computes of the integers, or floats, that the node reads."""
+        """Whether a step computes the node from the integers or floats that it reads."""
         calls, plan = calls_of(gm, node), info(node).plan
-        if not calls or node in self._left or (plan is not None and plan.precision == "weight-only"):
+        if not calls or node in self._left_in_float or (plan is not None and plan.precision == "weight-only"):
             return False
         if node_refused(gm, node) is not None:
             return False
         integers = [read for read in node.all_input_nodes if is_op(read, "dequantize") and not is_weight(read)]
-        about = [(read in integers, is_weight(read), sorted(_plain(read.kwargs))) for read in node.all_input_nodes]
-        key = repr((self.key(gm, node), about))
-        if key not in self._taken:
-            self._taken[key] = _refused(gm, region_of([*dict.fromkeys(integers), node])) is None
-        return self._taken[key]
+        read_kinds = [
+            (read in integers, is_weight(read), sorted(_options_without_grids(read.kwargs)))
+            for read in node.all_input_nodes
+        ]
+        key = repr((self.key(gm, node), read_kinds))
+        if key not in self._is_taken:
+            self._is_taken[key] = _region_refusal(gm, region_of([*dict.fromkeys(integers), node])) is None
+        return self._is_taken[key]
 
     def regions(self, gm: fx.GraphModule) -> Iterable[Region]:
-        """As in `EngineBackend`, without the ops that no step computes among their neighbours; of integers."""
-        while (found := self._refusing(gm)) is not None:
-            self._left.add(found)
+        """Regions that run as programs. Nodes that no step computes beside their neighbours are left in float."""
+        while (refusing := self._refusing(gm)) is not None:
+            self._left_in_float.add(refusing)
         return (region for region in super().regions(gm) if any(is_op(node, *CONVERSIONS) for node in region.nodes))
 
     def _refusing(self, gm: fx.GraphModule) -> fx.Node | None:
-        """A node because of which a region is no program."""
+        """First node because of which a region is no program; None if all regions are."""
         for region in super().regions(gm):
-            reason = _refused(gm, region)
+            reason = _region_refusal(gm, region)
             if reason is not None:
                 nodes = {node.name: node for node in region.nodes}
                 return nodes.get(reason.node, region.nodes[-1])
         return None
 
     def fuses(self, calls: Calls) -> bool:
-        """As in `Backend`: what steps compute."""
-        return all(call.op.name in ROWS for call in calls)
+        """Whether steps compute all of these ops."""
+        return all(call.op.name in PLANNERS for call in calls)

@@ -1,4 +1,4 @@
-"""What engines that run ONNX have in common: every test runs with each of them."""
+"""Behaviour that all engines that run ONNX share: every test runs with each of them."""
 
 import copy
 
@@ -65,7 +65,7 @@ def test_a_size_that_the_engine_refuses(name, monkeypatch):
 
 
 def test_values_that_the_engine_refuses(name, monkeypatch):
-    """What it raises of inputs of a size that it has compiled, or when it is told where they lie."""
+    """Engines whose request fails when it runs, or when it is bound to memory."""
     model, x = nn.Linear(8, 8).eval(), torch.randn(2, 8)
     with quiet():
         q = fxq.quantize(model, recipe(name), data=[x])
@@ -154,9 +154,9 @@ def test_an_index_that_is_out_of_range_is_an_error(name, computed):
         q = fxq.quantize(model, recipe(name), data=[((ids, places))])
     assert kernels(q) and sqnr(model(ids, places), q(ids, places)) > 25
     wrong = [(torch.full((2, 5), i), places) for i in (10, -1, 2**32)] + [(ids, torch.tensor([0, i])) for i in (4, -1)]
-    for given in wrong:
+    for wrong_input in wrong:
         with pytest.raises((fxq.InputError, IndexError), match="out of range"):
-            q(*given)
+            q(*wrong_input)
 
 
 def test_a_table_that_is_read_by_position(name):

@@ -11,7 +11,7 @@ import fxq
 from fxq.backends import cpu
 from fxq.backends.engine import EngineBackend, EngineKernel
 from fxq.backends.engines import onnxruntime
-from fxq.backends.engines.onnxruntime import OnnxruntimeKernel, _is_even, session_of
+from fxq.backends.engines.onnxruntime import OnnxruntimeKernel, _has_even_rows, session_of
 from fxq.backends.qdq_graph import qdq_graph
 from fxq.common.metrics import sqnr
 from fxq.onnx.graph import write_onnx
@@ -51,7 +51,9 @@ def nodes(q, inputs, tmp_path):
     options = ort.SessionOptions()
     options.optimized_model_filepath = str(path)
     model = write_onnx(form, inputs).model.SerializeToString()
-    ort.InferenceSession(model, options, providers=["CPUExecutionProvider"], disabled_optimizers=onnxruntime.SLOWER)
+    ort.InferenceSession(
+        model, options, providers=["CPUExecutionProvider"], disabled_optimizers=onnxruntime.SLOW_FUSIONS
+    )
     return Counter(node.op_type for node in onnx.load(path).graph.node)
 
 
@@ -65,7 +67,7 @@ def test_the_profile_names_the_nodes_of_the_graph():
 
 
 def test_only_clamps_join_a_layer():
-    """Another function behind a convolution would make it run in float."""
+    """Another function after a convolution would make it run in float."""
 
     class Net(nn.Module):
         def __init__(self):
@@ -92,8 +94,8 @@ class Attention(nn.Module):
 
     def forward(self, x):
         q, k, v = (layer(x).unflatten(-1, (4, 8)).transpose(1, 2) for layer in (self.q, self.k, self.v))
-        made = nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-        return self.norm(x + torch.relu(self.out(made)))
+        attended = nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        return self.norm(x + torch.relu(self.out(attended)))
 
 
 FORMS = {
@@ -192,8 +194,8 @@ def test_lstms_measure_their_ranges(options, samples, machine, free):
     with quiet():
         recipe = fxq.Recipe.dynamic(backend="reference", optimize="coverage")
         reference = fxq.quantize(model, recipe, example_inputs=inputs)
-    wanted, got, other = (torch.cat([y.flatten() for y in f(*inputs)]) for f in (model, q, reference))
-    assert sqnr(wanted, got) > max(33, sqnr(wanted, other) - 4)
+    wanted, got, by_reference = (torch.cat([y.flatten() for y in f(*inputs)]) for f in (model, q, reference))
+    assert sqnr(wanted, got) > max(33, sqnr(wanted, by_reference) - 4)
 
 
 @pytest.mark.parametrize("uneven", [False, True])
@@ -218,7 +220,7 @@ def test_rows_have_much_the_same_range_while_half_a_decibel_is_lost_at_most(larg
     weight[0] *= largest
     rounded = [(weight / scale).round() * scale for scale in (weight.abs().amax(1, keepdim=True) / 127, largest / 127)]
     lost = sqnr(weight, rounded[0]) - sqnr(weight, rounded[1])
-    assert _is_even(weight) is even is (lost < 0.55)
+    assert _has_even_rows(weight) is even is (lost < 0.55)
 
 
 @pytest.mark.parametrize(("samples", "threads"), [(1, 4), (8, 1)])
@@ -257,7 +259,7 @@ ASYMMETRIC = fxq.TensorSpec(signed=True, per="channel", observer="minmax")
         (nn.GRU(8, 8), (5, 1, 8), {}, "has no kernels with dynamic ranges for gru"),
         (nn.LSTM(8, 8, proj_size=4), (5, 1, 8), {}, "its hidden state is projected"),
         (nn.LSTM(8, 8), (5, 1, 8), {"state": None}, "reads the state of an LSTM as integers"),
-        (nn.Linear(8, 8), (5, 8), {"weight": ASYMMETRIC}, "measures ranges beside symmetric weights only"),
+        (nn.Linear(8, 8), (5, 8), {"weight": ASYMMETRIC}, "computes dynamic ranges beside symmetric weights only"),
     ],
 )
 def test_what_it_does_not_measure_stays_in_float(model, shape, changes, reason, free):

@@ -1,4 +1,4 @@
-"""What OpenVINO is told of how it runs a model: the kernels of convolutions, and what is joined with them."""
+"""Tuning of OpenVINO models: the kernels of convolutions, and snippets."""
 
 import copy
 
@@ -29,7 +29,7 @@ def kernel_of(q):
 
 
 @pytest.fixture(scope="module")
-def made():
+def quantized_conv():
     """A quantized network, its input, and its kernel's model with what that reads."""
     x = torch.randn(1, 3, 20, 20).contiguous(memory_format=torch.channels_last)
     q = fxq.quantize(net(), fxq.Recipe.static(backend="openvino", optimize="coverage"), data=[x])
@@ -42,32 +42,32 @@ def names(model):
 
 
 def kinds(compiled):
-    """What the convolutions run in, by the first word of the kernel's name."""
+    """Kinds of the kernels of the convolutions, as the first word of the kernel's name."""
     about = [{k: v.astype(str) for k, v in op.get_rt_info().items()} for op in compiled.get_runtime_model().get_ops()]
-    return [each["primitiveType"].partition("_")[0] for each in about if each["layerType"] == "Convolution"]
+    return [entry["primitiveType"].partition("_")[0] for entry in about if entry["layerType"] == "Convolution"]
 
 
-def test_layers_run_in_the_kernels_that_they_prefer_with_the_same_numbers(made):
-    q, x, (model, _) = made
-    found = names(model)
-    assert len(found) == 3
+def test_layers_run_in_the_kernels_that_they_prefer_with_the_same_numbers(quantized_conv):
+    q, x, (model, _) = quantized_conv
+    result = names(model)
+    assert len(result) == 3
     if "brgconv" not in kinds(compile_model(read_model(model), 1)):
         pytest.skip("this CPU has one kind of kernels")
-    assert set(kinds(compile_model(read_model(model), 1, jit=found))) == {"jit"}
-    assert kinds(compile_model(read_model(model), 1, jit=found[:1])).count("jit") == 1
-    other, want = copy.deepcopy(q), q(x)
-    kernel_of(other).adopt({"jit": tuple(found)})
-    assert torch.equal(other(x), want)
+    assert set(kinds(compile_model(read_model(model), 1, jit=result))) == {"jit"}
+    assert kinds(compile_model(read_model(model), 1, jit=result[:1])).count("jit") == 1
+    copied, want = copy.deepcopy(q), q(x)
+    kernel_of(copied).adopt({"jit": tuple(result)})
+    assert torch.equal(copied(x), want)
 
 
-def test_names_that_the_model_has_not_are_passed_over(made):
-    model = made[2][0]
-    found, core = kinds(compile_model(read_model(model), 1)), _core()
-    assert kinds(core.compile_model(in_jit(core, read_model(model), ["no such layer"]), "CPU")) == found
+def test_names_that_the_model_has_not_are_passed_over(quantized_conv):
+    model = quantized_conv[2][0]
+    result, core = kinds(compile_model(read_model(model), 1)), _core()
+    assert kinds(core.compile_model(in_jit(core, read_model(model), ["no such layer"]), "CPU")) == result
 
 
-def test_a_copy_a_pickle_and_a_file_keep_the_choice(made, tmp_path):
-    q, x, (model, _) = copy.deepcopy(made[0]), made[1], made[2]
+def test_a_copy_a_pickle_and_a_file_keep_the_choice(quantized_conv, tmp_path):
+    q, x, (model, _) = copy.deepcopy(quantized_conv[0]), quantized_conv[1], quantized_conv[2]
     kernel_of(q).adopt({"jit": tuple(names(model)[:2])})
     for again in (copy.deepcopy(q), fxq.load(q.save(tmp_path / "m.fxq"))):
         assert kernel_of(again).jit == tuple(names(model)[:2])
@@ -75,22 +75,22 @@ def test_a_copy_a_pickle_and_a_file_keep_the_choice(made, tmp_path):
 
 
 @pytest.mark.parametrize(("jit_us", "chosen"), [(5.0, True), (9.9, False), (20.0, False)])
-def test_what_is_faster_by_more_than_times_vary_is_chosen(made, jit_us, chosen, monkeypatch):
-    model = made[2][0]
+def test_what_is_faster_by_more_than_times_vary_is_chosen(quantized_conv, jit_us, chosen, monkeypatch):
+    model = quantized_conv[2][0]
     (first, *others), asked = names(model), []
 
     def times(compiled, inputs, kind):
         asked.append(compiled)
         return {first: 10.0, others[0]: 10.0, "relu": 1.0} if kind == "brg" else {first: jit_us, others[0]: 30.0}
 
-    monkeypatch.setattr(openvino_tuning, "_times", times)
+    monkeypatch.setattr(openvino_tuning, "_kernel_times", times)
     assert faster_in_jit(read_model(model), lambda jit=(): jit, []) == ((first,) if chosen else ())
     assert asked[:2] == [(), (first, others[0])]
 
 
-def test_without_two_kinds_of_kernels_nothing_is_chosen(made, monkeypatch):
-    monkeypatch.setattr(openvino_tuning, "_times", lambda compiled, inputs, kind: {})
-    assert faster_in_jit(read_model(made[2][0]), lambda jit=(): jit, []) == ()
+def test_without_two_kinds_of_kernels_nothing_is_chosen(quantized_conv, monkeypatch):
+    monkeypatch.setattr(openvino_tuning, "_kernel_times", lambda compiled, inputs, kind: {})
+    assert faster_in_jit(read_model(quantized_conv[2][0]), lambda jit=(): jit, []) == ()
 
 
 class Sum(nn.Module):
@@ -148,17 +148,17 @@ class Compiled:
 def test_snippets_go_where_the_whole_model_is_faster_without(layer, without, chosen, monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(openvino_tuning.time, "perf_counter", lambda: clock[0])
-    found = faster_without_snippets(lambda snippets=True: Compiled(clock, 1.0 if snippets else without, layer), [])
-    assert found == chosen
+    result = faster_without_snippets(lambda snippets=True: Compiled(clock, 1.0 if snippets else without, layer), [])
+    assert result == chosen
 
 
 def test_a_version_that_keeps_its_snippets_is_not_timed():
     assert not faster_without_snippets(lambda snippets=True: Compiled([0.0], 1.0 if snippets else 0.1, keeps=True), [])
 
 
-def test_a_version_that_does_not_know_snippets_compiles_as_it_does(made, monkeypatch):
+def test_a_version_that_does_not_know_snippets_compiles_as_it_does(quantized_conv, monkeypatch):
     monkeypatch.setattr(openvino, "NO_SNIPPETS", {"NO_SUCH_ENTRY": "DISABLE"})
-    model = made[2][0]
+    model = quantized_conv[2][0]
     assert layer_types(compile_model(read_model(model), 1, snippets=False)) == layer_types(
         compile_model(read_model(model), 1)
     )

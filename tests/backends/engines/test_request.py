@@ -1,4 +1,4 @@
-"""What a compiled model reads and writes, with an engine that doubles its input."""
+"""Memory that a compiled model reads and writes, with an engine that doubles its input."""
 
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
@@ -6,11 +6,11 @@ from threading import Barrier
 import pytest
 import torch
 
-from fxq.backends.engines.request import SMALL, EngineCall, Request
+from fxq.backends.engines.request import MAX_COPIED_BYTES, EngineCall, Request
 from fxq.onnx.graph import OnnxGraph
 
 pytestmark = pytest.mark.any_cpu
-LARGE = SMALL // 4 + 1
+LARGE_COUNT = MAX_COPIED_BYTES // 4 + 1
 
 
 class Doubled(Request):
@@ -31,27 +31,27 @@ class Doubled(Request):
         torch.mul(self.x, 2, out=self.y)
 
 
-def call_of(x, last=False, made=None):
+def call_of(x, last=False, requests=None):
     """An engine's call for inputs like x; `made` gets its requests."""
-    made = [] if made is None else made
+    requests = [] if requests is None else requests
     like = (x.permute(0, 2, 3, 1) if last else x).to("meta")
     written = OnnxGraph(None, (0,), False, (like,), (last,))
-    return EngineCall(written, lambda: made.append(Doubled()) or made[-1], [x], [last])
+    return EngineCall(written, lambda: requests.append(Doubled()) or requests[-1], [x], [last])
 
 
-@pytest.mark.parametrize(("size", "told"), [(4, 1), (LARGE, 3)])
+@pytest.mark.parametrize(("size", "told"), [(4, 1), (LARGE_COUNT, 3)])
 def test_a_small_tensor_has_a_place_and_a_large_one_is_used_where_it_lies(size, told):
-    made = []
-    call = call_of(torch.ones(size), made=made)
+    requests = []
+    call = call_of(torch.ones(size), requests=requests)
     results = [call(torch.full((size,), float(i))) for i in range(told)]
-    assert made[0].told == ["input", "output"] * told
+    assert requests[0].told == ["input", "output"] * told
     assert [float(y[0]) for y in results] == [2.0 * i for i in range(told)]  # one result is not written over by another
 
 
-@pytest.mark.parametrize("size", [4, LARGE])
+@pytest.mark.parametrize("size", [4, LARGE_COUNT])
 def test_each_thread_has_a_request_of_its_own(size):
-    made, ready = [], Barrier(4)
-    call = call_of(torch.ones(size), made=made)
+    requests, ready = [], Barrier(4)
+    call = call_of(torch.ones(size), requests=requests)
 
     def work(i):
         ready.wait(10)
@@ -59,10 +59,10 @@ def test_each_thread_has_a_request_of_its_own(size):
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(work, range(4)))
-    assert len(made) == 5  # one of the thread that made the call
+    assert len(requests) == 5  # one of the thread that made the call
 
 
-@pytest.mark.parametrize("size", [4, LARGE])
+@pytest.mark.parametrize("size", [4, LARGE_COUNT])
 def test_first_called_in_inference_mode_and_then_outside_with_a_gradient(size):
     x = torch.ones(size)
     with torch.inference_mode():
@@ -78,7 +78,7 @@ def test_images_channels_last_come_out_so(shape):
     assert torch.equal(y, 2 * x) and y.is_contiguous(memory_format=torch.channels_last)
 
 
-@pytest.mark.parametrize("size", [4, LARGE])
+@pytest.mark.parametrize("size", [4, LARGE_COUNT])
 def test_inputs_with_gaps_or_a_sign_in_view(size):
     call, x = call_of(torch.ones(size)), torch.randn(2 * size)
     assert torch.equal(call(x[::2]), 2 * x[::2])

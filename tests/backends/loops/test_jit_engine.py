@@ -44,7 +44,7 @@ def kernels(q):
 
 
 def form(kernel):
-    """What the only region of a model is to compute."""
+    """The q/dq form of the only region of a model."""
     return kernel.form.module(kernel)
 
 
@@ -163,8 +163,8 @@ def test_what_runs_as_one_region(network):
     (kernel,) = kernels(q)
     assert [node.op for node in q.graph.nodes].count("call_module") == 1
     assert kernel.name == "jit.region" and q.backend == "jit"
-    for given in (x, image(1), 3 * image(5)):
-        want, got = (list(torch.utils._pytree.tree_leaves(run(given))) for run in (form(kernel), kernel))
+    for batch in (x, image(1), 3 * image(5)):
+        want, got = (list(torch.utils._pytree.tree_leaves(run(batch))) for run in (form(kernel), kernel))
         assert [(y.shape, y.dtype) for y in got] == [(y.shape, y.dtype) for y in want]
         assert sqnr(want, got) > 40  # they round ties, and what lies next to them, differently
 
@@ -189,14 +189,14 @@ REFUSED = {
     "groups": (nn.Conv2d(20, 20, 3, groups=4), "conv2d", "it has groups of several channels"),
     "windows_with_gaps": (nn.MaxPool2d(3, 2, dilation=2), "max_pool2d", "its windows have gaps"),
     "padding": (nn.ConvTranspose2d(20, 20, 3, 2, 1), "conv_transpose2d", "its padding is no multiple of its stride"),
-    "windows_of_several_sizes": (nn.AdaptiveAvgPool2d(3), "adaptive_avg_pool2d", "its windows have several sizes"),
+    "windows_of_several_sizes": (nn.AdaptiveAvgPool2d(3), "adaptive_avg_pool2d", "its windows differ in size"),
     "mish": (nn.Mish(), "mish", "jit has no integer kernel for mish"),
 }
 
 
 @pytest.mark.parametrize("which", REFUSED)
 def test_refusals_have_reasons(which):
-    """What it refuses is computed by PyTorch; what is before and behind it still runs as regions."""
+    """PyTorch computes refused ops; ops before and after them still run as regions."""
     layer, op, reason = REFUSED[which]
     model, x = convs(layer)(), image()
     q = quantized(model, x)
@@ -264,13 +264,13 @@ def test_files_copies_and_pickles(tmp_path):
     want = q(x)
     q.save(tmp_path / "q.fxq")
     torch.save(q, tmp_path / "q.pt")
-    for other in (
+    for second in (
         fxq.load(tmp_path / "q.fxq"),
         torch.load(tmp_path / "q.pt", weights_only=False),
         pickle.loads(pickle.dumps(q)),
         copy.deepcopy(q),
     ):
-        assert len(kernels(other)) == 1 and equal(other(x), want)
+        assert len(kernels(second)) == 1 and equal(second(x), want)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float32])
@@ -290,7 +290,7 @@ def test_inputs_that_lie_otherwise():
     q = quantized(settled(UNet), x)
     (kernel,) = kernels(q)
     many = torch.randn(2, 3, 24, 24)
-    for given in (
+    for batch in (
         many[..., ::2, 1::2],
         many[:, :, :12, :12].transpose(2, 3),
         many[:1, :, :12, :12].expand(3, -1, -1, -1),
@@ -299,7 +299,7 @@ def test_inputs_that_lie_otherwise():
         torch._neg_view(x),
         x.clone().requires_grad_(),
     ):
-        assert sqnr(form(kernel)(given.contiguous()), q(given)) > 40
+        assert sqnr(form(kernel)(batch.contiguous()), q(batch)) > 40
     with torch.inference_mode():
         assert sqnr(form(kernel)(x), q(x + 0)) > 40
 
@@ -320,12 +320,12 @@ def test_threads():
     q = quantized(settled(SqueezeExcite), image())
     xs = [image(n, size=size) for n, size in ((1, 10), (2, 10), (3, 7), (1, 16))]
     want = [q(x) for x in xs]
-    other, wrong = copy.deepcopy(q), []
+    second, wrong = copy.deepcopy(q), []
 
     def work(first):
         for k in range(200):
             i = (first + k) % len(xs)
-            if not torch.equal(other(xs[i]), want[i]):
+            if not torch.equal(second(xs[i]), want[i]):
                 wrong.append(i)
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
@@ -365,7 +365,7 @@ def test_another_number_of_threads():
 
 
 def test_who_watches_sees_the_ops():
-    """Of the qdq form: what the loops do nobody could see."""
+    """The q/dq form is recorded: loops are opaque to PyTorch."""
 
     class Counts(TorchDispatchMode):
         seen = 0
@@ -380,8 +380,8 @@ def test_who_watches_sees_the_ops():
     with Counts() as mode:
         got = q(x)
     assert mode.seen > 5 and sqnr(want, got) > 40
-    traced, other = make_fx(q)(x), image()
-    assert sqnr(q(other), traced(other)) > 40
+    traced, second = make_fx(q)(x), image()
+    assert sqnr(q(second), traced(second)) > 40
     with pytest.raises(fxq.InputError, match="on the meta device, so it has no values"):
         q(x.to("meta"))
 

@@ -1,8 +1,8 @@
-"""Loops over memory in Python that Numba compiles, where it is installed (`fxq[jit]`).
+"""Loops over memory, written in Python and compiled by Numba where it is installed (`fxq[jit]`).
 
-PyTorch needs ten calls to measure a grid for each row and round to it, and fills memory in each; one loop does it all.
-Without Numba the same numbers come from PyTorch's ops.
+One loop computes the dynamic range of each row and quantizes the row. PyTorch needs ten ops for this, each of which
+writes a tensor. Without Numba, PyTorch's ops compute the same numbers.
 """
 
 MULTIPLE = 32
-"""Rows of integers that are multiplied have a multiple of so many; see `dot_product.py`."""
+"""Number of columns that rows are padded to a multiple of, before `dot_product.dot` multiplies them."""

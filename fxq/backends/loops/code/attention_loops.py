@@ -1,4 +1,4 @@
-"""The loop of attention."""
+"""Loop of attention."""
 
 from __future__ import annotations
 
@@ -17,125 +17,145 @@ from fxq.backends.loops.code.attention_code import (
     transpose_floats,
 )
 from fxq.backends.loops.code.compiler import helper
-from fxq.backends.loops.code.memory_loops import at, bytes_, floats, scratch_of, write
+from fxq.backends.loops.code.memory_loops import (
+    address_of,
+    bytes_,
+    floats,
+    four_at,
+    pair_at,
+    scratch_of,
+    write,
+)
+from fxq.backends.loops.code.step_fields import AttentionField
 
 _f = np.float32
-_MASKED = _f(-math.inf)
+_MASKED_SCORE = _f(-math.inf)
 NO_MASK, CAUSAL, FLOAT_MASK, BOOL_MASK = range(4)
-"""Which keys count for a query: all; those up to its own place; all, with floats added to their scores; those where a
-byte is not 0."""
+"""Masks: none; keys up to the query's own position count; floats are added to the scores; bytes, where 0 means that a
+key does not count."""
 
 
 def attention_scratch(keys: int, depth: int) -> int:
-    """Bytes of memory that attention needs while it runs: sums, keys, values, scores and results of some queries."""
+    """Bytes of scratch memory of attention: sums, keys, values, and the scores and results of one tile of queries."""
     padded_keys, padded_depth = (-(-n // TILE_COLUMNS) * TILE_COLUMNS for n in (keys, depth))
     return 64 + 4 * (depth * padded_keys + keys * padded_depth + TILE_ROWS * (padded_keys + padded_depth))
 
 
 @helper
-def _transpose(x, by_row, rows, columns, factor, out, wide):
-    """float32 (rows, columns), rows `by_row` bytes apart, to (columns, rows), rows `wide` floats apart.
+def _transpose(x, row_stride, rows, columns, factor, out, out_width):
+    """Write float32 (rows, columns), rows `row_stride` bytes apart, as (columns, rows), rows `out_width` floats apart.
 
-    All are multiplied with the float at `factor`.
+    All values are multiplied by the float at `factor`.
     """
     whole_rows, whole_columns = rows // 16 * 16, columns // 16 * 16
     for i in range(0, whole_rows, 16):
         for j in range(0, whole_columns, 16):
-            transpose_floats(x + i * by_row + 4 * j, by_row, factor, out + 4 * (j * wide + i), 4 * wide)
-    by, made = carray(floats(factor), 1)[0], carray(floats(out), columns * wide)
+            transpose_floats(
+                x + i * row_stride + 4 * j, row_stride, factor, out + 4 * (j * out_width + i), 4 * out_width
+            )
+    scale, target = carray(floats(factor), 1)[0], carray(floats(out), columns * out_width)
     for i in range(rows):
-        row = carray(floats(x + i * by_row), columns)
+        row = carray(floats(x + i * row_stride), columns)
         for j in range(0 if i >= whole_rows else whole_columns, columns):
-            made[j * wide + i] = row[j] * by
+            target[j * out_width + i] = row[j] * scale
 
 
 @helper
-def _copy(x, by_row, rows, columns, out, wide):
-    """float32 (rows, columns), rows `by_row` bytes apart, to rows `wide` floats apart."""
+def _copy(x, row_stride, rows, columns, out, out_width):
+    """Copy float32 (rows, columns), rows `row_stride` bytes apart, to rows `out_width` floats apart."""
     for i in range(rows):
-        row, made = carray(floats(x + i * by_row), columns), carray(floats(out + 4 * i * wide), columns)
+        row, target = carray(floats(x + i * row_stride), columns), carray(floats(out + 4 * i * out_width), columns)
         for j in range(columns):
-            made[j] = row[j]
+            target[j] = row[j]
 
 
 @helper
-def _multiply(rows, x, by_row, weight, wide, columns, depth, out):
-    """float32 (rows, depth), rows `by_row` bytes apart, times (depth, columns), whose rows are `wide` floats apart.
+def _multiply(rows, x, row_stride, weight, width, columns, depth, out):
+    """Multiply float32 (rows, depth), rows `row_stride` bytes apart, by (depth, columns).
 
-    So are those of results. Columns are a multiple of those of a tile, rows one of its sizes.
+    Rows of `weight` and `out` are `width` floats apart. `columns` is a multiple of `TILE_COLUMNS`, and `rows` is 1, 4
+    or `TILE_ROWS`.
     """
     for j in range(0, columns, TILE_COLUMNS):
-        w, made = weight + 4 * j, out + 4 * j
+        tile_weight, target = weight + 4 * j, out + 4 * j
         if rows == TILE_ROWS:
-            many_rows(x, by_row, w, 4 * wide, depth, made, 4 * wide)
+            many_rows(x, row_stride, tile_weight, 4 * width, depth, target, 4 * width)
         elif rows == 4:
-            four_rows(x, by_row, w, 4 * wide, depth, made, 4 * wide)
+            four_rows(x, row_stride, tile_weight, 4 * width, depth, target, 4 * width)
         else:
-            one_row(x, by_row, w, 4 * wide, depth, made, 4 * wide)
+            one_row(x, row_stride, tile_weight, 4 * width, depth, target, 4 * width)
 
 
 @helper
 def attention(step, bases):
-    """softmax(query @ key.T * scale + mask) @ value, of each head. Heads lie side by side among the channels.
+    """Compute softmax(query @ key.T * scale + mask) @ value for each head. Heads are side by side among the channels.
 
-    Fields: query, key, value, out, mask, the strides of the first four by sample and pixel, those of the mask by
-    sample, head, query and key, all in bytes, then as they are named here. `factor` is the address of the scale.
+    Fields: `AttentionField`.
     """
-    query, key, value, out = at(bases, step, 1), at(bases, step, 3), at(bases, step, 5), at(bases, step, 7)
-    mask = at(bases, step, 9)
-    by_query, by_key, by_value, by_out = step[12], step[14], step[16], step[18]
-    samples, queries, keys, heads, depth = step[23], step[24], step[25], step[26], step[27]
-    which, factor, numbers, to_floats = step[28], step[29], step[30], step[31]
-    size = 4 if to_floats else 1
-    wide, wide_value = -(-keys // TILE_COLUMNS) * TILE_COLUMNS, -(-depth // TILE_COLUMNS) * TILE_COLUMNS
+    query, key = address_of(bases, step, AttentionField.QUERY), address_of(bases, step, AttentionField.KEY)
+    value, out = address_of(bases, step, AttentionField.VALUE), address_of(bases, step, AttentionField.OUT)
+    query_of_sample, query_stride = pair_at(step, AttentionField.QUERY_STRIDES)
+    key_of_sample, key_stride = pair_at(step, AttentionField.KEY_STRIDES)
+    value_of_sample, value_stride = pair_at(step, AttentionField.VALUE_STRIDES)
+    out_of_sample, out_stride = pair_at(step, AttentionField.OUT_STRIDES)
+    mask, mask_kind = address_of(bases, step, AttentionField.MASK), step[AttentionField.MASK_KIND]
+    mask_of_sample, mask_of_head, mask_of_query, mask_of_key = four_at(step, AttentionField.MASK_STRIDES)
+    samples, queries, keys = step[AttentionField.SAMPLES], step[AttentionField.QUERIES], step[AttentionField.KEYS]
+    heads, depth, factor = step[AttentionField.HEADS], step[AttentionField.DEPTH], step[AttentionField.SCALE]
+    numbers, to_floats = step[AttentionField.NUMBERS], step[AttentionField.TO_FLOATS]
+    item_size = 4 if to_floats else 1
+    score_width, value_width = -(-keys // TILE_COLUMNS) * TILE_COLUMNS, -(-depth // TILE_COLUMNS) * TILE_COLUMNS
     sums = scratch_of(bases)
     all_keys = sums + 64
-    all_values = all_keys + 4 * depth * wide
-    scores = all_values + 4 * keys * wide_value
-    made = scores + 4 * TILE_ROWS * wide
+    all_values = all_keys + 4 * depth * score_width
+    scores = all_values + 4 * keys * value_width
+    results = scores + 4 * TILE_ROWS * score_width
     for n in range(samples):
         for head in range(heads):
-            q, skip = query + n * step[11] + 4 * head * depth, 4 * head * depth
-            _transpose(key + n * step[13] + skip, by_key, keys, depth, factor, all_keys, wide)
-            _copy(value + n * step[15] + skip, by_value, keys, depth, all_values, wide_value)
+            q, head_offset = query + n * query_of_sample + 4 * head * depth, 4 * head * depth
+            _transpose(key + n * key_of_sample + head_offset, key_stride, keys, depth, factor, all_keys, score_width)
+            _copy(value + n * value_of_sample + head_offset, value_stride, keys, depth, all_values, value_width)
             i = 0
             while i < queries:
                 rows = TILE_ROWS if queries - i >= TILE_ROWS else 4 if queries - i >= 4 else 1
-                seen = min(i + rows, keys) if which == CAUSAL else keys
-                columns = -(-seen // TILE_COLUMNS) * TILE_COLUMNS
-                _multiply(rows, q + i * by_query, by_query, all_keys, wide, columns, depth, scores)
+                key_count = min(i + rows, keys) if mask_kind == CAUSAL else keys
+                columns = -(-key_count // TILE_COLUMNS) * TILE_COLUMNS
+                _multiply(rows, q + i * query_stride, query_stride, all_keys, score_width, columns, depth, scores)
                 for r in range(rows):
-                    masked = mask + n * step[19] + head * step[20] + (i + r) * step[21]
-                    count = min(i + r + 1, seen) if which == CAUSAL else seen
-                    _mask(scores + 4 * r * wide, count, columns, which, masked, step[22])
-                    exponentials(scores + 4 * r * wide, columns // 16, sums + 4 * r)
-                _multiply(rows, scores, 4 * wide, all_values, wide_value, wide_value, seen, made)
+                    mask_row = mask + n * mask_of_sample + head * mask_of_head + (i + r) * mask_of_query
+                    count = min(i + r + 1, key_count) if mask_kind == CAUSAL else key_count
+                    _apply_mask(scores + 4 * r * score_width, count, columns, mask_kind, mask_row, mask_of_key)
+                    exponentials(scores + 4 * r * score_width, columns // 16, sums + 4 * r)
+                _multiply(rows, scores, 4 * score_width, all_values, value_width, value_width, key_count, results)
                 for r in range(rows):
-                    _divide(made + 4 * r * wide_value, depth, sums + 4 * r)
-                    to = out + n * step[17] + (i + r) * by_out + size * head * depth
-                    write(made + 4 * r * wide_value, to_floats, numbers, to, depth)
+                    _divide(results + 4 * r * value_width, depth, sums + 4 * r)
+                    target = out + n * out_of_sample + (i + r) * out_stride + item_size * head * depth
+                    write(results + 4 * r * value_width, to_floats, numbers, target, depth)
                 i += rows
 
 
 @helper
-def _mask(scores, count, columns, which, mask, between):
-    """Apply a mask, whose numbers are `between` bytes apart, to `count` scores of a query. No others count."""
+def _apply_mask(scores, count, columns, mask_kind, mask, key_stride):
+    """Apply a mask to the first `count` scores of a query, and mask all further ones.
+
+    Values of the mask are `key_stride` bytes apart.
+    """
     scores = carray(floats(scores), columns)
-    if which == FLOAT_MASK:
+    if mask_kind == FLOAT_MASK:
         for j in range(count):
-            scores[j] += carray(floats(mask + j * between), 1)[0]
-    elif which == BOOL_MASK:
+            scores[j] += carray(floats(mask + j * key_stride), 1)[0]
+    elif mask_kind == BOOL_MASK:
         for j in range(count):
-            if carray(bytes_(mask + j * between), 1)[0] == 0:
-                scores[j] = _MASKED
+            if carray(bytes_(mask + j * key_stride), 1)[0] == 0:
+                scores[j] = _MASKED_SCORE
     for j in range(count, columns):
-        scores[j] = _MASKED
+        scores[j] = _MASKED_SCORE
 
 
 @helper
 def _divide(x, count, total):
-    """Floats in place, by the float at `total`; by 0, where no key counts, they become 0."""
-    x, by = carray(floats(x), count), carray(floats(total), 1)[0]
-    by = _f(0) if by == 0 else _f(1) / by
+    """Divide floats in place by the float at `total`. A sum of 0, where no key counts, makes them 0."""
+    x, reciprocal = carray(floats(x), count), carray(floats(total), 1)[0]
+    reciprocal = _f(0) if reciprocal == 0 else _f(1) / reciprocal
     for j in range(count):
-        x[j] *= by
+        x[j] *= reciprocal

@@ -13,14 +13,14 @@ log = logging.getLogger("fxq")
 
 
 def compile_cached(signature: Any, function: Callable[..., None], options: Mapping[str, Any]) -> tuple[Any, bool]:
-    """C callback of a function: from the cache if it is there, else compiled, and cached where a folder is writable.
+    """Return the C callback of a function: from Numba's cache, or compiled and cached where a folder is writable.
 
     Only these functions use the folder of `FXQ_CACHE`, and read a cache in a read-only folder, which Numba ignores.
 
     Args:
-        signature: of the function, as Numba takes it.
-        function: the function; a cached one is found by its qualified name.
-        options: of the compiler.
+        signature: Numba signature of the function.
+        function: Function to compile. Its qualified name is the key in the cache.
+        options: Options of the compiler.
 
     Returns:
         The `CFunc`, and whether it is in the cache.
@@ -47,27 +47,29 @@ def compile_cached(signature: Any, function: Callable[..., None], options: Mappi
 
 
 def _cache(function: Callable[..., None], writes: bool) -> Any:
-    """Numba's cache for one function. With `writes`, in the first folder that is writable; `RuntimeError` if none is.
+    """Numba's cache of one function. With `writes`, in the first writable folder; `RuntimeError` if there is none.
 
-    Numba's own classes stay as they are: other threads may be compiling the user's functions.
+    Numba's own classes are not changed: other threads may be compiling functions of the user.
     """
     from numba.core import caching
 
     numba: Any = caching
-    first, *others = numba.CacheImpl._locator_classes
+    default_locator, *other_locators = numba.CacheImpl._locator_classes
     folder = chosen_folder()  # instead of the folder of NUMBA_CACHE_DIR, which the first locator finds
 
     def find(self: Any, py_func: Any, py_file: str) -> None:
-        others[0].__init__(self, py_func, py_file)
+        other_locators[0].__init__(self, py_func, py_file)
         self._cache_path = os.path.join(str(folder), "numba", self.get_suitable_cache_subpath(py_file))
 
-    chosen = type("Chosen", (others[0],), {"__init__": find})
-    places = [chosen if folder is not None else first, *others]
+    folder_locator = type("FolderLocator", (other_locators[0],), {"__init__": find})
+    locators = [folder_locator if folder is not None else default_locator, *other_locators]
     if not writes:
-        places = [type(place.__name__, (place,), {"ensure_cache_path": lambda self: None}) for place in places]
+        locators = [
+            type(locator.__name__, (locator,), {"ensure_cache_path": lambda self: None}) for locator in locators
+        ]
 
     class Impl(numba.CompileResultCacheImpl):
-        _locator_classes = places
+        _locator_classes = locators
 
     class Cache(numba.FunctionCache):
         _impl_class = Impl

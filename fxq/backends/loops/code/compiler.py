@@ -1,4 +1,4 @@
-"""Functions of addresses and numbers, compiled to machine code by Numba."""
+"""Decorators that compile functions of addresses and numbers with Numba, and access to the compiled modules."""
 
 from __future__ import annotations
 
@@ -25,19 +25,22 @@ from fxq.errors import BackendError
 MODULES = ("row_loops", "step_loops", "program_loops")
 """Modules of this folder that hold the compiled functions."""
 log = logging.getLogger("fxq")
-_THREADS = 4
-"""With more threads, PyTorch's ops are as fast as a loop, which runs on one."""
-_SMALL = 2**17
-"""Up to so many elements the loop is faster with any number of threads: PyTorch's ops take longer to call."""
+_MAX_LOOP_THREADS = 4
+"""Threads above which PyTorch's ops are as fast as a loop, which runs on one thread."""
+_MAX_CALL_BOUND_ELEMENTS = 2**17
+"""Elements up to which a loop is faster with any number of threads, since PyTorch's ops take longer to call."""
 _OPTIONS: Mapping[str, Any] = {"error_model": "numpy", "fastmath": {"contract"}}
-"""As in C: nothing is asked before a division, and a product and a sum may be rounded at once."""
+"""Options that compile as C does: divisions are not checked, and a product and a sum may be rounded once."""
 _NUMBERS: Mapping[str, tuple[str, Any]] = {"f": ("float32", ctypes.c_float), "i": ("int64", ctypes.c_int64)}
 _MEMORY = {"f*": "float32", "u8*": "uint8", "i8*": "int8", "i16*": "int16", "i32*": "int32", "i64*": "int64"}
 
 
 @cache
 def _loaded(name: str) -> ModuleType | str:
-    """A module of this folder, or why there is none: Numba fails in many ways, and without it fxq is only slower."""
+    """Module of this folder, or the reason why it cannot be loaded.
+
+    Numba fails in many ways, and without it fxq is only slower: any exception counts as a reason.
+    """
     try:
         return import_module(f"fxq.backends.loops.code.{name}")
     except Exception as error:
@@ -46,108 +49,111 @@ def _loaded(name: str) -> ModuleType | str:
 
 
 def loops(name: str) -> ModuleType | None:
-    """A module of this folder whose functions are compiled; None where Numba is missing or does not work."""
-    found = _loaded(name)
-    return None if isinstance(found, str) else found
+    """Return a module of this folder whose functions are compiled; None where Numba is missing or does not work."""
+    module = _loaded(name)
+    return None if isinstance(module, str) else module
 
 
 def missing(name: str) -> str:
-    """Why there is no such module; empty where there is one."""
-    found = _loaded(name)
-    return found if isinstance(found, str) else ""
+    """Reason why a module of this folder cannot be loaded; empty if it can."""
+    module = _loaded(name)
+    return module if isinstance(module, str) else ""
 
 
 def installed() -> str:
-    """The version of Numba that is installed; "none"."""
+    """Version of Numba, or "none"."""
     return version("numba") if find_spec("numba") is not None else "none"
 
 
 def description() -> str:
-    """What compiles loops, or why PyTorch's ops stand in for them."""
-    found = _loaded("row_loops")
-    if isinstance(found, str):
-        return f"none: dynamic and recurrent layers are slower (pip install fxq[jit]; {found})"
+    """Text for `fxq doctor`: what compiles loops, or why PyTorch's ops replace them."""
+    module = _loaded("row_loops")
+    if isinstance(module, str):
+        return f"none: dynamic and recurrent layers are slower (pip install fxq[jit]; {module})"
     return f"compiled by Numba {installed()}"
 
 
 def loops_for(name: str, elements: int, *read: Tensor | None) -> ModuleType | None:
-    """As `loops`, where one thread is quick enough, and the memory of tensors is what they say.
+    """Return a module of loops, or None where PyTorch's ops are as fast or the tensors cannot be read by address.
 
     Args:
-        name: of the module.
-        elements: how many it is about.
-        read: tensors whose addresses are to be given to a loop, which nobody who watches PyTorch's ops sees.
+        name: Name of the module.
+        elements: Number of elements that the loop computes.
+        read: Tensors whose addresses the loop gets. A dispatch mode of PyTorch would not see these reads.
     """
-    if elements > _SMALL and torch.get_num_threads() > _THREADS:
+    if elements > _MAX_CALL_BOUND_ELEMENTS and torch.get_num_threads() > _MAX_LOOP_THREADS:
         return None
     return loops(name) if has_memory(*read) else None
 
 
 def has_memory(*read: Tensor | None) -> bool:
-    """Whether the memory of tensors holds their values, and nobody watches PyTorch's ops."""
+    """Whether the values of all tensors can be read by address, and no dispatch mode watches PyTorch's ops."""
     return not _len_torch_dispatch_stack() and all(x is None or _is_plain(x) for x in read)
 
 
 def _is_plain(x: Tensor) -> bool:
-    """Whether it has memory on the CPU that holds its values: no fake, sparse, or lazily negated tensor."""
+    """Whether a tensor has CPU memory that holds its values: it is not fake, sparse or lazily negated."""
     is_dense = type(x) in (Tensor, nn.Parameter) and x.is_cpu and x.layout is torch.strided
     return is_dense and not x.is_neg() and not x._is_zerotensor()
 
 
 @cache
-def _sources() -> str:
-    """A hash of all that is compiled."""
-    found, package = hashlib.sha256(), Path(__file__).parents[3]
+def _source_hash() -> str:
+    """Hash of all sources that are compiled."""
+    digest, package = hashlib.sha256(), Path(__file__).parents[3]
     for path in (*sorted(Path(__file__).parent.glob("*.py")), package / "quant" / "dynamic_grid.py"):
-        found.update(path.read_bytes())
-    return found.hexdigest()[:12]
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def helper(function: Callable[..., object]) -> Callable[..., object]:
-    """What functions that are `compiled` may call, as a decorator. Raises `ImportError`: Numba is not installed."""
+    """Decorate a function that `compiled` functions may call. Raises `ImportError` where Numba is not installed."""
     import numba
 
-    made: Callable[..., object] = numba.njit(**_OPTIONS)(function)
-    return made
+    dispatcher: Callable[..., object] = numba.njit(**_OPTIONS)(function)
+    return dispatcher
 
 
 def compiled(types: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Compile a function, as a decorator. It is called with addresses (`Tensor.data_ptr()`) and numbers.
+    """Decorate a function that is called with addresses (`Tensor.data_ptr()`) and numbers, and compile it.
 
-    Compiled once and kept on disk. Nothing is checked: not the memory behind an address, nor division by zero. A call
-    lets other threads of Python run.
+    The machine code is cached on disk. Nothing is checked: neither the memory at an address nor divisions by zero. A
+    call releases the GIL.
 
     Args:
-        types: those of the arguments: "f*" is an address of float32, "u8*", "i8*", "i16*", "i32*" and "i64*" are of
-            integers; "f" is a float, "i" an integer.
+        types: Types of the arguments: "f*" is an address of float32, "u8*", "i8*", "i16*", "i32*" and "i64*" are
+            addresses of integers; "f" is a float, "i" an integer.
 
     Raises:
         ImportError: Numba is not installed.
     """
     import numba
 
-    of, names = numba.types, types.split()
+    numba_types, names = numba.types, types.split()
     argument_types = [
-        of.CPointer(getattr(of, _MEMORY[name])) if name in _MEMORY else getattr(of, _NUMBERS[name][0]) for name in names
+        numba_types.CPointer(getattr(numba_types, _MEMORY[name]))
+        if name in _MEMORY
+        else getattr(numba_types, _NUMBERS[name][0])
+        for name in names
     ]
-    taken: list[Any] = [ctypes.c_void_p if name in _MEMORY else _NUMBERS[name][1] for name in names]
+    c_types: list[Any] = [ctypes.c_void_p if name in _MEMORY else _NUMBERS[name][1] for name in names]
 
     def compile_(function: Callable[..., None]) -> Callable[..., None]:
-        # Numba keeps machine code under this name, and looks at the file of the function alone for what has changed.
-        function.__qualname__ = f"{function.__name__}_{_sources()}"
+        # Numba caches machine code under this name, and checks only the function's own file for changes.
+        function.__qualname__ = f"{function.__name__}_{_source_hash()}"
         loop, is_cached = compile_cached(numba.types.void(*argument_types), function, _OPTIONS)
         if not is_cached:
-            _say_not_kept()
+            _warn_not_cached()
         address: Any = loop.address
-        call: Callable[..., None] = ctypes.CFUNCTYPE(None, *taken)(address)
-        call.keeps = loop  # type: ignore[attr-defined]  # the code goes with it
+        call: Callable[..., None] = ctypes.CFUNCTYPE(None, *c_types)(address)
+        call.keeps = loop  # type: ignore[attr-defined]  # the code is freed with it
         return call
 
     return compile_
 
 
 @cache
-def _say_not_kept() -> None:
+def _warn_not_cached() -> None:
     """Warn once per process that compiled loops cannot be cached."""
     log.warning(
         "fxq compiles its loops in this process, which takes seconds of CPU time, and cannot cache them: neither the "
@@ -162,17 +168,18 @@ def compile_loops() -> str:
     Raises:
         BackendError: Numba is missing or does not work, or no cache folder is writable.
     """
-    wrong = next(filter(None, map(missing, MODULES)), "")
-    if wrong:
-        raise BackendError(f"no loops are compiled: {wrong} (pip install fxq[jit]).")
-    if _say_not_kept.cache_info().currsize:
+    reason = next(filter(None, map(missing, MODULES)), "")
+    if reason:
+        raise BackendError(f"no loops are compiled: {reason} (pip install fxq[jit]).")
+    if _warn_not_cached.cache_info().currsize:
         raise BackendError(
             "the loops are compiled but cannot be cached: set FXQ_CACHE to a writable folder, here and where they are "
             "used."
         )
-    return f"compiled by Numba {installed()}, cached in {_kept_in()}"
+    return f"compiled by Numba {installed()}, cached in {_cache_place()}"
 
 
-def _kept_in() -> str:
+def _cache_place() -> str:
+    """Folder of the cached loops, for a message."""
     chosen = chosen_folder()
     return str(chosen / "numba") if chosen is not None else "Numba's cache (NUMBA_CACHE_DIR, or beside the package)"

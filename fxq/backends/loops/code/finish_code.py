@@ -1,4 +1,4 @@
-"""What becomes of sums and other floats, 16 at a time: machine code for every vector unit."""
+"""Machine code that works on 16 floats at a time: scaling of sums, activations, rounding, normalization."""
 
 from __future__ import annotations
 
@@ -9,64 +9,72 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from fxq.backends.loops.code import vectors
-from fxq.backends.loops.code.machine_code import HAS_VNNI, WIDE, on_addresses
+from fxq.backends.loops.code.machine_code import HAS_VNNI, WIDE_CHANNELS, on_addresses
 from fxq.backends.loops.code.vectors import FLOATS, INT8, INT64, INTS, LANES, load, number, splat, store
 
 
 def _packed(b: Any, floats: Sequence[Any], low: Any, high: Any) -> Any:
-    """Four vectors of floats, of channels as in `_wide_sums`, as 64 bytes in order."""
-    whole = [vectors.nearest(b, vectors.clamped(b, y, low, high)) for y in floats]
-    kind, name = ir.VectorType(ir.IntType(16), 32), "llvm.x86.avx512.packusdw.512"
-    halves = [vectors.intrinsic_of(b, name, kind, whole[k : k + 2]) for k in (0, 2)]
-    return vectors.intrinsic_of(b, "llvm.x86.avx512.packuswb.512", ir.VectorType(INT8, WIDE), halves)
+    """Round four vectors of floats to 64 bytes. Channels are ordered as in `_wide_sums`, and come out in order."""
+    integers = [vectors.nearest(b, vectors.clamp(b, y, low, high)) for y in floats]
+    vector_type, name = ir.VectorType(ir.IntType(16), 32), "llvm.x86.avx512.packusdw.512"
+    halves = [vectors.call_intrinsic(b, name, vector_type, integers[k : k + 2]) for k in (0, 2)]
+    return vectors.call_intrinsic(b, "llvm.x86.avx512.packuswb.512", ir.VectorType(INT8, WIDE_CHANNELS), halves)
 
 
 @on_addresses
 def pack_wide(b, tile, factor, numbers, out):
-    """64 floats of channels as in `_wide_sums` times a number plus another, those at `factor`, as bytes in order."""
+    """Quantize 64 floats to bytes, from the channel order of `_wide_sums` to plain order.
+
+    `factor` is the address of the factor and the zero point, `numbers` that of the two bounds.
+    """
     if not HAS_VNNI:
         return
-    step, zero = (splat(b, load(b, factor, vectors.FLOAT, 4 * k)) for k in (0, 1))
-    floats = [vectors.fused(b, load(b, tile, FLOATS, 4 * LANES * v), step, zero) for v in range(4)]
+    step, zero = (splat(b, load(b, factor, vectors.FLOAT32, 4 * k)) for k in (0, 1))
+    floats = [vectors.multiply_add(b, load(b, tile, FLOATS, 4 * LANES * v), step, zero) for v in range(4)]
     store(b, _packed(b, floats, *vectors.bounds(b, numbers)), out)
 
 
 @on_addresses
 def scale_sums(b, sums, scale, bias, out):
-    """16 sums, int32, times a scale plus a bias, float32 (16,)."""
-    y = vectors.fused(b, b.sitofp(load(b, sums, INTS), FLOATS), load(b, scale, FLOATS), load(b, bias, FLOATS))
+    """Write 16 sums, int32, times a scale plus a bias, both float32 (16,)."""
+    y = vectors.multiply_add(b, b.sitofp(load(b, sums, INTS), FLOATS), load(b, scale, FLOATS), load(b, bias, FLOATS))
     store(b, y, out)
 
 
 @on_addresses
 def add_integers(b, x, integers, grid):
-    """To 16 floats, in place, 16 integers, uint8, times a number plus another, those at `grid`."""
-    step, shift = (splat(b, load(b, grid, vectors.FLOAT, 4 * k)) for k in (0, 1))
+    """Add 16 dequantized integers, uint8, to 16 floats in place. `grid` is the address of the scale and the shift."""
+    step, shift = (splat(b, load(b, grid, vectors.FLOAT32, 4 * k)) for k in (0, 1))
     real = b.uitofp(load(b, integers, ir.VectorType(INT8, LANES)), FLOATS)
-    store(b, b.fadd(load(b, x, FLOATS), vectors.fused(b, real, step, shift)), x)
+    store(b, b.fadd(load(b, x, FLOATS), vectors.multiply_add(b, real, step, shift)), x)
 
 
 @on_addresses
 def round_floats(b, x, factor, numbers, out):
-    """16 floats times a number plus another, those at `factor`, to uint8 within the two bounds at `numbers`."""
-    step, zero = (splat(b, load(b, factor, vectors.FLOAT, 4 * k)) for k in (0, 1))
-    y = vectors.clamped(b, vectors.fused(b, load(b, x, FLOATS), step, zero), *vectors.bounds(b, numbers))
+    """Quantize 16 floats to uint8.
+
+    `factor` is the address of the factor and the zero point, `numbers` that of the two bounds.
+    """
+    step, zero = (splat(b, load(b, factor, vectors.FLOAT32, 4 * k)) for k in (0, 1))
+    y = vectors.clamp(b, vectors.multiply_add(b, load(b, x, FLOATS), step, zero), *vectors.bounds(b, numbers))
     store(b, vectors.rounded(b, y), out)
 
 
 @on_addresses
-def bend(b, x, slope):
-    """16 floats in place: those below zero times the slope of each."""
-    store(b, vectors.bent(b, load(b, x, FLOATS), load(b, slope, FLOATS)), x)
+def prelu(b, x, slope):
+    """Multiply those of 16 floats that are below zero by their slopes, in place."""
+    store(b, vectors.prelu(b, load(b, x, FLOATS), load(b, slope, FLOATS)), x)
 
 
 @on_addresses
-def bound(b, x, numbers):
-    """16 floats in place, within two bounds."""
-    store(b, vectors.within(b, load(b, x, FLOATS), *vectors.bounds(b, numbers)), x)
+def clamp(b, x, numbers):
+    """Clamp 16 floats in place to the two bounds at `numbers`. NaN stays."""
+    store(b, vectors.clamp_keep_nan(b, load(b, x, FLOATS), *vectors.bounds(b, numbers)), x)
 
 
-def _applied(function: Callable[..., Any]) -> Any:
+def _in_place(function: Callable[..., Any]) -> Any:
+    """Code that replaces 16 floats by a function of them."""
+
     def code(b, x):
         store(b, function(b, load(b, x, FLOATS)), x)
 
@@ -74,40 +82,43 @@ def _applied(function: Callable[..., Any]) -> Any:
 
 
 silu, hardswish, gelu, sigmoid, tanh, hardsigmoid = map(
-    _applied, (vectors.silu, vectors.hardswish, vectors.gelu, vectors.sigmoid, vectors.tanh, vectors.hardsigmoid)
+    _in_place, (vectors.silu, vectors.hardswish, vectors.gelu, vectors.sigmoid, vectors.tanh, vectors.hardsigmoid)
 )
 
 
-def _summed(b: Any, blocks: Any, about: Any, term: Callable[[Any], Any]) -> None:
-    """The sum of a term of 16 floats, of all blocks, to `about`."""
+def _sum_blocks(b: Any, blocks: Any, result: Any, term: Callable[[Any], Any]) -> None:
+    """Write the sum over all blocks of `term`, which returns 16 floats for the byte offset of a block, to `result`."""
     totals = cgutils.alloca_once(b, FLOATS)
     b.store(splat(b, 0.0), totals)
     with cgutils.for_range(b, blocks, intp=INT64) as block:
         b.store(b.fadd(b.load(totals), term(b.mul(block.index, number(4 * LANES)))), totals)
-    store(b, vectors.reduced(b, b.load(totals), b.fadd), about)
+    store(b, vectors.reduced(b, b.load(totals), b.fadd), result)
 
 
 @on_addresses
-def add_up(b, x, blocks, about):
-    """The sum of floats, 16 in each block, as the first float at `about`."""
-    _summed(b, blocks, about, lambda at: load(b, b.add(x, at), FLOATS))
+def sum_floats(b, x, blocks, result):
+    """Write the sum of floats, 16 in each block, to the first float at `result`."""
+    _sum_blocks(b, blocks, result, lambda offset: load(b, b.add(x, offset), FLOATS))
 
 
 @on_addresses
-def add_squares(b, x, blocks, about):
-    """The sum of the squares of floats, less the second float at `about`, as the first one there."""
-    middle = splat(b, load(b, about, vectors.FLOAT, 4))
+def sum_squares(b, x, blocks, stats):
+    """Write the sum of squared differences from a mean. `stats` holds the result and the mean."""
+    mean = splat(b, load(b, stats, vectors.FLOAT32, 4))
 
-    def square(at: Any) -> Any:
-        y = b.fsub(load(b, b.add(x, at), FLOATS), middle)
+    def square(offset: Any) -> Any:
+        y = b.fsub(load(b, b.add(x, offset), FLOATS), mean)
         return b.fmul(y, y)
 
-    _summed(b, blocks, about, square)
+    _sum_blocks(b, blocks, stats, square)
 
 
 @on_addresses
-def normalize(b, x, about, weight, bias):
-    """16 floats in place: less the second float at `about`, times the first, times a weight plus a bias."""
-    factor, middle = (splat(b, load(b, about, vectors.FLOAT, 4 * k)) for k in (0, 1))
-    y = b.fmul(b.fsub(load(b, x, FLOATS), middle), factor)
-    store(b, vectors.fused(b, y, load(b, weight, FLOATS), load(b, bias, FLOATS)), x)
+def normalize(b, x, stats, weight, bias):
+    """Normalize 16 floats in place: subtract the mean, multiply by the reciprocal deviation, apply weight and bias.
+
+    `stats` is the address of the reciprocal deviation and the mean.
+    """
+    factor, mean = (splat(b, load(b, stats, vectors.FLOAT32, 4 * k)) for k in (0, 1))
+    y = b.fmul(b.fsub(load(b, x, FLOATS), mean), factor)
+    store(b, vectors.multiply_add(b, y, load(b, weight, FLOATS), load(b, bias, FLOATS)), x)

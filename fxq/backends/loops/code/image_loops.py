@@ -1,4 +1,4 @@
-"""The loops of a program but those of layers."""
+"""Loops of the steps of a program except layers and attention."""
 
 from __future__ import annotations
 
@@ -6,17 +6,31 @@ import numpy as np
 from numba import carray  # type: ignore[attr-defined]  # Numba does not list it
 
 from fxq.backends.loops.code.compiler import helper
-from fxq.backends.loops.code.finish_code import add_squares, add_up, normalize
-from fxq.backends.loops.code.memory_loops import NOTHING, apply, at, bytes_, floats, ints, read, scratch_of, write
+from fxq.backends.loops.code.finish_code import normalize, sum_floats, sum_squares
+from fxq.backends.loops.code.memory_loops import (
+    NO_FUNCTION,
+    address_of,
+    apply_function,
+    bytes_,
+    floats,
+    four_at,
+    ints,
+    pair_at,
+    read,
+    scratch_of,
+    triple_at,
+    write,
+)
+from fxq.backends.loops.code.step_fields import MoveField, NormField, PointwiseField, PoolField, QuantizeField
 
 _f, _i = np.float32, np.int32
 CHUNK = 512
-"""How many numbers are computed at once where several loops do it: they stay in the first cache."""
+"""Elements that all loops of a step compute before the next ones, so that they stay in the first-level cache."""
 
 
 @helper
 def _quantize(x, out, count, factor, zero, low, high):
-    """Round floats to integers; all that are not numbers become the lowest."""
+    """Quantize contiguous floats. NaN becomes the lowest integer."""
     x, out = carray(floats(x), count), carray(bytes_(out), count)
     for j in range(count):
         value = x[j] * factor
@@ -26,47 +40,45 @@ def _quantize(x, out, count, factor, zero, low, high):
 
 
 @helper
-def _quantize_spread(x, between, out, beside, count, factor, zero, low, high):
-    """The same of floats that lie some apart, to integers that do."""
-    x, out = carray(floats(x), between * count), carray(bytes_(out), beside * count)
+def _quantize_strided(x, x_stride, out, out_stride, count, factor, zero, low, high):
+    """Quantize floats that are `x_stride` floats apart to bytes that are `out_stride` bytes apart."""
+    x, out = carray(floats(x), x_stride * count), carray(bytes_(out), out_stride * count)
     for j in range(count):
-        value = x[j * between] * factor
+        value = x[j * x_stride] * factor
         value = low if not value > low else value
         value = high if value > high else value
-        out[j * beside] = np.uint8(_i(np.rint(value)) + zero)
+        out[j * out_stride] = np.uint8(_i(np.rint(value)) + zero)
 
 
 @helper
 def quantize(step, bases):
-    """An input rounded.
-
-    Fields: x, its strides (n, c, h, w) in elements, (n, h, w, c), out, its strides (n, h, w) in bytes, four floats.
-    """
-    x, out = at(bases, step, 1), at(bases, step, 11)
-    by_sample, by_channel, by_row, by_pixel = step[3], step[4], step[5], step[6]
-    samples, rows, columns, channels = step[7], step[8], step[9], step[10]
-    to_sample, to_row, to_pixel = step[13], step[14], step[15]
-    numbers = carray(floats(step[16]), 4)
-    factor, zero, low, high = numbers[0], _i(numbers[1]), numbers[2], numbers[3]
-    whole = by_channel == 1 and by_pixel == channels and to_pixel == channels
+    """Quantize an input. Fields: `QuantizeField`."""
+    x, out = address_of(bases, step, QuantizeField.X), address_of(bases, step, QuantizeField.OUT)
+    of_sample, of_channel, of_row, of_pixel = four_at(step, QuantizeField.X_STRIDES)
+    samples, rows, columns, channels = four_at(step, QuantizeField.SHAPE)
+    out_of_sample, out_of_row, out_of_pixel = triple_at(step, QuantizeField.OUT_STRIDES)
+    grid = carray(floats(step[QuantizeField.GRID]), 4)
+    factor, zero, low, high = grid[0], _i(grid[1]), grid[2], grid[3]
+    is_contiguous = of_channel == 1 and of_pixel == channels and out_of_pixel == channels
     for n in range(samples):
         for i in range(rows):
-            read, written = x + 4 * (n * by_sample + i * by_row), out + n * to_sample + i * to_row
-            if whole:
-                _quantize(read, written, columns * channels, factor, zero, low, high)
-            elif by_channel == 1:
+            source, target = x + 4 * (n * of_sample + i * of_row), out + n * out_of_sample + i * out_of_row
+            if is_contiguous:
+                _quantize(source, target, columns * channels, factor, zero, low, high)
+            elif of_channel == 1:
                 for j in range(columns):
-                    _quantize(read + 4 * j * by_pixel, written + j * to_pixel, channels, factor, zero, low, high)
+                    _quantize(source + 4 * j * of_pixel, target + j * out_of_pixel, channels, factor, zero, low, high)
             else:
                 for c in range(channels):
-                    _quantize_spread(
-                        read + 4 * c * by_channel, by_pixel, written + c, to_pixel, columns, factor, zero, low, high
-                    )
+                    _quantize_strided(
+                        source + 4 * c * of_channel, of_pixel, target + c, out_of_pixel, columns, factor, zero, low,
+                        high,
+                    )  # fmt: skip
 
 
 @helper
-def _combined(x, y, multiplies, count):
-    """The sum of floats, or the product, in place of the first."""
+def _combine(x, y, multiplies, count):
+    """Add floats y to x in place, or multiply x by them."""
     x, y = carray(floats(x), count), carray(floats(y), count)
     if multiplies:
         for j in range(count):
@@ -78,154 +90,153 @@ def _combined(x, y, multiplies, count):
 
 @helper
 def pointwise(step, bases):
-    """A function of each element of a value, or of two.
-
-    Fields: of the first and the second (base, offset, strides by sample, row and pixel in bytes, whether it is float,
-    the address of scale and shift), of the result (base, offset, strides), then as they are named here. `count` says
-    how many are read, 3 that they are multiplied; `period`, of how many elements the second one is, if it is a pixel
-    for all of a sample, and the elements of others are in runs of whole rows.
-    """
-    x, y, out = at(bases, step, 1), at(bases, step, 8), at(bases, step, 15)
-    samples, rows, columns, run = step[20], step[21], step[22], step[23]
-    count, kind, slope, numbers, to_floats = (
-        step[24],
-        step[25],
-        step[26],
-        step[27],
-        step[28],
-    )  # count: how many are read
-    x_grid, y_grid = carray(floats(step[7]), 2), carray(floats(step[14]), 2)
+    """Compute a function of each element of one value, or of two. Fields: `PointwiseField`."""
+    x, y = address_of(bases, step, PointwiseField.X), address_of(bases, step, PointwiseField.Y)
+    out = address_of(bases, step, PointwiseField.OUT)
+    x_of_sample, x_of_row, x_of_pixel = triple_at(step, PointwiseField.X_STRIDES)
+    y_of_sample, y_of_row, y_of_pixel = triple_at(step, PointwiseField.Y_STRIDES)
+    out_of_sample, out_of_row, out_of_pixel = triple_at(step, PointwiseField.OUT_STRIDES)
+    samples, rows, columns, run = four_at(step, PointwiseField.RUNS)
+    operation, function, slope = (
+        step[PointwiseField.OPERATION], step[PointwiseField.FUNCTION], step[PointwiseField.SLOPE]
+    )  # fmt: skip
+    numbers, to_floats = step[PointwiseField.NUMBERS], step[PointwiseField.TO_FLOATS]
+    x_is_float, y_is_float = step[PointwiseField.X_IS_FLOAT], step[PointwiseField.Y_IS_FLOAT]
+    x_grid, y_grid = carray(floats(step[PointwiseField.X_GRID]), 2), carray(floats(step[PointwiseField.Y_GRID]), 2)
     scratch = scratch_of(bases)
-    period, second, chunk = step[29], scratch + 4 * CHUNK, CHUNK
+    period, second, chunk = step[PointwiseField.PERIOD], scratch + 4 * CHUNK, CHUNK
     if period:
         chunk = CHUNK // period * period
-    x_size, y_size, out_size = 4 if step[6] else 1, 4 if step[13] else 1, 4 if to_floats else 1
+    x_size, y_size, out_size = 4 if x_is_float else 1, 4 if y_is_float else 1, 4 if to_floats else 1
     for n in range(samples):
         if period:
             for first in range(0, chunk, period):
-                read(y + n * step[10], step[13], y_grid[0], y_grid[1], second + 4 * first, period)
+                read(y + n * y_of_sample, y_is_float, y_grid[0], y_grid[1], second + 4 * first, period)
         for i in range(rows):
             for c in range(columns):
-                a = x + n * step[3] + i * step[4] + c * step[5]
-                b = y + n * step[10] + i * step[11] + c * step[12]
-                made = out + n * step[17] + i * step[18] + c * step[19]
+                a = x + n * x_of_sample + i * x_of_row + c * x_of_pixel
+                b = y + n * y_of_sample + i * y_of_row + c * y_of_pixel
+                target = out + n * out_of_sample + i * out_of_row + c * out_of_pixel
                 for first in range(0, run, chunk):
                     size = min(chunk, run - first)
-                    read(a + x_size * first, step[6], x_grid[0], x_grid[1], scratch, size)
-                    if count > 1:
+                    read(a + x_size * first, x_is_float, x_grid[0], x_grid[1], scratch, size)
+                    if operation > 1:
                         if not period:
-                            read(b + y_size * first, step[13], y_grid[0], y_grid[1], second, size)
-                        _combined(scratch, second, count == 3, size)
-                    if kind != NOTHING:
-                        apply(kind, scratch, size, slope, numbers)
-                    write(scratch, to_floats, numbers, made + out_size * first, size)
+                            read(b + y_size * first, y_is_float, y_grid[0], y_grid[1], second, size)
+                        _combine(scratch, second, operation == 3, size)
+                    if function != NO_FUNCTION:
+                        apply_function(function, scratch, size, slope, numbers)
+                    write(scratch, to_floats, numbers, target + out_size * first, size)
 
 
 @helper
 def pool(step, bases):
-    """The largest value of windows, or their mean, which is rounded to a grid, or float.
-
-    Fields: x, its strides by sample, row and pixel in bytes, out, its strides, then as they are named here.
-    """
-    x, out = at(bases, step, 1), at(bases, step, 6)
-    samples, rows, columns, channels = step[11], step[12], step[13], step[14]
-    tall, wide, down, right, top, left, high, broad = (
-        step[15], step[16], step[17], step[18], step[19], step[20], step[21], step[22]
+    """Compute the maximum of windows of integers, or the mean of windows. Fields: `PoolField`."""
+    x, out = address_of(bases, step, PoolField.X), address_of(bases, step, PoolField.OUT)
+    x_of_sample, x_of_row, x_of_pixel = triple_at(step, PoolField.X_STRIDES)
+    out_of_sample, out_of_row, out_of_pixel = triple_at(step, PoolField.OUT_STRIDES)
+    samples, rows, columns, channels = four_at(step, PoolField.SHAPE)
+    kernel_rows, kernel_columns = pair_at(step, PoolField.KERNEL)
+    down, right = pair_at(step, PoolField.STRIDE)
+    top, left = pair_at(step, PoolField.PADDING)
+    x_rows, x_columns = pair_at(step, PoolField.X_SIZE)
+    takes_mean, counts_padding = step[PoolField.TAKES_MEAN], step[PoolField.COUNTS_PADDING]
+    numbers, to_floats, x_is_float = (
+        step[PoolField.NUMBERS], step[PoolField.TO_FLOATS], step[PoolField.X_IS_FLOAT]
     )  # fmt: skip
-    takes_mean, counts_padding, numbers, to_floats, is_float = step[23], step[24], step[25], step[26], step[27]
-    about = carray(floats(numbers), 6)
+    grids = carray(floats(numbers), 6)
     means = scratch_of(bases)
     sums, reals = carray(ints(means + 4 * channels), channels), carray(floats(means), channels)
     for n in range(samples):
         for i in range(rows):
             for j in range(columns):
                 y0, x0 = i * down - top, j * right - left
-                y1, x1 = min(y0 + tall, high), min(x0 + wide, broad)
-                size = tall * wide
+                y1, x1 = min(y0 + kernel_rows, x_rows), min(x0 + kernel_columns, x_columns)
+                size = kernel_rows * kernel_columns
                 y0, x0 = max(y0, 0), max(x0, 0)
                 if not counts_padding:
                     size = (y1 - y0) * (x1 - x0)
-                made = out + n * step[8] + i * step[9] + j * step[10]
+                target = out + n * out_of_sample + i * out_of_row + j * out_of_pixel
                 if takes_mean:
                     sums[:] = 0
                     reals[:] = _f(0)
                     for row in range(y0, y1):
                         for column in range(x0, x1):
-                            place = x + n * step[3] + row * step[4] + column * step[5]
-                            if is_float:
-                                real = carray(floats(place), channels)
+                            pixel = x + n * x_of_sample + row * x_of_row + column * x_of_pixel
+                            if x_is_float:
+                                real = carray(floats(pixel), channels)
                                 for c in range(channels):
                                     reals[c] += real[c]
                             else:
-                                line = carray(bytes_(place), channels)
+                                line = carray(bytes_(pixel), channels)
                                 for c in range(channels):
                                     sums[c] += line[c]
                     inside = (y1 - y0) * (x1 - x0)
                     for c in range(channels):
-                        value = reals[c] if is_float else _f(sums[c] - _i(inside) * _i(about[5])) * about[4]
+                        value = reals[c] if x_is_float else _f(sums[c] - _i(inside) * _i(grids[5])) * grids[4]
                         reals[c] = value / _f(size)
-                    write(means, to_floats, numbers, made, channels)
+                    write(means, to_floats, numbers, target, channels)
                 else:
-                    best = carray(bytes_(made), channels)
+                    best = carray(bytes_(target), channels)
                     for c in range(channels):
                         best[c] = np.uint8(0)
                     for row in range(y0, y1):
                         for column in range(x0, x1):
-                            line = carray(bytes_(x + n * step[3] + row * step[4] + column * step[5]), channels)
+                            line = carray(bytes_(x + n * x_of_sample + row * x_of_row + column * x_of_pixel), channels)
                             for c in range(channels):
                                 best[c] = max(best[c], line[c])
 
 
 @helper
 def norm(step, bases):
-    """Each pixel normalized.
-
-    Fields: x, its strides by sample, row and pixel in bytes, whether it is float, its grid, out, its strides, then as
-    they are named here.
-    """
-    x, out = at(bases, step, 1), at(bases, step, 8)
-    grid = carray(floats(step[7]), 2)
-    samples, rows, columns, channels = step[13], step[14], step[15], step[16]
-    weight, bias, eps, numbers, to_floats = step[17], step[18], step[19], step[20], step[21]
+    """Normalize the channels of each pixel. Fields: `NormField`."""
+    x, out = address_of(bases, step, NormField.X), address_of(bases, step, NormField.OUT)
+    x_of_sample, x_of_row, x_of_pixel = triple_at(step, NormField.X_STRIDES)
+    out_of_sample, out_of_row, out_of_pixel = triple_at(step, NormField.OUT_STRIDES)
+    grid, x_is_float = carray(floats(step[NormField.X_GRID]), 2), step[NormField.X_IS_FLOAT]
+    samples, rows, columns, channels = four_at(step, NormField.SHAPE)
+    weight, bias, eps = step[NormField.WEIGHT], step[NormField.BIAS], step[NormField.EPS]
+    numbers, to_floats = step[NormField.NUMBERS], step[NormField.TO_FLOATS]
     scratch = scratch_of(bases)
-    line, about = scratch + 64, carray(floats(scratch), 2)
+    line, stats = scratch + 64, carray(floats(scratch), 2)
     for n in range(samples):
         for i in range(rows):
             for j in range(columns):
-                read(x + n * step[3] + i * step[4] + j * step[5], step[6], grid[0], grid[1], line, channels)
+                pixel = x + n * x_of_sample + i * x_of_row + j * x_of_pixel
+                read(pixel, x_is_float, grid[0], grid[1], line, channels)
                 blocks = (channels + 15) // 16
                 real = carray(floats(line), 16 * blocks)
                 for c in range(channels, 16 * blocks):
                     real[c] = _f(0)
-                add_up(line, blocks, scratch)
-                mean = about[0] / _f(channels)
+                sum_floats(line, blocks, scratch)
+                mean = stats[0] / _f(channels)
                 for c in range(channels, 16 * blocks):
                     real[c] = mean
-                about[1] = mean
-                add_squares(line, blocks, scratch)
-                about[0] = _f(1) / np.sqrt(about[0] / _f(channels) + carray(floats(eps), 1)[0])
+                stats[1] = mean
+                sum_squares(line, blocks, scratch)
+                stats[0] = _f(1) / np.sqrt(stats[0] / _f(channels) + carray(floats(eps), 1)[0])
                 for c in range(blocks):
                     normalize(line + 64 * c, scratch, weight + 64 * c, bias + 64 * c)
-                write(line, to_floats, numbers, out + n * step[10] + i * step[11] + j * step[12], channels)
+                target = out + n * out_of_sample + i * out_of_row + j * out_of_pixel
+                write(line, to_floats, numbers, target, channels)
 
 
 @helper
 def move(step, bases):
-    """Values one by one.
-
-    Fields: x, its strides by sample, row and pixel, out, its strides by sample, row, pixel and channel, in elements,
-    then as they are named here.
-    """
-    x, out = at(bases, step, 1), at(bases, step, 6)
-    samples, rows, columns, channels, size = step[12], step[13], step[14], step[15], step[16]
+    """Copy elements to other places. Fields: `MoveField`."""
+    x, out = address_of(bases, step, MoveField.X), address_of(bases, step, MoveField.OUT)
+    x_of_sample, x_of_row, x_of_pixel = triple_at(step, MoveField.X_STRIDES)
+    out_of_sample, out_of_row, out_of_pixel, out_of_channel = four_at(step, MoveField.OUT_STRIDES)
+    samples, rows, columns, channels = four_at(step, MoveField.SHAPE)
+    size = step[MoveField.ITEM_SIZE]
     for n in range(samples):
         for i in range(rows):
             for j in range(columns):
-                read = x + size * (n * step[3] + i * step[4] + j * step[5])
-                made = out + size * (n * step[8] + i * step[9] + j * step[10])
+                source = x + size * (n * x_of_sample + i * x_of_row + j * x_of_pixel)
+                target = out + size * (n * out_of_sample + i * out_of_row + j * out_of_pixel)
                 if size == 1:
                     for c in range(channels):
-                        carray(bytes_(made + c * step[11]), 1)[0] = carray(bytes_(read + c), 1)[0]
+                        carray(bytes_(target + c * out_of_channel), 1)[0] = carray(bytes_(source + c), 1)[0]
                 else:
                     for c in range(channels):
-                        carray(floats(made + 4 * c * step[11]), 1)[0] = carray(floats(read + 4 * c), 1)[0]
+                        carray(floats(target + 4 * c * out_of_channel), 1)[0] = carray(floats(source + 4 * c), 1)[0]

@@ -1,4 +1,4 @@
-"""Sums of products of integers, in tiles that stay in registers: machine code for every vector unit."""
+"""Machine code for integer products, in tiles whose sums stay in registers."""
 
 from __future__ import annotations
 
@@ -9,157 +9,158 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from fxq.backends.loops.code import vectors
-from fxq.backends.loops.code.machine_code import GROUP, HAS_VNNI, PIXELS, WIDE, on_addresses
+from fxq.backends.loops.code.machine_code import GROUP, HAS_VNNI, TILE_PIXELS, WIDE_CHANNELS, on_addresses
 from fxq.backends.loops.code.vectors import FLOATS, INT8, INT32, INT64, INTS, LANES, load, number, splat, store
 
 
-def _totals(b: Any, begins: Sequence[Any], pixels: int) -> list[list[Any]]:
-    """Registers for the sums of each pixel, as they begin."""
-    totals = [[cgutils.alloca_once(b, INTS) for _ in begins] for _ in range(pixels)]
+def _accumulators(b: Any, initial_values: Sequence[Any], pixels: int) -> list[list[Any]]:
+    """Registers for the sums of each pixel, with their initial values."""
+    totals = [[cgutils.alloca_once(b, INTS) for _ in initial_values] for _ in range(pixels)]
     for row in totals:
-        for total, begin in zip(row, begins, strict=True):
-            b.store(begin, total)
+        for total, initial in zip(row, initial_values, strict=True):
+            b.store(initial, total)
     return totals
 
 
-def _lines(b: Any, x: Any, places: Any, pixels: int) -> list[Any]:
-    """Where the pixels lie, of which `places` says how far they are from `x`."""
+def _pixel_addresses(b: Any, x: Any, places: Any, pixels: int) -> list[Any]:
+    """Addresses of pixels, from their distances to `x`, int32, at `places`."""
     return [b.add(x, b.sext(load(b, places, INT32, 4 * p), INT64)) for p in range(pixels)]
 
 
-def _run(b: Any, runs: Any, index: Any) -> Any:
-    """Where a run begins, from the pixel on."""
+def _run_offset(b: Any, runs: Any, index: Any) -> Any:
+    """Bytes from a pixel to the begin of a run that it reads."""
     return b.sext(load(b, b.add(runs, b.mul(index, number(4))), INT32), INT64)
 
 
-def _multiplied(b: Any, total: Any, x: Any, w: Any) -> Any:
-    """The sums with the products of `GROUP` unsigned integers, the same for all, and those of 16 columns added."""
+def _add_products(b: Any, total: Any, x: Any, w: Any) -> Any:
+    """Add `GROUP` products to each of 16 sums: `GROUP` unsigned integers, the same for all sums, times weights."""
     if HAS_VNNI:
-        return _added_products(b, total, splat(b, x), w)
+        return _add_products_vnni(b, total, splat(b, x), w)
     wide = ir.VectorType(INT32, 2 * LANES)
     pairs = b.zext(b.bitcast(splat(b, x), ir.VectorType(INT8, 2 * LANES)), wide)
-    made, nothing = b.mul(pairs, b.sext(w, wide)), ir.Constant(wide, ir.Undefined)
-    even, odd = (b.shuffle_vector(made, nothing, ir.Constant(INTS, list(range(k, 2 * LANES, 2)))) for k in (0, 1))
+    products, undefined = b.mul(pairs, b.sext(w, wide)), ir.Constant(wide, ir.Undefined)
+    even, odd = (b.shuffle_vector(products, undefined, ir.Constant(INTS, list(range(k, 2 * LANES, 2)))) for k in (0, 1))
     return b.add(total, b.add(even, odd))
 
 
-def _added_products(b: Any, total: Any, x: Any, w: Any) -> Any:
-    return vectors.intrinsic_of(b, "llvm.x86.avx512.vpdpbusd.512", INTS, [total, x, w])
+def _add_products_vnni(b: Any, total: Any, x: Any, w: Any) -> Any:
+    return vectors.call_intrinsic(b, "llvm.x86.avx512.vpdpbusd.512", INTS, [total, x, w])
 
 
 def _layer_sums(
-    b: Any, pixels: int, x: Any, places: Any, runs: Any, many: Any, groups: Any, weight: Any, start: Any
+    b: Any, pixels: int, x: Any, places: Any, runs: Any, run_count: Any, groups: Any, weight: Any, start: Any
 ) -> list[Any]:
-    """16 columns of a product for some pixels.
+    """Sums of 16 columns of a product, for each of some pixels.
 
     Args:
-        b: the builder of the code.
-        pixels: how many.
-        x: the address of integers.
-        places: of each pixel, where its first integer lies, int32.
-        runs: where the integers lie that it reads, from there, int32: each begins a run.
-        many: how many runs there are.
-        groups: how many groups of `GROUP` each run has.
+        b: Builder of the code.
+        pixels: Number of pixels.
+        x: Address of integers.
+        places: int32: bytes from `x` to the first integer of each pixel.
+        runs: int32: bytes from there to each run of integers that a pixel reads.
+        run_count: Number of runs.
+        groups: Groups of `GROUP` integers in a run.
         weight: int8 (runs, groups, 16, GROUP).
-        start: what the sums begin with, int32 (16,).
+        start: Initial sums, int32 (16,).
     """
-    kind = INTS if HAS_VNNI else ir.VectorType(INT8, LANES * GROUP)
-    totals = _totals(b, [load(b, start, INTS)], pixels)
-    bases = _lines(b, x, places, pixels)
-    read = cgutils.alloca_once(b, INT64)
-    b.store(weight, read)
-    # The weight of the next 16 columns lies behind that of these.
-    ahead = b.mul(b.mul(many, groups), number(LANES * GROUP))
-    with cgutils.for_range(b, many, intp=INT64) as run:
-        skip = _run(b, runs, run.index)
-        lines = [b.add(base, skip) for base in bases]
+    vector_type = INTS if HAS_VNNI else ir.VectorType(INT8, LANES * GROUP)
+    totals = _accumulators(b, [load(b, start, INTS)], pixels)
+    bases = _pixel_addresses(b, x, places, pixels)
+    weight_address = cgutils.alloca_once(b, INT64)
+    b.store(weight, weight_address)
+    # The weight of the next 16 columns is stored after the weight of these.
+    next_columns = b.mul(b.mul(run_count, groups), number(LANES * GROUP))
+    with cgutils.for_range(b, run_count, intp=INT64) as run:
+        run_offset = _run_offset(b, runs, run.index)
+        lines = [b.add(base, run_offset) for base in bases]
         with cgutils.for_range(b, groups, intp=INT64) as group:
-            at = b.load(read)
-            columns = load(b, at, kind)
-            b.store(b.add(at, number(LANES * GROUP)), read)
-            vectors.prefetch(b, b.add(at, ahead))
-            along = b.mul(group.index, number(GROUP))
+            address = b.load(weight_address)
+            columns = load(b, address, vector_type)
+            b.store(b.add(address, number(LANES * GROUP)), weight_address)
+            vectors.prefetch(b, b.add(address, next_columns))
+            offset = b.mul(group.index, number(GROUP))
             for line, (total,) in zip(lines, totals, strict=True):
-                values = load(b, b.add(line, along), ir.IntType(8 * GROUP))
-                b.store(_multiplied(b, b.load(total), values, columns), total)
+                values = load(b, b.add(line, offset), ir.IntType(8 * GROUP))
+                b.store(_add_products(b, b.load(total), values, columns), total)
     return [b.load(total) for (total,) in totals]
 
 
 def _depthwise_sums(
-    b: Any, pixels: int, x: Any, places: Any, runs: Any, many: Any, stride: Any, weight: Any, start: Any
+    b: Any, pixels: int, x: Any, places: Any, runs: Any, run_count: Any, stride: Any, weight: Any, start: Any
 ) -> list[Any]:
-    """16 channels of a depthwise convolution for some pixels: as in `_layer_sums`, but each run is of 16 channels.
+    """Sums of 16 channels of a depthwise convolution, for each of some pixels.
 
-    Its weight is int8 (runs, 16), each run `stride` bytes behind the one before.
+    Arguments are those of `_layer_sums`, but each run has 16 channels. The weight is int8 (runs, 16), with `stride`
+    bytes from run to run.
     """
-    kind = ir.VectorType(INT8, LANES)
-    totals = _totals(b, [load(b, start, INTS)], pixels)
-    bases = _lines(b, x, places, pixels)
-    with cgutils.for_range(b, many, intp=INT64) as run:
-        skip = _run(b, runs, run.index)
-        column = b.sext(load(b, b.add(weight, b.mul(run.index, stride)), kind), INTS)
+    vector_type = ir.VectorType(INT8, LANES)
+    totals = _accumulators(b, [load(b, start, INTS)], pixels)
+    bases = _pixel_addresses(b, x, places, pixels)
+    with cgutils.for_range(b, run_count, intp=INT64) as run:
+        run_offset = _run_offset(b, runs, run.index)
+        column = b.sext(load(b, b.add(weight, b.mul(run.index, stride)), vector_type), INTS)
         for base, (total,) in zip(bases, totals, strict=True):
-            values = b.zext(load(b, b.add(base, skip), kind), INTS)
+            values = b.zext(load(b, b.add(base, run_offset), vector_type), INTS)
             b.store(b.add(b.load(total), b.mul(values, column)), total)
     return [b.load(total) for (total,) in totals]
 
 
 def _wide_sums(
-    b: Any, pixels: int, x: Any, places: Any, runs: Any, many: Any, weight: Any, start: Any
+    b: Any, pixels: int, x: Any, places: Any, runs: Any, four_count: Any, weight: Any, start: Any
 ) -> list[list[Any]]:
-    """64 channels of a depthwise convolution for some pixels, four runs at once.
+    """Sums of 64 channels of a depthwise convolution, for each of some pixels, four runs at once.
 
-    What four runs have of a channel is brought side by side in two steps, each within 16 channels: so the first of four
-    vectors of sums has the channels 0 to 3, 16 to 19, 32 to 35 and 48 to 51, and the others the next ones.
+    The values of a channel in four runs are brought side by side in two steps, each within 16 channels. So the first of
+    four vectors of sums has the channels 0 to 3, 16 to 19, 32 to 35 and 48 to 51, and so on.
 
     Args:
-        b: the builder of the code.
-        pixels: how many.
-        x: the address of integers.
-        places: as in `_layer_sums`.
-        runs: where each run of 64 channels begins, int32; a multiple of four.
-        many: how many fours there are.
+        b: Builder of the code.
+        pixels: Number of pixels.
+        x: Address of integers.
+        places: int32: bytes from `x` to each pixel, as in `_layer_sums`.
+        runs: int32: bytes from there to each run of 64 channels; a multiple of four runs.
+        four_count: Number of fours of runs.
         weight: int8 (fours, 4, 16, 4): for each vector of sums, the four runs of its channels.
-        start: what the sums begin with, int32 (4, 16).
+        start: Initial sums, int32 (4, 16).
     """
-    kind = ir.VectorType(INT8, WIDE)
-    totals = _totals(b, [load(b, start, INTS, 4 * LANES * v) for v in range(4)], pixels)
-    bases = _lines(b, x, places, pixels)
-    with cgutils.for_range(b, many, intp=INT64) as four:
+    vector_type = ir.VectorType(INT8, WIDE_CHANNELS)
+    totals = _accumulators(b, [load(b, start, INTS, 4 * LANES * v) for v in range(4)], pixels)
+    bases = _pixel_addresses(b, x, places, pixels)
+    with cgutils.for_range(b, four_count, intp=INT64) as four:
         first = b.mul(four.index, number(4))
-        skips = [_run(b, runs, b.add(first, number(k))) for k in range(4)]
-        at = b.add(weight, b.mul(four.index, number(4 * WIDE)))
-        columns = [load(b, at, INTS, WIDE * v) for v in range(4)]
+        run_offsets = [_run_offset(b, runs, b.add(first, number(k))) for k in range(4)]
+        address = b.add(weight, b.mul(four.index, number(4 * WIDE_CHANNELS)))
+        columns = [load(b, address, INTS, WIDE_CHANNELS * v) for v in range(4)]
         for base, row in zip(bases, totals, strict=True):
-            a, c, d, e = (load(b, b.add(base, skip), kind) for skip in skips)
-            pairs = [[_woven(b, one, other, 1, half) for half in (0, 1)] for one, other in ((a, c), (d, e))]
-            woven = [_woven(b, pairs[0][v // 2], pairs[1][v // 2], 2, v % 2) for v in range(4)]
-            for total, values, column in zip(row, woven, columns, strict=True):
-                b.store(_added_products(b, b.load(total), b.bitcast(values, INTS), column), total)
+            a, c, d, e = (load(b, b.add(base, run_offset), vector_type) for run_offset in run_offsets)
+            pairs = [[_interleave(b, upper, lower, 1, half) for half in (0, 1)] for upper, lower in ((a, c), (d, e))]
+            interleaved = [_interleave(b, pairs[0][v // 2], pairs[1][v // 2], 2, v % 2) for v in range(4)]
+            for total, values, column in zip(row, interleaved, columns, strict=True):
+                b.store(_add_products_vnni(b, b.load(total), b.bitcast(values, INTS), column), total)
     return [[b.load(total) for total in row] for row in totals]
 
 
-def _woven(b: Any, one: Any, other: Any, size: int, half: int) -> Any:
-    """Elements of some bytes of two vectors in turns: of each 16 bytes, those of the first half, or of the second."""
-    each = 8 // size
+def _interleave(b: Any, upper: Any, lower: Any, size: int, half: int) -> Any:
+    """Interleave blocks of `size` bytes of two vectors: of each 16 bytes the first half, or the second one."""
+    count = 8 // size
     order: list[int] = []
-    for part in range(4):
-        for k in range(each):
-            for which in (0, WIDE):
-                first = which + 16 * part + 8 * half + size * k
+    for block in range(4):
+        for k in range(count):
+            for vector in (0, WIDE_CHANNELS):
+                first = vector + 16 * block + 8 * half + size * k
                 order += range(first, first + size)
-    return b.shuffle_vector(one, other, ir.Constant(ir.VectorType(INT32, WIDE), order))
+    return b.shuffle_vector(upper, lower, ir.Constant(ir.VectorType(INT32, WIDE_CHANNELS), order))
 
 
-def _put_rounded(b: Any, sums: Sequence[Any], lines: Sequence[Any], scale: Any, bias: Any, numbers: Any) -> None:
-    """Sums of 16 columns of each pixel times a scale plus a bias, rounded within two bounds, to where each belongs."""
-    by, added, (low, high) = load(b, scale, FLOATS), load(b, bias, FLOATS), vectors.bounds(b, numbers)
+def _store_rounded(b: Any, sums: Sequence[Any], lines: Sequence[Any], scale: Any, bias: Any, numbers: Any) -> None:
+    """Scale the sums of 16 columns of each pixel, add the bias, clamp, round, and store the bytes."""
+    scales, added, (low, high) = load(b, scale, FLOATS), load(b, bias, FLOATS), vectors.bounds(b, numbers)
     for total, line in zip(sums, lines, strict=True):
-        y = vectors.fused(b, b.sitofp(total, FLOATS), by, added)
-        store(b, vectors.rounded(b, vectors.clamped(b, y, low, high)), line)
+        y = vectors.multiply_add(b, b.sitofp(total, FLOATS), scales, added)
+        store(b, vectors.rounded(b, vectors.clamp(b, y, low, high)), line)
 
 
-def _put_finished(
+def _store_finished(
     b: Any,
     sums: Sequence[Any],
     lines: Sequence[Any],
@@ -168,88 +169,104 @@ def _put_finished(
     numbers: Any,
     finish: Callable[[int, Any], Any],
 ) -> None:
-    """The same, with what `finish(pixel, y)` makes of each; then the two numbers behind the bounds put it on a grid."""
-    by, added, (low, high) = load(b, scale, FLOATS), load(b, bias, FLOATS), vectors.bounds(b, numbers)
-    factor, zero = (splat(b, load(b, numbers, vectors.FLOAT, 4 * k)) for k in (2, 3))
+    """Scale the sums of 16 columns of each pixel, apply `finish(pixel, y)`, quantize, and store the bytes.
+
+    `numbers` is the address of two bounds, the factor and the zero point, float32.
+    """
+    scales, added, (low, high) = load(b, scale, FLOATS), load(b, bias, FLOATS), vectors.bounds(b, numbers)
+    factor, zero = (splat(b, load(b, numbers, vectors.FLOAT32, 4 * k)) for k in (2, 3))
     for p, (total, line) in enumerate(zip(sums, lines, strict=True)):
-        y = finish(p, vectors.fused(b, b.sitofp(total, FLOATS), by, added))
-        y = vectors.clamped(b, vectors.fused(b, y, factor, zero), low, high)
+        y = finish(p, vectors.multiply_add(b, b.sitofp(total, FLOATS), scales, added))
+        y = vectors.clamp(b, vectors.multiply_add(b, y, factor, zero), low, high)
         store(b, vectors.rounded(b, y), line)
 
 
 def _layer_tile(pixels: int) -> Any:
-    def code(b, x, places, runs, many, groups, weight, start, sums):
-        for p, total in enumerate(_layer_sums(b, pixels, x, places, runs, many, groups, weight, start)):
+    """Code that stores the sums of a tile."""
+
+    def code(b, x, places, runs, run_count, groups, weight, start, sums):
+        for p, total in enumerate(_layer_sums(b, pixels, x, places, runs, run_count, groups, weight, start)):
             store(b, total, b.add(sums, number(4 * LANES * p)))
 
     return on_addresses(code)
 
 
 def _rounded_layer_tile(pixels: int) -> Any:
-    def code(b, x, places, runs, many, groups, weight, start, scale, bias, numbers, out, to):
-        totals = _layer_sums(b, pixels, x, places, runs, many, groups, weight, start)
-        _put_rounded(b, totals, _lines(b, out, to, pixels), scale, bias, numbers)
+    """Code of a tile that is rounded at once: scale and bias include the grid of the result."""
+
+    def code(b, x, places, runs, run_count, groups, weight, start, scale, bias, numbers, out, to):
+        totals = _layer_sums(b, pixels, x, places, runs, run_count, groups, weight, start)
+        _store_rounded(b, totals, _pixel_addresses(b, out, to, pixels), scale, bias, numbers)
 
     return on_addresses(code)
 
 
-def _tile_with(function: Callable[[Any, Any], Any]) -> Any:
-    """A large tile whose results go through a function before they are rounded."""
+def _activation_tile(function: Callable[[Any, Any], Any]) -> Any:
+    """Code of a large tile with an activation function before the rounding."""
 
-    def code(b, x, places, runs, many, groups, weight, start, scale, bias, numbers, out, to):
-        totals = _layer_sums(b, PIXELS, x, places, runs, many, groups, weight, start)
-        lines = _lines(b, out, to, PIXELS)
-        _put_finished(b, totals, lines, scale, bias, numbers, lambda _, y: function(b, y))
+    def code(b, x, places, runs, run_count, groups, weight, start, scale, bias, numbers, out, to):
+        totals = _layer_sums(b, TILE_PIXELS, x, places, runs, run_count, groups, weight, start)
+        lines = _pixel_addresses(b, out, to, TILE_PIXELS)
+        _store_finished(b, totals, lines, scale, bias, numbers, lambda _, y: function(b, y))
 
     return on_addresses(code)
 
 
 @on_addresses
-def bend_many(b, x, places, runs, many, groups, weight, start, scale, bias, slope, numbers, out, to):
-    """A large tile whose results below zero are multiplied with the slope of their column."""
-    totals = _layer_sums(b, PIXELS, x, places, runs, many, groups, weight, start)
+def prelu_many(b, x, places, runs, run_count, groups, weight, start, scale, bias, slope, numbers, out, to):
+    """Compute a large tile with PReLU before the rounding; `slope` has a slope for each column."""
+    totals = _layer_sums(b, TILE_PIXELS, x, places, runs, run_count, groups, weight, start)
     slopes = load(b, slope, FLOATS)
-    lines = _lines(b, out, to, PIXELS)
-    _put_finished(b, totals, lines, scale, bias, numbers, lambda _, y: vectors.bent(b, y, slopes))
+    lines = _pixel_addresses(b, out, to, TILE_PIXELS)
+    _store_finished(b, totals, lines, scale, bias, numbers, lambda _, y: vectors.prelu(b, y, slopes))
 
 
 @on_addresses
-def add_many(b, x, places, runs, many, groups, weight, start, scale, bias, other, others, grid, numbers, out, to):
-    """A large tile to which integers are added, uint8, on the grid of two numbers at `grid`."""
-    totals = _layer_sums(b, PIXELS, x, places, runs, many, groups, weight, start)
-    read, lines = _lines(b, other, others, PIXELS), _lines(b, out, to, PIXELS)
+def residual_many(
+    b, x, places, runs, run_count, groups, weight, start, scale, bias, residual, residual_places, grid, numbers, out, to
+):
+    """Compute a large tile, and add uint8 integers before the rounding: `grid` is the address of scale and shift."""
+    totals = _layer_sums(b, TILE_PIXELS, x, places, runs, run_count, groups, weight, start)
+    residual_addresses, lines = (
+        _pixel_addresses(b, residual, residual_places, TILE_PIXELS),
+        _pixel_addresses(b, out, to, TILE_PIXELS),
+    )
     step, shift = vectors.bounds(b, grid)
 
     def added(p: int, y: Any) -> Any:
-        real = b.uitofp(load(b, read[p], ir.VectorType(INT8, LANES)), FLOATS)
-        return b.fadd(y, vectors.fused(b, real, step, shift))
+        real = b.uitofp(load(b, residual_addresses[p], ir.VectorType(INT8, LANES)), FLOATS)
+        return b.fadd(y, vectors.multiply_add(b, real, step, shift))
 
-    _put_finished(b, totals, lines, scale, bias, numbers, added)
+    _store_finished(b, totals, lines, scale, bias, numbers, added)
 
 
 def _depthwise_tile(pixels: int) -> Any:
-    def code(b, x, places, runs, many, stride, weight, start, sums):
-        for p, total in enumerate(_depthwise_sums(b, pixels, x, places, runs, many, stride, weight, start)):
+    """Code that stores the sums of a tile of 16 channels of a depthwise convolution."""
+
+    def code(b, x, places, runs, run_count, stride, weight, start, sums):
+        for p, total in enumerate(_depthwise_sums(b, pixels, x, places, runs, run_count, stride, weight, start)):
             store(b, total, b.add(sums, number(4 * LANES * p)))
 
     return on_addresses(code)
 
 
 def _wide_tile(pixels: int) -> Any:
-    def code(b, x, places, runs, many, weight, start, scale, bias, tile):
+    """Code that stores the scaled sums, float32, of 64 channels of a depthwise convolution."""
+
+    def code(b, x, places, runs, four_count, weight, start, scale, bias, tile):
         if not HAS_VNNI:
             return
-        for p, row in enumerate(_wide_sums(b, pixels, x, places, runs, many, weight, start)):
+        for p, row in enumerate(_wide_sums(b, pixels, x, places, runs, four_count, weight, start)):
             for v, total in enumerate(row):
-                by, added = (load(b, array, FLOATS, 4 * LANES * v) for array in (scale, bias))
-                y = vectors.fused(b, b.sitofp(total, FLOATS), by, added)
-                store(b, y, b.add(tile, number(4 * (WIDE * p + LANES * v))))
+                scales, added = (load(b, array, FLOATS, 4 * LANES * v) for array in (scale, bias))
+                y = vectors.multiply_add(b, b.sitofp(total, FLOATS), scales, added)
+                store(b, y, b.add(tile, number(4 * (WIDE_CHANNELS * p + LANES * v))))
 
     return on_addresses(code)
 
 
-many_pixels, four_pixels, one_pixel = (_layer_tile(pixels) for pixels in (PIXELS, 4, 1))
-round_many, round_four, round_one = (_rounded_layer_tile(pixels) for pixels in (PIXELS, 4, 1))
-four_deep, one_deep = (_depthwise_tile(pixels) for pixels in (4, 1))
+many_pixels, four_pixels, one_pixel = (_layer_tile(pixels) for pixels in (TILE_PIXELS, 4, 1))
+round_many, round_four, round_one = (_rounded_layer_tile(pixels) for pixels in (TILE_PIXELS, 4, 1))
+four_depthwise, one_depthwise = (_depthwise_tile(pixels) for pixels in (4, 1))
 four_wide, one_wide = (_wide_tile(pixels) for pixels in (4, 1))
-silu_many, hardswish_many, gelu_many = map(_tile_with, (vectors.silu, vectors.hardswish, vectors.gelu))
+silu_many, hardswish_many, gelu_many = map(_activation_tile, (vectors.silu, vectors.hardswish, vectors.gelu))

@@ -1,4 +1,4 @@
-"""What the loops of a program share: memory by its address, floats of integers and back, functions of floats."""
+"""Helpers of the loops of a program: memory at an address, conversion of integers and floats, activation functions."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ from numba import carray, types  # type: ignore[attr-defined]  # Numba does not 
 from numba.extending import intrinsic
 
 from fxq.backends.loops.code.compiler import helper
-from fxq.backends.loops.code.finish_code import bend, bound, gelu, hardsigmoid, hardswish, sigmoid, silu, tanh
+from fxq.backends.loops.code.finish_code import clamp, gelu, hardsigmoid, hardswish, prelu, sigmoid, silu, tanh
 
 _f, _i = np.float32, np.int32
-NAMES = ("clamp", "prelu", "silu", "hardswish", "gelu", "sigmoid", "tanh", "hardsigmoid")
-"""What is computed of results, by its number, as below."""
-CLAMP, PRELU, SILU, HARDSWISH, GELU, SIGMOID, TANH, HARDSIGMOID = range(len(NAMES))
-NOTHING = -1
-"""No function, and no bounds but those of integers."""
+FUNCTION_NAMES = ("clamp", "prelu", "silu", "hardswish", "gelu", "sigmoid", "tanh", "hardsigmoid")
+"""Names of the functions that a step may apply to its results. The number of a function is its index."""
+CLAMP, PRELU, SILU, HARDSWISH, GELU, SIGMOID, TANH, HARDSIGMOID = range(len(FUNCTION_NAMES))
+NO_FUNCTION = -1
+"""Number of no function: results are neither transformed nor clamped, except to the limits of integers."""
 
 
 def _pointer(dtype: Any) -> Any:
+    """Numba function that turns an address, int64, into a pointer to `dtype`."""
+
     @intrinsic
     def pointer(_typing: Any, _address: Any) -> Any:
         kind = types.CPointer(dtype)
@@ -36,20 +38,38 @@ floats, bytes_, ints = _pointer(types.float32), _pointer(types.uint8), _pointer(
 
 
 @helper
-def at(bases, step, k):
-    """The address that two fields say."""
-    return bases[step[k]] + step[k + 1]
+def address_of(bases, step, field):
+    """Address that two fields of a step hold: the number of a base, and an offset in bytes."""
+    return bases[step[field]] + step[field + 1]
+
+
+@helper
+def pair_at(step, field):
+    """Two numbers of a step, from a field on."""
+    return step[field], step[field + 1]
+
+
+@helper
+def triple_at(step, field):
+    """Three numbers of a step, from a field on."""
+    return step[field], step[field + 1], step[field + 2]
+
+
+@helper
+def four_at(step, field):
+    """Four numbers of a step, from a field on."""
+    return step[field], step[field + 1], step[field + 2], step[field + 3]
 
 
 @helper
 def scratch_of(bases):
-    """Memory of a step while it runs."""
+    """Address of the scratch memory of a step."""
     return bases[2]
 
 
 @helper
 def read(x, is_float, scale, shift, out, count):
-    """Integers or floats as floats."""
+    """Write integers, dequantized, or floats as floats to `out`."""
     y = carray(floats(out), count)
     if is_float:
         real = carray(floats(x), count)
@@ -63,15 +83,18 @@ def read(x, is_float, scale, shift, out, count):
 
 @helper
 def write(x, to_floats, numbers, out, count):
-    """Floats to memory, or rounded to integers."""
+    """Write floats to `out`, as they are or quantized to uint8.
+
+    `numbers` is the address of float32: lower clamp, upper clamp, factor, zero point.
+    """
     real = carray(floats(x), count)
     if to_floats:
         y = carray(floats(out), count)
         for j in range(count):
             y[j] = real[j]
         return
-    about, y = carray(floats(numbers), 4), carray(bytes_(out), count)
-    low, high, factor, zero = about[0], about[1], about[2], about[3]
+    bounds_and_grid, y = carray(floats(numbers), 4), carray(bytes_(out), count)
+    low, high, factor, zero = bounds_and_grid[0], bounds_and_grid[1], bounds_and_grid[2], bounds_and_grid[3]
     for j in range(count):
         value = real[j] * factor + zero
         value = low if not value > low else value
@@ -79,31 +102,34 @@ def write(x, to_floats, numbers, out, count):
         y[j] = np.uint8(_i(np.rint(value)))
 
 
-def _each(function: Any) -> Any:
-    """A function of 16 floats in place, for as many as there are."""
+def _by_16(function: Any) -> Any:
+    """Loop that applies a function of 16 floats in place to `count` floats."""
 
     @helper
-    def each(x, count):
+    def loop(x, count):
         for j in range(0, count, 16):
             function(x + 4 * j)
 
-    return each
+    return loop
 
 
 _silu, _hardswish, _gelu, _sigmoid, _tanh, _hardsigmoid = map(
-    _each, (silu, hardswish, gelu, sigmoid, tanh, hardsigmoid)
+    _by_16, (silu, hardswish, gelu, sigmoid, tanh, hardsigmoid)
 )
 
 
 @helper
-def apply(kind, x, count, slope, numbers):
-    """A function of floats in place, 16 at a time; `slope` has that of each of the 16, `numbers` two bounds."""
+def apply_function(kind, x, count, slope, numbers):
+    """Apply the function of number `kind` to floats in place, 16 at a time.
+
+    `slope` is the address of the slopes of the 16 columns, `numbers` that of two bounds.
+    """
     if kind == CLAMP:
         for j in range(0, count, 16):
-            bound(x + 4 * j, numbers)
+            clamp(x + 4 * j, numbers)
     elif kind == PRELU:
         for j in range(0, count, 16):
-            bend(x + 4 * j, slope)
+            prelu(x + 4 * j, slope)
     elif kind == SILU:
         _silu(x, count)
     elif kind == HARDSWISH:

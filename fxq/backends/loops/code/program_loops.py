@@ -1,11 +1,11 @@
-"""The loops of a program: a network, or a part of one, as a list of steps that one call runs.
+"""Loop of a program: runs a list of steps, which compute a network or a part of it, in one call.
 
-A step is a row of whole numbers: its code, then its fields, in the order in which its loop reads them. Memory is
-(base, offset): one of the addresses that the call is given, and bytes from there. The first address is 0, for what lies
-where it lies; the second is the memory of values; the third that of a step while it runs (see `SCRATCH`): an
-array of Numba's own would be freed once only its address is used. Then come inputs and outputs.
+A step is a row of integers: its code, then its fields, in the order in which its loop reads them. A place in memory is
+(base, offset): the number of a base address, and bytes from there. Base 0 is the address 0, for offsets that are
+addresses. Base 1 is the memory of values. Base 2 is the scratch memory of the running step (see `SCRATCH_BYTES`);
+arrays that Numba allocates would be freed while only their addresses are in use. Inputs and outputs are next.
 
-Images are (N, H, W, C) in memory, whatever PyTorch calls their axes; anything else is an image of one row.
+Images are (N, H, W, C) in memory, whatever the order of PyTorch's axes. Other tensors are images of one row.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ from fxq.backends.loops.code.attention_loops import attention_scratch as attenti
 from fxq.backends.loops.code.compiler import compiled
 from fxq.backends.loops.code.image_loops import CHUNK as CHUNK
 from fxq.backends.loops.code.image_loops import move, norm, pointwise, pool, quantize
-from fxq.backends.loops.code.layer_loops import ADDED as ADDED
-from fxq.backends.loops.code.layer_loops import BENT as BENT
-from fxq.backends.loops.code.layer_loops import BY_SUMS as BY_SUMS
-from fxq.backends.loops.code.layer_loops import FUSED as FUSED
-from fxq.backends.loops.code.layer_loops import ROUNDED as ROUNDED
+from fxq.backends.loops.code.layer_loops import ADD_RESIDUAL as ADD_RESIDUAL
+from fxq.backends.loops.code.layer_loops import APPLY_FUNCTION as APPLY_FUNCTION
+from fxq.backends.loops.code.layer_loops import APPLY_PRELU as APPLY_PRELU
+from fxq.backends.loops.code.layer_loops import ROUND as ROUND
+from fxq.backends.loops.code.layer_loops import STORE_SUMS as STORE_SUMS
 from fxq.backends.loops.code.layer_loops import depthwise, linear, product
 from fxq.backends.loops.code.machine_code import GROUP as GROUP
 from fxq.backends.loops.code.machine_code import HAS_VNNI as HAS_VNNI
-from fxq.backends.loops.code.machine_code import WIDE as WIDE
-from fxq.backends.loops.code.memory_loops import NAMES as NAMES
-from fxq.backends.loops.code.memory_loops import NOTHING as NOTHING
+from fxq.backends.loops.code.machine_code import WIDE_CHANNELS as WIDE_CHANNELS
+from fxq.backends.loops.code.memory_loops import FUNCTION_NAMES as FUNCTION_NAMES
+from fxq.backends.loops.code.memory_loops import NO_FUNCTION as NO_FUNCTION
 
-LARGE = 1 << 17
-"""Bytes of an input that a product reads again for the next columns, from the second cache."""
-SCRATCH = 8 * CHUNK
-"""Bytes of memory of a step while it runs, besides that for its channels; attention needs other memory."""
-WIDTH = 32
-"""Numbers of a step, at most."""
+MAX_TILE_INPUT_BYTES = 1 << 17
+"""Bytes of input that a product reads again for its next columns: they stay in the second-level cache."""
+SCRATCH_BYTES = 8 * CHUNK
+"""Bytes of scratch memory of a step, besides those for its channels. Attention needs other memory."""
+MAX_STEP_FIELDS = 32
+"""Integers in the row of a step. Unused ones are 0."""
 QUANTIZE, PRODUCT, DEPTHWISE, POINTWISE, POOL, LINEAR, NORM, MOVE, ATTENTION = range(9)
-"""The codes of steps."""
+"""Codes of steps."""
 
 
 @compiled("i64* i i64*")
 def run(steps, count, bases):
-    """Run steps, int64 (count, WIDTH), on memory at these addresses."""
-    steps = carray(steps, (count, WIDTH))
+    """Run steps, int64 (count, MAX_STEP_FIELDS), on the base addresses `bases`."""
+    steps = carray(steps, (count, MAX_STEP_FIELDS))
     for k in range(count):
         step = steps[k]
         code = step[0]

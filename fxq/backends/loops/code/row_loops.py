@@ -1,7 +1,7 @@
-"""Grids that are measured on rows, and products of such rows: one loop each.
+"""Dynamic quantization of rows, and scaling of the products of such rows: one loop each.
 
-The bits of a float are ordered as an integer is once those of negative ones are turned around, and so is NaN, which
-lies beyond infinity: with integers, smallest and largest are found many at a time, and NaN is not lost.
+Minimum and maximum are computed with integers, many at a time. The bits of floats are ordered as integers are once the
+bits of negative floats are inverted. NaN is ordered beyond infinity, so it is not lost.
 """
 
 from __future__ import annotations
@@ -14,51 +14,52 @@ from fxq.quant.dynamic_grid import SMALLEST
 
 _f = np.float32
 SYMMETRIC, ROW, NEAREST = 0, 1, 2
-"""How a grid is measured: around zero; with a zero point that is rounded up; with the nearest one. See `measured.py`"""
+"""Kinds of dynamic grids: symmetric; zero point rounded up; zero point rounded to nearest. See
+`fxq/quant/dynamic_grid.py`."""
 
 
 @compiled("f* f* f* u8* i i i f i i")
 def quantize_rows(x, scale, zero, integers, rows, columns, kind, steps, qmin, qmax):
-    """Measure the grid of each row, and round to it.
+    """Compute the dynamic grid of each row, and quantize the row to it.
 
     Args:
         x: float32 (rows, columns).
         scale: float32 (rows,), written.
-        zero: the zero point, float32 (rows,), written, also where it is known.
+        zero: Zero points, float32 (rows,), written, also if symmetric.
         integers: uint8 (rows, columns), written.
-        rows: how many there are.
-        columns: how many values each has.
+        rows: Number of rows.
+        columns: Values per row.
         kind: SYMMETRIC, ROW or NEAREST.
-        steps: as `DynamicGrid.steps`.
-        qmin: smallest integer.
-        qmax: largest integer.
+        steps: `DynamicGrid.steps`.
+        qmin: Smallest integer.
+        qmax: Largest integer.
     """
     x, integers = carray(x, (rows, columns)), carray(integers, (rows, columns))
     scale, zero = carray(scale, rows), carray(zero, rows)
-    bits, ends = x.view(np.int32), np.zeros(2, np.int32)
-    turned = np.int32(0x7FFFFFFF)
+    bits, end_bits = x.view(np.int32), np.zeros(2, np.int32)
+    all_but_sign = np.int32(0x7FFFFFFF)
     for i in range(rows):
         low, high = np.int32(0), np.int32(0)
         for j in range(columns):
-            ordered = np.int32(bits[i, j] ^ ((bits[i, j] >> np.int32(31)) & turned))
+            ordered = np.int32(bits[i, j] ^ ((bits[i, j] >> np.int32(31)) & all_but_sign))
             low, high = min(low, ordered), max(high, ordered)
-        ends[0], ends[1] = low ^ ((low >> np.int32(31)) & turned), high
-        least, most = ends.view(np.float32)
-        if most != most or least != least:
+        end_bits[0], end_bits[1] = low ^ ((low >> np.int32(31)) & all_but_sign), high
+        lowest, highest = end_bits.view(np.float32)
+        if highest != highest or lowest != lowest:
             step = _f(np.nan)
         elif kind == SYMMETRIC:
-            step = max(most, -least) / steps
+            step = max(highest, -lowest) / steps
         else:
-            step = most / steps - least * (_f(1) / steps)  # most - least may be too large for float32
+            step = highest / steps - lowest * (_f(1) / steps)  # highest - lowest may overflow float32
         if step < _f(SMALLEST):
             step = _f(SMALLEST)
         if kind == SYMMETRIC:
             middle = _f((qmin + qmax + 1) // 2)
         elif kind == ROW:
-            middle = _f(qmin) + np.ceil(-least / step)
+            middle = _f(qmin) + np.ceil(-lowest / step)
         else:
-            middle = _f(qmin) - np.rint(least / step)
-        if middle != middle:  # a range without an end: nothing of the row is known
+            middle = _f(qmin) - np.rint(lowest / step)
+        if middle != middle:  # an infinite range has no grid
             step = _f(np.nan)
         scale[i], zero[i] = step, middle
         factor, first, last = _f(1) / step, np.int32(qmin), np.int32(qmax)
@@ -69,63 +70,65 @@ def quantize_rows(x, scale, zero, integers, rows, columns, kind, steps, qmin, qm
 
 @helper
 def _gelu(x):
-    """x * (1 + erf(x / sqrt(2))) / 2, with an erf that is a ratio of polynomials: 1 within rounding from 3.83 on.
+    """Compute x * (1 + erf(x / sqrt(2))) / 2.
 
-    Source: the erf of float32 in Eigen and XLA.
+    erf is a ratio of polynomials that is 1 within rounding from 3.83 on. Source: the float32 erf of Eigen and XLA.
     """
     a = x * _f(0.7071067811865476)
     a = _f(3.8325069) if a > _f(3.8325069) else a
     a = _f(-3.8325069) if a < _f(-3.8325069) else a
     b = a * a
-    over = _f(2.2905065861350646e-4) * b + _f(3.4082910107109506e-3)
-    over = (over * b + _f(5.0955695062380861e-2)) * b + _f(1.8520832239976145e-1)
-    over = over * b + _f(1.128379143519084)
-    under = _f(-1.1791602954361697e-7) * b + _f(2.3547966471313185e-5)
-    under = (under * b + _f(1.0179625278914885e-3)) * b + _f(1.4070470171167667e-2)
-    under = ((under * b + _f(1.1098505178285362e-1)) * b + _f(4.9746925110067538e-1)) * b + _f(1)
-    return _f(0.5) * x * (_f(1) + a * over / under)
+    numerator = _f(2.2905065861350646e-4) * b + _f(3.4082910107109506e-3)
+    numerator = (numerator * b + _f(5.0955695062380861e-2)) * b + _f(1.8520832239976145e-1)
+    numerator = numerator * b + _f(1.128379143519084)
+    denominator = _f(-1.1791602954361697e-7) * b + _f(2.3547966471313185e-5)
+    denominator = (denominator * b + _f(1.0179625278914885e-3)) * b + _f(1.4070470171167667e-2)
+    denominator = ((denominator * b + _f(1.1098505178285362e-1)) * b + _f(4.9746925110067538e-1)) * b + _f(1)
+    return _f(0.5) * x * (_f(1) + a * numerator / denominator)
 
 
-def _scale(
-    sums, scale, scales, zero, zeros, ones, weight_scale, bias, biases, out, rows, columns, least, most, is_gelu
+def _scale_rows(
+    sums, scale, scales, zero, zeros, ones, weight_scale, bias, biases, out, rows, columns, lower, upper, is_gelu
 ):
-    """Scale the product of rows whose grids were measured, with bias and activation function.
+    """Scale the product of rows with dynamic grids, add the bias, and apply the activation function.
 
     Args:
-        sums: int32 or float32 (rows, columns): the product of the integers.
-        scale: that of each row, float32 (rows,), or one for all.
-        scales: 1, or 0 where it is one.
-        zero: the zero point of each row, float32 (rows,), or one for all.
-        zeros: 1, or 0 where it is one.
-        ones: what a row of ones gives, (columns,), of the type of `sums`.
+        sums: Product of the integers, int32 or float32 (rows, columns).
+        scale: Scale of each row, float32 (rows,), or one scale.
+        scales: 1, or 0 if there is one scale for all rows.
+        zero: Zero point of each row, float32 (rows,), or one zero point.
+        zeros: 1, or 0 if there is one zero point for all rows.
+        ones: Product of a row of ones, (columns,), in the dtype of `sums`.
         weight_scale: float32 (columns,).
         bias: float32 (rows, columns), or (columns,).
-        biases: 1, or 0 where it is one for all rows.
+        biases: 1, or 0 if there is one bias for all rows.
         out: float32 (rows, columns), written.
-        rows: how many rows there are.
-        columns: how many outputs each has.
-        least: no result is below it.
-        most: no result is above it.
-        is_gelu: 1: gelu is applied to the result instead.
+        rows: Number of rows.
+        columns: Outputs per row.
+        lower: Results are at least this; -inf for no bound.
+        upper: Results are at most this; inf for no bound.
+        is_gelu: 1 to apply gelu instead of the bounds.
     """
     sums, out = carray(sums, (rows, columns)), carray(out, (rows, columns))
     scale, zero, ones = carray(scale, rows), carray(zero, rows), carray(ones, columns)
     weight_scale, bias = carray(weight_scale, columns), carray(bias, (rows, columns))
     for i in range(rows):
         added = bias[i * biases]
-        kind = sums.dtype.type  # without it Numba would compute integers with 64 bits
-        step, middle = scale[i * scales], kind(zero[i * zeros])
+        kind = sums.dtype.type  # otherwise Numba would compute integers with 64 bits
+        step, zero_point = scale[i * scales], kind(zero[i * zeros])
         if is_gelu:
             for j in range(columns):
-                out[i, j] = _gelu(_f(kind(sums[i, j] - kind(middle * ones[j]))) * (step * weight_scale[j]) + added[j])
+                out[i, j] = _gelu(
+                    _f(kind(sums[i, j] - kind(zero_point * ones[j]))) * (step * weight_scale[j]) + added[j]
+                )
             continue
         for j in range(columns):
-            out[i, j] = _f(kind(sums[i, j] - kind(middle * ones[j]))) * (step * weight_scale[j]) + added[j]
-        if least > -np.inf or most < np.inf:
+            out[i, j] = _f(kind(sums[i, j] - kind(zero_point * ones[j]))) * (step * weight_scale[j]) + added[j]
+        if lower > -np.inf or upper < np.inf:
             for j in range(columns):
-                y = least if out[i, j] < least else out[i, j]  # NaN is neither
-                out[i, j] = most if y > most else y
+                y = lower if out[i, j] < lower else out[i, j]  # NaN stays
+                out[i, j] = upper if y > upper else y
 
 
-scale_sums = compiled("i32* f* i f* i i32* f* f* i f* i i f f i")(_scale)
-scale_products = compiled("f* f* i f* i f* f* f* i f* i i f f i")(_scale)
+scale_sums = compiled("i32* f* i f* i i32* f* f* i f* i i f f i")(_scale_rows)
+scale_products = compiled("f* f* i f* i f* f* f* i f* i i f f i")(_scale_rows)

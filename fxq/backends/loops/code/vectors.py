@@ -1,4 +1,4 @@
-"""Pieces of machine code for 16 numbers at a time, as LLVM has them for any vector unit."""
+"""LLVM instructions on vectors of 16 numbers, for any vector unit."""
 
 from __future__ import annotations
 
@@ -11,99 +11,99 @@ from numba.core import cgutils
 from fxq.backends.loops.code.machine_code import HAS_AVX512
 
 LANES = 16
-"""How many numbers a piece of code computes at once."""
-INT8, INT32, INT64, FLOAT = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
-INTS, FLOATS = ir.VectorType(INT32, LANES), ir.VectorType(FLOAT, LANES)
+"""Numbers of a vector."""
+INT8, INT32, INT64, FLOAT32 = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
+INTS, FLOATS = ir.VectorType(INT32, LANES), ir.VectorType(FLOAT32, LANES)
 
 LOG2E = 1.4426950408889634
 """exp(x) is 2**(x * LOG2E)."""
-_MOST = 120.0
-"""Powers of two are kept within 2**-120 and 2**120: a sigmoid with these is 1 and 0."""
-_ROUNDS = 12582912.0
-"""1.5 * 2**23: a float that this was added to has the nearest integer in its lowest bits."""
+_MAX_EXPONENT = 120.0
+"""Powers of two stay within 2**-120 and 2**120: a sigmoid of these is 1 or 0."""
+_ROUNDING_OFFSET = 12582912.0
+"""1.5 * 2**23: adding it to a float leaves the nearest integer in the lowest bits."""
 
 
 def number(value: int) -> Any:
-    """An integer of 64 bits."""
+    """Constant int64."""
     return ir.Constant(INT64, value)
 
 
 def splat(b: Any, value: Any, lanes: int = LANES) -> Any:
-    """A number in all lanes: a value of the code, or a Python float."""
+    """Vector with one number in all lanes: a value of the code, or a Python float."""
     if isinstance(value, float):
-        return ir.Constant(ir.VectorType(FLOAT, lanes), [value] * lanes)
-    nothing = ir.Constant(ir.VectorType(value.type, lanes), ir.Undefined)
-    first = b.insert_element(nothing, value, ir.Constant(INT32, 0))
-    return b.shuffle_vector(first, nothing, ir.Constant(ir.VectorType(INT32, lanes), [0] * lanes))
+        return ir.Constant(ir.VectorType(FLOAT32, lanes), [value] * lanes)
+    undefined = ir.Constant(ir.VectorType(value.type, lanes), ir.Undefined)
+    first = b.insert_element(undefined, value, ir.Constant(INT32, 0))
+    return b.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(INT32, lanes), [0] * lanes))
 
 
 def load(b: Any, address: Any, kind: Any, offset: int = 0) -> Any:
-    """What lies at an address, some bytes on."""
+    """Load a value of type `kind` from an address plus `offset` bytes, without alignment."""
     place = b.add(address, number(offset)) if offset else address
-    found = b.load(b.inttoptr(place, kind.as_pointer()))
-    found.align = 1
-    return found
+    value = b.load(b.inttoptr(place, kind.as_pointer()))
+    value.align = 1
+    return value
 
 
 def store(b: Any, value: Any, address: Any) -> None:
-    """Write a value to an address."""
+    """Store a value at an address, without alignment."""
     b.store(value, b.inttoptr(address, value.type.as_pointer())).align = 1
 
 
-def intrinsic_of(b: Any, name: str, result: Any, values: Sequence[Any]) -> Any:
-    """The value of an instruction that LLVM knows by name."""
-    kind = ir.FunctionType(result, [value.type for value in values])
-    return b.call(cgutils.get_or_insert_function(b.module, kind, name), values)
+def call_intrinsic(b: Any, name: str, result: Any, values: Sequence[Any]) -> Any:
+    """Call an LLVM intrinsic by name."""
+    function_type = ir.FunctionType(result, [value.type for value in values])
+    return b.call(cgutils.get_or_insert_function(b.module, function_type, name), values)
 
 
 def prefetch(b: Any, address: Any) -> None:
-    """Fetch the cache line of an address, which is read soon, into the first cache. It may be any address."""
+    """Fetch the cache line at an address into the first-level cache. Any address is allowed."""
     to_read, first, data = (ir.Constant(INT32, value) for value in (0, 3, 1))
     place = b.inttoptr(address, INT8.as_pointer())
-    intrinsic_of(b, "llvm.prefetch.p0i8", ir.VoidType(), [place, to_read, first, data])
+    call_intrinsic(b, "llvm.prefetch.p0i8", ir.VoidType(), [place, to_read, first, data])
 
 
-def fused(b: Any, x: Any, factor: Any, added: Any) -> Any:
-    """x * factor + added, of floats."""
+def multiply_add(b: Any, x: Any, factor: Any, added: Any) -> Any:
+    """x * factor + added, for floats."""
     values = [value if not isinstance(value, float) else splat(b, value) for value in (x, factor, added)]
-    return intrinsic_of(b, "llvm.fmuladd.v16f32", FLOATS, values)
+    return call_intrinsic(b, "llvm.fmuladd.v16f32", FLOATS, values)
 
 
-def clamped(b: Any, x: Any, low: Any, high: Any) -> Any:
-    """x within two bounds; NaN becomes the lower one."""
+def clamp(b: Any, x: Any, low: Any, high: Any) -> Any:
+    """Clamp x to two bounds. NaN becomes the lower bound."""
     x = b.select(b.fcmp_ordered(">", x, low), x, low)
     return b.select(b.fcmp_ordered("<", x, high), x, high)
 
 
-def within(b: Any, x: Any, low: Any, high: Any) -> Any:
-    """The same, and NaN stays."""
+def clamp_keep_nan(b: Any, x: Any, low: Any, high: Any) -> Any:
+    """Clamp x to two bounds. NaN stays."""
     x = b.select(b.fcmp_ordered("<", x, low), low, x)
     return b.select(b.fcmp_ordered(">", x, high), high, x)
 
 
 def larger(b: Any, x: Any, y: Any) -> Any:
-    """The larger of two; y where one of them is NaN."""
+    """Maximum of x and y; y where one of them is NaN."""
     return b.select(b.fcmp_ordered(">", x, y), x, y)
 
 
-def bent(b: Any, x: Any, slope: Any) -> Any:
-    """x, and where it is below zero x * slope."""
+def prelu(b: Any, x: Any, slope: Any) -> Any:
+    """x where it is at least zero, else x * slope."""
     return b.select(b.fcmp_ordered("<", x, splat(b, 0.0)), b.fmul(x, slope), x)
 
 
 def nearest(b: Any, x: Any) -> Any:
-    """Floats of 0 to 255 as integers of 32 bits, the nearest ones."""
-    bits = b.bitcast(b.fadd(x, splat(b, _ROUNDS)), INTS)
+    """Round floats from 0 to 255 to int32."""
+    bits = b.bitcast(b.fadd(x, splat(b, _ROUNDING_OFFSET)), INTS)
     return b.and_(bits, ir.Constant(INTS, [0xFF] * LANES))
 
 
 def rounded(b: Any, x: Any) -> Any:
-    """Floats of 0 to 255 as bytes, the nearest ones."""
+    """Round floats from 0 to 255 to uint8."""
     return b.trunc(nearest(b, x), ir.VectorType(INT8, LANES))
 
 
 def reduced(b: Any, x: Any, join: Callable[[Any, Any], Any]) -> Any:
-    """All lanes as one number, which halves of them are joined to."""
+    """Combine all lanes into one number: `join` combines halves until one lane is left."""
     lanes = LANES
     while lanes > 1:
         lanes //= 2
@@ -113,37 +113,44 @@ def reduced(b: Any, x: Any, join: Callable[[Any, Any], Any]) -> Any:
 
 
 def bounds(b: Any, numbers: Any) -> list[Any]:
-    """The two floats at an address, each in all lanes."""
-    return [splat(b, load(b, numbers, FLOAT, 4 * k)) for k in (0, 1)]
+    """Two floats at an address, each in all lanes."""
+    return [splat(b, load(b, numbers, FLOAT32, 4 * k)) for k in (0, 1)]
 
 
 def _inverse(b: Any, x: Any) -> Any:
-    """1 / x of floats from 1 to 2**121; with AVX512 an estimate and a step of Newton, which take less than division."""
+    """1 / x for floats from 1 to 2**121.
+
+    With AVX512 an estimate and one Newton step, which are faster than a division.
+    """
     if not HAS_AVX512:
         return b.fdiv(splat(b, 1.0), x)
     all_lanes = ir.Constant(ir.IntType(16), -1)
-    y = intrinsic_of(b, "llvm.x86.avx512.rcp14.ps.512", FLOATS, [x, splat(b, 0.0), all_lanes])
-    return fused(b, y, fused(b, b.fneg(x), y, 1.0), y)
+    y = call_intrinsic(b, "llvm.x86.avx512.rcp14.ps.512", FLOATS, [x, splat(b, 0.0), all_lanes])
+    return multiply_add(b, y, multiply_add(b, b.fneg(x), y, 1.0), y)
 
 
-def _polynomial(b: Any, x: Any, first: float, *others: float) -> Any:
+def _polynomial(b: Any, x: Any, first: float, *coefficients: float) -> Any:
+    """Evaluate a polynomial with Horner's rule. Coefficients start with that of the highest power."""
     y = splat(b, first)
-    for coefficient in others:
-        y = fused(b, y, x, coefficient)
+    for coefficient in coefficients:
+        y = multiply_add(b, y, x, coefficient)
     return y
 
 
 def power_of_two(b: Any, x: Any) -> Any:
-    """2**x, within 2**-120 and 2**120. The whole part of x is the exponent of the float; a polynomial is the rest."""
-    power = within(b, x, splat(b, -_MOST), splat(b, _MOST))
-    whole = intrinsic_of(b, "llvm.rint.v16f32", FLOATS, [power])
-    # of those that are 1 at 0, the one with the least relative error for |r| <= 1/2, which a linear program finds
+    """2**x, within 2**-120 and 2**120.
+
+    The whole part of x becomes the exponent of the float; a polynomial gives the rest.
+    """
+    power = clamp_keep_nan(b, x, splat(b, -_MAX_EXPONENT), splat(b, _MAX_EXPONENT))
+    whole = call_intrinsic(b, "llvm.rint.v16f32", FLOATS, [power])
+    # least relative error for |r| <= 1/2 among polynomials that are 1 at 0, found by a linear program
     y = _polynomial(
         b, b.fsub(power, whole), 1.32546024e-3, 9.67199918e-3, 5.55077932e-2, 2.40222319e-1, 6.93146930e-1, 1.0
     )
     if HAS_AVX512:
-        all_lanes, mode = ir.Constant(ir.IntType(16), -1), ir.Constant(INT32, 4)  # rounded as everything is
-        return intrinsic_of(b, "llvm.x86.avx512.mask.scalef.ps.512", FLOATS, [y, whole, y, all_lanes, mode])
+        all_lanes, mode = ir.Constant(ir.IntType(16), -1), ir.Constant(INT32, 4)  # current rounding mode
+        return call_intrinsic(b, "llvm.x86.avx512.mask.scalef.ps.512", FLOATS, [y, whole, y, all_lanes, mode])
     exponent = b.shl(b.add(b.fptosi(whole, INTS), ir.Constant(INTS, [127] * LANES)), ir.Constant(INTS, [23] * LANES))
     return b.fmul(y, b.bitcast(exponent, FLOATS))
 
@@ -152,7 +159,7 @@ def sigmoid(b: Any, x: Any) -> Any:
     """1 / (1 + exp(-x))."""
     power = b.fmul(x, splat(b, -LOG2E))
     y = _inverse(b, b.fadd(power_of_two(b, power), splat(b, 1.0)))
-    return b.select(b.fcmp_ordered(">=", power, splat(b, _MOST)), splat(b, 0.0), y)
+    return b.select(b.fcmp_ordered(">=", power, splat(b, _MAX_EXPONENT)), splat(b, 0.0), y)
 
 
 def silu(b: Any, x: Any) -> Any:
@@ -161,13 +168,13 @@ def silu(b: Any, x: Any) -> Any:
 
 
 def tanh(b: Any, x: Any) -> Any:
-    """2 * sigmoid(2 x) - 1: with an error near 1e-7, also where it is itself as small."""
-    return fused(b, sigmoid(b, b.fadd(x, x)), 2.0, -1.0)
+    """2 * sigmoid(2 x) - 1, with an absolute error near 1e-7. Tiny x have a large relative error."""
+    return multiply_add(b, sigmoid(b, b.fadd(x, x)), 2.0, -1.0)
 
 
 def hardsigmoid(b: Any, x: Any) -> Any:
-    """x / 6 + 1/2, within 0 and 1."""
-    return within(b, fused(b, x, 1 / 6, 0.5), splat(b, 0.0), splat(b, 1.0))
+    """x / 6 + 1/2, clamped to 0 and 1."""
+    return clamp_keep_nan(b, multiply_add(b, x, 1 / 6, 0.5), splat(b, 0.0), splat(b, 1.0))
 
 
 def hardswish(b: Any, x: Any) -> Any:
@@ -176,22 +183,22 @@ def hardswish(b: Any, x: Any) -> Any:
 
 
 def gelu(b: Any, x: Any) -> Any:
-    """x * (1 + erf(x / sqrt(2))) / 2, with an erf that is a ratio of polynomials: 1 within rounding from 3.83 on.
+    """x * (1 + erf(x / sqrt(2))) / 2.
 
-    Source: the erf of float32 in Eigen and XLA.
+    erf is a ratio of polynomials that is 1 within rounding from 3.83 on. Source: the float32 erf of Eigen and XLA.
     """
     scaled, end = b.fmul(x, splat(b, 0.7071067811865476)), 3.8325069
-    a = clamped(b, scaled, splat(b, -end), splat(b, end))
+    a = clamp(b, scaled, splat(b, -end), splat(b, end))
     square = b.fmul(a, a)
-    over = _polynomial(
+    numerator = _polynomial(
         b, square,
         2.2905065861350646e-4, 3.4082910107109506e-3, 5.0955695062380861e-2, 1.8520832239976145e-1, 1.128379143519084,
     )  # fmt: skip
-    under = _polynomial(
+    denominator = _polynomial(
         b, square,
         -1.1791602954361697e-7, 2.3547966471313185e-5, 1.0179625278914885e-3, 1.4070470171167667e-2,
         1.1098505178285362e-1, 4.9746925110067538e-1, 1.0,
     )  # fmt: skip
-    both = fused(b, b.fmul(a, over), _inverse(b, under), 1.0)
-    both = b.select(b.fcmp_ordered("<", scaled, splat(b, -end)), splat(b, 0.0), both)
-    return b.fmul(b.fmul(x, splat(b, 0.5)), both)
+    one_plus_erf = multiply_add(b, b.fmul(a, numerator), _inverse(b, denominator), 1.0)
+    one_plus_erf = b.select(b.fcmp_ordered("<", scaled, splat(b, -end)), splat(b, 0.0), one_plus_erf)
+    return b.fmul(b.fmul(x, splat(b, 0.5)), one_plus_erf)

@@ -1,4 +1,4 @@
-"""Where the values of a program lie."""
+"""Memory of the values of a program: shapes, strides, borders, and the layout of all values in one arena."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-ABSOLUTE, ARENA, SCRATCH, GIVEN = range(4)
-"""Bases of addresses: memory that lies where it lies, that of values, that of a step while it runs, and from there on
-inputs, then outputs."""
+ABSOLUTE, ARENA, SCRATCH, EXTERNAL = range(4)
+"""Numbers of base addresses: 0, for offsets that are addresses; the memory of values; the scratch memory of the running
+step; from `EXTERNAL` on the inputs, then the outputs."""
 LANES = 16
-"""So many channels are written at once: each pixel has room for a multiple of them."""
-SLACK = 64
-"""Bytes behind a value that may be read, and count for nothing."""
+"""Channels that are written at once: each pixel has room for a multiple of them."""
+SLACK_BYTES = 64
+"""Bytes after a value that may be read without effect on any result."""
 
 
 class ByteGrid(NamedTuple):
-    """What integers stand for: (q - zero) * scale, from `qmin` to `qmax`."""
+    """Grid of uint8: integers q from `qmin` to `qmax` represent (q - zero) * scale."""
 
     scale: float
     zero: int
@@ -26,20 +26,20 @@ class ByteGrid(NamedTuple):
 
 @dataclass(eq=False)
 class Area:
-    """Memory of a value: images (N, H, W, C) with a border, C floats or bytes to a pixel and room behind them.
+    """Memory of a value: images (N, H, W, C) with a border, and room after the channels of each pixel.
 
     Attributes:
         shape: (N, H, W, C), without the border.
-        is_float: whether it is float32, and not uint8; None: not decided yet.
-        room: how many elements there are from a pixel to the next; 0: as many as can be written at once.
-        base: from where `offset` counts.
-        zero: the byte of the border; None: nobody reads it.
-        border: rows above, pixels on the left, rows below and pixels on the right.
-        first: the step that writes it.
-        last: the last step that reads it.
-        offset: where it begins, in bytes.
-        whole: of what it is a part, which is joined of several; None: of nothing.
-        channel: where its channels begin there.
+        is_float: True for float32, False for uint8, None if it is not decided yet.
+        room: Elements from a pixel to the next; 0 for C rounded up to `LANES`.
+        base: Number of the base address that `offset` counts from.
+        zero: Byte of the border; None if no step reads the border.
+        border: Rows above, columns on the left, rows below, columns on the right.
+        first_step: Index of the step that writes it.
+        last_step: Index of the last step that reads it.
+        offset: Bytes from the base address.
+        parent: Area that has this one among its channels; None if it has memory of its own.
+        parent_channel: Channel of the parent that this area begins at.
     """
 
     shape: tuple[int, int, int, int]
@@ -48,17 +48,17 @@ class Area:
     base: int = ARENA
     zero: int | None = None
     border: tuple[int, int, int, int] = (0, 0, 0, 0)
-    first: int = 0
-    last: int = 0
+    first_step: int = 0
+    last_step: int = 0
     offset: int = 0
-    whole: Area | None = None
-    channel: int = 0
+    parent: Area | None = None
+    parent_channel: int = 0
 
     @property
-    def wide(self) -> int:
+    def pixel_stride(self) -> int:
         """Elements from a pixel to the next."""
-        if self.whole is not None:
-            return self.whole.wide
+        if self.parent is not None:
+            return self.parent.pixel_stride
         return self.room or -(-self.shape[3] // LANES) * LANES
 
     @property
@@ -67,33 +67,36 @@ class Area:
         return 4 if self.is_float else 1
 
     @property
-    def pitch(self) -> int:
+    def row_stride(self) -> int:
         """Elements from a row to the next."""
-        if self.whole is not None:
-            return self.whole.pitch
-        return (self.shape[2] + self.border[1] + self.border[3]) * self.wide
+        if self.parent is not None:
+            return self.parent.row_stride
+        return (self.shape[2] + self.border[1] + self.border[3]) * self.pixel_stride
 
     @property
-    def sample(self) -> int:
+    def sample_stride(self) -> int:
         """Elements from an image to the next."""
-        if self.whole is not None:
-            return self.whole.sample
-        return (self.shape[1] + self.border[0] + self.border[2]) * self.pitch
+        if self.parent is not None:
+            return self.parent.sample_stride
+        return (self.shape[1] + self.border[0] + self.border[2]) * self.row_stride
 
     @property
     def nbytes(self) -> int:
-        """All of it."""
-        return self.shape[0] * self.sample * self.size
+        """Bytes of all images, with borders."""
+        return self.shape[0] * self.sample_stride * self.size
 
     def place(self, row: int, column: int) -> int:
-        """Elements from its begin to a pixel of the first image; the border has rows and columns below 0."""
-        if self.whole is not None:
-            return self.whole.place(row, column) + self.channel
-        return (row + self.border[0]) * self.pitch + (column + self.border[1]) * self.wide
+        """Elements from the begin of the area to a pixel of the first image.
+
+        Rows and columns of the border have negative indices, or indices beyond the shape.
+        """
+        if self.parent is not None:
+            return self.parent.place(row, column) + self.parent_channel
+        return (row + self.border[0]) * self.row_stride + (column + self.border[1]) * self.pixel_stride
 
     @property
     def start(self) -> list[int]:
-        """Base and offset of where it begins, with its border."""
+        """Base and offset of the begin of the area, with its border."""
         return [self.root.base, self.root.offset]
 
     @property
@@ -102,24 +105,28 @@ class Area:
         return [self.root.base, self.root.offset + self.place(0, 0) * self.size]
 
     @property
-    def strides(self) -> list[int]:
+    def byte_strides(self) -> list[int]:
         """Bytes to the next image, row and pixel."""
-        return [step * self.size for step in (self.sample, self.pitch, self.wide)]
+        return [step * self.size for step in (self.sample_stride, self.row_stride, self.pixel_stride)]
 
     @property
     def root(self) -> Area:
-        """The memory that it is in: its own, or that of what it is a part of."""
-        return self if self.whole is None else self.whole.root
+        """Area that owns the memory: this one, or the root of its parent."""
+        return self if self.parent is None else self.parent.root
 
-    def become_part(self, whole: Area, channel: int) -> None:
-        """Lie among the channels of another area, which has its border from now on."""
-        whole.widen(self.border, self.zero)
-        self.whole, self.channel = whole, channel
+    def become_part(self, parent: Area, parent_channel: int) -> None:
+        """Move the area into channels of another one, which takes over its border."""
+        parent.widen(self.border, self.zero)
+        self.parent, self.parent_channel = parent, parent_channel
 
     def widen(self, border: Iterable[int], zero: int | None = None) -> bool:
-        """Have a border as wide as this at least, of this byte; whether that can be: not if it is of another one."""
-        if self.whole is not None:
-            return self.whole.widen(border, zero)
+        """Make the border at least as wide as `border`, with the byte `zero`.
+
+        Returns:
+            False, and no change, if the border has another byte already.
+        """
+        if self.parent is not None:
+            return self.parent.widen(border, zero)
         if not any(border):
             return True
         if None not in (self.zero, zero) and self.zero != zero:
@@ -132,46 +139,49 @@ class Area:
 
 @dataclass
 class Arena:
-    """The memory of a program.
+    """Memory of all values of a program.
 
     Attributes:
-        nbytes: how much it is.
-        filled: (offset, bytes, value) of what holds borders, which nobody writes.
+        nbytes: Size in bytes.
+        filled: (offset, bytes, value) of areas with borders, which are filled once: no step writes borders.
     """
 
     nbytes: int = 0
     filled: list[tuple[int, int, int]] = field(default_factory=list)
 
 
-def laid_out(areas: Iterable[Area]) -> Arena:
-    """Give the areas of a program their places. Two that are not in use at once may share one, unless borders differ.
+def lay_out(areas: Iterable[Area]) -> Arena:
+    """Set the offsets of areas in one arena. Areas that are not in use at once may share memory.
+
+    Areas with borders share memory only if shape, border and byte of the border are equal.
 
     Args:
-        areas: in the order in which they are written. Those that are part of others count as these.
+        areas: Areas in the order in which they are written. An area with a parent counts as its root.
     """
     arena, used = Arena(), list[tuple[Area, tuple[object, ...] | None]]()
     free: dict[tuple[object, ...] | None, list[tuple[int, int]]] = {}
     for area in dict.fromkeys(area.root for area in areas):
-        for old in [entry for entry in used if entry[0].last < area.first]:
+        for old in [entry for entry in used if entry[0].last_step < area.first_step]:
             used.remove(old)
             free.setdefault(old[1], []).append((_room(old[0]), old[0].offset))
         bordered = any(area.border)
-        kind = (area.shape, area.border, area.wide, area.zero) if bordered else None
-        room, places = _room(area), free.get(kind, [])
-        fit = min((place for place in places if place[0] >= room), default=None)
-        if fit is None:
+        border_kind = (area.shape, area.border, area.pixel_stride, area.zero) if bordered else None
+        room, slots = _room(area), free.get(border_kind, [])
+        slot = min((free_slot for free_slot in slots if free_slot[0] >= room), default=None)
+        if slot is None:
             area.offset = arena.nbytes
             arena.nbytes += room
             if bordered:
                 arena.filled.append((area.offset, room, area.zero or 0))
         else:
-            places.remove(fit)
-            area.offset = fit[1]
-            if fit[0] > room:
-                places.append((fit[0] - room, fit[1] + room))
-        used.append((area, kind))
+            slots.remove(slot)
+            area.offset = slot[1]
+            if slot[0] > room:
+                slots.append((slot[0] - room, slot[1] + room))
+        used.append((area, border_kind))
     return arena
 
 
 def _room(area: Area) -> int:
-    return -(-(area.nbytes + SLACK) // 64) * 64
+    """Bytes of an area with its slack, a multiple of 64."""
+    return -(-(area.nbytes + SLACK_BYTES) // 64) * 64

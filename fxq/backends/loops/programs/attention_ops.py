@@ -1,4 +1,4 @@
-"""Which step computes attention."""
+"""Planning of attention."""
 
 from __future__ import annotations
 
@@ -30,34 +30,34 @@ def scaled_dot_product_attention(
     query, key, value = (heads_of(plan, part, transposed=True) for part in (x, key, value))
     n, heads, _, depth = query.shape
     refuse(key.shape != value.shape or key.shape[:2] != (n, heads) or key.shape[3] != depth, "its heads differ")
-    made = plan.add(
+    attended = plan.add(
         AttentionStep, query.joined, query=_floats(plan, query), key=_floats(plan, key), value=_floats(plan, value),
         heads=heads, scale=1 / math.sqrt(depth) if scale is None else scale, is_causal=is_causal,
-        **_masked(plan.mask(attn_mask), (n, heads, query.shape[2], key.shape[2])),
+        **_mask_arguments(plan.mask(attn_mask), (n, heads, query.shape[2], key.shape[2])),
     )  # fmt: skip
-    return PlannedHeads(made, heads, transposed=True)
+    return PlannedHeads(attended, heads, transposed=True)
 
 
 def _floats(plan: StepBuilder, heads: PlannedHeads) -> Area:
-    """Where a value lies as floats."""
+    """Area of the heads as floats; integers are converted by a step."""
     x = plan.read(heads.joined)
     if x.area.is_float:
         return x.area
     return plan.settle(plan.add(PointwiseStep, x, x=x.area, x_grid=x.grid), None).area
 
 
-def _masked(mask: PlannedValue | None, scores: tuple[int, int, int, int]) -> dict[str, Any]:
-    """What the step is told of a mask, which may be the same for all samples, heads, queries or keys."""
+def _mask_arguments(mask: PlannedValue | None, scores: tuple[int, int, int, int]) -> dict[str, Any]:
+    """Arguments of the step for a mask, which may broadcast over samples, heads, queries or keys."""
     if mask is None:
         return {}
-    missing = [1] * (4 - mask.rank)
-    sizes = [*missing, *mask.shape]
+    leading_ones = [1] * (4 - mask.rank)
+    sizes = [*leading_ones, *mask.shape]
     refuse(any(size not in (1, n) for size, n in zip(sizes, scores, strict=True)), "its mask has another shape")
 
     def strides() -> list[int]:
-        sample, row, pixel = (mask.area.sample, mask.area.pitch, mask.area.wide)
-        image = [sample, 1, row, pixel] if mask.axis == 1 else [sample, row, pixel, 1]
-        by = {4: image, 3: [sample, pixel, 1], 2: [sample, 1]}[mask.rank]
-        return [0 if size == 1 else step for size, step in zip(sizes, [*missing, *by], strict=True)]
+        sample, row, pixel = (mask.area.sample_stride, mask.area.row_stride, mask.area.pixel_stride)
+        image_strides = [sample, 1, row, pixel] if mask.axis == 1 else [sample, row, pixel, 1]
+        strides_by_rank = {4: image_strides, 3: [sample, pixel, 1], 2: [sample, 1]}[mask.rank]
+        return [0 if size == 1 else step for size, step in zip(sizes, [*leading_ones, *strides_by_rank], strict=True)]
 
-    return {"mask": mask.area, "by_mask": strides}
+    return {"mask": mask.area, "mask_strides": strides}

@@ -1,4 +1,4 @@
-"""What a plan knows of the tensors of a region, and the table of what computes each op."""
+"""Tensors of a region while its program is planned, and the table of functions that plan each op."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from fxq.backends.loops.programs.program_steps import ProgramStep
 
 
 class NotPlannedError(Exception):
-    """A node that no step computes; the message says why.
+    """Error for a node that no step computes. The message says why.
 
     Attributes:
-        node: its name in the region; empty where it is none alone.
+        node: Name of the node in the region; empty if the reason is not one node.
     """
 
     node: str = ""
 
 
 def refuse(when: Any, reason: str) -> None:
-    """Raise `NotPlannedError` with this reason, if there is one."""
+    """Raise `NotPlannedError` with this reason if `when` is true."""
     if when:
         raise NotPlannedError(reason)
 
 
 @dataclass(frozen=True)
 class PlannedWeight:
-    """A weight, int8, and its scale, float32 (O,) along an axis, or 0-d; or float32 without one."""
+    """Constant: an int8 weight with its scale, float32 (O,) along an axis or 0-d; or float32 without a scale."""
 
     values: Tensor
     scale: Tensor | None = None
@@ -39,12 +39,12 @@ class PlannedWeight:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its shape."""
+        """Shape of the constant."""
         return tuple(self.values.shape)
 
     @property
     def real(self) -> Tensor:
-        """Its values in float32."""
+        """Dequantized values, float32."""
         if self.scale is None:
             return self.values.float()
         by_axis = [-1 if k == self.axis else 1 for k in range(self.values.dim())]
@@ -53,14 +53,14 @@ class PlannedWeight:
 
 @dataclass(eq=False)
 class PlannedValue:
-    """A tensor of the region.
+    """Tensor of the region.
 
     Attributes:
-        area: where it lies.
-        rank: how many axes it has.
-        axis: which of them has the channels: the last one, or of an image perhaps the second.
-        grid: of integers that stand for floats; integers without one count for themselves.
-        step: what makes it, where it is not decided yet whether it is float; None: it is.
+        area: Memory of the tensor.
+        rank: Number of axes.
+        axis: Axis of the channels: the last one, or 1 for images (N, C, H, W).
+        grid: Grid of integers that represent floats. None for floats, and for integers that are numbers themselves.
+        step: Step that computes it, as long as it is open whether the step writes floats or integers; then None.
     """
 
     area: Area
@@ -71,7 +71,7 @@ class PlannedValue:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its shape as PyTorch has it."""
+        """Shape of PyTorch's tensor."""
         n, h, w, c = self.area.shape
         if self.rank == 4:
             return (n, c, h, w) if self.axis == 1 else (n, h, w, c)
@@ -80,12 +80,12 @@ class PlannedValue:
 
 @dataclass(eq=False)
 class PlannedHeads:
-    """A tensor whose channels are split into heads; it lies in memory as before.
+    """Tensor whose channels are split into heads. Its memory is that of the tensor before the split.
 
     Attributes:
-        joined: (N, L, heads * depth).
-        heads: how many.
-        transposed: whether it is (N, heads, L, depth), and not (N, L, heads, depth).
+        joined: Tensor (N, L, heads * depth).
+        heads: Number of heads.
+        transposed: True for (N, heads, L, depth), False for (N, L, heads, depth).
     """
 
     joined: PlannedValue
@@ -94,12 +94,12 @@ class PlannedHeads:
 
     @property
     def area(self) -> Area:
-        """Where it lies."""
+        """Memory of the joined tensor."""
         return self.joined.area
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Its shape as PyTorch has it."""
+        """Shape of PyTorch's tensor."""
         n, _, length, channels = self.joined.area.shape
         middle = (self.heads, length) if self.transposed else (length, self.heads)
         return n, *middle, channels // self.heads
@@ -107,10 +107,10 @@ class PlannedHeads:
 
 @dataclass(frozen=True)
 class OtherInput:
-    """An input of a type that steps do not compute with. Its sizes are read, or it is a mask.
+    """Input of a dtype that steps do not compute with. Its sizes may be read, and it may be a mask.
 
     Attributes:
-        index: which input.
+        index: Number of the input.
     """
 
     index: int
@@ -119,7 +119,7 @@ class OtherInput:
 
 
 def as_images(shape: Sequence[int], axis: int) -> tuple[int, int, int, int]:
-    """The (N, H, W, C) of a shape; see `PlannedValue`."""
+    """Return the (N, H, W, C) of a shape. `axis` is the axis of its channels; see `PlannedValue`."""
     if len(shape) == 4:
         n, a, b, c = shape
         return (n, b, c, a) if axis == 1 else (n, a, b, c)
@@ -129,9 +129,9 @@ def as_images(shape: Sequence[int], axis: int) -> tuple[int, int, int, int]:
     return shape[0], 1, 1, shape[1]
 
 
-def constant_of(value: Any, what: str) -> Tensor | None:
-    """A constant that an op reads, in float32; None where it has none."""
-    refuse(value is not None and not isinstance(value, PlannedWeight), f"its {what} is no constant")
+def constant_of(value: Any, name: str) -> Tensor | None:
+    """Return a constant argument of an op in float32; None if it is absent. `name` is its name in the message."""
+    refuse(value is not None and not isinstance(value, PlannedWeight), f"its {name} is no constant")
     return None if value is None else value.real
 
 
@@ -145,27 +145,31 @@ def dequantized_weight(
     packed: Any = None,
     **_: Any,
 ) -> PlannedWeight:
-    """A weight of int8 that is made float."""
-    refuse(block is not None or packed is not None or q.values.dtype != torch.int8, "its weight is not of int8")
+    """Plan the `dequantize` of an int8 weight: its values with their scale."""
+    refuse(
+        block is not None or packed is not None or q.values.dtype != torch.int8,
+        "its weight is not int8, or is grouped or packed",
+    )
     zero = zero_point.values if isinstance(zero_point, PlannedWeight) else torch.tensor(zero_point)
     refuse(bool(zero.any()), "its weight has zero points")
-    of = scale.values if isinstance(scale, PlannedWeight) else torch.tensor(float(scale))
-    return PlannedWeight(q.values, of.reshape(-1) if of.numel() > 1 else of.reshape(()), axis or 0)
+    scales = scale.values if isinstance(scale, PlannedWeight) else torch.tensor(float(scale))
+    return PlannedWeight(q.values, scales.reshape(-1) if scales.numel() > 1 else scales.reshape(()), axis or 0)
 
 
 RAW = ByteGrid(1.0, 0)
-"""Of integers that are taken for what they are."""
+"""Grid of integers that are numbers themselves."""
 
-Row = TypeVar("Row", bound=Callable[..., Any])
-ROWS: dict[str, Callable[..., Any]] = {}
-"""What computes each op, by its name: takes the plan, the op's tensors in order, and its options by name."""
+Planner = TypeVar("Planner", bound=Callable[..., Any])
+PLANNERS: dict[str, Callable[..., Any]] = {}
+"""Functions that plan each op, by its name. They take the builder, the op's tensors in order, and its options by name.
+"""
 
 
-def plans(*names: str) -> Callable[[Row], Row]:
-    """Decorator: the function below plans the ops of these names."""
+def plans(*names: str) -> Callable[[Planner], Planner]:
+    """Decorate a function that plans the ops of these names."""
 
-    def register(function: Row) -> Row:
-        ROWS.update(dict.fromkeys(names, function))
+    def register(function: Planner) -> Planner:
+        PLANNERS.update(dict.fromkeys(names, function))
         return function
 
     return register

@@ -1,4 +1,4 @@
-"""Which steps compute conversions, and ops of each element alone."""
+"""Planning of conversions and of element-wise ops."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from fxq.backends.loops.programs.step_builder import StepBuilder
 def quantize(
     plan: StepBuilder, x: Any, *, scale: Any, zero_point: Any, qmin: int, qmax: int, dtype: Any, axis: Any, block: Any
 ) -> Any:
-    refuse(not isinstance(scale, float) or dtype != torch.uint8, "it rounds to other grids than one of uint8")
-    refuse(axis is not None or block is not None, "it rounds to several grids")
+    refuse(not isinstance(scale, float) or dtype != torch.uint8, "its grid is not constant uint8")
+    refuse(axis is not None or block is not None, "its grid is not per-tensor")
     grid = ByteGrid(scale, int(zero_point), qmin, qmax)
     return replace(x, joined=plan.quantize(x.joined, grid)) if isinstance(x, PlannedHeads) else plan.quantize(x, grid)
 
@@ -31,14 +31,14 @@ def dequantize(plan: StepBuilder, x: Any, *, scale: Any, zero_point: Any, **_: A
         return replace(x, joined=dequantize(plan, x.joined, scale=scale, zero_point=zero_point))
     refuse(not isinstance(scale, float) or not isinstance(x, PlannedValue), "its grid is no constant")
     refuse(bool(x.area.is_float) or x.step is not None, "it reads no integers")
-    return replace(plan.inside(x), grid=ByteGrid(scale, int(zero_point)))
+    return replace(plan.in_arena(x), grid=ByteGrid(scale, int(zero_point)))
 
 
 @plans("add")
 def add(plan: StepBuilder, x: Any, other: Any, *, alpha: float) -> PlannedValue:
-    refuse(alpha != 1, "it multiplies what it adds")
+    refuse(alpha != 1, "its alpha is not 1")
     for value, residual in ((x, other), (other, x)):
-        if plan.adds(value, residual):
+        if plan.can_add_residual(value, residual):
             value.step.residual, value.step.residual_grid = residual.area, residual.grid
             return value
     return binary(plan, x, other, False)
@@ -46,32 +46,33 @@ def add(plan: StepBuilder, x: Any, other: Any, *, alpha: float) -> PlannedValue:
 
 @plans("mul")
 def mul(plan: StepBuilder, x: Any, other: Any) -> PlannedValue:
-    x, other = (other, x) if isinstance(x, PlannedWeight) else (x, other)
+    value, factor = (other, x) if isinstance(x, PlannedWeight) else (x, other)
     if (
-        isinstance(other, PlannedWeight)
-        and isinstance(x, PlannedValue)
-        and isinstance(x.step, ProductStep)
-        and x.step.folds
+        isinstance(factor, PlannedWeight)
+        and isinstance(value, PlannedValue)
+        and isinstance(value.step, ProductStep)
+        and value.step.can_fold_scale
     ):
-        x.step.scaled(plan.per_channel(other, x))
-        return x
-    return binary(plan, x, other, True)
+        value.step.fold_scale(plan.per_channel(factor, value))
+        return value
+    return binary(plan, value, factor, True)
 
 
 def binary(plan: StepBuilder, x: Any, y: Any, multiplies: bool) -> PlannedValue:
+    """Plan the sum or the product of two values, or of a value and a constant."""
     if isinstance(x, PlannedWeight):
         x, y = y, x
     if isinstance(y, PlannedWeight):
         x = plan.read(x)
-        made = plan.constant(y, x)
-        return plan.add(PointwiseStep, x, x=x.area, x_grid=x.grid, y=made, multiplies=multiplies)
+        constant = plan.constant(y, x)
+        return plan.add(PointwiseStep, x, x=x.area, x_grid=x.grid, y=constant, multiplies=multiplies)
     x, y = plan.read(x), plan.read(y)
     if math.prod(x.shape) < math.prod(y.shape):
         x, y = y, x
-    refuse((x.rank, x.axis) != (y.rank, y.axis), "they have their channels elsewhere")
-    same = x.area.shape == y.area.shape
-    one = y.area.shape == (x.area.shape[0], 1, 1, x.area.shape[3])
-    refuse(not same and not one, "their shapes differ")
+    refuse((x.rank, x.axis) != (y.rank, y.axis), "its operands have their channels on other axes")
+    is_same_shape = x.area.shape == y.area.shape
+    is_pixel = y.area.shape == (x.area.shape[0], 1, 1, x.area.shape[3])
+    refuse(not is_same_shape and not is_pixel, "its operands have other shapes")
     return plan.add(PointwiseStep, x, x=x.area, x_grid=x.grid, y=y.area, y_grid=y.grid, multiplies=multiplies)
 
 
@@ -100,14 +101,14 @@ def prelu(plan: StepBuilder, x: Any, weight: Any) -> PlannedValue:
     refuse(not isinstance(weight, PlannedWeight), "its slopes are no constant")
     refuse(
         weight.values.numel() > 1 and isinstance(x, PlannedValue) and x.axis != 1,
-        "its slopes are those of another axis",
+        "its slopes belong to another axis than the channels",
     )
     return plan.apply(x, Function("prelu", slope=weight.real.reshape(-1)))
 
 
 @plans("gelu")
 def gelu(plan: StepBuilder, x: Any, *, approximate: str) -> PlannedValue:
-    refuse(approximate != "none", "it is an approximation")
+    refuse(approximate != "none", "its gelu is approximate")
     return plan.apply(x, Function("gelu"))
 
 

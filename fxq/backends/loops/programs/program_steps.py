@@ -1,4 +1,4 @@
-"""The steps of a program, as they are planned; each becomes a row of numbers for the loop that runs it."""
+"""Steps of a program, as they are planned. Each becomes one or more rows of integers for the loops that run them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from types import ModuleType
 from typing import ClassVar, NamedTuple
 
@@ -13,16 +14,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fxq.backends.loops.code.step_fields import MoveField, NormField, PointwiseField, PoolField, QuantizeField
 from fxq.backends.loops.programs.areas import ABSOLUTE, LANES, Area, ByteGrid
 
 _INF = math.inf
 
 
 class Function(NamedTuple):
-    """What is computed of each result: a clamp to (low, high), or a function by its name.
+    """Function of each result: a clamp to (low, high), or a function by name.
 
     Attributes:
-        slope: of prelu, float32 of one value, or one for each channel.
+        slope: Slopes of prelu, float32 (1,) or (channels,).
     """
 
     name: str
@@ -34,45 +36,62 @@ class Function(NamedTuple):
 CLAMP = Function("clamp")
 
 
-class StepRows:
-    """What the rows of steps are made with: the loops that read them, and the constants that they point to."""
+class RowWriter:
+    """Builder of the rows of steps: it has the loops that read the rows, and keeps the constants that they point to."""
 
     def __init__(self, loops: ModuleType) -> None:
         self.loops = loops
         self.constants: list[Tensor] = []
 
     def constant(self, tensor: Tensor) -> int:
-        """The address of a tensor, which stays."""
+        """Keep a tensor, and return its address."""
         tensor = tensor.contiguous()
         self.constants.append(tensor)
         return tensor.data_ptr()
 
     def floats(self, *values: float) -> int:
-        """The address of a few float32."""
+        """Address of a few float32."""
         return self.constant(torch.tensor(values, dtype=torch.float32, device="cpu"))
 
     def grid(self, grid: ByteGrid | None) -> int:
-        """The address of what makes real values of integers: scale and shift."""
+        """Address of the scale and shift that dequantize integers: q * scale + shift."""
         return self.floats(grid.scale, -grid.zero * grid.scale) if grid is not None else self.floats(1.0, 0.0)
+
+    def row(self, code: int, fields: type[IntEnum], **values: int | Sequence[int]) -> list[int]:
+        """Row of a step: its code, then the values of its fields by their names in lower case.
+
+        Raises:
+            ValueError: The names are not those of the fields, or the values of a field do not fill its positions.
+        """
+        positions = {field_.name.lower(): field_.value for field_ in fields}
+        if positions.keys() != values.keys():
+            raise ValueError(f"{fields.__name__}: missing or unknown: {sorted(positions.keys() ^ values.keys())}")
+        row = [code]
+        for name, position in positions.items():
+            if len(row) != position:
+                raise ValueError(f"{fields.__name__}: {name} is at {position}, but {len(row)} numbers are before it")
+            value = values[name]
+            row += [int(value)] if isinstance(value, int) else map(int, value)
+        return row
 
 
 @dataclass(eq=False)
 class ProgramStep(ABC):
-    """One step.
+    """Step of a program.
 
     Attributes:
-        name: of the node that it computes.
-        out: what it writes.
-        function: what it computes of each result.
-        grid: the grid of its integers; None: it writes floats.
-        bends: whether it can compute a function of its results.
-        rounds: whether it can write its results on a grid.
-        dense: whether it can write results without room behind the channels.
+        name: Name of the node that it computes.
+        out: Area that it writes.
+        function: Function of each result.
+        grid: Grid of the integers that it writes; None if it writes floats.
+        takes_function: Whether it can compute a function of its results.
+        takes_grid: Whether it can write its results as integers on a grid.
+        writes_dense: Whether it can write to an area without room after the channels.
     """
 
-    bends: ClassVar[bool] = True
-    rounds: ClassVar[bool] = True
-    dense: ClassVar[bool] = True
+    takes_function: ClassVar[bool] = True
+    takes_grid: ClassVar[bool] = True
+    writes_dense: ClassVar[bool] = True
     name: str
     out: Area
     function: Function = CLAMP
@@ -81,14 +100,14 @@ class ProgramStep(ABC):
     @property
     @abstractmethod
     def reads(self) -> list[Area]:
-        """What it reads."""
+        """Areas that it reads."""
 
     @abstractmethod
-    def rows(self, rows: StepRows) -> list[list[int]]:
-        """Its numbers, once everything has its place: a row for each of its parts."""
+    def rows(self, writer: RowWriter) -> list[list[int]]:
+        """Rows of the step, one for each of its parts, once all areas have their offsets."""
 
     def numbers(self) -> tuple[float, float, float, float]:
-        """Two bounds, what results are multiplied with before they are rounded, and the zero point."""
+        """Lower bound, upper bound, factor and zero point of the results. With a grid, the bounds are integers."""
         if self.grid is None:
             return self.function.low, self.function.high, 1.0, 0.0
         scale, zero, qmin, qmax = self.grid
@@ -98,45 +117,50 @@ class ProgramStep(ABC):
         )
         return float(low), float(high), 1 / scale, float(zero)
 
-    def slopes(self, rows: StepRows) -> int:
-        """The address of what each of 16 results below zero is multiplied with, where that is the function."""
+    def slopes(self, writer: RowWriter) -> int:
+        """Address of the slopes of 16 channels for a prelu with one slope."""
         slope = self.function.slope
-        return rows.constant(torch.ones(LANES, dtype=torch.float32) if slope is None else slope.expand(LANES))
+        return writer.constant(torch.ones(LANES, dtype=torch.float32) if slope is None else slope.expand(LANES))
 
     def scratch(self, loops: ModuleType) -> int:
-        """Bytes of memory that it needs while it runs."""
-        return int(loops.SCRATCH) + 8 * max(area.wide for area in (*self.reads, self.out) if area.base != ABSOLUTE)
+        """Bytes of scratch memory of the step."""
+        return int(loops.SCRATCH_BYTES) + 8 * max(
+            area.pixel_stride for area in (*self.reads, self.out) if area.base != ABSOLUTE
+        )
 
-    def kind(self, rows: StepRows) -> int:
-        """The number of its function."""
-        return int(rows.loops.NAMES.index(self.function.name))
+    def kind(self, writer: RowWriter) -> int:
+        """Number of the function."""
+        return int(writer.loops.FUNCTION_NAMES.index(self.function.name))
 
 
 @dataclass(eq=False)
 class QuantizeStep(ProgramStep):
-    """Rounds an input of the program, as it lies, to a grid."""
+    """Step that quantizes an input of the program, in the memory format of the input."""
 
     x: Area = field(kw_only=True)
     strides: Callable[[], Sequence[int]] = field(kw_only=True)
-    """Of the input: (n, c, h, w), in elements. Asked for at the end, since other steps may want it laid out."""
+    """Strides of the input: sample, channel, row, pixel, in elements. Called at the end, since further steps may change
+    the format."""
 
     @property
     def reads(self) -> list[Area]:
         return [self.x]
 
-    def rows(self, rows: StepRows) -> list[list[int]]:
+    def rows(self, writer: RowWriter) -> list[list[int]]:
         assert self.grid is not None
         scale, zero, qmin, qmax = self.grid
-        numbers = rows.floats(1 / scale, zero, qmin - zero, qmax - zero)
-        return [[
-            rows.loops.QUANTIZE, *self.x.origin, *self.strides(), *self.x.shape, *self.out.origin, *self.out.strides,
-            numbers,
-        ]]  # fmt: skip
+        row = writer.row(
+            writer.loops.QUANTIZE, QuantizeField,
+            x=self.x.origin, x_strides=self.strides(), shape=self.x.shape,
+            out=self.out.origin, out_strides=self.out.byte_strides,
+            grid=writer.floats(1 / scale, zero, qmin - zero, qmax - zero),
+        )  # fmt: skip
+        return [row]
 
 
 @dataclass(eq=False)
 class PointwiseStep(ProgramStep):
-    """A function of each element of a value, or of two, which may have one pixel for all."""
+    """Step that computes a function of each element of one value, or of two. The second may have one pixel for all."""
 
     x: Area = field(kw_only=True)
     x_grid: ByteGrid | None = field(kw_only=True)
@@ -150,36 +174,39 @@ class PointwiseStep(ProgramStep):
 
     @property
     def is_conversion(self) -> bool:
-        """Whether it does nothing but write a value in another type."""
+        """Whether the step only converts a value to another type."""
         return self.y is None and self.function == CLAMP
 
-    def rows(self, rows: StepRows) -> list[list[int]]:
+    def rows(self, writer: RowWriter) -> list[list[int]]:
         samples, high, broad, channels = self.x.shape
-        out, read, period = self.out, list[int](), 0
-        for area, grid in ((self.x, self.x_grid), (self.y or self.x, self.y_grid)):
+        out, inputs, period = self.out, dict[str, int | Sequence[int]](), 0
+        for name, area, grid in (("x", self.x, self.x_grid), ("y", self.y or self.x, self.y_grid)):
             is_constant = area.base == ABSOLUTE
             is_pixel = is_constant or area.shape[1:3] != (high, broad)
-            steps = [0 if is_constant else area.strides[0], 0, 0] if is_pixel else area.strides
-            read += [*area.origin, *steps, int(bool(area.is_float)), rows.grid(grid)]
-            period = out.wide if is_pixel else period
-        whole = all(area.whole is None and area.wide == out.wide for area in (*self.reads, out))
-        whole = whole and period <= rows.loops.CHUNK
-        run = [samples, high, 1, broad * out.wide] if whole else [samples, high, broad, channels]
-        numbers = rows.floats(*self.numbers())
-        count = 1 if self.y is None else 2 + self.multiplies
-        bare = self.function == CLAMP or (self.grid is not None and self.function.name == "clamp")
-        kind = rows.loops.NOTHING if bare else self.kind(rows)
-        return [[
-            rows.loops.POINTWISE, *read, *out.origin, *out.strides, *run, count, kind,
-            self.slopes(rows), numbers, int(bool(out.is_float)), period if whole else 0,
-        ]]  # fmt: skip
+            inputs[name], inputs[f"{name}_grid"] = area.origin, writer.grid(grid)
+            inputs[f"{name}_is_float"] = bool(area.is_float)
+            inputs[f"{name}_strides"] = (
+                [0 if is_constant else area.byte_strides[0], 0, 0] if is_pixel else area.byte_strides
+            )
+            period = out.pixel_stride if is_pixel else period
+        in_rows = all(area.parent is None and area.pixel_stride == out.pixel_stride for area in (*self.reads, out))
+        in_rows = in_rows and period <= writer.loops.CHUNK
+        is_plain = self.function == CLAMP or (self.grid is not None and self.function.name == "clamp")
+        row = writer.row(
+            writer.loops.POINTWISE, PointwiseField, **inputs, out=out.origin, out_strides=out.byte_strides,
+            runs=[samples, high, 1, broad * out.pixel_stride] if in_rows else [samples, high, broad, channels],
+            operation=1 if self.y is None else 2 + self.multiplies,
+            function=writer.loops.NO_FUNCTION if is_plain else self.kind(writer), slope=self.slopes(writer),
+            numbers=writer.floats(*self.numbers()), to_floats=bool(out.is_float), period=period if in_rows else 0,
+        )  # fmt: skip
+        return [row]
 
 
 @dataclass(eq=False)
 class PoolStep(ProgramStep):
-    """The largest value of windows, or their mean."""
+    """Step that computes the maximum of windows, or their mean."""
 
-    bends: ClassVar[bool] = False
+    takes_function: ClassVar[bool] = False
     x: Area = field(kw_only=True)
     x_grid: ByteGrid | None = field(kw_only=True)
     kernel: tuple[int, int] = field(kw_only=True)
@@ -192,22 +219,25 @@ class PoolStep(ProgramStep):
     def reads(self) -> list[Area]:
         return [self.x]
 
-    def rows(self, rows: StepRows) -> list[list[int]]:
+    def rows(self, writer: RowWriter) -> list[list[int]]:
         scale, zero = (1.0, 0) if self.x_grid is None else self.x_grid[:2]
-        numbers = rows.floats(*self.numbers(), scale, zero)
-        _, high, broad, _ = self.x.shape
-        return [[
-            rows.loops.POOL, *self.x.origin, *self.x.strides, *self.out.origin, *self.out.strides, *self.out.shape,
-            *self.kernel, *self.stride, *self.padding, high, broad, int(self.takes_mean), int(self.counts_padding),
-            numbers, int(bool(self.out.is_float)), int(bool(self.x.is_float)),
-        ]]  # fmt: skip
+        row = writer.row(
+            writer.loops.POOL, PoolField,
+            x=self.x.origin, x_strides=self.x.byte_strides,
+            out=self.out.origin, out_strides=self.out.byte_strides, shape=self.out.shape,
+            kernel=self.kernel, stride=self.stride, padding=self.padding, x_size=self.x.shape[1:3],
+            takes_mean=self.takes_mean, counts_padding=self.counts_padding,
+            numbers=writer.floats(*self.numbers(), scale, zero),
+            to_floats=bool(self.out.is_float), x_is_float=bool(self.x.is_float),
+        )  # fmt: skip
+        return [row]
 
 
 @dataclass(eq=False)
 class NormStep(ProgramStep):
-    """Each pixel's channels with the mean 0 and the variance 1, times a weight plus a bias, float32 (C,)."""
+    """Step that normalizes the channels of each pixel, times a weight plus a bias, float32 (C,)."""
 
-    bends: ClassVar[bool] = False
+    takes_function: ClassVar[bool] = False
     x: Area = field(kw_only=True)
     x_grid: ByteGrid | None = field(kw_only=True)
     weight: Tensor = field(kw_only=True)
@@ -218,43 +248,47 @@ class NormStep(ProgramStep):
     def reads(self) -> list[Area]:
         return [self.x]
 
-    def rows(self, rows: StepRows) -> list[list[int]]:
+    def rows(self, writer: RowWriter) -> list[list[int]]:
         room = -len(self.weight) % LANES
-        return [[
-            rows.loops.NORM, *self.x.origin, *self.x.strides, int(bool(self.x.is_float)),
-            rows.grid(self.x_grid), *self.out.origin, *self.out.strides, *self.x.shape,
-            rows.constant(F.pad(self.weight, (0, room))), rows.constant(F.pad(self.bias, (0, room))),
-            rows.floats(self.eps), rows.floats(*self.numbers()), int(bool(self.out.is_float)),
-        ]]  # fmt: skip
+        row = writer.row(
+            writer.loops.NORM, NormField,
+            x=self.x.origin, x_strides=self.x.byte_strides, x_is_float=bool(self.x.is_float),
+            x_grid=writer.grid(self.x_grid),
+            out=self.out.origin, out_strides=self.out.byte_strides, shape=self.x.shape,
+            weight=writer.constant(F.pad(self.weight, (0, room))), bias=writer.constant(F.pad(self.bias, (0, room))),
+            eps=writer.floats(self.eps), numbers=writer.floats(*self.numbers()), to_floats=bool(self.out.is_float),
+        )  # fmt: skip
+        return [row]
 
 
 @dataclass(eq=False)
 class MoveStep(ProgramStep):
-    """The same values in another order.
+    """Step that copies values to another order.
 
     Attributes:
-        x: what it reads; with heads (N, 1, L, C).
-        by: of what is written, the elements from a row, pixel and channel of what is read to the next.
-        heads: how many parts of a pixel's channels count as so many rows of what is read; 1: none.
+        x: Area that it reads; with heads (N, 1, L, C).
+        out_strides: Elements of the result from a row, pixel and channel of the input to the next.
+        heads: Number of parts of the channels that count as rows of the input; 1 for none.
     """
 
-    bends: ClassVar[bool] = False
-    rounds: ClassVar[bool] = False
+    takes_function: ClassVar[bool] = False
+    takes_grid: ClassVar[bool] = False
     x: Area = field(kw_only=True)
-    by: Callable[[Area], tuple[int, int, int]] = field(kw_only=True)
+    out_strides: Callable[[Area], tuple[int, int, int]] = field(kw_only=True)
     heads: int = 1
 
     @property
     def reads(self) -> list[Area]:
         return [self.x]
 
-    def rows(self, rows: StepRows) -> list[list[int]]:
+    def rows(self, writer: RowWriter) -> list[list[int]]:
         samples, high, broad, channels = self.x.shape
         depth, x = channels // self.heads, self.x
-        strides, counts = [x.sample, x.pitch, x.wide], [samples, high, broad, channels]
+        strides, shape = [x.sample_stride, x.row_stride, x.pixel_stride], [samples, high, broad, channels]
         if self.heads > 1:
-            strides, counts = [x.sample, depth, x.wide], [samples, self.heads, broad, depth]
-        return [[
-            rows.loops.MOVE, *x.origin, *strides, *self.out.origin, self.out.sample, *self.by(self.out), *counts,
-            x.size,
-        ]]  # fmt: skip
+            strides, shape = [x.sample_stride, depth, x.pixel_stride], [samples, self.heads, broad, depth]
+        row = writer.row(
+            writer.loops.MOVE, MoveField, x=x.origin, x_strides=strides, out=self.out.origin,
+            out_strides=[self.out.sample_stride, *self.out_strides(self.out)], shape=shape, item_size=x.size,
+        )  # fmt: skip
+        return [row]

@@ -1,4 +1,4 @@
-"""A program: the steps of a region, for inputs of one kind, and the memory that each thread runs it in."""
+"""Program of a region: its steps for inputs of one kind, and the memory that each thread runs it in."""
 
 from __future__ import annotations
 
@@ -16,71 +16,71 @@ import fxq.backends.loops.programs.attention_ops
 import fxq.backends.loops.programs.image_ops
 import fxq.backends.loops.programs.layer_ops
 import fxq.backends.loops.programs.pointwise_ops
-import fxq.backends.loops.programs.view_ops  # noqa: F401  (register what computes each op)
-from fxq.backends.loops.programs.areas import ARENA, GIVEN, SCRATCH, laid_out
+import fxq.backends.loops.programs.view_ops  # noqa: F401  (register the planners)
+from fxq.backends.loops.programs.areas import ARENA, EXTERNAL, SCRATCH, lay_out
 from fxq.backends.loops.programs.plan import ProgramPlan, planned
 from fxq.backends.loops.programs.planned_values import PlannedHeads, PlannedValue
-from fxq.backends.loops.programs.program_steps import ProgramStep, StepRows
+from fxq.backends.loops.programs.program_steps import ProgramStep, RowWriter
 
 
 class RegionProgram:
-    """Runs a region for inputs of one kind.
+    """Program that runs a region for inputs of one kind.
 
     Args:
-        loops: compiled functions, `fxq.backends.loops.code.program_loops`.
-        gm: the region in qdq form.
-        inputs: those that it was made for, float32 or uint8.
-        last: which of them are images that lie channels-last. Then so do those that it returns.
+        loops: Compiled functions, `fxq.backends.loops.code.program_loops`.
+        gm: Region in qdq form.
+        inputs: Example inputs, float32 or uint8.
+        last: Which inputs are images in channels-last format. If any is, the images that it returns are, too.
 
     Raises:
-        NotPlannedError: a node of it has no step.
+        NotPlannedError: No step computes a node.
     """
 
     def __init__(self, loops: ModuleType, gm: fx.GraphModule, inputs: Sequence[Tensor], last: Sequence[bool]) -> None:
-        given = [x.contiguous(memory_format=_FORMATS[image]) for x, image in zip(inputs, last, strict=True)]
+        formatted = [x.contiguous(memory_format=_FORMATS[image]) for x, image in zip(inputs, last, strict=True)]
         with torch.device("cpu"):
-            self._make(loops, planned(gm, given))
-        self._count, self._last = len(given), any(last)
+            self._make(loops, planned(gm, formatted))
+        self._count, self._last = len(formatted), any(last)
         self._thread = threading.local()
 
     def _make(self, loops: ModuleType, plan: ProgramPlan) -> None:
-        """Lay out memory, and write the steps down."""
+        """Lay out memory, and write the rows of the steps."""
         self.plan = plan
         for i, step in reversed(list(enumerate(plan.steps))):
-            step.out.root.first = i
+            step.out.root.first_step = i
             for area in (step.out.root, *(read.root for read in step.reads)):
-                area.last = max(area.last, i)
-        self._arena = laid_out(step.out for step in plan.steps if step.out.base == ARENA)
-        rows = StepRows(loops)
-        made = [(step, row) for step in plan.steps for row in step.rows(rows)]
-        self._steps = [step for step, _ in made]
-        self._rows = torch.zeros(len(made), loops.WIDTH, dtype=torch.int64)
-        for i, (_, row) in enumerate(made):
+                area.last_step = max(area.last_step, i)
+        self._arena = lay_out(step.out for step in plan.steps if step.out.base == ARENA)
+        writer = RowWriter(loops)
+        step_rows = [(step, row) for step in plan.steps for row in step.rows(writer)]
+        self._steps = [step for step, _ in step_rows]
+        self._rows = torch.zeros(len(step_rows), loops.MAX_STEP_FIELDS, dtype=torch.int64)
+        for i, (_, row) in enumerate(step_rows):
             self._rows[i, : len(row)] = torch.tensor(row, dtype=torch.int64)
-        self._constants, self._loops = [*rows.constants, *plan.constants], loops
+        self._constants, self._loops = [*writer.constants, *plan.constants], loops
         self._scratch = max((step.scratch(loops) for step in plan.steps), default=0)
 
     def _for_thread(self) -> Callable[..., Any]:
-        """A function of the inputs, for one thread. What it needs it has at hand."""
+        """Return the program as a function of the inputs, with memory for one thread."""
         with torch.inference_mode(False):
             memory = torch.zeros(self._arena.nbytes + self._scratch + 128, dtype=torch.uint8, device="cpu")
             offset = -memory.data_ptr() % 64
             for start, count, value in self._arena.filled:
                 memory[offset + start : offset + start + count] = value
-            count = GIVEN + self._count + len(self.plan.outputs)
+            count = EXTERNAL + self._count + len(self.plan.outputs)
             bases = torch.zeros(count, dtype=torch.int64, device="cpu")
             bases[ARENA] = memory.data_ptr() + offset
             bases[SCRATCH] = bases[ARENA] + -(-self._arena.nbytes // 64) * 64
-        run, steps, many, where = self._loops.run, self._rows.data_ptr(), len(self._rows), bases.data_ptr()
-        reads = [(GIVEN + i, self.plan.format(i)) for i in range(self._count)]
-        makes = [
-            (GIVEN + self._count + k, *_strided(value), torch.empty((), dtype=dtype, device="cpu").new_empty_strided)
+        run, steps, row_count, base_address = self._loops.run, self._rows.data_ptr(), len(self._rows), bases.data_ptr()
+        reads = [(EXTERNAL + i, self.plan.format(i)) for i in range(self._count)]
+        outputs = [
+            (EXTERNAL + self._count + k, *_strided(value), torch.empty((), dtype=dtype, device="cpu").new_empty_strided)
             for k, value in enumerate(self.plan.outputs)
             for dtype in [torch.float32 if value.area.is_float else torch.uint8]
         ]
-        addresses, several = bases.numpy(), self.plan.several
+        addresses, returns_tuple = bases.numpy(), self.plan.returns_tuple
         images = [y for y in self.plan.outputs if isinstance(y, PlannedValue) and y.rank == 4 and y.axis == 1]
-        turns = bool(images) and not self._last
+        makes_contiguous = bool(images) and not self._last
 
         def call(inputs: Sequence[Tensor], held: list[Tensor] | None = None) -> Any:
             alive, values = [], []
@@ -88,14 +88,14 @@ class RegionProgram:
                 x = (x.detach() if x.requires_grad else x).contiguous(memory_format=form).resolve_neg()
                 alive.append(x)
                 addresses[i] = x.data_ptr()
-            for i, shape, strides, empty in makes:
+            for i, shape, strides, empty in outputs:
                 values.append(empty(shape, strides))
                 addresses[i] = values[-1].data_ptr()
-            run(steps, many, where)
+            run(steps, row_count, base_address)
             if held is not None:
                 held += [*alive, *values]
-            values = [y.contiguous() for y in values] if turns else values
-            return tuple(values) if several else values[0]
+            values = [y.contiguous() for y in values] if makes_contiguous else values
+            return tuple(values) if returns_tuple else values[0]
 
         call.keeps = memory, self._rows, self._constants  # type: ignore[attr-defined]  # the addresses are theirs
         call.bases = bases  # type: ignore[attr-defined]
@@ -109,30 +109,34 @@ class RegionProgram:
         return call(inputs)
 
     def timed(self, inputs: Sequence[Tensor], rounds: Iterable[object]) -> list[tuple[ProgramStep, float]]:
-        """Its steps, and the microseconds that each takes: the least of some rounds."""
+        """Time each step in microseconds: the shortest of several rounds."""
         self(*inputs)
-        held: list[Tensor] = []  # else what is written and read would be gone
+        held: list[Tensor] = []  # keeps inputs and outputs alive
         self._thread.call(inputs, held)
-        bases, first, width = self._thread.call.bases.data_ptr(), self._rows.data_ptr(), 8 * self._loops.WIDTH
+        bases, first, width = self._thread.call.bases.data_ptr(), self._rows.data_ptr(), 8 * self._loops.MAX_STEP_FIELDS
         count = len(self._rows)
-        least = [math.inf] * (count + 1)  # the last one of nothing
+        shortest = [math.inf] * (count + 1)  # the last one is an empty call
         for _ in rounds:
             for i in range(count + 1):
                 start = time.perf_counter()
                 self._loops.run(first + (i % count) * width, int(i < count), bases)
-                least[i] = min(least[i], time.perf_counter() - start)
-        return [(step, 1e6 * max(t - least[-1], 0.0)) for step, t in zip(self._steps, least, strict=False)]
+                shortest[i] = min(shortest[i], time.perf_counter() - start)
+        return [(step, 1e6 * max(t - shortest[-1], 0.0)) for step, t in zip(self._steps, shortest, strict=False)]
 
 
 _FORMATS = {True: torch.channels_last, False: torch.contiguous_format}
 
 
 def _strided(value: PlannedValue | PlannedHeads) -> tuple[Sequence[int], Sequence[int]]:
-    """The shape and strides of an output, whose pixels lie one behind the other."""
+    """Shape and strides of an output without gaps between pixels."""
     if isinstance(value, PlannedHeads):
         _, length, channels = value.joined.shape
-        head, place = channels // value.heads, channels
-        return value.shape, (length * channels, *((head, place) if value.transposed else (place, head)), 1)
+        head_stride, length_stride = channels // value.heads, channels
+        return value.shape, (
+            length * channels,
+            *((head_stride, length_stride) if value.transposed else (length_stride, head_stride)),
+            1,
+        )
     _, h, w, c = value.area.shape
     by_axis = {4: (h * w * c, w * c, c, 1), 3: (w * c, c, 1), 2: (c, 1)}[value.rank]
     return value.shape, (by_axis[0], 1, *by_axis[1:3]) if value.rank == 4 and value.axis == 1 else by_axis

@@ -1,4 +1,4 @@
-"""What computes ops makes steps with: values that become steps, inputs, and what is decided of values once."""
+"""Builder of the steps of a program: inputs, new steps, and the choice of integers or floats for each value."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fxq.backends.loops.programs.areas import ABSOLUTE, ARENA, GIVEN, LANES, Area, ByteGrid
+from fxq.backends.loops.programs.areas import ABSOLUTE, ARENA, EXTERNAL, LANES, Area, ByteGrid
 from fxq.backends.loops.programs.layer_steps import ProductStep
 from fxq.backends.loops.programs.planned_values import (
     RAW,
@@ -34,40 +34,41 @@ from fxq.backends.loops.programs.program_steps import (
 
 
 class StepBuilder:
-    """The steps of a program, and its inputs.
+    """Builder of the steps of a program.
 
     Args:
-        inputs: what it takes, of which shapes and dtypes count, and whether an image lies channels-last.
-        axes: of each input, which axis has the channels.
-        trial: whether layers count as layers on integers that are none yet: it cannot run then.
+        inputs: Example inputs: shapes, dtypes and channels-last formats count, not values.
+        axes: Channel axis of each input.
+        trial: Whether float layers are planned as integer layers, to try a node out before it is quantized. Such a
+            program cannot run.
 
     Attributes:
-        steps: in order.
-        constants: what steps read where it lies.
-        scope: the node that further steps compute.
+        steps: Steps in order.
+        constants: Tensors that steps read by address.
+        scope: Name of the node that new steps compute.
     """
 
     def __init__(self, inputs: Sequence[Tensor], axes: Sequence[int], trial: bool) -> None:
         self.steps: list[ProgramStep] = []
         self.constants: list[Tensor] = []
         self.scope = ""
-        self._given, self._axes, self._trial = inputs, axes, trial
-        self._read: set[int] = set()  # inputs that steps read as they are
+        self._inputs, self._axes, self._trial = inputs, axes, trial
+        self._in_pixel_order: set[int] = set()  # inputs that steps read pixel by pixel
 
     # ---- inputs
 
-    def given_as(self, i: int, is_float: bool) -> PlannedValue:
-        """An input as floats, or as bytes."""
-        rank, axis = self._given[i].dim(), self._axes[i]
-        shape = as_images(self._given[i].shape, axis)
-        return PlannedValue(Area(shape, is_float, room=shape[3], base=GIVEN + i), rank, axis)
+    def input_as(self, i: int, is_float: bool) -> PlannedValue:
+        """Return input `i` as floats or as bytes."""
+        rank, axis = self._inputs[i].dim(), self._axes[i]
+        shape = as_images(self._inputs[i].shape, axis)
+        return PlannedValue(Area(shape, is_float, room=shape[3], base=EXTERNAL + i), rank, axis)
 
     def mask(self, x: Any) -> PlannedValue | None:
-        """A mask of attention: float32, or bytes that are 0 where it is False; None where there is none."""
+        """Return a mask of attention: float32, or bytes that are 0 where it is False; None where there is none."""
         if x is None or (isinstance(x, PlannedValue) and self.read(x).area.is_float):
             return x
         if isinstance(x, OtherInput) and x.dtype == torch.bool:
-            return self.given_as(x.index, False)
+            return self.input_as(x.index, False)
         refuse(not isinstance(x, PlannedWeight), "its mask is neither bool nor float32")
         values = x.values
         if values.dtype == torch.bool:
@@ -78,41 +79,45 @@ class StepBuilder:
         area = Area(shape, True, room=shape[3], base=ABSOLUTE, offset=self.constants[-1].data_ptr())
         return PlannedValue(area, values.dim(), values.dim() - 1)
 
-    def reads(self, area: Area) -> None:
-        """A step reads an area; of an input, the channels of a pixel lie side by side then."""
-        if area.base >= GIVEN:
-            self._read.add(area.base - GIVEN)
+    def note_read(self, area: Area) -> None:
+        """Note that a step reads an area by pixel: in an input, the channels of a pixel must be side by side then."""
+        if area.base >= EXTERNAL:
+            self._in_pixel_order.add(area.base - EXTERNAL)
 
     def format(self, i: int) -> torch.memory_format:
-        """How steps read an input: an image in the order of its pixels, or as that lies which this was made for."""
-        given = self._given[i]
-        last = self._axes[i] == 1 if i in self._read else not given.is_contiguous()
-        return torch.channels_last if last and given.dim() == 4 else torch.contiguous_format
+        """Memory format that steps read an input in: by pixel, or that of the example."""
+        example = self._inputs[i]
+        last = self._axes[i] == 1 if i in self._in_pixel_order else not example.is_contiguous()
+        return torch.channels_last if last and example.dim() == 4 else torch.contiguous_format
 
     def _strides(self, i: int) -> Sequence[int]:
-        """Elements of an input from a sample, channel, row and pixel to the next."""
-        by = self._given[i].contiguous(memory_format=self.format(i)).stride()
-        if len(by) == 4:
-            return by if self._axes[i] == 1 else (by[0], by[3], by[1], by[2])
-        return (by[0], by[2], 0, by[1]) if len(by) == 3 else (by[0], by[1], 0, 0)
+        """Strides of an input, sample, channel, row and pixel, in elements."""
+        strides = self._inputs[i].contiguous(memory_format=self.format(i)).stride()
+        if len(strides) == 4:
+            return strides if self._axes[i] == 1 else (strides[0], strides[3], strides[1], strides[2])
+        return (strides[0], strides[2], 0, strides[1]) if len(strides) == 3 else (strides[0], strides[1], 0, 0)
 
     # ---- steps
 
     def add(
-        self, kind: type[ProgramStep], like: PlannedValue, shape: tuple[int, int, int, int] | None = None, **about: Any
+        self,
+        kind: type[ProgramStep],
+        like: PlannedValue,
+        shape: tuple[int, int, int, int] | None = None,
+        **attributes: Any,
     ) -> PlannedValue:
-        """A further step, and the value that it makes, of the axes of another one."""
+        """Add a step, and return the value that it computes, with the axes of `like`."""
         area = Area(shape or like.area.shape)
-        step = kind(self.scope, area, **about)
+        step = kind(self.scope, area, **attributes)
         self.steps.append(step)
         for read in step.reads:
-            refuse(read.is_float is None, "it reads what is not decided")
+            refuse(read.is_float is None, "it reads a value that is neither float nor integer yet")
             if kind is not QuantizeStep:
-                self.reads(read)
+                self.note_read(read)
         return PlannedValue(area, like.rank, like.axis, None, step)
 
     def settle(self, value: PlannedValue, grid: ByteGrid | None) -> PlannedValue:
-        """Decide how a value is written: as integers on a grid, or as floats; once."""
+        """Decide once how a value is written: as integers on a grid, or as floats if `grid` is None."""
         if value.step is not None:
             value.step.grid, value.area = grid, value.step.out
             value.area.is_float = grid is None
@@ -120,23 +125,26 @@ class StepBuilder:
         return value
 
     def read(self, value: Any) -> PlannedValue:
-        """A value that a step reads, as integers with a grid or floats."""
+        """Return a value that a step reads as floats, or as integers with a grid."""
         refuse(isinstance(value, PlannedHeads), "it reads values that are split into heads")
-        refuse(not isinstance(value, PlannedValue), "it reads what is no tensor that it computes")
+        refuse(not isinstance(value, PlannedValue), "it reads a value that the region does not compute")
         self.settle(value, None)
         refuse(not value.area.is_float and value.grid is None, "it computes with integers")
         return value
 
     def integers(self, x: Any) -> PlannedValue:
-        """A value that counts as the integers that it is, or that stands for floats on a grid."""
-        refuse(not isinstance(x, PlannedValue) or x.step is not None, "it reads what is no tensor, or not decided")
+        """Return a value as integers, which may represent floats on a grid."""
+        refuse(
+            not isinstance(x, PlannedValue) or x.step is not None,
+            "it reads no tensor, or a value that is neither float nor integer yet",
+        )
         if self._trial and x.area.is_float:
             return self.quantize(x, RAW)
         refuse(bool(x.area.is_float), "it reads no integers")
-        return self.inside(x)
+        return self.in_arena(x)
 
-    def layer(self, x: Any, weight: Any) -> tuple[PlannedValue, PlannedWeight]:
-        """What a layer reads: integers and an int8 weight with its scale; or floats, and its weight in any form."""
+    def layer_inputs(self, x: Any, weight: Any) -> tuple[PlannedValue, PlannedWeight]:
+        """Return input and weight of a layer: integers and an int8 weight with its scale, or floats and any weight."""
         refuse(not isinstance(weight, PlannedWeight), "its weight is no constant")
         x = self.read(x)
         if self._trial:
@@ -144,96 +152,105 @@ class StepBuilder:
             weight = (
                 weight if weight.scale is not None else PlannedWeight(weight.values.to(torch.int8), torch.tensor(1.0))
             )
-        refuse(not x.area.is_float and weight.scale is None, "its weight is in float")
+        refuse(not x.area.is_float and weight.scale is None, "its weight is float")
         return x, weight
 
-    def inside(self, value: PlannedValue) -> PlannedValue:
-        """The same in the memory of the program, if it was given."""
-        if value.area.base < GIVEN:
+    def in_arena(self, value: PlannedValue) -> PlannedValue:
+        """Return the value in the memory of the program; an input is copied."""
+        if value.area.base < EXTERNAL:
             return value
         raw = None if value.area.is_float else RAW
-        made = self.settle(self.add(PointwiseStep, value, x=value.area, x_grid=raw), raw)
-        made.grid = value.grid
-        return made
+        copied = self.settle(self.add(PointwiseStep, value, x=value.area, x_grid=raw), raw)
+        copied.grid = value.grid
+        return copied
 
     def per_channel(self, weight: PlannedWeight, like: PlannedValue) -> Tensor:
-        """A constant of a number for each channel of a value, or of one for all: float32 (C,)."""
+        """Return a constant with one number for each channel of a value, or one for all, as float32 (C,)."""
         real = weight.real
-        refuse(weight.scale is None and weight.values.dtype != torch.float32, "a constant of it is not in float32")
+        refuse(weight.scale is None and weight.values.dtype != torch.float32, "its constant is not float32")
         shape = [1] * (like.rank - real.dim()) + list(real.shape)
-        refuse(len(shape) != like.rank or any(n != 1 for k, n in enumerate(shape) if k != like.axis), "it varies")
-        refuse(real.numel() not in (1, like.area.shape[3]), "its shape is larger")
+        refuse(
+            len(shape) != like.rank or any(n != 1 for k, n in enumerate(shape) if k != like.axis),
+            "its constant varies along other axes than the channels",
+        )
+        refuse(real.numel() not in (1, like.area.shape[3]), "its constant has more channels")
         return real.reshape(-1).expand(like.area.shape[3])
 
     def constant(self, weight: PlannedWeight, like: PlannedValue) -> Area:
-        """The same as a pixel of each sample."""
-        made = self.per_channel(weight, like)
-        self.constants.append(F.pad(made, (0, -len(made) % LANES)).contiguous())
+        """Area of a constant with one number for each channel of a value, stored as one pixel of each sample."""
+        numbers = self.per_channel(weight, like)
+        self.constants.append(F.pad(numbers, (0, -len(numbers) % LANES)).contiguous())
         samples = like.area.shape[0]
-        return Area((samples, 1, 1, len(made)), True, base=ABSOLUTE, offset=self.constants[-1].data_ptr())
+        return Area((samples, 1, 1, len(numbers)), True, base=ABSOLUTE, offset=self.constants[-1].data_ptr())
 
     def apply(self, value: Any, function: Function) -> PlannedValue:
-        """A function of each element: by the step that makes it, where that computes none yet."""
+        """Apply a function to each element, in the step that computes the value if that has no function yet."""
         refuse(isinstance(value, PlannedHeads), "it reads values that are split into heads")
-        refuse(not isinstance(value, PlannedValue), "it reads what is no tensor that it computes")
+        refuse(not isinstance(value, PlannedValue), "it reads a value that the region does not compute")
         per_channel = function.slope is not None and function.slope.numel() > 1
         step = value.step
         if (
             step is not None
             and step.function == CLAMP
-            and step.bends
+            and step.takes_function
             and (isinstance(step, ProductStep) or not per_channel)
         ):
             step.function = function
             return value
         refuse(per_channel, "its slopes differ, and no layer is before it")
         x = self.read(value)
-        made = self.add(PointwiseStep, x, x=x.area, x_grid=x.grid)
-        assert made.step is not None
-        made.step.function = function
-        return made
+        applied = self.add(PointwiseStep, x, x=x.area, x_grid=x.grid)
+        assert applied.step is not None
+        applied.step.function = function
+        return applied
 
-    def adds(self, value: Any, residual: Any) -> bool:
-        """Whether the layer that makes a value can add integers: they are there before it runs."""
+    def can_add_residual(self, value: Any, residual: Any) -> bool:
+        """Whether the layer that computes a value can add integers, `residual`: they must exist before it runs."""
         if not isinstance(value, PlannedValue) or not isinstance(residual, PlannedValue) or value.step is None:
             return False
         step, area = value.step, residual.area
-        alike = value.area.shape == area.shape and (value.rank, value.axis) == (residual.rank, residual.axis)
-        known = residual.step is None and residual.grid is not None and area.base == ARENA
-        later = self.steps[self.steps.index(step) :]
-        free = isinstance(step, ProductStep) and step.folds and not any(other.out.root is area.root for other in later)
-        return alike and known and free
+        is_same_shape = value.area.shape == area.shape and (value.rank, value.axis) == (residual.rank, residual.axis)
+        is_settled = residual.step is None and residual.grid is not None and area.base == ARENA
+        following = self.steps[self.steps.index(step) :]
+        is_before = (
+            isinstance(step, ProductStep)
+            and step.can_fold_scale
+            and not any(later_step.out.root is area.root for later_step in following)
+        )
+        return is_same_shape and is_settled and is_before
 
-    def moved(
+    def move(
         self,
         x: PlannedValue,
         rank: int,
         shape: tuple[int, int, int, int],
-        by: Callable[[Area], tuple[int, int, int]],
+        out_strides: Callable[[Area], tuple[int, int, int]],
         heads: int = 1,
     ) -> PlannedValue:
-        """The same values elsewhere, their channels last; see `MoveStep`."""
+        """Copy values to a new order with their channels last; see `MoveStep`."""
         self.settle(x, None)
-        made = self.add(MoveStep, replace(x, rank=rank, axis=rank - 1), shape, x=x.area, by=by, heads=heads)
+        moved = self.add(
+            MoveStep, replace(x, rank=rank, axis=rank - 1), shape, x=x.area, out_strides=out_strides, heads=heads
+        )
         if not x.area.is_float:
-            self.settle(made, RAW).grid = x.grid
-        return made
+            self.settle(moved, RAW).grid = x.grid
+        return moved
 
     def copy(self, area: Area, to: Area) -> None:
-        """Write integers to another place, too."""
+        """Add a step that copies integers to another area."""
         self.steps.append(PointwiseStep(self.scope, to, grid=RAW, x=area, x_grid=RAW))
 
     def quantize(self, value: Any, grid: ByteGrid) -> PlannedValue:
-        """A value rounded to a grid."""
-        refuse(not isinstance(value, PlannedValue), "it reads what is no tensor that it computes")
-        if value.step is not None and value.step.rounds:
+        """Quantize a value to a grid, in the step that computes it if that can."""
+        refuse(not isinstance(value, PlannedValue), "it reads a value that the region does not compute")
+        if value.step is not None and value.step.takes_grid:
             return self.settle(value, grid)
         self.settle(value, None)
         area = value.area
-        if area.base >= GIVEN and area.is_float:
-            made = self.add(QuantizeStep, value, x=area, strides=partial(self._strides, area.base - GIVEN))
+        if area.base >= EXTERNAL and area.is_float:
+            quantized = self.add(QuantizeStep, value, x=area, strides=partial(self._strides, area.base - EXTERNAL))
             if area.shape[3] < LANES:
-                made.area.room = area.shape[3]  # so that windows of few channels are runs
-            return self.settle(made, grid)
+                quantized.area.room = area.shape[3]  # without gaps, windows of few channels are runs
+            return self.settle(quantized, grid)
         x = self.read(value)
         return self.settle(self.add(PointwiseStep, x, x=x.area, x_grid=x.grid), grid)

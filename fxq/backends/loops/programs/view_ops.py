@@ -1,4 +1,4 @@
-"""Ops that give values another shape, or a part of them: most take no step, since the values stay where they are."""
+"""Planning of ops that change shapes or take parts. Most need no step, since values stay in their memory."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ def flatten(plan: StepBuilder, x: Any, *, start_dim: int, end_dim: int) -> Plann
     axes = start_dim % len(x.shape), end_dim % len(x.shape)
     is_image = isinstance(x, PlannedValue) and x.rank == 4 and x.axis == 1
     if isinstance(x, PlannedHeads) or (len(x.shape) == 4 and axes == (2, 3) and not is_image):
-        refuse(axes != (2, 3), "it joins other axes than those of heads")
+        refuse(axes != (2, 3), "it joins other axes than heads and their depth")
         return heads_of(plan, x, transposed=False).joined
     refuse(not is_image, "its input is no image")
-    refuse(axes != (1, 3), "it joins other axes than those of a sample")
+    refuse(axes != (1, 3), "it does not join all axes of a sample")
     n, h, w, c = x.area.shape
     if (h, w) == (1, 1):
         plan.settle(x, None)
         return PlannedValue(x.area, 2, 1, x.grid)
-    return plan.moved(x, 2, (n, 1, 1, c * h * w), lambda _: (w, 1, h * w))
+    return plan.move(x, 2, (n, 1, 1, c * h * w), lambda _: (w, 1, h * w))
 
 
 @plans("unflatten")
@@ -38,7 +38,7 @@ def unflatten(plan: StepBuilder, x: Any, *, dim: int, sizes: Sequence[Any]) -> P
 
 @plans("reshape")
 def reshape(plan: StepBuilder, x: Any, *, shape: Sequence[Any]) -> Any:
-    refuse(not isinstance(x, (PlannedValue, PlannedHeads)), "it reads what is no tensor that it computes")
+    refuse(not isinstance(x, (PlannedValue, PlannedHeads)), "it reads a value that the region does not compute")
     wanted = tuple(torch.empty(x.shape, device="meta").reshape(shape).shape)
     if wanted == x.shape:
         return x
@@ -56,7 +56,7 @@ def reshape(plan: StepBuilder, x: Any, *, shape: Sequence[Any]) -> Any:
 @plans("transpose")
 def transpose(plan: StepBuilder, x: Any, *, dim0: int, dim1: int) -> PlannedHeads:
     rank = len(x.shape)
-    refuse(rank != 4 or {dim0 % rank, dim1 % rank} != {1, 2}, "it moves values")
+    refuse(rank != 4 or {dim0 % rank, dim1 % rank} != {1, 2}, "it reorders values in memory")
     x = x if isinstance(x, PlannedHeads) else heads_of(plan, x, transposed=False)
     return PlannedHeads(x.joined, x.heads, not x.transposed)
 
@@ -68,7 +68,7 @@ def permute(plan: StepBuilder, x: Any, *, dims: Any) -> PlannedValue | PlannedHe
         return transpose(plan, x, dim0=1, dim1=2)
     refuse(not isinstance(x, PlannedValue) or x.rank != 4, "its input is no image")
     axis = {(1, (0, 2, 3, 1)): 3, (3, (0, 3, 1, 2)): 1}.get((x.axis, order))
-    refuse(axis is None, "it moves values")
+    refuse(axis is None, "it reorders values in memory")
     assert axis is not None
     plan.settle(x, None)
     return PlannedValue(x.area, 4, axis, x.grid)
@@ -82,12 +82,12 @@ def chunk(plan: StepBuilder, x: Any, *, chunks: int, dim: int, index: int) -> Pl
 
 @plans("split")
 def split(plan: StepBuilder, x: Any, *, sizes: Any, dim: int, index: int) -> PlannedValue:
-    """Some of the channels, where they lie."""
-    refuse(not isinstance(x, PlannedValue) or dim % x.rank != x.axis, "it cuts another axis than the channels")
+    """Plan a part of the channels, in the memory of all of them."""
+    refuse(not isinstance(x, PlannedValue) or dim % x.rank != x.axis, "it splits another axis than the channels")
     n, h, w, channels = x.area.shape
     cuts = list(accumulate(sizes, initial=0)) if not isinstance(sizes, int) else [*range(0, channels, sizes), channels]
     first, end = cuts[index % (len(cuts) - 1)], cuts[index % (len(cuts) - 1) + 1]
-    x = plan.inside(plan.settle(x, None))
+    x = plan.in_arena(plan.settle(x, None))
     part = Area((n, h, w, end - first), x.area.is_float)
     part.become_part(x.area, first)
     return PlannedValue(part, x.rank, x.axis, x.grid)
@@ -99,25 +99,31 @@ def identity(plan: StepBuilder, x: Any, **_: Any) -> Any:
 
 
 def heads_of(plan: StepBuilder, x: Any, transposed: bool) -> PlannedHeads:
-    """A value of four axes as heads, whose number is its second axis if they are transposed, else the third one.
+    """Return a value of four axes as heads. Their number is its axis 1 if they are transposed, else axis 2.
 
-    Unless it is such heads already, it is moved.
+    A step moves the values unless they have this form already.
     """
     if isinstance(x, PlannedHeads) and x.transposed == transposed:
         return x
-    if isinstance(x, PlannedHeads):  # the parts of a row become rows, whose number is that of heads
+    if isinstance(x, PlannedHeads):  # length and heads change roles
         n, _, length, channels = x.joined.area.shape
         depth = channels // x.heads
         shape = (n, 1, x.heads, length * depth)
-        return PlannedHeads(plan.moved(x.joined, 3, shape, lambda to: (to.wide, depth, 1), x.heads), length, transposed)
+        return PlannedHeads(
+            plan.move(x.joined, 3, shape, lambda to: (to.pixel_stride, depth, 1), x.heads), length, transposed
+        )
     refuse(not isinstance(x, PlannedValue) or x.rank != 4 or x.axis != 3, "its input has no heads")
     n, heads, length, depth = x.shape if transposed else (x.shape[0], x.shape[2], x.shape[1], x.shape[3])
-    joined = plan.moved(
-        x, 3, (n, 1, length, heads * depth), lambda to: (depth, to.wide, 1) if transposed else (to.wide, depth, 1)
+    joined = plan.move(
+        x,
+        3,
+        (n, 1, length, heads * depth),
+        lambda to: (depth, to.pixel_stride, 1) if transposed else (to.pixel_stride, depth, 1),
     )
     return PlannedHeads(joined, heads, transposed)
 
 
 def _split(x: PlannedValue, sizes: Sequence[int]) -> PlannedHeads:
+    """Split the last axis into heads."""
     refuse(len(sizes) != 2, f"it splits an axis into {len(sizes)}")
     return PlannedHeads(x, sizes[0])

@@ -76,9 +76,9 @@ def products(which, x, weight, depth):
 @given(which=st.integers(0, 2), depth=st.integers(0, 70), gaps=st.tuples(*[st.integers(0, 5)] * 2), seed=SEEDS)
 def test_products(which, depth, gaps, seed):
     x, weight = normal(seed, SIZES[which], depth + gaps[0]), normal(seed + 1, depth, TILE_COLUMNS + gaps[1])
-    found = products(which, x, weight, depth)
-    one, other = x[:, :depth].astype(np.float64), weight[:, :TILE_COLUMNS].astype(np.float64)
-    assert bool((np.abs(found - one @ other) <= 1e-6 * (np.abs(one) @ np.abs(other))).all())
+    outcome = products(which, x, weight, depth)
+    x_exact, weight_exact = x[:, :depth].astype(np.float64), weight[:, :TILE_COLUMNS].astype(np.float64)
+    assert bool((np.abs(outcome - x_exact @ weight_exact) <= 1e-6 * (np.abs(x_exact) @ np.abs(weight_exact))).all())
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])
@@ -93,10 +93,10 @@ def test_sums_of_integers_are_exact(which):
 def test_what_is_not_finite_stays_in_its_row_and_column(which, value):
     x, weight = np.ones((SIZES[which], 5), np.float32), np.ones((5, TILE_COLUMNS), np.float32)
     x[-1, 2] = weight[3, 7] = value
-    found = products(which, x, weight, 5)
-    wanted = np.full_like(found, 5)
+    outcome = products(which, x, weight, 5)
+    wanted = np.full_like(outcome, 5)
     wanted[-1] = wanted[:, 7] = value
-    np.testing.assert_array_equal(found, wanted)
+    np.testing.assert_array_equal(outcome, wanted)
 
 
 # ---- exponentials
@@ -112,7 +112,7 @@ def exponentials_of(x):
 
 
 def exact(x):
-    """The same in float64; those below 2**-120 are 0."""
+    """Exponentials in float64; those below 2**-120 are 0."""
     y = np.exp((x - x.max()).astype(np.float64))
     return np.where(y > 2.0**-120, y, 0.0)
 
@@ -123,7 +123,7 @@ def exact(x):
     left_out=st.booleans(), seed=SEEDS,
 )  # fmt: skip
 def test_exponentials(blocks, wide, about, left_out, seed):
-    """Also of minus infinity, which counts for nothing."""
+    """Also of minus infinity, whose exponential is 0."""
     x = normal(seed, LANES * blocks) * np.float32(wide) + np.float32(about)
     if left_out:
         x[np.random.default_rng(seed).random(len(x)) < 0.4] = -math.inf

@@ -19,7 +19,7 @@ def numbas_own():
 
 @pytest.fixture
 def seen(monkeypatch):
-    """What Numba's classes and settings are, each time that fxq compiles."""
+    """Record Numba's classes and settings each time that fxq compiles."""
     states, compile_ = [], ccallback.CFunc.compile
 
     def watched(self):

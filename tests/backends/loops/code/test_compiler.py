@@ -44,7 +44,7 @@ def test_what_compiles_is_said():
     assert compiler.description() == f"compiled by Numba {compiler.installed()}"
 
 
-@pytest.mark.parametrize(("threads", "few", "many"), [(1, True, True), (compiler._THREADS + 1, True, False)])
+@pytest.mark.parametrize(("threads", "few", "many"), [(1, True, True), (compiler._MAX_LOOP_THREADS + 1, True, False)])
 def test_pytorch_is_quicker_with_many_threads(threads, few, many, monkeypatch):
     monkeypatch.setattr(compiler, "loops", lambda name: sys)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)

@@ -1,4 +1,4 @@
-"""What becomes of 16 floats, against float64; how near functions come is tested in test_vectors.py."""
+"""Code that works on 16 floats, against float64. The precision of functions is tested in test_vectors.py."""
 
 import math
 
@@ -19,13 +19,13 @@ machine_code = pytest.importorskip("fxq.backends.loops.code.machine_code")
 pack_wide, scale_sums, add_integers, round_floats = (
     finish_code.pack_wide, finish_code.scale_sums, finish_code.add_integers, finish_code.round_floats,
 )  # fmt: skip
-bend, bound, add_up, add_squares, normalize = (
-    finish_code.bend, finish_code.bound, finish_code.add_up, finish_code.add_squares, finish_code.normalize,
+prelu, clamp, sum_floats, sum_squares, normalize = (
+    finish_code.prelu, finish_code.clamp, finish_code.sum_floats, finish_code.sum_squares, finish_code.normalize,
 )  # fmt: skip
 silu, hardswish, gelu, sigmoid, tanh, hardsigmoid = (getattr(finish_code, name) for name in EXACT)
 NAMES = (
-    "pack_wide", "scale_sums", "add_integers", "round_floats", "bend", "bound", "add_up", "add_squares", "normalize",
-    *EXACT,
+    "pack_wide", "scale_sums", "add_integers", "round_floats", "prelu", "clamp", "sum_floats", "sum_squares",
+    "normalize", *EXACT,
 )  # fmt: skip
 
 
@@ -41,13 +41,13 @@ def call(which, a, b, c, d):
     elif which == 3:
         round_floats(a, b, c, d)
     elif which == 4:
-        bend(a, b)
+        prelu(a, b)
     elif which == 5:
-        bound(a, b)
+        clamp(a, b)
     elif which == 6:
-        add_up(a, b, c)
+        sum_floats(a, b, c)
     elif which == 7:
-        add_squares(a, b, c)
+        sum_squares(a, b, c)
     elif which == 8:
         normalize(a, b, c, d)
     elif which == 9:
@@ -66,8 +66,8 @@ def call(which, a, b, c, d):
 
 def run(name, *arguments):
     """Call one of them with arrays and counts."""
-    given = [a.ctypes.data if isinstance(a, np.ndarray) else a for a in arguments]
-    call(NAMES.index(name), *given, *[0] * (4 - len(given)))
+    addresses = [a.ctypes.data if isinstance(a, np.ndarray) else a for a in arguments]
+    call(NAMES.index(name), *addresses, *[0] * (4 - len(addresses)))
 
 
 def floats(*values):
@@ -122,7 +122,7 @@ def test_floats_are_rounded(seed, low, high):
 
 
 def test_what_has_no_integer():
-    """What is not a number becomes the lower bound."""
+    """NaN becomes the lower bound."""
     out = np.zeros(16, np.uint8)
     run("round_floats", SPECIAL, floats(1, 20), floats(15, 250), out)
     assert out.tolist() == [15, 250, 15, 250, 15, 20, 20, 20, 20, 21, 19, 22, 18, 26, 27, 15]
@@ -133,37 +133,37 @@ def test_bends(steep):
     x, slope = SPECIAL.copy(), np.linspace(steep, steep + 1, 16, dtype=np.float32)
     with np.errstate(over="ignore"):
         wanted = np.where(x < 0, x * slope, x)
-    run("bend", x, slope)
+    run("prelu", x, slope)
     np.testing.assert_array_equal(x, wanted)
 
 
 @pytest.mark.parametrize(("low", "high"), [(0, math.inf), (0, 6), (-1, 1), (-math.inf, 2.5)])
 def test_bounds(low, high):
-    """What is not a number stays so."""
+    """NaN stays."""
     x = SPECIAL.copy()
-    run("bound", x, floats(low, high))
+    run("clamp", x, floats(low, high))
     np.testing.assert_array_equal(x, SPECIAL.clip(low, high))
 
 
 @settings(deadline=None)
 @given(blocks=st.integers(0, 20), about=st.floats(-3, 3, width=32), seed=SEEDS)
 def test_sums_of_floats(blocks, about, seed):
-    x, found = normal(seed, 16 * blocks + 1), floats(9, about, 9)
+    x, result = normal(seed, 16 * blocks + 1), floats(9, about, 9)
     exact, squares = x[:-1].astype(np.float64), ((x[:-1].astype(np.float64) - about) ** 2).sum()
-    run("add_up", x, blocks, found)
-    np.testing.assert_allclose(found[0], exact.sum(), rtol=0, atol=1e-6 * np.abs(exact).sum())
-    run("add_squares", x, blocks, found)
-    np.testing.assert_allclose(found[0], squares, rtol=1e-6)
-    assert found[1:].tolist() == [np.float32(about), 9]
+    run("sum_floats", x, blocks, result)
+    np.testing.assert_allclose(result[0], exact.sum(), rtol=0, atol=1e-6 * np.abs(exact).sum())
+    run("sum_squares", x, blocks, result)
+    np.testing.assert_allclose(result[0], squares, rtol=1e-6)
+    assert result[1:].tolist() == [np.float32(about), 9]
 
 
 def test_a_sum_of_what_is_not_a_number():
-    for name in ("add_up", "add_squares"):
+    for name in ("sum_floats", "sum_squares"):
         for k in (0, 15, 31):
-            x, found = normal(0, 32), floats(0, 0)
+            x, result = normal(0, 32), floats(0, 0)
             x[k] = math.nan
-            run(name, x, 2, found)
-            assert math.isnan(found[0])
+            run(name, x, 2, result)
+            assert math.isnan(result[0])
 
 
 def test_norms():

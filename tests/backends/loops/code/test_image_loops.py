@@ -18,7 +18,7 @@ from fxq.backends.loops.programs.program_steps import (
     PoolStep,
     QuantizeStep,
 )
-from tests.support.program_runs import EXACT, applied, distance, made, real
+from tests.support.program_runs import EXACT, applied, distance, real, run_steps
 
 pytestmark = pytest.mark.any_cpu
 
@@ -40,12 +40,12 @@ def values(shape, grid):
     return torch.randn(shape) if grid is None else torch.randint(grid.qmin, grid.qmax + 1, shape, dtype=torch.uint8)
 
 
-def check(found, exact, grid, tolerance):
+def check(result, exact, grid, tolerance):
     """Floats within a tolerance; integers are the nearest ones, but for what is as near to a half."""
     if grid is not None:
-        assert distance(found, exact, grid) <= 0.5 + 2e-3
+        assert distance(result, exact, grid) <= 0.5 + 2e-3
     else:
-        torch.testing.assert_close(found.double(), exact, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(result.double(), exact, rtol=tolerance, atol=tolerance)
 
 
 # ---- quantize
@@ -55,10 +55,12 @@ def quantized(x, grid, room=0):
     """Floats (N, H, W, C) as integers; they are read where they lie."""
     n, h, w, c = x.stride()
     area = Area(tuple(x.shape), True, base=ABSOLUTE, offset=x.data_ptr())
-    return made([QuantizeStep("q", Area(area.shape, False, room), grid=grid, x=area, strides=lambda: (n, c, h, w))], {})
+    return run_steps(
+        [QuantizeStep("q", Area(area.shape, False, room), grid=grid, x=area, strides=lambda: (n, c, h, w))], {}
+    )
 
 
-def laid_out(x, layout):
+def lay_out(x, layout):
     if layout == "channels first":
         return x.permute(0, 3, 1, 2).contiguous().permute(0, 2, 3, 1)
     return x if layout == "channels last" else F.pad(x, (0, 3, 0, 1))[:, :, : x.shape[2], : x.shape[3]]
@@ -73,7 +75,7 @@ def laid_out(x, layout):
 def test_quantize(shape, layout, dense, grid, seed):
     """Scales are powers of two, so that everything is exact, and halves become even."""
     torch.manual_seed(seed)
-    x = laid_out(torch.randint(-1000, 1000, shape) * (grid.scale / 4), layout)
+    x = lay_out(torch.randint(-1000, 1000, shape) * (grid.scale / 4), layout)
     wanted = ((x / grid.scale).round() + grid.zero).clamp(grid.qmin, grid.qmax)
     assert torch.equal(quantized(x, grid, shape[3] if dense else 0), wanted.to(torch.uint8))
 
@@ -81,8 +83,8 @@ def test_quantize(shape, layout, dense, grid, seed):
 @pytest.mark.parametrize("layout", ["channels first", "channels last"])
 def test_quantize_what_has_no_integer(layout):
     x = torch.tensor([math.nan, -math.inf, math.inf, 3e38, -3e38, 1e-45]).repeat(1, 1, 4, 1)
-    found = quantized(laid_out(x, layout), ByteGrid(0.1, 20, 5, 250))
-    assert found[0, 0].tolist() == [[5, 5, 250, 250, 5, 20]] * 4
+    result = quantized(lay_out(x, layout), ByteGrid(0.1, 20, 5, 250))
+    assert result[0, 0].tolist() == [[5, 5, 250, 250, 5, 20]] * 4
 
 
 # ---- pointwise
@@ -103,7 +105,7 @@ def test_pointwise(shape, grids, op, other, function, rooms, border, seed):
     memory = {x: values(shape, grids[0])}
     exact = real(memory[x], grids[0])
     if op != "alone":
-        constant = torch.randn(c + 15)  # it has room behind it as others do
+        constant = torch.randn(c + 15)  # with room after it, as other values have
         if other == "a constant":
             step.y = Area((n, 1, 1, c), True, base=ABSOLUTE, offset=constant.data_ptr())
             exact_y = constant[:c].double()
@@ -114,7 +116,7 @@ def test_pointwise(shape, grids, op, other, function, rooms, border, seed):
             exact_y = real(memory[step.y], grids[1])
         step.multiplies = op == "mul"
         exact = exact * exact_y if step.multiplies else exact + exact_y
-    check(made([step], memory), applied(function, exact), grids[2], 3e-6)
+    check(run_steps([step], memory), applied(function, exact), grids[2], 3e-6)
 
 
 @pytest.mark.parametrize("count", [1, 0, -1])
@@ -126,7 +128,7 @@ def test_rows_longer_than_what_is_computed_at_once(grid, count):
         step = PointwiseStep("f", out, Function("tanh"), None, x=x, x_grid=grid, y=y, y_grid=ByteGrid(0.01, 9))
         memory = {x: values(shape, grid), y: values(shape, ByteGrid(0.01, 9))}
         exact = torch.tanh(real(memory[x], grid) + real(memory[y], step.y_grid))
-        check(made([step], memory), exact, None, 3e-6)
+        check(run_steps([step], memory), exact, None, 3e-6)
 
 
 @pytest.mark.parametrize("is_constant", [False, True])
@@ -144,7 +146,7 @@ def test_a_pixel_for_all_of_a_long_row(channels, is_constant):
             y.base, y.offset = ABSOLUTE, padded.data_ptr()
         step = PointwiseStep("f", out, Function("clamp", -1.0), x=x, x_grid=ByteGrid(0.01, 100), y=y, multiplies=True)
         memory = {x: values(shape, ByteGrid(0.01, 100)), **({} if is_constant else {y: pixel})}
-        check(made([step], memory), (real(memory[x], step.x_grid) * pixel.double()).clamp(min=-1), None, 1e-6)
+        check(run_steps([step], memory), (real(memory[x], step.x_grid) * pixel.double()).clamp(min=-1), None, 1e-6)
 
 
 @pytest.mark.parametrize("room", [0, 7])
@@ -154,18 +156,18 @@ def test_conversions(room):
     x, y = Area(shape, False, room), Area(shape, False)
     q = torch.randint(0, 256, shape, dtype=torch.uint8)
     for grid in (ByteGrid(1.0, 0), ByteGrid(0.0271, 100), ByteGrid(3e-5, 255)):
-        assert torch.equal(made([PointwiseStep("copy", y, grid=grid, x=x, x_grid=grid)], {x: q}), q)
+        assert torch.equal(run_steps([PointwiseStep("copy", y, grid=grid, x=x, x_grid=grid)], {x: q}), q)
     x, y = Area(shape, True, room), Area(shape, True)
     f = torch.tensor([math.nan, math.inf, -math.inf, -0.0, 3e38, 1e-45, 1.0]).expand(shape)
-    found = made([PointwiseStep("copy", y, x=x, x_grid=None)], {x: f})
-    assert torch.equal(found.view(torch.int32), f.contiguous().view(torch.int32))
+    result = run_steps([PointwiseStep("copy", y, x=x, x_grid=None)], {x: f})
+    assert torch.equal(result.view(torch.int32), f.contiguous().view(torch.int32))
 
 
 def test_floats_that_have_no_integer():
     x, out = Area((1, 1, 1, 6), True), Area((1, 1, 1, 6), False)
     f = torch.tensor([math.nan, -math.inf, math.inf, 3e38, -3e38, 1e-45]).view(1, 1, 1, 6)
-    found = made([PointwiseStep("q", out, grid=ByteGrid(0.1, 20, 5, 250), x=x, x_grid=None)], {x: f})
-    assert found.flatten().tolist() == [5, 5, 250, 250, 5, 20]
+    result = run_steps([PointwiseStep("q", out, grid=ByteGrid(0.1, 20, 5, 250), x=x, x_grid=None)], {x: f})
+    assert result.flatten().tolist() == [5, 5, 250, 250, 5, 20]
 
 
 # ---- pools
@@ -193,10 +195,10 @@ def test_pools(shape, kernel, stride, pads, grids, takes_mean, counts_padding, d
     exact = real(memory[x], x_grid).permute(0, 3, 1, 2)
     if takes_mean:
         exact = F.avg_pool2d(exact, kernel, stride, padding, count_include_pad=counts_padding)
-        check(made([step], memory), exact.permute(0, 2, 3, 1), grid, 1e-6)
+        check(run_steps([step], memory), exact.permute(0, 2, 3, 1), grid, 1e-6)
     else:
         exact = F.max_pool2d(exact, kernel, stride, padding).permute(0, 2, 3, 1)
-        assert torch.equal(made([step], memory), exact.to(torch.uint8))
+        assert torch.equal(run_steps([step], memory), exact.to(torch.uint8))
 
 
 @pytest.mark.parametrize("value", [0, 255])
@@ -205,8 +207,10 @@ def test_the_mean_of_a_large_image(value):
     shape, grid = (1, 300, 200, 3), ByteGrid(0.5, 128)
     x, out = Area(shape, False), Area((1, 1, 1, 3), False)
     about = {"kernel": shape[1:3], "stride": shape[1:3], "x_grid": grid}
-    found = made([PoolStep("pool", out, grid=grid, x=x, **about)], {x: torch.full(shape, value, dtype=torch.uint8)})
-    assert found.flatten().tolist() == [value] * 3
+    result = run_steps(
+        [PoolStep("pool", out, grid=grid, x=x, **about)], {x: torch.full(shape, value, dtype=torch.uint8)}
+    )
+    assert result.flatten().tolist() == [value] * 3
 
 
 # ---- norms
@@ -225,7 +229,7 @@ def test_norms(shape, grids, dense, seed):
     step = NormStep("norm", out, grid=grids[1], x=x, x_grid=grids[0], weight=weight, bias=bias, eps=eps)
     memory = {x: values(shape, grids[0])}
     exact = F.layer_norm(real(memory[x], grids[0]), (c,), weight.double(), bias.double(), eps)
-    check(made([step], memory), exact, grids[1], 2e-5)
+    check(run_steps([step], memory), exact, grids[1], 2e-5)
 
 
 @pytest.mark.parametrize("channels", [1, 15, 16, 33])
@@ -235,9 +239,9 @@ def test_norms_of_equal_channels(channels):
     x, out, bias = Area(shape, True), Area(shape, True), torch.randn(channels)
     f = torch.tensor([2.0, math.nan, -7.0])[:, None].expand(shape)
     step = NormStep("norm", out, x=x, x_grid=None, weight=torch.ones(channels), bias=bias, eps=1e-5)
-    found = made([step], {x: f})[0, 0]
-    torch.testing.assert_close(found[::2], bias.expand(2, channels), rtol=0, atol=1e-3)
-    assert bool(found[1].isnan().all())
+    result = run_steps([step], {x: f})[0, 0]
+    torch.testing.assert_close(result[::2], bias.expand(2, channels), rtol=0, atol=1e-3)
+    assert bool(result[1].isnan().all())
 
 
 def test_norms_far_from_zero():
@@ -246,7 +250,7 @@ def test_norms_far_from_zero():
     x, out = Area(shape, True), Area(shape, True)
     f = 1000 + torch.randn(shape)
     step = NormStep("norm", out, x=x, x_grid=None, weight=torch.ones(48), bias=torch.zeros(48), eps=1e-5)
-    check(made([step], {x: f}), F.layer_norm(f.double(), (48,)), None, 1e-3)
+    check(run_steps([step], {x: f}), F.layer_norm(f.double(), (48,)), None, 1e-3)
 
 
 # ---- moves
@@ -260,9 +264,9 @@ def test_moves(shape, is_float, dense, border, seed):
     n, h, w, c = shape
     x = Area(shape, is_float, c if dense else 0, border=(border, border, 0, border))
     out = Area((n, 1, 1, c * h * w), is_float)
-    given = values(shape, None if is_float else ByteGrid(1.0, 0))
-    found = made([MoveStep("move", out, x=x, by=lambda _: (w, 1, h * w))], {x: given})
-    assert torch.equal(found.flatten(1), given.permute(0, 3, 1, 2).flatten(1))
+    x_values = values(shape, None if is_float else ByteGrid(1.0, 0))
+    result = run_steps([MoveStep("move", out, x=x, out_strides=lambda _: (w, 1, h * w))], {x: x_values})
+    assert torch.equal(result.flatten(1), x_values.permute(0, 3, 1, 2).flatten(1))
 
 
 @settings(deadline=None)
@@ -276,11 +280,11 @@ def test_moves_of_heads(batch, length, heads, depth, is_turned, is_float, dense,
     x = Area((batch, 1, length, heads * depth), is_float, heads * depth if dense else 0)
     shape = (batch, heads, length, depth) if is_turned else (batch, length, heads, depth)
     out = Area(shape, is_float, border=(1, 0, 0, 2))
-    given = values(x.shape, None if is_float else ByteGrid(1.0, 0))
+    x_values = values(x.shape, None if is_float else ByteGrid(1.0, 0))
 
     def by(to):
-        return (to.pitch, to.wide, 1) if is_turned else (to.wide, to.pitch, 1)
+        return (to.row_stride, to.pixel_stride, 1) if is_turned else (to.pixel_stride, to.row_stride, 1)
 
-    found = made([MoveStep("move", out, x=x, by=by, heads=heads)], {x: given})
-    wanted = given[:, 0].unflatten(-1, (heads, depth))
-    assert torch.equal(found, wanted.transpose(1, 2) if is_turned else wanted)
+    result = run_steps([MoveStep("move", out, x=x, out_strides=by, heads=heads)], {x: x_values})
+    wanted = x_values[:, 0].unflatten(-1, (heads, depth))
+    assert torch.equal(result, wanted.transpose(1, 2) if is_turned else wanted)

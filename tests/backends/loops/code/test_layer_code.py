@@ -16,12 +16,12 @@ machine_code = pytest.importorskip("fxq.backends.loops.code.machine_code")
 
 many_pixels, four_pixels, one_pixel = layer_code.many_pixels, layer_code.four_pixels, layer_code.one_pixel
 round_many, round_four, round_one = layer_code.round_many, layer_code.round_four, layer_code.round_one
-bend_many, add_many = layer_code.bend_many, layer_code.add_many
+prelu_many, residual_many = layer_code.prelu_many, layer_code.residual_many
 silu_many, hardswish_many, gelu_many = layer_code.silu_many, layer_code.hardswish_many, layer_code.gelu_many
-four_deep, one_deep = layer_code.four_deep, layer_code.one_deep
+four_depthwise, one_depthwise = layer_code.four_depthwise, layer_code.one_depthwise
 four_wide, one_wide = layer_code.four_wide, layer_code.one_wide
-GROUP, LANES, WIDE = machine_code.GROUP, 16, machine_code.WIDE
-SIZES = (machine_code.PIXELS, 4, 1)
+GROUP, LANES, WIDE = machine_code.GROUP, 16, machine_code.WIDE_CHANNELS
+SIZES = (machine_code.TILE_PIXELS, 4, 1)
 """The pixels of the tiles of layers; those of depthwise ones are of the last two."""
 
 
@@ -38,9 +38,9 @@ def layer(which, x, places, runs, many, groups, weight, start, sums):
 
 @compiled("i i i i i i i i i i i i i i i i")
 def rounded_layer(
-    which, x, places, runs, many, groups, weight, start, scale, bias, numbers, out, to, slope, other, others
+    which, x, places, runs, many, groups, weight, start, scale, bias, numbers, out, to, slope, residual, others
 ):
-    """The same, rounded; from 3 on of a large tile, with one of `FINISHES` before. A grid is behind the slopes."""
+    """Rounded tiles; from 3 on large tiles with one of `FINISHES` before. A grid is stored after the slopes."""
     grid = slope + 64
     if which == 0:
         round_many(x, places, runs, many, groups, weight, start, scale, bias, numbers, out, to)
@@ -49,9 +49,11 @@ def rounded_layer(
     elif which == 2:
         round_one(x, places, runs, many, groups, weight, start, scale, bias, numbers, out, to)
     elif which == 3:
-        bend_many(x, places, runs, many, groups, weight, start, scale, bias, slope, numbers, out, to)
+        prelu_many(x, places, runs, many, groups, weight, start, scale, bias, slope, numbers, out, to)
     elif which == 4:
-        add_many(x, places, runs, many, groups, weight, start, scale, bias, other, others, grid, numbers, out, to)
+        residual_many(
+            x, places, runs, many, groups, weight, start, scale, bias, residual, others, grid, numbers, out, to
+        )
     elif which == 5:
         silu_many(x, places, runs, many, groups, weight, start, scale, bias, numbers, out, to)
     elif which == 6:
@@ -66,9 +68,9 @@ FINISHES = ("prelu", "add", "silu", "hardswish", "gelu")
 @compiled("i i i i i i i i i")
 def depthwise(which, x, places, runs, many, stride, weight, start, sums):
     if which == 1:
-        four_deep(x, places, runs, many, stride, weight, start, sums)
+        four_depthwise(x, places, runs, many, stride, weight, start, sums)
     else:
-        one_deep(x, places, runs, many, stride, weight, start, sums)
+        one_depthwise(x, places, runs, many, stride, weight, start, sums)
 
 
 @compiled("i i i i i i i i i i")
@@ -85,7 +87,7 @@ def run(function, which, *arguments):
 
 
 class Window:
-    """Random memory, and where pixels and their runs lie in it: before and behind the address that tiles are given."""
+    """Random memory with pixels and their runs, before and after the address that tiles get."""
 
     def __init__(self, seed, pixels, many, length, values=(0, 256)):
         self.random = random = np.random.default_rng(seed)
@@ -122,7 +124,7 @@ def test_sums_of_layers(which, many, groups, extremes, seed):
 
 @pytest.mark.parametrize("which", [0, 1, 2])
 def test_sums_over_31_bits(which):
-    """What begins below comes back over zero: they are those of int32 that wrap around."""
+    """Sums that start below the range of int32 wrap around to the exact result."""
     at, weight, start, exact = layer_case(0, which, 3, 30, ((255, 256), (127, 128)))
     start += np.int32(2**31 - 1) - np.int32(exact.max())
     exact = exact - exact.max() + (2**31 - 1)
@@ -141,7 +143,7 @@ def test_rounded_sums_of_layers(which, many, groups, bounds, seed):
     pixels = SIZES[size]
     at, weight, start, exact = layer_case(seed, size, many, groups, ((0, 256), (-128, 128)))
     scale, bias, slope = at.random.random(LANES) / 2**27, at.random.normal(0, 3, LANES), at.random.normal(0, 1, LANES)
-    other, others = at.random.integers(0, 256, 300).astype(np.uint8), at.random.integers(0, 280, pixels)
+    residual, others = at.random.integers(0, 256, 300).astype(np.uint8), at.random.integers(0, 280, pixels)
     factor, zero = (20, 100) if which >= 3 else (1, 0)  # the others have the grid in their scale and bias
     if which < 3:
         scale, bias = 20 * scale, 20 * bias + 100
@@ -151,14 +153,14 @@ def test_rounded_sums_of_layers(which, many, groups, bounds, seed):
         name = FINISHES[which - 3]
         finished = {
             "prelu": lambda y: np.where(y < 0, y * slope, y),
-            "add": lambda y: y + other[others[:, None] + columns] * 0.037 - 1.5,
+            "add": lambda y: y + residual[others[:, None] + columns] * 0.037 - 1.5,
         }
         real = finished[name](real) if name in finished else EXACT[name](torch.from_numpy(real)).numpy()
     out, to = np.full(20 * pixels + 5, 9, np.uint8), (20 * at.random.permutation(pixels) + 3).astype(np.int32)
     scale, bias, numbers = (np.array(a, np.float32) for a in (scale, bias, [*bounds, factor, zero]))
     slope, others = np.array([*slope, 0.037, -1.5], np.float32), others.astype(np.int32)
     about = at.x, at.places, at.runs, many, groups, weight, start, scale, bias
-    run(rounded_layer, which, *about, numbers, out, to, slope, other, others)
+    run(rounded_layer, which, *about, numbers, out, to, slope, residual, others)
     written = to[:, None] + columns
     assert np.abs(out[written] - (real * factor + zero).clip(*bounds)).max() <= 0.5 + 1e-3
     assert bool((np.delete(out, written.ravel()) == 9).all())

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from fxq.backends.loops.programs.areas import Area, ByteGrid
 from fxq.backends.loops.programs.layer_steps import LinearStep, ProductStep
 from fxq.backends.loops.programs.program_steps import CLAMP, Function
-from tests.support.program_runs import applied, distance, made, real
+from tests.support.program_runs import applied, distance, real, run_steps
 
 pytestmark = pytest.mark.any_cpu
 
@@ -31,19 +31,19 @@ def weights(*shape):
     return torch.randint(-128, 128, shape, dtype=torch.int8)
 
 
-def check(found, exact, grid):
+def check(result, exact, grid):
     """Sums are exact; what is computed of them has 32 bits, which turns few integers, and no one far from a half."""
     if grid is not None:
-        assert distance(found, exact, grid) <= 0.5 + 2e-3
+        assert distance(result, exact, grid) <= 0.5 + 2e-3
     else:
-        torch.testing.assert_close(found.double(), exact, rtol=2e-6, atol=2e-6 * max(exact.abs().max().item(), 1))
+        torch.testing.assert_close(result.double(), exact, rtol=2e-6, atol=2e-6 * max(exact.abs().max().item(), 1))
 
 
 def conv(
     shape, columns, size=(1, 1), *, stride=(1, 1), padding=(0, 0), dilation=(1, 1), function=CLAMP, grid=GRID,
     depthwise=False, residual=None, room=0, x=None, weight=None, border=(0, 0, 0, 0),
 ):  # fmt: skip
-    """What a convolution makes, and what it should: integers or floats, and float64."""
+    """Result of a convolution step, integers or floats, and the exact one in float64."""
     n, h, w, channels = shape
     windows = [(a + 2 * p - d * (k - 1) - 1) // s + 1 for a, p, d, k, s in
                zip((h, w), padding, dilation, size, stride, strict=True)]  # fmt: skip
@@ -69,7 +69,7 @@ def conv(
         memory[step.residual] = pixels(*out.shape)
         exact = exact + real(memory[step.residual], residual)
     area.widen(step.border())
-    return made([step], memory), applied(function, exact)
+    return run_steps([step], memory), applied(function, exact)
 
 
 @settings(deadline=None)
@@ -135,10 +135,10 @@ def test_the_largest_products(value, end, depthwise):
 @pytest.mark.parametrize("grid", [None, GRID], ids=["floats", "integers"])
 @pytest.mark.parametrize("depthwise", [False, True])
 @pytest.mark.parametrize("channels", [20, 64, 150])
-@pytest.mark.parametrize("one", [False, True], ids=["slopes", "a slope"])
-def test_slopes(one, channels, depthwise, grid):
+@pytest.mark.parametrize("is_shared", [False, True], ids=["slopes", "a slope"])
+def test_slopes(is_shared, channels, depthwise, grid):
     """Each channel may have its own."""
-    function = Function("prelu", slope=torch.randn(1 if one else channels))
+    function = Function("prelu", slope=torch.randn(1 if is_shared else channels))
     check(*conv((2, 3, 3, channels), channels, (2, 2), function=function, grid=grid, depthwise=depthwise), grid)
 
 
@@ -170,7 +170,7 @@ def test_several_pixels_of_each_window(shape, columns, function, grid, seed):
     exact = (x.double() - X_GRID.zero).permute(0, 3, 1, 2)
     exact = F.conv_transpose2d(exact, weight.double(), stride=(down, right)).permute(0, 2, 3, 1)
     exact = applied(function, exact * (scale.double() * X_GRID.scale) + bias.double())
-    check(made([step], {area: x}), exact, grid)
+    check(run_steps([step], {area: x}), exact, grid)
 
 
 def test_among_the_channels_of_others():
@@ -185,7 +185,7 @@ def test_among_the_channels_of_others():
     )
     values = pixels(2, 3, 3, 20)
     exact = real(values, X_GRID) @ (weight[:, 0].double() * scale.double()[:, None]).t()
-    check(made([step], {x: values}), exact, GRID)
+    check(run_steps([step], {x: values}), exact, GRID)
 
 
 @settings(deadline=None)
@@ -201,7 +201,7 @@ def test_layers_in_float(rows, depth, columns, function, bias, seed):
     step = LinearStep("layer", out, function, x=x, weight=weight, bias=added if bias else None)
     values = torch.randn(rows, 1, 1, depth)
     exact = applied(function, F.linear(values.double(), weight.double(), added.double() if bias else None))
-    torch.testing.assert_close(made([step], {x: values}).double(), exact, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(run_steps([step], {x: values}).double(), exact, rtol=1e-5, atol=1e-5)
 
 
 def test_a_row_in_float_that_is_not_a_number():
@@ -210,5 +210,5 @@ def test_a_row_in_float_that_is_not_a_number():
     values = torch.ones(3, 1, 1, 5)
     values[1, 0, 0, 2] = math.nan
     step = LinearStep("layer", out, x=x, weight=torch.ones(18, 5), bias=None)
-    found = made([step], {x: values})
-    assert bool(found[1].isnan().all()) and bool((found[[0, 2]] == 5).all())
+    result = run_steps([step], {x: values})
+    assert bool(result[1].isnan().all()) and bool((result[[0, 2]] == 5).all())

@@ -46,25 +46,25 @@ def test_a_call_without_an_argument_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("name", "features", "found"),
+    ("name", "features", "result"),
     [("haswell", "+avx2,+fma", "+avx2,+fma"), ("generic", "", ""), ("haswell", None, ""), (None, "+x", "+x")],
 )
-def test_a_cpu_that_numba_is_told_of(name, features, found, monkeypatch):
+def test_a_cpu_that_numba_is_told_of(name, features, result, monkeypatch):
     """Of one that it is told the name of alone, nothing is known."""
     monkeypatch.setattr(machine_code.config, "CPU_NAME", name, raising=False)
     monkeypatch.setattr(machine_code.config, "CPU_FEATURES", features, raising=False)
-    assert machine_code._features() == found
+    assert machine_code._features() == result
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux lists what the CPU can do")
 def test_this_cpu(monkeypatch):
     for setting in ("CPU_NAME", "CPU_FEATURES"):
         monkeypatch.setattr(machine_code.config, setting, None, raising=False)
-    known = Path("/proc/cpuinfo").read_text(encoding="utf-8").split()
-    found = machine_code._features().split(",")
-    assert ("+avx512vnni" in found, "+avx512f" in found) == ("avx512_vnni" in known, "avx512f" in known)
+    cpu_info = Path("/proc/cpuinfo").read_text(encoding="utf-8").split()
+    result = machine_code._features().split(",")
+    assert ("+avx512vnni" in result, "+avx512f" in result) == ("avx512_vnni" in cpu_info, "avx512f" in cpu_info)
 
 
 def test_tiles_fit_what_the_cpu_can_do():
-    sizes = machine_code.GROUP, machine_code.PIXELS
+    sizes = machine_code.GROUP, machine_code.TILE_PIXELS
     assert sizes == ((4, 12) if machine_code.HAS_VNNI else (2, 4))

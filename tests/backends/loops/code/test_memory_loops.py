@@ -1,4 +1,4 @@
-"""What the loops of a program share."""
+"""Helpers that the loops of a program share."""
 
 import math
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.any_cpu
 
 memory_loops = pytest.importorskip("fxq.backends.loops.code.memory_loops", reason="needs Numba", exc_type=ImportError)
 
-apply, at, read, write = memory_loops.apply, memory_loops.at, memory_loops.read, memory_loops.write
+apply, at, read, write = memory_loops.apply_function, memory_loops.address_of, memory_loops.read, memory_loops.write
 floats, bytes_, ints = memory_loops.floats, memory_loops.bytes_, memory_loops.ints
 
 
@@ -36,7 +36,7 @@ def run_apply(kind, x, count, slope, numbers):
 
 @compiled("i64* i64* i")
 def to_integers(bases, step, k):
-    """The float at an address plus the byte and the integer behind it, as an integer behind these."""
+    """Write the sum of the float, the byte and the integer at an address as the next integer."""
     address = at(bases, step, k)
     ints(address)[2] = int(floats(address)[0]) + bytes_(address)[4] + ints(address)[3]
 
@@ -94,7 +94,7 @@ def test_floats_as_integers(count, low, high, factor, zero, seed):
 
 @pytest.mark.parametrize("count", [6, 22])
 def test_floats_that_have_no_integer(count):
-    """What is not a number becomes the lowest."""
+    """NaN becomes the lowest integer."""
     x = torch.tensor([math.nan, -math.inf, math.inf, 3e38, -3e38, 1e-45] * 4)
     numbers, out = torch.tensor([5.0, 250, 10, 20]), torch.zeros(count, dtype=torch.uint8)
     run_write(x.data_ptr(), 0, numbers.data_ptr(), out.data_ptr(), count)
@@ -102,14 +102,14 @@ def test_floats_that_have_no_integer(count):
 
 
 def test_functions_have_the_numbers_of_their_names():
-    numbers = [getattr(memory_loops, name.upper()) for name in memory_loops.NAMES]
-    assert numbers == list(range(len(numbers))) and memory_loops.NOTHING not in numbers
+    numbers = [getattr(memory_loops, name.upper()) for name in memory_loops.FUNCTION_NAMES]
+    assert numbers == list(range(len(numbers))) and memory_loops.NO_FUNCTION not in numbers
 
 
-@pytest.mark.parametrize("name", memory_loops.NAMES)
+@pytest.mark.parametrize("name", memory_loops.FUNCTION_NAMES)
 @pytest.mark.parametrize("count", [0, 1, 16, 48, 50])
 def test_functions(count, name):
-    """16 at a time: the room behind as many as are computed may change, and nothing else."""
+    """16 at a time: only these and the room after them may change."""
     x, slope, numbers = torch.randn(80) * 3, torch.randn(16), torch.tensor([-1.0, 2.0])
     before, room = x.clone(), -(-count // 16) * 16
     exact = {
@@ -117,6 +117,6 @@ def test_functions(count, name):
         "prelu": lambda x: torch.where(x < 0, x * slope.double().repeat(len(x) // 16), x),
         **EXACT,
     }[name](before[:room].double())
-    run_apply(memory_loops.NAMES.index(name), x.data_ptr(), count, slope.data_ptr(), numbers.data_ptr())
+    run_apply(memory_loops.FUNCTION_NAMES.index(name), x.data_ptr(), count, slope.data_ptr(), numbers.data_ptr())
     torch.testing.assert_close(x[:count].double(), exact[:count], rtol=1e-6, atol=1e-6)
     assert torch.equal(x[room:], before[room:])

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fxq.backends.loops.programs.areas import ARENA, GIVEN, Area, ByteGrid
+from fxq.backends.loops.programs.areas import ARENA, EXTERNAL, Area, ByteGrid
 from fxq.backends.loops.programs.layer_steps import AttentionStep, LinearStep, ProductStep
 from fxq.backends.loops.programs.program_steps import (
     Function,
@@ -16,9 +16,9 @@ from fxq.backends.loops.programs.program_steps import (
     PointwiseStep,
     PoolStep,
     QuantizeStep,
-    StepRows,
+    RowWriter,
 )
-from tests.support.program_runs import distance, made, real
+from tests.support.program_runs import distance, real, run_steps
 
 pytestmark = pytest.mark.any_cpu
 
@@ -28,13 +28,15 @@ GRID, OTHER = ByteGrid(0.02, 37), ByteGrid(0.07, 98)
 
 
 def table(*rows):
-    """int64 (count, WIDTH)."""
-    return torch.tensor([row + [0] * (loops.WIDTH - len(row)) for row in rows]).view(-1, loops.WIDTH)
+    """Rows with unused fields, int64 (count, MAX_STEP_FIELDS)."""
+    return torch.tensor([row + [0] * (loops.MAX_STEP_FIELDS - len(row)) for row in rows]).view(
+        -1, loops.MAX_STEP_FIELDS
+    )
 
 
 def run(rows, *bases):
     """Run rows on the memory of values, and then inputs and outputs."""
-    scratch = torch.empty(loops.SCRATCH + 8 * 64, dtype=torch.uint8)
+    scratch = torch.empty(loops.SCRATCH_BYTES + 8 * 64, dtype=torch.uint8)
     rows, bases = table(*rows), torch.tensor([0, *bases[:1], *[0] * (not bases), scratch.data_ptr(), *bases[1:]])
     loops.run(rows.data_ptr(), len(rows), bases.data_ptr())
 
@@ -54,7 +56,7 @@ def test_steps_run_in_order():
     """Each reads what the one before it has written, wherever it lies."""
     memory, first, last = torch.zeros(40, dtype=torch.uint8), torch.arange(5).byte(), torch.zeros(5, dtype=torch.uint8)
     bases = memory.data_ptr(), first.data_ptr(), last.data_ptr()
-    run([copied(GIVEN, ARENA, out=20), copied(ARENA, 0, 20, memory.data_ptr()), copied(ARENA, GIVEN + 1)], *bases)
+    run([copied(EXTERNAL, ARENA, out=20), copied(ARENA, 0, 20, memory.data_ptr()), copied(ARENA, EXTERNAL + 1)], *bases)
     assert last.tolist() == [0, 1, 2, 3, 4]
     assert memory.tolist() == [0, 1, 2, 3, 4] + [0] * 15 + [0, 1, 2, 3, 4] + [0] * 15
 
@@ -69,7 +71,7 @@ def test_only_as_many_steps_as_are_asked_for():
 
 def test_what_a_cpu_computes_at_once():
     assert (loops.GROUP, loops.HAS_VNNI) in [(4, True), (2, False)]
-    assert len(set(loops.NAMES)) == len(loops.NAMES) and loops.NOTHING < 0
+    assert len(set(loops.FUNCTION_NAMES)) == len(loops.FUNCTION_NAMES) and loops.NO_FUNCTION < 0
 
 
 def test_no_step_has_more_numbers_than_a_row():
@@ -86,23 +88,23 @@ def test_no_step_has_more_numbers_than_a_row():
         loops.POOL: [PoolStep("pool", f, kernel=(1, 1), stride=(1, 1), **about)],
         loops.NORM: [NormStep("norm", f, weight=torch.ones(64), bias=torch.ones(64), eps=0.1, **about)],
         loops.LINEAR: [LinearStep("layer", g, x=pixel, weight=torch.ones(256, 256), bias=None)],
-        loops.MOVE: [MoveStep("move", g, x=f, by=lambda _: (1, 1, 1))],
+        loops.MOVE: [MoveStep("move", g, x=f, out_strides=lambda _: (1, 1, 1))],
         loops.ATTENTION: [AttentionStep("heads", f, query=f, key=f, value=f, heads=4, scale=1.0)],
         loops.QUANTIZE: [QuantizeStep("q", out, grid=GRID, x=f, strides=lambda: (1, 1, 1, 1))],
     }
-    rows = StepRows(loops)
+    rows = RowWriter(loops)
     for code, all_of_it in steps.items():
         for step in all_of_it:
             for row in step.rows(rows):
-                assert row[0] == code and len(row) <= loops.WIDTH and all(type(value) is int for value in row)
+                assert row[0] == code and len(row) <= loops.MAX_STEP_FIELDS and all(type(value) is int for value in row)
     assert len({*steps, loops.DEPTHWISE}) == 9
 
 
 def network(shape):
-    """Steps of a small network, what they are given, and what they should make, in float64.
+    """Steps of a small network, their inputs, and a function that returns exact results in float64.
 
-    Wherever there are integers on the way, they are computed from those that the steps have made, so that what one of
-    them rounds in another way does not count.
+    Exact results are computed from the integers that the steps before have written, so that rounding ties of one step
+    do not count in the next ones.
     """
     n, h, w, c = shape
     x = torch.randn(n, h, w, c)
@@ -112,7 +114,7 @@ def network(shape):
     weight, scale, bias = torch.randint(-128, 128, (c, 9), dtype=torch.int8), torch.rand(c) / 300, torch.randn(c)
     taps = [(i, j) for i in range(3) for j in range(3)]
     out, real_out = Area((n, h, w, 19), False), Area((n, 1, 1, 5), True)
-    one, by = torch.randint(-128, 128, (19, 1, c), dtype=torch.int8), torch.rand(19) / 1000
+    wide_weight, by = torch.randint(-128, 128, (19, 1, c), dtype=torch.int8), torch.rand(19) / 1000
     last, added = torch.randn(5, c), torch.randn(5)
     float_mean = Area((n, 1, 1, c), True)
     steps = [
@@ -123,8 +125,8 @@ def network(shape):
         ),
         PoolStep("mean", mean, grid=GRID, x=deep, x_grid=GRID, kernel=(h, w), stride=(h, w)),
         ProductStep(
-            "wide", out, Function("clamp", 0.0), OTHER, x=deep, x_grid=GRID, weight=one, taps=[(0, 0)], scale=by,
-            bias=None, windows=(h, w),
+            "wide", out, Function("clamp", 0.0), OTHER, x=deep, x_grid=GRID, weight=wide_weight, taps=[(0, 0)],
+            scale=by, bias=None, windows=(h, w),
         ),
         PointwiseStep("real", float_mean, x=mean, x_grid=GRID),
         LinearStep("last", real_out, x=float_mean, weight=last, bias=added),
@@ -136,7 +138,7 @@ def network(shape):
         image = real(q, GRID).permute(0, 3, 1, 2)
         kernel = weight.double().view(c, 1, 3, 3) * scale.double()[:, None, None, None]
         first = F.hardswish(F.conv2d(image, kernel, bias.double(), padding=1, groups=c).permute(0, 2, 3, 1))
-        second = real(deep, GRID) @ (one[:, 0].double() * by.double()[:, None]).t()
+        second = real(deep, GRID) @ (wide_weight[:, 0].double() * by.double()[:, None]).t()
         final = F.linear(real(mean, GRID), last.double(), added.double())
         return first, real(deep, GRID).mean((1, 2), keepdim=True), second.clamp(min=0), final
 
@@ -145,37 +147,37 @@ def network(shape):
 
 @pytest.mark.parametrize("shape", [(1, 4, 5, 16), (2, 3, 3, 70), (1, 1, 1, 33), (3, 7, 2, 128)])
 def test_a_network(shape):
-    steps, given, x, exact = network(shape)
+    steps, inputs, x, exact = network(shape)
 
     def until(count):
-        return made(steps[:count], given)
+        return run_steps(steps[:count], inputs)
 
     q, deep, mean = until(1), until(2), until(3)
     first, second, third, final = exact(q, deep, mean)
     assert distance(q, x.double(), GRID) <= 0.5 + 1e-4
-    for found, wanted, grid in ((deep, first, GRID), (mean, second, GRID), (until(4), third, OTHER)):
-        assert distance(found, wanted, grid) <= 0.5 + 2e-3
+    for outcome, wanted, grid in ((deep, first, GRID), (mean, second, GRID), (until(4), third, OTHER)):
+        assert distance(outcome, wanted, grid) <= 0.5 + 2e-3
     torch.testing.assert_close(until(6).double(), final, rtol=1e-5, atol=1e-5)
 
 
 def test_the_same_integers_again():
-    steps, given, *_ = network((2, 3, 3, 70))
-    assert torch.equal(made(steps, given), made(steps, given))
+    steps, inputs, *_ = network((2, 3, 3, 70))
+    assert torch.equal(run_steps(steps, inputs), run_steps(steps, inputs))
 
 
 def test_threads_run_steps_at_once():
     """Each in memory of its own; what steps need on the way is theirs, too."""
-    x, out = Area((1, 20, 20, 48), True, base=ARENA), Area((1, 20, 20, 48), True, base=GIVEN)
+    x, out = Area((1, 20, 20, 48), True, base=ARENA), Area((1, 20, 20, 48), True, base=EXTERNAL)
     step = NormStep("norm", out, x=x, x_grid=None, weight=torch.ones(48), bias=torch.zeros(48), eps=1e-5)
-    rows = StepRows(loops)
+    rows = RowWriter(loops)
     program, wrong = step.rows(rows), []
 
     def call(seed):
         f = torch.randn(x.shape, generator=torch.Generator().manual_seed(seed))
-        wanted, found = F.layer_norm(f, (48,)), torch.empty(x.shape)
+        wanted, outcome = F.layer_norm(f, (48,)), torch.empty(x.shape)
         for _ in range(30):
-            run(program, f.data_ptr(), found.fill_(math.nan).data_ptr())
-            if not torch.allclose(found, wanted, rtol=1e-5, atol=1e-5):
+            run(program, f.data_ptr(), outcome.fill_(math.nan).data_ptr())
+            if not torch.allclose(outcome, wanted, rtol=1e-5, atol=1e-5):
                 wrong.append(seed)
 
     threads = [threading.Thread(target=call, args=(seed,)) for seed in range(4)]

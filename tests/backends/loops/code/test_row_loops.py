@@ -13,23 +13,23 @@ row_loops = pytest.importorskip("fxq.backends.loops.code.row_loops", reason="nee
 
 @settings(deadline=None)
 @given(
-    rows=st.integers(1, 9), columns=st.integers(1, 40), each=st.tuples(*[st.booleans()] * 3),
+    rows=st.integers(1, 9), columns=st.integers(1, 40), by_row=st.tuples(*[st.booleans()] * 3),
     clamp=st.sampled_from([(-math.inf, math.inf), (0.0, math.inf), (-1.0, 6.0)]),
     gelu=st.integers(0, 1), seed=st.integers(0, 99),
 )  # fmt: skip
-def test_float64(rows, columns, each, clamp, gelu, seed):
+def test_float64(rows, columns, by_row, clamp, gelu, seed):
     torch.manual_seed(seed)
     sums = torch.randint(-(2**27), 2**27, (rows, columns), dtype=torch.int32)
-    scale, zero = torch.rand(rows if each[0] else 1) + 0.1, torch.randint(0, 256, (rows if each[1] else 1,)).float()
+    scale, zero = torch.rand(rows if by_row[0] else 1) + 0.1, torch.randint(0, 256, (rows if by_row[1] else 1,)).float()
     ones = torch.randint(-(2**18), 2**18, (columns,), dtype=torch.int32)
     by, bias, out = (
         torch.rand(columns) / 2**26,
-        torch.randn(rows if each[2] else 1, columns),
+        torch.randn(rows if by_row[2] else 1, columns),
         torch.empty(rows, columns),
     )
     row_loops.scale_sums(
-        sums.data_ptr(), scale.data_ptr(), int(each[0]), zero.data_ptr(), int(each[1]),
-        *(t.data_ptr() for t in (ones, by, bias)), int(each[2]), out.data_ptr(), rows, columns, *clamp, gelu,
+        sums.data_ptr(), scale.data_ptr(), int(by_row[0]), zero.data_ptr(), int(by_row[1]),
+        *(t.data_ptr() for t in (ones, by, bias)), int(by_row[2]), out.data_ptr(), rows, columns, *clamp, gelu,
     )  # fmt: skip
     exact = (sums.double() - zero.double()[:, None] * ones.double()) * (scale.double()[:, None] * by.double())
     exact = F.gelu(exact + bias.double()) if gelu else (exact + bias.double()).clamp(*clamp)
@@ -38,7 +38,7 @@ def test_float64(rows, columns, each, clamp, gelu, seed):
 
 @pytest.mark.parametrize("gelu", [0, 1])
 def test_what_is_not_a_number_stays_that(gelu):
-    """In the row that has it, also behind a clamp."""
+    """In the row that has it, also after a clamp."""
     tensors = torch.ones(2, 3, dtype=torch.int32), torch.tensor([math.nan, 1.0]), torch.zeros(1)
     ones, by, bias, out = torch.ones(3, dtype=torch.int32), torch.ones(3), torch.zeros(3), torch.empty(2, 3)
     sums, scale, zero = (t.data_ptr() for t in tensors)

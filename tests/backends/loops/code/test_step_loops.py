@@ -19,15 +19,15 @@ def both(function, exact):
     ids=["sigmoid", "tanh"],
 )
 def test_near_float64(function, exact):
-    found, wanted = both(function, exact)
-    np.testing.assert_allclose(found, wanted, rtol=0, atol=3e-7)
+    result, wanted = both(function, exact)
+    np.testing.assert_allclose(result, wanted, rtol=0, atol=3e-7)
 
 
 def test_tanh_near_zero():
     """A small state is rounded on a grid as small, so that its digits count."""
     x = np.concatenate([np.linspace(-1, 1, 2001), 10.0 ** np.arange(-30, 0)]).astype(np.float32)
-    found, wanted = np.array([step_loops._tanh(value) for value in x]), np.tanh(x.astype(np.float64))
-    np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=0)
+    result, wanted = np.array([step_loops._tanh(value) for value in x]), np.tanh(x.astype(np.float64))
+    np.testing.assert_allclose(result, wanted, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("function", [step_loops._sigmoid, step_loops._tanh], ids=["sigmoid", "tanh"])

@@ -17,7 +17,7 @@ on_addresses = pytest.importorskip("fxq.backends.loops.code.machine_code").on_ad
 
 @on_addresses
 def functions(b, x, out):
-    """Those of `EXACT`, one after the other."""
+    """Functions of `EXACT`, one after the other."""
     for k, name in enumerate(EXACT):
         y = getattr(vectors, name)(b, vectors.load(b, x, vectors.FLOATS))
         vectors.store(b, y, b.add(out, vectors.number(64 * k)))
@@ -30,16 +30,16 @@ def pieces(b, x, numbers, out):
     for size in (16, 64, 64, 64, 64):
         floats.append(b.add(floats[-1], vectors.number(size)))
     low, high = vectors.bounds(b, numbers)
-    inside = vectors.clamped(b, whole, low, high)
+    inside = vectors.clamp(b, whole, low, high)
     for place, value in zip(
         floats,
         [
             vectors.rounded(b, inside),
             vectors.nearest(b, inside),
             inside,
-            vectors.fused(b, whole, 0.5, low),
+            vectors.multiply_add(b, whole, 0.5, low),
             vectors.splat(b, 7.0),
-            vectors.splat(b, vectors.load(b, numbers, vectors.FLOAT, 8)),
+            vectors.splat(b, vectors.load(b, numbers, vectors.FLOAT32, 8)),
         ],
         strict=True,
     ):
@@ -56,8 +56,8 @@ def powers(b, x, out):
 def joins(b, x, out):
     """16 floats joined by sums, by the larger of two, and by differences."""
 
-    def larger(one, other):
-        return b.select(b.fcmp_ordered(">", one, other), one, other)
+    def larger(left, right):
+        return b.select(b.fcmp_ordered(">", left, right), left, right)
 
     y = vectors.load(b, x, vectors.FLOATS)
     for k, join in enumerate((b.fadd, larger, b.fsub)):
@@ -86,7 +86,7 @@ def run_pieces(x, numbers, out):
     pieces(x, numbers, out)
 
 
-def found(x):
+def result(x):
     """float32 of a multiple of 16 -> each function of them."""
     out = torch.empty(len(x) // 16, len(EXACT), 16)
     run_functions(x.data_ptr(), len(out), out.data_ptr())
@@ -103,12 +103,12 @@ WIDE = torch.from_numpy(
     [("silu", 6e-7), ("hardswish", 1e-6), ("gelu", 1e-6), ("sigmoid", 2e-7), ("tanh", 3e-7), ("hardsigmoid", 2e-7)],
 )
 def test_near_float64(name, atol):
-    torch.testing.assert_close(found(WIDE)[name].double(), EXACT[name](WIDE.double()), rtol=3e-7, atol=atol)
+    torch.testing.assert_close(result(WIDE)[name].double(), EXACT[name](WIDE.double()), rtol=3e-7, atol=atol)
 
 
 def test_far_from_zero():
     x = torch.tensor([30.0, 88, 89, 104, 127, 130, 1e3, 1e6, 1e10, 1e20, 3e38, math.inf, 31, 32, 33, 34])
-    above, below = found(x), found(-x)
+    above, below = result(x), result(-x)
     for name in ("sigmoid", "tanh", "hardsigmoid"):
         assert above[name].tolist() == [1.0] * 16, name
         wanted = torch.full((16,), -1.0 if name == "tanh" else 0.0)
@@ -122,7 +122,7 @@ def test_far_from_zero():
 def test_near_zero():
     """Powers of ten down to those that are not normal."""
     x = torch.tensor([s * 10.0**-k for k in range(1, 45, 2) for s in (1, -1)] + [0.0] * 4)
-    by_name = found(x)
+    by_name = result(x)
     for name in ("silu", "hardswish", "gelu"):
         torch.testing.assert_close(by_name[name].double(), EXACT[name](x.double()), rtol=1e-6, atol=2e-45, msg=name)
     torch.testing.assert_close(by_name["tanh"].double(), torch.tanh(x.double()), rtol=0, atol=2e-7)
@@ -130,7 +130,7 @@ def test_near_zero():
 
 @pytest.mark.parametrize("name", ["silu", "hardswish", "gelu"])
 def test_what_is_not_a_number_stays_that(name):
-    assert bool(found(torch.full((16,), math.nan))[name].isnan().all())
+    assert bool(result(torch.full((16,), math.nan))[name].isnan().all())
 
 
 # ---- powers of two
@@ -155,9 +155,9 @@ def test_powers_of_integers_are_exact():
 
 
 def test_powers_that_are_too_large_or_small():
-    """What is not a number stays so."""
-    found = powers_of_two(torch.tensor([120.01, 128, 1e4, 3e38, math.inf, -120.01, -150, -3e38, -math.inf, math.nan]))
-    assert found[:9].tolist() == [2.0**120] * 5 + [2.0**-120] * 4 and math.isnan(found[9])
+    """NaN stays."""
+    result = powers_of_two(torch.tensor([120.01, 128, 1e4, 3e38, math.inf, -120.01, -150, -3e38, -math.inf, math.nan]))
+    assert result[:9].tolist() == [2.0**120] * 5 + [2.0**-120] * 4 and math.isnan(result[9])
 
 
 def test_powers_of_halves():
@@ -218,7 +218,7 @@ def test_the_nearest_integers():
 
 
 def test_bounds():
-    """What is not a number becomes the lower one."""
+    """NaN becomes the lower bound."""
     x = [math.nan, -math.inf, math.inf, -3e38, 3e38, 3.0, 2.9, 3.1, 200.0, 199.9, 200.1, -0.0, 0.0, 255.0, 5.5, 100.0]
     _, integers, inside, *_ = made(x, 3.0, 200.0)
     wanted = [3, 3, 200, 3, 200, 3, 3, 3.1, 200, 199.9, 200, 3, 3, 200, 5.5, 100]

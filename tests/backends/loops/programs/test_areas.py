@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxq.backends.loops.programs.areas import ARENA, LANES, SLACK, Area, laid_out
+from fxq.backends.loops.programs.areas import ARENA, LANES, SLACK_BYTES, Area, lay_out
 
 pytestmark = pytest.mark.any_cpu
 
@@ -21,7 +21,7 @@ def test_pixels_lie_as_in_an_array_with_a_border(shape, border, is_float):
     n, h, w, c = shape
     whole = (n, above + h + below, left + w + right, -(-c // LANES) * LANES)
     assert area.nbytes == np.prod(whole) * (4 if is_float else 1)
-    assert area.strides == list(np.empty(whole, np.float32 if is_float else np.uint8).strides[:3])
+    assert area.byte_strides == list(np.empty(whole, np.float32 if is_float else np.uint8).strides[:3])
     assert area.start == [ARENA, 640] and area.origin == [ARENA, 640 + area.size * area.place(0, 0)]
     for row, column in ((-above, -left), (0, 0), (h + below - 1, w + right - 1)):
         assert area.place(row, column) == np.ravel_multi_index((0, row + above, column + left, 0), whole)
@@ -35,8 +35,8 @@ def test_a_border_only_grows():
 
 
 def test_room_for_channels():
-    assert [Area((1, 1, 1, c)).wide for c in (1, 16, 17)] == [16, 16, 32]
-    assert Area((1, 1, 1, 3), room=3).wide == 3
+    assert [Area((1, 1, 1, c)).pixel_stride for c in (1, 16, 17)] == [16, 16, 32]
+    assert Area((1, 1, 1, 3), room=3).pixel_stride == 3
 
 
 def test_a_part_lies_among_the_channels_of_the_whole():
@@ -48,7 +48,11 @@ def test_a_part_lies_among_the_channels_of_the_whole():
     whole.offset = 128
     assert whole.border == (1, 0, 2, 1)  # that of the part from before, and from later
     assert part.root is inner.root is whole
-    assert (part.wide, part.pitch, part.sample) == (whole.wide, whole.pitch, whole.sample) == (64, 4 * 64, 6 * 4 * 64)
+    assert (
+        (part.pixel_stride, part.row_stride, part.sample_stride)
+        == (whole.pixel_stride, whole.row_stride, whole.sample_stride)
+        == (64, 4 * 64, 6 * 4 * 64)
+    )
     assert part.place(1, 1) == whole.place(1, 1) + 48
     assert part.start == whole.start and part.origin == [ARENA, whole.origin[1] + 48]
 
@@ -61,7 +65,9 @@ def lives(draw):
         shape = draw(st.sampled_from([(1, 1, 1, 5), (1, 4, 4, 16), (2, 3, 5, 33), (2, 8, 8, 16)]))
         border = draw(st.sampled_from([(0, 0, 0, 0), (0, 0, 0, 0), (1, 1, 1, 1), (0, 2, 1, 0)]))
         zero, last = draw(st.sampled_from([0, 7])), draw(st.integers(i, 14))
-        area = Area(shape, draw(st.booleans()) and not any(border), zero=zero, border=border, first=i, last=last)
+        area = Area(
+            shape, draw(st.booleans()) and not any(border), zero=zero, border=border, first_step=i, last_step=last
+        )
         areas.append(area)
     return areas
 
@@ -70,7 +76,7 @@ def pixels(memory, area):
     """The bytes of an area in memory, with its border."""
     n, h, w, _ = area.shape
     rows, columns = h + area.border[0] + area.border[2], w + area.border[1] + area.border[3]
-    return memory[area.offset : area.offset + area.nbytes].reshape(n, rows, columns, area.wide * area.size)
+    return memory[area.offset : area.offset + area.nbytes].reshape(n, rows, columns, area.pixel_stride * area.size)
 
 
 def inside(area, image):
@@ -82,17 +88,17 @@ def inside(area, image):
 @settings(max_examples=300)
 def test_what_lives_at_once_shares_no_memory(areas):
     """A program that writes each area as its step comes finds it as it was at its last step, and borders untouched."""
-    arena = laid_out(areas)
+    arena = lay_out(areas)
     memory = np.full(arena.nbytes, 255, np.uint8)
     for offset, count, value in arena.filled:
         memory[offset : offset + count] = value
     for step in range(15):
         for i, area in enumerate(areas):
-            if area.first == step:
-                assert area.offset % 64 == 0 and area.offset + area.nbytes + SLACK <= arena.nbytes
+            if area.first_step == step:
+                assert area.offset % 64 == 0 and area.offset + area.nbytes + SLACK_BYTES <= arena.nbytes
                 inside(area, pixels(memory, area))[:] = 100 + i
         for i, area in enumerate(areas):
-            if area.first <= step <= area.last:
+            if area.first_step <= step <= area.last_step:
                 image = pixels(memory, area).copy()
                 assert (inside(area, image) == 100 + i).all()
                 inside(area, image)[:] = area.zero
@@ -101,40 +107,43 @@ def test_what_lives_at_once_shares_no_memory(areas):
 
 @given(lives())
 def test_behind_what_lives_nothing_lies_that_is_read_with_it(areas):
-    """Up to `SLACK` bytes behind a value are its own, too: two that live at once are that far apart."""
-    laid_out(areas)
-    for one in areas:
-        for other in areas:
-            if one is not other and one.first <= other.last and other.first <= one.last:
-                assert one.offset + one.nbytes + SLACK <= other.offset or (
-                    other.offset + other.nbytes + SLACK <= one.offset
+    """Up to `SLACK_BYTES` bytes after a value belong to it: two that live at once are that far apart."""
+    lay_out(areas)
+    for area in areas:
+        for second in areas:
+            if area is not second and area.first_step <= second.last_step and second.first_step <= area.last_step:
+                assert area.offset + area.nbytes + SLACK_BYTES <= second.offset or (
+                    second.offset + second.nbytes + SLACK_BYTES <= area.offset
                 )
 
 
 def test_a_chain_needs_two_places():
-    areas = [Area((1, 8, 8, 16), False, first=i, last=i + 1) for i in range(10)]
-    assert laid_out(areas).nbytes == 2 * (8 * 8 * 16 + 64)
+    areas = [Area((1, 8, 8, 16), False, first_step=i, last_step=i + 1) for i in range(10)]
+    assert lay_out(areas).nbytes == 2 * (8 * 8 * 16 + 64)
 
 
 def test_a_large_place_is_divided():
-    large = Area((1, 8, 8, 16), False, first=0, last=0)
-    small = [Area((1, 4, 8, 16), False, first=1, last=2) for _ in range(2)]
-    assert laid_out([large, *small]).nbytes == 8 * 8 * 16 + 64 + 4 * 8 * 16 + 64
+    large = Area((1, 8, 8, 16), False, first_step=0, last_step=0)
+    small = [Area((1, 4, 8, 16), False, first_step=1, last_step=2) for _ in range(2)]
+    assert lay_out([large, *small]).nbytes == 8 * 8 * 16 + 64 + 4 * 8 * 16 + 64
     assert small[0].offset == large.offset
 
 
 def test_parts_have_the_place_of_the_whole():
-    whole = Area((1, 2, 2, 32), False, first=0, last=3)
+    whole = Area((1, 2, 2, 32), False, first_step=0, last_step=3)
     parts = [Area((1, 2, 2, 16), False) for _ in range(2)]
     for k, part in enumerate(parts):
         part.become_part(whole, 16 * k)
-    other = Area((1, 2, 2, 32), False, first=1, last=3)
-    arena = laid_out([parts[0], other, parts[1]])
-    assert arena.nbytes == 2 * (2 * 2 * 32 + 64) and other.offset != whole.offset
+    second = Area((1, 2, 2, 32), False, first_step=1, last_step=3)
+    arena = lay_out([parts[0], second, parts[1]])
+    assert arena.nbytes == 2 * (2 * 2 * 32 + 64) and second.offset != whole.offset
 
 
 def test_borders_of_other_values_are_not_shared():
-    areas = [Area((1, 4, 4, 16), False, zero=z, border=(1, 1, 1, 1), first=i, last=i) for i, z in enumerate((3, 4, 3))]
-    arena = laid_out(areas)
+    areas = [
+        Area((1, 4, 4, 16), False, zero=z, border=(1, 1, 1, 1), first_step=i, last_step=i)
+        for i, z in enumerate((3, 4, 3))
+    ]
+    arena = lay_out(areas)
     assert areas[0].offset == areas[2].offset != areas[1].offset
     assert [value for _, _, value in arena.filled] == [3, 4]

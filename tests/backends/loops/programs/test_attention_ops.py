@@ -64,8 +64,8 @@ def test_attention(batch, length, others, heads, depth, is_causal, scale, is_flo
     """Of floats, and of integers on a grid."""
     draft = Draft(seed)
     shapes = [(batch, count, heads * depth) for count in (length, others, others)]
-    given = [draft.input(draft.normal(*s)) if is_float else draft.image(*s) for s in shapes]
-    y = attend(draft, *(split(draft, x, heads) for x in given), is_causal=is_causal, scale=scale)
+    inputs = [draft.input(draft.normal(*s)) if is_float else draft.image(*s) for s in shapes]
+    y = attend(draft, *(split(draft, x, heads) for x in inputs), is_causal=is_causal, scale=scale)
     check_both(draft, joined(draft, y))
 
 
@@ -91,8 +91,8 @@ def test_integers_become_floats():
     draft = Draft()
     parts = [split(draft, draft.qdq(layer(draft, draft.image(2, 9, 32), 32)), 2) for _ in range(3)]
     y = draft.quantize(joined(draft, attend(draft, *parts)))
-    made = check(draft, y)
-    assert kinds(made).count("PointwiseStep") == 4 and kinds(made).count("AttentionStep") == 1
+    compiled = check(draft, y)
+    assert kinds(compiled).count("PointwiseStep") == 4 and kinds(compiled).count("AttentionStep") == 1
 
 
 def test_one_value_of_heads_is_read_by_several():
@@ -101,8 +101,8 @@ def test_one_value_of_heads_is_read_by_several():
     y = attend(draft, x, x, x)
     check(draft, joined(draft, y), x, draft.op("transpose", y, dim0=1, dim1=2), y)
     z = attend(draft, y, x, y, is_causal=True)
-    made = check(draft, draft.quantize(joined(draft, z)), draft.quantize(joined(draft, y)))
-    assert kinds(made).count("AttentionStep") == 2
+    compiled = check(draft, draft.quantize(joined(draft, z)), draft.quantize(joined(draft, y)))
+    assert kinds(compiled).count("AttentionStep") == 2
 
 
 @pytest.mark.parametrize("function", ["relu", "gelu"])
@@ -143,8 +143,8 @@ def test_heads_that_come_in(is_float, is_turned, heads, length, depth):
     """As (N, heads, L, D), or as (N, L, heads, D)."""
     draft = Draft()
     shape = (2, heads, length, depth) if is_turned else (2, length, heads, depth)
-    given = [draft.input(draft.normal(*shape)) if is_float else draft.image(*shape) for _ in range(3)]
-    parts = given if is_turned else [draft.op("transpose", x, dim0=2, dim1=1) for x in given]
+    inputs = [draft.input(draft.normal(*shape)) if is_float else draft.image(*shape) for _ in range(3)]
+    parts = inputs if is_turned else [draft.op("transpose", x, dim0=2, dim1=1) for x in inputs]
     y = attend(draft, *parts)
     assert kinds(check(draft, joined(draft, y))).count("MoveStep") == 3
     check(draft, draft.quantize(joined(draft, y)))
@@ -152,8 +152,8 @@ def test_heads_that_come_in(is_float, is_turned, heads, length, depth):
 
 def test_integers_of_heads_that_come_in():
     draft = Draft()
-    given = [draft.input(torch.randint(0, 256, (2, 4, 7, 8), dtype=torch.uint8)) for _ in range(3)]
-    parts = [draft.dequantize(x, (0.03, zero)) for x, zero in zip(given, (0, 100, 255), strict=True)]
+    inputs = [draft.input(torch.randint(0, 256, (2, 4, 7, 8), dtype=torch.uint8)) for _ in range(3)]
+    parts = [draft.dequantize(x, (0.03, zero)) for x, zero in zip(inputs, (0, 100, 255), strict=True)]
     check_both(draft, joined(draft, attend(draft, *parts)))
 
 
@@ -198,10 +198,10 @@ def test_heads_that_differ_are_refused():
     """Fewer of keys, as with enable_gqa, one for all samples, and values of another depth."""
     draft = Draft()
     query, fewer = split(draft, draft.image(2, 6, 32), 4), split(draft, draft.image(2, 6, 16), 2)
-    one, deeper = split(draft, draft.image(1, 6, 32), 4), split(draft, draft.image(2, 6, 64), 4)
+    single, deeper = split(draft, draft.image(1, 6, 32), 4), split(draft, draft.image(2, 6, 64), 4)
     reason = "its heads differ"
     assert refused(draft, attend(draft, query, fewer, fewer, enable_gqa=True)) == reason
-    assert refused(draft, attend(draft, query, one, one)) == reason
+    assert refused(draft, attend(draft, query, single, single)) == reason
     assert refused(draft, attend(draft, query, query, deeper)) == reason
 
 
@@ -242,9 +242,9 @@ class Block(nn.Module):
     def forward(self, x):
         y = self.first(x)
         parts = [self.way(part(y), 4) for part in (self.q, self.k, self.v)]
-        made = F.scaled_dot_product_attention(*parts, is_causal=self.is_causal).transpose(1, 2)
-        made = made.flatten(2) if self.is_causal else made.contiguous().view(x.shape[0], x.shape[1], -1)
-        x = x + self.out(made)
+        compiled = F.scaled_dot_product_attention(*parts, is_causal=self.is_causal).transpose(1, 2)
+        compiled = compiled.flatten(2) if self.is_causal else compiled.contiguous().view(x.shape[0], x.shape[1], -1)
+        x = x + self.out(compiled)
         return x + self.narrow(F.gelu(self.wide(self.second(x))))
 
 
@@ -255,12 +255,16 @@ def test_a_block_is_one_region(way, is_causal, monkeypatch):
     monkeypatch.setattr(Block, "is_causal", is_causal)
     model, x = settled(Block), torch.randn(2, 11, 32)
     q, form = whole(model, x)
-    made = program(form, [x])
-    assert torch.equal(q(x), made(x)) and kinds(made).count("AttentionStep") == 1 and "MoveStep" not in kinds(made)
+    compiled = program(form, [x])
+    assert (
+        torch.equal(q(x), compiled(x))
+        and kinds(compiled).count("AttentionStep") == 1
+        and "MoveStep" not in kinds(compiled)
+    )
     assert sqnr(form(x), q(x)) > 45 and sqnr(model(x), q(x)) > 20
     for shape in ((1, 11, 32), (2, 5, 32)):
-        other = torch.randn(shape)
-        assert sqnr(form(other), program(form, [other])(other)) > 45
+        second = torch.randn(shape)
+        assert sqnr(form(second), program(form, [second])(second)) > 45
 
 
 def test_two_blocks_are_one_region():

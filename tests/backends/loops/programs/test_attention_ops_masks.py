@@ -90,8 +90,8 @@ def test_a_query_without_keys_gives_zeros(is_bool):
     mask[1, 0, 2] = False if is_bool else -math.inf
     images = [draft.image(N, count, 32) for count in (LENGTH, KEYS, KEYS)]
     y = joined(draft, attend(draft, *(split(draft, x, 2) for x in images), draft.input(mask)))
-    made = program(draft.form(y), draft.inputs)(*draft.inputs)
-    assert bool((made[1, 2] == 0).all()) and not bool((made[1, 1] == 0).any())
+    compiled = program(draft.form(y), draft.inputs)(*draft.inputs)
+    assert bool((compiled[1, 2] == 0).all()) and not bool((compiled[1, 1] == 0).any())
     check(draft, y)
 
 
@@ -115,8 +115,8 @@ def test_one_tensor_as_two_masks(is_bool):
         x = joined(draft, attend(draft, *[split(draft, x, 2)] * 3, mask))
     form = draft.form(x)
     given_x, first, second = draft.inputs
-    made = program(form, [given_x, first, first])
-    compare(made(given_x, first, second), form(given_x, first, second))
+    compiled = program(form, [given_x, first, first])
+    compare(compiled(given_x, first, second), form(given_x, first, second))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])

@@ -40,14 +40,14 @@ def test_linear_layers_that_are_refused():
     draft = Draft()
     x = draft.image(2, 16)
     assert refused(draft, draft.op("linear", x, draft.weight(5, 16, axis=1))) == "its weight has scales of another axis"
-    assert refused(draft, draft.op("linear", x, draft.constant(draft.normal(5, 16)))) == "its weight is in float"
+    assert refused(draft, draft.op("linear", x, draft.constant(draft.normal(5, 16)))) == "its weight is float"
     assert refused(draft, draft.op("linear", x, draft.input(draft.normal(5, 16)))) == "its weight is no constant"
     bias = draft.input(draft.normal(5))
     assert refused(draft, draft.op("linear", x, draft.weight(5, 16), bias)) == "it has 1 axes"
     draft = Draft()
     x = draft.input(draft.normal(2, 3, 16))
     y = draft.op("linear", x, draft.constant(draft.normal(5, 16)))
-    assert refused(draft, y) == "it is a layer in float of several pixels"
+    assert refused(draft, y) == "it is a float layer on several pixels"
 
 
 def test_a_bias_that_is_computed():
@@ -72,7 +72,7 @@ def test_sums_that_leave_int32(value, fits):
 @pytest.mark.parametrize(
     ("about", "reason"),
     [
-        ({"dtype": torch.uint8, "zero_point": 0}, "its weight is not of int8"),
+        ({"dtype": torch.uint8, "zero_point": 0}, "its weight is not int8, or is grouped or packed"),
         ({"dtype": torch.int8, "zero_point": 3}, "its weight has zero points"),
     ],
 )
@@ -120,7 +120,7 @@ def test_groups_of_several_channels_are_refused(channels, columns, groups):
 
 
 def test_depthwise_layers_of_few_channels():
-    """Room is made for 16, also behind an input, and beside a layer that reads its pixels side by side."""
+    """Values have room for 16 channels, also inputs, and beside a layer that reads pixels side by side."""
     draft = Draft()
     x = draft.image(2, 3, 5, 5)
     check_both(draft, draft.conv(x, 3, 3, groups=3))
@@ -137,9 +137,9 @@ def test_convolutions_that_are_refused():
     draft = Draft()
     x = draft.input(draft.normal(2, 16, 5, 5))
     windows = draft.op("conv2d", x, draft.constant(draft.normal(8, 16, 3, 3)))
-    assert refused(draft, windows) == "it is a layer in float with windows or groups"
+    assert refused(draft, windows) == "it is a float layer with windows or groups"
     pixels = draft.op("conv2d", x, draft.constant(draft.normal(8, 16, 1, 1)))
-    assert refused(draft, pixels) == "it is a layer in float of several pixels"
+    assert refused(draft, pixels) == "it is a float layer on several pixels"
 
 
 def test_a_convolution_of_an_image_without_a_batch_is_refused():
@@ -202,8 +202,8 @@ def test_a_transposed_convolution_adds_nothing_and_is_not_scaled():
     x = draft.image(2, 16, 4, 4)
     skip = draft.qdq(draft.input(draft.normal(2, 16, 8, 8)))
     y = draft.op("add", transposed(draft, x, 16, 2, 2), skip)
-    made = check(draft, draft.quantize(y))
-    assert kinds(made)[-2:] == ["PointwiseStep", "PointwiseStep"]  # the sum, and the copy to what is returned
+    compiled = check(draft, draft.quantize(y))
+    assert kinds(compiled)[-2:] == ["PointwiseStep", "PointwiseStep"]  # the sum, and the copy to what is returned
     factor = draft.constant(torch.rand(1, 16, 1, 1))
     check_both(draft, draft.op("mul", transposed(draft, x, 16, 2, 2), factor))
 
@@ -228,7 +228,7 @@ def test_transposed_convolutions_that_are_refused():
     assert refused(draft, by_input) == "its weight has scales of its input's channels"
     draft = Draft()
     x = draft.input(draft.normal(2, 16, 5, 5))
-    assert refused(draft, transposed(draft, x, 8, 2, 2)) == "it is a layer in float"
+    assert refused(draft, transposed(draft, x, 8, 2, 2)) == "it is a float layer"
 
 
 # ---- batch_norm
@@ -264,28 +264,28 @@ def test_norms_of_few_channels():
 
 def test_norms_of_sequences_are_refused():
     draft = Draft()
-    assert refused(draft, norm(draft, draft.image(2, 16, 5))) == "its input has other channels"
+    assert refused(draft, norm(draft, draft.image(2, 16, 5))) == "its input has its channels on another axis"
 
 
 def test_a_norm_and_what_its_result_is_added_to():
     """It is a layer, so it adds integers itself."""
     draft = Draft()
     x = draft.image(2, 32, 4, 4)
-    made = check(draft, draft.quantize(draft.op("relu", draft.op("add", norm(draft, x), x))))
-    (step,) = steps_of(made, ProductStep)
+    compiled = check(draft, draft.quantize(draft.op("relu", draft.op("add", norm(draft, x), x))))
+    (step,) = steps_of(compiled, ProductStep)
     assert step.residual is step.x
 
 
 # ---- what does not fit
 
 
-@pytest.mark.parametrize(("features", "given"), [(16, 20), (20, 16)])
-def test_linear_layers_of_other_features(features, given):
+@pytest.mark.parametrize(("features", "input_features"), [(16, 20), (20, 16)])
+def test_linear_layers_of_other_features(features, input_features):
     """As it comes when a loaded model is given images of another size."""
     draft = Draft()
     y = draft.op("linear", draft.image(2, 5, features), draft.weight(7, features), draft.vector(7))
-    with pytest.raises(NotPlannedError, match=f"its input has {given} channels, its weight {features}"):
-        planned(draft.form(y), [draft.normal(2, 5, given)])
+    with pytest.raises(NotPlannedError, match=f"its input has {input_features} channels, its weight {features}"):
+        planned(draft.form(y), [draft.normal(2, 5, input_features)])
 
 
 def test_transposed_layers_of_other_channels():
@@ -317,5 +317,5 @@ def test_integers_on_two_grids():
     draft = Draft()
     x = draft.quantize(draft.input(draft.normal(1, 3, 5, 5)), (0.02, 100))
     parts = [draft.conv(draft.dequantize(x, (0.02, zero)), 4, 3) for zero in (100, 90)]
-    assert refused(draft, *parts) == "what it reads has two zero points at its border"
+    assert refused(draft, *parts) == "its input would need a border with two zero points"
     check(draft, *(draft.conv(draft.dequantize(x, (0.02, zero)), 4, 1) for zero in (100, 90)))

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from fxq.backends.loops.programs.areas import Area, ByteGrid
 from fxq.backends.loops.programs.layer_steps import LinearStep, ProductStep
-from fxq.backends.loops.programs.program_steps import Function, StepRows
+from fxq.backends.loops.programs.program_steps import Function, RowWriter
 from tests.support.programs import LOOPS, Draft, check, check_both, kinds, plan_of, program, steps_of
 
 pytestmark = pytest.mark.any_cpu
@@ -125,8 +125,8 @@ def test_two_windows_on_one_value():
     draft = Draft()
     x = draft.qdq(draft.conv(draft.image(2, 16, 7, 6), 16, 1))
     y = [draft.conv(x, 16, 7), draft.conv(x, 16, 3, stride=(2, 2)), draft.conv(x, 16, 1)]
-    made = check(draft, *y, draft.op("mean", x, dim=(2, 3)))
-    assert made.plan.steps[1].out.border == (3, 3, 3, 3)
+    compiled = check(draft, *y, draft.op("mean", x, dim=(2, 3)))
+    assert compiled.plan.steps[1].out.border == (3, 3, 3, 3)
 
 
 # ---- what a window reaches
@@ -159,14 +159,14 @@ def test_a_border_has_all_that_windows_read(taps, size, windows, stride):
 
 def test_what_may_be_folded():
     step = product((1, 5, 5, 16), [(0, 0)], (5, 5))
-    assert step.folds
-    step.scaled(torch.full((16,), -2.0))
-    assert step.scale.tolist() == [-2.0] * 16 and step.bias is None and step.folds
+    assert step.can_fold_scale
+    step.fold_scale(torch.full((16,), -2.0))
+    assert step.scale.tolist() == [-2.0] * 16 and step.bias is None and step.can_fold_scale
     step.function = Function("gelu")
-    assert not step.folds
+    assert not step.can_fold_scale
     step = product((1, 5, 5, 16), [(0, 0)], (5, 5))
     step.residual = step.x
-    assert not step.folds and step.reads == [step.x, step.x]
+    assert not step.can_fold_scale and step.reads == [step.x, step.x]
 
 
 def test_a_row_of_numbers_fits():
@@ -174,11 +174,11 @@ def test_a_row_of_numbers_fits():
     x = draft.image(2, 80, 5, 5)
     y = draft.op("add", draft.conv(x, 80, 3), draft.qdq(draft.conv(x, 80)))
     form = draft.form(draft.qdq(y), draft.quantize(draft.conv(x, 80, 3, groups=80)))
-    made = program(form, draft.inputs)
-    rows = [row for step in made.plan.steps for row in step.rows(StepRows(LOOPS))]
-    assert max(map(len, rows)) <= LOOPS.WIDTH and len(rows) == len(made._steps)
-    wide = [step for step in steps_of(made, ProductStep) if step.weight.dim() == 2]
-    assert sum(step is wide[0] for step in made._steps) == (2 if LOOPS.HAS_VNNI else 1)  # 64 channels, and 16
+    compiled = program(form, draft.inputs)
+    rows = [row for step in compiled.plan.steps for row in step.rows(RowWriter(LOOPS))]
+    assert max(map(len, rows)) <= LOOPS.MAX_STEP_FIELDS and len(rows) == len(compiled._steps)
+    wide = [step for step in steps_of(compiled, ProductStep) if step.weight.dim() == 2]
+    assert sum(step is wide[0] for step in compiled._steps) == (2 if LOOPS.HAS_VNNI else 1)  # 64 channels, and 16
 
 
 # ---- layers in float
@@ -214,8 +214,8 @@ def test_two_layers_in_float():
     x = draft.op("mean", draft.image(2, 16, 4, 4), dim=(2, 3))
     x = draft.op("relu", draft.op("linear", x, draft.constant(draft.normal(9, 16)), draft.vector(9)))
     x = draft.op("linear", x, draft.constant(draft.normal(40, 9)))
-    made = check(draft, draft.op("sigmoid", x))
-    assert [step.out.is_float for step in steps_of(made, LinearStep)] == [True, True]
+    compiled = check(draft, draft.op("sigmoid", x))
+    assert [step.out.is_float for step in steps_of(compiled, LinearStep)] == [True, True]
 
 
 def test_a_convolution_of_one_pixel_in_float():

@@ -1,13 +1,20 @@
-"""What a region becomes as a whole: inputs, outputs, what is decided when, and refusals with their reasons."""
+"""Plans of whole regions: inputs, outputs, when values are settled, and refusals with their reasons."""
 
 import pytest
 import torch
 from torch import nn
 
-from fxq.backends.loops.programs.areas import GIVEN, ByteGrid
+from fxq.backends.loops.programs.areas import EXTERNAL, ByteGrid
 from fxq.backends.loops.programs.layer_steps import ProductStep
 from fxq.backends.loops.programs.plan import ProgramPlan, planned
-from fxq.backends.loops.programs.planned_values import ROWS, NotPlannedError, PlannedWeight, as_images, plans, refuse
+from fxq.backends.loops.programs.planned_values import (
+    PLANNERS,
+    NotPlannedError,
+    PlannedWeight,
+    as_images,
+    plans,
+    refuse,
+)
 from fxq.backends.loops.programs.program_steps import PointwiseStep, PoolStep
 from fxq.ops import OPS
 from tests.support.programs import (
@@ -34,11 +41,11 @@ def test_refusals():
 
 
 def test_every_row_is_of_an_op():
-    assert [name for name in ROWS if OPS[name].name != name] == []
+    assert [name for name in PLANNERS if OPS[name].name != name] == []
 
 
 def test_rows_are_registered_by_name(monkeypatch):
-    monkeypatch.setattr("fxq.backends.loops.programs.planned_values.ROWS", rows := {})
+    monkeypatch.setattr("fxq.backends.loops.programs.planned_values.PLANNERS", rows := {})
 
     @plans("one", "other")
     def row(plan, x):
@@ -86,7 +93,7 @@ def test_a_weight_in_float32():
 def test_inputs_that_are_no_tensors_are_refused():
     draft = Draft()
     y = draft.op("relu", draft.input(draft.normal(2, 3)))
-    with pytest.raises(NotPlannedError, match="it takes a value that is no tensor"):
+    with pytest.raises(NotPlannedError, match="an input is no tensor"):
         planned(draft.form(y), [3])
 
 
@@ -98,7 +105,7 @@ def test_of_two_refusals_the_first_is_told():
 
 
 def test_how_inputs_are_read():
-    """What is rounded is read as it lies; what another step reads lies channels-last."""
+    """An input that is quantized is read in its format; one that another step reads is channels-last."""
     draft = Draft()
     x, y = draft.input(draft.normal(2, 3, 4, 5)), draft.input(draft.normal(2, 3, 4, 5))
     form = draft.form(draft.quantize(x), draft.op("relu", y))
@@ -132,7 +139,7 @@ def test_an_input_that_nobody_reads():
 def test_a_constant_is_no_result():
     draft = Draft()
     draft.input(draft.normal(2, 3))
-    assert refused(draft, draft.vector(3)) == "it returns what is no tensor that it computes"
+    assert refused(draft, draft.vector(3)) == "it returns a value that it does not compute"
 
 
 # ---- outputs
@@ -142,8 +149,8 @@ def test_a_layer_writes_to_the_output():
     draft = Draft()
     plan = plan_of(draft, draft.conv(draft.image(2, 3, 4, 5), 17))
     assert kinds(plan) == ["QuantizeStep", "ProductStep"]
-    assert plan.steps[1].out is plan.outputs[0].area and plan.outputs[0].area.base == GIVEN + 1
-    assert plan.outputs[0].area.wide == 17 and not plan.several
+    assert plan.steps[1].out is plan.outputs[0].area and plan.outputs[0].area.base == EXTERNAL + 1
+    assert plan.outputs[0].area.pixel_stride == 17 and not plan.returns_tuple
 
 
 def test_integers_are_copied_to_the_output():
@@ -157,8 +164,8 @@ def test_several_outputs():
     draft = Draft()
     x = draft.image(2, 3, 4, 5)
     a, b = draft.conv(x, 17, 3), draft.quantize(draft.op("mean", x, dim=(2, 3)))
-    made = check(draft, a, b, draft.op("relu", a))
-    assert made.plan.several and len(made.plan.outputs) == 3
+    compiled = check(draft, a, b, draft.op("relu", a))
+    assert compiled.plan.returns_tuple and len(compiled.plan.outputs) == 3
     check(draft, b, b, x, a)
 
 
@@ -169,8 +176,8 @@ def test_an_output_that_is_read_inside():
     z = draft.conv(draft.dequantize(y), 16, 3)
     check(draft, draft.quantize(z), y, x)
     check(draft, y, draft.dequantize(y), draft.quantize(z))
-    made = check(draft, z, draft.op("tanh", z))
-    assert kinds(made) == ["QuantizeStep", "ProductStep", "ProductStep", "PointwiseStep", "PointwiseStep"]
+    compiled = check(draft, z, draft.op("tanh", z))
+    assert kinds(compiled) == ["QuantizeStep", "ProductStep", "ProductStep", "PointwiseStep", "PointwiseStep"]
 
 
 def test_inputs_that_are_returned():
@@ -196,8 +203,8 @@ def test_two_grids_of_one_value():
     draft = Draft()
     x = draft.conv(draft.image(2, 3, 4, 5), 16, 3)
     y = draft.conv(draft.qdq(x, (0.02, 100)), 16, 3), draft.conv(draft.qdq(x, (0.05, 60)), 16, 5)
-    made = check(draft, *map(draft.quantize, y))
-    assert [step.out.zero for step in steps_of(made, PointwiseStep)[:2]] == [100, 60]
+    compiled = check(draft, *map(draft.quantize, y))
+    assert [step.out.zero for step in steps_of(compiled, PointwiseStep)[:2]] == [100, 60]
 
 
 def test_a_second_use_keeps_a_function_out_of_the_layer():
@@ -228,11 +235,11 @@ def test_a_unit_is_planned_op_by_op():
     model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 8, 3)).eval()
     x = torch.randn(2, 3, 9, 9)
     q, form = whole(model, x)
-    made = program(form, [x])
-    assert kinds(made) == ["QuantizeStep", "ProductStep", "ProductStep"]
-    assert made.plan.steps[1].name.endswith("relu") and made.plan.steps[1].function.low == 0
-    compare(made(x), form(x))
-    assert torch.equal(q(x), made(x)) and len(regions(q)) == 1
+    compiled = program(form, [x])
+    assert kinds(compiled) == ["QuantizeStep", "ProductStep", "ProductStep"]
+    assert compiled.plan.steps[1].name.endswith("relu") and compiled.plan.steps[1].function.low == 0
+    compare(compiled(x), form(x))
+    assert torch.equal(q(x), compiled(x)) and len(regions(q)) == 1
 
 
 # ---- what could run

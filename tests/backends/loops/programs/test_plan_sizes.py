@@ -24,12 +24,12 @@ def with_other(build, shape, dtype):
 
 
 READERS = {
-    "a function": ((2, 3), lambda draft, x, other: draft.op("relu", other)),
-    "a sum": ((2, 3, 4), lambda draft, x, other: draft.op("add", x, other)),
-    "a product with a constant": ((2, 4), lambda draft, x, other: draft.op("mul", other, draft.vector(4))),
-    "a layer": ((2, 4), lambda draft, x, other: draft.op("linear", other, draft.weight(5, 4))),
-    "rounding": ((2, 3), lambda draft, x, other: draft.quantize(other, (0.1, 0))),
-    "another shape": ((2, 3), lambda draft, x, other: draft.op("reshape", other, shape=(6,))),
+    "a function": ((2, 3), lambda draft, x, second: draft.op("relu", second)),
+    "a sum": ((2, 3, 4), lambda draft, x, second: draft.op("add", x, second)),
+    "a product with a constant": ((2, 4), lambda draft, x, second: draft.op("mul", second, draft.vector(4))),
+    "a layer": ((2, 4), lambda draft, x, second: draft.op("linear", second, draft.weight(5, 4))),
+    "rounding": ((2, 3), lambda draft, x, second: draft.quantize(second, (0.1, 0))),
+    "another shape": ((2, 3), lambda draft, x, second: draft.op("reshape", second, shape=(6,))),
 }
 
 
@@ -37,7 +37,7 @@ READERS = {
 @pytest.mark.parametrize("reader", READERS)
 def test_nothing_computes_with_inputs_of_other_types(dtype, reader):
     shape, build = READERS[reader]
-    assert with_other(build, shape, dtype) == "it reads what is no tensor that it computes"
+    assert with_other(build, shape, dtype) == "it reads a value that the region does not compute"
 
 
 @pytest.mark.parametrize("dtype", OTHERS)
@@ -47,28 +47,30 @@ def test_axes_of_inputs_of_other_types_are_not_moved(dtype):
         ("permute", {"dims": (0, 2, 3, 1)}), ("chunk", {"chunks": 2, "dim": 1}), ("split", {"sizes": 1, "dim": 3}),
         ("flatten", {"start_dim": 1}), ("unflatten", {"dim": 3, "sizes": (2, 2)}),
     ):  # fmt: skip
-        assert with_other(lambda draft, x, other, op=op, about=about: draft.op(op, other, **about), (2, 3, 4, 4), dtype)
+        assert with_other(
+            lambda draft, x, second, op=op, about=about: draft.op(op, second, **about), (2, 3, 4, 4), dtype
+        )
 
 
 def test_inputs_of_other_types_are_no_constants_of_a_layer():
-    def layer(draft, x, other):
-        return draft.op("linear", x, draft.weight(5, 4), other)
+    def layer(draft, x, second):
+        return draft.op("linear", x, draft.weight(5, 4), second)
 
     assert with_other(layer, (5,), torch.float64) == "its bias is no constant"
-    weighted = with_other(lambda draft, x, other: draft.op("linear", x, other), (5, 4), torch.int8)
+    weighted = with_other(lambda draft, x, second: draft.op("linear", x, second), (5, 4), torch.int8)
     assert weighted == "its weight is no constant"
 
 
 @pytest.mark.parametrize("dtype", OTHERS)
 def test_inputs_of_other_types_are_not_returned(dtype):
-    for build in (lambda draft, x, other: other, lambda draft, x, other: draft.op("identity", other)):
-        assert with_other(build, (2, 3), dtype) == "it returns what is no tensor that it computes"
+    for build in (lambda draft, x, second: second, lambda draft, x, second: draft.op("identity", second)):
+        assert with_other(build, (2, 3), dtype) == "it returns a value that it does not compute"
 
 
 @pytest.mark.parametrize("place", ["weight", "bias"])
 def test_inputs_of_other_types_are_no_constants_of_a_norm(place):
-    def norm(draft, x, other):
-        return draft.op("layer_norm", x, **{place: other}, normalized_shape=(4,))
+    def norm(draft, x, second):
+        return draft.op("layer_norm", x, **{place: second}, normalized_shape=(4,))
 
     assert with_other(norm, (4,), torch.float64)
 
@@ -79,16 +81,16 @@ def test_inputs_of_other_types_are_no_constants_of_a_norm(place):
 @pytest.mark.parametrize("dtype", OTHERS)
 @pytest.mark.parametrize("shape", [(5, 4), (4, 5, 1, 1), (5, 4, 3, 2, 1), (4,)])
 def test_sizes_of_inputs_of_other_types(dtype, shape):
-    """They may have any rank, since nobody reads more of them; other values give the same."""
+    """They may have any rank, since only their sizes are read; other values do not change the result."""
     draft = Draft()
-    x, other = draft.image(2, 3, 32), draft.input(torch.ones(shape, dtype=dtype))
-    heads = draft.size("size", other, shape.index(4))
+    x, second = draft.image(2, 3, 32), draft.input(torch.ones(shape, dtype=dtype))
+    heads = draft.size("size", second, shape.index(4))
     y = draft.op("linear", x, draft.weight(32, 32), draft.vector(32))
     y = draft.op("transpose", draft.op("unflatten", y, dim=2, sizes=(heads, -1)), dim0=1, dim1=2)
     form = draft.form(draft.quantize(y))
-    made = program(form, draft.inputs)
-    for given in (draft.inputs[1], torch.zeros(shape, dtype=dtype)):
-        compare(made(draft.inputs[0], given), form(draft.inputs[0], given))
+    compiled = program(form, draft.inputs)
+    for example in (draft.inputs[1], torch.zeros(shape, dtype=dtype)):
+        compare(compiled(draft.inputs[0], example), form(draft.inputs[0], example))
 
 
 def test_what_is_computed_with_sizes():
@@ -98,7 +100,7 @@ def test_what_is_computed_with_sizes():
     heads = draft.op("unflatten", draft.quantize(x), dim=2, sizes=(4, 6))
     turned, weight = draft.op("transpose", heads, dim0=1, dim1=2), draft.weight(8, 24)
     shape, size = draft.size(getattr, turned, "shape"), draft.size("size", x)
-    found = [
+    result = [
         draft.size(operator.getitem, shape, 1),
         draft.size(operator.getitem, size, -2),
         draft.size("size", heads, -1),
@@ -107,8 +109,8 @@ def test_what_is_computed_with_sizes():
         draft.size(operator.sub, draft.size("numel", x), draft.size(getattr, x, "ndim")),
         draft.size(operator.getitem, draft.size(getattr, weight, "shape"), 0),
     ]
-    assert [draft.values[node] for node in found] == [4, 6, 6, 4, 192, 285, 8]
-    four, six, _, _, _, _, eight = found
+    assert [draft.values[node] for node in result] == [4, 6, 6, 4, 192, 285, 8]
+    four, six, _, _, _, _, eight = result
     y = draft.op("reshape", draft.dequantize(draft.quantize(x)), shape=(-1, six, four, six))
     z = draft.op("unflatten", draft.op("relu", x), dim=2, sizes=(eight, draft.size(operator.floordiv, 24, eight)))
     check(draft, y, z, turned)
@@ -116,19 +118,19 @@ def test_what_is_computed_with_sizes():
 
 def test_an_input_of_which_sizes_are_read_stays_as_it_lies():
     draft = Draft()
-    x, other = draft.image(2, 5, 24), draft.input(draft.normal(4, 3, 2, 2))
-    form = draft.form(draft.op("unflatten", x, dim=2, sizes=(draft.size("size", other, 0), -1)))
+    x, second = draft.image(2, 5, 24), draft.input(draft.normal(4, 3, 2, 2))
+    form = draft.form(draft.op("unflatten", x, dim=2, sizes=(draft.size("size", second, 0), -1)))
     for layout in (torch.contiguous_format, LAST):
-        given = [draft.inputs[0], draft.inputs[1].contiguous(memory_format=layout)]
-        assert planned(form, given).format(1) == layout
-        compare(program(form, given)(*given), form(*given))
+        example = [draft.inputs[0], draft.inputs[1].contiguous(memory_format=layout)]
+        assert planned(form, example).format(1) == layout
+        compare(program(form, example)(*example), form(*example))
 
 
 def test_a_size_that_does_not_fit_is_refused():
     """In PyTorch's words."""
     draft = Draft()
-    x, other = draft.image(2, 5, 24), draft.input(draft.normal(4, 3))
-    form = draft.form(draft.op("unflatten", x, dim=2, sizes=(draft.size("size", other, 0), -1)))
+    x, second = draft.image(2, 5, 24), draft.input(draft.normal(4, 3))
+    form = draft.form(draft.op("unflatten", x, dim=2, sizes=(draft.size("size", second, 0), -1)))
     with pytest.raises(NotPlannedError, match="shape") as caught:
         planned(form, [draft.inputs[0], torch.zeros(5, 3)])
     assert caught.value.node == "unflatten"
@@ -141,7 +143,7 @@ def test_where_values_lie_is_not_known(target, args):
     x = draft.image(2, 6, 24)
     heads = draft.op("transpose", draft.op("unflatten", x, dim=2, sizes=(4, 6)), dim0=1, dim1=2)
     form = draft.form(draft.op("relu", x), draft.size(target, heads, *args))
-    with pytest.raises(NotPlannedError, match="it asks where values lie"):
+    with pytest.raises(NotPlannedError, match="it reads strides or a device"):
         planned(form, draft.inputs)
 
 
@@ -155,8 +157,8 @@ def test_a_size_by_keyword():
 def test_an_axis_that_is_not_there():
     """An example of another rank, for which PyTorch raises, too."""
     draft = Draft()
-    x, other = draft.image(2, 6, 24), draft.input(torch.ones(4, 4, dtype=torch.int64))
-    y = draft.op("unflatten", x, dim=2, sizes=(draft.size("size", other, 1), -1))
+    x, second = draft.image(2, 6, 24), draft.input(torch.ones(4, 4, dtype=torch.int64))
+    y = draft.op("unflatten", x, dim=2, sizes=(draft.size("size", second, 1), -1))
     with pytest.raises(NotPlannedError, match="out of range"):
         planned(draft.form(y), [draft.inputs[0], torch.ones(4, dtype=torch.int64)])
 

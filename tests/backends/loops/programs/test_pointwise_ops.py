@@ -63,19 +63,19 @@ def test_a_second_function_is_a_step_of_its_own():
 def test_a_function_of_what_is_read_twice_is_a_step_of_its_own():
     draft = Draft()
     x = draft.conv(draft.image(2, 3, 5, 4), 16)
-    made = check(draft, draft.quantize(draft.op("mul", x, draft.op("sigmoid", x))))
-    assert kinds(made)[:4] == ["QuantizeStep", "ProductStep", "PointwiseStep", "PointwiseStep"]
+    compiled = check(draft, draft.quantize(draft.op("mul", x, draft.op("sigmoid", x))))
+    assert kinds(compiled)[:4] == ["QuantizeStep", "ProductStep", "PointwiseStep", "PointwiseStep"]
 
 
 def test_slopes():
     draft = Draft()
     x = draft.image(2, 16, 5, 4)
-    one = draft.op("prelu", x, draft.constant(torch.tensor([0.3])))
-    assert kinds(check(draft, draft.quantize(one))) == ["QuantizeStep", "PointwiseStep", "PointwiseStep"]
+    single = draft.op("prelu", x, draft.constant(torch.tensor([0.3])))
+    assert kinds(check(draft, draft.quantize(single))) == ["QuantizeStep", "PointwiseStep", "PointwiseStep"]
     y = draft.op("prelu", draft.conv(x, 33), draft.constant(torch.rand(33)))
     assert kinds(check(draft, y)) == ["QuantizeStep", "ProductStep"]
-    several = draft.op("prelu", x, draft.constant(torch.rand(16)))
-    assert refused(draft, several) == "its slopes differ, and no layer is before it"
+    per_channel = draft.op("prelu", x, draft.constant(torch.rand(16)))
+    assert refused(draft, per_channel) == "its slopes differ, and no layer is before it"
 
 
 @pytest.mark.parametrize("steps", [5, 16])
@@ -91,7 +91,7 @@ def test_slopes_of_another_axis_than_the_last(steps):
 def test_functions_that_are_refused():
     draft = Draft()
     x = draft.image(2, 16)
-    assert refused(draft, draft.op("gelu", x, approximate="tanh")) == "it is an approximation"
+    assert refused(draft, draft.op("gelu", x, approximate="tanh")) == "its gelu is approximate"
     assert refused(draft, draft.op("prelu", x, draft.input(torch.rand(1)))) == "it has 1 axes"
     draft = Draft()
     assert refused(draft, draft.op("exp", draft.image(2, 16))) == "no step computes exp"
@@ -103,22 +103,22 @@ def test_functions_that_are_refused():
 def test_a_layer_adds_integers_that_are_there():
     draft = Draft()
     x = draft.image(2, 16, 5, 4)
-    for one, other in ((draft.conv(x, 16, 3), x), (x, draft.conv(x, 16, 3))):
-        made = check(draft, draft.quantize(draft.op("relu", draft.op("add", one, other))))
-        assert kinds(made) == ["QuantizeStep", "ProductStep", "PointwiseStep"]
-        (step,) = steps_of(made, ProductStep)
+    for single, second in ((draft.conv(x, 16, 3), x), (x, draft.conv(x, 16, 3))):
+        compiled = check(draft, draft.quantize(draft.op("relu", draft.op("add", single, second))))
+        assert kinds(compiled) == ["QuantizeStep", "ProductStep", "PointwiseStep"]
+        (step,) = steps_of(compiled, ProductStep)
         assert step.residual is step.x and step.function.low == 0
 
 
 def test_a_layer_does_not_add_what_is_made_later():
-    """The shortcut is computed behind the layer: then another step adds the two."""
+    """The shortcut is computed after the layer: then another step adds the two."""
     draft = Draft()
     x = draft.image(2, 16, 5, 4)
     first = draft.conv(x, 32, 3)
     shortcut = draft.qdq(draft.conv(x, 32))
-    made = check(draft, draft.quantize(draft.op("relu", draft.op("add", first, shortcut))))
-    assert kinds(made) == ["QuantizeStep", "ProductStep", "ProductStep", "PointwiseStep", "PointwiseStep"]
-    assert [step.residual for step in steps_of(made, ProductStep)] == [None, None]
+    compiled = check(draft, draft.quantize(draft.op("relu", draft.op("add", first, shortcut))))
+    assert kinds(compiled) == ["QuantizeStep", "ProductStep", "ProductStep", "PointwiseStep", "PointwiseStep"]
+    assert [step.residual for step in steps_of(compiled, ProductStep)] == [None, None]
 
 
 def test_a_layer_does_not_add_a_union_that_is_not_whole_yet():
@@ -128,8 +128,8 @@ def test_a_layer_does_not_add_a_union_that_is_not_whole_yet():
     first = draft.conv(x, 32, 3)
     b = draft.quantize(draft.conv(x, 16), (0.02, 120))
     whole = draft.dequantize(draft.op("cat", [a, b], dim=1))
-    made = check(draft, draft.quantize(draft.op("add", first, whole)))
-    assert all(step.residual is None for step in steps_of(made, ProductStep))
+    compiled = check(draft, draft.quantize(draft.op("add", first, whole)))
+    assert all(step.residual is None for step in steps_of(compiled, ProductStep))
 
 
 def test_a_layer_adds_a_union():
@@ -137,8 +137,8 @@ def test_a_layer_adds_a_union():
     x = draft.image(2, 16, 5, 4)
     parts = [draft.quantize(draft.conv(x, 16), (0.02, 120)) for _ in range(2)]
     whole = draft.dequantize(draft.op("cat", parts, dim=1))
-    made = check(draft, draft.quantize(draft.op("add", draft.conv(whole, 32, 3), whole)))
-    assert steps_of(made, ProductStep)[-1].residual is not None
+    compiled = check(draft, draft.quantize(draft.op("add", draft.conv(whole, 32, 3), whole)))
+    assert steps_of(compiled, ProductStep)[-1].residual is not None
 
 
 def test_a_layer_adds_a_value_with_a_border():
@@ -146,9 +146,9 @@ def test_a_layer_adds_a_value_with_a_border():
     x = draft.image(2, 16, 5, 4)
     a = draft.qdq(draft.conv(x, 16, 5))
     y = draft.qdq(draft.op("add", draft.conv(a, 16, 3), a))
-    made = check(draft, draft.quantize(draft.conv(y, 16, 7)))
-    assert steps_of(made, ProductStep)[1].residual.border == (1, 1, 1, 1)
-    assert steps_of(made, ProductStep)[1].out.border == (3, 3, 3, 3)
+    compiled = check(draft, draft.quantize(draft.conv(y, 16, 7)))
+    assert steps_of(compiled, ProductStep)[1].residual.border == (1, 1, 1, 1)
+    assert steps_of(compiled, ProductStep)[1].out.border == (3, 3, 3, 3)
 
 
 def test_sums_of_one_value():
@@ -162,10 +162,10 @@ def test_sums_of_one_value():
 def test_a_layer_adds_one_residual():
     draft = Draft()
     x = draft.image(2, 16, 5, 4)
-    other = draft.qdq(draft.op("relu", x))
-    y = draft.op("add", draft.op("add", draft.conv(x, 16), x), other)
-    made = check(draft, draft.quantize(y))
-    assert kinds(made) == ["QuantizeStep", "PointwiseStep", "ProductStep", "PointwiseStep", "PointwiseStep"]
+    second = draft.qdq(draft.op("relu", x))
+    y = draft.op("add", draft.op("add", draft.conv(x, 16), x), second)
+    compiled = check(draft, draft.quantize(y))
+    assert kinds(compiled) == ["QuantizeStep", "PointwiseStep", "ProductStep", "PointwiseStep", "PointwiseStep"]
 
 
 def test_floats_are_added_by_a_step():
@@ -193,12 +193,12 @@ def test_the_order_of_factors_and_summands_stays():
     draft = Draft()
     x, factor = draft.image(2, 16, 5, 4), draft.constant(torch.rand(1, 16, 1, 1))
     y = draft.conv(x, 16, 3)
-    made = check(draft, draft.quantize(draft.op("add", draft.op("mul", y, factor), x)))
-    assert kinds(made) == ["QuantizeStep", "ProductStep", "PointwiseStep"]
-    made = check(draft, draft.quantize(draft.op("mul", draft.op("add", y, x), factor)))
-    assert kinds(made) == ["QuantizeStep", "ProductStep", "PointwiseStep", "PointwiseStep"]
-    made = check(draft, draft.quantize(draft.op("mul", draft.op("relu", y), factor)))
-    assert kinds(made) == ["QuantizeStep", "ProductStep", "PointwiseStep", "PointwiseStep"]
+    compiled = check(draft, draft.quantize(draft.op("add", draft.op("mul", y, factor), x)))
+    assert kinds(compiled) == ["QuantizeStep", "ProductStep", "PointwiseStep"]
+    compiled = check(draft, draft.quantize(draft.op("mul", draft.op("add", y, x), factor)))
+    assert kinds(compiled) == ["QuantizeStep", "ProductStep", "PointwiseStep", "PointwiseStep"]
+    compiled = check(draft, draft.quantize(draft.op("mul", draft.op("relu", y), factor)))
+    assert kinds(compiled) == ["QuantizeStep", "ProductStep", "PointwiseStep", "PointwiseStep"]
 
 
 @pytest.mark.parametrize("op", ["add", "mul"])
@@ -230,18 +230,21 @@ def test_what_is_refused_of_two_values():
     draft = Draft()
     x = draft.image(2, 5, 3, 4)
     row = draft.qdq(draft.input(draft.normal(2, 5, 1, 4)))
-    assert refused(draft, draft.op("add", x, row)) == "their shapes differ"
-    assert refused(draft, draft.op("mul", x, draft.constant(draft.normal(1, 1, 3, 1)))) == "it varies"
-    assert refused(draft, draft.op("add", x, x, alpha=2)) == "it multiplies what it adds"
-    assert refused(draft, draft.op("mul", x, 0.5)) == "it reads what is no tensor that it computes"
+    assert refused(draft, draft.op("add", x, row)) == "its operands have other shapes"
+    assert (
+        refused(draft, draft.op("mul", x, draft.constant(draft.normal(1, 1, 3, 1))))
+        == "its constant varies along other axes than the channels"
+    )
+    assert refused(draft, draft.op("add", x, x, alpha=2)) == "its alpha is not 1"
+    assert refused(draft, draft.op("mul", x, 0.5)) == "it reads a value that the region does not compute"
     turned = draft.op("permute", draft.image(2, 4, 5, 3), dims=(0, 2, 3, 1))
-    assert refused(draft, draft.op("add", x, turned)) == "they have their channels elsewhere"
+    assert refused(draft, draft.op("add", x, turned)) == "its operands have their channels on other axes"
 
 
 def test_one_pixel_for_all_samples_is_refused():
     draft = Draft()
-    x, one = draft.image(2, 5, 3, 4), draft.image(1, 5, 1, 1)
-    assert refused(draft, draft.op("mul", x, one)) == "their shapes differ"
+    x, single = draft.image(2, 5, 3, 4), draft.image(1, 5, 1, 1)
+    assert refused(draft, draft.op("mul", x, single)) == "its operands have other shapes"
 
 
 @pytest.mark.parametrize("op", ["add", "mul"])
@@ -266,9 +269,9 @@ def test_conversions():
     check(draft, draft.dequantize(q))
     again = draft.quantize(draft.dequantize(q), (0.05, 60))
     check(draft, again)
-    made = plan_of(draft, draft.quantize(draft.conv(draft.dequantize(again), 16)))
-    assert made.steps[2].x_grid == ByteGrid(0.05, 60)
-    assert all(step.is_conversion for step in made.steps if isinstance(step, PointwiseStep))
+    compiled = plan_of(draft, draft.quantize(draft.conv(draft.dequantize(again), 16)))
+    assert compiled.steps[2].x_grid == ByteGrid(0.05, 60)
+    assert all(step.is_conversion for step in compiled.steps if isinstance(step, PointwiseStep))
 
 
 def test_integers_that_come_in():
@@ -284,18 +287,18 @@ def test_grids_of_fewer_integers():
     draft = Draft()
     y = draft.conv(draft.image(2, 16, 5, 4), 16)
     for op in ("relu", "tanh"):
-        made = draft.op("quantize", draft.op(op, y), scale=0.01, zero_point=20, qmin=5, qmax=60)
-        check(draft, made)
+        compiled = draft.op("quantize", draft.op(op, y), scale=0.01, zero_point=20, qmin=5, qmax=60)
+        check(draft, compiled)
 
 
 def test_conversions_that_are_refused():
     draft = Draft()
     x = draft.input(draft.normal(2, 5))
     signed = draft.op("quantize", x, scale=0.1, zero_point=0, qmin=-128, qmax=127, dtype=torch.int8)
-    assert refused(draft, signed) == "it rounds to other grids than one of uint8"
+    assert refused(draft, signed) == "its grid is not constant uint8"
     scale, zero = draft.constant(torch.rand(5) + 0.1), draft.constant(torch.zeros(5, dtype=torch.int32))
-    several = draft.op("quantize", x, scale=scale, zero_point=zero, axis=1)
-    assert refused(draft, several) == "it rounds to other grids than one of uint8"
+    per_channel = draft.op("quantize", x, scale=scale, zero_point=zero, axis=1)
+    assert refused(draft, per_channel) == "its grid is not constant uint8"
     assert refused(draft, draft.op("dequantize", x, scale=0.1, zero_point=0)) == "it reads no integers"
 
 
@@ -303,4 +306,4 @@ def test_constants_of_another_type():
     """PyTorch computes in float64 then."""
     draft = Draft()
     y = draft.op("mul", draft.image(2, 3, 5, 5), draft.constant(draft.normal(3, 1, 1).double()))
-    assert refused(draft, y) == "a constant of it is not in float32"
+    assert refused(draft, y) == "its constant is not float32"

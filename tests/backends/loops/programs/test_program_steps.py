@@ -5,8 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fxq.backends.loops.code.step_fields import MoveField
 from fxq.backends.loops.programs.areas import Area, ByteGrid
-from fxq.backends.loops.programs.program_steps import CLAMP, Function, PointwiseStep, PoolStep, StepRows
+from fxq.backends.loops.programs.program_steps import CLAMP, Function, PointwiseStep, PoolStep, RowWriter
 from tests.support.programs import LAST, LOOPS, Draft, check, check_both, compare, kinds, program
 
 pytestmark = pytest.mark.any_cpu
@@ -17,8 +18,8 @@ quick = settings(max_examples=25, deadline=None)
 
 
 @given(st.floats(0.001, 1.0), st.integers(0, 255), st.floats(-9, 9), st.floats(-9, 9))
-def test_bounds_of_integers_are_those_of_floats_rounded(scale, zero, one, other):
-    low, high = sorted((one, other))
+def test_bounds_of_integers_are_those_of_floats_rounded(scale, zero, low, high):
+    low, high = sorted((low, high))
     step = PointwiseStep(
         "clamp", Area((1, 1, 1, 1)), Function("clamp", low, high), ByteGrid(scale, zero), x=None, x_grid=None
     )
@@ -39,7 +40,7 @@ def test_bounds_of_a_grid_of_fewer_integers():
 
 
 def test_constants_stay_where_they_are():
-    rows = StepRows(LOOPS)
+    rows = RowWriter(LOOPS)
     addresses = [rows.constant(torch.full((1000,), float(i))[::2]) for i in range(20)]
     assert [t.data_ptr() for t in rows.constants] == addresses
     assert [t[499].item() for t in rows.constants] == list(range(20))
@@ -50,7 +51,7 @@ def test_a_conversion_is_what_computes_nothing():
     assert PointwiseStep("copy", x, x=x, x_grid=None).is_conversion
     assert not PointwiseStep("relu", x, Function("clamp", 0.0), x=x, x_grid=None).is_conversion
     assert not PointwiseStep("add", x, x=x, x_grid=None, y=x).is_conversion
-    assert [step.bends for step in (PointwiseStep, PoolStep)] == [True, False]
+    assert [step.takes_function for step in (PointwiseStep, PoolStep)] == [True, False]
 
 
 # ---- Quantize
@@ -94,9 +95,9 @@ def test_a_value_and_one_pixel_of_each_sample(size, one_is_float, other_is_float
     draft = Draft(seed)
     x, y = draft.input(draft.normal(*size)), draft.input(draft.normal(*size[:2], 1, 1))
     x, y = x if one_is_float else draft.qdq(x), y if other_is_float else draft.qdq(y)
-    made = draft.op(op, *((y, x) if swapped else (x, y)))
-    check_both(draft, made)
-    check(draft, draft.op("silu", made))
+    compiled = draft.op(op, *((y, x) if swapped else (x, y)))
+    check_both(draft, compiled)
+    check(draft, draft.op("silu", compiled))
 
 
 def test_more_elements_than_are_computed_at_once():
@@ -173,10 +174,32 @@ def test_all_values_of_an_image_in_a_row(size, is_float, seed):
 
 
 def test_a_copy_of_an_input_that_lies_otherwise():
-    """What reads an input as it is has it channels-last; what rounds it reads it in any order."""
+    """A step that reads an input directly has it channels-last; one that quantizes it reads any format."""
     draft = Draft()
     x = draft.input(draft.normal(2, 5, 4, 6))
     y = draft.op("relu", x)
     for given_ in (draft.inputs[0], draft.inputs[0].contiguous(memory_format=LAST)):
         form = draft.form(y, draft.quantize(x))
         compare(program(form, [given_])(given_), form(given_))
+
+
+MOVED = {"x": (1, 2), "x_strides": [3, 4, 5], "out": (6, 7), "out_strides": range(8, 12), "shape": range(12, 16)}
+
+
+def test_a_row_has_its_values_at_the_positions_of_their_fields():
+    row = RowWriter(LOOPS).row(LOOPS.MOVE, MoveField, **MOVED, item_size=True)
+    assert row == [LOOPS.MOVE, *range(1, 16), 1] and all(type(number) is int for number in row)
+    assert (row[MoveField.OUT], row[MoveField.ITEM_SIZE]) == (6, 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"x": 1}, "x_strides is at 3, but 2 numbers are before it"),
+        ({"y": 1}, "missing or unknown: .*'item_size', 'y'"),
+    ],
+)
+def test_a_row_of_other_fields_is_refused(changes, message):
+    item_size = {} if "y" in changes else {"item_size": 4}
+    with pytest.raises(ValueError, match=message):
+        RowWriter(LOOPS).row(LOOPS.MOVE, MoveField, **{**MOVED, **item_size, **changes})

@@ -75,10 +75,10 @@ def test_shapes_of_which_the_layout_cannot_be_told(shape):
 
 def test_results_are_the_callers():
     draft = Draft()
-    made = program(draft.form(*small(draft, draft.input(draft.normal(2, 3, 8, 7)))), draft.inputs)
-    first = made(*draft.inputs)
+    compiled = program(draft.form(*small(draft, draft.input(draft.normal(2, 3, 8, 7)))), draft.inputs)
+    first = compiled(*draft.inputs)
     kept = [t.clone() for t in first]
-    made(torch.randn(2, 3, 8, 7))
+    compiled(torch.randn(2, 3, 8, 7))
     assert all(map(torch.equal, first, kept))
 
 
@@ -92,21 +92,21 @@ def test_one_result_is_no_tuple():
 def test_inference_mode():
     draft = Draft()
     form = draft.form(*small(draft, draft.input(draft.normal(2, 3, 8, 7))))
-    made = program(form, draft.inputs)
+    compiled = program(form, draft.inputs)
     with torch.inference_mode():
-        first = made(*draft.inputs)
-    assert all(map(torch.equal, first, made(*draft.inputs)))
+        first = compiled(*draft.inputs)
+    assert all(map(torch.equal, first, compiled(*draft.inputs)))
 
 
 def test_constants_of_the_model_may_go():
-    """What the program reads is its own, or kept."""
+    """The program owns or keeps all memory that it reads."""
     draft = Draft()
     form = draft.form(*small(draft, draft.input(draft.normal(2, 3, 8, 7))))
     inputs, wanted = draft.inputs, form(*draft.inputs)
-    made = program(form, inputs)
+    compiled = program(form, inputs)
     del draft, form
     filler = [torch.full((n,), 1e9) for n in range(1, 3000)]
-    near(made(*inputs), wanted)
+    near(compiled(*inputs), wanted)
     assert filler
 
 
@@ -117,9 +117,9 @@ OPS = ["conv", "conv and add", "depthwise", "cat", "add", "gate", "norm", "layer
 PLACES = st.integers(0, 11)
 
 
-def grown(draft, values, op, one, other):
-    """What an op makes of one or two of the values that are there, rounded to the grid that all of them have."""
-    x, y = draft.dequantize(values[one % len(values)], GRID), draft.dequantize(values[other % len(values)], GRID)
+def grown(draft, values, op, left, right):
+    """Result of an op on one or two earlier values, quantized to the grid that all values have."""
+    x, y = draft.dequantize(values[left % len(values)], GRID), draft.dequantize(values[right % len(values)], GRID)
     channels = draft.values[x].shape[1]
     window = {"kernel_size": (3, 3), "stride": (1, 1), "padding": (1, 1)}
     if op == "cat":
@@ -127,23 +127,23 @@ def grown(draft, values, op, one, other):
     if op == "max_pool2d":
         return draft.op(op, x.args[0], **window)
     if op == "avg_pool2d":
-        made = draft.op(op, x, **window)
+        value = draft.op(op, x, **window)
     elif op == "depthwise":
-        made = draft.conv(x, channels, 5, groups=channels)
+        value = draft.conv(x, channels, 5, groups=channels)
     elif op == "conv and add":
-        made = draft.op("relu", draft.op("add", draft.conv(x, draft.values[y].shape[1], 3), y))
+        value = draft.op("relu", draft.op("add", draft.conv(x, draft.values[y].shape[1], 3), y))
     elif op == "gate":
-        made = draft.op("mul", x, draft.op("sigmoid", draft.op("mean", x, dim=(2, 3), keepdim=True)))
+        value = draft.op("mul", x, draft.op("sigmoid", draft.op("mean", x, dim=(2, 3), keepdim=True)))
     elif op == "add" and draft.values[y].shape == draft.values[x].shape:
-        made = draft.op(op, x, y)
+        value = draft.op(op, x, y)
     elif op == "norm":
-        made = draft.op("batch_norm", x, draft.vector(channels), draft.constant(torch.linspace(0.5, 1.5, channels)))
+        value = draft.op("batch_norm", x, draft.vector(channels), draft.constant(torch.linspace(0.5, 1.5, channels)))
     elif op == "layer norm":
-        made = draft.op("layer_norm", draft.op("permute", x, dims=(0, 2, 3, 1)), normalized_shape=(channels,))
-        return draft.op("permute", draft.quantize(draft.op("silu", made), GRID), dims=(0, 3, 1, 2))
+        value = draft.op("layer_norm", draft.op("permute", x, dims=(0, 2, 3, 1)), normalized_shape=(channels,))
+        return draft.op("permute", draft.quantize(draft.op("silu", value), GRID), dims=(0, 3, 1, 2))
     else:
-        made = draft.op("hardswish", draft.conv(x, 16 + one % 3 * 7, 1 + other % 2 * 2))
-    return draft.quantize(made, GRID)
+        value = draft.op("hardswish", draft.conv(x, 16 + left % 3 * 7, 1 + right % 2 * 2))
+    return draft.quantize(value, GRID)
 
 
 @settings(max_examples=100, deadline=None)
@@ -151,13 +151,13 @@ def grown(draft, values, op, one, other):
 def test_regions_of_any_ops(ops, first, second):
     draft = Draft(len(ops))
     values = [draft.quantize(draft.conv(draft.image(2, 3, 5, 4), 16, 3), GRID)]
-    for op, one, other in ops:
-        values.append(grown(draft, values, op, one, other))
+    for op, left, right in ops:
+        values.append(grown(draft, values, op, left, right))
     last = draft.op("relu", draft.dequantize(values[second % len(values)], GRID))
     form = draft.form(values[-1], values[first % len(values)], last)
-    made = program(form, draft.inputs)
-    assert overlaps(made) == []
-    for got, wanted, step in zip(made(*draft.inputs), form(*draft.inputs), (1, 1, GRID[0]), strict=True):
+    compiled = program(form, draft.inputs)
+    assert overlaps(compiled) == []
+    for got, wanted, step in zip(compiled(*draft.inputs), form(*draft.inputs), (1, 1, GRID[0]), strict=True):
         difference = (got.float() - wanted.float()).abs() / step
         # Up to eight ops round one after the other: some integers differ, and change what is computed of them.
         assert difference.max() < 2.5 and difference.mean() < 0.1
@@ -169,9 +169,9 @@ def test_regions_of_any_ops(ops, first, second):
 def test_threads_call_at_once():
     draft = Draft()
     form = draft.form(*small(draft, draft.input(draft.normal(2, 3, 8, 7))))
-    made = program(form, draft.inputs)
+    compiled = program(form, draft.inputs)
     inputs = [torch.randn(2, 3, 8, 7) for _ in range(8)]
-    wanted = [made(x) for x in inputs]
+    wanted = [compiled(x) for x in inputs]
     for x, y in zip(inputs, wanted, strict=True):
         near(y, form(x))
     wrong, begin = [], threading.Barrier(8)
@@ -180,7 +180,7 @@ def test_threads_call_at_once():
         begin.wait()
         for i in range(300):
             x, y = inputs[(k + i) % 8], wanted[(k + i) % 8]
-            if not all(map(torch.equal, made(x), y)):
+            if not all(map(torch.equal, compiled(x), y)):
                 wrong.append((k, i))
 
     threads = [threading.Thread(target=call, args=(k,)) for k in range(8)]
@@ -194,19 +194,19 @@ def test_threads_call_at_once():
 # ---- memory
 
 
-def overlaps(made):
+def overlaps(compiled):
     """Pairs of areas that are in use at once and share bytes, counted step by step."""
-    areas, found = {}, []
-    for i, step in enumerate(made.plan.steps):
+    areas, result = {}, []
+    for i, step in enumerate(compiled.plan.steps):
         for area in (step.out, *step.reads):
             if area.root.base == 1:
                 areas.setdefault(area.root, []).append(i)
-    for one, its in areas.items():
-        for other, others in areas.items():
-            apart = one.offset + one.nbytes <= other.offset or other.offset + other.nbytes <= one.offset
-            if one is not other and min(its) <= max(others) and min(others) <= max(its) and not apart:
-                found.append((one, other))
-    return found
+    for left, its in areas.items():
+        for right, others in areas.items():
+            apart = left.offset + left.nbytes <= right.offset or right.offset + right.nbytes <= left.offset
+            if left is not right and min(its) <= max(others) and min(others) <= max(its) and not apart:
+                result.append((left, right))
+    return result
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -220,10 +220,10 @@ def test_values_in_use_at_once_share_no_memory(seed):
         if i % 4 == 3 and draft.values[kept[-1]].shape == draft.values[y].shape:
             y = draft.op("add", y, kept[-1])
         kept.append(draft.qdq(draft.op("relu", y)))
-    made = program(draft.form(*map(draft.quantize, kept[-2:])), draft.inputs)
-    assert overlaps(made) == []
-    areas = {step.out.root for step in made.plan.steps if step.out.root.base == 1}
-    assert made._arena.nbytes < sum(area.nbytes for area in areas)
+    compiled = program(draft.form(*map(draft.quantize, kept[-2:])), draft.inputs)
+    assert overlaps(compiled) == []
+    areas = {step.out.root for step in compiled.plan.steps if step.out.root.base == 1}
+    assert compiled._arena.nbytes < sum(area.nbytes for area in areas)
 
 
 def test_borders_stay_over_calls():
@@ -233,10 +233,10 @@ def test_borders_stay_over_calls():
     for i in range(6):
         x = draft.qdq(draft.conv(x, 16, (3, 5)[i % 2]), (0.05, 120 - 10 * (i % 3)))
     form = draft.form(draft.quantize(draft.op("relu", x)))
-    made = program(form, draft.inputs)
+    compiled = program(form, draft.inputs)
     for i in range(4):
-        given = torch.randn(1, 16, 6, 5) * 3**i
-        compare(made(given), form(given), share=0.1)  # six layers, each of which rounds
+        images = torch.randn(1, 16, 6, 5) * 3**i
+        compare(compiled(images), form(images), share=0.1)  # six layers, each of which rounds
 
 
 # ---- what takes how long
@@ -244,9 +244,9 @@ def test_borders_stay_over_calls():
 
 def test_times_of_steps():
     draft = Draft()
-    made = program(draft.form(*small(draft, draft.input(draft.normal(2, 3, 8, 7)))), draft.inputs)
-    timed = made.timed(draft.inputs, range(3))
-    assert [step for step, _ in timed] == made.plan.steps
+    compiled = program(draft.form(*small(draft, draft.input(draft.normal(2, 3, 8, 7)))), draft.inputs)
+    timed = compiled.timed(draft.inputs, range(3))
+    assert [step for step, _ in timed] == compiled.plan.steps
     assert all(0 <= us < 1e6 for _, us in timed) and sum(us for _, us in timed) > 0
 
 
@@ -373,7 +373,7 @@ def test_a_network_is_one_region(name):
     q, form = whole(model, x)
     for images in (x, sample(1), sample(5)):
         wanted, got = form(images), q(images)
-        assert sqnr(wanted, got) > 40  # integers inside that were rounded to the other side, and all behind them
+        assert sqnr(wanted, got) > 40  # integers inside that were rounded to the other side, and all after them
         assert sqnr(wanted, program(form, [images])(images)) > 40
     assert sqnr(model(x), q(x)) > 20  # of 8 bits
     if channels is not None:
@@ -384,13 +384,13 @@ def test_a_network_is_one_region(name):
 def test_residuals_are_added_by_layers():
     model, x = settled(NETWORKS["residual"][0]), torch.randn(2, 3, 8, 8)
     _, form = whole(model, x)
-    made = program(form, [x])
-    residuals = [step.residual is not None for step in steps_of(made, ProductStep)]
+    compiled = program(form, [x])
+    residuals = [step.residual is not None for step in steps_of(compiled, ProductStep)]
     assert residuals.count(True) >= 1
 
 
 def test_a_network_whose_gate_is_in_float():
-    """What reads a mean is a layer in float, which the program computes, too."""
+    """A layer that reads a mean is float, and the program computes it, too."""
     model, x = settled(Mobile), torch.randn(2, 3, 16, 16)
     recipe = fxq.Recipe.static(backend="jit").with_min_sqnr(None).override("narrow", fxq.FLOAT)
     q = fxq.quantize(model, recipe.override("wide", fxq.FLOAT), data=[x], example_inputs=x, progress=False)

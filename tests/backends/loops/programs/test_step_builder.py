@@ -1,9 +1,9 @@
-"""What ops make steps with: what is decided of a value, once, and inputs as they are read."""
+"""The builder of steps: values are settled once, and inputs are read in their format."""
 
 import pytest
 import torch
 
-from fxq.backends.loops.programs.areas import GIVEN, ByteGrid
+from fxq.backends.loops.programs.areas import EXTERNAL, ByteGrid
 from fxq.backends.loops.programs.planned_values import NotPlannedError, PlannedHeads
 from fxq.backends.loops.programs.program_steps import Function, PointwiseStep
 from fxq.backends.loops.programs.step_builder import StepBuilder
@@ -21,15 +21,15 @@ def builder(*inputs):
 
 def computed(plan, i=0):
     """An input, and a sum that is not decided yet."""
-    x = plan.given_as(i, True)
+    x = plan.input_as(i, True)
     return x, plan.add(PointwiseStep, x, x=x.area, x_grid=None)
 
 
 def test_inputs():
     plan = builder(torch.zeros(2, 3, 4), torch.zeros(5, 6, dtype=torch.bool))
-    x, mask = plan.given_as(0, True), plan.given_as(1, False)
-    assert (x.shape, x.area.base, x.area.is_float, x.area.wide) == ((2, 3, 4), GIVEN, True, 4)
-    assert (mask.shape, mask.area.base, mask.area.size) == ((5, 6), GIVEN + 1, 1)
+    x, mask = plan.input_as(0, True), plan.input_as(1, False)
+    assert (x.shape, x.area.base, x.area.is_float, x.area.pixel_stride) == ((2, 3, 4), EXTERNAL, True, 4)
+    assert (mask.shape, mask.area.base, mask.area.size) == ((5, 6), EXTERNAL + 1, 1)
 
 
 def test_a_value_is_decided_once():
@@ -42,7 +42,7 @@ def test_a_value_is_decided_once():
 def test_what_is_not_decided_is_not_read():
     plan = builder(torch.zeros(2, 3, 4))
     _, y = computed(plan)
-    with pytest.raises(NotPlannedError, match="it reads what is not decided"):
+    with pytest.raises(NotPlannedError, match="it reads a value that is neither float nor integer yet"):
         plan.add(PointwiseStep, y, x=y.area, x_grid=None)
     assert plan.read(y).area.is_float
 
@@ -56,7 +56,7 @@ def test_a_function_goes_to_the_step_that_computes_none():
 
 def test_values_that_are_split_into_heads_are_not_computed_with():
     plan = builder(torch.zeros(2, 3, 4))
-    heads = PlannedHeads(plan.given_as(0, True), 2)
+    heads = PlannedHeads(plan.input_as(0, True), 2)
     for compute in (plan.read, lambda x: plan.apply(x, Function("silu"))):
         with pytest.raises(NotPlannedError, match="it reads values that are split into heads"):
             compute(heads)

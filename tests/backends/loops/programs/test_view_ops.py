@@ -25,8 +25,8 @@ def test_what_is_flattened_is_read_by_a_layer(shape):
     x = draft.op("flatten", draft.quantize(draft.op("relu", draft.image(*shape))), start_dim=1)
     features = draft.values[x].shape[1]
     y = draft.op("linear", draft.dequantize(x), draft.weight(10, features), draft.vector(10))
-    made = check(draft, draft.quantize(y))
-    assert len(steps_of(made, MoveStep)) == (shape[2:] != (1, 1))
+    compiled = check(draft, draft.quantize(y))
+    assert len(steps_of(compiled, MoveStep)) == (shape[2:] != (1, 1))
 
 
 def test_axes_that_are_not_flattened():
@@ -34,10 +34,10 @@ def test_axes_that_are_not_flattened():
     x = draft.quantize(draft.input(draft.normal(2, 3, 4, 5)))
     for start, end in ((0, -1), (1, 2), (0, 1)):
         y = draft.op("flatten", x, start_dim=start, end_dim=end)
-        assert refused(draft, y) == "it joins other axes than those of a sample"
+        assert refused(draft, y) == "it does not join all axes of a sample"
     draft = Draft()
     y = draft.conv(draft.image(2, 3, 4, 5), 16)
-    assert refused(draft, draft.op("flatten", y, start_dim=2)) == "it joins other axes than those of a sample"
+    assert refused(draft, draft.op("flatten", y, start_dim=2)) == "it does not join all axes of a sample"
     draft = Draft()
     x = draft.quantize(draft.input(draft.normal(2, 3, 4)))
     assert refused(draft, draft.op("flatten", x, start_dim=1)) == "its input is no image"
@@ -67,7 +67,7 @@ def test_what_is_reshaped_to_a_row_for_each_sample():
 
 
 def test_an_image_of_one_pixel_that_is_reshaped():
-    """As in squeeze-and-excite: the two first axes stay."""
+    """Squeeze-and-excite: the two first axes stay."""
     draft = Draft()
     y = draft.op("mean", draft.conv(draft.image(2, 3, 4, 5), 16), dim=(2, 3), keepdim=True)
     y = draft.op("reshape", y, shape=(2, 16))
@@ -141,9 +141,9 @@ def test_heads_that_are_turned(split, turn):
     draft = Draft()
     x = SPLITS[split](draft, layer(draft, draft.image(2, 5, 16), 32))
     turned = TURNS[turn](draft, x)
-    made = check(draft, turned)
-    assert draft.values[turned].shape == (2, 4, 5, 8) and kinds(made) == ["QuantizeStep", "ProductStep"]
-    assert made(*draft.inputs).stride() == (160, 8, 32, 1)
+    compiled = check(draft, turned)
+    assert draft.values[turned].shape == (2, 4, 5, 8) and kinds(compiled) == ["QuantizeStep", "ProductStep"]
+    assert compiled(*draft.inputs).stride() == (160, 8, 32, 1)
     check(draft, draft.quantize(turned))
     back = draft.op("flatten", draft.op("transpose", turned, dim0=1, dim1=2), start_dim=2)
     assert "MoveStep" not in kinds(check(draft, draft.quantize(back)))
@@ -161,7 +161,7 @@ def test_heads_in_any_order(batch, length, heads, depth, ops, is_float, seed):
     shape = batch, length, heads * depth
     x = draft.input(draft.normal(*shape)) if is_float else draft.image(*shape)
     is_split = is_turned = False
-    made = [x]
+    compiled = [x]
     for op in ops:
         if op == "turn" and is_split:
             x, is_turned = draft.op("transpose", x, dim0=1, dim1=2), not is_turned
@@ -173,16 +173,16 @@ def test_heads_in_any_order(batch, length, heads, depth, ops, is_float, seed):
             x = draft.qdq(x)
         elif op in ("contiguous", "identity"):
             x = draft.op(op, x)
-        made.append(x)
+        compiled.append(x)
     check(draft, x)
-    check(draft, draft.quantize(x), *made)
+    check(draft, draft.quantize(x), *compiled)
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 4, 5), (1, 1, 7, 16), (2, 6, 1, 33)])
 def test_axes_of_an_input_that_are_turned(shape):
     draft = Draft()
-    given = draft.input(draft.normal(*shape))
-    for x in (given, draft.quantize(given)):
+    source = draft.input(draft.normal(*shape))
+    for x in (source, draft.quantize(source)):
         y = draft.op("transpose", x, dim0=1, dim1=2)
         check(draft, y)
         check(draft, y, draft.op("permute", y, dims=(0, 2, 1, 3)), x)
@@ -191,10 +191,10 @@ def test_axes_of_an_input_that_are_turned(shape):
 @pytest.mark.parametrize("shape", [(2, 3, 4, 5), (1, 1, 7, 16), (2, 6, 1, 33)])
 def test_axes_of_an_input_that_are_joined(shape):
     draft = Draft()
-    given = draft.input(draft.normal(*shape))
-    joined = draft.op("flatten", draft.quantize(given), start_dim=2)
+    x = draft.input(draft.normal(*shape))
+    joined = draft.op("flatten", draft.quantize(x), start_dim=2)
     check(draft, joined, layer(draft, draft.dequantize(joined)))
-    check(draft, draft.op("reshape", given, shape=(*shape[:2], -1)))
+    check(draft, draft.op("reshape", x, shape=(*shape[:2], -1)))
 
 
 def test_heads_that_are_refused():
@@ -204,10 +204,10 @@ def test_heads_that_are_refused():
     turned = TURNS["transpose"](draft, heads)
     for dims in ((1, 3), (-1, -2), (0, 1), (1, 1)):
         y = draft.op("transpose", heads, dim0=dims[0], dim1=dims[1])
-        assert refused(draft, y) == "it moves values"
-    assert refused(draft, draft.op("transpose", x, dim0=1, dim1=2)) == "it moves values"
+        assert refused(draft, y) == "it reorders values in memory"
+    assert refused(draft, draft.op("transpose", x, dim0=1, dim1=2)) == "it reorders values in memory"
     assert refused(draft, draft.op("permute", turned, dims=(0, 2, 3, 1))) == "its input is no image"
-    reason = "it joins other axes than those of heads"
+    reason = "it joins other axes than heads and their depth"
     assert refused(draft, draft.op("flatten", heads, start_dim=1, end_dim=2)) == reason
     reason = "it reads values that are split into heads"
     for op in ("relu", "gelu"):
@@ -249,7 +249,7 @@ def test_parts_of_an_input():
 def test_parts_of_other_axes_are_refused():
     draft = Draft()
     x = draft.image(2, 6, 48)
-    reason = "it cuts another axis than the channels"
+    reason = "it splits another axis than the channels"
     assert refused(draft, draft.op("chunk", x, chunks=3, dim=1, index=0)) == reason
     assert refused(draft, draft.op("split", x, sizes=1, dim=0, index=1)) == reason
 
@@ -294,14 +294,17 @@ def test_a_turned_result():
     draft = Draft()
     x = draft.conv(draft.image(2, 3, 4, 5), 7)
     turned = draft.op("permute", x, dims=(0, 2, 3, 1))
-    made = check(draft, turned)
-    assert kinds(made) == ["QuantizeStep", "ProductStep", "PointwiseStep"]
+    compiled = check(draft, turned)
+    assert kinds(compiled) == ["QuantizeStep", "ProductStep", "PointwiseStep"]
     check(draft, draft.op("permute", turned, dims=(0, -1, 1, 2)))
 
 
 def test_permutations_that_are_refused():
     draft = Draft()
-    assert refused(draft, draft.op("permute", draft.image(2, 3, 4, 5), dims=(0, 1, 3, 2))) == "it moves values"
+    assert (
+        refused(draft, draft.op("permute", draft.image(2, 3, 4, 5), dims=(0, 1, 3, 2)))
+        == "it reorders values in memory"
+    )
     draft = Draft()
     assert refused(draft, draft.op("permute", draft.image(2, 3, 4), dims=(0, 2, 1))) == "its input is no image"
 
@@ -312,8 +315,11 @@ def test_permutations_that_are_refused():
 def test_what_changes_nothing():
     draft = Draft()
     y = draft.op("identity", draft.op("identity", draft.conv(draft.image(2, 3, 4, 5), 16)))
-    made = check(draft, draft.quantize(draft.op("relu", y)))
-    assert kinds(made) == ["QuantizeStep", "ProductStep", "PointwiseStep"] and len(steps_of(made, PointwiseStep)) == 1
+    compiled = check(draft, draft.quantize(draft.op("relu", y)))
+    assert (
+        kinds(compiled) == ["QuantizeStep", "ProductStep", "PointwiseStep"]
+        and len(steps_of(compiled, PointwiseStep)) == 1
+    )
 
 
 @pytest.mark.parametrize("options", [{}, {"memory_format": LAST}])
