@@ -79,7 +79,7 @@ def quantize(
     if chosen.trains:
         raise RecipeError(
             f"the recipe {chosen.preset!r} is for training, which is yours to do: trained = fxq.prepare(model, recipe, "
-            "example_inputs), your training loop, fxq.convert(trained)."
+            "example_inputs=x), your training loop, fxq.convert(trained)."
         )
     check_model(model)
     ranks = Ranks.of(group if data is not None else None)
@@ -120,7 +120,7 @@ def _no_data(recipe: Recipe, calibrated: str = "") -> InputError:
 
 
 def prepare(
-    model: nn.Module, recipe: Any = "static", example_inputs: Any = None, *, observe_all: bool = False
+    model: nn.Module, recipe: Any = "static", *, example_inputs: Any = None, observe_all: bool = False
 ) -> ObservedModel | TrainingModel:
     """The first half of `quantize`: trace, fuse, insert observers. Call the result on calibration data, then `convert`.
 
@@ -136,11 +136,11 @@ def prepare(
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)).eval()
-        >>> observed = prepare(model, "static", torch.rand(1, 4))
+        >>> observed = prepare(model, "static", example_inputs=torch.rand(1, 4))
         >>> _ = observed(torch.rand(8, 4))
         >>> convert(observed)(torch.rand(1, 4)).shape
         torch.Size([1, 2])
-        >>> trained = prepare(model, Recipe.qat(), torch.rand(8, 4))
+        >>> trained = prepare(model, Recipe.qat(), example_inputs=torch.rand(8, 4))
         >>> optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
         >>> for _ in range(3):
         ...     optimizer.zero_grad()
@@ -165,8 +165,8 @@ def _observed(model: nn.Module, recipe: Recipe, example_inputs: Any, observe_all
 def calibrate(
     observed: ObservedModel | TrainingModel,
     data: Iterable[Any],
-    progress: bool | None = None,
     *,
+    progress: bool | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
     every: float = EVERY,
     group: Any = AUTO,
@@ -206,7 +206,7 @@ def calibrate(
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval()
-        >>> observed = prepare(model, "static", torch.rand(1, 4))
+        >>> observed = prepare(model, "static", example_inputs=torch.rand(1, 4))
         >>> calibrate(observed, [torch.rand(8, 4) for _ in range(3)]).batches_seen
         3
     """
@@ -239,7 +239,8 @@ def convert(observed: ObservedModel | TrainingModel, recipe: Any = None) -> Quan
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)).eval()
-        >>> observed = calibrate(prepare(model, "static", torch.rand(1, 3, 16, 16)), [torch.rand(1, 3, 16, 16)])
+        >>> batch = torch.rand(1, 3, 16, 16)
+        >>> observed = calibrate(prepare(model, "static", example_inputs=batch), [batch])
         >>> trial = convert(observed, Recipe.static().override("2", fxq.FLOAT))
         >>> convert(observed).ledger.count("int8"), trial.ledger.where(path="2")[0].precision
         (3, 'float')
@@ -346,7 +347,7 @@ def load(path: str | os.PathLike[str], leaves: Mapping[str, nn.Module] | None = 
     return remade(gm, gm.graph, parts, made_on)
 
 
-def run_passes(model: nn.Module, recipe: Any = "static", example_inputs: Any = None, *, until: str) -> fx.GraphModule:
+def run_passes(model: nn.Module, recipe: Any = "static", *, example_inputs: Any = None, until: str) -> fx.GraphModule:
     """The graph as it stands after the pass `until`, for `explain`, `diff` and tests of passes and patterns.
 
     Args:
@@ -357,7 +358,7 @@ def run_passes(model: nn.Module, recipe: Any = "static", example_inputs: Any = N
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval()
-        >>> print(run_passes(model, "static", torch.rand(1, 4), until="fuse").code.count("fxq_units"))
+        >>> print(run_passes(model, "static", example_inputs=torch.rand(1, 4), until="fuse").code.count("fxq_units"))
         1
     """
     manager = manager_for(model, recipe, example_inputs)

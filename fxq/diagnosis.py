@@ -173,7 +173,7 @@ def _us(value: float | None) -> str:
     return "" if value is None else f"{value:.0f}"
 
 
-def doctor(names: Sequence[str] | None = None, progress: bool | None = None) -> Diagnosis:
+def doctor(names: Sequence[str] | None = None, *, progress: bool | None = None) -> Diagnosis:
     """Try every backend on layers of many kinds: which it runs on integers, whether they are right, and how fast.
 
     Every layer goes through the whole pipeline, so what is said of it is what `fxq.quantize` does with it on this

@@ -307,7 +307,7 @@ class QuantizedModel(Quantized):
         """
         return write_report(self, path, comparison, example_inputs, tuning)
 
-    def profile(self, example_inputs: Any = None) -> Profile:
+    def profile(self, *, example_inputs: Any = None) -> Profile:
         """Where the time goes: microseconds of every node, and of every layer that an engine runs inside of a region.
 
         A layer says what it is made of and in which type the engine computes it. Takes a second or two.

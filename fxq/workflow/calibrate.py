@@ -177,8 +177,8 @@ def merge_calibrations(observed: ObservedModel, checkpoints: Sequence[str | os.P
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     paths = [f"{folder}/{i}.safetensors" for i in range(2)]
         ...     for i in range(2):  # on two machines
-        ...         _ = fxq.calibrate(fxq.prepare(model, "static", x), [x[i::2]], checkpoint=paths[i])
-        ...     observed = fxq.merge_calibrations(fxq.prepare(model, "static", x), paths)
+        ...         _ = fxq.calibrate(fxq.prepare(model, "static", example_inputs=x), [x[i::2]], checkpoint=paths[i])
+        ...     observed = fxq.merge_calibrations(fxq.prepare(model, "static", example_inputs=x), paths)
         >>> observed.batches_seen
         2
     """

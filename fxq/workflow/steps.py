@@ -136,7 +136,7 @@ def observed_with(observed: ObservedModel, recipe: Recipe | None) -> PassManager
     return manager
 
 
-_TRIALS = "Or prepare once for all recipes: fxq.prepare(model, recipe, example_inputs, observe_all=True)."
+_TRIALS = "Or prepare once for all recipes: fxq.prepare(model, recipe, example_inputs=x, observe_all=True)."
 
 
 ModelCache = list[tuple[PassManager, PassManager, ReducedRange | None]]

@@ -133,7 +133,7 @@ def test_batches_one_by_one_and_all_at_once_are_the_same(recipe):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_network_beside_its_float_model(name, recipe):
     """On the batch that the ledger was measured with, the numbers are those of the ledger."""
-    observed = fxq.prepare(build(name), recipe, batch(name))
+    observed = fxq.prepare(build(name), recipe, example_inputs=batch(name))
     fxq.calibrate(observed, [batch(name)])
     recorded = observed.manager.context.samples[0]
     qmodel = fxq.convert(observed)
@@ -367,7 +367,7 @@ def test_things_that_are_no_models(qmodel):
     )
     assert refused(net(), net(), batches()) == "b is a Net, not a quantized model."
     assert "model is a str" in refused("resnet", qmodel, batches())
-    observed = fxq.prepare(net(), REFERENCE, batches()[0])
+    observed = fxq.prepare(net(), REFERENCE, example_inputs=batches()[0])
     assert "ObservedModel" in refused(observed, qmodel, batches())
     assert "model.eval()" in refused(nn.Sequential(net(), nn.Dropout()).train(), qmodel, batches())
 

@@ -210,7 +210,7 @@ def test_text_stays_aligned_and_narrow():
 def test_linear_in_the_number_of_ops():
     def work(count):
         model = nn.Sequential(*(m for _ in range(count) for m in (nn.Linear(2, 2), nn.ReLU()))).eval()
-        observed = fxq.prepare(model, REFERENCE, torch.randn(1, 2))
+        observed = fxq.prepare(model, REFERENCE, example_inputs=torch.randn(1, 2))
         observed(torch.randn(1, 2))
         manager = observed.manager
         manager.run(manager.context.recipe.pipeline[7:])

@@ -155,7 +155,7 @@ def test_a_model_without_a_float_output():
 
 def test_a_copy_of_an_observed_model_is_converted_alike():
     model, data = exact_weights()
-    observed = fxq.calibrate(fxq.prepare(model, X86, data[0]), data)
+    observed = fxq.calibrate(fxq.prepare(model, X86, example_inputs=data[0]), data)
     copied = copy.deepcopy(observed)
     one, two = fxq.convert(observed), fxq.convert(copied)
     assert torch.equal(one(data[0]), two(data[0])) and one.ledger.narrowed == two.ledger.narrowed
@@ -166,7 +166,7 @@ def test_a_copy_of_an_observed_model_is_converted_alike():
 
 def test_without_data_the_observed_model_can_still_be_calibrated():
     model, data = exact_weights()
-    observed = fxq.prepare(model, X86, data[0])
+    observed = fxq.prepare(model, X86, example_inputs=data[0])
     with pytest.raises(fxq.FxqError, match="has seen no data"):
         fxq.convert(observed)
     fxq.convert(fxq.calibrate(observed, data))

@@ -95,12 +95,14 @@ WITHOUT_LATER_STEPS = nn.Transformer.generate_square_subsequent_mask(6)
 def test_what_may_be_cut(model, shapes, divisible):
     """What computes for one row of its inputs what it computes for it among the others."""
     example = tuple(torch.rand(shape) for shape in shapes)
-    assert fxq.prepare(model, REFERENCE, example).manager.context.divisible is divisible
+    assert fxq.prepare(model, REFERENCE, example_inputs=example).manager.context.divisible is divisible
 
 
 def recorded(sizes, divisible=True):
     """A context that has recorded batches of so many samples; its example of 2 samples takes 8 multiplications."""
-    given = fxq.prepare(nn.Sequential(nn.Linear(2, 2)).eval(), REFERENCE, torch.rand(2, 2)).manager.context
+    given = fxq.prepare(
+        nn.Sequential(nn.Linear(2, 2)).eval(), REFERENCE, example_inputs=torch.rand(2, 2)
+    ).manager.context
     given.samples[:], given.divisible = [Batch((torch.rand(size, 2),)) for size in sizes], divisible
     return given
 

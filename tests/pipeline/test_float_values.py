@@ -51,7 +51,7 @@ RECIPE = fxq.Recipe.static(backend="reference", optimize="coverage")
 
 
 def observed(model, data, show=True, recipe=RECIPE):
-    made = fxq.prepare(model.eval(), recipe, data[0])
+    made = fxq.prepare(model.eval(), recipe, example_inputs=data[0])
     if show:
         return fxq.calibrate(made, data)
     for x in data:

@@ -101,9 +101,11 @@ def test_every_backend_sees_the_data_of_all_ranks(tmp_path, monkeypatch):
     monkeypatch.setattr(engine, "find_spec", lambda package: None)
     batches, fastest = data(), fxq.Recipe.static(backend="fastest", optimize="coverage")
     results = on_ranks(
-        2, tmp_path, lambda rank: seen(fxq.calibrate(fxq.prepare(network(), fastest, batches[0]), batches[rank::2]))
+        2,
+        tmp_path,
+        lambda rank: seen(fxq.calibrate(fxq.prepare(network(), fastest, example_inputs=batches[0]), batches[rank::2])),
     )
-    observed = fxq.calibrate(fxq.prepare(network(), fastest, batches[0]), batches)
+    observed = fxq.calibrate(fxq.prepare(network(), fastest, example_inputs=batches[0]), batches)
     assert observed.others is not None and same(results, [seen(observed)] * 2)
 
 
@@ -113,7 +115,7 @@ def test_values_that_are_taken_off_on_one_rank_are_on_all(tmp_path):
     batches = [torch.rand(2, 4) + 1, torch.rand(2, 4) + 1, torch.rand(2, 4) + 1, -torch.ones(2, 4)]
 
     def observed():
-        return fxq.prepare(model, recipe(), batches[0], observe_all=True)
+        return fxq.prepare(model, recipe(), example_inputs=batches[0], observe_all=True)
 
     results = on_ranks(2, tmp_path, lambda rank: seen(fxq.calibrate(observed(), batches[rank::2])))
     want = fxq.calibrate(observed(), batches)

@@ -65,7 +65,7 @@ def static(overrides=()):
 @pytest.fixture(scope="module")
 def calibrated():
     return {
-        trials: fxq.calibrate(fxq.prepare(network(), static(), DATA[0], observe_all=trials), DATA)
+        trials: fxq.calibrate(fxq.prepare(network(), static(), example_inputs=DATA[0], observe_all=trials), DATA)
         for trials in (False, True)
     }
 
@@ -94,7 +94,7 @@ def test_what_calibration_did_not_look_at_is_refused_and_says_what_to_do(calibra
     ):
         fxq.convert(calibrated[False], static([("a", fxq.QuantConfig(spec))]))
     for name in ("residual", "dense", "several_inputs"):
-        observed = fxq.prepare(build(name), static(), batch(name), observe_all=True)
+        observed = fxq.prepare(build(name), static(), example_inputs=batch(name), observe_all=True)
         call(observed, batch(name))
         assert equal(
             call(fxq.convert(observed), batch(name)),
@@ -104,7 +104,7 @@ def test_what_calibration_did_not_look_at_is_refused_and_says_what_to_do(calibra
 
 
 def test_the_observed_model_can_be_calibrated_further():
-    observed = fxq.calibrate(fxq.prepare(network(), static(), DATA[0]), DATA[:1])
+    observed = fxq.calibrate(fxq.prepare(network(), static(), example_inputs=DATA[0]), DATA[:1])
     before = fxq.convert(observed)
     shown = before(DATA[0])
     fxq.calibrate(observed, [batch * 3 for batch in DATA[1:]])
@@ -153,7 +153,7 @@ def test_what_needs_another_calibration_is_refused(calibrated, recipe, message, 
 
 def test_without_data_the_error_is_that_of_any_observer():
     with pytest.raises(fxq.CalibrationError, match="has seen no data"):
-        fxq.convert(fxq.prepare(network(), static(), DATA[0], observe_all=True))
+        fxq.convert(fxq.prepare(network(), static(), example_inputs=DATA[0], observe_all=True))
 
 
 def test_passes_up_to_a_stage():
@@ -179,7 +179,7 @@ def test_passes_that_read_samples_run_once_for_equal_graphs():
     recipe = static().insert_pass(Counted(), after="insert-qdq")
     known = []
     first, second = (
-        converted(fxq.calibrate(fxq.prepare(network(), recipe, DATA[0]), DATA), recipe, known) for _ in range(2)
+        converted(fxq.calibrate(fxq.prepare(network(), recipe, example_inputs=DATA[0]), DATA), recipe, known) for _ in range(2)
     )
     assert (Counted.runs, len(known)) == (1, 1)
     assert fxq.extend.write_graph(first) == fxq.extend.write_graph(second)
@@ -187,6 +187,6 @@ def test_passes_that_read_samples_run_once_for_equal_graphs():
         torch.equal(a, b) for a, b in zip(first.state_dict().values(), second.state_dict().values(), strict=True)
     )
     assert [step.name for step in first.history] == [step.name for step in second.history]
-    other = converted(fxq.calibrate(fxq.prepare(network(), recipe, DATA[0]), DATA[:1]), recipe, known)
+    other = converted(fxq.calibrate(fxq.prepare(network(), recipe, example_inputs=DATA[0]), DATA[:1]), recipe, known)
     assert (Counted.runs, len(known)) == (2, 2)
     assert not torch.equal(first(DATA[0]), other(DATA[0]))

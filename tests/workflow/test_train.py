@@ -192,16 +192,16 @@ def test_what_is_refused():
     with pytest.raises(RecipeError, match="the recipe 'qat' is for training, which is yours to do"):
         fxq.quantize(build("residual"), "qat", data=[x])
     with pytest.raises(InputError, match=r"model is a function, not an nn\.Module"):
-        fxq.prepare(lambda x: x, "qat", x)
+        fxq.prepare(lambda x: x, "qat", example_inputs=x)
     with pytest.raises(InputError, match="example_inputs is missing"):
         fxq.prepare(build("residual"), "qat")
     locked = build("residual")
     locked.lock = threading.Lock()
     with pytest.raises(InputError, match="training takes a copy of the model, which cannot be copied: cannot pickle"):
-        fxq.prepare(locked, "qat", x)
+        fxq.prepare(locked, "qat", example_inputs=x)
     without = fxq.Recipe.qat().without_pass("choose-grids")
     with pytest.raises(RecipeError, match="a pipeline for training has choose-grids behind insert-observers"):
-        fxq.prepare(build("residual"), without, x)
+        fxq.prepare(build("residual"), without, example_inputs=x)
 
 
 def test_a_model_without_integers_is_told_before_it_is_trained():
@@ -273,7 +273,7 @@ def tied_and_trained(options, follow=lambda model: None):
     """A model whose two layers have one weight, behind steps that are large; its inputs."""
     torch.manual_seed(0)
     x, y = torch.randn(64, 16), torch.randn(64, 16)
-    model = fxq.prepare(Tied(), fxq.Recipe.qat(backend="reference", **options), x[:8])
+    model = fxq.prepare(Tied(), fxq.Recipe.qat(backend="reference", **options), example_inputs=x[:8])
     model(x)
     update = follow(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
