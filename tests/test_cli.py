@@ -125,7 +125,7 @@ def test_the_difference_of_two_files(run, recipe, tmp_path):
             ("quantize", "commanded:make", "--data", "commanded:fewer", "-o", "m"),
             r"^Error: KeyError: .?'image 7'.? \(.*commanded\.py:20; fxq --traceback",
         ),
-        (("quantize", "make", "--data", "commanded:batches", "-o", "m"), "the model is written package.module:name"),
+        (("quantize", "make", "--data", "commanded:batches", "-o", "m"), "give the model as package.module:name"),
         (
             ("quantize", "commanded:broken", "--data", "commanded:batches", "-o", "m"),
             "commanded:broken: ValueError: not",

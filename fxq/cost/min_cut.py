@@ -14,7 +14,7 @@ WINDOW, AHEAD = 800, 200
 
 
 @dataclass(frozen=True)
-class Priced:
+class PricedOp:
     """An op that could run either way.
 
     Attributes:
@@ -61,7 +61,7 @@ class PricedValue:
         return total + self.dequantize if mixed and read < len(self.distinct) else total
 
 
-def seconds_of(integers: Collection[Key], ops: Iterable[Priced], values: Iterable[PricedValue]) -> float:
+def seconds_of(integers: Collection[Key], ops: Iterable[PricedOp], values: Iterable[PricedValue]) -> float:
     """What a choice costs in all, in seconds: what `cheapest` minimizes.
 
     Args:
@@ -97,7 +97,7 @@ def conversions_of(integers: Collection[Key], values: Iterable[PricedValue]) -> 
     return found
 
 
-def cheapest(ops: Sequence[Priced], values: Sequence[PricedValue]) -> set[Key]:
+def cheapest(ops: Sequence[PricedOp], values: Sequence[PricedValue]) -> set[Key]:
     """The ops that run on integers in the cheapest choice (see `seconds_of`).
 
     Ops whose gain, or loss, is larger than all conversions around them are decided at once. What is left falls into
@@ -120,7 +120,7 @@ def cheapest(ops: Sequence[Priced], values: Sequence[PricedValue]) -> set[Key]:
 class _Problem:
     """The ops with what has been decided so far."""
 
-    def __init__(self, ops: Sequence[Priced], values: Sequence[PricedValue]) -> None:
+    def __init__(self, ops: Sequence[PricedOp], values: Sequence[PricedValue]) -> None:
         self.ops = {op.key: op for op in ops}
         self.values: dict[Key, list[PricedValue]] = {key: [] for key in self.ops}
         for value in values:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import fx
 
-from fxq.cost.min_cut import Key, Priced, PricedValue, cheapest, seconds_of
+from fxq.cost.min_cut import Key, PricedOp, PricedValue, cheapest, seconds_of
 from fxq.cost.probe import MIN_SPEEDUP, Prober
 from fxq.graph.info import Cost, info, precision_of
 from fxq.graph.query import CONVERSIONS, is_op, made_by, measures_of, reads_only_metadata, taken_from
@@ -36,7 +36,7 @@ def regions_of(gm: fx.GraphModule, nodes: Sequence[fx.Node]) -> dict[fx.Node, Un
 
 def priced_ops(
     gm: fx.GraphModule, regions: dict[fx.Node, UnitRegion], prober: Prober, advance: Callable[[], None]
-) -> list[Priced]:
+) -> list[PricedOp]:
     """Ops with their seconds on integers and in float, the conversions around them left out.
 
     A conversion from one grid to another, which an op needs for what it reads, counts for its integer form. An op that
@@ -47,7 +47,7 @@ def priced_ops(
     """
     ops = []
     for node, region in regions.items():
-        unmeasured = Priced(node, 0.0, 0.0 if precision_of(node) == "moves" else math.inf, source="")
+        unmeasured = PricedOp(node, 0.0, 0.0 if precision_of(node) == "moves" else math.inf, source="")
         if not prober.can_price(region):
             ops.append(unmeasured)
             continue
@@ -70,8 +70,8 @@ def choose_by_price(
     nodes: Sequence[fx.Node],
     regions: dict[fx.Node, UnitRegion],
     prober: Prober,
-    ops: list[Priced],
-) -> tuple[list[Priced], list[PricedValue], set[Key]]:
+    ops: list[PricedOp],
+) -> tuple[list[PricedOp], list[PricedValue], set[Key]]:
     """The ops and the values with the prices that decide, and the ops that run on integers in the cheapest choice.
 
     The price table decides, so that the choice is the same in every process; except for ops whose measured ratio of
@@ -94,7 +94,7 @@ def choose_by_price(
     return found, values, cheapest(leaning, values)
 
 
-def _are_apart(measured: Priced, estimate: Priced | None) -> bool:
+def _are_apart(measured: PricedOp, estimate: PricedOp | None) -> bool:
     """Whether a measured ratio of int8 to float clearly differs from the price table's, or that knows none."""
     if estimate is None:
         return True
@@ -102,17 +102,17 @@ def _are_apart(measured: Priced, estimate: Priced | None) -> bool:
     return not wanted / TABLE_MARGIN <= ratio <= wanted * TABLE_MARGIN
 
 
-def _priced(gm: fx.GraphModule, node: Any, regions: Mapping[fx.Node, UnitRegion], prober: Prober) -> Priced:
+def _priced(gm: fx.GraphModule, node: Any, regions: Mapping[fx.Node, UnitRegion], prober: Prober) -> PricedOp:
     seconds = prober.kernel(gm, regions[node]) + _requantizing(gm, node, prober)
-    return Priced(node, seconds, prober.real(gm, regions[node]))
+    return PricedOp(node, seconds, prober.real(gm, regions[node]))
 
 
-def _estimated(gm: fx.GraphModule, node: Any, regions: Mapping[fx.Node, UnitRegion], prober: Prober) -> Priced | None:
+def _estimated(gm: fx.GraphModule, node: Any, regions: Mapping[fx.Node, UnitRegion], prober: Prober) -> PricedOp | None:
     """An op with its seconds by the price table; None where that does not know it."""
     seconds = prober.estimate(gm, regions[node])
     if seconds is None:
         return None
-    return Priced(node, seconds[0] + _requantizing(gm, node, prober), seconds[1], source="table")
+    return PricedOp(node, seconds[0] + _requantizing(gm, node, prober), seconds[1], source="table")
 
 
 def _requantizing(gm: fx.GraphModule, node: fx.Node, prober: Prober) -> float:
@@ -229,7 +229,7 @@ def emits_float(gm: fx.GraphModule, node: fx.Node) -> bool:
 
 
 def slower_than_float(
-    ops: Sequence[Priced], values: Sequence[PricedValue], integers: Collection[Any], left: float
+    ops: Sequence[PricedOp], values: Sequence[PricedValue], integers: Collection[Any], left: float
 ) -> str | None:
     """What to say where the ops that run on integers make the model slower than it is in float; None where not.
 

@@ -15,16 +15,16 @@ from fxq.graph.query import submodule, taken_from, values_of
 from fxq.graph.region import saved_bytes
 from fxq.graph.unit import calls_of, unit_of
 from fxq.graph.view import NodeView
-from fxq.ledger.float_record import Record, record_of
-from fxq.ledger.layer_error import Measured, measure, measured_with
+from fxq.ledger.float_record import FloatRecord, record_of
+from fxq.ledger.layer_error import LayerErrors, measure, measured_with
 from fxq.ledger.ledger import Entry, Ledger, rows_by_node
-from fxq.ledger.remedies import IntegerEdges, Remedy
+from fxq.ledger.remedies import IntegerEdges, Remedies
 from fxq.pipeline.context import Context
 from fxq.pipeline.float_ops import FloatModelOp, FloatModelOps
 from fxq.pipeline.history import History
 
 
-def ledger_of(history: History, gm: fx.GraphModule, context: Context) -> tuple[Ledger, Record]:
+def ledger_of(history: History, gm: fx.GraphModule, context: Context) -> tuple[Ledger, FloatRecord]:
     """The ledger of a finished pipeline that has made `gm`, and the record. Runs both models, on a recorded batch."""
     original = context.original
     if original is None:
@@ -43,17 +43,17 @@ def ledger_of(history: History, gm: fx.GraphModule, context: Context) -> tuple[L
     node_rows, edges = rows_by_node(entries), IntegerEdges(gm)
     with untouched(context.model), seeded():  # both graphs share modules with the user's model
         found = measure(original, gm, node_rows, measured_with(context, original), edges.read)
-    mending = Remedy(edges, entries)
+    mending = Remedies(edges, entries)
     mends = {node_rows[n.name].row.name: mending.line(n) for n in nodes if n.name in node_rows}
     costs = {w.runs[0]: w.cost for w in workers if w.runs}
     first = {w.node: w.runs[0] for w in reversed(workers) if w.runs}  # of the ops of one kernel, it has its size
     saved = {name: _saved_bytes(gm, node) for node, name in first.items()}
-    entries = [replace(e, mend=mends.get(e.name, ""), saved_bytes=saved.get(e.name, 0)) for e in entries]
+    entries = [replace(e, remedy=mends.get(e.name, ""), saved_bytes=saved.get(e.name, 0)) for e in entries]
     ledger = Ledger(tuple(_with_numbers(entry, found, costs.get(entry.name)) for entry in entries))
     return ledger, record_of(context.model, context.example, found.values)
 
 
-def _with_numbers(entry: Entry, found: Measured, cost: Cost | None) -> Entry:
+def _with_numbers(entry: Entry, found: LayerErrors, cost: Cost | None) -> Entry:
     """An entry with what was measured: of the ops of a unit, the last one has its SQNR, the first one its cost."""
     times = {f.name: getattr(cost, f.name) for f in fields(Cost)} if cost is not None else {}
     sqnr, own, fault = (d.get(entry.name) for d in (found.sqnr, found.own_sqnr, found.fault_sqnr))

@@ -59,7 +59,7 @@ class PairRow:
 
     Attributes:
         name: the op that pairs the layer. path: its module path. op: what it is.
-        fate_a, fate_b: what it runs as in each: `int8`, `moves` or `float`.
+        precision_a, precision_b: what it runs as in each: `int8`, `moves` or `float`.
         sqnr: dB of b's output against a's, all tokens included; infinite when they are equal.
         sqnr_a, sqnr_b: dB of each against the float model, from its ledger; None where that has none.
         cosine: of the angle between the two outputs, taken as vectors.
@@ -69,8 +69,8 @@ class PairRow:
     name: str
     path: str
     op: str
-    fate_a: str
-    fate_b: str
+    precision_a: str
+    precision_b: str
     sqnr: float
     sqnr_a: float | None
     sqnr_b: float | None
@@ -97,7 +97,9 @@ class Comparison(Rows[Any]):
     _write: Callable[[Comparison, Any], Path] = field(compare=False)
     _name: ClassVar[str] = "comparison"
     _key: ClassVar[str] = "layers"
-    _choices: ClassVar[Mapping[str, Sequence[str]]] = dict.fromkeys(("precision", "fate_a", "fate_b"), PRECISIONS)
+    _choices: ClassVar[Mapping[str, Sequence[str]]] = dict.fromkeys(
+        ("precision", "precision_a", "precision_b"), PRECISIONS
+    )
 
     @property
     def _row(self) -> type:
@@ -159,8 +161,8 @@ _FLOAT: dict[Column, Callable[[Any], str]] = {
     Column("own dB", "right"): lambda row: decibels(row.own_sqnr),
 }
 _PAIR: dict[Column, Callable[[Any], str]] = {
-    Column("a runs as", coloured=True): lambda row: row.fate_a,
-    Column("b runs as", coloured=True): lambda row: row.fate_b,
+    Column("a runs as", coloured=True): lambda row: row.precision_a,
+    Column("b runs as", coloured=True): lambda row: row.precision_b,
     Column("b to a", "right"): lambda row: decibels(row.sqnr),
     Column("a to float", "right", drop=1): lambda row: decibels(row.sqnr_a),
     Column("b to float", "right", drop=1): lambda row: decibels(row.sqnr_b),

@@ -59,7 +59,7 @@ class RecordedInput:
 
 
 @dataclass(frozen=True)
-class Record:
+class FloatRecord:
     """What a quantized model knows of the float model that it was made from.
 
     Attributes:
@@ -78,11 +78,11 @@ class Record:
     weights: Mapping[str, int]
 
 
-def record_of(model: nn.Module, example: Batch, values: Mapping[str, Distribution]) -> Record:
+def record_of(model: nn.Module, example: Batch, values: Mapping[str, Distribution]) -> FloatRecord:
     """The record of a float model, from the inputs that shapes were found with and the values of its ops."""
     given = [("", value) for value in example.args] + list(example.kwargs.items())
     inputs = tuple(_input(name, value) for name, value in given)
-    return Record(values, inputs, nbytes(model), type(model).__name__, checksums(model))
+    return FloatRecord(values, inputs, nbytes(model), type(model).__name__, checksums(model))
 
 
 def checksums(model: nn.Module) -> dict[str, int]:

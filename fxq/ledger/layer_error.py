@@ -27,7 +27,7 @@ log = logging.getLogger("fxq")
 
 
 @dataclass
-class Measured:
+class LayerErrors:
     """Numbers by the name of an op in the ledger.
 
     Attributes:
@@ -58,7 +58,7 @@ def measure(
     node_rows: Mapping[str, NodeRow],
     batches: list[Batch],
     read: Set[fx.Node],
-) -> Measured:
+) -> LayerErrors:
     """Compare the value of every node of an integer graph with the float model's.
 
     Args:
@@ -75,13 +75,13 @@ def measure(
         except Exception as error:  # of a batch whose first axis does not count samples, the recorded part does not fit
             log.info("no SQNR of layers on %s: %s", batch, error)
     log.warning("the ledger has no SQNR: the float and the int8 graph do not both run on recorded samples.")
-    return Measured()
+    return LayerErrors()
 
 
 def _measure(
     original: FloatModelOps, gm: fx.GraphModule, node_rows: Mapping[str, NodeRow], batch: Batch, read: Set[fx.Node]
-) -> Measured:
-    found, pairs = Measured(), same_values(gm, node_rows, original.nodes)
+) -> LayerErrors:
+    found, pairs = LayerErrors(), same_values(gm, node_rows, original.nodes)
     grids = {real: grid_of(gm, rounded_at(node)) for node, real in pairs.items()}
     shown = {op.name: original.nodes[op.name] for op in original.ops if op.name in original.nodes}
     shown |= {node_rows[node.name].row.name: real for node, real in pairs.items()}

@@ -39,8 +39,8 @@ class Entry:
         own_sqnr: the same for the op's own error: it runs on the float model's values of its inputs, on the grids that
             it reads.
         fault_sqnr: the same without the rounding of its output, which counts as the error of the ops that read it as
-            integers: the noise that `mend` takes away.
-        mend: the line of a recipe that takes this noise away, as Python: it puts the whole unit into float, and the
+            integers: the noise that `remedy` takes away.
+        remedy: the line of a recipe that takes this noise away, as Python: it puts the whole unit into float, and the
             ops that make its inputs where others read the same integers. Empty where nothing in it runs on integers.
         saved_bytes: how much smaller its weight is than in float32, scales counted; a weight that several layers share
             counts for each.
@@ -65,7 +65,7 @@ class Entry:
     sqnr: float | None = None
     own_sqnr: float | None = None
     fault_sqnr: float | None = None
-    mend: str = ""
+    remedy: str = ""
     saved_bytes: int = 0
     float_us: float | None = None
     int8_us: float | None = None
@@ -130,7 +130,7 @@ class Ledger(Rows[Entry]):
         output_sqnr: dB of the model's output against the float model's, over recorded calibration samples; of several,
             that of the one that is furthest off. Infinite when they are equal, NaN where one is not finite and the
             float model's is. None where there is no float output.
-        narrowed: what gave up a bit on this machine; None where nothing had to.
+        reduced_range: what gave up a bit on this machine; None where nothing had to.
 
     Example:
         >>> ledger = Ledger((Entry("a", "a", "conv2d", "int8", macs=90), Entry("b", "b", "linear", "float", macs=10)))
@@ -142,7 +142,7 @@ class Ledger(Rows[Entry]):
 
     entries: tuple[Entry, ...]
     output_sqnr: float | None = None
-    narrowed: ReducedRange | None = None
+    reduced_range: ReducedRange | None = None
     _name: ClassVar[str] = "ledger"
     _key: ClassVar[str] = "ops"
     _choices: ClassVar[Mapping[str, Sequence[str]]] = {"precision": PRECISIONS, "kind": DECISION_KINDS}
@@ -171,7 +171,7 @@ class Ledger(Rows[Entry]):
         return sum(e.precision == value for e in self.entries)
 
     def worst(self, count: int = 5) -> Ledger:
-        """The layers that add most noise, as a table, worst first: those that a line of a recipe mends (`Entry.mend`).
+        """The layers that add most noise, as a table, worst first: those that a line of a recipe mends (`Entry.remedy`).
 
         The order is that of `Entry.fault_sqnr`: a layer is blamed for the grids of what it reads, and not for that of
         its output, which another layer reads. For a function in front of a layer, its own line would change nothing.
@@ -180,12 +180,12 @@ class Ledger(Rows[Entry]):
             count: at most so many.
 
         Example:
-            >>> a = Entry("a", "a", "linear", "int8", fault_sqnr=44.0, mend="recipe.override('a', fxq.FLOAT)")
-            >>> b = Entry("b", "b", "linear", "int8", fault_sqnr=39.0, mend="recipe.override('b', fxq.FLOAT)")
-            >>> [(entry.path, entry.mend) for entry in Ledger((a, b)).worst(1)]
+            >>> a = Entry("a", "a", "linear", "int8", fault_sqnr=44.0, remedy="recipe.override('a', fxq.FLOAT)")
+            >>> b = Entry("b", "b", "linear", "int8", fault_sqnr=39.0, remedy="recipe.override('b', fxq.FLOAT)")
+            >>> [(entry.path, entry.remedy) for entry in Ledger((a, b)).worst(1)]
             [('b', "recipe.override('b', fxq.FLOAT)")]
         """
-        mended = self.where(lambda e: bool(e.mend) and e.fault_sqnr is not None and e.fault_sqnr < math.inf)
+        mended = self.where(lambda e: bool(e.remedy) and e.fault_sqnr is not None and e.fault_sqnr < math.inf)
         return mended._with(mended.sort("fault_sqnr").entries[:count])
 
     def main_reason(self) -> str:
@@ -202,14 +202,14 @@ class Ledger(Rows[Entry]):
         return f"{counts[reason]} of {len(self)} ops{share} stay in float because: {reason}"
 
     def _facts(self) -> dict[str, Any]:
-        found = self.narrowed
+        found = self.reduced_range
         tried = {f"sqnr_reduced_{role}": value for role, value in found.sqnr.items()} if found is not None else {}
-        narrowed = {} if found is None else {"reduce_range": found.role, **tried}
+        reduced_range = {} if found is None else {"reduce_range": found.role, **tried}
         return {
             "coverage": self.coverage,
             "weight_coverage": self.weight_coverage,
             "output_sqnr": self.output_sqnr,
-            **narrowed,
+            **reduced_range,
         }
 
     def _short(self) -> str:
@@ -231,8 +231,8 @@ class Ledger(Rows[Entry]):
         columns = {**_COLUMNS, _WHY: lambda e: _why(e, notes)}
         table = self._table(columns, lambda e: "quiet" if e.precision == "folded" else "")
         fixes_once = [line(text(note, "strong"), f" {fix}") for fix, note in notes.items()]
-        narrowed = [text(str(self.narrowed))] if self.narrowed is not None else []
-        return [table, *fixes_once, *narrowed, text(self._short())]
+        reduced_range = [text(str(self.reduced_range))] if self.reduced_range is not None else []
+        return [table, *fixes_once, *reduced_range, text(self._short())]
 
 
 def _percent(share: float) -> str:

@@ -122,7 +122,7 @@ def check_output(ledger: Ledger, context: Context) -> None:
     layers = ledger.worst(WORST)
     # where none is near, small errors are left as their signals cancel out, or are drowned by others in the same tensor
     layers = layers.where(lambda e: math.isnan(found) or e.fault_sqnr < found + NEAR) or layers
-    ways = "".join(f"\n  {e.path or e.name} ({e.op}, {e.fault_sqnr:.1f} dB): {e.mend}" for e in layers)
+    ways = "".join(f"\n  {e.path or e.name} ({e.op}, {e.fault_sqnr:.1f} dB): {e.remedy}" for e in layers)
     named = f" The layers whose own error is largest, and what mends it:{ways}\n" if ways else " "
     other = "not finite where the float model's is, or the other way round"
     text = other if math.isnan(found) else f"at {found:.1f} dB SQNR"

@@ -14,7 +14,7 @@ from fxq.common.metrics import nbytes
 from fxq.display.notebook import folded, html
 from fxq.display.tables import line, text
 from fxq.errors import InputError
-from fxq.ledger.float_record import Record
+from fxq.ledger.float_record import FloatRecord
 from fxq.ledger.layer_qparams import layers_of
 from fxq.ledger.ledger import Ledger
 from fxq.ledger.qparams_table import ModelQParams
@@ -40,7 +40,7 @@ class Quantized(fx.GraphModule):
     ledger: Ledger
     recipe: Recipe
     backend: str
-    record: Record
+    record: FloatRecord
 
     def __init__(self, root: Any, graph: fx.Graph, class_name: str = "QuantizedModel") -> None:
         super().__init__(root, graph, class_name)

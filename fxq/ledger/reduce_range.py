@@ -16,7 +16,7 @@ from fxq.recipe.pass_base import Pass
 log = logging.getLogger("fxq")
 
 
-def narrowed(manager: PassManager, passes: Sequence[Pass]) -> tuple[PassManager, ReducedRange | None]:
+def run_with_reduced_range(manager: PassManager, passes: Sequence[Pass]) -> tuple[PassManager, ReducedRange | None]:
     """Run passes as far as the qdq graph; where layers overflow with 8 bits, with the better of two roles narrowed.
 
     With `Recipe.reduce_range="auto"` the passes run for either role, and both graphs run on the recorded samples. The

@@ -63,7 +63,7 @@ def _fate(node: fx.Node) -> str:
     return plan.precision if plan is not None else ""
 
 
-class Remedy:
+class Remedies:
     """The lines that put nodes of a final graph into float together with the values that they read.
 
     Args:

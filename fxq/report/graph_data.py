@@ -18,7 +18,7 @@ _DEFAULTS = {f.name: f.default for f in fields(NodeView) if f.default is not MIS
 Data = dict[str, Any]
 
 
-class Nodes:
+class NodeRecords:
     """The nodes of any number of graphs, each that looks the same, with the constants that it reads, kept once.
 
     Attributes:
@@ -47,7 +47,7 @@ def _record(node: NodeView, constants: Sequence[NodeView]) -> Data:
     return {**{k: v for k, v in values.items() if v != _DEFAULTS.get(k, MISSING)}, "lines": lines}
 
 
-def passes(history: History, nodes: Nodes) -> list[Data]:
+def passes(history: History, nodes: NodeRecords) -> list[Data]:
     """One record a pass: time, nodes after it in order (their places among `nodes`), rewrites and near misses."""
     graphs = graph_records(((snapshot.name, snapshot) for snapshot in history), nodes)
     return [{**graph, **_about(snapshot)} for graph, snapshot in zip(graphs, history, strict=True)]
@@ -63,7 +63,7 @@ def _about(snapshot: Snapshot) -> Data:
     return about if snapshot.sqnr is None else {**about, "sqnr": number(snapshot.sqnr)}
 
 
-def graph_records(graphs: Iterable[tuple[str, Snapshot]], nodes: Nodes) -> Iterator[Data]:
+def graph_records(graphs: Iterable[tuple[str, Snapshot]], nodes: NodeRecords) -> Iterator[Data]:
     """Graphs, each after a name, as passes of which no more is known than what differs from the graph before."""
     before: Snapshot | None = None
     for name, snapshot in graphs:
@@ -73,7 +73,7 @@ def graph_records(graphs: Iterable[tuple[str, Snapshot]], nodes: Nodes) -> Itera
         before = snapshot
 
 
-def _diff(before: Snapshot | None, after: Snapshot, nodes: Nodes) -> Data | None:
+def _diff(before: Snapshot | None, after: Snapshot, nodes: NodeRecords) -> Data | None:
     """What differs between two graphs; `order` has the nodes of both that are drawn, as their places among `nodes`."""
     if before is None:
         return None

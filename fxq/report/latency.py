@@ -22,7 +22,7 @@ from fxq.graph.run import Runner
 from fxq.graph.view import view
 from fxq.ledger.float_record import RecordedInput
 from fxq.ledger.quantized import Quantized
-from fxq.report.profile import Profile, Timed
+from fxq.report.profile import Profile, TimedLayer
 
 
 @dataclass(frozen=True)
@@ -94,10 +94,10 @@ def profile_of(model: fx.GraphModule, batch: Batch) -> Profile:
         _call(model, batch, "the model")
         found = {node.name: layers for node, layers in layers_run(model, batch).items()}
         times = _nodes(model, batch, _waiting(model))
-    rows: list[Timed] = []
+    rows: list[TimedLayer] = []
     for node in (node for node in view(model) if node.name in times):
-        rows += [Timed(node.name, " + ".join(layer.nodes), *layer[1:]) for layer in found.get(node.name, ())] or [
-            Timed(node.name, "", node.label, node.dtype, node.kind, times[node.name])
+        rows += [TimedLayer(node.name, " + ".join(layer.nodes), *layer[1:]) for layer in found.get(node.name, ())] or [
+            TimedLayer(node.name, "", node.label, node.dtype, node.kind, times[node.name])
         ]
     count = torch.get_num_threads()
     return Profile(tuple(rows), f"{str(batch)[1:-1]}, {count} {'thread' if count == 1 else 'threads'}")

@@ -11,7 +11,7 @@ from fxq.display.tables import Column, Part, duration, text
 
 
 @dataclass(frozen=True)
-class Timed:
+class TimedLayer:
     """What a model runs in one go.
 
     Attributes:
@@ -33,7 +33,7 @@ class Timed:
 
 
 @dataclass(frozen=True, repr=False)
-class Profile(Rows[Timed]):
+class Profile(Rows[TimedLayer]):
     """What took how long, in execution order. `print` shows a table, `sort("us", reverse=True)` puts the slowest first.
 
     Attributes:
@@ -41,7 +41,7 @@ class Profile(Rows[Timed]):
         batch: what the model ran on, and with how many threads.
     """
 
-    entries: tuple[Timed, ...]
+    entries: tuple[TimedLayer, ...]
     batch: str = ""
     _name: ClassVar[str] = "profile"
     _key: ClassVar[str] = "rows"
@@ -56,7 +56,7 @@ class Profile(Rows[Timed]):
         return [self._table(_COLUMNS), text(self._short())]
 
 
-_COLUMNS: dict[Column, Callable[[Timed], str]] = {
+_COLUMNS: dict[Column, Callable[[TimedLayer], str]] = {
     Column("node"): lambda row: row.node,
     Column("layer", optional=True): lambda row: row.layer,
     Column("op"): lambda row: row.op,

@@ -15,7 +15,7 @@ from fxq.display.queryable import Rows
 from fxq.errors import InputError, RecipeError
 from fxq.ledger.comparison import Comparison
 from fxq.ledger.quantized import Quantized
-from fxq.report.graph_data import Data, Nodes, graph_records, looks, number, passes
+from fxq.report.graph_data import Data, NodeRecords, graph_records, looks, number, passes
 from fxq.report.latency import Latency, batch_for, time_models
 from fxq.report.page import page
 from fxq.report.value_data import values, weights
@@ -64,7 +64,7 @@ def report_data(
     if tuning is not None and not isinstance(tuning, Tuning):
         raise InputError(f"tuning is a {type(tuning).__name__}; give what fxq.search or fxq.sensitivity returned.")
     tables = tuning.tables() if tuning is not None else {}
-    nodes = Nodes()
+    nodes = NodeRecords()
     steps = passes(model.history, nodes)
     return {
         **heading(model),
@@ -85,7 +85,7 @@ def report_data(
 def comparison_data(comparison: Comparison) -> Data:
     """The page of two quantized models: the graph as traced, that of each as it runs, and their layers side by side."""
     models = dict(zip("ab", comparison.models, strict=True))
-    nodes = Nodes()
+    nodes = NodeRecords()
     graphs = [("traced", models["a"].history[0]), *((name, model.history[-1]) for name, model in models.items())]
     found = json.loads(comparison.to_json())
     return {

@@ -33,7 +33,7 @@ from fxq.graph.text.text_writer import graph_tensors, write_graph
 from fxq.graph.unit import Unit
 from fxq.graph.view import GraphView, NodeView
 from fxq.ledger.attempts import Attempts
-from fxq.ledger.float_record import Record, checksums
+from fxq.ledger.float_record import FloatRecord, checksums
 from fxq.ledger.ledger import Ledger
 from fxq.ledger.quantized import Quantized
 from fxq.ops import OPS
@@ -80,7 +80,7 @@ class StoredModel:
 
     backend: str
     ledger: Ledger
-    record: Record
+    record: FloatRecord
     kinds_kept: int
     attempts: Attempts | None
     decided: tuple[Pin, ...]
@@ -112,7 +112,7 @@ def save_model(
     _check_kernels(model)
     tensors, named, lost = own_tensors(model, own)
     forms_text, forms, more_tensors = write_forms(model)
-    handed, left = _handed(parts["_handed"], {k: v for k, v in own.items() if not isinstance(v, Tensor)})
+    handed, left = _handed(parts["_float_attributes"], {k: v for k, v in own.items() if not isinstance(v, Tensor)})
     lost += [name for name in own if name in left]
     about = StoredModel(
         **{key: parts[key] for key in ("backend", "ledger", "record", "kinds_kept", "attempts")},
@@ -195,7 +195,7 @@ def _read(
     parts = {key: getattr(about, key) for key in ("backend", "ledger", "record", "kinds_kept", "attempts")}
     parts["_decided"], parts["recipe"] = about.decided, Recipe.from_dict(read_json(texts["recipe"]))
     values = {name: read_value(_expression(text), {}) for name, text in about.handed.items()}
-    parts["_handed"] = FloatAttributes(values, dict(about.left))
+    parts["_float_attributes"] = FloatAttributes(values, dict(about.left))
     parts["history"] = history_from(read_json(texts["history"]))
     plain = set_own_tensors(gm, own, about.own)
     return gm, {**plain, **parts}, about.made_on

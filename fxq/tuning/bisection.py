@@ -57,7 +57,7 @@ class Bisection(Rows[BisectionStep]):
         before: dB of the output when all layers in front of it are exact, and it is not.
         after: dB when it is exact as well: what it loses alone is the difference.
         output_sqnr: dB of the output as it is.
-        mend: the line of a recipe that takes its noise away, as Python; empty where there is none.
+        remedy: the line of a recipe that takes its noise away, as Python; empty where there is none.
     """
 
     entries: tuple[BisectionStep, ...]
@@ -65,13 +65,13 @@ class Bisection(Rows[BisectionStep]):
     before: float
     after: float
     output_sqnr: float
-    mend: str = ""
+    remedy: str = ""
     _name: ClassVar[str] = "bisection"
     _key: ClassVar[str] = "probes"
 
     def _facts(self) -> dict[str, Any]:
         name = self.layer.name if self.layer is not None else None
-        known = ("before", "after", "output_sqnr", "mend")
+        known = ("before", "after", "output_sqnr", "remedy")
         return {"layer": name, **{key: getattr(self, key) for key in known}}
 
     def _short(self) -> str:
@@ -84,8 +84,8 @@ class Bisection(Rows[BisectionStep]):
         )
 
     def _parts(self) -> list[Part]:
-        mend = [text(self.mend)] if self.mend else []
-        return [self._table(_COLUMNS), text(self._short()), *mend]
+        remedy = [text(self.remedy)] if self.remedy else []
+        return [self._table(_COLUMNS), text(self._short()), *remedy]
 
 
 _COLUMNS: dict[Column, Callable[[BisectionStep], str]] = {
@@ -130,7 +130,7 @@ def blamed(
         return Bisection((), None, whole, whole, whole)
     before, after = probe(high - 1), probe(high)
     probes = {i: _probe(rows[layers[i - 1].name].row, known[i], i) for i in sorted(known) if i}
-    return Bisection(tuple(probes.values()), probes[high], before, after, whole, rows[layers[high - 1].name].row.mend)
+    return Bisection(tuple(probes.values()), probes[high], before, after, whole, rows[layers[high - 1].name].row.remedy)
 
 
 def _probe(row: Any, sqnr: float, position: int) -> BisectionStep:

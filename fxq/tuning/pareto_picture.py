@@ -20,7 +20,7 @@ TICKS = 5
 
 
 @dataclass(frozen=True)
-class Point:
+class ParetoPoint:
     """One candidate.
 
     Attributes:
@@ -38,7 +38,9 @@ class Point:
     chosen: bool = False
 
 
-def write_pareto(points: Sequence[Point], least: float, across: str, up: str, path: str | os.PathLike[str]) -> Path:
+def write_pareto(
+    points: Sequence[ParetoPoint], least: float, across: str, up: str, path: str | os.PathLike[str]
+) -> Path:
     """Draw candidates into an `.svg` file; folders that are missing are made.
 
     Args:
@@ -58,7 +60,7 @@ def write_pareto(points: Sequence[Point], least: float, across: str, up: str, pa
     return write_file(path, pareto_svg(points, least, across, up).encode())
 
 
-def pareto_svg(points: Sequence[Point], least: float, across: str, up: str) -> str:
+def pareto_svg(points: Sequence[ParetoPoint], least: float, across: str, up: str) -> str:
     """The picture as SVG text; arguments as for `write_pareto`."""
     shown = [p for p in points if math.isfinite(p.x) and math.isfinite(p.y)]
     xs, ys = _Axis.of([p.x for p in shown]), _Axis.of([*(p.y for p in shown), least])

@@ -12,7 +12,7 @@ from fxq.ledger.output_check import rank
 from fxq.quant.observers import OBSERVERS, observer_for
 from fxq.quant.spec import QuantConfig, TensorSpec
 from fxq.recipe.recipe import Recipe
-from fxq.tuning.search_result import SearchResult, Tried
+from fxq.tuning.search_result import SearchResult, TriedRecipe
 from fxq.tuning.sensitivity import Sensitivity, ranked
 from fxq.tuning.trials import Trials
 from fxq.tuning.tunable_layer import TunableLayer, layers_of
@@ -45,7 +45,7 @@ class Search:
     least: float
     executor: Executor | None = None
     advance: Callable[[], None] = lambda: None
-    tried: list[Tried] = field(default_factory=list)
+    tried: list[TriedRecipe] = field(default_factory=list)
     forwards: int = 0
     timed: bool = False
     layers: Sequence[TunableLayer] = ()
@@ -132,7 +132,7 @@ class Search:
         self.forwards += len(found)
         for (what, recipe, floats), score in zip(given, found, strict=True):
             extra = sum(layer.extra_us or 0.0 for layer in floats) if self.timed else None
-            row = Tried(what, score, score >= self.least, len(floats), sum(e.macs for e in floats), extra)
+            row = TriedRecipe(what, score, score >= self.least, len(floats), sum(e.macs for e in floats), extra)
             self.tried.append(row)
             key = (row.reached, -self._cost(floats) if row.reached else 0.0, rank(score))
             if self._best is None or key > self._best[0]:
@@ -177,7 +177,7 @@ def with_observer(recipe: Recipe, observer: str) -> Recipe:
     return replace(recipe, config=replace(recipe.config, activation=replace(activation, observer=observer)))
 
 
-def on_front(row: Tried, rows: Sequence[Tried]) -> bool:
+def on_front(row: TriedRecipe, rows: Sequence[TriedRecipe]) -> bool:
     """Whether no other row is at least as good and as cheap, and better in one of the two."""
     return not any(
         rank(other.score) >= rank(row.score)

@@ -11,12 +11,12 @@ from typing import Any, ClassVar
 from fxq.display.queryable import Rows
 from fxq.display.tables import Column, Part, text
 from fxq.recipe.recipe import Recipe
-from fxq.tuning.pareto_picture import Point, write_pareto
+from fxq.tuning.pareto_picture import ParetoPoint, write_pareto
 from fxq.tuning.sensitivity import Sensitivity
 
 
 @dataclass(frozen=True)
-class Tried:
+class TriedRecipe:
     """One candidate.
 
     Attributes:
@@ -46,7 +46,7 @@ class Tried:
 
 
 @dataclass(frozen=True, repr=False)
-class SearchResult(Rows[Tried]):
+class SearchResult(Rows[TriedRecipe]):
     """What `fxq.search` found: one row per candidate, as they were tried. `print` shows a table.
 
     Attributes:
@@ -61,7 +61,7 @@ class SearchResult(Rows[Tried]):
         sensitivity: the layers by what they cost the output; None where none had to go into float.
     """
 
-    entries: tuple[Tried, ...]
+    entries: tuple[TriedRecipe, ...]
     recipe: Recipe
     floats: tuple[str, ...]
     score: float
@@ -97,7 +97,9 @@ class SearchResult(Rows[Tried]):
         timed = all(e.extra_us is not None for e in self.entries)
         across = "milliseconds more than with all on integers" if timed else "multiply-accumulates in float (millions)"
         scale = 1e-3 if timed else 1e-6
-        points = [Point(scale * e.cost, e.score, f"{e.what}: {e.score:.4g}", e.front, e.chosen) for e in self.entries]
+        points = [
+            ParetoPoint(scale * e.cost, e.score, f"{e.what}: {e.score:.4g}", e.front, e.chosen) for e in self.entries
+        ]
         return write_pareto(points, self.least, across, "score (dB, or the metric)", path)
 
     def _facts(self) -> dict[str, Any]:
@@ -114,7 +116,7 @@ class SearchResult(Rows[Tried]):
         return [self._table(_COLUMNS, lambda e: "strong" if e.chosen else ""), text(self._short())]
 
 
-_COLUMNS: dict[Column, Callable[[Tried], str]] = {
+_COLUMNS: dict[Column, Callable[[TriedRecipe], str]] = {
     Column("candidate", give="end"): lambda e: e.what,
     Column("score", "right"): lambda e: f"{e.score:.4g}",
     Column("enough"): lambda e: "yes" if e.reached else "",

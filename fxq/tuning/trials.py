@@ -99,9 +99,9 @@ class Trials:
         To a thousandth of a dB: the order of sums may differ from one process to another.
         """
         gm = self.candidate(recipe).gm
-        return round(self.sqnr(gm), 3) if self.metric is None else self.told(gm.eval())
+        return round(self.sqnr(gm), 3) if self.metric is None else self.metric_of(gm.eval())
 
-    def told(self, model: nn.Module) -> float:
+    def metric_of(self, model: nn.Module) -> float:
         """What the metric says of a model, which it may put into another mode. Raises `InputError` for no number."""
         assert self.metric is not None  # there is nobody to ask otherwise
         with untouched(self.model):

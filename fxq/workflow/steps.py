@@ -28,7 +28,7 @@ from fxq.ledger.comparison import Baseline
 from fxq.ledger.float_record import checksums
 from fxq.ledger.ledger import ReducedRange
 from fxq.ledger.output_check import check_output, output_sqnrs
-from fxq.ledger.reduce_range import narrowed
+from fxq.ledger.reduce_range import run_with_reduced_range
 from fxq.model import QuantizedModel
 from fxq.passes.observe_all import ObserveAll
 from fxq.pipeline.context import Context
@@ -48,7 +48,7 @@ def manager_for(model: nn.Module, recipe: Any, example_inputs: Any) -> PassManag
     chosen, model = as_recipe(recipe), unwrapped(model)
     check_model(model)
     if example_inputs is None:
-        raise InputError("example_inputs is missing: one batch of inputs, to find shapes with.")
+        raise InputError("example_inputs is missing: one batch of inputs to infer shapes from.")
     example = as_batch(example_inputs, model, "example_inputs")
     check_batch(example, model, "example_inputs")
     types: Any = model.types if isinstance(model, Exported) else {}
@@ -139,7 +139,7 @@ def observed_with(observed: ObservedModel, recipe: Recipe | None) -> PassManager
 _TRIALS = "Or prepare once for all recipes: fxq.prepare(model, recipe, example_inputs=x, observe_all=True)."
 
 
-ModelCache = list[tuple[PassManager, PassManager, ReducedRange | None]]
+QdqCache = list[tuple[PassManager, PassManager, ReducedRange | None]]
 """Graphs with observers, what the passes to the qdq graph have made of each, and what has 7 bits in it.
 
 Those passes take long, and backends share most graphs.
@@ -147,7 +147,7 @@ Those passes take long, and backends share most graphs.
 
 
 def to_qdq(
-    manager: PassManager, known: ModelCache | None = None
+    manager: PassManager, known: QdqCache | None = None
 ) -> tuple[PassManager, ReducedRange | None, Sequence[Pass]]:
     """Run the passes from calibration to the qdq graph, as far as nothing is priced.
 
@@ -175,7 +175,7 @@ def to_qdq(
             return shared, gave_way, left
     before = manager if known is None else manager.fork()
     slow = next((i for i, step in enumerate(passes[:priced]) if step.samples_read), priced)
-    after, gave_way = narrowed(manager, passes[:slow])
+    after, gave_way = run_with_reduced_range(manager, passes[:slow])
     after.run(passes[slow:priced])
     if known is not None:
         known.append((before, after.fork(), gave_way))
@@ -199,7 +199,7 @@ def _let_emit(gm: fx.GraphModule, emits: Mapping[str, TensorSpec]) -> None:
             set_info(node, plan=replace(plan, emits=emits.get(node.name)))
 
 
-def converted(observed: ObservedModel, recipe: Recipe | None = None, known: ModelCache | None = None) -> QuantizedModel:
+def converted(observed: ObservedModel, recipe: Recipe | None = None, known: QdqCache | None = None) -> QuantizedModel:
     """The quantized model of a calibrated one, for one backend; see `fxq.convert`, and `to_qdq` for what is known."""
     manager, gave_way, left = to_qdq(observed_with(observed, recipe), known)
     return finished(manager, left, gave_way)
@@ -211,7 +211,7 @@ def finished(manager: PassManager, left: Sequence[Pass], gave_way: ReducedRange 
     context = manager.context
     ledger, kept = ledger_of(manager.history, manager.gm, context)
     (found,) = output_sqnrs([manager.gm], context)
-    ledger = replace(ledger, output_sqnr=found, narrowed=gave_way if ledger.count("int8") else None)
+    ledger = replace(ledger, output_sqnr=found, reduced_range=gave_way if ledger.count("int8") else None)
     if ledger and not ledger.count("int8") and not ledger.count("weight-only"):
         warn(f"nothing runs on integers; {ledger.main_reason()}. print(qmodel.ledger)")
     if not context.recipe.trains:  # the float form of what was trained is not what it was trained as

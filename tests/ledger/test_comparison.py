@@ -174,7 +174,7 @@ def test_two_recipes(qmodel):
     )
     found = fxq.compare(qmodel, other, batches())
     assert all(isinstance(row, PairRow) for row in found)
-    assert [(r.name, r.fate_a, r.fate_b) for r in found][-1] == ("second", "int8", "float")
+    assert [(r.name, r.precision_a, r.precision_b) for r in found][-1] == ("second", "int8", "float")
     for row in found:
         mine, theirs = (next(e for e in m.ledger if e.name == row.name) for m in (qmodel, other))
         assert (row.sqnr_a, row.sqnr_b) == (mine.sqnr, theirs.sqnr)
@@ -425,10 +425,10 @@ def test_asking(found):
     with pytest.raises(fxq.InputError, match=r"comparison.where\(precision=\"int8\"\)"):
         found.where(3)
     pair = fxq.compare(*found.models, *found.models, batches()[:1])
-    with pytest.raises(fxq.InputError, match=r"comparison.where\(fate_a=\"float\"\)"):
+    with pytest.raises(fxq.InputError, match=r"comparison.where\(precision_a=\"float\"\)"):
         pair.where("float")
     with pytest.raises(fxq.InputError, match="unknown precision 'flaot'"):
-        pair.where(fate_b="flaot")
+        pair.where(precision_b="flaot")
 
 
 def test_files(found, tmp_path):

@@ -245,7 +245,7 @@ def test_a_float_weight_makes_no_layer():
     assert layers_of(fxq.extend.read_graph(program, {"w": torch.randn(3, 4)})) == {}
 
 
-def test_a_scale_measured_at_run_time_leaves_the_bias_in_float():
+def test_a_dynamic_scale_leaves_the_bias_in_float():
     layer = only_layer(f"""
         x: float32[2, 4] = input()
         s: float32[()] = input()
@@ -257,7 +257,7 @@ def test_a_scale_measured_at_run_time_leaves_the_bias_in_float():
     """)
     assert (layer.reads, layer.input_scale, layer.input_zero_point) == ("dynamic", None, 128)
     assert layer.bias_scale is None and torch.equal(layer.bias, GIVEN["b"])
-    assert layer.float_bias_reason == "the scale of its input is measured at run time"
+    assert layer.float_bias_reason == "the scale of its input is computed at run time"
 
 
 @pytest.mark.parametrize("backend", ["reference", "auto"])
@@ -272,7 +272,7 @@ def test_a_dynamic_model(backend):
             (layer.weight * layer.weight_scale[:, None] - weight).abs() <= layer.weight_scale[:, None] * 0.501
         ).all()
         assert layer.reads == "dynamic" and torch.equal(layer.bias, model[int(name)].bias)
-        assert layer.float_bias_reason == "the scale of its input is measured at run time"
+        assert layer.float_bias_reason == "the scale of its input is computed at run time"
 
 
 def test_there_is_no_reason_where_there_is_no_bias():

@@ -171,7 +171,8 @@ def test_plain_data_of_the_float_model():
     assert other.dtype_used == torch.float16 and model.config == {"a": 1}
     with pytest.raises(AttributeError, match=r"it is a OrderedDict, .* which no file of a model holds"):
         _ = other.config
-    assert other._handed.left.keys() == {"fc", "config"} and other._handed.left["fc"] == model._handed.left["fc"]
+    left = other._float_attributes.left
+    assert left.keys() == {"fc", "config"} and left["fc"] == model._float_attributes.left["fc"]
 
 
 class Padding(str, Enum):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import fxq
 from fxq.errors import InputError
 from fxq.tuning.search import FORWARDS, Search, in_float, on_front, other_observers, with_observer
-from fxq.tuning.search_result import Tried
+from fxq.tuning.search_result import TriedRecipe
 from fxq.tuning.trials import Trials
 from fxq.tuning.tunable_layer import TunableLayer
 from tests.support.tuning_models import DATA, STATIC, Wide, agreement, wide
@@ -108,7 +108,7 @@ def test_observers_that_a_histogram_can_answer_for():
 
 
 def row(cost, score):
-    return Tried("", score, True, 0, cost, None)
+    return TriedRecipe("", score, True, 0, cost, None)
 
 
 def test_the_front():

@@ -6,12 +6,12 @@ from xml.etree import ElementTree
 import pytest
 
 import fxq
-from fxq.tuning.search_result import SearchResult, Tried
+from fxq.tuning.search_result import SearchResult, TriedRecipe
 
 ROWS = (
-    Tried("as the recipe says", 20.0, False, 0, 0, 0.0, front=True),
-    Tried("2 layers in float", 31.0, True, 2, 3_000_000, 1500.0),
-    Tried("back on integers: a", 30.5, True, 1, 1_000_000, 400.0, front=True, chosen=True),
+    TriedRecipe("as the recipe says", 20.0, False, 0, 0, 0.0, front=True),
+    TriedRecipe("2 layers in float", 31.0, True, 2, 3_000_000, 1500.0),
+    TriedRecipe("back on integers: a", 30.5, True, 1, 1_000_000, 400.0, front=True, chosen=True),
 )
 RESULT = SearchResult(ROWS, fxq.Recipe.static(), ("b",), 30.5, 30.0, 4, 9)
 
@@ -28,7 +28,7 @@ def test_the_table():
 
 @pytest.mark.parametrize("timed", [True, False])
 def test_the_picture(tmp_path, timed):
-    rows = ROWS if timed else tuple(Tried(e.what, e.score, e.reached, e.floats, e.float_macs, None) for e in ROWS)
+    rows = ROWS if timed else tuple(TriedRecipe(e.what, e.score, e.reached, e.floats, e.float_macs, None) for e in ROWS)
     path = SearchResult(rows, fxq.Recipe.static(), (), 1.0, 2.0, 1, 1).render(tmp_path / "a" / "pareto.svg")
     text = "".join(ElementTree.parse(path).getroot().itertext())
     assert ("milliseconds" in text) == timed and "2 layers in float: 31" in text

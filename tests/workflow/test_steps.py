@@ -65,19 +65,21 @@ def static(overrides=()):
 @pytest.fixture(scope="module")
 def calibrated():
     return {
-        trials: fxq.calibrate(fxq.prepare(network(), static(), example_inputs=DATA[0], observe_all=trials), DATA)
-        for trials in (False, True)
+        all_values: fxq.calibrate(
+            fxq.prepare(network(), static(), example_inputs=DATA[0], observe_all=all_values), DATA
+        )
+        for all_values in (False, True)
     }
 
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(PLACES), CONFIGS), max_size=3), st.booleans())
-def test_another_recipe_gives_what_quantize_does(calibrated, overrides, trials):
+def test_another_recipe_gives_what_quantize_does(calibrated, overrides, all_values):
     recipe = static(overrides)
     try:
-        got = fxq.convert(calibrated[trials], recipe)
+        got = fxq.convert(calibrated[all_values], recipe)
     except RecipeError as error:
-        assert not trials and "calibration has not looked at" in str(error) and "observe_all=True" in str(error)
+        assert not all_values and "calibration has not looked at" in str(error) and "observe_all=True" in str(error)
         return
     want = fxq.quantize(network(), recipe, data=DATA)
     assert torch.equal(got(DATA[0]), want(DATA[0]))
@@ -145,10 +147,10 @@ class Greedy(Scale):
         (static([("nothing.*", fxq.FLOAT)]), "selects nothing"),
     ],
 )
-@pytest.mark.parametrize("trials", [False, True])
-def test_what_needs_another_calibration_is_refused(calibrated, recipe, message, trials):
+@pytest.mark.parametrize("all_values", [False, True])
+def test_what_needs_another_calibration_is_refused(calibrated, recipe, message, all_values):
     with pytest.raises(RecipeError, match=message):
-        fxq.convert(calibrated[trials], recipe)
+        fxq.convert(calibrated[all_values], recipe)
 
 
 def test_without_data_the_error_is_that_of_any_observer():

@@ -189,7 +189,7 @@ def test_what_is_refused():
         fxq.convert(made, "static")
     with pytest.raises(InputError, match="is a TrainingModel already"):
         fxq.quantize(made, data=[x])
-    with pytest.raises(RecipeError, match="the recipe 'qat' is for training, which is yours to do"):
+    with pytest.raises(RecipeError, match=r"the recipe 'qat' needs training, which fxq\.quantize does not do"):
         fxq.quantize(build("residual"), "qat", data=[x])
     with pytest.raises(InputError, match=r"model is a function, not an nn\.Module"):
         fxq.prepare(lambda x: x, "qat", example_inputs=x)
