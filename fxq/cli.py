@@ -220,7 +220,8 @@ def _check_output(path: Path) -> bool:
 def _error_text(error: Exception) -> str:
     """Message of an error that fxq did not raise, with the line that raised it."""
     *_, last = extract_tb(error.__traceback__)
-    return f"{type(error).__name__}: {words_of(error)} ({last.filename}:{last.lineno}; for the traceback: fxq --traceback ...)"
+    place = f"{last.filename}:{last.lineno}; for the traceback: fxq --traceback ..."
+    return f"{type(error).__name__}: {words_of(error)} ({place})"
 
 
 def _called(path: str, role: str, makes: Callable[[Any], bool]) -> Any:

@@ -211,7 +211,7 @@ def test_no_gradient_comes_out():
 )
 def test_other_dtypes_are_refused(qmodel, change):
     want = qmodel(X)
-    with pytest.raises(InputError, match="a quantized model's tensors keep their types, and this makes"):
+    with pytest.raises(InputError, match="the tensors of a quantized model keep their dtypes, and this makes"):
         change(qmodel)
     assert torch.equal(qmodel(X), want)
 

@@ -171,11 +171,11 @@ def test_a_recipe_that_looks_at_the_same_values_is_none_other(tmp_path):
 
 def test_a_model_that_has_seen_data_is_refused(tmp_path):
     observed = fxq.calibrate(prepared(), data(3))
-    with pytest.raises(InputError, match="the model has seen 3 batches already"):
+    with pytest.raises(InputError, match="the model has already seen 3 batches"):
         fxq.calibrate(observed, data(), checkpoint=tmp_path / "c.safetensors")
     observed = calibrated(tmp_path / "c.safetensors", data())
     observed(data()[0])
-    with pytest.raises(InputError, match="has seen 12 batches already"):
+    with pytest.raises(InputError, match="has already seen 12 batches"):
         fxq.calibrate(observed, data(), checkpoint=tmp_path / "c.safetensors")
 
 

@@ -73,7 +73,7 @@ def test_auto_keeps_the_better_one_and_says_so(make, better, corrected):
             off = on_samples(model, alone, data, 64 if corrected else 32) - measured
             assert abs(off) < 0.1  # dB; propagate and fallback leave roundings out
             assert alone.ledger.reduced_range == ReducedRange(role)
-    text = f"{better} have 7 bits where 8 overflow in this CPU's kernels; output of the qdq graph: "
+    text = f"{better} have 7 bits where 8 would saturate in this CPU's kernels; output of the qdq graph: "
     assert f"{text}{found.sqnr['activations']:.1f} dB with activations" in str(quantized.ledger)
     facts = json.loads(quantized.ledger.to_json())
     assert facts["reduce_range"] == better and facts[f"sqnr_reduced_{better}"] == found.sqnr[better]
@@ -82,7 +82,9 @@ def test_auto_keeps_the_better_one_and_says_so(make, better, corrected):
 def test_the_recipe_says_which():
     model, data = exact_weights()
     quantized = fxq.quantize(model, replace(X86, reduce_range="activations"), data=data)
-    assert "activations have 7 bits where 8 overflow in this CPU's kernels; the recipe says so" in str(quantized.ledger)
+    assert "activations have 7 bits where 8 would saturate in this CPU's kernels; as the recipe says" in str(
+        quantized.ledger
+    )
     assert {int(layer.weight.max()) for layer in quantized.qparams().values()} == {127}
 
 

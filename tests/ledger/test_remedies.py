@@ -53,8 +53,8 @@ def test_finding_the_lines_takes_time_linear_in_the_readers():
         qmodel = fxq.quantize(model, REFERENCE, data=[torch.randn(2, 4)])
 
         def find():
-            mending = Remedies(IntegerEdges(qmodel), qmodel.ledger)
-            return [mending.line(node) for node in qmodel.graph.nodes]
+            remedies = Remedies(IntegerEdges(qmodel), qmodel.ledger)
+            return [remedies.line(node) for node in qmodel.graph.nodes]
 
         return steps(find)
 

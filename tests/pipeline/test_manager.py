@@ -66,7 +66,7 @@ def test_a_removed_pass_that_others_need_is_told():
 
 
 def test_a_pass_that_needs_observers_and_stands_before_them_is_named():
-    with pytest.raises(RecipeError, match="inserts observers: looks-at-observers needs observers and stands before it"):
+    with pytest.raises(RecipeError, match="inserts observers: looks-at-observers needs observers and comes before it"):
         fxq.prepare(two_linears(), REFERENCE.insert_pass(LooksAtObservers(), after="fuse"), example_inputs=X)
 
 

@@ -174,7 +174,7 @@ FAILURES = {
     "data that was seen before": (
         lambda rank: (fxq.calibrate(prepared(), data(rank), group=None) if rank else prepared(), data()),
         InputError,
-        "rank 1: the model has seen 1 batches already",
+        "rank 1: the model has already seen 1 batches",
     ),
 }
 
@@ -240,8 +240,8 @@ def test_what_cannot_be_merged(tmp_path):
     calibrated(path, batches)
     killed(lambda: calibrated(half, dying(batches, 4)))
     for paths, words in (
-        ([path, half], "half.safetensors is of a calibration that has not ended: 4 batches were seen"),
-        ([path, tmp_path / "." / "c.safetensors"], "c.safetensors is there twice"),
+        ([path, half], "half.safetensors is of a calibration that is not finished: it has seen 4 batches"),
+        ([path, tmp_path / "." / "c.safetensors"], "c.safetensors twice"),
         ([], "checkpoints is empty"),
         (str(path), "give a list of the paths"),
         ([tmp_path / "none"], "cannot read .*none: No such file"),
@@ -251,7 +251,7 @@ def test_what_cannot_be_merged(tmp_path):
             fxq.merge_calibrations(prepared(), paths)
     with pytest.raises(InputError, match="is of another model or recipe"):
         fxq.merge_calibrations(prepared("minmax"), [path])
-    with pytest.raises(InputError, match="has seen 2 batches already"):
+    with pytest.raises(InputError, match="has already seen 2 batches"):
         fxq.merge_calibrations(fxq.calibrate(prepared(), batches[:2]), [path])
     with pytest.raises(InputError, match="not a Sequential"):
         fxq.merge_calibrations(network(), [path])

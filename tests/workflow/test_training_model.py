@@ -51,7 +51,9 @@ def test_training_in_eval_mode_is_told():
     model = residual()
     trained(model, BATCHES[:1])
     model.eval()
-    with pytest.warns(FxqWarning, match=r"trained in eval mode: ranges and batch norms stand still. Call model.train"):
+    with pytest.warns(
+        FxqWarning, match=r"trained in eval mode, so ranges and batch norms do not change: call model.train"
+    ):
         model(BATCHES[0]).sum().backward()
 
 
