@@ -206,8 +206,8 @@ class TrainingModel(fx.GraphModule):
             parameter = read_attribute(self, path)
             if parameter.dtype != dtype:
                 raise InputError(
-                    f"{path} is {parameter.dtype}, but was {dtype} when the model was prepared. Dtypes must not "
-                    "change: for lower precision, call the model under torch.autocast, which also works with fully_shard."
+                    f"{path} is {parameter.dtype}, but was {dtype} when the model was prepared. Dtypes must "
+                    "not change: for lower precision, call the model under torch.autocast (also with fully_shard)."
                 )
             if hasattr(parameter, "device_mesh"):
                 raise InputError(

@@ -106,7 +106,7 @@ DYNAMIC = fxq.Recipe.dynamic(backend="x86", optimize="coverage")
 
 def quantized(model, recipe, data):
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "with all that can on integers")
+        warnings.filterwarnings("ignore", "with all possible ops on integers")
         return fxq.quantize(model, recipe, data=data)
 
 
