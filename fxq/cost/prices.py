@@ -187,8 +187,9 @@ def slower_for_size(costs: Mapping[fx.Node, Cost], other_seconds: float) -> str 
     )
     return (
         f"with integer weights, the model is estimated to take {1 + total_extra / real:.1f} times as long as in float "
-        f"on this machine: {_ms(real + total_extra)} instead of {_ms(real)}. The layers that lose the most: {names}. To "
-        f"keep a layer in float: recipe.override({_name_of(slowest[0])!r}, fxq.FLOAT). print(qmodel.ledger) shows all."
+        f"on this machine: {_ms(real + total_extra)} instead of {_ms(real)}. The layers that lose the most: {names}. "
+        f"To keep a layer in float: recipe.override({_name_of(slowest[0])!r}, fxq.FLOAT). print(qmodel.ledger) shows "
+        "all of them."
     )
 
 

@@ -51,7 +51,7 @@ class Prober:
         self.own: Prices | None = None
 
     def estimate(self, gm: fx.GraphModule, region: UnitRegion) -> tuple[float, float] | None:
-        """Seconds on integers and in float by the price table; None if it has none, or the backend has its own prices."""
+        """Seconds on integers and in float by the price table; None if it has none, or the backend has prices."""
         if self.table is None or self._own(region) is not None:
             return None
         int8, real = self.table.kernel_seconds(gm, region), self.table.float_seconds(gm, region)
