@@ -28,7 +28,7 @@ def test_points_lie_by_cost_and_score():
     assert ax < dx < bx and by < ay < dy and large > small and label == "b < c"
     line = next(ElementTree.fromstring(svg).iter(f"{SVG}polyline")).get("points")
     assert line == f"{ax},{ay} {bx},{by}"
-    assert "asked for: 30" in svg and ">ms<" in svg
+    assert "target: 30" in svg and ">ms<" in svg
 
 
 number = st.floats(-1e9, 1e9, allow_nan=False)
