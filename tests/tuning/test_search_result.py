@@ -28,7 +28,9 @@ def test_the_table():
 
 @pytest.mark.parametrize("timed", [True, False])
 def test_the_picture(tmp_path, timed):
-    rows = ROWS if timed else tuple(TriedRecipe(e.change, e.score, e.reached, e.floats, e.float_macs, None) for e in ROWS)
+    rows = (
+        ROWS if timed else tuple(TriedRecipe(e.change, e.score, e.reached, e.floats, e.float_macs, None) for e in ROWS)
+    )
     path = SearchResult(rows, fxq.Recipe.static(), (), 1.0, 2.0, 1, 1).render(tmp_path / "a" / "pareto.svg")
     text = "".join(ElementTree.parse(path).getroot().itertext())
     assert ("milliseconds" in text) == timed and "2 layers in float: 31" in text

@@ -181,7 +181,8 @@ def test_passes_that_read_samples_run_once_for_equal_graphs():
     recipe = static().insert_pass(Counted(), after="insert-qdq")
     known = []
     first, second = (
-        converted(fxq.calibrate(fxq.prepare(network(), recipe, example_inputs=DATA[0]), DATA), recipe, known) for _ in range(2)
+        converted(fxq.calibrate(fxq.prepare(network(), recipe, example_inputs=DATA[0]), DATA), recipe, known)
+        for _ in range(2)
     )
     assert (Counted.runs, len(known)) == (1, 1)
     assert fxq.extend.write_graph(first) == fxq.extend.write_graph(second)
