@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import nn
 
 import fxq
+from fxq.calibration import ranks as module
 from fxq.calibration.ranks import Ranks
 from fxq.errors import CalibrationError, InputError
-from fxq.workflow.calibrate import ranks as module
 from tests.support.processes import on_ranks
 
 pytestmark = pytest.mark.any_cpu

@@ -77,7 +77,7 @@ def test_a_broken_file_is_measured_anew(tmp_path, text, caplog):
     path.write_text(text)
     with caplog.at_level(logging.WARNING, "fxq"):
         known = Costs(path)
-    assert "not readable" in caplog.text and known.rounds == {}
+    assert "cannot be read" in caplog.text and known.rounds == {}
     known.seconds("conv", counted([]))
     known.save()
     assert list(Costs(path).rounds) == ["conv"]
@@ -89,7 +89,7 @@ def test_a_folder_that_cannot_be_written_is_no_error(tmp_path, caplog):
     known.seconds("conv", counted([]))
     with caplog.at_level(logging.INFO, "fxq"):
         known.save()
-    assert "are not kept" in caplog.text
+    assert "are not stored" in caplog.text
 
 
 def test_sizes_between_powers_of_four_lie_on_a_line(monkeypatch):

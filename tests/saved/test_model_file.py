@@ -226,7 +226,7 @@ def test_what_cannot_be_loaded_is_not_saved(tmp_path):
     output.args = ((output.args[0], version),)
     model.recompile()
     with pytest.raises(
-        fxq.InputError, match=r"the model cannot be saved, as .*public attribute.* That line is `getattr_1"
+        fxq.InputError, match=r"the model cannot be saved, since .*public attribute.* That line is `getattr_1"
     ):
         model.save(tmp_path / "m.fxq")
     assert list(tmp_path.iterdir()) == []
@@ -396,7 +396,7 @@ def test_kernels_that_do_not_fit_run_in_their_form(qmodel, tmp_path, monkeypatch
     path = saved_elsewhere(qmodel, tmp_path / "m.fxq")
     assert torch.equal(fxq.load(path)(X), qmodel(X))
     monkeypatch.setattr(OnednnConv, where, refuse if where == "check" else classmethod(refuse))
-    with pytest.warns(FxqWarning, match=r"2 of its \d+ kernels do not run right here: .*not here"):
+    with pytest.warns(FxqWarning, match=r"2 of its \d+ kernels are wrong on this machine: .*not here"):
         other = fxq.load(path)
     assert sum(isinstance(m, FallbackKernel) for m in other.modules()) == 2
     expected = qmodel(X)

@@ -305,13 +305,13 @@ def test_swapped_and_missing_tensors(saved, tmp_path):
         assert isinstance(check(tmp_path / "m.fxq", gone.data(), model), str)
         strange = Parts(path)
         strange.tensors["more"] = {"type": "float32[4]", "same_as": "nothing"}
-        assert "which it does not hold" in check(tmp_path / "m.fxq", strange.data(), model)
+        assert "which is missing" in check(tmp_path / "m.fxq", strange.data(), model)
 
 
 @pytest.mark.parametrize(
     ("texts", "why"),
     [
-        ({"version": "2"}, "of version 2 of the format, and this fxq reads version 1: install a newer fxq"),
+        ({"version": "2"}, "version 2 of the format, and this fxq reads version 1: install a newer fxq"),
         ({"version": "-1"}, "not a model file of fxq"),
         ({"version": "9" * 5000}, "not a model file of fxq"),
         ({"version": "¹"}, "not a model file of fxq"),

@@ -85,7 +85,7 @@ def test_a_pickle_on_another_cpu(pickles, there):
         assert len(loaded["messages"]) == len(made["values"])
         for message in loaded["messages"]:
             assert "quantized on another machine (VNNI: there yes, here no; " in message
-            assert "run in q/dq form, which is right and slow" in message
+            assert "run in q/dq form, which is correct but slow" in message
     else:
         assert loaded["messages"] == []
 

@@ -243,7 +243,7 @@ def test_what_cannot_be_merged(tmp_path):
         ([path, half], "half.safetensors is of a calibration that is not finished: it has seen 4 batches"),
         ([path, tmp_path / "." / "c.safetensors"], "c.safetensors twice"),
         ([], "checkpoints is empty"),
-        (str(path), "give a list of the paths"),
+        (str(path), "give a list of paths"),
         ([tmp_path / "none"], "cannot read .*none: No such file"),
         ([3], "named by a str or a path"),
     ):

@@ -56,7 +56,7 @@ def test_a_copied_observed_model_calibrates_on_its_own():
 def test_an_observed_model_is_not_pickled():
     observed = fxq.prepare(network(), REFERENCE, example_inputs=X)
     for write in (pickle.dumps, lambda model: torch.save(model, io.BytesIO())):
-        with pytest.raises(InputError, match=r"cannot be pickled: .* copy.deepcopy it, or pickle the quantized model"):
+        with pytest.raises(InputError, match=r"cannot be pickled: .* or pickle the quantized model"):
             write(observed)
 
 

@@ -180,12 +180,12 @@ def test_a_model_in_train_mode_stays_so():
 def test_what_is_refused():
     x = batch("residual")
     made = prepared(build("residual"), x)
-    with pytest.raises(CalibrationError, match="the model has not been trained: no forward in train mode"):
+    with pytest.raises(CalibrationError, match="the model has not been trained: it has run no forward in train mode"):
         fxq.convert(made)
     with pytest.raises(InputError, match="finds its ranges during training"):
         fxq.calibrate(made, [x])
     made(x)
-    with pytest.raises(RecipeError, match="with the recipe that it was prepared with: leave it out"):
+    with pytest.raises(RecipeError, match="with the recipe that it was prepared with: call fxq"):
         fxq.convert(made, "static")
     with pytest.raises(InputError, match="is a TrainingModel already"):
         fxq.quantize(made, data=[x])
