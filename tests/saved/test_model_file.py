@@ -352,7 +352,7 @@ def test_what_a_file_cannot_name(qmodel, tmp_path):
     with pytest.raises(fxq.RecipeError, match="the class of the pass 'local' is local to a function"):
         model.save(tmp_path / "m.fxq")
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(fxq.InputError, match="path must be a str or a path"):
+    with pytest.raises(fxq.InputError, match="named by a str or a path"):
         qmodel.save(3)
     with pytest.raises(fxq.InputError, match="path must be a str or a path"):
         fxq.load(None)

@@ -37,7 +37,7 @@ def test_the_picture(tmp_path, timed):
 
 
 def test_another_ending(tmp_path):
-    with pytest.raises(fxq.RenderError, match=r"written as \.svg alone"):
+    with pytest.raises(fxq.RenderError, match=r"written as \.svg"):
         RESULT.render(tmp_path / "pareto.png")
     with pytest.raises(fxq.InputError):
         RESULT.render(3)
