@@ -1,4 +1,4 @@
-"""The public API: quantize, and the same in steps."""
+"""Public functions: `quantize`, its steps `prepare`, `calibrate` and `convert`, and `compare`, `load`, `run_passes`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fxq.workflow.calibrate import EVERY, Calibration, as_observed, first_of_all
 from fxq.workflow.fastest import convert_all, prepare_all
 from fxq.workflow.observed_model import ObservedModel
 from fxq.workflow.steps import (
-    ModelCache,
+    QdqCache,
     check_compared,
     check_model,
     converted,
@@ -47,27 +47,29 @@ def quantize(
     checkpoint: str | os.PathLike[str] | None = None,
     group: Any = AUTO,
 ) -> QuantizedModel:
-    """Quantize a float model: trace, calibrate on `data`, convert, lower, verify. The model itself is not changed.
+    """Quantize a float model: trace, calibrate on `data`, convert, lower, verify. The float model is not changed.
 
     Args:
-        model: a float `nn.Module` in eval mode (where that makes a difference), or an `ExportedProgram` of one
-            (`torch.export.export`); data parallel and `torch.compile` wrappers are taken off.
-        recipe: a `Recipe`, a preset's name ("static", "dynamic", "weight_only"), a dict, or a path to a .toml file.
-        data: calibration batches: an iterable of tensors, tuples or lists of positional inputs, or dicts of keyword
-            inputs; `(input, target)` pairs are taken as the input alone when the model takes one. A recipe that
-            calibrates no ranges needs none, and looks at the first few if there are any.
-        example_inputs: one batch to find shapes with; default: the first of `data` that is not empty.
-        progress: show a progress bar; default: when stderr is a terminal.
-        checkpoint: a file to go on from when calibration was killed, see `calibrate`.
-        group: the processes that have a share of the data each, see `calibrate`. Each of them returns a model. Which of
-            its layers are quicker in float each measures by itself, unless the recipe says optimize="coverage".
+        model: a float `nn.Module` in eval mode, or an `ExportedProgram` of one (`torch.export.export`). Wrappers of
+            data parallelism and `torch.compile` are removed.
+        recipe: a `Recipe`, the name of a preset ("static", "dynamic", "weight_only"), a dict, or a path to a .toml
+            file.
+        data: calibration batches. Each is a tensor, a tuple or list of positional inputs, or a dict of keyword inputs.
+            Of `(input, target)` pairs, the target is dropped if the model takes one input. Recipes without calibrated
+            ranges need no data, but use the first batches if there are any.
+        example_inputs: one batch to infer shapes from. Default: the first batch of `data` that is not empty.
+        progress: whether to show a progress bar. Default: only if stderr is a terminal.
+        checkpoint: file from which an interrupted calibration resumes, see `calibrate`.
+        group: processes that calibrate together, each with its share of the data, see `calibrate`. Each process returns
+            a model. With optimize="speed", each process times its own layers and may choose other layers for float.
 
     Returns:
-        A `QuantizedModel` for the recipe's backend. Its `output_sqnr` says how far it is from the float model on
-        recorded calibration samples; below the recipe's `min_sqnr`, a warning names the layers that are to blame.
+        A `QuantizedModel` for the recipe's backend. Its `output_sqnr` compares it with the float model on recorded
+        calibration samples. If that is below the recipe's `min_sqnr`, a warning names the layers with the largest
+        error.
 
     Raises:
-        FxqError: bad input; every message says what, where, why and what to do.
+        FxqError: an argument cannot be used; the message says what, where, why and what to do.
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)).eval()
@@ -78,8 +80,8 @@ def quantize(
     chosen, model = as_recipe(recipe), unwrapped(model)
     if chosen.trains:
         raise RecipeError(
-            f"the recipe {chosen.preset!r} is for training, which is yours to do: trained = fxq.prepare(model, recipe, "
-            "example_inputs), your training loop, fxq.convert(trained)."
+            f"the recipe {chosen.preset!r} needs training, which fxq.quantize does not do: call trained = "
+            "fxq.prepare(model, recipe, example_inputs=x), run your training loop, then call fxq.convert(trained)."
         )
     check_model(model)
     ranks = Ranks.of(group if data is not None else None)
@@ -100,7 +102,7 @@ def quantize(
 
 
 def _opening(stream: Iterable[Batch]) -> Iterator[Batch]:
-    """The first batches, up to one that holds samples."""
+    """First batches of a stream, up to the first one that is not empty."""
     for batch in stream:
         yield batch
         if samples_in(batch) != 0:
@@ -108,39 +110,53 @@ def _opening(stream: Iterable[Batch]) -> Iterator[Batch]:
 
 
 def _no_data(recipe: Recipe, calibrated: str = "") -> InputError:
-    """What to say where data is missing: to find the range of a value with, or the shapes alone."""
+    """Error for missing calibration data, or for a missing batch to infer shapes from.
+
+    Args:
+        recipe: the recipe.
+        calibrated: name of a value whose range needs data; empty if no such value is known.
+    """
     if not calibrated and not recipe.config.is_calibrated:
         return InputError(
-            "give one batch of inputs to find shapes with: fxq.quantize(model, recipe, example_inputs=x)."
+            "give one batch of inputs to infer shapes from: fxq.quantize(model, recipe, example_inputs=x)."
         )
-    what = f", for {calibrated}" if calibrated else ""
+    value = f", for {calibrated}" if calibrated else ""
     return InputError(
-        f"the recipe {recipe.preset!r} needs data to calibrate with{what}: fxq.quantize(model, recipe, data=loader)."
+        f"the recipe {recipe.preset!r} needs data to calibrate with{value}: fxq.quantize(model, recipe, data=loader)."
     )
 
 
 def prepare(
-    model: nn.Module, recipe: Any = "static", example_inputs: Any = None, *, observe_all: bool = False
+    model: nn.Module, recipe: Any = "static", *, example_inputs: Any = None, observe_all: bool = False
 ) -> ObservedModel | TrainingModel:
-    """The first half of `quantize`: trace, fuse, insert observers. Call the result on calibration data, then `convert`.
+    """Prepare a float model for calibration: trace it, fuse ops, insert observers.
 
-    With a recipe for training, a model with fake quantizers: train it, then `convert`. It has a copy of the model's
-    parameters, by the same names, and is in train mode, on the model's device. The float model may be in train mode.
+    Call the result on calibration data, or use `calibrate`; then `convert` it.
+
+    With a recipe for quantization-aware training, insert fake quantizers instead: train the result, then `convert` it.
+    It has copies of the model's parameters under the same names, is in train mode, and is on the model's device. The
+    float model may be in train mode.
 
     Args:
         model: a float `nn.Module` in eval mode.
         recipe: as for `quantize`.
-        example_inputs: one batch, to find shapes with.
-        observe_all: observe every value, with histograms besides the recipe's observers, so that `convert` accepts
-            other recipes. Calibration takes longer.
+        example_inputs: one batch to infer shapes from. Required.
+        observe_all: whether to observe every value, with histograms besides the recipe's observers, so that `convert`
+            accepts other recipes. Calibration takes longer.
+
+    Returns:
+        An `ObservedModel`; with a recipe for training, a `TrainingModel`.
+
+    Raises:
+        FxqError: an argument cannot be used; the message says what, where, why and what to do.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)).eval()
-        >>> observed = prepare(model, "static", torch.rand(1, 4))
+        >>> observed = prepare(model, "static", example_inputs=torch.rand(1, 4))
         >>> _ = observed(torch.rand(8, 4))
         >>> convert(observed)(torch.rand(1, 4)).shape
         torch.Size([1, 2])
-        >>> trained = prepare(model, Recipe.qat(), torch.rand(8, 4))
+        >>> trained = prepare(model, Recipe.qat(), example_inputs=torch.rand(8, 4))
         >>> optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
         >>> for _ in range(3):
         ...     optimizer.zero_grad()
@@ -159,54 +175,54 @@ def _observed(model: nn.Module, recipe: Recipe, example_inputs: Any, observe_all
     if recipe.backend != FASTEST:
         return prepared(model, recipe, example_inputs, observe_all)
     device = device_of(unwrapped(model))
-    return prepare_all(recipe, device, lambda one, known: prepared(model, one, example_inputs, observe_all, known))
+    return prepare_all(recipe, device, lambda own, sibling: prepared(model, own, example_inputs, observe_all, sibling))
 
 
 def calibrate(
     observed: ObservedModel | TrainingModel,
     data: Iterable[Any],
-    progress: bool | None = None,
     *,
+    progress: bool | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
     every: float = EVERY,
     group: Any = AUTO,
 ) -> ObservedModel:
-    """Show `data` to the observers of a prepared model, with a progress bar; the same model.
+    """Run a prepared model on `data`, so that its observers collect the ranges of values. Returns `observed` itself.
 
-    *On several machines, or in several processes*, under `torchrun` or wherever `torch.distributed` is initialized:
-    each rank gives its share of the data, and at the end every rank has seen what all have. (A `DistributedSampler`
-    repeats samples to make shares equal; `torch.utils.data.Subset(dataset, range(rank, len(dataset), ranks))` deals out
-    each of them once.) The result is, bit for bit, that of one process which is shown the shares in turns: the first
-    batch of each rank, then the second of each. Shares may have any number of batches, also none. A moving average is
-    the mean of those of the ranks, weighted by their numbers of batches. It takes CPUs of one kind and as many threads
-    for each (torchrun gives every process one). Where ranks give the same data, ranges stay as they are, to rounding.
+    *Several ranks.* If `torch.distributed` is initialized, as by `torchrun`, each rank passes its share of the data,
+    and afterwards the observers of every rank hold the statistics of all shares. The result equals, bit for bit, that
+    of one process that gets the first batch of each rank, then the second of each, and so on. This requires the same
+    kind of CPU and the same number of threads on every rank (torchrun sets one thread). Shares may differ in length and
+    may be empty. Moving averages are averaged over ranks, weighted by the numbers of batches. Giving every rank the
+    same data changes ranges only by rounding.
 
-    All ranks have to make the call. What fails on one raises on all. Where one is to work alone: `group=None`.
+    Every rank must make the call, and an error on one rank raises on all. To calibrate one process alone, pass
+    `group=None`. To split a dataset, use `torch.utils.data.Subset(dataset, range(rank, len(dataset), ranks))`; a
+    `DistributedSampler` repeats samples to make shares equal.
 
-    *With a checkpoint*, what was seen is written to a file from time to time, and at the end. If there is such a file,
-    the calibration goes on from it: batches that were seen are taken from `data` and passed over, and the result is the
-    same as without the break, bit for bit. `data` must give the same batches in the same order again, which is checked.
-    The file of a calibration that has ended is loaded, and no more is done. Each rank has a file of its own,
-    `c.rank0.safetensors` for `c.safetensors`. For machines that do not know of one another: `merge_calibrations`.
+    *Checkpoints.* With `checkpoint`, the statistics are written to a file periodically and at the end. If the file
+    exists, calibration resumes from it: batches that it covers are read from `data` and skipped, and the result equals
+    an uninterrupted calibration, bit for bit. `data` must give the same batches in the same order, which is checked. If
+    the file is of a finished calibration, it is loaded and nothing else is done. Each rank writes its own file:
+    `c.rank0.safetensors` for `c.safetensors`. To combine checkpoints of machines that are not connected, use
+    `merge_calibrations`.
 
     Args:
-        observed: what `prepare` returned. With a checkpoint, or on several ranks, it must have seen no data.
+        observed: result of `prepare`. With a checkpoint or several ranks, it must not have seen data before.
         data: batches, as for `quantize`.
-        progress: show a progress bar; default: when stderr is a terminal.
-        checkpoint: the file, safetensors.
-        every: seconds between two writes of it.
-        group: a `torch.distributed.ProcessGroup`, None for this process alone, or "auto": the default group, if there
-            is one.
+        progress: whether to show a progress bar. Default: only if stderr is a terminal.
+        checkpoint: path of the checkpoint, a safetensors file.
+        every: seconds between two writes of the checkpoint.
+        group: a `torch.distributed.ProcessGroup`; None: this process alone; "auto": the default group, if there is one.
 
     Raises:
-        InputError: `data` is empty or no iterable, or the model rejects a batch; the checkpoint is damaged, or of
-            another model, recipe or data; the ranks have different models or recipes.
-        CalibrationError: NaN or Inf in a batch or in an activation; the message names the batch and the layer, and the
-            rank where there are several.
+        InputError: `data` is empty or not iterable; the model does not run on a batch; the checkpoint is damaged, or
+            belongs to another model, recipe or data; ranks have different models or recipes.
+        CalibrationError: a batch or an activation has NaN or Inf; the message names the batch, the layer and the rank.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval()
-        >>> observed = prepare(model, "static", torch.rand(1, 4))
+        >>> observed = prepare(model, "static", example_inputs=torch.rand(1, 4))
         >>> calibrate(observed, [torch.rand(8, 4) for _ in range(3)]).batches_seen
         3
     """
@@ -218,28 +234,33 @@ def calibrate(
 
 
 def convert(observed: ObservedModel | TrainingModel, recipe: Any = None) -> QuantizedModel:
-    """The second half of `quantize`: observers become scales and zero points, units become kernels.
+    """Convert a calibrated or trained model to a quantized one: compute scales and zero points, then create kernels.
 
-    The observed model stays as it is: it can be converted again, with other recipes, and calibrated further.
+    The observed model is not changed: it can be calibrated further, and converted again with other recipes.
 
     Args:
-        observed: a calibrated model, or one that was trained (on several ranks with sharded parameters, all of them
-            have to make the call). Of that, what is returned is on the CPU, and computes in eval mode what it does.
-        recipe: another one than it was prepared with, as for `quantize`: the result is what `quantize` would make with
-            it and the same data, bit for bit, without another calibration. It may set layers to float and back, give
-            weights other bits, and activations other observers where what was seen is enough for them (a histogram is
-            for min-max, percentiles and the like), ask for another backend, and for other passes behind calibration.
-            Values that become integers must have been observed: `prepare(..., observe_all=True)` observes all.
+        observed: a calibrated model, or a trained one. If its parameters are sharded over ranks, every rank must make
+            the call. A trained model is converted to a quantized model on the CPU that computes what it computes in
+            eval mode.
+        recipe: a recipe other than the one that `prepare` got, as for `quantize`. The result equals, bit for bit, what
+            `quantize` returns with that recipe and the same data, without a second calibration. The recipe may change
+            which layers are in float, the bits of weights, the backend, the passes after calibration, and the observers
+            of activations if the collected statistics suffice (a histogram serves min-max, percentiles and others).
+            It can quantize only values that were observed: all of them after `prepare(..., observe_all=True)`.
+
+    Returns:
+        A `QuantizedModel`, as for `quantize`.
 
     Raises:
-        CalibrationError: an observer has seen no data; or no forward in train mode has.
-        RecipeError: the recipe needs another calibration: it traces the model in another way, folds other batch norms,
-            has other passes before calibration or one behind it that reads more samples than are kept, or makes
-            integers of values that were not looked at.
+        CalibrationError: an observer has seen no data, or the model to train has run no forward in train mode.
+        RecipeError: the recipe needs a new calibration: it traces the model differently, folds other batch norms, has
+            other passes before calibration, a pass that reads more samples than were kept, or quantizes values that
+            were not observed.
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)).eval()
-        >>> observed = calibrate(prepare(model, "static", torch.rand(1, 3, 16, 16)), [torch.rand(1, 3, 16, 16)])
+        >>> batch = torch.rand(1, 3, 16, 16)
+        >>> observed = calibrate(prepare(model, "static", example_inputs=batch), [batch])
         >>> trial = convert(observed, Recipe.static().override("2", fxq.FLOAT))
         >>> convert(observed).ledger.count("int8"), trial.ledger.where(path="2")[0].precision
         (3, 'float')
@@ -247,7 +268,10 @@ def convert(observed: ObservedModel | TrainingModel, recipe: Any = None) -> Quan
     trained = unwrapped(observed)
     if isinstance(trained, TrainingModel):
         if recipe is not None:
-            raise RecipeError("a trained model is converted with the recipe that it was prepared with: leave it out.")
+            raise RecipeError(
+                "a trained model is converted with the recipe that it was prepared with: call fxq.convert(trained) "
+                "without a recipe."
+            )
         return converted_from_training(trained)
     calibrated = as_observed(observed)
     chosen = as_recipe(recipe) if recipe is not None else None
@@ -258,16 +282,16 @@ def convert(observed: ObservedModel | TrainingModel, recipe: Any = None) -> Quan
 
 
 def _converted(calibrated: ObservedModel, chosen: Recipe | None) -> QuantizedModel:
-    """The quantized model of a calibrated one, for one backend or the fastest."""
+    """Quantized model for the recipe's backend, or for the fastest backend."""
     if calibrated.others is None:
         return converted(calibrated, chosen)
     if chosen is not None and chosen.backend != FASTEST:
         raise RecipeError(
-            f"the model was prepared for all backends, and the recipe asks for {chosen.backend!r}: give one with "
-            f"backend={FASTEST!r}, or prepare the float model with this one."
+            f"the model was prepared for all backends, and the recipe asks for {chosen.backend!r}: pass a recipe with "
+            f"backend={FASTEST!r}, or prepare the float model with this recipe."
         )
-    known: ModelCache = []
-    return convert_all(calibrated, lambda one: converted(one, _for_backend_of(one, chosen), known))
+    qdq_cache: QdqCache = []
+    return convert_all(calibrated, lambda model: converted(model, _for_backend_of(model, chosen), qdq_cache))
 
 
 def _for_backend_of(observed: ObservedModel, recipe: Recipe | None) -> Recipe | None:
@@ -275,30 +299,30 @@ def _for_backend_of(observed: ObservedModel, recipe: Recipe | None) -> Recipe | 
 
 
 def compare(a: Any, b: QuantizedModel, data: Iterable[Any], *, progress: bool | None = None) -> Comparison:
-    """How far a quantized model is from the float model, or from another quantized one, layer by layer.
+    """Compare a quantized model with its float model, or with another quantized model of it, layer by layer.
 
-    Both run on every batch, side by side; of the values only sums are kept, so any amount of data will do. To find what
-    pads texts in a batch, all values of up to eight samples are kept for a while.
+    Both models run on every batch. Only sums are kept, so memory does not grow with the amount of data; to find padding
+    tokens, all values of up to eight samples are kept temporarily.
 
     Args:
-        a: the float model that `b` was made from, as it was given to `quantize`; or another quantized model of it.
+        a: the float model that was passed to `quantize`, or another quantized model of it.
         b: a quantized model.
         data: batches, as for `quantize`.
-        progress: show a progress bar; default: when stderr is a terminal.
+        progress: whether to show a progress bar. Default: only if stderr is a terminal.
 
     Returns:
-        A table with a row per layer: SQNR, cosine and largest error of its output; against a float model also what the
-        layer does wrong alone.
+        A table with a row per layer: SQNR, cosine and largest error of its output. Against a float model, also the SQNR
+        of the layer alone, run on the float model's values.
 
     Raises:
-        InputError: `a` is not the model that `b` was made from; `data` is empty, or the models do not run on a batch
-            (the message says on which).
+        InputError: `b` was not made from `a`; `data` is empty; or a model does not run on a batch (the message says on
+            which).
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)).eval()
         >>> qmodel = quantize(model, data=[torch.rand(1, 3, 16, 16)])
-        >>> found = compare(model, qmodel, [torch.rand(1, 3, 16, 16) for _ in range(4)])
-        >>> [row.name for row in found], found.output_sqnr > 20, found.batches
+        >>> table = compare(model, qmodel, [torch.rand(1, 3, 16, 16) for _ in range(4)])
+        >>> [row.name for row in table], table.output_sqnr > 20, table.batches
         (['_1', '_2'], True, 4)
     """
     a = unwrapped(a)
@@ -312,25 +336,28 @@ def compare(a: Any, b: QuantizedModel, data: Iterable[Any], *, progress: bool | 
 
 
 def load(path: str | os.PathLike[str], leaves: Mapping[str, nn.Module] | None = None) -> QuantizedModel:
-    """The quantized model that `QuantizedModel.save` wrote, with the same numbers, bit for bit.
+    """Load a quantized model that `QuantizedModel.save` wrote. Its outputs are the same, bit for bit.
 
-    Nothing of the file is run, and nothing that it names is imported: ops and kernels of your own are to be imported
-    before. The content is validated, so that a damaged file is an error. The model is on the CPU. On another kind of
-    CPU than the one it was quantized on, its kernels are verified again; those that are wrong there run in q/dq form,
-    with a warning.
+    Loading runs no code from the file and imports nothing that it names: import modules with your own ops and kernels
+    first. The content is validated, so a damaged file raises. The model is on the CPU. On another kind of CPU than the
+    one it was quantized on, its kernels are verified again, and wrong kernels are replaced by their q/dq form, with a
+    warning.
 
     Files up to 256 MiB are read into memory. Larger files are memory-mapped, so that processes share memory, and must
     not be modified while the model is in use: replace such a file by renaming a new one over it, as `save` does.
 
     Args:
         path: the file.
-        leaves: by path, the modules that the model calls as they are, which are not in the file: with the weights that
-            they had. They are copied.
+        leaves: modules that the model calls unchanged (`Recipe.leaf`), by path, with the weights that they had. They
+            are not in the file. They are copied.
+
+    Returns:
+        The quantized model.
 
     Raises:
-        FileError: there is no such file, it holds no model or is damaged, a newer fxq has written it, or it needs a
-            module, an op or a kernel that is not available; the message says what to do. Calls of a memory-mapped
-            model raise it if its file was changed in place.
+        FileError: the file is missing, damaged, no fxq model, or written by a newer fxq; or it needs a module, op or
+            kernel that is not available. The message says what to do. A memory-mapped model also raises it when called
+            after its file was changed in place.
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()).eval()
@@ -342,22 +369,28 @@ def load(path: str | os.PathLike[str], leaves: Mapping[str, nn.Module] | None = 
         True
         >>> path.unlink()
     """
-    gm, parts, made_on = load_model(path, leaves)
-    return remade(gm, gm.graph, parts, made_on)
+    gm, attributes, made_on = load_model(path, leaves)
+    return remade(gm, gm.graph, attributes, made_on)
 
 
-def run_passes(model: nn.Module, recipe: Any = "static", example_inputs: Any = None, *, until: str) -> fx.GraphModule:
-    """The graph as it stands after the pass `until`, for `explain`, `diff` and tests of passes and patterns.
+def run_passes(model: nn.Module, recipe: Any = "static", *, example_inputs: Any = None, until: str) -> fx.GraphModule:
+    """Run the passes of a recipe up to and including `until`, for `explain`, `diff` and tests of passes and patterns.
 
     Args:
         model: a float `nn.Module` in eval mode.
         recipe: as for `quantize`.
-        example_inputs: one batch, to find shapes with.
+        example_inputs: one batch to infer shapes from. Required.
         until: name of a pass before calibration.
+
+    Returns:
+        The graph module after that pass.
+
+    Raises:
+        FxqError: an argument cannot be used, or a pass fails.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval()
-        >>> print(run_passes(model, "static", torch.rand(1, 4), until="fuse").code.count("fxq_units"))
+        >>> print(run_passes(model, "static", example_inputs=torch.rand(1, 4), until="fuse").code.count("fxq_units"))
         1
     """
     manager = manager_for(model, recipe, example_inputs)

@@ -32,53 +32,62 @@ _MODEL = click.argument("model", type=_IN)
 
 
 class _Commands(click.Group):
-    """Commands whose errors are told in words on stderr, with exit code 1; wrong arguments have 2."""
+    """Command group that prints errors as one message on stderr, with exit code 1; invalid arguments exit with 2."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run a command. Warnings of fxq are told without their place in the code, errors without a traceback."""
+        """Run a command. Print warnings of fxq without their source line, and errors without a traceback."""
         with warnings.catch_warnings():
-            others = warnings.showwarning
+            default_showwarning = warnings.showwarning
 
             def show(message: Warning | str, category: type[Warning], *place: Any) -> None:
                 if issubclass(category, FxqWarning):
                     click.echo(f"Warning: {message}", err=True)
                 else:
-                    others(message, category, *place)
+                    default_showwarning(message, category, *place)
 
             warnings.showwarning = show  # type: ignore[assignment]
             try:
                 return super().invoke(ctx)
             except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
                 raise
-            except Exception as error:  # of fxq, or of the user's code
+            except Exception as error:  # raised by fxq or the user's code
                 if ctx.params["traceback"]:
                     raise
-                raise click.ClickException(str(error) if isinstance(error, FxqError) else _told(error)) from error
+                raise click.ClickException(str(error) if isinstance(error, FxqError) else _error_text(error)) from error
 
 
 @click.group(cls=_Commands)
 @click.version_option(fxq.__version__)
-@click.option("--traceback", is_flag=True, help="Show where in the code an error comes from.")
+@click.option("--traceback", is_flag=True, help="Show the Python traceback of an error.")
 def main(traceback: bool) -> None:
-    """Quantize PyTorch models, and look at what became of them."""
+    """Quantize PyTorch models; inspect, compare, time and export the results."""
 
 
 @main.command()
 @click.argument("model")
-@click.option("--data", required=True, help="Calibration batches: package.module:name, an iterable or a function.")
-@click.option("--weights", type=_IN, help="A .safetensors file with the model's state dict.")
-@click.option("--recipe", default="static", show_default=True, help="A preset's name, or a recipe file (.toml).")
-@click.option("--backend", help="Backend, overrides the recipe's: auto, fastest, openvino, ...")
-@click.option("--optimize", help="speed or coverage, overrides the recipe's.")
-@click.option("--threads", type=click.IntRange(min=1), help="Number of PyTorch threads; default: PyTorch's.")
+@click.option(
+    "--data",
+    required=True,
+    help="Calibration data as package.module:name of an iterable of batches, or of a function that returns one.",
+)
+@click.option("--weights", type=_IN, help="File with the model's state dict (.safetensors).")
+@click.option(
+    "--recipe",
+    default="static",
+    show_default=True,
+    help="Name of a preset (static, dynamic, weight_only), or recipe file (.toml).",
+)
+@click.option("--backend", help="Backend instead of the recipe's: auto, fastest, x86, openvino, ...")
+@click.option("--optimize", help="Goal instead of the recipe's: speed or coverage.")
+@click.option("--threads", type=click.IntRange(min=1), help="Number of threads. Default: PyTorch's setting.")
 @click.option(
     "-o",
     "--output",
     type=_OUT,
     required=True,
-    help="File to write: m.fxq, or an export: m.onnx, m.xml (OpenVINO), m.pt2 (torch.export).",
+    help="Output file: .fxq, or an export: .onnx, .xml (OpenVINO), .pt2 (torch.export).",
 )
-@click.option("--report", type=_OUT, help="Write the report page to this file, too.")
+@click.option("--report", type=_OUT, help="Also write a report page (HTML) to this file.")
 @_JSON
 def quantize(
     model: str,
@@ -92,7 +101,7 @@ def quantize(
     report: Path | None,
     as_json: bool,
 ) -> None:
-    """Quantize MODEL, package.module:name: a module, or a function that makes one."""
+    """Quantize MODEL, given as package.module:name of an nn.Module, or of a function that returns one."""
     exported = _check_output(output)
     if report is not None:
         check_writable(report)
@@ -111,7 +120,7 @@ def quantize(
     sys.path.insert(0, os.getcwd())
     module = _called(model, "model", lambda value: not isinstance(value, nn.Module))
     if not isinstance(module, nn.Module):
-        raise InputError(f"{model} is a {type(module).__name__}, not an nn.Module, nor a function that makes one.")
+        raise InputError(f"{model} is a {type(module).__name__}, not an nn.Module or a function that returns one.")
     if weights is not None:
         _load_weights(module, weights)
     unwrapped(module).eval()
@@ -129,58 +138,61 @@ def quantize(
 @_MODEL
 @_JSON
 def inspect(model: Path, as_json: bool) -> None:
-    """What became of every layer of MODEL, a .fxq file."""
+    """Print a table of the layers of MODEL, a .fxq file: precision, error and the reason for float."""
     _print_model(fxq.load(model), as_json)
 
 
 @main.command()
 @_MODEL
 @click.argument("other", type=_IN)
-@click.option("--svg", type=_OUT, help="Draw the difference.")
+@click.option("--svg", type=_OUT, help="Also draw the difference to this file.")
 @_JSON
 def diff(model: Path, other: Path, svg: Path | None, as_json: bool) -> None:
-    """How the graph of OTHER differs from that of MODEL."""
-    found = fxq.diff(fxq.load(model).history[-1], fxq.load(other).history[-1])
-    drawn = [] if svg is None else [str(found.render(svg))]
+    """Print the differences between the graphs of MODEL and OTHER, two .fxq files."""
+    difference = fxq.diff(fxq.load(model).history[-1], fxq.load(other).history[-1])
+    pictures = [] if svg is None else [str(difference.render(svg))]
     if as_json:
-        names = {kind: list(getattr(found, kind)) for kind in ("removed", "added", "rewired")}
-        changed = {change.name: list(change.by_field.values()) for change in found.changed}
+        names = {kind: list(getattr(difference, kind)) for kind in ("removed", "added", "rewired")}
+        changed = {change.name: list(change.by_field.values()) for change in difference.changed}
         click.echo(json.dumps({**names, "changed": changed}, indent=2))
     else:
-        click.echo("\n".join([found.to_text(full=False) if found else "The graphs are the same.", *drawn]))
+        text = difference.to_text(full=False) if difference else "The graphs are the same."
+        click.echo("\n".join([text, *pictures]))
 
 
 @main.command()
 @_MODEL
 @_JSON
 def bench(model: Path, as_json: bool) -> None:
-    """Where the time of MODEL goes, on inputs that are made up."""
-    found = fxq.load(model).profile()
-    click.echo(found.to_json() if as_json else found)
+    """Time every layer of MODEL, a .fxq file, on random inputs of the recorded shapes."""
+    profile = fxq.load(model).profile()
+    click.echo(profile.to_json() if as_json else profile)
 
 
 @main.command()
 @_MODEL
 @click.argument("page", type=_OUT)
 def report(model: Path, page: Path) -> None:
-    """Write the report of MODEL as one HTML file, PAGE."""
+    """Write a report of MODEL, a .fxq file, to PAGE, one HTML file."""
     click.echo(fxq.load(model).report(page))
 
 
 @main.command()
 @_MODEL
 @click.argument("path", type=_OUT)
-@click.option("--fixed", is_flag=True, help="For batches of the example's size alone.")
+@click.option("--fixed", is_flag=True, help="Fix the batch size to that of the example.")
 def export(model: Path, path: Path, fixed: bool) -> None:
-    """Write MODEL for another runtime: PATH ends in .onnx, .xml (OpenVINO) or .pt2 (torch.export)."""
+    """Export MODEL, a .fxq file, to PATH: .onnx, .xml (OpenVINO) or .pt2 (torch.export)."""
     click.echo(fxq.load(model).export(path, dynamic=not fixed))
 
 
 @main.command()
 @_JSON
-@click.option("--compile", "compiles", is_flag=True, help="Only compile fxq's loops into the cache, for image builds.")
+@click.option(
+    "--compile", "compiles", is_flag=True, help="Only compile fxq's loops into the cache, as in image builds."
+)
 def doctor(as_json: bool, compiles: bool) -> None:
-    """What this machine does with integers, and how fast."""
+    """Check which layers each backend runs on integers on this machine, whether correctly, and how fast."""
     if compiles:
         from fxq.backends.loops.code.compiler import compile_loops
 
@@ -191,11 +203,11 @@ def doctor(as_json: bool, compiles: bool) -> None:
 
 
 _EXPORTED = {".onnx": "onnx", ".xml": "openvino", ".pt2": "torch"}
-"""Suffixes of exports, with the package that writes each."""
+"""Package that writes an export, by suffix."""
 
 
 def _check_output(path: Path) -> bool:
-    """Whether a path is an export for another runtime. Raises `FxqError` if it cannot be written."""
+    """Whether an output path is an export for another runtime. Raises `FxqError` if it cannot be written."""
     if path.suffix not in (*_EXPORTED, ".fxq", ""):
         raise InputError(f"{path}: {unknown('suffix', path.suffix, (*_EXPORTED, '.fxq'))}")
     package = _EXPORTED.get(path.suffix, "torch")
@@ -205,24 +217,31 @@ def _check_output(path: Path) -> bool:
     return path.suffix in _EXPORTED
 
 
-def _told(error: Exception) -> str:
-    """An error that is none of fxq's, and the line that raised it."""
+def _error_text(error: Exception) -> str:
+    """Message of an error that fxq did not raise, with the line that raised it."""
     *_, last = extract_tb(error.__traceback__)
-    return f"{type(error).__name__}: {words_of(error)} ({last.filename}:{last.lineno}; fxq --traceback ... says more)"
+    place = f"{last.filename}:{last.lineno}; for the traceback: fxq --traceback ..."
+    return f"{type(error).__name__}: {words_of(error)} ({place})"
 
 
 def _called(path: str, role: str, makes: Callable[[Any], bool]) -> Any:
-    """What an import path names; where that `makes` it, what it returns."""
+    """Import the object at a path, and call it if `makes` says that it is a function that makes the object.
+
+    Args:
+        path: as in "package.module:name".
+        role: "model" or "data", for messages.
+        makes: whether a callable is to be called.
+    """
     if ":" not in path:
         if role == "model" and (why := no_module(path)):
             raise InputError(why)
-        raise InputError(f"the {role} is written package.module:name, not {path!r}.")
+        raise InputError(f"give the {role} as package.module:name, not {path!r}.")
     try:
         value = imported(path)
         return value() if callable(value) and makes(value) else value
     except FxqError:
         raise
-    except Exception as error:  # whatever the user's code raises
+    except Exception as error:  # the user's code may raise anything
         raise InputError(f"{path}: {type(error).__name__}: {words_of(error)}") from error
 
 
@@ -231,7 +250,7 @@ def _load_weights(model: nn.Module, path: Path) -> None:
 
     try:
         load_model(model, path)
-    except Exception as error:  # a file that is none, or of another model: each has errors of its own
+    except Exception as error:  # damaged files and files of other models raise different errors
         raise InputError(f"the weights of {path} cannot be loaded: {words_of(error)}") from error
 
 

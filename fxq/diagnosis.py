@@ -1,4 +1,4 @@
-"""What this machine does with integers: for every backend, which layers run, whether they are right, and how fast."""
+"""`fxq.doctor`: which layers each backend runs on integers on this machine, whether correctly, and how fast."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class Probe:
     """A layer to try on every backend.
 
     Attributes:
-        name: what it is.
-        make: makes the layer, with random weights.
-        shapes: of its inputs.
+        name: name in the table.
+        make: function that creates the layer, with random weights.
+        shapes: shapes of its inputs.
     """
 
     name: str
@@ -45,14 +45,14 @@ class Probe:
 
 
 class _Binary(nn.Module):
-    """a + b or a * b behind layers, for a sum of inputs alone is not worth a conversion."""
+    """a + b or a * b of the outputs of two layers, since converting the inputs of a lone sum does not pay."""
 
     def __init__(self, op: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
         self.a, self.b, self.head, self.op = nn.Conv2d(16, 16, 1), nn.Conv2d(16, 16, 1), nn.Conv2d(16, 16, 1), op
 
     def forward(self, x: Tensor) -> Tensor:
-        """(N, 16, H, W) -> the same."""
+        """Map (N, 16, H, W) to (N, 16, H, W)."""
         return self.head(self.op(self.a(x), self.b(x)))
 
 
@@ -87,23 +87,23 @@ PROBES: tuple[Probe, ...] = (
         ((2, 16, 15, 15),),
     ),
 )
-"""Common layers, and shapes that kernels of PyTorch were found wrong at. In all of them zero points are not zero, and
-values reach both ends of the grid."""
+"""Common layers, and shapes for which kernels of PyTorch have been wrong. Zero points are nonzero, and values reach
+both ends of the grid."""
 
 
 @dataclass(frozen=True)
 class LayerCheck:
-    """What one backend does with one probe.
+    """Result of one backend for one probe.
 
     Attributes:
-        backend: its name.
-        probe: what was tried.
-        verdict: "right"; "wrong": verify-lowering puts such a kernel back to float; "part": right, but some of it runs
-            in float; "float": no kernel; "avoided": a kernel of PyTorch that is wrong here, and that fxq leaves alone.
-        kernels: the kernels that ran.
-        int8_us, float_us: microseconds of CPU time of the quantized layer and of the float layer, on one thread,
-            conversions of the input and output included; None where nothing ran.
-        why: what is wrong, or why there is no kernel.
+        backend: name of the backend.
+        probe: name of the layer.
+        verdict: "right"; "wrong": verification replaces such a kernel by float ops; "part": right, but partly in float;
+            "float": no kernel; "avoided": a kernel of PyTorch that is wrong on this machine and that fxq does not call.
+        kernels: names of the kernels that ran.
+        int8_us, float_us: microseconds of CPU time of the quantized and the float layer, on one thread, with the
+            conversions of input and output; None if it did not run.
+        why: description of the error, or reason why there is no kernel.
     """
 
     backend: str
@@ -117,14 +117,14 @@ class LayerCheck:
 
 @dataclass(frozen=True, repr=False)
 class Diagnosis(Printed):
-    """The machine's profile. `print` shows it as tables.
+    """Result of `fxq.doctor`. `print` shows it as tables.
 
     Attributes:
-        machine: what it is: CPU, instruction sets, threads, versions, and where its prices are kept.
+        machine: facts about the machine: CPU, instruction sets, threads, versions, and the file of measured prices.
         busy: whether other programs or a cgroup quota preempted this process while layers were timed.
-        rows: what every backend does with every probe.
-        auto: the backend that `backend="auto"` picks.
-        why: why it picks that one.
+        rows: one `LayerCheck` per backend and probe.
+        auto: the backend that `backend="auto"` selects.
+        why: reason for that selection.
     """
 
     machine: dict[str, str]
@@ -134,7 +134,7 @@ class Diagnosis(Printed):
     busy: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON."""
+        """Return plain data, for JSON."""
         return asdict(self)
 
     def _short(self) -> str:
@@ -147,7 +147,7 @@ class Diagnosis(Printed):
         return [machine, line(), Table(_COLUMNS, [_cells(check) for check in self.rows]), line(times), line(), auto]
 
 
-BUSY = "This machine was busy: with shared caches and cores, int8 and float may take up to twice as long."
+BUSY = "The machine was busy: with shared caches and cores, int8 and float may take up to twice as long."
 
 
 _COLUMNS = (
@@ -173,31 +173,36 @@ def _us(value: float | None) -> str:
     return "" if value is None else f"{value:.0f}"
 
 
-def doctor(names: Sequence[str] | None = None, progress: bool | None = None) -> Diagnosis:
-    """Try every backend on layers of many kinds: which it runs on integers, whether they are right, and how fast.
+def doctor(names: Sequence[str] | None = None, *, progress: bool | None = None) -> Diagnosis:
+    """Try every backend on common layers: which of them it runs on integers, whether correctly, and how fast.
 
-    Every layer goes through the whole pipeline, so what is said of it is what `fxq.quantize` does with it on this
-    machine. Kernels that may end the process are not called. It takes a few seconds.
+    Each layer runs through the whole pipeline, so the result is what `fxq.quantize` does on this machine. Kernels that
+    could crash the process are not called. It takes a few seconds.
 
     Args:
-        names: the backends to try; default: all, those of other packages included, but "reference", which has no
-            kernels.
-        progress: show a progress bar; default: when stderr is a terminal.
+        names: names of the backends to try. Default: all backends, also those of other packages, except "reference",
+            which has no kernels.
+        progress: whether to show a progress bar. Default: only if stderr is a terminal.
+
+    Returns:
+        A table with a row per backend and layer, facts about the machine, and the backend that "auto" selects.
 
     Raises:
-        BackendError: no backend of such a name.
+        BackendError: a name is unknown.
 
     Example:
-        >>> found = doctor(["reference"])
-        >>> found.rows[0].backend, found.rows[0].verdict, found.auto in ("x86", "fbgemm", "qnnpack", "reference")
-        ('reference', 'right', True)
+        >>> diagnosis = doctor(["reference"])
+        >>> diagnosis.rows[0].backend, diagnosis.rows[0].verdict
+        ('reference', 'right')
+        >>> diagnosis.auto in ("x86", "fbgemm", "qnnpack", "reference")
+        True
     """
     others = [backend.name for backend in backends.installed() if not backend.refused]
     chosen = (
         tuple(names) if names is not None else (*(n for n in backends.builtin_names() if n != "reference"), *others)
     )
     with warnings.catch_warnings(), progress_bar("probing kernels", len(chosen) * len(PROBES), progress) as advance:
-        warnings.simplefilter("ignore")  # what is wrong stands in the rows
+        warnings.simplefilter("ignore")  # the rows report wrong kernels
         busy = is_contended()
         rows = [row for name in chosen for row in _probe_backend(name, advance)]
         auto, why = _auto()
@@ -209,7 +214,9 @@ def _machine() -> dict[str, str]:
     return {
         "CPU": f"{cpu.cpu_name()} ({platform.machine()})",
         "vectors": isa,
-        "VNNI": "yes" if cpu.has_vnni() else "no: activations or weights have 7 bits where products are summed in 16",
+        "VNNI": "yes"
+        if cpu.has_vnni()
+        else "no: activations or weights have 7 bits where products are added in 16-bit sums",
         "AMX": "yes" if cpu.has_amx() else "no",
         "threads": f"{torch.get_num_threads()} on {usable_cpus():g} CPUs",
         "torch": torch.__version__,
@@ -225,7 +232,7 @@ def _machine() -> dict[str, str]:
 
 
 def _auto() -> tuple[str, str]:
-    """The backend that "auto" picks for a model on the CPU, and why."""
+    """Backend that "auto" selects for a model on the CPU, and the reason."""
     order = backends.auto_order()
     refused: list[str] = []
     for name in order:
@@ -248,7 +255,7 @@ def _probe_backend(name: str, advance: Callable[[], None]) -> list[LayerCheck]:
 
 
 def _probe(backend: str, probe: Probe) -> LayerCheck:
-    """One layer through the whole pipeline, calibrated on the numbers that it is tried on."""
+    """Run one layer through the whole pipeline, calibrated on the inputs that it is tried on."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = probe.make().eval()
@@ -271,13 +278,12 @@ def _probe(backend: str, probe: Probe) -> LayerCheck:
 
 
 def _try_faulty_kernel(backend: str, faulty: FaultyKernel) -> LayerCheck:
-    """A kernel of PyTorch that fxq does not call, because it is wrong on some machines: is it, here?"""
+    """Check a kernel of PyTorch that is wrong on some machines, and that fxq therefore does not call."""
     try:
         right = faulty.is_correct()
-    except Exception as error:  # whatever a kernel raises
-        return LayerCheck(
-            backend, faulty.kernel, "avoided", why=f"it raises {type(error).__name__}; {faulty.replacement}"
-        )
+    except Exception as error:  # a kernel may raise anything
+        why = f"it raises {type(error).__name__}; {faulty.replacement}"
+        return LayerCheck(backend, faulty.kernel, "avoided", why=why)
     if right:
         return LayerCheck(backend, faulty.kernel, "right", why=f"wrong on other machines; {faulty.replacement}")
     return LayerCheck(backend, faulty.kernel, "avoided", why=f"its numbers are wrong; {faulty.replacement}")

@@ -1,4 +1,4 @@
-"""Errors of fxq: one hierarchy under `FxqError`, every message says what, where, why and what to do."""
+"""Errors and warnings of fxq. Every message says what is wrong, where, why, and what to do."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class FxqError(Exception):
 
 
 class InputError(FxqError):
-    """The model, the data or an argument cannot be used as given."""
+    """The model, the data or an argument cannot be used."""
 
 
 class TraceError(FxqError):
@@ -46,62 +46,62 @@ class RenderError(FxqError):
 
 
 class FileError(FxqError):
-    """A file holds no model that can be loaded: it is damaged, newer, of something else, or needs what is not here."""
+    """A file cannot be loaded: it is damaged, is not a model, or needs a newer fxq or a module that is missing."""
 
 
 class ExportError(FxqError):
-    """The model cannot be written for another runtime, or does not compute the same there."""
+    """The model cannot be exported to another runtime, or computes other outputs there."""
 
 
 class NoAttributeError(FxqError, AttributeError):
-    """A quantized model does not have what the float model has. `hasattr` and `getattr` with a default take it so."""
+    """A quantized model lacks an attribute of the float model. An `AttributeError`, so that `hasattr` returns False."""
 
 
 class FxqWarning(UserWarning):
-    """Something worth knowing that did not stop fxq."""
+    """Warning of fxq: the result is usable, but not what was asked for, or not verified."""
 
 
-def nearest(name: str, known: Iterable[str], most: int = 3) -> list[str]:
-    """The names in `known` that look most like `name`, best first.
+def nearest(name: str, candidates: Iterable[str], max_count: int = 3) -> list[str]:
+    """Return the names among `candidates` that are spelled most like `name`, best first.
 
     Example:
         >>> nearest("histgram", ["minmax", "histogram"])
         ['histogram']
     """
-    return difflib.get_close_matches(name, list(known), n=most, cutoff=0.5)
+    return difflib.get_close_matches(name, list(candidates), n=max_count, cutoff=0.5)
 
 
-def unknown(kind: str, name: object, known: Iterable[str]) -> str:
-    """The message for a name that is not in a registry: the nearest names, then all of them.
+def unknown(kind: str, name: object, valid_names: Iterable[str]) -> str:
+    """Return the message for a name that does not exist: the nearest names, then all valid names.
 
     Example:
         >>> unknown("observer", "histgram", ["minmax", "histogram"])
         "unknown observer 'histgram'; did you mean 'histogram'? Known: histogram, minmax."
     """
-    names = sorted(known)
+    names = sorted(valid_names)
     close = nearest(str(name), names)
     hint = f"; did you mean {' or '.join(repr(c) for c in close)}?" if close else "."
     return f"unknown {kind} {str(name)!r}{hint} Known: {', '.join(names) or 'none'}."
 
 
 def words_of(error: Exception) -> str:
-    """The message of an exception, without what `torch.fx` appends to those that cross an `fx.Interpreter`."""
+    """Return the message of an exception without the text that `fx.Interpreter` appends to it."""
     return str(error).partition("\n\nWhile executing")[0]
 
 
-_BETWEEN = frozenset({"fxq", "torch", "contextlib", "copy", "pickle"})
-"""What calls fxq, or is called by it, on the way from the user's line."""
+_INTERNAL_PACKAGES = frozenset({"fxq", "torch", "contextlib", "copy", "pickle"})
+"""Packages whose stack frames a warning skips to find the user's line."""
 
 
 def warn(message: str) -> None:
-    """Issue an `FxqWarning` that points at the user's line: the first frame outside of fxq, torch and what they use."""
+    """Issue an `FxqWarning` that points at the user's line: the first frame outside `_INTERNAL_PACKAGES`."""
     frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _INTERNAL_PACKAGES:
         frame, level = frame.f_back, level + 1
     warnings.warn(message, FxqWarning, stacklevel=level)
 
 
 @cache
 def warn_once(message: str) -> None:
-    """The same, once in a process: for what does not change while it runs."""
+    """Issue a warning once per process, for facts that do not change while it runs."""
     warn(message)

@@ -25,7 +25,7 @@ from fxq.errors import InputError, RecipeError
 from fxq.graph.plain_data import NodeData, from_data, to_data
 from fxq.ledger.comparison import Comparison
 from fxq.ledger.decisions import Decisions
-from fxq.ledger.float_record import Record
+from fxq.ledger.float_record import FloatRecord
 from fxq.ledger.ledger import Ledger
 from fxq.ledger.quantized import PLACE, Quantized
 from fxq.pipeline.manager import PassManager
@@ -41,39 +41,43 @@ from fxq.saved.model_export import export_model
 from fxq.saved.model_file import save_model
 from fxq.saved.other_machine import fit, verify
 
-_KNOWN = ("history", "ledger", "recipe", "backend", "record", "kinds_kept", "attempts", "_decided", "_handed")
-"""What a quantized model knows besides its graph and tensors, and takes along when it is copied."""
+_COPIED_ATTRIBUTES = (
+    "history", "ledger", "recipe", "backend", "record", "kinds_kept", "attempts", "_decided", "_float_attributes",
+)  # fmt: skip
+"""Attributes of a quantized model, besides its graph and tensors, that copies and files keep."""
 
 
 class QuantizedModel(Quantized):
-    """An integer model: callable, printable, editable like any `fx.GraphModule`.
+    """Quantized model: a callable, printable and editable `fx.GraphModule`.
 
-    Integers are neither NaN nor infinite: in an input, infinities become the ends of the grid, and NaN some value of
-    it, so that what comes out is finite where the float model returns NaN. `Recipe.static(check_inputs=True)` makes a
-    model that raises `InputError` where there is NaN or Inf (-Inf is what masks hold).
+    Integers cannot represent NaN or infinity. Infinite inputs are clamped to the ends of the grid and NaN becomes an
+    unspecified value, so outputs may be finite where the float model returns NaN. With
+    `Recipe.static(check_inputs=True)`, calls raise `InputError` for inputs with NaN or +Inf (-Inf is allowed, for
+    masks).
+
+    Plain data of the float model (numbers, strings, containers, config objects) is copied and can be read as
+    attributes, as in `qmodel.config`.
 
     Attributes:
         history: one `Snapshot` per pass.
-        ledger: what became of every op of the float model.
-        recipe: the recipe that made it.
-        backend: what a recipe calls the backend that its kernels belong to.
-        record: what was seen of the float model: how its values lie, its inputs and its size.
-        attempts: with `backend="fastest"`, what each backend did (`fxq.ledger.attempts.Attempts`); else None.
-        kinds_kept: of how many kinds of inputs (shapes, dtypes, threads) it keeps a function that runs without looking
-            anything up; 16. Those of more kinds in turn run without one. 0: of none.
-
-    Plain data of the float model (numbers, strings, containers, config objects) is handed on, copied: `qmodel.config`.
+        ledger: precision of every op of the float model, and the reason for it.
+        recipe: the recipe that it was quantized with.
+        backend: name of the backend of its kernels, as in a recipe.
+        record: facts about the float model: distributions of its values, its inputs and its size.
+        attempts: result of each backend with `backend="fastest"` (`fxq.ledger.attempts.Attempts`); otherwise None.
+        kinds_kept: number of kinds of inputs (shapes, dtypes, threads) for which the model caches a binding; 16 by
+            default. Inputs of further kinds run unbound, which is slower. 0 turns bindings off.
     """
 
     _decided: tuple[Pin, ...]
     attempts: Any = None
     kinds_kept: int
-    _handed: FloatAttributes
+    _float_attributes: FloatAttributes
     _float: weakref.ref[nn.Module] | None = None
     _mapped: MappedFile | None = None
 
     @classmethod
-    def from_manager(cls, manager: PassManager, ledger: Ledger, record: Record) -> QuantizedModel:
+    def from_manager(cls, manager: PassManager, ledger: Ledger, record: FloatRecord) -> QuantizedModel:
         """Wrap the graph of a manager that has run its pipeline to the end."""
         context = manager.context
         check_names(manager.gm, cls)
@@ -87,7 +91,7 @@ class QuantizedModel(Quantized):
             record=record,
             kinds_kept=KEPT,
             _decided=context.decided,
-            _handed=FloatAttributes.of(context.model),
+            _float_attributes=FloatAttributes.of(context.model),
         )
         model._float = weakref.ref(context.model)
         return model.eval()
@@ -96,37 +100,37 @@ class QuantizedModel(Quantized):
         vars(self).update(attributes)
 
     @property
-    def _parts(self) -> dict[str, Any]:
-        """What it knows besides its graph and tensors, by attribute."""
-        return {name: getattr(self, name) for name in _KNOWN}
+    def _copied_attributes(self) -> dict[str, Any]:
+        """Attributes that copies and files keep, by name."""
+        return {name: getattr(self, name) for name in _COPIED_ATTRIBUTES}
 
     def __getattr__(self, name: str) -> Any:
-        """Plain data of the float model, where the quantized model has nothing of that name itself.
+        """Plain data of the float model, if the quantized model has no attribute of that name.
 
         Raises:
-            NoAttributeError: what the float model has there is a method, a module or a tensor.
+            NoAttributeError: the attribute of the float model is a method, a module or a tensor.
         """
         try:
             return super().__getattr__(name)
         except AttributeError:
-            handed = self.__dict__.get("_handed")
-            if handed is None or name.startswith("__"):
+            float_attributes = self.__dict__.get("_float_attributes")
+            if float_attributes is None or name.startswith("__"):
                 raise
-        return handed.get(type(self).__name__, name)
+        return float_attributes.get(type(self).__name__, name)
 
     @property
     def float_model(self) -> nn.Module | None:
-        """The user's float model, for as long as the user keeps it; None in a copy, and in a model that was pickled."""
+        """The float model that was quantized. It is weakly referenced: None once deleted, and in copies and pickles."""
         return self._float() if self._float is not None else None
 
     def __prepare_scriptable__(self) -> Any:
         raise InputError(
-            "torch.jit.script reads source text, and a quantized model is a graph. Trace it, quantized with "
-            'backend="reference": torch.jit.trace(qmodel, inputs); or write a file: qmodel.export("m.pt2").'
+            "torch.jit.script needs Python source, which a quantized model does not have. Quantize with "
+            'backend="reference" and trace it: torch.jit.trace(qmodel, inputs); or export it: qmodel.export("m.pt2").'
         )
 
     def recompile(self) -> Any:
-        """As in `fx.GraphModule`: to be called when the graph was edited. Its forward binds itself to its inputs."""
+        """Regenerate the forward method; call it after editing the graph. The forward caches bindings by input kind."""
         code = super().recompile()
         own_class: Any = type(self)  # every graph module has a class of its own
         plain, kernels = own_class.forward, has_kernels(self)
@@ -139,14 +143,14 @@ class QuantizedModel(Quantized):
                 return compiled(self, plain, kernels, args, kwargs)
             if self._mapped is not None:
                 self._mapped.check()
-            if self.recipe.check_inputs:  # outside of what is bound to a kind of inputs: it depends on their values
-                check_call(self, args, kwargs)  # tools have tensors without values
+            if self.recipe.check_inputs:  # not part of a binding, since it depends on values
+                check_call(self, args, kwargs)  # tracing tools pass tensors without values
                 check_finite(names, args, kwargs)
             return bindings(self, args, kwargs)
 
-        forward.__signature__ = signature  # type: ignore[attr-defined]  # also for who does not unwrap
+        forward.__signature__ = signature  # type: ignore[attr-defined]  # for tools that do not unwrap
         own_class.forward = forward
-        del own_class.__call__  # of `fx.GraphModule`: it words errors of generated code, and takes 0.6 us
+        del own_class.__call__  # the wrapper of `fx.GraphModule`: it rewords errors of generated code, and costs time
         return code
 
     @property
@@ -164,17 +168,17 @@ class QuantizedModel(Quantized):
         return Decisions.of(self.ledger)
 
     def recipe_as_decided(self) -> Recipe:
-        """The recipe that gives this graph again, on any machine: it says what runs on integers, and measures nothing.
+        """Recipe that reproduces this graph on any machine, with every choice between int8 and float fixed.
 
-        It names the backend, and for every op or unit that could run either way which way it went. With the same model
-        and data on a CPU of the same kind the results are the same, bit for bit. Kernels that another machine has not,
-        or that are wrong there, run in float, with a warning; and where its kernels add fewer bits right (x86 without
-        VNNI), weights or activations have 7 bits, as here where that was decided: `TensorSpec(bits=7)` for either makes
-        them so everywhere.
-        It can be saved: `recipe.save("decided.toml")`.
+        It names the backend, and the precision of each op or unit that could run either way. With the same model and
+        data on the same kind of CPU, the results are the same, bit for bit. Kernels that are missing or wrong on
+        another machine are replaced by float, with a warning. On CPUs whose 16-bit sums saturate (x86 without VNNI),
+        activations or weights have 7 bits; `TensorSpec(bits=7)` for either uses 7 bits on every machine.
+
+        To save it: `recipe.save("decided.toml")`.
 
         Raises:
-            RecipeError: nothing could run on integers, so that there is nothing to decide.
+            RecipeError: no op could run on integers, so nothing was decided.
 
         Example:
             >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)).eval()
@@ -184,20 +188,20 @@ class QuantizedModel(Quantized):
         """
         if not self._decided:
             raise RecipeError("no op of this model could run on integers: there is nothing to decide.")
-        gave_way = self.ledger.narrowed
-        reduce_range = gave_way.role if gave_way is not None else self.recipe.reduce_range
+        reduced = self.ledger.reduced_range
+        reduce_range = reduced.role if reduced is not None else self.recipe.reduce_range
         return replace(
             self.recipe, backend=self.backend, optimize="decided", decided=self._decided, reduce_range=reduce_range
         )
 
     def verify(self) -> None:
-        """Try every kernel on this machine: it is asked whether it is right here, and run beside its q/dq form.
+        """Verify every kernel on this machine: compare its output with its q/dq form.
 
-        So it is done when a model comes from another kind of machine (`fxq.load`, a pickle), and when it is quantized.
-        Its inputs are made up: integers distributed as activations are.
+        `fxq.quantize` does this too, as do `fxq.load` and unpickling on another kind of machine. The inputs are random
+        integers, distributed like activations.
 
         Raises:
-            BackendError: kernels are not right here; each is named, with the reason.
+            BackendError: kernels are wrong on this machine; each is named, with the reason.
 
         Example:
             >>> model = nn.Sequential(nn.Linear(16, 8), nn.ReLU()).eval()
@@ -206,28 +210,28 @@ class QuantizedModel(Quantized):
         verify(self)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the model into one file, for `fxq.load`: data only, which no code is needed for but fxq.
+        """Save the model to one file, for `fxq.load`. The file holds data only: loading it needs no code of the model.
 
-        It is a safetensors file. Its metadata hold the graph as text (`fxq.extend.write_graph`), the recipe, the ledger
-        and the history. Modules that are kept as they are (`Recipe.leaf`) are not in it, but named.
+        It is a safetensors file, whose metadata hold the graph as text (`fxq.extend.write_graph`), the recipe, the
+        ledger and the history. Leaf modules (`Recipe.leaf`) are not saved; pass them to `fxq.load`.
 
         Args:
-            path: the file; folders that are missing are made. A file that is there is replaced at once.
+            path: the file. Missing folders are created. An existing file is replaced atomically.
 
         Returns:
             The path.
 
         Raises:
-            InputError: the graph, or the recipe, calls what a file cannot name: a function that is neither an op nor
-                torch's, a kernel with hooks; the message says which.
-            RecipeError: a pass, an op or a kernel of yours is local to a function.
+            InputError: the graph or the recipe has a call that a file cannot name, such as a function that is neither
+                an op nor from torch, or a kernel with hooks; the message says which.
+            RecipeError: a pass, op or kernel of your own is defined inside a function.
             RenderError: the file cannot be written.
 
         Example: see `fxq.load`.
         """
         if self._mapped is not None:
             self._mapped.check()
-        return save_model(path, self, self._parts, self._set_by_user)
+        return save_model(path, self, self._copied_attributes, self._set_by_user)
 
     def export(
         self,
@@ -237,33 +241,35 @@ class QuantizedModel(Quantized):
         dynamic: bool | Mapping[str, Mapping[int, str]] = True,
         check: bool = True,
     ) -> Path:
-        """Write the model for another runtime, whichever backend it was made for.
+        """Export the model for another runtime: ONNX, OpenVINO or `torch.export`. Works for models of any backend.
 
-        The file is `.onnx`, `.xml` for OpenVINO, or `.pt2`, a program of `torch.export` that needs no fxq.
+        The suffix selects the format: `.onnx`; `.xml` for OpenVINO; or `.pt2`, a `torch.export` program that runs
+        without fxq.
 
-        An ONNX file (opset 21) has QuantizeLinear and DequantizeLinear around float ops, all of them ONNX's own. Its
-        weights are integers with a scale for each channel or block (of four bits: INT4 or UINT4), its biases int32. Its
-        inputs are called as the arguments of forward are, its outputs by their keys, or "output", "output_0" and so on.
+        An ONNX file (opset 21) has QuantizeLinear and DequantizeLinear nodes around float ops, all of the standard
+        opset. Weights are integers with one scale per channel or block (4-bit weights: INT4 or UINT4), biases are
+        int32. Inputs have the names of forward's arguments; outputs the names of their keys, or "output", "output_0"
+        and so on.
 
         Args:
-            path: the file; its suffix says which kind. Folders that are missing are made.
-            example_inputs: one batch; default: made up, of the shapes and dtypes on record.
+            path: the file. Missing folders are created.
+            example_inputs: one batch. Default: random inputs of the recorded shapes and dtypes.
             dynamic: sizes that may vary between calls. True: the batch size, axis 0 of each input; if the model fixes
                 it, the file has the example's sizes, with a warning. False: none. Or names of dynamic sizes by input
                 and axis: `{"ids": {0: "batch", 1: "length"}}`.
-            check: whether to run the exported model in its runtime, if installed, and compare, at the example's batch
-                size and at another one if it is dynamic. ONNX is checked node by node in ONNX Runtime without
-                optimizations: each quantized value must be within one step. If optimizations change more than that, a
-                warning names session options that help. `.xml` is also checked in OpenVINO, whose outputs may differ
-                by this model's own rounding error.
+            check: whether to run the exported model in its runtime, if installed, and compare its outputs, at the
+                example's batch size and, if that is dynamic, at another one. ONNX is checked node by node in ONNX
+                Runtime without optimizations: each quantized value must be within one step. If optimizations change
+                more than that, a warning names session options that help. `.xml` is also checked in OpenVINO, whose
+                outputs may differ by this model's own rounding error.
 
         Returns:
             The path.
 
         Raises:
-            ExportError: the format has no form of a call of the model, or the runtime computes otherwise; nothing is
-                written.
-            InputError: no file of this suffix can be written, or `dynamic` names what is no input.
+            ExportError: the format cannot express a call of the model, or the runtime computes other outputs. Nothing
+                is written.
+            InputError: the suffix is unknown, or `dynamic` names an input that does not exist.
             RenderError: the file cannot be written.
 
         Example:
@@ -286,37 +292,40 @@ class QuantizedModel(Quantized):
         example_inputs: Any = None,
         tuning: Tuning | None = None,
     ) -> Path:
-        """Write a page that shows what happened: every pass and its graph, the quality, the ledger, the time.
+        """Write a report page: the graph after every pass, the accuracy, the ledger, and the latency.
 
-        One HTML file that needs no server, no network and no other file. The time is measured now, for a second or two.
+        It is one HTML file that needs no server, network or other files. The latency is measured for a second or two.
 
         Args:
-            path: the file; folders that are missing are made.
-            comparison: of this model with its float model (`fxq.compare`): its numbers, from as much data as it saw,
-                take the place of those that were measured on one batch when the model was quantized.
-            example_inputs: one batch to time with; default: made up, of the shapes and dtypes on record.
-            tuning: what `fxq.search` or `fxq.sensitivity` found, which the page shows then, too.
+            path: the file. Missing folders are created.
+            comparison: comparison of this model with its float model (`fxq.compare`). Its numbers replace those that
+                were computed on one batch when the model was quantized.
+            example_inputs: one batch to time. Default: random inputs of the recorded shapes and dtypes.
+            tuning: result of `fxq.search` or `fxq.sensitivity`, to be shown on the page, too.
 
         Returns:
             The path.
 
         Raises:
-            InputError: `path` is no path, `comparison` is of another model, `tuning` is something else, or the model
-                does not run on `example_inputs`.
+            InputError: `path` is not a path; `comparison` is of another model; `tuning` is neither of these results; or
+                the model does not run on `example_inputs`.
             RenderError: the file cannot be written.
         """
         return write_report(self, path, comparison, example_inputs, tuning)
 
-    def profile(self, example_inputs: Any = None) -> Profile:
-        """Where the time goes: microseconds of every node, and of every layer that an engine runs inside of a region.
+    def profile(self, *, example_inputs: Any = None) -> Profile:
+        """Latency of every node in microseconds, and of every layer that an engine runs inside a region.
 
-        A layer says what it is made of and in which type the engine computes it. Takes a second or two.
+        Rows of layers name the ops that the engine fused and the dtype that it computes in. Takes a second or two.
 
         Args:
-            example_inputs: one batch to time with; default: made up, of the shapes and dtypes on record.
+            example_inputs: one batch to time. Default: random inputs of the recorded shapes and dtypes.
+
+        Returns:
+            A table with a row per node or layer.
 
         Raises:
-            InputError: the model does not run on `example_inputs`, or none can be made up.
+            InputError: the model does not run on `example_inputs`, or no inputs were recorded.
 
         Example:
             >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()).eval()
@@ -352,16 +361,17 @@ class QuantizedModel(Quantized):
     @property
     def _attributes(self) -> dict[str, Any]:
         """Further attributes that copies share: fxq's own, hooks, and those that the user set."""
-        return {name: v for name, v in vars(self).items() if name not in _OF_GRAPH or ("hooks" in name and v)}
+        return {name: v for name, v in vars(self).items() if name not in _GRAPH_ATTRIBUTES or ("hooks" in name and v)}
 
     @property
     def _set_by_user(self) -> dict[str, Any]:
         """Attributes that the user set, without parameters, buffers and modules."""
-        return {n: v for n, v in self._attributes.items() if not n.startswith("_") and n not in (*_KNOWN, "meta")}
+        own = (*_COPIED_ATTRIBUTES, "meta")
+        return {name: v for name, v in self._attributes.items() if not name.startswith("_") and name not in own}
 
 
 _TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
-_OF_GRAPH = frozenset((*vars(fx.GraphModule(nn.Module(), fx.Graph())), "_float", "_mapped")) - {"meta"}
+_GRAPH_ATTRIBUTES = frozenset((*vars(fx.GraphModule(nn.Module(), fx.Graph())), "_float", "_mapped")) - {"meta"}
 """Attributes that every graph module creates for itself."""
 
 

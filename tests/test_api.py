@@ -40,8 +40,8 @@ def test_the_steps_are_quantize(name, backend):
     model, recipe = build(name), fxq.Recipe.static(backend=backend)
     data = [batch(name, 4, seed) for seed in (1, 2)]
     at_once = fxq.quantize(model, recipe, data=data)
-    calibrated = fxq.convert(fxq.calibrate(fxq.prepare(model, recipe, data[0]), data))
-    observed = fxq.prepare(model, recipe, data[0])
+    calibrated = fxq.convert(fxq.calibrate(fxq.prepare(model, recipe, example_inputs=data[0]), data))
+    observed = fxq.prepare(model, recipe, example_inputs=data[0])
     with torch.no_grad():
         for inputs in data:
             call(observed, inputs)
@@ -55,7 +55,7 @@ def test_the_steps_are_quantize(name, backend):
 
 def test_an_observed_model_computes_what_the_float_model_does():
     model = net()
-    assert torch.equal(fxq.prepare(model, REFERENCE, X)(X), model(X))
+    assert torch.equal(fxq.prepare(model, REFERENCE, example_inputs=X)(X), model(X))
 
 
 def test_the_recipe_as_name_dict_file_and_object(tmp_path):
@@ -70,9 +70,9 @@ def test_the_recipe_as_name_dict_file_and_object(tmp_path):
 
 
 def test_run_passes_stops_behind_the_pass():
-    gm = fxq.extend.run_passes(net(), REFERENCE, X, until="canonicalize")
+    gm = fxq.extend.run_passes(net(), REFERENCE, example_inputs=X, until="canonicalize")
     assert [n.name for n in gm.graph.nodes if n.op == "call_function"] == ["_0", "_1", "_2"]
-    gm = fxq.extend.run_passes(net(), REFERENCE, X, until="fuse")
+    gm = fxq.extend.run_passes(net(), REFERENCE, example_inputs=X, until="fuse")
     assert [n.op for n in gm.graph.nodes if n.op.startswith("call")] == ["call_module", "call_function"]
     assert torch.equal(gm(X), net()(X))
 
@@ -162,7 +162,7 @@ def test_the_progress_bar(stream, progress, shown, monkeypatch):
 def test_the_progress_bar_without_a_length(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stderr", Terminal())
-    observed = fxq.prepare(net(), REFERENCE, X)
+    observed = fxq.prepare(net(), REFERENCE, example_inputs=X)
     assert fxq.calibrate(observed, (x for x in [X, X]), progress=True) is observed
     assert observed.batches_seen == 2 and "calibrating" in sys.stderr.getvalue()
 
@@ -250,7 +250,7 @@ def test_there_are_examples():
 def test_conversion_without_data_can_be_made_up_for():
     """The error comes before the first edit."""
     model, x = build("dense"), batch("dense")
-    observed = fxq.prepare(model, REFERENCE, x)
+    observed = fxq.prepare(model, REFERENCE, example_inputs=x)
     with pytest.raises(fxq.CalibrationError, match="has seen no data"):
         fxq.convert(observed)
     fxq.calibrate(observed, [x])
@@ -270,7 +270,7 @@ class WithoutObservers(fxq.Pass):
 
 
 def test_what_a_bad_pass_left_out_is_named():
-    observed = fxq.prepare(build("dense"), REFERENCE, batch("dense"))
+    observed = fxq.prepare(build("dense"), REFERENCE, example_inputs=batch("dense"))
     observed(batch("dense"))
     WithoutObservers().run(Rewriter(observed.manager.gm, observed.manager.context))
     with pytest.raises(fxq.PassError, match=r"%x \(placeholder.*no observer watches"):

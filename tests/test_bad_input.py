@@ -132,7 +132,7 @@ def test_a_model_quantized_by_torch(name, where):
 
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize(
-    "make", [lambda m: fxq.quantize(m, REFERENCE, data=[X]), lambda m: fxq.prepare(m, REFERENCE, X)]
+    "make", [lambda m: fxq.quantize(m, REFERENCE, data=[X]), lambda m: fxq.prepare(m, REFERENCE, example_inputs=X)]
 )
 def test_a_model_that_fxq_has_made(make, inside):
     made = make(net())
@@ -423,7 +423,10 @@ def test_an_unknown_name_in_a_recipe():
         (lambda: REFERENCE.without_pass("fus"), "unknown pass 'fus'; did you mean 'fuse'"),
         (lambda: fxq.by_op("conv3"), "unknown op 'conv3'; did you mean 'conv3d' or 'conv2d'"),
         (lambda: fxq.Recipe.static(activation=fxq.TensorSpec(observer="histgram")), "did you mean 'histogram'"),
-        (lambda: fxq.extend.run_passes(net(), REFERENCE, X, until="lowr"), "unknown pass 'lowr'; did you mean 'lower'"),
+        (
+            lambda: fxq.extend.run_passes(net(), REFERENCE, example_inputs=X, until="lowr"),
+            "unknown pass 'lowr'; did you mean 'lower'",
+        ),
     ],
 )
 def test_an_unknown_name(make, words):
@@ -534,7 +537,7 @@ def test_an_input_of_another_type_where_a_prelu_comes_first():
 def test_converting_without_calibration():
     """The observed model stays as it was: calibrated, it converts."""
     model = net()
-    observed = fxq.prepare(model, REFERENCE, X)
+    observed = fxq.prepare(model, REFERENCE, example_inputs=X)
     with untouched(model), pytest.raises(fxq.CalibrationError, match=r"%x \(the input\) has seen no data. Calibrate"):
         fxq.convert(observed)
     expected = fxq.quantize(model, REFERENCE, data=[X])(X)
@@ -555,7 +558,7 @@ def test_no_example_inputs():
 
 def test_an_example_that_does_not_fit():
     with pytest.raises(fxq.InputError, match=r"example_inputs: forward has no argument 'y'; it has x"):
-        fxq.prepare(net(), REFERENCE, {"y": X})
+        fxq.prepare(net(), REFERENCE, example_inputs={"y": X})
     refused(net(), fxq.InputError, 'layer "stem"', "to have 3 channels", example_inputs=X[:, :1])
 
 

@@ -123,9 +123,9 @@ def test_the_difference_of_two_files(run, recipe, tmp_path):
         (("inspect", "."), r"^Error: cannot load '\.': it is a folder"),
         (
             ("quantize", "commanded:make", "--data", "commanded:fewer", "-o", "m"),
-            r"^Error: KeyError: .?'image 7'.? \(.*commanded\.py:20; fxq --traceback",
+            r"^Error: KeyError: .?'image 7'.? \(.*commanded\.py:20; for the traceback: fxq --traceback",
         ),
-        (("quantize", "make", "--data", "commanded:batches", "-o", "m"), "the model is written package.module:name"),
+        (("quantize", "make", "--data", "commanded:batches", "-o", "m"), "give the model as package.module:name"),
         (
             ("quantize", "commanded:broken", "--data", "commanded:batches", "-o", "m"),
             "commanded:broken: ValueError: not",

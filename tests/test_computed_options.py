@@ -139,7 +139,7 @@ def test_sizes_are_those_of_the_input_at_hand(function, recipe):
 def test_what_torch_looks_at_is_not_what_the_forward_asks_for():
     """torch reads every number that its functions are given; only what a forward reads is checked."""
     model = between(lambda x: torch.roll(x, x.size(2) // 2, 2))
-    assert "check_same" not in str(fxq.extend.run_passes(model, "static", X, until="trace").code)
+    assert "check_same" not in str(fxq.extend.run_passes(model, "static", example_inputs=X, until="trace").code)
     asked = between(lambda x: torch.roll(x, len(range(x.size(2))), 2))
     qmodel = fxq.quantize(asked, RECIPES["reference"], data=[X])
     with pytest.raises(fxq.InputError, match=r"index of a value in `.*range.*` is 10, and here it is 18"):

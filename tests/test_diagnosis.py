@@ -144,5 +144,5 @@ def test_random_numbers_of_the_user_stay(few):
 def test_a_busy_machine_is_said_once(few, monkeypatch, busy, recwarn):
     monkeypatch.setattr(diagnosis, "is_contended", lambda: busy)
     found = fxq.doctor(["reference"], progress=False)
-    assert found.busy is busy and str(found).count("This machine was busy") == busy
+    assert found.busy is busy and str(found).count("The machine was busy") == busy
     assert "Times are CPU time, on one thread." in str(found) and not recwarn.list

@@ -147,7 +147,7 @@ def test_a_recipe_by_name_and_as_a_file(tmp_path):
 
 
 def test_what_is_missing_is_said():
-    with pytest.raises(InputError, match="one batch of inputs to find shapes with"):
+    with pytest.raises(InputError, match="one batch of inputs to infer shapes from"):
         fxq.quantize(network(), "dynamic")
     with pytest.raises(RecipeError, match=r'rows have no calibrated ranges.*range="dynamic"'):
         fxq.Recipe.static(activation=fxq.TensorSpec(symmetric=True, per="row"))

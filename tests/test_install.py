@@ -26,7 +26,7 @@ assert torch.equal(fxq.load("m.fxq")(data[0]), qmodel(data[0]))
 qmodel.report("r.html")
 qmodel.qparams().save("p.npz")
 fxq.search(model, recipe, data, target=20)
-trained = fxq.prepare(model, fxq.Recipe.qat(), data[0])
+trained = fxq.prepare(model, fxq.Recipe.qat(), example_inputs=data[0])
 trained(data[0]).sum().backward()
 fxq.convert(trained)
 for engine in ("openvino", "onnxruntime"):

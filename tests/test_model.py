@@ -211,7 +211,7 @@ def test_no_gradient_comes_out():
 )
 def test_other_dtypes_are_refused(qmodel, change):
     want = qmodel(X)
-    with pytest.raises(InputError, match="a quantized model's tensors keep their types, and this makes"):
+    with pytest.raises(InputError, match="the tensors of a quantized model keep their dtypes, and this makes"):
         change(qmodel)
     assert torch.equal(qmodel(X), want)
 
@@ -276,7 +276,7 @@ def test_autocast_changes_nothing():
     want = fxq.quantize(network(), REFERENCE, data=[X])
     with torch.autocast("cpu", torch.bfloat16):
         got = fxq.quantize(network(), REFERENCE, data=[X])
-        observed = fxq.calibrate(fxq.prepare(network(), REFERENCE, X), [X])
+        observed = fxq.calibrate(fxq.prepare(network(), REFERENCE, example_inputs=X), [X])
         stepped = fxq.convert(observed)
     precisions = [[(e.precision, e.reason, e.sqnr) for e in model.ledger] for model in (got, want, stepped)]
     assert precisions[0] == precisions[1] == precisions[2] and got.ledger.count("int8") > 3

@@ -231,7 +231,7 @@ def test_a_recurrent_layer_with_a_parametrization_is_trained(kind, parametrizati
     layer = kind(8, 8, batch_first=True)
     parametrization(layer, "weight_hh_l0")
     model, x = module(lambda self, x: self.a(self.r(x)[0]), r=layer, a=nn.Linear(8, 8)).eval(), torch.randn(2, 5, 8)
-    trained = fxq.prepare(model, fxq.Recipe.qat(backend="reference"), x)
+    trained = fxq.prepare(model, fxq.Recipe.qat(backend="reference"), example_inputs=x)
     for _ in range(2):
         trained(x).square().mean().backward()
     qmodel = fxq.convert(copy.deepcopy(trained))

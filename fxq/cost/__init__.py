@@ -1,1 +1,1 @@
-"""What ops cost on this machine, and which of them pay as integers."""
+"""Prices of ops, measured or estimated, and the choice between int8 and float by them."""

@@ -1,4 +1,4 @@
-"""Measured costs: how long kernels and float ops take on this machine, kept in the user's cache directory."""
+"""Measured prices of kernels and float ops on this machine, stored in the user's cache directory."""
 
 from __future__ import annotations
 
@@ -28,40 +28,42 @@ log = logging.getLogger("fxq")
 
 Call = Callable[[], Any]
 Prepare = Callable[[], Call]
-AGREE, NEAR, LONGEST = 3, 1.25, 0.15
-"""Runs that must agree with the quickest one, how much slower they may be, and the seconds after which to give up."""
-LEAST, MOST, CLOSE = 3, 10, 1.1
-"""Rounds at least and at most, and how much slower than the quickest a second one may be."""
-APART, PATIENCE = 0.2, 2.5
-"""Seconds from the begin of a round to the next, at least, and for all rounds behind the first, at most. What else runs
-on a core, or on the other half of it, makes integers up to twice as slow, for tenths of a second at a time."""
-KEPT = 1 << 28
-"""Bytes of tensors in calls that are kept for the next round: to make a call takes longer than to time it."""
-SMALL = 4**6
-"""Elements of a conversion below which its time is that of the call."""
-EVICTED = 1 << 24
-"""Bytes that are written to empty the caches of a core: more than they hold."""
+AGREEING_RUNS, MAX_RUN_RATIO, MAX_MEASURE_SECONDS = 3, 1.25, 0.15
+"""A call is timed until this many runs are within this ratio of the fastest run, or until these seconds have passed."""
+MIN_ROUNDS, MAX_ROUNDS, MAX_ROUND_RATIO = 3, 10, 1.1
+"""Number of rounds per price, and the ratio to the fastest round within which a second one must be."""
+MIN_ROUND_INTERVAL, MAX_EXTRA_SECONDS = 0.2, 2.5
+"""Minimum seconds between the starts of two rounds, and maximum seconds for all rounds after the first. Other programs
+on a core or its hyperthread slow integer kernels down for tenths of a second at a time."""
+MAX_CACHED_BYTES = 1 << 28
+"""Bytes of tensors in calls that are cached for the next round, since creating a call takes longer than timing it."""
+MIN_CONVERSION_ELEMENTS = 4**6
+"""Elements of a conversion below which the call itself dominates its time."""
+EVICTION_BYTES = 1 << 24
+"""Bytes that are written to evict the caches of a core: more than their size."""
 
 
 def measure(call: Call, cold: bool = False) -> float:
-    """Seconds that a call takes on a quiet machine: those of its quickest run, once others come near it.
+    """Return the seconds that a call takes on an idle machine: the minimum over runs, once several runs agree.
 
-    On a busy machine most runs are interrupted; so it goes on until `AGREE` runs took at most `NEAR` times as long as
-    the quickest, or `LONGEST` seconds have passed. The first two runs are left out: kernels pack weights in them.
+    Other programs only add to times. Runs are repeated until `AGREEING_RUNS` of them took at most `MAX_RUN_RATIO` times
+    the fastest, or `MAX_MEASURE_SECONDS` have passed. The first two runs, in which kernels pack weights, do not count.
 
     Args:
-        call: what to time.
-        cold: empty the caches before every run.
+        call: the call to time.
+        cold: whether to evict the CPU caches before every run.
     """
-    other = torch.zeros(EVICTED if cold else 0, dtype=torch.uint8)
+    eviction_buffer = torch.zeros(EVICTION_BYTES if cold else 0, dtype=torch.uint8)
     now = clock()
     with torch.inference_mode():
         call()
         call()
         times: list[float] = []
         began = now()
-        while sum(t <= NEAR * min(times) for t in times) < AGREE and now() - began < LONGEST:
-            other.bitwise_not_()
+        while (
+            sum(t <= MAX_RUN_RATIO * min(times) for t in times) < AGREEING_RUNS and now() - began < MAX_MEASURE_SECONDS
+        ):
+            eviction_buffer.bitwise_not_()
             start = now()
             call()
             times.append(now() - start)
@@ -69,15 +71,15 @@ def measure(call: Call, cold: bool = False) -> float:
 
 
 class Costs:
-    """Seconds by what was measured. Something unknown is measured when it is asked for.
+    """Measured prices in seconds, by key. Prices that are not known yet are measured on request.
 
-    A price is the least of several rounds. Between two rounds of one thing all others have theirs, so that whatever
-    keeps the machine busy for a moment does not meet all rounds of the same one (see `settle`).
+    A price is the minimum over several rounds. Rounds of different prices are interleaved, so that a short disturbance
+    does not affect all rounds of the same price (see `settle`).
 
     Attributes:
         has_table: whether estimates of the price table are used as well (`fxq/cost/price_table.py`).
-        path: the file that holds them between sessions; None: they are not kept.
-        rounds: what each round measured, in seconds, by a text that says all that the time depends on.
+        path: file that stores them between sessions; None: they are not stored.
+        rounds: seconds of each round, by a key that contains everything that the time depends on.
     """
 
     has_table: ClassVar[bool] = True
@@ -88,13 +90,19 @@ class Costs:
         self._new: set[str] = set()
         self._asked: dict[str, tuple[Prepare, bool]] = {}
         self._calls: dict[str, Call] = {}
-        self._patience, self._round, self._room = PATIENCE, -math.inf, KEPT
+        self._seconds_left, self._round, self._bytes_left = MAX_EXTRA_SECONDS, -math.inf, MAX_CACHED_BYTES
 
     def __contains__(self, key: str) -> bool:
         return key in self.rounds
 
     def seconds(self, key: str, prepare: Prepare, cold: bool = False) -> float:
-        """The seconds of what `key` names; `prepare` returns the call to time where they are not known yet."""
+        """Return the price of `key` in seconds, measured now if it is not known.
+
+        Args:
+            key: everything that the time depends on.
+            prepare: creates the call to time; not called if the price is known.
+            cold: whether to evict the CPU caches before every run.
+        """
         self._asked[key] = prepare, cold
         if key not in self.rounds:
             self._measure(key)
@@ -102,72 +110,77 @@ class Costs:
 
     def is_sound(self, key: str) -> bool:
         """Whether the measured rounds of a price agree, so that it may override the price table."""
-        return _is_sure(self.rounds.get(key, []))
+        return _rounds_agree(self.rounds.get(key, []))
 
     def settle(self, keys: Iterable[str] | None = None) -> None:
-        """Measure again, in rounds, what is not sure yet: few rounds, or no second one near the quickest.
+        """Measure further rounds of prices with few rounds, or whose rounds do not agree.
 
-        With cold caches a run is as slow as what happens to be in them makes it; those get all of their rounds.
+        Prices with cold caches vary more, and get the maximum number of rounds.
 
         Args:
-            keys: of these only; None: of all that was asked for.
+            keys: the prices; None: all that were requested.
         """
         asked = [key for key in (self._asked if keys is None else keys) if key in self._asked and key in self.rounds]
-        while self._again(key for key in asked if self._asked[key][1] or not _is_sure(self.rounds[key])):
+        while self._run_round(key for key in asked if self._asked[key][1] or not _rounds_agree(self.rounds[key])):
             pass
-        noisy = sum(not _is_sure(self.rounds[key]) for key in asked)
+        noisy = sum(not _rounds_agree(self.rounds[key]) for key in asked)
         if noisy:
             log.info("%d of %d prices differ from round to round: the machine is busy.", noisy, len(asked))
 
-    def _again(self, keys: Iterable[str]) -> bool:
-        """One more round of these, as far as they may change; whether any of them may."""
-        found = [key for key in keys if self._may_change(key)]
-        if not found or self._patience <= 0:
+    def _run_round(self, keys: Iterable[str]) -> bool:
+        """Measure one more round of the prices among `keys` that may change; return whether there were any."""
+        changeable = [key for key in keys if self._may_change(key)]
+        if not changeable or self._seconds_left <= 0:
             return False
         began = time.monotonic()
-        time.sleep(max(0.0, self._round + APART - began))
+        time.sleep(max(0.0, self._round + MIN_ROUND_INTERVAL - began))
         self._round = time.monotonic()
-        for key in found:
-            if time.monotonic() - began > self._patience:
+        for key in changeable:
+            if time.monotonic() - began > self._seconds_left:
                 break
             self._measure(key)
-        self._patience -= time.monotonic() - began
+        self._seconds_left -= time.monotonic() - began
         return True
 
     def _may_change(self, key: str) -> bool:
-        """Whether something is measured here and had not all of its rounds.
+        """Whether a price can be measured here and has rounds left.
 
-        What an earlier session was sure of stays as it is: the same network is to become the same model again.
+        Prices whose rounds agreed in an earlier session do not change, so that a network is quantized reproducibly.
         """
         rounds = self.rounds.get(key, [])
-        return key in self._asked and 0 < len(rounds) < MOST and (key in self._new or not _is_sure(rounds))
+        return key in self._asked and 0 < len(rounds) < MAX_ROUNDS and (key in self._new or not _rounds_agree(rounds))
 
     def _measure(self, key: str) -> None:
         prepare, cold = self._asked[key]
         call = self._calls.get(key) or prepare()
         size = _bytes(call)
-        if key not in self._calls and size <= self._room:
+        if key not in self._calls and size <= self._bytes_left:
             self._calls[key] = call
-            self._room -= size
+            self._bytes_left -= size
         self.rounds.setdefault(key, []).append(measure(call, cold))
         self._new.add(key)
 
     def of_size(self, key: str, elements: int, prepare: Callable[[int], Call]) -> float:
-        """The seconds of a conversion: measured at powers of four, in between on the line through two of them.
+        """Return the seconds of a conversion, interpolated linearly between measurements at powers of four.
 
-        Measured with cold caches. The two forms of an op find the caches alike; a conversion is a call more, and inside
-        a network pays for its own code and buffers: 35 to 57 µs for a small tensor instead of 8 (AVX512-VNNI server).
+        They are measured with cold caches: a conversion is an additional call in a network, which must load its code
+        and buffers.
+
+        Args:
+            key: everything that the time depends on, except the size.
+            elements: number of elements.
+            prepare: creates the call to time, for a number of elements.
         """
-        elements = max(elements, SMALL)
+        elements = max(elements, MIN_CONVERSION_ELEMENTS)
         below = (elements.bit_length() - 1) // 2
         sizes = 4**below, 4 ** (below + 1)
         low, high = (self.seconds(f"{key} {n}", lambda n=n: prepare(n), cold=True) for n in sizes)  # type: ignore[misc]
         return low + (elements - sizes[0]) / (sizes[1] - sizes[0]) * (high - low)
 
     def save(self) -> None:
-        """Write what was measured, beside what others have written meanwhile. Where that fails, nothing is kept.
+        """Add the new prices to the file. If it cannot be written, log that.
 
-        Wall-clock prices whose rounds disagree are not written either, as other programs disturbed them.
+        Wall-clock prices whose rounds disagree are not stored, since other programs disturbed them.
         """
         if self.path is None or not self._new:
             return
@@ -175,25 +188,25 @@ class Costs:
         try:
             write_rounds(self.path, {**read_rounds(self.path), **sound})
         except RenderError as error:
-            log.info("measured costs are not kept: %s", error)
+            log.info("measured prices are not stored: %s", error)
         self._new.clear()
 
 
 def _bytes(call: Call) -> int:
-    """The size of the tensors that a `functools.partial` holds as arguments; of another call nothing is known: 0."""
-    given = tree_leaves((getattr(call, "args", ()), getattr(call, "keywords", {})))
-    return sum(value.numel() * value.element_size() for value in given if isinstance(value, Tensor))
+    """Bytes of the tensors among the arguments of a `functools.partial`; 0 for other callables."""
+    arguments = tree_leaves((getattr(call, "args", ()), getattr(call, "keywords", {})))
+    return sum(value.numel() * value.element_size() for value in arguments if isinstance(value, Tensor))
 
 
-def _is_sure(rounds: list[float]) -> bool:
-    """Whether there are enough rounds, of which a second one came near the quickest."""
-    return len(rounds) >= LEAST and sum(seconds <= CLOSE * min(rounds) for seconds in rounds) > 1
+def _rounds_agree(rounds: list[float]) -> bool:
+    """Whether there are enough rounds, and a second one is near the fastest."""
+    return len(rounds) >= MIN_ROUNDS and sum(seconds <= MAX_ROUND_RATIO * min(rounds) for seconds in rounds) > 1
 
 
 def machine() -> dict[str, str]:
-    """What costs depend on: when any of it changes, everything is measured again.
+    """Facts that prices depend on: if any of them changes, all prices are measured again.
 
-    The number of threads stands in what is measured: it may change within a session.
+    The number of threads is part of the keys instead, since it may change within a session.
     """
     return {
         **cpu.machine(),
@@ -205,55 +218,55 @@ def machine() -> dict[str, str]:
 
 
 _MEASURED = ("backends", "ops", "graph/bindable.py", "runtime/binding.py", "cost/cache.py", "cost/probe.py")
-"""The files of the package that say what is measured, and how: kernels, float ops, and the way they are called."""
+"""Files and folders of the package whose code is measured, or measures: kernels, float ops, and how they are called."""
 
 
 @cache
 def kernels_code() -> str:
-    """A hash of the code that is measured: an edited kernel has other prices."""
-    found, package = hashlib.sha256(), Path(__file__).parents[1]
+    """Hash of the measured code, so that edited kernels are measured again."""
+    digest, package = hashlib.sha256(), Path(__file__).parents[1]
     for name in _MEASURED:
         place = package / name
         for file in sorted(place.rglob("*.py")) if place.is_dir() else (place,):
-            found.update(file.name.encode() + file.read_bytes())
-    return found.hexdigest()[:12]
+            digest.update(file.name.encode() + file.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def machine_path() -> Path:
-    """File of this machine's costs, in the folder of `FXQ_CACHE` or the user's cache directory."""
-    about = hashlib.sha256(json.dumps(machine(), sort_keys=True).encode()).hexdigest()
-    return cache_folder() / f"costs-{about[:12]}.json"
+    """File of this machine's prices, in the folder `FXQ_CACHE` or the user's cache directory."""
+    digest = hashlib.sha256(json.dumps(machine(), sort_keys=True).encode()).hexdigest()
+    return cache_folder() / f"costs-{digest[:12]}.json"
 
 
 def machine_costs() -> Costs:
-    """The costs of this machine, as far as they have been measured."""
+    """Return the prices of this machine that have been measured so far."""
     return Costs(machine_path())
 
 
 def write_rounds(path: Path, rounds: dict[str, list[float]]) -> None:
-    """Write a file of costs measured on this machine. Raises `RenderError` if it cannot be written."""
+    """Write a file of prices measured on this machine. Raises `RenderError` if it cannot be written."""
     write_file(path, json.dumps({"machine": machine(), "rounds": rounds}, indent=1).encode())
 
 
 def parse_file(text: str) -> tuple[dict[str, str], dict[str, list[float]]]:
-    """The machine and the rounds in the text of a file of costs. Raises `ValueError` where it is no such text."""
+    """Return the machine and the rounds in the text of a file of prices. Raises `ValueError` for other text."""
     try:
         data = json.loads(text)
-        about = {str(key): str(value) for key, value in data["machine"].items()}
-        rounds = {str(key): [float(seconds) for seconds in found] for key, found in data["rounds"].items()}
+        facts = {str(key): str(value) for key, value in data["machine"].items()}
+        rounds = {str(key): [float(seconds) for seconds in times] for key, times in data["rounds"].items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from None
     if not all(rounds.values()):
         raise ValueError("it was written by something else")
-    return about, rounds
+    return facts, rounds
 
 
 def read_rounds(path: Path) -> dict[str, list[float]]:
-    """The rounds in a file; none where it is not there or not readable."""
+    """Return the rounds in a file; an empty dict if it is missing or cannot be read."""
     try:
         return parse_file(path.read_text(encoding="utf-8"))[1]
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        log.warning("the measured costs in %s are not readable (%s); they are measured again.", path, error)
+        log.warning("the measured prices in %s cannot be read (%s); they are measured again.", path, error)
         return {}

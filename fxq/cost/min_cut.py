@@ -1,4 +1,4 @@
-"""Which ops pay as integers: a minimum cut between the ops that run in float and those that run on integers."""
+"""Choice between int8 and float for every op by a minimum cut: the cheapest total of ops and conversions."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from fxq.graph.info import Source
 
 Key = Hashable
 WINDOW, AHEAD = 800, 200
-"""Undecided ops that are cut at once, and how many behind them are looked at: beyond, time would grow as the square."""
+"""Ops that are decided in one cut, and ops after them that the cut includes. The time of a cut grows quadratically."""
 
 
 @dataclass(frozen=True)
-class Priced:
-    """An op that could run either way.
+class PricedOp:
+    """Op that could run on integers or in float, with both prices.
 
     Attributes:
-        key: its name.
-        int8, real: seconds on integers, and in float.
+        key: key of the op.
+        int8, real: seconds on integers and in float.
         source: origin of the seconds: "measured", "table" (`fxq/cost/price_table.py`), or "" if they are not known and
             only express a preference.
     """
@@ -32,15 +32,15 @@ class Priced:
 
 @dataclass(frozen=True)
 class PricedValue:
-    """A value between ops, and what its conversions cost.
+    """Value between ops, with the prices of its conversions.
 
     Attributes:
-        producer: the op that makes it; None when that runs in float whatever happens.
-        readers: the ops that read it; None stands for readers that run in float whatever happens.
-        quantize: seconds to make it integer, paid once, where its producer is float and a reader is not.
-        dequantize: seconds to make it float, paid once, where its producer is integer and a reader is not.
-        emits: its producer's kernel can hand out float as well as integers, so that float readers cost nothing unless
-            others read integers.
+        producer: the op that computes it; None if that always runs in float.
+        readers: the ops that read it; None stands for readers that always run in float.
+        quantize: seconds to quantize it, paid once if its producer is float and a reader is not.
+        dequantize: seconds to dequantize it, paid once if its producer is integer and a reader is not.
+        emits: whether its producer's kernel can return float instead of integers, so that float readers cost nothing
+            unless other readers need integers.
     """
 
     producer: Key | None
@@ -51,23 +51,28 @@ class PricedValue:
 
     @cached_property
     def distinct(self) -> frozenset[Key | None]:
-        """Its readers, each once."""
+        """Its readers without duplicates."""
         return frozenset(self.readers)
 
-    def conversions(self, made: bool, read: int) -> float:
-        """Seconds of its conversions where its producer is integer, or not, and so many of its readers are."""
-        total = self.quantize if read and not made else 0.0
-        mixed = read > 0 if self.emits else made
+    def conversions(self, produced: bool, read: int) -> float:
+        """Return the seconds of its conversions.
+
+        Args:
+            produced: whether its producer runs on integers.
+            read: number of its readers that run on integers.
+        """
+        total = self.quantize if read and not produced else 0.0
+        mixed = read > 0 if self.emits else produced
         return total + self.dequantize if mixed and read < len(self.distinct) else total
 
 
-def seconds_of(integers: Collection[Key], ops: Iterable[Priced], values: Iterable[PricedValue]) -> float:
-    """What a choice costs in all, in seconds: what `cheapest` minimizes.
+def seconds_of(integers: Collection[Key], ops: Iterable[PricedOp], values: Iterable[PricedValue]) -> float:
+    """Return the total seconds of a choice, which `cheapest` minimizes.
 
     Args:
         integers: the ops that run on integers; all others run in float.
         ops: the ops that could run either way.
-        values: the values that they make and read.
+        values: the values that they compute and read.
     """
     total = sum(op.int8 if op.key in integers else op.real for op in ops)
     for value in values:
@@ -76,38 +81,39 @@ def seconds_of(integers: Collection[Key], ops: Iterable[Priced], values: Iterabl
 
 
 def conversions_of(integers: Collection[Key], values: Iterable[PricedValue]) -> dict[Key, float]:
-    """For each op, the seconds that conversions take with it on integers, less those with it in float.
+    """Return, for each op, the seconds of conversions if it runs on integers minus those if it runs in float.
 
     Args:
-        integers: the ops that run on integers, as decided; but for the one that is asked about, all others do so.
+        integers: the ops that run on integers; all ops but the one in question stay as decided.
         values: the values between ops.
     """
-    found: dict[Key, float] = {}
+    extra: dict[Key, float] = {}
     for value in values:
-        made = value.producer in integers
+        produced = value.producer in integers
         read = sum(reader in integers for reader in value.distinct)
         for key in {value.producer, *value.distinct} - {None}:
             reads = key in value.distinct
-            others = read - (reads and key in integers)
+            other_reads = read - (reads and key in integers)
             int8, real = (
-                value.conversions(runs if key == value.producer else made, others + (reads and runs))
+                value.conversions(runs if key == value.producer else produced, other_reads + (reads and runs))
                 for runs in (True, False)
             )
-            found[key] = found.get(key, 0.0) + int8 - real
-    return found
+            extra[key] = extra.get(key, 0.0) + int8 - real
+    return extra
 
 
-def cheapest(ops: Sequence[Priced], values: Sequence[PricedValue]) -> set[Key]:
-    """The ops that run on integers in the cheapest choice (see `seconds_of`).
+def cheapest(ops: Sequence[PricedOp], values: Sequence[PricedValue]) -> set[Key]:
+    """Return the ops that run on integers in the cheapest choice (see `seconds_of`).
 
-    Ops whose gain, or loss, is larger than all conversions around them are decided at once. What is left falls into
-    small connected parts; each is cut at the minimum between source (integers) and sink (float). A part of more than a
-    thousand ops is cut in pieces, in order, each with a look at what follows: cheap rather than cheapest.
-    Source: Boykov, Kolmogorov 2004, "An Experimental Comparison of Min-Cut/Max-Flow Algorithms", section 2.
+    Ops whose gain or loss exceeds all conversions around them are decided first. The remaining ops form small connected
+    parts, and each is decided by a minimum cut between source (integers) and sink (float). A part of more than
+    `WINDOW` + `AHEAD` ops is cut window by window, which is not always optimal.
 
     Args:
         ops: the ops that could run either way.
-        values: the values that they make and read. Every key is an op's.
+        values: the values that they compute and read. Every key is that of an op.
+
+    Source: Boykov, Kolmogorov 2004, "An Experimental Comparison of Min-Cut/Max-Flow Algorithms", section 2.
     """
     problem = _Problem(ops, values)
     for part in problem.parts():
@@ -118,9 +124,9 @@ def cheapest(ops: Sequence[Priced], values: Sequence[PricedValue]) -> set[Key]:
 
 
 class _Problem:
-    """The ops with what has been decided so far."""
+    """Ops and values of a choice, with the decisions made so far."""
 
-    def __init__(self, ops: Sequence[Priced], values: Sequence[PricedValue]) -> None:
+    def __init__(self, ops: Sequence[PricedOp], values: Sequence[PricedValue]) -> None:
         self.ops = {op.key: op for op in ops}
         self.values: dict[Key, list[PricedValue]] = {key: [] for key in self.ops}
         for value in values:
@@ -129,12 +135,12 @@ class _Problem:
                     self.values[key].append(value)
         self.decided: dict[Key, bool] = {}
         for op in ops:
-            gain, most = op.real - op.int8, sum(v.quantize + v.dequantize for v in self.values[op.key])
-            if abs(gain) >= most:
+            gain, conversions = op.real - op.int8, sum(v.quantize + v.dequantize for v in self.values[op.key])
+            if abs(gain) >= conversions:
                 self.decided[op.key] = gain >= 0
 
     def parts(self) -> list[list[Key]]:
-        """The undecided ops, in connected parts, each in the order of the graph."""
+        """Return the connected parts of the undecided ops, each in the order of the graph."""
         import networkx as nx
 
         order = {key: i for i, key in enumerate(self.ops) if key not in self.decided}
@@ -153,14 +159,14 @@ class _Problem:
 
         def add(tail: Key, head: Key, capacity: float = float("inf")) -> None:
             if tail not in (head, _SINK) and head != _SOURCE:
-                known = graph.get_edge_data(tail, head, {"capacity": 0.0})
-                graph.add_edge(tail, head, capacity=known["capacity"] + capacity)
+                edge = graph.get_edge_data(tail, head, {"capacity": 0.0})
+                graph.add_edge(tail, head, capacity=edge["capacity"] + capacity)
 
         for key in part:
             add(_SOURCE, self._end(key), self.ops[key].real)
             add(self._end(key), _SINK, self.ops[key].int8)
         for value in {id(v): v for key in part for v in self.values[key]}.values():
-            # a node for "some reader is integer", and one for "all readers are"
+            # one node for "some reader is integer", another for "all readers are integer"
             producer, some, every = self._end(value.producer), ("some", id(value)), ("every", id(value))
             for reader in dict.fromkeys(map(self._end, value.readers)):
                 add(reader, some)
@@ -172,7 +178,7 @@ class _Problem:
         self.decided.update({key: self._end(key) in integers for key in part[:sure]})
 
     def _end(self, key: Key | None) -> Key:
-        """The node of an op: an end of the network where the op is decided."""
+        """Node of an op in the flow network; source or sink if the op is decided."""
         runs = False if key is None else self.decided.get(key)
         return ("op", key) if runs is None else _SOURCE if runs else _SINK
 

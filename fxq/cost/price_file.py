@@ -1,8 +1,8 @@
-"""Measured prices, for their owner: where they are, and how to forget, export and ship them.
+"""`fxq.cost_cache`: the file of this machine's measured prices, and functions to reset, export and load it.
 
-What runs on integers follows from prices that are measured once per machine (see `fxq/cost/cache.py`). Machines of one
-kind that are to come to the same decisions can share a file of them; a recipe with the decisions themselves
-(`qmodel.recipe_as_decided()`) needs no prices, on any machine.
+With optimize="speed", prices that are measured once per machine decide which ops run on integers (see
+`fxq/cost/cache.py`). Machines of one kind can share a file of prices to reach the same decisions. A recipe with fixed
+decisions (`qmodel.recipe_as_decided()`) needs no prices.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from fxq.errors import InputError, RenderError
 
 
 def path() -> Path:
-    """The file with the prices of this machine; there is none before anything was measured.
+    """Return the path of the file with this machine's prices. It exists once a price was measured.
 
-    Its name holds all that prices depend on: CPU and instruction sets, versions of torch and fxq, the kernels' code.
+    Its name has a hash of all that prices depend on: CPU, instruction sets, versions of torch and fxq, and kernel code.
 
     Example:
         >>> path().suffix
@@ -27,7 +27,7 @@ def path() -> Path:
 
 
 def reset() -> None:
-    """Forget the prices of this machine: whatever is quantized next is measured anew."""
+    """Delete the prices of this machine, so that they are measured again."""
     machine_path().unlink(missing_ok=True)
 
 
@@ -35,13 +35,13 @@ def export(file: str | os.PathLike[str]) -> Path:
     """Write the prices of this machine to a file, for `load` on machines of the same kind.
 
     Args:
-        file: where to; folders that are missing are made.
+        file: path of the file. Missing folders are created.
 
     Returns:
         The file's path.
 
     Raises:
-        InputError: nothing was measured yet, or the file cannot be written.
+        InputError: no price was measured yet, or the file cannot be written.
 
     Example:
         >>> export("prices.json")  # doctest: +SKIP
@@ -61,32 +61,35 @@ def export(file: str | os.PathLike[str]) -> Path:
 
 
 def load(file: str | os.PathLike[str]) -> int:
-    """Take over the prices in a file that `export` wrote; where this machine has measured the same, the file's count.
+    """Add the prices of a file that `export` wrote to this machine's. They replace prices that were measured here.
+
+    Args:
+        file: path of the file.
 
     Returns:
-        How many there are.
+        Number of prices in the file.
 
     Raises:
-        InputError: there is no such file, it holds no prices, or they are those of another kind of machine; the message
-            says what is different.
+        InputError: the file is missing, has no prices, or is from another kind of machine; the message says which facts
+            differ.
     """
     try:
-        about, rounds = parse_file(Path(file).read_text(encoding="utf-8"))
+        there, rounds = parse_file(Path(file).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InputError(f"cannot read prices from {os.fspath(file)!r}: {error}.") from None
     here = machine()
-    apart = [
-        f"{key} is {about.get(key)!r} there, {here.get(key)!r} here"
-        for key in {**here, **about}
-        if about.get(key) != here.get(key)
+    differences = [
+        f"{key} is {there.get(key)!r} there, {here.get(key)!r} here"
+        for key in {**here, **there}
+        if there.get(key) != here.get(key)
     ]
-    if apart:
+    if differences:
         raise InputError(
-            f"the prices in {os.fspath(file)!r} are of another kind of machine: {'; '.join(apart)}. Measure here, or "
-            "pin the decisions: qmodel.recipe_as_decided()."
+            f"the prices in {os.fspath(file)!r} are of another kind of machine: {'; '.join(differences)}. Measure "
+            "prices here, or fix the decisions: qmodel.recipe_as_decided()."
         )
     try:
         write_rounds(machine_path(), {**read_rounds(machine_path()), **rounds})
     except RenderError as error:
-        raise InputError(f"cannot keep the prices: {error}") from None
+        raise InputError(f"cannot store the prices: {error}") from None
     return len(rounds)

@@ -1,7 +1,7 @@
-"""The price table: what ops take on each kind of CPU, estimated from their sizes by a few measured coefficients.
+"""The price table: estimated times of ops on each kind of CPU, from their sizes and a few measured coefficients.
 
-An estimate is the same in every process, however busy the machine is. It stands for a price where nothing is measured,
-and where a measurement does not clearly contradict it (see `fxq/cost/prices.py`). `price_table.toml` holds the
+An estimate is the same in every process, however busy the machine is. It is used as the price if nothing is measured,
+or if a measurement does not clearly contradict it (see `fxq/cost/prices.py`). `price_table.toml` holds the
 coefficients; `scripts/dev/measure_prices.py` measures them.
 """
 
@@ -33,20 +33,20 @@ else:
 
 FILE = Path(__file__).with_name("price_table.toml")
 Rows = Mapping[str, Sequence[float]]
-_LANES, _SUMMED = 16, 4
-"""Kernels compute so many output channels at once, and add so many products at once: other numbers are rounded up."""
+_LANES, _SUMMED_PRODUCTS = 16, 4
+"""Output channels and products that kernels process at once; channel counts are rounded up to multiples of these."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What an op has to do, as the price table counts it.
+    """Amount of work of an op, as the price table counts it.
 
     Attributes:
-        kind: its row: the op's name, of convolutions with their groups; "+name" for an op in the kernel of another.
-        macs: multiply-accumulates in millions, channels rounded up to what kernels compute at once.
-        elements: values that it reads and makes, weights left out, in millions.
-        weights: values of its weight, in millions.
-        gathered: values under the windows of a convolution, at all its positions, in millions.
+        kind: row of the table: the op's name, with suffixes for special cases; "+name" for an op fused into a kernel.
+        macs: multiply-accumulates in millions, with channels rounded up to what kernels process at once.
+        elements: values read and computed, without weights, in millions.
+        weights: values of the weight, in millions.
+        gathered: values under the windows of a convolution, over all its positions, in millions.
     """
 
     kind: str
@@ -57,7 +57,7 @@ class Work:
 
     @property
     def sizes(self) -> tuple[float, float, float, float, float]:
-        """What the coefficients of a row are multiplied with."""
+        """Factors of the coefficients of a row: 1 for the call, then the sizes."""
         return (1.0, self.macs, self.elements, self.weights, self.gathered)
 
 
@@ -66,9 +66,9 @@ class PriceTable:
     """Estimated seconds of ops on one kind of CPU, with one thread.
 
     Attributes:
-        real: coefficients by kind of work for float ops: microseconds for a call, for a million multiply-accumulates,
-            for a million values read and made, for a million weights, for a million values gathered.
-        int8: the same for the kernels of one backend, and for conversions.
+        real: coefficients of float ops by kind of work: microseconds per call, per million multiply-accumulates, per
+            million values read and computed, per million weights, and per million gathered values.
+        int8: coefficients of the kernels of one backend, and of conversions.
     """
 
     real: Rows
@@ -76,32 +76,32 @@ class PriceTable:
 
     @staticmethod
     def seconds(rows: Rows, works: Sequence[Work]) -> float | None:
-        """The sum over works; None where there is no row for one."""
+        """Return the sum of seconds over `works`; None if a kind has no row."""
         if any(work.kind not in rows for work in works):
             return None
         return 1e-6 * sum(a * b for work in works for a, b in zip(rows[work.kind], work.sizes, strict=True))
 
     def float_seconds(self, gm: fx.GraphModule, region: UnitRegion) -> float | None:
-        """Seconds of the ops of a region in float; None: the table does not know one of them."""
+        """Return the seconds of the ops of a region in float; None if one of them is not in the table."""
         return self.seconds(self.real, float_works(gm, region))
 
     def kernel_seconds(self, gm: fx.GraphModule, region: UnitRegion) -> float | None:
-        """Seconds of a region as one integer kernel; None: the table does not know one of its ops."""
+        """Return the seconds of a region as one integer kernel; None if one of its ops is not in the table."""
         return self.seconds(self.int8, kernel_works(gm, region))
 
     def conversion(self, kind: str, elements: int) -> float | None:
-        """Seconds to "quantize", "dequantize" or "measure" so many values."""
+        """Return the seconds to "quantize", "dequantize" or "measure" a number of values; None if not in the table."""
         return self.seconds(self.int8, (Work(kind, elements=elements / 1e6),))
 
 
 def float_works(gm: fx.GraphModule, region: UnitRegion) -> tuple[Work, ...]:
-    """What the ops of a region do in float: each is a call of its own."""
+    """Work of the ops of a region in float, each a separate call."""
     shapes = _Shapes(gm, region)
     return tuple(_work(shapes, call, _kind(shapes, call)) for call in region.calls)
 
 
 def kernel_works(gm: fx.GraphModule, region: UnitRegion) -> tuple[Work, ...]:
-    """What an integer kernel does: its first op is the call, the others work on what that made."""
+    """Work of a region as one integer kernel: its first op is the call, the others are fused into it."""
     shapes = _Shapes(gm, region)
     first, *others = region.calls
     return (
@@ -111,7 +111,7 @@ def kernel_works(gm: fx.GraphModule, region: UnitRegion) -> tuple[Work, ...]:
 
 
 def _form(region: UnitRegion) -> str:
-    """What the kind of a layer ends in that measures ranges, or of a linear layer that emits floats: other kernels."""
+    """Suffix of the kind of a layer with a dynamic range, or of a linear layer with float output."""
     plan = info(region.node).plan
     if plan is not None and plan.reads is not None and plan.reads.range == "dynamic":
         return "_dynamic"
@@ -120,7 +120,10 @@ def _form(region: UnitRegion) -> str:
 
 
 class _Shapes(fx.Interpreter):
-    """The shapes of what the ops of a region read and make: of those inside a unit as its body makes them of shapes."""
+    """Shapes of the values that the ops of a region read and compute.
+
+    Shapes inside a unit come from running its body on tensors without values.
+    """
 
     def __init__(self, gm: fx.GraphModule, region: UnitRegion) -> None:
         self.calls, self.node = region.calls, region.node
@@ -129,14 +132,14 @@ class _Shapes(fx.Interpreter):
         if unit is None:
             return
         super().__init__(unit)
-        with torch.no_grad(), contextlib.suppress(Exception):  # a body that shapes are not enough for
+        with torch.no_grad(), contextlib.suppress(Exception):  # some bodies need values
             self.run(*fx.node.map_arg(region.node.args, _of_shape))
 
     def run_node(self, n: fx.Node) -> Any:
         """Run an op of the body."""
         op = op_of(n)
         if op is not None and (op.traits.pointwise or op.traits.narrows) and len(op.traits.inputs) == 1:
-            # not run: on the meta device some of them, such as relu, import torch._dynamo, which takes a second
+            # not run: on the meta device, ops such as relu import torch._dynamo, which takes a second
             value = self.fetch_args_kwargs_from_env(n)[0][0]
         else:
             value = super().run_node(n)
@@ -145,13 +148,13 @@ class _Shapes(fx.Interpreter):
         return value
 
     def __getitem__(self, value: Any) -> tuple[int, ...]:
-        """The shape of an argument of an op; of what is not known, that of the unit's output."""
+        """Shape of an argument of an op; if it is unknown, the shape of the unit's output."""
         if isinstance(value, Inner):
             return self.made(self.calls[value.index])
         return info(value if isinstance(value, fx.Node) else self.node).shape or ()
 
     def made(self, call: OpCall) -> tuple[int, ...]:
-        """The shape of what an op makes."""
+        """Shape of the output of an op."""
         return self.inner.get(call.name, info(self.node).shape or ())
 
 
@@ -166,10 +169,10 @@ def _weight(shapes: _Shapes, call: OpCall) -> tuple[int, ...]:
 
 
 def _kind(shapes: _Shapes, call: OpCall) -> str:
-    """The row of an op: its name, and what else makes other kernels of it or of its parts.
+    """Row of the price table for an op: its name, with a suffix if it has special kernels.
 
-    Convolutions of all ranks share a row. Groups, a single tap, channels that fill one vector at most, broadcasting and
-    one row of a linear layer make others.
+    Convolutions of all ranks share a row. Suffixes mark groups, depthwise and 1x1 convolutions, convolutions with at
+    most 16 channels, broadcasting, and linear layers with one row.
     """
     name, weight = call.op.name, _weight(shapes, call)
     groups = call.options.get("groups", 1)
@@ -187,9 +190,9 @@ def _kind(shapes: _Shapes, call: OpCall) -> str:
 def _work(shapes: _Shapes, call: OpCall, kind: str) -> Work:
     out, weight, macs, gathered = shapes.made(call), _weight(shapes, call), 0.0, 0.0
     if call.op.macs is not None:
-        given = [shapes[value] if value is not None else None for value in call.tensors.values()]
-        with contextlib.suppress(TypeError, IndexError):  # written in a way of its own
-            macs = call.op.macs(out, *given) / 1e6
+        input_shapes = [shapes[value] if value is not None else None for value in call.tensors.values()]
+        with contextlib.suppress(TypeError, IndexError):  # calls with unusual arguments
+            macs = call.op.macs(out, *input_shapes) / 1e6
             gathered = macs / max(weight[0], 1) if len(weight) > 2 else 0.0
     read = sum(math.prod(shapes[value]) for value in call.activations)
     values = math.prod(weight) if weight else 0
@@ -197,36 +200,36 @@ def _work(shapes: _Shapes, call: OpCall, kind: str) -> Work:
 
 
 def _padding(weight: tuple[int, ...], kind: str) -> float:
-    """How much more a kernel computes than it has to, as it computes several channels at once."""
+    """Ratio of the computed to the necessary multiply-accumulates, since kernels process several channels at once."""
     if len(weight) < 2 or "lstm" in kind or "gru" in kind:
         return 1.0
     outputs, inputs = weight[:2] if "transpose" not in kind else (weight[1], weight[0])
-    grown = _up(outputs, _LANES) / max(outputs, 1)
-    return grown if "depthwise" in kind else grown * _up(inputs, _SUMMED) / max(inputs, 1)
+    ratio = _rounded_up(outputs, _LANES) / max(outputs, 1)
+    return ratio if "depthwise" in kind else ratio * _rounded_up(inputs, _SUMMED_PRODUCTS) / max(inputs, 1)
 
 
-def _up(count: int, step: int) -> int:
+def _rounded_up(count: int, step: int) -> int:
     return -(-count // step) * step
 
 
 @cache
 def read_table(path: Path = FILE) -> dict[str, Any]:
-    """The coefficients in a file, by kind of CPU, then by "float" or backend, then by kind of work."""
+    """Return the coefficients in a file, by kind of CPU, then by "float" or backend, then by kind of work."""
     with path.open("rb") as file:
-        found: dict[str, Any] = tomllib.load(file)
-    return found
+        table: dict[str, Any] = tomllib.load(file)
+    return table
 
 
 def table_for(backend: str, kind: str | None = None) -> PriceTable | None:
-    """The table of a backend's kernels on a kind of CPU, by default this one; None: nobody has measured any."""
+    """Return the table of a backend's kernels on a kind of CPU, by default this one; None if there is none."""
     kind = kind or cpu.kind()
     table = read_table()
-    rows = table.get(kind) or table[_MEASURED_LIKE[kind]]
-    kernels = backend if backend in rows else _LIKE.get(backend)
+    rows = table.get(kind) or table[_SIMILAR_CPUS[kind]]
+    kernels = backend if backend in rows else _SIMILAR_BACKENDS.get(backend)
     return PriceTable(rows["float"], rows[kernels]) if kernels is not None else None
 
 
-_MEASURED_LIKE = {"amx": "avx512_vnni", "avx2_vnni": "avx512_vnni", "neon": "avx2"}
-"""Kinds of CPU that are not measured yet, with the one whose ratios of int8 to float are likely the nearest."""
-_LIKE = {"fbgemm": "x86", "qnnpack": "x86"}
-"""Backends that are not measured on each kind of CPU, with the one that stands for them."""
+_SIMILAR_CPUS = {"amx": "avx512_vnni", "avx2_vnni": "avx512_vnni", "neon": "avx2"}
+"""Measured kind of CPU whose coefficients are used for a kind that is not measured."""
+_SIMILAR_BACKENDS = {"fbgemm": "x86", "qnnpack": "x86"}
+"""Backend whose coefficients are used for a backend that is not measured."""

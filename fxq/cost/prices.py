@@ -1,4 +1,4 @@
-"""The qdq graph as ops and values with prices: what `fxq/cost/min_cut.py` decides on."""
+"""Prices of the ops and values of a qdq graph, for the choice in `fxq/cost/min_cut.py`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import fx
 
-from fxq.cost.min_cut import Key, Priced, PricedValue, cheapest, seconds_of
+from fxq.cost.min_cut import Key, PricedOp, PricedValue, cheapest, seconds_of
 from fxq.cost.probe import MIN_SPEEDUP, Prober
 from fxq.graph.info import Cost, info, precision_of
 from fxq.graph.query import CONVERSIONS, is_op, made_by, measures_of, reads_only_metadata, taken_from
@@ -19,48 +19,52 @@ from fxq.graph.unit import calls_of
 
 log = logging.getLogger("fxq")
 TABLE_MARGIN = 2.0
-"""How far int8 over float as measured has to be from the price table's before it counts. What other programs leave of
-caches and execution units makes integers up to so many times slower, also in CPU time."""
+"""Factor by which a measured ratio of int8 to float must differ from the price table's to override it. Other programs
+slow integer kernels down by up to this factor, also in CPU time."""
 
 
 def regions_of(gm: fx.GraphModule, nodes: Sequence[fx.Node]) -> dict[fx.Node, UnitRegion]:
-    """The regions of the ops and units that run on integers, and could run in float."""
-    found = {}
+    """Return the regions of the ops and units that run on integers and could run in float."""
+    regions = {}
     for node in nodes:
         runs = precision_of(node) in ("int8", "moves") and not is_op(node, *CONVERSIONS)
         region = read_region(gm, node) if runs else None
         if region is not None:
-            found[node] = region
-    return found
+            regions[node] = region
+    return regions
 
 
 def priced_ops(
     gm: fx.GraphModule, regions: dict[fx.Node, UnitRegion], prober: Prober, advance: Callable[[], None]
-) -> list[Priced]:
-    """Ops with their seconds on integers and in float, the conversions around them left out.
+) -> list[PricedOp]:
+    """Return the prices of ops on integers and in float, without the conversions around them.
 
-    A conversion from one grid to another, which an op needs for what it reads, counts for its integer form. An op that
-    cannot be measured stays on integers: what is wrong with its kernel is for verify-lowering to find. But one that
-    only moves data, as a reshape to a size that is read at run time, costs the same either way, so that its neighbours
-    decide. Where the prober measures nothing, they are those that the price table knows. `advance` is called after each
-    that was measured.
+    Requantizing an input counts as part of the op's integer form. Ops that cannot be measured stay on integers
+    (verify-lowering finds out whether their kernels are wrong), except ops that only move data: they get the same price
+    either way, so that their neighbours decide. If the prober does not measure, prices come from the price table.
+
+    Args:
+        gm: module of the qdq graph.
+        regions: regions of the ops.
+        prober: source of the prices.
+        advance: called after each op that was measured.
     """
     ops = []
     for node, region in regions.items():
-        unmeasured = Priced(node, 0.0, 0.0 if precision_of(node) == "moves" else math.inf, source="")
+        unmeasured = PricedOp(node, 0.0, 0.0 if precision_of(node) == "moves" else math.inf, source="")
         if not prober.can_price(region):
             ops.append(unmeasured)
             continue
         if not prober.measures:
             ops.append(_estimated(gm, node, regions, prober) or unmeasured)
             continue
-        known = prober.knows(region)
+        is_measured = prober.knows(region)
         try:
             ops.append(_priced(gm, node, regions, prober))
-        except Exception as error:  # whatever a kernel raises on random inputs
+        except Exception as error:  # kernels may raise anything on random inputs
             log.warning("%s cannot be timed (%s: %s).", node.name, type(error).__name__, error)
             ops.append(unmeasured)
-        if not known:
+        if not is_measured:
             advance()
     return ops
 
@@ -70,53 +74,63 @@ def choose_by_price(
     nodes: Sequence[fx.Node],
     regions: dict[fx.Node, UnitRegion],
     prober: Prober,
-    ops: list[Priced],
-) -> tuple[list[Priced], list[PricedValue], set[Key]]:
-    """The ops and the values with the prices that decide, and the ops that run on integers in the cheapest choice.
+    ops: list[PricedOp],
+) -> tuple[list[PricedOp], list[PricedValue], set[Key]]:
+    """Choose the ops that run on integers by price.
 
-    The price table decides, so that the choice is the same in every process; except for ops whose measured ratio of
-    int8 to float is clearly not the table's, also when they are measured again, and for ops that it does not know.
+    The price table decides, so that the choice is reproducible. Measurements replace it for ops that it does not have,
+    and for ops whose measured ratio of int8 to float clearly differs, also when it is measured again.
+
+    Args:
+        gm: module of the qdq graph.
+        nodes: its nodes.
+        regions: regions of the ops.
+        prober: source of the prices.
+        ops: measured prices of the ops.
+
+    Returns:
+        The ops and values with the prices that decided, and the ops that run on integers.
     """
     estimates = {op.key: _estimated(gm, op.key, regions, prober) for op in ops if op.source}
     apart = [op.key for op in ops if op.source and _are_apart(op, estimates[op.key])]
     prober.costs.settle(key for node in apart for key in prober.keys(regions[node]))  # type: ignore[index]
     again = {node: _priced(gm, node, regions, prober) for node in apart}
-    found = []
+    chosen = []
     for op in ops:
         estimate, measured = estimates.get(op.key), again.get(op.key, op)
         if estimate is None:
-            found.append(measured)
+            chosen.append(measured)
         else:
             counts = _are_apart(measured, estimate) and prober.is_sound(regions[op.key])  # type: ignore[index]
-            found.append(measured if counts else estimate)
+            chosen.append(measured if counts else estimate)
     values = priced_values(gm, nodes, regions, prober)
-    leaning = [replace(op, real=MIN_SPEEDUP * op.real) for op in found]
-    return found, values, cheapest(leaning, values)
+    biased = [replace(op, real=MIN_SPEEDUP * op.real) for op in chosen]
+    return chosen, values, cheapest(biased, values)
 
 
-def _are_apart(measured: Priced, estimate: Priced | None) -> bool:
-    """Whether a measured ratio of int8 to float clearly differs from the price table's, or that knows none."""
+def _are_apart(measured: PricedOp, estimate: PricedOp | None) -> bool:
+    """Whether a measured ratio of int8 to float clearly differs from the price table's, or the table has none."""
     if estimate is None:
         return True
     ratio, wanted = measured.int8 * estimate.real, estimate.int8 * measured.real
     return not wanted / TABLE_MARGIN <= ratio <= wanted * TABLE_MARGIN
 
 
-def _priced(gm: fx.GraphModule, node: Any, regions: Mapping[fx.Node, UnitRegion], prober: Prober) -> Priced:
+def _priced(gm: fx.GraphModule, node: Any, regions: Mapping[fx.Node, UnitRegion], prober: Prober) -> PricedOp:
     seconds = prober.kernel(gm, regions[node]) + _requantizing(gm, node, prober)
-    return Priced(node, seconds, prober.real(gm, regions[node]))
+    return PricedOp(node, seconds, prober.real(gm, regions[node]))
 
 
-def _estimated(gm: fx.GraphModule, node: Any, regions: Mapping[fx.Node, UnitRegion], prober: Prober) -> Priced | None:
-    """An op with its seconds by the price table; None where that does not know it."""
+def _estimated(gm: fx.GraphModule, node: Any, regions: Mapping[fx.Node, UnitRegion], prober: Prober) -> PricedOp | None:
+    """Price of an op by the price table; None if the table does not have it."""
     seconds = prober.estimate(gm, regions[node])
     if seconds is None:
         return None
-    return Priced(node, seconds[0] + _requantizing(gm, node, prober), seconds[1], source="table")
+    return PricedOp(node, seconds[0] + _requantizing(gm, node, prober), seconds[1], source="table")
 
 
 def _requantizing(gm: fx.GraphModule, node: fx.Node, prober: Prober) -> float:
-    """Seconds to bring what an op reads from one grid to another, shared with others that read it so."""
+    """Seconds to requantize the inputs of an op, divided among all ops that read the result."""
     regions = {read: read_region(gm, read) for read in node.all_input_nodes if is_op(read, "requantize")}
     return sum(
         prober.requantize(gm, region) / len(read.users) for read, region in regions.items() if region is not None
@@ -124,7 +138,7 @@ def _requantizing(gm: fx.GraphModule, node: fx.Node, prober: Prober) -> float:
 
 
 def float_ops(gm: fx.GraphModule, nodes: Sequence[fx.Node], prober: Prober) -> Iterator[tuple[fx.Node, Cost]]:
-    """The ops that run in float, with what they take: by the price table, else measured on random inputs."""
+    """Ops that run in float with their times: by the price table, or measured on random inputs."""
     for node in nodes:
         runs = precision_of(node) == "float" and not is_op(node, *CONVERSIONS)
         region = read_region(gm, node) if runs else None
@@ -136,51 +150,53 @@ def float_ops(gm: fx.GraphModule, nodes: Sequence[fx.Node], prober: Prober) -> I
         elif prober.measures and prober.can_price(region):
             try:
                 yield node, Cost(1e6 * prober.real(gm, region))
-            except Exception as error:  # an op may ask more of its inputs than that they have a shape and a dtype
+            except Exception as error:  # an op may require more of its inputs than a shape and dtype
                 log.debug("%s cannot be timed: %s: %s", node.name, type(error).__name__, error)
 
 
 def weight_only_ops(gm: fx.GraphModule, nodes: Sequence[fx.Node], prober: Prober) -> Iterator[tuple[fx.Node, Cost]]:
-    """The layers that compute in float with integer weights, and what each takes either way.
+    """Layers that compute in float with integer weights, with their times for float and integer weights.
 
-    Nothing is decided by it: they have these weights for their size.
+    The times do not decide anything: integer weights are chosen for their size.
     """
     for node in nodes:
         region = read_region(gm, node) if precision_of(node) == "weight-only" else None
         if region is not None and prober.measures and prober.can_price(region):
             try:
                 yield node, Cost(1e6 * prober.real(gm, region), 1e6 * prober.kernel(gm, region))
-            except Exception as error:  # as above
+            except Exception as error:  # see `float_ops`
                 log.debug("%s cannot be timed: %s: %s", node.name, type(error).__name__, error)
 
 
-def slower_for_size(kept: Mapping[fx.Node, Cost], others: float) -> str | None:
-    """What to say where integer weights make the model slower than it is in float; None where not.
+def slower_for_size(costs: Mapping[fx.Node, Cost], other_seconds: float) -> str | None:
+    """Return a warning if integer weights make the model slower than float; otherwise None.
 
     Args:
-        kept: the layers with such weights, and what they take.
-        others: seconds of all other ops in float.
+        costs: times of the layers with integer weights.
+        other_seconds: seconds of all other ops in float.
     """
-    real = others + sum(cost.float_us for cost in kept.values()) * 1e-6
-    extra = {node: 1e-6 * ((cost.int8_us or cost.float_us) - cost.float_us) for node, cost in kept.items()}
-    more = sum(extra.values())
-    if real == 0.0 or more <= (_SLOWER - 1) * real:
+    real = other_seconds + sum(cost.float_us for cost in costs.values()) * 1e-6
+    extra = {node: 1e-6 * ((cost.int8_us or cost.float_us) - cost.float_us) for node, cost in costs.items()}
+    total_extra = sum(extra.values())
+    if real == 0.0 or total_extra <= (_MIN_MEASURED_SLOWDOWN - 1) * real:
         return None
-    most = sorted(extra, key=lambda node: -extra[node])[:_NAMED]
+    slowest = sorted(extra, key=lambda node: -extra[node])[:_MAX_NAMED_OPS]
     names = ", ".join(
-        f"{_named(n)} ({_ms(1e-6 * (kept[n].int8_us or 0.0))}, in float {_ms(1e-6 * kept[n].float_us)})" for n in most
+        f"{_name_of(n)} ({_ms(1e-6 * (costs[n].int8_us or 0.0))}, in float {_ms(1e-6 * costs[n].float_us)})"
+        for n in slowest
     )
     return (
-        f"with its weights in integers, the model is estimated to take {1 + more / real:.1f} times as long as in float "
-        f"on this machine: {_ms(real + more)} instead of {_ms(real)}. What loses most: {names}. "
-        f"recipe.override({_named(most[0])!r}, fxq.FLOAT) leaves a layer as it is; print(qmodel.ledger) has them all."
+        f"with integer weights, the model is estimated to take {1 + total_extra / real:.1f} times as long as in float "
+        f"on this machine: {_ms(real + total_extra)} instead of {_ms(real)}. The layers that lose the most: {names}. "
+        f"To keep a layer in float: recipe.override({_name_of(slowest[0])!r}, fxq.FLOAT). print(qmodel.ledger) shows "
+        "all of them."
     )
 
 
 def priced_values(
     gm: fx.GraphModule, nodes: Sequence[fx.Node], regions: dict[fx.Node, UnitRegion], prober: Prober
 ) -> list[PricedValue]:
-    """The values between ops, with what it costs to convert them."""
+    """Values between ops, with the prices of their conversions."""
     readers: dict[fx.Node, list[fx.Node | None]] = {}
     measured: dict[fx.Node, list[fx.Node]] = {}
     for node in nodes:
@@ -192,19 +208,19 @@ def priced_values(
                 continue
             if (quantize := measuring(read)) is not None and node in regions:
                 measured.setdefault(quantize, []).append(node)
-                readers.setdefault(value, []).append(None)  # who measures a value reads floats
+                readers.setdefault(value, []).append(None)  # a dynamic range is computed from floats
             else:
                 readers.setdefault(value, []).append(node)
-    values = [PricedValue(None, tuple(found), prober.measure(gm, q), 0.0) for q, found in measured.items()]
-    for value, found in readers.items():
+    values = [PricedValue(None, tuple(layers), prober.measure(gm, q), 0.0) for q, layers in measured.items()]
+    for value, value_readers in readers.items():
         maker = taken_from(value)
-        if maker not in regions and not any(reader in regions for reader in found):
+        if maker not in regions and not any(reader in regions for reader in value_readers):
             continue
         elements = math.prod(info(value).shape or ())
         values.append(
             PricedValue(
                 maker if maker in regions else None,
-                tuple(reader if reader in regions else None for reader in found),
+                tuple(reader if reader in regions else None for reader in value_readers),
                 prober.quantize(elements),
                 prober.dequantize(elements),
                 maker in regions and emits_float(gm, maker),
@@ -214,13 +230,13 @@ def priced_values(
 
 
 def measuring(value: fx.Node) -> fx.Node | None:
-    """The quantize behind a dequantize, where its grid is measured at run time; else None."""
+    """Return the quantize node before a dequantize node if its grid is dynamic; otherwise None."""
     source = value.args[0] if is_op(value, "dequantize") else None
     return source if isinstance(source, fx.Node) and measures_of(source) else None
 
 
 def emits_float(gm: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether a unit is one layer with at most an activation behind it: its kernel can hand out floats."""
+    """Whether a unit is a layer with at most an activation function after it: its kernel can return floats."""
     plan = info(node).plan
     if plan is not None and plan.emits is not None:
         return False
@@ -229,35 +245,37 @@ def emits_float(gm: fx.GraphModule, node: fx.Node) -> bool:
 
 
 def slower_than_float(
-    ops: Sequence[Priced], values: Sequence[PricedValue], integers: Collection[Any], left: float
+    ops: Sequence[PricedOp], values: Sequence[PricedValue], integers: Collection[Any], left: float
 ) -> str | None:
-    """What to say where the ops that run on integers make the model slower than it is in float; None where not.
+    """Return a warning if the ops on integers make the model slower than float; otherwise None.
 
     Args:
-        ops: the ops that could run either way; those without a price are left out.
+        ops: the ops that could run either way; those without a price do not count.
         values: the values between them.
         integers: the ops that run on integers.
         left: seconds of the ops that run in float anyway.
     """
-    known = [op for op in ops if op.source]
-    int8, real = left + seconds_of(integers, known, values), left + sum(op.real for op in known)
-    if real == 0.0 or int8 <= _CLEARLY_SLOWER * real:
+    priced = [op for op in ops if op.source]
+    int8, real = left + seconds_of(integers, priced, values), left + sum(op.real for op in priced)
+    if real == 0.0 or int8 <= _MIN_ESTIMATED_SLOWDOWN * real:
         return None
-    losing = sorted((op for op in known if op.key in integers and op.int8 > op.real), key=lambda op: op.real - op.int8)
-    names = ", ".join(f"{_named(op.key)} ({_ms(op.int8)}, in float {_ms(op.real)})" for op in losing[:_NAMED])
+    losing = sorted((op for op in priced if op.key in integers and op.int8 > op.real), key=lambda op: op.real - op.int8)
+    names = ", ".join(f"{_name_of(op.key)} ({_ms(op.int8)}, in float {_ms(op.real)})" for op in losing[:_MAX_NAMED_OPS])
     return (
-        f"with all that can on integers, the model is estimated to take {int8 / real:.1f} times as long as in float on "
-        f"this machine: {_ms(int8)} instead of {_ms(real)}. "
-        + (f"What loses most: {names}. " if names else "Its conversions cost more than its kernels save. ")
-        + 'recipe.with_optimize("speed") leaves in float what is faster there.'
+        f"with all possible ops on integers, the model is estimated to take {int8 / real:.1f} times as long as in "
+        f"float on this machine: {_ms(int8)} instead of {_ms(real)}. "
+        + (f"The ops that lose the most: {names}. " if names else "Its conversions cost more than its kernels save. ")
+        + 'recipe.with_optimize("speed") keeps ops in float that are faster there.'
     )
 
 
-_SLOWER, _CLEARLY_SLOWER, _NAMED = 1.1, 1.25, 3
-"""How much slower is worth a warning, as measured, and as the price table estimates; how many ops it names."""
+_MIN_MEASURED_SLOWDOWN, _MIN_ESTIMATED_SLOWDOWN = 1.1, 1.25
+"""Time relative to float from which there is a warning, for measured times and for those of the price table."""
+_MAX_NAMED_OPS = 3
+"""Number of ops that a warning names."""
 
 
-def _named(node: Any) -> str:
+def _name_of(node: Any) -> str:
     return info(node).path or str(node.name)
 
 

@@ -1,4 +1,4 @@
-"""What is timed for pricing: a region of the qdq graph as the backend's kernel, and the same ops in float."""
+"""Prober: prices of regions of the qdq graph as kernels of a backend, and of their ops in float."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ from fxq.runtime.binding import bind
 log = logging.getLogger("fxq")
 _MICRO = 1e-6
 MIN_SPEEDUP = 1.15
-"""How much faster than integers float has to be: in a network, where integers leave more of the caches, ops alone are
-timed too kindly; and noise does not decide between near ties."""
+"""Speedup of float over integers that is required to choose float. Timing single ops favors float, as integers leave
+more room in caches in a network; and noise must not decide near ties."""
 
 
 class Prober:
-    """Prices for one backend: measured, and remembered (see `Costs`), or estimated by the price table.
+    """Source of prices for one backend: measured and stored (see `Costs`), or estimated by the price table.
 
     Attributes:
-        measures: whether anything is to be measured; else only the price table is asked.
-        table: the price table of the backend on this kind of CPU, if there is one.
-        own: what the backend has measured itself: these ops, and conversions, are not timed here.
+        measures: whether prices may be measured; otherwise only the price table is used.
+        table: price table of the backend on this kind of CPU, if there is one.
+        own: prices that the backend measured itself. These ops, and conversions, are not timed here.
     """
 
     def __init__(self, backend: Backend, recipe: Recipe, costs: Costs, measures: bool = True) -> None:
@@ -51,84 +51,89 @@ class Prober:
         self.own: Prices | None = None
 
     def estimate(self, gm: fx.GraphModule, region: UnitRegion) -> tuple[float, float] | None:
-        """Seconds on integers and in float by the price table; None where it has none, or the backend has its own."""
+        """Seconds on integers and in float by the price table; None if it has none, or the backend has prices."""
         if self.table is None or self._own(region) is not None:
             return None
         int8, real = self.table.kernel_seconds(gm, region), self.table.float_seconds(gm, region)
         return None if int8 is None or real is None else (int8, real)
 
     def estimate_float(self, gm: fx.GraphModule, region: UnitRegion) -> float | None:
-        """Seconds in float by the price table."""
+        """Seconds in float by the price table; None as for `estimate`."""
         return None if self.table is None or self._own(region) is not None else self.table.float_seconds(gm, region)
 
     def is_sound(self, region: UnitRegion) -> bool:
-        """Whether measurements of both forms of a region agree with each other."""
+        """Whether the measured rounds of a region agree, both as a kernel and in float."""
         return all(map(self.costs.is_sound, self.keys(region)))
 
     def kernel(self, gm: fx.GraphModule, region: UnitRegion, ops: int | None = None) -> float:
-        """Seconds of a region of the qdq graph `gm` as the backend lowers it, on random integers.
+        """Return the seconds of a region of a qdq graph as a kernel of the backend, on random integers.
 
         Args:
-            gm: the graph's module.
+            gm: module of the qdq graph.
             region: the region.
-            ops: how many of its ops a kernel runs, the others running in float; None: all of them.
+            ops: number of its ops that the kernel runs, while the others run in float; None: all of them.
         """
         if self.own is not None and is_op(region.node, *CONVERSIONS):
             return self.own.conversion * _MICRO * math.prod(info(region.node).shape or ())
-        known = self._own(region) if ops is None else None
-        if known is not None and known.int8_us is not None:
-            return _MICRO * known.int8_us
+        own = self._own(region) if ops is None else None
+        if own is not None and own.int8_us is not None:
+            return _MICRO * own.int8_us
         return self.costs.seconds(
             self._kernel_key(region, ops), lambda: _call(self._lowered(gm, region.to_graph(), ops))
         )
 
-    def fastest(self, gm: fx.GraphModule, region: UnitRegion, ways: Sequence[int]) -> int:
-        """How many of a region's ops a kernel best runs, of these numbers: the most, unless others are clearly faster.
+    def fastest(self, gm: fx.GraphModule, region: UnitRegion, counts: Sequence[int]) -> int:
+        """Return how many ops of a region a kernel should run: the maximum, unless a smaller count is clearly faster.
 
-        The most, where the backend has priced the region itself: that is the price of its whole.
+        It is always the maximum if the backend has priced the region itself.
+
+        Args:
+            gm: module of the qdq graph.
+            region: the region.
+            counts: the numbers of ops to choose from.
         """
         if self._own(region) is not None:
-            return max(ways)
-        parts = {ops: ops if ops < len(region.calls) else None for ops in ways}
+            return max(counts)
+        parts = {ops: ops if ops < len(region.calls) else None for ops in counts}
         keys = [self._kernel_key(region, part) for part in parts.values()]
 
         def seconds() -> dict[int, float]:
             return {ops: self.kernel(gm, region, part) for ops, part in parts.items()}
 
         def clearly_fastest() -> int:
-            found, most = seconds(), max(ways)
-            best = min(found, key=found.__getitem__)
-            return best if MIN_SPEEDUP * found[best] < found[most] else most
+            times, maximum = seconds(), max(counts)
+            best = min(times, key=times.__getitem__)
+            return best if MIN_SPEEDUP * times[best] < times[maximum] else maximum
 
-        if clearly_fastest() != max(ways):
+        if clearly_fastest() != max(counts):
             self.costs.settle(keys)
         return clearly_fastest()
 
     def real(self, gm: fx.GraphModule, region: UnitRegion) -> float:
-        """Seconds of the ops of a region in float, with float weights, on random numbers."""
-        known = self._own(region)
-        if known is not None:
-            return _MICRO * known.float_us
+        """Seconds of the ops of a region in float, with float weights, on random values."""
+        own = self._own(region)
+        if own is not None:
+            return _MICRO * own.float_us
         return self.costs.seconds(_float_key(region), lambda: _float_form(gm, region))
 
     def can_price(self, region: UnitRegion) -> bool:
-        """Whether the backend has priced a region, or all that it reads and makes are tensors that can be made up."""
+        """Whether the backend has priced a region, or all its inputs and outputs are tensors."""
         values = (*values_of(region.node), *region.node.all_input_nodes)
         return self._own(region) is not None or all(info(value).is_tensor for value in values)
 
     def knows(self, region: UnitRegion) -> bool:
-        """Whether a region has been measured before."""
+        """Whether the prices of a region are known already."""
         return self._own(region) is not None or all(key in self.costs for key in self.keys(region))
 
     def _own(self, region: UnitRegion) -> Cost | None:
         return self.own.ops.get(region.node) if self.own is not None else None
 
     def keys(self, region: UnitRegion) -> tuple[str, str]:
-        """What the costs of a region are kept under: as a kernel, and in float."""
+        """Keys of the prices of a region: as a kernel, and in float."""
         return self._kernel_key(region), _float_key(region)
 
     def _kernel_key(self, region: UnitRegion, ops: int | None = None) -> str:
-        """All that the time depends on: not the values of weights and scales, but whether a zero point is 0."""
+        """Key with all that the time depends on, such as whether a zero point is 0, but no weights and scales."""
         name = self.backend.name + self.backend.code(region.calls)
         parts = [f"{name} {_threads()}: {_ops_on(region)} from", *map(_shape, map(info, region.inputs))]
         for step in region.steps:
@@ -136,28 +141,28 @@ class Prober:
                 parts.append(_shape(step.about))
             elif is_op(step, "dequantize", "quantize") and (grid := options_of(step))["axis"] is None:
                 parts.append(f"{'at 0' if grid['zero_point'] == 0 else 'shifted'} {grid['qmin']}..{grid['qmax']}")
-        some = [f"after {ops} ops"] if ops is not None else []
-        return " ".join([*parts, "to", *map(_shape, map(info, region.outputs)), *some])
+        split = [f"after {ops} ops"] if ops is not None else []
+        return " ".join([*parts, "to", *map(_shape, map(info, region.outputs)), *split])
 
     def measure(self, gm: fx.GraphModule, quantize: fx.Node) -> float:
-        """Seconds to measure the scale of a value and to quantize it with that."""
+        """Seconds to compute the dynamic range of a value and quantize it."""
         if self.own is not None:
             return self.own.conversion * _MICRO * math.prod(info(quantize).shape or ())
         estimate = self._estimate("measure", math.prod(info(quantize).shape or ()))
         if estimate is not None:
             return estimate
         measures = measures_of(quantize)
-        asked = options_of(measures[0])
-        what = f"{_shape(info(quantize.all_input_nodes[0]))} from {asked['axis']}"
-        key = f"{self.backend.name} {_threads()}: measure {'' if asked['symmetric'] else 'a range of '}{what}"
+        options = options_of(measures[0])
+        value = f"{_shape(info(quantize.all_input_nodes[0]))} from {options['axis']}"
+        key = f"{self.backend.name} {_threads()}: measure {'' if options['symmetric'] else 'a range of '}{value}"
         return self.costs.seconds(key, lambda: _call(self._lowered(gm, region_of((*measures, quantize)).to_graph())))
 
     def quantize(self, elements: int) -> float:
-        """Seconds to quantize so many floats."""
+        """Seconds to quantize a number of floats."""
         return self._conversion("quantize", elements)
 
     def dequantize(self, elements: int) -> float:
-        """Seconds to dequantize so many integers."""
+        """Seconds to dequantize a number of integers."""
         return self._conversion("dequantize", elements)
 
     def _conversion(self, op: str, elements: int) -> float:
@@ -178,19 +183,19 @@ class Prober:
             graph.output(rewriter.call(op, x, after=x, typed=integer, **grid))
             try:
                 return _call(self._lowered(rewriter.gm, graph))
-            except Exception as error:  # whatever an engine raises that builds no conversion alone
+            except Exception as error:  # engines that cannot build a lone conversion may raise anything
                 log.debug("%s cannot be timed as a kernel: %s: %s", op, type(error).__name__, error)
                 return _call(rewriter.gm)
 
         return self.costs.of_size(f"{self.backend.name} {_threads()}: {op}", elements, prepare)
 
     def requantize(self, gm: fx.GraphModule, region: UnitRegion) -> float:
-        """Seconds to bring integers to another grid."""
+        """Seconds to requantize integers."""
         estimate = self._estimate("requantize", math.prod(info(region.node).shape or ())) if self.own is None else None
         return self.kernel(gm, region) if estimate is None else estimate
 
     def _estimate(self, conversion: str, elements: int) -> float | None:
-        """Seconds of a conversion by the price table; 0 for one that it does not know where nothing is measured."""
+        """Seconds of a conversion by the price table; if it has none, 0 without measurements, otherwise None."""
         seconds = self.table.conversion(conversion, elements) if self.table is not None else None
         return 0.0 if seconds is None and not self.measures else seconds
 
@@ -198,7 +203,7 @@ class Prober:
         return Context(self.recipe, self.backend, nn.Module(), Batch(()))
 
     def _lowered(self, gm: fx.GraphModule, graph: fx.Graph, ops: int | None = None) -> fx.GraphModule:
-        """A graph that uses the weights of `gm`, in the backend's kernels; its unit split after so many ops."""
+        """Lower a graph that uses the weights of `gm`; its unit is split after `ops` ops."""
 
         def split(rewriter: Rewriter, copies: Mapping[fx.Node, fx.Node]) -> None:
             for node in [n for n in rewriter.nodes() if unit_of(rewriter.gm, n) is not None]:
@@ -211,12 +216,12 @@ def _threads() -> str:
     return f"{torch.get_num_threads()} threads"
 
 
-def _shape(about: NodeInfo) -> str:
-    return f"{str(about.dtype).removeprefix('torch.')}{list(about.shape or ())}"
+def _shape(value_info: NodeInfo) -> str:
+    return f"{str(value_info.dtype).removeprefix('torch.')}{list(value_info.shape or ())}"
 
 
 def _ops_on(region: UnitRegion) -> str:
-    """The ops with their options, and what they read, in that order."""
+    """Text of the ops of a region with their options, and the shapes that they read."""
     ops = " ".join(f"{call.op.name}({options_text(call.options)})" for call in region.calls)
     return f"{ops} of {' '.join(_shape(info(n)) for n in region.node.all_input_nodes)}"
 
@@ -226,16 +231,16 @@ def _float_key(region: UnitRegion) -> str:
 
 
 def _float_form(gm: fx.GraphModule, region: UnitRegion) -> Call:
-    """The region's unit or op on random floats, as a bound graph calls it; its weights are the dequantized ones."""
-    node, given = region.node, dict[fx.Node, Any]()
+    """Call of the region's unit or op in float on random values, with dequantized weights, as in a binding."""
+    node, values = region.node, dict[fx.Node, Any]()
     for value in node.all_input_nodes:
         if is_weight(value):
-            given[value] = value_of(gm, value, {read: value_of(gm, read, {}) for read in value.all_input_nodes})
+            values[value] = value_of(gm, value, {read: value_of(gm, read, {}) for read in value.all_input_nodes})
         else:
-            about = info(value)
-            moved = about.dtype is None or grid_of(gm, value) is not None
-            given[value] = _random(about.shape, torch.float32 if moved else about.dtype)
-    args, kwargs = arguments_of(node, given)
+            value_info = info(value)
+            is_quantized = value_info.dtype is None or grid_of(gm, value) is not None
+            values[value] = _random(value_info.shape, torch.float32 if is_quantized else value_info.dtype)
+    args, kwargs = arguments_of(node, values)
     recurrence = region.calls[0].op.traits.recurrence
     kwargs = kwargs if recurrence is None else recurrence.without_grid(kwargs)
     unit = unit_of(gm, node)
@@ -244,19 +249,19 @@ def _float_form(gm: fx.GraphModule, region: UnitRegion) -> Call:
 
 
 def _call(gm: fx.GraphModule) -> Call:
-    """A lowered graph on random inputs, bound to them as it will be in the model."""
+    """Call of a lowered graph on random inputs, bound as in the model."""
     inputs = tuple(_random(info(n).shape, info(n).dtype) for n in gm.graph.nodes if n.op == "placeholder")
     _, bound = bind(gm, inputs, {})
     return partial(bound.run, *inputs)
 
 
 def _random(shape: tuple[int, ...] | None, dtype: torch.dtype | None) -> Tensor:
-    """Random values, channels-last: as the values between kernels are. The user's generator stays where it was."""
+    """Random values, channels-last like the values between kernels. The user's generator is not used."""
     generator = torch.Generator().manual_seed(0)
     if dtype is None or dtype.is_floating_point:
-        made = torch.randn(shape or (), dtype=dtype, generator=generator)
+        values = torch.randn(shape or (), dtype=dtype, generator=generator)
     elif dtype is torch.uint8:
-        made = torch.randint(0, 100, shape or (), dtype=dtype, generator=generator)
-    else:  # a mask, an index
-        made = torch.zeros(shape or (), dtype=dtype)
-    return made.contiguous(memory_format=torch.channels_last) if made.dim() == 4 else made
+        values = torch.randint(0, 100, shape or (), dtype=dtype, generator=generator)
+    else:  # a mask or an index
+        values = torch.zeros(shape or (), dtype=dtype)
+    return values.contiguous(memory_format=torch.channels_last) if values.dim() == 4 else values

@@ -1,4 +1,4 @@
-"""Whole graphs are timed where a backend joins ops, so that prices of single ops do not add up."""
+"""Timing of whole graphs, for backends that fuse ops so that prices of single ops do not add up."""
 
 from __future__ import annotations
 
@@ -20,11 +20,16 @@ MIN_SPEEDUP = 1.15
 
 
 def quickest(gm: fx.GraphModule, context: Context, changes: Sequence[Change]) -> int:
-    """Which of several changes of a qdq graph makes it the fastest, lowered and run on the example: its number.
+    """Return the index of the change with which a qdq graph runs fastest, lowered, on the example.
 
-    Compares the shortest times, since other programs only add to them. A later change must be faster by `MIN_SPEEDUP`
-    than the best before it, so that noise does not decide. Changes that fail to run are skipped; if all fail, it is the
-    first.
+    Compares minimum times, since other programs only add to them. A later change must be faster by `MIN_SPEEDUP` than
+    the best one before it, so that noise does not decide. Changes that fail to run are skipped; if all fail, the index
+    is 0.
+
+    Args:
+        gm: module of the qdq graph.
+        context: holds the example and the backend.
+        changes: the changes to compare.
     """
     calls: dict[str, Callable[[], object]] = {}
     example = copied(context.example)  # a model may change its inputs in place
@@ -34,13 +39,13 @@ def quickest(gm: fx.GraphModule, context: Context, changes: Sequence[Change]) ->
             try:
                 lowered = lowered_copy(gm, gm.graph, replace(context, units={}, regions={}), change)
                 lowered(*args, **kwargs)
-            except Exception as error:  # whatever an engine raises; verify-lowering says what is wrong with it
+            except Exception as error:  # engines may raise anything; verify-lowering reports the error
                 log.debug("a choice of ops cannot be timed: %s: %s", type(error).__name__, error)
                 continue
             calls[str(i)] = lambda lowered=lowered: lowered(*args, **kwargs)  # type: ignore[misc]
         times = interleaved(calls, lambda: None, least=True)
     best: str | None = None
-    for name, taken in times.items():
-        if best is None or MIN_SPEEDUP * taken < times[best]:
+    for name, seconds in times.items():
+        if best is None or MIN_SPEEDUP * seconds < times[best]:
             best = name
     return int(best or 0)

@@ -1,1 +1,1 @@
-"""What became of every op, and how far the numbers are from the float model's."""
+"""Ledger of a quantized model: precision of every op, the reason for it, and its error."""

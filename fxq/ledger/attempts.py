@@ -1,4 +1,4 @@
-"""What each backend did with a model for which all were tried (`fxq/workflow/fastest.py`)."""
+"""Table of the backends that `backend="fastest"` tried (`fxq/workflow/fastest.py`)."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from fxq.display.tables import Column, Part, Table, row, text
 
 @dataclass(frozen=True)
 class Attempt:
-    """What became of a model with one backend.
+    """Result of one backend for a model.
 
     Attributes:
-        backend: its name.
-        us: microseconds of a call on the example, the shortest of some; None: it was not timed.
-        int8: how many ops run on integers.
-        sqnr: how far the output is from the float model's, see `Ledger.output_sqnr`.
-        chosen: whether this one was taken.
-        why: why it was not tried, or cannot be taken; else empty.
+        backend: name of the backend.
+        us: microseconds of a call on the example, the minimum over several calls; None if it was not timed.
+        int8: number of ops that run on integers.
+        sqnr: dB of the output against the float model's, see `Ledger.output_sqnr`.
+        chosen: whether this backend was chosen.
+        why: reason why the backend was not tried or failed; otherwise empty.
     """
 
     backend: str
@@ -33,11 +33,11 @@ class Attempt:
 
 @dataclass(frozen=True, repr=False)
 class Attempts(Rows[Attempt]):
-    """What each backend did: `print` it, filter it with `where`, sort it by a field.
+    """Table of the backends that were tried: `print` it, filter it with `where`, sort it by a field.
 
     Attributes:
-        entries: one for each backend.
-        threads: with how many threads the calls were timed.
+        entries: one row per backend.
+        threads: number of threads that calls were timed with.
     """
 
     entries: tuple[Attempt, ...]
@@ -59,8 +59,8 @@ class Attempts(Rows[Attempt]):
             *(Column(""), Column("why not", give="fold", optional=True)),
         )
         rows = [row(*_cells(entry)) for entry in self.entries]
-        about = f"one call on the example, {self.threads} {'thread' if self.threads == 1 else 'threads'}"
-        return [Table(columns, rows), text(about)]
+        caption = f"one call on the example, {self.threads} {'thread' if self.threads == 1 else 'threads'}"
+        return [Table(columns, rows), text(caption)]
 
 
 def _cells(e: Attempt) -> tuple[str, ...]:

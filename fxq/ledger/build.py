@@ -1,4 +1,4 @@
-"""Making the ledger: which nodes of the final graph stand for each op of the float model, and what that says of it."""
+"""Construction of the ledger: matches each op of the float model with the nodes of the final graph that compute it."""
 
 from __future__ import annotations
 
@@ -15,17 +15,20 @@ from fxq.graph.query import submodule, taken_from, values_of
 from fxq.graph.region import saved_bytes
 from fxq.graph.unit import calls_of, unit_of
 from fxq.graph.view import NodeView
-from fxq.ledger.float_record import Record, record_of
-from fxq.ledger.layer_error import Measured, measure, measured_with
+from fxq.ledger.float_record import FloatRecord, record_of
+from fxq.ledger.layer_error import LayerErrors, measure, measured_with
 from fxq.ledger.ledger import Entry, Ledger, rows_by_node
-from fxq.ledger.remedies import IntegerEdges, Remedy
+from fxq.ledger.remedies import IntegerEdges, Remedies
 from fxq.pipeline.context import Context
 from fxq.pipeline.float_ops import FloatModelOp, FloatModelOps
 from fxq.pipeline.history import History
 
 
-def ledger_of(history: History, gm: fx.GraphModule, context: Context) -> tuple[Ledger, Record]:
-    """The ledger of a finished pipeline that has made `gm`, and the record. Runs both models, on a recorded batch."""
+def ledger_of(history: History, gm: fx.GraphModule, context: Context) -> tuple[Ledger, FloatRecord]:
+    """Return the ledger of a finished pipeline with final graph `gm`, and the record of the float model.
+
+    Runs both models on a recorded batch.
+    """
     original = context.original
     if original is None:
         raise PassError("the ledger needs the ops of the float model, which canonicalize keeps; it did not run.")
@@ -42,21 +45,21 @@ def ledger_of(history: History, gm: fx.GraphModule, context: Context) -> tuple[L
     entries = [_entry(op, runs.get(op.name, []), absorbed.get(op.name), context) for op in original.ops]
     node_rows, edges = rows_by_node(entries), IntegerEdges(gm)
     with untouched(context.model), seeded():  # both graphs share modules with the user's model
-        found = measure(original, gm, node_rows, measured_with(context, original), edges.read)
-    mending = Remedy(edges, entries)
-    mends = {node_rows[n.name].row.name: mending.line(n) for n in nodes if n.name in node_rows}
+        errors = measure(original, gm, node_rows, measured_with(context, original), edges.read)
+    remedies = Remedies(edges, entries)
+    lines = {node_rows[n.name].row.name: remedies.line(n) for n in nodes if n.name in node_rows}
     costs = {w.runs[0]: w.cost for w in workers if w.runs}
-    first = {w.node: w.runs[0] for w in reversed(workers) if w.runs}  # of the ops of one kernel, it has its size
+    first = {w.node: w.runs[0] for w in reversed(workers) if w.runs}  # the row that reports the size of the kernel
     saved = {name: _saved_bytes(gm, node) for node, name in first.items()}
-    entries = [replace(e, mend=mends.get(e.name, ""), saved_bytes=saved.get(e.name, 0)) for e in entries]
-    ledger = Ledger(tuple(_with_numbers(entry, found, costs.get(entry.name)) for entry in entries))
-    return ledger, record_of(context.model, context.example, found.values)
+    entries = [replace(e, remedy=lines.get(e.name, ""), saved_bytes=saved.get(e.name, 0)) for e in entries]
+    ledger = Ledger(tuple(_with_numbers(entry, errors, costs.get(entry.name)) for entry in entries))
+    return ledger, record_of(context.model, context.example, errors.values)
 
 
-def _with_numbers(entry: Entry, found: Measured, cost: Cost | None) -> Entry:
-    """An entry with what was measured: of the ops of a unit, the last one has its SQNR, the first one its cost."""
+def _with_numbers(entry: Entry, errors: LayerErrors, cost: Cost | None) -> Entry:
+    """Return an entry with its errors and times. In a unit, the last op has the SQNR and the first has the times."""
     times = {f.name: getattr(cost, f.name) for f in fields(Cost)} if cost is not None else {}
-    sqnr, own, fault = (d.get(entry.name) for d in (found.sqnr, found.own_sqnr, found.fault_sqnr))
+    sqnr, own, fault = (d.get(entry.name) for d in (errors.sqnr, errors.own_sqnr, errors.fault_sqnr))
     return replace(entry, sqnr=sqnr, own_sqnr=own, fault_sqnr=fault, **times)
 
 
@@ -65,14 +68,14 @@ _NO_OPS = ("convert", "size", "constant", "io", "observer")
 
 @dataclass(frozen=True)
 class _Worker:
-    """A node of the final graph that does what ops of the model did.
+    """Node of the final graph, with the ops of the float model that it computes.
 
     Attributes:
         node: the node.
-        decision: what it runs as, and why.
-        cost: what they take, where that was measured.
-        runs: the ops that it runs, in execution order.
-        absorbs: the ops that went into the weights of these.
+        decision: its precision, and the reason.
+        cost: times of its ops, if they were measured.
+        runs: names of the ops that it runs, in execution order.
+        absorbs: names of the ops that were folded into the weights of these.
     """
 
     node: fx.Node
@@ -85,44 +88,53 @@ class _Worker:
 def _workers(
     gm: fx.GraphModule, node: fx.Node, view: NodeView, original: FloatModelOps, lowered: bool
 ) -> Iterator[_Worker]:
-    """The node as a worker; where it is a kernel of several units, one for each op, since each has its own decision.
+    """Workers of a node: one, or for a kernel of several units or several outputs, one for each op.
 
-    So where it makes several values: that which is the op's stands for it.
+    Each unit has a decision of its own. If the node returns several values, an op's worker has the node of its value.
     """
-    about = info(node)
+    node_info = info(node)
     if taken_from(node) is not node:
         return
-    inside = about.body or tuple(call.op.name for call in calls_of(gm, node)) or (view.label,)
-    parts = about.parts or (about.origins,)
+    inside = node_info.body or tuple(call.op.name for call in calls_of(gm, node)) or (view.label,)
+    origins = node_info.parts or (node_info.origins,)
     values = {info(value).origins: value for value in reversed(values_of(node)) if value is not node}
-    decisions = [(plan.decision, plan.cost) for plan in about.plans]
+    decisions = [(plan.decision, plan.cost) for plan in node_info.plans]
     if not decisions:
-        decision, cost = _decision(gm, node, view.kind, lowered), about.plan.cost if about.plan is not None else None
-        if not values or len(parts) != len(inside):
-            yield _Worker(node, decision, cost, *_ops_of(parts, inside, original))
+        decision, cost = (
+            _decision(gm, node, view.kind, lowered),
+            node_info.plan.cost if node_info.plan is not None else None,
+        )
+        if not values or len(origins) != len(inside):
+            yield _Worker(node, decision, cost, *_ops_of(origins, inside, original))
             return
-        decisions = [(decision, cost), *[(decision, None)] * (len(parts) - 1)]
-    for part, op, (decision, cost) in zip(parts, inside, decisions, strict=True):
+        decisions = [(decision, cost), *[(decision, None)] * (len(origins) - 1)]
+    for part, op, (decision, cost) in zip(origins, inside, decisions, strict=True):
         yield _Worker(values.get(part, node), decision, cost, *_ops_of((part,), (op,), original))
 
 
 def _ops_of(
     parts: tuple[tuple[str, ...], ...], inside: tuple[str, ...], original: FloatModelOps
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The ops that parts of a node run, by their origins and what is inside, and those that went into their weights."""
+    """Names of the ops that parts of a node run, and of the ops that were folded into their weights.
+
+    Args:
+        parts: origins of each part.
+        inside: op that each part runs.
+        original: the ops of the float model.
+    """
     by_origin = original.by_origin
     runs: list[str] = []
     absorbs: list[str] = []
     for i, part in enumerate(parts):
-        known = list(dict.fromkeys(by_origin[o] for o in part if by_origin.get(o) in original.by_name))
-        named = [name for name in known if len(parts) == len(inside) and original.by_name[name].op == inside[i]]
-        runs += named or known
-        absorbs += [name for name in known if named and name not in named]
+        names = list(dict.fromkeys(by_origin[o] for o in part if by_origin.get(o) in original.by_name))
+        named = [name for name in names if len(parts) == len(inside) and original.by_name[name].op == inside[i]]
+        runs += named or names
+        absorbs += [name for name in names if named and name not in named]
     return tuple(runs), tuple(absorbs)
 
 
 def _saved_bytes(gm: fx.GraphModule, node: fx.Node) -> int:
-    """What the weights of a node, or inside its kernel, are smaller by than in float32."""
+    """Bytes that the weights of a node, or of its kernel, take less than in float32."""
     kernel = submodule(gm, node)
     if not isinstance(kernel, Kernel):
         return saved_bytes(gm, node)
@@ -131,14 +143,14 @@ def _saved_bytes(gm: fx.GraphModule, node: fx.Node) -> int:
 
 
 def _decision(gm: fx.GraphModule, node: fx.Node, kind: str, lowered: bool) -> Decision:
-    """What a node runs as, and why it is float; also where no pass has said it."""
+    """Decision for a node: its precision, and the reason for float, also if no pass recorded one."""
     plan, kept = info(node).plan, info(node).kept
     undecided = Decision("float", "undecided", info(node).note or "no pass has planned it")
     decision = plan.decision if plan is not None else kept or undecided
     if kind not in ("int8", "weight-only", "moves"):
         return replace(decision, precision="float") if decision.text else replace(undecided, fix=decision.fix)
     if lowered and _is_in_qdq_form(gm, node) and kind != "weight-only":
-        why = "stays in qdq form: the backend made no kernel of it"
+        why = "stays in qdq form: the backend has no kernel for it"
         return replace(decision, precision="float", text=decision.text or why, kind=decision.kind or "unsupported")
     return Decision(decision.precision, text=info(node).note, decided_by=decision.decided_by)
 
@@ -146,7 +158,7 @@ def _decision(gm: fx.GraphModule, node: fx.Node, kind: str, lowered: bool) -> De
 def _is_in_qdq_form(gm: fx.GraphModule, node: fx.Node) -> bool:
     """Whether a node of a lowered graph computes in float, between a dequantize and a quantize."""
     module = submodule(gm, node)
-    if module is not None and unit_of(gm, node) is None:  # a kernel, whatever it gives
+    if module is not None and unit_of(gm, node) is None:  # a kernel, whether its output is integer or float
         return False
     dtype = info(values_of(node)[0]).dtype
     return dtype is not None and dtype.is_floating_point
@@ -158,15 +170,16 @@ def _entry(op: FloatModelOp, workers: Sequence[_Worker], absorber: _Worker | Non
         return replace(plain, into=absorber.node.name, reason=f"into {absorber.node.name}")
     if not workers:
         return replace(plain, reason=op.gone or "has no effect on the output")
-    # an op in several nodes is float where one of them is
+    # an op that is split over several nodes counts as float if one of them is
     worker = min(workers, key=lambda w: _PRECISIONS.index(w.decision.precision))
     decision, into = worker.decision, workers[-1].node.name
     plain = replace(plain, precision=decision.precision, into=into, kind=decision.kind, decided_by=decision.decided_by)
     if decision.precision == "float":
         later = worker.runs[0] != op.name and context.config_for(op.path, op.op)[0].is_float
-        fix = "" if later else decision.fix  # the line for the first op of a unit takes that one out, not the others
+        fix = "" if later else decision.fix  # the override of a unit's first op does not affect its other ops
         return replace(plain, reason=decision.text, fix=fix)
     return replace(plain, reason=decision.text, fix=context.override_line(op.path, op.op, "fxq.FLOAT"))
 
 
 _PRECISIONS = ("float", "weight-only", "int8", "moves")
+"""Precisions in the order in which they decide that of an op in several nodes."""

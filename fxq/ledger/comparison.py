@@ -1,4 +1,4 @@
-"""How far two models are apart, layer by layer, on any amount of data."""
+"""Comparison of two models, layer by layer, on any amount of data."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from fxq.paired.used_rows import AT_ONCE, used_rows
 
 @dataclass(frozen=True)
 class LayerRow:
-    """One layer of a quantized model beside the float model's. Names are those of the ledger.
+    """Errors of one layer of a quantized model against the float model. Names are those of the ledger.
+
+    Rows of a value that no output of the float model depends on, such as those of padding tokens, are not counted.
 
     Attributes:
-        name: the op that pairs the layer. path: its module path. op: what it is.
-        precision: what it runs as: `int8`, `moves` or `float`.
-        sqnr: dB of its output against the float model's, all that happens before it included; infinite when equal.
-            Rows that no output of the float model depends on, as those of tokens that pad a text, do not count, here
-            and below; so it is in the ledger.
-        own_sqnr: the same where it runs on the float model's values of its inputs.
-        cosine: of the angle between the two outputs, taken as vectors.
-        max_error: the largest absolute difference, in units of the value.
+        name: name of the op whose values are compared. path: its module path. op: its kind.
+        precision: `int8`, `weight-only`, `moves` or `float`.
+        sqnr: dB of its output against the float model's, with the errors of all layers before it; infinite when equal.
+        own_sqnr: dB of its output when it runs on the float model's values of its inputs.
+        cosine: cosine of the angle between the two outputs, as vectors.
+        max_error: largest absolute difference, in units of the value.
     """
 
     name: str
@@ -55,22 +55,22 @@ class LayerRow:
 
 @dataclass(frozen=True)
 class PairRow:
-    """One layer of two quantized models. Names are those of the ledgers.
+    """Difference of one layer between two quantized models. Names are those of the ledgers.
 
     Attributes:
-        name: the op that pairs the layer. path: its module path. op: what it is.
-        fate_a, fate_b: what it runs as in each: `int8`, `moves` or `float`.
-        sqnr: dB of b's output against a's, all tokens included; infinite when they are equal.
-        sqnr_a, sqnr_b: dB of each against the float model, from its ledger; None where that has none.
-        cosine: of the angle between the two outputs, taken as vectors.
-        max_error: the largest absolute difference, in units of the value.
+        name: name of the op whose values are compared. path: its module path. op: its kind.
+        precision_a, precision_b: precision in each model: `int8`, `weight-only`, `moves` or `float`.
+        sqnr: dB of b's output against a's, with padding tokens; infinite when equal.
+        sqnr_a, sqnr_b: dB of each output against the float model's, from its ledger; None if that has none.
+        cosine: cosine of the angle between the two outputs, as vectors.
+        max_error: largest absolute difference, in units of the value.
     """
 
     name: str
     path: str
     op: str
-    fate_a: str
-    fate_b: str
+    precision_a: str
+    precision_b: str
     sqnr: float
     sqnr_a: float | None
     sqnr_b: float | None
@@ -80,14 +80,14 @@ class PairRow:
 
 @dataclass(frozen=True, repr=False)
 class Comparison(Rows[Any]):
-    """What `fxq.compare` found: one row per layer, in execution order. `print` shows a table.
+    """Result of `fxq.compare`: one row per layer, in execution order. `print` shows a table.
 
     Attributes:
-        entries: the rows: `LayerRow` against a float model, `PairRow` for two quantized ones.
-        output_sqnr: dB of what the second model returns against the first; of several outputs, the worst one's. None
-            when there is no float tensor.
+        entries: rows: `LayerRow` against a float model, `PairRow` for two quantized models.
+        output_sqnr: dB of the second model's output against the first's, the minimum over its outputs. None if no
+            output is a float tensor.
         batches: number of batches.
-        models: the quantized models: the one, or the two.
+        models: the quantized models that were compared, one or two.
     """
 
     entries: tuple[Any, ...]
@@ -97,7 +97,9 @@ class Comparison(Rows[Any]):
     _write: Callable[[Comparison, Any], Path] = field(compare=False)
     _name: ClassVar[str] = "comparison"
     _key: ClassVar[str] = "layers"
-    _choices: ClassVar[Mapping[str, Sequence[str]]] = dict.fromkeys(("precision", "fate_a", "fate_b"), PRECISIONS)
+    _choices: ClassVar[Mapping[str, Sequence[str]]] = dict.fromkeys(
+        ("precision", "precision_a", "precision_b"), PRECISIONS
+    )
 
     @property
     def _row(self) -> type:
@@ -105,23 +107,23 @@ class Comparison(Rows[Any]):
 
     @property
     def worst(self) -> Any:
-        """The row with the lowest SQNR; None where there are no rows."""
+        """Row with the lowest SQNR; None if there are no rows."""
         return min(self.entries, key=lambda row: -math.inf if math.isnan(row.sqnr) else row.sqnr, default=None)
 
     def report(self, path: str | os.PathLike[str]) -> Path:
-        """Write a page that shows it: one HTML file that needs no other.
+        """Write a report page, one HTML file that needs no other files.
 
-        Two quantized models stand side by side: SQNR of every layer, what runs as what in each, recipes and graphs. For
-        one and its float model it is the report of the model, with these numbers (see `QuantizedModel.report`).
+        Two quantized models are shown side by side: SQNR and precision of every layer, recipes and graphs. For one
+        model and its float model, it is the report of the model with these numbers (see `QuantizedModel.report`).
 
         Args:
-            path: the file; folders that are missing are made.
+            path: the file. Missing folders are created.
 
         Returns:
             The path.
 
         Raises:
-            InputError: `path` is no path.
+            InputError: `path` is not a path.
             RenderError: the file cannot be written.
         """
         return self._write(self, path)
@@ -133,15 +135,15 @@ class Comparison(Rows[Any]):
         output = "" if self.output_sqnr is None else f"the output agrees to {_words(self.output_sqnr)}; "
         worst = self.worst
         if worst is None:
-            least = "no layers"
+            lowest = "no layers"
         elif worst.sqnr == math.inf:
-            least = "every layer to the last bit"
+            lowest = "every layer to the last bit"
         else:
-            least = f"least {layer_text(worst.name, worst.path)}, {_words(worst.sqnr)}"
-        return f"{output}{least}; {self.batches} batch{'es' if self.batches != 1 else ''}"
+            lowest = f"least {layer_text(worst.name, worst.path)}, {_words(worst.sqnr)}"
+        return f"{output}{lowest}; {self.batches} batch{'es' if self.batches != 1 else ''}"
 
     def _parts(self) -> list[Part]:
-        columns = {**_LAYER, **(_FLOAT if len(self.models) == 1 else _PAIR), **_DISTANCE}
+        columns = {**_LAYER_COLUMNS, **(_FLOAT_COLUMNS if len(self.models) == 1 else _PAIR_COLUMNS), **_ERROR_COLUMNS}
         return [self._table(columns), text(self._short())]
 
 
@@ -149,23 +151,23 @@ def _words(value: float) -> str:
     return "the last bit" if value == math.inf else f"{value:.1f} dB"
 
 
-_LAYER: dict[Column, Callable[[Any], str]] = {
+_LAYER_COLUMNS: dict[Column, Callable[[Any], str]] = {
     Column("layer", give="start"): lambda row: layer_text(row.name, row.path),
     Column("op"): lambda row: row.op,
 }
-_FLOAT: dict[Column, Callable[[Any], str]] = {
+_FLOAT_COLUMNS: dict[Column, Callable[[Any], str]] = {
     Column("runs as", coloured=True): lambda row: row.precision,
     Column("SQNR dB", "right"): lambda row: decibels(row.sqnr),
     Column("own dB", "right"): lambda row: decibels(row.own_sqnr),
 }
-_PAIR: dict[Column, Callable[[Any], str]] = {
-    Column("a runs as", coloured=True): lambda row: row.fate_a,
-    Column("b runs as", coloured=True): lambda row: row.fate_b,
+_PAIR_COLUMNS: dict[Column, Callable[[Any], str]] = {
+    Column("a runs as", coloured=True): lambda row: row.precision_a,
+    Column("b runs as", coloured=True): lambda row: row.precision_b,
     Column("b to a", "right"): lambda row: decibels(row.sqnr),
     Column("a to float", "right", drop=1): lambda row: decibels(row.sqnr_a),
     Column("b to float", "right", drop=1): lambda row: decibels(row.sqnr_b),
 }
-_DISTANCE: dict[Column, Callable[[Any], str]] = {
+_ERROR_COLUMNS: dict[Column, Callable[[Any], str]] = {
     Column("cosine", "right"): lambda row: f"{row.cosine:.5f}",
     Column("max error", "right"): lambda row: f"{row.max_error:.3g}",
 }
@@ -173,14 +175,14 @@ _DISTANCE: dict[Column, Callable[[Any], str]] = {
 
 @dataclass(frozen=True)
 class Baseline:
-    """What a quantized model is compared with.
+    """Reference that a quantized model is compared with.
 
     Attributes:
         program: the float model's canonical graph, or the graph of another quantized model.
-        nodes: its nodes, by the op whose value they make.
-        model: the other quantized model, if it is one.
-        divisible: whether the graph computes for some samples of a batch what it computes for them among all.
-        is_large: whether it holds so much for a batch that all of its values are not to be kept at once.
+        nodes: its nodes, by the name of the op whose value they compute.
+        model: the other quantized model; None for a float model.
+        divisible: whether running some samples of a batch gives the same values as running the whole batch.
+        is_large: whether all values for a batch take too much memory to be kept at once.
     """
 
     program: Program
@@ -191,19 +193,19 @@ class Baseline:
 
     @property
     def output(self) -> fx.Node:
-        """The node that returns."""
+        """Output node of the graph."""
         return self.program.graph.output_node()
 
 
 def quantized_reference(a: Quantized, b: Quantized) -> Baseline:
-    """`a` as a reference for `b`. Raises `InputError` when they have no layer in common."""
+    """Return `a` as the baseline of `b`. Raises `InputError` if they have no layer in common."""
     nodes = {n.name: n for n in a.graph.nodes}
     rows_a = {s.value.name: (s.value, nodes[into]) for into, s in rows_by_node(a.ledger).items() if into in nodes}
-    rows_b = {e.name: (e.path, e.op) for e in b.ledger}  # not the line: files move
-    same = {name: node for name, (e, node) in rows_a.items() if rows_b.get(name) == (e.path, e.op)}
-    if not same and (rows_a or rows_by_node(b.ledger)):
-        raise InputError("a and b are not made from the same model: no layer of one is a layer of the other.")
-    return Baseline(Program(a, a.graph), same, a)
+    rows_b = {e.name: (e.path, e.op) for e in b.ledger}  # source lines may differ
+    shared = {name: node for name, (e, node) in rows_a.items() if rows_b.get(name) == (e.path, e.op)}
+    if not shared and (rows_a or rows_by_node(b.ledger)):
+        raise InputError("a and b are not made from the same model: they have no layer in common.")
+    return Baseline(Program(a, a.graph), shared, a)
 
 
 def compare_with(
@@ -213,9 +215,14 @@ def compare_with(
     advance: Callable[[], None],
     write: Callable[[Comparison, Any], Path],
 ) -> Comparison:
-    """Compare a quantized model with a reference; no value is kept from one batch to the next.
+    """Compare a quantized model with a reference. Values are not kept between batches.
 
-    `advance` is called behind every batch; `write` writes the page of what was found to a file.
+    Args:
+        reference: the baseline.
+        b: the quantized model.
+        batches: the data.
+        advance: called after each batch.
+        write: function that writes the report page of a comparison to a file.
 
     Raises:
         InputError: the models do not run on a batch, or do not compute the same values.
@@ -229,20 +236,25 @@ def compare_with(
                 sums.add(reference, compared, pairs, batch)
                 _check_shapes(pairs, rows, sums)
             advance()
-    others = rows_by_node(reference.model.ledger) if reference.model is not None else {}
-    found = [_row(rows[node.name], others.get(pairs[node].name), *sums.by_node[node]) for node in sums.by_node]
+    reference_rows = rows_by_node(reference.model.ledger) if reference.model is not None else {}
+    layer_rows = [
+        _row(rows[node.name], reference_rows.get(pairs[node].name), *sums.by_node[node]) for node in sums.by_node
+    ]
     order = {entry.name: i for i, entry in enumerate(b.ledger)}
-    found.sort(key=lambda row: order[row.name])
+    layer_rows.sort(key=lambda row: order[row.name])
     output = min((result.sqnr for result in sums.outputs.values()), key=rank, default=None)
     models = (b,) if reference.model is None else (reference.model, b)
-    return Comparison(tuple(found), output, sums.batches, models, write)
+    return Comparison(tuple(layer_rows), output, sums.batches, models, write)
 
 
 @dataclass
 class _Sums:
-    """What is kept of the batches: for each node how far it is off, and how far alone, against a float model.
+    """Sums over batches from which a comparison is computed.
 
-    Of what the model returns, each tensor counts for itself.
+    Attributes:
+        batches: number of batches.
+        by_node: for each node, agreement of its value and, against a float model, of its value on float inputs.
+        outputs: agreement of each output tensor, by its position.
     """
 
     batches: int = 0
@@ -250,7 +262,7 @@ class _Sums:
     outputs: dict[int, Agreement] = field(default_factory=dict)
 
     def add(self, reference: Baseline, compared: Program, pairs: Mapping[fx.Node, fx.Node], batch: Batch) -> None:
-        """Take in one batch."""
+        """Add the values of one batch."""
         self.batches += 1
         real, used = reference.model is None, dict[fx.Node, Tensor]()
         cut = reference.divisible and samples_in(batch) is not None
@@ -261,28 +273,28 @@ class _Sums:
                 for i, (want, got) in enumerate(zip(value.want, value.got, strict=True)):
                     add_output(self.outputs, i, want, got)
                 continue
-            found, alone = self.by_node.setdefault(value.node, (Agreement(), Agreement()))
+            total, own = self.by_node.setdefault(value.node, (Agreement(), Agreement()))
             for want, got in zip(value.want, value.got, strict=True):
-                found.add(want, got)
+                total.add(want, got)
             for want, got in zip(value.want, value.own, strict=True) if value.own is not None else ():
-                alone.add(want, got)
+                own.add(want, got)
 
 
 def _check_shapes(pairs: Mapping[fx.Node, fx.Node], node_rows: Mapping[str, NodeRow], sums: _Sums) -> None:
-    """Raise where two values could be compared when the model was quantized, and cannot now."""
+    """Raise `InputError` if two values that were comparable when the model was quantized have different shapes now."""
     for node, real in pairs.items():
         node_row = node_rows.get(node.name)
         if node_row is not None and node_row.row.sqnr is not None and node not in sums.by_node:
-            mine, other = info(node).shape, info(real).shape
+            shape_a, shape_b = info(real).shape, info(node).shape
             raise InputError(
-                f"a and b do not compute the same: at {node_row.row.path or node_row.row.name!r} a gives {other}, b "
-                f"{mine}. Give the model that b was made from."
+                f"a and b compute different values: at {node_row.row.path or node_row.row.name!r}, the shape is "
+                f"{shape_a} in a and {shape_b} in b. Pass the model that b was made from."
             )
 
 
-def _row(node_row: NodeRow, other: NodeRow | None, found: Agreement, alone: Agreement) -> LayerRow | PairRow:
+def _row(node_row: NodeRow, row_a: NodeRow | None, total: Agreement, own: Agreement) -> LayerRow | PairRow:
     row = node_row.row
-    names, distance = (row.name, row.path, row.op), (found.cosine, found.max_error)
-    if other is None:
-        return LayerRow(*names, row.precision, found.sqnr, alone.sqnr, *distance)
-    return PairRow(*names, other.row.precision, row.precision, found.sqnr, other.row.sqnr, row.sqnr, *distance)
+    names, distance = (row.name, row.path, row.op), (total.cosine, total.max_error)
+    if row_a is None:
+        return LayerRow(*names, row.precision, total.sqnr, own.sqnr, *distance)
+    return PairRow(*names, row_a.row.precision, row.precision, total.sqnr, row_a.row.sqnr, row.sqnr, *distance)

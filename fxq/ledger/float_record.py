@@ -1,4 +1,4 @@
-"""What was seen of the float model while it was quantized, and cannot be seen later: numbers, no tensors."""
+"""Record of the float model that a quantized model keeps: distributions of values, inputs, sizes. It has no tensors."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from fxq.common.metrics import nbytes
 from fxq.quant.qparams import QParams
 
 BINS = 64
-
+"""Number of bins of a distribution."""
 Range = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Distribution:
-    """How the float values of one op were distributed on recorded samples.
+    """Distribution of the float values of one op on recorded samples.
 
     Attributes:
-        low, high: the smallest and the largest value.
-        counts: how many of the values looked at lie in each of 64 bins of equal width between the two.
-        clip: what its integers can stand for, from the smallest to the largest; None where the value stays float.
-        outside: share of the values, 0 to 1, that are clipped: more than half a step outside of `clip`.
+        low, high: smallest and largest value.
+        counts: number of the sampled values in each of 64 bins of equal width from `low` to `high`.
+        clip: smallest and largest value that its grid can represent; None if the value stays float.
+        outside: share of the values, 0 to 1, that are clipped: more than half a step outside `clip`.
     """
 
     low: float
@@ -44,7 +44,7 @@ class RecordedInput:
 
     Attributes:
         name: keyword or dict key; empty for positional inputs and items of sequences.
-        shape, dtype: of the example's; None when that was no plain tensor.
+        shape, dtype: shape and dtype in the example; None if it is not a plain tensor.
         kind: type of the input; "plain" is a number, bool, string or None.
         parts: items of a container, in order.
         value: value of a plain input.
@@ -59,16 +59,16 @@ class RecordedInput:
 
 
 @dataclass(frozen=True)
-class Record:
-    """What a quantized model knows of the float model that it was made from.
+class FloatRecord:
+    """Facts about the float model that a quantized model was made from.
 
     Attributes:
-        values: the distribution of each op's value, by its name in the ledger: of those that are float tensors. An op
-            that ends a node of the final graph has the value of that node: a convolution the one behind its batch norm.
-        inputs: the inputs of the example, in order.
-        float_bytes: size of the float model's parameters and buffers.
-        name: the float model's class.
-        weights: a checksum of each of its parameters, by name, see `checksums`.
+        values: distribution of each op's value, by its name in the ledger; float tensors only. The last op of a node of
+            the final graph has the value of that node: a convolution has that after its batch norm.
+        inputs: inputs of the example, in order.
+        float_bytes: bytes of the float model's parameters and buffers.
+        name: name of the float model's class.
+        weights: checksum of each of its parameters, by name, see `checksums`.
     """
 
     values: Mapping[str, Distribution]
@@ -78,15 +78,21 @@ class Record:
     weights: Mapping[str, int]
 
 
-def record_of(model: nn.Module, example: Batch, values: Mapping[str, Distribution]) -> Record:
-    """The record of a float model, from the inputs that shapes were found with and the values of its ops."""
-    given = [("", value) for value in example.args] + list(example.kwargs.items())
-    inputs = tuple(_input(name, value) for name, value in given)
-    return Record(values, inputs, nbytes(model), type(model).__name__, checksums(model))
+def record_of(model: nn.Module, example: Batch, values: Mapping[str, Distribution]) -> FloatRecord:
+    """Return the record of a float model.
+
+    Args:
+        model: the float model.
+        example: batch that shapes were inferred from.
+        values: distributions of the values of its ops, by name.
+    """
+    named_inputs = [("", value) for value in example.args] + list(example.kwargs.items())
+    inputs = tuple(_input(name, value) for name, value in named_inputs)
+    return FloatRecord(values, inputs, nbytes(model), type(model).__name__, checksums(model))
 
 
 def checksums(model: nn.Module) -> dict[str, int]:
-    """For each parameter, by name, a number that tells other values from these; of a large one, of some at distances.
+    """Return a checksum of the values of each parameter, by name. Large parameters are sampled at regular distances.
 
     Example:
         >>> layer = nn.Linear(2, 2, bias=False)
@@ -112,11 +118,11 @@ def _input(name: str, value: Any) -> RecordedInput:
 
 
 def distribution(value: Any, grid: QParams | None = None) -> Distribution | None:
-    """The distribution of a value; None when it is no float tensor, or holds no finite number.
+    """Return the distribution of a value; None if it is not a float tensor, or has no finite number.
 
     Args:
-        value: a tensor of any shape.
-        grid: that of its integers, per tensor; None where it stays float.
+        value: tensor of any shape.
+        grid: grid of its integers; None if it stays float. Clipping is only counted for grids per tensor.
 
     Example:
         >>> distribution(torch.tensor([0.0, 1.0, 1.0, 2.0]), QParams.per_tensor(0.25, 0, 0, 4)).outside
@@ -125,17 +131,17 @@ def distribution(value: Any, grid: QParams | None = None) -> Distribution | None
     if not isinstance(value, Tensor) or not value.is_floating_point() or value.numel() == 0:
         return None
     low, high = (float(end) for end in value.aminmax())
-    some = value.detach().reshape(-1)[:: stride(value.numel())].double()
+    sampled = value.detach().reshape(-1)[:: stride(value.numel())].double()
     if not (math.isfinite(low) and math.isfinite(high)):
-        some = some[some.isfinite()]
-        if some.numel() == 0:
+        sampled = sampled[sampled.isfinite()]
+        if sampled.numel() == 0:
             return None
-        low, high = float(some.min()), float(some.max())
+        low, high = float(sampled.min()), float(sampled.max())
     per_unit = BINS / (high - low) if high > low else 0.0
-    bins = some.sub(low).mul_(per_unit).to(torch.int32).clamp_(max=BINS - 1)
+    bins = sampled.sub(low).mul_(per_unit).to(torch.int32).clamp_(max=BINS - 1)
     counts = tuple(torch.bincount(bins, minlength=BINS).tolist())
     if grid is None or grid.axis is not None:
         return Distribution(low, high, counts)
     clip, half = (float(grid.low), float(grid.high)), grid.s / 2
-    clipped = (some < clip[0] - half) | (some > clip[1] + half)
+    clipped = (sampled < clip[0] - half) | (sampled > clip[1] + half)
     return Distribution(low, high, counts, clip, float(clipped.double().mean()))

@@ -1,4 +1,4 @@
-"""The integers of every layer: weights, scales, zero points and int32 biases, read off the graph and its kernels."""
+"""Quantization parameters of every layer: integer weights, scales, zero points and int32 biases."""
 
 from __future__ import annotations
 
@@ -24,25 +24,26 @@ Reads = Literal["integers", "dynamic", "float"]
 
 @dataclass(frozen=True, repr=False)
 class LayerQParams:
-    """The integers of one layer, on the CPU. The real value of an integer q is (q - zero_point) * scale.
+    """Quantization parameters and integers of one layer, on the CPU. Real values are (q - zero_point) * scale.
 
     Attributes:
-        weights: by the name of the op's argument, which is "weight" but in recurrent layers: its `values`, int8 and of
-            the weight's own shape (a 4-bit value has a byte, too), or float16, and their `qparams`.
-        gates: of a recurrent layer, the rows of each gate in its weights and biases, by name, as in
+        weights: weights by the name of the op's argument: "weight", except in recurrent layers. Each has `values`, int8
+            in the weight's shape (4-bit values take a byte each) or float16, and `qparams`.
+        gates: for a recurrent layer, rows of each gate in its weights and biases, by name, as in
             `biases["bias_hh"][gates["f"]]`.
-        biases: by the name of the op's argument, "bias" but in recurrent layers: int32, (C,), round(bias / bias_scale),
-            zero point 0; or float32, see `float_bias_reason`.
-        bias_scale: float32, (C,) or (), of the accumulator: input_scale * weight_scale; None where the bias is float.
-        float_bias_reason: why the bias is float; else empty.
-        reads: "integers" on a grid known beforehand, integers on a grid that is "dynamic" at run time, or "float", as
-            with weights alone in integers, and inside of a unit (of squeeze-and-excitation).
-        input_scale, input_zero_point: of the integers that it reads; None where not known beforehand.
-        output_scale, output_zero_point: of what it makes, fused ops included; None when it emits float. Of a unit of
-            several outputs, of the first.
-        node: the node of the graph that runs it, as the ledger's `into` names it.
-        input_factors: float32, (C,): what its input is multiplied by, channel by channel, before it is rounded, as
-            `passes.Smooth` asks for; its weight is divided by them. None where it is rounded as it is.
+        biases: biases by the name of the op's argument: "bias", except in recurrent layers. Each is int32, (C,):
+            round(bias / bias_scale), zero point 0; or float32, see `float_bias_reason`.
+        bias_scale: float32, (C,) or (): scale of the accumulator, input_scale * weight_scale; None if the bias is
+            float.
+        float_bias_reason: why the bias is float; otherwise empty.
+        reads: "integers" on a static grid; "dynamic": integers on a grid that is computed at run time; or "float", as
+            with integer weights only, and inside units such as squeeze-and-excitation.
+        input_scale, input_zero_point: grid of the integers that it reads; None if not known before the call.
+        output_scale, output_zero_point: grid of its output, after fused ops; None if the output is float. For a unit
+            with several outputs, that of the first.
+        node: name of the node that runs it, as in the ledger's `into`.
+        input_factors: float32, (C,): factors per channel that its input is multiplied by before rounding, from
+            `passes.Smooth`; its weight is divided by them. None if there are none.
     """
 
     weights: Mapping[str, Weight]
@@ -60,32 +61,32 @@ class LayerQParams:
 
     @property
     def weight(self) -> Tensor:
-        """The integers of its weight; of several, the first. The next four are of the same weight."""
+        """Integer values of its weight; of the first one if there are several, here and in the properties below."""
         return self._first.values
 
     @property
     def bias(self) -> Tensor | None:
-        """Its bias, int32 or float32; of several, the first; None without one."""
+        """Bias, int32 or float32; the first one if there are several, None if there is none."""
         return next(iter(self.biases.values()), None)
 
     @property
     def weight_scale(self) -> Tensor:
-        """float32: () per tensor, (C,) per channel, or for blocks the weight's shape, but for `axis`."""
+        """Scale of its weight, float32: () per tensor, (C,) per channel; for blocks, the shape but for `axis`."""
         return self._first.qparams.scale
 
     @property
     def weight_zero_point(self) -> Tensor:
-        """int32, same shape; 0 for symmetric weights."""
+        """Zero point of its weight, int32, in the shape of the scale; 0 for symmetric weights."""
         return self._first.qparams.zero_point
 
     @property
     def axis(self) -> int | None:
-        """The output-channel axis of the weight, or the one that is cut into blocks; None per tensor."""
+        """Output-channel axis of the weight, or the axis that is divided into blocks; None per tensor."""
         return self._first.qparams.axis
 
     @property
     def block(self) -> int | None:
-        """How many values of the weight along `axis` share a scale; None per tensor and per channel."""
+        """Number of values of the weight along `axis` that share a scale; None per tensor and per channel."""
         return self._first.qparams.block
 
     @property
@@ -93,11 +94,11 @@ class LayerQParams:
         return next(iter(self.weights.values()))
 
     def gate(self, name: str, weight: str = "weight_ih") -> Weight:
-        """The rows of one gate of a recurrent layer, in one of its weights.
+        """Return the rows of one gate in a weight of a recurrent layer.
 
         Args:
-            name: "i", "f", "g" or "o" of an LSTM, "r", "z" or "n" of a GRU.
-            weight: "weight_ih", which the input is multiplied by, or "weight_hh", for the hidden state.
+            name: "i", "f", "g" or "o" for an LSTM, "r", "z" or "n" for a GRU.
+            weight: "weight_ih" for the input, "weight_hh" for the hidden state.
 
         Raises:
             InputError: the layer has no such gate, or no such weight with gates.
@@ -117,20 +118,21 @@ class LayerQParams:
         return f"<LayerQParams of {self.node}: {weights}, reads {self.reads}>"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data and tensors.
+        """Return plain data and tensors.
 
-        Each weight by its name, and behind this name `_scale`, `_zero_point`, `_axis`, `_block` and `_bits`; the first
-        and the last row of each gate; all else as the attributes are called.
+        The keys are the names of the weights, each also with the suffixes `_scale`, `_zero_point`, `_axis`, `_block`
+        and `_bits`; the names of the biases; "gates" with the first and last row of each gate; and the other
+        attributes.
         """
-        found: dict[str, Any] = {}
+        weights: dict[str, Any] = {}
         for name, weight in self.weights.items():
             grid = weight.qparams
             about = {"scale": grid.scale, "zero_point": grid.zero_point, "axis": grid.axis, "block": grid.block}
-            found[name] = weight.values
-            found |= {f"{name}_{key}": value for key, value in {**about, "bits": grid.bits}.items()}
+            weights[name] = weight.values
+            weights |= {f"{name}_{key}": value for key, value in {**about, "bits": grid.bits}.items()}
         rest = {key: value for key, value in vars(self).items() if key not in ("weights", "biases")}
         return {
-            **found,
+            **weights,
             **(self.biases or {"bias": None}),
             **rest,
             "gates": {name: [rows.start, rows.stop - 1] for name, rows in self.gates.items()},
@@ -138,9 +140,10 @@ class LayerQParams:
 
 
 def layers_of(gm: fx.GraphModule) -> dict[str, LayerQParams]:
-    """The integers of every layer of a qdq or lowered graph whose weight is in integers, by module path.
+    """Return the parameters of every layer with an integer weight in a qdq or lowered graph, by module path.
 
-    A functional call outside any module goes by its node's name; a layer called again gets `@2`, `@3`, ... appended.
+    A functional call outside any module has its node's name as key; further calls of a layer have `@2`, `@3`, ...
+    appended.
     """
     layers: dict[str, LayerQParams] = {}
     calls: defaultdict[str, int] = defaultdict(lambda: 1)
@@ -150,10 +153,10 @@ def layers_of(gm: fx.GraphModule) -> dict[str, LayerQParams]:
             form = kernel.form.module(kernel)
             inputs = form.graph.find_nodes(op="placeholder")
             outside = {inner: (gm, read) for inner, read in zip(inputs, node.args, strict=False)}
-            found = [pair for inside in form.graph.nodes for pair in _layers(form, inside, outside)]
+            node_layers = [pair for inside in form.graph.nodes for pair in _layers(form, inside, outside)]
         else:
-            found = list(_layers(gm, node, {}))
-        for path, layer in found:
+            node_layers = list(_layers(gm, node, {}))
+        for path, layer in node_layers:
             key = path
             while key in layers:
                 calls[path] += 1
@@ -163,47 +166,47 @@ def layers_of(gm: fx.GraphModule) -> dict[str, LayerQParams]:
 
 
 Outside = Mapping[fx.Node, tuple[fx.GraphModule, Any]]
-"""What the inputs of a graph inside a kernel stand for: a node of the graph that calls it."""
+"""For each input of a graph inside a kernel, the graph that calls the kernel, and the argument there."""
 
 
 def _layers(gm: fx.GraphModule, node: fx.Node, outside: Outside) -> Iterator[tuple[str, LayerQParams]]:
-    """The layers that a node runs, each with its module path: the one that a unit begins with, or those inside."""
-    region, about = read_region(gm, node), info(node)
+    """Layers that a node runs, each with its module path: the first op of a unit, and further ops with weights."""
+    region, node_info = read_region(gm, node), info(node)
     if region is None:
         return
     for i, call in enumerate(region.calls):
-        found = _layer(gm, node, call, out_grids(gm, region)[0] if i == 0 else None, outside)
-        if found is not None:
-            inside = about.paths[i] if i and about.paths else about.path
-            yield inside or about.path or node.name, found
+        layer = _layer(gm, node, call, out_grids(gm, region)[0] if i == 0 else None, outside)
+        if layer is not None:
+            inside = node_info.paths[i] if i and node_info.paths else node_info.path
+            yield inside or node_info.path or node.name, layer
 
 
 def _layer(
     gm: fx.GraphModule, node: fx.Node, call: OpCall, out: QParams | None, outside: Outside
 ) -> LayerQParams | None:
-    quant = call.op.traits
+    traits = call.op.traits
     read = {
-        name: integer_weight(gm, call.tensors.get(name)) for name in call.op.tensors if quant.role(name) == "weight"
+        name: integer_weight(gm, call.tensors.get(name)) for name in call.op.tensors if traits.role(name) == "weight"
     }
     weights = {name: _on_cpu(weight) for name, weight in read.items() if weight is not None}
     if not weights:
         return None
     first = next(iter(weights.values()))
-    value = call.tensors.get(quant.inputs[0])
+    value = call.tensors.get(traits.inputs[0])
     source, reads = integer_input(gm, value), _reads(gm, value)
     input_scale = source.grid.s if source is not None and reads == "integers" else None
-    reason = _float_accumulator(quant.axis, weights, reads, input_scale is not None)
+    reason = _float_accumulator(traits.axis, weights, reads, input_scale is not None)
     scale = first.qparams.scale * input_scale if input_scale is not None and not reason else None
-    found = {name: constant(gm, call.tensors.get(name)) for name in call.op.tensors if quant.role(name) == "bias"}
-    biases = {name: bias.detach().cpu() for name, bias in found.items() if bias is not None}
+    values = {name: constant(gm, call.tensors.get(name)) for name in call.op.tensors if traits.role(name) == "bias"}
+    biases = {name: bias.detach().cpu() for name, bias in values.items() if bias is not None}
     if scale is not None and biases:
         if scale.dim():  # a transposed convolution's groups share the scales of their channels
             scale = scale.repeat(next(iter(biases.values())).numel() // scale.numel())
         if all(bool(((bias.double() / scale.double()).abs() < 2**31).all()) for bias in biases.values()):
             biases = {name: int32_bias(bias, scale) for name, bias in biases.items()}
-        else:  # as behind tiny weights
-            scale, reason = None, "it has more steps of input_scale * weight_scale than int32 holds"
-    gates = quant.recurrence.gates if quant.recurrence is not None else ()
+        else:  # for instance if weights are tiny
+            scale, reason = None, "its integers, on steps of input_scale * weight_scale, exceed int32"
+    gates = traits.recurrence.gates if traits.recurrence is not None else ()
     size = len(first.values) // max(len(gates), 1)
     return LayerQParams(
         weights=weights,
@@ -222,9 +225,9 @@ def _layer(
 
 
 def _factors(gm: fx.GraphModule, integers: fx.Node) -> Tensor | None:
-    """What a pass has put in to multiply a value with before it becomes these integers, on the CPU."""
-    made: Any = integers.args[0] if integers.args else None
-    factors = constant(gm, made.args[1]) if is_op(made, "mul") and info(made).origins == () else None
+    """Factors that a pass inserted before a quantize node, on the CPU; None if there are none."""
+    product: Any = integers.args[0] if integers.args else None
+    factors = constant(gm, product.args[1]) if is_op(product, "mul") and info(product).origins == () else None
     return factors.cpu() if factors is not None else None
 
 
@@ -234,41 +237,41 @@ def _on_cpu(weight: Weight) -> Weight:
 
 
 def _reads(gm: fx.GraphModule, value: Any) -> Reads:
-    """What a layer reads, of which this is the value: see `LayerQParams.reads`."""
+    """Form of the input `value` of a layer, see `LayerQParams.reads`."""
     if not is_op(value, "dequantize"):
         return "float"
     return "dynamic" if grid_of(gm, value) is None else "integers"
 
 
 def _float_accumulator(axis: int | None, weights: Mapping[str, Weight], reads: Reads, one_scale: bool) -> str:
-    """Why no scale is known beforehand of what a layer adds its bias to; empty where one is.
+    """Reason why a layer's accumulator has no static scale, so that its bias stays float; empty if it has one.
 
     Args:
-        axis: the output-channel axis of the layer's weight.
+        axis: output-channel axis of the layer's weight.
         weights: its weights by name.
-        reads: what it reads.
-        one_scale: whether this has one scale for the whole tensor, known beforehand.
+        reads: form of its input.
+        one_scale: whether the input has one static scale for the whole tensor.
     """
     if reads == "float":
         return "its input is float"
     if reads == "dynamic":
-        return "the scale of its input is measured at run time"
+        return "the scale of its input is computed at run time"
     if not one_scale:
         return "its input has several scales"
     if len(weights) > 1:
-        return "the products of its weights are on different scales"
+        return "the products of its weights have different scales"
     grid = next(iter(weights.values())).qparams
     if grid.block is not None or grid.axis not in (None, axis):
-        return "the weights of one output have several scales"
+        return "the weights of one output channel have several scales"
     return ""
 
 
 def int32_bias(bias: Tensor, scale: Tensor) -> Tensor:
-    """round(bias / scale) as int32; the scale is input_scale * weight_scale, the zero point 0.
+    """Quantize a bias to int32: round(bias / scale), zero point 0.
 
     Args:
         bias: float32, (C,).
-        scale: float32, (C,) or ().
+        scale: float32, (C,) or (): input_scale * weight_scale.
 
     Source: Jacob et al. 2018, section 2.4.
     """

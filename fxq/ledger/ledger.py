@@ -1,4 +1,4 @@
-"""The ledger: what became of every op of the model, and why. `fxq/ledger/build.py` makes it."""
+"""The ledger: precision of every op of the float model, and the reason for it. `fxq/ledger/build.py` builds it."""
 
 from __future__ import annotations
 
@@ -17,37 +17,36 @@ from fxq.quant.spec import NARROW, Narrow
 
 @dataclass(frozen=True)
 class Entry:
-    """One op of the model.
+    """Row of the ledger: one op of the float model.
 
     Attributes:
-        name: its node in the canonical graph; two calls of one module have two names.
-        path: its module path: of the module itself, or of the one whose forward calls the function.
-        op: what it is.
+        name: name of its node in the canonical graph; two calls of one module have two names.
+        path: path of its module, or of the module whose forward calls the function.
+        op: kind of op, such as "conv2d".
         precision: `int8`, `weight-only` (a float layer with an integer weight), `moves` (moves integers), `float`, or
-            `folded` (into another op's weights, or without an effect).
-        into: the node of the final graph that runs it or has it in its weights; one for all ops of a unit; empty where
-            there is none.
-        reason: why it is float, or where it went; of an op on integers, what its user should know of that.
-        fix: the line of a recipe that would decide otherwise, as Python; empty where none can.
-        kind: what sort of reason that is for a float op, one of `fxq.graph.info.DECISION_KINDS`; see `Decision`.
-        decided_by: the pass that decided what it runs as; empty where it is folded, or no pass has.
+            `folded` (into another op's weights, or without effect).
+        into: name of the node of the final graph that runs it, or whose weights include it; the same for all ops of a
+            unit. Empty if there is none.
+        reason: why it is float or folded; for an op on integers, a note for the user.
+        fix: line of a recipe that would change its precision, as Python; empty if no line can.
+        kind: kind of reason for float, one of `fxq.graph.info.DECISION_KINDS`; see `Decision`.
+        decided_by: name of the pass that decided its precision; empty if it is folded or no pass did.
         source: `file:line` of the model.
-        macs: multiply-accumulates for the batch that shapes were found with, see `fxq.graph.analysis.macs.macs_of`.
-        sqnr: dB of its output against the float model's on a recorded calibration batch, errors of the ops
-            before it included; infinite when they are equal. None inside a unit (the row of its last op has it), and
-            where it is no float tensor.
-        own_sqnr: the same for the op's own error: it runs on the float model's values of its inputs, on the grids that
-            it reads.
-        fault_sqnr: the same without the rounding of its output, which counts as the error of the ops that read it as
-            integers: the noise that `mend` takes away.
-        mend: the line of a recipe that takes this noise away, as Python: it puts the whole unit into float, and the
-            ops that make its inputs where others read the same integers. Empty where nothing in it runs on integers.
-        saved_bytes: how much smaller its weight is than in float32, scales counted; a weight that several layers share
-            counts for each.
+        macs: multiply-accumulates for the example batch, see `fxq.graph.analysis.macs.macs_of`.
+        sqnr: dB of its output against the float model's on a recorded calibration batch, with the errors of all ops
+            before it; infinite when equal. None inside a unit (the row of its last op has it) and for values that are
+            not float tensors.
+        own_sqnr: dB of its output when it runs on the float model's values of its inputs, on the grids that it reads.
+        fault_sqnr: as `own_sqnr`, without the rounding of its output, which is counted for the ops that read it as
+            integers: the noise that `remedy` removes.
+        remedy: line of a recipe that removes this noise, as Python: it sets the whole unit to float, and the ops that
+            compute its inputs if other ops read the same integers. Empty if the unit has no integers.
+        saved_bytes: bytes that its weight with its scales takes less than in float32. A weight that several layers
+            share counts for each.
         float_us, int8_us: microseconds of the op in float, and on integers or with an integer weight, on one thread;
             for a unit, in the row of its first op. None if there is no price.
-        conversions_us: microseconds of the conversions around it when it runs on integers, less those when it runs in
-            float, with all other ops as they are.
+        conversions_us: microseconds of the conversions around it when it runs on integers, minus those when it runs in
+            float, with all other ops unchanged.
         priced_by: "measured" on this machine, "table" (estimated, `cost/price_table.py`), or empty without a price.
     """
 
@@ -65,7 +64,7 @@ class Entry:
     sqnr: float | None = None
     own_sqnr: float | None = None
     fault_sqnr: float | None = None
-    mend: str = ""
+    remedy: str = ""
     saved_bytes: int = 0
     float_us: float | None = None
     int8_us: float | None = None
@@ -75,11 +74,11 @@ class Entry:
 
 @dataclass(frozen=True)
 class NodeRow:
-    """The row of a node of the final graph.
+    """Rows of a node of the final graph.
 
     Attributes:
-        row: the last of the ops that the node runs.
-        value: the op whose value the node makes: the same, or one behind it that went into its weights.
+        row: row of the last op that the node runs.
+        value: row of the op whose value the node computes: that op, or one after it that was folded into its weights.
     """
 
     row: Entry
@@ -87,34 +86,34 @@ class NodeRow:
 
 
 def rows_by_node(entries: Iterable[Entry]) -> dict[str, NodeRow]:
-    """The rows of the nodes of the final graph, by the node's name, in the order of the rows."""
-    found: dict[str, NodeRow] = {}
+    """Return the rows of each node of the final graph, by the node's name, in the order of the rows."""
+    rows: dict[str, NodeRow] = {}
     for entry in entries:
-        known = found.pop(entry.into, None)
+        earlier = rows.pop(entry.into, None)
         if entry.precision != "folded":
-            found[entry.into] = NodeRow(entry, entry)
-        elif known is not None:
-            found[entry.into] = NodeRow(known.row, entry)
-    return found
+            rows[entry.into] = NodeRow(entry, entry)
+        elif earlier is not None:
+            rows[entry.into] = NodeRow(earlier.row, entry)
+    return rows
 
 
 @dataclass(frozen=True)
 class ReducedRange:
-    """What has 7 bits, because kernels of this machine add pairs of products in 16 bits, which 8 bits of both overflow.
+    """Role that has 7 bits because kernels of this CPU add products in 16-bit sums, which saturate with 8 bits of both.
 
     Attributes:
         role: "weights" or "activations"; see `Recipe.reduce_range`.
-        sqnr: by the role that has 7 bits, dB of the qdq graph's output (see `Ledger.output_sqnr`) before any pass looks
-            at samples to mend it; None where there is no float output. Empty where the recipe names the role.
+        sqnr: for each role with 7 bits, dB of the qdq graph's output (see `Ledger.output_sqnr`) before passes correct
+            it on samples; None if there is no float output. Empty if the recipe names the role.
     """
 
     role: Narrow
     sqnr: Mapping[Narrow, float | None] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        found = [f"{decibels(self.sqnr[role])} dB with {role}" for role in NARROW if self.sqnr.get(role) is not None]
-        why = f"output of the qdq graph: {', '.join(found)}" if found else "the recipe says so"
-        return f"{self.role} have 7 bits where 8 overflow in this CPU's kernels; {why}"
+        results = [f"{decibels(self.sqnr[role])} dB with {role}" for role in NARROW if self.sqnr.get(role) is not None]
+        why = f"output of the qdq graph: {', '.join(results)}" if results else "as the recipe says"
+        return f"{self.role} have 7 bits where 8 would saturate in this CPU's kernels; {why}"
 
 
 PRECISIONS = ("int8", "weight-only", "moves", "float", "folded")
@@ -122,15 +121,17 @@ PRECISIONS = ("int8", "weight-only", "moves", "float", "folded")
 
 @dataclass(frozen=True, repr=False)
 class Ledger(Rows[Entry]):
-    """One entry per op of the model, in execution order. `print` shows a table.
+    """Table of the ops of the float model, in execution order: the precision of each op, and the reason for it.
+
+    `print` shows it. See `Entry` for the columns.
 
     Attributes:
-        entries: the rows. The `precision` of an op is "int8", "weight-only", "moves" (it moves integers), "float" or
-            "folded"; see `Entry`.
-        output_sqnr: dB of the model's output against the float model's, over recorded calibration samples; of several,
-            that of the one that is furthest off. Infinite when they are equal, NaN where one is not finite and the
-            float model's is. None where there is no float output.
-        narrowed: what gave up a bit on this machine; None where nothing had to.
+        entries: rows, one per op. The `precision` of an op is "int8", "weight-only", "moves" (it moves integers),
+            "float" or "folded".
+        output_sqnr: dB of the model's output against the float model's, over recorded calibration samples; the minimum
+            over outputs. Infinite when equal, NaN if it is not finite where the float model's is. None if there is no
+            float output.
+        reduced_range: the role that has 7 bits on this machine; None if none needs it.
 
     Example:
         >>> ledger = Ledger((Entry("a", "a", "conv2d", "int8", macs=90), Entry("b", "b", "linear", "float", macs=10)))
@@ -142,23 +143,23 @@ class Ledger(Rows[Entry]):
 
     entries: tuple[Entry, ...]
     output_sqnr: float | None = None
-    narrowed: ReducedRange | None = None
+    reduced_range: ReducedRange | None = None
     _name: ClassVar[str] = "ledger"
     _key: ClassVar[str] = "ops"
     _choices: ClassVar[Mapping[str, Sequence[str]]] = {"precision": PRECISIONS, "kind": DECISION_KINDS}
 
     @property
     def coverage(self) -> float:
-        """Share of the multiply-accumulates that run on integers, 0 to 1; 0 when there are none.
+        """Share of the multiply-accumulates that run on integers, 0 to 1; 0 if there are none.
 
-        Counted are convolutions, linear layers, matrix products, attention, and modules that are kept as they are with
-        weights inside, see `fxq.graph.analysis.macs.macs_of`.
+        Counts convolutions, linear layers, matrix products, attention, and leaf modules with weights, see
+        `fxq.graph.analysis.macs.macs_of`.
         """
         return self._share("int8")
 
     @property
     def weight_coverage(self) -> float:
-        """The same for those that run in float with integer weights."""
+        """Share of the multiply-accumulates that run in float with integer weights, 0 to 1."""
         return self._share("weight-only")
 
     def _share(self, precision: str) -> float:
@@ -166,33 +167,33 @@ class Ledger(Rows[Entry]):
         return sum(e.macs for e in self.entries if e.precision == precision) / total if total else 0.0
 
     def count(self, value: Any) -> int:
-        """Number of entries of that precision. Raises `InputError` where there is no such precision."""
+        """Number of ops with a precision. Raises `InputError` if there is no such precision."""
         self._check_value("precision", value)
         return sum(e.precision == value for e in self.entries)
 
     def worst(self, count: int = 5) -> Ledger:
-        """The layers that add most noise, as a table, worst first: those that a line of a recipe mends (`Entry.mend`).
+        """Table of the layers that add the most noise and have a remedy (`Entry.remedy`), worst first.
 
-        The order is that of `Entry.fault_sqnr`: a layer is blamed for the grids of what it reads, and not for that of
-        its output, which another layer reads. For a function in front of a layer, its own line would change nothing.
+        They are sorted by `Entry.fault_sqnr`, which counts the rounding of a layer's inputs, but not that of its
+        output, which counts for the layer that reads it.
 
         Args:
-            count: at most so many.
+            count: maximum number of layers.
 
         Example:
-            >>> a = Entry("a", "a", "linear", "int8", fault_sqnr=44.0, mend="recipe.override('a', fxq.FLOAT)")
-            >>> b = Entry("b", "b", "linear", "int8", fault_sqnr=39.0, mend="recipe.override('b', fxq.FLOAT)")
-            >>> [(entry.path, entry.mend) for entry in Ledger((a, b)).worst(1)]
+            >>> a = Entry("a", "a", "linear", "int8", fault_sqnr=44.0, remedy="recipe.override('a', fxq.FLOAT)")
+            >>> b = Entry("b", "b", "linear", "int8", fault_sqnr=39.0, remedy="recipe.override('b', fxq.FLOAT)")
+            >>> [(entry.path, entry.remedy) for entry in Ledger((a, b)).worst(1)]
             [('b', "recipe.override('b', fxq.FLOAT)")]
         """
-        mended = self.where(lambda e: bool(e.mend) and e.fault_sqnr is not None and e.fault_sqnr < math.inf)
-        return mended._with(mended.sort("fault_sqnr").entries[:count])
+        noisy = self.where(lambda e: bool(e.remedy) and e.fault_sqnr is not None and e.fault_sqnr < math.inf)
+        return noisy._with(noisy.sort("fault_sqnr").entries[:count])
 
     def main_reason(self) -> str:
-        """The reason for float that weighs most, with its share: of the multiply-accumulates, where there are any."""
+        """Reason for float with the largest share of the multiply-accumulates, or of the ops if there are none."""
         stay = self.where(precision="float")
         if not stay:
-            return "the model has no op that could"
+            return "no op of the model has an integer form"
         total = sum(e.macs for e in stay)
         weights, counts = Counter[str](), Counter(e.reason for e in stay)
         for entry in stay:
@@ -202,14 +203,14 @@ class Ledger(Rows[Entry]):
         return f"{counts[reason]} of {len(self)} ops{share} stay in float because: {reason}"
 
     def _facts(self) -> dict[str, Any]:
-        found = self.narrowed
-        tried = {f"sqnr_reduced_{role}": value for role, value in found.sqnr.items()} if found is not None else {}
-        narrowed = {} if found is None else {"reduce_range": found.role, **tried}
+        reduced = self.reduced_range
+        sqnrs = {f"sqnr_reduced_{role}": value for role, value in reduced.sqnr.items()} if reduced is not None else {}
+        reduce_range = {} if reduced is None else {"reduce_range": reduced.role, **sqnrs}
         return {
             "coverage": self.coverage,
             "weight_coverage": self.weight_coverage,
             "output_sqnr": self.output_sqnr,
-            **narrowed,
+            **reduce_range,
         }
 
     def _short(self) -> str:
@@ -217,8 +218,8 @@ class Ledger(Rows[Entry]):
         if self.count("weight-only"):
             saved = sum(e.saved_bytes for e in self if e.precision == "weight-only")
             weighed += f", {self.weight_coverage:.1%} with integer weights, {_count(saved)}B smaller"
-        found = self.output_sqnr
-        output = "" if found is None else f"; output {decibels(found)}{'' if found == math.inf else ' dB SQNR'}"
+        sqnr = self.output_sqnr
+        output = "" if sqnr is None else f"; output {decibels(sqnr)}{'' if sqnr == math.inf else ' dB SQNR'}"
         return (
             ", ".join(f"{self.count(f)} {f}" for f in PRECISIONS if f != "weight-only" or self.count(f))
             + weighed
@@ -231,31 +232,33 @@ class Ledger(Rows[Entry]):
         columns = {**_COLUMNS, _WHY: lambda e: _why(e, notes)}
         table = self._table(columns, lambda e: "quiet" if e.precision == "folded" else "")
         fixes_once = [line(text(note, "strong"), f" {fix}") for fix, note in notes.items()]
-        narrowed = [text(str(self.narrowed))] if self.narrowed is not None else []
-        return [table, *fixes_once, *narrowed, text(self._short())]
+        reduced = [text(str(self.reduced_range))] if self.reduced_range is not None else []
+        return [table, *fixes_once, *reduced, text(self._short())]
 
 
 def _percent(share: float) -> str:
-    """A share that is not all of it is not called 100 %."""
+    """Format a share as a percentage; shares below 1 are never rounded up to 100 %."""
     return f"{share:.0%}" if share in (0.0, 1.0) else f"{min(share, 0.9999):.2%}"
 
 
 def _why(entry: Entry, notes: Mapping[str, str]) -> str:
-    """Reason and way out of a float op: a note where several ops share it, else the line in one piece.
+    """Text of the "why" column: the reason, and for float ops the override that changes the precision.
 
-    For int8 ops the line stands only in `fix`. Where float is faster for the conversions alone, it says what they cost.
+    An override that several ops share is replaced by the number of a footnote. If an op is in float only because of its
+    conversions, the text says what they cost.
     """
     reason = entry.reason + _converted(entry)
     fix = notes.get(entry.fix, f"[{entry.fix}]") if entry.precision == "float" and entry.fix else ""
-    gap = " " if len(reason) + len(fix) < _WIDE else "\n"
-    return textwrap.fill(reason, _WIDE) + (gap + fix if fix else "")
+    gap = " " if len(reason) + len(fix) < _MAX_WHY_WIDTH else "\n"
+    return textwrap.fill(reason, _MAX_WHY_WIDTH) + (gap + fix if fix else "")
 
 
-_WIDE = 78
+_MAX_WHY_WIDTH = 78
+"""Characters in a line of the "why" column."""
 
 
 def _converted(entry: Entry) -> str:
-    """What the conversions of a float op cost that has the faster kernel; else empty."""
+    """Cost of the conversions, as text, if an op is in float although its kernel is faster; otherwise empty."""
     real, kernel, around = entry.float_us, entry.int8_us, entry.conversions_us
     if (
         entry.precision != "float"
@@ -269,7 +272,7 @@ def _converted(entry: Entry) -> str:
 
 
 def _count(value: int) -> str:
-    """A number with three digits and a letter: 118M."""
+    """Format a number with three digits and a letter, as in "118M"; 0 as an empty string."""
     if value == 0:
         return ""
     power = min((len(str(value)) - 1) // 3, 4)

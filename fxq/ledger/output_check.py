@@ -1,4 +1,4 @@
-"""The last check of `quantize`: what the finished model returns, against what the float model returns."""
+"""Last check of `quantize`: compares the outputs of the finished model with the float model's."""
 
 from __future__ import annotations
 
@@ -19,39 +19,42 @@ from fxq.tracing.fidelity import part_for, run_model, same_values
 
 log = logging.getLogger("fxq")
 
-FEW = 8
-"""How many samples a large model is compared on."""
-WORST, NEAR = 3, 10.0
-"""How many layers a warning names, and how many dB above the output: those that are higher add little to its error."""
+LARGE_MODEL_SAMPLES = 8
+"""Number of samples that a large model is compared on."""
+MAX_NAMED_LAYERS = 3
+"""Number of layers that a warning names."""
+MAX_DB_ABOVE_OUTPUT = 10.0
+"""Layers whose SQNR is this many dB above the output's add little to its error, and are not named in a warning."""
 
 
 def output_sqnrs(gms: Sequence[fx.GraphModule], context: Context) -> list[float | None]:
-    """SQNR of the outputs of graphs against the user's model, over recorded calibration samples, a few for a large one.
+    """Return the SQNR of the outputs of graphs against the user's model, over recorded calibration samples.
 
-    Of several float outputs, it is that of the one that is furthest off: boxes in pixels must not hide scores.
+    If there are several float outputs, it is the minimum over them, so that large values (boxes in pixels) do not hide
+    small ones (scores). A large model runs on `LARGE_MODEL_SAMPLES` samples.
 
     Args:
         gms: the graphs; the user's model runs once for all of them.
-        context: the float model, the recorded samples, and the example for where the graph runs on none of them.
+        context: holds the float model, the recorded samples, and the example, which is used if samples do not run.
 
     Returns:
-        dB for each graph, see `fxq.common.metrics.sqnr`; None where the model returns no float tensor.
+        dB for each graph, see `fxq.common.metrics.sqnr`; None if the model returns no float tensor.
 
     Source: Krishnamoorthi 2018, section 3.
     """
     with torch.no_grad(), without_autocast():
         try:
             large = context.original is not None and context.original.is_large
-            few = context.some_samples(FEW) if large else context.samples or [context.example]
-            return _compared(gms, context, few)
+            samples = context.some_samples(LARGE_MODEL_SAMPLES) if large else context.samples or [context.example]
+            return _compared(gms, context, samples)
         except (InputError, RuntimeError, IndexError, ValueError) as error:
-            # recorded are the first samples of a batch; a model whose first axis does not count samples cannot run them
+            # the first samples of a batch are recorded; models whose axis 0 does not count samples cannot run on them
             log.info("the output is compared on the example instead of recorded samples: %s", error)
             return _compared(gms, context, [context.example])
 
 
 def _compared(gms: Sequence[fx.GraphModule], context: Context, batches: Sequence[Batch]) -> list[float | None]:
-    agreements: list[dict[int, Agreement]] = [{} for _ in gms]  # by the place of the output
+    agreements: list[dict[int, Agreement]] = [{} for _ in gms]  # by the position of the output
     for batch in batches:
         results = []
         for gm in gms:
@@ -91,43 +94,51 @@ def _outputs_of_example(context: Context, batch: Batch, results: Sequence[Tensor
 
 
 def add_output(outputs: dict[int, Agreement], place: int, want: Tensor, got: Tensor) -> None:
-    """Take in an output. Where its shape follows from values, rounding may change it: that is said, not compared."""
+    """Add an output to the agreements. Warn instead if the shapes differ, since they depend on rounded values.
+
+    Args:
+        outputs: agreement of each output, by its position.
+        place: position of the output.
+        want: float32, output of the reference.
+        got: output of the quantized model.
+    """
     if want.shape == got.shape:
         outputs.setdefault(place, Agreement()).add(want, got)
         return
     warn(
-        f"output {place} is not compared where its shape follows from values, which are rounded: it is "
+        f"output {place} is not compared, since its shape depends on values, which are rounded: it is "
         f"{tuple(got.shape)}, and {tuple(want.shape)} in the model that it is compared with."
     )
 
 
 def rank(sqnr: float | None) -> float:
-    """How good an SQNR is: nothing is worse than NaN, and than none, of which nothing is known."""
+    """Sort key of an SQNR: NaN and None are the worst."""
     return -math.inf if sqnr is None or math.isnan(sqnr) else sqnr
 
 
 def check_output(ledger: Ledger, context: Context) -> None:
-    """Warn when the output is further from the float model's than the recipe's `min_sqnr`, with what would mend it."""
-    found, least = ledger.output_sqnr, context.recipe.min_sqnr
-    if least is None or found is None or found >= least:
+    """Warn if the output's SQNR is below the recipe's `min_sqnr`, and name remedies."""
+    output_sqnr, min_sqnr = ledger.output_sqnr, context.recipe.min_sqnr
+    if min_sqnr is None or output_sqnr is None or output_sqnr >= min_sqnr:
         return
     runs = (run_model(context.model, context.example, context.recipe.concrete_args, seed) for seed in (0, 1))
     if not same_values(*runs):
         warn(
-            f"the output is at {found:.1f} dB SQNR against the float model's, but that says nothing: the float model "
-            "itself draws random numbers, as dropout with training=True does, and gives other outputs each time. "
-            "Compare without them; recipe.with_min_sqnr(None) turns this off."
+            f"the output is at {output_sqnr:.1f} dB SQNR against the float model's, but this number means nothing: the "
+            "float model draws random numbers, as dropout with training=True does, and its own outputs differ between "
+            "calls. Compare without randomness; recipe.with_min_sqnr(None) turns this warning off."
         )
         return
-    layers = ledger.worst(WORST)
-    # where none is near, small errors are left as their signals cancel out, or are drowned by others in the same tensor
-    layers = layers.where(lambda e: math.isnan(found) or e.fault_sqnr < found + NEAR) or layers
-    ways = "".join(f"\n  {e.path or e.name} ({e.op}, {e.fault_sqnr:.1f} dB): {e.mend}" for e in layers)
-    named = f" The layers whose own error is largest, and what mends it:{ways}\n" if ways else " "
-    other = "not finite where the float model's is, or the other way round"
-    text = other if math.isnan(found) else f"at {found:.1f} dB SQNR"
+    layers = ledger.worst(MAX_NAMED_LAYERS)
+    # if no layer is near the output's SQNR, all are named: signals may cancel, or tensors mix large and small values
+    max_db = output_sqnr + MAX_DB_ABOVE_OUTPUT
+    layers = layers.where(lambda e: math.isnan(output_sqnr) or e.fault_sqnr < max_db) or layers
+    lines = "".join(f"\n  {e.path or e.name} ({e.op}, {e.fault_sqnr:.1f} dB): {e.remedy}" for e in layers)
+    remedies = f" The layers with the largest own errors, and the remedy for each:{lines}\n" if lines else " "
+    not_finite = "not finite where the float model's is, or vice versa"
+    text = not_finite if math.isnan(output_sqnr) else f"at {output_sqnr:.1f} dB SQNR"
     warn(
-        f"the output is {text}, against the float model on recorded calibration data; the recipe asks for {least:g} dB "
-        f"(min_sqnr).{named}Where a pass of your own is in the recipe: recipe.with_check() compares after every pass, "
-        "and names the one that changes the numbers. print(qmodel.ledger) shows all layers."
+        f"the output is {text}, against the float model on recorded calibration data; the recipe asks for "
+        f"{min_sqnr:g} dB (min_sqnr).{remedies}If the recipe has passes of your own, recipe.with_check() compares the "
+        "output after every pass and names the one that changes the numbers. print(qmodel.ledger) shows all layers."
     )

@@ -1,4 +1,4 @@
-"""The integers of a model as what a person takes away: a mapping, a table, a dict, and a file."""
+"""Quantization parameters of a model as a mapping, a table, a dict or a file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fxq.quant.qparams import QParams
 
 
 class ModelQParams(Printed, Mapping[str, LayerQParams]):
-    """The integers of every layer, by module path. `print` shows them as a table, a row for each weight.
+    """Quantization parameters and integer weights of every layer, by module path. `print` shows a row for each weight.
 
     Example:
         >>> qmodel = fxq.quantize(nn.Sequential(nn.Linear(4, 2)).eval(), data=[torch.rand(8, 4)])
@@ -48,32 +48,35 @@ class ModelQParams(Printed, Mapping[str, LayerQParams]):
         return len(self._layers)
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
-        """Plain data and tensors, layer by layer: see `LayerQParams.to_dict`."""
+        """Return plain data and tensors by layer, see `LayerQParams.to_dict`."""
         return {path: layer.to_dict() for path, layer in self.items()}
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write everything to a `.npz` or a `.safetensors` file; the path. Folders that are missing are made.
+        """Save all parameters to a `.npz` or `.safetensors` file, and return its path.
 
-        Every tensor and number is an array, called by the layer's path and its key in `to_dict`, with a dot between
-        them: `numpy.load("p.npz")["layer1.conv.weight_scale"]`. What is text, and the rows of gates, is JSON by layer:
-        the array `layers` of a `.npz`, the entry `layers` of the metadata of a `.safetensors` file.
+        Every tensor and number is an array. Its name is the layer's path and the key in `to_dict`, joined by a dot:
+        `numpy.load("p.npz")["layer1.conv.weight_scale"]`. Texts and the rows of gates are JSON by layer: the array
+        `layers` of a `.npz` file, the metadata entry `layers` of a `.safetensors` file.
+
+        Args:
+            path: the file. Missing folders are created.
 
         Raises:
-            InputError: `path` is no path.
-            RenderError: its ending is another, or the file cannot be written.
+            InputError: `path` is not a path.
+            RenderError: the suffix is another one, or the file cannot be written.
         """
         path = as_path(path)
-        ending = path.suffix.lower()
-        if ending not in _WRITERS:
-            known = " or ".join(_WRITERS)
-            raise RenderError(f"cannot save to {path.name!r}: its ending says the format, and must be {known}.")
+        suffix = path.suffix.lower()
+        if suffix not in _WRITERS:
+            suffixes = " or ".join(_WRITERS)
+            raise RenderError(f"cannot save to {path.name!r}: its suffix selects the format, and must be {suffixes}.")
         arrays: dict[str, np.ndarray[Any, Any]] = {}
         texts: dict[str, dict[str, Any]] = {}
         for layer, entry in self.to_dict().items():
             numbers = {key: value for key, value in entry.items() if isinstance(value, (Tensor, int, float))}
             arrays |= {f"{layer}.{key}": _array(value) for key, value in numbers.items()}
             texts[layer] = {key: value for key, value in entry.items() if key not in numbers and value is not None}
-        return write_file(path, _WRITERS[ending](arrays, json.dumps(texts)))
+        return write_file(path, _WRITERS[suffix](arrays, json.dumps(texts)))
 
     def _short(self) -> str:
         return f"{len(self)} layers"
@@ -99,7 +102,7 @@ _COLUMNS = (
 
 
 def _rows(path: str, layer: LayerQParams) -> Iterator[list[Text]]:
-    """A row for each weight of a layer; what belongs to the whole layer stands in the first."""
+    """Table rows of a layer, one for each weight; the first also has the columns of the whole layer."""
     bias = "" if layer.bias is None else str(layer.bias.dtype).removeprefix("torch.")
     if layer.float_bias_reason:
         bias += f": {layer.float_bias_reason}"
@@ -116,13 +119,13 @@ def _rows(path: str, layer: LayerQParams) -> Iterator[list[Text]]:
 
 
 def _grid(scale: float | None, zero_point: int | None, instead: str) -> str:
-    """Scale and zero point, or what stands in the place of a scale."""
+    """Scale and zero point as text; `instead` replaces a scale of None."""
     shown = instead if scale is None else f"{scale:.3g}"
     return shown if zero_point is None else f"{shown}, {zero_point}"
 
 
 def _ends(values: Tensor, form: str) -> str:
-    """The smallest and the largest of some numbers; one where they are the same."""
+    """Smallest and largest value as text; one number if they are equal."""
     if not values.numel():
         return ""
     low, high = (format(float(end), form) for end in values.aminmax())
@@ -130,14 +133,14 @@ def _ends(values: Tensor, form: str) -> str:
 
 
 def _per(grid: QParams) -> str:
-    """What has a scale of its own."""
+    """Part of the tensor that has its own scale: the tensor, a channel or a block."""
     if grid.axis is None:
         return "tensor"
     return f"{'channel' if grid.block is None else f'block of {grid.block}'}, axis {grid.axis}"
 
 
 def _array(value: Tensor | float) -> np.ndarray[Any, Any]:
-    """A number is int64 or float64."""
+    """Convert a tensor or number to an array; numbers become int64 or float64."""
     array: np.ndarray[Any, Any] = value.contiguous().numpy() if isinstance(value, Tensor) else np.array(value)
     return array
 

@@ -1,4 +1,4 @@
-"""Which role gives up a bit where kernels overflow with 8: the recipe's, or the one with which the output is better."""
+"""Choice of the role that has 7 bits (reduce_range) if kernels saturate with 8 bits of both roles."""
 
 from __future__ import annotations
 
@@ -16,14 +16,18 @@ from fxq.recipe.pass_base import Pass
 log = logging.getLogger("fxq")
 
 
-def narrowed(manager: PassManager, passes: Sequence[Pass]) -> tuple[PassManager, ReducedRange | None]:
-    """Run passes as far as the qdq graph; where layers overflow with 8 bits, with the better of two roles narrowed.
+def run_with_reduced_range(manager: PassManager, passes: Sequence[Pass]) -> tuple[PassManager, ReducedRange | None]:
+    """Run passes up to the qdq graph; if layers saturate with 8 bits, choose the role that has 7 bits.
 
-    With `Recipe.reduce_range="auto"` the passes run for either role, and both graphs run on the recorded samples. The
-    role whose output has the higher SQNR against the float model's stays (see `output_sqnrs`).
+    With `Recipe.reduce_range="auto"`, the passes run for both roles, and both graphs run on the recorded samples. The
+    role whose output has the higher SQNR against the float model's is chosen (see `output_sqnrs`).
+
+    Args:
+        manager: manager of the calibrated graph.
+        passes: the passes to run.
 
     Returns:
-        The manager of the graph to go on with, and what was chosen; None where nothing overflows.
+        The manager of the resulting graph, and the choice; None if no layer saturates.
     """
     plans = (info(node).plan for node in manager.gm.graph.nodes)
     if not any(plan.overflows for plan in plans if plan is not None):
@@ -36,8 +40,8 @@ def narrowed(manager: PassManager, passes: Sequence[Pass]) -> tuple[PassManager,
     with warnings.catch_warnings():
         for fork in forks.values():
             fork.run(passes)
-            warnings.simplefilter("ignore")  # the other one would say it all again
-    found = dict(zip(forks, output_sqnrs([fork.gm for fork in forks.values()], manager.context), strict=True))
-    best = max(forks, key=lambda role: rank(found[role]))
-    log.info("7 bits for %s; the output's SQNR by what has 7 bits: %s", best, found)
-    return forks[best], ReducedRange(best, found)
+            warnings.simplefilter("ignore")  # the second fork would repeat the warnings of the first
+    sqnrs = dict(zip(forks, output_sqnrs([fork.gm for fork in forks.values()], manager.context), strict=True))
+    best = max(forks, key=lambda role: rank(sqnrs[role]))
+    log.info("7 bits for %s; SQNR of the output by the role that has 7 bits: %s", best, sqnrs)
+    return forks[best], ReducedRange(best, sqnrs)

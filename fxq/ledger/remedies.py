@@ -1,4 +1,4 @@
-"""Which lines of a recipe take away the noise of a layer, where its own line alone would not."""
+"""Remedies: overrides of a recipe that remove the noise of a layer, with those of other layers where needed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fxq.ledger.ledger import Entry
 
 
 class IntegerEdges:
-    """Who reads whose integers in a qdq graph or a lowered one, seen through conversions.
+    """Integer edges of a qdq or lowered graph: which nodes read the integers of which, through conversions.
 
     Attributes:
         gm: the graph's module.
@@ -25,13 +25,13 @@ class IntegerEdges:
 
     @cached_property
     def read(self) -> set[fx.Node]:
-        """The nodes whose integers an integer op reads, through conversions and what moves data."""
-        found: set[fx.Node] = set()
+        """Nodes whose integers an integer op reads, directly or through conversions and ops that move data."""
+        read: set[fx.Node] = set()
         for node in reversed(self.gm.graph.nodes):
-            passes_on = self.converts(node) or _fate(node) == "moves"
-            if node in found if passes_on else _fate(node) == "int8":
-                found.update(node.all_input_nodes)
-        return found
+            forwards = self.converts(node) or _precision(node) == "moves"
+            if node in read if forwards else _precision(node) == "int8":
+                read.update(node.all_input_nodes)
+        return read
 
     def converts(self, node: fx.Node) -> bool:
         """Whether a node is a conversion, as an op or as a kernel."""
@@ -43,31 +43,31 @@ class IntegerEdges:
         return converted or is_op(node, *CONVERSIONS)
 
     def makers(self, node: fx.Node) -> Iterator[fx.Node]:
-        """The nodes that make what a node reads."""
+        """Nodes that compute the inputs of a node, conversions skipped."""
         for value in node.all_input_nodes:
             while self.converts(value):
                 value = value.all_input_nodes[0]
             yield value
 
     def readers(self, node: fx.Node) -> Iterator[fx.Node]:
-        """The nodes that read a node's value as integers."""
+        """Nodes that read a node's value as integers."""
         for user in node.users:
             if self.converts(user):
                 yield from self.readers(user)
-            elif user in self.read or _fate(user) == "int8":
+            elif user in self.read or _precision(user) == "int8":
                 yield user
 
 
-def _fate(node: fx.Node) -> str:
+def _precision(node: fx.Node) -> str:
     plan = plan_of(node)
     return plan.precision if plan is not None else ""
 
 
-class Remedy:
-    """The lines that put nodes of a final graph into float together with the values that they read.
+class Remedies:
+    """Remedies for the nodes of a final graph: overrides that set a node and the values that it reads to float.
 
     Args:
-        edges: who reads whose integers.
+        edges: the integer edges of the graph.
         entries: the rows of the ledger.
     """
 
@@ -80,43 +80,43 @@ class Remedy:
         self._shared: dict[fx.Node, bool] = {}
 
     def line(self, node: fx.Node) -> str:
-        """The line for a node that runs on integers, as Python; empty where there is none.
+        """Return the remedy for a node that runs on integers, as Python; empty if there is none.
 
-        It has the node's own override: where the node is a unit, those of its layers, since what is light follows them.
-        And where others read the same integers, the override of who makes them: alone in float, the node would read
-        the same rounded values.
+        It has the overrides of the node's layers; light ops of a unit follow them. If other nodes read the same
+        integers, it also has the override of the node that computes them, since the node alone in float would still
+        read the rounded values.
         """
         own = self._own(node)
         freed = dict.fromkeys(line for maker in self._edges.makers(node) for line in self._freeing(maker))
         lines = [*own, *(line for line in freed if line not in own)]
-        return _chained(lines if len(lines) <= _MOST else own)
+        return _chained(lines if len(lines) <= MAX_OVERRIDES else own)
 
     def _own(self, node: fx.Node) -> list[str]:
         rows = self._rows.get(node.name, [])
         return list(dict.fromkeys(e.fix for e in [e for e in rows if e.macs] or rows[:1] if e.fix))
 
     def _freeing(self, maker: fx.Node) -> list[str]:
-        """The lines that let a float reader of this value read it as floats."""
+        """Overrides with which a float reader of this value reads it before rounding."""
         lines: list[str] = []
         todo = [maker]
-        while todo and len(lines) <= _MOST:
+        while todo and len(lines) <= MAX_OVERRIDES:
             node = todo.pop()
-            if _fate(node) in ("int8", "moves"):
+            if _precision(node) in ("int8", "moves"):
                 lines += self._own(node) if self._is_shared(node) else []
-                todo += self._edges.makers(node) if _fate(node) == "moves" else ()
+                todo += self._edges.makers(node) if _precision(node) == "moves" else ()
         return lines
 
     def _is_shared(self, node: fx.Node) -> bool:
-        """Whether several nodes read a node's value as integers; asked by each of them, and found out once."""
+        """Whether several nodes read a node's value as integers; cached, since each of them asks."""
         if node not in self._shared:
             self._shared[node] = len(set(islice(self._edges.readers(node), 2))) > 1
         return self._shared[node]
 
 
-_MOST = 8
-"""Overrides in a line that a person reads; where more are needed, the line has those of the layer alone."""
+MAX_OVERRIDES = 8
+"""Overrides in a remedy; if more would be needed, it only has those of the layer itself."""
 
 
 def _chained(lines: Sequence[str]) -> str:
-    """One expression of several: each line is a call on `recipe`."""
+    """Join overrides, each a call on `recipe`, into one chained expression."""
     return "".join([*lines[:1], *(line.removeprefix("recipe") for line in lines[1:])])

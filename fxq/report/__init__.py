@@ -1,1 +1,1 @@
-"""The report: one HTML file about a quantized model."""
+"""Report pages, and the latencies and profiles that they show."""

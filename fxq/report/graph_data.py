@@ -1,4 +1,4 @@
-"""The history of a model as data for the report page: every distinct node once, and what each pass made of them."""
+"""The history of a model as data for the report page: every distinct node once, and the changes of each pass."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ _DEFAULTS = {f.name: f.default for f in fields(NodeView) if f.default is not MIS
 Data = dict[str, Any]
 
 
-class Nodes:
-    """The nodes of any number of graphs, each that looks the same, with the constants that it reads, kept once.
+class NodeRecords:
+    """Nodes of several graphs as plain data; nodes that look the same, with their constants, are stored once.
 
     Attributes:
-        records: the nodes as plain data, with the lines of their boxes; fields that have their default are left out.
+        records: the nodes, with the lines of their boxes. Fields with their default value are left out.
     """
 
     def __init__(self) -> None:
         self.records: list[Data] = []
-        self._by_id: dict[tuple[int, ...], int] = {}  # most snapshots share their views: no values are hashed then
+        self._by_id: dict[tuple[int, ...], int] = {}  # avoids hashing values, as most snapshots share their views
         self._by_value: dict[tuple[NodeView, ...], int] = {}
 
     def index(self, node: NodeView, constants: Sequence[NodeView]) -> int:
-        """The place of a node among the records."""
+        """Return the index of a node among the records."""
         views = (node, *constants)
         key = tuple(map(id, views))
         if key not in self._by_id:
@@ -47,8 +47,8 @@ def _record(node: NodeView, constants: Sequence[NodeView]) -> Data:
     return {**{k: v for k, v in values.items() if v != _DEFAULTS.get(k, MISSING)}, "lines": lines}
 
 
-def passes(history: History, nodes: Nodes) -> list[Data]:
-    """One record a pass: time, nodes after it in order (their places among `nodes`), rewrites and near misses."""
+def passes(history: History, nodes: NodeRecords) -> list[Data]:
+    """Return a record per pass: its time, the nodes after it as indices into `nodes`, rewrites and near misses."""
     graphs = graph_records(((snapshot.name, snapshot) for snapshot in history), nodes)
     return [{**graph, **_about(snapshot)} for graph, snapshot in zip(graphs, history, strict=True)]
 
@@ -63,8 +63,8 @@ def _about(snapshot: Snapshot) -> Data:
     return about if snapshot.sqnr is None else {**about, "sqnr": number(snapshot.sqnr)}
 
 
-def graph_records(graphs: Iterable[tuple[str, Snapshot]], nodes: Nodes) -> Iterator[Data]:
-    """Graphs, each after a name, as passes of which no more is known than what differs from the graph before."""
+def graph_records(graphs: Iterable[tuple[str, Snapshot]], nodes: NodeRecords) -> Iterator[Data]:
+    """Records of named graphs in the format of passes, with the difference to the graph before."""
     before: Snapshot | None = None
     for name, snapshot in graphs:
         read = constants_read(snapshot.graph)
@@ -73,8 +73,8 @@ def graph_records(graphs: Iterable[tuple[str, Snapshot]], nodes: Nodes) -> Itera
         before = snapshot
 
 
-def _diff(before: Snapshot | None, after: Snapshot, nodes: Nodes) -> Data | None:
-    """What differs between two graphs; `order` has the nodes of both that are drawn, as their places among `nodes`."""
+def _diff(before: Snapshot | None, after: Snapshot, nodes: NodeRecords) -> Data | None:
+    """Difference between two graphs; `order` has the nodes of both in drawing order, as indices into `nodes`."""
     if before is None:
         return None
     both = BothGraphs(diff(before, after))
@@ -87,17 +87,17 @@ def _diff(before: Snapshot | None, after: Snapshot, nodes: Nodes) -> Data | None
 
 
 def looks() -> Data:
-    """How kinds of nodes and changes look, for the page: colours have one home, `fxq/display/colours.py`."""
+    """Return the colours and shapes of kinds of nodes and changes, which `fxq/display/colours.py` defines."""
     tables: dict[str, Mapping[Any, Look]] = {"looks": LOOKS, "changes": CHANGES}
     return {table: {name: asdict(look) for name, look in looks.items()} for table, looks in tables.items()}
 
 
 def number(value: float, digits: int = 5) -> float | str:
-    """A number as JSON can say it, with so many digits: one that is not finite as text."""
+    """Round a number to significant digits for JSON; numbers that are not finite become text."""
     short = float(f"{value:.{digits}g}")
     return short if short - short == 0 else str(short)
 
 
 def numbers(values: Sequence[float], digits: int = 4) -> list[float | str]:
-    """Several of them."""
+    """Round several numbers as `number` does."""
     return [number(value, digits) for value in values]

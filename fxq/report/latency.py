@@ -1,4 +1,4 @@
-"""How long a quantized model takes beside the float one, and which of its nodes the time goes to."""
+"""Latency of a quantized model and its float model, and of the nodes of the quantized model."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from fxq.graph.run import Runner
 from fxq.graph.view import view
 from fxq.ledger.float_record import RecordedInput
 from fxq.ledger.quantized import Quantized
-from fxq.report.profile import Profile, Timed
+from fxq.report.profile import Profile, TimedLayer
 
 
 @dataclass(frozen=True)
 class Latency:
-    """Medians of repeated calls on one batch.
+    """Median latencies of repeated calls on one batch.
 
     Attributes:
-        float_us, int8_us: microseconds of a call of either model, in turns; None where it was not timed.
-        why: why not; empty where nothing is missing.
-        profile: what of the quantized model takes how long, see `profile_of`.
+        float_us, int8_us: microseconds of a call of each model, called alternately; None if it was not timed.
+        why: reason why a model was not timed; empty if both were.
+        profile: times of the nodes of the quantized model, see `profile_of`.
     """
 
     float_us: float | None = None
@@ -42,10 +42,10 @@ class Latency:
 
 
 def batch_for(model: Quantized, example_inputs: Any) -> Batch:
-    """What to time a model on: `example_inputs`, or where it is None, what `recorded_inputs` makes.
+    """Return the batch to time a model on: `example_inputs`, or if that is None, the result of `recorded_inputs`.
 
     Raises:
-        InputError: they are not what the model takes, or none can be made up.
+        InputError: the model does not take these inputs, or none can be generated.
     """
     if example_inputs is None:
         return recorded_inputs(model.record.inputs, device_of(model))
@@ -55,24 +55,26 @@ def batch_for(model: Quantized, example_inputs: Any) -> Batch:
 
 
 def recorded_inputs(inputs: Sequence[RecordedInput], device: str) -> Batch:
-    """Inputs of the shapes and dtypes of a model's example: normal noise, and zeros for integers and flags.
+    """Generate inputs of the shapes and dtypes of a model's example: normal noise for floats, zeros for other dtypes.
 
-    Containers and plain values are copied from the example.
+    Containers and plain values are those of the example.
 
     Raises:
         InputError: an input is an object of another class.
     """
-    named = [(recorded.name, _made_up(recorded, repr(recorded.name or i), device)) for i, recorded in enumerate(inputs)]
+    named = [
+        (recorded.name, _generated(recorded, repr(recorded.name or i), device)) for i, recorded in enumerate(inputs)
+    ]
     return Batch(tuple(value for name, value in named if not name), {name: value for name, value in named if name})
 
 
-def _made_up(recorded: RecordedInput, place: str, device: str) -> Any:
+def _generated(recorded: RecordedInput, place: str, device: str) -> Any:
     if recorded.kind == "plain":
         return recorded.value
     if recorded.kind == "dict":
-        return {part.name: _made_up(part, f"{place}[{part.name!r}]", device) for part in recorded.parts}
+        return {part.name: _generated(part, f"{place}[{part.name!r}]", device) for part in recorded.parts}
     if recorded.kind in ("tuple", "list"):
-        parts = [_made_up(part, f"{place}[{i}]", device) for i, part in enumerate(recorded.parts)]
+        parts = [_generated(part, f"{place}[{i}]", device) for i, part in enumerate(recorded.parts)]
         return tuple(parts) if recorded.kind == "tuple" else parts
     if recorded.shape is None or recorded.dtype is None:
         raise InputError(f"input {place} is not a tensor, so it cannot be generated; pass example_inputs=.")
@@ -81,30 +83,35 @@ def _made_up(recorded: RecordedInput, place: str, device: str) -> Any:
 
 
 def profile_of(model: fx.GraphModule, batch: Batch) -> Profile:
-    """Microseconds of each node of a model, run one by one, and where it is an engine's region, of each layer in it.
+    """Time each node of a model, and each layer inside regions that an engine runs.
 
-    The medians of a few runs; of a layer, what the engine says, the least of a few. Here each node is called by
-    itself, so that its kernel checks its inputs: a few microseconds. In a bound model (`fxq/runtime/binding.py`)
-    it does not.
+    Times of nodes are medians of a few runs; those of layers are the minimum of what the engine reports. Nodes are
+    called one by one, so their kernels check inputs, which takes a few microseconds more than in a binding
+    (`fxq/runtime/binding.py`).
 
     Raises:
-        InputError: it does not run on the batch.
+        InputError: the model does not run on the batch.
     """
     with torch.no_grad(), without_autocast(), seeded(), untouched(model):
         _call(model, batch, "the model")
-        found = {node.name: layers for node, layers in engine_layers(model, batch).items()}
-        times = _nodes(model, batch, _waiting(model))
-    rows: list[Timed] = []
+        layers_by_node = {node.name: layers for node, layers in engine_layers(model, batch).items()}
+        times = _node_times(model, batch, _waiter(model))
+    rows: list[TimedLayer] = []
     for node in (node for node in view(model) if node.name in times):
-        rows += [Timed(node.name, " + ".join(layer.nodes), *layer[1:]) for layer in found.get(node.name, ())] or [
-            Timed(node.name, "", node.label, node.dtype, node.kind, times[node.name])
-        ]
+        rows += [
+            TimedLayer(node.name, " + ".join(layer.nodes), *layer[1:]) for layer in layers_by_node.get(node.name, ())
+        ] or [TimedLayer(node.name, "", node.label, node.dtype, node.kind, times[node.name])]
     count = torch.get_num_threads()
     return Profile(tuple(rows), f"{str(batch)[1:-1]}, {count} {'thread' if count == 1 else 'threads'}")
 
 
 def time_models(model: fx.GraphModule, real: nn.Module | None, batch: Batch) -> Latency:
-    """Time the quantized model, the float one (`real`) where there still is one, and every node of the first.
+    """Time the quantized model, the float model if it still exists, and every node of the quantized model.
+
+    Args:
+        model: the quantized model.
+        real: the float model; None if it was deleted.
+        batch: inputs of both.
 
     Raises:
         InputError: the quantized model does not run on the batch.
@@ -120,27 +127,27 @@ def time_models(model: fx.GraphModule, real: nn.Module | None, batch: Batch) -> 
                 if name == "int8":
                     raise
                 why = str(error)
-        medians = interleaved(calls, _waiting(model))
+        medians = interleaved(calls, _waiter(model))
     return Latency(medians.get("float"), medians["int8"], why, profile_of(model, batch))
 
 
 def _call(model: nn.Module, batch: Batch, which: str) -> Callable[[], object]:
-    """A call of a model, which has been made once. Raises `InputError` where it fails."""
-    given = copied(batch)  # a model may change its inputs in place
-    call = partial(model, *given.args, **given.kwargs)
+    """Return a call of a model on a batch, after calling it once. Raises `InputError` if that fails."""
+    inputs = copied(batch)  # a model may change its inputs in place
+    call = partial(model, *inputs.args, **inputs.kwargs)
     try:
         call()
-    except Exception as error:  # whatever a module that was kept as it is raises
+    except Exception as error:  # leaf modules may raise anything
         raise InputError(f"{which} does not run on {batch}: {type(error).__name__}: {words_of(error)}") from error
     return call
 
 
-def _waiting(model: fx.GraphModule) -> Callable[[], None]:
-    """Waits until all is done; a CPU has done by then what it was given."""
+def _waiter(model: fx.GraphModule) -> Callable[[], None]:
+    """Return a function that waits until the accelerator has finished; it does nothing on a CPU."""
     return torch.accelerator.synchronize if device_of(model) != "cpu" else lambda: None
 
 
-def _nodes(model: fx.GraphModule, batch: Batch, wait: Callable[[], None]) -> dict[str, float]:
+def _node_times(model: fx.GraphModule, batch: Batch, wait: Callable[[], None]) -> dict[str, float]:
     """Median microseconds of each node that computes something."""
     times: dict[str, list[float]] = {n.name: [] for n in model.graph.nodes if n.op.startswith("call")}
     for _ in rounds():
@@ -148,13 +155,13 @@ def _nodes(model: fx.GraphModule, batch: Batch, wait: Callable[[], None]) -> dic
         for node in model.graph.nodes:
             with timed(times.get(node.name, []), wait):
                 runner.step(node)
-    return {name: median(found) for name, found in times.items()}
+    return {name: median(node_times) for name, node_times in times.items()}
 
 
 def _not_timed(real: nn.Module | None, batch: Batch) -> str:
-    """Why the float model cannot be timed on a batch; empty when it can."""
+    """Reason why the float model cannot be timed on a batch; empty if it can."""
     if real is None:
-        return "the float model is gone: the quantized model holds no more than a weak reference to it"
+        return "the float model was deleted: the quantized model only has a weak reference to it"
     if first_in_train_mode(real) is not None:
         return "the float model is in train mode"
     where = {t.device.type for t in tensors((batch.args, batch.kwargs))}

@@ -1,4 +1,4 @@
-"""Where the time of a model goes: every node on its own, and inside of an engine's region every layer."""
+"""Profile of a model: times of its nodes, and of the layers inside regions that an engine runs."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from fxq.display.tables import Column, Part, duration, text
 
 
 @dataclass(frozen=True)
-class Timed:
-    """What a model runs in one go.
+class TimedLayer:
+    """Time of a node, or of a layer inside a region.
 
     Attributes:
-        node: the node of the graph.
-        layer: where an engine runs it as several layers, what this one is made of: names of nodes of the qdq graph,
-            separated by " + "; empty for what the engine has put in, and for a node that runs as a whole.
-        op: the kernel, the op, or what the engine calls the layer.
-        dtype: the type of its value; of a layer, of what it computes with.
+        node: name of the node of the graph.
+        layer: names of the nodes of the qdq graph that a layer of an engine fuses, separated by " + "; empty for nodes
+            that are timed as a whole, and for layers that the engine inserted.
+        op: name of the kernel or op, or the engine's name of the layer.
+        dtype: dtype of the node's value; for a layer, the dtype that it computes in.
         kind: `int8`, `weight-only`, `float`, `moves`, `convert` or `size`; see `NodeView`.
         us: microseconds.
     """
@@ -33,15 +33,15 @@ class Timed:
 
 
 @dataclass(frozen=True, repr=False)
-class Profile(Rows[Timed]):
-    """What took how long, in execution order. `print` shows a table, `sort("us", reverse=True)` puts the slowest first.
+class Profile(Rows[TimedLayer]):
+    """Times of nodes and layers, in execution order. `print` shows a table; `sort("us", reverse=True)`: slowest first.
 
     Attributes:
         entries: the rows.
-        batch: what the model ran on, and with how many threads.
+        batch: description of the batch, and number of threads.
     """
 
-    entries: tuple[Timed, ...]
+    entries: tuple[TimedLayer, ...]
     batch: str = ""
     _name: ClassVar[str] = "profile"
     _key: ClassVar[str] = "rows"
@@ -56,7 +56,7 @@ class Profile(Rows[Timed]):
         return [self._table(_COLUMNS), text(self._short())]
 
 
-_COLUMNS: dict[Column, Callable[[Timed], str]] = {
+_COLUMNS: dict[Column, Callable[[TimedLayer], str]] = {
     Column("node"): lambda row: row.node,
     Column("layer", optional=True): lambda row: row.layer,
     Column("op"): lambda row: row.op,

@@ -1,4 +1,4 @@
-"""The report of a quantized model: one HTML file that shows the passes, the quality and the time."""
+"""Report pages of quantized models and comparisons: one HTML file with passes, accuracy and latency."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fxq.display.queryable import Rows
 from fxq.errors import InputError, RecipeError
 from fxq.ledger.comparison import Comparison
 from fxq.ledger.quantized import Quantized
-from fxq.report.graph_data import Data, Nodes, graph_records, looks, number, passes
+from fxq.report.graph_data import Data, NodeRecords, graph_records, looks, number, passes
 from fxq.report.latency import Latency, batch_for, time_models
 from fxq.report.page import page
 from fxq.report.value_data import values, weights
@@ -23,10 +23,10 @@ from fxq.report.value_data import values, weights
 
 @runtime_checkable
 class Tuning(Protocol):
-    """What says where quantization costs accuracy: the results of `fxq/tuning`."""
+    """Result of `fxq.search` or `fxq.sensitivity`."""
 
     def tables(self) -> Mapping[str, Rows[Any]]:
-        """Its tables, by "search" and "sensitivity"."""
+        """Return its tables, by name: "search", "sensitivity"."""
 
 
 def write_report(
@@ -36,20 +36,20 @@ def write_report(
     example_inputs: Any = None,
     tuning: Tuning | None = None,
 ) -> Path:
-    """Write the report of a model: see `QuantizedModel.report`."""
+    """Write the report of a model, see `QuantizedModel.report`."""
     file = as_path(path)
     return write_page(report_data(model, comparison, example_inputs, tuning), file)
 
 
 def write_comparison(comparison: Comparison, path: str | os.PathLike[str]) -> Path:
-    """Write the page of a comparison: see `Comparison.report`."""
+    """Write the page of a comparison, see `Comparison.report`."""
     if len(comparison.models) == 1:
         return write_report(comparison.models[0], path, comparison)
     return write_page(comparison_data(comparison), as_path(path))
 
 
 def write_page(data: Data, path: Path) -> Path:
-    """Write the page that shows `data` to a file. Raises `RenderError` where it cannot."""
+    """Write the page that shows `data` to a file. Raises `RenderError` if it cannot be written."""
     return write_file(path, page(data).encode())
 
 
@@ -59,12 +59,12 @@ def report_data(
     example_inputs: Any = None,
     tuning: Tuning | None = None,
 ) -> Data:
-    """All that the page shows, as plain data; `fxq/report/page/core.js` says what stands where."""
+    """Return the content of the page as plain data; `fxq/report/page/core.js` describes the format."""
     _check_comparison(model, comparison)
     if tuning is not None and not isinstance(tuning, Tuning):
         raise InputError(f"tuning is a {type(tuning).__name__}; give what fxq.search or fxq.sensitivity returned.")
     tables = tuning.tables() if tuning is not None else {}
-    nodes = Nodes()
+    nodes = NodeRecords()
     steps = passes(model.history, nodes)
     return {
         **heading(model),
@@ -72,7 +72,7 @@ def report_data(
         **looks(),
         "nodes": nodes.records,
         "passes": steps,
-        "ledger": ledger(model) if comparison is None else _measured_anew(ledger(model), comparison),
+        "ledger": ledger(model) if comparison is None else _with_comparison(ledger(model), comparison),
         "measured": "recorded calibration samples" if comparison is None else _batches(comparison),
         "values": values(model.record.values),
         "weights": weights(model),
@@ -83,11 +83,11 @@ def report_data(
 
 
 def comparison_data(comparison: Comparison) -> Data:
-    """The page of two quantized models: the graph as traced, that of each as it runs, and their layers side by side."""
+    """Return the content of the page of two quantized models: traced graph, final graphs, and layers side by side."""
     models = dict(zip("ab", comparison.models, strict=True))
-    nodes = Nodes()
+    nodes = NodeRecords()
     graphs = [("traced", models["a"].history[0]), *((name, model.history[-1]) for name, model in models.items())]
-    found = json.loads(comparison.to_json())
+    table = json.loads(comparison.to_json())
     return {
         "version": 1,
         "fxq": version("fxq"),
@@ -97,14 +97,14 @@ def comparison_data(comparison: Comparison) -> Data:
         "nodes": nodes.records,
         "passes": list(graph_records(graphs, nodes)),
         "sides": [{"name": name, **heading(model), "ledger": ledger(model)} for name, model in models.items()],
-        "rows": found["layers"],
-        "output_sqnr": found["output_sqnr"],
+        "rows": table["layers"],
+        "output_sqnr": table["output_sqnr"],
         "measured": _batches(comparison),
     }
 
 
 def heading(model: Quantized) -> Data:
-    """What made the model."""
+    """Return title, versions, backend and recipe of a model."""
     try:
         recipe = model.recipe.to_toml()
     except RecipeError as error:
@@ -125,7 +125,7 @@ def _batches(comparison: Comparison) -> str:
 
 
 def ledger(model: Quantized) -> Data:
-    """The ledger's rows as plain data."""
+    """Return the rows of a model's ledger as plain data."""
     data = json.loads(model.ledger.to_json())
     return {"coverage": data["coverage"], "output_sqnr": data["output_sqnr"], "rows": data["ops"]}
 
@@ -138,36 +138,36 @@ def _check_comparison(model: Quantized, comparison: Any) -> None:
     if len(comparison.models) != 1 or comparison.models[0] is not model:
         whose = "two quantized models" if len(comparison.models) > 1 else "another model"
         raise InputError(
-            f"the comparison is of {whose}; a report takes that of its own model with the float model: "
+            f"the comparison is of {whose}; pass a comparison of this model with its float model: "
             "fxq.compare(float_model, qmodel, data)."
         )
 
 
-def _measured_anew(data: Data, comparison: Comparison) -> Data:
-    """The ledger with the numbers of a comparison; rows that it does not have have none."""
-    anew = json.loads(comparison.to_json())
-    found = {row["name"]: row for row in anew["layers"]}
-    rows = [{**row, **{key: found.get(row["name"], {}).get(key) for key in _NUMBERS}} for row in data["rows"]]
-    return {**data, "output_sqnr": anew["output_sqnr"], "rows": rows}
+def _with_comparison(data: Data, comparison: Comparison) -> Data:
+    """Replace the errors in a ledger by those of a comparison; rows that it does not have get None."""
+    table = json.loads(comparison.to_json())
+    layers = {row["name"]: row for row in table["layers"]}
+    rows = [{**row, **{key: layers.get(row["name"], {}).get(key) for key in _ERROR_KEYS}} for row in data["rows"]]
+    return {**data, "output_sqnr": table["output_sqnr"], "rows": rows}
 
 
-_NUMBERS = ("sqnr", "own_sqnr", "cosine", "max_error")
+_ERROR_KEYS = ("sqnr", "own_sqnr", "cosine", "max_error")
 
 
 def _time(model: Quantized, example_inputs: Any) -> Data:
     try:
-        found = time_models(model, model.float_model, batch_for(model, example_inputs))
+        latency = time_models(model, model.float_model, batch_for(model, example_inputs))
     except InputError as error:
         if example_inputs is not None:
             raise
-        found = Latency(why=str(error))
+        latency = Latency(why=str(error))
     return {
-        "float_us": found.float_us and number(found.float_us),
-        "int8_us": found.int8_us and number(found.int8_us),
-        "why": found.why,
-        "batch": found.profile.batch,
+        "float_us": latency.float_us and number(latency.float_us),
+        "int8_us": latency.int8_us and number(latency.int8_us),
+        "why": latency.why,
+        "batch": latency.profile.batch,
         "ops": [
             {"name": row.node, "layer": row.layer, "label": row.op, "kind": row.kind, "us": number(row.us)}
-            for row in found.profile
+            for row in latency.profile
         ],
     }

@@ -1,4 +1,4 @@
-"""How values lie, for the report page: histograms of what ops hand on, and the ranges of weights by channel."""
+"""Distributions for the report page: histograms of activations, and ranges of weights by channel."""
 
 from __future__ import annotations
 
@@ -18,30 +18,33 @@ from fxq.quant.qparams import dequantize, spread
 from fxq.report.graph_data import number, numbers
 
 BINS = 64
+"""Number of bins of a histogram of weights."""
 
 
-def values(found: Mapping[str, Distribution]) -> dict[str, Any]:
-    """The distributions of the float model's values, by the row of the ledger: see `Distribution`."""
+def values(distributions: Mapping[str, Distribution]) -> dict[str, Any]:
+    """Return the distributions of the float model's values as plain data, by the name of the ledger's row."""
     return {
         name: {
-            "low": number(seen.low),
-            "high": number(seen.high),
-            "counts": seen.counts,
-            "clip": numbers(seen.clip, 5) if seen.clip is not None else None,
-            "outside": number(seen.outside, 3),
+            "low": number(distribution.low),
+            "high": number(distribution.high),
+            "counts": distribution.counts,
+            "clip": numbers(distribution.clip, 5) if distribution.clip is not None else None,
+            "outside": number(distribution.outside, 3),
         }
-        for name, seen in found.items()
+        for name, distribution in distributions.items()
     }
 
 
 def weights(model: Quantized) -> dict[str, Any]:
-    """The weights as the integers say them, by the name of the layer's row in the ledger.
+    """Return the dequantized weights' ranges and histograms as plain data, by the name of the ledger's row.
 
-    For each: `axis`; `low`, `high` and `scale` of each channel along it (of the whole tensor where it is None); the
-    `range` of all of them, and `counts` of the values in equal bins over it.
+    Each has: `axis`; `low`, `high` and `scale` of each channel along it (of the whole tensor if it is None); the
+    `range` of all values; and `counts` of the values in equal bins over that range.
     """
     rows: defaultdict[str, list[str]] = defaultdict(list)
-    layers: defaultdict[str, list[LayerQParams]] = defaultdict(list)  # a unit may hold several, in order of its rows
+    layers: defaultdict[str, list[LayerQParams]] = defaultdict(
+        list
+    )  # a unit may have several, in the order of its rows
     for row in model.ledger:
         if _has_weight(row):
             rows[row.into].append(row.name)
@@ -49,8 +52,8 @@ def weights(model: Quantized) -> dict[str, Any]:
         layers[layer.node].append(layer)
     return {
         name: _weight(layer)
-        for node, found in layers.items()
-        for name, layer in zip(rows[node][-len(found) :], found, strict=False)
+        for node, node_layers in layers.items()
+        for name, layer in zip(rows[node][-len(node_layers) :], node_layers, strict=False)
     }
 
 
@@ -59,7 +62,7 @@ def _has_weight(row: Entry) -> bool:
 
 
 def _weight(layer: LayerQParams) -> dict[str, Any]:
-    """Of a weight in blocks, the channels are its rows, each with its largest scale."""
+    """Ranges and histogram of a weight. For a weight in blocks, they are per row, with the largest scale of each."""
     grid = next(iter(layer.weights.values())).qparams
     axis = layer.axis if layer.block is None else 0
     steps = spread(layer.weight_scale, layer.weight, layer.axis, layer.block).expand_as(layer.weight)
@@ -78,12 +81,12 @@ def _weight(layer: LayerQParams) -> dict[str, Any]:
 
 
 def _channels(values: Tensor, axis: int | None) -> Tensor:
-    """Values as a row for each entry of the axis; as one row without an axis."""
+    """Reshape values to a row per channel along the axis, or to one row if it is None."""
     return values.flatten()[None] if axis is None else values.movedim(axis, 0).flatten(1)
 
 
 def _counts(values: Tensor, low: float, high: float) -> list[int]:
-    """How many values lie in each of `BINS` equal bins; one bin where all of them are the same."""
+    """Count the values in each of `BINS` equal bins; one bin if all values are equal."""
     if low == high:
         return [values.numel()]
     return [int(count) for count in torch.histc(values, BINS, low, high).tolist()]

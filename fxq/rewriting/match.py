@@ -313,7 +313,7 @@ def explain(rule: str | Rule | Family, gm: fx.GraphModule, node: str | fx.Node) 
     Args:
         rule: a rule, or the name of a fusion, also of one that only recipes use which name it.
         gm: a graph at the canonical stage, e.g. from
-            `fxq.extend.run_passes(model, recipe, inputs, until="fold-batch-norm")`.
+            `fxq.extend.run_passes(model, recipe, example_inputs=x, until="fold-batch-norm")`.
         node: the node where the pattern's first output would be, or its name.
 
     Returns:

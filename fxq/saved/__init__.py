@@ -1,1 +1,1 @@
-"""A model as one file: its graph as text, its tensors, and what is known of it, as data."""
+"""Files of quantized models: `.fxq` files and exports for other runtimes."""

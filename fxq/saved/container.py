@@ -1,7 +1,7 @@
 """Safetensors file of a model: tensors and texts with checksums; large files are memory-mapped.
 
-It is written here, since sums of floats may be rounded otherwise where they do not begin at a multiple of 64 bytes, as
-all memory of torch does, and safetensors writes tensors one behind the other, in an order of its own.
+It is not written by safetensors, which does not align tensors. Torch aligns memory to 64 bytes, and sums of floats that
+are aligned differently may round differently.
 """
 
 from __future__ import annotations
@@ -26,21 +26,22 @@ from fxq.saved.mapped_file import MappedFile
 from fxq.saved.records import from_plain, to_plain
 
 FORMAT, VERSION = "fxq model", 1
-"""What a file is, and the version of what stands in it: a file of a higher one is refused."""
-_OWN = ("format", "version", "tensors", "checksum")
+"""Name and version of the format. Files of a higher version are refused."""
+_CONTAINER_TEXTS = ("format", "version", "tensors", "checksum")
+"""Names of the texts that belong to the container itself."""
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """What a file says of a tensor that it holds.
+    """Description of a tensor in a file.
 
     Attributes:
         type: dtype and shape.
-        checksum: CRC-32 of its bytes as they lie in the file.
-        stride: how its values lie in memory; empty where that is one row behind the other.
-        same_as: another tensor of the file, which it shares its memory with; then it is not in the file itself.
-        is_one: whether it is that one, and not another on the same memory.
-        trained: of a parameter, whether it requires a gradient; None for another tensor.
+        checksum: CRC-32 of its bytes in the file.
+        stride: its strides; empty if it is contiguous.
+        same_as: name of another tensor of the file whose memory it shares; it has no data of its own then.
+        is_one: whether it is the same tensor object as `same_as`.
+        trained: whether a parameter requires a gradient; None if it is not a parameter.
     """
 
     type: str
@@ -52,15 +53,15 @@ class StoredTensor:
 
 
 def write_container(path: Path, tensors: Mapping[str, Tensor], texts: Mapping[str, str]) -> None:
-    """Write a file; one that is there goes when the new one is complete.
+    """Write a file. An existing file is replaced when the new one is complete.
 
     Args:
         path: the file.
-        tensors: by name.
-        texts: by name.
+        tensors: tensors by name.
+        texts: texts by name.
 
     Raises:
-        InputError: a tensor is of a kind that safetensors does not take.
+        InputError: safetensors does not support the layout or dtype of a tensor.
         RenderError: the file cannot be written.
     """
     stored: dict[str, StoredTensor] = {}
@@ -68,7 +69,9 @@ def write_container(path: Path, tensors: Mapping[str, Tensor], texts: Mapping[st
     first: dict[Any, str] = {}
     for name, tensor in tensors.items():
         if tensor.layout is not torch.strided or tensor.dtype not in _DTYPES or tensor.is_meta:
-            raise InputError(f"the tensor {name!r} is {tensor.layout}, {tensor.dtype}: a file holds plain ones.")
+            raise InputError(
+                f"the tensor {name!r} is {tensor.layout}, {tensor.dtype}: a file holds plain tensors only."
+            )
         about = type_text(tuple(tensor.shape), tensor.dtype)
         trained = tensor.requires_grad if isinstance(tensor, nn.Parameter) else None
         same_as = first.setdefault((tensor.data_ptr(), tensor.stride(), about), name)
@@ -87,7 +90,7 @@ def write_container(path: Path, tensors: Mapping[str, Tensor], texts: Mapping[st
 
 
 def _header(flat: Mapping[str, Tensor], texts: Mapping[str, str]) -> bytes:
-    """What stands in front of the values: its length, as 8 bytes, and what they are, as JSON."""
+    """Header of a file: its length, as 8 bytes, and the description of the tensors and texts, as JSON."""
     header: dict[str, Any] = {"__metadata__": texts}
     end = 0
     for name in _by_alignment(flat):
@@ -96,12 +99,16 @@ def _header(flat: Mapping[str, Tensor], texts: Mapping[str, str]) -> bytes:
         header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-(len(text) + 8) % _ALIGNMENT)
-    if len(text) > _MOST:
-        raise InputError(f"what is to be said of the model, its history included, takes more than {_MOST >> 20} MiB.")
+    if len(text) > MAX_HEADER_BYTES:
+        raise InputError(
+            f"the texts of the model, with its history, take more than {MAX_HEADER_BYTES >> 20} MiB, the limit of "
+            "safetensors."
+        )
     return len(text).to_bytes(8, "little") + text
 
 
-_ALIGNMENT, _MOST = 64, 100_000_000
+_ALIGNMENT, MAX_HEADER_BYTES = 64, 100_000_000
+"""Bytes to which torch aligns memory, and the largest header that safetensors reads."""
 _DTYPES = {
     **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.bool: "BOOL"},
     **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8"},
@@ -111,7 +118,7 @@ _DTYPES = {
 
 
 def _by_alignment(flat: Mapping[str, Tensor]) -> list[str]:
-    """First those behind which another one is aligned, too."""
+    """Names of the tensors in an order that aligns most: first those whose size is a multiple of the alignment."""
     return sorted(flat, key=lambda name: flat[name].nbytes % _ALIGNMENT != 0)
 
 
@@ -135,10 +142,10 @@ MAX_COPIED_BYTES = 256 << 20
 
 
 def read_container(path: Path) -> Container:
-    """The content of a file.
+    """Read a file.
 
     Raises:
-        FileError: there is no such file, it holds no model, is damaged, or was written by a newer fxq.
+        FileError: the file is missing, holds no model, is damaged, or was written by a newer fxq.
     """
     try:
         if path.is_dir():
@@ -176,51 +183,51 @@ def _read(texts: Mapping[str, str], flat: Mapping[str, Tensor], mapped: MappedFi
     stored = from_plain(dict[str, StoredTensor], read_json(texts["tensors"]))
     names = {name for name, about in stored.items() if not about.same_as}
     if flat.keys() != names:
-        raise InputError(f"it does not hold the tensors that it names: {sorted(names ^ flat.keys())[:3]}.")
+        raise InputError(f"its tensors are not those that its header lists: {sorted(names ^ flat.keys())[:3]}.")
     tensors: dict[str, Tensor] = {}
     for name, about in stored.items():
         first = tensors.get(about.same_as) if about.is_one else None
         tensors[name] = _tensor(name, stored, flat) if first is None else first
-    return Container(tensors, {name: text for name, text in texts.items() if name not in _OWN}, mapped)
+    return Container(tensors, {name: text for name, text in texts.items() if name not in _CONTAINER_TEXTS}, mapped)
 
 
 def _check_texts(texts: Mapping[str, str]) -> None:
     version = texts.get("version", "")
     if texts.get("format") != FORMAT or not (version.isascii() and version.isdigit() and len(version) < 9):
-        raise InputError("it holds no model of fxq: those are written by qmodel.save(path).")
+        raise InputError("it is not a model file of fxq, which qmodel.save(path) writes.")
     if int(version) > VERSION:
         raise InputError(
-            f"it is of version {version} of the format, and this fxq reads version {VERSION}: install a newer fxq."
+            f"it has version {version} of the format, and this fxq reads version {VERSION}: install a newer fxq."
         )
     if texts.get("checksum") != str(_checksum_of(texts)) or "tensors" not in texts:
-        raise InputError("it is damaged: its header has another checksum than when it was written.")
+        raise InputError("it is damaged: the checksum of its header is wrong.")
 
 
 def _tensor(name: str, stored: Mapping[str, StoredTensor], flat: Mapping[str, Tensor]) -> Tensor:
     about, source = stored[name], stored.get(stored[name].same_as or name)
     if source is None or source.same_as:
-        raise InputError(f"the tensor {name!r} is to be the same as {about.same_as!r}, which it does not hold.")
-    found = flat[about.same_as or name].detach()
-    if source is about and _checksum(found) != about.checksum:
-        raise InputError(f"it is damaged: the tensor {name!r} has another checksum than when it was written.")
+        raise InputError(f"the tensor {name!r} refers to {about.same_as!r}, which is missing.")
+    tensor = flat[about.same_as or name].detach()
+    if source is about and _checksum(tensor) != about.checksum:
+        raise InputError(f"it is damaged: the checksum of the tensor {name!r} is wrong.")
     if source.stride:
-        if len(source.stride) != found.dim():
-            raise InputError(f"the tensor {name!r} has no strides {source.stride}.")
+        if len(source.stride) != tensor.dim():
+            raise InputError(f"the tensor {name!r} cannot have the strides {source.stride}.")
         order = _order(source.stride)
-        shape = [found.shape[order.index(axis)] for axis in range(found.dim())]
-        found = found.as_strided(shape, source.stride)
-    if type_text(tuple(found.shape), found.dtype) != about.type:
-        raise InputError(f"the tensor {name!r} is {type_text(tuple(found.shape), found.dtype)}, not {about.type}.")
-    return found if about.trained is None else nn.Parameter(found, about.trained)
+        shape = [tensor.shape[order.index(axis)] for axis in range(tensor.dim())]
+        tensor = tensor.as_strided(shape, source.stride)
+    if type_text(tuple(tensor.shape), tensor.dtype) != about.type:
+        raise InputError(f"the tensor {name!r} is {type_text(tuple(tensor.shape), tensor.dtype)}, not {about.type}.")
+    return tensor if about.trained is None else nn.Parameter(tensor, about.trained)
 
 
 def _aligned(tensor: Tensor) -> Tensor:
-    """The tensor, copied where it is of floats, and does not begin as torch's memory does."""
+    """Return a tensor, copied if it has floats and is not aligned like torch's memory."""
     return tensor.clone() if tensor.is_floating_point() and tensor.data_ptr() % _ALIGNMENT else tensor
 
 
 def _laid_out(tensor: Tensor) -> tuple[tuple[int, ...], Tensor]:
-    """The strides of a tensor where the plain ones are others, and its values as they lie in memory of their own."""
+    """Return the strides of a tensor if it is not contiguous, else (), and its values in the order of memory."""
     order = _order(tensor.stride())
     dense = tensor.numel() and tensor.permute(order).is_contiguous()
     values = tensor.permute(order) if dense else tensor.contiguous()
@@ -229,12 +236,12 @@ def _laid_out(tensor: Tensor) -> tuple[tuple[int, ...], Tensor]:
 
 
 def _order(stride: Sequence[int]) -> list[int]:
-    """The axes in the order in which the values lie."""
+    """Axes by decreasing stride, the order of the values in memory."""
     return sorted(range(len(stride)), key=lambda axis: -stride[axis])
 
 
 def _bytes(tensor: Tensor) -> Any:
-    """The values as they lie in memory, as a buffer."""
+    """Bytes of a tensor in the order of memory, as a buffer."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy() if tensor.numel() else b""
 
 
@@ -248,15 +255,15 @@ def _checksum_of(texts: Mapping[str, str]) -> int:
 
 
 def read_json(text: str) -> Any:
-    """What a text of JSON says. Raises `InputError` where it is none, nests too deeply, or names a key twice."""
+    """Parse JSON. Raises `InputError` if it is invalid, nested too deeply, or has a key twice."""
     try:
         return json.loads(text, object_pairs_hook=_table)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"it does not hold the JSON that it should: {error}.") from None
+        raise InputError(f"its JSON is invalid: {error}.") from None
 
 
 def _table(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     table = dict(pairs)
     if len(table) != len(pairs):
-        raise InputError("a table of it has a key twice.")
+        raise InputError("a table has a key twice.")
     return table

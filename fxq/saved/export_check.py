@@ -129,12 +129,12 @@ class _Compiled:
 
 
 def _wrong(run: Callable[..., Mapping[str, Tensor]], written: OnnxModel, gm: fx.GraphModule, batch: Batch) -> str:
-    """Description of how a runtime's outputs for a batch are wrong; empty if they are right."""
+    """Describe how a runtime's outputs for a batch are wrong; empty if they are right."""
     inputs = dict(inputs_of(inputs_for(gm.graph, batch)))
     names = [output.name for output in written.model.graph.output]
     try:
         results = run(inputs, names)
-    except Exception as error:  # whatever an engine raises
+    except Exception as error:  # engines may raise anything
         return f"it fails: {words_of(error)}"
     wanted = dict(zip(names, tensors(run_graph(gm, batch)), strict=True))
     if all(_near(results[name], y, None) for name, y in wanted.items()):

@@ -1,4 +1,4 @@
-"""The q/dq forms of kernels in a file: one text for all of them, and where each one's tensors are."""
+"""Saving and loading of the q/dq forms of kernels: one text for all graphs, and references to tensors."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from fxq.saved.other_machine import kernels_of
 
 @dataclass(frozen=True)
 class StoredForm:
-    """What a file says of the form of a kernel, besides its graph.
+    """Description of the q/dq form of a kernel in a file, besides its graph.
 
     Attributes:
-        kernel: the path of the kernel.
-        takes: for each of its inputs, which of the kernel's inputs that is.
-        parts: its tensors that are those of the kernel, by path: the name there, where it begins, its shape.
-        reason: why the form runs in the place of the kernel; empty where the kernel runs.
+        kernel: path of the kernel.
+        takes: for each input of the form, index of the kernel's input.
+        parts: tensors that are parts of the kernel's, by path: name of the kernel's tensor, first index, shape.
+        reason: why the form runs instead of the kernel; empty if the kernel runs.
     """
 
     kernel: str
@@ -35,11 +35,11 @@ class StoredForm:
 
 
 def write_forms(gm: fx.GraphModule) -> tuple[str, dict[str, StoredForm], dict[str, Tensor]]:
-    """The forms of the kernels of a model, but of those whose graph stands in the model's text.
+    """Collect the q/dq forms of a model's kernels, except kernels whose graph is part of the model's text.
 
     Returns:
-        The text of their graphs; what else there is to say of each, by the name of its graph; and the tensors that are
-        not the kernels' own, by names that are no tensors of the model.
+        The text of their graphs; the description of each, by the name of its graph; and the tensors that are not parts
+        of the kernels' own, by name.
     """
     graphs: dict[str, fx.GraphModule] = {}
     stored: dict[str, StoredForm] = {}
@@ -55,18 +55,24 @@ def write_forms(gm: fx.GraphModule) -> tuple[str, dict[str, StoredForm], dict[st
         stored[name] = StoredForm(
             str(node.target), form.takes, parts, kernel.reason if isinstance(kernel, FallbackKernel) else ""
         )
-        others = {path: tensor for path, tensor in form.tensors.items() if isinstance(tensor, Tensor)}
-        tensors |= {f"{name}:{path}": tensor for path, tensor in others.items()}
+        further = {path: tensor for path, tensor in form.tensors.items() if isinstance(tensor, Tensor)}
+        tensors |= {f"{name}:{path}": tensor for path, tensor in further.items()}
     return write_graphs(graphs), stored, tensors
 
 
 def attach_forms(
     gm: fx.GraphModule, text: str, stored: Mapping[str, StoredForm], tensors: Mapping[str, Tensor]
 ) -> None:
-    """Give the kernels of a model the forms that `write_forms` wrote.
+    """Set the q/dq forms of a model's kernels, as `write_forms` returned them.
+
+    Args:
+        gm: the model.
+        text: text of the graphs.
+        stored: description of each form, by the name of its graph.
+        tensors: tensors that are not parts of the kernels' own, by name.
 
     Raises:
-        InputError: a form does not fit its kernel, or what calls that.
+        InputError: a form does not match its kernel, or the node that calls it.
     """
     called = {str(node.target): (node, kernel) for node, kernel in kernels_of(gm)}
     held: dict[str, dict[str, Tensor | BufferSlice]] = {name: {} for name in stored}
@@ -77,14 +83,14 @@ def attach_forms(
     values: dict[str, dict[str, Tensor]] = {}
     for name, about in stored.items():
         if about.kernel not in called:
-            raise InputError(f"{name} is the form of {about.kernel!r}, which no node calls.")
+            raise InputError(f"{name} is the q/dq form of {about.kernel!r}, which no node calls.")
         kernel = called[about.kernel][1]
         held[name] |= {path: BufferSlice(own, at, torch.Size(shape)) for path, (own, at, shape) in about.parts.items()}
         try:
             for own, _, shape in about.parts.values():
-                found = tuple(kernel.get_buffer(own).shape)
-                if found != shape and len(found) > 1 and len(shape) in (1, len(found)):
-                    raise InputError(f"{own} of {about.kernel!r} is of the shape {found}, in its form {shape}.")
+                own_shape = tuple(kernel.get_buffer(own).shape)
+                if own_shape != shape and len(own_shape) > 1 and len(shape) in (1, len(own_shape)):
+                    raise InputError(f"{own} of {about.kernel!r} has the shape {own_shape}, but {shape} in its form.")
             values[name] = {p: t.of(kernel) if isinstance(t, BufferSlice) else t for p, t in held[name].items()}
         except (AttributeError, IndexError, RuntimeError) as error:
             raise InputError(f"the tensors of {about.kernel!r} do not fit its form: {error}") from None
@@ -97,7 +103,7 @@ def attach_forms(
 
 
 def _check_call(node: fx.Node, graph: fx.Graph, about: StoredForm) -> None:
-    """Refuse a form of other inputs or outputs than the kernel has where it is called."""
+    """Raise `InputError` if a form has other inputs or outputs than the call of its kernel."""
     inputs = graph.find_nodes(op="placeholder")
     if len(inputs) != len(about.takes) or not all(0 <= i < len(node.args) for i in about.takes):
         raise InputError(f"{node.name}: the form of {about.kernel!r} takes other inputs than it is called with.")

@@ -1,4 +1,4 @@
-"""Quantized models as files of other runtimes."""
+"""Export of quantized models to ONNX, OpenVINO and `torch.export` files."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ from fxq.saved.program_export import write_program
 def export_model(
     path: str | os.PathLike[str], model: fx.GraphModule, batch: Batch, dynamic: Dynamic = True, check: bool = True
 ) -> Path:
-    """Write a model for another runtime; see `QuantizedModel.export`.
+    """Export a model for another runtime, see `QuantizedModel.export`.
 
     Args:
-        path: the file; its suffix says which.
-        model: the model, as it was lowered.
-        batch: an example of its inputs.
-        dynamic: which axes of the inputs vary in size.
-        check: whether what is written is run, ONNX where ONNX Runtime is installed, and compared.
+        path: the file; its suffix selects the format.
+        model: the lowered model.
+        batch: example of its inputs.
+        dynamic: axes of the inputs whose size may vary.
+        check: whether to run the exported model, if its runtime is installed, and compare outputs.
     """
     path = as_path(path)
     if path.suffix not in WRITERS:
-        raise InputError(f"the suffix of {str(path)!r} says what to write: {unknown('suffix', path.suffix, WRITERS)}")
-    with torch.no_grad():  # what is wrong with the example, the model says best
+        raise InputError(f"the suffix of {str(path)!r} selects the format: {unknown('suffix', path.suffix, WRITERS)}")
+    with torch.no_grad():  # the model itself reports errors of the example best
         model(*copied(batch).args, **copied(batch).kwargs)
     gm = qdq_graph(model)
     if path.suffix != ".pt2":  # .pt2 multiplies floats only
@@ -100,7 +100,7 @@ def _replace(node: fx.Node, read: fx.Node, by: fx.Node) -> None:
 
 
 def _unrounded(gm: fx.GraphModule, read: fx.Node, reader: fx.Node) -> fx.Node | None:
-    """The float value that a dequantized activation was quantized from, moved as it is; None if there is none."""
+    """Float value that a dequantized activation was quantized from, after the same moves; None if there is none."""
     above = moved_from(read)
     if above is None:
         integers = read.args[0] if is_op(read, "dequantize") else None
@@ -113,15 +113,15 @@ def _unrounded(gm: fx.GraphModule, read: fx.Node, reader: fx.Node) -> fx.Node | 
 
 
 def _onnx(path: Path, gm: fx.GraphModule, batch: Batch, dynamic: Dynamic, check: bool) -> CheckedOnnx:
-    """The model as ONNX, checked."""
+    """Convert a model to ONNX and check it."""
     written = _written(path, gm, batch, dynamic)
     batches = list(checked_batches(gm, batch, written.axes)) if check else []
     _check(path, written, gm, batches)
-    _warn_of_narrow_grids(path, gm)
+    _warn_of_reduced_ranges(path, gm)
     if written.assumptions:
         warn(
-            f"{path}: the model is right for sizes with {', '.join(sorted(set(written.assumptions)))}. Of others "
-            "a runtime may make numbers where PyTorch refuses them, or makes others: check sizes before it."
+            f"{path}: the model is right for sizes with {', '.join(sorted(set(written.assumptions)))}. For others, "
+            "a runtime may return wrong values where PyTorch raises: check sizes before calling it."
         )
     return CheckedOnnx(written, batches)
 
@@ -161,8 +161,8 @@ def _check(path: Path, written: OnnxModel, gm: fx.GraphModule, batches: Sequence
     """Raise `ExportError` if a model is not valid ONNX, or disagrees with its graph on a batch."""
     import onnx
 
-    if written.model.ByteSize() >= _LARGEST:
-        raise ExportError(f"{path} cannot be written: with 2 GB or more it would be no ONNX file. Use fewer bits.")
+    if written.model.ByteSize() >= _MAX_ONNX_BYTES:
+        raise ExportError(f"{path} cannot be written: ONNX files are limited to 2 GB. Use fewer bits.")
     runs = find_spec("onnxruntime") is not None
     try:
         onnx.checker.check_model(written.model, full_check=True)
@@ -170,7 +170,7 @@ def _check(path: Path, written: OnnxModel, gm: fx.GraphModule, batches: Sequence
         results = [(check, check.differences()) for check in checks]
     except FxqError:
         raise
-    except Exception as error:  # whatever the checker and the runtime raise
+    except Exception as error:  # the checker and the runtime may raise anything
         if type(error).__name__ == "NotImplemented":
             raise ExportError(
                 f"{path} is not checked, as ONNX Runtime cannot run it here: {words_of(error)}. For ONNX Runtime, "
@@ -196,7 +196,7 @@ def _check(path: Path, written: OnnxModel, gm: fx.GraphModule, batches: Sequence
 
 
 def _check_optimized(path: Path, checks: Sequence[ModelCheck]) -> None:
-    """Warn where a session of ONNX Runtime with default options computes something else, and say which options help."""
+    """Warn if ONNX Runtime with default session options computes other values, and name options that help."""
     failed = [(check, problem) for check in checks if (problem := _wrong(check, {}))]
     if not failed:
         return
@@ -208,39 +208,39 @@ def _check_optimized(path: Path, checks: Sequence[ModelCheck]) -> None:
         advice = f"With {calls} of its SessionOptions"
     warn(
         f"{path}: ONNX Runtime with default options does not compute what the quantized model does: {wrong}. "
-        f"{advice} it does here, up to rounding."
+        f"{advice}, it does on this machine, up to rounding."
     )
 
 
 def _wrong(check: ModelCheck, entries: Mapping[str, str]) -> str:
-    """What goes wrong with optimizations, and these entries in the configuration of the session; empty: nothing."""
+    """Describe the error with optimizations and these entries in the session configuration; empty if there is none."""
     try:
         wrong = [difference for difference in check.differences(True, entries) if not difference.is_rounding]
-    except Exception as error:  # whatever the runtime raises
+    except Exception as error:  # the runtime may raise anything
         return f"it fails: {words_of(error)}"
-    return f"{max(wrong, key=lambda one: one.steps)}, and {len(wrong) - 1} more" if wrong else ""
+    return f"{max(wrong, key=lambda difference: difference.steps)}, and {len(wrong) - 1} more" if wrong else ""
 
 
-_EXACT_SUMS = {"session.x64quantprecision": "1"}  # else products are added in 16 bits on CPUs without VNNI
-_FLOAT_INPUTS = {"session.qdq_matmulnbits_accuracy_level": "1"}  # else what reads weights of 4 or 8 bits is rounded
+_EXACT_SUMS = {"session.x64quantprecision": "1"}  # otherwise 16-bit sums saturate on CPUs without VNNI
+_FLOAT_INPUTS = {"session.qdq_matmulnbits_accuracy_level": "1"}  # otherwise inputs of weight-only layers are rounded
 _PRECISE = (_EXACT_SUMS, _FLOAT_INPUTS, {**_EXACT_SUMS, **_FLOAT_INPUTS})
 
 
-def _warn_of_narrow_grids(path: Path, gm: fx.GraphModule) -> None:
-    """Warn where values leave out integers of their type: engines have no kernels for these, and compute in float."""
+def _warn_of_reduced_ranges(path: Path, gm: fx.GraphModule) -> None:
+    """Warn if values do not use all 8 bits: other runtimes have no kernels for these, and compute in float."""
     grids = [grid_of(gm, node) for node in gm.graph.nodes if is_op(node, "quantize", "requantize")]
     limits = {dtype: (torch.iinfo(dtype).min, torch.iinfo(dtype).max) for dtype in (torch.uint8, torch.int8)}
-    narrow = sum(isinstance(g, QParams) and (g.qmin, g.qmax) != limits.get(g.dtype) for g in grids)
-    if narrow:
+    reduced = sum(isinstance(g, QParams) and (g.qmin, g.qmax) != limits.get(g.dtype) for g in grids)
+    if reduced:
         warn(
-            f"{path}: {narrow} of {len(grids)} values have fewer steps than 8 bits give: by the recipe, or because "
-            "kernels of PyTorch need it on this CPU. Other runtimes compute with them in float. For their integer "
-            'kernels, quantize with backend="onnxruntime" or backend="openvino".'
+            f"{path}: {reduced} of {len(grids)} values have fewer than 8 bits, as the recipe says, or since kernels of "
+            "PyTorch saturate on this CPU. Other runtimes compute with them in float. To use their integer kernels, "
+            'quantize with backend="onnxruntime" or backend="openvino".'
         )
 
 
-_LARGEST = 2**31
-_REPORT = "This is a fault of fxq, or of the runtime: please report it. check=False writes the file all the same."
+_MAX_ONNX_BYTES = 2**31
+_REPORT = "This is a bug of fxq or of the runtime: please report it. check=False skips this check and writes the file."
 
 
 def _write_onnx(path: Path, gm: fx.GraphModule, batch: Batch, dynamic: Dynamic, check: bool) -> None:
@@ -254,18 +254,18 @@ def _write_openvino(path: Path, gm: fx.GraphModule, batch: Batch, dynamic: Dynam
         import openvino
     except ImportError:
         raise FxqError("openvino is not installed: pip install fxq[openvino].") from None
-    measured = next((n for n in gm.graph.nodes if is_op(n, "choose_scale") and n.kwargs.get("axis") is not None), None)
-    if measured is not None:
+    per_row = next((n for n in gm.graph.nodes if is_op(n, "choose_scale") and n.kwargs.get("axis") is not None), None)
+    if per_row is not None:
         raise ExportError(
-            f"{path} cannot be written: OpenVINO has no ranges that are measured for each row, as that of "
-            f"%{measured.args[0]} is ({info(measured).path or 'the model'}). Quantize with a static recipe and "
-            'backend="openvino", which leaves such layers in float.'
+            f"{path} cannot be written: OpenVINO does not support dynamic ranges per row, as that of "
+            f"%{per_row.args[0]} ({info(per_row).path or 'the model'}). Quantize with a static recipe and "
+            'backend="openvino", which keeps such layers in float.'
         )
     exported = _onnx(path, gm, batch, dynamic, check)
     try:
         model = openvino.Core().read_model(exported.data)
-    except Exception as error:  # whatever an engine raises
-        *_, why = words_of(error).split("GeneralFailure:\n")  # the first of its nodes' messages that is no list of them
+    except Exception as error:  # engines may raise anything
+        *_, why = words_of(error).split("GeneralFailure:\n")  # the message of the node, without the list of nodes
         raise ExportError(f"{path} cannot be written: OpenVINO does not take the model: {why}") from error
     if check:
         check_in_openvino(path, model, exported.written, gm, exported.batches)
@@ -281,7 +281,7 @@ def _save_openvino(path: Path, model: Any) -> None:
         try:
             openvino.save_model(model, str(new), compress_to_fp16=False)
             openvino.Core().read_model(str(new))  # save_model does not report a full disk
-        except Exception as error:  # whatever an engine raises
+        except Exception as error:  # engines may raise anything
             raise RenderError(f"cannot write {path}: OpenVINO wrote an incomplete file: {words_of(error)}") from error
         for suffix in (".bin", ".xml"):
             new.with_suffix(suffix).replace(path.with_suffix(suffix))
@@ -292,4 +292,4 @@ WRITERS: dict[str, Callable[[Path, fx.GraphModule, Batch, Dynamic, bool], None]]
     ".xml": _write_openvino,
     ".pt2": write_program,
 }
-"""What each suffix is written by: takes the path, the qdq graph, an example, which axes vary, and whether to check."""
+"""Function that writes a format, by suffix. Its arguments are path, qdq graph, example, dynamic axes, and `check`."""

@@ -1,4 +1,4 @@
-"""A quantized model as one file: the text of its graph, its tensors, its recipe, and what is known of it, as data."""
+"""Saving a quantized model to one file, and loading it: graph as text, tensors, recipe, ledger and history as data."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from fxq.graph.text.text_writer import graph_tensors, write_graph
 from fxq.graph.unit import Unit
 from fxq.graph.view import GraphView, NodeView
 from fxq.ledger.attempts import Attempts
-from fxq.ledger.float_record import Record, checksums
+from fxq.ledger.float_record import FloatRecord, checksums
 from fxq.ledger.ledger import Ledger
 from fxq.ledger.quantized import Quantized
 from fxq.ops import OPS
@@ -43,7 +43,7 @@ from fxq.recipe.pins import Pin
 from fxq.recipe.recipe import Recipe
 from fxq.saved.container import read_container, read_json, write_container
 from fxq.saved.kernel_forms import StoredForm, attach_forms, write_forms
-from fxq.saved.model_export import WRITERS as OTHERS
+from fxq.saved.model_export import WRITERS
 from fxq.saved.other_machine import kernels_of
 from fxq.saved.own_tensors import OWN, own_tensors, set_own_tensors
 from fxq.saved.records import from_plain, to_plain
@@ -51,11 +51,11 @@ from fxq.saved.records import from_plain, to_plain
 
 @dataclass(frozen=True)
 class StoredLeaf:
-    """What a file says of a module that it does not hold.
+    """Description of a leaf module, which is not in the file.
 
     Attributes:
-        type: the name of its class.
-        weights: a checksum of each of its parameters, by name.
+        type: name of its class.
+        weights: checksum of each of its parameters, by name.
     """
 
     type: str
@@ -64,23 +64,23 @@ class StoredLeaf:
 
 @dataclass(frozen=True)
 class StoredModel:
-    """What a file says of a model besides its graph, its recipe and its history.
+    """Description of a model in a file, besides its graph, recipe and history.
 
     Attributes:
         backend, ledger, record, kinds_kept, attempts, decided: as in `QuantizedModel`.
         made_on: `cpu.machine()` of the machine that it was quantized on.
-        leaves: the modules that it calls and are not in the file, by path.
-        imports: the import paths of its kernels and ops that are not fxq's, by "kernel" or "op" and the name.
-        forms: of kernels, by the name of the graph.
+        leaves: leaf modules, which are not in the file, by path.
+        imports: import paths of its kernels and ops that are not fxq's, by "kernel" or "op" and the name.
+        forms: q/dq forms of kernels, by the name of the graph.
         handed: plain data of the float model, as text, by name.
-        left: why other attributes of the float model are not there.
+        left: reasons why other attributes of the float model are missing, by name.
         own: kinds of the tensors that the user attached, by path: "parameter", "buffer", "temporary buffer"
             (non-persistent) or "attribute".
     """
 
     backend: str
     ledger: Ledger
-    record: Record
+    record: FloatRecord
     kinds_kept: int
     attempts: Attempts | None
     decided: tuple[Pin, ...]
@@ -94,29 +94,31 @@ class StoredModel:
 
 
 def save_model(
-    path: str | os.PathLike[str], model: Quantized, parts: Mapping[str, Any], own: Mapping[str, Any]
+    path: str | os.PathLike[str], model: Quantized, attributes: Mapping[str, Any], own: Mapping[str, Any]
 ) -> Path:
-    """Write a model into a file; see `QuantizedModel.save`.
+    """Save a model to a file, see `QuantizedModel.save`.
 
     Args:
         path: the file.
         model: the model.
-        parts: what it knows besides its graph and tensors, by attribute.
+        attributes: attributes of the model that the file keeps, by name.
         own: attributes that the user set, without modules.
     """
     path = as_path(path)
-    if path.suffix in OTHERS:
+    if path.suffix in WRITERS:
         raise InputError(
             f"save writes fxq files, not {path.suffix}: use qmodel.export({str(path)!r}), or save to a .fxq file."
         )
     _check_kernels(model)
     tensors, named, lost = own_tensors(model, own)
     forms_text, forms, more_tensors = write_forms(model)
-    handed, left = _handed(parts["_handed"], {k: v for k, v in own.items() if not isinstance(v, Tensor)})
+    handed, left = _as_text(
+        attributes["_float_attributes"], {k: v for k, v in own.items() if not isinstance(v, Tensor)}
+    )
     lost += [name for name in own if name in left]
     about = StoredModel(
-        **{key: parts[key] for key in ("backend", "ledger", "record", "kinds_kept", "attempts")},
-        decided=parts["_decided"],
+        **{key: attributes[key] for key in ("backend", "ledger", "record", "kinds_kept", "attempts")},
+        decided=attributes["_decided"],
         made_on=cpu.machine(),
         leaves={path: StoredLeaf(type(leaf).__name__, checksums(leaf)) for path, leaf in _leaves(model).items()},
         imports=dict(_imports(model)),
@@ -130,9 +132,9 @@ def save_model(
     texts = {
         "graph": graph_text,
         "forms": forms_text,
-        "recipe": _json(warn_of_main(parts["recipe"].to_dict())),
+        "recipe": _json(warn_of_main(attributes["recipe"].to_dict())),
         "model": _json(to_plain(about)),
-        "history": _json(history_data(parts["history"])),
+        "history": _json(history_data(attributes["history"])),
     }
     write_container(path, {**graph_tensors(model), **more_tensors, **tensors}, texts)
     if lost:
@@ -146,23 +148,27 @@ def save_model(
 def load_model(
     path: str | os.PathLike[str], leaves: Mapping[str, nn.Module] | None = None
 ) -> tuple[fx.GraphModule, dict[str, Any], Mapping[str, str]]:
-    """A model from its file: its graph, what else it knows, and the machine that it was made on; see `fxq.load`."""
+    """Load a model from a file, see `fxq.load`.
+
+    Returns:
+        Its graph module, its further attributes, and `cpu.machine()` of the machine that it was quantized on.
+    """
     if not isinstance(path, (str, os.PathLike)):
-        raise InputError(f"a file is named by a str or a path, not by {path!r}.")
-    held = read_container(Path(path))
+        raise InputError(f"path must be a str or a path, not {path!r}.")
+    container = read_container(Path(path))
     try:
-        with without_imports(), _uncollected():
-            gm, parts, made_on = _read(held.tensors, held.texts, leaves or {})
-            return gm, {**parts, "_mapped": held.mapped}, made_on
+        with without_imports(), _garbage_collection_off():
+            gm, attributes, made_on = _read(container.tensors, container.texts, leaves or {})
+            return gm, {**attributes, "_mapped": container.mapped}, made_on
     except FxqError as error:
         raise FileError(f"cannot load {str(path)!r}: {error}") from None
-    except Exception as error:  # whatever comes of data that is no model's
+    except Exception as error:  # invalid data may raise anything
         raise FileError(f"cannot load {str(path)!r}: {type(error).__name__}: {words_of(error)}") from error
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
-    """Without garbage collection: what is made stays, and to look through all of it again and again takes long."""
+def _garbage_collection_off() -> Iterator[None]:
+    """Context without garbage collection, which would scan the many new objects again and again."""
     on = gc.isenabled()
     gc.disable()
     try:
@@ -183,34 +189,39 @@ def _read(
     modules = _checked_leaves(about.leaves, leaves)
     own = {name: tensors.pop(f"{OWN}{name}", None) for name in about.own}
     inside = {name: tensor for name, tensor in tensors.items() if name.partition(":")[0] in about.forms}
-    gm = read(texts["graph"], {n: t for n, t in tensors.items() if n not in inside}, modules, _Kind, complete=True)
+    gm = read(
+        texts["graph"], {n: t for n, t in tensors.items() if n not in inside}, modules, _KernelClass, complete=True
+    )
     for name, expected in graph_tensors(gm).items():
         if (expected.dtype, expected.shape) != (tensors[name].dtype, tensors[name].shape):
-            raise InputError(f"{name} is {tensors[name].dtype} {list(tensors[name].shape)}, which no kernel keeps so.")
+            raise InputError(
+                f"{name} is {tensors[name].dtype} {list(tensors[name].shape)}, but its kernel needs {expected.dtype} "
+                f"{list(expected.shape)}."
+            )
     attach_forms(gm, texts["forms"], about.forms, inside)
     unformed = next((k for _, k in kernels_of(gm) if isinstance(k, FallbackKernel) and "form" not in vars(k)), None)
     if unformed is not None:
         raise BackendError(f"{unformed.described.name}: {unformed.reason}")
     _warn_of_refused(gm, about)
-    parts = {key: getattr(about, key) for key in ("backend", "ledger", "record", "kinds_kept", "attempts")}
-    parts["_decided"], parts["recipe"] = about.decided, Recipe.from_dict(read_json(texts["recipe"]))
+    attributes = {key: getattr(about, key) for key in ("backend", "ledger", "record", "kinds_kept", "attempts")}
+    attributes["_decided"], attributes["recipe"] = about.decided, Recipe.from_dict(read_json(texts["recipe"]))
     values = {name: read_value(_expression(text), {}) for name, text in about.handed.items()}
-    parts["_handed"] = FloatAttributes(values, dict(about.left))
-    parts["history"] = history_from(read_json(texts["history"]))
+    attributes["_float_attributes"] = FloatAttributes(values, dict(about.left))
+    attributes["history"] = history_from(read_json(texts["history"]))
     plain = set_own_tensors(gm, own, about.own)
-    return gm, {**plain, **parts}, about.made_on
+    return gm, {**plain, **attributes}, about.made_on
 
 
 def _check_readable(text: str, about: StoredModel, model: Quantized) -> None:
     """Raise `InputError` if the text of a model cannot be read back. Does not construct kernels."""
     try:
-        with without_imports(), _uncollected():
+        with without_imports(), _garbage_collection_off():
             read(text, graph_tensors(model), _leaves(model), _Named, complete=True)
             from_plain(StoredModel, read_json(_json(to_plain(about))))
     except FxqError as error:
         line = re.match(r"line (\d+): ", str(error))
         shown = f" That line is `{text.splitlines()[int(line[1]) - 1].strip()[:200]}`." if line else ""
-        raise InputError(f"the model cannot be saved, as its text could not be read back: {error}{shown}") from None
+        raise InputError(f"the model cannot be saved, since its text could not be read back: {error}{shown}") from None
 
 
 class _Named:
@@ -228,19 +239,19 @@ class _Named:
 
 def _warn_of_refused(gm: fx.GraphModule, about: StoredModel) -> None:
     """Warn of kernels that this version of fxq refuses on the same machine; `fit` handles other machines."""
-    known_names = {form.kernel for form in about.forms.values() if form.reason}
-    refused = [(n, k) for n, k in kernels_of(gm) if isinstance(k, FallbackKernel) and str(n.target) not in known_names]
+    in_qdq_form = {form.kernel for form in about.forms.values() if form.reason}
+    refused = [(n, k) for n, k in kernels_of(gm) if isinstance(k, FallbackKernel) and str(n.target) not in in_qdq_form]
     if refused and about.made_on == cpu.machine():
         node, kernel = refused[0]
         warn(
-            f"{len(refused)} kernels of this file are refused, {info(node).path or node.name!r} for one: "
+            f"{len(refused)} kernels of this file are refused, for instance {info(node).path or node.name!r}: "
             f"{kernel.reason.rstrip('.')}. They run in q/dq form, which is correct but slow. Quantize the float model "
             "again."
         )
 
 
-class _Kind:
-    """The kernels of a name. One that this machine refuses is its form from the beginning."""
+class _KernelClass:
+    """Kernel class by name, for reading a graph. A kernel that this machine refuses is replaced by its q/dq form."""
 
     def __init__(self, name: str) -> None:
         self.kind = kernel_named(name)
@@ -255,27 +266,27 @@ class _Kind:
         return self.kind.of_graph(gm, graph, config)  # type: ignore[attr-defined]
 
 
-# ---- what is no data
+# ---- kernels, hooks, imports and leaves
 
 
 def _check_kernels(model: Quantized) -> None:
-    """Refuse kernels and hooks that run something that the file would not hold."""
+    """Raise `InputError` for kernels and hooks that run code which is not in the file."""
     for node, kernel in kernels_of(model):
         if not kernel.is_itself():
-            raise InputError(f"{node.name}: its kernel has hooks or a forward of its own: a file holds no code.")
+            raise InputError(f"{node.name}: its kernel has hooks or its own forward, and a file holds no code.")
         if known_kernels().get(kernel.described.name) is not kernel.described:
             raise InputError(
-                f"{node.name}: its kernel is a {kernel.described.__name__}, which has no name of its own: "
-                f"{kernel.described.name!r} is another class. Give the class a `name`."
+                f"{node.name}: its kernel is a {kernel.described.__name__}, which has no registered name: "
+                f"{kernel.described.name!r} is another class. Give the class its own `name`."
             )
     for path, module in model.named_modules():
         if (module is model or isinstance(module, Unit)) and (module._forward_hooks or module._forward_pre_hooks):
             where = f"the unit {path!r}" if path else "the model"
-            raise InputError(f"{where} has hooks, and a file holds no code: remove them, and add them behind fxq.load.")
+            raise InputError(f"{where} has hooks, and a file holds no code: remove them, and add them after fxq.load.")
 
 
 def _imports(model: Quantized) -> Iterator[tuple[str, str]]:
-    """The kernels and ops that are not fxq's or torch's, each with its import path."""
+    """Kernels and ops that are not fxq's or torch's, each with its import path."""
     graphs: list[fx.Graph] = [model.graph]
     graphs += [module.graph for module in model.modules() if isinstance(module, Unit)]
     for _, kernel in kernels_of(model):
@@ -298,16 +309,16 @@ _PYTHON = ("operator", "_operator", "math", "builtins")
 
 
 def _check_imports(paths: Mapping[str, str]) -> None:
-    """Raise `FxqError` where the caller has not imported a kernel or an op, or has another one of its name."""
-    for what, path in paths.items():
-        kind, _, name = what.partition(" ")
-        found = imported(path)
+    """Raise `FxqError` if a kernel or op is not imported, or another one is registered under its name."""
+    for kind_and_name, path in paths.items():
+        kind, _, name = kind_and_name.partition(" ")
+        value = imported(path)
         if kind == "kernel":
-            known = known_kernels()[name].defined_as() if name in known_kernels() else None
+            registered = known_kernels()[name].defined_as() if name in known_kernels() else None
         else:
-            known = OPS[name].target if name in OPS else None
-        if found is not known:
-            raise InputError(f"the {what} of the file is {path}, and here that is another, or not registered.")
+            registered = OPS[name].target if name in OPS else None
+        if value is not registered:
+            raise InputError(f"the {kind_and_name} of the file is {path}, which is not what is registered here.")
 
 
 def _leaves(model: Quantized) -> dict[str, nn.Module]:
@@ -315,43 +326,41 @@ def _leaves(model: Quantized) -> dict[str, nn.Module]:
     return {path: module for path, module in called if module is not None and not isinstance(module, (Unit, Kernel))}
 
 
-def _checked_leaves(stored: Mapping[str, StoredLeaf], given: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Copies of the modules that the caller gives. Raises `InputError` where they are not those of the model."""
-    missing = [path for path in stored if path not in given]
+def _checked_leaves(stored: Mapping[str, StoredLeaf], leaves: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Return copies of the caller's leaf modules. Raises `InputError` if they are not those of the model."""
+    missing = [path for path in stored if path not in leaves]
     if missing:
         named = ", ".join(f"{path!r}: ..." for path in missing)
         kinds = ", ".join(dict.fromkeys(stored[path].type for path in missing))
         raise InputError(
-            f"modules that are kept as they are ({kinds}) are not in it: fxq.load(path, leaves={{{named}}})."
+            f"its leaf modules ({kinds}) are not in the file; pass them: fxq.load(path, leaves={{{named}}})."
         )
-    for path, leaf in given.items():
+    for path, leaf in leaves.items():
         if path not in stored:
             raise InputError(unknown("leaf", path, stored))
         about = StoredLeaf(type(leaf).__name__, checksums(leaf)) if isinstance(leaf, nn.Module) else None
         if about != stored[path]:
             raise InputError(
                 f"the leaf {path!r} is not the module that the model was saved with, a {stored[path].type}: its class "
-                "or its weights are others."
+                "or its weights differ."
             )
-    return {path: copy.deepcopy(leaf).eval() for path, leaf in given.items()}
+    return {path: copy.deepcopy(leaf).eval() for path, leaf in leaves.items()}
 
 
-def _handed(attributes: FloatAttributes, own: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
-    """Attributes of the float model and of the user as text, and the reasons why others cannot be saved."""
+def _as_text(attributes: FloatAttributes, own: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
+    """Return attributes of the float model and of the user as text, and the reasons why others cannot be saved."""
     handed, left = {}, {name: why for name, why in attributes.left.items() if name not in own}
     for name, value in {**attributes.values, **own}.items():
         text = value_text(value) if _is_literal(value) else ""
         if text and len(text) <= MOST:
             handed[name] = text
         else:
-            left[name] = (
-                f"it is a {type(value).__name__}, or holds what is no plain data, which no file of a model holds"
-            )
+            left[name] = f"it is a {type(value).__name__}, or contains one, and a model file holds plain data only"
     return handed, left
 
 
 def _is_literal(value: Any) -> bool:
-    """Whether its text says all of it."""
+    """Whether a value can be rebuilt from its text."""
     if type(value) in (list, tuple):
         return all(map(_is_literal, value))
     if type(value) is dict:
@@ -380,21 +389,21 @@ def _json(data: Any) -> str:
 
 
 def history_data(history: History) -> dict[str, Any]:
-    """A history as plain data: each view of a node stands there once, snapshots name it by its number."""
-    number: dict[NodeView, int] = {}
+    """Return a history as plain data, with each distinct node view stored once; snapshots refer to it by its index."""
+    indices: dict[NodeView, int] = {}
     steps = []
     for step in history:
-        nodes = [number.setdefault(node, len(number)) for node in step.graph]
+        nodes = [indices.setdefault(node, len(indices)) for node in step.graph]
         steps.append([to_plain(replace(step, graph=GraphView((), step.graph.name))), nodes])
-    return {"first_loss": history.first_loss, "views": to_plain(list(number)), "steps": steps}
+    return {"first_loss": history.first_loss, "views": to_plain(list(indices)), "steps": steps}
 
 
 def history_from(data: Any) -> History:
-    """Inverse of `history_data`. Raises `InputError` for what is none."""
+    """Rebuild a history from `history_data`. Raises `InputError` for other data."""
     views = from_plain(tuple[NodeView, ...], data["views"])
     steps = []
     for step, nodes in from_plain(tuple[tuple[Snapshot, tuple[int, ...]], ...], data["steps"]):
         if not all(0 <= i < len(views) for i in nodes):
-            raise InputError(f"{step.name}: its graph has nodes that are not there.")
+            raise InputError(f"{step.name}: its graph refers to nodes that do not exist.")
         steps.append(replace(step, graph=replace(step.graph, nodes=tuple(views[i] for i in nodes))))
     return History(steps, from_plain(str | None, data["first_loss"]))

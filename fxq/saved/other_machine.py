@@ -1,4 +1,4 @@
-"""A quantized model that comes from another machine: its kernels are asked again whether they run right here."""
+"""Verification of the kernels of a quantized model on another machine than the one it was quantized on."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ log = logging.getLogger("fxq")
 
 
 def fit(model: fx.GraphModule, made_on: Mapping[str, str]) -> None:
-    """Ask every kernel of a model that was made on another machine, and try it out on made-up integers.
+    """Verify every kernel of a model from another machine, on random integers, and replace wrong kernels.
 
-    One that cannot be right here, or is not, gives its place to its q/dq form, with a warning; where such a form finds
-    that its kernel is right here, the kernel comes back.
+    A kernel that is wrong on this machine is replaced by its q/dq form, with a warning. A form that replaced a kernel
+    on another machine is replaced by the kernel if that is right here.
 
     Args:
-        model: the model; its kernels are replaced in place.
-        made_on: `cpu.machine()` there.
+        model: the model; kernels are replaced in place.
+        made_on: `cpu.machine()` of the other machine.
 
     Raises:
-        BackendError: such a kernel has no q/dq form: it was put into the graph by hand.
+        BackendError: a wrong kernel has no q/dq form, since it was inserted into the graph by hand.
     """
     wrong: dict[str, str] = {}
     asked = 0
@@ -55,8 +55,8 @@ def fit(model: fx.GraphModule, made_on: Mapping[str, str]) -> None:
         else:
             raise BackendError(
                 f"{node.name}: the model comes from another machine ({_differences(made_on)}), and its kernel "
-                f"{kernel.name}, which was put there by hand, does not run right here: {reason}. Quantize the float "
-                "model on this machine."
+                f"{kernel.name}, which was inserted by hand and has no q/dq form, is wrong on this machine: {reason}. "
+                "Quantize the float model on this machine."
             )
     log.info(
         "a model from another machine (%s): %d of %d kernels fit", _differences(made_on), asked - len(wrong), asked
@@ -64,22 +64,22 @@ def fit(model: fx.GraphModule, made_on: Mapping[str, str]) -> None:
     if wrong:
         reasons = Counter(wrong.values())
         named = "; ".join(
-            f"{reason} ({count} times, {_first(wrong, reason)!r} for one)" for reason, count in reasons.items()
+            f"{reason} ({count} times, for instance {_first(wrong, reason)!r})" for reason, count in reasons.items()
         )
         warn(
             f"this model was quantized on another machine ({_differences(made_on)}): {len(wrong)} of its {asked} "
-            f"kernels do not run right here: {named}. They run in q/dq form, which is right and slow. For kernels that "
-            "fit this machine, quantize the float model here."
+            f"kernels are wrong on this machine: {named}. They run in q/dq form, which is correct but slow. For "
+            "kernels of this machine, quantize the float model here."
         )
 
 
 def verify(model: fx.GraphModule) -> None:
-    """Ask every kernel of a model, and try it out. Raises `BackendError`, which names those that do not run right."""
+    """Verify every kernel of a model on random integers. Raises `BackendError`, which names the wrong kernels."""
     reasons = [(node, kernel, misfit(kernel, node)) for node, kernel in kernels_of(model)]
     wrong = [f"{info(node).path or node.name} ({kernel.described.name}): {why}" for node, kernel, why in reasons if why]
     if wrong:
         raise BackendError(
-            f"{len(wrong)} of {len(reasons)} kernels do not run right on this machine: {'; '.join(wrong)}. "
+            f"{len(wrong)} of {len(reasons)} kernels are wrong on this machine: {'; '.join(wrong)}. "
             'Quantize the float model here, or with backend="reference".'
         )
 
@@ -89,7 +89,7 @@ def _first(wrong: Mapping[str, str], reason: str) -> str:
 
 
 def kernels_of(model: fx.GraphModule) -> Iterator[tuple[fx.Node, Kernel]]:
-    """The kernels that a graph calls, each path once, with the first node that calls it."""
+    """Kernels that a graph calls, each once, with the first node that calls it."""
     seen: set[str] = set()
     for node in model.graph.nodes:
         kernel = submodule(model, node)
@@ -105,10 +105,10 @@ def _differences(made_on: Mapping[str, str]) -> str:
 
 
 def misfit(kernel: Kernel, node: fx.Node) -> str | None:
-    """Why a kernel does not run right on this machine; None when it does, as far as can be told.
+    """Reason why a kernel is wrong on this machine; None if no error is found.
 
-    It is asked, and compared with its q/dq form on integers made up for the shapes of the example input: normally
-    distributed around the zero point, as activations are. No data of the user's is kept for it.
+    The kernel checks the machine itself, and is then compared with its q/dq form on random integers of the example's
+    shapes, normally distributed around the zero point like activations. Models keep no user data for this.
     """
     try:
         kernel = kernel.kernel() if isinstance(kernel, FallbackKernel) else kernel
@@ -120,38 +120,41 @@ def misfit(kernel: Kernel, node: fx.Node) -> str | None:
     if kernel.form is None:
         return None
     module = kernel.form.module(kernel)
-    if any(math.prod(shape or ()) > _MOST for node in module.graph.nodes for shape in _shapes(node)):
+    if any(math.prod(shape or ()) > MAX_RANDOM_ELEMENTS for node in module.graph.nodes for shape in _shapes(node)):
         return None
-    made = _made_up(module, module.graph.find_nodes(op="placeholder"), kernel)
-    if made is None:
+    form_inputs = _random_inputs(module, module.graph.find_nodes(op="placeholder"), kernel)
+    if form_inputs is None:
         return None
-    values = {node.args[i]: value for i, value in zip(kernel.form.takes, made, strict=True)}
-    given = [values[value] for value in node.args]
+    values = {node.args[i]: value for i, value in zip(kernel.form.takes, form_inputs, strict=True)}
+    kernel_inputs = [values[value] for value in node.args]
     with torch.no_grad(), without_autocast():
-        expected = module(*made)
+        expected = module(*form_inputs)
         try:
-            got = [run(*_copies(given)) for run in (kernel, kernel.callee(*_copies(given)))]
+            got = [run(*_copies(kernel_inputs)) for run in (kernel, kernel.callee(*_copies(kernel_inputs)))]
         except Exception as error:
             return f"it raised {type(error).__name__}: {words_of(error)}"
-    several = len(info(node).plans) > 1
+    has_units = len(info(node).plans) > 1
     pairs = [pair for y in got for pair in zip(tensors(expected), tensors(y), strict=True)]
-    return next((why for why in (_difference(*pair, several) for pair in pairs) if why is not None), None)
+    return next((why for why in (_difference(*pair, has_units) for pair in pairs) if why is not None), None)
 
 
-_MOST = 1 << 28
-"""Elements of the largest value that is made up: a file that declares more is not to fill the memory."""
+MAX_RANDOM_ELEMENTS = 1 << 28
+"""Elements of a value up to which kernels are run, so that a file with huge shapes does not exhaust memory."""
 
 
 def _shapes(node: fx.Node) -> Iterator[tuple[int, ...] | None]:
-    """Those of its value and of what a unit computes inside."""
+    """Shapes of the value of a node and of the values inside a unit."""
     yield from (info(node).shape, *(shape for shape, _ in info(node).values))
 
 
-def _difference(expected: Tensor, got: Tensor, several: bool) -> str | None:
-    """How a kernel's value differs from its form's by more than float32 arithmetic explains; None when it does not.
+def _difference(expected: Tensor, got: Tensor, has_units: bool) -> str | None:
+    """Describe a difference between kernel and q/dq form beyond float32 rounding; None if there is none.
 
-    Where the form rounds a sum of large terms that cancel, it may be a step off itself. Where it is of several units,
-    so may be what these hand on: that counts on average.
+    Args:
+        expected: output of the form.
+        got: output of the kernel.
+        has_units: whether the kernel runs several units. Roundings between them may differ by a step, so the mean
+            difference is compared instead of the maximum.
     """
     if (expected.shape, expected.dtype) != (got.shape, got.dtype):
         return f"it returns {got.dtype} {list(got.shape)} instead of {expected.dtype} {list(expected.shape)}"
@@ -160,20 +163,20 @@ def _difference(expected: Tensor, got: Tensor, several: bool) -> str | None:
     real = got.dtype.is_floating_point
     limit = 1e-3 * float(expected.abs().max()) if real else 1.0
     apart = (expected.double() - got.double()).abs()
-    most = float(apart.mean() if several else apart.max())
-    return None if most <= limit else f"it is off by {most:.3g}{'' if real else ' steps'}"
+    error = float(apart.mean() if has_units else apart.max())
+    return None if error <= limit else f"it is off by {error:.3g}{'' if real else ' steps'}"
 
 
 def _copies(values: Sequence[Any]) -> list[Any]:
-    """A kernel may overwrite what it adds."""
+    """Copies of values, since a kernel may overwrite its inputs."""
     return [value.clone() if isinstance(value, Tensor) else value for value in values]
 
 
-def _made_up(gm: fx.GraphModule, inputs: Sequence[fx.Node], kernel: Kernel) -> list[Tensor] | None:
-    """Inputs of a form, the same every time; None where a shape is not known. Measured zero points are whole."""
+def _random_inputs(gm: fx.GraphModule, inputs: Sequence[fx.Node], kernel: Kernel) -> list[Tensor] | None:
+    """Random inputs of a q/dq form, from a fixed seed; None if a shape is unknown. Dynamic zero points are integers."""
     generator = torch.Generator().manual_seed(0)
     grids = [value for value in vars(kernel).values() if isinstance(value, QParams) and value.axis is None]
-    made: list[Tensor] = []
+    values: list[Tensor] = []
     for node in inputs:
         about = info(node)
         if about.shape is None or about.dtype is None:
@@ -181,21 +184,21 @@ def _made_up(gm: fx.GraphModule, inputs: Sequence[fx.Node], kernel: Kernel) -> l
         real = torch.randn(about.shape, generator=generator)
         named = {name for user in node.users for name, value in user.kwargs.items() if value is node}
         if "zero_point" in named:
-            made.append(real.abs_().mul_(30).round_().to(about.dtype))
+            values.append(real.abs_().mul_(30).round_().to(about.dtype))
         elif "scale" in named:
-            made.append(real.abs_().to(about.dtype))
+            values.append(real.abs_().to(about.dtype))
         elif about.dtype.is_floating_point:
             reach = max((float(grid.high - grid.low) for grid in grids), default=6.0)
-            made.append(real.mul_(reach / 6).to(about.dtype))
-        elif about.dtype in (torch.int32, torch.int64):  # rows of a table: it has the first one, whatever its size
-            made.append(torch.zeros(about.shape, dtype=about.dtype))
+            values.append(real.mul_(reach / 6).to(about.dtype))
+        elif about.dtype in (torch.int32, torch.int64):  # indices of an embedding: 0 is always valid
+            values.append(torch.zeros(about.shape, dtype=about.dtype))
         else:
-            grid = next((found for user in node.users if (found := grid_of(gm, user)) is not None), None)
+            grid = next((static for user in node.users if (static := grid_of(gm, user)) is not None), None)
             if grid is not None:
                 zero, low, high = grid.z, grid.qmin, grid.qmax
-            else:  # it is measured
+            else:  # a dynamic grid
                 read = next((options_of(user) for user in node.users if is_op(user, "dequantize")), {})
                 low, high = read.get("qmin", 0), read.get("qmax", 255)
                 zero = (low + high + 1) // 2
-            made.append(real.mul_((high - low) / 6).round_().add_(zero).clamp_(low, high).to(about.dtype))
-    return made
+            values.append(real.mul_((high - low) / 6).round_().add_(zero).clamp_(low, high).to(about.dtype))
+    return values

@@ -1,4 +1,4 @@
-"""A quantized model as a program of `torch.export`: PyTorch's own ops, which load where fxq is not."""
+"""Export of a quantized model as a `torch.export` program of PyTorch ops, which loads without fxq."""
 
 from __future__ import annotations
 
@@ -32,14 +32,15 @@ def write_program(path: Path, gm: fx.GraphModule, batch: Batch, dynamic: Dynamic
 
     Args:
         path: the file.
-        gm: the graph, which is changed: checks go, as a program has its own; outputs that are objects are mappings.
-        batch: an example of its inputs.
-        dynamic: which of their axes vary in size.
-        check: whether the file is loaded and run, and compared with the graph, before it is in its place.
+        gm: the graph. It is changed: checks are removed, since the program has its own, and objects among the outputs
+            become mappings.
+        batch: example of its inputs.
+        dynamic: axes of the inputs whose size may vary.
+        check: whether to load and run the program, and compare it with the graph, before the file is written.
 
     Raises:
-        ExportError: `torch.export` does not take the graph, or the program computes otherwise.
-        InputError: `dynamic` names no input or no axis of it.
+        ExportError: `torch.export` rejects the graph, or the program computes other outputs.
+        InputError: `dynamic` names an input or axis that does not exist.
         RenderError: the file cannot be written.
     """
     try:
@@ -53,7 +54,7 @@ def write_program(path: Path, gm: fx.GraphModule, batch: Batch, dynamic: Dynamic
     try:
         torch.export.save(program, data)
         loaded = torch.export.load(data).module() if check else None
-    except Exception as error:  # whatever it cannot write, or read again
+    except Exception as error:  # torch.export may raise anything when it writes or reads
         raise _refused(path, error) from error
     if loaded is not None:
         _check(path, loaded, gm, batch, axes)
@@ -81,7 +82,7 @@ def _check(path: Path, loaded: nn.Module, gm: fx.GraphModule, batch: Batch, dyna
 
 
 def program_of(path: Path, gm: fx.GraphModule, batch: Batch, dynamic: Dynamic) -> ExportedProgram:
-    """The program that `write_program` writes."""
+    """Return the program that `write_program` writes."""
     named = dict(inputs_of(inputs_for(gm.graph, batch)))
     axes = varying_axes(named, dynamic)
     _simplify(gm, sizes_vary=bool(axes))
@@ -102,12 +103,12 @@ def program_of(path: Path, gm: fx.GraphModule, batch: Batch, dynamic: Dynamic) -
     try:
         try:
             program = export(cache(Dim))
-        except UserError:  # not of any size: from a smallest one on, perhaps, which the program checks when it runs
+        except UserError:  # perhaps there is a minimum size, which the program then checks at run time
             program = export(lambda label: Dim.DYNAMIC)
-    except Exception as error:  # whatever a model's ops raise when they are traced
+    except Exception as error:  # ops may raise anything when they are traced
         raise _refused(path, error, f" {said(axes)} of another size. {FIXED}" if axes else "") from error
     for node in program.graph.nodes:
-        node.meta.pop("stack_trace", None)  # the files of this machine
+        node.meta.pop("stack_trace", None)  # it has paths of this machine
     return program
 
 
@@ -131,12 +132,12 @@ def _fields(kind: str, fields: Mapping[str, Any] | Sequence[Any]) -> dict[str, A
 
 
 def _without_ones(leaf: Any, axes: Mapping[int, Any]) -> Any:
-    """An example that has two entries where it had one along axes that vary: `torch.export` takes one for fixed."""
+    """Duplicate an example along varying axes of size 1, since `torch.export` takes size 1 as fixed."""
     for axis in axes:
         leaf = torch.cat([leaf, leaf], axis) if leaf.shape[axis] == 1 else leaf
     return leaf
 
 
 def _refused(path: Path, error: Exception, varying: str = "") -> ExportError:
-    what = f" with{varying}" if varying else ""
-    return ExportError(f"{path} cannot be written: torch.export does not take the model{what}: {words_of(error)}")
+    sizes = f" with{varying}" if varying else ""
+    return ExportError(f"{path} cannot be written: torch.export does not take the model{sizes}: {words_of(error)}")

@@ -1,4 +1,4 @@
-"""Typed records as the plain data of JSON, and back: what is read is checked against the annotation of each field."""
+"""Conversion of dataclasses to plain data for JSON, and back with checks against the annotation of each field."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from fxq.errors import InputError
 
 
 def to_plain(value: Any) -> Any:
-    """A record as dicts, lists, numbers and strings. Fields that have their default are left out.
+    """Convert a record to dicts, lists, numbers and strings. Fields with their default value are left out.
 
     Args:
-        value: an object of a dataclass or a named tuple, a container of such, a number, a string, a dtype, None.
+        value: a dataclass object, named tuple, number, string, dtype or None, or a container of these.
 
     Raises:
-        InputError: there is something else inside.
+        InputError: it contains an object of another class.
     """
     if value is None or isinstance(value, (bool, str)):
         return value
@@ -30,8 +30,8 @@ def to_plain(value: Any) -> Any:
     if isinstance(value, torch.dtype):
         return str(value)
     if is_dataclass(value) and not isinstance(value, type):
-        given = ((f, getattr(value, f.name)) for f in fields(value))
-        return {f.name: to_plain(v) for f, v in given if not _is_default(f, v)}
+        items = ((f, getattr(value, f.name)) for f in fields(value))
+        return {f.name: to_plain(v) for f, v in items if not _is_default(f, v)}
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         return {key: to_plain(v) for key, v in value.items()}
     if isinstance(value, (tuple, list)):
@@ -44,14 +44,14 @@ def _is_default(field: Field[Any], value: Any) -> bool:
 
 
 def from_plain(kind: Any, data: Any) -> Any:
-    """Inverse of `to_plain`.
+    """Convert the plain data of `to_plain` back to an object.
 
     Args:
-        kind: what it is to be: a class, or what stands in an annotation.
+        kind: class or type annotation of the object.
         data: the plain data.
 
     Raises:
-        InputError: it is no such record; the message says where in it, and what was expected there.
+        InputError: the data does not match; the message says where, and what is expected there.
 
     Example:
         >>> from fxq.recipe.pins import Pin
@@ -66,7 +66,7 @@ Reader = Callable[[Any], Any]
 
 @cache
 def _reader(kind: Any) -> Reader:
-    """What makes an object of a kind."""
+    """Return the function that converts plain data to an object of a kind."""
     origin, args = get_origin(kind), get_args(kind)
     if origin is Literal:
         return _one_of(args)
@@ -75,15 +75,15 @@ def _reader(kind: Any) -> Reader:
     if origin is not None and issubclass(origin, Mapping):
         return _mapping(_reader(args[1]))
     if origin in (tuple, list):
-        return _several(origin, args)
+        return _sequence(origin, args)
     if kind is torch.dtype:
         return _dtype
     if kind in (bool, int, float, str, type(None)):
         return _number_or_text(kind)
     if issubclass(kind, enum.Enum):
-        return _one_of(tuple(kind), tuple(each.value for each in kind))
+        return _one_of(tuple(kind), tuple(member.value for member in kind))
     if issubclass(kind, tuple):
-        return _several(kind, tuple(get_type_hints(kind)[name] for name in kind._fields))
+        return _sequence(kind, tuple(get_type_hints(kind)[name] for name in kind._fields))
     return _record(kind)
 
 
@@ -99,12 +99,12 @@ def _number_or_text(kind: type) -> Reader:
 
 
 def _one_of(values: tuple[Any, ...], written: tuple[Any, ...] | None = None) -> Reader:
-    known = dict(zip(written or values, values, strict=True))
+    by_text = dict(zip(written or values, values, strict=True))
 
     def read(data: Any) -> Any:
-        if not isinstance(data, (str, int)) or data not in known:
-            raise InputError(f"expected one of {', '.join(map(repr, known))}, not {_shown(data)}.")
-        return known[data]
+        if not isinstance(data, (str, int)) or data not in by_text:
+            raise InputError(f"expected one of {', '.join(map(repr, by_text))}, not {_shown(data)}.")
+        return by_text[data]
 
     return read
 
@@ -127,61 +127,61 @@ def _mapping(reader: Reader) -> Reader:
     def read(data: Any) -> Any:
         if not isinstance(data, dict):
             raise InputError(f"expected a table, not {_shown(data)}.")
-        return _each(((key, reader, value) for key, value in data.items()))
+        return _read_all(((key, reader, value) for key, value in data.items()))
 
     return read
 
 
-def _several(kind: Any, args: tuple[Any, ...]) -> Reader:
-    """A list, a tuple of any or of a fixed length, or a named tuple."""
+def _sequence(kind: Any, args: tuple[Any, ...]) -> Reader:
+    """Reader of a list, a tuple of any or fixed length, or a named tuple."""
     fixed = None if kind is list or args[-1:] == (...,) else [_reader(arg) for arg in args]
-    each = _reader(args[0]) if fixed is None else None
+    item_reader = _reader(args[0]) if fixed is None else None
 
     def read(data: Any) -> Any:
         if not isinstance(data, list) or (fixed is not None and len(fixed) != len(data)):
             raise InputError(f"expected a list{'' if fixed is None else f' of {len(fixed)}'}, not {_shown(data)}.")
-        readers = [each] * len(data) if each is not None else fixed or []
-        values = _each(zip(range(len(data)), readers, data, strict=True)).values()
+        readers = [item_reader] * len(data) if item_reader is not None else fixed or []
+        values = _read_all(zip(range(len(data)), readers, data, strict=True)).values()
         return kind(*values) if hasattr(kind, "_fields") else kind(values)
 
     return read
 
 
 def _record(kind: Any) -> Reader:
-    about = {f.name: f for f in fields(kind) if f.init}
+    init_fields = {f.name: f for f in fields(kind) if f.init}
     readers: dict[str, Reader] = {}
-    needed = [f.name for f in about.values() if f.default is MISSING and f.default_factory is MISSING]
+    needed = [f.name for f in init_fields.values() if f.default is MISSING and f.default_factory is MISSING]
 
     def read(data: Any) -> Any:
         if not isinstance(data, dict):
             raise InputError(f"expected a {kind.__name__}, not {_shown(data)}.")
-        if not readers:  # not before, as a record may have others of its kind inside
+        if not readers:  # not earlier, since a record may contain records of its own class
             hints = get_type_hints(kind)
-            readers.update({name: _reader(hints[name]) for name in about})
+            readers.update({name: _reader(hints[name]) for name in init_fields})
         wrong = [name for name in data if name not in readers] or [name for name in needed if name not in data]
         if wrong:
             raise InputError(f"a {kind.__name__} has the fields {', '.join(readers)}: see {wrong[0]!r}.")
-        return kind(**_each((name, readers[name], value) for name, value in data.items()))
+        return kind(**_read_all((name, readers[name], value) for name, value in data.items()))
 
     return read
 
 
 def _dtype(data: Any) -> torch.dtype:
-    found = getattr(torch, str(data).removeprefix("torch."), None)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, str(data).removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
         raise InputError(f"expected a dtype, not {_shown(data)}.")
-    return found
+    return dtype
 
 
-def _each(parts: Iterable[tuple[Any, Reader, Any]]) -> dict[Any, Any]:
-    """The values of several parts, by name or number, which an error names."""
-    made = {}
+def _read_all(parts: Iterable[tuple[Any, Reader, Any]]) -> dict[Any, Any]:
+    """Read parts of a record; return values by name or index, which errors mention."""
+    values = {}
     for place, reader, data in parts:
         try:
-            made[place] = reader(data)
+            values[place] = reader(data)
         except InputError as error:
             raise InputError(f"{place}: {error}") from None
-    return made
+    return values
 
 
 def _named(kind: type) -> str:

@@ -1,1 +1,1 @@
-"""Which layers to put into float, and what that costs: candidates made of one calibration, and judged."""
+"""Sensitivity analysis, recipe search and bisection."""

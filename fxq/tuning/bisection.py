@@ -1,4 +1,4 @@
-"""The first layer of a quantized model whose own error is to blame for that of the output."""
+"""Binary search for the layer of a quantized model that causes most of the output error."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from fxq.ledger.output_check import add_output, rank
 from fxq.ledger.quantized import Quantized
 from fxq.paired.side_by_side import corrected
 
-HALF = 3.0
-"""dB: with half of the noise gone, the output is so much better."""
+HALF_NOISE_DB = 3.0
+"""Increase of the SQNR, in dB, when half of the noise is removed."""
 
 
 @dataclass(frozen=True)
 class BisectionStep:
-    """The output when all layers up to one make no error.
+    """Step of the search: the output when a layer and all layers before it are exact.
 
     Attributes:
-        name: the last of them, as the ledger calls it. path: its module path. op: what it is.
-        precision: what it runs as.
-        sqnr: dB of the output against the float model's, when it and all layers before it are exact.
-        position: how many layers are exact.
+        name: name of the layer in the ledger. path: its module path. op: its kind.
+        precision: its precision.
+        sqnr: dB of the output against the float model's when these layers are exact.
+        position: number of exact layers.
     """
 
     name: str
@@ -48,16 +48,16 @@ class BisectionStep:
 
 @dataclass(frozen=True, repr=False)
 class Bisection(Rows[BisectionStep]):
-    """What `fxq.bisect` found: the probes, in the order of the layers. `print` shows a table.
+    """Result of `fxq.bisect`: the steps of the search, in the order of the layers. `print` shows a table.
 
     Attributes:
-        entries: one row for each layer up to which all were made exact.
-        layer: the first layer up to which all have to be exact for half of the noise to go; None where the output has
-            no error.
-        before: dB of the output when all layers in front of it are exact, and it is not.
-        after: dB when it is exact as well: what it loses alone is the difference.
-        output_sqnr: dB of the output as it is.
-        mend: the line of a recipe that takes its noise away, as Python; empty where there is none.
+        entries: one row per step.
+        layer: the first layer for which half of the output's noise is gone when it and all layers before it are exact;
+            None if the output has no error.
+        before: dB of the output when all layers before it are exact.
+        after: dB of the output when it is exact, too. The difference is the loss by this layer alone.
+        output_sqnr: dB of the output when no layer is exact.
+        remedy: line of a recipe that removes the layer's noise, as Python; empty if there is none.
     """
 
     entries: tuple[BisectionStep, ...]
@@ -65,14 +65,14 @@ class Bisection(Rows[BisectionStep]):
     before: float
     after: float
     output_sqnr: float
-    mend: str = ""
+    remedy: str = ""
     _name: ClassVar[str] = "bisection"
     _key: ClassVar[str] = "probes"
 
     def _facts(self) -> dict[str, Any]:
         name = self.layer.name if self.layer is not None else None
-        known = ("before", "after", "output_sqnr", "mend")
-        return {"layer": name, **{key: getattr(self, key) for key in known}}
+        keys = ("before", "after", "output_sqnr", "remedy")
+        return {"layer": name, **{key: getattr(self, key) for key in keys}}
 
     def _short(self) -> str:
         if self.layer is None:
@@ -84,8 +84,8 @@ class Bisection(Rows[BisectionStep]):
         )
 
     def _parts(self) -> list[Part]:
-        mend = [text(self.mend)] if self.mend else []
-        return [self._table(_COLUMNS), text(self._short()), *mend]
+        remedy = [text(self.remedy)] if self.remedy else []
+        return [self._table(_COLUMNS), text(self._short()), *remedy]
 
 
 _COLUMNS: dict[Column, Callable[[BisectionStep], str]] = {
@@ -99,38 +99,38 @@ _COLUMNS: dict[Column, Callable[[BisectionStep], str]] = {
 def blamed(
     reference: Baseline, model: Quantized, batches: Sequence[Batch], advance: Callable[[], None] = lambda: None
 ) -> Bisection:
-    """Find the layer by halving: which layers have to be exact for half of the output's noise to go.
+    """Find the first layer for which half of the output's noise is gone when all layers up to it are exact.
 
     Args:
         reference: the float model.
         model: the quantized model.
-        batches: the data; both models run on all of it for every probe, of which there are about log2 of the layers.
-        advance: is called for every probe.
+        batches: the data. Both models run on all of it in each of about log2(number of layers) steps.
+        advance: called after each step.
 
     Raises:
-        InputError: the models return nothing that can be compared.
+        InputError: the models return no float tensors to compare.
     """
     rows = rows_by_node(model.ledger)
     pairs = {**same_values(model, rows, reference.nodes), model.graph.output_node(): reference.output}
     layers = [node for node in model.graph.nodes if node in pairs and node.op != "output"]
-    known: dict[int, float] = {}
+    sqnrs: dict[int, float] = {}
 
     def probe(count: int) -> float:
-        if count not in known:
-            known[count] = _output(reference.program, Program(model, model.graph), pairs, batches, layers[:count])
+        if count not in sqnrs:
+            sqnrs[count] = _output(reference.program, Program(model, model.graph), pairs, batches, layers[:count])
             advance()
-        return known[count]
+        return sqnrs[count]
 
     whole = probe(0)
     low, high = 0, len(layers)
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if rank(probe(middle)) >= rank(whole) + HALF else (middle, high)
+        low, high = (low, middle) if rank(probe(middle)) >= rank(whole) + HALF_NOISE_DB else (middle, high)
     if whole == float("inf") or not layers:
         return Bisection((), None, whole, whole, whole)
     before, after = probe(high - 1), probe(high)
-    probes = {i: _probe(rows[layers[i - 1].name].row, known[i], i) for i in sorted(known) if i}
-    return Bisection(tuple(probes.values()), probes[high], before, after, whole, rows[layers[high - 1].name].row.mend)
+    probes = {i: _probe(rows[layers[i - 1].name].row, sqnrs[i], i) for i in sorted(sqnrs) if i}
+    return Bisection(tuple(probes.values()), probes[high], before, after, whole, rows[layers[high - 1].name].row.remedy)
 
 
 def _probe(row: Any, sqnr: float, position: int) -> BisectionStep:
@@ -144,14 +144,14 @@ def _output(
     batches: Sequence[Batch],
     exact: Sequence[fx.Node],
 ) -> float:
-    """dB of the output over all data; of several outputs, that of the worst."""
-    found: dict[int, Agreement] = {}
+    """Return dB of the output over all data when some layers are exact, the minimum over outputs."""
+    outputs: dict[int, Agreement] = {}
     with torch.no_grad(), without_autocast(), seeded():
         for i, batch in enumerate(batches):
             with naming_batch(i, batch):
                 value = corrected(reference, compared, pairs, batch, exact)
             for place, (want, got) in enumerate(zip(value.want, value.got, strict=True) if value is not None else ()):
-                add_output(found, place, want, got)
-    if not found:
-        raise InputError("the models return nothing that could be compared: no float tensor.")
-    return min((output.sqnr for output in found.values()), key=rank)
+                add_output(outputs, place, want, got)
+    if not outputs:
+        raise InputError("the models cannot be compared: they return no float tensor.")
+    return min((output.sqnr for output in outputs.values()), key=rank)

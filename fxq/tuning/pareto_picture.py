@@ -1,4 +1,4 @@
-"""A picture of candidates: how good each is against what it costs, as SVG."""
+"""Plot of the candidates of a search as SVG: score over cost, with the Pareto front."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from fxq.errors import RenderError
 
 WIDTH, HEIGHT = 720, 440
 LEFT, RIGHT, TOP, BOTTOM = 70, 20, 30, 60
-"""Pixels of the picture, and of the margins of what is drawn in it."""
-TICKS = 5
+"""Pixels of the plot, and of its margins."""
+MAX_TICKS = 5
+"""Number of ticks on an axis."""
 
 
 @dataclass(frozen=True)
-class Point:
-    """One candidate.
+class ParetoPoint:
+    """Point of the plot: one candidate.
 
     Attributes:
-        x: what it costs.
-        y: how good it is; larger is better. One that is not finite is left out.
-        label: what a pointer over it shows.
+        x: its cost.
+        y: its score, larger is better. Points that are not finite are not drawn.
+        label: tooltip.
         front: whether it is on the Pareto front, which is drawn as a line.
-        chosen: whether it is the one that was chosen.
+        chosen: whether it is the result of the search.
     """
 
     x: float
@@ -38,30 +39,32 @@ class Point:
     chosen: bool = False
 
 
-def write_pareto(points: Sequence[Point], least: float, across: str, up: str, path: str | os.PathLike[str]) -> Path:
-    """Draw candidates into an `.svg` file; folders that are missing are made.
+def write_pareto(
+    points: Sequence[ParetoPoint], target: float, x_label: str, y_label: str, path: str | os.PathLike[str]
+) -> Path:
+    """Plot candidates to an `.svg` file.
 
     Args:
         points: the candidates.
-        least: how good is good enough: a dashed line.
-        across: what the axis of the costs says.
-        up: what the other one says.
-        path: the file.
+        target: required score, drawn as a dashed line.
+        x_label: label of the cost axis.
+        y_label: label of the score axis.
+        path: the file. Missing folders are created.
 
     Raises:
-        InputError: `path` is no path.
-        RenderError: it does not end in .svg, or cannot be written.
+        InputError: `path` is not a path.
+        RenderError: the suffix is not .svg, or the file cannot be written.
     """
     path = as_path(path)
     if path.suffix.lower() != ".svg":
-        raise RenderError(f"cannot draw to {path.name!r}: this picture is written as .svg alone.")
-    return write_file(path, pareto_svg(points, least, across, up).encode())
+        raise RenderError(f"cannot draw to {path.name!r}: this plot can only be written as .svg.")
+    return write_file(path, pareto_svg(points, target, x_label, y_label).encode())
 
 
-def pareto_svg(points: Sequence[Point], least: float, across: str, up: str) -> str:
-    """The picture as SVG text; arguments as for `write_pareto`."""
+def pareto_svg(points: Sequence[ParetoPoint], target: float, x_label: str, y_label: str) -> str:
+    """Return the plot as SVG text; for the arguments see `write_pareto`."""
     shown = [p for p in points if math.isfinite(p.x) and math.isfinite(p.y)]
-    xs, ys = _Axis.of([p.x for p in shown]), _Axis.of([*(p.y for p in shown), least])
+    xs, ys = _Axis.of([p.x for p in shown]), _Axis.of([*(p.y for p in shown), target])
 
     def at(x: float, y: float) -> tuple[float, float]:
         right, down = WIDTH - RIGHT - LEFT, HEIGHT - TOP - BOTTOM
@@ -74,9 +77,9 @@ def pareto_svg(points: Sequence[Point], least: float, across: str, up: str) -> s
     for value in ys.ticks:
         x, y = at(xs.low, value)
         parts.append(_line(x, y, WIDTH - RIGHT, y, FAINT, 0.5) + _text(x - 8, y + 4, f"{value:.4g}", "end"))
-    x, y = at(xs.low, least)
+    x, y = at(xs.low, target)
     parts.append(_line(x, y, WIDTH - RIGHT, y, LOOKS["float"].colour, 1.0, 'stroke-dasharray="6 4"'))
-    parts.append(_text(WIDTH - RIGHT, y - 5, f"asked for: {least:.4g}", "end", LOOKS["float"].colour))
+    parts.append(_text(WIDTH - RIGHT, y - 5, f"target: {target:.4g}", "end", LOOKS["float"].colour))
     front = sorted((p for p in shown if p.front), key=lambda p: p.x)
     steps = " ".join(f"{x},{y}" for x, y in (at(p.x, p.y) for p in front))
     parts.append(f'<polyline points="{steps}" fill="none" stroke="{LOOKS["int8"].colour}" stroke-width="1.5"/>')
@@ -87,8 +90,8 @@ def pareto_svg(points: Sequence[Point], least: float, across: str, up: str) -> s
         radius = 7 if point.chosen else 4
         title = f"<title>{escape(clean(point.label))}</title>"
         parts.append(f'<circle cx="{x}" cy="{y}" r="{radius}" fill="{fill}"{ring}>{title}</circle>')
-    parts.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 14, across, colour=QUIET))
-    parts.append(_text(LEFT, TOP - 12, up, "start", QUIET))
+    parts.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 14, x_label, colour=QUIET))
+    parts.append(_text(LEFT, TOP - 12, y_label, "start", QUIET))
     size = f'width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}"'
     style = f'font-family="{FONT}" font-size="12"'
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>\n' + "\n".join(parts) + "\n</svg>\n"
@@ -96,22 +99,22 @@ def pareto_svg(points: Sequence[Point], least: float, across: str, up: str) -> s
 
 @dataclass(frozen=True)
 class _Axis:
-    """A range of numbers along an axis."""
+    """Range of numbers along an axis."""
 
     low: float
     high: float
 
     @classmethod
     def of(cls, values: Sequence[float]) -> _Axis:
-        known = [value for value in values if math.isfinite(value)] or [0.0]
-        room = 0.05 * (max(known) - min(known)) or 0.5
-        return cls(min(known) - room, max(known) + room)
+        finite = [value for value in values if math.isfinite(value)] or [0.0]
+        margin = 0.05 * (max(finite) - min(finite)) or 0.5
+        return cls(min(finite) - margin, max(finite) + margin)
 
     @property
     def ticks(self) -> list[float]:
-        """Round numbers inside of the range."""
-        step = 10 ** math.floor(math.log10((self.high - self.low) / TICKS))
-        step *= next(times for times in (1, 2, 5, 10) if (self.high - self.low) / (times * step) <= TICKS)
+        """Round numbers within the range."""
+        step = 10 ** math.floor(math.log10((self.high - self.low) / MAX_TICKS))
+        step *= next(times for times in (1, 2, 5, 10) if (self.high - self.low) / (times * step) <= MAX_TICKS)
         first, last = math.ceil(self.low / step), math.floor(self.high / step)
         return [step * i for i in range(first, last + 1)]
 

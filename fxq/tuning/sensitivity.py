@@ -1,4 +1,4 @@
-"""Which layers of a model its output suffers from when they run on integers."""
+"""Ranking of the layers of a model by the error that quantizing each one adds to the output."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from fxq.workflow.steps import converted
 
 @dataclass(frozen=True)
 class LayerSensitivity:
-    """What one layer on integers costs the output, and what it would cost in float.
+    """Output error that one quantized layer adds, and its cost in float.
 
     Attributes:
-        name: the op that the ledger calls it by. path: its module path. op: what it is, with what is fused behind it.
-        sqnr: dB of the model's output against the float model's when this layer alone runs on integers.
-        share: of the noise in the output that all layers make one by one, 0 to 1.
-        macs: multiply-accumulates, for the batch that shapes were found with.
-        extra_us: measured microseconds that it takes more in float, conversions counted; None where nothing was
-            measured. Below zero where float is faster.
-        line: the line of a recipe that puts it into float, as Python.
+        name: name of the layer's op in the ledger. path: its module path. op: its kind, with the ops fused after it.
+        sqnr: dB of the model's output against the float model's when only this layer runs on integers.
+        share: its share, 0 to 1, of the sum of the noise of all layers.
+        macs: multiply-accumulates for the example batch.
+        extra_us: measured microseconds that it takes more in float than on integers, with conversions; None if nothing
+            was measured. Negative if float is faster.
+        line: line of a recipe that sets it to float, as Python.
     """
 
     name: str
@@ -44,12 +44,12 @@ class LayerSensitivity:
 
 @dataclass(frozen=True, repr=False)
 class Sensitivity(Rows[LayerSensitivity]):
-    """What `fxq.sensitivity` found: one row per layer that runs on integers, the worst first. `print` shows a table.
+    """Result of `fxq.sensitivity`: one row per layer that runs on integers, the worst first. `print` shows a table.
 
     Attributes:
         entries: the rows.
-        output_sqnr: dB of the output when all of them run on integers.
-        batches: number of batches that they were judged on.
+        output_sqnr: dB of the output when all layers run on integers.
+        batches: number of batches of the data.
     """
 
     entries: tuple[LayerSensitivity, ...]
@@ -59,7 +59,7 @@ class Sensitivity(Rows[LayerSensitivity]):
     _key: ClassVar[str] = "layers"
 
     def tables(self) -> dict[str, Rows[Any]]:
-        """The tables that a report shows: `qmodel.report(path, tuning=...)`."""
+        """Return the tables that a report shows: `qmodel.report(path, tuning=...)`."""
         return {"sensitivity": self}
 
     def _facts(self) -> dict[str, Any]:
@@ -67,9 +67,9 @@ class Sensitivity(Rows[LayerSensitivity]):
 
     def _short(self) -> str:
         worst = min(self.entries, key=lambda e: rank(e.sqnr), default=None)
-        most = f"; most of the error is from {layer_text(worst.name, worst.path)}" if worst is not None else ""
+        source = f"; most of the error is from {layer_text(worst.name, worst.path)}" if worst is not None else ""
         layers = f"{len(self)} layer{'' if len(self) == 1 else 's'} on integers"
-        return f"{layers}, the output at {decibels(self.output_sqnr)} dB with all of them{most}"
+        return f"{layers}, the output at {decibels(self.output_sqnr)} dB with all of them{source}"
 
     def _parts(self) -> list[Part]:
         return [self._table(_COLUMNS), text(self._short())]
@@ -85,43 +85,42 @@ _COLUMNS: dict[Column, Callable[[LayerSensitivity], str]] = {
 }
 
 
-def alone(layer: TunableLayer, layers: Sequence[TunableLayer], recipe: Recipe) -> Recipe:
-    """A recipe with all layers but one in float."""
-    for other in layers:
-        if other is not layer:
-            recipe = other.in_float(recipe)
+def with_one_quantized(layer: TunableLayer, layers: Sequence[TunableLayer], recipe: Recipe) -> Recipe:
+    """Return a recipe with all layers except `layer` in float."""
+    for float_layer in layers:
+        if float_layer is not layer:
+            recipe = float_layer.in_float(recipe)
     return recipe
 
 
 def ranked(
     trials: Trials, executor: Executor | None, advance: Callable[[], None]
 ) -> tuple[Sensitivity, list[TunableLayer]]:
-    """The layers of a calibrated model, the one that costs its output most first.
+    """Rank the layers of a calibrated model by the error that quantizing each one adds.
 
-    Each layer is tried with all others in float: the noise of one layer is then not lost in that of the others, as it
-    would be were it alone in float. The noise of independent roundings adds up, so that the order is also that in
-    which layers are best put into float.
+    Each layer is quantized with all others in float, so that its noise is not hidden by theirs. The noise of
+    independent roundings adds up, so this is also the best order in which to set layers to float.
 
     Args:
         trials: the calibrated model, without a metric.
-        executor: where candidates are judged; None: here.
-        advance: is called for every candidate, of which there are as many as layers, and one.
+        executor: executor that evaluates candidates; None: this process.
+        advance: called after each candidate: one for all layers quantized, and one per layer.
 
     Returns:
         The table, and the layers in execution order.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what is wrong with this model is what is being found out
+        warnings.simplefilter("ignore")  # a low SQNR is expected here
         ledger = converted(trials.observed, trials.recipe).ledger
     layers = layers_of(trials.candidate(trials.recipe), ledger)
-    recipes = [trials.recipe, *(alone(layer, layers, trials.recipe) for layer in layers)]
-    together, *found = trials.scores(recipes, executor, advance)
-    noises = [math.inf if math.isnan(sqnr) else 10 ** (-sqnr / 10) for sqnr in found]
+    recipes = [trials.recipe, *(with_one_quantized(layer, layers, trials.recipe) for layer in layers)]
+    together, *sqnrs = trials.scores(recipes, executor, advance)
+    noises = [math.inf if math.isnan(sqnr) else 10 ** (-sqnr / 10) for sqnr in sqnrs]
     total = sum(noises)
     shares = [0.0 if not total else noise / total if total < math.inf else float(noise == math.inf) for noise in noises]
     rows = [
         LayerSensitivity(e.name, e.path, e.op, sqnr, share, e.macs, e.extra_us, e.line)
-        for e, sqnr, share in zip(layers, found, shares, strict=True)
+        for e, sqnr, share in zip(layers, sqnrs, shares, strict=True)
     ]
     order = sorted(range(len(rows)), key=lambda i: rank(rows[i].sqnr))
     table = Sensitivity(tuple(rows[i] for i in order), together, len(trials.batches))

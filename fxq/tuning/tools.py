@@ -1,4 +1,4 @@
-"""The tools that say where quantization goes wrong, and what to do: sensitivity, search and bisect."""
+"""Tools that find the layers with the largest quantization error, and remedies: sensitivity, search and bisect."""
 
 from __future__ import annotations
 
@@ -34,34 +34,34 @@ def sensitivity(
     executor: Executor | None = None,
     progress: bool | None = None,
 ) -> Sensitivity:
-    """Rank the layers of a model by what their quantization costs its output, beside what float would cost in time.
+    """Rank the layers of a model by the error that quantizing each one adds to the output, with its latency in float.
 
-    Each layer runs on integers alone, with all others in float: its noise is not lost in theirs then, and that of
-    independent roundings adds up. The data runs through the model once for each layer, in exact integer arithmetic.
-    What layers take in float and on integers is measured as `quantize` does it.
+    One layer at a time is quantized, with all others in float, so that its noise is not hidden by theirs; the noise of
+    independent roundings adds up. The model runs over the data once per layer, in exact integer arithmetic. Latencies
+    of layers in int8 and float are measured as in `quantize`.
 
     Args:
         model: a float `nn.Module` in eval mode.
         recipe: as for `quantize`, for one backend.
-        data: batches, as for `quantize`: they calibrate, and layers are judged on them. All are kept in memory.
-        executor: where layers are judged, any `concurrent.futures.Executor`: processes, threads, a cluster
-            (`client.get_executor()` of dask). Default: here, one after the other.
-        progress: show a progress bar; default: when stderr is a terminal.
+        data: batches, as for `quantize`, used for calibration and evaluation. All are kept in memory.
+        executor: `concurrent.futures.Executor` that evaluates layers: processes, threads, or a cluster
+            (`client.get_executor()` of dask). Default: this process, one layer after another.
+        progress: whether to show a progress bar. Default: only if stderr is a terminal.
 
     Returns:
-        A table, the worst layer first, with the line of a recipe that puts each into float.
+        A table, the worst layer first, with the line of a recipe that sets each layer to float.
 
     Raises:
-        InputError: bad input, or the model returns no float tensor.
+        InputError: an argument cannot be used, or the model returns no float tensor.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)).eval()
-        >>> found = fxq.sensitivity(model, "static", [torch.rand(8, 4)])
-        >>> sorted(row.path for row in found), found[0].sqnr <= found[1].sqnr
+        >>> layers = fxq.sensitivity(model, "static", [torch.rand(8, 4)])
+        >>> sorted(row.path for row in layers), layers[0].sqnr <= layers[1].sqnr
         (['0', '2'], True)
     """
     trials = _trials(model, recipe, data, None, progress)
-    with progress_bar("judging layers", None, progress) as advance:
+    with progress_bar("evaluating layers", None, progress) as advance:
         return ranked(trials, executor, advance)[0]
 
 
@@ -75,91 +75,101 @@ def search(
     executor: Executor | None = None,
     progress: bool | None = None,
 ) -> SearchResult:
-    """Find the fastest mix of integers, other observers and float layers that is good enough.
+    """Search for the fastest recipe whose accuracy reaches a target: which layers in float, and which observers.
 
-    Other observers are tried first, for all layers together. Then layers go into float, those first that add most noise
-    to the output; and those that are not needed there go back, first what costs most for the noise it makes, with other
-    observers where that helps. Fewer than three candidates are judged for each layer, some more in models of a few
-    layers. They are graphs in exact integer arithmetic with all on integers that can run on them; kernels differ from
-    it by their rounding, and what is faster in float stays there with optimize="speed", which adds no noise. The
-    candidates do not depend on the executor.
+    1. Other observers are tried, for all layers at once.
+    2. Layers are set to float, those that add the most noise to the output first, until the target is reached.
+    3. Layers that need not be float are set back to int8, those that cost the most time per noise first, with other
+       observers if they help.
+
+    Fewer than three candidates are evaluated per layer (a few more in models with few layers), whatever the executor.
+    Candidates run in exact integer arithmetic, with every layer on integers that can be. The result of `quantize`
+    differs from that by the rounding of kernels; with optimize="speed", it also keeps layers in float that are faster
+    there, which adds no noise.
 
     Args:
         model: a float `nn.Module` in eval mode.
         recipe: the recipe to start from, for one backend.
-        data: batches, as for `quantize`: they calibrate, and without a metric candidates are judged on them.
-        metric: a function of a model that says how good it is, larger is better: the accuracy on data of your own.
-            Default: SQNR of the output against the float model's, in dB.
-        target: dB that the output is to keep; with a metric, how much less than for the float model it may say.
-        executor: where candidates are judged, as for `sensitivity`.
-        progress: show a progress bar; default: when stderr is a terminal.
+        data: batches, as for `quantize`, used for calibration and, without a metric, for evaluation.
+        metric: function of a model that returns its quality as a number, larger is better, such as its accuracy on
+            validation data. Default: SQNR of the output against the float model's, in dB.
+        target: without a metric, the lowest acceptable SQNR in dB. With a metric, the largest acceptable drop from its
+            value for the float model.
+        executor: `concurrent.futures.Executor` that evaluates candidates, as for `sensitivity`.
+        progress: whether to show a progress bar. Default: only if stderr is a terminal.
 
     Returns:
-        The recipe, for `quantize` with the same data, and what was tried: a table, with a picture of its Pareto front.
+        The recipe, for `quantize` with the same data, and a table of the candidates, with a plot of their Pareto front.
 
     Raises:
-        InputError: bad input; the metric returns no number; or what goes to other processes cannot be pickled.
+        InputError: an argument cannot be used; the metric returns no number; or the model, data or metric cannot be
+            pickled for other processes.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)).eval()
         >>> data = [torch.rand(8, 4)]
-        >>> found = fxq.search(model, "static", data, target=60.0)
-        >>> found.reached, found.floats, fxq.quantize(model, found.recipe, data=data).output_sqnr >= 60
+        >>> result = fxq.search(model, "static", data, target=60.0)
+        >>> result.reached, result.floats, fxq.quantize(model, result.recipe, data=data).output_sqnr >= 60
         (True, ('0', '2'), True)
     """
-    given: Any = target
-    if isinstance(given, bool) or not isinstance(given, Real) or not given == given:
-        raise InputError(f"target is {target!r}; it is a number: dB, or with a metric the drop that is tolerated.")
+    target_value: Any = target
+    if isinstance(target_value, bool) or not isinstance(target_value, Real) or not target_value == target_value:
+        raise InputError(f"target is {target!r}; give a number: dB, or with a metric the largest acceptable drop.")
     if metric is not None and not callable(metric):
-        raise InputError(f"metric is {metric!r}; it is a function of a model that returns a number, larger is better.")
+        raise InputError(f"metric is {metric!r}; give a function of a model that returns a number, larger is better.")
     trials = _trials(model, recipe, data, metric, progress)
-    least = float(target) if metric is None else trials.told(trials.model) - float(target)
-    if math.isnan(least):
-        raise InputError("the metric returned NaN for the float model, from which no drop can be counted.")
+    min_score = float(target) if metric is None else trials.metric_of(trials.model) - float(target)
+    if math.isnan(min_score):
+        raise InputError("the metric returned NaN for the float model, so no drop from it can be computed.")
     with progress_bar("searching", None, progress) as advance:
-        return Search(trials, least, executor, advance).run()
+        return Search(trials, min_score, executor, advance).run()
 
 
 def bisect(model: nn.Module, q: QuantizedModel, data: Iterable[Any], *, progress: bool | None = None) -> Bisection:
-    """Name the first layer of a quantized model whose own error is to blame for that of its output.
+    """Find the layer that causes most of the output error of a quantized model, by binary search.
 
-    The quantized model runs with the float model's values for all layers up to one, on the grids that it has: the layer
-    is the first one with which half of the output's noise is gone. It is found by halving, in about log2 of the layers
-    runs of both models over the data. Where one layer is wrong, it is that one; where all err alike, one in the middle,
-    and `before` and `after` are close together.
+    In each step, all layers up to some layer of the quantized model get the float model's values, on their grids. The
+    result is the first layer for which this removes half of the output's noise. The search takes about log2(number of
+    layers) runs of both models over the data. If one layer is wrong, it is that layer. If all layers have similar
+    errors, it is one in the middle, and `before` and `after` are close together.
 
     Args:
         model: the float model that `q` was made from.
         q: the quantized model.
-        data: batches, as for `quantize`; all are kept in memory.
-        progress: show a progress bar; default: when stderr is a terminal.
+        data: batches, as for `quantize`. All are kept in memory.
+        progress: whether to show a progress bar. Default: only if stderr is a terminal.
+
+    Returns:
+        The layer, SQNR of the output with and without its error, and the remedy.
 
     Raises:
-        InputError: `model` is not the one that `q` was made from; the models do not run on the data, or return nothing
-            that can be compared.
+        InputError: `q` was not made from `model`; the models do not run on the data, or return no float tensors to
+            compare.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)).eval()
         >>> coarse = fxq.QuantConfig(weight=fxq.TensorSpec(bits=2, signed=True, symmetric=True, observer="minmax"))
         >>> recipe = fxq.Recipe.static(optimize="coverage").override("2", coarse).with_min_sqnr(None)
-        >>> found = fxq.bisect(model, fxq.quantize(model, recipe, data=[torch.rand(8, 4)]), [torch.rand(8, 4)])
-        >>> found.layer.path, found.before < 20 < found.after
+        >>> culprit = fxq.bisect(model, fxq.quantize(model, recipe, data=[torch.rand(8, 4)]), [torch.rand(8, 4)])
+        >>> culprit.layer.path, culprit.before < 20 < culprit.after
         ('2', True)
     """
     model = unwrapped(model)
     check_compared(model, q)
     if isinstance(model, QuantizedModel):
         raise InputError("model is a QuantizedModel: bisect takes the float model, fxq.bisect(float_model, q, data).")
-    given = list(batches(data, model))
+    samples = list(batches(data, model))
     with untouched(model), untouched(q), progress_bar("bisecting", None, progress) as advance:
-        return blamed(float_reference(model, q, given[0]), q, given, advance)
+        return blamed(float_reference(model, q, samples[0]), q, samples, advance)
 
 
 def _trials(model: nn.Module, recipe: Any, data: Any, metric: Metric | None, progress: bool | None) -> Trials:
-    """A calibrated model to try recipes on."""
+    """Calibrated model that candidates are derived from."""
     chosen: Recipe = as_recipe(recipe)
     if chosen.backend == FASTEST:
-        raise RecipeError(f"backend={FASTEST!r} is many: give the name of one, as q.backend says after quantize.")
+        raise RecipeError(
+            f"backend={FASTEST!r} stands for several backends: name one, such as q.backend of the quantized model."
+        )
     model = unwrapped(model)
     check_model(model)
     trials = Trials(model, chosen, data, metric)

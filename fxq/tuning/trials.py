@@ -1,4 +1,4 @@
-"""Candidates: recipes for one calibrated model, and how near the model that each makes is to the float model."""
+"""Evaluation of candidate recipes on one calibrated model, by SQNR or a metric."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ from fxq.tracing.fidelity import run_model
 from fxq.workflow.steps import observed_with, prepared, to_qdq
 
 Metric = Callable[[nn.Module], float]
-"""A function of a model: how good it is, larger is better."""
-PARTS = 16
-"""Into how many parts candidates are split for an executor: each of its workers gets the calibrated model with each."""
+"""Function of a model that returns its quality, larger is better."""
+MAX_TASKS = 16
+"""Number of tasks that candidates are split into for an executor. Each task sends the calibrated model to a worker."""
 
 
 class Trials:
-    """One calibrated model, on which recipes are tried.
+    """Calibrated model on which candidate recipes are evaluated.
 
-    A candidate is the graph in exact integer arithmetic, before anything is priced or lowered: with all on integers
-    that can run on them with this recipe, whatever is faster. It computes what kernels compute, up to their rounding.
-    Pickled, it takes the float model along, the data, and what the observers have seen.
+    A candidate runs as a graph in exact integer arithmetic, before pricing and lowering, with every op on integers that
+    can be. It computes what kernels compute, up to their rounding. A pickle has the float model, the data, and the
+    statistics of the observers.
 
     Args:
         model: the float model.
-        recipe: the recipe to start from; its backend is one, and not "fastest".
-        data: batches: the observers are shown them, and candidates are judged on them.
-        metric: says how good a model is; None: SQNR of its output.
+        recipe: the recipe to start from, for one backend, not "fastest".
+        data: batches, for calibration and evaluation.
+        metric: function that returns the quality of a model; None: SQNR of its output.
 
     Attributes:
         batches: the data.
-        recipe: the recipe, where `reduce_range` is decided.
+        recipe: the recipe, with `reduce_range` decided after calibration.
     """
 
     def __init__(self, model: nn.Module, recipe: Recipe, data: Iterable[Any], metric: Metric | None = None) -> None:
@@ -61,13 +61,13 @@ class Trials:
         self._lock = threading.Lock()
 
     def calibrate(self, advance: Callable[[], None] = lambda: None) -> None:
-        """Show the data to the float model and the observers, and decide what of the recipe is to be decided once.
+        """Run the float model and the observers on the data, and decide `reduce_range` for all candidates.
 
         Args:
-            advance: is called behind every batch.
+            advance: called after each batch.
 
         Raises:
-            InputError: the model returns no float tensor, so that nothing can be compared.
+            InputError: the model returns no float tensor to compare.
         """
         fixed = self.recipe.concrete_args
         with torch.no_grad(), without_autocast():
@@ -78,13 +78,13 @@ class Trials:
                 advance()
         if not any(t.is_floating_point() for t in self.wants[0]):
             raise InputError("the model returns no float tensor: there is no output whose error could be measured.")
-        _, gave_way, _ = to_qdq(observed_with(self.observed, self.recipe))
-        if gave_way is not None:
-            self.recipe = replace(self.recipe, reduce_range=gave_way.role)
+        _, reduced, _ = to_qdq(observed_with(self.observed, self.recipe))
+        if reduced is not None:
+            self.recipe = replace(self.recipe, reduce_range=reduced.role)
 
     def candidate(self, recipe: Recipe) -> PassManager:
-        """The manager of the qdq graph that a recipe makes."""
-        with self._lock, warnings.catch_warnings():  # one at a time: catching warnings is for all threads
+        """Return the manager of the qdq graph of a recipe."""
+        with self._lock, warnings.catch_warnings():  # the lock is needed since catch_warnings affects all threads
             warnings.simplefilter("ignore")
             manager, _, left = to_qdq(observed_with(self.observed, recipe))
             exact = get_backend("reference", "cpu")
@@ -94,106 +94,107 @@ class Trials:
         return settled
 
     def score(self, recipe: Recipe) -> float:
-        """What the metric says of the model that a recipe makes; without one, dB: see `sqnr`.
+        """Return the metric of a recipe's model; without a metric, its SQNR in dB.
 
-        To a thousandth of a dB: the order of sums may differ from one process to another.
+        The SQNR is rounded to 0.001 dB, since the order of sums may differ between processes.
         """
         gm = self.candidate(recipe).gm
-        return round(self.sqnr(gm), 3) if self.metric is None else self.told(gm.eval())
+        return round(self.sqnr(gm), 3) if self.metric is None else self.metric_of(gm.eval())
 
-    def told(self, model: nn.Module) -> float:
-        """What the metric says of a model, which it may put into another mode. Raises `InputError` for no number."""
-        assert self.metric is not None  # there is nobody to ask otherwise
-        with untouched(self.model):
-            found = self.metric(model)
+    def metric_of(self, model: nn.Module) -> float:
+        """Return the metric of a model. Raises `InputError` if the metric does not return a number."""
+        assert self.metric is not None
+        with untouched(self.model):  # a metric may change the mode of the model
+            score = self.metric(model)
         try:
-            return float(found)
+            return float(score)
         except (TypeError, ValueError) as error:
-            raise InputError(f"the metric returned {found!r}; it returns a number, larger is better.") from error
+            raise InputError(f"the metric returned {score!r}; it must return a number, larger is better.") from error
 
     def sqnr(self, gm: nn.Module) -> float:
-        """dB of a model's output against the float model's over all data; of several outputs, that of the worst."""
-        found: dict[int, Agreement] = {}
+        """Return dB of a model's output against the float model's over all data, the minimum over its outputs."""
+        outputs: dict[int, Agreement] = {}
         with torch.no_grad(), without_autocast():
             for batch, wants in zip(self.batches, self.wants, strict=True):
-                given = copied(batch)
+                inputs = copied(batch)
                 with seeded():
-                    gots = tensors(gm(*given.args, **given.kwargs))
+                    gots = tensors(gm(*inputs.args, **inputs.kwargs))
                 for place, (want, got) in enumerate(zip(wants, gots, strict=True)):
                     if want.is_floating_point():
-                        add_output(found, place, want, got)
-        return min((output.sqnr for output in found.values()), key=rank)
+                        add_output(outputs, place, want, got)
+        return min((output.sqnr for output in outputs.values()), key=rank)
 
     def scores(
         self, recipes: Sequence[Recipe], executor: Executor | None = None, advance: Callable[[], None] = lambda: None
     ) -> list[float]:
-        """The scores of several recipes, in order.
+        """Return the scores of candidates, in order.
 
         Args:
             recipes: the candidates.
-            executor: where they are judged; None: here, one after the other.
-            advance: is called for every candidate that is judged.
+            executor: executor that evaluates them; None: this thread, one after another.
+            advance: called after each candidate.
 
         Raises:
-            InputError: what other processes need cannot be pickled.
+            InputError: the model, metric or data cannot be pickled for other processes.
         """
-        found: list[float] = []
+        scores: list[float] = []
         if executor is None or isinstance(executor, ThreadPoolExecutor):
             for score in map(self.score, recipes) if executor is None else executor.map(self.score, recipes):
-                found.append(score)
+                scores.append(score)
                 advance()
-            return found
+            return scores
         payload = self._pickled()
-        size = max(-(-len(recipes) // PARTS), 1)
-        parts = [recipes[i : i + size] for i in range(0, len(recipes), size)]
-        for future in [executor.submit(_scores, payload, part) for part in parts]:
+        size = max(-(-len(recipes) // MAX_TASKS), 1)
+        chunks = [recipes[i : i + size] for i in range(0, len(recipes), size)]
+        for future in [executor.submit(_scores, payload, chunk) for chunk in chunks]:
             for score in future.result():
-                found.append(score)
+                scores.append(score)
                 advance()
-        return found
+        return scores
 
     def _pickled(self) -> bytes:
         try:
             return pickle.dumps(self)
-        except Exception as error:  # whatever the user's objects raise
+        except Exception as error:  # the user's objects may raise anything
             raise InputError(
-                f"the model, the metric or the data cannot be sent to other processes: {words_of(error)}. What is "
-                "pickled is to be defined in a module, not in a function; or use a ThreadPoolExecutor, or no executor."
+                f"the model, the metric or the data cannot be sent to other processes: {words_of(error)}. Define their "
+                "classes and functions at module level, or use a ThreadPoolExecutor or no executor."
             ) from error
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = {key: value for key, value in vars(self).items() if key not in ("observed", "_lock")}
-        seen = {name: module for name, module in self.observed.named_modules() if isinstance(module, ObserverSet)}
-        return {**kept, "seen": seen, "samples": self.observed.manager.context.samples}
+        attributes = {key: value for key, value in vars(self).items() if key not in ("observed", "_lock")}
+        observers = {name: module for name, module in self.observed.named_modules() if isinstance(module, ObserverSet)}
+        return {**attributes, "observers": observers, "samples": self.observed.manager.context.samples}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        seen, samples = state.pop("seen"), state.pop("samples")
+        observers, samples = state.pop("observers"), state.pop("samples")
         vars(self).update(state)
         self._lock = threading.Lock()
         self.observed = prepared(self.model, self.recipe, self.batches[0], observe_all=True)
         self.observed.manager.context.samples[:] = samples
-        for name, watch in seen.items():
-            self.observed.set_submodule(name, watch)
+        for name, observer in observers.items():
+            self.observed.set_submodule(name, observer)
 
 
 @lru_cache(maxsize=1)
 def _opened(payload: bytes) -> Trials:
-    """The trials that another process has pickled: traced once by each worker."""
-    made: Trials = pickle.loads(payload)
-    return made
+    """Unpickle the trials of another process; cached, so that each worker traces the model once."""
+    trials: Trials = pickle.loads(payload)
+    return trials
 
 
-_HERE = os.getpid()
+_IMPORT_PID = os.getpid()
+"""Process that imported this module; another one after a fork."""
 
 
 def _scores(payload: bytes, recipes: Sequence[Recipe]) -> list[float]:
-    """What a worker does: with as many threads as here, for sums in another order are other sums.
+    """Evaluate candidates in a worker process, with as many threads as the caller, so that sums have the same order.
 
-    A forked process has one: OpenMP waits there for threads that were not forked.
+    A forked process uses one thread: OpenMP would wait for threads that were not forked.
     """
-    if os.getpid() != _HERE:
+    if os.getpid() != _IMPORT_PID:
         torch.set_num_threads(1)
     trials = _opened(payload)
-    if os.getpid() == _HERE and torch.get_num_threads() != trials.threads:
+    if os.getpid() == _IMPORT_PID and torch.get_num_threads() != trials.threads:
         torch.set_num_threads(trials.threads)
     return [trials.score(recipe) for recipe in recipes]

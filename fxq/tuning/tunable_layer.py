@@ -1,4 +1,4 @@
-"""What of a model can run on integers or in float: its layers, as overrides of a recipe name them."""
+"""Layers of a model that can run on integers or in float, as overrides of a recipe select them."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from fxq.recipe.selector import Selector
 
 @dataclass(frozen=True)
 class TunableLayer:
-    """What goes into float together: a unit that runs on integers; or several, where one override selects them.
+    """Units that are set to float together: one unit that runs on integers, or several that the same override selects.
 
     Attributes:
-        name: the op that the ledger calls the first unit's first layer by. path: its module path. op: the unit's ops.
-        selectors: what the overrides select: its layers, or where it has none, its first op.
+        name: name in the ledger of the first op. path: its module path. op: the ops of the first unit.
+        selectors: selectors of the overrides: for its layers, or if it has none, for its first op.
         macs: multiply-accumulates.
-        extra_us: measured microseconds that it takes more in float than on integers, conversions counted; None where
-            nothing was measured. Below zero where float is faster.
+        extra_us: measured microseconds that it takes more in float than on integers, with conversions; None if nothing
+            was measured. Negative if float is faster.
     """
 
     name: str
@@ -36,13 +36,13 @@ class TunableLayer:
     extra_us: float | None = None
 
     def in_float(self, recipe: Recipe) -> Recipe:
-        """A recipe with this layer in float."""
+        """Return a recipe with this layer in float."""
         for selector in self.selectors:
             recipe = recipe.override(selector, FLOAT)
         return recipe
 
     def observed_by(self, recipe: Recipe, observer: str, types: Mapping[str, type]) -> Recipe:
-        """A recipe where the ranges of what this layer reads are found by another observer."""
+        """Return a recipe with another observer for the inputs of this layer."""
         for selector in self.selectors:
             config, _ = recipe.config_for(self.path, [selector.op or self.op.partition("+")[0]], types)
             if isinstance(config.activation, TensorSpec):
@@ -52,28 +52,33 @@ class TunableLayer:
 
     @property
     def line(self) -> str:
-        """The line of a recipe that puts it into float, as Python."""
+        """Line of a recipe that sets it to float, as Python."""
         return "recipe" + "".join(f".override({selector}, fxq.FLOAT)" for selector in self.selectors)
 
 
 def layers_of(manager: PassManager, ledger: Ledger) -> list[TunableLayer]:
-    """The layers of a qdq graph that run on integers, in execution order; what ops cost, the ledger says."""
-    found: dict[tuple[Selector, ...], TunableLayer] = {}
+    """Return the layers of a qdq graph that run on integers, in execution order.
+
+    Args:
+        manager: manager of the qdq graph.
+        ledger: ledger with the prices of ops; it may be empty.
+    """
+    layers: dict[tuple[Selector, ...], TunableLayer] = {}
     rows = {entry.name: entry for entry in ledger}
     for node in manager.gm.graph.nodes:
         if precision_of(node) not in ("int8", "weight-only"):
             continue
         layer = _layer(manager, node, rows)
-        known = found.get(layer.selectors) if layer is not None else None
-        if layer is not None and known is not None:
-            layer = replace(known, macs=known.macs + layer.macs, extra_us=_sum([known.extra_us, layer.extra_us]))
+        earlier = layers.get(layer.selectors) if layer is not None else None
+        if layer is not None and earlier is not None:
+            layer = replace(earlier, macs=earlier.macs + layer.macs, extra_us=_sum([earlier.extra_us, layer.extra_us]))
         if layer is not None:
-            found[layer.selectors] = layer
-    return list(found.values())
+            layers[layer.selectors] = layer
+    return list(layers.values())
 
 
 def _layer(manager: PassManager, node: fx.Node, rows: Mapping[str, Entry]) -> TunableLayer | None:
-    """The layer of one node; None where it runs no op of the float model."""
+    """Layer of a node; None if the node runs no op of the float model."""
     about, calls, original = info(node), calls_of(manager.gm, node), manager.context.original
     if not calls or original is None:
         return None
@@ -92,12 +97,12 @@ def _layer(manager: PassManager, node: fx.Node, rows: Mapping[str, Entry]) -> Tu
 
 
 def _extra(entry: Entry) -> float | None:
-    """Microseconds that an op takes more in float than as it runs now."""
+    """Microseconds that an op takes more in float than it does now; None if unknown."""
     if entry.precision == "float" or entry.float_us is None or entry.int8_us is None:
         return 0.0 if entry.precision == "float" else None
     return entry.float_us - entry.int8_us - (entry.conversions_us or 0.0)
 
 
 def _sum(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) if known else None
+    numbers = [value for value in values if value is not None]
+    return sum(numbers) if numbers else None

@@ -1,4 +1,4 @@
-"""Calibration: data is shown to observers, by one process or by several with a share each, with or without a file."""
+"""Calibration of a prepared model, in one process or in several with shares of the data, with optional checkpoints."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ from fxq.workflow.observed_model import ObservedModel
 from fxq.workflow.training_model import TrainingModel
 
 EVERY = 60.0
-"""Seconds between two writes of a checkpoint."""
+"""Default number of seconds between two writes of a checkpoint."""
 
 Sizes = Sequence[int | None]
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """How data is shown to the observers of a model.
+    """Calibration run of a prepared model.
 
     Attributes:
         observed: the model; with `backend="fastest"` the first of several.
-        ranks: the processes that calibrate together, each with a share of the data.
-        path: a file to write what was seen to, and to go on from; None: none.
-        every: seconds between two writes of it.
-        progress: show a progress bar; None: when stderr is a terminal, the first rank alone.
-        few: show no more data than passes read samples of, for where nothing is calibrated.
+        ranks: processes that calibrate together, each with a share of the data.
+        path: path of the checkpoint; None: no checkpoint.
+        every: seconds between two writes of the checkpoint.
+        progress: whether to show a progress bar. None: on the first rank, if stderr is a terminal.
+        few: whether to stop when passes have enough samples, for models without calibrated ranges.
     """
 
     observed: ObservedModel
@@ -60,16 +60,16 @@ class Calibration:
     few: bool = False
 
     def run(self, data: Iterator[Batch], length: int | None) -> None:
-        """Show the share of the data that this process has, and take in what the others have seen of theirs.
+        """Run the model on this process's share of the data, and merge the statistics of all ranks.
 
         Args:
-            data: the batches.
-            length: how many there are; None: not known.
+            data: batches of this process.
+            length: number of batches; None if unknown.
 
         Raises:
-            InputError: the model has seen data before; the ranks have other models or recipes, or no data at all; the
-                checkpoint is of something else.
-            FxqError: what goes wrong on any of the ranks.
+            InputError: the model has seen data before; ranks have different models or recipes, or no data at all; the
+                checkpoint belongs to another model, recipe or data.
+            FxqError: an error on any of the ranks.
         """
         if self.ranks.size == 1 and self.path is None:
             self._show(data, length, None)
@@ -77,8 +77,8 @@ class Calibration:
         prints = _prints(self.observed)
         file = self.ranks.together(lambda: self._begin(prints, length))
         first, *others = self.ranks.exchanged(lambda: prints)
-        for rank, other in enumerate(others, 1):
-            why = difference(first, other)
+        for rank, rank_prints in enumerate(others, 1):
+            why = difference(first, rank_prints)
             if why is not None:
                 raise InputError(f"rank {rank} calibrates another model or recipe than rank 0: {why}.")
         try:
@@ -90,25 +90,25 @@ class Calibration:
                 self.observed.stored_in = file.path, self.observed.batches_seen
 
     def _begin(self, prints: Sequence[Mapping[str, str]], length: int | None) -> Checkpoint | None:
-        """Go on from the file where there is one."""
+        """Resume from the checkpoint if it exists, and return it; None without a checkpoint."""
         observed, graphs = self.observed, graphs_of(self.observed)
         if self.path is None:
             _check_new(observed)
             return None
 
         def seen() -> list[dict[str, Any]]:
-            return [seen_by(one, one.manager.context) for one in graphs]
+            return [seen_by(graph, graph.manager.context) for graph in graphs]
 
         file = Checkpoint(self.path, self.every, prints, self.ranks, seen)
         if not file.path.exists() or observed.stored_in != (file.path, observed.batches_seen):
             _check_new(observed)
-        found = file.load(_device(observed), length)
-        if found is None:
-            file.write()  # what cannot be written fails now, not in an hour
+        states = file.load(_device(observed), length)
+        if states is None:
+            file.write()  # so that a path that cannot be written fails before the run
             return file
-        for one, its in zip(graphs, found, strict=True):
-            restore(one, one.manager.context, its)
-            one.batches_seen = len(file.checksums)
+        for graph, state in zip(graphs, states, strict=True):
+            restore(graph, graph.manager.context, state)
+            graph.batches_seen = len(file.checksums)
         return file
 
     def _show(self, data: Iterator[Batch], length: int | None, file: Checkpoint | None) -> None:
@@ -122,7 +122,7 @@ class Calibration:
                     if self.few and has_enough(context):
                         break
                     with naming_batch(i, batch):
-                        # its own __call__ prints what goes wrong
+                        # the __call__ of `fx.GraphModule` would print errors
                         nn.Module.__call__(self.observed, *batch.args, **batch.kwargs)
                     if file is not None:
                         file.add(batch)
@@ -133,43 +133,44 @@ class Calibration:
 
     def _merge_ranks(self) -> None:
         graphs, rank = graphs_of(self.observed), self.ranks.rank
-        own, device = [seen_by(one, one.manager.context) for one in graphs], _device(self.observed)
+        own, device = [seen_by(graph, graph.manager.context) for graph in graphs], _device(self.observed)
 
         def parts(i: int, sizes: Sequence[Sizes]) -> Iterator[dict[str, Any]]:
             context = graphs[i].manager.context
             return self.ranks.exchanged(lambda: part_of(own[i], sizes, rank, context, self.few), device)
 
-        seen = list(self.ranks.exchanged(lambda: (self.observed.batches_seen, [sizes_of(one) for one in own])))
+        seen = list(self.ranks.exchanged(lambda: (self.observed.batches_seen, [sizes_of(state) for state in own])))
         _merge(self.observed, seen, parts, self.few)
 
 
 def first_of_all(first: list[Batch], ranks: Ranks, model: nn.Module) -> list[Batch]:
-    """The first batch of the first rank that has one; none where no rank has.
+    """Return the first batch of the first rank that has one, on every rank; an empty list if no rank has a batch.
 
     Args:
-        first: that of this rank, if there is one.
-        ranks: the processes that have a share of the data each.
+        first: first batch of this rank, if there is one.
+        ranks: processes with a share of the data each.
         model: the float model.
     """
     has = list(ranks.exchanged(lambda: bool(first)))
     sender = has.index(True) if any(has) else 0
     sent = ranks.exchanged(lambda: samples_as_data(first) if ranks.rank == sender else [], _home(model))
-    return [batch for found in sent for batch in batches_from(found)]
+    return [batch for data in sent for batch in batches_from(data)]
 
 
 def merge_calibrations(observed: ObservedModel, checkpoints: Sequence[str | os.PathLike[str]]) -> ObservedModel:
-    """Let a prepared model have seen what calibrations on several machines have seen together; the same model.
+    """Load the merged statistics of several calibrations into a prepared model. Returns `observed` itself.
 
-    Each was `fxq.calibrate(prepared, share, checkpoint=path)`, with the same float model and recipe, and has ended. The
-    result is that of one calibration on all of the data, as for `fxq.calibrate` on several ranks.
+    Each calibration was `fxq.calibrate(prepared, share, checkpoint=path)` with the same float model and recipe,
+    possibly on another machine, and ran to its end. The result equals that of one calibration on all shares, as with
+    `fxq.calibrate` on several ranks.
 
     Args:
-        observed: what `fxq.prepare` returned, which has seen no data.
-        checkpoints: the files, in the order of the shares.
+        observed: result of `fxq.prepare` that has seen no data.
+        checkpoints: paths of the checkpoints, in the order of the shares.
 
     Raises:
-        InputError: no file is given, one is given twice, is damaged, has not ended, or is of another model or recipe;
-            `observed` has seen data.
+        InputError: `checkpoints` is empty, has a path twice, or has a file that is damaged, unfinished, or of another
+            model or recipe; or `observed` has seen data.
 
     Example:
         >>> import tempfile
@@ -177,29 +178,32 @@ def merge_calibrations(observed: ObservedModel, checkpoints: Sequence[str | os.P
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     paths = [f"{folder}/{i}.safetensors" for i in range(2)]
         ...     for i in range(2):  # on two machines
-        ...         _ = fxq.calibrate(fxq.prepare(model, "static", x), [x[i::2]], checkpoint=paths[i])
-        ...     observed = fxq.merge_calibrations(fxq.prepare(model, "static", x), paths)
+        ...         _ = fxq.calibrate(fxq.prepare(model, "static", example_inputs=x), [x[i::2]], checkpoint=paths[i])
+        ...     observed = fxq.merge_calibrations(fxq.prepare(model, "static", example_inputs=x), paths)
         >>> observed.batches_seen
         2
     """
     observed = as_observed(observed)
     _check_new(observed)
     if isinstance(checkpoints, (str, os.PathLike)) or not isinstance(checkpoints, Iterable):
-        raise InputError(f"checkpoints is {checkpoints!r}; give a list of the paths of files.")
+        raise InputError(f"checkpoints is {checkpoints!r}; give a list of paths.")
     paths = [as_path(path) for path in checkpoints]
-    twice = [path for i, path in enumerate(paths) if path.resolve() in [other.resolve() for other in paths[:i]]]
-    if twice or not paths:
-        raise InputError(f"{twice[0]} is there twice." if twice else "checkpoints is empty: give at least one file.")
+    repeated = [path for i, path in enumerate(paths) if path.resolve() in [p.resolve() for p in paths[:i]]]
+    if repeated or not paths:
+        raise InputError(
+            f"checkpoints has {repeated[0]} twice." if repeated else "checkpoints is empty: give at least one file."
+        )
     graphs, prints, device = graphs_of(observed), _prints(observed), _device(observed)
     seen: list[tuple[int, list[Sizes]]] = []
     for path in paths:
-        found = read_checkpoint(path, prints, device)
-        if not found["complete"]:
+        checkpoint = read_checkpoint(path, prints, device)
+        count = len(checkpoint["checksums"])
+        if not checkpoint["complete"]:
             raise InputError(
-                f"{path} is of a calibration that has not ended: {len(found['checksums'])} batches were seen. Go on "
-                "with it: fxq.calibrate with the same data and checkpoint."
+                f"{path} is of a calibration that is not finished: it has seen {count} batches. Resume it: call "
+                "fxq.calibrate with the same data and checkpoint."
             )
-        seen.append((len(found["checksums"]), [sizes_of(one) for one in found["models"]]))
+        seen.append((count, [sizes_of(state) for state in checkpoint["models"]]))
 
     def parts(i: int, sizes: Sequence[Sizes]) -> Iterator[dict[str, Any]]:
         for share, path in enumerate(paths):
@@ -216,46 +220,48 @@ def _merge(
     parts: Callable[[int, Sequence[Sizes]], Iterable[dict[str, Any]]],
     few: bool = False,
 ) -> None:
-    """Let a model have seen what several processes have seen together, and nothing else.
+    """Replace the statistics of a model by the merged statistics of several processes.
 
     Args:
         observed: the model.
-        seen: how many batches each has seen, and for each graph how many samples its kept batches have.
-        parts: for the number of a graph, and these sizes, the part of each process, see `part_of`.
-        few: as for `Calibration`.
+        seen: for each process, the number of batches it saw, and for each graph the sizes of its recorded batches.
+        parts: function of the index of a graph and these sizes that returns the part of each process, see `part_of`.
+        few: as in `Calibration`.
     """
     total = sum(count for count, _ in seen)
     if not total:
-        raise InputError("data is empty, also that of the other processes: it takes at least one batch.")
-    for i, one in enumerate(graphs_of(observed)):
-        merge_parts(one, one.manager.context, parts(i, [sizes[i] for _, sizes in seen]), few)
-        one.batches_seen = total
+        raise InputError("data is empty on every process: calibration needs at least one batch.")
+    for i, graph in enumerate(graphs_of(observed)):
+        merge_parts(graph, graph.manager.context, parts(i, [sizes[i] for _, sizes in seen]), few)
+        graph.batches_seen = total
 
 
 def as_observed(observed: Any) -> ObservedModel:
-    """A model with observers as it is. Raises `InputError` for what `fxq.prepare` has not returned, or to train."""
+    """Return `observed` if it is an observed model. Raises `InputError` for anything else."""
     if isinstance(observed, ObservedModel):
         return observed
     if isinstance(observed, TrainingModel):
-        raise InputError("this model finds ranges while it is trained: call it in train mode, and fxq.convert it.")
+        raise InputError(
+            "a model prepared for training finds its ranges during training: run your training loop, then fxq.convert."
+        )
     raise InputError(f"this takes the model that fxq.prepare returned, not a {type(observed).__name__}.")
 
 
 def _check_new(observed: ObservedModel) -> None:
     if observed.batches_seen:
         raise InputError(
-            f"the model has seen {observed.batches_seen} batches already. With checkpoints, or on several ranks, a "
-            "calibration begins with a model that has seen none: prepare it anew, and give all data in one call."
+            f"the model has already seen {observed.batches_seen} batches. Calibration with checkpoints or on several "
+            "ranks must start with a new model: call fxq.prepare again, and pass all data in one call."
         )
 
 
 def graphs_of(observed: ObservedModel) -> list[ObservedModel]:
-    """Those that see the data: with `backend="fastest"` one for each kind of backend."""
-    return [one for one in (observed, *(observed.others or ())) if one.same_as is None]
+    """Models that run on the calibration data: one, or with `backend="fastest"` one for each distinct graph."""
+    return [model for model in (observed, *(observed.others or ())) if model.same_as is None]
 
 
 def _prints(observed: ObservedModel) -> list[dict[str, str]]:
-    return [fingerprint(one, one.manager.context) for one in graphs_of(observed)]
+    return [fingerprint(graph, graph.manager.context) for graph in graphs_of(observed)]
 
 
 def _device(observed: ObservedModel) -> str:
@@ -263,5 +269,5 @@ def _device(observed: ObservedModel) -> str:
 
 
 def _home(model: nn.Module) -> str:
-    """The device that a model is on, with its number."""
+    """Name of the device that a model is on, such as "cpu" or "cuda:0"."""
     return next((str(t.device) for t in (*model.parameters(), *model.buffers())), "cpu")

@@ -1,4 +1,4 @@
-"""backend="fastest": a model is lowered with every backend that this machine has, and the quickest one stays."""
+"""backend="fastest": convert a model with every backend that is available, time the results, and keep the fastest."""
 
 from __future__ import annotations
 
@@ -25,78 +25,87 @@ from fxq.workflow.observed_model import ObservedModel
 def prepare_all(
     recipe: Recipe, device: str, prepare: Callable[[Recipe, ObservedModel | None], ObservedModel]
 ) -> ObservedModel:
-    """The model with observers, for every backend that this machine has: calibrated as one, converted one by one.
+    """Prepare a model for every backend that is available. The models are calibrated together and converted separately.
 
     Args:
-        recipe: with `backend="fastest"`.
+        recipe: a recipe with `backend="fastest"`.
         device: type of the device that the model is on.
-        prepare: what prepares the model with a recipe of one backend; it is given what it made for another one.
+        prepare: function that prepares the model with a recipe for one backend; its second argument is the model
+            prepared for the first backend, or None.
+
+    Returns:
+        The model of the first backend, which holds the others.
 
     Raises:
-        FxqError: no backend prepares the model, or there is none; the first one's error.
+        FxqError: no backend is available, or none can prepare the model; then it is the first backend's error.
     """
     absent: dict[str, str] = {}
-    made: list[ObservedModel] = []
-    failed: FxqError | None = None
+    observed: list[ObservedModel] = []
+    first_error: FxqError | None = None
     for name in fastest_order():
         why = unavailable(name, device)
         try:
-            made += [prepare(recipe.with_backend(name), made[0] if made else None)] if why is None else []
+            sibling = observed[0] if observed else None
+            observed += [prepare(recipe.with_backend(name), sibling)] if why is None else []
         except FxqError as error:
-            failed, why = failed or error, words_of(error)
+            first_error, why = first_error or error, words_of(error)
         if why is not None:
             absent[name] = why
-    if not made:
-        raise failed or BackendError("no backend runs here: " + " ".join(absent.values()))
+    if not observed:
+        raise first_error or BackendError("no backend runs on this machine: " + " ".join(absent.values()))
     graphs: dict[Any, int] = {}
-    for i, one in enumerate(made):
-        same = graphs.setdefault(_text_of(one), i)
-        one.same_as = same if same != i else None
-    first, *others = made
+    for i, model in enumerate(observed):
+        index = graphs.setdefault(_graph_key(model), i)
+        model.same_as = index if index != i else None
+    first, *others = observed
     first.others, first.absent = tuple(others), absent
     return first
 
 
-def _text_of(observed: ObservedModel) -> Any:
-    """What two models have in common that have the same graph and observers."""
+def _graph_key(observed: ObservedModel) -> Any:
+    """Key that is equal for models with the same graph and observers."""
     try:
         return write_graph(observed, facts=False)
-    except InputError:  # it calls what no text can name
+    except InputError:  # a call has no text form
         return observed
 
 
 def convert_all(observed: ObservedModel, convert: Callable[[ObservedModel], QuantizedModel]) -> QuantizedModel:
-    """The quickest of the models that the backends make; `attempts` of it has all of them.
+    """Convert a model with every backend, and return the fastest result. Its `attempts` lists all backends.
 
-    One whose output is further from the float model's than the recipe's `min_sqnr` loses against any that is not.
+    Models whose output SQNR is below the recipe's `min_sqnr` are only chosen if all are.
+
+    Args:
+        observed: result of `prepare_all`, calibrated.
+        convert: function that converts the observed model of one backend.
 
     Raises:
-        Exception: no backend makes a model that runs on the example; the first one's error.
+        Exception: no backend's model runs on the example; the first backend's error.
     """
     tries: list[Attempt] = []
     models: dict[int, tuple[QuantizedModel, list[warnings.WarningMessage]]] = {}
-    failed: Exception | None = None
-    everyone = observed, *(observed.others or ())
-    for candidate in everyone:
+    first_error: Exception | None = None
+    candidates = observed, *(observed.others or ())
+    for candidate in candidates:
         if candidate.same_as is not None:
-            candidate.take_calibration(everyone[candidate.same_as])
-    for candidate in everyone:
+            candidate.take_calibration(candidates[candidate.same_as])
+    for candidate in candidates:
         name = candidate.manager.context.recipe.backend
         with warnings.catch_warnings(record=True) as heard:
             warnings.simplefilter("always")
             try:
                 model, batch = convert(candidate), copied(candidate.manager.context.example)
                 model(*batch.args, **batch.kwargs)
-            except Exception as error:  # whatever an engine raises
-                failed = failed or error
+            except Exception as error:  # engines may raise anything
+                first_error = first_error or error
                 tries.append(Attempt(name, why=words_of(error)))
                 continue
         models[len(tries)] = model, list(heard)
         tries.append(Attempt(name, int8=model.ledger.count("int8"), sqnr=model.output_sqnr))
     if not models:
-        assert failed is not None  # one was tried at least
-        raise failed
-    example, least = observed.manager.context.example, observed.manager.context.recipe.min_sqnr
+        assert first_error is not None  # at least one backend was tried
+        raise first_error
+    example, min_sqnr = observed.manager.context.example, observed.manager.context.recipe.min_sqnr
     with torch.no_grad(), without_autocast():
         calls: dict[str, Callable[[], object]] = {}
         for i, (model, _) in models.items():
@@ -105,12 +114,12 @@ def convert_all(observed: ObservedModel, convert: Callable[[ObservedModel], Quan
         threads = _threads()
         with threads_set_to(threads):
             times = interleaved(calls, lambda: None, least=True)
-    best = min(models, key=lambda i: (_is_far(tries[i].sqnr, least), times[str(i)]))
+    best = min(models, key=lambda i: (_is_inaccurate(tries[i].sqnr, min_sqnr), times[str(i)]))
     # the earliest backend wins a tie, so that noise does not decide
     best = next(
         i
         for i in models
-        if _is_far(tries[i].sqnr, least) == _is_far(tries[best].sqnr, least)
+        if _is_inaccurate(tries[i].sqnr, min_sqnr) == _is_inaccurate(tries[best].sqnr, min_sqnr)
         and times[str(i)] <= MAX_TIE_RATIO * times[str(best)]
     )
     for i in models:
@@ -136,6 +145,6 @@ def _threads() -> int:
     return 1 if threads > usable_cpus() or is_contended() else threads
 
 
-def _is_far(sqnr: float | None, least: float | None) -> bool:
-    """Whether an output is too far from the float model's."""
-    return sqnr is not None and least is not None and not sqnr >= least  # NaN is far
+def _is_inaccurate(sqnr: float | None, min_sqnr: float | None) -> bool:
+    """Whether the SQNR of an output, in dB, is below the recipe's minimum, or NaN."""
+    return sqnr is not None and min_sqnr is not None and not sqnr >= min_sqnr

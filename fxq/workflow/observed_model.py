@@ -1,4 +1,4 @@
-"""The observed model, between prepare and convert: the graph with what finds the ranges of values."""
+"""The observed model, which `fxq.prepare` returns: the graph with observers that collect the ranges of values."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ from fxq.quant.observer_base import Observer
 
 
 class ObservedModel(fx.GraphModule):
-    """The model with observers, ready for calibration: call it on data, then `fxq.convert` it, as often as you like.
+    """Model with observers: calibrate it by calling it on data, then `fxq.convert` it, any number of times.
 
     Attributes:
         manager: the pipeline so far.
-        traced: the pipeline behind tracing, from where it can be run with another recipe.
-        unfused: the graph before anything was fused, as lines.
+        traced: the pipeline after tracing, from which it can run with another recipe.
+        unfused: the graph before fusion, as lines.
         batches_seen: number of calls since it was prepared.
-        others: with `backend="fastest"`, the same model as other backends see it, which is shown the same data.
-        same_as: which of these, or 0 for the first, has the same graph, and sees the data in its place.
-        absent: the backends that this machine has not, and why.
-        stored_in: the checkpoint that the last calibration was written to, and how many batches were seen then.
+        others: with `backend="fastest"`, the models prepared for the other backends, which run on the same data.
+        same_as: index of a model (0: the first) with the same graph, whose statistics are copied; None if this model
+            runs on the data itself.
+        absent: backends that are not available, with the reason for each.
+        stored_in: path of the checkpoint of the last calibration, and the number of batches it had seen.
     """
 
     manager: PassManager
@@ -48,7 +49,7 @@ class ObservedModel(fx.GraphModule):
 
     @classmethod
     def from_manager(cls, manager: PassManager, traced: PassManager, unfused: tuple[str | None, ...]) -> ObservedModel:
-        """Wrap the graph of a manager that has inserted observers."""
+        """Wrap the graph of a manager whose passes have inserted observers."""
         observed = cls(manager.gm, manager.gm.graph, class_name="ObservedModel")
         observed.manager, observed.batches_seen = manager, 0
         observed.traced, observed.unfused = traced, unfused
@@ -64,34 +65,34 @@ class ObservedModel(fx.GraphModule):
 
     @property
     def calibrated(self) -> str:
-        """The first value whose range is to be found on data; empty where all are measured at run time, or float."""
+        """Name of the first value whose range needs calibration; empty if all ranges are dynamic or values float."""
         observers = (module for module in self.modules() if isinstance(module, Observer) and not module.paused)
         return next((observer.name for observer in observers), "")
 
     def take_calibration(self, other: ObservedModel) -> None:
-        """Take over what another model with the same graph has seen."""
+        """Copy the statistics and recorded samples of another model with the same graph."""
         self.batches_seen, self.manager.context.samples[:] = other.batches_seen, other.manager.context.samples
         for name, module in other.named_modules():
             if isinstance(module, Observer):
                 self.set_submodule(name, copy.deepcopy(module))
 
     def forget_float_values(self) -> None:
-        """Free the float outputs of layers that calibration and conversion cache; another conversion computes them."""
-        for one in (self, *(self.others or ())):
-            one.manager.context.floats.clear()
-            one.manager.context.floats = FloatValues()
+        """Free the cached float outputs of layers; the next conversion computes them again."""
+        for model in (self, *(self.others or ())):
+            model.manager.context.floats.clear()
+            model.manager.context.floats = FloatValues()
 
     def _repr_html_(self) -> str:
-        """In a notebook: how far it is, and the passes so far."""
+        """Notebook view: the number of batches seen, and the history."""
         seen = f": {self.batches_seen} batch{'' if self.batches_seen == 1 else 'es'} seen"
         return html([line(text("ObservedModel", "strong"), seen)]) + self.history._repr_html_()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ObservedModel:
         manager = copy.copy(self.manager)
         manager.gm = super().__deepcopy__(memo)
-        known = manager.context
+        context = manager.context
         manager.context = replace(
-            known, samples=list(known.samples), floats=FloatValues(), units=dict(known.units), regions={}
+            context, samples=list(context.samples), floats=FloatValues(), units=dict(context.units), regions={}
         )
         manager.history, manager._views = copy.deepcopy(self.history, memo), {}
         copied = ObservedModel.from_manager(manager, self.traced, self.unfused)
@@ -101,22 +102,22 @@ class ObservedModel(fx.GraphModule):
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise InputError(
-            "an observed model cannot be pickled: it holds the float model and a pipeline that has not run to its end. "
-            "copy.deepcopy it, or pickle the quantized model."
+            "an observed model cannot be pickled: it holds the float model and an unfinished pipeline. Copy it with "
+            "copy.deepcopy, save its calibration (fxq.calibrate with a checkpoint), or pickle the quantized model."
         )
 
 
 def _record(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Count the batch, and keep a few samples of the first ones."""
+    """Forward pre-hook: count the batch, and record samples of the first batches."""
     assert isinstance(model, ObservedModel)
     on = autocast_on()
     if on:
         raise InputError(
-            f"torch.autocast is on for {', '.join(on)}, so that the observers would see values of lower precision than "
-            "the quantized model computes. Call the observed model outside it, or use fxq.calibrate."
+            f"torch.autocast is on for {', '.join(on)}, so observers would see values of lower precision than the "
+            "quantized model computes. Call the observed model outside autocast, or use fxq.calibrate."
         )
     record(model.manager.context, Batch(args, kwargs))
     model.batches_seen += 1
-    for other in model.others or ():
-        if other.same_as is None:
-            other(*args, **kwargs)
+    for sibling in model.others or ():
+        if sibling.same_as is None:
+            sibling(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""What `quantize` is made of: the passes before calibration and those behind it, with one recipe or with several."""
+"""Steps of `quantize`: passes before calibration, to the qdq graph and to kernels, for one recipe or several."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from fxq.ledger.comparison import Baseline
 from fxq.ledger.float_record import checksums
 from fxq.ledger.ledger import ReducedRange
 from fxq.ledger.output_check import check_output, output_sqnrs
-from fxq.ledger.reduce_range import narrowed
+from fxq.ledger.reduce_range import run_with_reduced_range
 from fxq.model import QuantizedModel
 from fxq.passes.observe_all import ObserveAll
 from fxq.pipeline.context import Context
@@ -44,11 +44,11 @@ from fxq.workflow.training_model import TrainingModel
 
 
 def manager_for(model: nn.Module, recipe: Any, example_inputs: Any) -> PassManager:
-    """A manager that has run no pass yet. Raises `InputError` where the model cannot be quantized, or the example."""
+    """Create the pass manager of a model. Raises `InputError` if the model or the example cannot be used."""
     chosen, model = as_recipe(recipe), unwrapped(model)
     check_model(model)
     if example_inputs is None:
-        raise InputError("example_inputs is missing: one batch of inputs, to find shapes with.")
+        raise InputError("example_inputs is missing: one batch of inputs to infer shapes from.")
     example = as_batch(example_inputs, model, "example_inputs")
     check_batch(example, model, "example_inputs")
     types: Any = model.types if isinstance(model, Exported) else {}
@@ -56,13 +56,13 @@ def manager_for(model: nn.Module, recipe: Any, example_inputs: Any) -> PassManag
 
 
 def up_to(recipe: Recipe, stage: Stage) -> Sequence[Pass]:
-    """The passes of a recipe before the first one that gives a stage, or a later one."""
+    """Passes of a recipe before the first one whose result is at `stage` or later."""
     line = recipe.pipeline
     return line[: next((i for i, step in enumerate(line) if step.gives >= stage), len(line))]
 
 
 def phases(recipe: Recipe) -> tuple[Sequence[Pass], Sequence[Pass], Sequence[Pass]]:
-    """The passes before calibration, from there to the qdq graph, and from there to kernels."""
+    """Passes of a recipe in three phases: before calibration, from there to the qdq graph, from there to kernels."""
     line = recipe.pipeline
     calibrated = next((i for i, step in enumerate(line) if step.needs >= Stage.OBSERVED), len(line))
     lowered = next((i for i, step in enumerate(line) if step.gives >= Stage.LOWERED), len(line))
@@ -71,23 +71,24 @@ def phases(recipe: Recipe) -> tuple[Sequence[Pass], Sequence[Pass], Sequence[Pas
 
 
 def prepared(
-    model: nn.Module, recipe: Recipe, example_inputs: Any, observe_all: bool, known: ObservedModel | None = None
+    model: nn.Module, recipe: Recipe, example_inputs: Any, observe_all: bool, sibling: ObservedModel | None = None
 ) -> ObservedModel:
-    """The model with observers, for one backend; see `fxq.prepare`.
+    """Prepare a model for one backend, see `fxq.prepare`.
 
-    Where the same is `known` for another backend, its traced graph serves both: fxq's own passes ask no backend before.
+    If `sibling` is the model prepared for another backend, its traced graph is reused: fxq's own passes up to there do
+    not depend on the backend.
     """
     before, _, _ = phases(recipe)
     count, fused = len(up_to(recipe, Stage.CANONICAL)), len(up_to(recipe, Stage.FUSED))
-    if known is not None and all(map(is_own, before[:count])):
-        backend = get_backend(recipe.backend, device_of(known.traced.context.model))
-        start = known.traced.fork(recipe=recipe, backend=backend, samples=[])
+    if sibling is not None and all(map(is_own, before[:count])):
+        backend = get_backend(recipe.backend, device_of(sibling.traced.context.model))
+        start = sibling.traced.fork(recipe=recipe, backend=backend, samples=[])
     else:
         start = manager_for(model, recipe, example_inputs)
         if not any(step.gives >= Stage.OBSERVED for step in before):
             left = recipe.pipeline[len(before) :]
             later = any(step.needs < Stage.OBSERVED <= step.gives for step in left)
-            why = f"{left[0].name} needs observers and stands before it" if later else "insert-observers was removed"
+            why = f"{left[0].name} needs observers and comes before it" if later else "insert-observers was removed"
             raise RecipeError(f"the pipeline has no pass that inserts observers: {why}.")
         start.run(before[:count])
     manager = start.fork()
@@ -102,10 +103,17 @@ def prepared(
 
 
 def observed_with(observed: ObservedModel, recipe: Recipe | None) -> PassManager:
-    """A manager that has inserted the observers of a recipe, which have seen what those of a prepared model have.
+    """Insert the observers of a recipe, with the statistics that the observers of a prepared model have collected.
+
+    Args:
+        observed: the calibrated model.
+        recipe: the recipe; None: the one that the model was prepared with.
+
+    Returns:
+        The manager of the graph with these observers.
 
     Raises:
-        RecipeError: that does not follow from what they have seen; the message says why, and what to do.
+        RecipeError: the collected statistics do not suffice; the message says why, and what to do.
     """
     own = observed.manager
     recipe = own.context.recipe if recipe is None else recipe
@@ -113,10 +121,11 @@ def observed_with(observed: ObservedModel, recipe: Recipe | None) -> PassManager
         return own.fork()
     before = own.context.recipe
     check_traced_alike(before, recipe)
-    first, others = phases(recipe)[0], phases(before)[0]
-    if tuple(first) != tuple(others):
-        other = next((step for step in (*first, *others) if step not in first or step not in others), first[0])
-        raise RecipeError(f"before calibration, the recipe has other passes, or in another order: {other}. {AGAIN}")
+    first, first_before = phases(recipe)[0], phases(before)[0]
+    if tuple(first) != tuple(first_before):
+        both = (*first, *first_before)
+        changed = next((step for step in both if step not in first or step not in first_before), first[0])
+        raise RecipeError(f"before calibration, the recipe has other passes, or in another order: {changed}. {AGAIN}")
     if wanted(recipe) > wanted(before):
         raise RecipeError(
             f"a pass of the recipe reads {wanted(recipe)} calibration samples, and {wanted(before)} are kept. {AGAIN}"
@@ -129,97 +138,105 @@ def observed_with(observed: ObservedModel, recipe: Recipe | None) -> PassManager
     manager.run(first[traced:fused])
     check_computes_alike(observed.unfused, nodes_of(manager.gm.graph))
     manager.run(first[fused:])
-    calibrated = hand_over(own.gm, manager.gm, AGAIN if own.stage < Stage.OBSERVED else f"{AGAIN} {_TRIALS}")
+    calibrated = hand_over(own.gm, manager.gm, AGAIN if own.stage < Stage.OBSERVED else f"{AGAIN} {_OBSERVE_ALL}")
     for batch in own.context.samples:
         if calibrated or not has_enough(manager.context):  # as `quantize` shows them
             record(manager.context, batch)
     return manager
 
 
-_TRIALS = "Or prepare once for all recipes: fxq.prepare(model, recipe, example_inputs, observe_all=True)."
+_OBSERVE_ALL = "Or prepare once for all recipes: fxq.prepare(model, recipe, example_inputs=x, observe_all=True)."
 
 
-ModelCache = list[tuple[PassManager, PassManager, ReducedRange | None]]
-"""Graphs with observers, what the passes to the qdq graph have made of each, and what has 7 bits in it.
+QdqCache = list[tuple[PassManager, PassManager, ReducedRange | None]]
+"""Cached qdq graphs: calibrated graph, qdq graph, and the role that has 7 bits in it.
 
-Those passes take long, and backends share most graphs.
+The passes between the two are slow, and most graphs are the same for several backends.
 """
 
 
 def to_qdq(
-    manager: PassManager, known: ModelCache | None = None
+    manager: PassManager, qdq_cache: QdqCache | None = None
 ) -> tuple[PassManager, ReducedRange | None, Sequence[Pass]]:
-    """Run the passes from calibration to the qdq graph, as far as nothing is priced.
+    """Run the passes from calibration to the qdq graph, up to the first pass that uses prices.
 
     Args:
-        manager: of the graph with observers, which have seen the calibration data.
-        known: of other backends' graphs of the same model; what is found is added.
+        manager: manager of the calibrated graph.
+        qdq_cache: qdq graphs of the same model for other backends; the new one is added.
 
     Returns:
-        The manager of the graph to go on with, what has 7 bits in it, and the passes that are left.
+        The manager of the resulting graph, the role that has 7 bits in it, and the passes that are left.
     """
-    given = manager.context
-    _, passes, to_kernels = phases(given.recipe)
+    context = manager.context
+    _, passes, to_kernels = phases(context.recipe)
     priced = next((i for i, step in enumerate(passes) if isinstance(step, fxq.passes.Fallback)), len(passes))
     left = [*passes[priced:], *to_kernels]
     emits = _emits(manager.gm)
-    for before, after, gave_way in known or ():
+    for before, after, reduced in qdq_cache or ():
         if _emits(before.gm) != emits:
             if any(shot.name == "smooth" and shot.edits for shot in after.history):
                 continue
             before = before.fork()
             _let_emit(before.gm, emits)
         if same_graph(before.gm, manager.gm):
-            shared = after.fork(recipe=given.recipe, backend=given.backend)
+            shared = after.fork(recipe=context.recipe, backend=context.backend)
             _let_emit(shared.gm, emits)
-            return shared, gave_way, left
-    before = manager if known is None else manager.fork()
+            return shared, reduced, left
+    before = manager if qdq_cache is None else manager.fork()
     slow = next((i for i, step in enumerate(passes[:priced]) if step.samples_read), priced)
-    after, gave_way = narrowed(manager, passes[:slow])
+    after, reduced = run_with_reduced_range(manager, passes[:slow])
     after.run(passes[slow:priced])
-    if known is not None:
-        known.append((before, after.fork(), gave_way))
-    return after, gave_way, left
+    if qdq_cache is not None:
+        qdq_cache.append((before, after.fork(), reduced))
+    return after, reduced, left
 
 
 def _emits(gm: fx.GraphModule) -> dict[str, TensorSpec]:
-    """The specs of the results of those kernels that emit nothing but integers, by node.
+    """Specs of the outputs of kernels that can only emit integers, by node.
 
-    Of all that stands in a plan, backends differ in it most often; and only `smooth` asks for it before ops are priced.
+    This is the part of plans in which backends differ most, and only `smooth` reads it before ops are priced.
     """
     plans = {node.name: plan for node in gm.graph.nodes if (plan := info(node).plan) is not None}
     return {name: plan.emits for name, plan in plans.items() if plan.emits is not None}
 
 
 def _let_emit(gm: fx.GraphModule, emits: Mapping[str, TensorSpec]) -> None:
-    """Let these kernels, and no others, emit nothing but integers."""
+    """Set the specs of kernels that can only emit integers to `emits`, and those of all other nodes to None."""
     for node in gm.graph.nodes:
         plan = info(node).plan
         if plan is not None and plan.emits != emits.get(node.name):
             set_info(node, plan=replace(plan, emits=emits.get(node.name)))
 
 
-def converted(observed: ObservedModel, recipe: Recipe | None = None, known: ModelCache | None = None) -> QuantizedModel:
-    """The quantized model of a calibrated one, for one backend; see `fxq.convert`, and `to_qdq` for what is known."""
-    manager, gave_way, left = to_qdq(observed_with(observed, recipe), known)
-    return finished(manager, left, gave_way)
+def converted(
+    observed: ObservedModel, recipe: Recipe | None = None, qdq_cache: QdqCache | None = None
+) -> QuantizedModel:
+    """Convert a calibrated model for one backend, see `fxq.convert`; for `qdq_cache` see `to_qdq`."""
+    manager, reduced, left = to_qdq(observed_with(observed, recipe), qdq_cache)
+    return finished(manager, left, reduced)
 
 
-def finished(manager: PassManager, left: Sequence[Pass], gave_way: ReducedRange | None = None) -> QuantizedModel:
-    """Run the passes that are left; the quantized model, with its ledger."""
+def finished(manager: PassManager, left: Sequence[Pass], reduced: ReducedRange | None = None) -> QuantizedModel:
+    """Run the remaining passes and return the quantized model with its ledger.
+
+    Args:
+        manager: manager of the graph so far.
+        left: the remaining passes.
+        reduced: the role that has 7 bits, if any.
+    """
     manager.run(left)
     context = manager.context
-    ledger, kept = ledger_of(manager.history, manager.gm, context)
-    (found,) = output_sqnrs([manager.gm], context)
-    ledger = replace(ledger, output_sqnr=found, narrowed=gave_way if ledger.count("int8") else None)
+    ledger, float_record = ledger_of(manager.history, manager.gm, context)
+    (output_sqnr,) = output_sqnrs([manager.gm], context)
+    ledger = replace(ledger, output_sqnr=output_sqnr, reduced_range=reduced if ledger.count("int8") else None)
     if ledger and not ledger.count("int8") and not ledger.count("weight-only"):
-        warn(f"nothing runs on integers; {ledger.main_reason()}. print(qmodel.ledger)")
-    if not context.recipe.trains:  # the float form of what was trained is not what it was trained as
+        warn(f"nothing runs on integers; {ledger.main_reason()}. print(qmodel.ledger) shows all ops.")
+    if not context.recipe.trains:  # trained weights are only good after rounding: the float form is no reference
         check_output(ledger, context)
-    return QuantizedModel.from_manager(manager, ledger, kept)
+    return QuantizedModel.from_manager(manager, ledger, float_record)
 
 
-_QUANTIZED = (
+_QUANTIZED_MODULES = (
     "torch.ao.nn.quantized",
     "torch.ao.nn.intrinsic.quantized",
     "torch.ao.nn.qat",
@@ -228,18 +245,18 @@ _QUANTIZED = (
     "torch.ao.quantization.observer",
     "fxq.backends",
 )
+"""Packages whose modules are quantized or observed already."""
 
-
-_MADE = (QuantizedModel, ObservedModel, TrainingModel)
+_FXQ_MODELS = (QuantizedModel, ObservedModel, TrainingModel)
 
 
 def check_model(model: Any) -> None:
-    """Raise `InputError` for what is no float model, ready to be quantized."""
+    """Raise `InputError` unless `model` is a float model that can be quantized."""
     if not isinstance(model, nn.Module):
         if why := no_module(model):
             raise InputError(why)
         raise InputError(f"model is a {type(model).__name__}, not an nn.Module. (A function? Wrap it in a module.)")
-    if isinstance(model, _MADE):
+    if isinstance(model, _FXQ_MODELS):
         raise InputError(f"the model is a {type(model).__name__} already; quantize the float model it came from.")
     if isinstance(model, torch.jit.ScriptModule):
         raise InputError(
@@ -248,7 +265,7 @@ def check_model(model: Any) -> None:
             "a submodule of another model it runs in float: nn.Sequential(script_module, ...)."
         )
     for path, module in model.named_modules():
-        if isinstance(module, _MADE) or type(module).__module__.startswith(_QUANTIZED):
+        if isinstance(module, _FXQ_MODELS) or type(module).__module__.startswith(_QUANTIZED_MODULES):
             raise InputError(
                 f"the model is quantized already: {path or 'the model'} is a {type(module).__name__}. "
                 "Give the float model."
@@ -271,7 +288,7 @@ def check_model(model: Any) -> None:
 
 
 def check_compared(a: Any, b: Any) -> None:
-    """Raise `InputError` for what `fxq.compare` cannot compare."""
+    """Raise `InputError` unless `fxq.compare` can compare `a` and `b`."""
     if not isinstance(b, QuantizedModel):
         hint = " (a is: fxq.compare(float_model, quantized_model, data))" if isinstance(a, QuantizedModel) else ""
         raise InputError(f"b is a {type(b).__name__}, not a quantized model{hint}.")
@@ -282,12 +299,16 @@ def check_compared(a: Any, b: Any) -> None:
 
 
 def float_reference(model: nn.Module, b: QuantizedModel, first: Batch) -> Baseline:
-    """The float model's canonical graph, made as when `b` was."""
+    """Trace the float model as for `b`, and return its canonical graph as a baseline.
+
+    Raises:
+        InputError: `b` was not made from `model`, or its recipe has no canonicalize pass.
+    """
     manager = manager_for(model, b.recipe, first)
     manager.run(up_to(manager.context.recipe, Stage.FUSED))
     original = manager.context.original
     if original is None:
-        raise InputError("the recipe of b has no canonicalize, so that the layers of a float model have other names.")
+        raise InputError("the recipe of b has no canonicalize pass, so layers of the float model have other names.")
     ours = [f"{op.op} {op.name!r} of {op.path!r}" for op in original.ops]
     theirs = [f"{e.op} {e.name!r} of {e.path!r}" for e in b.ledger]
     for i, (mine, its) in enumerate(zip_longest(ours, theirs, fillvalue="nothing")):
@@ -300,8 +321,8 @@ def float_reference(model: nn.Module, b: QuantizedModel, first: Batch) -> Baseli
     changed = [name for name in now if now[name] != then.get(name)]
     if changed:
         warn(
-            f"a has other weights than the model that b was made from, {changed[0]!r} for one ({len(changed)} of "
-            f"{len(now)} parameters): what is compared is not only what quantization did."
+            f"a has other weights than the model that b was made from, for instance {changed[0]!r} ({len(changed)} of "
+            f"{len(now)} parameters): the errors are not those of quantization alone."
         )
     divisible, is_large = manager.context.divisible, original.is_large
     return Baseline(Program(original.gm, original.graph), original.nodes, divisible=divisible, is_large=is_large)

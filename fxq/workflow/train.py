@@ -1,4 +1,4 @@
-"""Training with fake quantization: the model to train, and the integer model of what was trained."""
+"""Quantization-aware training: prepare a model with fake quantizers, and convert the trained model."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ from fxq.workflow.steps import finished, manager_for, phases
 from fxq.workflow.training_model import Preparation, TrainingModel
 
 M = TypeVar("M", bound=nn.Module)
-CHECKED = 16
-"""Samples with which the integer model is compared with the one that was trained."""
+MAX_CHECKED_SAMPLES = 16
+"""Samples that the integer model is compared with the trained model on."""
 
 
 def prepared_for_training(model: nn.Module, recipe: Recipe, example_inputs: Any) -> TrainingModel:
-    """A model to train, on the device of `model`, of which it has a copy; see `fxq.prepare`."""
+    """Prepare a copy of `model` for training, on its device; see `fxq.prepare`."""
     model = unwrapped(model)
     if not isinstance(model, nn.Module):
         raise InputError(f"model is a {type(model).__name__}, not an nn.Module. (A function? Wrap it in a module.)")
@@ -50,8 +50,8 @@ def prepared_for_training(model: nn.Module, recipe: Recipe, example_inputs: Any)
         own = copy.deepcopy(model, computed_tensors(model)).cpu().eval()
     except Exception as error:
         raise InputError(
-            f"training takes a copy of the model, which cannot be copied: {words_of(error)} (Weights of the older "
-            "torch.nn.utils.weight_norm cannot: use torch.nn.utils.parametrizations.weight_norm.)"
+            f"the model cannot be copied for training: {words_of(error)} (Weights of the deprecated "
+            "torch.nn.utils.weight_norm cannot be copied: use torch.nn.utils.parametrizations.weight_norm.)"
         ) from error
     example = as_batch(example_inputs, own, "example_inputs") if example_inputs is not None else None
     manager = manager_for(own, recipe, _on_cpu(example))
@@ -63,24 +63,24 @@ def prepared_for_training(model: nn.Module, recipe: Recipe, example_inputs: Any)
     observed = manager.fork()
     chosen = manager.fork()
     chosen.run(choosing)
-    manager.context.grids = _told_apart(grids_of(chosen.gm.graph))
+    manager.context.grids = _made_distinct(grids_of(chosen.gm.graph))
     manager.run([*choosing, *inserting[:-1]])
     if not any(is_op(node, "dequantize") for node in manager.gm.graph.nodes):
         ledger, _ = ledger_of(manager.history, manager.gm, manager.context)
-        warn(f"nothing is rounded in the model that is trained; {ledger.main_reason()}.")
+        warn(f"nothing is quantized in the model to train; {ledger.main_reason()}.")
     manager.run(inserting[-1:])
     differing = other_gradients(own, manager.gm.eval(), manager.context.some_samples(2)[0])
     if differing:
         warn(
-            f"in the model that is trained, {in_short(differing)} have other gradients than in the float model, which "
-            "may use detach(), no_grad(), padding_idx, or a custom autograd.Function."
+            f"in the model to train, {in_short(differing)} have other gradients than in the float model, which may use "
+            "detach(), no_grad(), padding_idx, or a custom autograd.Function."
         )
-    manager.context.model = copy.deepcopy(own, computed_tensors(own))  # training changes the tensors that the graph has
+    manager.context.model = copy.deepcopy(own, computed_tensors(own))  # training changes the graph's tensors
     return TrainingModel.from_manager(manager, observed).to(device)
 
 
 def converted_from_training(trained: TrainingModel) -> QuantizedModel:
-    """The integer model of a trained one, on the CPU; see `fxq.convert`."""
+    """Convert a trained model to a quantized model on the CPU, see `fxq.convert`."""
     _check_has_ranges(trained)
     trained.use_ranges()
     tensors = {name: whole(tensor.detach()).cpu() for name, tensor in trained.state_dict().items()}
@@ -89,46 +89,46 @@ def converted_from_training(trained: TrainingModel) -> QuantizedModel:
         good = torch.isfinite(tensor) if name in parameters else ~tensor.isnan()  # a mask may hold Inf
         if not bool(good.all()):
             raise InputError(
-                f"{name} holds NaN or Inf behind training: a batch had NaN in it, or steps were too large. Train "
-                "again, without that batch or with a lower learning rate."
+                f"{name} has NaN or Inf after training: a batch had NaN, or the learning rate was too high. Train "
+                "again without that batch, or with a lower learning rate."
             )
-    for one in trained.preparation.manager.context.derived:
-        tensors |= one.made(tensors)
+    for derived_weight in trained.preparation.manager.context.derived:
+        tensors |= derived_weight.made(tensors)
     manager = _observed_again(trained.preparation, tensors)
     context = manager.context
     context.grids = _take_grids(trained, manager.gm, tensors)
     observing, choosing, (*inserting, _) = _phases(context.recipe)
     manager.run([*choosing, *inserting])
-    made = finished(manager, context.recipe.pipeline[len(observing) + len(choosing) + len(inserting) + 1 :])
-    _check_alike(trained, made, context)
-    return made
+    quantized = finished(manager, context.recipe.pipeline[len(observing) + len(choosing) + len(inserting) + 1 :])
+    _check_output(trained, quantized, context)
+    return quantized
 
 
-def _told_apart(grids: Grids) -> Grids:
-    """The grids, no two groups of which have the same: by chance they may, and would be one grid from there on.
+def _made_distinct(grids: Grids) -> Grids:
+    """Return the grids, changed so that no two groups have equal grids, which later passes would treat as one group.
 
-    Scales differ in their last bits, which nobody sees: ranges of the first batches, or training, take their place.
+    Scales change in the last bits only, and are replaced by the ranges of the first batches, or learned.
     """
     taken: set[tuple[float, ...]] = set()
-    made: dict[Any, QParams] = {}
+    distinct: dict[Any, QParams] = {}
     for _, edges in grids.values():
         for grid in (edge.qparams for edge in edges):
-            if not isinstance(grid, QParams) or grid.axis is not None or grid in made:
+            if not isinstance(grid, QParams) or grid.axis is not None or grid in distinct:
                 continue
-            apart = grid
-            while (apart.s, apart.z, apart.qmin, apart.qmax) in taken:
-                apart = replace(apart, scale=torch.nextafter(apart.scale, torch.tensor(math.inf)))
-            taken.add((apart.s, apart.z, apart.qmin, apart.qmax))
-            made[grid] = apart
+            new_grid = grid
+            while (new_grid.s, new_grid.z, new_grid.qmin, new_grid.qmax) in taken:
+                new_grid = replace(new_grid, scale=torch.nextafter(new_grid.scale, torch.tensor(math.inf)))
+            taken.add((new_grid.s, new_grid.z, new_grid.qmin, new_grid.qmax))
+            distinct[grid] = new_grid
 
-    def of(edge: Edge) -> Edge:
-        return replace(edge, qparams=made[edge.qparams]) if edge.qparams in made else edge
+    def with_distinct_grid(edge: Edge) -> Edge:
+        return replace(edge, qparams=distinct[edge.qparams]) if edge.qparams in distinct else edge
 
-    return {key: (plan, tuple(map(of, edges))) for key, (plan, edges) in grids.items()}
+    return {key: (plan, tuple(map(with_distinct_grid, edges))) for key, (plan, edges) in grids.items()}
 
 
 def _observed_again(preparation: Preparation, tensors: Mapping[str, Tensor]) -> PassManager:
-    """The graph with observers, with the tensors that were trained, and those that are made of them."""
+    """Return the manager of the graph with observers, with the trained tensors and those derived from them."""
     context = preparation.manager.context
     model = _with(copy.deepcopy(context.model, computed_tensors(context.model)), tensors)
     manager = preparation.observed.fork(model=model, samples=[_moved(batch, "cpu") for batch in context.samples])
@@ -143,7 +143,7 @@ def _observed_again(preparation: Preparation, tensors: Mapping[str, Tensor]) -> 
 
 
 def _with(model: M, tensors: Mapping[str, Tensor]) -> M:
-    """A model in eval mode, with these values of its tensors where it has any of their names."""
+    """Copy tensors into a model, by name, and return it in eval mode. Names that it does not have are ignored."""
     with torch.no_grad():
         for name, tensor in model.state_dict(keep_vars=True).items():
             if name in tensors:
@@ -151,34 +151,34 @@ def _with(model: M, tensors: Mapping[str, Tensor]) -> M:
     return model.eval()
 
 
-def _check_alike(trained: TrainingModel, made: QuantizedModel, context: Context) -> None:
-    """Warn when the integer model is not what was trained, on recorded samples."""
-    least = context.recipe.min_sqnr
-    if least is None or any(hasattr(parameter, "full_tensor") for parameter in trained.parameters()):
+def _check_output(trained: TrainingModel, quantized: QuantizedModel, context: Context) -> None:
+    """Warn if the quantized model's output on recorded samples differs from the trained model's."""
+    min_sqnr = context.recipe.min_sqnr
+    if min_sqnr is None or any(hasattr(parameter, "full_tensor") for parameter in trained.parameters()):
         return
-    samples, mode = context.some_samples(CHECKED), trained.training
+    samples, mode = context.some_samples(MAX_CHECKED_SAMPLES), trained.training
     batch = next(filter(_is_finite, samples), samples[0])
     device = device_of(trained)
     try:
         with torch.no_grad(), without_autocast():
-            found = sqnr(_called(trained.eval(), _moved(batch, device)), _called(made, batch))
+            output_sqnr = sqnr(_called(trained.eval(), _moved(batch, device)), _called(quantized, batch))
     finally:
         trained.train(mode)
-    if not found >= least:
+    if not output_sqnr >= min_sqnr:
         warn(
-            f"the integer model is at {found:.1f} dB SQNR against the model that was trained; the recipe asks for "
-            f"{least:g} dB (min_sqnr). print(qmodel.ledger) shows what runs in float, and why."
+            f"the quantized model is at {output_sqnr:.1f} dB SQNR against the trained model; the recipe asks for "
+            f"{min_sqnr:g} dB (min_sqnr). print(qmodel.ledger) shows what runs in float, and why."
         )
 
 
 def _phases(recipe: Recipe) -> tuple[Sequence[Pass], Sequence[Pass], Sequence[Pass]]:
-    """The passes as far as observers, choose-grids, and those behind it as far as fake quantizers."""
+    """Passes of a training recipe in three phases: up to observers, choose-grids, and up to fake quantizers."""
     observing, later, _ = phases(recipe)
     names = [step.name for step in later]
     if names[:1] != ["choose-grids"] or InsertFakeQuantizers.name not in names:
         raise RecipeError(
-            "a pipeline for training has choose-grids behind insert-observers, and insert-fake-quantizers before "
-            f"lower; here is {' → '.join(names)}."
+            "a pipeline for training needs choose-grids after insert-observers, and insert-fake-quantizers before "
+            f"lower; this one has {' → '.join(names)}."
         )
     return observing, later[:1], later[1 : names.index(InsertFakeQuantizers.name) + 1]
 
@@ -186,34 +186,36 @@ def _phases(recipe: Recipe) -> tuple[Sequence[Pass], Sequence[Pass], Sequence[Pa
 def _check_has_ranges(trained: TrainingModel) -> None:
     if not trained.steps:
         raise CalibrationError(
-            "the model has not been trained: no forward in train mode has found the ranges of values. Run your "
-            "training loop, or at least one batch, and then convert it."
+            "the model has not been trained: it has run no forward in train mode, so the ranges of values are unknown. "
+            "Run your training loop, or at least one batch, before fxq.convert."
         )
     quantizers = (m for m in trained.modules() if isinstance(m, FakeQuantizeValue))
     missing = next((quantizer.label for quantizer in quantizers if not quantizer.has_range), None)
     if missing is not None:
         raise CalibrationError(
-            f"{missing} has no range: in {trained.steps} forwards in train mode it was empty, or NaN or Inf. Train "
-            "with data that reaches it, or set the layer to float."
+            f"{missing} has no range: in {trained.steps} forwards in train mode it was empty, NaN or Inf. Train with "
+            "data that reaches it, or set the layer to float."
         )
 
 
 def _take_grids(trained: TrainingModel, gm: fx.GraphModule, tensors: Mapping[str, Tensor]) -> Grids:
-    """The edges with the grids that training has found. Weights in the graph move where the grids are to give others.
+    """Return the edges with the grids that were found in training.
+
+    Folded weights in the graph are changed in place if they would round to other integers than in training.
 
     Args:
         trained: the model.
-        gm: the graph with the tensors that were trained, where batch norms are folded.
-        tensors: those of the model by path, and what is made of them.
+        gm: graph with the trained tensors, after folding batch norms.
+        tensors: trained tensors and the tensors derived from them, by path.
     """
     context = trained.preparation.manager.context
-    known = context.grids or {}
-    folds = {one.weight: one for one in context.derived if isinstance(one, FoldedNorm) and one.commutes}
+    initial = context.grids or {}
+    folds = {norm.weight: norm for norm in context.derived if isinstance(norm, FoldedNorm) and norm.commutes}
     values = {m.group: m.qparams() for m in trained.modules() if isinstance(m, FakeQuantizeValue)}
     weights = {m.edge: m for m in trained.modules() if isinstance(m, FakeQuantizeWeight)}
-    found = dict(known)
+    grids = dict(initial)
     for node in gm.graph.nodes:
-        plan, edges = known.get(grid_key(node), (None, ()))
+        plan, edges = initial.get(grid_key(node), (None, ()))
         tensor, fold = constant(gm, node), folds.get(str(node.target))
         if tensor is None:
             edges = tuple(replace(edge, qparams=values.get(edge.group, edge.qparams)) for edge in edges)
@@ -225,22 +227,22 @@ def _take_grids(trained: TrainingModel, gm: fx.GraphModule, tensors: Mapping[str
                 if fold is not None:
                     grid = _folded(quantizer, tensors[fold.own_weight], tensor, fold.scale(tensors), fold.axis)
                 edges = (*edges[:at], replace(edges[at], qparams=grid), *edges[at + 1 :])
-        found[grid_key(node)] = plan, edges
-    return found
+        grids[grid_key(node)] = plan, edges
+    return grids
 
 
 def _folded(quantizer: FakeQuantizeWeight, own: Tensor, weight: Tensor, scale: Tensor, axis: int) -> QParams:
-    """The grid of a weight that has taken in a batch norm; on it are the integers that the weight had before.
+    """Return the grid of a weight with a folded batch norm, on which it has the integers that it had in training.
 
-    Folding rounds, and training leaves many weights near the middle between two integers: those that got across it are
-    put back, in place.
+    Folding rounds, and training leaves many weights near the midpoint of two integers. Weights that crossed it are
+    moved back, in place.
 
     Args:
-        quantizer: what rounded the weight while it was trained.
-        own: the weight as it was trained.
-        weight: the same, times the scale.
-        scale: of the batch norm, (C,).
-        axis: that of the channels in the weight.
+        quantizer: fake quantizer of the weight in training.
+        own: float32, the trained weight.
+        weight: float32, same shape, the trained weight times the scale; changed in place.
+        scale: float32, (C,), scale of the batch norm.
+        axis: axis of the channels in the weight.
     """
     before, after = quantizer.qparams_of(own), quantizer.qparams_of(weight)
     if quantizer.learned:
@@ -253,7 +255,7 @@ def _folded(quantizer: FakeQuantizeWeight, own: Tensor, weight: Tensor, scale: T
 
 
 def _called(model: nn.Module, batch: Batch) -> Any:
-    """What a model returns, on the CPU."""
+    """Run a model and return its outputs on the CPU."""
     return tree_map(lambda v: v.cpu() if isinstance(v, Tensor) else v, model(*batch.args, **batch.kwargs))
 
 
@@ -266,7 +268,7 @@ def _on_cpu(batch: Batch | None) -> Batch | None:
 
 
 def _moved(batch: Batch, device: str) -> Batch:
-    """A batch on a device, without gradients."""
+    """Return a batch on a device, without gradients."""
 
     def move(value: Any) -> Any:
         return value.detach().to(device) if isinstance(value, Tensor) else value

@@ -1,4 +1,4 @@
-"""The model that is trained: fake quantizers in a graph of the float model's own parameters."""
+"""Model to train: a graph of the float model with fake quantizers and copies of its parameters."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from fxq.quant.oscillation import Oscillation, highest_frequency
 
 @dataclass(frozen=True)
 class Preparation:
-    """What a model that is trained was made with, which its copies share.
+    """Pipelines that a model to train was made with; copies of the model share them.
 
     Attributes:
-        manager: the pipeline, as far as the graph that is trained.
-        observed: the same, as far as observers.
+        manager: the pipeline up to the graph with fake quantizers.
+        observed: the pipeline up to the graph with observers.
     """
 
     manager: PassManager
@@ -44,12 +44,12 @@ class Preparation:
 
 
 class TrainingProgress(nn.Module):
-    """How far training is, as buffers: so it is part of the `state_dict`.
+    """Progress of training as buffers, so that it is part of the `state_dict`.
 
     Buffers:
 
-        steps: int64, 0-d: forwards in train mode.
-        ranges_frozen, norms_frozen: uint8, 0-d: 1 or 0, as averages of models take no bool.
+        steps: int64, 0-d: number of forwards in train mode.
+        ranges_frozen, norms_frozen: uint8, 0-d: 1 or 0. Not bool, which weight averaging does not accept.
     """
 
     steps: Tensor
@@ -64,19 +64,18 @@ class TrainingProgress(nn.Module):
 
 
 class TrainingModel(fx.GraphModule):
-    """A model to train: it computes with values and weights that are rounded, and gradients pass through the rounding.
+    """Model to train: values and weights are fake quantized, and gradients pass through the rounding.
 
-    Train it as you would the float model, whose parameters it has a copy of, by the same names (and learned scales):
-    with any optimizer, in `DistributedDataParallel`, under `fully_shard` (of the whole model), autocast,
-    `torch.compile` and `torch.utils.checkpoint`. Then `fxq.convert` it.
+    Train it like the float model, then `fxq.convert` it. It has copies of the float model's parameters under the same
+    names, and learned scales if the recipe asks for them. It works with any optimizer, `DistributedDataParallel`,
+    `fully_shard` (of the whole model), autocast, `torch.compile` and `torch.utils.checkpoint`.
 
-    In train mode, each forward notes the ranges of values; the next one uses them. The first one rounds weights alone,
-    and values whose scales are learned.
-    On several ranks of `torch.distributed`, ranges are those of all ranks' batches. In eval mode ranges and batch norms
-    stand still.
+    In train mode, each forward collects the ranges of values, which the next forward uses. The first forward only
+    quantizes weights, and values with learned scales. On several ranks of `torch.distributed`, ranges cover the batches
+    of all ranks. In eval mode, ranges and batch norms do not change.
 
     Attributes:
-        preparation: what it was made with.
+        preparation: pipelines that it was made with.
         group: the `torch.distributed.ProcessGroup` whose ranks share ranges; None: this process alone; "auto": the
             default group, if there is one.
     """
@@ -86,14 +85,19 @@ class TrainingModel(fx.GraphModule):
 
     @classmethod
     def from_manager(cls, manager: PassManager, observed: PassManager) -> TrainingModel:
-        """Wrap the graph of a manager that has inserted fake quantizers; `observed` is it behind insert-observers."""
-        made = cls(manager.gm, manager.gm.graph, class_name="TrainingModel")
-        made.add_module(PROGRESS, TrainingProgress())
-        if made._options(manager).freeze_weights_over:
-            for path, quantizer in _rounded_parameters(made).items():
-                quantizer.oscillation = Oscillation(made.get_parameter(path).shape, quantizer.grid.dtype)
-        made._attach(Preparation(manager, observed), AUTO)
-        return made.train()
+        """Wrap the graph of a manager whose passes have inserted fake quantizers.
+
+        Args:
+            manager: that manager.
+            observed: the manager after insert-observers.
+        """
+        model = cls(manager.gm, manager.gm.graph, class_name="TrainingModel")
+        model.add_module(PROGRESS, TrainingProgress())
+        if model._options(manager).freeze_weights_over:
+            for path, quantizer in _rounded_parameters(model).items():
+                quantizer.oscillation = Oscillation(model.get_parameter(path).shape, quantizer.grid.dtype)
+        model._attach(Preparation(manager, observed), AUTO)
+        return model.train()
 
     def _attach(self, preparation: Preparation, group: Any) -> None:
         self.preparation, self.group = preparation, group
@@ -106,7 +110,7 @@ class TrainingModel(fx.GraphModule):
         rounded = _rounded_parameters(self)
         self._freezing = {path: q for path, q in rounded.items() if q.oscillation is not None}
         self.register_forward_pre_hook(_before_forward, with_kwargs=True)
-        self.register_forward_hook(_behind_forward)
+        self.register_forward_hook(_after_forward)
         self.register_load_state_dict_post_hook(_loaded)
         _loaded(self)
 
@@ -117,56 +121,56 @@ class TrainingModel(fx.GraphModule):
 
     @property
     def progress(self) -> TrainingProgress:
-        """How far training is."""
-        found: TrainingProgress = self.get_submodule(PROGRESS)  # type: ignore[assignment]
-        return found
+        """Progress of training."""
+        progress: TrainingProgress = self.get_submodule(PROGRESS)  # type: ignore[assignment]
+        return progress
 
     @property
     def steps(self) -> int:
-        """Forwards in train mode so far."""
+        """Number of forwards in train mode so far."""
         return self._steps
 
     @property
     def _norms(self) -> list[_BatchNorm]:
-        """The batch norms as they are now: `SyncBatchNorm.convert_sync_batchnorm` puts others in their place."""
+        """Current batch norms; `SyncBatchNorm.convert_sync_batchnorm` replaces them."""
         return [self.get_submodule(path) for path in self._norm_paths]  # type: ignore[misc]
 
     def train(self, mode: bool = True) -> TrainingModel:
-        """As of any module; the statistics of batch norms that are frozen stay so."""
+        """Set train or eval mode; the statistics of frozen batch norms stay frozen."""
         super().train(mode)
         if PROGRESS in self._modules and self.progress.norms_frozen:
             self._freeze_norms()
         return self
 
     def freeze_ranges(self) -> None:
-        """Let the ranges of values stay as they are from now on. Learned scales go on learning.
+        """Freeze the ranges of values. Learned scales still train.
 
         Raises:
-            InputError: they do already.
-            CalibrationError: no forward in train mode has found any.
+            InputError: they are frozen already.
+            CalibrationError: there are none, since no forward has run in train mode.
         """
-        self._check_not("ranges", self.progress.ranges_frozen)
+        self._check_not_frozen("ranges", self.progress.ranges_frozen)
         if not self.steps:
             raise CalibrationError("there are no ranges to freeze: call the model on a batch in train mode first.")
         self._freeze_ranges()
 
     def freeze_norms(self) -> None:
-        """Let the statistics of batch norms stay as they are from now on; their weights and biases go on learning.
+        """Freeze the statistics of batch norms. Their weights and biases still train.
 
         Raises:
-            InputError: they do already, or there are none.
+            InputError: they are frozen already, or the model has no batch norm.
 
         Source: Krishnamoorthi 2018, section 3.2.2.
         """
-        self._check_not("norms", self.progress.norms_frozen)
+        self._check_not_frozen("norms", self.progress.norms_frozen)
         if not self._norm_paths:
             raise InputError("the model has no batch norm whose statistics could be frozen.")
         self._freeze_norms()
 
-    def _check_not(self, what: str, frozen: Tensor) -> None:
+    def _check_not_frozen(self, name: str, frozen: Tensor) -> None:
         if frozen:
-            option = f"{InsertFakeQuantizers.name}, freeze_{what}_after"
-            raise InputError(f"the {what} are frozen already, by freeze_{what}() or by the recipe ({option}).")
+            option = f"{InsertFakeQuantizers.name}, freeze_{name}_after"
+            raise InputError(f"the {name} are frozen already, by freeze_{name}() or by the recipe ({option}).")
 
     def _freeze_ranges(self) -> None:
         self.progress.ranges_frozen.fill_(1)
@@ -179,9 +183,9 @@ class TrainingModel(fx.GraphModule):
             norm.eval()
 
     def use_ranges(self) -> None:
-        """Let values be rounded to the grids of all that was seen, and what is frozen be so. Each forward does it.
+        """Apply the collected ranges and the frozen state to the fake quantizers. Called before each forward.
 
-        Not behind the forward that decides it: that one may be computed again for its gradients.
+        It is not called after the forward that changes them, since that one may be recomputed for its gradients.
         """
         if not self._moved:
             return
@@ -197,13 +201,13 @@ class TrainingModel(fx.GraphModule):
         self._moved = False
 
     def _check_parameters(self) -> None:
-        """Raise `InputError` where what the graph reads has another type than before, or is sharded in the forward."""
+        """Raise `InputError` if a parameter has another dtype than when the model was prepared, or is sharded now."""
         for path, dtype in self._types.items():
             parameter = read_attribute(self, path)
             if parameter.dtype != dtype:
                 raise InputError(
-                    f"{path} is {parameter.dtype}, and was {dtype} when the model was prepared, whose types stay as "
-                    "they are. For lower precision call it under torch.autocast, which goes with fully_shard, too."
+                    f"{path} is {parameter.dtype}, but was {dtype} when the model was prepared. Dtypes must "
+                    "not change: for lower precision, call the model under torch.autocast (also with fully_shard)."
                 )
             if hasattr(parameter, "device_mesh"):
                 raise InputError(
@@ -211,7 +215,7 @@ class TrainingModel(fx.GraphModule):
                 )
 
     def _take_step(self) -> None:
-        """Behind a forward in train mode: move ranges, on all ranks alike, freeze weights, and count it."""
+        """Count a forward in train mode: update ranges over all ranks, and freeze weights, ranges and norms if due."""
         moving = [q for q in self._quantizers if q.watching]
         if moving:
             move_ranges(moving, self._seen_on_all_ranks(moving))
@@ -219,7 +223,7 @@ class TrainingModel(fx.GraphModule):
                 quantizer.has_range = quantizer.has_range or bool(quantizer.low <= quantizer.high)
         options = self._options(self.preparation.manager)
         for weight in self._freezing.values():
-            assert weight.oscillation is not None  # of all of these
+            assert weight.oscillation is not None
             weight.oscillation.note(highest_frequency(self._steps, options.freeze_weights_over), not self._steps)
         self._moved = True
         self._steps += 1
@@ -230,7 +234,7 @@ class TrainingModel(fx.GraphModule):
             self.progress.norms_frozen.fill_(1)
 
     def _hold_norms(self) -> None:
-        """Let forwards leave the statistics of batch norms as they are, and what counts their batches."""
+        """Prevent forwards from changing the statistics and batch counters of batch norms."""
         if self._held:
             return
         for norm in self._norms:
@@ -252,7 +256,7 @@ class TrainingModel(fx.GraphModule):
         return next(step for step in pipeline if isinstance(step, InsertFakeQuantizers))
 
     def _seen_on_all_ranks(self, quantizers: Sequence[FakeQuantizeValue]) -> Tensor:
-        """The smallest and the largest value of each in this forward: float32, (N, 2)."""
+        """Smallest and largest value of each quantizer in this forward, over all ranks: float32, (N, 2)."""
         seen = torch.stack([q.seen for q in quantizers])
         ranks = Ranks.of(self.group)
         if ranks.size > 1:
@@ -272,21 +276,21 @@ class TrainingModel(fx.GraphModule):
         return clone
 
     def __copy__(self) -> TrainingModel:
-        raise InputError("a model that is trained is copied with its parameters and ranges: use copy.deepcopy.")
+        raise InputError("a model to train cannot share parameters and ranges with a copy: use copy.deepcopy.")
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise InputError(
-            "a model that is trained cannot be pickled: it holds the float model, and a pipeline that has not run to "
-            "its end. Save its state_dict(), and load that into one that fxq.prepare makes anew; or copy.deepcopy it."
+            "a model to train cannot be pickled: it holds the float model and an unfinished pipeline. Save its "
+            "state_dict() and load it into a model from a new call of fxq.prepare, or copy it with copy.deepcopy."
         )
 
 
 PROGRESS = "fxq_progress"
-"""Where the model has its `TrainingProgress`."""
+"""Name of the submodule `TrainingProgress`."""
 
 
 def _rounded_parameters(model: fx.GraphModule) -> dict[str, FakeQuantizeWeight]:
-    """The parameters that one fake quantizer rounds, and nothing else: their paths, and which it is."""
+    """Fake quantizers of the parameters that exactly one fake quantizer reads, by the parameter's path."""
     readers: dict[int, tuple[str, set[FakeQuantizeWeight]]] = {}
     for node in model.graph.nodes:
         module = model.get_submodule(node.target) if node.op == "call_module" else None
@@ -299,28 +303,28 @@ def _rounded_parameters(model: fx.GraphModule) -> dict[str, FakeQuantizeWeight]:
 
 
 def _recomputes() -> bool:
-    """Whether a forward is computed again for its gradients, as activation checkpointing does."""
+    """Whether a forward is being recomputed for its gradients, as activation checkpointing does."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 @_disable_dynamo
 def _before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Use the ranges so far. Where the forward is computed again, batch norms do not count it."""
+    """Forward pre-hook: apply the ranges so far. If the forward is a recomputation, batch norms do not count it."""
     assert isinstance(model, TrainingModel)
     if _recomputes():
         model._hold_norms()
-        Variable._execution_engine.queue_callback(model._release_norms)  # behind the gradients
+        Variable._execution_engine.queue_callback(model._release_norms)  # after the gradients
         return
     model._check_parameters()
-    model._release_norms()  # where computing gradients has failed
+    model._release_norms()  # in case that computing gradients failed
     if model.training:
         record(model.preparation.manager.context, Batch(args, kwargs))
     model.use_ranges()
 
 
 @_disable_dynamo
-def _behind_forward(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    """Count a forward in train mode; of one in eval mode, warn when it is trained with."""
+def _after_forward(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    """Forward hook: count a forward in train mode; warn if gradients are computed in eval mode."""
     assert isinstance(model, TrainingModel)
     if _recomputes():
         return
@@ -333,11 +337,11 @@ def _behind_forward(model: nn.Module, args: tuple[Any, ...], output: Any) -> Non
 
 
 def _warn_of_eval_mode(grad: Tensor) -> None:
-    warn("the model is trained in eval mode: ranges and batch norms stand still. Call model.train() before training.")
+    warn("the model is trained in eval mode, so ranges and batch norms do not change: call model.train() first.")
 
 
 def _loaded(model: nn.Module, keys: Any = None) -> None:
-    """Go on from what was loaded."""
+    """Restore the state that depends on buffers after `load_state_dict`."""
     assert isinstance(model, TrainingModel)
     progress = model.progress
     model._steps, model._moved = int(progress.steps), True

@@ -101,7 +101,7 @@ def calibration(seconds: float) -> Iterator[Number]:
     models: dict[str, nn.Module] = {"float": model}
     for observer in ("minmax", "histogram"):
         recipe = fxq.Recipe.static(activation=fxq.TensorSpec(observer=observer))
-        models[observer] = fxq.prepare(model, recipe, x)
+        models[observer] = fxq.prepare(model, recipe, example_inputs=x)
     with threads(1):
         medians = interleaved({name: lambda m=m: m(x) for name, m in models.items()}, 3 * seconds)  # type: ignore[misc]
     for observer, most in (("minmax", 1.25), ("histogram", 1.6)):

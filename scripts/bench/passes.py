@@ -104,7 +104,7 @@ def quantize(model: Generated, chosen: fxq.Recipe, meter: Meter) -> None:
     """Quantize with one batch, whose forward is left out."""
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore", fxq.FxqWarning)  # with optimize="speed": nothing runs on integers
-        observed = meter(ALL, lambda: fxq.prepare(model, chosen, model.example))
+        observed = meter(ALL, lambda: fxq.prepare(model, chosen, example_inputs=model.example))
         observed(model.example)
         meter(ALL, lambda: fxq.convert(observed))
 

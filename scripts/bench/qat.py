@@ -49,9 +49,9 @@ SUBJECTS = {
 def contenders(model: nn.Module, x: Tensor) -> Iterator[tuple[str, nn.Module]]:
     """The float model, and what each makes of it to train."""
     yield "float", copy.deepcopy(model).train()
-    yield "fxq", fxq.prepare(model, fxq.Recipe.qat(), x)
-    yield "fxq, ranges frozen", frozen(fxq.prepare(model, fxq.Recipe.qat(), x), x)
-    yield "fxq, learned scales", fxq.prepare(model, fxq.Recipe.qat(learned=True), x)
+    yield "fxq", fxq.prepare(model, fxq.Recipe.qat(), example_inputs=x)
+    yield "fxq, ranges frozen", frozen(fxq.prepare(model, fxq.Recipe.qat(), example_inputs=x), x)
+    yield "fxq, learned scales", fxq.prepare(model, fxq.Recipe.qat(learned=True), example_inputs=x)
     yield "torch.ao", of_torch_ao(model, x)
 
 

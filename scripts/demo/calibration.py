@@ -69,7 +69,7 @@ def measured(count: int, size: int, rank: int = 0, ranks: int = 1) -> Run:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     recipe, example = fxq.Recipe.static(backend="reference"), torch.rand(1, 3, size, size)
-    observed = fxq.prepare(mobilenet_v2().eval(), recipe, example)
+    observed = fxq.prepare(mobilenet_v2().eval(), recipe, example_inputs=example)
     marks: list[float] = []
     start = time.process_time()
     fxq.calibrate(observed, batches(range(rank, count, ranks), size, marks))

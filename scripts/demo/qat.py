@@ -253,7 +253,7 @@ def one_seed(name: str, task: Task, seed: int, folder: Path, kinds: list[str]) -
         few = weight.bits < 8
         frozen = {"freeze_norms_after": 2 * steps // 3, "freeze_weights_over": steps if few else 0}
         recipe = fxq.Recipe.qat(**specs, learned=few, **frozen)
-        trained = fxq.prepare(network, recipe, task.train.images[:256])
+        trained = fxq.prepare(network, recipe, example_inputs=task.train.images[:256])
         result.curves[f"{kind} trained"] = train(trained, task, task.epochs[2], task.rates[2], seed)
         converted = fxq.convert(trained)
         result.scores[f"{kind} trained"] = task.score(converted)

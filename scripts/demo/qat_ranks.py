@@ -59,7 +59,7 @@ def main() -> None:
     rows: list[Any] = []
     for learned in (False, True):
         recipe = fxq.Recipe.qat(weight=WEIGHT, learned=learned)
-        first: Any = fxq.prepare(network, recipe, pairs.low[:64])
+        first: Any = fxq.prepare(network, recipe, example_inputs=pairs.low[:64])
         alone, whole, sharded = first, copy.deepcopy(first), copy.deepcopy(first)
         alone.group = None
         loop(alone, pairs)

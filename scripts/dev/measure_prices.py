@@ -176,7 +176,7 @@ def sequences() -> Iterator[tuple[str, nn.Module, Tensor]]:
 
 def record(backend: str, only: str = "") -> None:
     """Quantize all of it with a backend; `SAMPLES` has what that took."""
-    cache.PATIENCE, cache.AGREE, cache.NEAR = 0.0, 10, 1.1  # one round, of more runs
+    cache.MAX_EXTRA_SECONDS, cache.AGREEING_RUNS, cache.MAX_RUN_RATIO = 0.0, 10, 1.1  # one round, of more runs
     rounds: dict[str, list[float]] = {}
 
     class Measured(Costs):

@@ -103,7 +103,7 @@ def histories() -> Iterator[tuple[fxq.Recipe, fxq.results.History]]:
         if not recipe.trains:
             yield recipe, fxq.quantize(model.eval(), recipe, data=data, progress=False).history
             continue
-        trained = fxq.prepare(model, recipe, data[0])
+        trained = fxq.prepare(model, recipe, example_inputs=data[0])
         for x in data:
             trained(x)
         yield recipe, trained.history

@@ -165,17 +165,17 @@ def test_a_file_of_another_model_or_recipe_is_refused(tmp_path, name):
 def test_a_recipe_that_looks_at_the_same_values_is_none_other(tmp_path):
     path = tmp_path / "c.safetensors"
     calibrated(path, data())
-    prepared_again = fxq.prepare(network(), recipe().without_pass("cleanup"), data()[0])
-    assert same(seen(fxq.calibrate(prepared_again, data(), checkpoint=path)), whole(data()))
+    other = fxq.prepare(network(), recipe().without_pass("cleanup"), example_inputs=data()[0])
+    assert same(seen(fxq.calibrate(other, data(), checkpoint=path)), whole(data()))
 
 
 def test_a_model_that_has_seen_data_is_refused(tmp_path):
     observed = fxq.calibrate(prepared(), data(3))
-    with pytest.raises(InputError, match="the model has seen 3 batches already"):
+    with pytest.raises(InputError, match="the model has already seen 3 batches"):
         fxq.calibrate(observed, data(), checkpoint=tmp_path / "c.safetensors")
     observed = calibrated(tmp_path / "c.safetensors", data())
     observed(data()[0])
-    with pytest.raises(InputError, match="has seen 12 batches already"):
+    with pytest.raises(InputError, match="has already seen 12 batches"):
         fxq.calibrate(observed, data(), checkpoint=tmp_path / "c.safetensors")
 
 
@@ -184,7 +184,7 @@ def test_samples_that_are_no_data_are_refused_before_the_first_write_takes_place
         pass
 
     model = module(lambda self, x, config=None: self.fc(x), fc=nn.Linear(4, 4))
-    observed = fxq.prepare(model, recipe(), {"x": torch.rand(2, 4), "config": Config()})
+    observed = fxq.prepare(model, recipe(), example_inputs={"x": torch.rand(2, 4), "config": Config()})
     with pytest.raises(InputError, match=r"Config cannot be stored as data"):
         fxq.calibrate(observed, [{"x": torch.rand(2, 4), "config": Config()}], checkpoint=tmp_path / "c", every=0)
 
@@ -192,10 +192,10 @@ def test_samples_that_are_no_data_are_refused_before_the_first_write_takes_place
 def test_inputs_of_any_structure_come_back(tmp_path):
     model = module(lambda self, x, more, k: self.fc(x + more["y"][0] * k), fc=nn.Linear(4, 4))
     batches = [{"x": torch.rand(3, 4), "more": {"y": (torch.rand(3, 4), None)}, "k": 2.0} for _ in range(9)]
-    path, observed = tmp_path / "c.safetensors", fxq.prepare(model, recipe(), batches[0])
+    path, observed = tmp_path / "c.safetensors", fxq.prepare(model, recipe(), example_inputs=batches[0])
     killed(lambda: fxq.calibrate(observed, dying(batches, 6), checkpoint=path, every=0))
     resumed = fxq.calibrate(observed, batches, checkpoint=path)
-    assert same(seen(resumed), seen(fxq.calibrate(fxq.prepare(model, recipe(), batches[0]), batches)))
+    assert same(seen(resumed), seen(fxq.calibrate(fxq.prepare(model, recipe(), example_inputs=batches[0]), batches)))
 
 
 def edited(path, change):
@@ -241,8 +241,8 @@ def test_what_a_batch_is_made_of_counts(tmp_path):
     model = module(lambda self, x, k=1.0: self.fc(x.float()) * k, fc=nn.Linear(4, 4))
     x = torch.ones(2, 4)
     path = tmp_path / "c.safetensors"
-    fxq.calibrate(fxq.prepare(model, recipe(), x), [{"x": x, "k": 1.0}], checkpoint=path)
+    fxq.calibrate(fxq.prepare(model, recipe(), example_inputs=x), [{"x": x, "k": 1.0}], checkpoint=path)
     for batch in ({"x": x, "k": 2.0}, {"x": x[:1], "k": 1.0}, {"x": x.double(), "k": 1.0}, {"x": x * 2, "k": 1.0}):
         with pytest.raises(InputError, match=r"batch 0: .* another batch was in this place"):
-            fxq.calibrate(fxq.prepare(model, recipe(), x), [batch], checkpoint=path)
-    fxq.calibrate(fxq.prepare(model, recipe(), x), [{"x": x.clone(), "k": 1.0}], checkpoint=path)
+            fxq.calibrate(fxq.prepare(model, recipe(), example_inputs=x), [batch], checkpoint=path)
+    fxq.calibrate(fxq.prepare(model, recipe(), example_inputs=x), [{"x": x.clone(), "k": 1.0}], checkpoint=path)

@@ -23,18 +23,18 @@ def observers(gm):
 
 
 def test_observers_are_handed_over_by_what_they_watch():
-    seen = fxq.prepare(network(), REFERENCE, X, observe_all=True)
+    seen = fxq.prepare(network(), REFERENCE, example_inputs=X, observe_all=True)
     seen(X)
-    to = fxq.prepare(network(), REFERENCE.override("1", fxq.FLOAT), X)
+    to = fxq.prepare(network(), REFERENCE.override("1", fxq.FLOAT), example_inputs=X)
     assert hand_over(seen, to, "") == len(observers(to)) > 0
-    alone = fxq.prepare(network(), REFERENCE.override("1", fxq.FLOAT), X)
+    alone = fxq.prepare(network(), REFERENCE.override("1", fxq.FLOAT), example_inputs=X)
     alone(X)
     for name, observer in observers(alone).items():
         assert observers(to)[name].seen and observers(to)[name].qparams().same_as(observer.qparams())
 
 
 def test_weights_are_no_matter_of_calibration():
-    seen, to = (fxq.prepare(network(), REFERENCE, X) for _ in range(2))
+    seen, to = (fxq.prepare(network(), REFERENCE, example_inputs=X) for _ in range(2))
     seen(X)
     paused = [m for m in to.modules() if isinstance(m, Observer) and m.paused]
     hand_over(seen, to, "")
@@ -42,14 +42,14 @@ def test_weights_are_no_matter_of_calibration():
 
 
 def test_a_value_that_nobody_looked_at():
-    seen = fxq.prepare(network(), REFERENCE.override("2", fxq.FLOAT), X)
-    to = fxq.prepare(network(), REFERENCE, X)
+    seen = fxq.prepare(network(), REFERENCE.override("2", fxq.FLOAT), example_inputs=X)
+    to = fxq.prepare(network(), REFERENCE, example_inputs=X)
     with pytest.raises(RecipeError, match=r"wants the range of %_0_relu .*which calibration has not observed.* Do so"):
         hand_over(seen, to, "Do so.")
 
 
 def test_other_graphs_and_other_tracing():
-    gm = fxq.extend.run_passes(network(), REFERENCE, X, until="fold-batch-norm")
+    gm = fxq.extend.run_passes(network(), REFERENCE, example_inputs=X, until="fold-batch-norm")
     lines = nodes_of(gm.graph)
     check_computes_alike(lines, list(lines))
     with pytest.raises(RecipeError, match=r"another graph before fusion.*it has fewer nodes"):

@@ -28,7 +28,7 @@ def test_measure_goes_on_until_runs_agree(monkeypatch):
     runs = iter([0.5, 0.5, 3.0, 1.0, 1.1, 5.0, 1.2, 9.0, 1.05, 7.0, 1.2, 0.1])  # the first two are left out
     now = [0.0]
     monkeypatch.setattr(costs, "clock", lambda: lambda: now[0])
-    monkeypatch.setattr(costs, "LONGEST", 1e9)
+    monkeypatch.setattr(costs, "MAX_MEASURE_SECONDS", 1e9)
 
     def call():
         now[0] += next(runs)
@@ -77,7 +77,7 @@ def test_a_broken_file_is_measured_anew(tmp_path, text, caplog):
     path.write_text(text)
     with caplog.at_level(logging.WARNING, "fxq"):
         known = Costs(path)
-    assert "not readable" in caplog.text and known.rounds == {}
+    assert "cannot be read" in caplog.text and known.rounds == {}
     known.seconds("conv", counted([]))
     known.save()
     assert list(Costs(path).rounds) == ["conv"]
@@ -89,7 +89,7 @@ def test_a_folder_that_cannot_be_written_is_no_error(tmp_path, caplog):
     known.seconds("conv", counted([]))
     with caplog.at_level(logging.INFO, "fxq"):
         known.save()
-    assert "are not kept" in caplog.text
+    assert "are not stored" in caplog.text
 
 
 def test_sizes_between_powers_of_four_lie_on_a_line(monkeypatch):
@@ -129,7 +129,7 @@ def rounds(monkeypatch):
 
 
 def test_what_two_rounds_agree_on_is_sure(rounds, monkeypatch):
-    monkeypatch.setattr(costs, "MOST", 5)
+    monkeypatch.setattr(costs, "MAX_ROUNDS", 5)
     found = rounds(quiet=[1.0, 1.05, 1.3], noisy=[2.0, 3.0, 4.0, 1.0, 1.02], wild=[16.0, 8.0, 4.0, 2.0, 1.0])
     found.settle()
     assert found.rounds == {
@@ -141,7 +141,7 @@ def test_what_two_rounds_agree_on_is_sure(rounds, monkeypatch):
 
 
 def test_calls_are_kept_as_long_as_there_is_room(monkeypatch, rounds):
-    monkeypatch.setattr(costs, "KEPT", 40)
+    monkeypatch.setattr(costs, "MAX_CACHED_BYTES", 40)
     made = []
 
     def prepare(elements):
@@ -153,13 +153,15 @@ def test_calls_are_kept_as_long_as_there_is_room(monkeypatch, rounds):
     for elements in (8, 9, 0):  # 36 bytes fit, no 40 more, 4 do
         found.seconds(f"{elements}", lambda elements=elements: prepare(elements))
     found.settle()
-    assert made == [8, 9, 0] + [9] * (costs.LEAST - 1)
+    assert made == [8, 9, 0] + [9] * (costs.MIN_ROUNDS - 1)
 
 
 def test_rounds_are_not_back_to_back(rounds):
     found = rounds(conv=[1.0] * 9)
     found.settle()
-    assert len(found.rounds["conv"]) == costs.LEAST and rounds.now[0] >= costs.APART * (costs.LEAST - 2)
+    assert len(found.rounds["conv"]) == costs.MIN_ROUNDS and rounds.now[0] >= costs.MIN_ROUND_INTERVAL * (
+        costs.MIN_ROUNDS - 2
+    )
 
 
 def test_conversions_get_all_rounds(monkeypatch, rounds):
@@ -167,22 +169,22 @@ def test_conversions_get_all_rounds(monkeypatch, rounds):
     monkeypatch.setattr(costs, "measure", lambda call, cold: 1.0)
     found.seconds("quantize", lambda: None, cold=True)
     found.settle()
-    assert found.rounds["quantize"] == [1.0] * costs.MOST
+    assert found.rounds["quantize"] == [1.0] * costs.MAX_ROUNDS
 
 
 def test_patience_ends(monkeypatch, rounds):
-    monkeypatch.setattr(costs, "PATIENCE", 2.5 * costs.APART)
+    monkeypatch.setattr(costs, "MAX_EXTRA_SECONDS", 2.5 * costs.MIN_ROUND_INTERVAL)
     found = rounds(conv=[2.0, 1.0, 0.5, 0.25, 0.1])
     found.settle()
-    assert 1 < len(found.rounds["conv"]) < costs.MOST
+    assert 1 < len(found.rounds["conv"]) < costs.MAX_ROUNDS
 
 
 def test_what_an_earlier_session_was_sure_of_stays(tmp_path, monkeypatch, caplog):
     """Else the same network would become another model when it is quantized again."""
     path = tmp_path / "costs.json"
     costs.write_rounds(path, {"sure": [1.0, 1.0, 1.0], "unsure": [1.0, 2.0, 4.0]})
-    monkeypatch.setattr(costs, "APART", 0.0)
-    monkeypatch.setattr(costs, "MOST", 5)
+    monkeypatch.setattr(costs, "MIN_ROUND_INTERVAL", 0.0)
+    monkeypatch.setattr(costs, "MAX_ROUNDS", 5)
     monkeypatch.setattr(costs, "measure", lambda call, cold: 3.0)
     found = Costs(path)
     for key in ("sure", "unsure"):

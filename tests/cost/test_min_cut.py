@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxq.cost import min_cut as pricing
-from fxq.cost.min_cut import Priced, PricedValue, cheapest, conversions_of, seconds_of
+from fxq.cost.min_cut import PricedOp, PricedValue, cheapest, conversions_of, seconds_of
 from tests.support.helpers import steps
 
 pytestmark = pytest.mark.any_cpu
@@ -26,7 +26,7 @@ def graphs(draw):
     """Up to seven ops; each value is read by later ops, and perhaps by float."""
     n = draw(st.integers(0, 7))
     price = st.integers(0, 20).map(float)
-    ops = [Priced(i, draw(price), draw(price)) for i in range(n)]
+    ops = [PricedOp(i, draw(price), draw(price)) for i in range(n)]
     values = []
     for producer in [None, *range(n)]:
         later = [*range(0 if producer is None else producer + 1, n), None]
@@ -53,7 +53,7 @@ def test_no_choice_is_cheaper(graph):
 def test_conversions_of_an_op_are_those_that_it_makes_the_difference_for(graph):
     ops, values = graph
     chosen = cheapest(ops, values)
-    free = [Priced(op.key, 0.0, 0.0) for op in ops]
+    free = [PricedOp(op.key, 0.0, 0.0) for op in ops]
     found = conversions_of(chosen, values)
     for op in ops:
         int8, real = (seconds_of(some, free, values) for some in (chosen | {op.key}, chosen - {op.key}))
@@ -61,7 +61,7 @@ def test_conversions_of_an_op_are_those_that_it_makes_the_difference_for(graph):
 
 
 def test_an_island_that_costs_more_than_it_saves_is_left_in_float():
-    ops = [Priced("conv", 3.0, 5.0)]
+    ops = [PricedOp("conv", 3.0, 5.0)]
     dear = [PricedValue(None, ("conv",), 2.0, 0.0), PricedValue("conv", (None,), 0.0, 1.0)]
     cheap = [PricedValue(None, ("conv",), 1.0, 0.0), PricedValue("conv", (None,), 0.0, 0.5)]
     assert cheapest(ops, dear) == set()
@@ -70,7 +70,7 @@ def test_an_island_that_costs_more_than_it_saves_is_left_in_float():
 
 def test_neighbours_carry_an_op_that_loses_alone():
     """The pool between two convolutions costs more as integers, but less than the conversions around it."""
-    ops = [Priced("a", 1.0, 9.0), Priced("pool", 2.0, 1.0), Priced("b", 1.0, 9.0)]
+    ops = [PricedOp("a", 1.0, 9.0), PricedOp("pool", 2.0, 1.0), PricedOp("b", 1.0, 9.0)]
     values = [
         PricedValue(None, ("a",), 1.0, 0.0),
         PricedValue("a", ("pool",), 3.0, 3.0),
@@ -81,7 +81,7 @@ def test_neighbours_carry_an_op_that_loses_alone():
 
 
 def test_a_kernel_that_emits_float_pays_for_mixed_readers_only():
-    ops = [Priced("conv", 1.0, 3.0), Priced("next", 1.0, 9.0)]
+    ops = [PricedOp("conv", 1.0, 3.0), PricedOp("next", 1.0, 9.0)]
     alone = [PricedValue(None, ("conv",), 0.5, 0.0), PricedValue("conv", (None,), 9.0, 9.0, emits=True)]
     assert seconds_of({"conv"}, ops[:1], alone) == 1.5
     mixed = [
@@ -95,7 +95,7 @@ def test_a_kernel_that_emits_float_pays_for_mixed_readers_only():
 def chain(n, seed=0):
     """Ops in a row of which none is clear by itself."""
     draw = random.Random(seed)
-    ops = [Priced(i, 1.0 + 0.3 * draw.random(), 1.0 + 0.3 * draw.random()) for i in range(n)]
+    ops = [PricedOp(i, 1.0 + 0.3 * draw.random(), 1.0 + 0.3 * draw.random()) for i in range(n)]
     return ops, [PricedValue(i - 1 if i else None, (i if i < n else None,), 0.5, 0.5) for i in range(n + 1)]
 
 
@@ -117,7 +117,7 @@ def test_twice_the_ops_take_twice_the_steps(monkeypatch):
 
 def fan(n):
     """Ops in a row that all read one value besides."""
-    ops = [Priced(i, 1.0, 4.0) for i in range(n)]
+    ops = [PricedOp(i, 1.0, 4.0) for i in range(n)]
     return ops, [
         PricedValue(None, tuple(range(n)), 1.0, 1.0),
         *(PricedValue(i, (i + 1,), 0.1, 0.1) for i in range(n - 1)),

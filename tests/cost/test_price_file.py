@@ -24,7 +24,7 @@ def cache(tmp_path, monkeypatch):
 def test_the_path_is_where_quantize_keeps_them(cache, monkeypatch):
     assert prices.path().parent == cache / "fxq" and not prices.path().exists()
     monkeypatch.setattr(costs, "machine_costs", lambda: costs.Costs(costs.machine_path()))
-    monkeypatch.setattr(costs, "PATIENCE", 0.0)
+    monkeypatch.setattr(costs, "MAX_EXTRA_SECONDS", 0.0)
     fxq.quantize(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3)).eval(), data=[torch.randn(4, 6)])
     assert prices.path().exists() or fxq.doctor([]).auto == "reference"
 

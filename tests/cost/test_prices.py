@@ -11,7 +11,7 @@ from torch import fx, nn
 import fxq
 from fxq.backends.by_name import get_backend
 from fxq.cost.cache import Costs
-from fxq.cost.min_cut import Priced, PricedValue
+from fxq.cost.min_cut import PricedOp, PricedValue
 from fxq.cost.prices import emits_float, priced_values, regions_of, slower_for_size, slower_than_float
 from fxq.cost.probe import Prober
 from fxq.graph.info import Cost, info, set_info
@@ -76,7 +76,7 @@ def test_a_value_that_is_measured_is_measured_once_and_read_as_floats():
 
 
 a, b = (fx.Graph().placeholder(name) for name in "ab")
-A, B = Priced(a, 3e-3, 1e-3), Priced(b, 1e-3, 2e-3)
+A, B = PricedOp(a, 3e-3, 1e-3), PricedOp(b, 1e-3, 2e-3)
 
 
 def test_what_loses_is_named_with_its_times():
@@ -111,7 +111,7 @@ def test_conversions_may_be_what_loses():
         ([B], {b}, 0.0),
         ([A, B], {b}, 0.0),
         ([A], {a}, 1.0),  # the rest takes so long that it makes no difference
-        ([Priced(a, 9.0, math.inf, source="")], {a}, 0.0),
+        ([PricedOp(a, 9.0, math.inf, source="")], {a}, 0.0),
         ([], set(), 0.0),
     ],
 )

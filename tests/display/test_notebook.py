@@ -201,7 +201,7 @@ def test_a_copy_shows_the_same(qmodel):
 
 
 def test_an_observed_model():
-    observed = fxq.prepare(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()).eval(), REFERENCE, X)
+    observed = fxq.prepare(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()).eval(), REFERENCE, example_inputs=X)
     observed(X)
     page = Page(observed._repr_html_())
     assert "1 batch" in page.text and "insert-observers" in page.text

@@ -40,7 +40,7 @@ def test_where_everything_went(ledger):
     assert by_name["block_bn"].reason == "into block_conv_add_relu"
     assert {by_name[n].into for n in ("block_conv", "block_bn", "add", "relu")} == {"block_conv_add_relu"}
     assert "has no integer form" in by_name["erf"].reason
-    assert by_name["erf"].source.startswith("support/ledgers.py:")
+    assert by_name["erf"].source.rpartition(":")[0].endswith("support/ledgers.py")
 
 
 @pytest.mark.parametrize("name", NETWORKS)

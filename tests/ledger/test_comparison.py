@@ -133,7 +133,7 @@ def test_batches_one_by_one_and_all_at_once_are_the_same(recipe):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_network_beside_its_float_model(name, recipe):
     """On the batch that the ledger was measured with, the numbers are those of the ledger."""
-    observed = fxq.prepare(build(name), recipe, batch(name))
+    observed = fxq.prepare(build(name), recipe, example_inputs=batch(name))
     fxq.calibrate(observed, [batch(name)])
     recorded = observed.manager.context.samples[0]
     qmodel = fxq.convert(observed)
@@ -174,7 +174,7 @@ def test_two_recipes(qmodel):
     )
     found = fxq.compare(qmodel, other, batches())
     assert all(isinstance(row, PairRow) for row in found)
-    assert [(r.name, r.fate_a, r.fate_b) for r in found][-1] == ("second", "int8", "float")
+    assert [(r.name, r.precision_a, r.precision_b) for r in found][-1] == ("second", "int8", "float")
     for row in found:
         mine, theirs = (next(e for e in m.ledger if e.name == row.name) for m in (qmodel, other))
         assert (row.sqnr_a, row.sqnr_b) == (mine.sqnr, theirs.sqnr)
@@ -367,7 +367,7 @@ def test_things_that_are_no_models(qmodel):
     )
     assert refused(net(), net(), batches()) == "b is a Net, not a quantized model."
     assert "model is a str" in refused("resnet", qmodel, batches())
-    observed = fxq.prepare(net(), REFERENCE, batches()[0])
+    observed = fxq.prepare(net(), REFERENCE, example_inputs=batches()[0])
     assert "ObservedModel" in refused(observed, qmodel, batches())
     assert "model.eval()" in refused(nn.Sequential(net(), nn.Dropout()).train(), qmodel, batches())
 
@@ -393,7 +393,7 @@ def test_a_model_of_other_layers(qmodel):
     assert "op 2 is nothing, where the ledger of b has linear 'second'" in refused(shorter, qmodel, batches())
     other = fxq.quantize(model, REFERENCE, data=batches())
     assert refused(other, qmodel, batches()) == (
-        "a and b are not made from the same model: no layer of one is a layer of the other."
+        "a and b are not made from the same model: they have no layer in common."
     )
 
 
@@ -401,7 +401,9 @@ def test_a_model_of_other_sizes(qmodel):
     model = net()
     model.second = nn.Linear(8, 3).eval()
     said = refused(model, qmodel, batches())
-    assert said.startswith("data, batch 0: a and b do not compute the same: at 'second' a gives (7, 3), b (7, 5).")
+    assert said.startswith(
+        "data, batch 0: a and b compute different values: at 'second', the shape is (7, 3) in a and (7, 5) in b."
+    )
 
 
 # ---- the table
@@ -425,10 +427,10 @@ def test_asking(found):
     with pytest.raises(fxq.InputError, match=r"comparison.where\(precision=\"int8\"\)"):
         found.where(3)
     pair = fxq.compare(*found.models, *found.models, batches()[:1])
-    with pytest.raises(fxq.InputError, match=r"comparison.where\(fate_a=\"float\"\)"):
+    with pytest.raises(fxq.InputError, match=r"comparison.where\(precision_a=\"float\"\)"):
         pair.where("float")
     with pytest.raises(fxq.InputError, match="unknown precision 'flaot'"):
-        pair.where(fate_b="flaot")
+        pair.where(precision_b="flaot")
 
 
 def test_files(found, tmp_path):

@@ -143,7 +143,7 @@ def test_values_that_are_clipped_count():
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)).eval()
     x = torch.randn(512, 4, generator=torch.Generator().manual_seed(0)) ** 3
     recipe = fxq.Recipe.static(backend="reference", activation=fxq.TensorSpec(bits=4)).without_pass("smooth")
-    observed = fxq.prepare(model, recipe, x)
+    observed = fxq.prepare(model, recipe, example_inputs=x)
     for part in x.split(4):  # of the first eight calls, four samples each are kept
         observed(part)
     observed.manager.context.samples[0] = Batch((x,))

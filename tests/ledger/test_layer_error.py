@@ -90,10 +90,10 @@ def test_the_layer_is_blamed_that_reads_a_coarse_grid(recipe):
     qmodel = fxq.quantize(model, recipe, data=[x])
     gelu = qmodel.ledger.where(op="gelu")[0]
     worst = qmodel.ledger.worst(1)[0]
-    assert worst.name == "second" and worst.mend == "recipe.override('second', fxq.FLOAT)"
+    assert worst.name == "second" and worst.remedy == "recipe.override('second', fxq.FLOAT)"
     assert gelu.fault_sqnr > gelu.own_sqnr  # the rounding to the grid of the layer behind is that one's
     before = sqnr(model(x), qmodel(x))
     of_gelu, of_layer = (
-        sqnr(model(x), fxq.quantize(model, pasted(line, recipe), data=[x])(x)) for line in (gelu.fix, worst.mend)
+        sqnr(model(x), fxq.quantize(model, pasted(line, recipe), data=[x])(x)) for line in (gelu.fix, worst.remedy)
     )
     assert of_layer > before + 5 > of_gelu

@@ -245,7 +245,7 @@ def test_a_float_weight_makes_no_layer():
     assert layers_of(fxq.extend.read_graph(program, {"w": torch.randn(3, 4)})) == {}
 
 
-def test_a_scale_measured_at_run_time_leaves_the_bias_in_float():
+def test_a_dynamic_scale_leaves_the_bias_in_float():
     layer = only_layer(f"""
         x: float32[2, 4] = input()
         s: float32[()] = input()
@@ -257,7 +257,7 @@ def test_a_scale_measured_at_run_time_leaves_the_bias_in_float():
     """)
     assert (layer.reads, layer.input_scale, layer.input_zero_point) == ("dynamic", None, 128)
     assert layer.bias_scale is None and torch.equal(layer.bias, GIVEN["b"])
-    assert layer.float_bias_reason == "the scale of its input is measured at run time"
+    assert layer.float_bias_reason == "the scale of its input is computed at run time"
 
 
 @pytest.mark.parametrize("backend", ["reference", "auto"])
@@ -272,7 +272,7 @@ def test_a_dynamic_model(backend):
             (layer.weight * layer.weight_scale[:, None] - weight).abs() <= layer.weight_scale[:, None] * 0.501
         ).all()
         assert layer.reads == "dynamic" and torch.equal(layer.bias, model[int(name)].bias)
-        assert layer.float_bias_reason == "the scale of its input is measured at run time"
+        assert layer.float_bias_reason == "the scale of its input is computed at run time"
 
 
 def test_there_is_no_reason_where_there_is_no_bias():
@@ -305,7 +305,7 @@ def test_a_bias_that_int32_does_not_hold_is_float_and_says_why():
     model.bias.data.fill_(0.5)
     (layer,) = fxq.quantize(model, REFERENCE, data=[torch.randn(8, 4)]).qparams().values()
     assert torch.equal(layer.bias, model.bias) and layer.bias_scale is None
-    assert layer.float_bias_reason == "it has more steps of input_scale * weight_scale than int32 holds"
+    assert layer.float_bias_reason == "its integers, on steps of input_scale * weight_scale, exceed int32"
 
 
 def test_a_weight_in_blocks_of_4_bits():
@@ -329,7 +329,7 @@ def test_a_weight_in_blocks_of_4_bits():
     assert torch.equal(layer.weight_scale, block["scale"])
     assert (layer.reads, layer.input_scale) == ("integers", 0.125)
     assert layer.bias.dtype == torch.float32
-    assert layer.float_bias_reason == "the weights of one output have several scales"
+    assert layer.float_bias_reason == "the weights of one output channel have several scales"
 
 
 def test_an_input_with_a_scale_for_each_channel():
@@ -397,7 +397,7 @@ def test_gates_by_name(recurrent):
     assert torch.equal(layer.weight, given["w"]) and torch.equal(layer.weights["weight_hh"].values, given["v"])
     assert layer.gates == {"i": slice(0, 2), "f": slice(2, 4)}
     assert torch.equal(layer.bias[layer.gates["f"]], given["b"][2:])
-    assert layer.float_bias_reason == "the products of its weights are on different scales"
+    assert layer.float_bias_reason == "the products of its weights have different scales"
     forget, hidden = layer.gate("f"), layer.gate("f", "weight_hh")
     assert torch.equal(forget.values, given["w"][2:]) and torch.equal(forget.qparams.scale, given["scale"][2:])
     assert torch.equal(hidden.values, given["v"][2:]) and torch.equal(hidden.qparams.scale, given["v_scale"][2:])

@@ -65,15 +65,15 @@ def test_auto_keeps_the_better_one_and_says_so(make, better, corrected):
     model, data = make()
     recipe = X86 if corrected else plain(X86)
     quantized = fxq.quantize(model, recipe, data=data)
-    found = quantized.ledger.narrowed
+    found = quantized.ledger.reduced_range
     assert found.role == better == max(found.sqnr, key=found.sqnr.get)
     with torch.no_grad():
         for role, measured in found.sqnr.items():
             alone = fxq.quantize(model, qdq_form(replace(plain(X86), reduce_range=role)), data=data)
             off = on_samples(model, alone, data, 64 if corrected else 32) - measured
             assert abs(off) < 0.1  # dB; propagate and fallback leave roundings out
-            assert alone.ledger.narrowed == ReducedRange(role)
-    text = f"{better} have 7 bits where 8 overflow in this CPU's kernels; output of the qdq graph: "
+            assert alone.ledger.reduced_range == ReducedRange(role)
+    text = f"{better} have 7 bits where 8 would saturate in this CPU's kernels; output of the qdq graph: "
     assert f"{text}{found.sqnr['activations']:.1f} dB with activations" in str(quantized.ledger)
     facts = json.loads(quantized.ledger.to_json())
     assert facts["reduce_range"] == better and facts[f"sqnr_reduced_{better}"] == found.sqnr[better]
@@ -82,7 +82,9 @@ def test_auto_keeps_the_better_one_and_says_so(make, better, corrected):
 def test_the_recipe_says_which():
     model, data = exact_weights()
     quantized = fxq.quantize(model, replace(X86, reduce_range="activations"), data=data)
-    assert "activations have 7 bits where 8 overflow in this CPU's kernels; the recipe says so" in str(quantized.ledger)
+    assert "activations have 7 bits where 8 would saturate in this CPU's kernels; as the recipe says" in str(
+        quantized.ledger
+    )
     assert {int(layer.weight.max()) for layer in quantized.qparams().values()} == {127}
 
 
@@ -106,21 +108,21 @@ def test_nothing_is_tried_where_nothing_overflows(monkeypatch):
     for recipe in recipes[:-1]:
         fxq.quantize(model, recipe, data=data)
     with pytest.warns(fxq.FxqWarning, match="nothing runs on integers"):
-        assert fxq.quantize(model, recipes[-1], data=data).ledger.narrowed is None
+        assert fxq.quantize(model, recipes[-1], data=data).ledger.reduced_range is None
     if VNNI:
         monkeypatch.setattr(cpu, "has_vnni", lambda: True)
-        assert fxq.quantize(model, X86, data=data).ledger.narrowed is None
+        assert fxq.quantize(model, X86, data=data).ledger.reduced_range is None
 
 
-@pytest.mark.parametrize("narrow", ["activations", "weights"])
-def test_bits_that_an_override_asks_for_are_kept(narrow):
+@pytest.mark.parametrize("role", ["activations", "weights"])
+def test_bits_that_an_override_asks_for_are_kept(role):
     model, data = exact_weights()
     six = QuantConfig(weight=TensorSpec(bits=6, signed=True, symmetric=True, per="channel", observer="minmax"))
-    quantized = fxq.quantize(model, replace(X86, reduce_range=narrow).override("2", six), data=data)
+    quantized = fxq.quantize(model, replace(X86, reduce_range=role).override("2", six), data=data)
     largest = {path: int(layer.weight.abs().max()) for path, layer in quantized.qparams().items()}
-    assert largest == {"0": 127 if narrow == "activations" else 63, "2": 31}
+    assert largest == {"0": 127 if role == "activations" else 63, "2": 31}
     grids = {n.name: "qmax=127" in n.text for n in quantized.history["insert-qdq"].graph if n.label == "quantize"}
-    assert grids["input_1_q"] == (narrow == "activations") and not grids["_0_relu_q"]
+    assert grids["input_1_q"] == (role == "activations") and not grids["_0_relu_q"]
 
 
 class Depthwise(nn.Module):
@@ -133,14 +135,14 @@ class Depthwise(nn.Module):
 
 
 @pytest.mark.skipif(not cpu.has_exact_depthwise(), reason="oneDNN adds a depthwise convolution's products in int16")
-@pytest.mark.parametrize("narrow", ["activations", "weights"])
-def test_a_depthwise_convolution_gives_up_nothing(narrow, monkeypatch):
+@pytest.mark.parametrize("role", ["activations", "weights"])
+def test_a_depthwise_convolution_gives_up_nothing(role, monkeypatch):
     monkeypatch.setattr(cpu, "has_exact_depthwise", lambda: True)
     model, x = settled(Depthwise), torch.randn(8, 3, 16, 16)
-    quantized = fxq.quantize(model, replace(X86, reduce_range=narrow), data=[x])
+    quantized = fxq.quantize(model, replace(X86, reduce_range=role), data=[x])
     kernels = [m for m in quantized.modules() if type(m).__name__ == "OnednnConv"]
-    assert [m.x.qmax for m in kernels] == ([127, 255, 127] if narrow == "activations" else [255] * 3)
-    assert [int(m.weight.abs().max()) for m in kernels] == ([127] * 3 if narrow == "activations" else [63, 127, 63])
+    assert [m.x.qmax for m in kernels] == ([127, 255, 127] if role == "activations" else [255] * 3)
+    assert [int(m.weight.abs().max()) for m in kernels] == ([127] * 3 if role == "activations" else [63, 127, 63])
 
 
 def test_a_model_without_a_float_output():
@@ -149,24 +151,24 @@ def test_a_model_without_a_float_output():
             return super().forward(x).argmax(1)
 
     model, data = Classes(nn.Linear(16, 8)).eval(), [torch.randn(8, 16)]
-    found = fxq.quantize(model, X86, data=data).ledger.narrowed
+    found = fxq.quantize(model, X86, data=data).ledger.reduced_range
     assert found.role == "activations" and set(found.sqnr.values()) == {None}
 
 
 def test_a_copy_of_an_observed_model_is_converted_alike():
     model, data = exact_weights()
-    observed = fxq.calibrate(fxq.prepare(model, X86, data[0]), data)
+    observed = fxq.calibrate(fxq.prepare(model, X86, example_inputs=data[0]), data)
     copied = copy.deepcopy(observed)
     one, two = fxq.convert(observed), fxq.convert(copied)
-    assert torch.equal(one(data[0]), two(data[0])) and one.ledger.narrowed == two.ledger.narrowed
+    assert torch.equal(one(data[0]), two(data[0])) and one.ledger.reduced_range == two.ledger.reduced_range
     assert len(observed.manager.context.samples) == observed.batches_seen == 3
     again = fxq.convert(observed)
-    assert torch.equal(one(data[0]), again(data[0])) and one.ledger.narrowed == again.ledger.narrowed
+    assert torch.equal(one(data[0]), again(data[0])) and one.ledger.reduced_range == again.ledger.reduced_range
 
 
 def test_without_data_the_observed_model_can_still_be_calibrated():
     model, data = exact_weights()
-    observed = fxq.prepare(model, X86, data[0])
+    observed = fxq.prepare(model, X86, example_inputs=data[0])
     with pytest.raises(fxq.FxqError, match="has seen no data"):
         fxq.convert(observed)
     fxq.convert(fxq.calibrate(observed, data))
@@ -178,7 +180,7 @@ def test_a_pinned_recipe_names_the_role_that_was_chosen():
     recipe = quantized.recipe_as_decided()
     assert recipe.reduce_range == "weights"
     again = fxq.quantize(model, recipe, data=data)
-    assert torch.equal(again(data[0]), quantized(data[0])) and again.ledger.narrowed == ReducedRange("weights")
+    assert torch.equal(again(data[0]), quantized(data[0])) and again.ledger.reduced_range == ReducedRange("weights")
 
 
 def test_a_recipe_names_a_role():

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import fxq
-from fxq.ledger.remedies import IntegerEdges, Remedy
+from fxq.ledger.remedies import IntegerEdges, Remedies
 from tests.support.helpers import REFERENCE, module, steps
 from tests.support.ledgers import QUICK, RECIPES, X, pasted
 from tests.support.models import NETWORKS, batch, build
@@ -19,10 +19,10 @@ def test_the_lines_of_the_worst_layers_take_their_noise_away(name, recipe):
     model, data = build(name), batch(name)
     ledger = fxq.quantize(model, recipe, data=[data]).ledger
     worst = ledger.worst(3)
-    faults = [e.fault_sqnr for e in ledger if e.mend and e.fault_sqnr < math.inf]
+    faults = [e.fault_sqnr for e in ledger if e.remedy and e.fault_sqnr < math.inf]
     assert [e.fault_sqnr for e in worst] == sorted(faults)[:3]
     for entry in worst:
-        others = fxq.quantize(model, pasted(entry.mend, recipe), data=[data]).ledger
+        others = fxq.quantize(model, pasted(entry.remedy, recipe), data=[data]).ledger
         assert next(e for e in others if e.name == entry.name).fault_sqnr > 80, entry  # dB: float32 alone
 
 
@@ -32,10 +32,10 @@ def test_a_line_frees_the_integers_that_others_read_too():
     parts = {"a": nn.Linear(6, 6), "b": nn.Linear(6, 4), "c": nn.Linear(6, 4)}
     model = module(lambda self, x: (self.b(y := torch.relu(self.a(x)).reshape(-1, 6)), self.c(y)), **parts)
     entry = fxq.quantize(model, REFERENCE, data=[X.reshape(-1, 6)]).ledger.where(path="b")[0]
-    assert entry.mend == (
+    assert entry.remedy == (
         "recipe.override('b', fxq.FLOAT).override(fxq.by_op('reshape'), fxq.FLOAT)"  # the layer in front has one reader
     )
-    now = fxq.quantize(model, pasted(entry.mend, REFERENCE), data=[X.reshape(-1, 6)]).ledger
+    now = fxq.quantize(model, pasted(entry.remedy, REFERENCE), data=[X.reshape(-1, 6)]).ledger
     assert now.where(path="b")[0].own_sqnr == math.inf
     assert now.where(path="c")[0].precision == "int8"
 
@@ -53,8 +53,8 @@ def test_finding_the_lines_takes_time_linear_in_the_readers():
         qmodel = fxq.quantize(model, REFERENCE, data=[torch.randn(2, 4)])
 
         def find():
-            mending = Remedy(IntegerEdges(qmodel), qmodel.ledger)
-            return [mending.line(node) for node in qmodel.graph.nodes]
+            remedies = Remedies(IntegerEdges(qmodel), qmodel.ledger)
+            return [remedies.line(node) for node in qmodel.graph.nodes]
 
         return steps(find)
 

@@ -39,7 +39,7 @@ def test_an_op_of_the_user_s_library_runs_on_integers_under_its_name(backend):
     rows = {e.op: e.precision for e in qmodel.ledger}
     assert rows == {"linear": "int8", "bump": "int8", "own_swap": "moves"}
     assert [e.op for e in qmodel.ledger].count("bump") == 4
-    gm = fxq.extend.run_passes(model, REFERENCE, X, until="canonicalize")
+    gm = fxq.extend.run_passes(model, REFERENCE, example_inputs=X, until="canonicalize")
     calls = gm.graph.find_nodes(op="call_function", target=own.bump)
     assert [call.kwargs.get("width", 1.0) for call in calls] == [2.0, 3.0, 0.5, 1.0]
     assert torch.equal(pickle.loads(pickle.dumps(qmodel))(X), qmodel(X))
@@ -50,7 +50,7 @@ def test_an_op_of_a_list_is_one_call():
         def forward(self, x):
             return own.join([x, own.join(xs=(x, x), dim=1)], dim=1)
 
-    gm = fxq.extend.run_passes(Joined(), REFERENCE, X, until="canonicalize")
+    gm = fxq.extend.run_passes(Joined(), REFERENCE, example_inputs=X, until="canonicalize")
     assert len(gm.graph.find_nodes(op="call_function", target=own.join)) == 2
     assert torch.equal(gm(X), torch.cat([X, X, X], 1))
 
@@ -158,7 +158,7 @@ def test_what_an_op_lacks_is_said():
 
     try:
         recipe = fxq.Recipe.static(backend="x86", optimize="coverage").with_min_sqnr(None)
-        gm = fxq.extend.run_passes(settled(Lacking), recipe, X, until="annotate")
+        gm = fxq.extend.run_passes(settled(Lacking), recipe, example_inputs=X, until="annotate")
     finally:
         OPS.discard("moved_without_layout")
         OPS.discard("without_kernel")

@@ -148,7 +148,7 @@ def test_smooth_does_not_see_padding():
     recipe = REFERENCE.without_pass("smooth").insert_pass(step, after="insert-qdq").override("attention", fxq.FLOAT)
     large = fxq.quantize(model, recipe.without_pass("correct-bias"), data=[padded(n, 100.0) for n in range(8)])
     hidden = [(x.masked_fill(~keep[..., None], 0.0), keep) for x, keep in (padded(n) for n in range(8))]
-    observed = fxq.prepare(model, recipe.without_pass("correct-bias"), hidden[0])
+    observed = fxq.prepare(model, recipe.without_pass("correct-bias"), example_inputs=hidden[0])
     fxq.calibrate(observed, hidden)
     qmodel = fxq.convert(observed)
     assert [str(edit.rule) for edit in qmodel.history["smooth"].edits] == []

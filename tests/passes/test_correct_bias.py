@@ -146,7 +146,7 @@ def test_few_samples_are_asked_whether_it_holds_for_others(samples, corrected):
     """Weights and inputs of mean 0 leave no mean error: what is fitted is chance."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)).eval()
-    observed = fxq.prepare(model, REFERENCE, torch.randn(1, 3, 16, 16))
+    observed = fxq.prepare(model, REFERENCE, example_inputs=torch.randn(1, 3, 16, 16))
     fxq.calibrate(observed, [torch.randn(samples, 3, 16, 16)])
     got, plain = fxq.convert(observed), fxq.convert(observed, PLAIN)
     x = torch.randn(2, 3, 16, 16)
@@ -207,7 +207,7 @@ def test_transposed_convolutions_with_groups(dims, groups):
 def test_inputs_without_a_batch_axis(model, shape):
     """Their first axis is none of samples, of which one could take a few."""
     data = [torch.randn(shape) for _ in range(8)]
-    observed = fxq.calibrate(fxq.prepare(model.eval(), REFERENCE, data[0]), data)
+    observed = fxq.calibrate(fxq.prepare(model.eval(), REFERENCE, example_inputs=data[0]), data)
     assert not observed.manager.context.divisible
     quantized = fxq.convert(observed)
     assert len(quantized.history["correct-bias"].edits) > 0 or shape == (16,)
@@ -268,7 +268,7 @@ def test_both_forms_draw_the_same_random_numbers():
 
     torch.manual_seed(0)
     model, data = Dropping().eval(), [torch.randn(64, 16) for _ in range(4)]
-    observed = fxq.calibrate(fxq.prepare(model, REFERENCE, data[0]), data)
+    observed = fxq.calibrate(fxq.prepare(model, REFERENCE, example_inputs=data[0]), data)
     first, again = (fxq.convert(observed).qparams()["b"] for _ in range(2))
     assert torch.equal(first.bias, again.bias) and torch.equal(first.weight_scale, again.weight_scale)
     alone = fxq.convert(observed, REFERENCE.without_pass("correct-bias")).qparams()["b"]

@@ -110,7 +110,7 @@ def test_the_output_stays_and_ranges_become_equal(dims, groups, kernel, transpos
         x = torch.randn(2, 3, 4)
     with torch.no_grad():
         model[0].weight *= 10 ** torch.randn(8).view(-1, *[1] * (model[0].weight.dim() - 1))
-    gm = fxq.extend.run_passes(model, EQUALIZED, x, until="equalize")
+    gm = fxq.extend.run_passes(model, EQUALIZED, example_inputs=x, until="equalize")
     wanted = model(x)
     torch.testing.assert_close(gm(x), wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
     weights = {name: tensor for name, tensor in fxq.extend.graph_tensors(gm).items() if "weight" in name}
@@ -122,7 +122,7 @@ def test_the_output_stays_and_ranges_become_equal(dims, groups, kernel, transpos
 def test_a_chain_ends_where_all_ranges_are_equal():
     torch.manual_seed(0)
     model = spread_out(nn.Sequential(*[nn.Linear(8, 8) for _ in range(5)])).eval()
-    gm = fxq.extend.run_passes(model, EQUALIZED, torch.randn(2, 8), until="equalize")
+    gm = fxq.extend.run_passes(model, EQUALIZED, example_inputs=torch.randn(2, 8), until="equalize")
     weights = [t for name, t in fxq.extend.graph_tensors(gm).items() if "weight" in name]
     for first, second in itertools.pairwise(weights):
         torch.testing.assert_close(ranges(first, 0), ranges(second, 1), rtol=0.01, atol=0)
@@ -148,8 +148,11 @@ def conv():
 )
 def test_what_it_leaves_alone(model):
     x = torch.randn(2, 4, 4) if isinstance(getattr(model, "0", None), nn.Linear) else torch.randn(2, 4, 4, 4)
-    traced = fxq.extend.run_passes(model.eval(), EQUALIZED, x, until="fold-batch-norm")
-    before, after = program(traced), program(fxq.extend.run_passes(model.eval(), EQUALIZED, x, until="equalize"))
+    traced = fxq.extend.run_passes(model.eval(), EQUALIZED, example_inputs=x, until="fold-batch-norm")
+    before, after = (
+        program(traced),
+        program(fxq.extend.run_passes(model.eval(), EQUALIZED, example_inputs=x, until="equalize")),
+    )
     assert before == after
 
 
@@ -159,7 +162,7 @@ def test_pools_of_single_channels_and_folded_norms():
     model = nn.Sequential(*layers).eval()
     nn.init.uniform_(model[1].weight, 0.01, 20)
     x = torch.randn(2, 3, 12, 12)
-    gm = fxq.extend.run_passes(model, EQUALIZED, x, until="equalize")
+    gm = fxq.extend.run_passes(model, EQUALIZED, example_inputs=x, until="equalize")
     torch.testing.assert_close(gm(x), model(x), rtol=1e-4, atol=1e-4)
     assert "minimum" in program(gm) and "relu6" not in program(gm)
 

@@ -157,9 +157,9 @@ def test_what_is_clearly_otherwise_than_the_table_says_is_measured_again_and_cou
     """One round of the kernels was interrupted, and is no outlier later; but the small layer is slow each time."""
     plant_table(lambda key: 0.1 if "quantize" in key else 1.0 if key.startswith("int8") else 3.0)
     slow = lambda key: int8(key) and "[4, 8, 1, 1]" in key  # noqa: E731
-    prober = rounds_of(lambda key: 90.0 if slow(key) else 1.0 if int8(key) else 3.0)
-    monkeypatch.setattr(costs, "machine_costs", lambda: prober)
-    monkeypatch.setattr(costs, "APART", 0.0)
+    known = rounds_of(lambda key: 90.0 if slow(key) else 1.0 if int8(key) else 3.0)
+    monkeypatch.setattr(costs, "machine_costs", lambda: known)
+    monkeypatch.setattr(costs, "MIN_ROUND_INTERVAL", 0.0)
     model, x = settled(Three), torch.rand(2, 3, 8, 8)
     qmodel = fxq.quantize(model, X86, data=[x])
     by_path = {decision.path: decision for decision in qmodel.decisions}
@@ -167,15 +167,15 @@ def test_what_is_clearly_otherwise_than_the_table_says_is_measured_again_and_cou
     assert by_path["small"].int8_us == pytest.approx(90.0)
     for path in ("a", "b", "head"):
         assert (by_path[path].by, by_path[path].runs) == ("table", "int8")
-    assert all(len(seconds) >= costs.LEAST for key, seconds in prober.rounds.items() if int8(key) and "conv2d" in key)
+    assert all(len(found) >= costs.MIN_ROUNDS for key, found in known.rounds.items() if int8(key) and "conv2d" in key)
 
 
 def test_what_rounds_do_not_agree_on_does_not_count(plant_table, monkeypatch):
     plant_table(lambda key: 0.1 if "quantize" in key else 1.0 if key.startswith("int8") else 3.0)
     times = iter(2.0**i for i in range(400, 0, -1))
-    prober = rounds_of(lambda key: next(times) if int8(key) else 3.0)
-    monkeypatch.setattr(costs, "machine_costs", lambda: prober)
-    monkeypatch.setattr(costs, "APART", 0.0)
+    known = rounds_of(lambda key: next(times) if int8(key) else 3.0)
+    monkeypatch.setattr(costs, "machine_costs", lambda: known)
+    monkeypatch.setattr(costs, "MIN_ROUND_INTERVAL", 0.0)
     qmodel = fxq.quantize(settled(Three), X86, data=[torch.rand(2, 3, 8, 8)])
     assert {(decision.by, decision.runs) for decision in qmodel.decisions} == {("table", "int8"), ("table", "moves")}
 
@@ -224,7 +224,7 @@ def test_coverage_says_when_it_is_slower_than_float(plant_table):
     model, x = settled(Three), torch.rand(2, 3, 8, 8)
     said = (
         r"estimated to take 2\.7 times as long as in float on this machine: 0\.0135 ms instead of 0\.005 ms\. "
-        r"What loses most: small \(0\.009 ms, in float 0\.001 ms\)\. recipe\.with_optimize\(\"speed\"\)"
+        r"The ops that lose the most: small \(0\.009 ms, in float 0\.001 ms\)\. recipe\.with_optimize\(\"speed\"\)"
     )
     with pytest.warns(fxq.FxqWarning, match=said):
         fxq.quantize(model, X86.with_optimize("coverage"), data=[x])

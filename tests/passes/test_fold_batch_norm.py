@@ -154,5 +154,5 @@ def test_a_norm_that_others_read_stays():
 def test_a_norm_goes_into_a_float_layer_but_no_float_norm_into_an_integer_one(floats, apart):
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).eval()
     recipe = REFERENCE.override(floats, fxq.FLOAT)
-    gm = fxq.extend.run_passes(model, recipe, torch.rand(1, 3, 8, 8), until="fold-batch-norm")
+    gm = fxq.extend.run_passes(model, recipe, example_inputs=torch.rand(1, 3, 8, 8), until="fold-batch-norm")
     assert ("batch_norm" in gm.code) == apart

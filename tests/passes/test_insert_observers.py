@@ -112,7 +112,7 @@ def test_a_weight_has_one_observer_for_each_form_that_layers_want():
 
 def test_a_weight_that_changes_after_calibration_is_seen_as_it_is_then():
     model, x = module(lambda self, x: self.a(x), a=nn.Linear(4, 4)), torch.randn(8, 4)
-    observed = fxq.calibrate(fxq.prepare(model, REFERENCE, x), [x])
+    observed = fxq.calibrate(fxq.prepare(model, REFERENCE, example_inputs=x), [x])
     with torch.no_grad():
         model.a.weight.mul_(100)
     assert fxq.convert(observed).qparams()["a"].weight_scale.max() == pytest.approx(
@@ -132,7 +132,7 @@ def test_nothing_to_observe_in_a_float_model():
 
 
 def test_an_observer_that_saw_nothing_is_refused():
-    observed = fxq.prepare(build("dense"), REFERENCE, batch("dense"))
+    observed = fxq.prepare(build("dense"), REFERENCE, example_inputs=batch("dense"))
     with pytest.raises(fxq.CalibrationError, match=r"%x .*has seen no data"):
         fxq.convert(observed)
 

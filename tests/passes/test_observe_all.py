@@ -18,7 +18,7 @@ X = torch.rand(2, 3, 8, 8)
 def graph(until="fold-batch-norm"):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2)).eval()
-    return fxq.extend.run_passes(model, REFERENCE, X, until=until)
+    return fxq.extend.run_passes(model, REFERENCE, example_inputs=X, until=until)
 
 
 def test_every_value_of_floats_is_watched():
@@ -55,7 +55,7 @@ def test_what_is_not_finite_is_let_go(bad):
 
 def test_a_value_that_was_let_go_is_refused_when_it_is_wanted():
     model = module(lambda self, x, y: self.b(self.a(x) / y), a=nn.Linear(3, 3), b=nn.Linear(3, 3))
-    observed = fxq.prepare(model, REFERENCE, (X[0, 0, :, :3], torch.ones(3)), observe_all=True)
+    observed = fxq.prepare(model, REFERENCE, example_inputs=(X[0, 0, :, :3], torch.ones(3)), observe_all=True)
     observed(X[0, 0, :, :3], torch.zeros(3))
     with pytest.raises(fxq.RecipeError, match="calibration has not observed"):
         fxq.convert(observed)

@@ -147,7 +147,9 @@ def test_an_input_that_does_not_fit_names_the_layer():
         graph(Mixed().eval(), torch.randn(1, 5, 8, 8), "trace")
 
 
-@pytest.mark.parametrize("steps", [lambda m, x: fxq.prepare(m, REFERENCE, x), lambda m, x: graph(m, x, "trace")])
+@pytest.mark.parametrize(
+    "steps", [lambda m, x: fxq.prepare(m, REFERENCE, example_inputs=x), lambda m, x: graph(m, x, "trace")]
+)
 def test_messages_end_where_they_end(steps):
     """They ended with what torch.fx appends: the node, the whole traceback and an advert."""
     with pytest.raises(fxq.InputError) as error:
@@ -168,6 +170,6 @@ def test_messages_of_an_interpreter_inside_the_model_are_cut():
     model = nn.Sequential(Interprets(), nn.Linear(4, 2)).eval()
     recipe = REFERENCE.leaf("0")
     with pytest.raises(fxq.InputError, match=r'layer "0" .*shapes cannot be multiplied \(3x5 and 4x4\)$'):
-        fxq.prepare(model, recipe, torch.randn(3, 5))
+        fxq.prepare(model, recipe, example_inputs=torch.randn(3, 5))
     with pytest.raises(fxq.InputError, match=r"data, batch 1 .*shapes cannot be multiplied \(3x5 and 4x4\)$"):
         fxq.quantize(model, recipe, data=[torch.randn(3, 4), torch.randn(3, 5)])

@@ -70,7 +70,9 @@ class Sums(nn.Module):
 
 @pytest.mark.parametrize("count", [3, 14, 40])
 def test_equal_sums_get_one_decision(count):
-    gm = fxq.extend.run_passes(settled(lambda: Sums(count)), REFERENCE, torch.randn(2, 3, 4, 4), until="annotate")
+    gm = fxq.extend.run_passes(
+        settled(lambda: Sums(count)), REFERENCE, example_inputs=torch.randn(2, 3, 4, 4), until="annotate"
+    )
     sums = [n for n in gm.graph.nodes if is_op(n, "add") and all(is_op(v, "erf") for v in n.all_input_nodes)]
     assert len(sums) == count
     assert {info(n).plan.precision for n in sums} == {"float"}
@@ -92,6 +94,6 @@ def chained(count):
 def test_settling_takes_time_linear_in_the_graph(model):
     counts = []
     for count in (40, 160):
-        gm = fxq.extend.run_passes(model(count).eval(), REFERENCE, torch.randn(1, 3, 2, 2), until="fuse")
+        gm = fxq.extend.run_passes(model(count).eval(), REFERENCE, example_inputs=torch.randn(1, 3, 2, 2), until="fuse")
         counts.append(steps(lambda gm=gm: Annotate().run(Rewriter(gm, context(gm, torch.randn(1, 3, 2, 2))))))
     assert counts[1] < 5 * counts[0]

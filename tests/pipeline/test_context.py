@@ -96,12 +96,13 @@ WITHOUT_LATER_STEPS = nn.Transformer.generate_square_subsequent_mask(6)
 def test_what_may_be_cut(model, shapes, divisible):
     """A context whose graph computes the same for one row of its inputs alone as among the others, or not."""
     example = tuple(torch.rand(shape) for shape in shapes)
-    assert fxq.prepare(model, REFERENCE, example).manager.context.divisible is divisible
+    assert fxq.prepare(model, REFERENCE, example_inputs=example).manager.context.divisible is divisible
 
 
 def recorded(sizes, divisible=True):
     """A context that has recorded batches of so many samples; its example of 2 samples takes 8 multiplications."""
-    own_context = fxq.prepare(nn.Sequential(nn.Linear(2, 2)).eval(), REFERENCE, torch.rand(2, 2)).manager.context
+    model = nn.Sequential(nn.Linear(2, 2)).eval()
+    own_context = fxq.prepare(model, REFERENCE, example_inputs=torch.rand(2, 2)).manager.context
     own_context.samples[:], own_context.divisible = [Batch((torch.rand(size, 2),)) for size in sizes], divisible
     return own_context
 

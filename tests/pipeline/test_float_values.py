@@ -51,7 +51,7 @@ RECIPE = fxq.Recipe.static(backend="reference", optimize="coverage")
 
 
 def observed(model, data, show=True, recipe=RECIPE):
-    prepared = fxq.prepare(model.eval(), recipe, data[0])
+    prepared = fxq.prepare(model.eval(), recipe, example_inputs=data[0])
     if show:
         return fxq.calibrate(prepared, data)
     for x in data:

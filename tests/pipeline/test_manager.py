@@ -40,12 +40,12 @@ def test_a_pass_that_stands_behind_the_last_stage_that_it_works_on():
     with pytest.raises(
         PassError, match="equalize works on graphs up to the stage canonical, and the graph is fused al"
     ):
-        fxq.prepare(two_linears(), REFERENCE.insert_pass(fxq.passes.Equalize(), after="fuse"), X)
+        fxq.prepare(two_linears(), REFERENCE.insert_pass(fxq.passes.Equalize(), after="fuse"), example_inputs=X)
     with pytest.raises(
         PassError, match="equalize works on graphs up to the stage canonical, and the graph is observed"
     ):
         fxq.quantize(two_linears(), REFERENCE.insert_pass(fxq.passes.Equalize(), after="insert-observers"), data=[X])
-    fxq.prepare(two_linears(), REFERENCE.insert_pass(fxq.passes.Equalize(), after="canonicalize"), X)
+    fxq.prepare(two_linears(), REFERENCE.insert_pass(fxq.passes.Equalize(), after="canonicalize"), example_inputs=X)
 
 
 def test_the_stage_moves_forward_only():
@@ -60,14 +60,14 @@ def test_the_stage_moves_forward_only():
 
 def test_a_removed_pass_that_others_need_is_told():
     with pytest.raises(PassError, match="annotate needs the stage fused, but the graph is canonical"):
-        fxq.prepare(two_linears(), REFERENCE.without_pass("fuse"), X)
+        fxq.prepare(two_linears(), REFERENCE.without_pass("fuse"), example_inputs=X)
     with pytest.raises(RecipeError, match="no pass that inserts observers: insert-observers was removed"):
-        fxq.prepare(two_linears(), REFERENCE.without_pass("insert-observers"), X)
+        fxq.prepare(two_linears(), REFERENCE.without_pass("insert-observers"), example_inputs=X)
 
 
 def test_a_pass_that_needs_observers_and_stands_before_them_is_named():
-    with pytest.raises(RecipeError, match="inserts observers: looks-at-observers needs observers and stands before it"):
-        fxq.prepare(two_linears(), REFERENCE.insert_pass(LooksAtObservers(), after="fuse"), X)
+    with pytest.raises(RecipeError, match="inserts observers: looks-at-observers needs observers and comes before it"):
+        fxq.prepare(two_linears(), REFERENCE.insert_pass(LooksAtObservers(), after="fuse"), example_inputs=X)
 
 
 # ---- passes that go wrong
@@ -167,7 +167,7 @@ class AddMethod(Pass):
 )
 def test_a_pass_that_goes_wrong_is_named_with_the_node(step, error, message):
     with pytest.raises(error, match=message):
-        fxq.prepare(two_linears(), REFERENCE.insert_pass(step, after="canonicalize"), X[:5])
+        fxq.prepare(two_linears(), REFERENCE.insert_pass(step, after="canonicalize"), example_inputs=X[:5])
 
 
 @pytest.mark.parametrize("after", ["canonicalize", "fuse", "insert-observers", "insert-qdq"])
@@ -188,12 +188,14 @@ def test_trying_out_is_no_calibration():
             pass
 
     with pytest.raises(fxq.CalibrationError, match="has seen no data"):
-        fxq.convert(fxq.prepare(two_linears(), REFERENCE.insert_pass(Idle(), after="insert-observers"), X))
+        fxq.convert(
+            fxq.prepare(two_linears(), REFERENCE.insert_pass(Idle(), after="insert-observers"), example_inputs=X)
+        )
 
 
 def test_the_cause_is_kept():
     with pytest.raises(PassError) as caught:
-        fxq.prepare(two_linears(), REFERENCE.insert_pass(Raise(), after="canonicalize"), X)
+        fxq.prepare(two_linears(), REFERENCE.insert_pass(Raise(), after="canonicalize"), example_inputs=X)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
@@ -333,18 +335,18 @@ def test_a_row_that_is_wrong_is_told_before_anything_is_rounded(wrong_row):
     """46 dB: as good as rounding to 7 bits, so that the output of the finished model would not show it."""
     model = nn.Sequential(nn.Linear(4, 4), Doubled()).eval()
     with pytest.warns(FxqWarning, match=r"computes something else than the model: 46\.0 dB SQNR on the example"):
-        fxq.prepare(model, REFERENCE, X)
+        fxq.prepare(model, REFERENCE, example_inputs=X)
     with warnings.catch_warnings():
         warnings.simplefilter("error", FxqWarning)
-        fxq.prepare(model, REFERENCE.leaf("1"), X)
-        fxq.prepare(nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval(), REFERENCE, X)
+        fxq.prepare(model, REFERENCE.leaf("1"), example_inputs=X)
+        fxq.prepare(nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval(), REFERENCE, example_inputs=X)
 
 
 def test_a_weight_that_is_returned_is_compared_without_a_warning():
     model = module(lambda self, x: (self.fc(x), self.fc.weight), fc=nn.Linear(4, 4))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        fxq.prepare(model, REFERENCE, X)
+        fxq.prepare(model, REFERENCE, example_inputs=X)
 
 
 def test_what_rounding_leaves_of_zero_is_no_error():
@@ -361,4 +363,4 @@ def test_what_rounding_leaves_of_zero_is_no_error():
 
     with warnings.catch_warnings():
         warnings.simplefilter("error", FxqWarning)
-        fxq.prepare(Zero().eval(), REFERENCE, X)
+        fxq.prepare(Zero().eval(), REFERENCE, example_inputs=X)

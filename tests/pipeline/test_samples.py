@@ -17,7 +17,7 @@ def network():
 
 
 def test_as_many_samples_of_each_batch_are_kept():
-    observed = fxq.prepare(network(), PLAIN, X)
+    observed = fxq.prepare(network(), PLAIN, example_inputs=X)
     batches = [torch.rand(7, 3, 8, 8) for _ in range(BATCHES)]
     for batch in batches:
         observed(batch)
@@ -29,7 +29,7 @@ def test_as_many_samples_of_each_batch_are_kept():
 
 
 def test_of_batches_of_one_sample_more_are_kept():
-    observed = fxq.prepare(network(), PLAIN, X)
+    observed = fxq.prepare(network(), PLAIN, example_inputs=X)
     for _ in range(SAMPLES + 3):
         observed(X[:1])
     assert len(observed.manager.context.samples) == SAMPLES
@@ -37,7 +37,7 @@ def test_of_batches_of_one_sample_more_are_kept():
 
 def test_no_fewer_of_each_are_kept_of_more_batches():
     """So what is kept of the first batches does not depend on how many there are."""
-    observed = fxq.prepare(network(), PLAIN, X)
+    observed = fxq.prepare(network(), PLAIN, example_inputs=X)
     for _ in range(SAMPLES):
         observed(torch.rand(3, 3, 8, 8))
     sizes = [len(sample.args[0]) for sample in observed.manager.context.samples]

@@ -151,7 +151,7 @@ class Net(nn.Module):
 def test_nothing_selected_names_near_misses(selector, message):
     recipe = REFERENCE.override(selector, fxq.FLOAT)
     with pytest.raises(RecipeError, match=message):
-        fxq.prepare(Net().eval(), recipe, torch.rand(2, 4))
+        fxq.prepare(Net().eval(), recipe, example_inputs=torch.rand(2, 4))
 
 
 def test_a_star_stops_at_a_dot():
@@ -172,5 +172,5 @@ def test_a_star_stops_at_a_dot():
 
 @pytest.mark.parametrize("selector", ["layer1", "layer1.*", "h*", fxq.by_op("relu"), nn.ReLU, nn.Sequential])
 def test_what_is_selected_runs_in_float(selector):
-    observed = fxq.prepare(Net().eval(), REFERENCE.override(selector, fxq.FLOAT), torch.rand(2, 4))
+    observed = fxq.prepare(Net().eval(), REFERENCE.override(selector, fxq.FLOAT), example_inputs=torch.rand(2, 4))
     assert any("the recipe says float" in node.reason for node in observed.history[-1].graph)

@@ -90,7 +90,7 @@ def test_both_models_and_every_node_that_computes_are_timed(residual):
 def test_a_float_model_that_is_gone_is_said(residual):
     found = time_models(residual[1], None, Batch((batch("residual"),)))
     assert found.float_us is None and found.int8_us > 0
-    assert "the float model is gone" in found.why
+    assert "the float model was deleted" in found.why
 
 
 def test_a_float_model_in_train_mode_is_not_run(residual):

@@ -30,7 +30,7 @@ def region(qmodel):
 
 
 def test_kernels_are_a_row_each(qmodel):
-    found = qmodel.profile(batch("residual"))
+    found = qmodel.profile(example_inputs=batch("residual"))
     assert [row.node for row in found] == [n.name for n in qmodel.graph.nodes if n.op.startswith("call")]
     views = qmodel.history[-1].graph
     assert all((row.layer, row.op, row.kind) == ("", views[row.node].label, views[row.node].kind) for row in found)
@@ -59,13 +59,13 @@ def test_a_region_has_a_row_for_each_of_its_layers(engine):
 
 
 def test_other_inputs_are_timed_anew(engine):
-    small, large = (sum(row.us for row in engine.profile(torch.randn(n, 3, 8, 8))) for n in (1, 256))
+    small, large = (sum(row.us for row in engine.profile(example_inputs=torch.randn(n, 3, 8, 8))) for n in (1, 256))
     assert large > small
 
 
 def test_inputs_that_the_model_refuses(engine):
     with quiet(), pytest.raises(fxq.InputError, match="the model does not run on"):
-        engine.profile(torch.randn(4, 3, 8, 8, 2))
+        engine.profile(example_inputs=torch.randn(4, 3, 8, 8, 2))
 
 
 def test_a_profile_leaves_the_model_as_it_is(engine):

@@ -65,7 +65,7 @@ def test_time_of_the_nodes_and_sizes_are_there(model, qmodel, data):
 def test_without_the_float_model_its_time_is_missing_and_its_size_is_not(qmodel, data):
     found = report_data(copy.deepcopy(qmodel))
     assert found["time"]["float_us"] is None
-    assert "the float model is gone" in found["time"]["why"]
+    assert "the float model was deleted" in found["time"]["why"]
     assert found["size"] == data["size"]
 
 

@@ -33,7 +33,7 @@ def test_every_layer_has_a_mark_for_either_side_and_a_row(browser, pair):
         marks = page.locator('[aria-label^="SQNR of each layer in a and in b"] g[aria-label="dot"] > *')
         assert marks.count() == sum((row.sqnr_a is not None) + (row.sqnr_b is not None) for row in found)
         assert column(page, "sqnr_a") == [f"{row.sqnr_a:.1f}" for row in found]
-        assert column(page, "fate_b") == [row.fate_b for row in found]
+        assert column(page, "precision_b") == [row.precision_b for row in found]
         assert f"{found.output_sqnr:.1f} dB" in page.locator(".tiles").inner_text()
 
 
@@ -49,7 +49,7 @@ def test_layers_sort_by_what_b_is_better_by(browser, pair):
 
 def test_what_runs_as_something_else_says_why(browser, pair):
     found, path = pair
-    apart = [row for row in found if row.fate_a != row.fate_b]
+    apart = [row for row in found if row.precision_a != row.precision_b]
     with opened(browser, path) as page:
         items = page.locator(".apart li")
         assert items.count() == len(apart)

@@ -36,7 +36,7 @@ def test_candidates_and_layers_stand_in_tables(browser, path, searched):
     found, _ = searched
     assert len(found) > 3 and found.sensitivity is not None
     with opened(browser, path, "tab=tuning") as page:
-        assert cells(page, "candidates", "what") == [row.what for row in found]
+        assert cells(page, "candidates", "change") == [row.change for row in found]
         assert cells(page, "candidates", "chosen").index("chosen") == [row.chosen for row in found].index(True)
         assert cells(page, "sensitivity", "layer") == [row.path or row.name for row in found.sensitivity]
         shown = [float(text) for text in cells(page, "sensitivity", "sqnr")]

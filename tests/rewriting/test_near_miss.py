@@ -185,10 +185,10 @@ def test_the_recipe_and_the_backend_say_why_they_refuse(monkeypatch):
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU()).eval()
     image = torch.randn(2, 3, 5, 5)
     recipe = REFERENCE.override("1", fxq.FLOAT)
-    (near,) = fxq.prepare(model, recipe, image).history["fuse"].near
+    (near,) = fxq.prepare(model, recipe, example_inputs=image).history["fuse"].near
     assert (near.node, near.reason) == ("_1", "the recipe configures these ops differently")
     monkeypatch.setattr(Reference, "fuses", lambda self, ops: False)
-    (near,) = fxq.prepare(model, REFERENCE, image).history["fuse"].near
+    (near,) = fxq.prepare(model, REFERENCE, example_inputs=image).history["fuse"].near
     assert (near.node, near.reason) == ("_1", "the backend reference does not fuse these ops")
 
 
@@ -202,7 +202,7 @@ def test_a_batch_norm_that_stays_says_why():
             y = self.conv(x)
             return self.norm(y) + y
 
-    history = fxq.prepare(Stays().eval(), REFERENCE, torch.randn(2, 3, 5, 5)).history
+    history = fxq.prepare(Stays().eval(), REFERENCE, example_inputs=torch.randn(2, 3, 5, 5)).history
     near = {n.rule: n.reason for n in history["fold-batch-norm"].near}
     assert near == {"fold_batch_norm_conv2d": "%conv is also read by %add"}
 

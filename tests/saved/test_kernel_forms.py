@@ -53,7 +53,7 @@ def test_a_unit_stands_there_once():
     [
         ({"kernel": "fxq_kernels.none"}, "which no node calls"),
         ({"takes": (7,)}, "takes other inputs than it is called with"),
-        ({"parts": {"fxq_data.w": ("weight", 0, (3, 3, 3, 8))}}, "is of the shape"),
+        ({"parts": {"fxq_data.w": ("weight", 0, (3, 3, 3, 8))}}, "has the shape"),
         ({"parts": {"fxq_data.w": ("bias", 10**6, (3,))}}, "do not fit its form"),
         ({"parts": {"fxq_data.w": ("none", 0, (3,))}}, "do not fit its form"),
         ({"parts": {}}, "unknown tensor"),

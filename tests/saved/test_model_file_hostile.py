@@ -305,22 +305,22 @@ def test_swapped_and_missing_tensors(saved, tmp_path):
         assert isinstance(check(tmp_path / "m.fxq", gone.data(), model), str)
         strange = Parts(path)
         strange.tensors["more"] = {"type": "float32[4]", "same_as": "nothing"}
-        assert "which it does not hold" in check(tmp_path / "m.fxq", strange.data(), model)
+        assert "which is missing" in check(tmp_path / "m.fxq", strange.data(), model)
 
 
 @pytest.mark.parametrize(
     ("texts", "why"),
     [
-        ({"version": "2"}, "of version 2 of the format, and this fxq reads version 1: install a newer fxq"),
-        ({"version": "-1"}, "holds no model of fxq"),
-        ({"version": "9" * 5000}, "holds no model of fxq"),
-        ({"version": "¹"}, "holds no model of fxq"),
-        ({"format": "pt"}, "holds no model of fxq"),
-        ({"model": "[" * 100_000}, "does not hold the JSON"),
+        ({"version": "2"}, "version 2 of the format, and this fxq reads version 1: install a newer fxq"),
+        ({"version": "-1"}, "not a model file of fxq"),
+        ({"version": "9" * 5000}, "not a model file of fxq"),
+        ({"version": "¹"}, "not a model file of fxq"),
+        ({"format": "pt"}, "not a model file of fxq"),
+        ({"model": "[" * 100_000}, "its JSON is invalid"),
         ({"model": "{}"}, "a StoredModel has the fields"),
         ({"model": "null"}, "expected a StoredModel"),
         ({"tensors": '{"a": 1, "a": 1}'}, "has a key twice"),
-        ({"history": '{"views": [], "steps": [], "first_loss": null} x'}, "does not hold the JSON"),
+        ({"history": '{"views": [], "steps": [], "first_loss": null} x'}, "its JSON is invalid"),
         ({"graph": ""}, "the text ends before the graph does"),
         ({"forms": "x = input()"}, "form"),
     ],

@@ -85,7 +85,7 @@ def test_a_pickle_on_another_cpu(pickles, there):
         assert len(loaded["messages"]) == len(made["values"])
         for message in loaded["messages"]:
             assert "quantized on another machine (VNNI: there yes, here no; " in message
-            assert "run in q/dq form, which is right and slow" in message
+            assert "run in q/dq form, which is correct but slow" in message
     else:
         assert loaded["messages"] == []
 
@@ -142,7 +142,7 @@ def test_kernels_that_do_not_fit_run_in_their_form(monkeypatch):
     written = pickled_elsewhere(qmodel)
     monkeypatch.setattr(OnednnConv, "check", refuse)
     with pytest.warns(
-        FxqWarning, match=r"2 of its \d+ kernels .*: not here \(2 times, '0' for one\)\. They run"
+        FxqWarning, match=r"2 of its \d+ kernels .*: not here \(2 times, for instance '0'\)\. They run"
     ) as said:
         other = pickle.loads(written)
     assert "CPU: there another, here" in str(said[0].message)
@@ -227,7 +227,8 @@ def test_a_kernel_without_a_form_is_refused(monkeypatch):
     written = pickled_elsewhere(qmodel)
     monkeypatch.setattr(OnednnConv, "check", refuse)
     with pytest.raises(
-        BackendError, match=r"x86\.conv, which was put there by hand, does not run right here: not here"
+        BackendError,
+        match=r"x86\.conv, which was inserted by hand and has no q/dq form, is wrong on this machine: not here",
     ):
         pickle.loads(written)
 

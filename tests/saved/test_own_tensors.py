@@ -45,7 +45,7 @@ def test_which_there_are():
 )
 def test_forged_ones_are_refused(path, kind, tensor):
     gm = fxq.extend.run_passes(
-        nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval(), REFERENCE, torch.rand(2, 4), until="fuse"
+        nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval(), REFERENCE, example_inputs=torch.rand(2, 4), until="fuse"
     )
     with pytest.raises(InputError):
         set_own_tensors(gm, {path: tensor}, {path: kind})

@@ -8,13 +8,13 @@ import torch
 
 import fxq
 from fxq.graph.info import EngineLayer
-from fxq.ledger.float_record import Distribution, Record, RecordedInput
+from fxq.ledger.float_record import Distribution, FloatRecord, RecordedInput
 from fxq.ledger.ledger import Entry, Ledger, ReducedRange
 from fxq.recipe.pass_base import Stage
 from fxq.saved.records import from_plain, to_plain
 
 pytestmark = pytest.mark.any_cpu
-RECORD = Record(
+RECORD = FloatRecord(
     {"a": Distribution(-1, 2.5, (1, 2), (-1.0, 2.0))}, (RecordedInput("", (1, 3), torch.float32),), 8, "Net", {"w": 7}
 )
 LEDGER = Ledger(
@@ -31,7 +31,7 @@ def through_json(kind, value):
 @pytest.mark.parametrize(
     ("kind", "value"),
     [
-        (Record, RECORD),
+        (FloatRecord, RECORD),
         (Ledger, LEDGER),
         (tuple[EngineLayer, ...], (EngineLayer(("a", "b"), "Convolution", "int8", "int8", 2.5),)),
         (Stage, Stage.QDQ),
@@ -65,8 +65,8 @@ def test_defaults_are_left_out():
         (tuple[int, str], [1], "expected a list of 2"),
         (dict[str, int], [1], "expected a table"),
         (int | None, "x", "expected a int"),
-        (Record, {"mood": 1}, "a Record has the fields values, .*: see 'mood'"),
-        (Record, {"values": {}}, "see 'inputs'"),
+        (FloatRecord, {"mood": 1}, "a FloatRecord has the fields values, .*: see 'mood'"),
+        (FloatRecord, {"values": {}}, "see 'inputs'"),
         (
             Ledger,
             {"entries": [{"name": "a", "path": "b", "op": 3, "precision": ""}]},

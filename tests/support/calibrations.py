@@ -26,7 +26,7 @@ def recipe(observer="histogram", **options):
 
 
 def prepared(observer="histogram", model=None, **options):
-    return fxq.prepare(model or network(), recipe(observer), data()[0], **options)
+    return fxq.prepare(model or network(), recipe(observer), example_inputs=data()[0], **options)
 
 
 def seen(observed):

@@ -84,7 +84,7 @@ def node(gm: fx.GraphModule, name: str) -> fx.Node:
 
 def graph(model: nn.Module, inputs: Any, until: str = "canonicalize", recipe: Any = REFERENCE) -> fx.GraphModule:
     """The graph after the pass `until`, one of those before calibration."""
-    return fxq.extend.run_passes(model, recipe, inputs, until=until)
+    return fxq.extend.run_passes(model, recipe, example_inputs=inputs, until=until)
 
 
 def run_pass(step: Pass, program: str, given: Any = None, recipe: Any = REFERENCE, data: Any = ()) -> fx.GraphModule:

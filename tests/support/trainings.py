@@ -14,7 +14,7 @@ W4 = fxq.TensorSpec(bits=4, signed=True, symmetric=True, per="channel", observer
 
 def prepared(model, inputs, recipe=QAT):
     """The model to train."""
-    return fxq.prepare(model, recipe, inputs)
+    return fxq.prepare(model, recipe, example_inputs=inputs)
 
 
 def called(model, inputs):

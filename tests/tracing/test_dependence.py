@@ -21,7 +21,7 @@ def origin(function):
         found.put(value)
         return x + 1
 
-    fxq.extend.run_passes(module(forward), REFERENCE, (torch.rand(2, 3),), until="trace")
+    fxq.extend.run_passes(module(forward), REFERENCE, example_inputs=(torch.rand(2, 3),), until="trace")
     values = [found.get() for _ in range(found.qsize())]
     return next((value._origin for value in values if isinstance(value, TracedValue)), Origin.CONSTANT)
 

@@ -125,4 +125,4 @@ def test_the_module_of_a_program_is_refused():
     """It is in train mode for ever: eval() raises."""
     program = torch.export.export(nn.Sequential(nn.Linear(4, 4)).eval(), (torch.rand(2, 4),))
     with pytest.raises(fxq.InputError, match="the module of an exported program; give the program"):
-        fxq.prepare(program.module(), "static", torch.rand(2, 4))
+        fxq.prepare(program.module(), "static", example_inputs=torch.rand(2, 4))

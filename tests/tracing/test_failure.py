@@ -53,7 +53,7 @@ def test_the_smallest_module_stays_in_float(name):
 def test_strict_tracing_refuses(name):
     ask, why = ASKS[name]
     with pytest.raises(fxq.TraceError, match=why):
-        fxq.prepare(nn.Sequential(conv(), Data(ask)).eval(), fxq.Recipe.static(strict_trace=True), X)
+        fxq.prepare(nn.Sequential(conv(), Data(ask)).eval(), fxq.Recipe.static(strict_trace=True), example_inputs=X)
 
 
 def test_one_warning_for_many_modules():

@@ -16,7 +16,7 @@ pytestmark = no_warnings
 
 def test_what_a_forward_leaves_on_the_model_is_taken_off():
     model = nn.Sequential(Keeps(), conv())
-    fxq.prepare(model.eval(), REFERENCE, X)
+    fxq.prepare(model.eval(), REFERENCE, example_inputs=X)
     assert (model[0].last, model[0].all, model[0].calls) == (None, [], 0)
 
 
@@ -49,7 +49,7 @@ def test_a_module_that_remembers_is_no_graph(what, place):
     for _ in range(2):
         assert sqnr(model(X), qmodel(X)) > 30
     with pytest.raises(fxq.TraceError, match=words):
-        fxq.prepare(Remembers(what).eval(), REFERENCE, X)
+        fxq.prepare(Remembers(what).eval(), REFERENCE, example_inputs=X)
 
 
 class TracksMaximum(nn.Module):

@@ -287,7 +287,7 @@ def test_a_branch_on_a_global_generator_is_no_constant(kind, generator):
     with pytest.raises(fxq.TraceError, match=rf"forward draws numbers from {generator}, which a graph would store"):
         fxq.quantize(kind().eval(), REFERENCE, data=batches(2))
     with pytest.warns(fxq.FxqWarning, match='layer "2".*draws numbers'):
-        fxq.prepare(model_of(kind), REFERENCE, batches(1)[0])
+        fxq.prepare(model_of(kind), REFERENCE, example_inputs=batches(1)[0])
     assert (np.random.get_state()[1] == numbers).all() and random.getstate() == python
 
 

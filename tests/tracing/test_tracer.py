@@ -63,7 +63,7 @@ def test_many_modules_cost_one_more_trace(make, monkeypatch):
     trace_model = Tracer.trace_model
     monkeypatch.setattr(Tracer, "trace_model", lambda self, model: traces.append(1) or trace_model(self, model))
     with pytest.warns(fxq.FxqWarning, match="6 modules of the model cannot be traced"):
-        fxq.prepare(nn.Sequential(*[make() for _ in range(6)], conv()).eval(), REFERENCE, X)
+        fxq.prepare(nn.Sequential(*[make() for _ in range(6)], conv()).eval(), REFERENCE, example_inputs=X)
     assert len(traces) == 2
 
 
@@ -80,10 +80,10 @@ def test_a_loop_of_the_model_itself_is_unrolled():
 def test_a_buffer_that_is_changed_without_a_trace():
     model = nn.Sequential(Counts(), conv()).eval()
     with pytest.warns(fxq.FxqWarning, match=r"layer \"0\".*changes the buffer '0.count' in place"):
-        fxq.prepare(model, REFERENCE, X)
+        fxq.prepare(model, REFERENCE, example_inputs=X)
     assert float(model[0].count) == 0
     with pytest.raises(fxq.TraceError, match="changes the buffer 'count' in place"):
-        fxq.prepare(Counts().eval(), REFERENCE, X)
+        fxq.prepare(Counts().eval(), REFERENCE, example_inputs=X)
 
 
 def test_a_model_made_in_inference_mode():
@@ -181,7 +181,7 @@ def test_an_encoder(masked):
         qmodel = close(model, **words(4, 9, masked))
         assert [e.path for e in qmodel.ledger if e.precision == "int8" and e.op == "linear"] == ["query", "output"]
         got, wanted = qmodel(**other), model(**other)
-        traced = fxq.extend.run_passes(model, REFERENCE, words(4, 9, masked), until="trace")(**other)
+        traced = fxq.extend.run_passes(model, REFERENCE, example_inputs=words(4, 9, masked), until="trace")(**other)
     assert torch.allclose(traced.a, wanted.a, atol=1e-5) and sqnr(wanted, got) > 20
     assert isinstance(got, Named) and got.a.shape == got["b"].shape == (2, 6, 8)
     with pytest.raises(fxq.InputError, match="made for return_dict=True"):

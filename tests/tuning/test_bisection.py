@@ -31,8 +31,8 @@ def test_the_spoiled_layer_is_named(path, recipe):
     found = fxq.bisect(chain(), q, DATA)
     assert found.layer.path in (path, str(int(path) + 1))  # a unit goes by its last op
     assert found.after > found.before + 6 and found.before == pytest.approx(found.output_sqnr, abs=6)
-    assert f"recipe.override({path!r}, fxq.FLOAT)" in found.mend
-    mended = eval(found.mend, {"recipe": recipe.override(path, COARSE), "fxq": fxq})
+    assert f"recipe.override({path!r}, fxq.FLOAT)" in found.remedy
+    mended = eval(found.remedy, {"recipe": recipe.override(path, COARSE), "fxq": fxq})
     assert fxq.quantize(chain(), mended, data=DATA).output_sqnr > q.output_sqnr + 6
 
 
@@ -47,7 +47,7 @@ def test_the_table():
     q = fxq.quantize(chain(), EVEN.override("4", COARSE), data=DATA)
     found = fxq.bisect(chain(), q, DATA)
     text = str(found)
-    assert "exact up to" in text and "dB when all before it is exact" in text and text.endswith(found.mend)
+    assert "exact up to" in text and "dB when all before it is exact" in text and text.endswith(found.remedy)
     assert found.where(precision="int8") and found.sort("sqnr")[0].sqnr <= found[-1].sqnr
     assert f'"layer": "{found.layer.name}"' in found.to_json()
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 import fxq
 from fxq.errors import InputError
-from fxq.tuning.search import FORWARDS, Search, in_float, on_front, other_observers, with_observer
-from fxq.tuning.search_result import Tried
+from fxq.tuning.search import MAX_CANDIDATES_PER_LAYER, Search, in_float, on_front, other_observers, with_observer
+from fxq.tuning.search_result import TriedRecipe
 from fxq.tuning.trials import Trials
 from fxq.tuning.tunable_layer import TunableLayer
 from tests.support.tuning_models import DATA, STATIC, Wide, agreement, wide
@@ -26,7 +26,7 @@ def test_what_is_found_keeps_the_target(target):
     q = fxq.quantize(wide(), found.recipe, data=DATA)
     assert q.output_sqnr >= target - 0.1  # judged on all of the data, and not on the samples that are recorded
     assert {e.path for e in q.ledger if e.precision == "float" and e.macs} == {p for p in found.floats if p}
-    assert found.forwards < FORWARDS * max(found.layers, 3)
+    assert found.forwards < MAX_CANDIDATES_PER_LAYER * max(found.layers, 3)
     if target == 30.0:
         assert len(found) == 1 and found.floats == () and found.recipe == STATIC
     if target == 42.0:
@@ -97,7 +97,7 @@ def test_enough_layers_and_none_that_could_go_back(noises, target):
     search.forwards = len(noises)
     search._take_back(STATIC, layers[:count])
     found = search._result(len(layers))
-    assert found.reached and len(found.floats) <= count and found.forwards < FORWARDS * len(layers)
+    assert found.reached and len(found.floats) <= count and found.forwards < MAX_CANDIDATES_PER_LAYER * len(layers)
 
 
 def test_observers_that_a_histogram_can_answer_for():
@@ -108,7 +108,7 @@ def test_observers_that_a_histogram_can_answer_for():
 
 
 def row(cost, score):
-    return Tried("", score, True, 0, cost, None)
+    return TriedRecipe("", score, True, 0, cost, None)
 
 
 def test_the_front():

@@ -101,9 +101,11 @@ def test_every_backend_sees_the_data_of_all_ranks(tmp_path, monkeypatch):
     monkeypatch.setattr(engine, "find_spec", lambda package: None)
     batches, fastest = data(), fxq.Recipe.static(backend="fastest", optimize="coverage")
     results = on_ranks(
-        2, tmp_path, lambda rank: seen(fxq.calibrate(fxq.prepare(network(), fastest, batches[0]), batches[rank::2]))
+        2,
+        tmp_path,
+        lambda rank: seen(fxq.calibrate(fxq.prepare(network(), fastest, example_inputs=batches[0]), batches[rank::2])),
     )
-    observed = fxq.calibrate(fxq.prepare(network(), fastest, batches[0]), batches)
+    observed = fxq.calibrate(fxq.prepare(network(), fastest, example_inputs=batches[0]), batches)
     assert observed.others is not None and same(results, [seen(observed)] * 2)
 
 
@@ -113,7 +115,7 @@ def test_values_that_are_taken_off_on_one_rank_are_on_all(tmp_path):
     batches = [torch.rand(2, 4) + 1, torch.rand(2, 4) + 1, torch.rand(2, 4) + 1, -torch.ones(2, 4)]
 
     def observed():
-        return fxq.prepare(model, recipe(), batches[0], observe_all=True)
+        return fxq.prepare(model, recipe(), example_inputs=batches[0], observe_all=True)
 
     results = on_ranks(2, tmp_path, lambda rank: seen(fxq.calibrate(observed(), batches[rank::2])))
     want = fxq.calibrate(observed(), batches)
@@ -173,7 +175,7 @@ FAILURES = {
     "data that was seen before": (
         lambda rank: (fxq.calibrate(prepared(), data(rank), group=None) if rank else prepared(), data()),
         InputError,
-        "rank 1: the model has seen 1 batches already",
+        "rank 1: the model has already seen 1 batches",
     ),
 }
 
@@ -239,10 +241,10 @@ def test_what_cannot_be_merged(tmp_path):
     calibrated(path, batches)
     killed(lambda: calibrated(half, dying(batches, 4)))
     for paths, words in (
-        ([path, half], "half.safetensors is of a calibration that has not ended: 4 batches were seen"),
-        ([path, tmp_path / "." / "c.safetensors"], "c.safetensors is there twice"),
+        ([path, half], "half.safetensors is of a calibration that is not finished: it has seen 4 batches"),
+        ([path, tmp_path / "." / "c.safetensors"], "c.safetensors twice"),
         ([], "checkpoints is empty"),
-        (str(path), "give a list of the paths"),
+        (str(path), "give a list of paths"),
         ([tmp_path / "none"], "cannot read .*none: No such file"),
         ([3], "named by a str or a path"),
     ):
@@ -250,7 +252,7 @@ def test_what_cannot_be_merged(tmp_path):
             fxq.merge_calibrations(prepared(), paths)
     with pytest.raises(InputError, match="is of another model or recipe"):
         fxq.merge_calibrations(prepared("minmax"), [path])
-    with pytest.raises(InputError, match="has seen 2 batches already"):
+    with pytest.raises(InputError, match="has already seen 2 batches"):
         fxq.merge_calibrations(fxq.calibrate(prepared(), batches[:2]), [path])
     with pytest.raises(InputError, match="not a Sequential"):
         fxq.merge_calibrations(network(), [path])

@@ -76,7 +76,7 @@ def test_what_is_far_from_float_loses(net, monkeypatch, far):
             q.ledger = fxq.api.replace(q.ledger, output_sqnr=far)
         return q
 
-    observed = fxq.prepare(model, FASTEST, x)
+    observed = fxq.prepare(model, FASTEST, example_inputs=x)
     observed(x)
     q = fastest.convert_all(observed, spoiled)
     assert q.backend == fastest_order()[1] and q.attempts[0].sqnr != q.attempts[1].sqnr
@@ -100,12 +100,12 @@ def test_a_backend_that_fails_is_named(net, monkeypatch):
             raise fxq.BackendError("it does not feel like it")
         return convert(observed)
 
-    observed = fxq.prepare(model, FASTEST, x)
+    observed = fxq.prepare(model, FASTEST, example_inputs=x)
     observed(x)
     q = fastest.convert_all(observed, fails)
     assert q.attempts.where(backend="openvino")[0].why == "it does not feel like it"
 
-    observed = fxq.prepare(model, FASTEST, x)
+    observed = fxq.prepare(model, FASTEST, example_inputs=x)
     observed(x)
 
     def never(observed):
@@ -122,7 +122,7 @@ def test_a_backend_that_does_not_prepare_is_named(net):
     def prepare(recipe, known):
         if recipe.backend != "fbgemm":
             raise fxq.InputError(f"{recipe.backend} does not like it")
-        return fxq.prepare(model, recipe, x)
+        return fxq.prepare(model, recipe, example_inputs=x)
 
     observed = fastest.prepare_all(FASTEST, "cpu", prepare)
     observed(x)
@@ -150,7 +150,7 @@ def test_the_data_is_read_once(net):
 @pytest.mark.parametrize("copies", [False, True])
 def test_backends_with_the_same_graph_share_what_it_has_seen(net, monkeypatch, copies):
     model, x = net
-    observed = fxq.prepare(model, FASTEST, x)
+    observed = fxq.prepare(model, FASTEST, example_inputs=x)
     observed(x[:2])
     observed = copy.deepcopy(observed) if copies else observed
     observed(x[2:])
@@ -182,7 +182,7 @@ class Pooled(nn.Module):
 def test_what_a_kernel_emits_makes_no_other_graph(edits):
     torch.manual_seed(0)
     model, x = Pooled().eval(), torch.randn(4, 3, 8, 8)
-    observed = fxq.prepare(model, FASTEST, x)
+    observed = fxq.prepare(model, FASTEST, example_inputs=x)
     observed(x)
     everyone, known = {m.manager.context.recipe.backend: m for m in (observed, *observed.others)}, []
     emits = {name: {n.name for n in m.graph.nodes if (p := info(n).plan) and p.emits} for name, m in everyone.items()}
@@ -211,7 +211,7 @@ def test_the_table(net):
 
 def test_an_observed_model_copies_all_of_it(net):
     model, x = net
-    observed = copy.deepcopy(fxq.prepare(model, FASTEST, x))
+    observed = copy.deepcopy(fxq.prepare(model, FASTEST, example_inputs=x))
     observed(x)
     assert [other.batches_seen for other in observed.others if other.same_as is None] == [1]
     assert len(fxq.convert(observed).attempts) == TRIED

@@ -65,19 +65,21 @@ def static(overrides=()):
 @pytest.fixture(scope="module")
 def calibrated():
     return {
-        trials: fxq.calibrate(fxq.prepare(network(), static(), DATA[0], observe_all=trials), DATA)
-        for trials in (False, True)
+        all_values: fxq.calibrate(
+            fxq.prepare(network(), static(), example_inputs=DATA[0], observe_all=all_values), DATA
+        )
+        for all_values in (False, True)
     }
 
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(PLACES), CONFIGS), max_size=3), st.booleans())
-def test_another_recipe_gives_what_quantize_does(calibrated, overrides, trials):
+def test_another_recipe_gives_what_quantize_does(calibrated, overrides, all_values):
     recipe = static(overrides)
     try:
-        got = fxq.convert(calibrated[trials], recipe)
+        got = fxq.convert(calibrated[all_values], recipe)
     except RecipeError as error:
-        assert not trials and "calibration has not observed" in str(error) and "observe_all=True" in str(error)
+        assert not all_values and "calibration has not observed" in str(error) and "observe_all=True" in str(error)
         return
     want = fxq.quantize(network(), recipe, data=DATA)
     assert torch.equal(got(DATA[0]), want(DATA[0]))
@@ -94,7 +96,7 @@ def test_what_calibration_did_not_look_at_is_refused_and_says_what_to_do(calibra
     ):
         fxq.convert(calibrated[False], static([("a", fxq.QuantConfig(spec))]))
     for name in ("residual", "dense", "several_inputs"):
-        observed = fxq.prepare(build(name), static(), batch(name), observe_all=True)
+        observed = fxq.prepare(build(name), static(), example_inputs=batch(name), observe_all=True)
         call(observed, batch(name))
         assert equal(
             call(fxq.convert(observed), batch(name)),
@@ -104,7 +106,7 @@ def test_what_calibration_did_not_look_at_is_refused_and_says_what_to_do(calibra
 
 
 def test_the_observed_model_can_be_calibrated_further():
-    observed = fxq.calibrate(fxq.prepare(network(), static(), DATA[0]), DATA[:1])
+    observed = fxq.calibrate(fxq.prepare(network(), static(), example_inputs=DATA[0]), DATA[:1])
     before = fxq.convert(observed)
     shown = before(DATA[0])
     fxq.calibrate(observed, [batch * 3 for batch in DATA[1:]])
@@ -148,15 +150,15 @@ class Greedy(Scale):
         (static([("nothing.*", fxq.FLOAT)]), "selects nothing"),
     ],
 )
-@pytest.mark.parametrize("trials", [False, True])
-def test_what_needs_another_calibration_is_refused(calibrated, recipe, message, trials):
+@pytest.mark.parametrize("all_values", [False, True])
+def test_what_needs_another_calibration_is_refused(calibrated, recipe, message, all_values):
     with pytest.raises(RecipeError, match=message):
-        fxq.convert(calibrated[trials], recipe)
+        fxq.convert(calibrated[all_values], recipe)
 
 
 def test_without_data_the_error_is_that_of_any_observer():
     with pytest.raises(fxq.CalibrationError, match="has seen no data"):
-        fxq.convert(fxq.prepare(network(), static(), DATA[0], observe_all=True))
+        fxq.convert(fxq.prepare(network(), static(), example_inputs=DATA[0], observe_all=True))
 
 
 def test_passes_up_to_a_stage():
@@ -182,7 +184,8 @@ def test_passes_that_read_samples_run_once_for_equal_graphs():
     recipe = static().insert_pass(Counted(), after="insert-qdq")
     known = []
     first, second = (
-        converted(fxq.calibrate(fxq.prepare(network(), recipe, DATA[0]), DATA), recipe, known) for _ in range(2)
+        converted(fxq.calibrate(fxq.prepare(network(), recipe, example_inputs=DATA[0]), DATA), recipe, known)
+        for _ in range(2)
     )
     assert (Counted.runs, len(known)) == (1, 1)
     assert fxq.extend.write_graph(first) == fxq.extend.write_graph(second)
@@ -190,6 +193,6 @@ def test_passes_that_read_samples_run_once_for_equal_graphs():
         torch.equal(a, b) for a, b in zip(first.state_dict().values(), second.state_dict().values(), strict=True)
     )
     assert [step.name for step in first.history] == [step.name for step in second.history]
-    other = converted(fxq.calibrate(fxq.prepare(network(), recipe, DATA[0]), DATA[:1]), recipe, known)
+    other = converted(fxq.calibrate(fxq.prepare(network(), recipe, example_inputs=DATA[0]), DATA[:1]), recipe, known)
     assert (Counted.runs, len(known)) == (2, 2)
     assert not torch.equal(first(DATA[0]), other(DATA[0]))

@@ -180,40 +180,40 @@ def test_a_model_in_train_mode_stays_so():
 def test_what_is_refused():
     x = batch("residual")
     made = prepared(build("residual"), x)
-    with pytest.raises(CalibrationError, match="the model has not been trained: no forward in train mode"):
+    with pytest.raises(CalibrationError, match="the model has not been trained: it has run no forward in train mode"):
         fxq.convert(made)
-    with pytest.raises(InputError, match="finds ranges while it is trained"):
+    with pytest.raises(InputError, match="finds its ranges during training"):
         fxq.calibrate(made, [x])
     made(x)
-    with pytest.raises(RecipeError, match="with the recipe that it was prepared with: leave it out"):
+    with pytest.raises(RecipeError, match="with the recipe that it was prepared with: call fxq"):
         fxq.convert(made, "static")
     with pytest.raises(InputError, match="is a TrainingModel already"):
         fxq.quantize(made, data=[x])
-    with pytest.raises(RecipeError, match="the recipe 'qat' is for training, which is yours to do"):
+    with pytest.raises(RecipeError, match=r"the recipe 'qat' needs training, which fxq\.quantize does not do"):
         fxq.quantize(build("residual"), "qat", data=[x])
     with pytest.raises(InputError, match=r"model is a function, not an nn\.Module"):
-        fxq.prepare(lambda x: x, "qat", x)
+        fxq.prepare(lambda x: x, "qat", example_inputs=x)
     with pytest.raises(InputError, match="example_inputs is missing"):
         fxq.prepare(build("residual"), "qat")
     locked = build("residual")
     locked.lock = threading.Lock()
-    with pytest.raises(InputError, match="training takes a copy of the model, which cannot be copied: cannot pickle"):
-        fxq.prepare(locked, "qat", x)
+    with pytest.raises(InputError, match="the model cannot be copied for training: cannot pickle"):
+        fxq.prepare(locked, "qat", example_inputs=x)
     without = fxq.Recipe.qat().without_pass("choose-grids")
-    with pytest.raises(RecipeError, match="a pipeline for training has choose-grids behind insert-observers"):
-        fxq.prepare(build("residual"), without, x)
+    with pytest.raises(RecipeError, match="a pipeline for training needs choose-grids after insert-observers"):
+        fxq.prepare(build("residual"), without, example_inputs=x)
 
 
 def test_a_model_without_integers_is_told_before_it_is_trained():
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()).double().eval()
-    with pytest.warns(FxqWarning, match=r"nothing is rounded in the model that is trained; .* is float64, not float32"):
+    with pytest.warns(FxqWarning, match=r"nothing is quantized in the model to train; .* is float64, not float32"):
         prepared(model, torch.randn(2, 3, 8, 8).double())
 
 
 def test_a_value_that_no_batch_has_reached():
     made = prepared(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).eval(), torch.randn(2, 4))
     made(torch.full((2, 4), torch.nan))
-    with pytest.raises(CalibrationError, match="has no range: in 1 forwards in train mode it was empty, or NaN"):
+    with pytest.raises(CalibrationError, match="has no range: in 1 forwards in train mode it was empty, NaN"):
         fxq.convert(made)
 
 
@@ -233,7 +233,7 @@ def test_norms_that_training_has_ruined():
     made = prepared(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval(), torch.randn(2, 4))
     made(torch.full((2, 4), torch.nan))
     made(torch.randn(2, 4))
-    with pytest.raises(InputError, match=r"1\.running_mean holds NaN or Inf behind training: a batch had NaN in it"):
+    with pytest.raises(InputError, match=r"1\.running_mean has NaN or Inf after training: a batch had NaN"):
         fxq.convert(made)
 
 
@@ -242,7 +242,7 @@ def test_weights_that_training_has_ruined():
     made(torch.randn(2, 4))
     with torch.no_grad():
         next(made.parameters()).fill_(torch.nan)
-    with pytest.raises(InputError, match=r"0\.bias holds NaN or Inf behind training"):
+    with pytest.raises(InputError, match=r"0\.bias has NaN or Inf after training"):
         fxq.convert(made)
 
 
@@ -250,7 +250,7 @@ def test_an_integer_model_that_is_not_what_was_trained_is_told(monkeypatch):
     made = prepared(build("residual"), batch("residual"))
     trained(made, [batch("residual")])
     monkeypatch.setattr(fxq.workflow.train, "sqnr", lambda a, b: 5.0)
-    with pytest.warns(FxqWarning, match="the integer model is at 5.0 dB SQNR against the model that was trained"):
+    with pytest.warns(FxqWarning, match="the quantized model is at 5.0 dB SQNR against the trained model"):
         fxq.convert(made)
 
 
@@ -273,7 +273,7 @@ def tied_and_trained(options, follow=lambda model: None):
     """A model whose two layers have one weight, behind steps that are large; its inputs."""
     torch.manual_seed(0)
     x, y = torch.randn(64, 16), torch.randn(64, 16)
-    model = fxq.prepare(Tied(), fxq.Recipe.qat(backend="reference", **options), x[:8])
+    model = fxq.prepare(Tied(), fxq.Recipe.qat(backend="reference", **options), example_inputs=x[:8])
     model(x)
     update = follow(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)

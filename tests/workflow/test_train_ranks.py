@@ -92,7 +92,7 @@ def test_sharding_that_the_forward_does_not_undo(tmp_path):
 
     for layers, halved in on_ranks(2, tmp_path / "layers", work):
         assert "is sharded in the forward: call fully_shard on the whole model, not on layers" in layers
-        assert "is torch.bfloat16, and was torch.float32 when the model was prepared" in halved
+        assert "is torch.bfloat16, but was torch.float32 when the model was prepared" in halved
 
 
 def test_sharded_weights_are_frozen_as_whole_ones(tmp_path):

@@ -51,7 +51,9 @@ def test_training_in_eval_mode_is_told():
     model = residual()
     trained(model, BATCHES[:1])
     model.eval()
-    with pytest.warns(FxqWarning, match=r"trained in eval mode: ranges and batch norms stand still. Call model.train"):
+    with pytest.warns(
+        FxqWarning, match=r"trained in eval mode, so ranges and batch norms do not change: call model.train"
+    ):
         model(BATCHES[0]).sum().backward()
 
 
@@ -291,7 +293,7 @@ def test_on_another_device():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_in_other_types_than_it_was_prepared_with(recipe, dtype):
     model = residual(recipe).to(dtype)
-    with pytest.raises(InputError, match=rf"is {dtype}, and was torch.float32 when the model was prepared"):
+    with pytest.raises(InputError, match=rf"is {dtype}, but was torch.float32 when the model was prepared"):
         model(BATCHES[0].to(dtype))
 
 

@@ -64,7 +64,7 @@ def write_graph(gm: fx.GraphModule, *, facts: bool = True, complete: bool = Fals
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 2, bias=False), torch.nn.ReLU()).eval()
-        >>> print(write_graph(fxq.extend.run_passes(model, "static", torch.rand(1, 4), until="fuse")))
+        >>> print(write_graph(fxq.extend.run_passes(model, "static", example_inputs=torch.rand(1, 4), until="fuse")))
         def linear_relu(x, weight, bias):
             linear = linear(x, weight, bias)
             relu = relu(linear)
@@ -93,7 +93,7 @@ def graph_tensors(gm: fx.GraphModule) -> dict[str, Tensor]:
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 2)).eval()
-        >>> gm = fxq.extend.run_passes(model, "static", torch.rand(1, 4), until="canonicalize")
+        >>> gm = fxq.extend.run_passes(model, "static", example_inputs=torch.rand(1, 4), until="canonicalize")
         >>> {name: tuple(tensor.shape) for name, tensor in graph_tensors(gm).items()}
         {'0.weight': (2, 4), '0.bias': (2,)}
     """

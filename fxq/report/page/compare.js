@@ -13,7 +13,7 @@ function pairsOf(all) {
 }
 
 const sideTip = (pair) =>
-  [`${pair.name}  (${pair.op})`, `a, ${pair.row.fate_a}: ${withUnit(pair.row.sqnr_a)}`, `b, ${pair.row.fate_b}: ${withUnit(pair.row.sqnr_b)}`, `b against a: ${withUnit(pair.row.sqnr)}`].join("\n");
+  [`${pair.name}  (${pair.op})`, `a, ${pair.row.precision_a}: ${withUnit(pair.row.sqnr_a)}`, `b, ${pair.row.precision_b}: ${withUnit(pair.row.sqnr_b)}`, `b against a: ${withUnit(pair.row.sqnr)}`].join("\n");
 
 /** The SQNR of both against the float model, on recorded samples: as their ledgers have it. */
 function sidesChart(host, pairs, step) {
@@ -43,8 +43,8 @@ const PAIR_COLUMNS = [
   { key: "order", title: "#", value: (pair) => pair.i + 1, help: "execution order" },
   { key: "layer", title: "layer", value: (pair) => pair.name, help: "module path" },
   { key: "op", title: "op", value: (pair) => pair.op },
-  { key: "fate_a", title: "a runs as", value: (pair) => pair.row.fate_a, cell: (pair) => fateTag(pair.row.fate_a) },
-  { key: "fate_b", title: "b runs as", value: (pair) => pair.row.fate_b, cell: (pair) => fateTag(pair.row.fate_b) },
+  { key: "precision_a", title: "a runs as", value: (pair) => pair.row.precision_a, cell: (pair) => precisionTag(pair.row.precision_a) },
+  { key: "precision_b", title: "b runs as", value: (pair) => pair.row.precision_b, cell: (pair) => precisionTag(pair.row.precision_b) },
   { key: "sqnr_a", title: "a to float, dB", value: (pair) => pair.dBa, cell: (pair) => inDecibels(pair.row.sqnr_a), help: "SQNR of a against the float model" },
   { key: "sqnr_b", title: "b to float, dB", value: (pair) => pair.dBb, cell: (pair) => inDecibels(pair.row.sqnr_b), help: "SQNR of b against the float model" },
   { key: "gain", title: "b better by, dB", down: true, value: (pair) => pair.gain, cell: (pair) => (pair.gain === null ? "" : `${pair.gain >= 0 ? "+" : "−"}${Math.abs(pair.gain).toFixed(1)}`) },
@@ -55,10 +55,10 @@ const PAIR_COLUMNS = [
 
 /** Layers that run as one thing in a and as another in b, with the reasons. */
 function fatesApart(pairs) {
-  const apart = pairs.filter((pair) => pair.row.fate_a !== pair.row.fate_b);
+  const apart = pairs.filter((pair) => pair.row.precision_a !== pair.row.precision_b);
   if (!apart.length) return el("p.note", "Every layer runs as the same in both.");
-  const side = (name, precision, row) => el("span", `${name} `, fateTag(precision), precision === "float" && row?.reason ? ` ${row.reason}` : "");
-  return el("ul.apart", ...apart.map((pair) => el("li", el("button.link", { onclick: () => showNode(pair.row) }, pair.name), side("a", pair.row.fate_a, pair.a), side("b", pair.row.fate_b, pair.b))));
+  const side = (name, precision, row) => el("span", `${name} `, precisionTag(precision), precision === "float" && row?.reason ? ` ${row.reason}` : "");
+  return el("ul.apart", ...apart.map((pair) => el("li", el("button.link", { onclick: () => showNode(pair.row) }, pair.name), side("a", pair.row.precision_a, pair.a), side("b", pair.row.precision_b, pair.b))));
 }
 
 function compareTiles(all, pairs) {
@@ -69,7 +69,7 @@ function compareTiles(all, pairs) {
     tile(withUnit(all.output_sqnr), "b's output against a's (SQNR)", `on ${all.measured}`),
     worst ? tile(withUnit(worst.row.sqnr), `furthest apart: ${worst.name}`) : null,
     tile(`${percent(a.ledger.coverage)} : ${percent(b.ledger.coverage)}`, "multiply-accumulates in int8, a : b"),
-    tile(String(pairs.filter((pair) => pair.row.fate_a !== pair.row.fate_b).length), "layers that run as something else"),
+    tile(String(pairs.filter((pair) => pair.row.precision_a !== pair.row.precision_b).length), "layers that run as something else"),
   );
 }
 

@@ -59,7 +59,7 @@ function compareValues(a, b, down) {
 }
 
 /** A precision in its colour, and in words. @param {string} precision */
-const fateTag = (precision) => el(`span.precision.precision-${precision}`, precision);
+const precisionTag = (precision) => el(`span.precision.precision-${precision}`, precision);
 
 const inMicroseconds = (value) => (missing(value) ? "" : value < 100 ? value.toFixed(1) : value.toFixed(0));
 
@@ -67,7 +67,7 @@ const LEDGER_COLUMNS = [
   { key: "order", title: "#", value: (row) => row.order, help: "execution order" },
   { key: "layer", title: "layer", value: (row) => row.path || row.name, help: "module path" },
   { key: "op", title: "op", value: (row) => row.op },
-  { key: "precision", title: "runs as", value: (row) => row.precision, cell: (row) => fateTag(row.precision) },
+  { key: "precision", title: "runs as", value: (row) => row.precision, cell: (row) => precisionTag(row.precision) },
   { key: "sqnr", title: "SQNR dB", value: (row) => numeric(row.sqnr), cell: (row) => inDecibels(row.sqnr), help: "of its output against the float model" },
   { key: "own_sqnr", title: "own dB", value: (row) => numeric(row.own_sqnr), cell: (row) => inDecibels(row.own_sqnr), help: "the same, had it got the float model's values" },
   { key: "cosine", title: "cosine", value: (row) => numeric(row.cosine), cell: (row) => (missing(row.cosine) ? "" : numeric(row.cosine).toFixed(5)), help: "of the angle between its output and the float model's" },
@@ -94,7 +94,7 @@ function renderLedger(host, all) {
   const search = el("input", { type: "search", placeholder: "filter: layer, op, reason", "aria-label": "filter the ledger", id: "ledger-filter" });
   const shown = el("output", { "aria-live": "polite" });
   const chips = [...total].map(([precision, count]) =>
-    el("button.pick", { "aria-pressed": "false", "data-precision": precision, onclick: (event) => toggle(precision, event.currentTarget) }, fateTag(precision), String(count)),
+    el("button.pick", { "aria-pressed": "false", "data-precision": precision, onclick: (event) => toggle(precision, event.currentTarget) }, precisionTag(precision), String(count)),
   );
   const filter = () => {
     const words = search.value.toLowerCase().split(/\s+/).filter(Boolean);

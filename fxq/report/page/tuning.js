@@ -21,7 +21,7 @@ const finite = (value) => value !== null && Number.isFinite(value);
 
 const CANDIDATE_COLUMNS = [
   { key: "order", title: "#", value: (row) => row.order },
-  { key: "what", title: "candidate", value: (row) => row.what },
+  { key: "change", title: "candidate", value: (row) => row.change },
   { key: "score", title: "score", down: true, value: (row) => numeric(row.score), cell: (row) => short(numeric(row.score)), help: "dB, or what the metric says" },
   { key: "reached", title: "enough", value: (row) => (row.reached ? "yes" : "") },
   { key: "floats", title: "layers in float", value: (row) => row.floats },
@@ -52,7 +52,7 @@ function renderSearch(host, found) {
     x: { value: cost, label: timed ? "milliseconds more than with all on integers" : "multiply-accumulates in float, millions" },
     y: { value: (row) => row.y, label: "score" },
     label: "candidates, score against cost",
-    title: (row) => `${row.what}\nscore ${short(row.y)}, ${row.floats} layers in float`,
+    title: (row) => `${row.change}\nscore ${short(row.y)}, ${row.floats} layers in float`,
     colour: (row) => (row.chosen ? "var(--kind-int8)" : row.front ? "var(--noise-own)" : "var(--noise-inherited)"),
     radius: 5,
     marks: [

@@ -92,4 +92,4 @@ def test_openvino_runs_a_layer_behind_moved_integers_on_integers():
     pytest.importorskip("openvino")
     x = torch.randn(1, 3, 10, 10)
     qmodel = fxq.quantize(Tokens().eval(), fxq.Recipe.static(backend="openvino", optimize="coverage"), data=[x])
-    assert {row.kind for row in qmodel.profile(x) if "linear" in row.layer} == {"int8"}
+    assert {row.kind for row in qmodel.profile(example_inputs=x) if "linear" in row.layer} == {"int8"}

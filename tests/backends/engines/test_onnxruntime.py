@@ -79,7 +79,7 @@ def test_only_clamps_join_a_layer():
 
     recipe = fxq.Recipe.static(backend="onnxruntime", optimize="coverage")
     q = fxq.quantize(Net().eval(), recipe, data=[torch.randn(2, 3, 8, 8)])
-    graph = fxq.extend.run_passes(Net().eval(), recipe, torch.randn(2, 3, 8, 8), until="fuse")
+    graph = fxq.extend.run_passes(Net().eval(), recipe, example_inputs=torch.randn(2, 3, 8, 8), until="fuse")
     assert [n.name for n in graph.graph.nodes if n.op == "call_module"] == ["a_relu"]
     assert [entry.precision for entry in q.ledger.where(op="conv2d")] == ["int8", "int8"]
 

@@ -24,7 +24,7 @@ def test_the_profile_names_the_nodes_of_the_graph():
     assert {"_0_relu", "_2"} <= scopes
 
 
-@pytest.mark.filterwarnings("ignore:with all that can on integers:fxq.FxqWarning")
+@pytest.mark.filterwarnings("ignore:with all possible ops on integers:fxq.FxqWarning")
 @pytest.mark.parametrize("layer", [nn.Conv2d(64, 32, 3), nn.Conv2d(64, 64, 3, groups=64), nn.Linear(64, 32)])
 def test_sums_of_the_largest_products_do_not_saturate(layer):
     """All inputs, and all weights, at the end of their grids."""
@@ -38,12 +38,12 @@ def test_sums_of_the_largest_products_do_not_saturate(layer):
         assert torch.allclose(q(x), layer(x), rtol=1e-2)
 
 
-@pytest.mark.filterwarnings("ignore:with all that can on integers:fxq.FxqWarning")
+@pytest.mark.filterwarnings("ignore:with all possible ops on integers:fxq.FxqWarning")
 def test_it_gives_up_a_bit_where_there_is_no_vnni(monkeypatch):
     monkeypatch.setattr(cpu, "has_vnni", lambda: False)
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval()
     q = fxq.quantize(model, fxq.Recipe.static(backend="openvino", optimize="coverage"), data=[torch.randn(8, 8)])
-    assert q.ledger.narrowed is not None
+    assert q.ledger.reduced_range is not None
 
 
 @pytest.mark.skipif(not cpu.has_vnni(), reason="int8 activations overflow without VNNI")
@@ -72,7 +72,7 @@ def test_it_is_not_there_where_onednn_may_not_use_all_instructions(monkeypatch, 
     assert Openvino().available() is None
 
 
-@pytest.mark.filterwarnings("ignore:with all that can on integers:fxq.FxqWarning")
+@pytest.mark.filterwarnings("ignore:with all possible ops on integers:fxq.FxqWarning")
 def test_integers_of_64_bits_stay_outside():
     """It makes 32 of them, so that a sum of large ones is another. Floats are made of them as they are."""
 

@@ -14,7 +14,7 @@ from fxq.graph.query import submodule
 
 pytestmark = [
     pytest.mark.any_cpu,
-    pytest.mark.filterwarnings("ignore:with all that can on integers:fxq.FxqWarning"),
+    pytest.mark.filterwarnings("ignore:with all possible ops on integers:fxq.FxqWarning"),
 ]
 
 

@@ -232,7 +232,7 @@ def test_what_it_runs():
     assert {"Pool", "Product"} <= {layer.op for layer in layers[2:]}
     names = {node.name for node in form(kernels(q)[0]).graph.nodes}
     assert all(len(layer.nodes) == 1 and layer.nodes[0] in names and layer.us >= 0 for layer in layers)
-    text = str(q.profile(x))
+    text = str(q.profile(example_inputs=x))
     assert all(layer.nodes[0] in text and layer.op in text for layer in layers)
 
 

@@ -106,7 +106,7 @@ DYNAMIC = fxq.Recipe.dynamic(backend="x86", optimize="coverage")
 
 def quantized(model, recipe, data):
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "with all that can on integers")
+        warnings.filterwarnings("ignore", "with all possible ops on integers")
         return fxq.quantize(model, recipe, data=data)
 
 
@@ -176,7 +176,7 @@ def test_an_option_that_the_function_does_not_take():
     recipe = STATIC.with_fusions(own_scaled_conv)
     qmodel = quantized(model, recipe, IMAGES)
     assert f"{NAME}_conv" not in kernels(qmodel) and qmodel.output_sqnr > 30
-    graph = fxq.extend.run_passes(model, recipe, IMAGES[0], until="fold-batch-norm")
+    graph = fxq.extend.run_passes(model, recipe, example_inputs=IMAGES[0], until="fold-batch-norm")
     (node,) = graph.graph.find_nodes(op="call_function", target=OPS["mul"].target)
     convolution, _ = graph.graph.find_nodes(op="call_function", target=OPS["conv2d"].target)
     calls = calls_among([convolution, node], "own_scaled_conv", {"x": None, "w": None, "s": 0.5}, [node])

@@ -8,7 +8,7 @@ from fxq.graph.analysis.expressions import Expressions
 
 
 def graph(model, until, x):
-    return fxq.extend.run_passes(model, fxq.Recipe.static(backend="reference"), x, until=until)
+    return fxq.extend.run_passes(model, fxq.Recipe.static(backend="reference"), example_inputs=x, until=until)
 
 
 def test_fusing_and_observing_change_no_number():
