@@ -15,7 +15,7 @@ from fxq.common.isolation import copied, seeded
 from fxq.common.metrics import Agreement, tensors, token_weights
 from fxq.common.progress import progress_bar
 from fxq.graph.info import info
-from fxq.graph.program import Program
+from fxq.graph.program import IsolatedGraph
 from fxq.graph.query import constant, is_op, swapped
 from fxq.graph.run import Runner
 from fxq.graph.unit import calls_of
@@ -280,7 +280,7 @@ def _moments(rows: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor]:
 def _fit(gm: fx.GraphModule, batch: Batch, layers: Mapping[fx.Node, _Layer], floats: LayerValues) -> None:
     """Run the float and integer forms on some samples, so that the layers collect their errors."""
     with_tokens = [node for node, layer in layers.items() if layer.axis == -1]
-    used = used_rows(Program(gm, gm.graph), batch, with_tokens)
+    used = used_rows(IsolatedGraph(gm, gm.graph), batch, with_tokens)
     for node, layer in layers.items():
         layer.used = used.get(node)
     _side_by_side(_Real(gm, batch, floats, (), layers), _Integers(gm, batch, layers))
@@ -319,7 +319,7 @@ class _Real(CachedFloatForm):
         values: Collection[fx.Node],
         layers: Mapping[fx.Node, _Layer],
     ) -> None:
-        super().__init__(gm, batch, floats, values, layers, Program(gm, gm.graph).modules)
+        super().__init__(gm, batch, floats, values, layers, IsolatedGraph(gm, gm.graph).modules)
         self._learning = layers
 
     def see_layer(self, node: fx.Node, value: Tensor) -> None:
@@ -332,7 +332,7 @@ class _Integers(Runner):
 
     def __init__(self, gm: fx.GraphModule, batch: Batch, layers: Mapping[fx.Node, _Layer]) -> None:
         super().__init__(
-            gm, copied(batch), modules=Program(gm, gm.graph).modules
+            gm, copied(batch), modules=IsolatedGraph(gm, gm.graph).modules
         )  # copied modules, so that their state is private
         self._layers = layers
 

@@ -17,15 +17,15 @@ from fxq.graph.query import (
     argument,
     constant,
     flat_nodes,
-    made_by,
     op_of,
     options_of,
+    producer_of,
     reads_only_metadata,
     submodule,
     swapped,
 )
 from fxq.graph.region import is_weight_only
-from fxq.graph.unit import Wish, calls_of, wishes_of
+from fxq.graph.unit import WantedForm, calls_of, wanted_forms
 from fxq.ops.traits import STATE_DYNAMIC
 from fxq.pipeline.candidates import UNREAD
 from fxq.quant.dynamic_grid import DynamicGrid
@@ -67,8 +67,8 @@ class InsertQdq(Pass):
         for node in rewriter.nodes():
             if isinstance(submodule(rewriter.gm, node), Observer):
                 rewriter.replace(node, node.args[0])
-        wishes = {node: wishes_of(rewriter.gm, node) for node in rewriter.nodes()}
-        results = {value: {e.spec: e.qparams for e in info(value).edges if not e.measured} for value in chosen}
+        wishes = {node: wanted_forms(rewriter.gm, node) for node in rewriter.nodes()}
+        results = {value: {e.spec: e.qparams for e in info(value).edges if not e.dynamic} for value in chosen}
         stored: dict[Hashable, tuple[Tensor, ...]] = {}
         for value in chosen:
             current, readers = value, list(value.users)
@@ -97,7 +97,7 @@ def _convert(rewriter: Rewriter, value: fx.Node, current: fx.Node, edge: Edge, w
     """
     assert edge.qparams is not None  # all of them are chosen
     q, dq = on_grid(rewriter, value, current, edge.qparams, value.name)
-    if edge.measured:
+    if edge.dynamic:
         rewriter.reroute(current, dq, only=lambda user: user in wish)
         return current
 
@@ -114,7 +114,7 @@ def _bring_together(
     rewriter: Rewriter,
     node: fx.Node,
     results: Mapping[TensorSpec, QParams | DynamicGrid | None],
-    wishes: Mapping[fx.Node, Wish],
+    wishes: Mapping[fx.Node, WantedForm],
 ) -> None:
     """Put the inputs of an op that moves integers onto the grid of its result, those that have another one.
 
@@ -125,7 +125,7 @@ def _bring_together(
         return
     for read in node.all_input_nodes:
         own = grid_of(rewriter.gm, read)
-        value: Any = made_by(read)
+        value: Any = producer_of(read)
         wanted = results.get(wishes[value][0]) if value in wishes else None
         if isinstance(wanted, QParams) and own is not None and not wanted.same_as(own):
             _, dq = on_grid(rewriter, read, read, wanted, value.name, like=node)
@@ -167,7 +167,7 @@ def _in_float(rewriter: Rewriter, value: fx.Node, known: dict[fx.Node, fx.Node |
 
     `known` are those found before, by the node that makes the value on its grid.
     """
-    made: fx.Node = made_by(value)
+    made: fx.Node = producer_of(value)
     op = op_of(made)
     if op is None or op.traits.recurrence is not None:
         return made if op is not None else None

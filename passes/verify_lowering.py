@@ -23,7 +23,7 @@ from fxq.graph.info import Decision, Plan, info
 from fxq.graph.place import where
 from fxq.graph.query import arguments_of, submodule
 from fxq.graph.region import Region
-from fxq.graph.region_difference import FLOAT32, LARGE, difference, largest_value
+from fxq.graph.region_difference import FLOAT32, MAX_KERNEL_VALUE, difference, largest_value
 from fxq.graph.region_run import run_region
 from fxq.graph.run import Runner
 from fxq.pipeline.context import Context
@@ -81,7 +81,7 @@ class VerifyLowering(Pass):
             return
         found = self._find(rewriter)
         for node, wrong in found.wrong.items():
-            if wrong.largest < LARGE:
+            if wrong.largest < MAX_KERNEL_VALUE:
                 _warn(rewriter, node, f"kernel is wrong on this machine: {wrong.why}. It runs in qdq form instead")
                 reason = f"failed verification: {wrong.why}"
             else:
@@ -285,7 +285,7 @@ class _Verifier(Runner):
         if not isinstance(kernel, Bindable) or node.kwargs:
             return got
         args = self._arguments(node, kernel)
-        return kernel.callee(*args)(*args)
+        return kernel.callable_for(*args)(*args)
 
     def _reader(self, node: fx.Node, residual: Tensor) -> str | None:
         """Which value that is needed besides or after the residual of `node` shares its memory; None when none does."""

@@ -300,7 +300,7 @@ def test_flags_that_the_example_gives(relu):
 
 def test_a_later_batch_with_another_flag_is_named():
     model = module(with_options, a=conv())
-    with pytest.raises(fxq.InputError, match="made for relu=True, as its example has it, and got bool False"):
+    with pytest.raises(fxq.InputError, match="traced for relu=True, as in the example, but got bool False"):
         fxq.quantize(model, data=[images(), {"x": images(), "relu": False}])
 
 
@@ -312,7 +312,7 @@ def test_fixed_arguments_survive_saving(tmp_path):
     x = images()
     with torch.no_grad():
         assert torch.equal(loaded(x), qmodel(x))
-    with pytest.raises(fxq.InputError, match="made for relu=True"):
+    with pytest.raises(fxq.InputError, match="traced for relu=True"):
         loaded(x, relu=False)
 
 

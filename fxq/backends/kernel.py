@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fxq.errors import BackendError, InputError
-from fxq.graph.bindable import Bindable, ModuleWatch, Seen
+from fxq.graph.bindable import Bindable, ModuleSnapshot, ModuleWatch
 from fxq.quant.qparams import QParams
 from fxq.runtime.call_checks import OPAQUE
 
@@ -70,7 +70,7 @@ class PackedTensors:
     """
 
     def __init__(self, buffers: Mapping[str, Tensor | None]) -> None:
-        self.seen = Seen(buffers)
+        self.seen = ModuleSnapshot(buffers)
         self.about = _about(buffers)
         self.made: dict[Hashable, Any] = {}
         self.of_sizes: OrderedDict[Hashable, Any] = OrderedDict()
@@ -114,8 +114,8 @@ class Kernel(Bindable):
     form: Form | None = None
     _packed: PackedTensors | None = None
 
-    def ends_in(self, part: int | None = None) -> tuple[Any, Mapping[str, Any]]:
-        return self.form.ends_in(part) if self.form is not None else super().ends_in(part)
+    def last_call(self, part: int | None = None) -> tuple[Any, Mapping[str, Any]]:
+        return self.form.last_call(part) if self.form is not None else super().last_call(part)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Register a class that has a name of its own. Raises `BackendError` when another class has that name."""
@@ -183,7 +183,7 @@ class Kernel(Bindable):
 
     def _packed_now(self) -> PackedTensors:
         packed = self._packed
-        if packed is None or not packed.seen.holds():
+        if packed is None or not packed.seen.is_unchanged():
             if any(type(tensor) not in _PLAIN for tensor in self._buffers.values()):
                 raise InputError(f"{self.name}: a tool runs the model on tensors that are no plain ones. {OPAQUE}")
             own_memory(self._buffers)
@@ -216,14 +216,14 @@ class Kernel(Bindable):
         """
         other = type(self).from_config(config, dict(self.named_buffers(recurse=False)))
         own = nn.Module().__dict__.keys() | {"form", "reads"}
-        self._changes()
+        self._notify_watches()
         self.__dict__.update({name: value for name, value in other.__dict__.items() if name not in own})
         self._modules.update(other._modules)
         self.__dict__.pop("_packed", None)
 
-    def tell(self, watch: ModuleWatch) -> None:
+    def notify(self, watch: ModuleWatch) -> None:
         own_memory(self._buffers)
-        super().tell(watch)
+        super().notify(watch)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self.options and name != "inplace" and self.__dict__.get(name, value) is not value:

@@ -17,7 +17,7 @@ from fxq.backends.qdq_form import Form
 from fxq.errors import BackendError, InputError
 from fxq.graph.analysis.integer_sums import node_refused
 from fxq.graph.info import Decision, EngineLayer, Plan, Precision, info, set_info
-from fxq.graph.query import CONVERSIONS, is_op, is_size, made_by, op_of, submodule
+from fxq.graph.query import CONVERSIONS, is_op, is_size, op_of, producer_of, submodule
 from fxq.graph.region import Region, UnitRegion, read_region
 from fxq.graph.unit import calls_of
 from fxq.rewriting.rewriter import Rewriter
@@ -177,7 +177,7 @@ def _results(rewriter: Rewriter, region: Region, node: fx.Node, before: fx.Node)
     """The values of a kernel of several outputs: each is a node, which stands for the op that makes it."""
     made, inside = [], set(region.nodes)
     for i, old in enumerate(region.outputs):
-        maker = made_by(old)
+        maker = producer_of(old)
         like = maker if maker in inside else old
         part = rewriter.node("call_function", operator.getitem, (node, i), like=like, before=before)
         rewriter.describe(part, origins=(info(like).parts or (info(like).origins,))[-1])

@@ -73,7 +73,7 @@ class Form:
         modules = {str(n.target): gm.get_submodule(str(n.target)) for n in graph.find_nodes(op="call_module")}
         return cls(to_data(graph), takes, modules, tensors)
 
-    def ends_in(self, part: int | None = None) -> tuple[Any, Mapping[str, Any]]:
+    def last_call(self, part: int | None = None) -> tuple[Any, Mapping[str, Any]]:
         """What it calls for its value, or for one of several, with which options; what only moves integers left out."""
         value, moved, row = self.nodes[-1][2][0], False, None
         if isinstance(value, (tuple, list)) is (part is None):

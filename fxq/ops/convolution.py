@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fxq.ops.registry import RANKS, as_tuple, aten, named, row
-from fxq.ops.table import Arguments, Instead, Shape, spell
+from fxq.ops.table import Arguments, Redirect, Shape, spell
 from fxq.ops.traits import computes
 
 
@@ -37,13 +37,13 @@ def conv_padding(weight_shape: Sequence[int], padding: Any, dilation: Sequence[i
     return tuple(p for pair in reversed(sides) for p in pair)
 
 
-def _any_convolution(bound: Arguments) -> Instead:
+def _any_convolution(bound: Arguments) -> Redirect:
     """aten.convolution is all of them: the number of strides and a flag say which."""
     n, transposed = len(bound["stride"]), bound.pop("transposed")
     if transposed:
-        return Instead(f"conv_transpose{n}d", _transposed_tuples(n)(bound))
+        return Redirect(f"conv_transpose{n}d", _transposed_tuples(n)(bound))
     bound.pop("output_padding", None)
-    return Instead(f"conv{n}d", _tuples(n)(bound))
+    return Redirect(f"conv{n}d", _tuples(n)(bound))
 
 
 _CONV = "x weight bias stride padding dilation groups padding_mode"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fxq.ops.registry import RANKS, as_tuple, named, pick_values, row
 from fxq.ops.sizes import is_all_of
-from fxq.ops.table import Arguments, Instead, spell
+from fxq.ops.table import Arguments, Redirect, spell
 from fxq.ops.traits import computes, moves
 
 
@@ -20,12 +20,12 @@ def _pool(n: int, kind: str) -> Any:
     With a window as large as its input (`F.avg_pool2d(x, x.size()[2:])`) it is an adaptive one to a single value.
     """
 
-    def adapt(bound: Arguments) -> Arguments | Instead | str:
+    def adapt(bound: Arguments) -> Arguments | Redirect | str:
         if bound.pop("return_indices", False):
             return "returns indices"
         bound["kernel_size"] = as_tuple(bound["kernel_size"], n)
         if is_all_of(bound["x"], bound["kernel_size"]) and _is_plain(bound, n):
-            return Instead(f"adaptive_{kind}_pool{n}d", {"x": bound["x"], "output_size": (1,) * n})
+            return Redirect(f"adaptive_{kind}_pool{n}d", {"x": bound["x"], "output_size": (1,) * n})
         bound["stride"] = as_tuple(bound.get("stride") or bound["kernel_size"], n)
         for key in ("padding", "dilation"):
             if key in bound:

@@ -34,7 +34,7 @@ OPS.leaf("lstm_cell", nn.LSTMCell)
 OPS.leaf("gru_cell", nn.GRUCell)
 OPS.leaf("rnn_cell", nn.RNNCell)
 
-Step = Callable[..., tuple[Tensor, ...]]
+StateStep = Callable[..., tuple[Tensor, ...]]
 
 
 def _macs(out: Shape, x: Shape, weight_ih: Shape, weight_hh: Shape, *rest: Shape | None) -> int:
@@ -197,7 +197,9 @@ def _fused(layer: Callable[..., Any], x: Tensor, has_biases: bool, reverse: bool
     return (y.flip(0) if reverse else y), last[-1][0]
 
 
-def run_steps(gates: Tensor, step: Step, state: tuple[Tensor, ...], reverse: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
+def run_steps(
+    gates: Tensor, step: StateStep, state: tuple[Tensor, ...], reverse: bool
+) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The first state behind each step, stacked, and all states behind the last one.
 
     Args:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fxq.ops.registry import aten, pick_values, row
-from fxq.ops.table import Arguments, Instead, shape_of, spell
+from fxq.ops.table import Arguments, Redirect, shape_of, spell
 from fxq.ops.traits import computes, moves
 
 
@@ -44,10 +44,10 @@ def sum_over(x: Tensor, *, dim: Any, keepdim: bool = False) -> Tensor:
 def _or_of_two(op: str) -> Any:
     """max(x, dim) reduces; max(x, other) compares two tensors."""
 
-    def adapt(bound: Arguments) -> Arguments | Instead | str:
+    def adapt(bound: Arguments) -> Arguments | Redirect | str:
         other = bound.get("other", bound.get("dim"))
         if shape_of(other) is not None:
-            return Instead(op, {"x": bound["x"], "other": other})
+            return Redirect(op, {"x": bound["x"], "other": other})
         return _reduce(bound)
 
     return adapt

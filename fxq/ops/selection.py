@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from fxq.ops.registry import aten, row
-from fxq.ops.table import Arguments, Instead, shape_of, spell
+from fxq.ops.table import Arguments, Redirect, shape_of, spell
 from fxq.ops.traits import float_only, moves
 
 _PART = moves("x", layout=True, view=True, selects=True)
@@ -29,7 +29,7 @@ def _plain(part: Any) -> Any:
     return slice(start, stop, step)
 
 
-def indexed(x: Any, index: Any) -> Arguments | Instead | str:
+def indexed(x: Any, index: Any) -> Arguments | Redirect | str:
     """x[index] in normal form: a tuple without `...` and without what selects everything at its end."""
     parts = [_plain(part) for part in (index if isinstance(index, (tuple, list)) else (index,))]
     for part in parts:
@@ -45,33 +45,33 @@ def indexed(x: Any, index: Any) -> Arguments | Instead | str:
     while parts and parts[-1] == _ALL:
         parts.pop()
     if not parts:
-        return Instead("identity", {"x": x})
+        return Redirect("identity", {"x": x})
     if parts[-1] is None and all(part == _ALL for part in parts[:-1]):
-        return Instead("unsqueeze", {"x": x, "dim": len(parts) - 1})
+        return Redirect("unsqueeze", {"x": x, "dim": len(parts) - 1})
     return {"x": x, "index": tuple(parts)}
 
 
-def _along(x: Any, dim: Any, part: Any) -> Arguments | Instead | str:
+def _along(x: Any, dim: Any, part: Any) -> Arguments | Redirect | str:
     if not isinstance(dim, int):
         return "cuts along an axis that a value says"
     rank = len(shape_of(x) or ())
     return indexed(x, (*[_ALL] * (dim % rank if rank else 0), part))
 
 
-def _getitem(bound: Arguments) -> Arguments | Instead | str:
+def _getitem(bound: Arguments) -> Arguments | Redirect | str:
     return indexed(bound["x"], bound["index"])
 
 
-def _select(bound: Arguments) -> Arguments | Instead | str:
+def _select(bound: Arguments) -> Arguments | Redirect | str:
     return _along(bound["x"], bound["dim"], bound["index"])
 
 
-def _slice(bound: Arguments) -> Arguments | Instead | str:
+def _slice(bound: Arguments) -> Arguments | Redirect | str:
     part = slice(bound.get("start"), bound.get("end"), bound.get("step", 1))
     return _along(bound["x"], bound.get("dim", 0), part)
 
 
-def _narrow(bound: Arguments) -> Arguments | Instead | str:
+def _narrow(bound: Arguments) -> Arguments | Redirect | str:
     start, length = bound["start"], bound["length"]
     if not all(isinstance(n, int) for n in (start, length, bound["dim"])):
         return "starts or ends where a value says"
@@ -79,7 +79,7 @@ def _narrow(bound: Arguments) -> Arguments | Instead | str:
     return _along(bound["x"], bound["dim"], slice(start, start + length))
 
 
-def _unbound(bound: Arguments, index: Any) -> Arguments | Instead | str:
+def _unbound(bound: Arguments, index: Any) -> Arguments | Redirect | str:
     return _along(bound["x"], bound.get("dim", 0), index) if isinstance(index, int) else f"is read by {index!r}"
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fxq.ops.registry import as_tuple, aten, named, row
 from fxq.ops.sizes import leads
-from fxq.ops.table import Arguments, Instead, dtype_of, shape_of, spell
+from fxq.ops.table import Arguments, Redirect, dtype_of, shape_of, spell
 from fxq.ops.traits import float_only, moves
 
 _VIEW = moves("x", layout=True, view=True)
@@ -40,7 +40,7 @@ def unflatten(x: Tensor, *, dim: int, sizes: Any) -> Tensor:
     return torch.unflatten(x, dim, sizes)
 
 
-def _sizes(bound: Arguments) -> Arguments | Instead | str:
+def _sizes(bound: Arguments) -> Arguments | Redirect | str:
     """The shape as a tuple; to `(x.size(0), -1)` is to flatten, whatever the size."""
     shape = bound.get("shape", ())
     if isinstance(shape, torch.dtype) or (isinstance(shape, tuple) and any(isinstance(s, torch.dtype) for s in shape)):
@@ -48,7 +48,7 @@ def _sizes(bound: Arguments) -> Arguments | Instead | str:
     if not isinstance(shape, (tuple, list)):
         return bound
     if shape and shape[-1] == -1 and leads(bound["x"], shape[:-1]):
-        return Instead("flatten", {"x": bound["x"], "start_dim": len(shape) - 1})
+        return Redirect("flatten", {"x": bound["x"], "start_dim": len(shape) - 1})
     return {**bound, "shape": tuple(shape)}
 
 
@@ -64,7 +64,7 @@ def reshape(x: Tensor, *, shape: Any) -> Tensor:
     return torch.reshape(x, shape)
 
 
-def _moved_axes(bound: Arguments) -> Instead | str:
+def _moved_axes(bound: Arguments) -> Redirect | str:
     """movedim as a permutation."""
     rank = len(shape_of(bound["x"]) or ())
     if any(not isinstance(d, int) for key in ("source", "destination") for d in as_tuple(bound[key], 1)):
@@ -72,7 +72,7 @@ def _moved_axes(bound: Arguments) -> Instead | str:
     source, to = (tuple(d % rank for d in as_tuple(bound[key], 1)) for key in ("source", "destination"))
     rest = iter(d for d in range(rank) if d not in source)
     dims = tuple(source[to.index(d)] if d in to else next(rest) for d in range(rank))
-    return Instead("permute", {"x": bound["x"], "dims": dims})
+    return Redirect("permute", {"x": bound["x"], "dims": dims})
 
 
 @row(
@@ -88,23 +88,23 @@ def permute(x: Tensor, *, dims: Any) -> Tensor:
     return torch.permute(x, tuple(dims))
 
 
-def _turned(bound: Arguments) -> Arguments | Instead:
+def _turned(bound: Arguments) -> Arguments | Redirect:
     """x.t() of a matrix; of less than two axes it is x."""
     if len(shape_of(bound["x"]) or ()) < 2:
-        return Instead("identity", bound)
+        return Redirect("identity", bound)
     return {**bound, "dim0": 0, "dim1": 1}
 
 
-def _attribute(bound: Arguments) -> Arguments | Instead | str:
+def _attribute(bound: Arguments) -> Arguments | Redirect | str:
     """x.T, x.mT, x.data: as torch.fx traces the attributes of a tensor."""
     name, x = bound.pop("name"), bound["x"]
     if name == "data":
-        return Instead("identity", bound)
+        return Redirect("identity", bound)
     if name == "mT":
         return {"x": x, "dim0": -2, "dim1": -1}
     if name == "T":
         rank = len(shape_of(x) or ())
-        return _turned(bound) if rank <= 2 else Instead("permute", {"x": x, "dims": tuple(range(rank))[::-1]})
+        return _turned(bound) if rank <= 2 else Redirect("permute", {"x": x, "dims": tuple(range(rank))[::-1]})
     return f"reads .{name}, which is no op"
 
 
@@ -168,7 +168,7 @@ def expand_as(x: Tensor, other: Tensor) -> Tensor:
     return x.expand_as(other)
 
 
-def _same_type(bound: Arguments) -> Arguments | Instead | str:
+def _same_type(bound: Arguments) -> Arguments | Redirect | str:
     """`to` and the like: the identity where they ask for what is there, `contiguous` where for another layout alone."""
     layout = bound.pop("memory_format", None)
     asked = [*bound.pop("args", ()), *(bound.pop(key, None) for key in ("dtype", "device", "other", "layout"))]
@@ -177,21 +177,21 @@ def _same_type(bound: Arguments) -> Arguments | Instead | str:
     if None in wanted:
         return "may change the device"
     if any(dtype is not dtype_of(x) for dtype in wanted):
-        return Instead("cast", {"x": x, "dtype": wanted[0]}) if plain else "changes the dtype and the layout"
-    return Instead("identity", {"x": x}) if plain else {"x": x, "memory_format": layout}
+        return Redirect("cast", {"x": x, "dtype": wanted[0]}) if plain else "changes the dtype and the layout"
+    return Redirect("identity", {"x": x}) if plain else {"x": x, "memory_format": layout}
 
 
-def _to(dtype: torch.dtype) -> Callable[[Arguments], Arguments | Instead | str]:
+def _to(dtype: torch.dtype) -> Callable[[Arguments], Arguments | Redirect | str]:
     return lambda bound: _same_type({**bound, "dtype": dtype})
 
 
 _TYPES = {"float": torch.float32, "int": torch.int32, "long": torch.int64, "bool": torch.bool}
 
 
-def _same_values(bound: Arguments) -> Arguments | Instead:
+def _same_values(bound: Arguments) -> Arguments | Redirect:
     layout = bound.pop("memory_format", None)
     if layout is None or layout is torch.preserve_format:
-        return Instead("identity", {"x": bound["x"]})
+        return Redirect("identity", {"x": bound["x"]})
     return {**bound, "memory_format": layout}
 
 

@@ -20,14 +20,14 @@ META = "fxq"
 
 Arguments = dict[str, Any]
 Shape = tuple[int, ...]
-Adapter = Callable[[Arguments], "Arguments | Instead | str"]
-Pick = Callable[[Arguments, Any], "Arguments | Instead | str"]
+Adapter = Callable[[Arguments], "Arguments | Redirect | str"]
+Pick = Callable[[Arguments, Any], "Arguments | Redirect | str"]
 
 _ALIASES = {"input": "x", "self": "x", "tensor": "x", "query": "x", "tensors": "xs"}
 
 
 @dataclass(frozen=True)
-class Instead:
+class Redirect:
     """What an adapter returns where a call, with these arguments, is another op than the one that claims the spelling.
 
     Attributes:
@@ -106,17 +106,17 @@ class Op:
         object.__setattr__(self, "tensors", tuple(p.name for p in params if p.kind is not p.KEYWORD_ONLY))
         object.__setattr__(self, "options", {p.name: p.default for p in params if p.kind is p.KEYWORD_ONLY})
 
-    def bind(self, spelling: Spelling, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments | Instead | str:
+    def bind(self, spelling: Spelling, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments | Redirect | str:
         """The op's arguments by name, from a call as it was written; or the reason why this call is not this op.
 
-        `Instead`: with these arguments the call is another op.
+        `Redirect`: with these arguments the call is another op.
         """
         raw = self.bind_raw(spelling, args, kwargs)
         return self.fill(raw) if isinstance(raw, dict) else raw
 
     def bind_raw(
         self, spelling: Spelling, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Arguments | Instead | str:
+    ) -> Arguments | Redirect | str:
         """`bind` without the defaults: only what is given."""
         names = spelling.names or (*self.tensors, *self.options)
         bound: Arguments = {}
@@ -155,7 +155,7 @@ class Op:
 
     def bind_module(
         self, spelling: Spelling, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Arguments | Instead | str:
+    ) -> Arguments | Redirect | str:
         """Like `bind`, for a module: what the call does not give is read from the module's attributes of that name."""
         names = self.traits.inputs
         if len(args) + len(kwargs) > len(names):

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from fxq.common.data import Batch, pieces_of, samples_in
 from fxq.common.isolation import copied
 from fxq.common.metrics import tensors
-from fxq.graph.program import Program
+from fxq.graph.program import IsolatedGraph
 from fxq.pipeline.float_form import FloatForm
 
 log = logging.getLogger("fxq")
@@ -22,7 +22,7 @@ AT_ONCE = 8
 
 
 def used_rows(
-    program: Program, batch: Batch, nodes: Collection[fx.Node], at_once: int | None = None
+    program: IsolatedGraph, batch: Batch, nodes: Collection[fx.Node], at_once: int | None = None
 ) -> dict[fx.Node, Tensor]:
     """Which tokens the output of the float form depends on, of values whose last axis is that of the channels.
 
@@ -64,7 +64,7 @@ def used_rows(
     return used
 
 
-def _found(program: Program, batch: Batch, nodes: Collection[fx.Node]) -> dict[fx.Node, Tensor]:
+def _found(program: IsolatedGraph, batch: Batch, nodes: Collection[fx.Node]) -> dict[fx.Node, Tensor]:
     """The same of samples that are run at once."""
     try:
         with torch.inference_mode(False):  # there, nothing has gradients
@@ -76,9 +76,9 @@ def _found(program: Program, batch: Batch, nodes: Collection[fx.Node]) -> dict[f
         return {}
 
 
-def _without_padding(program: Program, batch: Batch, nodes: Collection[fx.Node]) -> dict[fx.Node, Tensor]:
+def _without_padding(program: IsolatedGraph, batch: Batch, nodes: Collection[fx.Node]) -> dict[fx.Node, Tensor]:
     """The same; raises whatever the graph raises with gradients, or with other numbers."""
-    run = _Kept(Program(program.gm, program.graph), batch, nodes)
+    run = _Kept(IsolatedGraph(program.gm, program.graph), batch, nodes)
     with torch.enable_grad():
         outputs = tuple(tensors(run.run()))
         known = [t for t in outputs if t.is_floating_point() and t.requires_grad]
@@ -89,7 +89,7 @@ def _without_padding(program: Program, batch: Batch, nodes: Collection[fx.Node])
     if not found:
         return {}
     with torch.enable_grad():  # without, some ops of PyTorch run other kernels, whose last bits differ
-        others = tuple(tensors(_Kept(Program(program.gm, program.graph), batch, nodes, found).run()))
+        others = tuple(tensors(_Kept(IsolatedGraph(program.gm, program.graph), batch, nodes, found).run()))
     same = len(outputs) == len(others) and all(map(torch.equal, outputs, others))
     return found if same else {}
 
@@ -103,7 +103,7 @@ class _Kept(FloatForm):
 
     def __init__(
         self,
-        program: Program,
+        program: IsolatedGraph,
         batch: Batch,
         nodes: Collection[fx.Node],
         used: Mapping[fx.Node, Tensor] | None = None,

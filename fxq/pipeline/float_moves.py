@@ -7,7 +7,7 @@ from typing import Any
 from torch import fx
 
 from fxq.graph.info import Decision, Plan, precision_of
-from fxq.graph.query import argument, is_op, measures_of, op_of, plan_of, reads_only_metadata, swapped
+from fxq.graph.query import argument, dynamic_grid_ops, is_op, op_of, plan_of, reads_only_metadata, swapped
 from fxq.pipeline.candidates import UNREAD
 from fxq.rewriting.rewriter import Rewriter
 
@@ -54,4 +54,4 @@ def _is_free(node: fx.Node, back: fx.Node | None = None) -> bool:
 
 def _is_known(node: fx.Node) -> bool:
     """Whether a node quantizes to a grid that is known before the model runs."""
-    return is_op(node, "quantize") and not measures_of(node)
+    return is_op(node, "quantize") and not dynamic_grid_ops(node)

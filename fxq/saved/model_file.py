@@ -261,7 +261,7 @@ class _Kind:
 def _check_kernels(model: Quantized) -> None:
     """Refuse kernels and hooks that run something that the file would not hold."""
     for node, kernel in kernels_of(model):
-        if not kernel.is_itself():
+        if not kernel.is_unmodified():
             raise InputError(f"{node.name}: its kernel has hooks or a forward of its own: a file holds no code.")
         if known_kernels().get(kernel.described.name) is not kernel.described:
             raise InputError(

@@ -130,7 +130,7 @@ def misfit(kernel: Kernel, node: fx.Node) -> str | None:
     with torch.no_grad(), without_autocast():
         expected = module(*made)
         try:
-            got = [run(*_copies(given)) for run in (kernel, kernel.callee(*_copies(given)))]
+            got = [run(*_copies(given)) for run in (kernel, kernel.callable_for(*_copies(given)))]
         except Exception as error:
             return f"it raised {type(error).__name__}: {words_of(error)}"
     several = len(info(node).plans) > 1

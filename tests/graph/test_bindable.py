@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from fxq.graph.bindable import Bindable, ModuleWatch, Seen
+from fxq.graph.bindable import Bindable, ModuleSnapshot, ModuleWatch
 
 pytestmark = pytest.mark.any_cpu
 
@@ -52,7 +52,7 @@ X = torch.ones(2)
 )
 def test_it_tells(change, tells):
     made, watch = Double(), ModuleWatch()
-    made.tell(watch)
+    made.notify(watch)
     change(made)
     assert watch.changed is tells
 
@@ -71,27 +71,27 @@ def test_it_tells(change, tells):
 )
 def test_its_tensors_are_as_they_were(write, holds):
     made = Double()
-    seen = Seen(made._buffers)
-    assert seen.holds()
+    seen = ModuleSnapshot(made._buffers)
+    assert seen.is_unchanged()
     write(made)
-    assert seen.holds() is holds
+    assert seen.is_unchanged() is holds
 
 
 def test_what_to_call_for_inputs():
     made = Double()
-    assert made.callee(X)(X).tolist() == made.callee()(X).tolist() == [2, 2]
-    assert made.callee() == made.forward and made.callee(X) != made.forward
-    assert Overridden().callee(X)(X).tolist() == [5, 5]  # the bind that it inherits goes with another forward
+    assert made.callable_for(X)(X).tolist() == made.callable_for()(X).tolist() == [2, 2]
+    assert made.callable_for() == made.forward and made.callable_for(X) != made.forward
+    assert Overridden().callable_for(X)(X).tolist() == [5, 5]  # the bind that it inherits goes with another forward
     made.forward = lambda x: x * 7
-    assert made.callee(X)(X).tolist() == [7, 7]
+    assert made.callable_for(X)(X).tolist() == [7, 7]
     hooked = Double()
     hooked.register_forward_hook(lambda module, args, result: result + 1)
-    assert hooked.callee(X) is hooked and hooked.callee(X)(X).tolist() == [3, 3]
+    assert hooked.callable_for(X) is hooked and hooked.callable_for(X)(X).tolist() == [3, 3]
 
 
 def test_copies_and_pickles_do_not_tell_the_watch_of_the_original():
     made, watch = Double(), ModuleWatch()
-    made.tell(watch)
+    made.notify(watch)
     for other in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
         other.option = 9
     assert not watch.changed
@@ -99,7 +99,7 @@ def test_copies_and_pickles_do_not_tell_the_watch_of_the_original():
 
 def test_a_watch_that_is_gone_is_not_held():
     made, watch = Double(), ModuleWatch()
-    made.tell(watch)
+    made.notify(watch)
     del watch
     gc.collect()
     assert len(made._watches) == 0

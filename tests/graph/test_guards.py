@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxq.errors import InputError
-from fxq.graph.guards import Fields, check_fixed, check_same, check_sizes, make_output, own_copy, structure
+from fxq.graph.guards import OutputFields, check_fixed, check_same, check_sizes, make_output, own_copy, structure
 
 pytestmark = pytest.mark.any_cpu
 
@@ -49,20 +49,20 @@ def test_an_argument_goes_through_where_its_structure_is_that_of_the_example(a, 
     if expected == structure(b, dtypes=True, ranks=True):
         check_fixed({"x": b}, {"x": expected})
     else:
-        with pytest.raises(InputError, match="the graph was made for x"):
+        with pytest.raises(InputError, match="the graph was traced for x"):
             check_fixed({"x": b}, {"x": expected})
 
 
 @pytest.mark.parametrize(
     ("expected", "given", "said"),
     [
-        (["list", True, "<a number>"], [False, 2], r"x\[0\]=True, as its example has it, and got bool False"),
+        (["list", True, "<a number>"], [False, 2], r"x\[0\]=True, as in the example, but got bool False"),
         (["tuple", "<a tensor>"], [torch.ones(1)], "got .*a tensor"),
         ({"a": "<a tensor>"}, {"b": torch.ones(1)}, "x={'a': a tensor}"),
         ("<a tensor of float32 with 2 axes>", torch.ones(2), "got a tensor of float32 with 1 axes"),
         ("<a tensor of float32>", torch.ones(2).int(), "got a tensor of int32"),
         ("<a tensor on cpu>", torch.ones(2, device="meta"), "got a tensor of float32 on meta"),
-        (3, 4, "x=3, as its example has it, and got int 4"),
+        (3, 4, "x=3, as in the example, but got int 4"),
         (None, torch.ones(1), "x=None"),
     ],
 )
@@ -131,9 +131,9 @@ def test_outputs_are_made_again_or_stand_as_fields():
     assert make_output("collections:OrderedDict", {"a": 1}) == OrderedDict(a=1)
     for kind in ("no.such.module:Pair", f"{__name__}:Missing", "enum:Enum"):
         made = make_output(kind, {"a": 1})
-        assert type(made) is Fields and made.a == made["a"] == 1
+        assert type(made) is OutputFields and made.a == made["a"] == 1
     with pytest.raises(AttributeError, match="missing"):
-        _ = Fields(a=1).missing
+        _ = OutputFields(a=1).missing
 
 
 def test_a_constant_is_handed_out_as_a_copy():

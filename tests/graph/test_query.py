@@ -14,11 +14,11 @@ from fxq.graph.query import (
     flat_nodes,
     is_op,
     is_pure,
-    made_by,
     makes_no_tensor,
     merge_origins,
     op_of,
     options_of,
+    producer_of,
     reads_only_metadata,
     taken_part,
     unobserved,
@@ -131,7 +131,7 @@ def test_observers_and_conversions_are_seen_through():
     assert [value.name for value in reads_of(gm, unit)] == ["x"]
     quantized = fxq.quantize(model(), REFERENCE, data=[X])
     unit = node(quantized, "fc_relu")
-    assert made_by(unit.args[0]).name == "x" and made_by(unit) is unit
+    assert producer_of(unit.args[0]).name == "x" and producer_of(unit) is unit
 
 
 def test_origins_are_merged_each_once_in_order():

@@ -7,10 +7,10 @@ from torch import fx, nn
 import fxq
 from fxq.graph.analysis.partition import connected_regions
 from fxq.graph.grid import grid_of
-from fxq.graph.query import Step, is_op
+from fxq.graph.query import NodeSnapshot, is_op
 from fxq.graph.region import read_region, unit_regions
 from fxq.graph.region_difference import disagreement, magnitude
-from fxq.graph.region_run import Result, run_region
+from fxq.graph.region_run import RegionOutput, run_region
 from fxq.ops import OPS
 from fxq.passes.verify_lowering import VerifyLowering
 from tests.support.graphs import until
@@ -47,11 +47,11 @@ def none():
     ],
 )
 def test_disagreement(expected, got, wrong):
-    assert (disagreement(Result(expected), got, VerifyLowering(), none) is not None) is wrong
+    assert (disagreement(RegionOutput(expected), got, VerifyLowering(), none) is not None) is wrong
 
 
 def test_terms_beyond_float32_are_no_reason_for_any_difference():
-    expected = Result(torch.tensor([1e38, 0.0]))
+    expected = RegionOutput(torch.tensor([1e38, 0.0]))
     assert (
         disagreement(expected, torch.tensor([INF, 0.0]), VerifyLowering(), lambda: INF)
         == "off by inf, more than 1.03e+34"
@@ -77,13 +77,13 @@ def test_disagreement_with_a_real_value(real, got, wrong):
     graph = fx.Graph()
     grid = {"scale": 0.5, "zero_point": 3, "qmin": 0, "qmax": 15}
     quantize = graph.call_function(OPS["quantize"].target, (graph.placeholder("x"),), grid)
-    expected = Result(torch.tensor(real) / 2, Step.of(quantize))
+    expected = RegionOutput(torch.tensor(real) / 2, NodeSnapshot.of(quantize))
     assert (disagreement(expected, integers(*got), VerifyLowering(), none) is not None) is wrong
 
 
 def test_zeros_are_compared_by_the_size_of_other_results():
     """Terms that cancel leave a little, which is nothing beside what they were."""
-    expected, got = Result(torch.zeros(3)), torch.tensor([0.0, 1e-8, 0.0])
+    expected, got = RegionOutput(torch.zeros(3)), torch.tensor([0.0, 1e-8, 0.0])
     for size, wrong in [(1e-1, False), (1e-3, True)]:
         assert (disagreement(expected, got, VerifyLowering(), lambda size=size: size) is not None) is wrong
 
@@ -155,7 +155,7 @@ def test_the_magnitude_of_a_region_is_the_largest_value_in_it():
     ],
 )
 def test_behind_values_that_were_rounded_on_the_way(got, wrong):
-    expected, other = Result(torch.tensor([1.0, 2.0, 3.0, 4.0])), Result(torch.tensor([1.0, 2.1, 3.0, 4.0]))
+    expected, other = RegionOutput(torch.tensor([1.0, 2.0, 3.0, 4.0])), RegionOutput(torch.tensor([1.0, 2.1, 3.0, 4.0]))
     said = disagreement(expected, torch.tensor(got), VerifyLowering(), none, [expected, other])
     assert said is None if wrong is None else said.startswith(wrong)
 
@@ -165,6 +165,8 @@ def test_an_element_that_one_value_near_a_tie_has_moved_is_right_among_many_that
     want = torch.zeros(10_000)
     moved = want.clone()
     moved[7] = 1.0
-    others = [Result(want), Result(moved)]
-    assert disagreement(Result(want), moved, VerifyLowering(), none, others) is None
-    assert disagreement(Result(want), 1.1 * moved, VerifyLowering(), none, others).startswith("off by 1.1, more than 1")
+    others = [RegionOutput(want), RegionOutput(moved)]
+    assert disagreement(RegionOutput(want), moved, VerifyLowering(), none, others) is None
+    assert disagreement(RegionOutput(want), 1.1 * moved, VerifyLowering(), none, others).startswith(
+        "off by 1.1, more than 1"
+    )

@@ -12,7 +12,7 @@ from torch import fx, nn
 import fxq
 from fxq.graph.info import info
 from fxq.graph.plain_data import from_data, to_data
-from fxq.graph.unit import Inner, calls_of, unit_of
+from fxq.graph.unit import InnerValue, calls_of, unit_of
 from fxq.rewriting.pattern import FUSIONS, rewrite
 from tests.support.graphs import graph
 from tests.support.helpers import module, rewriter, run
@@ -178,8 +178,8 @@ def test_the_ops_of_a_unit_read_its_captures():
     x, weight = (node for node in gm.graph.nodes if node.name in ("x", "fc_weight"))
     assert [call.tensors for call in calls] == [
         {"x": x, "weight": weight, "bias": None},
-        {"x": Inner(0)},
-        {"x": Inner(1), "other": 1.5},
+        {"x": InnerValue(0)},
+        {"x": InnerValue(1), "other": 1.5},
     ]
     assert info(units(gm)[0]).values == (((3, 4), torch.float32),) * 3
 

@@ -148,10 +148,10 @@ def test_a_view_does_not_follow_later_changes():
 
 def test_known_views_are_used_and_new_ones_added():
     gm = graph(network(), IMAGE)
-    known = {}
-    first = view(gm, known=known)
-    assert set(known) == set(gm.graph.nodes)
-    assert all(a is b for a, b in zip(view(gm, known=known), first, strict=True))
+    cached = {}
+    first = view(gm, cached=cached)
+    assert set(cached) == set(gm.graph.nodes)
+    assert all(a is b for a, b in zip(view(gm, cached=cached), first, strict=True))
 
 
 class Rename(fxq.Pass):

@@ -33,7 +33,7 @@ def test_nested_inputs():
         assert sqnr(model(other), qmodel(other)) > 30
     for wrong, words in [
         (nest(X, 3), r"inputs\['list'\]=\[a tensor, a tensor\]"),
-        (nest(X, flag=False), r"inputs\['flag'\]=True, as its example has it, and got"),
+        (nest(X, flag=False), r"inputs\['flag'\]=True, as in the example, but got"),
         ({"x": X}, "made for inputs={'x': a tensor, 'list'"),
     ]:
         with pytest.raises(fxq.InputError, match=f"{words}.*Quantize the model again with inputs"):
@@ -68,7 +68,7 @@ def test_concrete_arguments():
     with torch.no_grad():
         assert sqnr(model(X, "negative", 3, flag=False), qmodel(X)) > 30
     for wrong in ({"mode": "plain"}, {"mode": "negative", "gain": 2}, {"mode": "negative", "flag": True}):
-        with pytest.raises(fxq.InputError, match="the graph was made for"):
+        with pytest.raises(fxq.InputError, match="the graph was traced for"):
             qmodel(X, **wrong)
 
 

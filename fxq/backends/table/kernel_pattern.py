@@ -52,8 +52,8 @@ class KernelPattern:
     def refused(self, taken: Collection[str], unit: FusedUnit) -> str | None:
         """Reason why a function that takes these options cannot run a unit; None if it can."""
         for call in unit.calls:
-            if call.computed is not None:
-                return f"its {call.computed} is computed at run time"
+            if call.run_time_option is not None:
+                return f"its {call.run_time_option} is computed at run time"
             for name, value in call.options.items():
                 usual = [
                     call.op.options[name],

@@ -19,7 +19,7 @@ from fxq.errors import BackendError
 from fxq.graph.info import info
 from fxq.graph.query import constant
 from fxq.graph.region import Weight, integer_input, integer_weight
-from fxq.graph.unit import Calls, Inner, OpCall, inputs_of
+from fxq.graph.unit import Calls, InnerValue, OpCall, inputs_of
 from fxq.ops import OPS
 from fxq.quant.qparams import QParams
 from fxq.quant.spec import Role
@@ -148,8 +148,8 @@ class Fit:
             if weight is None and read is not None:
                 inputs += read.nodes
                 found[name] = read.grid
-                if read.measured:
-                    dynamic[name] = len(read.measured)
+                if read.dynamic_nodes:
+                    dynamic[name] = len(read.dynamic_nodes)
             elif isinstance(value, fx.Node):
                 found[name] = weight or constant(gm, value)
                 if found[name] is None and self._role(name) == "state":
@@ -198,7 +198,12 @@ def _leading(calls: Calls, rows: Mapping[str, KernelRow]) -> Iterator[tuple[Kern
         ops, captures, posts = 2, {**captures, "residual": residual}, CLAMPS
         yield row, ops, captures
     after = calls[ops] if ops < len(calls) else None
-    if after is not None and after.op.name in posts and after.computed is None and after.tensors["x"] == Inner(ops - 1):
+    if (
+        after is not None
+        and after.op.name in posts
+        and after.run_time_option is None
+        and after.tensors["x"] == InnerValue(ops - 1)
+    ):
         yield row, ops + 1, {**captures, "slope": after.tensors.get("weight")}
 
 
@@ -216,15 +221,15 @@ def _reads_inside(calls: Calls, ops: int) -> bool:
 
     A unit that returns its last value twice is no single value, either.
     """
-    read = [v.index for call in calls[ops:] for v in call.tensors.values() if isinstance(v, Inner)]
+    read = [v.index for call in calls[ops:] for v in call.tensors.values() if isinstance(v, InnerValue)]
     return any(i < ops - 1 for i in (*read, *calls.outputs)) or calls.outputs.count(ops - 1) > 1
 
 
 def _residual(call: OpCall) -> fx.Node | None:
     """What an add takes besides the first op's result: a value from outside, or None where it adds something else."""
-    if call.op.name != "add" or call.options["alpha"] != 1 or Inner(0) not in call.tensors.values():
+    if call.op.name != "add" or call.options["alpha"] != 1 or InnerValue(0) not in call.tensors.values():
         return None
-    other = call.tensors["other" if call.tensors["x"] == Inner(0) else "x"]
+    other = call.tensors["other" if call.tensors["x"] == InnerValue(0) else "x"]
     return other if isinstance(other, fx.Node) and other.op != "get_attr" else None
 
 

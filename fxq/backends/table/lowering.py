@@ -18,7 +18,7 @@ from fxq.backends.plain.weight_only import KERNELS as WEIGHT_ONLY
 from fxq.backends.table.kernel_table import QUANTIZING, Fit, FusedUnit, KernelRow, fits
 from fxq.errors import BackendError, InputError
 from fxq.graph.grid import grid_of
-from fxq.graph.query import CONVERSIONS, argument, constant, is_op, measures_of, options_of, values_of
+from fxq.graph.query import CONVERSIONS, argument, constant, dynamic_grid_ops, is_op, options_of, values_of
 from fxq.graph.region import (
     Region,
     UnitRegion,
@@ -125,7 +125,7 @@ class RowBackend(Backend):
     def lower(self, gm: fx.GraphModule, region: Region) -> Kernel | None:
         """The kernel that the table has for a unit or a conversion."""
         if not isinstance(region, UnitRegion):
-            measures = measures_of(region.nodes[-1])
+            measures = dynamic_grid_ops(region.nodes[-1])
             if not measures or region.nodes != (*measures, region.nodes[-1]):
                 first, count = region.nodes[0].name, len(region.nodes)
                 raise InputError(
@@ -189,7 +189,10 @@ def _weight_only(gm: fx.GraphModule, region: UnitRegion) -> Kernel | None:
     call = region.calls[0]
     quant = call.op.traits
     kind = WEIGHT_ONLY[call.op.name]
-    refuse(kind.name, f"its {call.computed} is a value that can differ from call to call" if call.computed else None)
+    refuse(
+        kind.name,
+        f"its {call.run_time_option} is a value that can differ from call to call" if call.run_time_option else None,
+    )
     weights: dict[str, StoredWeight] = {}
     constants: dict[str, Tensor] = {}
     given: dict[str, fx.Node] = {}
@@ -241,7 +244,7 @@ def _is_measured(region: UnitRegion) -> bool:
 
 def _with_its_measures(node: fx.Node) -> Region | None:
     """The region of a quantize with the ops that measure its grid; else None."""
-    measures = measures_of(node) if is_op(node, "quantize") else ()
+    measures = dynamic_grid_ops(node) if is_op(node, "quantize") else ()
     return region_of((*measures, node)) if measures and options_of(node)["dtype"] == torch.uint8 else None
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from fxq.graph.info import info
 from fxq.graph.query import called_name, constant, fills_like, flat_nodes, op_of, options_of, taken_from, taken_part
-from fxq.graph.unit import Calls, Inner, OpCall, calls_of
+from fxq.graph.unit import Calls, InnerValue, OpCall, calls_of
 from fxq.ops.registry import as_tuple
 from fxq.ops.traits import OpTraits
 
@@ -40,7 +40,7 @@ class FillConstants:
             self._known[node] = frozenset(self._find(node)) - {0.0}
         return self._known[node]
 
-    def brought_by(self, node: fx.Node) -> frozenset[float]:
+    def added_by(self, node: fx.Node) -> frozenset[float]:
         """Those of them that the node itself brings in, whatever it reads."""
         if fills_like(node):
             return self.of(node)
@@ -76,7 +76,9 @@ class FillConstants:
     def _read(self, value: Any, made: list[frozenset[float]]) -> frozenset[float]:
         values = value if isinstance(value, (tuple, list)) else (value,)
         found = [
-            made[v.index] if isinstance(v, Inner) else self.of(v) for v in values if isinstance(v, (Inner, fx.Node))
+            made[v.index] if isinstance(v, InnerValue) else self.of(v)
+            for v in values
+            if isinstance(v, (InnerValue, fx.Node))
         ]
         return frozenset().union(*found)
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from torch import fx
 
 from fxq.graph.query import unobserved
-from fxq.graph.unit import Inner, calls_of
+from fxq.graph.unit import InnerValue, calls_of
 
 
-class Given:
+class InputDerivedValues:
     """Which values of a graph follow from its inputs alone; found when it is made, and seen through observers."""
 
     def __init__(self, gm: fx.GraphModule) -> None:
@@ -20,12 +20,12 @@ class Given:
             if node.op == "placeholder" or self._follows(node):
                 self._values.add(node)
 
-    def masks(self, node: fx.Node) -> bool:
+    def applies_mask(self, node: fx.Node) -> bool:
         """Whether a node puts together what the network computes and what it is given, as a mask is."""
         calls = calls_of(self.gm, node)
         if not calls or not calls[-1].op.traits.masks:
             return False
-        read = [v for v in calls[-1].tensors.values() if isinstance(v, (Inner, fx.Node))]
+        read = [v for v in calls[-1].tensors.values() if isinstance(v, (InnerValue, fx.Node))]
         given = [isinstance(v, fx.Node) and unobserved(self.gm, v) in self._values for v in read]
         return any(given) and not all(given)
 

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from fxq.graph.analysis.layer_matrix import LayerMatrix
 from fxq.graph.grid import moved_from
 from fxq.graph.info import info
-from fxq.graph.region import Integers, integer_input, integer_weight
+from fxq.graph.region import IntegerInput, integer_input, integer_weight
 from fxq.graph.unit import OpCall, calls_of
 from fxq.ops import OPS
 from fxq.quant.qparams import QParams
@@ -80,7 +80,7 @@ def _largest_of(gm: fx.GraphModule, call: OpCall) -> float:
         x, y = (_integers(gm, call.tensors.get(name)) for name in ("x", "other"))
         depth = (info(call.tensors["x"]).shape or (0,))[-1] if x is not None else 0
         return float(depth * reach(x.grid) * reach(y.grid)) if x is not None and y is not None else 0.0
-    if x is None or call.computed is not None:
+    if x is None or call.run_time_option is not None:
         return 0.0
     if call.op.name in _SUMS:
         return float(_added(call) * reach(x.grid))
@@ -94,7 +94,7 @@ def _largest_of(gm: fx.GraphModule, call: OpCall) -> float:
     return 0.0
 
 
-def _integers(gm: fx.GraphModule, value: Any) -> Integers | None:
+def _integers(gm: fx.GraphModule, value: Any) -> IntegerInput | None:
     """Integers that an activation was dequantized from, also through ops that only move values."""
     while isinstance(value, fx.Node) and (before := moved_from(value)) is not None:
         value = before

@@ -36,7 +36,7 @@ class LayerMatrix:
     @staticmethod
     def takes(call: OpCall) -> bool:
         """Whether an op is such a layer, with options that are known."""
-        return call.op.name in ("linear", *_CONVS, *_TRANSPOSED) and call.computed is None
+        return call.op.name in ("linear", *_CONVS, *_TRANSPOSED) and call.run_time_option is None
 
     @property
     def is_transposed(self) -> bool:

@@ -16,7 +16,7 @@ from fxq.graph.query import tensor_meta
 View = tuple[Any, ...]
 
 
-STATELESS = (
+KEEP_STATE_REMEDY = (
     "a graph keeps no state between calls. Keep the module as a float leaf (recipe.leaf), or return the new value."
 )
 """Advice for modules that change their own tensors or keep other state between calls."""

@@ -15,7 +15,7 @@ def changes(node: fx.Node) -> tuple[int, ...]:
     return info(node).changes if op_of(node) is None else ()
 
 
-class Changes:
+class MemoryWriters:
     """Who changes the memory that a value lies in. `note(node)` after an edit that made or changed a node."""
 
     def __init__(self, nodes: Iterable[fx.Node]) -> None:

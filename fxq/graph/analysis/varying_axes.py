@@ -70,11 +70,13 @@ def varying_axes(given: Mapping[str, Tensor], dynamic: Dynamic) -> Axes:
     return dynamic
 
 
-def said(axes: Axes) -> str:
+def size_names(axes: Axes) -> str:
     """The names of the sizes, as text."""
     names = list(dict.fromkeys(label for own in axes.values() for label in own.values()))
     return " or ".join(map(repr, names))
 
 
-FIXED = "Export it with dynamic=False, for inputs of the example's size, or name the axes that vary in dynamic=."
+FIXED_SIZE_REMEDY = (
+    "Export it with dynamic=False, for inputs of the example's size, or name the axes that vary in dynamic=."
+)
 """What to do where a model does not take sizes that vary."""

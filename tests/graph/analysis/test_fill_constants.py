@@ -112,4 +112,4 @@ def test_others_see_it(function):
     gm = graph(Of(function).eval(), torch.randn(4, 3, 8, 8), "fuse", REFERENCE)
     fill_constants = FillConstants(gm)
     pad = next(n for n in gm.graph.nodes if n.name == "pad")
-    assert fill_constants.of(pad) in ({-3.0}, {3.0}) and fill_constants.brought_by(pad) == fill_constants.of(pad)
+    assert fill_constants.of(pad) in ({-3.0}, {3.0}) and fill_constants.added_by(pad) == fill_constants.of(pad)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from fxq.graph.analysis.given import Given
+from fxq.graph.analysis.given import InputDerivedValues
 from tests.support.graphs import graph
 from tests.support.helpers import REFERENCE
 
@@ -35,6 +35,6 @@ class Masked(nn.Module):
 @pytest.mark.parametrize("stage", ["fuse", "insert-observers"])
 def test_masks(together, masks, stage):
     gm = graph(Masked(together).eval(), (torch.randn(4, 4), torch.randn(4, 4)), stage, REFERENCE)
-    given = Given(gm)
-    found = [node.name for node in gm.graph.nodes if given.masks(node)]
+    given = InputDerivedValues(gm)
+    found = [node.name for node in gm.graph.nodes if given.applies_mask(node)]
     assert len(found) == masks

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import fx, nn
 
-from fxq.graph.analysis.mutation import Changes, changes
+from fxq.graph.analysis.mutation import MemoryWriters, changes
 from fxq.graph.info import set_info
 from tests.support.graphs import graph, node
 from tests.support.helpers import REFERENCE, module
@@ -32,7 +32,7 @@ def seen():
 
 def test_a_view_shares_the_memory_of_what_it_is_a_view_of(seen):
     made, value, view, other, writer = seen
-    found = Changes(made.nodes)
+    found = MemoryWriters(made.nodes)
     assert found.of(value) is found.of(view) is writer
     assert found.of(other) is None
     assert changes(writer) == (1,) and changes(value) == ()
@@ -41,7 +41,7 @@ def test_a_view_shares_the_memory_of_what_it_is_a_view_of(seen):
 @pytest.mark.parametrize("edit", ["erase", "describe"])
 def test_a_writer_that_is_gone_or_changes_nothing_any_more_is_forgotten(seen, edit):
     made, value, _, _, writer = seen
-    found = Changes(made.nodes)
+    found = MemoryWriters(made.nodes)
     if edit == "erase":
         made.erase_node(writer)
     else:
@@ -59,14 +59,14 @@ def test_what_a_leaf_overwrites_is_a_copy_of_its_own():
         return self.doubles(y) + y
 
     gm = graph(module(forward, doubles=Doubles()), X, "trace", REFERENCE.leaf("doubles"))
-    found = Changes(gm.graph.nodes)
+    found = MemoryWriters(gm.graph.nodes)
     assert found.of(node(gm, "own_copy")) is node(gm, "doubles")
     assert found.of(node(gm, "mul")) is None
 
 
 def test_a_new_writer_is_noted():
     gm = graph(module(lambda self, x: x * 2), X, until="trace")
-    found, value = Changes(gm.graph.nodes), node(gm, "mul")
+    found, value = MemoryWriters(gm.graph.nodes), node(gm, "mul")
     assert found.of(value) is None
     with gm.graph.inserting_after(value):
         writer = gm.graph.call_method("mul_", (value, 3))

@@ -5,7 +5,7 @@ import torch
 from torch import fx
 
 from fxq.errors import InputError
-from fxq.graph.analysis.varying_axes import inputs_of, said, varying_axes
+from fxq.graph.analysis.varying_axes import inputs_of, size_names, varying_axes
 
 pytestmark = pytest.mark.any_cpu
 
@@ -28,7 +28,7 @@ def test_false_is_none():
 def test_names_by_input_and_axis():
     wanted = {"x": {0: "batch", 1: "length"}, "table": {1: "length"}}
     assert varying_axes(INPUTS, wanted) == wanted
-    assert said(wanted) == "'batch' or 'length'"
+    assert size_names(wanted) == "'batch' or 'length'"
 
 
 @pytest.mark.parametrize(
