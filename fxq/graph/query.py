@@ -242,7 +242,7 @@ def producer_of(value: Any) -> Any:
 
 
 def dynamic_grid_ops(value: Any) -> tuple[fx.Node, ...]:
-    """The ops that compute the dynamic grid of a quantize or dequantize: scale, then zero point; empty if it is static."""
+    """The ops that compute the dynamic grid of a quantize or dequantize: scale, then zero point; empty if static."""
     if not is_op(value, "quantize", "dequantize"):
         return ()
     read = (value.kwargs.get(name) for name in ("scale", "zero_point"))

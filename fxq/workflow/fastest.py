@@ -61,7 +61,7 @@ def _text_of(observed: ObservedModel) -> Any:
     """What two models have in common that have the same graph and observers."""
     try:
         return write_graph(observed, facts=False)
-    except InputError:  # it calls what no text can name
+    except InputError:  # the graph cannot be written as text
         return observed
 
 

@@ -80,7 +80,7 @@ def test_star_arguments_may_be_a_tuple_or_a_list():
 
 def test_a_value_that_decided_must_be_the_same():
     check_same(torch.tensor(3), 3, "int", "net.py:4", "if n == 3:")
-    with pytest.raises(InputError, match=r"net.py:4: .* int of a value in `if n == 3:` is 3, and here it is 5"):
+    with pytest.raises(InputError, match=r"net.py:4: .* int of a value in `if n == 3:` is 3, but here it is 5"):
         check_same(torch.tensor(5), 3, "int", "net.py:4", "if n == 3:")
 
 

@@ -42,7 +42,7 @@ def test_a_branch_on_a_size_is_checked():
         close(module(by_channels, a=nn.Identity(), b=conv()), X) if False else close(module(by_channels, a=conv()), X)
     )
     with pytest.raises(
-        fxq.InputError, match=r"test_assumptions\.py:\d+: .*`if x.shape\[1\] == 3:` is True, and here it is Fal"
+        fxq.InputError, match=r"test_assumptions\.py:\d+: .*`if x.shape\[1\] == 3:` is True, but here it is Fal"
     ):
         qmodel(torch.rand(2, 4, 8, 8))
     assert qmodel(X[:2]).shape == (2, 3, 8, 8)
@@ -156,7 +156,7 @@ def test_what_sizes_decide_goes_through(forward, any_batch):
         with torch.no_grad():
             assert sqnr(model(X[:3]), qmodel(X[:3])) > 30
     else:
-        with pytest.raises(fxq.InputError, match="is 4, and here it is 3"):
+        with pytest.raises(fxq.InputError, match="is 4, but here it is 3"):
             qmodel(X[:3])
 
 

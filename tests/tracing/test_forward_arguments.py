@@ -34,7 +34,7 @@ def test_nested_inputs():
     for wrong, words in [
         (nest(X, 3), r"inputs\['list'\]=\[a tensor, a tensor\]"),
         (nest(X, flag=False), r"inputs\['flag'\]=True, as in the example, but got"),
-        ({"x": X}, "made for inputs={'x': a tensor, 'list'"),
+        ({"x": X}, "traced for inputs={'x': a tensor, 'list'"),
     ]:
         with pytest.raises(fxq.InputError, match=f"{words}.*Quantize the model again with inputs"):
             qmodel(wrong)
@@ -51,7 +51,7 @@ def test_keywords_that_a_signature_does_not_name():
 @pytest.mark.parametrize("count", [1, 3])
 def test_any_number_of_inputs_is_checked(count):
     qmodel = close(module(lambda self, *xs: self.a(sum(xs)), a=conv()), *[X] * count)
-    with pytest.raises(fxq.InputError, match="made for xs="):
+    with pytest.raises(fxq.InputError, match="traced for xs="):
         qmodel(*[X] * (count + 1))
 
 

@@ -38,7 +38,7 @@ def test_kernels_are_verified_where_samples_cannot_be_cut():
     qmodel = fxq.quantize(model, "static", data=[x])
     with torch.no_grad():
         assert sqnr(model(x), qmodel(x)) > 30
-    with pytest.raises(fxq.InputError, match="is 9, and here it is 2"):
+    with pytest.raises(fxq.InputError, match="is 9, but here it is 2"):
         qmodel(x[:2])
 
 
@@ -70,7 +70,7 @@ def test_many_modules_cost_one_more_trace(make, monkeypatch):
 def test_a_loop_of_the_model_itself_is_unrolled():
     """There is no smaller module to keep in float."""
     qmodel = close(module(lambda self, x: sum(self.a(row[None]) for row in x), a=conv()), X)
-    with pytest.raises(fxq.InputError, match="is 4, and here it is 3"):
+    with pytest.raises(fxq.InputError, match="is 4, but here it is 3"):
         qmodel(X[:3])
 
 

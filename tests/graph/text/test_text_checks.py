@@ -21,13 +21,13 @@ pytestmark = pytest.mark.any_cpu
         ("y = input('self')", "expected the name of an argument, not 'self'"),
         ("y = input('*self')", "expected the name of an argument"),
         ("y = input(default=x)", "there is no value 'x'"),
-        ("y = input(default=Plan(decision=Decision('float')))", "a Plan is no argument of a call"),
-        ("y = relu(x, Decision('float'))", "a Decision is no argument of a call"),
-        ("y = relu([{'a': (1, Cost(float_us=1.0))}])", "a Cost is no argument of a call"),
+        ("y = input(default=Plan(decision=Decision('float')))", "a Plan cannot be an argument of a call"),
+        ("y = relu(x, Decision('float'))", "a Decision cannot be an argument of a call"),
+        ("y = relu([{'a': (1, Cost(float_us=1.0))}])", "a Cost cannot be an argument of a call"),
         ("y = relu({x: 1})", "there is no value 'x'"),
         ("y = relu({Cost(float_us=1.0): 1})", "expected a value"),
-        ("return Decision('float')", "a Decision is no argument of a call"),
-        ("y = relu('text')", "relu takes tensors, and no text"),
+        ("return Decision('float')", "a Decision cannot be an argument of a call"),
+        ("y = relu('text')", "relu takes tensors, not a string"),
         ("s = input(default='__class__')\ny = getattr(x, s)", "expected the name of a public attribute"),
         ("y = getattr(x)", "expected the name of a public attribute"),
         ("y = getattr(x, '_version')", "expected the name of a public attribute"),
@@ -52,7 +52,7 @@ def test_refused(line, why):
 
 @pytest.mark.parametrize("inputs", [("x = input('a')", "y = input('a')"), ("x = input(default=1)", "y = input()")])
 def test_inputs_that_no_function_has(inputs):
-    with pytest.raises(fxq.InputError, match="no function has such inputs"):
+    with pytest.raises(fxq.InputError, match="torch.fx cannot generate code"):
         fxq.extend.read_graph("\n".join([*inputs, "return x"]), {})
 
 
@@ -90,5 +90,5 @@ def test_several_graphs_in_a_text():
         read_graphs(
             text, {"g0": fxq.extend.graph_tensors(made["g0"]), "g1": fxq.extend.graph_tensors(made["g1"]), "g2": {}}
         )
-    with pytest.raises(fxq.InputError, match=r"expected no x86\.conv in a graph inside of a kernel"):
+    with pytest.raises(fxq.InputError, match=r"expected no kernel in a graph inside a kernel, not x86\.conv"):
         read_graphs("def g():\n    modules['a'] = x86.conv()", {"g": {}})
