@@ -29,7 +29,7 @@ from fxq.cost.prices import (
 from fxq.cost.probe import Prober
 from fxq.cost.whole import quickest
 from fxq.errors import RecipeError, warn
-from fxq.graph.analysis.integer_sums import INT32, beyond_int32, node_largest_sum
+from fxq.graph.analysis.integer_sums import MAX_INT32, beyond_int32, node_largest_sum
 from fxq.graph.info import Cost, DecisionKind, Plan, info, precision_of
 from fxq.graph.query import (
     CONVERSIONS,
@@ -138,7 +138,7 @@ def _bound_sums(rewriter: Rewriter) -> None:
 def _fewer_bits(rewriter: Rewriter, node: fx.Node, plan: Plan, largest: float) -> str:
     """Recipe line that reduces activation bits so that a layer's sums fit in int32, or empty. A bit halves the sums."""
     call, spec = calls_of(rewriter.gm, node)[0], plan.reads
-    bits = (spec.bits if spec is not None else 0) - math.ceil(math.log2(largest / INT32))
+    bits = (spec.bits if spec is not None else 0) - math.ceil(math.log2(largest / MAX_INT32))
     if spec is None or bits < MIN_PROPOSED_BITS or call.rounds_its_state:
         return ""
     measured = f', per="{spec.per}", range="dynamic"' if spec.range == "dynamic" else ""

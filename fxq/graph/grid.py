@@ -28,7 +28,7 @@ from fxq.quant.qparams import QParams
 Grids = dict[fx.Node, "QParams | None"]
 
 
-def grid_of(gm: fx.GraphModule, node: fx.Node, known: Grids | None = None) -> QParams | None:
+def grid_of(gm: fx.GraphModule, node: fx.Node, cached: Grids | None = None) -> QParams | None:
     """Grid of a value: of its integers, or of the integers that a dequantize made it from.
 
     The value of an op that only moves integers has the grid of the op's input.
@@ -36,20 +36,20 @@ def grid_of(gm: fx.GraphModule, node: fx.Node, known: Grids | None = None) -> QP
     Args:
         gm: the graph's module, which holds per-channel scales as constants.
         node: the node of the value.
-        known: cache of grids by node, which is read and extended.
+        cached: cache of grids by node, which is read and extended.
 
     Returns:
         The grid, or None for floats without a grid, for per-row grids and for scales computed at run time.
     """
-    known = {} if known is None else known
+    cached = {} if cached is None else cached
     source = node
-    while source not in known and (before := moved_from(source)) is not None:
+    while source not in cached and (before := moved_from(source)) is not None:
         source = before
-    if source not in known:
-        known[source] = _own_grid(gm, source)
+    if source not in cached:
+        cached[source] = _own_grid(gm, source)
     if source is not node:
-        known[node] = known[source] if _called(gm, source)[0] != "dequantize" else None
-    return known[node]
+        cached[node] = cached[source] if _called(gm, source)[0] != "dequantize" else None
+    return cached[node]
 
 
 def dynamic_grid_of(node: fx.Node) -> DynamicGrid | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fxq.graph.analysis.integer_sums import INT32, MAX_8BIT_REACH
+from fxq.graph.analysis.integer_sums import MAX_8BIT_REACH, MAX_INT32
 from fxq.onnx.dequantized import bias_for, dequantized, is_of_integers, measured, transposed, weight_for
 from fxq.onnx.onnx_objects import INT4, UINT4, NotInOnnx, OnnxNode
 from fxq.onnx.padding_nodes import onnx_pads, padded
@@ -147,7 +147,7 @@ def _dynamic_linear(w: Writer, x: Value, made: OnnxNode, weight: Value, bias: Va
 @writes("matmul")
 def matmul(w: Writer, x: Value, other: Value) -> str:
     """Product of activations, split along its depth where a runtime would overflow int32 computing it on integers."""
-    depth, most = x.shape[-1], INT32 // MAX_8BIT_REACH**2
+    depth, most = x.shape[-1], MAX_INT32 // MAX_8BIT_REACH**2
     if varies(depth) or depth <= most or not (is_of_integers(w, x) and is_of_integers(w, other)):
         return w.emit("MatMul", x, other)
     axis = max(other.rank - 2, 0)

@@ -93,7 +93,9 @@ def test_leaf_modules_come_from_the_caller():
     gm = graph(model, x)
     text, tensors = fxq.extend.write_graph(gm), fxq.extend.graph_tensors(gm)
     assert "modules['rnn'] = leaf('GRU')" in text and set(tensors) == {"fc.weight", "fc.bias"}
-    with pytest.raises(fxq.InputError, match=r"line 1: the leaf module 'rnn' is not in the text: pass it as modules=\{'rnn': "):
+    with pytest.raises(
+        fxq.InputError, match=r"line 1: the leaf module 'rnn' is not in the text: pass it as modules=\{'rnn': "
+    ):
         fxq.extend.read_graph(text, tensors)
     assert torch.equal(fxq.extend.read_graph(text, tensors, {"rnn": model.rnn})(x), model(x))
 

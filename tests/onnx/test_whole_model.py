@@ -184,7 +184,7 @@ def test_a_size_that_the_model_needs_is_no_size_that_varies():
     ("dynamic", "reason"),
     [
         ({"y": {0: "batch"}}, "dynamic: unknown input 'y'"),
-        ({"x": {9: "batch"}}, "dynamic: 9: 'batch' is no axis of 'x'"),
+        ({"x": {9: "batch"}}, "dynamic: 9: 'batch' is not an axis of 'x'"),
         ({"x": {0: 3}}, "dynamic: 0: 3 is no axis"),
     ],
 )

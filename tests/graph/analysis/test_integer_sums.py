@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fxq
-from fxq.graph.analysis.integer_sums import INT32, beyond_int32, largest_sum, node_largest_sum, node_refused
+from fxq.graph.analysis.integer_sums import MAX_INT32, beyond_int32, largest_sum, node_largest_sum, node_refused
 from fxq.quant.qparams import QParams
 
-FITS = INT32 // (127 * 255)
+FITS = MAX_INT32 // (127 * 255)
 """So many products of the largest integers int32 holds."""
 UINT8 = "scale=0.5, zero_point=3, qmin=0, qmax=255"
 GRIDS = st.sampled_from([(0, 255), (0, 127), (1, 255), (-128, 127), (-127, 127)])
@@ -34,8 +34,8 @@ def test_no_sum_is_larger_and_one_is_as_large(data):
 
 def test_the_bias_counts():
     rows, x = torch.full((2, 3), 100, dtype=torch.int8), QParams.per_tensor(0.1, 7)
-    bias = torch.tensor([-5.0, INT32 - 3 * 100 * 255], dtype=torch.float64)
-    assert largest_sum(rows, x, bias) == INT32 and beyond_int32(largest_sum(rows, x, bias)) is None
+    bias = torch.tensor([-5.0, MAX_INT32 - 3 * 100 * 255], dtype=torch.float64)
+    assert largest_sum(rows, x, bias) == MAX_INT32 and beyond_int32(largest_sum(rows, x, bias)) is None
     assert beyond_int32(largest_sum(rows, x, bias + 1)) == "its sums can reach 2.1e+09, beyond int32 (2.1e+09)"
 
 
@@ -79,7 +79,7 @@ def test_layers(call, sizes, axis):
         first.view(-1)[:count] = -128
         gm, node = of(layer(call, sizes, axis), w=weight, s=torch.ones(sizes[axis]))
         assert node_largest_sum(gm, node) == largest
-        assert (node_refused(gm, node) is None) is (largest <= INT32)
+        assert (node_refused(gm, node) is None) is (largest <= MAX_INT32)
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def test_depthwise():
 def test_samples_are_taken_some_at_a_time(monkeypatch):
     form = layer("conv2d", (6, 4, 3, 3))
     x, weight = torch.randn(5, 4, 6, 6), torch.randn(6, 4, 3, 3)
-    monkeypatch.setattr(layer_matrix, "_MOST", 2 * 9 * 4 * 16)
+    monkeypatch.setattr(layer_matrix, "MAX_PATCH_VALUES", 2 * 9 * 4 * 16)
     assert [part.shape[1] for part in form.patches(x)] == [32, 32, 16]
     check(form, x, weight)
 

@@ -284,7 +284,7 @@ def test_neighbours_on_two_levels_are_one_region_where_nothing_is_between_them()
 def test_a_search_that_is_too_long_leaves_neighbours_apart(monkeypatch):
     text = "a = relu(x)\nc = relu(x)\nout = erf(c)\nb = add(a, out)\nreturn b"
     assert cut(text) == [["c"], ["a", "b"]]
-    monkeypatch.setattr("fxq.graph.analysis.partition.SEARCHED", 0)
+    monkeypatch.setattr("fxq.graph.analysis.partition.MAX_SEARCHED_EDGES", 0)
     assert cut(text) == [["a"], ["c"], ["b"]]
 
 

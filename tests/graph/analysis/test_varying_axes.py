@@ -36,10 +36,10 @@ def test_names_by_input_and_axis():
     [
         ({"y": {0: "batch"}}, r"dynamic: unknown input 'y'"),
         ({"scale": {0: "batch"}}, r"dynamic: unknown input 'scale'"),
-        ({"x": {2: "batch"}}, r"dynamic: 2: 'batch' is no axis of 'x' .* It has axes 0 to 1"),
-        ({"x": {-1: "batch"}}, r"-1: 'batch' is no axis of 'x'"),
-        ({"x": {"0": "batch"}}, r"'0': 'batch' is no axis of 'x'"),
-        ({"x": {0: 5}}, r"0: 5 is no axis of 'x' and a name for its size"),
+        ({"x": {2: "batch"}}, r"dynamic: 2: 'batch' is not an axis of 'x' .* It has axes 0 to 1"),
+        ({"x": {-1: "batch"}}, r"-1: 'batch' is not an axis of 'x'"),
+        ({"x": {"0": "batch"}}, r"'0': 'batch' is not an axis of 'x'"),
+        ({"x": {0: 5}}, r"0: 5 is not an axis of 'x' with a name of its size"),
     ],
 )
 def test_what_is_no_axis_of_an_input_is_refused(dynamic, message):
