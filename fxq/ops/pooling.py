@@ -1,4 +1,4 @@
-"""Rows of the op table: pooling, a family of one for each number of axes."""
+"""Rows of the op table: the family of poolings, one for each number of axes."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from fxq.ops.traits import computes, moves
 
 
 def _pool(n: int, kind: str) -> Any:
-    """Options of an n-dimensional pooling as n-tuples; the stride defaults to the kernel.
+    """Adapter that converts options of an n-dimensional pooling to n-tuples; the stride defaults to the kernel size.
 
-    With a window as large as its input (`F.avg_pool2d(x, x.size()[2:])`) it is an adaptive one to a single value.
+    A pooling with a window as large as its input, `F.avg_pool2d(x, x.size()[2:])`, becomes an adaptive pooling.
     """
 
     def adapt(bound: Arguments) -> Arguments | Redirect | str:
@@ -36,7 +36,7 @@ def _pool(n: int, kind: str) -> Any:
 
 
 def _is_plain(bound: Arguments, n: int) -> bool:
-    """Whether a pooling neither pads nor spreads its window, nor divides by another number than it has elements."""
+    """Whether a pooling has no padding, no dilation and no divisor other than the size of its window."""
     unpadded = as_tuple(bound.get("padding", 0), n) == (0,) * n
     return unpadded and as_tuple(bound.get("dilation", 1), n) == (1,) * n and bound.get("divisor_override") is None
 

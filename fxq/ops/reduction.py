@@ -42,12 +42,12 @@ def sum_over(x: Tensor, *, dim: Any, keepdim: bool = False) -> Tensor:
 
 
 def _or_of_two(op: str) -> Any:
-    """max(x, dim) reduces; max(x, other) compares two tensors."""
+    """Adapter for max and min: max(x, dim) is a reduction; max(x, other) redirects to `op`, which compares tensors."""
 
     def adapt(bound: Arguments) -> Arguments | Redirect | str:
-        other = bound.get("other", bound.get("dim"))
-        if shape_of(other) is not None:
-            return Redirect(op, {"x": bound["x"], "other": other})
+        second = bound.get("other", bound.get("dim"))
+        if shape_of(second) is not None:
+            return Redirect(op, {"x": bound["x"], "other": second})
         return _reduce(bound)
 
     return adapt

@@ -93,7 +93,7 @@ def test_a_grid_with_a_zero_point():
     torch.testing.assert_close(on_affine_grid(h, 3), wanted)
     torch.testing.assert_close(on_affine_grid(h[2:] + 1, 3), torch.tensor([[3.0, 2.0, 2.0]]))
     assert torch.equal(on_affine_grid(torch.zeros(2, 3), 3), torch.zeros(2, 3))
-    with pytest.raises(ValueError, match="no scale but the measured one"):
+    with pytest.raises(ValueError, match="has a dynamic scale"):
         on_affine_grid(h, 3, 0.1)
 
 

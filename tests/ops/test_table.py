@@ -169,7 +169,7 @@ def test_an_adapter_changes_arguments_or_refuses():
         (F.batch_norm, ("t", None, None), {}, "normalizes with the statistics of the batch"),
         (torch.mean, ("t",), {}, "reduces over all axes"),
         (torch.mean, ("t", 1), {"dtype": torch.float64}, "changes the dtype"),
-        (torch.clamp, ("t", torch.zeros(1)), {}, "clamps between values that can differ from call to call"),
+        (torch.clamp, ("t", torch.zeros(1)), {}, "clamps between limits that are computed at run time"),
         ("view", ("t", torch.int32), {}, "changes the dtype"),
     ],
 )

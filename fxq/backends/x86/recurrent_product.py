@@ -13,7 +13,7 @@ from fxq.backends.table.dynamic_layer import DynamicLayer
 from fxq.backends.table.layer_spec import LayerSpec
 from fxq.backends.x86.onednn_linear import OnednnLinear, packed_taps
 from fxq.backends.x86.recurrent_steps import Product
-from fxq.ops.recurrent import TINY
+from fxq.ops.recurrent import MIN_STATE_RANGE
 from fxq.quant.qparams import QParams
 
 
@@ -66,4 +66,6 @@ def _unpacked(weight: Tensor, scale: Tensor, qmax: int, state_scale: float | Non
     scale = (scale / qmax if state_scale is None else scale * state_scale).contiguous()
     zeros = weight.sum(1, dtype=torch.int32).mul_(qmax + 1)
     shift, step = torch.zeros_like(scale), state_scale or 0.0
-    return Product(weight.contiguous(), scale, zeros, -scale * zeros, shift, qmax, step, TINY, False, False, False)
+    return Product(
+        weight.contiguous(), scale, zeros, -scale * zeros, shift, qmax, step, MIN_STATE_RANGE, False, False, False
+    )

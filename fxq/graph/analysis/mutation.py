@@ -11,7 +11,7 @@ from fxq.graph.query import op_of
 
 
 def changes(node: fx.Node) -> tuple[int, ...]:
-    """Memory blocks that a node changes in place; none for a canonical op, even if it was traced from an in-place op."""
+    """Memory blocks that a node changes in place; none for a canonical op, even if traced from an in-place op."""
     return info(node).changes if op_of(node) is None else ()
 
 

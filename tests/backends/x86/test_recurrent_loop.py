@@ -295,7 +295,7 @@ def said(made):
     return {e.reason for e in made.ledger.where(precision="int8") if e.op in GATES}
 
 
-MEASURED_BECAUSE = "the range of its state is measured in each step: "
+MEASURED_BECAUSE = "its state has a dynamic range, computed in each step: "
 CALIBRATED = {
     "lstm": ("LSTM", {"num_layers": 2}, ()),
     "both directions": ("LSTM", {"bidirectional": True}, ()),
