@@ -179,8 +179,8 @@ def rnn(
     if len(x) == 1:
         cell = torch.rnn_tanh_cell if nonlinearity == "tanh" else torch.rnn_relu_cell
         return cell(x[0], h, *weights, bias_ih, bias_hh)[None]
-    function = torch.rnn_tanh if nonlinearity == "tanh" else torch.rnn_relu
-    layer = partial(function, hx=h[None], params=[*weights, *_present(bias_ih, bias_hh)])
+    rnn_function = torch.rnn_tanh if nonlinearity == "tanh" else torch.rnn_relu
+    layer = partial(rnn_function, hx=h[None], params=[*weights, *_present(bias_ih, bias_hh)])
     return _fused(layer, x, bias_ih is not None, reverse)[0]
 
 
