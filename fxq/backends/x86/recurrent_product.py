@@ -69,5 +69,3 @@ def _unpacked(weight: Tensor, scale: Tensor, qmax: int, state_scale: float | Non
     return Product(
         weight.contiguous(), scale, zeros, -scale * zeros, shift, qmax, step, MIN_STATE_RANGE, False, False, False
     )
-        weight.contiguous(), scale, zeros, -scale * zeros, shift, qmax, step, MIN_STATE_RANGE, False, False, False
-    )
