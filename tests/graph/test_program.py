@@ -1,4 +1,4 @@
-"""What modules keep while a graph runs is its own."""
+"""A graph with private copies of its stateful modules."""
 
 import torch
 from torch import fx, nn
@@ -24,11 +24,11 @@ def graph_of(module):
 
 def test_modules_are_copies_that_share_their_weights():
     gm = graph_of(Counts())
-    program = IsolatedGraph(gm, gm.graph)
-    made = program.modules["layer"]
-    made(torch.ones(3))
-    assert (made.calls, gm.layer.calls, program.fresh.modules["layer"].calls) == (1, 0, 0)
-    assert made.weight is gm.layer.weight
+    isolated = IsolatedGraph(gm, gm.graph)
+    layer = isolated.modules["layer"]
+    layer(torch.ones(3))
+    assert (layer.calls, gm.layer.calls, isolated.fresh.modules["layer"].calls) == (1, 0, 0)
+    assert layer.weight is gm.layer.weight
 
 
 def test_what_cannot_be_copied_stays():

@@ -1,4 +1,4 @@
-"""Ops of the user's own, as they write them (`tests/support/extensions.py`)."""
+"""User-defined ops, from `tests/support/extensions.py`."""
 
 import pickle
 
@@ -19,7 +19,7 @@ X = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
 
 
 class Net(nn.Module):
-    """Every spelling of the op of the library, and a module that is an op."""
+    """Network with every spelling of a `torch.library` op, and a module that is an op."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ def unregistered(x: torch.Tensor) -> torch.Tensor:
 
 
 def about(node):
-    """Why a node is float."""
+    """Reason why a node is float."""
     plan = info(node).plan
     return plan.decision.text if plan is not None else ""
 

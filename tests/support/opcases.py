@@ -34,7 +34,7 @@ class Call(nn.Module):
 
 
 class Sandwich(nn.Module):
-    """Layers that run on integers, before and behind what is tested."""
+    """Layers that run on integers, before and after the tested op."""
 
     def __init__(self, make: Callable[[], nn.Module], layout: str) -> None:
         super().__init__()
@@ -42,14 +42,14 @@ class Sandwich(nn.Module):
         self.relu_first = LAYOUTS[layout].values > 1
         self.middle = make()
         values = self.values(torch.zeros(LAYOUTS[layout].shape))
-        self.behind = follower(self.middle.eval()(*values))
+        self.after = follower(self.middle.eval()(*values))
 
     def values(self, x):
         values = [layer(x) for layer in self.before]
         return [F.relu(v) for v in values] if self.relu_first else values
 
     def forward(self, x):
-        return self.behind(self.middle(*self.values(x)))
+        return self.after(self.middle(*self.values(x)))
 
 
 def follower(value: Tensor) -> nn.Module:
@@ -86,7 +86,7 @@ class Case:
         op: name of the op.
         spelled: the spelling: what the traced graph must call.
         make: the module under test, or a function for `Call`.
-        layout: what stands before and behind.
+        layout: layers before and after it.
         group: cases of one group must have the same canonical graph.
         precision: what becomes of the op on x86; None: what `PRECISIONS` says.
     """

@@ -1,4 +1,4 @@
-"""Which axes of inputs vary, by the names of the inputs: the batch, none, or as a user says."""
+"""Axes of inputs that vary in size: the batch axis, none, or those that a user names."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Modules as lines of a text, and back."""
+"""Lines of a text that declare modules, written and read."""
 
 import ast
 

@@ -1,4 +1,4 @@
-"""Text to graph: what it takes, and that every other line is refused with its number."""
+"""Reader of graphs: valid texts, and the errors for invalid lines, with their line numbers."""
 
 import operator
 import os
