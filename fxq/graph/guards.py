@@ -92,10 +92,10 @@ def check_fixed(arguments: Mapping[str, Any], expected: Mapping[str, Any]) -> No
         expected: `structure` of each argument; a number if it is fixed; "any" if it may be a tuple or a list.
     """
     for name, value in arguments.items():
-        wrong = _mismatch(name, value, expected[name])
-        if wrong is not None:
+        mismatch = _mismatch(name, value, expected[name])
+        if mismatch is not None:
             raise InputError(
-                f"the graph was traced for {wrong}. Quantize the model again with {name} in the example "
+                f"the graph was traced for {mismatch}. Quantize the model again with {name} in the example "
                 "(example_inputs), for each form of it that the model is to be called with."
             )
 
@@ -105,12 +105,12 @@ def _mismatch(path: str, value: Any, expected: Any) -> str | None:
     if isinstance(expected, list) and isinstance(value, (tuple, list)):
         kinds = "list" if isinstance(value, list) else "tuple", "any"
         if expected[0] in kinds and len(value) == len(expected) - 1:
-            parts = ((f"{path}[{i}]", v, e) for i, (v, e) in enumerate(zip(value, expected[1:], strict=True)))
-            return next((wrong for part in parts if (wrong := _mismatch(*part)) is not None), None)
+            entries = ((f"{path}[{i}]", v, e) for i, (v, e) in enumerate(zip(value, expected[1:], strict=True)))
+            return next((mismatch for entry in entries if (mismatch := _mismatch(*entry)) is not None), None)
     elif isinstance(expected, Mapping) and isinstance(value, Mapping):
         if set(value) == set(expected):
-            parts = ((f"{path}[{k!r}]", value[k], e) for k, e in expected.items())
-            return next((wrong for part in parts if (wrong := _mismatch(*part)) is not None), None)
+            entries = ((f"{path}[{k!r}]", value[k], e) for k, e in expected.items())
+            return next((mismatch for entry in entries if (mismatch := _mismatch(*entry)) is not None), None)
     elif isinstance(expected, str) and expected.startswith("<"):
         if expected == structure(value, " of " in expected, " with " in expected, " on " in expected):
             return None

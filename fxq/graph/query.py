@@ -169,8 +169,8 @@ def values_of(node: fx.Node) -> list[fx.Node]:
 
     Inverse of `taken_from`.
     """
-    parts = [user for user in node.users if taken_from(user) is node]
-    return sorted(parts, key=lambda part: taken_part(part, node)) or [node]
+    takers = [user for user in node.users if taken_from(user) is node]
+    return sorted(takers, key=lambda taker: taken_part(taker, node)) or [node]
 
 
 def plan_of(node: fx.Node) -> Plan | None:

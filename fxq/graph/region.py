@@ -137,13 +137,13 @@ def _is_read_outside(node: fx.Node, inside: set[fx.Node]) -> bool:
     """Whether a node outside reads the value of `node`. Sizes count only if their values are read outside."""
     if inside.issuperset(node.users):
         return False
-    todo, seen = [*node.users], set(inside)
+    todo, visited = [*node.users], set(inside)
     while todo:
         user = todo.pop()
-        if user not in seen:
+        if user not in visited:
             if not is_size(user):
                 return True
-            seen.add(user)
+            visited.add(user)
             todo += user.users
     return False
 

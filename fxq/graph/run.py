@@ -58,11 +58,11 @@ def inputs_for(graph: fx.Graph, batch: Batch) -> dict[fx.Node, Any]:
 def last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     """For each node, the values whose last reader it is."""
     last: dict[fx.Node, list[fx.Node]] = {}
-    seen: set[fx.Node] = set()
+    used_later: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         for read in node.all_input_nodes:
-            if read not in seen:
-                seen.add(read)
+            if read not in used_later:
+                used_later.add(read)
                 last.setdefault(node, []).append(read)
     return last
 

@@ -134,7 +134,7 @@ def _check_arguments(op: Op) -> None:
     states = traits.recurrence.states if traits.recurrence is not None else ()
     for argument in (*traits.inputs, traits.weight, *traits.more_weights, traits.bias, *traits.more_biases, *states):
         if argument is not None and argument not in op.tensors:
-            wrong = unknown("tensor", argument, op.tensors)
+            reason = unknown("tensor", argument, op.tensors)
             raise InputError(
-                f"op {op.name!r}: its fxq.extend.OpTraits names an argument that is not a positional parameter: {wrong}"
+                f"op {op.name!r}: its fxq.extend.OpTraits names an argument that is not a positional parameter: {reason}"
             )

@@ -31,24 +31,24 @@ def _plain(part: Any) -> Any:
 
 def indexed(x: Any, index: Any) -> Arguments | Redirect | str:
     """Arguments of x[index] in normal form: a tuple without `...` and without full slices at its end."""
-    parts = [_plain(part) for part in (index if isinstance(index, (tuple, list)) else (index,))]
-    for part in parts:
-        if not (part is None or part is Ellipsis or type(part) in (int, slice) or isinstance(part, fx.Node)):
-            return f"is indexed with a {'list' if isinstance(part, list) else type(part).__name__}"
-        if shape_of(part) is not None:
+    indices = [_plain(entry) for entry in (index if isinstance(index, (tuple, list)) else (index,))]
+    for entry in indices:
+        if not (entry is None or entry is Ellipsis or type(entry) in (int, slice) or isinstance(entry, fx.Node)):
+            return f"is indexed with a {'list' if isinstance(entry, list) else type(entry).__name__}"
+        if shape_of(entry) is not None:
             return "is indexed with a tensor"
     rank = len(shape_of(x) or ())
-    if Ellipsis in parts:
-        i = parts.index(Ellipsis)
-        indexed_axes = sum(part is not None for part in parts) - 1
-        parts[i : i + 1] = [_ALL] * (rank - indexed_axes)
-    while parts and parts[-1] == _ALL:
-        parts.pop()
-    if not parts:
+    if Ellipsis in indices:
+        i = indices.index(Ellipsis)
+        indexed_axes = sum(entry is not None for entry in indices) - 1
+        indices[i : i + 1] = [_ALL] * (rank - indexed_axes)
+    while indices and indices[-1] == _ALL:
+        indices.pop()
+    if not indices:
         return Redirect("identity", {"x": x})
-    if parts[-1] is None and all(part == _ALL for part in parts[:-1]):
-        return Redirect("unsqueeze", {"x": x, "dim": len(parts) - 1})
-    return {"x": x, "index": tuple(parts)}
+    if indices[-1] is None and all(entry == _ALL for entry in indices[:-1]):
+        return Redirect("unsqueeze", {"x": x, "dim": len(indices) - 1})
+    return {"x": x, "index": tuple(indices)}
 
 
 def _along(x: Any, dim: Any, part: Any) -> Arguments | Redirect | str:

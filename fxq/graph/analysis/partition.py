@@ -145,7 +145,7 @@ class _Partition:
 
     def _may_have_detour(self, a: fx.Node, b: fx.Node, readers: dict[fx.Node, set[fx.Node]]) -> bool:
         """Whether a path from group `a` to group `b` goes through a third group; True if the search is cut off."""
-        seen, todo, edges, height = {a, b}, [a], 0, self._height(b)
+        visited, todo, edges, height = {a, b}, [a], 0, self._height(b)
         while todo:
             group = todo.pop()
             edges += len(readers[group])
@@ -154,8 +154,8 @@ class _Partition:
             for reader in map(self._groups.find, readers[group]):
                 if reader is b and group is not a:
                     return True
-                if reader not in seen and self._height(reader) <= height:
-                    seen.add(reader)
+                if reader not in visited and self._height(reader) <= height:
+                    visited.add(reader)
                     todo.append(reader)
         return False
 

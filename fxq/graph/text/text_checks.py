@@ -72,8 +72,8 @@ def check_path(path: Any) -> str:
 
     Special names of Python, such as `__class__`, and attributes of `fx.GraphModule` are refused.
     """
-    parts = path.split(".") if isinstance(path, str) else [""]
-    special = any(part.startswith("__") and part.endswith("__") for part in parts)
-    if not all(parts) or parts[0] in _MODULE_ATTRIBUTES or special or not is_writable(path):
+    names = path.split(".") if isinstance(path, str) else [""]
+    special = any(part.startswith("__") and part.endswith("__") for part in names)
+    if not all(names) or names[0] in _MODULE_ATTRIBUTES or special or not is_writable(path):
         raise InputError(f"expected the path of a tensor or module, not {path!r}.")
     return str(path)

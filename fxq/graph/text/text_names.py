@@ -75,13 +75,13 @@ def name_of(function: Any) -> str | None:
 
 def function_of(name: str) -> Callable[..., Any] | None:
     """The function of a name, including overloads of aten operators that are functions of torch; or None."""
-    parts = name.split(".")
-    if parts[:3] != ["torch", "ops", "aten"] or len(parts) != 5:
+    path = name.split(".")
+    if path[:3] != ["torch", "ops", "aten"] or len(path) != 5:
         return FUNCTIONS.get(name)
-    plain = parts[3].strip("_")
+    plain = path[3].strip("_")
     is_allowed = plain in _ATEN or f"torch.{plain}" in FUNCTIONS or plain in METHODS
-    packet = getattr(torch.ops.aten, parts[3], None) if is_allowed else None
-    return getattr(packet, parts[4]) if packet is not None and parts[4] in packet.overloads() else None
+    packet = getattr(torch.ops.aten, path[3], None) if is_allowed else None
+    return getattr(packet, path[4]) if packet is not None and path[4] in packet.overloads() else None
 
 
 def is_taken(name: str) -> bool:

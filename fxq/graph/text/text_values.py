@@ -185,13 +185,13 @@ MAX_LINE_TOKENS = 1 << 20
 
 def dotted(expr: ast.expr) -> str:
     """Name of an expression such as `a.b.c`. Raises `InputError` for other expressions."""
-    parts = []
+    names = []
     while isinstance(expr, ast.Attribute):
-        parts.append(expr.attr)
+        names.append(expr.attr)
         expr = expr.value
     if not isinstance(expr, ast.Name):
         raise InputError(f"expected a name, not `{ast.unparse(expr)}`.")
-    return ".".join([expr.id, *reversed(parts)])
+    return ".".join([expr.id, *reversed(names)])
 
 
 def key_of(keyword: ast.keyword) -> str:

@@ -265,13 +265,13 @@ def derived(node: fx.Node, module: nn.Module | None, facts: Mapping[str, Any], c
         complete: whether the facts include the types of a unit's ops; else they are inferred.
     """
     is_call = node.op.startswith("call") and not is_check(node) and not isinstance(module, Observer)
-    own = (node.name,) if is_call and not is_op(node, *CONVERSIONS) else ()
-    origins, path, body = facts.get("origins", own), facts.get("path", ""), facts.get("body", ())
+    default_origins = (node.name,) if is_call and not is_op(node, *CONVERSIONS) else ()
+    origins, path, body = facts.get("origins", default_origins), facts.get("path", ""), facts.get("body", ())
     values = infer_ops(module.graph, node.args) if isinstance(module, Unit) and not complete else ()
     count = len(facts.get("values", ()) if complete else values)
-    about = NodeInfo(path, origins=own, values=values, paths=(path,) * count)
-    parts, count = tuple((origin,) for origin in origins), count or len(body)
-    return about._replace(parts=parts) if len(parts) == count > 1 else about
+    about = NodeInfo(path, origins=default_origins, values=values, paths=(path,) * count)
+    part_origins, count = tuple((origin,) for origin in origins), count or len(body)
+    return about._replace(parts=part_origins) if len(part_origins) == count > 1 else about
 
 
 def _check_output(value: Any) -> None:
@@ -280,9 +280,9 @@ def _check_output(value: Any) -> None:
         raise InputError(
             f"holds a {type(value).__name__} ({value!r}), which cannot be written as text: return its plain value."
         )
-    parts = [*value, *value.values()] if isinstance(value, Mapping) else value
-    for part in parts if isinstance(parts, (tuple, list)) else ():
-        _check_output(part)
+    entries = [*value, *value.values()] if isinstance(value, Mapping) else value
+    for entry in entries if isinstance(entries, (tuple, list)) else ():
+        _check_output(entry)
 
 
 def _checked_name(name: Any, target: Any) -> str:
