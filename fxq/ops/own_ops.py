@@ -136,5 +136,6 @@ def _check_arguments(op: Op) -> None:
         if argument is not None and argument not in op.tensors:
             reason = unknown("tensor", argument, op.tensors)
             raise InputError(
-                f"op {op.name!r}: its fxq.extend.OpTraits names an argument that is not a positional parameter: {reason}"
+                f"op {op.name!r}: its fxq.extend.OpTraits names an argument that is not a positional parameter: "
+                f"{reason}"
             )
