@@ -96,8 +96,8 @@ class MemoryWatch:
     def overwrites(self, written: fx.Node, place: Any, read: fx.Node) -> bool:
         """Whether an elementwise write may change elements of a value before it has read them.
 
-        Elements are written in the order of memory, so the write is safe if no element is read from a position before the
-        one that it is written to.
+        Elements are written in the order of memory, so the write is safe if no element is read from a position
+        before the one that it is written to.
 
         Args:
             written: the value that is changed.
