@@ -29,9 +29,9 @@ Grids = dict[fx.Node, "QParams | None"]
 
 
 def grid_of(gm: fx.GraphModule, node: fx.Node, cached: Grids | None = None) -> QParams | None:
-    """Grid of a value: of its integers, or of the integers that a dequantize made it from.
+    """Grid of an integer value, or of the integers that a value was dequantized from.
 
-    The value of an op that only moves integers has the grid of the op's input.
+    The value of an op that only moves values has the grid of the op's input.
 
     Args:
         gm: the graph's module, which holds per-channel scales as constants.

@@ -79,7 +79,7 @@ def options_of(node: fx.Node | NodeSnapshot) -> dict[str, Any]:
 
 
 def argument(node: fx.Node, name: str) -> Any:
-    """The tensor argument `name` of a canonical node, or None when it is not given."""
+    """The tensor argument `name` of a canonical node; None if it is missing."""
     op = op_of(node)
     if op is None or name not in op.tensors:
         return None
@@ -157,7 +157,7 @@ def taken_part(user: fx.Node, node: fx.Node) -> Any:
 
 
 def taken_from(value: fx.Node) -> fx.Node:
-    """The node that computes a value: the call of the module, if it is one of several values of one; else itself."""
+    """The node that computes a value: the module call, if `value` takes one of its several values; else `value`."""
     source = value.args[0] if value.args else None
     if isinstance(source, fx.Node) and source.op == "call_module" and not info(source).is_tensor:
         return source if isinstance(taken_part(value, source), int) else value
@@ -165,7 +165,7 @@ def taken_from(value: fx.Node) -> fx.Node:
 
 
 def values_of(node: fx.Node) -> list[fx.Node]:
-    """Nodes of the values that a node computes, in order: itself, or those that take one of its several values.
+    """Nodes that stand for the values of a node, in order: the node itself, or the users that take its several values.
 
     Inverse of `taken_from`.
     """
@@ -179,7 +179,7 @@ def plan_of(node: fx.Node) -> Plan | None:
 
 
 def makes_no_tensor(node: fx.Node) -> bool:
-    """Whether the node returns sizes, numbers or other plain values and no tensor, so that it is not an op."""
+    """Whether the node returns only plain values, such as sizes and numbers, and no tensors."""
     about = info(node)
     calls = node.op in ("call_function", "call_method") and op_of(node) is None
     return calls and META in node.meta and not about.is_tensor and not about.memory

@@ -88,7 +88,7 @@ class OpCall:
 
     @property
     def run_time_option(self) -> str | None:
-        """Name of the first option whose value is known at run time only, such as a size; None if there is none."""
+        """Name of the first option whose value is computed at run time, such as a size; None if there is none."""
         return next((name for name, value in self.options.items() for _ in flat_nodes(value)), None)
 
     @property

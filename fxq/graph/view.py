@@ -65,7 +65,7 @@ class NodeView:
 
     @property
     def is_region(self) -> bool:
-        """Whether it is a kernel of several units or of an engine."""
+        """Whether the node is a kernel of several units or of an engine."""
         return bool(self.precisions or self.layers)
 
 

@@ -72,7 +72,7 @@ def celu(x: Tensor, *, alpha: float = 1.0) -> Tensor:
 
 
 def _mean_slope(bound: Arguments) -> Arguments | str:
-    """Convert rrelu to leaky_relu with the mean of its slopes, which it is outside training."""
+    """Convert rrelu to leaky_relu with the mean of its slopes: outside training, they are equal."""
     if bound.pop("training", False):
         return "draws its slope at random (training=True)"
     slopes = bound.pop("lower", 1 / 8), bound.pop("upper", 1 / 3)

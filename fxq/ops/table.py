@@ -159,7 +159,7 @@ class Op:
     def bind_module(
         self, spelling: Spelling, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Arguments | Redirect | str:
-        """Like `bind`, for a module: what the call does not give is read from the module's attributes of that name."""
+        """Bind the call of a module like `bind`. Arguments that are missing in the call are read from its attributes."""
         names = self.traits.inputs
         if len(args) + len(kwargs) > len(names):
             return f"{type(module).__name__} is called with extra arguments"
@@ -173,7 +173,7 @@ class Op:
 
 
 class OpTable:
-    """The rows, by name and by spelling. A spelling claimed by two rows is an error when the second is added."""
+    """The op table: rows by name and by spelling. Names and spellings are unique, see `add`."""
 
     def __init__(self) -> None:
         self._rows: dict[str, Op] = {}

@@ -254,7 +254,7 @@ class _Writer:
 
 
 def derived(node: fx.Node, module: nn.Module | None, facts: Mapping[str, Any], complete: bool = False) -> NodeInfo:
-    """Default metadata of a node for fields that its line does not give.
+    """Default metadata of a node, for fields that are missing in its line.
 
     A node's default origin is itself; a unit has one origin and one path per op.
 
