@@ -159,7 +159,7 @@ class Op:
     def bind_module(
         self, spelling: Spelling, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Arguments | Redirect | str:
-        """Bind the call of a module like `bind`. Arguments that are missing in the call are read from its attributes."""
+        """Bind the call of a module like `bind`. Missing arguments are read from its attributes."""
         names = self.traits.inputs
         if len(args) + len(kwargs) > len(names):
             return f"{type(module).__name__} is called with extra arguments"
