@@ -278,11 +278,11 @@ def test_arguments_left_out_are_what_they_are_by_default():
     with torch.no_grad():
         assert torch.equal(qmodel(x), qmodel(x=x, relu=True))
         assert sqnr(model(x, gain=3.0), qmodel(x, gain=3.0)) > 25  # a number that takes the same branch
-        with pytest.raises(fxq.InputError, match=r"made for .* `.*if gain > 1 else y` is True, and here it is False"):
+        with pytest.raises(fxq.InputError, match=r"traced with inputs for .* `.*if gain > 1 else y` is True, but here it is False"):
             qmodel(x, gain=0.5)
         for given in ({"relu": False}, {"scale": torch.ones(1)}, {"mode": "negative"}):
             (name,) = given
-            with pytest.raises(fxq.InputError, match=f"made for {name}=.*Quantize the model again with {name}"):
+            with pytest.raises(fxq.InputError, match=f"traced for {name}=.*Quantize the model again with {name}"):
                 qmodel(x, **given)
 
 
@@ -294,7 +294,7 @@ def test_flags_that_the_example_gives(relu):
     with torch.no_grad():
         assert sqnr(model(**example), qmodel(**example)) > 25
         assert (qmodel(**example) > 0).any() == (not relu)
-    with pytest.raises(fxq.InputError, match=f"made for relu={relu}"):
+    with pytest.raises(fxq.InputError, match=f"traced for relu={relu}"):
         qmodel(**{**example, "relu": not relu})
 
 
