@@ -278,7 +278,9 @@ def test_arguments_left_out_are_what_they_are_by_default():
     with torch.no_grad():
         assert torch.equal(qmodel(x), qmodel(x=x, relu=True))
         assert sqnr(model(x, gain=3.0), qmodel(x, gain=3.0)) > 25  # a number that takes the same branch
-        with pytest.raises(fxq.InputError, match=r"traced with inputs for .* `.*if gain > 1 else y` is True, but here it is False"):
+        with pytest.raises(
+            fxq.InputError, match=r"traced with .* `.*if gain > 1 else y` is True, but here it is False"
+        ):
             qmodel(x, gain=0.5)
         for given in ({"relu": False}, {"scale": torch.ones(1)}, {"mode": "negative"}):
             (name,) = given
