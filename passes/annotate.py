@@ -15,7 +15,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from fxq.backends.base import support_of
 from fxq.backends.by_name import Backend, get_backend
 from fxq.common.data import device_of
-from fxq.graph.analysis.mutation import Changes
+from fxq.graph.analysis.mutation import MemoryWriters
 from fxq.graph.info import Decision, DecisionKind, Plan, info
 from fxq.graph.query import constant, reads_only_metadata, submodule, taken_from, values_of
 from fxq.graph.unit import Calls, OpCall, UnitInput, calls_of, inputs_of, read_by
@@ -50,7 +50,7 @@ class Annotate(Pass):
     def run(self, rewriter: Rewriter) -> None:
         """Find candidates, decide between neighbours, and write the plans."""
         nodes = [n for n in rewriter.nodes() if n.op.startswith("call") and taken_from(n) is n]
-        planner = _Planner(rewriter, {n: calls_of(rewriter.gm, n) for n in nodes}, Changes(nodes))
+        planner = _Planner(rewriter, {n: calls_of(rewriter.gm, n) for n in nodes}, MemoryWriters(nodes))
         plans = planner.plans(rewriter.context.backend)
         for node, plan in _with_remedies(rewriter.context, planner, plans).items():
             rewriter.describe(node, plan=plan)
@@ -68,7 +68,7 @@ class _Planner:
 
     rewriter: Rewriter
     ops: Mapping[fx.Node, Calls]
-    changes: Changes
+    changes: MemoryWriters
 
     @cached_property
     def _multiplied(self) -> set[int]:
@@ -234,7 +234,7 @@ def _is_from_elsewhere(target: Any) -> bool:
     return callable(target) and home.partition(".")[0] not in ("torch", "fxq", *sys.stdlib_module_names)
 
 
-def _unfit(gm: fx.GraphModule, calls: tuple[OpCall, ...], changes: Changes) -> str | None:
+def _unfit(gm: fx.GraphModule, calls: tuple[OpCall, ...], changes: MemoryWriters) -> str | None:
     """Reason why the first op of a unit cannot run on integers on any backend; None if it can.
 
     The backend decides about the other ops of the unit: those that its kernel does not run, run in float.
@@ -243,8 +243,8 @@ def _unfit(gm: fx.GraphModule, calls: tuple[OpCall, ...], changes: Changes) -> s
     traits = first.op.traits
     if traits.kind == "float":
         return f"{first.op.name} has no integer form"
-    if first.computed is not None and not traits.layout:
-        return f"its {first.computed} is a value that can differ from call to call"
+    if first.run_time_option is not None and not traits.layout:
+        return f"its {first.run_time_option} is a value that can differ from call to call"
     reason = traits.unless({**first.options, **first.tensors}) if traits.unless is not None else None
     if reason is not None:
         return reason
@@ -278,7 +278,7 @@ def _unfit_weight(tensor: torch.Tensor | None, spec: TensorSpec) -> str | None:
     return None
 
 
-def _unfit_input(gm: fx.GraphModule, first: OpCall, read: UnitInput, changes: Changes) -> str | None:
+def _unfit_input(gm: fx.GraphModule, first: OpCall, read: UnitInput, changes: MemoryWriters) -> str | None:
     about, changer = info(read.node), changes.of(read.node)
     if read.role in ("weight", "bias"):
         tensor = constant(gm, read.node)

@@ -27,7 +27,7 @@ from fxq.graph.query import (
     taken_part,
 )
 from fxq.ops import OPS, conv_padding
-from fxq.ops.table import Arguments, Instead, Op, Pick, Spelling
+from fxq.ops.table import Arguments, Op, Pick, Redirect, Spelling
 from fxq.patterns.decompositions.written_out import WRITTEN_OUT
 from fxq.pipeline.float_ops import keep_original
 from fxq.recipe.pass_base import Pass, Stage
@@ -154,7 +154,7 @@ def _module(rewriter: Rewriter, node: fx.Node) -> None:
 
 def _bind_module(
     rewriter: Rewriter, node: fx.Node, module: nn.Module, op: Op, spelling: Spelling
-) -> Arguments | Instead | str:
+) -> Arguments | Redirect | str:
     """Arguments of an op, with the module's tensors as `get_attr` nodes. Parametrized weights are evaluated."""
     norms = reparametrized(module)
     bound = op.bind_module(spelling, module, node.args, node.kwargs)
@@ -174,7 +174,7 @@ def _bind_module(
     return bound
 
 
-def _rewrite(rewriter: Rewriter, node: fx.Node, op: Op, bound: Arguments | Instead | str) -> None:
+def _rewrite(rewriter: Rewriter, node: fx.Node, op: Op, bound: Arguments | Redirect | str) -> None:
     """Make a node the canonical call of its op, or record why it stays as it is."""
     chosen, arguments = _checked_arguments(op, bound)
     if isinstance(arguments, str):
@@ -201,9 +201,9 @@ def _keep(rewriter: Rewriter, node: fx.Node, op: Op, why: str) -> None:
     rewriter.describe(node, kept=Decision("float", "unsupported", text, decided_by=rewriter.name))
 
 
-def _checked_arguments(op: Op, bound: Arguments | Instead | str) -> tuple[Op, Arguments | str]:
+def _checked_arguments(op: Op, bound: Arguments | Redirect | str) -> tuple[Op, Arguments | str]:
     """Op and arguments of a call. If the arguments are wrong for the op, the reason is in their place."""
-    if isinstance(bound, Instead):
+    if isinstance(bound, Redirect):
         op = OPS[bound.op]
         bound = op.fill(dict(bound.arguments))
     if isinstance(bound, str):

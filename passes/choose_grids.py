@@ -13,11 +13,11 @@ from torch import fx
 
 from fxq.errors import CalibrationError, PassError
 from fxq.graph.analysis.fill_constants import FillConstants
-from fxq.graph.analysis.given import Given
+from fxq.graph.analysis.given import InputDerivedValues
 from fxq.graph.info import Decision, Edge, Plan, grid_key, info
 from fxq.graph.place import where
 from fxq.graph.query import constant, reads_only_metadata, states_of, submodule, taken_from, unobserved
-from fxq.graph.unit import calls_of, feeding, inputs_of, reads_of, wishes_of
+from fxq.graph.unit import calls_of, inputs_of, integer_sources, reads_of, wanted_forms
 from fxq.ops.traits import STATE_DYNAMIC
 from fxq.quant.dynamic_grid import DynamicGrid
 from fxq.quant.observer_base import Observer
@@ -115,7 +115,11 @@ class _Chooser:
     """
 
     def __init__(self, rewriter: Rewriter) -> None:
-        self.gm, self.fill_constants, self.given = rewriter.gm, FillConstants(rewriter.gm), Given(rewriter.gm)
+        self.gm, self.fill_constants, self.given = (
+            rewriter.gm,
+            FillConstants(rewriter.gm),
+            InputDerivedValues(rewriter.gm),
+        )
         self.reduce_range = rewriter.context.reduce_range
         self.weights: list[fx.Node] = []
         self.dynamic: list[fx.Node] = []
@@ -142,14 +146,14 @@ class _Chooser:
         grids = {grid_group: grid_group.qparams(grid_group in reduce_range) for grid_group in numbers}
         chosen = {}
         for value in dict.fromkeys(value for value, _ in self._groups):
-            calibrated = [edge for edge in info(value).edges if not edge.measured]
+            calibrated = [edge for edge in info(value).edges if not edge.dynamic]
             roots = {edge: self._groups[value, edge.spec].root() for edge in calibrated}
             edges = (replace(edge, group=numbers[root], qparams=grids[root]) for edge, root in roots.items())
             chosen[value] = tuple(edges)
         weights = {node: tuple(self._weight(node, edge) for edge in info(node).edges) for node in self.weights}
         chosen = {**chosen, **weights, **dict.fromkeys(self.off, ())}
         for node in self.dynamic:
-            edges = (self._dynamic(node, edge) for edge in info(node).edges if edge.measured)
+            edges = (self._dynamic(node, edge) for edge in info(node).edges if edge.dynamic)
             chosen[node] = (*chosen.get(node, ()), *edges)
         return chosen
 
@@ -181,7 +185,7 @@ class _Chooser:
 
     def _overflows(self, node: fx.Node, edge: Edge) -> bool:
         """Whether a kernel that reads an edge overflows with 8 bits of both activations and weights."""
-        readers = [r for r in self.readers[node] if wishes_of(self.gm, r).get(node) == (edge.spec, edge.axis)]
+        readers = [r for r in self.readers[node] if wanted_forms(self.gm, r).get(node) == (edge.spec, edge.axis)]
         return any(self._plan(reader).overflows for reader in readers)
 
     def _weight(self, node: fx.Node, edge: Edge) -> Edge:
@@ -214,7 +218,7 @@ class _Chooser:
         for value in reads:
             if value in self.off:
                 self._stop_reading(node, value, f"its input %{value.name} {self.off[value]}")
-        edges = [edge for edge in info(node).edges if not edge.measured]
+        edges = [edge for edge in info(node).edges if not edge.dynamic]
         if len(edges) < len(info(node).edges):
             self.dynamic.append(node)
         moved = self._plan(node).precision == "moves"
@@ -274,8 +278,8 @@ class _Chooser:
         """Add the fill constants of a value to its group. If the grid cannot hold them, take it off the grid: False."""
         observer = self.observers.get((node, edge.spec, None))
         met = observer.met_constants if observer is not None else ()
-        constants = self.fill_constants.brought_by(node).union(met)
-        if observer is not None and self.given.masks(node):
+        constants = self.fill_constants.added_by(node).union(met)
+        if observer is not None and self.given.applies_mask(node):
             low, high = observer.gap()
             if high - low > _MAX_GAP * grid_group.span:
                 self._take_off(node, f"is in two ranges far apart, up to {low:.3g} and from {high:.3g}, as of a mask")
@@ -330,7 +334,7 @@ class _Chooser:
         why = f"the range of the values that it selects is {ratio:.0f} times smaller than that of its input"
         self.plans[node] = Plan(_off_grid(why), exact=True)
         why = f"%{node.name} selects values of a small part of its range"
-        for mover in feeding(self.gm, node, lambda value: self._plan(value).precision == "moves"):
+        for mover in integer_sources(self.gm, node, lambda value: self._plan(value).precision == "moves"):
             self.plans[mover] = Plan(_off_grid(why), exact=True)
 
 

@@ -15,7 +15,7 @@ from fxq.common.isolation import copied, seeded
 from fxq.common.metrics import Agreement, tensors, token_weights
 from fxq.common.progress import progress_bar
 from fxq.graph.info import info
-from fxq.graph.program import Program
+from fxq.graph.program import IsolatedGraph
 from fxq.graph.query import constant, is_op, swapped
 from fxq.graph.run import Runner
 from fxq.graph.unit import calls_of
@@ -282,7 +282,7 @@ def _moments(rows: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor]:
 def _fit(gm: fx.GraphModule, batch: Batch, layers: Mapping[fx.Node, _Layer], floats: LayerValues) -> None:
     """Run the float and the integer form on a batch, so that the layers are fitted to it."""
     with_tokens = [node for node, layer in layers.items() if layer.axis == -1]
-    used = used_rows(Program(gm, gm.graph), batch, with_tokens)
+    used = used_rows(IsolatedGraph(gm, gm.graph), batch, with_tokens)
     for node, layer in layers.items():
         layer.used = used.get(node)
     _side_by_side(_FloatRun(gm, batch, floats, (), layers), _IntegerRun(gm, batch, layers))
@@ -321,7 +321,7 @@ class _FloatRun(CachedFloatForm):
         values: Collection[fx.Node],
         layers: Mapping[fx.Node, _Layer],
     ) -> None:
-        super().__init__(gm, batch, floats, values, layers, Program(gm, gm.graph).modules)
+        super().__init__(gm, batch, floats, values, layers, IsolatedGraph(gm, gm.graph).modules)
         self._learning = layers
 
     def see_layer(self, node: fx.Node, value: Tensor) -> None:
@@ -334,7 +334,7 @@ class _IntegerRun(Runner):
 
     def __init__(self, gm: fx.GraphModule, batch: Batch, layers: Mapping[fx.Node, _Layer]) -> None:
         # copied modules, so that their state is private
-        super().__init__(gm, copied(batch), modules=Program(gm, gm.graph).modules)
+        super().__init__(gm, copied(batch), modules=IsolatedGraph(gm, gm.graph).modules)
         self._layers = layers
 
     def compute(self, node: fx.Node) -> Any:

@@ -238,7 +238,7 @@ def _scales(call: OpCall, layer: _Layer) -> bool:
     """Whether a function of a layer's values can be scaled channel by channel."""
     name = call.op.name
     if name in _BOUNDED:
-        return call.computed is None and _bound(call) > 0 and (name == "relu6" or call.options["min_val"] == 0)
+        return call.run_time_option is None and _bound(call) > 0 and (name == "relu6" or call.options["min_val"] == 0)
     return name in _HOMOGENEOUS or name in {f"{pool}{-layer.axis - 1}d" for pool in _POOLS}
 
 

@@ -29,9 +29,17 @@ from fxq.cost.prices import (
 from fxq.cost.probe import Prober
 from fxq.cost.whole import quickest
 from fxq.errors import RecipeError, warn
-from fxq.graph.analysis.integer_sums import INT32, beyond_int32, node_largest_sum
+from fxq.graph.analysis.integer_sums import MAX_INT32, beyond_int32, node_largest_sum
 from fxq.graph.info import Cost, DecisionKind, Plan, info, precision_of
-from fxq.graph.query import CONVERSIONS, MEASURES, is_op, measures_of, plan_of, reads_only_metadata, taken_from
+from fxq.graph.query import (
+    CONVERSIONS,
+    DYNAMIC_GRID_OPS,
+    dynamic_grid_ops,
+    is_op,
+    plan_of,
+    reads_only_metadata,
+    taken_from,
+)
 from fxq.graph.region import read_region
 from fxq.graph.unit import calls_of
 from fxq.pipeline.candidates import UNREAD
@@ -130,7 +138,9 @@ def _bound_sums(rewriter: Rewriter) -> None:
 def _fewer_bits(rewriter: Rewriter, node: fx.Node, plan: Plan, largest: float) -> str:
     """Recipe line with fewer activation bits, so that a layer's sums fit in int32; empty if too few would be left."""
     call, spec = calls_of(rewriter.gm, node)[0], plan.reads
-    bits = (spec.bits if spec is not None else 0) - math.ceil(math.log2(largest / INT32))  # each bit halves the sums
+    bits = (spec.bits if spec is not None else 0) - math.ceil(
+        math.log2(largest / MAX_INT32)
+    )  # each bit halves the sums
     if spec is None or bits < MIN_PROPOSED_BITS or call.rounds_its_state:
         return ""
     dynamic = f', per="{spec.per}", range="dynamic"' if spec.range == "dynamic" else ""
@@ -307,7 +317,7 @@ def _read_float(rewriter: Rewriter, quantize: fx.Node) -> None:
     copies = [user for user in quantize.users if is_op(user, "dequantize")]
     readers = [user for copy in copies for user in copy.users]
     shapes = [user for user in quantize.users if reads_only_metadata(user)]
-    if not _is_float(value) and not measures_of(quantize):  # dynamic ranges are computed from floats
+    if not _is_float(value) and not dynamic_grid_ops(quantize):  # dynamic ranges are run_time_option from floats
         read_alone = len(value.users) == 1 and len(copies) + len(shapes) == len(quantize.users)
         if not read_alone or not all(map(_reads_float, readers)) or not emits_float(rewriter.gm, taken_from(value)):
             return
@@ -321,7 +331,9 @@ def _read_float(rewriter: Rewriter, quantize: fx.Node) -> None:
 
 def _reads_float(node: fx.Node) -> bool:
     """Whether a node of the qdq graph reads floats: it computes in float, or quantizes with a dynamic range."""
-    return _is_float(node) or is_op(node, *MEASURES) or (is_op(node, "quantize") and bool(measures_of(node)))
+    return (
+        _is_float(node) or is_op(node, *DYNAMIC_GRID_OPS) or (is_op(node, "quantize") and bool(dynamic_grid_ops(node)))
+    )
 
 
 def _is_float(node: fx.Node) -> bool:

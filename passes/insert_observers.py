@@ -10,7 +10,7 @@ from torch import fx
 
 from fxq.graph.info import Edge, info
 from fxq.graph.query import states_of
-from fxq.graph.unit import wishes_of
+from fxq.graph.unit import wanted_forms
 from fxq.quant.observers import observer_for
 from fxq.quant.spec import TensorSpec
 from fxq.recipe.pass_base import Pass, Stage
@@ -36,7 +36,7 @@ class InsertObservers(Pass):
     def run(self, rewriter: Rewriter) -> None:
         """Insert one observer per observed edge. Several observers of an activation form a chain."""
         nodes = rewriter.nodes()
-        wishes = {node: wishes_of(rewriter.gm, node) for node in nodes}
+        wishes = {node: wanted_forms(rewriter.gm, node) for node in nodes}
         states: dict[fx.Node, dict[TensorSpec, None]] = {}
         for node in nodes:
             plan = info(node).plan

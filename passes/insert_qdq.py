@@ -17,15 +17,15 @@ from fxq.graph.query import (
     argument,
     constant,
     flat_nodes,
-    made_by,
     op_of,
     options_of,
+    producer_of,
     reads_only_metadata,
     submodule,
     swapped,
 )
 from fxq.graph.region import is_weight_only
-from fxq.graph.unit import Wish, calls_of, wishes_of
+from fxq.graph.unit import WantedForm, calls_of, wanted_forms
 from fxq.ops.traits import STATE_DYNAMIC
 from fxq.pipeline.candidates import UNREAD
 from fxq.quant.dynamic_grid import DynamicGrid
@@ -61,8 +61,8 @@ class InsertQdq(Pass):
         for node in rewriter.nodes():
             if isinstance(submodule(rewriter.gm, node), Observer):
                 rewriter.replace(node, node.args[0])
-        wishes = {node: wishes_of(rewriter.gm, node) for node in rewriter.nodes()}
-        grids = {value: {e.spec: e.qparams for e in info(value).edges if not e.measured} for value in values}
+        wishes = {node: wanted_forms(rewriter.gm, node) for node in rewriter.nodes()}
+        grids = {value: {e.spec: e.qparams for e in info(value).edges if not e.dynamic} for value in values}
         stored: dict[Hashable, tuple[Tensor, ...]] = {}
         for value in values:
             _convert_edges(rewriter, value, wishes, stored)
@@ -88,7 +88,7 @@ def _values_with_grids(rewriter: Rewriter) -> list[fx.Node]:
 def _convert_edges(
     rewriter: Rewriter,
     value: fx.Node,
-    wishes: Mapping[fx.Node, Mapping[fx.Node, Wish]],
+    wishes: Mapping[fx.Node, Mapping[fx.Node, WantedForm]],
     stored: dict[Hashable, tuple[Tensor, ...]],
 ) -> None:
     """Insert the conversions of all edges of a value or weight.
@@ -121,7 +121,7 @@ def _convert(rewriter: Rewriter, value: fx.Node, current: fx.Node, edge: Edge, w
     """
     assert edge.qparams is not None  # all of them are chosen
     q, dq = on_grid(rewriter, value, current, edge.qparams, value.name)
-    if edge.measured:
+    if edge.dynamic:
         rewriter.reroute(current, dq, only=lambda user: user in wish)
         return current
 
@@ -138,7 +138,7 @@ def _requantize_inputs(
     rewriter: Rewriter,
     node: fx.Node,
     results: Mapping[TensorSpec, QParams | DynamicGrid | None],
-    wishes: Mapping[fx.Node, Wish],
+    wishes: Mapping[fx.Node, WantedForm],
 ) -> None:
     """Requantize those inputs of an op that moves integers whose grid is not the grid of its result.
 
@@ -149,7 +149,7 @@ def _requantize_inputs(
         return
     for read in node.all_input_nodes:
         own = grid_of(rewriter.gm, read)
-        value: Any = made_by(read)
+        value: Any = producer_of(read)
         wanted = results.get(wishes[value][0]) if value in wishes else None
         if isinstance(wanted, QParams) and own is not None and not wanted.same_as(own):
             _, dq = on_grid(rewriter, read, read, wanted, value.name, like=node)
@@ -194,7 +194,7 @@ def _in_float(rewriter: Rewriter, value: fx.Node, float_states: dict[fx.Node, fx
         value: the value, or a conversion of it.
         float_states: results of earlier calls, by the node that computes or moves the value; updated.
     """
-    maker: fx.Node = made_by(value)
+    maker: fx.Node = producer_of(value)
     op = op_of(maker)
     if op is None or op.traits.recurrence is not None:
         return maker if op is not None else None

@@ -16,7 +16,7 @@ from fxq.common.metrics import tensors
 from fxq.graph.info import Decision, Plan, info
 from fxq.graph.query import unobserved
 from fxq.graph.run import value_of
-from fxq.graph.unit import calls_of, feeding, inputs_of, wishes_of
+from fxq.graph.unit import calls_of, inputs_of, integer_sources, wanted_forms
 from fxq.pipeline.context import Context
 from fxq.pipeline.float_values import CachedFloatForm, LayerValues
 from fxq.pipeline.samples import on_samples
@@ -70,7 +70,7 @@ class KeepSmallValues(Pass):
                     f"in {loss.bits} bits, {100 * loss.share:.0f} % of its nonzero inputs would become zero, which "
                     f"leaves its result at {loss.sqnr:.1f} dB"
                 )
-                between = feeding(rewriter.gm, node, lambda value: _is_light(rewriter.gm, value))
+                between = integer_sources(rewriter.gm, node, lambda value: _is_light(rewriter.gm, value))
                 rewriter.describe(node, plan=self._float(why))
                 for light in between:
                     why = f"%{node.name} reads values of it that would mostly become zero in {loss.bits} bits"
@@ -124,7 +124,7 @@ class _Loss:
     @classmethod
     def of(cls, gm: fx.GraphModule, node: fx.Node) -> _Loss:
         """Empty loss of a node, with the grids that its ops with weights read. It has no grids if there are none."""
-        loss, calls, wishes = cls(), calls_of(gm, node), wishes_of(gm, node)
+        loss, calls, wishes = cls(), calls_of(gm, node), wanted_forms(gm, node)
         for read in inputs_of(calls):
             traits, value = calls[read.call].op.traits, unobserved(gm, read.node)
             if read.role == "activation" and traits.weight is not None and value in wishes:

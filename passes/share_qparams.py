@@ -11,7 +11,7 @@ from torch import fx
 from fxq.graph.analysis.fill_constants import FillConstants
 from fxq.graph.info import Edge, info, precision_of
 from fxq.graph.query import values_of
-from fxq.graph.unit import Wish, calls_of, reads_of, wishes_of
+from fxq.graph.unit import WantedForm, calls_of, reads_of, wanted_forms
 from fxq.quant.spec import TensorSpec
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.rewriting.rewriter import Rewriter
@@ -105,9 +105,9 @@ def _add_alone(rewriter: Rewriter, nodes: Sequence[fx.Node], group: int) -> None
         nodes: all nodes of the graph.
         group: first free group number.
     """
-    wanted: dict[fx.Node, dict[Wish, None]] = {}
+    wanted: dict[fx.Node, dict[WantedForm, None]] = {}
     for node in nodes:
-        for value, wish in wishes_of(rewriter.gm, node).items():
+        for value, wish in wanted_forms(rewriter.gm, node).items():
             if value.op == "get_attr" or wish[0].range == "dynamic":
                 wanted.setdefault(value, {})[wish] = None
     for value, wishes in wanted.items():
@@ -116,7 +116,7 @@ def _add_alone(rewriter: Rewriter, nodes: Sequence[fx.Node], group: int) -> None
             Edge(spec, group + i, True, is_weight and spec.format == "integer", axis=axis)
             for i, (spec, axis) in enumerate(wishes)
         ]
-        calibrated = [edge for edge in info(value).edges if not (is_weight or edge.measured)]
+        calibrated = [edge for edge in info(value).edges if not (is_weight or edge.dynamic)]
         rewriter.describe(value, edges=(*calibrated, *edges))
         group += len(edges)
 

@@ -23,7 +23,7 @@ from fxq.graph.info import Decision, Plan, info
 from fxq.graph.place import where
 from fxq.graph.query import arguments_of, submodule
 from fxq.graph.region import Region
-from fxq.graph.region_difference import FLOAT32, LARGE, difference, largest_value
+from fxq.graph.region_difference import FLOAT32, MAX_KERNEL_VALUE, difference, largest_value
 from fxq.graph.region_run import run_region
 from fxq.graph.run import Runner
 from fxq.pipeline.context import Context
@@ -83,7 +83,7 @@ class VerifyLowering(Pass):
             return
         findings = self._find(rewriter)
         for node, wrong in findings.wrong.items():
-            if wrong.largest < LARGE:
+            if wrong.largest < MAX_KERNEL_VALUE:
                 _warn(rewriter, node, f"kernel is wrong on this machine: {wrong.why}. It runs in qdq form instead")
                 reason = f"failed verification: {wrong.why}"
             else:
@@ -299,7 +299,7 @@ class _Verifier(Runner):
         if not isinstance(kernel, Bindable) or node.kwargs:
             return got
         args = self._arguments(node, kernel)
-        return kernel.callee(*args)(*args)
+        return kernel.callable_for(*args)(*args)
 
     def _reader(self, node: fx.Node, residual: Tensor) -> str | None:
         """Name of a value that shares memory with the residual of `node` and is still needed; None if there is none."""

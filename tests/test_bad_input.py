@@ -285,7 +285,7 @@ def test_a_keyword_that_forward_does_not_have():
 def test_a_keyword_that_the_example_does_not_have():
     model = module(lambda self, **inputs: self.conv(inputs["x"]), conv=nn.Conv2d(3, 3, 1))
     refused(model, fxq.InputError, "batch 1", "unexpected keyword", "'y'", data=[{"x": X}, {"x": X, "y": X}])
-    refused(model, fxq.InputError, "data, batch 1", "made for x=a tensor", data=[{"x": X}, {}])
+    refused(model, fxq.InputError, "data, batch 1", "traced for x=a tensor", data=[{"x": X}, {}])
 
 
 @pytest.mark.parametrize("batch", [0, 2])

@@ -142,7 +142,7 @@ def test_what_torch_looks_at_is_not_what_the_forward_asks_for():
     assert "check_same" not in str(fxq.extend.run_passes(model, "static", example_inputs=X, until="trace").code)
     asked = between(lambda x: torch.roll(x, len(range(x.size(2))), 2))
     qmodel = fxq.quantize(asked, RECIPES["reference"], data=[X])
-    with pytest.raises(fxq.InputError, match=r"index of a value in `.*range.*` is 10, and here it is 18"):
+    with pytest.raises(fxq.InputError, match=r"index of a value in `.*range.*` is 10, but here it is 18"):
         qmodel(OTHER)
 
 

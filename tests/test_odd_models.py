@@ -278,11 +278,13 @@ def test_arguments_left_out_are_what_they_are_by_default():
     with torch.no_grad():
         assert torch.equal(qmodel(x), qmodel(x=x, relu=True))
         assert sqnr(model(x, gain=3.0), qmodel(x, gain=3.0)) > 25  # a number that takes the same branch
-        with pytest.raises(fxq.InputError, match=r"made for .* `.*if gain > 1 else y` is True, and here it is False"):
+        with pytest.raises(
+            fxq.InputError, match=r"traced with .* `.*if gain > 1 else y` is True, but here it is False"
+        ):
             qmodel(x, gain=0.5)
         for given in ({"relu": False}, {"scale": torch.ones(1)}, {"mode": "negative"}):
             (name,) = given
-            with pytest.raises(fxq.InputError, match=f"made for {name}=.*Quantize the model again with {name}"):
+            with pytest.raises(fxq.InputError, match=f"traced for {name}=.*Quantize the model again with {name}"):
                 qmodel(x, **given)
 
 
@@ -294,13 +296,13 @@ def test_flags_that_the_example_gives(relu):
     with torch.no_grad():
         assert sqnr(model(**example), qmodel(**example)) > 25
         assert (qmodel(**example) > 0).any() == (not relu)
-    with pytest.raises(fxq.InputError, match=f"made for relu={relu}"):
+    with pytest.raises(fxq.InputError, match=f"traced for relu={relu}"):
         qmodel(**{**example, "relu": not relu})
 
 
 def test_a_later_batch_with_another_flag_is_named():
     model = module(with_options, a=conv())
-    with pytest.raises(fxq.InputError, match="made for relu=True, as its example has it, and got bool False"):
+    with pytest.raises(fxq.InputError, match="traced for relu=True, as in the example, but got bool False"):
         fxq.quantize(model, data=[images(), {"x": images(), "relu": False}])
 
 
@@ -312,7 +314,7 @@ def test_fixed_arguments_survive_saving(tmp_path):
     x = images()
     with torch.no_grad():
         assert torch.equal(loaded(x), qmodel(x))
-    with pytest.raises(fxq.InputError, match="made for relu=True"):
+    with pytest.raises(fxq.InputError, match="traced for relu=True"):
         loaded(x, relu=False)
 
 

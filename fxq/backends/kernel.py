@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fxq.errors import BackendError, InputError
-from fxq.graph.bindable import Bindable, ModuleWatch, Seen
+from fxq.graph.bindable import Bindable, ModuleSnapshot, ModuleWatch
 from fxq.quant.qparams import QParams
 from fxq.runtime.call_checks import OPAQUE
 
@@ -73,7 +73,7 @@ class DerivedValues:
     """
 
     def __init__(self, buffers: Mapping[str, Tensor | None]) -> None:
-        self.seen = Seen(buffers)
+        self.seen = ModuleSnapshot(buffers)
         self.signatures = _signatures(buffers)
         self.values: dict[Hashable, Any] = {}
         self.values_by_size: OrderedDict[Hashable, Any] = OrderedDict()
@@ -118,8 +118,8 @@ class Kernel(Bindable):
     form: QdqForm | None = None
     _derived: DerivedValues | None = None
 
-    def ends_in(self, part: int | None = None) -> tuple[Any, Mapping[str, Any]]:
-        return self.form.ends_in(part) if self.form is not None else super().ends_in(part)
+    def last_call(self, part: int | None = None) -> tuple[Any, Mapping[str, Any]]:
+        return self.form.last_call(part) if self.form is not None else super().last_call(part)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Register a class that defines `name`. Raises `BackendError` if another class has that name."""
@@ -188,7 +188,7 @@ class Kernel(Bindable):
 
     def _derived_now(self) -> DerivedValues:
         derived = self._derived
-        if derived is None or not derived.seen.holds():
+        if derived is None or not derived.seen.is_unchanged():
             if any(type(tensor) not in _PLAIN for tensor in self._buffers.values()):
                 raise InputError(f"{self.name}: a tool runs the model on tensors that are not plain. {OPAQUE}")
             own_memory(self._buffers)
@@ -221,14 +221,14 @@ class Kernel(Bindable):
         """
         template = type(self).from_config(config, dict(self.named_buffers(recurse=False)))
         keep = nn.Module().__dict__.keys() | {"form", "reads"}
-        self._changes()
+        self._notify_watches()
         self.__dict__.update({name: value for name, value in template.__dict__.items() if name not in keep})
         self._modules.update(template._modules)
         self.__dict__.pop("_derived", None)
 
-    def tell(self, watch: ModuleWatch) -> None:
+    def notify(self, watch: ModuleWatch) -> None:
         own_memory(self._buffers)
-        super().tell(watch)
+        super().notify(watch)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self.options and name != "inplace" and self.__dict__.get(name, value) is not value:

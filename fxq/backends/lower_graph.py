@@ -17,7 +17,7 @@ from fxq.backends.qdq_form import QdqForm
 from fxq.errors import BackendError, InputError
 from fxq.graph.analysis.integer_sums import node_refused
 from fxq.graph.info import Decision, EngineLayer, Plan, Precision, info, set_info
-from fxq.graph.query import CONVERSIONS, is_op, is_size, made_by, op_of, submodule
+from fxq.graph.query import CONVERSIONS, is_op, is_size, op_of, producer_of, submodule
 from fxq.graph.region import Region, UnitRegion, read_region
 from fxq.graph.unit import calls_of
 from fxq.rewriting.rewriter import Rewriter
@@ -182,7 +182,7 @@ def _result_nodes(rewriter: Rewriter, region: Region, node: fx.Node, before: fx.
     """Insert a getitem node for each output of a kernel. Its metadata are those of the op that computes the output."""
     results, inside = [], set(region.nodes)
     for i, old in enumerate(region.outputs):
-        maker = made_by(old)
+        maker = producer_of(old)
         like = maker if maker in inside else old
         result = rewriter.node("call_function", operator.getitem, (node, i), like=like, before=before)
         rewriter.describe(result, origins=(info(like).parts or (info(like).origins,))[-1])

@@ -79,7 +79,7 @@ class QdqForm:
         modules = {str(n.target): gm.get_submodule(str(n.target)) for n in graph.find_nodes(op="call_module")}
         return cls(to_data(graph), takes, modules, tensors)
 
-    def ends_in(self, part: int | None = None) -> tuple[Any, Mapping[str, Any]]:
+    def last_call(self, part: int | None = None) -> tuple[Any, Mapping[str, Any]]:
         """Target and options of the call that computes the result, or the result `part` of several.
 
         Ops after it that only move integers are skipped. (None, {}) if the call is not known.

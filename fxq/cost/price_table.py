@@ -24,7 +24,7 @@ from fxq.backends import cpu
 from fxq.graph.info import info
 from fxq.graph.query import is_op, op_of
 from fxq.graph.region import UnitRegion
-from fxq.graph.unit import Inner, OpCall, unit_of
+from fxq.graph.unit import InnerValue, OpCall, unit_of
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -149,7 +149,7 @@ class _Shapes(fx.Interpreter):
 
     def __getitem__(self, value: Any) -> tuple[int, ...]:
         """Shape of an argument of an op; if it is unknown, the shape of the unit's output."""
-        if isinstance(value, Inner):
+        if isinstance(value, InnerValue):
             return self.made(self.calls[value.index])
         return info(value if isinstance(value, fx.Node) else self.node).shape or ()
 

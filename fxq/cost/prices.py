@@ -13,7 +13,7 @@ from torch import fx
 from fxq.cost.min_cut import Key, PricedOp, PricedValue, cheapest, seconds_of
 from fxq.cost.probe import MIN_SPEEDUP, Prober
 from fxq.graph.info import Cost, info, precision_of
-from fxq.graph.query import CONVERSIONS, is_op, made_by, measures_of, reads_only_metadata, taken_from
+from fxq.graph.query import CONVERSIONS, dynamic_grid_ops, is_op, producer_of, reads_only_metadata, taken_from
 from fxq.graph.region import UnitRegion, read_region
 from fxq.graph.unit import calls_of
 
@@ -203,7 +203,7 @@ def priced_values(
         if is_op(node, *CONVERSIONS) or reads_only_metadata(node):
             continue
         for read in node.all_input_nodes:
-            value = made_by(read)
+            value = producer_of(read)
             if value.op == "get_attr" or not info(value).is_tensor:
                 continue
             if (quantize := measuring(read)) is not None and node in regions:
@@ -232,7 +232,7 @@ def priced_values(
 def measuring(value: fx.Node) -> fx.Node | None:
     """Return the quantize node before a dequantize node if its grid is dynamic; otherwise None."""
     source = value.args[0] if is_op(value, "dequantize") else None
-    return source if isinstance(source, fx.Node) and measures_of(source) else None
+    return source if isinstance(source, fx.Node) and dynamic_grid_ops(source) else None
 
 
 def emits_float(gm: fx.GraphModule, node: fx.Node) -> bool:

@@ -18,7 +18,7 @@ from fxq.cost.cache import Call, Costs
 from fxq.cost.price_table import PriceTable, table_for
 from fxq.graph.grid import grid_of
 from fxq.graph.info import Cost, NodeInfo, info
-from fxq.graph.query import CONVERSIONS, arguments_of, is_op, measures_of, options_of, values_of
+from fxq.graph.query import CONVERSIONS, arguments_of, dynamic_grid_ops, is_op, options_of, values_of
 from fxq.graph.region import UnitRegion, is_weight, region_of
 from fxq.graph.run import value_of
 from fxq.graph.unit import unit_of
@@ -151,7 +151,7 @@ class Prober:
         estimate = self._estimate("measure", math.prod(info(quantize).shape or ()))
         if estimate is not None:
             return estimate
-        measures = measures_of(quantize)
+        measures = dynamic_grid_ops(quantize)
         options = options_of(measures[0])
         value = f"{_shape(info(quantize.all_input_nodes[0]))} from {options['axis']}"
         key = f"{self.backend.name} {_threads()}: measure {'' if options['symmetric'] else 'a range of '}{value}"
@@ -244,7 +244,7 @@ def _float_form(gm: fx.GraphModule, region: UnitRegion) -> Call:
     recurrence = region.calls[0].op.traits.recurrence
     kwargs = kwargs if recurrence is None else recurrence.without_grid(kwargs)
     unit = unit_of(gm, node)
-    target: Any = node.target if unit is None else unit.callee()
+    target: Any = node.target if unit is None else unit.callable_for()
     return partial(target, *args, **kwargs)
 
 

@@ -1,4 +1,4 @@
-"""Modules that a bound graph calls without asking each time what there is to do (see `fxq/runtime/binding.py`)."""
+"""Base class of modules that can be bound to inputs of one kind, and detection of changes to them."""
 
 from __future__ import annotations
 
@@ -10,44 +10,44 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-_TELLING = threading.Lock()
+_WATCHES_LOCK = threading.Lock()
 _ABSENT = object()
 Members = Mapping[str, Any]
 """The modules, parameters or buffers of a module, by name."""
 
 
-class Seen:
-    """The members of modules, and the values of the tensors among them, as they were when this was made.
+class ModuleSnapshot:
+    """Snapshot of modules' members that detects replaced members and in-place writes to tensors.
 
-    A tensor says how often it was written to, and where its values lie: 0.1 us to ask both. What is written through
-    `tensor.data` or `tensor.numpy()` torch keeps no count of.
+    Compares version counters and data pointers of tensors. Writes through `tensor.data` or `tensor.numpy()` are not
+    detected, since torch does not count them.
 
     Args:
-        members: of a module, see `follow`.
+        members: members of each module, see `add`.
     """
 
     def __init__(self, *members: Members) -> None:
         self._lengths: list[tuple[Members, int]] = []
         self._values: list[tuple[Members, str, Any]] = []
-        self._written: list[tuple[Tensor, int]] = []  # those that count it
-        self._places: list[tuple[Tensor, int]] = []
-        self._memory: list[Tensor] = []  # held, so that nothing else gets the same place
-        for each in members:
-            self.follow(each)
+        self._versions: list[tuple[Tensor, int]] = []  # without inference tensors, which have no version counter
+        self._addresses: list[tuple[Tensor, int]] = []
+        self._memory: list[Tensor] = []  # kept alive, so that their addresses are not reused
+        for module_members in members:
+            self.add(module_members)
 
-    def follow(self, members: Members) -> None:
-        """Take in the members of another module as they are now."""
+    def add(self, members: Members) -> None:
+        """Add the members of a module as they are now."""
         self._lengths.append((members, len(members)))
         for name, value in members.items():
             self._values.append((members, name, value))
             if isinstance(value, Tensor) and value.layout is torch.strided:
-                self._places.append((value, value.data_ptr()))
+                self._addresses.append((value, value.data_ptr()))
                 self._memory.append(value.detach())
                 if not value.is_inference():
-                    self._written.append((value, value._version))
+                    self._versions.append((value, value._version))
 
-    def holds(self) -> bool:
-        """Whether they are all the same, and no tensor was written to. Plain loops: every call of a model waits."""
+    def is_unchanged(self) -> bool:
+        """Whether no member was replaced and no tensor was written to. Plain loops, since every call checks this."""
         try:
             for members, length in self._lengths:
                 if len(members) != length:
@@ -57,123 +57,124 @@ class Seen:
                     return False
         except KeyError:
             return False
-        for tensor, version in self._written:
+        for tensor, version in self._versions:
             if tensor._version != version:
                 return False
-        for tensor, place in self._places:  # noqa: SIM110 (a generator takes longer)
-            if tensor.data_ptr() != place:
+        for tensor, address in self._addresses:  # noqa: SIM110 (a generator takes longer)
+            if tensor.data_ptr() != address:
                 return False
         return True
 
 
 class ModuleWatch:
-    """Whether any of some modules has changed: a hook, an attribute, a weight. They tell it (`Bindable.tell`).
+    """Watch that is notified of changes to modules: hooks, attributes, weights. `Bindable.notify` adds a module.
 
     Attributes:
-        changed: whether one has said so.
-        seen: their tensors.
+        changed: whether a module has reported a change.
+        seen: snapshot of the modules' tensors.
     """
 
     def __init__(self) -> None:
         self.changed = False
-        self.seen = Seen()
+        self.seen = ModuleSnapshot()
 
 
 class Bindable(nn.Module):
-    """A module that can be fixed to inputs of one kind, and that tells when it changes behind that."""
+    """A module that can be bound to inputs of one kind, and that reports changes to watches."""
 
     _watches: weakref.WeakSet[ModuleWatch] | None = None
 
-    def ends_in(self, part: int | None = None) -> tuple[Any, Mapping[str, Any]]:
-        """What it calls last for its value, with the options; (None, {}) where nobody knows.
+    def last_call(self, part: int | None = None) -> tuple[Any, Mapping[str, Any]]:
+        """Function that computes the module's value last, and its options; (None, {}) if unknown.
 
         Args:
-            part: which of several values; None: it has one.
+            part: index of one of several values; None if the module returns one value.
         """
         return None, {}
 
     def graph_inside(self) -> fx.GraphModule | None:
-        """The graph that it runs, with its tensors, where its options do not say that."""
+        """The graph that the module runs, with its tensors; None if its options say all."""
         return None
 
     def bind(self, *inputs: Any) -> Callable[..., Any]:
-        """What `forward` does with inputs of these shapes, strides and dtypes and as many threads as now.
+        """Return `forward` specialized for inputs of these shapes, strides and dtypes, and the current thread count.
 
-        Nobody looks at later inputs again: they must be as many, and alike. The default is `forward` itself.
+        The returned function does not check its inputs: their number, shapes, strides and dtypes must be the same. The
+        default is `forward` itself.
 
         Args:
-            inputs: what `forward` takes; the values make no difference.
+            inputs: example arguments of `forward`; their values are not used.
 
         Returns:
-            A function with the arguments and the value of `forward`.
+            A function with the arguments and the result of `forward`.
         """
         return self.forward
 
-    def callee(self, *inputs: Any) -> Callable[..., Any]:
-        """What to call for inputs like these, until this module changes (see `tell`).
+    def callable_for(self, *inputs: Any) -> Callable[..., Any]:
+        """Function to call for inputs like these, valid until this module changes (see `notify`).
 
-        That is the module itself where hooks have to run, and its forward where a subclass, or whoever has put another
-        one in its place, did not write a `bind` that goes with it.
+        Returns the module itself if hooks have to run, and `forward` if it was overridden or replaced without a `bind`
+        of its own.
 
         Args:
-            inputs: as for `bind`; none: inputs of any kind.
+            inputs: as for `bind`; none for inputs of any kind.
         """
         if self.is_hooked():
             return self
-        goes_with = self.is_itself() and _depth(type(self), "bind") <= _depth(type(self), "forward")
-        return self.bind(*inputs) if inputs and goes_with else self.forward
+        bind_fits = self.is_unmodified() and _depth(type(self), "bind") <= _depth(type(self), "forward")
+        return self.bind(*inputs) if inputs and bind_fits else self.forward
 
     def is_hooked(self) -> bool:
-        """Whether hooks have to run, so that nothing but a call of the module itself will do."""
+        """Whether the module has hooks, so that it has to be called as a module."""
         return bool(self._forward_hooks or self._forward_pre_hooks or self._backward_hooks or self._backward_pre_hooks)
 
-    def is_itself(self) -> bool:
-        """Whether it does what its class does: no hooks, and no other forward in the place of its own."""
+    def is_unmodified(self) -> bool:
+        """Whether the module has no hooks and its `forward` is the one of its class."""
         return not self.is_hooked() and "forward" not in vars(self)
 
-    def tell(self, watch: ModuleWatch) -> None:
-        """Tell `watch` when this module changes, and of its tensors."""
-        with _TELLING:
+    def notify(self, watch: ModuleWatch) -> None:
+        """Report later changes of this module to `watch`, and add its tensors to the watch's snapshot."""
+        with _WATCHES_LOCK:
             if self._watches is None:
                 self.__dict__["_watches"] = weakref.WeakSet()
-            assert self._watches is not None  # made just now
+            assert self._watches is not None  # set above
             self._watches.add(watch)
-        watch.seen.follow(self._buffers)
+        watch.seen.add(self._buffers)
 
-    def _changes(self) -> None:
-        if self._watches is None or self.is_hooked():  # with hooks it is called as it is, whatever it becomes
+    def _notify_watches(self) -> None:
+        if self._watches is None or self.is_hooked():  # a hooked module is called as a module, so changes take effect
             return
-        with _TELLING:
+        with _WATCHES_LOCK:
             for watch in self._watches:
                 watch.changed = True
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if self.__dict__.get(name, _ABSENT) is not value:  # `eval()` sets what is set
-            self._changes()
+        if self.__dict__.get(name, _ABSENT) is not value:  # `eval()` sets attributes to their current value
+            self._notify_watches()
         super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
-        self._changes()
+        self._notify_watches()
         super().__delattr__(name)
 
     def register_forward_hook(self, *args: Any, **kwargs: Any) -> Any:
-        self._changes()
+        self._notify_watches()
         return super().register_forward_hook(*args, **kwargs)
 
     def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
-        self._changes()
+        self._notify_watches()
         return super().register_forward_pre_hook(*args, **kwargs)
 
     def register_full_backward_hook(self, *args: Any, **kwargs: Any) -> Any:
-        self._changes()
+        self._notify_watches()
         return super().register_full_backward_hook(*args, **kwargs)
 
     def register_full_backward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
-        self._changes()
+        self._notify_watches()
         return super().register_full_backward_pre_hook(*args, **kwargs)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self._changes()
+        self._notify_watches()
         super()._load_from_state_dict(*args, **kwargs)
 
     def __getstate__(self) -> Mapping[str, Any]:
@@ -181,5 +182,5 @@ class Bindable(nn.Module):
 
 
 def _depth(cls: type, method: str) -> int:
-    """How far up in the bases of a class a method is defined; 0: in the class itself."""
+    """Index of the class in the method resolution order that defines a method; 0 is the class itself."""
     return next(i for i, base in enumerate(cls.__mro__) if method in vars(base))

@@ -1,4 +1,4 @@
-"""The grid of a value, read from the graph: conversions have it as options, and a kernel ends in a conversion."""
+"""Grids of values, read from the options of conversions and from the last conversion of kernels."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from fxq.graph.query import (
     CONVERSIONS,
     argument,
     constant,
+    dynamic_grid_ops,
     flat_nodes,
     is_op,
-    measures_of,
     op_of,
     options_of,
     submodule,
@@ -28,41 +28,41 @@ from fxq.quant.qparams import QParams
 Grids = dict[fx.Node, "QParams | None"]
 
 
-def grid_of(gm: fx.GraphModule, node: fx.Node, known: Grids | None = None) -> QParams | None:
-    """Scale, zero point and limits of the integers that a value is, or was until a dequantize.
+def grid_of(gm: fx.GraphModule, node: fx.Node, cached: Grids | None = None) -> QParams | None:
+    """Grid of an integer value, or of the integers that a value was dequantized from.
 
-    What an op that moves integers hands on has the grid of what it reads.
+    The value of an op that only moves values has the grid of the op's input.
 
     Args:
-        gm: the graph's module: scales per channel are its constants.
-        node: the node.
-        known: grids found before; read, and filled with this one.
+        gm: the graph's module, which holds per-channel scales as constants.
+        node: the node of the value.
+        cached: cache of grids by node, which is read and extended.
 
     Returns:
-        None for floats of no grid, for rows on grids of their own, and where the scale is computed at run time.
+        The grid, or None for floats without a grid, for per-row grids and for scales computed at run time.
     """
-    known = {} if known is None else known
+    cached = {} if cached is None else cached
     source = node
-    while source not in known and (before := moved_from(source)) is not None:
+    while source not in cached and (before := moved_from(source)) is not None:
         source = before
-    if source not in known:
-        known[source] = _own_grid(gm, source)
+    if source not in cached:
+        cached[source] = _own_grid(gm, source)
     if source is not node:
-        known[node] = known[source] if _called(gm, source)[0] != "dequantize" else None
-    return known[node]
+        cached[node] = cached[source] if _called(gm, source)[0] != "dequantize" else None
+    return cached[node]
 
 
 def dynamic_grid_of(node: fx.Node) -> DynamicGrid | None:
-    """The grid that a quantize measures when the model runs; None for any other node."""
-    measures = measures_of(node) if is_op(node, "quantize") else ()
-    if not measures:
+    """The dynamic grid of a quantize; None for any other node, and if the scale is a constant."""
+    grid_ops = dynamic_grid_ops(node) if is_op(node, "quantize") else ()
+    if not grid_ops:
         return None
-    grid, measured = options_of(node), options_of(measures[0])
-    return DynamicGrid(grid["qmin"], grid["qmax"], grid["dtype"], measured["axis"], measured["symmetric"])
+    grid, scale = options_of(node), options_of(grid_ops[0])
+    return DynamicGrid(grid["qmin"], grid["qmax"], grid["dtype"], scale["axis"], scale["symmetric"])
 
 
 def moved_from(node: fx.Node) -> fx.Node | None:
-    """The first value that an op reads which moves integers as they are; None for any other node."""
+    """The value that an op only moves (its first input); None if the op computes new values."""
     op = op_of(node)
     if op is None or not op.traits.layout:
         return None
@@ -70,7 +70,7 @@ def moved_from(node: fx.Node) -> fx.Node | None:
 
 
 def grid_from(gm: fx.GraphModule, options: Mapping[str, Any]) -> QParams | None:
-    """The grid that the options of a conversion say, defaults included; None where the scale is no constant."""
+    """Grid in the options of a conversion, defaults included; None if its scale is not a constant."""
     scale, zero_point = (_number(gm, options.get(key)) for key in ("scale", "zero_point"))
     if scale is None or zero_point is None:
         return None
@@ -95,14 +95,14 @@ def _own_grid(gm: fx.GraphModule, node: fx.Node) -> QParams | None:
 
 
 def _called(gm: fx.GraphModule, node: fx.Node) -> tuple[str, Mapping[str, Any]]:
-    """The op that a node calls, or its kernel ends in, with its options; an empty name for any other node.
+    """Name and options of the op that a node calls, or of the last op of its kernel; an empty name if there is none.
 
-    A value of a kernel of several is what that kernel ends in there.
+    For one of several values of a kernel, the op is the last one on the way to that value.
     """
     module, part = submodule(gm, node), None
     source = node.args[0] if module is None and node.args else None
     if isinstance(source, fx.Node) and isinstance(taken_part(node, source), int):
         module, part = submodule(gm, source), taken_part(node, source)
-    target, options = module.ends_in(part) if isinstance(module, Bindable) else (node.target, node.kwargs)
+    target, options = module.last_call(part) if isinstance(module, Bindable) else (node.target, node.kwargs)
     op = OPS.of_target(target)
     return (op.name if op is not None else ""), options

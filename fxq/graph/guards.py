@@ -1,4 +1,4 @@
-"""What a traced graph calls besides the model's own ops: checks that it is run as it was traced, and output objects."""
+"""Functions that traced graphs call besides the model's ops: checks of assumptions, and construction of outputs."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ HOW: Mapping[str, Callable[[Any], Any]] = {
     "keys": list,
     "none": lambda value: value is None,
 }
-"""The ways in which a forward makes a plain value of a traced one."""
+"""Conversions of a traced value to a plain one that a forward may use, by name."""
 
 
 def check_same(value: Any, expected: Any, how: str, place: str, text: str) -> None:
-    """Raise `InputError` when a value that decided how the graph looks is another one. Graphs call this.
+    """Raise `InputError` if a value that determined the traced graph differs from the example's. Graphs call this.
 
     Args:
-        value: a number, a size, or a tensor that sizes alone decide.
-        expected: the plain value that it had on the example.
-        how: how that was made of it, a key of `HOW`.
-        place: `file:line` that asked.
-        text: that line.
+        value: a number, a size, or a tensor that follows from sizes alone.
+        expected: its plain value for the example.
+        how: conversion to a plain value, a key of `HOW`.
+        place: `file:line` of the forward that read the value.
+        text: source text of that line.
     """
     got = HOW[how](value)
     if got != expected:
         raise InputError(
-            f"{place}: the graph was made for an input for which {how} of a value in `{text}` is {expected!r}, and "
+            f"{place}: the graph was traced with inputs for which {how} of a value in `{text}` is {expected!r}, but "
             f"here it is {got!r}. A graph has no branches: quantize the model again with an example like this "
             "(example_inputs), one for each."
         )
@@ -52,13 +52,13 @@ TENSOR, NUMBER = "<a tensor>", "<a number>"
 
 
 def structure(value: Any, dtypes: bool = False, ranks: bool = False, devices: bool = False) -> Any:
-    """What a graph may depend on in an argument, as plain data: everything but the values of tensors and numbers.
+    """Structure of an argument as plain data: everything that a graph may depend on, without tensors and numbers.
 
     Args:
         value: an argument of forward.
-        dtypes: whether the dtypes of tensors count.
-        ranks: whether their numbers of axes do.
-        devices: whether the types of their devices do.
+        dtypes: whether to include the dtypes of tensors.
+        ranks: whether to include their numbers of axes.
+        devices: whether to include their device types.
 
     Example:
         >>> structure({"x": torch.ones(2), "flag": True, "sizes": [1, 2]})
@@ -78,44 +78,46 @@ def structure(value: Any, dtypes: bool = False, ranks: bool = False, devices: bo
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a graph can be made for this value of an argument: None, a flag, a string, a dtype."""
+    """Whether a graph can be traced for this value of an argument: None, a bool, a string or a dtype."""
     return value is None or isinstance(value, (bool, str, torch.dtype, torch.layout, torch.memory_format))
 
 
-def check_fixed(given: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """Raise `InputError` when an argument that a graph was made for is another one. Graphs call this.
+def check_fixed(arguments: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """Raise `InputError` if an argument differs in structure from the one that the graph was traced for.
+
+    Graphs call this.
 
     Args:
-        given: arguments by name.
-        expected: for each, its `structure`; a number where it is fixed; "any" for a tuple or a list alike.
+        arguments: the arguments by name.
+        expected: `structure` of each argument; a number if it is fixed; "any" if it may be a tuple or a list.
     """
-    for name, value in given.items():
-        wrong = _mismatch(name, value, expected[name])
-        if wrong is not None:
+    for name, value in arguments.items():
+        mismatch = _mismatch(name, value, expected[name])
+        if mismatch is not None:
             raise InputError(
-                f"the graph was made for {wrong}. Quantize the model again with {name} in the example "
+                f"the graph was traced for {mismatch}. Quantize the model again with {name} in the example "
                 "(example_inputs), for each form of it that the model is to be called with."
             )
 
 
 def _mismatch(path: str, value: Any, expected: Any) -> str | None:
-    """`name=wanted, as its example has it, and got ...`; None when the value is as expected."""
+    """`name=expected, as in the example, but got ...`; None if the value is as expected."""
     if isinstance(expected, list) and isinstance(value, (tuple, list)):
         kinds = "list" if isinstance(value, list) else "tuple", "any"
         if expected[0] in kinds and len(value) == len(expected) - 1:
-            parts = ((f"{path}[{i}]", v, e) for i, (v, e) in enumerate(zip(value, expected[1:], strict=True)))
-            return next((wrong for part in parts if (wrong := _mismatch(*part)) is not None), None)
+            entries = ((f"{path}[{i}]", v, e) for i, (v, e) in enumerate(zip(value, expected[1:], strict=True)))
+            return next((mismatch for entry in entries if (mismatch := _mismatch(*entry)) is not None), None)
     elif isinstance(expected, Mapping) and isinstance(value, Mapping):
         if set(value) == set(expected):
-            parts = ((f"{path}[{k!r}]", value[k], e) for k, e in expected.items())
-            return next((wrong for part in parts if (wrong := _mismatch(*part)) is not None), None)
+            entries = ((f"{path}[{k!r}]", value[k], e) for k, e in expected.items())
+            return next((mismatch for entry in entries if (mismatch := _mismatch(*entry)) is not None), None)
     elif isinstance(expected, str) and expected.startswith("<"):
         if expected == structure(value, " of " in expected, " with " in expected, " on " in expected):
             return None
     elif not isinstance(value, Tensor) and type(value) is type(expected) and value == expected:
         return None
     got = structure(value, True, " with " in str(expected), " on " in str(expected))
-    return f"{path}={_shown(expected)}, as its example has it, and got {_shown(got, value)}"
+    return f"{path}={_shown(expected)}, as in the example, but got {_shown(got, value)}"
 
 
 def _shown(expected: Any, value: Any = None) -> str:
@@ -132,12 +134,12 @@ def _shown(expected: Any, value: Any = None) -> str:
 
 
 def check_sizes(value: Tensor, name: str, sizes: Sequence[Any]) -> None:
-    """Raise `InputError` when an input has other sizes than those that a program was exported for. Graphs call this.
+    """Raise `InputError` if the sizes of an input do not fit the exported program. Graphs call this.
 
     Args:
         value: the input.
         name: its name.
-        sizes: for each axis a number, or the least and the most, which may be None.
+        sizes: for each axis a size, or (smallest, largest); largest is None if there is no limit.
     """
     fits = len(sizes) == value.dim() and all(
         s == n if isinstance(s, int) else s[0] <= n and (s[1] is None or n <= s[1])
@@ -152,12 +154,12 @@ def check_sizes(value: Tensor, name: str, sizes: Sequence[Any]) -> None:
 
 
 def own_copy(value: Tensor) -> Tensor:
-    """A copy of a constant, for the caller, who may change what the model returns. Graphs call this."""
+    """Copy of a constant that the model returns, since the caller may change it. Graphs call this."""
     return value.clone()
 
 
-class Fields(dict[str, Any]):
-    """An output whose class cannot be imported where the graph runs: its fields as keys and as attributes."""
+class OutputFields(dict[str, Any]):
+    """Fields of an output whose class cannot be imported, as keys and as attributes."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -170,7 +172,7 @@ def make_output(kind: str, fields: Mapping[str, Any] | Sequence[Any]) -> Any:
     """Construct an object of a class from its fields or items. Graphs call this.
 
     Used for outputs that are dataclasses, named tuples, or subclasses of dict, list or tuple. If the class is not
-    imported, returns a `Fields`, a list or a tuple.
+    imported, returns a `OutputFields`, a list or a tuple.
     """
     module, _, name = kind.partition(":")
     cls: Any = reduce(lambda outer, part: getattr(outer, part, None), name.split("."), sys.modules.get(module))
@@ -183,21 +185,21 @@ def make_output(kind: str, fields: Mapping[str, Any] | Sequence[Any]) -> Any:
         return cls(**fields)
     if fits and issubclass(cls, defaultdict):
         return cls(None, fields)
-    return cls(fields) if fits and issubclass(cls, Mapping) else Fields(fields)
+    return cls(fields) if fits and issubclass(cls, Mapping) else OutputFields(fields)
 
 
 def _dataclass(cls: Any, values: Mapping[str, Any]) -> Any:
-    """Object of a dataclass whose fields have these values, also those that only its `__post_init__` sets."""
+    """Object of a dataclass with these field values, including fields that only its `__post_init__` sets."""
     computed = {field.name for field in fields_of(cls) if not field.init}
-    made = cls(**{name: value for name, value in values.items() if name not in computed})
+    result = cls(**{name: value for name, value in values.items() if name not in computed})
     for name, value in values.items():
-        if getattr(made, name, None) is not value:
-            object.__setattr__(made, name, value)  # frozen dataclasses refuse others
-    return made
+        if getattr(result, name, None) is not value:
+            object.__setattr__(result, name, value)  # works for frozen dataclasses, too
+    return result
 
 
 def is_own_container(value: Any) -> bool:
-    """Whether `make_output` constructs such values: dataclasses and containers of user-defined classes."""
+    """Whether `make_output` constructs values of this class: user-defined dataclasses and containers."""
     cls = type(value)
     if cls.__module__.partition(".")[0] in ("torch", "builtins"):
         return False

@@ -1,4 +1,4 @@
-"""What fxq knows about a node: the typed metadata under one key, and the decisions in it."""
+"""Typed metadata of graph nodes (`NodeInfo`): the plan, decision and costs of a node, and the edges of its value."""
 
 from __future__ import annotations
 
@@ -34,24 +34,24 @@ DECISION_KINDS: tuple[DecisionKind, ...] = get_args(DecisionKind)
 
 @dataclass(frozen=True)
 class Decision:
-    """What an op runs as, why, and who says so.
+    """Precision of an op, the reason for it, and the pass that decided.
 
     Attributes:
         precision: `int8` (runs on integers), `weight-only` (computes in float with a weight stored as integers or
-            float16), `moves` (moves integers), or `float`.
-        kind: what sort of reason `text` is; empty where there is no reason to give.
+            float16), `moves` (hands integers on unchanged), or `float`.
+        kind: category of the reason; empty if there is no reason to give.
             `unsupported`: fxq or the backend has no integer form of this call.
-            `excluded by the recipe`: the recipe says float.
-            `slower`: float was measured, or is known, to be faster.
-            `unverified`: its kernel gave other numbers than its qdq form.
+            `excluded by the recipe`: the recipe asks for float.
+            `slower`: float is faster, as timed or as known for this op.
+            `unverified`: the kernel's results differ from those of its q/dq form.
             `leaf`: it is in a module that is kept as it is.
-            `no integer neighbour`: integers would need conversions made for it alone, or nothing reads them.
-            `off the grid`: its values fit no grid, fill a small part of one, or most of them would become zero.
-            `no tensor`: it reads or makes a shape or another plain value.
+            `no integer neighbour`: it would need conversions of its own, or nothing reads its integers.
+            `off the grid`: its values do not fit a grid, use a small part of one, or would mostly become zero.
+            `no tensor`: it reads or returns a shape or another plain value.
             `undecided`: no pass has decided.
-        text: the reason, for people. Nothing in fxq reads meaning out of it.
-        fix: what the user can change to get another decision (a recipe line), or empty.
-        decided_by: the pass that decided.
+        text: the reason, for users. fxq does not parse it.
+        fix: remedy: the recipe lines that change the decision, or empty.
+        decided_by: name of the pass that decided.
     """
 
     precision: Precision
@@ -66,11 +66,11 @@ class Cost:
     """Time of an op or unit in microseconds, on one thread.
 
     Attributes:
-        float_us: in float, conversions around it left out.
-        int8_us: the same as the backend's integer kernel; None where there is none.
-        conversions_us: what the conversions around it take with it on integers, less what they take with it in float,
-            all other ops as they are decided. Below zero among integer ops, where a float op is what needs conversions.
-        priced_by: "measured", or "table": estimated from sizes (`fxq/cost/price_table.py`).
+        float_us: time in float, without conversions.
+        int8_us: time of the backend's integer kernel, without conversions; None if there is no kernel.
+        conversions_us: extra time of the surrounding conversions if this op runs on integers instead of float, with
+            all other ops as decided. Negative among integer ops, where a float op would need the conversions.
+        priced_by: "measured" (timed) or "table" (estimated from sizes by `fxq/cost/price_table.py`).
     """
 
     float_us: float
@@ -80,15 +80,15 @@ class Cost:
 
 
 class EngineLayer(NamedTuple):
-    """What an engine runs as one layer of a region.
+    """Layer that an engine made of a part of a region.
 
     Attributes:
-        nodes: what it is made of: names of nodes of the region, layers before other ops; conversions only where it is
-            nothing else. Empty for what the engine has put in, as a change of layout, or goes by a name of its own.
-        op: what the engine calls it.
-        dtype: the type of what it computes with, as torch calls it.
-        kind: `int8` or `float`, as it computes; `moves`: it moves values; `convert`: it converts them.
-        us: microseconds, the least of a few runs.
+        nodes: names of the region's nodes that it runs, layers before other ops; conversions are listed only if it
+            runs nothing else. Empty for layers that the engine inserted, such as a change of layout, or renamed.
+        op: name of its op in the engine.
+        dtype: dtype that it computes with, in torch's spelling.
+        kind: `int8` or `float` (precision of its arithmetic), `moves` (moves values) or `convert` (converts values).
+        us: fastest of a few runs, in microseconds.
     """
 
     nodes: tuple[str, ...]
@@ -103,21 +103,22 @@ class EngineLayer(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """What `annotate` decided for one node.
+    """Plan of one node, decided by `annotate`: its precision, and the integer forms that it reads and emits.
 
     Attributes:
-        decision: what it runs as. Its reason says why it is float, or why the ops behind the kernel are.
-        reads: the spec that it wants of the activations that its kernel reads; None: it reads floats.
-        weight: the spec that it wants of its weights; None: it has none, or reads them in float.
-        state: the spec of its hidden state; None: it has none, or keeps it in float.
-        state_scale: the scale of that, where it is calibrated and chosen.
-        emits: the spec of its result where its kernel emits nothing but integers, else None.
-        agreed: the spec in which all read its value that read it as integers; None: each as it wants.
-        overflows: whether its kernel adds products in int16, and they do not fit: activations or weights give up a bit.
-        kernel_ops: for a unit, how many of its ops, from the first on, the backend's kernel runs; of two numbers, the
-            smaller one first, `fallback` takes the faster; empty: all of them.
-        exact: for a float op, whether it reads its inputs as they were before they were put on a grid.
-        cost: what it takes either way, where `fallback` measured it.
+        decision: precision of the node. Its reason says why the node, or the ops after its kernel, run in float.
+        reads: spec of the activations that its kernel reads; None if it reads floats.
+        weight: spec of its weights; None if it has none, or reads them in float.
+        state: spec of its hidden state; None if it has none, or keeps it in float.
+        state_scale: calibrated scale of the hidden state, once chosen.
+        emits: spec of its result if its kernel emits integers only, else None.
+        agreed: one spec for all nodes that read its value as integers; None if each reads it in the spec of its plan.
+        overflows: whether the kernel's int16 sums saturate with 8 bits, so that activations or weights need
+            reduce_range (7 bits).
+        kernel_ops: for a unit, number of its leading ops that the backend's kernel runs. If there are two numbers,
+            smaller first, `fallback` takes the faster. Empty: all ops.
+        exact: for a float op, whether it reads its inputs as they were before quantization.
+        cost: time in either precision, if `fallback` priced it.
     """
 
     decision: Decision
@@ -134,34 +135,33 @@ class Plan:
 
     @property
     def precision(self) -> Precision:
-        """What the node runs as."""
+        """Precision of the node."""
         return self.decision.precision
 
     @property
     def in_float(self) -> bool:
-        """Whether the node computes in float: it reads floats, and makes them."""
+        """Whether the node computes in float, so that it reads and returns floats."""
         return self.precision in ("float", "weight-only")
 
     def decided(self, **changes: Any) -> Plan:
-        """The same plan with fields of its decision replaced."""
+        """Copy of the plan with fields of its decision replaced."""
         return replace(self, decision=replace(self.decision, **changes))
 
 
 @dataclass(frozen=True)
 class Edge:
-    """One integer form of a value. Edges of the same group can share scale and zero point, and do where it is good.
+    """One integer form of a value. Edges of one shared-grid group may share scale and zero point.
 
     Attributes:
-        spec: what its consumers want.
-        group: number of the group; a weight is alone in its.
-        source: whether the value is made here; otherwise it is only moved.
-        observed: whether an observer watches it: where it is made, where a part of other values is selected, and where
-            it may hold constants.
-        constants: what masks, pads and fills may have put among its values; no data.
-        axis: of a weight, the axis of its output channels where each has a scale, or of its input channels where blocks
-            of them have one; of a value whose rows have scales
-            that are measured, the first axis of a row, counted from the end; None: one scale.
-        qparams: its scale and zero point, once they are chosen; where they are measured at run time, their grid.
+        spec: spec that the consumers want.
+        group: number of its shared-grid group; a weight has a group of its own.
+        source: whether the node computes the value; otherwise the node only moves it.
+        observed: whether an observer watches the value: if the node computes it, selects a part of another value, or
+            may add fill constants.
+        constants: fill constants that the value may hold.
+        axis: None for one scale. For a weight, the output-channel axis (a scale per channel) or the input-channel axis
+            (a scale per block). For a dynamic per-row value, the first axis of a row, counted from the end.
+        qparams: scale and zero point, once chosen; the dynamic grid if the range is dynamic.
     """
 
     spec: TensorSpec
@@ -173,35 +173,35 @@ class Edge:
     qparams: QParams | DynamicGrid | None = None
 
     @property
-    def measured(self) -> bool:
-        """Whether its scale is measured at run time: nothing is to be calibrated."""
+    def dynamic(self) -> bool:
+        """Whether its range is dynamic: the scale is computed at run time, not calibrated."""
         return self.spec.range == "dynamic"
 
 
 class NodeInfo(NamedTuple):
-    """What fxq knows about a node, kept in `node.meta["fxq"]`. A named tuple: every edit makes a new one, quickly.
+    """Metadata of a node, stored in `node.meta["fxq"]`. A named tuple, since edits often replace fields.
 
     Attributes:
-        path: path of the innermost module whose forward made the node; empty for the model itself.
-        source: `file:line` of the user's code that made it.
-        shape: shape of its value, or None when the value is not a tensor.
+        path: path of the innermost module whose forward created the node; empty for the model itself.
+        source: `file:line` of the user's code that created it.
+        shape: shape of its value, or None if the value is not a tensor.
         dtype: dtype of its value, or None.
-        origins: names of the traced ops that it stands for.
+        origins: names of the traced ops that it represents.
         parts: for a unit or kernel, the origins of each of its ops.
         values: for a unit, shape and dtype of the value of each of its ops.
-        paths: for a unit, or a kernel of several, the module path of each of its ops.
-        plans: for a kernel of several units, what was decided of each of its ops.
-        made_by: the pass and rule that made it, with the rule's source line; empty for traced nodes.
-        kept: where a pass before `annotate` leaves a call or a module as it is, its decision.
-        plan: what `annotate` decided, once it has run.
-        edges: the integer forms that its value is to take, one for each spec that a consumer wants; until insert-qdq.
+        paths: for a unit, or a kernel of several units, the module path of each of its ops.
+        plans: for a kernel of several units, the plan of each of its ops.
+        made_by: the pass and rule that created it, with the rule's source line; empty for traced nodes.
+        kept: decision of a pass before `annotate` to leave a call or a module as it is.
+        plan: the plan by `annotate`, once it has run.
+        edges: integer forms of its value, one for each spec that a consumer wants; empty from insert-qdq on.
         body: for a kernel, the ops that it runs, as text.
-        layers: for a kernel that an engine runs, the layers that it made of it, for the example input.
-        memory: the blocks of memory that the tensors of its value lie in, by number; values with a block in common are
-            views of each other (see `fxq/graph/analysis/mutation.py`).
-        changes: the blocks that the traced node changes in place.
+        layers: for a kernel of an engine, the layers that the engine made of it for the example input.
+        memory: numbers of the memory blocks of the tensors in its value; values with a common block are views of each
+            other (see `fxq/graph/analysis/mutation.py`).
+        changes: numbers of the blocks that the traced node changes in place.
         stands_for: for an integer weight or a corrected bias, the path of the float one.
-        note: something the user should know about the node.
+        note: remark for the user.
     """
 
     path: str = ""
@@ -230,12 +230,12 @@ class NodeInfo(NamedTuple):
         return self.shape is not None
 
 
-_NOTHING = NodeInfo()
+_NO_INFO = NodeInfo()
 
 
 def info(node: fx.Node) -> NodeInfo:
-    """The typed metadata of `node`; empty metadata when it has none."""
-    return node.meta.get(META, _NOTHING)
+    """Metadata of `node`; empty metadata if it has none."""
+    return node.meta.get(META, _NO_INFO)
 
 
 def set_info(node: fx.Node, **changes: Any) -> None:
@@ -244,26 +244,26 @@ def set_info(node: fx.Node, **changes: Any) -> None:
 
 
 def precision_of(node: fx.Node) -> Precision | None:
-    """What was decided that a node runs as; None where nothing was."""
+    """Precision of a node, or None if it is not decided."""
     plan = info(node).plan
     return plan.precision if plan is not None else None
 
 
 Grids = Mapping[str, tuple[Plan | None, tuple[Edge, ...]]]
-"""The plan and the edges of every value of a graph behind choose-grids, by `grid_key`."""
+"""Plan and edges of every value of a graph after choose-grids, by `grid_key`."""
 
 
 def grids_of(graph: fx.Graph) -> Grids:
-    """Those of a graph."""
-    known = ((grid_key(node), info(node).plan, info(node).edges) for node in graph.nodes)
-    return {key: (plan, edges) for key, plan, edges in known if plan or edges}
+    """Plan and edges of every value of a graph that has any, by `grid_key`."""
+    entries = ((grid_key(node), info(node).plan, info(node).edges) for node in graph.nodes)
+    return {key: (plan, edges) for key, plan, edges in entries if plan or edges}
 
 
 def grid_key(node: fx.Node) -> str:
-    """What tells a value from others in every graph that is made of a model in the same way: its name, or its path."""
+    """Key of a value that is equal in all graphs made of a model in the same way: its name, or a weight's path."""
     return weight_key(str(node.target)) if node.op == "get_attr" else node.name
 
 
 def weight_key(path: str) -> str:
-    """The same for the weight at a path."""
+    """`grid_key` of the weight at a path."""
     return f"weight {path}"

@@ -1,4 +1,4 @@
-"""A graph as plain data and back, for pickling: fx would trace the model again, and lose names and metadata."""
+"""Conversion of a graph to plain data and back, for pickling. Pickling by fx would lose names and metadata."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ NodeData = tuple[str, Any, Any, Any, str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class _Read:
-    """Stands for the node of that number among the arguments of another."""
+    """Placeholder for a node among the arguments of another one: its index in the graph."""
 
     index: int
 
 
 @dataclass(frozen=True)
 class _Function:
-    """Stands for a function that pickle does not find by itself: its import path."""
+    """Placeholder for a function that pickle cannot find: its import path."""
 
     path: str
 
 
 def to_data(graph: fx.Graph) -> list[NodeData]:
-    """The nodes in order: op, target, args, kwargs, name, metadata."""
+    """Return the nodes of a graph in order, as (op, target, args, kwargs, name, metadata)."""
     number = {node: i for i, node in enumerate(graph.nodes)}
 
     def read(value: Any) -> Any:
@@ -59,23 +59,23 @@ def _named(target: Any) -> Any:
 
 
 def numbers_of(arguments: Any) -> Iterator[int]:
-    """The numbers of the nodes among the arguments of another."""
-    found: list[int] = []
-    map_aggregate(arguments, lambda value: found.append(value.index) if isinstance(value, _Read) else None)
-    return iter(found)
+    """Indices of the nodes among the arguments of another one."""
+    indices: list[int] = []
+    map_aggregate(arguments, lambda value: indices.append(value.index) if isinstance(value, _Read) else None)
+    return iter(indices)
 
 
 def from_data(data: list[NodeData]) -> fx.Graph:
-    """Inverse of `to_data`."""
+    """Construct a graph from the data of `to_data`."""
     graph = fx.Graph()
-    made: list[fx.Node] = []
+    nodes: list[fx.Node] = []
 
     def write(value: Any) -> Any:
-        return made[value.index] if isinstance(value, _Read) else value
+        return nodes[value.index] if isinstance(value, _Read) else value
 
     for op, target, args, kwargs, name, meta in data:
         target = resolve_name(target.path) if isinstance(target, _Function) else target
         node = graph.create_node(op, target, map_aggregate(args, write), map_aggregate(kwargs, write), name)
         node.meta.update(meta)
-        made.append(node)
+        nodes.append(node)
     return graph

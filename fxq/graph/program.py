@@ -1,4 +1,4 @@
-"""A graph to run, beside another one of the same model or once more: what modules keep from call to call is its own."""
+"""A graph with private copies of its stateful modules, so that runs of several graphs do not affect each other."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from fxq.graph.query import is_pure, submodule
 
 
 @dataclass(frozen=True)
-class Program:
-    """A graph to run.
+class IsolatedGraph:
+    """A graph with private copies of its stateful modules.
 
     Attributes:
-        gm: the module with its weights.
-        graph: the graph, `gm`'s own or another one that reads the same weights.
+        gm: the module with the weights.
+        graph: `gm.graph`, or another graph that reads the same weights.
     """
 
     gm: fx.GraphModule
@@ -28,14 +28,14 @@ class Program:
 
     @cached_property
     def overwrites(self) -> bool:
-        """Whether one of its nodes may change a value that another one made."""
+        """Whether one of its nodes may change the value of another one in place."""
         return any(changes(n) or getattr(submodule(self.gm, n), "inplace", False) is True for n in self.graph.nodes)
 
     @cached_property
     def modules(self) -> Mapping[str, nn.Module]:
-        """Copies of the modules that may keep something from call to call, by path; their weights are shared.
+        """Copies of the modules that may keep state between calls, by path; they share their weights with `gm`.
 
-        None of those that cannot be copied: then they are those of `gm`, and whoever else runs it sees what they keep.
+        Empty if a module cannot be copied: then the modules of `gm` run, and other runs of `gm` see their state.
         """
         originals = {
             str(n.target): self.gm.get_submodule(str(n.target))
@@ -46,10 +46,10 @@ class Program:
         weights |= computed_tensors(*originals.values())
         try:
             return copy.deepcopy(originals, weights)
-        except Exception:  # whatever a module of the user holds: a lock, a file, a tensor with a history
+        except Exception:  # a user's module may hold anything: a lock, a file, a tensor with a history
             return {}
 
     @cached_property
-    def alone(self) -> Program:
-        """The same once more, for runs that keep nothing in common with those of this one."""
-        return Program(self.gm, self.graph)
+    def fresh(self) -> IsolatedGraph:
+        """Another copy of the graph, whose stateful modules are separate from those of this one."""
+        return IsolatedGraph(self.gm, self.graph)

@@ -1,6 +1,6 @@
-"""Reading a graph: which op a node calls, what it reads, and the other small questions that passes ask.
+"""Queries on graph nodes: the op that a node calls, its arguments, constants and users. Nothing here edits the graph.
 
-Changing a graph is the rewriter's business (`fxq/rewriting/rewriter.py`); nothing here edits.
+`fxq/rewriting/rewriter.py` edits graphs.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from fxq.quant.observer_base import Observer
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """A node as it was when somebody read it: edits of its graph do not reach it.
+class NodeSnapshot:
+    """Copy of a node's fields, which later edits of the graph do not change.
 
-    Several in a tuple are no graph: the parts of one refer to each other in circles, which only the collector frees.
+    Cheaper than a copied `fx.Graph`, whose reference cycles only the garbage collector frees.
 
     Attributes:
-        node: which node it was; in the arguments of other steps, this stands for its value.
+        node: the node; the arguments of other snapshots refer to it.
         name: its name.
         op: its kind of call, e.g. `call_function`.
-        target: what it calls.
+        target: the function, method name or path that it calls or reads.
         args: its arguments.
         kwargs: its keyword arguments.
         about: its metadata.
@@ -45,41 +45,41 @@ class Step:
     about: NodeInfo
 
     @classmethod
-    def of(cls, node: fx.Node) -> Step:
-        """A node as it is now."""
+    def of(cls, node: fx.Node) -> NodeSnapshot:
+        """Snapshot of a node as it is now."""
         return cls(node, node.name, node.op, node.target, node.args, node.kwargs, info(node))
 
 
-def arguments_of(node: fx.Node | Step, given: Mapping[fx.Node, Any]) -> tuple[Any, Any]:
-    """The arguments and keyword arguments of a node with what is given for each node in the place of the node."""
-    return fx.node.map_arg(node.args, given.__getitem__), fx.node.map_arg(node.kwargs, given.__getitem__)
+def arguments_of(node: fx.Node | NodeSnapshot, values: Mapping[fx.Node, Any]) -> tuple[Any, Any]:
+    """Arguments and keyword arguments of a node, with each node in them replaced by its entry in `values`."""
+    return fx.node.map_arg(node.args, values.__getitem__), fx.node.map_arg(node.kwargs, values.__getitem__)
 
 
-def op_of(node: fx.Node | Step) -> Op | None:
-    """The op that a canonical node calls; None for anything else (leaves, units, weights, inputs)."""
+def op_of(node: fx.Node | NodeSnapshot) -> Op | None:
+    """The op that a canonical node calls; None for other nodes (leaves, units, weights, inputs)."""
     return OPS.of_target(node.target) if node.op == "call_function" else None
 
 
 def called_name(node: fx.Node) -> str:
-    """The op of a call, or the name of the function or method that it calls."""
+    """Name of the op, function or method that a node calls."""
     op = op_of(node)
     return op.name if op is not None else str(getattr(node.target, "__name__", node.target))
 
 
 def is_op(node: Any, *names: str) -> bool:
     """Whether `node` is a canonical call of one of these ops."""
-    op = op_of(node) if isinstance(node, (fx.Node, Step)) else None
+    op = op_of(node) if isinstance(node, (fx.Node, NodeSnapshot)) else None
     return op is not None and op.name in names
 
 
-def options_of(node: fx.Node | Step) -> dict[str, Any]:
+def options_of(node: fx.Node | NodeSnapshot) -> dict[str, Any]:
     """All options of a canonical node, defaults included."""
     op = op_of(node)
     return {**op.options, **node.kwargs} if op is not None else dict(node.kwargs)
 
 
 def argument(node: fx.Node, name: str) -> Any:
-    """The tensor argument `name` of a canonical node, or None when it is not given."""
+    """The tensor argument `name` of a canonical node; None if it is missing."""
     op = op_of(node)
     if op is None or name not in op.tensors:
         return None
@@ -88,22 +88,22 @@ def argument(node: fx.Node, name: str) -> Any:
 
 
 def states_of(node: fx.Node) -> list[fx.Node]:
-    """A recurrent layer, whose value its hidden states are, and the one that it begins with, where that is given."""
+    """The nodes that hold hidden states of a recurrent layer: the layer itself, and its initial state if it has one."""
     recurrence = op.traits.recurrence if (op := op_of(node)) is not None else None
     first = argument(node, recurrence.states[0]) if recurrence is not None else None
     return [node, first] if isinstance(first, fx.Node) else [node]
 
 
 def swapped(values: Any, new: Mapping[fx.Node, Any]) -> Any:
-    """Nested arguments with others in the place of some nodes."""
+    """Nested arguments with the nodes that are keys of `new` replaced."""
     return fx.node.map_arg(values, lambda node: new.get(node, node))
 
 
 def flat_nodes(values: Any) -> Iterator[fx.Node]:
-    """Every node inside nested arguments, in order, repetitions kept."""
-    found: list[fx.Node] = []
-    fx.node.map_arg(values, lambda node: found.append(node) or node)  # type: ignore[func-returns-value]
-    return iter(found)
+    """Every node inside nested arguments, in order, with repetitions."""
+    nodes: list[fx.Node] = []
+    fx.node.map_arg(values, lambda node: nodes.append(node) or node)  # type: ignore[func-returns-value]
+    return iter(nodes)
 
 
 def read_attribute(root: nn.Module, path: str) -> Any:
@@ -115,7 +115,7 @@ def read_attribute(root: nn.Module, path: str) -> Any:
 
 
 def constant(gm: fx.GraphModule, node: Any) -> Tensor | None:
-    """The tensor that a `get_attr` node reads, or None when `node` is something else."""
+    """The tensor that a `get_attr` node reads; None for anything else."""
     if not isinstance(node, fx.Node) or node.op != "get_attr":
         return None
     value = read_attribute(gm, str(node.target))
@@ -127,12 +127,12 @@ def submodule(gm: fx.GraphModule, node: fx.Node) -> nn.Module | None:
     return gm.get_submodule(str(node.target)) if node.op == "call_module" else None
 
 
-MEASURES = ("choose_scale", "choose_zero_point")
-"""The ops that measure a grid."""
-CONVERSIONS = ("quantize", "dequantize", "requantize", *MEASURES)
-"""The ops between floats and integers of one grid, and from one grid to another; and what measures a grid."""
+DYNAMIC_GRID_OPS = ("choose_scale", "choose_zero_point")
+"""The ops that compute the scale and the zero point of a dynamic grid."""
+CONVERSIONS = ("quantize", "dequantize", "requantize", *DYNAMIC_GRID_OPS)
+"""The ops that convert between floats and integers, or between grids, and those that compute dynamic grids."""
 ARITHMETIC = frozenset({"_operator", "builtins", "math"})
-"""The modules of Python's own functions of numbers."""
+"""Modules of Python's functions of numbers."""
 _METADATA_METHODS = frozenset({"size", "dim", "numel", "stride", "ndimension", "nelement"})
 _METADATA_ATTRIBUTES = frozenset({"shape", "ndim", "device"})
 _METADATA_FUNCTIONS = frozenset({torch.numel, torch.ops.aten.sym_size.int, torch.ops.aten.sym_numel.default})
@@ -141,23 +141,23 @@ _FILL_FUNCTIONS = frozenset({torch.zeros_like, torch.ones_like, torch.full_like,
 
 
 def fills_like(node: fx.Node) -> bool:
-    """Whether the node makes a tensor of one value, of its input's type and device and perhaps shape."""
+    """Whether the node creates a tensor of one repeated value, with the dtype and device of its input."""
     return node.target in (_FILL_METHODS if node.op == "call_method" else _FILL_FUNCTIONS)
 
 
 def is_check(node: fx.Node) -> bool:
-    """Whether the node does nothing but check that the graph is run as it was traced (see `fxq/graph/guards.py`)."""
+    """Whether the node only checks that the graph is run as it was traced (see `fxq/graph/guards.py`)."""
     return node.op == "call_function" and node.target in (check_fixed, check_same, check_sizes)
 
 
 def taken_part(user: fx.Node, node: fx.Node) -> Any:
-    """The index or name by which `user` takes one value of a tuple or mapping; None when it uses all of it."""
+    """Index or name by which `user` takes one value of the tuple or mapping of `node`; None if it takes all of it."""
     takes = user.op == "call_function" and user.target in (operator.getitem, getattr) and user.args[0] is node
     return user.args[1] if takes and not isinstance(user.args[1], (slice, fx.Node)) else None
 
 
 def taken_from(value: fx.Node) -> fx.Node:
-    """The node that computes a value: where it is one of several that a module returns, the call of that module."""
+    """The node that computes a value: the module call, if `value` takes one of its several values; else `value`."""
     source = value.args[0] if value.args else None
     if isinstance(source, fx.Node) and source.op == "call_module" and not info(source).is_tensor:
         return source if isinstance(taken_part(value, source), int) else value
@@ -165,25 +165,28 @@ def taken_from(value: fx.Node) -> fx.Node:
 
 
 def values_of(node: fx.Node) -> list[fx.Node]:
-    """The values that a node computes: its own, or the nodes that take one of several, in order. Inverse of that."""
-    parts = [user for user in node.users if taken_from(user) is node]
-    return sorted(parts, key=lambda part: taken_part(part, node)) or [node]
+    """Nodes that stand for the values of a node, in order: the node itself, or the users that take its several values.
+
+    Inverse of `taken_from`.
+    """
+    takers = [user for user in node.users if taken_from(user) is node]
+    return sorted(takers, key=lambda taker: taken_part(taker, node)) or [node]
 
 
 def plan_of(node: fx.Node) -> Plan | None:
-    """What was decided of a node; of one value of several, what was decided of the node that computes them."""
+    """Plan of a node; for one of several values, the plan of the node that computes them."""
     return info(node).plan or info(taken_from(node)).plan
 
 
 def makes_no_tensor(node: fx.Node) -> bool:
-    """Whether the node gives sizes, numbers and the like, and no tensors: it is no op of the model."""
+    """Whether the node returns only plain values, such as sizes and numbers, and no tensors."""
     about = info(node)
     calls = node.op in ("call_function", "call_method") and op_of(node) is None
     return calls and META in node.meta and not about.is_tensor and not about.memory
 
 
 def reads_only_metadata(node: fx.Node) -> bool:
-    """Whether the node looks at its input's shape and not at a value, so that integers serve it as well as floats."""
+    """Whether the node reads only the shape or device of its input, so that the input may be integers or floats."""
     if _is_only_counted(node):
         return True
     if node.op == "call_method":
@@ -198,7 +201,7 @@ def reads_only_metadata(node: fx.Node) -> bool:
 
 
 def is_size(node: fx.Node) -> bool:
-    """Whether the node gives sizes, or computes with them, so that who knows the shapes knows it."""
+    """Whether the node reads sizes or computes with them, so that its value follows from the input shapes."""
     if not makes_no_tensor(node) or is_check(node):
         return False
     arithmetic = getattr(node.target, "__module__", "") in ARITHMETIC and bool(node.all_input_nodes)
@@ -206,17 +209,17 @@ def is_size(node: fx.Node) -> bool:
 
 
 def _is_only_counted(node: fx.Node) -> bool:
-    """Whether the node cuts a tensor into parts of which nobody reads more than how many they are."""
+    """Whether the node splits a tensor, and only the number of parts is read."""
     if not node.users or not all(is_check(user) and user.kwargs.get("how") == "len" for user in node.users):
         return False
-    found = OPS.of_call(node.target)
-    return found is not None and found[1].pick is not None and found[0].traits.layout
+    row = OPS.of_call(node.target)
+    return row is not None and row[1].pick is not None and row[0].traits.layout
 
 
 def is_pure(gm: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether the node can go when nobody reads it: an op, unit or kernel, a weight, metadata, or a part of it.
+    """Whether the node can be removed if its value is not read: ops, units, kernels, weights and metadata can.
 
-    Modules say so with an attribute `pure = True`.
+    A module is pure if it has the attribute `pure = True`.
     """
     module = submodule(gm, node)
     if module is not None:
@@ -231,33 +234,33 @@ def _is_pure_module(gm: fx.GraphModule, value: Any) -> bool:
     return isinstance(value, fx.Node) and value.op == "call_module" and is_pure(gm, value)
 
 
-def made_by(value: Any) -> Any:
-    """The node that makes a value, seen through conversions."""
+def producer_of(value: Any) -> Any:
+    """The node that computes a value, conversions skipped."""
     while is_op(value, *CONVERSIONS):
         value = value.args[0]
     return value
 
 
-def measures_of(value: Any) -> tuple[fx.Node, ...]:
-    """The ops that measure the grid of a quantize or a dequantize, in order; none where it is known before."""
+def dynamic_grid_ops(value: Any) -> tuple[fx.Node, ...]:
+    """The ops that compute the dynamic grid of a quantize or dequantize: scale, then zero point; empty if static."""
     if not is_op(value, "quantize", "dequantize"):
         return ()
     read = (value.kwargs.get(name) for name in ("scale", "zero_point"))
-    return tuple(node for node in read if isinstance(node, fx.Node) and is_op(node, *MEASURES))
+    return tuple(node for node in read if isinstance(node, fx.Node) and is_op(node, *DYNAMIC_GRID_OPS))
 
 
 def unobserved(gm: fx.GraphModule, node: fx.Node) -> fx.Node:
-    """The value that an observer watches; any other node as it is."""
+    """The value that an observer watches; for other nodes, the node itself."""
     while isinstance(submodule(gm, node), Observer):
         (node,) = node.all_input_nodes
     return node
 
 
 def tensor_meta(value: Any) -> tuple[tuple[int, ...] | None, torch.dtype | None]:
-    """Shape and dtype of a value, or (None, None) when it is not a tensor."""
+    """Shape and dtype of a value; (None, None) if it is not a tensor."""
     return (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else (None, None)
 
 
 def merge_origins(nodes: Iterable[fx.Node]) -> tuple[str, ...]:
-    """The traced ops that these nodes stand for together, in order, each once."""
+    """Names of the traced ops that these nodes represent together, in order, each once."""
     return tuple(dict.fromkeys(name for node in nodes for name in info(node).origins))

@@ -1,4 +1,4 @@
-"""Regions of the qdq graph: what one kernel replaces, read for lowering and kept for verification."""
+"""Regions: parts of the qdq graph that one kernel replaces, read for lowering and kept for verification."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from fxq.graph.grid import grid_of
 from fxq.graph.info import info
-from fxq.graph.query import CONVERSIONS, Step, arguments_of, constant, is_op, is_size, options_of, values_of
+from fxq.graph.query import CONVERSIONS, NodeSnapshot, arguments_of, constant, is_op, is_size, options_of, values_of
 from fxq.graph.unit import Calls, calls_of
 from fxq.ops.table import META
 from fxq.quant.packing import unpack
@@ -20,12 +20,12 @@ from fxq.quant.qparams import QParams
 
 @dataclass(frozen=True)
 class Weight:
-    """An integer weight of the qdq graph.
+    """An integer or float16 weight of the qdq graph.
 
     Attributes:
-        stored: its integers; where they are packed, two to a byte, uint8; or float16.
-        qparams: their parameters.
-        packed: None, or the shape of a row of packed values.
+        stored: the stored values: int8 or uint8 integers, 4-bit integers packed two to a byte (uint8), or float16.
+        qparams: grid of the weight.
+        packed: shape of one entry of the first axis if the values are packed, else None.
     """
 
     stored: Tensor
@@ -34,34 +34,34 @@ class Weight:
 
     @property
     def numel(self) -> int:
-        """How many values it has."""
+        """Number of its values."""
         return self.stored.numel() if self.packed is None else len(self.stored) * math.prod(self.packed)
 
     @property
     def values(self) -> Tensor:
-        """Its integers, each an element, in the shape of the weight."""
+        """Its values, unpacked, in the shape of the weight."""
         return self.stored if self.packed is None else unpack(self.stored, self.packed, self.qparams.qmin < 0)
 
 
 @dataclass(frozen=True)
 class Region:
-    """A part of the qdq graph that one kernel can run, as the graph was when it was read.
+    """A part of the qdq graph that one kernel can run, as the graph was when the region was read.
 
     Attributes:
-        nodes: what the kernel takes the place of, in order.
-        outputs: those of them whose values are read outside, in order.
-        steps: what it computes, in order: the nodes with the weights, conversions and sizes that they read.
-        inputs: the nodes that the steps read from outside: no copies; integers where dequantized inside.
-        calls: (of one unit or op alone) the ops that it runs: each has its row, `op`, and its `options`.
+        nodes: the nodes that the kernel replaces, in order.
+        outputs: the nodes among them whose values are read outside, in order.
+        steps: snapshots of all nodes that it computes, in order: `nodes`, and the weights, conversions and sizes that
+            they read.
+        inputs: the nodes that the steps read from outside; integers, if the region dequantizes them.
     """
 
     nodes: tuple[fx.Node, ...]
     outputs: tuple[fx.Node, ...]
-    steps: tuple[Step, ...]
+    steps: tuple[NodeSnapshot, ...]
     inputs: tuple[fx.Node, ...]
 
     def to_graph(self) -> fx.Graph:
-        """The region as a graph of its own, with the metadata of its nodes; of several outputs it returns a tuple."""
+        """Copy of the region as a graph, with metadata; it returns a tuple if the region has several outputs."""
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
         for node in self.inputs:
@@ -70,19 +70,20 @@ class Region:
         for step in self.steps:
             copies[step.node] = graph.create_node(step.op, step.target, *arguments_of(step, copies), step.name)
             copies[step.node].meta[META] = step.about
-        made = tuple(copies[node] for node in self.outputs)
-        graph.output(made if len(made) > 1 else made[0])
+        outputs = tuple(copies[node] for node in self.outputs)
+        graph.output(outputs if len(outputs) > 1 else outputs[0])
         return graph
 
 
 @dataclass(frozen=True)
 class UnitRegion(Region):
-    """A unit of the qdq graph with its conversions: quantize(unit(dequantize(x), ...)).
+    """Region of one unit or op with its conversions: quantize(unit(dequantize(x), ...)).
 
-    Its outputs are those of the unit, in order: the quantize that alone reads one, or the value, wanted in float.
+    Its outputs are the outputs of the unit, in order: for each, the quantize that is its only reader, else the float
+    value itself.
 
     Attributes:
-        calls: the ops that it runs.
+        calls: the ops that it runs, each with its row and its options.
     """
 
     calls: Calls
@@ -94,57 +95,61 @@ class UnitRegion(Region):
 
 
 def read_region(gm: fx.GraphModule, node: fx.Node, emits_float: bool = False) -> UnitRegion | None:
-    """The region around a unit or op of the qdq graph; None when `node` runs no op.
+    """Region of a unit or op of the qdq graph with its conversions; None if `node` does not run an op.
 
-    A conversion is a region of its own: it takes in no other conversion. With `emits_float`, the region ends in the
-    unit, also where a quantize alone reads that. So does a layer that reads floats and whose weights are integers; it
-    takes in the conversions of those.
+    The region of a conversion includes no other conversion. A weight-only layer includes the conversions of its weights
+    only.
+
+    Args:
+        gm: module of the qdq graph.
+        node: the unit, op or conversion.
+        emits_float: whether the region ends in the unit, even if its only reader is a quantize.
     """
     calls = calls_of(gm, node)
     if not calls:
         return None
-    conversion, alone, values = is_op(node, *CONVERSIONS), is_weight_only(node, calls), values_of(node)
-    outputs = [node] if conversion else [value if emits_float or alone else _rounded(value) for value in values]
+    conversion, weight_only, values = is_op(node, *CONVERSIONS), is_weight_only(node, calls), values_of(node)
+    outputs = [node] if conversion else [value if emits_float or weight_only else _quantized(value) for value in values]
 
-    def taken_along(value: fx.Node) -> bool:
-        if conversion or alone:
-            return value.op == "get_attr" or (alone and is_weight(value))
+    def included(value: fx.Node) -> bool:
+        if conversion or weight_only:
+            return value.op == "get_attr" or (weight_only and is_weight(value))
         return value.op == "get_attr" or is_op(value, "dequantize")
 
     nodes = tuple(dict.fromkeys((node, *values, *outputs)))
-    return UnitRegion(nodes, tuple(outputs), *_read(nodes, taken_along), calls)
+    return UnitRegion(nodes, tuple(outputs), *_read(nodes, included), calls)
 
 
-def _rounded(value: fx.Node) -> fx.Node:
-    """The quantize that alone reads a value, else the value."""
+def _quantized(value: fx.Node) -> fx.Node:
+    """The quantize that is the only reader of a value, else the value."""
     (reader, *others) = [*value.users, value]
     return reader if len(others) == 1 and is_op(reader, "quantize") else value
 
 
 def region_of(nodes: Sequence[fx.Node]) -> Region:
-    """The region of these nodes of the qdq graph, in order, with the weights and sizes that they read."""
+    """Region of these nodes of the qdq graph, in order, with the weights and sizes that they read."""
     inside = set(nodes)
     outputs = tuple(node for node in nodes if _is_read_outside(node, inside))
     return Region(tuple(nodes), outputs, *_read(nodes, lambda value: is_weight(value) or is_size(value)))
 
 
 def _is_read_outside(node: fx.Node, inside: set[fx.Node]) -> bool:
-    """Whether others than these nodes read a value, or sizes of it."""
+    """Whether a node outside reads the value of `node`. Sizes count only if their values are read outside."""
     if inside.issuperset(node.users):
         return False
-    todo, seen = [*node.users], set(inside)
+    todo, visited = [*node.users], set(inside)
     while todo:
         user = todo.pop()
-        if user not in seen:
+        if user not in visited:
             if not is_size(user):
                 return True
-            seen.add(user)
+            visited.add(user)
             todo += user.users
     return False
 
 
 def is_weight_only(node: fx.Node, calls: Calls) -> bool:
-    """Whether a node of the qdq graph computes in float with a weight that is in integers."""
+    """Whether a node of the qdq graph computes in float with a weight that is stored as integers."""
     plan = info(node).plan
     if plan is not None:
         return plan.precision == "weight-only"
@@ -162,9 +167,9 @@ def is_weight(node: fx.Node) -> bool:
 
 
 def unit_regions(gm: fx.GraphModule) -> Iterator[UnitRegion]:
-    """Every unit or op that runs on integers as a region of its own, then every conversion that is left.
+    """Yield the region of every unit or op that runs on integers, then of every conversion that is left.
 
-    Each is read when its turn comes, so that it reads from the kernels that took the place of those before it.
+    Each region is read only when it is yielded, so that it reads from the kernels that replaced earlier regions.
     """
     for node in list(gm.graph.nodes):
         plan = info(node).plan
@@ -179,7 +184,7 @@ def unit_regions(gm: fx.GraphModule) -> Iterator[UnitRegion]:
 
 
 def _has_grids(gm: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether an op of which nobody has decided makes integers; or is a layer, whose kernel can make floats."""
+    """Whether an undecided op emits integers or is a layer, whose kernel may emit floats."""
     region = read_region(gm, node) if not is_op(node, *CONVERSIONS) else None
     if region is None or not info(region.outputs[0]).is_tensor:
         return False
@@ -188,69 +193,69 @@ def _has_grids(gm: fx.GraphModule, node: fx.Node) -> bool:
 
 
 def _read(
-    nodes: Iterable[fx.Node], taken_along: Callable[[fx.Node], bool]
-) -> tuple[tuple[Step, ...], tuple[fx.Node, ...]]:
-    """The steps and inputs of a region of these nodes and of those before them that are to be taken along."""
-    steps: dict[fx.Node, Step | None] = {}  # None: it comes from outside
+    nodes: Iterable[fx.Node], included: Callable[[fx.Node], bool]
+) -> tuple[tuple[NodeSnapshot, ...], tuple[fx.Node, ...]]:
+    """Steps and inputs of a region of these nodes and of the nodes before them that are `included`."""
+    steps: dict[fx.Node, NodeSnapshot | None] = {}  # None for an input
     for node in nodes:
-        _take(node, True, steps, taken_along)
+        _add(node, True, steps, included)
     inputs = tuple(value for value, step in steps.items() if step is None)
     return tuple(step for step in steps.values() if step is not None), inputs
 
 
-def _take(
-    value: fx.Node, inside: bool, steps: dict[fx.Node, Step | None], taken_along: Callable[[fx.Node], bool]
+def _add(
+    value: fx.Node, inside: bool, steps: dict[fx.Node, NodeSnapshot | None], included: Callable[[fx.Node], bool]
 ) -> None:
-    """Add a value to a region, behind those that it reads."""
+    """Add a value to a region, after the values that it reads."""
     for read in value.all_input_nodes if inside else ():
         if read not in steps:
-            _take(read, taken_along(read), steps, taken_along)
-    steps[value] = Step.of(value) if inside else None
+            _add(read, included(read), steps, included)
+    steps[value] = NodeSnapshot.of(value) if inside else None
 
 
 def out_grids(gm: fx.GraphModule, region: UnitRegion) -> tuple[QParams | None, ...]:
-    """Scale and zero point of the outputs of a region; None for a float output."""
+    """Grid of each output of a region; None for a float output."""
     return tuple(grid_of(gm, out) if is_op(out, "quantize") else None for out in region.outputs)
 
 
 @dataclass(frozen=True)
-class Integers:
+class IntegerInput:
     """An activation that a kernel reads as integers.
 
     Attributes:
         values: the node of the integers.
-        grid: their grid; where it is measured, that of steps of 1, and of the zero point 0 where that is, too.
-        measured: the nodes of the measured scale, and of the measured zero point, as far as they are.
+        grid: their grid. A dynamic scale is given as 1, a dynamic zero point as 0.
+        dynamic_nodes: nodes that compute the scale, and perhaps the zero point, at run time; empty for a static grid.
     """
 
     values: fx.Node
     grid: QParams
-    measured: tuple[fx.Node, ...] = ()
+    dynamic_nodes: tuple[fx.Node, ...] = ()
 
     @property
     def nodes(self) -> tuple[fx.Node, ...]:
-        """What the kernel is called with."""
-        return (self.values, *self.measured)
+        """Arguments of the kernel for this activation."""
+        return (self.values, *self.dynamic_nodes)
 
 
-def integer_input(gm: fx.GraphModule, value: Any) -> Integers | None:
-    """The integers behind a dequantized activation; None when `value` is no such thing."""
+def integer_input(gm: fx.GraphModule, value: Any) -> IntegerInput | None:
+    """Integers of a dequantized activation; None if `value` is not one."""
     if not is_op(value, "dequantize") or not isinstance(value.args[0], fx.Node):
         return None
     grid = grid_of(gm, value)
     if grid is not None:
-        return Integers(value.args[0], grid) if grid.axis is None else None
+        return IntegerInput(value.args[0], grid) if grid.axis is None else None
     options = options_of(value)
     scale, zero = options["scale"], options["zero_point"]
-    measured = tuple(v for v in (scale, zero) if isinstance(v, fx.Node) and constant(gm, v) is None)
-    if scale not in measured or not (zero in measured or isinstance(zero, int)) or options["axis"] is not None:
+    dynamic = tuple(v for v in (scale, zero) if isinstance(v, fx.Node) and constant(gm, v) is None)
+    if scale not in dynamic or not (zero in dynamic or isinstance(zero, int)) or options["axis"] is not None:
         return None
     zero = zero if isinstance(zero, int) else 0
-    return Integers(value.args[0], QParams.per_tensor(1.0, zero, options["qmin"], options["qmax"]), measured)
+    return IntegerInput(value.args[0], QParams.per_tensor(1.0, zero, options["qmin"], options["qmax"]), dynamic)
 
 
 def integer_weight(gm: fx.GraphModule, value: Any) -> Weight | None:
-    """The integers and parameters behind a dequantized weight; None when `value` is no such thing."""
+    """Stored integers and grid of a dequantized weight; None if `value` is not one."""
     if not is_op(value, "dequantize"):
         return None
     stored, grid, packed = constant(gm, value.args[0]), grid_of(gm, value), options_of(value)["packed"]
@@ -260,11 +265,11 @@ def integer_weight(gm: fx.GraphModule, value: Any) -> Weight | None:
 
 
 def saved_bytes(gm: fx.GraphModule, node: fx.Node) -> int:
-    """How much smaller the weights that a node reads are than in float32, with all that belongs to them."""
+    """Bytes that the weights of a node, with their scales and zero points, save compared with float32 weights."""
     saved = 0
     for value in node.all_input_nodes:
         weight = integer_weight(gm, value)
         if weight is not None:
-            held = (constant(gm, read) for read in value.all_input_nodes)
-            saved += 4 * weight.numel - sum(tensor.nbytes for tensor in held if tensor is not None)
+            tensors = (constant(gm, read) for read in value.all_input_nodes)
+            saved += 4 * weight.numel - sum(tensor.nbytes for tensor in tensors if tensor is not None)
     return saved

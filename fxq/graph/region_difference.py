@@ -1,4 +1,4 @@
-"""Whether a kernel returns what its region computes, up to what rounding explains."""
+"""Comparison of a kernel's result with the reference run of its region, up to rounding."""
 
 from __future__ import annotations
 
@@ -11,85 +11,88 @@ from torch import Tensor, fx
 
 from fxq.graph.query import CONVERSIONS, arguments_of, is_op, options_of
 from fxq.graph.region import Region, UnitRegion
-from fxq.graph.region_run import Result, run_region
+from fxq.graph.region_run import RegionOutput, run_region
 from fxq.graph.run import value_of
 from fxq.graph.unit import inputs_of
 from fxq.ops.recurrent import states_rounded
 
-CHANCE = 1e-3
-"""At most how often a right kernel that rounds inside may be called wrong, if all near a tie went the other way.
+MAX_FALSE_ALARM_RATE = 1e-3
+"""Upper bound of the probability that a correct kernel with rounding inside is called wrong, if every value near a tie
+were rounded the other way.
 
-In a real one far less does: a value counts as near a tie up to `Limits.tolerance`, which is many times what arithmetic
-in float32 is off.
+Real kernels round far fewer values the other way: a value counts as near a tie up to `Tolerances.tolerance`, which is
+many times the error of float32 arithmetic.
 """
 
 
 FLOAT32 = torch.finfo(torch.float32).max
-LARGE = FLOAT32 / 2**24
-"""Values from which on a kernel may leave float32: it may multiply an int32 sum by a scale, a 127th of the largest."""
+MAX_KERNEL_VALUE = FLOAT32 / 2**24
+"""Values from which on a kernel may overflow float32: it may multiply an int32 sum by a scale, 1/127 of the largest."""
 
 
 EXACT_TERMS = 256
-"""Terms of a float32 sum whose rounding error `Limits.sum_tolerance` covers; the error of longer sums is proportional.
+"""Number of terms of a float32 sum whose rounding error `Tolerances.sum_tolerance` covers.
 
+The tolerance of longer sums grows in proportion to their length.
 PyTorch's products use at least 16 partial sums, so the error is at most K / 16 * 2**-24 of the terms' magnitudes.
 Source: Higham 1993, section 3.
 """
 
 
-class Limits(Protocol):
-    """How far a kernel may be off, see `fxq.passes.VerifyLowering`."""
+class Tolerances(Protocol):
+    """Tolerated differences between a kernel and its region, see `fxq.passes.VerifyLowering`."""
 
     @property
     def tolerance(self) -> float:
-        """In steps, beside the half of one."""
+        """Tolerance of integer results in steps, in addition to half a step of rounding."""
 
     @property
     def float_tolerance(self) -> float:
-        """Of float results, relative to the largest."""
+        """Tolerance of float results, relative to the largest."""
 
     @property
     def sum_tolerance(self) -> float:
-        """Relative to the terms that are added up."""
+        """Tolerance relative to the magnitude of the terms that are added up."""
 
 
 def difference(
     gm: fx.GraphModule,
     region: Region,
     values: Mapping[fx.Node, Any],
-    expected: Sequence[Result],
+    expected: Sequence[RegionOutput],
     got: Any,
-    limits: Limits,
+    limits: Tolerances,
 ) -> str | None:
-    """How what a kernel returns differs from its region beyond rounding; None where it does not.
+    """Difference between a kernel's result and its region beyond rounding, as text; None if there is none.
 
-    A unit rounds once, at its end. In a region of several, and in a recurrent layer, a value near a tie may be rounded
-    either way, and what comes behind follows: how far that carries, two more runs show, in which each such value goes
-    the other way once.
+    A unit rounds once, at its end. In a region of several units, and in a recurrent layer, a value near a tie may be
+    rounded either way, and later values follow. Two more runs of the region, in each of which half of these values are
+    rounded the other way, show how far the result may differ.
 
-    To first order, an element of the result is off by a sum over the values that went the other way: of each, a step up
-    or down by the side of the tie that it was on, times its weight. These signs are independent, so the sum exceeds
-    `sigma * sqrt(2 * log(2 / p))` with at most the probability p, where `sigma ** 2` is the sum of the squares. The two
-    runs share out all values near a tie between them: what the elements are off by in both, squared and added, is that
-    on average. For the largest of n elements p is `CHANCE / n`. For their mean it is `CHANCE`: they may all be off for
-    the same reason. In a small region few values are near a tie, and most elements are not moved at all: `sigma` says
-    little of the others then. Of these, each is off by no more than in both runs together if one value has moved it.
+    To first order, the error of an element is a sum over the values that were rounded the other way: for each, one step
+    up or down, depending on its side of the tie, times its weight. These signs are independent, so the sum exceeds
+    `sigma * sqrt(2 * log(2 / p))` with probability at most p, where `sigma ** 2` is the sum of the squared terms. Each
+    value near a tie is rounded the other way in one of the two runs, so the squared errors of both runs, added, average
+    to `sigma ** 2`. For the largest of n elements, p is `MAX_FALSE_ALARM_RATE / n`; for their mean, whose errors may
+    have a common cause, it is `MAX_FALSE_ALARM_RATE`. In a small region, few values are near a tie and most elements do
+    not change, so `sigma` underestimates the error of the others. An element that one value has changed is off by no
+    more than in both runs together.
     Source: Hoeffding 1963, theorem 2, and the union bound.
 
     Args:
-        gm: the module of the region's graph.
+        gm: module of the region's graph.
         region: the region.
-        values: what the kernel was run on, by input of the region.
-        expected: what the region computes on them.
-        got: what the kernel returned.
-        limits: how far it may be off.
+        values: inputs of the kernel, by input node of the region.
+        expected: outputs of the region for these inputs.
+        got: result of the kernel.
+        limits: the tolerances.
     """
-    made = got if len(expected) > 1 and isinstance(got, tuple) else (got,)
-    if len(made) != len(expected):
+    outputs = got if len(expected) > 1 and isinstance(got, tuple) else (got,)
+    if len(outputs) != len(expected):
         return f"it returns {type(got).__name__} instead of a tuple of {len(expected)}"
-    once = isinstance(region, UnitRegion) and not region.calls[0].rounds_its_state
-    runs = [] if once else list(_rounded_otherwise(gm, region, values, limits.tolerance))
-    for i, (want, value) in enumerate(zip(expected, made, strict=True)):
+    rounds_once = isinstance(region, UnitRegion) and not region.calls[0].rounds_its_state
+    runs = [] if rounds_once else list(_rounded_otherwise(gm, region, values, limits.tolerance))
+    for i, (want, value) in enumerate(zip(expected, outputs, strict=True)):
         why = disagreement(want, value, limits, lambda: magnitude(gm, region, values), [run[i] for run in runs])
         if why is not None:
             return why if len(expected) == 1 else f"%{region.outputs[i].name}, its output {i}: {why}"
@@ -97,18 +100,21 @@ def difference(
 
 
 def _rounded_otherwise(
-    gm: fx.GraphModule, region: Region, values: Mapping[fx.Node, Any], by: float
-) -> Iterator[list[Result]]:
-    """The region twice more, with every value that it rounds inside moved by so many steps, up or down, and back."""
-    for sign in (by, -by):
+    gm: fx.GraphModule, region: Region, values: Mapping[fx.Node, Any], shift: float
+) -> Iterator[list[RegionOutput]]:
+    """Run the region twice with every value shifted before it is rounded: by plus or minus `shift` steps, at random.
+
+    The second run shifts each value the opposite way.
+    """
+    for sign in (shift, -shift):
         drawn = torch.Generator().manual_seed(0)
 
         def moved(steps: Tensor, sign: float = sign, drawn: torch.Generator = drawn) -> Tensor:
             move = torch.randint(0, 2, steps.shape, generator=drawn).mul_(2).sub_(1).to(steps.device)
             return (steps + sign * move).round_()
 
-        def rounded(result: Result, moved: Callable[[Tensor], Tensor] = moved) -> Tensor:
-            steps, last = result.steps, result.last
+        def rounded(result: RegionOutput, moved: Callable[[Tensor], Tensor] = moved) -> Tensor:
+            steps, last = result.in_steps, result.last
             if steps is None or last is None:
                 return result.value
             grid = options_of(last)
@@ -120,7 +126,7 @@ def _rounded_otherwise(
 
 
 def largest_value(gm: fx.GraphModule, region: Region, values: Mapping[fx.Node, Any]) -> float:
-    """The largest absolute value, infinity aside, among the floats that a region reads and computes."""
+    """Largest finite magnitude among the floats that a region reads and computes."""
     return _largest_float(_computed(gm, region, values))
 
 
@@ -138,11 +144,12 @@ def _largest_float(env: Mapping[fx.Node, Any]) -> float:
 
 
 def magnitude(gm: fx.GraphModule, region: Region, values: Mapping[fx.Node, Any]) -> float:
-    """How large the terms are that the first op of a unit adds up, and what later ones add to it.
+    """Magnitude of the terms that a region adds up, which determines its float32 rounding error.
 
-    That is what float32 rounds: terms that cancel leave the rounding of what they were. A kernel may add up the
-    integers as they are and take the zero point away behind, in the padding as well. Of a region of several units, the
-    largest value that it computes with. Grows in proportion to the length of sums of more than `EXACT_TERMS` terms.
+    For a unit: the sum of the magnitudes of the first op's terms, plus those that later ops add. Terms that cancel
+    still leave their rounding error. Zero points are included, since a kernel may sum the raw integers and subtract
+    the zero point afterwards, also in the padding. For a region of several units: the largest value that it computes.
+    For sums of more than `EXACT_TERMS` terms, the result grows in proportion to their length.
     """
     if not isinstance(region, UnitRegion):
         env = _computed(gm, region, values)
@@ -160,18 +167,18 @@ def magnitude(gm: fx.GraphModule, region: Region, values: Mapping[fx.Node, Any])
             zero = torch.as_tensor(abs(grid["zero_point"]) * grid["scale"])
             zeros[step.node] = largest(zero)
             env[step.node] += zero
-    read, most = call.tensors.get(call.op.traits.weight or ""), 0.0
-    if isinstance(read, fx.Node):
-        rows = env[read].movedim(call.op.traits.axis or 0, 0).flatten(1).sum(1)
-        most = zeros.get(call.tensors[call.op.traits.inputs[0]], 0.0) * largest(rows)
-    for sign in (1, -1):  # of a sum and of a difference
+    weight, total = call.tensors.get(call.op.traits.weight or ""), 0.0
+    if isinstance(weight, fx.Node):
+        rows = env[weight].movedim(call.op.traits.axis or 0, 0).flatten(1).sum(1)
+        total = zeros.get(call.tensors[call.op.traits.inputs[0]], 0.0) * largest(rows)
+    for sign in (1, -1):  # the terms of a sum and of a difference
         tensors = {name: fx.node.map_arg(value, env.__getitem__) for name, value in call.tensors.items()}
         if len(call.op.traits.inputs) > 1 and isinstance(tensors[call.op.traits.inputs[1]], Tensor):
             tensors[call.op.traits.inputs[1]] = sign * tensors[call.op.traits.inputs[1]]
-        most = max(most, largest(call.op.target(**tensors, **call.options)))
+        total = max(total, largest(call.op.target(**tensors, **call.options)))
     others = [read.node for read in inputs_of(region.calls) if read.call > 0 and read.role == "activation"]
     length = max(1.0, _longest_sum(region, env) / EXACT_TERMS)
-    return length * most + sum(largest(env[node]) for node in dict.fromkeys(others))
+    return length * total + sum(largest(env[node]) for node in dict.fromkeys(others))
 
 
 def _longest_sum(region: Region, env: Mapping[fx.Node, Any]) -> int:
@@ -185,19 +192,24 @@ def _size_of(value: Any) -> Any:
 
 
 def disagreement(
-    expected: Result, got: Tensor, limits: Limits, size: Callable[[], float], others: Sequence[Result] = ()
+    expected: RegionOutput,
+    got: Tensor,
+    limits: Tolerances,
+    size: Callable[[], float],
+    others: Sequence[RegionOutput] = (),
 ) -> str | None:
-    """How `got` differs from what is expected beyond rounding; None when it does not.
+    """Difference between an output of a kernel and the expected one beyond rounding, as text; None if there is none.
 
-    Integers with a known real value must be the nearest ones: a tie may go either way. Other integers must be equal.
+    Integers that are rounded from known real values must be the nearest ones; a tie may be rounded either way. Other
+    integers must be equal.
 
     Args:
-        expected: what the qdq form computes, any shape, integer or float.
-        got: what the kernel computes.
-        limits: how far it may be off.
-        size: the magnitude of the terms that both add up; asked for where that decides.
-        others: what the qdq form computes where values before it are rounded otherwise, each in one of these; how far
-            `got` may be off for that at most and on average, see `difference`.
+        expected: output of the q/dq form, any shape, integer or float.
+        got: output of the kernel.
+        limits: the tolerances.
+        size: returns the magnitude of the terms that are added up; called only if it decides.
+        others: outputs of the q/dq form with values inside rounded the other way; they bound the largest and the mean
+            difference of `got`, see `difference`.
     """
     if got.shape != expected.raw.shape or got.dtype != expected.dtype:
         return f"it returns {got.dtype} {list(got.shape)} instead of {expected.dtype} {list(expected.raw.shape)}"
@@ -205,35 +217,35 @@ def disagreement(
         return None
     real, (want, limit) = got.dtype.is_floating_point, _limited(expected, limits)
     distance = _apart(want, got) if real else _apart(want, got).nan_to_num_(0.0)  # NaN has no integer: any will do
-    moved = [_apart(want, _limited(other, limits)[0]).nan_to_num_(0.0) for other in others]
-    sigma = math.sqrt(sum(float(by.square().mean()) for by in moved))
-    mean = limit + sigma * math.sqrt(2 * math.log(2 / CHANCE))
-    together = largest(sum(moved, torch.zeros(())))
-    limit += max(together, sigma * math.sqrt(2 * math.log(2 * got.numel() / CHANCE)))
-    most = largest(distance)
-    if not most <= limit and (real or expected.last is not None):
+    shifts = [_apart(want, _limited(output, limits)[0]).nan_to_num_(0.0) for output in others]
+    sigma = math.sqrt(sum(float(shift.square().mean()) for shift in shifts))
+    mean_limit = limit + sigma * math.sqrt(2 * math.log(2 / MAX_FALSE_ALARM_RATE))
+    shift_sum = largest(sum(shifts, torch.zeros(())))
+    limit += max(shift_sum, sigma * math.sqrt(2 * math.log(2 * got.numel() / MAX_FALSE_ALARM_RATE)))
+    worst = largest(distance)
+    if not worst <= limit and (real or expected.last is not None):
         scale = 1.0 if expected.last is None else options_of(expected.last)["scale"]
         terms = limits.sum_tolerance * min(size(), FLOAT32) / float(torch.as_tensor(scale).min())
-        limit, mean = limit + terms, mean + terms
-    if most <= limit:
-        usual = float(distance.mean()) if moved else 0.0
-        return f"off by {usual:.3g} on average, more than {mean:.3g}" if usual > mean else None
+        limit, mean_limit = limit + terms, mean_limit + terms
+    if worst <= limit:
+        mean = float(distance.mean()) if shifts else 0.0
+        return f"off by {mean:.3g} on average, more than {mean_limit:.3g}" if mean > mean_limit else None
     if real:
-        return f"off by {most:.3g}, more than {limit:.3g}"
+        return f"off by {worst:.3g}, more than {limit:.3g}"
     share = 100 * float((distance > limit).double().mean())
-    return f"off by up to {most:.3g} steps, more than rounding in {share:.3g} % of the elements"
+    return f"off by up to {worst:.3g} steps, more than rounding in {share:.3g} % of the elements"
 
 
-def _limited(expected: Result, limits: Limits) -> tuple[Tensor, float]:
-    """What is expected, in steps where it is rounded, and how far from it is right."""
-    if expected.steps is not None:
-        return expected.steps, 0.5 + limits.tolerance
+def _limited(expected: RegionOutput, limits: Tolerances) -> tuple[Tensor, float]:
+    """Expected output, in steps if it is quantized, and the tolerated distance from it."""
+    if expected.in_steps is not None:
+        return expected.in_steps, 0.5 + limits.tolerance
     value = expected.value
     return value, limits.float_tolerance * largest(_finite(value)) if value.dtype.is_floating_point else 0.0
 
 
 def _apart(want: Tensor, got: Tensor) -> Tensor:
-    """How far two tensors are apart, element by element; not at all where both are the same infinity, or both NaN."""
+    """Elementwise distance of two tensors; 0 if both elements are the same infinity or both are NaN."""
     distance = (want.float() - got.float()).abs_()
     if not math.isfinite(float(distance.sum())):
         distance.masked_fill_((want == got) | (want.isnan() & got.isnan()), 0.0)
@@ -245,5 +257,5 @@ def _finite(value: Tensor) -> Tensor:
 
 
 def largest(value: Tensor) -> float:
-    """The largest absolute value, 0 of an empty tensor."""
+    """Largest absolute value; 0 for an empty tensor."""
     return float(value.abs().max()) if value.numel() else 0.0

@@ -1,4 +1,4 @@
-"""Running a region of the qdq graph, step by step: what a kernel in its place is compared to."""
+"""Reference run of a region of the qdq graph, step by step. Kernels are compared with it."""
 
 from __future__ import annotations
 
@@ -9,37 +9,38 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxq.graph.query import Step, arguments_of, is_op, options_of
+from fxq.graph.query import NodeSnapshot, arguments_of, is_op, options_of
 from fxq.graph.region import Region
 from fxq.graph.run import value_of
 from fxq.quant.qparams import spread
 
 
 @dataclass(frozen=True)
-class Result:
-    """What a region computes, in qdq arithmetic.
+class RegionOutput:
+    """Output of a region, computed in qdq arithmetic.
 
     Attributes:
-        raw: its value; where it ends in a quantize, what goes into that, since rounding hides how near a tie was.
-        last: that quantize (or requantize), or None.
+        raw: value before the last quantize, which shows how near to a tie each element was; the value itself if the
+            region does not end in a quantize.
+        last: the last quantize or requantize, or None.
     """
 
     raw: Any
-    last: Step | None = None
+    last: NodeSnapshot | None = None
 
     @property
     def value(self) -> Any:
-        """The value of the region, rounded."""
+        """The value of the output, quantized."""
         return self.raw if self.last is None else self.last.target(self.raw, **self.last.kwargs)
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of the value."""
+        """The dtype of the value."""
         return self.raw.dtype if self.last is None else options_of(self.last)["dtype"]
 
     @property
-    def steps(self) -> Tensor | None:
-        """Where it ends in a quantize: its value in steps, zero point included and clamped, but not rounded; float32.
+    def in_steps(self) -> Tensor | None:
+        """The value in steps of its grid: zero point added, clamped, not rounded; float32. None for a float output.
 
         float32 holds 0..255 to 2e-5 steps.
         """
@@ -54,31 +55,31 @@ class Result:
         return real.div(scale).add_(zero_point).clamp_(grid["qmin"], grid["qmax"])
 
 
-Round = Callable[[Result], Tensor]
-"""How a value inside a region is rounded to its grid."""
+Round = Callable[[RegionOutput], Tensor]
+"""Function that rounds a value inside a region to its grid."""
 
 
 def run_region(
     gm: fx.GraphModule, region: Region, values: Mapping[fx.Node, Any], rounded: Round = lambda result: result.value
-) -> list[Result]:
-    """What the region computes on these values of its inputs, output by output.
+) -> list[RegionOutput]:
+    """Run a region on values of its inputs, and return its outputs.
 
-    Not with `fx.Interpreter`: that lists all modules of `gm` first, which is quadratic over regions.
+    Does not use `fx.Interpreter`, which lists all modules of `gm` first: that is quadratic over all regions.
 
     Args:
-        gm: the module of the graph that the region was read from.
+        gm: module of the graph that the region was read from.
         region: the region.
-        values: by input.
-        rounded: how to round what steps inside of the region read.
+        values: values of the region's inputs, by node.
+        rounded: function that rounds the values that later steps of the region read.
     """
-    env, results = dict(values), dict.fromkeys(region.outputs, Result(None))
+    env, results = dict(values), dict.fromkeys(region.outputs, RegionOutput(None))
     for step in region.steps:
         rounds = is_op(step, "quantize", "requantize")
         if rounds:
             (raw,), grid = arguments_of(step, env)
-            result = Result(raw, replace(step, kwargs=grid))
+            result = RegionOutput(raw, replace(step, kwargs=grid))
         else:
-            result = Result(value_of(gm, step, env))
+            result = RegionOutput(value_of(gm, step, env))
         if step.node in results:
             results[step.node] = result
         if step is not region.steps[-1]:

@@ -1,4 +1,4 @@
-"""Running a graph node by node. `fx.Interpreter` lists all modules first, and knows no keyword inputs."""
+"""Execution of a graph node by node, and shape inference. Unlike `fx.Interpreter`, it supports keyword inputs."""
 
 from __future__ import annotations
 
@@ -10,17 +10,23 @@ from torch import fx, nn
 
 from fxq.common.data import Batch
 from fxq.graph.info import info
-from fxq.graph.query import Step, arguments_of, op_of, read_attribute, tensor_meta
+from fxq.graph.query import NodeSnapshot, arguments_of, op_of, read_attribute, tensor_meta
 
 Modules = Mapping[str, nn.Module] | None
 Typed = tuple["tuple[int, ...] | None", "torch.dtype | None"]
-"""Shape and dtype of a value, (None, None) where it is no tensor or not known."""
+"""Shape and dtype of a value; (None, None) if it is not a tensor or is unknown."""
 
 
-def value_of(gm: fx.GraphModule, node: fx.Node | Step, env: Mapping[fx.Node, Any], modules: Modules = None) -> Any:
-    """The value of a node other than a placeholder, from those of the nodes it reads; the output's is its argument.
+def value_of(
+    gm: fx.GraphModule, node: fx.Node | NodeSnapshot, env: Mapping[fx.Node, Any], modules: Modules = None
+) -> Any:
+    """Compute the value of a node from the values in `env`. The node must not be a placeholder.
 
-    `modules` has some to call in the place of those of `gm`, by path.
+    Args:
+        gm: module with the weights and submodules.
+        node: the node; the value of an output node is its argument.
+        env: values of the nodes that it reads.
+        modules: modules to call instead of those of `gm`, by path.
     """
     if node.op == "get_attr":
         return read_attribute(gm, str(node.target))
@@ -36,7 +42,7 @@ def value_of(gm: fx.GraphModule, node: fx.Node | Step, env: Mapping[fx.Node, Any
 
 
 def inputs_for(graph: fx.Graph, batch: Batch) -> dict[fx.Node, Any]:
-    """The values of the placeholders for a batch: positional, by keyword, or the default; a list for `*args`."""
+    """Values of the placeholders for a batch: positional, by keyword, or the default; a list for `*args`."""
     nodes = [n for n in graph.nodes if n.op == "placeholder"]
     values = dict(zip(nodes, batch.args, strict=False))
     for i, node in enumerate(nodes):
@@ -50,28 +56,28 @@ def inputs_for(graph: fx.Graph, batch: Batch) -> dict[fx.Node, Any]:
 
 
 def last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """By node, the values that it is the last one to read."""
+    """For each node, the values whose last reader it is."""
     last: dict[fx.Node, list[fx.Node]] = {}
-    seen: set[fx.Node] = set()
+    used_later: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         for read in node.all_input_nodes:
-            if read not in seen:
-                seen.add(read)
+            if read not in used_later:
+                used_later.add(read)
                 last.setdefault(node, []).append(read)
     return last
 
 
 class Runner:
-    """Runs a graph node by node on one batch; a value goes when the last node that reads it has run.
+    """Runs a graph node by node on one batch; a value is freed after its last reader has run.
 
-    Subclasses that do more override `compute`, which gives the value of a node, `step`, or `free`.
+    Subclasses override `compute` (computes the value of a node), `step` or `free`.
 
     Attributes:
         gm: the module with the weights.
-        graph: the graph, that of `gm` or another one.
+        graph: the graph to run, `gm.graph` or another one.
         values: the values that are still needed, by node.
-        last: by node, the values that it is the last one to read.
-        modules: modules to call in the place of those of `gm`, by path.
+        last: for each node, the values whose last reader it is.
+        modules: modules to call instead of those of `gm`, by path.
     """
 
     def __init__(
@@ -82,22 +88,22 @@ class Runner:
         self.last = last_uses(self.graph)
 
     def run(self) -> Any:
-        """Run all nodes; what the graph returns."""
+        """Run all nodes and return the graph's output."""
         *nodes, last = self.graph.nodes
         for node in nodes:
             self.step(node)
         return self.step(last)
 
     def step(self, node: fx.Node) -> Any:
-        """Run the next node; its value."""
+        """Run the next node and return its value."""
         return self.values[node] if node.op == "placeholder" else self.put(node, self.compute(node))
 
     def compute(self, node: fx.Node) -> Any:
-        """The value of a node, from those of the nodes that it reads."""
+        """Compute the value of a node from the values that it reads."""
         return value_of(self.gm, node, self.values, self.modules)
 
     def put(self, node: fx.Node, value: Any) -> Any:
-        """Take this for the value of the next node, which has been run; the value."""
+        """Store the value of a node that has run, free values that are no longer needed, and return the value."""
         if node.users:
             self.values[node] = value
         for dead in self.last.get(node, ()):
@@ -105,29 +111,31 @@ class Runner:
         return value
 
     def free(self, node: fx.Node) -> None:
-        """Let go of a value that nobody reads any more."""
+        """Free a value that no further node reads."""
         del self.values[node]
 
 
 def infer(node: fx.Node) -> Typed:
-    """Shape and dtype of a function's value, computed on the meta device; (None, None) where that is not possible."""
+    """Shape and dtype of the value of a function call, computed on the meta device; (None, None) if that fails."""
     return _infer(node, {}, {})
 
 
 def infer_ops(body: fx.Graph, inputs: Sequence[Any]) -> tuple[Typed, ...]:
-    """The same for each op in the body of a unit that is called with these nodes."""
-    given = dict(zip(body.find_nodes(op="placeholder"), inputs, strict=False))
-    known: dict[fx.Node, Typed] = {}
-    return tuple(known.setdefault(node, _infer(node, given, known)) for node in body.nodes if op_of(node) is not None)
+    """Shape and dtype of each op in the body of a unit that is called with `inputs`."""
+    arguments = dict(zip(body.find_nodes(op="placeholder"), inputs, strict=False))
+    types: dict[fx.Node, Typed] = {}
+    return tuple(
+        types.setdefault(node, _infer(node, arguments, types)) for node in body.nodes if op_of(node) is not None
+    )
 
 
-def _infer(node: fx.Node, given: Mapping[fx.Node, Any], known: Mapping[fx.Node, Typed]) -> Typed:
-    """Of a node that reads what is given for nodes, or is known of them."""
+def _infer(node: fx.Node, arguments: Mapping[fx.Node, Any], types: Mapping[fx.Node, Typed]) -> Typed:
+    """Infer the type of a node from the arguments of placeholders and the types of other nodes."""
 
     def on_meta(value: fx.Node) -> Any:
-        if value in given:
-            return fx.node.map_arg(given[value], on_meta)
-        shape, dtype = known.get(value) or (info(value).shape, info(value).dtype)
+        if value in arguments:
+            return fx.node.map_arg(arguments[value], on_meta)
+        shape, dtype = types.get(value) or (info(value).shape, info(value).dtype)
         if shape is None:
             raise _Unknown
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -141,4 +149,4 @@ def _infer(node: fx.Node, given: Mapping[fx.Node, Any], known: Mapping[fx.Node, 
 
 
 class _Unknown(Exception):
-    """A value whose shape is not known takes part."""
+    """Raised if an argument has an unknown shape."""

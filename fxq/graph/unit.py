@@ -1,6 +1,6 @@
-"""A unit: one node that runs its small body graph. Fusion makes units; backends look inside them.
+"""Units: nodes that run a small body graph, a fused group of ops; and the ops, inputs and grids of a unit or op.
 
-A unit holds no weight: everything it needs is an input, so units of the same body share one module.
+A unit holds no weights: they are inputs, so units with the same body share one module.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class Unit(Bindable, fx.GraphModule):
     """A fused group of ops.
 
     Attributes:
-        kind: the name of the rule that made it, e.g. `conv2d_relu`.
-        graph: the body: a placeholder for each capture of the rule, canonical ops, an output. Where it returns several
-            values, nodes behind the unit's take each of them.
-        pure: it only computes its value.
+        kind: name of the rule that made it, e.g. `conv2d_relu`.
+        graph: the body: a placeholder for each capture of the rule, canonical ops, an output. If it returns several
+            values, nodes after the unit's node take each of them.
+        pure: always True: it has no side effects.
     """
 
     pure = True
@@ -41,11 +41,11 @@ class Unit(Bindable, fx.GraphModule):
 
     @property
     def captures(self) -> tuple[str, ...]:
-        """The names of the rule's captures, in the order in which a call gives their values: nodes, numbers, None."""
+        """Names of the rule's captures, in the order of the call's arguments (nodes, numbers or None)."""
         return tuple(str(node.target) for node in self.graph.find_nodes(op="placeholder"))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
-        return Unit(self.kind, copy.deepcopy(self.graph))  # fx would return a plain GraphModule, without the kind
+        return Unit(self.kind, copy.deepcopy(self.graph))  # fx would return a plain GraphModule without `kind`
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _unit, (self.kind, to_data(self.graph))
@@ -56,21 +56,21 @@ def _unit(kind: str, data: list[NodeData]) -> Unit:
 
 
 @dataclass(frozen=True)
-class Inner:
-    """A value that an earlier op of the same unit makes: its position among the unit's ops."""
+class InnerValue:
+    """Value of an earlier op of the same unit: the op's index among the unit's ops."""
 
     index: int
 
 
 @dataclass(frozen=True)
 class OpCall:
-    """One op of a unit (or a single op node), with where its arguments come from.
+    """One op of a unit, or a single op node, with the sources of its arguments.
 
     Attributes:
-        op: the row of the op table.
+        op: row of the op table.
         options: its options, defaults included.
-        tensors: for each tensor argument: the node of the outer graph, an `Inner` when an earlier op of the unit makes
-            it, a number, or None when it is not given.
+        tensors: tensor arguments by name: a node of the outer graph, an `InnerValue` (value of an earlier op of the
+            unit), a number, or None if it is missing.
         name: name of the node in the body.
     """
 
@@ -80,25 +80,25 @@ class OpCall:
     name: str
 
     @property
-    def activations(self) -> tuple[fx.Node | Inner, ...]:
-        """The values among its inputs that are neither numbers nor constants of the model, in order."""
+    def activations(self) -> tuple[fx.Node | InnerValue, ...]:
+        """Its activations, in order, without numbers and constants of the model."""
         values = [self.tensors.get(name) for name in self.op.traits.inputs]
         flat = [v for value in values for v in (value if isinstance(value, (tuple, list)) else (value,))]
-        return tuple(v for v in flat if isinstance(v, Inner) or (isinstance(v, fx.Node) and v.op != "get_attr"))
+        return tuple(v for v in flat if isinstance(v, InnerValue) or (isinstance(v, fx.Node) and v.op != "get_attr"))
 
     @property
-    def computed(self) -> str | None:
-        """The first option that a value of the graph gives, as an argument of forward or a size: no kernel knows it."""
+    def run_time_option(self) -> str | None:
+        """Name of the first option whose value is computed at run time, such as a size; None if there is none."""
         return next((name for name, value in self.options.items() for _ in flat_nodes(value)), None)
 
     @property
     def pointwise(self) -> bool:
-        """Whether each output element depends on one element of one activation (and, at most, on its channel)."""
+        """Whether each output element depends on one element of one activation and, at most, its channel."""
         return self.op.traits.pointwise and len(self.activations) == 1
 
     @property
     def rounds_its_state(self) -> bool:
-        """Whether a recurrent layer puts its hidden state on a grid, in each step."""
+        """Whether the op is a recurrent layer that quantizes its hidden state in each step."""
         recurrence = self.op.traits.recurrence
         return recurrence is not None and bool(self.options[recurrence.steps])
 
@@ -107,9 +107,9 @@ class Calls(tuple[OpCall, ...]):
     """The ops that a node runs, in order.
 
     Attributes:
-        rule: of a unit, the name of the rule that made it; else empty.
-        captures: of a unit, what the rule captured, by name, as in `OpCall.tensors`.
-        outputs: which ops make the values that others read, in the order in which the rule returns them.
+        rule: name of the rule that made the unit; empty for a single op.
+        captures: captured values of the unit's rule, by name, in the form of `OpCall.tensors`.
+        outputs: indices of the ops whose values the unit returns, in the order of the rule.
     """
 
     rule: str = ""
@@ -118,7 +118,7 @@ class Calls(tuple[OpCall, ...]):
 
 
 def calls_of(gm: fx.GraphModule, node: fx.Node) -> Calls:
-    """The ops that a node runs, in order: one for a canonical op, several for a unit, none for anything else."""
+    """Ops that a node runs, in order: one for a canonical op, several for a unit, none for other nodes."""
     op = op_of(node)
     if op is not None:
         return Calls((OpCall(op, options_of(node), dict(zip(op.tensors, node.args, strict=False)), node.name),))
@@ -138,34 +138,34 @@ def calls_among(
     outputs: Iterable[fx.Node],
     outer: Mapping[fx.Node, Any] | None = None,
 ) -> Calls:
-    """The ops that these nodes run as one unit, in order.
+    """Ops that these nodes run as one unit, in order.
 
     Args:
-        nodes: the nodes of its body; or the nodes of a graph that are to become one.
-        rule: the name of the rule that joins them.
-        captures: what the rule captures.
-        outputs: those of the nodes that the rule returns.
-        outer: what stands for those of its inputs that are nodes of the body.
+        nodes: nodes of a unit's body, or nodes of a graph that are to become a unit.
+        rule: name of the rule that fuses them.
+        captures: captured values of the rule, by name.
+        outputs: the nodes whose values the unit returns.
+        outer: arguments of the unit, by placeholder of the body.
     """
-    known: dict[fx.Node, Any] = dict(outer or {})
+    sources: dict[fx.Node, Any] = dict(outer or {})
     calls: list[OpCall] = []
     for node in nodes:
         op = op_of(node)
         if op is None:
             continue
-        tensors = {name: _outside(value, known) for name, value in zip(op.tensors, node.args, strict=False)}
-        known[node] = Inner(len(calls))
+        tensors = {name: _source(value, sources) for name, value in zip(op.tensors, node.args, strict=False)}
+        sources[node] = InnerValue(len(calls))
         calls.append(OpCall(op, options_of(node), tensors, node.name))
-    made = Calls(calls)
-    made.rule, made.captures = rule, captures
-    made.outputs = tuple(known[node].index for node in outputs)
-    return made
+    unit_calls = Calls(calls)
+    unit_calls.rule, unit_calls.captures = rule, captures
+    unit_calls.outputs = tuple(sources[node].index for node in outputs)
+    return unit_calls
 
 
-def _outside(value: Any, outer: dict[fx.Node, Any]) -> Any:
+def _source(value: Any, sources: dict[fx.Node, Any]) -> Any:
     if isinstance(value, (tuple, list)):
-        return [_outside(v, outer) for v in value]
-    return outer.get(value, value) if isinstance(value, fx.Node) else value
+        return [_source(v, sources) for v in value]
+    return sources.get(value, value) if isinstance(value, fx.Node) else value
 
 
 def unit_of(gm: fx.GraphModule, node: fx.Node) -> Unit | None:
@@ -176,12 +176,12 @@ def unit_of(gm: fx.GraphModule, node: fx.Node) -> Unit | None:
 
 @dataclass(frozen=True)
 class UnitInput:
-    """One tensor that a node reads from outside.
+    """One tensor that a unit or op reads from the outer graph.
 
     Attributes:
-        node: the node of the outer graph.
-        role: what it is to the op; None for what is read in float whatever happens (statistics, slopes).
-        axis: the output-channel axis, for a weight.
+        node: node of the outer graph.
+        role: role of the tensor; None for tensors that are always read in float (statistics, slopes).
+        axis: output-channel axis of a weight; None for other tensors.
         call: index of the op that reads it.
     """
 
@@ -192,28 +192,28 @@ class UnitInput:
 
 
 def inputs_of(calls: tuple[OpCall, ...]) -> Iterator[UnitInput]:
-    """Every tensor that the ops read from outside, in order, once per reading."""
+    """Yield every tensor that the ops read from the outer graph, in order, once per op that reads it."""
     for i, call in enumerate(calls):
-        quant = call.op.traits
+        traits = call.op.traits
         for name, value in call.tensors.items():
-            role = quant.role(name)
+            role = traits.role(name)
             for node in flat_nodes(value):
-                yield UnitInput(node, role, quant.axis if role == "weight" else None, i)
+                yield UnitInput(node, role, traits.axis if role == "weight" else None, i)
 
 
 def activations_of(calls: tuple[OpCall, ...]) -> dict[fx.Node, None]:
-    """The values that ops read from outside as activations, constants left out."""
-    read = (found.node for found in inputs_of(calls) if found.role == "activation")
-    return dict.fromkeys(node for node in read if node.op != "get_attr")
+    """Activations that the ops read from the outer graph, without constants of the model."""
+    activations = (read.node for read in inputs_of(calls) if read.role == "activation")
+    return dict.fromkeys(node for node in activations if node.op != "get_attr")
 
 
 def read_by(calls: tuple[OpCall, ...], plan: Plan) -> dict[fx.Node, None]:
-    """The nodes that ops with this plan read as integers: the activations of those that the kernel runs."""
+    """Nodes that ops with this plan read as integers: the activations of the ops that the kernel runs."""
     return activations_of(calls[: max(plan.kernel_ops, default=None)]) if plan.reads is not None else {}
 
 
 def reads_of(gm: fx.GraphModule, node: fx.Node) -> dict[fx.Node, TensorSpec]:
-    """The values that a node reads as integers, with the spec it wants of each; seen through observers."""
+    """Values that a node reads as integers, with the wanted spec of each; observers are skipped."""
     plan = info(node).plan
     if plan is None or plan.reads is None:
         return {}
@@ -224,32 +224,32 @@ def reads_of(gm: fx.GraphModule, node: fx.Node) -> dict[fx.Node, TensorSpec]:
 _UNPLANNED = Plan(Decision("float"))
 
 
-def feeding(gm: fx.GraphModule, node: fx.Node, goes_on: Callable[[fx.Node], bool]) -> dict[fx.Node, None]:
-    """The nodes that what a node reads as integers comes from, and what these read, as far as the way `goes_on`."""
-    found: dict[fx.Node, None] = {}
+def integer_sources(gm: fx.GraphModule, node: fx.Node, goes_on: Callable[[fx.Node], bool]) -> dict[fx.Node, None]:
+    """Nodes whose integers reach a node: those it reads, their inputs, and so on through nodes for which `goes_on`."""
+    sources: dict[fx.Node, None] = {}
     todo = [node]
     while todo:
-        new = [value for value in reads_of(gm, todo.pop()) if value not in found and goes_on(value)]
-        found.update(dict.fromkeys(new))
+        new = [value for value in reads_of(gm, todo.pop()) if value not in sources and goes_on(value)]
+        sources.update(dict.fromkeys(new))
         todo += new
-    return found
+    return sources
 
 
-Wish = tuple[TensorSpec, int | None]
-"""The integers that a node wants of a value: the spec, and the axis where each channel, or row, has a scale."""
+WantedForm = tuple[TensorSpec, int | None]
+"""Integer form that a node wants of a value: the spec, and the axis of per-channel or per-row scales, else None."""
 
 
-def wishes_of(gm: fx.GraphModule, node: fx.Node) -> dict[fx.Node, Wish]:
-    """The values and the weights that a node reads as integers; seen through observers."""
+def wanted_forms(gm: fx.GraphModule, node: fx.Node) -> dict[fx.Node, WantedForm]:
+    """Activations and weights that a node reads as integers, with their wanted forms; observers are skipped."""
     plan, calls = info(node).plan, calls_of(gm, node)
     row = calls[0].op.traits.channels if calls else None
     reads = reads_of(gm, node)
-    wishes: dict[fx.Node, Wish] = {v: (spec, row if spec.per == "row" else None) for v, spec in reads.items()}
+    forms: dict[fx.Node, WantedForm] = {v: (spec, row if spec.per == "row" else None) for v, spec in reads.items()}
     if plan is not None and plan.precision in ("int8", "weight-only") and plan.weight is not None:
         for read in inputs_of(calls):
             if read.role == "weight" and read.axis is not None:
                 axis = read.axis if plan.weight.per == "channel" else None
                 if plan.weight.block is not None:
-                    axis = 1 - read.axis  # of a weight's first two axes, that of its input channels
-                wishes[unobserved(gm, read.node)] = plan.weight, axis
-    return wishes
+                    axis = 1 - read.axis  # the input-channel axis: the other one of the first two
+                forms[unobserved(gm, read.node)] = plan.weight, axis
+    return forms

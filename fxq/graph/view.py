@@ -1,4 +1,4 @@
-"""A graph as plain data: what a snapshot keeps, what is printed, drawn and compared. Holds no weights."""
+"""Plain-data view of a graph, for snapshots, printing, drawing and comparison. Holds no weights."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ class NodeView:
 
     Attributes:
         name: the node's name in the graph.
-        kind: what it is, for colours: `int8` (integer compute), `weight-only` (a float layer with
-            an integer weight), `moves` (moves integers), `convert` (quantize,
-            dequantize), `float` (stays in float, see `reason`), `observer`, `op` (not decided yet), `size` (sizes and
-            other plain values, checks: no op), `constant`, `io`.
-        label: the op, unit, kernel or module type.
-        body: for a unit or a kernel made from one, the ops inside.
-        precisions: for a kernel of several units, what each of its ops runs as.
-        layers: for a kernel that an engine runs, the layers that it made of it.
+        kind: category, which determines its colour: `int8` (integer compute), `weight-only` (a float layer with an
+            integer weight), `moves` (moves integers), `convert` (conversion of integers and floats), `float` (runs in
+            float, see `reason`), `observer`, `op` (not decided yet), `size` (sizes and other plain values, checks),
+            `constant`, `io`.
+        label: name of the op, unit, kernel or module type.
+        body: for a unit, or a kernel made from one, its ops.
+        precisions: for a kernel of several units, the precision of each of its ops.
+        layers: for a kernel of an engine, the layers that the engine made of it.
         options: the options that differ from the defaults, as text.
-        inputs: names of the nodes it reads, in order, repetitions kept.
+        inputs: names of the nodes it reads, in order, with repetitions.
         text: its call as text, with constants inlined.
-        path: module path.  source: `file:line` of the user's code.  made_by: pass and rule that made it.
-        shape, dtype: of its value; None and "" when it is not a tensor.
-        scale, zero_point: as text; empty where there is none.
-        reason: why it is float.  note: anything else worth knowing.
-        origins: names of the traced ops it stands for.
+        path: module path.  source: `file:line` of the user's code.  made_by: pass and rule that created it.
+        shape, dtype: shape and dtype of its value; None and "" if it is not a tensor.
+        scale, zero_point: grid of its value as text; empty if there is none.
+        reason: why it runs in float.  note: remark for the user.
+        origins: names of the traced ops that it represents.
     """
 
     name: str
@@ -65,13 +65,13 @@ class NodeView:
 
     @property
     def is_region(self) -> bool:
-        """Whether it runs a whole part of the graph, or an engine runs it."""
+        """Whether the node is a kernel of several units or of an engine."""
         return bool(self.precisions or self.layers)
 
 
 @dataclass(frozen=True)
 class GraphView:
-    """A graph as data: its nodes in execution order. `print(view)` is the graph as text, one line a node."""
+    """View of a graph: its nodes in execution order. `print(view)` prints one line per node."""
 
     nodes: tuple[NodeView, ...]
     name: str = field(default="", compare=False)
@@ -94,22 +94,23 @@ class GraphView:
         return "\n".join(node.text for node in self.nodes if node.kind != "constant")
 
 
-def view(gm: fx.GraphModule, name: str = "", known: dict[fx.Node, NodeView] | None = None) -> GraphView:
-    """The graph of `gm` as data.
+def view(gm: fx.GraphModule, name: str = "", cached: dict[fx.Node, NodeView] | None = None) -> GraphView:
+    """Return the graph of `gm` as data.
 
     Args:
         gm: any `GraphModule`.
-        name: what to call the view in titles.
-        known: views of nodes that have not changed since they were made; read, and filled with the new ones.
+        name: title of the view.
+        cached: views of nodes that have not changed since; read and extended.
     """
-    nodes, known, grids = [], {} if known is None else known, Grids()
+    nodes, cached, grids = [], {} if cached is None else cached, Grids()
     for node in gm.graph.nodes:
-        made = known.get(node)
-        if made is None or moved_from(node) is not None:
+        node_view = cached.get(node)
+        if node_view is None or moved_from(node) is not None:
             grid = _grid_text(grid_of(gm, node, grids))
-            made = _view_node(gm, node, *grid) if made is None or (made.scale, made.zero_point) != grid else made
-        known[node] = made
-        nodes.append(made)
+            if node_view is None or (node_view.scale, node_view.zero_point) != grid:
+                node_view = _view_node(gm, node, *grid)
+        cached[node] = node_view
+        nodes.append(node_view)
     return GraphView(tuple(nodes), name)
 
 

@@ -19,7 +19,7 @@ from fxq.display.queryable import Rows, decibels, layer_text
 from fxq.display.tables import Column, Part, text
 from fxq.errors import InputError
 from fxq.graph.info import info
-from fxq.graph.program import Program
+from fxq.graph.program import IsolatedGraph
 from fxq.ledger.layer_error import same_values
 from fxq.ledger.ledger import PRECISIONS, NodeRow, rows_by_node
 from fxq.ledger.output_check import add_output, rank
@@ -185,7 +185,7 @@ class Baseline:
         is_large: whether all values for a batch take too much memory to be kept at once.
     """
 
-    program: Program
+    program: IsolatedGraph
     nodes: Mapping[str, fx.Node]
     model: Quantized | None = None
     divisible: bool = False
@@ -205,7 +205,7 @@ def quantized_reference(a: Quantized, b: Quantized) -> Baseline:
     shared = {name: node for name, (e, node) in rows_a.items() if rows_b.get(name) == (e.path, e.op)}
     if not shared and (rows_a or rows_by_node(b.ledger)):
         raise InputError("a and b are not made from the same model: they have no layer in common.")
-    return Baseline(Program(a, a.graph), shared, a)
+    return Baseline(IsolatedGraph(a, a.graph), shared, a)
 
 
 def compare_with(
@@ -229,7 +229,7 @@ def compare_with(
     """
     rows = rows_by_node(b.ledger)
     pairs = {**same_values(b, rows, reference.nodes), b.graph.output_node(): reference.output}
-    sums, compared = _Sums(), Program(b, b.graph)
+    sums, compared = _Sums(), IsolatedGraph(b, b.graph)
     with torch.no_grad(), without_autocast(), seeded():
         for i, batch in enumerate(batches):
             with naming_batch(i, batch):
@@ -261,7 +261,7 @@ class _Sums:
     by_node: dict[fx.Node, tuple[Agreement, Agreement]] = field(default_factory=dict)
     outputs: dict[int, Agreement] = field(default_factory=dict)
 
-    def add(self, reference: Baseline, compared: Program, pairs: Mapping[fx.Node, fx.Node], batch: Batch) -> None:
+    def add(self, reference: Baseline, compared: IsolatedGraph, pairs: Mapping[fx.Node, fx.Node], batch: Batch) -> None:
         """Add the values of one batch."""
         self.batches += 1
         real, used = reference.model is None, dict[fx.Node, Tensor]()

@@ -14,7 +14,7 @@ from fxq.common.data import Batch, first_of
 from fxq.common.isolation import without_autocast
 from fxq.common.metrics import Agreement, sqnr
 from fxq.graph.grid import grid_of
-from fxq.graph.program import Program
+from fxq.graph.program import IsolatedGraph
 from fxq.ledger.float_record import Distribution, distribution
 from fxq.ledger.ledger import NodeRow
 from fxq.paired.side_by_side import ComparedValue, rounded_at, side_by_side
@@ -94,7 +94,7 @@ def _measure(
         if values_distribution is not None:
             errors.values.update(dict.fromkeys(names[node], values_distribution))
 
-    reference, compared = Program(original.gm, original.graph), Program(gm, gm.graph)
+    reference, compared = IsolatedGraph(original.gm, original.graph), IsolatedGraph(gm, gm.graph)
     used = used_rows(reference, batch, set(pairs.values()))
     for value in side_by_side(reference, compared, pairs, batch, own=True, see=record_distribution, used=used):
         name = node_rows[value.node.name].row.name

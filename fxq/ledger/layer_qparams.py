@@ -216,7 +216,7 @@ def _layer(
         float_bias_reason=reason if biases else "",
         reads=reads,
         input_scale=input_scale,
-        input_zero_point=source.grid.z if source is not None and len(source.measured) < 2 else None,
+        input_zero_point=source.grid.z if source is not None and len(source.dynamic_nodes) < 2 else None,
         output_scale=out.s if out is not None else None,
         output_zero_point=out.z if out is not None else None,
         node=node.name,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from fxq.common.trees import mapped
-from fxq.graph.query import CONVERSIONS, MEASURES, called_name, is_op, op_of
+from fxq.graph.query import CONVERSIONS, DYNAMIC_GRID_OPS, called_name, is_op, op_of
 from fxq.onnx.varying_sizes import varies
 from fxq.onnx.writer import Value, Writer
 
@@ -31,7 +31,7 @@ def constant_value(w: Writer, node: fx.Node, args: Any, kwargs: Any) -> Any:
         args: positional arguments of the node, with a `Value` for each value of the model.
         kwargs: keyword arguments of the node.
     """
-    if node.op not in ("call_function", "call_method") or is_op(node, *CONVERSIONS, *MEASURES):
+    if node.op not in ("call_function", "call_method") or is_op(node, *CONVERSIONS, *DYNAMIC_GRID_OPS):
         return UNKNOWN
     leaves = _leaves((args, kwargs))
     values = [leaf for leaf in leaves if isinstance(leaf, Value)]

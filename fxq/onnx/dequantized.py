@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fxq.graph.analysis.integer_sums import INT32, largest_sum
+from fxq.graph.analysis.integer_sums import MAX_INT32, largest_sum
 from fxq.onnx.onnx_objects import INT4, UINT4, OnnxNode
 from fxq.onnx.writer import MOVING_OP_TYPES, Operand, Value, Writer
 from fxq.quant.qparams import QParams
@@ -120,7 +120,7 @@ def bias_for(w: Writer, x: Value, weight: Value, bias: Value | None, axis: int =
     steps = (float_bias.detach().double() / scale.double()).round()
     q = w.constant_of(grids[1].node.inputs[0]) if grids[1] is not None else None
     rows = torch.empty(1, 0) if q is None else q.movedim(axis, 0).flatten(1)
-    if not largest_sum(rows, _ANY_GRID, steps.abs().max()) <= INT32:  # also catches NaN
+    if not largest_sum(rows, _ANY_GRID, steps.abs().max()) <= MAX_INT32:  # also catches NaN
         return bias
     return w.emit("DequantizeLinear", steps.to(torch.int32), scale, axis=0)
 

@@ -25,7 +25,7 @@ from fxq.graph.guards import check_fixed
 from fxq.graph.info import info
 from fxq.graph.query import (
     CONVERSIONS,
-    MEASURES,
+    DYNAMIC_GRID_OPS,
     arguments_of,
     called_name,
     fills_like,
@@ -201,7 +201,7 @@ def _write_unit(writer: Writer, unit: Unit, args: Sequence[Any]) -> Any:
 def _like(writer: Writer, op: Op, args: Any, options: Any) -> Tensor:
     """Result of an op on the meta device."""
     args, options = _on_meta((args, options))
-    if writer.floats and op.name in CONVERSIONS and op.name not in MEASURES:
+    if writer.floats and op.name in CONVERSIONS and op.name not in DYNAMIC_GRID_OPS:
         return torch.empty_like(args[0], dtype=torch.float32)
     with _computing(writer):
         result: Tensor = op.target(*args, **options)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fxq.graph.analysis.integer_sums import INT32, MAX_8BIT_REACH
+from fxq.graph.analysis.integer_sums import MAX_8BIT_REACH, MAX_INT32
 from fxq.onnx.dequantized import (
     bias_for,
     dequantize_node,
@@ -165,7 +165,7 @@ def _dynamic_linear(w: Writer, x: Value, dequantize: OnnxNode, weight: Value, bi
 @writes("matmul")
 def matmul(w: Writer, x: Value, other: Value) -> str:
     """Product of activations; split along its depth if the integer sums of a runtime could overflow int32."""
-    depth, max_depth = x.shape[-1], INT32 // MAX_8BIT_REACH**2
+    depth, max_depth = x.shape[-1], MAX_INT32 // MAX_8BIT_REACH**2
     if varies(depth) or depth <= max_depth or not (is_dequantized(w, x) and is_dequantized(w, other)):
         return w.emit("MatMul", x, other)
     axis = max(other.rank - 2, 0)

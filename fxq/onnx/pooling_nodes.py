@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fxq.graph.analysis.integer_sums import INT32, MAX_8BIT_REACH
+from fxq.graph.analysis.integer_sums import MAX_8BIT_REACH, MAX_INT32
 from fxq.onnx.padding_nodes import padded
 from fxq.onnx.varying_sizes import varies
 from fxq.onnx.writer import Value, Writer, refuse, writes
@@ -104,7 +104,7 @@ def adaptive_pool(w: Writer, x: Value, output_size: Sequence[int | None], pool: 
 def _reduction(op_type: str) -> Any:
     def reduce(w: Writer, x: Value, *, dim: Any, keepdim: bool) -> str:
         axes = sorted(axis % x.rank for axis in ([dim] if isinstance(dim, int) else dim))
-        large = not any(map(varies, x.shape[2:])) and math.prod(x.shape[2:]) * MAX_8BIT_REACH > INT32
+        large = not any(map(varies, x.shape[2:])) and math.prod(x.shape[2:]) * MAX_8BIT_REACH > MAX_INT32
         if op_type == "ReduceMean" and x.rank > 2 and axes == list(range(2, x.rank)) and not large:
             pooled = w.emit("GlobalAveragePool", x)  # engines run it on integers
             return pooled if keepdim else w.reshaped(pooled, x.shape[:2])

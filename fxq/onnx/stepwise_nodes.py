@@ -11,7 +11,7 @@ from fxq.onnx.dequantized import stored_weight, transposed
 from fxq.onnx.layer_nodes import linear
 from fxq.onnx.onnx_objects import NotInOnnx
 from fxq.onnx.writer import Operand, Value, Writer
-from fxq.ops.recurrent import TINY
+from fxq.ops.recurrent import MIN_STATE_RANGE
 from fxq.quant.dynamic_grid import SMALLEST
 
 
@@ -44,7 +44,7 @@ class StateGrid:
             return body.emit("Mul", body.emit("Sub", clamped, zero), scale)
         if self.scale is None:
             largest = body.emit("ReduceMax", body.emit("Abs", h), body.ints([1]), keepdims=1)
-            by: Operand = body.emit("Div", body.emit("Max", largest, _number(TINY)), _number(self.qmax))
+            by: Operand = body.emit("Div", body.emit("Max", largest, _number(MIN_STATE_RANGE)), _number(self.qmax))
         else:
             by = _number(self.scale)
         steps = body.emit("Round", body.emit("Div", h, by))

@@ -10,9 +10,17 @@ from torch import Tensor, fx
 
 from fxq.common.trees import mapped
 from fxq.errors import words_of
-from fxq.graph.analysis.varying_axes import FIXED, Axes, Dynamic, inputs_of, plain_name, said, varying_axes
+from fxq.graph.analysis.varying_axes import (
+    FIXED_SIZE_REMEDY,
+    Axes,
+    Dynamic,
+    inputs_of,
+    plain_name,
+    size_names,
+    varying_axes,
+)
 from fxq.graph.info import info
-from fxq.graph.query import MEASURES, arguments_of, called_name, is_op
+from fxq.graph.query import DYNAMIC_GRID_OPS, arguments_of, called_name, is_op
 from fxq.graph.unit import calls_of
 from fxq.onnx.graph import NodeValues, write_node
 from fxq.onnx.onnx_objects import NotInOnnx
@@ -83,7 +91,9 @@ def write_model(gm: fx.GraphModule, examples: Mapping[fx.Node, Any], dynamic: Dy
     if not ends:
         raise NotInOnnx("the model returns no tensor")
     model = writer.model(list(ends.values()), list(ends), keep_inputs=True)
-    quantized = {n: value.name for n, value in values_of_nodes.items() if is_op(n, "quantize", "requantize", *MEASURES)}
+    quantized = {
+        n: value.name for n, value in values_of_nodes.items() if is_op(n, "quantize", "requantize", *DYNAMIC_GRID_OPS)
+    }
     return OnnxModel(model, inputs, quantized, assumptions, axes)
 
 
@@ -114,8 +124,10 @@ def _written(writer: Writer, gm: fx.GraphModule, node: fx.Node, values: NodeValu
     except Exception as error:
         if not axes:
             raise NotInOnnx(f"{place} cannot be written: {type(error).__name__}: {words_of(error)}") from error
-        raise NotInOnnx(f"{place} does not work with {said(axes)} of another size: {error}. {FIXED}") from error
+        raise NotInOnnx(
+            f"{place} does not work with {size_names(axes)} of another size: {error}. {FIXED_SIZE_REMEDY}"
+        ) from error
     assumed = writer.sizes.assumed() if writer.sizes is not None else None
     if assumed is not None:
-        raise NotInOnnx(f"{place} needs a fixed size of {said(axes)} ({assumed}). {FIXED}")
+        raise NotInOnnx(f"{place} needs a fixed size of {size_names(axes)} ({assumed}). {FIXED_SIZE_REMEDY}")
     return result

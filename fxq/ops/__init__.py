@@ -1,12 +1,12 @@
-"""The op table: one row per op, by subject.
+"""The op table: one row per op, in files by subject.
 
-A row is a plain function. It is the op's canonical form: tensor arguments positional, options keyword-only, and its
-body is what the op means. The decorator lists every other spelling of the op (module types, functions, method names,
-aten overloads) and says how the op takes part in quantization. Passes, patterns and backends name ops, never spellings.
+A row is a plain function, the canonical form of the op: tensor arguments are positional, options keyword-only, and the
+body defines the op. The decorator lists all other spellings of the op (module types, functions, method names, aten
+overloads) and its traits. Passes, patterns and backends refer to ops by name, never by spelling.
 
-To add an op: add a row to the file of its subject, and a case to the `tests/cases_*.py` of its subject. What passes
-need to know of it are fields of the row (`OpTraits`, `Op`). Ops of 1, 2 and 3 dimensions are a family: one row, in a
-function of the number of axes (see `convolution.py`).
+To add an op: add a row to the file of its subject, and a case to the `tests/cases_*.py` of its subject. Passes read the
+fields of the row (`OpTraits`, `Op`). Ops of 1, 2 and 3 dimensions are a family: a function of the number of axes
+registers their rows (see `convolution.py`).
 """
 
 from fxq.ops import (

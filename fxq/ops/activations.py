@@ -1,4 +1,4 @@
-"""Rows of the op table: functions that clip. They move data: what they let through keeps its scale."""
+"""Rows of the op table: functions that clip. They count as moving values, since values keep their scale."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fxq.ops.registry import aten, function_of_one, row
+from fxq.ops.registry import aten, row, unary_function
 from fxq.ops.table import Arguments, spell
 from fxq.ops.traits import moves
 
@@ -17,20 +17,20 @@ from fxq.ops.traits import moves
 def _numbers(bound: Arguments) -> Arguments | str:
     low, high = bound.pop("min", None), bound.pop("max", None)
     if not all(v is None or isinstance(v, (int, float)) for v in (low, high)):
-        return "clamps between values that can differ from call to call"
+        return "clamps between limits that are computed at run time"
     high = float("inf") if high is None else high
-    low = -float("inf") if low is None else min(low, high)  # torch.clamp gives max where min is larger
+    low = -float("inf") if low is None else min(low, high)  # torch.clamp returns max if min is larger
     return {**bound, "min_val": low, "max_val": high}
 
 
 _CLIPS = moves("x", narrows=True, selects=True, fused_after=("conv", "linear"))
 
-relu = function_of_one(
+relu = unary_function(
     __name__, replace(_CLIPS, fused_after=("conv", "linear", "excite")),
     "relu", "max(x, 0).", F.relu, nn.ReLU, torch.relu, torch.relu_,
     "relu", "relu_", aten.relu.default, aten.relu_.default,
 )  # fmt: skip
-relu6 = function_of_one(__name__, _CLIPS, "relu6", "min(max(x, 0), 6).", F.relu6, nn.ReLU6, aten.relu6.default)
+relu6 = unary_function(__name__, _CLIPS, "relu6", "min(max(x, 0), 6).", F.relu6, nn.ReLU6, aten.relu6.default)
 _CLAMP = "x min max"
 
 
@@ -47,7 +47,7 @@ _CLAMP = "x min max"
     traits=_CLIPS,
 )
 def hardtanh(x: Tensor, *, min_val: float = -1.0, max_val: float = 1.0) -> Tensor:
-    """min(max(x, min_val), max_val); either bound may be infinite, and integers stay integers with one that is."""
+    """min(max(x, min_val), max_val); one bound may be infinite, and then integers stay integers."""
     if not x.is_floating_point() and math.isinf(min_val) != math.isinf(max_val):
         return torch.clamp(x, max=max_val) if math.isinf(min_val) else torch.clamp(x, min=min_val)
     return torch.clamp(x, min_val, max_val)

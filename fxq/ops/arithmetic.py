@@ -16,7 +16,7 @@ from fxq.ops.traits import computes, float_only, moves
 
 
 def _tensor_first(bound: Arguments) -> Arguments:
-    """2 * x is x * 2, and so is a weight times x."""
+    """Swap the operands of a commuting op if only the first is a number or a constant: 2 * x becomes x * 2."""
     if _is_constant(bound.get("x")) and not _is_constant(bound.get("other")) and bound.get("alpha", 1) == 1:
         return {**bound, "x": bound["other"], "other": bound["x"]}
     return bound
@@ -82,10 +82,10 @@ def mul(x: Tensor, other: Tensor) -> Tensor:
 
 
 def _by_a_constant(arguments: Mapping[str, Any]) -> str | None:
-    other = arguments["other"]
+    divisor = arguments["other"]
     if arguments["rounding_mode"] is not None:
         return f"its quotient is rounded ({arguments['rounding_mode']})"
-    if isinstance(other, fx.Node) and other.op != "get_attr":
+    if isinstance(divisor, fx.Node) and divisor.op != "get_attr":
         return "it divides by a value that is computed at run time"
     return None
 
@@ -110,18 +110,18 @@ def div(x: Tensor, other: Tensor, *, rounding_mode: str | None = None) -> Tensor
 
 @row(torch.maximum, "maximum", aten.maximum.default, traits=moves(*_BINARY, layout=True, selects=True), commutes=True)
 def maximum(x: Tensor, other: Tensor) -> Tensor:
-    """The larger of two elements, broadcast."""
+    """Elementwise maximum of two tensors, broadcast."""
     return torch.maximum(x, other)
 
 
 @row(torch.minimum, "minimum", aten.minimum.default, traits=moves(*_BINARY, layout=True, selects=True), commutes=True)
 def minimum(x: Tensor, other: Tensor) -> Tensor:
-    """The smaller of two elements, broadcast."""
+    """Elementwise minimum of two tensors, broadcast."""
     return torch.minimum(x, other)
 
 
 def product_macs(out: Shape, x: Shape, *_: Any) -> int:
-    """Values of the output x length of the inner axis, the last one of x."""
+    """Multiply-accumulates of a matrix product: values of the output x length of the inner axis, the last axis of x."""
     return math.prod(out) * x[-1]
 
 
@@ -162,5 +162,5 @@ def addmm(bias: Tensor, x: Tensor, other: Tensor, *, beta: float = 1, alpha: flo
     macs=_added_macs,
 )
 def baddbmm(bias: Tensor, x: Tensor, other: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    """beta * bias + alpha * x @ other, of three axes each."""
+    """beta * bias + alpha * x @ other, with three axes each."""
     return torch.baddbmm(bias, x, other, beta=beta, alpha=alpha)

@@ -1,9 +1,14 @@
-"""Rows of the op table: conversions between floats and integers, and grids that are measured.
+"""Rows of the op table: conversions between floats and integers, and the computation of dynamic grids.
 
-They hold all there is to know of a grid (see `fxq/graph/grid.py`). Scale and zero point are numbers, one for the whole
-tensor, or tensors, float32 and whole numbers, which are constants of the graph or computed in it: 0-d for the tensor;
-(..., 1), one for each row; with `axis`, (C,), one for each of its entries; with `block` besides, of as many axes as x,
-where `axis` has an entry for each so many of x. A zero point that is a number goes with scales of any shape.
+Their options define the grid (see `fxq/graph/grid.py`). Scale and zero point are either numbers, for a per-tensor grid,
+or tensors (float32; whole numbers), which are constants of the graph or computed in it. Shapes of the tensors:
+
+    per-tensor     0-d
+    per-row        (..., 1), one entry per row
+    per-channel    (C,), one entry per index of `axis`
+    per-block      as many axes as x; along `axis`, one entry for each `block` indices of x
+
+A zero point that is a number may be combined with scales of any shape.
 """
 
 from __future__ import annotations
@@ -37,7 +42,7 @@ def quantize(
     axis: int | None = None,
     block: int | None = None,
 ) -> Tensor:
-    """x float32 -> `dtype`, on one grid or several."""
+    """Quantize x, float32, to `dtype`: clamp(round(x / scale) + zero_point, qmin, qmax)."""
     if not isinstance(scale, Tensor):
         return torch.ops.fxq.quantize.default(x, scale, zero_point, qmin, qmax, dtype)
     zero_point = torch.as_tensor(zero_point, dtype=torch.int32, device=x.device)
@@ -60,10 +65,10 @@ def dequantize(
     block: int | None = None,
     packed: tuple[int, ...] | None = None,
 ) -> Tensor:
-    """x integer -> float32: the inverse of `quantize`. Its value does not depend on `qmin` and `qmax`.
+    """Dequantize x, integer, to float32: (x - zero_point) * scale. `qmin` and `qmax` do not affect the value.
 
-    With `packed`, the shape of an entry of its first axis, x holds integers of four bits, two to a byte (see
-    `fxq/quant/packing.py`), signed where `qmin` is below zero. A weight in float16 has the scale 1.
+    With `packed`, the shape of one entry of the first axis, x holds 4-bit integers, two to a byte (see
+    `fxq/quant/packing.py`), signed if `qmin` is negative. A float16 weight has scale 1.
     """
     if packed is not None:
         x = unpack(x, packed, qmin < 0)
@@ -75,13 +80,14 @@ def dequantize(
 
 @row(traits=float_only("x"))
 def choose_scale(x: Tensor, *, steps: int, axis: int | None = None, symmetric: bool = True) -> Tensor:
-    """The scale of a grid, from the values themselves.
+    """Scale of a dynamic grid, computed from the values.
 
     Args:
-        x: float32.
-        steps: the largest magnitude of a value is that many steps; if not `symmetric`, the range of them and zero is.
-        axis: None: one scale, 0-d. Else a scale for each row: the values from this axis, counted from the end, on; the
-            result has the shape of x with ones there.
+        x: float32, any shape.
+        steps: number of steps that the largest magnitude covers; if not `symmetric`, that the range of the values,
+            including zero, covers.
+        axis: None for one 0-d scale. Else the first axis of a row, counted from the end (negative), for a scale per
+            row; the result has the shape of x with 1 from this axis on.
         symmetric: whether the grid has as many integers on either side of zero.
     """
     return dynamic_scale(*dynamic_range(x, axis), steps, symmetric)
@@ -89,15 +95,15 @@ def choose_scale(x: Tensor, *, steps: int, axis: int | None = None, symmetric: b
 
 @row(traits=float_only("x"))
 def choose_zero_point(x: Tensor, *, scale: Tensor, qmin: int = 0, axis: int | None = None) -> Tensor:
-    """The integer for float zero with which the smallest of the values and zero is `qmin`, in float32.
+    """Zero point of a dynamic grid, float32: the smallest of the values and zero becomes `qmin`.
 
-    Of rows it is rounded up, so that nothing lies below `qmin`; of the whole tensor it is the nearest one.
+    Per row, it is rounded up, so that no value is below `qmin`; for the whole tensor, it is rounded to nearest.
 
     Args:
-        x: float32.
-        scale: as `choose_scale` gives it, not symmetric.
+        x: float32, any shape.
+        scale: scale by `choose_scale` with `symmetric=False`.
         qmin: smallest integer of the grid.
-        axis: as there.
+        axis: as for `choose_scale`.
     """
     return dynamic_zero_point(dynamic_range(x, axis)[0], scale, qmin, nearest=axis is None)
 
@@ -114,7 +120,7 @@ def requantize(
     qmax: int = 255,
     dtype: torch.dtype = torch.uint8,
 ) -> Tensor:
-    """x integer on one grid -> integer on another: quantize(dequantize(x))."""
+    """Convert x, integer, from one grid to another: quantize(dequantize(x))."""
     return torch.ops.fxq.quantize.default(
         torch.ops.fxq.dequantize.default(x, from_scale, from_zero_point), scale, zero_point, qmin, qmax, dtype
     )

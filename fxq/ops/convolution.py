@@ -1,4 +1,4 @@
-"""Rows of the op table: convolutions, a family of one for each number of spatial axes."""
+"""Rows of the op table: the family of convolutions, one for each number of spatial axes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fxq.ops.registry import RANKS, as_tuple, aten, named, row
-from fxq.ops.table import Arguments, Instead, Shape, spell
+from fxq.ops.table import Arguments, Redirect, Shape, spell
 from fxq.ops.traits import computes
 
 
 def _tuples(n: int) -> Any:
-    """Options of an n-dimensional convolution as n-tuples, so that every way to write them gives the same graph."""
+    """Adapter that converts options of an n-dimensional convolution to n-tuples, for one spelling of equal calls."""
 
     def adapt(bound: Arguments) -> Arguments:
         for key, default in (("stride", 1), ("padding", 0), ("dilation", 1)):
@@ -28,7 +28,10 @@ def _tuples(n: int) -> Any:
 
 
 def conv_padding(weight_shape: Sequence[int], padding: Any, dilation: Sequence[int]) -> tuple[int, ...]:
-    """The padding of a convolution in `F.pad`'s order (last axis first, left then right); 'same' pads right first."""
+    """Padding of a convolution in the order of `F.pad`: last axis first, left then right.
+
+    'same' puts an odd element of padding on the right.
+    """
     if padding == "same":
         total = [d * (k - 1) for k, d in zip(weight_shape[2:], dilation, strict=True)]
         sides = [(t // 2, t - t // 2) for t in total]
@@ -37,13 +40,13 @@ def conv_padding(weight_shape: Sequence[int], padding: Any, dilation: Sequence[i
     return tuple(p for pair in reversed(sides) for p in pair)
 
 
-def _any_convolution(bound: Arguments) -> Instead:
-    """aten.convolution is all of them: the number of strides and a flag say which."""
+def _any_convolution(bound: Arguments) -> Redirect:
+    """Redirect aten.convolution to the op that its number of strides and its `transposed` flag select."""
     n, transposed = len(bound["stride"]), bound.pop("transposed")
     if transposed:
-        return Instead(f"conv_transpose{n}d", _transposed_tuples(n)(bound))
+        return Redirect(f"conv_transpose{n}d", _transposed_tuples(n)(bound))
     bound.pop("output_padding", None)
-    return Instead(f"conv{n}d", _tuples(n)(bound))
+    return Redirect(f"conv{n}d", _tuples(n)(bound))
 
 
 _CONV = "x weight bias stride padding dilation groups padding_mode"
@@ -53,7 +56,7 @@ _ANY = spell(aten.convolution.default, _ATEN_CONV, _any_convolution)
 
 
 def _macs(out: Shape, x: Shape, weight: Shape, *_: Any) -> int:
-    """Values of the output x weights of one output channel."""
+    """Multiply-accumulates: values of the output x weights of one output channel."""
     return math.prod(out) * math.prod(weight[1:])
 
 
@@ -62,7 +65,7 @@ def _conv(n: int) -> Callable[..., Tensor]:
 
     @row(
         *(spell(t, _CONV, _tuples(n)) for t in named(_CONVS, n)),
-        *([_ANY] if n == 1 else []),  # a spelling belongs to one op, and this one hands on to the others
+        *([_ANY] if n == 1 else []),  # a spelling belongs to one op; this one redirects to the others
         traits=computes("x", weight="weight", bias="bias", axis=0, channels=-n - 1, heavy=True),
         macs=_macs,
         rank=n,
@@ -93,7 +96,7 @@ conv1d, conv2d, conv3d = map(_conv, RANKS)
 def _transposed_tuples(n: int) -> Any:
     def adapt(bound: Arguments) -> Arguments | str:
         if bound.pop("padding_mode", "zeros") != "zeros":
-            return "pads other than with zeros"
+            return "does not pad with zeros"
         bound = _tuples(n)(bound)
         bound["output_padding"] = as_tuple(bound.get("output_padding", 0), n)
         return bound
@@ -106,7 +109,7 @@ _CONVTS = "F.conv_transpose{n}d aten.conv_transpose{n}d."
 
 
 def _transposed_macs(out: Shape, x: Shape, weight: Shape, *_: Any) -> int:
-    """Values of the input x weights of one input channel."""
+    """Multiply-accumulates: values of the input x weights of one input channel."""
     return math.prod(x) * math.prod(weight[1:])
 
 

@@ -1,4 +1,4 @@
-"""Rows of the op table: functions that only run in float. Their rows name them in reports."""
+"""Rows of the op table: functions that run in float only. Their rows give them names in reports."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fxq.ops.registry import aten, function_of_one, row
+from fxq.ops.registry import aten, row, unary_function
 from fxq.ops.table import Arguments, spell
 from fxq.ops.traits import float_only
 
-_FLOAT = float_only("x")
-_of_one = partial(function_of_one, __name__, _FLOAT)
+_FLOAT_TRAITS = float_only("x")
+_unary = partial(unary_function, __name__, _FLOAT_TRAITS)
 
-exp = _of_one("exp", "e ** x.", torch.exp, "exp", aten.exp.default)
-log = _of_one("log", "Natural logarithm.", torch.log, "log", aten.log.default)
-sqrt = _of_one("sqrt", "Square root.", torch.sqrt, "sqrt", aten.sqrt.default)
-rsqrt = _of_one("rsqrt", "1 / sqrt(x).", torch.rsqrt, "rsqrt", aten.rsqrt.default)
-erf = _of_one("erf", "Error function.", torch.erf, torch.special.erf, "erf", aten.erf.default)
-sin = _of_one("sin", "Sine.", torch.sin, "sin", aten.sin.default)
-cos = _of_one("cos", "Cosine.", torch.cos, "cos", aten.cos.default)
+exp = _unary("exp", "e ** x.", torch.exp, "exp", aten.exp.default)
+log = _unary("log", "Natural logarithm.", torch.log, "log", aten.log.default)
+sqrt = _unary("sqrt", "Square root.", torch.sqrt, "sqrt", aten.sqrt.default)
+rsqrt = _unary("rsqrt", "1 / sqrt(x).", torch.rsqrt, "rsqrt", aten.rsqrt.default)
+erf = _unary("erf", "Error function.", torch.erf, torch.special.erf, "erf", aten.erf.default)
+sin = _unary("sin", "Sine.", torch.sin, "sin", aten.sin.default)
+cos = _unary("cos", "Cosine.", torch.cos, "cos", aten.cos.default)
 
 
 def _axis(bound: Arguments) -> Arguments | str:
@@ -41,7 +41,7 @@ _SOFT = "x dim _stacklevel dtype"
     *(spell(t, _SOFT, _axis) for t in (nn.Softmax, F.softmax)),
     *(spell(t, "x dim dtype", _axis) for t in (torch.softmax, "softmax", aten.softmax.int)),
     spell(aten._softmax.default, "x dim half_to_float", _axis),
-    traits=_FLOAT,
+    traits=_FLOAT_TRAITS,
 )
 def softmax(x: Tensor, *, dim: int) -> Tensor:
     """exp(x) / sum(exp(x)) along an axis."""
@@ -52,14 +52,14 @@ def softmax(x: Tensor, *, dim: int) -> Tensor:
     *(spell(t, _SOFT, _axis) for t in (nn.LogSoftmax, F.log_softmax)),
     *(spell(t, "x dim dtype", _axis) for t in (torch.log_softmax, "log_softmax", aten.log_softmax.int)),
     spell(aten._log_softmax.default, "x dim half_to_float", _axis),
-    traits=_FLOAT,
+    traits=_FLOAT_TRAITS,
 )
 def log_softmax(x: Tensor, *, dim: int) -> Tensor:
     """log(softmax(x))."""
     return F.log_softmax(x, dim)
 
 
-@row(*(spell(t, _SOFT, _axis) for t in (nn.Softmin, F.softmin)), traits=_FLOAT)
+@row(*(spell(t, _SOFT, _axis) for t in (nn.Softmin, F.softmin)), traits=_FLOAT_TRAITS)
 def softmin(x: Tensor, *, dim: int) -> Tensor:
     """softmax(-x)."""
     return F.softmin(x, dim)
@@ -72,7 +72,7 @@ def _exponent(bound: Arguments) -> Arguments:
 @row(
     *(spell(t, "x exponent") for t in (torch.pow, operator.pow, "pow", aten.pow.Tensor_Scalar)),
     *(spell(t, "x", _exponent) for t in (torch.square, "square")),
-    traits=_FLOAT,
+    traits=_FLOAT_TRAITS,
     name="pow",
 )
 def power(x: Tensor, *, exponent: Any) -> Tensor:
@@ -80,13 +80,13 @@ def power(x: Tensor, *, exponent: Any) -> Tensor:
     return torch.pow(x, exponent)
 
 
-@row(*(spell(t, "x dim") for t in (torch.cumsum, "cumsum", aten.cumsum.default)), traits=_FLOAT)
+@row(*(spell(t, "x dim") for t in (torch.cumsum, "cumsum", aten.cumsum.default)), traits=_FLOAT_TRAITS)
 def cumsum(x: Tensor, *, dim: int) -> Tensor:
-    """Sum of all entries up to each one along an axis."""
+    """Cumulative sum along an axis."""
     return torch.cumsum(x, dim)
 
 
-@row(spell(F.normalize, "x p dim eps"), traits=_FLOAT)
+@row(spell(F.normalize, "x p dim eps"), traits=_FLOAT_TRAITS)
 def normalize(x: Tensor, *, p: float = 2.0, dim: Any = 1, eps: float = 1e-12) -> Tensor:
     """x divided by its p-norm along `dim`."""
     return F.normalize(x, p, dim, eps)

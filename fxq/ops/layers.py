@@ -15,7 +15,7 @@ from fxq.ops.registry import RANKS, aten, named, pick_values, row
 from fxq.ops.table import Arguments, Shape, shape_of, spell
 from fxq.ops.traits import computes, float_only
 
-_FLOAT = float_only("x")
+_FLOAT_TRAITS = float_only("x")
 
 
 @row(
@@ -35,7 +35,7 @@ def _eval_norm(bound: Arguments) -> Arguments | str:
     if bound.pop("training", False) or bound.get("running_mean") is None:
         return "normalizes with the statistics of the batch"
     if isinstance(bound.get("eps"), fx.Node):
-        return "takes its eps from a value"
+        return "has an eps that is computed at run time"
     bound.pop("cudnn_enabled", None)
     return bound
 
@@ -67,7 +67,7 @@ def batch_norm(
 def _normalized(bound: Arguments) -> Arguments:
     bound.pop("cudnn_enable", None)
     shape = bound["normalized_shape"]
-    if isinstance(shape, (int, tuple, list)):  # x.shape[1:] is neither: a node
+    if isinstance(shape, (int, tuple, list)):  # else a node, such as x.shape[1:]
         shape = (shape,) if isinstance(shape, int) else tuple(shape)
     return {**bound, "normalized_shape": shape}
 
@@ -79,12 +79,12 @@ _LAYER_NORM = "x normalized_shape weight bias eps"
     *(spell(t, _LAYER_NORM, _normalized) for t in (nn.LayerNorm, F.layer_norm)),
     *(spell(t, _LAYER_NORM + " cudnn_enable", _normalized) for t in (torch.layer_norm, aten.layer_norm.default)),
     spell(aten.native_layer_norm.default, _LAYER_NORM, _normalized, pick_values),
-    traits=_FLOAT,
+    traits=_FLOAT_TRAITS,
 )
 def layer_norm(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, normalized_shape: Any, eps: float = 1e-5
 ) -> Tensor:
-    """Each entry over the last axes, `normalized_shape`, to mean 0 and variance 1.  Source: Ba et al. 2016."""
+    """Normalize x over its last axes (`normalized_shape`) to mean 0 and variance 1.  Source: Ba et al. 2016."""
     return F.layer_norm(x, normalized_shape, weight, bias, eps)
 
 
@@ -93,7 +93,7 @@ _RMS_NORM = nn.RMSNorm, F.rms_norm, torch.rms_norm, aten.rms_norm.default
 
 @row(
     *(spell(t, "x normalized_shape weight eps", _normalized) for t in _RMS_NORM),
-    traits=_FLOAT,
+    traits=_FLOAT_TRAITS,
 )
 def rms_norm(x: Tensor, weight: Tensor | None = None, *, normalized_shape: Any, eps: float | None = None) -> Tensor:
     """x divided by its root mean square over the last axes."""
@@ -112,30 +112,33 @@ def _no_flag(bound: Arguments) -> Arguments:
         spell(t, "x num_groups weight bias eps cudnn_enabled", _no_flag)
         for t in (torch.group_norm, aten.group_norm.default)
     ),
-    traits=_FLOAT,
+    traits=_FLOAT_TRAITS,
 )
 def group_norm(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, num_groups: int, eps: float = 1e-5
 ) -> Tensor:
-    """x (N, C, ...): each group of channels of a sample to mean 0 and variance 1.  Source: Wu and He 2018."""
+    """Normalize each group of channels of a sample of x (N, C, ...) to mean 0 and variance 1.
+
+    Source: Wu and He 2018.
+    """
     return F.group_norm(x, num_groups, weight, bias, eps)
 
 
 def _instance(bound: Arguments) -> Arguments | str:
     for key in ("momentum", "training", "cudnn_enabled"):
         bound.pop(key, None)
-    known = bound.pop("running_mean", None), bound.pop("running_var", None)
-    if known != (None, None):
+    statistics = bound.pop("running_mean", None), bound.pop("running_var", None)
+    if statistics != (None, None):
         return "normalizes with running statistics"
     bound.pop("use_input_stats", None)
     return bound
 
 
 def _instance_module(n: int, bound: Arguments) -> Arguments | str:
-    """A module also takes one sample without a batch axis."""
+    """Bind a module's call, which may also have one sample without a batch axis."""
     shape = shape_of(bound["x"])
-    one = shape is not None and len(shape) == n + 1
-    return _instance({**bound, "batched": False} if one else bound)
+    unbatched = shape is not None and len(shape) == n + 1
+    return _instance({**bound, "batched": False} if unbatched else bound)
 
 
 _INSTANCE = "x running_mean running_var weight bias use_input_stats momentum eps"
@@ -146,7 +149,7 @@ _INSTANCE_ATEN = "x weight bias running_mean running_var use_input_stats momentu
     *(spell(named("nn.InstanceNorm{n}d", n)[0], _INSTANCE, partial(_instance_module, n)) for n in RANKS),
     spell(F.instance_norm, _INSTANCE, _instance),
     *(spell(t, _INSTANCE_ATEN, _instance) for t in (torch.instance_norm, aten.instance_norm.default)),
-    traits=_FLOAT,
+    traits=_FLOAT_TRAITS,
 )
 def instance_norm(
     x: Tensor,
@@ -156,12 +159,15 @@ def instance_norm(
     eps: float = 1e-5,
     batched: bool = True,
 ) -> Tensor:
-    """x (N, C, ...), or (C, ...): each channel of a sample to mean 0 and variance 1.  Source: Ulyanov et al. 2016."""
+    """Normalize each channel of a sample of x, (N, C, ...) or (C, ...), to mean 0 and variance 1.
+
+    Source: Ulyanov et al. 2016.
+    """
     normed = torch.instance_norm(x if batched else x[None], weight, bias, None, None, True, 0.0, eps, False)
     return normed if batched else normed[0]
 
 
-@row(nn.LocalResponseNorm, F.local_response_norm, traits=_FLOAT)
+@row(nn.LocalResponseNorm, F.local_response_norm, traits=_FLOAT_TRAITS)
 def local_response_norm(x: Tensor, *, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0) -> Tensor:
     """x divided by a sum over neighbouring channels.  Source: Krizhevsky et al. 2012, section 3.3."""
     return F.local_response_norm(x, size, alpha, beta, k)
@@ -171,7 +177,7 @@ _EMBED = "x weight padding_idx max_norm norm_type scale_grad_by_freq sparse"
 
 
 def _changes_weight(bound: Arguments) -> bool:
-    """Whether a functional call renormalizes its weight in place. For modules, `canonicalize` reads it renormalized."""
+    """Whether a functional call renormalizes its weight in place. For modules, `canonicalize` renormalizes it once."""
     return bound.get("max_norm") is not None and not isinstance(bound["weight"], Tensor)
 
 
@@ -187,7 +193,7 @@ def _lookup(bound: Arguments) -> Arguments | str:
     traits=float_only("x", weight="weight", axis=0, table=True),
 )
 def embedding(x: Tensor, weight: Tensor) -> Tensor:
-    """The rows of `weight` (N, D) that the integers x name."""
+    """Look up the rows of `weight` (N, D) with the indices x, integers of any shape -> (*x.shape, D)."""
     return F.embedding(x, weight)
 
 
@@ -235,7 +241,7 @@ def embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Tensor:
-    """x (B, N), or (N,) with offsets (B,): the sum, mean or maximum of the rows of `weight` that each bag names."""
+    """Sum, mean or maximum of the rows of `weight` for each bag of indices: x (B, N), or (N,) with offsets (B,)."""
     return F.embedding_bag(
         x, weight, offsets, mode=mode, per_sample_weights=per_sample_weights,
         include_last_offset=include_last_offset, padding_idx=padding_idx,
@@ -243,7 +249,7 @@ def embedding_bag(
 
 
 def _attention_macs(out: Shape, query: Shape, key: Shape, value: Shape, *_: Any) -> int:
-    """Queries x keys x (length of a query + length of a value), for each head."""
+    """Multiply-accumulates: queries x keys x (length of a query + length of a value), for each head."""
     return math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
 
 
@@ -272,17 +278,22 @@ def scaled_dot_product_attention(
 
 @row(traits=float_only("padding", "attention"))
 def attention_mask(padding: Tensor | None, attention: Tensor | None, *, heads: int) -> Tensor:
-    """What is added to scores (N, H, L, S): the sum of masks in which True leaves out and numbers are added.
+    """Additive mask for scores (N, H, L, S): the sum of a padding mask and an attention mask.
 
-    padding (N, S); attention (L, S) or (N*H, L, S); either may be None, not both.
+    Bool masks exclude positions that are True; float masks are added.
+
+    Args:
+        padding: (N, S) or None.
+        attention: (L, S), (N*H, L, S) or None. At least one of the masks is given.
+        heads: number of heads H.
     """
-    parts = []
+    masks = []
     if padding is not None:
-        parts.append(_additive(padding)[:, None, None, :])
+        masks.append(_additive(padding)[:, None, None, :])
     if attention is not None:
-        added = _additive(attention)
-        parts.append(added.unflatten(0, (-1, heads)) if added.dim() == 3 else added)
-    return parts[0] if len(parts) == 1 else parts[0] + parts[1]
+        mask = _additive(attention)
+        masks.append(mask.unflatten(0, (-1, heads)) if mask.dim() == 3 else mask)
+    return masks[0] if len(masks) == 1 else masks[0] + masks[1]
 
 
 def _additive(mask: Tensor) -> Tensor:

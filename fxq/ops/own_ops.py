@@ -1,4 +1,4 @@
-"""Ops of the user's own: a row of the op table by one public call."""
+"""Registration of user-defined ops in the op table."""
 
 from __future__ import annotations
 
@@ -29,28 +29,30 @@ def register_op(
     commutes: bool = False,
     macs: Callable[..., int] | None = None,
 ) -> Callable[[Function], Function]:
-    """Decorator: make a function of your own an op, which passes, fusions, recipes and the ledger know by its name.
+    """Decorator that registers a function as an op, which passes, fusions, recipes and the ledger refer to by name.
 
-    The function is what the op means, on float32. Its tensors are positional parameters, its options keyword-only ones.
-    A recipe that is to be saved names it: `Recipe.with_extensions`.
+    The function defines the op on float32. Its tensors are positional parameters, its options keyword-only parameters.
+    A recipe that will be saved has to name the op with `Recipe.with_extensions`.
 
     Args:
-        *spellings: how models call it besides this function: ops of `torch.library` (with all their overloads), other
-            functions that torch.fx records, `nn.Module` types whose attributes have the options' names; where the
-            arguments are others than the function's, a `fxq.extend.Spelling`.
-        traits: how the op takes part in quantization: `OpTraits("computes", pointwise=True)`, a function of single
-            elements, which an exact lookup table computes on integers; `OpTraits("moves", layout=True)`, an op that
-            only moves values, also integers; `OpTraits("float")`, an op without an integer form; `OpTraits("computes")`,
-            an op that runs on integers where a kernel takes it (`fxq.extend.register_kernel`).
-        name: its name; default: the function's.
+        *spellings: other ways in which models call the op: ops of `torch.library` (with all their overloads), functions
+            that torch.fx records, `nn.Module` types whose attributes have the names of the options. A
+            `fxq.extend.Spelling` describes one whose arguments differ from the function's.
+        traits: how the op takes part in quantization. `OpTraits("computes", pointwise=True)`: a function of single
+            elements, which an exact lookup table computes on integers. `OpTraits("moves", layout=True)`: an op that
+            only moves values, on integers, too. `OpTraits("float")`: an op without an integer form.
+            `OpTraits("computes")`: an op that runs on integers if a kernel supports it (`fxq.extend.register_kernel`).
+        name: name of the op; the function's name by default.
         commutes: whether its first two tensors can be swapped.
-        macs: its multiply-accumulates from the shapes of its output and its tensors; None: too few to count.
+        macs: returns its multiply-accumulates from the shapes of its output and its tensors; None if they are
+            negligible.
 
     Returns:
-        The decorator of the function. One that is defined anew replaces what it was.
+        The decorator. A function that is defined again replaces its earlier op.
 
     Raises:
-        FxqError: the name or a spelling is another op's; or (`InputError`) something given is of the wrong type.
+        FxqError: the name or a spelling belongs to another op.
+        InputError: an argument has the wrong type.
 
     Example:
         >>> @fxq.extend.register_op(traits=fxq.extend.OpTraits("computes", pointwise=True))
@@ -68,14 +70,14 @@ def register_op(
         [('linear', 'int8'), ('gaussian', 'int8'), ('linear', 'int8')]
         >>> fxq.ops.OPS.discard("gaussian")
     """
-    _check_quant(traits)
-    written = [spelling for given in spellings for spelling in _spelled(given)]
+    _check_traits(traits)
+    other_spellings = [spelling for entry in spellings for spelling in _spellings_of(entry)]
 
     def register(function: Function) -> Function:
         if not inspect.isfunction(function):
             raise InputError(f"register_op decorates a plain function, not {function!r}.")
-        target = _recorded(function)
-        op = Op(name or function.__name__, target, (Spelling(target), *written), traits, commutes, macs)
+        target = _traceable(function)
+        op = Op(name or function.__name__, target, (Spelling(target), *other_spellings), traits, commutes, macs)
         _check_arguments(op)
         if op.name in OPS and name_of(OPS[op.name].target) == name_of(function):
             OPS.discard(op.name)
@@ -85,44 +87,45 @@ def register_op(
     return register
 
 
-def _recorded(function: Function) -> Function:
-    """The function, which torch.fx records as one call in canonical form: it does not look into it."""
+def _traceable(function: Function) -> Function:
+    """Wrap a function so that torch.fx records it as one call in canonical form, without tracing into it."""
     signature = inspect.signature(function)
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         lists = (value if isinstance(value, (tuple, list)) else (value,) for value in (*args, *kwargs.values()))
-        given = tuple(chain.from_iterable(lists))
-        if has_torch_function(given):
+        values = tuple(chain.from_iterable(lists))
+        if has_torch_function(values):
             bound = signature.bind(*args, **kwargs)
-            return handle_torch_function(call, given, *bound.args, **bound.kwargs)
+            return handle_torch_function(call, values, *bound.args, **bound.kwargs)
         return function(*args, **kwargs)
 
     return call
 
 
-def _spelled(given: Any) -> Iterator[Spelling]:
-    """A spelling; for an op of `torch.library` one for each of its overloads besides."""
-    spelling = given if isinstance(given, Spelling) else Spelling(given)
+def _spellings_of(entry: Any) -> Iterator[Spelling]:
+    """Yield the spelling of an entry and, for an op of `torch.library`, one for each of its overloads."""
+    spelling = entry if isinstance(entry, Spelling) else Spelling(entry)
     target = spelling.target
     is_name = isinstance(target, str) and target.isidentifier()
     if not (is_name or callable(target)) or isinstance(target, nn.Module):
-        raise InputError(f"an op is spelled by functions, nn.Module types and names of methods, not by {given!r}.")
+        raise InputError(f"a spelling of an op is a function, an nn.Module type or a method name, not {entry!r}.")
     yield spelling
     if isinstance(target, torch._ops.OpOverloadPacket):
         yield from (replace(spelling, target=getattr(target, overload)) for overload in target.overloads())
 
 
-def _check_quant(traits: Any) -> None:
+def _check_traits(traits: Any) -> None:
     if not isinstance(traits, OpTraits):
         raise InputError(
-            f'quant is a fxq.extend.OpTraits, such as fxq.extend.OpTraits("computes", pointwise=True), not {traits!r}.'
+            f'traits is a fxq.extend.OpTraits, such as fxq.extend.OpTraits("computes", pointwise=True), not {traits!r}.'
         )
     if traits.kind not in get_args(Kind):
         raise InputError(unknown("kind of a fxq.extend.OpTraits", traits.kind, get_args(Kind)))
     if traits.weight is not None and (traits.axis is None or traits.channels is None):
         raise InputError(
-            "a fxq.extend.OpTraits with a weight has axis and channels, too: where its output channels are."
+            "a fxq.extend.OpTraits with a weight also needs axis and channels: the axes of the output channels in the "
+            "weight and in the output."
         )
 
 
@@ -131,5 +134,8 @@ def _check_arguments(op: Op) -> None:
     states = traits.recurrence.states if traits.recurrence is not None else ()
     for argument in (*traits.inputs, traits.weight, *traits.more_weights, traits.bias, *traits.more_biases, *states):
         if argument is not None and argument not in op.tensors:
-            wrong = unknown("tensor", argument, op.tensors)
-            raise InputError(f"op {op.name!r}: its fxq.extend.OpTraits names what is no positional parameter: {wrong}")
+            reason = unknown("tensor", argument, op.tensors)
+            raise InputError(
+                f"op {op.name!r}: its fxq.extend.OpTraits names an argument that is not a positional parameter: "
+                f"{reason}"
+            )

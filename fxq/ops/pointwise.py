@@ -1,4 +1,4 @@
-"""Rows of the op table: functions of one element. On integers, each is a table with an entry for each value."""
+"""Rows of the op table: functions of one element. On integers, each is a lookup table."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from fxq.ops.registry import aten, function_of_one, row
+from fxq.ops.registry import aten, row, unary_function
 from fxq.ops.table import Arguments, spell
 from fxq.ops.traits import computes
 
 _POINTWISE = computes("x", pointwise=True)
 _AFTER_LINEAR = replace(_POINTWISE, fused_after=("linear",))
-_of_one = partial(function_of_one, __name__, _POINTWISE)
-_after_layers = partial(function_of_one, __name__, replace(_POINTWISE, fused_after=("conv", "linear", "excite")))
-_after_linear = partial(function_of_one, __name__, _AFTER_LINEAR)
-_gate = partial(function_of_one, __name__, replace(_POINTWISE, fused_after=("gate",)))
+_unary = partial(unary_function, __name__, _POINTWISE)
+_after_layers = partial(unary_function, __name__, replace(_POINTWISE, fused_after=("conv", "linear", "excite")))
+_after_linear = partial(unary_function, __name__, _AFTER_LINEAR)
+_gate = partial(unary_function, __name__, replace(_POINTWISE, fused_after=("gate",)))
 
 hardswish = _after_layers(
     "hardswish", "x * relu6(x + 3) / 6.", F.hardswish, nn.Hardswish, aten.hardswish.default, aten.hardswish_.default
@@ -29,8 +29,8 @@ hardsigmoid = _gate(
     aten.hardsigmoid.default, aten.hardsigmoid_.default,
 )  # fmt: skip
 silu = _after_layers("silu", "x * sigmoid(x).", F.silu, nn.SiLU, aten.silu.default, aten.silu_.default)
-mish = _of_one("mish", "x * tanh(softplus(x)).", F.mish, nn.Mish, aten.mish.default, aten.mish_.default)
-selu = _of_one(
+mish = _unary("mish", "x * tanh(softplus(x)).", F.mish, nn.Mish, aten.mish.default, aten.mish_.default)
+selu = _unary(
     "selu", "scale * elu(x, alpha), with the constants of Klambauer et al. 2017, section 2.",
     F.selu, nn.SELU, torch.selu, F.selu_, aten.selu.default,
 )  # fmt: skip
@@ -41,10 +41,10 @@ sigmoid = _gate(
 tanh = _after_linear(
     "tanh", "Hyperbolic tangent.", torch.tanh, nn.Tanh, F.tanh, "tanh", "tanh_", aten.tanh.default, aten.tanh_.default
 )
-log_sigmoid = _of_one("log_sigmoid", "log(sigmoid(x)).", F.logsigmoid, nn.LogSigmoid, aten.log_sigmoid.default)
-softsign = _of_one("softsign", "x / (1 + |x|).", F.softsign, nn.Softsign)
-tanhshrink = _of_one("tanhshrink", "x - tanh(x).", F.tanhshrink, nn.Tanhshrink)
-neg = _of_one("neg", "-x.", torch.neg, torch.negative, operator.neg, "neg", "neg_", aten.neg.default)
+log_sigmoid = _unary("log_sigmoid", "log(sigmoid(x)).", F.logsigmoid, nn.LogSigmoid, aten.log_sigmoid.default)
+softsign = _unary("softsign", "x / (1 + |x|).", F.softsign, nn.Softsign)
+tanhshrink = _unary("tanhshrink", "x - tanh(x).", F.tanhshrink, nn.Tanhshrink)
+neg = _unary("neg", "-x.", torch.neg, torch.negative, operator.neg, "neg", "neg_", aten.neg.default)
 
 
 @row(nn.GELU, F.gelu, aten.gelu.default, traits=_AFTER_LINEAR)
@@ -72,12 +72,12 @@ def celu(x: Tensor, *, alpha: float = 1.0) -> Tensor:
 
 
 def _mean_slope(bound: Arguments) -> Arguments | str:
-    """Outside training, rrelu is leaky_relu with the mean of its slopes."""
+    """Convert rrelu to leaky_relu with the mean of its slopes: outside training, they are equal."""
     if bound.pop("training", False):
         return "draws its slope at random (training=True)"
     slopes = bound.pop("lower", 1 / 8), bound.pop("upper", 1 / 3)
     if any(isinstance(slope, fx.Node) for slope in slopes):
-        return "takes its slopes from a value"
+        return "has slopes that are computed at run time"
     return {**bound, "negative_slope": sum(slopes) / 2}
 
 

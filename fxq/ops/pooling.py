@@ -1,4 +1,4 @@
-"""Rows of the op table: pooling, a family of one for each number of axes."""
+"""Rows of the op table: the family of poolings, one for each number of axes."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from torch import Tensor
 
 from fxq.ops.registry import RANKS, as_tuple, named, pick_values, row
 from fxq.ops.sizes import is_all_of
-from fxq.ops.table import Arguments, Instead, spell
+from fxq.ops.table import Arguments, Redirect, spell
 from fxq.ops.traits import computes, moves
 
 
 def _pool(n: int, kind: str) -> Any:
-    """Options of an n-dimensional pooling as n-tuples; the stride defaults to the kernel.
+    """Adapter that converts options of an n-dimensional pooling to n-tuples; the stride defaults to the kernel size.
 
-    With a window as large as its input (`F.avg_pool2d(x, x.size()[2:])`) it is an adaptive one to a single value.
+    A pooling with a window as large as its input, `F.avg_pool2d(x, x.size()[2:])`, becomes an adaptive pooling.
     """
 
-    def adapt(bound: Arguments) -> Arguments | Instead | str:
+    def adapt(bound: Arguments) -> Arguments | Redirect | str:
         if bound.pop("return_indices", False):
             return "returns indices"
         bound["kernel_size"] = as_tuple(bound["kernel_size"], n)
         if is_all_of(bound["x"], bound["kernel_size"]) and _is_plain(bound, n):
-            return Instead(f"adaptive_{kind}_pool{n}d", {"x": bound["x"], "output_size": (1,) * n})
+            return Redirect(f"adaptive_{kind}_pool{n}d", {"x": bound["x"], "output_size": (1,) * n})
         bound["stride"] = as_tuple(bound.get("stride") or bound["kernel_size"], n)
         for key in ("padding", "dilation"):
             if key in bound:
@@ -36,7 +36,7 @@ def _pool(n: int, kind: str) -> Any:
 
 
 def _is_plain(bound: Arguments, n: int) -> bool:
-    """Whether a pooling neither pads nor spreads its window, nor divides by another number than it has elements."""
+    """Whether a pooling has no padding, no dilation and no divisor other than the size of its window."""
     unpadded = as_tuple(bound.get("padding", 0), n) == (0,) * n
     return unpadded and as_tuple(bound.get("dilation", 1), n) == (1,) * n and bound.get("divisor_override") is None
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fxq.ops.registry import aten, pick_values, row
-from fxq.ops.table import Arguments, Instead, shape_of, spell
+from fxq.ops.table import Arguments, Redirect, shape_of, spell
 from fxq.ops.traits import computes, moves
 
 
@@ -42,12 +42,12 @@ def sum_over(x: Tensor, *, dim: Any, keepdim: bool = False) -> Tensor:
 
 
 def _or_of_two(op: str) -> Any:
-    """max(x, dim) reduces; max(x, other) compares two tensors."""
+    """Adapter for max and min: max(x, dim) is a reduction; max(x, other) redirects to `op`, which compares tensors."""
 
-    def adapt(bound: Arguments) -> Arguments | Instead | str:
-        other = bound.get("other", bound.get("dim"))
-        if shape_of(other) is not None:
-            return Instead(op, {"x": bound["x"], "other": other})
+    def adapt(bound: Arguments) -> Arguments | Redirect | str:
+        second = bound.get("other", bound.get("dim"))
+        if shape_of(second) is not None:
+            return Redirect(op, {"x": bound["x"], "other": second})
         return _reduce(bound)
 
     return adapt

@@ -1,4 +1,4 @@
-"""Rows of the op table: values at other places of a grid: padding, interpolation, shuffles."""
+"""Rows of the op table: padding, interpolation, shuffles and windows."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def _pad_function(bound: Arguments) -> Arguments:
 
 
 def _unknown_value(arguments: Mapping[str, Any]) -> str | None:
-    known = arguments["mode"] != "constant" or isinstance(arguments["value"], (int, float))
-    return None if known else "pads with a value that is known at run time only"
+    is_constant = arguments["mode"] != "constant" or isinstance(arguments["value"], (int, float))
+    return None if is_constant else "pads with a value that is computed at run time"
 
 
 def _pads(mode: str, targets: str) -> Any:
@@ -47,7 +47,7 @@ def _pads(mode: str, targets: str) -> Any:
     traits=moves("x", fill_constants=("value",), surrounds="pad", unless=_unknown_value),
 )
 def pad(x: Tensor, *, pad: Any, mode: str = "constant", value: float = 0.0) -> Tensor:
-    """Pad the last axes: `pad` is (left, right) of the last axis, then of the one before."""
+    """Pad the last axes: `pad` has (left, right) of the last axis, then of the axis before it, and so on."""
     return F.pad(x, pad, mode, value if mode == "constant" else None)
 
 
@@ -57,7 +57,7 @@ def _nearest(arguments: Mapping[str, Any]) -> str | None:
 
 
 def _resized(bound: Arguments) -> Arguments:
-    """One number for sizes and factors that are equal along all axes."""
+    """Replace sizes and factors that are equal along all axes by one number."""
     for key in ("size", "scale_factor"):
         value = bound.get(key)
         if isinstance(value, (tuple, list)) and all(v is value[0] or v == value[0] for v in value):
@@ -66,7 +66,7 @@ def _resized(bound: Arguments) -> Arguments:
 
 
 def _upsampling(mode: str) -> Any:
-    """An aten overload or a module of one mode. What overloads say of factors besides a size, the size says too."""
+    """Adapter for an aten overload or module with a fixed mode. Factors of overloads are ignored; sizes imply them."""
 
     def adapt(bound: Arguments) -> Arguments:
         for key in ("scales", "scales_d", "scales_h", "scales_w"):
@@ -100,13 +100,13 @@ def interpolate(
     recompute_scale_factor: bool | None = None,
     antialias: bool = False,
 ) -> Tensor:
-    """Resize the spatial axes; only the nearest modes are pure data movement.
+    """Resize the spatial axes. Only the nearest modes move values without arithmetic.
 
-    PyTorch moves integers of 8 bits without a sign alone: others lend it their bits.
+    PyTorch supports uint8, but not int8, so int8 values are viewed as uint8.
     """
     if x.dtype is torch.int8:
-        made = F.interpolate(x.view(torch.uint8), size, scale_factor, mode, align_corners, recompute_scale_factor)
-        return made.view(torch.int8)
+        resized = F.interpolate(x.view(torch.uint8), size, scale_factor, mode, align_corners, recompute_scale_factor)
+        return resized.view(torch.int8)
     return F.interpolate(x, size, scale_factor, mode, align_corners, recompute_scale_factor, antialias)
 
 
@@ -119,7 +119,7 @@ def grid_sample(
     padding_mode: str = "zeros",
     align_corners: bool | None = None,
 ) -> Tensor:
-    """The values of x (N, C, H, W) at the places `grid` (N, H', W', 2)."""
+    """Sample x (N, C, H, W) at the positions `grid` (N, H', W', 2) -> (N, C, H', W')."""
     return F.grid_sample(x, grid, mode, padding_mode, align_corners)
 
 
@@ -149,7 +149,7 @@ def pixel_unshuffle(x: Tensor, *, downscale_factor: int) -> Tensor:
     traits=moves("x", layout=True),
 )
 def channel_shuffle(x: Tensor, *, groups: int) -> Tensor:
-    """x (N, C, ...): the channels as (groups, C/groups), transposed.  Source: Zhang et al. 2018, section 3.1."""
+    """Transpose the channels of x (N, C, ...), as (groups, C/groups).  Source: Zhang et al. 2018, section 3.1."""
     return x.unflatten(1, (groups, -1)).transpose(1, 2).flatten(1, 2)
 
 
@@ -165,7 +165,7 @@ _UNFOLD = "x kernel_size dilation padding stride"
 def unfold(
     x: Tensor, *, kernel_size: Any, dilation: Any = (1, 1), padding: Any = (0, 0), stride: Any = (1, 1)
 ) -> Tensor:
-    """x (N, C, H, W) -> (N, C*KH*KW, windows): the windows of a convolution side by side, zeros around x."""
+    """Extract the windows of a convolution, x padded with zeros: x (N, C, H, W) -> (N, C*KH*KW, windows)."""
     return F.unfold(x, kernel_size, dilation, padding, stride)
 
 
@@ -182,5 +182,5 @@ def fold(
     padding: Any = (0, 0),
     stride: Any = (1, 1),
 ) -> Tensor:
-    """x (N, C*KH*KW, windows) -> (N, C, H, W): the windows at their places, added up where they overlap."""
+    """Add windows up at their positions, the adjoint of `unfold`: x (N, C*KH*KW, windows) -> (N, C, H, W)."""
     return F.fold(x, output_size, kernel_size, dilation, padding, stride)

@@ -1,4 +1,4 @@
-"""Rows of the op table: parts of tensors, and tensors put together."""
+"""Rows of the op table: indexing, splitting, concatenation and repetition of tensors."""
 
 from __future__ import annotations
 
@@ -10,76 +10,76 @@ import torch
 from torch import Tensor, fx
 
 from fxq.ops.registry import aten, row
-from fxq.ops.table import Arguments, Instead, shape_of, spell
+from fxq.ops.table import Arguments, Redirect, shape_of, spell
 from fxq.ops.traits import float_only, moves
 
 _PART = moves("x", layout=True, view=True, selects=True)
 _COPY = moves("x", layout=True)
 _ALL = slice(None)
-_END = 2**63 - 1
+_ATEN_END = 2**63 - 1  # `end` of aten.slice for a slice without an end
 
 
 def _plain(part: Any) -> Any:
-    """A slice without what is its default."""
+    """Normalize a slice: defaults become None."""
     if not isinstance(part, slice):
         return part
     start = None if isinstance(part.start, int) and part.start == 0 else part.start
-    stop = None if isinstance(part.stop, int) and part.stop == _END else part.stop
+    stop = None if isinstance(part.stop, int) and part.stop == _ATEN_END else part.stop
     step = None if isinstance(part.step, int) and part.step == 1 else part.step
     return slice(start, stop, step)
 
 
-def indexed(x: Any, index: Any) -> Arguments | Instead | str:
-    """x[index] in normal form: a tuple without `...` and without what selects everything at its end."""
-    parts = [_plain(part) for part in (index if isinstance(index, (tuple, list)) else (index,))]
-    for part in parts:
-        if not (part is None or part is Ellipsis or type(part) in (int, slice) or isinstance(part, fx.Node)):
-            return f"is indexed with a {'list' if isinstance(part, list) else type(part).__name__}"
-        if shape_of(part) is not None:
+def indexed(x: Any, index: Any) -> Arguments | Redirect | str:
+    """Arguments of x[index] in normal form: a tuple without `...` and without full slices at its end."""
+    indices = [_plain(entry) for entry in (index if isinstance(index, (tuple, list)) else (index,))]
+    for entry in indices:
+        if not (entry is None or entry is Ellipsis or type(entry) in (int, slice) or isinstance(entry, fx.Node)):
+            return f"is indexed with a {'list' if isinstance(entry, list) else type(entry).__name__}"
+        if shape_of(entry) is not None:
             return "is indexed with a tensor"
     rank = len(shape_of(x) or ())
-    if Ellipsis in parts:
-        at = parts.index(Ellipsis)
-        taken = sum(part is not None for part in parts) - 1
-        parts[at : at + 1] = [_ALL] * (rank - taken)
-    while parts and parts[-1] == _ALL:
-        parts.pop()
-    if not parts:
-        return Instead("identity", {"x": x})
-    if parts[-1] is None and all(part == _ALL for part in parts[:-1]):
-        return Instead("unsqueeze", {"x": x, "dim": len(parts) - 1})
-    return {"x": x, "index": tuple(parts)}
+    if Ellipsis in indices:
+        i = indices.index(Ellipsis)
+        indexed_axes = sum(entry is not None for entry in indices) - 1
+        indices[i : i + 1] = [_ALL] * (rank - indexed_axes)
+    while indices and indices[-1] == _ALL:
+        indices.pop()
+    if not indices:
+        return Redirect("identity", {"x": x})
+    if indices[-1] is None and all(entry == _ALL for entry in indices[:-1]):
+        return Redirect("unsqueeze", {"x": x, "dim": len(indices) - 1})
+    return {"x": x, "index": tuple(indices)}
 
 
-def _along(x: Any, dim: Any, part: Any) -> Arguments | Instead | str:
+def _along(x: Any, dim: Any, part: Any) -> Arguments | Redirect | str:
     if not isinstance(dim, int):
-        return "cuts along an axis that a value says"
+        return "splits along an axis that is computed at run time"
     rank = len(shape_of(x) or ())
     return indexed(x, (*[_ALL] * (dim % rank if rank else 0), part))
 
 
-def _getitem(bound: Arguments) -> Arguments | Instead | str:
+def _getitem(bound: Arguments) -> Arguments | Redirect | str:
     return indexed(bound["x"], bound["index"])
 
 
-def _select(bound: Arguments) -> Arguments | Instead | str:
+def _select(bound: Arguments) -> Arguments | Redirect | str:
     return _along(bound["x"], bound["dim"], bound["index"])
 
 
-def _slice(bound: Arguments) -> Arguments | Instead | str:
+def _slice(bound: Arguments) -> Arguments | Redirect | str:
     part = slice(bound.get("start"), bound.get("end"), bound.get("step", 1))
     return _along(bound["x"], bound.get("dim", 0), part)
 
 
-def _narrow(bound: Arguments) -> Arguments | Instead | str:
+def _narrow(bound: Arguments) -> Arguments | Redirect | str:
     start, length = bound["start"], bound["length"]
     if not all(isinstance(n, int) for n in (start, length, bound["dim"])):
-        return "starts or ends where a value says"
+        return "has a start or an end that is computed at run time"
     start = start if start >= 0 else start + (shape_of(bound["x"]) or ())[bound["dim"]]
     return _along(bound["x"], bound["dim"], slice(start, start + length))
 
 
-def _unbound(bound: Arguments, index: Any) -> Arguments | Instead | str:
+def _unbound(bound: Arguments, index: Any) -> Arguments | Redirect | str:
     return _along(bound["x"], bound.get("dim", 0), index) if isinstance(index, int) else f"is read by {index!r}"
 
 
@@ -92,7 +92,7 @@ def _unbound(bound: Arguments, index: Any) -> Arguments | Instead | str:
     traits=_PART,
 )
 def getitem(x: Tensor, *, index: Any) -> Tensor:
-    """x[index], with a tuple of numbers, slices and None."""
+    """x[index], for a tuple of numbers, slices and None."""
     return x[index]
 
 
@@ -113,7 +113,7 @@ _CHUNK = "x chunks dim"
 
 @row(*(spell(t, _CHUNK, pick=_nth) for t in (torch.chunk, "chunk", aten.chunk.default)), traits=_PART)
 def chunk(x: Tensor, *, chunks: int, dim: int = 0, index: int = 0) -> Tensor:
-    """Part `index` of x cut along `dim` into so many parts."""
+    """Part `index` of x, split along `dim` into `chunks` parts."""
     return torch.chunk(x, chunks, dim)[index]
 
 
@@ -129,7 +129,7 @@ def _sizes(bound: Arguments) -> Arguments:
     traits=_PART,
 )
 def split(x: Tensor, *, sizes: Any, dim: int = 0, index: int = 0) -> Tensor:
-    """Part `index` of x cut along `dim` into parts of this size, or of these sizes."""
+    """Part `index` of x, split along `dim` into parts of one size or of given sizes."""
     return torch.split(x, list(sizes) if isinstance(sizes, tuple) else sizes, dim)[index]
 
 
@@ -143,7 +143,7 @@ def _sections(bound: Arguments) -> Arguments:
     traits=_PART,
 )
 def tensor_split(x: Tensor, *, sections: Any, dim: int = 0, index: int = 0) -> Tensor:
-    """Part `index` of x cut along `dim` into so many nearly equal parts, or at these indices."""
+    """Part `index` of x, split along `dim` into a number of nearly equal parts or at given indices."""
     return torch.tensor_split(x, sections, dim)[index]
 
 
@@ -152,7 +152,7 @@ def tensor_split(x: Tensor, *, sections: Any, dim: int = 0, index: int = 0) -> T
     traits=moves("x", layout=True, selects=True),
 )
 def index_select(x: Tensor, index: Tensor, *, dim: int) -> Tensor:
-    """The entries `index` (int64, one axis) along `dim`."""
+    """Entries of x along `dim` with the indices `index`, int64 (n,)."""
     return torch.index_select(x, dim, index)
 
 
@@ -161,13 +161,13 @@ def index_select(x: Tensor, index: Tensor, *, dim: int) -> Tensor:
     traits=moves("xs", layout=True),
 )
 def cat(xs: Sequence[Tensor], *, dim: int = 0) -> Tensor:
-    """Concatenate along `dim`."""
+    """Concatenate tensors along `dim`."""
     return torch.cat(list(xs), dim)
 
 
 @row(*(spell(t, "xs dim") for t in (torch.stack, aten.stack.default)), traits=moves("xs", layout=True))
 def stack(xs: Sequence[Tensor], *, dim: int = 0) -> Tensor:
-    """Put tensors of one shape side by side along a new axis."""
+    """Stack tensors of one shape along a new axis."""
     return torch.stack(list(xs), dim)
 
 
@@ -178,7 +178,7 @@ def stack(xs: Sequence[Tensor], *, dim: int = 0) -> Tensor:
     traits=_COPY,
 )
 def flip(x: Tensor, *, dims: Any) -> Tensor:
-    """Turn axes round."""
+    """Reverse the order of the entries along axes."""
     return torch.flip(x, tuple(dims))
 
 
@@ -189,14 +189,14 @@ def _shifts(bound: Arguments) -> Arguments:
 
 @row(*(spell(t, "x shifts dims", _shifts) for t in (torch.roll, "roll", aten.roll.default)), traits=_COPY)
 def roll(x: Tensor, *, shifts: Any, dims: Any = ()) -> Tensor:
-    """Move the entries along axes, those at an end to the other one; without `dims`, of all elements in a row."""
+    """Shift the entries along axes, cyclically; without `dims`, shift the flattened tensor."""
     return torch.roll(x, shifts, dims)
 
 
 def _tiled(bound: Arguments) -> Arguments | str:
     repeats = bound.pop("dims", bound.get("repeats"))
     if not isinstance(repeats, (tuple, list)):
-        return "is told by a value how often"
+        return "has numbers of repetitions that are computed at run time"
     missing = len(shape_of(bound["x"]) or ()) - len(repeats)
     return {**bound, "repeats": (*[1] * missing, *repeats)}
 
@@ -207,7 +207,7 @@ def _tiled(bound: Arguments) -> Arguments | str:
     traits=_COPY,
 )
 def repeat(x: Tensor, *, repeats: Any) -> Tensor:
-    """The whole tensor so many times along each axis."""
+    """Repeat the tensor along each axis."""
     return x.repeat(repeats)
 
 
@@ -215,7 +215,7 @@ def _times(bound: Arguments) -> Arguments | str:
     bound.pop("output_size", None)
     repeats = bound["repeats"]
     is_number = isinstance(repeats, int) or (isinstance(repeats, fx.Node) and shape_of(repeats) is None)
-    return bound if is_number else "repeats each entry another number of times"
+    return bound if is_number else "repeats entries different numbers of times"
 
 
 @row(
@@ -224,5 +224,5 @@ def _times(bound: Arguments) -> Arguments | str:
     traits=_COPY,
 )
 def repeat_interleave(x: Tensor, *, repeats: int, dim: int | None = None) -> Tensor:
-    """Each entry along `dim` so many times; without `dim`, each element of the tensor in a row."""
+    """Repeat each entry along `dim`; without `dim`, each element of the flattened tensor."""
     return torch.repeat_interleave(x, repeats, dim)

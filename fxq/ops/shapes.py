@@ -1,4 +1,4 @@
-"""Rows of the op table: the same values in another shape or order, and identities."""
+"""Rows of the op table: changes of shape, order of axes, memory layout or dtype, and identities."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fxq.ops.registry import as_tuple, aten, named, row
 from fxq.ops.sizes import leads
-from fxq.ops.table import Arguments, Instead, dtype_of, shape_of, spell
+from fxq.ops.table import Arguments, Redirect, dtype_of, shape_of, spell
 from fxq.ops.traits import float_only, moves
 
 _VIEW = moves("x", layout=True, view=True)
@@ -40,15 +40,15 @@ def unflatten(x: Tensor, *, dim: int, sizes: Any) -> Tensor:
     return torch.unflatten(x, dim, sizes)
 
 
-def _sizes(bound: Arguments) -> Arguments | Instead | str:
-    """The shape as a tuple; to `(x.size(0), -1)` is to flatten, whatever the size."""
+def _sizes(bound: Arguments) -> Arguments | Redirect | str:
+    """Return the shape as a tuple; a reshape to `(x.size(0), -1)` is a flatten."""
     shape = bound.get("shape", ())
     if isinstance(shape, torch.dtype) or (isinstance(shape, tuple) and any(isinstance(s, torch.dtype) for s in shape)):
         return "changes the dtype"
     if not isinstance(shape, (tuple, list)):
         return bound
     if shape and shape[-1] == -1 and leads(bound["x"], shape[:-1]):
-        return Instead("flatten", {"x": bound["x"], "start_dim": len(shape) - 1})
+        return Redirect("flatten", {"x": bound["x"], "start_dim": len(shape) - 1})
     return {**bound, "shape": tuple(shape)}
 
 
@@ -60,19 +60,19 @@ def _sizes(bound: Arguments) -> Arguments | Instead | str:
     traits=_VIEW,
 )
 def reshape(x: Tensor, *, shape: Any) -> Tensor:
-    """The same elements in another shape; `view` is one of its spellings."""
+    """Return the elements of x in another shape; `view` is one of its spellings."""
     return torch.reshape(x, shape)
 
 
-def _moved_axes(bound: Arguments) -> Instead | str:
-    """movedim as a permutation."""
+def _moved_axes(bound: Arguments) -> Redirect | str:
+    """Convert movedim to a permutation."""
     rank = len(shape_of(bound["x"]) or ())
     if any(not isinstance(d, int) for key in ("source", "destination") for d in as_tuple(bound[key], 1)):
-        return "moves an axis that a value says"
+        return "moves an axis that is computed at run time"
     source, to = (tuple(d % rank for d in as_tuple(bound[key], 1)) for key in ("source", "destination"))
     rest = iter(d for d in range(rank) if d not in source)
     dims = tuple(source[to.index(d)] if d in to else next(rest) for d in range(rank))
-    return Instead("permute", {"x": bound["x"], "dims": dims})
+    return Redirect("permute", {"x": bound["x"], "dims": dims})
 
 
 @row(
@@ -88,24 +88,24 @@ def permute(x: Tensor, *, dims: Any) -> Tensor:
     return torch.permute(x, tuple(dims))
 
 
-def _turned(bound: Arguments) -> Arguments | Instead:
-    """x.t() of a matrix; of less than two axes it is x."""
+def _turned(bound: Arguments) -> Arguments | Redirect:
+    """Convert x.t() to a transpose, or the identity if x has fewer than two axes."""
     if len(shape_of(bound["x"]) or ()) < 2:
-        return Instead("identity", bound)
+        return Redirect("identity", bound)
     return {**bound, "dim0": 0, "dim1": 1}
 
 
-def _attribute(bound: Arguments) -> Arguments | Instead | str:
-    """x.T, x.mT, x.data: as torch.fx traces the attributes of a tensor."""
+def _attribute(bound: Arguments) -> Arguments | Redirect | str:
+    """Convert x.T, x.mT and x.data, which torch.fx traces as getattr."""
     name, x = bound.pop("name"), bound["x"]
     if name == "data":
-        return Instead("identity", bound)
+        return Redirect("identity", bound)
     if name == "mT":
         return {"x": x, "dim0": -2, "dim1": -1}
     if name == "T":
         rank = len(shape_of(x) or ())
-        return _turned(bound) if rank <= 2 else Instead("permute", {"x": x, "dims": tuple(range(rank))[::-1]})
-    return f"reads .{name}, which is no op"
+        return _turned(bound) if rank <= 2 else Redirect("permute", {"x": x, "dims": tuple(range(rank))[::-1]})
+    return f"reads .{name}, which is not an op"
 
 
 @row(
@@ -168,30 +168,32 @@ def expand_as(x: Tensor, other: Tensor) -> Tensor:
     return x.expand_as(other)
 
 
-def _same_type(bound: Arguments) -> Arguments | Instead | str:
-    """`to` and the like: the identity where they ask for what is there, `contiguous` where for another layout alone."""
+def _same_type(bound: Arguments) -> Arguments | Redirect | str:
+    """Convert `to` and similar methods: the identity if nothing changes, a cast, or `contiguous` for another layout."""
     layout = bound.pop("memory_format", None)
-    asked = [*bound.pop("args", ()), *(bound.pop(key, None) for key in ("dtype", "device", "other", "layout"))]
-    x, plain = bound["x"], layout is None or layout is torch.preserve_format
-    wanted = [v if isinstance(v, torch.dtype) else dtype_of(v) for v in asked if not (v is None or isinstance(v, bool))]
-    if None in wanted:
+    options = [*bound.pop("args", ()), *(bound.pop(key, None) for key in ("dtype", "device", "other", "layout"))]
+    x, keeps_layout = bound["x"], layout is None or layout is torch.preserve_format
+    dtypes = [
+        v if isinstance(v, torch.dtype) else dtype_of(v) for v in options if not (v is None or isinstance(v, bool))
+    ]
+    if None in dtypes:
         return "may change the device"
-    if any(dtype is not dtype_of(x) for dtype in wanted):
-        return Instead("cast", {"x": x, "dtype": wanted[0]}) if plain else "changes the dtype and the layout"
-    return Instead("identity", {"x": x}) if plain else {"x": x, "memory_format": layout}
+    if any(dtype is not dtype_of(x) for dtype in dtypes):
+        return Redirect("cast", {"x": x, "dtype": dtypes[0]}) if keeps_layout else "changes the dtype and the layout"
+    return Redirect("identity", {"x": x}) if keeps_layout else {"x": x, "memory_format": layout}
 
 
-def _to(dtype: torch.dtype) -> Callable[[Arguments], Arguments | Instead | str]:
+def _to(dtype: torch.dtype) -> Callable[[Arguments], Arguments | Redirect | str]:
     return lambda bound: _same_type({**bound, "dtype": dtype})
 
 
 _TYPES = {"float": torch.float32, "int": torch.int32, "long": torch.int64, "bool": torch.bool}
 
 
-def _same_values(bound: Arguments) -> Arguments | Instead:
+def _same_values(bound: Arguments) -> Arguments | Redirect:
     layout = bound.pop("memory_format", None)
     if layout is None or layout is torch.preserve_format:
-        return Instead("identity", {"x": bound["x"]})
+        return Redirect("identity", {"x": bound["x"]})
     return {**bound, "memory_format": layout}
 
 
@@ -208,13 +210,13 @@ def _same_values(bound: Arguments) -> Arguments | Instead:
     traits=_VIEW,
 )
 def contiguous(x: Tensor, *, memory_format: Any = torch.contiguous_format) -> Tensor:
-    """The same values, laid out in memory as asked."""
+    """Return x in another memory layout."""
     return x.contiguous(memory_format=memory_format)
 
 
 @row(traits=float_only("x"))
 def cast(x: Tensor, *, dtype: torch.dtype) -> Tensor:
-    """The values in another type."""
+    """Convert x to another dtype."""
     return x.to(dtype)
 
 
@@ -238,7 +240,7 @@ _DROPOUTS = (nn.Dropout, nn.AlphaDropout, nn.FeatureAlphaDropout, F.dropout, F.a
     traits=_VIEW,
 )
 def dropout(x: Tensor, *, training: bool) -> Tensor:
-    """The identity: `training` is false, else the call stays as it is written. Canonicalize removes it."""
+    """The identity, since `training` is False (other calls are not canonical). Canonicalize removes it."""
     return F.dropout(x, training=training)
 
 
@@ -249,5 +251,5 @@ def dropout(x: Tensor, *, training: bool) -> Tensor:
     traits=_VIEW,
 )
 def identity(x: Tensor) -> Tensor:
-    """x itself; canonicalize removes it."""
+    """Return x. Canonicalize removes it."""
     return x

@@ -1,4 +1,4 @@
-"""The machinery behind `fxq/ops/`: what a row of the op table is, how spellings are claimed and bound."""
+"""Classes of the op table: rows, spellings, and the binding of calls to ops."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from fxq.errors import FxqError, unknown
 from fxq.ops.traits import OpTraits
 
 META = "fxq"
-"""The key in `node.meta` of what fxq knows about a node (see `fxq/graph/query.py`)."""
+"""Key of the `NodeInfo` in `node.meta` (see `fxq/graph/info.py`)."""
 
 Arguments = dict[str, Any]
 Shape = tuple[int, ...]
-Adapter = Callable[[Arguments], "Arguments | Instead | str"]
-Pick = Callable[[Arguments, Any], "Arguments | Instead | str"]
+Adapter = Callable[[Arguments], "Arguments | Redirect | str"]
+Pick = Callable[[Arguments, Any], "Arguments | Redirect | str"]
 
 _ALIASES = {"input": "x", "self": "x", "tensor": "x", "query": "x", "tensors": "xs"}
 
 
 @dataclass(frozen=True)
-class Instead:
-    """What an adapter returns where a call, with these arguments, is another op than the one that claims the spelling.
+class Redirect:
+    """Result of an adapter whose call, with these arguments, is another op than the one that claims the spelling.
 
     Attributes:
         op: name of the op.
@@ -44,13 +44,13 @@ class Spelling:
     """One way to write an op: a module type, a function, an aten overload, or a method name.
 
     Attributes:
-        target: the module type, callable, or (for a method) its name; of a function in a package that fxq does not
-            import, `module:name`.
-        names: argument names in this spelling's positional order; None means the op's own order. The last one may
-            start with `*`: it takes all remaining positional arguments.
-        adapt: turns the arguments as written into the op's arguments, or returns the reason why it cannot.
-        pick: for a spelling that returns several values: the op's arguments for the value that is taken by an index (or
-            an attribute's name), or the reason why that one is not this op. None: the spelling returns one tensor.
+        target: the module type, the callable, the name of a method, or `module:name` for a function in a package that
+            fxq does not import.
+        names: argument names in this spelling's positional order; None for the op's own order. The last name may start
+            with `*`: it takes all remaining positional arguments.
+        adapt: converts the arguments as written to the op's arguments, or returns the reason why it cannot.
+        pick: for a spelling that returns several values: converts the arguments for the value at an index or attribute
+            name, or returns the reason why that value is not this op. None if the spelling returns one tensor.
     """
 
     target: Any
@@ -60,19 +60,19 @@ class Spelling:
 
 
 def spell(target: Any, names: str | None = None, adapt: Adapter | None = None, pick: Pick | None = None) -> Spelling:
-    """A spelling whose arguments differ from the op's, e.g. `spell("permute", "x *dims")`."""
+    """Return a spelling whose arguments differ from the op's, e.g. `spell("permute", "x *dims")`."""
     return Spelling(target, tuple(names.split()) if names is not None else None, adapt, pick)
 
 
 def shape_of(value: Any) -> tuple[int, ...] | None:
-    """Shape of an argument: a tensor, or a graph node whose value is one; None for anything else."""
+    """Shape of an argument that is a tensor or a node with a tensor value; None for other arguments."""
     if isinstance(value, torch.Tensor):
         return tuple(value.shape)
     return getattr(getattr(value, "meta", {}).get(META), "shape", None)
 
 
 def dtype_of(value: Any) -> torch.dtype | None:
-    """Dtype of an argument: a tensor, or a graph node whose value is one; None for anything else."""
+    """Dtype of an argument that is a tensor or a node with a tensor value; None for other arguments."""
     if isinstance(value, torch.Tensor):
         return value.dtype
     return getattr(getattr(value, "meta", {}).get(META), "dtype", None)
@@ -83,13 +83,15 @@ class Op:
     """One row of the op table.
 
     Attributes:
-        name: what patterns, recipes and reports call it.
-        target: the canonical function: tensor arguments are positional, all others keyword-only.
-        spellings: every way to write the op.
+        name: name of the op in patterns, recipes and reports.
+        target: the canonical function: tensor arguments are positional, options keyword-only.
+        spellings: all ways to write the op.
         traits: how it takes part in quantization.
-        commutes: the first two tensor arguments can be swapped.
-        macs: its multiply-accumulates, from the shapes of its output and of its tensor arguments; None: so few that
-            they are not counted (norms, activations, additions).
+        commutes: whether the first two tensor arguments can be swapped.
+        macs: returns its multiply-accumulates from the shapes of its output and of its tensor arguments; None if they
+            are negligible (norms, activation functions, additions).
+        tensors: names of the tensor arguments.
+        options: names and defaults of the options.
     """
 
     name: str
@@ -106,18 +108,19 @@ class Op:
         object.__setattr__(self, "tensors", tuple(p.name for p in params if p.kind is not p.KEYWORD_ONLY))
         object.__setattr__(self, "options", {p.name: p.default for p in params if p.kind is p.KEYWORD_ONLY})
 
-    def bind(self, spelling: Spelling, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments | Instead | str:
-        """The op's arguments by name, from a call as it was written; or the reason why this call is not this op.
+    def bind(self, spelling: Spelling, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments | Redirect | str:
+        """Bind a call as written to the op's arguments by name, defaults included.
 
-        `Instead`: with these arguments the call is another op.
+        Returns:
+            The arguments, a `Redirect` if the call is another op, or the reason why it is not this op.
         """
         raw = self.bind_raw(spelling, args, kwargs)
         return self.fill(raw) if isinstance(raw, dict) else raw
 
     def bind_raw(
         self, spelling: Spelling, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Arguments | Instead | str:
-        """`bind` without the defaults: only what is given."""
+    ) -> Arguments | Redirect | str:
+        """Bind a call like `bind`, but without defaults."""
         names = spelling.names or (*self.tensors, *self.options)
         bound: Arguments = {}
         for i, value in enumerate(args):
@@ -134,7 +137,7 @@ class Op:
         return spelling.adapt(bound) if spelling.adapt is not None else bound
 
     def fill(self, bound: Arguments) -> Arguments | str:
-        """Fill in defaults, and refuse arguments the op does not have."""
+        """Add defaults to bound arguments; return the reason if the op lacks one of the arguments."""
         bound.pop("inplace", None)
         bound = {key: value for key, value in bound.items() if key != "out" or value is not None}
         extra = [key for key in bound if key not in self.tensors and key not in self.options]
@@ -147,7 +150,7 @@ class Op:
         return {**{key: value for key, value in self.options.items() if key not in bound}, **plain}
 
     def canonical(self, bound: Arguments) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """`args, kwargs` of the canonical call: tensors in order, then the options that differ from their default."""
+        """Return `args, kwargs` of the canonical call: tensors in order, options that differ from defaults."""
         args = [bound.get(name) for name in self.tensors]
         while len(args) > len(self.traits.inputs) and args[-1] is None:
             args.pop()
@@ -155,8 +158,8 @@ class Op:
 
     def bind_module(
         self, spelling: Spelling, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Arguments | Instead | str:
-        """Like `bind`, for a module: what the call does not give is read from the module's attributes of that name."""
+    ) -> Arguments | Redirect | str:
+        """Bind the call of a module like `bind`. Missing arguments are read from its attributes."""
         names = self.traits.inputs
         if len(args) + len(kwargs) > len(names):
             return f"{type(module).__name__} is called with extra arguments"
@@ -170,7 +173,7 @@ class Op:
 
 
 class OpTable:
-    """The rows, by name and by spelling. A spelling claimed by two rows is an error when the second is added."""
+    """The op table: rows by name and by spelling. Names and spellings are unique, see `add`."""
 
     def __init__(self) -> None:
         self._rows: dict[str, Op] = {}
@@ -179,15 +182,15 @@ class OpTable:
         self._leaves: dict[type[nn.Module], str] = {}
 
     def leaf(self, name: str, *modules: type[nn.Module]) -> None:
-        """Name modules that stay calls of a module in every graph, since they keep a state; they run in float."""
+        """Register stateful modules that stay module calls in every graph, and run in float, under a name."""
         self._leaves.update(dict.fromkeys(modules, name))
 
     def leaf_name(self, module: nn.Module) -> str | None:
-        """What `leaf` calls a module of this type, or None."""
+        """Name that `leaf` gave to modules of this type, or None."""
         return next((self._leaves[cls] for cls in type(module).__mro__ if cls in self._leaves), None)
 
     def add(self, op: Op) -> Op:
-        """Add a row. Raises `FxqError` when its name or one of its spellings is taken."""
+        """Add a row. Raises `FxqError` if its name or one of its spellings is taken."""
         if op.name in self._rows:
             raise FxqError(f"op table: the name {op.name!r} is taken; choose another (name=...).")
         spelled: dict[Any, tuple[Op, Spelling]] = {}
@@ -205,7 +208,7 @@ class OpTable:
         return op
 
     def discard(self, name: str) -> None:
-        """Forget a row; unknown names are ignored."""
+        """Remove a row; unknown names are ignored."""
         op = self._rows.pop(name, None)
         if op is not None:
             del self._canonical[op.target]
@@ -221,17 +224,17 @@ class OpTable:
         name: str = "",
         rank: int | None = None,
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Decorator: make the function below the canonical form of an op, named after it where no `name` is given.
+        """Decorator that registers a function as the canonical form of an op; `name` defaults to the function's.
 
-        With a `rank`, the function is one of a family, made inside another function: `conv` of rank 2 is `conv2d`, and
-        the module that it is in has to know it under this name.
+        With a `rank`, the function is one of a family that is defined inside another function: `conv` of rank 2 is
+        `conv2d`, and its module has to define that name.
         """
 
         def register(target: Callable[..., Any]) -> Callable[..., Any]:
             if rank is not None:
                 target.__name__ = target.__qualname__ = f"{target.__name__}{rank}d"
-            made = tuple(s if isinstance(s, Spelling) else Spelling(s) for s in spellings)
-            self.add(Op(name or target.__name__, target, made, traits, commutes, macs))
+            own_spellings = tuple(s if isinstance(s, Spelling) else Spelling(s) for s in spellings)
+            self.add(Op(name or target.__name__, target, own_spellings, traits, commutes, macs))
             return target
 
         return register
@@ -242,11 +245,11 @@ class OpTable:
         return self._rows[name]
 
     def family(self, name: str) -> tuple[str, str, str]:
-        """The names of the ops of 1, 2 and 3 dimensions: of "conv" they are "conv1d", "conv2d" and "conv3d"."""
+        """Names of the ops of a family for 1, 2 and 3 dimensions: for "conv", "conv1d", "conv2d" and "conv3d"."""
         return self[f"{name}1d"].name, self[f"{name}2d"].name, self[f"{name}3d"].name
 
     def fused_after(self, layer: str) -> tuple[str, ...]:
-        """The names of the activation functions that are fused with a kind of layer, see `OpTraits.fused_after`."""
+        """Names of the activation functions that are fused with a kind of layer, see `OpTraits.fused_after`."""
         return tuple(op.name for op in self if layer in op.traits.fused_after)
 
     def __contains__(self, name: str) -> bool:
@@ -259,19 +262,19 @@ class OpTable:
         """The op whose canonical function is `target`, or None."""
         try:
             return self._canonical.get(target)
-        except TypeError:  # unhashable: no op's target
+        except TypeError:  # unhashable, so not the target of an op
             return None
 
     def of_call(self, target: Any) -> tuple[Op, Spelling] | None:
-        """The op that a function, aten overload or method name spells, or None."""
+        """Op and spelling of a function, aten overload or method name, or None."""
         try:
-            found = self._spelled.get(target)
+            row = self._spelled.get(target)
         except TypeError:
             return None
-        return self._spelled.get(name_of(target)) if found is None and isinstance(target, FunctionType) else found
+        return self._spelled.get(name_of(target)) if row is None and isinstance(target, FunctionType) else row
 
     def of_module(self, module: nn.Module) -> tuple[Op, Spelling] | None:
-        """The op that a module spells: its own type, or a base whose forward it does not override."""
+        """Op and spelling of a module: of its type, or of a base class whose forward it does not override; or None."""
         for cls in type(module).__mro__:
             if cls in self._spelled:
                 same = all(

@@ -1,4 +1,4 @@
-"""How an op takes part in quantization: what passes ask about it."""
+"""Traits of ops: how an op takes part in quantization."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from typing import Any, Literal
 from fxq.quant.spec import Role, TensorSpec
 
 Kind = Literal["computes", "moves", "float"]
-STATE_DYNAMIC = "the range of its state is measured in each step: {}"
-"""What is noted of a recurrent layer whose recipe asks for another range, with the reason."""
+STATE_DYNAMIC = "its state has a dynamic range, computed in each step: {}"
+"""Note for a recurrent layer whose state has a dynamic range although the recipe asks for another, with the reason."""
 
 
 @dataclass(frozen=True)
 class Recurrence:
-    """What passes ask about an op whose values are its hidden states, step by step.
+    """Traits of a recurrent layer, whose value holds its hidden states, step by step.
 
-    On integers, the product with the hidden state reads that from a symmetric grid, which two options of the op say.
+    On integers, the product with the hidden state reads it from a grid, which options of the op define.
 
     Attributes:
-        states: names of the arguments that are states in front of the first step, the hidden one first; float.
-        gates: the names of its gates: equal parts of the rows of its weights, in this order.
-        bounded: given the tensors and options of a call, whether its hidden states lie between -1 and 1.
-        differs: given the same, whether the op's value may have another range than the hidden state that the product
-            reads, so that no observer of the value can tell the range of the state.
-        steps: the option that says how many integers there are on either side of zero; 0: the state is float.
-        scale: the option that says their scale; None: measured in each step.
-        affine: the option that says of a measured grid that it is not symmetric; empty: there is none.
+        states: names of the arguments that are initial states, the hidden state first; float.
+        gates: names of its gates, in the order of their equal parts of the weights' rows.
+        bounded: whether the hidden states of a call are between -1 and 1, from its tensors and options.
+        differs: whether the value of a call may have another range than its hidden state, so that an observer of the
+            value does not see the range of the state; from the call's tensors and options.
+        steps: name of the option with the number of integers on either side of zero; 0 for a float state.
+        scale: name of the option with the scale of the state; None for a dynamic scale.
+        affine: name of the option that makes a dynamic grid asymmetric; empty if there is no such option.
     """
 
     states: tuple[str, ...]
@@ -41,49 +41,49 @@ class Recurrence:
     def with_grid(
         self, options: Mapping[str, Any], steps: int, scale: float | None, symmetric: bool = True
     ) -> dict[str, Any]:
-        """The options of a call, on a grid."""
-        known: dict[str, Any] = {self.scale: scale} if scale is not None else {}
-        known |= {} if symmetric else {self.affine: True}
-        return {**self.without_grid(options), self.steps: steps, **known}
+        """Options of a call with its hidden state on this grid."""
+        grid: dict[str, Any] = {self.scale: scale} if scale is not None else {}
+        grid |= {} if symmetric else {self.affine: True}
+        return {**self.without_grid(options), self.steps: steps, **grid}
 
     def without_grid(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """The options of a call whose hidden state is float."""
+        """Options of a call with its hidden state in float."""
         return {name: value for name, value in options.items() if name not in (self.steps, self.scale, self.affine)}
 
 
 @dataclass(frozen=True)
 class OpTraits:
-    """How an op takes part in quantization.
+    """Traits of an op: how it takes part in quantization.
 
     Attributes:
-        kind: `computes` (has integer kernels on some backend), `moves` (only selects or copies values, so its inputs
-            and its output share scale and zero point), `float` (no integer form).
+        kind: `computes` (has integer kernels on some backend), `moves` (only selects, copies or clips values, so that
+            inputs and output share scale and zero point) or `float` (no integer form).
         inputs: names of the arguments that are activations.
         weight: name of the argument that is a weight, if any.
-        more_weights: names of further ones, of the same output-channel axis.
+        more_weights: names of further weights, with the same output-channel axis.
         bias: name of the argument that is a bias, if any.
-        more_biases: names of further biases, of a recurrent layer; correct-bias leaves them alone, and has no `bias`.
-        axis: the output-channel axis of the weight.
-        channels: the axis of these channels in the output, counted from its end.
-        table: its weight is a table of which whole rows are read.
-        heavy: worth an int8 kernel for its own sake; light ops only follow their neighbours.
-        pointwise: each output element depends on one input element alone (and, at most, on its channel), so that a
-            table with an entry for each integer is an exact kernel. With two inputs: where one of them is a constant.
-        layout: `moves` without looking at a value, or only to see which is larger, hence right on integers of any grid
-            as it stands.
-        view: the output may alias an input.
-        narrows: the range of the output is smaller than the input's (relu), so that quantizing after it is better.
-        selects: hands on a part of the values only, whose range may be much narrower than that of all of them.
-        fills: names of the arguments whose numbers, and constants, stand among the values of the output as they are:
-            what a pad or a mask brings in.
-        surrounds: name of the option that says how many of these numbers stand around the input, in `F.pad`'s order.
-        maximum: the largest value of each window (options kernel_size, padding, dilation and ceil_mode) is the output,
-            so that what is below all others in its window is not seen.
-        masks: a mask can be applied by it: by adding large numbers, or by choosing between values.
-        fused_after: the layers that fxq fuses this function with: "conv", "linear", "excite" (the first layer of
-            squeeze-and-excitation) or "gate" (its second). Read when fxq is imported, so an own op leaves it empty.
-        recurrence: what a recurrent layer says of its states and gates; None for any other op.
-        unless: given all arguments, the reason why this call does not fit `kind`, or None.
+        more_biases: names of the biases of a recurrent layer, which correct-bias does not change; it has no `bias`.
+        axis: output-channel axis of the weight.
+        channels: axis of these channels in the output, counted from the end (negative).
+        table: whether the weight is a table of which whole rows are read.
+        heavy: whether the op is worth an int8 kernel by itself; other ops follow their neighbours.
+        pointwise: whether each output element depends on one input element and, at most, its channel, so that a lookup
+            table is an exact kernel. For two inputs: if one of them is a constant.
+        layout: for `moves`: whether the op only copies or compares values, so that it is correct on integers of any
+            grid.
+        view: whether the output may alias an input.
+        narrows: whether the output has a smaller range than the input (relu), so that quantizing after it is better.
+        selects: whether the output is a part of the values, whose range may be much smaller.
+        fill_constants: names of the arguments with fill constants: numbers that a pad or a mask writes into the output.
+        surrounds: name of the option with the widths of the padding, in the order of `F.pad`.
+        maximum: whether the output is the maximum of each window (options kernel_size, padding, dilation, ceil_mode),
+            so that smaller values in a window do not matter.
+        masks: whether the op can apply a mask, by adding large numbers or by choosing between values.
+        fused_after: layers that fxq fuses this activation function with: "conv", "linear", "excite" (the first layer of
+            squeeze-and-excitation) or "gate" (its second). Read when fxq is imported, so leave it empty for your own
+            ops.
+        recurrence: traits of a recurrent layer; None for other ops.
+        unless: returns the reason why a call with these arguments does not fit `kind`, or None.
     """
 
     kind: Kind
@@ -110,11 +110,11 @@ class OpTraits:
     unless: Callable[[Mapping[str, Any]], str | None] | None = None
 
     def in_float(self, activation: TensorSpec | None) -> bool:
-        """Whether the op computes in float where this spec is asked of activations: always, or because it is None."""
+        """Whether the op computes in float if this is the spec of activations; a spec of None asks for float."""
         return activation is None or self.kind == "float"
 
     def role(self, name: str) -> Role | None:
-        """What the argument of that name is to the op; None for one that is read in float whatever happens."""
+        """Role of an argument; None for one that is always read in float."""
         if name in self.inputs:
             return "activation"
         if name in (self.weight, *self.more_weights):
@@ -125,15 +125,15 @@ class OpTraits:
 
 
 def computes(*inputs: str, **options: Any) -> OpTraits:
-    """The op has integer kernels on some backend."""
+    """Traits of an op with integer kernels on some backend."""
     return OpTraits("computes", inputs or ("x",), **options)
 
 
 def moves(*inputs: str, **options: Any) -> OpTraits:
-    """The op selects, copies or clips values: inputs and output share scale and zero point."""
+    """Traits of an op that selects, copies or clips values: inputs and output share scale and zero point."""
     return OpTraits("moves", inputs or ("x",), **options)
 
 
 def float_only(*inputs: str, **options: Any) -> OpTraits:
-    """The op has no integer form."""
+    """Traits of an op without an integer form."""
     return OpTraits("float", inputs or ("x",), **options)

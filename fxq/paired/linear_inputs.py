@@ -15,7 +15,7 @@ from fxq.common.isolation import seeded
 from fxq.common.metrics import Agreement, token_weights
 from fxq.graph.grid import dynamic_grid_of, grid_of
 from fxq.graph.info import Plan, info
-from fxq.graph.program import Program
+from fxq.graph.program import IsolatedGraph
 from fxq.graph.query import is_op, plan_of, read_attribute
 from fxq.graph.unit import calls_of
 from fxq.paired.used_rows import AT_ONCE, used_rows
@@ -181,9 +181,9 @@ class _FloatRun(CachedFloatForm):
     def __init__(
         self, gm: fx.GraphModule, batch: Batch, floats: LayerValues, inputs: Mapping[fx.Node, LinearInput], share: float
     ) -> None:
-        super().__init__(gm, batch, floats, inputs, modules=Program(gm, gm.graph).modules)
+        super().__init__(gm, batch, floats, inputs, modules=IsolatedGraph(gm, gm.graph).modules)
         self._inputs, self._share = inputs, share
-        self._used = used_rows(Program(gm, gm.graph), batch, inputs)
+        self._used = used_rows(IsolatedGraph(gm, gm.graph), batch, inputs)
 
     def compute(self, node: fx.Node) -> Any:
         value = super().compute(node)

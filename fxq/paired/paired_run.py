@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from fxq.common.data import Batch
 from fxq.common.isolation import copied
-from fxq.graph.program import Program
+from fxq.graph.program import IsolatedGraph
 from fxq.graph.query import is_op, op_of, options_of
 from fxq.graph.run import Runner
 from fxq.paired.used_rows import used_rows
@@ -29,8 +29,8 @@ class PairedRun:
     """
 
     def __init__(self, gm: fx.GraphModule, batches: Sequence[Batch], tokens: Collection[fx.Node] = ()) -> None:
-        self._used = [used_rows(Program(gm, gm.graph), batch, tokens) for batch in batches]
-        sides = [(runner, Program(gm, gm.graph).modules) for runner in (Runner, FloatForm)]
+        self._used = [used_rows(IsolatedGraph(gm, gm.graph), batch, tokens) for batch in batches]
+        sides = [(runner, IsolatedGraph(gm, gm.graph).modules) for runner in (Runner, FloatForm)]
         self._runs = [tuple(runner(gm, copied(batch), modules=own) for runner, own in sides) for batch in batches]
 
     def values(self, node: fx.Node) -> Iterator[tuple[Any, Any]]:

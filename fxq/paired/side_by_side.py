@@ -14,7 +14,7 @@ from fxq.common.data import Batch
 from fxq.common.isolation import copied
 from fxq.common.metrics import tensors
 from fxq.graph.grid import grid_of
-from fxq.graph.program import Program
+from fxq.graph.program import IsolatedGraph
 from fxq.graph.query import is_op, plan_of
 from fxq.graph.run import Runner
 from fxq.quant.qparams import QParams, dequantize, quantize
@@ -23,7 +23,7 @@ from fxq.quant.qparams import QParams, dequantize, quantize
 class _Run(Runner):
     """Independent run: other runs at the same time change neither its random numbers nor its modules."""
 
-    def __init__(self, program: Program, batch: Batch) -> None:
+    def __init__(self, program: IsolatedGraph, batch: Batch) -> None:
         super().__init__(program.gm, copied(batch), program.graph, program.modules)  # it may change its inputs in place
         self.safe: Callable[[Any], Any] = copied if program.overwrites else lambda value: value
         self._rng_state = torch.get_rng_state()
@@ -60,8 +60,8 @@ class ComparedValue:
 
 
 def side_by_side(
-    reference: Program,
-    compared: Program,
+    reference: IsolatedGraph,
+    compared: IsolatedGraph,
     pairs: Mapping[fx.Node, fx.Node],
     batch: Batch,
     own: bool = False,
@@ -87,7 +87,7 @@ def side_by_side(
         `ComparedValue`s. Values that cannot be compared (no float tensors, another structure) are left out, and so are
         integer tensors among float ones.
     """
-    integer, alone = _Run(compared, batch), _IsolatedRun(compared.alone, batch) if own else None
+    integer, alone = _Run(compared, batch), _IsolatedRun(compared.fresh, batch) if own else None
     real = _ReferenceRun(reference, set(pairs.values()), batch, see)
     rounded = {rounded_at(node): node for node in pairs}
     for node in compared.graph.nodes:
@@ -105,7 +105,11 @@ def side_by_side(
 
 
 def corrected(
-    reference: Program, compared: Program, pairs: Mapping[fx.Node, fx.Node], batch: Batch, exact: Collection[fx.Node]
+    reference: IsolatedGraph,
+    compared: IsolatedGraph,
+    pairs: Mapping[fx.Node, fx.Node],
+    batch: Batch,
+    exact: Collection[fx.Node],
 ) -> ComparedValue | None:
     """Output of a graph if some of its nodes had no error: they have the values of the reference.
 
@@ -147,7 +151,7 @@ def rounded_at(node: fx.Node) -> fx.Node:
 class _ReferenceRun(_Run):
     """Run of the reference on demand. Wanted values that it has passed are stored until they are requested."""
 
-    def __init__(self, program: Program, wanted: set[fx.Node], batch: Batch, see: Any) -> None:
+    def __init__(self, program: IsolatedGraph, wanted: set[fx.Node], batch: Batch, see: Any) -> None:
         super().__init__(program, batch)
         self._see, self._wanted = see, {rounded_at(node) for node in wanted}
         self._nodes, self._waiting = iter(program.graph.nodes), dict[fx.Node, Any]()

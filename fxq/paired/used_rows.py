@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from fxq.common.data import Batch, pieces_of, samples_in
 from fxq.common.isolation import copied
 from fxq.common.metrics import tensors
-from fxq.graph.program import Program
+from fxq.graph.program import IsolatedGraph
 from fxq.pipeline.float_form import FloatForm
 
 log = logging.getLogger("fxq")
@@ -22,7 +22,7 @@ AT_ONCE = 8
 
 
 def used_rows(
-    program: Program, batch: Batch, nodes: Collection[fx.Node], at_once: int | None = None
+    program: IsolatedGraph, batch: Batch, nodes: Collection[fx.Node], at_once: int | None = None
 ) -> dict[fx.Node, Tensor]:
     """Tokens of values that the output of the float form depends on. The others are padding.
 
@@ -63,7 +63,7 @@ def used_rows(
     return all_used
 
 
-def _used_rows_at_once(program: Program, batch: Batch, nodes: Collection[fx.Node]) -> dict[fx.Node, Tensor]:
+def _used_rows_at_once(program: IsolatedGraph, batch: Batch, nodes: Collection[fx.Node]) -> dict[fx.Node, Tensor]:
     """`used_rows` for samples that run at once; empty if the graph fails with gradients or with other values."""
     try:
         with torch.inference_mode(False):  # inference mode has no gradients
@@ -75,9 +75,9 @@ def _used_rows_at_once(program: Program, batch: Batch, nodes: Collection[fx.Node
         return {}
 
 
-def _try_used_rows(program: Program, batch: Batch, nodes: Collection[fx.Node]) -> dict[fx.Node, Tensor]:
+def _try_used_rows(program: IsolatedGraph, batch: Batch, nodes: Collection[fx.Node]) -> dict[fx.Node, Tensor]:
     """`used_rows` for samples that run at once. Raises any error of the graph."""
-    run = _RecordingRun(Program(program.gm, program.graph), batch, nodes)
+    run = _RecordingRun(IsolatedGraph(program.gm, program.graph), batch, nodes)
     with torch.enable_grad():
         outputs = tuple(tensors(run.run()))
         differentiable = [t for t in outputs if t.is_floating_point() and t.requires_grad]
@@ -88,7 +88,7 @@ def _try_used_rows(program: Program, batch: Batch, nodes: Collection[fx.Node]) -
     if not used:
         return {}
     with torch.enable_grad():  # without, some ops of PyTorch run other kernels, whose last bits differ
-        changed = tuple(tensors(_RecordingRun(Program(program.gm, program.graph), batch, nodes, used).run()))
+        changed = tuple(tensors(_RecordingRun(IsolatedGraph(program.gm, program.graph), batch, nodes, used).run()))
     same = len(outputs) == len(changed) and all(map(torch.equal, outputs, changed))
     return used if same else {}
 
@@ -102,7 +102,7 @@ class _RecordingRun(FloatForm):
 
     def __init__(
         self,
-        program: Program,
+        program: IsolatedGraph,
         batch: Batch,
         nodes: Collection[fx.Node],
         used: Mapping[fx.Node, Tensor] | None = None,

@@ -7,7 +7,7 @@ from typing import Any
 from torch import fx
 
 from fxq.graph.info import Decision, Plan, precision_of
-from fxq.graph.query import argument, is_op, measures_of, op_of, plan_of, reads_only_metadata, swapped
+from fxq.graph.query import argument, dynamic_grid_ops, is_op, op_of, plan_of, reads_only_metadata, swapped
 from fxq.pipeline.candidates import UNREAD
 from fxq.rewriting.rewriter import Rewriter
 
@@ -58,4 +58,4 @@ def _has_no_integer_reader(node: fx.Node, dequantize: fx.Node | None = None) -> 
 
 def _is_static_quantize(node: fx.Node) -> bool:
     """Whether a node quantizes to a grid that is known before the model runs."""
-    return is_op(node, "quantize") and not measures_of(node)
+    return is_op(node, "quantize") and not dynamic_grid_ops(node)

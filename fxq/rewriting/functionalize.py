@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from fxq.graph.analysis.memory import STATELESS, MemoryWatch
+from fxq.graph.analysis.memory import KEEP_STATE_REMEDY, MemoryWatch
 from fxq.graph.guards import own_copy
 from fxq.graph.info import info
 from fxq.graph.query import reads_only_metadata, swapped
@@ -232,7 +232,7 @@ class Functionalization:
         while alias.parent is not None:
             alias = alias.parent
         if alias.node.op == "get_attr" and alias.node.target not in self.new_constants:
-            of, why = f"{alias.node.target!r}, a tensor of the model,", STATELESS
+            of, why = f"{alias.node.target!r}, a tensor of the model,", KEEP_STATE_REMEDY
             if str(alias.node.target).startswith("_tensor_constant"):  # as a trace names what no module holds
                 of = "a tensor that the graph holds as a constant, since no traced call makes it (torch.from_numpy),"
                 why = "a graph keeps no state between calls. Make it with torch (torch.zeros, torch.tensor)."

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from fxq.errors import PatternError, unknown
-from fxq.graph.analysis.mutation import Changes
+from fxq.graph.analysis.mutation import MemoryWriters
 from fxq.graph.info import info
 from fxq.graph.query import called_name, constant, flat_nodes, is_op, op_of, options_of
 from fxq.rewriting.near_miss import Refusal
@@ -126,7 +126,7 @@ class Matcher:
         self.gm = gm
         self.taken: set[fx.Node] = set()
         self._users: dict[fx.Node, dict[str, deque[fx.Node]]] = {}
-        self.changes = Changes(gm.graph.nodes)
+        self.changes = MemoryWriters(gm.graph.nodes)
 
     def note(self, node: fx.Node) -> None:
         """Learn what a node that was made or changed reads and overwrites."""

@@ -11,7 +11,7 @@ from fxq.graph.info import info
 from fxq.graph.query import flat_nodes
 from fxq.graph.updates import updated_view
 from fxq.ops import OPS
-from fxq.ops.table import Instead
+from fxq.ops.table import Redirect
 from fxq.rewriting.in_place import name_in_place
 from fxq.rewriting.rewriter import Rewriter
 
@@ -37,7 +37,7 @@ def view_of(rewriter: Rewriter, view: fx.Node) -> tuple[str, dict[str, Any]] | N
     else:
         spelled = OPS.of_call(view.target)
         bound = spelled[0].bind(spelled[1], view.args, view.kwargs) if spelled is not None else ""
-    if isinstance(bound, Instead):
+    if isinstance(bound, Redirect):
         return bound.op, bound.arguments
     return (spelled[0].name, bound) if spelled is not None and isinstance(bound, dict) else None
 

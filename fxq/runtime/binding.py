@@ -158,7 +158,7 @@ class Bound:
 
     def holds(self) -> bool:
         """Whether the modules that it calls are the same, and as they were."""
-        return not self.watch.changed and self.watch.seen.holds()
+        return not self.watch.changed and self.watch.seen.is_unchanged()
 
 
 def bind(gm: fx.GraphModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Bound]:
@@ -238,7 +238,7 @@ class _Binder(Runner):
         if not self.fixed.issuperset(node.all_input_nodes):
             return called(*args, **kwargs)
         module = submodule(self.gm, node)
-        value, fixed = run(node, called, args, kwargs, isinstance(module, Bindable) and module.is_itself())
+        value, fixed = run(node, called, args, kwargs, isinstance(module, Bindable) and module.is_unmodified())
         if fixed:
             self.fixed.add(node)
         return value
@@ -253,9 +253,9 @@ class _Binder(Runner):
             return getattr(args[0], str(node.target)), f"{self._text(node.args[0])}.{node.target}"
         called: Any = node.target if node.op == "call_function" else self.gm.get_submodule(str(node.target))
         if isinstance(called, Bindable):
-            called.tell(self.watch)
+            called.notify(self.watch)
             binds = not node.kwargs and self.fixed.issuperset(node.all_input_nodes)
-            called = called.callee(*args) if binds else called.callee()
+            called = called.callable_for(*args) if binds else called.callable_for()
         return called, self._constant(called)
 
     def _text(self, value: Any) -> str:
@@ -289,7 +289,7 @@ class _Binder(Runner):
         for owner in (self.gm.get_submodule(path) for path in sorted(above)):
             for members in (owner._modules, owner._parameters, owner._buffers):
                 if members:
-                    self.watch.seen.follow(members)
+                    self.watch.seen.add(members)
 
 
 def _function(source: str, constants: dict[str, Any]) -> Forward:

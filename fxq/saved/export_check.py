@@ -15,7 +15,7 @@ from fxq.common.isolation import copied
 from fxq.common.metrics import tensors
 from fxq.common.trees import mapped
 from fxq.errors import ExportError, warn, words_of
-from fxq.graph.analysis.varying_axes import FIXED, Axes, inputs_of
+from fxq.graph.analysis.varying_axes import FIXED_SIZE_REMEDY, Axes, inputs_of
 from fxq.graph.info import info
 from fxq.graph.run import Runner, inputs_for
 from fxq.onnx.model_check import Difference, ModelCheck
@@ -56,7 +56,8 @@ def checked_batches(gm: fx.GraphModule, batch: Batch, axes: Axes) -> Iterator[Ba
 def warn_of_fixed_sizes(path: Path, batch: Batch, why: str) -> None:
     """Warn that an exported model has the example's sizes only, with the reason."""
     warn(
-        f"{path} takes inputs of the example's sizes only, {batch}: {why.removesuffix(FIXED).rstrip(' .')}. "
+        f"{path} takes inputs of the example's sizes only, {batch}: "
+        f"{why.removesuffix(FIXED_SIZE_REMEDY).rstrip(' .')}. "
         "Pass dynamic=False if this is intended. For other sizes, change that part of the model or export each one."
     )
 

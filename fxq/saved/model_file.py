@@ -272,7 +272,7 @@ class _KernelClass:
 def _check_kernels(model: Quantized) -> None:
     """Raise `InputError` for kernels and hooks that run code which is not in the file."""
     for node, kernel in kernels_of(model):
-        if not kernel.is_itself():
+        if not kernel.is_unmodified():
             raise InputError(f"{node.name}: its kernel has hooks or its own forward, and a file holds no code.")
         if known_kernels().get(kernel.described.name) is not kernel.described:
             raise InputError(

@@ -130,7 +130,7 @@ def misfit(kernel: Kernel, node: fx.Node) -> str | None:
     with torch.no_grad(), without_autocast():
         expected = module(*form_inputs)
         try:
-            got = [run(*_copies(kernel_inputs)) for run in (kernel, kernel.callee(*_copies(kernel_inputs)))]
+            got = [run(*_copies(kernel_inputs)) for run in (kernel, kernel.callable_for(*_copies(kernel_inputs)))]
         except Exception as error:
             return f"it raised {type(error).__name__}: {words_of(error)}"
     has_units = len(info(node).plans) > 1

@@ -19,7 +19,7 @@ from fxq.common.isolation import copied
 from fxq.common.metrics import identical, tensors
 from fxq.common.trees import mapped
 from fxq.errors import ExportError, words_of
-from fxq.graph.analysis.varying_axes import FIXED, Dynamic, inputs_of, said, varying_axes
+from fxq.graph.analysis.varying_axes import FIXED_SIZE_REMEDY, Dynamic, inputs_of, size_names, varying_axes
 from fxq.graph.guards import check_fixed, make_output
 from fxq.graph.query import is_check
 from fxq.graph.run import inputs_for
@@ -106,7 +106,9 @@ def program_of(path: Path, gm: fx.GraphModule, batch: Batch, dynamic: Dynamic) -
         except UserError:  # perhaps there is a minimum size, which the program then checks at run time
             program = export(lambda label: Dim.DYNAMIC)
     except Exception as error:  # ops may raise anything when they are traced
-        raise _refused(path, error, f" {said(axes)} of another size. {FIXED}" if axes else "") from error
+        raise _refused(
+            path, error, f" {size_names(axes)} of another size. {FIXED_SIZE_REMEDY}" if axes else ""
+        ) from error
     for node in program.graph.nodes:
         node.meta.pop("stack_trace", None)  # it has paths of this machine
     return program

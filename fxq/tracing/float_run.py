@@ -21,7 +21,7 @@ from fxq.common.iterators import IteratorStandIn
 from fxq.common.metrics import tensors
 from fxq.common.state import ABSENT, ChangedPlace
 from fxq.errors import TraceError, words_of
-from fxq.graph.analysis.memory import STATELESS
+from fxq.graph.analysis.memory import KEEP_STATE_REMEDY
 from fxq.tracing.fidelity import call, same_values
 from fxq.tracing.probe_batches import variations
 from fxq.tracing.weight_norm import is_normed
@@ -270,7 +270,7 @@ _DRAW = (
 
 def _remedy(path: str, shared: bool = False) -> str:
     """What to do about state of a module; the model itself cannot be a leaf."""
-    return _SHARED if shared else STATELESS if path else _WHOLE
+    return _SHARED if shared else KEEP_STATE_REMEDY if path else _WHOLE
 
 
 def _counts(changes: list[ChangedPlace]) -> dict[tuple[str, str], Any]:

@@ -15,7 +15,7 @@ from fxq.common.metrics import Agreement
 from fxq.display.queryable import Rows, decibels, layer_text
 from fxq.display.tables import Column, Part, text
 from fxq.errors import InputError
-from fxq.graph.program import Program
+from fxq.graph.program import IsolatedGraph
 from fxq.ledger.comparison import Baseline
 from fxq.ledger.layer_error import same_values
 from fxq.ledger.ledger import rows_by_node
@@ -117,7 +117,7 @@ def blamed(
 
     def probe(count: int) -> float:
         if count not in sqnrs:
-            sqnrs[count] = _output(reference.program, Program(model, model.graph), pairs, batches, layers[:count])
+            sqnrs[count] = _output(reference.program, IsolatedGraph(model, model.graph), pairs, batches, layers[:count])
             advance()
         return sqnrs[count]
 
@@ -138,8 +138,8 @@ def _probe(row: Any, sqnr: float, position: int) -> BisectionStep:
 
 
 def _output(
-    reference: Program,
-    compared: Program,
+    reference: IsolatedGraph,
+    compared: IsolatedGraph,
     pairs: dict[fx.Node, fx.Node],
     batches: Sequence[Batch],
     exact: Sequence[fx.Node],

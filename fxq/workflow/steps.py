@@ -21,7 +21,7 @@ from fxq.common.names import check_names, is_writable
 from fxq.common.train_mode import first_in_train_mode
 from fxq.errors import InputError, RecipeError, warn
 from fxq.graph.info import info, set_info
-from fxq.graph.program import Program
+from fxq.graph.program import IsolatedGraph
 from fxq.graph.text.text_writer import same_graph
 from fxq.ledger.build import ledger_of
 from fxq.ledger.comparison import Baseline
@@ -325,4 +325,4 @@ def float_reference(model: nn.Module, b: QuantizedModel, first: Batch) -> Baseli
             f"{len(now)} parameters): the errors are not those of quantization alone."
         )
     divisible, is_large = manager.context.divisible, original.is_large
-    return Baseline(Program(original.gm, original.graph), original.nodes, divisible=divisible, is_large=is_large)
+    return Baseline(IsolatedGraph(original.gm, original.graph), original.nodes, divisible=divisible, is_large=is_large)

@@ -121,9 +121,9 @@ def bound_as_run(kernel: Kernel, *inputs: Tensor) -> None:
         expected = kernel(*map(torch.clone, inputs))
     except Exception as error:
         with pytest.raises(type(error)):
-            kernel.callee(*inputs)(*map(torch.clone, inputs))
+            kernel.callable_for(*inputs)(*map(torch.clone, inputs))
         return
-    run = kernel.callee(*inputs)
+    run = kernel.callable_for(*inputs)
     for values in (inputs, tuple(map(again, inputs))):
         copied = [again(x).copy_(x) if 0 not in x.stride() else x for x in values]
         expected = kernel(*[again(x).copy_(x) if 0 not in x.stride() else x for x in values])

@@ -93,7 +93,9 @@ def test_leaf_modules_come_from_the_caller():
     gm = graph(model, x)
     text, tensors = fxq.extend.write_graph(gm), fxq.extend.graph_tensors(gm)
     assert "modules['rnn'] = leaf('GRU')" in text and set(tensors) == {"fc.weight", "fc.bias"}
-    with pytest.raises(fxq.InputError, match=r"line 1: the leaf module 'rnn' is no data: give it, modules=\{'rnn': "):
+    with pytest.raises(
+        fxq.InputError, match=r"line 1: the leaf module 'rnn' is not in the text: pass it as modules=\{'rnn': "
+    ):
         fxq.extend.read_graph(text, tensors)
     assert torch.equal(fxq.extend.read_graph(text, tensors, {"rnn": model.rnn})(x), model(x))
 
@@ -119,7 +121,7 @@ def test_a_kernel_from_text():
     ("line", "why"),
     [
         (LOWERED.format(GRID).replace("cpu.quantize", "cpu.quantise"), "line 1: unknown kernel 'cpu.quantise'; did"),
-        (LOWERED.format("3.0, size=2"), "line 1: no cpu.quantize can be made of this: .*size"),
+        (LOWERED.format("3.0, size=2"), "line 1: these options do not fit cpu.quantize: .*size"),
         (LOWERED.format("None, w=tensor('w')"), "line 1: unknown tensor 'w'"),
         (LOWERED.format(GRID).replace("['q'](", "['p']("), "line 3: unknown module 'p'"),
         (LOWERED.format(GRID).replace("'q'", "'__class__'"), "line 1: expected the path of a tensor or module"),

@@ -1,4 +1,4 @@
-"""Modules tell when they change, in every way in which a module can."""
+"""Modules report every kind of change to their watches."""
 
 import copy
 import gc
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from fxq.graph.bindable import Bindable, ModuleWatch, Seen
+from fxq.graph.bindable import Bindable, ModuleSnapshot, ModuleWatch
 
 pytestmark = pytest.mark.any_cpu
 
@@ -50,10 +50,10 @@ X = torch.ones(2)
         (lambda m: m(X), False),
     ],
 )
-def test_it_tells(change, tells):
-    made, watch = Double(), ModuleWatch()
-    made.tell(watch)
-    change(made)
+def test_a_change_is_reported(change, tells):
+    module, watch = Double(), ModuleWatch()
+    module.notify(watch)
+    change(module)
     assert watch.changed is tells
 
 
@@ -70,37 +70,37 @@ def test_it_tells(change, tells):
     ],
 )
 def test_its_tensors_are_as_they_were(write, holds):
-    made = Double()
-    seen = Seen(made._buffers)
-    assert seen.holds()
-    write(made)
-    assert seen.holds() is holds
+    module = Double()
+    snapshot = ModuleSnapshot(module._buffers)
+    assert snapshot.is_unchanged()
+    write(module)
+    assert snapshot.is_unchanged() is holds
 
 
-def test_what_to_call_for_inputs():
-    made = Double()
-    assert made.callee(X)(X).tolist() == made.callee()(X).tolist() == [2, 2]
-    assert made.callee() == made.forward and made.callee(X) != made.forward
-    assert Overridden().callee(X)(X).tolist() == [5, 5]  # the bind that it inherits goes with another forward
-    made.forward = lambda x: x * 7
-    assert made.callee(X)(X).tolist() == [7, 7]
+def test_callable_for_inputs():
+    module = Double()
+    assert module.callable_for(X)(X).tolist() == module.callable_for()(X).tolist() == [2, 2]
+    assert module.callable_for() == module.forward and module.callable_for(X) != module.forward
+    assert Overridden().callable_for(X)(X).tolist() == [5, 5]  # the inherited bind belongs to another forward
+    module.forward = lambda x: x * 7
+    assert module.callable_for(X)(X).tolist() == [7, 7]
     hooked = Double()
     hooked.register_forward_hook(lambda module, args, result: result + 1)
-    assert hooked.callee(X) is hooked and hooked.callee(X)(X).tolist() == [3, 3]
+    assert hooked.callable_for(X) is hooked and hooked.callable_for(X)(X).tolist() == [3, 3]
 
 
-def test_copies_and_pickles_do_not_tell_the_watch_of_the_original():
-    made, watch = Double(), ModuleWatch()
-    made.tell(watch)
-    for other in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
-        other.option = 9
+def test_copies_and_pickles_do_not_report_to_the_watch_of_the_original():
+    module, watch = Double(), ModuleWatch()
+    module.notify(watch)
+    for copied in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        copied.option = 9
     assert not watch.changed
 
 
 def test_a_watch_that_is_gone_is_not_held():
-    made, watch = Double(), ModuleWatch()
-    made.tell(watch)
+    module, watch = Double(), ModuleWatch()
+    module.notify(watch)
     del watch
     gc.collect()
-    assert len(made._watches) == 0
-    nn.Module.eval(made)
+    assert len(module._watches) == 0
+    nn.Module.eval(module)

@@ -1,4 +1,4 @@
-"""A grid is in the graph: without metadata it lowers and renders the same, and edits of grids and names are taken."""
+"""Grids are read from the graph: it lowers and renders the same without metadata, and follows edits of grids."""
 
 import re
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from tests.support.models import batch, build, call, settled
 
 
 class Attention(nn.Module):
-    """Two heads written out, on a stream with a layer norm."""
+    """Attention of two heads, written out, in a residual block with a layer norm."""
 
     def __init__(self):
         super().__init__()
@@ -48,7 +48,7 @@ BACKENDS = ("reference", "auto")
 
 @dataclass(frozen=True)
 class Edit(fxq.Pass):
-    """A pass of a user's that calls a function with the graph's module."""
+    """A user's pass that calls a function with the graph's module."""
 
     function: object = None
     name: ClassVar[str] = "edit"
@@ -70,7 +70,7 @@ def rename(gm):
 
 
 def double(gm):
-    """Twice the scale of the first grid, where it is quantized and where it is dequantized."""
+    """Double the scale of the first grid, in its quantize and dequantize."""
     first = next(n for n in gm.graph.nodes if is_op(n, "quantize"))
     scale = first.kwargs["scale"]
     for node in (first, *first.users):
@@ -78,7 +78,7 @@ def double(gm):
 
 
 def quantized(net, backend, after, edit):
-    """The model as it is, the model with the edit behind a pass, and an input."""
+    """Quantized model, quantized model with the edit after a pass, and an input."""
     model, x = (make() for make in NETS[net])
     recipe = fxq.Recipe.static(backend=backend, optimize="coverage")
     edited = recipe.insert_pass(Edit(edit), after=after)
@@ -91,7 +91,7 @@ def kernels(qmodel):
 
 
 def decided(qmodel):
-    """The ledger without the names of nodes."""
+    """Rows of the ledger, without names of nodes."""
     return [(row.name, row.precision, row.fix, re.sub(r"(%|into )\w+", "", row.reason)) for row in qmodel.ledger]
 
 
@@ -102,10 +102,10 @@ def grids(gm):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("net", NETS)
 def test_a_graph_without_metadata_lowers_and_renders_the_same(net, backend):
-    known, forgotten, x = quantized(net, backend, "fallback", forget)
-    assert kernels(forgotten) == kernels(known)
-    assert equal(call(forgotten, x), call(known, x))
-    assert grids(forgotten) == grids(known) and len(set(grids(known))) > 3
+    original, forgotten, x = quantized(net, backend, "fallback", forget)
+    assert kernels(forgotten) == kernels(original)
+    assert equal(call(forgotten, x), call(original, x))
+    assert grids(forgotten) == grids(original) and len(set(grids(original))) > 3
 
 
 @pytest.mark.parametrize("net", NETS)
@@ -121,12 +121,12 @@ def test_the_grids_of_every_stage_are_read_from_the_graph(net):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("net", NETS)
 def test_a_scale_that_a_pass_changes_is_the_scale_of_the_model(net, backend, recwarn):
-    known, edited, x = quantized(net, backend, "fallback", double)
+    original, edited, x = quantized(net, backend, "fallback", double)
     assert not [w for w in recwarn if "kernel is wrong" in str(w.message)]
-    old, new = (next(g for node in q.graph.nodes if (g := grid_of(q, node)) is not None) for q in (known, edited))
+    old, new = (next(g for node in q.graph.nodes if (g := grid_of(q, node)) is not None) for q in (original, edited))
     assert new.s == pytest.approx(2 * old.s) and new.z == old.z
-    assert [type_ for type_, _ in kernels(edited)] == [type_ for type_, _ in kernels(known)]
-    assert not equal(call(edited, x), call(known, x))
+    assert [type_ for type_, _ in kernels(edited)] == [type_ for type_, _ in kernels(original)]
+    assert not equal(call(edited, x), call(original, x))
 
 
 @pytest.mark.one_in(3)
@@ -134,10 +134,10 @@ def test_a_scale_that_a_pass_changes_is_the_scale_of_the_model(net, backend, rec
 @pytest.mark.parametrize("after", ["annotate", "share-qparams", "insert-observers", "insert-qdq", "fallback"])
 @pytest.mark.parametrize("net", NETS)
 def test_a_pass_that_renames_loses_nothing(net, after, backend):
-    known, renamed, x = quantized(net, backend, after, rename)
-    assert kernels(renamed) == kernels(known)
-    assert equal(call(renamed, x), call(known, x))
-    assert decided(renamed) == decided(known)
+    original, renamed, x = quantized(net, backend, after, rename)
+    assert kernels(renamed) == kernels(original)
+    assert equal(call(renamed, x), call(original, x))
+    assert decided(renamed) == decided(original)
 
 
 ROWS_AND_BLOCKS = """
@@ -158,7 +158,7 @@ return y
 
 
 def test_scales_that_are_computed_and_scales_of_blocks_are_in_the_graph():
-    """Rows on grids that are measured at run time, times a weight with a scale for each 4 values of a row."""
+    """The input has per-row dynamic grids, the weight a scale for each block of 4 values of a row."""
     x, w, scale = torch.randn(3, 8), torch.randint(-8, 8, (5, 8), dtype=torch.int8), torch.rand(5, 2) + 0.1
     tensors = {"zero": torch.tensor(0, dtype=torch.int32), "w": w, "s": scale, "z": torch.ones(5, 2, dtype=torch.int32)}
     gm = fxq.extend.read_graph(ROWS_AND_BLOCKS, tensors)

@@ -1,4 +1,4 @@
-"""The checks inside a graph: they let through what the graph was made for, and say what else came."""
+"""Checks inside a graph: they accept arguments that the graph was traced for, and report others."""
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxq.errors import InputError
-from fxq.graph.guards import Fields, check_fixed, check_same, check_sizes, make_output, own_copy, structure
+from fxq.graph.guards import OutputFields, check_fixed, check_same, check_sizes, make_output, own_copy, structure
 
 pytestmark = pytest.mark.any_cpu
 
@@ -28,7 +28,7 @@ nested = st.recursive(
 
 
 def numbers_changed(value):
-    """The same with other numbers and other values of tensors."""
+    """Copy of nested arguments with other numbers and tensors."""
     if isinstance(value, (list, tuple)):
         return type(value)(map(numbers_changed, value))
     if isinstance(value, dict):
@@ -49,26 +49,26 @@ def test_an_argument_goes_through_where_its_structure_is_that_of_the_example(a, 
     if expected == structure(b, dtypes=True, ranks=True):
         check_fixed({"x": b}, {"x": expected})
     else:
-        with pytest.raises(InputError, match="the graph was made for x"):
+        with pytest.raises(InputError, match="the graph was traced for x"):
             check_fixed({"x": b}, {"x": expected})
 
 
 @pytest.mark.parametrize(
-    ("expected", "given", "said"),
+    ("expected", "argument", "message"),
     [
-        (["list", True, "<a number>"], [False, 2], r"x\[0\]=True, as its example has it, and got bool False"),
+        (["list", True, "<a number>"], [False, 2], r"x\[0\]=True, as in the example, but got bool False"),
         (["tuple", "<a tensor>"], [torch.ones(1)], "got .*a tensor"),
         ({"a": "<a tensor>"}, {"b": torch.ones(1)}, "x={'a': a tensor}"),
         ("<a tensor of float32 with 2 axes>", torch.ones(2), "got a tensor of float32 with 1 axes"),
         ("<a tensor of float32>", torch.ones(2).int(), "got a tensor of int32"),
         ("<a tensor on cpu>", torch.ones(2, device="meta"), "got a tensor of float32 on meta"),
-        (3, 4, "x=3, as its example has it, and got int 4"),
+        (3, 4, "x=3, as in the example, but got int 4"),
         (None, torch.ones(1), "x=None"),
     ],
 )
-def test_what_another_argument_is_told(expected, given, said):
-    with pytest.raises(InputError, match=said):
-        check_fixed({"x": given}, {"x": expected})
+def test_what_another_argument_is_told(expected, argument, message):
+    with pytest.raises(InputError, match=message):
+        check_fixed({"x": argument}, {"x": expected})
 
 
 def test_star_arguments_may_be_a_tuple_or_a_list():
@@ -80,7 +80,7 @@ def test_star_arguments_may_be_a_tuple_or_a_list():
 
 def test_a_value_that_decided_must_be_the_same():
     check_same(torch.tensor(3), 3, "int", "net.py:4", "if n == 3:")
-    with pytest.raises(InputError, match=r"net.py:4: .* int of a value in `if n == 3:` is 3, and here it is 5"):
+    with pytest.raises(InputError, match=r"net.py:4: .* int of a value in `if n == 3:` is 3, but here it is 5"):
         check_same(torch.tensor(5), 3, "int", "net.py:4", "if n == 3:")
 
 
@@ -122,21 +122,21 @@ class Doubled:
 
 
 def test_fields_that_a_constructor_sets_get_the_values_of_the_graph():
-    made = make_output(f"{__name__}:Doubled", {"a": 6, "b": 7})
-    assert type(made) is Doubled and (made.a, made.b) == (6, 7)
+    output = make_output(f"{__name__}:Doubled", {"a": 6, "b": 7})
+    assert type(output) is Doubled and (output.a, output.b) == (6, 7)
 
 
 def test_outputs_are_made_again_or_stand_as_fields():
     assert make_output(f"{__name__}:Pair", {"a": 1, "b": 2}) == Pair(1, 2)
     assert make_output("collections:OrderedDict", {"a": 1}) == OrderedDict(a=1)
     for kind in ("no.such.module:Pair", f"{__name__}:Missing", "enum:Enum"):
-        made = make_output(kind, {"a": 1})
-        assert type(made) is Fields and made.a == made["a"] == 1
+        output = make_output(kind, {"a": 1})
+        assert type(output) is OutputFields and output.a == output["a"] == 1
     with pytest.raises(AttributeError, match="missing"):
-        _ = Fields(a=1).missing
+        _ = OutputFields(a=1).missing
 
 
 def test_a_constant_is_handed_out_as_a_copy():
-    kept = torch.ones(2)
-    own_copy(kept).zero_()
-    assert kept.tolist() == [1, 1]
+    constant = torch.ones(2)
+    own_copy(constant).zero_()
+    assert constant.tolist() == [1, 1]

@@ -1,4 +1,4 @@
-"""What fxq keeps about a node."""
+"""Metadata of a node."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What a message calls a node."""
+"""Description of a node in messages."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""Graphs as plain data: what comes back runs the same, and has the same names and metadata."""
+"""Graphs as plain data: a restored graph runs the same, and has the same names and metadata."""
 
 import pickle
 
@@ -26,9 +26,9 @@ def test_nested_arguments_name_the_right_nodes():
     graph = fx.Graph()
     a, b = graph.placeholder("a"), graph.placeholder("b")
     graph.output(graph.call_function(torch.cat, ([b, a, b],), {"dim": 0}))
-    made = from_data(to_data(graph))
-    made.lint()
-    module = fx.GraphModule({}, made)
+    restored = from_data(to_data(graph))
+    restored.lint()
+    module = fx.GraphModule({}, restored)
     assert module(torch.tensor([1]), torch.tensor([2])).tolist() == [2, 1, 2]
 
 
@@ -44,5 +44,5 @@ def test_functions_that_pickle_does_not_find_by_itself():
     graph = fx.Graph()
     unique = graph.call_function(torch.unique, (graph.placeholder("x"),))
     graph.output(graph.call_function(torch.ops.aten.new_zeros.default, (unique, [2])))
-    made = from_data(pickle.loads(pickle.dumps(to_data(graph))))
-    assert [n.target for n in made.nodes] == [n.target for n in graph.nodes]
+    restored = from_data(pickle.loads(pickle.dumps(to_data(graph))))
+    assert [n.target for n in restored.nodes] == [n.target for n in graph.nodes]

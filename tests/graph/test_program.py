@@ -1,9 +1,9 @@
-"""What modules keep while a graph runs is its own."""
+"""A graph with private copies of its stateful modules."""
 
 import torch
 from torch import fx, nn
 
-from fxq.graph.program import Program
+from fxq.graph.program import IsolatedGraph
 
 
 class Counts(nn.Module):
@@ -24,22 +24,22 @@ def graph_of(module):
 
 def test_modules_are_copies_that_share_their_weights():
     gm = graph_of(Counts())
-    program = Program(gm, gm.graph)
-    made = program.modules["layer"]
-    made(torch.ones(3))
-    assert (made.calls, gm.layer.calls, program.alone.modules["layer"].calls) == (1, 0, 0)
-    assert made.weight is gm.layer.weight
+    isolated = IsolatedGraph(gm, gm.graph)
+    layer = isolated.modules["layer"]
+    layer(torch.ones(3))
+    assert (layer.calls, gm.layer.calls, isolated.fresh.modules["layer"].calls) == (1, 0, 0)
+    assert layer.weight is gm.layer.weight
 
 
 def test_what_cannot_be_copied_stays():
     module = Counts()
     module.kept = (value for value in ())
     gm = graph_of(module)
-    assert Program(gm, gm.graph).modules == {}
+    assert IsolatedGraph(gm, gm.graph).modules == {}
 
 
 def test_an_op_in_place_overwrites():
     gm = graph_of(nn.ReLU(inplace=True))
-    assert Program(gm, gm.graph).overwrites
+    assert IsolatedGraph(gm, gm.graph).overwrites
     gm = graph_of(nn.ReLU())
-    assert not Program(gm, gm.graph).overwrites
+    assert not IsolatedGraph(gm, gm.graph).overwrites

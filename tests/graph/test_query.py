@@ -1,4 +1,4 @@
-"""Questions about nodes, on graphs whose answers are known."""
+"""Queries on nodes, on graphs with known answers."""
 
 import pytest
 import torch
@@ -14,11 +14,11 @@ from fxq.graph.query import (
     flat_nodes,
     is_op,
     is_pure,
-    made_by,
     makes_no_tensor,
     merge_origins,
     op_of,
     options_of,
+    producer_of,
     reads_only_metadata,
     taken_part,
     unobserved,
@@ -98,9 +98,9 @@ def test_a_part_of_a_tuple_and_the_whole_of_it():
         return torch.cat(parts) if self.whole else parts[1]
 
     for whole, taken in ((False, 1), (True, None)):
-        made = module(forward)
-        made.whole = whole
-        gm = graph(made, X, until="trace")
+        model_ = module(forward)
+        model_.whole = whole
+        gm = graph(model_, X, until="trace")
         split = node(gm, "split")
         assert [taken_part(user, split) for user in split.users] == [taken]
 
@@ -118,7 +118,7 @@ def test_what_may_go_when_nobody_reads_it():
 
 
 def test_sizes_may_go_when_nobody_reads_them():
-    """Also those that are computed."""
+    """Sizes that are computed count, too."""
     gm = graph(module(lambda self, x: x.view(x.size(0) * 2, -1)), X)
     assert is_pure(gm, node(gm, "size")) and is_pure(gm, node(gm, "mul"))
 
@@ -131,7 +131,7 @@ def test_observers_and_conversions_are_seen_through():
     assert [value.name for value in reads_of(gm, unit)] == ["x"]
     quantized = fxq.quantize(model(), REFERENCE, data=[X])
     unit = node(quantized, "fc_relu")
-    assert made_by(unit.args[0]).name == "x" and made_by(unit) is unit
+    assert producer_of(unit.args[0]).name == "x" and producer_of(unit) is unit
 
 
 def test_origins_are_merged_each_once_in_order():

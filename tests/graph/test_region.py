@@ -1,4 +1,4 @@
-"""Regions: what a unit of the qdq graph computes with the conversions around it, read once and kept."""
+"""Regions: units of the qdq graph with their conversions, as they were when they were read."""
 
 import gc
 from textwrap import dedent
@@ -91,16 +91,16 @@ BOTH = """
     ],
 )
 def test_a_region_of_a_unit_of_several_outputs(rest, nodes, outputs):
-    """They come in the order of the unit, each with the quantize that alone reads it."""
+    """The outputs are in the order of the unit; a quantize that is the only reader of one is included."""
     parts = "\nb: float32[2, 4] = operator.getitem(y, 1)\na: float32[2, 4] = operator.getitem(y, 0)\n"
-    given = {"w": torch.tensor([[1.0, -1.0, 0.0]] * 4)}
-    gm = fxq.extend.read_graph(dedent(BOTH) + parts + rest, given)
+    tensors = {"w": torch.tensor([[1.0, -1.0, 0.0]] * 4)}
+    gm = fxq.extend.read_graph(dedent(BOTH) + parts + rest, tensors)
     region = next(iter(unit_regions(gm)))
     assert " ".join(n.name for n in region.nodes) == nodes
     assert " ".join(n.name for n in region.outputs) == outputs
     assert [grid.z if grid else None for grid in out_grids(gm, region)] == [3 if "_q" in outputs else None, None]
     x = torch.randn(2, 3)
-    y = nn.functional.linear(x, given["w"])
+    y = nn.functional.linear(x, tensors["w"])
     got = run_region(gm, region, {region.inputs[0]: x})
     assert torch.equal(got[0].raw, y) and torch.equal(got[1].raw, y.relu())
 

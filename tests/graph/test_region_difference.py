@@ -1,4 +1,4 @@
-"""What counts as a difference between a kernel and its region, and what rounding explains."""
+"""Differences between a kernel and its region, and those that rounding explains."""
 
 import pytest
 import torch
@@ -7,10 +7,10 @@ from torch import fx, nn
 import fxq
 from fxq.graph.analysis.partition import connected_regions
 from fxq.graph.grid import grid_of
-from fxq.graph.query import Step, is_op
+from fxq.graph.query import NodeSnapshot, is_op
 from fxq.graph.region import read_region, unit_regions
 from fxq.graph.region_difference import disagreement, magnitude
-from fxq.graph.region_run import Result, run_region
+from fxq.graph.region_run import RegionOutput, run_region
 from fxq.ops import OPS
 from fxq.passes.verify_lowering import VerifyLowering
 from tests.support.graphs import until
@@ -47,11 +47,11 @@ def none():
     ],
 )
 def test_disagreement(expected, got, wrong):
-    assert (disagreement(Result(expected), got, VerifyLowering(), none) is not None) is wrong
+    assert (disagreement(RegionOutput(expected), got, VerifyLowering(), none) is not None) is wrong
 
 
 def test_terms_beyond_float32_are_no_reason_for_any_difference():
-    expected = Result(torch.tensor([1e38, 0.0]))
+    expected = RegionOutput(torch.tensor([1e38, 0.0]))
     assert (
         disagreement(expected, torch.tensor([INF, 0.0]), VerifyLowering(), lambda: INF)
         == "off by inf, more than 1.03e+34"
@@ -77,19 +77,19 @@ def test_disagreement_with_a_real_value(real, got, wrong):
     graph = fx.Graph()
     grid = {"scale": 0.5, "zero_point": 3, "qmin": 0, "qmax": 15}
     quantize = graph.call_function(OPS["quantize"].target, (graph.placeholder("x"),), grid)
-    expected = Result(torch.tensor(real) / 2, Step.of(quantize))
+    expected = RegionOutput(torch.tensor(real) / 2, NodeSnapshot.of(quantize))
     assert (disagreement(expected, integers(*got), VerifyLowering(), none) is not None) is wrong
 
 
 def test_zeros_are_compared_by_the_size_of_other_results():
-    """Terms that cancel leave a little, which is nothing beside what they were."""
-    expected, got = Result(torch.zeros(3)), torch.tensor([0.0, 1e-8, 0.0])
+    """Terms that cancel leave a rounding error, which is small compared with the terms."""
+    expected, got = RegionOutput(torch.zeros(3)), torch.tensor([0.0, 1e-8, 0.0])
     for size, wrong in [(1e-1, False), (1e-3, True)]:
         assert (disagreement(expected, got, VerifyLowering(), lambda size=size: size) is not None) is wrong
 
 
 def test_the_magnitude_of_what_is_summed():
-    """By hand, in float64: the sum of the products' absolute values, zero points included, and of what is added."""
+    """Computed in float64: the sum of the magnitudes of all products, with zero points, and of the bias."""
     torch.manual_seed(0)
     model = nn.Linear(5, 3).eval()
     manager = until(nn.Sequential(model).eval(), torch.randn(4, 5), "fallback", REFERENCE)
@@ -99,11 +99,11 @@ def test_the_magnitude_of_what_is_summed():
     (x,) = region.inputs
     q = torch.randint(0, 256, (4, 5), dtype=torch.uint8)
     qp = grid_of(gm, x)
-    found = magnitude(gm, region, {x: q})
+    got = magnitude(gm, region, {x: q})
     weight = run_region(gm, region, {x: torch.eye(5, dtype=torch.uint8) + qp.z})[0].value - model.bias
     raw = (q.double() - qp.z).abs() + qp.z
     expected = (raw @ weight.double().abs() + model.bias.double().abs()).max()
-    assert found == pytest.approx(float(expected), rel=1e-4)
+    assert got == pytest.approx(float(expected), rel=1e-4)
 
 
 def test_the_magnitude_where_the_graph_holds_the_scale():
@@ -116,17 +116,17 @@ def test_the_magnitude_where_the_graph_holds_the_scale():
         y = linear(x, w)
         return y
     """
-    given = {
+    tensors = {
         "s": torch.tensor(0.5),
         "z": torch.tensor(4, dtype=torch.int32),
         "w": torch.tensor([[1.0, -2.0], [0.0, 1.0]]),
     }
-    found = []
+    magnitudes = []
     for numbers in (("s", "z"), (0.5, 4)):
-        gm = fxq.extend.read_graph(written.format(*numbers), given)
+        gm = fxq.extend.read_graph(written.format(*numbers), tensors)
         region = next(iter(unit_regions(gm)))
-        found.append(magnitude(gm, region, {region.inputs[0]: torch.tensor([[4, 10]], dtype=torch.uint8)}))
-    assert found == [2 * 1 + 5 * 2] * 2  # |x| and the zero point are (2, 5)
+        magnitudes.append(magnitude(gm, region, {region.inputs[0]: torch.tensor([[4, 10]], dtype=torch.uint8)}))
+    assert magnitudes == [2 * 1 + 5 * 2] * 2  # |x| and the zero point are (2, 5)
 
 
 def test_the_magnitude_of_a_region_is_the_largest_value_in_it():
@@ -154,17 +154,22 @@ def test_the_magnitude_of_a_region_is_the_largest_value_in_it():
         ([1.2, 2.2, 3.2, 4.2], "off by 0.2 on average, more than 0.195"),  # 0.05 sqrt(2 log(2 / 0.001)), and 4e-4
     ],
 )
-def test_behind_values_that_were_rounded_on_the_way(got, wrong):
-    expected, other = Result(torch.tensor([1.0, 2.0, 3.0, 4.0])), Result(torch.tensor([1.0, 2.1, 3.0, 4.0]))
-    said = disagreement(expected, torch.tensor(got), VerifyLowering(), none, [expected, other])
-    assert said is None if wrong is None else said.startswith(wrong)
+def test_an_output_after_values_that_are_rounded_inside(got, wrong):
+    expected, shifted = (
+        RegionOutput(torch.tensor([1.0, 2.0, 3.0, 4.0])),
+        RegionOutput(torch.tensor([1.0, 2.1, 3.0, 4.0])),
+    )
+    message = disagreement(expected, torch.tensor(got), VerifyLowering(), none, [expected, shifted])
+    assert message is None if wrong is None else message.startswith(wrong)
 
 
 def test_an_element_that_one_value_near_a_tie_has_moved_is_right_among_many_that_none_has():
-    """`sigma` is 0.01 there, which says nothing of the one."""
+    """`sigma` is 0.01, which does not bound the error of the single element."""
     want = torch.zeros(10_000)
     moved = want.clone()
     moved[7] = 1.0
-    others = [Result(want), Result(moved)]
-    assert disagreement(Result(want), moved, VerifyLowering(), none, others) is None
-    assert disagreement(Result(want), 1.1 * moved, VerifyLowering(), none, others).startswith("off by 1.1, more than 1")
+    others = [RegionOutput(want), RegionOutput(moved)]
+    assert disagreement(RegionOutput(want), moved, VerifyLowering(), none, others) is None
+    assert disagreement(RegionOutput(want), 1.1 * moved, VerifyLowering(), none, others).startswith(
+        "off by 1.1, more than 1"
+    )

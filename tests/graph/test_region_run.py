@@ -1,4 +1,4 @@
-"""Running a region: it computes what the nodes that it was read from compute."""
+"""Running a region: it computes the same values as its nodes in the graph."""
 
 import pytest
 import torch
@@ -12,16 +12,16 @@ from tests.support.models import NETWORKS, batch, build
 
 
 def integers(region):
-    made = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     return {
-        node: torch.randint(0, 256, info(node).shape, dtype=torch.uint8, generator=made)
+        node: torch.randint(0, 256, info(node).shape, dtype=torch.uint8, generator=generator)
         for node in region.inputs
         if info(node).shape is not None
     }
 
 
 def numbers(name, gm, region):
-    """What a region reads that is no tensor, such as a size of the input."""
+    """Inputs of a region that are not tensors, such as a size of the input."""
     if all(info(node).shape is not None for node in region.inputs):
         return {}
     run = torch.fx.Interpreter(gm, garbage_collect_values=False)
@@ -33,8 +33,8 @@ def numbers(name, gm, region):
 def test_a_region_computes_what_its_graph_does(name):
     gm = until(build(name), batch(name), "propagate", REFERENCE).gm
     for region in regions_of(gm, list(gm.graph.nodes)).values():
-        made = {**integers(region), **numbers(name, gm, region)}
-        values = {node: made[node] for node in region.inputs}
+        inputs = {**integers(region), **numbers(name, gm, region)}
+        values = {node: inputs[node] for node in region.inputs}
         own = torch.fx.GraphModule(gm, region.to_graph())
         assert [n.name for n in own.graph.nodes][:-1] == [n.name for n in region.inputs] + [
             s.name for s in region.steps

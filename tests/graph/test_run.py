@@ -56,7 +56,7 @@ def test_other_modules_and_another_graph():
 
 
 def test_hooks():
-    """A subclass sees every node, gives a value of its own, and keeps what would go."""
+    """A subclass is called for every node, replaces a value, and keeps values that would be freed."""
     gm = fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
     freed = []
 

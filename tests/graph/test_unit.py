@@ -12,7 +12,7 @@ from torch import fx, nn
 import fxq
 from fxq.graph.info import info
 from fxq.graph.plain_data import from_data, to_data
-from fxq.graph.unit import Inner, calls_of, unit_of
+from fxq.graph.unit import InnerValue, calls_of, unit_of
 from fxq.rewriting.pattern import FUSIONS, rewrite
 from tests.support.graphs import graph
 from tests.support.helpers import module, rewriter, run
@@ -150,25 +150,25 @@ CAPTURES = {
 
 @pytest.mark.parametrize(("rule", "forward", "captures"), CAPTURES.values(), ids=CAPTURES)
 def test_a_unit_keeps_what_its_rule_captured(rule, forward, captures):
-    """In the order of the rule; through copies, pickles and text; and computes the same as before."""
+    """Captures keep the order of the rule in copies, pickles and text, which compute the same values."""
     model = module(forward, fc=FC)
     gm = graph(model, X)
     assert rewriter(gm).fuse([rule[0]]) > 0
     gm.recompile()
     read = {str(n.target) for n in gm.graph.nodes if n.op in ("call_module", "get_attr")}
     held, data = {path: attrgetter(path)(gm) for path in read}, to_data(gm.graph)
-    made = {
+    copies = {
         "itself": gm,
         "a copy": copy.deepcopy(gm),
         "a pickle": fx.GraphModule(pickle.loads(pickle.dumps(held)), from_data(pickle.loads(pickle.dumps(data)))),
         "text": fxq.extend.read_graph(fxq.extend.write_graph(gm), fxq.extend.graph_tensors(gm)),
     }
     want = model(X)
-    for how, other in made.items():
-        calls = calls_of(other, units(other)[-1])
-        found = " ".join(f"{name}={value}" for name, value in calls.captures.items())
-        assert (calls.rule, found) == (rule[0].name, captures), how
-        assert all(map(torch.equal, run(other, X), want)), how
+    for how, copied in copies.items():
+        calls = calls_of(copied, units(copied)[-1])
+        text = " ".join(f"{name}={value}" for name, value in calls.captures.items())
+        assert (calls.rule, text) == (rule[0].name, captures), how
+        assert all(map(torch.equal, run(copied, X), want)), how
 
 
 def test_the_ops_of_a_unit_read_its_captures():
@@ -178,8 +178,8 @@ def test_the_ops_of_a_unit_read_its_captures():
     x, weight = (node for node in gm.graph.nodes if node.name in ("x", "fc_weight"))
     assert [call.tensors for call in calls] == [
         {"x": x, "weight": weight, "bias": None},
-        {"x": Inner(0)},
-        {"x": Inner(1), "other": 1.5},
+        {"x": InnerValue(0)},
+        {"x": InnerValue(1), "other": 1.5},
     ]
     assert info(units(gm)[0]).values == (((3, 4), torch.float32),) * 3
 

@@ -1,4 +1,4 @@
-"""Assignments as functions: they give what the assignment leaves, and change nothing."""
+"""Functional forms of assignments: they return the changed tensor and do not modify their input."""
 
 import pytest
 import torch

@@ -115,7 +115,7 @@ def test_views_are_equal_when_their_graphs_are():
 
 
 def test_arithmetic_on_sizes_is_no_op():
-    """Neither float nor int8 at any stage: not in pictures, not in what the history counts, not in the ledger."""
+    """Sizes are neither float nor int8 at any stage, in pictures, in the history and in the ledger."""
 
     def forward(self, x):
         y = self.conv(x)
@@ -148,14 +148,14 @@ def test_a_view_does_not_follow_later_changes():
 
 def test_known_views_are_used_and_new_ones_added():
     gm = graph(network(), IMAGE)
-    known = {}
-    first = view(gm, known=known)
-    assert set(known) == set(gm.graph.nodes)
-    assert all(a is b for a, b in zip(view(gm, known=known), first, strict=True))
+    cached = {}
+    first = view(gm, cached=cached)
+    assert set(cached) == set(gm.graph.nodes)
+    assert all(a is b for a, b in zip(view(gm, cached=cached), first, strict=True))
 
 
 class Rename(fxq.Pass):
-    """Touches a node in every way that the editor has."""
+    """Pass that edits nodes in every way that the editor supports."""
 
     name = "rename"
 
@@ -170,7 +170,7 @@ class Rename(fxq.Pass):
 
 
 def test_snapshots_are_what_a_fresh_look_would_give():
-    """The manager keeps views of untouched nodes; a stale one would show here."""
+    """The manager caches views of unchanged nodes; the test would find a stale one."""
     recipe = REFERENCE.insert_pass(Rename(), after="canonicalize")
     manager = manager_for(network(), recipe, IMAGE)
     for step in recipe.pipeline[:7]:

@@ -184,8 +184,8 @@ def test_a_size_that_the_model_needs_is_no_size_that_varies():
     ("dynamic", "reason"),
     [
         ({"y": {0: "batch"}}, "dynamic: unknown input 'y'"),
-        ({"x": {9: "batch"}}, "dynamic: 9: 'batch' is no axis of 'x'"),
-        ({"x": {0: 3}}, "dynamic: 0: 3 is no axis"),
+        ({"x": {9: "batch"}}, "dynamic: 9: 'batch' is not an axis of 'x'"),
+        ({"x": {0: 3}}, "dynamic: 0: 3 is not an axis"),
     ],
 )
 def test_dynamic_names_what_is_there(dynamic, reason):

@@ -1,4 +1,4 @@
-"""Ops of the user's own, as they write them (`tests/support/extensions.py`)."""
+"""User-defined ops, from `tests/support/extensions.py`."""
 
 import pickle
 
@@ -19,7 +19,7 @@ X = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
 
 
 class Net(nn.Module):
-    """Every spelling of the op of the library, and a module that is an op."""
+    """Network with every spelling of a `torch.library` op, and a module that is an op."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ def test_an_op_is_selected_fused_and_called_as_ever():
     [
         (
             lambda: fxq.extend.register_op(traits="computes"),
-            r'quant is a fxq.extend.OpTraits, such as fxq.extend.OpTraits\("computes"',
+            r'traits is a fxq.extend.OpTraits, such as fxq.extend.OpTraits\("computes"',
         ),
         (
             lambda: fxq.extend.register_op(traits=fxq.extend.OpTraits("compute")),
@@ -74,24 +74,24 @@ def test_an_op_is_selected_fused_and_called_as_ever():
         ),
         (
             lambda: fxq.extend.register_op(traits=fxq.extend.OpTraits("computes", weight="w")),
-            "has axis and channels, too",
+            "also needs axis and channels",
         ),
         (
             lambda: fxq.extend.register_op(3, traits=fxq.extend.OpTraits("float")),
-            "an op is spelled by functions, .* not by 3",
+            "a spelling of an op is a function, .* not 3",
         ),
         (
             lambda: fxq.extend.register_op("fxq_tests::bump", traits=fxq.extend.OpTraits("float")),
-            "not by 'fxq_tests::bump'",
+            "not 'fxq_tests::bump'",
         ),
-        (lambda: fxq.extend.register_op(nn.ReLU(), traits=fxq.extend.OpTraits("float")), "not by ReLU()"),
+        (lambda: fxq.extend.register_op(nn.ReLU(), traits=fxq.extend.OpTraits("float")), "not ReLU()"),
         (
             lambda: fxq.extend.register_op(traits=fxq.extend.OpTraits("float"))(torch.relu),
             "decorates a plain function, not <built-in",
         ),
         (
             lambda: fxq.extend.register_op(traits=fxq.extend.OpTraits("float", ("y",)))(lambda x: x),
-            "no positional parameter: .*'y'",
+            "not a positional parameter: .*'y'",
         ),
         (
             lambda: fxq.extend.register_op(traits=fxq.extend.OpTraits("float"), name="relu")(lambda x: x),
@@ -132,7 +132,7 @@ def unregistered(x: torch.Tensor) -> torch.Tensor:
 
 
 def about(node):
-    """Why a node is float."""
+    """Reason why a node is float."""
     plan = info(node).plan
     return plan.decision.text if plan is not None else ""
 

@@ -1,4 +1,4 @@
-"""Recurrent layers: the float form against torch.nn, and the form with a state on a grid against its definition."""
+"""Recurrent layers: the float form against torch.nn, and the form with a quantized state against its definition."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ KINDS = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN}
 
 
 def layer(kind, inputs=3, hidden=5, seed=0, **options):
-    """A module of one layer, and its weights and biases by the names of the op."""
+    """Module of one layer, and its weights and biases by their names in the op."""
     torch.manual_seed(seed)
     module = KINDS[kind](inputs, hidden, **options).eval()
     tensors = {name.removesuffix("_l0"): p.detach() for name, p in module.named_parameters() if name.endswith("_l0")}
@@ -69,7 +69,7 @@ def test_nonlinearity(name, steps):
 
 
 def test_each_step_reads_a_rounded_state():
-    """The second step of an lstm by hand, in float64."""
+    """The second step of an LSTM, computed by hand in float64."""
     _, tensors = layer("lstm")
     x = torch.randn(2, 4, 3)
     y = call("lstm", x, tensors, state_qmax=7, cell=True)
@@ -87,13 +87,13 @@ def test_a_grid():
 
 
 def test_a_grid_with_a_zero_point():
-    """By hand: three steps from -1 to 2 for all samples; 0 is always among the values."""
+    """Computed by hand: three steps from -1 to 2 for all samples; the range includes 0."""
     h = torch.tensor([[-1.0, 0.4, 0.6], [0.0, 0.0, 0.0], [2.0, 1.4, 1.0]])
     wanted = torch.tensor([[-1.0, 0.0, 1.0], [0.0, 0.0, 0.0], [2.0, 1.0, 1.0]])
     torch.testing.assert_close(on_affine_grid(h, 3), wanted)
     torch.testing.assert_close(on_affine_grid(h[2:] + 1, 3), torch.tensor([[3.0, 2.0, 2.0]]))
     assert torch.equal(on_affine_grid(torch.zeros(2, 3), 3), torch.zeros(2, 3))
-    with pytest.raises(ValueError, match="no scale but the measured one"):
+    with pytest.raises(ValueError, match="has a dynamic scale"):
         on_affine_grid(h, 3, 0.1)
 
 

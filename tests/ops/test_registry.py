@@ -1,4 +1,4 @@
-"""What rows of the op table share."""
+"""Helpers that rows of the op table share."""
 
 import pytest
 import torch
@@ -10,10 +10,10 @@ pytestmark = pytest.mark.any_cpu
 
 
 @pytest.mark.parametrize(
-    ("value", "n", "made"), [(3, 2, (3, 3)), ([1, 2], 2, (1, 2)), ((4,), 3, (4, 4, 4)), (0, 1, (0,))]
+    ("value", "n", "expected"), [(3, 2, (3, 3)), ([1, 2], 2, (1, 2)), ((4,), 3, (4, 4, 4)), (0, 1, (0,))]
 )
-def test_an_option_for_all_axes_or_for_each(value, n, made):
-    assert as_tuple(value, n) == made
+def test_an_option_for_all_axes_or_for_each(value, n, expected):
+    assert as_tuple(value, n) == expected
 
 
 def test_values_are_picked_and_indices_are_not():

@@ -1,4 +1,4 @@
-"""Ops that read values at other places."""
+"""Padding, interpolation and shuffles."""
 
 import pytest
 import torch
@@ -13,5 +13,5 @@ pytestmark = pytest.mark.any_cpu
 def test_nearest_modes_move_integers_with_a_sign(mode, shape):
     x = torch.randint(-128, 128, shape).to(torch.int8)
     for size in ({"scale_factor": 2.0}, {"size": 7}):
-        made = interpolate(x, mode=mode, **size)
-        assert made.dtype == torch.int8 and torch.equal(made.float(), interpolate(x.float(), mode=mode, **size))
+        resized = interpolate(x, mode=mode, **size)
+        assert resized.dtype == torch.int8 and torch.equal(resized.float(), interpolate(x.float(), mode=mode, **size))

@@ -1,4 +1,4 @@
-"""Every op of the table in every spelling, through the whole pipeline, between layers that make integers flow."""
+"""Every op of the table in every spelling, through the whole pipeline, between layers that run on integers."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from tests.support.opcases import Case
 
 CASES = [*LAYERS, *ACTIVATIONS, *FLOATS, *ARITHMETIC, *MOVEMENT, *SELECTION, *POOLING]
 
-CONVERSION = "made by the passes; a model that calls it is quantized already"
-OTHERWISE = "torch.fx traces it as another spelling, which has a case; only graphs from elsewhere hold it"
-ELSEWHERE = "a function of a package that the tests do not need; see tests/ops/test_table.py"
+CONVERSION = "inserted by passes; a model that calls it is already quantized"
+OTHERWISE = "torch.fx traces it as another spelling, which has a case"
+ELSEWHERE = "a function of a package that the tests do not install; see tests/ops/test_table.py"
 UNTESTED = {
     "torchvision.ops.stochastic_depth:stochastic_depth": ELSEWHERE,
     F.sigmoid: OTHERWISE,
@@ -43,15 +43,15 @@ NO_KERNEL = {
     *("conv_transpose3d", "matmul", "prelu", "unfold", "avg_pool3d"),
     *("adaptive_avg_pool1d", "adaptive_avg_pool3d"),
 }
-"""Ops that x86 has no kernel for."""
+"""Ops without a kernel on x86."""
 
 
 FUSED = {"relu", "relu6", "hardtanh"}
-"""Movers that the layer before them takes along."""
+"""Moving ops that are fused into the layer before them."""
 
 
 def precision_of(case: Case) -> str:
-    """What becomes of the op on x86."""
+    """Expected precision of the op on x86."""
     kind = OPS[case.op].traits.kind
     if case.precision is not None:
         return case.precision
@@ -73,9 +73,9 @@ def test_every_spelling_has_a_case():
         if s.target not in tested | UNTESTED.keys()
     ]
     assert not missing, "add a case to tests/cases_*.py for each of these spellings"
-    known = {s.target for op in OPS for s in op.spellings}
-    assert not [case for case in CASES if case.spelled not in known]
-    assert UNTESTED.keys() <= known
+    spellings = {s.target for op in OPS for s in op.spellings}
+    assert not [case for case in CASES if case.spelled not in spellings]
+    assert UNTESTED.keys() <= spellings
 
 
 @cache
@@ -87,7 +87,7 @@ def canonical(case: Case) -> tuple[nn.Module, Tensor, fx.GraphModule]:
 
 @cache
 def reference(case: Case, bits: int) -> tuple[nn.Module, Tensor, Tensor]:
-    """The model of a case, its data, and what the reference backend makes of them."""
+    """The model of a case, its data, and the output of the reference backend."""
     model, x = case.build()
     quantized = fxq.quantize(model, portable(bits), data=[x])
     with torch.no_grad():
@@ -96,7 +96,7 @@ def reference(case: Case, bits: int) -> tuple[nn.Module, Tensor, Tensor]:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_traced_graph_has_the_spelling(case):
-    """The case tests what it says: tracing leaves the spelling as it was written."""
+    """Tracing keeps the spelling of the case as written."""
     gm = graph(*case.build(), "trace")
     called = {type(gm.get_submodule(n.target)) if n.op == "call_module" else n.target for n in gm.graph.nodes}
     reshapes = case.spelled in ("squeeze_", "unsqueeze_")  # in place they are traced as the views that they make
@@ -104,10 +104,10 @@ def test_traced_graph_has_the_spelling(case):
 
 
 def groups() -> dict[str, list[Case]]:
-    found: dict[str, list[Case]] = {}
+    cases: dict[str, list[Case]] = {}
     for case in CASES:
-        found.setdefault(case.group or case.op, []).append(case)
-    return found
+        cases.setdefault(case.group or case.op, []).append(case)
+    return cases
 
 
 @pytest.mark.parametrize("name", groups())
@@ -128,7 +128,7 @@ def test_canonical_op_is_the_original_one(case):
 
 
 FIRST = [same[0] for same in groups().values()]
-"""One of each group: the others have the same canonical graph, so the same numbers."""
+"""The first case of each group; the others have the same canonical graph, so the same numbers."""
 
 
 @pytest.mark.parametrize("case", FIRST, ids=str)
@@ -141,7 +141,7 @@ def test_reference_backend_is_close_to_float(case):
 @needs_x86
 @pytest.mark.parametrize("case", FIRST, ids=str)
 def test_x86_is_its_qdq_reference(case):
-    """The kernels against the qdq graph they were made from, and against the reference backend."""
+    """Kernels give the results of their qdq graph and of the reference backend."""
     model, x, portably = reference(case, BITS)
     recipe = fxq.Recipe.static(backend="x86", reduce_range="activations")
     quantized = fxq.quantize(model, recipe, data=[x])
@@ -150,14 +150,14 @@ def test_x86_is_its_qdq_reference(case):
         got, exact = quantized(x), qdq(x)
         assert torch.equal(got, quantized(x))
         assert got.shape == model(x).shape
-        # A tie moves one element by a step; the layer behind spreads it over a few outputs.
+        # A tie moves one element by a step; the layer after it spreads it over a few outputs.
         assert sqnr(exact, got) > 50
         assert sqnr(portably, got) > decibels(30)
-    entries = quantized.ledger.where(lambda e: e.op == case.op and "behind" not in e.path and "before" not in e.path)
+    entries = quantized.ledger.where(lambda e: e.op == case.op and "after" not in e.path and "before" not in e.path)
     precisions = [e.precision for e in entries]
     expected = precision_of(case)
     assert all(e.reason for e in entries if e.precision == "float")
-    if case.op == "prelu":  # float by itself, int8 where a layer's kernel takes it along: the cheaper of the two
+    if case.op == "prelu":  # float alone, int8 in a layer's kernel: the cheaper of the two
         assert set(precisions) <= {"float", "int8"} and precisions
         expected = precisions[0]
     assert precisions == [expected] * len(precisions) and (precisions or expected == "folded")
@@ -165,7 +165,7 @@ def test_x86_is_its_qdq_reference(case):
 
 @pytest.mark.parametrize("shape", [(4, 6), (4, 5, 6), (4, 3, 5, 6)])
 def test_an_instance_norm_of_one_sample(shape):
-    """Without a batch axis, as the modules take it too."""
+    """Modules accept a sample without a batch axis."""
     norm = [nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d][len(shape) - 2](4, affine=True).eval()
     norm.bias.data.copy_(torch.arange(4.0))
     x = torch.randn(shape)
@@ -175,7 +175,7 @@ def test_an_instance_norm_of_one_sample(shape):
 
 
 def test_an_instance_norm_of_one_element_to_a_channel():
-    """F.instance_norm refuses it; torch.instance_norm, and so ours, does not."""
+    """F.instance_norm refuses it, but torch.instance_norm, and therefore the row, accepts it."""
 
     class Normed(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -187,7 +187,7 @@ def test_an_instance_norm_of_one_element_to_a_channel():
 
 @pytest.mark.parametrize("limits", [{"max": 5}, {"min": 1}, {"min": 1, "max": 5}])
 def test_integers_that_are_clamped_stay_integers(limits):
-    """As row numbers have to."""
+    """Indices of an embedding have to."""
     torch.manual_seed(0)
     table, out, x = nn.Embedding(9, 8), nn.Linear(8, 4), torch.arange(9)
     model = module(lambda self, x: (self.out(self.table(x.clamp(**limits))), x.clamp(**limits)), table=table, out=out)

@@ -1,4 +1,4 @@
-"""Which values are all sizes of the last, or of the first, axes of a tensor, on graphs as users write them."""
+"""Sizes of all last, or of the first, axes of a tensor, recognized in traced models."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ X = torch.zeros(2, 3, 5, 7)
         (lambda x: [x.size(2)], False),
         (lambda x: [x.size(1), x.size(3)], False),
         (lambda x: [x.size(2), 7], False),
-        (lambda x: [x.size(0), x.size(1), x.size(2), x.size(3)], False),  # these are no sizes of last axes alone
+        (lambda x: [x.size(0), x.size(1), x.size(2), x.size(3)], False),  # all axes
         (lambda x: [x.relu().size(2), x.size(3)], False),
     ],
 )
@@ -41,7 +41,7 @@ def test_sizes_of_the_last_axes(sizes, answer):
         (lambda x: [x.size(1)], False),
         (lambda x: [x.size(1), x.size(0)], False),
         (lambda x: [x.relu().size(0)], False),
-        (lambda x: [x.size(0), x.size(1), x.size(2), x.size(3)], False),  # nothing is left of it
+        (lambda x: [x.size(0), x.size(1), x.size(2), x.size(3)], False),  # all axes
     ],
 )
 def test_sizes_of_the_first_axes(sizes, answer):

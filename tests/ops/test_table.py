@@ -18,11 +18,11 @@ from fxq.ops.traits import computes, float_only, moves
 
 
 def resize(x, weight=None, *, factor, mode="near", shift=0):
-    """A made-up op: two tensors, a required option and two with defaults."""
+    """Op for tests: two tensors, a required option and two options with defaults."""
 
 
 def other(x):
-    """Another made-up op."""
+    """Another op for tests."""
 
 
 def refuse_modes(bound):
@@ -169,7 +169,7 @@ def test_an_adapter_changes_arguments_or_refuses():
         (F.batch_norm, ("t", None, None), {}, "normalizes with the statistics of the batch"),
         (torch.mean, ("t",), {}, "reduces over all axes"),
         (torch.mean, ("t", 1), {"dtype": torch.float64}, "changes the dtype"),
-        (torch.clamp, ("t", torch.zeros(1)), {}, "clamps between values that can differ from call to call"),
+        (torch.clamp, ("t", torch.zeros(1)), {}, "clamps between limits that are computed at run time"),
         ("view", ("t", torch.int32), {}, "changes the dtype"),
     ],
 )
@@ -221,7 +221,7 @@ def test_a_module_called_with_more_than_its_inputs_is_refused():
 
 
 class Named(nn.Conv2d):
-    """Only a name of its own: still a conv2d."""
+    """Subclass that adds nothing but a name: still a conv2d."""
 
 
 class OwnForward(nn.Conv2d):
@@ -271,7 +271,7 @@ FAMILIES = ("conv", "conv_transpose", "max_pool", "avg_pool", "adaptive_avg_pool
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_functions_of_a_family_are_found_by_their_names(name):
-    """fx writes them into code by module and name, and pickle finds them so."""
+    """torch.fx and pickle refer to functions by module and name."""
     assert OPS.family(name) == (f"{name}1d", f"{name}2d", f"{name}3d")
     for op in OPS.family(name):
         target = OPS[op].target
@@ -290,7 +290,7 @@ WEIGHTED = [row for row in OPS if row.traits.channels is not None and not row.tr
 @pytest.mark.parametrize("batch", [(), (2,)])
 @pytest.mark.parametrize("row", WEIGHTED, ids=lambda row: row.name)
 def test_the_output_channels_of_a_layer(row, batch):
-    """A bias goes to its channel of the output, and a channel of the weight decides on that channel alone."""
+    """A bias element and a weight channel affect only their own channel of the output."""
     rank = len(row.options.get("stride", ()))
     x, weight, bias = torch.randn(*batch, 4, *[5] * rank), torch.randn(4, 4, *[3] * rank), torch.zeros(4)
     channels = row.target(x, weight, bias).movedim(row.traits.channels, 0)
@@ -307,11 +307,11 @@ def test_an_op_that_is_said_to_commute_does(row):
     assert torch.equal(row.target(a, b), row.target(b, a))
 
 
-MOST_FILES = {"silu": 10, "hardswish": 10, "prelu": 15, "gelu": 17, "relu6": 11, "hardtanh": 11, "leaky_relu": 8}
+MAX_FILES_NAMING = {"silu": 10, "hardswish": 10, "prelu": 15, "gelu": 17, "relu6": 11, "hardtanh": 11, "leaky_relu": 8}
 """Number of product files that may name an op: its row, its written-out forms, its kernels, and ONNX."""
 
 
-@pytest.mark.parametrize(("name", "most"), MOST_FILES.items())
+@pytest.mark.parametrize(("name", "most"), MAX_FILES_NAMING.items())
 def test_an_op_is_named_in_few_files(name, most):
     root, word = Path(__file__).parents[2], re.compile(rf"\b{name}\b")
     files = [path for folder in ("fxq", "passes", "patterns") for path in (root / folder).rglob("*.py")]

@@ -10,7 +10,7 @@ from torch import fx, nn
 import fxq
 from fxq.common.data import Batch
 from fxq.graph.info import set_info
-from fxq.graph.program import Program
+from fxq.graph.program import IsolatedGraph
 from fxq.ledger.layer_error import same_values
 from fxq.ledger.ledger import rows_by_node
 from fxq.paired.side_by_side import corrected, side_by_side
@@ -46,7 +46,7 @@ def programs(model, recipe, data):
     qmodel = fxq.quantize(model, recipe, data=[data])
     original = until(model, data, "decompose", recipe).context.original
     ends = same_values(qmodel, rows_by_node(qmodel.ledger), original.nodes)
-    return Program(original.gm, original.graph), Program(qmodel, qmodel.graph), ends, qmodel
+    return IsolatedGraph(original.gm, original.graph), IsolatedGraph(qmodel, qmodel.graph), ends, qmodel
 
 
 def run(reference, compared, ends, data, **options):
@@ -140,7 +140,7 @@ def test_a_value_that_is_overwritten_before_it_is_asked_for_was_copied():
 
         Plain.forward = forward
         gm = fx.symbolic_trace(Plain())
-        return Program(gm, gm.graph), {n.name: n for n in gm.graph.nodes}
+        return IsolatedGraph(gm, gm.graph), {n.name: n for n in gm.graph.nodes}
 
     def doubled_in_place(self, x):
         y = torch.relu(x)
@@ -162,7 +162,7 @@ def test_a_value_that_is_overwritten_before_it_is_asked_for_was_copied():
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_quantized_model_agrees_with_itself(recipe):
     qmodel = fxq.quantize(built(Residual), recipe, data=[X])
-    program = Program(qmodel, qmodel.graph)
+    program = IsolatedGraph(qmodel, qmodel.graph)
     ends = {n: n for n in qmodel.graph.nodes if n.name in rows_by_node(qmodel.ledger)}
     values = run(program, program, ends, X)
     assert set(values) >= {"stem_relu", "conv_add_relu", "mean", "head"}

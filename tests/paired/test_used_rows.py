@@ -9,7 +9,7 @@ from torch import nn
 import fxq
 from fxq.common.data import as_batch
 from fxq.common.metrics import sqnr
-from fxq.graph.program import Program
+from fxq.graph.program import IsolatedGraph
 from fxq.paired.used_rows import used_rows
 from tests.support.graphs import until
 from tests.support.helpers import REFERENCE, module
@@ -45,7 +45,7 @@ def layers(manager):
 def found_in(manager, inputs, at_once=None):
     """Which rows of the layers' values are used, in a batch."""
     batch = as_batch(inputs, manager.context.model, "x")
-    return used_rows(Program(manager.gm, manager.gm.graph), batch, layers(manager), at_once)
+    return used_rows(IsolatedGraph(manager.gm, manager.gm.graph), batch, layers(manager), at_once)
 
 
 def test_padding_is_not_used():
@@ -302,7 +302,7 @@ def test_a_module_that_keeps_something_from_call_to_call():
     x, keep = padded()
     whole = module(lambda self, x, keep: self.inner(self.counted(x), keep), inner=Pooled().eval(), counted=Growing())
     manager = until(whole, (x, keep), "insert-qdq", REFERENCE.leaf("counted"))
-    program, batch = Program(manager.gm, manager.gm.graph), as_batch((x, keep), whole, "x")
+    program, batch = IsolatedGraph(manager.gm, manager.gm.graph), as_batch((x, keep), whole, "x")
     nodes = [n for n in manager.gm.graph.nodes if n.name.startswith("inner_down")]
     first, again = (used_rows(program, batch, nodes) for _ in range(2))
     assert first and first.keys() == again.keys()

@@ -302,7 +302,7 @@ def test_a_kernel_without_a_bind_of_its_own_runs_its_forward():
         (Doubled(grid, PostOp("relu")), torch.arange(9, dtype=torch.uint8)),
         (Halved(grid), torch.rand(9)),
     ):
-        assert torch.equal(kernel.callee(x)(x), kernel(x))
+        assert torch.equal(kernel.callable_for(x)(x), kernel(x))
 
 
 def test_a_copy_and_a_model_that_is_gone_leave_nothing():

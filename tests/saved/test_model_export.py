@@ -238,9 +238,9 @@ def test_options_with_which_a_runtime_computes_the_same_are_named(tmp_path, monk
 @pytest.mark.parametrize(
     ("dynamic", "message"),
     [
-        (None, "None is neither True nor False"),
-        ({"input": [0]}, r"is neither True nor False, nor like \{'input': \{0: \"batch\"\}\}"),
-        ({"input": {True: "batch"}}, "True: 'batch' is no axis of 'input'"),
+        (None, "expected True, False or a mapping .* not None"),
+        ({"input": [0]}, r"expected True, False or a mapping such as \{'input': \{0: \"batch\"\}\}"),
+        ({"input": {True: "batch"}}, "True: 'batch' is not an axis of 'input'"),
     ],
 )
 def test_axes_that_are_none_are_refused(dynamic, message, tmp_path):

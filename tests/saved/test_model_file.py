@@ -336,7 +336,7 @@ def test_what_a_file_cannot_name(qmodel, tmp_path):
     last = other.graph.output_node().args[0]
     with other.graph.inserting_after(last):
         other.graph.output_node().args = (other.graph.call_function(importlib.import_module, (last,)),)
-    with pytest.raises(fxq.InputError, match=r"calls <function import_module.*which no text can name"):
+    with pytest.raises(fxq.InputError, match=r"calls <function import_module.*which cannot be written as text"):
         other.save(tmp_path / "m.fxq")
 
     class Local(fxq.Pass):

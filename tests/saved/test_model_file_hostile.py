@@ -321,7 +321,7 @@ def test_swapped_and_missing_tensors(saved, tmp_path):
         ({"model": "null"}, "expected a StoredModel"),
         ({"tensors": '{"a": 1, "a": 1}'}, "has a key twice"),
         ({"history": '{"views": [], "steps": [], "first_loss": null} x'}, "its JSON is invalid"),
-        ({"graph": ""}, "the text ends before the graph does"),
+        ({"graph": ""}, "the text ends too early"),
         ({"forms": "x = input()"}, "form"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What tests ask of graphs: their text in a form that does not depend on the data, and runs of a few passes."""
+"""Test helpers for graphs: text that does not depend on data, runs of single passes, and comparison of results."""
 
 from __future__ import annotations
 
@@ -26,17 +26,16 @@ MINMAX = fxq.TensorSpec(observer="minmax")
 
 
 def text(graph: GraphView | fx.GraphModule) -> str:
-    """The graph as text, with grids by letter: `quantize(x, A)` for the first scale and zero point, and so on.
+    """Return the graph as text, with letters for grids: `quantize(x, A)` for the first scale and zero point, and so on.
 
-    Activations of the bits that this machine computes with are written as those of 8 bits are.
-
-    An integer weight is written `int8(name, axis=0)`.
+    Activations with reduce_range (on a machine that needs it) are written like those with 8 bits. An integer weight is
+    written `int8(name, axis=0)`.
     """
     lines = str(graph if isinstance(graph, GraphView) else view(graph))
     grids: dict[str, str] = {}
 
-    def letter(found: re.Match[str]) -> str:
-        return grids.setdefault(found[0], chr(ord("A") + len(grids)))
+    def letter(match: re.Match[str]) -> str:
+        return grids.setdefault(match[0], chr(ord("A") + len(grids)))
 
     weight = r"dequantize\(@fxq_data\.(\w+)_int8, scale=@[^,]+, zero_point=@[^,]+, qmin=[-\d]+, qmax=\d+, axis=(\d)\)"
     lines = re.sub(weight, r"int8(\1, axis=\2)", lines)
@@ -46,12 +45,12 @@ def text(graph: GraphView | fx.GraphModule) -> str:
 
 
 def expected(lines: str) -> str:
-    """The text of a test without its indentation."""
+    """Remove the indentation of a text in a test."""
     return dedent(lines).strip()
 
 
 def anonymous(graph: GraphView | fx.GraphModule) -> str:
-    """The graph as text with the nodes numbered, so that graphs that differ in names alone have the same text."""
+    """Return the graph as text with numbered nodes, so that graphs that differ only in names have the same text."""
     numbers: dict[str, str] = {}
     lines = []
     for node in graph if isinstance(graph, GraphView) else view(graph):
@@ -68,17 +67,17 @@ def anonymous(graph: GraphView | fx.GraphModule) -> str:
 
 
 def full_text(gm: fx.GraphModule) -> str:
-    """The graph as text with its numbers."""
+    """Return the graph as text with its scales and zero points."""
     return str(view(gm))
 
 
 def program(gm: fx.GraphModule) -> str:
-    """The graph as a text that parses back, without what passes know of its nodes."""
+    """Return the graph as text that parses back, without metadata."""
     return fxq.extend.write_graph(gm, facts=False)
 
 
 def node(gm: fx.GraphModule, name: str) -> fx.Node:
-    """The node of that name."""
+    """The node of a name."""
     return next(n for n in gm.graph.nodes if n.name == name)
 
 
@@ -87,50 +86,50 @@ def graph(model: nn.Module, inputs: Any, until: str = "canonicalize", recipe: An
     return fxq.extend.run_passes(model, recipe, example_inputs=inputs, until=until)
 
 
-def run_pass(step: Pass, program: str, given: Any = None, recipe: Any = REFERENCE, data: Any = ()) -> fx.GraphModule:
-    """The graph that a pass makes of the one that is written here. Run once more, it must find nothing to do.
+def run_pass(step: Pass, program: str, tensors: Any = None, recipe: Any = REFERENCE, data: Any = ()) -> fx.GraphModule:
+    """Run a pass on a graph in text form, check that a second run changes nothing, and return the graph.
 
     Args:
         step: the pass.
-        program: a graph, as `fxq.extend.write_graph` writes one.
-        given: tensors by name; others that the program names are random.
+        program: text of the graph, as `fxq.extend.write_graph` writes it.
+        tensors: tensors by name; all others are random.
         recipe: the recipe.
-        data: one batch: the example, what observers have seen, and what is recorded.
+        data: one batch, which is the example, the calibration data and the recorded sample.
     """
-    gm = fxq.extend.read_graph(program, {**drawn(program), **(given or {})})
-    known = context(gm, *data, recipe=recipe)
+    gm = fxq.extend.read_graph(program, {**drawn(program), **(tensors or {})})
+    pass_context = context(gm, *data, recipe=recipe)
     if data:
         gm(*data)
-        known.samples.append(known.example)
-    gm, _ = _after(step, gm, known)
-    if not isinstance(step, (InsertObservers, InsertQdq, CorrectBias)):  # twice is something else
+        pass_context.samples.append(pass_context.example)
+    gm, _ = _after(step, gm, pass_context)
+    if not isinstance(step, (InsertObservers, InsertQdq, CorrectBias)):  # these edit again in a second run
         written = _without_costs(gm)
-        gm, edits = _after(step, gm, known)
+        gm, edits = _after(step, gm, pass_context)
         assert edits == [] and _without_costs(gm) == written
     gm.recompile()
     return gm
 
 
 def _without_costs(gm: fx.GraphModule) -> str:
-    """The text of a graph; what ops cost is measured anew each time, of those that are left."""
+    """Text of a graph without costs, which are timed in each run."""
     return re.sub(r", cost=Cost\([^)]*\)", "", fxq.extend.write_graph(gm))
 
 
-def _after(step: Pass, gm: fx.GraphModule, known: Context) -> tuple[fx.GraphModule, list[Any]]:
-    """The graph after one run of a pass, and its edits."""
-    work = Rewriter(gm, known, step.name)
+def _after(step: Pass, gm: fx.GraphModule, pass_context: Context) -> tuple[fx.GraphModule, list[Any]]:
+    """Run a pass once; return the graph and the edits."""
+    work = Rewriter(gm, pass_context, step.name)
     step.run(work)
     check(work.gm, step.gives, step.name)
     return work.gm, work.edits
 
 
 def joined(*parts: str) -> str:
-    """Parts of a program as one, each without its indentation."""
+    """Join parts of a text, each without its indentation."""
     return "\n".join(map(expected, parts))
 
 
 def integer_weight(name: str, sizes: str, axis: int = 0) -> str:
-    """The lines of the float weight `name.weight` and of its integers, dequantized as `name_dq`."""
+    """Lines for a float weight `name.weight` and its integers, dequantized as `name_dq`."""
     channels = sizes.split(", ")[axis]
     return f"""
         {name}_real: float32[{sizes}] = tensor('{name}.weight')
@@ -143,28 +142,28 @@ axis={axis})  # stands_for='{name}.weight'
 
 
 GRID = f"scale=0.5, zero_point=3, qmax={QMAX}"
-"""The grid of activations in programs that name no other: one that this machine's kernels take."""
+"""Default grid of activations in test graphs, which the kernels of this machine support."""
 
 
 def qdq(name: str) -> str:
-    """The lines that put a value on that grid and take it off again, as `name_q` and `name_qdq`."""
+    """Lines that quantize and dequantize a value on `GRID`, as `name_q` and `name_qdq`."""
     return f"{name}_q = quantize({name}, {GRID})\n{name}_qdq = dequantize({name}_q, {GRID})"
 
 
 def drawn(program: str) -> dict[str, torch.Tensor]:
-    """Random tensors for those that a program names: floats between 0 and 1, any int8, zero points of 0."""
-    found = {}
+    """Random tensors for a graph in text form: floats between 0 and 1, int8 integers, zero points of 0."""
+    tensors = {}
     for dtype, sizes, name in re.findall(r": (\w+)\[([\d, ]*)[()]*\] = tensor\('([^']+)'\)", program):
         shape = [int(size) for size in sizes.split(",") if size]
         real = torch.rand(shape)
-        found[name] = real if dtype == "float32" else (254 * real - 127).to(torch.int8)
+        tensors[name] = real if dtype == "float32" else (254 * real - 127).to(torch.int8)
         if dtype == "int32":
-            found[name] = torch.zeros(shape, dtype=torch.int32)
-    return found
+            tensors[name] = torch.zeros(shape, dtype=torch.int32)
+    return tensors
 
 
 def stepwise(model: nn.Module, inputs: Any, recipe: Any = "static") -> Iterator[tuple[Any, Pass]]:
-    """The manager and the pass that it has run, pass by pass; calibrated on one batch. Its `gm` runs."""
+    """Run the pipeline, calibrated on one batch; yield the manager and the pass after each pass."""
     manager = manager_for(model, recipe, inputs)
     for step in manager.context.recipe.pipeline:
         manager.run([step])
@@ -175,12 +174,12 @@ def stepwise(model: nn.Module, inputs: Any, recipe: Any = "static") -> Iterator[
 
 
 def until(model: nn.Module, inputs: Any, last: str, recipe: Any = "static") -> Any:
-    """The manager after the pass `last` of any stage, calibrated on one batch. Its `gm` runs."""
+    """The manager after the pass `last`, calibrated on one batch."""
     return next(manager for manager, step in stepwise(model, inputs, recipe) if step.name == last)
 
 
 def again(manager: Any, step: Pass) -> list[Any]:
-    """The edits that a pass makes when it runs once more on the graph that a manager holds."""
+    """Run a pass again on the graph of a manager, and return its edits."""
     rewriter = Rewriter(manager.gm, manager.context, step.name)
     step.run(rewriter)
     rewriter.gm.graph.lint()
@@ -188,17 +187,17 @@ def again(manager: Any, step: Pass) -> list[Any]:
 
 
 def idle(graph: GraphView) -> list[str]:
-    """What is made integer for nothing: float values quantized, and integers moved, that no integer op reads."""
+    """Names of useless nodes: quantize nodes after float ops, and moving ops, whose integers no integer op reads."""
     useful: set[str] = set()
     for node in reversed(graph.nodes):
         if node.kind == "int8" or (node.kind in ("convert", "moves") and node.name in useful):
             useful.update(node.inputs)
-    made = [n for n in graph if n.kind == "moves" or (n.label == "quantize" and graph[n.inputs[0]].kind != "int8")]
-    return [n.name for n in made if n.name not in useful]
+    integers = [n for n in graph if n.kind == "moves" or (n.label == "quantize" and graph[n.inputs[0]].kind != "int8")]
+    return [n.name for n in integers if n.name not in useful]
 
 
 def equal(a: Any, b: Any) -> bool:
-    """Whether two results are the same, bit for bit and in structure."""
+    """Whether two results are equal in structure and bit for bit."""
     if isinstance(a, torch.Tensor):
         return isinstance(b, torch.Tensor) and torch.equal(a, b)
     if isinstance(a, dict):
@@ -209,5 +208,5 @@ def equal(a: Any, b: Any) -> bool:
 
 
 def kinds(gm: fx.GraphModule) -> list[str]:
-    """The labels of a graph's nodes, inputs, outputs and weights left out."""
+    """Labels of a graph's nodes, without inputs, outputs and weights."""
     return [n.label for n in view(gm) if n.kind not in ("io", "constant")]

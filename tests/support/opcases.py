@@ -42,14 +42,14 @@ class Sandwich(nn.Module):
         self.relu_first = LAYOUTS[layout].values > 1
         self.middle = make()
         values = self.values(torch.zeros(LAYOUTS[layout].shape))
-        self.behind = follower(self.middle.eval()(*values))
+        self.after = follower(self.middle.eval()(*values))
 
     def values(self, x):
         values = [layer(x) for layer in self.before]
         return [F.relu(v) for v in values] if self.relu_first else values
 
     def forward(self, x):
-        return self.behind(self.middle(*self.values(x)))
+        return self.after(self.middle(*self.values(x)))
 
 
 def follower(value: Tensor) -> nn.Module:

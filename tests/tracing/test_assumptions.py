@@ -42,7 +42,7 @@ def test_a_branch_on_a_size_is_checked():
         close(module(by_channels, a=nn.Identity(), b=conv()), X) if False else close(module(by_channels, a=conv()), X)
     )
     with pytest.raises(
-        fxq.InputError, match=r"test_assumptions\.py:\d+: .*`if x.shape\[1\] == 3:` is True, and here it is Fal"
+        fxq.InputError, match=r"test_assumptions\.py:\d+: .*`if x.shape\[1\] == 3:` is True, but here it is Fal"
     ):
         qmodel(torch.rand(2, 4, 8, 8))
     assert qmodel(X[:2]).shape == (2, 3, 8, 8)
@@ -156,7 +156,7 @@ def test_what_sizes_decide_goes_through(forward, any_batch):
         with torch.no_grad():
             assert sqnr(model(X[:3]), qmodel(X[:3])) > 30
     else:
-        with pytest.raises(fxq.InputError, match="is 4, and here it is 3"):
+        with pytest.raises(fxq.InputError, match="is 4, but here it is 3"):
             qmodel(X[:3])
 
 
@@ -164,7 +164,7 @@ def test_what_sizes_decide_goes_through(forward, any_batch):
 def test_another_size_is_an_error_or_right(forward):
     model = module(forward, a=conv())
     qmodel = close(model, X)
-    with pytest.raises(fxq.InputError, match="the graph was made for an input for which"):
+    with pytest.raises(fxq.InputError, match="the graph was traced with inputs for which"):
         qmodel(torch.rand(4, 4 if forward is chunks else 3, 12, 12))
 
 
@@ -237,6 +237,6 @@ def test_devices_that_decide_are_checked():
 def test_dtypes_that_decide_are_checked():
     qmodel = close(module(lambda self, x: self.a(x) if x.dtype == torch.float32 else x, a=conv()), X)
     with pytest.raises(
-        fxq.InputError, match="made for x=a tensor of float32, as its example has it, and got a tensor of"
+        fxq.InputError, match="traced for x=a tensor of float32, as in the example, but got a tensor of"
     ):
         qmodel(X.double())

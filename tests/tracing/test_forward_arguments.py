@@ -33,8 +33,8 @@ def test_nested_inputs():
         assert sqnr(model(other), qmodel(other)) > 30
     for wrong, words in [
         (nest(X, 3), r"inputs\['list'\]=\[a tensor, a tensor\]"),
-        (nest(X, flag=False), r"inputs\['flag'\]=True, as its example has it, and got"),
-        ({"x": X}, "made for inputs={'x': a tensor, 'list'"),
+        (nest(X, flag=False), r"inputs\['flag'\]=True, as in the example, but got"),
+        ({"x": X}, "traced for inputs={'x': a tensor, 'list'"),
     ]:
         with pytest.raises(fxq.InputError, match=f"{words}.*Quantize the model again with inputs"):
             qmodel(wrong)
@@ -51,7 +51,7 @@ def test_keywords_that_a_signature_does_not_name():
 @pytest.mark.parametrize("count", [1, 3])
 def test_any_number_of_inputs_is_checked(count):
     qmodel = close(module(lambda self, *xs: self.a(sum(xs)), a=conv()), *[X] * count)
-    with pytest.raises(fxq.InputError, match="made for xs="):
+    with pytest.raises(fxq.InputError, match="traced for xs="):
         qmodel(*[X] * (count + 1))
 
 
@@ -68,7 +68,7 @@ def test_concrete_arguments():
     with torch.no_grad():
         assert sqnr(model(X, "negative", 3, flag=False), qmodel(X)) > 30
     for wrong in ({"mode": "plain"}, {"mode": "negative", "gain": 2}, {"mode": "negative", "flag": True}):
-        with pytest.raises(fxq.InputError, match="the graph was made for"):
+        with pytest.raises(fxq.InputError, match="the graph was traced for"):
             qmodel(X, **wrong)
 
 

@@ -38,7 +38,7 @@ def test_kernels_are_verified_where_samples_cannot_be_cut():
     qmodel = fxq.quantize(model, "static", data=[x])
     with torch.no_grad():
         assert sqnr(model(x), qmodel(x)) > 30
-    with pytest.raises(fxq.InputError, match="is 9, and here it is 2"):
+    with pytest.raises(fxq.InputError, match="is 9, but here it is 2"):
         qmodel(x[:2])
 
 
@@ -70,7 +70,7 @@ def test_many_modules_cost_one_more_trace(make, monkeypatch):
 def test_a_loop_of_the_model_itself_is_unrolled():
     """There is no smaller module to keep in float."""
     qmodel = close(module(lambda self, x: sum(self.a(row[None]) for row in x), a=conv()), X)
-    with pytest.raises(fxq.InputError, match="is 4, and here it is 3"):
+    with pytest.raises(fxq.InputError, match="is 4, but here it is 3"):
         qmodel(X[:3])
 
 
@@ -184,7 +184,7 @@ def test_an_encoder(masked):
         traced = fxq.extend.run_passes(model, REFERENCE, example_inputs=words(4, 9, masked), until="trace")(**other)
     assert torch.allclose(traced.a, wanted.a, atol=1e-5) and sqnr(wanted, got) > 20
     assert isinstance(got, Named) and got.a.shape == got["b"].shape == (2, 6, 8)
-    with pytest.raises(fxq.InputError, match="made for return_dict=True"):
+    with pytest.raises(fxq.InputError, match="traced for return_dict=True"):
         qmodel(**other, return_dict=False)
 
 

@@ -52,8 +52,8 @@ class KernelPattern:
     def refused(self, parameters: Collection[str], unit: FusedUnit) -> str | None:
         """Why a function with these options as parameters cannot run a unit; None if it can."""
         for call in unit.calls:
-            if call.computed is not None:
-                return f"its {call.computed} is computed at run time"
+            if call.run_time_option is not None:
+                return f"its {call.run_time_option} is computed at run time"
             for name, value in call.options.items():
                 supported = [
                     call.op.options[name],

@@ -19,7 +19,7 @@ from fxq.errors import BackendError
 from fxq.graph.info import info
 from fxq.graph.query import constant
 from fxq.graph.region import Weight, integer_input, integer_weight
-from fxq.graph.unit import Calls, Inner, OpCall, inputs_of
+from fxq.graph.unit import Calls, InnerValue, OpCall, inputs_of
 from fxq.ops import OPS
 from fxq.quant.qparams import QParams
 from fxq.quant.spec import Role
@@ -149,8 +149,8 @@ class RowMatch:
             if weight is None and read is not None:
                 inputs += read.nodes
                 captures[name] = read.grid
-                if read.measured:
-                    dynamic[name] = len(read.measured)
+                if read.dynamic_nodes:
+                    dynamic[name] = len(read.dynamic_nodes)
             elif isinstance(value, fx.Node):
                 captures[name] = weight or constant(gm, value)
                 if captures[name] is None and self._role(name) == "state":
@@ -202,7 +202,12 @@ def _leading(calls: Calls, rows: Mapping[str, KernelRow]) -> Iterator[tuple[Kern
         ops, captures, posts = 2, {**captures, "residual": residual}, CLAMPS
         yield row, ops, captures
     after = calls[ops] if ops < len(calls) else None
-    if after is not None and after.op.name in posts and after.computed is None and after.tensors["x"] == Inner(ops - 1):
+    if (
+        after is not None
+        and after.op.name in posts
+        and after.run_time_option is None
+        and after.tensors["x"] == InnerValue(ops - 1)
+    ):
         yield row, ops + 1, {**captures, "slope": after.tensors.get("weight")}
 
 
@@ -220,15 +225,15 @@ def _reads_inside(calls: Calls, ops: int) -> bool:
 
     Also true if the unit returns the last value twice, since a kernel has one output.
     """
-    read = [v.index for call in calls[ops:] for v in call.tensors.values() if isinstance(v, Inner)]
+    read = [v.index for call in calls[ops:] for v in call.tensors.values() if isinstance(v, InnerValue)]
     return any(i < ops - 1 for i in (*read, *calls.outputs)) or calls.outputs.count(ops - 1) > 1
 
 
 def _residual(call: OpCall) -> fx.Node | None:
     """Residual that an add adds to the result of the first op: a node outside of the unit. None for other ops."""
-    if call.op.name != "add" or call.options["alpha"] != 1 or Inner(0) not in call.tensors.values():
+    if call.op.name != "add" or call.options["alpha"] != 1 or InnerValue(0) not in call.tensors.values():
         return None
-    residual = call.tensors["other" if call.tensors["x"] == Inner(0) else "x"]
+    residual = call.tensors["other" if call.tensors["x"] == InnerValue(0) else "x"]
     return residual if isinstance(residual, fx.Node) and residual.op != "get_attr" else None
 
 

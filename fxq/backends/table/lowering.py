@@ -18,7 +18,7 @@ from fxq.backends.plain.weight_only import KERNELS as WEIGHT_ONLY
 from fxq.backends.table.kernel_table import QUANTIZING_KERNELS, FusedUnit, KernelRow, RowMatch, matching_rows
 from fxq.errors import BackendError, InputError
 from fxq.graph.grid import grid_of
-from fxq.graph.query import CONVERSIONS, argument, constant, is_op, measures_of, options_of, values_of
+from fxq.graph.query import CONVERSIONS, argument, constant, dynamic_grid_ops, is_op, options_of, values_of
 from fxq.graph.region import (
     Region,
     UnitRegion,
@@ -129,7 +129,7 @@ class RowBackend(Backend):
     def lower(self, gm: fx.GraphModule, region: Region) -> Kernel | None:
         """Return the kernel of a unit or conversion from the table; None if the region needs none."""
         if not isinstance(region, UnitRegion):
-            measures = measures_of(region.nodes[-1])
+            measures = dynamic_grid_ops(region.nodes[-1])
             if not measures or region.nodes != (*measures, region.nodes[-1]):
                 first, count = region.nodes[0].name, len(region.nodes)
                 raise InputError(
@@ -193,7 +193,10 @@ def _weight_only(gm: fx.GraphModule, region: UnitRegion) -> Kernel | None:
     call = region.calls[0]
     traits = call.op.traits
     kind = WEIGHT_ONLY[call.op.name]
-    refuse(kind.name, f"its {call.computed} is a value that can differ from call to call" if call.computed else None)
+    refuse(
+        kind.name,
+        f"its {call.run_time_option} is a value that can differ from call to call" if call.run_time_option else None,
+    )
     weights: dict[str, StoredWeight] = {}
     constants: dict[str, Tensor] = {}
     activations: dict[str, fx.Node] = {}
@@ -245,7 +248,7 @@ def _is_dynamic(region: UnitRegion) -> bool:
 
 def _quantize_with_range(node: fx.Node) -> Region | None:
     """Region of a quantize with dynamic range and the ops that compute its grid; else None."""
-    measures = measures_of(node) if is_op(node, "quantize") else ()
+    measures = dynamic_grid_ops(node) if is_op(node, "quantize") else ()
     return region_of((*measures, node)) if measures and options_of(node)["dtype"] == torch.uint8 else None
 
 

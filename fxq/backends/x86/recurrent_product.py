@@ -13,7 +13,7 @@ from fxq.backends.table.dynamic_layer import DynamicLayer
 from fxq.backends.table.layer_spec import LayerSpec
 from fxq.backends.x86.onednn_linear import OnednnLinear, pack_for_conv
 from fxq.backends.x86.recurrent_steps import StateProduct
-from fxq.ops.recurrent import TINY
+from fxq.ops.recurrent import MIN_STATE_RANGE
 from fxq.quant.qparams import QParams
 
 
@@ -67,4 +67,6 @@ def _unpacked(weight: Tensor, scale: Tensor, qmax: int, state_scale: float | Non
     zeros = weight.sum(1, dtype=torch.int32).mul_(qmax + 1)
     shift, grid_scale = torch.zeros_like(scale), state_scale or 0.0
     bias = -scale * zeros
-    return StateProduct(weight.contiguous(), scale, zeros, bias, shift, qmax, grid_scale, TINY, False, False, False)
+    return StateProduct(
+        weight.contiguous(), scale, zeros, bias, shift, qmax, grid_scale, MIN_STATE_RANGE, False, False, False
+    )

@@ -1,1 +1,1 @@
-"""Analyses of a graph: regions, aliasing, bounds of integer sums, arithmetic cost, varying sizes."""
+"""Analyses of graphs: partition into regions, aliasing, fill constants, bounds of integer sums, arithmetic cost."""

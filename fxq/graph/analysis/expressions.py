@@ -26,7 +26,7 @@ class Expressions:
     def __init__(self) -> None:
         self._numbers: dict[Hashable, int] = {}
         self._weights: dict[Hashable, Tensor] = {}  # kept alive, so that their addresses are not reused
-        self._alone = 0
+        self._unique_count = 0
 
     def of(self, gm: fx.GraphModule) -> dict[fx.Node, int]:
         """Value number of each node of a graph at a stage from `canonical` to `qdq`.
@@ -50,8 +50,8 @@ class Expressions:
         if path:
             return self._weight(read_attribute(gm, path))
         read: Any = node.args[0] if node.args else None
-        seen_through = is_op(node, *CONVERSIONS) and read.op != "get_attr"
-        if seen_through or isinstance(submodule(gm, node), Observer):
+        converts_activation = is_op(node, *CONVERSIONS) and read.op != "get_attr"
+        if converts_activation or isinstance(submodule(gm, node), Observer):
             return numbers[read]
         return self._call(node, numbers) if node.op == "call_function" else self._number(None)
 
@@ -91,8 +91,8 @@ class Expressions:
         except TypeError:  # an argument is not hashable
             key = number = None
         if number is None:
-            number = len(self._numbers) + self._alone
-            self._alone += key is None
+            number = len(self._numbers) + self._unique_count
+            self._unique_count += key is None
             if key is not None:
                 self._numbers[key] = number
         return number

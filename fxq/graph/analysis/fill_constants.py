@@ -1,7 +1,7 @@
-"""Constants that masks, pads and fills put among the values of a network: which of them a value may hold.
+"""Fill constants: numbers, such as -inf, that masks, pads and fills write among the values of a network.
 
-They are no data. Observers leave them out of the range that they look for, and `choose-grids` sees to it that one which
-lies outside the grid is not clipped where somebody reads it.
+They are not data: observers leave them out of the range, and `choose-grids` prevents that one outside the grid is
+clipped if its value matters.
 """
 
 from __future__ import annotations
@@ -15,37 +15,38 @@ from torch import Tensor, fx
 
 from fxq.graph.info import info
 from fxq.graph.query import called_name, constant, fills_like, flat_nodes, op_of, options_of, taken_from, taken_part
-from fxq.graph.unit import Calls, Inner, OpCall, calls_of
+from fxq.graph.unit import Calls, InnerValue, OpCall, calls_of
 from fxq.ops.registry import as_tuple
 from fxq.ops.traits import OpTraits
 
 _VALUE_AT = {"new_full": 2, "full_like": 1}
+"""Calls that create a tensor of one value: the index of the argument that gives the value."""
 _ONES = ("new_ones", "ones_like")
-"""Calls that make a tensor of one value: at which place of their arguments it stands, or what it is."""
+"""Calls that create a tensor of ones."""
 
 
 class FillConstants:
-    """Which constants the values of a graph may hold besides data, found once per value.
+    """Fill constants that the values of a graph may hold, computed once per value.
 
-    Zero is left out: every grid holds it.
+    Zero is left out, since every grid contains it.
     """
 
     def __init__(self, gm: fx.GraphModule) -> None:
         self.gm = gm
-        self._known: dict[fx.Node, frozenset[float]] = {}
+        self._constants: dict[fx.Node, frozenset[float]] = {}
 
     def of(self, node: fx.Node) -> frozenset[float]:
-        """The constants that the value of a node may hold. Ask for the nodes it reads before."""
-        if node not in self._known:
-            self._known[node] = frozenset(self._find(node)) - {0.0}
-        return self._known[node]
+        """Fill constants that the value of a node may hold. Recursive: call it for the nodes in graph order."""
+        if node not in self._constants:
+            self._constants[node] = frozenset(self._find(node)) - {0.0}
+        return self._constants[node]
 
-    def brought_by(self, node: fx.Node) -> frozenset[float]:
-        """Those of them that the node itself brings in, whatever it reads."""
+    def added_by(self, node: fx.Node) -> frozenset[float]:
+        """Fill constants that the node itself writes, without those of its inputs."""
         if fills_like(node):
             return self.of(node)
         calls = calls_of(self.gm, taken_from(node))
-        return frozenset(value for call in calls for value in self._brings(call, node)) - {0.0}
+        return frozenset(value for call in calls for value in self._added_by_call(call, node)) - {0.0}
 
     def _find(self, node: fx.Node) -> Iterator[float]:
         if node.op == "get_attr":
@@ -53,50 +54,52 @@ class FillConstants:
         elif fills_like(node):
             yield from _filled(node)
         else:
-            maker = taken_from(node)
-            calls = calls_of(self.gm, maker)
+            source = taken_from(node)
+            calls = calls_of(self.gm, source)
             if calls:
-                yield from self._of_calls(maker, calls)[calls.outputs[taken_part(node, maker) or 0]]
+                yield from self._of_calls(source, calls)[calls.outputs[taken_part(node, source) or 0]]
             else:
                 yield -math.inf  # an input may be a mask for attention
 
     def _of_calls(self, node: fx.Node, calls: Calls) -> list[frozenset[float]]:
-        """The same for each op that a node runs."""
-        made: list[frozenset[float]] = []
+        """Fill constants that the value of each op in a node may hold."""
+        constants_of_ops: list[frozenset[float]] = []
         for call in calls:
-            constants = set(self._brings(call, node))
-            if hands_on(call.op.traits):
+            constants = set(self._added_by_call(call, node))
+            if passes_values(call.op.traits):
                 for name in call.op.traits.inputs:
-                    constants |= self._read(call.tensors.get(name), made)
-            if call.op.traits.narrows and not any(flat_nodes(call.options)):  # limits of a call are not known here
+                    constants |= self._of_argument(call.tensors.get(name), constants_of_ops)
+            if call.op.traits.narrows and not any(flat_nodes(call.options)):  # else the limits are run-time values
                 constants = {float(call.op.target(torch.tensor(value), **call.options)) for value in constants}
-            made.append(frozenset(constants))
-        return made
+            constants_of_ops.append(frozenset(constants))
+        return constants_of_ops
 
-    def _read(self, value: Any, made: list[frozenset[float]]) -> frozenset[float]:
+    def _of_argument(self, value: Any, constants_of_ops: list[frozenset[float]]) -> frozenset[float]:
         values = value if isinstance(value, (tuple, list)) else (value,)
-        found = [
-            made[v.index] if isinstance(v, Inner) else self.of(v) for v in values if isinstance(v, (Inner, fx.Node))
+        constants = [
+            constants_of_ops[v.index] if isinstance(v, InnerValue) else self.of(v)
+            for v in values
+            if isinstance(v, (InnerValue, fx.Node))
         ]
-        return frozenset().union(*found)
+        return frozenset().union(*constants)
 
-    def _brings(self, call: OpCall, node: fx.Node) -> Iterator[float]:
+    def _added_by_call(self, call: OpCall, node: fx.Node) -> Iterator[float]:
         for name in call.op.traits.fill_constants:
             value = call.tensors.get(name, call.options.get(name))
-            if isinstance(value, (int, float)) and not _nobody_sees(node, value):
-                yield float(torch.tensor(float(value)))  # as float32 has it
+            if isinstance(value, (int, float)) and not _is_never_selected(node, value):
+                yield float(torch.tensor(float(value)))  # rounded to float32
             for read in flat_nodes(value):
                 if read.op == "get_attr" or fills_like(read):
                     yield from self.of(read)
 
 
-def hands_on(quant: OpTraits) -> bool:
-    """Whether an op hands on values of its inputs as they are, or clipped."""
-    return quant.kind == "moves" or (quant.kind == "float" and bool(quant.fill_constants))
+def passes_values(traits: OpTraits) -> bool:
+    """Whether an op returns values of its inputs unchanged or clipped."""
+    return traits.kind == "moves" or (traits.kind == "float" and bool(traits.fill_constants))
 
 
 def _only_value(tensor: Tensor | None) -> Iterator[float]:
-    """The value of a tensor that holds one only."""
+    """Yield the value of a tensor whose elements are all equal."""
     if tensor is not None and tensor.is_floating_point() and tensor.numel() and not tensor.is_meta:
         low, high = torch.aminmax(tensor.detach())
         if low == high:
@@ -112,11 +115,11 @@ def _filled(node: fx.Node) -> Iterator[float]:
         yield float(torch.tensor(float(value)))
 
 
-def _nobody_sees(node: fx.Node, value: float) -> bool:
-    """Whether what a pad brings in is below all data wherever it is read: by max pools whose windows all hold data.
+def _is_never_selected(node: fx.Node, value: float) -> bool:
+    """Whether the fill constant of a pad is never the result of its readers: max pools with data in every window.
 
-    A grid holds zero and all data, so a negative number outside of it is below them, and its lowest integer does as
-    well.
+    A grid contains zero and all data. A negative constant below it is clipped to the lowest integer, which is still not
+    above the data.
     """
     op = op_of(node)
     if value >= 0 or op is None or op.traits.surrounds is None or not node.users:
@@ -127,14 +130,14 @@ def _nobody_sees(node: fx.Node, value: float) -> bool:
 
 
 def _all_hold_data(pad: fx.Node, sides: Any, pool: fx.Node) -> bool:
-    """Whether every window of a max pool behind a pad reaches into what the pad was put around, whatever its size."""
+    """Whether every window of a max pool after a pad contains elements of the pad's input."""
     shape, options = info(pad).shape, options_of(pool)
     if shape is None or not all(isinstance(side, int) for side in sides):
         return False
     rank = len(options["kernel_size"])
     pairs = list(zip(sides[::2], sides[1::2], strict=False))
     if len(pairs) > rank:
-        return False  # channels of nothing but padding
+        return False  # pads other axes, too: whole windows may be padding
     pairs += [(0, 0)] * (rank - len(pairs))
     keys = ("kernel_size", "padding", "dilation")
     kernels, paddings, dilations = (as_tuple(options[key], rank) for key in keys)

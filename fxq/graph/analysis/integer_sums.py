@@ -11,12 +11,12 @@ from torch import Tensor, fx
 from fxq.graph.analysis.layer_matrix import LayerMatrix
 from fxq.graph.grid import moved_from
 from fxq.graph.info import info
-from fxq.graph.region import Integers, integer_input, integer_weight
+from fxq.graph.region import IntegerInput, integer_input, integer_weight
 from fxq.graph.unit import OpCall, calls_of
 from fxq.ops import OPS
 from fxq.quant.qparams import QParams
 
-INT32 = 2**31 - 1
+MAX_INT32 = 2**31 - 1
 MAX_8BIT_REACH = 255
 """Largest distance of an 8-bit integer from zero or from its zero point."""
 _SUMS = frozenset({"mean", "sum", *OPS.family("avg_pool"), *OPS.family("adaptive_avg_pool")})
@@ -26,11 +26,11 @@ _PRODUCTS = frozenset({"matmul", "addmm", "baddbmm"})
 
 
 def largest_sum(rows: Tensor, x: QParams, bias: Tensor | None = None) -> float:
-    """Largest magnitude of any partial sum of products that a layer can compute for inputs on its grid.
+    """Upper bound of the magnitude of all partial sums of products that a layer can compute for inputs on its grid.
 
     Kernels add products of the raw integers, or with the zero point subtracted, or shifted to start at zero, in any
-    order. No partial sum exceeds the sum of the positive or of the negative weights of a row times `reach(x)`. For
-    dynamic grids, `qmin` and `qmax` are known beforehand.
+    order. No partial sum exceeds `reach(x)` times the larger of the sums of the positive and of the negative weights of
+    a row. Dynamic grids have a fixed `qmin` and `qmax`, too.
 
     Args:
         rows: integer weight, (..., K), summed over the last axis.
@@ -38,15 +38,15 @@ def largest_sum(rows: Tensor, x: QParams, bias: Tensor | None = None) -> float:
         bias: bias added to the sums, in units of the accumulator's scale, broadcastable to (...), or None.
 
     Returns:
-        The bound. If no 8-bit weight could leave int32, a looser one that does not read the weight.
+        The bound. If no 8-bit weight could overflow int32, a looser one that does not read the weight.
     """
-    whole = rows.shape[-1] * MAX_8BIT_REACH * reach(x)
-    if bias is None and whole <= INT32:
-        return float(whole)
+    any_weight = rows.shape[-1] * MAX_8BIT_REACH * reach(x)
+    if bias is None and any_weight <= MAX_INT32:
+        return float(any_weight)
     real = rows.double()
-    most = torch.maximum(real.clamp(min=0).sum(-1), real.clamp(max=0).sum(-1).neg()) * reach(x)
-    most = most if bias is None else most + bias.double().abs()
-    return float(most.max()) if most.numel() else 0.0
+    bounds = torch.maximum(real.clamp(min=0).sum(-1), real.clamp(max=0).sum(-1).neg()) * reach(x)
+    bounds = bounds if bias is None else bounds + bias.double().abs()
+    return float(bounds.max()) if bounds.numel() else 0.0
 
 
 def reach(grid: QParams) -> int:
@@ -56,7 +56,7 @@ def reach(grid: QParams) -> int:
 
 def beyond_int32(largest: float) -> str | None:
     """Reason to refuse sums of this magnitude, or None if they fit in int32."""
-    return f"its sums can reach {largest:.2g}, beyond int32 (2.1e+09)" if largest > INT32 else None
+    return f"its sums can reach {largest:.2g}, beyond int32 (2.1e+09)" if largest > MAX_INT32 else None
 
 
 def node_largest_sum(gm: fx.GraphModule, node: fx.Node) -> float:
@@ -74,27 +74,27 @@ def node_refused(gm: fx.GraphModule, node: fx.Node) -> str | None:
 
 
 def _largest_of(gm: fx.GraphModule, call: OpCall) -> float:
-    quant = call.op.traits
-    x = _integers(gm, call.tensors.get(quant.inputs[0] if quant.inputs else ""))
+    traits = call.op.traits
+    x = _integers(gm, call.tensors.get(traits.inputs[0] if traits.inputs else ""))
     if call.op.name in _PRODUCTS:
         x, y = (_integers(gm, call.tensors.get(name)) for name in ("x", "other"))
         depth = (info(call.tensors["x"]).shape or (0,))[-1] if x is not None else 0
         return float(depth * reach(x.grid) * reach(y.grid)) if x is not None and y is not None else 0.0
-    if x is None or call.computed is not None:
+    if x is None or call.run_time_option is not None:
         return 0.0
     if call.op.name in _SUMS:
         return float(_added(call) * reach(x.grid))
     if LayerMatrix.takes(call):
-        return _of_weight(gm, call, quant.weight or "", x.grid)
-    if call.rounds_its_state and quant.recurrence is not None:
-        steps, affine = call.options[quant.recurrence.steps], call.options.get(quant.recurrence.affine)
+        return _of_weight(gm, call, traits.weight or "", x.grid)
+    if call.rounds_its_state and traits.recurrence is not None:
+        steps, affine = call.options[traits.recurrence.steps], call.options.get(traits.recurrence.affine)
         state = QParams.per_tensor(1.0, 0, 0, steps if affine else 2 * steps + 1)
-        first, *others = (quant.weight or "", *quant.more_weights)
+        first, *others = (traits.weight or "", *traits.more_weights)
         return max(_of_weight(gm, call, first, x.grid), *(_of_weight(gm, call, name, state) for name in others))
     return 0.0
 
 
-def _integers(gm: fx.GraphModule, value: Any) -> Integers | None:
+def _integers(gm: fx.GraphModule, value: Any) -> IntegerInput | None:
     """Integers that an activation was dequantized from, also through ops that only move values."""
     while isinstance(value, fx.Node) and (before := moved_from(value)) is not None:
         value = before

@@ -16,10 +16,10 @@ from fxq.graph.query import tensor_meta
 View = tuple[Any, ...]
 
 
-STATELESS = (
+KEEP_STATE_REMEDY = (
     "a graph keeps no state between calls. Keep the module as a float leaf (recipe.leaf), or return the new value."
 )
-"""Advice for modules that change their own tensors or keep other state between calls."""
+"""Remedy for modules that change their own tensors or keep other state between calls."""
 
 
 class MemoryWatch:
@@ -73,11 +73,11 @@ class MemoryWatch:
         return a in self._views and self._views[a] == self._views.get(b)
 
     def same_object(self, a: fx.Node, b: fx.Node) -> bool:
-        """Whether the values of two nodes are one Python object, so that a new shape of one is that of the other."""
+        """Whether the values of two nodes are one Python object, so that reshaping one in place reshapes the other."""
         return a in self._objects and self._objects[a] is self._objects.get(b)
 
     def replaced(self, node: fx.Node, by: fx.Node) -> None:
-        """Note that a new node stands for the tensor object of another one from now on."""
+        """Note that the tensor object of `node` is now the value of the node `by`."""
         if node in self._objects:
             self._objects[by] = self._objects[node]
 
@@ -96,7 +96,8 @@ class MemoryWatch:
     def overwrites(self, written: fx.Node, place: Any, read: fx.Node) -> bool:
         """Whether an elementwise write may change elements of a value before it has read them.
 
-        Elements are written in the order of memory: a value that lies ahead of what is written is read in time.
+        Elements are written in the order of memory, so the write is safe if no element is read from a position
+        before the one that it is written to.
 
         Args:
             written: the value that is changed.

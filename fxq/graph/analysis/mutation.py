@@ -11,12 +11,12 @@ from fxq.graph.query import op_of
 
 
 def changes(node: fx.Node) -> tuple[int, ...]:
-    """The blocks of memory that a node changes in place. A canonical op changes nothing, whatever it was before."""
+    """Memory blocks that a node changes in place; none for a canonical op, even if traced from an in-place op."""
     return info(node).changes if op_of(node) is None else ()
 
 
-class Changes:
-    """Who changes the memory that a value lies in. `note(node)` after an edit that made or changed a node."""
+class MemoryWriters:
+    """Nodes that write to the memory of values. Call `note(node)` after an edit that created or changed a node."""
 
     def __init__(self, nodes: Iterable[fx.Node]) -> None:
         self._by_block: dict[int, list[fx.Node]] = {}
@@ -24,17 +24,17 @@ class Changes:
             self.note(node)
 
     def note(self, node: fx.Node) -> None:
-        """Learn what a node changes."""
+        """Record the memory blocks that a node changes."""
         for block in changes(node):
             self._by_block.setdefault(block, []).append(node)
 
     def of(self, value: fx.Node) -> fx.Node | None:
-        """A node that changes memory which `value` shares, or None."""
+        """A node that changes the memory of `value`, or None."""
         return next(self._changers(value), None)
 
     def _changers(self, value: fx.Node) -> Iterator[fx.Node]:
         for block in info(value).memory:
-            known = self._by_block.get(block, [])
-            while known and (known[-1]._erased or block not in changes(known[-1])):
-                known.pop()
-            yield from known[-1:]
+            writers = self._by_block.get(block, [])
+            while writers and (writers[-1]._erased or block not in changes(writers[-1])):
+                writers.pop()
+            yield from writers[-1:]

@@ -1,9 +1,10 @@
-"""Cuts the qdq graph into regions that an engine runs at once: connected, and as large as can be.
+"""Partition of the qdq graph into maximal connected regions that an engine runs.
 
-A region must not wait for itself: no path may leave it and come back. So every node gets a level, which never falls
-along an edge, and rises where the graph goes into the engine or out of it. A path that leaves a region comes back on a
-higher level; what is connected on one level is therefore a region. Then neighbours on two levels become one where no
-path outside leads from the first to the second: a search among what is on the levels from the one to the other says so.
+A region must not depend on itself: no path may leave it and return. Every node gets a level, which never decreases
+along an edge and increases where a path enters or leaves the engine. A path that leaves a region therefore returns on a
+higher level, so connected engine nodes of one level can form a region. Then adjacent regions of different levels are
+merged, unless a path outside leads from the first to the second. A search among the nodes between their levels finds
+such paths.
 """
 
 from __future__ import annotations
@@ -24,79 +25,79 @@ from fxq.graph.unit import calls_of, unit_of
 
 Takes = Callable[[fx.Node], bool]
 
-SEARCHED = 1000
-"""How many edges the search between two neighbours may take; those that it does not tell about stay apart."""
+MAX_SEARCHED_EDGES = 1000
+"""Limit of the search for a path between two regions; if it is exceeded, the regions are not merged."""
 
 
 def connected_regions(gm: fx.GraphModule, takes: Takes) -> Iterator[Region]:
-    """The largest regions of connected nodes that an engine takes; none waits for a later one.
+    """Yield maximal regions of connected nodes that an engine supports, in an order in which they can run.
 
-    Two regions stay apart although one reads the other only where a path between them goes through a node that the
-    engine does not take (one region of both would wait for itself), or where more than `SEARCHED` edges would have to
-    be looked at to know that there is none: the time is in proportion to the graph.
+    Adjacent regions are merged, unless a path between them goes through a node that the engine does not support (the
+    merged region would depend on itself), or the search for such a path exceeds `MAX_SEARCHED_EDGES`, which keeps the
+    time linear in the graph.
 
-    The nodes of `gm` are brought into such an order, too: those of a region stand together. Each region is read when
-    its turn comes, so that it reads from the kernels that took the place of those before it.
+    Reorders the nodes of `gm` so that the nodes of each region are adjacent. Each region is read only when it is
+    yielded, so that it reads from the kernels that replaced earlier regions.
 
-    What shares memory with a value that is changed in place belongs to no region, nor does what reads such a value.
+    Values that share memory with a value that is changed in place, and nodes that read them, belong to no region.
 
     Args:
-        gm: the module of a qdq graph.
-        takes: whether the engine runs a node: an op, a unit, or a conversion of activations. It is asked of those whose
-            value is a tensor, and of units of several outputs. Weights, and sizes that are read off values, go along
-            with the nodes that read them.
+        gm: module of a qdq graph.
+        takes: whether the engine supports a node (an op, a unit, or a conversion of activations). Called for nodes
+            whose value is a tensor, and for units of several outputs. Weights and sizes are included with the nodes
+            that read them.
     """
-    parts = _Partition(gm, takes)
-    parts.join_levels()
-    parts.join_neighbours()
-    found = parts.regions()
-    for before, node in itertools.pairwise(parts.with_sizes(found)):
+    partition = _Partition(gm, takes)
+    partition.join_levels()
+    partition.join_neighbours()
+    groups = partition.groups()
+    for before, node in itertools.pairwise(partition.with_sizes(groups)):
         if before.next is not node:
             before.append(node)
-    regions = (region_of(nodes) for nodes in found if nodes[0] in parts.taken)
-    return (region for region in regions if region.outputs)  # others nobody reads
+    regions = (region_of(nodes) for nodes in groups if nodes[0] in partition.taken)
+    return (region for region in regions if region.outputs)  # without regions whose values are not read
 
 
-class _Joined:
-    """Things in sets that only grow (union-find)."""
+class _DisjointSets:
+    """Disjoint sets of items (union-find). A set is identified by one of its items."""
 
     def __init__(self) -> None:
-        self._into: dict[Any, Any] = {}
+        self._parent: dict[Any, Any] = {}
 
-    def first(self, thing: Any) -> Any:
-        """What the set of a thing goes by."""
-        while (into := self._into.get(thing, thing)) is not thing:
-            self._into[thing] = self._into.get(into, into)
-            thing = into
-        return thing
+    def find(self, item: Any) -> Any:
+        """The item that identifies the set of `item`."""
+        while (parent := self._parent.get(item, item)) is not item:
+            self._parent[item] = self._parent.get(parent, parent)
+            item = parent
+        return item
 
-    def join(self, thing: Any, other: Any) -> None:
-        """Make one set of two; it goes by what the first did."""
-        self._into[self.first(other)] = self.first(thing)
+    def join(self, item: Any, other: Any) -> None:
+        """Merge the sets of two items; the first set's identifying item is kept."""
+        self._parent[self.find(other)] = self.find(item)
 
 
 class _Partition:
-    """The nodes of a graph in groups: those that an engine takes, with others that it takes.
+    """Groups of the nodes of a graph: merged nodes that the engine supports, and single other nodes.
 
     Attributes:
-        nodes: the nodes, in order. What reads a size comes behind the value that it is the size of.
-        taken: those that the engine takes.
-        waits: the nodes that each must come behind: those that it reads, and for one that does more than to compute
-            its value, or whose memory is changed in place, the last such one before it.
+        nodes: the nodes, in order, without sizes.
+        taken: the nodes that the engine supports.
+        waits: the nodes that must run before each node: its inputs, with sizes replaced by the values that they are
+            read from. A node with side effects, or whose memory is changed in place, also waits for the last such node.
     """
 
     def __init__(self, gm: fx.GraphModule, takes: Takes) -> None:
-        self._place = {node: i for i, node in enumerate(gm.graph.nodes)}
+        self._index = {node: i for i, node in enumerate(gm.graph.nodes)}
         self.nodes: list[fx.Node] = []
         self.taken: set[fx.Node] = set()
         self.waits: dict[fx.Node, list[fx.Node]] = {}
-        self._sizes: dict[fx.Node, list[fx.Node]] = {}  # what each is read off
-        self._groups = _Joined()
+        self._sizes: dict[fx.Node, list[fx.Node]] = {}  # values that each size is read from
+        self._groups = _DisjointSets()
         self._level: dict[fx.Node, int] = {}
-        self._levels = _Joined()  # of a group on several: those count as one
-        changed = {block for node in self._place for block in changes(node)}
-        last: list[fx.Node] = []
-        for node in self._place:
+        self._levels = _DisjointSets()  # levels that a merged group spans count as one
+        changed = {block for node in self._index for block in changes(node)}
+        last_effect: list[fx.Node] = []
+        for node in self._index:
             waits = list(dict.fromkeys(n for read in node.all_input_nodes for n in self._sizes.get(read, (read,))))
             shared = any(not changed.isdisjoint(info(n).memory) for n in (node, *waits))
             if is_size(node):
@@ -110,11 +111,11 @@ class _Partition:
             if _runs(gm, node, takes, self.taken) and not shared:
                 self.taken.add(node)
             elif shared or not is_pure(gm, node):
-                self.waits[node] += last
-                last = [node]
+                self.waits[node] += last_effect
+                last_effect = [node]
 
     def join_levels(self) -> None:
-        """Give every node its lowest level, and join what is taken and connected on one."""
+        """Assign the lowest possible level to every node, and join connected engine nodes of the same level."""
         for node in self.nodes:
             differ = ((read in self.taken) is not (node in self.taken) for read in self.waits[node])
             levels = (self._level[read] + rises for read, rises in zip(self.waits[node], differ, strict=True))
@@ -124,86 +125,86 @@ class _Partition:
                     self._groups.join(read, node)
 
     def join_neighbours(self) -> None:
-        """Join groups where one reads the other, and no third one leads from it to the other."""
-        first = self._groups.first
-        behind: dict[fx.Node, set[fx.Node]] = {first(node): set() for node in self.nodes}
+        """Join groups of which one reads the other, unless a path through a third group connects them."""
+        find = self._groups.find
+        readers: dict[fx.Node, set[fx.Node]] = {find(node): set() for node in self.nodes}
         for node in self.nodes:
             for read in self.waits[node]:
-                behind[first(read)].add(first(node))
+                readers[find(read)].add(find(node))
         for node in self.nodes:
             for read in self._taken_reads(node):
-                a, b = first(read), first(node)
-                if a is b or self._may_lead_on(a, b, behind):
+                a, b = find(read), find(node)
+                if a is b or self._may_have_detour(a, b, readers):
                     continue
                 while (level := self._height(b)) != self._height(a):
                     self._levels.join(level - 1, level)
-                few, many = sorted((behind[a], behind.pop(b)), key=len)
-                behind[a] = many
-                many |= few
+                smaller, larger = sorted((readers[a], readers.pop(b)), key=len)
+                readers[a] = larger
+                larger |= smaller
                 self._groups.join(a, b)
 
-    def _may_lead_on(self, a: fx.Node, b: fx.Node, behind: dict[fx.Node, set[fx.Node]]) -> bool:
-        """Whether a third group leads from one to another; also where a search does not tell."""
-        seen, todo, edges, height = {a, b}, [a], 0, self._height(b)
+    def _may_have_detour(self, a: fx.Node, b: fx.Node, readers: dict[fx.Node, set[fx.Node]]) -> bool:
+        """Whether a path from group `a` to group `b` goes through a third group; True if the search is cut off."""
+        visited, todo, edges, height = {a, b}, [a], 0, self._height(b)
         while todo:
             group = todo.pop()
-            edges += len(behind[group])
-            if edges > SEARCHED:
+            edges += len(readers[group])
+            if edges > MAX_SEARCHED_EDGES:
                 return True
-            for reader in map(self._groups.first, behind[group]):
+            for reader in map(self._groups.find, readers[group]):
                 if reader is b and group is not a:
                     return True
-                if reader not in seen and self._height(reader) <= height:
-                    seen.add(reader)
+                if reader not in visited and self._height(reader) <= height:
+                    visited.add(reader)
                     todo.append(reader)
         return False
 
     def _height(self, node: fx.Node) -> int:
-        """The level of a node; of several that a group stands on, the lowest one."""
-        level: int = self._levels.first(self._level[node])
+        """Level of a node; the lowest level of its group if the group spans several."""
+        level: int = self._levels.find(self._level[node])
         return level
 
-    def regions(self) -> list[list[fx.Node]]:
-        """The groups of what is taken, and every other node as one, each behind what it waits for."""
+    def groups(self) -> list[list[fx.Node]]:
+        """Groups of engine nodes, and every other node as a group of its own, in an order in which they can run."""
         members: dict[fx.Node, list[fx.Node]] = {}
-        behind: dict[fx.Node, list[fx.Node]] = {}
+        readers: dict[fx.Node, list[fx.Node]] = {}
         waiting: Counter[fx.Node] = Counter()
         for node in self.nodes:
-            group = self._groups.first(node)
+            group = self._groups.find(node)
             members.setdefault(group, []).append(node)
-            for read in map(self._groups.first, self.waits[node]):
+            for read in map(self._groups.find, self.waits[node]):
                 if read is not group:
-                    behind.setdefault(read, []).append(group)
+                    readers.setdefault(read, []).append(group)
                     waiting[group] += 1
-        place = self._place
-        ready = [(place[nodes[0]], group) for group, nodes in members.items() if not waiting[group]]
+        index = self._index
+        ready = [(index[nodes[0]], group) for group, nodes in members.items() if not waiting[group]]
         heapq.heapify(ready)
-        found = []
+        ordered = []
         while ready:
             _, group = heapq.heappop(ready)
-            found.append(members[group])
-            for reader in behind.get(group, ()):
+            ordered.append(members[group])
+            for reader in readers.get(group, ()):
                 waiting[reader] -= 1
                 if not waiting[reader]:
-                    heapq.heappush(ready, (place[members[reader][0]], reader))
-        return found
+                    heapq.heappush(ready, (index[members[reader][0]], reader))
+        return ordered
 
     def with_sizes(self, groups: list[list[fx.Node]]) -> Iterator[fx.Node]:
-        """All nodes in this order; each size stands as before among the group of the last value that it is read off."""
+        """All nodes in the order of the groups; each size is in the group of the last value that it is read from."""
         rows = [list(group) for group in groups]
         row_of = {node: i for i, row in enumerate(rows) for node in row}
         for size in self._sizes:
             if size not in row_of:
                 row_of[size] = max(row_of[read] for read in size.all_input_nodes)
                 rows[row_of[size]].append(size)
-        return (node for row in rows for node in sorted(row, key=self._place.__getitem__))
+        return (node for row in rows for node in sorted(row, key=self._index.__getitem__))
 
     def _taken_reads(self, node: fx.Node) -> list[fx.Node]:
         return [read for read in self.waits[node] if read in self.taken] if node in self.taken else []
 
 
 def _runs(gm: fx.GraphModule, node: fx.Node, takes: Takes, taken: set[fx.Node]) -> bool:
-    """Whether an engine runs a node; the parts of a unit of several outputs go with the unit."""
+    """Whether an engine runs a node; nodes that take an output of a unit follow the unit."""
     source = taken_from(node)
     if source is not node and unit_of(gm, source) is not None:
         return source in taken

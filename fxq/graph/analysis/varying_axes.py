@@ -1,4 +1,4 @@
-"""Which axes of a graph's inputs vary in size, as the person who exports a model gives them."""
+"""Axes of a model's inputs that vary in size, as given in the `dynamic` argument of exports."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from torch import Tensor, fx
 from fxq.errors import InputError, unknown
 
 Axes = Mapping[str, Mapping[int, str]]
-"""What the size of an axis of an input is called, by the name of the input; only of those that vary."""
+"""Names of the sizes of varying axes, by input name and axis: `{"x": {0: "batch"}}`."""
 
 Dynamic = bool | Axes
-"""The same; True: the first axis of each input that has as many entries there as the first input; False: none."""
+"""`Axes`, or True for the first axis of each input of the first input's length, or False for none."""
 
 
-def inputs_of(given: Mapping[fx.Node, Any]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors among what placeholders are given, by the names of the inputs that they become."""
-    for node, value in given.items():
+def inputs_of(arguments: Mapping[fx.Node, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors inside the arguments of placeholders, with the names of the exported inputs."""
+    for node, value in arguments.items():
         yield from _tensors(value, str(node.target).lstrip("*"))
 
 
 def _tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor inside nested containers, with its name."""
+    """Yield every tensor inside nested containers, with its name."""
     if isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, (tuple, list, Mapping)):
@@ -33,48 +33,52 @@ def _tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def plain_name(key: Any) -> str:
-    """A key of a container as part of a name."""
+    """Convert a key of a container to a part of an identifier."""
     return re.sub(r"\W", "_", str(key))
 
 
-def varying_axes(given: Mapping[str, Tensor], dynamic: Dynamic) -> Axes:
-    """The axes that vary of inputs.
+def varying_axes(tensors: Mapping[str, Tensor], dynamic: Dynamic) -> Axes:
+    """Axes of inputs that vary in size, with the names of their sizes.
 
     Args:
-        given: the inputs by name.
-        dynamic: as a user says it.
+        tensors: the inputs by name.
+        dynamic: the argument of the export.
 
     Raises:
-        InputError: `dynamic` names no input or no axis of it.
+        InputError: `dynamic` has an unknown input or axis.
 
     Example:
         >>> varying_axes({"x": torch.rand(2, 3), "mask": torch.rand(2), "scale": torch.tensor(1.0)}, True)
         {'x': {0: 'batch'}, 'mask': {0: 'batch'}}
     """
-    inputs = {name: x for name, x in given.items() if x.dim()}
+    inputs = {name: x for name, x in tensors.items() if x.dim()}
     if isinstance(dynamic, bool):
         batch = next((len(x) for x in inputs.values()), None)
         return {name: {0: "batch"} for name, x in inputs.items() if len(x) == batch} if dynamic else {}
     if not isinstance(dynamic, Mapping) or not all(isinstance(axes, Mapping) for axes in dynamic.values()):
         first = next(iter(inputs), "x")
-        raise InputError(f'dynamic: {dynamic!r} is neither True nor False, nor like {{{first!r}: {{0: "batch"}}}}.')
+        raise InputError(
+            f'dynamic: expected True, False or a mapping such as {{{first!r}: {{0: "batch"}}}}, not {dynamic!r}.'
+        )
     for name, axes in dynamic.items():
         if name not in inputs:
             raise InputError(f"dynamic: {unknown('input', name, inputs)}")
         for axis, label in axes.items():
             if not (type(axis) is int and 0 <= axis < inputs[name].dim() and isinstance(label, str)):
                 raise InputError(
-                    f"dynamic: {axis!r}: {label!r} is no axis of {name!r} and a name for its size. It has axes 0 to "
-                    f'{inputs[name].dim() - 1}; give {{0: "batch"}}, for example.'
+                    f"dynamic: {axis!r}: {label!r} is not an axis of {name!r} with a name of its size. It has axes 0 "
+                    f'to {inputs[name].dim() - 1}; use {{0: "batch"}}, for example.'
                 )
     return dynamic
 
 
-def said(axes: Axes) -> str:
-    """The names of the sizes, as text."""
-    names = list(dict.fromkeys(label for own in axes.values() for label in own.values()))
+def size_names(axes: Axes) -> str:
+    """Names of the varying sizes, as text."""
+    names = list(dict.fromkeys(label for labels in axes.values() for label in labels.values()))
     return " or ".join(map(repr, names))
 
 
-FIXED = "Export it with dynamic=False, for inputs of the example's size, or name the axes that vary in dynamic=."
-"""What to do where a model does not take sizes that vary."""
+FIXED_SIZE_REMEDY = (
+    "Export it with dynamic=False, for inputs of the example's size, or name the axes that vary in dynamic=."
+)
+"""Remedy for a model that does not support varying sizes."""

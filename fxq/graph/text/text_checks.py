@@ -1,4 +1,4 @@
-"""What a text may not say: calls that no op takes, ways around the names that are allowed, and into generated code."""
+"""Checks of a graph's text: calls that fit their op, and no names or values that could run other code."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from fxq.graph.unit import Unit
 
 
 def check_call(node: fx.Node, module: nn.Module | None) -> None:
-    """Refuse arguments that the op or unit does not take, and names that lead out of the graph.
+    """Check that the op or unit takes these arguments, and that attribute and class names are allowed.
 
     Raises:
-        InputError: says what was expected.
+        InputError: they do not; the message says what was expected.
     """
     op = op_of(node)
     if op is not None:
@@ -29,48 +29,51 @@ def check_call(node: fx.Node, module: nn.Module | None) -> None:
         if not needed <= len(node.args) <= len(op.tensors):
             raise InputError(f"{op.name} takes the tensors {', '.join(op.tensors)}, not {len(node.args)} of them.")
         if any(isinstance(arg, str) for arg in node.args):
-            raise InputError(f"{op.name} takes tensors, and no text.")
+            raise InputError(f"{op.name} takes tensors, not a string.")
         for key in node.kwargs:
             if key not in op.options:
                 raise InputError(f"{op.name}: {unknown('option', key, op.options)}")
     if isinstance(module, Unit) and len(node.args) != len(module.graph.find_nodes(op="placeholder")):
-        raise InputError(f"the unit {module.kind} takes other inputs than these {len(node.args)}.")
+        needed = len(module.graph.find_nodes(op="placeholder"))
+        raise InputError(f"the unit {module.kind} takes {needed} inputs, not {len(node.args)}.")
     if node.target is getattr and not (len(node.args) > 1 and re.match("[a-zA-Z]", _text(node.args[1]))):
         raise InputError("expected the name of a public attribute.")
     if node.target is make_output:
         kind = _text((*node.args, "")[0])
-        if kind not in _OUTPUTS and re.split("[.:]", kind)[0] in _NO_OUTPUTS:
-            raise InputError(f"expected the class of an output, `module:name` of a model's own, not {kind!r}.")
+        if kind not in _OUTPUT_CLASSES and re.split("[.:]", kind)[0] in _REFUSED_MODULES:
+            raise InputError(f"expected the class of an output, `module:name` in a module of the model, not {kind!r}.")
 
 
 def _text(value: Any) -> str:
     return value if isinstance(value, str) else ""
 
 
-_OUTPUTS = tuple(f"collections:{name}" for name in ("OrderedDict", "defaultdict", "UserDict", "ChainMap", "Counter"))
-_NO_OUTPUTS = frozenset(("", *sys.stdlib_module_names, *sys.builtin_module_names, "torch", "numpy", "fxq"))
+_OUTPUT_CLASSES = tuple(
+    f"collections:{name}" for name in ("OrderedDict", "defaultdict", "UserDict", "ChainMap", "Counter")
+)
+_REFUSED_MODULES = frozenset(("", *sys.stdlib_module_names, *sys.builtin_module_names, "torch", "numpy", "fxq"))
 
 
 def check_plain(arguments: Any) -> None:
-    """Refuse records among the arguments of a call: they say what is known of a node, and no function takes them.
+    """Raise `InputError` if a record, such as a `Plan`, is among the arguments of a call. Records are facts of nodes.
 
-    torch.fx writes arguments into code by their `repr`: nothing else than plain data may get there.
+    torch.fx writes arguments into generated code by their `repr`, so only plain data is allowed.
     """
     for value in leaves(arguments, is_leaf=lambda value: type(value) in RECORDS.values()):
         if type(value) in RECORDS.values():
-            raise InputError(f"a {type(value).__name__} is no argument of a call.")
+            raise InputError(f"a {type(value).__name__} cannot be an argument of a call.")
 
 
-_TAKEN = frozenset(dir(fx.GraphModule(nn.Module(), fx.Graph())))
+_MODULE_ATTRIBUTES = frozenset(dir(fx.GraphModule(nn.Module(), fx.Graph())))
 
 
 def check_path(path: Any) -> str:
-    """A path that torch.fx can keep a tensor or module at. Raises `InputError` for another one.
+    """Return `path` if torch.fx can store a tensor or module there, else raise `InputError`.
 
-    Names of Python's own, as `__class__`, end with two underscores as well.
+    Special names of Python, such as `__class__`, and attributes of `fx.GraphModule` are refused.
     """
-    parts = path.split(".") if isinstance(path, str) else [""]
-    own = any(part.startswith("__") and part.endswith("__") for part in parts)
-    if not all(parts) or parts[0] in _TAKEN or own or not is_writable(path):
+    names = path.split(".") if isinstance(path, str) else [""]
+    special = any(part.startswith("__") and part.endswith("__") for part in names)
+    if not all(names) or names[0] in _MODULE_ATTRIBUTES or special or not is_writable(path):
         raise InputError(f"expected the path of a tensor or module, not {path!r}.")
     return str(path)

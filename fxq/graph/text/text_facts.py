@@ -1,4 +1,4 @@
-"""What a line of a graph's text says of its node besides the call: the type of its value, and facts in the comment."""
+"""Types and facts in a line of a graph's text: they set the metadata of the line's node."""
 
 from __future__ import annotations
 
@@ -19,41 +19,41 @@ from fxq.graph.unit import Unit
 
 def describe(
     node: fx.Node,
-    held: Any,
+    target: Any,
     annotation: ast.expr | None,
     comment: str,
     nodes: Mapping[str, fx.Node],
     complete: bool,
 ) -> None:
-    """Set the metadata of a node, and check its type.
+    """Set the metadata of a node from its line, and check the type of its value.
 
     Args:
-        node: the node, which is in its graph.
-        held: the tensor that it reads or the module that it calls, if it does.
-        annotation: the type that the line writes.
-        comment: its comment.
+        node: the node, already in its graph.
+        target: the tensor that it reads or the module that it calls, or None.
+        annotation: the type in the line, or None.
+        comment: the comment of the line.
         nodes: the nodes before it, by name.
-        complete: whether the type is taken as it is written; else it is compared with the one that the op gives.
+        complete: whether to trust the type in the line; else it is compared with the inferred one.
 
     Raises:
-        InputError: the type is another one, or the comment holds what is no fact.
+        InputError: the types differ, or the comment has an unknown fact.
     """
     facts = _facts(comment, nodes)
-    called = held if node.op == "call_module" else None
-    known = derived(node, called, facts, complete)
-    typed = tensor_meta(held) if node.op == "get_attr" else (None, None)
+    called = target if node.op == "call_module" else None
+    defaults = derived(node, called, facts, complete)
+    typed = tensor_meta(target) if node.op == "get_attr" else (None, None)
     if node.op != "get_attr" and not complete:
-        typed = _found_type(node, called, known.values)
+        typed = _inferred_type(node, called, defaults.values)
     if annotation is not None:
-        said = read_type(annotation)
-        if None not in (typed[0], said[0]) and typed != said:
-            raise InputError(f"its value is {type_text(*typed)}, the line says {type_text(*said)}.")
-        typed = said
-    set_info(node, **{**known._asdict(), **facts, "shape": typed[0], "dtype": typed[1]})
+        written = read_type(annotation)
+        if None not in (typed[0], written[0]) and typed != written:
+            raise InputError(f"its value is {type_text(*typed)}, but the line says {type_text(*written)}.")
+        typed = written
+    set_info(node, **{**defaults._asdict(), **facts, "shape": typed[0], "dtype": typed[1]})
 
 
-def _found_type(node: fx.Node, called: Any, values: Sequence[Typed]) -> Typed:
-    """The type that an op gives; of a node that calls a unit, from those of the ops inside."""
+def _inferred_type(node: fx.Node, called: Any, values: Sequence[Typed]) -> Typed:
+    """Type of an op's value; for a unit, the type of its last op, one of `values`."""
     if isinstance(called, Unit):
         last = next(iter(called.graph.output_node().args))
         return values[-1] if isinstance(last, fx.Node) and values else (None, None)

@@ -1,4 +1,4 @@
-"""Lines of a text that declare modules: kernels and observers by their options and tensors, leaves by their type."""
+"""Lines of a graph's text that declare modules: kernels and observers with options and tensors, leaves by type."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from fxq.quant.observer_base import Observer
 from fxq.quant.observers import observer_for
 
 Kernels = Callable[[str], Any]
-"""The class of the kernels of a name. Raises `FxqError` where there is none."""
+"""Function that returns the kernel class of a name, or raises `FxqError` if there is none."""
 
 
 def declaration(path: str, module: nn.Module | None, runs: str | None) -> str:
-    """The line of a module; `runs` is the name of the graph inside of it, where it has one."""
+    """Return the line that declares a module; `runs` names the graph inside it, if it has one."""
     config: Mapping[str, Any]
     if isinstance(module, Observer):
-        said = ("spec", "axis", "name", "constants", *(["paused"] if module.paused else []))
-        name, config = "observer", {key: getattr(module, key) for key in said}
+        keys = ("spec", "axis", "name", "constants", *(["paused"] if module.paused else []))
+        name, config = "observer", {key: getattr(module, key) for key in keys}
     elif isinstance(module, Bindable):
         name, config = str(module.described.name), module.config()  # type: ignore[union-attr, operator]
     else:
@@ -41,25 +41,25 @@ def read_module(
     kernels: Kernels,
     graphs: Mapping[str, Callable[[], fx.GraphModule]],
 ) -> nn.Module:
-    """The kernel or the observer that a line declares.
+    """Construct the kernel or observer that a line declares.
 
     Args:
-        call: what stands behind `=`.
-        tensor: gives the tensor of a name.
-        kernels: finds the class of a kernel by its name.
-        graphs: those that kernels run inside, by name.
+        call: the expression after `=`.
+        tensor: returns the tensor of a name.
+        kernels: returns the kernel class of a name.
+        graphs: functions that return the graphs inside kernels, by name.
 
     Raises:
-        InputError: it declares none.
+        InputError: the line does not declare a kernel or observer.
     """
     if not isinstance(call, ast.Call):
         raise InputError(f"expected a call, not `{ast.unparse(call)}`.")
     name = dotted(call.func)
-    given = {key_of(keyword): keyword.value for keyword in call.keywords}
-    runs = given.pop("runs", None)
-    named = {k: v for k, v in given.items() if isinstance(v, ast.Call) and dotted(v.func) == "tensor"}
+    options = {key_of(keyword): keyword.value for keyword in call.keywords}
+    runs = options.pop("runs", None)
+    named = {k: v for k, v in options.items() if isinstance(v, ast.Call) and dotted(v.func) == "tensor"}
     tensors = {k: tensor(read_value(v.args[0], {})) for k, v in named.items() if v.args}
-    config = {k: read_value(v, {}) for k, v in given.items() if k not in named}
+    config = {k: read_value(v, {}) for k, v in options.items() if k not in named}
     try:
         if name == "observer":
             paused = bool(config.pop("paused", False))
@@ -73,4 +73,4 @@ def read_module(
         inside = graphs[dotted(runs)]()
         return kind.of_graph(inside, inside.graph, config)
     except (TypeError, ValueError, KeyError, AttributeError) as error:
-        raise InputError(f"no {name} can be made of this: {error}") from None
+        raise InputError(f"these options do not fit {name}: {error}") from None

@@ -1,4 +1,4 @@
-"""The functions and methods that the text of a graph may name besides the ops of the table: nothing else is called."""
+"""Allow-list of the functions and methods, besides ops of the table, that the text of a graph may call."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fxq.graph.guards import check_fixed, check_same, check_sizes, make_output, 
 from fxq.graph.updates import updated, updated_view
 from fxq.ops import OPS
 
-_OF_GRAPHS = (
+_GRAPH_FUNCTIONS = (
     *(check_fixed, check_same, check_sizes, make_output, own_copy, updated, updated_view),
     *(getattr, len, bool, int, float),
 )
@@ -26,7 +26,7 @@ _OPERATOR = (
     *("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "setitem"),
 )
 _MATH = ("ceil", "floor", "sqrt", "log", "log2", "exp", "prod", "trunc", "pow")
-_NEW = (
+_CREATION = (
     *("full", "zeros", "ones", "empty", "eye", "arange", "linspace", "logspace", "scalar_tensor", "tensor"),
     *("as_tensor", "rand", "randn", "randint", "randperm", "tril_indices", "triu_indices", "_assert"),
 )
@@ -39,34 +39,34 @@ _CALLS_ITS_ARGUMENT = torch.nn.functional.triplet_margin_with_distance_loss
 _ATEN = ("sym_size", "sym_numel", "sym_stride", "to_copy", "unsafe_view", "unsafe_split", "safe_softmax")
 
 
-_LISTED = get_overridable_functions()  # now: while a model is traced, some methods of tensors are other ones
+_LISTED = get_overridable_functions()  # at import, since tracing replaces some methods of tensors
 _TENSOR_FUNCTIONS = {function for home in _LISTED.values() for function in home} - {_CALLS_ITS_ARGUMENT}
 METHODS = frozenset(
     {name for f in _LISTED[torch.Tensor] if not (name := str(getattr(f, "__name__", "_"))).startswith("_")}
     - {*_NOT_METHODS}
     | {*_MORE_METHODS}
 )
-"""The methods, of tensors mostly."""
+"""Names of the methods, mostly of tensors."""
 
 
 def _functions() -> dict[str, Callable[..., Any]]:
-    found: dict[str, Any] = {f.__name__: f for f in _OF_GRAPHS}
-    found |= {f"operator.{name}": getattr(operator, name) for name in _OPERATOR}
-    found |= {f"math.{name}": getattr(math, name) for name in _MATH}
-    found |= {f"torch.{name}": getattr(torch, name) for name in _NEW}
+    functions: dict[str, Any] = {f.__name__: f for f in _GRAPH_FUNCTIONS}
+    functions |= {f"operator.{name}": getattr(operator, name) for name in _OPERATOR}
+    functions |= {f"math.{name}": getattr(math, name) for name in _MATH}
+    functions |= {f"torch.{name}": getattr(torch, name) for name in _CREATION}
     for home in (torch, torch.nn.functional, torch.linalg, torch.fft, torch.special):
         public = {name: value for name, value in vars(home).items() if callable(value) and not name.startswith("_")}
-        found |= {f"{home.__name__}.{name}": value for name, value in public.items() if value in _TENSOR_FUNCTIONS}
-    return found
+        functions |= {f"{home.__name__}.{name}": value for name, value in public.items() if value in _TENSOR_FUNCTIONS}
+    return functions
 
 
 FUNCTIONS: Mapping[str, Callable[..., Any]] = _functions()
-"""Every function by its name: tensor functions of torch as torch itself lists them, and plain arithmetic."""
+"""The functions by name: the tensor functions that torch lists, and plain arithmetic."""
 _NAMES = {function: name for name, function in reversed(list(FUNCTIONS.items()))}
 
 
 def name_of(function: Any) -> str | None:
-    """What the text calls a function, or None where it may not be named."""
+    """Name of a function in a text, or None if a text may not call it."""
     if isinstance(function, OpOverload):
         name = f"torch.ops.{function}"
         return name if function_of(name) is function else None
@@ -74,18 +74,18 @@ def name_of(function: Any) -> str | None:
 
 
 def function_of(name: str) -> Callable[..., Any] | None:
-    """The function of that name, or None: also overloads of the aten operators that are functions of torch."""
-    parts = name.split(".")
-    if parts[:3] != ["torch", "ops", "aten"] or len(parts) != 5:
+    """The function of a name, including overloads of aten operators that are functions of torch; or None."""
+    path = name.split(".")
+    if path[:3] != ["torch", "ops", "aten"] or len(path) != 5:
         return FUNCTIONS.get(name)
-    plain = parts[3].strip("_")
-    known = plain in _ATEN or f"torch.{plain}" in FUNCTIONS or plain in METHODS
-    packet = getattr(torch.ops.aten, parts[3], None) if known else None
-    return getattr(packet, parts[4]) if packet is not None and parts[4] in packet.overloads() else None
+    plain = path[3].strip("_")
+    is_allowed = plain in _ATEN or f"torch.{plain}" in FUNCTIONS or plain in METHODS
+    packet = getattr(torch.ops.aten, path[3], None) if is_allowed else None
+    return getattr(packet, path[4]) if packet is not None and path[4] in packet.overloads() else None
 
 
 def is_taken(name: str) -> bool:
-    """Whether the text cannot call a unit so: it is no name, or an op, a function or a word of the text goes by it."""
+    """Whether a unit cannot have this name: not an identifier, or the name of an op, a function or a reserved word."""
     return not name.isidentifier() or iskeyword(name) or name in _WORDS or name in OPS or name in FUNCTIONS
 
 

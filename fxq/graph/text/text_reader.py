@@ -1,4 +1,4 @@
-"""Graphs read from their text form. Nothing of the text is executed: each line is parsed and checked."""
+"""Reader of the text form of graphs. It parses and checks each line, and executes nothing."""
 
 from __future__ import annotations
 
@@ -29,67 +29,67 @@ def read(
     kernels: Kernels,
     complete: bool = False,
 ) -> fx.GraphModule:
-    """The graph of a text; see `fxq.extend.read_graph`.
+    """Read a graph from its text; see `fxq.extend.read_graph`.
 
     Args:
-        text: what `write_graph` gave.
-        tensors: what `graph_tensors` gave.
+        text: text by `write_graph`.
+        tensors: tensors by path, as `graph_tensors` returns them.
         modules: the leaf modules by path.
-        kernels: finds the class of a kernel by its name.
-        complete: the text was written so: types are taken as they stand there. Else they are compared with those that
-            the ops give.
+        kernels: returns the kernel class of a name.
+        complete: whether the text was written with `complete`, so that its types are trusted. Else they are compared
+            with inferred types.
 
     Raises:
-        InputError: names the line, and what was expected there.
+        InputError: the text is not valid; the message has the line number and what was expected.
     """
     reader = _Reader(tensors, modules, kernels, complete=complete)
     with without_imports():
         reader.take_all(dedent(text))
     if reader.unit is not None or not reader.main.done:
-        raise InputError("the text ends before the graph does: expected `return ...` as its last line.")
+        raise InputError("the text ends too early: expected `return ...` as its last line.")
     return reader.module()
 
 
 def read_graphs(text: str, tensors: Mapping[str, Mapping[str, Tensor]]) -> dict[str, tuple[fx.Graph, dict[str, Unit]]]:
-    """The graphs of a text of several (`write_graphs`), each with the units that it calls, by path.
+    """Read the graphs of a text by `write_graphs`, each with the units that it calls, by path.
 
     Args:
         text: the text.
-        tensors: for each graph, its tensors.
+        tensors: tensors of each graph, by the graph's name.
 
     Raises:
-        InputError: names the line, and what was expected there.
+        InputError: the text is not valid; the message has the line number and what was expected.
     """
     reader = _Reader({}, {}, _no_kernels, tensors, complete=True)
     reader.take_all(text)
     if reader.graphs.keys() != tensors.keys():
         raise InputError(f"expected the graphs {', '.join(tensors)}.")
-    found = ((name, inner.main.graph, inner.used) for name, inner in reader.graphs.items())
-    return {name: (graph, {p: m for p, m in used.items() if isinstance(m, Unit)}) for name, graph, used in found}
+    graphs = ((name, inner.main.graph, inner.used) for name, inner in reader.graphs.items())
+    return {name: (graph, {p: m for p, m in used.items() if isinstance(m, Unit)}) for name, graph, used in graphs}
 
 
 def _no_kernels(name: str) -> Any:
-    raise InputError(f"expected no {name} in a graph inside of a kernel.")
+    raise InputError(f"expected no kernel in a graph inside a kernel, not {name}.")
 
 
 class _Body:
-    """A graph that is being read: its nodes by name.
+    """A graph under construction, with its nodes by name.
 
     Attributes:
-        done: whether its `return` has come.
+        done: whether its `return` was read.
     """
 
     def __init__(self, inputs: tuple[str, ...] = ()) -> None:
         self.graph = fx.Graph()
         self.nodes: dict[str, fx.Node] = {}
         self.done = False
-        for name in inputs:  # a capture may be called what torch.fx calls nothing; it changes that everywhere alike
+        for name in inputs:  # torch.fx may rename a capture, in the same way wherever it is used
             node = self.graph.placeholder(name)
             self.nodes[node.name] = node
 
     def add(self, name: str, op: str, target: Any, args: Any = (), kwargs: Any = None) -> fx.Node:
         if name in self.nodes:
-            raise InputError(f"there is a value {name!r} already.")
+            raise InputError(f"the value {name!r} is already defined.")
         node = self.graph.create_node(op, target, tuple(args), kwargs or {}, name)
         if node.name != name or name == "self":
             raise InputError(f"a value cannot be called {name!r}, a name of Python or torch.")
@@ -102,17 +102,18 @@ class _Body:
 
 
 class _Reader:
-    """Takes line by line.
+    """Reads a text line by line.
 
     Attributes:
         main: the graph.
-        unit: the unit that is being read, as its name, its kind and its body.
+        unit: name, kind and body of the unit that is being read; None outside a unit.
         used: the tensors and modules that the graph uses, by path.
+        declared: the modules that the text has declared, by path.
         units: the units by name.
-        inner: the graph inside of a kernel that is being read, with its name.
-        graphs: those that were read, by name.
-        inside: the tensors of graphs that have tensors of their own, by name.
-        complete: whether types are taken as they are written.
+        inner: name and reader of the graph inside a kernel that is being read; None outside one.
+        graphs: readers of the graphs inside kernels that were read, by name.
+        inside: tensors of the graphs inside kernels, by graph name, if they are separate from `tensors`.
+        complete: whether types in the text are trusted.
     """
 
     def __init__(
@@ -134,22 +135,22 @@ class _Reader:
         self.graphs: dict[str, _Reader] = {}
 
     def take_all(self, text: str) -> None:
-        """Read line by line. Raises `InputError` with the number of the line."""
+        """Read all lines of a text. Raises `InputError` with the line number."""
         for number, line in enumerate(text.split("\n"), 1):
             if line.strip() and not line.lstrip().startswith("#"):
                 try:
                     self.take(line)
                 except FxqError as error:
                     raise InputError(f"line {number}: {error}") from None
-                except Exception as error:  # whatever Python and torch say to such a line
+                except Exception as error:  # any error of Python or torch about the line
                     raise InputError(f"line {number}: {type(error).__name__}: {words_of(error)}") from None
 
     def module(self) -> fx.GraphModule:
-        """The graph as a module. Raises `InputError` where torch.fx can write no code for it."""
+        """Return the graph as a module. Raises `InputError` if torch.fx cannot generate code for it."""
         try:
             return fx.GraphModule(self.used, self.main.graph)
         except (SyntaxError, NameError, TypeError, ValueError, AttributeError, RuntimeError, KeyError) as error:
-            raise InputError(f"no function has such inputs or values: {type(error).__name__}: {error}") from None
+            raise InputError(f"torch.fx cannot generate code for the graph: {type(error).__name__}: {error}") from None
 
     def _value(self, expr: ast.expr) -> Any:
         return read_value(expr, self.body.nodes)
@@ -161,12 +162,12 @@ class _Reader:
     def take(self, line: str) -> None:
         """Read one line."""
         if line[:1].isspace() != (self.unit is not None or self.inner is not None):
-            raise InputError("expected the lines of a unit, and no others, to be indented behind its `def` line.")
+            raise InputError("expected the lines of a unit, and no others, to be indented after its `def` line.")
         if self.inner is not None:
             self._take_inner(*self.inner, line.strip())
             return
         if self.body.done:
-            raise InputError("expected nothing behind `return`.")
+            raise InputError("expected nothing after `return`.")
         if line.startswith("def "):
             self._open_unit(line)
             return
@@ -184,7 +185,7 @@ class _Reader:
         elif isinstance(stmt, ast.Assign) and len(stmt.targets) == 1 and self.unit is None:
             path = self._path(stmt.targets[0])
             if path in self.declared:
-                raise InputError(f"there is a module {path!r} already.")
+                raise InputError(f"the module {path!r} is already defined.")
             self.declared[path] = self._declared(path, stmt.value)
         else:
             raise InputError(
@@ -195,23 +196,23 @@ class _Reader:
 
     def _open_unit(self, line: str) -> None:
         head, _, comment = line.partition("#")
-        found = re.fullmatch(r"def (\w+)\(([\w, ]*)\):\s*", head)
-        inputs = tuple(name.strip() for name in found[2].split(",") if name.strip()) if found is not None else ()
-        known = {**self.units, **self.graphs}
-        if found is None or is_taken(found[1]) or found[1] in known or len(set(inputs)) < len(inputs):
-            raise InputError(f"expected `def name(inputs):` with names that are free, not {head.strip()!r}.")
+        match = re.fullmatch(r"def (\w+)\(([\w, ]*)\):\s*", head)
+        inputs = tuple(name.strip() for name in match[2].split(",") if name.strip()) if match is not None else ()
+        defined = {**self.units, **self.graphs}
+        if match is None or is_taken(match[1]) or match[1] in defined or len(set(inputs)) < len(inputs):
+            raise InputError(f"expected `def name(inputs):` with names that are not in use, not {head.strip()!r}.")
         if not inputs:
             self.inner = (
-                found[1],
-                _Reader(self.inside.get(found[1], self.tensors), {}, self.kernels, complete=self.complete),
+                match[1],
+                _Reader(self.inside.get(match[1], self.tensors), {}, self.kernels, complete=self.complete),
             )
             self.inner[1].units = self.units
             return
-        kind = self._value(parsed(comment.strip())[0].value) if comment else found[1]  # type: ignore[attr-defined]
-        self.unit = found[1], str(kind), _Body(inputs)
+        kind = self._value(parsed(comment.strip())[0].value) if comment else match[1]  # type: ignore[attr-defined]
+        self.unit = match[1], str(kind), _Body(inputs)
 
     def _take_inner(self, name: str, reader: _Reader, line: str) -> None:
-        """Read a line of a graph inside of a kernel."""
+        """Read a line of a graph inside a kernel."""
         reader.take(line)
         if reader.main.done:
             self.graphs[name], self.inner = reader, None
@@ -244,26 +245,26 @@ class _Reader:
         args, default = read_arguments(call, {})
         check_plain(default)
         target = args[0] if args else name
-        found = re.fullmatch(r"\*{0,2}([^\W\d]\w*)", target) if isinstance(target, str) else None
-        if found is None or iskeyword(found[1]) or found[1] == "self":
+        match = re.fullmatch(r"\*{0,2}([^\W\d]\w*)", target) if isinstance(target, str) else None
+        if match is None or iskeyword(match[1]) or match[1] == "self":
             raise InputError(f"expected the name of an argument, not {target!r}.")
         if len(args) > 1 or default.keys() - {"default"}:
-            raise InputError("expected `input()`, with the argument's name and `default=` where it has them.")
+            raise InputError("expected `input()`, optionally with the argument's name and `default=`.")
         return self.main.add(name, "placeholder", target, default.values())
 
     def _tensor(self, name: str, call: ast.Call) -> fx.Node:
         path = self._value(call.args[0]) if len(call.args) == 1 and not call.keywords else None
         path = check_path(path)
-        self.used[path] = self._given(path)
+        self.used[path] = self._tensor_at(path)
         return self.main.add(name, "get_attr", path)
 
-    def _given(self, path: Any) -> Tensor:
+    def _tensor_at(self, path: Any) -> Tensor:
         if path not in self.tensors:
             raise InputError(unknown("tensor", path, self.tensors))
         return self.tensors[path]
 
     def _target(self, func: ast.expr) -> tuple[str, Any, tuple[Any, ...]]:
-        """Kind of call, target and receiver of what a line calls."""
+        """Kind of call, target and receiver (an empty tuple if none) of a line's call."""
         if isinstance(func, ast.Subscript):
             path = self._path(func)
             if path not in self.declared:
@@ -287,21 +288,22 @@ class _Reader:
         raise InputError(_unknown("op, unit or function", name, [*self.units, *(op.name for op in OPS), *FUNCTIONS]))
 
     def _describe(self, node: fx.Node, annotation: ast.expr | None, comment: str) -> None:
-        """Set the metadata of a node, and check its type."""
+        """Set the metadata of a node, and check the type of its value."""
         if self.unit is None:
-            held = self.used[str(node.target)] if node.op in ("call_module", "get_attr") else None
-            describe(node, held, annotation, comment, self.body.nodes, self.complete)
+            target = self.used[str(node.target)] if node.op in ("call_module", "get_attr") else None
+            describe(node, target, annotation, comment, self.body.nodes, self.complete)
         elif annotation is not None or comment:
-            raise InputError("a unit says no types: they depend on the call.")
+            raise InputError("lines of a unit have no types or comments: they depend on the call of the unit.")
 
     # ---- modules
 
     def _declared(self, path: str, call: ast.expr) -> nn.Module:
         if isinstance(call, ast.Call) and dotted(call.func) == "leaf":
             if path not in self.leaves:
-                raise InputError(f"the leaf module {path!r} is no data: give it, modules={{{path!r}: ...}}.")
+                raise InputError(f"the leaf module {path!r} is not in the text: pass it as modules={{{path!r}: ...}}.")
             return self.leaves[path]
-        return read_module(call, self._given, self.kernels, {name: inner.module for name, inner in self.graphs.items()})
+        graphs = {name: inner.module for name, inner in self.graphs.items()}
+        return read_module(call, self._tensor_at, self.kernels, graphs)
 
     def _path(self, target: ast.expr) -> str:
         if isinstance(target, ast.Subscript) and isinstance(target.value, ast.Name) and target.value.id == "modules":
@@ -309,6 +311,6 @@ class _Reader:
         raise InputError(f"expected `modules['path']`, not `{ast.unparse(target)}`.")
 
 
-def _unknown(kind: str, name: str, known: Iterable[str]) -> str:
-    """The nearest names alone: of these there are a thousand."""
-    return unknown(kind, name, known).partition(" Known: ")[0]
+def _unknown(kind: str, name: str, valid_names: Iterable[str]) -> str:
+    """Message with the nearest names only, since there are about a thousand."""
+    return unknown(kind, name, valid_names).partition(" Known: ")[0]

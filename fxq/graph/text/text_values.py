@@ -1,4 +1,4 @@
-"""The values in the text of a graph, written and read: nodes by name, plain data, records such as a `TensorSpec`."""
+"""Writing and reading of values in a graph's text: nodes by name, plain data, records such as `TensorSpec`."""
 
 from __future__ import annotations
 
@@ -18,25 +18,26 @@ from fxq.quant.qparams import QParams
 from fxq.quant.spec import TensorSpec
 
 RECORDS = {cls.__name__: cls for cls in (Plan, Decision, Cost, Edge, EngineLayer, TensorSpec, QParams, DynamicGrid)}
-"""The classes whose objects may stand in a text, written as a call of the class with the fields that matter."""
+"""Classes whose objects may occur in a text, written as a call of the class with the fields that differ from defaults.
+"""
 
 Nodes = Mapping[str, fx.Node]
 
 
 def type_text(shape: tuple[int, ...] | None, dtype: torch.dtype | None) -> str:
-    """`float32[1, 3]`; `float32[()]` for a tensor of no axes, `None` for what is no tensor."""
+    """Type as text: `float32[1, 3]`, `float32[()]` for a 0-d tensor, `None` for anything but a tensor."""
     return "None" if shape is None else f"{str(dtype).removeprefix('torch.')}[{', '.join(map(str, shape)) or '()'}]"
 
 
 def value_text(value: Any, exact: bool = True) -> str:
-    """An argument as text.
+    """Return an argument as text.
 
     Args:
-        value: a node, plain data, or a dtype and the like.
-        exact: so that it parses back; else short, for people: weights as `@conv.weight`, six digits, `float32`.
+        value: a node, plain data, a dtype, a device or a record.
+        exact: whether the text has to parse back; else it is short: weights as `@conv.weight`, six digits, `float32`.
 
     Raises:
-        InputError: it is something else.
+        InputError: the value is of another type.
     """
     if isinstance(value, fx.Node):
         return f"@{value.target}" if value.op == "get_attr" and not exact else value.name
@@ -52,7 +53,7 @@ def value_text(value: Any, exact: bool = True) -> str:
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{value_text(k, exact)}: {value_text(v, exact)}" for k, v in value.items()) + "}"
     if isinstance(value, str):
-        return repr(str.__str__(value))  # an Enum member as its plain string
+        return repr(str.__str__(value))  # writes an Enum member as its plain string
     if isinstance(value, int) and not isinstance(value, bool):
         return int.__repr__(value)
     if not exact or value is None or isinstance(value, bool):
@@ -67,23 +68,23 @@ def _exact_text(value: Any) -> str:
         return f"slice({value_text(value.start)}, {value_text(value.stop)}, {value_text(value.step)})"
     if isinstance(value, torch.device):
         return f"torch.device({str(value)!r})"
-    if isinstance(value, Tensor) and value.dim() < 2:  # of a grid
+    if isinstance(value, Tensor) and value.dim() < 2:  # a scale or zero point
         return value_text(value.tolist())
     if type(value) in RECORDS.values():
-        given = [(f.name, getattr(value, f.name), f.default) for f in fields(value)]
-        shown = [f"{name}={value_text(v)}" for name, v, default in given if v is not default]
+        entries = [(f.name, getattr(value, f.name), f.default) for f in fields(value)]
+        shown = [f"{name}={value_text(v)}" for name, v, default in entries if v is not default]
         return f"{type(value).__name__}({', '.join(shown)})"
-    raise InputError(f"holds a {type(value).__name__} ({value!r}), which no text can name.")
+    raise InputError(f"holds a {type(value).__name__} ({value!r}), which cannot be written as text.")
 
 
 # ---- reading
 
 
 def read_type(annotation: ast.expr) -> tuple[tuple[int, ...] | None, torch.dtype | None]:
-    """The shape and the dtype that `type_text` wrote; of no tensor None twice.
+    """Read shape and dtype as written by `type_text`; (None, None) for anything but a tensor.
 
     Raises:
-        InputError: it is no type, or one of a tensor that no memory holds.
+        InputError: it is not a type, or the tensor would be too large for any memory.
     """
     if isinstance(annotation, ast.Constant) and annotation.value is None:
         return None, None
@@ -91,21 +92,21 @@ def read_type(annotation: ast.expr) -> tuple[tuple[int, ...] | None, torch.dtype
         dtype, sizes = getattr(torch, annotation.value.id, None), read_value(annotation.slice, {})
         shape = sizes if isinstance(sizes, tuple) else (sizes,)
         if isinstance(dtype, torch.dtype) and all(type(size) is int and size >= 0 for size in shape):
-            if math.prod(shape) * dtype.itemsize >= _LARGEST:
-                raise InputError(f"no tensor is as large as `{ast.unparse(annotation)}`.")
+            if math.prod(shape) * dtype.itemsize >= MAX_TENSOR_BYTES:
+                raise InputError(f"a tensor cannot be as large as `{ast.unparse(annotation)}`.")
             return shape, dtype
-    raise InputError(f"expected a type as `float32[1, 3]`, not `{ast.unparse(annotation)}`.")
+    raise InputError(f"expected a type such as `float32[1, 3]`, not `{ast.unparse(annotation)}`.")
 
 
-_LARGEST = 2**63
-"""Bytes that no tensor has."""
+MAX_TENSOR_BYTES = 2**63
+"""Size that no tensor reaches."""
 
 
 def read_value(expr: ast.expr, nodes: Nodes) -> Any:
-    """What an expression says: one of the nodes, plain data, or a record. Nothing is evaluated.
+    """Read an expression: a node, plain data, or a record. Nothing is evaluated.
 
     Raises:
-        InputError: it is something else.
+        InputError: the expression is of another form.
     """
     match expr:
         case ast.Constant(value=value) if not isinstance(value, (bytes, complex)):
@@ -133,8 +134,8 @@ def read_value(expr: ast.expr, nodes: Nodes) -> Any:
             if isinstance(constant, (torch.dtype, torch.layout, torch.memory_format)):
                 return constant
         case ast.Call():
-            return _made(expr, nodes)
-    raise InputError(f"expected a value, a number, a string or the like, not `{ast.unparse(expr)}`.")
+            return _read_record(expr, nodes)
+    raise InputError(f"expected a value, a number, a string or similar, not `{ast.unparse(expr)}`.")
 
 
 def _is_key(value: Any) -> bool:
@@ -143,56 +144,58 @@ def _is_key(value: Any) -> bool:
 
 
 def read_arguments(call: ast.Call, nodes: Nodes) -> tuple[list[Any], dict[str, Any]]:
-    """The positional and keyword arguments of a call."""
+    """Read the positional and keyword arguments of a call."""
     return [read_value(arg, nodes) for arg in call.args], {key_of(k): read_value(k.value, nodes) for k in call.keywords}
 
 
-def _made(call: ast.Call, nodes: Nodes) -> Any:
-    """A record, a slice or a device."""
-    makers: dict[str, Any] = {**RECORDS, "slice": slice, "torch.device": torch.device}
+def _read_record(call: ast.Call, nodes: Nodes) -> Any:
+    """Construct a record, a slice or a device."""
+    constructors: dict[str, Any] = {**RECORDS, "slice": slice, "torch.device": torch.device}
     name, (args, kwargs) = dotted(call.func), read_arguments(call, nodes)
-    if name not in makers:
-        raise InputError(unknown("kind of value", name, makers))
+    if name not in constructors:
+        raise InputError(unknown("kind of value", name, constructors))
     try:
-        made = makers[name](*args, **kwargs)
-        if isinstance(made, QParams):
-            scale, zero_point = torch.tensor(made.scale), torch.tensor(made.zero_point, dtype=torch.int32)
-            return replace(made, scale=scale.float(), zero_point=zero_point)
-        return made
+        record = constructors[name](*args, **kwargs)
+        if isinstance(record, QParams):
+            scale, zero_point = torch.tensor(record.scale), torch.tensor(record.zero_point, dtype=torch.int32)
+            return replace(record, scale=scale.float(), zero_point=zero_point)
+        return record
     except (TypeError, ValueError, RuntimeError) as error:
-        raise InputError(f"no {name} can be made of this: {error}") from None
+        raise InputError(f"these fields do not fit {name}: {error}") from None
 
 
 def parsed(line: str) -> tuple[ast.stmt, str]:
-    """The one statement of a line, and what stands behind `#`."""
-    if len(line) > _MOST_MARKS and sum(map(line.count, _MARKS)) > _MOST_MARKS:  # each may become some 100 bytes
-        raise InputError(f"the line is too long: it has more than {_MOST_MARKS} marks.")
+    """Parse a line: return its one statement, and the comment after it without `#`."""
+    if len(line) > MAX_LINE_TOKENS and sum(map(line.count, _SEPARATORS)) > MAX_LINE_TOKENS:
+        raise InputError(f"the line is too long: it has more than {MAX_LINE_TOKENS} separators.")
     try:
-        found = ast.parse(line).body
+        statements = ast.parse(line).body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise InputError(f"expected a line of Python: {error.args[0] if error.args else error}.") from None
-    if len(found) != 1:
+    if len(statements) != 1:
         raise InputError("expected one statement.")
-    rest = line.encode()[found[0].end_col_offset or 0 :].decode().strip()
-    return found[0], rest.removeprefix("#").strip()
+    rest = line.encode()[statements[0].end_col_offset or 0 :].decode().strip()
+    return statements[0], rest.removeprefix("#").strip()
 
 
-_MARKS, _MOST_MARKS = " ,.:;=<>()[]{}+-*/%&|^~@!\t\f\"'\\", 1 << 20
+_SEPARATORS = " ,.:;=<>()[]{}+-*/%&|^~@!\t\f\"'\\"
+MAX_LINE_TOKENS = 1 << 20
+"""Limit of the separators in a line, since the parser may use about 100 bytes for each."""
 
 
 def dotted(expr: ast.expr) -> str:
-    """`a.b.c` as text."""
-    parts = []
+    """Name of an expression such as `a.b.c`. Raises `InputError` for other expressions."""
+    names = []
     while isinstance(expr, ast.Attribute):
-        parts.append(expr.attr)
+        names.append(expr.attr)
         expr = expr.value
     if not isinstance(expr, ast.Name):
         raise InputError(f"expected a name, not `{ast.unparse(expr)}`.")
-    return ".".join([expr.id, *reversed(parts)])
+    return ".".join([expr.id, *reversed(names)])
 
 
-def key_of(given: ast.keyword) -> str:
-    """The name of an argument that is given by name."""
-    if given.arg is None:
+def key_of(keyword: ast.keyword) -> str:
+    """Name of a keyword argument. Raises `InputError` for `**`."""
+    if keyword.arg is None:
         raise InputError("expected arguments by name, not `**`.")
-    return given.arg
+    return keyword.arg

@@ -1,11 +1,11 @@
-"""A graph as text that parses back (`fxq/graph/text/text_reader.py`): every line is a Python call.
+"""Writer of the text form of graphs, which `fxq/graph/text/text_reader.py` reads back. Every line is a Python call.
 
-    def conv2d_relu(x, weight, bias):                                 a unit, once for each body
+    def conv2d_relu(x, weight, bias):                                 a unit, once per body
         conv2d = conv2d(x, weight, bias, padding=(1, 1))
         relu = relu(conv2d)
         return relu
 
-    def a_to_b():                                                     what a kernel runs whose options do not say it
+    def a_to_b():                                                     the graph inside a kernel of several units
         x: uint8[1, 4] = input()
         t0_w: int8[2, 4] = tensor('fxq_kernels.a_to_b.t0_w')
         ...
@@ -19,8 +19,8 @@
     conv_relu: float32[1, 4, 8, 8] = conv2d_relu(x, w, b)  # 'conv', 'net.py:41', origins=('conv', 'relu')
     return conv_relu
 
-Left of `#` is the program; right of it, what passes know of the node: module path, source line, and the other fields of
-`NodeInfo` that do not follow from the program.
+The comment after `#` holds facts of the node: module path, source line, and the other fields of `NodeInfo` that do not
+follow from the calls.
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ from fxq.graph.unit import Unit, unit_of
 from fxq.quant.observer_base import Observer
 
 FACTS = tuple(name for name in NodeInfo._fields if name not in ("shape", "dtype", "made_by"))
-"""The fields of `NodeInfo` that stand behind the `#`: the type is in front of it, and who made a node is not kept."""
+"""The fields of `NodeInfo` that are written after `#`. The type is before it, and `made_by` is not written."""
 
 
 def write_graph(gm: fx.GraphModule, *, facts: bool = True, complete: bool = False) -> str:
-    """The graph of `gm` as text, one line a node; `read_graph` makes the graph of it again.
+    """Write the graph of `gm` as text, one line per node. `read_graph` reads it back.
 
-    Any graph from the canonical stage on has a text. Tensors stand in it by name: `graph_tensors` has them.
+    Works for graphs from the canonical stage on. The text refers to tensors by path; `graph_tensors` returns them.
 
     Args:
         gm: a graph module, as `run_passes` and `quantize` return it.
-        facts: whether to write what passes know of the nodes, behind `#`; else the program alone.
-        complete: whether to write also what follows from the program, so that who reads it need not compute it.
+        facts: whether to write the metadata of the nodes as comments.
+        complete: whether to write facts, too, that the reader could infer, so that reading is faster.
 
     Raises:
-        InputError: a node calls a function, or holds a value, that a text cannot name; the message says which.
+        InputError: a node calls a function, or holds a value, that cannot be written; the message says which.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 2, bias=False), torch.nn.ReLU()).eval()
@@ -79,9 +79,9 @@ def write_graph(gm: fx.GraphModule, *, facts: bool = True, complete: bool = Fals
 
 
 def write_graphs(graphs: Mapping[str, fx.GraphModule]) -> str:
-    """Several graphs as one text, each a `def` of its name; a unit stands there once for all of them.
+    """Write several graphs as one text, each as a `def`; units with the same body are written once.
 
-    Their tensors stand in it by their names in each graph: `read_graphs` takes them so. The text is complete, see
+    The text refers to the tensors of each graph by their paths in it, see `read_graphs`. It is complete, see
     `write_graph`.
     """
     names = _Names(set(graphs))
@@ -89,7 +89,7 @@ def write_graphs(graphs: Mapping[str, fx.GraphModule]) -> str:
 
 
 def graph_tensors(gm: fx.GraphModule) -> dict[str, Tensor]:
-    """The tensors that the text of a graph names: weights and other constants, and those of kernels and observers.
+    """Tensors that the text of a graph refers to, by path: constants, and the tensors of kernels and observers.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 2)).eval()
@@ -97,35 +97,35 @@ def graph_tensors(gm: fx.GraphModule) -> dict[str, Tensor]:
         >>> {name: tuple(tensor.shape) for name, tensor in graph_tensors(gm).items()}
         {'0.weight': (2, 4), '0.bias': (2,)}
     """
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for node in gm.graph.nodes:
         tensor, module = constant(gm, node), submodule(gm, node)
         if tensor is not None:
-            found[str(node.target)] = tensor
+            tensors[str(node.target)] = tensor
         elif isinstance(module, Bindable) and (inner := module.graph_inside()) is not None:
-            found.update({f"{node.target}.{path}": tensor for path, tensor in graph_tensors(inner).items()})
+            tensors.update({f"{node.target}.{path}": tensor for path, tensor in graph_tensors(inner).items()})
         elif isinstance(module, (Bindable, Observer)):
-            found.update(module.named_buffers(f"{node.target}", recurse=False))
-    return found
+            tensors.update(module.named_buffers(f"{node.target}", recurse=False))
+    return tensors
 
 
 def same_graph(a: fx.GraphModule, b: fx.GraphModule) -> bool:
-    """Whether two graphs have the same text, facts included, and the same tensors; False where one has no text."""
+    """Whether two graphs have the same text, facts included, and equal tensors; False if one cannot be written."""
     try:
         if write_graph(a) != write_graph(b):
             return False
-    except InputError:  # it calls what no text can name
+    except InputError:  # a graph cannot be written
         return False
     tensors = graph_tensors(b)
     return all(torch.equal(tensor, tensors[name]) for name, tensor in graph_tensors(a).items())
 
 
 class _Names:
-    """The names of what stands in a `def`.
+    """Names of units and graphs, which are written as `def`.
 
     Attributes:
-        taken: all of them.
-        units: those of units, by what the unit is.
+        taken: all names.
+        units: names of units, by their kind, captures and lines.
     """
 
     def __init__(self, taken: Iterable[str] = ()) -> None:
@@ -133,7 +133,7 @@ class _Names:
         self.units: dict[tuple[str, ...], str] = {}
 
     def new(self, path: str) -> str:
-        """A name for what is at this path."""
+        """Choose an unused name for the unit or graph at a path, and note it as taken."""
         name = path.rpartition(".")[2]
         while is_taken(name) or name in self.taken:
             name = f"{name}_unit" if name.isidentifier() else "unit"
@@ -145,10 +145,10 @@ class _Writer:
     """Writes one graph.
 
     Attributes:
-        names: of all that stands in a `def` so far.
-        defined: of that, what this graph calls, by path: its name.
-        prefix: of the paths of tensors.
-        complete: whether what follows from the program is written, too.
+        names: names of all units and graphs that were written so far.
+        defined: names of the units and graphs that this graph calls, by path.
+        prefix: prefix of the paths of tensors.
+        complete: whether to write facts, too, that the reader could infer.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class _Writer:
         self.called = {str(n.target): submodule(gm, n) for n in self.nodes if n.op == "call_module"}
 
     def lines(self, facts: bool) -> Iterator[str]:
-        """Declarations first, then the nodes."""
+        """Yield the lines of the graph: declarations first, then nodes."""
         yield from self._definitions(facts)
         others = {path: module for path, module in self.called.items() if not isinstance(module, Unit)}
         declared = [declaration(path, module, self.defined.get(path)) for path, module in others.items()]
@@ -171,14 +171,14 @@ class _Writer:
         yield from self._node_lines(facts)
 
     def inside(self, name: str, facts: bool = True) -> Iterator[str]:
-        """As a graph inside of a kernel."""
+        """Yield the lines of the graph as a graph inside a kernel."""
         yield from self._definitions(facts)
         yield f"def {name}():"
         yield from (f"    {line}" for line in self._node_lines(facts))
         yield ""
 
     def _definitions(self, facts: bool) -> Iterator[str]:
-        """The units that the graph calls, and the graphs inside of kernels."""
+        """Yield the lines of the units that the graph calls, and of the graphs inside kernels."""
         for path, module in self.called.items():
             inner = module.graph_inside() if isinstance(module, Bindable) else None
             if isinstance(module, Unit):
@@ -190,17 +190,17 @@ class _Writer:
 
     def _node_lines(self, facts: bool) -> Iterator[str]:
         for node in self.nodes:
-            known = self._facts(node) if facts else ""
-            yield self._line(node, self._type(node)) + (f"  # {known}" if known else "")
+            comment = self._facts(node) if facts else ""
+            yield self._line(node, self._type(node)) + (f"  # {comment}" if comment else "")
 
     def _unit(self, path: str, unit: Unit) -> Iterator[str]:
-        """Its lines, where it does not stand there yet."""
+        """Yield the lines of a unit, unless an equal one was written."""
         lines = [f"    {self._line(node)}" for node in unit.graph.nodes if node.op != "placeholder"]
-        what = (unit.kind, *unit.captures, "", *lines)
-        known = self.names.units.get(what)
-        name = self.defined[path] = self.names.new(path) if known is None else known
-        if known is None:
-            self.names.units[what] = name
+        key = (unit.kind, *unit.captures, "", *lines)
+        written_name = self.names.units.get(key)
+        name = self.defined[path] = self.names.new(path) if written_name is None else written_name
+        if written_name is None:
+            self.names.units[key] = name
             yield f"def {name}({', '.join(unit.captures)}):" + (
                 f"  # {value_text(unit.kind)}" if unit.kind != name else ""
             )
@@ -216,9 +216,9 @@ class _Writer:
             raise InputError(f"{where(self.gm, node)}: {error}") from None
 
     def _type(self, node: fx.Node) -> str:
-        """`: float32[1, 3]`; nothing for what is no tensor, unless the reader would look for a type of its own."""
-        about, own = info(node), node.op == "get_attr" or op_of(node) is not None
-        if about.shape is None and not own and unit_of(self.gm, node) is None:
+        """Type of a node's value, such as `: float32[1, 3]`; empty if it is not a tensor and the reader infers none."""
+        about, inferred = info(node), node.op == "get_attr" or op_of(node) is not None
+        if about.shape is None and not inferred and unit_of(self.gm, node) is None:
             return ""
         return f": {type_text(about.shape, about.dtype)}"
 
@@ -231,57 +231,64 @@ class _Writer:
             return f"tensor({value_text(f'{self.prefix}{node.target}')})"
         if node.op == "call_method":
             receiver, *args = args
-            method = _known(node.target if node.target in METHODS else None, node.target)
+            method = _checked_name(node.target if node.target in METHODS else None, node.target)
             return f"{receiver}.{method}({', '.join(args)})"
         if node.op == "call_module":
             path = str(node.target)
             name = self.defined[path] if isinstance(self.called[path], Unit) else f"modules[{value_text(path)}]"
         else:
             op = op_of(node)
-            name = op.name if op is not None else _known(name_of(node.target), node.target)
+            name = op.name if op is not None else _checked_name(name_of(node.target), node.target)
         return f"{name}({', '.join(args)})"
 
     def _facts(self, node: fx.Node) -> str:
         about = info(node)
         blocks = about.memory if about.shape is None else [b for b in about.memory if b in self.changed]
         about = about._replace(memory=tuple(blocks), changes=changes(node))
-        follows = derived(node, submodule(self.gm, node), about._asdict(), self.complete)
-        given = {name: getattr(about, name) for name in FACTS if getattr(about, name) != getattr(follows, name)}
-        first = [given.pop("path", about.path), given.pop("source", "")]
+        defaults = derived(node, submodule(self.gm, node), about._asdict(), self.complete)
+        facts = {name: getattr(about, name) for name in FACTS if getattr(about, name) != getattr(defaults, name)}
+        first = [facts.pop("path", about.path), facts.pop("source", "")]
         while first and not first[-1]:
             first.pop()
-        return ", ".join([*map(value_text, first), *(f"{name}={value_text(value)}" for name, value in given.items())])
+        return ", ".join([*map(value_text, first), *(f"{name}={value_text(value)}" for name, value in facts.items())])
 
 
 def derived(node: fx.Node, module: nn.Module | None, facts: Mapping[str, Any], complete: bool = False) -> NodeInfo:
-    """What a node's metadata is where a text does not say it: its own origin; for a unit, one origin and path per op.
+    """Default metadata of a node, for fields that are missing in its line.
+
+    A node's default origin is itself; a unit has one origin and one path per op.
 
     Args:
         node: the node.
-        module: what it calls, where that is a module.
-        facts: what is said of it.
-        complete: the facts have all that had to be computed: the types of what a unit's ops make.
+        module: the module that it calls, or None.
+        facts: the facts in its line.
+        complete: whether the facts include the types of a unit's ops; else they are inferred.
     """
-    stands = node.op.startswith("call") and not is_check(node) and not isinstance(module, Observer)
-    own = (node.name,) if stands and not is_op(node, *CONVERSIONS) else ()
-    origins, path, body = facts.get("origins", own), facts.get("path", ""), facts.get("body", ())
+    is_call = node.op.startswith("call") and not is_check(node) and not isinstance(module, Observer)
+    default_origins = (node.name,) if is_call and not is_op(node, *CONVERSIONS) else ()
+    origins, path, body = facts.get("origins", default_origins), facts.get("path", ""), facts.get("body", ())
     values = infer_ops(module.graph, node.args) if isinstance(module, Unit) and not complete else ()
     count = len(facts.get("values", ()) if complete else values)
-    made = NodeInfo(path, origins=own, values=values, paths=(path,) * count)
-    parts, count = tuple((origin,) for origin in origins), count or len(body)
-    return made._replace(parts=parts) if len(parts) == count > 1 else made
+    about = NodeInfo(path, origins=default_origins, values=values, paths=(path,) * count)
+    part_origins, count = tuple((origin,) for origin in origins), count or len(body)
+    return about._replace(parts=part_origins) if len(part_origins) == count > 1 else about
 
 
 def _check_output(value: Any) -> None:
-    """Raise `InputError` for Enum members in a model's output; as op arguments, they are written as plain values."""
+    """Raise `InputError` for Enum members in a model's output. As op arguments, they are written as plain values."""
     if isinstance(value, Enum):
-        raise InputError(f"holds a {type(value).__name__} ({value!r}), which no text can name: return its plain value.")
-    parts = [*value, *value.values()] if isinstance(value, Mapping) else value
-    for part in parts if isinstance(parts, (tuple, list)) else ():
-        _check_output(part)
+        raise InputError(
+            f"holds a {type(value).__name__} ({value!r}), which cannot be written as text: return its plain value."
+        )
+    entries = [*value, *value.values()] if isinstance(value, Mapping) else value
+    for entry in entries if isinstance(entries, (tuple, list)) else ():
+        _check_output(entry)
 
 
-def _known(name: Any, target: Any) -> str:
+def _checked_name(name: Any, target: Any) -> str:
     if not name:
-        raise InputError(f"calls {target!r}, which no text can name: it is neither an op of the table nor of torch.")
+        raise InputError(
+            f"calls {target!r}, which cannot be written as text: it is neither an op of the table nor a function of "
+            "torch."
+        )
     return str(name)

@@ -295,7 +295,7 @@ def reasons_of(qmodel):
     return {e.reason for e in qmodel.ledger.where(precision="int8") if e.op in GATES}
 
 
-DYNAMIC_BECAUSE = "the range of its state is measured in each step: "
+DYNAMIC_BECAUSE = "its state has a dynamic range, computed in each step: "
 CALIBRATED = {
     "lstm": ("LSTM", {"num_layers": 2}, ()),
     "both directions": ("LSTM", {"bidirectional": True}, ()),

@@ -1,4 +1,4 @@
-"""Nodes that compute one thing have one number, whatever graph they are in."""
+"""Value numbers: nodes that compute the same expression have the same number, in any graph."""
 
 import torch
 from torch import nn
@@ -40,6 +40,6 @@ def test_other_options_weights_and_inputs_are_other_expressions():
         """,
         {"w": torch.eye(4), "v": torch.eye(4)},
     )
-    found = {node.name: number for node, number in Expressions().of(gm).items()}
-    assert found["a"] == found["b"] and found["e"] == found["g"]
-    assert len({found[name] for name in "acdef"}) == 5
+    numbers = {node.name: number for node, number in Expressions().of(gm).items()}
+    assert numbers["a"] == numbers["b"] and numbers["e"] == numbers["g"]
+    assert len({numbers[name] for name in "acdef"}) == 5

@@ -1,4 +1,4 @@
-"""Constants that masks, pads and fills put among the values of a network."""
+"""Fill constants: numbers that masks, pads and fills write among the values of a network."""
 
 import math
 
@@ -26,7 +26,7 @@ class Of(nn.Module):
 
 
 def held(function):
-    """What the value that the network returns may hold besides data."""
+    """Fill constants that the output of a network may hold."""
     gm = graph(Of(function).eval(), torch.randn(4, 3, 8, 8), "fuse", REFERENCE)
     fill_constants = FillConstants(gm)
     for node in gm.graph.nodes:
@@ -92,7 +92,7 @@ def test_a_pad_before_a_max_pool_is_unseen_where_every_window_holds_data(sides, 
         return F.max_pool2d(F.pad(x, sides, value=-3.0), **options)
 
     assert (held(function) == set()) is unseen
-    if unseen:  # whatever the size: by the definition
+    if unseen:  # checked for several sizes by running the pool
         for size in (2, 3, 5, 6, 8, 9):
             x = torch.rand(1, 1, size, size) + 1
             padded = F.pad(x, sides, value=-math.inf)
@@ -112,4 +112,4 @@ def test_others_see_it(function):
     gm = graph(Of(function).eval(), torch.randn(4, 3, 8, 8), "fuse", REFERENCE)
     fill_constants = FillConstants(gm)
     pad = next(n for n in gm.graph.nodes if n.name == "pad")
-    assert fill_constants.of(pad) in ({-3.0}, {3.0}) and fill_constants.brought_by(pad) == fill_constants.of(pad)
+    assert fill_constants.of(pad) in ({-3.0}, {3.0}) and fill_constants.added_by(pad) == fill_constants.of(pad)

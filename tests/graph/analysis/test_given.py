@@ -1,16 +1,16 @@
-"""What follows from the inputs of a model alone, and where a mask meets what the network computes."""
+"""Values that follow from the inputs of a model without a layer, and the nodes that apply them as masks."""
 
 import pytest
 import torch
 from torch import nn
 
-from fxq.graph.analysis.given import Given
+from fxq.graph.analysis.given import InputDerivedValues
 from tests.support.graphs import graph
 from tests.support.helpers import REFERENCE
 
 
 class Masked(nn.Module):
-    """A layer's values, and a mask made of an input."""
+    """Combines the values of a layer with a mask that is computed from an input."""
 
     def __init__(self, together):
         super().__init__()
@@ -30,11 +30,11 @@ class Masked(nn.Module):
         (lambda computed, x, mask: computed + 1.0, False),
         (lambda computed, x, mask: torch.matmul(computed, mask), False),
     ],
-    ids=["mask", "mask first", "given both", "computed both", "number", "product"],
+    ids=["mask", "mask first", "both inputs", "both computed", "number", "product"],
 )
 @pytest.mark.parametrize("stage", ["fuse", "insert-observers"])
 def test_masks(together, masks, stage):
     gm = graph(Masked(together).eval(), (torch.randn(4, 4), torch.randn(4, 4)), stage, REFERENCE)
-    given = Given(gm)
-    found = [node.name for node in gm.graph.nodes if given.masks(node)]
-    assert len(found) == masks
+    input_derived = InputDerivedValues(gm)
+    masking = [node.name for node in gm.graph.nodes if input_derived.applies_mask(node)]
+    assert len(masking) == masks

@@ -6,11 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fxq
-from fxq.graph.analysis.integer_sums import INT32, beyond_int32, largest_sum, node_largest_sum, node_refused
+from fxq.graph.analysis.integer_sums import MAX_INT32, beyond_int32, largest_sum, node_largest_sum, node_refused
 from fxq.quant.qparams import QParams
 
-FITS = INT32 // (127 * 255)
-"""So many products of the largest integers int32 holds."""
+FITS = MAX_INT32 // (127 * 255)
+"""Number of products of the largest integers that fit in int32."""
 UINT8 = "scale=0.5, zero_point=3, qmin=0, qmax=255"
 GRIDS = st.sampled_from([(0, 255), (0, 127), (1, 255), (-128, 127), (-127, 127)])
 
@@ -18,13 +18,13 @@ GRIDS = st.sampled_from([(0, 255), (0, 127), (1, 255), (-128, 127), (-127, 127)]
 @settings(deadline=None)
 @given(st.data())
 def test_no_sum_is_larger_and_one_is_as_large(data):
-    """Sums of any first part, of the integers as they are or less any zero point; the worst input reaches the bound."""
+    """Covers all partial sums, of raw integers or with any zero point subtracted; the worst input reaches the bound."""
     low, high = data.draw(GRIDS)
     integers = st.lists(st.integers(-128, 127), min_size=4, max_size=4)
     row = torch.tensor(data.draw(integers), dtype=torch.int8).repeat(3)
     few = data.draw(st.lists(st.integers(low, high), min_size=4, max_size=4))
     x, zero = torch.tensor(few).repeat(3), data.draw(st.integers(low, high))
-    exact = torch.zeros(1)  # a bias, with which weights are read however few they are
+    exact = torch.zeros(1)  # with a bias, the bound reads the weights, even if they are few
     bound = largest_sum(row[None], QParams.per_tensor(0.1, zero, low, high), exact)
     for given_x in (x, x - zero, x - low):
         assert (given_x * row.long()).cumsum(0).abs().max() <= bound
@@ -34,8 +34,8 @@ def test_no_sum_is_larger_and_one_is_as_large(data):
 
 def test_the_bias_counts():
     rows, x = torch.full((2, 3), 100, dtype=torch.int8), QParams.per_tensor(0.1, 7)
-    bias = torch.tensor([-5.0, INT32 - 3 * 100 * 255], dtype=torch.float64)
-    assert largest_sum(rows, x, bias) == INT32 and beyond_int32(largest_sum(rows, x, bias)) is None
+    bias = torch.tensor([-5.0, MAX_INT32 - 3 * 100 * 255], dtype=torch.float64)
+    assert largest_sum(rows, x, bias) == MAX_INT32 and beyond_int32(largest_sum(rows, x, bias)) is None
     assert beyond_int32(largest_sum(rows, x, bias + 1)) == "its sums can reach 2.1e+09, beyond int32 (2.1e+09)"
 
 
@@ -79,14 +79,14 @@ def test_layers(call, sizes, axis):
         first.view(-1)[:count] = -128
         gm, node = of(layer(call, sizes, axis), w=weight, s=torch.ones(sizes[axis]))
         assert node_largest_sum(gm, node) == largest
-        assert (node_refused(gm, node) is None) is (largest <= INT32)
+        assert (node_refused(gm, node) is None) is (largest <= MAX_INT32)
 
 
 @pytest.mark.parametrize(
     ("measures", "grid"),
     [
         ("", UINT8),
-        ("", "scale=0.5, zero_point=0, qmin=-128, qmax=127"),  # moved to begin at zero by some kernels
+        ("", "scale=0.5, zero_point=0, qmin=-128, qmax=127"),  # some kernels shift it to start at zero
         ("scale = choose_scale(x, steps=255, axis=-1)", "scale=scale, zero_point=128, qmin=0, qmax=255"),
     ],
     ids=["static", "signed", "measured"],
@@ -139,7 +139,7 @@ def test_what_reads_floats_adds_none():
 
 
 def test_recurrent_layers():
-    """The products with the input, and with a state on a grid of its own."""
+    """Both products of a recurrent layer count: with the input, and with the state on its own grid."""
     program = f"""
         x: float32[2, 3, {FITS}] = input()
         a: int8[1, {FITS}] = tensor('a')

@@ -18,7 +18,7 @@ def layer(name, shape, **options):
 
 
 def outputs(y, groups, axes):
-    """What a convolution returns as (G, n, R)."""
+    """Output of a convolution as (G, n, R)."""
     y = y if y.dim() == axes + 2 else y[None]
     return y.unflatten(1, (groups, -1)).movedim(2, -1).transpose(0, 1).flatten(1, -2)
 
@@ -78,7 +78,7 @@ def test_depthwise():
 def test_samples_are_taken_some_at_a_time(monkeypatch):
     form = layer("conv2d", (6, 4, 3, 3))
     x, weight = torch.randn(5, 4, 6, 6), torch.randn(6, 4, 3, 3)
-    monkeypatch.setattr(layer_matrix, "_MOST", 2 * 9 * 4 * 16)
+    monkeypatch.setattr(layer_matrix, "MAX_PATCH_VALUES", 2 * 9 * 4 * 16)
     assert [part.shape[1] for part in form.patches(x)] == [32, 32, 16]
     check(form, x, weight)
 
@@ -100,13 +100,13 @@ def test_what_is_no_such_layer():
     ],
 )
 def test_some_places_of_each_sample(name, shape, size, count):
-    """They are among all, each at most once, and the same ones each time; of two inputs, at the same places."""
+    """Selected positions are distinct positions of the input, and the same ones in each call and for each input."""
     form, x = layer(name, shape), torch.randn(size)
     every, some = (torch.cat(list(form.patches(x, most)), 1)[0].unflatten(0, (3, -1)) for most in (None, 7))
     assert some.shape[1] == 7 and every.shape[1] == count
     for few, whole in zip(some, every, strict=True):
-        found = (few[:, None] == whole).all(2)
-        assert (found.sum(1) == 1).all() and found.sum(0).max() == 1
+        matches = (few[:, None] == whole).all(2)
+        assert (matches.sum(1) == 1).all() and matches.sum(0).max() == 1
     again = torch.cat(list(form.patches(2 * x, 7)), 1)[0]
     assert torch.equal(again, 2 * some.flatten(0, 1))
     assert sum(part.shape[1] for part in form.patches(x, count + 1)) == 3 * count

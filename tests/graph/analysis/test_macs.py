@@ -1,4 +1,4 @@
-"""Multiply-accumulates against the count of torch's flop counter, which looks at the kernels that are called."""
+"""Multiply-accumulates, compared with torch's flop counter, which counts the kernels that are called."""
 
 import pytest
 import torch
@@ -77,7 +77,7 @@ def test_any_convolution(n, group, inner, kernel, size, stride):
 
 
 def test_a_recurrent_layer():
-    """torch's kernel for it hides its products; by hand: 3 gates, both directions, two layers."""
+    """Computed by hand, since torch does not count the kernel: 3 gates, both directions, two layers."""
     model = nn.Sequential(nn.GRU(6, 5, num_layers=2, bidirectional=True, batch_first=True)).eval()
     first, second = 2 * 15 * (6 + 5), 2 * 15 * (10 + 5)
     assert ours(model, torch.randn(3, 4, 6)) == 3 * 4 * (first + second)
@@ -97,11 +97,11 @@ def test_a_module_that_is_kept_counts_by_its_weights():
 
     model = nn.Sequential(Kept()).eval()
     gm = graph(model, X2, recipe=fxq.Recipe.static(backend="reference").leaf("0"))
-    assert sum(macs_of(gm, node) for node in gm.graph.nodes) == counted(model, X2)  # the table is not multiplied with
+    assert sum(macs_of(gm, node) for node in gm.graph.nodes) == counted(model, X2)  # the table is not multiplied
 
 
 def test_a_recurrent_layer_of_a_packed_sequence():
-    """A packed sequence has no shape: the layer counts for the steps of the data in it."""
+    """A packed sequence has no shape, so the steps of the data that was packed count."""
 
     class Packed(nn.Module):
         def __init__(self):

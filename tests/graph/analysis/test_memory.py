@@ -1,4 +1,4 @@
-"""Which values share memory, as the run of a model shows it."""
+"""Memory that values share, as observed in a run of the model."""
 
 import gc
 
@@ -32,8 +32,8 @@ def test_a_block_that_is_gone_does_not_lend_its_number():
     ("write", "changes"), [(lambda x: x.add_(1), True), (lambda x: x[0].zero_(), True), (lambda x: x.add(1), False)]
 )
 def test_what_has_been_changed_since(write, changes):
-    watch, x, other = MemoryWatch(), torch.zeros(3), torch.zeros(3)
-    before = watch.versions((x, [other]))
+    watch, x, unchanged = MemoryWatch(), torch.zeros(3), torch.zeros(3)
+    before = watch.versions((x, [unchanged]))
     write(x)
     assert watch.changed(before) == (watch.memory(x) if changes else ())
 
@@ -52,14 +52,14 @@ def test_the_same_part_of_the_same_memory():
     ("written", "place", "read", "overwrites"),
     [
         (lambda x: x[1:], ..., lambda x: x[:-1], True),
-        (lambda x: x[:-1], ..., lambda x: x[1:], False),  # each is read before it is written
+        (lambda x: x[:-1], ..., lambda x: x[1:], False),  # each element is read before it is written
         (lambda x: x, (slice(None), slice(1, None)), lambda x: x[:, :-1], True),
         (lambda x: x, (slice(None), 2), lambda x: x[:, 1], False),  # other elements
         (lambda x: x[:, ::2], ..., lambda x: x[:, 1::2], False),
         (lambda x: x, ..., lambda x: x, False),
         (lambda x: x, ..., lambda x: x[:, :1], True),  # broadcast
         (lambda x: x, ..., lambda x: x.t(), True),
-        (lambda x: x[:2], ..., lambda x: x.view(-1)[:3], True),  # of a shape that does not broadcast
+        (lambda x: x[:2], ..., lambda x: x.view(-1)[:3], True),  # the shape does not broadcast
         (lambda x: x, ..., lambda x: x.view(torch.int16)[:, :4], True),
         (lambda x: x, torch.tensor([1, 2]), lambda x: x[:2], True),
     ],

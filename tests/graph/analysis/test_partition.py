@@ -1,4 +1,4 @@
-"""Regions for engines: connected, as large as can be, and none waits for itself."""
+"""Regions for engines: they are connected and maximal, and none depends on itself."""
 
 import operator
 import random
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.any_cpu
 
 
 def regions(gm, takes=lambda node: not node.name.startswith("out")):
-    """The names of the nodes of each region. What is called out... stays outside."""
+    """Names of the nodes of each region. The engine does not support nodes named out...."""
     return [[node.name for node in region.nodes] for region in connected_regions(gm, takes)]
 
 
@@ -33,13 +33,16 @@ def cut(text):
     ("text", "expected"),
     [
         ("a = relu(x)\nb = tanh(a)\nc = add(a, b)\nreturn (a, c)", [["a", "b", "c"]]),
-        ("a = relu(x)\nb = relu(x)\nc = relu(b)\nreturn a", [["a"]]),  # nobody reads the others
-        ("a = relu(x)\nb = relu(x)\nreturn (a, b)", [["a"], ["b"]]),  # connected means by an edge
+        ("a = relu(x)\nb = relu(x)\nc = relu(b)\nreturn a", [["a"]]),  # the others are not read
+        ("a = relu(x)\nb = relu(x)\nreturn (a, b)", [["a"], ["b"]]),  # a common input does not connect them
         ("a = relu(x)\nout = erf(a)\nb = relu(out)\nreturn b", [["a"], ["b"]]),
-        ("a = relu(x)\nout = erf(a)\nb = add(a, out)\nreturn b", [["a"], ["b"]]),  # a path leaves it and comes back
+        (
+            "a = relu(x)\nout = erf(a)\nb = add(a, out)\nreturn b",
+            [["a"], ["b"]],
+        ),  # else a path would leave the region and return
         ("a = relu(x)\nout = erf(a)\nb = tanh(a)\nreturn (out, b)", [["a", "b"]]),
         ("a = relu(x)\nlate = relu(x)\nout = erf(a)\nb = add(late, out)\nreturn b", [["a"], ["late", "b"]]),
-        (  # late waits for nothing but has a reader outside, which can wait, too
+        (  # `late` also has a reader outside, which can run later
             "a = relu(x)\nlate = relu(x)\nout = erf(a)\nout_1 = erf(late)\nb = add(late, out)\nreturn (b, out_1)",
             [["a"], ["late", "b"]],
         ),
@@ -118,7 +121,7 @@ def test_the_parts_of_a_unit_go_with_it():
 
 
 def test_what_shares_memory_with_a_changed_value_is_in_no_region_and_keeps_its_order():
-    """`leaf` changes what `view` is a view of: it must not run before `b` has read that."""
+    """`leaf` changes the memory of `view`, so it must run after `b` has read it."""
     graph = fx.Graph()
     x = graph.placeholder("x")
     a = graph.call_function(OPS["relu"].target, (x,))
@@ -139,7 +142,7 @@ def test_what_shares_memory_with_a_changed_value_is_in_no_region_and_keeps_its_o
 
 
 def typed(graph):
-    """A module of the graph with the shapes and types that its values have for (2, 6) numbers."""
+    """Module of the graph, with the shapes and dtypes of its values for an input (2, 6)."""
     gm = fx.GraphModule(nn.Module(), graph)
     env = {}
     for node in graph.nodes:
@@ -150,8 +153,8 @@ def typed(graph):
     return gm
 
 
-def test_sizes_go_along_with_who_reads_them():
-    """Those that nobody else reads are no reason for an output, nor for a second region."""
+def test_sizes_are_included_with_their_readers():
+    """Sizes that are read inside only need no output and no second region."""
     graph = fx.Graph()
     x = graph.placeholder("x")
     a = graph.call_function(OPS["relu"].target, (x,))
@@ -180,12 +183,12 @@ def test_sizes_go_along_with_who_reads_them():
 
 @pytest.mark.parametrize("seed", range(30))
 def test_sizes_in_random_graphs(seed):
-    """Every region computes of its inputs what the graph does, and the graph still runs in its new order."""
+    """Every region computes the same values as the graph, and the reordered graph still runs."""
     rng, graph = random.Random(seed), fx.Graph()
     nodes, taken = [graph.placeholder("x")], set()
     for _ in range(25):
-        x, other = nodes[max(0, len(nodes) - 1 - int(rng.expovariate(0.3)))], rng.choice(nodes)
-        size = graph.call_function(operator.getitem, (graph.call_method("size", (other,)), 1))
+        x, source = nodes[max(0, len(nodes) - 1 - int(rng.expovariate(0.3)))], rng.choice(nodes)
+        size = graph.call_function(operator.getitem, (graph.call_method("size", (source,)), 1))
         halves = graph.call_function(operator.floordiv, (size, 2))
         wide = graph.call_function(OPS["reshape"].target, (x,), {"shape": (-1, 2, halves)})
         flat = graph.call_function(OPS["reshape"].target, (wide,), {"shape": (-1, rng.choice([size, 6]))})
@@ -194,7 +197,7 @@ def test_sizes_in_random_graphs(seed):
     graph.output(tuple(nodes[-3:]))
     gm = typed(graph)
     before = gm(x := torch.randn(2, 6))
-    found = list(connected_regions(gm, taken.__contains__))
+    all_regions = list(connected_regions(gm, taken.__contains__))
     gm.graph.lint()
     gm.recompile()
     assert all(map(torch.equal, gm(x), before))
@@ -202,11 +205,11 @@ def test_sizes_in_random_graphs(seed):
     for node in graph.nodes:
         if node.op not in ("placeholder", "output"):
             values[node] = value_of(gm, node, values)
-    for region in found:
+    for region in all_regions:
         assert not {node for node in region.inputs if is_size(node)}
-        made = fx.GraphModule(gm, region.to_graph())(*(values[node] for node in region.inputs))
-        made = made if isinstance(made, tuple) else (made,)
-        assert all(torch.equal(value, values[node]) for node, value in zip(region.outputs, made, strict=True))
+        outputs = fx.GraphModule(gm, region.to_graph())(*(values[node] for node in region.inputs))
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        assert all(torch.equal(value, values[node]) for node, value in zip(region.outputs, outputs, strict=True))
         read = {n for r in region.nodes for n in r.users if n not in region.nodes and not is_size(n)}
         assert {n for r in read for n in r.all_input_nodes if n in region.nodes} <= set(region.outputs)
 
@@ -230,7 +233,7 @@ def test_a_size_of_what_is_changed_in_place_is_read_where_it_stands():
 
 
 def dag(seed, count):
-    """A random graph of sums, and which of its nodes an engine takes."""
+    """Random graph of sums, and the nodes that an engine supports."""
     rng, graph = random.Random(seed), fx.Graph()
     nodes, taken = [graph.placeholder("x")], set()
     for _ in range(count):
@@ -248,27 +251,27 @@ def test_regions_of_random_graphs(seed):
     gm, taken = dag(seed, 40)
     x = torch.tensor([0.3, -1.2])
     before = gm(x)
-    found = [region.nodes for region in connected_regions(gm, taken.__contains__)]
-    home = {node: i for i, nodes in enumerate(found) for node in nodes}
-    assert home.keys() == taken and len(home) == sum(map(len, found))
+    groups = [region.nodes for region in connected_regions(gm, taken.__contains__)]
+    home = {node: i for i, nodes in enumerate(groups) for node in nodes}
+    assert home.keys() == taken and len(home) == sum(map(len, groups))
     edges = [(read, node) for node in gm.graph.nodes for read in node.all_input_nodes]
-    assert all(nx.is_weakly_connected(nx.DiGraph(edges).subgraph(nodes)) for nodes in found)
+    assert all(nx.is_weakly_connected(nx.DiGraph(edges).subgraph(nodes)) for nodes in groups)
     outside = nx.DiGraph((home.get(a, a), home.get(b, b)) for a, b in edges)
     outside.remove_edges_from([*nx.selfloop_edges(outside)])
     assert nx.is_directed_acyclic_graph(outside)
     order = [node for node in gm.graph.nodes if node in home]
-    assert order == [node for nodes in found for node in nodes]  # those of a region stand together
+    assert order == [node for nodes in groups for node in nodes]  # the nodes of a region are adjacent
     gm.graph.lint()
     gm.recompile()
     assert all(map(torch.equal, gm(x), before))
     for a, b in {(home[a], home[b]) for a, b in edges if a in home and b in home and home[a] != home[b]}:
         outside.remove_edge(a, b)
-        assert nx.has_path(outside, a, b)  # else they could be one
+        assert nx.has_path(outside, a, b)  # else they could be merged
         outside.add_edge(a, b)
 
 
 def test_neighbours_on_two_levels_are_one_region_where_nothing_is_between_them():
-    """A third one that is on the lower level keeps `a` there: it is read by what leaves the engine."""
+    """A region of two levels keeps its lower level, since a node outside the engine reads it."""
     text = """
         a = relu(x)
         side = tanh(a)
@@ -284,7 +287,7 @@ def test_neighbours_on_two_levels_are_one_region_where_nothing_is_between_them()
 def test_a_search_that_is_too_long_leaves_neighbours_apart(monkeypatch):
     text = "a = relu(x)\nc = relu(x)\nout = erf(c)\nb = add(a, out)\nreturn b"
     assert cut(text) == [["c"], ["a", "b"]]
-    monkeypatch.setattr("fxq.graph.analysis.partition.SEARCHED", 0)
+    monkeypatch.setattr("fxq.graph.analysis.partition.MAX_SEARCHED_EDGES", 0)
     assert cut(text) == [["a"], ["c"], ["b"]]
 
 

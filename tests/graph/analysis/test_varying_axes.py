@@ -1,11 +1,11 @@
-"""Which axes of inputs vary, by the names of the inputs: the batch, none, or as a user says."""
+"""Axes of inputs that vary in size: the batch axis, none, or those that a user names."""
 
 import pytest
 import torch
 from torch import fx
 
 from fxq.errors import InputError
-from fxq.graph.analysis.varying_axes import inputs_of, said, varying_axes
+from fxq.graph.analysis.varying_axes import inputs_of, size_names, varying_axes
 
 pytestmark = pytest.mark.any_cpu
 
@@ -28,7 +28,7 @@ def test_false_is_none():
 def test_names_by_input_and_axis():
     wanted = {"x": {0: "batch", 1: "length"}, "table": {1: "length"}}
     assert varying_axes(INPUTS, wanted) == wanted
-    assert said(wanted) == "'batch' or 'length'"
+    assert size_names(wanted) == "'batch' or 'length'"
 
 
 @pytest.mark.parametrize(
@@ -36,10 +36,10 @@ def test_names_by_input_and_axis():
     [
         ({"y": {0: "batch"}}, r"dynamic: unknown input 'y'"),
         ({"scale": {0: "batch"}}, r"dynamic: unknown input 'scale'"),
-        ({"x": {2: "batch"}}, r"dynamic: 2: 'batch' is no axis of 'x' .* It has axes 0 to 1"),
-        ({"x": {-1: "batch"}}, r"-1: 'batch' is no axis of 'x'"),
-        ({"x": {"0": "batch"}}, r"'0': 'batch' is no axis of 'x'"),
-        ({"x": {0: 5}}, r"0: 5 is no axis of 'x' and a name for its size"),
+        ({"x": {2: "batch"}}, r"dynamic: 2: 'batch' is not an axis of 'x' .* It has axes 0 to 1"),
+        ({"x": {-1: "batch"}}, r"-1: 'batch' is not an axis of 'x'"),
+        ({"x": {"0": "batch"}}, r"'0': 'batch' is not an axis of 'x'"),
+        ({"x": {0: 5}}, r"0: 5 is not an axis of 'x' with a name of its size"),
     ],
 )
 def test_what_is_no_axis_of_an_input_is_refused(dynamic, message):

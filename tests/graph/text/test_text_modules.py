@@ -1,4 +1,4 @@
-"""Modules as lines of a text, and back."""
+"""Lines of a text that declare modules, written and read."""
 
 import ast
 
@@ -54,8 +54,8 @@ def test_a_leaf_is_named_by_its_type():
     [
         ("3", "expected a call, not `3`"),
         ("x86.nothing()", "x86.nothing"),
-        ("observer(spec=1)", "no observer can be made of this"),
-        ("openvino.region(runs=nothing)", "can be made of this|not installed"),
+        ("observer(spec=1)", "these options do not fit observer"),
+        ("openvino.region(runs=nothing)", "do not fit|not installed"),
         ("x86.linear(stride=x)", "there is no value 'x'"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Text to graph: what it takes, and that every other line is refused with its number."""
+"""Reader of graphs: valid texts, and the errors for invalid lines, with their line numbers."""
 
 import operator
 import os
@@ -95,22 +95,22 @@ def test_inputs_sizes_and_checks():
         ("relu(x)", "expected `name: type = call`"),
         ("y = z = relu(x)", "expected `name: type = call`"),
         ("y = x", "expected a call, not `x`"),
-        ("x = relu(x)", "there is a value 'x' already"),
+        ("x = relu(x)", "the value 'x' is already defined"),
         ("len = relu(x)", "a value cannot be called 'len'"),
         ("y = relu(x, inplace=True)", "relu: unknown option 'inplace'"),
         ("y = relu()", "relu takes the tensors x, not 0"),
         ("y = relu(x, x)", "relu takes the tensors x, not 2"),
-        ("y: float32[3, 5] = relu(x)", r"its value is float32\[3, 4\], the line says float32\[3, 5\]"),
-        ("y: float16[3, 4] = relu(x)", r"its value is float32\[3, 4\], the line says float16\[3, 4\]"),
-        ("y: float32[4, 2] = tensor('w')", r"its value is float32\[2, 4\], the line says float32\[4, 2\]"),
-        ("y: float33[3, 4] = relu(x)", r"expected a type as `float32\[1, 3\]`"),
-        ("y: float32[-3] = relu(x)", r"expected a type as `float32\[1, 3\]`"),
+        ("y: float32[3, 5] = relu(x)", r"its value is float32\[3, 4\], but the line says float32\[3, 5\]"),
+        ("y: float16[3, 4] = relu(x)", r"its value is float32\[3, 4\], but the line says float16\[3, 4\]"),
+        ("y: float32[4, 2] = tensor('w')", r"its value is float32\[2, 4\], but the line says float32\[4, 2\]"),
+        ("y: float33[3, 4] = relu(x)", r"expected a type such as `float32\[1, 3\]`"),
+        ("y: float32[-3] = relu(x)", r"expected a type such as `float32\[1, 3\]`"),
         ("y = tensor('v')", "unknown tensor 'v'"),
         ("y = tensor(3)", "expected the path of a tensor or module, not 3"),
         ("y = unit(x)", "unknown op, unit or function 'unit'"),
         ("y = relu(x)  # nonsense of a person", "expected a line of Python"),
         ("y = relu(x)  # colour='red'", "unknown fact of a node 'colour'"),
-        ("y = relu(x)  # plan=Plan(mood='good')", "no Plan can be made of this"),
+        ("y = relu(x)  # plan=Plan(mood='good')", "these fields do not fit Plan"),
         ("y = input('1x')", "expected the name of an argument"),
         ("def relu(x):", "expected `def name"),
         ("    y = relu(x)", "expected the lines of a unit, and no others, to be indented"),
@@ -177,13 +177,16 @@ def test_code_is_refused(line, tmp_path):
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("", "the text ends before the graph does"),
-        ("x = input()", "the text ends before the graph does"),
-        ("def f(x):\n    y = relu(x)", "the text ends before the graph does"),
-        ("x = input()\nreturn x\ny = relu(x)", "line 3: expected nothing behind `return`"),
-        ("def f(x):\n    y: float32[1] = relu(x)", "line 2: a unit says no types"),
+        ("", "the text ends too early"),
+        ("x = input()", "the text ends too early"),
+        ("def f(x):\n    y = relu(x)", "the text ends too early"),
+        ("x = input()\nreturn x\ny = relu(x)", "line 3: expected nothing after `return`"),
+        ("def f(x):\n    y: float32[1] = relu(x)", "line 2: lines of a unit have no types"),
         ("def f(x):\n    y = tensor('w')", "line 2: a unit has no tensors"),
-        ("def f(x):\n    y = relu(x)\n    return y\nx = input()\ny = f(x, x)", "line 5: the unit f takes other inputs"),
+        (
+            "def f(x):\n    y = relu(x)\n    return y\nx = input()\ny = f(x, x)",
+            "line 5: the unit f takes 1 inputs, not 2",
+        ),
     ],
 )
 def test_refused_texts(text, why):

@@ -73,7 +73,7 @@ def test_a_grid_by_position(text):
     grid = read(text)
     assert (grid.scale.dtype, grid.zero_point.dtype) == (torch.float32, torch.int32)
     assert grid.same_as(read(value_text(grid)))
-    with pytest.raises(InputError, match="no QParams can be made of this"):
+    with pytest.raises(InputError, match="these fields do not fit QParams"):
         read("QParams('wide', 3, 0, 255, torch.uint8)")
 
 

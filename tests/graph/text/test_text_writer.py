@@ -1,4 +1,4 @@
-"""Graph to text: how it looks at each stage, and what it cannot name."""
+"""Writer of graphs: the text at each stage, and graphs that cannot be written."""
 
 import pytest
 import torch
@@ -72,7 +72,7 @@ def test_a_complete_text_says_what_follows_from_the_program():
     with pytest.raises(fxq.InputError, match="the line says float32"):
         read(wrong, tensors, {}, kernel_named)
     huge = text.replace("conv_relu: float32[1, 2, 3, 3]", "conv_relu: float32[4000000000, 4000000000]")
-    with pytest.raises(fxq.InputError, match="no tensor is as large as"):
+    with pytest.raises(fxq.InputError, match="a tensor cannot be as large as"):
         read(huge, tensors, {}, kernel_named, complete=True)
 
 
@@ -89,8 +89,8 @@ def test_observers_and_their_buffers():
 def test_the_observer_of_a_weight_is_read_back_paused():
     gm = graph(network(), IMAGE, until="insert-observers")
     again = fxq.extend.read_graph(program(gm), fxq.extend.graph_tensors(gm))
-    found = [module.paused for module in again.modules() if isinstance(module, Observer)]
-    assert found == [False, True, False, False, True]  # of x, a weight, two values between, the other weight
+    paused = [module.paused for module in again.modules() if isinstance(module, Observer)]
+    assert paused == [False, True, False, False, True]  # x, a weight, two activations, the other weight
     again(IMAGE)
     seen = {module.name: module.seen for module in again.modules() if isinstance(module, Observer)}
     assert [seen for name, seen in seen.items() if name.startswith("the weight")] == [False, False]
@@ -143,6 +143,6 @@ def test_a_graph_that_fxq_did_not_make():
 
 def test_a_quantized_model():
     qmodel = fxq.quantize(network(), REFERENCE, data=[IMAGE])
-    made = fxq.extend.read_graph(fxq.extend.write_graph(qmodel), fxq.extend.graph_tensors(qmodel))
-    assert torch.equal(made(IMAGE)["logits"], qmodel(IMAGE)["logits"])
+    restored = fxq.extend.read_graph(fxq.extend.write_graph(qmodel), fxq.extend.graph_tensors(qmodel))
+    assert torch.equal(restored(IMAGE)["logits"], qmodel(IMAGE)["logits"])
     assert all(tensor.device.type == "cpu" for tensor in fxq.extend.graph_tensors(qmodel).values())

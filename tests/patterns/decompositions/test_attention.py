@@ -200,5 +200,5 @@ def test_inputs_with_another_number_of_axes_are_refused(example, other):
 
     recipe = fxq.Recipe.weight_only(backend="reference")
     qmodel = fxq.quantize(Attention().eval(), recipe, example_inputs=torch.randn(example))
-    with pytest.raises(fxq.InputError, match=f"made for x=a tensor with {len(example)} axes"):
+    with pytest.raises(fxq.InputError, match=f"traced for x=a tensor with {len(example)} axes"):
         qmodel(torch.randn(other))
