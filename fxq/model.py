@@ -184,7 +184,7 @@ class QuantizedModel(Quantized):
         """
         if not self._decided:
             raise RecipeError("no op of this model could run on integers: there is nothing to decide.")
-        gave_way = self.ledger.narrowed
+        gave_way = self.ledger.reduced_range
         reduce_range = gave_way.role if gave_way is not None else self.recipe.reduce_range
         return replace(
             self.recipe, backend=self.backend, optimize="decided", decided=self._decided, reduce_range=reduce_range

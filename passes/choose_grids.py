@@ -148,13 +148,17 @@ class _Chooser:
 
     def with_state(self, node: fx.Node, plan: Plan, spec: TensorSpec) -> Plan:
         """The plan of a recurrent layer with the grid of its hidden state, which is symmetric."""
-        grid = spec.narrowed if plan.overflows and self.reduce_range == "activations" else spec
+        grid = spec.reduced_range if plan.overflows and self.reduce_range == "activations" else spec
         if spec.range != "calibrated":
             return replace(plan, state=grid)
         signed = replace(grid, signed=True)
         scales: list[float] = []
         for value in (unobserved(self.gm, state) for state in states_of(node)):
-            found = [o for (seen, s, _), o in self.observers.items() if seen is value and s.narrowed == spec.narrowed]
+            found = [
+                o
+                for (seen, s, _), o in self.observers.items()
+                if seen is value and s.reduced_range == spec.reduced_range
+            ]
             tensor, observer = constant(self.gm, value), next(iter(found), None)
             if tensor is not None:
                 observer = observer_for(signed)
@@ -169,7 +173,9 @@ class _Chooser:
 
     def _measured(self, node: fx.Node, edge: Edge) -> Edge:
         """An edge whose scale is measured, with its grid."""
-        spec = edge.spec.narrowed if self.reduce_range == "activations" and self._overflows(node, edge) else edge.spec
+        spec = (
+            edge.spec.reduced_range if self.reduce_range == "activations" and self._overflows(node, edge) else edge.spec
+        )
         return replace(edge, qparams=DynamicGrid.of(spec, edge.axis))
 
     def _overflows(self, node: fx.Node, edge: Edge) -> bool:
@@ -189,7 +195,7 @@ class _Chooser:
         seen.paused = False
         seen(tensor)
         reduce_range = self.reduce_range == "weights" and self._overflows(node, edge)
-        return replace(edge, qparams=(seen.on(edge.spec.narrowed) if reduce_range else seen).qparams())
+        return replace(edge, qparams=(seen.on(edge.spec.reduced_range) if reduce_range else seen).qparams())
 
     def _overflowing(self) -> set[SharedGridGroup]:
         """The strands that a kernel reads which overflows with 8 bits."""

@@ -313,7 +313,7 @@ def test_int8_is_close_to_float_for_other_weights(name, backend, seed):
     quantized, qdq = (fxq.quantize(model, r, data=data) for r in (recipe, qdq_form(recipe)))
     inputs = smooth(name, 8, seed=99)
     assert sqnr(call(model, inputs), call(quantized, inputs)) > 28
-    least = 50 if quantized.ledger.narrowed is None else 44  # a step of 7 bits is twice as large
+    least = 50 if quantized.ledger.reduced_range is None else 44  # a step of 7 bits is twice as large
     assert sqnr(call(qdq, inputs), call(quantized, inputs)) > least
 
 

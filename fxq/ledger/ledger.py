@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from fxq.display.queryable import Rows, decibels, layer_text
 from fxq.display.tables import Column, Part, line, text
 from fxq.graph.info import DECISION_KINDS
-from fxq.quant.spec import NARROW, Narrow
+from fxq.quant.spec import REDUCIBLE_ROLES, ReducibleRole
 
 
 @dataclass(frozen=True)
@@ -108,11 +108,13 @@ class ReducedRange:
             at samples to mend it; None where there is no float output. Empty where the recipe names the role.
     """
 
-    role: Narrow
-    sqnr: Mapping[Narrow, float | None] = field(default_factory=dict)
+    role: ReducibleRole
+    sqnr: Mapping[ReducibleRole, float | None] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        found = [f"{decibels(self.sqnr[role])} dB with {role}" for role in NARROW if self.sqnr.get(role) is not None]
+        found = [
+            f"{decibels(self.sqnr[role])} dB with {role}" for role in REDUCIBLE_ROLES if self.sqnr.get(role) is not None
+        ]
         why = f"output of the qdq graph: {', '.join(found)}" if found else "the recipe says so"
         return f"{self.role} have 7 bits where 8 overflow in this CPU's kernels; {why}"
 
@@ -130,7 +132,7 @@ class Ledger(Rows[Entry]):
         output_sqnr: dB of the model's output against the float model's, over recorded calibration samples; of several,
             that of the one that is furthest off. Infinite when they are equal, NaN where one is not finite and the
             float model's is. None where there is no float output.
-        narrowed: what gave up a bit on this machine; None where nothing had to.
+        reduced_range: role that has 7 bits on this machine; None where none has.
 
     Example:
         >>> ledger = Ledger((Entry("a", "a", "conv2d", "int8", macs=90), Entry("b", "b", "linear", "float", macs=10)))
@@ -142,7 +144,7 @@ class Ledger(Rows[Entry]):
 
     entries: tuple[Entry, ...]
     output_sqnr: float | None = None
-    narrowed: ReducedRange | None = None
+    reduced_range: ReducedRange | None = None
     _name: ClassVar[str] = "ledger"
     _key: ClassVar[str] = "ops"
     _choices: ClassVar[Mapping[str, Sequence[str]]] = {"precision": PRECISIONS, "kind": DECISION_KINDS}
@@ -202,14 +204,14 @@ class Ledger(Rows[Entry]):
         return f"{counts[reason]} of {len(self)} ops{share} stay in float because: {reason}"
 
     def _facts(self) -> dict[str, Any]:
-        found = self.narrowed
+        found = self.reduced_range
         tried = {f"sqnr_reduced_{role}": value for role, value in found.sqnr.items()} if found is not None else {}
-        narrowed = {} if found is None else {"reduce_range": found.role, **tried}
+        reduced_range = {} if found is None else {"reduce_range": found.role, **tried}
         return {
             "coverage": self.coverage,
             "weight_coverage": self.weight_coverage,
             "output_sqnr": self.output_sqnr,
-            **narrowed,
+            **reduced_range,
         }
 
     def _short(self) -> str:
@@ -231,8 +233,8 @@ class Ledger(Rows[Entry]):
         columns = {**_COLUMNS, _WHY: lambda e: _why(e, notes)}
         table = self._table(columns, lambda e: "quiet" if e.precision == "folded" else "")
         fixes_once = [line(text(note, "strong"), f" {fix}") for fix, note in notes.items()]
-        narrowed = [text(str(self.narrowed))] if self.narrowed is not None else []
-        return [table, *fixes_once, *narrowed, text(self._short())]
+        reduced_range = [text(str(self.reduced_range))] if self.reduced_range is not None else []
+        return [table, *fixes_once, *reduced_range, text(self._short())]
 
 
 def _percent(share: float) -> str:

@@ -10,14 +10,14 @@ from fxq.graph.info import info
 from fxq.ledger.ledger import ReducedRange
 from fxq.ledger.output_check import output_sqnrs, rank
 from fxq.pipeline.manager import PassManager
-from fxq.quant.spec import NARROW
+from fxq.quant.spec import REDUCIBLE_ROLES
 from fxq.recipe.pass_base import Pass
 
 log = logging.getLogger("fxq")
 
 
-def narrowed(manager: PassManager, passes: Sequence[Pass]) -> tuple[PassManager, ReducedRange | None]:
-    """Run passes as far as the qdq graph; where layers overflow with 8 bits, with the better of two roles narrowed.
+def run_with_reduced_range(manager: PassManager, passes: Sequence[Pass]) -> tuple[PassManager, ReducedRange | None]:
+    """Run passes as far as the qdq graph; where layers overflow with 8 bits, with 7 bits for the better of two roles.
 
     With `Recipe.reduce_range="auto"` the passes run for either role, and both graphs run on the recorded samples. The
     role whose output has the higher SQNR against the float model's stays (see `output_sqnrs`).
@@ -32,7 +32,7 @@ def narrowed(manager: PassManager, passes: Sequence[Pass]) -> tuple[PassManager,
     if manager.context.recipe.reduce_range != "auto":
         manager.run(passes)
         return manager, ReducedRange(manager.context.reduce_range)
-    forks = {role: manager.fork(reduce_range=role) for role in NARROW}
+    forks = {role: manager.fork(reduce_range=role) for role in REDUCIBLE_ROLES}
     with warnings.catch_warnings():
         for fork in forks.values():
             fork.run(passes)

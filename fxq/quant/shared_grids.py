@@ -88,7 +88,7 @@ class SharedGridGroup:
         shared_grids = dict.fromkeys([self, *(other.root() for other in self.beside)])
         together = joined([grid_group.seen for grid_group in shared_grids if grid_group.observers])
         if reduce_range:
-            together = together.on(together.spec.narrowed)
+            together = together.on(together.spec.reduced_range)
         return together.qparams(sorted(self.constants))
 
     @cached_property

@@ -65,9 +65,9 @@ class TensorSpec:
             raise RecipeError(unknown("value of format in TensorSpec", self.format, get_args(Format)))
 
     @property
-    def narrowed(self) -> TensorSpec:
-        """The same with a bit less than 8, where there are so many."""
-        return replace(self, bits=min(self.bits, NARROW_BITS))
+    def reduced_range(self) -> TensorSpec:
+        """This spec with at most 7 bits, see `Recipe.reduce_range`."""
+        return replace(self, bits=min(self.bits, REDUCED_RANGE_BITS))
 
     @property
     def of_table(self) -> TensorSpec:
@@ -113,7 +113,7 @@ TABLE_BLOCK = 64
 A row's values are not summed up as a layer's are, so that they keep the error of their rounding, and the largest of a
 block is smaller than that of a row. The scales take a sixteenth of what the integers do.
 """
-NARROW_BITS = 7
+REDUCED_RANGE_BITS = 7
 """The bits of the role that gives one up where products of 8 bits overflow."""
 
 
@@ -129,8 +129,8 @@ def fits_int16(activation: int, weight: int) -> bool:
     return 2 * activation * weight < 2**15
 
 
-Narrow = Literal["activations", "weights"]
-NARROW: tuple[Narrow, ...] = get_args(Narrow)
+ReducibleRole = Literal["activations", "weights"]
+REDUCIBLE_ROLES: tuple[ReducibleRole, ...] = get_args(ReducibleRole)
 """What can give up a bit."""
 
 Role = Literal["activation", "weight", "bias", "state"]

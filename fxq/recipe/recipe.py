@@ -14,8 +14,8 @@ from fxq.common.source import import_path
 from fxq.errors import RecipeError
 from fxq.quant.spec import (
     FLOAT,
-    NARROW,
     OF_PRESET,
+    REDUCIBLE_ROLES,
     QuantConfig,
     without_usual_state,
 )
@@ -93,7 +93,7 @@ class Recipe:
         check_backend(self.backend)
         import_extensions(self.extensions)
         check_choice("value of optimize", self.optimize, ("speed", "coverage", "decided"))
-        check_choice("value of reduce_range", self.reduce_range, ("auto", *NARROW))
+        check_choice("value of reduce_range", self.reduce_range, ("auto", *REDUCIBLE_ROLES))
         check_choice("check", self.check, ("none", "numeric"))
         if self.optimize == "decided" and not self.decided:
             raise RecipeError('optimize="decided" needs decisions: take qmodel.recipe_as_decided().')

@@ -28,7 +28,7 @@ from fxq.ledger.comparison import Baseline
 from fxq.ledger.float_record import checksums
 from fxq.ledger.ledger import ReducedRange
 from fxq.ledger.output_check import check_output, output_sqnrs
-from fxq.ledger.reduce_range import narrowed
+from fxq.ledger.reduce_range import run_with_reduced_range
 from fxq.model import QuantizedModel
 from fxq.passes.observe_all import ObserveAll
 from fxq.pipeline.context import Context
@@ -175,7 +175,7 @@ def to_qdq(
             return shared, gave_way, left
     before = manager if known is None else manager.fork()
     slow = next((i for i, step in enumerate(passes[:priced]) if step.samples_read), priced)
-    after, gave_way = narrowed(manager, passes[:slow])
+    after, gave_way = run_with_reduced_range(manager, passes[:slow])
     after.run(passes[slow:priced])
     if known is not None:
         known.append((before, after.fork(), gave_way))
@@ -211,7 +211,7 @@ def finished(manager: PassManager, left: Sequence[Pass], gave_way: ReducedRange 
     context = manager.context
     ledger, kept = ledger_of(manager.history, manager.gm, context)
     (found,) = output_sqnrs([manager.gm], context)
-    ledger = replace(ledger, output_sqnr=found, narrowed=gave_way if ledger.count("int8") else None)
+    ledger = replace(ledger, output_sqnr=found, reduced_range=gave_way if ledger.count("int8") else None)
     if ledger and not ledger.count("int8") and not ledger.count("weight-only"):
         warn(f"nothing runs on integers; {ledger.main_reason()}. print(qmodel.ledger)")
     if not context.recipe.trains:  # the float form of what was trained is not what it was trained as

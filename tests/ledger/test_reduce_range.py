@@ -65,14 +65,14 @@ def test_auto_keeps_the_better_one_and_says_so(make, better, corrected):
     model, data = make()
     recipe = X86 if corrected else plain(X86)
     quantized = fxq.quantize(model, recipe, data=data)
-    found = quantized.ledger.narrowed
+    found = quantized.ledger.reduced_range
     assert found.role == better == max(found.sqnr, key=found.sqnr.get)
     with torch.no_grad():
         for role, measured in found.sqnr.items():
             alone = fxq.quantize(model, qdq_form(replace(plain(X86), reduce_range=role)), data=data)
             off = on_samples(model, alone, data, 64 if corrected else 32) - measured
             assert abs(off) < 0.1  # dB; propagate and fallback leave roundings out
-            assert alone.ledger.narrowed == ReducedRange(role)
+            assert alone.ledger.reduced_range == ReducedRange(role)
     text = f"{better} have 7 bits where 8 overflow in this CPU's kernels; output of the qdq graph: "
     assert f"{text}{found.sqnr['activations']:.1f} dB with activations" in str(quantized.ledger)
     facts = json.loads(quantized.ledger.to_json())
@@ -106,10 +106,10 @@ def test_nothing_is_tried_where_nothing_overflows(monkeypatch):
     for recipe in recipes[:-1]:
         fxq.quantize(model, recipe, data=data)
     with pytest.warns(fxq.FxqWarning, match="nothing runs on integers"):
-        assert fxq.quantize(model, recipes[-1], data=data).ledger.narrowed is None
+        assert fxq.quantize(model, recipes[-1], data=data).ledger.reduced_range is None
     if VNNI:
         monkeypatch.setattr(cpu, "has_vnni", lambda: True)
-        assert fxq.quantize(model, X86, data=data).ledger.narrowed is None
+        assert fxq.quantize(model, X86, data=data).ledger.reduced_range is None
 
 
 @pytest.mark.parametrize("narrow", ["activations", "weights"])
@@ -149,7 +149,7 @@ def test_a_model_without_a_float_output():
             return super().forward(x).argmax(1)
 
     model, data = Classes(nn.Linear(16, 8)).eval(), [torch.randn(8, 16)]
-    found = fxq.quantize(model, X86, data=data).ledger.narrowed
+    found = fxq.quantize(model, X86, data=data).ledger.reduced_range
     assert found.role == "activations" and set(found.sqnr.values()) == {None}
 
 
@@ -158,10 +158,10 @@ def test_a_copy_of_an_observed_model_is_converted_alike():
     observed = fxq.calibrate(fxq.prepare(model, X86, data[0]), data)
     copied = copy.deepcopy(observed)
     one, two = fxq.convert(observed), fxq.convert(copied)
-    assert torch.equal(one(data[0]), two(data[0])) and one.ledger.narrowed == two.ledger.narrowed
+    assert torch.equal(one(data[0]), two(data[0])) and one.ledger.reduced_range == two.ledger.reduced_range
     assert len(observed.manager.context.samples) == observed.batches_seen == 3
     again = fxq.convert(observed)
-    assert torch.equal(one(data[0]), again(data[0])) and one.ledger.narrowed == again.ledger.narrowed
+    assert torch.equal(one(data[0]), again(data[0])) and one.ledger.reduced_range == again.ledger.reduced_range
 
 
 def test_without_data_the_observed_model_can_still_be_calibrated():
@@ -178,7 +178,7 @@ def test_a_pinned_recipe_names_the_role_that_was_chosen():
     recipe = quantized.recipe_as_decided()
     assert recipe.reduce_range == "weights"
     again = fxq.quantize(model, recipe, data=data)
-    assert torch.equal(again(data[0]), quantized(data[0])) and again.ledger.narrowed == ReducedRange("weights")
+    assert torch.equal(again(data[0]), quantized(data[0])) and again.ledger.reduced_range == ReducedRange("weights")
 
 
 def test_a_recipe_names_a_role():

@@ -100,7 +100,9 @@ def test_what_gave_up_a_bit_is_pinned(narrow):
     model, x = settled(Mixed), torch.rand(2, 3, 8, 8)
     qmodel = fxq.quantize(model, replace(X86, reduce_range=narrow), data=[x])
     recipe = qmodel.recipe_as_decided()
-    assert recipe.reduce_range == (qmodel.ledger.narrowed.role if qmodel.ledger.narrowed is not None else narrow)
+    assert recipe.reduce_range == (
+        qmodel.ledger.reduced_range.role if qmodel.ledger.reduced_range is not None else narrow
+    )
     again = fxq.quantize(model, recipe, data=[x])
     assert text(again) == text(qmodel) and torch.equal(again(x), qmodel(x))
 

@@ -43,7 +43,7 @@ def test_it_gives_up_a_bit_where_there_is_no_vnni(monkeypatch):
     monkeypatch.setattr(cpu, "has_vnni", lambda: False)
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval()
     q = fxq.quantize(model, fxq.Recipe.static(backend="openvino", optimize="coverage"), data=[torch.randn(8, 8)])
-    assert q.ledger.narrowed is not None
+    assert q.ledger.reduced_range is not None
 
 
 @pytest.mark.skipif(not cpu.has_vnni(), reason="int8 activations overflow without VNNI")
