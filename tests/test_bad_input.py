@@ -624,5 +624,5 @@ def test_check_inputs_in_a_file():
     recipe = fxq.Recipe.static(check_inputs=True)
     assert recipe.to_dict() == {"preset": "static", "check_inputs": True}
     assert fxq.Recipe.from_dict(recipe.to_dict()) == recipe
-    with pytest.raises(fxq.RecipeError, match="'check_inputs' has a value of the wrong shape"):
+    with pytest.raises(fxq.RecipeError, match="'check_inputs' has a value of the wrong type"):
         fxq.Recipe.from_dict({"check_inputs": "yes"})

@@ -318,7 +318,7 @@ def test_a_loaded_recipe_gives_the_same_model(tmp_path):
     ("extension", "message"),
     [
         ("tests.support.extensions:no_such", "cannot import 'tests.support.extensions:no_such'"),
-        ("tests.support.extensions:Swap", "'tests.support.extensions:Swap' is no op and makes no kernel: decorate"),
+        ("tests.support.extensions:Swap", "'tests.support.extensions:Swap' is neither an op nor a kernel: decorate"),
         (type("Local", (), {"__qualname__": "f.<locals>.Local"}), "the op or kernel is local to a function"),
     ],
 )

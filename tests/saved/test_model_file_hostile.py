@@ -241,7 +241,7 @@ def test_forged_records(saved, tmp_path, backend, part):
         ({"backend": "this:x"}, "no file imports code: `import this` first"),
         ({"backend": "os:system"}, "names no class of Backend"),
         ({"extensions": ["this:x"]}, "no file imports code"),
-        ({"extensions": ["os:system"]}, "is no op and makes no kernel"),
+        ({"extensions": ["os:system"]}, "is neither an op nor a kernel"),
         ({"fusions": ["antigravity:fly"]}, "no file imports code"),
         ({"fusions": ["os:system"]}, "is not a fusion"),
         ({"pass": [{"insert": "this:P", "after": "fuse"}]}, "no file imports code"),
