@@ -23,7 +23,7 @@ from fxq.quant.dynamic_grid import DynamicGrid
 from fxq.quant.observer_base import Observer
 from fxq.quant.observers import observer_for
 from fxq.quant.qparams import QParams
-from fxq.quant.shared_grids import FAR, SharedGridGroup, around, watching
+from fxq.quant.shared_grids import MAX_SPAN_RATIO, SharedGridGroup, group_around, group_of
 from fxq.quant.spec import DYNAMIC_STATE, TensorSpec
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.rewriting.rewriter import Rewriter
@@ -239,20 +239,20 @@ class _Chooser:
                 f"{where(self.gm, node)}: no observer watches its value. Run insert-observers behind the pass that "
                 "made its edges."
             )
-        grid_group = watching(observer)
+        grid_group = group_of(observer)
         if not self._holds(node, edge, grid_group):
             return None
         if self._is_kept(node):
-            grid_group.keep(grid_group.span)
+            grid_group.note_span(grid_group.span)
         return grid_group
 
     def _moved(self, node: fx.Node, edge: Edge, inputs: Iterable[SharedGridGroup]) -> SharedGridGroup | None:
         """The strand of a value that an op hands on; None where it is on no grid."""
         roots = list(dict.fromkeys(grid_group.root() for grid_group in inputs))
-        grid_group = around(roots)
+        grid_group = group_around(roots)
         observer = self.observers.get((node, edge.spec, None))
-        own = watching(observer) if observer is not None else None
-        if own is not None and 0 < FAR * own.span <= grid_group.span:
+        own = group_of(observer) if observer is not None else None
+        if own is not None and 0 < MAX_SPAN_RATIO * own.span <= grid_group.span:
             self._cut(node, grid_group.span / own.span)
             return self._made(node, edge)
         if own is not None and (own.low < grid_group.low or own.high > grid_group.high):
@@ -261,12 +261,12 @@ class _Chooser:
             return None
         span = grid_group.span
         for root in roots:
-            if span < FAR * root.finest:
+            if span < MAX_SPAN_RATIO * root.smallest_span:
                 grid_group = grid_group.join(root)
             else:
                 grid_group.cover(root)
         if self._is_kept(node):
-            grid_group.keep(own.span if own is not None else grid_group.span)
+            grid_group.note_span(own.span if own is not None else grid_group.span)
         return grid_group
 
     def _holds(self, node: fx.Node, edge: Edge, grid_group: SharedGridGroup) -> bool:
@@ -279,7 +279,7 @@ class _Chooser:
             if high - low > _GAP * grid_group.span:
                 self._take_off(node, f"is in two ranges far apart, up to {low:.3g} and from {high:.3g}, as of a mask")
                 return False
-        far = [value for value in constants if not grid_group.reaches(value)]
+        far = [value for value in constants if not grid_group.can_hold(value)]
         if not far:
             grid_group.constants |= constants
             return True

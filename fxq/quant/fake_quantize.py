@@ -91,7 +91,7 @@ class FakeQuantize(nn.Module):
         """The scale as it is now, without a gradient."""
         if not self.learned:
             return self.scale
-        return self.scale * magnitude(whole(self.factor).detach().to(self.scale.device))
+        return self.scale * magnitude(full_tensor(self.factor).detach().to(self.scale.device))
 
     def qparams(self) -> QParams:
         """Scale and zero point as they are now, on the CPU."""
@@ -196,7 +196,7 @@ class FakeQuantizeWeight(FakeQuantize):
         return self.rounded(weight, scale, zero_point)
 
     @torch.no_grad()
-    def hold(self, weight: Tensor) -> None:
+    def restore_frozen(self, weight: Tensor) -> None:
         """Put the elements of the weight that are frozen on the integers that they keep, in place.
 
         What an earlier forward has kept for its gradients is not spoiled by it, as far as autograd is concerned.
@@ -204,7 +204,7 @@ class FakeQuantizeWeight(FakeQuantize):
         assert self.oscillation is not None  # of one that freezes
         kept = self.oscillation.before
         scale, zero_point = (
-            (self.last_scale(), self.zero_point) if self.learned else self.grid_of(whole(weight).float())
+            (self.last_scale(), self.zero_point) if self.learned else self.grid_of(full_tensor(weight).float())
         )
         held = (kept - self._spread(zero_point, kept)) * self._spread(scale, kept)
         held = torch.where(self.oscillation.frozen, held, torch.nan)
@@ -275,7 +275,7 @@ def use_ranges(quantizers: Sequence[FakeQuantizeValue]) -> None:
             torch._foreach_copy_([q.seen for q in quantizers], [nothing] * len(quantizers))
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """A tensor as it is; of one that is spread over processes (`DTensor`), all of it: each of them has to ask."""
     gather = getattr(tensor, "full_tensor", None)
     return gather() if gather is not None else tensor

@@ -12,17 +12,17 @@ from torch import Tensor, nn
 
 MOMENTUM = 0.01
 """Weight of a forward in the moving averages."""
-FIRST, LAST = 0.04, 0.011
+START_FREQUENCY, END_FREQUENCY = 0.04, 0.011
 """The frequencies above which weights are frozen, at the start and in the end."""
 
 
-_FROZEN = 2.0
+_FROZEN_FREQUENCY = 2.0
 """More than any frequency; a number, so that averages of models hold it."""
 
 
-def highest_frequency(step: int, steps: int) -> float:
+def max_frequency(step: int, steps: int) -> float:
     """The frequency above which weights are frozen at a step: less with every one of `steps`, along a cosine."""
-    return LAST + (FIRST - LAST) * (1 + math.cos(math.pi * min(step / steps, 1.0))) / 2
+    return END_FREQUENCY + (START_FREQUENCY - END_FREQUENCY) * (1 + math.cos(math.pi * min(step / steps, 1.0))) / 2
 
 
 class Oscillation(nn.Module):
@@ -61,7 +61,7 @@ class Oscillation(nn.Module):
         return self.frequency.gt(1)
 
     @torch.no_grad()
-    def note(self, highest: float, first: bool = False) -> None:
+    def update(self, highest: float, first: bool = False) -> None:
         """Count what the last forward has changed, and freeze what goes back and forth too often.
 
         Args:
@@ -79,5 +79,5 @@ class Oscillation(nn.Module):
         freezes = (self.frequency > highest) & ~frozen
         kept = torch.where(freezes, self.now + ahead.round(), self.now)
         self.before.copy_(torch.where(frozen, self.before, kept))
-        self.frequency.masked_fill_(frozen | freezes, _FROZEN)
+        self.frequency.masked_fill_(frozen | freezes, _FROZEN_FREQUENCY)
         self.ahead.copy_(ahead)

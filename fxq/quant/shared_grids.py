@@ -11,10 +11,10 @@ from functools import cached_property
 from fxq.quant.observer_base import Observer
 from fxq.quant.qparams import QParams
 
-FAR = 4.0
+MAX_SPAN_RATIO = 4.0
 """A grid this many times as wide as the values on it leaves them two bits less: then they get one of their own."""
 
-REACH = 2.0
+MAX_CONSTANT_RATIO = 2.0
 """How many times as wide a grid may become for the sake of constants: one bit. A layer in float costs more."""
 
 
@@ -24,17 +24,17 @@ class SharedGridGroup:
 
     Attributes:
         low, high: the range of the data, zero included.
-        finest: the smallest span of those values that an op computes with: ops that only move values do not count.
+        smallest_span: the smallest span of those values that an op computes with: ops that only move values do not count.
         observers: what has seen the values.
-        beside: strands whose values are brought to this grid, too.
+        covered: strands whose values are brought to this grid, too.
         constants: what masks, pads and fills bring in and the grid is to hold as well.
     """
 
     low: float = 0.0
     high: float = 0.0
-    finest: float = math.inf
+    smallest_span: float = math.inf
     observers: list[Observer] = field(default_factory=list)
-    beside: list[SharedGridGroup] = field(default_factory=list)
+    covered: list[SharedGridGroup] = field(default_factory=list)
     constants: set[float] = field(default_factory=set)
     _into: SharedGridGroup | None = None
 
@@ -55,7 +55,7 @@ class SharedGridGroup:
     def cover(self, other: SharedGridGroup) -> None:
         """Let the grid hold what another strand's does, while that keeps a grid of its own."""
         self._widen(other)
-        self.beside += [other, *other.beside]
+        self.covered += [other, *other.covered]
 
     def join(self, other: SharedGridGroup) -> SharedGridGroup:
         """Make one of two strands; the one that both have become."""
@@ -64,8 +64,8 @@ class SharedGridGroup:
         large, small = (self, other) if len(self.observers) >= len(other.observers) else (other, self)
         large._widen(small)
         large.observers += small.observers
-        large.beside += small.beside
-        large.finest = min(large.finest, small.finest)
+        large.covered += small.covered
+        large.smallest_span = min(large.smallest_span, small.smallest_span)
         small._into = large
         return large
 
@@ -73,20 +73,20 @@ class SharedGridGroup:
         self.low, self.high = min(self.low, other.low), max(self.high, other.high)
         self.constants |= other.constants
 
-    def keep(self, span: float) -> None:
+    def note_span(self, span: float) -> None:
         """Note that an op computes with values of this span."""
         if span > 0:
-            self.finest = min(self.finest, span)
+            self.smallest_span = min(self.smallest_span, span)
 
-    def reaches(self, constant: float) -> bool:
+    def can_hold(self, constant: float) -> bool:
         """Whether the grid can hold a constant without becoming much coarser; any where there is no other data."""
         wider = max(self.high, constant) - min(self.low, constant)
-        return math.isfinite(constant) and (self.span == 0 or wider <= REACH * self.span)
+        return math.isfinite(constant) and (self.span == 0 or wider <= MAX_CONSTANT_RATIO * self.span)
 
     def qparams(self, reduce_range: bool = False) -> QParams:
         """The grid, when all of the graph has been gone through; `reduce_range`: with a bit less than 8."""
-        shared_grids = dict.fromkeys([self, *(other.root() for other in self.beside)])
-        together = joined([grid_group.seen for grid_group in shared_grids if grid_group.observers])
+        shared_grids = dict.fromkeys([self, *(other.root() for other in self.covered)])
+        together = joined_observer([grid_group.seen for grid_group in shared_grids if grid_group.observers])
         if reduce_range:
             together = together.on(together.spec.reduced_range)
         return together.qparams(sorted(self.constants))
@@ -94,10 +94,10 @@ class SharedGridGroup:
     @cached_property
     def seen(self) -> Observer:
         """What all of its observers have seen; asked for when all of the graph has been gone through."""
-        return joined(self.observers)
+        return joined_observer(self.observers)
 
 
-def joined(observers: Sequence[Observer]) -> Observer:
+def joined_observer(observers: Sequence[Observer]) -> Observer:
     """An observer that stands for the tensors of all of them, which stay as they are."""
     first, *others = observers
     if others:
@@ -107,7 +107,7 @@ def joined(observers: Sequence[Observer]) -> Observer:
     return first
 
 
-def around(shared_grids: Iterable[SharedGridGroup]) -> SharedGridGroup:
+def group_around(shared_grids: Iterable[SharedGridGroup]) -> SharedGridGroup:
     """A new strand as wide as all of these, which has seen nothing itself."""
     made = SharedGridGroup()
     for grid_group in shared_grids:
@@ -115,7 +115,7 @@ def around(shared_grids: Iterable[SharedGridGroup]) -> SharedGridGroup:
     return made
 
 
-def watching(observer: Observer) -> SharedGridGroup:
+def group_of(observer: Observer) -> SharedGridGroup:
     """A strand for what an observer has seen.
 
     Raises:
