@@ -495,7 +495,7 @@ def test_a_pass_that_leaves_an_invalid_graph(broken, words):
 
 
 def test_batches_of_size_0():
-    refused(net(), fxq.CalibrationError, "(the input) has seen no data: what reached it was empty", data=[X[:0]] * 2)
+    refused(net(), fxq.CalibrationError, "(the input) has seen no data: all its tensors were empty", data=[X[:0]] * 2)
 
 
 # ---- the quantized model

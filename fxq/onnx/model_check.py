@@ -19,7 +19,7 @@ from fxq.graph.query import is_op
 from fxq.graph.run import Runner
 from fxq.onnx.onnx_objects import onnx_type
 from fxq.onnx.whole_model import WrittenModel
-from fxq.quant.dynamic_grid import SMALLEST
+from fxq.quant.dynamic_grid import MIN_SCALE
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class ModelCheck:
         if not is_op(node, "choose_scale"):
             return _difference(node.name, path, wanted, got, on_grid=True)
         if wanted.shape == got.shape:  # each counts by itself; of zeros alone, runtimes may choose any
-            wanted, got = torch.ones_like(wanted), torch.where(wanted <= SMALLEST, 1.0, got / wanted)
+            wanted, got = torch.ones_like(wanted), torch.where(wanted <= MIN_SCALE, 1.0, got / wanted)
         return _difference(node.name, path, wanted, got, on_grid=False)
 
 

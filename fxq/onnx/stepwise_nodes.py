@@ -12,7 +12,7 @@ from fxq.onnx.layer_nodes import linear
 from fxq.onnx.onnx_objects import NotInOnnx
 from fxq.onnx.writer import Operand, Value, Writer
 from fxq.ops.recurrent import TINY
-from fxq.quant.dynamic_grid import SMALLEST
+from fxq.quant.dynamic_grid import MIN_SCALE
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Grid:
             low = b.emit("Min", b.emit("ReduceMin", h, keepdims=0), _number(0.0))
             high = b.emit("Max", b.emit("ReduceMax", h, keepdims=0), _number(0.0))
             size = b.emit("Div", b.emit("Sub", high, low), _number(self.qmax))
-            scale = b.emit("Max", size, _number(SMALLEST))
+            scale = b.emit("Max", size, _number(MIN_SCALE))
             zero = b.emit("Neg", b.emit("Round", b.emit("Div", low, scale)))
             steps = b.emit("Add", b.emit("Round", b.emit("Div", h, scale)), zero)
             clamped = b.emit("Clip", steps, _number(0.0), _number(self.qmax))

@@ -1,4 +1,4 @@
-"""SharedGridGroups: values that can share a grid, as ops hand them on, and the range that the grid has to cover."""
+"""`SharedGridGroup`: values that share one grid, since ops only move values between them."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from fxq.quant.observer_base import Observer
 from fxq.quant.qparams import QParams
 
 MAX_SPAN_RATIO = 4.0
-"""A grid this many times as wide as the values on it leaves them two bits less: then they get one of their own."""
+"""Values whose span is this many times smaller than that of the group would lose two bits: they get an own grid."""
 
 MAX_CONSTANT_RATIO = 2.0
-"""How many times as wide a grid may become for the sake of constants: one bit. A layer in float costs more."""
+"""Largest growth of a grid to hold constants. It costs one bit, which is less than a layer in float costs."""
 
 
 @dataclass(eq=False)
 class SharedGridGroup:
-    """Values on one grid, as far as the graph has been gone through.
+    """Group of values that share one grid. It grows while the pass walks the graph.
 
     Attributes:
-        low, high: the range of the data, zero included.
-        smallest_span: the smallest span of those values that an op computes with: ops that only move values do not count.
-        observers: what has seen the values.
-        covered: strands whose values are brought to this grid, too.
-        constants: what masks, pads and fills bring in and the grid is to hold as well.
+        low, high: range of the values, zero included.
+        smallest_span: smallest span of the values that an op computes with; ops that only move values do not count.
+        observers: observers of the values.
+        covered: groups with grids of their own, whose values are also requantized to this grid.
+        constants: numbers of masks, pads and fills that the grid must hold.
     """
 
     low: float = 0.0
@@ -40,25 +40,25 @@ class SharedGridGroup:
 
     @property
     def span(self) -> float:
-        """How wide the range is."""
+        """Width of the range."""
         return self.high - self.low
 
     def root(self) -> SharedGridGroup:
-        """The strand that this one has become a part of."""
-        grid_group = self
-        while grid_group._into is not None:
-            if grid_group._into._into is not None:
-                grid_group._into = grid_group._into._into
-            grid_group = grid_group._into
-        return grid_group
+        """Group that this group was merged into, or itself."""
+        group = self
+        while group._into is not None:
+            if group._into._into is not None:
+                group._into = group._into._into
+            group = group._into
+        return group
 
     def cover(self, other: SharedGridGroup) -> None:
-        """Let the grid hold what another strand's does, while that keeps a grid of its own."""
+        """Make the grid cover the range of another group, which keeps its own grid."""
         self._widen(other)
         self.covered += [other, *other.covered]
 
     def join(self, other: SharedGridGroup) -> SharedGridGroup:
-        """Make one of two strands; the one that both have become."""
+        """Merge two groups, and return the merged one."""
         if self is other:
             return self
         large, small = (self, other) if len(self.observers) >= len(other.observers) else (other, self)
@@ -74,31 +74,31 @@ class SharedGridGroup:
         self.constants |= other.constants
 
     def note_span(self, span: float) -> None:
-        """Note that an op computes with values of this span."""
+        """Record the span of values that an op computes with."""
         if span > 0:
             self.smallest_span = min(self.smallest_span, span)
 
     def can_hold(self, constant: float) -> bool:
-        """Whether the grid can hold a constant without becoming much coarser; any where there is no other data."""
-        wider = max(self.high, constant) - min(self.low, constant)
-        return math.isfinite(constant) and (self.span == 0 or wider <= MAX_CONSTANT_RATIO * self.span)
+        """Whether the grid can include a constant without becoming too coarse; always true without other data."""
+        span = max(self.high, constant) - min(self.low, constant)
+        return math.isfinite(constant) and (self.span == 0 or span <= MAX_CONSTANT_RATIO * self.span)
 
     def qparams(self, reduce_range: bool = False) -> QParams:
-        """The grid, when all of the graph has been gone through; `reduce_range`: with a bit less than 8."""
-        shared_grids = dict.fromkeys([self, *(other.root() for other in self.covered)])
-        together = joined_observer([grid_group.seen for grid_group in shared_grids if grid_group.observers])
+        """Return the grid; call it after the walk. `reduce_range`: with at most 7 bits."""
+        groups = dict.fromkeys([self, *(group.root() for group in self.covered)])
+        observer = joined_observer([group.observer for group in groups if group.observers])
         if reduce_range:
-            together = together.on(together.spec.reduced_range)
-        return together.qparams(sorted(self.constants))
+            observer = observer.on(observer.spec.reduced_range)
+        return observer.qparams(sorted(self.constants))
 
     @cached_property
-    def seen(self) -> Observer:
-        """What all of its observers have seen; asked for when all of the graph has been gone through."""
+    def observer(self) -> Observer:
+        """Observer with the data of all observers of the group; read it after the walk."""
         return joined_observer(self.observers)
 
 
 def joined_observer(observers: Sequence[Observer]) -> Observer:
-    """An observer that stands for the tensors of all of them, which stay as they are."""
+    """Return an observer with the data of all these observers, which stay unchanged."""
     first, *others = observers
     if others:
         first = copy.deepcopy(first)
@@ -107,19 +107,19 @@ def joined_observer(observers: Sequence[Observer]) -> Observer:
     return first
 
 
-def group_around(shared_grids: Iterable[SharedGridGroup]) -> SharedGridGroup:
-    """A new strand as wide as all of these, which has seen nothing itself."""
-    made = SharedGridGroup()
-    for grid_group in shared_grids:
-        made._widen(grid_group)
-    return made
+def group_around(groups: Iterable[SharedGridGroup]) -> SharedGridGroup:
+    """Return a new group with the ranges and constants of these groups, and no observers."""
+    union = SharedGridGroup()
+    for group in groups:
+        union._widen(group)
+    return union
 
 
 def group_of(observer: Observer) -> SharedGridGroup:
-    """A strand for what an observer has seen.
+    """Return a new group for the values of one observer.
 
     Raises:
-        CalibrationError: it has seen no data.
+        CalibrationError: the observer has seen no data.
     """
     low, high = observer.range()
     return SharedGridGroup(min(float(low), 0.0), max(float(high), 0.0), observers=[observer])

@@ -404,7 +404,7 @@ def test_empty_and_meta_tensors_are_passed_over(name):
     assert not observer.seen_only_zeros
     with pytest.raises(CalibrationError, match=r"conv1's input has seen no data\. Calibrate"):
         observer_for(TensorSpec(observer=name), name="conv1's input").qparams()
-    with pytest.raises(CalibrationError, match=r"x has seen no data: what reached it was empty, as are batches of"):
+    with pytest.raises(CalibrationError, match=r"x has seen no data: all its tensors were empty, such as batches of"):
         observer.range()
 
 
