@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 
 from fxq.common.names import in_short
-from fxq.common.train_mode import other_in_train_mode
+from fxq.common.train_mode import different_in_train_mode
 from fxq.errors import PassError, warn
 from fxq.graph.grid import grid_of
 from fxq.graph.info import Grids, info
@@ -107,7 +107,7 @@ def _without_mode(rewriter: Rewriter) -> dict[str, None]:
         if known is not None:
             same = rewriter.gm.get_submodule(str(node.target)) is known  # and not a batch norm in its place
             kept += known.modules() if same else [known]
-    paths = other_in_train_mode(context.model, context.example, kept)
+    paths = different_in_train_mode(context.model, context.example, kept)
     return dict.fromkeys(path or "the model's forward" for path in paths)
 
 

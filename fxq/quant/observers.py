@@ -56,18 +56,18 @@ class MovingAverage(Observer):
         self.batches = self.batches + 1
 
     def absorb(self, other: Observer) -> None:
-        other = cast("MovingAverage", other)  # `merge` has checked the class
-        self.check_channels(other.minimum)
-        total = self.batches + other.batches.to(self.batches.device)
+        operand = cast("MovingAverage", other)  # `merge` has checked the class
+        self.check_channels(operand.minimum)
+        total = self.batches + operand.batches.to(self.batches.device)
         device = self.minimum.device
-        self._average(other.minimum.to(device), other.maximum.to(device), weight=float(other.batches / total))
+        self._average(operand.minimum.to(device), operand.maximum.to(device), weight=float(operand.batches / total))
         self.batches = total
 
     def unite(self, other: Observer) -> None:
-        other = cast("MovingAverage", other)
-        self.check_channels(other.minimum)
-        self.widen(other.minimum, other.maximum)
-        self.batches = torch.maximum(self.batches, other.batches.to(self.batches.device))
+        operand = cast("MovingAverage", other)
+        self.check_channels(operand.minimum)
+        self.widen(operand.minimum, operand.maximum)
+        self.batches = torch.maximum(self.batches, operand.batches.to(self.batches.device))
 
     def _average(self, low: Tensor, high: Tensor, weight: float) -> None:
         if weight == 1.0:
@@ -111,10 +111,10 @@ class Histogram(Observer):
         return type(other).observe in (type(self).observe, MinMax.observe)
 
     def absorb(self, other: Observer) -> None:
-        other = cast("Histogram", other)  # `merge` has checked the class
-        self.widen(other.minimum, other.maximum)
-        self._coarsen_to(int(other.exponent))
-        counts = histogram.coarsen(other.counts, int(self.exponent) - int(other.exponent))
+        operand = cast("Histogram", other)  # `merge` has checked the class
+        self.widen(operand.minimum, operand.maximum)
+        self._coarsen_to(int(operand.exponent))
+        counts = histogram.coarsen(operand.counts, int(self.exponent) - int(operand.exponent))
         self.counts = self.counts + counts.to(self.counts.device)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
@@ -196,10 +196,10 @@ class LeastError(Observer):
         self._store(rows_of(x, self.axis, self.block).to(self.minimum.device, torch.float32))
 
     def absorb(self, other: Observer) -> None:
-        other = cast("LeastError", other)  # `merge` has checked the class
-        self.check_channels(other.minimum)
-        self.widen(other.minimum, other.maximum)
-        self._store(other.values.to(self.minimum.device))
+        operand = cast("LeastError", other)  # `merge` has checked the class
+        self.check_channels(operand.minimum)
+        self.widen(operand.minimum, operand.maximum)
+        self._store(operand.values.to(self.minimum.device))
 
     def _store(self, values: Tensor) -> None:
         self.values = (torch.cat([self.values, values], -1) if self.values.numel() else values).sort(-1).values

@@ -102,8 +102,8 @@ def joined_observer(observers: Sequence[Observer]) -> Observer:
     first, *others = observers
     if others:
         first = copy.deepcopy(first)
-        for other in others:
-            first.join(other)
+        for observer in others:
+            first.join(observer)
     return first
 
 

@@ -32,7 +32,7 @@ from fxq.rewriting.pattern import FUSIONS, Family, Rule
 
 @dataclass(frozen=True)
 class Recipe:
-    """What to quantize, how, and for which backend: the options of `fxq.quantize`.
+    """Options of `fxq.quantize`: what to quantize, how, and for which backend.
 
     Start with a preset, `Recipe.static()`, `dynamic()`, `weight_only()` or `qat()`, then refine it. A recipe is
     frozen: every method returns a new one.

@@ -484,7 +484,7 @@ def test_options_count():
         ("moving_average:2", "momentum is '2'; it must be from 0 to 1"),
         ("percentle:99", "unknown observer 'percentle'; did you mean 'percentile'"),
         ("fxq.quant.observers:Histgram", "cannot import 'fxq.quant.observers:Histgram'"),
-        ("torch.nn:Linear", "'torch.nn:Linear' names no class of Observer"),
+        ("torch.nn:Linear", "'torch.nn:Linear' is not a subclass of Observer"),
     ],
 )
 def test_wrong_options_and_names_are_refused(text, message):

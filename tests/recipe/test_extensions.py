@@ -200,8 +200,8 @@ def test_a_backend_of_the_user_s():
     ("backend", "message"),
     [
         ("tests.support.extensions:NoSuch", "cannot import 'tests.support.extensions:NoSuch'"),
-        ("torch.nn:Linear", "'torch.nn:Linear' names no class of Backend"),
-        (nn.Linear, "names no class of Backend"),
+        ("torch.nn:Linear", "'torch.nn:Linear' is not a subclass of Backend"),
+        (nn.Linear, "is not a subclass of Backend"),
         (own.OnlyLinear(), "takes the class of a backend, OnlyLinear, not an instance"),
         (own.Nameless, "has no name, or not the methods of a fxq.extend.Backend"),
         (own.NamedAsOurs, "is called 'x86', as fxq's is; choose another name"),

@@ -226,7 +226,7 @@ def test_what_a_user_adds_is_saved_loaded_and_gives_the_same_model(tmp_path):
             lambda: Recipe.static(activation=TensorSpec(observer="no_such.module:Mine")),
             "cannot import 'no_such.module:M",
         ),
-        (lambda: Recipe.static(activation=TensorSpec(observer="torch.nn:Linear")), "names no class of Observer"),
+        (lambda: Recipe.static(activation=TensorSpec(observer="torch.nn:Linear")), "is not a subclass of Observer"),
         (
             lambda: Recipe.static(activation=TensorSpec(observer=f"{__name__}:Tenth:2")),
             "observer Tenth: share is '2'; it must be from 0 to 1",
@@ -271,7 +271,7 @@ def test_a_pass_local_to_a_function_cannot_be_written():
         ({"override": [{"config": "float"}]}, "one of path, op and module"),
         ({"override": [{"op": "lineer", "config": "float"}]}, "unknown op 'lineer'; did you mean 'linear'"),
         ({"pass": [{"remove": "fuze"}]}, "unknown pass 'fuze'; did you mean 'fuse'"),
-        ({"pass": [{"insert": "torch.nn:Linear", "after": "fuse"}]}, "'torch.nn:Linear' names no class of Pass"),
+        ({"pass": [{"insert": "torch.nn:Linear", "after": "fuse"}]}, "'torch.nn:Linear' is not a subclass of Pass"),
         ({"pass": [{"insert": "fxq.passes:Lower"}]}, "'insert' with one of 'after' and 'before'"),
         ({"pass": [{"insert": "fxq.passes:Lower", "after": "a", "before": "b"}]}, "'insert' with one of"),
         ({"pass": [{}]}, r"a \[\[pass\]\] entry has 'remove'"),

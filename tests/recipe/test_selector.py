@@ -115,8 +115,8 @@ def test_a_type_local_to_a_function_cannot_be_written():
         ({"module": "no.such.module:X"}, "cannot import 'no.such.module:X'"),
         ({"module": "torch.nn:Conv9d"}, "cannot import 'torch.nn:Conv9d'"),
         ({"module": ""}, "cannot import ''"),
-        ({"module": "torch:relu"}, "'torch:relu' names no class of Module"),
-        ({"module": "builtins:int"}, "'builtins:int' names no class of Module"),
+        ({"module": "torch:relu"}, "'torch:relu' is not a subclass of Module"),
+        ({"module": "builtins:int"}, "'builtins:int' is not a subclass of Module"),
     ],
 )
 def test_bad_data(data, message):
