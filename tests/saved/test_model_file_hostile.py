@@ -245,7 +245,10 @@ def test_forged_records(saved, tmp_path, backend, part):
         ({"fusions": ["antigravity:fly"]}, "loading a file imports no code"),
         ({"fusions": ["os:system"]}, "is not a fusion"),
         ({"pass": [{"insert": "this:P", "after": "fuse"}]}, "loading a file imports no code"),
-        ({"pass": [{"insert": "subprocess:Popen", "after": "fuse", "options": {"args": "ls"}}]}, "not a subclass of Pass"),
+        (
+            {"pass": [{"insert": "subprocess:Popen", "after": "fuse", "options": {"args": "ls"}}]},
+            "not a subclass of Pass",
+        ),
         ({"override": [{"module": "turtledemo:M", "config": {}}]}, "loading a file imports no code"),
         ({"config": {"activation": {"observer": "this:x"}}}, "loading a file imports no code"),
         ({"preset": "statik"}, "unknown preset"),
