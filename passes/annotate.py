@@ -171,7 +171,7 @@ class _Planner:
         gm, calls = self.rewriter.gm, self.ops[node]
         weights = [read for read in inputs_of(calls) if read.role == "weight"]
         if calls[0].op.traits.table and not any(id(constant(gm, read.node)) in self._multiplied for read in weights):
-            spec = spec.of_table
+            spec = spec.for_embedding
         reasons = [_unfit_input(gm, calls[0], read, self.changes) for read in weights]
         reasons += [_unfit_weight(constant(gm, read.node), spec) for read in weights]
         reason = next((reason for reason in reasons if reason is not None), None)

@@ -23,7 +23,7 @@ from fxq.quant.dynamic_grid import DynamicGrid
 from fxq.quant.observer_base import Observer
 from fxq.quant.observers import observer_for
 from fxq.quant.qparams import QParams
-from fxq.quant.shared_grids import FAR, SharedGridGroup, around, watching
+from fxq.quant.shared_grids import MAX_SPAN_RATIO, SharedGridGroup, group_around, group_of
 from fxq.quant.spec import DYNAMIC_STATE, TensorSpec
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.rewriting.rewriter import Rewriter
@@ -159,13 +159,17 @@ class _Chooser:
 
     def with_state(self, node: fx.Node, plan: Plan, spec: TensorSpec) -> Plan:
         """Plan of a recurrent layer, with the grid of its hidden state, which is symmetric."""
-        grid = spec.narrowed if plan.overflows and self.reduce_range == "activations" else spec
+        grid = spec.reduced_range if plan.overflows and self.reduce_range == "activations" else spec
         if spec.range != "calibrated":
             return replace(plan, state=grid)
         signed = replace(grid, signed=True)
         scales: list[float] = []
         for value in (unobserved(self.gm, state) for state in states_of(node)):
-            own = [o for (seen, s, _), o in self.observers.items() if seen is value and s.narrowed == spec.narrowed]
+            own = [
+                o
+                for (seen, s, _), o in self.observers.items()
+                if seen is value and s.reduced_range == spec.reduced_range
+            ]
             tensor, observer = constant(self.gm, value), next(iter(own), None)
             if tensor is not None:
                 observer = observer_for(signed)
@@ -180,7 +184,9 @@ class _Chooser:
 
     def _dynamic(self, node: fx.Node, edge: Edge) -> Edge:
         """Edge with a dynamic range, with its grid."""
-        spec = edge.spec.narrowed if self.reduce_range == "activations" and self._overflows(node, edge) else edge.spec
+        spec = (
+            edge.spec.reduced_range if self.reduce_range == "activations" and self._overflows(node, edge) else edge.spec
+        )
         return replace(edge, qparams=DynamicGrid.of(spec, edge.axis))
 
     def _overflows(self, node: fx.Node, edge: Edge) -> bool:
@@ -200,7 +206,7 @@ class _Chooser:
         private.paused = False
         private(tensor)
         reduce_range = self.reduce_range == "weights" and self._overflows(node, edge)
-        return replace(edge, qparams=(private.on(edge.spec.narrowed) if reduce_range else private).qparams())
+        return replace(edge, qparams=(private.on(edge.spec.reduced_range) if reduce_range else private).qparams())
 
     def _overflowing(self) -> set[SharedGridGroup]:
         """Groups with a reader whose kernel overflows with 8 bits."""
@@ -244,20 +250,20 @@ class _Chooser:
                 f"{where(self.gm, node)}: no observer watches its value. Run insert-observers after the pass that "
                 "made its edges."
             )
-        grid_group = watching(observer)
+        grid_group = group_of(observer)
         if not self._holds(node, edge, grid_group):
             return None
         if self._needs_resolution(node):
-            grid_group.keep(grid_group.span)
+            grid_group.note_span(grid_group.span)
         return grid_group
 
     def _moved_group(self, node: fx.Node, edge: Edge, inputs: Iterable[SharedGridGroup]) -> SharedGridGroup | None:
         """Group of the result of an op that only moves values, joined with its inputs; None if no grid holds it."""
         roots = list(dict.fromkeys(grid_group.root() for grid_group in inputs))
-        grid_group = around(roots)
+        grid_group = group_around(roots)
         observer = self.observers.get((node, edge.spec, None))
-        own = watching(observer) if observer is not None else None
-        if own is not None and 0 < FAR * own.span <= grid_group.span:
+        own = group_of(observer) if observer is not None else None
+        if own is not None and 0 < MAX_SPAN_RATIO * own.span <= grid_group.span:
             self._cut(node, grid_group.span / own.span)
             return self._new_group(node, edge)
         if own is not None and (own.low < grid_group.low or own.high > grid_group.high):
@@ -266,12 +272,12 @@ class _Chooser:
             return None
         span = grid_group.span
         for root in roots:
-            if span < FAR * root.finest:
+            if span < MAX_SPAN_RATIO * root.smallest_span:
                 grid_group = grid_group.join(root)
             else:
                 grid_group.cover(root)
         if self._needs_resolution(node):
-            grid_group.keep(own.span if own is not None else grid_group.span)
+            grid_group.note_span(own.span if own is not None else grid_group.span)
         return grid_group
 
     def _holds(self, node: fx.Node, edge: Edge, grid_group: SharedGridGroup) -> bool:
@@ -284,7 +290,7 @@ class _Chooser:
             if high - low > _MAX_GAP * grid_group.span:
                 self._take_off(node, f"is in two ranges far apart, up to {low:.3g} and from {high:.3g}, as of a mask")
                 return False
-        far = [value for value in constants if not grid_group.reaches(value)]
+        far = [value for value in constants if not grid_group.can_hold(value)]
         if not far:
             grid_group.constants |= constants
             return True

@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 
 from fxq.common.names import in_short
-from fxq.common.train_mode import other_in_train_mode
+from fxq.common.train_mode import different_in_train_mode
 from fxq.errors import PassError, warn
 from fxq.graph.grid import grid_of
 from fxq.graph.info import Grids, info
@@ -105,7 +105,7 @@ def _without_mode(rewriter: Rewriter) -> dict[str, None]:
         if module is not None:
             same = rewriter.gm.get_submodule(str(node.target)) is module  # and not a batch norm in its place
             called += module.modules() if same else [module]
-    paths = other_in_train_mode(context.model, context.example, called)
+    paths = different_in_train_mode(context.model, context.example, called)
     return dict.fromkeys(path or "the model's forward" for path in paths)
 
 

@@ -88,7 +88,7 @@ def integers_are_free():
 def times_are_short():
     """No test depends on how exact a time is."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(timed_calls, "MOST", 3)
+        patch.setattr(timed_calls, "MAX_ROUNDS", 3)
         yield
 
 

@@ -107,7 +107,7 @@ def test_only_what_is_selected():
     mended = fxq.quantize(network(), eval(row.fix, {"recipe": DYNAMIC.only(nn.Linear), "fxq": fxq}), example_inputs=X)
     assert {r.name: r.precision for r in mended.ledger}["_0"] == "int8"
     for wrong in (lambda: DYNAMIC.only(), lambda: DYNAMIC.override("0", fxq.FLOAT).only(nn.Linear)):
-        with pytest.raises(RecipeError, match="stands before any override"):
+        with pytest.raises(RecipeError, match="must be called before any override"):
             wrong()
 
 
@@ -149,9 +149,9 @@ def test_a_recipe_by_name_and_as_a_file(tmp_path):
 def test_what_is_missing_is_said():
     with pytest.raises(InputError, match="one batch of inputs to infer shapes from"):
         fxq.quantize(network(), "dynamic")
-    with pytest.raises(RecipeError, match=r'rows have no calibrated ranges.*range="dynamic"'):
+    with pytest.raises(RecipeError, match=r'rows cannot have calibrated ranges.*range="dynamic"'):
         fxq.Recipe.static(activation=fxq.TensorSpec(symmetric=True, per="row"))
-    with pytest.raises(RecipeError, match='range="dynamic" for the weight is not built yet'):
+    with pytest.raises(RecipeError, match='range="dynamic" for the weight is not supported yet'):
         fxq.Recipe.dynamic(weight=fxq.TensorSpec(signed=True, symmetric=True, range="dynamic"))
 
 

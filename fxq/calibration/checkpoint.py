@@ -178,7 +178,7 @@ def _checksum(batch: Batch) -> int:
     crc = 0
     for leaf in leaves((batch.args, dict(batch.kwargs))):
         if isinstance(leaf, Tensor):
-            text = f"{leaf.dtype} {list(leaf.shape)} {checksum(leaf, most=max(leaf.numel(), 1))}"
+            text = f"{leaf.dtype} {list(leaf.shape)} {checksum(leaf, max_values=max(leaf.numel(), 1))}"
         else:
             text = repr(leaf) if leaf is None or isinstance(leaf, (bool, int, float, str)) else type(leaf).__name__
         crc = zlib.crc32(text.encode(), crc)

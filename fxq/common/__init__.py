@@ -1,1 +1,1 @@
-"""What everything else uses and what knows nothing of graphs."""
+"""Helpers without knowledge of graphs, used by all other folders."""

@@ -1,4 +1,4 @@
-"""Checksums of tensors, to notice that their values changed. Of a large tensor only some values are looked at."""
+"""Checksums of tensors, to detect changed values."""
 
 from __future__ import annotations
 
@@ -8,38 +8,41 @@ import zlib
 import torch
 from torch import Tensor
 
-MOST = 65_536
-"""Values of a tensor that are looked at; of a larger one, some at equal distances."""
+MAX_CHECKSUM_VALUES = 65_536
+"""Largest number of values that a checksum reads; of a larger tensor, it reads values at equal distances."""
 
 
-def checksum(tensor: Tensor, most: int = MOST) -> int:
-    """A number from 0 to 2**32 - 1 that is another one when the values change; of a large tensor, `most` of them.
+def checksum(tensor: Tensor, max_values: int = MAX_CHECKSUM_VALUES) -> int:
+    """Return a checksum of the values of a tensor, from 0 to 2**32 - 1.
 
     Args:
         tensor: any shape and dtype, on any device.
-        most: how many values are looked at.
+        max_values: largest number of values to read; of a larger tensor, values at equal distances are read.
 
     Example:
         >>> checksum(torch.ones(2)) == checksum(torch.ones(2)), checksum(torch.ones(2)) == checksum(torch.zeros(2))
         (True, False)
     """
     flat = tensor.detach().reshape(-1)
-    some = flat[:: stride(flat.numel(), most)].cpu().contiguous()
-    return zlib.crc32(some.view(torch.uint8).numpy().tobytes())
+    values = flat[:: stride(flat.numel(), max_values)].cpu().contiguous()
+    return zlib.crc32(values.view(torch.uint8).numpy().tobytes())
 
 
-def stride(count: int, most: int = MOST) -> int:
-    """The distance between the values looked at: it shares no factor with their number, so all channels are seen."""
-    step = max(-(-count // most), 1)
+def stride(count: int, max_values: int = MAX_CHECKSUM_VALUES) -> int:
+    """Return the distance between the values to read of `count` values.
+
+    It has no factor in common with `count`, so that values of all channels are read.
+    """
+    step = max(-(-count // max_values), 1)
     while math.gcd(step, count) > 1:
         step += 1
     return step
 
 
 def bit_sum(tensor: Tensor) -> int:
-    """Sum of the bit patterns of all values: quick, and another one when a single value changes.
+    """Return the sum of the bit patterns of all values: fast, and different if a single value changes.
 
-    It does not see the order of the values, unlike `checksum`.
+    Unlike `checksum`, it does not depend on the order of the values.
 
     Args:
         tensor: any shape and dtype, on any device.

@@ -293,7 +293,7 @@ def _assigned_by(code: types.CodeType) -> frozenset[str]:
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    """Code and that of the functions nested in it."""
+    """Yield code, and the code of the functions nested in it."""
     waiting = deque([code])
     while waiting:
         code = waiting.popleft()

@@ -1,4 +1,4 @@
-"""Inputs of a model: one batch in its three spellings, and checks with errors that say what and where."""
+"""Inputs of a model: batches, and checks of calibration data and inputs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fxq.errors import CalibrationError, FxqError, InputError, words_of
 
 @dataclass(frozen=True)
 class Batch:
-    """The arguments of one call of the model."""
+    """Arguments of one call of the model."""
 
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -31,19 +31,19 @@ class Batch:
 
 
 def described(value: Any) -> str:
-    """An argument in short: dtype and shape of a tensor, a number itself, what is in a container, else the type."""
+    """Return a short text for an argument: dtype and shape of a tensor, a number, items of a container, or its type."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{key!r}: {described(part)}' for key, part in value.items())}}}"
     if isinstance(value, (tuple, list)):
-        inside = ", ".join(map(described, value))
-        return f"[{inside}]" if isinstance(value, list) else f"({inside})"
+        items = ", ".join(map(described, value))
+        return f"[{items}]" if isinstance(value, list) else f"({items})"
     return repr(value) if isinstance(value, (int, float)) else type(value).__name__
 
 
 def described_call(args: Iterable[Any], kwargs: Mapping[str, Any]) -> str:
-    """The arguments of a call in short."""
+    """Return a short text for the arguments of a call."""
     return ", ".join([*map(described, args), *(f"{key}={described(value)}" for key, value in kwargs.items())])
 
 
@@ -51,13 +51,18 @@ _MORE, _NAMED = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 
 
 def as_batch(value: Any, model: nn.Module, where: str = "data") -> Batch:
-    """One batch from what `data` and `example_inputs` hold: a tensor, a tuple or list of positional inputs, or a dict.
+    """Return the batch of an item of `data` or `example_inputs`.
 
-    An `(input, target)` pair is taken as the input alone when the model's forward takes one argument.
+    For a forward with one argument, a pair counts as (input, target), and the target is ignored.
+
+    Args:
+        value: a tensor, a tuple or list of positional inputs, or a dict of keyword inputs.
+        model: the float model.
+        where: name of the value in errors.
 
     Raises:
-        InputError: any other type, an argument that forward does not have, or a pair for a forward that needs one
-            argument and takes more: is the second half a target?
+        InputError: another type, an argument that forward does not have, or a pair for a forward that needs one
+            argument and takes more, since its second half may be a target.
     """
     if isinstance(value, Batch):
         return value
@@ -71,8 +76,8 @@ def as_batch(value: Any, model: nn.Module, where: str = "data") -> Batch:
         for key in value:
             if not isinstance(key, str) or (key not in names and not any_name):
                 advice = f" If {names[0]!r} is a dict itself, give (dict,)." if len(names) == 1 else ""
-                known = ", ".join(names) or "none"
-                raise InputError(f"{where}: forward has no argument {key!r}; it has {known}.{advice}")
+                arguments = ", ".join(names) or "none"
+                raise InputError(f"{where}: forward has no argument {key!r}; it has {arguments}.{advice}")
         return Batch((), dict(value))
     if isinstance(value, (tuple, list)) and value:
         if len(value) == 2 and len(names) == 1 and not open_ended:
@@ -87,22 +92,22 @@ def as_batch(value: Any, model: nn.Module, where: str = "data") -> Batch:
             raise InputError(f"{where}: {len(value)} inputs, but forward takes {len(names)} ({', '.join(names)}).")
         return Batch(tuple(value))
     raise InputError(
-        f"{where}: {type(value).__name__} is no batch of inputs; give a tensor, a tuple or list of positional inputs, "
-        "or a dict of keyword inputs."
+        f"{where}: a {type(value).__name__} is not a batch of inputs; give a tensor, a tuple or list of positional "
+        "inputs, or a dict of keyword inputs."
     )
 
 
 def batches(data: Any, model: nn.Module, may_be_empty: bool = False) -> Iterator[Batch]:
-    """The batches of `data`, checked one by one.
+    """Yield the batches of `data`, each checked.
 
     Args:
-        data: any iterable of what `as_batch` takes.
+        data: iterable of values that `as_batch` accepts.
         model: the float model.
-        may_be_empty: whether there may be no batch.
+        may_be_empty: whether `data` may have no batch.
 
     Raises:
-        InputError: `data` is no iterable of batches, a batch is on another device than the model, or it is empty.
-        CalibrationError: a batch holds NaN or Inf.
+        InputError: `data` is not an iterable of batches, or is empty, or a batch is on another device than the model.
+        CalibrationError: a batch has NaN or +Inf.
     """
     if isinstance(data, (Tensor, str, bytes, Mapping)) or not isinstance(data, Iterable):
         raise InputError(
@@ -115,12 +120,12 @@ def batches(data: Any, model: nn.Module, may_be_empty: bool = False) -> Iterator
         check_batch(batch, model, f"data, batch {count - 1}")
         yield batch
     if count == 0 and not may_be_empty:
-        raise InputError("data is empty: it takes at least one batch. (A generator that was used up?)")
+        raise InputError("data is empty: give at least one batch. A generator is empty after its first use.")
 
 
 @contextmanager
 def naming_batch(i: int, batch: Batch) -> Iterator[None]:
-    """Let what goes wrong inside say with which batch of the data it did."""
+    """Context whose errors name the batch of the data that they occurred with."""
     try:
         yield
     except (CalibrationError, InputError) as error:
@@ -132,14 +137,16 @@ def naming_batch(i: int, batch: Batch) -> Iterator[None]:
 
 
 def device_of(model: nn.Module) -> str:
-    """Type of the device that a model is on."""
+    """Type of the device of a model, such as "cpu"."""
     return next((t.device.type for t in (*model.parameters(), *model.buffers())), "cpu")
 
 
 def check_batch(batch: Batch, model: nn.Module, where: str) -> None:
-    """Raise when a batch is on another device than the model (`InputError`) or holds NaN or Inf (`CalibrationError`).
+    """Check a batch of calibration data. -Inf is allowed, since attention masks hold it.
 
-    Not -Inf: it is what masks for attention hold.
+    Raises:
+        InputError: a tensor is on another device than the model, nested or sparse.
+        CalibrationError: a tensor has NaN or +Inf.
     """
     home = next((t.device for t in (*model.parameters(), *model.buffers())), None)
     for i, tensor in enumerate(tensors((batch.args, batch.kwargs))):
@@ -156,47 +163,46 @@ def check_batch(batch: Batch, model: nn.Module, where: str) -> None:
 
 
 def check_finite(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raise `InputError` when a float tensor among the inputs of a call holds NaN or Inf. Reads each tensor once.
+    """Raise `InputError` if a float tensor among the inputs of a call has NaN or +Inf. Reads each tensor once.
 
-    Not -Inf, as for `check_batch`.
+    -Inf is allowed, as in `check_batch`.
 
     Args:
-        names: of forward's arguments, in order; the last one stands for all that `*args` takes.
-        args: positional inputs, nested ones too.
+        names: names of forward's arguments, in order; further positional inputs get the last name.
+        args: positional inputs, also nested ones.
         kwargs: keyword inputs.
     """
-    given = zip_longest(names[: len(args)], args, fillvalue=names[-1] if names else "*args")
-    for name, value in (*given, *kwargs.items()):
+    positional = zip_longest(names[: len(args)], args, fillvalue=names[-1] if names else "*args")
+    for name, value in (*positional, *kwargs.items()):
         for tensor in tensors(value):
             if tensor.is_floating_point() and not _has_no_nan_or_inf(tensor):
                 raise InputError(
-                    f"the input {name} {described(tensor)} holds NaN or Inf, which integers cannot stand for. Find "
-                    "what made it, or take off the recipe's check_inputs: integers are finite in spite of it."
+                    f"the input {name} {described(tensor)} holds NaN or Inf, which integers cannot represent. Find its "
+                    "source, or set check_inputs=False in the recipe, which turns NaN and Inf into finite integers."
                 )
 
 
 def _has_no_nan_or_inf(tensor: Tensor) -> bool:
-    """Whether no value is NaN or Inf; -Inf may be there.
+    """Whether no value is NaN or +Inf.
 
-    Where the sum is finite, no value is any of them: that is quicker than to look at each.
+    A finite sum, which is faster to compute, already excludes both.
     """
     dtype = torch.float64 if tensor.dtype is torch.float64 else torch.float32
     return math.isfinite(float(tensor.sum(dtype=dtype))) or bool((tensor < math.inf).all())
 
 
 def samples_in(batch: Batch) -> int | None:
-    """How many samples a batch has: the first axis of its tensors; None where they do not have the same."""
+    """Number of samples of a batch: the length of the first axis of its tensors; None if the lengths differ."""
     sizes = {t.shape[0] for t in tensors((batch.args, batch.kwargs)) if t.dim() > 0}
     return sizes.pop() if len(sizes) == 1 else None
 
 
-def first_of(batch: Batch, most: int, start: int = 0) -> Batch:
-    """A copy of the batch that no later in-place change of the user's tensors can reach.
+def first_of(batch: Batch, count: int, start: int = 0) -> Batch:
+    """Copy up to `count` samples of a batch, from `start` on; the whole batch if its tensors have no common first axis.
 
-    At most `most` samples of each tensor, from `start` on, where the first axis of all tensors is the same; else the
-    whole batch.
+    In-place changes of the user's tensors do not reach the copy.
     """
-    cut = slice(start, start + most) if samples_in(batch) is not None else slice(None)
+    cut = slice(start, start + count) if samples_in(batch) is not None else slice(None)
 
     def copy(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -206,9 +212,9 @@ def first_of(batch: Batch, most: int, start: int = 0) -> Batch:
     return Batch(mapped(batch.args, copy), mapped(batch.kwargs, copy))
 
 
-def pieces_of(batch: Batch, most: int) -> list[Batch]:
-    """Copies of a batch, as in `first_of`, of up to so many samples each."""
-    return [first_of(batch, most, start) for start in range(0, samples_in(batch) or 1, most)]
+def pieces_of(batch: Batch, count: int) -> list[Batch]:
+    """Copy a batch in pieces of up to `count` samples each, see `first_of`."""
+    return [first_of(batch, count, start) for start in range(0, samples_in(batch) or 1, count)]
 
 
 def place_in(whole: Batch, part: Batch) -> int | None:
@@ -229,11 +235,11 @@ def place_in(whole: Batch, part: Batch) -> int | None:
         for a, b in zip(ours, theirs, strict=True):
             if not isinstance(a, Tensor) or not isinstance(b, Tensor):
                 plain = type(a) is type(b) and isinstance(a, (bool, int, float, complex, str, bytes, type(None)))
-                if a is not b and not (plain and a == b):  # other objects may hold tensors: no `==` says it of them
+                if a is not b and not (plain and a == b):  # `==` of other objects, which may hold tensors, is no proof
                     return False
                 continue
-            some = a if count is None or size is None or a.dim() == 0 else a[start : start + count]
-            if some.dtype != b.dtype or not torch.equal(some, b):
+            samples = a if count is None or size is None or a.dim() == 0 else a[start : start + count]
+            if samples.dtype != b.dtype or not torch.equal(samples, b):
                 return False
         return True
 

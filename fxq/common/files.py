@@ -13,7 +13,7 @@ from fxq.errors import InputError, RenderError
 
 
 def as_path(path: str | os.PathLike[str]) -> Path:
-    """What was given, as a path. Raises `InputError` where it is no path."""
+    """Return `path` as a `Path`. Raises `InputError` if it is neither a str nor a path."""
     if not isinstance(path, (str, os.PathLike)):
         raise InputError(f"the file to write is named by a str or a path, not by {path!r}.")
     return Path(path)
@@ -44,14 +44,14 @@ def writing(path: Path) -> Iterator[None]:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Context for replacing a file atomically: the old one stays until the new one is complete.
+    """Context for replacing a file atomically: readers find the complete old file or the complete new one.
 
-    A reader, and who comes after a crash, finds the whole new file or the whole old one. It is written beside its
-    place, under a random name that starts with a dot, so that any number of threads and machines may write one path:
-    the last one to finish wins. What a link points to is replaced, not the link. Devices and pipes are written to.
+    The same holds after a crash. The new file is written in the same folder, under a random name that starts with a
+    dot, so that several threads and machines may write one path: the last one to finish wins. For a link, its target is
+    replaced. Devices and pipes are written directly.
 
     Raises:
-        RenderError: the file cannot be written; nothing is left of it.
+        RenderError: the file cannot be written; no part of it is left.
     """
     with writing(path):
         place = Path(os.path.realpath(path))
@@ -64,7 +64,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             with os.fdopen(_created(new), "wb") as file:
                 yield file
                 file.flush()
-                os.fsync(file.fileno())  # else a crash may leave the name with nothing in it
+                os.fsync(file.fileno())  # else a crash may leave an empty file
             new.replace(place)
         except BaseException:
             with suppress(OSError):
@@ -73,7 +73,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def check_writable(path: Path) -> None:
-    """Check that a file can be written, before long work whose result it gets.
+    """Check that a file can be written, before the long work that computes its content.
 
     Raises:
         RenderError: it cannot be written.

@@ -1,4 +1,4 @@
-"""Globs: over module paths, where a dot is a border, and over any other text."""
+"""Globs for module paths, where `*` stops at a dot, and for other text."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from functools import lru_cache
 
 
 def path_matches(path: str, glob: str) -> bool:
-    """Whether a module path is one that the glob means: `*` and `?` stop at a dot, `**` crosses dots.
+    """Whether a module path matches a glob: `*` and `?` stop at a dot, `**` crosses dots.
 
-    `[abc]` and `[!abc]` are one character, as in file names. `**.` may stand for nothing: `**.dense` is `dense`, too.
+    `[abc]` and `[!abc]` match one character, as in globs of file names. `**.` may be empty: `**.dense` matches `dense`.
 
     Example:
         >>> path_matches("layer.0.dense", "layer.*.dense"), path_matches("layer.0.output.dense", "layer.*.dense")
@@ -23,14 +23,14 @@ def path_matches(path: str, glob: str) -> bool:
 
 
 def text_matches(text: str, glob: str) -> bool:
-    """The same of a text that is no path: `*` stands for anything."""
+    """Whether a text other than a path matches a glob: `*` matches any characters."""
     return fnmatchcase(text, glob)
 
 
 def crossing(glob: str, paths: Iterable[str]) -> str | None:
-    """The glob with `**` in the place of `*`, where that means some of these paths; else None."""
-    wide = re.sub(r"(?<!\*)\*(?!\*)", "**", glob)
-    return wide if wide != glob and any(path_matches(path, wide) for path in paths) else None
+    """Return the glob with `**` instead of `*` if it then matches any of the paths, else None."""
+    wider = re.sub(r"(?<!\*)\*(?!\*)", "**", glob)
+    return wider if wider != glob and any(path_matches(path, wider) for path in paths) else None
 
 
 @lru_cache(maxsize=1024)

@@ -1,4 +1,4 @@
-"""Running the user's code without leaving a mark on the user's model."""
+"""Contexts that run the user's code without changes to the user's model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ log = logging.getLogger("fxq")
 
 @dataclass
 class ModelChanges:
-    """What code has changed in a model inside of `untouched`, which undoes it; known when that ends.
+    """Changes of a model by the code inside of `untouched`, which undoes them; complete when the context ends.
 
     Attributes:
         buffers: names of buffers changed in place.
@@ -44,7 +44,7 @@ class ModelChanges:
     _snapshots: tuple[StateSnapshot, ...] = ()
 
     def so_far(self) -> list[ChangedPlace]:
-        """All changes up to now."""
+        """Return all changes up to now."""
         return [change for snapshot in self._snapshots for change in snapshot.changes()]
 
     def end(self, buffers: Mapping[int, str], parameters: Mapping[int, str]) -> None:
@@ -134,9 +134,9 @@ def _split(name: str) -> tuple[str, str]:
 
 
 def unshare(model: nn.Module, lender: nn.Module) -> None:
-    """Copy what a finished model shares with the user's float model: neither is to change through the other.
+    """Copy the modules and tensors that a finished model shares with the user's float model.
 
-    A leaf module that cannot be copied stays shared. The copies take no gradients: integers pass none on.
+    A leaf module that cannot be copied stays shared. The copies require no gradients, since integers pass none.
     """
     lent, memo = set(lender.modules()), computed_tensors(lender)
     storages = {t.untyped_storage().data_ptr() for t in (*lender.parameters(), *lender.buffers())}
@@ -148,7 +148,7 @@ def unshare(model: nn.Module, lender: nn.Module) -> None:
                         module._modules[name] = own_child = copy.deepcopy(child, memo)
                     for parameter in own_child.parameters():  # one by one: a script module has no requires_grad_
                         parameter.requires_grad_(False)
-                except Exception as error:  # whatever the module's own attributes raise
+                except Exception as error:  # attributes of the module may raise anything
                     log.warning("%s is shared with the float model: it cannot be copied: %s", name, error)
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
@@ -170,7 +170,7 @@ def computed_tensors(*modules: nn.Module) -> dict[int, Any]:
 
 @contextmanager
 def without_autocast() -> Iterator[None]:
-    """Compute in the types of the tensors: under `torch.autocast` a float32 layer hands on bfloat16."""
+    """Context that disables `torch.autocast`, under which a float32 layer would return bfloat16."""
     with ExitStack() as stack:
         for device in autocast_on():
             stack.enter_context(torch.autocast(device, enabled=False))
@@ -178,7 +178,7 @@ def without_autocast() -> Iterator[None]:
 
 
 def autocast_on() -> list[str]:
-    """The types of devices on which `torch.autocast` is on."""
+    """Types of the devices with `torch.autocast` enabled."""
     return [device for device in ("cpu", "cuda", "xpu", "mps") if torch.is_autocast_enabled(device)]
 
 
@@ -189,7 +189,7 @@ def seeded(seed: int = 0) -> Iterator[None]:
     numbers = numpy.random.get_state(legacy=False) if numpy is not None else None
     try:
         with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(seed)  # the others, of accelerators, would not be restored
+            torch.default_generator.manual_seed(seed)  # generators of accelerators would not be restored
             random.seed(seed)
             if numpy is not None:
                 numpy.random.seed(seed)
@@ -213,7 +213,7 @@ def drawn() -> Callable[[], list[str]]:
 
 
 def copied(value: Any) -> Any:
-    """A value with copies of the tensors in it; a batch with copies of its arguments."""
+    """Return a value with copies of its tensors; for a batch, with copies of its arguments."""
     if isinstance(value, Batch):
         return Batch(copied(value.args), copied(dict(value.kwargs)))
     return tree_map(lambda v: v.detach().clone() if isinstance(v, Tensor) else v, value)

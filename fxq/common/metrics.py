@@ -1,4 +1,4 @@
-"""Numbers that say how far two results are apart."""
+"""Metrics of the difference between two results: SQNR, cosine, largest error."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from torch import Tensor, nn
 
 from fxq.common.trees import leaves
 
-CEILING = 50.0
-"""dB. SQNR of one 8-bit rounding of a full-range signal; losses above it are float noise and are not counted."""
+MAX_COUNTED_SQNR_DB = 50.0
+"""SQNR of one 8-bit rounding of a full-range signal, in dB. Losses above it are float noise and do not count."""
 
 
 _AT_ONCE = 1 << 15
-"""Values that are summed at once. In float64 they stay in the cache; a whole tensor takes ten times as long."""
+"""Values that are summed at once, few enough to stay in the cache as float64."""
 
 
 @dataclass
 class Agreement:
-    """How far values are from what they should be: sums in float64 over any number of tensors.
+    """Agreement of values with reference values: sums in float64 over any number of tensors.
 
-    Infinity where it should be counts as nothing.
+    Equal infinities and NaN in both places are left out.
 
     Attributes:
-        signal: sum of the squares of what they should be.
-        energy: sum of their own squares.
+        signal: sum of the squares of the reference.
+        energy: sum of the squares of the values.
         cross: sum of the products of the two.
         noise: sum of the squares of the differences.
-        largest: the largest absolute difference.
+        largest: largest absolute difference.
 
     Example:
-        >>> found = Agreement()
-        >>> found.add(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.5]))
-        >>> found.sqnr, found.max_error
+        >>> agreement = Agreement()
+        >>> agreement.add(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.5]))
+        >>> agreement.sqnr, agreement.max_error
         (20.0, 0.5)
     """
 
@@ -47,17 +47,14 @@ class Agreement:
     largest: float = 0.0
 
     def add(self, reference: Tensor, value: Tensor) -> None:
-        """Take in a value of the same number of elements as its reference, on any device.
-
-        What is not finite and the same in both is left out.
-        """
+        """Add a tensor and its reference, with the same number of elements, on any device."""
         a, b = (t.detach().to("cpu").reshape(-1) for t in (reference, value))
         for want, got in zip(a.split(_AT_ONCE), b.split(_AT_ONCE), strict=True):
             want, got = want.double(), got.double()
             difference = want - got
-            if not math.isfinite(float(difference.sum())):  # the same infinity in both, as behind a mask, is no error
-                alike = (want.isinf() & (want == got)) | (want.isnan() & got.isnan())
-                want, got = want.masked_fill(alike, 0.0), got.masked_fill(alike, 0.0)
+            if not math.isfinite(float(difference.sum())):  # equal infinities, as after a mask, are no error
+                equal = (want.isinf() & (want == got)) | (want.isnan() & got.isnan())
+                want, got = want.masked_fill(equal, 0.0), got.masked_fill(equal, 0.0)
                 difference = want - got
             self.signal += float(torch.dot(want, want))
             self.energy += float(torch.dot(got, got))
@@ -69,7 +66,7 @@ class Agreement:
 
     @property
     def sqnr(self) -> float:
-        """Signal to quantization noise ratio in dB: infinity when the two are equal, NaN where a value is no number."""
+        """Signal to quantization noise ratio in dB: infinity for equal tensors, NaN if a difference is not finite."""
         if self.noise == 0.0:
             return math.inf
         if not math.isfinite(self.noise):
@@ -78,7 +75,7 @@ class Agreement:
 
     @property
     def cosine(self) -> float:
-        """Cosine of the angle between the two as vectors: 1 when they are equal, 0 where just one of them is zero."""
+        """Cosine of the angle between the two as vectors: 1 if they are equal, 0 if only one of them is zero."""
         if self.noise == 0.0:
             return 1.0
         length = math.sqrt(self.signal) * math.sqrt(self.energy)
@@ -86,7 +83,7 @@ class Agreement:
 
     @property
     def max_error(self) -> float:
-        """The largest absolute difference, in units of the value."""
+        """Largest absolute difference, in the unit of the values."""
         return math.nan if math.isnan(self.noise) else self.largest
 
 
@@ -98,38 +95,38 @@ def sqnr(reference: Any, value: Any) -> float:
         value: the same structure and shapes.
 
     Returns:
-        10 log10(sum(reference**2) / sum((reference - value)**2)), over all tensors together, in float64; infinity when
-        they are equal, NaN when `value` is not finite where `reference` is.
+        10 log10(sum(reference**2) / sum((reference - value)**2)), over all tensors together, in float64; infinity if
+        they are equal, NaN if `value` is not finite where `reference` is.
 
     Source: Krishnamoorthi 2018, section 3.
     """
-    found = Agreement()
+    agreement = Agreement()
     for a, b in zip(tensors(reference), tensors(value), strict=True):
-        found.add(a, b)
-    return found.sqnr
+        agreement.add(a, b)
+    return agreement.sqnr
 
 
 def token_weights(tokens: Tensor) -> Tensor:
-    """How much each row of (N, C) counts where all are to count alike, (N,): one divided by its power.
+    """Return the weights, (N,), that make the rows of `tokens`, float (N, C), count equally in a squared error.
 
-    That of the usual row is added, so that those near zero do not count for much more than others.
+    A weight is 1 / (power of the row + median power); without the median, rows near zero would count far more.
     """
     power = tokens.square().sum(1)
     return 1 / (power + power.median()).clamp(min=1e-30)
 
 
 def loss(before: float, after: float) -> float:
-    """Decibels lost between two SQNRs, counted below `CEILING`; infinity when `after` is NaN."""
-    return math.inf if math.isnan(after) else min(before, CEILING) - min(after, CEILING)
+    """Return the loss between two SQNRs in dB, counted below `MAX_COUNTED_SQNR_DB`; infinity if `after` is NaN."""
+    return math.inf if math.isnan(after) else min(before, MAX_COUNTED_SQNR_DB) - min(after, MAX_COUNTED_SQNR_DB)
 
 
 def tensors(values: Any) -> Iterator[Tensor]:
-    """Every tensor inside nested tuples, lists, mappings and dataclasses, in order."""
+    """Return the tensors inside nested tuples, lists, mappings and dataclasses, in order."""
     return (leaf for leaf in leaves(values) if isinstance(leaf, Tensor))
 
 
 def identical(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors have the same shape, dtype and values, NaN where NaN is.
+    """Whether two tensors have the same shape, dtype and values; NaN equals NaN.
 
     Example:
         >>> identical(torch.tensor([1.0, float("nan")]), torch.tensor([1.0, float("nan")]))
@@ -146,9 +143,9 @@ def storage_address(tensor: Tensor) -> int:
 
 
 def nbytes(model: nn.Module) -> int:
-    """Bytes of all parameters and buffers of a model, the integer weights of kernels included.
+    """Bytes of all parameters and buffers of a model, including integer weights of kernels.
 
-    Memory that two of them share counts once. What kernels pack when they run, and can make again, is left out.
+    Shared memory counts once. Weights that kernels pack when they run are left out.
 
     Example:
         >>> nbytes(nn.Linear(10, 10, bias=False))

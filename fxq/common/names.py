@@ -1,4 +1,4 @@
-"""Names that users give: torch.fx writes them into code, and a graph module has attributes of its own."""
+"""Checks of names in the user's model, which torch.fx writes into code and a graph module has as attributes."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def is_writable(path: str) -> bool:
 
 
 def check_names(model: nn.Module, kind: type[fx.GraphModule]) -> None:
-    """Refuse a model in which a module or tensor has the name of something that a graph module of this kind has itself.
+    """Check that no module or tensor of a model has the name of an attribute of the graph module class `kind`.
 
     Raises:
-        InputError: names it, and says what to do.
+        InputError: one has such a name.
     """
     declared = {name for base in kind.__mro__ for name in vars(base).get("__annotations__", ())}
     own = {*dir(kind), *declared, "meta"} - {*dir(nn.Module), *nn.Module.__annotations__}
@@ -33,7 +33,7 @@ def check_names(model: nn.Module, kind: type[fx.GraphModule]) -> None:
             )
 
 
-def in_short(names: Collection[str], most: int = 5) -> str:
-    """The first names, and how many more there are."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(list(names)[:most]) + more
+def in_short(names: Collection[str], count: int = 5) -> str:
+    """Return the first `count` names, and the number of further ones, as text."""
+    more = f" and {len(names) - count} more" if len(names) > count else ""
+    return ", ".join(list(names)[:count]) + more

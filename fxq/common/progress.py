@@ -8,13 +8,13 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def progress_bar(what: str, total: int | None, show: bool | None = None) -> Iterator[Callable[[], None]]:
-    """A progress bar on stderr; yields the function that counts one more.
+def progress_bar(task_name: str, total: int | None, show: bool | None = None) -> Iterator[Callable[[], None]]:
+    """Context with a progress bar on stderr; yields the function that advances it by one step.
 
     Args:
-        what: what is being done.
-        total: how many steps it takes; None: not known.
-        show: whether to show it; None: when stderr is a terminal.
+        task_name: text next to the bar.
+        total: number of steps; None if not known.
+        show: whether to show it; None: if stderr is a terminal.
     """
     if not (sys.stderr.isatty() if show is None else show):
         yield lambda: None
@@ -23,5 +23,5 @@ def progress_bar(what: str, total: int | None, show: bool | None = None) -> Iter
     from rich.progress import Progress
 
     with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=total)
+        task = bar.add_task(task_name, total=total)
         yield lambda: bar.advance(task)

@@ -1,4 +1,4 @@
-"""Where code of the user's or of fxq is: its file and line, and what an import path names."""
+"""Source locations of functions and classes, and import paths."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fxq.errors import RecipeError
 
 @lru_cache(maxsize=256)  # to find a class, Python parses its whole file
 def source_of(function: Callable[..., Any]) -> str:
-    """`folder/file.py:line` of a function or class; of a class that is in no file, as in a terminal, its name."""
+    """`folder/file.py:line` of a function or class; the name of a class that has no file (defined in a terminal)."""
     if inspect.isclass(function):
         try:
             return f"{short_path(inspect.getfile(function))}:{inspect.getsourcelines(function)[1]}"
@@ -30,13 +30,13 @@ def source_of(function: Callable[..., Any]) -> str:
 
 
 def short_path(filename: str) -> str:
-    """The last two parts of a path, which find a file and reveal nothing of the machine; three below `patterns/`."""
+    """Last two parts of a path, three below `patterns/`: they identify a file without the folders of the machine."""
     parts = filename.replace(os.sep, "/").split("/")
     return "/".join(parts[-3:] if parts[-3:-2] == ["patterns"] else parts[-2:])
 
 
 def digest_of(value: Any) -> str:
-    """A hash of the file that a function or class is in; of its name where it is in none, as in a notebook."""
+    """Hash of the file of a function or class; of its name if it has no file (defined in a notebook)."""
     try:
         code = Path(inspect.getfile(value)).read_bytes()
     except (OSError, TypeError):
@@ -45,10 +45,10 @@ def digest_of(value: Any) -> str:
 
 
 def import_name(name: str, base: type) -> Any:
-    """The class that `package.module:Class` names. Raises `RecipeError` when it is missing, or no `base`."""
+    """Import the class `package.module:Class`. Raises `RecipeError` if it is missing or no subclass of `base`."""
     value = imported(name)
     if not (isinstance(value, type) and issubclass(value, base)):
-        raise RecipeError(f"{name!r} names no class of {base.__name__}.")
+        raise RecipeError(f"{name!r} is not a subclass of {base.__name__}.")
     return value
 
 
@@ -57,7 +57,10 @@ _MAY_IMPORT: ContextVar[bool] = ContextVar("may_import", default=True)
 
 @contextmanager
 def without_imports() -> Iterator[None]:
-    """Inside, `imported` finds what is imported already, and fxq's own: a file is not to say which code runs."""
+    """Context in which `imported` finds only modules that are imported already, and those of fxq.
+
+    A file must not decide which code is imported and run.
+    """
     token = _MAY_IMPORT.set(False)
     try:
         yield
@@ -65,19 +68,21 @@ def without_imports() -> Iterator[None]:
         _MAY_IMPORT.reset(token)
 
 
-def check_imported(module: str, what: str) -> None:
-    """Raise `RecipeError` for a module that nobody has imported, and `what` names."""
+def check_imported(module: str, user: str) -> None:
+    """Raise `RecipeError` if a module, which `user` needs, is not imported yet and not part of fxq."""
     if module not in sys.modules and module.partition(".")[0] != "fxq":
-        raise RecipeError(f"{what} needs the module {module!r}, and no file imports code: `import {module}` first.")
+        raise RecipeError(
+            f"{user} needs the module {module!r}, and loading a file imports no code: `import {module}` first."
+        )
 
 
 def imported(name: str) -> Any:
-    """What `package.module:Name` names. Raises `RecipeError` when there is nothing."""
+    """Import the object `package.module:Name`. Raises `RecipeError` if there is none."""
     module, _, qualname = str(name).partition(":")
     find: Callable[[Any, str], Any] = getattr
     if not _MAY_IMPORT.get():
         check_imported(module, repr(name))
-        find = inspect.getattr_static  # a module may import others when it is asked for what it has not
+        find = inspect.getattr_static  # the `__getattr__` of a module may import other modules
     try:
         value: Any = importlib.import_module(module)
         for part in qualname.split("."):
@@ -87,17 +92,21 @@ def imported(name: str) -> Any:
     return value
 
 
-def import_path(value: Any, what: str) -> str:
-    """`package.module:Name` of a class or function; `what` it is called in the error.
+def import_path(value: Any, description: str) -> str:
+    """`package.module:Name` of a class or function that can be imported.
+
+    Args:
+        value: the class or function.
+        description: its name in the error.
 
     Raises:
-        RecipeError: it is local to a function, so that no import finds it.
+        RecipeError: it is defined inside of a function, so that it cannot be imported.
     """
     if "<locals>" in value.__qualname__:
-        raise RecipeError(f"{what} is local to a function: a file cannot name it.")
+        raise RecipeError(f"{description} is local to a function, and cannot be imported. Define it in a module.")
     return name_of(value)
 
 
 def name_of(value: Any) -> str:
-    """`package.module:Name` of a class or function, whether an import finds it or not."""
+    """`package.module:Name` of a class or function, also if it cannot be imported."""
     return f"{value.__module__}:{value.__qualname__}"

@@ -1,4 +1,4 @@
-"""Nested plain data with tensors in it, as bytes and back: a safetensors file, so that reading one runs no code."""
+"""Nested plain data with tensors as bytes of a safetensors file, which runs no code when it is read."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(val
 
 
 def pack(value: Any) -> bytes:
-    """A value as the bytes of a safetensors file; `unpack` is the inverse.
+    """Return a value as the bytes of a safetensors file; `unpack` is the inverse.
 
     Args:
         value: tensors, numbers, strings, dtypes, None, and tuples, lists, dicts and slices of such values. Tensors
             become dense and lose their gradients.
 
     Raises:
-        InputError: there is a value of another type inside.
+        InputError: a value inside has another type.
 
     Example:
         >>> unpack(pack({"x": (torch.ones(2), None), 3: [slice(0, 2), torch.int8]}))
@@ -36,21 +36,21 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(data: bytes, device: str = "cpu") -> Any:
-    """The value that `pack` made bytes of, with its tensors on a device.
+    """Inverse of `pack`, with the tensors on a device.
 
     Raises:
-        InputError: the bytes are something else, or not all there.
+        InputError: the bytes are not from `pack`, or incomplete.
     """
     try:
         tensors = {name: tensor.to(device) for name, tensor in load(data).items()}
         length = int.from_bytes(data[:8], "little")  # a safetensors file begins with the length of its header, JSON
         return _from_json(json.loads(json.loads(data[8 : 8 + length])["__metadata__"][_KEY]), tensors)
-    except Exception as error:  # whatever a parser of foreign bytes raises
-        raise InputError(f"{len(data)} bytes that are no data of fxq, or not all of it: {error}.") from error
+    except Exception as error:  # parsers of foreign bytes may raise anything
+        raise InputError(f"{len(data)} bytes are not data of fxq, or incomplete: {error}.") from error
 
 
 def _to_json(value: Any, tensors: dict[str, Tensor]) -> Any:
-    """Lists and atoms as they are, all else as a dict whose one key says what it is."""
+    """Return lists and scalars as JSON has them, and other values as a dict with their type as its only key."""
     if isinstance(value, Tensor):
         name = str(len(tensors))
         # A copy: safetensors refuses tensors that share memory.
@@ -69,8 +69,8 @@ def _to_json(value: Any, tensors: dict[str, Tensor]) -> Any:
     if type(value) is torch.dtype:
         return {"dtype": str(value)}
     raise InputError(
-        f"a {type(value).__name__} cannot be stored as data. What can: tensors, numbers, strings, dtypes, None, and "
-        "tuples, lists, dicts and slices of these."
+        f"a {type(value).__name__} cannot be stored as data. Use tensors, numbers, strings, dtypes, None, and tuples, "
+        "lists, dicts and slices of these."
     )
 
 
@@ -79,12 +79,12 @@ def _from_json(data: Any, tensors: dict[str, Tensor]) -> Any:
         return [_from_json(part, tensors) for part in data]
     if not isinstance(data, dict):
         return data
-    ((kind, inside),) = data.items()
+    ((kind, content),) = data.items()
     if kind == "tensor":
-        return tensors[inside]
+        return tensors[content]
     if kind == "dtype":
-        return _DTYPES[inside]
-    return _CONTAINERS[kind](_from_json(inside, tensors))
+        return _DTYPES[content]
+    return _CONTAINERS[kind](_from_json(content, tensors))
 
 
 _CONTAINERS: dict[str, Callable[[Any], Any]] = {"tuple": tuple, "dict": dict, "slice": lambda parts: slice(*parts)}

@@ -1,4 +1,4 @@
-"""How long calls take: on which clock, and in turns."""
+"""Timing of calls: the clock, and interleaved rounds."""
 
 from __future__ import annotations
 
@@ -11,26 +11,24 @@ from contextlib import contextmanager
 
 import torch
 
-SECONDS, MOST = 0.7, 30
-"""Seconds of all rounds together, and how many rounds at most. A call that takes longer is timed once, after one to
-warm up."""
-LEAST, LONGEST = 3, 4.0
-"""How many rounds at least where the least time is asked for, unless they take longer than so many seconds: the first
-calls of large models are slower."""
-TURN = 0.04
-"""Seconds that a call is repeated in its turn, where the least time is asked for. Threads of the call before it, which
-wait for more to do, hold the first calls of a turn up; the later ones show its own time. Of many calls, turns are
-shorter: each call gets four."""
+SECONDS, MAX_ROUNDS = 0.7, 30
+"""Seconds and number after which no further round starts. A slower call has one round, which follows a warm-up call."""
+MIN_ROUNDS, MAX_SECONDS = 3, 4.0
+"""Smallest number of rounds for shortest times, since first calls of large models are slower, and the seconds after
+which there may be fewer."""
+TURN_SECONDS = 0.04
+"""Seconds for which a call is repeated in its turn, for shortest times: waiting threads of the previous call slow down
+the first repetitions. With many calls, turns are shorter, so that each call gets four."""
 
 
 def clock(every_thread: bool = False) -> Callable[[], float]:
-    """What to time calls with: the time that the CPU gave to this thread, where that is the only one that computes.
+    """Return the clock to time calls with: CPU time if PyTorch uses one thread, else wall time.
 
-    Other programs do not count then, however busy the machine is. Several threads wait for each other: that takes time
-    that no CPU sees. Nor does Windows count CPU time finely enough.
+    CPU time excludes other programs, on a machine however busy. It also excludes the time that several threads wait for
+    each other, and is too coarse on Windows: wall time is used there.
 
     Args:
-        every_thread: count those of this process, for calls that may compute in a thread of their own.
+        every_thread: whether to count all threads of this process, for calls that compute in a thread of their own.
     """
     if not counts_cpu_time():
         return time.perf_counter
@@ -54,23 +52,23 @@ def counts_cpu_time() -> bool:
 
 
 def interleaved(
-    calls: Mapping[str, Callable[[], object]], wait: Callable[[], None], least: bool = False
+    calls: Mapping[str, Callable[[], object]], wait: Callable[[], None], shortest: bool = False
 ) -> dict[str, float]:
-    """Median microseconds of each call. They take turns, so that a busy machine slows all of them alike.
+    """Return the median microseconds of each call. The calls take turns, so that a busy machine slows all of them.
 
-    In an order drawn anew: a call that always follows the same other one finds the caches as that one leaves them.
+    The order of each round is random, since a call depends on the caches that the previous call leaves.
 
     Args:
         calls: by name.
-        wait: what waits for the end of a call.
-        least: take the shortest time of each instead, to which other programs have added nothing; on one thread, of
-            the time that the CPU gave. In its turn a call is repeated, for `TURN` or less.
+        wait: waits for the end of a call, for example for a device.
+        shortest: return the shortest time of each call instead, which other programs slow down least; on one thread, in
+            CPU time. In its turn, a call is then repeated for up to `TURN_SECONDS`.
     """
-    now = clock(every_thread=True) if least else time.perf_counter
+    now = clock(every_thread=True) if shortest else time.perf_counter
     times: dict[str, list[float]] = {name: [] for name in calls}
     names, order = list(calls), random.Random(0)
-    turn = min(TURN, SECONDS / (4 * max(len(calls), 1))) if least else 0.0
-    for _ in rounds(LEAST if least else 1):
+    turn = min(TURN_SECONDS, SECONDS / (4 * max(len(calls), 1))) if shortest else 0.0
+    for _ in rounds(MIN_ROUNDS if shortest else 1):
         order.shuffle(names)
         for name in names:
             end = time.perf_counter() + turn
@@ -79,22 +77,22 @@ def interleaved(
                     calls[name]()
                 if time.perf_counter() >= end:
                     break
-    return {name: 1e6 * min(found) if least else median(found) for name, found in times.items()}
+    return {name: 1e6 * min(seconds) if shortest else median(seconds) for name, seconds in times.items()}
 
 
-def rounds(least: int = 1) -> Iterator[int]:
-    """Goes on for `SECONDS` or `MOST` rounds; for so many at least, unless they take longer than `LONGEST`."""
+def rounds(min_rounds: int = 1) -> Iterator[int]:
+    """Yield the index of each round, for `SECONDS` or `MAX_ROUNDS`; at least `min_rounds` within `MAX_SECONDS`."""
     start = time.perf_counter()
-    for i in range(1, MOST + 1):
+    for i in range(1, MAX_ROUNDS + 1):
         yield i - 1
         spent = time.perf_counter() - start
-        if spent >= SECONDS and (i >= least or spent >= LONGEST):
+        if spent >= SECONDS and (i >= min_rounds or spent >= MAX_SECONDS):
             return
 
 
 @contextmanager
 def timed(times: list[float], wait: Callable[[], None], now: Callable[[], float] = time.perf_counter) -> Iterator[None]:
-    """Add the seconds that what is inside takes, with the wait for its end."""
+    """Context that appends the seconds of its body, including the wait for its end, to `times`."""
     start = now()
     yield
     wait()
@@ -102,5 +100,5 @@ def timed(times: list[float], wait: Callable[[], None], now: Callable[[], float]
 
 
 def median(times: Sequence[float]) -> float:
-    """In microseconds; the first call, which packs weights, counts only where it is the only one."""
+    """Return the median of times, in seconds, as microseconds. The first call, which packs weights, is left out."""
     return 1e6 * statistics.median(times[1:] or times)

@@ -1,4 +1,4 @@
-"""Train mode: which modules compute something else in it than in eval mode."""
+"""Detection of modules that compute other results in train mode than in eval mode."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from fxq.common.metrics import identical, tensors
 
 
 def first_in_train_mode(model: nn.Module) -> str | None:
-    """Path of the first module in train mode that computes something else there; None for none, "" for the model.
+    """Path of the first module in train mode whose results depend on the mode; "" for the model, None if there is none.
 
-    Most modules do not look at the mode: it makes no difference that nobody called `eval()` on an activation.
+    Most modules, such as activation functions, do not depend on the mode.
     """
     return next((path for path, m in model.named_modules() if m.training and _looks_at_mode(m)), None)
 
 
-def other_in_train_mode(model: nn.Module, batch: Batch, kept: Collection[nn.Module]) -> list[str]:
-    """Paths of the modules that compute something else in train mode, or keep something else, on a batch.
+def different_in_train_mode(model: nn.Module, batch: Batch, kept: Collection[nn.Module]) -> list[str]:
+    """Return the paths of modules with other outputs or other buffer updates in train mode than in eval mode.
 
-    Modules that may are put into train mode and called. One that fails there does something else.
+    Modules that may depend on the mode are run in train mode on a batch. A module that fails there counts as different.
 
     Args:
-        model: in eval mode; stays as it is.
-        batch: inputs of it.
-        kept: modules that are not asked.
+        model: in eval mode; stays unchanged.
+        batch: inputs of the model.
+        kept: modules to leave out.
     """
     left, modes = set(map(id, kept)), {path: m.training for path, m in copy.deepcopy(model).train().named_modules()}
     asked = {path: m for path, m in model.named_modules() if id(m) not in left and modes[path] and _looks_at_mode(m)}
@@ -48,7 +48,7 @@ def other_in_train_mode(model: nn.Module, batch: Batch, kept: Collection[nn.Modu
             module.training = True
         try:
             return not _same_run(_called(model, batch), before)
-        except Exception:  # whatever a forward raises
+        except Exception:  # a forward may raise anything
             return True
         finally:
             for module in modules:
@@ -69,37 +69,37 @@ class _Norms(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Called for every function of torch."""
         if func is nn.functional.batch_norm:
-            given = inspect.signature(func).bind(*args, **(kwargs or {})).arguments
-            (self.moving if given.get("training") else self.fixed).add(id(given["running_mean"]))
+            arguments = inspect.signature(func).bind(*args, **(kwargs or {})).arguments
+            (self.moving if arguments.get("training") else self.fixed).add(id(arguments["running_mean"]))
         return func(*args, **(kwargs or {}))
 
 
 def fixed_statistics(model: nn.Module, batch: Batch) -> list[str]:
-    """Paths of the batch norms that use and keep their statistics in the model's train mode, too.
+    """Return the paths of batch norms that use fixed statistics even in train mode of the model.
 
-    The model's own `train()` may leave them in eval mode, or its code may say so.
+    The `train()` of the model may leave them in eval mode, or its code may call them so.
 
     Args:
-        model: in eval mode; stays as it is.
-        batch: inputs of it.
+        model: in eval mode; stays unchanged.
+        batch: inputs of the model.
     """
     if not any(isinstance(m, _BatchNorm) for m in model.modules()):
         return []
-    trained = copy.deepcopy(model).train()  # its own train() may do anything, as to take weights apart
+    trained = copy.deepcopy(model).train()  # a copy, since `train()` of the user may change anything
     norms = {p: m for p, m in trained.named_modules() if isinstance(m, _BatchNorm) and m.running_mean is not None}
-    with seeded(), torch.no_grad(), without_autocast(), _Norms() as seen, suppress(Exception):  # of too small a batch
-        given = copied(batch)
-        trained(*given.args, **given.kwargs)
-    still = seen.fixed.union(id(m.running_mean) for m in norms.values() if not m.training) - seen.moving
-    return [path for path, m in norms.items() if id(m.running_mean) in still]
+    with seeded(), torch.no_grad(), without_autocast(), _Norms() as calls, suppress(Exception):  # a batch too small
+        inputs = copied(batch)
+        trained(*inputs.args, **inputs.kwargs)
+    fixed = calls.fixed.union(id(m.running_mean) for m in norms.values() if not m.training) - calls.moving
+    return [path for path, m in norms.items() if id(m.running_mean) in fixed]
 
 
 def _called(model: nn.Module, batch: Batch) -> tuple[list[Tensor], list[str]]:
-    """The tensors that a model returns, and the names of the buffers that it changes, which get their values back."""
+    """Run a model; return its output tensors and the names of the buffers and attributes that it changed, restored."""
     with untouched(model) as changes, seeded(), torch.no_grad(), without_autocast(), _through_modules():
-        given = copied(batch)  # a forward may change its inputs
-        found = list(tensors(model(*given.args, **given.kwargs)))
-    return found, [
+        inputs = copied(batch)  # a forward may change its inputs
+        outputs = list(tensors(model(*inputs.args, **inputs.kwargs)))
+    return outputs, [
         *changes.buffers,
         *(f"{path}.{name}" for path, names in changes.attributes.items() for name in names),
     ]
@@ -107,7 +107,7 @@ def _called(model: nn.Module, batch: Batch) -> tuple[list[Tensor], list[str]]:
 
 @contextmanager
 def _through_modules() -> Iterator[None]:
-    """Let torch's transformer layers call their modules: in eval mode they have a kernel for all of these."""
+    """Context in which torch's transformer layers call their modules, instead of one fused kernel in eval mode."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -116,13 +116,14 @@ def _through_modules() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(before)
 
 
-def _same_run(one: tuple[list[Tensor], list[str]], other: tuple[list[Tensor], list[str]]) -> bool:
-    (found, changed), (wanted, kept) = one, other
-    return changed == kept and len(found) == len(wanted) and all(map(identical, found, wanted))
+def _same_run(run: tuple[list[Tensor], list[str]], other: tuple[list[Tensor], list[str]]) -> bool:
+    (outputs, changes), (other_outputs, other_changes) = run, other
+    same_length = changes == other_changes and len(outputs) == len(other_outputs)
+    return same_length and all(map(identical, outputs, other_outputs))
 
 
 def _looks_at_mode(module: nn.Module) -> bool:
-    """Whether a module may compute something else in train mode: by its type, or by code that reads `training`."""
+    """Whether the results of a module may depend on the mode: by its type, or since its code reads `training`."""
     if isinstance(module, _NormBase):
         return module.running_mean is not None
     if isinstance(module, _DropoutNd):
@@ -136,7 +137,7 @@ def _looks_at_mode(module: nn.Module) -> bool:
 
 @lru_cache(maxsize=4096)
 def _reads_mode(kind: type) -> bool:
-    """Whether the code of a type of modules, outside torch's own, reads `training`, or cannot be looked at."""
+    """Whether the code of a module type, outside of torch, reads `training`, or is not available."""
     if issubclass(kind, torch.jit.ScriptModule):
         return True
     classes = [cls for cls in kind.__mro__ if not cls.__module__.startswith(("torch.nn.modules.", "builtins"))]
@@ -149,7 +150,7 @@ def _names_mode(value: Any) -> bool:
 
 
 def _codes(value: Any, seen: set[int]) -> Iterator[CodeType]:
-    """The code behind a value, with that of the functions that it holds, as a decorated one does."""
+    """Yield the code of a value, and of the functions that it holds, such as a decorated function."""
     if value is None or isinstance(value, (type, nn.Module)) or id(value) in seen:
         return
     seen.add(id(value))
@@ -167,7 +168,7 @@ def _codes(value: Any, seen: set[int]) -> Iterator[CodeType]:
 
 
 def _enclosed(function: FunctionType) -> Iterator[Any]:
-    """The variables of enclosing functions that a function reads."""
+    """Yield the values of a function's closure variables."""
     for cell in function.__closure__ or ():
-        with suppress(ValueError):  # one without a value yet
+        with suppress(ValueError):  # a variable without a value yet
             yield cell.cell_contents

@@ -1,7 +1,7 @@
-"""Nested containers: tuples, lists, mappings, slices and dataclasses.
+"""Functions over nested containers: tuples, lists, mappings, slices and dataclasses.
 
-`torch.utils._pytree` takes a mapping of an unknown class, a dataclass and a slice for leaves; a model's inputs and
-outputs are such things.
+`torch.utils._pytree` treats dataclasses, slices and mappings of unknown classes as leaves, which inputs and outputs of
+models may be.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def leaves(value: Any, is_leaf: Callable[[Any], bool] = lambda value: False) -> Iterator[Any]:
-    """What is inside nested containers and is no container, in order. What `is_leaf` says yes to is not looked into.
+    """Yield the leaves of nested containers, in order. A container for which `is_leaf` is true counts as a leaf.
 
     Example:
         >>> list(leaves({"x": (1, [2]), "y": slice(3)}))
@@ -37,9 +37,9 @@ def leaves(value: Any, is_leaf: Callable[[Any], bool] = lambda value: False) -> 
 
 
 def mapped(value: Any, by: Callable[[Any], Any], is_leaf: Callable[[Any], bool] = lambda value: False) -> Any:
-    """New containers like those that are nested in a value, with `by(leaf)` in the place of every leaf.
+    """Return a copy of nested containers with `by(leaf)` instead of every leaf.
 
-    Tuples keep their class; lists and mappings become plain ones, which may be changed. Dataclasses are leaves.
+    Tuples keep their class; lists and mappings become plain lists and dicts. Dataclasses are leaves.
 
     Example:
         >>> mapped({"x": (1, [2]), "y": 3}, lambda number: number + 1)

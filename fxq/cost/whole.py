@@ -43,7 +43,7 @@ def quickest(gm: fx.GraphModule, context: Context, changes: Sequence[Change]) ->
                 log.debug("a choice of ops cannot be timed: %s: %s", type(error).__name__, error)
                 continue
             calls[str(i)] = lambda lowered=lowered: lowered(*args, **kwargs)  # type: ignore[misc]
-        times = interleaved(calls, lambda: None, least=True)
+        times = interleaved(calls, lambda: None, shortest=True)
     best: str | None = None
     for name, seconds in times.items():
         if best is None or MIN_SPEEDUP * seconds < times[best]:

@@ -1,1 +1,1 @@
-"""Text and tables for a terminal, a notebook and files."""
+"""Text, tables and colours for terminals, notebooks and files."""

@@ -1,6 +1,6 @@
-"""How each kind of node looks, and the text inside a box. Colours are never alone: each kind has a tag or a shape too.
+"""Looks of the kinds of nodes, and labels of boxes. Each kind also has a tag or a shape, not only a colour.
 
-Colours: Okabe and Ito 2008, "Color Universal Design", told apart by the common forms of colour blindness.
+Colours: Okabe and Ito 2008, "Color Universal Design", which are distinct for the common forms of colour blindness.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Literal
 
 FONT = "Helvetica,Arial,sans-serif"
 INK, QUIET, FAINT = "#1a1a1a", "#5c5c5c", "#b8b8b8"
-WIDEST = 38  # characters in a line of a box
+MAX_LINE_LENGTH = 38  # characters in a line of a box
 
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff\ufffe\uffff]+")
 
@@ -22,11 +22,11 @@ class Look:
     """Look of a box.
 
     Attributes:
-        tag: the word that says it without colour.
-        meaning: its line in the legend.
-        colour: of the head (or the whole pill) and the border.
-        ink: of the text on that colour.
-        pill: drawn as a small rounded pill instead of a box with a head.
+        tag: word on the box, which says the same as the colour.
+        meaning: text in the legend.
+        colour: colour of the head (or the whole pill) and the border.
+        ink: colour of the text on it.
+        pill: whether it is drawn as a small rounded pill instead of a box with a head.
         border: style of the border, `solid`, `dashed` or `dotted`.
     """
 
@@ -47,7 +47,7 @@ LOOKS: dict[str, Look] = {
     "observer": Look("observer", "observer", "#cc79a7", INK, pill=True),
     "op": Look("op", "not decided yet", "#6f7780"),
     "size": Look("size", "sizes, plain values", "#d9d4e3", INK, pill=True),
-    "constant": Look("constant", "constant nobody reads", "#e4e4e4", INK, pill=True),
+    "constant": Look("constant", "unused constant", "#e4e4e4", INK, pill=True),
     "io": Look("io", "input, output", "#333333", pill=True),
 }
 
@@ -56,13 +56,13 @@ CHANGES: dict[Change, Look] = {
     "added": Look("+ added", "added", "#007a5a"),
     "removed": Look("− removed", "removed", "#c0392b", border="dashed"),
     "changed": Look("~ changed", "changed: old → new", "#8a5a00"),
-    "rewired": Look("> rewired", "reads something else", "#5e4fa2"),
+    "rewired": Look("> rewired", "reads other inputs", "#5e4fa2"),
 }
 
 
 @dataclass(frozen=True)
 class Line:
-    """One line of text in a box; `role` decides its size and colour."""
+    """Line of text in a box; `role` selects its size and colour."""
 
     text: str
     role: Literal["name", "value", "scale", "detail", "warn", "change"] = "detail"
@@ -79,18 +79,18 @@ _FONTS = {
 
 
 def clean(text: str) -> str:
-    """`text` without line breaks and characters that XML or a font cannot show."""
+    """Return `text` without line breaks and characters that XML or a font cannot show."""
     return _UNPRINTABLE.sub(" ", text)
 
 
-def clip(text: str, most: int = WIDEST) -> str:
-    """`text`, with its middle left out when it is longer than `most` characters."""
+def clip(text: str, length: int = MAX_LINE_LENGTH) -> str:
+    """Return `text`, without its middle if it is longer than `length` characters."""
     text = clean(text)
-    return text if len(text) <= most else f"{text[: most - most // 3 - 1]}…{text[-(most // 3) :]}"
+    return text if len(text) <= length else f"{text[: length - length // 3 - 1]}…{text[-(length // 3) :]}"
 
 
 def escape(text: str) -> str:
-    """`text` for an HTML-like label, where it must read as text whatever it holds."""
+    """Return `text` escaped for an HTML-like label of Graphviz."""
     text = clean(text)
     for sign, entity in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ('"', "&quot;"), ("\\", "&#92;")):
         text = text.replace(sign, entity)
@@ -98,7 +98,7 @@ def escape(text: str) -> str:
 
 
 def tooltip(lines: Iterable[str]) -> str:
-    """The non-empty lines as a tooltip attribute: graphviz's own escapes are disarmed, lines stay lines."""
+    """Return the non-empty lines as a tooltip attribute, with Graphviz's own escape sequences escaped."""
     text = "\n".join(clean(line) for line in lines if line)
     return " " + text.replace("&", "&amp;").replace(
         "\\", "\\\\"
@@ -106,17 +106,22 @@ def tooltip(lines: Iterable[str]) -> str:
 
 
 def font(text: str, size: float, colour: str, bold: bool = False) -> str:
-    """Escaped `text` in one font."""
+    """Return `text`, escaped, in one font."""
     inner = escape(text)
     inner = f"<B>{inner}</B>" if bold else inner
     return f'<FONT POINT-SIZE="{size}" COLOR="{colour}">{inner}</FONT>'
 
 
 def box(look: Look, head: str, lines: Sequence[Line], change: Change | None = None) -> tuple[str, float]:
-    """The HTML-like label of a box, and its height in points, roughly.
+    """Return the HTML-like label of a box, and its approximate height in points.
 
-    A box has a coloured head with the op and the kind's tag, and lines below; a pill has everything on its colour.
-    `change` frames it in the colour of that change and says so in a strip on top.
+    A box has a coloured head with the op and the tag of its look, and lines below; a pill is all in its colour.
+
+    Args:
+        look: the look.
+        head: text of the head.
+        lines: lines below it.
+        change: kind of change since an earlier graph, shown by the frame and a strip on top.
     """
     border = CHANGES[change].border if change else look.border
     colour = CHANGES[change].colour if change else look.colour
@@ -145,8 +150,8 @@ def _head_rows(look: Look, head: str, lines: Sequence[Line]) -> list[str]:
     rows = [f'<TR><TD BGCOLOR="{look.colour}">{inner}</TD></TR>']
     for line in lines:
         size, colour = _FONTS[line.role]
-        most = round(WIDEST * 9 / size)
-        rows.append(f'<TR><TD ALIGN="LEFT">{font(f" {clip(line.text, most)} ", size, colour)}</TD></TR>')
+        length = round(MAX_LINE_LENGTH * 9 / size)
+        rows.append(f'<TR><TD ALIGN="LEFT">{font(f" {clip(line.text, length)} ", size, colour)}</TD></TR>')
     return rows
 
 
@@ -158,5 +163,5 @@ def _pill_rows(look: Look, head: str, lines: Sequence[Line]) -> list[str]:
 
 
 def swatch(look: Look) -> str:
-    """The cell of a legend that shows a look."""
+    """Return the cell of a legend that shows a look."""
     return f'<TD BGCOLOR="{look.colour}">{font(look.tag, 9, look.ink, bold=True)}</TD>'

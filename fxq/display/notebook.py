@@ -1,6 +1,6 @@
-"""Tables, lines and pictures as HTML for a notebook. Styles are inline, and legible on light and on dark.
+"""Tables and lines as HTML for a notebook, with inline styles that are legible on light and on dark backgrounds.
 
-Whatever comes from the model is data: it is escaped here, and nowhere before.
+Text of the model is escaped here, and nowhere else.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ _SCROLLS = "max-height:36em;overflow:auto"
 _GRID = "border-collapse:collapse;margin:0;font-size:inherit;color:inherit"
 _GROUND = ";border-radius:3px;padding:0 .4em"
 _BAR = ";font-size:.7em;letter-spacing:-.04em"  # lower than its row, and without gaps between the blocks
-_CONSOLE = Console(file=io.StringIO())  # what rich looks styles up in; nothing is written to it
+_CONSOLE = Console(file=io.StringIO())  # rich looks up styles in it; nothing is written to it
 
 
 def html(parts: Sequence[Part]) -> str:
-    """Lines and tables as HTML."""
+    """Return lines and tables as HTML."""
     inner = "".join(_table(part) if isinstance(part, Table) else f"<div>{_text(part)}</div>" for part in parts)
     return f'<div style="font-size:13px;line-height:1.5">{inner}</div>'
 
 
 def folded(summary: str, inner: str, opened: bool = False) -> str:
-    """HTML that comes and goes at a click on the summary, which is text."""
+    """Return HTML that a click on the summary, a text, shows and hides."""
     start = "<details open>" if opened else "<details>"
     return f'{start}<summary style="cursor:pointer;font-size:13px">{escape(summary)}</summary>{inner}</details>'
 
 
 def text_html(text: str) -> str:
-    """Text as it stands, in a box that scrolls."""
+    """Return preformatted text in a box that scrolls."""
     shown = escape("\n".join(map(visible, text.split("\n"))))
     return f'<pre style="{_SCROLLS};font-size:12px">{shown}</pre>'
 
 
 def _text(text: Text) -> str:
-    """Text in rich's styles. What is dim is faint instead: the grey of rich is made for one ground."""
+    """Return text with rich's styles as HTML. Dim text is translucent, since rich's grey fits one background only."""
     pieces = []
     for words, style, _ in line(text).render(_CONSOLE):
         css = "" if style is None else "opacity:.6" if style.dim else style.get_html_style()

@@ -1,4 +1,4 @@
-"""What shows itself: `print`ed in colour in a terminal and plain elsewhere, and as a table in a notebook."""
+"""`Printed`, base class of objects that `print` shows in colour in a terminal, and a notebook as tables."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from fxq.display.terminal import shown
 
 
 class Printed(ABC):
-    """A base for what is made to be read. A subclass says what there is to read (`_parts`, `_short`).
+    """Base class of objects that show text and tables. A subclass implements `_parts` and `_short`.
 
-    `str`, and so `print` and f-strings, gives colours where stdout is a terminal, as wide as that. For a file there is
-    `to_text`, which is the same everywhere; it is also what `print` gives into a pipe.
+    `str`, and therefore `print` and f-strings, uses colours and the width of the terminal if stdout is one. `to_text`
+    returns the same plain text everywhere; `print` into a pipe or file writes it, too.
     """
 
     @abstractmethod
     def _parts(self) -> Sequence[Part]:
-        """Everything, as lines and tables."""
+        """Return the complete content as lines and tables."""
 
     @abstractmethod
     def _short(self) -> str:
-        """What is most worth knowing, for `repr`."""
+        """Return a one-line summary, for `repr`."""
 
     def _brief(self) -> Sequence[Part]:
-        """What to show a person; by default everything."""
+        """Return the content for a terminal or a notebook; by default all of it."""
         return self._parts()
 
     def to_text(self) -> str:
-        """The complete text, without colours, the same everywhere."""
+        """Return the complete text, without colours, independent of the terminal."""
         return plain(self._parts())
 
     def __str__(self) -> str:
@@ -43,13 +43,13 @@ class Printed(ABC):
         return f"<{type(self).__name__}: {self._short()}>"
 
     def __rich__(self) -> Text:
-        """For `rich.print`, which would take a name like "[red]" for markup."""
+        """Return the text for `rich.print`, which would read a name such as "[red]" as markup."""
         return Text.from_ansi(str(self))
 
     def _repr_html_(self) -> str:
-        """In a notebook."""
+        """Return the HTML for a notebook."""
         return html(self._brief())
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """At the prompt of IPython."""
+        """Print at the prompt of IPython."""
         printer.text(str(self))

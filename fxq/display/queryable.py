@@ -1,4 +1,4 @@
-"""Tables to query: rows of a dataclass, filtered, sorted, and written as JSON and CSV."""
+"""`Rows`, base class of tables that can be filtered, sorted, and written as JSON and CSV."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Same = TypeVar("Same", bound="Rows[Any]")
 
 
 class Rows(Printed, Sequence[Row]):
-    """A base for tables of rows. A subclass is a frozen dataclass, and says what its rows are.
+    """Base class of tables: `class Ledger(Rows[Entry])` is a frozen dataclass whose rows are dataclasses `Entry`.
 
     Attributes:
         entries: the rows, in order.
@@ -32,20 +32,20 @@ class Rows(Printed, Sequence[Row]):
 
     entries: tuple[Row, ...]
     _name: ClassVar[str]
-    """What the table is called in errors."""
+    """Name of the table in errors."""
     _key: ClassVar[str]
-    """The key of the rows in JSON."""
+    """Key of the rows in JSON."""
     _choices: ClassVar[Mapping[str, Sequence[str]]] = {}
-    """The values that a field can have, where these are few."""
+    """All values of a field, for fields with a fixed set of values."""
 
     @property
     def _row(self) -> type:
-        """The type of the rows, also where there are none: `Row` in `class Table(Rows[Row])`."""
+        """Type of the rows, also of an empty table: `Row` in `class Table(Rows[Row])`."""
         (row,) = next(get_args(base) for base in type(self).__orig_bases__ if get_origin(base) is Rows)  # type: ignore[attr-defined]
         return cast("type", row)
 
     def _facts(self) -> dict[str, Any]:
-        """What JSON says besides the rows."""
+        """Return the facts about the whole table that JSON holds besides the rows."""
         return {}
 
     def __getitem__(self, index: Any) -> Any:
@@ -60,16 +60,16 @@ class Rows(Printed, Sequence[Row]):
         return tuple(f.name for f in fields(self._row))
 
     def where(self: Same, condition: Callable[[Any], bool] | None = None, **values: Any) -> Same:
-        """The entries for which `condition` is true and whose fields have these values, as a table.
+        """Return a table of the entries that satisfy `condition` and whose fields have these values.
 
         Args:
-            condition: a function of an entry.
+            condition: a function of an entry, or None.
             **values: for each field, a value (text may be a glob), or a list, tuple or set of values:
                 `where(op=("conv2d", "linear"), path="head.*")`. In a path, `*` stops at a dot and `**` does not.
 
         Raises:
-            InputError: unknown field, or a value that it cannot have, and the nearest names are given; `condition` is
-                no function.
+            InputError: an unknown field, or a value that the field cannot have (the message has the nearest names), or
+                a `condition` that is not a function.
         """
         if condition is not None and not callable(condition):
             raise InputError(self._bad_condition(condition))
@@ -83,28 +83,34 @@ class Rows(Printed, Sequence[Row]):
         )
 
     def sort(self: Same, key: str = "sqnr", *, reverse: bool = False) -> Same:
-        """The entries by a field, smallest first (`reverse`: largest first), as a table; those without a value last.
+        """Return a table sorted by a field, with entries without a value last.
+
+        Args:
+            key: name of the field.
+            reverse: False: smallest value first; True: largest first.
 
         Raises:
-            InputError: unknown field; the nearest names are given.
+            InputError: an unknown field; the message has the nearest names.
         """
         self._check_fields([key])
-        known = [e for e in self.entries if not _missing(getattr(e, key))]
-        known.sort(key=lambda e: getattr(e, key), reverse=reverse)
-        return self._with((*known, *(e for e in self.entries if _missing(getattr(e, key)))))
+        with_value = [e for e in self.entries if not _missing(getattr(e, key))]
+        with_value.sort(key=lambda e: getattr(e, key), reverse=reverse)
+        return self._with((*with_value, *(e for e in self.entries if _missing(getattr(e, key)))))
 
     def to_dicts(self) -> list[dict[str, Any]]:
-        """One dict per entry, keys as its fields."""
+        """Return one dict per entry, with its fields as keys."""
         return [asdict(e) for e in self.entries]  # type: ignore[call-overload]
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
-        """The table as JSON: a list of objects, and what is known of all of them. Written to `path`, if one is given.
+        """Return the table as JSON: an object with facts about the table, and the list of its entries.
 
-        JSON has no infinity and no NaN: these stand as the strings "inf", "-inf" and "nan". Folders that
-        are missing are made.
+        Infinity and NaN, which JSON does not have, become the strings "inf", "-inf" and "nan".
+
+        Args:
+            path: file to write it to as well, or None. Missing folders are created.
 
         Raises:
-            InputError: `path` is no path.
+            InputError: `path` is not a path.
             RenderError: the file cannot be written.
         """
         rows = [{k: _plain(v) for k, v in row.items()} for row in self.to_dicts()]
@@ -112,7 +118,7 @@ class Rows(Printed, Sequence[Row]):
         return _written(json.dumps({**facts, self._key: rows}, indent=1, allow_nan=False) + "\n", path)
 
     def to_csv(self, path: str | os.PathLike[str] | None = None) -> str:
-        """The table as CSV with a header; what is None is empty. Written to `path` as `to_json` does."""
+        """Return the table as CSV with a header, with empty cells for None. `path`: as for `to_json`."""
         stream = io.StringIO()
         writer = csv.DictWriter(stream, self.fields, lineterminator="\n")
         writer.writeheader()
@@ -120,19 +126,19 @@ class Rows(Printed, Sequence[Row]):
         return _written(stream.getvalue(), path)
 
     def _with(self: Same, entries: Iterable[Any]) -> Same:
-        """The same table with other entries."""
+        """Return this table with other entries."""
         return replace(self, entries=tuple(entries))  # type: ignore[type-var]
 
     def _bad_condition(self, condition: Any) -> str:
-        field, known = next((field, known) for field, known in self._choices.items() if field in self.fields)
-        value = condition if condition in known else known[0]
+        field, choices = next((field, choices) for field, choices in self._choices.items() if field in self.fields)
+        value = condition if condition in choices else choices[0]
         return (
             f"{self._name}.where takes a function of an entry, or fields by name, not {condition!r}: "
             f'{self._name}.where({field}="{value}"), {self._name}.where(lambda entry: entry.op == "linear").'
         )
 
     def _table(self, values: Mapping[Column, Callable[[Row], str]], look: Callable[[Row], str] = lambda e: "") -> Table:
-        """The rows as text, each in a look."""
+        """Return the rows as text, each in the look that `look` returns for its entry."""
 
         def cell(column: Column, entry: Row) -> Text:
             value = values[column](entry)
@@ -147,24 +153,24 @@ class Rows(Printed, Sequence[Row]):
                 raise InputError(unknown(f"field of the {self._name}", name, self.fields))
 
     def _check_value(self, field: str, wanted: Any) -> None:
-        """Raise on a value that no entry can have: `assert not ledger.where(precision="flaot")` would always hold."""
-        known = self._choices.get(field)
+        """Raise for a value that no entry can have, else `assert not ledger.where(precision="flaot")` always holds."""
+        choices = self._choices.get(field)
         for value in wanted if isinstance(wanted, (list, tuple, set, frozenset)) else (wanted,):
-            if known is not None and not any(_is(one, value, field) for one in known):
-                raise InputError(unknown(field.partition("_")[0], value, known))
+            if choices is not None and not any(_is(choice, value, field) for choice in choices):
+                raise InputError(unknown(field.partition("_")[0], value, choices))
 
 
-_LONGEST = 40
+_MAX_PATH_LENGTH = 40
 
 
 def layer_text(name: str, path: str) -> str:
-    """How a row names its layer: by the module path, its beginning left out where it is long."""
+    """Return the text for a layer in a table: its module path, without the beginning if it is long, or its name."""
     path = path or name
-    return path if len(path) <= _LONGEST else f"…{path[1 - _LONGEST :]}"
+    return path if len(path) <= _MAX_PATH_LENGTH else f"…{path[1 - _MAX_PATH_LENGTH :]}"
 
 
 def decibels(value: float | None) -> str:
-    """An SQNR as text; empty where there is none."""
+    """Return an SQNR in dB as text; empty for None, "exact" for infinity."""
     return "" if value is None else "exact" if value == math.inf else f"{value:.1f}"
 
 

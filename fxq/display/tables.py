@@ -1,7 +1,6 @@
-"""Lines and tables for people, made once of rich's texts.
+"""Lines and tables of rich's texts, and their plain form.
 
-`plain` writes them, `fxq/display/terminal.py` prints them in colours and fits them to a terminal, and
-`fxq/display/notebook.py` makes HTML of them.
+`fxq/display/terminal.py` prints them in colours and fits them to a terminal; `fxq/display/notebook.py` makes HTML.
 """
 
 from __future__ import annotations
@@ -18,30 +17,29 @@ from tabulate import tabulate
 from fxq.display.colours import CHANGES, LOOKS, Look, clean
 
 GROUNDS: dict[str, Look] = {**LOOKS, **{str(kind): look for kind, look in CHANGES.items()}}
-"""The looks that are text on a coloured ground, as in the pictures: readable on light and on dark."""
+"""Looks of text on a coloured background, as in the pictures; readable on light and on dark terminals."""
 
 STYLES = {name: Style(color=look.ink, bgcolor=look.colour) for name, look in GROUNDS.items()}
 STYLES |= {"quiet": Style(dim=True), "strong": Style(bold=True)}
 
 _EIGHTHS = " ▏▎▍▌▋▊▉"
-_BIDI = re.compile("[\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]+")  # they take no place, or turn a line around
+_BIDI = re.compile("[\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]+")  # invisible, or they reverse a line
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table.
+    """Column of a table.
 
     Attributes:
-        header: its title.
-        align: of the cells and the header.
-        look: the look whose tag is the title instead, where there are colours.
-        give: what a narrow terminal does with long cells: they are cropped at their "start" or "end", or "fold"ed. A
-            folded cell's own line breaks are those of plain text.
-        drop: a terminal that is too narrow leaves out the columns with the highest number first, those of one number
-            together; 0: never.
-        extra: whether it helps the eye only, or repeats, and is not part of plain text.
-        coloured: whether each of its cells is the name of a look, and shown in that.
-        optional: whether it is left out where all of its cells are empty.
+        header: title.
+        align: alignment of the cells and the header.
+        look: name of a look whose tag replaces the title when there are colours; empty: none.
+        give: treatment of long cells in a narrow terminal: cropped at their "start" or "end", or "fold"ed. Line breaks
+            in a folded cell are kept in plain text only.
+        drop: rank in which a narrow terminal leaves out columns, highest first, equal ranks together; 0: never.
+        extra: whether plain text leaves it out, since it is decoration or repeats another column.
+        coloured: whether its cells are names of looks, to be shown in that look.
+        optional: whether it is left out if all its cells are empty.
     """
 
     header: str = ""
@@ -55,7 +53,7 @@ class Column:
 
     @property
     def title(self) -> Text:
-        """The header where there are colours."""
+        """Header in a table with colours."""
         title = text(GROUNDS[self.look].tag if self.look else self.header, self.look)
         title.justify = "left" if self.look else None
         return title
@@ -63,14 +61,14 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """Columns, and rows of as many cells. Without any header it is a list."""
+    """Columns, and rows with one cell per column. Without headers it shows as a list."""
 
     columns: Sequence[Column]
     rows: Sequence[Sequence[Text]]
 
     @property
     def headed(self) -> bool:
-        """Whether a column has a header."""
+        """Whether any column has a header."""
         return any(column.header for column in self.columns)
 
 
@@ -79,56 +77,57 @@ Part = Table | Text
 
 
 def visible(value: str) -> str:
-    """`value` without what a terminal would obey and not show: names in a model are data."""
+    """Return `value` without control and invisible characters, which names in a model may have."""
     return _BIDI.sub(" ", clean(value))
 
 
 def text(value: str, look: str = "", breaks: bool = False) -> Text:
-    """A cell, or a piece of a line.
+    """Return the text of a cell, or of a part of a line.
 
     Args:
-        value: what it says.
-        look: a name of `STYLES`.
-        breaks: whether its line breaks count; else they become spaces.
+        value: the characters.
+        look: a name of `STYLES`, or empty.
+        breaks: whether to keep line breaks; else they become spaces.
     """
     shown = "\n".join(map(visible, value.split("\n"))) if breaks else visible(value)
     return Text(shown, STYLES.get(look, ""), no_wrap=True, overflow="ellipsis")
 
 
 def row(*values: str | Text) -> list[Text]:
-    """Texts as the cells of a row."""
+    """Return the values as the cells of a row."""
     return [value if isinstance(value, Text) else text(value) for value in values]
 
 
 def line(*values: str | Text) -> Text:
-    """Texts as one."""
+    """Return the values as one line."""
     return Text.assemble(*row(*values))
 
 
 def duration(us: float) -> str:
-    """Microseconds with a unit that suits them, and three digits."""
+    """Return a duration in microseconds as text with three digits, in µs or ms."""
     return f"{us / 1e3:.3g} ms" if us >= 1e3 else f"{us:.3g} µs"
 
 
 def bar(size: int, *pieces: tuple[float, str]) -> Text:
-    """A bar of blocks.
+    """Return a bar of block characters.
 
     Args:
-        size: characters of a whole bar.
-        pieces: the length of each piece, 0 to 1 in all, and its look. One alone ends on an eighth of a character.
+        size: characters of a full bar.
+        pieces: (share, look) of each piece; the shares sum up to at most 1. A single piece ends on an eighth of a
+            character.
     """
     drawn, reached, end = text(""), 0, 0.0
     for share, look in pieces:
         end += share * size
-        whole = round(end) if len(pieces) > 1 else int(end)
-        rest = "" if len(pieces) > 1 else _EIGHTHS[int(8 * (end - whole))].strip()
-        drawn.append("█" * (whole - reached) + rest, Style(color=GROUNDS[look].colour))
-        reached = whole
+        characters = round(end) if len(pieces) > 1 else int(end)
+        rest = "" if len(pieces) > 1 else _EIGHTHS[int(8 * (end - characters))].strip()
+        drawn.append("█" * (characters - reached) + rest, Style(color=GROUNDS[look].colour))
+        reached = characters
     return drawn
 
 
 def plain(parts: Sequence[Part]) -> str:
-    """The parts as text: complete, without colours, independent of any terminal."""
+    """Return the parts as text: complete, without colours, independent of the terminal."""
     return "\n".join(_table(part) if isinstance(part, Table) else part.plain for part in parts)
 
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from fxq.display.queryable import Rows, decibels, layer_text
 from fxq.display.tables import Column, Part, line, text
 from fxq.graph.info import DECISION_KINDS
-from fxq.quant.spec import NARROW, Narrow
+from fxq.quant.spec import REDUCIBLE_ROLES, ReducibleRole
 
 
 @dataclass(frozen=True)
@@ -107,11 +107,13 @@ class ReducedRange:
             it on samples; None if there is no float output. Empty if the recipe names the role.
     """
 
-    role: Narrow
-    sqnr: Mapping[Narrow, float | None] = field(default_factory=dict)
+    role: ReducibleRole
+    sqnr: Mapping[ReducibleRole, float | None] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        results = [f"{decibels(self.sqnr[role])} dB with {role}" for role in NARROW if self.sqnr.get(role) is not None]
+        results = [
+            f"{decibels(self.sqnr[role])} dB with {role}" for role in REDUCIBLE_ROLES if self.sqnr.get(role) is not None
+        ]
         why = f"output of the qdq graph: {', '.join(results)}" if results else "as the recipe says"
         return f"{self.role} have 7 bits where 8 would saturate in this CPU's kernels; {why}"
 

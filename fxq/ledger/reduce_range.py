@@ -10,7 +10,7 @@ from fxq.graph.info import info
 from fxq.ledger.ledger import ReducedRange
 from fxq.ledger.output_check import output_sqnrs, rank
 from fxq.pipeline.manager import PassManager
-from fxq.quant.spec import NARROW
+from fxq.quant.spec import REDUCIBLE_ROLES
 from fxq.recipe.pass_base import Pass
 
 log = logging.getLogger("fxq")
@@ -36,7 +36,7 @@ def run_with_reduced_range(manager: PassManager, passes: Sequence[Pass]) -> tupl
     if manager.context.recipe.reduce_range != "auto":
         manager.run(passes)
         return manager, ReducedRange(manager.context.reduce_range)
-    forks = {role: manager.fork(reduce_range=role) for role in NARROW}
+    forks = {role: manager.fork(reduce_range=role) for role in REDUCIBLE_ROLES}
     with warnings.catch_warnings():
         for fork in forks.values():
             fork.run(passes)

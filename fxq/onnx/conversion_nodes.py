@@ -11,7 +11,7 @@ from fxq.onnx.dequantized import float_values
 from fxq.onnx.onnx_objects import INT4, UINT4, NotInOnnx
 from fxq.onnx.varying_sizes import varies
 from fxq.onnx.writer import Operand, Value, Writer, refuse, writes
-from fxq.quant.dynamic_grid import SMALLEST
+from fxq.quant.dynamic_grid import MIN_SCALE
 from fxq.quant.packing import unpack
 
 _LIMITS = {torch.uint8: (0, 255), torch.int8: (-128, 127)}
@@ -26,7 +26,7 @@ def choose_scale(w: Writer, x: Value, *, steps: int, axis: int | None, symmetric
     below, above = _extents(w, x, axis)
     size = w.emit("Max", below, above) if symmetric else w.emit("Add", below, above)
     largest = 2 * torch.finfo(torch.float32).max / steps  # scale of the largest range, whose size overflows float32
-    return w.emit("Clip", w.emit("Div", size, w.number(steps, x)), w.number(SMALLEST, x), w.number(largest, x))
+    return w.emit("Clip", w.emit("Div", size, w.number(steps, x)), w.number(MIN_SCALE, x), w.number(largest, x))
 
 
 @writes("choose_zero_point")

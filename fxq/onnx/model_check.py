@@ -19,7 +19,7 @@ from fxq.graph.query import is_op
 from fxq.graph.run import Runner
 from fxq.onnx.onnx_objects import onnx_type
 from fxq.onnx.whole_model import OnnxModel
-from fxq.quant.dynamic_grid import SMALLEST
+from fxq.quant.dynamic_grid import MIN_SCALE
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class ModelCheck:
         if (
             wanted.shape == got.shape
         ):  # relative to each scale; for a range of zeros only, runtimes may choose any scale
-            wanted, got = torch.ones_like(wanted), torch.where(wanted <= SMALLEST, 1.0, got / wanted)
+            wanted, got = torch.ones_like(wanted), torch.where(wanted <= MIN_SCALE, 1.0, got / wanted)
         return _difference(node.name, path, wanted, got, on_grid=False)
 
 

@@ -12,7 +12,7 @@ from fxq.onnx.layer_nodes import linear
 from fxq.onnx.onnx_objects import NotInOnnx
 from fxq.onnx.writer import Operand, Value, Writer
 from fxq.ops.recurrent import MIN_STATE_RANGE
-from fxq.quant.dynamic_grid import SMALLEST
+from fxq.quant.dynamic_grid import MIN_SCALE
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class StateGrid:
             low = body.emit("Min", body.emit("ReduceMin", h, keepdims=0), _number(0.0))
             high = body.emit("Max", body.emit("ReduceMax", h, keepdims=0), _number(0.0))
             size = body.emit("Div", body.emit("Sub", high, low), _number(self.qmax))
-            scale = body.emit("Max", size, _number(SMALLEST))
+            scale = body.emit("Max", size, _number(MIN_SCALE))
             zero = body.emit("Neg", body.emit("Round", body.emit("Div", low, scale)))
             steps = body.emit("Add", body.emit("Round", body.emit("Div", h, scale)), zero)
             clamped = body.emit("Clip", steps, _number(0.0), _number(self.qmax))

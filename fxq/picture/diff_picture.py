@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from fxq.display.colours import CHANGES, INK, QUIET, WIDEST, Line, Look, box, tooltip
+from fxq.display.colours import CHANGES, INK, MAX_LINE_LENGTH, QUIET, Line, Look, box, tooltip
 from fxq.display.colours import Change as Mark
 from fxq.graph.view import GraphView, NodeView
 from fxq.picture.columns import Arrow, Box, Pen, Picture
@@ -207,7 +207,7 @@ def _joined(texts: Iterable[str]) -> Iterator[str]:
     """The texts on as few lines as they fit on."""
     line = ""
     for text in texts:
-        if line and len(line) + len(text) > WIDEST:
+        if line and len(line) + len(text) > MAX_LINE_LENGTH:
             yield line
             line = ""
         line = f"{line}; {text}" if line else text

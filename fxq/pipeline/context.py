@@ -18,7 +18,7 @@ from fxq.ops import OPS
 from fxq.pipeline.derived_weights import ComputedConstant, FoldedNorm, ParameterRows
 from fxq.pipeline.float_ops import FloatModelOps
 from fxq.pipeline.float_values import FloatValues
-from fxq.quant.spec import NARROW, Narrow, QuantConfig
+from fxq.quant.spec import REDUCIBLE_ROLES, QuantConfig, ReducibleRole
 from fxq.recipe.pins import Pin
 from fxq.recipe.recipe import Recipe
 from fxq.recipe.selector import Selector
@@ -65,7 +65,7 @@ class Context:
     divisible: bool = True
     units: dict[str, str] = field(default_factory=dict)
     regions: dict[fx.Node, Region] = field(default_factory=dict)
-    reduce_range: Narrow = "activations"
+    reduce_range: ReducibleRole = "activations"
     progress: bool | None = None
     outputs: Any = None
     original: FloatModelOps | None = None
@@ -77,7 +77,9 @@ class Context:
     derived: list[FoldedNorm | ParameterRows | ComputedConstant] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.reduce_range = next((role for role in NARROW if role == self.recipe.reduce_range), self.reduce_range)
+        self.reduce_range = next(
+            (role for role in REDUCIBLE_ROLES if role == self.recipe.reduce_range), self.reduce_range
+        )
         if not self.types:
             self.types = {path: type(module) for path, module in self.model.named_modules(remove_duplicate=False)}
 

@@ -1,1 +1,1 @@
-"""Grids: what a recipe asks for, how ranges are found, and the arithmetic."""
+"""Specs, observers, quantization parameters and fake quantizers of single tensors."""

@@ -1,4 +1,4 @@
-"""Grids that are measured when the model runs, on each value as a whole or on each of its rows."""
+"""Dynamic grids: scale and zero point computed at each call, of a whole tensor or of each of its rows."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from fxq.quant.spec import TensorSpec
 
 @dataclass(frozen=True)
 class DynamicGrid:
-    """The integers of a value whose scale is measured at run time, and where it is not symmetric its zero point.
+    """Grid whose scale, and zero point if it is affine, are computed at each call.
 
-    One for the whole value that is not symmetric is that of ONNX's DynamicQuantizeLinear, which engines have.
+    An affine grid without an axis is that of ONNX's DynamicQuantizeLinear.
 
     Attributes:
         qmin: smallest integer of the grid.
         qmax: largest integer of the grid.
         dtype: storage type.
-        axis: None: one scale for the value. Else one for each row: the values from this axis, counted from the end, on;
-            -1 is a token, -3 an image with its channels.
-        symmetric: whether it is symmetric around float zero, so that its zero point is known before.
+        axis: None: one scale for the tensor. Else one per row, where a row has the axes from this negative one to the
+            last: -1 for tokens, -3 for images with their channels.
+        symmetric: whether the zero point is fixed at the middle of the integers; else it is affine.
     """
 
     qmin: int
@@ -33,35 +33,35 @@ class DynamicGrid:
 
     @classmethod
     def of(cls, spec: TensorSpec, axis: int | None) -> DynamicGrid:
-        """What a spec asks for."""
+        """Make the dynamic grid of a spec."""
         return cls(spec.qmin, spec.qmax, spec.dtype, axis, spec.symmetric)
 
     @property
     def bits(self) -> int:
-        """How many bits a value takes."""
+        """Bits of a value."""
         return (self.qmax - self.qmin).bit_length()
 
     @property
     def middle(self) -> int:
-        """The integer that stands for float zero, where the grid is symmetric."""
+        """Zero point of a symmetric grid."""
         return (self.qmin + self.qmax + 1) // 2
 
     @property
     def steps(self) -> int:
-        """How many steps the largest magnitude has; of a grid that is not symmetric, the whole range.
+        """Number of steps that the largest magnitude is divided into; for an affine grid, the whole range.
 
-        Of such a row one step is left over: the zero point is rounded up, which moves the range by less than a step.
+        An affine grid per row leaves one step free, since its zero point is rounded up.
         """
         if self.symmetric:
             return self.qmax - self.middle
         return self.qmax - self.qmin - (0 if self.axis is None else 1)
 
     def scale_of(self, x: Tensor) -> Tensor:
-        """The scale that values have, float32; as `dynamic_scale`."""
+        """Scale of `x` (float32), see `dynamic_scale`."""
         return dynamic_scale(*dynamic_range(x, self.axis), self.steps, self.symmetric)
 
     def rounded(self, x: Tensor) -> Tensor:
-        """The values of the grid that are the nearest to `x`, float32, on which the grid is measured."""
+        """Round `x` (float32, any shape) to its own dynamic grid: float32, same shape."""
         low, high = dynamic_range(x, self.axis)
         scale = dynamic_scale(low, high, self.steps, self.symmetric)
         nearest = self.axis is None
@@ -70,55 +70,56 @@ class DynamicGrid:
 
 
 def dynamic_range(x: Tensor, axis: int | None = None) -> tuple[Tensor, Tensor]:
-    """The smallest and the largest of zero and the values of `x`; of each row with an `axis`.
+    """Return the smallest and the largest value of `x`, zero included, of the tensor or of each row.
 
     Args:
         x: float32, any shape.
-        axis: the first axis of a row, counted from the end; None: one range, 0-d.
+        axis: first axis of a row, negative; None: one range for the tensor.
 
     Returns:
-        Two float32, of the shape of `x` with ones from `axis` on. NaN gives NaN.
+        Two float32 tensors: 0-d, or with an `axis` the shape of `x` with ones from that axis on. NaN gives NaN.
     """
     if x.numel() == 0:
-        nothing = x.new_zeros((*x.shape[:axis], *[1] * -axis) if axis is not None else ())
-        return nothing, nothing
-    row, rows = tuple(range(axis, 0)) if axis is not None else (), axis is not None
-    return x.amin(row, keepdim=rows).clamp_(max=0.0), x.amax(row, keepdim=rows).clamp_(min=0.0)
+        zeros = x.new_zeros((*x.shape[:axis], *[1] * -axis) if axis is not None else ())
+        return zeros, zeros
+    axes, per_row = tuple(range(axis, 0)) if axis is not None else (), axis is not None
+    return x.amin(axes, keepdim=per_row).clamp_(max=0.0), x.amax(axes, keepdim=per_row).clamp_(min=0.0)
 
 
 def dynamic_scale(low: Tensor, high: Tensor, steps: int, symmetric: bool = True) -> Tensor:
-    """The scale with which a range, or where it is `symmetric` the larger end of it, is so many steps.
+    """Return the scale that divides a range into steps; if `symmetric`, its largest magnitude.
 
     Args:
-        low: the smallest value, as `dynamic_range` gives it.
-        high: the largest one.
-        steps: as `DynamicGrid.steps`.
-        symmetric: whether the grid is symmetric around zero.
+        low: smallest value, float32, as `dynamic_range` returns it.
+        high: largest value, same shape.
+        steps: see `DynamicGrid.steps`.
+        symmetric: whether the grid is symmetric.
 
     Returns:
-        float32, of the same shape. A finite range gives a finite scale, no smaller one than `SMALLEST`; of one that
-        ends less than a step from the end of float32, `dequantize` may give infinity. NaN and infinity give themselves.
+        float32, same shape. A finite range gives a finite scale of at least `MIN_SCALE`; NaN gives NaN, and infinity
+        gives infinity. `dequantize` may give infinity if the range ends less than a step before the largest float32.
 
     Example:
         >>> float(dynamic_scale(torch.tensor(-2.0), torch.tensor(1.0), 127).mul(127))
         2.0
     """
     if symmetric:
-        return torch.maximum(high, low.neg()).div_(steps).clamp_(min=SMALLEST)
-    return (high / steps).sub_(low, alpha=1 / steps).clamp_(min=SMALLEST)  # high - low may be too large for float32
+        return torch.maximum(high, low.neg()).div_(steps).clamp_(min=MIN_SCALE)
+    return (high / steps).sub_(low, alpha=1 / steps).clamp_(min=MIN_SCALE)  # high - low may be too large for float32
 
 
 def dynamic_zero_point(low: Tensor, scale: Tensor, qmin: int, nearest: bool = False) -> Tensor:
-    """The integer that stands for float zero, so that `low` is at `qmin` or less than a step above.
+    """Return the zero point of an affine grid, which places `low` at `qmin` or less than a step above it.
 
     Args:
-        low: as `dynamic_range` gives it.
-        scale: as `dynamic_scale` gives it, of the same shape.
+        low: smallest value, float32, as `dynamic_range` returns it.
+        scale: as `dynamic_scale` returns it, same shape.
         qmin: smallest integer of the grid.
-        nearest: `low` is at most half a step from `qmin`, on either side: what lies beyond an end is clamped.
+        nearest: whether to round the zero point to the nearest integer. `low` is then within half a step of `qmin`, on
+            either side, and a value outside of the grid is clamped.
 
     Returns:
-        A whole number in float32, since kernels multiply with it; of the same shape.
+        Integers as float32, since kernels multiply with them, same shape.
 
     Source: Jacob et al. 2018, section 3 (nudged zero point); ONNX, DynamicQuantizeLinear (the nearest one).
     """
@@ -127,5 +128,5 @@ def dynamic_zero_point(low: Tensor, scale: Tensor, qmin: int, nearest: bool = Fa
     return zero_point.add_(qmin) if qmin else zero_point
 
 
-SMALLEST = 1e-30
-"""A scale that float32 divides by without loss: whatever is smaller than half a step of it becomes zero."""
+MIN_SCALE = 1e-30
+"""Smallest scale. float32 divides by it without loss, and values below half of it become zero."""

@@ -1,4 +1,4 @@
-"""Fake quantizers: what rounds values to a grid while a model is trained, and lets gradients through.
+"""Fake quantizers: modules that round values to a grid in training, and pass gradients through.
 
     y = (clamp(round_half_even(x / scale) + zero_point, qmin, qmax) - zero_point) * scale
 
@@ -24,32 +24,32 @@ from fxq.quant.tensor_range import range_of
 
 
 class FakeQuantize(nn.Module):
-    """Base of the two kinds: of values, and of weights.
+    """Base of the fake quantizers of activations and of weights.
 
-    Gradients pass where a value is inside of the grid. What is learned of a scale is a factor, so that steps of an
-    optimizer like Adam, which do not depend on the size of gradients, suit small and large scales. Its gradient is that
-    of LSQ: gradient descent moves the scale as there. It has 1 / sqrt(N * qmax) in it, with N the number of elements
-    that share the scale (of one sample).
+    Gradients pass for values inside of the grid. A learned scale is its start times a learned factor, so that an
+    optimizer such as Adam, whose steps do not depend on the size of gradients, suits small and large scales. The
+    gradient of the factor is such that gradient descent moves the scale as in LSQ, with gradient scale
+    1 / sqrt(N * qmax), where N is the number of elements of one sample that share the scale.
 
     Attributes:
-        label: what errors call the tensor.
-        spec: what the recipe asks for.
-        grid: the limits of the integers, the axis and the block, as they were before training.
+        label: name of the tensor in errors.
+        spec: spec of the recipe.
+        grid: grid before training: limits of the integers, axis and block.
 
     Buffers:
 
-        scale: float32, (1,), (C,), or for blocks as `QParams.scale`; where it is learned, as it was at the start.
-        zero_point: int32, of the same shape.
+        scale: float32, (1,), (C,), or per block the shape of `QParams.scale`; for a learned scale, its start.
+        zero_point: int32, same shape.
 
     Parameter:
 
-        factor: of a learned scale, float32, of the same shape: the scale is that at the start times its magnitude.
+        factor: for a learned scale, float32, same shape: the scale is `scale` times the magnitude of `factor`.
 
     Source: Esser et al. 2020, sections 2.1 and 2.2 (LSQ).
     """
 
     name: ClassVar[str] = "fake_quantize"
-    kind: ClassVar[str] = "convert"  # in pictures
+    kind: ClassVar[str] = "convert"  # colour of the box in pictures
     of_weights: ClassVar[bool] = False
     scale: Tensor
     zero_point: Tensor
@@ -69,32 +69,32 @@ class FakeQuantize(nn.Module):
         return self.spec.range == "learned"
 
     def rounded(self, x: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
-        """`x`, float32, on the grid of this scale and zero point."""
+        """Round `x` (float32) to the grid of this scale and zero point: float32, same shape."""
         grid = self.grid
         if not self.learned:
             scale, zero_point = self._spread(scale, x), self._spread(zero_point, x)
             rounding = RoundedInside if self.of_weights else Rounded
             return rounding.apply(x, scale, zero_point, grid.qmin, grid.qmax)
-        most = grid.qmax - ((grid.qmin + grid.qmax + 1) // 2 if self.spec.symmetric else grid.qmin)
-        shared = x.numel() // (len(x) or 1) if grid.axis is None else x.numel() // scale.numel()
-        gradient_scale = 1 / math.sqrt(max(shared, 1) * most)
+        largest = grid.qmax - ((grid.qmin + grid.qmax + 1) // 2 if self.spec.symmetric else grid.qmin)
+        sharing = x.numel() // (len(x) or 1) if grid.axis is None else x.numel() // scale.numel()  # elements per scale
+        gradient_scale = 1 / math.sqrt(max(sharing, 1) * largest)
         factor, scale, zero_point = (self._spread(t, x) for t in (self.factor, scale, zero_point))
         return RoundedByLearnedScale.apply(
             x, factor, scale, zero_point, grid.qmin, grid.qmax, gradient_scale, self.of_weights
         )
 
     def _spread(self, numbers: Tensor, x: Tensor) -> Tensor:
-        """Scales or zero points, shaped to broadcast with `x`."""
+        """Return scales or zero points in a shape that broadcasts with `x`."""
         return spread(numbers, x, self.grid.axis, self.grid.block)
 
     def last_scale(self) -> Tensor:
-        """The scale as it is now, without a gradient."""
+        """Return the current scale, without a gradient."""
         if not self.learned:
             return self.scale
-        return self.scale * magnitude(whole(self.factor).detach().to(self.scale.device))
+        return self.scale * magnitude(full_tensor(self.factor).detach().to(self.scale.device))
 
     def qparams(self) -> QParams:
-        """Scale and zero point as they are now, on the CPU."""
+        """Return the current scale and zero point, on the CPU."""
         grid = self.grid
         scale, zero_point = (t.cpu().reshape(grid.scale.shape).clone() for t in (self.last_scale(), self.zero_point))
         return QParams(scale, zero_point, grid.qmin, grid.qmax, grid.dtype, grid.axis, grid.block)
@@ -104,31 +104,30 @@ class FakeQuantize(nn.Module):
 
 
 class FakeQuantizeValue(FakeQuantize):
-    """Rounds a value that the model computes; finds its range while the model is trained.
+    """Fake quantizer of an activation, which tracks its range in training.
 
-    A forward in train mode notes the smallest and the largest value (`seen`). The grid follows them when `move_ranges`
-    and `use_ranges` are called, before the next one: so a forward that is computed again for its gradients gives the
-    same numbers. Until then it hands its input on. A learned scale does not follow ranges: it starts with the grid.
+    A forward in train mode records the smallest and the largest value in `seen`. `move_ranges` and `use_ranges`, called
+    between forwards, update the grid: a forward that is recomputed for its gradients gives the same numbers. Before the
+    first update the input is returned unchanged. A learned scale starts with the grid and does not track ranges.
 
     Args:
-        spec: with the observer "minmax" (all that was seen counts), or "moving_average" with its momentum; or with a
-            learned scale.
-        grid: the limits of the integers; where the scale is learned, it starts with these.
-        label: what errors call the value.
-        group: the number of the edges whose values it rounds.
-        nonnegative: whether it stands for a relu, too: values below zero become zero. Only where the zero point is the
-            smallest integer. Those that are closer to zero than half a step pass on their gradient.
+        spec: a spec with the observer "minmax" (union of all ranges) or "moving_average", or with a learned scale.
+        grid: limits of the integers; also the start of a learned scale.
+        label: name of the tensor in errors.
+        group: number of the shared-grid group that it rounds.
+        nonnegative: whether to apply a relu, too, which needs `qmin` as zero point. Negative values within half a step
+            of zero pass their gradient.
 
     Attributes:
-        momentum: weight of a new batch in the range; None where the range is the union of all.
-        watching: whether forwards in train mode note the values' range.
-        has_range: whether one of them did.
+        momentum: weight of a new batch in the range; None for the union of all ranges.
+        watching: whether forwards in train mode record the range.
+        has_range: whether a range was recorded.
         started: whether values are rounded.
 
-    Buffers, besides those of the base, where the scale is not learned:
+    Buffers, besides those of the base, if the scale is not learned:
 
-        low, high: float32, 0-d: the range so far; +inf and -inf before any data.
-        seen: float32, (2,): the smallest and the largest value since `use_ranges`; in no `state_dict`.
+        low, high: float32, 0-d, the range so far; +inf and -inf before any data.
+        seen: float32 (2,), smallest and largest value since `use_ranges`; not in the `state_dict`.
     """
 
     low: Tensor
@@ -147,7 +146,7 @@ class FakeQuantizeValue(FakeQuantize):
             self.register_buffer("seen", torch.tensor([math.inf, -math.inf]), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x`, floating point, any shape, on the grid; float32."""
+        """Round `x` (floating point, any shape) to the grid: float32, same shape."""
         x = x.to(torch.float32)
         if self.training and self.watching and x.numel():
             with torch.no_grad():
@@ -161,17 +160,17 @@ class FakeQuantizeValue(FakeQuantize):
 
 
 class FakeQuantizeWeight(FakeQuantize):
-    """Rounds a weight, on the grid of its own range at every call, or on that of a learned scale.
+    """Fake quantizer of a weight, with the grid of its current range, or with a learned scale.
 
     Args:
-        spec: with the observer "minmax"; for a learned scale any observer, which has seen the weight before.
-        grid: the limits of the integers, the axis and the block; where the scale is learned, it starts with these.
-        label: what errors call the weight.
-        edge: the path of the weight as it is quantized, and which of its edges this one is for.
+        spec: a spec with the observer "minmax", or with a learned scale and any observer.
+        grid: limits of the integers, axis and block; also the start of a learned scale.
+        label: name of the weight in errors.
+        edge: path of the quantized weight, and index among its edges.
 
     Attributes:
-        oscillation: of the weight, where elements that go back and forth between integers are to be frozen. Then
-            `scale` and `zero_point` are those of the last forward in train mode, also where they are not learned.
+        oscillation: tracker of elements that oscillate between integers, to freeze them, or None. With it, `scale` and
+            `zero_point` are those of the last forward in train mode, even if they are not learned.
     """
 
     of_weights: ClassVar[bool] = True
@@ -182,7 +181,7 @@ class FakeQuantizeWeight(FakeQuantize):
         self.edge, self.oscillation = edge, None
 
     def forward(self, weight: Tensor) -> Tensor:
-        """`weight`, floating point, of the shape that it had when this was made, on the grid; float32."""
+        """Round `weight` (floating point, in its shape at creation) to the grid: float32, same shape."""
         weight = weight.to(torch.float32)
         scale, zero_point = self.grid_of(weight.detach())
         if self.training and self.oscillation is not None:
@@ -196,27 +195,24 @@ class FakeQuantizeWeight(FakeQuantize):
         return self.rounded(weight, scale, zero_point)
 
     @torch.no_grad()
-    def hold(self, weight: Tensor) -> None:
-        """Put the elements of the weight that are frozen on the integers that they keep, in place.
-
-        What an earlier forward has kept for its gradients is not spoiled by it, as far as autograd is concerned.
-        """
-        assert self.oscillation is not None  # of one that freezes
-        kept = self.oscillation.before
+    def restore_frozen(self, weight: Tensor) -> None:
+        """Set the frozen elements of the weight to their integers, in place and invisible to autograd."""
+        assert self.oscillation is not None
+        integers = self.oscillation.before
         scale, zero_point = (
-            (self.last_scale(), self.zero_point) if self.learned else self.grid_of(whole(weight).float())
+            (self.last_scale(), self.zero_point) if self.learned else self.grid_of(full_tensor(weight).float())
         )
-        held = (kept - self._spread(zero_point, kept)) * self._spread(scale, kept)
-        held = torch.where(self.oscillation.frozen, held, torch.nan)
-        if hasattr(weight, "device_mesh"):  # a DTensor, whose import takes long
+        values = (integers - self._spread(zero_point, integers)) * self._spread(scale, integers)
+        values = torch.where(self.oscillation.frozen, values, torch.nan)
+        if hasattr(weight, "device_mesh"):  # a DTensor, whose import is slow
             from torch.distributed.tensor import DTensor, distribute_tensor
 
             assert isinstance(weight, DTensor)
-            held = distribute_tensor(held, weight.device_mesh, weight.placements, src_data_rank=None)
-        weight.data.copy_(torch.where(held.isnan(), weight.data, held))
+            values = distribute_tensor(values, weight.device_mesh, weight.placements, src_data_rank=None)
+        weight.data.copy_(torch.where(values.isnan(), weight.data, values))
 
     def grid_of(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """The scale and the zero point that a weight has."""
+        """Return the scale, float32, and the zero point, int32, for a weight, in the shape of `self.scale`."""
         if self.learned:
             return self.scale, self.zero_point
         axis, block = self.grid.axis, self.grid.block
@@ -225,7 +221,7 @@ class FakeQuantizeWeight(FakeQuantize):
         return scale.reshape(self.scale.shape), zero_point.reshape(self.scale.shape)
 
     def qparams_of(self, weight: Tensor) -> QParams:
-        """The same, of a weight on the CPU, as it is kept."""
+        """Return the grid of a weight that is on the CPU."""
         if self.learned:
             return self.qparams()
         scale, zero_point = (t.reshape(self.grid.scale.shape) for t in self.grid_of(weight))
@@ -234,48 +230,48 @@ class FakeQuantizeWeight(FakeQuantize):
 
 @torch.no_grad()
 def move_ranges(quantizers: Sequence[FakeQuantizeValue], seen: Tensor) -> None:
-    """Let ranges follow what was seen in a forward. What holds NaN or infinity, or no value, does not count.
+    """Update the ranges with those of a forward. Ranges with NaN or infinity, and of empty tensors, are left out.
 
     Args:
-        quantizers: those whose ranges move.
-        seen: float32, (N, 2): for each of them the smallest and the largest value.
+        quantizers: the fake quantizers to update.
+        seen: float32 (N, 2), for each of them the smallest and the largest value.
 
     Source: Jacob et al. 2018, section 3.1 (moving averages).
     """
     counts = torch.isfinite(seen).all(1)
     low, high = torch.stack([q.low for q in quantizers]), torch.stack([q.high for q in quantizers])
     weights = torch.tensor([math.nan if q.momentum is None else q.momentum for q in quantizers], device=seen.device)
-    for ends, new, wider in ((low, seen[:, 0], torch.minimum), (high, seen[:, 1], torch.maximum)):
+    for ends, new, union in ((low, seen[:, 0], torch.minimum), (high, seen[:, 1], torch.maximum)):
         averaged = torch.where(weights == 1, new, ends + (new - ends) * weights)
-        moved = torch.where(weights.isnan() | ends.isinf(), wider(ends, new), averaged)
+        moved = torch.where(weights.isnan() | ends.isinf(), union(ends, new), averaged)
         ends.copy_(torch.where(counts, moved, ends))
     torch._foreach_copy_([q.low for q in quantizers], low.unbind())
     torch._foreach_copy_([q.high for q in quantizers], high.unbind())
 
 
 def use_ranges(quantizers: Sequence[FakeQuantizeValue]) -> None:
-    """Let grids be those of the ranges so far, where there are any, and forget what was seen in the last forward.
+    """Set the grids to the ranges so far, if there are any, and reset `seen`.
 
     Args:
-        quantizers: those whose scales are not learned.
+        quantizers: fake quantizers whose scales are not learned.
     """
-    alike: dict[tuple[int, int, bool], list[FakeQuantizeValue]] = {}
+    by_limits: dict[tuple[int, int, bool], list[FakeQuantizeValue]] = {}
     for q in quantizers:
         if q.has_range:
-            alike.setdefault((q.grid.qmin, q.grid.qmax, q.spec.symmetric), []).append(q)
+            by_limits.setdefault((q.grid.qmin, q.grid.qmax, q.spec.symmetric), []).append(q)
     with torch.no_grad():
-        for (qmin, qmax, symmetric), same in alike.items():
-            low, high = torch.stack([q.low for q in same]), torch.stack([q.high for q in same])
-            high = torch.where((low == 0) & (high == 0), 1.0, high)  # each is a tensor of its own: others say nothing
+        for (qmin, qmax, symmetric), group in by_limits.items():
+            low, high = torch.stack([q.low for q in group]), torch.stack([q.high for q in group])
+            high = torch.where((low == 0) & (high == 0), 1.0, high)  # they are not channels of one tensor
             scale, zero_point = scale_and_zero_point(low, high, qmin, qmax, symmetric)
-            torch._foreach_copy_([q.scale for q in same], scale[:, None].unbind())
-            torch._foreach_copy_([q.zero_point for q in same], zero_point[:, None].unbind())
+            torch._foreach_copy_([q.scale for q in group], scale[:, None].unbind())
+            torch._foreach_copy_([q.zero_point for q in group], zero_point[:, None].unbind())
         if quantizers:
-            nothing = quantizers[0].seen.new_tensor([math.inf, -math.inf])
-            torch._foreach_copy_([q.seen for q in quantizers], [nothing] * len(quantizers))
+            unseen = quantizers[0].seen.new_tensor([math.inf, -math.inf])
+            torch._foreach_copy_([q.seen for q in quantizers], [unseen] * len(quantizers))
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """A tensor as it is; of one that is spread over processes (`DTensor`), all of it: each of them has to ask."""
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Return a tensor; if it is sharded over processes (`DTensor`), gather it, which all of them must do."""
     gather = getattr(tensor, "full_tensor", None)
     return gather() if gather is not None else tensor

@@ -1,10 +1,10 @@
-"""A histogram that can be streamed and merged exactly, and the clipping ranges that are read off it.
+"""Histogram that is streamed and merged exactly, and the clipping ranges computed from it.
 
-Bins are 2**exponent wide and start at zero, so two neighbours of one histogram are one bin of the next coarser one:
-what is counted does not depend on how the data was cut into batches, nor on their order.
+Bins are 2**exponent wide and start at zero, so that two neighbours are one bin of the next coarser histogram: counts do
+not depend on the size or order of batches.
 
-`counts` is int64 (2 * SIDE - 1,). With w = 2**exponent, slot SIDE - 1 + i holds the values whose x / w, cut off towards
-zero, is i: those in [i * w, (i+1) * w) for i > 0, in ((i-1) * w, i * w] for i < 0, and in (-w, w) for i = 0.
+`counts` is int64 (2 * SIDE - 1,). With w = 2**exponent, slot SIDE - 1 + i counts the values x with trunc(x / w) = i: in
+[i * w, (i+1) * w) for i > 0, in ((i-1) * w, i * w] for i < 0, and in (-w, w) for i = 0.
 """
 
 from __future__ import annotations
@@ -19,52 +19,52 @@ from fxq.quant.spec import TensorSpec
 
 SIDE_BITS = 12
 SIDE = 2**SIDE_BITS
-"""Bins on each side of zero. Of these, the larger side fills at least half: 8 or more per step of an 8-bit grid."""
+"""Bins on each side of zero. The data reaches at least half of one side: 8 bins or more per step of an 8-bit grid."""
 
 SLOTS = 2 * SIDE - 1
 
 MIN_EXPONENT = -126
-"""Narrower bins than the smallest scale there is (the smallest normal float32) would tell nothing."""
+"""Smallest exponent: that of the smallest scale, which is the smallest normal float32."""
 
 _CHUNK = 131072  # elements; the intermediate results of one chunk stay in the L2 cache
-_EVAL = 32767  # float64 elements per step of the clip search; for the same reason, and so that one thread does it
+_EVAL = 32767  # float64 elements per step of the clip search: they fit in the L2 cache, and PyTorch uses one thread
 
 _ROUND = 1.5 * 2.0**52
-"""Added to a float64 and taken away again, it leaves the nearest integer, ties to even, as `torch.round` does.
+"""Adding this number to a float64 and subtracting it rounds to the nearest integer, ties to even, like `torch.round`.
 
-The clip search runs on one thread: where other programs run, two threads wait for each other for forty times as long as
-the work takes. `torch.round` takes all threads from 2,048 elements on, a product of a matrix and a vector always.
+The clip search must run on one thread: on a busy machine, waiting for a second thread takes far longer than the work.
+`torch.round` uses all threads from 2,048 elements on, and a product of a matrix and a vector always does.
 """
 
 _ZOOMS = ((-10.0, 0.0, 41), (-0.25, 0.25, 13), (-0.05, 0.05, 9))
-"""Passes of the clip search, one wide and then narrow ones: from and to (in octaves), in how many candidates."""
+"""Passes of the clip search, from coarse to fine: first and last factor (in octaves), number of candidates."""
 
 
 def exponent_for(bound: float) -> int:
-    """The smallest exponent whose bins hold all values of magnitude up to `bound` (finite float32 range)."""
+    """Return the smallest exponent whose bins hold all values of magnitude up to `bound` (finite float32 range)."""
     return max(math.frexp(bound)[1] - SIDE_BITS, MIN_EXPONENT) if bound else MIN_EXPONENT
 
 
 def empty_counts() -> Tensor:
-    """A histogram of nothing: int64 zeros (SLOTS,), not to be written to: all of them are one number in memory."""
+    """Return the histogram of no data, int64 zeros (SLOTS,). Do not write to it: all its entries share memory."""
     return torch.zeros((), dtype=torch.int64).expand(SLOTS)
 
 
 def count(x: Tensor, exponent: int) -> Tensor:
-    """Counts of the values of `x` (float32, 1-d, finite, |x| < SIDE * 2**exponent): int64 (SLOTS,), on x's device.
+    """Count the values of `x` (float32, 1-d, finite, |x| < SIDE * 2**exponent): int64 (SLOTS,), on x's device.
 
-    Multiplying by a power of two is exact, and so is cutting off the fraction (an underflow to zero included), so
-    every value lands in its own bin.
+    Every value is counted in its own bin, since multiplying by a power of two and truncating are exact, an underflow to
+    zero included.
     """
     counts = torch.zeros(SLOTS, dtype=torch.int64, device=x.device)
     for chunk in x.split(_CHUNK):
-        slots = (chunk * 2.0**-exponent).to(torch.int32).add_(SIDE - 1)  # the conversion cuts off the fraction
+        slots = (chunk * 2.0**-exponent).to(torch.int32).add_(SIDE - 1)  # the conversion truncates
         counts += torch.bincount(slots, minlength=SLOTS)
     return counts
 
 
 def coarsen(counts: Tensor, shift: int) -> Tensor:
-    """The same data in bins 2**shift times as wide. Exact."""
+    """Return the histogram of the same data with bins 2**shift times as wide. Exact."""
     if shift == 0:
         return counts
     index = torch.arange(1 - SIDE, SIDE, device=counts.device)
@@ -73,21 +73,21 @@ def coarsen(counts: Tensor, shift: int) -> Tensor:
 
 
 def widest_gap(counts: Tensor, exponent: int) -> tuple[float, float]:
-    """The widest stretch between two values that holds none, to a bin; (0.0, 0.0) where there are not two bins."""
+    """Return the widest interval between two values that has no value in it, to a bin; (0.0, 0.0) for one bin."""
     filled = counts.nonzero().flatten() - (SIDE - 1)
     if len(filled) < 2:
         return 0.0, 0.0
-    at = int(filled.diff().argmax())
-    left, right = int(filled[at]), int(filled[at + 1])
+    index = int(filled.diff().argmax())
+    left, right = int(filled[index]), int(filled[index + 1])
     return (left + (left >= 0)) * 2.0**exponent, (right - (right <= 0)) * 2.0**exponent
 
 
 def percentile(counts: Tensor, exponent: int, low: float, high: float, percent: float) -> float:
-    """The value below which `percent` % of the data lies: linear within a bin, 0.0 in the bin around zero.
+    """Return the value below which `percent` % of the data is: linear within a bin, 0.0 in the bin around zero.
 
     Args:
-        counts: the histogram, not empty.
-        exponent: of its bins.
+        counts: the histogram, int64 (SLOTS,), not empty.
+        exponent: exponent of its bins.
         low: smallest value in it.
         high: largest value in it.
         percent: 0 to 100.
@@ -105,22 +105,22 @@ def percentile(counts: Tensor, exponent: int, low: float, high: float, percent: 
 
 
 def clip_range(counts: Tensor, exponent: int, low: float, high: float, spec: TensorSpec) -> tuple[float, float]:
-    """The range whose grid has the smallest summed squared quantization error over the histogram.
+    """Return the range whose grid has the smallest sum of squared quantization errors over the histogram.
 
-    The error is that of quantize then dequantize with the grid `choose_qparams` gives for the range, clipped values
-    included. Values are taken as evenly spread within their bin, for which the sum has a closed form: it stays right
-    when an outlier makes bins as wide as a quantization step, where bin centres would not. Values in the bin around
-    zero are taken as zero: after a relu half of all values are, and they quantize without error.
+    The error is that of quantize and dequantize with the grid that `choose_qparams` gives for the range, clipped values
+    included. Values count as evenly distributed within their bin, which has a closed form; centres of bins would be
+    wrong when an outlier makes bins as wide as a step of the grid. Values in the bin around zero count as zero, since
+    after a relu half of all values are zero and quantize without error.
 
     Args:
-        counts: the histogram, not empty.
-        exponent: of its bins.
+        counts: the histogram, int64 (SLOTS,), not empty.
+        exponent: exponent of its bins.
         low: smallest value in it.
         high: largest value in it.
-        spec: the grid that the range is for. If symmetric, the two ends move together.
+        spec: spec of the grid. If symmetric, the two ends move together.
 
     Returns:
-        (low, high) within the data's own range; that range itself unless clipping gains more than 1 %.
+        (low, high) within the range of the data; that range itself unless clipping gains more than 1 %.
 
     Source: Migacz 2017 (TensorRT, clipping chosen on a histogram) with the squared error of Banner et al. 2019,
     section 2, and Choukroun et al. 2019 (minimum mean squared error).
@@ -129,24 +129,25 @@ def clip_range(counts: Tensor, exponent: int, low: float, high: float, spec: Ten
     error = _ClipError(counts, exponent, low, high, spec)
     full = torch.ones(1, 2, dtype=torch.float64)
     best, unclipped = full, float(error(full))
-    least = unclipped
-    together, ends = torch.tensor([[1.0, 1.0]]), torch.eye(2)
-    directions = [together] if spec.symmetric or low == 0 or high == 0 else [together, ends[1:], ends[:1]]
+    smallest = unclipped
+    both_ends, single_ends = torch.tensor([[1.0, 1.0]]), torch.eye(2)
+    only_both = spec.symmetric or low == 0 or high == 0
+    directions = [both_ends] if only_both else [both_ends, single_ends[1:], single_ends[:1]]
     for first, last, points in _ZOOMS:
         steps = torch.linspace(first, last, points, dtype=torch.float64)[:, None]
         for direction in directions:
-            # The wide pass starts at the end of the data, the narrow ones at the best end so far.
+            # The coarse pass starts at the ends of the data, the finer ones at the best ends so far.
             origin = torch.where(direction > 0, full, best) if last == 0 else best
             candidates = (origin * torch.exp2(steps * direction)).clamp_(max=1.0)
             errors = error(candidates)
-            if float(errors.min()) < least:
-                least, best = float(errors.min()), candidates[errors.argmin()][None]
-    low_clipped, high_clipped = error.bounds(best if least < 0.99 * unclipped else full)
+            if float(errors.min()) < smallest:
+                smallest, best = float(errors.min()), candidates[errors.argmin()][None]
+    low_clipped, high_clipped = error.bounds(best if smallest < 0.99 * unclipped else full)
     return float(low_clipped), float(high_clipped)
 
 
 class _ClipError:
-    """The error of the grids for ranges given as fractions of the data's range."""
+    """Function from ranges, as fractions of the range of the data, to the error of their grids."""
 
     def __init__(self, counts: Tensor, exponent: int, low: float, high: float, spec: TensorSpec) -> None:
         self.low, self.high, self.spec = low, high, spec
@@ -161,7 +162,7 @@ class _ClipError:
         self.edges, self.weights = edges[used], weights[used]
 
     def bounds(self, fractions: Tensor) -> tuple[Tensor, Tensor]:
-        """(low, high), float32 (C,) each, for `fractions` (C, 2) of the two ends of the data's range."""
+        """Return (low, high), float32 (C,) each, for `fractions` (C, 2) of the two ends of the data."""
         ends = torch.tensor([self.low, self.high], dtype=torch.float64)
         if self.spec.symmetric:
             ends = torch.tensor([-1.0, 1.0], dtype=torch.float64) * ends.abs().max()
@@ -169,20 +170,25 @@ class _ClipError:
         return low.clamp(min=self.low), high.clamp(max=self.high)
 
     def __call__(self, fractions: Tensor) -> Tensor:
-        """Summed squared error, float64 (C,), for `fractions` (C, 2)."""
+        """Return the sums of squared errors, float64 (C,), for `fractions` (C, 2)."""
         grid = choose_qparams(*self.bounds(fractions), self.spec, axis=0)
         scale = grid.scale.to(torch.float64)[:, None]
-        least, most = (grid.qmin - grid.zero_point)[:, None].double(), (grid.qmax - grid.zero_point)[:, None].double()
+        low, high = (grid.qmin - grid.zero_point)[:, None].double(), (grid.qmax - grid.zero_point)[:, None].double()
         rows = max(_EVAL // max(len(self.edges), 1), 1)
-        pieces = zip(scale.split(rows), least.split(rows), most.split(rows), strict=True)
+        pieces = zip(scale.split(rows), low.split(rows), high.split(rows), strict=True)
         return torch.cat([self._integral(*piece).mul_(self.weights).sum(1) for piece in pieces])
 
-    def _integral(self, scale: Tensor, least: Tensor, most: Tensor) -> Tensor:
-        """Squared error of quantizing, integrated from -scale/2 to each edge: (C, E), up to a constant per row.
+    def _integral(self, scale: Tensor, low: Tensor, high: Tensor) -> Tensor:
+        """Integrate the squared error from -scale/2 to each edge: (C, E), up to a constant per row.
 
         A whole step adds scale**3 / 12; the part of a step at r from its grid point, or clipped by r, adds r**3 / 3.
+
+        Args:
+            scale: float64 (C, 1).
+            low: smallest integer minus the zero point, float64 (C, 1).
+            high: largest integer minus the zero point, float64 (C, 1).
         """
         steps = self.edges / scale
-        nearest = torch.minimum(torch.maximum((steps + _ROUND).sub_(_ROUND), least), most)
+        nearest = torch.minimum(torch.maximum((steps + _ROUND).sub_(_ROUND), low), high)
         rest = steps.sub_(nearest)
         return (rest * rest).mul_(rest).mul_(4.0).add_(nearest).mul_(scale**3 / 12)

@@ -1,9 +1,4 @@
-"""What an observer is: a module on an edge of a graph that finds the range of a tensor during calibration.
-
-An observer returns its input as it came. All it knows is in a few buffers whose size does not grow with the data, and
-two observers can be merged, so parts of a calibration set can be seen by different processes.
-The kinds are in `fxq/quant/observers.py`.
-"""
+"""`Observer`, the base class of modules that find the range of a tensor during calibration."""
 
 from __future__ import annotations
 
@@ -23,37 +18,40 @@ from fxq.quant.tensor_range import range_of
 
 
 class Observer(nn.Module, ABC):
-    """Base of the observers: checks what comes in and leaves to a subclass what to remember of it.
+    """Module that records the range of a tensor, and returns its input unchanged. Base class of all observers.
 
-    A subclass says how to take in a batch (`observe`), how to take in another observer (`absorb`; `unite`
-    where that is something else for another tensor), and if it clips, which part of the range to keep (`clipped`).
-    A class of your own is named in a spec by its import path: `TensorSpec(observer="my_package.ranges:MyObserver")`.
-    What it remembers besides stands in buffers of its own. What it can do stands in attributes of the class.
+    The state is in buffers, which usually do not grow with the data. Observers that saw different parts of the
+    calibration data, in different processes for example, can be merged.
+
+    A subclass implements `observe` (record a batch) and `absorb` (merge another observer of the same tensor). It may
+    override `unite` (merge an observer of another tensor; default: `absorb`) and `clipped` (clip the range; default:
+    no clipping). It registers buffers for any other state. A spec names it by import path:
+    `TensorSpec(observer="my_package.ranges:MyObserver")`.
 
     Attributes:
-        options: the least and the largest value of each option, by name. An option is a number, and an attribute of
-            the class that holds the default. A spec gives options in its text, in this order or by name:
-            "percentile:99.9", or "percentile:percent=99.9"; several with commas between them.
-        per_channel: whether this observer can be made with an axis.
-        keeps_data: whether it keeps all that it sees, which is too much where that is calibration data.
+        options: smallest and largest value of each option, by name. An option is a number, with its default in a class
+            attribute of that name. A spec sets options by position or by name, with commas between them:
+            "percentile:99.9" or "percentile:percent=99.9".
+        per_channel: whether this observer supports an axis.
+        keeps_data: whether its buffers hold all values, too many for calibration data.
 
     Buffers:
 
-        minimum: smallest value seen, float32, 0-d, (C,), or for blocks as `QParams.scale`; +inf before any data.
+        minimum: smallest value seen, float32, 0-d, (C,), or per block the shape of `QParams.scale`; +inf before any
+            data.
         maximum: largest value seen, same shape; -inf before any data.
-        met: bool (constants,), which of the constants were seen.
+        met: bool (number of constants,), whether each constant was seen.
 
     Args:
-        spec: the grid that the range is for.
-        axis: the channel axis for one range per channel, the axis that is cut where the spec asks for blocks, or None
-            for one per tensor.
-        name: what errors call the tensor, such as "the input of layer1.conv2".
-        constants: numbers that are no data where they occur, such as what a mask fills in: elements equal to one of
-            them are left out. Per tensor only.
+        spec: the spec of the tensor.
+        axis: the channel axis for one range per channel, the axis that is cut into blocks, or None for one range.
+        name: name of the tensor in errors, such as "the input of layer1.conv2".
+        constants: fill constants, such as those of masks. Elements equal to one of them are left out of the range. Per
+            tensor only.
         **options: values for the options of the class.
 
     Raises:
-        RecipeError: an axis where the class has none, an unknown option, or a value out of its bounds.
+        RecipeError: `axis` for a class without `per_channel`, an unknown option, or a value out of its bounds.
 
     Example:
         >>> observer = fxq.quant.observers.MinMax(TensorSpec(), name="the input of conv1")
@@ -86,8 +84,8 @@ class Observer(nn.Module, ABC):
         self.constants = tuple(constants)
         if axis is not None and not self.per_channel:
             raise RecipeError(
-                f"{self._tensor}: the {spec.observer!r} observer has one range per tensor, not one per channel as is "
-                "asked for. Set observer='minmax' or 'mse', or per='tensor'."
+                f"{self._tensor}: the {spec.observer!r} observer has one range per tensor, not one per channel. "
+                "Set observer='minmax' or 'mse', or per='tensor'."
             )
         self.register_buffer("minimum", torch.tensor(math.inf))
         self.register_buffer("maximum", torch.tensor(-math.inf))
@@ -95,50 +93,51 @@ class Observer(nn.Module, ABC):
 
     @classmethod
     def options_from(cls, text: str) -> dict[str, float]:
-        """The options in the part of a spec's text that is behind the observer's name.
+        """Return the options, by name, from the text after the observer's name in a spec, such as "percent=99.9".
 
         Raises:
-            RecipeError: an unknown option (the nearest names are given), or a value out of its bounds.
+            RecipeError: an unknown option (the message has the nearest names), or a value out of its bounds.
         """
-        found: dict[str, float] = {}
+        options: dict[str, float] = {}
         names = list(cls.options)
         for position, part in enumerate(text.split(",") if text else ()):
             key, named, value = part.strip().rpartition("=")
             if not named and position < len(names):
                 key = names[position]
-            found[key] = cls.check_option(key or value, value)
-        return found
+            options[key] = cls.check_option(key or value, value)
+        return options
 
     @classmethod
     def check_option(cls, key: str, value: float | str) -> float:
-        """The value of an option as a number. Raises `RecipeError` as `options_from` does."""
+        """Return the value of an option as a number. Raises `RecipeError` as `options_from` does."""
         if key not in cls.options:
             raise RecipeError(unknown(f"option of the observer {cls.__name__}", key, cls.options))
-        least, most = cls.options[key]
+        smallest, largest = cls.options[key]
         try:
             number = float(value)
         except ValueError:
             number = math.nan
-        if not least <= number <= most:
-            raise RecipeError(f"observer {cls.__name__}: {key} is {value!r}; it must be from {least:g} to {most:g}.")
+        if not smallest <= number <= largest:
+            raise RecipeError(
+                f"observer {cls.__name__}: {key} is {value!r}; it must be from {smallest:g} to {largest:g}."
+            )
         return number
 
     def forward(self, x: Tensor) -> Tensor:
-        """Take in `x` (float16, bfloat16, float32 or float64, any shape) and return it unchanged.
+        """Record the values of `x` (floating point, any shape) and return it unchanged.
 
-        Empty tensors and tensors on the meta device have no values and are passed over; so is everything while
-        `paused` is true.
+        Empty tensors, tensors on the meta device, and all tensors while `paused` is true are not recorded.
 
         Raises:
-            CalibrationError: `x` is not floating point, holds NaN or Inf, or its channels differ from those before.
-            InputError: `x` is no tensor.
+            CalibrationError: `x` is not floating point, has NaN or Inf, or another number of channels than before.
+            InputError: `x` is not a tensor.
         """
         if not isinstance(x, Tensor):
             raise InputError(f"{self._tensor} is {x!r} ({type(x).__name__}); an observer takes a tensor.")
         if not x.is_floating_point():
             raise CalibrationError(
                 f"{self._tensor} is {x.dtype}; only floating point tensors can be quantized. "
-                f"{'Set the layer to float in the recipe.' if self.name else 'Give it x.float().'}"
+                f"{'Set the layer to float in the recipe.' if self.name else 'Pass x.float().'}"
             )
         if x.numel() and not x.is_meta and not self.paused:
             with torch.no_grad():
@@ -149,18 +148,19 @@ class Observer(nn.Module, ABC):
         return x
 
     def on(self, spec: TensorSpec) -> Observer:
-        """The same for the grid of another spec: what was seen does not depend on it. Shares the buffers."""
-        other = copy.copy(self)
-        other.spec = spec
-        return other
+        """Return this observer for the grid of another spec. Shares the buffers, which do not depend on the spec."""
+        copied = copy.copy(self)
+        copied.spec = spec
+        return copied
 
     def answer_as(self, other: Observer) -> Observer | None:
-        """An observer like `other` that has seen what this one has; None where that does not follow from its buffers.
+        """Return an observer of the class and spec of `other` with the data of this one, without a new calibration.
 
-        The numbers are the same, bit for bit, as if it had been there itself. The two share buffers.
+        Its results are the same, bit for bit, as if it had seen the data itself. It shares the buffers. None, if its
+        state does not follow from the buffers of this observer.
 
         Args:
-            other: for the same tensor, perhaps of another kind, or for the grid of another spec.
+            other: an observer of the same tensor, perhaps of another class or spec.
 
         Example:
             >>> seen = fxq.quant.observers.Histogram(TensorSpec())
@@ -169,57 +169,57 @@ class Observer(nn.Module, ABC):
             >>> seen.answer_as(asked).qparams().s < seen.qparams().s, asked.seen
             (True, False)
         """
-        alike = (self.axis, self.constants) == (other.axis, other.constants) and self._looks_as(other)
-        if not alike or not set(self._buffers).issuperset(other._buffers):
+        same_tensor = (self.axis, self.constants) == (other.axis, other.constants)
+        if not same_tensor or not self._records_as(other) or not set(self._buffers).issuperset(other._buffers):
             return None
-        made = copy.copy(other)
-        made._buffers = {name: self._buffers[name] for name in other._buffers}
-        made.met_empty, made.block = self.met_empty, self.block
-        return made
+        answer = copy.copy(other)
+        answer._buffers = {name: self._buffers[name] for name in other._buffers}
+        answer.met_empty, answer.block = self.met_empty, self.block
+        return answer
 
-    def _looks_as(self, other: Observer) -> bool:
-        """Whether this observer keeps of a batch what `other` would, and perhaps more."""
+    def _records_as(self, other: Observer) -> bool:
+        """Whether this observer records all that `other` would record of a batch."""
         return type(self) is type(other) and all(getattr(self, key) == getattr(other, key) for key in self.options)
 
     def merge(self, other: Observer) -> None:
-        """Make this observer what it would be had it also seen all that `other` saw. `other` stays as it is.
+        """Add the data that `other` saw of the same tensor; `other` stays unchanged.
 
-        For two observers of one tensor; for two tensors that share a grid, see `join`.
+        For an observer of another tensor on the same grid, use `join`.
 
         Raises:
             InputError: the two differ in class, spec or axis.
             CalibrationError: the two have seen different numbers of channels.
         """
         self._check_same_kind(other)
-        self._meet(other)
+        self._merge_constants(other)
         if other.seen:
             self.absorb(other)
 
     def join(self, other: Observer) -> None:
-        """Make this observer stand for its tensor and for that of `other`, which share a grid. `other` stays as it is.
+        """Add the data that `other` saw of another tensor on the same grid; `other` stays unchanged.
 
-        Where `merge` averages, this takes the union: the mean of the ranges of two tensors would fit neither.
+        A moving average, for example, becomes the union of the two ranges, where `merge` takes their mean.
 
         Raises:
             InputError, CalibrationError: as for `merge`.
         """
         self._check_same_kind(other)
-        self._meet(other)
+        self._merge_constants(other)
         if other.seen:
             self.unite(other)
 
     def _data_of(self, x: Tensor) -> Tensor:
-        """The elements of `x` that are none of the constants; notes which of those there were."""
+        """Return the elements of `x` that are not constants, and record the constants seen."""
         low, high = range_of(x)
         for i, value in enumerate(self.constants):
             if low <= value <= high:
-                found = x == value
-                self.met = self.met | (torch.arange(len(self.constants), device=self.met.device) == i) & found.any()
-                x = x[~found]
+                equal = x == value
+                self.met = self.met | (torch.arange(len(self.constants), device=self.met.device) == i) & equal.any()
+                x = x[~equal]
         return x
 
-    def _meet(self, other: Observer) -> None:
-        """Take over which constants another observer has seen, and that it leaves them out, and how blocks are cut."""
+    def _merge_constants(self, other: Observer) -> None:
+        """Add the constants of another observer, which of them it has seen, and its block size."""
         met = dict.fromkeys([*self.constants, *other.constants], False)
         for observer in (self, other):
             for value, seen in zip(observer.constants, observer.met.tolist(), strict=True):
@@ -237,36 +237,39 @@ class Observer(nn.Module, ABC):
             )
 
     def qparams(self, besides: Sequence[float] = ()) -> QParams:
-        """Scale and zero point for what was seen, on the CPU, and for these numbers `besides`.
+        """Return scale and zero point for the data seen, on the CPU.
+
+        Args:
+            besides: numbers that the grid must cover as well, after clipping.
 
         Raises:
-            CalibrationError: no data was seen.
+            CalibrationError: the observer has seen no data.
         """
         low, high = self.clipped(*self.range())
         low, high = low.clamp(max=min(besides, default=math.inf)), high.clamp(min=max(besides, default=-math.inf))
         return choose_qparams(low, high, self.spec, self.axis, self.block)
 
     def range(self) -> tuple[Tensor, Tensor]:
-        """Smallest and largest value: float32, 0-d (per tensor) or (C,) (per channel), on the CPU.
+        """Return the smallest and largest value: float32, 0-d (per tensor) or (C,) (per channel), on the CPU.
 
-        Where there was nothing but constants it is 0 to 0.
+        It is 0 to 0 if all values were constants.
 
         Raises:
-            CalibrationError: no data was seen.
+            CalibrationError: the observer has seen no data.
         """
         if not self.seen and self.met_constants:
             return torch.zeros(()), torch.zeros(())
         if not self.seen:
-            why = ": what reached it was empty, as are batches of size 0" if self.met_empty else ""
-            todo = "Calibrate with inputs that reach this layer, or set it to float."
-            if not self.name:  # an observer by itself
-                todo = "Call the observer on it first."
-            raise CalibrationError(f"{self._tensor} has seen no data{why}. {todo}")
+            reason = ": all its tensors were empty, such as batches of size 0" if self.met_empty else ""
+            remedy = "Calibrate with inputs that reach this layer, or set it to float."
+            if not self.name:  # made by `make_observer`
+                remedy = "Call the observer on a tensor first."
+            raise CalibrationError(f"{self._tensor} has seen no data{reason}. {remedy}")
         return self.minimum.float().cpu(), self.maximum.float().cpu()
 
     @property
     def met_constants(self) -> tuple[float, ...]:
-        """The constants that were seen."""
+        """Constants that were seen."""
         return tuple(value for value, met in zip(self.constants, self.met.tolist(), strict=True) if met)
 
     @property
@@ -275,7 +278,7 @@ class Observer(nn.Module, ABC):
         return self.seen and not bool(self.minimum.any() or self.maximum.any())
 
     def gap(self) -> tuple[float, float]:
-        """The widest stretch between two values that holds none; (0.0, 0.0) where this observer does not know."""
+        """Return the widest interval between two values seen that has no value in it; (0.0, 0.0) if not known."""
         return 0.0, 0.0
 
     def extra_repr(self) -> str:
@@ -283,7 +286,7 @@ class Observer(nn.Module, ABC):
 
     @property
     def seen(self) -> bool:
-        """Whether there was data."""
+        """Whether there was data, constants not counted."""
         return bool((self.minimum <= self.maximum).all())
 
     @property
@@ -292,41 +295,45 @@ class Observer(nn.Module, ABC):
 
     @abstractmethod
     def observe(self, x: Tensor) -> None:
-        """Take in a batch."""
+        """Record a batch, floating point, any shape, not empty, on any device."""
 
     @abstractmethod
     def absorb(self, other: Observer) -> None:
-        """Take in what another observer of the same tensor has seen."""
+        """Add the data of another observer of the same tensor, of this class and spec."""
 
     def unite(self, other: Observer) -> None:
-        """Take in what an observer of another tensor has seen, which is to be on the same grid."""
+        """Add the data of an observer of another tensor on the same grid, of this class and spec."""
         self.absorb(other)
 
     def clipped(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-        """The part to keep of the range from `low` to `high`, float32, 0-d or (C,), on the CPU."""
+        """Return the range to quantize within the range seen, `low` to `high`: float32, 0-d or (C,), on the CPU."""
         return low, high
 
     def batch_range(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Smallest and largest value of `x`, float32, 0-d or (C,), on the device of the buffers; all finite."""
+        """Return the smallest and largest value of `x`: float32, 0-d or (C,), on the device of the buffers.
+
+        Raises:
+            CalibrationError: `x` has NaN or Inf, no such axis, or another number of channels than before.
+        """
         if self.axis is not None:
             if not -x.dim() <= self.axis < x.dim():
-                raise CalibrationError(f"{self._tensor} has shape {tuple(x.shape)}, so there is no axis {self.axis}.")
+                raise CalibrationError(f"{self._tensor} has shape {tuple(x.shape)}, and has no axis {self.axis}.")
             if self.spec.block is not None:
                 self.block = max(self.spec.block // math.prod(x.shape[2:]), 1)
         low, high = range_of(x, self.axis, self.block)
         low, high = low.to(self.minimum.device, torch.float32), high.to(self.minimum.device, torch.float32)
-        least, most = float(low.min()), float(high.max())  # NaN propagates through all of these
-        if not (math.isfinite(least) and math.isfinite(most)):
+        smallest, largest = float(low.min()), float(high.max())  # NaN propagates through all of these
+        if not (math.isfinite(smallest) and math.isfinite(largest)):
             raise CalibrationError(
-                f"{self._tensor} holds NaN or Inf, or values beyond float32 (min {least}, max {most}). Look for them "
-                f"in the calibration data, or run the float model on it to find the first layer that makes them; "
-                f"leave out that data, or set that layer to float."
+                f"{self._tensor} holds NaN or Inf, or values beyond float32 (min {smallest}, max {largest}). Look for "
+                f"them in the calibration data, or run the float model on it to find the first layer that produces "
+                f"them; leave out that data, or set that layer to float."
             )
         self.check_channels(low)
         return low, high
 
     def check_channels(self, low: Tensor) -> None:
-        """Raise `CalibrationError` when the ends of a range (0-d or (C,)) are of another number of channels."""
+        """Raise `CalibrationError` if the end of a range (0-d or (C,)) has another number of channels than before."""
         if self.minimum.dim() and self.minimum.shape != low.shape:
             raise CalibrationError(
                 f"{self._tensor} has {len(low)} channels on axis {self.axis}, but had {len(self.minimum)} before. "
@@ -334,6 +341,6 @@ class Observer(nn.Module, ABC):
             )
 
     def widen(self, low: Tensor, high: Tensor) -> None:
-        """Make `minimum` and `maximum` include `low` and `high`, float32, 0-d or (C,)."""
+        """Widen `minimum` and `maximum` to include `low` and `high`, float32, 0-d or (C,)."""
         low, high = low.to(self.minimum.device), high.to(self.minimum.device)
         self.minimum, self.maximum = torch.minimum(self.minimum, low), torch.maximum(self.maximum, high)

@@ -1,6 +1,6 @@
-"""What observers have seen, as data: to be stored, sent to another process, and merged there.
+"""States of observers as plain data, to store them, send them to another process, and merge them there.
 
-A state is a dict of plain data and tensors, as `fxq.common.stored_data.pack` takes it. It does not grow with the data.
+A state is a dict of plain data and tensors that `fxq.common.stored_data.pack` accepts.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ ObserverState = Mapping[str, Any]
 
 
 def kind_of(observer: Observer) -> str:
-    """What an observer looks at and how, as text: those of one kind can take over one another's state."""
+    """Class, options, spec and axis of an observer, as text; observers with the same text can exchange states."""
     options = {key: getattr(observer, key) for key in sorted(observer.options)}
     return f"{type(observer).__module__}.{type(observer).__qualname__} {options} {observer.spec!r} {observer.axis}"
 
 
 def state_of(observer: Observer) -> ObserverState:
-    """All that an observer has seen. Shares its tensors."""
+    """Return the state of an observer. Shares its tensors."""
     return {
         "kind": kind_of(observer),
         "buffers": dict(observer._buffers),
@@ -33,10 +33,10 @@ def state_of(observer: Observer) -> ObserverState:
 
 
 def with_state(observer: Observer, state: ObserverState) -> Observer:
-    """An observer like this one that has seen what is in a state, and nothing else. Shares the tensors of the state.
+    """Return a copy of an observer with a state instead of its own. Shares the tensors of the state.
 
     Raises:
-        InputError: the state is of an observer of another kind.
+        InputError: the state is from an observer of another class, spec or axis.
 
     Example:
         >>> seen = fxq.quant.observers.MinMax(fxq.TensorSpec())
@@ -46,44 +46,44 @@ def with_state(observer: Observer, state: ObserverState) -> Observer:
     """
     if state["kind"] != kind_of(observer):
         raise InputError(
-            f"{observer.name or 'the tensor'}: its observer is of another kind than the one whose state is given, "
-            f"{kind_of(observer)} and not {state['kind']}. Prepare both with one recipe."
+            f"{observer.name or 'the tensor'}: its observer is {kind_of(observer)}, but the state is from "
+            f"{state['kind']}. Prepare both models with one recipe."
         )
-    made, device = copy.copy(observer), observer.minimum.device
-    made._buffers = {name: tensor.to(device) for name, tensor in state["buffers"].items()}
-    made.constants, made.block, made.met_empty = state["constants"], state["block"], state["met_empty"]
-    return made
+    copied, device = copy.copy(observer), observer.minimum.device
+    copied._buffers = {name: tensor.to(device) for name, tensor in state["buffers"].items()}
+    copied.constants, copied.block, copied.met_empty = state["constants"], state["block"], state["met_empty"]
+    return copied
 
 
 def merge_states(observers: Mapping[str, Observer], states: Iterable[Mapping[str, ObserverState]]) -> set[str]:
-    """Let observers stand for what others of the same tensors have seen, together; what they had seen is forgotten.
+    """Replace the states of observers by the merged states of several processes.
 
     Args:
         observers: by name; changed in place.
-        states: by the same names, from each process one. The order matters only where a merge is not exact.
+        states: one dict of states per process, by the same names. The order matters for moving averages.
 
     Returns:
-        The names of the observers that every process has a state of; others stay as they are.
+        Names of the observers that have a state in every dict; other observers stay unchanged.
 
     Raises:
-        InputError: a state is of an observer of another kind.
+        InputError: a state is from an observer of another class, spec or axis.
         CalibrationError: the processes have seen different numbers of channels.
     """
     merged: dict[str, Observer] = dict(observers)
     for i, state in enumerate(states):
         merged = {name: observer for name, observer in merged.items() if name in state}
         for name in merged:
-            other = with_state(observers[name], state[name])
+            observer = with_state(observers[name], state[name])
             if i == 0:
-                merged[name] = other
+                merged[name] = observer
             else:
-                merged[name].merge(other)
-    for name, made in merged.items():
-        take_over(observers[name], made)
+                merged[name].merge(observer)
+    for name, observer in merged.items():
+        take_over(observers[name], observer)
     return set(merged)
 
 
 def take_over(observer: Observer, other: Observer) -> None:
-    """Let an observer stand for what another of its kind has seen, with which it shares the tensors from now on."""
+    """Give an observer the state of another one of its class, spec and axis. The two share tensors afterwards."""
     observer._buffers = other._buffers
     observer.constants, observer.block, observer.met_empty = other.constants, other.block, other.met_empty

@@ -1,7 +1,4 @@
-"""The kinds of observers, and the observer that a spec asks for by name, with its options.
-
-Source: Krishnamoorthi 2018, section 2.5 (min-max and moving average); Migacz 2017 (clipping on a histogram).
-"""
+"""Observers, and the functions that make the observer of a spec."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ from fxq.quant.tensor_range import flat
 
 
 class MinMax(Observer):
-    """The smallest and largest value ever seen. Exact, but one outlier stretches the grid.
+    """Range from the smallest to the largest value seen. One outlier makes the whole grid coarser.
 
     Source: Krishnamoorthi 2018, section 2.5.
     """
@@ -36,10 +33,10 @@ class MinMax(Observer):
 
 
 class MovingAverage(Observer):
-    """Exponential moving average of the batches' smallest and largest values; the first batch starts it.
+    """Exponential moving average of the smallest and the largest value of each batch.
 
-    The only observer that depends on how the data is batched and ordered. `merge` takes the mean weighted by the
-    number of batches, `join` the union. Buffer: `batches`, int64, 0-d.
+    The only observer whose result depends on the size and order of batches. `merge` takes the mean weighted by the
+    number of batches, `join` the union. Buffer: `batches`, int64, 0-d, the number of batches.
 
     Source: Jacob et al. 2018, section 3.1; Krishnamoorthi 2018, section 2.5.
     """
@@ -59,18 +56,18 @@ class MovingAverage(Observer):
         self.batches = self.batches + 1
 
     def absorb(self, other: Observer) -> None:
-        other = cast("MovingAverage", other)  # merge has checked it
-        self.check_channels(other.minimum)
-        total = self.batches + other.batches.to(self.batches.device)
+        operand = cast("MovingAverage", other)  # `merge` has checked the class
+        self.check_channels(operand.minimum)
+        total = self.batches + operand.batches.to(self.batches.device)
         device = self.minimum.device
-        self._average(other.minimum.to(device), other.maximum.to(device), weight=float(other.batches / total))
+        self._average(operand.minimum.to(device), operand.maximum.to(device), weight=float(operand.batches / total))
         self.batches = total
 
     def unite(self, other: Observer) -> None:
-        other = cast("MovingAverage", other)
-        self.check_channels(other.minimum)
-        self.widen(other.minimum, other.maximum)
-        self.batches = torch.maximum(self.batches, other.batches.to(self.batches.device))
+        operand = cast("MovingAverage", other)
+        self.check_channels(operand.minimum)
+        self.widen(operand.minimum, operand.maximum)
+        self.batches = torch.maximum(self.batches, operand.batches.to(self.batches.device))
 
     def _average(self, low: Tensor, high: Tensor, weight: float) -> None:
         if weight == 1.0:
@@ -80,13 +77,13 @@ class MovingAverage(Observer):
 
 
 class Histogram(Observer):
-    """The range whose grid has the smallest squared error over all values seen, found on a histogram.
+    """Range whose grid has the smallest squared error over all values seen, computed from a histogram.
 
-    Every value is counted, in bins that double in width when the range outgrows them. The result is the same bit for
-    bit however the data was batched, ordered or spread over observers that were merged. Buffers:
+    Every value is counted. When the range outgrows the bins, they double in width, exactly: the result is the same, bit
+    for bit, for any batches, order or merging of observers. Buffers:
 
-        counts: int64, see `fxq/quant/histogram.py`.
-        exponent: int64, 0-d; the bins are 2**exponent wide.
+        counts: int64 (SLOTS,), see `fxq/quant/histogram.py`.
+        exponent: int64, 0-d; the width of a bin is 2**exponent.
 
     Source: `fxq.quant.histogram.clip_range`.
     """
@@ -106,26 +103,26 @@ class Histogram(Observer):
         self.widen(*self.batch_range(values))
         bound = max(-float(self.minimum), float(self.maximum))
         self._coarsen_to(histogram.exponent_for(bound))
-        # Not in place: a buffer made under torch.inference_mode could not be written outside of it.
+        # Not in place: a buffer created under torch.inference_mode cannot be written outside of it.
         self.counts = self.counts + histogram.count(values, int(self.exponent)).to(self.counts.device)
 
-    def _looks_as(self, other: Observer) -> bool:
-        """Options say what is made of the counts; the smallest and the largest value are known as well."""
+    def _records_as(self, other: Observer) -> bool:
+        """Whether `other` records a histogram too, with any options, or only the smallest and the largest value."""
         return type(other).observe in (type(self).observe, MinMax.observe)
 
     def absorb(self, other: Observer) -> None:
-        other = cast("Histogram", other)  # merge has checked it
-        self.widen(other.minimum, other.maximum)
-        self._coarsen_to(int(other.exponent))
-        counts = histogram.coarsen(other.counts, int(self.exponent) - int(other.exponent))
+        operand = cast("Histogram", other)  # `merge` has checked the class
+        self.widen(operand.minimum, operand.maximum)
+        self._coarsen_to(int(operand.exponent))
+        counts = histogram.coarsen(operand.counts, int(self.exponent) - int(operand.exponent))
         self.counts = self.counts + counts.to(self.counts.device)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self.counts = self.counts.clone()  # what is loaded is written into it
+        self.counts = self.counts.clone()  # loading writes in place, which `empty_counts` does not allow
         super()._load_from_state_dict(*args, **kwargs)
 
     def gap(self) -> tuple[float, float]:
-        """The widest stretch between two values that holds none."""
+        """Return the widest interval between two values seen that has no value in it, to a bin."""
         return histogram.widest_gap(self.counts.cpu(), int(self.exponent))
 
     def _coarsen_to(self, exponent: int) -> None:
@@ -139,16 +136,16 @@ class Histogram(Observer):
 
 
 class Percentile(Histogram):
-    """The range that leaves out the largest values, by default 0.01 %, and also the smallest if some are negative.
+    """Range that clips the largest values, by default 0.01 %, and the smallest ones if some are negative.
 
-    Where so few values differ from zero that nothing would be left, the range is that of all values.
+    If almost all values are zero, so that the clipped range would be empty, it is the range of all values.
 
     Source: Migacz 2017 and Wu et al. 2020 (arXiv 2004.09602), section 3.4 (calibration).
     """
 
     options: ClassVar[Mapping[str, tuple[float, float]]] = {"percent": (50.0, 100.0)}
     percent: float = 99.99
-    """Share of the values below the clipping point at the upper end, and above that at the lower end."""
+    """Percentage of the values below the upper clipping point, and above the lower one."""
 
     def clipped(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
         def at(percent: float) -> Tensor:
@@ -161,9 +158,9 @@ class Percentile(Histogram):
 
 
 class Entropy(Histogram):
-    """The range in which integers tell most of how the values are distributed: the least Kullback-Leibler divergence.
+    """Range whose integers have the smallest Kullback-Leibler divergence from the distribution of the values.
 
-    It clips more than `Histogram` does: every value counts the same, however far from the others it is.
+    It clips more than `Histogram`, since an outlier counts like any other value, however large its error is.
 
     Source: `fxq.quant.entropy.entropy_range`.
     """
@@ -174,12 +171,11 @@ class Entropy(Histogram):
 
 
 class LeastError(Observer):
-    """The range whose grid has the smallest error over all values seen, for each channel or block: meant for weights.
+    """Range whose grid has the smallest error over all values seen, per tensor, channel or block; for weights.
 
-    What `Histogram` finds for a whole tensor, found on the values themselves. They are kept, so that it takes as much
-    memory as what it sees; calibration data may be any amount, and recipes refuse it there. The result is the same
-    however the data was batched or merged. Buffer: `values`, float32, the shape of `minimum` and one axis more, sorted
-    along that one.
+    It stores all values, so that recipes refuse it for calibration data; use `Histogram` there. The result is the same
+    for any batches, order or merging of observers. Buffer: `values`, float32, the shape of `minimum` and one axis more,
+    sorted along that axis.
 
     Source: `fxq.quant.least_error.least_range`.
     """
@@ -187,7 +183,7 @@ class LeastError(Observer):
     keeps_data = True
     options: ClassVar[Mapping[str, tuple[float, float]]] = {"power": (1.0, 8.0)}
     power: float = 2.0
-    """What magnitudes of errors are raised to before they are summed up."""
+    """Exponent of the error: the sum of |error| ** power is minimized."""
 
     values: Tensor
 
@@ -197,19 +193,19 @@ class LeastError(Observer):
 
     def observe(self, x: Tensor) -> None:
         self.widen(*self.batch_range(x))
-        self._keep(rows_of(x, self.axis, self.block).to(self.minimum.device, torch.float32))
+        self._store(rows_of(x, self.axis, self.block).to(self.minimum.device, torch.float32))
 
     def absorb(self, other: Observer) -> None:
-        other = cast("LeastError", other)  # merge has checked it
-        self.check_channels(other.minimum)
-        self.widen(other.minimum, other.maximum)
-        self._keep(other.values.to(self.minimum.device))
+        operand = cast("LeastError", other)  # `merge` has checked the class
+        self.check_channels(operand.minimum)
+        self.widen(operand.minimum, operand.maximum)
+        self._store(operand.values.to(self.minimum.device))
 
-    def _keep(self, values: Tensor) -> None:
+    def _store(self, values: Tensor) -> None:
         self.values = (torch.cat([self.values, values], -1) if self.values.numel() else values).sort(-1).values
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        for name in ("minimum", "maximum", "values"):  # what is loaded is written into them, and has other shapes
+        for name in ("minimum", "maximum", "values"):  # loading writes in place; the shapes differ
             setattr(self, name, torch.empty_like(state_dict[prefix + name]))
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
@@ -228,14 +224,14 @@ OBSERVERS: dict[str, type[Observer]] = {
 
 
 def observer_named(text: str) -> tuple[type[Observer], dict[str, float]]:
-    """The class and the options that the text of a spec names.
+    """Return the class and the options of an observer from its name in a spec.
 
     Args:
-        text: a name of `OBSERVERS`, or the import path of a class of your own (`package.module:Class`); behind a colon,
-            its options.
+        text: a name of `OBSERVERS`, or the import path of your own class (`package.module:Class`); options follow after
+            a colon.
 
     Raises:
-        RecipeError: there is no such observer, or it has no such option or value; the nearest names are given.
+        RecipeError: an unknown observer or option (the message has the nearest names), or a value out of its bounds.
 
     Example:
         >>> observer_named("percentile:99.9")[1], observer_named("fxq.quant.observers:Percentile:percent=95")[1]
@@ -247,23 +243,23 @@ def observer_named(text: str) -> tuple[type[Observer], dict[str, float]]:
     path, _, rest = rest.partition(":")
     if not path.replace(".", "").isidentifier():
         raise RecipeError(unknown("observer", name, OBSERVERS))
-    made = import_name(f"{name}:{path}", Observer)
-    return made, made.options_from(rest)
+    observer_type = import_name(f"{name}:{path}", Observer)
+    return observer_type, observer_type.options_from(rest)
 
 
 def observer_for(
     spec: TensorSpec, axis: int | None = None, name: str = "", constants: Sequence[float] = ()
 ) -> Observer:
-    """The observer that `spec` asks for.
+    """Make the observer of a spec.
 
     Args:
-        spec: the grid; `spec.observer` names the observer and its options.
-        axis: the channel axis for one range per channel, or None.
-        name: what errors call the tensor.
-        constants: numbers that it leaves out.
+        spec: the spec; `spec.observer` names the observer and its options.
+        axis: the channel axis for one range per channel, the axis that is cut into blocks, or None.
+        name: name of the tensor in errors.
+        constants: fill constants, which are left out of the range.
 
     Raises:
-        RecipeError: there is no such observer, or it has no range per channel.
+        RecipeError: an unknown observer, or an `axis` for one that has one range per tensor.
     """
-    made, options = observer_named(spec.observer)
-    return made(spec, axis, name, constants, **options)
+    observer_type, options = observer_named(spec.observer)
+    return observer_type(spec, axis, name, constants, **options)

@@ -1,4 +1,4 @@
-"""Quantization of one tensor by hand, without a model: find scale and zero point, apply them, see what they cost."""
+"""Quantization of one tensor by hand, without a model: find scale and zero point, apply them, compute the error."""
 
 from __future__ import annotations
 
@@ -25,23 +25,22 @@ def make_observer(
     signed: bool = False,
     symmetric: bool = False,
 ) -> Observer:
-    """An observer by itself: call it on tensors, as many as you like, then ask it for scale and zero point.
+    """Make an observer: call it on tensors, then read scale and zero point with `qparams()`.
 
     Args:
-        kind: "minmax", "moving_average:0.01", "histogram", "percentile:99.99", "entropy", "mse:2" (keeps all that it
-            sees), or the import path of one of your own.
-        axis: None: one scale for the tensor. Else one for each entry of this axis ("minmax", "moving_average", "mse").
-        bits: 2 to 8.
-        signed: integers around zero (int8), or from zero on (uint8).
-        symmetric: the zero point is 0 (unsigned: the middle); else it is chosen so that the grid fits the range
-            (affine).
+        kind: "minmax", "moving_average:0.01", "histogram", "percentile:99.99", "entropy", "mse:2" (stores all values),
+            or the import path of your own class, with options after a colon.
+        axis: None: one scale for the tensor. Else one per entry of this axis ("minmax", "moving_average", "mse").
+        bits: width of the integers, 2 to 8.
+        signed: True: int8, around zero; False: uint8, from zero.
+        symmetric: True: the zero point is 0 (unsigned: the middle); False: affine, the zero point fits the range.
 
     Raises:
-        RecipeError: there is no such observer, or no such grid.
+        RecipeError: unknown observer, or invalid options, bits or axis.
 
     Example:
         >>> obs = fxq.extend.make_observer("minmax")
-        >>> x = obs(torch.tensor([-1.0, 0.0, 1.55]))  # it returns what it is given
+        >>> x = obs(torch.tensor([-1.0, 0.0, 1.55]))  # returns its input
         >>> print(obs.qparams())
         scale=0.01 zero_point=100
         >>> obs = fxq.extend.make_observer("minmax", axis=0, signed=True, symmetric=True)
@@ -50,7 +49,7 @@ def make_observer(
         (tensor([0.0100, 0.0200]), tensor([0, 0], dtype=torch.int32))
     """
     if axis is not None and type(axis) is not int:
-        raise RecipeError(f"make_observer: axis is {axis!r}; it must be an axis of the tensors, as 0, or None.")
+        raise RecipeError(f"make_observer: axis is {axis!r}; it must be an integer, such as 0, or None.")
     per = "tensor" if axis is None else "channel"
     return observer_for(TensorSpec(bits, signed, symmetric, per, kind), axis)  # type: ignore[arg-type]
 
@@ -65,21 +64,24 @@ def quantize_tensor(
     axis: int | None = None,
     block: int | None = None,
 ) -> Tensor:
-    """The integers that stand for a tensor: clamp(round(x / scale) + zero_point, qmin, qmax). Ties round to even.
+    """Quantize a tensor: clamp(round(x / scale) + zero_point, qmin, qmax). Ties round to even.
 
     Args:
         x: floating point, any shape. Infinity becomes qmin or qmax.
-        scale: of one step, more than 0: a number; with `axis` float32 (C,), one for each of its entries; with `block`
-            of the shape of `x`, but for `axis`, which has one entry for each block. Or the `QParams` of an observer,
-            which say all that follows, too.
-        zero_point: the integer that stands for 0.0, from qmin to qmax: a number, or int32 of the shape of `scale`.
-        qmin: the smallest integer, by default 0. Below 0 the result is int8, else uint8.
-        qmax: the largest integer, by default 255.
-        axis: the axis whose entries, or blocks, have scales of their own.
-        block: how many values along `axis` share a scale.
+        scale: float units per integer step, > 0: a number; per channel (with `axis`) float32 (C,); per block (with
+            `axis` and `block`) the shape of `x`, with one entry per block along `axis`. Or `QParams`, as an observer
+            returns them; then leave out all arguments that follow.
+        zero_point: integer of 0.0, from qmin to qmax: a number, or int32 in the shape of `scale`.
+        qmin: smallest integer, default 0. The result is int8 if it is negative, else uint8.
+        qmax: largest integer, default 255.
+        axis: the channel axis, or the axis that is cut into blocks; None: per tensor.
+        block: number of values along `axis` that share a scale.
+
+    Returns:
+        Integers, int8 or uint8, same shape as `x`.
 
     Raises:
-        InputError: an argument is none of these, or `x` holds NaN.
+        InputError: an argument is invalid, or `x` has NaN.
 
     Example:
         >>> fxq.extend.quantize_tensor(torch.tensor([-0.5, 0.0, 0.26, 9.0]), 0.1, 10, qmax=15)
@@ -97,17 +99,20 @@ def dequantize_tensor(
     axis: int | None = None,
     block: int | None = None,
 ) -> Tensor:
-    """The real values of integers, float32: (q - zero_point) * scale.
+    """Dequantize a tensor: (q - zero_point) * scale.
 
     Args:
-        q: integers of any type, such as int32 biases.
+        q: integers of any dtype and shape, also int32 biases.
         scale: as for `quantize_tensor`.
-        zero_point: any integer; else as there.
-        axis: as there.
-        block: as there.
+        zero_point: any integer, or int32 in the shape of `scale`.
+        axis: as for `quantize_tensor`.
+        block: as for `quantize_tensor`.
+
+    Returns:
+        float32, same shape as `q`.
 
     Raises:
-        InputError: an argument is none of these.
+        InputError: an argument is invalid.
 
     Example:
         >>> fxq.extend.dequantize_tensor(torch.tensor([5, 10, 13], dtype=torch.uint8), 0.5, 10)
@@ -115,18 +120,18 @@ def dequantize_tensor(
     """
     name = "dequantize_tensor"
     if not isinstance(q, Tensor) or q.is_floating_point() or q.is_complex() or q.dtype == torch.bool:
-        raise InputError(f"{name}: takes a tensor of integers, not {_what(q)}.")
+        raise InputError(f"{name}: takes a tensor of integers, not {_description(q)}.")
     return dequantize(q, _grid(name, q, scale, zero_point, None, None, axis, block))
 
 
 @dataclass(frozen=True)
 class QuantizationNoise:
-    """What a scale costs: how far a tensor is from itself, quantized and dequantized.
+    """Error of quantizing a tensor: the difference to the tensor after quantize and dequantize.
 
     Attributes:
-        sqnr: signal to quantization noise ratio in dB; a bit more or less is 6 dB.
-        max_error: the largest absolute difference.
-        clipped: the share of the values, 0 to 1, that lie outside of what the integers reach.
+        sqnr: signal to quantization noise ratio in dB; one bit is about 6 dB.
+        max_error: largest absolute difference, in the unit of the tensor.
+        clipped: share of the values, 0 to 1, that are outside of the grid.
     """
 
     sqnr: float
@@ -147,10 +152,10 @@ def quantization_error(
     axis: int | None = None,
     block: int | None = None,
 ) -> QuantizationNoise:
-    """What it costs to quantize a tensor with this scale and zero point. The arguments are those of `quantize_tensor`.
+    """Compute the error of quantizing a tensor with this scale and zero point. Arguments as for `quantize_tensor`.
 
     Raises:
-        InputError: as there; also where `x` holds infinities.
+        InputError: an argument is invalid, or `x` has NaN or infinities.
 
     Example:
         >>> x = torch.linspace(-1, 1, 1001)
@@ -161,41 +166,41 @@ def quantization_error(
     """
     x, grid = _checked("quantization_error", x, scale, zero_point, qmin, qmax, axis, block)
     if x.isinf().any():
-        raise InputError("quantization_error: x holds infinities, whose error is infinite.")
-    found = Agreement()
-    found.add(x, dequantize(quantize(x, grid), grid))
-    size, zero = (spread(t.to(x.device), x, grid.axis, grid.block) for t in (grid.scale, grid.zero_point))
-    steps = torch.round(x / size) + zero
+        raise InputError("quantization_error: x has infinities, whose error is infinite.")
+    agreement = Agreement()
+    agreement.add(x, dequantize(quantize(x, grid), grid))
+    scales, zero = (spread(t.to(x.device), x, grid.axis, grid.block) for t in (grid.scale, grid.zero_point))
+    steps = torch.round(x / scales) + zero
     outside = int(((steps < grid.qmin) | (steps > grid.qmax)).sum())
-    return QuantizationNoise(found.sqnr, found.max_error, outside / max(x.numel(), 1))
+    return QuantizationNoise(agreement.sqnr, agreement.max_error, outside / max(x.numel(), 1))
 
 
 def _checked(
     name: str, x: Any, scale: Any, zero_point: Any, qmin: Any, qmax: Any, axis: Any, block: Any
 ) -> tuple[Tensor, QParams]:
-    """The tensor in float32, and the grid that the arguments of the function `name` say."""
+    """Return the tensor in float32, and the grid of the arguments of the function `name`, both checked."""
     if not isinstance(x, Tensor) or not x.is_floating_point():
-        raise InputError(f"{name}: takes a floating point tensor, not {_what(x)}.")
+        raise InputError(f"{name}: takes a floating point tensor, not {_description(x)}.")
     x = x.detach().to(torch.float32)
     if x.isnan().any():
-        raise InputError(f"{name}: x holds NaN, which no integer stands for.")
+        raise InputError(f"{name}: x has NaN, which cannot be quantized.")
     grid = _grid(name, x, scale, zero_point, qmin, qmax, axis, block)
     if not -128 <= grid.qmin < grid.qmax <= (127 if grid.qmin < 0 else 255):
         raise InputError(
-            f"{name}: qmin is {grid.qmin} and qmax {grid.qmax}; they must lie in -128..127 (int8) or in 0..255 (uint8)."
+            f"{name}: qmin is {grid.qmin} and qmax {grid.qmax}; they must be in -128..127 (int8) or in 0..255 (uint8)."
         )
     if bool(((grid.zero_point < grid.qmin) | (grid.zero_point > grid.qmax)).any()):
-        raise InputError(f"{name}: a zero point must be one of the integers, which are {grid.qmin} to {grid.qmax}.")
+        raise InputError(f"{name}: zero_point must be from qmin to qmax, which are {grid.qmin} and {grid.qmax}.")
     return x, grid
 
 
 def _grid(
     name: str, x: Tensor, scale: Any, zero_point: Any, qmin: Any, qmax: Any, axis: int | None, block: int | None
 ) -> QParams:
-    """The grid that the arguments say, for values of the shape of `x`."""
+    """Return the grid of the arguments, for values of the shape of `x`."""
     if isinstance(scale, QParams):
         if any(value is not None for value in (zero_point, qmin, qmax, axis, block)):
-            raise InputError(f"{name}: QParams say the zero point and all else; give nothing besides.")
+            raise InputError(f"{name}: QParams include zero_point, qmin, qmax, axis and block; leave those out.")
         zero_point, qmin, qmax, axis, block = scale.zero_point, scale.qmin, scale.qmax, scale.axis, scale.block
         scale = scale.scale
     qmin, qmax = 0 if qmin is None else qmin, 255 if qmax is None else qmax
@@ -203,48 +208,50 @@ def _grid(
         raise InputError(f"{name}: qmin and qmax are integers, not {qmin!r} and {qmax!r}.")
     shape = _shape(name, x, axis, block)
     if not isinstance(scale, (Tensor, int, float)) or isinstance(scale, bool):
-        raise InputError(f"{name}: a scale is a number, a tensor of them, or QParams, not {_what(scale)}.")
-    steps = torch.as_tensor(scale, dtype=torch.float32)
-    if not bool((steps.isfinite() & (steps > 0)).all()):
-        raise InputError(f"{name}: a scale is the size of a step, finite and more than 0; here is {_numbers(steps)}.")
-    whole = isinstance(zero_point, int) or (isinstance(zero_point, Tensor) and not zero_point.dtype.is_floating_point)
-    if not whole:
-        raise InputError(f"{name}: zero_point is the integer that stands for 0.0, not {_what(zero_point)}.")
-    zeros = torch.as_tensor(zero_point, dtype=torch.int32, device=steps.device)
+        raise InputError(f"{name}: scale is a number, a tensor of numbers, or QParams, not {_description(scale)}.")
+    scales = torch.as_tensor(scale, dtype=torch.float32)
+    if not bool((scales.isfinite() & (scales > 0)).all()):
+        raise InputError(f"{name}: scale must be finite and more than 0; it is {_smallest(scales)}.")
+    is_integer = isinstance(zero_point, int) or (
+        isinstance(zero_point, Tensor) and not zero_point.dtype.is_floating_point
+    )
+    if not is_integer:
+        raise InputError(f"{name}: zero_point must be an integer, not {_description(zero_point)}.")
+    zeros = torch.as_tensor(zero_point, dtype=torch.int32, device=scales.device)
     zeros = zeros if isinstance(zero_point, Tensor) else zeros.expand(shape)
-    for what, values in (("scale", steps), ("zero_point", zeros)):
+    for argument, values in (("scale", scales), ("zero_point", zeros)):
         if values.shape != shape and (axis is not None or values.numel() != 1):
             raise InputError(
-                f"{name}: {what} has shape {tuple(values.shape)}, and must have {shape} for a tensor of shape "
-                f"{tuple(x.shape)} with axis={axis} and block={block}: one for each entry, or block, of the axis; "
-                "without axis, one."
+                f"{name}: {argument} has shape {tuple(values.shape)}, and must have {shape} for a tensor of shape "
+                f"{tuple(x.shape)} with axis={axis} and block={block}: one number per entry, or block, of the axis; "
+                "without axis, one number."
             )
     dtype = torch.int8 if qmin < 0 else torch.uint8
-    return QParams(steps.reshape(shape), zeros.reshape(shape), qmin, qmax, dtype, axis, block)
+    return QParams(scales.reshape(shape), zeros.reshape(shape), qmin, qmax, dtype, axis, block)
 
 
 def _shape(name: str, x: Tensor, axis: int | None, block: int | None) -> tuple[int, ...]:
-    """The shape of the scales of values like `x`."""
+    """Shape of the scales for values of the shape of `x`."""
     if axis is None:
         if block is not None:
-            raise InputError(f"{name}: blocks lie along an axis: give axis, too.")
+            raise InputError(f"{name}: block needs axis, the axis that is cut into blocks.")
         return ()
     if type(axis) is not int or not -x.dim() <= axis < x.dim():
         raise InputError(f"{name}: there is no axis {axis!r} in a tensor of shape {tuple(x.shape)}.")
     if block is None:
         return (x.shape[axis],)
     if type(block) is not int or block < 1:
-        raise InputError(f"{name}: block is {block!r}; it is how many values share a scale, 1 or more.")
+        raise InputError(f"{name}: block is {block!r}; it must be the number of values that share a scale, 1 or more.")
     shape = list(x.shape)
     shape[axis] = math.ceil(shape[axis] / block)
     return tuple(shape)
 
 
-def _what(value: Any) -> str:
+def _description(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of {str(value.dtype).removeprefix('torch.')}"
     return "nothing" if value is None else f"{value!r} ({type(value).__name__})"
 
 
-def _numbers(values: Tensor) -> str:
+def _smallest(values: Tensor) -> str:
     return f"{float(values.min()):g}" if values.numel() else "an empty tensor"

@@ -1,4 +1,4 @@
-"""Iterative freezing: weights that training moves back and forth between two integers come to stay with one of them.
+"""Iterative weight freezing: weights that oscillate between two integers in training are frozen to one of them.
 
 Source: Nagel et al. 2022, "Overcoming Oscillations in Quantization-Aware Training", section 4.2 and algorithm 1.
 """
@@ -11,34 +11,33 @@ import torch
 from torch import Tensor, nn
 
 MOMENTUM = 0.01
-"""Weight of a forward in the moving averages."""
-FIRST, LAST = 0.04, 0.011
-"""The frequencies above which weights are frozen, at the start and in the end."""
+"""Weight of a new forward in the moving averages."""
+START_FREQUENCY, END_FREQUENCY = 0.04, 0.011
+"""Frequencies above which weights are frozen, at the start and at the end of training."""
+
+_FROZEN_FREQUENCY = 2.0
+"""Marks frozen elements in `frequency`: larger than any frequency. A number, so that averaging models keeps it."""
 
 
-_FROZEN = 2.0
-"""More than any frequency; a number, so that averages of models hold it."""
-
-
-def highest_frequency(step: int, steps: int) -> float:
-    """The frequency above which weights are frozen at a step: less with every one of `steps`, along a cosine."""
-    return LAST + (FIRST - LAST) * (1 + math.cos(math.pi * min(step / steps, 1.0))) / 2
+def max_frequency(step: int, steps: int) -> float:
+    """Return the frequency above which weights are frozen at a step; it falls along a cosine over `steps`."""
+    return END_FREQUENCY + (START_FREQUENCY - END_FREQUENCY) * (1 + math.cos(math.pi * min(step / steps, 1.0))) / 2
 
 
 class Oscillation(nn.Module):
-    """How often each element of a weight goes back to where it came from, and which elements are frozen.
+    """Tracker of the oscillation of each element of a weight, and of the frozen elements.
 
     Args:
-        shape: of the weight.
-        dtype: of its integers.
+        shape: shape of the weight.
+        dtype: dtype of its integers.
 
-    Buffers, of that shape:
+    Buffers, in that shape:
 
-        now: the integers of the last forward; in no `state_dict`.
-        before: those of the forward before it; of elements that are frozen, those that they keep.
-        direction: int8, -1 or 1: the sign of the last change; 0 before any.
-        frequency: float16, the moving average of changes against the direction of the one before; 2: frozen.
-        ahead: float16, the moving average of the integers, minus `before`.
+        now: integers of the last forward; not in the `state_dict`.
+        before: integers of the forward before it; for frozen elements, the integers that they are frozen to.
+        direction: int8, sign of the last change, -1 or 1; 0 before any.
+        frequency: float16, moving average of the changes that reverse the previous one; 2 for frozen elements.
+        ahead: float16, moving average of the integers, minus `before`.
     """
 
     now: Tensor
@@ -57,27 +56,27 @@ class Oscillation(nn.Module):
 
     @property
     def frozen(self) -> Tensor:
-        """bool, of the shape of the weight."""
+        """Whether each element is frozen: bool, shape of the weight."""
         return self.frequency.gt(1)
 
     @torch.no_grad()
-    def note(self, highest: float, first: bool = False) -> None:
-        """Count what the last forward has changed, and freeze what goes back and forth too often.
+    def update(self, highest: float, first: bool = False) -> None:
+        """Record the changes of the last forward, and freeze elements that oscillate too often to their mean integer.
 
         Args:
-            highest: the frequency above which an element is frozen, with the integer that it had most of the time.
-            first: whether there was no forward before it.
+            highest: frequency above which an element is frozen.
+            first: whether this was the first forward.
         """
         if first:
             self.before.copy_(self.now)
         change = self.now.float() - self.before
-        back = (change.sign() * self.direction).lt(0)
+        reverses = (change.sign() * self.direction).lt(0)
         frozen = self.frozen
-        self.frequency.mul_(1 - MOMENTUM).add_(back, alpha=MOMENTUM)
+        self.frequency.mul_(1 - MOMENTUM).add_(reverses, alpha=MOMENTUM)
         ahead = (self.ahead - change) * (1 - MOMENTUM)
         self.direction.copy_(torch.where(change == 0, self.direction, change.sign()))
         freezes = (self.frequency > highest) & ~frozen
-        kept = torch.where(freezes, self.now + ahead.round(), self.now)
-        self.before.copy_(torch.where(frozen, self.before, kept))
-        self.frequency.masked_fill_(frozen | freezes, _FROZEN)
+        integers = torch.where(freezes, self.now + ahead.round(), self.now)
+        self.before.copy_(torch.where(frozen, self.before, integers))
+        self.frequency.masked_fill_(frozen | freezes, _FROZEN_FREQUENCY)
         self.ahead.copy_(ahead)

@@ -1,8 +1,7 @@
-"""Integers of four bits, two to a byte.
+"""Packing of 4-bit integers, two to a byte.
 
-The values of each entry of the first axis, in order, are cut in halves: the first half lies in the low four bits of the
-bytes, the second half in the high ones. So both halves are read without moving a value past another, and a row of a
-table stays a row.
+Each row, an entry of the first axis, is split into halves: the first half is in the low four bits of its bytes, the
+second half in the high four bits. Both halves are unpacked without interleaving, and a row of a table stays a row.
 """
 
 from __future__ import annotations
@@ -14,17 +13,17 @@ import torch
 from torch import Tensor
 
 BITS = 4
-"""Values of at most so many bits share a byte."""
+"""Largest width of values that are packed."""
 
 
 def pack(values: Tensor) -> Tensor:
-    """Two values to a byte.
+    """Pack two values to a byte.
 
     Args:
         values: int8 in -8..7, or uint8 in 0..15, (N, ...).
 
     Returns:
-        uint8, (N, half as many bytes as a row has values, rounded up).
+        uint8 (N, ceil(values per row / 2)).
 
     Example:
         >>> pack(torch.tensor([[1, -2, 3]], dtype=torch.int8)).tolist()
@@ -38,7 +37,7 @@ def pack(values: Tensor) -> Tensor:
 
 
 def halves(packed: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
-    """The values in the low bits and in the high bits of packed bytes: int8 if `signed`, else uint8, of that shape."""
+    """Return the values of the low and of the high bits of packed bytes: int8 if `signed`, else uint8, same shape."""
     if not signed:
         return packed & 15, packed >> 4
     bits = packed.view(torch.int8)
@@ -49,9 +48,12 @@ def unpack(packed: Tensor, shape: Sequence[int], signed: bool) -> Tensor:
     """Inverse of `pack`.
 
     Args:
-        packed: uint8, (N, bytes of a row).
-        shape: of one row; the result is (N, *shape), int8 if `signed`, else uint8.
-        signed: whether values below zero are among them.
+        packed: uint8 (N, bytes per row).
+        shape: shape of one row of values.
+        signed: whether the values are signed.
+
+    Returns:
+        int8 if `signed`, else uint8, (N, *shape).
     """
     values = torch.cat(halves(packed, signed), 1)
     return values[:, : math.prod(shape)].reshape(len(packed), *shape)

@@ -27,20 +27,20 @@ _LIB.define(f"dequantize.tensor(Tensor q, {_GRIDS}) -> Tensor")
 
 
 def as_float32(x: Tensor) -> Tensor:
-    """`x`, which is to be float32; what `torch.autocast` has made of float32 is converted back.
+    """Return `x`, an input of a quantized layer, as float32; only `torch.autocast` may have made it another type.
 
     Raises:
-        InputError: it is of another type, for which the scale was not made.
+        InputError: `x` has another dtype outside of `torch.autocast`, so that the scale may not fit its values.
     """
     if x.dtype == torch.float32:
         return x
     if x.dtype in (torch.float16, torch.bfloat16) and autocast_on():
         return x.to(torch.float32)
-    given = str(x.dtype).removeprefix("torch.")
+    dtype = str(x.dtype).removeprefix("torch.")
     raise InputError(
-        f"an input of a quantized layer is {given}, of shape {tuple(x.shape)}; the layer takes float32. "
-        "Give the quantized model what the float model takes: x.float(), and images of bytes scaled as they were for "
-        "the float model, x.float() / 255."
+        f"an input of a quantized layer is {dtype}, of shape {tuple(x.shape)}; the layer takes float32. "
+        "Give the quantized model the inputs of the float model: x.float(), and images of bytes with the scaling of "
+        "the float model, such as x.float() / 255."
     )
 
 
@@ -53,16 +53,19 @@ def _to_grid(
 ) -> Tensor:
     x = x.to(torch.float32)
     if not isinstance(scale, Tensor):
-        scale = x.new_full((), scale)  # a true division on every device; some multiply by the inverse of a number
+        scale = x.new_full((), scale)  # exact division on every device; some multiply by the inverse of a number
     return (x / scale).round_().add_(zero_point).clamp_(qmin, qmax).to(dtype)
 
 
 def spread(values: Tensor, x: Tensor, axis: int | None, block: int | None) -> Tensor:
-    """Scales or zero points, shaped to broadcast with `x`.
+    """Return scales or zero points in a shape that broadcasts with `x`.
 
-    Without `axis` they do already: () for the tensor, (..., 1) for rows. With it they are (C,), one for each of its
-    entries; with `block` of as many axes as `x`, where along `axis` one stands for that many entries of `x`, or for
-    what is left of them at the end, and along others one may stand for all.
+    Args:
+        values: () per tensor; (..., 1) per row, returned unchanged; (C,) per channel; per block, as many axes as `x`:
+            one entry per block along `axis`, and along each other axis one per entry of `x`, or one for all.
+        x: the tensor, any shape.
+        axis: the channel axis, or the axis that is cut into blocks; None: per tensor or per row.
+        block: number of entries along `axis` that share a scale; the last block may be shorter.
     """
     if axis is None or values.dim() == 0:
         return values
@@ -95,23 +98,23 @@ def _dequantize_tensor(q: Tensor, scale: Tensor, zero_point: Tensor, axis: int |
     return (q.to(torch.float32) - spread(zero_point, q, axis, block)).mul_(spread(scale, q, axis, block))
 
 
-_MADE_OF = {
+_DEFINITIONS = {
     "quantize": _quantize,
     "quantize.tensor": _quantize_tensor,
     "dequantize": _dequantize,
     "dequantize.tensor": _dequantize_tensor,
 }
-for _name, _function in _MADE_OF.items():
+for _name, _function in _DEFINITIONS.items():
     _LIB.impl(_name, _function, "CompositeExplicitAutograd")
 
 
 class AsPlainOps(TorchFunctionMode):
-    """For the block that traces a graph: in the place of these operators, PyTorch's own, which they are made of."""
+    """Context in which a trace records the PyTorch ops that these operators consist of, instead of the operators."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function of torch, or an operator."""
+        """Call a function of torch, or the definition of one of these operators."""
         if isinstance(function, torch._ops.OpOverload) and function.namespace == "fxq":
-            function = _MADE_OF[str(function).removeprefix("fxq.").removesuffix(".default")]
+            function = _DEFINITIONS[str(function).removeprefix("fxq.").removesuffix(".default")]
         return function(*args, **(kwargs or {}))
 
 
@@ -133,17 +136,17 @@ def _(q: Tensor, scale: Tensor, zero_point: Tensor, axis: int | None, block: int
 
 @dataclass(frozen=True, eq=False)
 class QParams:
-    """Scale and zero point of one tensor.
+    """Grid of one tensor: scale, zero point and integer limits.
 
     Attributes:
-        scale: float32, in float units per integer step, > 0: 0-d (per tensor), (C,) (per channel), or with `block` of
-            as many axes as the tensor: `axis` has one entry for each block, and others all or one.
-        zero_point: int32, same shape as `scale`: the integer that stands for float zero.
+        scale: float32, > 0, float units per integer step: 0-d (per tensor), (C,) (per channel), or per block as many
+            axes as the tensor, with one entry per block along `axis` and along each other axis either all or one.
+        zero_point: int32, same shape as `scale`: the integer of float zero.
         qmin: smallest integer of the grid.
         qmax: largest integer of the grid.
-        dtype: storage type, `torch.uint8` or `torch.int8`.
-        axis: the channel axis, or the one that is cut into blocks; None per tensor.
-        block: how many values along `axis` share a scale; None per tensor and per channel.
+        dtype: storage type, `torch.uint8` or `torch.int8`; `torch.float16` for weights that are stored so.
+        axis: the channel axis, or the axis that is cut into blocks; None per tensor.
+        block: number of values along `axis` that share a scale; None per tensor and per channel.
     """
 
     scale: Tensor
@@ -158,51 +161,51 @@ class QParams:
     def per_tensor(
         cls, scale: float, zero_point: int, qmin: int = 0, qmax: int = 255, dtype: torch.dtype = torch.uint8
     ) -> QParams:
-        """Parameters from plain numbers, on the CPU. `scale` is rounded to float32, the precision that kernels use."""
-        steps = torch.tensor(scale, dtype=torch.float32, device="cpu")
-        return cls(steps, torch.tensor(zero_point, dtype=torch.int32, device="cpu"), qmin, qmax, dtype)
+        """Make parameters from plain numbers, on the CPU. `scale` is rounded to float32, as kernels use it."""
+        scales = torch.tensor(scale, dtype=torch.float32, device="cpu")
+        return cls(scales, torch.tensor(zero_point, dtype=torch.int32, device="cpu"), qmin, qmax, dtype)
 
     @classmethod
     def of_float16(cls) -> QParams:
-        """Those of a weight that is kept in float16: steps of 1."""
-        most = int(torch.finfo(torch.float16).max)
-        return cls.per_tensor(1.0, 0, -most, most, torch.float16)
+        """Make the parameters of a weight that is stored as float16, with scale 1."""
+        largest = int(torch.finfo(torch.float16).max)
+        return cls.per_tensor(1.0, 0, -largest, largest, torch.float16)
 
     @property
     def s(self) -> float:
-        """The scale as a float. Per tensor only."""
+        """Scale as a float. Per tensor only."""
         return float(self.scale)
 
     @property
     def z(self) -> int:
-        """The zero point as an int. Per tensor only."""
+        """Zero point as an int. Per tensor only."""
         return int(self.zero_point)
 
     @property
     def bits(self) -> int:
-        """How many bits a value takes."""
+        """Bits of a value."""
         return 16 if self.dtype == torch.float16 else (self.qmax - self.qmin).bit_length()
 
     @property
     def low(self) -> Tensor:
-        """The smallest float that the grid holds, same shape as `scale`."""
+        """Smallest float on the grid, same shape as `scale`."""
         return (self.qmin - self.zero_point) * self.scale
 
     @property
     def high(self) -> Tensor:
-        """The largest float that the grid holds, same shape as `scale`."""
+        """Largest float on the grid, same shape as `scale`."""
         return (self.qmax - self.zero_point) * self.scale
 
     def rounded(self, x: Tensor) -> Tensor:
-        """The values of the grid that are the nearest to `x`, float32, of its shape."""
+        """Round `x` (float32, any shape) to the nearest floats on the grid: float32, same shape."""
         return dequantize(quantize(x, self), self)
 
     def quantize(self, x: Tensor) -> Tensor:
-        """`x` (float32, any shape) on this grid: same shape, `dtype`. Ties round to even."""
+        """Quantize `x` (float32, any shape) to `dtype`, same shape. Ties round to even."""
         return quantize(x, self)
 
     def same_as(self, other: QParams | None) -> bool:
-        """Whether both put every float on the same integer."""
+        """Whether both quantize every float to the same integer."""
         return other is not None and (
             self is other
             or (
@@ -223,19 +226,19 @@ class QParams:
 def choose_qparams(
     low: Tensor, high: Tensor, spec: TensorSpec, axis: int | None = None, block: int | None = None
 ) -> QParams:
-    """The parameters that cover [low, high] on the grid of `spec`. Float zero is always exactly representable.
+    """Choose the scale and zero point that cover the range from `low` to `high`. Float zero is on the grid, exactly.
 
     Args:
-        low: smallest value, float32, 0-d (per tensor), (C,) (per channel), or of blocks, as `QParams.scale` is.
+        low: smallest value, float32: 0-d (per tensor), (C,) (per channel), or per block the shape of `QParams.scale`.
         high: largest value, same shape.
-        spec: the grid.
-        axis: the channel axis when `low` is (C,), the one that is cut when it is of blocks, else None.
-        block: how many entries along `axis` a block has.
+        spec: bits, sign and symmetry of the grid.
+        axis: the channel axis, or the axis that is cut into blocks; None per tensor.
+        block: number of entries along `axis` that share a scale.
 
     Returns:
-        `QParams`. A range that is exactly {0} gets the largest scale of the others, or where all are, that of a range
-        up to 1: a bias in steps of it is then as fine as those beside it. Scales too small for float32 division are
-        raised to the smallest normal float32.
+        The parameters. A channel whose range is 0 to 0 gets the largest scale of the other channels, so that its bias
+        is as fine as theirs; if all are, the scale is that of the range 0 to 1. Scales below the smallest normal
+        float32 are raised to it.
 
     Raises:
         InputError: `low` or `high` is NaN or infinite, or low > high.
@@ -247,7 +250,7 @@ def choose_qparams(
     Source: Jacob et al. 2018, section 3 (nudged zero point).
     """
     if not bool(torch.isfinite(low).all() and torch.isfinite(high).all()):
-        raise InputError("choose_qparams: the range holds NaN or Inf; look for them in the weights or the data.")
+        raise InputError("choose_qparams: the range has NaN or Inf; look for them in the weights or the data.")
     if bool((low > high).any()):
         raise InputError("choose_qparams: low > high; the observer has seen no data.")
     scale, zero_point = scale_and_zero_point(low, high, spec.qmin, spec.qmax, spec.symmetric)
@@ -255,27 +258,27 @@ def choose_qparams(
 
 
 def scale_and_zero_point(low: Tensor, high: Tensor, qmin: int, qmax: int, symmetric: bool) -> tuple[Tensor, Tensor]:
-    """What `choose_qparams` gives for ranges that are known to be right: nothing waits for a value of theirs.
+    """Compute scales and zero points as `choose_qparams` does, without checks, which would wait for the device.
 
     Args:
-        low: smallest values of the parts of one tensor, floating point, any shape.
+        low: smallest values, one per scale of a tensor, floating point, any shape.
         high: largest values, same shape.
         qmin: smallest integer of the grid.
         qmax: largest integer of the grid.
         symmetric: whether the zero point is the middle of the grid.
 
     Returns:
-        Scales, float32, and zero points, int32, of that shape.
+        Scales, float32, and zero points, int32, same shape as `low`.
     """
     low, high = low.detach().to(torch.float64).clamp(max=0.0), high.detach().to(torch.float64).clamp(min=0.0)
     if symmetric:
         zero = (qmin + qmax + 1) // 2
-        scale, of_one = torch.maximum(-low / (zero - qmin), high / (qmax - zero)), 1 / (qmax - zero)
+        scale, unit_scale = torch.maximum(-low / (zero - qmin), high / (qmax - zero)), 1 / (qmax - zero)
     else:
-        scale, of_one = (high - low) / (qmax - qmin), 1 / (qmax - qmin)
+        scale, unit_scale = (high - low) / (qmax - qmin), 1 / (qmax - qmin)
     if scale.numel():
         largest = scale.amax()
-        scale = torch.where(scale == 0, torch.where(largest == 0, of_one, largest), scale)
+        scale = torch.where(scale == 0, torch.where(largest == 0, unit_scale, largest), scale)
     scale = scale.to(torch.float32).clamp(min=torch.finfo(torch.float32).tiny)
     if symmetric:
         return scale, torch.full_like(scale, zero, dtype=torch.int32)
@@ -283,7 +286,7 @@ def scale_and_zero_point(low: Tensor, high: Tensor, qmin: int, qmax: int, symmet
 
 
 def quantize(x: Tensor, qp: QParams) -> Tensor:
-    """`x` (float32, any shape) on the grid of `qp`: same shape, `qp.dtype`. Ties round to even.
+    """Quantize `x` (float32, any shape) to the grid of `qp`: same shape, `qp.dtype`. Ties round to even.
 
     Example:
         >>> quantize(torch.tensor([0.0, 0.5, 9.0]), QParams.per_tensor(0.5, 3, 0, 15)).tolist()
@@ -296,7 +299,7 @@ def quantize(x: Tensor, qp: QParams) -> Tensor:
 
 
 def dequantize(q: Tensor, qp: QParams) -> Tensor:
-    """Inverse of `quantize` up to rounding: float32, same shape as `q`."""
+    """Dequantize `q` (integers on the grid of `qp`): float32, same shape."""
     if qp.axis is None:
         return torch.ops.fxq.dequantize.default(q, qp.s, qp.z)
     scale, zero_point = qp.scale.to(q.device), qp.zero_point.to(q.device)

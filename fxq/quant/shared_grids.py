@@ -1,4 +1,4 @@
-"""SharedGridGroups: values that can share a grid, as ops hand them on, and the range that the grid has to cover."""
+"""`SharedGridGroup`: values that share one grid, since ops only move values between them."""
 
 from __future__ import annotations
 
@@ -11,61 +11,61 @@ from functools import cached_property
 from fxq.quant.observer_base import Observer
 from fxq.quant.qparams import QParams
 
-FAR = 4.0
-"""A grid this many times as wide as the values on it leaves them two bits less: then they get one of their own."""
+MAX_SPAN_RATIO = 4.0
+"""Values whose span is this many times smaller than that of the group would lose two bits: they get an own grid."""
 
-REACH = 2.0
-"""How many times as wide a grid may become for the sake of constants: one bit. A layer in float costs more."""
+MAX_CONSTANT_RATIO = 2.0
+"""Largest growth of a grid to hold constants. It costs one bit, which is less than a layer in float costs."""
 
 
 @dataclass(eq=False)
 class SharedGridGroup:
-    """Values on one grid, as far as the graph has been gone through.
+    """Group of values that share one grid. It grows while the pass walks the graph.
 
     Attributes:
-        low, high: the range of the data, zero included.
-        finest: the smallest span of those values that an op computes with: ops that only move values do not count.
-        observers: what has seen the values.
-        beside: strands whose values are brought to this grid, too.
-        constants: what masks, pads and fills bring in and the grid is to hold as well.
+        low, high: range of the values, zero included.
+        smallest_span: smallest span of the values that an op computes with; ops that only move values do not count.
+        observers: observers of the values.
+        covered: groups with grids of their own, whose values are also requantized to this grid.
+        constants: numbers of masks, pads and fills that the grid must hold.
     """
 
     low: float = 0.0
     high: float = 0.0
-    finest: float = math.inf
+    smallest_span: float = math.inf
     observers: list[Observer] = field(default_factory=list)
-    beside: list[SharedGridGroup] = field(default_factory=list)
+    covered: list[SharedGridGroup] = field(default_factory=list)
     constants: set[float] = field(default_factory=set)
     _into: SharedGridGroup | None = None
 
     @property
     def span(self) -> float:
-        """How wide the range is."""
+        """Width of the range."""
         return self.high - self.low
 
     def root(self) -> SharedGridGroup:
-        """The strand that this one has become a part of."""
-        grid_group = self
-        while grid_group._into is not None:
-            if grid_group._into._into is not None:
-                grid_group._into = grid_group._into._into
-            grid_group = grid_group._into
-        return grid_group
+        """Group that this group was merged into, or itself."""
+        group = self
+        while group._into is not None:
+            if group._into._into is not None:
+                group._into = group._into._into
+            group = group._into
+        return group
 
     def cover(self, other: SharedGridGroup) -> None:
-        """Let the grid hold what another strand's does, while that keeps a grid of its own."""
+        """Make the grid cover the range of another group, which keeps its own grid."""
         self._widen(other)
-        self.beside += [other, *other.beside]
+        self.covered += [other, *other.covered]
 
     def join(self, other: SharedGridGroup) -> SharedGridGroup:
-        """Make one of two strands; the one that both have become."""
+        """Merge two groups, and return the merged one."""
         if self is other:
             return self
         large, small = (self, other) if len(self.observers) >= len(other.observers) else (other, self)
         large._widen(small)
         large.observers += small.observers
-        large.beside += small.beside
-        large.finest = min(large.finest, small.finest)
+        large.covered += small.covered
+        large.smallest_span = min(large.smallest_span, small.smallest_span)
         small._into = large
         return large
 
@@ -73,53 +73,53 @@ class SharedGridGroup:
         self.low, self.high = min(self.low, other.low), max(self.high, other.high)
         self.constants |= other.constants
 
-    def keep(self, span: float) -> None:
-        """Note that an op computes with values of this span."""
+    def note_span(self, span: float) -> None:
+        """Record the span of values that an op computes with."""
         if span > 0:
-            self.finest = min(self.finest, span)
+            self.smallest_span = min(self.smallest_span, span)
 
-    def reaches(self, constant: float) -> bool:
-        """Whether the grid can hold a constant without becoming much coarser; any where there is no other data."""
-        wider = max(self.high, constant) - min(self.low, constant)
-        return math.isfinite(constant) and (self.span == 0 or wider <= REACH * self.span)
+    def can_hold(self, constant: float) -> bool:
+        """Whether the grid can include a constant without becoming too coarse; always true without other data."""
+        span = max(self.high, constant) - min(self.low, constant)
+        return math.isfinite(constant) and (self.span == 0 or span <= MAX_CONSTANT_RATIO * self.span)
 
     def qparams(self, reduce_range: bool = False) -> QParams:
-        """The grid, when all of the graph has been gone through; `reduce_range`: with a bit less than 8."""
-        shared_grids = dict.fromkeys([self, *(other.root() for other in self.beside)])
-        together = joined([grid_group.seen for grid_group in shared_grids if grid_group.observers])
+        """Return the grid; call it after the walk. `reduce_range`: with at most 7 bits."""
+        groups = dict.fromkeys([self, *(group.root() for group in self.covered)])
+        observer = joined_observer([group.observer for group in groups if group.observers])
         if reduce_range:
-            together = together.on(together.spec.narrowed)
-        return together.qparams(sorted(self.constants))
+            observer = observer.on(observer.spec.reduced_range)
+        return observer.qparams(sorted(self.constants))
 
     @cached_property
-    def seen(self) -> Observer:
-        """What all of its observers have seen; asked for when all of the graph has been gone through."""
-        return joined(self.observers)
+    def observer(self) -> Observer:
+        """Observer with the data of all observers of the group; read it after the walk."""
+        return joined_observer(self.observers)
 
 
-def joined(observers: Sequence[Observer]) -> Observer:
-    """An observer that stands for the tensors of all of them, which stay as they are."""
+def joined_observer(observers: Sequence[Observer]) -> Observer:
+    """Return an observer with the data of all these observers, which stay unchanged."""
     first, *others = observers
     if others:
         first = copy.deepcopy(first)
-        for other in others:
-            first.join(other)
+        for observer in others:
+            first.join(observer)
     return first
 
 
-def around(shared_grids: Iterable[SharedGridGroup]) -> SharedGridGroup:
-    """A new strand as wide as all of these, which has seen nothing itself."""
-    made = SharedGridGroup()
-    for grid_group in shared_grids:
-        made._widen(grid_group)
-    return made
+def group_around(groups: Iterable[SharedGridGroup]) -> SharedGridGroup:
+    """Return a new group with the ranges and constants of these groups, and no observers."""
+    union = SharedGridGroup()
+    for group in groups:
+        union._widen(group)
+    return union
 
 
-def watching(observer: Observer) -> SharedGridGroup:
-    """A strand for what an observer has seen.
+def group_of(observer: Observer) -> SharedGridGroup:
+    """Return a new group for the values of one observer.
 
     Raises:
-        CalibrationError: it has seen no data.
+        CalibrationError: the observer has seen no data.
     """
     low, high = observer.range()
     return SharedGridGroup(min(float(low), 0.0), max(float(high), 0.0), observers=[observer])

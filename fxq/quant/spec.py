@@ -1,4 +1,4 @@
-"""What a recipe asks of one tensor (`TensorSpec`) and of the tensors of one layer, by role (`QuantConfig`)."""
+"""Quantization of one tensor (`TensorSpec`) and of the tensors of one layer, by role (`QuantConfig`)."""
 
 from __future__ import annotations
 
@@ -16,25 +16,28 @@ Format = Literal["integer", "float16"]
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """How one tensor is to be quantized. What is not built yet of this is refused where a recipe is made.
+    """Quantization of one tensor: bits, sign, granularity, and the source of its range. A frozen dataclass.
+
+    A recipe refuses combinations that are not supported yet, with the reason.
 
     Attributes:
-        bits: width of the integer grid, 2 to 8. A value takes a byte; where the weight alone is in integers, of 4 bits
-            or fewer, two share one.
-        signed: int8 storage if true, uint8 otherwise.
-        symmetric: the grid is symmetric around float zero: zero point 0 (signed) or the middle of the range (unsigned).
-        per: what has a scale of its own: the whole "tensor"; each output "channel" (the axis is the op's, see
-            `fxq/ops/`); each "row", which is a token; or each block of about that many values along the input
-            channels: whole channels of a kernel, and what is left over at the end.
-        observer: the observer that finds a calibrated range, with its options: "minmax", "moving_average:0.01",
-            "histogram", "percentile:99.99", "entropy", for weights "mse:2", or the import path of one of your own,
-            "my_package.ranges:MyObserver" (see `fxq/quant/observers.py`).
-        range: where the range comes from: "calibrated" (an observer on calibration data, or on a weight itself),
-            "dynamic" at run time, "fixed", or "learned" in training.
-        format: "integer"; or "float16", for weights that are kept so: then nothing else of the spec has a meaning.
+        bits: width of the integers, 2 to 8. A value takes a byte; weights of weight-only layers with 4 bits or fewer
+            are stored two to a byte.
+        signed: True: stored as int8; False: as uint8.
+        symmetric: whether the zero point is fixed: at 0 if signed, else at the middle of the integers. False: affine,
+            the zero point is chosen with the scale.
+        per: granularity of the scales: one for the "tensor", for each output "channel" (an axis that depends on the
+            op), for each "row" (token), or, if an integer, for each block of that many values along the input
+            channels. A block of a convolution's weight has whole kernels; the last block may be shorter.
+        observer: name of the observer that finds a calibrated range, with its options: "minmax", "moving_average:0.01",
+            "histogram", "percentile:99.99", "entropy", for weights also "mse:2"; or the import path of your own
+            class, "my_package.ranges:MyObserver".
+        range: source of the range: "calibrated" (an observer sees calibration data, or the weight), "dynamic"
+            (computed at each call), "fixed" (-1..1), or "learned" in training.
+        format: "integer", or "float16" for weights that are stored as float16; the other fields then have no effect.
 
     Raises:
-        RecipeError: a value that no spec can have.
+        RecipeError: a field has an invalid value.
 
     Example:
         >>> TensorSpec(bits=7).qmax, TensorSpec(signed=True, symmetric=True, per="channel").qmin
@@ -65,19 +68,19 @@ class TensorSpec:
             raise RecipeError(unknown("value of format in TensorSpec", self.format, get_args(Format)))
 
     @property
-    def narrowed(self) -> TensorSpec:
-        """The same with a bit less than 8, where there are so many."""
-        return replace(self, bits=min(self.bits, NARROW_BITS))
+    def reduced_range(self) -> TensorSpec:
+        """This spec with at most 7 bits, see `Recipe.reduce_range`."""
+        return replace(self, bits=min(self.bits, REDUCED_RANGE_BITS))
 
     @property
-    def of_table(self) -> TensorSpec:
-        """The same for the table of an embedding: blocks of a row have scales where channels of a layer would."""
+    def for_embedding(self) -> TensorSpec:
+        """This spec for the table of an embedding: per block of a row instead of per channel."""
         by_channel = self.per == "channel" and self.format == "integer"
-        return replace(self, per=TABLE_BLOCK) if by_channel else self
+        return replace(self, per=EMBEDDING_BLOCK_SIZE) if by_channel else self
 
     @property
     def qmin(self) -> int:
-        """Smallest integer of the grid. Signed symmetric grids leave out -2**(bits-1), so that -x has a value too."""
+        """Smallest integer of the grid. Signed symmetric grids leave out -2**(bits-1): -x is on the grid if x is."""
         if not self.signed:
             return 0
         return -(2 ** (self.bits - 1)) + (1 if self.symmetric else 0)
@@ -96,7 +99,7 @@ class TensorSpec:
 
     @property
     def block(self) -> int | None:
-        """How many values share a scale, where blocks have one each."""
+        """Number of values that share a scale, for a spec per block; else None."""
         return self.per if isinstance(self.per, int) else None
 
     def __str__(self) -> str:
@@ -107,20 +110,24 @@ class TensorSpec:
         return f"{' '.join(parts)} ({self.observer if self.range == 'calibrated' else self.range})"
 
 
-TABLE_BLOCK = 64
-"""How many values of a row of an embedding's table share a scale, unless a recipe says it.
+EMBEDDING_BLOCK_SIZE = 64
+"""Default number of values of a row of an embedding's table that share a scale.
 
-A row's values are not summed up as a layer's are, so that they keep the error of their rounding, and the largest of a
-block is smaller than that of a row. The scales take a sixteenth of what the integers do.
+The rounding errors of a row do not average out in a sum, as those of a layer's weight do, so that its scales are
+finer: the largest magnitude of a block is smaller than that of a row. The scales add 1/16 to the size of the integers.
 """
-NARROW_BITS = 7
-"""The bits of the role that gives one up where products of 8 bits overflow."""
+REDUCED_RANGE_BITS = 7
+"""Bits of the role that `Recipe.reduce_range` selects, where products of 8 bits saturate."""
 
 
 def fits_int16(activation: int, weight: int) -> bool:
-    """Whether two products of an unsigned activation and a weight, at most so large, add up in int16.
+    """Whether the sum of two products of these largest integers fits into int16.
 
-    Kernels for CPUs without VNNI add pairs (`vpmaddubsw`), and what does not fit saturates.
+    Kernels for CPUs without VNNI add products in pairs (`vpmaddubsw`); a sum that does not fit saturates.
+
+    Args:
+        activation: largest unsigned integer of the activation.
+        weight: largest magnitude of the weight.
 
     Example:
         >>> fits_int16(255, 127), fits_int16(127, 127), fits_int16(255, 64)
@@ -129,64 +136,64 @@ def fits_int16(activation: int, weight: int) -> bool:
     return 2 * activation * weight < 2**15
 
 
-Narrow = Literal["activations", "weights"]
-NARROW: tuple[Narrow, ...] = get_args(Narrow)
-"""What can give up a bit."""
+ReducibleRole = Literal["activations", "weights"]
+REDUCIBLE_ROLES: tuple[ReducibleRole, ...] = get_args(ReducibleRole)
+"""Roles that can have 7 bits, see `Recipe.reduce_range`."""
 
 Role = Literal["activation", "weight", "bias", "state"]
 ROLES: tuple[Role, ...] = get_args(Role)
-"""What a tensor is to the op that reads it, as its row in the op table says."""
+"""Parts that a tensor can play for the op that reads it; the op table has them."""
 
 ACTIVATION = TensorSpec()
 TRAINED = TensorSpec(observer="moving_average")
 DYNAMIC = TensorSpec(per="row", range="dynamic")
 DYNAMIC_STATE = replace(DYNAMIC, symmetric=True)
 STATE = TensorSpec(symmetric=True)
-AS_ACTIVATION = TensorSpec(symmetric=True)
-"""For a state, where nothing is said of it: `STATE` where activations are calibrated, else `DYNAMIC_STATE`."""
+DEFAULT_STATE = TensorSpec(symmetric=True)
+"""Placeholder: `QuantConfig` replaces it by `STATE` if activations are calibrated, else by `DYNAMIC_STATE`."""
 WEIGHT = TensorSpec(signed=True, symmetric=True, per="channel", observer="minmax")
 WEIGHT4 = TensorSpec(bits=4, per=64, observer="minmax")
-"""Affine, which is closer than symmetric with so few integers, most of all where weights have outliers."""
+"""Default of 4-bit weights. Affine, since with 16 integers it has a smaller error than symmetric."""
 FLOAT16 = TensorSpec(signed=True, symmetric=True, observer="minmax", format="float16")
 
 
 def weight_spec(bits: int, per: Any, dtype: torch.dtype | None) -> TensorSpec:
-    """The spec of weights that are stored in so many bits, or as float16.
+    """Spec of the weights of `Recipe.weight_only`.
 
     Args:
-        bits: 4 or fewer: affine in blocks; more: symmetric, per channel.
-        per: what has a scale; None: as said.
+        bits: 2 to 4: affine, per block of 64; 5 to 8: symmetric, per channel.
+        per: granularity of the scales as in `TensorSpec`; None: as above.
         dtype: torch.float16, or None for integers.
 
     Raises:
-        RecipeError: another dtype, or bits or scales of float16.
+        RecipeError: another dtype, or float16 with `bits` or `per`.
     """
     if dtype not in (None, torch.float16):
         raise RecipeError(f"weight_only: dtype is {dtype}; it must be torch.float16, or None for integers.")
     if dtype is not None and (bits, per) != (8, None):
-        raise RecipeError("weight_only: float16 has neither bits nor scales; leave bits and per out.")
+        raise RecipeError("weight_only: float16 weights have no scales; leave out bits and per.")
     if dtype is not None:
         return FLOAT16
-    usual = WEIGHT4 if bits in (2, 3, 4) else WEIGHT
-    return replace(usual, bits=bits, per=usual.per if per is None else per)
+    default = WEIGHT4 if bits in (2, 3, 4) else WEIGHT
+    return replace(default, bits=bits, per=default.per if per is None else per)
 
 
 @dataclass(frozen=True)
 class QuantConfig:
-    """How one layer is to be quantized: a spec for each role, or None for float. `FLOAT` leaves the layer alone.
+    """Quantization of one layer: a spec for each role, or None for float. `fxq.FLOAT` keeps the whole layer in float.
 
     Attributes:
-        activation: of the layer's inputs. None, and a spec for the weight: the layer computes in float with a weight
-            that is kept in integers.
-        weight: of the layer's weight, if it has one; also of the table of an embedding, which has scales for blocks of
-            64 values of a row where a layer has one for each channel (but not where a layer has the table for a weight,
-            too). For one for each row: `per` its length.
-        bias: of its bias. None: as the kernel takes it, int32 with the product of the two scales, or float.
-        state: of what a recurrent layer hands on from step to step, where it reads integers. Its range is measured; or,
-            which is faster, "calibrated", as that of the layer's input; or "fixed", which is -1..1. It is measured all
-            the same where the last cell state of an LSTM is read, too, where that has a projection, or the first state
-            is larger than all others (calibrated), and where the layer does not keep its state in -1..1 (fixed). The
-            default is as the range of activations is found: calibrated, or measured.
+        activation: spec of the layer's inputs. None with a spec for the weight: weight-only, the layer computes in
+            float with a weight that is stored as integers.
+        weight: spec of the layer's weight, or of an embedding's table. A table has scales per block of 64 values of a
+            row where the spec says per channel, unless a layer shares the table as its weight. For one scale per row,
+            set `per` to the length of a row.
+        bias: spec of the bias. None: the format of the kernel, int32 (scale: product of the scales of input and weight)
+            or float.
+        state: spec of the hidden state of a recurrent layer that reads integers. Its range is "dynamic"; "calibrated",
+            which is faster; or "fixed", which is -1..1. A calibrated range falls back to dynamic for an LSTM with a
+            projection or whose last cell state is read, and for a first state that is larger than all later ones; a
+            fixed one where the state can leave -1..1. Default: calibrated if the range of activations is, else dynamic.
 
     Example:
         >>> QuantConfig(activation=TensorSpec(observer="minmax")).is_float
@@ -196,10 +203,10 @@ class QuantConfig:
     activation: TensorSpec | None = ACTIVATION
     weight: TensorSpec | None = WEIGHT
     bias: TensorSpec | None = None
-    state: TensorSpec | None = AS_ACTIVATION
+    state: TensorSpec | None = DEFAULT_STATE
 
     def __post_init__(self) -> None:
-        if self.state is AS_ACTIVATION:
+        if self.state is DEFAULT_STATE:
             is_calibrated = isinstance(self.activation, TensorSpec) and self.is_calibrated
             object.__setattr__(self, "state", STATE if is_calibrated else DYNAMIC_STATE)
         for role in ROLES:
@@ -207,7 +214,7 @@ class QuantConfig:
                 raise RecipeError(f"QuantConfig: {role} is a fxq.TensorSpec or None, not {self.of(role)!r}.")
 
     def of(self, role: Role) -> TensorSpec | None:
-        """The spec for a role; None for float."""
+        """Spec of a role; None for float."""
         spec: TensorSpec | None = getattr(self, role)
         return spec
 
@@ -218,36 +225,36 @@ class QuantConfig:
 
     @property
     def is_calibrated(self) -> bool:
-        """Whether ranges of activations are found on calibration data."""
+        """Whether the ranges of activations come from calibration data."""
         return self.activation is not None and self.activation.range == "calibrated"
 
     @property
     def fits_int16(self) -> bool:
-        """Whether two products of the largest activation and the largest weight add up in int16."""
+        """Whether the sum of two products of the largest activation and weight fits into int16."""
         if self.activation is None or self.weight is None:
             return True
         return fits_int16(self.activation.qmax, self.weight.qmax)
 
     def to_dict(self) -> dict[str, Any] | str:
-        """Plain data for a recipe file: `"float"`, or by role a spec as a dict, or `"float"`."""
+        """Plain data for a recipe file: `"float"`, or for each role the spec as a dict, or `"float"`."""
         if self.is_float:
             return "float"
-        usual = QuantConfig(self.activation)
-        written = [role for role in ROLES if role in ("activation", "weight") or self.of(role) != usual.of(role)]
+        default = QuantConfig(self.activation)
+        written = [role for role in ROLES if role in ("activation", "weight") or self.of(role) != default.of(role)]
         return {role: asdict(spec) if (spec := self.of(role)) is not None else "float" for role in written}
 
     @classmethod
     def from_dict(cls, data: object) -> QuantConfig:
-        """Inverse of `to_dict`; takes `per_channel` of older files, too. Raises `RecipeError` naming an unknown key."""
+        """Inverse of `to_dict`; reads `per_channel` of version 0.1, too. Raises `RecipeError` for an unknown key."""
         if data == "float":
             return FLOAT
         if not isinstance(data, dict):
-            raise RecipeError(f"a quantization config is 'float' or a table with a table for each role, not {data!r}.")
+            raise RecipeError(f"a quantization config is 'float' or a table with one table per role, not {data!r}.")
         return cls(**{key: _spec_from_dict(key, value) for key, value in data.items()})
 
 
-def without_usual_state(config: QuantConfig) -> QuantConfig:
-    """The config with float states, where the state is one that nobody asked for."""
+def without_default_state(config: QuantConfig) -> QuantConfig:
+    """The config with a float state, unless the state has a spec other than the defaults."""
     return replace(config, state=None) if config.state in (STATE, DYNAMIC_STATE) else config
 
 
@@ -259,16 +266,16 @@ def _spec_from_dict(role: str, value: object) -> TensorSpec | None:
     if not isinstance(value, dict):
         raise RecipeError(f"{role} must be a table of TensorSpec fields, or 'float', not {value!r}.")
     value = dict(value)
-    if "per_channel" in value and "per" not in value:  # how files of version 0.1 say it
+    if "per_channel" in value and "per" not in value:  # files of version 0.1
         old = value.pop("per_channel")
         value["per"] = {"True": "channel", "False": "tensor"}.get(str(old), old)
-    known = [f.name for f in fields(TensorSpec)]
+    field_names = [f.name for f in fields(TensorSpec)]
     for name in value:
-        if name not in known:
-            raise RecipeError(unknown(f"field of {role}", name, known))
+        if name not in field_names:
+            raise RecipeError(unknown(f"field of {role}", name, field_names))
     return TensorSpec(**value)
 
 
-OF_PRESET = QuantConfig()
-"""In a recipe that names no config: the preset's."""
+PRESET_CONFIG = QuantConfig()
+"""Placeholder: `Recipe` replaces it by the config of its preset."""
 FLOAT = QuantConfig(activation=None, weight=None, state=None)

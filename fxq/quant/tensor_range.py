@@ -1,4 +1,4 @@
-"""Smallest and largest values of a tensor: of all of it, of each channel, of each block."""
+"""Smallest and largest values of a tensor, per tensor, channel or block."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from torch import Tensor
 
 
 def range_of(x: Tensor, axis: int | None = None, block: int | None = None) -> tuple[Tensor, Tensor]:
-    """Smallest and largest value of `x`, which is not empty.
+    """Return the smallest and the largest value of `x`: 0-d, (C,), or per block the shape of `QParams.scale`.
 
-    Two passes over it, as `torch.aminmax` is slower than both, for rows most of all.
+    Takes two reductions, since `torch.aminmax` is slower than both, most of all for rows.
 
     Args:
-        x: any shape, floating point. NaN anywhere makes the range NaN.
-        axis: None for one range of all of it, 0-d; or the axis of the channels, for one each, (C,).
-        block: for one range of so many channels, with all that they have along the axes behind the first two, the
-            kernel: of the shape that `QParams.scale` has.
+        x: floating point, any shape, not empty. NaN makes its range NaN.
+        axis: the channel axis, or the axis that is cut into blocks; None: one range.
+        block: number of entries along `axis` in a block, which also has all entries along the axes after the first two
+            (the kernel).
     """
     if axis is None:
         values = flat(x)
@@ -23,17 +23,17 @@ def range_of(x: Tensor, axis: int | None = None, block: int | None = None) -> tu
     if block is None:
         rows = x.movedim(axis, 0).flatten(1) if x.dim() > 1 else x[:, None]
         return rows.amin(1), rows.amax(1)
-    parts, inside = x.split(block, axis), (axis, *range(2, x.dim()))
+    blocks, axes = x.split(block, axis), (axis, *range(2, x.dim()))
     return (
-        torch.cat([part.amin(inside, keepdim=True) for part in parts], axis),
-        torch.cat([part.amax(inside, keepdim=True) for part in parts], axis),
+        torch.cat([values.amin(axes, keepdim=True) for values in blocks], axis),
+        torch.cat([values.amax(axes, keepdim=True) for values in blocks], axis),
     )
 
 
 def flat(x: Tensor) -> Tensor:
-    """The elements of `x` in one dimension, in the order of memory: without a copy if `x` is dense in any layout.
+    """Return the elements of `x` in one dimension, in memory order; a view if `x` is dense, in any layout.
 
-    Reductions are faster on this than on a channels-last tensor as it stands.
+    Reductions of it are faster than of a channels-last tensor.
     """
     if x.is_contiguous():
         return x.view(-1)

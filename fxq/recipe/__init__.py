@@ -1,1 +1,1 @@
-"""What to quantize, how, and through which passes."""
+"""Recipes: which layers to quantize, how, and through which passes."""

@@ -1,4 +1,4 @@
-"""What a pass is, and the stages that passes move a graph through."""
+"""`Pass`, the base class of passes, and `Stage`, the stages that passes move a graph through."""
 
 from __future__ import annotations
 
@@ -13,7 +13,12 @@ from fxq.rewriting.rewriter import Rewriter
 
 
 class Stage(enum.IntEnum):
-    """What the graph holds. A pass needs one stage and gives the same or a later one (`fxq/pipeline/invariants.py`)."""
+    """Stage of a graph. A pass needs one stage and gives the same or a later one.
+
+    TRACED: as the tracer made it. CANONICAL: every op in its canonical form. FUSED: groups of ops are units. OBSERVED:
+    with observers on the edges. QDQ: with quantize and dequantize ops. LOWERED: with kernels. The invariants of each
+    stage are in `fxq/pipeline/invariants.py`.
+    """
 
     NONE = 0
     TRACED = 1
@@ -31,7 +36,7 @@ class Stage(enum.IntEnum):
 class Pass(ABC):
     """One step of the pipeline: a frozen dataclass whose fields are its options.
 
-    A subclass sets `name`, `needs` and `gives`, and edits the graph through the rewriter it is given::
+    A subclass sets `name`, `needs` and `gives`, and edits the graph through its rewriter::
 
         @dataclass(frozen=True)
         class DropTanh(fxq.Pass):
@@ -43,16 +48,20 @@ class Pass(ABC):
                 for node in rewriter.nodes("tanh"):
                     rewriter.replace(node, node.args[0])
 
-    `recipe.insert_pass(DropTanh(), after="canonicalize")` puts it into the pipeline. A test runs it alone, on a graph
-    that `fxq.extend.read_graph` has made of a text: `DropTanh().run(fxq.extend.Rewriter(gm, context=None))`. An
-    invalid graph, or one that does not run, raises an error that names the pass. `recipe.with_check()` finds the pass
-    that makes numbers wrong.
+    `recipe.insert_pass(DropTanh(), after="canonicalize")` adds it to the pipeline. In a test, run it alone on a graph
+    that `fxq.extend.read_graph` makes from text: `DropTanh().run(fxq.extend.Rewriter(gm, context=None))`. If the graph
+    is invalid or does not run after the pass, an error names the pass; `recipe.with_check()` finds a pass that makes
+    the numbers wrong.
 
-    `bounds` of the class are the least and the largest value of its options that are numbers, by name. `latest` is the
-    last stage of a graph in which the pass finds what it looks for; None: it runs at any stage from `needs` on.
+    Attributes:
+        name: name in the pipeline and in messages.
+        needs: stage of the graph before the pass.
+        gives: stage of the graph after the pass.
+        latest: last stage at which the pass still works; None: any stage from `needs` on.
+        bounds: smallest and largest value of each numeric option, by name.
 
     Raises:
-        RecipeError: an option is not a number from the least to the largest.
+        RecipeError: an option is out of its bounds.
     """
 
     bounds: ClassVar[Mapping[str, tuple[float, float]]] = {}
@@ -62,30 +71,35 @@ class Pass(ABC):
     latest: ClassVar[Stage | None] = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Raise `PassError` for stages that are none, or in the wrong order, and for an `__init__` of the class's own.
+        """Raise `PassError` for invalid stages, stages in the wrong order, and a hand-written `__init__`.
 
-        What such an `__init__` takes would not be in a saved recipe.
+        A saved recipe holds the fields of the dataclass only, not the arguments of such an `__init__`.
         """
         super().__init_subclass__(**kwargs)
         for key in ("needs", "gives", "latest"):
             if not isinstance(stage := getattr(cls, key), (Stage, property)) and (key, stage) != ("latest", None):
                 raise PassError(
-                    f"{cls.__name__}: {key} is {stage!r}; it must be a stage, as fxq.extend.Stage.CANONICAL is."
+                    f"{cls.__name__}: {key} is {stage!r}; it must be a stage, such as fxq.extend.Stage.CANONICAL."
                 )
             if isinstance(stage, Stage) and isinstance(cls.needs, Stage) and stage < cls.needs:
                 raise PassError(f"{cls.__name__}: {key} is {stage}, before {cls.needs}, which the pass needs.")
         if not isinstance(cls.name, (str, property)):
-            raise PassError(f"{cls.__name__}: name is {cls.name!r}; it must be a text.")
+            raise PassError(f"{cls.__name__}: name is {cls.name!r}; it must be a string.")
         if "__init__" in vars(cls) and "__dataclass_fields__" not in vars(cls):
-            raise PassError(f"{cls.__name__}: a pass is a dataclass(frozen=True): its options are fields, no __init__.")
+            raise PassError(
+                f"{cls.__name__}: a pass cannot define __init__. Make it a dataclass(frozen=True) with its options as "
+                "fields."
+            )
 
     def __post_init__(self) -> None:
-        for key, (least, most) in self.bounds.items():
+        for key, (smallest, largest) in self.bounds.items():
             value = getattr(self, key)
-            whole = isinstance(type(self).__dataclass_fields__[key].default, int)
-            if type(value) not in ((int,) if whole else (int, float)) or not least <= value <= most:
-                kind = "a whole number" if whole else "a number"
-                raise RecipeError(f"{self.name}: {key} is {value!r}; it must be {kind} from {least:g} to {most:g}.")
+            is_integer = isinstance(type(self).__dataclass_fields__[key].default, int)
+            if type(value) not in ((int,) if is_integer else (int, float)) or not smallest <= value <= largest:
+                kind = "an integer" if is_integer else "a number"
+                raise RecipeError(
+                    f"{self.name}: {key} is {value!r}; it must be {kind} from {smallest:g} to {largest:g}."
+                )
 
     @abstractmethod
     def run(self, rewriter: Rewriter) -> None:
@@ -93,20 +107,20 @@ class Pass(ABC):
 
     @property
     def samples_read(self) -> int:
-        """How many calibration samples the pass would like to run the graph on: they are kept for it; 0: any number."""
+        """Number of calibration samples to record, since the pass runs the graph on them; 0: no preference."""
         return 0
 
     @property
     def options(self) -> dict[str, Any]:
-        """The pass's fields as plain data."""
+        """The options: the fields by name."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
     @property
     def changed_options(self) -> dict[str, Any]:
-        """The fields that differ from their default."""
+        """The options that differ from their defaults."""
         defaults = {f.name: f.default for f in fields(self)}
         return {k: v for k, v in self.options.items() if v != defaults[k]}
 
     def __str__(self) -> str:
-        inside = ", ".join(f"{k}={v!r}" for k, v in self.changed_options.items())
-        return f"{self.name}({inside})" if inside else self.name
+        options = ", ".join(f"{k}={v!r}" for k, v in self.changed_options.items())
+        return f"{self.name}({options})" if options else self.name

@@ -1,4 +1,4 @@
-"""Pins: what was decided of every op that could run either way. With them a recipe gives the same graph again."""
+"""Pins: recorded decisions, one per op that could run on integers or in float, so that a recipe repeats its result."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from fxq.graph.unit import calls_of
 
 
 class Place(NamedTuple):
-    """Where an op or unit stands in the model: what still names it when the model is traced again.
+    """Name of an op or unit that stays the same when the model is traced again.
 
     Attributes:
-        path: path of the module that calls it, taken literally; empty for the model itself.
-        op: the ops that it runs, joined by "+".
-        call: which one it is of those with the same path and ops, in the order of the graph, from 0.
+        path: path of the module that calls it (no glob); empty for the model itself.
+        op: names of its ops, joined by "+".
+        call: index among the nodes with this path and these ops, in the order of the graph.
     """
 
     path: str
@@ -29,32 +29,32 @@ class Place(NamedTuple):
     call: int = 0
 
     def __str__(self) -> str:
-        which = f", call {self.call}" if self.call else ""
-        return f"{self.op} of {self.path or 'the model'}{which}"
+        call = f", call {self.call}" if self.call else ""
+        return f"{self.op} of {self.path or 'the model'}{call}"
 
 
 def places_of(gm: fx.GraphModule, nodes: Iterable[fx.Node]) -> dict[fx.Node, Place]:
-    """The place of every node that runs ops, conversions left out."""
-    seen: Counter[tuple[str, str]] = Counter()
+    """Places of the nodes that run ops, without conversions."""
+    counts: Counter[tuple[str, str]] = Counter()
     places = {}
     for node in nodes:
         calls = () if is_op(node, *CONVERSIONS) else calls_of(gm, node)
         if calls:
             key = info(node).path, "+".join(call.op.name for call in calls)
-            places[node] = Place(*key, seen[key])
-            seen[key] += 1
+            places[node] = Place(*key, counts[key])
+            counts[key] += 1
     return places
 
 
 @dataclass(frozen=True)
 class Pin:
-    """One decision.
+    """Recorded decision about one op or unit.
 
     Attributes:
         op, path, call: see `Place`.
-        runs: "int8", or "float" where it could run on integers and does not; "opened" for a unit of which a kernel
-            could run more ops or fewer: what is said of its parts then, say other pins.
-        ops: of such a unit, how many ops the kernel runs, from the first on; else 0.
+        runs: "int8"; "float" for an op that could run on integers and does not; "opened" for a unit whose ops are
+            split between a kernel and others, which have pins of their own.
+        ops: number of ops of an opened unit that the kernel runs, from the first; else 0.
 
     Example:
         >>> Pin.from_dict(Pin("conv2d+relu", "block.0", runs="float").to_dict())
@@ -69,12 +69,12 @@ class Pin:
 
     @classmethod
     def at(cls, place: Place, runs: str, ops: int = 0) -> Pin:
-        """What was decided of what stands at a place."""
+        """Pin of the op or unit at a place."""
         return cls(place.op, place.path, place.call, runs, ops)
 
     @property
     def place(self) -> Place:
-        """Where it stands."""
+        """Place of the op or unit."""
         return Place(self.path, self.op, self.call)
 
     def to_dict(self) -> dict[str, Any]:
@@ -85,19 +85,21 @@ class Pin:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Pin:
-        """Inverse of `to_dict`. Raises `RecipeError` for what is no pin."""
-        known = {f.name: int if f.name in ("call", "ops") else str for f in fields(cls)}
+        """Inverse of `to_dict`. Raises `RecipeError` for unknown keys and invalid values."""
+        types = {f.name: int if f.name in ("call", "ops") else str for f in fields(cls)}
         for key, value in data.items():
-            if key not in known:
-                raise RecipeError(unknown("key of [[decided]]", key, list(known)))
-            if not isinstance(value, known[key]):
-                raise RecipeError(f"[[decided]]: {key} is {value!r}, not {known[key].__name__}.")
+            if key not in types:
+                raise RecipeError(unknown("key of [[decided]]", key, list(types)))
+            if not isinstance(value, types[key]):
+                raise RecipeError(f"[[decided]]: {key} is {value!r}; it must be of type {types[key].__name__}.")
         if (
             "op" not in data
             or data.get("runs", "int8") not in _RUNS
             or (data.get("runs") == "opened") != ("ops" in data)
         ):
-            raise RecipeError(f"[[decided]]: {dict(data)} is no decision; write it with qmodel.recipe_as_decided().")
+            raise RecipeError(
+                f"[[decided]]: {dict(data)} is not a valid decision; save the recipe of qmodel.recipe_as_decided()."
+            )
         return cls(**data)
 
 
@@ -112,24 +114,25 @@ class Pinned:
         self.runs = {pin.place: pin.runs for pin in pins if pin.runs != "opened"}
 
     def ops(self, place: Place) -> int:
-        """How many ops of a unit the kernel runs. Raises `RecipeError` where nothing was decided."""
+        """Number of ops of a unit that the kernel runs. Raises `RecipeError` if there is no pin for the place."""
         return self._find(self.opened, place)
 
     def is_float(self, place: Place) -> bool:
-        """Whether an op that could run on integers is to run in float. Raises `RecipeError` as `ops` does."""
+        """Whether an op that could run on integers is pinned to float. Raises `RecipeError` as `ops` does."""
         return self._find(self.runs, place) == "float"
 
     def lost(self, able: Iterable[Place]) -> list[Place]:
-        """The places that are to run on integers and cannot, given those that can."""
-        can = set(able)
-        return [place for place, runs in self.runs.items() if runs == "int8" and place not in can]
+        """Places that are pinned to integers, but are not among the places `able` to run on them."""
+        able_places = set(able)
+        return [place for place, runs in self.runs.items() if runs == "int8" and place not in able_places]
 
     def _find(self, decided: Mapping[Place, Any], place: Place) -> Any:
         if place not in decided:
-            near = nearest(str(place), [str(known) for known in decided], 3)
+            near = nearest(str(place), [str(pinned) for pinned in decided], 3)
             raise RecipeError(
-                f"the recipe's decisions do not speak of {place}, which can run on integers; "
-                f"{'near: ' + '; '.join(near) if near else 'nothing looks like it'}. They are of another model, or of "
-                'other passes: quantize with recipe.with_optimize("speed") and take recipe_as_decided() of the result.'
+                f"the recipe has no decision for {place}, which can run on integers; "
+                f"{'near: ' + '; '.join(near) if near else 'none is similar'}. Its decisions are for another model "
+                'or other passes: quantize with recipe.with_optimize("speed") and use recipe_as_decided() of the '
+                "result."
             )
         return decided[place]

@@ -1,4 +1,4 @@
-"""The passes of a recipe, in order, and how a recipe changes them."""
+"""Pipelines: the passes of a recipe, in order, and edits of them."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ _OPTIMIZE: dict[str, str] = {}
 
 
 def register_preset(name: str, passes: Sequence[Pass], config: QuantConfig, optimize: str = "speed") -> None:
-    """Make a preset known: its passes, and how it quantizes where nothing else is said."""
+    """Register a preset: its passes, its default config and its default for `optimize`."""
     _PIPELINES[name], _CONFIGS[name], _OPTIMIZE[name] = tuple(passes), config, optimize
 
 
 def preset_config(preset: str) -> QuantConfig:
-    """How a preset quantizes a layer of which nothing else is said."""
+    """Default config of a preset."""
     return _CONFIGS.get(preset, QuantConfig())
 
 
 def preset_optimize(preset: str) -> str:
-    """What a preset looks at where `optimize` is not given."""
+    """Default of `optimize` of a preset."""
     return _OPTIMIZE.get(preset, "speed")
 
 
 def preset_line(preset: str) -> str:
-    """How Python writes that config."""
+    """Python expression of the default config of a preset."""
     return "fxq.QuantConfig()" if preset == "static" else f"fxq.Recipe.{preset}().config"
 
 
 @dataclass(frozen=True, repr=False)
 class Pipeline(Printed, Sequence[Pass]):
-    """The passes of a recipe, in order. `print` shows them with the stages they move the graph through."""
+    """Passes of a recipe, in order. `print` shows them with the stages that they move the graph through."""
 
     passes: tuple[Pass, ...]
 
@@ -72,7 +72,7 @@ _PASSES = (Column(align="right"), Column(), Column(drop=1), Column(give="fold"))
 
 
 def _row(number: int, step: Pass) -> list[Text]:
-    """Number, pass, the stages it leads from and to, and the first line of its docstring."""
+    """Row of the table: number, pass, stages before and after, first line of the docstring."""
     stages = str(step.gives) if step.needs == step.gives else f"{step.needs} -> {step.gives}"
     summary = (type(step).__doc__ or "").strip().partition("\n")[0]
     return row(text(f"{number}.", "quiet"), text(str(step), "strong"), stages, summary)
@@ -80,55 +80,59 @@ def _row(number: int, step: Pass) -> list[Text]:
 
 @dataclass(frozen=True)
 class PipelineEdit:
-    """A pass inserted next to another one, or (when `inserted` is None) the pass `anchor` removed."""
+    """Edit of a pipeline: `inserted` after (or before) the pass `anchor`, or, if it is None, `anchor` removed."""
 
     anchor: str
     inserted: Pass | None = None
     after: bool = True
 
     def to_dict(self) -> dict[str, Any]:
-        """The edit as plain data. Raises `RecipeError` when a file cannot hold it."""
+        """The edit as plain data. Raises `RecipeError` if it cannot be written to a file."""
         if self.inserted is None:
             return {"remove": self.anchor}
         insert = import_path(type(self.inserted), f"the class of the pass {self.inserted.name!r}")
         data: dict[str, Any] = {"insert": insert, "after" if self.after else "before": self.anchor}
         options = self.inserted.changed_options
         if None in options.values():
-            raise RecipeError(f"the pass {self.inserted.name!r} has an option that is None, which a file cannot hold.")
+            raise RecipeError(f"the pass {self.inserted.name!r} has an option that is None: TOML has no value for it.")
         return {**data, "options": options} if options else data
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> PipelineEdit:
-        """Inverse of `to_dict`. Raises `RecipeError` naming unknown keys, passes, options."""
+        """Inverse of `to_dict`. Raises `RecipeError` for unknown keys, passes and options."""
         if "remove" in data:
             return cls(data["remove"])
         if "insert" not in data or ("after" in data) == ("before" in data):
             raise RecipeError(
                 f"a [[pass]] entry has 'remove', or 'insert' with one of 'after' and 'before', not {dict(data)!r}."
             )
-        made, options = import_name(data["insert"], Pass), data.get("options", {})
+        pass_type, options = import_name(data["insert"], Pass), data.get("options", {})
         for key in options:
-            if key not in (known := [f.name for f in fields(made)]):
-                raise RecipeError(unknown(f"option of the pass {made.name!r}", key, known))
-        inserted = made(**options)
+            if key not in (names := [f.name for f in fields(pass_type)]):
+                raise RecipeError(unknown(f"option of the pass {pass_type.name!r}", key, names))
+        inserted = pass_type(**options)
         return cls(data["after"] if "after" in data else data["before"], inserted, "after" in data)
 
 
 def pipeline_of(preset: str, edits: Sequence[PipelineEdit] = ()) -> Pipeline:
-    """The pipeline of a preset, edited. Raises `RecipeError`: unknown preset or pass, or a pass inserted twice."""
+    """Pipeline of a preset with edits.
+
+    Raises:
+        RecipeError: an unknown preset or pass, or a pass inserted twice.
+    """
     if preset not in _PIPELINES:
         raise RecipeError(unknown("preset", preset, _PIPELINES))
-    line = Pipeline(_PIPELINES[preset])
+    pipeline = Pipeline(_PIPELINES[preset])
     for edit in edits:
-        passes, at = list(line.passes), line.position(edit.anchor)
+        passes, position = list(pipeline.passes), pipeline.position(edit.anchor)
         if edit.inserted is None:
-            del passes[at]
+            del passes[position]
         else:
             if edit.inserted.name in [p.name for p in passes]:
                 raise RecipeError(
-                    f"the pipeline has a pass called {edit.inserted.name!r} already: leave that one out first, by "
+                    f"the pipeline has a pass called {edit.inserted.name!r} already: remove it first, with "
                     f"recipe.without_pass({edit.inserted.name!r}), or give yours another name."
                 )
-            passes.insert(at + edit.after, edit.inserted)
-        line = Pipeline(tuple(passes))
-    return line
+            passes.insert(position + edit.after, edit.inserted)
+        pipeline = Pipeline(tuple(passes))
+    return pipeline

@@ -1,6 +1,6 @@
-"""The presets that a recipe starts from: `fxq.Recipe.static()`, `dynamic()`, `weight_only()` and `qat()`.
+"""Presets, the class methods of `Recipe` that make one: `static()`, `dynamic()`, `weight_only()` and `qat()`.
 
-Each function here is a class method of `Recipe`. The passes of a preset are in `passes/__init__.py`.
+The passes of each preset are in `passes/__init__.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from fxq.recipe.recipe import Recipe
 
 FAKE_QUANTIZERS = "insert-fake-quantizers"
-"""The pass that makes a model trainable: a pipeline with it is one for training."""
+"""Name of the pass that makes a model trainable; a pipeline with it is for training."""
 
 
 def static(
@@ -41,20 +41,23 @@ def static(
     """Post-training static quantization: activations by calibration, weights per channel. Needs data.
 
     Args:
-        backend: "auto", "x86", "fbgemm", "qnnpack", "jit", "openvino", "onnxruntime" or "reference"; "fastest" tries
-            all that are installed; or one of your own, see `with_backend`.
+        backend: "auto", "x86", "fbgemm", "qnnpack", "jit", "openvino", "onnxruntime" or "reference"; "fastest" times
+            all that are installed; or your own, see `with_backend`.
         activation: spec of all activations; the default is uint8 affine with the histogram observer.
         weight: spec of all weights; the default is int8 symmetric per channel.
         optimize: "speed": ops that are faster in float on this machine, at the shapes of the example inputs, stay in
-            float; "coverage": every op that can run on integers does, and nothing is measured.
+            float; "coverage": every op that can runs on integers, and nothing is timed.
         reduce_range: role that has 7 bits on CPUs whose kernels saturate with 8 bits of both: "weights", "activations"
             or "auto", the one with the smaller error on calibration data.
-        strict_trace: refuse a model with modules that cannot be traced, instead of keeping them in float.
-        check_inputs: let the quantized model raise `InputError` on a float input that holds NaN or Inf; else such
-            an input gives finite numbers, as integers are neither, but in layers that measure ranges when they run.
-            It reads every input once more.
-        leaf_modules: path globs of modules that are not traced into, as `leaf` adds them.
-        concrete_args: arguments of forward that are fixed to plain values, by name, as `fix_args` fixes them.
+        strict_trace: raise an error for modules that cannot be traced, instead of keeping them in float.
+        check_inputs: let the quantized model raise `InputError` for a float input that holds NaN or +Inf, for the cost
+            of reading every input once. Without it, layers with calibrated ranges silently turn NaN and Inf into finite
+            numbers.
+        leaf_modules: path globs of modules that are not traced into, see `leaf`.
+        concrete_args: arguments of forward, by name, that are fixed to plain values, see `fix_args`.
+
+    Raises:
+        RecipeError: an option has an invalid value.
 
     Example:
         >>> fxq.Recipe.static(leaf_modules=["head.*"]) == fxq.Recipe.static().leaf("head.*")
@@ -76,19 +79,19 @@ def static(
 def dynamic(
     _cls: type[Recipe], /, *, activation: TensorSpec = DYNAMIC, weight: TensorSpec = WEIGHT, **options: Any
 ) -> Recipe:
-    """Post-training dynamic quantization: ranges of activations are measured at every call. Needs no data.
+    """Post-training dynamic quantization: ranges of activations are computed at each call. Needs no data.
 
-    Layers with weights read integers and give floats: linear layers, convolutions, recurrent layers. Where data is
-    given all the same, the pass `smooth` makes what linear layers of transformers read easier to round.
+    Linear, convolution and recurrent layers read integers and give floats. If you give data anyway, the pass `smooth`
+    moves outliers of the inputs of linear layers into their weights.
 
     Args:
-        activation: spec of what layers read; the default measures each row: of a linear layer a token, of a
-            convolution an image.
+        activation: spec of the inputs of layers; the default has a range per row, which is a token for a linear layer
+            and an image for a convolution.
         weight: spec of all weights; the default is int8 symmetric per channel.
         options: as for `static`.
 
     Example:
-        >>> recipe = fxq.Recipe.dynamic().only(nn.Linear)  # as torch's quantize_dynamic(model, {nn.Linear})
+        >>> recipe = fxq.Recipe.dynamic().only(nn.Linear)  # like torch's quantize_dynamic(model, {nn.Linear})
         >>> recipe = fxq.Recipe.static().override("encoder.*", fxq.Recipe.dynamic().config)  # both in one model
 
     Source: Jacob et al. 2018, section 3; Dettmers et al. 2022, section 2.1 (a scale for each row).
@@ -105,18 +108,20 @@ def weight_only(
     dtype: torch.dtype | None = None,
     **options: Any,
 ) -> Recipe:
-    """Integer weights, for size: layers compute in float, as before. Needs no data.
+    """Weight-only quantization, for size: weights are stored as integers, layers compute in float. Needs no data.
 
-    Layers with weights and embeddings keep these in integers (of 4 bits, two in a byte), and make floats of them
-    when they run. What that takes, and what it saves, the ledger says.
+    Layers and embeddings dequantize their weights at each call; weights of 4 bits are stored two to a byte. The ledger
+    shows what that costs and saves.
 
     Args:
-        bits: 8, the default: symmetric, a scale for each channel; of an embedding for each block. 4 or fewer:
-            affine, a scale for each block.
-        per: what has a scale: "tensor", "channel", or blocks of so many values, such as 32, 64 (the default for 4
-            bits, and for embeddings) or 128.
-        dtype: torch.float16: weights are kept in that, and not in integers.
-        options: as for `static`, but `activation`; `weight` is a spec of your own.
+        bits: 5 to 8 (default: 8): symmetric, one scale per channel, for embeddings per block of 64 values. 2 to 4:
+            affine, one scale per block of 64 values.
+        per: granularity of the scales: "tensor", "channel", or the number of values in a block, such as 32 or 128.
+        dtype: torch.float16 stores weights as float16 instead of integers.
+        options: as for `static`, without `activation`. `weight` is a full spec, instead of `bits`, `per` and `dtype`.
+
+    Raises:
+        RecipeError: an option has an invalid value, or would have no effect.
 
     Example:
         >>> fxq.Recipe.weight_only(bits=4).config.weight
@@ -126,10 +131,10 @@ format='integer')
 
     Source: Dettmers and Zettlemoyer 2023, section 2 (blocks, for 4 bits).
     """
-    asked = {key: value for key, value in (("bits", bits), ("per", per), ("dtype", dtype)) if value is not None}
+    details = {key: value for key, value in (("bits", bits), ("per", per), ("dtype", dtype)) if value is not None}
     _refuse("weight_only", options, "activation")
     if "weight" in options:
-        _refuse("weight_only with a weight spec", asked, *asked)
+        _refuse("weight_only with a weight spec", details, *details)
     weight = options.pop("weight", None) or weight_spec(bits or 8, per, dtype)
     return replace(static(_cls, activation=None, weight=weight, **options), preset="weight_only")
 
@@ -146,22 +151,26 @@ def qat(
     freeze_weights_over: int = 0,
     **options: Any,
 ) -> Recipe:
-    """Quantization-aware training: `fxq.prepare` gives a model to train, `fxq.convert` makes it an integer model.
+    """Quantization-aware training: `fxq.prepare` returns a model to train, `fxq.convert` its integer model.
+
+    The default of `optimize` is "coverage", since the model is trained to run on integers. The state of recurrent
+    layers stays in float.
 
     Args:
-        activation: spec of all activations; the default is uint8 affine, with moving averages of the ranges.
+        activation: spec of all activations; the default is uint8 affine with moving averages of the ranges.
         weight: spec of all weights; the default is int8 symmetric per channel.
-        learned: scales are parameters (LSQ), which start where the squared error on the example inputs is least:
-            give data as these. The optimizer should not let them decay: no `weight_decay` for parameters whose
-            names end in "factor".
-        freeze_ranges_after: forwards in train mode behind which ranges of activations stay as they are; 0: never.
-        freeze_norms_after: those behind which the statistics of batch norms do; 0: never.
-        freeze_weights_over: give the number of all forwards in train mode: over these, weights that go back and
-            forth between two integers come to stay with one of them, more of them with every forward; 0: never.
-            For 4 bits and fewer; it takes 7 bytes of memory for each of these weights. Weights that are a part of a
-            parameter, or have one scale and a batch norm behind them, do not take part.
-        options: as for `static`. What can run on integers does (`optimize="coverage"`), as it was trained to. The
-            state of recurrent layers stays float.
+        learned: scales are parameters (LSQ). They start where the squared error on the example inputs is smallest, so
+            pass real data as example inputs. Set `weight_decay` to 0 for them: their names end in "factor".
+        freeze_ranges_after: number of forwards in train mode after which ranges of activations are frozen; 0: never.
+        freeze_norms_after: number of forwards in train mode after which the statistics of batch norms are frozen; 0:
+            never.
+        freeze_weights_over: total number of forwards in train mode, over which more and more of the weights that
+            oscillate between two integers are frozen; 0: never. For 4 bits or fewer; takes 7 bytes of memory per
+            weight. Leaves out weights that are a part of a parameter, or have one scale and a batch norm after them.
+        options: as for `static`.
+
+    Raises:
+        RecipeError: an option has an invalid value.
 
     Example:
         >>> weight = fxq.TensorSpec(bits=4, signed=True, symmetric=True, per="channel", observer="minmax")
@@ -174,23 +183,23 @@ def qat(
     if learned:
         weight = replace(weight, range="learned", observer="mse")
         activation = replace(activation, range="learned", observer="mse") if activation is not None else None
-    given = static(_cls, **{"optimize": preset_optimize("qat"), **options})
-    recipe = replace(given, preset="qat", config=QuantConfig(activation, weight, state=None))
-    step = recipe.pipeline[FAKE_QUANTIZERS]
-    new = replace(
-        step,
+    base = static(_cls, **{"optimize": preset_optimize("qat"), **options})
+    recipe = replace(base, preset="qat", config=QuantConfig(activation, weight, state=None))
+    default_pass = recipe.pipeline[FAKE_QUANTIZERS]
+    new_pass = replace(
+        default_pass,
         freeze_ranges_after=freeze_ranges_after,
         freeze_norms_after=freeze_norms_after,
         freeze_weights_over=freeze_weights_over,
     )
-    if new == step:
+    if new_pass == default_pass:
         return recipe
-    before = recipe.pipeline[recipe.pipeline.position(FAKE_QUANTIZERS) - 1].name
-    return replace(recipe, edits=(PipelineEdit(FAKE_QUANTIZERS), PipelineEdit(before, new)))
+    anchor = recipe.pipeline[recipe.pipeline.position(FAKE_QUANTIZERS) - 1].name
+    return replace(recipe, edits=(PipelineEdit(FAKE_QUANTIZERS), PipelineEdit(anchor, new_pass)))
 
 
-def _refuse(what: str, given: Mapping[str, Any], *names: str) -> None:
-    """Raise `RecipeError` for an option that would do nothing: one of these, where it is given and says something."""
+def _refuse(preset: str, options: Mapping[str, Any], *names: str) -> None:
+    """Raise `RecipeError` if one of the options `names`, which have no effect here, is set."""
     for name in names:
-        if given.get(name):
-            raise RecipeError(f"{what} takes no {name}: it would do nothing. Leave out {name}={given[name]!r}.")
+        if options.get(name):
+            raise RecipeError(f"{preset} takes no {name}: it would have no effect. Leave out {name}={options[name]!r}.")

@@ -1,4 +1,4 @@
-"""A recipe: what to quantize, how, for which backend, through which passes. Frozen; every method returns a new one."""
+"""`Recipe`: what to quantize, how, for which backend, through which passes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from fxq.common.source import import_path
 from fxq.errors import RecipeError
 from fxq.quant.spec import (
     FLOAT,
-    NARROW,
-    OF_PRESET,
+    PRESET_CONFIG,
+    REDUCIBLE_ROLES,
     QuantConfig,
-    without_usual_state,
+    without_default_state,
 )
 from fxq.recipe import presets
 from fxq.recipe.extensions import backend_path, check_backend, import_extensions
@@ -32,32 +32,35 @@ from fxq.rewriting.pattern import FUSIONS, Family, Rule
 
 @dataclass(frozen=True)
 class Recipe:
-    """What `fxq.quantize` is to do. Make one with a preset (`Recipe.static()`), then refine it.
+    """Options of `fxq.quantize`: what to quantize, how, and for which backend.
+
+    Start with a preset, `Recipe.static()`, `dynamic()`, `weight_only()` or `qat()`, then refine it. A recipe is
+    frozen: every method returns a new one.
 
     Attributes:
-        preset: the preset it started from; decides the pipeline, and the config where none is given.
-        backend: name of the backend, import path of one of your own, "auto" for the best one of PyTorch's that this
-            machine runs, or "fastest" for the quickest of all.
-        config: how a layer is quantized where no override speaks.
-        overrides: (selector, config) pairs; later ones win.
-        leaf_modules: path globs of modules that are not traced into: they run in float, as they are.
-        strict_trace: whether a module that cannot be traced is an error; else it becomes such a leaf, with a warning.
-        check_inputs: whether the quantized model refuses float inputs that hold NaN or Inf, at every call. Not -Inf: it
-            is what masks for attention hold.
-        concrete_args: arguments of forward, by name, that are fixed to a plain value; the graph checks them.
-        edits: passes inserted and removed.
-        fusions: import paths of fusions besides fxq's own, as `with_fusions` adds them.
-        extensions: import paths of ops and kernels of your own, as `with_extensions` adds them.
-        optimize: "speed": what is faster in float on this machine, conversions included, stays in float; "coverage":
-            everything runs on integers that can; "decided": what `decided` says. Only "speed" measures. The default
-            is "speed", of the preset "qat" "coverage".
-        decided: what runs on integers with optimize="decided", see `QuantizedModel.recipe_as_decided`.
-        check: "none", or "numeric": after every pass, compare with the float model on the example input.
-        max_loss: decibels that one pass may lose before `check="numeric"` warns (see `fxq/common/metrics.py`).
-        reduce_range: what gives up a bit on CPUs whose kernels overflow with 8-bit activations times 8-bit weights (x86
-            without VNNI): "weights", "activations", or "auto": that with which the outputs have the higher SQNR against
-            the float model's, tried on recorded calibration samples. The ledger says what was chosen.
-        min_sqnr: decibels of SQNR against the float model below which `quantize` warns about the output; None: never.
+        preset: name of the preset; selects the pipeline and the default config.
+        backend: name of a backend, import path of your own class, "auto" for the best of PyTorch's backends on this
+            machine, or "fastest" to time all that are installed.
+        config: quantization of layers that no override selects.
+        overrides: (selector, config) pairs; later pairs win.
+        leaf_modules: path globs of modules that are not traced into; they run in float, unchanged.
+        strict_trace: whether a module that cannot be traced is an error; else it becomes a leaf, with a warning.
+        check_inputs: whether the quantized model raises `InputError` for float inputs that hold NaN or +Inf, at every
+            call. -Inf is allowed, since attention masks hold it.
+        concrete_args: arguments of forward, by name, that are fixed to plain values; the graph checks them.
+        edits: passes that were inserted and removed.
+        fusions: import paths of additional fusions, see `with_fusions`.
+        extensions: import paths of your own ops and kernels, see `with_extensions`.
+        optimize: "speed": ops that are faster in float on this machine, conversions included, stay in float;
+            "coverage": every op that can runs on integers, and nothing is timed; "decided": as `decided` says. The
+            default is "speed", for the preset "qat" "coverage".
+        decided: decisions for optimize="decided", see `QuantizedModel.recipe_as_decided`.
+        check: "none", or "numeric": compare the graph with the float model on the example input after every pass.
+        max_loss: dB of SQNR that one pass may lose before check="numeric" warns.
+        reduce_range: role that has 7 bits on CPUs whose kernels saturate with 8-bit activations and 8-bit weights (x86
+            without VNNI): "weights", "activations", or "auto" for the role that gives the output the higher SQNR
+            on recorded calibration samples. The ledger shows the choice.
+        min_sqnr: dB of SQNR against the float model below which `quantize` warns about the output; None: never.
 
     Example:
         >>> recipe = Recipe.static().override("head", fxq.FLOAT)
@@ -67,7 +70,7 @@ class Recipe:
 
     preset: str = "static"
     backend: str = "auto"
-    config: QuantConfig = OF_PRESET
+    config: QuantConfig = PRESET_CONFIG
     overrides: tuple[tuple[Selector, QuantConfig], ...] = ()
     leaf_modules: tuple[str, ...] = ()
     strict_trace: bool = False
@@ -85,7 +88,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         check_preset(self.preset)
-        if self.config is OF_PRESET:
+        if self.config is PRESET_CONFIG:
             object.__setattr__(self, "config", preset_config(self.preset))
         if not self.optimize:
             object.__setattr__(self, "optimize", preset_optimize(self.preset))
@@ -93,19 +96,20 @@ class Recipe:
         check_backend(self.backend)
         import_extensions(self.extensions)
         check_choice("value of optimize", self.optimize, ("speed", "coverage", "decided"))
-        check_choice("value of reduce_range", self.reduce_range, ("auto", *NARROW))
+        check_choice("value of reduce_range", self.reduce_range, ("auto", *REDUCIBLE_ROLES))
         check_choice("check", self.check, ("none", "numeric"))
         if self.optimize == "decided" and not self.decided:
-            raise RecipeError('optimize="decided" needs decisions: take qmodel.recipe_as_decided().')
+            raise RecipeError('optimize="decided" needs decisions: use the recipe of qmodel.recipe_as_decided().')
         if isinstance(self.min_sqnr, str) or self.min_sqnr != self.min_sqnr:
             raise RecipeError(f"min_sqnr is {self.min_sqnr!r}; it must be a number of dB, or None for no check.")
         if self.trains and self.backend == FASTEST:
             raise RecipeError(
-                f"a model is trained for the kernels of one backend, so that backend={FASTEST!r} has no meaning."
+                f"backend={FASTEST!r} cannot be used here, since a model is trained for the kernels of one backend. "
+                "Name that backend."
             )
         if self.trains:
-            overrides = tuple((selector, without_usual_state(config)) for selector, config in self.overrides)
-            object.__setattr__(self, "config", without_usual_state(self.config))
+            overrides = tuple((selector, without_default_state(config)) for selector, config in self.overrides)
+            object.__setattr__(self, "config", without_default_state(self.config))
             object.__setattr__(self, "overrides", overrides)
         check_config(self.config, "the recipe", self.trains)
         for selector, config in self.overrides:
@@ -117,32 +121,32 @@ class Recipe:
     qat = classmethod(presets.qat)
 
     def only(self, *selectors: Any) -> Recipe:
-        """Quantize what one of the selectors selects, as this recipe does now, and nothing else.
+        """Quantize only the ops that one of the selectors selects, with the config of this recipe.
 
         Args:
             selectors: as for `override`: module path globs, `fxq.by_op(name)`, `nn.Module` types.
 
         Raises:
-            RecipeError: no selector is given, or the recipe has overrides already: write them behind `only`.
+            RecipeError: no selector is given, or the recipe has overrides already: add them after `only`.
         """
         if not selectors or self.overrides:
-            raise RecipeError("only() takes selectors, and stands before any override.")
+            raise RecipeError("only() takes selectors, and must be called before any override().")
         overrides = tuple((as_selector(selector), self.config) for selector in selectors)
         return replace(self, config=FLOAT, overrides=overrides)
 
     def override(self, selector: Any, config: QuantConfig) -> Recipe:
-        """Quantize what `selector` selects with `config` (or `fxq.FLOAT`: not at all). Later overrides win.
+        """Quantize the ops that `selector` selects with another config. Later overrides win.
 
         Args:
             selector: a module path glob, `fxq.by_op(name)`, or an `nn.Module` type.
-            config: the configuration.
+            config: their quantization; `fxq.FLOAT` keeps them in float.
         """
         if not isinstance(config, QuantConfig):
             raise RecipeError(f"override({selector!r}, ...) takes a fxq.QuantConfig or fxq.FLOAT, not {config!r}.")
         return replace(self, overrides=(*self.overrides, (as_selector(selector), config)))
 
     def insert_pass(self, new: Pass, *, after: str | None = None, before: str | None = None) -> Recipe:
-        """Put a pass into the pipeline, after or before the pass of that name."""
+        """Insert a pass into the pipeline, after or before the pass of that name."""
         if not isinstance(new, Pass):
             raise RecipeError(f"insert_pass takes an instance of a fxq.Pass subclass, not {new!r}.")
         if (after is None) == (before is None):
@@ -151,15 +155,15 @@ class Recipe:
         return replace(self, edits=(*self.edits, edit))
 
     def without_pass(self, name: str) -> Recipe:
-        """Leave a pass out."""
+        """Remove the pass of that name from the pipeline."""
         return replace(self, edits=(*self.edits, PipelineEdit(name)))
 
     def with_fusions(self, *fusions: Family | str) -> Recipe:
-        """Fuse also what patterns of your own match: functions decorated with `fxq.fusion`, or their import paths.
+        """Add fusions of your own: functions decorated with `fxq.fusion`, or their import paths.
 
         Raises:
-            RecipeError: one is not a fusion, or cannot be imported, as what is local to a function.
-            PatternError: the name of one is taken by another.
+            RecipeError: one is not a fusion, or cannot be imported (a function inside a function, for example).
+            PatternError: the name of one is taken.
 
         Example:
             >>> Recipe.static().with_fusions("fxq.patterns.fusions.conv:conv_add_relu").fusions
@@ -169,7 +173,7 @@ class Recipe:
         return replace(self, fusions=(*self.fusions, *paths))
 
     def with_extensions(self, *functions: Any) -> Recipe:
-        """Name ops and kernels of your own, so that who loads the recipe has them: functions, or their import paths.
+        """Add ops and kernels of your own, so that loading the recipe imports them: functions, or their import paths.
 
         Raises:
             RecipeError: one is registered neither by `fxq.extend.register_op` nor by `fxq.extend.register_kernel`, or
@@ -179,25 +183,25 @@ class Recipe:
         return replace(self, extensions=(*self.extensions, *paths))
 
     def leaf(self, *paths: str) -> Recipe:
-        """Do not trace into these modules (path globs): they run in float, as they are."""
+        """Do not trace into these modules (path globs): they run in float, unchanged."""
         for path in paths:
             if not isinstance(path, str):
                 raise RecipeError(f"leaf takes path globs, such as 'head.*', not {path!r}.")
         return replace(self, leaf_modules=(*self.leaf_modules, *paths))
 
     def with_optimize(self, optimize: str) -> Recipe:
-        """Quantize for "speed", or for "coverage" (see `Recipe.static`), or as `decided` says ("decided")."""
+        """Quantize for "speed" or for "coverage" (see `Recipe.static`), or as recorded in `decided` ("decided")."""
         return replace(self, optimize=optimize)
 
     def fix_args(self, **values: Any) -> Recipe:
-        """Fix arguments of forward to plain values, for a graph that is made for them: `recipe.fix_args(mode="eval")`.
+        """Fix arguments of forward to plain values, so that the graph is specialized: `recipe.fix_args(mode="eval")`.
 
-        The quantized model takes them as its defaults, and raises `InputError` when it is called with others.
+        They become defaults of the quantized model, which raises `InputError` when it is called with other values.
         """
         return replace(self, concrete_args={**self.concrete_args, **values})
 
     def with_backend(self, backend: str | type[Backend]) -> Recipe:
-        """The recipe for another backend: its name; one of your own by its class or import path."""
+        """Use another backend: by name, or your own by class or import path."""
         return replace(self, backend=backend_path(backend))
 
     def with_check(self, check: str = "numeric", max_loss: float = 30.0) -> Recipe:
@@ -219,16 +223,22 @@ class Recipe:
         return pipeline_of(self.preset, self.edits)
 
     def fusion_rules(self) -> list[Rule]:
-        """The rules that fuse with this recipe, in the order in which they are tried."""
+        """Fusion rules of this recipe, in the order in which they are tried."""
         return FUSIONS.plus(self.fusions).largest_first()
 
     def config_for(
         self, path: str, ops: Iterable[str], types: Mapping[str, type]
     ) -> tuple[QuantConfig, Selector | None]:
-        """The config of a node and the override that decided it (None: the recipe's own). See `Selector.matches`."""
-        names = tuple(ops)
+        """Config of a node, and the selector of the override that it is from, or None.
+
+        Args:
+            path: module path of the node.
+            ops: names of the ops that it runs.
+            types: module type by module path, for the whole model.
+        """
+        op_names = tuple(ops)
         for selector, config in reversed(self.overrides):
-            if selector.matches(path, names, types):
+            if selector.matches(path, op_names, types):
                 return config, selector
         return self.config, None
 
@@ -240,11 +250,17 @@ class Recipe:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Recipe:
-        """Inverse of `to_dict`, for older files too. Raises `RecipeError` naming unknown keys, presets, passes, ..."""
+        """Inverse of `to_dict`, for older files too. Raises `RecipeError` for unknown keys, presets and passes."""
         return cls(**arguments_from(data))
 
     def to_toml(self) -> str:
-        """The recipe as TOML text. Raises `RecipeError` for a fixed value that no file holds; warns of `__main__`."""
+        """The recipe as TOML text.
+
+        Warns about functions and classes of `__main__`, which other programs cannot import.
+
+        Raises:
+            RecipeError: a value in `concrete_args` or of a pass's options cannot be written to a file.
+        """
         return toml_of(self.to_dict())
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -253,15 +269,15 @@ class Recipe:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Recipe:
-        """Read a recipe from a `.toml` file. Raises `RecipeError` when there is none or it is not TOML."""
+        """Read a recipe from a `.toml` file. Raises `RecipeError` if it cannot be read or is not TOML."""
         return cls.from_dict(read_toml(path))
 
 
-vars(presets)["Recipe"] = Recipe  # its annotations name it: `typing.get_type_hints` looks there
+vars(presets)["Recipe"] = Recipe  # `typing.get_type_hints` looks up the presets' annotations there
 
 
 def as_recipe(value: Any) -> Recipe:
-    """A recipe from what `fxq.quantize` takes: a `Recipe`, a preset's name, a dict, or a path to a `.toml` file."""
+    """Return the recipe of a `Recipe`, a preset's name, a dict, or a path to a `.toml` file."""
     if isinstance(value, Recipe):
         return value
     if isinstance(value, Mapping):

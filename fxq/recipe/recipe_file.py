@@ -1,4 +1,4 @@
-"""A recipe as plain data, and as the text of a file."""
+"""Recipes as plain data, and as the text of TOML files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ else:
 _OPTIONS = ("backend", "optimize", "check", "max_loss", "min_sqnr", "reduce_range", "strict_trace", "check_inputs")
 _PLAIN = ("preset", *_OPTIONS, "concrete_args")
 _LISTS = ("leaf_modules", "fusions", "extensions")
-_SHAPES: dict[str, Any] = {
+_TYPES: dict[str, Any] = {
     "strict_trace": bool,
     "check_inputs": bool,
     "concrete_args": Mapping,
@@ -37,12 +37,12 @@ _SHAPES: dict[str, Any] = {
 
 
 def data_of(recipe: Any, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """A recipe as plain data, without the fields that have their default."""
+    """Plain data of a recipe, without the fields that have their default."""
     data: dict[str, Any] = {"preset": recipe.preset}
-    usual = {**defaults, "optimize": preset_optimize(recipe.preset)}
+    defaults = {**defaults, "optimize": preset_optimize(recipe.preset)}
     for key in _OPTIONS:
         value = getattr(recipe, key)
-        if value != usual[key]:
+        if value != defaults[key]:
             data[key] = "none" if value is None else value
     if recipe.concrete_args:
         data["concrete_args"] = dict(recipe.concrete_args)
@@ -61,40 +61,40 @@ def data_of(recipe: Any, defaults: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def arguments_from(data: Mapping[str, Any]) -> dict[str, Any]:
-    """What a recipe is made of, from its plain data; also from that of older versions.
+    """Arguments of `Recipe` from its plain data, also of older versions.
 
     Raises:
-        RecipeError: an unknown key, or a value of the wrong shape.
+        RecipeError: an unknown key, or a value of the wrong type.
     """
-    known = [*_PLAIN, *_LISTS, "config", "override", "pass", "decided"]
+    keys = [*_PLAIN, *_LISTS, "config", "override", "pass", "decided"]
     for key in data:
-        if key not in known:
-            raise RecipeError(unknown("recipe key", key, known))
-        if not isinstance(data[key], _SHAPES.get(key, str)):
-            raise RecipeError(f"recipe key {key!r} has a value of the wrong shape: {data[key]!r}.")
+        if key not in keys:
+            raise RecipeError(unknown("recipe key", key, keys))
+        if not isinstance(data[key], _TYPES.get(key, str)):
+            raise RecipeError(f"recipe key {key!r} has a value of the wrong type: {data[key]!r}.")
     tables = [*data.get("override", ()), *data.get("pass", ()), *data.get("decided", ())]
     if not all(isinstance(table, Mapping) for table in tables):
         raise RecipeError(
             "override, pass and decided are lists of tables: [[override]], [[pass]], [[decided]] in a .toml file."
         )
     import_extensions(data.get("extensions", ()))  # overrides may name its ops
-    made = {key: data[key] for key in _PLAIN if key in data} | {key: tuple(data.get(key, ())) for key in _LISTS}
-    if made.get("min_sqnr") == "none":
-        made["min_sqnr"] = None
-    if made.get("preset") == "static_corrected":  # how files of version 0.1 say it
-        made["preset"] = "static"
+    arguments = {key: data[key] for key in _PLAIN if key in data} | {key: tuple(data.get(key, ())) for key in _LISTS}
+    if arguments.get("min_sqnr") == "none":
+        arguments["min_sqnr"] = None
+    if arguments.get("preset") == "static_corrected":  # files of version 0.1
+        arguments["preset"] = "static"
     edits = [PipelineEdit.from_dict(e) for e in data.get("pass", ())]
-    made["edits"] = tuple(_without_what_came(edits, made.get("preset", "static")))
+    arguments["edits"] = tuple(_without_present_passes(edits, arguments.get("preset", "static")))
     if "config" in data:
-        made["config"] = QuantConfig.from_dict(data["config"])
+        arguments["config"] = QuantConfig.from_dict(data["config"])
     overrides = data.get("override", ())
-    made["overrides"] = tuple((Selector.from_dict(o), QuantConfig.from_dict(o.get("config"))) for o in overrides)
-    made["decided"] = tuple(Pin.from_dict(pin) for pin in data.get("decided", ()))
-    return made
+    arguments["overrides"] = tuple((Selector.from_dict(o), QuantConfig.from_dict(o.get("config"))) for o in overrides)
+    arguments["decided"] = tuple(Pin.from_dict(pin) for pin in data.get("decided", ()))
+    return arguments
 
 
-def _without_what_came(edits: Sequence[PipelineEdit], preset: str) -> Iterator[PipelineEdit]:
-    """The edits, but those that insert what the preset has had since the file was written."""
+def _without_present_passes(edits: Sequence[PipelineEdit], preset: str) -> Iterator[PipelineEdit]:
+    """Yield the edits, without insertions of passes that the preset already has: newer versions add passes to it."""
     present, removed = pipeline_of(preset), {edit.anchor for edit in edits if edit.inserted is None}
     for edit in edits:
         if edit.inserted is None or edit.inserted.name in removed or edit.inserted not in present:
@@ -102,15 +102,21 @@ def _without_what_came(edits: Sequence[PipelineEdit], preset: str) -> Iterator[P
 
 
 def toml_of(data: dict[str, Any]) -> str:
-    """The text of a file. Raises `RecipeError` for a fixed value that no file holds; warns of `__main__`."""
+    """TOML text of a recipe's plain data; warns about functions and classes of `__main__`.
+
+    Raises:
+        RecipeError: a value in `concrete_args` cannot be written to a file.
+    """
     for name, value in data.get("concrete_args", {}).items():
         if not isinstance(value, (bool, int, float, str)):
-            raise RecipeError(f"concrete_args: a file cannot hold {name}={value!r}.")
+            raise RecipeError(
+                f"concrete_args: {name}={value!r} cannot be written to a file, which holds bool, int, float and str."
+            )
     return tomli_w.dumps(warn_of_main(data))
 
 
 def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The data of a `.toml` file. Raises `RecipeError` when there is none or it is not TOML."""
+    """Plain data of a `.toml` file. Raises `RecipeError` if it cannot be read or is not TOML."""
     try:
         return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:

@@ -1,4 +1,4 @@
-"""Selectors: which ops of a model a recipe's override speaks of."""
+"""Selectors: the ops of a model that an override of a recipe applies to."""
 
 from __future__ import annotations
 
@@ -16,10 +16,15 @@ from fxq.ops import OPS
 
 @dataclass(frozen=True)
 class Selector:
-    """One way to select ops: by module path glob, by op name (below a path, if one is given), or by module type.
+    """Selection of ops by module path glob, by op name (optionally below a path), or by module type.
 
-    A path selects a module and everything inside it: `layer4` and `layer4.*` both cover `layer4.0.conv1`. `*` stops at
-    a dot, and `**` crosses dots: `layer.*.dense` is not `layer.0.output.dense`, which `layer.**.dense` is.
+    A path selects a module and everything inside it: `layer4` and `layer4.*` both select `layer4.0.conv1`. `*` stops
+    at a dot and `**` crosses dots: `layer.**.dense` selects `layer.0.output.dense`, `layer.*.dense` does not.
+
+    Attributes:
+        path: glob of module paths, or None.
+        op: name of an op of the op table, or None.
+        module: module type, subclasses included, or None.
     """
 
     path: str | None = None
@@ -36,20 +41,20 @@ class Selector:
         """
         if self.op is not None and (self.op not in ops or self.path is None):
             return self.op in ops
-        above = ancestors(path)
+        paths = ancestors(path)
         if self.module is not None:
-            return any(issubclass(types[p], self.module) for p in (*above, "") if p in types)
-        return bool(self.path) and any(path_matches(p, str(self.path)) for p in above or [""])
+            return any(issubclass(types[p], self.module) for p in (*paths, "") if p in types)
+        return bool(self.path) and any(path_matches(p, str(self.path)) for p in paths or [""])
 
     def near_misses(self, types: Mapping[str, type], ops: Iterable[str]) -> list[str]:
-        """What in the model looks most like this selector, for the error when it selects nothing."""
+        """Names in the model that are most like this selector, for the error when it selects nothing."""
         if self.op is not None:
             return sorted(set(ops))
         if self.module is not None:
             return sorted({t.__name__ for p, t in types.items() if p})
         paths = [p for p in types if p]
-        wide = crossing(str(self.path), paths)
-        near = [f"{wide!r}, as * stops at a dot"] if wide is not None else []
+        wider = crossing(str(self.path), paths)
+        near = [f"{wider!r}, since * stops at a dot"] if wider is not None else []
         return near or nearest(str(self.path).rstrip("*").rstrip("."), paths, 5)
 
     def to_dict(self) -> dict[str, str]:
@@ -60,22 +65,21 @@ class Selector:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Selector:
-        """Inverse of `to_dict`."""
-        known = ["path", "op", "module", "config"]
+        """Inverse of `to_dict`. Raises `RecipeError` for unknown keys, ops and modules, or an invalid combination."""
+        keys = ["path", "op", "module", "config"]
         for key in data:
-            if key not in known:
-                raise RecipeError(unknown("override key", key, known))
-        given = {k: v for k, v in data.items() if k != "config"}
-        if len(given) != 1 and given.keys() != {"op", "path"}:
-            raise RecipeError(
-                f"an override needs one of path, op and module, or op and path together, not {sorted(given) or 'none'}."
-            )
-        for key, value in given.items():
+            if key not in keys:
+                raise RecipeError(unknown("override key", key, keys))
+        choice = {k: v for k, v in data.items() if k != "config"}
+        if len(choice) != 1 and choice.keys() != {"op", "path"}:
+            names = sorted(choice) or "none"
+            raise RecipeError(f"an override needs one of path, op and module, or op and path together, not {names}.")
+        for key, value in choice.items():
             if not isinstance(value, str):
                 raise RecipeError(f"an override's {key} is a string, not {value!r}.")
-        if "module" in given:
-            return cls(module=import_name(given["module"], nn.Module))
-        return by_op(given["op"], given.get("path")) if "op" in given else cls(path=given["path"])
+        if "module" in choice:
+            return cls(module=import_name(choice["module"], nn.Module))
+        return by_op(choice["op"], choice.get("path")) if "op" in choice else cls(path=choice["path"])
 
     def __str__(self) -> str:
         if self.op is not None:
@@ -84,10 +88,14 @@ class Selector:
 
 
 def by_op(name: str, path: str | None = None) -> Selector:
-    """Select every call of an op of the table; with a module path glob, those made there.
+    """Selector of every call of an op, for `Recipe.override` and `Recipe.only`.
+
+    Args:
+        name: name of an op of the op table.
+        path: glob of module paths; only calls below them are selected. None: all calls.
 
     Raises:
-        RecipeError: unknown op; the nearest names are given.
+        RecipeError: unknown op; the message has the nearest names.
 
     Example:
         >>> str(by_op("linear"))
@@ -99,7 +107,11 @@ def by_op(name: str, path: str | None = None) -> Selector:
 
 
 def as_selector(value: Any) -> Selector:
-    """A selector from what `Recipe.override` takes: a path glob, `fxq.by_op(...)`, or a module type."""
+    """Return the selector of a path glob, a module type, or a `Selector`.
+
+    Raises:
+        RecipeError: `value` is anything else.
+    """
     if isinstance(value, Selector):
         return value
     if isinstance(value, str):
@@ -110,7 +122,7 @@ def as_selector(value: Any) -> Selector:
 
 
 def ancestors(path: str) -> list[str]:
-    """The path and every path above it, innermost first, the model itself ("") left out.
+    """Return the path and every path above it, innermost first, without that of the model itself ("").
 
     Example:
         >>> ancestors("layer4.0.conv1")

@@ -21,7 +21,7 @@ from fxq.backends import cpu
 from fxq.backends.by_name import kernel_named
 from fxq.backends.kernel import Kernel, known_kernels
 from fxq.backends.qdq_form import FallbackKernel
-from fxq.common.attributes import MOST, FloatAttributes
+from fxq.common.attributes import MAX_ATTRIBUTE_BYTES, FloatAttributes
 from fxq.common.files import as_path
 from fxq.common.source import import_path, imported, without_imports
 from fxq.errors import BackendError, FileError, FxqError, InputError, unknown, warn, words_of
@@ -352,7 +352,7 @@ def _as_text(attributes: FloatAttributes, own: Mapping[str, Any]) -> tuple[dict[
     handed, left = {}, {name: why for name, why in attributes.left.items() if name not in own}
     for name, value in {**attributes.values, **own}.items():
         text = value_text(value) if _is_literal(value) else ""
-        if text and len(text) <= MOST:
+        if text and len(text) <= MAX_ATTRIBUTE_BYTES:
             handed[name] = text
         else:
             left[name] = f"it is a {type(value).__name__}, or contains one, and a model file holds plain data only"

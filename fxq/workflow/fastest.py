@@ -113,7 +113,7 @@ def convert_all(observed: ObservedModel, convert: Callable[[ObservedModel], Quan
             calls[str(i)] = partial(model, *batch.args, **batch.kwargs)
         threads = _threads()
         with threads_set_to(threads):
-            times = interleaved(calls, lambda: None, least=True)
+            times = interleaved(calls, lambda: None, shortest=True)
     best = min(models, key=lambda i: (_is_inaccurate(tries[i].sqnr, min_sqnr), times[str(i)]))
     # the earliest backend wins a tie, so that noise does not decide
     best = next(

@@ -26,7 +26,7 @@ from fxq.passes.insert_fake_quantizers import InsertFakeQuantizers
 from fxq.pipeline.context import Context
 from fxq.pipeline.derived_weights import FoldedNorm
 from fxq.pipeline.manager import PassManager
-from fxq.quant.fake_quantize import FakeQuantizeValue, FakeQuantizeWeight, whole
+from fxq.quant.fake_quantize import FakeQuantizeValue, FakeQuantizeWeight, full_tensor
 from fxq.quant.qparams import QParams, dequantize, quantize
 from fxq.recipe.pass_base import Pass
 from fxq.recipe.recipe import Recipe
@@ -83,7 +83,7 @@ def converted_from_training(trained: TrainingModel) -> QuantizedModel:
     """Convert a trained model to a quantized model on the CPU, see `fxq.convert`."""
     _check_has_ranges(trained)
     trained.use_ranges()
-    tensors = {name: whole(tensor.detach()).cpu() for name, tensor in trained.state_dict().items()}
+    tensors = {name: full_tensor(tensor.detach()).cpu() for name, tensor in trained.state_dict().items()}
     parameters = dict(trained.named_parameters())
     for name, tensor in tensors.items():
         good = torch.isfinite(tensor) if name in parameters else ~tensor.isnan()  # a mask may hold Inf

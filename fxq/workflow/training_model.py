@@ -24,7 +24,7 @@ from fxq.pipeline.history import History
 from fxq.pipeline.manager import PassManager
 from fxq.pipeline.samples import record
 from fxq.quant.fake_quantize import FakeQuantizeValue, FakeQuantizeWeight, move_ranges, use_ranges
-from fxq.quant.oscillation import Oscillation, highest_frequency
+from fxq.quant.oscillation import Oscillation, max_frequency
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ class TrainingModel(fx.GraphModule):
         for quantizer in self._quantizers:
             quantizer.started = quantizer.started or quantizer.has_range
         for path, weight in self._freezing.items():
-            weight.hold(self.get_parameter(path))
+            weight.restore_frozen(self.get_parameter(path))
         self._moved = False
 
     def _check_parameters(self) -> None:
@@ -224,7 +224,7 @@ class TrainingModel(fx.GraphModule):
         options = self._options(self.preparation.manager)
         for weight in self._freezing.values():
             assert weight.oscillation is not None
-            weight.oscillation.note(highest_frequency(self._steps, options.freeze_weights_over), not self._steps)
+            weight.oscillation.update(max_frequency(self._steps, options.freeze_weights_over), not self._steps)
         self._moved = True
         self._steps += 1
         self.progress.steps.fill_(self._steps)

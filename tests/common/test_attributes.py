@@ -116,11 +116,11 @@ def test_neither_changes_through_the_other(made):
 
 LEFT = {
     "generate": "its methods would run the float model",
-    "infer": "write them around the quantized one",
+    "infer": "write a module with that method",
     "helper": "its methods would run",
     "build": "its methods would run",
     "callback": "its methods would run",
-    "answer": "what its code computes is its own",
+    "answer": "it is a class or a property",
     "fc": "have become part of the graph",
     "mean": r"see qmodel\.graph and qmodel\.qparams\(\)",
     "holder": "it cannot be copied .*there is a Tensor inside",

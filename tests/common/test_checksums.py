@@ -31,7 +31,7 @@ def test_of_a_large_tensor_some_values_of_each_channel_are_looked_at():
     for channel in range(64):
         other = x.clone()
         other[:, channel] = 1
-        assert checksum(other, most=500) != checksum(x, most=500)
+        assert checksum(other, max_values=500) != checksum(x, max_values=500)
 
 
 @given(st.integers(0, 10**7), st.integers(1, 10**5))

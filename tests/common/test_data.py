@@ -63,10 +63,10 @@ def test_a_batch_is_taken_as_it_is():
         ((X, Y, Y), r"data, batch 3: 3 inputs, but forward takes 1 \(x\)"),
         ({"y": X}, "data, batch 3: forward has no argument 'y'; it has x. If 'x' is a dict itself"),
         ({1: X}, "forward has no argument 1"),
-        ("x", "str is no batch of inputs"),
-        (None, "NoneType is no batch of inputs"),
-        ((), "tuple is no batch of inputs"),
-        (3.0, "float is no batch of inputs; give a tensor, a tuple or list of positional inputs, or a dict"),
+        ("x", "a str is not a batch of inputs"),
+        (None, "a NoneType is not a batch of inputs"),
+        ((), "a tuple is not a batch of inputs"),
+        (3.0, "a float is not a batch of inputs; give a tensor, a tuple or list of positional inputs, or a dict"),
     ],
 )
 def test_what_is_no_batch(value, message):
@@ -121,14 +121,14 @@ def test_what_is_no_iterable_of_batches(data):
 
 @pytest.mark.parametrize("data", [[], (), iter([])])
 def test_no_batches(data):
-    with pytest.raises(InputError, match="data is empty: it takes at least one batch"):
+    with pytest.raises(InputError, match="data is empty: give at least one batch"):
         list(batches(data, ONE))
 
 
 def test_errors_name_the_batch():
     stream = batches([X, X, "no"], ONE)
     next(stream), next(stream)
-    with pytest.raises(InputError, match="data, batch 2: str is no batch"):
+    with pytest.raises(InputError, match="data, batch 2: a str is not a batch"):
         next(stream)
 
 

@@ -60,13 +60,13 @@ def test_what_is_no_plain_data_is_refused(value):
 def test_bytes_of_something_else_are_refused():
     whole = pack({"x": torch.rand(10)})
     for data in (b"", b"x" * 100, whole[:-1], whole[: len(whole) // 2], whole[:9]):
-        with pytest.raises(InputError, match=r"bytes that are no data of fxq, or not all of it: "):
+        with pytest.raises(InputError, match=r"bytes are not data of fxq, or incomplete: "):
             unpack(data)
 
 
 def test_a_safetensors_file_of_somebody_else_is_refused():
     save = pytest.importorskip("safetensors.torch").save
-    with pytest.raises(InputError, match="no data of fxq"):
+    with pytest.raises(InputError, match="not data of fxq"):
         unpack(save({"x": torch.rand(2)}))
 
 

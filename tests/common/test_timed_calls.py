@@ -11,7 +11,7 @@ from fxq.common.timed_calls import clock, interleaved
 
 
 def test_calls_take_turns_in_any_order_and_are_waited_for(monkeypatch):
-    monkeypatch.setattr(timed_calls, "MOST", 20)
+    monkeypatch.setattr(timed_calls, "MAX_ROUNDS", 20)
     monkeypatch.setattr(timed_calls, "SECONDS", 60.0)
     order = []
     found = interleaved({name: lambda name=name: order.append(name) for name in "ab"}, lambda: order.append("wait"))
@@ -29,7 +29,7 @@ def test_rounds_end_when_the_time_is_up(monkeypatch):
 
 
 def test_the_shortest_time_of_a_call_that_is_held_up_once(monkeypatch):
-    monkeypatch.setattr(timed_calls, "MOST", 5)
+    monkeypatch.setattr(timed_calls, "MAX_ROUNDS", 5)
     now, lasts = [0.0], iter([9.0, 5.0, 3.0, 5.0, 7.0])
     monkeypatch.setattr(timed_calls.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(timed_calls, "clock", lambda every_thread: lambda: now[0])
@@ -37,16 +37,16 @@ def test_the_shortest_time_of_a_call_that_is_held_up_once(monkeypatch):
     def call():
         now[0] += 1e-6 * next(lasts)
 
-    monkeypatch.setattr(timed_calls, "TURN", 0.0)
-    assert interleaved({"a": call}, lambda: None, least=True) == {"a": pytest.approx(3.0)}
+    monkeypatch.setattr(timed_calls, "TURN_SECONDS", 0.0)
+    assert interleaved({"a": call}, lambda: None, shortest=True) == {"a": pytest.approx(3.0)}
     lasts = iter([9.0, 5.0, 3.0, 5.0, 7.0])
     assert interleaved({"a": call}, lambda: None) == {"a": pytest.approx(5.0)}
 
 
 @pytest.mark.parametrize(
-    ("seconds", "least", "count"), [(1.0, True, 3), (3.0, True, 2), (5.0, True, 1), (1.0, False, 1)]
+    ("seconds", "shortest", "count"), [(1.0, True, 3), (3.0, True, 2), (5.0, True, 1), (1.0, False, 1)]
 )
-def test_the_shortest_time_of_slow_calls_is_that_of_a_few(monkeypatch, seconds, least, count):
+def test_the_shortest_time_of_slow_calls_is_that_of_a_few(monkeypatch, seconds, shortest, count):
     now, calls = [0.0], []
     monkeypatch.setattr(timed_calls.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(timed_calls, "clock", lambda every_thread: lambda: now[0])
@@ -55,14 +55,14 @@ def test_the_shortest_time_of_slow_calls_is_that_of_a_few(monkeypatch, seconds, 
         now[0] += seconds
         calls.append(0)
 
-    interleaved({"a": call}, lambda: None, least=least)
+    interleaved({"a": call}, lambda: None, shortest=shortest)
     assert len(calls) == count
 
 
 @pytest.mark.parametrize(("turn", "least"), [(0.04, 3000.0), (0.0, 9000.0)])
 def test_who_is_held_up_by_the_calls_before_it_is_repeated_in_its_turn(monkeypatch, turn, least):
     """Only the third call in a row takes its own time."""
-    monkeypatch.setattr(timed_calls, "TURN", turn)
+    monkeypatch.setattr(timed_calls, "TURN_SECONDS", turn)
     now, before = [0.0], []
     monkeypatch.setattr(timed_calls.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(timed_calls, "clock", lambda every_thread: lambda: now[0])
@@ -72,7 +72,7 @@ def test_who_is_held_up_by_the_calls_before_it_is_repeated_in_its_turn(monkeypat
         before.append(name)
 
     calls = {name: lambda name=name: call(name) for name in "abc"}
-    assert interleaved(calls, lambda: None, least=True) == dict.fromkeys("abc", pytest.approx(least))
+    assert interleaved(calls, lambda: None, shortest=True) == dict.fromkeys("abc", pytest.approx(least))
 
 
 def test_of_many_calls_turns_are_shorter(monkeypatch):
@@ -85,7 +85,7 @@ def test_of_many_calls_turns_are_shorter(monkeypatch):
         now[0] += 0.0001
         order.append(name)
 
-    interleaved({name: lambda name=name: call(name) for name in range(20)}, lambda: None, least=True)
+    interleaved({name: lambda name=name: call(name) for name in range(20)}, lambda: None, shortest=True)
     turns = [name for name, before in zip(order, [None, *order], strict=False) if name != before]
     assert min(turns.count(name) for name in range(20)) >= 3  # two turns in a row look like one
 

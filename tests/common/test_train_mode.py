@@ -11,7 +11,7 @@ from torch.nn.utils import spectral_norm
 import fxq
 from fxq.common.data import Batch
 from fxq.common.metrics import sqnr
-from fxq.common.train_mode import first_in_train_mode, fixed_statistics, other_in_train_mode
+from fxq.common.train_mode import different_in_train_mode, first_in_train_mode, fixed_statistics
 from tests.support.helpers import REFERENCE, module
 
 
@@ -164,12 +164,12 @@ class Unused(nn.Module):
 def test_what_computes_or_keeps_something_else(kind):
     model, batch = nn.Sequential(nn.Linear(4, 4), kind(), Unused()).eval(), Batch((torch.randn(2, 3, 4),))
     before = copy.deepcopy(model.state_dict())
-    found = other_in_train_mode(model, batch, [])
+    found = different_in_train_mode(model, batch, [])
     assert found
     assert all(path.startswith("1") for path in found)
     assert not any(m.training for m in model.modules())
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    assert other_in_train_mode(model, batch, list(model[1].modules())) == []
+    assert different_in_train_mode(model, batch, list(model[1].modules())) == []
 
 
 class Partly(nn.Module):
@@ -196,6 +196,6 @@ def test_batch_norms_that_are_not_trained():
     found = fixed_statistics(model, Batch((x,)))
     assert found == ["left", "called"]
     assert fixed_statistics(model, Batch((x[:1],))) == ["left"]  # one sample is no batch to train with
-    assert other_in_train_mode(model, Batch((x,)), [model.trained, model.both]) == []
+    assert different_in_train_mode(model, Batch((x,)), [model.trained, model.both]) == []
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert not any(m.training for m in model.modules())

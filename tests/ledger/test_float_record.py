@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fxq
-from fxq.common.checksums import MOST
+from fxq.common.checksums import MAX_CHECKSUM_VALUES
 from fxq.common.data import Batch
 from fxq.common.metrics import nbytes
 from fxq.ledger.float_record import BINS, Distribution, RecordedInput, checksums, distribution
@@ -71,7 +71,7 @@ def test_of_a_large_tensor_some_are_looked_at_from_all_channels(shape):
     channel = torch.arange(shape[1], dtype=torch.float32).reshape(1, -1, *[1] * (len(shape) - 2))
     value = channel.expand(shape).contiguous()
     found = distribution(value)
-    assert MOST / 2 < sum(found.counts) <= MOST
+    assert MAX_CHECKSUM_VALUES / 2 < sum(found.counts) <= MAX_CHECKSUM_VALUES
     assert (found.low, found.high) == (0.0, shape[1] - 1)
     even = sum(found.counts) / BINS
     if shape[1] % BINS == 0:

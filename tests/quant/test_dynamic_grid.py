@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fxq
-from fxq.quant.dynamic_grid import SMALLEST, DynamicGrid, dynamic_range, dynamic_scale, dynamic_zero_point
+from fxq.quant.dynamic_grid import MIN_SCALE, DynamicGrid, dynamic_range, dynamic_scale, dynamic_zero_point
 
 SPEC = fxq.TensorSpec(symmetric=True, per="row", range="dynamic")
 SHAPES = st.lists(st.integers(1, 4), min_size=1, max_size=4)
@@ -69,7 +69,7 @@ def test_zeros_nan_infinity_and_nothing():
     x = torch.tensor([[0.0, 0.0], [1.0, torch.nan], [-torch.inf, 1.0]])
     for symmetric in (True, False):
         scale = dynamic_scale(*dynamic_range(x, -1), 127, symmetric)
-        assert scale[0] == torch.tensor(SMALLEST) and scale[1].isnan() and scale[2] == torch.inf
+        assert scale[0] == torch.tensor(MIN_SCALE) and scale[1].isnan() and scale[2] == torch.inf
         assert dynamic_zero_point(dynamic_range(x, -1)[0], scale, 0)[0] == 0
     for of_none, axis, shape in (
         (torch.ones(0, 3), -1, (0, 1)),

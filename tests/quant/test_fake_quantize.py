@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 import fxq
-from fxq.quant.fake_quantize import FakeQuantizeValue, FakeQuantizeWeight, move_ranges, use_ranges, whole
+from fxq.quant.fake_quantize import FakeQuantizeValue, FakeQuantizeWeight, full_tensor, move_ranges, use_ranges
 from fxq.quant.observers import observer_for
 from fxq.quant.oscillation import Oscillation
 from fxq.quant.qparams import QParams, choose_qparams, dequantize, quantize
@@ -139,15 +139,15 @@ def test_frozen_elements_keep_their_integers_when_the_scale_changes():
     quantizer = FakeQuantizeWeight(spec, observer.qparams(), "w")
     noted = quantizer.oscillation = Oscillation(w.shape, torch.int8)
     quantizer(w)
-    noted.note(1.0, first=True)
+    noted.update(1.0, first=True)
     frozen, kept = w.abs() < 1, noted.now.clone()
     noted.frequency.masked_fill_(frozen, 2.0)
     for _ in range(3):
         w += 0.3 * torch.randn(6, 10)
         w[0, 0] *= 1.3
-        quantizer.hold(w)
+        quantizer.restore_frozen(w)
         quantizer(w)
-        noted.note(1.0)
+        noted.update(1.0)
         assert torch.equal(noted.now[frozen], kept[frozen]) and torch.equal(noted.before[frozen], kept[frozen])
     assert not torch.equal(noted.now, kept)
 
@@ -159,4 +159,4 @@ def test_half_precision_is_rounded_in_float32():
 
 def test_a_plain_tensor_is_whole():
     x = torch.rand(2)
-    assert whole(x) is x
+    assert full_tensor(x) is x

@@ -67,7 +67,7 @@ def test_whoever_takes_a_state_leaves_the_others_alone():
 
 def test_a_state_of_another_kind_is_refused():
     for case in (SPECS[0], (fxq.TensorSpec(observer="percentile:98"), None, ()), (fxq.TensorSpec(bits=7), None, ())):
-        with pytest.raises(InputError, match="x: its observer is of another kind than the one whose state is given"):
+        with pytest.raises(InputError, match=r"x: its observer is .*, but the state is from "):
             with_state(made(SPECS[2]), state_of(made(case)))
     assert kind_of(made(SPECS[2])) != kind_of(made((fxq.TensorSpec(observer="percentile:98"), None, ())))
 

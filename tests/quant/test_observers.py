@@ -404,7 +404,7 @@ def test_empty_and_meta_tensors_are_passed_over(name):
     assert not observer.seen_only_zeros
     with pytest.raises(CalibrationError, match=r"conv1's input has seen no data\. Calibrate"):
         observer_for(TensorSpec(observer=name), name="conv1's input").qparams()
-    with pytest.raises(CalibrationError, match=r"x has seen no data: what reached it was empty, as are batches of"):
+    with pytest.raises(CalibrationError, match=r"x has seen no data: all its tensors were empty, such as batches of"):
         observer.range()
 
 
@@ -484,7 +484,7 @@ def test_options_count():
         ("moving_average:2", "momentum is '2'; it must be from 0 to 1"),
         ("percentle:99", "unknown observer 'percentle'; did you mean 'percentile'"),
         ("fxq.quant.observers:Histgram", "cannot import 'fxq.quant.observers:Histgram'"),
-        ("torch.nn:Linear", "'torch.nn:Linear' names no class of Observer"),
+        ("torch.nn:Linear", "'torch.nn:Linear' is not a subclass of Observer"),
     ],
 )
 def test_wrong_options_and_names_are_refused(text, message):

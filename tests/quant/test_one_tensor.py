@@ -19,7 +19,7 @@ def integers(x, scale, zero_point, qmin=0, qmax=255):
     return np.clip(np.rint(steps) + zero_point, qmin, qmax)
 
 
-# ---- an observer by itself
+# ---- make_observer
 
 
 def test_affine_per_tensor():
@@ -66,13 +66,15 @@ def test_observers_that_are_refused():
 
 def test_what_an_observer_by_itself_says_of_bad_data():
     obs = fxq.extend.make_observer("minmax", axis=2)
-    with pytest.raises(fxq.CalibrationError, match=r"the tensor has seen no data\. Call the observer on it first\."):
+    with pytest.raises(
+        fxq.CalibrationError, match=r"the tensor has seen no data\. Call the observer on a tensor first\."
+    ):
         obs.qparams()
     with pytest.raises(fxq.InputError, match=r"is \[1\.0\] \(list\); an observer takes a tensor"):
         obs([1.0])
-    with pytest.raises(fxq.CalibrationError, match=r"torch.int64; only floating point .* Give it x\.float\(\)"):
+    with pytest.raises(fxq.CalibrationError, match=r"torch.int64; only floating point .* Pass x\.float\(\)"):
         obs(torch.ones(2, dtype=torch.int64))
-    with pytest.raises(fxq.CalibrationError, match=r"shape \(4, 6\), so there is no axis 2"):
+    with pytest.raises(fxq.CalibrationError, match=r"shape \(4, 6\), and has no axis 2"):
         obs(X)
     with pytest.raises(fxq.CalibrationError, match="holds NaN or Inf"):
         fxq.extend.make_observer()(torch.tensor([1.0, BAD]))
@@ -141,14 +143,14 @@ def test_an_int32_bias_comes_back():
 REFUSED = {
     "no tensor": (([1.0], 0.1, 0), {}, r"floating point tensor, not \[1\.0\] \(list\)"),
     "integers": ((torch.ones(2).int(), 0.1, 0), {}, "floating point tensor, not a tensor of int32"),
-    "NaN": ((torch.tensor([BAD]), 0.1, 0), {}, "x holds NaN"),
-    "scale of 0": ((X, 0.0, 0), {}, "finite and more than 0; here is 0"),
-    "negative scale": ((X, torch.tensor([0.5, -1.0, 1, 1]), 0), {"axis": 0}, "more than 0; here is -1"),
+    "NaN": ((torch.tensor([BAD]), 0.1, 0), {}, "x has NaN"),
+    "scale of 0": ((X, 0.0, 0), {}, "finite and more than 0; it is 0"),
+    "negative scale": ((X, torch.tensor([0.5, -1.0, 1, 1]), 0), {"axis": 0}, "more than 0; it is -1"),
     "endless scale": ((X, math.inf, 0), {}, "finite"),
-    "scale of text": ((X, "0.1", 0), {}, r"a scale is a number, .* not '0\.1' \(str\)"),
-    "no zero point": ((X, 0.1), {}, "zero_point is the integer that stands for 0.0, not nothing"),
+    "scale of text": ((X, "0.1", 0), {}, r"scale is a number, .* not '0\.1' \(str\)"),
+    "no zero point": ((X, 0.1), {}, "zero_point must be an integer, not nothing"),
     "zero point of floats": ((X, 0.1, 0.5), {}, r"not 0\.5 \(float\)"),
-    "zero point outside": ((X, 0.1, 300), {}, "one of the integers, which are 0 to 255"),
+    "zero point outside": ((X, 0.1, 300), {}, "zero_point must be from qmin to qmax, which are 0 and 255"),
     "range": ((X, 0.1, 0), {"qmin": -128, "qmax": 255}, "qmin is -128 and qmax 255"),
     "empty range": ((X, 0.1, 0), {"qmin": 4, "qmax": 4}, "qmin is 4 and qmax 4"),
     "range of floats": ((X, 0.1, 0), {"qmax": 7.5}, r"integers, not 0 and 7\.5"),
@@ -159,15 +161,15 @@ REFUSED = {
     ),
     "other axis": ((X, torch.ones(4), 0), {"axis": 1}, r"scale has shape \(4,\), and must have \(6,\)"),
     "axis out of range": ((X, torch.ones(4), 0), {"axis": 2}, r"there is no axis 2 in a tensor of shape \(4, 6\)"),
-    "block without axis": ((X, 0.1, 0), {"block": 2}, "give axis, too"),
+    "block without axis": ((X, 0.1, 0), {"block": 2}, "block needs axis"),
     "block of 0": ((X, torch.ones(4, 6), 0), {"axis": 1, "block": 0}, "block is 0"),
     "zero points of another shape": (
         (X, torch.ones(4), torch.zeros(3, dtype=torch.int32)),
         {"axis": 0},
         r"zero_point has shape \(3,\), and must have \(4,\)",
     ),
-    "twice": ((X, fxq.extend.QParams.per_tensor(0.1, 0), 0), {}, "give nothing besides"),
-    "twice, by name": ((X, fxq.extend.QParams.per_tensor(0.1, 0)), {"qmax": 127}, "give nothing besides"),
+    "twice": ((X, fxq.extend.QParams.per_tensor(0.1, 0), 0), {}, "leave those out"),
+    "twice, by name": ((X, fxq.extend.QParams.per_tensor(0.1, 0)), {"qmax": 127}, "leave those out"),
 }
 
 
@@ -235,5 +237,5 @@ def test_nothing_and_what_is_exact_cost_nothing():
 
 
 def test_the_error_of_infinity_is_refused():
-    with pytest.raises(fxq.InputError, match="x holds infinities"):
+    with pytest.raises(fxq.InputError, match="x has infinities"):
         fxq.extend.quantization_error(torch.tensor([math.inf]), 0.1, 0)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from fxq.quant.oscillation import FIRST, LAST, MOMENTUM, Oscillation, highest_frequency
+from fxq.quant.oscillation import END_FREQUENCY, MOMENTUM, START_FREQUENCY, Oscillation, max_frequency
 
 
 def frozen_at(integers, highest):
@@ -28,7 +28,7 @@ def noted(oscillation, rows, highest):
     """The integers that elements keep behind forwards with these integers; None for those that are free."""
     for i, now in enumerate(rows):
         oscillation.now.copy_(now)
-        oscillation.note(highest, first=i == 0)
+        oscillation.update(highest, first=i == 0)
     return [int(n) if frozen else None for n, frozen in zip(oscillation.before, oscillation.frozen, strict=True)]
 
 
@@ -45,7 +45,7 @@ def test_as_in_the_paper():
 
 def test_what_goes_one_way_or_stands_still_stays_free():
     rows = [torch.tensor([n // 4, 3], dtype=torch.int8) for n in range(60)]
-    assert noted(Oscillation(torch.Size([2]), torch.int8), rows, LAST) == [None, None]
+    assert noted(Oscillation(torch.Size([2]), torch.int8), rows, END_FREQUENCY) == [None, None]
 
 
 def test_it_is_frozen_where_it_was_most_of_the_time():
@@ -53,6 +53,9 @@ def test_it_is_frozen_where_it_was_most_of_the_time():
     assert noted(Oscillation(torch.Size([2]), torch.uint8), rows, 0.02) == [3, 200]
 
 
-@pytest.mark.parametrize(("step", "wanted"), [(0, FIRST), (50, (FIRST + LAST) / 2), (100, LAST), (1000, LAST)])
+@pytest.mark.parametrize(
+    ("step", "wanted"),
+    [(0, START_FREQUENCY), (50, (START_FREQUENCY + END_FREQUENCY) / 2), (100, END_FREQUENCY), (1000, END_FREQUENCY)],
+)
 def test_more_and_more_are_frozen(step, wanted):
-    assert highest_frequency(step, 100) == pytest.approx(wanted)
+    assert max_frequency(step, 100) == pytest.approx(wanted)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fxq.errors import CalibrationError
 from fxq.quant.observers import observer_for
-from fxq.quant.shared_grids import REACH, SharedGridGroup, around, joined, watching
+from fxq.quant.shared_grids import MAX_CONSTANT_RATIO, SharedGridGroup, group_around, group_of, joined_observer
 from fxq.quant.spec import TensorSpec
 
 pytestmark = pytest.mark.any_cpu
@@ -21,7 +21,7 @@ values = st.lists(st.floats(-100, 100, width=32), min_size=1, max_size=5).map(to
 def grid_group(data):
     observer = observer_for(MINMAX, name="x")
     observer(data)
-    return watching(observer)
+    return group_of(observer)
 
 
 def covers(grid, data):
@@ -67,7 +67,7 @@ def test_a_grid_may_cover_what_keeps_its_own(a, b):
 def test_a_constant_is_reached_where_the_grid_gets_at_most_so_much_coarser(constant, reached):
     one = grid_group(torch.tensor([-1.0, 1.0]))
     wider = max(1.0, constant) - min(-1.0, constant)
-    assert one.reaches(constant) is reached is (wider <= REACH * one.span)
+    assert one.can_hold(constant) is reached is (wider <= MAX_CONSTANT_RATIO * one.span)
 
 
 def test_constants_are_on_the_grid():
@@ -79,22 +79,22 @@ def test_constants_are_on_the_grid():
 def test_the_finest_reader_counts_and_nothing_is_no_reader():
     one = SharedGridGroup(-4.0, 4.0)
     for span in (3.0, 0.0, 2.0, 5.0):
-        one.keep(span)
-    assert one.finest == 2.0
+        one.note_span(span)
+    assert one.smallest_span == 2.0
 
 
 def test_around_is_as_wide_as_all_and_has_seen_nothing():
-    made = around([SharedGridGroup(-1.0, 2.0), SharedGridGroup(-3.0, 1.0, constants={7.0})])
+    made = group_around([SharedGridGroup(-1.0, 2.0), SharedGridGroup(-3.0, 1.0, constants={7.0})])
     assert (made.low, made.high, made.constants, made.observers) == (-3.0, 2.0, {7.0}, [])
 
 
 def test_observers_that_are_joined_stay_as_they_are():
     one, other = (grid_group(torch.tensor([x])).observers[0] for x in (1.0, 5.0))
-    both = joined([one, other])
+    both = joined_observer([one, other])
     assert [float(end) for end in both.range()] == [1.0, 5.0]
-    assert [float(end) for end in one.range()] == [1.0, 1.0] and joined([one]) is one
+    assert [float(end) for end in one.range()] == [1.0, 1.0] and joined_observer([one]) is one
 
 
 def test_what_has_seen_no_data_is_refused():
     with pytest.raises(CalibrationError):
-        watching(observer_for(MINMAX, name="x"))
+        group_of(observer_for(MINMAX, name="x"))

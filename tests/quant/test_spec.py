@@ -68,6 +68,6 @@ def test_what_fits_int16(activation, weight):
 
 def test_a_table_has_blocks_where_a_layer_has_channels():
     by_row = TensorSpec(signed=True, symmetric=True, per="channel", observer="minmax")
-    assert by_row.of_table == TensorSpec(signed=True, symmetric=True, per=64, observer="minmax")
+    assert by_row.for_embedding == TensorSpec(signed=True, symmetric=True, per=64, observer="minmax")
     for spec in (TensorSpec(bits=4, per=32), TensorSpec(), replace(by_row, format="float16")):
-        assert spec.of_table is spec
+        assert spec.for_embedding is spec

@@ -202,8 +202,8 @@ def test_a_backend_of_the_user_s():
     ("backend", "message"),
     [
         ("tests.support.extensions:NoSuch", "cannot import 'tests.support.extensions:NoSuch'"),
-        ("torch.nn:Linear", "'torch.nn:Linear' names no class of Backend"),
-        (nn.Linear, "names no class of Backend"),
+        ("torch.nn:Linear", "'torch.nn:Linear' is not a subclass of Backend"),
+        (nn.Linear, "is not a subclass of Backend"),
         (own.OnlyLinear(), "takes the class of a backend, OnlyLinear, not an instance"),
         (own.Nameless, "has no name, or lacks methods of fxq.extend.Backend"),
         (own.NamedAsOurs, "is called 'x86', as fxq's is; choose another name"),
@@ -320,7 +320,7 @@ def test_a_loaded_recipe_gives_the_same_model(tmp_path):
     ("extension", "message"),
     [
         ("tests.support.extensions:no_such", "cannot import 'tests.support.extensions:no_such'"),
-        ("tests.support.extensions:Swap", "'tests.support.extensions:Swap' is no op and makes no kernel: decorate"),
+        ("tests.support.extensions:Swap", "'tests.support.extensions:Swap' is neither an op nor a kernel: decorate"),
         (type("Local", (), {"__qualname__": "f.<locals>.Local"}), "the op or kernel is local to a function"),
     ],
 )

@@ -175,7 +175,9 @@ def test_decisions_of_another_model_are_refused():
     x = torch.randn(4, 6)
     recipe = fxq.quantize(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3)).eval(), X86, data=[x]).recipe_as_decided()
     more = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3), nn.Linear(3, 3)).eval()
-    with pytest.raises(RecipeError, match=r"do not speak of linear of 2, which can run on integers; near: linear of"):
+    with pytest.raises(
+        RecipeError, match=r"has no decision for linear of 2, which can run on integers; near: linear of"
+    ):
         fxq.quantize(more, recipe, data=[x])
     with pytest.raises(RecipeError, match=r"for another model: this one has no linear of 1 \(1 such"):
         fxq.quantize(nn.Sequential(nn.Linear(6, 6)).eval(), recipe, data=[x])
@@ -205,11 +207,11 @@ def test_nothing_to_decide():
     ("pin", "said"),
     [
         ({"op": "linear", "rums": "int8"}, "rums"),
-        ({"op": "linear", "call": "1"}, "call is '1', not int"),
-        ({"path": "a", "runs": "int8"}, "is no decision"),
-        ({"op": "linear", "runs": "int4"}, "is no decision"),
-        ({"op": "linear", "runs": "opened"}, "is no decision"),
-        ({"op": "linear", "runs": "int8", "ops": 1}, "is no decision"),
+        ({"op": "linear", "call": "1"}, "call is '1'; it must be of type int"),
+        ({"path": "a", "runs": "int8"}, "is not a valid decision"),
+        ({"op": "linear", "runs": "int4"}, "is not a valid decision"),
+        ({"op": "linear", "runs": "opened"}, "is not a valid decision"),
+        ({"op": "linear", "runs": "int8", "ops": 1}, "is not a valid decision"),
     ],
 )
 def test_what_is_no_pin_is_refused(pin, said):

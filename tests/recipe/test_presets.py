@@ -64,7 +64,7 @@ def test_scales_that_are_learned_start_where_the_error_is_least():
 
 @pytest.mark.parametrize("wrong", [-1, 1.5, None, True])
 def test_when_to_freeze_is_a_number_of_forwards(wrong):
-    with pytest.raises(RecipeError, match=r"freeze_norms_after is .*; it must be a whole number from 0"):
+    with pytest.raises(RecipeError, match=r"freeze_norms_after is .*; it must be an integer from 0"):
         fxq.Recipe.qat(freeze_norms_after=wrong)
 
 
@@ -74,8 +74,8 @@ def test_when_to_freeze_is_a_number_of_forwards(wrong):
         ({"bits": "4"}, "bits is '4'"),
         ({"bits": 9}, "bits is 9"),
         ({"dtype": torch.bfloat16}, "must be torch.float16"),
-        ({"bits": 4, "dtype": torch.float16}, "leave bits and per out"),
-        ({"per": 32, "dtype": torch.float16}, "leave bits and per out"),
+        ({"bits": 4, "dtype": torch.float16}, "leave out bits and per"),
+        ({"per": 32, "dtype": torch.float16}, "leave out bits and per"),
         ({"bits": 4, "weight": WEIGHT}, "with a weight spec takes no bits"),
         ({"dtype": torch.float16, "weight": WEIGHT}, "with a weight spec takes no dtype"),
         ({"activation": WEIGHT}, "takes no activation"),

@@ -151,7 +151,7 @@ def test_correct_bias_is_in_the_pipeline_and_can_be_left_out():
     assert Recipe.from_dict({"preset": "static", "pass": [inserted]}) == Recipe.static()
     other = recipe.insert_pass(CorrectBias(scale=False), after="smooth")
     assert names(other) == NAMES and Recipe.from_dict(other.to_dict()) == other
-    with pytest.raises(RecipeError, match=r"already: leave that one out first, by recipe\.without_pass"):
+    with pytest.raises(RecipeError, match=r"already: remove it first, with recipe\.without_pass"):
         Recipe.static().insert_pass(CorrectBias(scale=False), after="insert-qdq")
 
 

@@ -1,4 +1,4 @@
-"""What a recipe can say that is not built yet is refused by name, before anything runs."""
+"""Checks of recipes: combinations that are not supported yet raise an error when the recipe is made."""
 
 from dataclasses import replace
 
@@ -13,9 +13,9 @@ CASES = {
         fxq.QuantConfig(replace(ACTIVATION, format="float16")),
         'format="float16" for the activation .*: it is for weights',
     ),
-    "float16": (fxq.QuantConfig(weight=FLOAT16), "weights in float16: set activation=None"),
+    "float16": (fxq.QuantConfig(weight=FLOAT16), "weights in float16 are not supported yet: set activation=None"),
     "activations alone": (fxq.QuantConfig(weight=None), "integer activations with float weights"),
-    "bias": (fxq.QuantConfig(bias=fxq.TensorSpec()), "a grid of its own for the bias .*: leave bias=None"),
+    "bias": (fxq.QuantConfig(bias=fxq.TensorSpec()), "a spec for the bias .*: leave bias=None"),
     "state": (fxq.QuantConfig(state=fxq.TensorSpec()), "a calibrated range for the state that is not symmetric"),
     "a learned state": (
         fxq.QuantConfig(state=fxq.TensorSpec(symmetric=True, range="learned")),
@@ -23,7 +23,7 @@ CASES = {
     ),
     "a calibrated state alone": (
         fxq.QuantConfig(DYNAMIC, state=STATE),
-        'a calibrated range .* with a measured input is not built yet: use range="dynamic"',
+        'a calibrated state with a dynamic activation is not supported yet: use range="dynamic"',
     ),
     "blocks of an activation": (
         fxq.QuantConfig(replace(ACTIVATION, per=64)),
@@ -37,7 +37,7 @@ CASES = {
     "measured weights": (fxq.QuantConfig(weight=replace(WEIGHT, range="dynamic")), 'range="dynamic" for the weight'),
     "a zero point of a state": (
         fxq.QuantConfig(state=replace(ACTIVATION, range="dynamic", per="row")),
-        "for the state that is not symmetric is not built yet: use symmetric=True",
+        "for the state that is not symmetric is not supported yet: use symmetric=True",
     ),
     "fixed": (
         fxq.QuantConfig(replace(ACTIVATION, range="fixed")),
@@ -53,7 +53,7 @@ def test_a_config(config, message):
         fxq.Recipe.static().override("head", config)
     with pytest.raises(RecipeError, match=f"^the recipe: .*{message}") as caught:
         fxq.Recipe.from_dict({"config": config.to_dict()})
-    assert "not built yet" in str(caught.value)
+    assert "not supported yet" in str(caught.value)
 
 
 LEARNED = fxq.TensorSpec(range="learned", observer="mse")
@@ -77,14 +77,17 @@ def test_what_is_for_training_alone(config, message):
     [
         (
             fxq.QuantConfig(TRAINED, state=fxq.TensorSpec(bits=4, symmetric=True)),
-            "a state on a grid .*: set state=None",
+            "a quantized state .*: set state=None",
         ),
         (fxq.QuantConfig(DYNAMIC), 'range="dynamic" for the activation cannot be trained yet'),
         (fxq.QuantConfig(None, FLOAT16), 'format="float16" for the weight cannot be trained'),
-        (fxq.QuantConfig(None, replace(WEIGHT4, range="learned")), "blocks of the weight have no learned scales"),
+        (fxq.QuantConfig(None, replace(WEIGHT4, range="learned")), "learned scales per block of the weight are not"),
         (fxq.QuantConfig(ACTIVATION), "the 'histogram' observer of the activation cannot follow values that change"),
         (fxq.QuantConfig(None, replace(WEIGHT, observer="mse")), "the 'mse' observer of the weight cannot follow"),
-        (fxq.QuantConfig(None, replace(WEIGHT, observer="moving_average")), 'of its values: use observer="minmax"'),
+        (
+            fxq.QuantConfig(None, replace(WEIGHT, observer="moving_average")),
+            'smallest and largest value: use observer="minmax"',
+        ),
     ],
 )
 def test_what_cannot_be_trained(config, message):
@@ -93,7 +96,7 @@ def test_what_cannot_be_trained(config, message):
 
 
 def test_a_preset_that_was():
-    with pytest.raises(RecipeError, match='is now what "static" does'):
+    with pytest.raises(RecipeError, match='is called "static" now'):
         fxq.Recipe(preset="static_corrected")
 
 
@@ -113,7 +116,7 @@ def test_one_range_per_channel_of_an_observer_that_has_one_per_tensor(observer):
 @pytest.mark.parametrize("role", ["activation", "state"])
 def test_an_observer_that_keeps_calibration_data(role):
     config = fxq.QuantConfig(**{role: fxq.TensorSpec(observer="mse", symmetric=role == "state")})
-    with pytest.raises(RecipeError, match=f"'mse' observer keeps all .* For the {role}, use observer='histogram'"):
+    with pytest.raises(RecipeError, match=f"'mse' observer of the {role} stores all .* Use observer='histogram'"):
         fxq.Recipe.static().override("head", config)
     measured = fxq.TensorSpec(observer="mse", range="dynamic", symmetric=True)
     assert fxq.Recipe.static(activation=measured)

@@ -115,8 +115,8 @@ def test_a_type_local_to_a_function_cannot_be_written():
         ({"module": "no.such.module:X"}, "cannot import 'no.such.module:X'"),
         ({"module": "torch.nn:Conv9d"}, "cannot import 'torch.nn:Conv9d'"),
         ({"module": ""}, "cannot import ''"),
-        ({"module": "torch:relu"}, "'torch:relu' names no class of Module"),
-        ({"module": "builtins:int"}, "'builtins:int' names no class of Module"),
+        ({"module": "torch:relu"}, "'torch:relu' is not a subclass of Module"),
+        ({"module": "builtins:int"}, "'builtins:int' is not a subclass of Module"),
     ],
 )
 def test_bad_data(data, message):
@@ -143,7 +143,7 @@ class Net(nn.Module):
         ("layr1", r"the override for 'layr1' selects nothing in this model; near: layer1"),
         ("layer1.7", r"'layer1.7' selects nothing.*near: layer1"),
         ("zzz", "nothing looks like it"),
-        ("l*0", r"selects nothing.*near: 'l\*\*0', as \* stops at a dot"),
+        ("l*0", r"selects nothing.*near: 'l\*\*0', since \* stops at a dot"),
         (fxq.by_op("conv2d"), r"fxq.by_op\('conv2d'\) selects nothing in this model; near: linear"),
         (nn.Conv2d, "Conv2d selects nothing in this model; near: Linear, ReLU, Sequential"),
     ],

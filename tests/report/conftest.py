@@ -13,7 +13,7 @@ from tests.support.models import batch, build
 def one_round():
     """Times are measured once."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(timed_calls, "MOST", 1)
+        patch.setattr(timed_calls, "MAX_ROUNDS", 1)
         yield
 
 

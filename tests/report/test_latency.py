@@ -18,7 +18,7 @@ from tests.support.models import NETWORKS, batch, build
 
 @pytest.fixture(autouse=True)
 def two_rounds(monkeypatch):
-    monkeypatch.setattr(timed_calls, "MOST", 2)
+    monkeypatch.setattr(timed_calls, "MAX_ROUNDS", 2)
 
 
 @pytest.fixture(scope="module")

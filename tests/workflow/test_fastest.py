@@ -45,7 +45,7 @@ def net():
 def planted(monkeypatch, times):
     """Let the calls of each backend take so many microseconds."""
 
-    def interleaved(calls, wait, least):
+    def interleaved(calls, wait, shortest):
         return {key: times[i] for i, key in enumerate(calls)}
 
     monkeypatch.setattr(fastest, "interleaved", interleaved)

@@ -10,7 +10,7 @@ from fxq.backends.loops.code import compiler
 from fxq.backends.plain.dynamic_quantize import DynamicQuantize
 from fxq.errors import InputError
 from fxq.ops.conversions import choose_scale, choose_zero_point, quantize
-from fxq.quant.dynamic_grid import SMALLEST, DynamicGrid, dynamic_range
+from fxq.quant.dynamic_grid import MIN_SCALE, DynamicGrid, dynamic_range
 from tests.support.kernels import copies
 
 pytestmark = pytest.mark.usefixtures("loops")
@@ -72,7 +72,7 @@ def test_the_ends_of_a_range_are_on_the_grid():
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.lists(st.floats(-FLOAT32, FLOAT32, width=32), min_size=3, max_size=3), min_size=1))
 def test_all_finite_values_up_to_the_ends_of_float32(axis, symmetric, rows):
-    """The error is at most half a step. A step is the range over the grid's integers, and at least SMALLEST."""
+    """The error is at most half a step. A step is the range over the grid's integers, and at least MIN_SCALE."""
     x = torch.tensor(rows)
     grid = DynamicGrid(0, 255, torch.uint8, axis, symmetric)
     scale, *zero_point, q = DynamicQuantize(0, 255, axis, symmetric)(x)
@@ -81,7 +81,7 @@ def test_all_finite_values_up_to_the_ends_of_float32(axis, symmetric, rows):
     assert bool((off <= (0.5001 if axis is not None or symmetric else 1.0001) * scale.double()).all())
     low, high = (end.double() for end in dynamic_range(x, axis))
     size = torch.maximum(high, -low) if symmetric else high - low
-    assert bool(((scale.double() / (size / grid.steps).clamp(min=SMALLEST) - 1).abs() < 3e-7).all())
+    assert bool(((scale.double() / (size / grid.steps).clamp(min=MIN_SCALE) - 1).abs() < 3e-7).all())
 
 
 @pytest.mark.parametrize("bits", [7, 8])

@@ -336,7 +336,7 @@ def test_a_file_needs_the_module_of_the_function(tmp_path):
     quantized(seeded(Network), STATIC.with_fusions(own_scaled_tanh), DATA).save(tmp_path / "m.fxq")
     code = "import sys, fxq; fxq.load(sys.argv[1])"
     for module, message in (
-        ("math", "no file imports code: `import tests.backends.table.test_function_kernel` first"),
+        ("math", "loading a file imports no code: `import tests.backends.table.test_function_kernel` first"),
         (__name__, ""),
     ):
         done = subprocess.run(

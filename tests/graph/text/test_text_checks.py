@@ -38,7 +38,7 @@ pytestmark = pytest.mark.any_cpu
         ("y = torch.nn.functional.triplet_margin_with_distance_loss(x, x, x, distance_function=x)", "unknown op"),
         (
             "modules['y'] = observer(spec=TensorSpec(observer='this:X'), axis=None)",
-            "no file imports code: `import this` first",
+            "loading a file imports no code: `import this` first",
         ),
         ("y = relu(" + "0, " * 600_000 + ")", "the line is too long"),
         ("y = relu(" + "1+" * 5_000 + "1)", ""),

@@ -10,7 +10,7 @@ import numpy as np
 from numba import carray  # type: ignore[attr-defined]  # Numba does not list it
 
 from fxq.backends.loops.code.compiler import compiled, helper
-from fxq.quant.dynamic_grid import SMALLEST
+from fxq.quant.dynamic_grid import MIN_SCALE
 
 _f = np.float32
 SYMMETRIC, ROW, NEAREST = 0, 1, 2
@@ -51,8 +51,8 @@ def quantize_rows(x, scale, zero, integers, rows, columns, kind, steps, qmin, qm
             step = max(highest, -lowest) / steps
         else:
             step = highest / steps - lowest * (_f(1) / steps)  # highest - lowest may overflow float32
-        if step < _f(SMALLEST):
-            step = _f(SMALLEST)
+        if step < _f(MIN_SCALE):
+            step = _f(MIN_SCALE)
         if kind == SYMMETRIC:
             middle = _f((qmin + qmax + 1) // 2)
         elif kind == ROW:
