@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fxq.common.metrics import storage_address
 from fxq.patterns.fusions.norm import fold, norm_scale
-from fxq.rewriting.computed import Computed
+from fxq.rewriting.computed import TrainableConstant
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Recomputed:
     """
 
     path: str
-    how: Computed
+    how: TrainableConstant
 
     def made(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The constant by its path, from the model's tensors, and other constants', by path."""

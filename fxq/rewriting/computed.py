@@ -12,17 +12,17 @@ from fxq.graph.query import flat_nodes, read_attribute
 from fxq.rewriting.editor import Editor
 
 
-class Computed(nn.Module):
+class TrainableConstant(nn.Module):
     """A constant, as a function of parameters.
 
     Attributes:
         function: takes their values, in order, and behind them the buffers: what is not computed of parameters.
-        reads: their paths, or those of other constants of this kind.
+        paths: their paths, or those of other constants of this kind.
     """
 
-    def __init__(self, function: Callable[..., Tensor], reads: Sequence[str], others: Sequence[Tensor] = ()) -> None:
+    def __init__(self, function: Callable[..., Tensor], paths: Sequence[str], others: Sequence[Tensor] = ()) -> None:
         super().__init__()
-        self.function, self.reads = function, tuple(reads)
+        self.function, self.paths = function, tuple(paths)
         for i, other in enumerate(others):
             self.register_buffer(f"constant{i}", other, persistent=False)
 
@@ -32,10 +32,10 @@ class Computed(nn.Module):
 
     def value(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """The constant, without a gradient, from tensors by path."""
-        return self(*(tensors[path].detach() for path in self.reads)).detach()
+        return self(*(tensors[path].detach() for path in self.paths)).detach()
 
 
-def computed_by(editor: Editor, node: fx.Node) -> Computed | None:
+def as_trainable(editor: Editor, node: fx.Node) -> TrainableConstant | None:
     """What a call that reads nothing but constants computes; None where no parameter is among them, or none is trained.
 
     Constants that are not computed of parameters are kept in it.
@@ -43,17 +43,17 @@ def computed_by(editor: Editor, node: fx.Node) -> Computed | None:
     if not editor.context.recipe.trains:
         return None
     read = list(dict.fromkeys(flat_nodes((node.args, node.kwargs))))
-    live = [r for r in read if is_live(editor, str(r.target))]
+    live = [r for r in read if depends_on_parameters(editor, str(r.target))]
     if not live:
         return None
     others, graph = [r for r in read if r not in live], fx.Graph()
     values = {r: graph.placeholder(f"x{i}") for i, r in enumerate([*live, *others])}
     graph.output(graph.node_copy(node, values.__getitem__))
     kept = [read_attribute(editor.gm, str(r.target)) for r in others]
-    return Computed(fx.GraphModule(nn.Module(), graph), [str(r.target) for r in live], kept)
+    return TrainableConstant(fx.GraphModule(nn.Module(), graph), [str(r.target) for r in live], kept)
 
 
-def computed_by_parametrization(module: nn.Module, path: str, name: str) -> Computed | None:
+def parametrized_constant(module: nn.Module, path: str, name: str) -> TrainableConstant | None:
     """What a parametrization of torch.nn.utils computes; None where it keeps a state, as spectral_norm does.
 
     Args:
@@ -71,15 +71,15 @@ def computed_by_parametrization(module: nn.Module, path: str, name: str) -> Comp
         return found
 
     stateful = next(made.buffers(), None) is not None
-    return None if stateful else Computed(function, [f"{path}.parametrizations.{name}.{key}" for key in names])
+    return None if stateful else TrainableConstant(function, [f"{path}.parametrizations.{name}.{key}" for key in names])
 
 
-def is_live(editor: Editor, path: str) -> bool:
+def depends_on_parameters(editor: Editor, path: str) -> bool:
     """Whether a constant is a parameter, or is computed of one."""
     return path in editor.context.computed or isinstance(read_attribute(editor.gm, path), nn.Parameter)
 
 
-def note_computed(editor: Editor, node: fx.Node, made: Computed | None) -> None:
+def record_trainable(editor: Editor, node: fx.Node, made: TrainableConstant | None) -> None:
     """Keep how a new constant was computed."""
     if made is not None and editor.context.recipe.trains:
         editor.context.computed[str(node.target)] = made

@@ -8,7 +8,7 @@ from torch import Tensor, fx
 from fxq.graph.info import info
 from fxq.graph.query import called_name, constant, flat_nodes, is_check, reads_only_metadata
 from fxq.graph.run import value_of
-from fxq.rewriting.computed import computed_by, note_computed
+from fxq.rewriting.computed import as_trainable, record_trainable
 from fxq.rewriting.editor import DATA
 from fxq.rewriting.rewriter import Rewriter
 
@@ -38,7 +38,7 @@ def fold_constant(rewriter: Rewriter, node: fx.Node) -> bool:
     with rewriter.attributed("fold_constant", fold_constant):
         name = f"{str(read[0].target).removeprefix(f'{DATA}.')}_{called_name(node)}"
         made = rewriter.constant(value, name, before=node, like=node)
-        note_computed(rewriter, made, computed_by(rewriter, node))
+        record_trainable(rewriter, made, as_trainable(rewriter, node))
         rewriter.replace(node, made)
     return True
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from fxq.rewriting.rewriter import Rewriter
 
 
-class Break(Exception):
+class CannotTrace(Exception):
     """Behavior of a module that a graph cannot reproduce. `path` is the innermost module that contains it."""
 
     def __init__(self, path: str, why: str) -> None:
@@ -72,9 +72,9 @@ class Functionalization:
         self.present: dict[fx.Node, Alias] = {}
         self.only_whole = True
 
-    def run(self) -> list[Break]:
+    def run(self) -> list[CannotTrace]:
         """Rewrite the graph. Returns the obstacles, at most one per storage; with any, the graph is unusable."""
-        breaks: list[Break] = []
+        breaks: list[CannotTrace] = []
         if not any(info(node).changes for node in self.rewriter.graph.nodes):
             return breaks
         before = set(self.rewriter.graph.nodes)
@@ -85,7 +85,7 @@ class Functionalization:
                 try:
                     if not broken.intersection(about.memory + about.changes):
                         self._node(node)
-                except Break as stop:
+                except CannotTrace as stop:
                     broken.update(about.memory + about.changes)
                     breaks.append(stop)
             for node in reversed(self.rewriter.nodes()) if not breaks else ():
@@ -148,10 +148,10 @@ class Functionalization:
         self.aliases[again] = alias
         return again
 
-    def _stale(self, block: Block, reader: fx.Node, value: fx.Node) -> Break:
+    def _stale(self, block: Block, reader: fx.Node, value: fx.Node) -> CannotTrace:
         writer = block.writer
         assert writer is not None
-        return Break(
+        return CannotTrace(
             around(writer, reader),
             f"%{writer.name} ({info(writer).source}) writes to memory in place, and %{reader.name} "
             f"({info(reader).source}) reads it through %{value.name} afterwards. Write the "
@@ -228,7 +228,7 @@ class Functionalization:
         return row is not None and (row[0].traits.pointwise or row[0].traits.narrows)
 
     def _check_state(self, node: fx.Node, alias: Alias) -> None:
-        """Raise `Break` for a write to a tensor of the model, which a functional graph cannot keep across calls."""
+        """Raise `CannotTrace` for a write to a tensor of the model, as a graph keeps none across calls."""
         while alias.parent is not None:
             alias = alias.parent
         if alias.node.op == "get_attr" and alias.node.target not in self.new_constants:
@@ -236,7 +236,7 @@ class Functionalization:
             if str(alias.node.target).startswith("_tensor_constant"):  # as a trace names what no module holds
                 of = "a tensor that the graph holds as a constant, since no traced call makes it (torch.from_numpy),"
                 why = "a graph keeps no state between calls. Make it with torch (torch.zeros, torch.tensor)."
-            raise Break(around(node), f"%{node.name} ({info(node).source}) changes {of} in place: {why}")
+            raise CannotTrace(around(node), f"%{node.name} ({info(node).source}) changes {of} in place: {why}")
 
     def _check_overlap(self, node: fx.Node, alias: Alias) -> None:
         """Refuse a change of a view that has one place in memory at several indices: a copy would have several."""
@@ -275,8 +275,8 @@ class Functionalization:
         known = [alias.block] if alias is not None else self.containers.get(value, ())
         return not blocks.isdisjoint(known)
 
-    def _refused(self, node: fx.Node, value: fx.Node, why: str) -> Break:
-        return Break(
+    def _refused(self, node: fx.Node, value: fx.Node, why: str) -> CannotTrace:
+        return CannotTrace(
             around(node),
             f"%{node.name} ({info(node).source}) changes %{value.name} in place: {why}. Write the change out of place "
             "(x = x + y, nn.ReLU(inplace=False)).",

@@ -12,7 +12,7 @@ from fxq.errors import PassError, PatternError
 from fxq.graph.info import info
 from fxq.graph.query import read_attribute
 from fxq.ops import OPS
-from fxq.rewriting.computed import Computed, is_live, note_computed
+from fxq.rewriting.computed import TrainableConstant, depends_on_parameters, record_trainable
 from fxq.rewriting.editor import Editor
 from fxq.rewriting.match import Captured, Match
 from fxq.rewriting.near_miss import Refusal
@@ -182,8 +182,8 @@ class Builder:
         """A new weight that is a function of others; it is trained with these."""
         nodes: list[fx.Node] = [_value(read) for read in reads]
         made = self.constant(function(*(read_attribute(self.rewriter.gm, str(n.target)) for n in nodes)), name)
-        if any(is_live(self.rewriter, str(n.target)) for n in nodes):
-            note_computed(self.rewriter, made, Computed(function, [str(n.target) for n in nodes]))
+        if any(depends_on_parameters(self.rewriter, str(n.target)) for n in nodes):
+            record_trainable(self.rewriter, made, TrainableConstant(function, [str(n.target) for n in nodes]))
         return made
 
 

@@ -5,7 +5,7 @@ from torch import nn
 
 import fxq
 from fxq.recipe.pass_base import Stage
-from fxq.rewriting.computed import computed_by_parametrization
+from fxq.rewriting.computed import parametrized_constant
 from fxq.workflow.steps import manager_for, up_to
 from tests.support.helpers import REFERENCE, module
 
@@ -51,9 +51,9 @@ def test_what_is_computed_of_no_parameter_is_a_constant():
 
 def test_parametrizations_with_and_without_a_state():
     normed, plain = nn.utils.parametrizations.weight_norm(nn.Linear(3, 4)), nn.Linear(3, 4)
-    made = computed_by_parametrization(normed, "a.b", "weight")
+    made = parametrized_constant(normed, "a.b", "weight")
     assert made.reads == ("a.b.parametrizations.weight.original0", "a.b.parametrizations.weight.original1")
     g, v = torch.rand(4, 1), torch.randn(4, 3)
     torch.testing.assert_close(made(g, v), g * v / v.norm(dim=1, keepdim=True))
-    assert computed_by_parametrization(plain, "", "weight") is None
-    assert computed_by_parametrization(nn.utils.parametrizations.spectral_norm(plain), "", "weight") is None
+    assert parametrized_constant(plain, "", "weight") is None
+    assert parametrized_constant(nn.utils.parametrizations.spectral_norm(plain), "", "weight") is None

@@ -77,7 +77,7 @@ def test_concrete_arguments():
     [
         ({"mod": "plain"}, "unknown argument in concrete_args 'mod'; did you mean 'mode'"),
         ({"mode": "plain", "x": X}, "concrete_args: x is a Tensor, not a plain value"),
-        ({"mode": "plain", "gain": 3}, "concrete_args fixes gain=3, and the data gives 5"),
+        ({"mode": "plain", "gain": 3}, "concrete_args fixes gain=3, but the data gives 5"),
     ],
 )
 def test_concrete_arguments_that_do_not_fit(fixed, words):

@@ -234,7 +234,7 @@ class Cache:
     ("forward", "way"),
     [
         (lambda self, x, use_cache=True: (self.l(x), Cache()) if use_cache else self.l(x), "fix_args(use_cache=False)"),
-        (lambda self, x: (self.l(x), Cache()), "return tensors, and tuples, lists, dicts and dataclasses of them"),
+        (lambda self, x: (self.l(x), Cache()), "return tensors, or tuples, lists, dicts and dataclasses of tensors"),
     ],
 )
 def test_an_object_that_no_graph_holds(forward, way):
@@ -273,8 +273,8 @@ class Negated(dict):
 @pytest.mark.parametrize(
     ("made", "why"),
     [
-        (lambda y: Values(y=y), r"type Values is returned, .* its fields or items: .*positional argument"),
-        (lambda y: Negated({"y": y}), "type Negated is returned, .*: its constructor changes them"),
+        (lambda y: Values(y=y), r"type Values is returned or .* its fields or items: .*positional argument"),
+        (lambda y: Negated({"y": y}), "type Negated is returned or .*: its constructor changes them"),
     ],
 )
 def test_a_container_that_cannot_be_made_of_its_items(made, why):
