@@ -74,7 +74,7 @@ def _expand(rewriter: Rewriter, node: fx.Node, module: nn.Module) -> list[fx.Nod
     try:
         expand = _expansion_of(module)
         with rewriter.attributed(type(module).__name__, expand):
-            made.put(expand(made, module))
+            made.replace_call(expand(made, module))
         return made.ops
     except CannotExpand as reason:
         for op in reversed(made.ops):

@@ -7,7 +7,7 @@ import fxq
 from fxq.display.tables import plain
 from fxq.graph.view import GraphView, NodeView
 from fxq.picture.diff import diff
-from fxq.picture.diff_summary import MOST, summary
+from fxq.picture.diff_summary import MAX_SUMMARY_LINES, summary
 from tests.support.helpers import REFERENCE, steps
 
 
@@ -107,7 +107,7 @@ def test_what_reads_something_else():
     after = GraphView(tuple(replace(n, inputs=("x",)) if n.name in ("relu1", "relu2") else n for n in before))
     assert told(before, after) == ["> 2 × relu reads conv2d → input relu1, relu2"]
     swapped = GraphView(tuple(replace(n, inputs=n.inputs[::-1]) if n.label == "conv2d" else n for n in before))
-    assert told(before, swapped) == ["> 3 × conv2d reads the same in another order conv0 … conv2"]
+    assert told(before, swapped) == ["> 3 × conv2d reads the same values in another order conv0 … conv2"]
     weightless = GraphView(tuple(replace(n, inputs=n.inputs[:1]) if n.label == "conv2d" else n for n in before))
     assert told(before, weightless) == ["> 3 × conv2d reads constant → nothing conv0 … conv2"]
 
@@ -115,7 +115,7 @@ def test_what_reads_something_else():
 def test_no_more_lines_than_fit_a_screen():
     after = GraphView(tuple(replace(n, label=f"op{i}") for i, n in enumerate(pairs(30))))
     lines = told(pairs(30), after)
-    assert len(lines) == MOST + 1 and lines[-1] == "and 31 more kinds of change"
+    assert len(lines) == MAX_SUMMARY_LINES + 1 and lines[-1] == "and 31 more kinds of change"
 
 
 def test_print_tells_a_story_where_the_lines_do_not_fit():

@@ -31,7 +31,7 @@ def test_it_computes_the_constant_again():
     model = scaled()
     known, gm = computed(model, fxq.Recipe.qat(backend="reference"))
     (product, times), (turned, transposed) = known.items()
-    assert (times.reads, transposed.reads) == (("weight",), (product,))
+    assert (times.paths, transposed.paths) == (("weight",), (product,))
     own = {"weight": torch.randn(3, 4)}
     own[product] = times.value(own)
     torch.testing.assert_close(own[product], own["weight"] * 2)
@@ -52,7 +52,7 @@ def test_what_is_computed_of_no_parameter_is_a_constant():
 def test_parametrizations_with_and_without_a_state():
     normed, plain = nn.utils.parametrizations.weight_norm(nn.Linear(3, 4)), nn.Linear(3, 4)
     made = parametrized_constant(normed, "a.b", "weight")
-    assert made.reads == ("a.b.parametrizations.weight.original0", "a.b.parametrizations.weight.original1")
+    assert made.paths == ("a.b.parametrizations.weight.original0", "a.b.parametrizations.weight.original1")
     g, v = torch.rand(4, 1), torch.randn(4, 3)
     torch.testing.assert_close(made(g, v), g * v / v.norm(dim=1, keepdim=True))
     assert parametrized_constant(plain, "", "weight") is None

@@ -337,7 +337,7 @@ def test_a_branch_on_what_data_was_written_to_is_refused():
         (lambda y: setattr(y, "data", y * 2), r"an assignment to \.data"),
         (
             lambda y: torch.view_as_complex(y.view(4, 4, 2)).real.zero_(),
-            "cannot write through this kind",
+            "cannot write through this view",
         ),
         (lambda y: y.unfold(1, 2, 1)[:, 0].__setitem__(y[:, :2] > 0, 0.0), "part of %unfold, and elements of %unfold"),
         (lambda y: y.as_strided((4, 4), (2, 1))[0].mul_(2), "part of %as_strided, and elements of %as_strided"),

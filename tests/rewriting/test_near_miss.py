@@ -53,7 +53,7 @@ def fused(forward, *rules, refuse=None):
 
 def test_two_ops_are_near_and_one_is_not():
     assert fused(lambda self, x: torch.relu(torch.sigmoid(torch.erf(x))), chain_of_three) == [
-        ("chain_of_three", "relu", "2 of 3", "the pattern wants tanh, %erf is erf")
+        ("chain_of_three", "relu", "2 of 3", "the pattern expects tanh, but %erf is erf")
     ]
     assert fused(lambda self, x: torch.relu(torch.erf(torch.tanh(x))), chain_of_three) == []
 
@@ -97,7 +97,7 @@ def test_what_came_near_where_a_larger_rule_matched_is_left_out():
 
 def test_a_larger_rule_that_came_near_stays():
     assert fused(lambda self, x: torch.relu(torch.sigmoid(torch.erf(x))), chain_of_three, chain_of_two) == [
-        ("chain_of_three", "relu", "2 of 3", "the pattern wants tanh, %erf is erf")
+        ("chain_of_three", "relu", "2 of 3", "the pattern expects tanh, but %erf is erf")
     ]
 
 
@@ -140,7 +140,7 @@ def test_only_the_last_try_counts():
     """The relu is tried before its input is a tanhshrink, and again behind it."""
     forward = lambda self, x, y: torch.relu(y - torch.tanh(y))  # noqa: E731
     assert rewritten(forward, shrink, relu_of_shrink) == [
-        ("relu_of_shrink", "relu", "2 of 3", "the pattern wants abs, %y is placeholder")
+        ("relu_of_shrink", "relu", "2 of 3", "the pattern expects abs, but %y is placeholder")
     ]
     forward = lambda self, x, y: torch.relu(torch.abs(y) - torch.tanh(torch.abs(y)))  # noqa: E731
     (once,) = rewritten(forward, shrink, relu_of_shrink)

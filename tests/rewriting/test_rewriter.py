@@ -240,7 +240,7 @@ def test_two_rules_that_undo_each_other_are_both_named():
     with pytest.raises(PassError) as caught:
         rewriter(gm).apply(to_tanh, to_sigmoid)
     message = str(caught.value)
-    assert message.startswith("the-test: the rules do not come to an end")
+    assert message.startswith("the-test: the rewrites do not end")
     assert f"'to_tanh' ({to_tanh[0].source})" in message and f"'to_sigmoid' ({to_sigmoid[0].source})" in message
     assert "undo each other" in message
 
@@ -275,7 +275,9 @@ def test_a_replacement_of_another_arity(count, result):
 
     single.becomes(result)
     gm = graph(module(lambda self, x: torch.relu(x)), X)
-    with pytest.raises(PatternError, match=rf"'single' .*the pattern has 1 outputs, its replacement returned {count}"):
+    with pytest.raises(
+        PatternError, match=rf"'single' .*the pattern has 1 outputs, but its replacement returned {count}"
+    ):
         rewriter(gm).apply(single)
 
 

@@ -142,7 +142,7 @@ def test_opening_a_unit_undoes_fusing():
 
 def test_opening_what_is_no_unit():
     gm = graph(module(lambda self, x: torch.relu(x)), X)
-    with pytest.raises(PassError, match="the-test: %relu is no unit"):
+    with pytest.raises(PassError, match="the-test: %relu is not a unit"):
         open_unit(rewriter(gm), node(gm, "relu"))
 
 

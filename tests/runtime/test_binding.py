@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import fxq
-from fxq.runtime.binding import KEPT, bind, kind_of
+from fxq.runtime.binding import MAX_BOUND_KINDS, bind, kind_of
 from tests.support import models
 from tests.support.bound import ALL, X, first_kernel, functions, plain, quantized
 from tests.support.graphs import equal
@@ -87,28 +87,32 @@ def test_a_kind_of_input_has_a_function_of_its_own(kind):
 
 
 def test_the_kinds_that_came_last_are_kept():
-    qmodel, batches = quantized(), [torch.cat([X] * n) for n in range(1, KEPT + 2)]
-    for x in batches[:KEPT] * 2:
+    qmodel, batches = quantized(), [torch.cat([X] * n) for n in range(1, MAX_BOUND_KINDS + 2)]
+    for x in batches[:MAX_BOUND_KINDS] * 2:
         assert torch.equal(qmodel(x), plain(qmodel, x))
     first, *others = functions(qmodel)
-    assert len(others) == KEPT - 1
-    for x in (batches[0], batches[KEPT], batches[KEPT]):  # the second kind has not come for longest
+    assert len(others) == MAX_BOUND_KINDS - 1
+    for x in (
+        batches[0],
+        batches[MAX_BOUND_KINDS],
+        batches[MAX_BOUND_KINDS],
+    ):  # the least recent kind is dropped
         assert torch.equal(qmodel(x), plain(qmodel, x))
     assert functions(qmodel)[:-1] == [*others[1:], first]
 
 
 def test_more_kinds_in_turn_than_are_kept_are_not_bound():
-    qmodel, batches = quantized(), [torch.cat([X] * n) for n in range(1, KEPT + 2)]
+    qmodel, batches = quantized(), [torch.cat([X] * n) for n in range(1, MAX_BOUND_KINDS + 2)]
     for x in batches * 3:
         assert torch.equal(qmodel(x), plain(qmodel, x))
     assert functions(qmodel) == []
 
 
 @pytest.mark.parametrize("copied", [lambda q: q, copy.deepcopy, lambda q: pickle.loads(pickle.dumps(q))])
-@pytest.mark.parametrize("kept", [0, 1, 3, KEPT + 2])
+@pytest.mark.parametrize("kept", [0, 1, 3, MAX_BOUND_KINDS + 2])
 def test_how_many_kinds_are_kept_is_an_option(copied, kept):
     qmodel, batches = quantized(), [torch.cat([X] * n) for n in range(1, kept + 1)]
-    assert qmodel.kinds_kept == KEPT
+    assert qmodel.kinds_kept == MAX_BOUND_KINDS
     qmodel.kinds_kept = kept
     qmodel = copied(qmodel)
     for x in batches * 3:
@@ -230,7 +234,7 @@ def test_a_result_is_not_the_one_of_an_earlier_call():
     assert all(torch.equal(results[i], plain(qmodel, X * i)) for i in range(4))
 
 
-@pytest.mark.parametrize("shapes", [1, KEPT, KEPT + 2])
+@pytest.mark.parametrize("shapes", [1, MAX_BOUND_KINDS, MAX_BOUND_KINDS + 2])
 def test_threads_at_once(shapes):
     """With as many kinds of inputs; whatever they do, they switch in the middle of it."""
     qmodel = quantized()

@@ -18,7 +18,7 @@ from fxq.backends.plain.clamp_and_pad import Clamp
 from fxq.backends.plain.converters import Quantize
 from fxq.graph.unit import Unit
 from fxq.quant.qparams import QParams
-from fxq.runtime.binding import KEPT
+from fxq.runtime.binding import MAX_BOUND_KINDS
 from tests.support.bound import ALL, X, first_kernel, functions, network, plain, quantized
 from tests.support.helpers import module
 
@@ -234,7 +234,7 @@ def test_functions_that_were_dropped_leave_no_memory():
             for _ in range(2):
                 qmodel(torch.ones(1, 3, n + 1, 4))
             alive.update(bound.run for bound in functions(qmodel))
-        assert len(alive) == KEPT
+        assert len(alive) == MAX_BOUND_KINDS
     finally:
         gc.enable()
 

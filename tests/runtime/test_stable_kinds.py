@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import fx
 
-from fxq.runtime.stable_kinds import Reads, holds_tensor, run
+from fxq.runtime.stable_kinds import ValueReads, holds_tensor, run
 
 pytestmark = pytest.mark.any_cpu
 
@@ -48,9 +48,9 @@ def test_what_is_sure_is_not_looked_at():
 
 def test_reading_a_number_out_of_a_tensor_is_seen():
     for look, seen in ((lambda x: x.sum().item(), True), (lambda x: x.sum() * 2, False), (lambda x: x.shape[0], False)):
-        with Reads() as reads:
+        with ValueReads() as reads:
             look(torch.ones(3))
-        assert reads.values is seen
+        assert reads.seen is seen
 
 
 @pytest.mark.parametrize(

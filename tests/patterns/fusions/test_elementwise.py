@@ -63,11 +63,11 @@ def returned_too(m, x):
 @pytest.mark.parametrize(
     ("forward", "reason"),
     [
-        (lambda m, x: m.other(F.relu(pooled(m, x)[0] + 0.5)), "an_operand_is_a_number"),
-        (lambda m, x: m.other(F.relu(pooled(m, x)[0] + pooled(m, x)[1].sum())), "an_operand_is_a_number"),
-        (lambda m, x: m.other(F.relu(torch.add(*pooled(m, x), alpha=2))), "alpha=1, %add has 2"),
+        (lambda m, x: m.other(F.relu(pooled(m, x)[0] + 0.5)), "operand_is_a_number"),
+        (lambda m, x: m.other(F.relu(pooled(m, x)[0] + pooled(m, x)[1].sum())), "operand_is_a_number"),
+        (lambda m, x: m.other(F.relu(torch.add(*pooled(m, x), alpha=2))), "alpha=1, but %add has 2"),
         (returned_too, "%add is also read by %output"),
-        (lambda m, x: m.other(F.relu(torch.mul(*pooled(m, x)))), "wants add, %mul is mul"),
+        (lambda m, x: m.other(F.relu(torch.mul(*pooled(m, x)))), "expects add, but %mul is mul"),
     ],
 )
 def test_refuses(forward, reason):
