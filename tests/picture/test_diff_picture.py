@@ -16,8 +16,8 @@ pytestmark = pytest.mark.any_cpu
 @pytest.mark.parametrize(("radius", "around"), [(0, 0), (1, 2), (3, 6)])
 def test_radius_keeps_the_neighbourhood(radius, around):
     before = chain(40)
-    found = diff(before, changed(before, op20=replace(before["op20"], dtype="uint8")))
-    drawn = picture(found, radius, "t")
+    changes = diff(before, changed(before, op20=replace(before["op20"], dtype="uint8")))
+    drawn = picture(changes, radius, "t")
     nodes = [key for key in keys(drawn) if not key.startswith("unchanged ")]
     assert nodes == [f"op{i}" for i in range(20 - around // 2, 21 + around // 2)]
     first, last = (box for box in drawn.boxes if box.key.startswith("unchanged "))

@@ -13,7 +13,7 @@ X = torch.randn(2, 3)
 
 
 def computed(model, recipe):
-    """What is known of the constants of a model's canonical graph, and that graph."""
+    """Trainable constants of a model's canonical graph, and that graph."""
     manager = manager_for(model.eval(), recipe, X)
     manager.run(up_to(manager.context.recipe, Stage.FUSED))
     return manager.context.computed, manager.gm
@@ -29,8 +29,8 @@ def scaled():
 
 def test_it_computes_the_constant_again():
     model = scaled()
-    known, gm = computed(model, fxq.Recipe.qat(backend="reference"))
-    (product, times), (turned, transposed) = known.items()
+    constants, gm = computed(model, fxq.Recipe.qat(backend="reference"))
+    (product, times), (turned, transposed) = constants.items()
     assert (times.paths, transposed.paths) == (("weight",), (product,))
     own = {"weight": torch.randn(3, 4)}
     own[product] = times.value(own)
@@ -51,9 +51,9 @@ def test_what_is_computed_of_no_parameter_is_a_constant():
 
 def test_parametrizations_with_and_without_a_state():
     normed, plain = nn.utils.parametrizations.weight_norm(nn.Linear(3, 4)), nn.Linear(3, 4)
-    made = parametrized_constant(normed, "a.b", "weight")
-    assert made.paths == ("a.b.parametrizations.weight.original0", "a.b.parametrizations.weight.original1")
+    constant = parametrized_constant(normed, "a.b", "weight")
+    assert constant.paths == ("a.b.parametrizations.weight.original0", "a.b.parametrizations.weight.original1")
     g, v = torch.rand(4, 1), torch.randn(4, 3)
-    torch.testing.assert_close(made(g, v), g * v / v.norm(dim=1, keepdim=True))
+    torch.testing.assert_close(constant(g, v), g * v / v.norm(dim=1, keepdim=True))
     assert parametrized_constant(plain, "", "weight") is None
     assert parametrized_constant(nn.utils.parametrizations.spectral_norm(plain), "", "weight") is None

@@ -1,4 +1,4 @@
-"""What is computed of weights alone is computed once, and nothing else is."""
+"""Constant folding: calls of weights alone are computed once, and no others."""
 
 import pytest
 import torch

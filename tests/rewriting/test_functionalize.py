@@ -363,9 +363,9 @@ def test_what_no_graph_can_hold_is_refused(change, why):
 
 def windows_that_are_read(self, x):
     y = self.a(x)
-    windows, rows, one = y.unfold(1, 2, 1), y[:1].expand(4, 8), y[:1].expand(1, 8)
+    windows, rows, row = y.unfold(1, 2, 1), y[:1].expand(4, 8), y[:1].expand(1, 8)
     y.mul_(2)
-    one.add_(1)
+    row.add_(1)
     return self.b(rows) + windows.mean()
 
 
@@ -455,5 +455,5 @@ def test_masks_as_in_wav2vec2_leave_all_layers_on_integers():
     qmodel = fxq.quantize(model, REFERENCE, data=data)
     assert qmodel.ledger.coverage == 1
     with torch.no_grad():
-        for given in (*data, batch(12, 39, 1)):
-            assert sqnr(model(*given), qmodel(*given)) > 30
+        for inputs in (*data, batch(12, 39, 1)):
+            assert sqnr(model(*inputs), qmodel(*inputs)) > 30

@@ -457,9 +457,9 @@ def chain(count):
     ("rule", "make"), [(siblings, pairs), (relu_sigmoid, chain), (relu_sigmoid, pairs)], ids=["wide", "chain", "none"]
 )
 def test_matching_is_linear(rule, make):
-    def tried(gm, found):
+    def tried(gm, matched):
         matcher = Matcher(gm)
-        return steps(lambda: found.extend(n for n in gm.graph.nodes if matcher.match(rule[0], n) is not None))
+        return steps(lambda: matched.extend(n for n in gm.graph.nodes if matcher.match(rule[0], n) is not None))
 
     few, many = [], []
     cost = tried(make(150), few)

@@ -42,7 +42,7 @@ def sigmoid_of_tanh(op, x):
 
 
 def fused(forward, *rules, refuse=None):
-    """What the fusion of these rules says of those that made no unit: name, node, how far, reason."""
+    """Near misses of a fusion with these rules: name, node, how many ops matched, reason."""
     hand = rewriter(graph(module(forward), X))
     hand.fuse([rule[0] for rule in rules], refuse)
     return [(n.rule, n.node, f"{n.matched} of {n.of}", n.reason) for n in hand.near_misses.all()]
@@ -137,7 +137,7 @@ def test_a_rewrite_that_came_near():
 
 
 def test_only_the_last_try_counts():
-    """The relu is tried before its input is a tanhshrink, and again behind it."""
+    """The relu is tried before its input is a tanhshrink, and again after it."""
     forward = lambda self, x, y: torch.relu(y - torch.tanh(y))  # noqa: E731
     assert rewritten(forward, shrink, relu_of_shrink) == [
         ("relu_of_shrink", "relu", "2 of 3", "the pattern expects abs, but %y is placeholder")
@@ -177,8 +177,8 @@ def test_the_snapshot_of_a_pass_has_its_near_misses():
     assert str(near) == f"conv2d_relu ({source}) at %relu: 2 of 2 ops matched: %conv is also read by %mul"
     assert fxq.extend.explain("conv2d_relu", graph(Net().eval(), image), "relu").endswith(near.reason)
     assert qmodel.history["annotate"].near == ()
-    for other in (copy.deepcopy(qmodel), pickle.loads(pickle.dumps(qmodel))):
-        assert other.history["fuse"].near == (near,)
+    for copied in (copy.deepcopy(qmodel), pickle.loads(pickle.dumps(qmodel))):
+        assert copied.history["fuse"].near == (near,)
 
 
 def test_the_recipe_and_the_backend_say_why_they_refuse(monkeypatch):

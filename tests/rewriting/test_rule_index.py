@@ -106,14 +106,14 @@ def test_the_input_may_stand_in_a_list():
 
 def rule_by_rule(gm, rules, refuse):
     """The units that come of trying every rule at every node of the graph, one rule after the other."""
-    matcher, found = Matcher(gm), []
+    matcher, units = Matcher(gm), []
     for rule in rules:
         for n in gm.graph.nodes:
             match = matcher.match(rule, n) if op_of(n) is rule.root.op else None
             if match is not None and refuse(match) is None:
                 matcher.taken.update(match.nodes)
-                found.append((match.root.node, rule.name, merge_origins(match.nodes)))
-    return [(name, origins) for _, name, origins in sorted(found)]
+                units.append((match.root.node, rule.name, merge_origins(match.nodes)))
+    return [(name, origins) for _, name, origins in sorted(units)]
 
 
 def fused(gm, rules, refuse):
@@ -156,7 +156,7 @@ def test_what_is_taken_makes_room_among_many_readers():
 
     gm = graph(module(forward), X)
     rules = [gated[0], the_last_one[0]]
-    assert Matcher(gm).match(the_last_one[0], node(gm, "tanh")) is None  # behind the first 16
+    assert Matcher(gm).match(the_last_one[0], node(gm, "tanh")) is None  # after the first 16
     wanted = rule_by_rule(gm, rules, lambda match: None)
     assert ("the_last_one", ("tanh", "relu_20")) in wanted
     assert sorted(fused(gm, rules, lambda match: None)) == sorted(wanted)

@@ -29,9 +29,9 @@ def test_every_call_gives_the_same(name):
     expected = models.call(qmodel, data[0])
     for _ in range(3):
         assert equal(models.call(qmodel, data[0]), expected)
-    other = models.batch(name, seed=2)
+    second_batch = models.batch(name, seed=2)
     fresh = copy.deepcopy(qmodel)
-    assert equal(models.call(qmodel, other), models.call(fresh, other))
+    assert equal(models.call(qmodel, second_batch), models.call(fresh, second_batch))
 
 
 def test_what_the_function_is():
@@ -198,9 +198,9 @@ def test_a_wrong_call_stays_wrong(name):
 @pytest.mark.parametrize("names", ["x, _v1", "x, _c0", "_v1, _v2", "x, _c1", "forward, __v1"])
 def test_inputs_may_have_any_names(names):
     first, second = names.split(", ")
-    made = {}
-    exec(f"def forward(self, {names}):\n    return self.conv({first})[:, :, 1:] + {second}[:, :, 1:]", made)
-    qmodel = quantized(module(made["forward"], conv=nn.Conv2d(3, 3, 3, padding=1)), data=[(X, X)])
+    namespace = {}
+    exec(f"def forward(self, {names}):\n    return self.conv({first})[:, :, 1:] + {second}[:, :, 1:]", namespace)
+    qmodel = quantized(module(namespace["forward"], conv=nn.Conv2d(3, 3, 3, padding=1)), data=[(X, X)])
     for _ in range(3):
         assert torch.equal(qmodel(X, -X), plain(qmodel, X, -X))
     assert len(functions(qmodel)) == 1
@@ -288,7 +288,7 @@ class Keeps(nn.Module):
         return x[x[:, 0] > 0]
 
 
-def test_kernels_behind_sizes_that_follow_from_values_are_not_bound():
+def test_kernels_after_sizes_that_follow_from_values_are_not_bound():
     model = nn.Sequential(nn.Linear(8, 8), Keeps(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)).eval()
     data = torch.randn(64, 8)
     qmodel = fxq.quantize(model, fxq.Recipe.static(optimize="coverage", leaf_modules=["1"]), data=[data])
@@ -320,7 +320,7 @@ BETWEEN = {
 
 
 @pytest.mark.parametrize("name", BETWEEN)
-def test_kernels_are_bound_behind(name):
+def test_kernels_are_bound_after(name):
     torch.manual_seed(0)
     model = module(lambda self, x: self.b(BETWEEN[name](self.a(x))), a=nn.Linear(8, 8), b=nn.Linear(8, 8))
     qmodel = fxq.quantize(model, fxq.Recipe.static(optimize="coverage"), data=[torch.ones(4, 8)])
@@ -347,7 +347,7 @@ FROM_VALUES = {
 
 
 @pytest.mark.parametrize("name", FROM_VALUES)
-def test_kernels_are_not_bound_behind(name):
+def test_kernels_are_not_bound_after(name):
     torch.manual_seed(0)
     between = FROM_VALUES[name]
     parts = {"k": between} if isinstance(between, nn.Module) else {}

@@ -1,4 +1,4 @@
-"""What a model was bound to is bound anew when something changes, and only then."""
+"""Bound functions are bound again if something changes, and only then."""
 
 import copy
 import functools
@@ -57,12 +57,14 @@ def test_another_forward_in_its_place_is_used():
 
 def test_loaded_weights_are_used():
     torch.manual_seed(1)
-    other = quantized(copy.deepcopy(network()).apply(lambda m: m.reset_parameters() if hasattr(m, "weight") else None))
+    reinitialized = quantized(
+        copy.deepcopy(network()).apply(lambda m: m.reset_parameters() if hasattr(m, "weight") else None)
+    )
     qmodel = quantized()
     for _ in range(3):
         qmodel(X)
     before = qmodel(X)
-    qmodel.load_state_dict(other.state_dict())
+    qmodel.load_state_dict(reinitialized.state_dict())
     assert torch.equal(qmodel(X), plain(qmodel, X)) and not torch.equal(qmodel(X), before)
 
 
@@ -278,12 +280,12 @@ def test_a_float_weight_in_its_place_is_used():
 
 
 def test_a_change_of_another_model_changes_nothing():
-    qmodel, other = quantized(), quantized()
+    qmodel, second_model = quantized(), quantized()
     for _ in range(3):
         qmodel(X)
-        other(X)
+        second_model(X)
     bound = functions(qmodel)
-    other.load_state_dict(other.state_dict())
+    second_model.load_state_dict(second_model.state_dict())
     qmodel(X)
     assert functions(qmodel) == bound
 
@@ -306,8 +308,8 @@ def test_a_copy_and_a_model_that_is_gone_leave_nothing():
     qmodel = quantized()
     for _ in range(3):
         qmodel(X)
-    other = copy.deepcopy(qmodel)
-    assert functions(other) == [] and torch.equal(other(X), qmodel(X))
+    copied = copy.deepcopy(qmodel)
+    assert functions(copied) == [] and torch.equal(copied(X), qmodel(X))
     kernel = weakref.ref(next(qmodel.fxq_kernels.children()))
     del qmodel
     gc.collect()

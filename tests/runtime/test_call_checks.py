@@ -80,8 +80,8 @@ def test_recurrent_layers(recipe):
     batch = {"x": {0: torch.export.Dim("batch")}}
     plain = fxq.quantize(Recurrent().eval(), recipe.with_backend("reference"), data=[x])
     packed = fxq.quantize(Recurrent().eval(), recipe.with_optimize("coverage"), data=[x])
-    for made in (torch.jit.trace(plain, x), torch.export.export(plain, (x,), dynamic_shapes=batch).module()):
-        assert torch.equal(made(x), plain(x)) and torch.equal(made(more), plain(more))
+    for traced in (torch.jit.trace(plain, x), torch.export.export(plain, (x,), dynamic_shapes=batch).module()):
+        assert torch.equal(traced(x), plain(x)) and torch.equal(traced(more), plain(more))
     torch._dynamo.reset()
     assert torch.equal(torch.compile(plain, backend="eager", fullgraph=True)(x), plain(x))
     torch._dynamo.reset()

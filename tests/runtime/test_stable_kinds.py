@@ -31,13 +31,13 @@ def of(function, *args, **kwargs):
         (torch.nonzero, (MASK,), False),
         (torch.masked_select, (torch.ones(3), MASK), False),
         (torch.unique, (torch.ones(3),), False),
-        (lambda x: x + 1, (torch.ones(3),), False),  # a user's own function: nobody knows
+        (lambda x: x + 1, (torch.ones(3),), False),  # a user's own function: unknown
     ],
 )
 def test_a_kind_that_values_decide_is_not_fixed(function, args, fixed):
-    value, found = of(function, *args)
+    value, is_fixed = of(function, *args)
     wanted = function(*args)
-    assert found is fixed and (torch.equal(value, wanted) if isinstance(value, torch.Tensor) else value == wanted)
+    assert is_fixed is fixed and (torch.equal(value, wanted) if isinstance(value, torch.Tensor) else value == wanted)
 
 
 def test_what_is_sure_is_not_looked_at():

@@ -1,4 +1,4 @@
-"""What sizes, ranks and dtypes decide goes through, and the graph checks that they stay so."""
+"""Plain values that follow from sizes, ranks and dtypes are traced, and the graph checks them."""
 
 import math
 
@@ -209,7 +209,7 @@ def test_another_rank_than_the_example_has_is_refused():
 
 
 @pytest.mark.parametrize("squeezed", [lambda x: x.squeeze(), lambda x: torch.squeeze(x, 0)])
-def test_ranks_behind_a_squeeze_depend_on_sizes_and_are_checked(squeezed):
+def test_ranks_after_a_squeeze_depend_on_sizes_and_are_checked(squeezed):
     def forward(self, x):
         y = squeezed(self.a(x))
         return y.flatten(1) if y.dim() == 4 else y.flatten()

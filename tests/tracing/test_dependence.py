@@ -1,4 +1,4 @@
-"""What values depend on: on the numbers in an input, on its sizes alone, or on neither."""
+"""Dependence of values: on the data of an input, on its sizes only, or on neither."""
 
 import queue
 
@@ -13,16 +13,16 @@ pytestmark = pytest.mark.any_cpu
 
 
 def dependence(function):
-    """What the traced value of `function(x)` depends on."""
-    found = queue.SimpleQueue()  # what a list held would be put back
+    """Dependence of the traced value of `function(x)`."""
+    returned = queue.SimpleQueue()  # what a list held would be put back
 
     def forward(self, x):
         value = function(x)
-        found.put(value)
+        returned.put(value)
         return x + 1
 
     fxq.extend.run_passes(module(forward), REFERENCE, (torch.rand(2, 3),), until="trace")
-    values = [found.get() for _ in range(found.qsize())]
+    values = [returned.get() for _ in range(returned.qsize())]
     return next((value._dependence for value in values if isinstance(value, TracedValue)), Dependence.CONSTANT)
 
 

@@ -54,10 +54,10 @@ def test_the_program_keeps_paths_signature_and_sizes(exported):
     assert {e.path: e.precision for e in qmodel.ledger if e.path} == {
         "stem.0": "int8", "stem.1": "folded", "stem.2": "int8", "head": "float"
     }  # fmt: skip
-    other = inputs(7)
+    batch = inputs(7)
     with torch.no_grad():
-        assert sqnr(model(**other), qmodel(**other)) > 30
-    assert list(qmodel(**other)) == ["out", "parts"] and isinstance(qmodel(**other)["parts"], list)
+        assert sqnr(model(**batch), qmodel(**batch)) > 30
+    assert list(qmodel(**batch)) == ["out", "parts"] and isinstance(qmodel(**batch)["parts"], list)
 
 
 @pytest.mark.parametrize(("n", "size"), [(4, 9), (65, 8)])

@@ -29,8 +29,8 @@ def test_nested_inputs():
     model = module(nested, a=conv())
     qmodel = close(model, nest(X))
     with torch.no_grad():
-        other = {**nest(X[:1]), "number": 5.0}
-        assert sqnr(model(other), qmodel(other)) > 30
+        smaller = {**nest(X[:1]), "number": 5.0}
+        assert sqnr(model(smaller), qmodel(smaller)) > 30
     for wrong, words in [
         (nest(X, 3), r"inputs\['list'\]=\[a tensor, a tensor\]"),
         (nest(X, flag=False), r"inputs\['flag'\]=True, as its example has it, and got"),

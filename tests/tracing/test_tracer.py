@@ -127,10 +127,10 @@ def test_outputs_are_of_their_own_kind(kind):
 def test_outputs_of_a_class_that_is_not_there():
     from fxq.graph.guards import make_output
 
-    made = make_output("nowhere:Class", {"a": 1})
-    assert made.a == made["a"] == 1
+    output = make_output("nowhere:Class", {"a": 1})
+    assert output.a == output["a"] == 1
     with pytest.raises(AttributeError, match="b"):
-        made.b  # noqa: B018
+        output.b  # noqa: B018
 
 
 # ---- random numbers
@@ -176,16 +176,16 @@ class Encoder(nn.Module):
 
 @pytest.mark.parametrize("masked", [True, False])
 def test_an_encoder(masked):
-    model, other = Encoder().eval(), words(2, 6, masked)
+    model, inputs = Encoder().eval(), words(2, 6, masked)
     with torch.no_grad():
         qmodel = close(model, **words(4, 9, masked))
         assert [e.path for e in qmodel.ledger if e.precision == "int8" and e.op == "linear"] == ["query", "output"]
-        got, wanted = qmodel(**other), model(**other)
-        traced = fxq.extend.run_passes(model, REFERENCE, words(4, 9, masked), until="trace")(**other)
+        got, wanted = qmodel(**inputs), model(**inputs)
+        traced = fxq.extend.run_passes(model, REFERENCE, words(4, 9, masked), until="trace")(**inputs)
     assert torch.allclose(traced.a, wanted.a, atol=1e-5) and sqnr(wanted, got) > 20
     assert isinstance(got, Named) and got.a.shape == got["b"].shape == (2, 6, 8)
     with pytest.raises(fxq.InputError, match="made for return_dict=True"):
-        qmodel(**other, return_dict=False)
+        qmodel(**inputs, return_dict=False)
 
 
 # ---- what a graph holds, and what it does not
@@ -227,7 +227,7 @@ def test_a_leaf_is_not_called_with_other_weights():
 
 
 class Cache:
-    """What a decoder returns besides its output: no container that a graph knows."""
+    """Cache that a decoder returns besides its output, of a class that a graph cannot construct."""
 
 
 @pytest.mark.parametrize(
@@ -271,15 +271,15 @@ class Negated(dict):
 
 
 @pytest.mark.parametrize(
-    ("made", "why"),
+    ("construct", "why"),
     [
         (lambda y: Values(y=y), r"type Values is returned or .* its fields or items: .*positional argument"),
         (lambda y: Negated({"y": y}), "type Negated is returned or .*: its constructor changes them"),
     ],
 )
-def test_a_container_that_cannot_be_made_of_its_items(made, why):
+def test_a_container_that_cannot_be_made_of_its_items(construct, why):
     """The message said that the model does not run on the example; or the output was changed twice."""
-    model = module(lambda self, x: made(self.l(x)), l=nn.Linear(8, 4))
+    model = module(lambda self, x: construct(self.l(x)), l=nn.Linear(8, 4))
     with pytest.raises(fxq.TraceError, match=why):
         fxq.quantize(model, REFERENCE, data=[torch.ones(4, 8)])
 

@@ -17,14 +17,14 @@ from tests.support.machine import needs_x86
 
 
 class Between(nn.Module):
-    """A function of what a convolution makes, with one behind it."""
+    """Function between two convolutions."""
 
     def __init__(self, function: Any, channels: int = 8) -> None:
         super().__init__()
-        self.before, self.behind, self.function = nn.Conv2d(3, 8, 3), nn.Conv2d(channels, 4, 1), function
+        self.before, self.after, self.function = nn.Conv2d(3, 8, 3), nn.Conv2d(channels, 4, 1), function
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.behind(self.function(self.before(x)))
+        return self.after(self.function(self.before(x)))
 
 
 WHOLE = {

@@ -99,8 +99,8 @@ class OwnPacked(nn.LSTM):
     """One that packs its input."""
 
     def forward(self, x):
-        given = nn.utils.rnn.pack_padded_sequence(x, [T, 3, 2])
-        return nn.utils.rnn.pad_packed_sequence(super().forward(given)[0])[0]
+        steps = nn.utils.rnn.pack_padded_sequence(x, [T, 3, 2])
+        return nn.utils.rnn.pad_packed_sequence(super().forward(steps)[0])[0]
 
 
 REFUSED = {

@@ -30,7 +30,7 @@ class Net(nn.Module):
 
 
 class WithStates(Net):
-    """The same of an input and initial states."""
+    """Runs a recurrent module on an input and initial states."""
 
     def forward(self, x, h, c):
         return self.body(self.rnn, x, h, c)
@@ -177,7 +177,7 @@ def packed(rnn, x):
 
 
 def hooked(module):
-    module.register_forward_hook(lambda module, given, y: y)
+    module.register_forward_hook(lambda module, args, y: y)
     return module
 
 

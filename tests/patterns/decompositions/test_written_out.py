@@ -214,11 +214,11 @@ def test_every_spelling_gives_the_same_integers(kind):
     torch.manual_seed(0)
     plain = Modules().eval()
     if kind == "exported":
-        other = torch.export.export(plain, (X,))
+        respelled = torch.export.export(plain, (X,))
     else:
-        other = kind().eval()
-        other.load_state_dict(plain.state_dict())
-    wanted, got = (fxq.quantize(model, REFERENCE, data=[X]) for model in (plain, other))
+        respelled = kind().eval()
+        respelled.load_state_dict(plain.state_dict())
+    wanted, got = (fxq.quantize(model, REFERENCE, data=[X]) for model in (plain, respelled))
     assert torch.equal(call(wanted, X), call(got, X))
     kinds = [
         [n.label for n in model.history["fuse"].graph if n.kind == "op" and not n.label.startswith("check")]
