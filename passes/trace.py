@@ -71,9 +71,7 @@ def _traced(context: Context, broken: Mapping[str, str], run: FloatRun) -> Rewri
     for node in gm.graph.nodes:
         traced.describe(node, origins=(node.name,) if _is_call(node) else (), kept=_kept_leaf(node, recipe, broken))
     states = list(_check_state_of(run, leaves))
-    hidden = [
-        CannotTrace(kept.path, kept.why) for kept in states if kept.hidden
-    ]  # others are reported with the line
+    hidden = [CannotTrace(kept.path, kept.why) for kept in states if kept.hidden]  # others are reported with the line
     writers = {node: info(node).source for node in gm.graph.nodes if info(node).changes}
     before = len(traced.edits)
     functionalization = Functionalization(traced, tracer.watch, tracer.new_constants)

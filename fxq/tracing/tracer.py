@@ -400,10 +400,10 @@ class Tracer(fx.Tracer):
             return self._keep(m, path, args, kwargs, error)
 
     def _check_swallowed(self, start: int) -> None:
-        """Raise the first refusal from index `start` on, which a forward caught: it then ran code that data would not.
+        """Raise the first refusal from index `start` on, if any.
 
         Raises:
-            Untraceable: the forward caught a refusal in a `try`.
+            Untraceable: the forward caught a refusal in a `try`, and then took a path that it would not take on data.
         """
         if len(self.assumptions.refusals) > start:
             raise self.assumptions.refusals[start]

@@ -22,9 +22,10 @@ Values = tuple[Any, ...]
 def _attend(
     make: Expansion, module: nn.MultiheadAttention, at: str, inputs: tuple[fx.Node, ...], masks: Values, weights: bool
 ) -> tuple[fx.Node, fx.Node | None]:
-    """Output of an attention (N, L, E), and if `weights` the attention weights of each head (N, H, L, S).
+    """Output of an attention, in the layout of `inputs`, and if `weights` the attention weights of each head.
 
-    Inputs without a batch axis, and their padding mask (S,), get one; the output loses it again, the weights keep it.
+    Inputs without a batch axis, and their padding mask (S,), get one, which the output loses again. The attention
+    weights (N, H, L, S) keep it.
     """
     _check_attention(module, inputs)
     unbatched = len(info(inputs[0]).shape or ()) == 2
