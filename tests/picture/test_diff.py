@@ -122,7 +122,7 @@ def test_time_grows_with_the_nodes_not_their_square():
 
 
 def test_conversions_inside_a_region_became_the_region():
-    """But not one between it and an op outside."""
+    """A conversion between the region and an op outside did not become the region."""
     changes = diff(*lowered())
     inside = ("x_q", "x_dq", "a", "a_q", "b_weight_dq")
     assert changes.became == dict.fromkeys(inside, ("body",))

@@ -44,7 +44,7 @@ def fused(count, made_by="fuse: conv2d_relu (patterns/fusions/conv.py:12)"):
 
 
 def told(before, after):
-    """The lines of the story, in words."""
+    """Lines of the summary as text."""
     return [" ".join(line.split()) for line in plain([summary(diff(before, after))]).splitlines()]
 
 
@@ -91,7 +91,7 @@ def test_the_most_frequent_comes_first():
 
 
 def test_a_node_that_takes_in_another():
-    """A batch norm that is folded into its conv: the conv reads other weights, and stands for both."""
+    """A batch norm that is folded into its conv, which then reads other weights and has the origins of both."""
     before = pairs(2)
     after = GraphView(
         tuple(

@@ -1,4 +1,4 @@
-"""How constants are computed of parameters is known where the recipe trains, and computes them again."""
+"""Constants that depend on parameters are recorded if the recipe trains, and can be computed again."""
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ def computed(model, recipe):
 
 
 def scaled():
-    """A weight that is a parameter times a constant, turned."""
+    """Weight that is the transpose of a parameter times a constant."""
     torch.manual_seed(0)
     model = module(lambda self, x: x @ (self.weight * self.factor), weight=nn.Parameter(torch.randn(3, 4)))
     model.register_buffer("factor", torch.tensor([2.0]))

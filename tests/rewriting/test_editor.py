@@ -1,4 +1,4 @@
-"""The edits of one graph: what is erased, clip, renamed and kept."""
+"""Edits of a graph: erased, added, renamed and unchanged nodes."""
 
 import pytest
 import torch

@@ -20,7 +20,7 @@ def matched(rule, gm, name):
 
 
 def why(rule, gm, name):
-    """The reason that explain gives, without the place."""
+    """Reason in the text of explain, without the place."""
     return fxq.extend.explain(rule, gm, name).partition(f"%{name}: ")[2]
 
 
@@ -335,7 +335,7 @@ def test_guards_refuse_by_name_in_order():
 
 
 def overwritten(gm):
-    """The graph with a node at its end that overwrites %mul, as a leaf may that is edited in."""
+    """Graph with a node at its end that overwrites %mul, as an inserted leaf may."""
     changed = node(gm, "mul")
     with gm.graph.inserting_before(gm.graph.output_node()):
         writer = gm.graph.call_method("zero_", (changed,))

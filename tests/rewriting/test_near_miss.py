@@ -1,4 +1,4 @@
-"""Rules that almost matched: which ones the history keeps, and what it says of them."""
+"""Near misses: which rules the history records, and their reasons."""
 
 import copy
 import pickle
@@ -80,7 +80,7 @@ def test_the_pass_gives_its_reason():
 
 
 def test_what_lost_its_nodes_to_a_larger_rule_is_left_out():
-    """It matched, and so it would have been chosen had the larger one not been there."""
+    """A rule that matched is no near miss, even if a larger rule is chosen."""
     assert fused(lambda self, x: torch.relu(torch.sigmoid(torch.tanh(x))), chain_of_three, chain_of_two) == []
     overlapping = fused(lambda self, x: torch.relu(torch.sigmoid(torch.tanh(x))), chain_of_two, sigmoid_of_tanh)
     assert overlapping == []

@@ -1,4 +1,4 @@
-"""Rules looked up by node, and that fusing them node by node chooses what fusing them rule by rule would."""
+"""Index of rules by node. Fusing node by node chooses the same units as fusing rule by rule."""
 
 import torch
 from hypothesis import given, settings
@@ -105,7 +105,7 @@ def test_the_input_may_stand_in_a_list():
 
 
 def rule_by_rule(gm, rules, refuse):
-    """The units that come of trying every rule at every node of the graph, one rule after the other."""
+    """Units from trying every rule at every node of the graph, one rule after the other."""
     matcher, units = Matcher(gm), []
     for rule in rules:
         for n in gm.graph.nodes:
@@ -136,7 +136,7 @@ def test_another_way_is_found_where_the_first_one_is_taken():
 
 
 def test_what_is_taken_makes_room_among_many_readers():
-    """A further output is looked for among the first free readers of a value; what larger rules took is none."""
+    """Further outputs are found among the first free users of a value. Nodes of larger matches are not free."""
 
     @rewrite
     def gated(op, x):

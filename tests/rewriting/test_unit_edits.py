@@ -1,4 +1,4 @@
-"""Making, opening and shortening units."""
+"""Edits of units: make, open, split."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A model's later calls run a function that its graph was bound to: the numbers must not tell."""
+"""Calls of bound functions give the numbers of the unbound graph."""
 
 import copy
 import pickle
@@ -236,7 +236,7 @@ def test_a_result_is_not_the_one_of_an_earlier_call():
 
 @pytest.mark.parametrize("shapes", [1, MAX_BOUND_KINDS, MAX_BOUND_KINDS + 2])
 def test_threads_at_once(shapes):
-    """With as many kinds of inputs; whatever they do, they switch in the middle of it."""
+    """Threads with as many kinds of inputs, which switch at any point."""
     qmodel = quantized()
     for kernel in qmodel.fxq_kernels.children():
         kernel.register_forward_hook(lambda module, *_: setattr(module, "last", object()))
@@ -282,7 +282,7 @@ def test_values_go_when_they_have_been_read():
 
 
 class Keeps(nn.Module):
-    """The rows with a positive first value: how many, no shape tells."""
+    """Rows with a positive first value. Their number depends on values."""
 
     def forward(self, x):
         return x[x[:, 0] > 0]
@@ -302,7 +302,7 @@ def test_kernels_after_sizes_that_follow_from_values_are_not_bound():
 
 
 def forwards(bound):
-    """The kernels that a bound function calls by their own forward, which looks at its inputs."""
+    """Kernels that a bound function calls by their forward, which checks its inputs."""
     called = (getattr(value, "__func__", value) for value in bound.run.__globals__.values())
     return [
         f.__qualname__ for f in called if getattr(f, "__qualname__", "") in ("OnednnLinear.forward", "Quantize.forward")
@@ -329,7 +329,7 @@ def test_kernels_are_bound_after(name):
 
 
 class Best(nn.Module):
-    """As many samples as look good; counted out of torch's sight."""
+    """Samples that pass a test. Their number is computed outside torch."""
 
     def forward(self, x):
         return x[[i for i, value in enumerate(x[:, 0].tolist()) if value > 0] or [0]]

@@ -1,4 +1,4 @@
-"""Tools that look inside a quantized model, and inputs that are none: they work, or a message says what does."""
+"""Tools that trace a quantized model, and invalid inputs: they work, or a message says what to do."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Which values have the same kind for all inputs of the same kinds: compared with runs on other values."""
+"""Values of a fixed kind, compared with runs on other values."""
 
 import operator
 

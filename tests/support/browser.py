@@ -49,7 +49,7 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 
 @contextmanager
 def chromium():
-    """A browser; the test is skipped, with the reason, where there is none."""
+    """Browser for a test, which is skipped with the reason if there is none."""
     api = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
     with api.sync_playwright() as playwright:
         executable = next(filter(None, map(shutil.which, NAMES)), None)

@@ -49,7 +49,7 @@ def test_a_branch_on_a_size_is_checked():
 
 
 def needless(self, x):
-    """Whatever the size, the second operand decides, which is no traced value."""
+    """The second operand, which is no traced value, decides at any size."""
     causal = x.shape[1] > 1 and self.is_causal
     return self.a(x) * 2 if causal else self.a(x)
 
@@ -61,7 +61,7 @@ def handed_on(self, x):
 
 
 def either(self, x):
-    """With both sizes one, another graph."""
+    """Sizes that, if both are one, give another graph."""
     return self.a(x) if x.shape[2] > 1 or x.shape[3] > 1 else self.a(x) * 2
 
 

@@ -122,7 +122,7 @@ def test_an_op_that_the_table_does_not_have_stays_in_float():
 
 
 def test_the_module_of_a_program_is_refused():
-    """It is in train mode for ever: eval() raises."""
+    """A program that was exported in train mode stays in it: eval() raises."""
     program = torch.export.export(nn.Sequential(nn.Linear(4, 4)).eval(), (torch.rand(2, 4),))
     with pytest.raises(fxq.InputError, match="the module of an exported program; give the program"):
         fxq.prepare(program.module(), "static", torch.rand(2, 4))

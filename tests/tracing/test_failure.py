@@ -1,4 +1,4 @@
-"""Where a trace fails: the module that stays in float, and what is said of it."""
+"""Failed traces: the module that stays in float, and the message."""
 
 import pytest
 import torch

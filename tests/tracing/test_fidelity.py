@@ -40,7 +40,7 @@ class Remembers(Keeps):
 
 @pytest.mark.parametrize(("state", "place"), [("count", "count"), ("calls", "calls"), ("all", r"all\[0\]")])
 def test_a_module_that_remembers_is_no_graph(state, place):
-    """Traced, it would be as it is in the first call for ever."""
+    """A trace would repeat the first call for ever."""
     model = nn.Sequential(conv(), Remembers(state), conv()).eval()
     words = f"sets '{place}' and returns other values when it runs again"
     with pytest.warns(fxq.FxqWarning, match=rf'layer "1".*{words}'):
@@ -138,7 +138,7 @@ def drawn(model):
 
 @pytest.mark.parametrize("noise", [lambda: torch.empty(1).uniform_(1, 9), lambda: filled(torch.empty(1))])
 def test_random_numbers_are_drawn_in_every_call_of_the_quantized_model(noise):
-    """Nothing takes the numbers of the example for a constant that a kernel could hold."""
+    """Random numbers of the example must not become a constant of a kernel."""
     model = module(lambda self, x: self.b(self.a(x) * noise()), a=conv(), b=nn.Conv2d(3, 4, 1)).eval()
     recipe = fxq.Recipe.static(optimize="coverage").with_min_sqnr(None)  # calibration sees other numbers
     qmodel = fxq.quantize(model, recipe, data=[X])

@@ -28,7 +28,7 @@ def batches(count, seed=0):
 
 
 class Layers(nn.Module):
-    """Two layers, and something between them that depends on the calls before."""
+    """Two layers, and a module between them that depends on earlier calls."""
 
     def __init__(self):
         super().__init__()
@@ -292,7 +292,7 @@ def test_a_branch_on_a_global_generator_is_no_constant(kind, generator):
 
 
 class Keeps(Layers):
-    """Keeps what it has computed, and what it can compute again; none of it decides what it returns."""
+    """Module that caches values and recomputable state, none of which affects its outputs."""
 
     def prepare(self):
         self.last, self.all, self.calls, self.table, self.most, self.grid = None, [], 0, {}, 0, None

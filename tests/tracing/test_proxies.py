@@ -1,4 +1,4 @@
-"""Traced values, where a forward asks for plain ones or hands them to torch."""
+"""Traced values that a forward uses as plain ones or passes to torch."""
 
 import queue
 import threading
@@ -66,7 +66,7 @@ def test_a_tensor_of_the_model_with_a_traced_index():
 
 
 def test_models_run_and_are_traced_in_several_threads_at_once():
-    """Of a trace another thread sees nothing, and two traces leave torch as it was."""
+    """A trace does not affect other threads, and two traces leave torch unchanged."""
     model, second, results, errors = nn.Sequential(conv(), nn.ReLU(), conv()).eval(), conv(), queue.SimpleQueue(), []
     with torch.no_grad():
         want = second(X)

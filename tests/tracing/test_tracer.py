@@ -1,4 +1,4 @@
-"""Tracing with the example's values: what sizes decide is decided and checked, what data decides becomes a leaf."""
+"""Tracing with the example's values: branches on sizes are traced and checked, those on data make a leaf."""
 
 import functools
 from collections import OrderedDict, namedtuple
@@ -32,7 +32,7 @@ def seeded():
 
 
 def test_kernels_are_verified_where_samples_cannot_be_cut():
-    """A few samples are recorded for that: another number of rows than the graph was made for."""
+    """The graph runs on recorded samples, with another number of rows than the example."""
     model = module(lambda self, x: self.a(x) * len(x), a=conv(3, 16))
     x = torch.rand(9, 3, 8, 8)
     qmodel = fxq.quantize(model, "static", data=[x])
@@ -238,7 +238,7 @@ class Cache:
     ],
 )
 def test_an_object_that_no_graph_holds(forward, way):
-    """The message told to write a cache without torch.where."""
+    """Once, the message suggested torch.where for a cache."""
     model = module(forward, l=nn.Linear(8, 4))
     with pytest.raises(fxq.TraceError, match="an object of type Cache is returned") as caught:
         fxq.quantize(model, REFERENCE, data=[(torch.randn(4, 8),)])
@@ -278,7 +278,7 @@ class Negated(dict):
     ],
 )
 def test_a_container_that_cannot_be_made_of_its_items(construct, why):
-    """The message said that the model does not run on the example; or the output was changed twice."""
+    """Once, the message said that the model does not run on the example, or the output was changed twice."""
     model = module(lambda self, x: construct(self.l(x)), l=nn.Linear(8, 4))
     with pytest.raises(fxq.TraceError, match=why):
         fxq.quantize(model, REFERENCE, data=[torch.ones(4, 8)])

@@ -20,7 +20,7 @@ def drawn(*shape):
 
 
 def check(model, inputs):
-    """No module is left, the numbers are the same, and every linear layer runs on integers."""
+    """Check that no module is left, the values are equal, and every linear layer runs on integers."""
     gm = until(model, inputs, "decompose").gm
     assert not [n for n in gm.graph.nodes if n.op == "call_module"]
     torch.testing.assert_close(call(gm, inputs), call(model, inputs), rtol=1e-5, atol=1e-5)
@@ -87,7 +87,7 @@ OWN_KEYS = {"add_bias_kv": True, "add_zero_attn": True}
 
 
 class Alone(nn.Module):
-    """Attention to one sample, without a batch axis; `per_head`: of weights for each head."""
+    """Attention for one sample without a batch axis. `per_head`: whether it returns weights for each head."""
 
     def __init__(self, per_head=False, **options):
         super().__init__()
@@ -110,7 +110,7 @@ def test_a_decoder_layer_without_a_batch_axis():
 
 
 class Called(nn.Module):
-    """Attention as a function of the parameters of a module; `scaled`: of weights that are computed in each call."""
+    """Call of the attention function with a module's parameters. `scaled`: whether a weight is computed in each call."""
 
     def __init__(self, scaled=False, split=False, **options):
         super().__init__()
@@ -155,7 +155,7 @@ def test_weights_that_are_computed_stay_in_the_function():
 
 
 class Both(nn.Module):
-    """Both results of an attention with keys of its own, steps first, and a layer."""
+    """Attention with `add_bias_kv` and `add_zero_attn`, time axis first, and a linear layer. Returns both results."""
 
     def __init__(self, **options):
         super().__init__()
@@ -176,7 +176,7 @@ def test_attention_that_stays_a_module_may_return_both_outputs():
 @pytest.mark.parametrize("backend", ["reference", "x86"])
 @pytest.mark.parametrize("preset", ["static", "dynamic"])
 def test_keys_of_its_own_on_integers(preset, backend):
-    """Also of other batches than that which it was made for."""
+    """Batches of other sizes than the example's work as well."""
     model, x = settled(lambda: Both(attn_mask=CAUSAL)), drawn(L, N, E)
     recipe = getattr(fxq.Recipe, preset)(backend=backend, optimize="coverage")
     qmodel = fxq.quantize(model, recipe, data=[x])

@@ -19,7 +19,7 @@ N, T, C, H = 3, 6, 4, 5
 
 
 class Net(nn.Module):
-    """A recurrent module, and what the forward makes of its values."""
+    """Recurrent module and a function of its outputs."""
 
     def __init__(self, layer, forward):
         super().__init__()
@@ -45,7 +45,7 @@ def close(gm, model, x):
 
 
 def check(model, x, others=()):
-    """No module is left, the values are the same, also of other sizes, and a second run finds nothing to do."""
+    """Check that no module is left, the values are equal, also for other sizes, and a second run makes no edits."""
     manager = until(model, x, "decompose")
     assert not [n for n in manager.gm.graph.nodes if n.op == "call_module"]
     for batch in (x, *others):

@@ -1,4 +1,4 @@
-"""Functions written out as arithmetic, and what canonicalize makes of other roundabout spellings."""
+"""Functions written out as arithmetic, and other long spellings that canonicalize simplifies."""
 
 import math
 
@@ -160,7 +160,7 @@ def test_slices_of_several_axes_are_one():
 
 
 def test_a_type_that_is_read_is_that_of_the_float_model():
-    """A value that becomes integers must not hand its type on."""
+    """The dtype of a value that becomes integers must not be copied to others."""
 
     class Model(nn.Module):
         def __init__(self):

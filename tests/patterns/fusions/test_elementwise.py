@@ -18,7 +18,7 @@ def layer():
 
 
 def pooled(m, x):
-    """Two activations that no convolution can take the sum of."""
+    """Two activations whose sum no convolution can include."""
     return F.max_pool2d(m.layer(x), 3, 1, 1), F.max_pool2d(m.branch(x), 3, 1, 1)
 
 
@@ -82,7 +82,7 @@ def test_mul_relu(spelled):
 
 
 def test_batch_norm_relu():
-    """A norm that no layer takes: it reads a sum."""
+    """A batch norm that reads a sum is folded into no layer."""
 
     class Model(nn.Module):
         def __init__(self):

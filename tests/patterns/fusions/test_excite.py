@@ -31,7 +31,7 @@ def gate(m, y, act=F.relu, gate=torch.sigmoid):
 
 
 def excited(m, x):
-    """A value that others read, times its gate."""
+    """Product of a value that has other users and its gate."""
     y = F.max_pool2d(m.other(x), 3, 1, 1)
     return y, gate(m, F.adaptive_avg_pool2d(y, 1))
 
@@ -58,7 +58,7 @@ def test_every_variant(act, function, pool):
 
 
 def test_the_module():
-    """As torchvision writes it; other spellings of the same mean."""
+    """Spellings of the mean: torchvision's and others."""
 
     class Excitation(nn.Module):
         def __init__(self):
