@@ -27,17 +27,17 @@ class ValueReads(LightDispatchMode):
     """Mode that notices operators whose result sizes or numbers depend on values.
 
     Attributes:
-        seen: whether such an operator was called.
+        happened: whether such an operator was called.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen = False
+        self.happened = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        self.seen = self.seen or _reads_values(func, args)
+        self.happened = self.happened or _reads_values(func, args)
         return func(*args, **(kwargs or {}))
 
 
@@ -71,7 +71,7 @@ def run(node: fx.Node, called: Callable[..., Any], args: Any, kwargs: Any, sure:
         value = called(*args, **kwargs)
     owner = getattr(called, "__self__", None) if node.op == "call_method" else None
     plain = getattr(called, "__module__", "") in ARITHMETIC or not holds_tensor((owner, args, kwargs))
-    return value, not reads.seen and (plain or reads_only_metadata(node) or _all_tensors(value))
+    return value, not reads.happened and (plain or reads_only_metadata(node) or _all_tensors(value))
 
 
 def _is_library_function(node: fx.Node, called: Any) -> bool:

@@ -453,7 +453,7 @@ _WITHOUT_AUTOCAST = (
     'as a float leaf: recipe.leaf("path.of.module").'
 )
 _NO_PATH = (
-    "a {kind} is called that is not a submodule of the model: it is in a plain list or dict, or created in forward."
+    "it calls a {kind} that is not a submodule of the model, but is in a plain list or dict, or created in forward."
 )
 _LIST_MODULES = "Store it in an nn.ModuleList or nn.ModuleDict, or set it as an attribute in __init__."
 _TORCHSCRIPT = (

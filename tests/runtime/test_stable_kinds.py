@@ -50,7 +50,7 @@ def test_reading_a_number_out_of_a_tensor_is_seen():
     for look, seen in ((lambda x: x.sum().item(), True), (lambda x: x.sum() * 2, False), (lambda x: x.shape[0], False)):
         with ValueReads() as reads:
             look(torch.ones(3))
-        assert reads.seen is seen
+        assert reads.happened is seen
 
 
 @pytest.mark.parametrize(

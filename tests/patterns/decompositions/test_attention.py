@@ -110,7 +110,7 @@ def test_a_decoder_layer_without_a_batch_axis():
 
 
 class Called(nn.Module):
-    """Call of the attention function with a module's parameters. `scaled`: whether a weight is computed in each call."""
+    """Call of the attention function with a module's weights. `scaled`: whether a weight is computed in each call."""
 
     def __init__(self, scaled=False, split=False, **options):
         super().__init__()
