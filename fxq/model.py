@@ -34,7 +34,7 @@ from fxq.recipe.recipe import Recipe
 from fxq.report.latency import batch_for, profile_of
 from fxq.report.profile import Profile
 from fxq.report.report import Tuning, write_report
-from fxq.runtime.binding import KEPT, Bindings
+from fxq.runtime.binding import MAX_BOUND_KINDS, Bindings
 from fxq.runtime.call_checks import check_call, compiled, has_kernels
 from fxq.saved.mapped_file import MappedFile
 from fxq.saved.model_export import export_model
@@ -89,7 +89,7 @@ class QuantizedModel(Quantized):
             recipe=context.recipe,
             backend=recipe_name(context.backend),
             record=record,
-            kinds_kept=KEPT,
+            kinds_kept=MAX_BOUND_KINDS,
             _decided=context.decided,
             _float_attributes=FloatAttributes.of(context.model),
         )

@@ -31,7 +31,7 @@ from fxq.ops.table import Arguments, Op, Pick, Redirect, Spelling
 from fxq.patterns.decompositions.written_out import WRITTEN_OUT
 from fxq.pipeline.float_ops import keep_original
 from fxq.recipe.pass_base import Pass, Stage
-from fxq.rewriting.computed import computed_by_parametrization, note_computed
+from fxq.rewriting.computed import parametrized_constant, record_trainable
 from fxq.rewriting.constant_folding import fold_constant
 from fxq.rewriting.editor import DATA
 from fxq.rewriting.pattern import rewrite
@@ -167,7 +167,7 @@ def _bind_module(
                 value = norms[key]
             if key in norms or parametrize.is_parametrized(module, key):
                 constant_node = rewriter.constant(value.detach().clone(), path, before=node, like=node)
-                note_computed(rewriter, constant_node, computed_by_parametrization(module, str(node.target), key))
+                record_trainable(rewriter, constant_node, parametrized_constant(module, str(node.target), key))
                 bound[key] = constant_node
             else:
                 bound[key] = rewriter.read(path, value, before=node, like=node)

@@ -74,7 +74,7 @@ def _expand(rewriter: Rewriter, node: fx.Node, module: nn.Module) -> list[fx.Nod
     try:
         expand = _expansion_of(module)
         with rewriter.attributed(type(module).__name__, expand):
-            expansion.put(expand(expansion, module))
+            expansion.replace_call(expand(expansion, module))
         return expansion.ops
     except CannotExpand as reason:
         for op in reversed(expansion.ops):

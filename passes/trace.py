@@ -23,7 +23,7 @@ from fxq.graph.query import is_check
 from fxq.pipeline.context import Context
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.recipe.selector import Selector, ancestors
-from fxq.rewriting.functionalize import Break, Functionalization, around
+from fxq.rewriting.functionalize import CannotTrace, Functionalization, around
 from fxq.rewriting.rewriter import Rewriter
 from fxq.tracing.fidelity import first_difference, part_for, same_values
 from fxq.tracing.float_run import FloatRun, KeptState
@@ -73,13 +73,15 @@ def _traced(context: Context, broken: Mapping[str, str], run: FloatRun) -> Rewri
     for node in gm.graph.nodes:
         traced.describe(node, origins=(node.name,) if _is_call(node) else (), kept=_kept_leaf(node, recipe, broken))
     states = list(_check_state_of(run, leaves))
-    hidden = [Break(kept.path, kept.why) for kept in states if kept.hidden]  # errors of the others name a source line
+    hidden = [
+        CannotTrace(kept.path, kept.why) for kept in states if kept.hidden
+    ]  # errors of the others name a source line
     writers = {node: info(node).source for node in gm.graph.nodes if info(node).changes}
     edit_count = len(traced.edits)
     functionalization = Functionalization(traced, tracer.watch, tracer.new_constants)
     divisible: bool | None = None
     breaks = [*hidden, *functionalization.run()]
-    breaks += [Break(kept.path, kept.why) for kept in states if not kept.hidden]
+    breaks += [CannotTrace(kept.path, kept.why) for kept in states if not kept.hidden]
     if not breaks:
         context.outputs, differs = _compared(context, tracer, run)
         breaks += [differs] if differs is not None else []
@@ -88,8 +90,8 @@ def _traced(context: Context, broken: Mapping[str, str], run: FloatRun) -> Rewri
             breaks += [] if divisible else _functionalized(context, gm, run, writers)
     if not breaks and not run.computes_alike(_callable(gm)):
         # modules known to have state are leaves already: try the suspects next, then the enclosing modules
-        more = [Break(kept.path, kept.why) for kept in run.suspects if not _is_inside(kept.path, leaves)]
-        above = [Break(kept.path.rpartition(".")[0], kept.why) for kept in run.kept]
+        more = [CannotTrace(kept.path, kept.why) for kept in run.suspects if not _is_inside(kept.path, leaves)]
+        above = [CannotTrace(kept.path.rpartition(".")[0], kept.why) for kept in run.kept]
         breaks += more or [stop for stop in above if not stop.path or not _is_inside(stop.path, leaves)]
     kept = {stop.path: f"cannot be traced: {stop.why}".rstrip(".") for stop in reversed(breaks) if stop.path}
     if kept and not recipe.strict_trace:
@@ -136,7 +138,7 @@ _MAX_TRIED_BRANCHES = 4
 
 def _branches(tracer: Tracer) -> list[str]:
     """Lines that branch on sizes and ran once; none if there are too many to try."""
-    once = [place for place, times in tracer.asked.branches.items() if times == 1]
+    once = [place for place, times in tracer.assumptions.branches.items() if times == 1]
     return once if len(once) <= _MAX_TRIED_BRANCHES else []
 
 
@@ -146,7 +148,7 @@ def _makes_no_difference(place: str, context: Context, tracer: Tracer, graph: fx
     def written(traced_graph: fx.Graph, by: Tracer) -> list[tuple[str, ...]]:
         nodes = [n for n in traced_graph.nodes if not (is_check(n) and n.kwargs.get("place") == place)]
         values: dict[fx.Node, Any] = {n: f"%{i}" for i, n in enumerate(nodes)}
-        values |= {n: way for n, (line, way) in by.asked.answers.items() if line == place}
+        values |= {n: way for n, (line, way) in by.assumptions.answers.items() if line == place}
         return [(n.op, str(n.target), str(fx.node.map_arg((n.args, n.kwargs), values.get))) for n in nodes]
 
     model, fixed = context.model, context.recipe.concrete_args
@@ -195,7 +197,7 @@ def _check_state_of(run: FloatRun, leaves: tuple[str, ...]) -> Iterator[KeptStat
             yield kept
 
 
-def _compared(context: Context, tracer: Tracer, run: FloatRun) -> tuple[Any, Break | None]:
+def _compared(context: Context, tracer: Tracer, run: FloatRun) -> tuple[Any, CannotTrace | None]:
     """Output of the float model for the example; and the place where the traced graph differs, or None."""
     model, example, fixed = context.model, context.example, context.recipe.concrete_args
     if run.error is not None:
@@ -206,12 +208,12 @@ def _compared(context: Context, tracer: Tracer, run: FloatRun) -> tuple[Any, Bre
     with run.untouched(), seeded():
         again.trace_model(model)
     with run.untouched():
-        return run.outputs, Break(first_difference(model, example, fixed, again.outputs), _DIFFERS)
+        return run.outputs, CannotTrace(first_difference(model, example, fixed, again.outputs), _DIFFERS)
 
 
 def _functionalized(
     context: Context, gm: fx.GraphModule, run: FloatRun, writers: Mapping[fx.Node, str]
-) -> Iterator[Break]:
+) -> Iterator[CannotTrace]:
     """Yield the changes in place without which the graph computes something else on the example, if it does."""
     example = copied(context.example)
     try:
@@ -223,7 +225,7 @@ def _functionalized(
     except Exception as error:  # ops raise errors of any type for a wrong value
         wrong = f"does not run: {words_of(error)}"
     shown = ", ".join(f"%{node.name} ({source})" for node, source in list(writers.items())[:_MAX_SHOWN])
-    yield Break(
+    yield CannotTrace(
         around(*writers),
         f"{shown} change{'' if len(writers) > 1 else 's'} memory in place, and on the example the graph without such "
         f"changes {wrong}. Write the change out of place (x = x + y, nn.ReLU(inplace=False)).",

@@ -1,4 +1,4 @@
-"""Fusion patterns by subject. Importing this package registers them."""
+"""Fusion patterns. Importing this package registers them."""
 
 from fxq.patterns.fusions import conv, elementwise, excite, linear, norm
 

@@ -1,7 +1,7 @@
-"""A picture as data, and the two decisions about its shape: which modules frame what, and where columns are cut.
+"""Layout of a picture: boxes and arrows, module frames, and the cut into columns.
 
-A network is a chain: drawn top to bottom it is a strip. Columns give it the shape of a slide. No arrow runs between
-columns: where one would, each of its ends has a small box with the name of the other.
+Most networks are chains, which would be drawn as a long strip. Columns give a picture the shape of a slide. No arrow
+runs between columns: each of its ends is a small box with the name of the other end.
 """
 
 from __future__ import annotations
@@ -21,7 +21,15 @@ _ELSEWHERE = Look("", "", "#ffffff", QUIET, pill=True, border="dotted")
 
 @dataclass(frozen=True)
 class Box:
-    """A box to draw: its HTML-like label, its height in points (roughly), and the module path that it sits in."""
+    """Box to draw.
+
+    Attributes:
+        key: unique name.
+        label: HTML-like label of Graphviz.
+        height: approximate height in points.
+        tooltip: text shown on hover.
+        path: path of the module that contains it.
+    """
 
     key: str
     label: str
@@ -31,8 +39,8 @@ class Box:
 
 
 @dataclass(frozen=True)
-class Pen:
-    """How an arrow is drawn."""
+class ArrowStyle:
+    """Colour (#rrggbb), line style and width (points) of an arrow."""
 
     colour: str = "#707070"
     style: Literal["solid", "dashed", "dotted"] = "solid"
@@ -41,16 +49,16 @@ class Pen:
 
 @dataclass(frozen=True)
 class Arrow:
-    """An arrow between two boxes, by key."""
+    """Arrow between two boxes, given by their keys."""
 
     tail: str
     head: str
-    pen: Pen = Pen()
+    style: ArrowStyle = ArrowStyle()
 
 
 @dataclass(frozen=True)
 class Picture:
-    """What to draw: a header (HTML-like label), boxes in execution order, arrows between them."""
+    """Picture to draw: header (HTML-like label), boxes in execution order, and arrows between them."""
 
     header: str
     boxes: tuple[Box, ...]
@@ -59,7 +67,14 @@ class Picture:
 
 @dataclass
 class Group:
-    """A module and what is inside it, in order. `size` counts the boxes."""
+    """Part of a picture inside one module.
+
+    Attributes:
+        path: path of the module.
+        items: boxes and inner groups, in order.
+        size: number of boxes.
+        first: whether it is the first part of the module, if columns divide it.
+    """
 
     path: str
     items: list[Box | Group] = field(default_factory=list)
@@ -71,30 +86,30 @@ class Group:
 
 
 def nest(boxes: Sequence[Box], smallest: int = 3) -> Group:
-    """The boxes as a tree of modules.
+    """Group boxes into a tree of modules.
 
-    A module is a run of neighbours whose paths start with it; runs shorter than `smallest` and modules that hold
-    nothing but one other module are left out.
+    A module is a run of neighbours whose paths start with its path. Runs shorter than `smallest`, and modules that
+    contain only one other module, get no group.
     """
     return _nested("", list(zip(boxes, _filled(boxes), strict=True)), smallest)
 
 
 def _nested(path: str, run: Sequence[tuple[Box, str]], smallest: int) -> Group:
-    """A module with a run of boxes in it, each with its path."""
+    """Make the group of a module from a run of boxes, each with its path."""
     group, depth = Group(path, size=len(run)), len(path.split(".")) if path else 0
-    for inside, part in groupby(run, lambda one: ".".join(one[1].split(".")[: depth + 1])):
-        found = list(part)
+    for inside, part in groupby(run, lambda entry: ".".join(entry[1].split(".")[: depth + 1])):
+        entries = list(part)
         if inside == path:
-            group.items += [box for box, _ in found]
+            group.items += [box for box, _ in entries]
             continue
-        inner = _nested(inside, found, smallest)
+        inner = _nested(inside, entries, smallest)
         is_frame = inner.size >= smallest and not (len(inner.items) == 1 and isinstance(inner.items[0], Group))
         group.items += [inner] if is_frame else inner.items
     return group
 
 
 def _filled(boxes: Sequence[Box]) -> list[str]:
-    """The paths of the boxes; one without a path takes what its neighbours' paths have in common."""
+    """Paths of the boxes. A box without a path gets the common prefix of its neighbours' paths."""
     paths = [box.path for box in boxes]
     following = [""] * len(paths)
     for i in range(len(paths) - 2, -1, -1):
@@ -108,23 +123,23 @@ def _filled(boxes: Sequence[Box]) -> list[str]:
 
 
 def _shared(a: str, b: str) -> list[str]:
-    """The modules that two paths have in common, from the outermost."""
+    """Modules that two paths have in common, outermost first."""
     pairs = zip(a.split("."), b.split("."), strict=False)
     return [x for x, y in takewhile(lambda pair: pair[0] == pair[1], pairs) if x]
 
 
 def boxes_of(group: Group) -> list[Box]:
-    """The boxes of a group and of the groups inside, in order."""
+    """Boxes of a group and of the groups inside it, in order."""
     return [box for item in group.items for box in ([item] if isinstance(item, Box) else boxes_of(item))]
 
 
 def divided(group: Group, column: Mapping[str, int], drawn: Mapping[str, Sequence[Box]]) -> dict[int, Group]:
-    """The group cut along columns: for each column that has boxes of it, the part there.
+    """Divide a group into its parts in each column. Columns without boxes of the group have no part.
 
     Args:
-        group: what to cut.
-        column: of each box, by key.
-        drawn: what stands there for each box: it, and the ends of arrows next to it.
+        group: the group.
+        column: column of each box, by key.
+        drawn: boxes to draw for each box, by key: itself, and the ends of arrows next to it.
     """
     parts: dict[int, Group] = {}
 
@@ -144,37 +159,37 @@ def divided(group: Group, column: Mapping[str, int], drawn: Mapping[str, Sequenc
 
 
 def in_columns(picture: Picture, count: int) -> tuple[list[Group], list[Arrow]]:
-    """The picture in about `count` columns: the part of the module tree in each, and arrows, all inside of a column."""
-    column = {one.key: c for c, run in enumerate(columns(picture, count)) for one in run}
-    drawn = {one.key: [one] for one in picture.boxes}
+    """Divide a picture into about `count` columns: the group of each column, and arrows, each inside one column."""
+    column = {box.key: c for c, run in enumerate(columns(picture, count)) for box in run}
+    drawn = {box.key: [box] for box in picture.boxes}
     arrows: list[Arrow] = []
-    crossing: dict[tuple[str, Pen], dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
+    crossing: dict[tuple[str, ArrowStyle], dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
     for arrow in picture.arrows:
         if column[arrow.tail] == column[arrow.head]:
             arrows.append(arrow)
         else:
-            crossing[arrow.tail, arrow.pen][column[arrow.head]].append(arrow.head)
-    for i, ((tail, pen), heads_in) in enumerate(crossing.items()):
+            crossing[arrow.tail, arrow.style][column[arrow.head]].append(arrow.head)
+    for i, ((tail, style), heads_in) in enumerate(crossing.items()):
         first, *others = [head for heads in heads_in.values() for head in heads]
         leaves = _end(f"leaves {i}", f"→ {first} and {len(others)} more" if others else f"→ {first}", [first, *others])
         drawn[tail].append(leaves)
-        arrows.append(Arrow(tail, leaves.key, pen))
+        arrows.append(Arrow(tail, leaves.key, style))
         for c, heads in heads_in.items():
             arrives = _end(f"arrives {i} {c}", f"{tail} →", [tail])
             drawn[heads[0]].insert(0, arrives)
-            arrows.extend(Arrow(arrives.key, head, pen) for head in heads)
+            arrows.extend(Arrow(arrives.key, head, style) for head in heads)
     parts = divided(nest(picture.boxes), column, drawn)
     return [parts[c] for c in sorted(parts)], arrows
 
 
 def _end(key: str, text: str, names: Sequence[str]) -> Box:
-    """What stands for the other end of an arrow between columns."""
+    """Small box for the other end of an arrow between columns."""
     label, height = box_label(_ELSEWHERE, text, [])
     return Box(key, label, height, tooltip(names))
 
 
 def columns(picture: Picture, count: int) -> list[tuple[Box, ...]]:
-    """Cut the boxes, in order, into about `count` runs of equal height, where few values and modules are cut."""
+    """Cut the boxes, in order, into about `count` runs of similar height, where few values and modules are cut."""
     boxes = picture.boxes
     position = {box.key: i for i, box in enumerate(boxes)}
     height = reach(picture)
@@ -194,7 +209,7 @@ def columns(picture: Picture, count: int) -> list[tuple[Box, ...]]:
 
 
 def reach(picture: Picture) -> list[float]:
-    """For each box, how far down (points) the boxes up to it reach when parallel ones stand side by side."""
+    """For each box, the height (points) of the picture down to it, with parallel boxes side by side."""
     position = {box.key: i for i, box in enumerate(picture.boxes)}
     bottom = [0.0] * len(picture.boxes)
     tails: dict[int, list[int]] = defaultdict(list)
@@ -211,7 +226,7 @@ def reach(picture: Picture) -> list[float]:
 
 
 def _cut_costs(picture: Picture, position: Mapping[str, int]) -> list[float]:
-    """For each box, what it costs to cut below it: values that cross, and modules cut in two."""
+    """For each box, the cost of a cut below it: one per value that crosses, 1.5 per module that is cut."""
     last: dict[str, int] = {}
     for arrow in picture.arrows:
         last[arrow.tail] = max(last.get(arrow.tail, 0), position[arrow.head])

@@ -1,4 +1,4 @@
-"""What differs between two graphs: nodes added, removed, changed and rewired, as text and as a picture."""
+"""Difference of two graphs: nodes added, removed, changed and rewired, as text and as a picture."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from fxq.picture.writing import picture_html, write
 
 @dataclass(frozen=True, repr=False)
 class Diff(GraphChanges, Printed):
-    """What differs between two graphs (the fields: `GraphChanges`); falsy when nothing differs.
+    """Difference of two graphs (fields: `GraphChanges`); falsy if there is none.
 
-    In a terminal and a notebook a long one is summed up: one line for all nodes that changed alike.
-    `to_text()` has every node, and is what `print` gives into a pipe.
+    Terminals and notebooks show a long difference as a summary, with one line for all nodes that changed alike.
+    `to_text()` lists every node; `print` writes it to pipes and files.
     """
 
     def __bool__(self) -> bool:
@@ -36,7 +36,7 @@ class Diff(GraphChanges, Printed):
         return plain([self._title()])
 
     def to_text(self, full: bool = True) -> str:
-        """The text without colours, the same everywhere: every node, or (not `full`) what happened, alike together."""
+        """Return the difference as plain text: every node, or if not `full` the summary."""
         return plain(self._parts() if full else self._brief())
 
     def _title(self) -> Text:
@@ -52,7 +52,7 @@ class Diff(GraphChanges, Printed):
 
     def _brief(self) -> list[Part]:
         rows = list(self._rows())
-        if len(rows) <= _SCREEN:
+        if len(rows) <= _MAX_LISTED_ROWS:
             return self._titled(rows)
         constants = list(self._constants())
         how = text('every node: print(diff.to_text()); a picture: diff.render("diff.svg")', "quiet")
@@ -62,32 +62,33 @@ class Diff(GraphChanges, Printed):
         return [self._title(), *([Table(_COLUMNS, rows)] if rows else [])]
 
     def _repr_html_(self) -> str:
-        """The counts, the changes as a table, and drawn."""
+        """HTML with the counts, the changes as a table, and the picture."""
         title, *rest = self._brief()
         image = picture_html(picture(self, 1, self._names), self.to_text(full=False), 'diff.render("diff.svg")')
         return html([title]) + (folded("changes", html(rest), opened=True) if rest else "") + image
 
     def render(self, path: str | Path, *, radius: int = 1, title: str = "") -> Path:
-        """Draw the changes and what is around them into a file: `.svg`, `.png`, `.pdf` or `.dot` by its ending.
+        """Draw the changes and their neighbourhood to a file: `.svg`, `.png`, `.pdf` or `.dot`.
 
         Args:
-            path: the file to write. Its folder is made if missing.
-            radius: how many steps from a change an unchanged node may be; the others become "… n unchanged nodes".
-            title: what to write on top; the names of the two graphs by default.
+            path: file to write. Its folder is created if missing.
+            radius: maximum distance, in arrows, of unchanged nodes from a change; nodes further away are drawn as
+                "… n unchanged nodes".
+            title: title of the picture; default: the names of the two graphs.
 
         Returns:
             The path of the file.
 
         Raises:
             InputError: `radius` is negative.
-            RenderError: another ending, no `dot`, or the file cannot be written.
+            RenderError: the suffix is none of these, `dot` is missing, or the file cannot be written.
         """
         if radius < 0:
             raise InputError(f"radius must be 0 or more, got {radius}.")
         return write(picture(self, radius, title or self._names), path)
 
     def _rows(self) -> Iterator[list[Text]]:
-        """The lines of the text: mark, name, op, what happened. Constants come last, one line for all of them."""
+        """Lines of the text: mark, name, op, change. Constants come last, in one line per mark."""
         outcomes = {name: f"became {', '.join(heirs)}" for name, heirs in self.became.items()}
         outcomes |= {name: f"went into {', '.join(heirs)}" for name, heirs in self.joined.items()}
         for name in self.removed:
@@ -113,28 +114,30 @@ class Diff(GraphChanges, Printed):
             ("changed", [c.name for c in self.changed if c.after.kind == "constant"]),
         ):
             if names:
-                yield _row(mark, f"{len(names)} constants" if len(names) > 1 else names[0], "constant", _some(names))
+                yield _row(
+                    mark, f"{len(names)} constants" if len(names) > 1 else names[0], "constant", _first_names(names)
+                )
 
 
-_SCREEN = 24
-"""Lines that a screen shows: longer differences are summed up."""
+_MAX_LISTED_ROWS = 24
+"""Rows up to which a terminal or notebook lists every node; longer differences are summarized."""
 
 _COLUMNS = (Column(),) * 4
 
 
-def _row(mark: str, name: str, op: str, what: str) -> list[Text]:
-    return row(text(MARKS[mark], mark), name, op, what)
+def _row(mark: str, name: str, op: str, change: str) -> list[Text]:
+    return row(text(MARKS[mark], mark), name, op, change)
 
 
 def diff(before: Any, after: Any) -> Diff:
-    """What differs between two graphs.
+    """Compare two graphs. Nodes of one name are compared with each other.
 
     Args:
         before: a `Snapshot` of a history, a `GraphModule`, or a `GraphView`.
-        after: likewise.
+        after: a graph of one of these types.
 
     Returns:
-        The difference: `print` it, or `render` it.
+        The difference, to `print` or `render`.
 
     Raises:
         InputError: an argument is none of these.
@@ -178,5 +181,5 @@ def _view_of(graph: Any, which: str) -> GraphView:
     )
 
 
-def _some(names: list[str], most: int = 3) -> str:
-    return ", ".join(names[:most]) + (", …" if len(names) > most else "") if len(names) > 1 else ""
+def _first_names(names: list[str], count: int = 3) -> str:
+    return ", ".join(names[:count]) + (", …" if len(names) > count else "") if len(names) > 1 else ""

@@ -1,4 +1,4 @@
-"""Graphviz: boxes, module clusters and arrows as DOT text, and running `dot` on it."""
+"""Conversion of pictures to DOT text, and layout of that by Graphviz's `dot`."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ INSTALL = (
     "graphviz; Windows: winget install graphviz; conda: conda install -c conda-forge graphviz), or write a .dot file, "
     "which needs no `dot`."
 )
-_PLAIN = re.compile(r"[A-Za-z_]\w*", re.ASCII)  # a key that DOT takes as a name; others go by their number
+_PLAIN = re.compile(r"[A-Za-z_]\w*", re.ASCII)  # keys that are valid names in DOT; others are numbered
 _FILLS = ("#f4f6f8", "#e9edf1", "#dfe5eb", "#d5dde5")
 
 
 def source(picture: Picture, count: int = 1, framed: bool = True, **attributes: str) -> str:
-    """The picture as DOT text, to be laid out by `dot`.
+    """Convert a picture to DOT text.
 
     Args:
-        picture: what to draw.
-        count: of columns, about.
-        framed: whether modules have frames.
-        **attributes: more attributes of the graph.
+        picture: the picture.
+        count: approximate number of columns.
+        framed: whether to frame modules.
+        **attributes: further attributes of the DOT graph.
     """
     import graphviz
 
@@ -46,17 +46,17 @@ def source(picture: Picture, count: int = 1, framed: bool = True, **attributes: 
             part.attr(style="invis", label="")
             _add_group(part, column if framed else Group("", [*boxes_of(column)]), names)
     for arrow in arrows:
-        pen = arrow.pen
-        style = {"style": pen.style} if pen.style != "solid" else {}
-        width = {"penwidth": f"{pen.width:g}"} if pen.width != 1.0 else {}
+        line = arrow.style
+        style = {"style": line.style} if line.style != "solid" else {}
+        width = {"penwidth": f"{line.width:g}"} if line.width != 1.0 else {}
         tip = tooltip([f"{arrow.tail} → {arrow.head}"])
-        graph.edge(names[arrow.tail], names[arrow.head], color=pen.colour, tooltip=tip, **style, **width)
+        graph.edge(names[arrow.tail], names[arrow.head], color=line.colour, tooltip=tip, **style, **width)
     text: str = graph.source
     return text
 
 
 def _add_group(graph: graphviz.Digraph, group: Group, names: Mapping[str, str], depth: int = 0) -> None:
-    """Add what is in a module, modules inside as clusters."""
+    """Add the boxes of a module, with inner modules as clusters."""
     for item in group.items:
         if isinstance(item, Box):
             graph.node(names[item.key], label=f"<{item.label}>", tooltip=item.tooltip)
@@ -76,10 +76,10 @@ def _add_group(graph: graphviz.Digraph, group: Group, names: Mapping[str, str], 
 
 
 def run(text: str, form: str) -> bytes:
-    """What `dot` makes of DOT text.
+    """Run `dot` on DOT text, and return its output in format `form`.
 
     Raises:
-        RenderError: `dot` is missing, or refuses the text.
+        RenderError: `dot` is missing or fails.
     """
     import graphviz
 
@@ -88,5 +88,5 @@ def run(text: str, form: str) -> bytes:
     except graphviz.ExecutableNotFound as error:
         raise RenderError(INSTALL) from error
     except graphviz.CalledProcessError as error:
-        said = error.stderr.decode(errors="replace") if isinstance(error.stderr, bytes) else str(error.stderr)
-        raise RenderError(f"dot failed: {said.strip()[:500]}") from error
+        message = error.stderr.decode(errors="replace") if isinstance(error.stderr, bytes) else str(error.stderr)
+        raise RenderError(f"dot failed: {message.strip()[:500]}") from error

@@ -1,4 +1,4 @@
-"""A graph as a picture: every node a box coloured by kind, modules as frames, weights as a line in their reader."""
+"""Picture of a graph: boxes coloured by kind of node, modules as frames, weights as lines in their users' boxes."""
 
 from __future__ import annotations
 
@@ -15,41 +15,41 @@ from fxq.picture.writing import write
 
 
 def render(graph: GraphView, path: str | Path, *, title: str = "") -> Path:
-    """Draw a graph into a file; its ending says how: `.svg`, `.png`, `.pdf` or `.dot`.
+    """Draw a graph to a file: `.svg`, `.png`, `.pdf` or `.dot`.
 
-    A `.dot` file is plain and needs no Graphviz; the other formats need `dot` and are laid out in columns.
+    A `.dot` file is not laid out and needs no Graphviz. The other formats are laid out in columns by `dot`.
 
     Args:
         graph: the graph; `fxq.graph.view.view` makes one from a `GraphModule`.
-        path: the file to write. Its folder is made if missing.
-        title: what to write on top; the graph's name by default.
+        path: file to write. Its folder is created if missing.
+        title: title of the picture; default: the name of the graph.
 
     Returns:
         The path of the file.
 
     Raises:
-        RenderError: another ending, no `dot`, or the file cannot be written.
+        RenderError: the suffix is none of these, `dot` is missing, or the file cannot be written.
     """
     return write(picture(graph, title or graph.name or "graph"), path)
 
 
 def picture(graph: GraphView, title: str) -> Picture:
-    """The graph as boxes and arrows."""
+    """Picture of a graph as boxes and arrows."""
     constants, nodes = constants_read(graph), drawn(graph)
     boxes = tuple(node_box(node, constants.get(node.name, ())) for node in nodes)
-    known = {node.name for node in nodes}
-    arrows = dict.fromkeys(Arrow(name, node.name) for node in nodes for name in node.inputs if name in known)
+    names = {node.name for node in nodes}
+    arrows = dict.fromkeys(Arrow(name, node.name) for node in nodes for name in node.inputs if name in names)
     return Picture(_header(title, nodes), boxes, tuple(arrows))
 
 
 def drawn(graph: GraphView) -> list[NodeView]:
-    """The nodes that have a box: constants are a line in the boxes of their readers."""
+    """Nodes that have a box. Constants with users are lines in the boxes of these."""
     read = {name for node in graph for name in node.inputs}
     return [node for node in graph if node.kind != "constant" or node.name not in read]
 
 
 def constants_read(graph: GraphView) -> dict[str, list[NodeView]]:
-    """For each node, the weights and other constants that it reads."""
+    """Weights and other constants that each node reads, by its name."""
     constants = {node.name: node for node in graph if node.kind == "constant"}
     read: dict[str, list[NodeView]] = defaultdict(list)
     for node in graph:
@@ -62,14 +62,14 @@ def constants_read(graph: GraphView) -> dict[str, list[NodeView]]:
 def node_box(
     node: NodeView, constants: Sequence[NodeView] = (), change: Change | None = None, changes: Iterable[Line] = ()
 ) -> Box:
-    """The box of a node; `change` frames it, `changes` are more lines that say what changed."""
+    """Box of a node. `change` selects its frame; `changes` are further lines, on what changed."""
     look, lines = LOOKS.get(node.kind, LOOKS["op"]), [*node_lines(node, constants), *changes]
     label, height = box(look, node.label or node.name, lines, change)
     return Box(node.name, label, height, node_tooltip(node, constants), node.path)
 
 
 def node_lines(node: NodeView, constants: Sequence[NodeView] = ()) -> list[Line]:
-    """What stands in the box of a node below its op."""
+    """Lines in the box of a node below its op."""
     grid = [Line(_grid(node), "scale")] if node.scale else []
     if LOOKS.get(node.kind, LOOKS["op"]).pill:
         texts = [node.label if node.kind == "constant" else node.name, _value(node)]
@@ -81,18 +81,18 @@ def node_lines(node: NodeView, constants: Sequence[NodeView] = ()) -> list[Line]
 
 
 def _layers(node: NodeView) -> list[Line]:
-    """A region in short: how many ops, what its engine makes of them, and the layers that take longest."""
+    """Summary of a region: number of ops, layers of its engine with their time, and the slowest layers."""
     ops, layers = f"{len(node.body)} op{'s' if len(node.body) > 1 else ''}", node.layers
     if not layers:
         return [Line(ops, "value")]
     total = f"{ops} in {len(layers)} layers: {duration(sum(layer.us for layer in layers))}"
     share = sum(layer.us for layer in layers if layer.kind == "float") / (sum(layer.us for layer in layers) or 1.0)
-    most = Line(f"{share:.0%} of it in float; slowest:", "warn") if share else Line("slowest:")
-    slowest = sorted(layers, key=lambda layer: -layer.us)[:_SLOWEST]
-    return [Line(total, "value"), most, *(Line(str(layer), "scale") for layer in slowest)]
+    float_share = Line(f"{share:.0%} of it in float; slowest:", "warn") if share else Line("slowest:")
+    slowest = sorted(layers, key=lambda layer: -layer.us)[:_MAX_SLOWEST_LAYERS]
+    return [Line(total, "value"), float_share, *(Line(str(layer), "scale") for layer in slowest)]
 
 
-_SLOWEST, _MOST_TOLD = 3, 40
+_MAX_SLOWEST_LAYERS, _MAX_TOOLTIP_LAYERS = 3, 40
 
 
 def _value(node: NodeView) -> str:
@@ -105,7 +105,7 @@ def _grid(node: NodeView) -> str:
 
 
 def _body(body: Sequence[str]) -> list[str]:
-    """The ops of a unit as one line, or a line each where they have options."""
+    """Ops of a unit on one line, or on a line each if any has options."""
     if not any("(" in op for op in body):
         return [" → ".join(body)]
     return [("" if i == 0 else "→ ") + _short(op).replace("(", " ", 1).removesuffix(")") for i, op in enumerate(body)]
@@ -117,18 +117,18 @@ def _short(options: str) -> str:
 
 
 def _weights(constants: Sequence[NodeView]) -> list[str]:
-    """The constants of a node, those of one shape and type on one line."""
+    """Constants of a node, with one line for all of one shape and dtype."""
     groups: dict[str, list[str]] = defaultdict(list)
     for constant in constants:
         dtype = "" if constant.dtype in ("", "float32") else f" {constant.dtype}"
         per = " per channel" if "axis" in constant.scale else ""
-        what = f"{'×'.join(map(str, constant.shape or ())) or 'scalar'}{dtype}{per}"
-        groups[what].append(constant.label.rpartition(".")[2] or constant.name)
-    return [f"{', '.join(names)} {what}" for what, names in groups.items()]
+        form = f"{'×'.join(map(str, constant.shape or ())) or 'scalar'}{dtype}{per}"
+        groups[form].append(constant.label.rpartition(".")[2] or constant.name)
+    return [f"{', '.join(names)} {form}" for form, names in groups.items()]
 
 
 def node_tooltip(node: NodeView, constants: Sequence[NodeView] = ()) -> str:
-    """Everything about a node, for who points at it."""
+    """Tooltip of a node: all that its view holds."""
     facts = {
         "module": node.path,
         "kind": LOOKS[node.kind].meaning if node.kind in LOOKS else node.kind,
@@ -138,7 +138,7 @@ def node_tooltip(node: NodeView, constants: Sequence[NodeView] = ()) -> str:
         "reason": node.reason,
         "note": node.note,
         "inside": "; ".join(node.body),
-        "layers": "\n".join(map(str, node.layers[:_MOST_TOLD])),
+        "layers": "\n".join(map(str, node.layers[:_MAX_TOOLTIP_LAYERS])),
         "options": node.options,
         "value": _value(node),
         "grid": _grid(node) if node.scale else "",
@@ -159,7 +159,7 @@ def _header(title: str, nodes: Sequence[NodeView]) -> str:
 def header(
     title: str, subtitle: str, entries: Sequence[tuple[Look, str]], table: Mapping[str, int] | None = None
 ) -> str:
-    """Title, legend, and a table of counts if there is one, as an HTML-like label."""
+    """HTML-like label with title, legend, and a table of counts, if given."""
     left = 'ALIGN="LEFT"'
     rows = [
         f"<TR><TD {left}>{font(title, 20, INK, bold=True)}   {font(subtitle, 12, QUIET)}</TD></TR>",

@@ -1,4 +1,4 @@
-"""Writing a picture to a file: SVG, PNG and PDF laid out in columns, or plain DOT text."""
+"""Writing of pictures to files: SVG, PNG and PDF in columns, or plain DOT text."""
 
 from __future__ import annotations
 
@@ -22,48 +22,55 @@ log = logging.getLogger(__name__)
 
 FORMATS = (".svg", ".png", ".pdf", ".dot")
 _SHAPE = (1.3, 2.0)  # width / height of a picture, from a sheet of paper to a slide
-_SHORTEST = 380.0  # points; a picture that fits is not cut
-_PIXELS_WIDE = 1800  # of a small picture
-_MOST_PIXELS = 12_000  # of either side
+_MIN_COLUMN_POINTS = 380.0  # shorter pictures are not cut
+_MIN_WIDTH_PIXELS = 1800
+_MAX_SIDE_PIXELS = 12_000
 
 
 def write(picture: Picture, path: str | Path) -> Path:
-    """Draw the picture into a file; its ending says how: `.svg`, `.png`, `.pdf`, or `.dot`, which is not laid out.
+    """Draw a picture to a file: `.svg`, `.png`, `.pdf`, or `.dot`, which is not laid out.
 
     Raises:
-        RenderError: the ending is none of these, `dot` is missing or fails, or the file cannot be written.
-        InputError: `path` is no path.
+        RenderError: the suffix is none of these, `dot` is missing or fails, or the file cannot be written.
+        InputError: `path` is not a path.
     """
     path = as_path(path)
     ending = path.suffix.lower()
     if ending not in FORMATS:
         raise RenderError(
-            f"cannot draw to {path.name!r}: its ending says the format, and must be one of {', '.join(FORMATS)}."
+            f"cannot draw to {path.name!r}: its suffix selects the format and must be one of {', '.join(FORMATS)}."
         )
     return write_file(path, source(picture).encode() if ending == ".dot" else drawn(picture, ending[1:]))
 
 
 def drawn(picture: Picture, form: str) -> bytes:
-    """The picture as `svg`, `png` or `pdf`, with as many columns as give it the shape of a slide."""
+    """Lay out a picture as `svg`, `png` or `pdf`, with a number of columns that gives it the shape of a slide."""
     total = reach(picture)[-1] if picture.boxes else 0.0
-    most = max(1, round(total / _SHORTEST))
-    count = min(most, max(1, round(sqrt(total * 1.6 / 220))))
+    max_columns = max(1, round(total / _MIN_COLUMN_POINTS))
+    count = min(max_columns, max(1, round(sqrt(total * 1.6 / 220))))
     tried: dict[int, _Sheet] = {}
     for _ in range(3):
         tried[count] = sheet = _laid_out(picture, count)
-        count = min(most, max(1, round(count * sqrt(1.6 * sheet.height / sheet.width))))
+        count = min(max_columns, max(1, round(count * sqrt(1.6 * sheet.height / sheet.width))))
         if sheet.fit == 1.0 or count in tried:
             break
     best = max(tried.values(), key=lambda sheet: sheet.fit)
     if form == "svg":
         return best.svg
-    dpi = min(max(_PIXELS_WIDE * 72 / best.width, 96), 192, _MOST_PIXELS * 72 / max(best.width, best.height))
+    dpi = min(max(_MIN_WIDTH_PIXELS * 72 / best.width, 96), 192, _MAX_SIDE_PIXELS * 72 / max(best.width, best.height))
     return run(best.text(dpi=f"{dpi:.0f}") if form == "png" else best.text(), form)
 
 
 @dataclass(frozen=True)
 class _Sheet:
-    """A picture in columns: its DOT text, given more attributes, and what `dot` makes of it; sizes in points."""
+    """Picture laid out in columns.
+
+    Attributes:
+        text: function of further attributes that returns its DOT text.
+        svg: its layout as SVG.
+        width: width in points.
+        height: height in points.
+    """
 
     text: Callable[..., str]
     svg: bytes
@@ -72,13 +79,13 @@ class _Sheet:
 
     @property
     def fit(self) -> float:
-        """How near its shape is to that of a slide: 1 where it is one."""
+        """Similarity of its shape to that of a slide, up to 1."""
         shape = self.width / self.height
         return min(1.0, shape / _SHAPE[0], _SHAPE[1] / shape)
 
 
 def _laid_out(picture: Picture, count: int) -> _Sheet:
-    """The picture in so many columns, about."""
+    """Lay out a picture in about `count` columns."""
     text = partial(source, picture, count, pad="0.25", bgcolor="white")
     try:
         svg = run(text(), "svg")
@@ -90,20 +97,20 @@ def _laid_out(picture: Picture, count: int) -> _Sheet:
     return _Sheet(text, svg, width, height)
 
 
-MOST_BOXES = 300
-"""Most boxes of a picture that a notebook draws by itself: about three seconds of `dot`."""
+MAX_NOTEBOOK_BOXES = 300
+"""Boxes up to which a notebook draws a picture: about three seconds of `dot`."""
 
 
 def picture_html(picture: Picture, instead: str, how: str) -> str:
-    """The picture as SVG. Where there is no `dot`, or more boxes than it draws quickly, text and the reason.
+    """Convert a picture to HTML with an SVG; without `dot`, or for large pictures, with text and the reason.
 
     Args:
-        picture: what to draw.
-        instead: the text.
-        how: the call that draws the picture into a file, as Python.
+        picture: the picture.
+        instead: text shown in its place.
+        how: Python call that draws the picture to a file.
     """
     try:
-        if len(picture.boxes) > MOST_BOXES:
+        if len(picture.boxes) > MAX_NOTEBOOK_BOXES:
             raise RenderError(f"A picture of {len(picture.boxes)} boxes takes long to draw: {how} writes it to a file.")
         svg = drawn(picture, "svg").decode()
     except RenderError as error:

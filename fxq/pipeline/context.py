@@ -22,7 +22,7 @@ from fxq.quant.spec import REDUCIBLE_ROLES, QuantConfig, ReducibleRole
 from fxq.recipe.pins import Pin
 from fxq.recipe.recipe import Recipe
 from fxq.recipe.selector import Selector
-from fxq.rewriting.computed import Computed
+from fxq.rewriting.computed import TrainableConstant
 
 
 @dataclass
@@ -73,7 +73,7 @@ class Context:
     written: list[tuple[str, str]] = field(default_factory=list)
     dropouts: list[tuple[str, tuple[str, ...]]] = field(default_factory=list)
     grids: Grids | None = None
-    computed: dict[str, Computed] = field(default_factory=dict)
+    computed: dict[str, TrainableConstant] = field(default_factory=dict)
     derived: list[FoldedNorm | ParameterRows | ComputedConstant] = field(default_factory=list)
 
     def __post_init__(self) -> None:

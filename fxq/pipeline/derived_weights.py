@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fxq.common.metrics import storage_address
 from fxq.patterns.fusions.norm import fold, norm_scale
-from fxq.rewriting.computed import Computed
+from fxq.rewriting.computed import TrainableConstant
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class ComputedConstant:
     """
 
     path: str
-    how: Computed
+    how: TrainableConstant
 
     def made(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Constant by its path, from tensors by path: the model's, and other computed constants."""

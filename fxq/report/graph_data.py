@@ -9,7 +9,7 @@ from typing import Any
 from fxq.display.colours import CHANGES, LOOKS, Look, clip
 from fxq.graph.view import NodeView
 from fxq.picture.diff import diff
-from fxq.picture.diff_picture import BothGraphs
+from fxq.picture.diff_picture import UnionGraph
 from fxq.picture.graph_picture import constants_read, node_lines
 from fxq.pipeline.history import History, Snapshot
 
@@ -77,7 +77,7 @@ def _diff(before: Snapshot | None, after: Snapshot, nodes: NodeRecords) -> Data 
     """Difference between two graphs; `order` has the nodes of both in drawing order, as indices into `nodes`."""
     if before is None:
         return None
-    both = BothGraphs(diff(before, after))
+    both = UnionGraph(diff(before, after))
     return {
         "order": [nodes.index(both.nodes[name], both.constants(name)) for name in both.order],
         "mark": both.mark,

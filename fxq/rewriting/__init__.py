@@ -1,1 +1,1 @@
-"""Changing a graph: patterns, matching, and edits that are counted and attributed."""
+"""Editing of graphs: patterns, matching, and edits that are recorded with their rule."""

@@ -61,17 +61,17 @@ def cast(rewriter: Rewriter, value: fx.Node, dtype: torch.dtype | None, like: fx
 
 
 def _mask(x: fx.Node, index: Any) -> tuple[fx.Node, int] | None:
-    """Mask of an index that selects by a bool mask only, and the number of axes of `x` after those it covers."""
+    """Mask of an index that selects by one bool mask only, and the number of axes of `x` after those it covers."""
     parts = list(index) if isinstance(index, (tuple, list)) else [index]
     masks = [i for i, part in enumerate(parts) if isinstance(part, fx.Node) and info(part).dtype is torch.bool]
     others = [part for i, part in enumerate(parts) if i not in masks]
     if len(masks) != 1 or any(part is not Ellipsis and part != slice(None) for part in others):
         return None
     rank, covered = len(info(x).shape or ()), len(info(parts[masks[0]]).shape or ())
-    behind = len(parts) - masks[0] - 1
+    trailing = len(parts) - masks[0] - 1
     if Ellipsis not in parts or parts.index(Ellipsis) > masks[0]:
-        behind = rank - covered - masks[0]
-    return parts[masks[0]], behind
+        trailing = rank - covered - masks[0]
+    return parts[masks[0]], trailing
 
 
 def _fits(x: fx.Node, mask: tuple[fx.Node, int], value: Any) -> bool:
@@ -83,9 +83,9 @@ def _fits(x: fx.Node, mask: tuple[fx.Node, int], value: Any) -> bool:
     return shape is not None and len(shape) <= mask[1]
 
 
-def _aligned(rewriter: Rewriter, x: fx.Node, mask: fx.Node, behind: int, like: fx.Node, before: fx.Node) -> fx.Node:
+def _aligned(rewriter: Rewriter, x: fx.Node, mask: fx.Node, trailing: int, like: fx.Node, before: fx.Node) -> fx.Node:
     """Append axes of size 1 to a mask, so that it broadcasts over the axes of `x` that it does not cover."""
-    for _ in range(behind):
+    for _ in range(trailing):
         dim = len(info(mask).shape or ())
         mask = rewriter.call("unsqueeze", mask, dim=dim, like=like, before=before)
     return mask

@@ -1,4 +1,4 @@
-"""How a constant was computed of a model's parameters: so that it can be computed again when these are trained."""
+"""Constants that were computed from a model's parameters, and are computed again when these are trained."""
 
 from __future__ import annotations
 
@@ -12,74 +12,76 @@ from fxq.graph.query import flat_nodes, read_attribute
 from fxq.rewriting.editor import Editor
 
 
-class Computed(nn.Module):
-    """A constant, as a function of parameters.
+class TrainableConstant(nn.Module):
+    """Constant as a function of parameters.
 
     Attributes:
-        function: takes their values, in order, and behind them the buffers: what is not computed of parameters.
-        reads: their paths, or those of other constants of this kind.
+        function: function of the tensors at `paths`, in order, followed by the buffers, which do not depend on
+            parameters.
+        paths: paths of parameters, or of other trainable constants.
     """
 
-    def __init__(self, function: Callable[..., Tensor], reads: Sequence[str], others: Sequence[Tensor] = ()) -> None:
+    def __init__(self, function: Callable[..., Tensor], paths: Sequence[str], constants: Sequence[Tensor] = ()) -> None:
         super().__init__()
-        self.function, self.reads = function, tuple(reads)
-        for i, other in enumerate(others):
-            self.register_buffer(f"constant{i}", other, persistent=False)
+        self.function, self.paths = function, tuple(paths)
+        for i, constant in enumerate(constants):
+            self.register_buffer(f"constant{i}", constant, persistent=False)
 
     def forward(self, *tensors: Tensor) -> Tensor:
-        """The constant."""
+        """Compute the constant."""
         return self.function(*tensors, *self._buffers.values())
 
     def value(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """The constant, without a gradient, from tensors by path."""
-        return self(*(tensors[path].detach() for path in self.reads)).detach()
+        """Compute the constant from tensors by path, without a gradient."""
+        return self(*(tensors[path].detach() for path in self.paths)).detach()
 
 
-def computed_by(editor: Editor, node: fx.Node) -> Computed | None:
-    """What a call that reads nothing but constants computes; None where no parameter is among them, or none is trained.
+def as_trainable(editor: Editor, node: fx.Node) -> TrainableConstant | None:
+    """Make a trainable constant of a call that reads only constants.
 
-    Constants that are not computed of parameters are kept in it.
+    None if it depends on no parameter, or if the recipe does not train. Constants that do not depend on parameters
+    become its buffers.
     """
     if not editor.context.recipe.trains:
         return None
     read = list(dict.fromkeys(flat_nodes((node.args, node.kwargs))))
-    live = [r for r in read if is_live(editor, str(r.target))]
+    live = [r for r in read if depends_on_parameters(editor, str(r.target))]
     if not live:
         return None
     others, graph = [r for r in read if r not in live], fx.Graph()
     values = {r: graph.placeholder(f"x{i}") for i, r in enumerate([*live, *others])}
     graph.output(graph.node_copy(node, values.__getitem__))
-    kept = [read_attribute(editor.gm, str(r.target)) for r in others]
-    return Computed(fx.GraphModule(nn.Module(), graph), [str(r.target) for r in live], kept)
+    constants = [read_attribute(editor.gm, str(r.target)) for r in others]
+    return TrainableConstant(fx.GraphModule(nn.Module(), graph), [str(r.target) for r in live], constants)
 
 
-def computed_by_parametrization(module: nn.Module, path: str, name: str) -> Computed | None:
-    """What a parametrization of torch.nn.utils computes; None where it keeps a state, as spectral_norm does.
+def parametrized_constant(module: nn.Module, path: str, name: str) -> TrainableConstant | None:
+    """Make a trainable constant of a parametrization of torch.nn.utils; None if it has buffers, as spectral_norm does.
 
     Args:
-        module: whose tensor it is.
-        path: of the module.
-        name: of the tensor.
+        module: module that owns the tensor.
+        path: path of the module.
+        name: name of the tensor.
     """
     if not parametrize.is_parametrized(module, name):
         return None
-    made: nn.Module = module.parametrizations[name]  # type: ignore[index, assignment]
-    names = [key for key, _ in made.named_parameters()]
+    parametrization: nn.Module = module.parametrizations[name]  # type: ignore[index, assignment]
+    names = [key for key, _ in parametrization.named_parameters()]
 
     def function(*tensors: Tensor) -> Tensor:
-        found: Tensor = functional_call(made, dict(zip(names, tensors, strict=True)), ())
-        return found
+        result: Tensor = functional_call(parametrization, dict(zip(names, tensors, strict=True)), ())
+        return result
 
-    stateful = next(made.buffers(), None) is not None
-    return None if stateful else Computed(function, [f"{path}.parametrizations.{name}.{key}" for key in names])
+    stateful = next(parametrization.buffers(), None) is not None
+    return None if stateful else TrainableConstant(function, [f"{path}.parametrizations.{name}.{key}" for key in names])
 
 
-def is_live(editor: Editor, path: str) -> bool:
-    """Whether a constant is a parameter, or is computed of one."""
+def depends_on_parameters(editor: Editor, path: str) -> bool:
+    """Whether a constant is a parameter, or was computed from one."""
     return path in editor.context.computed or isinstance(read_attribute(editor.gm, path), nn.Parameter)
 
 
-def note_computed(editor: Editor, node: fx.Node, made: Computed | None) -> None:
-    """Keep how a new constant was computed."""
-    if made is not None and editor.context.recipe.trains:
-        editor.context.computed[str(node.target)] = made
+def record_trainable(editor: Editor, node: fx.Node, constant: TrainableConstant | None) -> None:
+    """Record how a new constant was computed, if the recipe trains."""
+    if constant is not None and editor.context.recipe.trains:
+        editor.context.computed[str(node.target)] = constant

@@ -1,4 +1,4 @@
-"""Editing a graph: every edit is counted, and attributed to its rule and source line."""
+"""Editor of a graph. Each edit is recorded with its rule and source line."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KERNELS = "fxq_kernels"
 
 @dataclass(frozen=True)
 class Edit:
-    """One edit: which rule made it, where the rule is written, and the names of the nodes that went and came."""
+    """Edit of a graph: the rule, its `file:line`, and the names of the nodes that were removed and added."""
 
     rule: str
     source: str
@@ -34,15 +34,16 @@ class Edit:
 
 
 class Editor:
-    """Edits one graph on behalf of one pass.
+    """Edits one graph for one pass.
 
     Attributes:
-        gm: the module whose graph is edited.
-        context: recipe, backend, example inputs: what passes may ask (`fxq/pipeline/context.py`).
-        name: name of the pass, for attribution; edits outside any rule are its own.
-        edits: the edits so far, in order.
-        near: the rules that almost matched so far.
-        touched: nodes that were made or changed, so that their views are out of date.
+        gm: module whose graph is edited.
+        context: context of the pass: recipe, backend, example inputs and more (`fxq/pipeline/context.py`).
+        name: name of the pass. Edits outside any rule are attributed to it.
+        edits: edits so far, in order.
+        near_misses: rules that almost matched so far.
+        touched: nodes that were made or changed.
+        matcher: matches rules in the graph.
         names: names of the nodes.
     """
 
@@ -55,17 +56,17 @@ class Editor:
         self.touched: set[fx.Node] = set()
         self.matcher = Matcher(gm)
         self.names = {node.name for node in gm.graph.nodes}
-        self._rule = (name, source)  # of edits that no rule makes: the pass itself
+        self._rule = (name, source)  # outside rules, the pass itself
         self._open: Edit | None = None
         self._constants = {str(n.target): n for n in gm.graph.nodes if n.op == "get_attr"}
 
     @property
     def graph(self) -> fx.Graph:
-        """The graph that is edited."""
+        """Graph that is edited."""
         return self.gm.graph
 
     def nodes(self, *ops: str) -> list[fx.Node]:
-        """The nodes that call one of these ops, in execution order; all nodes when none is named."""
+        """Nodes that call one of these ops, in execution order; all nodes if none is named."""
         if not ops:
             return list(self.graph.nodes)
         rows = {OPS[op] for op in ops}
@@ -76,7 +77,7 @@ class Editor:
     def update(
         self, node: fx.Node, target: Any = None, args: Any = None, kwargs: Any = None, op: str | None = None
     ) -> fx.Node:
-        """Change what a node calls or reads; its name, metadata and users stay."""
+        """Change the op, target or arguments of a node; its name, metadata and users stay."""
         if op is not None:
             node.op = op
         if target is not None:
@@ -86,11 +87,11 @@ class Editor:
         if kwargs is not None:
             node.kwargs = kwargs
         self._count([node], [node])
-        self._made(node)
+        self._attribute(node)
         return node
 
     def describe(self, node: fx.Node, **changes: Any) -> None:
-        """Change fields of a node's metadata (see `NodeInfo`). Not an edit of the graph."""
+        """Change fields of a node's metadata (see `NodeInfo`). This does not count as an edit."""
         set_info(node, **changes)
         self.touched.add(node)
 
@@ -110,11 +111,11 @@ class Editor:
         Args:
             op: name of the op.
             *args: its tensor arguments (nodes, or None).
-            like: the node or nodes that it stands for: module path, source line and origins come from them.
-            before: the node to put it in front of; default: the first node of `like`, else the insertion point.
-            after: the node to put it behind.
-            name: what to call the node, if the name is free.
-            typed: shape and dtype of its value, where they are known; else they are inferred.
+            like: node or nodes that it replaces: module path, source line and origins are copied from them.
+            before: node to insert it before; default: the first node of `like`, else the insertion point.
+            after: node to insert it after.
+            name: name of the node, if it is free.
+            typed: shape and dtype of its value; default: inferred.
             **options: its options; those equal to the default are left out.
         """
         row = OPS[op]
@@ -144,10 +145,16 @@ class Editor:
         name: str | None = None,
         typed: Typed | None = None,
     ) -> fx.Node:
-        """Add any node (see `call`). Shape and dtype are inferred for functions only: give them for modules."""
+        """Add any node (see `call`). Shape and dtype are inferred for functions only; pass `typed` for modules."""
         sources = [like] if isinstance(like, fx.Node) else list(like)
         place = (
-            before if before is not None else _behind(after) if after is not None else sources[0] if sources else None
+            before
+            if before is not None
+            else _place_after(after)
+            if after is not None
+            else sources[0]
+            if sources
+            else None
         )
         with self.graph.inserting_before(place) if place is not None else nullcontext():
             node = self.graph.create_node(op, target, args, kwargs or {}, name)
@@ -170,11 +177,11 @@ class Editor:
             node.meta["nn_module_stack"] = sources[0].meta["nn_module_stack"]
         self.names.add(node.name)
         self._count([], [node])
-        self._made(node)
+        self._attribute(node)
         return node
 
     def rename(self, node: fx.Node, name: str) -> None:
-        """Give a node the name of one that was erased: it stands for the same thing."""
+        """Give a node the name of an erased node that it replaces."""
         self.names.discard(node.name)
         self.names.add(name)
         node.name = name
@@ -182,14 +189,14 @@ class Editor:
         self.touched.update(node.users)
 
     def replace(self, old: fx.Node, new: Any) -> None:
-        """Let everything that reads `old` read `new` instead, and erase `old`. `new` may be a node or a plain value."""
+        """Let all users of `old` read `new`, a node or a plain value, and erase `old`."""
         self.reroute(old, new)
         self.erase(old)
 
     def reroute(self, old: fx.Node, new: Any, only: Callable[[fx.Node], bool] | None = None) -> None:
         """Let the users of `old` (those for which `only` is true) read `new` instead.
 
-        The check of the inputs goes on reading them as they come.
+        The check of the inputs is no such user: it keeps reading the inputs themselves.
         """
         users = [u for u in old.users if u is not new and u.target is not check_fixed and (only is None or only(u))]
         for user in users:
@@ -198,12 +205,16 @@ class Editor:
             else:
                 user.args, user.kwargs = swapped(user.args, {old: new}), swapped(user.kwargs, {old: new})
             self.touched.add(user)
-            self.matcher.note(user)
+            self.matcher.update(user)
         if users:
             self._count([old], [new] if isinstance(new, fx.Node) else [])
 
     def erase(self, node: fx.Node) -> None:
-        """Remove a node that nobody reads. Raises `PassError` when somebody does."""
+        """Erase a node without users.
+
+        Raises:
+            PassError: the node has users.
+        """
         if node.users:
             raise PassError(f"{self.name}: cannot erase %{node.name}: %{next(iter(node.users)).name} reads it.")
         if node.op == "get_attr":
@@ -213,7 +224,7 @@ class Editor:
         self.graph.erase_node(node)
 
     def erase_unused(self) -> None:
-        """Erase every node that nobody reads and that does nothing but compute its value."""
+        """Erase all nodes that have no users and no side effects."""
         for node in reversed(self.nodes()):
             if not node.users and node.op not in ("placeholder", "output") and is_pure(self.gm, node):
                 self.erase(node)
@@ -223,19 +234,19 @@ class Editor:
     def constant(
         self, tensor: Tensor, name: str, before: fx.Node | None = None, like: fx.Node | Sequence[fx.Node] = ()
     ) -> fx.Node:
-        """A `get_attr` node of a new tensor, kept as a buffer of the module. `name` is made unique."""
+        """Add a buffer with this tensor and a `get_attr` node that reads it. `name` is made unique."""
         holder = self._holder(DATA)
-        key = _free(holder, name)
+        key = _unique_name(holder, name)
         holder.register_buffer(key, tensor.detach())
         return self.read(f"{DATA}.{key}", tensor, before=before, like=like)
 
     def read(
         self, path: str, tensor: Tensor, before: fx.Node | None = None, like: fx.Node | Sequence[fx.Node] = ()
     ) -> fx.Node:
-        """The `get_attr` node of an attribute: the one that is there, or a new one."""
-        known = self._constants.get(path)
-        if known is not None and (before is None or known < before):
-            return known
+        """Return the `get_attr` node of an attribute: an existing one, or a new one."""
+        existing = self._constants.get(path)
+        if existing is not None and (before is None or existing < before):
+            return existing
         name = path.removeprefix(f"{DATA}.").replace(".", "_")
         node = self.node("get_attr", path, (), like=like, before=before, name=name)
         shape, dtype = tensor_meta(tensor)
@@ -244,19 +255,19 @@ class Editor:
         return node
 
     def module(self, module: nn.Module, name: str, folder: str = KERNELS) -> str:
-        """Keep `module` in the graph's module; the path to call it by. `name` is made unique."""
+        """Add a submodule to the graph's module and return its path. `name` is made unique."""
         holder = self._holder(folder)
-        key = _free(holder, name)
+        key = _unique_name(holder, name)
         holder.add_module(key, module)
         return f"{folder}.{key}"
 
     @contextmanager
     def attributed(self, rule: str, source: str | Callable[..., Any]) -> Iterator[None]:
-        """Count everything done inside as one edit, made by this rule.
+        """Context whose edits count as one edit of a rule.
 
         Args:
-            rule: its name.
-            source: `file:line` where it is written, or the function or class that it is.
+            rule: name of the rule.
+            source: `file:line` of the rule, or its function or class.
         """
         source = source if isinstance(source, str) else source_of(source)
         outer, self._rule = self._rule, (rule, source)
@@ -271,19 +282,19 @@ class Editor:
                 )
 
     def _count(self, before: Sequence[fx.Node], after: Sequence[fx.Node]) -> None:
-        gone, came = tuple(n.name for n in before), tuple(n.name for n in after)
+        removed, added = tuple(n.name for n in before), tuple(n.name for n in after)
         if self._open is not None:
-            self._open = Edit(*self._rule, self._open.before + gone, self._open.after + came)
+            self._open = Edit(*self._rule, self._open.before + removed, self._open.after + added)
         else:
-            self.edits.append(Edit(*self._rule, gone, came))
+            self.edits.append(Edit(*self._rule, removed, added))
 
-    def _made(self, node: fx.Node) -> None:
+    def _attribute(self, node: fx.Node) -> None:
+        """Record the pass and rule that made or changed a node."""
         rule, source = self._rule
         name = self.name if rule == self.name else f"{self.name}: {rule}"
-        made = f"{name} ({source})" if source else name
-        set_info(node, made_by=made)
+        set_info(node, made_by=f"{name} ({source})" if source else name)
         self.touched.add(node)
-        self.matcher.note(node)
+        self.matcher.update(node)
 
     def _holder(self, folder: str) -> nn.Module:
         if not hasattr(self.gm, folder):
@@ -291,15 +302,15 @@ class Editor:
         return self.gm.get_submodule(folder)
 
 
-def _behind(node: fx.Node) -> fx.Node:
-    """The node to insert before in order to stand behind `node`: inputs and the check of them come first in a graph."""
+def _place_after(node: fx.Node) -> fx.Node:
+    """Return the node before which to insert a user of `node`: inputs and their check stay first in a graph."""
     place = node.next
     while node.op == "placeholder" and (place.op == "placeholder" or place.target is check_fixed):
         place = place.next
     return place
 
 
-def _free(holder: nn.Module, name: str) -> str:
+def _unique_name(holder: nn.Module, name: str) -> str:
     key = base = name.replace(".", "_")
     count = 0
     while hasattr(holder, key):

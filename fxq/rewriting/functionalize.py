@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from fxq.rewriting.rewriter import Rewriter
 
 
-class Break(Exception):
-    """Behavior of a module that a graph cannot reproduce. `path` is the innermost module that contains it."""
+class CannotTrace(Exception):
+    """Behavior of a module that a graph cannot reproduce. `path` is that of the innermost module that contains it."""
 
     def __init__(self, path: str, why: str) -> None:
         super().__init__(why)
@@ -53,12 +53,12 @@ class Functionalization:
         rewriter: edits the graph.
         watch: which values share memory.
         new_constants: attribute paths of constants that the forward creates in each call, and so may change.
-        blocks: the blocks of memory, by number.
-        aliases: the tensors in them, and tuples of views.
-        containers: the nodes whose value holds several tensors; for each block of these its version when it was made.
-        spots: the first value in each place and layout.
-        rewritten: the nodes that have become functions, or have nothing left to do.
-        present: the tensors of which the node that is looked at reads a new value, by that value.
+        blocks: storages by number.
+        aliases: traced tensors in these storages, and tuples of views, by node.
+        containers: nodes whose values hold several tensors, each with the versions of their storages when it ran.
+        spots: first tensor with each position and layout in memory.
+        rewritten: nodes that now return the new value, or do nothing any more.
+        present: aliases of which the current node reads a new value, by the node of that value.
         only_whole: whether all writes so far were elementwise ops of the op table on whole tensors.
     """
 
@@ -72,9 +72,9 @@ class Functionalization:
         self.present: dict[fx.Node, Alias] = {}
         self.only_whole = True
 
-    def run(self) -> list[Break]:
+    def run(self) -> list[CannotTrace]:
         """Rewrite the graph. Returns the obstacles, at most one per storage; with any, the graph is unusable."""
-        breaks: list[Break] = []
+        breaks: list[CannotTrace] = []
         if not any(info(node).changes for node in self.rewriter.graph.nodes):
             return breaks
         before = set(self.rewriter.graph.nodes)
@@ -85,7 +85,7 @@ class Functionalization:
                 try:
                     if not broken.intersection(about.memory + about.changes):
                         self._node(node)
-                except Break as stop:
+                except CannotTrace as stop:
                     broken.update(about.memory + about.changes)
                     breaks.append(stop)
             for node in reversed(self.rewriter.nodes()) if not breaks else ():
@@ -107,7 +107,7 @@ class Functionalization:
         if info(node).changes:
             self._write(node)
         elif info(node).is_tensor or not reads_only_metadata(node):  # ones_like reads only a shape, but makes a tensor
-            self._note(node, read)
+            self._register(node, read)
 
     # ---- reading
 
@@ -126,15 +126,15 @@ class Functionalization:
         """Current value of an alias, regenerated if its storage was written to since."""
         if alias.version != alias.block.version:
             if alias.changed is not None:
-                alias.now = self._above(alias.changed, alias.now, self._now(alias.changed, before), before)
+                alias.now = self._parent_value(alias.changed, alias.now, self._now(alias.changed, before), before)
             elif alias.parent is not None:
-                alias.now = self._taken(alias, self._now(alias.parent, before), before)
+                alias.now = self._regenerated(alias, self._now(alias.parent, before), before)
             else:
                 raise self._stale(alias.block, before, alias.node)
             alias.changed, alias.version = None, alias.block.version
         return alias.now
 
-    def _taken(self, alias: Alias, whole: Any, before: fx.Node) -> Any:
+    def _regenerated(self, alias: Alias, whole: Any, before: fx.Node) -> Any:
         view, parent = alias.node, alias.parent
         assert parent is not None
         if alias.same:
@@ -148,10 +148,10 @@ class Functionalization:
         self.aliases[again] = alias
         return again
 
-    def _stale(self, block: Block, reader: fx.Node, value: fx.Node) -> Break:
+    def _stale(self, block: Block, reader: fx.Node, value: fx.Node) -> CannotTrace:
         writer = block.writer
         assert writer is not None
-        return Break(
+        return CannotTrace(
             around(writer, reader),
             f"%{writer.name} ({info(writer).source}) writes to memory in place, and %{reader.name} "
             f"({info(reader).source}) reads it through %{value.name} afterwards. Write the "
@@ -163,7 +163,7 @@ class Functionalization:
     def _block(self, number: int) -> Block:
         return self.blocks.setdefault(number, Block())
 
-    def _note(self, node: fx.Node, read: dict[fx.Node, Any]) -> None:
+    def _register(self, node: fx.Node, read: dict[fx.Node, Any]) -> None:
         """Register the result of a node that writes nothing."""
         about = info(node)
         cut = cut_along(node) if not about.is_tensor and about.memory else None
@@ -189,13 +189,13 @@ class Functionalization:
     def _write(self, node: fx.Node) -> None:
         """Make a node that writes to memory return the new value instead."""
         blocks, named = {self._block(number) for number in info(node).changes}, written_by(node)
-        args = [a for a in node.all_input_nodes if self._lies_in(a, blocks)]
+        args = [a for a in node.all_input_nodes if self._shares(a, blocks)]
         written = [named] if named is not None and named in args else args
         aliases = []
         for arg in written:
             alias = self._alias(arg)
             if alias is None:
-                raise self._refused(node, arg, "it is one of several values of a call")
+                raise self._refused(node, arg, "a call returns it together with other values")
             aliases.append(alias)
             self._check_state(node, alias)
         if len({alias.block for alias in aliases}) != len(aliases) or not aliases:
@@ -215,9 +215,9 @@ class Functionalization:
             functional = self._functional(node, aliases[0]) if len(aliases) == 1 else None
             news = [functional] if functional is not None else self._on_copies(node, aliases)
         for alias, new in zip(aliases, news, strict=True):
-            self._spread(alias, new, node)
+            self._set_value(alias, new, node)
         if node not in self.aliases and info(node).memory:
-            self._note(node, {})
+            self._register(node, {})
 
     def _is_elementwise(self, node: fx.Node) -> bool:
         """Whether a node calls an elementwise op of the op table."""
@@ -228,27 +228,25 @@ class Functionalization:
         return row is not None and (row[0].traits.pointwise or row[0].traits.narrows)
 
     def _check_state(self, node: fx.Node, alias: Alias) -> None:
-        """Raise `Break` for a write to a tensor of the model, which a functional graph cannot keep across calls."""
+        """Raise `CannotTrace` for a write to a tensor of the model, as a graph keeps none across calls."""
         while alias.parent is not None:
             alias = alias.parent
         if alias.node.op == "get_attr" and alias.node.target not in self.new_constants:
             of, why = f"{alias.node.target!r}, a tensor of the model,", KEEP_STATE_REMEDY
-            if str(alias.node.target).startswith("_tensor_constant"):  # as a trace names what no module holds
-                of = "a tensor that the graph holds as a constant, since no traced call makes it (torch.from_numpy),"
+            if str(alias.node.target).startswith("_tensor_constant"):  # named by the trace, in no module
+                of = "a tensor that the graph stores as a constant, since no traced call makes it (torch.from_numpy),"
                 why = "a graph keeps no state between calls. Make it with torch (torch.zeros, torch.tensor)."
-            raise Break(around(node), f"%{node.name} ({info(node).source}) changes {of} in place: {why}")
+            raise CannotTrace(around(node), f"%{node.name} ({info(node).source}) changes {of} in place: {why}")
 
     def _check_overlap(self, node: fx.Node, alias: Alias) -> None:
-        """Refuse a change of a view that has one place in memory at several indices: a copy would have several."""
+        """Refuse a change of a view with elements that share memory, which a copy would not share."""
         written, above = alias.node, [alias]
         while above[-1].parent is not None:
             above.append(above[-1].parent)
         for part in above:
             if self.watch.overlaps(part.node):
                 of = "" if part is alias else f"part of %{part.node.name}, and "
-                why = (
-                    f"{of}elements of %{part.node.name} ({info(part.node).source}) share memory, as those of expand do"
-                )
+                why = f"{of}elements of %{part.node.name} ({info(part.node).source}) share memory, as after expand"
                 raise self._refused(node, written, why)
 
     def _check_read_overlap(self, node: fx.Node, args: list[fx.Node], aliases: list[Alias]) -> None:
@@ -261,29 +259,30 @@ class Functionalization:
             if read is not None and read is not aliases[0] and self.watch.overwrites(written, place, read.node):
                 why = (
                     f"it reads %{read.node.name} ({info(read.node).source}), which shares some of these elements, and "
-                    "PyTorch does not define whether it reads them before or after they are written. Read from a copy: "
+                    "PyTorch does not define whether it reads them before or after the write. Read from a copy: "
                     "x[1:] = x[:-1].clone()"
                 )
                 raise self._refused(node, written, why)
 
     def _alias(self, value: fx.Node) -> Alias | None:
-        """The tensor that an argument of the node is which is looked at."""
+        """Alias of an argument of the current node."""
         return self.present.get(value) or self.aliases.get(value)
 
-    def _lies_in(self, value: fx.Node, blocks: set[Block]) -> bool:
+    def _shares(self, value: fx.Node, blocks: set[Block]) -> bool:
+        """Whether a value has memory in one of these storages."""
         alias = self._alias(value)
-        known = [alias.block] if alias is not None else self.containers.get(value, ())
-        return not blocks.isdisjoint(known)
+        own_blocks = [alias.block] if alias is not None else self.containers.get(value, ())
+        return not blocks.isdisjoint(own_blocks)
 
-    def _refused(self, node: fx.Node, value: fx.Node, why: str) -> Break:
-        return Break(
+    def _refused(self, node: fx.Node, value: fx.Node, why: str) -> CannotTrace:
+        return CannotTrace(
             around(node),
             f"%{node.name} ({info(node).source}) changes %{value.name} in place: {why}. Write the change out of place "
             "(x = x + y, nn.ReLU(inplace=False)).",
         )
 
     def _reshape(self, node: fx.Node, alias: Alias) -> None:
-        """`x.unsqueeze_(0)`: from now on, whoever reads x reads another view of the same memory."""
+        """Rewrite a call such as `x.unsqueeze_(0)`: later nodes that read x read another view of the same memory."""
         self.rewriter.update(node, target=str(node.target)[:-1])
         self.rewriter.describe(node, changes=())
         new = Alias(node, alias.block, alias, False, node, alias.block.version, alias.now)
@@ -318,7 +317,7 @@ class Functionalization:
         return node
 
     def _filled(self, node: fx.Node) -> list[fx.Node]:
-        """Turn `torch.sort(x, out=(v, i))` into a call that returns the values; these, in the order of its `out`."""
+        """Turn `torch.sort(x, out=(v, i))` into a call that returns its values. Returns them in the order of `out`."""
         outs: Any = node.kwargs["out"]
         kwargs = {key: value for key, value in node.kwargs.items() if key != "out"}
         result = self.rewriter.node(node.op, node.target, node.args, kwargs, like=node, before=node)
@@ -399,8 +398,8 @@ class Functionalization:
         self.rewriter.describe(node, changes=blocks, memory=memory)
         return [node if alias is whole else copies[alias.now] for alias in aliases]
 
-    def _spread(self, alias: Alias, value: fx.Node, node: fx.Node) -> None:
-        """Set the current value of an alias, and mark the aliases above it as outdated."""
+    def _set_value(self, alias: Alias, value: fx.Node, node: fx.Node) -> None:
+        """Set the current value of an alias, and mark its parents as outdated."""
         alias.block.version += 1
         alias.block.writer = node
         alias.now, alias.version = value, alias.block.version
@@ -409,7 +408,7 @@ class Functionalization:
             alias.parent.changed = alias
             alias = alias.parent
 
-    def _above(self, alias: Alias, whole: Any, value: Any, before: fx.Node) -> Any:
+    def _parent_value(self, alias: Alias, whole: Any, value: Any, before: fx.Node) -> Any:
         """New value of an alias's parent, from its old value and the new value of the alias."""
         view, parent = alias.node, alias.parent
         assert parent is not None
@@ -425,7 +424,7 @@ class Functionalization:
         result = written_back(self.rewriter, whole, view, value, before)
         if result is None:
             assert alias.block.writer is not None
-            raise self._refused(alias.block.writer, view, "fxq cannot write through this kind of view")
+            raise self._refused(alias.block.writer, view, "fxq cannot write through this view")
         return result
 
     def _parts(self, cut: fx.Node, whole: fx.Node, before: fx.Node) -> list[Any]:
@@ -440,8 +439,8 @@ class Functionalization:
 def _assigns(node: fx.Node) -> bool:
     """Whether a call is an assignment: `x[i] = y`, `copy_` or `index_put_`."""
     name = name_in_place(node)
-    puts = name == "index_put_" and len(node.args) > 2 and not any((*node.args[3:], *node.kwargs.values()))
-    return node.target is operator.setitem or name == "copy_" or puts
+    is_put = name == "index_put_" and len(node.args) > 2 and not any((*node.args[3:], *node.kwargs.values()))
+    return node.target is operator.setitem or name == "copy_" or is_put
 
 
 def _place(part: fx.Node) -> int:

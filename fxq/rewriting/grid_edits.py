@@ -1,4 +1,4 @@
-"""Edits that put a value on a grid: quantize and dequantize, and what measures the grid."""
+"""Edits that insert quantize and dequantize for a value, and the ops that compute its grid if it is dynamic."""
 
 from __future__ import annotations
 
@@ -21,21 +21,33 @@ def on_grid(
     name: str,
     like: fx.Node | None = None,
 ) -> tuple[fx.Node, fx.Node]:
-    """quantize(value) and its dequantize, behind `after`; before them what measures its grid, if anything does."""
+    """Insert quantize(value) and its dequantize after `after`, with the ops that compute the grid if it is dynamic.
+
+    Args:
+        rewriter: edits the graph.
+        value: float value.
+        after: node to insert them after.
+        qp: grid of the value.
+        name: prefix of the names of the new nodes.
+        like: node whose module path and source line they get; default: `value`.
+
+    Returns:
+        The quantize and the dequantize node.
+    """
     about = info(like or value)
     shape = info(value).shape
     grid: dict[str, Any] = {"qmin": qp.qmin, "qmax": qp.qmax}
     if isinstance(qp, DynamicGrid):
         rows = (*(shape or ())[: qp.axis], *[1] * -qp.axis) if qp.axis is not None else ()
-        asked: dict[str, Any] = {"steps": qp.steps, "axis": qp.axis, "symmetric": qp.symmetric}
+        options: dict[str, Any] = {"steps": qp.steps, "axis": qp.axis, "symmetric": qp.symmetric}
         typed = rows, torch.float32
-        after = scale = rewriter.call("choose_scale", value, after=after, name=f"{name}_scale", typed=typed, **asked)
+        after = scale = rewriter.call("choose_scale", value, after=after, name=f"{name}_scale", typed=typed, **options)
         rewriter.describe(scale, path=about.path, source=about.source)
         grid |= {"scale": scale, "zero_point": qp.middle}
         if not qp.symmetric:
-            asked = {"scale": scale, "qmin": qp.qmin, "axis": qp.axis}
+            options = {"scale": scale, "qmin": qp.qmin, "axis": qp.axis}
             zero = f"{name}_zero_point"
-            after = rewriter.call("choose_zero_point", value, after=scale, name=zero, typed=typed, **asked)
+            after = rewriter.call("choose_zero_point", value, after=scale, name=zero, typed=typed, **options)
             rewriter.describe(after, path=about.path, source=about.source)
             grid["zero_point"] = after
     else:

@@ -1,7 +1,7 @@
-"""Matching a rule against the graph, and explaining why it did not match.
+"""Matching of rules in a graph, and explanations why a rule did not match.
 
-Matching starts at the pattern's root and follows inputs; further outputs are found through the users of a value that is
-already bound, looked up by op. It is linear in the number of nodes: a pattern is small, every choice is bounded.
+Matching starts at the pattern's root and follows inputs. Further outputs are found among the users, by op, of values
+that are already bound. It is linear in the number of nodes, since patterns are small and every choice is bounded.
 """
 
 from __future__ import annotations
@@ -22,57 +22,58 @@ from fxq.graph.query import called_name, constant, flat_nodes, is_op, op_of, opt
 from fxq.rewriting.near_miss import Refusal
 from fxq.rewriting.pattern import FUSIONS, ON_REQUEST, Family, PatternNode, Rule
 
-_MOST_CANDIDATES = 16
+_MAX_CANDIDATES = 16
 
 
 @dataclass(frozen=True)
-class Captured:
-    """A bound value, as guards and replacements see it."""
+class Capture:
+    """Value that a pattern's parameter is bound to, for guards and replacements."""
 
     gm: fx.GraphModule
     value: Any
 
     @property
     def node(self) -> fx.Node:
-        """The graph node. Raises `PatternError` when the capture bound a number or None."""
+        """Graph node. Raises `PatternError` if the value is a number or None."""
         if not isinstance(self.value, fx.Node):
             raise PatternError(f"the capture is {self.value!r}, not a node of the graph.")
         return self.value
 
     @property
     def is_none(self) -> bool:
-        """Whether the argument is not given."""
+        """Whether the argument is absent."""
         return self.value is None
 
     @property
     def shape(self) -> tuple[int, ...] | None:
-        """Shape of the value; () for a number; None when it is not a tensor."""
+        """Shape of the value; () for a number; None if it is no tensor."""
         if self.value is None:
             return None
         return info(self.value).shape if isinstance(self.value, fx.Node) else ()
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """Dtype of the value, or None when it is not a tensor."""
+        """Dtype of the value; None if it is no tensor."""
         return info(self.value).dtype if isinstance(self.value, fx.Node) else None
 
     @property
     def tensor(self) -> Tensor | None:
-        """The tensor, when the value is a weight or another constant of the model; else None."""
+        """Tensor of a weight or another constant of the model; None for other values."""
         return constant(self.gm, self.value)
 
 
 @dataclass(eq=False)
 class Match:
-    """A rule bound to nodes of a graph. Captures are attributes: `m.x.shape`; `m.root` is the first output.
+    """Rule bound to nodes of a graph. Captures are attributes: `m.x.shape`; `m.root` is the first output.
 
-    A capture has `shape` and `dtype`; `node`; `tensor`, where it is a weight or another constant; `value`, the node or
-    the number; and `is_none`, where the argument is not given.
+    A capture has `shape`, `dtype`, `node`, `value` (the node or number), `is_none` (the argument is absent) and
+    `tensor` (of a weight or another constant).
 
     Attributes:
         rule: the rule.
-        gm: the graph's module.
-        bound: pattern node -> graph node (or constant, for captures).
+        gm: module of the graph.
+        bound: graph node (or constant, for captures) of each pattern node.
+        captures: value of each parameter of the pattern, a graph node or constant.
     """
 
     rule: Rule
@@ -81,32 +82,32 @@ class Match:
     captures: dict[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
-        found = {p.name: v for p, v in self.bound.items() if p.op is None}
-        self.captures = {name: found[name] for name in self.rule.captures}
+        values = {p.name: v for p, v in self.bound.items() if p.op is None}
+        self.captures = {name: values[name] for name in self.rule.captures}
 
-    def __getattr__(self, name: str) -> Captured:
+    def __getattr__(self, name: str) -> Capture:
         captures = self.__dict__.get("captures", {})
         if name in captures:
-            return Captured(self.gm, captures[name])
+            return Capture(self.gm, captures[name])
         raise AttributeError(f"rule {self.rule.name!r} has no capture {name!r}; it has {', '.join(captures)}.")
 
     @property
-    def root(self) -> Captured:
-        """The value of the pattern's first output."""
-        return Captured(self.gm, self.bound[self.rule.root])
+    def root(self) -> Capture:
+        """Value of the pattern's first output."""
+        return Capture(self.gm, self.bound[self.rule.root])
 
     @property
     def outputs(self) -> list[fx.Node]:
-        """The graph nodes of the pattern's outputs, in order."""
+        """Graph nodes of the pattern's outputs, in order."""
         return [self.bound[p] for p in self.rule.outputs]
 
     @property
     def nodes(self) -> list[fx.Node]:
-        """The matched op nodes, in execution order."""
+        """Matched op nodes, in execution order."""
         return sorted(v for p, v in self.bound.items() if p.op is not None)
 
     def options(self, op: str) -> dict[str, Any]:
-        """The options of the matched node that calls `op`, defaults included."""
+        """Options of the matched node that calls `op`, including defaults."""
         for p, v in self.bound.items():
             if p.op is not None and p.name == op:
                 return options_of(v)
@@ -114,12 +115,12 @@ class Match:
 
 
 class Matcher:
-    """Matches rules in one graph. `note(node)` after an edit that made or changed a node.
+    """Matches rules in one graph. Call `update(node)` after an edit that made or changed a node.
 
     Attributes:
-        gm: the graph's module.
+        gm: module of the graph.
         taken: nodes that no further match may contain.
-        changes: who changes memory in place.
+        changes: changes in place, by node.
     """
 
     def __init__(self, gm: fx.GraphModule) -> None:
@@ -128,8 +129,8 @@ class Matcher:
         self._users: dict[fx.Node, dict[str, deque[fx.Node]]] = {}
         self.changes = MemoryWriters(gm.graph.nodes)
 
-    def note(self, node: fx.Node) -> None:
-        """Learn what a node that was made or changed reads and overwrites."""
+    def update(self, node: fx.Node) -> None:
+        """Record the inputs and the in-place changes of a node that was made or changed."""
         self.changes.note(node)
         op = op_of(node)
         if op is not None:
@@ -138,7 +139,7 @@ class Matcher:
                     self._users[read].setdefault(op.name, deque()).append(node)
 
     def match(self, rule: Rule, node: fx.Node, refusal: Refusal | None = None) -> Match | None:
-        """The match of `rule` with its root at `node`, or None. `refusal`, when given, learns the furthest failure."""
+        """Match `rule` with its root at `node`; None if it does not match. `refusal` gets the furthest failure."""
         failed = refusal if refusal is not None else Refusal()
         for bound in self._solve([(rule.root, node)], {}, 0, failed):
             for complete in self._other_outputs(rule, bound, failed):
@@ -152,7 +153,7 @@ class Matcher:
     def _solve(
         self, todo: list[tuple[Any, Any]], bound: dict[PatternNode, Any], matched: int, failed: Refusal
     ) -> Iterator[dict[PatternNode, Any]]:
-        """The ways to bind what is to do, on top of what is bound, `matched` ops so far."""
+        """Find all ways to bind the pairs of pattern and value in `todo`, in addition to `bound` (`matched` ops)."""
         if not todo:
             yield bound
             return
@@ -171,7 +172,7 @@ class Matcher:
                 yield from self._solve([*inputs, *rest], {**bound, pattern: value}, matched + 1, failed)
 
     def _why_not(self, pattern: Any, value: Any, bound: dict[PatternNode, Any]) -> tuple[Any, ...] | None:
-        """Why a value is not what the pattern wants there, as `Refusal.record` takes it; None where it may be."""
+        """Reason why a value does not fit a pattern, as arguments of `Refusal.record`; None if it may fit."""
         plain = not isinstance(value, fx.Node)
         if isinstance(pattern, (tuple, list)):
             alike = isinstance(value, (tuple, list)) and len(pattern) == len(value)
@@ -197,25 +198,25 @@ class Matcher:
             yield bound
             return
         matched = sum(p.op is not None for p in bound)
-        for node in islice(self._candidates(missing, bound), _MOST_CANDIDATES):
+        for node in islice(self._candidates(missing, bound), _MAX_CANDIDATES):
             for more in self._solve([(missing, node)], bound, matched, failed):
                 yield from self._other_outputs(rule, more, failed)
         failed.record(matched, "no {0.name} that shares a value with the first output".format, missing)
 
     def _candidates(self, wanted: PatternNode, bound: dict[PatternNode, Any]) -> Iterator[fx.Node]:
-        """Graph nodes that may be the output `wanted`: users, by op, of a value at its leaves that is bound."""
+        """Graph nodes that may be the output `wanted`: users of its op of a bound value that it depends on."""
         for p in wanted.inputs:
             if isinstance(p, PatternNode) and isinstance(bound.get(p), fx.Node):
                 yield from self.users(bound[p], wanted.name)
                 return
         for p in wanted.inputs:
             if isinstance(p, PatternNode) and p.op is not None:
-                for inner in islice(self._candidates(p, bound), _MOST_CANDIDATES):
+                for inner in islice(self._candidates(p, bound), _MAX_CANDIDATES):
                     yield from self.users(inner, wanted.name)
                 return
 
     def users(self, node: fx.Node, op: str) -> Iterator[fx.Node]:
-        """The users of `node` that call `op` and are not taken. Those that are gone are dropped for good."""
+        """Users of `node` that call `op` and are not taken. Erased users are dropped from the index."""
         if node not in self._users:
             table: dict[str, deque[fx.Node]] = {}
             for user in node.users:
@@ -223,10 +224,10 @@ class Matcher:
                 if row is not None:
                     table.setdefault(row.name, deque()).append(user)
             self._users[node] = table
-        found = self._users[node].get(op, deque())
-        while found and not self._is_free(found[0], node, op):
-            found.popleft()
-        return (user for user in list(islice(found, _MOST_CANDIDATES)) if self._is_free(user, node, op))
+        users = self._users[node].get(op, deque())
+        while users and not self._is_free(users[0], node, op):
+            users.popleft()
+        return (user for user in list(islice(users, _MAX_CANDIDATES)) if self._is_free(user, node, op))
 
     def _is_free(self, user: fx.Node, read: fx.Node, op: str) -> bool:
         """Whether `user` still calls `op` on `read`, and may be matched."""
@@ -266,15 +267,15 @@ def _fits(pattern: PatternNode, value: Any) -> bool:
 
 
 def _mismatch(pattern: PatternNode, value: Any) -> str:
-    """Why a graph value does not fit."""
+    """Reason why a graph value does not fit a pattern node."""
     if not isinstance(value, fx.Node):
-        return f"the pattern wants {pattern.name}, the graph has {_show(value)}"
+        return f"the pattern expects {pattern.name}, but the graph has {_show(value)}"
     if op_of(value) is not pattern.op:
         called = value.op if value.op in ("placeholder", "output") else called_name(value)
-        return f"the pattern wants {pattern.name}, %{value.name} is {called}"
+        return f"the pattern expects {pattern.name}, but %{value.name} is {called}"
     options = options_of(value)
     key, wanted = next((key, wanted) for key, wanted in pattern.options.items() if options[key] != wanted)
-    return f"the pattern wants {pattern.name} with {key}={wanted!r}, %{value.name} has {options[key]!r}"
+    return f"the pattern expects {pattern.name} with {key}={wanted!r}, but %{value.name} has {options[key]!r}"
 
 
 def _unequal(pattern: PatternNode, first: Any, second: Any) -> str:
@@ -282,13 +283,16 @@ def _unequal(pattern: PatternNode, first: Any, second: Any) -> str:
 
 
 def _unlike(pattern: Any, value: Any) -> str:
-    return f"the pattern wants {pattern!r}, the graph has {_show(value)}"
+    return f"the pattern expects {pattern!r}, but the graph has {_show(value)}"
 
 
 def _orders(pattern: PatternNode, node: fx.Node) -> Iterator[list[tuple[Any, Any]]]:
-    """The ways to pair the pattern's inputs with the node's: as written, and swapped where the op commutes."""
+    """Pair the pattern's inputs with the node's arguments: as written, and swapped if the op commutes."""
     count = max(len(pattern.inputs), len(node.args))
-    inputs = [*pattern.inputs, *[None] * (count - len(pattern.inputs))]  # an argument left out must not be given
+    inputs = [
+        *pattern.inputs,
+        *[None] * (count - len(pattern.inputs)),
+    ]  # an argument left out of the pattern must be absent
     args = [*node.args, *[None] * (count - len(node.args))]
     yield list(zip(inputs, args, strict=True))
     if pattern.op is not None and pattern.op.commutes and len(pattern.inputs) == 2:
@@ -296,7 +300,7 @@ def _orders(pattern: PatternNode, node: fx.Node) -> Iterator[list[tuple[Any, Any
 
 
 def inputs_as_in(node: fx.Node, pattern: PatternNode, bound: Mapping[PatternNode, Any]) -> tuple[Any, ...]:
-    """The inputs of a pattern node in the order in which the graph node that it is bound to reads them."""
+    """Inputs of a pattern node, in the order in which its graph node reads them."""
     swaps = pattern.op is not None and pattern.op.commutes and len(pattern.inputs) == 2
     if swaps and bound.get(pattern.inputs[0], pattern.inputs[0]) != node.args[0]:
         return pattern.inputs[::-1]
@@ -308,10 +312,10 @@ def _show(value: Any) -> str:
 
 
 def explain(rule: str | Rule | Family, gm: fx.GraphModule, node: str | fx.Node) -> str:
-    """Why a rule matches at a node, or the furthest it got and why it stopped.
+    """Explain whether a rule matches at a node: the matched nodes, or how far matching came and why it stopped.
 
     Args:
-        rule: a rule, or the name of a fusion, also of one that only recipes use which name it.
+        rule: a rule, or the name of a fusion, including those with `everywhere=False`.
         gm: a graph at the canonical stage, e.g. from
             `fxq.extend.run_passes(model, recipe, example_inputs=x, until="fold-batch-norm")`.
         node: the node where the pattern's first output would be, or its name.
@@ -334,7 +338,7 @@ def explain(rule: str | Rule | Family, gm: fx.GraphModule, node: str | fx.Node) 
     return f"{where}: no match ({depth}): {refusal.reason}"
 
 
-def _find(kind: str, name: str, known: Mapping[str, Any]) -> Any:
-    if name not in known:
-        raise PatternError(unknown(kind, name, known))
-    return known[name]
+def _find(kind: str, name: str, choices: Mapping[str, Any]) -> Any:
+    if name not in choices:
+        raise PatternError(unknown(kind, name, choices))
+    return choices[name]

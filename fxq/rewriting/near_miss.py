@@ -1,4 +1,4 @@
-"""Rules that almost matched: why matching stopped, kept where somebody may ask for it."""
+"""Near misses: rules that almost matched, with the reason why matching stopped."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from torch import fx
 
 from fxq.rewriting.pattern import Rule
 
-LEAST = 2
-"""Ops of a pattern. One that found fewer of them did not come near, unless those are all that it has."""
+MIN_MATCHED_OPS = 2
+"""Matched ops of a near miss. Smaller patterns must match whole, and then be refused."""
 
 
 @dataclass(frozen=True)
 class NearMiss:
-    """A rule that almost matched, and why it did not.
+    """Rule that almost matched at a node, and the reason why it did not.
 
     Attributes:
-        rule: its name.
+        rule: name of the rule.
         source: `file:line` of its pattern.
-        node: the node that was tried as the pattern's first output, by its name in the graph before the pass.
-        matched: how many ops of the pattern were found: two at least, or all of them.
-        of: how many ops the pattern has.
-        reason: why it stopped there; where all were found, what refused them: a reader outside, a guard, the pass.
+        node: name, in the graph before the pass, of the node that was tried as the pattern's first output.
+        matched: number of ops that matched: at least two, or all of them.
+        of: number of ops in the pattern.
+        reason: why matching stopped. If all ops matched: a user outside the match, a guard, or the pass refused it.
     """
 
     rule: str
@@ -39,11 +39,11 @@ class NearMiss:
 
 
 class Refusal:
-    """The furthest point that matching reached. Why it stopped there is worded when somebody asks.
+    """Furthest point that matching of one rule at one node reached. Its reason is formatted on demand.
 
     Attributes:
-        matched: ops of the pattern that were found; one more than it has where all were found and then refused; -1
-            before anything was tried.
+        matched: number of ops that matched; the size of the pattern plus 1 if all matched and were then refused; -1
+            before the first try.
     """
 
     __slots__ = ("_about", "_why", "matched")
@@ -54,40 +54,40 @@ class Refusal:
         self._about: tuple[Any, ...] = ("not tried",)
 
     def record(self, matched: int, why: Callable[..., str], *about: Any) -> None:
-        """Keep a reason, `why(*about)`, if it lies further than what is known."""
+        """Record a reason, `why(*about)`, if more ops matched than before."""
         if matched > self.matched:
             self.matched, self._why, self._about = matched, why, about
 
     @property
     def reason(self) -> str:
-        """Why it stopped there."""
+        """Reason why matching stopped."""
         return self._why(*self._about)
 
 
 class NearMisses:
-    """Collects the near misses of one pass: one for each rule and node, the last try of several."""
+    """Collector of the near misses of one pass: for each rule and node, that of the last try."""
 
     def __init__(self) -> None:
-        self._found: dict[fx.Node, dict[Rule, Refusal]] = {}
+        self._refusals: dict[fx.Node, dict[Rule, Refusal]] = {}
 
-    def note(self, rule: Rule, node: fx.Node, refusal: Refusal) -> None:
-        """A rule was tried at a node, and did not match."""
-        if refusal.matched >= LEAST or refusal.matched > rule.size:
-            self._found.setdefault(node, {})[rule] = refusal
-        elif node in self._found:
-            self._found[node].pop(rule, None)
+    def record(self, rule: Rule, node: fx.Node, refusal: Refusal) -> None:
+        """Record that a rule was tried at a node and did not match."""
+        if refusal.matched >= MIN_MATCHED_OPS or refusal.matched > rule.size:
+            self._refusals.setdefault(node, {})[rule] = refusal
+        elif node in self._refusals:
+            self._refusals[node].pop(rule, None)
 
-    def took(self, rule: Rule, nodes: Sequence[fx.Node]) -> None:
-        """A rule took these nodes: smaller ones would have lost them, and those of its size were not the right ones."""
+    def discard_matched(self, rule: Rule, nodes: Sequence[fx.Node]) -> None:
+        """Drop the near misses of rules up to this size at nodes that this rule matched: they are no news."""
         for node in nodes:
-            known = self._found.get(node)
-            if known:
-                self._found[node] = {other: r for other, r in known.items() if other.size > rule.size}
+            refusals = self._refusals.get(node)
+            if refusals:
+                self._refusals[node] = {missed: r for missed, r in refusals.items() if missed.size > rule.size}
 
     def all(self) -> tuple[NearMiss, ...]:
-        """The near misses, in words."""
+        """Near misses with their reasons as text."""
         return tuple(
             NearMiss(rule.name, rule.source, node.name, min(refusal.matched, rule.size), rule.size, refusal.reason)
-            for node, found in self._found.items()
-            for rule, refusal in found.items()
+            for node, refusals in self._refusals.items()
+            for rule, refusal in refusals.items()
         )

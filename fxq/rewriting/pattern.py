@@ -8,9 +8,9 @@
     def residual_is_broadcast(m):
         return m.residual.shape != m.root.shape
 
-`op.conv2d` is a row of the op table. The parameters are captures: they bind to any value, None and numbers included.
+`op.conv2d` is a row of the op table. The parameters are captures: they bind to any value, including None and numbers.
 Keyword-only parameters make a family: `@fusion("linear_{act}", act=("relu", "gelu"))` with `op[act](...)`.
-Options written in a pattern must be equal in the graph; options left out match anything and are carried over.
+Options in a pattern must be equal in the graph; options that are left out match anything, and the unit keeps them.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from fxq.ops.table import Op
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PatternNode:
-    """One node of a pattern: a capture (`op` is None) or a call of an op.
+    """Node of a pattern: a capture (`op` is None) or a call of an op.
 
     Attributes:
-        name: the capture's name, or the op's.
-        op: the row of the op table, or None.
-        inputs: the tensor arguments: pattern nodes, lists of them, or constants that must be equal.
+        name: name of the capture or op.
+        op: row of the op table, or None.
+        inputs: tensor arguments: pattern nodes, lists of them, or constants that must be equal.
         options: options that must be equal in the graph.
     """
 
@@ -51,8 +51,8 @@ class PatternNode:
 class PatternOps:
     """The `op` argument of a pattern: `op.relu(x)` or `op["relu"](x)` makes a pattern node."""
 
-    def __init__(self, made: list[PatternNode]) -> None:
-        self._made = made
+    def __init__(self, nodes: list[PatternNode]) -> None:
+        self._nodes = nodes
 
     def __getitem__(self, name: str) -> Callable[..., PatternNode]:
         row = OPS[name]
@@ -66,7 +66,7 @@ class PatternOps:
                 if key not in row.options:
                     raise PatternError(unknown(f"option of op.{name}", key, row.options))
             node = PatternNode(name, row, inputs, options)
-            self._made.append(node)
+            self._nodes.append(node)
             return node
 
         return make
@@ -83,19 +83,19 @@ Replacement = Callable[[Any, Any], Any]
 
 @dataclass(eq=False)
 class Rule:
-    """A pattern with its guards and, for a rewrite, what it becomes. A fusion becomes a unit of that name.
+    """Pattern with its guards and, for a rewrite, its replacement. A match of a fusion becomes a unit of its name.
 
     Attributes:
-        name: what reports call it.
+        name: name in reports.
         source: `file:line` of the pattern function.
         captures: parameter names, in order.
-        outputs: the pattern nodes that the function returns; the first one is the root.
-        guards: functions of the match; a true result refuses it, and the function's name is the reason.
-        replacement: builds the new nodes; None for a fusion.
-        variant: the values of the keyword-only parameters.
+        outputs: pattern nodes that the function returns; the first one is the root.
+        guards: functions of the match. A true result refuses it, with the function's name as the reason.
+        replacement: function that builds the new nodes; None for a fusion.
+        variant: op names of the keyword-only parameters.
         size: number of ops in the pattern.
         function: module and qualified name of the pattern function.
-        exclusive: inner values must have no reader outside the match. Without it, such values are left in place.
+        exclusive: whether inner values must have no users outside the match. If not, values with such users stay.
     """
 
     name: str
@@ -111,12 +111,12 @@ class Rule:
 
     @property
     def root(self) -> PatternNode:
-        """The op that matching starts from: the first output."""
+        """First output, from which matching starts."""
         return self.outputs[0]
 
 
 class Family(Sequence[Rule]):
-    """The rules made from one pattern function: one, or one for each combination of its keyword-only parameters."""
+    """Rules of one pattern function: one for each combination of the variants of its keyword-only parameters."""
 
     def __init__(self, rules: Sequence[Rule], function: Callable[..., Any]) -> None:
         self._rules = tuple(rules)
@@ -129,13 +129,13 @@ class Family(Sequence[Rule]):
         return len(self._rules)
 
     def unless(self, guard: Guard) -> Guard:
-        """Decorator: refuse a match when `guard(match)` is true. The guard's name is the reason that users read."""
+        """Decorator: refuse a match if `guard(match)` is true. Users read the guard's name as the reason."""
         for rule in self._rules:
             rule.guards.append(guard)
         return guard
 
     def becomes(self, replacement: Replacement) -> Replacement:
-        """Decorator: `replacement(op, match)` builds the new nodes and returns as many as the pattern has outputs."""
+        """Decorator: `replacement(op, match)` builds the new nodes and returns one value for each output."""
         for rule in self._rules:
             rule.replacement = replacement
         return replacement
@@ -148,25 +148,26 @@ class RuleSet:
         self._rules: dict[str, Rule] = {}
 
     def plus(self, paths: Iterable[str]) -> RuleSet:
-        """A set with more fusions, which import paths name.
+        """Return a copy of the set with more fusions, given by import path.
 
         Raises:
             RecipeError: a path cannot be imported, or names no fusion.
-            PatternError: the name of a rule is taken by another.
+            PatternError: two functions define rules of one name.
         """
-        made = RuleSet()
-        made._rules = dict(self._rules)
+        extended = RuleSet()
+        extended._rules = dict(self._rules)
         for path in paths:
             family = imported(path)
             if not isinstance(family, Family) or any(rule.replacement is not None for rule in family):
                 raise RecipeError(f"{path!r} is not a fusion: decorate the function with fxq.fusion.")
-            made.add(family)
-        return made
+            extended.add(family)
+        return extended
 
     def add(self, family: Family) -> None:
-        """Register all rules of a family. A name that another function has taken is an error.
+        """Register all rules of a family. A function that is defined again, as in a notebook cell, replaces its rules.
 
-        A function defined anew (a notebook cell that is run again) replaces what it was.
+        Raises:
+            PatternError: another function defines a rule of that name.
         """
         for rule in family:
             taken = self._rules.get(rule.name)
@@ -179,7 +180,7 @@ class RuleSet:
             self._rules[rule.name] = rule
 
     def discard(self, name: str) -> None:
-        """Forget a rule; unknown names are ignored."""
+        """Remove a rule; unknown names are ignored."""
         self._rules.pop(name, None)
 
     def __getitem__(self, name: str) -> Rule:
@@ -194,29 +195,29 @@ class RuleSet:
         return name in self._rules
 
     def largest_first(self) -> list[Rule]:
-        """The rules by falling size; among equals, the one registered last comes first, so users' rules win."""
+        """Rules by decreasing size. Of equal sizes, the one registered last comes first, so that users' rules win."""
         return sorted(reversed(self._rules.values()), key=lambda rule: -rule.size)
 
 
 FUSIONS = RuleSet()
 ON_REQUEST: dict[str, Rule] = {}
-"""The fusions that only recipes use which name them; of two with one name, the one defined last."""
+"""Fusions with `everywhere=False`, used only by recipes that name them. The last definition of a name counts."""
 
 
 def fusion(name: Any = None, *, everywhere: bool = True, **variants: Sequence[str]) -> Any:
-    """Decorator: register a plain function as a fusion pattern. What it matches becomes one unit of that name.
+    """Decorator: register a plain function as a fusion pattern. Each match becomes one unit of the rule's name.
 
     Args:
-        name: the rule's name; may hold `{parameter}` for each keyword-only parameter. Default: the function's name.
-        everywhere: whether it is used from now on with every recipe; else only with those that name it, see
-            `Recipe.with_fusions`.
-        **variants: the ops that each keyword-only parameter stands for.
+        name: name of the rule, with `{parameter}` for each keyword-only parameter. Default: the function's name.
+        everywhere: whether every recipe uses it from now on; if not, only recipes that name it
+            (`Recipe.with_fusions`).
+        **variants: op names that each keyword-only parameter stands for.
 
     Returns:
         The `Family` of rules, with `.unless` to add guards.
 
     Raises:
-        PatternError: unknown op (nearest names given), a capture that the pattern does not use, no op at the root.
+        PatternError: an op is unknown (the message suggests names), a capture is not used, or no op is returned.
 
     Example:
         >>> @fusion
@@ -241,10 +242,14 @@ def fusion(name: Any = None, *, everywhere: bool = True, **variants: Sequence[st
 
 
 def rewrite(name: Any = None, *, exclusive: bool = True, **variants: Sequence[str]) -> Any:
-    """Decorator: a rewrite rule from a plain function, for passes to apply. `.becomes` says what it turns into.
+    """Decorator: make a rewrite rule of a plain function. `.becomes` gives its replacement.
 
-    Not registered anywhere: a pass applies it with `rewriter.apply(rule)`. With `exclusive=False` it also matches where
-    an inner value has other readers; the value then stays for them.
+    It is not registered: a pass applies it with `rewriter.apply(rule)`.
+
+    Args:
+        name: as for `fusion`.
+        exclusive: whether inner values must have no users outside the match. If not, values with such users stay.
+        **variants: as for `fusion`.
     """
     if callable(name):
         return rewrite()(name)
@@ -263,7 +268,7 @@ def _family(function: Callable[..., Any], name: str | None, variants: dict[str, 
     keywords = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
     if sorted(keywords) != sorted(variants):
         raise PatternError(
-            f"pattern {function.__name__}: its keyword-only parameters are {keywords}, but variants are given "
+            f"pattern {function.__name__}: its keyword-only parameters are {keywords}, but there are variants "
             f"for {sorted(variants)}."
         )
     captures = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY][1:]
@@ -277,27 +282,27 @@ def _family(function: Callable[..., Any], name: str | None, variants: dict[str, 
 
 
 MATCH = ("bound", "captures", "gm", "nodes", "options", "outputs", "root", "rule")
-"""What a match has besides its captures (see `fxq/rewriting/match.py`), which are attributes, too."""
+"""Attributes of a match (see `fxq/rewriting/match.py`), whose names captures cannot have."""
 
 
 def _check_captures(function: Callable[..., Any], captures: Sequence[str]) -> None:
     for name in captures:
         if name in MATCH or name.startswith("__"):
             raise PatternError(
-                f"pattern {function.__name__!r} ({source_of(function)}): a capture cannot be called {name!r}, as "
-                f"guards would find the match's own {name} under it; rename the parameter. Taken: {', '.join(MATCH)}."
+                f"pattern {function.__name__!r} ({source_of(function)}): a capture cannot be called {name!r}, since "
+                f"a match has an attribute of that name. Rename the parameter. Reserved: {', '.join(MATCH)}."
             )
 
 
 def _trace(function: Callable[..., Any], name: str, captures: list[str], variant: dict[str, str]) -> Rule:
     if not name or not is_writable(name):
         raise PatternError(
-            f"pattern {name!r} ({source_of(function)}): torch.fx cannot write this name; choose another."
+            f"pattern {name!r} ({source_of(function)}): torch.fx cannot write code with this name; choose another."
         )
-    made: list[PatternNode] = []
+    nodes: list[PatternNode] = []
     inputs = [PatternNode(capture) for capture in captures]
     try:
-        result = function(PatternOps(made), *inputs, **variant)
+        result = function(PatternOps(nodes), *inputs, **variant)
     except FxqError as error:
         raise PatternError(f"pattern {name!r} ({source_of(function)}): {error}") from None
     outputs = tuple(result) if isinstance(result, (tuple, list)) else (result,)
@@ -310,15 +315,15 @@ def _trace(function: Callable[..., Any], name: str, captures: list[str], variant
     unused = [node.name for node in inputs if node not in used]
     if unused:
         raise PatternError(f"pattern {name!r} ({source_of(function)}): the capture {unused[0]!r} is not used.")
-    dead = [node.name for node in made if node not in used]
+    dead = [node.name for node in nodes if node not in used]
     if dead:
         raise PatternError(f"pattern {name!r} ({source_of(function)}): the value of op.{dead[0]} is not used.")
     identity = (function.__module__, function.__qualname__)
-    return Rule(name, source_of(function), tuple(captures), outputs, len(made), variant, function=identity)
+    return Rule(name, source_of(function), tuple(captures), outputs, len(nodes), variant, function=identity)
 
 
 def reached(outputs: Sequence[Any]) -> Iterator[PatternNode]:
-    """Nodes of a pattern that its outputs depend on, and the outputs; one with several readers comes several times."""
+    """Outputs of a pattern and the nodes that they depend on. A node with several users appears several times."""
     for node in outputs:
         if isinstance(node, (tuple, list)):
             yield from reached(node)

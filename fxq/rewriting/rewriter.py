@@ -1,4 +1,4 @@
-"""The rewriter: edits a graph by rules. Rewrite rules run to a fixpoint; fusions become units."""
+"""Rewriter: applies rewrite rules to a fixpoint and replaces the matches of fusions by units."""
 
 from __future__ import annotations
 
@@ -12,30 +12,33 @@ from fxq.errors import PassError, PatternError
 from fxq.graph.info import info
 from fxq.graph.query import read_attribute
 from fxq.ops import OPS
-from fxq.rewriting.computed import Computed, is_live, note_computed
+from fxq.rewriting.computed import TrainableConstant, depends_on_parameters, record_trainable
 from fxq.rewriting.editor import Editor
-from fxq.rewriting.match import Captured, Match
+from fxq.rewriting.match import Capture, Match
 from fxq.rewriting.near_miss import Refusal
 from fxq.rewriting.pattern import Family, Rule
 from fxq.rewriting.rule_index import Dispatch
 from fxq.rewriting.unit_edits import make_unit
 
 Refuse = Callable[[Match], "str | None"]
-"""Why a pass wants matched nodes left as they are, in the words that users read; None where it does not mind."""
+"""Function of a match that returns the reason why a pass refuses it, as users read it; None to accept it."""
 
 
 class Rewriter(Editor):
-    """What a pass gets: the editor of its graph, and rules."""
+    """Editor of a graph that also applies rules. Passes get one."""
 
     def apply(self, *rules: Rule | Family, refuse: Refuse | None = None) -> int:
-        """Apply rewrite rules everywhere until none matches; the number of rewrites.
+        """Apply rewrite rules everywhere until none matches, larger patterns first. Returns the number of rewrites.
 
-        At a node, larger patterns come first. A worklist holds the nodes to look at: all of them at first, then the
-        neighbours of what was rewritten. `refuse(match)` may turn down a match, with a reason.
+        A worklist holds the nodes to try: at first all nodes, then the neighbours of each rewrite.
+
+        Args:
+            *rules: the rules.
+            refuse: function that may refuse a match, with a reason.
 
         Raises:
-            PassError: the rules do not come to an end; names those that keep undoing each other.
-            PatternError: a replacement returned another number of values than its pattern has outputs.
+            PassError: the rewrites do not end. The message names the rules that undo each other.
+            PatternError: the replacement of a rule does not return one value for each output.
         """
         flat = [r for rule in rules for r in (rule if isinstance(rule, Family) else (rule,))]
         table = Dispatch(sorted(flat, key=lambda r: -r.size))
@@ -52,7 +55,7 @@ class Rewriter(Editor):
             done.append(match.rule)
             if len(done) > budget:
                 raise PassError(_endless(self.name, done))
-            self.near_misses.took(match.rule, match.nodes)
+            self.near_misses.discard_matched(match.rule, match.nodes)
             with self.attributed(match.rule.name, match.rule.source):
                 new = replace_match(self, match)
             for near in _neighbours(new):
@@ -69,11 +72,11 @@ class Rewriter(Editor):
         return None
 
     def _match(self, rule: Rule, node: fx.Node) -> Match | None:
-        """A match; where there is none, how near it came is noted."""
+        """Match a rule at a node, or record the near miss."""
         refusal = Refusal()
         match = self.matcher.match(rule, node, refusal)
         if match is None:
-            self.near_misses.note(rule, node, refusal)
+            self.near_misses.record(rule, node, refusal)
         return match
 
     def _turned_down(self, match: Match, refuse: Refuse | None) -> bool:
@@ -81,14 +84,17 @@ class Rewriter(Editor):
         if reason is not None:
             refusal = Refusal()
             refusal.record(match.rule.size + 1, str, reason)
-            self.near_misses.note(match.rule, match.root.node, refusal)
+            self.near_misses.record(match.rule, match.root.node, refusal)
         return reason is not None
 
     def fuse(self, rules: Sequence[Rule], refuse: Refuse | None = None) -> int:
-        """Turn what the fusion rules match into units, in the order of the rules; a node belongs to one unit.
+        """Replace the matches of fusion rules by units, in the order of the rules. Returns the number of units.
 
-        All matches are found before the first edit, so a rule cannot match what another one made.
-        `refuse(match)` may turn down a match, with a reason. The number of units.
+        A node belongs to at most one unit. All matches are found before the first edit, so that no rule matches a unit.
+
+        Args:
+            rules: the fusions.
+            refuse: function that may refuse a match, with a reason.
         """
         chosen = self._choose(rules, refuse)
         moved: dict[fx.Node, fx.Node] = {}
@@ -98,10 +104,10 @@ class Rewriter(Editor):
         return len(chosen)
 
     def _choose(self, rules: Sequence[Rule], refuse: Refuse | None) -> list[Match]:
-        """The matches that become units: rule by rule, each in the order of the graph.
+        """Choose the matches that become units: rule by rule, each in the order of the graph.
 
-        A rule is matched again, in another way, where one before it has taken some of the nodes; and always where it
-        has several outputs: they are looked for among the readers of a value that nobody has taken.
+        A rule is matched again at a node if an earlier rule took some of its nodes. A rule with several outputs always
+        is, since its outputs must be found among nodes that are not taken yet.
         """
         chosen: list[Match] = []
         taken = self.matcher.taken
@@ -114,22 +120,22 @@ class Rewriter(Editor):
                     chosen.append(match)
         taken.clear()
         for match in chosen:
-            self.near_misses.took(match.rule, match.nodes)
+            self.near_misses.discard_matched(match.rule, match.nodes)
         return chosen
 
     def _match_everywhere(self, rules: Sequence[Rule]) -> dict[Rule, list[tuple[fx.Node, Match | None]]]:
-        """For each rule, the nodes to try it at, and how it matches there. All are tried at a node while it is at hand.
+        """Match all rules at all nodes: for each rule, the nodes with their matches, in one pass over the graph.
 
-        Nodes without a match are left out, but for rules of several outputs.
+        Nodes without a match are left out, except for rules with several outputs.
         """
         table = Dispatch(rules)
-        found: dict[Rule, list[tuple[fx.Node, Match | None]]] = {rule: [] for rule in rules}
+        places: dict[Rule, list[tuple[fx.Node, Match | None]]] = {rule: [] for rule in rules}
         for node in self.graph.nodes:
             for rule in table.at(node):
                 match = self._match(rule, node)
                 if match is not None or len(rule.outputs) > 1:
-                    found[rule].append((node, match))
-        return found
+                    places[rule].append((node, match))
+        return places
 
 
 def _neighbours(nodes: Sequence[fx.Node]) -> list[fx.Node]:
@@ -140,19 +146,17 @@ def _neighbours(nodes: Sequence[fx.Node]) -> list[fx.Node]:
 def _endless(name: str, done: list[Rule]) -> str:
     recent = list(dict.fromkeys(reversed(done[-50:])))
     names = " and ".join(f"{r.name!r} ({r.source})" for r in recent)
-    what = "undo each other" if len(recent) > 1 else "matches its own result"
-    return (
-        f"{name}: the rules do not come to an end after {len(done)} rewrites: {names} {what}. Add a guard with .unless."
-    )
+    cause = "undo each other" if len(recent) > 1 else "matches its own result"
+    return f"{name}: the rewrites do not end (stopped after {len(done)}): {names} {cause}. Add a guard with .unless."
 
 
 class Builder:
-    """The `op` argument of a replacement: `op.relu(x)` adds a node, `op.constant(tensor, "w")` a weight."""
+    """The `op` argument of a replacement: `op.relu(x)` adds a node, `op.constant(tensor, "w")` adds a weight."""
 
     def __init__(self, rewriter: Rewriter, match: Match) -> None:
         self.rewriter = rewriter
         self.match = match
-        self.made: list[fx.Node] = []
+        self.nodes: list[fx.Node] = []
 
     def __getitem__(self, name: str) -> Callable[..., fx.Node]:
         OPS[name]
@@ -160,7 +164,7 @@ class Builder:
         def add(*args: Any, **options: Any) -> fx.Node:
             plain = [_value(a) for a in args]
             node = self.rewriter.call(name, *plain, like=self.match.nodes, before=max(self.match.nodes), **options)
-            self.made.append(node)
+            self.nodes.append(node)
             return node
 
         return add
@@ -175,24 +179,24 @@ class Builder:
         self.rewriter.describe(node, **changes)
 
     def constant(self, tensor: Tensor, name: str) -> fx.Node:
-        """A new weight."""
+        """Add a weight."""
         return self.rewriter.constant(tensor, name, before=max(self.match.nodes), like=self.match.nodes)
 
     def computed(self, function: Callable[..., Tensor], name: str, *reads: Any) -> fx.Node:
-        """A new weight that is a function of others; it is trained with these."""
+        """Add a weight that is a function of other weights, and is trained with them."""
         nodes: list[fx.Node] = [_value(read) for read in reads]
-        made = self.constant(function(*(read_attribute(self.rewriter.gm, str(n.target)) for n in nodes)), name)
-        if any(is_live(self.rewriter, str(n.target)) for n in nodes):
-            note_computed(self.rewriter, made, Computed(function, [str(n.target) for n in nodes]))
-        return made
+        weight = self.constant(function(*(read_attribute(self.rewriter.gm, str(n.target)) for n in nodes)), name)
+        if any(depends_on_parameters(self.rewriter, str(n.target)) for n in nodes):
+            record_trainable(self.rewriter, weight, TrainableConstant(function, [str(n.target) for n in nodes]))
+        return weight
 
 
 def _value(value: object) -> Any:
-    return value.value if isinstance(value, Captured) else value
+    return value.value if isinstance(value, Capture) else value
 
 
 def replace_match(rewriter: Rewriter, match: Match) -> list[fx.Node]:
-    """Build the rule's replacement and put it in the match's place; the new nodes."""
+    """Replace a match by the rule's replacement. Returns the new nodes."""
     rule = match.rule
     if rule.replacement is None:
         raise PatternError(f"rule {rule.name!r} ({rule.source}) has no replacement; add one with @{rule.name}.becomes.")
@@ -202,26 +206,26 @@ def replace_match(rewriter: Rewriter, match: Match) -> list[fx.Node]:
     values = [_value(v) for v in values]
     if len(values) != len(rule.outputs):
         raise PatternError(
-            f"rule {rule.name!r} ({rule.source}): the pattern has {len(rule.outputs)} outputs, its replacement "
+            f"rule {rule.name!r} ({rule.source}): the pattern has {len(rule.outputs)} outputs, but its replacement "
             f"returned {len(values)}; return one value for each output."
         )
     outputs = match.outputs
     for old, new in zip(outputs, values, strict=True):
         _inherit(rewriter, old, new)
         rewriter.reroute(old, new)
-    gone = []
+    erased = []
     for node in reversed(match.nodes):
         if not node.users:
             rewriter.erase(node)
-            gone.append(node)
-    for node in builder.made:  # a folded conv1 is still conv1
-        before = [old for old in gone if old.target is node.target]
-        if len(before) == 1 and sum(other.target is node.target for other in builder.made) == 1:
+            erased.append(node)
+    for node in builder.nodes:  # a folded conv1 is still conv1
+        before = [old for old in erased if old.target is node.target]
+        if len(before) == 1 and sum(new.target is node.target for new in builder.nodes) == 1:
             rewriter.rename(node, before[0].name)
     return [v for v in values if isinstance(v, fx.Node)]
 
 
 def _inherit(rewriter: Rewriter, old: fx.Node, new: Any) -> None:
-    """Shape and dtype that could not be inferred are those of the value replaced."""
+    """Copy shape and dtype of a replaced value to a new one for which they could not be inferred."""
     if isinstance(new, fx.Node) and info(new).shape is None:
         rewriter.describe(new, shape=info(old).shape, dtype=info(old).dtype)

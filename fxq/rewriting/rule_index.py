@@ -1,4 +1,4 @@
-"""Which rules are worth trying at a node: looked up by its op and by those of the values that it reads."""
+"""Index of rules by the op of a node and the ops of its inputs, so that only rules that may match are tried."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Place = tuple[Op, frozenset["Op | None"]]
 
 
 class Dispatch:
-    """The rules that may match at a node, in the order given.
+    """Lookup of the rules that may match at a node, in the order of the rules.
 
-    Left out are those of another root op, and those of whose root none of the inputs can be matched: a pattern wants
-    conv2d there, and the node reads none. They would stop at the first op.
+    Rules with another root op are left out, and rules whose root needs ops as inputs, such as conv2d, of which the node
+    reads none. They would fail at the first op.
     """
 
     def __init__(self, rules: Sequence[Rule]) -> None:
@@ -27,16 +27,16 @@ class Dispatch:
             read = leaves(rule.root.inputs, lambda value: isinstance(value, PatternNode))
             ops = frozenset(value.op for value in read if isinstance(value, PatternNode) and value.op is not None)
             self._by_root.setdefault(rule.root.op, []).append((rule, ops))
-        self._known: dict[Place, tuple[Rule, ...]] = {}
+        self._cache: dict[Place, tuple[Rule, ...]] = {}
 
     def at(self, node: fx.Node) -> tuple[Rule, ...]:
-        """The rules to try with their root at `node`."""
+        """Rules to try with their root at `node`."""
         op = op_of(node)
         if op is None or op not in self._by_root:
             return ()
         place = op, frozenset(map(op_of, node.all_input_nodes))
-        known = self._known.get(place)
-        if known is None:
+        candidates = self._cache.get(place)
+        if candidates is None:
             fit = (rule for rule, wanted in self._by_root[op] if not wanted or wanted & place[1])
-            known = self._known[place] = tuple(fit)
-        return known
+            candidates = self._cache[place] = tuple(fit)
+        return candidates

@@ -1,1 +1,1 @@
-"""Running a quantized model: its graph bound to inputs of one kind."""
+"""Runtime of a quantized model: binding of its graph to an input kind, and checks of calls."""

@@ -1,4 +1,4 @@
-"""Calls that a quantized model refuses: by tools that look inside the kernels, and with inputs that are no tensors."""
+"""Checks of calls of a quantized model: by tools that trace it, and with inputs that it does not take."""
 
 from __future__ import annotations
 
@@ -19,56 +19,56 @@ from fxq.graph.info import info
 from fxq.graph.run import inputs_for
 
 OPAQUE = (
-    "Its kernels are packed for this machine; nothing that traces, maps or differentiates looks into them. Quantize "
-    'with backend="reference": that graph is made of operators only, with the same numbers but for rounding ties. Or '
+    "Its kernels are packed for this machine, and cannot be traced, mapped or differentiated. Quantize with "
+    'backend="reference", whose graph consists of operators only and gives the same numbers up to rounding ties, or '
     'write a file for another runtime: qmodel.export("m.onnx"), or "m.pt2", which PyTorch loads without fxq.'
 )
-"""What to do where a tool wants to look into kernels."""
+"""Remedies for a tool that would trace into kernels."""
 
 
 def has_kernels(gm: fx.GraphModule) -> bool:
-    """Whether any part of a graph runs in kernels, which take plain tensors and cannot be looked into."""
+    """Whether a graph has kernels, which take only plain tensors and cannot be traced."""
     return any(getattr(module, "opaque", False) is True for module in gm.modules())
 
 
 def check_call(gm: fx.GraphModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Refuse a call that would end in an error of PyTorch's, or leave something in the kernels that is no tensor.
+    """Refuse a call that would end in an unclear error of PyTorch, or store a fake tensor in the kernels.
 
     Raises:
-        InputError: a tool traces, maps or differentiates the call; or an input is no tensor where one was before.
+        InputError: a tool traces, maps or differentiates the call, or an input is not a tensor as in the example.
     """
     tool = _tool(args, kwargs)
     if tool and has_kernels(gm):
-        raise InputError(f"{tool} does not go through a quantized model of this backend. {OPAQUE}")
+        raise InputError(f"{tool} cannot run a quantized model of this backend. {OPAQUE}")
     if tool:
         _warn_of_onnx()
     _check_tensors(args, kwargs, kernels=has_kernels(gm))
     placeholders = gm.graph.find_nodes(op="placeholder")
     if any(str(node.target).startswith("*") for node in placeholders) or len(args) > len(placeholders):
-        return  # the call itself says what is wrong with it
+        return  # Python reports it
     for node, value in inputs_for(gm.graph, Batch(args, kwargs)).items():
         shape = info(node).shape
         if shape is None or isinstance(value, (Tensor, fx.Proxy)):
             continue
         missing = str(node.target) not in kwargs and placeholders.index(node) >= len(args)
         if missing and not node.args:
-            continue  # the call itself says so
+            continue  # Python reports it
         problem = "left out" if missing else f"a {type(value).__name__}"
-        hint = " Give torch.from_numpy(x)." if problem == "a ndarray" else ""
+        hint = " Pass torch.from_numpy(x)." if problem == "a ndarray" else ""
         raise InputError(
-            f"input {str(node.target)!r} is {problem}; the model takes a tensor there, such as the {list(shape)} that "
-            f"it was made with.{hint}"
+            f"input {str(node.target)!r} is {problem}, but the model takes a tensor, such as the {list(shape)} of the "
+            f"example that it was traced with.{hint}"
         )
 
 
 def _check_tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any], kernels: bool) -> None:
-    """Raise `InputError` for nested and sparse tensors, and for meta tensors where kernels would read their memory."""
+    """Raise `InputError` for nested and sparse tensors, and for meta tensors if there are kernels."""
     named = [*((f"input {i}", value) for i, value in enumerate(args)), *((repr(k), v) for k, v in kwargs.items())]
     for name, tensor in ((name, tensor) for name, value in named for tensor in tensors(value)):
         if tensor.is_nested:
-            raise InputError(f"{name} is a nested tensor; give a dense one, .to_padded_tensor(0.0).")
+            raise InputError(f"{name} is a nested tensor; pass a dense one: x.to_padded_tensor(0.0).")
         if tensor.layout is not torch.strided:
-            raise InputError(f"{name} is a {tensor.layout} tensor; give a dense one, .to_dense().")
+            raise InputError(f"{name} is a {tensor.layout} tensor; pass a dense one: x.to_dense().")
         if tensor.is_meta and kernels:
             raise InputError(f"{name} is on the meta device, so it has no values to compute with.")
 
@@ -102,27 +102,27 @@ def _other_kind(gm: fx.GraphModule, args: tuple[Any, ...], kwargs: Mapping[str, 
         return ""
     twice = [name for name in names[: len(args)] if name in kwargs]
     if twice:
-        return f"it is given {twice[0]!r} twice"
+        return f"{twice[0]!r} is passed twice"
     missing = [str(n.target) for n in placeholders[len(args) :] if not n.args and n.target not in kwargs]
     if missing:
-        return f"it also takes {', '.join(missing)}"
+        return f"it also needs {', '.join(missing)}"
     if len(args) > len(names):
         return f"it takes {len(names)} input{'s' if len(names) > 1 else ''}: {', '.join(names)}"
     unknown = [name for name in kwargs if name not in names]
     if unknown:
-        return f"it has no input {unknown[0]!r}, but {', '.join(names)}"
+        return f"it has no input {unknown[0]!r}; its inputs are {', '.join(names)}"
     for node, value in inputs_for(gm.graph, Batch(args, kwargs)).items():
         about = info(node)
         if about.shape is None or not isinstance(value, Tensor):
             continue
         if value.dim() != len(about.shape) or value.dtype != about.dtype or value.shape[1:] != about.shape[1:]:
             example = described(torch.empty(about.shape, dtype=about.dtype, device="meta"))
-            return f"{str(node.target)!r} was {example} when it was made"
+            return f"{str(node.target)!r} was {example} in the example that it was traced with"
     return ""
 
 
 def _tool(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    """What watches a call and would look into kernels; empty where nothing does."""
+    """Tool that traces, maps or differentiates a call; empty if there is none."""
     if torch._C._get_tracing_state() is not None:
         return "torch.jit.trace"
     if torch._C._functorch.peek_interpreter_stack() is not None:
@@ -133,32 +133,33 @@ def _tool(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
 
 
 def _warn_of_onnx() -> None:
-    """Warn where `torch.onnx.export` has asked for the graph."""
+    """Warn if `torch.onnx.export` runs the graph."""
     exporter = sys.modules.get("torch.onnx")
     if exporter is not None and exporter.is_in_onnx_export():
         warn(
-            "torch.onnx.export has no form of fxq's quantize and dequantize but those that are given to it "
-            '(custom_translation_table). qmodel.export("m.onnx") writes the model as ONNX, and checks it.'
+            "torch.onnx.export cannot translate fxq's quantize and dequantize, unless a custom_translation_table is "
+            'passed to it. Instead, qmodel.export("m.onnx") writes the model as ONNX and checks it.'
         )
 
 
 def compiled(gm: fx.GraphModule, plain: Callable[..., Any], kernels: bool, args: Any, kwargs: Any) -> Any:
-    """A call inside of `torch.compile` or `torch.export`: kernels stay as they are, outside of what is compiled.
+    """Run a call inside `torch.compile` or `torch.export`. A model with kernels is not compiled, and runs as it is.
 
     Raises:
-        InputError: the model is exported, and has kernels.
+        InputError: `torch.export` runs a model with kernels.
     """
     if not kernels:
         _warn_of_onnx()
         return plain(gm, *args, **kwargs)
     if torch.compiler.is_exporting():
-        raise InputError(f"torch.export does not go through a quantized model of this backend. {OPAQUE}")
-    return _as_it_is(gm, args, kwargs)
+        raise InputError(f"torch.export cannot run a quantized model of this backend. {OPAQUE}")
+    return _uncompiled(gm, args, kwargs)
 
 
-@_disable_dynamo  # as torch.compiler.disable, which would import the compiler now, and with it half of PyTorch
-def _as_it_is(gm: fx.GraphModule, args: Any, kwargs: Any) -> Any:
+@_disable_dynamo  # like torch.compiler.disable, but without the slow import of the compiler
+def _uncompiled(gm: fx.GraphModule, args: Any, kwargs: Any) -> Any:
     return type(gm).forward(gm, *args, **kwargs)
 
 
-vars(_as_it_is).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=f"A quantized model runs as it is. {OPAQUE}")
+_MESSAGE = f"A quantized model runs uncompiled. {OPAQUE}"
+vars(_uncompiled).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=_MESSAGE)

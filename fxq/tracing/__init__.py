@@ -1,1 +1,1 @@
-"""From the user's model to a graph."""
+"""Tracing: conversion of the user's model to a graph."""

@@ -1,4 +1,4 @@
-"""An exported program (`torch.export`) as a module: its aten graph under the user's signature and module paths."""
+"""Module that runs an exported program (`torch.export`), with the signature and module paths of the user's model."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ _ASSERTIONS = ("_assert", "sym_constrain_range")
 
 
 class Exported(nn.Module):
-    """The module that runs an exported program. Tracing it gives the program's own nodes.
+    """Module that runs an exported program. Tracing it gives the program's own nodes.
 
     Attributes:
-        types: module types by path, as far as the program knows them.
-        at: the node of the program that runs; its path and source line are those of what is traced.
+        types: module types by path, as far as the program records them.
+        at: the node of the program that runs now. Traced nodes get its path and source line.
     """
 
     at: fx.Node | None
 
     def __init__(self, program: ExportedProgram) -> None:
         super().__init__()
-        inner = program.module(check_guards=False)  # sizes are checked here, with the words of fxq
+        inner = program.module(check_guards=False)  # `check_sizes` checks them, with clearer messages
         _check(inner.graph)
         for registry in ("_modules", "_parameters", "_buffers"):
             getattr(self, registry).update(getattr(inner, registry))
@@ -54,7 +54,7 @@ class Exported(nn.Module):
 
 
 class _Forward:
-    """The forward of an exported program, with the signature of the model that it was made of."""
+    """Forward of an exported program, with the signature of the exported model."""
 
     def __init__(self, owner: Exported, inner: fx.GraphModule, sizes: list[Any]) -> None:
         self.owner, self.inner, self.sizes = owner, inner, sizes
@@ -72,7 +72,7 @@ class _Forward:
         named = {name: bound.pop(name) for name in self.keywords}
         flat, spec = pytree.tree_flatten((tuple(bound.values()), named))
         if spec != self.spec.in_spec:
-            raise InputError(f"the program was exported for inputs of the form {self.spec.in_spec}, and got {spec}.")
+            raise InputError(f"the program was exported for inputs of the form {self.spec.in_spec}, but got {spec}.")
         for value, (name, sizes) in zip(flat, self.sizes, strict=True):
             if is_value(value) and sizes:
                 value.tracer.create_proxy("call_function", check_sizes, (value, name, sizes), {})
@@ -85,14 +85,14 @@ class _Forward:
 
 
 class _ProgramRunner(Runner):
-    """Runs the program's graph; its owner knows which node runs."""
+    """Runs the program's graph, and tells its owner which node runs."""
 
     def __init__(self, inner: fx.GraphModule, owner: Exported, inputs: list[Any]) -> None:
         super().__init__(inner, Batch(tuple(inputs)))
         self.owner = owner
 
     def compute(self, node: fx.Node) -> Any:
-        """The value of a node; None for the exporter's assertions: what they say of sizes is checked at the inputs."""
+        """Value of a node; None for the exporter's assertions, since sizes are checked at the inputs."""
         self.owner.at, name = node, function_name(node.target) if node.op == "call_function" else ""
         if name.startswith(_ASSERTIONS):
             return None
@@ -103,12 +103,12 @@ class _ProgramRunner(Runner):
 
 
 def _check(graph: fx.Graph) -> None:
-    """Refuse what no int8 graph can do: change the model's tensors or its inputs, or run in train mode."""
+    """Refuse programs that change the model's tensors or inputs in place, or that were exported in train mode."""
     changed = [n for n in graph.nodes if n.op == "call_function" for n in _overwritten(n) if n.op != "call_function"]
     if changed:
         raise InputError(
-            f"the exported program changes {', '.join(str(n.target) for n in changed)} in place: a quantized graph "
-            "keeps no state between calls. Export the model in eval mode, without such changes, or give the model."
+            f"the exported program changes {', '.join(str(n.target) for n in changed)} in place, but a quantized graph "
+            "keeps no state between calls. Export the model in eval mode, without such changes, or pass the model."
         )
     for node in graph.nodes:
         at = _TRAINING.get(function_name(node.target)) if node.op == "call_function" else None
@@ -120,11 +120,11 @@ def _check(graph: fx.Graph) -> None:
 
 
 _TRAINING = {"dropout": 2, "feature_dropout": 2, "alpha_dropout": 2, "batch_norm": 5}
-"""Position of the argument that says so."""
+"""Position of the argument that says whether an aten op runs in train mode."""
 
 
 def _overwritten(node: fx.Node) -> list[fx.Node]:
-    """What a node of the program changes in place."""
+    """Arguments that a node of the program changes in place."""
     schema = getattr(node.target, "_schema", None)
     if schema is None or not schema.is_mutable:
         return []
@@ -133,7 +133,7 @@ def _overwritten(node: fx.Node) -> list[fx.Node]:
 
 
 def _path(node: fx.Node) -> str:
-    """The module path of a node of the program."""
+    """Module path of a node of the program."""
     stack = list(node.meta.get("nn_module_stack", {}).values())
     return _plain(stack[-1][0]) if stack else ""
 
@@ -146,19 +146,19 @@ def _plain(path: str) -> str:
 
 
 def _line(node: fx.Node) -> str:
-    """`file:line` of the model's code that a node comes from: the innermost outside torch."""
+    """`file:line` of the innermost frame outside torch that a node comes from; empty if none is recorded."""
     places = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
     own = [(file, line) for file, line in places if "/torch/" not in file.replace("\\", "/")]
     return f"{short_path(own[-1][0])}:{own[-1][1]}" if own else ""
 
 
 def _types(graph: fx.Graph) -> dict[str, type[nn.Module]]:
-    found: dict[str, type[nn.Module]] = {}
+    types: dict[str, type[nn.Module]] = {}
     for node in graph.nodes:
         for path, kind in node.meta.get("nn_module_stack", {}).values():
-            if _plain(path) and _plain(path) not in found:
-                found[_plain(path)] = _type(kind)
-    return found
+            if _plain(path) and _plain(path) not in types:
+                types[_plain(path)] = _type(kind)
+    return types
 
 
 def _type(kind: Any) -> type[nn.Module]:
@@ -173,13 +173,13 @@ def _type(kind: Any) -> type[nn.Module]:
 
 
 def _sizes(graph: fx.Graph, ranges: Mapping[Any, Any]) -> list[tuple[str, list[Any]]]:
-    """For each flat input, its name and sizes: a number where it is fixed, else the least and the most, if any."""
-    found = []
+    """Name and sizes of each flat input. A size is a number if it is fixed, else its bounds [least, most or None]."""
+    inputs = []
     for node in graph.find_nodes(op="placeholder"):
         value = node.meta.get("val")
         sizes = [_size(s, ranges) for s in value.shape] if isinstance(value, Tensor) else []
-        found.append((str(node.target), sizes))
-    return found
+        inputs.append((str(node.target), sizes))
+    return inputs
 
 
 def _size(size: Any, ranges: Mapping[Any, Any]) -> Any:

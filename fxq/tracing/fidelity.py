@@ -1,4 +1,4 @@
-"""Whether a traced graph computes what the model computes, and which module it is that differs."""
+"""Comparison of a traced graph's outputs with the model's, and search for the module that differs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def call(
 def first_difference(
     model: nn.Module, example: Batch, fixed: Mapping[str, Any], traced: list[tuple[str, list[Tensor]]]
 ) -> str:
-    """Path of the innermost module whose traced forward returns something else than its own; empty for none.
+    """Path of the innermost module whose traced forward returns other values than the module; empty if none does.
 
     Args:
         model: the float model.
@@ -61,10 +61,10 @@ def _results(
     model: nn.Module, example: Batch, fixed: Mapping[str, Any], paths: Collection[str]
 ) -> list[tuple[str, list[Tensor]]]:
     """Path and tensors of each call of these modules when the model runs, in the order in which they return."""
-    kept: list[tuple[str, list[Tensor]]] = []
+    results: list[tuple[str, list[Tensor]]] = []
 
     def note(path: str, module: nn.Module, args: Any, result: Any) -> None:
-        kept.append((path, copied(list(tensors(result)))))
+        results.append((path, copied(list(tensors(result)))))
 
     modules = [(path, model.get_submodule(path)) for path in paths]
     python = [(path, module) for path, module in modules if not isinstance(module, torch.jit.ScriptModule)]
@@ -74,27 +74,27 @@ def _results(
     finally:
         for handle in handles:
             handle.remove()
-    return kept
+    return results
 
 
-def part_for(whole: Tensor, alone: Tensor, start: int, some: int, count: int) -> Tensor:
+def part_for(whole: Tensor, alone: Tensor, start: int, samples: int, count: int) -> Tensor:
     """Slice of a batch's result that belongs to some of its samples.
 
     Args:
         whole: result for the batch.
         alone: result for these samples alone, whose shape tells which axes hold samples.
         start: index of the first sample.
-        some: number of samples.
+        samples: number of samples.
         count: number of samples in the batch.
     """
     for axis, (size, part) in enumerate(zip(whole.shape, alone.shape, strict=True)):
-        if size != part and size * some == count * part:
-            whole = whole.narrow(axis, start * part // some, part)
+        if size != part and size * samples == count * part:
+            whole = whole.narrow(axis, start * part // samples, part)
     return whole
 
 
 def same_values(got: Any, expected: Any) -> bool:
-    """Whether two results hold the same tensors, to rounding: 1e-3 of the largest element, NaN where NaN is."""
+    """Whether two results hold equal tensors, to within 1e-3 of the largest element; NaN equals NaN."""
     pairs = list(tensors(got)), list(tensors(expected))
     return len(pairs[0]) == len(pairs[1]) and all(_close(a, b) for a, b in zip(*pairs, strict=True))
 
@@ -105,5 +105,5 @@ def _close(got: Tensor, expected: Tensor) -> bool:
     if got.layout is not torch.strided or torch.equal(got, expected) or got.numel() == 0:
         return True
     a, b = (t.to(torch.complex128 if t.is_complex() else torch.float64) for t in (got, expected))
-    most = float(b.abs().nan_to_num(0.0, 0.0, 0.0).max())
-    return torch.allclose(a, b, rtol=1e-3, atol=1e-3 * most, equal_nan=True)
+    largest = float(b.abs().nan_to_num(0.0, 0.0, 0.0).max())
+    return torch.allclose(a, b, rtol=1e-3, atol=1e-3 * largest, equal_nan=True)

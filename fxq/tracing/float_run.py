@@ -56,7 +56,7 @@ class FloatRun:
         outputs: what the model returned.
         error: exception that it raised, if any.
         kept: state of its modules that affects later calls.
-        suspects: state that may affect later calls; the module also got other inputs, due to state elsewhere.
+        suspects: state that may affect later calls, in modules whose inputs differed as well, due to state elsewhere.
         written: names of parameters that the forward changes in place.
         stream: batches on which the model ran in sequence; empty if it changed no state.
         streamed: tensors that it returned for each batch of `stream`.
@@ -88,7 +88,7 @@ class FloatRun:
         self.kept = [*self._random(draws), *self._remembered(changes), *self._written(changes)]
 
     def _changer(self, name: str) -> str:
-        """Path of the innermost module of the user around a tensor, whose forward may change it."""
+        """Path of the innermost module of the user's code that contains a tensor, whose forward may change it."""
         path = name.rpartition(".")[0]
         while path and type(self.model.get_submodule(path)).__module__.startswith("torch.nn."):
             path = path.rpartition(".")[0]
@@ -111,7 +111,7 @@ class FloatRun:
                 yield KeptState(path, f"forward draws numbers from {' and '.join(names)}, {_DRAW}")
 
     def _written(self, changes: ModelChanges) -> Iterator[KeptState]:
-        """Tensors changed in place: a graph would change its own copies, or nothing."""
+        """Tensors that the forward changes in place. A graph would change its own copies, or nothing."""
         for kind, names in (("buffer", changes.buffers), ("parameter", changes.parameters)):
             for name in names:
                 yield KeptState(
@@ -213,7 +213,7 @@ class FloatRun:
         return order
 
     def _refused(self, kept: KeptState) -> KeptState:
-        """State of a module; where the module cannot be copied, as state that the models would share."""
+        """Return the state of a module, marked as outside if the module cannot be copied, so that copies share it."""
         if kept.outside or not kept.path:
             return kept
         module = self.model.get_submodule(kept.path)
@@ -269,7 +269,7 @@ _DRAW = (
 
 
 def _remedy(path: str, shared: bool = False) -> str:
-    """What to do about state of a module; the model itself cannot be a leaf."""
+    """Remedy for state of a module. The model itself cannot be a leaf."""
     return _SHARED if shared else KEEP_STATE_REMEDY if path else _WHOLE
 
 

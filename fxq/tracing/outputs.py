@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-PLAIN = "Give and return tensors, and tuples, lists, dicts and dataclasses of them."
-"""Advice for objects that no graph can hold."""
+PLAIN_CONTAINERS = "Pass and return tensors, or tuples, lists, dicts and dataclasses of tensors."
+"""Remedy for objects that a graph cannot hold."""
 
 
-def parts_of(container: Any) -> Any:
+def content_of(container: Any) -> Any:
     """Content of an object or container of a user-defined class, as a plain dict, tuple or list."""
     if isinstance(container, Mapping):
         return dict(container)
@@ -21,9 +21,9 @@ def parts_of(container: Any) -> Any:
     return tuple(container) if isinstance(container, tuple) else list(container)
 
 
-def cannot_be_made(kind: type, why: str) -> str:
+def cannot_construct(kind: type, why: str) -> str:
     """Message for a class whose objects `make_output` cannot construct from their content."""
     return (
-        f"an object of type {kind.__name__} is returned, or given to a layer, and a graph cannot construct one from "
+        f"an object of type {kind.__name__} is returned or passed to a layer, and a graph cannot construct it from "
         f"its fields or items: {why}."
     )

@@ -1,4 +1,4 @@
-"""Variations of the example: the batches that show whether a model's state affects what it returns."""
+"""Variations of the example, which show whether a model's state affects its outputs."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from fxq.common.trees import mapped
 
 
 def variations(example: Batch) -> list[Batch]:
-    """Batches with other values and other sizes than the example, which comes first.
+    """Return the example, and batches with other values and sizes.
 
-    One is mirrored, one has larger values, one smaller random ones (integers stay within their range), and where the
-    first axis of all tensors has one size, one has half as many samples and one twice as many. State such as a running
-    maximum, the first call's mean or a cache by batch size differs after them.
+    One is mirrored, one has larger values, and one has smaller random values (integers stay within their range). If the
+    first axis of all tensors has one size, one has half as many samples and one twice as many. After them, state such
+    as a running maximum, the first call's mean or a cache by batch size differs.
     """
     generator = torch.Generator().manual_seed(0)
     batches = [

@@ -1,4 +1,4 @@
-"""The tracer: `torch.fx` with the example's values beside the proxies, so that what sizes decide can be decided."""
+"""Tracer that runs the example beside the proxies of `torch.fx`, so that branches on sizes can be traced."""
 
 from __future__ import annotations
 
@@ -27,38 +27,47 @@ from fxq.graph.info import info, set_info
 from fxq.graph.query import tensor_meta
 from fxq.ops import OPS
 from fxq.tracing.assumptions import Assumptions
-from fxq.tracing.dependence import origin_of
+from fxq.tracing.dependence import dependence_of
 from fxq.tracing.example_run import ExampleRun, has_traced_weights
 from fxq.tracing.exported_program import Exported
-from fxq.tracing.failure import Untraceable, blame, user_line
+from fxq.tracing.failure import Untraceable, locate_failure, user_line
 from fxq.tracing.forward_arguments import arguments, can_be_default
-from fxq.tracing.outputs import PLAIN, cannot_be_made, parts_of
-from fxq.tracing.proxies import Origin, TracedValue, examples, found_in, is_value, unwatched, visible
-from fxq.tracing.tuples import sliced, taken_apart
+from fxq.tracing.outputs import PLAIN_CONTAINERS, cannot_construct, content_of
+from fxq.tracing.proxies import (
+    Dependence,
+    TracedValue,
+    example_tensors,
+    is_value,
+    recording_calls,
+    traced_values,
+    untraced,
+)
+from fxq.tracing.tuples import sliced, unpacked
 from fxq.tracing.wrappers import wrapped
 
-_ONE_AT_A_TIME = threading.RLock()
-"""A trace replaces functions of torch until it is done: a second one would put back what the first has replaced."""
+_TRACE_LOCK = threading.RLock()
+"""Held during a trace, which patches functions of torch: a second one would undo the patches of the first."""
 
 
 class Tracer(fx.Tracer):
-    """Traces a model while running it on the example: module path, source line, shape and memory of every node.
+    """Traces a model while running it on the example. Each node gets module path, source line, shape and memory.
 
-    A module that cannot be traced is kept as a leaf, and its path and the reason go into `broken`. The graph is right
-    only when nothing is in there: then it is to be traced again, with those modules among the leaves.
+    A module that cannot be traced becomes a leaf, and `broken` gets its path and the reason. If `broken` is not empty
+    after the trace, the graph is invalid: trace again with those modules among the leaves.
 
     Attributes:
         leaves: path globs of modules that are not traced into.
-        broken: the modules that cannot be traced, by path, each with the reason.
+        broken: for each module that cannot be traced, its path and the reason.
         watch: which values share memory.
-        returned: the tensors that the model returns for the example, in order.
+        returned: tensors that the model returns for the example, in order.
         loops: whether a forward loops over the rows of a tensor.
         unroll: whether such a loop is unrolled.
-        record: whether to keep what the traced modules return.
-        outputs: that, with the module's path, in the order in which they return.
-        created: whether tensors that the forward creates, such as torch.zeros, are traced, as it changes them.
+        record: whether to record the outputs of the traced modules.
+        outputs: path and output tensors of each call of a traced module, in order of return, if `record`.
+        created: whether tensors that the forward creates, such as torch.zeros, are traced, because it changes them.
         new_constants: attribute paths of these tensors.
-        forced, free: as for `Assumptions`.
+        forced: outcome of branches on sizes by line (see `Assumptions`).
+        free: lines whose branches on sizes are not checked (see `Assumptions`).
     """
 
     def __init__(
@@ -77,89 +86,89 @@ class Tracer(fx.Tracer):
         self.leaves, self.example, self.fixed, self.strict = leaves, example, fixed, strict
         self.unroll, self.loops, self.forced, self.free = unroll, False, forced or {}, free
         self.record, self.outputs = record, list[tuple[str, list[Tensor]]]()
-        self._hopeless: Exception | None = None
+        self._failed_as_leaf: Exception | None = None
         self.broken: dict[str, str] = {}
         self.watch = MemoryWatch()
         self.returned: list[Tensor] = []
         self._thread = threading.get_ident()
-        self._read: dict[str, TracedValue] = {}
+        self._parameters: dict[str, TracedValue] = {}
         self._paths: dict[Tensor, str] = {}
         self.created, self.new_constants = created, set[str]()
-        self._plain: dict[Tensor, int] = {}
-        self._written: dict[int, Origin] = {}
+        self._constant_versions: dict[Tensor, int] = {}
+        self._written_dependence: dict[int, Dependence] = {}
 
     def trace_model(self, model: nn.Module) -> fx.Graph:
-        """The graph.
+        """Trace a model into a graph.
 
         Raises:
-            TraceError: the model itself, not a module in it, cannot be traced.
+            TraceError: the model's own forward cannot be traced. A submodule becomes a leaf instead.
             InputError: the model does not run on the example.
         """
         self.run = ExampleRun(model, _TRACE)
-        self.asked = Assumptions(self.create_node, _TRACE, type(model).__name__, self.forced, self.free)
+        self.assumptions = Assumptions(self.create_node, _TRACE, type(model).__name__, self.forced, self.free)
         self._device = device_of(model)
         self._paths = {p: n for n, p in (*model.named_buffers(), *model.named_parameters())}
         buffers = [(module._buffers, dict(module._buffers)) for module in model.modules() if _has_buffers(module)]
         try:
             with (
-                _ONE_AT_A_TIME,
+                _TRACE_LOCK,
                 torch.inference_mode(False),
                 torch.no_grad(),
-                visible(self.create_proxy, self._traces, self._create if self.created else None),
+                recording_calls(self.create_proxy, self._traces, self._create if self.created else None),
             ):
-                graph = super().trace(model)  # inference tensors do not count their changes
+                graph = super().trace(model)  # outside inference mode, whose tensors have no version counter
         except FxqError:
             raise
-        except Exception as error:  # whatever the user's forward raises
-            raise TraceError(blame(model, error).error()) from error
-        finally:  # a forward may have set a buffer to a traced value, and the graph reads the model's own
+        except Exception as error:  # the user's forward may raise any type of error
+            raise TraceError(locate_failure(model, error).error()) from error
+        finally:  # a forward may have set a buffer to a traced value, but the graph reads the model's buffer
             for current, before in buffers:
                 current.update(before)
-        self.asked.add_checks(self.graph)
+        self.assumptions.add_checks(self.graph)
         self._erase_unused()
         return graph
 
     def _traces(self) -> bool:
-        """Whether a forward of the model is running, rather than a layer on the example or something else's thread."""
+        """Whether this thread runs a forward of the model, rather than a layer on the example."""
         return not self.run.is_on and threading.get_ident() == self._thread
 
     # ---- inputs and outputs
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
-        """Forward's arguments: traced, or as what they are where the example fixes them."""
+        """Arguments of forward: traced values, or plain values where the recipe fixes them."""
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
-        given = arguments(self.root, self.example, self.fixed)
-        inputs = [self._input(entry) if can_be_default(entry.default) else entry.value for entry in given]
-        for entry, value in zip(given, inputs, strict=True):  # all inputs come first in a graph
+        entries = arguments(self.root, self.example, self.fixed)
+        inputs = [self._input(entry) if can_be_default(entry.default) else entry.value for entry in entries]
+        for entry, value in zip(entries, inputs, strict=True):  # all inputs come first in a graph
             value = self._expand(value, value._value) if is_value(value) else value
             if entry.name.startswith("*"):
                 args.extend(value)
             elif entry.positional:
                 args.append(value)
-            elif value is not entry.value or not entry.left_out:  # what is left out stays so: decorators may look
+            elif value is not entry.value or not entry.left_out:  # decorators may look at which arguments are passed
                 kwargs[entry.name] = value
 
         def forward(root: nn.Module) -> Any:
             result = root.forward(*args, **kwargs)
             self._check_swallowed(0)
-            self.returned = list(examples(result))
+            self.returned = list(example_tensors(result))
             return result
 
         return forward, [self.root]
 
     def _input(self, entry: Any) -> Any:
         node = self.create_node("placeholder", entry.name, entry.default, {})
-        with unwatched():
+        with untraced():
             value = copied(entry.value)
-        self._see(node, value)
-        self.asked.give(entry, node)
-        return value if entry.fixed else TracedValue(node, self, value, Origin.SIZES)
+        self._record_value(node, value)
+        self.assumptions.add_input(entry, node)
+        return value if entry.fixed else TracedValue(node, self, value, Dependence.SIZES)
 
     def _expand(self, value: TracedValue, example: Any) -> Any:
-        """A container of inputs as the container that it is, with traced values in it; plain values as they are."""
+        """Container of inputs of the example's type, with traced values for tensors; plain values stay plain."""
         if isinstance(example, Tensor):
-            value._made_of = Origin.DATA
+            value._own_dependence = Dependence.DATA
             return value
         kind: Any = type(example)
         if kind in (dict, OrderedDict):
@@ -172,9 +181,9 @@ class Tracer(fx.Tracer):
     def _erase_unused(self) -> None:
         """Erase reads of sizes and parts that only the trace needed."""
         for node in reversed(self.graph.nodes):
-            if not node.users and node.meta.get(_IDLE):
+            if not node.users and node.meta.get(_READS_ONLY):
                 self.graph.erase_node(node)
-            node.meta.pop(_IDLE, None)
+            node.meta.pop(_READS_ONLY, None)
 
     # ---- nodes
 
@@ -188,49 +197,53 @@ class Tracer(fx.Tracer):
         type_expr: Any = None,
         proxy_factory_fn: Any = None,
     ) -> Any:
-        """Run a call on the example and record it; its value. What returns None is given as None."""
+        """Run a call on the example and record it. Returns its traced value, or None if the call returns None."""
         if kind == "call_function":
-            some = sliced(target, args)
-            if some is not None:
-                return some
+            selected = sliced(target, args)
+            if selected is not None:
+                return selected
         if kind in ("call_function", "call_method"):
-            args, kwargs = taken_apart(target, args, kwargs)
-        self.asked.forget()
+            args, kwargs = unpacked(target, args, kwargs)
+        self.assumptions.forget()
         if torch.is_autocast_enabled(self._device):
-            raise Untraceable(_AUTOCAST, way=_WITHOUT_AUTOCAST)
-        if (type(self.root.get_submodule(target)) if kind == "call_module" else target) in _BY_RANK:
-            for value in found_in((args, kwargs)):
-                self.asked.reads_rank(value)
-        self.asked.squeezes = self.asked.squeezes or target in _SQUEEZES
+            raise Untraceable(_AUTOCAST, remedy=_WITHOUT_AUTOCAST)
+        if (type(self.root.get_submodule(target)) if kind == "call_module" else target) in _RANK_DEPENDENT:
+            for value in traced_values((args, kwargs)):
+                self.assumptions.reads_rank(value)
+        self.assumptions.squeezes = self.assumptions.squeezes or target in _SQUEEZES
         before = self.watch.versions(self.run.values((args, kwargs)))
         inside = next((p for p, _ in reversed(self.module_stack.values())), "")
         result = self.run.call(kind, target, args, kwargs, target if kind == "call_module" else inside)
         node: fx.Node = super().create_proxy(kind, target, args, kwargs, name, type_expr).node
         changes = self.watch.changed(before)
-        self._see(node, result, changes)
-        origin = origin_of(kind, target, args, kwargs)
+        self._record_value(node, result, changes)
+        origin = dependence_of(kind, target, args, kwargs)
         for block in changes:
-            self._written[block] = max(origin, self._written.get(block, origin))
+            self._written_dependence[block] = max(origin, self._written_dependence.get(block, origin))
         value = TracedValue(node, self, result, origin)
         if not changes and result is not None and not isinstance(result, Tensor) and kind != "call_module":
-            node.meta[_IDLE] = value._origin < Origin.DATA or target is operator.getitem
+            node.meta[_READS_ONLY] = value._dependence < Dependence.DATA or target is operator.getitem
         if result is None and target in (operator.getitem, getattr):
-            self.asked.fix(value, "none", anyway=True)
-        if node.meta.get(_IDLE) and self.created and origin is Origin.CONSTANT:
+            self.assumptions.plain_value(value, "none", allow_data=True)
+        if node.meta.get(_READS_ONLY) and self.created and origin is Dependence.CONSTANT:
             return result if next(tensors(result), None) is None else value
         return None if result is None else value
 
-    def origin(self, value: TracedValue) -> Origin:
-        """Origin of a traced value: that of its operands and of writes to its memory."""
-        spot = self.watch.spot(value.node) if self._written else None
-        return value._made_of if spot is None else max(value._made_of, self._written.get(spot[0], Origin.CONSTANT))
+    def dependence(self, value: TracedValue) -> Dependence:
+        """Inputs that a traced value depends on, through its operands and writes to its memory."""
+        spot = self.watch.spot(value.node) if self._written_dependence else None
+        return (
+            value._own_dependence
+            if spot is None
+            else max(value._own_dependence, self._written_dependence.get(spot[0], Dependence.CONSTANT))
+        )
 
     def changes_plain_tensors(self) -> bool:
         """Whether the forward changes tensors that it creates, so that they are not constants.
 
         If so, the model must be traced again with `created=True`.
         """
-        if any(tensor._version != version for tensor, version in self._plain.items()):
+        if any(tensor._version != version for tensor, version in self._constant_versions.items()):
             return True
         plain = {block for n in self.graph.find_nodes(op="get_attr") if _is_new(n) for block in info(n).memory}
         return any(not plain.isdisjoint(info(node).changes) for node in self.graph.nodes)
@@ -262,10 +275,10 @@ class Tracer(fx.Tracer):
         node = self._attribute(tensor)
         if new:
             self.new_constants.add(str(node.target))
-        return TracedValue(node, self, self.run.copy(tensor), Origin.CONSTANT)
+        return TracedValue(node, self, self.run.copy(tensor), Dependence.CONSTANT)
 
     def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """A node with its module path and the line of user code that made it."""
+        """Make a node with its module path and the line of user code that it comes from."""
         node = super().create_node(kind, target, *args, **kwargs)
         inside = list(node.meta.get("nn_module_stack", {}).values())
         path = str(node.target) if node.op == "call_module" else str(inside[-1][0]) if inside else ""
@@ -274,11 +287,11 @@ class Tracer(fx.Tracer):
             path, source = self.root.place()
         set_info(node, path=path, source=source)
         if kind == "output" and len(self.returned) == 1:
-            self._see(node, self.returned[0])
+            self._record_value(node, self.returned[0])
         return node
 
     def create_arg(self, a: Any) -> Any:
-        """A traced value, or anything that holds some, as an argument of a node."""
+        """Convert a traced value, or an object that holds traced values, to an argument of a node."""
         if is_value(a):
             return a.node
         if isinstance(a, Tensor):
@@ -290,126 +303,130 @@ class Tracer(fx.Tracer):
         try:
             return super().create_arg(a)
         except NotImplementedError:
-            raise Untraceable(_NO_ARGUMENT.format(kind=type(a).__name__), way=self._way_out()) from None
+            raise Untraceable(_NO_ARGUMENT.format(kind=type(a).__name__), remedy=self._remedy_for_object()) from None
 
     def _container(self, value: Any) -> fx.Node:
         """Node that constructs an object or container of a user-defined class."""
-        kind, parts = f"{type(value).__module__}:{type(value).__qualname__}", parts_of(value)
+        kind, parts = f"{type(value).__module__}:{type(value).__qualname__}", content_of(value)
         try:
-            made = self.create_proxy("call_function", make_output, (kind, parts), {})
+            output = self.create_proxy("call_function", make_output, (kind, parts), {})
         except InputError as error:
             cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
-            raise Untraceable(cannot_be_made(type(value), words_of(cause)), way=PLAIN) from error
-        if any(a is not b for a, b in zip_longest(tensors(made._value), tensors(self.run.values(parts)))):
-            raise Untraceable(cannot_be_made(type(value), "its constructor changes them"), way=PLAIN)
-        return cast(fx.Node, made.node)
+            raise Untraceable(cannot_construct(type(value), words_of(cause)), remedy=PLAIN_CONTAINERS) from error
+        if any(a is not b for a, b in zip_longest(tensors(output._value), tensors(self.run.values(parts)))):
+            raise Untraceable(cannot_construct(type(value), "its constructor changes them"), remedy=PLAIN_CONTAINERS)
+        return cast(fx.Node, output.node)
 
-    def _way_out(self) -> str:
-        """What to do about an object that no graph can hold."""
+    def _remedy_for_object(self) -> str:
+        """Remedy for an object that a graph cannot hold."""
         if "use_cache" in inspect.signature(self.root.forward).parameters:
-            return "Do without it: recipe.fix_args(use_cache=False), if it is the cache of a decoder."
-        return PLAIN
+            return "If it is the cache of a decoder, disable it: recipe.fix_args(use_cache=False)."
+        return PLAIN_CONTAINERS
 
     def _attribute(self, tensor: Tensor) -> fx.Node:
-        """The node that reads a tensor of the model, or one that a forward has made of nothing traced."""
+        """Make the node that reads a tensor of the model, or a constant that a forward created."""
         path = self._paths.get(tensor)
         node: Any = super().create_arg(tensor) if path is None else self.create_node("get_attr", path, (), {})
         self._paths[tensor] = str(node.target)
         if path is None and not tensor.is_inference():
-            self._plain[tensor] = tensor._version
-        self._see(node, self.run.copy(tensor))
+            self._constant_versions[tensor] = tensor._version
+        self._record_value(node, self.run.copy(tensor))
         return cast(fx.Node, node)
 
-    def _see(self, node: fx.Node, value: Any, changes: tuple[int, ...] = ()) -> None:
-        """Note shape, dtype and memory of a node's value."""
+    def _record_value(self, node: fx.Node, value: Any, changes: tuple[int, ...] = ()) -> None:
+        """Record shape, dtype and memory of a node's value."""
         self.watch.see(node, value)
         shape, dtype = tensor_meta(value)
         set_info(node, shape=shape, dtype=dtype, memory=self.watch.memory(value), changes=changes)
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
-        """A parameter of the model as a traced value; all else as it is."""
+        """Return a parameter of the model as a traced value, and other attributes unchanged."""
         path = self._paths.get(attr_val) if isinstance(attr_val, nn.Parameter) and self._traces() else None
         if path is None:
             return attr_val
-        if path not in self._read:
+        if path not in self._parameters:
             value = self.run.copy(attr_val)
             node = self.create_node("get_attr", path, (), {})
-            self._see(node, value)
-            self._read[path] = TracedValue(node, self, value, Origin.CONSTANT)
-        return self._read[path]
+            self._record_value(node, value)
+            self._parameters[path] = TracedValue(node, self, value, Dependence.CONSTANT)
+        return self._parameters[path]
 
     # ---- modules
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """The recipe's leaf modules, torch's own modules, and what the op table knows."""
+        """Whether a module is a leaf: named by the recipe, a module of torch, or in the op table."""
         if is_kept(module_qualified_name, self.leaves):
             return True
         if isinstance(m, (nn.Sequential, nn.ModuleList, nn.ModuleDict)) or "forward" in vars(m):
-            return False  # a forward set on the object is not that of its type, so what the table says does not hold
+            return False  # a forward set on the object replaces that of its type, which the op table describes
         own = type(m).__mro__[1] if parametrize.is_parametrized(m) else type(m)
-        known = own.__module__.startswith(("torch.nn.", "torch.ao.nn.")) or OPS.of_call(own) is not None
-        return known and not has_traced_weights(m)
+        is_op = own.__module__.startswith(("torch.nn.", "torch.ao.nn.")) or OPS.of_call(own) is not None
+        return is_op and not has_traced_weights(m)
 
     def call_module(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Trace into a module, or keep it as a leaf: where it is one, and where tracing into it fails."""
+        """Trace into a module, or keep it as a leaf if it is one or if tracing into it fails."""
         if threading.get_ident() != self._thread:
             return forward(*args, **kwargs)
         path = self.submodule_paths.get(m) if self.submodule_paths else None
         inside = wrapped(m)
         if inside is not None and (self.run.is_on or not is_kept(path or "", self.leaves)):
             return inside(*args, **kwargs)
-        if m._compiled_call_impl is not None:  # by module.compile(): what it calls instead cannot be traced
+        if m._compiled_call_impl is not None:  # set by module.compile(); the compiled call cannot be traced
             forward = m._call_impl
         if self.run.is_on:
             return forward(*args, **kwargs)
         if isinstance(m, parametrize.ParametrizationList):
             return self.run.fold(m, forward, args, kwargs)
-        if path is None:  # made by a forward, or in a plain list: it has no path to call it by
+        if path is None:  # created in forward, or in a plain list: a node cannot call it
             if any(p not in self._paths for p in m.parameters()):
-                raise Untraceable(_NO_PATH.format(kind=type(m).__name__), way=_LIST_MODULES)
+                raise Untraceable(_NO_PATH.format(kind=type(m).__name__), remedy=_LIST_MODULES)
             return forward(*args, **kwargs)
-        stack, refusals = dict(self.module_stack), len(self.asked.refusals)
+        stack, refusals = dict(self.module_stack), len(self.assumptions.refusals)
         try:
             if isinstance(m, torch.jit.ScriptModule) and not self.is_leaf_module(m, path):
-                raise Untraceable(_SCRIPT)
+                raise Untraceable(_TORCHSCRIPT)
             result = super().call_module(m, forward, args, kwargs)
             self._check_swallowed(refusals)
             if self.record and not self.is_leaf_module(m, path):
-                with unwatched():
-                    self.outputs.append((path, copied(list(examples(result)))))
+                with untraced():
+                    self.outputs.append((path, copied(list(example_tensors(result)))))
             return result
         except Exception as error:
-            del self.asked.refusals[refusals:]
+            del self.assumptions.refusals[refusals:]
             self.module_stack.clear()
             self.module_stack.update(stack)
             if self.strict or self.is_leaf_module(m, path):
                 raise
             return self._keep(m, path, args, kwargs, error)
 
-    def _check_swallowed(self, known: int) -> None:
-        """Raise a refusal that a forward has caught in a `try`: what it did then is not what it does on data."""
-        if len(self.asked.refusals) > known:
-            raise self.asked.refusals[known]
+    def _check_swallowed(self, start: int) -> None:
+        """Raise the first refusal from index `start` on, if any.
+
+        Raises:
+            Untraceable: the forward caught a refusal in a `try`, and then took a path that it would not take on data.
+        """
+        if len(self.assumptions.refusals) > start:
+            raise self.assumptions.refusals[start]
 
     def _keep(self, m: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
-        """A module that cannot be traced, as a leaf. Raises the error again where it does not run as one either."""
+        """Call a module that cannot be traced as a leaf. Raises the error again if it does not run as a leaf either."""
         try:
-            if error is self._hopeless:
+            if error is self._failed_as_leaf:
                 raise error
-            kept = self.create_proxy("call_module", path, args, kwargs)
+            output = self.create_proxy("call_module", path, args, kwargs)
         except InputError:
-            self._hopeless = error
+            self._failed_as_leaf = error
             raise error from None
-        self.broken[path] = blame(self.root, error).note()
-        return kept
+        self.broken[path] = locate_failure(self.root, error).note()
+        return output
 
     # ---- plain values
 
     def rows(self, value: TracedValue) -> Iterator[Any]:
-        """A loop over the rows of a tensor: unrolled where sizes decide what is in it, or nothing else is left."""
+        """Rows of a tensor, for a loop over them, which is unrolled if it depends on sizes only, or if `unroll`."""
         self.loops = True
-        if value._origin is Origin.DATA and not self.unroll:
-            raise self.asked.refuse("a loop over the rows of a tensor", value.node)
+        if value._dependence is Dependence.DATA and not self.unroll:
+            raise self.assumptions.refuse("a loop over the rows of a tensor", value.node)
         return iter([value[i] for i in range(len(value))])  # type: ignore[index]
 
 
@@ -419,15 +436,15 @@ def _is_new(constant: fx.Node) -> bool:
 
 
 def _has_buffers(module: nn.Module) -> bool:
-    return not isinstance(module, torch.jit.ScriptModule)  # these hold theirs in C++
+    return not isinstance(module, torch.jit.ScriptModule)  # holds its buffers in C++
 
 
 _TRACE = Tracer.trace_model.__code__
-_BY_RANK = (nn.MultiheadAttention, nn.TransformerDecoderLayer, nn.functional.multi_head_attention_forward)
-"""What computes something else of inputs without a batch axis."""
+_RANK_DEPENDENT = (nn.MultiheadAttention, nn.TransformerDecoderLayer, nn.functional.multi_head_attention_forward)
+"""Modules and functions that compute something else if the inputs have no batch axis."""
 _SQUEEZES = ("squeeze", "squeeze_", torch.squeeze)
-_IDLE = "fxq_idle"
-"""Marks a node that does nothing but give a value, so that it can go when nobody reads it."""
+_READS_ONLY = "fxq_idle"
+"""Metadata key of nodes without side effects, such as reads of sizes, which are erased if they have no users."""
 
 
 _AUTOCAST = "forward enables torch.autocast, which a graph does not record."
@@ -436,13 +453,15 @@ _WITHOUT_AUTOCAST = (
     'as a float leaf: recipe.leaf("path.of.module").'
 )
 _NO_PATH = (
-    "it calls a {kind} that is not a submodule of the model: it is in a plain list or dict, or created in forward."
+    "it calls a {kind} that is not a submodule of the model, but is in a plain list or dict, or created in forward."
 )
-_LIST_MODULES = "Put it into an nn.ModuleList or nn.ModuleDict, or set it as an attribute in __init__."
-_SCRIPT = "it is a TorchScript module, which has no Python code to trace: pass the nn.Module that it was scripted from."
-_NO_ARGUMENT = "an object of type {kind} is returned, or given to a layer, and no graph can hold it."
+_LIST_MODULES = "Store it in an nn.ModuleList or nn.ModuleDict, or set it as an attribute in __init__."
+_TORCHSCRIPT = (
+    "a TorchScript module has no Python code to trace: pass the nn.Module that it was scripted from, not the script."
+)
+_NO_ARGUMENT = "an object of type {kind} is returned or passed to a layer, and a graph cannot hold it."
 
 
 def is_kept(path: str, leaves: tuple[str, ...]) -> bool:
-    """Whether the recipe says that a module is not to be traced into."""
+    """Whether the recipe keeps a module as a leaf."""
     return any(path_matches(path, pattern) for pattern in leaves)

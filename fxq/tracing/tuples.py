@@ -1,7 +1,7 @@
-"""Tuples of a traced call that are used whole: taken apart where that asks nothing new of sizes.
+"""Unpacking of tuples that a traced call returns and another call takes whole, if their length does not vary.
 
-Then `torch.cat(x.split(2, 1))` is what `torch.cat([*x.split(2, 1)])` is: ops of one tensor each. And sizes are given
-one by one: `F.avg_pool2d(x, x.size()[2:])` is `F.avg_pool2d(x, (x.size(2), x.size(3)))`.
+Then `torch.cat(x.split(2, 1))` is traced like `torch.cat([*x.split(2, 1)])`, as ops of one tensor each, and
+`F.avg_pool2d(x, x.size()[2:])` like `F.avg_pool2d(x, (x.size(2), x.size(3)))`.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from torch import Tensor
 
 from fxq.graph.info import info
 from fxq.ops import OPS
-from fxq.tracing.proxies import found_in, is_value
+from fxq.tracing.proxies import is_value, traced_values
 
 
-def taken_apart(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call of an op, with tuples in the place of traced ones: of tensors as of sizes."""
-    found = OPS.of_call(target)
-    if found is None or getattr(target, "__module__", None) == operator.add.__module__:  # x.size()[:-1] + (3,)
+def unpacked(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of an op's call with traced tuples unpacked: tuples of tensors or of sizes."""
+    row = OPS.of_call(target)
+    if row is None or getattr(target, "__module__", None) == operator.add.__module__:  # x.size()[:-1] + (3,)
         return args, kwargs
-    listed = _listed if found[0].traits.inputs == ("xs",) else _sizes
-    return tuple(map(listed, args)), {key: listed(value) for key, value in kwargs.items()}
+    unpack = _listed if row[0].traits.inputs == ("xs",) else _sizes
+    return tuple(map(unpack, args)), {key: unpack(value) for key, value in kwargs.items()}
 
 
 def _sizes(value: Any) -> Any:
@@ -31,11 +31,11 @@ def _sizes(value: Any) -> Any:
 
 
 def sliced(target: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Some of the parts of a tuple, as `x.chunk(2, 1)[::-1]` takes them; None where the call is not that."""
-    if target is not operator.getitem or type(args[1]) is not slice or next(found_in(args[1]), None) is not None:
+    """Parts of a traced tuple that a slice selects, as in `x.chunk(2, 1)[::-1]`; None for any other call."""
+    if target is not operator.getitem or type(args[1]) is not slice or next(traced_values(args[1]), None) is not None:
         return None
     parts = _listed(args[0])
-    return parts[args[1]] if type(parts) is tuple else None  # not by isinstance: a traced tuple answers as one
+    return parts[args[1]] if type(parts) is tuple else None  # not isinstance, which is true for a traced tuple
 
 
 def _listed(value: Any) -> Any:
@@ -43,16 +43,16 @@ def _listed(value: Any) -> Any:
 
 
 def _is_fixed(value: Any) -> bool:
-    """Whether inputs of other sizes have as many parts, as a rule: the graph will check that they do.
+    """Whether inputs of other sizes usually give as many parts. The graph checks that they do.
 
-    So it is where the call says how many, or cuts the channels of images; but not along the batch.
+    This holds if the call gives the number of parts, or splits the channels of images; never along the batch.
     """
     node = value.node
-    found = OPS.of_call(node.target)
-    cuts = found is not None and found[1].pick is not None and found[0].traits.view  # several views are parts
-    if found is None or not cuts or not all(isinstance(part, Tensor) for part in value._value):
+    row = OPS.of_call(node.target)
+    splits = row is not None and row[1].pick is not None and row[0].traits.view  # several views are parts
+    if row is None or not splits or not all(isinstance(part, Tensor) for part in value._value):
         return False
-    bound = found[0].bind_raw(found[1], node.args, node.kwargs)
+    bound = row[0].bind_raw(row[1], node.args, node.kwargs)
     dim = bound.get("dim", 0) if isinstance(bound, dict) else None
     if not isinstance(bound, dict) or not isinstance(dim, int):
         return False

@@ -1,4 +1,4 @@
-"""Weights that a module computes before or in each call, as plain tensors."""
+"""Values of weights that a torch module recomputes in each call."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def reparametrized(module: nn.Module) -> dict[str, Tensor]:
     """Tensors that a torch module recomputes in each call, by name, with their values in eval mode.
 
     `weight_norm` and `spectral_norm` set them in a pre-hook; an embedding with a `max_norm` scales the rows that it
-    reads. Modules with `torch.nn.utils.parametrizations` compute theirs where they are read, and need no such thing.
+    reads. Weights with `torch.nn.utils.parametrizations` are not among them: they are computed where they are read.
     """
     weights: dict[str, Tensor] = {}
     with torch.no_grad():
@@ -24,9 +24,9 @@ def reparametrized(module: nn.Module) -> dict[str, Tensor]:
             elif isinstance(hook, SpectralNorm):
                 weights[hook.name] = hook.compute_weight(module, do_power_iteration=False)
         if is_normed(module):
-            every = torch.arange(module.num_embeddings, device=module.weight.device)
+            rows = torch.arange(module.num_embeddings, device=module.weight.device)
             largest = float(module.max_norm or 0.0)
-            weights["weight"] = torch.embedding_renorm_(module.weight.clone(), every, largest, module.norm_type)
+            weights["weight"] = torch.embedding_renorm_(module.weight.clone(), rows, largest, module.norm_type)
     return weights
 
 

@@ -1,4 +1,4 @@
-"""The model inside what it comes wrapped in: data parallel, `torch.compile`, an exported program."""
+"""Removal of wrappers around a model: data parallel, `torch.compile`, an exported program."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ _WRAPPERS = {
 
 
 def unwrapped(model: Any) -> Any:
-    """The model itself: wrappers are taken off (the log says so), an exported program becomes a module.
+    """Return the model inside its wrappers, which are logged, or a module that runs an exported program.
 
     Raises:
         InputError: the exported program cannot be quantized (see `fxq/tracing/exported_program.py`).
     """
-    export = sys.modules.get("torch.export")  # imported by whoever made a program; it takes long
+    export = sys.modules.get("torch.export")  # not imported here, which is slow; whoever has a program has imported it
     if export is not None and isinstance(model, export.ExportedProgram):
         return Exported(model)
     while (inside := wrapped(model)) is not None:
-        log.info("the model is wrapped in a %s; quantizing the one inside", type(model).__name__)
+        log.info("the model is wrapped in a %s; quantizing the model inside", type(model).__name__)
         model = inside
     return model
 
 
 def wrapped(module: Any) -> nn.Module | None:
-    """The module inside a wrapper; None for a module that is no wrapper."""
+    """Module inside a wrapper; None if `module` is not a wrapper."""
     name = _WRAPPERS.get(type(module).__name__) if isinstance(module, nn.Module) else None
     return getattr(module, name) if name is not None else None

@@ -23,7 +23,7 @@ from fxq.pipeline.derived_weights import ComputedConstant, FoldedNorm, Parameter
 from fxq.quant.fake_quantize import FakeQuantizeWeight
 from fxq.quant.observers import observer_for
 from fxq.quant.qparams import QParams
-from fxq.rewriting.computed import Computed
+from fxq.rewriting.computed import TrainableConstant
 from fxq.rewriting.editor import DATA
 from fxq.rewriting.rewriter import Rewriter
 
@@ -48,7 +48,7 @@ class TrainableLayers:
         self.own: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
         self.own |= dict(model.named_buffers(remove_duplicate=False))
         for path, computed in context.computed.items():
-            if all(read in self.own for read in computed.reads):
+            if all(read in self.own for read in computed.paths):
                 self.own[path] = computed.value(self.own)
         self._computed_nodes: dict[str, fx.Node] = {}
         self.frozen: dict[str, None] = {}
@@ -226,8 +226,8 @@ class TrainableLayers:
         attach(self.gm, path, self.own[path])
         return self.rewriter.read(path, self.own[path], before=before, like=before)
 
-    def _computed(self, path: str, computed: Computed, before: fx.Node) -> fx.Node:
-        reads = tuple(self._read(read, before) for read in computed.reads)
+    def _computed(self, path: str, computed: TrainableConstant, before: fx.Node) -> fx.Node:
+        reads = tuple(self._read(read, before) for read in computed.paths)
         name = path.removeprefix(f"{DATA}.").replace(".", "_")
         target, typed = self.rewriter.module(copy.deepcopy(computed), name, FOLDER), tensor_meta(self.own[path])
         self.rewriter.context.derived.append(ComputedConstant(path, computed))

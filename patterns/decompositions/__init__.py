@@ -1,1 +1,1 @@
-"""Decompositions: attention, recurrent layers and written-out functions as ops of the table."""
+"""Decompositions of attention, recurrent layers and written-out functions into ops of the table."""

@@ -1,4 +1,4 @@
-"""Attention, encoder and decoder layers of torch.nn, written with ops of the table. For decompose."""
+"""Decompositions of attention, encoder and decoder modules of torch.nn into ops of the table."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ Values = tuple[Any, ...]
 def _attend(
     make: Expansion, module: nn.MultiheadAttention, at: str, inputs: tuple[fx.Node, ...], masks: Values, weights: bool
 ) -> tuple[fx.Node, fx.Node | None]:
-    """The output, and the attention of each head (N, H, L, S) where it is wanted.
+    """Output of an attention, in the layout of `inputs`, and if `weights` the attention weights of each head.
 
-    What has no batch axis gets one: of the inputs and the padding (S,); the results lose it.
+    Inputs without a batch axis, and their padding mask (S,), get one, which the output loses again. The attention
+    weights (N, H, L, S) keep it.
     """
     _check_attention(module, inputs)
-    alone = len(info(inputs[0]).shape or ()) == 2
-    if alone:
+    unbatched = len(info(inputs[0]).shape or ()) == 2
+    if unbatched:
         inputs = _once(inputs, lambda x: make.call("unsqueeze", x, at=at, dim=0))
         padding, added = masks
         masks = (None if padding is None else make.call("unsqueeze", padding, at=at, dim=0), added)
@@ -39,7 +40,7 @@ def _attend(
     query, key, value = (_heads(make, x, module.num_heads, at) for x in (query, key, value))
     mask = make.call("attention_mask", *masks, at=at, heads=module.num_heads) if any(masks) else None
     if mask is not None and _own_keys(module):
-        mask = make.call("pad", mask, at=at, pad=(0, _own_keys(module)))  # they are never left out
+        mask = make.call("pad", mask, at=at, pad=(0, _own_keys(module)))  # never masked
     attention = None
     if weights:
         scores = make.call("matmul", query, make.call("transpose", key, at=at, dim0=-2, dim1=-1), at=at)
@@ -52,7 +53,7 @@ def _attend(
     joined = make.call("flatten", make.call("transpose", mixed, at=at, dim0=1, dim1=2), at=at, start_dim=-2)
     prefix = f"{at}." if at else ""
     output = make.linear(joined, module.out_proj, f"{prefix}out_proj")
-    if alone:
+    if unbatched:
         output = make.call("squeeze", output, at=at, dim=0)
     elif not module.batch_first:
         output = make.call("transpose", output, at=at, dim0=0, dim1=1)
@@ -66,11 +67,11 @@ def _check_attention(module: nn.MultiheadAttention, inputs: tuple[fx.Node, ...])
         raise CannotExpand("it drops values at random (training=True)")
     ranks = {len(info(x).shape or ()) for x in inputs}
     if ranks not in ({2}, {3}):
-        raise CannotExpand("its inputs have different numbers of axes, or are not known")
+        raise CannotExpand("its inputs have different numbers of axes, or unknown shapes")
 
 
 def _own_keys(module: nn.Module) -> int:
-    """How many keys an attention has besides those that it is given: of `add_bias_kv` and of `add_zero_attn`."""
+    """Number of keys that an attention appends to its input: one for `add_bias_kv`, one for `add_zero_attn`."""
     if not isinstance(module, nn.MultiheadAttention):
         return 0
     return int(module.bias_k is not None) + int(module.add_zero_attn)
@@ -79,7 +80,7 @@ def _own_keys(module: nn.Module) -> int:
 def _with_own_keys(
     make: Expansion, module: nn.MultiheadAttention, at: str, query: fx.Node, keys: Sequence[fx.Node]
 ) -> Sequence[fx.Node]:
-    """Key and value (N, S, E) with those of `add_bias_kv` and then that of `add_zero_attn` behind them."""
+    """Append the keys and values of `add_bias_kv` and then of `add_zero_attn` to key and value (N, S, E)."""
     if module.bias_k is not None:
         prefix = f"{at}." if at else ""
         like = make.call("getitem", query, at=at, index=(slice(None), slice(None, 1)))  # as many samples
@@ -92,13 +93,13 @@ def _with_own_keys(
 
 
 def _once(values: tuple[fx.Node, ...], function: Callable[[fx.Node], fx.Node]) -> tuple[fx.Node, ...]:
-    """The function of each value; of one that is there several times, one result."""
-    made = {value: function(value) for value in dict.fromkeys(values)}
-    return tuple(made[value] for value in values)
+    """Apply a function to each value, once to values that are the same node."""
+    results = {value: function(value) for value in dict.fromkeys(values)}
+    return tuple(results[value] for value in values)
 
 
 def _project(make: Expansion, module: nn.MultiheadAttention, at: str, inputs: tuple[fx.Node, ...]) -> list[fx.Node]:
-    """Query, key and value (N, L, E): one layer for neighbours that read the same."""
+    """Projected query, key and value (N, L, E). Neighbours that read the same input share one linear layer."""
     query, key, value = inputs
     joint: Tensor | None = module.in_proj_weight
     if joint is None:
@@ -111,7 +112,7 @@ def _project(make: Expansion, module: nn.MultiheadAttention, at: str, inputs: tu
 def _project_run(
     make: Expansion, module: nn.MultiheadAttention, at: str, x: fx.Node, first: int, last: int
 ) -> list[fx.Node]:
-    """The projections `first` to `last` of query, key and value, which all read x."""
+    """Projections `first` to `last` of query, key and value, which all read `x` (N, L, E)."""
     prefix = f"{at}." if at else ""
     count = last - first
     name = prefix + {3: "in_proj", 2: "kv_proj", 1: f"{'qkv'[first]}_proj"}[count]
@@ -121,56 +122,57 @@ def _project_run(
         read = make.read(f"{name}_weight", weight), make.read(f"{name}_bias", bias)
     else:
         own = make.read(f"{name}_weight", getattr(module, f"{'qkv'[first]}_proj_weight")) if weight is None else None
-        part = make.part(f"{name}.bias", bias[rows] if bias is not None else None)
-        read = own if own is not None else make.part(f"{name}.weight", weight[rows]), part
+        part = make.constant(f"{name}.bias", bias[rows] if bias is not None else None)
+        read = own if own is not None else make.constant(f"{name}.weight", weight[rows]), part
     y = make.call("linear", x, *read, at=name)
     return [y] if count == 1 else [make.call("chunk", y, at=at, chunks=count, dim=-1, index=i) for i in range(count)]
 
 
 def _heads(make: Expansion, x: fx.Node, heads: int, at: str) -> fx.Node:
-    """(N, L, E) -> (N, H, L, E/H)."""
+    """Split the features of x (N, L, E) into heads: (N, H, L, E/H)."""
     split = make.call("unflatten", x, at=at, dim=-1, sizes=(heads, -1))
     return make.call("transpose", split, at=at, dim0=1, dim1=2)
 
 
 def attention(make: Expansion, module: nn.MultiheadAttention) -> Values:
-    """(output, attention weights): the weights only where somebody reads them."""
-    given = make.given
-    masks = (given["key_padding_mask"], given["attn_mask"])
-    if given["is_causal"] and _own_keys(module):
-        raise CannotExpand("it adds keys of its own (add_bias_kv, add_zero_attn), which is_causal=True may leave out")
-    weights = given["need_weights"] and make.is_read(1)
-    output, each = _attend(make, module, "", (given["query"], given["key"], given["value"]), masks, weights)
-    if each is not None and given["average_attn_weights"]:
-        each = make.call("mean", each, dim=1)
-    if each is not None and len(info(given["query"]).shape or ()) == 2:
-        each = make.call("squeeze", each, dim=0)
-    return output, each
+    """Decompose an `nn.MultiheadAttention`. Returns (output, attention weights), with None for unused weights."""
+    inputs = make.arguments
+    masks = (inputs["key_padding_mask"], inputs["attn_mask"])
+    if inputs["is_causal"] and _own_keys(module):
+        raise CannotExpand("it adds keys of its own (add_bias_kv, add_zero_attn), which is_causal=True may mask")
+    needs_weights = inputs["need_weights"] and make.is_read(1)
+    output, weights = _attend(make, module, "", (inputs["query"], inputs["key"], inputs["value"]), masks, needs_weights)
+    if weights is not None and inputs["average_attn_weights"]:
+        weights = make.call("mean", weights, dim=1)
+    if weights is not None and len(info(inputs["query"]).shape or ()) == 2:
+        weights = make.call("squeeze", weights, dim=0)
+    return output, weights
 
 
 def called_as_module(rewriter: Rewriter, node: fx.Node) -> Sequence[fx.Node]:
-    """Make a call of `F.multi_head_attention_forward` that of a module with its weights, where these are constants.
+    """Turn a call of `F.multi_head_attention_forward` with constant weights into the call of a module.
 
-    It goes on reading what it reads.
+    Returns:
+        An empty sequence: the call reads the nodes that it read before.
     """
     bound = inspect.signature(F.multi_head_attention_forward).bind(*node.args, **node.kwargs)
     bound.apply_defaults()
-    given = bound.arguments
-    tensors = {name: constant(rewriter.gm, given[name]) for name in _PARAMETERS}
-    unknown = [name for name, tensor in tensors.items() if tensor is None and given[name] is not None]
-    if unknown or given["static_k"] is not None or given["static_v"] is not None:
+    passed = bound.arguments
+    tensors = {name: constant(rewriter.gm, passed[name]) for name in _PARAMETERS}
+    computed = [name for name, tensor in tensors.items() if tensor is None and passed[name] is not None]
+    if computed or passed["static_k"] is not None or passed["static_v"] is not None:
         return ()
     key, value = (tensors[f"{name}_proj_weight"] for name in "kv")
     module = nn.MultiheadAttention(
-        given["embed_dim_to_check"], given["num_heads"], given["dropout_p"], add_zero_attn=given["add_zero_attn"],
+        passed["embed_dim_to_check"], passed["num_heads"], passed["dropout_p"], add_zero_attn=passed["add_zero_attn"],
         kdim=None if key is None else key.shape[1], vdim=None if value is None else value.shape[1], device="meta",
-    ).train(given["training"])  # fmt: skip
+    ).train(passed["training"])  # fmt: skip
     for name, tensor in tensors.items():
         parameter = None if tensor is None else nn.Parameter(tensor.detach(), requires_grad=False)
-        behind = name.startswith("out_proj")
-        setattr(module.out_proj if behind else module, name.removeprefix("out_proj_"), parameter)
-    inputs = tuple(given[name] for name in ("query", "key", "value"))
-    options = {name: given[name] for name in _OPTIONS}
+        owner = module.out_proj if name.startswith("out_proj") else module
+        setattr(owner, name.removeprefix("out_proj_"), parameter)
+    inputs = tuple(passed[name] for name in ("query", "key", "value"))
+    options = {name: passed[name] for name in _OPTIONS}
     target = rewriter.module(module, node.name, FOLDER)
     rewriter.update(node, target, inputs, options, op="call_module")
     return ()
@@ -187,7 +189,7 @@ _OPTIONS = ("key_padding_mask", "need_weights", "attn_mask", "average_attn_weigh
 def _residual(
     make: Expansion, module: nn.Module, at: str, x: fx.Node, steps: Sequence[Callable[[fx.Node], fx.Node]]
 ) -> fx.Node:
-    """Each step added to what it reads; its layer norm, `norm1` and so on, before it or behind the sum."""
+    """Chain of residual steps x + step(x), with the layer norms `norm1`, `norm2` before the steps or after the sums."""
     prefix = f"{at}." if at else ""
     for i, step in enumerate(steps, 1):
         norm = partial(make.norm, layer=getattr(module, f"norm{i}"), at=f"{prefix}norm{i}")
@@ -227,55 +229,55 @@ def _attend_to_itself(make: Expansion, module: nn.MultiheadAttention, at: str, m
 def _decoder_layer(
     make: Expansion, module: nn.TransformerDecoderLayer, at: str, x: fx.Node, memory: fx.Node, masks: Values
 ) -> fx.Node:
-    """One layer of a decoder; `masks`: those of what it attends to in itself, and in the memory."""
+    """Layer of a decoder. `masks`: padding and attention mask of self-attention, and those of attention to `memory`."""
     _check_layer(module, nn.TransformerDecoderLayer)
     prefix = f"{at}." if at else ""
-    own, others = masks
+    self_masks, memory_masks = masks
 
     def attend(y: fx.Node) -> fx.Node:
         path = f"{prefix}multihead_attn"
-        return _attend(make, module.multihead_attn, path, (y, memory, memory), others, False)[0]
+        return _attend(make, module.multihead_attn, path, (y, memory, memory), memory_masks, False)[0]
 
-    itself = partial(_attend_to_itself, make, module.self_attn, f"{prefix}self_attn", own)
-    return _residual(make, module, at, x, [itself, attend, partial(_feed_forward, make, module, at)])
+    self_attend = partial(_attend_to_itself, make, module.self_attn, f"{prefix}self_attn", self_masks)
+    return _residual(make, module, at, x, [self_attend, attend, partial(_feed_forward, make, module, at)])
 
 
-def _decoder_masks(given: Mapping[str, Any]) -> Values:
+def _decoder_masks(inputs: Mapping[str, Any]) -> Values:
     return (
-        (given["tgt_key_padding_mask"], given["tgt_mask"]),
-        (given["memory_key_padding_mask"], given["memory_mask"]),
+        (inputs["tgt_key_padding_mask"], inputs["tgt_mask"]),
+        (inputs["memory_key_padding_mask"], inputs["memory_mask"]),
     )
 
 
 def decoder_layer(make: Expansion, module: nn.TransformerDecoderLayer) -> fx.Node:
-    """The output of one layer of a decoder."""
-    given = make.given
-    return _decoder_layer(make, module, "", given["tgt"], given["memory"], _decoder_masks(given))
+    """Decompose an `nn.TransformerDecoderLayer`. Returns its output."""
+    inputs = make.arguments
+    return _decoder_layer(make, module, "", inputs["tgt"], inputs["memory"], _decoder_masks(inputs))
 
 
 def decoder(make: Expansion, module: nn.TransformerDecoder) -> fx.Node:
-    """The output of all layers of a decoder and the norm behind them."""
-    given = make.given
-    x = given["tgt"]
+    """Decompose an `nn.TransformerDecoder`: all layers and the final norm. Returns its output."""
+    inputs = make.arguments
+    x = inputs["tgt"]
     for i, layer in enumerate(module.layers):
-        x = _decoder_layer(make, layer, f"layers.{i}", x, given["memory"], _decoder_masks(given))
+        x = _decoder_layer(make, layer, f"layers.{i}", x, inputs["memory"], _decoder_masks(inputs))
     return make.norm(x, module.norm, "norm") if module.norm is not None else x
 
 
 def encoder_layer(make: Expansion, module: nn.TransformerEncoderLayer) -> fx.Node:
-    """The output of one layer."""
-    given = make.given
-    return _layer(make, module, "", given["src"], (given["src_key_padding_mask"], given["src_mask"]))
+    """Decompose an `nn.TransformerEncoderLayer`. Returns its output."""
+    inputs = make.arguments
+    return _layer(make, module, "", inputs["src"], (inputs["src_key_padding_mask"], inputs["src_mask"]))
 
 
 def encoder(make: Expansion, module: nn.TransformerEncoder) -> fx.Node:
-    """The output of all layers and the norm behind them."""
-    given = make.given
-    if given["src_key_padding_mask"] is not None and module.use_nested_tensor:
-        raise CannotExpand("it sets what its padding mask leaves out to zero (enable_nested_tensor=True)")
-    x = given["src"]
+    """Decompose an `nn.TransformerEncoder`: all layers and the final norm. Returns its output."""
+    inputs = make.arguments
+    if inputs["src_key_padding_mask"] is not None and module.use_nested_tensor:
+        raise CannotExpand("it sets padded positions to zero (enable_nested_tensor=True)")
+    x = inputs["src"]
     for i, layer in enumerate(module.layers):
-        x = _layer(make, layer, f"layers.{i}", x, (given["src_key_padding_mask"], given["mask"]))
+        x = _layer(make, layer, f"layers.{i}", x, (inputs["src_key_padding_mask"], inputs["mask"]))
     return make.norm(x, module.norm, "norm") if module.norm is not None else x
 
 
@@ -286,4 +288,4 @@ ATTENTION: dict[type[nn.Module], Expand] = {
     nn.TransformerDecoderLayer: decoder_layer,
     nn.TransformerDecoder: decoder,
 }
-"""How modules of attention are written with ops."""
+"""Decomposition of each attention module."""

@@ -1,7 +1,7 @@
-"""Functions of torch that run recurrent layers, such as `torch.lstm`, as calls of torch.nn's modules. For decompose.
+"""Conversion of functions such as `torch.lstm` to calls of torch.nn's modules, which `decompose` then expands.
 
-They are what the forwards of these modules call, which are traced into where the module is the model itself, or is of a
-class of the user's own.
+The forwards of these modules call them. They are in a graph if the module is the model itself, or of a class that the
+user derived.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ FOLDER = "fxq_recurrent"
 
 
 def called_as_module(rewriter: Rewriter, node: fx.Node) -> Sequence[fx.Node]:
-    """Make a call of such a function that of a module with its weights.
+    """Turn a call of a recurrent function with constant weights into the call of a module.
 
     Returns:
-        Initial states that are zeros: the call of the module leaves them out.
+        The initial states if they are zeros, since the call of the module omits them.
 
     Raises:
-        CannotExpand: its input is a packed sequence, or its weights are no constants.
+        CannotExpand: the input is a packed sequence, the weights are not constants, or it applies dropout.
     """
     x, states, *rest = cast(Sequence[Any], node.args)
     is_cell = issubclass(FUNCTIONS[node.target], nn.RNNCellBase)  # type: ignore[index]
-    given, options = (rest, []) if is_cell else (rest[0], rest[1:])
+    weights_read, options = (rest, []) if is_cell else (rest[0], rest[1:])
     if options and not isinstance(options[0], bool):
         raise CannotExpand("its input is a packed sequence")
     if node.kwargs or not _takes_parts(node):
         raise CannotExpand("it is not called as torch.nn calls it")
-    tensors = [constant(rewriter.gm, value) for value in given if value is not None]
+    tensors = [constant(rewriter.gm, value) for value in weights_read if value is not None]
     weights = [tensor for tensor in tensors if tensor is not None]
     if len(weights) < len(tensors):
         raise CannotExpand("its weights are computed in each call")
@@ -63,7 +63,7 @@ def _layers(
     bidirectional: bool,
     batch_first: bool,
 ) -> nn.Module:
-    """The module of layers that calls such a function, without its weights."""
+    """Make the module, without its weights, that calls a recurrent function with these arguments."""
     kind, (rows, width) = FUNCTIONS[function], weights[1].shape
     hidden = rows // _GATES[kind]
     options: dict[str, Any] = {"bias": bias, "num_layers": num_layers, "bidirectional": bidirectional}
@@ -86,13 +86,13 @@ def _nonlinearity(function: Any) -> str:
 
 
 def _takes_parts(node: fx.Node) -> bool:
-    """Whether everybody takes one value, or all but the first: of an lstm, whose module puts the states into a pair."""
+    """Whether all users of an lstm take single values or the slice [1:], so that `_nest` can rewrite them."""
     places = [user.args[1] if user.target is operator.getitem else None for user in node.users]
     return node.target is not torch.lstm or all(place in _PLACES for place in places)
 
 
 def _nest(rewriter: Rewriter, node: fx.Node) -> None:
-    """Let those who read (output, h, c) read (output, (h, c))."""
+    """Rewrite the users of a call that returned (output, h, c) for a module that returns (output, (h, c))."""
     for user in list(node.users):
         place = user.args[1]
         if place == slice(1, None):
@@ -103,7 +103,7 @@ def _nest(rewriter: Rewriter, node: fx.Node) -> None:
 
 
 def _zeros(rewriter: Rewriter, states: Any) -> list[fx.Node]:
-    """Initial states if all are zeros. Who asks for their sizes then reads these where they are made."""
+    """Initial states if all are zeros. Their users that read a size then read the argument of `torch.zeros`."""
     nodes = list(dict.fromkeys(states if isinstance(states, (list, tuple)) else (states,)))
     if not all(isinstance(node, fx.Node) and node.target is torch.zeros for node in nodes):
         return []

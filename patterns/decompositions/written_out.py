@@ -1,6 +1,6 @@
-"""Functions written out as arithmetic become the function: x * sigmoid(x) is silu. Rewrites, for canonicalize.
+"""Rewrites of functions that are written out as arithmetic, such as x * sigmoid(x), which becomes silu.
 
-Numbers are captured and compared with a tolerance, since 1 / sqrt(2) is written in many ways.
+Numbers are captured and compared with a tolerance, since models round 1 / sqrt(2) differently.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from fxq.rewriting.pattern import rewrite
 
 
 def _is(m: Any, name: str, wanted: float) -> bool:
-    """Whether a capture is this number, to a few roundings of float32."""
+    """Whether a capture is this number, up to float32 rounding."""
     value = m.captures[name]
     return isinstance(value, (int, float)) and math.isclose(value, wanted, rel_tol=1e-6)
 
@@ -45,7 +45,7 @@ def hardsigmoid_by_mul(op, x, sixth):
 
 
 @hardsigmoid_by_mul.unless
-def it_is_not_a_sixth(m):
+def factor_is_not_one_sixth(m):
     return not _is(m, "sixth", 1 / 6)
 
 
@@ -64,7 +64,7 @@ def hardswish_by_mul(op, x, sixth):
     return op.mul(op.mul(x, op.relu6(op.add(x, 3, alpha=1))), sixth)
 
 
-hardswish_by_mul.unless(it_is_not_a_sixth)
+hardswish_by_mul.unless(factor_is_not_one_sixth)
 
 
 # ---- smooth functions
@@ -81,7 +81,7 @@ def mish_by_tanh(op, x):
 
 
 def _normal(op: Any, x: Any, factor: Any, how: str) -> Any:
-    """1 + erf(x / sqrt(2)), by a division or a product."""
+    """Pattern of 1 + erf(x / sqrt(2)), as a division or a product."""
     inside = op.div(x, factor, rounding_mode=None) if how == "div" else op.mul(x, factor)
     return op.add(op.erf(inside), 1, alpha=1)
 
@@ -107,7 +107,7 @@ def gelu_half_normal(op, x, half, factor, *, how: str):
 @gelu_half_x_first.unless
 @gelu_half_last.unless
 @gelu_half_normal.unless
-def its_numbers_are_not_those_of_gelu(m):
+def numbers_are_not_those_of_gelu(m):
     factor = math.sqrt(2) if m.rule.variant["how"] == "div" else math.sqrt(0.5)
     return not (_is(m, "half", 0.5) and _is(m, "factor", factor))
 
@@ -119,7 +119,7 @@ def gelu_by_tanh(op, x, half, factor, cubic):
 
 
 @gelu_by_tanh.unless
-def its_numbers_are_not_those_of_the_tanh_gelu(m):
+def numbers_are_not_those_of_tanh_gelu(m):
     return not (_is(m, "half", 0.5) and _is(m, "factor", math.sqrt(2 / math.pi)) and _is(m, "cubic", 0.044715))
 
 
@@ -143,12 +143,12 @@ def linear_by_addmm(op, x, w, b):
 
 @linear_by_matmul.unless
 @linear_by_addmm.unless
-def the_second_factor_is_no_weight(m):
+def second_operand_is_not_a_weight(m):
     return m.w.tensor is None or m.w.tensor.dim() != 2 or m.x.tensor is not None
 
 
 @linear_by_addmm.unless
-def the_sum_is_no_bias(m):
+def added_value_is_not_a_bias(m):
     return m.b.tensor is None or m.b.tensor.dim() != 1
 
 
@@ -169,9 +169,9 @@ FUNCTIONS = {
     "mish": (mish_by_tanh,),
     "gelu": (gelu_half_x_first, gelu_half_last, gelu_half_normal),
 }
-"""Functions of x alone, by name, and the ways in which they are written out."""
-for _name, _ways in FUNCTIONS.items():
-    for _way in _ways:
-        _way.becomes(lambda op, m, name=_name: op[name](m.x))
+"""Rewrites of each function of x alone, by its op name."""
+for _name, _rewrites in FUNCTIONS.items():
+    for _rewrite in _rewrites:
+        _rewrite.becomes(lambda op, m, name=_name: op[name](m.x))
 
 WRITTEN_OUT = (*chain.from_iterable(FUNCTIONS.values()), gelu_by_tanh, linear_by_matmul, linear_by_addmm)

@@ -1,8 +1,8 @@
 """Fusions around convolutions.
 
-A sigmoid or gelu behind a convolution is no part of its unit. No backend runs the two as one kernel; in a unit, the
-convolution would hand out float for the function to read, whereas apart both run on integers: the convolution, and the
-function as a table. Slopes (prelu, leaky_relu) are fused: they keep the signs apart, and one kernel computes both.
+A sigmoid or gelu after a convolution is not fused, since no backend has a kernel for both: in a unit, the convolution
+would emit float for the function. Apart, both run on integers, the function as a lookup table. Slopes (prelu,
+leaky_relu) are fused, since one kernel computes both.
 """
 
 from __future__ import annotations
@@ -39,5 +39,5 @@ def conv_add_relu(op, x, weight, bias, residual, *, conv: str):
 @conv_add.unless
 @conv_add_relu.unless
 def residual_is_broadcast(m):
-    """The kernels add a tensor of the convolution's own shape; neither may be the one that is broadcast."""
+    """Refuse broadcasting: kernels add a tensor of the shape and dtype of the convolution's output."""
     return any((info(n).shape, info(n).dtype) != (m.residual.shape, m.residual.dtype) for n in m.nodes)

@@ -17,8 +17,8 @@ def mul_relu(op, x, other):
 
 @add_relu.unless
 @mul_relu.unless
-def an_operand_is_a_number(m):
-    """Adding a number is a shift, not the sum of two activations."""
+def operand_is_a_number(m):
+    """Refuse numbers: the unit is for two activations."""
     return m.x.shape is None or m.other.shape is None or () in (m.x.shape, m.other.shape)
 
 

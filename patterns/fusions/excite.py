@@ -1,7 +1,7 @@
 """Fusion of squeeze-and-excitation: a factor per channel, computed from the channels' means.
 
-What is inside stays in float: a mean, two layers of few values and two functions of them are soon computed, and every
-conversion between them would cost as much. The weights are integers.
+The values inside stay in float, since there are few, and each conversion would cost as much as the ops. The weights are
+integers.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def mean_is_not_over_height_and_width(m):
 
 
 def is_over_image(dim: Any) -> bool:
-    """Whether axes of (N, C, H, W) are H and W, whatever the call."""
+    """Whether `dim` of a call selects exactly H and W of (N, C, H, W)."""
     dims = dim if isinstance(dim, Sequence) else (dim,)
     return all(isinstance(d, int) for d in dims) and {d % 4 for d in dims} == {2, 3}
 
@@ -48,7 +48,7 @@ def is_over_image(dim: Any) -> bool:
 @squeeze_excite.unless
 @squeeze_excite_mean.unless
 def gate_is_not_one_value_per_channel(m):
-    """The layers are matrix products of (N, C), and what they give is broadcast over an image (N, C, H, W)."""
+    """Refuse other shapes: the kernel computes the layers as matrix products of (N, C), for images (N, C, H, W)."""
     image, first, second = m.x.shape, m.squeeze_weight.shape, m.excite_weight.shape
     if image is None or len(image) != 4 or not first:
         return True

@@ -27,5 +27,5 @@ def linear_add_relu(op, x, weight, bias, residual):
 @linear_add.unless
 @linear_add_relu.unless
 def residual_is_broadcast(m):
-    """The kernels add a tensor of the layer's own shape; neither may be the one that is broadcast."""
+    """Refuse broadcasting: kernels add a tensor of the shape and dtype of the layer's output."""
     return any((info(n).shape, info(n).dtype) != (m.residual.shape, m.residual.dtype) for n in m.nodes)

@@ -1,4 +1,4 @@
-"""Batch norm folded into the layer before it, or else into the one after it."""
+"""Rewrites that fold a batch norm into the layer before it, or else into the layer after it."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from torch import Tensor
 from fxq.ops import OPS
 from fxq.rewriting.pattern import rewrite
 
-BEHIND = (*OPS.family("conv"), "linear")
-BEFORE = (*BEHIND, *OPS.family("conv_transpose"))
+INTO_NEXT = (*OPS.family("conv"), "linear")
+INTO_PREVIOUS = (*INTO_NEXT, *OPS.family("conv_transpose"))
 
 
-@rewrite("fold_batch_norm_{layer}", layer=BEFORE)
+@rewrite("fold_batch_norm_{layer}", layer=INTO_PREVIOUS)
 def norm_after_layer(op, x, w, b, mean, var, gamma, beta, *, layer: str):
     return op.batch_norm(op[layer](x, w, b), mean, var, gamma, beta)
 
 
-@rewrite("fold_batch_norm_into_next_{layer}", layer=BEHIND)
+@rewrite("fold_batch_norm_into_next_{layer}", layer=INTO_NEXT)
 def norm_before_layer(op, x, w, b, mean, var, gamma, beta, *, layer: str):
     return op[layer](op.batch_norm(x, mean, var, gamma, beta), w, b)
 
@@ -30,7 +30,7 @@ def weight_is_computed_at_run_time(m):
 
 @norm_before_layer.unless
 def padding_is_not_normalized(m):
-    """The convolution pads with zeros of the norm's output, which are no zeros of its input unless the shift is 0."""
+    """Refuse padding if the shift is not 0: the convolution pads the norm's output with zeros, not its input."""
     options = m.options(m.rule.variant["layer"])
     if not any(options.get("padding", ())):
         return False
@@ -40,13 +40,13 @@ def padding_is_not_normalized(m):
 @norm_before_layer.unless
 @norm_after_layer.unless
 def channels_are_not_the_second_axis(m):
-    """A linear over (N, L, K) has its channels last, batch norm takes them from axis 1."""
+    """Refuse a linear over (N, L, K): its channels are the last axis, those of batch norm axis 1."""
     return m.rule.variant["layer"] == "linear" and len(m.x.shape or ()) != 2
 
 
 @norm_after_layer.becomes
 def folded(op, m):
-    """The layer with the batch norm's scale in its weight and its shift in its bias."""
+    """Layer with the scale of the batch norm in its weight, and the shift in its bias."""
     layer = m.rule.variant["layer"]
     options = m.options(layer)
     norm = (m.mean.tensor, m.var.tensor, m.gamma.tensor, m.beta.tensor, m.options("batch_norm")["eps"])
@@ -62,25 +62,37 @@ def _scale_and_shift_of(m) -> tuple[Tensor, Tensor]:
 
 
 def fold(weight, bias, mean, var, gamma, beta, eps: float, axis: int, groups: int) -> tuple[Tensor, Tensor]:
-    """Weight and bias of a layer that has taken in the batch norm behind it: see `scaled_channels` for shapes.
+    """Fold a batch norm into the weight and bias of the layer before it.
 
-    Of layer and batch norm, all but the weight, the mean and the variance may be None.
+    Args:
+        weight: weight of the layer, of the shape that `scaled_channels` takes.
+        bias: bias of the layer (O,), or None.
+        mean: running mean of the batch norm (O,).
+        var: running variance (O,).
+        gamma: weight of the batch norm (O,), or None.
+        beta: bias of the batch norm (O,), or None.
+        eps: added to the variance.
+        axis: axis of the output channels, 0 or 1.
+        groups: groups of the layer.
+
+    Returns:
+        The new weight and bias.
     """
     scale, shift = scale_and_shift(mean, var, gamma, beta, eps)
     return scaled_channels(weight, scale, axis, groups), shift if bias is None else bias * scale + shift
 
 
 def scaled_channels(weight: Tensor, scale: Tensor, axis: int, groups: int) -> Tensor:
-    """A layer's weight with each output channel times a number.
+    """Multiply each output channel of a layer's weight by a factor.
 
     Args:
-        weight: (O, I/groups, ...), or of a transposed convolution (I, O/groups, ...).
-        scale: (O,).
-        axis: that of the output channels, 0 or 1.
-        groups: of the layer.
+        weight: (O, I/groups, ...), for a transposed convolution (I, O/groups, ...).
+        scale: factors (O,).
+        axis: axis of the output channels, 0 or 1.
+        groups: groups of the layer.
     """
     along = [-1] + [1] * (weight.dim() - 1 - axis)
-    if axis == 1 and groups > 1:  # groups lie along axis 0
+    if axis == 1 and groups > 1:  # the groups are along axis 0
         split = weight.reshape(groups, -1, *weight.shape[1:])
         return (split * scale.reshape(groups, 1, *along)).reshape(weight.shape)
     return weight * scale.reshape(along)
@@ -88,7 +100,7 @@ def scaled_channels(weight: Tensor, scale: Tensor, axis: int, groups: int) -> Te
 
 @norm_before_layer.becomes
 def folded_into_next(op, m):
-    """The layer with the scale in the columns of its weight, and what the shift adds to each output in its bias."""
+    """Layer with the scale in the columns of its weight, and the weighted sum of the shift in its bias."""
     layer = m.rule.variant["layer"]
     options = m.options(layer)
     scale, shift = _scale_and_shift_of(m)
@@ -107,7 +119,10 @@ def folded_into_next(op, m):
 
 
 def scale_and_shift(mean, var, gamma, beta, eps: float) -> tuple[Tensor, Tensor]:
-    """batch_norm(y) = y * scale + shift: scale = gamma / sqrt(var + eps), shift = beta - mean * scale. (C,) each."""
+    """Scale and shift (C,) of batch_norm(y) = y * scale + shift.
+
+    scale = gamma / sqrt(var + eps), shift = beta - mean * scale.
+    """
     scale = norm_scale(var, gamma, eps)
     shift = -mean.double() * scale
     if beta is not None:
@@ -116,6 +131,6 @@ def scale_and_shift(mean, var, gamma, beta, eps: float) -> tuple[Tensor, Tensor]
 
 
 def norm_scale(var: Tensor, gamma: Tensor | None, eps: float) -> Tensor:
-    """What a batch norm multiplies each channel by: gamma / sqrt(var + eps), float64, (C,), without a gradient."""
+    """Scale of a batch norm, gamma / sqrt(var + eps): float64 (C,), without a gradient."""
     scale = torch.rsqrt(var.detach().double() + eps)
     return scale if gamma is None else scale * gamma.detach().double()

@@ -15,7 +15,7 @@ from fxq.graph.view import GraphView, NodeView
 from fxq.ledger.ledger import Entry, Ledger
 from fxq.picture import writing
 from fxq.picture.diff import diff
-from fxq.picture.writing import MOST_BOXES
+from fxq.picture.writing import MAX_NOTEBOOK_BOXES
 from fxq.pipeline.history import History, Snapshot
 from fxq.recipe.pass_base import Stage
 from fxq.rewriting.editor import Edit
@@ -173,7 +173,7 @@ def test_a_huge_graph_is_not_drawn(monkeypatch):
     assert 'diff.render("diff.svg")' in page.text and "1999 added" in page.text
     assert len(huge._repr_html_()) < 200_000
     with pytest.raises(AssertionError, match="minutes"):
-        snapshot(chain(MOST_BOXES))._repr_html_()
+        snapshot(chain(MAX_NOTEBOOK_BOXES))._repr_html_()
 
 
 # ---- what fxq hands out

@@ -16,12 +16,12 @@ pytestmark = pytest.mark.any_cpu
 
 
 def test_every_class_of_difference():
-    found = diff(chain(6), FUSED)
-    assert (found.added, found.removed, found.rewired) == (("fused",), ("op2", "op3"), ("op4",))
-    assert not found.changed
-    assert found.became == {"op2": ("fused",), "op3": ("fused",)}
-    assert found.counts == {"added": 1, "removed": 2, "changed": 0, "rewired": 1}
-    assert found and not found.is_empty
+    changes = diff(chain(6), FUSED)
+    assert (changes.added, changes.removed, changes.rewired) == (("fused",), ("op2", "op3"), ("op4",))
+    assert not changes.changed
+    assert changes.became == {"op2": ("fused",), "op3": ("fused",)}
+    assert changes.counts == {"added": 1, "removed": 2, "changed": 0, "rewired": 1}
+    assert changes and not changes.is_empty
 
 
 def test_a_change_names_its_fields():
@@ -35,8 +35,8 @@ def test_a_change_names_its_fields():
 
 def test_a_node_may_be_both_changed_and_rewired():
     before = chain(3)
-    found = diff(before, changed(before, op2=replace(before["op2"], dtype="uint8", inputs=("op0",))))
-    assert found.rewired == ("op2",) and [change.name for change in found.changed] == ["op2"]
+    changes = diff(before, changed(before, op2=replace(before["op2"], dtype="uint8", inputs=("op0",))))
+    assert changes.rewired == ("op2",) and [change.name for change in changes.changed] == ["op2"]
 
 
 @pytest.mark.parametrize("field", ["path", "source", "made_by", "note", "reason", "text"])
@@ -122,11 +122,11 @@ def test_time_grows_with_the_nodes_not_their_square():
 
 
 def test_conversions_inside_a_region_became_the_region():
-    """But not one between it and an op outside."""
-    found = diff(*lowered())
+    """A conversion between the region and an op outside did not become the region."""
+    changes = diff(*lowered())
     inside = ("x_q", "x_dq", "a", "a_q", "b_weight_dq")
-    assert found.became == dict.fromkeys(inside, ("body",))
-    assert list(found.became) == list(inside)
-    assert "+  1 ×  3 dequantize" not in found.to_text() and "x_q" in found.to_text()
-    (line,) = [line for line in found.to_text(full=False).splitlines() if "engine.region" in line and "+" in line]
+    assert changes.became == dict.fromkeys(inside, ("body",))
+    assert list(changes.became) == list(inside)
+    assert "+  1 ×  3 dequantize" not in changes.to_text() and "x_q" in changes.to_text()
+    (line,) = [line for line in changes.to_text(full=False).splitlines() if "engine.region" in line and "+" in line]
     assert "body" in line

@@ -16,8 +16,8 @@ pytestmark = pytest.mark.any_cpu
 @pytest.mark.parametrize(("radius", "around"), [(0, 0), (1, 2), (3, 6)])
 def test_radius_keeps_the_neighbourhood(radius, around):
     before = chain(40)
-    found = diff(before, changed(before, op20=replace(before["op20"], dtype="uint8")))
-    drawn = picture(found, radius, "t")
+    changes = diff(before, changed(before, op20=replace(before["op20"], dtype="uint8")))
+    drawn = picture(changes, radius, "t")
     nodes = [key for key in keys(drawn) if not key.startswith("unchanged ")]
     assert nodes == [f"op{i}" for i in range(20 - around // 2, 21 + around // 2)]
     first, last = (box for box in drawn.boxes if box.key.startswith("unchanged "))
@@ -36,10 +36,10 @@ def test_removed_nodes_stand_next_to_what_they_became():
     i = keys(drawn).index("fused")
     assert keys(drawn)[i - 1] == "became fused"
     assert "op2" in drawn.boxes[i - 1].label and "op3" in drawn.boxes[i - 1].label
-    pens = {(arrow.tail, arrow.head): arrow.pen.style for arrow in drawn.arrows}
-    assert pens["became fused", "fused"] == "dotted"
-    assert pens["op1", "became fused"] == pens["became fused", "op4"] == "dashed"
-    assert pens["op1", "fused"] == pens["fused", "op4"] == pens["op4", "op5"] == "solid"
+    styles = {(arrow.tail, arrow.head): arrow.style.style for arrow in drawn.arrows}
+    assert styles["became fused", "fused"] == "dotted"
+    assert styles["op1", "became fused"] == styles["became fused", "op4"] == "dashed"
+    assert styles["op1", "fused"] == styles["fused", "op4"] == styles["op4", "op5"] == "solid"
 
 
 def test_legend_shows_only_what_is_there():

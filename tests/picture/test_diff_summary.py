@@ -7,7 +7,7 @@ import fxq
 from fxq.display.tables import plain
 from fxq.graph.view import GraphView, NodeView
 from fxq.picture.diff import diff
-from fxq.picture.diff_summary import MOST, summary
+from fxq.picture.diff_summary import MAX_SUMMARY_LINES, summary
 from tests.support.helpers import REFERENCE, steps
 
 
@@ -25,7 +25,7 @@ def pairs(count):
 
 
 def fused(count, made_by="fuse: conv2d_relu (patterns/fusions/conv.py:12)"):
-    """The same with a unit for every pair."""
+    """Graph of `pairs(count)` with a unit for every pair."""
     nodes = [NodeView("x", "io", "input")]
     for i in range(count):
         before = nodes[-1].name
@@ -44,7 +44,7 @@ def fused(count, made_by="fuse: conv2d_relu (patterns/fusions/conv.py:12)"):
 
 
 def told(before, after):
-    """The lines of the story, in words."""
+    """Lines of the summary as text."""
     return [" ".join(line.split()) for line in plain([summary(diff(before, after))]).splitlines()]
 
 
@@ -69,8 +69,11 @@ def test_what_changed_alike():
         "~ 3 × conv2d op → int8; float32 → uint8; gets a scale conv0 … conv2",
         "~ 3 × relu op → int8; float32 → uint8; gets a scale relu0 … relu2",
     ]
-    other = changed(after, scale="0.2")
-    assert told(after, other) == ["~ 3 × conv2d another scale conv0 … conv2", "~ 3 × relu another scale relu0 … relu2"]
+    scaled = changed(after, scale="0.2")
+    assert told(after, scaled) == [
+        "~ 3 × conv2d another scale conv0 … conv2",
+        "~ 3 × relu another scale relu0 … relu2",
+    ]
     assert "loses its scale" in told(after, pairs(3))[0]
 
 
@@ -88,7 +91,7 @@ def test_the_most_frequent_comes_first():
 
 
 def test_a_node_that_takes_in_another():
-    """A batch norm that is folded into its conv: the conv reads other weights, and stands for both."""
+    """A batch norm that is folded into its conv, which then reads other weights and has the origins of both."""
     before = pairs(2)
     after = GraphView(
         tuple(
@@ -107,7 +110,7 @@ def test_what_reads_something_else():
     after = GraphView(tuple(replace(n, inputs=("x",)) if n.name in ("relu1", "relu2") else n for n in before))
     assert told(before, after) == ["> 2 × relu reads conv2d → input relu1, relu2"]
     swapped = GraphView(tuple(replace(n, inputs=n.inputs[::-1]) if n.label == "conv2d" else n for n in before))
-    assert told(before, swapped) == ["> 3 × conv2d reads the same in another order conv0 … conv2"]
+    assert told(before, swapped) == ["> 3 × conv2d reads the same values in another order conv0 … conv2"]
     weightless = GraphView(tuple(replace(n, inputs=n.inputs[:1]) if n.label == "conv2d" else n for n in before))
     assert told(before, weightless) == ["> 3 × conv2d reads constant → nothing conv0 … conv2"]
 
@@ -115,15 +118,15 @@ def test_what_reads_something_else():
 def test_no_more_lines_than_fit_a_screen():
     after = GraphView(tuple(replace(n, label=f"op{i}") for i, n in enumerate(pairs(30))))
     lines = told(pairs(30), after)
-    assert len(lines) == MOST + 1 and lines[-1] == "and 31 more kinds of change"
+    assert len(lines) == MAX_SUMMARY_LINES + 1 and lines[-1] == "and 31 more kinds of change"
 
 
 def test_print_tells_a_story_where_the_lines_do_not_fit():
-    found = diff(pairs(40), fused(40))
-    brief = found.to_text(full=False).splitlines()
+    changes = diff(pairs(40), fused(40))
+    brief = changes.to_text(full=False).splitlines()
     assert len(brief) == 3 and brief[0] == "before → after: 40 added, 80 removed"
     assert brief[-1] == 'every node: print(diff.to_text()); a picture: diff.render("diff.svg")'
-    assert len(found.to_text().splitlines()) == 121 and str(found) == found.to_text()
+    assert len(changes.to_text().splitlines()) == 121 and str(changes) == changes.to_text()
     small = diff(pairs(2), fused(2))
     assert small.to_text(full=False) == small.to_text()
 
@@ -132,8 +135,8 @@ def test_a_real_network_fits_a_screen():
     torch.manual_seed(0)
     layers = [m for _ in range(20) for m in (nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())]
     qmodel = fxq.quantize(nn.Sequential(*layers).eval(), REFERENCE, data=[torch.randn(1, 4, 6, 6)])
-    found = fxq.diff(qmodel.history["decompose"], qmodel.history["fuse"])
-    text = found.to_text(full=False)
+    changes = fxq.diff(qmodel.history["decompose"], qmodel.history["fuse"])
+    text = changes.to_text(full=False)
     assert "20 ×  conv2d, batch_norm, relu → conv2d_relu" in text and len(text.splitlines()) < 8
     folded = fxq.diff(qmodel.history["decompose"], qmodel.history["fold-batch-norm"])
     assert "20 ×  conv2d, batch_norm → conv2d" in folded.to_text(full=False)
@@ -142,8 +145,8 @@ def test_a_real_network_fits_a_screen():
 
 def test_linear_in_the_nodes():
     def work(count):
-        found = diff(pairs(count), fused(count))
-        return steps(lambda: summary(found))
+        changes = diff(pairs(count), fused(count))
+        return steps(lambda: summary(changes))
 
     work(10)
     assert work(400) < 2.3 * work(200)

@@ -1,4 +1,4 @@
-"""Assignments as ops: what kind of index becomes which op."""
+"""Assignments as ops, by kind of index."""
 
 import pytest
 import torch

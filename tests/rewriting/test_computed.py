@@ -1,11 +1,11 @@
-"""How constants are computed of parameters is known where the recipe trains, and computes them again."""
+"""Constants that depend on parameters are recorded if the recipe trains, and can be computed again."""
 
 import torch
 from torch import nn
 
 import fxq
 from fxq.recipe.pass_base import Stage
-from fxq.rewriting.computed import computed_by_parametrization
+from fxq.rewriting.computed import parametrized_constant
 from fxq.workflow.steps import manager_for, up_to
 from tests.support.helpers import REFERENCE, module
 
@@ -13,14 +13,14 @@ X = torch.randn(2, 3)
 
 
 def computed(model, recipe):
-    """What is known of the constants of a model's canonical graph, and that graph."""
+    """Trainable constants of a model's canonical graph, and that graph."""
     manager = manager_for(model.eval(), recipe, X)
     manager.run(up_to(manager.context.recipe, Stage.FUSED))
     return manager.context.computed, manager.gm
 
 
 def scaled():
-    """A weight that is a parameter times a constant, turned."""
+    """Weight that is the transpose of a parameter times a constant."""
     torch.manual_seed(0)
     model = module(lambda self, x: x @ (self.weight * self.factor), weight=nn.Parameter(torch.randn(3, 4)))
     model.register_buffer("factor", torch.tensor([2.0]))
@@ -29,9 +29,9 @@ def scaled():
 
 def test_it_computes_the_constant_again():
     model = scaled()
-    known, gm = computed(model, fxq.Recipe.qat(backend="reference"))
-    (product, times), (turned, transposed) = known.items()
-    assert (times.reads, transposed.reads) == (("weight",), (product,))
+    constants, gm = computed(model, fxq.Recipe.qat(backend="reference"))
+    (product, times), (turned, transposed) = constants.items()
+    assert (times.paths, transposed.paths) == (("weight",), (product,))
     own = {"weight": torch.randn(3, 4)}
     own[product] = times.value(own)
     torch.testing.assert_close(own[product], own["weight"] * 2)
@@ -51,9 +51,9 @@ def test_what_is_computed_of_no_parameter_is_a_constant():
 
 def test_parametrizations_with_and_without_a_state():
     normed, plain = nn.utils.parametrizations.weight_norm(nn.Linear(3, 4)), nn.Linear(3, 4)
-    made = computed_by_parametrization(normed, "a.b", "weight")
-    assert made.reads == ("a.b.parametrizations.weight.original0", "a.b.parametrizations.weight.original1")
+    constant = parametrized_constant(normed, "a.b", "weight")
+    assert constant.paths == ("a.b.parametrizations.weight.original0", "a.b.parametrizations.weight.original1")
     g, v = torch.rand(4, 1), torch.randn(4, 3)
-    torch.testing.assert_close(made(g, v), g * v / v.norm(dim=1, keepdim=True))
-    assert computed_by_parametrization(plain, "", "weight") is None
-    assert computed_by_parametrization(nn.utils.parametrizations.spectral_norm(plain), "", "weight") is None
+    torch.testing.assert_close(constant(g, v), g * v / v.norm(dim=1, keepdim=True))
+    assert parametrized_constant(plain, "", "weight") is None
+    assert parametrized_constant(nn.utils.parametrizations.spectral_norm(plain), "", "weight") is None

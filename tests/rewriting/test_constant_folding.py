@@ -1,4 +1,4 @@
-"""What is computed of weights alone is computed once, and nothing else is."""
+"""Constant folding: calls of weights alone are computed once, and no others."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def seeded():
 
 
 class StandardizedConv(nn.Conv2d):
-    """As timm's NFNets and ResNetV2 have it: the weight is normalized on every call."""
+    """Layer whose weight is normalized in every call, as in timm's NFNets and ResNetV2."""
 
     def forward(self, x):
         flat = self.weight.reshape(1, self.out_channels, -1)

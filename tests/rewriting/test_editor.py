@@ -1,4 +1,4 @@
-"""The edits of one graph: what is erased, made, renamed and kept."""
+"""Edits of a graph: erased, added, renamed and unchanged nodes."""
 
 import pytest
 import torch
@@ -38,17 +38,17 @@ def test_constants_get_names_of_their_own_and_are_read_once():
     gm = graph(module(lambda self, x: torch.relu(x)), X)
     hand = rewriter(gm)
     relu = node(gm, "relu")
-    one = hand.constant(torch.ones(2), "fc.weight", before=relu)
-    two = hand.constant(torch.zeros(2), "fc.weight", before=relu)
-    assert (one.target, two.target) == ("fxq_data.fc_weight", "fxq_data.fc_weight_1")
-    assert hand.read("fxq_data.fc_weight", torch.ones(2), before=relu) is one
+    first = hand.constant(torch.ones(2), "fc.weight", before=relu)
+    second = hand.constant(torch.zeros(2), "fc.weight", before=relu)
+    assert (first.target, second.target) == ("fxq_data.fc_weight", "fxq_data.fc_weight_1")
+    assert hand.read("fxq_data.fc_weight", torch.ones(2), before=relu) is first
     assert torch.equal(gm.fxq_data.fc_weight_1, torch.zeros(2))
-    assert (info(one).shape, info(one).dtype) == ((2,), torch.float32)
+    assert (info(first).shape, info(first).dtype) == ((2,), torch.float32)
 
 
 def test_a_call_leaves_out_defaults_and_takes_after_its_origin():
     gm = graph(module(lambda self, x: torch.relu(x)), X)
     relu = node(gm, "relu")
-    made = rewriter(gm).call("hardtanh", node(gm, "x"), like=relu, min_val=-1.0, max_val=3.0)
-    assert made.kwargs == {"max_val": 3.0} and made.next is relu
-    assert info(made).origins == ("relu",) and info(made).source == info(relu).source
+    clip = rewriter(gm).call("hardtanh", node(gm, "x"), like=relu, min_val=-1.0, max_val=3.0)
+    assert clip.kwargs == {"max_val": 3.0} and clip.next is relu
+    assert info(clip).origins == ("relu",) and info(clip).source == info(relu).source

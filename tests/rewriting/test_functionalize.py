@@ -1,4 +1,4 @@
-"""In-place changes of clones, of views, and of what a forward makes, against the model that makes them in place."""
+"""In-place changes of clones, views and created tensors, compared with the model that makes them in place."""
 
 import numpy as np
 import pytest
@@ -28,7 +28,7 @@ class Model(nn.Module):
 
 
 def right(forward, tolerance_db=30):
-    """The quantized model, which is right at each call, after saving and loading, and changes no data."""
+    """Quantize, and check each call, calls after saving and loading, and that no data is changed."""
     model, data = settled(lambda: Model(forward)), X.clone()
     expected = call(model, X.clone())
     assert equal(call(graph(model, data), data), expected)
@@ -95,7 +95,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_clone_that_is_changed(change):
-    """The clone went, and the caller's input and the calibration data were overwritten."""
+    """Once the clone was removed, and the caller's input and the calibration data were overwritten."""
 
     def forward(self, x):
         y = x.clone()
@@ -313,7 +313,7 @@ MADE = [masks_of_ones, several_outs, sorted_in_place, in_inference_mode, decorat
 
 @pytest.mark.parametrize("forward", MADE)
 def test_what_a_forward_makes_and_changes(forward, tmp_path):
-    """It was a constant that drifted from call to call."""
+    """Once, it was a constant that drifted from call to call."""
     qmodel = right(forward)
     qmodel.save(tmp_path / "m.fxq")
     assert equal(fxq.load(tmp_path / "m.fxq")(X), qmodel(X))
@@ -337,7 +337,7 @@ def test_a_branch_on_what_data_was_written_to_is_refused():
         (lambda y: setattr(y, "data", y * 2), r"an assignment to \.data"),
         (
             lambda y: torch.view_as_complex(y.view(4, 4, 2)).real.zero_(),
-            "cannot write through this kind",
+            "cannot write through this view",
         ),
         (lambda y: y.unfold(1, 2, 1)[:, 0].__setitem__(y[:, :2] > 0, 0.0), "part of %unfold, and elements of %unfold"),
         (lambda y: y.as_strided((4, 4), (2, 1))[0].mul_(2), "part of %as_strided, and elements of %as_strided"),
@@ -363,9 +363,9 @@ def test_what_no_graph_can_hold_is_refused(change, why):
 
 def windows_that_are_read(self, x):
     y = self.a(x)
-    windows, rows, one = y.unfold(1, 2, 1), y[:1].expand(4, 8), y[:1].expand(1, 8)
+    windows, rows, row = y.unfold(1, 2, 1), y[:1].expand(4, 8), y[:1].expand(1, 8)
     y.mul_(2)
-    one.add_(1)
+    row.add_(1)
     return self.b(rows) + windows.mean()
 
 
@@ -375,7 +375,7 @@ def test_views_with_elements_that_share_memory_may_be_read():
 
 @pytest.mark.parametrize("wrong", ["another value", "an error"])
 def test_a_graph_that_differs_without_changes_in_place_is_refused(wrong, monkeypatch):
-    """A mistake of functionalization, played here, is no wrong model: its module stays a leaf."""
+    """After a (simulated) mistake of functionalization, the module stays a leaf, and the model is right."""
 
     class Inner(nn.Module):
         def forward(self, x):
@@ -422,7 +422,7 @@ def test_a_module_with_hooks_overwrites_a_copy():
 
 
 def test_masks_as_in_wav2vec2_leave_all_layers_on_integers():
-    """One assignment by a mask made the whole model one float leaf."""
+    """Once, one assignment by a mask made the whole model a float leaf."""
 
     class Masked(nn.Module):
         def __init__(self):
@@ -455,5 +455,5 @@ def test_masks_as_in_wav2vec2_leave_all_layers_on_integers():
     qmodel = fxq.quantize(model, REFERENCE, data=data)
     assert qmodel.ledger.coverage == 1
     with torch.no_grad():
-        for given in (*data, batch(12, 39, 1)):
-            assert sqnr(model(*given), qmodel(*given)) > 30
+        for inputs in (*data, batch(12, 39, 1)):
+            assert sqnr(model(*inputs), qmodel(*inputs)) > 30

@@ -1,4 +1,4 @@
-"""Values that are put on a grid."""
+"""Edits that quantize and dequantize a value."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ X = torch.linspace(-2, 3, 12).reshape(3, 4)
 
 
 def on(grid, name="y"):
-    """relu(x) on a grid, as what the graph returns."""
+    """Graph that returns relu(x), quantized and dequantized."""
     gm = fxq.extend.read_graph("x: float32[3, 4] = input()\ny: float32[3, 4] = relu(x)  # 'act'\nreturn y", {})
     hand, value = rewriter(gm), node(gm, "y")
     _, dq = on_grid(hand, value, value, grid, name)

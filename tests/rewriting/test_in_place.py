@@ -1,4 +1,4 @@
-"""Which argument an in-place call writes to, and the call that computes what it leaves there."""
+"""In-place calls: the argument that they write to, and the call that computes its new value."""
 
 import operator
 

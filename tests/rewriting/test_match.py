@@ -20,7 +20,7 @@ def matched(rule, gm, name):
 
 
 def why(rule, gm, name):
-    """The reason that explain gives, without the place."""
+    """Reason in the text of explain, without the place."""
     return fxq.extend.explain(rule, gm, name).partition(f"%{name}: ")[2]
 
 
@@ -73,7 +73,7 @@ def test_a_none_in_the_pattern_wants_none_in_the_graph():
     assert matched(without_bias, graph(linear_relu(bias=False), X), "fc") is not None
     assert matched(without_bias, graph(linear_relu(), X), "fc") is None
     assert why(without_bias, graph(linear_relu(), X), "fc") == (
-        "no match (1 of 1 ops matched): the pattern wants None, the graph has %fc_bias"
+        "no match (1 of 1 ops matched): the pattern expects None, but the graph has %fc_bias"
     )
 
 
@@ -113,7 +113,9 @@ def test_options_in_the_pattern_must_be_equal_and_others_are_free():
         assert m.options("max_pool2d")["stride"] == (stride, stride)
     gm = graph(nn.Sequential(nn.MaxPool2d(3)).eval(), image)
     assert matched(pooled_by_two, gm, "_0") is None
-    assert why(pooled_by_two, gm, "_0").endswith("the pattern wants max_pool2d with kernel_size=(2, 2), %_0 has (3, 3)")
+    assert why(pooled_by_two, gm, "_0").endswith(
+        "the pattern expects max_pool2d with kernel_size=(2, 2), but %_0 has (3, 3)"
+    )
 
 
 def test_a_default_counts_as_written():
@@ -209,7 +211,7 @@ def test_lists_match_element_by_element():
     gm = graph(module(lambda self, x, y: torch.cat([torch.relu(x), y, y], 1)), (X, X))
     assert matched(joined, gm, "cat") is None
     assert why(joined, gm, "cat") == (
-        "no match (1 of 2 ops matched): the pattern wants [relu(x), y], the graph has [relu, y, y]"
+        "no match (1 of 2 ops matched): the pattern expects [relu(x), y], but the graph has [relu, y, y]"
     )
 
 
@@ -333,7 +335,7 @@ def test_guards_refuse_by_name_in_order():
 
 
 def overwritten(gm):
-    """The graph with a node at its end that overwrites %mul, as a leaf may that is edited in."""
+    """Graph with a node at its end that overwrites %mul, as an inserted leaf may."""
     changed = node(gm, "mul")
     with gm.graph.inserting_before(gm.graph.output_node()):
         writer = gm.graph.call_method("zero_", (changed,))
@@ -381,32 +383,36 @@ def test_explain_finds_a_fusion_that_only_some_recipes_use():
         return op.tanh(op.linear(x, w, b))
 
     gm = graph(linear_relu(), X)
-    assert why("only_on_request", gm, "relu").endswith("the pattern wants tanh, %relu is relu")
+    assert why("only_on_request", gm, "relu").endswith("the pattern expects tanh, but %relu is relu")
     with pytest.raises(fxq.PatternError, match="only_on_request"):
         fxq.extend.explain("only_on_requests", gm, "relu")
 
 
 def test_explain_says_how_far_it_got():
     gm = graph(module(lambda self, x: torch.relu(torch.tanh(x))), X)
-    assert why(relu_of_linear, gm, "relu") == ("no match (1 of 2 ops matched): the pattern wants linear, %tanh is tanh")
-    assert why(relu_of_linear, gm, "tanh") == ("no match (0 of 2 ops matched): the pattern wants relu, %tanh is tanh")
-    assert why(relu_of_linear, gm, "x").endswith("the pattern wants relu, %x is placeholder")
+    assert why(relu_of_linear, gm, "relu") == (
+        "no match (1 of 2 ops matched): the pattern expects linear, but %tanh is tanh"
+    )
+    assert why(relu_of_linear, gm, "tanh") == (
+        "no match (0 of 2 ops matched): the pattern expects relu, but %tanh is tanh"
+    )
+    assert why(relu_of_linear, gm, "x").endswith("the pattern expects relu, but %x is placeholder")
 
 
 def test_explain_names_what_is_no_op():
     gm = graph(module(lambda self, x: torch.relu(torch.sinc(x))), X)
-    assert why(relu_of_linear, gm, "relu").endswith("the pattern wants linear, %sinc is sinc")
+    assert why(relu_of_linear, gm, "relu").endswith("the pattern expects linear, but %sinc is sinc")
 
 
 def test_explain_a_number_where_an_op_is_wanted():
     gm = graph(module(lambda self, x: x + 1), X)
-    assert why(relu_plus, gm, "add").endswith("the pattern wants relu, %x is placeholder")  # the order as written
+    assert why(relu_plus, gm, "add").endswith("the pattern expects relu, but %x is placeholder")  # the order as written
 
     @rewrite
     def relu_minus(op, x, y):
         return op.sub(op.relu(x), y)
 
-    assert why(relu_minus, graph(module(lambda self, x: 1 - x), X), "sub").endswith("relu, the graph has 1")
+    assert why(relu_minus, graph(module(lambda self, x: 1 - x), X), "sub").endswith("relu, but the graph has 1")
 
 
 def test_explain_the_furthest_of_two_orders():
@@ -415,7 +421,7 @@ def test_explain_the_furthest_of_two_orders():
         return op.add(op.relu(op.tanh(x)), op.sigmoid(w))
 
     gm = graph(module(lambda self, x, y: torch.sigmoid(y) + torch.relu(x * x)), (X, X))
-    assert why(deep, gm, "add") == "no match (2 of 4 ops matched): the pattern wants tanh, %mul is mul"
+    assert why(deep, gm, "add") == "no match (2 of 4 ops matched): the pattern expects tanh, but %mul is mul"
 
 
 def test_explain_unknown_names():
@@ -451,9 +457,9 @@ def chain(count):
     ("rule", "make"), [(siblings, pairs), (relu_sigmoid, chain), (relu_sigmoid, pairs)], ids=["wide", "chain", "none"]
 )
 def test_matching_is_linear(rule, make):
-    def tried(gm, found):
+    def tried(gm, matched):
         matcher = Matcher(gm)
-        return steps(lambda: found.extend(n for n in gm.graph.nodes if matcher.match(rule[0], n) is not None))
+        return steps(lambda: matched.extend(n for n in gm.graph.nodes if matcher.match(rule[0], n) is not None))
 
     few, many = [], []
     cost = tried(make(150), few)

@@ -1,4 +1,4 @@
-"""Rules that almost matched: which ones the history keeps, and what it says of them."""
+"""Near misses: which rules the history records, and their reasons."""
 
 import copy
 import pickle
@@ -42,7 +42,7 @@ def sigmoid_of_tanh(op, x):
 
 
 def fused(forward, *rules, refuse=None):
-    """What the fusion of these rules says of those that made no unit: name, node, how far, reason."""
+    """Near misses of a fusion with these rules: name, node, how many ops matched, reason."""
     hand = rewriter(graph(module(forward), X))
     hand.fuse([rule[0] for rule in rules], refuse)
     return [(n.rule, n.node, f"{n.matched} of {n.of}", n.reason) for n in hand.near_misses.all()]
@@ -53,7 +53,7 @@ def fused(forward, *rules, refuse=None):
 
 def test_two_ops_are_near_and_one_is_not():
     assert fused(lambda self, x: torch.relu(torch.sigmoid(torch.erf(x))), chain_of_three) == [
-        ("chain_of_three", "relu", "2 of 3", "the pattern wants tanh, %erf is erf")
+        ("chain_of_three", "relu", "2 of 3", "the pattern expects tanh, but %erf is erf")
     ]
     assert fused(lambda self, x: torch.relu(torch.erf(torch.tanh(x))), chain_of_three) == []
 
@@ -80,7 +80,7 @@ def test_the_pass_gives_its_reason():
 
 
 def test_what_lost_its_nodes_to_a_larger_rule_is_left_out():
-    """It matched, and so it would have been chosen had the larger one not been there."""
+    """A rule that matched is no near miss, even if a larger rule is chosen."""
     assert fused(lambda self, x: torch.relu(torch.sigmoid(torch.tanh(x))), chain_of_three, chain_of_two) == []
     overlapping = fused(lambda self, x: torch.relu(torch.sigmoid(torch.tanh(x))), chain_of_two, sigmoid_of_tanh)
     assert overlapping == []
@@ -97,7 +97,7 @@ def test_what_came_near_where_a_larger_rule_matched_is_left_out():
 
 def test_a_larger_rule_that_came_near_stays():
     assert fused(lambda self, x: torch.relu(torch.sigmoid(torch.erf(x))), chain_of_three, chain_of_two) == [
-        ("chain_of_three", "relu", "2 of 3", "the pattern wants tanh, %erf is erf")
+        ("chain_of_three", "relu", "2 of 3", "the pattern expects tanh, but %erf is erf")
     ]
 
 
@@ -137,10 +137,10 @@ def test_a_rewrite_that_came_near():
 
 
 def test_only_the_last_try_counts():
-    """The relu is tried before its input is a tanhshrink, and again behind it."""
+    """The relu is tried before its input is a tanhshrink, and again after it."""
     forward = lambda self, x, y: torch.relu(y - torch.tanh(y))  # noqa: E731
     assert rewritten(forward, shrink, relu_of_shrink) == [
-        ("relu_of_shrink", "relu", "2 of 3", "the pattern wants abs, %y is placeholder")
+        ("relu_of_shrink", "relu", "2 of 3", "the pattern expects abs, but %y is placeholder")
     ]
     forward = lambda self, x, y: torch.relu(torch.abs(y) - torch.tanh(torch.abs(y)))  # noqa: E731
     (once,) = rewritten(forward, shrink, relu_of_shrink)
@@ -177,8 +177,8 @@ def test_the_snapshot_of_a_pass_has_its_near_misses():
     assert str(near) == f"conv2d_relu ({source}) at %relu: 2 of 2 ops matched: %conv is also read by %mul"
     assert fxq.extend.explain("conv2d_relu", graph(Net().eval(), image), "relu").endswith(near.reason)
     assert qmodel.history["annotate"].near == ()
-    for other in (copy.deepcopy(qmodel), pickle.loads(pickle.dumps(qmodel))):
-        assert other.history["fuse"].near == (near,)
+    for copied in (copy.deepcopy(qmodel), pickle.loads(pickle.dumps(qmodel))):
+        assert copied.history["fuse"].near == (near,)
 
 
 def test_the_recipe_and_the_backend_say_why_they_refuse(monkeypatch):

@@ -127,7 +127,7 @@ def test_captures_do_not_hide_behind_what_a_match_has():
     for name in (*MATCH, "__class__"):
         body = {}
         exec(f"def hidden(op, x, {name}):\n    return op.mul(x, {name})", body)  # source_of needs no file
-        with pytest.raises(PatternError, match=f"a capture cannot be called '{name}', .* rename the parameter"):
+        with pytest.raises(PatternError, match=f"a capture cannot be called '{name}', .* Rename the parameter"):
             fusion(body["hidden"])
         assert "hidden" not in FUSIONS
 
@@ -151,7 +151,7 @@ def test_a_value_that_is_not_used():
 
 @pytest.mark.parametrize("name", ["", "class", 'a"b', "a\nb", "conv.in"])
 def test_a_name_that_cannot_be_written_into_code(name):
-    with pytest.raises(PatternError, match="cannot write this name; choose another"):
+    with pytest.raises(PatternError, match="cannot write code with this name; choose another"):
         fusion(name)(lambda op, x: op.relu(op.sigmoid(x)))
 
 
@@ -167,9 +167,9 @@ def test_keyword_parameters_and_variants_must_agree():
     def pattern(op, x, *, act):
         return op[act](x)
 
-    with pytest.raises(PatternError, match=r"keyword-only parameters are \['act'\], but variants are given for \[\]"):
+    with pytest.raises(PatternError, match=r"keyword-only parameters are \['act'\], but there are variants for \[\]"):
         rewrite(pattern)
-    with pytest.raises(PatternError, match=r"are \['act'\], but variants are given for \['act', 'layer'\]"):
+    with pytest.raises(PatternError, match=r"are \['act'\], but there are variants for \['act', 'layer'\]"):
         rewrite(act=("relu",), layer=("linear",))(pattern)
 
 

@@ -71,17 +71,17 @@ def test_an_edit_outside_a_rule_counts_for_the_pass():
 
 @pytest.mark.parametrize("new", ["w", 2.0])
 def test_readers_are_rerouted_wherever_they_hold_the_value(new):
-    one = torch.fx.Graph()
-    x, y, w = (one.placeholder(name) for name in "xyw")
-    reader = one.call_function(max, (y, [x, (y, 1)], slice(y, None, x)), {"key": y, "other": {"a": [y], "b": x}})
-    one.output((y, reader))
-    hand = rewriter(torch.fx.GraphModule(nn.Module(), one))
+    graph = torch.fx.Graph()
+    x, y, w = (graph.placeholder(name) for name in "xyw")
+    reader = graph.call_function(max, (y, [x, (y, 1)], slice(y, None, x)), {"key": y, "other": {"a": [y], "b": x}})
+    graph.output((y, reader))
+    hand = rewriter(torch.fx.GraphModule(nn.Module(), graph))
     put = w if new == "w" else new
     hand.reroute(y, put)
     assert reader.args == (put, [x, (put, 1)], slice(put, None, x))
     assert reader.kwargs == {"key": put, "other": {"a": [put], "b": x}}
-    assert one.output_node().args == ((put, reader),)
-    assert not y.users and set(w.users) == ({reader, one.output_node()} if put is w else set())
+    assert graph.output_node().args == ((put, reader),)
+    assert not y.users and set(w.users) == ({reader, graph.output_node()} if put is w else set())
 
 
 def test_the_shape_of_a_new_node_is_that_of_its_value():
@@ -240,7 +240,7 @@ def test_two_rules_that_undo_each_other_are_both_named():
     with pytest.raises(PassError) as caught:
         rewriter(gm).apply(to_tanh, to_sigmoid)
     message = str(caught.value)
-    assert message.startswith("the-test: the rules do not come to an end")
+    assert message.startswith("the-test: the rewrites do not end")
     assert f"'to_tanh' ({to_tanh[0].source})" in message and f"'to_sigmoid' ({to_sigmoid[0].source})" in message
     assert "undo each other" in message
 
@@ -275,7 +275,9 @@ def test_a_replacement_of_another_arity(count, result):
 
     single.becomes(result)
     gm = graph(module(lambda self, x: torch.relu(x)), X)
-    with pytest.raises(PatternError, match=rf"'single' .*the pattern has 1 outputs, its replacement returned {count}"):
+    with pytest.raises(
+        PatternError, match=rf"'single' .*the pattern has 1 outputs, but its replacement returned {count}"
+    ):
         rewriter(gm).apply(single)
 
 

@@ -1,4 +1,4 @@
-"""Rules looked up by node, and that fusing them node by node chooses what fusing them rule by rule would."""
+"""Index of rules by node. Fusing node by node chooses the same units as fusing rule by rule."""
 
 import torch
 from hypothesis import given, settings
@@ -105,15 +105,15 @@ def test_the_input_may_stand_in_a_list():
 
 
 def rule_by_rule(gm, rules, refuse):
-    """The units that come of trying every rule at every node of the graph, one rule after the other."""
-    matcher, found = Matcher(gm), []
+    """Units from trying every rule at every node of the graph, one rule after the other."""
+    matcher, units = Matcher(gm), []
     for rule in rules:
         for n in gm.graph.nodes:
             match = matcher.match(rule, n) if op_of(n) is rule.root.op else None
             if match is not None and refuse(match) is None:
                 matcher.taken.update(match.nodes)
-                found.append((match.root.node, rule.name, merge_origins(match.nodes)))
-    return [(name, origins) for _, name, origins in sorted(found)]
+                units.append((match.root.node, rule.name, merge_origins(match.nodes)))
+    return [(name, origins) for _, name, origins in sorted(units)]
 
 
 def fused(gm, rules, refuse):
@@ -136,7 +136,7 @@ def test_another_way_is_found_where_the_first_one_is_taken():
 
 
 def test_what_is_taken_makes_room_among_many_readers():
-    """A further output is looked for among the first free readers of a value; what larger rules took is none."""
+    """Further outputs are found among the first free users of a value. Nodes of larger matches are not free."""
 
     @rewrite
     def gated(op, x):
@@ -156,7 +156,7 @@ def test_what_is_taken_makes_room_among_many_readers():
 
     gm = graph(module(forward), X)
     rules = [gated[0], the_last_one[0]]
-    assert Matcher(gm).match(the_last_one[0], node(gm, "tanh")) is None  # behind the first 16
+    assert Matcher(gm).match(the_last_one[0], node(gm, "tanh")) is None  # after the first 16
     wanted = rule_by_rule(gm, rules, lambda match: None)
     assert ("the_last_one", ("tanh", "relu_20")) in wanted
     assert sorted(fused(gm, rules, lambda match: None)) == sorted(wanted)

@@ -1,4 +1,4 @@
-"""Making, opening and shortening units."""
+"""Edits of units: make, open, split."""
 
 import pytest
 import torch
@@ -104,7 +104,7 @@ def chain(op, x, weight, bias):
 
 
 def test_the_first_ops_of_a_unit_may_have_several_outputs():
-    """The second is an output of the whole unit, the first is read behind them."""
+    """The second is an output of the whole unit, the first is read after them."""
     model = module(lambda self, x: (torch.tanh(torch.relu(y := self.fc(x))), y), fc=nn.Linear(4, 4))
     gm = graph(model, X)
     hand = rewriter(gm)
@@ -133,8 +133,8 @@ def test_opening_a_unit_undoes_fusing():
     hand.fuse(FUSIONS.largest_first())
     assert full_text(gm) != before
     for unit in [n for n in gm.graph.nodes if unit_of(gm, n) is not None]:
-        made = open_unit(hand, unit)
-        assert [op_of(n).name for n in made] == ["conv2d", "relu"]
+        opened = open_unit(hand, unit)
+        assert [op_of(n).name for n in opened] == ["conv2d", "relu"]
     assert full_text(gm) == before
     assert {n.name: info(n).origins for n in gm.graph.nodes} == origins
     assert torch.equal(run(gm, IMAGE), model(IMAGE))
@@ -142,7 +142,7 @@ def test_opening_a_unit_undoes_fusing():
 
 def test_opening_what_is_no_unit():
     gm = graph(module(lambda self, x: torch.relu(x)), X)
-    with pytest.raises(PassError, match="the-test: %relu is no unit"):
+    with pytest.raises(PassError, match="the-test: %relu is not a unit"):
         open_unit(rewriter(gm), node(gm, "relu"))
 
 
@@ -164,9 +164,9 @@ def test_a_shorter_unit_keeps_the_captures_that_it_reads(ops, after, captures):
     last = after[-1].partition(" = ")[0]
     assert full_text(hand.gm).splitlines()[2:] == [*after, f"add = add({last}, x)", "return add"]
     first = next(n for n in hand.gm.graph.nodes if info(n).plan is not None and info(n).plan.precision == "int8")
-    found = calls_of(hand.gm, first).captures
-    assert [name for name in found if name != "bias"] == captures
-    assert all(found[name].name in (name, f"fc_{name}") for name in found)
+    values = calls_of(hand.gm, first).captures
+    assert [name for name in values if name != "bias"] == captures
+    assert all(values[name].name in (name, f"fc_{name}") for name in values)
     assert info(first).plan == Plan(Decision("int8"))
     assert info(node(hand.gm, "add")).plan == Plan(Decision("float", INT8.decision.kind, INT8.decision.text))
     assert torch.equal(run(hand.gm, X, X + 1), want)

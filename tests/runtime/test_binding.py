@@ -1,4 +1,4 @@
-"""A model's later calls run a function that its graph was bound to: the numbers must not tell."""
+"""Calls of bound functions give the numbers of the unbound graph."""
 
 import copy
 import pickle
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import fxq
-from fxq.runtime.binding import KEPT, bind, kind_of
+from fxq.runtime.binding import MAX_BOUND_KINDS, bind, kind_of
 from tests.support import models
 from tests.support.bound import ALL, X, first_kernel, functions, plain, quantized
 from tests.support.graphs import equal
@@ -29,9 +29,9 @@ def test_every_call_gives_the_same(name):
     expected = models.call(qmodel, data[0])
     for _ in range(3):
         assert equal(models.call(qmodel, data[0]), expected)
-    other = models.batch(name, seed=2)
+    second_batch = models.batch(name, seed=2)
     fresh = copy.deepcopy(qmodel)
-    assert equal(models.call(qmodel, other), models.call(fresh, other))
+    assert equal(models.call(qmodel, second_batch), models.call(fresh, second_batch))
 
 
 def test_what_the_function_is():
@@ -87,28 +87,32 @@ def test_a_kind_of_input_has_a_function_of_its_own(kind):
 
 
 def test_the_kinds_that_came_last_are_kept():
-    qmodel, batches = quantized(), [torch.cat([X] * n) for n in range(1, KEPT + 2)]
-    for x in batches[:KEPT] * 2:
+    qmodel, batches = quantized(), [torch.cat([X] * n) for n in range(1, MAX_BOUND_KINDS + 2)]
+    for x in batches[:MAX_BOUND_KINDS] * 2:
         assert torch.equal(qmodel(x), plain(qmodel, x))
     first, *others = functions(qmodel)
-    assert len(others) == KEPT - 1
-    for x in (batches[0], batches[KEPT], batches[KEPT]):  # the second kind has not come for longest
+    assert len(others) == MAX_BOUND_KINDS - 1
+    for x in (
+        batches[0],
+        batches[MAX_BOUND_KINDS],
+        batches[MAX_BOUND_KINDS],
+    ):  # the least recent kind is dropped
         assert torch.equal(qmodel(x), plain(qmodel, x))
     assert functions(qmodel)[:-1] == [*others[1:], first]
 
 
 def test_more_kinds_in_turn_than_are_kept_are_not_bound():
-    qmodel, batches = quantized(), [torch.cat([X] * n) for n in range(1, KEPT + 2)]
+    qmodel, batches = quantized(), [torch.cat([X] * n) for n in range(1, MAX_BOUND_KINDS + 2)]
     for x in batches * 3:
         assert torch.equal(qmodel(x), plain(qmodel, x))
     assert functions(qmodel) == []
 
 
 @pytest.mark.parametrize("copied", [lambda q: q, copy.deepcopy, lambda q: pickle.loads(pickle.dumps(q))])
-@pytest.mark.parametrize("kept", [0, 1, 3, KEPT + 2])
+@pytest.mark.parametrize("kept", [0, 1, 3, MAX_BOUND_KINDS + 2])
 def test_how_many_kinds_are_kept_is_an_option(copied, kept):
     qmodel, batches = quantized(), [torch.cat([X] * n) for n in range(1, kept + 1)]
-    assert qmodel.kinds_kept == KEPT
+    assert qmodel.kinds_kept == MAX_BOUND_KINDS
     qmodel.kinds_kept = kept
     qmodel = copied(qmodel)
     for x in batches * 3:
@@ -194,9 +198,9 @@ def test_a_wrong_call_stays_wrong(name):
 @pytest.mark.parametrize("names", ["x, _v1", "x, _c0", "_v1, _v2", "x, _c1", "forward, __v1"])
 def test_inputs_may_have_any_names(names):
     first, second = names.split(", ")
-    made = {}
-    exec(f"def forward(self, {names}):\n    return self.conv({first})[:, :, 1:] + {second}[:, :, 1:]", made)
-    qmodel = quantized(module(made["forward"], conv=nn.Conv2d(3, 3, 3, padding=1)), data=[(X, X)])
+    namespace = {}
+    exec(f"def forward(self, {names}):\n    return self.conv({first})[:, :, 1:] + {second}[:, :, 1:]", namespace)
+    qmodel = quantized(module(namespace["forward"], conv=nn.Conv2d(3, 3, 3, padding=1)), data=[(X, X)])
     for _ in range(3):
         assert torch.equal(qmodel(X, -X), plain(qmodel, X, -X))
     assert len(functions(qmodel)) == 1
@@ -230,9 +234,9 @@ def test_a_result_is_not_the_one_of_an_earlier_call():
     assert all(torch.equal(results[i], plain(qmodel, X * i)) for i in range(4))
 
 
-@pytest.mark.parametrize("shapes", [1, KEPT, KEPT + 2])
+@pytest.mark.parametrize("shapes", [1, MAX_BOUND_KINDS, MAX_BOUND_KINDS + 2])
 def test_threads_at_once(shapes):
-    """With as many kinds of inputs; whatever they do, they switch in the middle of it."""
+    """Threads with as many kinds of inputs, which switch at any point."""
     qmodel = quantized()
     for kernel in qmodel.fxq_kernels.children():
         kernel.register_forward_hook(lambda module, *_: setattr(module, "last", object()))
@@ -278,13 +282,13 @@ def test_values_go_when_they_have_been_read():
 
 
 class Keeps(nn.Module):
-    """The rows with a positive first value: how many, no shape tells."""
+    """Rows with a positive first value. Their number depends on values."""
 
     def forward(self, x):
         return x[x[:, 0] > 0]
 
 
-def test_kernels_behind_sizes_that_follow_from_values_are_not_bound():
+def test_kernels_after_sizes_that_follow_from_values_are_not_bound():
     model = nn.Sequential(nn.Linear(8, 8), Keeps(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)).eval()
     data = torch.randn(64, 8)
     qmodel = fxq.quantize(model, fxq.Recipe.static(optimize="coverage", leaf_modules=["1"]), data=[data])
@@ -298,7 +302,7 @@ def test_kernels_behind_sizes_that_follow_from_values_are_not_bound():
 
 
 def forwards(bound):
-    """The kernels that a bound function calls by their own forward, which looks at its inputs."""
+    """Kernels that a bound function calls by their forward, which checks its inputs."""
     called = (getattr(value, "__func__", value) for value in bound.run.__globals__.values())
     return [
         f.__qualname__ for f in called if getattr(f, "__qualname__", "") in ("OnednnLinear.forward", "Quantize.forward")
@@ -316,7 +320,7 @@ BETWEEN = {
 
 
 @pytest.mark.parametrize("name", BETWEEN)
-def test_kernels_are_bound_behind(name):
+def test_kernels_are_bound_after(name):
     torch.manual_seed(0)
     model = module(lambda self, x: self.b(BETWEEN[name](self.a(x))), a=nn.Linear(8, 8), b=nn.Linear(8, 8))
     qmodel = fxq.quantize(model, fxq.Recipe.static(optimize="coverage"), data=[torch.ones(4, 8)])
@@ -325,7 +329,7 @@ def test_kernels_are_bound_behind(name):
 
 
 class Best(nn.Module):
-    """As many samples as look good; counted out of torch's sight."""
+    """Samples that pass a test. Their number is computed outside torch."""
 
     def forward(self, x):
         return x[[i for i, value in enumerate(x[:, 0].tolist()) if value > 0] or [0]]
@@ -343,7 +347,7 @@ FROM_VALUES = {
 
 
 @pytest.mark.parametrize("name", FROM_VALUES)
-def test_kernels_are_not_bound_behind(name):
+def test_kernels_are_not_bound_after(name):
     torch.manual_seed(0)
     between = FROM_VALUES[name]
     parts = {"k": between} if isinstance(between, nn.Module) else {}

@@ -1,4 +1,4 @@
-"""What a model was bound to is bound anew when something changes, and only then."""
+"""Bound functions are bound again if something changes, and only then."""
 
 import copy
 import functools
@@ -18,7 +18,7 @@ from fxq.backends.plain.clamp_and_pad import Clamp
 from fxq.backends.plain.converters import Quantize
 from fxq.graph.unit import Unit
 from fxq.quant.qparams import QParams
-from fxq.runtime.binding import KEPT
+from fxq.runtime.binding import MAX_BOUND_KINDS
 from tests.support.bound import ALL, X, first_kernel, functions, network, plain, quantized
 from tests.support.helpers import module
 
@@ -57,12 +57,14 @@ def test_another_forward_in_its_place_is_used():
 
 def test_loaded_weights_are_used():
     torch.manual_seed(1)
-    other = quantized(copy.deepcopy(network()).apply(lambda m: m.reset_parameters() if hasattr(m, "weight") else None))
+    reinitialized = quantized(
+        copy.deepcopy(network()).apply(lambda m: m.reset_parameters() if hasattr(m, "weight") else None)
+    )
     qmodel = quantized()
     for _ in range(3):
         qmodel(X)
     before = qmodel(X)
-    qmodel.load_state_dict(other.state_dict())
+    qmodel.load_state_dict(reinitialized.state_dict())
     assert torch.equal(qmodel(X), plain(qmodel, X)) and not torch.equal(qmodel(X), before)
 
 
@@ -234,7 +236,7 @@ def test_functions_that_were_dropped_leave_no_memory():
             for _ in range(2):
                 qmodel(torch.ones(1, 3, n + 1, 4))
             alive.update(bound.run for bound in functions(qmodel))
-        assert len(alive) == KEPT
+        assert len(alive) == MAX_BOUND_KINDS
     finally:
         gc.enable()
 
@@ -278,12 +280,12 @@ def test_a_float_weight_in_its_place_is_used():
 
 
 def test_a_change_of_another_model_changes_nothing():
-    qmodel, other = quantized(), quantized()
+    qmodel, second_model = quantized(), quantized()
     for _ in range(3):
         qmodel(X)
-        other(X)
+        second_model(X)
     bound = functions(qmodel)
-    other.load_state_dict(other.state_dict())
+    second_model.load_state_dict(second_model.state_dict())
     qmodel(X)
     assert functions(qmodel) == bound
 
@@ -309,8 +311,8 @@ def test_a_copy_and_a_model_that_is_gone_leave_nothing():
     qmodel = quantized()
     for _ in range(3):
         qmodel(X)
-    other = copy.deepcopy(qmodel)
-    assert functions(other) == [] and torch.equal(other(X), qmodel(X))
+    copied = copy.deepcopy(qmodel)
+    assert functions(copied) == [] and torch.equal(copied(X), qmodel(X))
     kernel = weakref.ref(next(qmodel.fxq_kernels.children()))
     del qmodel
     gc.collect()

@@ -1,4 +1,4 @@
-"""Tools that look inside a quantized model, and inputs that are none: they work, or a message says what does."""
+"""Tools that trace a quantized model, and invalid inputs: they work, or a message says what to do."""
 
 import os
 import subprocess
@@ -80,8 +80,8 @@ def test_recurrent_layers(recipe):
     batch = {"x": {0: torch.export.Dim("batch")}}
     plain = fxq.quantize(Recurrent().eval(), recipe.with_backend("reference"), data=[x])
     packed = fxq.quantize(Recurrent().eval(), recipe.with_optimize("coverage"), data=[x])
-    for made in (torch.jit.trace(plain, x), torch.export.export(plain, (x,), dynamic_shapes=batch).module()):
-        assert torch.equal(made(x), plain(x)) and torch.equal(made(more), plain(more))
+    for traced in (torch.jit.trace(plain, x), torch.export.export(plain, (x,), dynamic_shapes=batch).module()):
+        assert torch.equal(traced(x), plain(x)) and torch.equal(traced(more), plain(more))
     torch._dynamo.reset()
     assert torch.equal(torch.compile(plain, backend="eager", fullgraph=True)(x), plain(x))
     torch._dynamo.reset()
@@ -135,7 +135,7 @@ WRONG = {"int": 3, "NoneType": None, "list": [X], "ndarray": X.numpy(), "str": "
 def test_an_input_that_is_no_tensor_is_named(backend, kind):
     qmodel = quantized(backend)
     for _ in range(3):
-        with pytest.raises(InputError, match=rf"input 'input' is a {kind}; the model takes a tensor there") as said:
+        with pytest.raises(InputError, match=rf"input 'input' is a {kind}, but the model takes a tensor") as said:
             qmodel(WRONG[kind])
     assert ("torch.from_numpy" in str(said.value)) == (kind == "ndarray")
     with pytest.raises(InputError, match="input 'input' is a "):
@@ -159,7 +159,7 @@ def test_an_optional_tensor_that_the_graph_was_made_with_is_needed(backend):
     model = module(lambda self, x, z=None: self.b(self.a(x) + z), a=nn.Linear(4, 4), b=nn.Linear(4, 4))
     qmodel = fxq.quantize(model, recipe, data=[{"x": torch.rand(3, 4), "z": torch.rand(3, 4)}])
     for args, words in (((), "left out"), ((None,), "a NoneType"), ((3,), "a int")):
-        with pytest.raises(InputError, match=f"input 'z' is {words}; the model takes a tensor there"):
+        with pytest.raises(InputError, match=f"input 'z' is {words}, but the model takes a tensor"):
             qmodel(torch.rand(3, 4), *args)
     assert qmodel(torch.rand(3, 4), z=torch.rand(3, 4)).shape == (3, 4)
 
@@ -199,9 +199,9 @@ def test_a_cpu_without_vnni_is_told_once():
 BAD_CALLS = [
     ((torch.rand(3, 8),), {}, "layer takes 4 dimensions|does not run on"),
     ((torch.rand(2, 4, 8, 8),), {}, "takes 3|does not run on"),
-    ((torch.rand(2, 3, 8, 8).to_sparse(),), {}, "sparse_coo tensor; give a dense one"),
-    ((torch.nested.nested_tensor([torch.rand(3, 8, 8)] * 2),), {}, "nested tensor; give a dense one"),
-    ((), {}, r"does not run on \(\): it also takes input"),
+    ((torch.rand(2, 3, 8, 8).to_sparse(),), {}, "sparse_coo tensor; pass a dense one"),
+    ((torch.nested.nested_tensor([torch.rand(3, 8, 8)] * 2),), {}, "nested tensor; pass a dense one"),
+    ((), {}, r"does not run on \(\): it also needs input"),
     ((torch.rand(2, 3, 8, 8), 1), {}, "it takes 1 input: input"),
     ((torch.rand(2, 3, 8, 8),), {"z": 1}, "it has no input 'z'"),
 ]

@@ -1,4 +1,4 @@
-"""Which values have the same kind for all inputs of the same kinds: compared with runs on other values."""
+"""Values of a fixed kind, compared with runs on other values."""
 
 import operator
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import fx
 
-from fxq.runtime.stable_kinds import Reads, holds_tensor, run
+from fxq.runtime.stable_kinds import ValueReads, holds_tensor, run
 
 pytestmark = pytest.mark.any_cpu
 
@@ -31,13 +31,13 @@ def of(function, *args, **kwargs):
         (torch.nonzero, (MASK,), False),
         (torch.masked_select, (torch.ones(3), MASK), False),
         (torch.unique, (torch.ones(3),), False),
-        (lambda x: x + 1, (torch.ones(3),), False),  # a user's own function: nobody knows
+        (lambda x: x + 1, (torch.ones(3),), False),  # a user's own function: unknown
     ],
 )
 def test_a_kind_that_values_decide_is_not_fixed(function, args, fixed):
-    value, found = of(function, *args)
+    value, is_fixed = of(function, *args)
     wanted = function(*args)
-    assert found is fixed and (torch.equal(value, wanted) if isinstance(value, torch.Tensor) else value == wanted)
+    assert is_fixed is fixed and (torch.equal(value, wanted) if isinstance(value, torch.Tensor) else value == wanted)
 
 
 def test_what_is_sure_is_not_looked_at():
@@ -48,9 +48,9 @@ def test_what_is_sure_is_not_looked_at():
 
 def test_reading_a_number_out_of_a_tensor_is_seen():
     for look, seen in ((lambda x: x.sum().item(), True), (lambda x: x.sum() * 2, False), (lambda x: x.shape[0], False)):
-        with Reads() as reads:
+        with ValueReads() as reads:
             look(torch.ones(3))
-        assert reads.values is seen
+        assert reads.happened is seen
 
 
 @pytest.mark.parametrize(

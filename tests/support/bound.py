@@ -35,7 +35,7 @@ def bindings(qmodel):
 
 def functions(qmodel):
     """The functions that it is bound to now, the newest last."""
-    return [bound for bound in bindings(qmodel)._known.values() if bound is not None]
+    return [bound for bound in bindings(qmodel)._cache.values() if bound is not None]
 
 
 def first_kernel(qmodel, kind=OnednnConv):

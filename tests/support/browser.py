@@ -41,7 +41,7 @@ HOOKS = """() => {
     boxes: fxq.panes.after.picture().boxes,
   });
 }"""
-"""What the tests ask of the graph tab. `drawn`: all boxes, frames of open groups and wires as numbers; `where`: the
+"""Script that reads the graph tab. `drawn`: all boxes, frames of open groups and wires as numbers; `where`: the
 middle of the box of a node, or of the head of a group, in the window; `stats`: what is shown."""
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -49,13 +49,13 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 
 @contextmanager
 def chromium():
-    """A browser; the test is skipped, with the reason, where there is none."""
+    """Browser for a test, which is skipped with the reason if there is none."""
     api = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
     with api.sync_playwright() as playwright:
-        found = next(filter(None, map(shutil.which, NAMES)), None)
-        if found is None and not Path(playwright.chromium.executable_path).exists():
+        executable = next(filter(None, map(shutil.which, NAMES)), None)
+        if executable is None and not Path(playwright.chromium.executable_path).exists():
             pytest.skip("needs Chromium: apt-get install chromium, or playwright install chromium")
-        browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])  # root has no sandbox
+        browser = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox"])  # root has no sandbox
         yield browser
         browser.close()
 

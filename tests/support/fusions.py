@@ -1,4 +1,4 @@
-"""How the tests of fusion patterns are made: a function of a layer becomes a model, and is looked at on its way."""
+"""Helpers for tests of fusion patterns: a function of a layer becomes a model, which is checked after each pass."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def lines(graph: Any) -> list[str]:
     return text(graph).splitlines()[1:-1]
 
 
-def check_numbers(model: nn.Module, x: Tensor, before: Any, behind: Any) -> None:
-    """The unit computes what the ops computed; int8 is close to float, and every kernel to its reference."""
-    assert equal(call(behind, x), call(before, x))
+def check_numbers(model: nn.Module, x: Tensor, before: Any, after: Any) -> None:
+    """Check that the unit computes the values of its ops, int8 is close to float, and kernels to their reference."""
+    assert equal(call(after, x), call(before, x))
     for backend in BACKENDS:
         recipe = fxq.Recipe.static(backend=backend)
         quantized = fxq.quantize(model, recipe, data=[x])
@@ -57,8 +57,8 @@ def check_numbers(model: nn.Module, x: Tensor, before: Any, behind: Any) -> None
         assert sqnr(call(qdq, x), call(quantized, x)) > 50
 
 
-def check_refused(rule: str, node: str, reason: str, model: nn.Module, x: Tensor, before: Any, behind: Any) -> None:
-    """The rule made no unit, and says why; the model goes through all the same."""
-    assert all(f" = {rule}(" not in line for line in lines(behind)), lines(behind)
+def check_refused(rule: str, node: str, reason: str, model: nn.Module, x: Tensor, before: Any, after: Any) -> None:
+    """Check that the rule makes no unit and gives a reason, and that the model is still quantized."""
+    assert all(f" = {rule}(" not in line for line in lines(after)), lines(after)
     assert reason in fxq.extend.explain(rule, before, node)
-    check_numbers(model, x, before, behind)
+    check_numbers(model, x, before, after)

@@ -1,4 +1,4 @@
-"""Graphs to draw, and what drawing needs."""
+"""Graphs to draw, and helpers for pictures."""
 
 import shutil
 from dataclasses import replace
@@ -11,7 +11,7 @@ needs_dot = pytest.mark.skipif(shutil.which("dot") is None, reason="needs Graphv
 
 
 def small():
-    """A bit of every kind."""
+    """Graph with a node of every kind."""
     return GraphView(
         (
             NodeView("x", "io", "input", shape=(1, 3, 8, 8), dtype="float32"),

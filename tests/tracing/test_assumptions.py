@@ -1,4 +1,4 @@
-"""What sizes, ranks and dtypes decide goes through, and the graph checks that they stay so."""
+"""Plain values that follow from sizes, ranks and dtypes are traced, and the graph checks them."""
 
 import math
 
@@ -49,7 +49,7 @@ def test_a_branch_on_a_size_is_checked():
 
 
 def needless(self, x):
-    """Whatever the size, the second operand decides, which is no traced value."""
+    """The second operand, which is no traced value, decides at any size."""
     causal = x.shape[1] > 1 and self.is_causal
     return self.a(x) * 2 if causal else self.a(x)
 
@@ -61,7 +61,7 @@ def handed_on(self, x):
 
 
 def either(self, x):
-    """With both sizes one, another graph."""
+    """Sizes that, if both are one, give another graph."""
     return self.a(x) if x.shape[2] > 1 or x.shape[3] > 1 else self.a(x) * 2
 
 
@@ -209,7 +209,7 @@ def test_another_rank_than_the_example_has_is_refused():
 
 
 @pytest.mark.parametrize("squeezed", [lambda x: x.squeeze(), lambda x: torch.squeeze(x, 0)])
-def test_ranks_behind_a_squeeze_depend_on_sizes_and_are_checked(squeezed):
+def test_ranks_after_a_squeeze_depend_on_sizes_and_are_checked(squeezed):
     def forward(self, x):
         y = squeezed(self.a(x))
         return y.flatten(1) if y.dim() == 4 else y.flatten()

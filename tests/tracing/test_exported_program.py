@@ -54,10 +54,10 @@ def test_the_program_keeps_paths_signature_and_sizes(exported):
     assert {e.path: e.precision for e in qmodel.ledger if e.path} == {
         "stem.0": "int8", "stem.1": "folded", "stem.2": "int8", "head": "float"
     }  # fmt: skip
-    other = inputs(7)
+    batch = inputs(7)
     with torch.no_grad():
-        assert sqnr(model(**other), qmodel(**other)) > 30
-    assert list(qmodel(**other)) == ["out", "parts"] and isinstance(qmodel(**other)["parts"], list)
+        assert sqnr(model(**batch), qmodel(**batch)) > 30
+    assert list(qmodel(**batch)) == ["out", "parts"] and isinstance(qmodel(**batch)["parts"], list)
 
 
 @pytest.mark.parametrize(("n", "size"), [(4, 9), (65, 8)])
@@ -122,7 +122,7 @@ def test_an_op_that_the_table_does_not_have_stays_in_float():
 
 
 def test_the_module_of_a_program_is_refused():
-    """It is in train mode for ever: eval() raises."""
+    """A program that was exported in train mode stays in it: eval() raises."""
     program = torch.export.export(nn.Sequential(nn.Linear(4, 4)).eval(), (torch.rand(2, 4),))
     with pytest.raises(fxq.InputError, match="the module of an exported program; give the program"):
         fxq.prepare(program.module(), "static", example_inputs=torch.rand(2, 4))

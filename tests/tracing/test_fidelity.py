@@ -23,25 +23,25 @@ def test_what_a_forward_leaves_on_the_model_is_taken_off():
 class Remembers(Keeps):
     """Sets a buffer, a number and a list, and reads them again."""
 
-    def __init__(self, what):
+    def __init__(self, state):
         super().__init__()
-        self.what = what
+        self.state = state
 
     def forward(self, x):
-        if self.what == "count":
+        if self.state == "count":
             self.count = self.count + 1
             return x * self.count
-        if self.what == "calls":
+        if self.state == "calls":
             self.calls += 1
             return x * self.calls
         self.all.append(x.amax())
         return x + torch.stack(self.all).sum()
 
 
-@pytest.mark.parametrize(("what", "place"), [("count", "count"), ("calls", "calls"), ("all", r"all\[0\]")])
-def test_a_module_that_remembers_is_no_graph(what, place):
-    """Traced, it would be as it is in the first call for ever."""
-    model = nn.Sequential(conv(), Remembers(what), conv()).eval()
+@pytest.mark.parametrize(("state", "place"), [("count", "count"), ("calls", "calls"), ("all", r"all\[0\]")])
+def test_a_module_that_remembers_is_no_graph(state, place):
+    """A trace would repeat the first call for ever."""
+    model = nn.Sequential(conv(), Remembers(state), conv()).eval()
     words = f"sets '{place}' and returns other values when it runs again"
     with pytest.warns(fxq.FxqWarning, match=rf'layer "1".*{words}'):
         qmodel = fxq.quantize(model, REFERENCE, data=[X, X])
@@ -49,7 +49,7 @@ def test_a_module_that_remembers_is_no_graph(what, place):
     for _ in range(2):
         assert sqnr(model(X), qmodel(X)) > 30
     with pytest.raises(fxq.TraceError, match=words):
-        fxq.prepare(Remembers(what).eval(), REFERENCE, example_inputs=X)
+        fxq.prepare(Remembers(state).eval(), REFERENCE, example_inputs=X)
 
 
 class TracksMaximum(nn.Module):
@@ -131,14 +131,14 @@ def filled(tensor):
 
 
 def drawn(model):
-    """What two calls return that start at the same seed."""
+    """Outputs of two calls after one seed."""
     torch.manual_seed(1)
     return [model(X), model(X)]
 
 
 @pytest.mark.parametrize("noise", [lambda: torch.empty(1).uniform_(1, 9), lambda: filled(torch.empty(1))])
 def test_random_numbers_are_drawn_in_every_call_of_the_quantized_model(noise):
-    """Nothing takes the numbers of the example for a constant that a kernel could hold."""
+    """Random numbers of the example must not become a constant of a kernel."""
     model = module(lambda self, x: self.b(self.a(x) * noise()), a=conv(), b=nn.Conv2d(3, 4, 1)).eval()
     recipe = fxq.Recipe.static(optimize="coverage").with_min_sqnr(None)  # calibration sees other numbers
     qmodel = fxq.quantize(model, recipe, data=[X])

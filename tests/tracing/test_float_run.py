@@ -1,4 +1,4 @@
-"""What a model keeps between calls, outside of its buffers: named in an error, or in a float leaf of its own."""
+"""State of a model between calls, outside its buffers: named in an error, or in a float leaf."""
 
 import copy
 import itertools
@@ -28,7 +28,7 @@ def batches(count, seed=0):
 
 
 class Layers(nn.Module):
-    """Two layers, and something between them that depends on the calls before."""
+    """Two layers, and a module between them that depends on earlier calls."""
 
     def __init__(self):
         super().__init__()
@@ -162,7 +162,7 @@ def model_of(kind):
 
 
 def state_of(model):
-    """What the held module has besides torch's own, and every tensor, as text."""
+    """Attributes of the held module other than torch's, as text, and copies of all tensors."""
     held = {k: repr(v) for k, v in vars(model[2]).items() if not k.startswith("_")}
     return held, {k: v.clone() for k, v in model.state_dict().items()}
 
@@ -292,7 +292,7 @@ def test_a_branch_on_a_global_generator_is_no_constant(kind, generator):
 
 
 class Keeps(Layers):
-    """Keeps what it has computed, and what it can compute again; none of it decides what it returns."""
+    """Module that caches values and recomputable state, none of which affects its outputs."""
 
     def prepare(self):
         self.last, self.all, self.calls, self.table, self.most, self.grid = None, [], 0, {}, 0, None
@@ -319,7 +319,7 @@ def test_what_decides_nothing_is_no_state():
     LOG.clear()
 
 
-def test_a_dead_attribute_behind_a_state_is_none():
+def test_a_dead_attribute_of_a_state_is_none():
     model = nn.Sequential(nn.Linear(8, 8), InAttribute(), nn.ReLU(), Keeps(), InList(), nn.Linear(8, 8)).eval()
     with pytest.warns(fxq.FxqWarning, match="2 modules of the model"):
         qmodel = fxq.quantize(model, REFERENCE, data=batches(24))

@@ -29,8 +29,8 @@ def test_nested_inputs():
     model = module(nested, a=conv())
     qmodel = close(model, nest(X))
     with torch.no_grad():
-        other = {**nest(X[:1]), "number": 5.0}
-        assert sqnr(model(other), qmodel(other)) > 30
+        smaller = {**nest(X[:1]), "number": 5.0}
+        assert sqnr(model(smaller), qmodel(smaller)) > 30
     for wrong, words in [
         (nest(X, 3), r"inputs\['list'\]=\[a tensor, a tensor\]"),
         (nest(X, flag=False), r"inputs\['flag'\]=True, as in the example, but got"),
@@ -77,7 +77,7 @@ def test_concrete_arguments():
     [
         ({"mod": "plain"}, "unknown argument in concrete_args 'mod'; did you mean 'mode'"),
         ({"mode": "plain", "x": X}, "concrete_args: x is a Tensor, not a plain value"),
-        ({"mode": "plain", "gain": 3}, "concrete_args fixes gain=3, and the data gives 5"),
+        ({"mode": "plain", "gain": 3}, "concrete_args fixes gain=3, but the data gives 5"),
     ],
 )
 def test_concrete_arguments_that_do_not_fit(fixed, words):

@@ -1,4 +1,4 @@
-"""Traced values, where a forward asks for plain ones or hands them to torch."""
+"""Traced values that a forward uses as plain ones or passes to torch."""
 
 import queue
 import threading
@@ -66,16 +66,16 @@ def test_a_tensor_of_the_model_with_a_traced_index():
 
 
 def test_models_run_and_are_traced_in_several_threads_at_once():
-    """Of a trace another thread sees nothing, and two traces leave torch as it was."""
-    model, other, results, errors = nn.Sequential(conv(), nn.ReLU(), conv()).eval(), conv(), queue.SimpleQueue(), []
+    """A trace does not affect other threads, and two traces leave torch unchanged."""
+    model, second, results, errors = nn.Sequential(conv(), nn.ReLU(), conv()).eval(), conv(), queue.SimpleQueue(), []
     with torch.no_grad():
-        want = other(X)
+        want = second(X)
 
     def forward(self, x):
-        thread = threading.Thread(target=lambda: results.put(torch.equal(other(X), want)))
+        thread = threading.Thread(target=lambda: results.put(torch.equal(second(X), want)))
         thread.start()
         thread.join()
-        return self.other(x)
+        return self.second(x)
 
     def work():
         try:
@@ -84,7 +84,7 @@ def test_models_run_and_are_traced_in_several_threads_at_once():
         except BaseException as error:
             errors.append(error)
 
-    graph(module(forward, other=other).eval(), X, "trace")
+    graph(module(forward, second=second).eval(), X, "trace")
     assert results.qsize() and all(results.get() for _ in range(results.qsize()))
     call, threads = nn.Module.__call__, [threading.Thread(target=work) for _ in range(3)]
     for thread in threads:

@@ -21,7 +21,7 @@ from tests.support.helpers import REFERENCE
 from tests.tracing.test_float_run import Layers, batches, model_of
 
 pytestmark = pytest.mark.any_cpu
-FLOAT = REFERENCE.override("*", fxq.FLOAT)
+ALL_FLOAT = REFERENCE.override("*", fxq.FLOAT)
 
 
 class RunningMax(Layers):
@@ -224,10 +224,10 @@ def test_a_leaf_is_right_on_a_long_stream_and_the_model_stays(kind, by_recipe):
     model = model_of(kind)
     before, reference = place_of(model, 2), copy.deepcopy(model)
     if by_recipe:
-        qmodel = fxq.quantize(model, FLOAT.leaf("2"), data=batches(3))
+        qmodel = fxq.quantize(model, ALL_FLOAT.leaf("2"), data=batches(3))
     else:
         with pytest.warns(fxq.FxqWarning) as caught:
-            qmodel = fxq.quantize(model, FLOAT, data=batches(3))
+            qmodel = fxq.quantize(model, ALL_FLOAT, data=batches(3))
         assert any(f"'{OWN[kind]}'" in str(w.message).replace('"', "'") for w in caught)
     assert place_of(model, 2) == before
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Tracing with the example's values: what sizes decide is decided and checked, what data decides becomes a leaf."""
+"""Tracing with the example's values: branches on sizes are traced and checked, those on data make a leaf."""
 
 import functools
 from collections import OrderedDict, namedtuple
@@ -32,7 +32,7 @@ def seeded():
 
 
 def test_kernels_are_verified_where_samples_cannot_be_cut():
-    """A few samples are recorded for that: another number of rows than the graph was made for."""
+    """The graph runs on recorded samples, with another number of rows than the example."""
     model = module(lambda self, x: self.a(x) * len(x), a=conv(3, 16))
     x = torch.rand(9, 3, 8, 8)
     qmodel = fxq.quantize(model, "static", data=[x])
@@ -127,10 +127,10 @@ def test_outputs_are_of_their_own_kind(kind):
 def test_outputs_of_a_class_that_is_not_there():
     from fxq.graph.guards import make_output
 
-    made = make_output("nowhere:Class", {"a": 1})
-    assert made.a == made["a"] == 1
+    output = make_output("nowhere:Class", {"a": 1})
+    assert output.a == output["a"] == 1
     with pytest.raises(AttributeError, match="b"):
-        made.b  # noqa: B018
+        output.b  # noqa: B018
 
 
 # ---- random numbers
@@ -176,16 +176,16 @@ class Encoder(nn.Module):
 
 @pytest.mark.parametrize("masked", [True, False])
 def test_an_encoder(masked):
-    model, other = Encoder().eval(), words(2, 6, masked)
+    model, inputs = Encoder().eval(), words(2, 6, masked)
     with torch.no_grad():
         qmodel = close(model, **words(4, 9, masked))
         assert [e.path for e in qmodel.ledger if e.precision == "int8" and e.op == "linear"] == ["query", "output"]
-        got, wanted = qmodel(**other), model(**other)
-        traced = fxq.extend.run_passes(model, REFERENCE, example_inputs=words(4, 9, masked), until="trace")(**other)
+        got, wanted = qmodel(**inputs), model(**inputs)
+        traced = fxq.extend.run_passes(model, REFERENCE, example_inputs=words(4, 9, masked), until="trace")(**inputs)
     assert torch.allclose(traced.a, wanted.a, atol=1e-5) and sqnr(wanted, got) > 20
     assert isinstance(got, Named) and got.a.shape == got["b"].shape == (2, 6, 8)
-    with pytest.raises(fxq.InputError, match="traced for return_dict=True"):
-        qmodel(**other, return_dict=False)
+    with pytest.raises(fxq.InputError, match="made for return_dict=True"):
+        qmodel(**inputs, return_dict=False)
 
 
 # ---- what a graph holds, and what it does not
@@ -227,18 +227,18 @@ def test_a_leaf_is_not_called_with_other_weights():
 
 
 class Cache:
-    """What a decoder returns besides its output: no container that a graph knows."""
+    """Cache that a decoder returns besides its output, of a class that a graph cannot construct."""
 
 
 @pytest.mark.parametrize(
     ("forward", "way"),
     [
         (lambda self, x, use_cache=True: (self.l(x), Cache()) if use_cache else self.l(x), "fix_args(use_cache=False)"),
-        (lambda self, x: (self.l(x), Cache()), "return tensors, and tuples, lists, dicts and dataclasses of them"),
+        (lambda self, x: (self.l(x), Cache()), "return tensors, or tuples, lists, dicts and dataclasses of tensors"),
     ],
 )
 def test_an_object_that_no_graph_holds(forward, way):
-    """The message told to write a cache without torch.where."""
+    """Once, the message suggested torch.where for a cache."""
     model = module(forward, l=nn.Linear(8, 4))
     with pytest.raises(fxq.TraceError, match="an object of type Cache is returned") as caught:
         fxq.quantize(model, REFERENCE, data=[(torch.randn(4, 8),)])
@@ -271,15 +271,15 @@ class Negated(dict):
 
 
 @pytest.mark.parametrize(
-    ("made", "why"),
+    ("construct", "why"),
     [
-        (lambda y: Values(y=y), r"type Values is returned, .* its fields or items: .*positional argument"),
-        (lambda y: Negated({"y": y}), "type Negated is returned, .*: its constructor changes them"),
+        (lambda y: Values(y=y), r"type Values is returned or .* its fields or items: .*positional argument"),
+        (lambda y: Negated({"y": y}), "type Negated is returned or .*: its constructor changes them"),
     ],
 )
-def test_a_container_that_cannot_be_made_of_its_items(made, why):
-    """The message said that the model does not run on the example; or the output was changed twice."""
-    model = module(lambda self, x: made(self.l(x)), l=nn.Linear(8, 4))
+def test_a_container_that_cannot_be_made_of_its_items(construct, why):
+    """Once, the message said that the model does not run on the example, or the output was changed twice."""
+    model = module(lambda self, x: construct(self.l(x)), l=nn.Linear(8, 4))
     with pytest.raises(fxq.TraceError, match=why):
         fxq.quantize(model, REFERENCE, data=[torch.ones(4, 8)])
 

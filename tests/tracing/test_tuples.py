@@ -1,4 +1,4 @@
-"""Tuples that an op takes whole: they only move data, so they are taken apart into ops of one tensor each."""
+"""Tuples that an op takes whole are unpacked into ops of one tensor each."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tests.support.machine import needs_x86
 
 
 class Between(nn.Module):
-    """A function of what a convolution makes, with one behind it."""
+    """Function between two convolutions."""
 
     def __init__(self, function: Any, channels: int = 8) -> None:
         super().__init__()
-        self.before, self.behind, self.function = nn.Conv2d(3, 8, 3), nn.Conv2d(channels, 4, 1), function
+        self.before, self.after, self.function = nn.Conv2d(3, 8, 3), nn.Conv2d(channels, 4, 1), function
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.behind(self.function(self.before(x)))
+        return self.after(self.function(self.before(x)))
 
 
 WHOLE = {
@@ -64,7 +64,7 @@ def test_is_what_it_is_written_out(name):
 
 
 def test_another_number_of_parts_is_refused():
-    """A cut that makes fewer parts of another size is told, never cut short."""
+    """A split that gives fewer parts for another size raises an error."""
     model = nn.Sequential(Between(lambda y: torch.cat(y.chunk(4, 3), 1), 32)).eval()
     quantized = fxq.quantize(model, fxq.Recipe.static(backend="reference"), data=[torch.randn(1, 3, 10, 10)])
     with pytest.raises(InputError, match="len"):
@@ -81,7 +81,7 @@ def test_another_number_of_parts_is_refused():
     ],
 )
 def test_what_follows_a_size_stays_whole(function):
-    """Taken apart, the graph would be made for the size of the example's batch, or image."""
+    """If unpacked, the graph would fit only the example's batch or image size."""
     torch.manual_seed(0)
     model = Between(function).eval()
     quantized = fxq.quantize(model, fxq.Recipe.static(backend="reference"), data=[torch.randn(2, 3, 10, 10)])

@@ -23,7 +23,7 @@ NORMS = [
 @pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated")
 @pytest.mark.parametrize(("norm", "layer", "x"), NORMS)
 def test_reparametrized_layers_run_on_integers(norm, layer, x):
-    """The older two are pre-hooks, and kept the layer in float."""
+    """The older two are pre-hooks, which once kept the layer in float."""
     torch.manual_seed(0)
     model = nn.Sequential(norm(layer())).eval()
     keys = set(vars(model[0])), set(model.state_dict())

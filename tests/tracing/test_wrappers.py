@@ -1,4 +1,4 @@
-"""Models as they come: wrapped in something, with weights that are computed before every call."""
+"""Models in wrappers, and models whose weights are computed before every call."""
 
 import logging
 
@@ -44,7 +44,7 @@ def test_a_wrapped_part_is_traced_through(wrap):
 
 @pytest.mark.parametrize("part", ["", "0"])
 def test_a_part_compiled_in_place_is_traced_through(part):
-    """`module.compile()` leaves the module what it is, and puts something else in place of its call."""
+    """`module.compile()` keeps the type of the module, but replaces its call."""
     model = nn.Sequential(small(), nn.Linear(2, 3)).eval()
     expected = fxq.quantize(model, REFERENCE, data=[X])(X)
     model.get_submodule(part).compile(backend="eager")
@@ -68,7 +68,7 @@ class Own(nn.Module):
 
 @pytest.mark.parametrize("inside", [True, False])
 def test_a_parametrized_module_of_the_users_own_is_traced_into(inside):
-    """Its class is made by torch.nn, so that it looked like a layer of torch."""
+    """Its class is defined by torch.nn, so that it was once taken for a layer of torch."""
     torch.manual_seed(0)
     own = Own()
     parametrize.register_parametrization(own, "w", Symmetric())

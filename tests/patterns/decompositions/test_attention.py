@@ -20,7 +20,7 @@ def drawn(*shape):
 
 
 def check(model, inputs):
-    """No module is left, the numbers are the same, and every linear layer runs on integers."""
+    """Check that no module is left, the values are equal, and every linear layer runs on integers."""
     gm = until(model, inputs, "decompose").gm
     assert not [n for n in gm.graph.nodes if n.op == "call_module"]
     torch.testing.assert_close(call(gm, inputs), call(model, inputs), rtol=1e-5, atol=1e-5)
@@ -31,12 +31,12 @@ def check(model, inputs):
 
 
 class Decoded(nn.Module):
-    def __init__(self, decoder, **given):
+    def __init__(self, decoder, **options):
         super().__init__()
-        self.decoder, self.given = decoder, given
+        self.decoder, self.options = decoder, options
 
     def forward(self, x, memory):
-        return self.decoder(x, memory, **self.given)
+        return self.decoder(x, memory, **self.options)
 
 
 def layer(**options):
@@ -59,11 +59,11 @@ GIVEN = {
 
 
 @pytest.mark.filterwarnings("ignore:Support for mismatched")
-@pytest.mark.parametrize("given", GIVEN.values(), ids=GIVEN)
+@pytest.mark.parametrize("options", GIVEN.values(), ids=GIVEN)
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("name", DECODERS)
-def test_decoders(name, norm_first, given):
-    model = settled(lambda: Decoded(DECODERS[name](norm_first=norm_first), **given))
+def test_decoders(name, norm_first, options):
+    model = settled(lambda: Decoded(DECODERS[name](norm_first=norm_first), **options))
     paths = check(model, (drawn(N, L, E), drawn(N, S, E)))
     prefix = "decoder." if name == "layer" else "decoder.layers.1."
     assert {prefix + part for part in (*PARTS, "multihead_attn.out_proj", "linear1", "linear2")} <= set(paths)
@@ -87,18 +87,18 @@ OWN_KEYS = {"add_bias_kv": True, "add_zero_attn": True}
 
 
 class Alone(nn.Module):
-    """Attention to one sample, without a batch axis; a mask for each head, or padding."""
+    """Attention for one sample without a batch axis. `per_head`: whether it returns weights for each head."""
 
-    def __init__(self, each=False, **options):
+    def __init__(self, per_head=False, **options):
         super().__init__()
-        self.own, self.each = nn.MultiheadAttention(E, H, **options), each
+        self.own, self.per_head = nn.MultiheadAttention(E, H, **options), per_head
 
     def forward(self, q, k, v, mask, padding):
-        return self.own(q, k, v, attn_mask=mask, key_padding_mask=padding, average_attn_weights=not self.each)
+        return self.own(q, k, v, attn_mask=mask, key_padding_mask=padding, average_attn_weights=not self.per_head)
 
 
 @pytest.mark.filterwarnings("ignore:Support for mismatched")
-@pytest.mark.parametrize("options", [{}, {"each": True, "batch_first": True}, {"kdim": 6, "vdim": 10}, OWN_KEYS])
+@pytest.mark.parametrize("options", [{}, {"per_head": True, "batch_first": True}, {"kdim": 6, "vdim": 10}, OWN_KEYS])
 @pytest.mark.parametrize("masks", [(None, None), (drawn(L, S), None), (drawn(H, L, S), torch.arange(S) >= 5)])
 def test_attention_without_a_batch_axis(options, masks):
     inputs = (drawn(L, E), drawn(S, options.get("kdim", E)), drawn(S, options.get("vdim", E)), *masks)
@@ -110,7 +110,7 @@ def test_a_decoder_layer_without_a_batch_axis():
 
 
 class Called(nn.Module):
-    """Attention as a function of the parameters of a module; `scaled`: of weights that are computed in each call."""
+    """Call of the attention function with a module's weights. `scaled`: whether a weight is computed in each call."""
 
     def __init__(self, scaled=False, split=False, **options):
         super().__init__()
@@ -155,40 +155,40 @@ def test_weights_that_are_computed_stay_in_the_function():
 
 
 class Both(nn.Module):
-    """Both results of an attention with keys of its own, steps first, and a layer."""
+    """Attention with `add_bias_kv` and `add_zero_attn`, time axis first, and a linear layer. Returns both results."""
 
-    def __init__(self, **given):
+    def __init__(self, **options):
         super().__init__()
-        self.own, self.head, self.given = nn.MultiheadAttention(E, H, **OWN_KEYS), nn.Linear(E, 4), given
+        self.own, self.head, self.options = nn.MultiheadAttention(E, H, **OWN_KEYS), nn.Linear(E, 4), options
 
     def forward(self, x):
-        y, weights = self.own(x, x, x, **self.given)
+        y, weights = self.own(x, x, x, **self.options)
         return self.head(y), weights
 
 
 def test_attention_that_stays_a_module_may_return_both_outputs():
     model, x = settled(lambda: Both(attn_mask=CAUSAL, is_causal=True)), drawn(L, N, E)
-    made = fxq.quantize(model, fxq.Recipe.static(backend="reference"), data=[x])
-    assert made(x)[1].shape == model(x)[1].shape
-    assert set(made.qparams()) == {"head"}
+    qmodel = fxq.quantize(model, fxq.Recipe.static(backend="reference"), data=[x])
+    assert qmodel(x)[1].shape == model(x)[1].shape
+    assert set(qmodel.qparams()) == {"head"}
 
 
 @pytest.mark.parametrize("backend", ["reference", "x86"])
 @pytest.mark.parametrize("preset", ["static", "dynamic"])
 def test_keys_of_its_own_on_integers(preset, backend):
-    """Also of other batches than that which it was made for."""
+    """Batches of other sizes than the example's work as well."""
     model, x = settled(lambda: Both(attn_mask=CAUSAL)), drawn(L, N, E)
     recipe = getattr(fxq.Recipe, preset)(backend=backend, optimize="coverage")
-    made = fxq.quantize(model, recipe, data=[x])
-    assert set(made.qparams()) == {"own.in_proj", "own.out_proj", "head"}
-    for given in (x, x[:, :1]):
-        for got, expected in zip(call(made, given), call(model, given), strict=True):
+    qmodel = fxq.quantize(model, recipe, data=[x])
+    assert set(qmodel.qparams()) == {"own.in_proj", "own.out_proj", "head"}
+    for batch in (x, x[:, :1]):
+        for got, expected in zip(call(qmodel, batch), call(model, batch), strict=True):
             assert got.shape == expected.shape and sqnr(expected, got) > 30
 
 
 @pytest.mark.parametrize(("example", "other"), [((5, 8), (2, 5, 8)), ((2, 5, 8), (5, 8))])
 def test_inputs_with_another_number_of_axes_are_refused(example, other):
-    """The same module computes something else of them."""
+    """The module would compute something else with them."""
 
     class Attention(nn.Module):
         def __init__(self):

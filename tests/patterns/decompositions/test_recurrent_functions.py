@@ -16,11 +16,11 @@ N, T, C, H = 3, 6, 4, 5
 
 
 class OwnLSTM(nn.LSTM):
-    """A class of its own with torch's forward."""
+    """Subclass with torch's forward."""
 
 
 class Scaled(nn.LSTM):
-    """One with a forward of its own."""
+    """Subclass with its own forward."""
 
     def forward(self, x, hx=None):
         y, (h, c) = super().forward(2 * x, hx)
@@ -28,11 +28,11 @@ class Scaled(nn.LSTM):
 
 
 class OwnCell(nn.GRUCell):
-    """A cell of its own."""
+    """Subclass of a cell."""
 
 
 class Functional(nn.Module):
-    """The function itself."""
+    """Module that calls the function itself."""
 
     def __init__(self, read, change=lambda weight, x: weight):
         super().__init__()
@@ -49,7 +49,7 @@ def data(*shape):
 
 
 def check(model, *batches):
-    """Recurrent ops are left, no function, module or zeros; the values are the same, also of other sizes."""
+    """Check that only recurrent ops are left, and that the values are equal, also for other sizes."""
     gm = until(model, batches[0], "decompose").gm
     names = [op.name if (op := op_of(n)) else str(n.target) for n in gm.graph.nodes if n.op.startswith("call")]
     assert not any(n.op == "call_module" for n in gm.graph.nodes)
@@ -96,11 +96,11 @@ def test_parts_of_a_function(part):
 
 
 class OwnPacked(nn.LSTM):
-    """One that packs its input."""
+    """Subclass that packs its input."""
 
     def forward(self, x):
-        given = nn.utils.rnn.pack_padded_sequence(x, [T, 3, 2])
-        return nn.utils.rnn.pad_packed_sequence(super().forward(given)[0])[0]
+        steps = nn.utils.rnn.pack_padded_sequence(x, [T, 3, 2])
+        return nn.utils.rnn.pad_packed_sequence(super().forward(steps)[0])[0]
 
 
 REFUSED = {

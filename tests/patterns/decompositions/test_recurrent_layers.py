@@ -19,7 +19,7 @@ N, T, C, H = 3, 6, 4, 5
 
 
 class Net(nn.Module):
-    """A recurrent module, and what the forward makes of its values."""
+    """Recurrent module and a function of its outputs."""
 
     def __init__(self, layer, forward):
         super().__init__()
@@ -30,7 +30,7 @@ class Net(nn.Module):
 
 
 class WithStates(Net):
-    """The same of an input and initial states."""
+    """Runs a recurrent module on an input and initial states."""
 
     def forward(self, x, h, c):
         return self.body(self.rnn, x, h, c)
@@ -45,7 +45,7 @@ def close(gm, model, x):
 
 
 def check(model, x, others=()):
-    """No module is left, the values are the same, also of other sizes, and a second run finds nothing to do."""
+    """Check that no module is left, the values are equal, also for other sizes, and a second run makes no edits."""
     manager = until(model, x, "decompose")
     assert not [n for n in manager.gm.graph.nodes if n.op == "call_module"]
     for batch in (x, *others):
@@ -177,7 +177,7 @@ def packed(rnn, x):
 
 
 def hooked(module):
-    module.register_forward_hook(lambda module, given, y: y)
+    module.register_forward_hook(lambda module, args, y: y)
     return module
 
 

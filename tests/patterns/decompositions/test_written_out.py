@@ -1,4 +1,4 @@
-"""Functions written out as arithmetic, and what canonicalize makes of other roundabout spellings."""
+"""Functions written out as arithmetic, and other long spellings that canonicalize simplifies."""
 
 import math
 
@@ -160,7 +160,7 @@ def test_slices_of_several_axes_are_one():
 
 
 def test_a_type_that_is_read_is_that_of_the_float_model():
-    """A value that becomes integers must not hand its type on."""
+    """The dtype of a value that becomes integers must not be copied to others."""
 
     class Model(nn.Module):
         def __init__(self):
@@ -214,11 +214,11 @@ def test_every_spelling_gives_the_same_integers(kind):
     torch.manual_seed(0)
     plain = Modules().eval()
     if kind == "exported":
-        other = torch.export.export(plain, (X,))
+        respelled = torch.export.export(plain, (X,))
     else:
-        other = kind().eval()
-        other.load_state_dict(plain.state_dict())
-    wanted, got = (fxq.quantize(model, REFERENCE, data=[X]) for model in (plain, other))
+        respelled = kind().eval()
+        respelled.load_state_dict(plain.state_dict())
+    wanted, got = (fxq.quantize(model, REFERENCE, data=[X]) for model in (plain, respelled))
     assert torch.equal(call(wanted, X), call(got, X))
     kinds = [
         [n.label for n in model.history["fuse"].graph if n.kind == "op" and not n.label.startswith("check")]

@@ -108,10 +108,10 @@ def test_a_convolution_added_to_its_input():
             lambda m, x: m.other(m.layer(x[:1]) + x),
             "conv2d_add", "add", "residual_is_broadcast",  # here it is the convolution that is broadcast
         ),
-        (lambda m, x: m.other(torch.add(m.layer(x), x, alpha=2)), "conv2d_add", "add", "with alpha=1, %add has 2"),
+        (lambda m, x: m.other(torch.add(m.layer(x), x, alpha=2)), "conv2d_add", "add", "with alpha=1, but %add has 2"),
         (
             lambda m, x: m.other(F.relu(torch.add(x, m.layer(x), alpha=0.5))),
-            "conv2d_add_relu", "relu", "with alpha=1, %add has 0.5",
+            "conv2d_add_relu", "relu", "with alpha=1, but %add has 0.5",
         ),
         (lambda m, x: (lambda y: F.relu(y) * y)(m.layer(x)), "conv2d_relu", "relu", "%layer is also read by %mul"),
         (
@@ -119,7 +119,7 @@ def test_a_convolution_added_to_its_input():
             "conv2d_add_relu", "relu", "%layer is also read by %output",
         ),
         (lambda m, x: F.relu(F.max_pool2d(m.layer(x), 2)), "conv2d_relu", "relu", "%max_pool2d is max_pool2d"),
-        (lambda m, x: F.gelu(m.layer(x)), "conv2d_relu", "gelu", "wants relu, %gelu is gelu"),
+        (lambda m, x: F.gelu(m.layer(x)), "conv2d_relu", "gelu", "expects relu, but %gelu is gelu"),
     ],
 )  # fmt: skip
 def test_refuses(forward, rule, node, reason):

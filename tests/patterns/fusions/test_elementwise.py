@@ -18,7 +18,7 @@ def layer():
 
 
 def pooled(m, x):
-    """Two activations that no convolution can take the sum of."""
+    """Two activations whose sum no convolution can include."""
     return F.max_pool2d(m.layer(x), 3, 1, 1), F.max_pool2d(m.branch(x), 3, 1, 1)
 
 
@@ -63,11 +63,11 @@ def returned_too(m, x):
 @pytest.mark.parametrize(
     ("forward", "reason"),
     [
-        (lambda m, x: m.other(F.relu(pooled(m, x)[0] + 0.5)), "an_operand_is_a_number"),
-        (lambda m, x: m.other(F.relu(pooled(m, x)[0] + pooled(m, x)[1].sum())), "an_operand_is_a_number"),
-        (lambda m, x: m.other(F.relu(torch.add(*pooled(m, x), alpha=2))), "alpha=1, %add has 2"),
+        (lambda m, x: m.other(F.relu(pooled(m, x)[0] + 0.5)), "operand_is_a_number"),
+        (lambda m, x: m.other(F.relu(pooled(m, x)[0] + pooled(m, x)[1].sum())), "operand_is_a_number"),
+        (lambda m, x: m.other(F.relu(torch.add(*pooled(m, x), alpha=2))), "alpha=1, but %add has 2"),
         (returned_too, "%add is also read by %output"),
-        (lambda m, x: m.other(F.relu(torch.mul(*pooled(m, x)))), "wants add, %mul is mul"),
+        (lambda m, x: m.other(F.relu(torch.mul(*pooled(m, x)))), "expects add, but %mul is mul"),
     ],
 )
 def test_refuses(forward, reason):
@@ -82,7 +82,7 @@ def test_mul_relu(spelled):
 
 
 def test_batch_norm_relu():
-    """A norm that no layer takes: it reads a sum."""
+    """A batch norm that reads a sum is folded into no layer."""
 
     class Model(nn.Module):
         def __init__(self):

@@ -31,7 +31,7 @@ def gate(m, y, act=F.relu, gate=torch.sigmoid):
 
 
 def excited(m, x):
-    """A value that others read, times its gate."""
+    """Product of a value that has other users and its gate."""
     y = F.max_pool2d(m.other(x), 3, 1, 1)
     return y, gate(m, F.adaptive_avg_pool2d(y, 1))
 
@@ -58,7 +58,7 @@ def test_every_variant(act, function, pool):
 
 
 def test_the_module():
-    """As torchvision writes it; other spellings of the same mean."""
+    """Spellings of the mean: torchvision's and others."""
 
     class Excitation(nn.Module):
         def __init__(self):
@@ -109,11 +109,11 @@ POOLED, MEAN = "squeeze_excite_relu_sigmoid", "squeeze_excite_mean_relu_sigmoid"
         (lambda m, x: (lambda y: y * gate(m, y.mean((1, 2), keepdim=True).expand_as(y)))(m.other(x)), MEAN, "expand"),
         (
             lambda m, x: (lambda y: y * gate(m, F.adaptive_avg_pool2d(y, (1, 6))))(m.other(x)),
-            POOLED, "with output_size=(1, 1), %adaptive_avg_pool2d has (1, 6)",
+            POOLED, "with output_size=(1, 1), but %adaptive_avg_pool2d has (1, 6)",
         ),
         (lambda m, x: (lambda y: m.other(x) * gate(m, F.adaptive_avg_pool2d(y, 1)))(m.other(x)), POOLED, "%"),
         (lambda m, x: (lambda y, g: (y * g, g))(*excited(m, x)), POOLED, "is also read by %output"),
-        (lambda m, x: (lambda y, g: y + g)(*excited(m, x)), POOLED, "wants mul, %add is add"),
+        (lambda m, x: (lambda y, g: y + g)(*excited(m, x)), POOLED, "expects mul, but %add is add"),
     ],
 )  # fmt: skip
 def test_refuses(forward, rule, reason):

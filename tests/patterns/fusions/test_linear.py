@@ -75,10 +75,15 @@ def test_linear_add(relu, swapped, make):
         (lambda m, x: m.other(m.layer(x) + m.slope), "linear_add", "add", "residual_is_broadcast"),
         (lambda m, x: m.other(m.layer(x) + 1.5), "linear_add", "add", "residual_is_broadcast"),
         (lambda m, x: m.other(m.layer(x[:1]) + x), "linear_add", "add", "residual_is_broadcast"),
-        (lambda m, x: m.other(torch.add(m.layer(x), x, alpha=3)), "linear_add", "add", "alpha=1, %add has 3"),
+        (lambda m, x: m.other(torch.add(m.layer(x), x, alpha=3)), "linear_add", "add", "alpha=1, but %add has 3"),
         (lambda m, x: (lambda y: F.relu(y) * y)(m.layer(x)), "linear_relu", "relu", "%layer is also read by %mul"),
         (lambda m, x: F.relu(m.layer(x).reshape(-1)), "linear_relu", "relu", "%reshape is reshape"),
-        (lambda m, x: m.other(torch.sigmoid(m.layer(x))), "linear_tanh", "sigmoid", "wants tanh, %sigmoid is sigmoid"),
+        (
+            lambda m, x: m.other(torch.sigmoid(m.layer(x))),
+            "linear_tanh",
+            "sigmoid",
+            "expects tanh, but %sigmoid is sigmoid",
+        ),
     ],
 )
 def test_refuses(forward, rule, node, reason):

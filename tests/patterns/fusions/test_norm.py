@@ -41,7 +41,7 @@ def test_one_rule_for_each_layer():
     match, gm = matched(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), torch.randn(1, 3, 4, 4))
     assert match.rule.name == "fold_batch_norm_conv2d"
     assert match.options("conv2d")["groups"] == 1
-    assert "wants conv1d, %_0 is conv2d" in fxq.extend.explain(norm_after_layer[0], gm, "_1")
+    assert "expects conv1d, but %_0 is conv2d" in fxq.extend.explain(norm_after_layer[0], gm, "_1")
 
 
 def test_tiny_variances_do_not_overflow():
