@@ -189,8 +189,14 @@ def _take_copies(gm: fx.GraphModule, written: Collection[str]) -> None:
 
 
 def _check_state_of(run: FloatRun, leaves: tuple[str, ...]) -> Iterator[KeptState]:
-    """Yield state that a graph would lose, except state of leaves. Raises `TraceError` for state outside of modules."""
-    for kept in run.kept:
+    """Yield state that a graph would lose, except state of leaves.
+
+    Raises:
+        TraceError: the state is outside of the modules, so that the float and the quantized model would share it. State
+            that is only suspected to affect later calls counts where a leaf uses it.
+    """
+    shared = [kept for kept in run.suspects if kept.outside and _is_inside(kept.path, leaves)]
+    for kept in (*run.kept, *shared):
         if kept.outside:
             raise TraceError(f'layer "{kept.path}": {kept.why}' if kept.path else kept.why)
         if not _is_inside(kept.path, leaves):

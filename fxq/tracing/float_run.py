@@ -221,7 +221,9 @@ class FloatRun:
             copy.deepcopy(module, computed_tensors(module))
         except Exception as error:  # attributes of the module may raise any type of error
             why = kept.why.partition(": ")[0]
-            return KeptState(kept.path, f"{why}, and the module cannot be copied ({words_of(error)}): {_SHARED}", True)
+            return KeptState(
+                kept.path, f"{why}, and the module cannot be copied ({words_of(error)}): {_UNCOPIED}", True
+            )
         return kept
 
     def _stream(
@@ -258,6 +260,7 @@ _SHARED = (
     "this state is outside the module, so the float and the quantized model would share it. Store it in an attribute "
     "of a module and keep that module as a float leaf (recipe.leaf), or return the new value."
 )
+_UNCOPIED = "the float and the quantized model would share it. Make the module copyable (`__deepcopy__`)."
 _WHOLE = (
     "a graph keeps no state between calls. Move that part of forward into a module of its own, and keep that module as "
     "a float leaf (recipe.leaf), or return the new value."

@@ -234,17 +234,22 @@ class Counting(nn.Module):
 
 
 class Locked(Counting):
-    """One that cannot be copied."""
+    """Module with state that cannot be copied."""
 
     def __init__(self):
         super().__init__()
         self.lock = threading.Lock()
 
 
-@pytest.mark.parametrize("kind", [Counting, Locked])
-def test_a_module_with_state_is_left_as_it_is_on_both_sides(kind):
+def test_a_module_with_state_that_cannot_be_copied_is_refused():
+    model = nn.Sequential(nn.Linear(6, 8), Locked(), nn.Linear(8, 5)).eval()
+    with pytest.raises(fxq.TraceError, match=r"the module cannot be copied .*lock.* Make the module copyable"):
+        fxq.quantize(model, REFERENCE.leaf("1"), data=batches())
+
+
+def test_a_module_with_state_is_left_as_it_is_on_both_sides():
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 8), kind(), nn.Linear(8, 5)).eval()
+    model = nn.Sequential(nn.Linear(6, 8), Counting(), nn.Linear(8, 5)).eval()
     qmodel = fxq.quantize(model, REFERENCE.leaf("1"), data=batches())
     modules = model[1], qmodel.get_submodule("1")
     before = [(float(m.calls), list(m.seen)) for m in modules]

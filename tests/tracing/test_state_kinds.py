@@ -420,3 +420,26 @@ def test_a_global_that_another_thread_writes_keeps_its_value():
     fxq.quantize(Reads().eval(), REFERENCE, data=batches(2))
     thread.join()
     assert TOTAL == 5
+
+
+def test_shared_state_after_other_state_is_refused():
+    """The module with the shared counter gets other inputs in each call, so only its inputs could differ."""
+    ticks = itertools.count(1)
+
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            return x / self.calls
+
+    class Shared(nn.Module):
+        def forward(self, x, count=ticks):
+            return x / next(count)
+
+    model = nn.Sequential(nn.Linear(4, 4), Own(), Shared(), Own(), nn.Linear(4, 4)).eval()
+    with pytest.raises(fxq.TraceError, match="share"):
+        fxq.quantize(model, REFERENCE, data=[torch.rand(2, 4) for _ in range(3)])
+    assert next(ticks) == 1 and model[1].calls == model[3].calls == 0
