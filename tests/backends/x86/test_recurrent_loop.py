@@ -350,7 +350,7 @@ def test_a_fixed_range_that_the_state_leaves_becomes_dynamic():
     recipe = replace(fxq.Recipe.static(backend="x86", optimize="coverage"), config=config)
     for nonlinearity, why in (
         ("tanh", ""),
-        ("relu", f"{DYNAMIC_BECAUSE}a fixed one reaches from -1 to 1, and the state may go further"),
+        ("relu", f"{DYNAMIC_BECAUSE}a fixed one reaches from -1 to 1, and the state may be larger"),
     ):
         qmodel = fxq.quantize(
             settled(lambda kind=nonlinearity: Outputs("RNN", nonlinearity=kind)), recipe, data=[data()]
