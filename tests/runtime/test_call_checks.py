@@ -94,7 +94,7 @@ def test_recurrent_layers(recipe):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("backend", ["auto", "reference"])
 def test_scripts_are_refused(backend):
-    with pytest.raises(InputError, match=r"torch\.jit\.script reads source text.*torch\.jit\.trace"):
+    with pytest.raises(InputError, match=r"torch\.jit\.script needs Python source.*torch\.jit\.trace"):
         torch.jit.script(quantized(backend))
 
 

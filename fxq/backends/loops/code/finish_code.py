@@ -61,9 +61,9 @@ def round_floats(b, x, factor, numbers, out):
 
 
 @on_addresses
-def prelu(b, x, slope):
+def scale_negative(b, x, slope):
     """Multiply those of 16 floats that are below zero by their slopes, in place."""
-    store(b, vectors.prelu(b, load(b, x, FLOATS), load(b, slope, FLOATS)), x)
+    store(b, vectors.scale_negative(b, load(b, x, FLOATS), load(b, slope, FLOATS)), x)
 
 
 @on_addresses

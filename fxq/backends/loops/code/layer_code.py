@@ -218,7 +218,7 @@ def prelu_many(b, x, places, runs, run_count, groups, weight, start, scale, bias
     totals = _layer_sums(b, TILE_PIXELS, x, places, runs, run_count, groups, weight, start)
     slopes = load(b, slope, FLOATS)
     lines = _pixel_addresses(b, out, to, TILE_PIXELS)
-    _store_finished(b, totals, lines, scale, bias, numbers, lambda _, y: vectors.prelu(b, y, slopes))
+    _store_finished(b, totals, lines, scale, bias, numbers, lambda _, y: vectors.scale_negative(b, y, slopes))
 
 
 @on_addresses

@@ -9,7 +9,7 @@ from numba import carray, types  # type: ignore[attr-defined]  # Numba does not 
 from numba.extending import intrinsic
 
 from fxq.backends.loops.code.compiler import helper
-from fxq.backends.loops.code.finish_code import clamp, gelu, hardsigmoid, hardswish, prelu, sigmoid, silu, tanh
+from fxq.backends.loops.code.finish_code import clamp, gelu, hardsigmoid, hardswish, scale_negative, sigmoid, silu, tanh
 
 _f, _i = np.float32, np.int32
 FUNCTION_NAMES = ("clamp", "prelu", "silu", "hardswish", "gelu", "sigmoid", "tanh", "hardsigmoid")
@@ -129,7 +129,7 @@ def apply_function(kind, x, count, slope, numbers):
             clamp(x + 4 * j, numbers)
     elif kind == PRELU:
         for j in range(0, count, 16):
-            prelu(x + 4 * j, slope)
+            scale_negative(x + 4 * j, slope)
     elif kind == SILU:
         _silu(x, count)
     elif kind == HARDSWISH:

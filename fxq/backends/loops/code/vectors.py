@@ -86,7 +86,7 @@ def larger(b: Any, x: Any, y: Any) -> Any:
     return b.select(b.fcmp_ordered(">", x, y), x, y)
 
 
-def prelu(b: Any, x: Any, slope: Any) -> Any:
+def scale_negative(b: Any, x: Any, slope: Any) -> Any:
     """x where it is at least zero, else x * slope."""
     return b.select(b.fcmp_ordered("<", x, splat(b, 0.0)), b.fmul(x, slope), x)
 

@@ -20,7 +20,8 @@ pack_wide, scale_sums, add_integers, round_floats = (
     finish_code.pack_wide, finish_code.scale_sums, finish_code.add_integers, finish_code.round_floats,
 )  # fmt: skip
 prelu, clamp, sum_floats, sum_squares, normalize = (
-    finish_code.prelu, finish_code.clamp, finish_code.sum_floats, finish_code.sum_squares, finish_code.normalize,
+    finish_code.scale_negative, finish_code.clamp, finish_code.sum_floats, finish_code.sum_squares,
+    finish_code.normalize,
 )  # fmt: skip
 silu, hardswish, gelu, sigmoid, tanh, hardsigmoid = (getattr(finish_code, name) for name in EXACT)
 NAMES = (
