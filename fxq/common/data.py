@@ -92,7 +92,7 @@ def as_batch(value: Any, model: nn.Module, where: str = "data") -> Batch:
             raise InputError(f"{where}: {len(value)} inputs, but forward takes {len(names)} ({', '.join(names)}).")
         return Batch(tuple(value))
     raise InputError(
-        f"{where}: a {type(value).__name__} is not a batch of inputs; give a tensor, a tuple or list of positional "
+        f"{where}: {type(value).__name__} is not a batch of inputs; pass a tensor, a tuple or list of positional "
         "inputs, or a dict of keyword inputs."
     )
 

@@ -383,7 +383,7 @@ def test_data_that_does_not_fit(qmodel):
     assert refused(net(), qmodel, [batches()[0], torch.randn(3, 9)]).startswith(
         "data, batch 1 (float32[3, 9]): the model"
     )
-    assert "data, batch 1: a str is not a batch" in refused(net(), qmodel, [batches()[0], "x"])
+    assert "data, batch 1: str is not a batch" in refused(net(), qmodel, [batches()[0], "x"])
     with pytest.raises(fxq.CalibrationError, match=r"data, batch 1: input 0 .* holds NaN"):
         fxq.compare(net(), qmodel, [batches()[0], torch.full((2, 6), math.nan)])
 

@@ -237,7 +237,7 @@ def test_a_file_that_cannot_be_written_is_said(qmodel, tmp_path):
 
 
 def test_wrong_example_inputs_are_refused(qmodel, tmp_path):
-    with pytest.raises(InputError, match="example_inputs: str is no batch"):
+    with pytest.raises(InputError, match="example_inputs: str is not a batch"):
         qmodel.report(tmp_path / "r.html", example_inputs="x")
     with pytest.raises(InputError, match=r"the model does not run on \(float32\[2, 5\]\)"):
         qmodel.report(tmp_path / "r.html", example_inputs=torch.rand(2, 5))

@@ -211,7 +211,7 @@ SUMS, INPUTS = {"session.x64quantprecision": "1"}, {"session.qdq_matmulnbits_acc
 @pytest.mark.parametrize(
     ("right", "advice"),
     [
-        (SUMS, r'With add_session_config_entry\("session\.x64quantprecision", "1"\) of its SessionOptions it does'),
+        (SUMS, r'With add_session_config_entry\("session\.x64quantprecision", "1"\) of its SessionOptions, it does'),
         ({**SUMS, **INPUTS}, r'precision", "1"\) and add_session_config_entry\("session\.qdq_matmulnbits.*"1"\) of'),
         (None, r"Without its graph optimizations, it does on this machine, up to rounding"),
     ],

@@ -409,6 +409,6 @@ def test_a_newer_file(qmodel, tmp_path):
     path = qmodel.save(tmp_path / "m.fxq")
     path.write_bytes(Parts(path).data({"version": "2", "something": "new"}))
     with pytest.raises(
-        fxq.FileError, match="is of version 2 of the format, and this fxq reads version 1: install a newer"
+        fxq.FileError, match="has version 2 of the format, and this fxq reads version 1: install a newer"
     ):
         fxq.load(path)
