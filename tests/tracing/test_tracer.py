@@ -184,7 +184,7 @@ def test_an_encoder(masked):
         traced = fxq.extend.run_passes(model, REFERENCE, example_inputs=words(4, 9, masked), until="trace")(**inputs)
     assert torch.allclose(traced.a, wanted.a, atol=1e-5) and sqnr(wanted, got) > 20
     assert isinstance(got, Named) and got.a.shape == got["b"].shape == (2, 6, 8)
-    with pytest.raises(fxq.InputError, match="made for return_dict=True"):
+    with pytest.raises(fxq.InputError, match="traced for return_dict=True"):
         qmodel(**inputs, return_dict=False)
 
 

@@ -119,9 +119,9 @@ def test_the_front():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"target": "high"}, "target is 'high'; it is a number"),
+        ({"target": "high"}, "target is 'high'; give a number"),
         ({"target": math.nan}, "target is nan"),
-        ({"target": 1.0, "metric": 3}, "metric is 3; it is a function"),
+        ({"target": 1.0, "metric": 3}, "metric is 3; give a function"),
     ],
 )
 def test_what_is_no_target(options, message):
