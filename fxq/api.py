@@ -61,7 +61,8 @@ def quantize(
         progress: whether to show a progress bar. Default: only if stderr is a terminal.
         checkpoint: file from which an interrupted calibration resumes, see `calibrate`.
         group: processes that calibrate together, each with its share of the data, see `calibrate`. Each process returns
-            a model. With optimize="speed", each process times its own layers and may choose other layers for float.
+            a model. With optimize="speed", each process times the layers itself, so that the processes may keep
+            different layers in float.
 
     Returns:
         A `QuantizedModel` for the recipe's backend. Its `output_sqnr` compares it with the float model on recorded
@@ -193,8 +194,8 @@ def calibrate(
     and afterwards the observers of every rank hold the statistics of all shares. The result equals, bit for bit, that
     of one process that gets the first batch of each rank, then the second of each, and so on. This requires the same
     kind of CPU and the same number of threads on every rank (torchrun sets one thread). Shares may differ in length and
-    may be empty. Moving averages are averaged over ranks, weighted by the numbers of batches. Giving every rank the
-    same data changes ranges only by rounding.
+    may be empty. Moving averages are averaged over ranks, weighted by the numbers of batches. If every rank gets all
+    the data instead of a share, ranges differ only by rounding from those of one process.
 
     Every rank must make the call, and an error on one rank raises on all. To calibrate one process alone, pass
     `group=None`. To split a dataset, use `torch.utils.data.Subset(dataset, range(rank, len(dataset), ranks))`; a
@@ -202,8 +203,8 @@ def calibrate(
 
     *Checkpoints.* With `checkpoint`, the statistics are written to a file periodically and at the end. If the file
     exists, calibration resumes from it: batches that it covers are read from `data` and skipped, and the result equals
-    an uninterrupted calibration, bit for bit. `data` must give the same batches in the same order, which is checked. If
-    the file is of a finished calibration, it is loaded and nothing else is done. Each rank writes its own file:
+    an uninterrupted calibration, bit for bit. `data` must give the same batches in the same order, which is checked.
+    The file of a finished calibration is loaded without running the model. Each rank writes its own file:
     `c.rank0.safetensors` for `c.safetensors`. To combine checkpoints of machines that are not connected, use
     `merge_calibrations`.
 
@@ -239,9 +240,9 @@ def convert(observed: ObservedModel | TrainingModel, recipe: Any = None) -> Quan
     The observed model is not changed: it can be calibrated further, and converted again with other recipes.
 
     Args:
-        observed: a calibrated model, or a trained one. If its parameters are sharded over ranks, every rank must make
-            the call. A trained model is converted to a quantized model on the CPU that computes what it computes in
-            eval mode.
+        observed: a calibrated model, or a trained one. A trained model becomes a quantized model on the CPU, which
+            computes what the trained model computes in eval mode. If parameters are sharded over ranks, every rank must
+            make the call.
         recipe: a recipe other than the one that `prepare` got, as for `quantize`. The result equals, bit for bit, what
             `quantize` returns with that recipe and the same data, without a second calibration. The recipe may change
             which layers are in float, the bits of weights, the backend, the passes after calibration, and the observers
@@ -252,10 +253,11 @@ def convert(observed: ObservedModel | TrainingModel, recipe: Any = None) -> Quan
         A `QuantizedModel`, as for `quantize`.
 
     Raises:
-        CalibrationError: an observer has seen no data, or the model to train has run no forward in train mode.
-        RecipeError: the recipe needs a new calibration: it traces the model differently, folds other batch norms, has
-            other passes before calibration, a pass that reads more samples than were kept, or quantizes values that
-            were not observed.
+        CalibrationError: an observer has seen no data, or a model prepared for training was never called in train
+            mode.
+        RecipeError: the recipe needs a new calibration, because it traces the model differently, folds other batch
+            norms, has other passes before calibration, has a pass that reads more samples than were recorded, or
+            quantizes values that were not observed.
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)).eval()

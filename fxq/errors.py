@@ -34,7 +34,7 @@ class PassError(FxqError):
 
 
 class CalibrationError(FxqError):
-    """Calibration data or the activations it causes are unusable."""
+    """Calibration data, or the activations that the model computes from it, cannot be used."""
 
 
 class BackendError(FxqError):

@@ -47,7 +47,7 @@ class Entry:
             for a unit, in the row of its first op. None if there is no price.
         conversions_us: microseconds of the conversions around it when it runs on integers, minus those when it runs in
             float, with all other ops unchanged.
-        priced_by: "measured" on this machine, "table" (estimated, `cost/price_table.py`), or empty without a price.
+        priced_by: "measured" on this machine, "table" (estimated, `fxq/cost/price_table.py`), or empty without a price.
     """
 
     name: str

@@ -32,7 +32,7 @@ def make_observer(
             or the import path of your own class, with options after a colon.
         axis: None: one scale for the tensor. Else one per entry of this axis ("minmax", "moving_average", "mse").
         bits: width of the integers, 2 to 8.
-        signed: True: int8, around zero; False: uint8, from zero.
+        signed: True: stored as int8; False: as uint8.
         symmetric: True: the zero point is 0 (unsigned: the middle); False: affine, the zero point fits the range.
 
     Raises:

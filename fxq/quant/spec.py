@@ -26,9 +26,9 @@ class TensorSpec:
         signed: True: stored as int8; False: as uint8.
         symmetric: whether the zero point is fixed: at 0 if signed, else at the middle of the integers. False: affine,
             the zero point is chosen with the scale.
-        per: granularity of the scales: one for the "tensor", for each output "channel" (an axis that depends on the
-            op), for each "row" (token), or, if an integer, for each block of that many values along the input
-            channels. A block of a convolution's weight has whole kernels; the last block may be shorter.
+        per: granularity of the scales. "tensor": one scale. "channel": one per output channel (the axis depends on the
+            op). "row": one per row (token). An integer: one per block of that many values along the input channels; a
+            block of a convolution's weight has whole kernels, and the last block may be shorter.
         observer: name of the observer that finds a calibrated range, with its options: "minmax", "moving_average:0.01",
             "histogram", "percentile:99.99", "entropy", for weights also "mse:2"; or the import path of your own
             class, "my_package.ranges:MyObserver".
@@ -80,7 +80,7 @@ class TensorSpec:
 
     @property
     def qmin(self) -> int:
-        """Smallest integer of the grid. Signed symmetric grids leave out -2**(bits-1): -x is on the grid if x is."""
+        """Smallest integer of the grid: without -2**(bits-1) if signed and symmetric, so that -x is on it if x is."""
         if not self.signed:
             return 0
         return -(2 ** (self.bits - 1)) + (1 if self.symmetric else 0)
@@ -113,11 +113,12 @@ class TensorSpec:
 EMBEDDING_BLOCK_SIZE = 64
 """Default number of values of a row of an embedding's table that share a scale.
 
-The rounding errors of a row do not average out in a sum, as those of a layer's weight do, so that its scales are
-finer: the largest magnitude of a block is smaller than that of a row. The scales add 1/16 to the size of the integers.
+A layer sums products with its weight, so that their rounding errors average out. An embedding returns the rows of its
+table, with their rounding errors; so each block has a scale of its own, at most that of the row. The scales add 1/16 to
+the size of the integers.
 """
 REDUCED_RANGE_BITS = 7
-"""Bits of the role that `Recipe.reduce_range` selects, where products of 8 bits saturate."""
+"""Bits of the role that `Recipe.reduce_range` selects, where sums of 8-bit products saturate, see `fits_int16`."""
 
 
 def fits_int16(activation: int, weight: int) -> bool:
@@ -185,15 +186,16 @@ class QuantConfig:
     Attributes:
         activation: spec of the layer's inputs. None with a spec for the weight: weight-only, the layer computes in
             float with a weight that is stored as integers.
-        weight: spec of the layer's weight, or of an embedding's table. A table has scales per block of 64 values of a
-            row where the spec says per channel, unless a layer shares the table as its weight. For one scale per row,
-            set `per` to the length of a row.
+        weight: spec of the layer's weight, or of an embedding's table. If the spec is per channel, a table has one
+            scale per block of 64 values of a row, unless a layer uses the table as its weight, too. For one scale per
+            row, set `per` to the length of a row.
         bias: spec of the bias. None: the format of the kernel, int32 (scale: product of the scales of input and weight)
             or float.
-        state: spec of the hidden state of a recurrent layer that reads integers. Its range is "dynamic"; "calibrated",
-            which is faster; or "fixed", which is -1..1. A calibrated range falls back to dynamic for an LSTM with a
-            projection or whose last cell state is read, and for a first state that is larger than all later ones; a
-            fixed one where the state can leave -1..1. Default: calibrated if the range of activations is, else dynamic.
+        state: spec of the hidden state of a recurrent layer that reads integers. Its range is "dynamic", "calibrated"
+            (faster), or "fixed" (-1..1). Default: "calibrated" if the range of activations is, else "dynamic". The
+            range is dynamic in spite of the spec where the other would be wrong: instead of calibrated, for an LSTM
+            with a projection, an LSTM whose last cell state is read, and a first state larger than all later ones;
+            instead of fixed, where the state can leave -1..1.
 
     Example:
         >>> QuantConfig(activation=TensorSpec(observer="minmax")).is_float

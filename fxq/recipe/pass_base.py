@@ -57,7 +57,8 @@ class Pass(ABC):
         name: name in the pipeline and in messages.
         needs: stage of the graph before the pass.
         gives: stage of the graph after the pass.
-        latest: last stage at which the pass still works; None: any stage from `needs` on.
+        latest: last stage at which the pass is useful; at a later one it raises `PassError`. None: any stage from
+            `needs` on.
         bounds: smallest and largest value of each numeric option, by name.
 
     Raises:

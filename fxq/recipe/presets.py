@@ -41,18 +41,19 @@ def static(
     """Post-training static quantization: activations by calibration, weights per channel. Needs data.
 
     Args:
-        backend: "auto", "x86", "fbgemm", "qnnpack", "jit", "openvino", "onnxruntime" or "reference"; "fastest" times
-            all that are installed; or your own, see `with_backend`.
-        activation: spec of all activations; the default is uint8 affine with the histogram observer.
+        backend: "x86", "fbgemm", "qnnpack", "jit", "openvino", "onnxruntime" or "reference"; "auto" for the first that
+            runs on this machine; "fastest" to time all that are installed; or your own, see `with_backend`.
+        activation: spec of all activations; the default is uint8 affine with the histogram observer. None: they stay in
+            float, see `weight_only`.
         weight: spec of all weights; the default is int8 symmetric per channel.
         optimize: "speed": ops that are faster in float on this machine, at the shapes of the example inputs, stay in
             float; "coverage": every op that can runs on integers, and nothing is timed.
-        reduce_range: role that has 7 bits on CPUs whose kernels saturate with 8 bits of both: "weights", "activations"
-            or "auto", the one with the smaller error on calibration data.
-        strict_trace: raise an error for modules that cannot be traced, instead of keeping them in float.
-        check_inputs: let the quantized model raise `InputError` for a float input that holds NaN or +Inf, for the cost
-            of reading every input once. Without it, layers with calibrated ranges silently turn NaN and Inf into finite
-            numbers.
+        reduce_range: role that has 7 bits on CPUs whose kernels saturate with 8-bit activations and 8-bit weights (x86
+            without VNNI): "weights", "activations", or "auto" for the one with the smaller error on calibration data.
+        strict_trace: whether a module that cannot be traced is an error, instead of staying in float.
+        check_inputs: whether the quantized model raises `InputError` for a float input that holds NaN or +Inf. Each
+            call then reads every input once more. Without it, layers with calibrated ranges silently turn NaN and Inf
+            into finite numbers.
         leaf_modules: path globs of modules that are not traced into, see `leaf`.
         concrete_args: arguments of forward, by name, that are fixed to plain values, see `fix_args`.
 
@@ -164,9 +165,10 @@ def qat(
         freeze_ranges_after: number of forwards in train mode after which ranges of activations are frozen; 0: never.
         freeze_norms_after: number of forwards in train mode after which the statistics of batch norms are frozen; 0:
             never.
-        freeze_weights_over: total number of forwards in train mode, over which more and more of the weights that
-            oscillate between two integers are frozen; 0: never. For 4 bits or fewer; takes 7 bytes of memory per
-            weight. Leaves out weights that are a part of a parameter, or have one scale and a batch norm after them.
+        freeze_weights_over: total number of forwards in train mode; in their course, more and more of the weights that
+            oscillate between two integers are frozen. 0: never. For 4 bits or fewer; takes 7 bytes of memory per
+            weight. A weight is never frozen if it is a part of a parameter, or if it has one scale per tensor and a
+            batch norm follows its layer.
         options: as for `static`.
 
     Raises:

@@ -39,8 +39,8 @@ class Recipe:
 
     Attributes:
         preset: name of the preset; selects the pipeline and the default config.
-        backend: name of a backend, import path of your own class, "auto" for the best of PyTorch's backends on this
-            machine, or "fastest" to time all that are installed.
+        backend: name of a backend, import path of your own class, "auto" for the first that runs on this machine
+            (x86 or fbgemm on x86-64 CPUs), or "fastest" to time all that are installed.
         config: quantization of layers that no override selects.
         overrides: (selector, config) pairs; later pairs win.
         leaf_modules: path globs of modules that are not traced into; they run in float, unchanged.
@@ -52,8 +52,8 @@ class Recipe:
         fusions: import paths of additional fusions, see `with_fusions`.
         extensions: import paths of your own ops and kernels, see `with_extensions`.
         optimize: "speed": ops that are faster in float on this machine, conversions included, stay in float;
-            "coverage": every op that can runs on integers, and nothing is timed; "decided": as `decided` says. The
-            default is "speed", for the preset "qat" "coverage".
+            "coverage": every op that can runs on integers, and nothing is timed; "decided": as `decided` says.
+            Default: "coverage" for the preset "qat", else "speed".
         decided: decisions for optimize="decided", see `QuantizedModel.recipe_as_decided`.
         check: "none", or "numeric": compare the graph with the float model on the example input after every pass.
         max_loss: dB of SQNR that one pass may lose before check="numeric" warns.
@@ -176,8 +176,8 @@ class Recipe:
         """Add ops and kernels of your own, so that loading the recipe imports them: functions, or their import paths.
 
         Raises:
-            RecipeError: one is registered neither by `fxq.extend.register_op` nor by `fxq.extend.register_kernel`, or
-                cannot be imported.
+            RecipeError: one is not decorated with `fxq.extend.register_op`, `fxq.extend.kernel` or
+                `fxq.extend.register_kernel`, or cannot be imported.
         """
         paths = (f if isinstance(f, str) else import_path(f, "the op or kernel") for f in functions)
         return replace(self, extensions=(*self.extensions, *paths))
@@ -190,7 +190,7 @@ class Recipe:
         return replace(self, leaf_modules=(*self.leaf_modules, *paths))
 
     def with_optimize(self, optimize: str) -> Recipe:
-        """Quantize for "speed" or for "coverage" (see `Recipe.static`), or as recorded in `decided` ("decided")."""
+        """Set `optimize`: "speed", "coverage" (see `Recipe.static`) or "decided" (as the field `decided` says)."""
         return replace(self, optimize=optimize)
 
     def fix_args(self, **values: Any) -> Recipe:

@@ -1,4 +1,7 @@
-"""Fusions around convolutions.
+"""Fusions around convolutions: an activation function, such as relu, or an add after one.
+
+`ACTIVATIONS` are the ops whose row in the op table has "conv" in `fused_after`, such as relu in
+`fxq/ops/activations.py`.
 
 A sigmoid or gelu after a convolution is not fused, since no backend has a kernel for both: in a unit, the convolution
 would emit float for the function. Apart, both run on integers, the function as a lookup table. Slopes (prelu,

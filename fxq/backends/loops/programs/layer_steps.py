@@ -216,7 +216,8 @@ class ProductStep(ProgramStep):
 def _wide_order(by_channel: Tensor) -> Tensor:
     """Reorder values of 64 channels, (blocks, 64, ...), to four vectors of sums, (blocks, 4, 16, ...).
 
-    Of each 16 channels, the first vector has the first four, and so on; see `_wide_sums` in `code/layer_code.py`.
+    Of each 16 channels, the first vector has the first four, and so on; see `_wide_sums` in
+    `fxq/backends/loops/code/layer_code.py`.
     """
     blocks, _, *others = by_channel.shape
     return by_channel.reshape(blocks, 4, 4, 4, *others).transpose(1, 2).reshape(blocks, 4, 16, *others)
