@@ -67,3 +67,9 @@ def test_paths_that_contributors_are_told_exist():
     assert len(paths) > 20 and len(modules) >= 3
     missing = {path for path in (*paths, *modules) if not any(ROOT.glob(path))}
     assert missing == set()
+
+
+def test_the_glossary_is_short_and_sorted():
+    rows = re.findall(r"^\| (.+?) \| (.+) \|$", (ROOT / "scripts" / "docs" / "glossary.md").read_text(), re.MULTILINE)
+    terms = [term.casefold() for term, _ in rows[1:]]
+    assert terms == sorted(terms) and 30 <= len(terms) <= 50
