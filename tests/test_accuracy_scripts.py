@@ -1,4 +1,4 @@
-"""What the scripts for accuracy are made of: networks, data, the cascade, judgements, contenders; without packages."""
+"""Parts of the accuracy scripts: networks, data, the cascade, judgements, contenders; without extra packages."""
 
 import json
 import math

@@ -163,7 +163,7 @@ def test_a_name_that_cannot_be_written(name):
 
 
 class Named(nn.Module):
-    """A convolution, and behind it a module or a buffer of any name."""
+    """A convolution, then a module or a buffer of any name."""
 
     def __init__(self, name, thing):
         super().__init__()
@@ -508,7 +508,7 @@ TYPES = (torch.uint8, torch.int64, torch.float64, torch.float16, torch.bfloat16)
 
 @pytest.mark.parametrize("backend", ["auto", "fbgemm", "reference"])
 def test_an_input_of_another_type(backend):
-    """Bytes of 0 to 255 would saturate without a word."""
+    """Bytes of 0 to 255 would saturate silently."""
     model = net()
     qmodel = fxq.quantize(model, fxq.Recipe.static(backend=backend, optimize="coverage"), data=[X])
     for dtype in TYPES:
@@ -581,7 +581,7 @@ def several():
 
 
 def test_without_a_check_nan_gives_finite_numbers():
-    """What the docstring says, and why there is an option."""
+    """As documented; the option exists for this reason."""
     qmodel = fxq.quantize(net(), fxq.Recipe.static(optimize="coverage"), data=[X])
     assert bool(qmodel(torch.full_like(X, NAN)).isfinite().all())
 

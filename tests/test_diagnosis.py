@@ -17,7 +17,7 @@ from fxq.backends.packed.quantized_tensors import has_engine
 from fxq.common.metrics import sqnr
 from fxq.errors import BackendError
 
-FEW = (
+FEW_PROBES = (
     diagnosis.Probe("conv2d", lambda: nn.Conv2d(4, 8, 3), ((1, 4, 6, 6),)),
     diagnosis.Probe("linear", lambda: nn.Linear(8, 4), ((2, 8),)),
     diagnosis.Probe("tanh", nn.Tanh, ((2, 8),)),
@@ -27,7 +27,7 @@ needs_fbgemm = pytest.mark.skipif(not has_engine("fbgemm"), reason="PyTorch is b
 
 @pytest.fixture
 def few(monkeypatch):
-    monkeypatch.setattr(diagnosis, "PROBES", FEW)
+    monkeypatch.setattr(diagnosis, "PROBES", FEW_PROBES)
 
 
 def test_every_backend_runs_what_it_says():
@@ -64,7 +64,7 @@ def check_that_it_is_put_back(row):
 
 @needs_fbgemm
 def test_a_wrong_kernel_is_noticed_and_put_back(few, monkeypatch):
-    """What the test of the complete table asks of engines that are wrong here, of one that is wrong everywhere."""
+    """A kernel that is wrong on every CPU: the row says so, and `quantize` replaces it with a warning."""
     forward = FbgemmLinear.forward
     monkeypatch.setattr(FbgemmLinear, "forward", lambda self, x: forward(self, x) + 9)
     row = next(row for row in fxq.doctor(["fbgemm"]).rows if row.probe == "linear")

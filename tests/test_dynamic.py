@@ -121,7 +121,7 @@ def test_one_quantize_serves_all_that_read_a_value():
 @pytest.mark.filterwarnings("ignore::fxq.errors.FxqWarning")
 @pytest.mark.parametrize("backend", ["reference", pytest.param("x86", marks=needs_x86)])
 def test_values_of_one_sign_keep_the_whole_grid(backend):
-    """Behind a relu a grid that is symmetric leaves half of its integers unused: 6 dB."""
+    """After a relu, a symmetric grid leaves half of its integers unused: 6 dB."""
     model, x = nn.Sequential(nn.ReLU(), nn.Linear(64, 64)).eval(), torch.randn(32, 64)
     found = {
         name: fxq.quantize(

@@ -33,7 +33,7 @@ ENGINES = [
 
 
 def quantized(backend):
-    """Two convolutions, the second behind a PReLU, a transposed one, and a layer of one row into float."""
+    """Two convolutions with a PReLU between them, a transposed one, and a layer of one row with float output."""
     torch.manual_seed(0)
 
     def forward(self, x):

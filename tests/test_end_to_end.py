@@ -38,7 +38,7 @@ def recurrent():
 
 
 def qdq_form(recipe):
-    """The same recipe without kernels: the same scales and zero points."""
+    """Recipe for the qdq graph of this recipe: no kernels, equal scales and zero points."""
     return recipe.without_pass("lower").without_pass("verify-lowering")
 
 

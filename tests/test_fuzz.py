@@ -39,10 +39,10 @@ As much for int8 against qdq: one rounding tie is a whole step in one element, w
 """
 
 SUMMED = 1e-4
-"""What float32 may leave of a sum that should be zero, where its terms are as large as those of these networks."""
+"""Rounding error of float32 in a sum that should be zero, with terms as large as in these networks."""
 
-FAR = "the output is"
-EXPECTED = (FAR, "nothing runs on integers", OF_THE_MACHINE)
+LOW_SQNR_WARNING = "the output is"
+EXPECTED = (LOW_SQNR_WARNING, "nothing runs on integers", OF_THE_MACHINE)
 """How warnings begin that say what random networks are like; there must be no others."""
 
 NUMBER = st.integers(0, 11)
@@ -128,8 +128,8 @@ def check(plan: Plan, chosen: fxq.Recipe | None = None) -> None:
         warned = [str(w.message) for w in said if issubclass(w.category, fxq.FxqWarning)]
         assert all(text.startswith(EXPECTED) for text in warned), warned
         got, exact = quantized(*batch), qdq(*batch)
-        far = any(text.startswith(FAR) for text in warned)
-        assert far or not sqnr(real, got) < 12, f"{sqnr(real, got):.1f} dB without a word"
+        far = any(text.startswith(LOW_SQNR_WARNING) for text in warned)
+        assert far or not sqnr(real, got) < 12, f"{sqnr(real, got):.1f} dB without a warning"
         assert structure(got) == structure(real)
         within(real, exact, bounds, "qdq against float")
         within(exact, got, bounds, "int8 against qdq")
@@ -176,7 +176,7 @@ def check_state(
 
 
 def check_edits(batch: Any, quantized: fxq.results.QuantizedModel) -> None:
-    """A weight that is edited behind calls counts as in a fresh copy, which has packed and bound nothing."""
+    """A weight that is edited after calls counts as in a fresh copy, which has packed and bound nothing."""
     for kernel in [m for m in quantized.modules() if isinstance(m, LayerKernel)][:3]:
         kernel.weight_scale.mul_(0.75)
         kernel.weight = kernel.weight.flip(0)
@@ -253,7 +253,7 @@ def test_every_row_of_the_table_is_drawn_or_listed():
 
 @pytest.mark.parametrize("op", sorted(FORMS))
 def test_every_spelling_is_drawn_somewhere(op):
-    """Behind a layer that reads one of the inputs: no form is left out for good."""
+    """Drawn after a layer that reads one of the inputs: every form is reachable."""
     layers = {"image": "conv2d", "sequence": "conv1d", "rows": "linear", "volume": "conv3d"}
     between = ["sigmoid"] if op in UNBOUNDED else ["einsum"] if op in ("matmul", "baddbmm") else []
     for spelling in range(len(FORMS[op].spellings)):
@@ -280,7 +280,7 @@ def test_random_networks_without_data(plan, chosen):
 @settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(plan=plans(12), prices=st.integers(0, 99))
 def test_random_networks_at_random_prices(plan, prices):
-    """Whatever runs on integers: no value is quantized for nobody."""
+    """Whichever ops run on integers, every quantized value has a reader."""
     network, batch = plan.build()
     if not network.lines:
         return

@@ -1,4 +1,4 @@
-"""The folder table: who may import whom. Walks the imports of every file; nothing is imported for it."""
+"""The folder table: which folders may import which. Reads the imports of every file without importing it."""
 
 import ast
 import subprocess
@@ -87,7 +87,7 @@ LEVELS = (
     {"fxq"},
     {"cli"},
 )
-"""Who may import whom: what is further up. Folders of one level do not import each other."""
+"""Levels of folders: a folder imports only from levels further up. Folders of one level do not import each other."""
 
 LEVEL = {name: i for i, names in enumerate(LEVELS) for name in names}
 
@@ -260,7 +260,7 @@ SHARED = ("plain", "table", "loops")
 
 
 def test_backends_stand_on_their_own():
-    """What backends share imports none of them, except by name, and they do not import each other."""
+    """Code that backends share imports none of them, except by name, and they do not import each other."""
 
     def backend(module):
         parts = module.split(".")

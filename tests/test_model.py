@@ -73,7 +73,7 @@ def test_a_copy_keeps_what_is_known(qmodel, copied):
 
 @pytest.mark.parametrize("copied", COPIES)
 def test_a_copy_shares_no_tensor(qmodel, copied):
-    """What is changed in the copy does not reach the original."""
+    """Changes of the copy do not reach the original."""
     other = copied(qmodel)
     want = qmodel(X)
     mine = {t.data_ptr() for t in (*qmodel.parameters(), *qmodel.buffers()) if t.numel()}
@@ -179,7 +179,7 @@ def test_quantizing_again_is_refused(qmodel):
 
 
 def test_no_gradient_comes_out():
-    """Float parts keep their weights, but what is behind integers cannot be trained."""
+    """Float parts keep their weights, but no gradient passes integer ops: layers before them cannot be trained."""
 
     class Model(nn.Module):
         def __init__(self):

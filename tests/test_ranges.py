@@ -28,7 +28,7 @@ class Net(nn.Module):
 
 
 class Masked(Net):
-    """The same, of a mask besides."""
+    """Net that takes a mask, too."""
 
     def forward(self, x, mask):
         return self.function(self, x, mask)
@@ -188,7 +188,7 @@ def test_a_pad_before_a_max_pool(value, width, kernel, adaptive, backend):
     [found], made = quality(model, (torch.randn(4, 3, 12, 12),), backend)
     assert found > 25
     assert precisions(made)[0] == ("conv2d", "int8")
-    if not adaptive and width == 1 and value < 0:  # nobody sees it: not even the pool leaves the integers
+    if not adaptive and width == 1 and value < 0:  # no output has the value: even the pool runs on integers
         assert all(precision != "float" for _, precision in precisions(made))
 
 
@@ -250,7 +250,7 @@ def test_a_pad_with_a_value_that_is_an_argument():
 
 
 def test_a_clamp_whose_bounds_are_arguments():
-    """What it does to a constant is not known: the constant may pass."""
+    """Its effect on a constant is unknown: the constant may pass."""
 
     class Model(nn.Module):
         def __init__(self):

@@ -22,7 +22,7 @@ PASSES = ("trace", "canonicalize", "fuse", "insert-observers", "insert-qdq", "lo
 
 
 def run(script, *arguments):
-    """What the script prints."""
+    """Output that the script prints."""
     command = [sys.executable, "-m", f"scripts.{script}", *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
     assert done.returncode == 0, done.stderr

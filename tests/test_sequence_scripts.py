@@ -1,4 +1,4 @@
-"""What the scripts for networks of sequences are made of: networks, data, other tools, judgements; without packages."""
+"""Parts of the scripts for sequence networks: networks, data, other tools, judgements; without extra packages."""
 
 import json
 import math

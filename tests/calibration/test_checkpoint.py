@@ -37,7 +37,7 @@ def test_killed_at_any_moment_and_resumed(tmp_path):
     for _ in range(8):
         killed(
             lambda: [fxq.calibrate(observed, batches, checkpoint=path, every=0), time.sleep(60)],
-            behind=0.1 + float(torch.rand(())) * 0.3,
+            seconds=0.1 + float(torch.rand(())) * 0.3,
         )
     assert same(seen(fxq.calibrate(observed, batches, checkpoint=path)), want)
 

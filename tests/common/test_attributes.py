@@ -1,4 +1,4 @@
-"""What a quantized model answers that was the float model's: its place, its plain data, and why not the rest."""
+"""Attributes of the float model on a quantized model: device, dtype, plain data, and the errors for the rest."""
 
 import copy
 import enum
@@ -27,7 +27,7 @@ class Config:
 
 
 class Kind(enum.Enum):
-    SMALL = 1
+    IMAGES = 1
 
 
 class Holder:
@@ -59,7 +59,7 @@ class Model(Base):
 
     def __init__(self):
         super().__init__()
-        self.config, self.kind, self.labels = Config(), Kind.SMALL, {"cat": 0, "dog": [1, 2]}
+        self.config, self.kind, self.labels = Config(), Kind.IMAGES, {"cat": 0, "dog": [1, 2]}
         self.threshold, self.name, self.size, self.nothing = 0.5, "net", torch.Size([3, 4]), None
         self.holder, self.callback, self.large = Holder(torch.ones(2)), lambda: 3, "x" * (1 << 21)
         self.local, self.array = type("Local", (), {})(), np.ones(3)
@@ -141,7 +141,7 @@ def test_the_rest_says_why_not(made, copied, name):
 
 
 def test_a_data_set_is_not_read_to_its_end():
-    """What a model holds may be larger than the memory, and made when it is asked for."""
+    """A data set on a model may be larger than the memory, and may compute its elements on access."""
     model = Model().eval()
     model.images = Images()
     assert "more than 1 MiB" in FloatAttributes.of(model).left["images"]

@@ -82,7 +82,7 @@ def test_a_forward_of_any_number_of_inputs_has_no_names_and_one_of_any_names_no_
 
 
 def test_a_pair_may_be_a_target_or_an_optional_argument():
-    """The target was passed as the scale, without a word."""
+    """The target was silently passed as the scale."""
     with pytest.raises(InputError, match=r"data: a pair is ambiguous.*'scale'.*Give \(x,\).*\{'x': x, 'scale': y\}"):
         as_batch((X, Y), OPTIONAL)
 

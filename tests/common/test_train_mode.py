@@ -58,7 +58,7 @@ def with_own_forward():
     return made
 
 
-SAME = {
+MODE_INDEPENDENT = {
     "activation": nn.ReLU,
     "layers": lambda: nn.Sequential(nn.Conv2d(3, 3, 1), nn.GELU(), nn.LayerNorm(4)),
     "dropout of nothing": lambda: nn.Dropout(0.0),
@@ -70,7 +70,7 @@ SAME = {
     "user": Plain,
     "hook": lambda: hooked(lambda module, inputs, output: -output),
 }
-OTHER = {
+MODE_DEPENDENT = {
     "dropout": nn.Dropout,
     "batch norm": lambda: nn.BatchNorm1d(3),
     "subclass": lambda: type("Mine", (nn.BatchNorm2d,), {})(3),
@@ -93,13 +93,13 @@ OTHER = {
 }
 
 
-@pytest.mark.parametrize("make", SAME.values(), ids=SAME)
+@pytest.mark.parametrize("make", MODE_INDEPENDENT.values(), ids=MODE_INDEPENDENT)
 def test_what_does_not_look_at_the_mode(make):
     assert first_in_train_mode(nn.Sequential(make())) is None
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")
-@pytest.mark.parametrize("make", OTHER.values(), ids=OTHER)
+@pytest.mark.parametrize("make", MODE_DEPENDENT.values(), ids=MODE_DEPENDENT)
 def test_what_does(make):
     assert first_in_train_mode(nn.Sequential(make())).startswith("0")
     assert first_in_train_mode(nn.Sequential(make()).eval()) is None

@@ -1,4 +1,4 @@
-"""What is timed: kernels and float ops of every network's units run on random inputs, and keys say what matters."""
+"""Probes for timing: kernels and float ops of the units of every network run on random inputs; their cache keys."""
 
 import pytest
 import torch

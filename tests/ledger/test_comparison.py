@@ -28,7 +28,7 @@ RECIPES = [REFERENCE, pytest.param(X86, marks=needs_x86)]
 
 
 class Net(nn.Module):
-    """Two linear layers with a function between them, and one behind."""
+    """Two linear layers with a function between them, and one after them."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""What decided of every op that could run either way."""
+"""Table of the decisions between int8 and float for every op that could run as either."""
 
 from fxq.ledger.decisions import Decisions
 from fxq.ledger.ledger import Entry

@@ -1,4 +1,4 @@
-"""What a quantized model keeps of the float model: distributions, inputs, size; and the model itself, weakly."""
+"""Record of the float model in a quantized model: distributions, inputs, size, and a weak reference to it."""
 
 import copy
 import gc

@@ -1,4 +1,4 @@
-"""Which role gives up a bit where kernels overflow with 8: on this CPU if it has no VNNI, else played."""
+"""Role that has 7 bits (reduce_range) where kernels overflow with 8: on a CPU without VNNI, else simulated."""
 
 import copy
 import json

@@ -86,7 +86,7 @@ def test_outliers_are_cut_off_at_their_end_alone():
 
 
 def test_zeros_do_not_count():
-    """What a relu leaves has the range that its positive values have."""
+    """Outputs of a relu have the range of its positive values."""
     zeros = torch.cat([NORMAL.relu(), torch.zeros(100_000)])
     assert observed(zeros, fxq.TensorSpec()).qparams().same_as(observed(NORMAL.relu(), fxq.TensorSpec()).qparams())
 

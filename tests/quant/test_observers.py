@@ -540,7 +540,7 @@ def test_runs_in_a_graph():
 # ---- one for another
 
 
-ALIKE = [
+COMPATIBLE_OBSERVERS = [
     ("histogram", "minmax"),
     ("histogram", "percentile:99"),
     ("percentile:95", "percentile:99"),
@@ -549,7 +549,7 @@ ALIKE = [
     ("minmax", "minmax"),
     ("moving_average:0.2", "moving_average:0.2"),
 ]
-OTHERWISE = [
+INCOMPATIBLE_OBSERVERS = [
     ("minmax", "histogram"),
     ("minmax", "moving_average"),
     ("histogram", "moving_average"),
@@ -560,7 +560,7 @@ OTHERWISE = [
 
 @settings(max_examples=10, deadline=None)
 @given(st.integers(0, 1000))
-@pytest.mark.parametrize("seen, asked", ALIKE)
+@pytest.mark.parametrize("seen, asked", COMPATIBLE_OBSERVERS)
 def test_an_observer_answers_for_one_that_keeps_no_more(seen, asked, seed):
     noise = torch.Generator().manual_seed(seed)
     data = [torch.randn(50, generator=noise) * 10 ** float(torch.rand((), generator=noise)) for _ in range(3)]
@@ -575,7 +575,7 @@ def test_an_observer_answers_for_one_that_keeps_no_more(seen, asked, seed):
     assert answer.qparams().same_as(fresh.qparams())
 
 
-@pytest.mark.parametrize("seen, asked", OTHERWISE)
+@pytest.mark.parametrize("seen, asked", INCOMPATIBLE_OBSERVERS)
 def test_an_observer_does_not_answer_for_one_that_looks_in_another_way(seen, asked):
     one, other = observer_for(TensorSpec(observer=seen)), observer_for(TensorSpec(observer=asked))
     one(torch.randn(9))

@@ -25,7 +25,7 @@ def frozen_at(integers, highest):
 
 
 def noted(oscillation, rows, highest):
-    """The integers that elements keep behind forwards with these integers; None for those that are free."""
+    """Integers at which elements are frozen after forwards with these integers; None for elements that are free."""
     for i, now in enumerate(rows):
         oscillation.now.copy_(now)
         oscillation.update(highest, first=i == 0)

@@ -14,7 +14,7 @@ from fxq.quant.straight_through import Rounded
 
 
 def rounded_straight_through(x, scale, zero_point, qmin, qmax):
-    """The same written with autograd's own functions: gradients pass the rounding, and stop where values are cut."""
+    """Fake quantize written with autograd's own functions: gradients pass the rounding, and stop at clipped values."""
     steps = x / scale + zero_point
     steps = steps + (steps.round() - steps).detach()
     return (steps.clamp(qmin, qmax) - zero_point) * scale

@@ -1,4 +1,4 @@
-"""What users add: ops, kernels and backends, as they write them (`tests/support/extensions.py`)."""
+"""Ops, kernels and backends that users add, as they write them (`tests/support/extensions.py`)."""
 
 from __future__ import annotations
 

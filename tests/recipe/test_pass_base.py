@@ -1,4 +1,4 @@
-"""What a pass is made of."""
+"""Base class of passes."""
 
 from dataclasses import dataclass
 from typing import ClassVar

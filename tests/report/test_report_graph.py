@@ -14,7 +14,7 @@ def drawn(graph):
 
 
 def shown(page):
-    """What the graph tab shows, once it is painted."""
+    """Content of the graph tab after painting."""
     page.evaluate("fxq.painted()")
     return page.evaluate("fxq.stats()")
 

@@ -1,4 +1,4 @@
-"""What the report says of a node, of a rewrite and of a rule that almost matched, in a browser, against the history."""
+"""Panels of the report for a node, a rewrite and a near miss, in a browser, compared with the history."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What an exported file computes in the runtime that will read it, at two batch sizes."""
+"""Check of an exported file in the runtime that will read it, at two batch sizes."""
 
 import pytest
 import torch

@@ -75,7 +75,7 @@ def test_grids_that_engines_have_no_kernels_for_are_told(tmp_path):
 
 
 def test_a_residual_block_is_fused(tmp_path):
-    """Of a model for this runtime: in units of other backends, the layer and the sum behind it are one."""
+    """Exported from a model for this runtime: other backends have the layer and the sum after it in one unit."""
     recipe = fxq.Recipe.static(backend="onnxruntime", optimize="coverage")
     qmodel = fxq.quantize(build("residual"), recipe, data=[batch("residual")])
     kinds = optimized(qmodel.export(tmp_path / "m.onnx"), tmp_path)

@@ -243,7 +243,7 @@ def test_a_file_of_another_kind_is_exported(tmp_path):
 
 
 class Leaf(nn.Module):
-    """What torch.fx cannot trace."""
+    """Module that torch.fx cannot trace."""
 
     def __init__(self):
         super().__init__()

@@ -26,11 +26,11 @@ FORBIDDEN = (
     "socket.connect",
 )
 STRANGE = ("this", "antigravity", "turtledemo")
-"""Modules of Python that nobody imports, and that do something when they are imported."""
+"""Modules of Python that no library imports, and whose import has visible effects."""
 
 
 class Watch:
-    """What Python is asked to do while it is on."""
+    """Audit hook that records forbidden events and imports while it is on."""
 
     def __init__(self):
         self.on, self.seen = False, []
@@ -73,7 +73,7 @@ def saved(tmp_path_factory):
 
 
 def load(path, data):
-    """What comes of a file: the model, or the message of the error."""
+    """The model that is loaded from a file of these bytes, or the message of the error."""
     path.write_bytes(data)
     WATCH.seen, WATCH.on = [], True
     try:
@@ -175,7 +175,7 @@ def first_input(text):
 
 @pytest.mark.parametrize("backend", ["reference", "auto"])
 def test_forged_graphs(saved, tmp_path, backend):
-    """Lines put behind the first one, with checksums that are right."""
+    """Forged lines after the first line, with correct checksums."""
     model, path = saved[backend]
     home = tmp_path / "here"
     home.mkdir()

@@ -27,7 +27,7 @@ VNNI = pytest.mark.skipif(not cpu.has_vnni(), reason="needs a CPU with VNNI, whi
 
 
 def grids_of_7_bits():
-    """What runs on every CPU: the models here are to be alike on each."""
+    """Recipe with 7-bit activations: kernels take them on every CPU, so the models are equal on each."""
     activation = fxq.TensorSpec(bits=7)
     return fxq.Recipe.static(backend="x86", optimize="coverage", activation=activation)
 
@@ -55,9 +55,10 @@ def kernels(qmodel):
 
 @pytest.fixture(scope="module")
 def pickles(tmp_path_factory):
-    """What models compute where they were made and where their pickle is loaded, by the instruction set of the maker.
+    """Outputs of models where they were made and where their pickle is loaded, by the instruction set of the maker.
 
-    This process makes those of "DEFAULT"; one that plays AVX2 loads them and makes its own, which are loaded here.
+    This process makes the models of "DEFAULT". A second one simulates AVX2: it loads these and makes its own models,
+    which this process loads.
     """
     folder = tmp_path_factory.mktemp("pickles")
     here, there = folder / "here.pt", folder / "there.pt"

@@ -29,7 +29,7 @@ kinds = sorted({str(node.target) for node in program.graph.nodes if node.op == "
 dtypes = sorted({str(value.dtype) for value in [*program.state_dict.values(), *program.constants.values()]})
 print(json.dumps({"far": far, "kinds": kinds, "dtypes": dtypes, "fxq": "fxq" in sys.modules}))
 """
-"""What another process says of a program: differences for inputs, its functions, the dtypes of its tensors."""
+"""Script that prints, for an exported program: differences of its outputs, its functions, dtypes of its tensors."""
 
 
 def elsewhere(path, qmodel, *inputs):

@@ -18,13 +18,13 @@ from tests.support.fuzz_forms import FILLS, FORMS, NUMBER, Call, Picks
 from tests.support.machine import QMAX
 from tests.support.models import settled
 
-MOST_ELEMENTS = 4 * 4096
+MAX_ELEMENTS = 4 * 4096
 INPUTS = {"image": (4, 3, 8, 8), "sequence": (4, 3, 16), "rows": (4, 6), "volume": (4, 2, 4, 4, 4)}
 
 
 @dataclass(frozen=True)
 class Step:
-    """One call, as numbers: the op, the values that it reads, its options, its spelling, and whom it shares with."""
+    """One call, as numbers: the op, the values that it reads, its options, its spelling, the call it shares with."""
 
     op: str
     reads: tuple[int, ...] = (0, 0, 0)
@@ -78,7 +78,7 @@ class Network(nn.Module):
 
 
 class TwoInputs(Network):
-    """The same, of two inputs."""
+    """Network of two inputs."""
 
     def forward(self, x: Tensor, y: Tensor, number: float = NUMBER) -> Any:  # type: ignore[override]
         return self.run([x, y], number)
@@ -166,7 +166,7 @@ def _fits(call: Call, module: nn.Module, read: Sequence[Tensor]) -> bool:
             value = call(module, *with_number(call, read, NUMBER))
     except (RuntimeError, ValueError, NotImplementedError, IndexError):
         return False
-    sane = isinstance(value, Tensor) and value.dtype == torch.float32 and 0 < value.numel() <= MOST_ELEMENTS
+    sane = isinstance(value, Tensor) and value.dtype == torch.float32 and 0 < value.numel() <= MAX_ELEMENTS
     if not sane or value.shape[0] != read[0].shape[0]:
         return False
     data = value[is_data(value)]
@@ -182,10 +182,10 @@ def is_data(value: Tensor) -> Tensor:
 
 
 def noisy(network: Network, batch: Sequence[Tensor], seed: int) -> Any:
-    """What the network gives when every value and every weight is off by up to half a step of its own grid.
+    """Outputs of the network when every value and every weight is off by up to half a step of its own grid.
 
-    The model of quantization as noise, which knows nothing of fxq. Constants of masks, pads and fills are exact, and no
-    grid is wider for them. Source: Krishnamoorthi 2018, section 3.
+    Models quantization as noise, independently of fxq. Constants of masks, pads and fills are exact and widen no grid.
+    Source: Krishnamoorthi 2018, section 3.
     """
     generator = torch.Generator().manual_seed(seed)
 

@@ -22,7 +22,7 @@ from tests.support.helpers import ops_of_fxq
 CHANNELS = (4, 3, 8, 1, 6, 12)
 
 FILLS = (-100.0, -1e4, 100.0, -20.0, -math.inf)
-"""What masks, pads and fills put among the values besides numbers like theirs. An element equal to one is no data."""
+"""Constants that masks, pads and fills write, besides numbers within the range of the data. Not data themselves."""
 
 NOT_DRAWN = {
     "quantize": "made by fxq only",
@@ -86,7 +86,7 @@ def called(m: nn.Module, *values: Any) -> Any:
 
 
 NUMBER = 0.5
-"""What every network takes besides its tensors."""
+"""Default of the number that every network takes besides its tensors."""
 
 
 def numbered(function: Call) -> Call:
@@ -620,7 +620,7 @@ def _derived_form(name: str) -> Form | None:
 
 
 def _bounded(plain: Form) -> Form:
-    """The same, where the last value that it reads stays away from zero."""
+    """The form, drawn only where the last value that it reads stays away from zero."""
 
     def make(pick: Picks, *xs: Tensor) -> nn.Module | None:
         near = float(xs[-1].min()) < 0.1 * float(xs[-1].max())

@@ -204,7 +204,7 @@ def _layer(statement: Statement) -> nn.Module:
 
 
 class Output(NamedTuple):
-    """What a program returns as a named tuple."""
+    """Named tuple that a program returns."""
 
     first: Tensor
     second: Tensor

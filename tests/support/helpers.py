@@ -39,7 +39,7 @@ def module(forward, **children):
 
 
 def context(model, *inputs, recipe=REFERENCE):
-    """What a run of the pipeline would know."""
+    """Context of a pipeline run for this model."""
     return Context(recipe, get_backend(recipe.backend), model, Batch(inputs))
 
 

@@ -1,4 +1,4 @@
-"""What tests of training share: recipes, a few steps, and both models' values side by side."""
+"""Helpers for tests of training: recipes, a few steps, and the values of both models side by side."""
 
 import torch
 
@@ -25,7 +25,7 @@ def called(model, inputs):
 
 
 def trained(model, batches, rate=1e-2, run=None):
-    """The model behind a step on each batch; the loss of each is the mean square of what comes out."""
+    """Losses of one training step on each batch: the mean square of the output."""
     optimizer = torch.optim.SGD(model.parameters(), lr=rate)
     losses = []
     for inputs in batches:
@@ -49,7 +49,7 @@ def nodes(model):
 
 
 def rounded_values(model, inputs):
-    """What comes out of each fake quantizer of values, with its scale, in order."""
+    """Output of each fake quantizer of activations, with its scale, in order."""
     model.use_ranges()
     runner, found = Runner(model, Batch((inputs,)) if isinstance(inputs, torch.Tensor) else inputs), []
     with torch.no_grad():

@@ -110,7 +110,7 @@ def test_every_backend_sees_the_data_of_all_ranks(tmp_path, monkeypatch):
 
 
 def test_values_that_are_taken_off_on_one_rank_are_on_all(tmp_path):
-    """With trials, an observer that meets NaN is taken off: nobody knows yet whether its value is to be integers."""
+    """With trials, an observer that meets NaN is removed: whether its value becomes integers is decided later."""
     model = module(lambda self, x: self.fc(torch.nan_to_num(torch.log(x), nan=0.0)), fc=nn.Linear(4, 4))
     batches = [torch.rand(2, 4) + 1, torch.rand(2, 4) + 1, torch.rand(2, 4) + 1, -torch.ones(2, 4)]
 

@@ -88,7 +88,7 @@ def test_another_recipe_gives_what_quantize_does(calibrated, overrides, all_valu
 
 
 def test_what_calibration_did_not_look_at_is_refused_and_says_what_to_do(calibrated):
-    """A convolution of its own, with a sum behind it on integers: its output was inside of a unit."""
+    """A convolution as a unit of its own, with a sum after it on integers: its output was inside of a unit."""
     recipe = static([(fxq.by_op("relu"), fxq.FLOAT), ("b", fxq.FLOAT)])
     spec = fxq.TensorSpec(observer="moving_average")
     with pytest.raises(

@@ -270,7 +270,7 @@ class Tied(nn.Module):
 
 
 def tied_and_trained(options, follow=lambda model: None):
-    """A model whose two layers have one weight, behind steps that are large; its inputs."""
+    """A model whose two layers share one weight, after large training steps; its inputs."""
     torch.manual_seed(0)
     x, y = torch.randn(64, 16), torch.randn(64, 16)
     model = fxq.prepare(Tied(), fxq.Recipe.qat(backend="reference", **options), example_inputs=x[:8])

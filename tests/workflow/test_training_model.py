@@ -177,7 +177,7 @@ def test_what_is_frozen_while_a_forward_is_computed_again(reentrant):
 
 
 def test_batch_norms_are_those_of_the_user():
-    """Who sets a momentum, or lets PyTorch compute the statistics anew, gets what was asked for."""
+    """A momentum that the user sets, and statistics that PyTorch recomputes, take effect."""
     model = residual()
     norm = next(m for m in model.modules() if isinstance(m, nn.BatchNorm2d))
     norm.momentum = 1.0
@@ -197,7 +197,7 @@ W3 = fxq.TensorSpec(bits=3, signed=True, symmetric=True, per="channel", observer
 
 
 def with_weights_to_freeze(learned=False, rate=0.3, steps=30):
-    """A model behind steps that are so large that weights go back and forth; the batches."""
+    """A model after steps that are so large that weights oscillate; the batches."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4)).eval()
     batches = [torch.randn(8, 3, 8, 8) for _ in range(2 * steps)]
