@@ -144,8 +144,8 @@ def plant_table(monkeypatch):
 
 @pytest.fixture(scope="session")
 def browser():
-    with chromium() as found:
-        yield found
+    with chromium() as chromium_browser:
+        yield chromium_browser
 
 
 @pytest.fixture(scope="session")

@@ -135,9 +135,9 @@ def test_a_model_quantized_by_torch(name, where):
     "make", [lambda m: fxq.quantize(m, REFERENCE, data=[X]), lambda m: fxq.prepare(m, REFERENCE, example_inputs=X)]
 )
 def test_a_model_that_fxq_has_made(make, inside):
-    made = make(net())
-    model = nn.Sequential(made).eval() if inside else made
-    refused(model, fxq.InputError, type(made).__name__, "already", "the float model")
+    changed_model = make(net())
+    model = nn.Sequential(changed_model).eval() if inside else changed_model
+    refused(model, fxq.InputError, type(changed_model).__name__, "already", "the float model")
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -189,8 +189,8 @@ def test_a_name_that_a_graph_module_has_itself(name, make):
 
 
 def test_odd_names_that_can_be_written():
-    made = [net(lambda m, name=name: m.body.add_module(name, nn.ReLU().eval())) for name in ("a'b c-d", "plain")]
-    odd, plain = (fxq.quantize(model, REFERENCE, data=[X]) for model in made)
+    models = [net(lambda m, name=name: m.body.add_module(name, nn.ReLU().eval())) for name in ("a'b c-d", "plain")]
+    odd, plain = (fxq.quantize(model, REFERENCE, data=[X]) for model in models)
     assert torch.equal(odd(X), plain(X))
 
 

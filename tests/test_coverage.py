@@ -43,11 +43,11 @@ def measured(monkeypatch):
     import multiprocessing
 
     def measure(make, timeout=120.0):
-        one = subject("model", make)
+        first = subject("model", make)
         monkeypatch.setattr(models, "load", lambda suite: None)
-        monkeypatch.setattr(run, "SUBJECTS", (one,))
+        monkeypatch.setattr(run, "SUBJECTS", (first,))
         options = {"backend": "auto", "optimize": "coverage"}
-        return run.run(one, options, ("dynamic", "weight_only"), timeout, multiprocessing.get_context("fork"))
+        return run.run(first, options, ("dynamic", "weight_only"), timeout, multiprocessing.get_context("fork"))
 
     return measure
 

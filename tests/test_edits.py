@@ -186,6 +186,6 @@ def test_edited_weights_whose_sums_leave_int32_are_refused():
     ],
 )
 def test_options_are_fixed(kernel, name):
-    made: Kernel = kernel(QParams.per_tensor(0.02, 9, 0, 127))
+    built: Kernel = kernel(QParams.per_tensor(0.02, 9, 0, 127))
     with pytest.raises(InputError, match=rf"{name} is fixed: .*from_config"):
-        setattr(made, name, (2, 2))
+        setattr(built, name, (2, 2))

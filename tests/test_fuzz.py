@@ -166,13 +166,13 @@ def check_state(
     """A state dict gives its model's numbers to one of other ranges, or is refused."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", fxq.FxqWarning)
-        other = quantize(network, chosen, tuple(x / 2 for x in batch))
+        halved = quantize(network, chosen, tuple(x / 2 for x in batch))
     try:
-        other.load_state_dict(quantized.state_dict())
+        halved.load_state_dict(quantized.state_dict())
     except fxq.InputError as error:
         assert "the state dict is of another model: " in str(error)
     else:
-        assert identical(other(*batch), got), "a loaded state dict gives something else"
+        assert identical(halved(*batch), got), "a loaded state dict gives something else"
 
 
 def check_edits(batch: Any, quantized: fxq.results.QuantizedModel) -> None:
@@ -193,16 +193,16 @@ def noise_bounds(network: Network, batch: Any, real: Any) -> list[float]:
     draws = [
         [sqnr(a, b) for a, b in zip(tensors(real), tensors(noisy(network, batch, i)), strict=True)] for i in range(4)
     ]
-    return [math.nan if any(map(math.isnan, found)) else min(found) - MARGIN for found in zip(*draws, strict=True)]
+    return [math.nan if any(map(math.isnan, sqnrs)) else min(sqnrs) - MARGIN for sqnrs in zip(*draws, strict=True)]
 
 
-def within(reference: Any, value: Any, bounds: list[float], what: str) -> None:
+def within(reference: Any, value: Any, bounds: list[float], title: str) -> None:
     """Every output as near to the reference as the noise model says, where that is defined."""
     for i, (a, b, bound) in enumerate(zip(tensors(reference), tensors(value), bounds, strict=True)):
         assert a.shape == b.shape and a.dtype == b.dtype
         rounding = bound == math.inf and float((a.double() - b.double()).abs().max()) < SUMMED
         assert math.isnan(bound) or rounding or sqnr(a, b) >= bound, (
-            f"{what}, output {i}: {sqnr(a, b):.1f} dB, not {bound:.1f}"
+            f"{title}, output {i}: {sqnr(a, b):.1f} dB, not {bound:.1f}"
         )
 
 
@@ -328,7 +328,7 @@ def test_many_random_networks(round_):
 @pytest.mark.skipif(not has_vnni(), reason="needs a CPU with VNNI, which can play one without")
 def test_pickles_of_random_networks_on_another_cpu(tmp_path):
     """Made with VNNI, run without: right by the same measure as at home."""
-    made: dict[Plan, Any] = {}
+    results: dict[Plan, Any] = {}
     bounds: dict[Plan, Any] = {}
 
     @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None)
@@ -338,15 +338,15 @@ def test_pickles_of_random_networks_on_another_cpu(tmp_path):
         if network.lines:
             with warnings.catch_warnings(), torch.no_grad():
                 warnings.simplefilter("ignore", fxq.FxqWarning)
-                made[plan] = fxq.quantize(network, recipe(), data=[batch]), batch
+                results[plan] = fxq.quantize(network, recipe(), data=[batch]), batch
                 bounds[plan] = noise_bounds(network, batch, network(*batch))
 
     draw()
-    torch.save(made, tmp_path / "made.pt")
+    torch.save(results, tmp_path / "made.pt")
     (loaded,) = elsewhere.run("AVX2", ("load", tmp_path / "made.pt", tmp_path / "results.pt"))
     assert any("quantized on another machine" in text for text in loaded["messages"])
     with torch.no_grad():
-        for plan, (model, batch) in made.items():
+        for plan, (model, batch) in results.items():
             first, *others = loaded["values"][plan]
             within(model(*batch), first, bounds[plan], f"{plan} on another CPU")
-            assert all(identical(first, other) for other in others)
+            assert all(identical(first, result) for result in others)

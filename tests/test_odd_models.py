@@ -282,10 +282,10 @@ def test_arguments_left_out_are_what_they_are_by_default():
             fxq.InputError, match=r"traced with .* `.*if gain > 1 else y` is True, but here it is False"
         ):
             qmodel(x, gain=0.5)
-        for given in ({"relu": False}, {"scale": torch.ones(1)}, {"mode": "negative"}):
-            (name,) = given
+        for arguments in ({"relu": False}, {"scale": torch.ones(1)}, {"mode": "negative"}):
+            (name,) = arguments
             with pytest.raises(fxq.InputError, match=f"traced for {name}=.*Quantize the model again with {name}"):
-                qmodel(x, **given)
+                qmodel(x, **arguments)
 
 
 @pytest.mark.parametrize("relu", [True, False])

@@ -165,8 +165,8 @@ def test_a_file_of_another_model_or_recipe_is_refused(tmp_path, name):
 def test_a_recipe_that_looks_at_the_same_values_is_none_other(tmp_path):
     path = tmp_path / "c.safetensors"
     calibrated(path, data())
-    other = fxq.prepare(network(), recipe().without_pass("cleanup"), example_inputs=data()[0])
-    assert same(seen(fxq.calibrate(other, data(), checkpoint=path)), whole(data()))
+    uncleaned = fxq.prepare(network(), recipe().without_pass("cleanup"), example_inputs=data()[0])
+    assert same(seen(fxq.calibrate(uncleaned, data(), checkpoint=path)), whole(data()))
 
 
 def test_a_model_that_has_seen_data_is_refused(tmp_path):

@@ -107,11 +107,11 @@ def test_plain_data_is_handed_on(made, copied):
 
 def test_neither_changes_through_the_other(made):
     model, qmodel = made
-    other = copy.deepcopy(qmodel)
-    other.config.names.append("c")
-    other.threshold = 0.75
-    assert model.config.names == qmodel.config.names == ["a", "b"] and other.config.names == ["a", "b", "c"]
-    assert (model.threshold, qmodel.threshold, other.threshold) == (0.5, 0.5, 0.75)
+    duplicate = copy.deepcopy(qmodel)
+    duplicate.config.names.append("c")
+    duplicate.threshold = 0.75
+    assert model.config.names == qmodel.config.names == ["a", "b"] and duplicate.config.names == ["a", "b", "c"]
+    assert (model.threshold, qmodel.threshold, duplicate.threshold) == (0.5, 0.5, 0.75)
 
 
 LEFT = {

@@ -47,15 +47,15 @@ class Hook:
 
 
 def hooked(hook):
-    made = nn.ReLU()
-    made.register_forward_hook(hook)
-    return made
+    relu = nn.ReLU()
+    relu.register_forward_hook(hook)
+    return relu
 
 
 def with_own_forward():
-    made = nn.ReLU()
-    made.forward = lambda x: x if made.training else -x
-    return made
+    relu = nn.ReLU()
+    relu.forward = lambda x: x if relu.training else -x
+    return relu
 
 
 MODE_INDEPENDENT = {
@@ -164,9 +164,9 @@ class Unused(nn.Module):
 def test_what_computes_or_keeps_something_else(kind):
     model, batch = nn.Sequential(nn.Linear(4, 4), kind(), Unused()).eval(), Batch((torch.randn(2, 3, 4),))
     before = copy.deepcopy(model.state_dict())
-    found = different_in_train_mode(model, batch, [])
-    assert found
-    assert all(path.startswith("1") for path in found)
+    difference = different_in_train_mode(model, batch, [])
+    assert difference
+    assert all(path.startswith("1") for path in difference)
     assert not any(m.training for m in model.modules())
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert different_in_train_mode(model, batch, list(model[1].modules())) == []
@@ -193,8 +193,8 @@ class Partly(nn.Module):
 def test_batch_norms_that_are_not_trained():
     model, x = Partly().eval(), torch.randn(5, 3)
     before = copy.deepcopy(model.state_dict())
-    found = fixed_statistics(model, Batch((x,)))
-    assert found == ["left", "called"]
+    statistics = fixed_statistics(model, Batch((x,)))
+    assert statistics == ["left", "called"]
     assert fixed_statistics(model, Batch((x[:1],))) == ["left"]  # one sample is no batch to train with
     assert different_in_train_mode(model, Batch((x,)), [model.trained, model.both]) == []
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

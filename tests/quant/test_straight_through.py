@@ -99,13 +99,13 @@ def test_a_learned_scale_has_the_gradient_of_lsq(axis):
 )
 def test_what_is_kept_for_the_backward(kind, learned, kept):
     spec = fxq.TensorSpec(bits=4, range="learned" if learned else "calibrated", observer="minmax")
-    quantizer, x, found = kind(spec, QParams.per_tensor(0.1, 5, 0, 15), "x"), torch.randn(1000, requires_grad=True), []
+    quantizer, x, saved = kind(spec, QParams.per_tensor(0.1, 5, 0, 15), "x"), torch.randn(1000, requires_grad=True), []
     quantizer.started = True
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: found.append(t) or t, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         quantizer(x)
-    found = [t for t in found if t.numel() == 1000]
-    assert [t.dtype for t in found] == ([kept] if kept else [])
-    assert all(t.data_ptr() == x.data_ptr() for t in found if t.dtype == torch.float32)
+    saved = [t for t in saved if t.numel() == 1000]
+    assert [t.dtype for t in saved] == ([kept] if kept else [])
+    assert all(t.data_ptr() == x.data_ptr() for t in saved if t.dtype == torch.float32)
 
 
 def test_gradients_of_gradients():

@@ -102,8 +102,8 @@ class ConvReluAndTanh(fxq.extend.Kernel):
     def forward(self, x):
         weight = self.weight * self.scale.reshape(-1, 1, 1, 1)
         y = F.conv2d((x.float() - self.x.z) * self.x.s, weight, self.bias)
-        made = (torch.relu(y), self.relu), (torch.tanh(y), self.tanh)
-        return tuple(value if grid is None else quantize(value, grid) for value, grid in made)
+        branches = (torch.relu(y), self.relu), (torch.tanh(y), self.tanh)
+        return tuple(value if grid is None else quantize(value, grid) for value, grid in branches)
 
 
 @fxq.extend.register_kernel("x86", conv_relu_and_tanh)

@@ -32,10 +32,10 @@ PLAIN = plain(REFERENCE)
 
 def module(forward, **children):
     """An eval-mode module whose forward is this function of (self, ...), with these children and parameters."""
-    made = type("Model", (nn.Module,), {"forward": forward})()
+    model_type = type("Model", (nn.Module,), {"forward": forward})()
     for name, child in children.items():
-        setattr(made, name, nn.Parameter(child) if isinstance(child, torch.Tensor) else child)
-    return made.eval()
+        setattr(model_type, name, nn.Parameter(child) if isinstance(child, torch.Tensor) else child)
+    return model_type.eval()
 
 
 def context(model, *inputs, recipe=REFERENCE):

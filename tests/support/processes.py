@@ -37,11 +37,11 @@ def on_ranks(size, folder, work, seconds=SECONDS):
             "gloo", f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=seconds / 2)
         )
         try:
-            made = work(rank)
+            result = work(rank)
         except Exception as error:
             traceback.print_exc()
-            made = error
-        torch.save(made, folder / f"{rank}.pt")
+            result = error
+        torch.save(result, folder / f"{rank}.pt")
         dist.destroy_process_group()
 
     processes = [FORKED.Process(target=run, args=(rank,)) for rank in range(size)]

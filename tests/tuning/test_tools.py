@@ -26,8 +26,8 @@ def test_presets_dicts_and_wrappers_are_taken():
 
 def test_dynamic_recipes_and_batches_of_other_sizes():
     data = [torch.rand(3, 3, 10, 10), {"x": torch.rand(5, 3, 10, 10)}]
-    found = fxq.search(wide(), fxq.Recipe.dynamic(backend="reference"), data, target=60.0)
-    assert found.reached and found.floats
+    result = fxq.search(wide(), fxq.Recipe.dynamic(backend="reference"), data, target=60.0)
+    assert result.reached and result.floats
     weights = fxq.sensitivity(wide(), fxq.Recipe.weight_only(backend="reference", bits=4), data)
     assert [row.path for row in weights] != [] and weights.output_sqnr < 40
     q = fxq.quantize(wide(), "dynamic", data=data)

@@ -216,8 +216,8 @@ def test_under_torchrun(tmp_path):
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    found = [torch.load(f"{out}{rank}", weights_only=False) for rank in range(2)]
-    assert same(found, [whole(data())] * 2)
+    loaded = [torch.load(f"{out}{rank}", weights_only=False) for rank in range(2)]
+    assert same(loaded, [whole(data())] * 2)
 
 
 # ---- files of several machines

@@ -193,6 +193,6 @@ def test_passes_that_read_samples_run_once_for_equal_graphs():
         torch.equal(a, b) for a, b in zip(first.state_dict().values(), second.state_dict().values(), strict=True)
     )
     assert [step.name for step in first.history] == [step.name for step in second.history]
-    other = converted(fxq.calibrate(fxq.prepare(network(), recipe, example_inputs=DATA[0]), DATA[:1]), recipe, known)
+    third = converted(fxq.calibrate(fxq.prepare(network(), recipe, example_inputs=DATA[0]), DATA[:1]), recipe, known)
     assert (Counted.runs, len(known)) == (2, 2)
-    assert not torch.equal(first(DATA[0]), other(DATA[0]))
+    assert not torch.equal(first(DATA[0]), third(DATA[0]))
