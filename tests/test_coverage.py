@@ -204,8 +204,8 @@ def test_a_missing_package_is_said_with_the_way_to_get_it(monkeypatch):
 
 
 def test_summary_counts():
-    def done(**known):
-        return run.Result("m", "timm", "done", **{"sqnr": 30.0, "kernels": 50.0, "seconds": 2.0, **known})
+    def done(**numbers):
+        return run.Result("m", "timm", "done", **{"sqnr": 30.0, "kernels": 50.0, "seconds": 2.0, **numbers})
 
     results = [
         done(plain=28.0, dynamic=25.0, weight_only=9.0),

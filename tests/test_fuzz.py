@@ -99,7 +99,7 @@ def recipe(bits: int = 8) -> fxq.Recipe:
     return fxq.Recipe.static(backend="x86", optimize="coverage", activation=activation)
 
 
-WITHOUT_DATA = [made(backend="x86", optimize="coverage") for made in (fxq.Recipe.dynamic, fxq.Recipe.weight_only)]
+WITHOUT_DATA = [preset(backend="x86", optimize="coverage") for preset in (fxq.Recipe.dynamic, fxq.Recipe.weight_only)]
 
 
 def quantize(network: Network, chosen: fxq.Recipe, batch: Any) -> fxq.results.QuantizedModel:

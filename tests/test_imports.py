@@ -39,7 +39,7 @@ class Import:
     later: bool
 
 
-def imports_of(tree, known):
+def imports_of(tree, modules):
     """Every import of a file; `from a import b` is an import of `a.b` where that is a module."""
     imports = []
 
@@ -50,7 +50,7 @@ def imports_of(tree, known):
             assert node.level == 0, f"line {node.lineno}: a relative import"
             for alias in node.names:
                 inner = f"{node.module}.{alias.name}"
-                imports.append(Import(inner if inner in known else node.module, node.lineno, later))
+                imports.append(Import(inner if inner in modules else node.module, node.lineno, later))
         inside = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
         typing = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
         for child in ast.iter_child_nodes(node):

@@ -214,9 +214,9 @@ GIVEN = {
 }
 
 
-def only_layer(program: str, **given: torch.Tensor) -> LayerQParams:
+def only_layer(program: str, **tensors: torch.Tensor) -> LayerQParams:
     """The layer of a graph that has one."""
-    (layer,) = layers_of(fxq.extend.read_graph(program, {**drawn(program), **GIVEN, **given})).values()
+    (layer,) = layers_of(fxq.extend.read_graph(program, {**drawn(program), **GIVEN, **tensors})).values()
     return layer
 
 

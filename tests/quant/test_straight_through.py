@@ -37,16 +37,16 @@ def strided(x):
 
 
 @pytest.mark.parametrize("lay_out", [torch.clone, lambda t: t.contiguous(memory_format=torch.channels_last), strided])
-@pytest.mark.parametrize("given", [torch.clone, lambda t: t[:1, :1, :1, :1].expand_as(t)])
+@pytest.mark.parametrize("as_upstream", [torch.clone, lambda t: t[:1, :1, :1, :1].expand_as(t)])
 @pytest.mark.parametrize("learned", [False, True])
-def test_values_of_any_layout(monkeypatch, lay_out, given, learned):
-    """Against the same written with autograd; in several pieces, as large tensors are worked on."""
+def test_values_of_any_layout(monkeypatch, lay_out, as_upstream, learned):
+    """Compared with the form written with autograd; in several pieces, as for large tensors."""
     monkeypatch.setattr(straight_through, "PIECE", 37)
     spec = fxq.TensorSpec(bits=4, range="learned" if learned else "calibrated", observer="minmax")
     quantizer = FakeQuantizeValue(spec, QParams.per_tensor(0.25, 5, 0, 15), "x")
     x, upstream = torch.randn(2, 3, 5, 7) * 3, torch.randn(2, 3, 5, 7) + 0.5
     x[0, 0, 0, :2] = torch.tensor([-math.inf, math.inf])
-    x, upstream = lay_out(x), given(lay_out(upstream))
+    x, upstream = lay_out(x), as_upstream(lay_out(upstream))
     quantizer.started = True
     (own,) = torch.autograd.grad(y := quantizer(x.requires_grad_()), x, upstream, retain_graph=True)
     again, scale = x.detach().clone().requires_grad_(), quantizer.scale.clone().requires_grad_()

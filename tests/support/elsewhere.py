@@ -37,10 +37,10 @@ def run(isa, *jobs):
 BACKENDS = [name for name in ("x86", "fbgemm") if name == "x86" or has_engine(name)]
 
 
-def main(what, pickle, results, *names):
+def main(action, pickle, results, *names):
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        if what == "make":
+        if action == "make":
             batches = {(name, backend): models.batch(name) for name in names for backend in BACKENDS}
             runs = {key: (quantized(*key, batch), batch) for key, batch in batches.items()}
             torch.save(runs, pickle)

@@ -76,8 +76,8 @@ def test_a_recipe_that_calibrates_nothing_reads_the_same_samples(tmp_path):
     batches = data(40, 2)
     chosen = fxq.Recipe.weight_only(bits=4, backend="reference").insert_pass(fxq.passes.Gptq(), after="smooth")
 
-    def quantized(given):
-        qmodel = fxq.quantize(network(), chosen, data=given)
+    def quantized(batches):
+        qmodel = fxq.quantize(network(), chosen, data=batches)
         return qmodel.code, dict(qmodel.state_dict())
 
     results = on_ranks(2, tmp_path, lambda rank: quantized(batches[rank::2]))

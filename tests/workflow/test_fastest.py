@@ -119,7 +119,7 @@ def test_a_backend_that_fails_is_named(net, monkeypatch):
 def test_a_backend_that_does_not_prepare_is_named(net):
     model, x = net
 
-    def prepare(recipe, known):
+    def prepare(recipe, first):
         if recipe.backend != "fbgemm":
             raise fxq.InputError(f"{recipe.backend} does not like it")
         return fxq.prepare(model, recipe, example_inputs=x)
@@ -129,7 +129,7 @@ def test_a_backend_that_does_not_prepare_is_named(net):
     q = fxq.convert(observed)
     assert q.backend == "fbgemm" and q.attempts.where(backend="x86")[0].why == "x86 does not like it"
     with pytest.raises(fxq.InputError, match="x86 does not like it"):
-        fastest.prepare_all(FASTEST, "cpu", lambda recipe, known: prepare(recipe.with_backend("x86"), known))
+        fastest.prepare_all(FASTEST, "cpu", lambda recipe, first: prepare(recipe.with_backend("x86"), first))
 
 
 @needs_fbgemm
