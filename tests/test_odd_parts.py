@@ -203,9 +203,9 @@ def test_outputs_come_back_in_their_own_type(name, tmp_path):
     qmodel.save(tmp_path / "m.fxq")
     with torch.no_grad():
         wanted = shape_of(model(X))
-        for loaded in (qmodel, qmodel, qmodel, copy.deepcopy(qmodel), fxq.load(tmp_path / "m.fxq")):
-            assert shape_of(loaded(X)) == wanted
-            for a, b in zip(tensors(model(X)), tensors(loaded(X)), strict=True):
+        for candidate in (qmodel, qmodel, qmodel, copy.deepcopy(qmodel), fxq.load(tmp_path / "m.fxq")):
+            assert shape_of(candidate(X)) == wanted
+            for a, b in zip(tensors(model(X)), tensors(candidate(X)), strict=True):
                 assert sqnr(a, b) > 30
 
 

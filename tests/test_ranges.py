@@ -131,8 +131,8 @@ def sequences():
 @pytest.mark.parametrize("value", [-1e4, -100.0, -math.inf, torch.finfo(torch.float32).min])
 @pytest.mark.parametrize("fill", FILLS)
 def test_what_a_mask_fills_in_is_no_data(fill, value, backend):
-    [sqnrs], qmodel = quality(masked_maximum(FILLS[fill], value), sequences(), backend)
-    assert sqnrs > 25
+    [output_sqnr], qmodel = quality(masked_maximum(FILLS[fill], value), sequences(), backend)
+    assert output_sqnr > 25
     assert precisions(qmodel)[-1] == ("linear", "int8")
     reason = next(entry.reason for entry in qmodel.ledger if entry.op == "amax")
     assert f"holds {value:g}, far outside of its data" in reason
@@ -185,8 +185,8 @@ def test_a_pad_before_a_max_pool(value, width, kernel, adaptive, backend):
         return m.last(F.adaptive_max_pool2d(y, 5) if adaptive else F.max_pool2d(y, kernel))
 
     model = settled(lambda: Net(function, first=conv(3, 8, 3), last=conv(8, 4)))
-    [sqnrs], qmodel = quality(model, (torch.randn(4, 3, 12, 12),), backend)
-    assert sqnrs > 25
+    [output_sqnr], qmodel = quality(model, (torch.randn(4, 3, 12, 12),), backend)
+    assert output_sqnr > 25
     assert precisions(qmodel)[0] == ("conv2d", "int8")
     if not adaptive and width == 1 and value < 0:  # no output has the value: even the pool runs on integers
         assert all(precision != "float" for _, precision in precisions(qmodel))

@@ -25,10 +25,14 @@ pytestmark = pytest.mark.any_cpu
 @pytest.mark.parametrize("name", NETWORKS)
 def test_regions_are_those_of_what_runs_on_integers(name):
     gm = until(build(name), batch(name), "propagate", REFERENCE).gm
-    region_nodes = regions_of(gm, list(gm.graph.nodes))
+    regions_by_node = regions_of(gm, list(gm.graph.nodes))
     planned = {n for n in gm.graph.nodes if (plan := info(n).plan) is not None and plan.precision != "float"}
-    assert region_nodes and set(region_nodes) <= planned and all(region.node is n for n, region in region_nodes.items())
-    for n, region in region_nodes.items():
+    assert (
+        regions_by_node
+        and set(regions_by_node) <= planned
+        and all(region.node is n for n, region in regions_by_node.items())
+    )
+    for n, region in regions_by_node.items():
         set_info(n, shape=None)
         assert not Prober(get_backend("reference"), REFERENCE, Costs()).can_price(region)
 

@@ -48,10 +48,10 @@ def test_every_unit_runs_both_ways(name, monkeypatch):
     """As a kernel on integers and as float ops: results of the same shape, each region measured once."""
     lowered, lower = [], lower_graph.lower_graph
     monkeypatch.setattr(lower_graph, "lower_graph", lambda r: (lower(r), lowered.append(list(r.gm.modules()))))
-    gm, region_nodes = regions(build(name), batch(name))
+    gm, priced_regions = regions(build(name), batch(name))
     before, code = list(gm.graph.nodes), gm.code
     timer = prober(Results())
-    for region in region_nodes:
+    for region in priced_regions:
         seen = set(timer.costs.rounds)
         int8, real = timer.keys(region)
         assert timer.knows(region) is ({int8, real} <= seen)
@@ -100,9 +100,9 @@ def test_conversions_are_timed_with_the_backends_kernels(elements):
 
 
 def test_measuring_leaves_the_users_random_numbers_alone():
-    gm, region_nodes = regions(build("residual"), batch("residual"))
+    gm, priced_regions = regions(build("residual"), batch("residual"))
     before, timer = torch.get_rng_state(), prober()
-    for region in region_nodes:
+    for region in priced_regions:
         timer.kernel(gm, region)
         timer.real(gm, region)
     timer.quantize(1000)
@@ -119,8 +119,8 @@ class Pair(nn.Module):
 
 
 def keys(*channels, size=8):
-    _, region_nodes = regions(Pair(*channels).eval(), torch.rand(1, 3, size, size))
-    return [prober()._kernel_key(region) for region in region_nodes]
+    _, priced_regions = regions(Pair(*channels).eval(), torch.rand(1, 3, size, size))
+    return [prober()._kernel_key(region) for region in priced_regions]
 
 
 def test_equal_layers_are_measured_once_and_others_apart():

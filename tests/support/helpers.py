@@ -32,10 +32,10 @@ PLAIN = plain(REFERENCE)
 
 def module(forward, **children):
     """An eval-mode module whose forward is this function of (self, ...), with these children and parameters."""
-    model_type = type("Model", (nn.Module,), {"forward": forward})()
+    instance = type("Model", (nn.Module,), {"forward": forward})()
     for name, child in children.items():
-        setattr(model_type, name, nn.Parameter(child) if isinstance(child, torch.Tensor) else child)
-    return model_type.eval()
+        setattr(instance, name, nn.Parameter(child) if isinstance(child, torch.Tensor) else child)
+    return instance.eval()
 
 
 def context(model, *inputs, recipe=REFERENCE):

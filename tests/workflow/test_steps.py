@@ -182,19 +182,19 @@ class Counted(fxq.Pass):
 def test_passes_that_read_samples_run_once_for_equal_graphs():
     Counted.runs = 0
     recipe = static().insert_pass(Counted(), after="insert-qdq")
-    cached_runs = []
+    qdq_cache = []
     first, second = (
-        converted(fxq.calibrate(fxq.prepare(network(), recipe, example_inputs=DATA[0]), DATA), recipe, cached_runs)
+        converted(fxq.calibrate(fxq.prepare(network(), recipe, example_inputs=DATA[0]), DATA), recipe, qdq_cache)
         for _ in range(2)
     )
-    assert (Counted.runs, len(cached_runs)) == (1, 1)
+    assert (Counted.runs, len(qdq_cache)) == (1, 1)
     assert fxq.extend.write_graph(first) == fxq.extend.write_graph(second)
     assert all(
         torch.equal(a, b) for a, b in zip(first.state_dict().values(), second.state_dict().values(), strict=True)
     )
     assert [step.name for step in first.history] == [step.name for step in second.history]
     third = converted(
-        fxq.calibrate(fxq.prepare(network(), recipe, example_inputs=DATA[0]), DATA[:1]), recipe, cached_runs
+        fxq.calibrate(fxq.prepare(network(), recipe, example_inputs=DATA[0]), DATA[:1]), recipe, qdq_cache
     )
-    assert (Counted.runs, len(cached_runs)) == (2, 2)
+    assert (Counted.runs, len(qdq_cache)) == (2, 2)
     assert not torch.equal(first(DATA[0]), third(DATA[0]))
