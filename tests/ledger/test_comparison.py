@@ -493,7 +493,7 @@ def test_other_weights_than_at_quantization_are_said():
     qmodel = fxq.quantize(model, REFERENCE, data=[torch.rand(4, 6)])
     with torch.no_grad():
         model.second.weight.mul_(2)
-    with pytest.warns(fxq.FxqWarning, match=r"'second.weight' for one \(1 of 4 parameters\)"):
+    with pytest.warns(fxq.FxqWarning, match=r"for instance 'second.weight' \(1 of 4 parameters\)"):
         fxq.compare(model, qmodel, [torch.rand(4, 6)])
 
 
