@@ -1,4 +1,4 @@
-"""What holds for every test, and reports that several files of tests open in a browser."""
+"""Fixtures and hooks for all tests, and reports that several test files open in a browser."""
 
 import gc
 import importlib
@@ -45,7 +45,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """What is imported by now stays: the collector need not look at it again and again."""
+    """Imported modules live until the end: freezing them spares the garbage collector repeated scans."""
     gc.collect()
     gc.freeze()
 
@@ -144,8 +144,8 @@ def plant_table(monkeypatch):
 
 @pytest.fixture(scope="session")
 def browser():
-    with chromium() as found:
-        yield found
+    with chromium() as chromium_browser:
+        yield chromium_browser
 
 
 @pytest.fixture(scope="session")

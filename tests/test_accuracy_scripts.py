@@ -1,4 +1,4 @@
-"""What the scripts for accuracy are made of: networks, data, the cascade, judgements, contenders; without packages."""
+"""Parts of the accuracy scripts: networks, data, the cascade, judgements, contenders; without extra packages."""
 
 import json
 import math
@@ -39,16 +39,16 @@ def picture(width=80, height=60):
 def test_networks_for_faces_have_the_outputs_they_say(script, name, side, shapes):
     network = getattr(script("networks.trained"), name)().eval()
     with torch.no_grad():
-        found = network(torch.randn(2, 3, side, side))
-    assert [tuple(x.shape) for x in found] == shapes
-    assert torch.allclose(found[1].sum(1), torch.ones_like(found[1].sum(1)), atol=1e-6)
+        outputs = network(torch.randn(2, 3, side, side))
+    assert [tuple(x.shape) for x in outputs] == shapes
+    assert torch.allclose(outputs[1].sum(1), torch.ones_like(outputs[1].sum(1)), atol=1e-6)
 
 
 def test_pitches_are_likely_to_some_degree(script):
     with torch.no_grad():
-        found = script("networks.trained").Crepe().eval()(torch.randn(2, 1024))
-    assert found.shape == (2, 360)
-    assert 0 < found.min() < found.max() < 1
+        outputs = script("networks.trained").Crepe().eval()(torch.randn(2, 1024))
+    assert outputs.shape == (2, 360)
+    assert 0 < outputs.min() < outputs.max() < 1
 
 
 def test_layers_that_look_back_do_not_see_what_follows(script):
@@ -67,21 +67,21 @@ def test_layers_that_look_back_do_not_see_what_follows(script):
 
 def test_crops_are_the_same_for_the_same_seed(script):
     data = script("bench.accuracy_data")
-    found = data.crops(picture(), 3, "a", side=16)
-    assert found.shape == (3, 3, 16, 16)
-    assert found.min() >= -127 / 128 and found.max() <= 1
-    assert torch.equal(found, data.crops(picture(), 3, "a", side=16))
-    assert torch.equal(found[:2], data.crops(picture(), 2, "a", side=16))
-    assert not torch.equal(found, data.crops(picture(), 3, "b", side=16))
+    images = data.crops(picture(), 3, "a", side=16)
+    assert images.shape == (3, 3, 16, 16)
+    assert images.min() >= -127 / 128 and images.max() <= 1
+    assert torch.equal(images, data.crops(picture(), 3, "a", side=16))
+    assert torch.equal(images[:2], data.crops(picture(), 2, "a", side=16))
+    assert not torch.equal(images, data.crops(picture(), 3, "b", side=16))
 
 
 def test_crops_of_photographs_are_alike_many_of_each(script, monkeypatch):
     data = script("bench.accuracy_data")
     colours = {"dark": (7, 7, 7), "light": (207, 207, 207)}
     monkeypatch.setattr(data, "photograph", lambda name: Image.new("RGB", (40, 30), colours[name]))
-    found = data.crops_of(["dark", "light"], 7, "seed")
-    assert found.shape == (7, 3, 224, 224)
-    assert sorted((found[:, 0, 0, 0] * 128 + 127).tolist()) == [7.0] * 4 + [207.0] * 3
+    images = data.crops_of(["dark", "light"], 7, "seed")
+    assert images.shape == (7, 3, 224, 224)
+    assert sorted((images[:, 0, 0, 0] * 128 + 127).tolist()) == [7.0] * 4 + [207.0] * 3
 
 
 def test_photographs_say_how_to_get_them(script, monkeypatch):
@@ -93,13 +93,13 @@ def test_photographs_say_how_to_get_them(script, monkeypatch):
 
 
 def test_tones_have_the_pitch_and_the_loudness_that_they_should(script):
-    found = script("bench.accuracy_data").tones(20, seed=3)
-    assert found.shape == (20, 1024)
-    assert torch.allclose(found.mean(1), torch.zeros(20), atol=1e-5)
-    assert torch.allclose(found.std(1), torch.ones(20), atol=1e-4)
-    loudest = torch.fft.rfft(found).abs().argmax(1) * 16_000 / 1024
+    samples = script("bench.accuracy_data").tones(20, seed=3)
+    assert samples.shape == (20, 1024)
+    assert torch.allclose(samples.mean(1), torch.zeros(20), atol=1e-5)
+    assert torch.allclose(samples.std(1), torch.ones(20), atol=1e-4)
+    loudest = torch.fft.rfft(samples).abs().argmax(1) * 16_000 / 1024
     assert loudest.min() >= 40 and loudest.max() <= 8000
-    assert torch.equal(found, script("bench.accuracy_data").tones(20, seed=3))
+    assert torch.equal(samples, script("bench.accuracy_data").tones(20, seed=3))
 
 
 # ---- the cascade
@@ -121,12 +121,12 @@ def test_of_boxes_on_one_another_the_likeliest_stays(script):
 
 def test_a_box_is_in_one_pair_at_most(script):
     """The second of the wanted ones lies on the found one, too, but not as closely."""
-    wanted, found = torch.tensor([[0.0, 0, 10, 10], [0, 0, 10, 8]]), torch.tensor([[0.0, 0, 10, 10]])
+    wanted, boxes = torch.tensor([[0.0, 0, 10, 10], [0, 0, 10, 8]]), torch.tensor([[0.0, 0, 10, 10]])
     subjects = script("bench.accuracy_subjects")
-    assert script("bench.accuracy_faces").matched(wanted, found) == [1.0]
-    numbers = subjects.same_faces([wanted, found], [found, torch.tensor([[50.0, 50, 60, 60]])])
+    assert script("bench.accuracy_faces").matched(wanted, boxes) == [1.0]
+    numbers = subjects.same_faces([wanted, boxes], [boxes, torch.tensor([[50.0, 50, 60, 60]])])
     assert numbers == {"same faces": 1, "of": 3, "others": 1, "mean box IoU": 1.0}
-    assert subjects.same_faces([found], [found[:0]])["mean box IoU"] == 0.0
+    assert subjects.same_faces([boxes], [boxes[:0]])["mean box IoU"] == 0.0
 
 
 @pytest.mark.parametrize("corner", [(0, 0), (40, 24)])
@@ -145,10 +145,10 @@ def test_the_cascade_finds_what_the_networks_take_for_a_face(script, corner):
         sure = (x.mean((1, 2, 3))[:, None] + 1) / 2
         return torch.zeros(len(x), 4), torch.cat([1 - sure, sure], 1)
 
-    found = faces.detect([proposal, judged, judged], image)
+    boxes = faces.detect([proposal, judged, judged], image)
     square = torch.tensor([[left, top, left + 40.0, top + 40.0]])
-    assert len(found)
-    assert faces.overlap(found, square, of_smaller=True).min() > 0.6  # the least probability of a face is 0.7
+    assert len(boxes)
+    assert faces.overlap(boxes, square, of_smaller=True).min() > 0.6  # the least probability of a face is 0.7
     assert len(faces.detect([proposal, judged, judged], torch.zeros(3, 90, 120))) == 0
 
 
@@ -157,10 +157,10 @@ def test_the_cascade_finds_what_the_networks_take_for_a_face(script, corner):
 
 def test_agreement_has_its_standard_error(script):
     """3 of 4 the same: 100 · sqrt(0.75 · 0.25 / 4) points."""
-    found = script("bench.accuracy_subjects").agreement(torch.eye(4), torch.eye(4)[[0, 1, 2, 0]])
-    assert found["agreement, %"] == 75.0
-    assert found["± points"] == pytest.approx(100 * math.sqrt(0.75 * 0.25 / 4))
-    assert found["SQNR, dB"] == pytest.approx(10 * math.log10(4 / 2))
+    score = script("bench.accuracy_subjects").agreement(torch.eye(4), torch.eye(4)[[0, 1, 2, 0]])
+    assert score["agreement, %"] == 75.0
+    assert score["± points"] == pytest.approx(100 * math.sqrt(0.75 * 0.25 / 4))
+    assert score["SQNR, dB"] == pytest.approx(10 * math.log10(4 / 2))
 
 
 def test_what_a_search_finds_beside_float_and_the_default(script):
@@ -173,12 +173,12 @@ def test_what_a_search_finds_beside_float_and_the_default(script):
     metric = bench.Agreement(model, torch.randn(60, 3, 8, 8))
     assert metric(model) == 100
     assert metric(lambda x: -model(x)) < 100
-    found = fxq.search(model, "static", data, metric, target=0.0)
-    assert found.reached and found.score == 100
-    rows = {row[0]: row[1:] for row in bench.judged(model, found, data, torch.randn(50, 3, 8, 8), 0.1)}
+    result = fxq.search(model, "static", data, metric, target=0.0)
+    assert result.reached and result.score == 100
+    rows = {row[0]: row[1:] for row in bench.judged(model, result, data, torch.randn(50, 3, 8, 8), 0.1)}
     assert list(rows) == ["float", "default", "found"]
     assert rows["float"][0] == "3 of 3" and rows["default"][0] == "0 of 3"  # the pooling is one
-    assert rows["found"][0] == f"{len(found.floats)} of 3"
+    assert rows["found"][0] == f"{len(result.floats)} of 3"
     assert rows["float"][1] == "100.0 ± 0.0 %"
 
 
@@ -191,9 +191,9 @@ def test_sizes_that_differ_are_left_open(script):
 
 def test_fxq_stands_with_each_observer_once(script):
     """But for its default, which is `fxq static`."""
-    made = script("bench.accuracy_contenders")
-    others = {f"fxq {name}" for name in made.OBSERVERS if name != fxq.Recipe.static().config.activation.observer}
-    assert set(made.contenders(observers=True)) - set(made.contenders()) == others
+    bench = script("bench.accuracy_contenders")
+    others = {f"fxq {name}" for name in bench.OBSERVERS if name != fxq.Recipe.static().config.activation.observer}
+    assert set(bench.contenders(observers=True)) - set(bench.contenders()) == others
 
 
 def test_what_fails_has_its_reason_in_the_table(script):

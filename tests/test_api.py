@@ -222,11 +222,11 @@ def test_the_result_is_in_eval_mode_and_needs_no_gradient_to_run(name):
 
 
 def documented():
-    found = (m.name for m in pkgutil.walk_packages(fxq.__path__, "fxq.") if not m.name.startswith("fxq.report.page."))
+    names = (m.name for m in pkgutil.walk_packages(fxq.__path__, "fxq.") if not m.name.startswith("fxq.report.page."))
     for package in ("fxq.passes", "fxq.patterns"):
         folder = importlib.import_module(package).__path__
         yield from (package, *(f"{package}.{m.name}" for m in pkgutil.iter_modules(folder)))
-    yield from ("fxq", *found)
+    yield from ("fxq", *names)
 
 
 @pytest.mark.parametrize("name", sorted(set(documented())))
@@ -281,5 +281,5 @@ def test_what_a_bad_pass_left_out_is_named():
 def test_shapes_are_those_of_the_first_batch_that_is_not_empty(empty):
     """Without samples, nothing would take time on integers or in float."""
     data = [torch.zeros(0, 3, 9, 9)] * empty + [torch.rand(4, 3, 9, 9), torch.rand(2, 3, 9, 9)]
-    made = fxq.quantize(nn.Sequential(nn.Conv2d(3, 4, 3)).eval(), REFERENCE, data=iter(data))
-    assert {node.shape[0] for node in made.history["trace"].graph if node.shape} == {4}
+    qmodel = fxq.quantize(nn.Sequential(nn.Conv2d(3, 4, 3)).eval(), REFERENCE, data=iter(data))
+    assert {node.shape[0] for node in qmodel.history["trace"].graph if node.shape} == {4}

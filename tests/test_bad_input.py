@@ -135,9 +135,9 @@ def test_a_model_quantized_by_torch(name, where):
     "make", [lambda m: fxq.quantize(m, REFERENCE, data=[X]), lambda m: fxq.prepare(m, REFERENCE, example_inputs=X)]
 )
 def test_a_model_that_fxq_has_made(make, inside):
-    made = make(net())
-    model = nn.Sequential(made).eval() if inside else made
-    refused(model, fxq.InputError, type(made).__name__, "already", "the float model")
+    changed_model = make(net())
+    model = nn.Sequential(changed_model).eval() if inside else changed_model
+    refused(model, fxq.InputError, type(changed_model).__name__, "already", "the float model")
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -163,7 +163,7 @@ def test_a_name_that_cannot_be_written(name):
 
 
 class Named(nn.Module):
-    """A convolution, and behind it a module or a buffer of any name."""
+    """A convolution, then a module or a buffer of any name."""
 
     def __init__(self, name, thing):
         super().__init__()
@@ -189,8 +189,8 @@ def test_a_name_that_a_graph_module_has_itself(name, make):
 
 
 def test_odd_names_that_can_be_written():
-    made = [net(lambda m, name=name: m.body.add_module(name, nn.ReLU().eval())) for name in ("a'b c-d", "plain")]
-    odd, plain = (fxq.quantize(model, REFERENCE, data=[X]) for model in made)
+    models = [net(lambda m, name=name: m.body.add_module(name, nn.ReLU().eval())) for name in ("a'b c-d", "plain")]
+    odd, plain = (fxq.quantize(model, REFERENCE, data=[X]) for model in models)
     assert torch.equal(odd(X), plain(X))
 
 
@@ -508,7 +508,7 @@ TYPES = (torch.uint8, torch.int64, torch.float64, torch.float16, torch.bfloat16)
 
 @pytest.mark.parametrize("backend", ["auto", "fbgemm", "reference"])
 def test_an_input_of_another_type(backend):
-    """Bytes of 0 to 255 would saturate without a word."""
+    """Bytes of 0 to 255 would saturate silently."""
     model = net()
     qmodel = fxq.quantize(model, fxq.Recipe.static(backend=backend, optimize="coverage"), data=[X])
     for dtype in TYPES:
@@ -581,7 +581,7 @@ def several():
 
 
 def test_without_a_check_nan_gives_finite_numbers():
-    """What the docstring says, and why there is an option."""
+    """As documented; the option exists for this reason."""
     qmodel = fxq.quantize(net(), fxq.Recipe.static(optimize="coverage"), data=[X])
     assert bool(qmodel(torch.full_like(X, NAN)).isfinite().all())
 

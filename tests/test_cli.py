@@ -56,14 +56,14 @@ def recipe(tmp_path):
 
 
 def quantized(run, recipe, *more):
-    found = run("quantize", "commanded:make", "--data", "commanded:batches", "--recipe", recipe, "-o", "m.fxq", *more)
-    assert found.exit_code == 0, found.output
-    return found
+    result = run("quantize", "commanded:make", "--data", "commanded:batches", "--recipe", recipe, "-o", "m.fxq", *more)
+    assert result.exit_code == 0, result.output
+    return result
 
 
 def test_quantize_writes_what_quantize_makes(run, recipe, tmp_path):
-    found = quantized(run, recipe, "--report", "r.html")
-    assert "3 int8, 0 moves, 0 float, 1 folded" in found.stdout
+    result = quantized(run, recipe, "--report", "r.html")
+    assert "3 int8, 0 moves, 0 float, 1 folded" in result.stdout
     assert "<html" in (tmp_path / "r.html").read_text()
     import commanded
 
@@ -109,10 +109,10 @@ def test_the_difference_of_two_files(run, recipe, tmp_path):
     assert "The graphs are the same." in run("diff", "a.fxq", "a.fxq").stdout
     same = {"removed": [], "added": [], "rewired": [], "changed": {}}
     assert json.loads(run("diff", "a.fxq", "a.fxq", "--json").stdout) == same
-    other = json.loads(run("diff", "a.fxq", "m.fxq", "--json").stdout)
-    assert "_3_q" not in other["added"] and other["removed"] and other != same
-    found = run("diff", "a.fxq", "m.fxq", "--svg", "d.svg")
-    assert "_3" in found.stdout and (tmp_path / "d.svg").read_text().count("<svg") == 1
+    difference = json.loads(run("diff", "a.fxq", "m.fxq", "--json").stdout)
+    assert "_3_q" not in difference["added"] and difference["removed"] and difference != same
+    result = run("diff", "a.fxq", "m.fxq", "--svg", "d.svg")
+    assert "_3" in result.stdout and (tmp_path / "d.svg").read_text().count("<svg") == 1
 
 
 @pytest.mark.parametrize(
@@ -141,9 +141,9 @@ def test_the_difference_of_two_files(run, recipe, tmp_path):
     ],
 )
 def test_what_is_wrong_is_a_line_and_exit_code_1(run, args, says):
-    found = run(*args)
-    assert found.exit_code == 1 and isinstance(found.exception, SystemExit)
-    assert re.search(says, found.stderr), found.stderr
+    result = run(*args)
+    assert result.exit_code == 1 and isinstance(result.exception, SystemExit)
+    assert re.search(says, result.stderr), result.stderr
     assert not isinstance(run("--traceback", *args).exception, SystemExit)
 
 
@@ -156,23 +156,23 @@ def test_wrong_arguments_are_exit_code_2(run):
 
 def test_warnings_are_lines(run, recipe, tmp_path):
     fxq.Recipe.static(backend="reference", optimize="coverage").with_min_sqnr(200).save(tmp_path / recipe)
-    found = quantized(run, recipe)
-    assert found.stderr.startswith("Warning: the output is at ") and "cli.py" not in found.stderr
+    result = quantized(run, recipe)
+    assert result.stderr.startswith("Warning: the output is at ") and "cli.py" not in result.stderr
 
 
 @pytest.mark.parametrize("name", ["m.onnx", "m.pt2", "m.xml"])
 def test_quantize_exports_what_the_suffix_says(run, recipe, tmp_path, name):
     args = ("quantize", "commanded:make", "--data", "commanded:batches", "--recipe", recipe, "-o", f"new/{name}")
-    found = run(*args)
-    assert found.exit_code == 0, found.output
+    result = run(*args)
+    assert result.exit_code == 0, result.output
     import commanded
 
     data = commanded.batches()
     own = fxq.quantize(commanded.make().eval(), fxq.Recipe.load(tmp_path / recipe), data=data)
     assert own.export(tmp_path / name).read_bytes()[:100] == (tmp_path / "new" / name).read_bytes()[:100]
-    found = run("inspect", f"new/{name}")
-    assert found.exit_code == 1 and re.search(
-        r"it is an? (ONNX|OpenVINO|program).*, but fxq.load reads only", found.stderr
+    result = run("inspect", f"new/{name}")
+    assert result.exit_code == 1 and re.search(
+        r"it is an? (ONNX|OpenVINO|program).*, but fxq.load reads only", result.stderr
     )
 
 
@@ -186,21 +186,21 @@ def test_quantize_exports_what_the_suffix_says(run, recipe, tmp_path, name):
 )
 def test_where_to_write_is_looked_at_first(run, tmp_path, more, says):
     """Before the user's code is run: `broken` would raise."""
-    found = run("quantize", "commanded:broken", "--data", "commanded:batches", *more)
-    assert found.exit_code == 1 and re.search(says, found.stderr), found.stderr
+    result = run("quantize", "commanded:broken", "--data", "commanded:batches", *more)
+    assert result.exit_code == 1 and re.search(says, result.stderr), result.stderr
     assert [path.name for path in tmp_path.iterdir() if path.suffix != ".pyc"] == ["commanded.py"]
 
 
 def test_what_an_export_needs_is_looked_at_first(run, monkeypatch):
     monkeypatch.setattr("fxq.cli.find_spec", lambda name: None)
-    found = run("quantize", "commanded:broken", "--data", "commanded:batches", "-o", "m.xml")
-    assert "openvino is not installed: pip install fxq[openvino]" in found.stderr and found.exit_code == 1
+    result = run("quantize", "commanded:broken", "--data", "commanded:batches", "-o", "m.xml")
+    assert "openvino is not installed: pip install fxq[openvino]" in result.stderr and result.exit_code == 1
 
 
 def test_a_model_is_no_file(run, tmp_path):
     (tmp_path / "m.onnx").write_bytes(b"")
-    found = run("quantize", "m.onnx", "--data", "commanded:batches", "-o", "m.fxq")
-    assert "the model is the path of an ONNX model, but fxq takes an nn.Module" in found.stderr
+    result = run("quantize", "m.onnx", "--data", "commanded:batches", "-o", "m.fxq")
+    assert "the model is the path of an ONNX model, but fxq takes an nn.Module" in result.stderr
 
 
 def test_options_in_place_of_the_recipe_s(run, recipe, tmp_path):
@@ -210,12 +210,12 @@ def test_options_in_place_of_the_recipe_s(run, recipe, tmp_path):
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(threads)
-    made = fxq.load(tmp_path / "m.fxq")
-    assert (made.recipe.backend, made.recipe.optimize) == ("auto", "coverage")
-    found = run("quantize", "commanded:make", "--data", "commanded:batches", "-o", "m", "--backend", "openvin")
-    assert found.exit_code == 1 and "openvin" in found.stderr
-    found = run("quantize", "commanded:make", "--data", "commanded:batches", "-o", "m", "--threads", "0")
-    assert found.exit_code == 2
+    loaded = fxq.load(tmp_path / "m.fxq")
+    assert (loaded.recipe.backend, loaded.recipe.optimize) == ("auto", "coverage")
+    result = run("quantize", "commanded:make", "--data", "commanded:batches", "-o", "m", "--backend", "openvin")
+    assert result.exit_code == 1 and "openvin" in result.stderr
+    result = run("quantize", "commanded:make", "--data", "commanded:batches", "-o", "m", "--threads", "0")
+    assert result.exit_code == 2
 
 
 def test_help_needs_no_torch():

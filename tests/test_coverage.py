@@ -43,11 +43,11 @@ def measured(monkeypatch):
     import multiprocessing
 
     def measure(make, timeout=120.0):
-        one = subject("model", make)
+        first = subject("model", make)
         monkeypatch.setattr(models, "load", lambda suite: None)
-        monkeypatch.setattr(run, "SUBJECTS", (one,))
+        monkeypatch.setattr(run, "SUBJECTS", (first,))
         options = {"backend": "auto", "optimize": "coverage"}
-        return run.run(one, options, ("dynamic", "weight_only"), timeout, multiprocessing.get_context("fork"))
+        return run.run(first, options, ("dynamic", "weight_only"), timeout, multiprocessing.get_context("fork"))
 
     return measure
 
@@ -204,8 +204,8 @@ def test_a_missing_package_is_said_with_the_way_to_get_it(monkeypatch):
 
 
 def test_summary_counts():
-    def done(**known):
-        return run.Result("m", "timm", "done", **{"sqnr": 30.0, "kernels": 50.0, "seconds": 2.0, **known})
+    def done(**numbers):
+        return run.Result("m", "timm", "done", **{"sqnr": 30.0, "kernels": 50.0, "seconds": 2.0, **numbers})
 
     results = [
         done(plain=28.0, dynamic=25.0, weight_only=9.0),

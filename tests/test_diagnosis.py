@@ -17,7 +17,7 @@ from fxq.backends.packed.quantized_tensors import has_engine
 from fxq.common.metrics import sqnr
 from fxq.errors import BackendError
 
-FEW = (
+FEW_PROBES = (
     diagnosis.Probe("conv2d", lambda: nn.Conv2d(4, 8, 3), ((1, 4, 6, 6),)),
     diagnosis.Probe("linear", lambda: nn.Linear(8, 4), ((2, 8),)),
     diagnosis.Probe("tanh", nn.Tanh, ((2, 8),)),
@@ -27,7 +27,7 @@ needs_fbgemm = pytest.mark.skipif(not has_engine("fbgemm"), reason="PyTorch is b
 
 @pytest.fixture
 def few(monkeypatch):
-    monkeypatch.setattr(diagnosis, "PROBES", FEW)
+    monkeypatch.setattr(diagnosis, "PROBES", FEW_PROBES)
 
 
 def test_every_backend_runs_what_it_says():
@@ -36,18 +36,18 @@ def test_every_backend_runs_what_it_says():
     A kernel of an engine may be wrong on this CPU. Then fxq has noticed: the row says how far it is off, and who
     quantizes such a layer is warned, and gets the right numbers.
     """
-    found = fxq.doctor(progress=False)
-    assert {row.backend for row in found.rows} == set(backends.builtin_names()) - {"reference"}
-    wrong = [row for row in found.rows if row.verdict == "wrong"]
+    report = fxq.doctor(progress=False)
+    assert {row.backend for row in report.rows} == set(backends.builtin_names()) - {"reference"}
+    wrong = [row for row in report.rows if row.verdict == "wrong"]
     assert [row for row in wrong if row.backend == "jit"] == []
     for row in wrong:
         check_that_it_is_put_back(row)
-    ran = [row for row in found.rows if row.kernels]
+    ran = [row for row in report.rows if row.kernels]
     assert ran
     assert all(row.int8_us > 0 and row.float_us > 0 for row in ran)
-    assert json.loads(json.dumps(found.to_dict()))["auto"] == found.auto
-    for said in (found.auto, "conv2d depthwise 3x3", torch.__version__, "VNNI"):
-        assert said in str(found)
+    assert json.loads(json.dumps(report.to_dict()))["auto"] == report.auto
+    for said in (report.auto, "conv2d depthwise 3x3", torch.__version__, "VNNI"):
+        assert said in str(report)
 
 
 def check_that_it_is_put_back(row):
@@ -64,7 +64,7 @@ def check_that_it_is_put_back(row):
 
 @needs_fbgemm
 def test_a_wrong_kernel_is_noticed_and_put_back(few, monkeypatch):
-    """What the test of the complete table asks of engines that are wrong here, of one that is wrong everywhere."""
+    """A kernel that is wrong on every CPU: the row says so, and `quantize` replaces it with a warning."""
     forward = FbgemmLinear.forward
     monkeypatch.setattr(FbgemmLinear, "forward", lambda self, x: forward(self, x) + 9)
     row = next(row for row in fxq.doctor(["fbgemm"]).rows if row.probe == "linear")
@@ -115,11 +115,13 @@ def test_auto_and_why(few, monkeypatch):
     monkeypatch.setattr(cpu, "has_onednn_int8", lambda: False)
     monkeypatch.setattr(packed, "has_engine", lambda name: name == "fbgemm")
     monkeypatch.setattr("fxq.backends.packed.packed_kernels.has_engine", lambda name: name == "fbgemm")
-    found = fxq.doctor(["x86", "qnnpack"])
-    assert found.auto == "fbgemm"
-    assert found.why.startswith("the first of x86, fbgemm, jit, openvino, onnxruntime, reference that runs here; x86: ")
-    assert [(r.probe, r.verdict) for r in found.rows] == [("(all)", "float")] * 2
-    assert "needs an x86-64 CPU" in found.rows[0].why
+    report = fxq.doctor(["x86", "qnnpack"])
+    assert report.auto == "fbgemm"
+    assert report.why.startswith(
+        "the first of x86, fbgemm, jit, openvino, onnxruntime, reference that runs here; x86: "
+    )
+    assert [(r.probe, r.verdict) for r in report.rows] == [("(all)", "float")] * 2
+    assert "needs an x86-64 CPU" in report.rows[0].why
     monkeypatch.setattr(cpu, "is_x86", lambda: False)
     assert backends.auto_order() == ("qnnpack", "jit", "openvino", "onnxruntime", "reference")
     for name in backends.auto_order()[1:-1]:
@@ -143,6 +145,6 @@ def test_random_numbers_of_the_user_stay(few):
 @pytest.mark.parametrize("busy", [False, True])
 def test_a_busy_machine_is_said_once(few, monkeypatch, busy, recwarn):
     monkeypatch.setattr(diagnosis, "is_contended", lambda: busy)
-    found = fxq.doctor(["reference"], progress=False)
-    assert found.busy is busy and str(found).count("The machine was busy") == busy
-    assert "Times are CPU time, on one thread." in str(found) and not recwarn.list
+    report = fxq.doctor(["reference"], progress=False)
+    assert report.busy is busy and str(report).count("The machine was busy") == busy
+    assert "Times are CPU time, on one thread." in str(report) and not recwarn.list

@@ -28,8 +28,8 @@ BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 def blocks(page):
     """The language, the first line's number and the text of each code block."""
     text = page.read_text()
-    for found in BLOCK.finditer(text):
-        yield found[1], text[: found.start()].count("\n") + 2, found[2]
+    for block in BLOCK.finditer(text):
+        yield block[1], text[: block.start()].count("\n") + 2, block[2]
 
 
 def named(page):
@@ -43,8 +43,8 @@ def run(page, folder):
     for language, line, text in blocks(page):
         if language == "console":
             for command in re.findall(r"^\$ fxq (.*)$", text, re.MULTILINE):
-                found = CliRunner().invoke(main, shlex.split(command))
-                assert found.exit_code == 0, f"{command}: {found.output}"
+                result = CliRunner().invoke(main, shlex.split(command))
+                assert result.exit_code == 0, f"{command}: {result.output}"
         name = re.match(r"# (\w+)\.py\n", text)
         if language == "python" and name:
             (folder / f"{name[1]}.py").write_text(text)
@@ -93,8 +93,8 @@ def test_every_pass_of_a_preset_is_told_of_in_its_stage():
 
 
 def test_links_lead_to_pages():
-    made = {"passes/index.md", "reference/ops.md", "CONTRIBUTING.md", "CHANGELOG.md"}  # by scripts/docs/build
+    generated = {"passes/index.md", "reference/ops.md", "CONTRIBUTING.md", "CHANGELOG.md"}  # by scripts/docs/build
     for page in DOCS.rglob("*.md"):
         for link in re.findall(r"\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)", page.read_text()):
             place = (page.parent / link).resolve()
-            assert place.exists() or str(place.relative_to(DOCS)) in made, f"{page}: {link}"
+            assert place.exists() or str(place.relative_to(DOCS)) in generated, f"{page}: {link}"

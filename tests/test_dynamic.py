@@ -43,8 +43,12 @@ def precisions(qmodel):
 def test_layers_run_on_integers_without_data(backend, activation):
     recipe = fxq.Recipe.dynamic(backend=backend, activation=activation, optimize="coverage")
     qmodel = fxq.quantize(network(), recipe, example_inputs=X)
-    found = precisions(qmodel)
-    assert (found["conv2d"], found["linear"], found["flatten"]) == ("int8", "int8", "float")
+    kinds = precisions(qmodel)
+    assert (kinds["conv2d"], kinds["linear"], kinds["flatten"]) == (
+        "int8",
+        "int8",
+        "float",
+    )
     assert qmodel.output_sqnr > decibels(35, backend)
 
 
@@ -64,16 +68,16 @@ def test_copies_files_and_state_dicts():
     qmodel = fxq.quantize(network(), DYNAMIC, example_inputs=X)
     again = copy.deepcopy(qmodel)
     again.load_state_dict(qmodel.state_dict())
-    for other in (pickle.loads(pickle.dumps(qmodel)), again):
-        assert torch.equal(other(X), qmodel(X)) and torch.equal(other(X[:1]), qmodel(X[:1]))
+    for duplicate in (pickle.loads(pickle.dumps(qmodel)), again):
+        assert torch.equal(duplicate(X), qmodel(X)) and torch.equal(duplicate(X[:1]), qmodel(X[:1]))
 
 
 @pytest.mark.filterwarnings("ignore::fxq.errors.FxqWarning")
 def test_static_and_dynamic_layers_in_one_model():
     recipe = fxq.Recipe.static(optimize="coverage").override(nn.Linear, DYNAMIC.config).override("6", fxq.FLOAT)
     qmodel = fxq.quantize(network(), recipe, data=[X])
-    found = {row.name: row.precision for row in qmodel.ledger}
-    assert (found["_0"], found["_4"], found["_6"]) == ("int8", "int8", "float")
+    node_precisions = {row.name: row.precision for row in qmodel.ledger}
+    assert (node_precisions["_0"], node_precisions["_4"], node_precisions["_6"]) == ("int8", "int8", "float")
     assert fxq.Recipe.from_dict(recipe.to_dict()) == recipe
     with pytest.raises(InputError, match="needs data to calibrate with"):
         fxq.quantize(network(), recipe)
@@ -121,15 +125,15 @@ def test_one_quantize_serves_all_that_read_a_value():
 @pytest.mark.filterwarnings("ignore::fxq.errors.FxqWarning")
 @pytest.mark.parametrize("backend", ["reference", pytest.param("x86", marks=needs_x86)])
 def test_values_of_one_sign_keep_the_whole_grid(backend):
-    """Behind a relu a grid that is symmetric leaves half of its integers unused: 6 dB."""
+    """After a relu, a symmetric grid leaves half of its integers unused: 6 dB."""
     model, x = nn.Sequential(nn.ReLU(), nn.Linear(64, 64)).eval(), torch.randn(32, 64)
-    found = {
+    sqnrs = {
         name: fxq.quantize(
             model, fxq.Recipe.dynamic(backend=backend, activation=activation, optimize="coverage"), example_inputs=x
         ).output_sqnr
         for name, activation in FORMS.items()
     }
-    assert found["row"] > found["symmetric row"] + 2 and found["tensor"] > found["symmetric tensor"] + 2
+    assert sqnrs["row"] > sqnrs["symmetric row"] + 2 and sqnrs["tensor"] > sqnrs["symmetric tensor"] + 2
 
 
 @needs_x86

@@ -33,7 +33,7 @@ ENGINES = [
 
 
 def quantized(backend):
-    """Two convolutions, the second behind a PReLU, a transposed one, and a layer of one row into float."""
+    """Two convolutions with a PReLU between them, a transposed one, and a layer of one row with float output."""
     torch.manual_seed(0)
 
     def forward(self, x):
@@ -186,6 +186,6 @@ def test_edited_weights_whose_sums_leave_int32_are_refused():
     ],
 )
 def test_options_are_fixed(kernel, name):
-    made: Kernel = kernel(QParams.per_tensor(0.02, 9, 0, 127))
+    built: Kernel = kernel(QParams.per_tensor(0.02, 9, 0, 127))
     with pytest.raises(InputError, match=rf"{name} is fixed: .*from_config"):
-        setattr(made, name, (2, 2))
+        setattr(built, name, (2, 2))

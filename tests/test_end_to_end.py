@@ -38,7 +38,7 @@ def recurrent():
 
 
 def qdq_form(recipe):
-    """The same recipe without kernels: the same scales and zero points."""
+    """Recipe for the qdq graph of this recipe: no kernels, equal scales and zero points."""
     return recipe.without_pass("lower").without_pass("verify-lowering")
 
 
@@ -131,12 +131,12 @@ def test_kernels_are_their_qdq_form_at_any_batch_size(name, n):
 def test_memory_layout_makes_no_difference(name):
     model, inputs = build(name), smooth(name, 4)
     quantized = fxq.quantize(model, X86, data=[inputs])
-    several = isinstance(inputs, tuple)
-    last = [x.contiguous(memory_format=torch.channels_last) for x in (inputs if several else (inputs,))]
+    is_tuple = isinstance(inputs, tuple)
+    last = [x.contiguous(memory_format=torch.channels_last) for x in (inputs if is_tuple else (inputs,))]
     strided = [torch.stack([x, x], -1)[..., 0] for x in last]
     wanted = call(quantized, inputs)
     for form in (last, strided):
-        got = call(quantized, tuple(form) if several else form[0])
+        got = call(quantized, tuple(form) if is_tuple else form[0])
         assert sqnr(wanted, got) > 100  # float ops between kernels may sum in another order
 
 
@@ -223,7 +223,7 @@ def test_specs_and_observers(name, options, backend):
     assert sqnr(call(fxq.quantize(model, qdq_form(recipe), data=data), data[0]), call(quantized, data[0])) > 50
     layer = next(iter(quantized.qparams().values()))
     symmetric = options.get("activation", SPEC).symmetric
-    assert ({found.input_zero_point for found in quantized.qparams().values()} == {128}) is symmetric
+    assert ({layer_qparams.input_zero_point for layer_qparams in quantized.qparams().values()} == {128}) is symmetric
     assert layer.axis == (None if "weight" in options else 0)
 
 

@@ -12,9 +12,9 @@ pytestmark = pytest.mark.any_cpu
 
 
 def test_every_error_is_one_of_fxq():
-    found = [e for e in vars(errors).values() if isinstance(e, type) and issubclass(e, Exception)]
-    assert all(issubclass(e, FxqError) for e in found if e is not errors.FxqWarning)
-    assert {e.__name__ for e in found} <= set(dir(fxq)) | {"NoAttributeError"}
+    exceptions = [e for e in vars(errors).values() if isinstance(e, type) and issubclass(e, Exception)]
+    assert all(issubclass(e, FxqError) for e in exceptions if e is not errors.FxqWarning)
+    assert {e.__name__ for e in exceptions} <= set(dir(fxq)) | {"NoAttributeError"}
 
 
 def test_an_unknown_name_is_told_the_nearest_and_all():

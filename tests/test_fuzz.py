@@ -39,10 +39,10 @@ As much for int8 against qdq: one rounding tie is a whole step in one element, w
 """
 
 SUMMED = 1e-4
-"""What float32 may leave of a sum that should be zero, where its terms are as large as those of these networks."""
+"""Rounding error of float32 in a sum that should be zero, with terms as large as in these networks."""
 
-FAR = "the output is"
-EXPECTED = (FAR, "nothing runs on integers", OF_THE_MACHINE)
+LOW_SQNR_WARNING = "the output is"
+EXPECTED = (LOW_SQNR_WARNING, "nothing runs on integers", OF_THE_MACHINE)
 """How warnings begin that say what random networks are like; there must be no others."""
 
 NUMBER = st.integers(0, 11)
@@ -99,7 +99,7 @@ def recipe(bits: int = 8) -> fxq.Recipe:
     return fxq.Recipe.static(backend="x86", optimize="coverage", activation=activation)
 
 
-WITHOUT_DATA = [made(backend="x86", optimize="coverage") for made in (fxq.Recipe.dynamic, fxq.Recipe.weight_only)]
+WITHOUT_DATA = [preset(backend="x86", optimize="coverage") for preset in (fxq.Recipe.dynamic, fxq.Recipe.weight_only)]
 
 
 def quantize(network: Network, chosen: fxq.Recipe, batch: Any) -> fxq.results.QuantizedModel:
@@ -128,8 +128,8 @@ def check(plan: Plan, chosen: fxq.Recipe | None = None) -> None:
         warned = [str(w.message) for w in said if issubclass(w.category, fxq.FxqWarning)]
         assert all(text.startswith(EXPECTED) for text in warned), warned
         got, exact = quantized(*batch), qdq(*batch)
-        far = any(text.startswith(FAR) for text in warned)
-        assert far or not sqnr(real, got) < 12, f"{sqnr(real, got):.1f} dB without a word"
+        far = any(text.startswith(LOW_SQNR_WARNING) for text in warned)
+        assert far or not sqnr(real, got) < 12, f"{sqnr(real, got):.1f} dB without a warning"
         assert structure(got) == structure(real)
         within(real, exact, bounds, "qdq against float")
         within(exact, got, bounds, "int8 against qdq")
@@ -166,17 +166,17 @@ def check_state(
     """A state dict gives its model's numbers to one of other ranges, or is refused."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", fxq.FxqWarning)
-        other = quantize(network, chosen, tuple(x / 2 for x in batch))
+        halved = quantize(network, chosen, tuple(x / 2 for x in batch))
     try:
-        other.load_state_dict(quantized.state_dict())
+        halved.load_state_dict(quantized.state_dict())
     except fxq.InputError as error:
         assert "the state dict is of another model: " in str(error)
     else:
-        assert identical(other(*batch), got), "a loaded state dict gives something else"
+        assert identical(halved(*batch), got), "a loaded state dict gives something else"
 
 
 def check_edits(batch: Any, quantized: fxq.results.QuantizedModel) -> None:
-    """A weight that is edited behind calls counts as in a fresh copy, which has packed and bound nothing."""
+    """A weight that is edited after calls counts as in a fresh copy, which has packed and bound nothing."""
     for kernel in [m for m in quantized.modules() if isinstance(m, LayerKernel)][:3]:
         kernel.weight_scale.mul_(0.75)
         kernel.weight = kernel.weight.flip(0)
@@ -193,16 +193,16 @@ def noise_bounds(network: Network, batch: Any, real: Any) -> list[float]:
     draws = [
         [sqnr(a, b) for a, b in zip(tensors(real), tensors(noisy(network, batch, i)), strict=True)] for i in range(4)
     ]
-    return [math.nan if any(map(math.isnan, found)) else min(found) - MARGIN for found in zip(*draws, strict=True)]
+    return [math.nan if any(map(math.isnan, sqnrs)) else min(sqnrs) - MARGIN for sqnrs in zip(*draws, strict=True)]
 
 
-def within(reference: Any, value: Any, bounds: list[float], what: str) -> None:
+def within(reference: Any, value: Any, bounds: list[float], title: str) -> None:
     """Every output as near to the reference as the noise model says, where that is defined."""
     for i, (a, b, bound) in enumerate(zip(tensors(reference), tensors(value), bounds, strict=True)):
         assert a.shape == b.shape and a.dtype == b.dtype
         rounding = bound == math.inf and float((a.double() - b.double()).abs().max()) < SUMMED
         assert math.isnan(bound) or rounding or sqnr(a, b) >= bound, (
-            f"{what}, output {i}: {sqnr(a, b):.1f} dB, not {bound:.1f}"
+            f"{title}, output {i}: {sqnr(a, b):.1f} dB, not {bound:.1f}"
         )
 
 
@@ -253,7 +253,7 @@ def test_every_row_of_the_table_is_drawn_or_listed():
 
 @pytest.mark.parametrize("op", sorted(FORMS))
 def test_every_spelling_is_drawn_somewhere(op):
-    """Behind a layer that reads one of the inputs: no form is left out for good."""
+    """Drawn after a layer that reads one of the inputs: every form is reachable."""
     layers = {"image": "conv2d", "sequence": "conv1d", "rows": "linear", "volume": "conv3d"}
     between = ["sigmoid"] if op in UNBOUNDED else ["einsum"] if op in ("matmul", "baddbmm") else []
     for spelling in range(len(FORMS[op].spellings)):
@@ -280,7 +280,7 @@ def test_random_networks_without_data(plan, chosen):
 @settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(plan=plans(12), prices=st.integers(0, 99))
 def test_random_networks_at_random_prices(plan, prices):
-    """Whatever runs on integers: no value is quantized for nobody."""
+    """Whichever ops run on integers, every quantized value has a reader."""
     network, batch = plan.build()
     if not network.lines:
         return
@@ -328,7 +328,7 @@ def test_many_random_networks(round_):
 @pytest.mark.skipif(not has_vnni(), reason="needs a CPU with VNNI, which can play one without")
 def test_pickles_of_random_networks_on_another_cpu(tmp_path):
     """Made with VNNI, run without: right by the same measure as at home."""
-    made: dict[Plan, Any] = {}
+    results: dict[Plan, Any] = {}
     bounds: dict[Plan, Any] = {}
 
     @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None)
@@ -338,15 +338,15 @@ def test_pickles_of_random_networks_on_another_cpu(tmp_path):
         if network.lines:
             with warnings.catch_warnings(), torch.no_grad():
                 warnings.simplefilter("ignore", fxq.FxqWarning)
-                made[plan] = fxq.quantize(network, recipe(), data=[batch]), batch
+                results[plan] = fxq.quantize(network, recipe(), data=[batch]), batch
                 bounds[plan] = noise_bounds(network, batch, network(*batch))
 
     draw()
-    torch.save(made, tmp_path / "made.pt")
+    torch.save(results, tmp_path / "made.pt")
     (loaded,) = elsewhere.run("AVX2", ("load", tmp_path / "made.pt", tmp_path / "results.pt"))
     assert any("quantized on another machine" in text for text in loaded["messages"])
     with torch.no_grad():
-        for plan, (model, batch) in made.items():
+        for plan, (model, batch) in results.items():
             first, *others = loaded["values"][plan]
             within(model(*batch), first, bounds[plan], f"{plan} on another CPU")
-            assert all(identical(first, other) for other in others)
+            assert all(identical(first, result) for result in others)

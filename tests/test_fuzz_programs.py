@@ -33,10 +33,10 @@ from tests.support.fuzz_programs import (
     Statement,
 )
 
-FLOAT = fxq.Recipe.static(backend="reference").override("*", fxq.FLOAT)
+ALL_FLOAT = fxq.Recipe.static(backend="reference").override("*", fxq.FLOAT)
 INT8 = fxq.Recipe.static(backend="auto", optimize="coverage")
 MIN_SQNR_DB = 12.0
-"""What 8 bits leave of these small programs at the least; the output check of `quantize` warns below 20 dB."""
+"""Lowest SQNR of these small programs with 8 bits; the output check of `quantize` warns below 20 dB."""
 
 STATED_SLACK_DB = 6.0
 """How much lower the SQNR of another batch may be than that of calibration batches, where a warning says it is low."""
@@ -126,7 +126,7 @@ def check(plan: ProgramPlan, recipe: fxq.Recipe, bound: float) -> str:
 
 def check_float(plan: ProgramPlan) -> str:
     """All layers in float: the traced program computes what the model computes, to rounding."""
-    return check(plan, FLOAT, 90.0)
+    return check(plan, ALL_FLOAT, 90.0)
 
 
 @settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -196,7 +196,7 @@ def test_every_kind_of_state_is_refused_or_right_in_a_leaf(kind):
 @pytest.mark.parametrize("round_", range(20))
 def test_many_random_programs(round_):
     words = WORDS if round_ % 4 else st.sampled_from(KINDS)
-    recipe, bound = (INT8, MIN_SQNR_DB) if round_ % 2 else (FLOAT, 90.0)
+    recipe, bound = (INT8, MIN_SQNR_DB) if round_ % 2 else (ALL_FLOAT, 90.0)
 
     @settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck), database=None, print_blob=True)
     @given(plan=plans(words, most=8))

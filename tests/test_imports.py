@@ -1,4 +1,4 @@
-"""The folder table: who may import whom. Walks the imports of every file; nothing is imported for it."""
+"""The folder table: which folders may import which. Reads the imports of every file without importing it."""
 
 import ast
 import subprocess
@@ -15,15 +15,15 @@ ROOT = Path(__file__).parents[1]
 
 def _names():
     """Every source file by the name it is imported under, tests by their path."""
-    found = {}
+    paths = {}
     for folder, package in (("fxq", "fxq"), ("passes", "fxq.passes"), ("patterns", "fxq.patterns")):
         for path in sorted((ROOT / folder).rglob("*.py")):
             parts = [package, *path.relative_to(ROOT / folder).with_suffix("").parts]
-            found[".".join(parts).removesuffix(".__init__")] = path
+            paths[".".join(parts).removesuffix(".__init__")] = path
     for folder in ("tests", "scripts"):
         for path in sorted((ROOT / folder).rglob("*.py")):
-            found[".".join(path.relative_to(ROOT).with_suffix("").parts)] = path
-    return found
+            paths[".".join(path.relative_to(ROOT).with_suffix("").parts)] = path
+    return paths
 
 
 MODULES = _names()
@@ -39,25 +39,25 @@ class Import:
     later: bool
 
 
-def imports_of(tree, known):
+def imports_of(tree, modules):
     """Every import of a file; `from a import b` is an import of `a.b` where that is a module."""
-    found = []
+    imports = []
 
     def visit(node, later):
         if isinstance(node, ast.Import):
-            found.extend(Import(alias.name, node.lineno, later) for alias in node.names)
+            imports.extend(Import(alias.name, node.lineno, later) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"line {node.lineno}: a relative import"
             for alias in node.names:
                 inner = f"{node.module}.{alias.name}"
-                found.append(Import(inner if inner in known else node.module, node.lineno, later))
+                imports.append(Import(inner if inner in modules else node.module, node.lineno, later))
         inside = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
         typing = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
         for child in ast.iter_child_nodes(node):
             visit(child, later or inside or typing)
 
     visit(tree, False)
-    return found
+    return imports
 
 
 TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MODULES.items()}
@@ -87,7 +87,7 @@ LEVELS = (
     {"fxq"},
     {"cli"},
 )
-"""Who may import whom: what is further up. Folders of one level do not import each other."""
+"""Levels of folders: a folder imports only from levels further up. Folders of one level do not import each other."""
 
 LEVEL = {name: i for i, names in enumerate(LEVELS) for name in names}
 
@@ -101,7 +101,10 @@ def folder(name):
 def breaches(allowed):
     """`file:line imports module` for every import of ours that `allowed(importer, imported)` does not allow."""
     return [
-        f"{name}:{i.line} imports {i.module}" for name, found in IMPORTS.items() for i in found if not allowed(name, i)
+        f"{name}:{i.line} imports {i.module}"
+        for name, imports in IMPORTS.items()
+        for i in imports
+        if not allowed(name, i)
     ]
 
 
@@ -141,9 +144,9 @@ def test_imports_go_downwards():
 def test_no_circles():
     """Nor inside of a folder."""
     edges = nx.DiGraph()
-    for name, found in IMPORTS.items():
+    for name, imports in IMPORTS.items():
         if ours(name) and name not in PACKAGES:
-            edges.add_edges_from((name, i.module) for i in found if not i.later and i.module in MODULES)
+            edges.add_edges_from((name, i.module) for i in imports if not i.later and i.module in MODULES)
     for package in PACKAGES - {"fxq"}:
         edges.add_edges_from((package, i.module) for i in IMPORTS[package] if not i.later and i.module in MODULES)
     assert list(nx.simple_cycles(edges)) == []
@@ -260,7 +263,7 @@ SHARED = ("plain", "table", "loops")
 
 
 def test_backends_stand_on_their_own():
-    """What backends share imports none of them, except by name, and they do not import each other."""
+    """Code that backends share imports none of them, except by name, and they do not import each other."""
 
     def backend(module):
         parts = module.split(".")

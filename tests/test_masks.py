@@ -28,8 +28,8 @@ def layers(*names):
 
 def attention(weights=False):
     def forward(self, x, mask):
-        y, found = self.m(x, x, x, attn_mask=mask, need_weights=weights)
-        return (self.l(y), found) if weights else self.l(y)
+        y, weights_of_heads = self.m(x, x, x, attn_mask=mask, need_weights=weights)
+        return (self.l(y), weights_of_heads) if weights else self.l(y)
 
     return module(forward, m=nn.MultiheadAttention(16, 2, batch_first=True), **layers("l"))
 

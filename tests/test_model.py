@@ -53,31 +53,31 @@ COPIES = [deepcopied, pickled, saved, twice, filed]
 
 @pytest.mark.parametrize("copied", COPIES)
 def test_a_copy_computes_the_same(qmodel, copied):
-    other = copied(qmodel)
-    assert isinstance(other, QuantizedModel) and isinstance(other, torch.fx.GraphModule)
-    assert torch.equal(other(X), qmodel(X))
-    assert not other.training
+    second = copied(qmodel)
+    assert isinstance(second, QuantizedModel) and isinstance(second, torch.fx.GraphModule)
+    assert torch.equal(second(X), qmodel(X))
+    assert not second.training
 
 
 @pytest.mark.parametrize("copied", COPIES)
 def test_a_copy_keeps_what_is_known(qmodel, copied):
-    other = copied(qmodel)
-    assert str(other.history) == str(qmodel.history) and other.history["fuse"].graph == qmodel.history["fuse"].graph
-    assert (other.ledger, other.recipe, other.backend) == (qmodel.ledger, qmodel.recipe, qmodel.backend)
-    assert list(other.qparams()) == list(qmodel.qparams()) == ["0", "3", "6"]
+    second = copied(qmodel)
+    assert str(second.history) == str(qmodel.history) and second.history["fuse"].graph == qmodel.history["fuse"].graph
+    assert (second.ledger, second.recipe, second.backend) == (qmodel.ledger, qmodel.recipe, qmodel.backend)
+    assert list(second.qparams()) == list(qmodel.qparams()) == ["0", "3", "6"]
     for name, layer in qmodel.qparams().items():
-        assert torch.equal(other.qparams()[name].weight, layer.weight)
-        assert other.qparams()[name].input_scale == layer.input_scale
-    assert full_text(other) == full_text(qmodel)
+        assert torch.equal(second.qparams()[name].weight, layer.weight)
+        assert second.qparams()[name].input_scale == layer.input_scale
+    assert full_text(second) == full_text(qmodel)
 
 
 @pytest.mark.parametrize("copied", COPIES)
 def test_a_copy_shares_no_tensor(qmodel, copied):
-    """What is changed in the copy does not reach the original."""
-    other = copied(qmodel)
+    """Changes of the copy do not reach the original."""
+    second = copied(qmodel)
     want = qmodel(X)
     mine = {t.data_ptr() for t in (*qmodel.parameters(), *qmodel.buffers()) if t.numel()}
-    theirs = [t for t in (*other.parameters(), *other.buffers()) if t.numel()]
+    theirs = [t for t in (*second.parameters(), *second.buffers()) if t.numel()]
     assert theirs and not mine & {t.data_ptr() for t in theirs}
     with torch.no_grad():
         for tensor in theirs:
@@ -106,18 +106,18 @@ def test_a_copy_has_what_the_user_has_set(qmodel, copied):
     own.register_buffer("grid", torch.arange(3), persistent=False)
     own.gain = nn.Parameter(torch.ones(2), requires_grad=False)
     own.get_submodule("6" if "6" in own._modules else "").register_buffer("inner", torch.zeros(2))
-    other = copied(own)
-    assert type(other).__name__ == "QuantizedModel" and torch.equal(other(X), qmodel(X))
-    assert torch.equal(other.stride, own.stride) and other.names == {0: "cat"}
-    assert other.meta == ({} if copied is filed else {"epoch": 3})
-    assert other.state_dict().keys() == own.state_dict().keys() and "grid" not in own.state_dict()
-    assert {name for name, _ in other.named_parameters()} == {name for name, _ in own.named_parameters()}
+    second = copied(own)
+    assert type(second).__name__ == "QuantizedModel" and torch.equal(second(X), qmodel(X))
+    assert torch.equal(second.stride, own.stride) and second.names == {0: "cat"}
+    assert second.meta == ({} if copied is filed else {"epoch": 3})
+    assert second.state_dict().keys() == own.state_dict().keys() and "grid" not in own.state_dict()
+    assert {name for name, _ in second.named_parameters()} == {name for name, _ in own.named_parameters()}
     for name, buffer in own.named_buffers():
-        assert torch.equal(other.get_buffer(name), buffer)
-    assert isinstance(other.gain, nn.Parameter) and not other.gain.requires_grad
-    other.register_buffer("more", torch.zeros(1))
+        assert torch.equal(second.get_buffer(name), buffer)
+    assert isinstance(second.gain, nn.Parameter) and not second.gain.requires_grad
+    second.register_buffer("more", torch.zeros(1))
     assert not hasattr(own, "more")
-    again = copied(other)
+    again = copied(second)
     assert torch.equal(again.anchors, own.anchors) and torch.equal(again(X), qmodel(X))
 
 
@@ -127,8 +127,8 @@ def test_modules_of_the_user_are_copied_and_no_file_holds_them(qmodel):
     for copied in (copy.copy, deepcopied, pickled, saved, twice):
         assert torch.equal(copied(own).head[0].weight, own.head[0].weight) and copied(own).notes is object
     with pytest.warns(FxqWarning, match="does not contain head, notes: a file holds only plain data and tensors"):
-        other = filed(own)
-    assert torch.equal(other(X), own(X)) and not hasattr(other, "head") and not hasattr(other, "notes")
+        reloaded = filed(own)
+    assert torch.equal(reloaded(X), own(X)) and not hasattr(reloaded, "head") and not hasattr(reloaded, "notes")
 
 
 @pytest.mark.parametrize("copied", COPIES)
@@ -140,13 +140,13 @@ def test_a_copy_after_it_was_traced(copied):
 
 
 def test_a_copy_of_a_copied_graph_can_be_edited(qmodel):
-    other = copy.deepcopy(qmodel)
-    last = other.graph.output_node().args[0]
-    with other.graph.inserting_after(last):
-        doubled = other.graph.call_function(torch.mul, (last, 2.0))
-    other.graph.output_node().args = (doubled,)
-    other.recompile()
-    assert torch.equal(other(X), 2 * qmodel(X))
+    second = copy.deepcopy(qmodel)
+    last = second.graph.output_node().args[0]
+    with second.graph.inserting_after(last):
+        doubled = second.graph.call_function(torch.mul, (last, 2.0))
+    second.graph.output_node().args = (doubled,)
+    second.recompile()
+    assert torch.equal(second(X), 2 * qmodel(X))
 
 
 def test_a_model_inside_another_is_copied_with_it(qmodel):
@@ -158,8 +158,8 @@ def test_a_model_inside_another_is_copied_with_it(qmodel):
         def forward(self, x):
             return self.inner(x) + 1
 
-    other = copy.deepcopy(Wrapper(qmodel).eval())
-    assert torch.equal(other(X), qmodel(X) + 1) and other.inner.history.names == qmodel.history.names
+    second = copy.deepcopy(Wrapper(qmodel).eval())
+    assert torch.equal(second(X), qmodel(X) + 1) and second.inner.history.names == qmodel.history.names
 
 
 def test_a_quantized_model_is_a_graph_module(qmodel):
@@ -179,7 +179,7 @@ def test_quantizing_again_is_refused(qmodel):
 
 
 def test_no_gradient_comes_out():
-    """Float parts keep their weights, but what is behind integers cannot be trained."""
+    """Float parts keep their weights, but no gradient passes integer ops: layers before them cannot be trained."""
 
     class Model(nn.Module):
         def __init__(self):
@@ -224,13 +224,13 @@ def test_what_changes_nothing_is_allowed(qmodel, change):
 
 
 def test_devices(qmodel):
-    other = copy.deepcopy(qmodel)
+    second = copy.deepcopy(qmodel)
     if qmodel.backend == "reference":  # it runs anywhere
-        assert {t.device.type for t in (*other.to("meta").parameters(), *other.buffers())} == {"meta"}
+        assert {t.device.type for t in (*second.to("meta").parameters(), *second.buffers())} == {"meta"}
     else:
         with pytest.raises(InputError, match=r"run on cpu only, not on meta\. .*backend=\"reference\""):
-            other.to("meta")
-        assert torch.equal(other(X), qmodel(X))
+            second.to("meta")
+        assert torch.equal(second(X), qmodel(X))
 
 
 class Every(nn.Module):

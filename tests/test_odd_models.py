@@ -1,4 +1,4 @@
-"""Models that somebody tried to break fxq with: each went wrong once, or easily could."""
+"""Models that are meant to break fxq: each went wrong once, or easily could."""
 
 import copy
 
@@ -50,14 +50,14 @@ def close(model, *inputs, at_least=25.0, recipe=None):
 @pytest.mark.parametrize("value", [3.7, -2.0])
 @pytest.mark.parametrize("before", [torch.relu, torch.sigmoid])
 def test_padding_with_a_value_outside_the_range(value, before):
-    """The pad took the scale of what it pads: 3.7 became the largest value of a relu, 8 dB, without a word."""
+    """The pad took the scale of what it pads: 3.7 silently became the largest value of a relu, 8 dB."""
     model = module(lambda self, x: self.b(F.pad(before(self.a(x)), (1, 1, 1, 1), value=value)), a=conv(), b=conv(8, 4))
     close(model, images(), at_least=28.0)
 
 
 @pytest.mark.parametrize("value", [-float("inf"), -1e9])
 def test_padding_for_max_pooling(value):
-    """What max pooling pads with must not stretch the grid."""
+    """The pad value of max pooling must not widen the grid."""
     model = module(
         lambda self, x: self.b(F.max_pool2d(F.pad(self.a(x), (1, 1, 1, 1), value=value), 3)), a=conv(), b=conv(8, 4)
     )
@@ -82,7 +82,7 @@ def test_clamp_with_its_bounds_the_wrong_way_round():
     close(module(lambda self, x: self.b(self.a(x).clamp(0.5, -0.5)), a=conv(), b=conv(8, 4)), images())
 
 
-# ---- what torch.fx does not see, or leaves behind
+# ---- effects of forward that torch.fx does not see, or does not undo
 
 
 def test_a_tensor_made_in_forward_is_not_left_on_the_model():
@@ -123,7 +123,7 @@ def test_hooks_of_layers_and_blocks():
 
 
 def test_a_forward_set_on_the_object():
-    """The table knew the type's forward, not this one: 1 dB, without a word."""
+    """The op table knew the type's forward, not this one: silently wrong, 1 dB."""
     layer = conv()
     layer.forward = lambda x: F.conv2d(x, layer.weight, layer.bias, padding=1) * 7
     close(nn.Sequential(layer, nn.ReLU(), conv(8, 4)), images())
@@ -233,7 +233,7 @@ def test_the_quantized_model_under_autocast_and_another_default_dtype(size):
 
 @pytest.mark.parametrize("view", [lambda h: h[:, 0], lambda h: h.flatten(1), lambda h: h.mT, lambda h: h])
 def test_a_read_is_not_moved_behind_a_change_through_a_view(view):
-    """The unit of b and relu stood at the relu's place, behind the fill: -23 dB."""
+    """The unit of b and relu was placed at the relu, after the fill: -23 dB."""
 
     def forward(self, x):
         h = self.a(x)
@@ -282,10 +282,10 @@ def test_arguments_left_out_are_what_they_are_by_default():
             fxq.InputError, match=r"traced with .* `.*if gain > 1 else y` is True, but here it is False"
         ):
             qmodel(x, gain=0.5)
-        for given in ({"relu": False}, {"scale": torch.ones(1)}, {"mode": "negative"}):
-            (name,) = given
+        for arguments in ({"relu": False}, {"scale": torch.ones(1)}, {"mode": "negative"}):
+            (name,) = arguments
             with pytest.raises(fxq.InputError, match=f"traced for {name}=.*Quantize the model again with {name}"):
-                qmodel(x, **given)
+                qmodel(x, **arguments)
 
 
 @pytest.mark.parametrize("relu", [True, False])

@@ -203,24 +203,24 @@ def test_outputs_come_back_in_their_own_type(name, tmp_path):
     qmodel.save(tmp_path / "m.fxq")
     with torch.no_grad():
         wanted = shape_of(model(X))
-        for made in (qmodel, qmodel, qmodel, copy.deepcopy(qmodel), fxq.load(tmp_path / "m.fxq")):
-            assert shape_of(made(X)) == wanted
-            for a, b in zip(tensors(model(X)), tensors(made(X)), strict=True):
+        for candidate in (qmodel, qmodel, qmodel, copy.deepcopy(qmodel), fxq.load(tmp_path / "m.fxq")):
+            assert shape_of(candidate(X)) == wanted
+            for a, b in zip(tensors(model(X)), tensors(candidate(X)), strict=True):
                 assert sqnr(a, b) > 30
 
 
-@pytest.mark.parametrize("given", [OrderedDict(x=X, y=X), Items([X, X]), Pair([X, X]), Named(X, X), Both(X, X)])
-def test_inputs_go_in_and_come_back_in_their_own_type(given):
+@pytest.mark.parametrize("inputs", [OrderedDict(x=X, y=X), Items([X, X]), Pair([X, X]), Named(X, X), Both(X, X)])
+def test_inputs_go_in_and_come_back_in_their_own_type(inputs):
     def forward(self, d):
         x, y = (d["x"], d["y"]) if isinstance(d, dict) else (d.x, d.y) if hasattr(d, "x") else (d[0], d[1])
         return self.a(x) + self.b(y), d
 
     model = module(forward, a=nn.Linear(8, 8), b=nn.Linear(8, 8)).eval()
-    qmodel = fxq.quantize(model, REFERENCE, data=[(given,)])
+    qmodel = fxq.quantize(model, REFERENCE, data=[(inputs,)])
     with torch.no_grad():
         for _ in range(3):
-            got, back = qmodel(given)
-            assert sqnr(model(given)[0], got) > 25 and type(back) is type(given)
+            got, back = qmodel(inputs)
+            assert sqnr(model(inputs)[0], got) > 25 and type(back) is type(inputs)
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])

@@ -28,7 +28,7 @@ class Net(nn.Module):
 
 
 class Masked(Net):
-    """The same, of a mask besides."""
+    """Net that takes a mask, too."""
 
     def forward(self, x, mask):
         return self.function(self, x, mask)
@@ -51,15 +51,15 @@ def quantized(model, inputs, backend, **options):
 
 def quality(model, inputs, backend):
     """SQNR of every output."""
-    made = quantized(model, inputs, backend)
+    qmodel = quantized(model, inputs, backend)
     with torch.no_grad():
-        real, got = model(*inputs), made(*inputs)
+        real, got = model(*inputs), qmodel(*inputs)
     pairs = zip(real, got, strict=True) if isinstance(real, tuple) else [(real, got)]
-    return [sqnr(a, b) for a, b in pairs], made
+    return [sqnr(a, b) for a, b in pairs], qmodel
 
 
-def precisions(made):
-    return [(entry.op, entry.precision) for entry in made.ledger]
+def precisions(qmodel):
+    return [(entry.op, entry.precision) for entry in qmodel.ledger]
 
 
 # ---- functions with a bound
@@ -131,17 +131,17 @@ def sequences():
 @pytest.mark.parametrize("value", [-1e4, -100.0, -math.inf, torch.finfo(torch.float32).min])
 @pytest.mark.parametrize("fill", FILLS)
 def test_what_a_mask_fills_in_is_no_data(fill, value, backend):
-    [found], made = quality(masked_maximum(FILLS[fill], value), sequences(), backend)
-    assert found > 25
-    assert precisions(made)[-1] == ("linear", "int8")
-    reason = next(entry.reason for entry in made.ledger if entry.op == "amax")
+    [output_sqnr], qmodel = quality(masked_maximum(FILLS[fill], value), sequences(), backend)
+    assert output_sqnr > 25
+    assert precisions(qmodel)[-1] == ("linear", "int8")
+    reason = next(entry.reason for entry in qmodel.ledger if entry.op == "amax")
     assert f"holds {value:g}, far outside of its data" in reason
 
 
 def test_a_mask_that_calibration_did_not_use_is_in_force_all_the_same():
     model, (x, mask) = masked_maximum(FILLS["masked_fill"], 1e4), sequences()
-    made = quantized(model, (x, torch.ones_like(mask)), "x86")
-    amax = next(entry for entry in made.ledger if entry.op == "amax")
+    qmodel = quantized(model, (x, torch.ones_like(mask)), "x86")
+    amax = next(entry for entry in qmodel.ledger if entry.op == "amax")
     assert amax.precision == "float" and "holds 10000" in amax.reason
 
 
@@ -154,12 +154,12 @@ def test_what_reads_a_filled_value_and_computes_reads_it_in_float(backend):
 
     model = settled(lambda: Masked(function, first=nn.Linear(16, 16), last=nn.Linear(16, 8)))
     x, mask = sequences()
-    made = quantized(model, (x, mask), backend)
+    qmodel = quantized(model, (x, mask), backend)
     with torch.no_grad():
-        real, got = model(x, mask), made(x, mask)
+        real, got = model(x, mask), qmodel(x, mask)
     torch.testing.assert_close(got[~mask[..., 0]], real[~mask[..., 0]], rtol=1e-5, atol=1e-2)
     assert sqnr(real[mask[..., 0]], got[mask[..., 0]]) > 25
-    assert precisions(made)[0] == ("linear", "int8") and precisions(made)[-1] == ("linear", "float")
+    assert precisions(qmodel)[0] == ("linear", "int8") and precisions(qmodel)[-1] == ("linear", "float")
 
 
 def test_a_residual_that_is_filled_leaves_the_layer_on_integers():
@@ -168,9 +168,9 @@ def test_a_residual_that_is_filled_leaves_the_layer_on_integers():
 
     layers = {"first": nn.Linear(16, 16), "second": nn.Linear(16, 16), "last": nn.Linear(16, 8)}
     model = settled(lambda: Masked(function, **layers))
-    made = quantized(model, sequences(), "x86")
-    found = {(entry.path or entry.op): entry.precision for entry in made.ledger}
-    assert (found["first"], found["second"], found["add"]) == ("int8", "int8", "float")
+    qmodel = quantized(model, sequences(), "x86")
+    node_precisions = {(entry.path or entry.op): entry.precision for entry in qmodel.ledger}
+    assert (node_precisions["first"], node_precisions["second"], node_precisions["add"]) == ("int8", "int8", "float")
 
 
 PADS = [(-1.0, 1, 2), (-1.0, 2, 2), (-20.0, 3, 2), (-20.0, 3, 3), (-20.0, 1, 3), (-math.inf, 1, 3), (100.0, 1, 2)]
@@ -185,11 +185,11 @@ def test_a_pad_before_a_max_pool(value, width, kernel, adaptive, backend):
         return m.last(F.adaptive_max_pool2d(y, 5) if adaptive else F.max_pool2d(y, kernel))
 
     model = settled(lambda: Net(function, first=conv(3, 8, 3), last=conv(8, 4)))
-    [found], made = quality(model, (torch.randn(4, 3, 12, 12),), backend)
-    assert found > 25
-    assert precisions(made)[0] == ("conv2d", "int8")
-    if not adaptive and width == 1 and value < 0:  # nobody sees it: not even the pool leaves the integers
-        assert all(precision != "float" for _, precision in precisions(made))
+    [output_sqnr], qmodel = quality(model, (torch.randn(4, 3, 12, 12),), backend)
+    assert output_sqnr > 25
+    assert precisions(qmodel)[0] == ("conv2d", "int8")
+    if not adaptive and width == 1 and value < 0:  # no output has the value: even the pool runs on integers
+        assert all(precision != "float" for _, precision in precisions(qmodel))
 
 
 def two_convs():
@@ -228,10 +228,10 @@ def test_a_mask_that_is_an_input_and_pushes_values_far_away(apply):
     model = settled(lambda: Masked(lambda m, x, mask: m.last(apply(m.first(x), mask)), **layers))
     x, keep = torch.randn(64, 8, 16), (torch.rand(64, 8, 1) > 0.3).float()
     kept = apply(torch.zeros(64, 8, 1), keep)[..., 0].abs() < 1
-    _, made = quality(model, (x, keep), "x86")
-    assert precisions(made)[-1] == ("linear", "float") and "two ranges far apart" in made.ledger[-1].reason
+    _, qmodel = quality(model, (x, keep), "x86")
+    assert precisions(qmodel)[-1] == ("linear", "float") and "two ranges far apart" in qmodel.ledger[-1].reason
     with torch.no_grad():
-        assert sqnr(model(x, keep)[kept], made(x, keep)[kept]) > 30
+        assert sqnr(model(x, keep)[kept], qmodel(x, keep)[kept]) > 30
     assert precisions(quality(model, (x, torch.ones_like(keep)), "x86")[1])[-1] == ("linear", "int8")
 
 
@@ -245,12 +245,12 @@ def test_a_pad_with_a_value_that_is_an_argument():
             return self.last(F.pad(self.first(x), (1, 1, 1, 1), value=value))
 
     model, x = settled(Model), torch.randn(4, 3, 12, 12)
-    made = quantized(model, (x, 0.5), "x86")
-    assert sqnr(model(x, 0.5), made(x, 0.5)) > 25
+    qmodel = quantized(model, (x, 0.5), "x86")
+    assert sqnr(model(x, 0.5), qmodel(x, 0.5)) > 25
 
 
 def test_a_clamp_whose_bounds_are_arguments():
-    """What it does to a constant is not known: the constant may pass."""
+    """Its effect on a constant is unknown: the constant may pass."""
 
     class Model(nn.Module):
         def __init__(self):
@@ -261,5 +261,5 @@ def test_a_clamp_whose_bounds_are_arguments():
             return self.last(F.pad(self.first(x), (1, 1, 1, 1), value=-1.0).clamp(low, 3.0))
 
     model, x = settled(Model), torch.randn(4, 3, 12, 12)
-    made = quantized(model, (x, -2.0), "x86")
-    assert sqnr(model(x, -2.0), made(x, -2.0)) > 25
+    qmodel = quantized(model, (x, -2.0), "x86")
+    assert sqnr(model(x, -2.0), qmodel(x, -2.0)) > 25

@@ -58,12 +58,12 @@ def test_a_grid_covers_all_that_is_put_together(observer):
     [branch_and_cat, branch_and_stack, branch_and_maximum, both_parts_of_a_cat, both_parts_of_a_turned_cat],
 )
 def test_a_fine_branch_keeps_its_grid(together, backend):
-    found, made = quality(mixed(together), (torch.randn(4, 3, 12, 12),), backend)
-    assert min(found) > 25
-    assert [precision for op, precision in precisions(made) if op == "conv2d"] == ["int8"] * 4
+    sqnrs, qmodel = quality(mixed(together), (torch.randn(4, 3, 12, 12),), backend)
+    assert min(sqnrs) > 25
+    assert [precision for op, precision in precisions(qmodel) if op == "conv2d"] == ["int8"] * 4
     if together is branch_and_cat:
-        assert ("cat", "moves") in precisions(made)
-        requantized = [n for n in made.history["fallback"].graph if n.label == "requantize"]
+        assert ("cat", "moves") in precisions(qmodel)
+        requantized = [n for n in qmodel.history["fallback"].graph if n.label == "requantize"]
         assert len(requantized) == 1
 
 
@@ -73,9 +73,9 @@ def test_a_clamp_to_a_small_part_reads_floats():
         return m.last(y.clamp(-0.01, 0.01)), m.last(y)
 
     model = settled(lambda: Net(function, **two_convs()))
-    found, made = quality(model, (torch.randn(4, 3, 12, 12),), "x86")
-    assert min(found) > 20
-    assert "the range of the values that it selects" in next(e.reason for e in made.ledger if e.op == "hardtanh")
+    sqnrs, qmodel = quality(model, (torch.randn(4, 3, 12, 12),), "x86")
+    assert min(sqnrs) > 20
+    assert "the range of the values that it selects" in next(e.reason for e in qmodel.ledger if e.op == "hardtanh")
 
 
 def many_cats(depth):
@@ -94,8 +94,8 @@ def many_cats(depth):
 def test_grids_beside_grids():
     """Every grid holds what is brought to it, over several steps, whatever is tied."""
     model, x = many_cats(12), torch.randn(2, 3, 6, 6)
-    made = quantized(model, (x,), "reference", activation=MINMAX)
-    assert min(sqnr(a, b) for a, b in zip(model(x), made(x), strict=True)) > 25
+    qmodel = quantized(model, (x,), "reference", activation=MINMAX)
+    assert min(sqnr(a, b) for a, b in zip(model(x), qmodel(x), strict=True)) > 25
 
 
 def test_strands_grow_in_proportion_to_the_graph(monkeypatch):

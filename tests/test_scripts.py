@@ -22,7 +22,7 @@ PASSES = ("trace", "canonicalize", "fuse", "insert-observers", "insert-qdq", "lo
 
 
 def run(script, *arguments):
-    """What the script prints."""
+    """Output that the script prints."""
     command = [sys.executable, "-m", f"scripts.{script}", *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
     assert done.returncode == 0, done.stderr
@@ -144,14 +144,14 @@ def test_bench_compares_with_torch_ao_where_it_is_right(tmp_path):
     names = ("--network", "resnet18", "--network", "fsrcnn")
     run("bench.networks", "--only", "torch-ao", *names, "--seconds", "0.1", "--json", tmp_path / "numbers.json")
     numbers = json.loads((tmp_path / "numbers.json").read_text())["numbers"]
-    found = {(n["subject"], n["what"]): n for n in numbers}
+    by_subject = {(n["subject"], n["what"]): n for n in numbers}
     against = "times faster than torch.ao"
-    assert found["resnet18", against]["detail"] in torch.backends.quantized.supported_engines
-    assert found["geometric mean", against]["detail"] == "resnet18"
-    assert ("fsrcnn", against) not in found  # PReLU comes out wrong on every engine
-    assert found["fsrcnn", "torch.ao onednn, ms"]["value"] is None
-    assert found["fsrcnn", "torch.ao onednn, ms"]["detail"].startswith("fails")
-    assert found["fsrcnn", "torch.ao x86, ms"]["detail"].endswith("wrong")
+    assert by_subject["resnet18", against]["detail"] in torch.backends.quantized.supported_engines
+    assert by_subject["geometric mean", against]["detail"] == "resnet18"
+    assert ("fsrcnn", against) not in by_subject  # PReLU comes out wrong on every engine
+    assert by_subject["fsrcnn", "torch.ao onednn, ms"]["value"] is None
+    assert by_subject["fsrcnn", "torch.ao onednn, ms"]["detail"].startswith("fails")
+    assert by_subject["fsrcnn", "torch.ao x86, ms"]["detail"].endswith("wrong")
 
 
 @pytest.mark.slow
@@ -266,7 +266,7 @@ def test_realistic_settles_every_batch_norm(networks):
 def test_bench_files_names_what_it_measures():
     text = run("bench.files", "--network", "resnet18", "--size", 64, "--images", 2, "--repeats", 1)
     rows = [line.split() for line in text.splitlines() if line.endswith((" s", " MB"))]
-    found = {row[0]: float(row[1]) for row in rows}
-    assert found["quantize"] > 0 and found["save"] > 0 and found["load"] > 0
-    assert 0.2 < found["file"] / found["float"] < 0.35
+    values = {row[0]: float(row[1]) for row in rows}
+    assert values["quantize"] > 0 and values["save"] > 0 and values["load"] > 0
+    assert 0.2 < values["file"] / values["float"] < 0.35
     assert "computes the same, bit for bit" in text

@@ -1,4 +1,4 @@
-"""What the scripts for networks of sequences are made of: networks, data, other tools, judgements; without packages."""
+"""Parts of the scripts for sequence networks: networks, data, other tools, judgements; without extra packages."""
 
 import json
 import math
@@ -45,10 +45,10 @@ def test_a_tone_is_loudest_in_the_band_around_it(script, hertz, band):
 
 def test_docstrings_are_the_same_at_every_run(script):
     data = script("demo.sequence_data")
-    found = data.docstrings(20)
-    assert len(found) == len({text.summary for text in found}) == 20
-    assert found == data.docstrings(20)
-    assert all(len(text.summary.split()) >= 5 for text in found)
+    texts = data.docstrings(20)
+    assert len(texts) == len({text.summary for text in texts}) == 20
+    assert texts == data.docstrings(20)
+    assert all(len(text.summary.split()) >= 5 for text in texts)
 
 
 def test_what_is_not_installed_says_how_to_get_it(script, tmp_path):
@@ -95,10 +95,10 @@ def test_torch_ao_quantizes_beside_fxq(script):
     model, x = torch.nn.Sequential(torch.nn.Linear(256, 256)).eval(), torch.randn(4, 256)
     before = torch.backends.quantized.engine
     with rivals.restored_engine(), torch.no_grad():
-        made = rivals.torch_ao()(model, (x,))
-        assert torch.nn.functional.cosine_similarity(made.call(x), model(x)).min() > 0.99
+        contender = rivals.torch_ao()(model, (x,))
+        assert torch.nn.functional.cosine_similarity(contender.call(x), model(x)).min() > 0.99
     assert torch.backends.quantized.engine == before
-    assert 0.25 < made.nbytes / rivals.saved(model) < 0.3
+    assert 0.25 < contender.nbytes / rivals.saved(model) < 0.3
 
 
 @pytest.mark.slow

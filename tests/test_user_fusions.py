@@ -16,7 +16,7 @@ from tests.support.models import settled
 
 
 class Scaled(nn.Module):
-    """A layer and a user's factor behind it; a second layer reads them."""
+    """A layer and a user's factor after it; a second layer reads the product."""
 
     def __init__(self):
         super().__init__()
@@ -57,7 +57,7 @@ def test_a_fusion_makes_no_network_worse(optimize):
 
 @needs_x86
 def test_a_fusion_takes_no_layer_along_into_float():
-    """What has no kernel comes first: in a unit, the layer behind it would be float as well."""
+    """The first op has no kernel: in a unit with it, the layer after it would be float as well."""
     model = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 6)).eval()
     with restored_fusions():
 
@@ -142,7 +142,7 @@ def test_a_graph_with_a_unit_of_several_outputs_has_a_text(forked, backend, stag
 
 @needs_x86
 def test_the_kernel_of_a_unit_of_several_outputs(forked):
-    """It emits both forms; float alone where nobody reads integers. The ledger has every op with its own value."""
+    """It emits both forms; only float where no op reads integers. The ledger has every op with its own value."""
     qmodel = quantized(forked, with_fork("x86"))
     assert text(qmodel) == expected("""
         x = input

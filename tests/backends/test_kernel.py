@@ -43,9 +43,9 @@ def linear(features: int, **options: object) -> Kernel:
 
 
 def excite(out: object = OUT) -> Kernel:
-    squeeze, one, _ = weight(3, 8)
+    squeeze, single, _ = weight(3, 8)
     back, two, _ = weight(8, 3)
-    return SqueezeExcite(squeeze, one.scale, back, two.scale, X, out, "relu", "hardsigmoid")  # type: ignore[arg-type]
+    return SqueezeExcite(squeeze, single.scale, back, two.scale, X, out, "relu", "hardsigmoid")  # type: ignore[arg-type]
 
 
 OF_IMAGES = {

@@ -37,7 +37,7 @@ def test_killed_at_any_moment_and_resumed(tmp_path):
     for _ in range(8):
         killed(
             lambda: [fxq.calibrate(observed, batches, checkpoint=path, every=0), time.sleep(60)],
-            behind=0.1 + float(torch.rand(())) * 0.3,
+            seconds=0.1 + float(torch.rand(())) * 0.3,
         )
     assert same(seen(fxq.calibrate(observed, batches, checkpoint=path)), want)
 
@@ -165,8 +165,8 @@ def test_a_file_of_another_model_or_recipe_is_refused(tmp_path, name):
 def test_a_recipe_that_looks_at_the_same_values_is_none_other(tmp_path):
     path = tmp_path / "c.safetensors"
     calibrated(path, data())
-    other = fxq.prepare(network(), recipe().without_pass("cleanup"), example_inputs=data()[0])
-    assert same(seen(fxq.calibrate(other, data(), checkpoint=path)), whole(data()))
+    uncleaned = fxq.prepare(network(), recipe().without_pass("cleanup"), example_inputs=data()[0])
+    assert same(seen(fxq.calibrate(uncleaned, data(), checkpoint=path)), whole(data()))
 
 
 def test_a_model_that_has_seen_data_is_refused(tmp_path):

@@ -1,4 +1,4 @@
-"""What a quantized model answers that was the float model's: its place, its plain data, and why not the rest."""
+"""Attributes of the float model on a quantized model: device, dtype, plain data, and the errors for the rest."""
 
 import copy
 import enum
@@ -27,7 +27,7 @@ class Config:
 
 
 class Kind(enum.Enum):
-    SMALL = 1
+    IMAGES = 1
 
 
 class Holder:
@@ -59,7 +59,7 @@ class Model(Base):
 
     def __init__(self):
         super().__init__()
-        self.config, self.kind, self.labels = Config(), Kind.SMALL, {"cat": 0, "dog": [1, 2]}
+        self.config, self.kind, self.labels = Config(), Kind.IMAGES, {"cat": 0, "dog": [1, 2]}
         self.threshold, self.name, self.size, self.nothing = 0.5, "net", torch.Size([3, 4]), None
         self.holder, self.callback, self.large = Holder(torch.ones(2)), lambda: 3, "x" * (1 << 21)
         self.local, self.array = type("Local", (), {})(), np.ones(3)
@@ -87,7 +87,7 @@ class Model(Base):
 
 
 @pytest.fixture(scope="module")
-def made():
+def models():
     torch.manual_seed(0)
     model = Model().eval()
     return model, fxq.quantize(model, fxq.Recipe.static(optimize="coverage"), data=[X])
@@ -97,21 +97,21 @@ COPIES = [lambda q: q, copy.deepcopy, lambda q: pickle.loads(pickle.dumps(q))]
 
 
 @pytest.mark.parametrize("copied", COPIES)
-def test_plain_data_is_handed_on(made, copied):
-    model, qmodel = made[0], copied(made[1])
+def test_plain_data_is_handed_on(models, copied):
+    model, qmodel = models[0], copied(models[1])
     for name in ("config", "kind", "labels", "threshold", "name", "size", "nothing", "framework", "limits", "version"):
         assert getattr(qmodel, name) == getattr(model, name) and hasattr(qmodel, name)
     assert isinstance(qmodel.config, Config) and qmodel.config is not model.config
     assert qmodel.config is qmodel.config
 
 
-def test_neither_changes_through_the_other(made):
-    model, qmodel = made
-    other = copy.deepcopy(qmodel)
-    other.config.names.append("c")
-    other.threshold = 0.75
-    assert model.config.names == qmodel.config.names == ["a", "b"] and other.config.names == ["a", "b", "c"]
-    assert (model.threshold, qmodel.threshold, other.threshold) == (0.5, 0.5, 0.75)
+def test_neither_changes_through_the_other(models):
+    model, qmodel = models
+    duplicate = copy.deepcopy(qmodel)
+    duplicate.config.names.append("c")
+    duplicate.threshold = 0.75
+    assert model.config.names == qmodel.config.names == ["a", "b"] and duplicate.config.names == ["a", "b", "c"]
+    assert (model.threshold, qmodel.threshold, duplicate.threshold) == (0.5, 0.5, 0.75)
 
 
 LEFT = {
@@ -132,8 +132,8 @@ LEFT = {
 
 @pytest.mark.parametrize("copied", COPIES)
 @pytest.mark.parametrize("name", LEFT)
-def test_the_rest_says_why_not(made, copied, name):
-    qmodel = copied(made[1])
+def test_the_rest_says_why_not(models, copied, name):
+    qmodel = copied(models[1])
     with pytest.raises(NoAttributeError, match=rf"no attribute '{name}': the float model has it, but .*{LEFT[name]}"):
         getattr(qmodel, name)
     assert not hasattr(qmodel, name) and getattr(qmodel, name, "default") == "default"
@@ -141,7 +141,7 @@ def test_the_rest_says_why_not(made, copied, name):
 
 
 def test_a_data_set_is_not_read_to_its_end():
-    """What a model holds may be larger than the memory, and made when it is asked for."""
+    """A data set on a model may be larger than the memory, and may compute its elements on access."""
     model = Model().eval()
     model.images = Images()
     assert "more than 1 MiB" in FloatAttributes.of(model).left["images"]
@@ -149,9 +149,9 @@ def test_a_data_set_is_not_read_to_its_end():
 
 
 @pytest.mark.parametrize("name", ["bogus", "_private", "_also_private"])
-def test_what_the_float_model_did_not_have(made, name):
+def test_what_the_float_model_did_not_have(models, name):
     with pytest.raises(NoAttributeError, match=f"no attribute '{name}', and the float model had none"):
-        getattr(made[1], name)
+        getattr(models[1], name)
 
 
 @pytest.mark.parametrize("backend", ["auto", "reference"])

@@ -13,9 +13,9 @@ pytestmark = pytest.mark.any_cpu
 def test_one_changed_value_is_seen():
     x = torch.rand(3, 5)
     for i in range(x.numel()):
-        other = x.clone()
-        other.view(-1)[i] += 1
-        assert checksum(other) != checksum(x)
+        changed = x.clone()
+        changed.view(-1)[i] += 1
+        assert checksum(changed) != checksum(x)
     assert checksum(x.t().contiguous().t()) == checksum(x)
 
 
@@ -29,9 +29,9 @@ def test_any_dtype_and_shape(dtype):
 def test_of_a_large_tensor_some_values_of_each_channel_are_looked_at():
     x = torch.zeros(64, 64)
     for channel in range(64):
-        other = x.clone()
-        other[:, channel] = 1
-        assert checksum(other, max_values=500) != checksum(x, max_values=500)
+        changed = x.clone()
+        changed[:, channel] = 1
+        assert checksum(changed, max_values=500) != checksum(x, max_values=500)
 
 
 @given(st.integers(0, 10**7), st.integers(1, 10**5))

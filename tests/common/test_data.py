@@ -82,7 +82,7 @@ def test_a_forward_of_any_number_of_inputs_has_no_names_and_one_of_any_names_no_
 
 
 def test_a_pair_may_be_a_target_or_an_optional_argument():
-    """The target was passed as the scale, without a word."""
+    """The target was silently passed as the scale."""
     with pytest.raises(InputError, match=r"data: a pair is ambiguous.*'scale'.*Give \(x,\).*\{'x': x, 'scale': y\}"):
         as_batch((X, Y), OPTIONAL)
 
@@ -109,8 +109,8 @@ def test_batches_come_one_by_one():
 
 def test_a_data_loader_of_pairs():
     dataset = torch.utils.data.TensorDataset(torch.arange(8.0).reshape(4, 2), torch.arange(4))
-    found = list(batches(torch.utils.data.DataLoader(dataset, batch_size=2), ONE))
-    assert [b.args[0].tolist() for b in found] == [[[0.0, 1.0], [2.0, 3.0]], [[4.0, 5.0], [6.0, 7.0]]]
+    loaded_batches = list(batches(torch.utils.data.DataLoader(dataset, batch_size=2), ONE))
+    assert [b.args[0].tolist() for b in loaded_batches] == [[[0.0, 1.0], [2.0, 3.0]], [[4.0, 5.0], [6.0, 7.0]]]
 
 
 @pytest.mark.parametrize("data", [X, "abc", b"abc", {"x": X}, 3, None])
@@ -190,10 +190,10 @@ def test_named_tuples_among_the_inputs_are_kept():
 
 def test_pieces_of_a_batch():
     x, y = torch.arange(10).view(5, 2), torch.arange(5)
-    found = pieces_of(Batch((x,), {"y": y}), 2)
-    assert [len(piece.args[0]) for piece in found] == [2, 2, 1]
-    assert torch.equal(torch.cat([piece.args[0] for piece in found]), x)
-    assert torch.equal(torch.cat([piece.kwargs["y"] for piece in found]), y)
+    pieces = pieces_of(Batch((x,), {"y": y}), 2)
+    assert [len(piece.args[0]) for piece in pieces] == [2, 2, 1]
+    assert torch.equal(torch.cat([piece.args[0] for piece in pieces]), x)
+    assert torch.equal(torch.cat([piece.kwargs["y"] for piece in pieces]), y)
     assert len(pieces_of(Batch((x, torch.zeros(3))), 2)) == 1  # no axis of samples
 
 

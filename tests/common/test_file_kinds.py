@@ -35,7 +35,7 @@ def files(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("name", "what"),
+    ("name", "description"),
     [
         ("m.onnx", "an ONNX model"),
         ("renamed.bin", "an ONNX model"),
@@ -47,13 +47,15 @@ def files(tmp_path_factory):
         ("llm.bin", "a GGUF model"),
     ],
 )
-def test_what_a_file_is(files, name, what):
-    assert kind_of(files / name)[0] == what
+def test_what_a_file_is(files, name, description):
+    assert kind_of(files / name)[0] == description
     with pytest.raises(
-        fxq.FileError, match=re.escape(f"{name}': it is {what}, but fxq.load reads only files of qmodel.save")
+        fxq.FileError, match=re.escape(f"{name}': it is {description}, but fxq.load reads only files of qmodel.save")
     ):
         fxq.load(files / name)
-    with pytest.raises(fxq.InputError, match=re.escape(f"the model is the path of {what}, but fxq takes an nn.Module")):
+    with pytest.raises(
+        fxq.InputError, match=re.escape(f"the model is the path of {description}, but fxq takes an nn.Module")
+    ):
         fxq.quantize(str(files / name), data=[torch.rand(2, 4)])
 
 

@@ -102,7 +102,7 @@ def test_without_autocast_a_layer_keeps_its_type():
 def test_copies_share_no_tensor():
     x = torch.zeros(2, requires_grad=True)
     batch = Batch((x, [x, 3]), {"more": {"x": x}})
-    made = copied(batch)
-    tensors = [made.args[0], made.args[1][0], made.kwargs["more"]["x"]]
+    duplicate = copied(batch)
+    tensors = [duplicate.args[0], duplicate.args[1][0], duplicate.kwargs["more"]["x"]]
     assert all(torch.equal(t, x) and t.data_ptr() != x.data_ptr() and not t.requires_grad for t in tensors)
-    assert made.args[1][1] == 3
+    assert duplicate.args[1][1] == 3

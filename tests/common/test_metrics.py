@@ -34,14 +34,14 @@ def test_sums_over_parts_are_those_of_the_whole(parts):
     parts = [torch.tensor(part) for part in parts]
     others = [part * 1.01 - 0.5 for part in parts]
     apart, together = Agreement(), Agreement()
-    for part, other in zip(parts, others, strict=True):
-        apart.add(part, other)
+    for part, partner in zip(parts, others, strict=True):
+        apart.add(part, partner)
     together.add(torch.cat(parts), torch.cat(others))
     want, got = torch.cat(parts).double(), torch.cat(others).double()
     noise = want - got
     exact = (float(want @ want), float(got @ got), float(want @ got), float(noise @ noise), float(noise.abs().max()))
-    for found in (apart, together):
-        sums = (found.signal, found.energy, found.cross, found.noise, found.largest)
+    for agreement in (apart, together):
+        sums = (agreement.signal, agreement.energy, agreement.cross, agreement.noise, agreement.largest)
         assert sums == pytest.approx(exact, rel=1e-12, abs=1e-9)
     assert apart.max_error == together.max_error
 
@@ -49,12 +49,12 @@ def test_sums_over_parts_are_those_of_the_whole(parts):
 def test_a_tensor_larger_than_what_is_summed_at_once():
     want = torch.randn(3, 50_001, generator=torch.Generator().manual_seed(0))
     got = (want + 0.1).t().contiguous().t()  # in another order in memory
-    found = Agreement()
-    found.add(want, got)
+    agreement = Agreement()
+    agreement.add(want, got)
     a, b = want.double().flatten(), got.double().flatten()
-    assert found.sqnr == pytest.approx(10 * math.log10(float((a @ a) / ((a - b) @ (a - b)))), abs=1e-9)
-    assert found.cosine == pytest.approx(float(a @ b / (a.norm() * b.norm())), abs=1e-12)
-    assert found.max_error == float((a - b).abs().max())
+    assert agreement.sqnr == pytest.approx(10 * math.log10(float((a @ a) / ((a - b) @ (a - b)))), abs=1e-9)
+    assert agreement.cosine == pytest.approx(float(a @ b / (a.norm() * b.norm())), abs=1e-12)
+    assert agreement.max_error == float((a - b).abs().max())
 
 
 def test_cosine_and_largest_error_at_the_ends():
@@ -157,8 +157,8 @@ def test_int8_weights_take_a_quarter():
 
 
 def test_infinity_where_it_should_be_is_no_error():
-    found, want = Agreement(), torch.tensor([3.0, -math.inf, 4.0, math.inf])
-    found.add(want, torch.tensor([3.0, -math.inf, 4.5, math.inf]))
-    assert (found.sqnr, found.max_error) == (20.0, 0.5)
-    found.add(want, -want)
-    assert math.isnan(found.sqnr)
+    agreement, want = Agreement(), torch.tensor([3.0, -math.inf, 4.0, math.inf])
+    agreement.add(want, torch.tensor([3.0, -math.inf, 4.5, math.inf]))
+    assert (agreement.sqnr, agreement.max_error) == (20.0, 0.5)
+    agreement.add(want, -want)
+    assert math.isnan(agreement.sqnr)

@@ -37,11 +37,11 @@ def test_tensors_come_back_bit_for_bit(shape, dtype):
 
 def test_tensors_of_any_layout_and_those_that_share_memory():
     x = torch.rand(2, 3, 4, 4, requires_grad=True)
-    given = {"strided": x[:, 1:, ::2], "last": x.to(memory_format=torch.channels_last), "same": x, "one": x.sum()}
-    given["expanded"] = torch.zeros(()).expand(5)
-    same = unpack(pack(given))
-    assert list(same) == list(given)
-    for name, tensor in given.items():
+    stored = {"strided": x[:, 1:, ::2], "last": x.to(memory_format=torch.channels_last), "same": x, "one": x.sum()}
+    stored["expanded"] = torch.zeros(()).expand(5)
+    same = unpack(pack(stored))
+    assert list(same) == list(stored)
+    for name, tensor in stored.items():
         assert torch.equal(same[name], tensor) and same[name].is_contiguous() and not same[name].requires_grad
 
 

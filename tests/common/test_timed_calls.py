@@ -14,11 +14,11 @@ def test_calls_take_turns_in_any_order_and_are_waited_for(monkeypatch):
     monkeypatch.setattr(timed_calls, "MAX_ROUNDS", 20)
     monkeypatch.setattr(timed_calls, "SECONDS", 60.0)
     order = []
-    found = interleaved({name: lambda name=name: order.append(name) for name in "ab"}, lambda: order.append("wait"))
+    timings = interleaved({name: lambda name=name: order.append(name) for name in "ab"}, lambda: order.append("wait"))
     assert order[1::2] == ["wait"] * 40
     rounds = list(zip(order[0::4], order[2::4], strict=True))
     assert set(rounds) == {("a", "b"), ("b", "a")}
-    assert list(found) == ["a", "b"]
+    assert list(timings) == ["a", "b"]
 
 
 def test_rounds_end_when_the_time_is_up(monkeypatch):

@@ -47,18 +47,18 @@ class Hook:
 
 
 def hooked(hook):
-    made = nn.ReLU()
-    made.register_forward_hook(hook)
-    return made
+    relu = nn.ReLU()
+    relu.register_forward_hook(hook)
+    return relu
 
 
 def with_own_forward():
-    made = nn.ReLU()
-    made.forward = lambda x: x if made.training else -x
-    return made
+    relu = nn.ReLU()
+    relu.forward = lambda x: x if relu.training else -x
+    return relu
 
 
-SAME = {
+MODE_INDEPENDENT = {
     "activation": nn.ReLU,
     "layers": lambda: nn.Sequential(nn.Conv2d(3, 3, 1), nn.GELU(), nn.LayerNorm(4)),
     "dropout of nothing": lambda: nn.Dropout(0.0),
@@ -70,7 +70,7 @@ SAME = {
     "user": Plain,
     "hook": lambda: hooked(lambda module, inputs, output: -output),
 }
-OTHER = {
+MODE_DEPENDENT = {
     "dropout": nn.Dropout,
     "batch norm": lambda: nn.BatchNorm1d(3),
     "subclass": lambda: type("Mine", (nn.BatchNorm2d,), {})(3),
@@ -93,13 +93,13 @@ OTHER = {
 }
 
 
-@pytest.mark.parametrize("make", SAME.values(), ids=SAME)
+@pytest.mark.parametrize("make", MODE_INDEPENDENT.values(), ids=MODE_INDEPENDENT)
 def test_what_does_not_look_at_the_mode(make):
     assert first_in_train_mode(nn.Sequential(make())) is None
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")
-@pytest.mark.parametrize("make", OTHER.values(), ids=OTHER)
+@pytest.mark.parametrize("make", MODE_DEPENDENT.values(), ids=MODE_DEPENDENT)
 def test_what_does(make):
     assert first_in_train_mode(nn.Sequential(make())).startswith("0")
     assert first_in_train_mode(nn.Sequential(make()).eval()) is None
@@ -164,9 +164,9 @@ class Unused(nn.Module):
 def test_what_computes_or_keeps_something_else(kind):
     model, batch = nn.Sequential(nn.Linear(4, 4), kind(), Unused()).eval(), Batch((torch.randn(2, 3, 4),))
     before = copy.deepcopy(model.state_dict())
-    found = different_in_train_mode(model, batch, [])
-    assert found
-    assert all(path.startswith("1") for path in found)
+    difference = different_in_train_mode(model, batch, [])
+    assert difference
+    assert all(path.startswith("1") for path in difference)
     assert not any(m.training for m in model.modules())
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert different_in_train_mode(model, batch, list(model[1].modules())) == []
@@ -193,8 +193,8 @@ class Partly(nn.Module):
 def test_batch_norms_that_are_not_trained():
     model, x = Partly().eval(), torch.randn(5, 3)
     before = copy.deepcopy(model.state_dict())
-    found = fixed_statistics(model, Batch((x,)))
-    assert found == ["left", "called"]
+    statistics = fixed_statistics(model, Batch((x,)))
+    assert statistics == ["left", "called"]
     assert fixed_statistics(model, Batch((x[:1],))) == ["left"]  # one sample is no batch to train with
     assert different_in_train_mode(model, Batch((x,)), [model.trained, model.both]) == []
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

@@ -40,7 +40,7 @@ def test_leaves(value, inside):
 
 
 @pytest.mark.parametrize(
-    ("value", "made"),
+    ("value", "expected"),
     [
         (1, 2),
         ((1, [2, (3,)]), (2, [3, (4,)])),
@@ -52,9 +52,9 @@ def test_leaves(value, inside):
     ],
     ids=str,
 )
-def test_mapped(value, made):
-    found = mapped(value, lambda n: n + 1)
-    assert found == made and type(found) is type(made)
+def test_mapped(value, expected):
+    result = mapped(value, lambda n: n + 1)
+    assert result == expected and type(result) is type(expected)
 
 
 def test_what_is_a_leaf_is_not_looked_into():

@@ -22,11 +22,11 @@ pytestmark = pytest.mark.any_cpu
     ids=["mul_", "data", "view", "out", "init", "max_norm"],
 )
 def test_a_write_is_seen_and_undone(write):
-    written, other = nn.Parameter(torch.ones(2, 3) * 2), nn.Parameter(torch.ones(2))
+    written, parameter = nn.Parameter(torch.ones(2, 3) * 2), nn.Parameter(torch.ones(2))
     before = written.detach().clone()
-    with torch.no_grad(), WriteWatch([written, other]) as watch:
+    with torch.no_grad(), WriteWatch([written, parameter]) as watch:
         write(written)
-        other + 1
+        parameter + 1
     assert not torch.equal(written, before)
     assert [t is written for t in watch.written] == [True]
     watch.put_back()

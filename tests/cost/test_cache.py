@@ -49,21 +49,21 @@ def test_measure_gives_up_in_the_end(monkeypatch):
 
 
 def test_a_cost_is_measured_once(tmp_path):
-    known, calls = Costs(tmp_path / "costs.json"), []
-    assert "conv" not in known
-    first = known.seconds("conv", counted(calls))
-    assert calls and "conv" in known
-    assert known.seconds("conv", never) == first
+    cache, calls = Costs(tmp_path / "costs.json"), []
+    assert "conv" not in cache
+    first = cache.seconds("conv", counted(calls))
+    assert calls and "conv" in cache
+    assert cache.seconds("conv", never) == first
 
 
 def test_costs_are_kept_between_sessions(tmp_path):
     path = tmp_path / "deep" / "costs.json"
-    one, other = Costs(path), Costs(path)
-    seconds = one.seconds("conv", counted([]))
-    one.save()
-    other.seconds("linear", counted([]))
-    other.save()  # does not forget what the first one wrote
-    assert Costs(path).rounds == {"conv": [seconds], "linear": other.rounds["linear"]}
+    first, second = Costs(path), Costs(path)
+    seconds = first.seconds("conv", counted([]))
+    first.save()
+    second.seconds("linear", counted([]))
+    second.save()  # does not forget what the first one wrote
+    assert Costs(path).rounds == {"conv": [seconds], "linear": second.rounds["linear"]}
     assert json.loads(path.read_text())["machine"] == costs.machine()
 
 
@@ -76,34 +76,34 @@ def test_a_broken_file_is_measured_anew(tmp_path, text, caplog):
     path = tmp_path / "costs.json"
     path.write_text(text)
     with caplog.at_level(logging.WARNING, "fxq"):
-        known = Costs(path)
-    assert "cannot be read" in caplog.text and known.rounds == {}
-    known.seconds("conv", counted([]))
-    known.save()
+        cache = Costs(path)
+    assert "cannot be read" in caplog.text and cache.rounds == {}
+    cache.seconds("conv", counted([]))
+    cache.save()
     assert list(Costs(path).rounds) == ["conv"]
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(tmp_path, caplog):
     (tmp_path / "file").write_text("")
-    known = Costs(tmp_path / "file" / "costs.json")
-    known.seconds("conv", counted([]))
+    cache = Costs(tmp_path / "file" / "costs.json")
+    cache.seconds("conv", counted([]))
     with caplog.at_level(logging.INFO, "fxq"):
-        known.save()
+        cache.save()
     assert "are not stored" in caplog.text
 
 
 def test_sizes_between_powers_of_four_lie_on_a_line(monkeypatch):
     monkeypatch.setattr(costs, "measure", lambda call, cold: call() if cold else 0.0)
-    known, asked = Costs(), []
+    cache, asked = Costs(), []
 
     def prepare(size):
         asked.append(size)
         return lambda: 10.0 + size
 
-    assert [known.of_size("add", n, prepare) for n in (4096, 5000, 16383)] == pytest.approx([4106.0, 5010.0, 16393.0])
+    assert [cache.of_size("add", n, prepare) for n in (4096, 5000, 16383)] == pytest.approx([4106.0, 5010.0, 16393.0])
     assert asked == [4096, 16384]
-    assert known.of_size("add", 0, prepare) == pytest.approx(4106.0)  # below, the call is all that counts
-    assert known.of_size("add", 16384, prepare) == pytest.approx(16394.0)
+    assert cache.of_size("add", 0, prepare) == pytest.approx(4106.0)  # below, the call is all that counts
+    assert cache.of_size("add", 16384, prepare) == pytest.approx(16394.0)
 
 
 # ---- rounds
@@ -119,10 +119,10 @@ def rounds(monkeypatch):
     def made(**seconds):
         left = {key: iter(values) for key, values in seconds.items()}
         monkeypatch.setattr(costs, "measure", lambda call, cold: next(left[call()]))
-        found = Costs()
+        cache = Costs()
         for key in seconds:
-            found.seconds(key, lambda key=key: lambda: key)
-        return found
+            cache.seconds(key, lambda key=key: lambda: key)
+        return cache
 
     made.now = now
     return made
@@ -130,53 +130,53 @@ def rounds(monkeypatch):
 
 def test_what_two_rounds_agree_on_is_sure(rounds, monkeypatch):
     monkeypatch.setattr(costs, "MAX_ROUNDS", 5)
-    found = rounds(quiet=[1.0, 1.05, 1.3], noisy=[2.0, 3.0, 4.0, 1.0, 1.02], wild=[16.0, 8.0, 4.0, 2.0, 1.0])
-    found.settle()
-    assert found.rounds == {
+    cache = rounds(quiet=[1.0, 1.05, 1.3], noisy=[2.0, 3.0, 4.0, 1.0, 1.02], wild=[16.0, 8.0, 4.0, 2.0, 1.0])
+    cache.settle()
+    assert cache.rounds == {
         "quiet": [1.0, 1.05, 1.3],
         "noisy": [2.0, 3.0, 4.0, 1.0, 1.02],
         "wild": [16.0, 8.0, 4.0, 2.0, 1.0],
     }
-    assert found.seconds("noisy", never) == 1.0
+    assert cache.seconds("noisy", never) == 1.0
 
 
 def test_calls_are_kept_as_long_as_there_is_room(monkeypatch, rounds):
     monkeypatch.setattr(costs, "MAX_CACHED_BYTES", 40)
-    made = []
+    calls = []
 
     def prepare(elements):
-        made.append(elements)
+        calls.append(elements)
         return partial(lambda x, ys: x, torch.zeros(elements), ys=[torch.zeros(1)])
 
-    found = rounds()
+    cache = rounds()
     monkeypatch.setattr(costs, "measure", lambda call, cold: 1.0)
     for elements in (8, 9, 0):  # 36 bytes fit, no 40 more, 4 do
-        found.seconds(f"{elements}", lambda elements=elements: prepare(elements))
-    found.settle()
-    assert made == [8, 9, 0] + [9] * (costs.MIN_ROUNDS - 1)
+        cache.seconds(f"{elements}", lambda elements=elements: prepare(elements))
+    cache.settle()
+    assert calls == [8, 9, 0] + [9] * (costs.MIN_ROUNDS - 1)
 
 
 def test_rounds_are_not_back_to_back(rounds):
-    found = rounds(conv=[1.0] * 9)
-    found.settle()
-    assert len(found.rounds["conv"]) == costs.MIN_ROUNDS and rounds.now[0] >= costs.MIN_ROUND_INTERVAL * (
+    cache = rounds(conv=[1.0] * 9)
+    cache.settle()
+    assert len(cache.rounds["conv"]) == costs.MIN_ROUNDS and rounds.now[0] >= costs.MIN_ROUND_INTERVAL * (
         costs.MIN_ROUNDS - 2
     )
 
 
 def test_conversions_get_all_rounds(monkeypatch, rounds):
-    found = rounds()
+    cache = rounds()
     monkeypatch.setattr(costs, "measure", lambda call, cold: 1.0)
-    found.seconds("quantize", lambda: None, cold=True)
-    found.settle()
-    assert found.rounds["quantize"] == [1.0] * costs.MAX_ROUNDS
+    cache.seconds("quantize", lambda: None, cold=True)
+    cache.settle()
+    assert cache.rounds["quantize"] == [1.0] * costs.MAX_ROUNDS
 
 
 def test_patience_ends(monkeypatch, rounds):
     monkeypatch.setattr(costs, "MAX_EXTRA_SECONDS", 2.5 * costs.MIN_ROUND_INTERVAL)
-    found = rounds(conv=[2.0, 1.0, 0.5, 0.25, 0.1])
-    found.settle()
-    assert 1 < len(found.rounds["conv"]) < costs.MAX_ROUNDS
+    cache = rounds(conv=[2.0, 1.0, 0.5, 0.25, 0.1])
+    cache.settle()
+    assert 1 < len(cache.rounds["conv"]) < costs.MAX_ROUNDS
 
 
 def test_what_an_earlier_session_was_sure_of_stays(tmp_path, monkeypatch, caplog):
@@ -186,12 +186,12 @@ def test_what_an_earlier_session_was_sure_of_stays(tmp_path, monkeypatch, caplog
     monkeypatch.setattr(costs, "MIN_ROUND_INTERVAL", 0.0)
     monkeypatch.setattr(costs, "MAX_ROUNDS", 5)
     monkeypatch.setattr(costs, "measure", lambda call, cold: 3.0)
-    found = Costs(path)
+    cache = Costs(path)
     for key in ("sure", "unsure"):
-        found.seconds(key, counted([]))
+        cache.seconds(key, counted([]))
     with caplog.at_level(logging.INFO, "fxq"):
-        found.settle()
-    found.save()
+        cache.settle()
+    cache.save()
     assert Costs(path).rounds == {"sure": [1.0, 1.0, 1.0], "unsure": [1.0, 2.0, 4.0, 3.0, 3.0]}
     assert "1 of 2 prices differ from round to round" in caplog.text
 
@@ -202,9 +202,9 @@ def test_what_an_earlier_session_was_sure_of_stays(tmp_path, monkeypatch, caplog
 def test_the_file_belongs_to_this_machine(monkeypatch):
     before, path = costs.machine(), costs.machine_path()
     others = {"cpu_name": "another CPU", "has_vnni": not cpu.has_vnni(), "has_amx": not cpu.has_amx()}
-    for name, other in others.items():
+    for name, other_machine in others.items():
         with monkeypatch.context() as patch:
-            patch.setattr(cpu, name, lambda other=other: other)
+            patch.setattr(cpu, name, lambda other_machine=other_machine: other_machine)
             assert costs.machine() != before and costs.machine_path() != path
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "SSE41")
     assert costs.machine_path() != path
@@ -236,9 +236,9 @@ def test_what_was_measured_in_cpu_time_is_kept_however_busy_the_machine_is(tmp_p
     for cpu_time in (True, False):
         path = tmp_path / f"{cpu_time}.json"
         monkeypatch.setattr(costs, "counts_cpu_time", lambda cpu_time=cpu_time: cpu_time)
-        found = Costs(path)
-        found.seconds("once", counted([]))
-        found.seconds("agreed", counted([]))
-        found.rounds["agreed"] = [1.0, 1.0, 1.0]
-        found.save()
+        cache = Costs(path)
+        cache.seconds("once", counted([]))
+        cache.seconds("agreed", counted([]))
+        cache.rounds["agreed"] = [1.0, 1.0, 1.0]
+        cache.save()
         assert set(costs.read_rounds(path)) == ({"once", "agreed"} if cpu_time else {"agreed"})

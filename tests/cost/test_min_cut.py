@@ -54,10 +54,10 @@ def test_conversions_of_an_op_are_those_that_it_makes_the_difference_for(graph):
     ops, values = graph
     chosen = cheapest(ops, values)
     free = [PricedOp(op.key, 0.0, 0.0) for op in ops]
-    found = conversions_of(chosen, values)
+    conversions = conversions_of(chosen, values)
     for op in ops:
         int8, real = (seconds_of(some, free, values) for some in (chosen | {op.key}, chosen - {op.key}))
-        assert found.get(op.key, 0.0) == pytest.approx(int8 - real)
+        assert conversions.get(op.key, 0.0) == pytest.approx(int8 - real)
 
 
 def test_an_island_that_costs_more_than_it_saves_is_left_in_float():

@@ -25,10 +25,14 @@ pytestmark = pytest.mark.any_cpu
 @pytest.mark.parametrize("name", NETWORKS)
 def test_regions_are_those_of_what_runs_on_integers(name):
     gm = until(build(name), batch(name), "propagate", REFERENCE).gm
-    found = regions_of(gm, list(gm.graph.nodes))
+    regions_by_node = regions_of(gm, list(gm.graph.nodes))
     planned = {n for n in gm.graph.nodes if (plan := info(n).plan) is not None and plan.precision != "float"}
-    assert found and set(found) <= planned and all(region.node is n for n, region in found.items())
-    for n, region in found.items():
+    assert (
+        regions_by_node
+        and set(regions_by_node) <= planned
+        and all(region.node is n for n, region in regions_by_node.items())
+    )
+    for n, region in regions_by_node.items():
         set_info(n, shape=None)
         assert not Prober(get_backend("reference"), REFERENCE, Costs()).can_price(region)
 
@@ -68,8 +72,8 @@ def test_a_value_that_is_measured_is_measured_once_and_read_as_floats():
     mixed = REFERENCE.override("c", rows).override("d", rows)
     gm = until(module(forward, **layers), torch.rand(2, 3), "propagate", mixed).gm
     nodes = list(gm.graph.nodes)
-    found = priced_values(gm, nodes, regions_of(gm, nodes), Fixed())
-    by_reader = {str(reader): v for v in found for reader in v.readers}
+    priced = priced_values(gm, nodes, regions_of(gm, nodes), Fixed())
+    by_reader = {str(reader): v for v in priced for reader in v.readers}
     measured, calibrated = by_reader["c"], by_reader["b"]
     assert by_reader["d"] is measured and (measured.producer, measured.quantize, measured.dequantize) == (None, 3.0, 0)
     assert str(calibrated.producer) == "a" and None in calibrated.readers and calibrated.quantize == 1.0

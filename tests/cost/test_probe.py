@@ -1,4 +1,4 @@
-"""What is timed: kernels and float ops of every network's units run on random inputs, and keys say what matters."""
+"""Probes for timing: kernels and float ops of the units of every network run on random inputs; their cache keys."""
 
 import pytest
 import torch
@@ -48,26 +48,26 @@ def test_every_unit_runs_both_ways(name, monkeypatch):
     """As a kernel on integers and as float ops: results of the same shape, each region measured once."""
     lowered, lower = [], lower_graph.lower_graph
     monkeypatch.setattr(lower_graph, "lower_graph", lambda r: (lower(r), lowered.append(list(r.gm.modules()))))
-    gm, found = regions(build(name), batch(name))
+    gm, priced_regions = regions(build(name), batch(name))
     before, code = list(gm.graph.nodes), gm.code
-    known = prober(Results())
-    for region in found:
-        seen = set(known.costs.rounds)
-        int8, real = known.keys(region)
-        assert known.knows(region) is ({int8, real} <= seen)
-        known.kernel(gm, region)
-        known.real(gm, region)
-        assert known.knows(region) and set(known.costs.rounds) == seen | {int8, real}
+    timer = prober(Results())
+    for region in priced_regions:
+        seen = set(timer.costs.rounds)
+        int8, real = timer.keys(region)
+        assert timer.knows(region) is ({int8, real} <= seen)
+        timer.kernel(gm, region)
+        timer.real(gm, region)
+        assert timer.knows(region) and set(timer.costs.rounds) == seen | {int8, real}
         about = info(region.outputs[0])
-        assert tuple(known.costs.results[int8].shape) == tuple(known.costs.results[real].shape) == about.shape
-        assert known.costs.results[int8].dtype == about.dtype and known.costs.results[real].dtype == torch.float32
+        assert tuple(timer.costs.results[int8].shape) == tuple(timer.costs.results[real].shape) == about.shape
+        assert timer.costs.results[int8].dtype == about.dtype and timer.costs.results[real].dtype == torch.float32
         if info(region.node).plan.precision == "int8":
             assert any(isinstance(module, Kernel) for module in lowered[-1])
     assert lowered and list(gm.graph.nodes) == before and gm.code == code
 
 
 def test_a_layer_whose_input_has_a_scale_that_the_graph_holds_is_timed_in_float():
-    given = {"s": torch.tensor(0.5), "z": torch.tensor(3, dtype=torch.int32), "w": torch.ones(4, 3)}
+    tensors = {"s": torch.tensor(0.5), "z": torch.tensor(3, dtype=torch.int32), "w": torch.ones(4, 3)}
     gm = fxq.extend.read_graph(
         """
         q: uint8[2, 3] = input()
@@ -78,31 +78,34 @@ def test_a_layer_whose_input_has_a_scale_that_the_graph_holds_is_timed_in_float(
         y = linear(x, w)
         return y
         """,
-        given,
+        tensors,
     )
     region = next(unit_regions(gm))
-    known = prober(Results())
-    known.real(gm, region)
-    assert known.costs.results[known.keys(region)[1]].shape == (2, 4)
+    timer = prober(Results())
+    timer.real(gm, region)
+    assert timer.costs.results[timer.keys(region)[1]].shape == (2, 4)
 
 
 @pytest.mark.parametrize("elements", [1, 1000, 300_000])
 def test_conversions_are_timed_with_the_backends_kernels(elements):
-    known = prober(Results())
-    known.table = None  # which knows what they cost
-    assert known.quantize(elements) > 0 and known.dequantize(elements) > 0
-    made = {key.partition(": ")[2].split()[0]: value for key, value in known.costs.results.items()}
-    assert {op: value.dtype for op, value in made.items()} == {"quantize": torch.uint8, "dequantize": torch.float32}
-    assert all(key.startswith("x86 ") for key in known.costs.rounds)
+    timer = prober(Results())
+    timer.table = None  # which knows what they cost
+    assert timer.quantize(elements) > 0 and timer.dequantize(elements) > 0
+    seconds_by_op = {key.partition(": ")[2].split()[0]: value for key, value in timer.costs.results.items()}
+    assert {op: value.dtype for op, value in seconds_by_op.items()} == {
+        "quantize": torch.uint8,
+        "dequantize": torch.float32,
+    }
+    assert all(key.startswith("x86 ") for key in timer.costs.rounds)
 
 
 def test_measuring_leaves_the_users_random_numbers_alone():
-    gm, found = regions(build("residual"), batch("residual"))
-    before, known = torch.get_rng_state(), prober()
-    for region in found:
-        known.kernel(gm, region)
-        known.real(gm, region)
-    known.quantize(1000)
+    gm, priced_regions = regions(build("residual"), batch("residual"))
+    before, timer = torch.get_rng_state(), prober()
+    for region in priced_regions:
+        timer.kernel(gm, region)
+        timer.real(gm, region)
+    timer.quantize(1000)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -116,8 +119,8 @@ class Pair(nn.Module):
 
 
 def keys(*channels, size=8):
-    _, found = regions(Pair(*channels).eval(), torch.rand(1, 3, size, size))
-    return [prober()._kernel_key(region) for region in found]
+    _, priced_regions = regions(Pair(*channels).eval(), torch.rand(1, 3, size, size))
+    return [prober()._kernel_key(region) for region in priced_regions]
 
 
 def test_equal_layers_are_measured_once_and_others_apart():
@@ -130,5 +133,7 @@ def test_equal_layers_are_measured_once_and_others_apart():
 def test_a_zero_point_of_zero_has_a_time_of_its_own():
     recipe = fxq.Recipe.static(backend="x86", activation=fxq.TensorSpec(symmetric=True))
     model = Pair(4).eval()
-    first, other = (prober()._kernel_key(regions(model, torch.rand(1, 3, 8, 8) - shift)[1][0]) for shift in (0.0, 0.5))
-    assert "at 0" in first and "shifted" in other and recipe.config.activation.symmetric
+    first, shifted = (
+        prober()._kernel_key(regions(model, torch.rand(1, 3, 8, 8) - shift)[1][0]) for shift in (0.0, 0.5)
+    )
+    assert "at 0" in first and "shifted" in shifted and recipe.config.activation.symmetric

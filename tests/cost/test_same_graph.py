@@ -1,4 +1,4 @@
-"""The same command on a busy machine gives the same graph, also where several processes share one cache."""
+"""Repeated commands on a busy machine give the same graph, also when several processes share one cache."""
 
 import multiprocessing
 import os

@@ -1,4 +1,4 @@
-"""What a notebook shows: HTML that is well-formed and holds no tag of the model's own."""
+"""HTML for notebooks: it is well-formed, and text of the model is escaped."""
 
 import pickle
 import re

@@ -41,7 +41,7 @@ def test_line_breaks_only_in_a_column_that_folds():
 
 
 def test_names_are_data():
-    """What a terminal would obey, what has no width, and what turns the line around."""
+    """Control sequences, characters without width, and marks that reverse the text direction are removed."""
     assert visible("a\x1b[31mred\x07\tb\r\nc") == "a [31mred b c"
     assert visible("abc\u202edef\u200b\ud800!") == "abc def  !"
     assert visible("卷积 [red] ×") == "卷积 [red] ×"

@@ -1,4 +1,4 @@
-"""What is printed: plain into a pipe, and in a terminal coloured, aligned, and no wider than that."""
+"""Printed output: plain text in a pipe; in a terminal coloured, aligned and no wider than the terminal."""
 
 import io
 import os
@@ -335,7 +335,7 @@ def test_in_a_real_terminal(monkeypatch):
 
 
 def _read(terminal):
-    """What has come; nothing when the other end is closed, which Linux reports as an error."""
+    """Bytes that have arrived; empty when the other end is closed, which Linux reports as an error."""
     try:
         return os.read(terminal, 65536)
     except OSError:

@@ -28,7 +28,7 @@ RECIPES = [REFERENCE, pytest.param(X86, marks=needs_x86)]
 
 
 class Net(nn.Module):
-    """Two linear layers with a function between them, and one behind."""
+    """Two linear layers with a function between them, and one after them."""
 
     def __init__(self):
         super().__init__()
@@ -100,19 +100,19 @@ def test_rows_are_what_hooks_on_the_float_model_see(qmodel):
     hidden = grid(hidden, second.input_scale, second.input_zero_point)
     values = {"act": hidden, "second": int8(second, model.second.bias, hidden)}
     own = {"act": hidden, "second": int8(second, model.second.bias, seen["act"])}
-    found = fxq.compare(net(), qmodel, batches())
-    assert [(r.name, r.path, r.op, r.precision) for r in found] == [
+    comparison = fxq.compare(net(), qmodel, batches())
+    assert [(r.name, r.path, r.op, r.precision) for r in comparison] == [
         ("act", "act", "relu", "int8"),
         ("second", "second", "linear", "int8"),
     ]
-    for row in found:
+    for row in comparison:
         ratio, cosine, largest = distances(seen[row.name], values[row.name])
         assert row.sqnr == pytest.approx(ratio, abs=1e-4)  # float32 in the graph, float64 here
         assert row.own_sqnr == pytest.approx(distances(seen[row.name], own[row.name])[0], abs=1e-4)
         assert row.cosine == pytest.approx(cosine, abs=1e-8)
         assert row.max_error == pytest.approx(largest, rel=1e-4)
-    assert found.output_sqnr == found[-1].sqnr
-    assert found.batches == 4
+    assert comparison.output_sqnr == comparison[-1].sqnr
+    assert comparison.batches == 4
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -137,10 +137,10 @@ def test_every_network_beside_its_float_model(name, recipe):
     fxq.calibrate(observed, [batch(name)])
     recorded = observed.manager.context.samples[0]
     qmodel = fxq.convert(observed)
-    found = fxq.compare(build(name), qmodel, [recorded])
+    comparison = fxq.compare(build(name), qmodel, [recorded])
     measured = [e for e in qmodel.ledger if e.sqnr is not None]
-    assert [r.name for r in found] == [e.name for e in measured]
-    for row, entry in zip(found, measured, strict=True):
+    assert [r.name for r in comparison] == [e.name for e in measured]
+    for row, entry in zip(comparison, measured, strict=True):
         assert (row.path, row.op, row.precision) == (entry.path, entry.op, entry.precision)
         assert (row.sqnr, row.own_sqnr) == pytest.approx((entry.sqnr, entry.own_sqnr), abs=1e-6)
 
@@ -157,9 +157,9 @@ def test_the_modules_that_were_taken_apart_have_rows():
     layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
     model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
     x = torch.randn(3, 5, 16)
-    found = fxq.compare(model, fxq.quantize(model, REFERENCE, data=[x]), [x, x[:2]])
-    assert {"layers.0.linear2", "layers.1.self_attn.out_proj"} <= {r.path for r in found}
-    assert min(r.sqnr for r in found) > 15 and found.output_sqnr > 25
+    comparison = fxq.compare(model, fxq.quantize(model, REFERENCE, data=[x]), [x, x[:2]])
+    assert {"layers.0.linear2", "layers.1.self_attn.out_proj"} <= {r.path for r in comparison}
+    assert min(r.sqnr for r in comparison) > 15 and comparison.output_sqnr > 25
 
 
 # ---- two quantized models
@@ -167,39 +167,41 @@ def test_the_modules_that_were_taken_apart_have_rows():
 
 def test_two_recipes(qmodel):
     coarse = fxq.TensorSpec(bits=5, observer="minmax")
-    other = fxq.quantize(
+    coarse_qmodel = fxq.quantize(
         net(),
         REFERENCE.override("first", fxq.QuantConfig(activation=coarse)).override("second", fxq.FLOAT),
         data=batches(),
     )
-    found = fxq.compare(qmodel, other, batches())
-    assert all(isinstance(row, PairRow) for row in found)
-    assert [(r.name, r.precision_a, r.precision_b) for r in found][-1] == ("second", "int8", "float")
-    for row in found:
-        mine, theirs = (next(e for e in m.ledger if e.name == row.name) for m in (qmodel, other))
+    comparison = fxq.compare(qmodel, coarse_qmodel, batches())
+    assert all(isinstance(row, PairRow) for row in comparison)
+    assert [(r.name, r.precision_a, r.precision_b) for r in comparison][-1] == ("second", "int8", "float")
+    for row in comparison:
+        mine, theirs = (next(e for e in m.ledger if e.name == row.name) for m in (qmodel, coarse_qmodel))
         assert (row.sqnr_a, row.sqnr_b) == (mine.sqnr, theirs.sqnr)
     data = torch.cat(batches())
     with torch.no_grad():
-        ratio, cosine, largest = distances(qmodel(data), other(data))
-    assert found.output_sqnr == pytest.approx(ratio, abs=1e-5)
-    assert (found[-1].sqnr, found[-1].cosine, found[-1].max_error) == pytest.approx((ratio, cosine, largest), rel=1e-5)
-    assert found.models == (qmodel, other)
+        ratio, cosine, largest = distances(qmodel(data), coarse_qmodel(data))
+    assert comparison.output_sqnr == pytest.approx(ratio, abs=1e-5)
+    assert (comparison[-1].sqnr, comparison[-1].cosine, comparison[-1].max_error) == pytest.approx(
+        (ratio, cosine, largest), rel=1e-5
+    )
+    assert comparison.models == (qmodel, coarse_qmodel)
 
 
 @needs_x86
 def test_two_backends_agree_to_the_last_step():
     data = batches()
     a, b = (fxq.quantize(net(), recipe, data=data) for recipe in (portable(), X86))
-    found = fxq.compare(a, b, data)
-    assert len(found) == 2 and min(row.sqnr for row in found) > 60
+    comparison = fxq.compare(a, b, data)
+    assert len(comparison) == 2 and min(row.sqnr for row in comparison) > 60
 
 
 def test_a_model_agrees_with_itself_and_with_its_copies(qmodel):
-    for other in (qmodel, copy.deepcopy(qmodel), pickle.loads(pickle.dumps(qmodel))):
-        found = fxq.compare(qmodel, other, batches())
-        assert len(found) == 2
-        assert {(r.sqnr, r.cosine, r.max_error) for r in found} == {(math.inf, 1.0, 0.0)}
-        assert found.output_sqnr == math.inf
+    for duplicate in (qmodel, copy.deepcopy(qmodel), pickle.loads(pickle.dumps(qmodel))):
+        comparison = fxq.compare(qmodel, duplicate, batches())
+        assert len(comparison) == 2
+        assert {(r.sqnr, r.cosine, r.max_error) for r in comparison} == {(math.inf, 1.0, 0.0)}
+        assert comparison.output_sqnr == math.inf
 
 
 def test_models_that_were_made_on_different_lines():
@@ -214,9 +216,9 @@ def test_models_that_were_made_on_different_lines():
 def test_models_without_a_layer(tmp_path):
     """Nothing to compare is no other model."""
     qmodel = fxq.quantize(module(lambda self, x: x), REFERENCE, data=batches())
-    found = fxq.compare(qmodel, qmodel, batches())
-    assert len(found) == 0 and found.output_sqnr == math.inf
-    assert found.report(tmp_path / "report.html").exists()
+    comparison = fxq.compare(qmodel, qmodel, batches())
+    assert len(comparison) == 0 and comparison.output_sqnr == math.inf
+    assert comparison.report(tmp_path / "report.html").exists()
 
 
 class Counting(nn.Module):
@@ -263,10 +265,10 @@ def test_state_goes_on_from_batch_to_batch_on_each_side_alone():
     model = nn.Sequential(nn.Linear(6, 8), Counting(), nn.Linear(8, 5)).eval()
     data = batches()
     qmodel = fxq.quantize(model, REFERENCE.leaf("1"), data=data)
-    found, a, b = fxq.compare(model, qmodel, data), copy.deepcopy(model), copy.deepcopy(qmodel)
+    comparison, a, b = fxq.compare(model, qmodel, data), copy.deepcopy(model), copy.deepcopy(qmodel)
     with torch.no_grad():
         want, got = (torch.cat([m(x) for x in data]) for m in (a, b))
-    assert found.output_sqnr == pytest.approx(sqnr([want], [got]), abs=1e-3)
+    assert comparison.output_sqnr == pytest.approx(sqnr([want], [got]), abs=1e-3)
     assert fxq.compare(qmodel, qmodel, data).worst.sqnr == math.inf
 
 
@@ -309,10 +311,10 @@ def test_an_exported_program():
     x = batches(1)[0]
     program = torch.export.export(net(), (x,))
     qmodel = fxq.quantize(program, REFERENCE, data=[x])
-    found = fxq.compare(program, qmodel, [x, x + 0.1])
+    comparison = fxq.compare(program, qmodel, [x, x + 0.1])
     want = fxq.compare(net(), fxq.quantize(net(), REFERENCE, data=[x]), [x, x + 0.1])
-    assert [r.sqnr for r in found] == pytest.approx([r.sqnr for r in want], abs=1e-4)
-    assert [r.path for r in found] == [r.path for r in want]
+    assert [r.sqnr for r in comparison] == pytest.approx([r.sqnr for r in want], abs=1e-4)
+    assert [r.path for r in comparison] == [r.path for r in want]
 
 
 def test_the_float_model_is_left_as_it_is(qmodel):
@@ -327,9 +329,9 @@ def test_the_float_model_is_left_as_it_is(qmodel):
 
     torch.manual_seed(0)
     model = Counts().eval()
-    other = fxq.quantize(model, REFERENCE, data=batches())
+    second_qmodel = fxq.quantize(model, REFERENCE, data=batches())
     before, state = set(vars(model)), torch.random.get_rng_state()
-    fxq.compare(model, other, batches())
+    fxq.compare(model, second_qmodel, batches())
     assert set(vars(model)) == before and torch.equal(torch.random.get_rng_state(), state)
     assert all(p.requires_grad for p in model.parameters())
 
@@ -343,8 +345,8 @@ def test_the_progress_bar(qmodel, monkeypatch):
     bars = []
 
     @contextmanager
-    def bar(what, total, show=None):
-        bars.append([what, total, show, 0])
+    def bar(title, total, show=None):
+        bars.append([title, total, show, 0])
 
         def advance():
             bars[-1][-1] += 1
@@ -396,8 +398,8 @@ def test_a_model_of_other_layers(qmodel):
     )
     shorter = module(lambda self, x: self.act(self.first(x)), **dict(net().named_children()))
     assert "op 2 is nothing, where the ledger of b has linear 'second'" in refused(shorter, qmodel, batches())
-    other = fxq.quantize(model, REFERENCE, data=batches())
-    assert refused(other, qmodel, batches()) == (
+    second_qmodel = fxq.quantize(model, REFERENCE, data=batches())
+    assert refused(second_qmodel, qmodel, batches()) == (
         "a and b are not made from the same model: they have no layer in common."
     )
 
@@ -415,40 +417,43 @@ def test_a_model_of_other_sizes(qmodel):
 
 
 @pytest.fixture
-def found(qmodel):
+def comparison(qmodel):
     return fxq.compare(net(), qmodel, batches())
 
 
-def test_asking(found):
-    assert [r.name for r in found.sort("sqnr")] == [r.name for r in sorted(found, key=lambda r: r.sqnr)]
-    assert [r.name for r in found.where(op="relu")] == ["act"]
-    assert found.where(path="second").batches == 4
-    assert found.where(precision="float").entries == () and found.where(precision="float").fields == found.fields
-    assert isinstance(found[0], LayerRow) and found.worst == found.sort()[0]
+def test_asking(comparison):
+    assert [r.name for r in comparison.sort("sqnr")] == [r.name for r in sorted(comparison, key=lambda r: r.sqnr)]
+    assert [r.name for r in comparison.where(op="relu")] == ["act"]
+    assert comparison.where(path="second").batches == 4
+    assert (
+        comparison.where(precision="float").entries == ()
+        and comparison.where(precision="float").fields == comparison.fields
+    )
+    assert isinstance(comparison[0], LayerRow) and comparison.worst == comparison.sort()[0]
     with pytest.raises(fxq.InputError, match="unknown field of the comparison 'sqrn'; did you mean 'sqnr'"):
-        found.sort("sqrn")
+        comparison.sort("sqrn")
     with pytest.raises(fxq.InputError, match="unknown precision 'flaot'; did you mean 'float'"):
-        found.where(precision="flaot")
+        comparison.where(precision="flaot")
     with pytest.raises(fxq.InputError, match=r"comparison.where\(precision=\"int8\"\)"):
-        found.where(3)
-    pair = fxq.compare(*found.models, *found.models, batches()[:1])
+        comparison.where(3)
+    pair = fxq.compare(*comparison.models, *comparison.models, batches()[:1])
     with pytest.raises(fxq.InputError, match=r"comparison.where\(precision_a=\"float\"\)"):
         pair.where("float")
     with pytest.raises(fxq.InputError, match="unknown precision 'flaot'"):
         pair.where(precision_b="flaot")
 
 
-def test_files(found, tmp_path):
-    data = json.loads(found.to_json(tmp_path / "c.json"))
-    assert (tmp_path / "c.json").read_text(encoding="utf-8") == found.to_json()
-    assert (data["output_sqnr"], data["batches"]) == (found.output_sqnr, 4)
-    assert [LayerRow(**row) for row in data["layers"]] == list(found)
-    rows = list(csv.DictReader(io.StringIO(found.to_csv(tmp_path / "c.csv"))))
-    assert list(rows[0]) == list(found.fields) == [
+def test_files(comparison, tmp_path):
+    data = json.loads(comparison.to_json(tmp_path / "c.json"))
+    assert (tmp_path / "c.json").read_text(encoding="utf-8") == comparison.to_json()
+    assert (data["output_sqnr"], data["batches"]) == (comparison.output_sqnr, 4)
+    assert [LayerRow(**row) for row in data["layers"]] == list(comparison)
+    rows = list(csv.DictReader(io.StringIO(comparison.to_csv(tmp_path / "c.csv"))))
+    assert list(rows[0]) == list(comparison.fields) == [
         "name", "path", "op", "precision", "sqnr", "own_sqnr", "cosine", "max_error",
     ]  # fmt: skip
-    assert [float(row["sqnr"]) for row in rows] == [r.sqnr for r in found]
-    assert [LayerRow(**row) for row in found.to_dicts()] == list(found)
+    assert [float(row["sqnr"]) for row in rows] == [r.sqnr for r in comparison]
+    assert [LayerRow(**row) for row in comparison.to_dicts()] == list(comparison)
 
 
 def test_text():
@@ -457,8 +462,8 @@ def test_text():
         LayerRow("f", "f", "erf", "float", 31.0, math.inf, 0.9991, 12.5),
     )
     qmodel = fxq.quantize(net(), REFERENCE, data=batches())
-    found = fxq.results.Comparison(rows, 31.0, 8, (qmodel,), None)
-    assert found.to_text() == (
+    comparison = fxq.results.Comparison(rows, 31.0, 8, (qmodel,), None)
+    assert comparison.to_text() == (
         "layer    op    runs as      SQNR dB    own dB    cosine    max error\n"
         "-------  ----  ---------  ---------  --------  --------  -----------\n"
         "a.relu   relu  int8            40.1      45.5   0.99991       0.0123\n"
@@ -476,9 +481,11 @@ def test_text():
 
 def test_the_worst_is_what_is_no_number():
     rows = [LayerRow(n, n, "relu", "int8", value, 1.0, 1.0, 0.0) for n, value in (("a", 3.0), ("b", math.nan))]
-    found = fxq.results.Comparison(tuple(rows), None, 1, (fxq.quantize(net(), REFERENCE, data=batches()),), None)
-    assert found.worst.name == "b"
-    assert found.where(name="z").worst is None and found.where(name="z").to_text().endswith("no layers; 1 batch")
+    comparison = fxq.results.Comparison(tuple(rows), None, 1, (fxq.quantize(net(), REFERENCE, data=batches()),), None)
+    assert comparison.worst.name == "b"
+    assert comparison.where(name="z").worst is None and comparison.where(name="z").to_text().endswith(
+        "no layers; 1 batch"
+    )
 
 
 def test_other_weights_than_at_quantization_are_said():
@@ -486,7 +493,7 @@ def test_other_weights_than_at_quantization_are_said():
     qmodel = fxq.quantize(model, REFERENCE, data=[torch.rand(4, 6)])
     with torch.no_grad():
         model.second.weight.mul_(2)
-    with pytest.warns(fxq.FxqWarning, match=r"'second.weight' for one \(1 of 4 parameters\)"):
+    with pytest.warns(fxq.FxqWarning, match=r"for instance 'second.weight' \(1 of 4 parameters\)"):
         fxq.compare(model, qmodel, [torch.rand(4, 6)])
 
 

@@ -1,4 +1,4 @@
-"""What decided of every op that could run either way."""
+"""Table of the decisions between int8 and float for every op that could run as either."""
 
 from fxq.ledger.decisions import Decisions
 from fxq.ledger.ledger import Entry
@@ -14,12 +14,12 @@ ENTRIES = (
 
 
 def test_rows_are_what_has_two_prices():
-    found = Decisions.of(ENTRIES)
-    assert [(row.name, row.runs, row.by, row.why) for row in found] == [
+    decisions = Decisions.of(ENTRIES)
+    assert [(row.name, row.runs, row.by, row.why) for row in decisions] == [
         ("a", "int8", "table", ""),
         ("b", "float", "measured", "float is faster"),
     ]
-    assert [row.name for row in found.where(by="table")] == ["a"]
+    assert [row.name for row in decisions.where(by="table")] == ["a"]
 
 
 def test_it_prints_where_prices_are_from():

@@ -1,4 +1,4 @@
-"""What a quantized model keeps of the float model: distributions, inputs, size; and the model itself, weakly."""
+"""Record of the float model in a quantized model: distributions, inputs, size, and a weak reference to it."""
 
 import copy
 import gc
@@ -29,53 +29,53 @@ X = torch.linspace(-1, 1, 2 * 3 * 8 * 8).reshape(2, 3, 8, 8)
 @given(st.lists(st.floats(-100, 100, width=32), min_size=2, max_size=300))
 def test_the_counts_are_those_of_equal_bins(values):
     exact = np.array(values, dtype=np.float64)
-    found = distribution(torch.tensor(values))
-    assert (found.low, found.high) == (exact.min(), exact.max())
-    assert len(found.counts) == BINS and sum(found.counts) == len(values)
-    if found.high > found.low:
-        inner = np.linspace(found.low, found.high, BINS + 1)[1:-1]
-        apart = np.abs(exact[:, None] - inner[None]).min() > 1e-9 * (found.high - found.low)
+    summary = distribution(torch.tensor(values))
+    assert (summary.low, summary.high) == (exact.min(), exact.max())
+    assert len(summary.counts) == BINS and sum(summary.counts) == len(values)
+    if summary.high > summary.low:
+        inner = np.linspace(summary.low, summary.high, BINS + 1)[1:-1]
+        apart = np.abs(exact[:, None] - inner[None]).min() > 1e-9 * (summary.high - summary.low)
         assume(apart)  # a value at an edge may go to either side of it
-        assert list(found.counts) == np.histogram(exact, BINS)[0].tolist()
+        assert list(summary.counts) == np.histogram(exact, BINS)[0].tolist()
 
 
 def test_values_outside_of_the_grid():
     grid = QParams.per_tensor(0.5, 2, 0, 10)  # -1 to 4
-    found = distribution(torch.tensor([-2.0, -1.2, -1.0, 0.0, 4.2, 4.3, 9.0, 100.0]), grid)
-    assert found.clip == (-1.0, 4.0)
-    assert found.outside == 4 / 8  # -2, 4.3, 9 and 100: 4.2 is rounded to 4, and so is what it comes back as
+    summary = distribution(torch.tensor([-2.0, -1.2, -1.0, 0.0, 4.2, 4.3, 9.0, 100.0]), grid)
+    assert summary.clip == (-1.0, 4.0)
+    assert summary.outside == 4 / 8  # -2, 4.3, 9 and 100: 4.2 is rounded to 4, and so is what it comes back as
     assert distribution(torch.tensor([1.0, 2.0])).clip is None
 
 
 def test_a_constant_and_nothing():
-    found = distribution(torch.full((5,), 3.0))
-    assert (found.low, found.high, found.counts[0]) == (3.0, 3.0, 5)
+    summary = distribution(torch.full((5,), 3.0))
+    assert (summary.low, summary.high, summary.counts[0]) == (3.0, 3.0, 5)
     assert distribution(torch.empty(0)) is None
     assert distribution(torch.tensor([1, 2])) is None
     assert distribution((torch.ones(2), torch.ones(2))) is None
 
 
 def test_what_is_not_finite_is_left_out():
-    found = distribution(torch.tensor([math.nan, 1.0, -math.inf, 2.0, math.inf]))
-    assert (found.low, found.high, sum(found.counts)) == (1.0, 2.0, 2)
+    summary = distribution(torch.tensor([math.nan, 1.0, -math.inf, 2.0, math.inf]))
+    assert (summary.low, summary.high, sum(summary.counts)) == (1.0, 2.0, 2)
     assert distribution(torch.tensor([math.nan, math.inf])) is None
 
 
 def test_the_largest_floats_do_not_overflow():
-    found = distribution(torch.tensor([-3e38, 0.0, 3e38]))
-    assert (found.counts[0], found.counts[BINS // 2], found.counts[-1]) == (1, 1, 1)
+    summary = distribution(torch.tensor([-3e38, 0.0, 3e38]))
+    assert (summary.counts[0], summary.counts[BINS // 2], summary.counts[-1]) == (1, 1, 1)
 
 
 @pytest.mark.parametrize("shape", [(1, 64, 112, 112), (4, 256, 28, 28), (1, 100_003), (2, 512, 512)])
 def test_of_a_large_tensor_some_are_looked_at_from_all_channels(shape):
     channel = torch.arange(shape[1], dtype=torch.float32).reshape(1, -1, *[1] * (len(shape) - 2))
     value = channel.expand(shape).contiguous()
-    found = distribution(value)
-    assert MAX_CHECKSUM_VALUES / 2 < sum(found.counts) <= MAX_CHECKSUM_VALUES
-    assert (found.low, found.high) == (0.0, shape[1] - 1)
-    even = sum(found.counts) / BINS
+    summary = distribution(value)
+    assert MAX_CHECKSUM_VALUES / 2 < sum(summary.counts) <= MAX_CHECKSUM_VALUES
+    assert (summary.low, summary.high) == (0.0, shape[1] - 1)
+    even = sum(summary.counts) / BINS
     if shape[1] % BINS == 0:
-        assert all(0.9 * even < count < 1.1 * even for count in found.counts)
+        assert all(0.9 * even < count < 1.1 * even for count in summary.counts)
 
 
 def test_half_precision_and_strides():
@@ -114,9 +114,9 @@ def test_every_op_has_the_distribution_of_its_float_value(qmodel):
         values["head"] = model(X)
     assert set(qmodel.record.values) == set(values) == {e.name for e in qmodel.ledger}
     for name, value in values.items():
-        found = qmodel.record.values[name]
-        assert (found.low, found.high) == pytest.approx((float(value.min()), float(value.max())), rel=1e-5, abs=1e-6)
-        assert sum(found.counts) == value.numel()
+        stored = qmodel.record.values[name]
+        assert (stored.low, stored.high) == pytest.approx((float(value.min()), float(value.max())), rel=1e-5, abs=1e-6)
+        assert sum(stored.counts) == value.numel()
 
 
 def test_the_clip_is_that_of_the_node_that_hands_the_value_on(qmodel):
@@ -147,13 +147,15 @@ def test_values_that_are_clipped_count():
     for part in x.split(4):  # of the first eight calls, four samples each are kept
         observed(part)
     observed.manager.context.samples[0] = Batch((x,))
-    found = fxq.convert(observed).record.values["_1"]
+    stored = fxq.convert(observed).record.values["_1"]
     with torch.no_grad():
         value = torch.relu(model[0](x))
-    low, high = found.clip
+    low, high = stored.clip
     step = (high - low) / 15
-    assert high < found.high == pytest.approx(float(value.max()), rel=1e-5)
-    assert found.outside == pytest.approx(float((value > high + step / 2).double().mean()), abs=1e-3) and found.outside
+    assert high < stored.high == pytest.approx(float(value.max()), rel=1e-5)
+    assert (
+        stored.outside == pytest.approx(float((value > high + step / 2).double().mean()), abs=1e-3) and stored.outside
+    )
 
 
 def test_inputs_and_size(qmodel):
@@ -164,8 +166,8 @@ def test_inputs_and_size(qmodel):
         return self.a(x) * scale
 
     model = module(forward, a=nn.Linear(4, 2))
-    given = {"x": torch.randn(3, 4), "mask": torch.ones(3, dtype=torch.int64), "scale": 2.0}
-    inputs = fxq.quantize(model, PLAIN, data=[given]).record.inputs
+    example = {"x": torch.randn(3, 4), "mask": torch.ones(3, dtype=torch.int64), "scale": 2.0}
+    inputs = fxq.quantize(model, PLAIN, data=[example]).record.inputs
     assert inputs == (
         RecordedInput("x", (3, 4), torch.float32),
         RecordedInput("mask", (3,), torch.int64),
@@ -175,9 +177,9 @@ def test_inputs_and_size(qmodel):
 
 def test_parts_of_containers():
     model = module(lambda self, batch: self.a(batch["x"][0]), a=nn.Linear(4, 2))
-    (found,) = fxq.quantize(model, PLAIN, data=[({"x": [torch.randn(3, 4), None]},)]).record.inputs
+    (recorded,) = fxq.quantize(model, PLAIN, data=[({"x": [torch.randn(3, 4), None]},)]).record.inputs
     inside = RecordedInput("", (3, 4), torch.float32), RecordedInput("", kind="plain")
-    assert found == RecordedInput("", kind="dict", parts=(RecordedInput("x", kind="list", parts=inside),))
+    assert recorded == RecordedInput("", kind="dict", parts=(RecordedInput("x", kind="list", parts=inside),))
 
 
 def test_a_shared_parameter_counts_once():
@@ -187,8 +189,8 @@ def test_a_shared_parameter_counts_once():
 
 
 def test_copies_keep_the_record_and_hold_no_activations(qmodel):
-    for other in (copy.deepcopy(qmodel), pickle.loads(pickle.dumps(qmodel))):
-        assert other.record == qmodel.record
+    for duplicate in (copy.deepcopy(qmodel), pickle.loads(pickle.dumps(qmodel))):
+        assert duplicate.record == qmodel.record
     assert isinstance(qmodel.record.values["relu"], Distribution)
     assert len(pickle.dumps(qmodel.record)) < 500 * len(qmodel.ledger)
 

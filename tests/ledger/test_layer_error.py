@@ -86,12 +86,12 @@ class Outlier(nn.Module):
 def test_the_layer_is_blamed_that_reads_a_coarse_grid(recipe):
     torch.manual_seed(0)
     model, x = Outlier().eval(), torch.randn(64, 8)
-    recipe = plain(recipe).without_pass("keep-small-values")  # which would leave it in float, and nobody to blame
+    recipe = plain(recipe).without_pass("keep-small-values")  # it would leave the layer in float: no error to attribute
     qmodel = fxq.quantize(model, recipe, data=[x])
     gelu = qmodel.ledger.where(op="gelu")[0]
     worst = qmodel.ledger.worst(1)[0]
     assert worst.name == "second" and worst.remedy == "recipe.override('second', fxq.FLOAT)"
-    assert gelu.fault_sqnr > gelu.own_sqnr  # the rounding to the grid of the layer behind is that one's
+    assert gelu.fault_sqnr > gelu.own_sqnr  # rounding to the next layer's grid counts as the next layer's error
     before = sqnr(model(x), qmodel(x))
     of_gelu, of_layer = (
         sqnr(model(x), fxq.quantize(model, pasted(line, recipe), data=[x])(x)) for line in (gelu.fix, worst.remedy)

@@ -178,13 +178,13 @@ def test_float_layers_have_no_entry():
 def test_every_backend_reports_the_same_integers(case):
     model, data, qmodel = case
     recipe = plain(fxq.Recipe.static(activation=MINMAX.config.activation, reduce_range="activations"))
-    other = fxq.quantize(model, recipe, data=data)
-    if other.history["insert-qdq"].graph["input_1_q"].scale != qmodel.history["insert-qdq"].graph["input_1_q"].scale:
+    second = fxq.quantize(model, recipe, data=data)
+    if second.history["insert-qdq"].graph["input_1_q"].scale != qmodel.history["insert-qdq"].graph["input_1_q"].scale:
         pytest.skip("this machine's backend takes fewer bits")
     for name, layer in qmodel.qparams().items():
-        assert torch.equal(other.qparams()[name].weight, layer.weight)
-        assert torch.equal(other.qparams()[name].bias, layer.bias)
-        assert other.qparams()[name].input_scale == layer.input_scale
+        assert torch.equal(second.qparams()[name].weight, layer.weight)
+        assert torch.equal(second.qparams()[name].bias, layer.bias)
+        assert second.qparams()[name].input_scale == layer.input_scale
 
 
 def test_weights_on_another_device_than_the_scales():
@@ -214,9 +214,9 @@ GIVEN = {
 }
 
 
-def only_layer(program: str, **given: torch.Tensor) -> LayerQParams:
+def only_layer(program: str, **tensors: torch.Tensor) -> LayerQParams:
     """The layer of a graph that has one."""
-    (layer,) = layers_of(fxq.extend.read_graph(program, {**drawn(program), **GIVEN, **given})).values()
+    (layer,) = layers_of(fxq.extend.read_graph(program, {**drawn(program), **GIVEN, **tensors})).values()
     return layer
 
 
@@ -383,7 +383,7 @@ def test_gates_by_name(recurrent):
         y = {recurrent}(x_dq, w_dq, v_dq, b)
         return y
     """
-    given = {
+    inputs = {
         "w": torch.arange(16, dtype=torch.int8).reshape(4, 4),
         "scale": torch.rand(4),
         "zero": torch.zeros(4, dtype=torch.int32),
@@ -392,15 +392,15 @@ def test_gates_by_name(recurrent):
         "v_scale": torch.rand(4, 2),
         "v_zero": torch.zeros(4, 2, dtype=torch.int32),
     }
-    layer = only_layer(program, **given)
+    layer = only_layer(program, **inputs)
     assert list(layer.weights) == ["weight_ih", "weight_hh"]
-    assert torch.equal(layer.weight, given["w"]) and torch.equal(layer.weights["weight_hh"].values, given["v"])
+    assert torch.equal(layer.weight, inputs["w"]) and torch.equal(layer.weights["weight_hh"].values, inputs["v"])
     assert layer.gates == {"i": slice(0, 2), "f": slice(2, 4)}
-    assert torch.equal(layer.bias[layer.gates["f"]], given["b"][2:])
+    assert torch.equal(layer.bias[layer.gates["f"]], inputs["b"][2:])
     assert layer.float_bias_reason == "the products of its weights have different scales"
     forget, hidden = layer.gate("f"), layer.gate("f", "weight_hh")
-    assert torch.equal(forget.values, given["w"][2:]) and torch.equal(forget.qparams.scale, given["scale"][2:])
-    assert torch.equal(hidden.values, given["v"][2:]) and torch.equal(hidden.qparams.scale, given["v_scale"][2:])
+    assert torch.equal(forget.values, inputs["w"][2:]) and torch.equal(forget.qparams.scale, inputs["scale"][2:])
+    assert torch.equal(hidden.values, inputs["v"][2:]) and torch.equal(hidden.qparams.scale, inputs["v_scale"][2:])
     with pytest.raises(fxq.InputError, match=r"unknown gate 'o'.* Known: f, i"):
         layer.gate("o")
     with pytest.raises(fxq.InputError, match="unknown weight with gates 'weight_hr'"):

@@ -110,8 +110,8 @@ def test_what_is_not_worth_it_says_so(monkeypatch):
 
 def test_a_copy_keeps_the_numbers(ledger):
     qmodel = fxq.quantize(net(), REFERENCE, data=[X])
-    for other in (copy.deepcopy(qmodel), pickle.loads(pickle.dumps(qmodel))):
-        assert other.ledger == qmodel.ledger and other.ledger[0].sqnr is not None
+    for duplicate in (copy.deepcopy(qmodel), pickle.loads(pickle.dumps(qmodel))):
+        assert duplicate.ledger == qmodel.ledger and duplicate.ledger[0].sqnr is not None
     assert pickle.loads(pickle.dumps(ledger)) == ledger
 
 
@@ -158,8 +158,8 @@ def test_a_recurrent_layer_is_the_main_reason():
 def test_text_says_what_conversions_cost():
     slow = Entry("a", "a", "linear", "float", "a", "its conversions", float_us=1010, int8_us=163, conversions_us=900)
     assert "its conversions (kernel 163 µs, conversions 900 µs; float 1010 µs)" in str(Ledger((slow,)))
-    for other in ({"int8_us": 2000}, {"conversions_us": 0.5}, {"conversions_us": None}, {"precision": "int8"}):
-        assert "(kernel" not in str(Ledger((replace(slow, **other),)))
+    for changes in ({"int8_us": 2000}, {"conversions_us": 0.5}, {"conversions_us": None}, {"precision": "int8"}):
+        assert "(kernel" not in str(Ledger((replace(slow, **changes),)))
 
 
 def test_text():

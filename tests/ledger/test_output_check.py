@@ -182,10 +182,10 @@ def test_the_bar_is_kept_in_a_file(tmp_path, bar):
 
 def nearly_nothing():
     """Two linear layers whose difference is smaller than a rounding step of either."""
-    one, two = nn.Linear(8, 8), nn.Linear(8, 8)
-    two.weight.data = one.weight.data + 1e-3 * torch.cos(torch.arange(64.0)).reshape(8, 8)
-    two.bias.data = one.bias.data.clone()
-    return {"one": one, "two": two}
+    first, two = nn.Linear(8, 8), nn.Linear(8, 8)
+    two.weight.data = first.weight.data + 1e-3 * torch.cos(torch.arange(64.0)).reshape(8, 8)
+    two.bias.data = first.bias.data.clone()
+    return {"one": first, "two": two}
 
 
 def test_a_large_output_does_not_cover_for_a_small_one():

@@ -159,8 +159,10 @@ def test_what_is_no_path_is_refused():
 
 def test_weights_in_float16(tmp_path):
     model = nn.Sequential(nn.Linear(4, 2)).eval()
-    made = fxq.quantize(model, fxq.Recipe.weight_only(dtype=torch.float16), example_inputs=torch.rand(3, 4)).qparams()
-    assert "float16 2×4" in str(made) and made.to_dict()["0"]["weight_bits"] == 16
-    made.save(tmp_path / "p.npz")
+    layer_qparams = fxq.quantize(
+        model, fxq.Recipe.weight_only(dtype=torch.float16), example_inputs=torch.rand(3, 4)
+    ).qparams()
+    assert "float16 2×4" in str(layer_qparams) and layer_qparams.to_dict()["0"]["weight_bits"] == 16
+    layer_qparams.save(tmp_path / "p.npz")
     with np.load(tmp_path / "p.npz") as file:
         assert file["0.weight"].dtype == np.float16 and "allow_pickle" not in file

@@ -1,4 +1,4 @@
-"""Which role gives up a bit where kernels overflow with 8: on this CPU if it has no VNNI, else played."""
+"""Role that has 7 bits (reduce_range) where kernels overflow with 8: on a CPU without VNNI, else simulated."""
 
 import copy
 import json
@@ -65,18 +65,18 @@ def test_auto_keeps_the_better_one_and_says_so(make, better, corrected):
     model, data = make()
     recipe = X86 if corrected else plain(X86)
     quantized = fxq.quantize(model, recipe, data=data)
-    found = quantized.ledger.reduced_range
-    assert found.role == better == max(found.sqnr, key=found.sqnr.get)
+    reduced = quantized.ledger.reduced_range
+    assert reduced.role == better == max(reduced.sqnr, key=reduced.sqnr.get)
     with torch.no_grad():
-        for role, measured in found.sqnr.items():
+        for role, measured in reduced.sqnr.items():
             alone = fxq.quantize(model, qdq_form(replace(plain(X86), reduce_range=role)), data=data)
             off = on_samples(model, alone, data, 64 if corrected else 32) - measured
             assert abs(off) < 0.1  # dB; propagate and fallback leave roundings out
             assert alone.ledger.reduced_range == ReducedRange(role)
     text = f"{better} have 7 bits where 8 would saturate in this CPU's kernels; output of the qdq graph: "
-    assert f"{text}{found.sqnr['activations']:.1f} dB with activations" in str(quantized.ledger)
+    assert f"{text}{reduced.sqnr['activations']:.1f} dB with activations" in str(quantized.ledger)
     facts = json.loads(quantized.ledger.to_json())
-    assert facts["reduce_range"] == better and facts[f"sqnr_reduced_{better}"] == found.sqnr[better]
+    assert facts["reduce_range"] == better and facts[f"sqnr_reduced_{better}"] == reduced.sqnr[better]
 
 
 def test_the_recipe_says_which():
@@ -151,19 +151,19 @@ def test_a_model_without_a_float_output():
             return super().forward(x).argmax(1)
 
     model, data = Classes(nn.Linear(16, 8)).eval(), [torch.randn(8, 16)]
-    found = fxq.quantize(model, X86, data=data).ledger.reduced_range
-    assert found.role == "activations" and set(found.sqnr.values()) == {None}
+    reduced = fxq.quantize(model, X86, data=data).ledger.reduced_range
+    assert reduced.role == "activations" and set(reduced.sqnr.values()) == {None}
 
 
 def test_a_copy_of_an_observed_model_is_converted_alike():
     model, data = exact_weights()
     observed = fxq.calibrate(fxq.prepare(model, X86, example_inputs=data[0]), data)
     copied = copy.deepcopy(observed)
-    one, two = fxq.convert(observed), fxq.convert(copied)
-    assert torch.equal(one(data[0]), two(data[0])) and one.ledger.reduced_range == two.ledger.reduced_range
+    qmodel, two = fxq.convert(observed), fxq.convert(copied)
+    assert torch.equal(qmodel(data[0]), two(data[0])) and qmodel.ledger.reduced_range == two.ledger.reduced_range
     assert len(observed.manager.context.samples) == observed.batches_seen == 3
     again = fxq.convert(observed)
-    assert torch.equal(one(data[0]), again(data[0])) and one.ledger.reduced_range == again.ledger.reduced_range
+    assert torch.equal(qmodel(data[0]), again(data[0])) and qmodel.ledger.reduced_range == again.ledger.reduced_range
 
 
 def test_without_data_the_observed_model_can_still_be_calibrated():

@@ -157,8 +157,8 @@ def test_what_is_clearly_otherwise_than_the_table_says_is_measured_again_and_cou
     """One round of the kernels was interrupted, and is no outlier later; but the small layer is slow each time."""
     plant_table(lambda key: 0.1 if "quantize" in key else 1.0 if key.startswith("int8") else 3.0)
     slow = lambda key: int8(key) and "[4, 8, 1, 1]" in key  # noqa: E731
-    known = rounds_of(lambda key: 90.0 if slow(key) else 1.0 if int8(key) else 3.0)
-    monkeypatch.setattr(costs, "machine_costs", lambda: known)
+    timed_costs = rounds_of(lambda key: 90.0 if slow(key) else 1.0 if int8(key) else 3.0)
+    monkeypatch.setattr(costs, "machine_costs", lambda: timed_costs)
     monkeypatch.setattr(costs, "MIN_ROUND_INTERVAL", 0.0)
     model, x = settled(Three), torch.rand(2, 3, 8, 8)
     qmodel = fxq.quantize(model, X86, data=[x])
@@ -167,14 +167,16 @@ def test_what_is_clearly_otherwise_than_the_table_says_is_measured_again_and_cou
     assert by_path["small"].int8_us == pytest.approx(90.0)
     for path in ("a", "b", "head"):
         assert (by_path[path].by, by_path[path].runs) == ("table", "int8")
-    assert all(len(found) >= costs.MIN_ROUNDS for key, found in known.rounds.items() if int8(key) and "conv2d" in key)
+    assert all(
+        len(seconds) >= costs.MIN_ROUNDS for key, seconds in timed_costs.rounds.items() if int8(key) and "conv2d" in key
+    )
 
 
 def test_what_rounds_do_not_agree_on_does_not_count(plant_table, monkeypatch):
     plant_table(lambda key: 0.1 if "quantize" in key else 1.0 if key.startswith("int8") else 3.0)
     times = iter(2.0**i for i in range(400, 0, -1))
-    known = rounds_of(lambda key: next(times) if int8(key) else 3.0)
-    monkeypatch.setattr(costs, "machine_costs", lambda: known)
+    timed_costs = rounds_of(lambda key: next(times) if int8(key) else 3.0)
+    monkeypatch.setattr(costs, "machine_costs", lambda: timed_costs)
     monkeypatch.setattr(costs, "MIN_ROUND_INTERVAL", 0.0)
     qmodel = fxq.quantize(settled(Three), X86, data=[torch.rand(2, 3, 8, 8)])
     assert {(decision.by, decision.runs) for decision in qmodel.decisions} == {("table", "int8"), ("table", "moves")}

@@ -58,12 +58,12 @@ def divergence(counts, width, low, high, spec):
 @pytest.mark.parametrize("x", DATA.values(), ids=DATA)
 def test_the_divergence_is_that_of_the_bins(x, spec):
     observer = observed(x, spec)
-    found = _Divergence(observer.counts, int(observer.exponent), spec)
+    computed = _Divergence(observer.counts, int(observer.exponent), spec)
     low, high = float(x.min().clamp(max=0)), float(x.max().clamp(min=0))
     for left, right in ((1, 1), (0.7, 0.7), (0.2, 0.9), (1, 0.13), (1e-5, 1e-5)):
         ends = torch.tensor([[left * low, right * high]], dtype=torch.float64)
         wanted = divergence(observer.counts, 2.0 ** int(observer.exponent), left * low, right * high, spec)
-        assert float(found(ends)) == pytest.approx(wanted, rel=1e-6, abs=1e-9)
+        assert float(computed(ends)) == pytest.approx(wanted, rel=1e-6, abs=1e-9)
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
@@ -86,7 +86,7 @@ def test_outliers_are_cut_off_at_their_end_alone():
 
 
 def test_zeros_do_not_count():
-    """What a relu leaves has the range that its positive values have."""
+    """Outputs of a relu have the range of its positive values."""
     zeros = torch.cat([NORMAL.relu(), torch.zeros(100_000)])
     assert observed(zeros, fxq.TensorSpec()).qparams().same_as(observed(NORMAL.relu(), fxq.TensorSpec()).qparams())
 

@@ -24,7 +24,7 @@ def value_quantizer(spec=MINMAX, scale=1.0, zero_point=0, **options):
 
 
 def settled(quantizer, *batches):
-    """The quantizer as it is behind forwards on these batches."""
+    """The quantizer after forwards on these batches."""
     for x in batches:
         quantizer(x)
         move_ranges([quantizer], quantizer.seen[None])

@@ -48,9 +48,9 @@ def test_symmetric_ranges_against_all_of_a_fine_list(power):
         return (dequantize(quantize(x, qp), qp) - x).abs().pow(power).sum(1)
 
     low, high = x.amin(1), x.amax(1)
-    found = error(*least_range(x, low, high, spec, power))
+    least = error(*least_range(x, low, high, spec, power))
     tried = torch.stack([error(f * low, f * high) for f in torch.linspace(0.15, 1, 2000)]).amin(0)
-    assert (found <= 1.05 * tried).all() and (found <= error(low, high)).all()
+    assert (least <= 1.05 * tried).all() and (least <= error(low, high)).all()
 
 
 @pytest.mark.parametrize("per", ["channel", 16])
@@ -60,9 +60,9 @@ def test_weights_of_four_bits_are_closer_than_with_minmax(shape, per):
     errors = []
     for observer in ("minmax", "mse"):
         spec = fxq.TensorSpec(bits=4, signed=True, symmetric=True, per=per, observer=observer)
-        found = observer_for(spec, 0 if per == "channel" else 1)
-        found(x)
-        qp = found.qparams()
+        fitted = observer_for(spec, 0 if per == "channel" else 1)
+        fitted(x)
+        qp = fitted.qparams()
         errors.append(float((dequantize(quantize(x, qp), qp) - x).square().sum()))
     assert errors[1] < 0.99 * errors[0]
 

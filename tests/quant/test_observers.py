@@ -136,17 +136,17 @@ def test_moving_average_is_the_recurrence(axis):
         lows, highs = values.min(None if axis is None else 0), values.max(None if axis is None else 0)
         low = lows if low is None else 0.99 * low + 0.01 * lows
         high = highs if high is None else 0.99 * high + 0.01 * highs
-    found = observed("moving_average", data, axis).range()
-    np.testing.assert_allclose(found[0], low, rtol=1e-5)
-    np.testing.assert_allclose(found[1], high, rtol=1e-5)
+    observed_range = observed("moving_average", data, axis).range()
+    np.testing.assert_allclose(observed_range[0], low, rtol=1e-5)
+    np.testing.assert_allclose(observed_range[1], high, rtol=1e-5)
 
 
 def test_moving_average_merge_weighs_by_batches():
-    one, two = observed("moving_average", [torch.ones(2)] * 3), observed("moving_average", [torch.zeros(2)])
-    one.merge(two)
-    assert one.range()[1].item() == pytest.approx(0.75)
-    one.merge(observed("moving_average", [torch.full((2,), 3.0)] * 4))
-    assert one.range()[1].item() == pytest.approx(3 / 8 + 3 / 2)
+    ones_observer, two = observed("moving_average", [torch.ones(2)] * 3), observed("moving_average", [torch.zeros(2)])
+    ones_observer.merge(two)
+    assert ones_observer.range()[1].item() == pytest.approx(0.75)
+    ones_observer.merge(observed("moving_average", [torch.full((2,), 3.0)] * 4))
+    assert ones_observer.range()[1].item() == pytest.approx(3 / 8 + 3 / 2)
 
 
 @pytest.mark.parametrize("name", list(OBSERVERS))
@@ -170,10 +170,10 @@ def test_join_covers_both_tensors(name):
 @pytest.mark.parametrize("x", distributions().values(), ids=distributions())
 @pytest.mark.parametrize("name", ["histogram", "mse"])
 def test_least_squares_are_near_the_best_range(name, x, spec):
-    found = float(squared_errors(x, observed(name, [x], spec=spec).qparams())[0])
+    error = float(squared_errors(x, observed(name, [x], spec=spec).qparams())[0])
     plain = float(squared_errors(x, observed("minmax", [x], spec=spec).qparams())[0])
-    assert found <= 1.05 * best_error(x, spec)
-    assert found <= 1.01 * plain
+    assert error <= 1.05 * best_error(x, spec)
+    assert error <= 1.01 * plain
 
 
 @pytest.mark.parametrize("bits", range(2, 9))
@@ -316,9 +316,9 @@ def test_moving_average_merge_commutes_and_associates(a, b, c):
 @pytest.mark.parametrize("name", ["minmax", "mse"])
 def test_merge_and_load_per_channel(name):
     a, b = torch.randn(2, 3, 4), torch.randn(5, 3, 4)
-    one, two = observed(name, [a], axis=1), observed(name, [b], axis=1)
-    one.merge(two)
-    assert same_state(one, observed(name, [a, b], axis=1))
+    observer_a, two = observed(name, [a], axis=1), observed(name, [b], axis=1)
+    observer_a.merge(two)
+    assert same_state(observer_a, observed(name, [a, b], axis=1))
     empty = observed(name, [], axis=1)
     empty.merge(two)
     assert same_state(empty, two)
@@ -328,8 +328,8 @@ def test_the_least_error_per_channel_is_that_of_each_channel_alone():
     """Also: the power is an option; the larger, the less is clipped."""
     x = torch.randn(4, 300, generator=torch.Generator().manual_seed(0)) ** 3
     for spec in SPECS.values():
-        found = dequantize(quantize(x, qp := observed("mse", [x], 0, spec).qparams()), qp)
-        for row, values in zip(found, x, strict=True):
+        dequantized = dequantize(quantize(x, qp := observed("mse", [x], 0, spec).qparams()), qp)
+        for row, values in zip(dequantized, x, strict=True):
             alone = float(squared_errors(values, observed("mse", [values], spec=spec).qparams())[0])
             assert float((row - values).double().square().sum()) == pytest.approx(alone, rel=1e-3)
     highs = []
@@ -356,9 +356,9 @@ def test_deterministic_copied_and_loaded(name):
     assert same_state(observer, observed(name, data))
     loaded = observed(name, [])
     loaded.load_state_dict(observer.state_dict())
-    for other in (loaded, copy.deepcopy(observer)):
-        assert same_state(observer, other)
-        assert observer.qparams().same_as(other.qparams())
+    for duplicate in (loaded, copy.deepcopy(observer)):
+        assert same_state(observer, duplicate)
+        assert observer.qparams().same_as(duplicate.qparams())
 
 
 @pytest.mark.parametrize("name", list(OBSERVERS))
@@ -540,7 +540,7 @@ def test_runs_in_a_graph():
 # ---- one for another
 
 
-ALIKE = [
+COMPATIBLE_OBSERVERS = [
     ("histogram", "minmax"),
     ("histogram", "percentile:99"),
     ("percentile:95", "percentile:99"),
@@ -549,7 +549,7 @@ ALIKE = [
     ("minmax", "minmax"),
     ("moving_average:0.2", "moving_average:0.2"),
 ]
-OTHERWISE = [
+INCOMPATIBLE_OBSERVERS = [
     ("minmax", "histogram"),
     ("minmax", "moving_average"),
     ("histogram", "moving_average"),
@@ -560,26 +560,26 @@ OTHERWISE = [
 
 @settings(max_examples=10, deadline=None)
 @given(st.integers(0, 1000))
-@pytest.mark.parametrize("seen, asked", ALIKE)
+@pytest.mark.parametrize("seen, asked", COMPATIBLE_OBSERVERS)
 def test_an_observer_answers_for_one_that_keeps_no_more(seen, asked, seed):
     noise = torch.Generator().manual_seed(seed)
     data = [torch.randn(50, generator=noise) * 10 ** float(torch.rand((), generator=noise)) for _ in range(3)]
-    one, other = observer_for(TensorSpec(observer=seen)), observer_for(TensorSpec(bits=5, observer=asked), name="y")
+    source, target = observer_for(TensorSpec(observer=seen)), observer_for(TensorSpec(bits=5, observer=asked), name="y")
     fresh = observer_for(TensorSpec(bits=5, observer=asked))
     for x in data:
-        one(x), fresh(x)
-    answer = one.answer_as(other)
+        source(x), fresh(x)
+    answer = source.answer_as(target)
     assert answer.qparams().same_as(fresh.qparams())
-    assert (answer.name, answer.spec, other.seen) == ("y", other.spec, False)
-    one(torch.tensor([1e4, -1e4]))
+    assert (answer.name, answer.spec, target.seen) == ("y", target.spec, False)
+    source(torch.tensor([1e4, -1e4]))
     assert answer.qparams().same_as(fresh.qparams())
 
 
-@pytest.mark.parametrize("seen, asked", OTHERWISE)
+@pytest.mark.parametrize("seen, asked", INCOMPATIBLE_OBSERVERS)
 def test_an_observer_does_not_answer_for_one_that_looks_in_another_way(seen, asked):
-    one, other = observer_for(TensorSpec(observer=seen)), observer_for(TensorSpec(observer=asked))
-    one(torch.randn(9))
-    assert one.answer_as(other) is None
+    source, target = observer_for(TensorSpec(observer=seen)), observer_for(TensorSpec(observer=asked))
+    source(torch.randn(9))
+    assert source.answer_as(target) is None
 
 
 def test_an_observer_does_not_answer_for_other_channels_or_constants():

@@ -192,17 +192,17 @@ def test_only_integers_are_dequantized(q):
 
 def test_the_error_of_a_scale():
     x = torch.tensor([-1.0, 0.0, 0.26, 1.0, 3.0])
-    found = fxq.extend.quantization_error(x, 0.25, 4, qmax=8)  # reaches from -1 to 1
+    errors = fxq.extend.quantization_error(x, 0.25, 4, qmax=8)  # reaches from -1 to 1
     error = np.array([0.0, 0.0, 0.01, 0.0, 2.0])
-    assert found.sqnr == pytest.approx(10 * math.log10(float((x.double() ** 2).sum()) / (error**2).sum()), rel=1e-6)
-    assert (found.max_error, found.clipped) == (2.0, 0.2)
-    assert str(found) == "SQNR 4.4 dB, largest error 2, 20.00% clipped"
+    assert errors.sqnr == pytest.approx(10 * math.log10(float((x.double() ** 2).sum()) / (error**2).sum()), rel=1e-6)
+    assert (errors.max_error, errors.clipped) == (2.0, 0.2)
+    assert str(errors) == "SQNR 4.4 dB, largest error 2, 20.00% clipped"
 
 
 def test_a_bit_is_6_dB():
     x = torch.rand(100_000, generator=torch.Generator().manual_seed(0))
-    found = [fxq.extend.quantization_error(x, 1 / (2**bits - 1), 0, qmax=2**bits - 1).sqnr for bits in (4, 5, 6, 7, 8)]
-    assert np.diff(found) == pytest.approx([6.02] * 4, abs=0.4)
+    errors = [fxq.extend.quantization_error(x, 1 / (2**bits - 1), 0, qmax=2**bits - 1).sqnr for bits in (4, 5, 6, 7, 8)]
+    assert np.diff(errors) == pytest.approx([6.02] * 4, abs=0.4)
 
 
 def test_the_histogram_clips_where_it_pays():
@@ -219,16 +219,18 @@ def test_the_histogram_clips_where_it_pays():
 
 def test_a_scale_for_each_channel_costs_less():
     x = X * torch.tensor([1.0, 10.0, 100.0, 1000.0])[:, None]
-    one, each = (fxq.extend.make_observer("minmax", axis, signed=True, symmetric=True) for axis in (None, 0))
-    for obs in (one, each):
+    whole, rows = (fxq.extend.make_observer("minmax", axis, signed=True, symmetric=True) for axis in (None, 0))
+    for obs in (whole, rows):
         obs(x)
-    scales = each.qparams().scale
+    scales = rows.qparams().scale
     smallest = x[0], x[0, None]
     assert (
-        fxq.extend.quantization_error(smallest[0], one.qparams()).sqnr < 5
+        fxq.extend.quantization_error(smallest[0], whole.qparams()).sqnr < 5
     )  # one scale leaves the smallest row nothing
     assert fxq.extend.quantization_error(smallest[1], scales[:1], 0, qmin=-127, qmax=127, axis=0).sqnr > 35
-    assert fxq.extend.quantization_error(x, each.qparams()).sqnr > fxq.extend.quantization_error(x, one.qparams()).sqnr
+    assert (
+        fxq.extend.quantization_error(x, rows.qparams()).sqnr > fxq.extend.quantization_error(x, whole.qparams()).sqnr
+    )
 
 
 def test_nothing_and_what_is_exact_cost_nothing():

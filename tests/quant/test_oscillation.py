@@ -25,7 +25,7 @@ def frozen_at(integers, highest):
 
 
 def noted(oscillation, rows, highest):
-    """The integers that elements keep behind forwards with these integers; None for those that are free."""
+    """Integers at which elements are frozen after forwards with these integers; None for elements that are free."""
     for i, now in enumerate(rows):
         oscillation.now.copy_(now)
         oscillation.update(highest, first=i == 0)
@@ -36,10 +36,10 @@ def test_as_in_the_paper():
     torch.manual_seed(0)
     centres, spread = torch.randint(-6, 6, (300,)) + torch.rand(300), torch.rand(300)
     rows = [(centres + spread * torch.randn(300)).round().clamp(-7, 7).to(torch.int8) for _ in range(60)]
-    found = noted(Oscillation(torch.Size([300]), torch.int8), rows, 0.06)
+    frozen_integers = noted(Oscillation(torch.Size([300]), torch.int8), rows, 0.06)
     wanted = [frozen_at(list(map(int, column)), 0.06) for column in torch.stack(rows).T]
     assert 50 < sum(n is not None for n in wanted) < 290
-    differ = sum(a != b for a, b in zip(found, wanted, strict=True))
+    differ = sum(a != b for a, b in zip(frozen_integers, wanted, strict=True))
     assert differ <= 6  # means in the middle between two integers, of which float16 has the other side
 
 

@@ -202,9 +202,9 @@ def test_per_channel_is_per_tensor_on_each_channel(axis, spec):
     back = dequantize(q, qp)
     assert q.shape == back.shape == x.shape and q.dtype == spec.dtype and back.dtype == torch.float32
     for i in range(x.shape[axis]):
-        one = QParams.per_tensor(float(qp.scale[i]), int(qp.zero_point[i]), qp.qmin, qp.qmax, qp.dtype)
-        assert torch.equal(q.select(axis, i), quantize(x.select(axis, i), one))
-        assert torch.equal(back.select(axis, i), dequantize(q.select(axis, i), one))
+        channel = QParams.per_tensor(float(qp.scale[i]), int(qp.zero_point[i]), qp.qmin, qp.qmax, qp.dtype)
+        assert torch.equal(q.select(axis, i), quantize(x.select(axis, i), channel))
+        assert torch.equal(back.select(axis, i), dequantize(q.select(axis, i), channel))
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1,), (2, 3)])
@@ -238,7 +238,7 @@ def test_same_as():
     assert qp.same_as(qp) and qp.same_as(QParams.per_tensor(0.5, 3))
     assert not qp.same_as(None)
     others = [(0.25, 3), (0.5, 4), (0.5, 3, 0, 127), (0.5, 3, -127, 255), (0.5, 3, 0, 255, torch.int8)]
-    assert not any(qp.same_as(QParams.per_tensor(*other)) for other in others)
+    assert not any(qp.same_as(QParams.per_tensor(*arguments)) for arguments in others)
 
 
 # --- the operators --------------------------------------------------------------------------------------------------
@@ -321,8 +321,8 @@ def test_meta_and_fake_tensors(both_ways, layout):
     x = LAYOUTS[layout]
     with FakeTensorMode() as mode:
         fake = both_ways(mode.from_tensor(x))
-    for found in (both_ways(x.to("meta")), fake):
-        for a, b in zip(found, both_ways(x), strict=True):
+    for results in (both_ways(x.to("meta")), fake):
+        for a, b in zip(results, both_ways(x), strict=True):
             assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
 
 

@@ -35,29 +35,29 @@ def test_joined_in_any_order_they_are_one_and_its_grid_holds_all(data, order):
     shared_grids = [grid_group(x) for x in data]
     while len(shared_grids) > 1:
         a, b = order.sample(range(len(shared_grids)), 2)
-        made = shared_grids[a].join(shared_grids[b])
-        assert shared_grids[a].root() is shared_grids[b].root() is made
-        shared_grids = [s for i, s in enumerate(shared_grids) if i not in (a, b)] + [made]
-    (one,) = shared_grids
+        joined = shared_grids[a].join(shared_grids[b])
+        assert shared_grids[a].root() is shared_grids[b].root() is joined
+        shared_grids = [s for i, s in enumerate(shared_grids) if i not in (a, b)] + [joined]
+    (group,) = shared_grids
     everything = torch.cat(data)
-    assert one.low == min(0.0, float(everything.min())) and one.high == max(0.0, float(everything.max()))
-    assert len(one.observers) == len(data)
-    assert covers(one.qparams(), everything)
+    assert group.low == min(0.0, float(everything.min())) and group.high == max(0.0, float(everything.max()))
+    assert len(group.observers) == len(data)
+    assert covers(group.qparams(), everything)
 
 
 def test_a_strand_joined_with_itself_stays():
-    one = grid_group(torch.tensor([1.0]))
-    assert one.join(one) is one and len(one.observers) == 1
+    group = grid_group(torch.tensor([1.0]))
+    assert group.join(group) is group and len(group.observers) == 1
 
 
 @given(values, values)
 def test_a_grid_may_cover_what_keeps_its_own(a, b):
-    one, other = grid_group(a), grid_group(b)
-    alone = other.qparams()
-    one.cover(other)
-    assert one.root() is not other.root()
-    assert covers(one.qparams(), torch.cat([a, b]))
-    assert other.qparams().same_as(alone)
+    group, covered = grid_group(a), grid_group(b)
+    alone = covered.qparams()
+    group.cover(covered)
+    assert group.root() is not covered.root()
+    assert covers(group.qparams(), torch.cat([a, b]))
+    assert covered.qparams().same_as(alone)
 
 
 @pytest.mark.parametrize(
@@ -65,34 +65,34 @@ def test_a_grid_may_cover_what_keeps_its_own(a, b):
     [(0.0, True), (-1.0, True), (2.0, True), (-2.0, True), (4.1, False), (-3.1, False), (math.inf, False)],
 )
 def test_a_constant_is_reached_where_the_grid_gets_at_most_so_much_coarser(constant, reached):
-    one = grid_group(torch.tensor([-1.0, 1.0]))
+    group = grid_group(torch.tensor([-1.0, 1.0]))
     wider = max(1.0, constant) - min(-1.0, constant)
-    assert one.can_hold(constant) is reached is (wider <= MAX_CONSTANT_RATIO * one.span)
+    assert group.can_hold(constant) is reached is (wider <= MAX_CONSTANT_RATIO * group.span)
 
 
 def test_constants_are_on_the_grid():
-    one = grid_group(torch.tensor([-1.0, 1.0]))
-    one.constants.add(-2.0)
-    assert covers(one.qparams(), torch.tensor([-2.0, 1.0]))
+    group = grid_group(torch.tensor([-1.0, 1.0]))
+    group.constants.add(-2.0)
+    assert covers(group.qparams(), torch.tensor([-2.0, 1.0]))
 
 
 def test_the_finest_reader_counts_and_nothing_is_no_reader():
-    one = SharedGridGroup(-4.0, 4.0)
+    group = SharedGridGroup(-4.0, 4.0)
     for span in (3.0, 0.0, 2.0, 5.0):
-        one.note_span(span)
-    assert one.smallest_span == 2.0
+        group.note_span(span)
+    assert group.smallest_span == 2.0
 
 
 def test_around_is_as_wide_as_all_and_has_seen_nothing():
-    made = group_around([SharedGridGroup(-1.0, 2.0), SharedGridGroup(-3.0, 1.0, constants={7.0})])
-    assert (made.low, made.high, made.constants, made.observers) == (-3.0, 2.0, {7.0}, [])
+    around = group_around([SharedGridGroup(-1.0, 2.0), SharedGridGroup(-3.0, 1.0, constants={7.0})])
+    assert (around.low, around.high, around.constants, around.observers) == (-3.0, 2.0, {7.0}, [])
 
 
 def test_observers_that_are_joined_stay_as_they_are():
-    one, other = (grid_group(torch.tensor([x])).observers[0] for x in (1.0, 5.0))
-    both = joined_observer([one, other])
+    first, second = (grid_group(torch.tensor([x])).observers[0] for x in (1.0, 5.0))
+    both = joined_observer([first, second])
     assert [float(end) for end in both.range()] == [1.0, 5.0]
-    assert [float(end) for end in one.range()] == [1.0, 1.0] and joined_observer([one]) is one
+    assert [float(end) for end in first.range()] == [1.0, 1.0] and joined_observer([first]) is first
 
 
 def test_what_has_seen_no_data_is_refused():

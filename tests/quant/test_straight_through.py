@@ -14,7 +14,7 @@ from fxq.quant.straight_through import Rounded
 
 
 def rounded_straight_through(x, scale, zero_point, qmin, qmax):
-    """The same written with autograd's own functions: gradients pass the rounding, and stop where values are cut."""
+    """Fake quantize written with autograd's own functions: gradients pass the rounding, and stop at clipped values."""
     steps = x / scale + zero_point
     steps = steps + (steps.round() - steps).detach()
     return (steps.clamp(qmin, qmax) - zero_point) * scale
@@ -37,16 +37,16 @@ def strided(x):
 
 
 @pytest.mark.parametrize("lay_out", [torch.clone, lambda t: t.contiguous(memory_format=torch.channels_last), strided])
-@pytest.mark.parametrize("given", [torch.clone, lambda t: t[:1, :1, :1, :1].expand_as(t)])
+@pytest.mark.parametrize("as_upstream", [torch.clone, lambda t: t[:1, :1, :1, :1].expand_as(t)])
 @pytest.mark.parametrize("learned", [False, True])
-def test_values_of_any_layout(monkeypatch, lay_out, given, learned):
-    """Against the same written with autograd; in several pieces, as large tensors are worked on."""
+def test_values_of_any_layout(monkeypatch, lay_out, as_upstream, learned):
+    """Compared with the form written with autograd; in several pieces, as for large tensors."""
     monkeypatch.setattr(straight_through, "PIECE", 37)
     spec = fxq.TensorSpec(bits=4, range="learned" if learned else "calibrated", observer="minmax")
     quantizer = FakeQuantizeValue(spec, QParams.per_tensor(0.25, 5, 0, 15), "x")
     x, upstream = torch.randn(2, 3, 5, 7) * 3, torch.randn(2, 3, 5, 7) + 0.5
     x[0, 0, 0, :2] = torch.tensor([-math.inf, math.inf])
-    x, upstream = lay_out(x), given(lay_out(upstream))
+    x, upstream = lay_out(x), as_upstream(lay_out(upstream))
     quantizer.started = True
     (own,) = torch.autograd.grad(y := quantizer(x.requires_grad_()), x, upstream, retain_graph=True)
     again, scale = x.detach().clone().requires_grad_(), quantizer.scale.clone().requires_grad_()
@@ -99,13 +99,13 @@ def test_a_learned_scale_has_the_gradient_of_lsq(axis):
 )
 def test_what_is_kept_for_the_backward(kind, learned, kept):
     spec = fxq.TensorSpec(bits=4, range="learned" if learned else "calibrated", observer="minmax")
-    quantizer, x, found = kind(spec, QParams.per_tensor(0.1, 5, 0, 15), "x"), torch.randn(1000, requires_grad=True), []
+    quantizer, x, saved = kind(spec, QParams.per_tensor(0.1, 5, 0, 15), "x"), torch.randn(1000, requires_grad=True), []
     quantizer.started = True
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: found.append(t) or t, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         quantizer(x)
-    found = [t for t in found if t.numel() == 1000]
-    assert [t.dtype for t in found] == ([kept] if kept else [])
-    assert all(t.data_ptr() == x.data_ptr() for t in found if t.dtype == torch.float32)
+    saved = [t for t in saved if t.numel() == 1000]
+    assert [t.dtype for t in saved] == ([kept] if kept else [])
+    assert all(t.data_ptr() == x.data_ptr() for t in saved if t.dtype == torch.float32)
 
 
 def test_gradients_of_gradients():

@@ -1,4 +1,4 @@
-"""What users add: ops, kernels and backends, as they write them (`tests/support/extensions.py`)."""
+"""Ops, kernels and backends that users add, as they write them (`tests/support/extensions.py`)."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class Fused(nn.Module):
         return self.second(self.factor * torch.tanh(self.first(x)))
 
 
-def settled(made):
+def settled(make):
     torch.manual_seed(0)
-    return made().eval()
+    return make().eval()
 
 
 def kernels(qmodel):
@@ -73,12 +73,12 @@ def test_a_fusion_of_the_user_s_runs_in_the_user_s_kernel(factor):
 @onednn
 def test_a_kernel_is_made_of_what_the_pattern_captured(monkeypatch):
     """Here of a layer without a bias, and a number that stands on the other side in the model."""
-    made, make = [], own.LinearTanhMul
-    monkeypatch.setattr(own, "LinearTanhMul", lambda *args: made.append(args) or make(*args))
+    captured, make = [], own.LinearTanhMul
+    monkeypatch.setattr(own, "LinearTanhMul", lambda *args: captured.append(args) or make(*args))
     model = settled(lambda: Fused(2.5))
     model.first.bias = None
     qmodel = fxq.quantize(model, fused_recipe(), data=[X])
-    weight, scale, bias, factor, x, out = made[-1]
+    weight, scale, bias, factor, x, out = captured[-1]
     assert torch.allclose(weight * scale[:, None], model.first.weight, atol=0.6 * float(scale.max()))
     assert (weight.dtype, bias, float(factor)) == (torch.int8, None, 2.5)
     assert (x.s, out.qmin) == (pytest.approx((X.max() - X.min()).item() / x.qmax, rel=1e-3), 0)
@@ -312,8 +312,8 @@ def test_names_of_the_running_script_are_warned_of(monkeypatch):
 @onednn
 def test_a_loaded_recipe_gives_the_same_model(tmp_path):
     (recipe := fused_recipe()).save(tmp_path / "r.toml")
-    one, two = (fxq.quantize(settled(lambda: Fused(2.5)), r, data=[X]) for r in (recipe, tmp_path / "r.toml"))
-    assert torch.equal(one(X), two(X)) and kernels(one) == kernels(two)
+    first, two = (fxq.quantize(settled(lambda: Fused(2.5)), r, data=[X]) for r in (recipe, tmp_path / "r.toml"))
+    assert torch.equal(first(X), two(X)) and kernels(first) == kernels(two)
 
 
 @pytest.mark.parametrize(

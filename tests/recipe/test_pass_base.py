@@ -1,4 +1,4 @@
-"""What a pass is made of."""
+"""Base class of passes."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -80,7 +80,7 @@ def test_options_out_of_bounds_are_refused_by_name():
 
 
 @pytest.mark.parametrize(
-    "made",
+    "make",
     [
         lambda: fxq.passes.AdaRound(warm=1.0),
         lambda: fxq.passes.AdaRound(samples=0),
@@ -93,9 +93,9 @@ def test_options_out_of_bounds_are_refused_by_name():
         lambda: fxq.passes.VerifyLowering(tolerance=-0.1),
     ],
 )
-def test_every_pass_refuses_what_it_cannot_work_with(made):
+def test_every_pass_refuses_what_it_cannot_work_with(make):
     with pytest.raises(RecipeError, match=r"it must be a"):
-        made()
+        make()
 
 
 @pytest.mark.parametrize("step", [getattr(fxq.passes, name)() for name in fxq.passes.__all__ if "PASSES" not in name])

@@ -30,7 +30,7 @@ def test_a_recipe_is_frozen_and_every_method_returns_a_new_one():
         recipe.leaf("head"),
         recipe.with_check(),
     ]
-    assert recipe == Recipe.static() and all(other != recipe for other in others)
+    assert recipe == Recipe.static() and all(changed != recipe for changed in others)
     with pytest.raises(FrozenInstanceError):
         recipe.backend = "x86"
 
@@ -39,8 +39,8 @@ def test_later_overrides_win():
     low = QuantConfig(activation=TensorSpec(bits=4))
     recipe = Recipe.static().override("layer*", FLOAT).override("layer1.conv", low).override(nn.Linear, FLOAT)
     types = {"layer1": nn.Sequential, "layer1.conv": nn.Conv2d, "layer2": nn.Conv2d, "fc": nn.Linear, "o": nn.ReLU}
-    found = {path: recipe.config_for(path, (), types)[0] for path in types}
-    assert found == {"layer1": FLOAT, "layer1.conv": low, "layer2": FLOAT, "fc": FLOAT, "o": recipe.config}
+    configs = {path: recipe.config_for(path, (), types)[0] for path in types}
+    assert configs == {"layer1": FLOAT, "layer1.conv": low, "layer2": FLOAT, "fc": FLOAT, "o": recipe.config}
     again = recipe.override("*", recipe.config)
     assert {again.config_for(path, (), types)[0] for path in types} == {recipe.config}
 
@@ -149,8 +149,8 @@ def test_correct_bias_is_in_the_pipeline_and_can_be_left_out():
     assert names(recipe) == [name for name in NAMES if name != "correct-bias"] and len(names(recipe)) == len(NAMES) - 1
     inserted = {"insert": "fxq.passes:CorrectBias", "after": "smooth"}
     assert Recipe.from_dict({"preset": "static", "pass": [inserted]}) == Recipe.static()
-    other = recipe.insert_pass(CorrectBias(scale=False), after="smooth")
-    assert names(other) == NAMES and Recipe.from_dict(other.to_dict()) == other
+    corrected = recipe.insert_pass(CorrectBias(scale=False), after="smooth")
+    assert names(corrected) == NAMES and Recipe.from_dict(corrected.to_dict()) == corrected
     with pytest.raises(RecipeError, match=r"already: remove it first, with recipe\.without_pass"):
         Recipe.static().insert_pass(CorrectBias(scale=False), after="insert-qdq")
 

@@ -62,9 +62,9 @@ def recipes(draw):
         recipe = recipe.override(selector, config)
     if draw(st.booleans()):
         where = draw(st.sampled_from(["after", "before"]))
-        made = VerifyLowering(draw(st.floats(0, 1)), draw(st.floats(0, 1)))
+        verification = VerifyLowering(draw(st.floats(0, 1)), draw(st.floats(0, 1)))
         recipe = recipe.without_pass("verify-lowering").insert_pass(
-            made, **{where: draw(st.sampled_from(["fuse", "cleanup"]))}
+            verification, **{where: draw(st.sampled_from(["fuse", "cleanup"]))}
         )
     return recipe
 
@@ -204,13 +204,13 @@ def test_what_a_user_adds_is_saved_loaded_and_gives_the_same_model(tmp_path):
     recipe.save(tmp_path / "r.toml")
     loaded = Recipe.load(tmp_path / "r.toml")
     assert loaded == recipe
-    one, two, without = (fxq.quantize(model, r, data=[x]) for r in (recipe, loaded, plain))
-    assert torch.equal(one(x), two(x))
-    assert str(one.history["fuse"].graph) == str(two.history["fuse"].graph)
-    found = ["tanh_of_linear" in m.history["fuse"].to_text() for m in (one, two, without)]
-    assert found == [True, True, False]
+    from_recipe, two, without = (fxq.quantize(model, r, data=[x]) for r in (recipe, loaded, plain))
+    assert torch.equal(from_recipe(x), two(x))
+    assert str(from_recipe.history["fuse"].graph) == str(two.history["fuse"].graph)
+    fused = ["tanh_of_linear" in m.history["fuse"].to_text() for m in (from_recipe, two, without)]
+    assert fused == [True, True, False]
     usual = fxq.quantize(model, replace(recipe, config=QuantConfig()), data=[x])
-    assert not torch.equal(one(x), usual(x))  # the observer counts
+    assert not torch.equal(from_recipe(x), usual(x))  # the observer counts
     assert pickle.loads(pickle.dumps(recipe)) == recipe
 
 

@@ -90,10 +90,10 @@ def test_a_selector_prints_as_it_is_written(selector, text):
 
 @pytest.mark.parametrize("selector", ["layer1.*", nn.Conv2d, MyConv, by_op("relu")])
 def test_a_selector_as_data_and_back(selector):
-    made = as_selector(selector)
-    data = made.to_dict()
+    parsed = as_selector(selector)
+    data = parsed.to_dict()
     assert all(isinstance(value, str) for value in data.values())
-    assert Selector.from_dict(data) == made
+    assert Selector.from_dict(data) == parsed
 
 
 def test_a_type_local_to_a_function_cannot_be_written():

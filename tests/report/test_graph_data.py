@@ -27,9 +27,9 @@ def test_nodes_say_all_that_their_views_say(qmodel, data):
     defaults |= {"precisions": (), "layers": ()}
     constants = constants_read(qmodel.history[-1].graph)
     for node in qmodel.history[-1].graph:
-        found = {**defaults, **last[node.name]}
-        lines = [text for _, text in found.pop("lines")]
-        assert found == vars(node)
+        values = {**defaults, **last[node.name]}
+        lines = [text for _, text in values.pop("lines")]
+        assert values == vars(node)
         assert lines == [clip(line.text) for line in node_lines(node, constants.get(node.name, ()))]
         assert clip(node.label if node.kind == "constant" else node.name) in lines
     (conv,) = [last[node.name] for node in qmodel.history[-1].graph if node.path == "stem" and node.kind == "int8"]
@@ -69,7 +69,7 @@ def test_rewrites_are_the_edits(qmodel, data):
 
 def test_rules_that_almost_matched_are_there_with_the_reason():
     apart = REFERENCE.override(fxq.by_op("relu"), fxq.FLOAT)  # no unit of a convolution and a ReLU
-    found = fxq.quantize(build("residual"), apart, data=[batch("residual")])
-    misses = {s.name: [vars(miss) for miss in s.near] for s in found.history}
+    qmodel = fxq.quantize(build("residual"), apart, data=[batch("residual")])
+    misses = {s.name: [vars(miss) for miss in s.near] for s in qmodel.history}
     assert any(misses.values())
-    assert {p["name"]: p["near"] for p in report_data(found)["passes"]} == misses
+    assert {p["name"]: p["near"] for p in report_data(qmodel)["passes"]} == misses

@@ -33,8 +33,8 @@ def residual():
 @pytest.mark.parametrize("name", NETWORKS)
 def test_made_up_inputs_run_the_model(name):
     model, record = build(name), record_of(build(name), as_batch(batch(name), build(name)), {})
-    made = recorded_inputs(record.inputs, "cpu")
-    model(*made.args, **made.kwargs)
+    example = recorded_inputs(record.inputs, "cpu")
+    model(*example.args, **example.kwargs)
 
 
 def made_up(*args, **kwargs):
@@ -42,24 +42,24 @@ def made_up(*args, **kwargs):
 
 
 def test_made_up_inputs_have_the_shapes_and_dtypes_of_the_example():
-    made = made_up(torch.zeros(100, 3), x=torch.zeros(50, 2, dtype=torch.float64))
-    assert (made.args[0].shape, made.args[0].dtype) == ((100, 3), torch.float32)
-    assert (made.kwargs["x"].shape, made.kwargs["x"].dtype) == ((50, 2), torch.float64)
-    assert made.args[0].std() > 0.5
+    inputs = made_up(torch.zeros(100, 3), x=torch.zeros(50, 2, dtype=torch.float64))
+    assert (inputs.args[0].shape, inputs.args[0].dtype) == ((100, 3), torch.float32)
+    assert (inputs.kwargs["x"].shape, inputs.kwargs["x"].dtype) == ((50, 2), torch.float64)
+    assert inputs.args[0].std() > 0.5
 
 
 def test_integers_and_flags_are_zeros():
-    made = made_up(torch.tensor([3, 1]), torch.tensor([[True], [False]]))
-    assert made.args[0].tolist() == [0, 0] and made.args[0].dtype == torch.int64
-    assert made.args[1].tolist() == [[False], [False]]
+    inputs = made_up(torch.tensor([3, 1]), torch.tensor([[True], [False]]))
+    assert inputs.args[0].tolist() == [0, 0] and inputs.args[0].dtype == torch.int64
+    assert inputs.args[1].tolist() == [[False], [False]]
 
 
 def test_containers_and_plain_values_are_those_of_the_example():
-    made = made_up({"x": torch.rand(5, 4), "more": (torch.zeros(2), [3, None])}, 2.5, flag=True, mode="a")
-    inside, number = made.args
+    inputs = made_up({"x": torch.rand(5, 4), "more": (torch.zeros(2), [3, None])}, 2.5, flag=True, mode="a")
+    inside, number = inputs.args
     assert inside["x"].shape == (5, 4) and inside["x"].std() > 0.1
     assert inside["more"][0].shape == (2,) and inside["more"][1] == [3, None] and type(inside["more"]) is tuple
-    assert (number, made.kwargs) == (2.5, {"flag": True, "mode": "a"})
+    assert (number, inputs.kwargs) == (2.5, {"flag": True, "mode": "a"})
 
 
 Pair = namedtuple("Pair", "x y")
@@ -78,42 +78,42 @@ def test_objects_of_other_classes_are_not_made_up(odd):
 
 def test_both_models_and_every_node_that_computes_are_timed(residual):
     model, qmodel = residual
-    found = time_models(qmodel, model, Batch((batch("residual"),)))
-    assert found.why == ""
-    assert found.float_us > 0 and found.int8_us > 0
-    assert [row.node for row in found.profile] == [n.name for n in qmodel.graph.nodes if n.op.startswith("call")]
-    assert all(row.us > 0 for row in found.profile)
+    latency = time_models(qmodel, model, Batch((batch("residual"),)))
+    assert latency.why == ""
+    assert latency.float_us > 0 and latency.int8_us > 0
+    assert [row.node for row in latency.profile] == [n.name for n in qmodel.graph.nodes if n.op.startswith("call")]
+    assert all(row.us > 0 for row in latency.profile)
     count = torch.get_num_threads()
-    assert found.profile.batch == f"float32[4, 3, 8, 8], {count} thread{'s' * (count > 1)}"
+    assert latency.profile.batch == f"float32[4, 3, 8, 8], {count} thread{'s' * (count > 1)}"
 
 
 def test_a_float_model_that_is_gone_is_said(residual):
-    found = time_models(residual[1], None, Batch((batch("residual"),)))
-    assert found.float_us is None and found.int8_us > 0
-    assert "the float model was deleted" in found.why
+    latency = time_models(residual[1], None, Batch((batch("residual"),)))
+    assert latency.float_us is None and latency.int8_us > 0
+    assert "the float model was deleted" in latency.why
 
 
 def test_a_float_model_in_train_mode_is_not_run(residual):
     _, qmodel = residual
     model = build("residual").train()
     model.register_forward_pre_hook(lambda *_: pytest.fail("it was run"))
-    found = time_models(qmodel, model, Batch((batch("residual"),)))
-    assert (found.float_us, found.why) == (None, "the float model is in train mode")
+    latency = time_models(qmodel, model, Batch((batch("residual"),)))
+    assert (latency.float_us, latency.why) == (None, "the float model is in train mode")
 
 
 def test_a_float_model_elsewhere_is_not_run(residual):
     model = build("residual").to("meta")
-    found = time_models(residual[1], model, Batch((batch("residual"),)))
-    assert found.why == "the float model is on meta and the inputs are on cpu"
+    latency = time_models(residual[1], model, Batch((batch("residual"),)))
+    assert latency.why == "the float model is on meta and the inputs are on cpu"
 
 
 def test_a_float_model_that_fails_is_said(residual):
     def broken(self, x):
         raise ValueError("no such batch")
 
-    found = time_models(residual[1], module(broken), Batch((batch("residual"),)))
-    assert found.int8_us > 0
-    assert "float32[4, 3, 8, 8]): ValueError: no such batch" in found.why
+    latency = time_models(residual[1], module(broken), Batch((batch("residual"),)))
+    assert latency.int8_us > 0
+    assert "float32[4, 3, 8, 8]): ValueError: no such batch" in latency.why
 
 
 def test_inputs_that_the_quantized_model_refuses_are_an_error(residual):
@@ -135,8 +135,8 @@ def test_models_inputs_and_the_generator_stay_as_they_were():
     )
     x = torch.ones(5, 4)
     state = torch.get_rng_state()
-    found = time_models(qmodel, model, Batch((x,)))
-    assert found.float_us > 0
+    latency = time_models(qmodel, model, Batch((x,)))
+    assert latency.float_us > 0
     assert (model.calls, model.seen.item()) == (0, 0)
     assert torch.equal(x, torch.ones(5, 4))
     assert torch.equal(state, torch.get_rng_state())

@@ -50,8 +50,8 @@ def test_libraries_are_what_versions_json_says():
     for library in json.loads((HERE / "vendor" / "versions.json").read_text()):
         assert library["version"] in library["source"]
         files |= {name: about["sha256"] for name, about in library["files"].items()}
-    found = {path.name: path for path in (HERE / "vendor").iterdir() if path.name != "versions.json"}
-    assert files == {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in found.items()}
+    vendored = {path.name: path for path in (HERE / "vendor").iterdir() if path.name != "versions.json"}
+    assert files == {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in vendored.items()}
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="node, which checks the scripts' syntax, is not installed")

@@ -102,9 +102,9 @@ def overlaps(drawn):
         for thing in things:
             if name in frames and not contains(frames[name], thing):
                 yield "outside", thing["name"], name
-        for thing, other in combinations(things, 2):
-            if overlap(thing, other):
-                yield "overlap", thing["name"], other["name"]
+        for thing, neighbour in combinations(things, 2):
+            if overlap(thing, neighbour):
+                yield "overlap", thing["name"], neighbour["name"]
 
 
 def by_frame(drawn):

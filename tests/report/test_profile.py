@@ -25,37 +25,37 @@ def engine(request):
 
 
 def region(qmodel):
-    (found,) = [node for node in qmodel.history[-1].graph if node.is_region]
-    return found
+    (region_node,) = [node for node in qmodel.history[-1].graph if node.is_region]
+    return region_node
 
 
 def test_kernels_are_a_row_each(qmodel):
-    found = qmodel.profile(example_inputs=batch("residual"))
-    assert [row.node for row in found] == [n.name for n in qmodel.graph.nodes if n.op.startswith("call")]
+    profiled = qmodel.profile(example_inputs=batch("residual"))
+    assert [row.node for row in profiled] == [n.name for n in qmodel.graph.nodes if n.op.startswith("call")]
     views = qmodel.history[-1].graph
-    assert all((row.layer, row.op, row.kind) == ("", views[row.node].label, views[row.node].kind) for row in found)
-    assert all(row.us > 0 for row in found)
-    assert found.batch.startswith("float32[4, 3, 8, 8], ")
+    assert all((row.layer, row.op, row.kind) == ("", views[row.node].label, views[row.node].kind) for row in profiled)
+    assert all(row.us > 0 for row in profiled)
+    assert profiled.batch.startswith("float32[4, 3, 8, 8], ")
 
 
 def long(layers):
     """The convolutions: OpenVINO tells nothing of a layer that took less than a microsecond, as the others may."""
-    found = [layer for layer in layers if "Conv" in layer[1]]
-    assert len(found) == 5
-    return found
+    convolutions = [layer for layer in layers if "Conv" in layer[1]]
+    assert len(convolutions) == 5
+    return convolutions
 
 
 def test_a_region_has_a_row_for_each_of_its_layers(engine):
     node = region(engine)
-    found = engine.profile()
-    layers = [row for row in found if row.node == node.name]
+    profiled = engine.profile()
+    layers = [row for row in profiled if row.node == node.name]
     told = [(row.layer, row.op, row.dtype, row.kind) for row in layers]
-    known = [(" + ".join(layer.nodes), layer.op, layer.dtype, layer.kind) for layer in node.layers]
-    assert long(told) == long(known)
+    rows = [(" + ".join(layer.nodes), layer.op, layer.dtype, layer.kind) for layer in node.layers]
+    assert long(told) == long(rows)
     assert len(layers) > 3 and sum(row.us for row in layers) > 0
-    assert found.sort("us", reverse=True)[0].us == max(row.us for row in found)
-    text = found.to_text()
-    assert all(row.op in text for row in layers) and found.batch in text
+    assert profiled.sort("us", reverse=True)[0].us == max(row.us for row in profiled)
+    text = profiled.to_text()
+    assert all(row.op in text for row in layers) and profiled.batch in text
 
 
 def test_other_inputs_are_timed_anew(engine):
@@ -81,8 +81,8 @@ def test_the_page_has_the_layers(engine):
     assert [tuple(layer) for layer in record["layers"]] == [tuple(layer) for layer in node.layers]
     timed = [op for op in data["time"]["ops"] if op["name"] == node.name]
     told = [(op["layer"], op["label"], op["kind"]) for op in timed]
-    known = [(" + ".join(layer.nodes), layer.op, layer.kind) for layer in node.layers]
-    assert long(told) == long(known)
+    rows = [(" + ".join(layer.nodes), layer.op, layer.kind) for layer in node.layers]
+    assert long(told) == long(rows)
 
 
 INSIDE = """name => {

@@ -31,9 +31,9 @@ def written(path):
 def test_losses_are_there_where_they_were_measured(data):
     assert not any("sqnr" in p for p in data["passes"])
     checked = fxq.quantize(build("residual"), REFERENCE.with_check("numeric"), data=[batch("residual")])
-    found = [p["sqnr"] for p in report_data(checked)["passes"]]
-    assert found[0] == "inf"
-    assert found[-1] == pytest.approx(checked.history[-1].sqnr, rel=1e-4)
+    sqnrs = [p["sqnr"] for p in report_data(checked)["passes"]]
+    assert sqnrs[0] == "inf"
+    assert sqnrs[-1] == pytest.approx(checked.history[-1].sqnr, rel=1e-4)
 
 
 # ---- quality
@@ -63,22 +63,22 @@ def test_time_of_the_nodes_and_sizes_are_there(model, qmodel, data):
 
 
 def test_without_the_float_model_its_time_is_missing_and_its_size_is_not(qmodel, data):
-    found = report_data(copy.deepcopy(qmodel))
-    assert found["time"]["float_us"] is None
-    assert "the float model was deleted" in found["time"]["why"]
-    assert found["size"] == data["size"]
+    page_data = report_data(copy.deepcopy(qmodel))
+    assert page_data["time"]["float_us"] is None
+    assert "the float model was deleted" in page_data["time"]["why"]
+    assert page_data["size"] == data["size"]
 
 
 def test_example_inputs_are_what_is_timed(qmodel, tmp_path):
-    found = written(qmodel.report(tmp_path / "r.html", example_inputs=batch("residual", 2)))
-    assert "float32[2, 3, 8, 8]" in found["time"]["batch"]
+    page_data = written(qmodel.report(tmp_path / "r.html", example_inputs=batch("residual", 2)))
+    assert "float32[2, 3, 8, 8]" in page_data["time"]["batch"]
 
 
 def test_inputs_that_cannot_be_made_up_are_not_timed():
     model = module(lambda self, inputs: self.layer(inputs[1]), layer=nn.Linear(4, 4))
-    found = report_data(fxq.quantize(model, REFERENCE, data=[({1: torch.rand(2, 4)},)]))
-    assert "input 0 is not a tensor" in found["time"]["why"]
-    assert (found["time"]["int8_us"], found["time"]["ops"]) == (None, [])
+    page_data = report_data(fxq.quantize(model, REFERENCE, data=[({1: torch.rand(2, 4)},)]))
+    assert "input 0 is not a tensor" in page_data["time"]["why"]
+    assert (page_data["time"]["int8_us"], page_data["time"]["ops"]) == (None, [])
 
 
 # ---- comparisons
@@ -90,53 +90,53 @@ def comparison(model, qmodel):
 
 
 def test_numbers_of_a_comparison_replace_those_of_the_ledger(qmodel, data, comparison, tmp_path):
-    found = written(qmodel.report(tmp_path / "r.html", comparison=comparison))
+    page_data = written(qmodel.report(tmp_path / "r.html", comparison=comparison))
     wanted = {row.name: row for row in comparison}
-    rows = {row["name"]: row for row in found["ledger"]["rows"]}
+    rows = {row["name"]: row for row in page_data["ledger"]["rows"]}
     assert {name for name, row in rows.items() if row["sqnr"] is not None} == wanted.keys() != set()
     for name, row in wanted.items():
         numbers = [rows[name][key] for key in ("sqnr", "own_sqnr", "cosine", "max_error")]
         assert numbers == [row.sqnr, row.own_sqnr, row.cosine, row.max_error]
-    assert (data["measured"], found["measured"]) == ("recorded calibration samples", "2 batches")
-    assert found["values"] == json.loads(json.dumps(data["values"]))
+    assert (data["measured"], page_data["measured"]) == ("recorded calibration samples", "2 batches")
+    assert page_data["values"] == json.loads(json.dumps(data["values"]))
 
 
 def test_a_comparison_with_the_float_model_reports_the_model(qmodel, comparison, tmp_path):
     path = comparison.report(tmp_path / "new" / "c.html")
     assert path == tmp_path / "new" / "c.html"
-    found = written(path)
-    assert (found["kind"], found["measured"]) == ("model", "2 batches")
-    assert [p["name"] for p in found["passes"]] == qmodel.history.names
+    page_data = written(path)
+    assert (page_data["kind"], page_data["measured"]) == ("model", "2 batches")
+    assert [p["name"] for p in page_data["passes"]] == qmodel.history.names
 
 
 def test_two_quantized_models_stand_side_by_side(model, qmodel, tmp_path):
-    other = fxq.quantize(model, REFERENCE.override("head", fxq.FLOAT), data=[batch("residual")])
-    compared = fxq.compare(qmodel, other, [batch("residual")])
-    found = written(compared.report(tmp_path / "c.html"))
-    assert (found["kind"], found["measured"]) == ("compare", "1 batch")
-    assert found["title"] == "Residual: a (static on reference) against b (static on reference)"
-    graphs = {p["name"]: [found["nodes"][i]["name"] for i in p["nodes"]] for p in found["passes"]}
+    second_qmodel = fxq.quantize(model, REFERENCE.override("head", fxq.FLOAT), data=[batch("residual")])
+    compared = fxq.compare(qmodel, second_qmodel, [batch("residual")])
+    page_data = written(compared.report(tmp_path / "c.html"))
+    assert (page_data["kind"], page_data["measured"]) == ("compare", "1 batch")
+    assert page_data["title"] == "Residual: a (static on reference) against b (static on reference)"
+    graphs = {p["name"]: [page_data["nodes"][i]["name"] for i in p["nodes"]] for p in page_data["passes"]}
     assert list(graphs) == ["traced", "a", "b"]
     assert graphs["traced"] == [node.name for node in qmodel.history[0].graph]
     assert graphs["a"] == [node.name for node in qmodel.history[-1].graph]
-    assert graphs["b"] == [node.name for node in other.history[-1].graph]
+    assert graphs["b"] == [node.name for node in second_qmodel.history[-1].graph]
     plain = [{key: "inf" if value == math.inf else value for key, value in vars(row).items()} for row in compared]
-    assert found["rows"] == plain
-    assert found["output_sqnr"] == compared.output_sqnr
-    a, b = found["sides"]
+    assert page_data["rows"] == plain
+    assert page_data["output_sqnr"] == compared.output_sqnr
+    a, b = page_data["sides"]
     assert a["recipe"] == REFERENCE.to_toml() != b["recipe"]
-    assert [row["precision"] for row in b["ledger"]["rows"]] == [entry.precision for entry in other.ledger]
+    assert [row["precision"] for row in b["ledger"]["rows"]] == [entry.precision for entry in second_qmodel.ledger]
 
 
 def test_a_comparison_of_something_else_is_refused(model, qmodel, comparison, tmp_path):
-    other = fxq.quantize(model, REFERENCE, data=[batch("residual")])
+    second_qmodel = fxq.quantize(model, REFERENCE, data=[batch("residual")])
     with pytest.raises(InputError, match="the comparison is of another model"):
-        other.report(tmp_path / "r.html", comparison=comparison)
-    pair = fxq.compare(qmodel, other, [batch("residual")])
+        second_qmodel.report(tmp_path / "r.html", comparison=comparison)
+    pair = fxq.compare(qmodel, second_qmodel, [batch("residual")])
     with pytest.raises(InputError, match=r"of two quantized models; .* fxq\.compare\(float_model, qmodel, data\)"):
-        other.report(tmp_path / "r.html", comparison=pair)
+        second_qmodel.report(tmp_path / "r.html", comparison=pair)
     with pytest.raises(InputError, match=r"comparison is a list; give what fxq\.compare returned"):
-        other.report(tmp_path / "r.html", comparison=[1])
+        second_qmodel.report(tmp_path / "r.html", comparison=[1])
     with pytest.raises(InputError, match="named by a str or a path"):
         pair.report(3)
 
@@ -147,10 +147,10 @@ def test_a_comparison_of_something_else_is_refused(model, qmodel, comparison, tm
 def test_the_file_holds_the_data_and_folders_are_made(qmodel, data, tmp_path):
     path = qmodel.report(tmp_path / "new" / "folder" / "report.html")
     assert path == tmp_path / "new" / "folder" / "report.html"
-    found = written(path)
-    assert found.keys() == data.keys()
-    assert found["nodes"] == json.loads(json.dumps(data["nodes"]))
-    assert found["version"] == 1 and found["kind"] == "model"
+    page_data = written(path)
+    assert page_data.keys() == data.keys()
+    assert page_data["nodes"] == json.loads(json.dumps(data["nodes"]))
+    assert page_data["version"] == 1 and page_data["kind"] == "model"
 
 
 def test_what_made_the_model_is_there(data):
@@ -168,8 +168,8 @@ def _toml(text):
 def test_a_recipe_that_no_file_holds_is_said():
     recipe = REFERENCE.fix_args(flag=None)
     model = module(lambda self, x, flag=None: self.layer(x), layer=nn.Linear(4, 4))
-    found = report_data(fxq.quantize(model, recipe, data=[torch.rand(2, 4)]))
-    assert found["recipe"].startswith("# This recipe has no TOML: ")
+    page_data = report_data(fxq.quantize(model, recipe, data=[torch.rand(2, 4)]))
+    assert page_data["recipe"].startswith("# This recipe has no TOML: ")
 
 
 EVIL = "<img src=x onerror=alert(1)></script><script>alert(2)"
@@ -191,8 +191,8 @@ def test_a_file_name_that_is_no_text_can_be_written(tmp_path):
 
 @pytest.mark.parametrize("remake", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_a_copy_reports_the_same(qmodel, data, remake):
-    found = report_data(remake(qmodel))
-    assert {key for key in data if found[key] != data[key]} == {"time"}
+    page_data = report_data(remake(qmodel))
+    assert {key for key in data if page_data[key] != data[key]} == {"time"}
 
 
 @pytest.mark.parametrize(
@@ -205,14 +205,14 @@ def test_a_copy_reports_the_same(qmodel, data, remake):
     ids=["dict", "pair", "star"],
 )
 def test_models_of_any_form_have_a_report(forward, inputs, tmp_path):
-    found = fxq.quantize(module(forward, layer=nn.Linear(4, 4)), REFERENCE, data=[inputs])
-    assert len(written(found.report(tmp_path / "r.html"))["passes"]) == len(found.history)
+    qmodel = fxq.quantize(module(forward, layer=nn.Linear(4, 4)), REFERENCE, data=[inputs])
+    assert len(written(qmodel.report(tmp_path / "r.html"))["passes"]) == len(qmodel.history)
 
 
 def test_a_model_that_stays_in_float_has_a_report(tmp_path):
     with pytest.warns(fxq.FxqWarning, match="nothing runs on integers"):
-        found = fxq.quantize(nn.Sequential(nn.Softmax(1)).eval(), REFERENCE, data=[torch.rand(2, 4)])
-    about = written(found.report(tmp_path / "r.html"))
+        qmodel = fxq.quantize(nn.Sequential(nn.Softmax(1)).eval(), REFERENCE, data=[torch.rand(2, 4)])
+    about = written(qmodel.report(tmp_path / "r.html"))
     assert (about["weights"], about["ledger"]["coverage"]) == ({}, 0.0)
 
 

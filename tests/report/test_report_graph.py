@@ -14,7 +14,7 @@ def drawn(graph):
 
 
 def shown(page):
-    """What the graph tab shows, once it is painted."""
+    """Content of the graph tab after painting."""
     page.evaluate("fxq.painted()")
     return page.evaluate("fxq.stats()")
 
@@ -36,8 +36,8 @@ def test_the_arrows_step_through_all_passes(browser, network, request):
     qmodel, path = request.getfixturevalue(network)
     with opened(browser, path, f"pass={qmodel.history.names[0]}") as page:
         for snapshot in qmodel.history:
-            found = shown(page)
-            assert (found["pass"], found["nodes"]) == (snapshot.name, len(drawn(snapshot.graph)))
+            shown_graph = shown(page)
+            assert (shown_graph["pass"], shown_graph["nodes"]) == (snapshot.name, len(drawn(snapshot.graph)))
             assert page.locator('#timeline [aria-current="step"] b').inner_text() == snapshot.name
             page.keyboard.press("ArrowDown")
         page.keyboard.press("ArrowUp")
@@ -85,8 +85,8 @@ def test_the_diff_marks_what_a_pass_changed(browser, network, request):
     removed = {n.name for n in drawn(before)} - {n.name for n in after}
     with opened(browser, path, "pass=fuse") as page:
         page.locator('[data-mode="diff"]').click()
-        found = shown(page)
-        assert (found["mode"], found["nodes"]) == ("diff", len(drawn(after)) + len(removed))
+        shown_graph = shown(page)
+        assert (shown_graph["mode"], shown_graph["nodes"]) == ("diff", len(drawn(after)) + len(removed))
         marks = page.locator("#changes").inner_text()
         assert f"+ added {len(added)}" in marks
         assert f"− removed {len(removed)}" in marks
@@ -124,15 +124,15 @@ def test_a_module_collapses_and_expands(browser, network, module, request):
 
 def test_search_goes_to_what_it_finds(browser, resnet50):
     qmodel, path = resnet50
-    found = [n.name for n in drawn(qmodel.history[-1].graph) if "layer3.2" in n.path]
+    names = [n.name for n in drawn(qmodel.history[-1].graph) if "layer3.2" in n.path]
     with opened(browser, path) as page:
         page.keyboard.press("/")
         page.locator("#search").fill("layer3.2")
-        assert page.locator("#results [role=option]").count() == len(found)
+        assert page.locator("#results [role=option]").count() == len(names)
         page.keyboard.press("Enter")
-        assert page.evaluate("fxq.state.node") == found[0]
+        assert page.evaluate("fxq.state.node") == names[0]
         page.evaluate("fxq.painted()")
-        place = page.evaluate("name => fxq.where(name)", found[0])
+        place = page.evaluate("name => fxq.where(name)", names[0])
         assert 0 < place["x"] < 1440 and 0 < place["y"] < 900  # the view went there
 
 
@@ -152,7 +152,7 @@ def test_what_a_link_asks_for_is_what_is_shown(browser, digits):
     qmodel, path = digits
     node = next(n for n in qmodel.history["fuse"].graph if n.kind == "op")
     with opened(browser, path, f"pass=fuse&mode=diff&node={node.name}&theme=dark") as page:
-        found = shown(page)
-        assert (found["pass"], found["mode"]) == ("fuse", "diff")
+        shown_graph = shown(page)
+        assert (shown_graph["pass"], shown_graph["mode"]) == ("fuse", "diff")
         assert page.locator("#panel").get_attribute("data-node") == node.name
         assert page.evaluate("document.documentElement.dataset.theme") == "dark"

@@ -1,4 +1,4 @@
-"""What the report says of a node, of a rewrite and of a rule that almost matched, in a browser, against the history."""
+"""Panels of the report for a node, a rewrite and a near miss, in a browser, compared with the history."""
 
 import pytest
 import torch
@@ -48,9 +48,9 @@ def test_a_float_value_has_a_histogram_without_a_clip(browser, digits):
 def test_a_node_shows_its_error_and_the_rule_that_made_it_of_which_nodes(browser, network, request):
     qmodel, path = request.getfixturevalue(network)
     edit = qmodel.history["fuse"].edits[-1]
-    (made,) = edit.after
-    (entry,) = [e for e in qmodel.ledger if e.into == made and e.sqnr is not None]
-    with opened(browser, path, f"node={made}") as page:
+    (replacement,) = edit.after
+    (entry,) = [e for e in qmodel.ledger if e.into == replacement and e.sqnr is not None]
+    with opened(browser, path, f"node={replacement}") as page:
         text = shown(page)
         assert f"{entry.sqnr:.1f} dB" in text and f"{entry.own_sqnr:.1f} dB" in text
         step = page.locator("#panel .story li", has=page.get_by_role("button", name="fuse", exact=True))
@@ -102,13 +102,13 @@ def test_every_pass_adds_and_removes_what_its_diff_does(browser, network, reques
     qmodel, path = request.getfixturevalue(network)
     with opened(browser, path, "mode=diff") as page:
         for before, after in zip(qmodel.history, qmodel.history[1:], strict=False):
-            found = fxq.diff(before, after)
+            difference = fxq.diff(before, after)
             page.evaluate("name => fxq.step(name)", after.name)
             page.evaluate("fxq.painted()")
             marks = page.locator("#changes").inner_text()
             for mark, names, graph in (
-                ("+ added", found.added, after.graph),
-                ("− removed", found.removed, before.graph),
+                ("+ added", difference.added, after.graph),
+                ("− removed", difference.removed, before.graph),
             ):
                 count = sum(graph[name].kind != "constant" for name in names)
                 assert f"{mark} {count}\n" in f"{marks}\n" if count else mark not in marks, (after.name, marks)

@@ -16,14 +16,14 @@ pytestmark = pytest.mark.any_cpu
 @pytest.fixture(scope="module")
 def searched():
     model, data = build("residual"), [batch("residual") for _ in range(2)]
-    found = fxq.search(model, REFERENCE, data, target=54.0)
-    return found, fxq.quantize(model, found.recipe, data=data)
+    result = fxq.search(model, REFERENCE, data, target=54.0)
+    return result, fxq.quantize(model, result.recipe, data=data)
 
 
 @pytest.fixture(scope="module")
 def path(searched, one_round, tmp_path_factory):
-    found, qmodel = searched
-    return qmodel.report(tmp_path_factory.mktemp("tuning") / "report.html", tuning=found)
+    result, qmodel = searched
+    return qmodel.report(tmp_path_factory.mktemp("tuning") / "report.html", tuning=result)
 
 
 def cells(page, label, key):
@@ -33,35 +33,35 @@ def cells(page, label, key):
 
 
 def test_candidates_and_layers_stand_in_tables(browser, path, searched):
-    found, _ = searched
-    assert len(found) > 3 and found.sensitivity is not None
+    result, _ = searched
+    assert len(result) > 3 and result.sensitivity is not None
     with opened(browser, path, "tab=tuning") as page:
-        assert cells(page, "candidates", "change") == [row.change for row in found]
-        assert cells(page, "candidates", "chosen").index("chosen") == [row.chosen for row in found].index(True)
-        assert cells(page, "sensitivity", "layer") == [row.path or row.name for row in found.sensitivity]
+        assert cells(page, "candidates", "change") == [row.change for row in result]
+        assert cells(page, "candidates", "chosen").index("chosen") == [row.chosen for row in result].index(True)
+        assert cells(page, "sensitivity", "layer") == [row.path or row.name for row in result.sensitivity]
         shown = [float(text) for text in cells(page, "sensitivity", "sqnr")]
-        assert shown == pytest.approx([row.sqnr for row in found.sensitivity], abs=0.051)
+        assert shown == pytest.approx([row.sqnr for row in result.sensitivity], abs=0.051)
         tiles = page.locator("#view-tuning .tiles").inner_text()
-        assert f"{len(found.floats)} of {found.layers}" in tiles
+        assert f"{len(result.floats)} of {result.layers}" in tiles
 
 
 def test_every_candidate_and_timed_layer_has_a_mark(browser, path, searched):
-    found, _ = searched
+    result, _ = searched
     with opened(browser, path, "tab=tuning") as page:
         marks = page.locator('[aria-label="candidates, score against cost"] g[aria-label="dot"] > *')
-        assert marks.count() == len(found)
-        timed = [row for row in found.sensitivity if row.extra_us is not None]
+        assert marks.count() == len(result)
+        timed = [row for row in result.sensitivity if row.extra_us is not None]
         marks = page.locator('[aria-label^="layers, share of the noise"] g[aria-label="dot"] > *')
         assert marks.count() == len(timed)
 
 
 def test_a_page_without_such_a_table_has_no_such_tab(browser, searched, one_round, tmp_path):
-    found, qmodel = searched
+    result, qmodel = searched
     with opened(browser, qmodel.report(tmp_path / "plain.html")) as page:
         assert page.locator('#tabs [data-tab="tuning"]').count() == 0
-    with opened(browser, qmodel.report(tmp_path / "one.html", tuning=found.sensitivity), "tab=tuning") as page:
+    with opened(browser, qmodel.report(tmp_path / "one.html", tuning=result.sensitivity), "tab=tuning") as page:
         assert page.locator('table[aria-label="candidates"]').count() == 0
-        assert len(cells(page, "sensitivity", "layer")) == len(found.sensitivity)
+        assert len(cells(page, "sensitivity", "layer")) == len(result.sensitivity)
 
 
 def test_something_else_is_refused(searched, tmp_path):

@@ -29,9 +29,9 @@ def test_values_of_the_float_model_are_there(qmodel, data):
 @pytest.mark.parametrize("name", NETWORKS)
 def test_every_int8_layer_shows_its_weights(name):
     recipe = fxq.Recipe.static(backend="reference", optimize="coverage")
-    found = fxq.quantize(build(name), recipe, data=[batch(name)])
-    weights, layers = report_data(found)["weights"], found.qparams()
-    shown = sorted(((e.into, weights[e.name]) for e in found.ledger if e.name in weights), key=lambda pair: pair[0])
+    qmodel = fxq.quantize(build(name), recipe, data=[batch(name)])
+    weights, layers = report_data(qmodel)["weights"], qmodel.qparams()
+    shown = sorted(((e.into, weights[e.name]) for e in qmodel.ledger if e.name in weights), key=lambda pair: pair[0])
     expected = sorted(layers.values(), key=lambda layer: layer.node)
     assert [node for node, _ in shown] == [layer.node for layer in expected] != []
     for layer, (_, about) in zip(expected, shown, strict=True):
@@ -59,8 +59,8 @@ def test_weight_ranges_are_those_of_the_integers(qmodel, data):
 def test_a_weight_of_equal_values_is_one_bin():
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)).eval()
     nn.init.zeros_(model[0].weight)
-    found = report_data(fxq.quantize(model, REFERENCE, data=[torch.rand(2, 4)]))
-    assert found["weights"]["_0"]["counts"] == [16]
+    page_data = report_data(fxq.quantize(model, REFERENCE, data=[torch.rand(2, 4)]))
+    assert page_data["weights"]["_0"]["counts"] == [16]
 
 
 def test_a_weight_in_blocks_is_shown_by_its_rows():

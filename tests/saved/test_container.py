@@ -57,31 +57,37 @@ def test_it_is_a_safetensors_file(tmp_path):
 
 
 def test_parameters_and_what_is_shared(tmp_path):
-    one = nn.Parameter(torch.rand(4))
-    given = {"a": one, "b": one, "c": nn.Parameter(torch.rand(2), False), "d": one.detach(), "e": torch.rand(4)}
-    found, _ = there_and_back(tmp_path / "m.fxq", given)
-    assert found["a"] is found["b"] and found["a"] is not found["d"]
-    assert found["a"].data_ptr() == found["d"].data_ptr() != found["e"].data_ptr()
-    assert [isinstance(t, nn.Parameter) for t in found.values()] == [True, True, True, False, False]
-    assert found["a"].requires_grad and not found["c"].requires_grad
+    shared = nn.Parameter(torch.rand(4))
+    saved = {
+        "a": shared,
+        "b": shared,
+        "c": nn.Parameter(torch.rand(2), False),
+        "d": shared.detach(),
+        "e": torch.rand(4),
+    }
+    stored, _ = there_and_back(tmp_path / "m.fxq", saved)
+    assert stored["a"] is stored["b"] and stored["a"] is not stored["d"]
+    assert stored["a"].data_ptr() == stored["d"].data_ptr() != stored["e"].data_ptr()
+    assert [isinstance(t, nn.Parameter) for t in stored.values()] == [True, True, True, False, False]
+    assert stored["a"].requires_grad and not stored["c"].requires_grad
     with safe_open(tmp_path / "m.fxq", framework="pt") as file:
         assert sorted(file.keys()) == ["a", "c", "e"]
 
 
 def test_the_memory_is_the_files_until_it_is_written_to(tmp_path):
     path = tmp_path / "m.fxq"
-    found, _ = there_and_back(path, {"w": torch.zeros(64, dtype=torch.int8)})
+    stored, _ = there_and_back(path, {"w": torch.zeros(64, dtype=torch.int8)})
     before = path.read_bytes()
-    found["w"].add_(1)
-    assert path.read_bytes() == before and int(found["w"].sum()) == 64
+    stored["w"].add_(1)
+    assert path.read_bytes() == before and int(stored["w"].sum()) == 64
 
 
 def test_a_file_is_replaced_while_it_is_mapped(tmp_path):
     path = tmp_path / "m.fxq"
-    found, _ = there_and_back(path, {"w": torch.ones(1 << 20, dtype=torch.int8)})
-    write_container(path, {"w": found["w"]}, {})
+    stored, _ = there_and_back(path, {"w": torch.ones(1 << 20, dtype=torch.int8)})
+    write_container(path, {"w": stored["w"]}, {})
     write_container(path, {"w": torch.zeros(1)}, {})
-    assert int(found["w"].sum()) == 1 << 20 and read_container(path).tensors["w"].shape == (1,)
+    assert int(stored["w"].sum()) == 1 << 20 and read_container(path).tensors["w"].shape == (1,)
 
 
 def test_what_no_file_holds(tmp_path):

@@ -1,4 +1,4 @@
-"""What an exported file computes in the runtime that will read it, at two batch sizes."""
+"""Check of an exported file in the runtime that will read it, at two batch sizes."""
 
 import pytest
 import torch
@@ -47,20 +47,20 @@ class WrongKernel:
         self.original = export_check._Compiled.__call__
 
     def __call__(self, compiled, inputs, outputs):
-        made = self.original(compiled, inputs, outputs)
+        outputs_of_kernel = self.original(compiled, inputs, outputs)
         size = len(inputs["input"])
         self.seen.append(size)
         if size == self.batch and (self.in_float32 or not compiled.config):
-            for name, value in made.items():
+            for name, value in outputs_of_kernel.items():
                 if name == "output" or "conv_transpose" in name or "silu" in name:
-                    made[name] = value.flip(-1)
-        return made
+                    outputs_of_kernel[name] = value.flip(-1)
+        return outputs_of_kernel
 
 
 def with_wrong_kernel(monkeypatch, *args, **options):
     pytest.importorskip("openvino")
     kernel = WrongKernel(*args, **options)
-    monkeypatch.setattr(export_check._Compiled, "__call__", lambda self, *given: kernel(self, *given))
+    monkeypatch.setattr(export_check._Compiled, "__call__", lambda self, *arguments: kernel(self, *arguments))
     return kernel
 
 
@@ -107,9 +107,9 @@ def test_onnx_is_checked_at_two_batch_sizes(tmp_path, monkeypatch):
     original, seen = model_check._run, []
 
     def run(model, inputs, outputs, **options):
-        made = original(model, inputs, outputs, **options)
+        checked = original(model, inputs, outputs, **options)
         seen.append(len(inputs["input"]))
-        return {**made, "output": made["output"] + 1} if seen[-1] == 1 else made
+        return {**checked, "output": checked["output"] + 1} if seen[-1] == 1 else checked
 
     monkeypatch.setattr(model_check, "_run", run)
     with pytest.raises(ExportError, match=r"output 0 differs by .* steps.*float32\[1, 3, 32\]"):

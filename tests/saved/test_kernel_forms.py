@@ -28,16 +28,16 @@ def quantized(name):
 @pytest.mark.parametrize("name", ["residual", "prelu_chain", "squeeze_excite", "called_twice"])
 def test_every_form_comes_back(name):
     qmodel = quantized(name)
-    other = filed(qmodel)
-    pairs = list(zip(kernels_of(qmodel), kernels_of(other), strict=True))
+    reloaded = filed(qmodel)
+    pairs = list(zip(kernels_of(qmodel), kernels_of(reloaded), strict=True))
     assert any(kernel.form is not None for (_, kernel), _ in pairs)
-    for (node, kernel), (_, found) in pairs:
-        assert found.form.takes == kernel.form.takes, node
-        assert same_graph(found.form.module(found), kernel.form.module(kernel)), node
-    kernel, found = next((k, f) for (_, k), (_, f) in pairs if dict(k.named_buffers()))
-    buffer, _ = next(iter(found.named_buffers()))
-    found.get_buffer(buffer).zero_()  # the form has the kernel's tensor, not one of its own
-    assert not same_graph(found.form.module(found), kernel.form.module(kernel))
+    for (node, kernel), (_, loaded_kernel) in pairs:
+        assert loaded_kernel.form.takes == kernel.form.takes, node
+        assert same_graph(loaded_kernel.form.module(loaded_kernel), kernel.form.module(kernel)), node
+    kernel, loaded_kernel = next((k, f) for (_, k), (_, f) in pairs if dict(k.named_buffers()))
+    buffer, _ = next(iter(loaded_kernel.named_buffers()))
+    loaded_kernel.get_buffer(buffer).zero_()  # the form has the kernel's tensor, not one of its own
+    assert not same_graph(loaded_kernel.form.module(loaded_kernel), kernel.form.module(kernel))
 
 
 @needs_x86

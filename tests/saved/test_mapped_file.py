@@ -53,12 +53,12 @@ def use_while_it_changes(folder, most, change):
     ],
 )
 def test_a_file_that_changes_while_its_model_is_in_use(tmp_path, most, change, says):
-    """In a process of its own: reading a map behind the end of its file kills a process."""
+    """In a process of its own: reading a map past the end of its file kills the process."""
     torch.manual_seed(0)
-    made = [fxq.quantize(nn.Sequential(nn.Conv2d(3, 8, 3), nn.PReLU()).eval(), REFERENCE, data=[X]) for _ in range(2)]
-    for model, name in zip(made, "ab", strict=True):
+    models = [fxq.quantize(nn.Sequential(nn.Conv2d(3, 8, 3), nn.PReLU()).eval(), REFERENCE, data=[X]) for _ in range(2)]
+    for model, name in zip(models, "ab", strict=True):
         model.save(tmp_path / f"{name}.fxq")
-    torch.save((X, made[0](X)), tmp_path / "x.pt")
+    torch.save((X, models[0](X)), tmp_path / "x.pt")
     apart(lambda: use_while_it_changes(tmp_path, most, change))
     lines = (tmp_path / "lines").read_text().splitlines()
     assert len(lines) == 3 and all(says in line for line in lines), lines

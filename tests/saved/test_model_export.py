@@ -75,7 +75,7 @@ def test_grids_that_engines_have_no_kernels_for_are_told(tmp_path):
 
 
 def test_a_residual_block_is_fused(tmp_path):
-    """Of a model for this runtime: in units of other backends, the layer and the sum behind it are one."""
+    """Exported from a model for this runtime: other backends have the layer and the sum after it in one unit."""
     recipe = fxq.Recipe.static(backend="onnxruntime", optimize="coverage")
     qmodel = fxq.quantize(build("residual"), recipe, data=[batch("residual")])
     kinds = optimized(qmodel.export(tmp_path / "m.onnx"), tmp_path)
@@ -227,8 +227,8 @@ def test_options_with_which_a_runtime_computes_the_same_are_named(tmp_path, monk
 
     qmodel = fxq.quantize(model(), REFERENCE, data=[X])
     monkeypatch.setattr(ModelCheck, "differences", differences)
-    what = "it fails: a zero point must be a scalar" if fails else r"conv_q \(layer '0'\) differs by 3 steps"
-    with pytest.warns(FxqWarning, match=rf"does not compute what the quantized model does: {what}.*{advice}"):
+    problem = "it fails: a zero point must be a scalar" if fails else r"conv_q \(layer '0'\) differs by 3 steps"
+    with pytest.warns(FxqWarning, match=rf"does not compute what the quantized model does: {problem}.*{advice}"):
         assert qmodel.export(tmp_path / "m.onnx").exists()
     with warnings.catch_warnings():
         warnings.simplefilter("error", FxqWarning)
@@ -287,7 +287,7 @@ def test_without_onnxruntime_nothing_is_run(tmp_path, monkeypatch):
 
 def test_a_full_disk_leaves_good_files_as_they_are(tmp_path, recwarn):
     """OpenVINO does not always say that it could not write: its file is read again."""
-    first, other = (
+    first, second = (
         fxq.quantize(model(), REFERENCE.without_pass(name), data=[X]) for name in ("smooth", "correct-bias")
     )
     writers = {
@@ -307,7 +307,7 @@ def test_a_full_disk_leaves_good_files_as_they_are(tmp_path, recwarn):
     assert before.keys() == {*writers, "m.bin"}
     for name, write in writers.items():
         with full_disk(10), pytest.raises(RenderError, match=f"cannot write .*{name}"):
-            write(other, tmp_path / name)
+            write(second, tmp_path / name)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 

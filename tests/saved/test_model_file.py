@@ -71,15 +71,15 @@ def test_all_of_it_comes_back(name, recipe):
         pytest.skip(why)
     batch = models.batch(name)
     model = quantized(models.build(name), RECIPES[recipe], batch)
-    other = filed(model)
-    for a, b in zip(tensors(models.call(model, batch)), tensors(models.call(other, batch)), strict=True):
+    reloaded = filed(model)
+    for a, b in zip(tensors(models.call(model, batch)), tensors(models.call(reloaded, batch)), strict=True):
         assert torch.equal(a, b)
-    assert full_text(other) == full_text(model)
-    assert (other.history, other.ledger, other.record) == (model.history, model.ledger, model.record)
-    assert (other.recipe, other.backend, other._decided) == (model.recipe, model.backend, model._decided)
-    other.load_state_dict(model.state_dict())
-    model.load_state_dict(other.state_dict())
-    assert full_text(filed(other)) == full_text(model)
+    assert full_text(reloaded) == full_text(model)
+    assert (reloaded.history, reloaded.ledger, reloaded.record) == (model.history, model.ledger, model.record)
+    assert (reloaded.recipe, reloaded.backend, reloaded._decided) == (model.recipe, model.backend, model._decided)
+    reloaded.load_state_dict(model.state_dict())
+    model.load_state_dict(reloaded.state_dict())
+    assert full_text(filed(reloaded)) == full_text(model)
 
 
 def test_another_process_computes_the_same(tmp_path):
@@ -112,17 +112,17 @@ assert "tests.support.models" not in sys.modules
 
 
 def test_a_loaded_model_is_as_good_as_any(qmodel, tmp_path):
-    other = filed(qmodel)
-    assert other.output_sqnr == qmodel.output_sqnr and list(other.qparams()) == list(qmodel.qparams())
-    assert other.report(tmp_path / "r.html").stat().st_size > 1000
-    assert len(other.profile()) == len(qmodel.profile())
+    reloaded = filed(qmodel)
+    assert reloaded.output_sqnr == qmodel.output_sqnr and list(reloaded.qparams()) == list(qmodel.qparams())
+    assert reloaded.report(tmp_path / "r.html").stat().st_size > 1000
+    assert len(reloaded.profile()) == len(qmodel.profile())
     net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.PReLU(), nn.Conv2d(8, 4, 3), nn.Flatten(), nn.Linear(64, 5)).eval()
-    assert fxq.compare(net, other, [X]).output_sqnr == fxq.compare(net, qmodel, [X]).output_sqnr
-    assert fxq.diff(other.history["fuse"], other.history[-1]) is not None and other.float_model is None
-    assert len(pickle.dumps(other)) < 2 * len(pickle.dumps(qmodel))
-    for again in (copy.deepcopy(other), pickle.loads(pickle.dumps(other)), filed(other)):
+    assert fxq.compare(net, reloaded, [X]).output_sqnr == fxq.compare(net, qmodel, [X]).output_sqnr
+    assert fxq.diff(reloaded.history["fuse"], reloaded.history[-1]) is not None and reloaded.float_model is None
+    assert len(pickle.dumps(reloaded)) < 2 * len(pickle.dumps(qmodel))
+    for again in (copy.deepcopy(reloaded), pickle.loads(pickle.dumps(reloaded)), filed(reloaded)):
         assert torch.equal(again(X), qmodel(X))
-    assert other.recipe_as_decided() == qmodel.recipe_as_decided()
+    assert reloaded.recipe_as_decided() == qmodel.recipe_as_decided()
 
 
 def test_with_the_fastest_backend():
@@ -134,11 +134,11 @@ def test_layout_and_parameters_stay():
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3)).eval().to(memory_format=torch.channels_last)
     model = quantized(net, REFERENCE.override("*", fxq.FLOAT), X)
-    other = filed(model)
-    assert [n for n, _ in other.named_parameters()] == [n for n, _ in model.named_parameters()]
-    assert other.get_parameter("0.weight").is_contiguous(memory_format=torch.channels_last)
-    assert other.get_parameter("0.weight").requires_grad == model.get_parameter("0.weight").requires_grad
-    assert torch.equal(other(X), model(X))
+    reloaded = filed(model)
+    assert [n for n, _ in reloaded.named_parameters()] == [n for n, _ in model.named_parameters()]
+    assert reloaded.get_parameter("0.weight").is_contiguous(memory_format=torch.channels_last)
+    assert reloaded.get_parameter("0.weight").requires_grad == model.get_parameter("0.weight").requires_grad
+    assert torch.equal(reloaded(X), model(X))
 
 
 def test_modules_may_be_called_anything_that_torch_takes():
@@ -166,12 +166,12 @@ class Holder(nn.Module):
 
 def test_plain_data_of_the_float_model():
     model = quantized(Holder().eval(), REFERENCE, torch.rand(3, 4))
-    other = filed(model)
-    assert (other.sizes, other.names, other.low) == ((1, [2]), {0: "a", "b": None}, -float("inf"))
-    assert other.dtype_used == torch.float16 and model.config == {"a": 1}
+    reloaded = filed(model)
+    assert (reloaded.sizes, reloaded.names, reloaded.low) == ((1, [2]), {0: "a", "b": None}, -float("inf"))
+    assert reloaded.dtype_used == torch.float16 and model.config == {"a": 1}
     with pytest.raises(AttributeError, match=r"it is a OrderedDict, .* a model file holds plain data only"):
-        _ = other.config
-    left = other._float_attributes.left
+        _ = reloaded.config
+    left = reloaded._float_attributes.left
     assert left.keys() == {"fc", "config"} and left["fc"] == model._float_attributes.left["fc"]
 
 
@@ -199,9 +199,9 @@ class OfEnums(nn.Module):
 def test_values_of_types_of_their_own(recipe):
     x = torch.randn(4, 8)
     model = quantized(OfEnums().eval(), RECIPES[recipe], x)
-    found, expected = filed(model)(x), model(x)
-    assert found.keys() == expected.keys() == {(0, 1), None, -1.5}
-    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    reloaded, expected = filed(model)(x), model(x)
+    assert reloaded.keys() == expected.keys() == {(0, 1), None, -1.5}
+    assert all(torch.equal(reloaded[key], expected[key]) for key in expected)
 
 
 class Labelled(nn.Linear):
@@ -243,7 +243,7 @@ def test_a_file_of_another_kind_is_exported(tmp_path):
 
 
 class Leaf(nn.Module):
-    """What torch.fx cannot trace."""
+    """Module that torch.fx cannot trace."""
 
     def __init__(self):
         super().__init__()
@@ -319,22 +319,22 @@ fxq.load({str(path)!r})
 
 
 def test_what_a_file_cannot_name(qmodel, tmp_path):
-    other = copy.deepcopy(qmodel)
-    kernel = next((m for m in other.modules() if isinstance(m, Kernel)), None)
+    duplicate = copy.deepcopy(qmodel)
+    kernel = next((m for m in duplicate.modules() if isinstance(m, Kernel)), None)
     if kernel is not None:
         hook = kernel.register_forward_hook(lambda *_: None)
         with pytest.raises(fxq.InputError, match="its kernel has hooks or its own forward, and a file holds no code"):
-            other.save(tmp_path / "m.fxq")
+            duplicate.save(tmp_path / "m.fxq")
         hook.remove()
-    hook = other.register_forward_pre_hook(lambda *_: None)
+    hook = duplicate.register_forward_pre_hook(lambda *_: None)
     with pytest.raises(fxq.InputError, match="the model has hooks, and a file holds no code"):
-        other.save(tmp_path / "m.fxq")
+        duplicate.save(tmp_path / "m.fxq")
     hook.remove()
-    last = other.graph.output_node().args[0]
-    with other.graph.inserting_after(last):
-        other.graph.output_node().args = (other.graph.call_function(importlib.import_module, (last,)),)
+    last = duplicate.graph.output_node().args[0]
+    with duplicate.graph.inserting_after(last):
+        duplicate.graph.output_node().args = (duplicate.graph.call_function(importlib.import_module, (last,)),)
     with pytest.raises(fxq.InputError, match=r"calls <function import_module.*which cannot be written as text"):
-        other.save(tmp_path / "m.fxq")
+        duplicate.save(tmp_path / "m.fxq")
 
     class Local(fxq.Pass):
         name = "local"
@@ -394,13 +394,13 @@ def test_kernels_that_do_not_fit_run_in_their_form(qmodel, tmp_path, monkeypatch
     assert torch.equal(fxq.load(path)(X), qmodel(X))
     monkeypatch.setattr(OnednnConv, where, refuse if where == "check" else classmethod(refuse))
     with pytest.warns(FxqWarning, match=r"2 of its \d+ kernels are wrong on this machine: .*not here"):
-        other = fxq.load(path)
-    assert sum(isinstance(m, FallbackKernel) for m in other.modules()) == 2
+        loaded = fxq.load(path)
+    assert sum(isinstance(m, FallbackKernel) for m in loaded.modules()) == 2
     expected = qmodel(X)
-    torch.testing.assert_close(other(X), expected, rtol=0, atol=0.02 * float(expected.abs().max()))
-    again = filed(other)  # they stay so on the same machine
-    assert equal(again(X), other(X)) and sum(isinstance(m, FallbackKernel) for m in again.modules()) == 2
-    path = saved_elsewhere(other, path)
+    torch.testing.assert_close(loaded(X), expected, rtol=0, atol=0.02 * float(expected.abs().max()))
+    again = filed(loaded)  # they stay so on the same machine
+    assert equal(again(X), loaded(X)) and sum(isinstance(m, FallbackKernel) for m in again.modules()) == 2
+    path = saved_elsewhere(loaded, path)
     monkeypatch.undo()
     assert torch.equal(fxq.load(path)(X), expected)  # and come back where they fit
 

@@ -26,11 +26,11 @@ FORBIDDEN = (
     "socket.connect",
 )
 STRANGE = ("this", "antigravity", "turtledemo")
-"""Modules of Python that nobody imports, and that do something when they are imported."""
+"""Modules of Python that no library imports, and whose import has visible effects."""
 
 
 class Watch:
-    """What Python is asked to do while it is on."""
+    """Audit hook that records forbidden events and imports while it is on."""
 
     def __init__(self):
         self.on, self.seen = False, []
@@ -73,7 +73,7 @@ def saved(tmp_path_factory):
 
 
 def load(path, data):
-    """What comes of a file: the model, or the message of the error."""
+    """The model that is loaded from a file of these bytes, or the message of the error."""
     path.write_bytes(data)
     WATCH.seen, WATCH.on = [], True
     try:
@@ -90,12 +90,12 @@ def load(path, data):
 
 def check(path, data, model):
     """It is refused, or is the same model."""
-    found = load(path, data)
-    if isinstance(found, str):
-        assert str(path) in found and len(found) < 2000
+    loaded = load(path, data)
+    if isinstance(loaded, str):
+        assert str(path) in loaded and len(loaded) < 2000
     else:
-        assert torch.equal(found(X), model(X))
-    return found
+        assert torch.equal(loaded(X), model(X))
+    return loaded
 
 
 @pytest.mark.parametrize("backend", ["reference", "auto"])
@@ -116,9 +116,11 @@ def test_damaged_files(saved, tmp_path, backend):
     for _ in range(10):
         at = draw.randrange(len(good))
         put_in.append(good[:at] + bytes(draw.randrange(256) for _ in range(draw.randrange(1, 9))) + good[at:])
-    found = [check(tmp_path / "m.fxq", data, model) for data in (*cut, *turned, *put_in, b"", b"\0" * 64, good + b"\0")]
-    assert all(isinstance(each, str) for each in found[: len(cut)])
-    assert sum(isinstance(each, str) for each in found) > 0.9 * len(found)
+    results = [
+        check(tmp_path / "m.fxq", data, model) for data in (*cut, *turned, *put_in, b"", b"\0" * 64, good + b"\0")
+    ]
+    assert all(isinstance(outcome, str) for outcome in results[: len(cut)])
+    assert sum(isinstance(outcome, str) for outcome in results) > 0.9 * len(results)
 
 
 LINES = [
@@ -175,7 +177,7 @@ def first_input(text):
 
 @pytest.mark.parametrize("backend", ["reference", "auto"])
 def test_forged_graphs(saved, tmp_path, backend):
-    """Lines put behind the first one, with checksums that are right."""
+    """Forged lines after the first line, with correct checksums."""
     model, path = saved[backend]
     home = tmp_path / "here"
     home.mkdir()
@@ -189,18 +191,18 @@ def test_forged_graphs(saved, tmp_path, backend):
         for text in ("graph", "forms") if backend == "auto" and len(line) < 10_000 else ("graph",):
             anchor = first if text == "graph" else parts.texts["forms"].split("\n", 1)[0]
             forged = parts.texts[text].replace(anchor, f"{anchor}\n{line}", 1) if anchor else line
-            found = check(tmp_path / "m.fxq", parts.data({text: forged}), model)
+            outcome = check(tmp_path / "m.fxq", parts.data({text: forged}), model)
             if text == "graph":
-                assert isinstance(found, str), line[:80]
+                assert isinstance(outcome, str), line[:80]
         assert list(home.iterdir()) == []
 
 
-def places(data, found=()):
+def places(data, collected=()):
     """Where in plain data something stands."""
-    yield found
+    yield collected
     if isinstance(data, (dict, list)):
         for key in data if isinstance(data, dict) else range(min(len(data), 3)):
-            yield from places(data[key], (*found, key))
+            yield from places(data[key], (*collected, key))
 
 
 def changed(data, place, value):
@@ -227,12 +229,12 @@ def test_forged_records(saved, tmp_path, backend, part):
     for place in draw.sample(everywhere, min(len(everywhere), 60)):
         parts = Parts(path)
         setattr(parts, part, changed(good, place, draw.choice(STRANGERS)))
-        found = load(tmp_path / "m.fxq", parts.data())
-        if not isinstance(found, str):
-            found.recipe, found.history, found.ledger  # noqa: B018
+        loaded = load(tmp_path / "m.fxq", parts.data())
+        if not isinstance(loaded, str):
+            loaded.recipe, loaded.history, loaded.ledger  # noqa: B018
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                assert found(X).shape == model(X).shape
+                assert loaded(X).shape == model(X).shape
 
 
 @pytest.mark.parametrize(
@@ -281,8 +283,8 @@ def test_forged_tensors(saved, tmp_path):
             parts = Parts(path)
             parts.header[name]["dtype"] = same
             parts.tensors[name]["type"] = f"{named}[{parts.tensors[name]['type'].partition('[')[2]}"
-            found = load(tmp_path / "m.fxq", parts.data())
-            assert isinstance(found, str), f"{name} as {same}"
+            loaded = load(tmp_path / "m.fxq", parts.data())
+            assert isinstance(loaded, str), f"{name} as {same}"
             parts = Parts(path)
             shape = parts.header[name]["shape"]
             if len(shape) > 1 or shape[0] > 1:

@@ -27,7 +27,7 @@ VNNI = pytest.mark.skipif(not cpu.has_vnni(), reason="needs a CPU with VNNI, whi
 
 
 def grids_of_7_bits():
-    """What runs on every CPU: the models here are to be alike on each."""
+    """Recipe with 7-bit activations: kernels take them on every CPU, so the models are equal on each."""
     activation = fxq.TensorSpec(bits=7)
     return fxq.Recipe.static(backend="x86", optimize="coverage", activation=activation)
 
@@ -55,9 +55,10 @@ def kernels(qmodel):
 
 @pytest.fixture(scope="module")
 def pickles(tmp_path_factory):
-    """What models compute where they were made and where their pickle is loaded, by the instruction set of the maker.
+    """Outputs of models where they were made and where their pickle is loaded, by the instruction set of the maker.
 
-    This process makes those of "DEFAULT"; one that plays AVX2 loads them and makes its own, which are loaded here.
+    This process makes the models of "DEFAULT". A second one simulates AVX2: it loads these and makes its own models,
+    which this process loads.
     """
     folder = tmp_path_factory.mktemp("pickles")
     here, there = folder / "here.pt", folder / "there.pt"
@@ -75,14 +76,14 @@ def pickles(tmp_path_factory):
 @pytest.mark.parametrize("there", ["DEFAULT", "AVX2"])
 def test_a_pickle_on_another_cpu(pickles, there):
     here = {"DEFAULT": "AVX2", "AVX2": "DEFAULT"}[there]
-    made, loaded = pickles[there]
-    for name in made["values"]:
+    expected, loaded = pickles[there]
+    for name in expected["values"]:
         for values in zip(*(map(tensors, loaded["values"][name])), strict=True):
             assert equal(values[0], values[1]) and equal(values[0], values[2]), name
-        for a, b in zip(tensors(made["values"][name][0]), tensors(loaded["values"][name][0]), strict=True):
+        for a, b in zip(tensors(expected["values"][name][0]), tensors(loaded["values"][name][0]), strict=True):
             assert sqnr(a, b) > 35, name  # rounding ties apart: both forms are right
     if here == "AVX2":
-        assert len(loaded["messages"]) == len(made["values"])
+        assert len(loaded["messages"]) == len(expected["values"])
         for message in loaded["messages"]:
             assert "quantized on another machine (VNNI: there yes, here no; " in message
             assert "run in q/dq form, which is correct but slow" in message
@@ -106,9 +107,9 @@ def test_the_form_of_a_layer_that_measures_computes_what_the_kernel_does(per, sy
         model[0].weight += 0.1  # what a zero point adds is not little
     spec = fxq.TensorSpec(bits=7, per=per, symmetric=symmetric, range="dynamic")
     qmodel = fxq.quantize(model, fxq.Recipe.dynamic(optimize="coverage", activation=spec), example_inputs=x)
-    found = list(elsewhere.kernels_of(qmodel))
-    assert len(found) == 4
-    for node, kernel in found:
+    node_kernels = list(elsewhere.kernels_of(qmodel))
+    assert len(node_kernels) == 4
+    for node, kernel in node_kernels:
         assert elsewhere.misfit(kernel, node) is None, node
 
 
@@ -126,9 +127,9 @@ def refuse(kernel):
 
 def test_nothing_happens_where_all_fit(recwarn):
     qmodel = quantized()
-    other = pickle.loads(pickled_elsewhere(qmodel))
-    assert torch.equal(other(X), qmodel(X)) and not [w for w in recwarn if "another machine" in str(w.message)]
-    assert [type(k) for k in kernels(other)] == [type(k) for k in kernels(qmodel)]
+    unpickled = pickle.loads(pickled_elsewhere(qmodel))
+    assert torch.equal(unpickled(X), qmodel(X)) and not [w for w in recwarn if "another machine" in str(w.message)]
+    assert [type(k) for k in kernels(unpickled)] == [type(k) for k in kernels(qmodel)]
 
 
 def test_the_same_machine_does_not_ask(monkeypatch):
@@ -144,23 +145,23 @@ def test_kernels_that_do_not_fit_run_in_their_form(monkeypatch):
     with pytest.warns(
         FxqWarning, match=r"2 of its \d+ kernels .*: not here \(2 times, for instance '0'\)\. They run"
     ) as said:
-        other = pickle.loads(written)
+        unpickled = pickle.loads(written)
     assert "CPU: there another, here" in str(said[0].message)
-    assert [k.name for k in kernels(other)].count("qdq") == 2
+    assert [k.name for k in kernels(unpickled)].count("qdq") == 2
     expected = qmodel(X)
     for _ in range(3):
-        torch.testing.assert_close(other(X), expected, rtol=0, atol=0.02 * float(expected.abs().max()))
-    assert other.state_dict().keys() == qmodel.state_dict().keys()
+        torch.testing.assert_close(unpickled(X), expected, rtol=0, atol=0.02 * float(expected.abs().max()))
+    assert unpickled.state_dict().keys() == qmodel.state_dict().keys()
     for path, layer in qmodel.qparams().items():
-        assert torch.equal(other.qparams()[path].weight, layer.weight)
+        assert torch.equal(unpickled.qparams()[path].weight, layer.weight)
     # It is as much of a model as any: copied, pickled, edited, and the kernels come back where they fit.
-    assert torch.equal(copy.deepcopy(other)(X), other(X))
+    assert torch.equal(copy.deepcopy(unpickled)(X), unpickled(X))
     with pytest.warns(FxqWarning, match="2 of its"):
-        again = pickle.loads(pickled_elsewhere(other))
-    assert torch.equal(again(X), other(X))
+        again = pickle.loads(pickled_elsewhere(unpickled))
+    assert torch.equal(again(X), unpickled(X))
     monkeypatch.undo()
-    kept = pickle.loads(pickle.dumps(other))
-    assert [k.name for k in kernels(kept)] == [k.name for k in kernels(other)]
+    kept = pickle.loads(pickle.dumps(unpickled))
+    assert [k.name for k in kernels(kept)] == [k.name for k in kernels(unpickled)]
 
 
 def test_kernels_come_back_where_they_fit():
@@ -169,8 +170,8 @@ def test_kernels_come_back_where_they_fit():
     with pytest.MonkeyPatch.context() as there:
         there.setattr(OnednnConv, "check", refuse)
         with pytest.warns(FxqWarning, match="2 of its"):
-            other = pickle.loads(written)
-    back = pickle.loads(pickled_elsewhere(other))
+            unpickled = pickle.loads(written)
+    back = pickle.loads(pickled_elsewhere(unpickled))
     assert [type(k) for k in kernels(back)] == [type(k) for k in kernels(qmodel)]
     assert torch.equal(back(X), qmodel(X))
 
@@ -183,12 +184,12 @@ def test_a_form_has_the_tensors_of_its_kernel_as_they_are(monkeypatch):
     written = pickled_elsewhere(qmodel)
     monkeypatch.setattr(OnednnConv, "check", refuse)
     with pytest.warns(FxqWarning, match="another machine"):
-        other = pickle.loads(written)
-    torch.testing.assert_close(other(X), expected, rtol=0, atol=0.02 * float(expected.abs().max()))
-    (form, *_) = (k for k in kernels(other) if isinstance(k, FallbackKernel))
+        unpickled = pickle.loads(written)
+    torch.testing.assert_close(unpickled(X), expected, rtol=0, atol=0.02 * float(expected.abs().max()))
+    (form, *_) = (k for k in kernels(unpickled) if isinstance(k, FallbackKernel))
     form.bias.mul_(-0.5)
     original = quantized()(X)
-    torch.testing.assert_close(other(X), original, rtol=0, atol=0.02 * float(original.abs().max()))
+    torch.testing.assert_close(unpickled(X), original, rtol=0, atol=0.02 * float(original.abs().max()))
 
 
 def test_a_kernel_that_is_wrong_here_is_found(monkeypatch):
@@ -205,8 +206,8 @@ def test_a_kernel_that_is_wrong_here_is_found(monkeypatch):
     with pytest.raises(BackendError, match=r"2 of \d kernels .*: 0 \(x86\.conv\): it is off by \d+ steps; 2 "):
         copied.verify()
     with pytest.warns(FxqWarning, match=r"it is off by \d+ steps"):
-        other = pickle.loads(written)
-    torch.testing.assert_close(other(X), expected, rtol=0, atol=0.02 * float(expected.abs().max()))
+        unpickled = pickle.loads(written)
+    torch.testing.assert_close(unpickled(X), expected, rtol=0, atol=0.02 * float(expected.abs().max()))
 
 
 def test_autocast_is_no_reason_to_blame_a_kernel(recwarn):
@@ -216,8 +217,8 @@ def test_autocast_is_no_reason_to_blame_a_kernel(recwarn):
     recwarn.clear()
     with torch.autocast("cpu", torch.bfloat16):
         qmodel.verify()
-        other = pickle.loads(written)
-    assert not recwarn.list and not any(isinstance(kernel, FallbackKernel) for kernel in kernels(other))
+        unpickled = pickle.loads(written)
+    assert not recwarn.list and not any(isinstance(kernel, FallbackKernel) for kernel in kernels(unpickled))
 
 
 def test_a_kernel_without_a_form_is_refused(monkeypatch):

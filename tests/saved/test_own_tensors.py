@@ -21,10 +21,10 @@ def test_a_model_without_any_has_none():
 
 
 def test_which_there_are():
-    made = model()
-    made.register_buffer("a", torch.zeros(1))
-    made.head = nn.Sequential(nn.Linear(2, 2))
-    tensors, named, lost = own_tensors(made, {"b": torch.ones(2), "c": 3})
+    built = model()
+    built.register_buffer("a", torch.zeros(1))
+    built.head = nn.Sequential(nn.Linear(2, 2))
+    tensors, named, lost = own_tensors(built, {"b": torch.ones(2), "c": 3})
     assert {name: list(tensor.shape) for name, tensor in tensors.items()} == {":a": [1], ":b": [2]}
     assert (named, lost) == ({"a": "buffer", "b": "attribute"}, ["head"])
 

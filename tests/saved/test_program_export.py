@@ -29,7 +29,7 @@ kinds = sorted({str(node.target) for node in program.graph.nodes if node.op == "
 dtypes = sorted({str(value.dtype) for value in [*program.state_dict.values(), *program.constants.values()]})
 print(json.dumps({"far": far, "kinds": kinds, "dtypes": dtypes, "fxq": "fxq" in sys.modules}))
 """
-"""What another process says of a program: differences for inputs, its functions, the dtypes of its tensors."""
+"""Script that prints, for an exported program: differences of its outputs, its functions, dtypes of its tensors."""
 
 
 def elsewhere(path, qmodel, *inputs):
@@ -63,10 +63,10 @@ class Recurrent(nn.Module):
 @pytest.mark.slow
 def test_a_process_without_fxq_computes_the_same(tmp_path):
     qmodel = fxq.quantize(convolutions(), REFERENCE, data=[images(2)])
-    found = elsewhere(qmodel.export(tmp_path / "new" / "m.pt2"), qmodel, *[(images(n),) for n in (1, 2, 7)])
-    assert found["far"] == [0, 0, 0] and not found["fxq"]
-    assert all(kind.startswith("aten.") for kind in found["kinds"])
-    assert {"torch.int8", "torch.int32"} <= set(found["dtypes"])
+    differences = elsewhere(qmodel.export(tmp_path / "new" / "m.pt2"), qmodel, *[(images(n),) for n in (1, 2, 7)])
+    assert differences["far"] == [0, 0, 0] and not differences["fxq"]
+    assert all(kind.startswith("aten.") for kind in differences["kinds"])
+    assert {"torch.int8", "torch.int32"} <= set(differences["dtypes"])
 
 
 @pytest.mark.slow
@@ -74,8 +74,8 @@ def test_recurrent_layers_and_embeddings(tmp_path):
     torch.manual_seed(0)
     ids = torch.randint(0, 10, (6, 5))
     qmodel = fxq.quantize(Recurrent().eval(), fxq.Recipe.dynamic(backend="reference"), data=[ids[:2]])
-    found = elsewhere(qmodel.export(tmp_path / "m.pt2"), qmodel, (ids[:2],), (ids,))
-    assert found["far"] == [0, 0]
+    differences = elsewhere(qmodel.export(tmp_path / "m.pt2"), qmodel, (ids[:2],), (ids,))
+    assert differences["far"] == [0, 0]
 
 
 @pytest.mark.parametrize("recipe", [fxq.Recipe.weight_only(), fxq.Recipe.dynamic(), fxq.Recipe.static()])
@@ -111,8 +111,8 @@ def test_named_axes(tmp_path):
     qmodel = fxq.quantize(model, REFERENCE, data=[data])
     axes = {0: "batch", 1: "length"}
     path = qmodel.export(tmp_path / "m.pt2", example_inputs=data, dynamic={"x": axes, "mask": axes})
-    other = {"x": torch.rand(3, 9, 4), "mask": torch.rand(3, 9, 1)}
-    assert torch.equal(torch.export.load(path).module()(**other), qmodel(**other))
+    larger = {"x": torch.rand(3, 9, 4), "mask": torch.rand(3, 9, 1)}
+    assert torch.equal(torch.export.load(path).module()(**larger), qmodel(**larger))
     with pytest.raises(InputError, match="unknown input 'y'"):
         qmodel.export(path, example_inputs=data, dynamic={"y": axes})
 
@@ -136,11 +136,11 @@ def test_an_object_becomes_a_mapping(tmp_path):
 
 def test_sizes_from_a_smallest_one_on(tmp_path):
     layers = nn.Conv2d(3, 8, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 8, 5, stride=2), nn.AdaptiveAvgPool2d(1)
-    x, other = torch.rand(2, 3, 24, 24), torch.rand(1, 3, 31, 19)
+    x, larger = torch.rand(2, 3, 24, 24), torch.rand(1, 3, 31, 19)
     qmodel = fxq.quantize(nn.Sequential(*layers).eval(), fxq.Recipe.static(backend="reference"), data=[x])
     sizes = {"input": {0: "batch", 2: "height", 3: "width"}}
     program = torch.export.load(qmodel.export(tmp_path / "m.pt2", example_inputs=x, dynamic=sizes)).module()
-    assert torch.equal(program(other), qmodel(other))
+    assert torch.equal(program(larger), qmodel(larger))
     with pytest.raises(AssertionError, match="Guard failed"):
         program(torch.rand(1, 3, 4, 4))
 

@@ -7,7 +7,7 @@ import fxq
 from fxq.backends.x86.onednn_conv import OnednnConv
 from fxq.runtime.binding import Bindings
 
-# What gives up a bit without VNNI is not left to a measurement: two models of one network are to have the same grids.
+# The role that has 7 bits without VNNI is fixed, not measured: two models of one network must have the same grids.
 ALL = fxq.Recipe.static(optimize="coverage", backend="x86", reduce_range="activations")
 X = torch.linspace(-1, 1, 2 * 3 * 8 * 8).reshape(2, 3, 8, 8)
 
@@ -23,7 +23,7 @@ def quantized(model=None, data=(X,), recipe=ALL):
 
 
 def plain(qmodel, *args, **kwargs):
-    """What the graph stands for: its own forward, never bound."""
+    """Outputs of the graph's own forward, unbound."""
     return type(qmodel).forward.__wrapped__(qmodel, *args, **kwargs)
 
 

@@ -37,17 +37,17 @@ def run(isa, *jobs):
 BACKENDS = [name for name in ("x86", "fbgemm") if name == "x86" or has_engine(name)]
 
 
-def main(what, pickle, results, *names):
+def main(action, pickle, results, *names):
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        if what == "make":
+        if action == "make":
             batches = {(name, backend): models.batch(name) for name in names for backend in BACKENDS}
-            made = {key: (quantized(*key, batch), batch) for key, batch in batches.items()}
-            torch.save(made, pickle)
+            runs = {key: (quantized(*key, batch), batch) for key, batch in batches.items()}
+            torch.save(runs, pickle)
         else:
-            made = torch.load(pickle, weights_only=False)
+            runs = torch.load(pickle, weights_only=False)
         with torch.no_grad():
-            values = {key: [models.call(model, batch) for _ in range(3)] for key, (model, batch) in made.items()}
+            values = {key: [models.call(model, batch) for _ in range(3)] for key, (model, batch) in runs.items()}
     messages = [str(warning.message) for warning in said if issubclass(warning.category, fxq.FxqWarning)]
     torch.save({"values": values, "messages": messages}, results)
 

@@ -18,13 +18,13 @@ from tests.support.fuzz_forms import FILLS, FORMS, NUMBER, Call, Picks
 from tests.support.machine import QMAX
 from tests.support.models import settled
 
-MOST_ELEMENTS = 4 * 4096
+MAX_ELEMENTS = 4 * 4096
 INPUTS = {"image": (4, 3, 8, 8), "sequence": (4, 3, 16), "rows": (4, 6), "volume": (4, 2, 4, 4, 4)}
 
 
 @dataclass(frozen=True)
 class Step:
-    """One call, as numbers: the op, the values that it reads, its options, its spelling, and whom it shares with."""
+    """One call, as numbers: the op, the values that it reads, its options, its spelling, the call it shares with."""
 
     op: str
     reads: tuple[int, ...] = (0, 0, 0)
@@ -73,12 +73,12 @@ class Network(nn.Module):
             values.append(line.run(self.parts, values, number))
         if len(self.outputs) == 1:
             return values[self.outputs[0]]
-        found = tuple(values[i] for i in self.outputs)
-        return {f"y{i}": value for i, value in enumerate(found)} if self.named else found
+        results = tuple(values[i] for i in self.outputs)
+        return {f"y{i}": value for i, value in enumerate(results)} if self.named else results
 
 
 class TwoInputs(Network):
-    """The same, of two inputs."""
+    """Network of two inputs."""
 
     def forward(self, x: Tensor, y: Tensor, number: float = NUMBER) -> Any:  # type: ignore[override]
         return self.run([x, y], number)
@@ -122,8 +122,8 @@ def _assemble(plan: Plan, batch: tuple[Tensor, ...]) -> Network:
 
 def _line(step: Step, values: list[Tensor], lines: list[Line], parts: list[nn.Module]) -> Line | None:
     """The call that a step stands for, or None where it fits no values. Numbers count from the latest value on."""
-    made = FORMS[step.op]
-    call = made.spellings[step.spelling % len(made.spellings)]
+    form = FORMS[step.op]
+    call = form.spellings[step.spelling % len(form.spellings)]
     recent = [len(values) - 1 - i for i in range(len(values))]
     firsts = recent[step.reads[0] % len(recent) :] + recent[: step.reads[0] % len(recent)]
     for first in firsts:
@@ -132,18 +132,18 @@ def _line(step: Step, values: list[Tensor], lines: list[Line], parts: list[nn.Mo
             for i in recent
             if values[i].shape[2:] == values[first].shape[2:] and values[i].dim() == values[first].dim()
         ]
-        reads = (first, *(near[n % len(near)] for n in step.reads[1 : made.reads]))
+        reads = (first, *(near[n % len(near)] for n in step.reads[1 : form.reads]))
         read = [values[i] for i in reads]
-        known = [line.part for line in lines if line.op == step.op]
-        if step.shares and known:
-            part = known[step.shares % len(known)]
+        same_op_parts = [line.part for line in lines if line.op == step.op]
+        if step.shares and same_op_parts:
+            part = same_op_parts[step.shares % len(same_op_parts)]
             if _fits(call, parts[part], read):
                 return Line(step.op, part, call, reads)
-        drawn = made.make(Picks(step.options), *read)
+        drawn = form.make(Picks(step.options), *read)
         module = settled(lambda drawn=drawn: drawn, len(parts)) if drawn is not None else None
         if module is not None and _fits(call, module, read):
-            if step.shares == 2 and known and _same_weight(module, parts[known[-1]]):
-                module.weight = parts[known[-1]].weight
+            if step.shares == 2 and same_op_parts and _same_weight(module, parts[same_op_parts[-1]]):
+                module.weight = parts[same_op_parts[-1]].weight
             parts.append(module)
             return Line(step.op, len(parts) - 1, call, reads)
     return None
@@ -166,7 +166,7 @@ def _fits(call: Call, module: nn.Module, read: Sequence[Tensor]) -> bool:
             value = call(module, *with_number(call, read, NUMBER))
     except (RuntimeError, ValueError, NotImplementedError, IndexError):
         return False
-    sane = isinstance(value, Tensor) and value.dtype == torch.float32 and 0 < value.numel() <= MOST_ELEMENTS
+    sane = isinstance(value, Tensor) and value.dtype == torch.float32 and 0 < value.numel() <= MAX_ELEMENTS
     if not sane or value.shape[0] != read[0].shape[0]:
         return False
     data = value[is_data(value)]
@@ -182,10 +182,10 @@ def is_data(value: Tensor) -> Tensor:
 
 
 def noisy(network: Network, batch: Sequence[Tensor], seed: int) -> Any:
-    """What the network gives when every value and every weight is off by up to half a step of its own grid.
+    """Outputs of the network when every value and every weight is off by up to half a step of its own grid.
 
-    The model of quantization as noise, which knows nothing of fxq. Constants of masks, pads and fills are exact, and no
-    grid is wider for them. Source: Krishnamoorthi 2018, section 3.
+    Models quantization as noise, independently of fxq. Constants of masks, pads and fills are exact and widen no grid.
+    Source: Krishnamoorthi 2018, section 3.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -203,8 +203,8 @@ def noisy(network: Network, batch: Sequence[Tensor], seed: int) -> Any:
         for p in network.parameters():
             p.copy_(off(p, p.abs().max() / 127) if p.dim() > 1 else p)
         lines = [Line(n.op, n.part, _partial(rounded, n.call), n.reads) for n in network.lines]
-        other = type(network)(lines, list(network.parts), network.outputs, network.named).eval()
-        result = other(*[off(x, (x.max() - x.min()) / QMAX) for x in batch])
+        changed = type(network)(lines, list(network.parts), network.outputs, network.named).eval()
+        result = changed(*[off(x, (x.max() - x.min()) / QMAX) for x in batch])
         for name, p in network.named_parameters():
             p.copy_(kept[name])
     return result

@@ -22,7 +22,7 @@ from tests.support.helpers import ops_of_fxq
 CHANNELS = (4, 3, 8, 1, 6, 12)
 
 FILLS = (-100.0, -1e4, 100.0, -20.0, -math.inf)
-"""What masks, pads and fills put among the values besides numbers like theirs. An element equal to one is no data."""
+"""Constants that masks, pads and fills write, besides numbers within the range of the data. Not data themselves."""
 
 NOT_DRAWN = {
     "quantize": "made by fxq only",
@@ -86,7 +86,7 @@ def called(m: nn.Module, *values: Any) -> Any:
 
 
 NUMBER = 0.5
-"""What every network takes besides its tensors."""
+"""Default of the number that every network takes besides its tensors."""
 
 
 def numbered(function: Call) -> Call:
@@ -161,10 +161,10 @@ def _conv_transpose(n: int, function: Any, module: Any) -> None:
             return None
         groups, stride, padding = pick(1, x.shape[1]), pick(1, 2), pick(0, 1)
         out = x.shape[1] if groups > 1 else pick(*CHANNELS)
-        made: nn.Module = module(
+        layer: nn.Module = module(
             x.shape[1], out, pick(3, 2), stride, padding, pick(0, stride - 1), groups, pick(True, False)
         )
-        return made
+        return layer
 
 
 _conv_transpose(1, F.conv_transpose1d, nn.ConvTranspose1d)
@@ -183,8 +183,8 @@ def _recurrent(name: str, module: Any, *spellings: Call) -> None:
         options: dict[str, Any] = {"batch_first": True, "bidirectional": pick(False, True), "bias": pick(True, False)}
         if name == "lstm":
             options["proj_size"] = pick(0, 0, 1)
-        made: nn.Module = module(x.shape[-1], pick(4, 3, 8), pick(1, 2), **options)
-        return made if x.dim() == 3 else None
+        layer: nn.Module = module(x.shape[-1], pick(4, 3, 8), pick(1, 2), **options)
+        return layer if x.dim() == 3 else None
 
 
 _recurrent("lstm", nn.LSTM, lambda m, x: m(x)[1][0].transpose(0, 1), lambda m, x: m(x)[1][1].transpose(0, 1))
@@ -260,8 +260,8 @@ def _pool(n: int, module: Any, function: Any, **extra: Any) -> None:
     )
     def make(pick: Picks, x: Tensor) -> nn.Module | None:
         kernel, stride = pick(2, 3), pick(2, 1, None)
-        made: nn.Module = module(kernel, stride, pick(0, 1), ceil_mode=pick(False, True))
-        return made if x.dim() == n + 2 else None
+        layer: nn.Module = module(kernel, stride, pick(0, 1), ceil_mode=pick(False, True))
+        return layer if x.dim() == n + 2 else None
 
 
 _pool(1, nn.MaxPool1d, F.max_pool1d, dilation=1)
@@ -286,8 +286,8 @@ def _adaptive(n: int, kind: str, module: Any) -> None:
         lambda m, x: whole(x, kernel_size=tuple(x.size(axis) for axis in range(2, x.dim()))),
     )
     def make(pick: Picks, x: Tensor) -> nn.Module | None:
-        made: nn.Module = module(pick(1, 2, 4, 3))
-        return made if x.dim() == n + 2 else None
+        layer: nn.Module = module(pick(1, 2, 4, 3))
+        return layer if x.dim() == n + 2 else None
 
 
 _adaptive(1, "avg", nn.AdaptiveAvgPool1d)
@@ -349,8 +349,8 @@ def pow_(pick: Picks, x: Tensor) -> nn.Module:
 def _along(name: str, module: Any) -> None:
     @form(name, called)
     def make(pick: Picks, x: Tensor) -> nn.Module:
-        made: nn.Module = module(dim=pick(-1, 1))
-        return made
+        layer: nn.Module = module(dim=pick(-1, 1))
+        return layer
 
 
 _along("softmax", nn.Softmax)
@@ -529,8 +529,8 @@ def _pieces(name: str, argument: Callable[[int], Any]) -> None:
         lambda m, x: getattr(torch, name)(x, m.how, dim=m.dim)[m.piece],
     )
     def make(pick: Picks, x: Tensor) -> nn.Module | None:
-        several = x.dim() > 1 and x.shape[1] > 1
-        return Options(how=argument(x.shape[1]), piece=pick(0, 1), dim=1) if several else None
+        has_channels = x.dim() > 1 and x.shape[1] > 1
+        return Options(how=argument(x.shape[1]), piece=pick(0, 1), dim=1) if has_channels else None
 
 
 _pieces("chunk", lambda size: 2)
@@ -620,7 +620,7 @@ def _derived_form(name: str) -> Form | None:
 
 
 def _bounded(plain: Form) -> Form:
-    """The same, where the last value that it reads stays away from zero."""
+    """The form, drawn only where the last value that it reads stays away from zero."""
 
     def make(pick: Picks, *xs: Tensor) -> nn.Module | None:
         near = float(xs[-1].min()) < 0.1 * float(xs[-1].max())

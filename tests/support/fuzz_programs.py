@@ -204,7 +204,7 @@ def _layer(statement: Statement) -> nn.Module:
 
 
 class Output(NamedTuple):
-    """What a program returns as a named tuple."""
+    """Named tuple that a program returns."""
 
     first: Tensor
     second: Tensor
@@ -249,18 +249,18 @@ class Program(nn.Module):
 
     def _run(self, place: int, statement: Statement, values: list[Tensor]) -> Tensor:
         x = values[-1 - statement.reads[0] % len(values)]
-        other = values[-1 - statement.reads[1] % len(values)]
+        second = values[-1 - statement.reads[1] % len(values)]
         part = self.parts[place]
         if statement.kind == "gated":
             return x * part(x)
         if statement.kind in LAYERS or statement.kind in MEMORIES:
             return part(x)  # type: ignore[no-any-return]
         if statement.kind == "add":
-            return x + other
+            return x + second
         if statement.kind == "change":
-            return _change(statement, x, other)
+            return _change(statement, x, second)
         if statement.kind == "loop":
-            return _loop(statement, x, other)
+            return _loop(statement, x, second)
         if statement.kind == "reshape":
             return _reshape(statement, x)
         return self._state(place, statement, x)

@@ -32,14 +32,14 @@ PLAIN = plain(REFERENCE)
 
 def module(forward, **children):
     """An eval-mode module whose forward is this function of (self, ...), with these children and parameters."""
-    made = type("Model", (nn.Module,), {"forward": forward})()
+    instance = type("Model", (nn.Module,), {"forward": forward})()
     for name, child in children.items():
-        setattr(made, name, nn.Parameter(child) if isinstance(child, torch.Tensor) else child)
-    return made.eval()
+        setattr(instance, name, nn.Parameter(child) if isinstance(child, torch.Tensor) else child)
+    return instance.eval()
 
 
 def context(model, *inputs, recipe=REFERENCE):
-    """What a run of the pipeline would know."""
+    """Context of a pipeline run for this model."""
     return Context(recipe, get_backend(recipe.backend), model, Batch(inputs))
 
 

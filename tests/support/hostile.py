@@ -34,8 +34,8 @@ class Parts:
         for name, about in self.tensors.items() if isinstance(self.tensors, dict) else ():
             if isinstance(about, dict) and name in self.header and about.get("checksum"):
                 about["checksum"] = zlib.crc32(self.bytes_of(name))
-        known = {"tensors": self.tensors, "model": self.model, "history": self.history, "recipe": self.recipe}
-        written = {**self.texts, **{name: json.dumps(value) for name, value in known.items()}, **(texts or {})}
+        plain_data = {"tensors": self.tensors, "model": self.model, "history": self.history, "recipe": self.recipe}
+        written = {**self.texts, **{name: json.dumps(value) for name, value in plain_data.items()}, **(texts or {})}
         rest = {name: text for name, text in written.items() if name != "checksum"}
         written["checksum"] = str(zlib.crc32(json.dumps(rest, sort_keys=True).encode()))
         header = json.dumps({"__metadata__": written, **self.header}).encode()

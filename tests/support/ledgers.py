@@ -63,7 +63,7 @@ def names(ledger):
 
 
 def pasted(line, recipe):
-    """What a user gets who runs this line."""
+    """Recipe that this line of a remedy evaluates to."""
     return eval(line, {"recipe": recipe, "fxq": fxq})
 
 

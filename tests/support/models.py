@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 
 class Residual(nn.Module):
-    """Two residual blocks: the sum read twice, the second time behind a strided convolution."""
+    """Two residual blocks: the sum is read twice, the second time after a strided convolution."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -326,7 +326,7 @@ def build(name: str) -> nn.Module:
 
 
 def settled(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
-    """What `make` makes, in eval mode: seeded weights, batch-norm statistics and slopes as after a training."""
+    """Model from `make`, in eval mode: seeded weights, batch-norm statistics and slopes as after training."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = make()

@@ -27,7 +27,7 @@ def full_disk(most):
 
 
 def on_ranks(size, folder, work, seconds=SECONDS):
-    """What `work(rank)` returns on each rank of a gloo group; an exception, where it raises one."""
+    """Results of `work(rank)` on each rank of a gloo group; the exception where it raises one."""
     folder.mkdir(exist_ok=True)
     store = folder / "store"
     store.unlink(missing_ok=True)
@@ -37,11 +37,11 @@ def on_ranks(size, folder, work, seconds=SECONDS):
             "gloo", f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=seconds / 2)
         )
         try:
-            made = work(rank)
+            result = work(rank)
         except Exception as error:
             traceback.print_exc()
-            made = error
-        torch.save(made, folder / f"{rank}.pt")
+            result = error
+        torch.save(result, folder / f"{rank}.pt")
         dist.destroy_process_group()
 
     processes = [FORKED.Process(target=run, args=(rank,)) for rank in range(size)]
@@ -67,12 +67,12 @@ def apart(work):
     assert process.exitcode == 0, "the process says above why it failed"
 
 
-def killed(work, behind=None):
-    """Run `work()` in a process that kills itself, see `die`, or that is killed behind so many seconds."""
+def killed(work, seconds=None):
+    """Run `work()` in a process that kills itself, see `die`, or that is killed after so many seconds."""
     process = FORKED.Process(target=work)
     process.start()
-    if behind is not None:
-        process.join(behind)
+    if seconds is not None:
+        process.join(seconds)
         process.kill()
     process.join(SECONDS)
     assert process.exitcode == -signal.SIGKILL

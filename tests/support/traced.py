@@ -52,7 +52,7 @@ def resized(y):
 
 
 class Keeps(nn.Module):
-    """Leaves something behind on itself."""
+    """Sets an attribute on itself in forward."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""What tests of training share: recipes, a few steps, and both models' values side by side."""
+"""Helpers for tests of training: recipes, a few steps, and the values of both models side by side."""
 
 import torch
 
@@ -25,7 +25,7 @@ def called(model, inputs):
 
 
 def trained(model, batches, rate=1e-2, run=None):
-    """The model behind a step on each batch; the loss of each is the mean square of what comes out."""
+    """Losses of one training step on each batch: the mean square of the output."""
     optimizer = torch.optim.SGD(model.parameters(), lr=rate)
     losses = []
     for inputs in batches:
@@ -40,22 +40,22 @@ def trained(model, batches, rate=1e-2, run=None):
 
 def nodes(model):
     """The nodes of a graph that call something, as `name: what(arguments)`."""
-    found = []
+    targets = []
     for node in model.graph.nodes:
         if node.op in ("call_function", "call_module"):
-            what = getattr(node.target, "__name__", node.target)
-            found.append(f"{node.name}: {what}({', '.join(str(arg) for arg in node.args)})")
-    return found
+            target_name = getattr(node.target, "__name__", node.target)
+            targets.append(f"{node.name}: {target_name}({', '.join(str(arg) for arg in node.args)})")
+    return targets
 
 
 def rounded_values(model, inputs):
-    """What comes out of each fake quantizer of values, with its scale, in order."""
+    """Output of each fake quantizer of activations, with its scale, in order."""
     model.use_ranges()
-    runner, found = Runner(model, Batch((inputs,)) if isinstance(inputs, torch.Tensor) else inputs), []
+    runner, rounded = Runner(model, Batch((inputs,)) if isinstance(inputs, torch.Tensor) else inputs), []
     with torch.no_grad():
         for node in model.graph.nodes:
             value = runner.step(node)
             module = model.get_submodule(node.target) if node.op == "call_module" else None
             if isinstance(module, FakeQuantizeValue):
-                found.append((module.qparams().s, value))
-    return found
+                rounded.append((module.qparams().s, value))
+    return rounded

@@ -34,5 +34,5 @@ def wide():
 def agreement(model):
     """The share of the outputs that lie within a thousandth of what they should be."""
     with torch.no_grad():
-        got, want = (torch.cat([each(x) for x in DATA]) for each in (model, wide()))
+        got, want = (torch.cat([network(x) for x in DATA]) for network in (model, wide()))
     return float(((got - want).abs() < 0.001).float().mean())

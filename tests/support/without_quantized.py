@@ -30,7 +30,7 @@ def pytest_configure():
     removed, before = {name: getattr(torch, name) for name in NAMES}, torch.__getattr__
 
     def of_torch(name):
-        """What is not there any more; PyTorch's own modules, which still name it, find it."""
+        """Attribute that was removed; only PyTorch's own modules, which still name it, get it."""
         if name in removed and sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] == "torch":
             return removed[name]
         return before(name)

@@ -28,28 +28,28 @@ def chain():
 @pytest.mark.parametrize("path", ["0", "4", "10", "12"])
 def test_the_spoiled_layer_is_named(path, recipe):
     q = fxq.quantize(chain(), recipe.override(path, COARSE), data=DATA)
-    found = fxq.bisect(chain(), q, DATA)
-    assert found.layer.path in (path, str(int(path) + 1))  # a unit goes by its last op
-    assert found.after > found.before + 6 and found.before == pytest.approx(found.output_sqnr, abs=6)
-    assert f"recipe.override({path!r}, fxq.FLOAT)" in found.remedy
-    mended = eval(found.remedy, {"recipe": recipe.override(path, COARSE), "fxq": fxq})
+    bisection = fxq.bisect(chain(), q, DATA)
+    assert bisection.layer.path in (path, str(int(path) + 1))  # a unit goes by its last op
+    assert bisection.after > bisection.before + 6 and bisection.before == pytest.approx(bisection.output_sqnr, abs=6)
+    assert f"recipe.override({path!r}, fxq.FLOAT)" in bisection.remedy
+    mended = eval(bisection.remedy, {"recipe": recipe.override(path, COARSE), "fxq": fxq})
     assert fxq.quantize(chain(), mended, data=DATA).output_sqnr > q.output_sqnr + 6
 
 
 def test_the_first_of_two_that_are_as_bad():
     q = fxq.quantize(chain(), EVEN.override("2", COARSE).override("8", COARSE), data=DATA)
-    found = fxq.bisect(chain(), q, DATA)
-    assert found.layer.path in ("2", "3", "8", "9")  # whichever makes half of the noise
-    assert len(found) <= 5 and [row.position for row in found] == sorted(row.position for row in found)
+    bisection = fxq.bisect(chain(), q, DATA)
+    assert bisection.layer.path in ("2", "3", "8", "9")  # whichever makes half of the noise
+    assert len(bisection) <= 5 and [row.position for row in bisection] == sorted(row.position for row in bisection)
 
 
 def test_the_table():
     q = fxq.quantize(chain(), EVEN.override("4", COARSE), data=DATA)
-    found = fxq.bisect(chain(), q, DATA)
-    text = str(found)
-    assert "exact up to" in text and "dB when all before it is exact" in text and text.endswith(found.remedy)
-    assert found.where(precision="int8") and found.sort("sqnr")[0].sqnr <= found[-1].sqnr
-    assert f'"layer": "{found.layer.name}"' in found.to_json()
+    bisection = fxq.bisect(chain(), q, DATA)
+    text = str(bisection)
+    assert "exact up to" in text and "dB when all before it is exact" in text and text.endswith(bisection.remedy)
+    assert bisection.where(precision="int8") and bisection.sort("sqnr")[0].sqnr <= bisection[-1].sqnr
+    assert f'"layer": "{bisection.layer.name}"' in bisection.to_json()
 
 
 def test_no_error():
@@ -57,9 +57,9 @@ def test_no_error():
     recipe = STATIC.override("0", fxq.FLOAT)
     with pytest.warns(fxq.FxqWarning, match="nothing runs on integers"):
         q = fxq.quantize(model, recipe, data=[torch.rand(2, 3)])
-    found = fxq.bisect(model, q, [torch.rand(2, 3)])
-    assert found.layer is None and len(found) == 0 and found.output_sqnr == math.inf
-    assert "the output has no error" in str(found)
+    bisection = fxq.bisect(model, q, [torch.rand(2, 3)])
+    assert bisection.layer is None and len(bisection) == 0 and bisection.output_sqnr == math.inf
+    assert "the output has no error" in str(bisection)
 
 
 def test_what_cannot_be_bisected():

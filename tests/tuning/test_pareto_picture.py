@@ -13,8 +13,8 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def circles(svg):
-    found = ElementTree.fromstring(svg).iter(f"{SVG}circle")
-    return [(float(c.get("cx")), float(c.get("cy")), float(c.get("r")), c.find(f"{SVG}title").text) for c in found]
+    drawn = ElementTree.fromstring(svg).iter(f"{SVG}circle")
+    return [(float(c.get("cx")), float(c.get("cy")), float(c.get("r")), c.find(f"{SVG}title").text) for c in drawn]
 
 
 def test_points_lie_by_cost_and_score():

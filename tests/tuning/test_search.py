@@ -21,27 +21,27 @@ from tests.support.tuning_models import DATA, STATIC, Wide, agreement, wide
 
 @pytest.mark.parametrize("target", [30.0, 42.0, 55.0])
 def test_what_is_found_keeps_the_target(target):
-    found = fxq.search(wide(), STATIC, DATA, target=target)
-    assert found.reached and found.score >= target == found.least
-    q = fxq.quantize(wide(), found.recipe, data=DATA)
+    result = fxq.search(wide(), STATIC, DATA, target=target)
+    assert result.reached and result.score >= target == result.least
+    q = fxq.quantize(wide(), result.recipe, data=DATA)
     assert q.output_sqnr >= target - 0.1  # judged on all of the data, and not on the samples that are recorded
-    assert {e.path for e in q.ledger if e.precision == "float" and e.macs} == {p for p in found.floats if p}
-    assert found.forwards < MAX_CANDIDATES_PER_LAYER * max(found.layers, 3)
+    assert {e.path for e in q.ledger if e.precision == "float" and e.macs} == {p for p in result.floats if p}
+    assert result.forwards < MAX_CANDIDATES_PER_LAYER * max(result.layers, 3)
     if target == 30.0:
-        assert len(found) == 1 and found.floats == () and found.recipe == STATIC
+        assert len(result) == 1 and result.floats == () and result.recipe == STATIC
     if target == 42.0:
-        assert found.floats == ("bad",)
+        assert result.floats == ("bad",)
 
 
 def test_a_target_out_of_reach_gives_the_best():
-    found = fxq.search(wide(), STATIC, DATA, lambda model: float(isinstance(model, Wide)), target=0.5)
-    assert not found.reached and found.score == 0.0 and "the target was not reached" in str(found)
+    result = fxq.search(wide(), STATIC, DATA, lambda model: float(isinstance(model, Wide)), target=0.5)
+    assert not result.reached and result.score == 0.0 and "the target was not reached" in str(result)
 
 
 def test_a_metric_with_a_tolerated_drop():
-    found = fxq.search(wide(), STATIC, DATA, agreement, target=0.1)
-    assert found.least == pytest.approx(0.9) and found.reached and found.floats == ("bad",)
-    assert agreement(fxq.quantize(wide(), found.recipe, data=DATA)) >= 0.9
+    result = fxq.search(wide(), STATIC, DATA, agreement, target=0.1)
+    assert result.least == pytest.approx(0.9) and result.reached and result.floats == ("bad",)
+    assert agreement(fxq.quantize(wide(), result.recipe, data=DATA)) >= 0.9
 
 
 @pytest.mark.parametrize("kind", ["threads", "fork"])
@@ -96,8 +96,8 @@ def test_enough_layers_and_none_that_could_go_back(noises, target):
     assert count == 0 or count == 1 or planted.score(in_float(STATIC, layers[: count - 1])) < target
     search.forwards = len(noises)
     search._take_back(STATIC, layers[:count])
-    found = search._result(len(layers))
-    assert found.reached and len(found.floats) <= count and found.forwards < MAX_CANDIDATES_PER_LAYER * len(layers)
+    result = search._result(len(layers))
+    assert result.reached and len(result.floats) <= count and result.forwards < MAX_CANDIDATES_PER_LAYER * len(layers)
 
 
 def test_observers_that_a_histogram_can_answer_for():
@@ -113,7 +113,7 @@ def row(cost, score):
 
 def test_the_front():
     rows = [row(0, 10.0), row(5, 10.0), row(5, 12.0), row(9, 11.0), row(9, math.nan), row(9, 20.0), row(9, 20.0)]
-    assert [on_front(each, rows) for each in rows] == [True, False, True, False, False, True, True]
+    assert [on_front(candidate, rows) for candidate in rows] == [True, False, True, False, False, True, True]
 
 
 @pytest.mark.parametrize(
@@ -129,10 +129,10 @@ def test_what_is_no_target(options, message):
         fxq.search(wide(), STATIC, DATA, **options)
 
 
-@pytest.mark.parametrize("found", [None, "good", float("nan")])
-def test_a_metric_that_says_no_number_is_refused(found):
+@pytest.mark.parametrize("score", [None, "good", float("nan")])
+def test_a_metric_that_says_no_number_is_refused(score):
     with pytest.raises(InputError, match="the metric returned"):
-        fxq.search(wide(), STATIC, DATA, lambda model: found, target=0.1)
+        fxq.search(wide(), STATIC, DATA, lambda model: score, target=0.1)
 
 
 def test_a_metric_may_change_the_mode_and_a_target_may_be_a_number_of_numpy():
@@ -142,5 +142,5 @@ def test_a_metric_may_change_the_mode_and_a_target_may_be_a_number_of_numpy():
         candidate.train()
         return 1.0
 
-    found = fxq.search(model, STATIC, DATA, metric, target=np.float32(0.1))
-    assert found.reached and not model.training and not any(m.training for m in model.modules())
+    result = fxq.search(model, STATIC, DATA, metric, target=np.float32(0.1))
+    assert result.reached and not model.training and not any(m.training for m in model.modules())

@@ -1,4 +1,4 @@
-"""What a search shows of itself."""
+"""Table, JSON and picture of a search result."""
 
 import json
 from xml.etree import ElementTree

@@ -9,7 +9,7 @@ from fxq.common.isolation import untouched
 from tests.support.tuning_models import DATA, STATIC, wide
 
 
-@pytest.mark.parametrize("tool", [fxq.sensitivity, lambda *given, **more: fxq.search(*given, target=42.0, **more)])
+@pytest.mark.parametrize("tool", [fxq.sensitivity, lambda *args, **kwargs: fxq.search(*args, target=42.0, **kwargs)])
 def test_progress_is_shown_when_it_is_asked_for(tool, capsys):
     tool(wide(), STATIC, DATA, progress=False)
     assert capsys.readouterr().err == ""
@@ -26,8 +26,8 @@ def test_presets_dicts_and_wrappers_are_taken():
 
 def test_dynamic_recipes_and_batches_of_other_sizes():
     data = [torch.rand(3, 3, 10, 10), {"x": torch.rand(5, 3, 10, 10)}]
-    found = fxq.search(wide(), fxq.Recipe.dynamic(backend="reference"), data, target=60.0)
-    assert found.reached and found.floats
+    result = fxq.search(wide(), fxq.Recipe.dynamic(backend="reference"), data, target=60.0)
+    assert result.reached and result.floats
     weights = fxq.sensitivity(wide(), fxq.Recipe.weight_only(backend="reference", bits=4), data)
     assert [row.path for row in weights] != [] and weights.output_sqnr < 40
     q = fxq.quantize(wide(), "dynamic", data=data)

@@ -19,9 +19,9 @@ RECIPES = [STATIC, *(STATIC.override(path, fxq.FLOAT) for path in ("first", "sec
 
 @pytest.fixture(scope="module")
 def trials():
-    made = Trials(wide(), STATIC, DATA)
-    made.calibrate()
-    return made
+    wide_trials = Trials(wide(), STATIC, DATA)
+    wide_trials.calibrate()
+    return wide_trials
 
 
 @pytest.mark.parametrize("recipe", [*RECIPES, STATIC.override("first", fxq.Recipe.dynamic().config)])
@@ -42,12 +42,12 @@ def pool(kind):
 @pytest.mark.parametrize("kind", ["threads", "fork", pytest.param("spawn", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("metric", [None, agreement])
 def test_the_executor_makes_no_difference(kind, metric):
-    made = Trials(wide(), STATIC, DATA, metric)
-    made.calibrate()
+    wide_trials = Trials(wide(), STATIC, DATA, metric)
+    wide_trials.calibrate()
     counted = []
     with pool(kind) as executor:
-        found = made.scores(RECIPES, executor, lambda: counted.append(1))
-    assert found == made.scores(RECIPES) and len(counted) == len(RECIPES) and len(set(found)) > 1
+        trial_scores = wide_trials.scores(RECIPES, executor, lambda: counted.append(1))
+    assert trial_scores == wide_trials.scores(RECIPES) and len(counted) == len(RECIPES) and len(set(trial_scores)) > 1
 
 
 def test_what_is_pickled_is_calibrated(trials):
@@ -57,12 +57,12 @@ def test_what_is_pickled_is_calibrated(trials):
 
 
 def test_what_cannot_be_pickled_says_so():
-    made = Trials(wide(), STATIC, DATA, lambda model: 1.0)
-    made.calibrate()
+    wide_trials = Trials(wide(), STATIC, DATA, lambda model: 1.0)
+    wide_trials.calibrate()
     with ProcessPoolExecutor(1, get_context("fork")) as executor, pytest.raises(InputError, match="cannot be sent to"):
-        made.scores(RECIPES[:1], executor)
+        wide_trials.scores(RECIPES[:1], executor)
     with ThreadPoolExecutor(1) as executor:
-        assert made.scores(RECIPES[:2], executor) == [1.0, 1.0]
+        assert wide_trials.scores(RECIPES[:2], executor) == [1.0, 1.0]
 
 
 def test_a_model_without_a_float_output():
@@ -70,13 +70,13 @@ def test_a_model_without_a_float_output():
         def forward(self, x):
             return super().forward(x).argmax(1)
 
-    made = Trials(Classes(3, 3).eval(), STATIC, [torch.rand(2, 3)])
+    class_trials = Trials(Classes(3, 3).eval(), STATIC, [torch.rand(2, 3)])
     with pytest.raises(InputError, match="returns no float tensor"):
-        made.calibrate()
+        class_trials.calibrate()
 
 
 def test_what_gives_up_a_bit_is_decided_once(monkeypatch):
     monkeypatch.setattr(fxq.backends.cpu, "has_vnni", lambda: False)
-    made = Trials(wide(), fxq.Recipe.static(backend="x86"), DATA)
-    made.calibrate()
-    assert made.recipe.reduce_range in ("weights", "activations")
+    wide_trials = Trials(wide(), fxq.Recipe.static(backend="x86"), DATA)
+    wide_trials.calibrate()
+    assert wide_trials.recipe.reduce_range in ("weights", "activations")

@@ -13,22 +13,22 @@ from tests.support.tuning_models import DATA, STATIC, wide
 
 
 def layers(model, data, ledger=None):
-    made = Trials(model, STATIC, data)
-    made.calibrate()
-    found = fxq.quantize(model, STATIC, data=data).ledger if ledger is None else ledger
-    return layers_of(made.candidate(STATIC), found)
+    trials = Trials(model, STATIC, data)
+    trials.calibrate()
+    entries = fxq.quantize(model, STATIC, data=data).ledger if ledger is None else ledger
+    return layers_of(trials.candidate(STATIC), entries)
 
 
 def test_units_are_one_layer_and_go_by_what_has_weights():
-    found = layers(wide(), DATA)
-    assert [(e.path, e.op) for e in found if e.macs] == [
+    tunable_layers = layers(wide(), DATA)
+    assert [(e.path, e.op) for e in tunable_layers if e.macs] == [
         ("first", "conv2d+relu"),
         ("second", "conv2d+relu"),
         ("bad", "linear+relu"),
         ("last", "linear"),
     ]
-    assert found[0].line == "recipe.override('first', fxq.FLOAT)" and found[0].extra_us is None
-    assert found[0].macs == 4 * 6 * 8 * 8 * 3 * 9
+    assert tunable_layers[0].line == "recipe.override('first', fxq.FLOAT)" and tunable_layers[0].extra_us is None
+    assert tunable_layers[0].macs == 4 * 6 * 8 * 8 * 3 * 9
 
 
 def test_a_line_puts_the_layer_into_float():
@@ -42,8 +42,8 @@ def test_a_line_puts_the_layer_into_float():
 
 def test_a_layer_that_is_called_twice_is_one():
     model = module(lambda self, x: self.a(self.b(self.a(x))), a=nn.Linear(4, 4), b=nn.Linear(4, 4))
-    found = layers(model, [torch.rand(2, 4)])
-    assert [(e.path, e.macs) for e in found] == [("a", 64), ("b", 32)]
+    tunable_layers = layers(model, [torch.rand(2, 4)])
+    assert [(e.path, e.macs) for e in tunable_layers] == [("a", 64), ("b", 32)]
 
 
 def test_what_it_takes_more_in_float():

@@ -76,8 +76,8 @@ def test_a_recipe_that_calibrates_nothing_reads_the_same_samples(tmp_path):
     batches = data(40, 2)
     chosen = fxq.Recipe.weight_only(bits=4, backend="reference").insert_pass(fxq.passes.Gptq(), after="smooth")
 
-    def quantized(given):
-        qmodel = fxq.quantize(network(), chosen, data=given)
+    def quantized(batches):
+        qmodel = fxq.quantize(network(), chosen, data=batches)
         return qmodel.code, dict(qmodel.state_dict())
 
     results = on_ranks(2, tmp_path, lambda rank: quantized(batches[rank::2]))
@@ -110,7 +110,7 @@ def test_every_backend_sees_the_data_of_all_ranks(tmp_path, monkeypatch):
 
 
 def test_values_that_are_taken_off_on_one_rank_are_on_all(tmp_path):
-    """With trials, an observer that meets NaN is taken off: nobody knows yet whether its value is to be integers."""
+    """With trials, an observer that meets NaN is removed: whether its value becomes integers is decided later."""
     model = module(lambda self, x: self.fc(torch.nan_to_num(torch.log(x), nan=0.0)), fc=nn.Linear(4, 4))
     batches = [torch.rand(2, 4) + 1, torch.rand(2, 4) + 1, torch.rand(2, 4) + 1, -torch.ones(2, 4)]
 
@@ -216,8 +216,8 @@ def test_under_torchrun(tmp_path):
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    found = [torch.load(f"{out}{rank}", weights_only=False) for rank in range(2)]
-    assert same(found, [whole(data())] * 2)
+    loaded = [torch.load(f"{out}{rank}", weights_only=False) for rank in range(2)]
+    assert same(loaded, [whole(data())] * 2)
 
 
 # ---- files of several machines

@@ -119,7 +119,7 @@ def test_a_backend_that_fails_is_named(net, monkeypatch):
 def test_a_backend_that_does_not_prepare_is_named(net):
     model, x = net
 
-    def prepare(recipe, known):
+    def prepare(recipe, first):
         if recipe.backend != "fbgemm":
             raise fxq.InputError(f"{recipe.backend} does not like it")
         return fxq.prepare(model, recipe, example_inputs=x)
@@ -129,7 +129,7 @@ def test_a_backend_that_does_not_prepare_is_named(net):
     q = fxq.convert(observed)
     assert q.backend == "fbgemm" and q.attempts.where(backend="x86")[0].why == "x86 does not like it"
     with pytest.raises(fxq.InputError, match="x86 does not like it"):
-        fastest.prepare_all(FASTEST, "cpu", lambda recipe, known: prepare(recipe.with_backend("x86"), known))
+        fastest.prepare_all(FASTEST, "cpu", lambda recipe, first: prepare(recipe.with_backend("x86"), first))
 
 
 @needs_fbgemm
@@ -155,7 +155,7 @@ def test_backends_with_the_same_graph_share_what_it_has_seen(net, monkeypatch, c
     observed = copy.deepcopy(observed) if copies else observed
     observed(x[2:])
     everyone = (observed, *observed.others)
-    alike = [i for i, one in enumerate(everyone) if one.same_as is not None]
+    alike = [i for i, observed_model in enumerate(everyone) if observed_model.same_as is not None]
     assert alike and all(everyone[i].batches_seen == 0 and everyone[i].same_as < i for i in alike)
     planted(monkeypatch, [0.0 if i == alike[-1] else 1.0 for i in range(TRIED)])
     with torch.no_grad():
@@ -184,15 +184,15 @@ def test_what_a_kernel_emits_makes_no_other_graph(edits):
     model, x = Pooled().eval(), torch.randn(4, 3, 8, 8)
     observed = fxq.prepare(model, FASTEST, example_inputs=x)
     observed(x)
-    everyone, known = {m.manager.context.recipe.backend: m for m in (observed, *observed.others)}, []
+    everyone, seen_kinds = {m.manager.context.recipe.backend: m for m in (observed, *observed.others)}, []
     emits = {name: {n.name for n in m.graph.nodes if (p := info(n).plan) and p.emits} for name, m in everyone.items()}
     assert emits["onnxruntime"] - emits["fbgemm"] == {"pool"}
-    converted(everyone["fbgemm"], None, known)
-    for shot in known[0][1].history.snapshots:
+    converted(everyone["fbgemm"], None, seen_kinds)
+    for shot in seen_kinds[0][1].history.snapshots:
         object.__setattr__(shot, "edits", edits if shot.name == "smooth" else shot.edits)
     everyone["onnxruntime"].take_calibration(everyone["fbgemm"])
-    shared = converted(everyone["onnxruntime"], None, known)
-    assert len(known) == 1 + len(edits)
+    shared = converted(everyone["onnxruntime"], None, seen_kinds)
+    assert len(seen_kinds) == 1 + len(edits)
     alone = fxq.quantize(model, FASTEST.with_backend("onnxruntime"), data=[x])
     assert equal(shared(x), alone(x)) and shared.history["correct-bias"].graph == alone.history["correct-bias"].graph
 
@@ -204,8 +204,8 @@ def test_the_table(net):
     assert "1 thread" in q.attempts.to_text()
     assert len(json.loads(q.attempts.to_json())["attempts"]) == TRIED
     assert "was the quickest" in repr(q.attempts)
-    for other in (copy.deepcopy(q), pickle.loads(pickle.dumps(q))):
-        assert other.attempts == q.attempts and equal(other(x), q(x))
+    for duplicate in (copy.deepcopy(q), pickle.loads(pickle.dumps(q))):
+        assert duplicate.attempts == q.attempts and equal(duplicate(x), q(x))
     assert fxq.quantize(model, FASTEST.with_backend("x86"), data=[x]).attempts is None
 
 
@@ -213,7 +213,7 @@ def test_an_observed_model_copies_all_of_it(net):
     model, x = net
     observed = copy.deepcopy(fxq.prepare(model, FASTEST, example_inputs=x))
     observed(x)
-    assert [other.batches_seen for other in observed.others if other.same_as is None] == [1]
+    assert [observed_model.batches_seen for observed_model in observed.others if observed_model.same_as is None] == [1]
     assert len(fxq.convert(observed).attempts) == TRIED
 
 

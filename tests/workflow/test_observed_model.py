@@ -47,10 +47,10 @@ def test_converting_twice_or_something_else():
 
 def test_a_copied_observed_model_calibrates_on_its_own():
     observed = fxq.prepare(network(), REFERENCE, example_inputs=X)
-    other = copy.deepcopy(observed)
-    other(X)
-    assert other.batches_seen == 1 and observed.batches_seen == 0
-    assert torch.equal(fxq.convert(other)(X), fxq.quantize(network(), REFERENCE, data=[X])(X))
+    duplicate = copy.deepcopy(observed)
+    duplicate(X)
+    assert duplicate.batches_seen == 1 and observed.batches_seen == 0
+    assert torch.equal(fxq.convert(duplicate)(X), fxq.quantize(network(), REFERENCE, data=[X])(X))
 
 
 def test_an_observed_model_is_not_pickled():

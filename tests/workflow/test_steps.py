@@ -88,7 +88,7 @@ def test_another_recipe_gives_what_quantize_does(calibrated, overrides, all_valu
 
 
 def test_what_calibration_did_not_look_at_is_refused_and_says_what_to_do(calibrated):
-    """A convolution of its own, with a sum behind it on integers: its output was inside of a unit."""
+    """A convolution as a unit of its own, with a sum after it on integers: its output was inside of a unit."""
     recipe = static([(fxq.by_op("relu"), fxq.FLOAT), ("b", fxq.FLOAT)])
     spec = fxq.TensorSpec(observer="moving_average")
     with pytest.raises(
@@ -182,17 +182,19 @@ class Counted(fxq.Pass):
 def test_passes_that_read_samples_run_once_for_equal_graphs():
     Counted.runs = 0
     recipe = static().insert_pass(Counted(), after="insert-qdq")
-    known = []
+    qdq_cache = []
     first, second = (
-        converted(fxq.calibrate(fxq.prepare(network(), recipe, example_inputs=DATA[0]), DATA), recipe, known)
+        converted(fxq.calibrate(fxq.prepare(network(), recipe, example_inputs=DATA[0]), DATA), recipe, qdq_cache)
         for _ in range(2)
     )
-    assert (Counted.runs, len(known)) == (1, 1)
+    assert (Counted.runs, len(qdq_cache)) == (1, 1)
     assert fxq.extend.write_graph(first) == fxq.extend.write_graph(second)
     assert all(
         torch.equal(a, b) for a, b in zip(first.state_dict().values(), second.state_dict().values(), strict=True)
     )
     assert [step.name for step in first.history] == [step.name for step in second.history]
-    other = converted(fxq.calibrate(fxq.prepare(network(), recipe, example_inputs=DATA[0]), DATA[:1]), recipe, known)
-    assert (Counted.runs, len(known)) == (2, 2)
-    assert not torch.equal(first(DATA[0]), other(DATA[0]))
+    third = converted(
+        fxq.calibrate(fxq.prepare(network(), recipe, example_inputs=DATA[0]), DATA[:1]), recipe, qdq_cache
+    )
+    assert (Counted.runs, len(qdq_cache)) == (2, 2)
+    assert not torch.equal(first(DATA[0]), third(DATA[0]))

@@ -33,32 +33,32 @@ RECIPES = {
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_what_convert_gives_is_what_was_trained(name, recipe):
-    made = prepared(build(name), batch(name, 4, seed=1), recipe)
-    before = [p.detach().clone() for p in made.parameters()]
-    losses = trained(made, [batch(name, 4, seed=seed) for seed in range(3)], rate=1e-3)
+    training_model = prepared(build(name), batch(name, 4, seed=1), recipe)
+    before = [p.detach().clone() for p in training_model.parameters()]
+    losses = trained(training_model, [batch(name, 4, seed=seed) for seed in range(3)], rate=1e-3)
     assert all(loss == loss for loss in losses)
-    assert any(not torch.equal(p, old) for p, old in zip(made.parameters(), before, strict=True))
+    assert any(not torch.equal(p, old) for p, old in zip(training_model.parameters(), before, strict=True))
     inputs = batch(name, 4, seed=9)
     with torch.no_grad():
-        wanted = called(made.eval(), inputs)
-    assert sqnr(wanted, called(fxq.convert(made), inputs)) > 60  # float rounding, and no step of a grid
+        wanted = called(training_model.eval(), inputs)
+    assert sqnr(wanted, called(fxq.convert(training_model), inputs)) > 60  # float rounding, and no step of a grid
 
 
 @pytest.mark.parametrize("learned", [False, True])
 def test_every_layer_is_within_a_step(learned):
-    made = prepared(build("residual"), batch("residual"), fxq.Recipe.qat(backend="reference", learned=learned))
-    trained(made, [batch("residual", seed=seed) for seed in range(4)])
+    model = prepared(build("residual"), batch("residual"), fxq.Recipe.qat(backend="reference", learned=learned))
+    trained(model, [batch("residual", seed=seed) for seed in range(4)])
     x = batch("residual", seed=9)
-    found = rounded_values(made.eval(), x)
-    quantized = fxq.convert(made)
+    rounded = rounded_values(model.eval(), x)
+    quantized = fxq.convert(model)
     steps, runner = {}, Runner(quantized, Batch((x,)))
     for node in quantized.graph.nodes:
         value = runner.step(node)
         if is_op(node, "quantize"):
             grid = grid_of(quantized, node)
             steps[grid.s] = dequantize(value, grid)
-    assert len(found) > 5
-    for scale, value in found:
+    assert len(rounded) > 5
+    for scale, value in rounded:
         assert (value - steps[scale]).abs().max() <= 1.001 * scale
 
 
@@ -68,20 +68,20 @@ def test_weights_in_the_middle_between_integers_keep_their_side(learned):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(4, 16, 3, bias=False), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 4, 1)).eval()
     x = torch.rand(4, 4, 9, 9)
-    made = prepared(model, x, fxq.Recipe.qat(backend="reference", weight=W4, learned=learned))
-    made(x)
+    training_model = prepared(model, x, fxq.Recipe.qat(backend="reference", weight=W4, learned=learned))
+    training_model(x)
     quantizer = next(
-        m for m in made.modules() if isinstance(m, FakeQuantizeWeight) and m.edge[0].startswith("fxq_data.0")
+        m for m in training_model.modules() if isinstance(m, FakeQuantizeWeight) and m.edge[0].startswith("fxq_data.0")
     )
-    conv, norm = made.get_submodule("0"), made.get_submodule("1")
+    conv, norm = training_model.get_submodule("0"), training_model.get_submodule("1")
     with torch.no_grad():
         quantizer.scale.fill_(2**-6)
         conv.weight.copy_((torch.randint(-6, 6, conv.weight.shape) + 0.5) * 2**-6)
         conv.weight[:, 0, 0, 0] = 7 * 2**-6  # so that the scale is this one where it is not learned
         norm.weight.copy_(torch.randn(16) + 0.1)
         norm.weight[3] = 0.0
-        wanted = made.eval()(x)
-    torch.testing.assert_close(fxq.convert(made)(x), wanted, rtol=0, atol=1e-5)
+        wanted = training_model.eval()(x)
+    torch.testing.assert_close(fxq.convert(training_model)(x), wanted, rtol=0, atol=1e-5)
 
 
 @given(st.integers(0, 10**6), st.sampled_from([2, 3, 8]), st.booleans(), st.integers(1, 3))
@@ -94,11 +94,11 @@ def test_any_small_network(seed, bits, symmetric, steps):
     model, x = nn.Sequential(*layers, nn.Linear(32 * channels, 3)), torch.randn(4, 3, 6, 6)
     weight = fxq.TensorSpec(bits=bits, signed=True, symmetric=True, per="channel", observer="minmax")
     activation = fxq.TensorSpec(symmetric=symmetric, observer="moving_average:0.5")
-    made = prepared(model, x, fxq.Recipe.qat(backend="reference", weight=weight, activation=activation))
-    trained(made, [torch.randn(4, 3, 6, 6) for _ in range(steps)], rate=1e-3)
+    training_model = prepared(model, x, fxq.Recipe.qat(backend="reference", weight=weight, activation=activation))
+    trained(training_model, [torch.randn(4, 3, 6, 6) for _ in range(steps)], rate=1e-3)
     with torch.no_grad():
-        wanted = made.eval()(x)
-    assert sqnr(wanted, fxq.convert(made)(x)) > 60
+        wanted = training_model.eval()(x)
+    assert sqnr(wanted, fxq.convert(training_model)(x)) > 60
 
 
 def test_training_finds_what_rounding_loses():
@@ -123,72 +123,74 @@ def test_training_finds_what_rounding_loses():
     weight = fxq.TensorSpec(bits=2, signed=True, symmetric=True, per="channel", observer="minmax")
     rounded = fxq.quantize(model.eval(), fxq.Recipe.static(backend="reference", weight=weight), data=[x])
     recipe = fxq.Recipe.qat(backend="reference", weight=weight, learned=True, freeze_weights_over=300)
-    made = prepared(model, x, recipe)
-    fit(made, 300)
-    assert loss(fxq.convert(made)) < 0.2 * loss(rounded)  # .02 to .08 with weights that are frozen, .1 to .3 without
+    training_model = prepared(model, x, recipe)
+    fit(training_model, 300)
+    assert loss(fxq.convert(training_model)) < 0.2 * loss(
+        rounded
+    )  # .02 to .08 with weights that are frozen, .1 to .3 without
 
 
 def test_a_network_on_kernels():
-    made = prepared(build("residual"), batch("residual"), fxq.Recipe.qat())
-    trained(made, [batch("residual", seed=seed) for seed in range(3)], rate=1e-3)
+    training_model = prepared(build("residual"), batch("residual"), fxq.Recipe.qat())
+    trained(training_model, [batch("residual", seed=seed) for seed in range(3)], rate=1e-3)
     x = batch("residual", seed=9)
     with torch.no_grad():
-        wanted = made.eval()(x)
-    quantized = fxq.convert(made)
+        wanted = training_model.eval()(x)
+    quantized = fxq.convert(training_model)
     assert quantized.ledger.count("int8") > 5
     assert sqnr(wanted, quantized(x)) > 35  # kernels round sums in another order, a step here and there
 
 
 def test_layers_that_the_recipe_leaves_in_float_are_trained_too():
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 1)).eval()
-    made = prepared(model, torch.randn(2, 3, 8, 8), QAT.override("3", fxq.FLOAT))
-    trained(made, [torch.randn(4, 3, 8, 8) for _ in range(2)])
-    assert not torch.equal(dict(made.named_parameters())["3.weight"], model[3].weight)
+    training_model = prepared(model, torch.randn(2, 3, 8, 8), QAT.override("3", fxq.FLOAT))
+    trained(training_model, [torch.randn(4, 3, 8, 8) for _ in range(2)])
+    assert not torch.equal(dict(training_model.named_parameters())["3.weight"], model[3].weight)
     x = torch.randn(2, 3, 8, 8)
-    assert sqnr(made.eval()(x), fxq.convert(made)(x)) > 60
+    assert sqnr(training_model.eval()(x), fxq.convert(training_model)(x)) > 60
 
 
 def test_a_leaf_is_trained_as_it_is():
     inner = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4))
     model = nn.Sequential(nn.Conv2d(3, 4, 3), inner, nn.Conv2d(4, 2, 1)).eval()
-    made = prepared(model, torch.randn(2, 3, 8, 8), fxq.Recipe.qat(backend="reference", leaf_modules=["1"]))
-    trained(made, [torch.randn(4, 3, 8, 8) for _ in range(2)])
-    state = made.state_dict()
+    training_model = prepared(model, torch.randn(2, 3, 8, 8), fxq.Recipe.qat(backend="reference", leaf_modules=["1"]))
+    trained(training_model, [torch.randn(4, 3, 8, 8) for _ in range(2)])
+    state = training_model.state_dict()
     assert not torch.equal(state["1.0.weight"], inner[0].weight)
     assert state["1.1.running_mean"].any()
     x = torch.randn(2, 3, 8, 8)
-    assert sqnr(made.eval()(x), fxq.convert(made)(x)) > 60
+    assert sqnr(training_model.eval()(x), fxq.convert(training_model)(x)) > 60
 
 
 def test_the_converted_model_does_not_change_with_further_training():
-    made, x = prepared(build("residual"), batch("residual")), batch("residual", seed=9)
-    trained(made, [batch("residual", seed=1)])
-    quantized = fxq.convert(made)
+    training_model, x = prepared(build("residual"), batch("residual")), batch("residual", seed=9)
+    trained(training_model, [batch("residual", seed=1)])
+    quantized = fxq.convert(training_model)
     before = quantized(x)
-    trained(made.train(), [batch("residual", seed=2)], rate=0.1)
+    trained(training_model.train(), [batch("residual", seed=2)], rate=0.1)
     assert torch.equal(quantized(x), before)
-    assert not torch.equal(fxq.convert(made)(x), before)
+    assert not torch.equal(fxq.convert(training_model)(x), before)
 
 
 def test_a_model_in_train_mode_stays_so():
     model = build("residual").train()
-    made = prepared(model, batch("residual"))
-    assert made.training
+    training_model = prepared(model, batch("residual"))
+    assert training_model.training
     assert model.training
 
 
 def test_what_is_refused():
     x = batch("residual")
-    made = prepared(build("residual"), x)
+    training_model = prepared(build("residual"), x)
     with pytest.raises(CalibrationError, match="the model has not been trained: it has run no forward in train mode"):
-        fxq.convert(made)
+        fxq.convert(training_model)
     with pytest.raises(InputError, match="finds its ranges during training"):
-        fxq.calibrate(made, [x])
-    made(x)
+        fxq.calibrate(training_model, [x])
+    training_model(x)
     with pytest.raises(RecipeError, match="with the recipe that it was prepared with: call fxq"):
-        fxq.convert(made, "static")
+        fxq.convert(training_model, "static")
     with pytest.raises(InputError, match="is a TrainingModel already"):
-        fxq.quantize(made, data=[x])
+        fxq.quantize(training_model, data=[x])
     with pytest.raises(RecipeError, match=r"the recipe 'qat' needs training, which fxq\.quantize does not do"):
         fxq.quantize(build("residual"), "qat", data=[x])
     with pytest.raises(InputError, match=r"model is a function, not an nn\.Module"):
@@ -211,47 +213,47 @@ def test_a_model_without_integers_is_told_before_it_is_trained():
 
 
 def test_a_value_that_no_batch_has_reached():
-    made = prepared(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).eval(), torch.randn(2, 4))
-    made(torch.full((2, 4), torch.nan))
+    training_model = prepared(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).eval(), torch.randn(2, 4))
+    training_model(torch.full((2, 4), torch.nan))
     with pytest.raises(CalibrationError, match="has no range: in 1 forwards in train mode it was empty, NaN"):
-        fxq.convert(made)
+        fxq.convert(training_model)
 
 
 def test_a_batch_that_is_not_finite_leaves_no_trace():
-    made = prepared(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).eval(), torch.randn(2, 4))
-    other = copy.deepcopy(made)
+    training_model = prepared(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).eval(), torch.randn(2, 4))
+    duplicate = copy.deepcopy(training_model)
     for x in (torch.full((2, 4), torch.nan), torch.ones(2, 4), torch.full((2, 4), torch.inf), -torch.ones(2, 4)):
-        made(x)
+        training_model(x)
     for x in (torch.ones(2, 4), -torch.ones(2, 4)):
-        other(x)
+        duplicate(x)
     x = torch.rand(5, 4)
     with warnings.catch_warnings(action="error", category=FxqWarning):
-        assert torch.equal(fxq.convert(made)(x), fxq.convert(other)(x))
+        assert torch.equal(fxq.convert(training_model)(x), fxq.convert(duplicate)(x))
 
 
 def test_norms_that_training_has_ruined():
-    made = prepared(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval(), torch.randn(2, 4))
-    made(torch.full((2, 4), torch.nan))
-    made(torch.randn(2, 4))
+    training_model = prepared(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval(), torch.randn(2, 4))
+    training_model(torch.full((2, 4), torch.nan))
+    training_model(torch.randn(2, 4))
     with pytest.raises(InputError, match=r"1\.running_mean has NaN or Inf after training: a batch had NaN"):
-        fxq.convert(made)
+        fxq.convert(training_model)
 
 
 def test_weights_that_training_has_ruined():
-    made = prepared(nn.Sequential(nn.Linear(4, 4)).eval(), torch.randn(2, 4))
-    made(torch.randn(2, 4))
+    training_model = prepared(nn.Sequential(nn.Linear(4, 4)).eval(), torch.randn(2, 4))
+    training_model(torch.randn(2, 4))
     with torch.no_grad():
-        next(made.parameters()).fill_(torch.nan)
+        next(training_model.parameters()).fill_(torch.nan)
     with pytest.raises(InputError, match=r"0\.bias has NaN or Inf after training"):
-        fxq.convert(made)
+        fxq.convert(training_model)
 
 
 def test_an_integer_model_that_is_not_what_was_trained_is_told(monkeypatch):
-    made = prepared(build("residual"), batch("residual"))
-    trained(made, [batch("residual")])
+    training_model = prepared(build("residual"), batch("residual"))
+    trained(training_model, [batch("residual")])
     monkeypatch.setattr(fxq.workflow.train, "sqnr", lambda a, b: 5.0)
     with pytest.warns(FxqWarning, match="the quantized model is at 5.0 dB SQNR against the trained model"):
-        fxq.convert(made)
+        fxq.convert(training_model)
 
 
 # ---- weights that are shared, models that are averaged
@@ -270,7 +272,7 @@ class Tied(nn.Module):
 
 
 def tied_and_trained(options, follow=lambda model: None):
-    """A model whose two layers have one weight, behind steps that are large; its inputs."""
+    """A model whose two layers share one weight, after large training steps; its inputs."""
     torch.manual_seed(0)
     x, y = torch.randn(64, 16), torch.randn(64, 16)
     model = fxq.prepare(Tied(), fxq.Recipe.qat(backend="reference", **options), example_inputs=x[:8])
@@ -299,11 +301,11 @@ def test_layers_that_share_a_weight_have_learned_scales_of_their_own():
 @pytest.mark.parametrize("options", [{}, {"learned": True}], ids=["ranges", "learned"])
 @pytest.mark.parametrize("how", [{}, {"multi_avg_fn": torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)}])
 def test_averages_of_models_with_their_buffers(how, options):
-    made = []
+    results = []
 
     def follow(model):
-        made.append(torch.optim.swa_utils.AveragedModel(model, use_buffers=True, **how))
-        return made[0].update_parameters
+        results.append(torch.optim.swa_utils.AveragedModel(model, use_buffers=True, **how))
+        return results[0].update_parameters
 
     _, x = tied_and_trained({"freeze_weights_over": 30, **options}, follow)
-    check_converted(made[0].module, x)
+    check_converted(results[0].module, x)

@@ -46,9 +46,9 @@ def test_two_ranks_train_as_one_process_on_the_joined_batch(tmp_path, learned):
     steps = 2 if learned else 4  # a weight that training moves to the middle between integers may fall on either side
 
     def work(rank):
-        made = prepared(model, x, recipe)
-        _loop(DistributedDataParallel(made), rank, 2, steps=steps)
-        return made.state_dict()
+        trainee = prepared(model, x, recipe)
+        _loop(DistributedDataParallel(trainee), rank, 2, steps=steps)
+        return trainee.state_dict()
 
     alone = prepared(model, x, recipe)
     _loop(alone, steps=steps)
@@ -83,12 +83,12 @@ def test_sharding_that_the_forward_does_not_undo(tmp_path):
         fully_shard(layers.get_submodule("first"))
         fully_shard(layers)
         fully_shard(halved, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-        found = []
-        for made in (layers, halved):
+        results = []
+        for sharded in (layers, halved):
             with pytest.raises(InputError) as error:
-                made(x)
-            found.append(str(error.value))
-        return found
+                sharded(x)
+            results.append(str(error.value))
+        return results
 
     for layers, halved in on_ranks(2, tmp_path / "layers", work):
         assert "is sharded in the forward: call fully_shard on the whole model, not on layers" in layers
@@ -101,15 +101,15 @@ def test_sharded_weights_are_frozen_as_whole_ones(tmp_path):
     recipe = fxq.Recipe.qat(backend="reference", weight=replace(W4, bits=2), learned=True, freeze_weights_over=8)
 
     def work(rank):
-        found = []
+        results = []
         for sharded in (False, True):
-            made = prepared(model, x, recipe)
-            run = (fully_shard(made) or made) if sharded else DistributedDataParallel(made)
+            trainee = prepared(model, x, recipe)
+            run = (fully_shard(trainee) or trainee) if sharded else DistributedDataParallel(trainee)
             for _ in range(4):
                 _loop(run, rank, 2, rate=2.0)
-            frozen = [m.oscillation.frozen for m in made.modules() if isinstance(m, FakeQuantizeWeight)]
-            found.append((torch.cat([f.flatten() for f in frozen]), fxq.convert(made)(x)))
-        return found
+            frozen = [m.oscillation.frozen for m in trainee.modules() if isinstance(m, FakeQuantizeWeight)]
+            results.append((torch.cat([f.flatten() for f in frozen]), fxq.convert(trainee)(x)))
+        return results
 
     for (whole, wanted), (sharded, output) in on_ranks(2, tmp_path / "frozen", work):
         assert whole.any()
@@ -121,11 +121,11 @@ def test_a_rank_by_itself(tmp_path):
     model, x = Plain().eval(), torch.randn(8, 3, 10, 10)
 
     def work(rank):
-        made = prepared(model, x)
-        made.group = None
-        made(x * (rank + 1))
-        made.use_ranges()
-        return [float(m.high) for m in made.modules() if isinstance(m, FakeQuantizeValue)]
+        trainee = prepared(model, x)
+        trainee.group = None
+        trainee(x * (rank + 1))
+        trainee.use_ranges()
+        return [float(m.high) for m in trainee.modules() if isinstance(m, FakeQuantizeValue)]
 
     first, second = on_ranks(2, tmp_path / "alone", work)
     assert second[0] == 2 * first[0]

@@ -147,37 +147,35 @@ def test_its_parameters_go_by_the_names_of_the_float_model():
 def test_a_copy_trains_as_the_original(recipe):
     model = residual(recipe)
     trained(model, BATCHES[:2])
-    other = copy.deepcopy(model)
-    assert trained(other, BATCHES[2:]) == trained(model, BATCHES[2:])
-    assert other.steps == 6
-    assert {id(p) for p in other.parameters()}.isdisjoint({id(p) for p in model.parameters()})
+    duplicate = copy.deepcopy(model)
+    assert trained(duplicate, BATCHES[2:]) == trained(model, BATCHES[2:])
+    assert duplicate.steps == 6
+    assert {id(p) for p in duplicate.parameters()}.isdisjoint({id(p) for p in model.parameters()})
 
 
 @pytest.mark.parametrize("recipe", [QAT, LEARNED], ids=["ranges", "learned"])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_forwards_that_are_computed_again_for_gradients(recipe, reentrant):
     """Checkpointing gives the same losses; ranges and statistics count each forward once."""
-    model, other = residual(recipe), residual(recipe)
+    model, twin = residual(recipe), residual(recipe)
     wanted = trained(model, BATCHES)
-    found = trained(other, BATCHES, run=lambda x: checkpoint(other, x.requires_grad_(), use_reentrant=reentrant))
-    assert found == wanted
-    assert other.steps == 6
-    for (name, mine), its in zip(model.state_dict().items(), other.state_dict().values(), strict=True):
+    losses = trained(twin, BATCHES, run=lambda x: checkpoint(twin, x.requires_grad_(), use_reentrant=reentrant))
+    assert losses == wanted
+    assert twin.steps == 6
+    for (name, mine), its in zip(model.state_dict().items(), twin.state_dict().values(), strict=True):
         assert torch.equal(mine, its), name
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_what_is_frozen_while_a_forward_is_computed_again(reentrant):
     recipe = fxq.Recipe.qat(backend="reference", freeze_norms_after=2, freeze_ranges_after=3)
-    model, other = residual(recipe), residual(recipe)
+    model, twin = residual(recipe), residual(recipe)
     wanted = trained(model, BATCHES)
-    assert (
-        trained(other, BATCHES, run=lambda x: checkpoint(other, x.requires_grad_(), use_reentrant=reentrant)) == wanted
-    )
+    assert trained(twin, BATCHES, run=lambda x: checkpoint(twin, x.requires_grad_(), use_reentrant=reentrant)) == wanted
 
 
 def test_batch_norms_are_those_of_the_user():
-    """Who sets a momentum, or lets PyTorch compute the statistics anew, gets what was asked for."""
+    """A momentum that the user sets, and statistics that PyTorch recomputes, take effect."""
     model = residual()
     norm = next(m for m in model.modules() if isinstance(m, nn.BatchNorm2d))
     norm.momentum = 1.0
@@ -197,7 +195,7 @@ W3 = fxq.TensorSpec(bits=3, signed=True, symmetric=True, per="channel", observer
 
 
 def with_weights_to_freeze(learned=False, rate=0.3, steps=30):
-    """A model behind steps that are so large that weights go back and forth; the batches."""
+    """A model after steps that are so large that weights oscillate; the batches."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4)).eval()
     batches = [torch.randn(8, 3, 8, 8) for _ in range(2 * steps)]
@@ -210,13 +208,13 @@ def with_weights_to_freeze(learned=False, rate=0.3, steps=30):
 def integers(model):
     """Of each layer's weight: what is frozen, and all integers."""
     model.use_ranges()
-    found = []
+    frozen_weights = []
     for node in model.graph.nodes:
         module = model.get_submodule(node.target) if node.op == "call_module" else None
         if isinstance(module, FakeQuantizeWeight):
             weight = model.get_parameter(node.args[0].target).detach()
-            found.append((module.oscillation.frozen.clone(), quantize(weight, module.qparams_of(weight))))
-    return found
+            frozen_weights.append((module.oscillation.frozen.clone(), quantize(weight, module.qparams_of(weight))))
+    return frozen_weights
 
 
 @pytest.mark.parametrize("learned", [False, True])
@@ -273,15 +271,15 @@ def test_weights_that_two_layers_round_in_their_own_ways_are_not_frozen():
 
 
 def test_under_autocast():
-    model, other = residual(), residual()
+    model, twin = residual(), residual()
     wanted = trained(model, BATCHES)
 
     def run(x):
         with torch.autocast("cpu", torch.bfloat16):
-            return other(x)
+            return twin(x)
 
-    assert trained(other, BATCHES, run=run) == pytest.approx(wanted, rel=0.03)
-    assert fxq.convert(other).ledger.count("int8")
+    assert trained(twin, BATCHES, run=run) == pytest.approx(wanted, rel=0.03)
+    assert fxq.convert(twin).ledger.count("int8")
 
 
 def test_on_another_device():
@@ -305,10 +303,10 @@ def test_in_double_precision_inputs():
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", [QAT, LEARNED], ids=["ranges", "learned"])
 def test_compiled(recipe):
-    model, other = residual(recipe), residual(recipe)
-    wanted, compiled = trained(model, BATCHES), torch.compile(other)
-    assert trained(other, BATCHES, run=compiled) == pytest.approx(wanted, rel=1e-4)
-    assert other.steps == 6
+    model, twin = residual(recipe), residual(recipe)
+    wanted, compiled = trained(model, BATCHES), torch.compile(twin)
+    assert trained(twin, BATCHES, run=compiled) == pytest.approx(wanted, rel=1e-4)
+    assert twin.steps == 6
     x = BATCHES[0]
     assert fxq.common.metrics.sqnr(fxq.convert(model)(x), fxq.convert(compiled)(x)) > 40
 
