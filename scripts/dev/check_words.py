@@ -2,7 +2,7 @@
 
 `python scripts/dev/check_words.py [PATH ...]` prints one line per finding, with what to write instead, and exits with 1
 if there are any. `--summary` counts the findings per rule and folder. Places where a listed word is the right one stand
-in `ALLOWED`, each with its reason. Names of variables in tests are not checked.
+in `ALLOWED`, each with its reason.
 """
 
 from __future__ import annotations
@@ -110,8 +110,6 @@ def check_docstrings(path: str, tree: ast.AST) -> Iterator[Finding]:
 
 def check_names(path: str, tree: ast.AST) -> Iterator[Finding]:
     """Findings of `NAMES` among variables and arguments, and of `CONSTANTS` at the top of a module."""
-    if path.startswith("tests/"):
-        return
     for node in ast.walk(tree):
         name = line = None
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
