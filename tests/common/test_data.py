@@ -63,10 +63,10 @@ def test_a_batch_is_taken_as_it_is():
         ((X, Y, Y), r"data, batch 3: 3 inputs, but forward takes 1 \(x\)"),
         ({"y": X}, "data, batch 3: forward has no argument 'y'; it has x. If 'x' is a dict itself"),
         ({1: X}, "forward has no argument 1"),
-        ("x", "a str is not a batch of inputs"),
-        (None, "a NoneType is not a batch of inputs"),
-        ((), "a tuple is not a batch of inputs"),
-        (3.0, "a float is not a batch of inputs; give a tensor, a tuple or list of positional inputs, or a dict"),
+        ("x", "str is not a batch of inputs"),
+        (None, "NoneType is not a batch of inputs"),
+        ((), "tuple is not a batch of inputs"),
+        (3.0, "float is not a batch of inputs; pass a tensor, a tuple or list of positional inputs, or a dict"),
     ],
 )
 def test_what_is_no_batch(value, message):
@@ -128,7 +128,7 @@ def test_no_batches(data):
 def test_errors_name_the_batch():
     stream = batches([X, X, "no"], ONE)
     next(stream), next(stream)
-    with pytest.raises(InputError, match="data, batch 2: a str is not a batch"):
+    with pytest.raises(InputError, match="data, batch 2: str is not a batch"):
         next(stream)
 
 
