@@ -42,7 +42,7 @@ def rows_of(x: Tensor, axis: int | None, block: int | None) -> Tensor:
 
 
 def least_range(values: Tensor, low: Tensor, high: Tensor, spec: TensorSpec, power: float) -> tuple[Tensor, Tensor]:
-    """Return for each row the range whose grid has the smallest sum of |error| ** power.
+    """Return for each row the range whose grid has the smallest sum of abs(error) ** power.
 
     The error is that of quantize and dequantize with the grid that `choose_qparams` gives for the range, clipped values
     included. The two ends shrink together; if the grid is affine, each end also shrinks alone.
@@ -96,7 +96,7 @@ def _search(rows: Tensor, ends: Tensor, spec: TensorSpec, power: float) -> Tenso
 
 
 def _error(rows: Tensor, ends: Tensor, spec: TensorSpec, power: float) -> Tensor:
-    """Return the sum of |error| ** power of each row (R, n) on the grid for its ends (R, 2): (R,)."""
+    """Return the sum of abs(error) ** power of each row (R, n) on the grid for its ends (R, 2): (R,)."""
     grid = choose_qparams(ends[:, 0], ends[:, 1], spec, axis=0)
     scale, zero_point = grid.scale[:, None], grid.zero_point[:, None]
     steps = (rows / scale).round_()

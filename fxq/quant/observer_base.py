@@ -35,12 +35,9 @@ class Observer(nn.Module, ABC):
         per_channel: whether this observer supports an axis.
         keeps_data: whether its buffers hold all values, too many for calibration data.
 
-    Buffers:
-
-        minimum: smallest value seen, float32, 0-d, (C,), or per block the shape of `QParams.scale`; +inf before any
-            data.
-        maximum: largest value seen, same shape; -inf before any data.
-        met: bool (number of constants,), whether each constant was seen.
+    The buffers `minimum` and `maximum` are the smallest and the largest value seen, float32, of shape (), (C,), or per
+    block that of `QParams.scale`; +inf and -inf before any data. The buffer `met`, bool (number of constants,), says
+    whether each constant was seen.
 
     Args:
         spec: the spec of the tensor.

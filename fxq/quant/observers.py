@@ -183,7 +183,7 @@ class LeastError(Observer):
     keeps_data = True
     options: ClassVar[Mapping[str, tuple[float, float]]] = {"power": (1.0, 8.0)}
     power: float = 2.0
-    """Exponent of the error: the sum of |error| ** power is minimized."""
+    """Exponent of the error: the sum of abs(error) ** power is minimized."""
 
     values: Tensor
 
