@@ -232,7 +232,7 @@ def test_data_that_is_no_iterable_of_batches(data, kind):
 def test_a_batch_of_the_wrong_type(value, kind, batch):
     data = [X, X]
     data[batch] = value
-    refused(net(), fxq.InputError, f"data, batch {batch}: {kind}", "give a tensor, a tuple or list", data=data)
+    refused(net(), fxq.InputError, f"data, batch {batch}: {kind}", "pass a tensor, a tuple or list", data=data)
 
 
 def test_none_among_the_inputs():
