@@ -327,7 +327,9 @@ def _check_leaves(leaves: tuple[str, ...], types: Any) -> None:
 
 
 def _check_hooks(model: nn.Module) -> None:
-    if len(model._forward_hooks) + len(model._forward_pre_hooks) > 0:
+    hooks = [getattr(hook, "func", hook) for hook in (*model._forward_hooks.values(), *model._forward_pre_hooks.values())]
+    # fxq's own are those of another thread that is probing this model
+    if any(not str(getattr(hook, "__module__", "")).startswith("fxq.") for hook in hooks):
         raise TraceError(
             f"the model ({type(model).__name__}) has forward hooks, which a trace of its forward does not see. Remove "
             "them (handle.remove()), or quantize a module that calls this one: nn.Sequential(model)."
