@@ -327,7 +327,8 @@ def _check_leaves(leaves: tuple[str, ...], types: Any) -> None:
 
 
 def _check_hooks(model: nn.Module) -> None:
-    hooks = [getattr(hook, "func", hook) for hook in (*model._forward_hooks.values(), *model._forward_pre_hooks.values())]
+    registered = (*model._forward_hooks.values(), *model._forward_pre_hooks.values())
+    hooks = [getattr(hook, "func", hook) for hook in registered]
     # fxq's own are those of another thread that is probing this model
     if any(not str(getattr(hook, "__module__", "")).startswith("fxq.") for hook in hooks):
         raise TraceError(
