@@ -15,6 +15,7 @@ from fxq.common.data import Batch, as_batch, batches, device_of, samples_in
 from fxq.common.isolation import untouched
 from fxq.common.progress import progress_bar
 from fxq.errors import InputError, RecipeError
+from fxq.integrations import decoder_support
 from fxq.ledger.comparison import Comparison, compare_with, quantized_reference
 from fxq.model import QuantizedModel, remade
 from fxq.recipe.recipe import Recipe, as_recipe
@@ -24,6 +25,7 @@ from fxq.tracing.wrappers import unwrapped
 from fxq.workflow.calibrate import EVERY, Calibration, as_observed, first_of_all, merge_calibrations
 from fxq.workflow.fastest import convert_all, prepare_all
 from fxq.workflow.observed_model import ObservedModel
+from fxq.workflow.programs import examples_of, needs_programs, quantize_programs
 from fxq.workflow.steps import (
     QdqCache,
     check_compared,
@@ -85,6 +87,13 @@ def quantize(
             "fxq.prepare(model, recipe, example_inputs=x), run your training loop, then call fxq.convert(trained)."
         )
     check_model(model)
+    support = decoder_support(model) if example_inputs is None else None
+    if support is not None:
+        return support.quantize_decoder(model, chosen, data, _observed, convert, progress=progress)
+    if example_inputs is not None:
+        examples_by_name = examples_of(example_inputs, model)
+        if needs_programs(list(examples_by_name.values())):
+            return quantize_programs(model, chosen, examples_by_name, data, _observed, convert, progress=progress)
     ranks = Ranks.of(group if data is not None else None)
     stream = batches(data, model, may_be_empty=ranks.size > 1) if data is not None else iter(())
     first = ranks.together(lambda: list(_opening(stream)))

@@ -222,7 +222,7 @@ def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 def _items(value: Any) -> Any:
     """Shallow copy of the items of a container or attributes of an object; None for other values."""
     if isinstance(value, dict):
-        return dict(value)
+        return dict(dict.items(value))  # its class may compute items when they are read
     if isinstance(value, (list, deque)):
         return list(value)
     if isinstance(value, set):

@@ -1,0 +1,281 @@
+"""Containers that arguments and results of a model may be: how to take their tensors out, and how to put new ones in."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from fxq.errors import InputError
+
+Leaves = dict[str, Any]
+"""Tensors and numbers of a call by name, such as `past_key_values_0_keys`."""
+
+
+@dataclass(frozen=True)
+class ContainerType:
+    """Functions that take a container of one class apart and construct one from new parts.
+
+    Attributes:
+        parts: returns the parts of a container by name, and a constant that describes everything else. The parts may be
+            containers. Two containers with equal constants and parts of equal structure run the same graph.
+        construct: returns a container for such parts and such a constant.
+        update: replaces the parts of an existing container, as a model does that changes its argument.
+    """
+
+    parts: Callable[[Any], tuple[Mapping[str, Any], Any]]
+    construct: Callable[..., Any]
+    update: Callable[[Any, Mapping[str, Any], Any], None] | None = None
+
+
+_TYPES: dict[type, ContainerType] = {}
+
+
+def register_container(
+    kind: type,
+    parts: Callable[[Any], tuple[Mapping[str, Any], Any]],
+    construct: Callable[[Mapping[str, Any], Any], Any],
+    update: Callable[[Any, Mapping[str, Any], Any], None] | None = None,
+) -> None:
+    """Register a class whose objects a model takes, changes or returns, such as a key-value cache.
+
+    Classes that are registered with `torch.utils._pytree.register_pytree_node` need no registration here.
+
+    Args:
+        kind: the class; its subclasses are taken apart in the same way, and constructed as their own class.
+        parts: see `ContainerType`.
+        construct: see `ContainerType`.
+        update: see `ContainerType`. Default: the attributes of the new container replace those of the old one.
+
+    Example:
+        >>> class History:
+        ...     def __init__(self, steps):
+        ...         self.steps = steps
+        >>> register_container(History, lambda h: ({"steps": h.steps}, None), lambda parts, _: History(**parts))
+        >>> is_registered(History([torch.ones(2)]))
+        True
+    """
+    _TYPES[kind] = ContainerType(parts, construct, update)
+
+
+def register_container_type(kind: type, container_type: ContainerType) -> None:
+    """Register a class and its subclasses, see `register_container`. `construct` also gets the class, first."""
+    _BASES[kind] = container_type
+
+
+_BASES: dict[type, ContainerType] = {}
+
+
+def is_registered(value: Any) -> bool:
+    """Whether a value is a container of a registered class, other than a tuple, a list or a dict."""
+    return _type_of(value) is not None
+
+
+def holds_registered(value: Any) -> bool:
+    """Whether a value is, or holds, a container of a registered class."""
+    if is_registered(value):
+        return True
+    parts = _plain_parts(value)
+    return parts is not None and any(map(holds_registered, parts.values()))
+
+
+def _type_of(value: Any) -> ContainerType | None:
+    cls = type(value)
+    own = _own_type(cls)
+    if own is not None or _plain_parts(value) is not None:
+        return own
+    node = pytree.SUPPORTED_NODES.get(cls)
+    if node is None:
+        return None
+
+    def parts(container: Any) -> tuple[Mapping[str, Any], Any]:
+        children, context = node.flatten_fn(container)
+        return {str(i): child for i, child in enumerate(children)}, context
+
+    return ContainerType(parts, lambda values, context: node.unflatten_fn(list(values.values()), context))
+
+
+def _own_type(cls: type) -> ContainerType | None:
+    for base in cls.__mro__:
+        if base in _TYPES:
+            return _TYPES[base]
+        if base in _BASES:
+            return replace(_BASES[base], construct=partial(_BASES[base].construct, cls))
+    return None
+
+
+def _plain_parts(value: Any) -> Mapping[Any, Any] | None:
+    """Parts of a tuple, list, dict or dataclass by index, key or field; None for other values."""
+    if isinstance(value, (tuple, list)) and not isinstance(value, torch.Size):
+        return dict(enumerate(value))
+    if isinstance(value, Mapping):
+        return {key: value[key] for key in value}
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in fields(value)}
+    return None
+
+
+@dataclass(frozen=True)
+class Structure:
+    """Structure of a value: its containers, and its plain values other than numbers. Leaves are named, not held.
+
+    Attributes:
+        kind: "leaf" (tensor or number), "constant" (None, a bool, a string, a dtype), "plain" (tuple, list, dict or
+            dataclass), "registered" (container of a registered class), or "argument" (an argument of the call itself,
+            which the model returns).
+        name: name of the leaf or of the argument.
+        cls: class of the container; for a leaf, "tensor" or "number".
+        constant: the constant; for a registered container, the constant of its `parts`.
+        parts: structures of the parts by index, key or name.
+    """
+
+    kind: str
+    name: str = ""
+    cls: Any = None
+    constant: Any = None
+    parts: tuple[tuple[Any, Structure], ...] = ()
+
+    def __str__(self) -> str:
+        if self.kind == "leaf":
+            return f"a {self.cls}"
+        if self.kind == "constant":
+            return repr(self.constant)
+        if self.kind == "argument":
+            return self.name
+        inner = ", ".join(f"{key}: {part}" for key, part in self.parts)
+        constant = f"; {self.constant}" if self.constant not in (None, ()) else ""
+        return f"{self.cls.__name__}({inner}{constant})"
+
+
+IsLeaf = Callable[[Any], bool]
+
+
+def taken_apart(value: Any, name: str, leaves: Leaves, *, is_leaf: IsLeaf, same: Mapping[int, str] = {}) -> Structure:  # noqa: B006
+    """Take a value apart: return its structure, and add its tensors and numbers to `leaves`.
+
+    Args:
+        value: an argument or result of a model.
+        name: prefix of the names of its leaves.
+        leaves: the leaves so far.
+        is_leaf: whether a further value counts as a leaf, such as a value of a trace.
+        same: names of arguments by the `id` of their containers; such a container is not taken apart again.
+
+    Raises:
+        InputError: a value is neither a tensor, a number, a plain constant nor a container.
+    """
+
+    def inner(parts: Iterable[tuple[Any, Any]]) -> tuple[tuple[Any, Structure], ...]:
+        return tuple(
+            (key, taken_apart(part, f"{name}_{_spelled(key)}", leaves, is_leaf=is_leaf, same=same))
+            for key, part in parts
+        )
+
+    if id(value) in same:
+        return Structure("argument", same[id(value)])
+    while name in leaves:  # as an argument `x_0` beside the first item of an argument `x`
+        name += "_"
+    if isinstance(value, Tensor) or is_leaf(value):
+        leaves[name] = value
+        return Structure("leaf", name, "tensor")
+    if isinstance(value, (int, float, complex)) and not isinstance(value, bool):
+        leaves[name] = value
+        return Structure("leaf", name, "number")
+    handler = _type_of(value)
+    if handler is not None:
+        parts, constant = handler.parts(value)
+        return Structure("registered", cls=type(value), constant=constant, parts=inner(parts.items()))
+    plain = _plain_parts(value)
+    if plain is not None:
+        return Structure("plain", cls=type(value), parts=inner(plain.items()))
+    if value is None or isinstance(value, (bool, str, torch.dtype, torch.device, torch.layout, torch.memory_format)):
+        return Structure("constant", constant=value)
+    raise InputError(
+        f"{name} holds a {type(value).__name__}, which is not a tensor, a number or a container that fxq knows. "
+        "Register its class with torch.utils._pytree.register_pytree_node or fxq.extend.register_container."
+    )
+
+
+def _spelled(key: Any) -> str:
+    text = "".join(letter if letter.isalnum() or letter == "_" else "_" for letter in str(key))
+    return text or "_"
+
+
+def put_together(structure: Structure, leaves: Leaves, arguments: Mapping[str, Any] = {}) -> Any:  # noqa: B006
+    """Construct a value from its structure and its leaves.
+
+    Args:
+        structure: structure of the value.
+        leaves: its tensors and numbers by name.
+        arguments: containers among the arguments of the call by name, for results that are one of them.
+    """
+    if structure.kind == "leaf":
+        return leaves[structure.name]
+    if structure.kind == "constant":
+        return structure.constant
+    if structure.kind == "argument":
+        return arguments[structure.name]
+    parts = {key: put_together(part, leaves, arguments) for key, part in structure.parts}
+    cls = structure.cls
+    if structure.kind == "registered":
+        handler = _handler_of_class(cls)
+        return handler.construct(parts, structure.constant)
+    if is_dataclass(cls):
+        return _dataclass(cls, parts)
+    if issubclass(cls, Mapping):
+        return OrderedDict(parts) if cls is OrderedDict else parts if cls is dict else _mapping(cls, parts)
+    return cls(*parts.values()) if hasattr(cls, "_fields") else cls(parts.values())
+
+
+def _mapping(cls: Any, parts: Mapping[Any, Any]) -> Any:
+    result = cls()
+    for key, part in parts.items():
+        result[key] = part
+    return result
+
+
+def _dataclass(cls: Any, parts: Mapping[str, Any]) -> Any:
+    if issubclass(cls, Mapping):  # its mapping interface holds the fields that are not None
+        return cls(**parts)
+    computed = {field.name for field in fields(cls) if not field.init}
+    result = cls(**{name: part for name, part in parts.items() if name not in computed})
+    for name in computed:
+        object.__setattr__(result, name, parts[name])
+    return result
+
+
+def _handler_of_class(cls: type) -> ContainerType:
+    own = _own_type(cls)
+    if own is not None:
+        return own
+    node = pytree.SUPPORTED_NODES[cls]
+    return ContainerType(
+        lambda value: ({}, None), lambda values, context: node.unflatten_fn(list(values.values()), context)
+    )
+
+
+def update_container(container: Any, structure: Structure, leaves: Leaves) -> None:
+    """Give a container of a registered class, or a list or dict, the parts that a model has put into it.
+
+    Args:
+        container: the caller's container.
+        structure: structure that it has after the call.
+        leaves: tensors and numbers after the call.
+    """
+    parts = {key: put_together(part, leaves) for key, part in structure.parts}
+    if structure.kind == "registered":
+        handler = _handler_of_class(structure.cls)
+        if handler.update is not None:
+            handler.update(container, parts, structure.constant)
+        else:
+            vars(container).update(vars(handler.construct(parts, structure.constant)))
+    elif isinstance(container, list):
+        container[:] = parts.values()
+    elif isinstance(container, dict):
+        container.clear()
+        container.update(parts)

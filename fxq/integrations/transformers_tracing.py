@@ -1,0 +1,165 @@
+"""Forms of transformers' caches and attention that a graph can hold: caches as containers, masks without branches."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+)
+from transformers.masking_utils import sdpa_mask
+
+from fxq.common.containers import ContainerType, register_container_type
+from fxq.tracing.proxies import is_value
+
+_COUNTERS = "cumulative_length"
+"""Prefix of attributes that count tokens seen: they change from call to call, so they are inputs of the graph."""
+
+
+_LAZY = "layer_class_to_replicate"
+"""Class of the layers that a cache makes when they are first used. Caches of a graph have all layers."""
+
+
+def _parts(holder: Any) -> tuple[Mapping[str, Any], Any]:
+    """Attributes of a cache or a cache layer that change from call to call, and the others as a constant."""
+    parts = {name: value for name, value in vars(holder).items() if _is_part(name, value)}
+    constant = tuple((name, value) for name, value in vars(holder).items() if name not in parts and name != _LAZY)
+    return parts, constant
+
+
+def _is_part(name: str, value: Any) -> bool:
+    kinds = (Tensor, list, dict, Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin)
+    return name.startswith(_COUNTERS) or isinstance(value, kinds) or is_value(value)
+
+
+def _construct(cls: Any, parts: Mapping[str, Any], constant: Any) -> Any:
+    holder = object.__new__(cls)
+    vars(holder).update({_LAZY: None} if issubclass(cls, Cache) else {})
+    vars(holder).update(dict(constant))
+    vars(holder).update(parts)
+    return holder
+
+
+def _update(holder: Any, parts: Mapping[str, Any], constant: Any) -> None:
+    """Give a cache its new tensors. Its layers stay the same objects."""
+    vars(holder).update(dict(constant))
+    for name, part in parts.items():
+        layers, now = part, vars(holder).get(name)
+        if isinstance(now, list) and isinstance(layers, list) and len(now) == len(layers):
+            for i, (old, new) in enumerate(zip(now, layers, strict=True)):
+                if type(old) is type(new) and hasattr(new, "__dict__"):
+                    vars(old).update(vars(new))
+                else:
+                    now[i] = new
+        elif isinstance(part, Cache) and type(now) is type(part):
+            _update(now, *_parts(part))
+        else:
+            vars(holder)[name] = part
+
+
+_CACHE = ContainerType(_parts, _construct, _update)
+for _class in (Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin):
+    register_container_type(_class, _CACHE)
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention of transformers' interface without branches on sizes.
+
+    Grouped queries are attended as further rows of their key and value head, so that keys and values are not copied.
+
+    Args:
+        module: the attention layer.
+        query: float[batch, heads, length, size].
+        key: float[batch, key heads, past and new length, size].
+        value: float[batch, key heads, past and new length, size].
+        attention_mask: bool or float[batch, 1, length, past and new length], or None.
+        dropout: not used: models are in eval mode.
+        scaling: factor of the scores; None: 1 / sqrt(size).
+        is_causal: whether to mask the future where there is no mask.
+        position_bias: float[1 or batch, heads, length, past and new length] to be added to the scores, or None.
+        kwargs: further options of transformers' interface, which do not change the result.
+    """
+    groups = getattr(module, "num_key_value_groups", 1)
+    mask = attention_mask
+    if position_bias is not None and mask is not None and mask.dtype is torch.bool:
+        mask = torch.where(mask, position_bias, torch.finfo(query.dtype).min)
+    elif position_bias is not None:
+        mask = position_bias if mask is None else position_bias + mask
+    if mask is None:
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        if groups > 1:
+            key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        result = F.scaled_dot_product_attention(query, key, value, scale=scaling, is_causal=bool(causal))
+        return result.transpose(1, 2).contiguous(), None
+    batch, heads, length, size = query.shape
+    if groups > 1:
+        query = query.reshape(batch, heads // groups, groups * length, size)
+        per_head = position_bias is not None
+        mask = mask.reshape(mask.shape[0], heads // groups, -1, mask.shape[3]) if per_head else mask.repeat(1, 1, groups, 1)
+    result = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
+    return result.reshape(batch, heads, length, -1).transpose(1, 2).contiguous(), None
+
+
+def _mask(*args: Any, **kwargs: Any) -> Any:
+    """Mask of attention, always as a tensor, as `sdpa_mask` makes it for some sizes."""
+    options = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False, "use_vmap": False}
+    return sdpa_mask(*args, **{**kwargs, **options})
+
+
+_NAME = "fxq"
+AttentionInterface.register(_NAME, _attention)
+AttentionMaskInterface.register(_NAME, _mask)
+
+_LOCK = threading.RLock()
+
+
+def _length(layer: Any) -> Any:
+    """Number of tokens in a cache layer, without a branch on whether there are any."""
+    return layer.keys.shape[-2] if layer.is_initialized else 0
+
+
+def _window_sizes(layer: Any, query_length: Any) -> tuple[Any, Any]:
+    """Length and offset of the keys of a layer with a sliding window, without a branch on whether it is full."""
+    held = layer.keys.shape[-2]
+    return held + query_length, layer.cumulative_length - held
+
+
+@contextlib.contextmanager
+def graph_form(model: PreTrainedModel) -> Iterator[None]:
+    """Context in which the forward of a model has no branches on the number of tokens, past or new.
+
+    Attention by `scaled_dot_product_attention` always gets a mask. Other implementations are unchanged.
+    """
+    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
+    chosen = [config for config in configs.values() if getattr(config, "_attn_implementation", None) == "sdpa"]
+    with _LOCK, contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(DynamicLayer, "get_seq_length", _length))
+        window = DynamicSlidingWindowLayer
+        stack.enter_context(mock.patch.object(window, "get_seq_length", window.get_seq_length))
+        stack.enter_context(mock.patch.object(window, "get_mask_sizes", _window_sizes))
+        for config in chosen:
+            stack.enter_context(mock.patch.object(config, "_attn_implementation_internal", _NAME))
+        yield

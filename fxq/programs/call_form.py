@@ -1,0 +1,97 @@
+"""Form of a call: everything in the arguments that selects a graph, and how arguments become inputs of the graph."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from fxq.common.containers import Leaves, Structure, put_together, taken_apart
+from fxq.common.data import Batch
+from fxq.errors import InputError
+
+
+@dataclass(frozen=True)
+class CallForm:
+    """Structure of the arguments of a call, by argument. Calls of equal form differ in tensors and numbers only.
+
+    Attributes:
+        arguments: structure of each argument that is passed and differs from its default, in the order of forward.
+    """
+
+    arguments: tuple[tuple[str, Structure], ...]
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}={structure}" for name, structure in self.arguments)
+
+    @property
+    def leaf_names(self) -> list[str]:
+        """Names of the inputs of the graph, in order."""
+        return [name for _, structure in self.arguments for name in _leaf_names(structure)]
+
+    def call_arguments(self, leaves: Leaves) -> dict[str, Any]:
+        """Arguments of forward by name, with containers constructed from the leaves."""
+        return {name: put_together(structure, leaves) for name, structure in self.arguments}
+
+
+def _leaf_names(structure: Structure) -> list[str]:
+    if structure.kind == "leaf":
+        return [structure.name]
+    return [name for _, part in structure.parts for name in _leaf_names(part)]
+
+
+def form_of(signature: inspect.Signature, batch: Batch) -> tuple[CallForm, Leaves, dict[str, Any]]:
+    """Form of a call, its tensors and numbers by name, and its arguments by name.
+
+    Args:
+        signature: signature of the float model's forward, without `self`.
+        batch: arguments of the call.
+
+    Raises:
+        InputError: an argument does not fit the signature, or holds a value that no graph can take.
+    """
+    try:
+        bound = signature.bind_partial(*batch.args, **batch.kwargs)
+    except TypeError as error:
+        raise InputError(f"the arguments {batch} do not fit the model: {error}.") from error
+    leaves: Leaves = {}
+    arguments: dict[str, Any] = {}
+    for name, value in bound.arguments.items():
+        parameter = signature.parameters[name]
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            raise InputError("a model that takes *args cannot be called with containers; name its inputs in forward.")
+        if parameter.kind is parameter.VAR_KEYWORD:
+            arguments.update(value)
+        elif not _is_default(value, parameter.default):
+            arguments[name] = value
+    structures = tuple(
+        (name, taken_apart(value, name, leaves, is_leaf=lambda value: False)) for name, value in arguments.items()
+    )
+    return CallForm(structures), leaves, arguments
+
+
+def _is_default(value: Any, default: Any) -> bool:
+    """Whether a plain value other than a number is the default of its argument."""
+    return value is default if value is None or isinstance(value, bool) else isinstance(value, str) and value == default
+
+
+def signature_of(model: nn.Module) -> inspect.Signature:
+    """Signature of a model's forward, without `self`."""
+    return inspect.signature(model.forward)
+
+
+def is_changed(before: Leaves, after: Leaves, versions: Mapping[str, int]) -> bool:
+    """Whether a call has replaced or changed a tensor or number of an argument."""
+    if set(before) != set(after):
+        return True
+    for name, value in before.items():
+        new = after[name]
+        if isinstance(value, Tensor):
+            if new is not value or new._version != versions[name]:
+                return True
+        elif new != value:
+            return True
+    return False

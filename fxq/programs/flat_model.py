@@ -1,0 +1,140 @@
+"""Float model whose forward takes and returns tensors by name, in place of the containers of one form of call."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxq.common.containers import Leaves, Structure, is_registered, put_together, taken_apart, update_container
+from fxq.common.data import Batch
+from fxq.common.isolation import copied, seeded, untouched
+from fxq.errors import InputError, words_of
+from fxq.programs.call_form import CallForm
+from fxq.tracing.proxies import is_value
+
+
+@dataclass(frozen=True)
+class ResultForm:
+    """Structure of what a call gives back: its result, and the arguments that it has changed.
+
+    Attributes:
+        changed: structure of each changed argument after the call.
+        result: structure of the result. Its containers may be arguments of the call.
+    """
+
+    changed: tuple[tuple[str, Structure], ...]
+    result: Structure
+
+    def deliver(self, leaves: Leaves, arguments: Mapping[str, Any]) -> Any:
+        """Update the changed arguments of a call, and return its result.
+
+        Args:
+            leaves: outputs of the graph by name.
+            arguments: arguments of the call by name.
+        """
+        for name, structure in self.changed:
+            update_container(arguments[name], structure, leaves)
+        return put_together(self.result, leaves, arguments)
+
+
+def flat_model(
+    model: nn.Module, form: CallForm, leaves: Leaves, around: Callable[[], AbstractContextManager[Any]] = nullcontext
+) -> tuple[nn.Module, ResultForm]:
+    """Return a model with the modules and parameters of `model`, whose forward takes and returns tensors by name.
+
+    Args:
+        model: the float model; it is run once, and not changed.
+        form: form of the call.
+        leaves: tensors and numbers of an example call, by name.
+        around: context in which forward runs.
+
+    Returns:
+        The model, and the structure of its results.
+
+    Raises:
+        InputError: the model does not run on the example, or returns a value that is not a tensor, a number or a known
+            container.
+    """
+    flat = copy.copy(model)
+    own = vars(model).get("forward")
+    bound = own if own is not None else type(model).forward.__get__(flat)
+
+    def call(**arguments: Any) -> Any:
+        with around():
+            return bound(**arguments)
+
+    try:
+        with untouched(model), seeded(), torch.no_grad():
+            results, _ = _outputs(call, form, copied(leaves))
+    except InputError:
+        raise
+    except Exception as error:  # the user's forward may raise any type of error
+        raise InputError(f"the model does not run on the example ({form}): {words_of(error)}") from error
+
+    def forward(**inputs: Any) -> dict[str, Any]:
+        again, outputs = _outputs(call, form, inputs)
+        if again != results:
+            raise InputError(f"the structure of the results varies: {again} after {results}.")
+        return outputs
+
+    kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    parameters = [inspect.Parameter(name, kinds) for name in form.leaf_names]
+    forward.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    vars(flat)["forward"] = forward
+    return flat, results
+
+
+def _outputs(call: Any, form: CallForm, inputs: Leaves) -> tuple[ResultForm, Leaves]:
+    """Call a forward with containers made from `inputs`. Returns the structure of its results, and their leaves."""
+    arguments = form.call_arguments(inputs)
+    result = call(**arguments)
+    outputs: Leaves = {}
+    changed, same = [], {}
+    for name, structure in form.arguments:
+        argument = arguments[name]
+        if structure.kind not in ("registered", "plain"):
+            continue
+        after: Leaves = {}
+        now = taken_apart(argument, f"new_{name}", after, is_leaf=is_value)
+        if _differs(structure, now, inputs, after):
+            outputs |= after
+            changed.append((name, now))
+        if structure.kind == "registered" or isinstance(argument, (list, dict)):
+            same[id(argument)] = name
+    returned = taken_apart(result, "output", outputs, is_leaf=is_value, same=same)
+    return ResultForm(tuple(changed), returned), outputs
+
+
+def _differs(before: Structure, after: Structure, inputs: Leaves, outputs: Leaves) -> bool:
+    """Whether the parts of a container were replaced, or structure was added, by a call."""
+    if before.kind == after.kind == "leaf":
+        was, now = inputs[before.name], outputs[after.name]
+        return was is not now if isinstance(was, Tensor) or is_value(was) else bool(was != now)
+    if (before.kind, before.cls, before.constant) != (after.kind, after.cls, after.constant):
+        return True
+    if [key for key, _ in before.parts] != [key for key, _ in after.parts]:
+        return True
+    pairs = zip(before.parts, after.parts, strict=True)
+    return any(_differs(a, b, inputs, outputs) for (_, a), (_, b) in pairs)
+
+
+def flat_batch(form: CallForm, leaves: Leaves) -> Batch:
+    """Batch of a flat model."""
+    return Batch((), {name: leaves[name] for name in form.leaf_names})
+
+
+def has_containers(batch: Batch) -> bool:
+    """Whether an argument of a call is a container of a registered class, such as a key-value cache."""
+    from fxq.common.containers import holds_registered
+
+    return any(map(holds_registered, (*batch.args, *batch.kwargs.values())))
+
+
+__all__ = ["ResultForm", "flat_batch", "flat_model", "has_containers", "is_registered"]

@@ -1,0 +1,142 @@
+"""Quantization of a model that is called in several forms, or with containers: one program for each."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxq.common.containers import Leaves, holds_registered
+from fxq.common.data import Batch, as_batch, batches
+from fxq.common.progress import progress_bar
+from fxq.errors import InputError, words_of
+from fxq.model import QuantizedModel
+from fxq.programs.call_form import CallForm, form_of
+from fxq.programs.flat_model import ResultForm, flat_batch, flat_model
+from fxq.programs.quantized_programs import Program, QuantizedPrograms
+from fxq.recipe.recipe import Recipe
+
+Around = Callable[[], AbstractContextManager[Any]]
+Observe = Callable[[nn.Module, Recipe, Batch], Any]
+Convert = Callable[[Any], QuantizedModel]
+
+
+def needs_programs(examples: Sequence[Batch]) -> bool:
+    """Whether a model is to be quantized as `QuantizedPrograms`: for several examples, or with containers."""
+    values = [value for batch in examples for value in (*batch.args, *batch.kwargs.values())]
+    return len(examples) > 1 or any(map(holds_registered, values))
+
+
+def examples_of(example_inputs: Any, model: nn.Module) -> dict[str, Batch]:
+    """Examples of calls by the names of their programs.
+
+    Args:
+        example_inputs: one batch; a list of dicts, each a batch of keyword inputs; or a dict of batches by the name of
+            their program.
+        model: the float model.
+    """
+    names = set(inspect.signature(model.forward).parameters)
+    if isinstance(example_inputs, list) and len(example_inputs) > 1:
+        if all(isinstance(item, Mapping) and set(item) <= names for item in example_inputs):
+            return {f"program_{i}": as_batch(item, model, "example_inputs") for i, item in enumerate(example_inputs)}
+    if isinstance(example_inputs, Mapping) and example_inputs and not names & set(example_inputs):
+        if all(isinstance(item, (Mapping, tuple)) for item in example_inputs.values()):
+            return {str(name): as_batch(item, model, "example_inputs") for name, item in example_inputs.items()}
+    return {"forward": as_batch(example_inputs, model, "example_inputs")}
+
+
+@dataclass
+class _Prepared:
+    """Program before it is converted."""
+
+    name: str
+    form: CallForm
+    results: ResultForm
+    flat: nn.Module
+    observed: Any
+
+    def takes(self, form: CallForm) -> bool:
+        return form == self.form
+
+
+def quantize_programs(
+    model: nn.Module,
+    recipe: Recipe,
+    examples: Mapping[str, Batch],
+    data: Iterable[Any] | None,
+    observe: Observe,
+    convert: Convert,
+    *,
+    around: Around = nullcontext,
+    progress: bool | None = None,
+) -> QuantizedPrograms:
+    """Quantize a model with a program for each example.
+
+    Args:
+        model: the float model.
+        recipe: the recipe.
+        examples: one batch for each program, by name.
+        data: calibration batches. Each is run by the program that fits its form and sizes.
+        observe: prepares a model for calibration.
+        convert: converts a calibrated model.
+        around: context in which forward is traced.
+        progress: whether to show a progress bar.
+
+    Raises:
+        InputError: a batch of the data fits no example, or a program with calibrated ranges gets no batch.
+    """
+    signature = inspect.signature(model.forward)
+    prepared: list[_Prepared] = []
+    for name, batch in examples.items():
+        form, leaves, _ = form_of(signature, batch)
+        if any(program.takes(form) and _runs(program, leaves) for program in prepared):
+            continue  # an earlier program serves this call
+        flat, results = flat_model(model, form, leaves, around)
+        prepared.append(_Prepared(name, form, results, flat, observe(flat, recipe, flat_batch(form, leaves))))
+    if data is not None:
+        _calibrate(prepared, batches(data, model), signature, progress)
+    idle = [program for program in prepared if program.observed.calibrated and not program.observed.batches_seen]
+    if idle:
+        raise InputError(
+            f"the recipe {recipe.preset!r} needs data to calibrate with, and no batch is a call of the form "
+            f"{idle[0].name}({idle[0].form}): give batches of every form, fxq.quantize(model, recipe, data=loader)."
+        )
+    programs = [Program(p.name, p.form, p.results, convert(p.observed)) for p in prepared]
+    return QuantizedPrograms(tuple(programs), signature)
+
+
+def _runs(program: _Prepared, leaves: Leaves) -> bool:
+    """Whether the graph of a prepared program holds for these inputs."""
+    graph = program.observed.traced.gm
+    try:
+        with torch.no_grad():
+            nn.Module.__call__(graph, **leaves)
+    except InputError:
+        return False
+    return True
+
+
+def _calibrate(
+    prepared: Sequence[_Prepared], data: Iterable[Batch], signature: inspect.Signature, progress: bool | None
+) -> None:
+    with torch.no_grad(), progress_bar("calibrating", None, progress) as advance:
+        for i, batch in enumerate(data):
+            form, leaves, _ = form_of(signature, batch)
+            errors = []
+            for program in prepared:
+                if not program.takes(form):
+                    continue
+                try:
+                    nn.Module.__call__(program.observed, **leaves)
+                    break
+                except InputError as error:
+                    errors.append(words_of(error))
+            else:
+                why = f" ({'; '.join(errors)})" if errors else ""
+                raise InputError(f"data, batch {i}: no example is a call of the form ({form}){why}.")
+            advance()
