@@ -153,17 +153,23 @@ class Structure:
         return f"{self.cls.__name__}({inner}{constant})"
 
 
-IsLeaf = Callable[[Any], bool]
+LeafKind = Callable[[Any], str]
+"""Function that returns "tensor" or "number" for a value that counts as a leaf, such as a value of a trace; else ""."""
 
 
-def taken_apart(value: Any, name: str, leaves: Leaves, *, is_leaf: IsLeaf, same: Mapping[int, str] = {}) -> Structure:  # noqa: B006
+def no_further_leaf(value: Any) -> str:
+    """Leaf kind of values that are no tensors and no numbers: none."""
+    return ""
+
+
+def taken_apart(value: Any, name: str, leaves: Leaves, *, leaf_kind: LeafKind = no_further_leaf, same: Mapping[int, str] | None = None) -> Structure:
     """Take a value apart: return its structure, and add its tensors and numbers to `leaves`.
 
     Args:
         value: an argument or result of a model.
         name: prefix of the names of its leaves.
         leaves: the leaves so far.
-        is_leaf: whether a further value counts as a leaf, such as a value of a trace.
+        leaf_kind: kind of further values that count as leaves.
         same: names of arguments by the `id` of their containers; such a container is not taken apart again.
 
     Raises:
@@ -172,20 +178,18 @@ def taken_apart(value: Any, name: str, leaves: Leaves, *, is_leaf: IsLeaf, same:
 
     def inner(parts: Iterable[tuple[Any, Any]]) -> tuple[tuple[Any, Structure], ...]:
         return tuple(
-            (key, taken_apart(part, f"{name}_{_spelled(key)}", leaves, is_leaf=is_leaf, same=same))
+            (key, taken_apart(part, f"{name}_{_spelled(key)}", leaves, leaf_kind=leaf_kind, same=same))
             for key, part in parts
         )
 
-    if id(value) in same:
+    if same and id(value) in same:
         return Structure("argument", same[id(value)])
     while name in leaves:  # as an argument `x_0` beside the first item of an argument `x`
         name += "_"
-    if isinstance(value, Tensor) or is_leaf(value):
+    kind = "tensor" if isinstance(value, Tensor) else leaf_kind(value)
+    if kind or (isinstance(value, (int, float, complex)) and not isinstance(value, bool)):
         leaves[name] = value
-        return Structure("leaf", name, "tensor")
-    if isinstance(value, (int, float, complex)) and not isinstance(value, bool):
-        leaves[name] = value
-        return Structure("leaf", name, "number")
+        return Structure("leaf", name, kind or "number")
     handler = _type_of(value)
     if handler is not None:
         parts, constant = handler.parts(value)
@@ -206,7 +210,7 @@ def _spelled(key: Any) -> str:
     return text or "_"
 
 
-def put_together(structure: Structure, leaves: Leaves, arguments: Mapping[str, Any] = {}) -> Any:  # noqa: B006
+def put_together(structure: Structure, leaves: Leaves, arguments: Mapping[str, Any] | None = None) -> Any:
     """Construct a value from its structure and its leaves.
 
     Args:
@@ -219,7 +223,7 @@ def put_together(structure: Structure, leaves: Leaves, arguments: Mapping[str, A
     if structure.kind == "constant":
         return structure.constant
     if structure.kind == "argument":
-        return arguments[structure.name]
+        return (arguments or {})[structure.name]
     parts = {key: put_together(part, leaves, arguments) for key, part in structure.parts}
     cls = structure.cls
     if structure.kind == "registered":

@@ -6,7 +6,6 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -50,6 +49,7 @@ def decoder_example(model: PreTrainedModel) -> Batch:
     with torch.no_grad():
         model(tokens[:, :_PAST], **{name: cache, "use_cache": True})
     filled = {"input_ids": tokens[:, _PAST:], "attention_mask": torch.ones_like(tokens), name: cache}
+    filled["attention_mask"][0, 0] = 0  # one token of padding
     filled["logits_to_keep"] = 0
     filled["position_ids"] = torch.arange(_PAST, _PAST + _PROMPT).expand(_BATCH, -1)
     parameters = inspect.signature(model.forward).parameters
@@ -209,7 +209,7 @@ def quantize_decoder(
         calls() if data is not None else None,
         observe,
         convert,
-        around=partial(graph_form, model),
+        around=graph_form,
         progress=progress,
     )
     return shell.eval()

@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
@@ -35,7 +35,11 @@ _LAZY = "layer_class_to_replicate"
 def _parts(holder: Any) -> tuple[Mapping[str, Any], Any]:
     """Attributes of a cache or a cache layer that change from call to call, and the others as a constant."""
     parts = {name: value for name, value in vars(holder).items() if _is_part(name, value)}
-    constant = tuple((name, value) for name, value in vars(holder).items() if name not in parts and name != _LAZY)
+    constant = tuple(
+        (name, value)
+        for name, value in vars(holder).items()
+        if name not in parts and name != _LAZY and not name.startswith("_")
+    )
     return parts, constant
 
 
@@ -129,10 +133,6 @@ def _mask(*args: Any, **kwargs: Any) -> Any:
     return sdpa_mask(*args, **{**kwargs, **options})
 
 
-_NAME = "fxq"
-AttentionInterface.register(_NAME, _attention)
-AttentionMaskInterface.register(_NAME, _mask)
-
 _LOCK = threading.RLock()
 
 
@@ -148,18 +148,18 @@ def _window_sizes(layer: Any, query_length: Any) -> tuple[Any, Any]:
 
 
 @contextlib.contextmanager
-def graph_form(model: PreTrainedModel) -> Iterator[None]:
-    """Context in which the forward of a model has no branches on the number of tokens, past or new.
+def graph_form() -> Iterator[None]:
+    """Context in which the forwards of transformers' models have no branches on the number of tokens, past or new.
 
     Attention by `scaled_dot_product_attention` always gets a mask. Other implementations are unchanged.
     """
-    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
-    chosen = [config for config in configs.values() if getattr(config, "_attn_implementation", None) == "sdpa"]
-    with _LOCK, contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(DynamicLayer, "get_seq_length", _length))
-        window = DynamicSlidingWindowLayer
-        stack.enter_context(mock.patch.object(window, "get_seq_length", window.get_seq_length))
-        stack.enter_context(mock.patch.object(window, "get_mask_sizes", _window_sizes))
-        for config in chosen:
-            stack.enter_context(mock.patch.object(config, "_attn_implementation_internal", _NAME))
+    window = DynamicSlidingWindowLayer
+    with (
+        _LOCK,
+        mock.patch.object(DynamicLayer, "get_seq_length", _length),
+        mock.patch.object(window, "get_seq_length", window.get_seq_length),
+        mock.patch.object(window, "get_mask_sizes", _window_sizes),
+        mock.patch.dict(AttentionInterface._global_mapping, sdpa=_attention),
+        mock.patch.dict(AttentionMaskInterface._global_mapping, sdpa=_mask),
+    ):
         yield

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
-
-from torch import Tensor, nn
 
 from fxq.common.containers import Leaves, Structure, put_together, taken_apart
 from fxq.common.data import Batch
@@ -68,7 +65,7 @@ def form_of(signature: inspect.Signature, batch: Batch) -> tuple[CallForm, Leave
         elif not _is_default(value, parameter.default):
             arguments[name] = value
     structures = tuple(
-        (name, taken_apart(value, name, leaves, is_leaf=lambda value: False)) for name, value in arguments.items()
+        (name, taken_apart(value, name, leaves)) for name, value in arguments.items()
     )
     return CallForm(structures), leaves, arguments
 
@@ -76,22 +73,3 @@ def form_of(signature: inspect.Signature, batch: Batch) -> tuple[CallForm, Leave
 def _is_default(value: Any, default: Any) -> bool:
     """Whether a plain value other than a number is the default of its argument."""
     return value is default if value is None or isinstance(value, bool) else isinstance(value, str) and value == default
-
-
-def signature_of(model: nn.Module) -> inspect.Signature:
-    """Signature of a model's forward, without `self`."""
-    return inspect.signature(model.forward)
-
-
-def is_changed(before: Leaves, after: Leaves, versions: Mapping[str, int]) -> bool:
-    """Whether a call has replaced or changed a tensor or number of an argument."""
-    if set(before) != set(after):
-        return True
-    for name, value in before.items():
-        new = after[name]
-        if isinstance(value, Tensor):
-            if new is not value or new._version != versions[name]:
-                return True
-        elif new != value:
-            return True
-    return False

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxq.common.containers import Leaves, Structure, is_registered, put_together, taken_apart, update_container
+from fxq.common.containers import Leaves, Structure, put_together, taken_apart, update_container
 from fxq.common.data import Batch
 from fxq.common.isolation import copied, seeded, untouched
-from fxq.errors import InputError, words_of
+from fxq.errors import InputError, TraceError, words_of
 from fxq.programs.call_form import CallForm
+from fxq.tracing.fidelity import same_values
 from fxq.tracing.proxies import is_value
 
 
@@ -61,6 +62,7 @@ def flat_model(
     Raises:
         InputError: the model does not run on the example, or returns a value that is not a tensor, a number or a known
             container.
+        TraceError: in the context `around` it, the model computes something else.
     """
     flat = copy.copy(model)
     own = vars(model).get("forward")
@@ -72,11 +74,15 @@ def flat_model(
 
     try:
         with untouched(model), seeded(), torch.no_grad():
-            results, _ = _outputs(call, form, copied(leaves))
+            results, outputs = _outputs(call, form, copied(leaves))
+            _, own_outputs = _outputs(bound, form, copied(leaves))
     except InputError:
         raise
     except Exception as error:  # the user's forward may raise any type of error
         raise InputError(f"the model does not run on the example ({form}): {words_of(error)}") from error
+
+    if not same_values(outputs, own_outputs):
+        raise TraceError("in the context in which it would be traced, the model computes something else.")
 
     def forward(**inputs: Any) -> dict[str, Any]:
         again, outputs = _outputs(call, form, inputs)
@@ -102,13 +108,13 @@ def _outputs(call: Any, form: CallForm, inputs: Leaves) -> tuple[ResultForm, Lea
         if structure.kind not in ("registered", "plain"):
             continue
         after: Leaves = {}
-        now = taken_apart(argument, f"new_{name}", after, is_leaf=is_value)
+        now = taken_apart(argument, f"new_{name}", after, leaf_kind=_traced_kind)
         if _differs(structure, now, inputs, after):
             outputs |= after
             changed.append((name, now))
         if structure.kind == "registered" or isinstance(argument, (list, dict)):
             same[id(argument)] = name
-    returned = taken_apart(result, "output", outputs, is_leaf=is_value, same=same)
+    returned = taken_apart(result, "output", outputs, leaf_kind=_traced_kind, same=same)
     return ResultForm(tuple(changed), returned), outputs
 
 
@@ -130,11 +136,6 @@ def flat_batch(form: CallForm, leaves: Leaves) -> Batch:
     return Batch((), {name: leaves[name] for name in form.leaf_names})
 
 
-def has_containers(batch: Batch) -> bool:
-    """Whether an argument of a call is a container of a registered class, such as a key-value cache."""
-    from fxq.common.containers import holds_registered
-
-    return any(map(holds_registered, (*batch.args, *batch.kwargs.values())))
-
-
-__all__ = ["ResultForm", "flat_batch", "flat_model", "has_containers", "is_registered"]
+def _traced_kind(value: Any) -> str:
+    """Leaf kind of a value of a trace."""
+    return ("tensor" if isinstance(value._value, Tensor) else "number") if is_value(value) else ""
