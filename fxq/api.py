@@ -14,13 +14,14 @@ from fxq.calibration.ranks import AUTO, Ranks
 from fxq.common.data import Batch, as_batch, batches, device_of, samples_in
 from fxq.common.isolation import untouched
 from fxq.common.progress import progress_bar
-from fxq.errors import InputError, RecipeError
+from fxq.errors import FileError, InputError, RecipeError
 from fxq.integrations import decoder_support
 from fxq.ledger.comparison import Comparison, compare_with, quantized_reference
 from fxq.model import QuantizedModel, remade
+from fxq.programs.quantized_programs import QuantizedPrograms
 from fxq.recipe.recipe import Recipe, as_recipe
 from fxq.report.report import write_comparison
-from fxq.saved.model_file import load_model
+from fxq.saved.model_file import load_programs
 from fxq.tracing.wrappers import unwrapped
 from fxq.workflow.calibrate import EVERY, Calibration, as_observed, first_of_all, merge_calibrations
 from fxq.workflow.fastest import convert_all, prepare_all
@@ -93,7 +94,10 @@ def quantize(
     if example_inputs is not None:
         examples_by_name = examples_of(example_inputs, model)
         if needs_programs(list(examples_by_name.values())):
-            return quantize_programs(model, chosen, examples_by_name, data, _observed, convert, progress=progress)
+            several: Any = quantize_programs(
+                model, chosen, examples_by_name, data, _observed, convert, progress=progress
+            )
+            return several  # typed as the usual case
     ranks = Ranks.of(group if data is not None else None)
     stream = batches(data, model, may_be_empty=ranks.size > 1) if data is not None else iter(())
     first = ranks.together(lambda: list(_opening(stream)))
@@ -363,7 +367,7 @@ def load(path: str | os.PathLike[str], leaves: Mapping[str, nn.Module] | None = 
             are not in the file. They are copied.
 
     Returns:
-        The quantized model.
+        The quantized model; a `QuantizedPrograms` if it was saved with several programs or containers.
 
     Raises:
         FileError: the file is missing, damaged, no fxq model, or written by a newer fxq; or it needs a module, op or
@@ -380,8 +384,15 @@ def load(path: str | os.PathLike[str], leaves: Mapping[str, nn.Module] | None = 
         True
         >>> path.unlink()
     """
-    gm, attributes, made_on = load_model(path, leaves)
-    return remade(gm, gm.graph, attributes, made_on)
+    description, loaded = load_programs(path, leaves)
+    models = {name: remade(gm, gm.graph, *about) for name, (gm, *about) in loaded.items()}
+    if description is None:
+        return models[""]
+    try:
+        programs: Any = QuantizedPrograms.from_description(description, models)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise FileError(f"cannot load {str(path)!r}: the description of its programs is invalid: {error}.") from error
+    return programs  # typed as the usual case
 
 
 def run_passes(model: nn.Module, recipe: Any = "static", *, example_inputs: Any = None, until: str) -> fx.GraphModule:

@@ -1,7 +1,8 @@
-"""Containers that arguments and results of a model may be: how to take their tensors out, and how to put new ones in."""
+"""Containers among arguments and results of a model: taking their tensors out, and constructing them from new ones."""
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -157,12 +158,87 @@ LeafKind = Callable[[Any], str]
 """Function that returns "tensor" or "number" for a value that counts as a leaf, such as a value of a trace; else ""."""
 
 
+def as_data(structure: Structure) -> Any:
+    """Return a structure as plain data, for files. Classes are written by their names.
+
+    Raises:
+        InputError: a constant of a container is no plain data.
+    """
+    cls = (
+        f"{structure.cls.__module__}:{structure.cls.__qualname__}" if isinstance(structure.cls, type) else structure.cls
+    )
+    parts = [[key, as_data(part)] for key, part in structure.parts]
+    return [structure.kind, structure.name, cls, _constant_data(structure.constant), parts]
+
+
+def from_data(data: Any) -> Structure:
+    """Inverse of `as_data`. Looks up classes in modules that are imported; imports nothing.
+
+    Raises:
+        InputError: the class of a container is not imported, or is not one that fxq constructs.
+    """
+    kind, name, cls, constant, parts = data
+    if kind in ("plain", "registered"):
+        cls = _class_named(cls)
+        if kind == "plain" and not (is_dataclass(cls) or issubclass(cls, (tuple, list, Mapping))):
+            raise InputError(f"{cls.__name__} is not a class of containers.")
+        if kind == "registered" and _own_type(cls) is None and cls not in pytree.SUPPORTED_NODES:
+            raise InputError(f"containers of the class {cls.__name__} are not registered: register it as before.")
+    inner = tuple((key, from_data(part)) for key, part in parts)
+    return Structure(str(kind), str(name), cls, _constant_from(constant), inner)
+
+
+def _class_named(path: str) -> Any:
+    module, _, name = path.partition(":")
+    value: Any = sys.modules.get(module)
+    for part in name.split("."):
+        value = getattr(value, part, None)
+    if not isinstance(value, type):
+        raise InputError(f"the class {path} is not imported: import {module} first.")
+    return value
+
+
+_TORCH_CONSTANTS = {torch.dtype: "dtype", torch.device: "device", torch.layout: "layout"}
+
+
+def _constant_data(constant: Any) -> Any:
+    if constant is None or isinstance(constant, (bool, int, float, str)):
+        return constant
+    if isinstance(constant, (tuple, list)):
+        return {"items": [_constant_data(part) for part in constant]}
+    for kind, name in _TORCH_CONSTANTS.items():
+        if isinstance(constant, kind):
+            return {name: str(constant).removeprefix("torch.")}
+    raise InputError(f"a file cannot hold a {type(constant).__name__}, which a container has as a constant.")
+
+
+def _constant_from(data: Any) -> Any:
+    if not isinstance(data, Mapping):
+        return data
+    ((kind, value),) = data.items()
+    if kind == "items":
+        return tuple(map(_constant_from, value))
+    if kind == "device":
+        return torch.device(value)
+    constant = getattr(torch, value, None)
+    if not isinstance(constant, tuple(_TORCH_CONSTANTS)):
+        raise InputError(f"{value!r} is no {kind} of torch.")
+    return constant
+
+
 def no_further_leaf(value: Any) -> str:
     """Leaf kind of values that are no tensors and no numbers: none."""
     return ""
 
 
-def taken_apart(value: Any, name: str, leaves: Leaves, *, leaf_kind: LeafKind = no_further_leaf, same: Mapping[int, str] | None = None) -> Structure:
+def taken_apart(
+    value: Any,
+    name: str,
+    leaves: Leaves,
+    *,
+    leaf_kind: LeafKind = no_further_leaf,
+    same: Mapping[int, str] | None = None,
+) -> Structure:
     """Take a value apart: return its structure, and add its tensors and numbers to `leaves`.
 
     Args:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import DynamicLayer
 
 from fxq.common.data import Batch, as_batch
 from fxq.errors import InputError
@@ -31,13 +31,13 @@ def is_decoder(model: nn.Module) -> bool:
     """Whether a model is a decoder of transformers that generates text with a cache."""
     if not isinstance(model, PreTrainedModel) or not hasattr(model, "generate") or not model.can_generate():
         return False
-    return not model.config.is_encoder_decoder and cache_name(model) is not None
+    return not model.config.is_encoder_decoder and cache_name(model) != ""
 
 
-def cache_name(model: PreTrainedModel) -> str | None:
-    """Name of forward's argument for the cache; None if it has none."""
+def cache_name(model: Any) -> str:
+    """Name of forward's argument for the cache; empty if it has none."""
     parameters = inspect.signature(model.forward).parameters
-    return next((name for name in _CACHE_NAMES if name in parameters), None)
+    return next((name for name in _CACHE_NAMES if name in parameters), "")
 
 
 def decoder_example(model: PreTrainedModel) -> Batch:
@@ -66,7 +66,8 @@ class QuantizedDecoder:
     programs: QuantizedPrograms
     config: Any
     _layers: list[_LayerShape]
-    _positions: _Positions
+    _positions: _Positions | None
+    _keeps_logits: bool
 
     def _call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
         """Arguments of a call as the graph takes them, and whether the caller wants the cache.
@@ -82,7 +83,7 @@ class QuantizedDecoder:
         for option in (*_NO_GRAPH_OPTIONS, "labels"):
             if call.pop(option, None) not in (None, False):
                 raise InputError(f"a quantized decoder does not compute {option}: its graph has no such value.")
-        caches = [cache for other in _CACHE_NAMES if (cache := call.pop(other, None)) is not None]
+        caches = [cache for alias in _CACHE_NAMES if (cache := call.pop(alias, None)) is not None]
         keeps = call.pop("use_cache", None)
         keeps = bool(getattr(self.config, "use_cache", True)) if keeps is None else bool(keeps)
         ids = call.get("input_ids")
@@ -102,7 +103,7 @@ class QuantizedDecoder:
             call.setdefault("logits_to_keep", 0)
         return call, keeps
 
-    def _initialized(self, cache: Cache, count: int) -> Cache:
+    def _initialized(self, cache: Any, count: int) -> Any:
         """Give the empty layers of a cache tensors of length 0, which the graph appends to."""
         while len(cache.layers) < len(self._layers):
             cache.layers.append(DynamicLayer())
@@ -145,7 +146,7 @@ def _class_for(float_class: Any) -> Any:
             call, keeps = self._call(args, kwargs)
             result = self.programs(**call)
             if not keeps:
-                result.pop(cache_name(self), None)
+                result = type(result)(**{key: part for key, part in result.items() if key not in _CACHE_NAMES})
             as_dict = getattr(self.config, "return_dict", True) if wanted is None else wanted
             return result if as_dict else result.to_tuple()
 
@@ -199,8 +200,8 @@ def quantize_decoder(
 
     def calls() -> Iterator[Any]:
         for batch in data or ():
-            given = as_batch(batch, model)
-            yield shell._call(given.args, given.kwargs)[0]
+            arguments = as_batch(batch, model)
+            yield shell._call(arguments.args, arguments.kwargs)[0]
 
     shell.programs = quantize_programs(
         model,

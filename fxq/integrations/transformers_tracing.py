@@ -122,7 +122,11 @@ def _attention(
     if groups > 1:
         query = query.reshape(batch, heads // groups, groups * length, size)
         per_head = position_bias is not None
-        mask = mask.reshape(mask.shape[0], heads // groups, -1, mask.shape[3]) if per_head else mask.repeat(1, 1, groups, 1)
+        mask = (
+            mask.reshape(mask.shape[0], heads // groups, -1, mask.shape[3])
+            if per_head
+            else mask.repeat(1, 1, groups, 1)
+        )
     result = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
     return result.reshape(batch, heads, length, -1).transpose(1, 2).contiguous(), None
 

@@ -64,9 +64,7 @@ def form_of(signature: inspect.Signature, batch: Batch) -> tuple[CallForm, Leave
             arguments.update(value)
         elif not _is_default(value, parameter.default):
             arguments[name] = value
-    structures = tuple(
-        (name, taken_apart(value, name, leaves)) for name, value in arguments.items()
-    )
+    structures = tuple((name, taken_apart(value, name, leaves)) for name, value in arguments.items())
     return CallForm(structures), leaves, arguments
 
 

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from fxq.common.containers import Leaves
-from fxq.common.data import Batch, described_call
+from fxq.common.containers import Leaves, Structure, as_data, from_data
+from fxq.common.data import Batch
 from fxq.errors import InputError, words_of
+from fxq.ledger.ledger import Ledger
+from fxq.ledger.qparams_table import ModelQParams
 from fxq.model import QuantizedModel
+from fxq.pipeline.history import History
 from fxq.programs.call_form import CallForm, form_of
 from fxq.programs.flat_model import ResultForm
+from fxq.recipe.recipe import Recipe
+from fxq.saved.model_file import save_programs
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -49,7 +58,7 @@ class QuantizedPrograms(nn.Module):
         super().__init__()
         self.signature = signature
         self._programs = {program.name: program for program in programs}
-        self.models = nn.ModuleDict({program.name: program.qmodel for program in programs})
+        self.models = nn.ModuleList(program.qmodel for program in programs)
         self._last: dict[Any, str] = {}
         share_tensors([program.qmodel for program in programs])
         self.eval()
@@ -78,33 +87,146 @@ class QuantizedPrograms(nn.Module):
         key = tuple(map(_size_class, leaves.values()))
         fitting = [program for program in self._programs.values() if program.form == form]
         last = self._last.get((form.arguments, key)) if len(fitting) > 1 else None
-        errors = []
+        refusals = []
         for program in sorted(fitting, key=lambda program: program.name != last):
             try:
                 outputs = program.qmodel(**leaves)
             except InputError as error:
                 if len(fitting) == 1:
                     raise
-                errors.append(f"{program.name}: {words_of(error)}")
+                refusals.append(f"{program.name}: {words_of(error)}")
                 continue
             if len(fitting) > 1:
                 self._last[form.arguments, key] = program.name
             return program, outputs
-        if errors:
-            raise InputError(f"no program fits these inputs: {'; '.join(errors)}")
+        if refusals:
+            raise InputError(f"no program fits these inputs: {'; '.join(refusals)}")
         forms = "; ".join(f"{program.name}({program.form})" for program in self._programs.values())
         raise InputError(
             f"the model was quantized for calls of the form {forms}; this call is of the form ({form}). Quantize it "
             "with an example of such a call, too: example_inputs=[{...}, {...}]."
         )
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name.startswith("_") or "models" not in vars(self).get("_modules", {}):
-                raise
-        return getattr(next(iter(self.programs.values())), name)
+    @property
+    def history(self) -> ByProgram[History]:
+        """History of each program."""
+        return ByProgram((name, model.history) for name, model in self.programs.items())
+
+    @property
+    def ledger(self) -> ByProgram[Ledger]:
+        """Ledger of each program."""
+        return ByProgram((name, model.ledger) for name, model in self.programs.items())
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe that it was quantized with."""
+        return next(iter(self.programs.values())).recipe
+
+    def qparams(self) -> ByProgram[ModelQParams]:
+        """Return the weights, scales and zero points of every layer, for each program."""
+        return ByProgram((name, model.qparams()) for name, model in self.programs.items())
+
+    def report(self, path: str | os.PathLike[str]) -> dict[str, Path]:
+        """Write a report page for each program, see `QuantizedModel.report`.
+
+        Args:
+            path: the file. With several programs, its name gets that of the program: `report.decode.html`.
+
+        Returns:
+            The path of each program's page.
+        """
+        return {name: model.report(self._path_for(path, name)) for name, model in self.programs.items()}
+
+    def export(self, path: str | os.PathLike[str], **options: Any) -> dict[str, Path]:
+        """Export each program for another runtime, see `QuantizedModel.export`. Inputs and outputs are tensors by name.
+
+        Args:
+            path: the file. With several programs, its name gets that of the program: `model.decode.onnx`.
+            options: as for `QuantizedModel.export`.
+
+        Returns:
+            The path of each program's file.
+        """
+        return {name: model.export(self._path_for(path, name), **options) for name, model in self.programs.items()}
+
+    def _path_for(self, path: str | os.PathLike[str], name: str) -> Path:
+        whole = Path(path)
+        return whole if len(self._programs) == 1 else whole.with_suffix(f".{name}{whole.suffix}")
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Save the model to one file, for `fxq.load`. Weights that programs share are stored once.
+
+        Args:
+            path: the file.
+
+        Returns:
+            The path.
+
+        Raises:
+            InputError: a file cannot hold a call of a graph or a constant of a container; the message says which.
+            RenderError: the file cannot be written.
+        """
+        models = {name: (model, model._copied_attributes, model._set_by_user) for name, model in self.programs.items()}
+        return save_programs(path, models, self._description())
+
+    def _description(self) -> dict[str, Any]:
+        """Calls of the programs as plain data."""
+        parameters = [
+            [p.name, p.kind.name, None if p.default is p.empty else [as_data(_constant(p.default))]]
+            for p in self.signature.parameters.values()
+        ]
+        programs = {
+            name: {
+                "arguments": [[argument, as_data(structure)] for argument, structure in program.form.arguments],
+                "changed": [[argument, as_data(structure)] for argument, structure in program.results.changed],
+                "result": as_data(program.results.result),
+            }
+            for name, program in self._programs.items()
+        }
+        return {"parameters": parameters, "programs": programs}
+
+    @classmethod
+    def from_description(cls, description: Any, models: Mapping[str, QuantizedModel]) -> QuantizedPrograms:
+        """Rebuild a model from the content of a file.
+
+        Args:
+            description: description of its calls.
+            models: quantized model of each program.
+
+        Raises:
+            InputError: the class of a container is not imported, or not registered.
+        """
+        parameters = [
+            inspect.Parameter(
+                name,
+                getattr(inspect.Parameter, kind),
+                default=inspect.Parameter.empty if default is None else from_data(default[0]).constant,
+            )
+            for name, kind, default in description["parameters"]
+        ]
+        programs = []
+        for name, about in description["programs"].items():
+            form = CallForm(_structures(about["arguments"]))
+            results = ResultForm(_structures(about["changed"]), from_data(about["result"]))
+            programs.append(Program(name, form, results, models[name]))
+        return cls(tuple(programs), inspect.Signature(parameters))
+
+
+class ByProgram(dict[str, Value]):
+    """Tables or histories of a model by the name of the program. `print` shows each under its name."""
+
+    def __str__(self) -> str:
+        return "\n\n".join(f"{name}:\n{value}" for name, value in self.items())
+
+
+def _constant(default: Any) -> Structure:
+    """Structure of a default of forward; None in place of values that are not plain."""
+    plain = default is None or isinstance(default, (bool, int, float, str))
+    return Structure("constant", constant=default if plain else None)
+
+
+def _structures(data: Any) -> tuple[tuple[str, Structure], ...]:
+    return tuple((str(name), from_data(structure)) for name, structure in data)
 
 
 def _size_class(value: Any) -> Any:
@@ -120,7 +242,7 @@ def share_tensors(models: list[QuantizedModel]) -> None:
             if tensor.numel() < _MIN_SHARED or tensor.layout is not torch.strided:
                 continue
             alike = seen.setdefault((tensor.shape, tensor.stride(), tensor.dtype, tensor.device), [])
-            same = next((other for other in alike if other is tensor or torch.equal(other, tensor)), None)
+            same = next((shared for shared in alike if shared is tensor or torch.equal(shared, tensor)), None)
             if same is None:
                 alike.append(tensor)
             elif same is not tensor:
@@ -139,8 +261,3 @@ def _tensors_of(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, Tensor]
             for name, tensor in list(getattr(module, table).items()):
                 if tensor is not None:
                     yield module, table, name, tensor
-
-
-def call_text(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    """Text of a call in messages."""
-    return f"({described_call(args, kwargs)})"

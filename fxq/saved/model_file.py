@@ -8,7 +8,7 @@ import gc
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -109,6 +109,29 @@ def save_model(
         raise InputError(
             f"save writes fxq files, not {path.suffix}: use qmodel.export({str(path)!r}), or save to a .fxq file."
         )
+    content = content_of(model, attributes, own)
+    write_container(path, content.tensors, content.texts)
+    _warn_of_lost(path, content.lost)
+    return path
+
+
+@dataclass(frozen=True)
+class ModelContent:
+    """Content of a file for one model.
+
+    Attributes:
+        tensors: tensors by name.
+        texts: texts by name.
+        lost: names of attributes that the user set and that a file cannot hold.
+    """
+
+    tensors: Mapping[str, Tensor]
+    texts: Mapping[str, str]
+    lost: Sequence[str]
+
+
+def content_of(model: Quantized, attributes: Mapping[str, Any], own: Mapping[str, Any]) -> ModelContent:
+    """Return a model as tensors and texts, see `save_model`."""
     _check_kernels(model)
     tensors, named, lost = own_tensors(model, own)
     forms_text, forms, more_tensors = write_forms(model)
@@ -136,30 +159,86 @@ def save_model(
         "model": _json(to_plain(about)),
         "history": _json(history_data(attributes["history"])),
     }
-    write_container(path, {**graph_tensors(model), **more_tensors, **tensors}, texts)
+    return ModelContent({**graph_tensors(model), **more_tensors, **tensors}, texts, lost)
+
+
+def _warn_of_lost(path: Path, lost: Sequence[str]) -> None:
     if lost:
         warn(
             f"{path} does not contain {', '.join(lost)}: a file holds only plain data and tensors, not modules or "
             "other objects. Set them again after fxq.load."
         )
+
+
+def save_programs(
+    path: str | os.PathLike[str],
+    models: Mapping[str, tuple[Quantized, Mapping[str, Any], Mapping[str, Any]]],
+    description: Any,
+) -> Path:
+    """Save the programs of one model to a file. Tensors that they share are stored once.
+
+    Args:
+        path: the file.
+        models: model, attributes and attributes that the user set, as for `save_model`, by the name of the program.
+        description: plain data that describes the calls of the programs.
+    """
+    path = as_path(path)
+    if path.suffix in WRITERS:
+        raise InputError(f"save writes fxq files, not {path.suffix}: save to a .fxq file.")
+    tensors: dict[str, Tensor] = {}
+    texts = {"programs": _json(description)}
+    lost: list[str] = []
+    for name, (model, attributes, own) in models.items():
+        content = content_of(model, attributes, own)
+        tensors |= {f"{name}/{key}": tensor for key, tensor in content.tensors.items()}
+        texts |= {f"{name}/{key}": text for key, text in content.texts.items()}
+        lost += content.lost
+    write_container(path, tensors, texts)
+    _warn_of_lost(path, lost)
     return path
 
 
-def load_model(
+LoadedModel = tuple[fx.GraphModule, dict[str, Any], Mapping[str, str]]
+"""Graph module, further attributes, and `cpu.machine()` of the machine that a model was quantized on."""
+
+
+def load_programs(
     path: str | os.PathLike[str], leaves: Mapping[str, nn.Module] | None = None
-) -> tuple[fx.GraphModule, dict[str, Any], Mapping[str, str]]:
-    """Load a model from a file, see `fxq.load`.
+) -> tuple[Any, dict[str, LoadedModel]]:
+    """Load the programs of a model from a file.
 
     Returns:
-        Its graph module, its further attributes, and `cpu.machine()` of the machine that it was quantized on.
+        The description of their calls, and the models by the name of the program. A file of a single model has no
+        description and the name "".
     """
     if not isinstance(path, (str, os.PathLike)):
         raise InputError(f"path must be a str or a path, not {path!r}.")
     container = read_container(Path(path))
+    with _reading(path):
+        if "programs" not in container.texts:
+            gm, attributes, made_on = _read(container.tensors, container.texts, leaves or {})
+            return None, {"": (gm, {**attributes, "_mapped": container.mapped}, made_on)}
+        models = {}
+        for name in dict.fromkeys(key.partition("/")[0] for key in container.texts if "/" in key):
+            gm, attributes, made_on = _read(
+                _under(container.tensors, name), _under(container.texts, name), leaves or {}
+            )
+            models[name] = gm, {**attributes, "_mapped": container.mapped}, made_on
+        return read_json(container.texts["programs"]), models
+
+
+def _under(entries: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Entries of a file that belong to one program, by their names without it."""
+    prefix = f"{name}/"
+    return {key.removeprefix(prefix): entry for key, entry in entries.items() if key.startswith(prefix)}
+
+
+@contextmanager
+def _reading(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Context in which the content of a file is read: nothing is imported, and errors name the file."""
     try:
         with without_imports(), _garbage_collection_off():
-            gm, attributes, made_on = _read(container.tensors, container.texts, leaves or {})
-            return gm, {**attributes, "_mapped": container.mapped}, made_on
+            yield
     except FxqError as error:
         raise FileError(f"cannot load {str(path)!r}: {error}") from None
     except Exception as error:  # invalid data may raise anything

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from fxq.common.containers import Leaves, holds_registered
-from fxq.common.data import Batch, as_batch, batches
+from fxq.common.data import Batch, as_batch, batches, naming_batch
 from fxq.common.progress import progress_bar
-from fxq.errors import InputError, words_of
+from fxq.errors import InputError
 from fxq.model import QuantizedModel
 from fxq.programs.call_form import CallForm, form_of
 from fxq.programs.flat_model import ResultForm, flat_batch, flat_model
@@ -41,13 +41,13 @@ def examples_of(example_inputs: Any, model: nn.Module) -> dict[str, Batch]:
         model: the float model.
     """
     names = set(inspect.signature(model.forward).parameters)
-    if isinstance(example_inputs, list) and len(example_inputs) > 1:
-        if all(isinstance(item, Mapping) and set(item) <= names for item in example_inputs):
-            return {f"program_{i}": as_batch(item, model, "example_inputs") for i, item in enumerate(example_inputs)}
-    if isinstance(example_inputs, Mapping) and example_inputs and not names & set(example_inputs):
-        if all(isinstance(item, (Mapping, tuple)) for item in example_inputs.values()):
-            return {str(name): as_batch(item, model, "example_inputs") for name, item in example_inputs.items()}
-    return {"forward": as_batch(example_inputs, model, "example_inputs")}
+    several = isinstance(example_inputs, list) and len(example_inputs) > 1
+    if several and all(isinstance(item, Mapping) and set(item) <= names for item in example_inputs):
+        return {f"program_{i}": as_batch(item, model, "example_inputs") for i, item in enumerate(example_inputs)}
+    by_name = isinstance(example_inputs, Mapping) and example_inputs and not names & set(example_inputs)
+    if by_name and all(isinstance(item, (Mapping, tuple)) for item in example_inputs.values()):
+        return {str(name): as_batch(item, model, "example_inputs") for name, item in example_inputs.items()}
+    return {"program_0": as_batch(example_inputs, model, "example_inputs")}
 
 
 @dataclass
@@ -59,9 +59,6 @@ class _Prepared:
     results: ResultForm
     flat: nn.Module
     observed: Any
-
-    def takes(self, form: CallForm) -> bool:
-        return form == self.form
 
 
 def quantize_programs(
@@ -94,7 +91,7 @@ def quantize_programs(
     prepared: list[_Prepared] = []
     for name, batch in examples.items():
         form, leaves, _ = form_of(signature, batch)
-        if any(program.takes(form) and _runs(program, leaves) for program in prepared):
+        if any(program.form == form and _runs(program, leaves) for program in prepared):
             continue  # an earlier program serves this call
         flat, results = flat_model(model, form, leaves, around)
         prepared.append(_Prepared(name, form, results, flat, observe(flat, recipe, flat_batch(form, leaves))))
@@ -124,19 +121,15 @@ def _runs(program: _Prepared, leaves: Leaves) -> bool:
 def _calibrate(
     prepared: Sequence[_Prepared], data: Iterable[Batch], signature: inspect.Signature, progress: bool | None
 ) -> None:
+    """Run each batch through the observed model of the program that serves it."""
     with torch.no_grad(), progress_bar("calibrating", None, progress) as advance:
         for i, batch in enumerate(data):
             form, leaves, _ = form_of(signature, batch)
-            errors = []
-            for program in prepared:
-                if not program.takes(form):
-                    continue
-                try:
-                    nn.Module.__call__(program.observed, **leaves)
-                    break
-                except InputError as error:
-                    errors.append(words_of(error))
-            else:
-                why = f" ({'; '.join(errors)})" if errors else ""
-                raise InputError(f"data, batch {i}: no example is a call of the form ({form}){why}.")
+            fitting = [program for program in prepared if program.form == form]
+            if len(fitting) > 1:
+                fitting = [program for program in fitting if _runs(program, leaves)]
+            if not fitting:
+                raise InputError(f"data, batch {i}: no example is a call of the form ({form}) with such sizes.")
+            with naming_batch(i, batch):
+                nn.Module.__call__(fitting[0].observed, **leaves)
             advance()

@@ -1,0 +1,132 @@
+"""Containers taken apart to tensors and numbers by name, and constructed again."""
+
+from collections import OrderedDict, namedtuple
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils import _pytree as pytree
+
+import fxq
+from fxq.common.containers import (
+    as_data,
+    from_data,
+    put_together,
+    register_container,
+    taken_apart,
+    update_container,
+)
+
+Pair = namedtuple("Pair", "first second")
+
+
+@dataclass
+class Output:
+    logits: torch.Tensor
+    states: list
+    count: int = 0
+    total: int = field(init=False)
+
+    def __post_init__(self):
+        self.total = self.count + 1
+
+
+class Cache:
+    """A user's own container, registered below."""
+
+    def __init__(self, kind, keys):
+        self.kind, self.keys = kind, keys
+
+
+register_container(Cache, lambda cache: ({"keys": cache.keys}, cache.kind), lambda parts, kind: Cache(kind, **parts))
+
+
+class Node:
+    """A user's own container, registered as a pytree."""
+
+    def __init__(self, value, label):
+        self.value, self.label = value, label
+
+
+pytree.register_pytree_node(Node, lambda n: ([n.value], n.label), lambda values, label: Node(values[0], label))
+
+X, Y = torch.arange(3.0), torch.ones(2)
+
+
+def apart(value, name="x"):
+    leaves = {}
+    return taken_apart(value, name, leaves), leaves
+
+
+@pytest.mark.parametrize(
+    ("value", "names"),
+    [
+        (X, ["x"]),
+        (3, ["x"]),
+        ((X, [Y, None]), ["x_0", "x_1_0"]),
+        ({"a": X, "b-c": Y}, ["x_a", "x_b_c"]),
+        (OrderedDict(k=X), ["x_k"]),
+        (Pair(X, 2), ["x_0", "x_1"]),
+        (Output(X, [Y], 4), ["x_logits", "x_states_0", "x_count", "x_total"]),
+        (Cache("full", [X, Y]), ["x_keys_0", "x_keys_1"]),
+        (Node(X, "n"), ["x_0"]),
+        ([Cache("a", [X]), Node({"y": Y}, "b")], ["x_0_keys_0", "x_1_0_y"]),
+    ],
+)
+def test_a_value_is_taken_apart_and_put_together(value, names):
+    structure, leaves = apart(value)
+    assert list(leaves) == names
+    again = put_together(structure, leaves)
+    assert type(again) is type(value)
+    structure_again, leaves_again = apart(again)
+    assert structure_again == structure and all(leaves_again[name] is leaves[name] for name in names)
+    assert from_data(as_data(structure)) == structure
+
+
+def test_names_are_unique():
+    leaves = {}
+    taken_apart(X, "x_0", leaves)
+    taken_apart([Y], "x", leaves)
+    assert list(leaves) == ["x_0", "x_0_"] and leaves["x_0_"] is Y
+
+
+def test_a_container_is_updated_in_place():
+    cache = Cache("full", [X])
+    structure, _ = apart(Cache("grown", [X, Y]))
+    update_container(cache, structure, {"x_keys_0": X, "x_keys_1": Y})
+    assert cache.kind == "grown" and cache.keys[1] is Y
+    items = [X]
+    update_container(items, apart([X, Y])[0], {"x_0": Y, "x_1": X})
+    assert items[0] is Y and items[1] is X
+    table = {"a": X}
+    update_container(table, apart({"b": Y})[0], {"x_b": Y})
+    assert table == {"b": Y}
+
+
+def test_what_no_graph_can_take_is_refused():
+    with pytest.raises(fxq.InputError, match="x_0 holds a object"):
+        apart([object()])
+    with pytest.raises(fxq.InputError, match=r"import nowhere first"):
+        from_data(["plain", "", "nowhere:Missing", None, []])
+    with pytest.raises(fxq.InputError, match="not a class of containers"):
+        from_data(["plain", "", "torch:Tensor", None, []])
+    with pytest.raises(fxq.InputError, match="not registered"):
+        from_data(["registered", "", "torch:Tensor", None, []])
+    with pytest.raises(fxq.InputError, match="no dtype of torch"):
+        from_data(["constant", "", None, {"dtype": "save"}, []])
+
+
+plain = st.one_of(st.none(), st.booleans(), st.integers(), st.text(max_size=3), st.just(X), st.just(torch.float16))
+values = st.recursive(
+    plain, lambda inner: st.one_of(st.lists(inner, max_size=3), st.tuples(inner, inner), st.dictionaries(st.text(max_size=3), inner, max_size=3)), max_leaves=8
+)
+
+
+@given(values)
+def test_any_nesting_comes_back(value):
+    structure, leaves = apart(value)
+    again = put_together(structure, leaves)
+    assert str(again) == str(value)
+    assert from_data(as_data(structure)) == structure

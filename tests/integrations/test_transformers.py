@@ -1,0 +1,190 @@
+"""Decoders of transformers: `generate` of the quantized model, beside the float model's."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+import fxq
+from fxq.common.metrics import sqnr
+
+transformers = pytest.importorskip("transformers")
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:nothing runs on integers"),
+    pytest.mark.filterwarnings("ignore:with integer weights"),
+    pytest.mark.any_cpu,
+]
+
+ALL_FLOAT = fxq.Recipe.weight_only(backend="reference").override("*", fxq.FLOAT)
+INT8 = fxq.Recipe.weight_only(backend="reference")
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 50}
+GROUPED = {**SIZES, "num_key_value_heads": 2, "max_position_embeddings": 128}
+WINDOW = {**GROUPED, "head_dim": 8, "sliding_window": 6}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 50, "n_positions": 128}
+
+FAMILIES = {
+    "GPT2": ("GPT2LMHeadModel", "GPT2Config", GPT2),
+    "GPTNeoX": ("GPTNeoXForCausalLM", "GPTNeoXConfig", SIZES),
+    "OPT": ("OPTForCausalLM", "OPTConfig", {**SIZES, "ffn_dim": 64, "word_embed_proj_dim": 32}),
+    "Llama": ("LlamaForCausalLM", "LlamaConfig", GROUPED),
+    "Mistral": ("MistralForCausalLM", "MistralConfig", WINDOW),
+    "Qwen2": ("Qwen2ForCausalLM", "Qwen2Config", GROUPED),
+    "Qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {**GROUPED, "head_dim": 8}),
+    "Gemma2": ("Gemma2ForCausalLM", "Gemma2Config", WINDOW),
+    "Gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig", WINDOW),
+    "Phi3": ("Phi3ForCausalLM", "Phi3Config", {**GROUPED, "pad_token_id": 0}),
+    "Mixtral": ("MixtralForCausalLM", "MixtralConfig", {**GROUPED, "num_local_experts": 4}),
+    "Qwen2Moe": ("Qwen2MoeForCausalLM", "Qwen2MoeConfig", {**GROUPED, **EXPERTS}),
+    "Falcon": ("FalconForCausalLM", "FalconConfig", {**SIZES, "alibi": False}),
+    "Falcon with alibi": ("FalconForCausalLM", "FalconConfig", {**SIZES, "alibi": True}),
+    "Bloom": ("BloomForCausalLM", "BloomConfig", {"hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": 50}),
+}
+CASES = [(family, attention) for family in FAMILIES for attention in ("eager", "sdpa") if (family, attention) != ("Gemma2", "sdpa")]
+FAST = [("Llama", "sdpa"), ("Mistral", "eager"), ("GPT2", "sdpa")]
+
+IDS = torch.randint(3, 50, (3, 7), generator=torch.Generator().manual_seed(0))
+MASK = torch.ones_like(IDS)
+MASK[0, :3] = MASK[1, :1] = 0
+
+
+def float_model(family="Llama", attention="sdpa", **options):
+    model, config, sizes = FAMILIES[family]
+    torch.manual_seed(0)
+    config = getattr(transformers, config)(**{**sizes, **options})
+    made = getattr(transformers, model)(config).eval()
+    made.set_attn_implementation(attention)
+    made.generation_config.eos_token_id, made.generation_config.pad_token_id = None, 0
+    return made
+
+
+def generated(model, ids=IDS, mask=MASK, length=32, **options):
+    options = {"do_sample": False, "output_logits": True, "return_dict_in_generate": True, **options}
+    return model.generate(ids, attention_mask=mask, max_new_tokens=length, **options)
+
+
+@pytest.mark.parametrize(
+    ("family", "attention"), [pytest.param(*case, marks=[] if case in FAST else pytest.mark.slow) for case in CASES]
+)
+def test_a_graph_in_float_generates_what_the_model_does(family, attention):
+    """Prompt with left padding, 32 tokens with a cache, and beam search, by one graph."""
+    model = float_model(family, attention)
+    qmodel = fxq.quantize(model, ALL_FLOAT)
+    assert isinstance(qmodel, type(model)) and list(qmodel.programs.programs) == ["decoder"]
+    want, got = generated(model), generated(qmodel)
+    assert torch.equal(want.sequences, got.sequences)
+    assert sqnr(torch.stack(want.logits), torch.stack(got.logits)) > 80
+    with torch.no_grad():
+        assert sqnr(model(IDS).logits, qmodel(IDS).logits) > 80
+    beams = [generated(m, length=8, num_beams=2).sequences for m in (model, qmodel)]
+    assert torch.equal(*beams)
+
+
+@pytest.mark.parametrize(
+    ("family", "attention"), [pytest.param(*case, marks=[] if case in FAST[:1] else pytest.mark.slow) for case in CASES]
+)
+def test_integer_weights_follow_the_model(family, attention):
+    model = float_model(family, attention)
+    qmodel = fxq.quantize(model, INT8)
+    assert all(model.ledger.count("weight-only") for model in qmodel.programs.programs.values())
+    want, got = generated(model), generated(qmodel)
+    same = 0  # steps with the same tokens before them
+    while same < 31 and torch.equal(want.sequences[:, : 8 + same], got.sequences[:, : 8 + same]):
+        same += 1
+    wanted, logits = torch.stack(want.logits)[: same + 1], torch.stack(got.logits)[: same + 1]
+    assert sqnr(wanted, logits) > 30
+    error = (wanted - logits).abs().amax(-1)
+    margin = wanted.topk(2).values.diff(dim=-1).abs()[..., 0]
+    differs = wanted.argmax(-1) != logits.argmax(-1)
+    assert bool((margin[differs] <= 2 * error[differs]).all())
+
+
+@pytest.fixture(scope="module")
+def llama():
+    model = float_model()
+    return model, fxq.quantize(model, INT8)
+
+
+def test_every_way_to_generate_works(llama):
+    model, _ = llama
+    qmodel = fxq.quantize(model, ALL_FLOAT)
+    ways = (
+        {"do_sample": True, "top_k": 10},
+        {"num_beams": 3, "num_return_sequences": 2},
+        {"repetition_penalty": 1.5},
+        {"use_cache": False},
+    )
+    for options in ways:
+        results = []
+        for each_model in (model, qmodel):
+            torch.manual_seed(1)
+            results.append(generated(each_model, length=6, **options).sequences)
+        assert torch.equal(*results), options
+    one = {"ids": IDS[:1], "mask": None, "length": 8}
+    for options in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": model}):
+        assert torch.equal(generated(model, **one).sequences, generated(qmodel, **one, **options).sequences)
+
+
+def test_a_call_is_that_of_the_float_model(llama):
+    model, qmodel = llama
+    with torch.no_grad():
+        assert sqnr(model(IDS).logits, qmodel(IDS).logits) > 30
+        assert sqnr(model(IDS, logits_to_keep=2).logits, qmodel(IDS, logits_to_keep=2).logits) > 30
+        assert qmodel(IDS, use_cache=False).past_key_values is None
+        logits, cache = qmodel(input_ids=IDS, return_dict=False, output_attentions=False)
+        assert torch.equal(logits, qmodel(IDS).logits) and cache.get_seq_length() == 7
+        step = qmodel(IDS[:, :1], past_key_values=cache)
+        assert step.past_key_values is cache and cache.get_seq_length() == 8
+    assert qmodel.dtype is torch.float32 and qmodel.device.type == "cpu" and qmodel.config is not model.config
+    assert qmodel.main_input_name == "input_ids" and isinstance(qmodel, transformers.PreTrainedModel)
+
+
+def test_what_the_graph_does_not_compute_is_refused(llama):
+    _, qmodel = llama
+    with pytest.raises(fxq.InputError, match="output_attentions"):
+        qmodel(IDS, output_attentions=True)
+    with pytest.raises(fxq.InputError, match="inputs_embeds"):
+        qmodel(inputs_embeds=torch.rand(1, 3, 32))
+    with pytest.raises(fxq.InputError, match="StaticCache"):
+        generated(qmodel, length=2, cache_implementation="static")
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"])
+def test_copies_generate_the_same(llama, way):
+    _, qmodel = llama
+    again = way(qmodel)
+    assert type(again) is type(qmodel)
+    assert torch.equal(generated(again, length=5).sequences, generated(qmodel, length=5).sequences)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_of_16_bits_are_quantized(dtype):
+    model = float_model().to(dtype)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    qmodel = fxq.quantize(model, INT8)
+    assert qmodel.programs.programs["decoder"].ledger.count("weight-only")
+    with torch.no_grad():
+        assert sqnr(copy.deepcopy(model).float()(IDS).logits, qmodel(IDS).logits) > 30
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_the_model_and_its_library_are_unchanged():
+    from transformers.cache_utils import DynamicLayer
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    model = float_model()
+    before = DynamicLayer.get_seq_length, ALL_ATTENTION_FUNCTIONS["sdpa"], generated(model, length=4).sequences
+    fxq.quantize(model, INT8)
+    assert before[:2] == (DynamicLayer.get_seq_length, ALL_ATTENTION_FUNCTIONS["sdpa"])
+    assert torch.equal(before[2], generated(model, length=4).sequences)
+
+
+def test_activations_are_calibrated_on_calls_of_the_model():
+    model = float_model()
+    data = [{"input_ids": torch.randint(3, 50, (2, length))} for length in (4, 9, 16)]
+    qmodel = fxq.quantize(model, fxq.Recipe.static(optimize="coverage"), data=data)
+    assert qmodel.programs.programs["decoder"].ledger.count("int8")
+    with torch.no_grad():
+        assert sqnr(model(data[1]["input_ids"]).logits, qmodel(data[1]["input_ids"]).logits) > 12
