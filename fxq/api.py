@@ -15,7 +15,7 @@ from fxq.common.data import Batch, as_batch, batches, device_of, samples_in
 from fxq.common.isolation import untouched
 from fxq.common.progress import progress_bar
 from fxq.errors import FileError, InputError, RecipeError
-from fxq.integrations import decoder_support
+from fxq.integrations import generator_support
 from fxq.ledger.comparison import Comparison, compare_with, quantized_reference
 from fxq.model import QuantizedModel, remade
 from fxq.programs.quantized_programs import QuantizedPrograms
@@ -88,16 +88,13 @@ def quantize(
             "fxq.prepare(model, recipe, example_inputs=x), run your training loop, then call fxq.convert(trained)."
         )
     check_model(model)
-    support = decoder_support(model) if example_inputs is None else None
+    examples_by_name = {} if example_inputs is None else examples_of(example_inputs, model)
+    support = generator_support(model)
     if support is not None:
-        return support.quantize_decoder(model, chosen, data, _observed, convert, progress=progress)
-    if example_inputs is not None:
-        examples_by_name = examples_of(example_inputs, model)
-        if needs_programs(list(examples_by_name.values())):
-            several: Any = quantize_programs(
-                model, chosen, examples_by_name, data, _observed, convert, progress=progress
-            )
-            return several  # typed as the usual case
+        return support.quantize_generator(model, chosen, data, examples_by_name, _observed, convert, progress=progress)
+    if examples_by_name and needs_programs(list(examples_by_name.values())):
+        several: Any = quantize_programs(model, chosen, examples_by_name, data, _observed, convert, progress=progress)
+        return several  # typed as the usual case
     ranks = Ranks.of(group if data is not None else None)
     stream = batches(data, model, may_be_empty=ranks.size > 1) if data is not None else iter(())
     first = ranks.together(lambda: list(_opening(stream)))

@@ -8,10 +8,10 @@ from typing import Any
 from torch import nn
 
 
-def decoder_support(model: nn.Module) -> Any:
-    """Module of fxq that quantizes a model as a decoder of its library; None if it is no such decoder."""
+def generator_support(model: nn.Module) -> Any:
+    """Module of fxq that quantizes a model which generates, with the calls of its library; None for other models."""
     if "transformers" not in sys.modules:
         return None
     from fxq.integrations import transformers as support
 
-    return support if support.is_decoder(model) else None
+    return support if support.generates(model) else None

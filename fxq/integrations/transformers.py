@@ -1,187 +1,60 @@
-"""Quantized decoders of the transformers library: `generate` with a cache, by one graph for prompt and tokens."""
+"""Quantization of models of transformers that generate: their calls are known, so no examples are needed."""
 
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+from torch import nn
+from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
 
 from fxq.common.data import Batch, as_batch
-from fxq.errors import InputError
+from fxq.integrations.transformers_models import (
+    CallRules,
+    QuantizedEncoder,
+    QuantizedGenerator,
+    cache_name,
+    count_positions,
+    make_quantized,
+    mask_positions,
+    without_tensors,
+)
 from fxq.integrations.transformers_tracing import graph_form
-from fxq.programs.quantized_programs import QuantizedPrograms
 from fxq.recipe.recipe import Recipe
 from fxq.workflow.programs import Convert, Observe, quantize_programs
 
-_CACHE_NAMES = ("cache", "past_key_values", "cache_params")
-_NO_GRAPH_OPTIONS = ("output_attentions", "output_hidden_states", "output_router_logits")
-"""Options whose results the graph does not compute."""
-_PROMPT, _PAST, _BATCH = 3, 5, 2
-"""Sizes of the example that a decoder is traced with: new tokens, past tokens, sequences."""
+_PROMPT, _PAST, _BATCH, _ENCODED = 3, 5, 2, 7
+"""Sizes of the calls that a model is traced with: new tokens, past tokens, sequences, tokens of the encoder."""
 
 
-def is_decoder(model: nn.Module) -> bool:
-    """Whether a model is a decoder of transformers that generates text with a cache."""
+def generates(model: nn.Module) -> bool:
+    """Whether a model is a decoder or encoder-decoder of transformers that generates with a cache."""
     if not isinstance(model, PreTrainedModel) or not hasattr(model, "generate") or not model.can_generate():
         return False
-    return not model.config.is_encoder_decoder and cache_name(model) != ""
+    return cache_name(model) != ""
 
 
-def cache_name(model: Any) -> str:
-    """Name of forward's argument for the cache; empty if it has none."""
-    parameters = inspect.signature(model.forward).parameters
-    return next((name for name in _CACHE_NAMES if name in parameters), "")
-
-
-def decoder_example(model: PreTrainedModel) -> Batch:
-    """Call of a decoder with some tokens after some others, with which all calls of `generate` can be traced."""
-    vocabulary = model.config.get_text_config().vocab_size
-    tokens = (torch.arange(_BATCH * (_PAST + _PROMPT)) * 37 % vocabulary).reshape(_BATCH, -1)
-    cache = DynamicCache(config=model.config)
-    name = cache_name(model)
-    with torch.no_grad():
-        model(tokens[:, :_PAST], **{name: cache, "use_cache": True})
-    filled = {"input_ids": tokens[:, _PAST:], "attention_mask": torch.ones_like(tokens), name: cache}
-    filled["attention_mask"][0, 0] = 0  # one token of padding
-    filled["logits_to_keep"] = 0
-    filled["position_ids"] = torch.arange(_PAST, _PAST + _PROMPT).expand(_BATCH, -1)
-    parameters = inspect.signature(model.forward).parameters
-    return Batch((), {key: value for key, value in filled.items() if key in parameters})
-
-
-class QuantizedDecoder:
-    """Mixin of a quantized decoder, whose other base is the class of the float model and whose forward runs `programs`.
-
-    Attributes:
-        programs: the quantized model: its `programs` have ledger, history and graph.
-    """
-
-    programs: QuantizedPrograms
-    config: Any
-    _layers: list[_LayerShape]
-    _positions: _Positions | None
-    _keeps_logits: bool
-
-    def _call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
-        """Arguments of a call as the graph takes them, and whether the caller wants the cache.
-
-        Raises:
-            InputError: an option needs values that the graph does not compute.
-        """
-        float_class: Any = type(self).__mro__[2]
-        call = dict(inspect.signature(float_class.forward).bind_partial(self, *args, **kwargs).arguments)
-        call |= call.pop("kwargs", {})
-        call.pop("self")
-        name = cache_name(self)
-        for option in (*_NO_GRAPH_OPTIONS, "labels"):
-            if call.pop(option, None) not in (None, False):
-                raise InputError(f"a quantized decoder does not compute {option}: its graph has no such value.")
-        caches = [cache for alias in _CACHE_NAMES if (cache := call.pop(alias, None)) is not None]
-        keeps = call.pop("use_cache", None)
-        keeps = bool(getattr(self.config, "use_cache", True)) if keeps is None else bool(keeps)
-        ids = call.get("input_ids")
-        if not isinstance(ids, Tensor):
-            raise InputError("a quantized decoder takes input_ids; it was not quantized for inputs_embeds.")
-        cache = caches[0] if caches else DynamicCache(config=self.config)
-        past = int(cache.get_seq_length())
-        call[name] = self._initialized(cache, ids.shape[0])
-        count, length = ids.shape
-        if call.get("attention_mask") is None:
-            call["attention_mask"] = torch.ones(count, past + length, dtype=torch.long)
-        positions = call.pop("position_ids", None)
-        if self._positions is not None:
-            positions = self._positions(call["attention_mask"], past, length) if positions is None else positions
-            call["position_ids"] = positions.expand(count, length)
-        if self._keeps_logits:
-            call.setdefault("logits_to_keep", 0)
-        return call, keeps
-
-    def _initialized(self, cache: Any, count: int) -> Any:
-        """Give the empty layers of a cache tensors of length 0, which the graph appends to."""
-        while len(cache.layers) < len(self._layers):
-            cache.layers.append(DynamicLayer())
-        for layer, shape in zip(cache.layers, self._layers, strict=True):
-            if not layer.is_initialized:
-                keys, values = (torch.zeros(count, heads, 0, size) for heads, size in shape)
-                layer.lazy_initialization(keys, values)
-                layer.keys, layer.values = keys, values
-        return cache
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _constructed, (type(self).__mro__[2],), vars(self)
-
-
-_LayerShape = tuple[tuple[int, int], tuple[int, int]]
-"""Heads and head size of the keys and of the values of a layer."""
-
-_Positions = Callable[[Tensor, int, int], Tensor]
-"""Function of the mask, the number of past tokens and the number of new ones, to the positions of the new ones."""
-
-
-def _by_count(mask: Tensor, past: int, length: int) -> Tensor:
-    return torch.arange(past, past + length)[None]
-
-
-def _by_mask(mask: Tensor, past: int, length: int) -> Tensor:
-    return (mask.long().cumsum(-1) - 1).clamp(min=0)[:, past:]
-
-
-_CLASSES: dict[type, type] = {}
-
-
-def _class_for(float_class: Any) -> Any:
-    """Class of quantized decoders whose float models are of this class."""
-    if float_class not in _CLASSES:
-
-        @functools.wraps(float_class.forward)
-        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            wanted = kwargs.pop("return_dict", None)
-            call, keeps = self._call(args, kwargs)
-            result = self.programs(**call)
-            if not keeps:
-                result = type(result)(**{key: part for key, part in result.items() if key not in _CACHE_NAMES})
-            as_dict = getattr(self.config, "return_dict", True) if wanted is None else wanted
-            return result if as_dict else result.to_tuple()
-
-        name = f"Quantized{float_class.__name__}"
-        _CLASSES[float_class] = type(name, (QuantizedDecoder, float_class), {"forward": forward})
-    return _CLASSES[float_class]
-
-
-def _constructed(float_class: Any) -> Any:
-    return object.__new__(_class_for(float_class))
-
-
-def _shell(model: PreTrainedModel) -> Any:
-    """Copy of a model without its parameters and buffers."""
-    tensors = (*model.parameters(), *model.buffers())
-    shell = copy.deepcopy(model, {id(tensor): None for tensor in tensors})
-    shell.__class__ = _class_for(type(model))
-    return shell
-
-
-def quantize_decoder(
+def quantize_generator(
     model: PreTrainedModel,
     recipe: Recipe,
     data: Iterable[Any] | None,
+    examples: Mapping[str, Batch],
     observe: Observe,
     convert: Convert,
     *,
     progress: bool | None = None,
 ) -> Any:
-    """Quantize a decoder of transformers, for prompts and for single tokens with a cache.
+    """Quantize a decoder or encoder-decoder of transformers, for prompts and for single tokens with a cache.
 
     Args:
         model: the float model. Weights of 16 bits are converted to float32 first.
         recipe: the recipe.
         data: calibration batches, with the arguments of forward.
+        examples: calls besides those with tokens, such as one with an image, by the name of their program.
         observe: prepares a model for calibration.
         convert: converts a calibrated model.
         progress: whether to show a progress bar.
@@ -191,39 +64,115 @@ def quantize_decoder(
     """
     if any(p.is_floating_point() and p.dtype is not torch.float32 for p in model.parameters()):
         model = copy.deepcopy(model).float()
-    example = decoder_example(model)
-    shell = _shell(model)
-    cache = example.kwargs[cache_name(model)]
-    shell._layers = [tuple((t.shape[1], t.shape[3]) for t in (layer.keys, layer.values)) for layer in cache.layers]
-    shell._keeps_logits = "logits_to_keep" in example.kwargs
-    shell._positions = _positions_of(model, example) if "position_ids" in example.kwargs else None
 
-    def calls() -> Iterator[Any]:
-        for batch in data or ():
-            arguments = as_batch(batch, model)
-            yield shell._call(arguments.args, arguments.kwargs)[0]
+    def programs_of(module: nn.Module, calls: Mapping[str, Batch], batches: Iterator[Any] | None) -> Any:
+        return quantize_programs(module, recipe, calls, batches, observe, convert, around=graph_form, progress=progress)
 
-    shell.programs = quantize_programs(
-        model,
-        recipe,
-        {"decoder": example},
-        calls() if data is not None else None,
-        observe,
-        convert,
-        around=graph_form,
-        progress=progress,
-    )
+    shell = without_tensors(model)
+    calibration = None if data is None else [as_batch(batch, model) for batch in data]
+    if model.config.is_encoder_decoder:
+        encoder: Any = model.get_encoder()
+        quantized = make_quantized(shell.get_encoder(), QuantizedEncoder)
+        inputs = [_encoder_inputs(encoder, batch) for batch in calibration or ()]
+        calls = {"encoder": Batch((), quantized.arguments((), _encoder_example(model)))}
+        batches = (quantized.arguments((), arguments) for arguments in inputs)
+        quantized.programs = programs_of(encoder, calls, None if data is None else batches)
+    step, first = _examples(model)
+    rules = _rules_of(model, step)
+    make_quantized(shell, QuantizedGenerator, rules=rules)
+    calls = {"decoder": step} | ({"first": first} if first is not None else {})
+    for name, example in examples.items():
+        calls[name] = Batch((), shell.arguments(example.args, example.kwargs)[0])
+    batches = (shell.arguments(batch.args, batch.kwargs)[0] for batch in calibration or ())
+    shell.programs = programs_of(model, calls, None if data is None else batches)
     return shell.eval()
 
 
-def _positions_of(model: PreTrainedModel, example: Batch) -> _Positions:
-    """Rule by which a model numbers its tokens if the caller does not: by their count, or by the mask."""
-    tokens = example.kwargs["input_ids"]
+def _encoder_inputs(encoder: nn.Module, batch: Batch) -> dict[str, Any]:
+    """Arguments of a call of the model that its encoder takes."""
+    names = inspect.signature(encoder.forward).parameters
+    return {name: value for name, value in batch.kwargs.items() if name in names}
+
+
+def _tokens(model: PreTrainedModel, length: int) -> torch.Tensor:
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    return (torch.arange(_BATCH * length) * 37 % vocabulary).reshape(_BATCH, length)
+
+
+def _encoder_example(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Inputs of the encoder: tokens, or features of sound as Whisper takes them."""
+    if model.main_input_name == "input_ids":
+        return {"input_ids": _tokens(model, _ENCODED)}
+    config: Any = model.config
+    frames = config.max_source_positions * 2  # of which the encoder makes half as many positions
+    return {
+        model.main_input_name: torch.linspace(-1, 1, _BATCH * config.num_mel_bins * frames)
+        .sin()
+        .reshape(_BATCH, config.num_mel_bins, frames)
+    }
+
+
+def _examples(model: PreTrainedModel) -> tuple[Batch, Batch | None]:
+    """Call with some tokens after some others; for an encoder-decoder, also the first call, which fills the cache."""
+    tokens, name = _tokens(model, _PAST + _PROMPT), cache_name(model)
+    config = model.config.get_text_config(decoder=True)
+    own = DynamicCache(config=config)
+    mask = torch.ones_like(tokens)
+    mask[0, 0] = 0  # one token of padding
+    if not model.config.is_encoder_decoder:
+        with torch.no_grad():
+            model(tokens[:, :_PAST], **{name: own, "use_cache": True})
+        call = {"input_ids": tokens[:, _PAST:], "attention_mask": mask, name: own, "logits_to_keep": 0}
+        call["position_ids"] = torch.arange(_PAST, _PAST + _PROMPT).expand(_BATCH, -1)
+        return _taken(model, call), None
+    with torch.no_grad():
+        hidden = model.get_encoder()(**_encoder_example(model))[0]
+    cache = EncoderDecoderCache(own, DynamicCache(config=config))
+    encoded = {"encoder_outputs": BaseModelOutput(last_hidden_state=hidden)}
+    encoded["attention_mask"] = torch.ones(hidden.shape[:2], dtype=torch.long)
+    encoded["attention_mask"][0, -1] = 0
+    with torch.no_grad():
+        model(**_taken(model, {**encoded, "decoder_input_ids": tokens[:, :_PAST], name: cache}).kwargs, use_cache=True)
+    call = {**encoded, "decoder_input_ids": tokens[:, _PAST:], "decoder_attention_mask": mask, name: cache}
+    call["decoder_position_ids"] = torch.arange(_PAST, _PAST + _PROMPT).expand(_BATCH, -1)
+    past = copy.deepcopy(cache.self_attention_cache)
+    unfilled = EncoderDecoderCache(past, DynamicCache(config=config))
+    return _taken(model, call), _taken(model, {**call, name: unfilled})
+
+
+def _taken(model: PreTrainedModel, call: Mapping[str, Any]) -> Batch:
+    """Call with the arguments that a model takes."""
+    parameters = inspect.signature(model.forward).parameters
+    return Batch((), {name: value for name, value in call.items() if name in parameters})
+
+
+def _rules_of(model: PreTrainedModel, example: Batch) -> CallRules:
+    name, prefix = cache_name(model), "decoder_" if model.config.is_encoder_decoder else ""
+    cache = example.kwargs[name]
+    layers = (cache.self_attention_cache if prefix else cache).layers
+    sizes = [
+        ((layer.keys.shape[1], layer.keys.shape[3]), (layer.values.shape[1], layer.values.shape[3])) for layer in layers
+    ]
+    positions = None
+    if f"{prefix}position_ids" in example.kwargs:
+        positions = count_positions if prefix or _counts_tokens(model) else mask_positions
+    return CallRules(
+        name,
+        sizes,
+        positions,
+        keeps_logits="logits_to_keep" in example.kwargs,
+        takes_mask=f"{prefix}attention_mask" in example.kwargs,
+        prefix=prefix,
+    )
+
+
+def _counts_tokens(model: PreTrainedModel) -> bool:
+    """Whether a decoder numbers its tokens by their count if the caller does not, rather than by the mask."""
+    tokens = _tokens(model, _PROMPT)
     mask = torch.ones_like(tokens)
     mask[0, 0] = 0
     with torch.no_grad():
-        plain = model(tokens, attention_mask=mask, use_cache=False).logits
-        counted = model(
-            tokens, attention_mask=mask, use_cache=False, position_ids=_by_count(mask, 0, tokens.shape[1])
-        ).logits
-    return _by_count if torch.allclose(plain[:, 1:], counted[:, 1:], atol=1e-4, rtol=1e-4) else _by_mask
+        own = model(tokens, attention_mask=mask, use_cache=False).logits
+        positions = count_positions(mask, 0, _PROMPT).expand(_BATCH, -1)
+        counted = model(tokens, attention_mask=mask, use_cache=False, position_ids=positions).logits
+    return torch.allclose(own[:, 1:], counted[:, 1:], atol=1e-4, rtol=1e-4)

@@ -34,13 +34,19 @@ _LAZY = "layer_class_to_replicate"
 
 def _parts(holder: Any) -> tuple[Mapping[str, Any], Any]:
     """Attributes of a cache or a cache layer that change from call to call, and the others as a constant."""
-    parts = {name: value for name, value in vars(holder).items() if _is_part(name, value)}
+    values = {name: _untraced(value) for name, value in vars(holder).items()}
+    parts = {name: value for name, value in values.items() if _is_part(name, value)}
     constant = tuple(
         (name, value)
-        for name, value in vars(holder).items()
+        for name, value in values.items()
         if name not in parts and name != _LAZY and not name.startswith("_")
     )
     return parts, constant
+
+
+def _untraced(value: Any) -> Any:
+    """Value of a trace itself, if it is neither a tensor nor a number, as the device of a traced tensor is."""
+    return value._value if is_value(value) and not isinstance(value._value, (Tensor, int, float)) else value
 
 
 def _is_part(name: str, value: Any) -> bool:

@@ -87,7 +87,7 @@ def flat_model(
     def forward(**inputs: Any) -> dict[str, Any]:
         again, outputs = _outputs(call, form, inputs)
         if again != results:
-            raise InputError(f"the structure of the results varies: {again} after {results}.")
+            raise InputError(f"the structure of the results varies: {_difference(results, again)}.")
         return outputs
 
     kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD
@@ -129,6 +129,19 @@ def _differs(before: Structure, after: Structure, inputs: Leaves, outputs: Leave
         return True
     pairs = zip(before.parts, after.parts, strict=True)
     return any(_differs(a, b, inputs, outputs) for (_, a), (_, b) in pairs)
+
+
+def _difference(first: ResultForm, second: ResultForm) -> str:
+    """The first place at which two results differ in structure, as text."""
+    pairs = [(f"argument {name}", a, b) for (name, a), (_, b) in zip(first.changed, second.changed, strict=False)]
+    for place, a, b in [*pairs, ("the result", first.result, second.result)]:
+        while a != b:
+            differing = [(key, x, y) for (key, x), (_, y) in zip(a.parts, b.parts, strict=False) if x != y]
+            if not differing or len(a.parts) != len(b.parts):
+                return f"{place} is {a}, then {b}"
+            key, a, b = differing[0]
+            place = f"{place}, {key}"
+    return f"{len(first.changed)} arguments are changed, then {len(second.changed)}"
 
 
 def flat_batch(form: CallForm, leaves: Leaves) -> Batch:

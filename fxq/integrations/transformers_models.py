@@ -1,0 +1,276 @@
+"""Quantized models of transformers: subclasses of the user's class whose forward runs the programs of fxq."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+from transformers.modeling_outputs import BaseModelOutput
+
+from fxq.errors import InputError
+from fxq.programs.quantized_programs import QuantizedPrograms
+
+CACHE_NAMES = ("cache", "past_key_values", "cache_params")
+"""Names that forward's argument for the cache has had."""
+_NOT_COMPUTED = ("output_attentions", "output_hidden_states", "output_router_logits", "labels")
+"""Options whose results the graph does not compute."""
+
+LayerShape = tuple[tuple[int, int], tuple[int, int]]
+"""Heads and head size of the keys and of the values of a layer."""
+
+Positions = Callable[[Tensor, int, int], Tensor]
+"""Function of the mask, the number of past tokens and the number of new ones, to the positions of the new ones."""
+
+
+def count_positions(mask: Tensor, past: int, length: int) -> Tensor:
+    """Positions of new tokens by their number, as int64[1, length]."""
+    return torch.arange(past, past + length)[None]
+
+
+def mask_positions(mask: Tensor, past: int, length: int) -> Tensor:
+    """Positions of new tokens by the number of tokens before them that are not padding, as int64[batch, length]."""
+    return (mask.long().cumsum(-1) - 1).clamp(min=0)[:, past : past + length]
+
+
+def cache_name(model: Any) -> str:
+    """Name of forward's argument for the cache; empty if it has none."""
+    parameters = inspect.signature(model.forward).parameters
+    return next((name for name in CACHE_NAMES if name in parameters), "")
+
+
+@dataclass
+class CallRules:
+    """How calls of one model are completed to the form that its graph takes.
+
+    Attributes:
+        cache: name of the argument for the cache.
+        layers: sizes of each layer of the cache of past tokens.
+        positions: rule for position_ids that the caller does not give; None if forward takes none.
+        keeps_logits: whether forward takes `logits_to_keep`.
+        takes_mask: whether forward takes a mask of the tokens.
+        prefix: "decoder_" for an encoder-decoder, whose arguments for tokens have such names.
+    """
+
+    cache: str
+    layers: list[LayerShape]
+    positions: Positions | None = None
+    keeps_logits: bool = False
+    takes_mask: bool = True
+    prefix: str = ""
+
+    def complete(self, call: dict[str, Any], config: Any) -> bool:
+        """Complete the arguments of a call in place. Returns whether the caller wants the cache.
+
+        Args:
+            call: arguments by name, without those that are None.
+            config: configuration of the model.
+
+        Raises:
+            InputError: an option needs values that the graph does not compute.
+        """
+        for option in _NOT_COMPUTED:
+            if call.pop(option, None) not in (None, False):
+                raise InputError(f"a quantized model does not compute {option}: its graph has no such value.")
+        caches = [cache for alias in CACHE_NAMES if (cache := call.pop(alias, None)) is not None]
+        keeps = call.pop("use_cache", None)
+        keeps = bool(getattr(config, "use_cache", True)) if keeps is None else bool(keeps)
+        ids = call.get(f"{self.prefix}input_ids")
+        if not isinstance(ids, Tensor):
+            raise InputError(
+                f"a quantized model takes {self.prefix}input_ids; it was not quantized for {self.prefix}inputs_embeds."
+            )
+        cache = caches[0] if caches else self._new_cache(config)
+        count, length = ids.shape
+        call[self.cache] = self._initialized(cache, count)
+        past = int(cache.get_seq_length())
+        mask = call.pop(f"{self.prefix}attention_mask", None)
+        mask = torch.ones(count, past + length, dtype=torch.long) if mask is None else mask
+        if self.takes_mask:
+            call[f"{self.prefix}attention_mask"] = mask
+        positions = call.pop(f"{self.prefix}position_ids", None)
+        if self.positions is not None:
+            positions = self.positions(mask, past, length) if positions is None else positions
+            call[f"{self.prefix}position_ids"] = positions.expand(count, length)
+        if self.keeps_logits:
+            call.setdefault("logits_to_keep", 0)
+        return keeps
+
+    def _new_cache(self, config: Any) -> Any:
+        decoder = config.get_text_config(decoder=True)
+        own = DynamicCache(config=decoder)
+        return EncoderDecoderCache(own, DynamicCache(config=decoder)) if self.prefix else own
+
+    def _initialized(self, cache: Any, count: int) -> Any:
+        """Give the empty layers of a cache tensors of length 0, which the graph appends to."""
+        own = cache
+        if isinstance(cache, EncoderDecoderCache):
+            own, cross = cache.self_attention_cache, cache.cross_attention_cache
+            while len(cross.layers) < len(self.layers):
+                cross.layers.append(DynamicLayer())
+            cache.is_updated = {i: bool(layer.is_initialized) for i, layer in enumerate(cross.layers)}
+        while len(own.layers) < len(self.layers):
+            own.layers.append(DynamicLayer())
+        for layer, shape in zip(own.layers, self.layers, strict=True):
+            if not layer.is_initialized:
+                keys, values = (torch.zeros(count, heads, 0, size) for heads, size in shape)
+                layer.lazy_initialization(keys, values)
+                layer.keys, layer.values = keys, values
+        return cache
+
+
+class QuantizedPart:
+    """Mixin of a module of transformers that is quantized: a module of a subclass whose forward runs `programs`.
+
+    Attributes:
+        programs: the quantized module. Its `programs` have ledger, history and graph.
+    """
+
+    programs: QuantizedPrograms
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        kind = next(base for base in type(self).__mro__ if base.__name__ in _MIXINS)
+        return _constructed, (kind.__name__, float_class_of(type(self))), vars(self)
+
+
+class QuantizedEncoder(QuantizedPart):
+    """Mixin of the quantized encoder of an encoder-decoder."""
+
+    def arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments of a call as the graph takes them.
+
+        Raises:
+            InputError: an option needs values that the graph does not compute.
+        """
+        call = _bound(self, args, kwargs)
+        for option in _NOT_COMPUTED:
+            if call.pop(option, None) not in (None, False):
+                raise InputError(f"a quantized encoder does not compute {option}: its graph has no such value.")
+        takes_mask = "attention_mask" in inspect.signature(self.forward).parameters
+        ids = call.get("input_ids")
+        if takes_mask and call.get("attention_mask") is None and isinstance(ids, Tensor):
+            call["attention_mask"] = torch.ones_like(ids)
+        return call
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the encoder as the float model's is called."""
+        wanted = kwargs.pop("return_dict", None)
+        result = self.programs(**self.arguments(args, kwargs))
+        return result.to_tuple() if wanted is False else result
+
+
+class QuantizedGenerator(QuantizedPart):
+    """Mixin of a quantized decoder or encoder-decoder.
+
+    Attributes:
+        rules: how calls are completed.
+    """
+
+    rules: CallRules
+    config: Any
+
+    def arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
+        """Arguments of a call as the graph takes them, and whether the caller wants the cache.
+
+        Raises:
+            InputError: an option needs values that the graph does not compute.
+        """
+        call = _bound(self, args, kwargs)
+        if self.rules.prefix:
+            self._encode(call)
+        keeps = self.rules.complete(call, self.config)
+        return call, keeps
+
+    def _encode(self, call: dict[str, Any]) -> None:
+        """Run the encoder of a call, if the caller has not, and complete the mask of its tokens."""
+        encoder: Any = self.get_encoder()  # type: ignore[attr-defined]
+        names = [name for name in ("input_ids", "input_features", "inputs_embeds") if name in call]
+        inputs = {name: call.pop(name) for name in names}
+        outputs = call.pop("encoder_outputs", None)
+        if outputs is None:
+            if "attention_mask" in call and "attention_mask" in inspect.signature(encoder.forward).parameters:
+                inputs["attention_mask"] = call["attention_mask"]
+            outputs = encoder(**inputs)
+        hidden = outputs[0]
+        call["encoder_outputs"] = BaseModelOutput(last_hidden_state=hidden)
+        mask = call.pop("attention_mask", None)
+        if "attention_mask" in inspect.signature(self.forward).parameters:
+            call["attention_mask"] = torch.ones(hidden.shape[:2], dtype=torch.long) if mask is None else mask
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model as the float model is called.
+
+        Raises:
+            InputError: an option needs values that the graph does not compute, such as `output_attentions`.
+        """
+        wanted = kwargs.pop("return_dict", None)
+        call, keeps = self.arguments(args, kwargs)
+        result = self.programs(**call)
+        if not keeps:
+            result = type(result)(**{key: part for key, part in result.items() if key not in CACHE_NAMES})
+        as_dict = getattr(self.config, "return_dict", True) if wanted is None else wanted
+        return result if as_dict else result.to_tuple()
+
+
+_MIXINS = {"QuantizedEncoder": QuantizedEncoder, "QuantizedGenerator": QuantizedGenerator}
+
+
+def _bound(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of a call by name, without those that are None."""
+    float_class: Any = float_class_of(type(module))
+    call = dict(inspect.signature(float_class.forward).bind_partial(module, *args, **kwargs).arguments)
+    call |= call.pop("kwargs", {})
+    return {name: value for name, value in call.items() if name != "self" and value is not None}
+
+
+_CLASSES: dict[tuple[str, type], type] = {}
+
+
+def float_class_of(quantized_class: type) -> type:
+    """Class of the float module that a quantized module was made from."""
+    return next(base for base in quantized_class.__mro__[1:] if not issubclass(base, QuantizedPart))
+
+
+def _class_for(mixin: type, float_class: Any) -> Any:
+    """Class of quantized modules whose float modules are of this class."""
+    key = mixin.__name__, float_class
+    if key not in _CLASSES:
+        forward: Any = vars(mixin)["forward"]
+
+        @functools.wraps(float_class.forward)  # generate reads the signature
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return forward(self, *args, **kwargs)
+
+        _CLASSES[key] = type(f"Quantized{float_class.__name__}", (mixin, float_class), {"forward": call})
+    return _CLASSES[key]
+
+
+def _constructed(mixin: str, float_class: Any) -> Any:
+    return object.__new__(_class_for(_MIXINS[mixin], float_class))
+
+
+def without_tensors(model: PreTrainedModel) -> Any:
+    """Copy of a model without its parameters and buffers."""
+    tensors = (*model.parameters(), *model.buffers())
+    return copy.deepcopy(model, {id(tensor): None for tensor in tensors})
+
+
+def make_quantized(module: nn.Module, mixin: type, **attributes: Any) -> Any:
+    """Turn a module without tensors into a quantized one, in place.
+
+    Args:
+        module: the module; keeps its configuration and its submodules, without their tensors.
+        mixin: `QuantizedGenerator` or `QuantizedEncoder`.
+        attributes: attributes of the mixin.
+    """
+    module.__class__ = _class_for(mixin, type(module))
+    for name, value in attributes.items():
+        setattr(module, name, value)
+    return module
