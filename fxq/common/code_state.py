@@ -254,7 +254,7 @@ def _referred(value: Any) -> Iterator[Any]:
     if isinstance(value, (list, tuple, set, frozenset)):
         yield from islice(value, _MAX_ITEMS)
     elif isinstance(value, dict):
-        yield from islice(value.values(), _MAX_ITEMS)
+        yield from islice(dict.values(value), _MAX_ITEMS)  # its class may load what is not used yet
     elif isinstance(value, type):
         yield from vars(value).values()
     else:

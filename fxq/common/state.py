@@ -312,14 +312,14 @@ def _put_items(value: Any, items: Any, ordered: bool) -> None:
 def _put_dict(value: dict[Any, Any], items: dict[Any, Any], ordered: bool) -> None:
     """Restore a dict item by item, since other threads may read it; as a whole only if its order changed."""
     kind = OrderedDict if isinstance(value, OrderedDict) else dict  # bypasses methods that a subclass overrides
-    for key in value.keys() - items.keys():
+    for key in dict.keys(value) - items.keys():
         kind.__delitem__(value, key)
     for key, item in items.items():
         if dict.get(value, key, ABSENT) is not item:
             kind.__setitem__(value, key, item)
-    if ordered and list(value) != list(items):
-        value.clear()
-        value.update(items)
+    if ordered and list(kind.__iter__(value)) != list(items):
+        kind.clear(value)
+        kind.update(value, items)
 
 
 # ---- what is changed in place
