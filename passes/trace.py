@@ -50,22 +50,32 @@ class Trace(Pass):
         _check_hooks(context.model)
         broken: dict[str, str] = {}
         run = FloatRun(context.model, context.example, context.recipe.concrete_args)
-        while isinstance(traced := _traced(context, broken, run), dict):
-            broken |= traced
+        try:
+            while isinstance(traced := _traced(context, broken, run), dict):
+                broken |= traced
+        except TraceError:
+            # a leaf cannot take the argument of a module with a loop over rows, such as a cache: unroll the loop
+            if context.recipe.strict_trace or not any(_LOOP in why for why in broken.values()):
+                raise
+            broken = {}
+            while isinstance(traced := _traced(context, broken, run, unroll=True), dict):
+                broken |= traced
         if broken:
             warn(_kept(broken, context, traced.gm))
         rewriter.gm, rewriter.edits, rewriter.touched = traced.gm, traced.edits, traced.touched
 
 
-def _traced(context: Context, broken: Mapping[str, str], run: FloatRun) -> Rewriter | dict[str, str]:
-    """Trace the model with the `broken` modules as leaves.
+def _traced(
+    context: Context, broken: Mapping[str, str], run: FloatRun, unroll: bool = False
+) -> Rewriter | dict[str, str]:
+    """Trace the model with the `broken` modules as leaves. `unroll`: unroll loops over the rows of tensors at once.
 
     Returns:
         The traced model; or, if further modules cannot be traced, the reason for each by its path.
     """
     recipe = context.recipe
     leaves = (*recipe.leaf_modules, *map(glob.escape, broken))
-    tracer, gm = _graph(context, leaves, run)
+    tracer, gm = _graph(context, leaves, run, unroll)
     if gm is None:
         return tracer.broken
     _take_copies(gm, run.written)
@@ -102,13 +112,15 @@ def _traced(context: Context, broken: Mapping[str, str], run: FloatRun) -> Rewri
     return traced
 
 
-def _graph(context: Context, leaves: tuple[str, ...], run: FloatRun) -> tuple[Tracer, fx.GraphModule | None]:
+def _graph(
+    context: Context, leaves: tuple[str, ...], run: FloatRun, unroll: bool
+) -> tuple[Tracer, fx.GraphModule | None]:
     """Trace the model. Returns the tracer, and the graph if the whole model can be traced.
 
     Loops over the rows of a tensor are unrolled only if the model cannot be traced otherwise. Branches on sizes that
     give the same graph either way are not checked at run time.
     """
-    model, recipe, unroll, free = context.model, context.recipe, False, list[str]()
+    model, recipe, free = context.model, context.recipe, list[str]()
     created = False
     while True:
         gm: fx.GraphModule | None = None
@@ -132,6 +144,8 @@ def _graph(context: Context, leaves: tuple[str, ...], run: FloatRun) -> tuple[Tr
             return tracer, gm
 
 
+_LOOP = "a loop over the rows of a tensor"
+"""Reason why a module cannot be traced (`Tracer.rows`)."""
 _MAX_TRIED_BRANCHES = 4
 """Maximum number of lines with branches for which both directions are traced: each costs two traces."""
 

@@ -188,6 +188,10 @@ class QuantizedGenerator(QuantizedPart):
         keeps = self.rules.complete(call, self.config)
         return call, keeps
 
+    def _prepare_multimodal_encoder_kwargs_for_generation(self, model_kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Leave images and sounds to forward, which `generate` would otherwise encode before."""
+        return model_kwargs
+
     def _encode(self, call: dict[str, Any]) -> None:
         """Run the encoder of a call, if the caller has not, and complete the mask of its tokens."""
         encoder: Any = self.get_encoder()  # type: ignore[attr-defined]
