@@ -36,7 +36,7 @@ from fxq.rewriting.constant_folding import fold_constant
 from fxq.rewriting.editor import DATA
 from fxq.rewriting.pattern import rewrite
 from fxq.rewriting.rewriter import Rewriter
-from fxq.tracing.weight_norm import reparametrized
+from fxq.tracing.weight_norm import has_own_hooks, reparametrized
 
 
 @dataclass(frozen=True)
@@ -146,9 +146,7 @@ def _module(rewriter: Rewriter, node: fx.Node) -> None:
     if row is None or info(node).kept:  # the recipe keeps it as a leaf
         return
     op, spelling = row
-    norms = reparametrized(module)
-    hooks = len(module._forward_hooks) + len(module._forward_pre_hooks) > len(norms)
-    bound = "has forward hooks" if hooks else _bind_module(rewriter, node, module, op, spelling)
+    bound = "has forward hooks" if has_own_hooks(module) else _bind_module(rewriter, node, module, op, spelling)
     _rewrite(rewriter, node, op, bound)
 
 

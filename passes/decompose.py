@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch.nn.functional as F
 from torch import fx, nn
 
+from fxq.common.hooks import forward_hooks
 from fxq.graph.info import Decision, info
 from fxq.graph.query import called_name, op_of, submodule, taken_part
 from fxq.patterns.decompositions import attention, recurrent_functions
@@ -104,7 +105,7 @@ def _keep_whole(rewriter: Rewriter, node: fx.Node, name: str, reason: CannotExpa
 
 
 def _expansion_of(module: nn.Module) -> Expand:
-    if any(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in module.modules()):
+    if any(map(forward_hooks, module.modules())):
         raise CannotExpand("it has forward hooks")
     if type(module) not in EXPANSIONS:
         base = next(cls for cls in type(module).__mro__ if cls in EXPANSIONS)

@@ -13,6 +13,7 @@ from torch import fx, nn
 
 from fxq.common.data import first_of, samples_in
 from fxq.common.globs import path_matches
+from fxq.common.hooks import forward_hooks
 from fxq.common.isolation import computed_tensors, copied, seeded, untouched
 from fxq.common.metrics import tensors
 from fxq.common.source import source_of
@@ -327,10 +328,7 @@ def _check_leaves(leaves: tuple[str, ...], types: Any) -> None:
 
 
 def _check_hooks(model: nn.Module) -> None:
-    registered = (*model._forward_hooks.values(), *model._forward_pre_hooks.values())
-    hooks = [getattr(hook, "func", hook) for hook in registered]
-    # fxq's own are those of another thread that is probing this model
-    if any(not str(getattr(hook, "__module__", "")).startswith("fxq.") for hook in hooks):
+    if forward_hooks(model):
         raise TraceError(
             f"the model ({type(model).__name__}) has forward hooks, which a trace of its forward does not see. Remove "
             "them (handle.remove()), or quantize a module that calls this one: nn.Sequential(model)."

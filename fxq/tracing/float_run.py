@@ -7,7 +7,6 @@ import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import islice, pairwise
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 
 from fxq.common.code_state import CodeState
 from fxq.common.data import Batch, samples_in
+from fxq.common.hooks import recorded_calls
 from fxq.common.isolation import ModelChanges, computed_tensors, copied, drawn, untouched
 from fxq.common.iterators import IteratorStandIn
 from fxq.common.metrics import tensors
@@ -309,24 +309,16 @@ def _drawing(model: nn.Module, paths: Sequence[str]) -> Iterator[dict[str, list[
     drawn_by: dict[str, list[str]] = {}
     calls: list[Callable[[], list[str]]] = []
 
-    def enter(module: nn.Module, args: Any) -> None:
+    def enter() -> None:
         calls.append(drawn())
 
-    def leave(path: str, module: nn.Module, args: Any, result: Any) -> None:
+    def leave(path: str, inputs: Any, result: Any) -> None:
         names = calls.pop()()
         if names:
             drawn_by.setdefault(path, names)
 
-    handles = []
-    for path in paths:
-        module = model.get_submodule(path)
-        if not isinstance(module, torch.jit.ScriptModule):
-            handles += [module.register_forward_pre_hook(enter), module.register_forward_hook(partial(leave, path))]
-    try:
+    with recorded_calls(model, paths, leave, enter):
         yield drawn_by
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @dataclass
@@ -369,17 +361,11 @@ def _calling(model: nn.Module, paths: Collection[str]) -> Iterator[list[_Call]]:
     """Record the calls of modules, in order of return."""
     calls: list[_Call] = []
 
-    def note(path: str, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
-        calls.append(_Call(path, *(copied(list(tensors(values))) for values in ((args, kwargs), result))))
+    def leave(path: str, inputs: Any, result: Any) -> None:
+        calls.append(_Call(path, *(copied(list(tensors(values))) for values in (inputs, result))))
 
-    modules = [(path, model.get_submodule(path)) for path in sorted(paths)]
-    own = [(path, module) for path, module in modules if not isinstance(module, torch.jit.ScriptModule)]
-    handles = [module.register_forward_hook(partial(note, path), with_kwargs=True) for path, module in own]
-    try:
+    with recorded_calls(model, sorted(paths), leave):
         yield calls
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _is_in(path: str, outer: str) -> bool:

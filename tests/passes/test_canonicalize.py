@@ -146,6 +146,18 @@ class Hooked(nn.Module):
         return self.fc(x)
 
 
+class HookedNorm(Hooked):
+    """An embedding that renormalizes its rows, with a hook: the hook's effect was lost."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Embedding(20, 4, max_norm=1.0)
+        self.fc.register_forward_hook(lambda module, args, result: result * 3)
+
+    def forward(self, x):
+        return self.fc(x.abs().int())
+
+
 class Halved(nn.Linear):
     def forward(self, x):
         return super().forward(x) / 2
@@ -155,6 +167,7 @@ class Halved(nn.Linear):
     ("make", "node", "note"),
     [
         (Hooked, "fc", "has forward hooks"),
+        (HookedNorm, "fc", "has forward hooks"),
         (lambda: nn.Sequential(nn.MaxPool2d(2, return_indices=True)), "_0", "returns indices"),
         (lambda: nn.Sequential(nn.BatchNorm2d(4, track_running_stats=False)), "_0", "the statistics of the batch"),
         (lambda: nn.Sequential(nn.ConvTranspose2d(4, 4, 2)), None, ""),
