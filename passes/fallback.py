@@ -80,8 +80,8 @@ class Fallback(Pass):
             prober = Prober(context.backend, context.recipe, costs.machine_costs(), measures=choose)
         with threads_set_to(1):  # other programs do not affect the CPU time of one thread
             opened, able = self._decide(rewriter, prober, pinned)
-        runs = ("float" if precision_of(node) == "float" else "int8" for node in able)
-        context.decided = (*opened, *map(Pin.at, able.values(), runs), *_off_grid(rewriter))
+        pins = (Pin.at(place, "float" if precision_of(node) == "float" else "int8") for node, place in able.items())
+        context.decided = (*opened, *pins, *_off_grid(rewriter))
         for node in rewriter.nodes("quantize"):
             _read_float(rewriter, node)
         rewriter.erase_unused()

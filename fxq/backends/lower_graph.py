@@ -16,15 +16,13 @@ from fxq.backends.kernel import Kernel
 from fxq.backends.qdq_form import QdqForm
 from fxq.errors import BackendError, InputError
 from fxq.graph.analysis.integer_sums import node_refused
-from fxq.graph.info import Decision, EngineLayer, Plan, Precision, info, set_info
+from fxq.graph.info import Decision, EngineLayer, Plan, info, set_info
+from fxq.graph.precision import PRECISIONS
 from fxq.graph.query import CONVERSIONS, is_op, is_size, op_of, producer_of, submodule
 from fxq.graph.region import Region, UnitRegion, read_region
 from fxq.graph.unit import calls_of
 from fxq.rewriting.rewriter import Rewriter
 from fxq.rewriting.unit_edits import open_unit
-
-_PRECISIONS: tuple[Precision, ...] = ("int8", "weight-only", "moves", "float")
-"""Precisions in order: a kernel of several ops has the first of these that one of its ops has."""
 
 
 def lower_graph(rewriter: Rewriter) -> None:
@@ -119,9 +117,8 @@ def _node_info(rewriter: Rewriter, units: Sequence[fx.Node]) -> dict[str, Any]:
         parts += unit_info.parts or (unit_info.origins,)
         paths += unit_info.paths or (unit_info.path,) * count
     precisions = {plan.precision for plan in plans}
-    plan = Plan(
-        Decision(next(precision for precision in _PRECISIONS if precision in precisions), decided_by=rewriter.name)
-    )
+    joint_precision = next(precision for precision in PRECISIONS if precision in precisions)
+    plan = Plan(Decision(joint_precision, decided_by=rewriter.name))
     path = _common_module(paths)
     return {"path": path, "plan": plan, "parts": tuple(parts), "paths": tuple(paths), "plans": tuple(plans)}
 

@@ -10,12 +10,12 @@ import torch
 from torch import fx
 
 from fxq.display.tables import duration
+from fxq.graph.precision import LayerKind, Precision
 from fxq.ops.table import META
 from fxq.quant.dynamic_grid import DynamicGrid
 from fxq.quant.qparams import QParams
 from fxq.quant.spec import TensorSpec
 
-Precision = Literal["int8", "weight-only", "moves", "float"]
 DecisionKind = Literal[
     "unsupported",
     "excluded by the recipe",
@@ -37,8 +37,7 @@ class Decision:
     """Precision of an op, the reason for it, and the pass that decided.
 
     Attributes:
-        precision: `int8` (runs on integers), `weight-only` (computes in float with a weight stored as integers or
-            float16), `moves` (hands integers on unchanged), or `float`.
+        precision: precision of the op, see `fxq/graph/precision.py`.
         kind: category of the reason; empty if there is no reason to give.
             `unsupported`: fxq or the backend has no integer form of this call.
             `excluded by the recipe`: the recipe asks for float.
@@ -87,14 +86,14 @@ class EngineLayer(NamedTuple):
             runs nothing else. Empty for layers that the engine inserted, such as a change of layout, or renamed.
         op: name of its op in the engine.
         dtype: dtype that it computes with, in torch's spelling.
-        kind: `int8` or `float` (precision of its arithmetic), `moves` (moves values) or `convert` (converts values).
+        kind: precision of its arithmetic, `int8` or `float`; else `moves` or `convert`.
         us: fastest of a few runs, in microseconds.
     """
 
     nodes: tuple[str, ...]
     op: str
     dtype: str
-    kind: Literal["int8", "float", "moves", "convert"]
+    kind: LayerKind
     us: float
 
     def __str__(self) -> str:

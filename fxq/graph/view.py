@@ -12,6 +12,7 @@ from torch import fx
 
 from fxq.graph.grid import Grids, grid_of, moved_from
 from fxq.graph.info import EngineLayer, info
+from fxq.graph.precision import NodeKind, Precision
 from fxq.graph.query import CONVERSIONS, flat_nodes, makes_no_tensor, op_of, plan_of, submodule
 from fxq.graph.text.text_values import value_text
 from fxq.graph.unit import Unit
@@ -25,10 +26,7 @@ class NodeView:
 
     Attributes:
         name: the node's name in the graph.
-        kind: category, which determines its colour: `int8` (integer compute), `weight-only` (a float layer with an
-            integer weight), `moves` (moves integers), `convert` (conversion of integers and floats), `float` (runs in
-            float, see `reason`), `observer`, `op` (not decided yet), `size` (sizes and other plain values, checks),
-            `constant`, `io`.
+        kind: its precision, or what it is instead, see `fxq/graph/precision.py`; determines its colour.
         label: name of the op, unit, kernel or module type.
         body: for a unit, or a kernel made from one, its ops.
         precisions: for a kernel of several units, the precision of each of its ops.
@@ -44,7 +42,7 @@ class NodeView:
     """
 
     name: str
-    kind: str
+    kind: NodeKind
     label: str
     body: tuple[str, ...] = ()
     options: str = ""
@@ -60,7 +58,7 @@ class NodeView:
     reason: str = ""
     note: str = ""
     origins: tuple[str, ...] = ()
-    precisions: tuple[str, ...] = ()
+    precisions: tuple[Precision, ...] = ()
     layers: tuple[EngineLayer, ...] = ()
 
     @property
@@ -150,10 +148,10 @@ def _view_node(gm: fx.GraphModule, node: fx.Node, scale: str, zero_point: str) -
     )
 
 
-def _describe(gm: fx.GraphModule, node: fx.Node) -> tuple[str, tuple[str, ...], str, str]:
+def _describe(gm: fx.GraphModule, node: fx.Node) -> tuple[str, tuple[str, ...], str, NodeKind]:
     """Label, body, options and kind of a node."""
     plan = plan_of(node)
-    kind: str = "op" if plan is None else plan.precision
+    kind: NodeKind = "op" if plan is None else plan.precision
     if node.op in ("placeholder", "output"):
         return node.op.replace("placeholder", "input"), (), "", "io"
     if node.op == "get_attr":

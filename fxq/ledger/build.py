@@ -11,6 +11,7 @@ from fxq.backends.kernel import Kernel
 from fxq.common.isolation import seeded, untouched
 from fxq.errors import PassError
 from fxq.graph.info import Cost, Decision, info
+from fxq.graph.precision import SPLIT_OP_PRECISIONS
 from fxq.graph.query import submodule, taken_from, values_of
 from fxq.graph.region import saved_bytes
 from fxq.graph.unit import calls_of, unit_of
@@ -170,8 +171,7 @@ def _entry(op: FloatModelOp, workers: Sequence[_Worker], absorber: _Worker | Non
         return replace(plain, into=absorber.node.name, reason=f"into {absorber.node.name}")
     if not workers:
         return replace(plain, reason=op.gone or "has no effect on the output")
-    # an op that is split over several nodes counts as float if one of them is
-    worker = min(workers, key=lambda w: _PRECISIONS.index(w.decision.precision))
+    worker = min(workers, key=lambda w: SPLIT_OP_PRECISIONS.index(w.decision.precision))
     decision, into = worker.decision, workers[-1].node.name
     plain = replace(plain, precision=decision.precision, into=into, kind=decision.kind, decided_by=decision.decided_by)
     if decision.precision == "float":
@@ -179,7 +179,3 @@ def _entry(op: FloatModelOp, workers: Sequence[_Worker], absorber: _Worker | Non
         fix = "" if later else decision.fix  # the override of a unit's first op does not affect its other ops
         return replace(plain, reason=decision.text, fix=fix)
     return replace(plain, reason=decision.text, fix=context.override_line(op.path, op.op, "fxq.FLOAT"))
-
-
-_PRECISIONS = ("float", "weight-only", "int8", "moves")
-"""Precisions in the order in which they decide that of an op in several nodes."""
