@@ -97,7 +97,7 @@ class _Planner:
         return plans
 
     def _agree(self, plans: dict[fx.Node, Plan]) -> None:
-        """Give all readers of a kernel that emits only integers the same form: the wanted one with the fewest bits.
+        """Give all readers of a kernel that emits only integers one spec: the wanted one with the fewest bits.
 
         If one of the readers only moves the value, nothing is changed: the form of its result would change, too.
         """
@@ -106,9 +106,9 @@ class _Planner:
                 continue
             readings = [(value, user) for value in values_of(node) for user in value.users if user in plans]
             readers = [user for value, user in readings if value in read_by(self.ops[user], plans[user])]
-            wishes = {spec for user in readers if (spec := plans[user].reads) is not None}
-            if len(wishes) > 1 and not any(plans[user].precision == "moves" for user in readers):
-                plans[node] = replace(plan, agreed=min(wishes, key=lambda spec: spec.bits))
+            wanted_specs = {spec for user in readers if (spec := plans[user].reads) is not None}
+            if len(wanted_specs) > 1 and not any(plans[user].precision == "moves" for user in readers):
+                plans[node] = replace(plan, agreed=min(wanted_specs, key=lambda spec: spec.bits))
 
     def _candidate(self, node: fx.Node, backend: Backend) -> Candidate | Plan:
         """Candidate for a node, or the plan that leaves it in float."""

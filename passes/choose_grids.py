@@ -14,7 +14,7 @@ from torch import fx
 from fxq.errors import CalibrationError, PassError
 from fxq.graph.analysis.fill_constants import FillConstants
 from fxq.graph.analysis.given import InputDerivedValues
-from fxq.graph.info import Decision, Edge, Plan, grid_key, info
+from fxq.graph.info import Decision, Edge, IntegerForm, Plan, grid_key, info
 from fxq.graph.place import where
 from fxq.graph.query import constant, reads_only_metadata, states_of, submodule, taken_from, unobserved
 from fxq.graph.unit import calls_of, inputs_of, integer_sources, reads_of, wanted_forms
@@ -29,7 +29,7 @@ from fxq.recipe.pass_base import Pass, Stage
 from fxq.rewriting.rewriter import Rewriter
 
 log = logging.getLogger("fxq")
-Key = tuple[fx.Node, TensorSpec]
+Key = tuple[fx.Node, IntegerForm]
 
 _MAX_GAP = 0.9
 """Largest share of a range that may be an empty gap. The values on both sides of it have 26 of 256 integers left."""
@@ -79,7 +79,7 @@ class ChooseGrids(Pass):
         for value, edges in chosen.items():
             rewriter.describe(value, edges=edges)
             for edge in edges:
-                _note_zeros(rewriter, value, chooser.observers.get((value, edge.spec, edge.axis)))
+                _note_zeros(rewriter, value, chooser.observers.get((value, edge.form)))
 
 
 def _choose_state_grid(rewriter: Rewriter, chooser: _Chooser, node: fx.Node) -> None:
@@ -104,7 +104,7 @@ class _Chooser:
     """Chooser of the grids of a graph; visits its values in order.
 
     Attributes:
-        observers: observers by value, spec and axis.
+        observers: observers by value and integer form.
         readers: nodes that read each value.
         plans: plans that change.
         off: values that are on no grid, each with the reason that readers give.
@@ -123,7 +123,7 @@ class _Chooser:
         self.reduce_range = rewriter.context.reduce_range
         self.weights: list[fx.Node] = []
         self.dynamic: list[fx.Node] = []
-        self.observers: dict[tuple[fx.Node, TensorSpec, int | None], Observer] = {}
+        self.observers: dict[Key, Observer] = {}
         self.readers: dict[fx.Node, list[fx.Node]] = {}
         self.plans: dict[fx.Node, Plan] = {}
         self.off: dict[fx.Node, str] = {}
@@ -132,7 +132,7 @@ class _Chooser:
         for node in rewriter.nodes():
             observer = submodule(self.gm, node)
             if isinstance(observer, Observer):
-                self.observers[unobserved(self.gm, node), observer.spec, observer.axis] = observer
+                self.observers[unobserved(self.gm, node), IntegerForm(observer.spec, observer.axis)] = observer
             elif not reads_only_metadata(node):
                 for read in node.all_input_nodes:
                     self.readers.setdefault(unobserved(self.gm, read), []).append(node)
@@ -147,7 +147,7 @@ class _Chooser:
         chosen = {}
         for value in dict.fromkeys(value for value, _ in self._groups):
             calibrated = [edge for edge in info(value).edges if not edge.dynamic]
-            roots = {edge: self._groups[value, edge.spec].root() for edge in calibrated}
+            roots = {edge: self._groups[value, edge.form].root() for edge in calibrated}
             edges = (replace(edge, group=numbers[root], qparams=grids[root]) for edge, root in roots.items())
             chosen[value] = tuple(edges)
         weights = {node: tuple(self._weight(node, edge) for edge in info(node).edges) for node in self.weights}
@@ -167,8 +167,8 @@ class _Chooser:
         for value in (unobserved(self.gm, state) for state in states_of(node)):
             own = [
                 o
-                for (seen, s, _), o in self.observers.items()
-                if seen is value and s.reduced_range == spec.reduced_range
+                for (seen, form), o in self.observers.items()
+                if seen is value and form.spec.reduced_range == spec.reduced_range
             ]
             tensor, observer = constant(self.gm, value), next(iter(own), None)
             if tensor is not None:
@@ -191,14 +191,14 @@ class _Chooser:
 
     def _overflows(self, node: fx.Node, edge: Edge) -> bool:
         """Whether a kernel that reads an edge overflows with 8 bits of both activations and weights."""
-        readers = [r for r in self.readers[node] if wanted_forms(self.gm, r).get(node) == (edge.spec, edge.axis)]
+        readers = [r for r in self.readers[node] if wanted_forms(self.gm, r).get(node) == edge.form]
         return any(self._plan(reader).overflows for reader in readers)
 
     def _weight(self, node: fx.Node, edge: Edge) -> Edge:
         """Edge of a weight, with its grid: 7 bits if weights reduce their range and a kernel overflows with 8."""
         if edge.spec.format == "float16":
             return replace(edge, qparams=QParams.of_float16())
-        tensor, observer = constant(self.gm, node), self.observers.get((node, edge.spec, edge.axis))
+        tensor, observer = constant(self.gm, node), self.observers.get((node, edge.form))
         if tensor is None or observer is None:
             raise PassError(f"{where(self.gm, node)}: no observer watches this weight. Run insert-observers.")
         private = copy.copy(observer)  # the observer itself stays as it is, for further calibration
@@ -229,18 +229,18 @@ class _Chooser:
             self.dynamic.append(node)
         moved = self._plan(node).precision == "moves"
         for edge in edges:
-            inputs = [self._groups[key] for key in reads.items() if key[1] == edge.spec] if moved else []
+            inputs = [self._groups[key] for key in reads.items() if key[1] == edge.form] if moved else []
             grid_group = self._moved_group(node, edge, inputs) if inputs else self._new_group(node, edge)
             if grid_group is None:
                 return
-            self._groups[node, edge.spec] = grid_group
+            self._groups[node, edge.form] = grid_group
 
     def _plan(self, node: fx.Node) -> Plan:
         return self.plans.get(node) or info(node).plan or Plan(Decision("float"))
 
     def _new_group(self, node: fx.Node, edge: Edge) -> SharedGridGroup | None:
         """New group of a value that is computed; None if no grid holds it."""
-        observer = self.observers.get((node, edge.spec, None))
+        observer = self.observers.get((node, edge.form))
         moved = next((value for value in reads_of(self.gm, node) if value in self.off), None)
         if observer is None and moved is not None:
             self._take_off(node, self.off[moved])
@@ -261,7 +261,7 @@ class _Chooser:
         """Group of the result of an op that only moves values, joined with its inputs; None if no grid holds it."""
         roots = list(dict.fromkeys(grid_group.root() for grid_group in inputs))
         grid_group = group_around(roots)
-        observer = self.observers.get((node, edge.spec, None))
+        observer = self.observers.get((node, edge.form))
         own = group_of(observer) if observer is not None else None
         if own is not None and 0 < MAX_SPAN_RATIO * own.span <= grid_group.span:
             self._cut(node, grid_group.span / own.span)
@@ -282,7 +282,7 @@ class _Chooser:
 
     def _holds(self, node: fx.Node, edge: Edge, grid_group: SharedGridGroup) -> bool:
         """Add the fill constants of a value to its group. If the grid cannot hold them, take it off the grid: False."""
-        observer = self.observers.get((node, edge.spec, None))
+        observer = self.observers.get((node, edge.form))
         met = observer.met_constants if observer is not None else ()
         constants = self.fill_constants.added_by(node).union(met)
         if observer is not None and self.given.applies_mask(node):
@@ -304,7 +304,7 @@ class _Chooser:
         """Remove all grids of a value. `reason` is a predicate such as "holds -inf"."""
         self.off[node] = reason
         for edge in info(node).edges:
-            self._groups.pop((node, edge.spec), None)
+            self._groups.pop((node, edge.form), None)
         maker = taken_from(node)
         if self._plan(maker).precision != "float":
             self.plans[maker] = Plan(_off_grid(f"its value {reason}"))

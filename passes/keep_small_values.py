@@ -124,11 +124,11 @@ class _Loss:
     @classmethod
     def of(cls, gm: fx.GraphModule, node: fx.Node) -> _Loss:
         """Empty loss of a node, with the grids that its ops with weights read. It has no grids if there are none."""
-        loss, calls, wishes = cls(), calls_of(gm, node), wanted_forms(gm, node)
+        loss, calls, wanted = cls(), calls_of(gm, node), wanted_forms(gm, node)
         for read in inputs_of(calls):
             traits, value = calls[read.call].op.traits, unobserved(gm, read.node)
-            if read.role == "activation" and traits.weight is not None and value in wishes:
-                edges = (edge for edge in info(value).edges if (edge.spec, edge.axis) == wishes[value])
+            if read.role == "activation" and traits.weight is not None and value in wanted:
+                edges = (edge for edge in info(value).edges if edge.form == wanted[value])
                 grid = next((edge.qparams for edge in edges if edge.spec.bits >= MIN_CHECKED_BITS), None)
                 if grid is not None:
                     loss.grids[read.node], loss.channels = grid, traits.channels

@@ -102,7 +102,9 @@ class EngineLayer(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """Plan of one node, decided by `annotate`: its precision, and the integer forms that it reads and emits.
+    """Plan of one node, decided by `annotate`: its precision, and the specs of the integers that it reads and emits.
+
+    `wanted_forms` (`fxq/graph/unit.py`) has the form that the node wants of each value.
 
     Attributes:
         decision: precision of the node. Its reason says why the node, or the ops after its kernel, run in float.
@@ -147,19 +149,31 @@ class Plan:
         return replace(self, decision=replace(self.decision, **changes))
 
 
+class IntegerForm(NamedTuple):
+    """Integer form of a value, as a node wants it of a value that it reads.
+
+    Attributes:
+        spec: spec of the integers.
+        axis: None for one scale. For a weight, the output-channel axis (a scale per channel) or the input-channel axis
+            (a scale per block). For a dynamic per-row value, the first axis of a row, counted from the end.
+    """
+
+    spec: TensorSpec
+    axis: int | None = None
+
+
 @dataclass(frozen=True)
 class Edge:
     """One integer form of a value. Edges of one shared-grid group may share scale and zero point.
 
     Attributes:
-        spec: spec that the consumers want.
+        spec: spec of the form that the readers want.
         group: number of its shared-grid group; a weight has a group of its own.
         source: whether the node computes the value; otherwise the node only moves it.
         observed: whether an observer watches the value: if the node computes it, selects a part of another value, or
             may add fill constants.
         constants: fill constants that the value may hold.
-        axis: None for one scale. For a weight, the output-channel axis (a scale per channel) or the input-channel axis
-            (a scale per block). For a dynamic per-row value, the first axis of a row, counted from the end.
+        axis: axis of the form, see `IntegerForm`.
         qparams: scale and zero point, once chosen; the dynamic grid if the range is dynamic.
     """
 
@@ -170,6 +184,11 @@ class Edge:
     constants: tuple[float, ...] = ()
     axis: int | None = None
     qparams: QParams | DynamicGrid | None = None
+
+    @property
+    def form(self) -> IntegerForm:
+        """Form that the readers want."""
+        return IntegerForm(self.spec, self.axis)
 
     @property
     def dynamic(self) -> bool:

@@ -299,7 +299,7 @@ def test_a_spec_of_its_own_reaches_the_edge():
     spec = fxq.TensorSpec(bits=4, observer="minmax")
     written = LAYERS.replace("MIDDLE", "y = " + POOL.format("a"))
     gm = run_pass(Annotate(), written, recipe=REFERENCE.override("b", fxq.QuantConfig(activation=spec)))
-    reads = {n.name: {v.name: s for v, s in reads_of(gm, n).items()} for n in gm.graph.nodes}
+    reads = {n.name: {v.name: form.spec for v, form in reads_of(gm, n).items()} for n in gm.graph.nodes}
     assert reads["b"] == {"y": spec}
     assert reads["y"] == {"a": spec}
     assert reads["a"] == {"x": fxq.TensorSpec()}
