@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fxq.backends.kernel import Kernel, encode, known_kernels, refuse
-from fxq.backends.table.kernel_table import FusedUnit
+from fxq.backends.table.kernel_table import KernelRequest
 from fxq.common.isolation import autocast_on
 from fxq.common.source import imported, name_of
 from fxq.errors import InputError
@@ -52,7 +52,7 @@ class FunctionKernel(Kernel):
     Args:
         captures: description of each capture of the pattern by name, a dict with one key: `integers` (an activation:
             scale, zero_point, and as `dynamic` the number of inputs that follow its integers, see
-            `FusedUnit.dynamic`), `weight` (axis, block), `tensor` (a constant), or `value` (a number or None).
+            `KernelRequest.dynamic`), `weight` (axis, block), `tensor` (a constant), or `value` (a number or None).
         outs: grid of each output as plain data; None for float32.
         settings: options of ops and variants of the pattern that are arguments of the function.
         tensors: weights and constants by name: `values_w`, `scale_w` and `zero_point_w` of a weight w, `tensor_b` of a
@@ -77,12 +77,12 @@ class FunctionKernel(Kernel):
             self.register_buffer(name, tensor)
 
     @classmethod
-    def of(cls, unit: FusedUnit, settings: Mapping[str, Any]) -> Self:
-        """Return the kernel of a unit. Raises `BackendError` if a capture cannot be passed to a function."""
+    def of(cls, request: KernelRequest, settings: Mapping[str, Any]) -> Self:
+        """Return the requested kernel. Raises `BackendError` if a capture cannot be passed to a function."""
         captures, tensors = dict[str, dict[str, Any]](), dict[str, Tensor]()
-        for name, value in unit.captures.items():
+        for name, value in request.captures.items():
             if isinstance(value, QParams):
-                dynamic = unit.dynamic.get(name, 0)
+                dynamic = request.dynamic.get(name, 0)
                 captures[name] = {"integers": {"scale": value.s, "zero_point": value.z, "dynamic": dynamic}}
             elif isinstance(value, Weight):
                 grid = value.qparams
@@ -96,7 +96,7 @@ class FunctionKernel(Kernel):
                 can_pass = value is None or isinstance(value, (bool, int, float))
                 refuse(cls.name, None if can_pass else f"its {name} is neither an activation, a constant nor a number")
                 captures[name] = {"value": value}
-        return cls(captures, [encode(grid) for grid in unit.outs], settings, **tensors)
+        return cls(captures, [encode(grid) for grid in request.outs], settings, **tensors)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Self:

@@ -15,7 +15,7 @@ from fxq.backends.plain.converters import Dequantize, Quantize, Requantize
 from fxq.backends.plain.dynamic_quantize import DynamicQuantize
 from fxq.backends.plain.stored_weight import StoredWeight
 from fxq.backends.plain.weight_only import KERNELS as WEIGHT_ONLY
-from fxq.backends.table.kernel_table import QUANTIZING_KERNELS, FusedUnit, KernelRow, RowMatch, matching_rows
+from fxq.backends.table.kernel_table import QUANTIZING_KERNELS, KernelRequest, KernelRow, RowMatch, matching_rows
 from fxq.errors import BackendError, InputError
 from fxq.graph.grid import grid_of
 from fxq.graph.query import CONVERSIONS, argument, constant, dynamic_grid_ops, is_op, options_of, values_of
@@ -47,7 +47,8 @@ class RowBackend(Backend):
             def rows(self):
                 return {**super().rows, "linear": fxq.extend.KernelRow(make)}
 
-    `make(unit)` takes a `fxq.extend.FusedUnit` and returns a `fxq.extend.Kernel`, as for `fxq.extend.register_kernel`.
+    `make` is a function of a `fxq.extend.KernelRequest` that returns a `fxq.extend.Kernel`, as for
+    `fxq.extend.register_kernel`.
     """
 
     registered: ClassVar[dict[str, KernelRow]] = {}
@@ -182,7 +183,7 @@ def _kernel(gm: fx.GraphModule, region: UnitRegion, match: RowMatch) -> Kernel:
     if indices != [*range(match.outputs)][: len(indices)] or len(region.outputs) != match.outputs:
         raise BackendError("one of its outputs is not read, or is read twice")
     assert match.row.make is not None  # otherwise the op runs without a kernel
-    kernel = match.row.make(FusedUnit(captures, out_grids(gm, region), region.calls, dynamic))
+    kernel = match.row.make(KernelRequest(captures, out_grids(gm, region), region.calls, dynamic))
     if inputs != region.inputs:  # the kernel reads one of them twice, or in another order
         kernel.reads = tuple(map(region.inputs.index, inputs))
     return kernel
