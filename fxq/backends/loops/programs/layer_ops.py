@@ -186,5 +186,5 @@ def _plan_product(
         ProductStep, x, shape, x=x.area, x_grid=x.grid, weight=weight.values, scale=scale, bias=bias_values, **options
     )
     assert isinstance(product.step, ProductStep)
-    refuse(not x.area.widen(product.step.border(), x.grid.zero), "its input would need a border with two zero points")
+    refuse(not x.area.widen(product.step.border(), x.grid.z), "its input would need a border with two zero points")
     return product

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fxq.backends.loops.code.step_fields import AttentionField, DepthwiseField, LinearField, ProductField
-from fxq.backends.loops.programs.areas import ABSOLUTE, LANES, Area, ByteGrid
+from fxq.backends.loops.programs.areas import ABSOLUTE, LANES, Area
 from fxq.backends.loops.programs.program_steps import CLAMP, ProgramStep, RowWriter
+from fxq.quant.qparams import QParams
 
 
 @dataclass(eq=False)
@@ -37,7 +38,7 @@ class ProductStep(ProgramStep):
     """
 
     x: Area = field(kw_only=True)
-    x_grid: ByteGrid = field(kw_only=True)
+    x_grid: QParams = field(kw_only=True)
     weight: Tensor = field(kw_only=True)
     taps: Sequence[tuple[int, int]] = field(kw_only=True)
     scale: Tensor = field(kw_only=True)
@@ -48,7 +49,7 @@ class ProductStep(ProgramStep):
     placed: tuple[int, int, int, int] = (0, 0, 1, 1)
     spread: Sequence[tuple[int, int, int]] | None = None
     residual: Area | None = None
-    residual_grid: ByteGrid | None = None
+    residual_grid: QParams | None = None
 
     @property
     def reads(self) -> list[Area]:
@@ -166,12 +167,12 @@ class ProductStep(ProgramStep):
             rounds: Whether scale and bias include the grid of the result.
             wide: Number of channels of a block of a depthwise row; 0 for other rows.
         """
-        scale = self.x_grid.scale * self.scale[columns]
+        scale = self.x_grid.s * self.scale[columns]
         bias = torch.zeros_like(scale) if self.bias is None else self.bias[columns]
         low, high, factor, zero = self.numbers()
         if rounds:
             scale, bias = scale * factor, bias * factor + zero
-        start = -self.x_grid.zero * self.weight[columns].flatten(1).sum(1, dtype=torch.int32)
+        start = -self.x_grid.z * self.weight[columns].flatten(1).sum(1, dtype=torch.int32)
         slope = torch.zeros(1, dtype=torch.float32) if self.function.slope is None else self.function.slope
         slope = slope.repeat(len(self.weight) // slope.numel())[columns]
         values = {"start": start, "scale": scale, "bias": bias, "slope": slope}
