@@ -13,7 +13,7 @@ from fxq.common.names import in_short
 from fxq.common.train_mode import different_in_train_mode
 from fxq.errors import PassError, warn
 from fxq.graph.grid import grid_of
-from fxq.graph.info import Grids, info
+from fxq.graph.info import ChosenGrids, info
 from fxq.graph.place import where
 from fxq.graph.query import is_op, op_of, read_attribute, reads_only_metadata
 from fxq.graph.unit import unit_of
@@ -117,7 +117,7 @@ def _warn(paths: Mapping[str, None], predicate: str) -> None:
 # ---- values
 
 
-def _insert_quantizers(rewriter: Rewriter, grids: Grids) -> None:
+def _insert_quantizers(rewriter: Rewriter, grids: ChosenGrids) -> None:
     """Replace the conversions of values by fake quantizers, one for each grid."""
     edges = {_tag(edge.qparams): edge for _, value_edges in grids.values() for edge in value_edges}
     points: dict[int, list[fx.Node]] = {}
@@ -153,7 +153,7 @@ def _insert_quantizers(rewriter: Rewriter, grids: Grids) -> None:
             rewriter.replace(dq, read)
 
 
-def _is_on_grid(gm: fx.GraphModule, q: fx.Node, grids: Grids) -> bool:
+def _is_on_grid(gm: fx.GraphModule, q: fx.Node, grids: ChosenGrids) -> bool:
     """Whether a quantize reads a value that was only moved from values on its grid."""
     value: Any = q.args[0]
     plan, edges = grids.get(value.name, (None, ()))

@@ -28,7 +28,7 @@ from fxq.graph.region import is_weight_only
 from fxq.graph.unit import calls_of, wanted_forms
 from fxq.ops.traits import STATE_DYNAMIC
 from fxq.pipeline.candidates import UNREAD
-from fxq.quant.dynamic_grid import DynamicGrid
+from fxq.quant.dynamic_grid import DynamicGrid, Grid
 from fxq.quant.observer_base import Observer
 from fxq.quant.packing import BITS, pack
 from fxq.quant.qparams import QParams, quantize
@@ -136,7 +136,7 @@ def _convert(rewriter: Rewriter, value: fx.Node, current: fx.Node, edge: Edge, r
 def _requantize_inputs(
     rewriter: Rewriter,
     node: fx.Node,
-    results: Mapping[IntegerForm, QParams | DynamicGrid | None],
+    results: Mapping[IntegerForm, Grid | None],
     wanted: Mapping[fx.Node, IntegerForm],
 ) -> None:
     """Requantize those inputs of an op that moves integers whose grid is not the grid of its result.

@@ -20,12 +20,9 @@ from fxq.graph.unit import calls_of, inputs_of, integer_sources, wanted_forms
 from fxq.pipeline.context import Context
 from fxq.pipeline.float_values import CachedFloatForm, LayerValues
 from fxq.pipeline.samples import on_samples
-from fxq.quant.dynamic_grid import DynamicGrid
-from fxq.quant.qparams import QParams
+from fxq.quant.dynamic_grid import DynamicGrid, Grid
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.rewriting.rewriter import Rewriter
-
-Grid = QParams | DynamicGrid
 
 MAX_SAMPLES = 8
 """Maximum number of samples to run: the share of small values hardly differs from sample to sample."""

@@ -15,7 +15,7 @@ from fxq.graph.info import Decision, Plan, info
 from fxq.graph.query import swapped
 from fxq.paired.linear_inputs import Form, LinearInput, LinearLayer, seen_inputs
 from fxq.pipeline.float_moves import move_floats
-from fxq.quant.dynamic_grid import DynamicGrid
+from fxq.quant.dynamic_grid import DynamicGrid, Grid
 from fxq.quant.observers import observer_for
 from fxq.quant.qparams import QParams, choose_qparams, quantize
 from fxq.quant.spec import TensorSpec
@@ -169,7 +169,7 @@ class _Input(LinearInput):
         """Spec of the input, with the number of bits of its grid."""
         return replace(self.layers[0].reads, bits=self.grid.bits)
 
-    def grid_for(self, variant: _Variant, factors: Tensor | None) -> QParams | DynamicGrid:
+    def grid_for(self, variant: _Variant, factors: Tensor | None) -> Grid:
         """Grid of the input in a variant with these `factors`, (C,) or None."""
         if variant.rows:
             return self.row_grid

@@ -25,10 +25,10 @@ from fxq.ops import OPS
 from fxq.quant.dynamic_grid import DynamicGrid
 from fxq.quant.qparams import QParams
 
-Grids = dict[fx.Node, "QParams | None"]
+GridCache = dict[fx.Node, "QParams | None"]
 
 
-def grid_of(gm: fx.GraphModule, node: fx.Node, cached: Grids | None = None) -> QParams | None:
+def grid_of(gm: fx.GraphModule, node: fx.Node, cached: GridCache | None = None) -> QParams | None:
     """Grid of an integer value, or of the integers that a value was dequantized from.
 
     The value of an op that only moves values has the grid of the op's input.

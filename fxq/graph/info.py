@@ -12,8 +12,7 @@ from torch import fx
 from fxq.display.tables import duration
 from fxq.graph.precision import LayerKind, Precision
 from fxq.ops.table import META
-from fxq.quant.dynamic_grid import DynamicGrid
-from fxq.quant.qparams import QParams
+from fxq.quant.dynamic_grid import Grid
 from fxq.quant.spec import TensorSpec
 
 DecisionKind = Literal[
@@ -183,7 +182,7 @@ class Edge:
     observed: bool = False
     constants: tuple[float, ...] = ()
     axis: int | None = None
-    qparams: QParams | DynamicGrid | None = None
+    qparams: Grid | None = None
 
     @property
     def form(self) -> IntegerForm:
@@ -267,11 +266,11 @@ def precision_of(node: fx.Node) -> Precision | None:
     return plan.precision if plan is not None else None
 
 
-Grids = Mapping[str, tuple[Plan | None, tuple[Edge, ...]]]
+ChosenGrids = Mapping[str, tuple[Plan | None, tuple[Edge, ...]]]
 """Plan and edges of every value of a graph after choose-grids, by `grid_key`."""
 
 
-def grids_of(graph: fx.Graph) -> Grids:
+def grids_of(graph: fx.Graph) -> ChosenGrids:
     """Plan and edges of every value of a graph that has any, by `grid_key`."""
     entries = ((grid_key(node), info(node).plan, info(node).edges) for node in graph.nodes)
     return {key: (plan, edges) for key, plan, edges in entries if plan or edges}

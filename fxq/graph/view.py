@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import fx
 
-from fxq.graph.grid import Grids, grid_of, moved_from
+from fxq.graph.grid import GridCache, grid_of, moved_from
 from fxq.graph.info import EngineLayer, info
 from fxq.graph.precision import NodeKind, Precision
 from fxq.graph.query import CONVERSIONS, flat_nodes, makes_no_tensor, op_of, plan_of, submodule
@@ -100,7 +100,7 @@ def view(gm: fx.GraphModule, name: str = "", cached: dict[fx.Node, NodeView] | N
         name: title of the view.
         cached: views of nodes that have not changed since; read and extended.
     """
-    nodes, cached, grids = [], {} if cached is None else cached, Grids()
+    nodes, cached, grids = [], {} if cached is None else cached, GridCache()
     for node in gm.graph.nodes:
         node_view = cached.get(node)
         if node_view is None or moved_from(node) is not None:

@@ -22,7 +22,7 @@ from fxq.paired.used_rows import AT_ONCE, used_rows
 from fxq.pipeline.context import Context
 from fxq.pipeline.float_values import CachedFloatForm, LayerValues
 from fxq.pipeline.samples import on_samples
-from fxq.quant.dynamic_grid import DynamicGrid
+from fxq.quant.dynamic_grid import DynamicGrid, Grid
 from fxq.quant.qparams import QParams
 from fxq.quant.spec import TensorSpec
 
@@ -85,7 +85,7 @@ class LinearInput(ABC):
     """
 
     quantize: fx.Node
-    grid: QParams | DynamicGrid
+    grid: Grid
     layers: list[LinearLayer]
     most: int
     tokens: int = field(default=0, init=False)

@@ -65,7 +65,7 @@ class Reconstruction(Pass):
         return self.samples
 
     @abstractmethod
-    def choose(self, layer: WeightGrid, error: OutputError) -> Tensor:
+    def choose(self, layer: WeightRows, error: OutputError) -> Tensor:
         """Choose the integers of a layer's weight: whole numbers in float32, (G, R, K)."""
 
     def run(self, rewriter: Rewriter) -> None:
@@ -202,7 +202,7 @@ class IntegerLayer:
         per_channel = self.grid.axis == 0 and self.grid.block is None and not self.form.is_transposed
         return per_channel and not self.grid.zero_point.any()
 
-    def on_rows(self) -> WeightGrid:
+    def on_rows(self) -> WeightRows:
         """Weight and grid as rows."""
 
         def rows(values: Tensor) -> Tensor:
@@ -210,7 +210,7 @@ class IntegerLayer:
             return self.form.rows(shaped.expand_as(self.real).float())
 
         scale, zero_point = rows(self.grid.scale), rows(self.grid.zero_point)
-        return WeightGrid(self.form.rows(self.real.float()), scale, zero_point, self.grid.qmin, self.grid.qmax)
+        return WeightRows(self.form.rows(self.real.float()), scale, zero_point, self.grid.qmin, self.grid.qmax)
 
     def integers(self, gm: fx.GraphModule) -> Tensor:
         """Current integers, float32, of the shape of the weight."""
@@ -237,7 +237,7 @@ class IntegerLayer:
 
 
 @dataclass(frozen=True)
-class WeightGrid:
+class WeightRows:
     """Weight as rows, (G, R, K) as in `LayerMatrix.rows`, with the grid of each value.
 
     Attributes:
@@ -266,14 +266,14 @@ class WeightGrid:
         """Nearest integers of the float weight, (G, R, K)."""
         return self.steps().round_().clamp_(self.qmin, self.qmax)
 
-    def rescaled(self, error: OutputError) -> WeightGrid:
+    def rescaled(self, error: OutputError) -> WeightRows:
         """Grid with the scale of each row, among smaller and larger ones, that has the least error with rounding."""
         factors = torch.logspace(*_SCALE_OCTAVES, _SCALE_COUNT, base=2, device=self.scale.device)
         grids = [replace(self, scale=self.scale * factor) for factor in factors]
         best = torch.stack([error(grid.real(grid.nearest())) for grid in grids]).argmin(0)
         return replace(self, scale=self.scale * factors[best][:, :, None])
 
-    def fitted(self, integers: Tensor, error: OutputError) -> WeightGrid:
+    def fitted(self, integers: Tensor, error: OutputError) -> WeightRows:
         """Grid with scales of least error for these integers. A row keeps its scale if the new one is far from it."""
         weight = self.real(integers)
         power = ((weight @ error.gram) * weight).sum(2)

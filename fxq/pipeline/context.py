@@ -11,7 +11,7 @@ from torch import fx, nn
 from fxq.backends.base import Backend
 from fxq.common.data import Batch, first_of, pieces_of, samples_in
 from fxq.errors import RecipeError
-from fxq.graph.info import Grids, info
+from fxq.graph.info import ChosenGrids, info
 from fxq.graph.query import op_of
 from fxq.graph.region import Region
 from fxq.ops import OPS
@@ -72,7 +72,7 @@ class Context:
     decided: tuple[Pin, ...] = ()
     written: list[tuple[str, str]] = field(default_factory=list)
     dropouts: list[tuple[str, tuple[str, ...]]] = field(default_factory=list)
-    grids: Grids | None = None
+    grids: ChosenGrids | None = None
     computed: dict[str, TrainableConstant] = field(default_factory=dict)
     derived: list[FoldedNorm | ParameterRows | ComputedConstant] = field(default_factory=list)
 

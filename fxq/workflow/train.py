@@ -18,7 +18,7 @@ from fxq.common.metrics import sqnr
 from fxq.common.names import in_short
 from fxq.common.trees import leaves
 from fxq.errors import CalibrationError, InputError, RecipeError, warn, words_of
-from fxq.graph.info import Edge, Grids, grid_key, grids_of
+from fxq.graph.info import ChosenGrids, Edge, grid_key, grids_of
 from fxq.graph.query import constant, is_op
 from fxq.ledger.build import ledger_of
 from fxq.model import QuantizedModel
@@ -104,7 +104,7 @@ def converted_from_training(trained: TrainingModel) -> QuantizedModel:
     return quantized
 
 
-def _made_distinct(grids: Grids) -> Grids:
+def _made_distinct(grids: ChosenGrids) -> ChosenGrids:
     """Return the grids, changed so that no two groups have equal grids, which later passes would treat as one group.
 
     Scales change in the last bits only, and are replaced by the ranges of the first batches, or learned.
@@ -198,7 +198,7 @@ def _check_has_ranges(trained: TrainingModel) -> None:
         )
 
 
-def _take_grids(trained: TrainingModel, gm: fx.GraphModule, tensors: Mapping[str, Tensor]) -> Grids:
+def _take_grids(trained: TrainingModel, gm: fx.GraphModule, tensors: Mapping[str, Tensor]) -> ChosenGrids:
     """Return the edges with the grids that were found in training.
 
     Folded weights in the graph are changed in place if they would round to other integers than in training.
