@@ -210,5 +210,6 @@ def recipe_name(backend: Backend) -> str:
 
 __all__ = [
     "NAMES", "Backend", "FaultyKernel", "Support", "auto_order", "auto_skips", "backend_type", "builtin_names",
-    "check_name", "devices_of", "fastest_order", "get_backend", "installed", "kernel_named", "recipe_name", "unavailable",
+    "check_name", "devices_of", "fastest_order", "get_backend", "installed", "kernel_named", "recipe_name",
+    "unavailable",
 ]  # fmt: skip

@@ -97,7 +97,9 @@ def test_fastest_times_it(install, monkeypatch):
 
 
 def test_auto_selects_it_where_no_backend_of_fxq_has_kernels(install, monkeypatch):
-    install("acme-auto", "acme_auto", CODE.format(name="acme_auto").replace("has_kernels = False", "has_kernels = True"))
+    install(
+        "acme-auto", "acme_auto", CODE.format(name="acme_auto").replace("has_kernels = False", "has_kernels = True")
+    )
     install("acme-auto-broken", "acme_auto_broken", "import no_such_module_anywhere")
     install("acme-auto-slow", "acme_auto_slow")
     first = by_name.get_backend("auto").name
