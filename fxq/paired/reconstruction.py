@@ -85,7 +85,8 @@ class Reconstruction(Pass):
             batches = context.some_samples(self.samples)
             all_layers = [layer for of_node in layers.values() for layer in of_node]
             tokens = {layer.x for layer in all_layers if layer.reads_tokens and not layer.reads_state}
-            runs, count = PairedRun(rewriter.gm, batches, tokens), sum(samples_in(batch) or 1 for batch in batches)
+            runs = PairedRun.with_float_form(rewriter.gm, batches, tokens)
+            count = sum(samples_in(batch) or 1 for batch in batches)
             for node in nodes:
                 for layer in layers.get(node, ()):
                     self._improve(rewriter, layer, runs, count, least)
@@ -142,12 +143,12 @@ class Reconstruction(Pass):
         new_grid = replace(grid, scale=torch.where(better, new_grid.scale, grid.scale))
         if bias is not None:
             corrected = read_attribute(rewriter.gm, str(bias.target)) + error.shift(new_grid.real(new)).flatten()
-            runs.put(bias, corrected)
+            runs.compared.put(bias, corrected)
         scale = new_grid.scale[:, :, 0].flatten().clone() if not torch.equal(new_grid.scale, grid.scale) else None
         if scale is not None or not torch.equal(new, old):
             with rewriter.attributed(self.name.replace("-", "_"), type(self)):
                 layer.put(rewriter, form.weight(new), scale)
-            runs.put(layer.weight, form.weight(new_grid.real(new)))
+            runs.compared.put(layer.weight, form.weight(new_grid.real(new)))
 
 
 _MIN_PATCHES = 4096

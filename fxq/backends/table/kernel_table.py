@@ -33,11 +33,11 @@ class KernelRequest:
     """Request for the kernel of a unit, or of its first ops: the ops, their inputs and their grids.
 
     Attributes:
-        captures: the inputs by name. An activation is its grid, a `QParams`; a weight has its int8 `values` and their
-            `qparams`; a constant, such as a bias, is its tensor; a state is its node; a number is itself; an omitted
-            input is None. The names are those of the fusion's pattern. For the row of an op they are its tensors in the
-            op table, with `residual`, the other input of a fused add, and `slope`, the weight of a fused activation
-            function.
+        captures: the inputs by name. An activation is its grid, a `QParams`, or `FLOAT_INPUT` in a weight-only layer; a
+            weight has its int8 `values` and their `qparams`; a constant, such as a bias, is its tensor; a state is its
+            node; a number is itself; an omitted input is None. The names are those of the fusion's pattern. For the row
+            of an op they are its tensors in the op table, with `residual`, the other input of a fused add, and `slope`,
+            the weight of a fused activation function.
         outs: the grid of each output, in the order of the fusion's outputs; None: float32.
         calls: the ops, in order, with their options.
         dynamic: number of inputs that follow the integers of an activation with dynamic range, by name: 1, its scale,
@@ -136,6 +136,17 @@ class RowMatch:
     def _role(self, name: str) -> Role | None:
         return self.calls[0].op.traits.role(name)
 
+    def float_inputs(self, gm: fx.GraphModule) -> tuple[tuple[fx.Node, ...], dict[str, Any]]:
+        """Inputs of a weight-only kernel: the nodes of the float activations, and `captures` of `FusedUnit`."""
+        inputs, captures = list[fx.Node](), dict(self.captures)
+        for name, value in self.captures.items():
+            if isinstance(value, fx.Node):
+                weight, fixed = integer_weight(gm, value), constant(gm, value)
+                is_input = weight is None and fixed is None
+                captures[name] = FLOAT_INPUT if is_input else weight or fixed
+                inputs += [value] if is_input else []
+        return tuple(inputs), captures
+
     def integers(self, gm: fx.GraphModule) -> tuple[tuple[fx.Node, ...], dict[str, Any], dict[str, int]]:
         """Inputs of the kernel after calibration.
 
@@ -159,6 +170,8 @@ class RowMatch:
         return tuple(inputs), captures, dynamic
 
 
+FLOAT_INPUT = torch.float32
+"""Capture of a float activation of a weight-only layer."""
 _GRID = QParams.per_tensor(1.0, 0)
 _WEIGHT_GRID = QParams.per_tensor(1.0, 0, -127, 127, torch.int8)
 
@@ -173,6 +186,11 @@ def _placeholder(gm: fx.GraphModule, value: fx.Node, role: Role | None) -> Any:
 def rule_key(rule: str, captures: Iterable[str]) -> str:
     """Key of the row for units of a fusion. The key of the row for a single op is the op's name."""
     return f"{rule}({', '.join(captures)})"
+
+
+def weight_only_key(op: str) -> str:
+    """Key of the user's own row for weight-only layers of an op."""
+    return f"weight-only {op}"
 
 
 def matching_rows(calls: Calls, rows: Mapping[str, KernelRow]) -> list[RowMatch]:

@@ -15,7 +15,14 @@ from fxq.backends.plain.converters import Dequantize, Quantize, Requantize
 from fxq.backends.plain.dynamic_quantize import DynamicQuantize
 from fxq.backends.plain.stored_weight import StoredWeight
 from fxq.backends.plain.weight_only import KERNELS as WEIGHT_ONLY
-from fxq.backends.table.kernel_table import QUANTIZING_KERNELS, KernelRequest, KernelRow, RowMatch, matching_rows
+from fxq.backends.table.kernel_table import (
+    QUANTIZING_KERNELS,
+    KernelRequest,
+    KernelRow,
+    RowMatch,
+    matching_rows,
+    weight_only_key,
+)
 from fxq.errors import BackendError, InputError
 from fxq.graph.grid import grid_of
 from fxq.graph.query import CONVERSIONS, argument, constant, dynamic_grid_ops, is_op, options_of, values_of
@@ -71,16 +78,26 @@ class RowBackend(Backend):
             calls: the ops of the unit.
             dynamic: whether its activations have dynamic ranges.
         """
-        classes = [base for base in reversed(type(self).__mro__) if issubclass(base, RowBackend)]
-        rows = {**self.rows, **{key: row for base in classes for key, row in base.registered.items()}}
+        rows = {**self.rows, **self._registered_rows()}
         if dynamic:
             rows = {key: row.dynamic for key, row in rows.items() if row.dynamic is not None}
         return matching_rows(calls, rows)
+
+    def _registered_rows(self) -> dict[str, KernelRow]:
+        classes = [base for base in reversed(type(self).__mro__) if issubclass(base, RowBackend)]
+        return {key: row for base in classes for key, row in base.registered.items()}
+
+    def _own_weight_only(self, gm: fx.GraphModule, calls: Calls) -> RowMatch | None:
+        """Row of the user's own kernel that runs a weight-only layer; None if there is none."""
+        row = self._registered_rows().get(weight_only_key(calls[0].op.name)) if len(calls) == 1 else None
+        match = RowMatch(row, calls, calls[0].tensors) if row is not None else None
+        return match if match is not None and match.refused(gm) is None else None
 
     def supports(self, gm: fx.GraphModule, node: fx.Node, calls: Calls, config: QuantConfig) -> Support:
         """Return how many of the first ops a kernel of the table runs."""
         if config.activation is None:
             has_kernel = len(calls) == 1 and calls[0].op.name in WEIGHT_ONLY
+            has_kernel = has_kernel or self._own_weight_only(gm, calls) is not None
             unsupported = f"no kernel runs {calls[0].op.name} with integer weights alone"
             return Support(1) if has_kernel else Support(0, unsupported)
         dynamic = config.activation.range == "dynamic"
@@ -111,7 +128,9 @@ class RowBackend(Backend):
 
     def code(self, calls: Calls) -> str:
         """Hash of the code outside of fxq that runs a unit, including the user's own kernel of it."""
-        return super().code(calls) + "".join(match.row.code for match in self.matching_rows(calls)[:1])
+        weight_only = self._registered_rows().get(weight_only_key(calls[0].op.name))
+        rows = [*(match.row for match in self.matching_rows(calls)[:1]), *([weight_only] if weight_only else [])]
+        return super().code(calls) + "".join(row.code for row in rows)
 
     def regions(self, gm: fx.GraphModule) -> Iterator[Region]:
         """Regions of units and conversions.
@@ -146,7 +165,13 @@ class RowBackend(Backend):
             assert grid is not None and weight is not None  # `_quantizes` has checked them
             return QUANTIZING_KERNELS[region.calls[0].op.name](weight, grid)
         if is_weight_only(region.node, region.calls):
-            return _weight_only(gm, region)
+            own = self._own_weight_only(gm, region.calls)
+            try:
+                return _weight_only(gm, region) if own is None else _own_weight_only_kernel(gm, region, own)
+            except BackendError:
+                if own is None or region.calls[0].op.name not in WEIGHT_ONLY:
+                    raise
+                return _weight_only(gm, region)
         refusal = None
         for match in self.matching_rows(region.calls, _is_dynamic(region)):
             if len(match.calls) < len(region.calls):
@@ -214,6 +239,16 @@ def _weight_only(gm: fx.GraphModule, region: UnitRegion) -> Kernel | None:
             activations[name] = read
     kernel = kind.of(call, tuple(activations), weights, constants)
     inputs = tuple(activations.values())
+    if inputs != region.inputs:
+        kernel.reads = tuple(map(region.inputs.index, inputs))
+    return kernel
+
+
+def _own_weight_only_kernel(gm: fx.GraphModule, region: UnitRegion, match: RowMatch) -> Kernel:
+    """Return the user's own kernel of a weight-only layer."""
+    inputs, captures = match.float_inputs(gm)
+    assert match.row.make is not None  # rows of the user's own have a kernel
+    kernel = match.row.make(FusedUnit(captures, (None,), region.calls))
     if inputs != region.inputs:
         kernel.reads = tuple(map(region.inputs.index, inputs))
     return kernel

@@ -13,7 +13,7 @@ from fxq.backends.by_name import backend_type
 from fxq.backends.kernel import Kernel, refuse
 from fxq.backends.table.function_kernel import FunctionKernel, kernel_of
 from fxq.backends.table.kernel_pattern import KernelPattern, check_signature
-from fxq.backends.table.kernel_table import KernelRequest, KernelRow
+from fxq.backends.table.kernel_table import KernelRequest, KernelRow, weight_only_key
 from fxq.backends.table.lowering import RowBackend
 from fxq.common.source import digest_of, name_of
 from fxq.errors import BackendError, FxqError, InputError, unknown, words_of
@@ -84,7 +84,9 @@ def register_kernel(backend: str, fusion: Family | str, *, emits_float: bool = T
 Run = TypeVar("Run", bound=Callable[..., Any])
 
 
-def kernel(backend: str, pattern: Family | str, *, pack: Callable[..., Any] | None = None) -> Callable[[Run], Run]:
+def kernel(
+    backend: str, pattern: Family | str, *, pack: Callable[..., Any] | None = None, weight_only: bool = False
+) -> Callable[[Run], Run]:
     """Decorate a function that is the kernel of a fusion or op on a backend.
 
     The function gets integer tensors with their grids and returns integers or floats. fxq derives the rest: weights and
@@ -98,6 +100,9 @@ def kernel(backend: str, pattern: Family | str, *, pack: Callable[..., Any] | No
         pattern: result of `fxq.fusion`, or the name of an op, such as "linear".
         pack: function of some of the constants, by name. Its result is cached until one of them is edited, and is
             passed as `packed`. It is not copied or saved.
+        weight_only: whether the kernel is for weight-only layers: activations are float32 tensors, and so is the
+            result. `pattern` must be an op, since these layers are not fused. Weights of 4 bits are stored one to a
+            byte.
 
     Returns:
         Decorator of a function, which it returns unchanged. The function's parameters are the captures of the pattern
@@ -115,8 +120,8 @@ def kernel(backend: str, pattern: Family | str, *, pack: Callable[..., Any] | No
         that is None; of several outputs a tuple. A function that is defined again replaces the earlier one.
 
     Raises:
-        InputError: `pattern` is neither a fusion nor an op; a parameter is not in the pattern, or a capture is not a
-            parameter; at run time, the function returns another dtype.
+        InputError: `pattern` is neither a fusion nor an op, or is a fusion with `weight_only`; a parameter is not in
+            the pattern, or a capture is not a parameter; at run time, the function returns another dtype.
         BackendError: the backend is unknown or has no kernel table, or another function runs this pattern there.
 
     Example:
@@ -128,6 +133,10 @@ def kernel(backend: str, pattern: Family | str, *, pack: Callable[..., Any] | No
         ...     return torch.tanh(nn.functional.linear(x.dequantize(), w.dequantize(), b))
     """
     patterns, rows = _patterns("kernel", pattern), _registered(backend)
+    if weight_only:
+        patterns = [replace(p, name=weight_only_key(p.name), key=weight_only_key(p.name)) for p in patterns]
+        if not isinstance(pattern, str):
+            raise InputError("kernel takes the name of an op if weight_only=True: weight-only layers are not fused.")
 
     def register(function: Run) -> Run:
         if not inspect.isfunction(function):
@@ -137,7 +146,7 @@ def kernel(backend: str, pattern: Family | str, *, pack: Callable[..., Any] | No
         new_rows = {}
         for pattern, options in zip(patterns, option_names, strict=True):
             row = KernelRow(partial(_make, kind, pattern, options), partial(pattern.refused, options), code=code)
-            new_rows[pattern] = replace(row, dynamic=row)
+            new_rows[pattern] = row if weight_only else replace(row, dynamic=row)
         _register(backend, rows, function, new_rows)
         return function
 
