@@ -137,7 +137,7 @@ class RowMatch:
         return self.calls[0].op.traits.role(name)
 
     def float_inputs(self, gm: fx.GraphModule) -> tuple[tuple[fx.Node, ...], dict[str, Any]]:
-        """Inputs of a weight-only kernel: the nodes of the float activations, and `captures` of `FusedUnit`."""
+        """Inputs of a weight-only kernel: the nodes of the float activations, and `captures` of `KernelRequest`."""
         inputs, captures = list[fx.Node](), dict(self.captures)
         for name, value in self.captures.items():
             if isinstance(value, fx.Node):

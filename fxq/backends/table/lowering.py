@@ -248,7 +248,7 @@ def _own_weight_only_kernel(gm: fx.GraphModule, region: UnitRegion, match: RowMa
     """Return the user's own kernel of a weight-only layer."""
     inputs, captures = match.float_inputs(gm)
     assert match.row.make is not None  # rows of the user's own have a kernel
-    kernel = match.row.make(FusedUnit(captures, (None,), region.calls))
+    kernel = match.row.make(KernelRequest(captures, (None,), region.calls))
     if inputs != region.inputs:
         kernel.reads = tuple(map(region.inputs.index, inputs))
     return kernel
