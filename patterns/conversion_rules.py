@@ -234,8 +234,13 @@ def read_float(op: Any, x: Any) -> Any:
 @read_float.unless
 def value_has_no_float_reader(m: Match) -> bool:
     """Whether only ops that read integers depend on the quantize."""
-    copies, shapes = _float_forms(m)
-    return not shapes and not any(_reads_float(user) for copy in copies for user in copy.users)
+    return not has_float_reader(m.root.node)
+
+
+def has_float_reader(quantize: fx.Node) -> bool:
+    """Whether a float op or a shape query reads the integers of a quantize, or what is dequantized from them."""
+    copies, shapes = _float_forms(quantize)
+    return bool(shapes) or any(_reads_float(user) for copy in copies for user in copy.users)
 
 
 @read_float.unless
@@ -244,7 +249,7 @@ def value_is_integers_for_another_reader(m: Match) -> bool:
     quantize, x = m.root.node, m.x.node
     if _is_float(x) or dynamic_grid_ops(quantize):  # dynamic ranges are computed from floats
         return False
-    copies, shapes = _float_forms(m)
+    copies, shapes = _float_forms(quantize)
     readers = [user for copy in copies for user in copy.users]
     read_alone = len(x.users) == 1 and len(copies) + len(shapes) == len(quantize.users)
     return not (read_alone and all(map(_reads_float, readers)) and emits_float(m.gm, taken_from(x)))
@@ -253,7 +258,7 @@ def value_is_integers_for_another_reader(m: Match) -> bool:
 @read_float.becomes
 def _rerouted(op: Builder, m: Match) -> fx.Node:
     quantize, x = m.root.node, m.x.node
-    copies, shapes = _float_forms(m)
+    copies, shapes = _float_forms(quantize)
     for copy in copies:
         if any(map(_reads_float, copy.users)):
             op.rewriter.reroute(copy, x, only=_reads_float)
@@ -262,9 +267,9 @@ def _rerouted(op: Builder, m: Match) -> fx.Node:
     return quantize
 
 
-def _float_forms(m: Match) -> tuple[list[fx.Node], list[fx.Node]]:
-    """Dequantizes of the matched quantize, and shape queries of it."""
-    users = m.root.node.users
+def _float_forms(quantize: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
+    """Dequantizes of a quantize, and shape queries of it."""
+    users = quantize.users
     return [user for user in users if is_op(user, "dequantize")], [user for user in users if reads_only_metadata(user)]
 
 

@@ -16,8 +16,8 @@ def move_floats(rewriter: Rewriter, value: fx.Node) -> None:
     """Let the chain of data-moving ops that ends with `value` move floats, so that `value` is not rounded twice.
 
     Before: transpose(dequantize(quantize(reshape(dequantize(quantize(x))))))    After: transpose(reshape(x))
-    The rule `move_unrounded` (`patterns/conversion_rules.py`) rewrites each op. The decision is about the whole chain: it
-    begins after the last op whose integers have another reader. If a kernel that emits only integers computes `x`,
+    The rule `move_unrounded` (`patterns/conversion_rules.py`) rewrites each op. The decision is about the whole chain:
+    it begins after the last op whose integers have another reader. If a kernel that emits only integers computes `x`,
     nothing is changed.
     """
     chain: list[Match] = []

@@ -177,12 +177,12 @@ class Matcher:
                 yield from self._solve([*inputs, *rest], {**bound, pattern: value}, matched + 1, failed)
 
     def _solve_each(
-        self, each: Each, values: Any, matched: int, failed: Refusal
+        self, repeated: Each, values: Any, matched: int, failed: Refusal
     ) -> dict[PatternNode, tuple[Any, ...]] | None:
         """Bind the nodes of a pattern to one entry for each value; None if a value does not fit."""
         parts = []
         for value in dict.fromkeys(values):
-            part = next(self._solve([(each.pattern, value)], {}, matched, failed), None)
+            part = next(self._solve([(repeated.pattern, value)], {}, matched, failed), None)
             if part is None:
                 return None
             parts.append(part)
@@ -299,7 +299,8 @@ def _mismatch(pattern: PatternNode, value: Any) -> str:
     if wildcard and (reason := _exception(value)) is not None:
         return f"{expects}, but %{value.name} is an exception of {called_name(value)}: {reason}"
     if wildcard:
-        return f"{expects} and {len(pattern.inputs)} activations, but %{value.name} has {len(activation_nodes(value))}"
+        wanted = f"{len(pattern.inputs)} activation{'s' if len(pattern.inputs) > 1 else ''}"
+        return f"{expects} and {wanted}, but %{value.name} has {len(activation_nodes(value))}"
     options = options_of(value)
     key, wanted = next((key, wanted) for key, wanted in pattern.options.items() if options[key] != wanted)
     return f"the pattern expects {pattern.name} with {key}={wanted!r}, but %{value.name} has {options[key]!r}"
@@ -359,7 +360,8 @@ def explain(rule: str | Rule | Family, gm: fx.GraphModule, node: str | fx.Node) 
     Args:
         rule: a rule, or the name of a rewrite or of a fusion, including those with `everywhere=False`.
         gm: a graph as it is before the pass that applies the rule, e.g. for fusions from
-            `fxq.extend.run_passes(model, recipe, example_inputs=x, until="fold-batch-norm")`.
+            `fxq.extend.run_passes(model, recipe, example_inputs=x, until="fold-batch-norm")`, and for the rules of
+            `propagate` with `data=` and `until="correct-bias"`.
         node: the node where the pattern's first output would be, or its name.
 
     Returns:
