@@ -7,7 +7,7 @@ from torch import nn
 import fxq
 from fxq.errors import PatternError
 from fxq.graph.info import info
-from fxq.passes import Propagate
+from fxq.passes import Fallback, Propagate
 from fxq.patterns.conversion_rules import push_dequantize
 from tests.support.graphs import drawn, expected, node, program, run_pass
 from tests.support.helpers import REFERENCE, module, rewriter
@@ -133,3 +133,24 @@ def test_an_op_that_reads_one_dequantize_twice():
     assert "cat: uint8[4, 3] = cat([a, a])" in program(gm)
     a = torch.arange(6, dtype=torch.uint8).reshape(2, 3)
     assert torch.equal(gm(a), fxq.extend.read_graph(before, {})(a))
+
+
+def test_a_value_that_is_changed_in_place_is_not_read_instead_of_its_integers():
+    before = """
+        x: float32[2, 3] = input()
+        y: float32[2, 3] = tanh(x)  # memory=(1,)
+        y_q = quantize(y, scale=0.5, zero_point=3)
+        y_dq = dequantize(y_q, scale=0.5, zero_point=3)
+        n: float32[2, 3] = y.zero_()  # memory=(1,), changes=(1,)
+        s = sigmoid(y_dq)  # plan=Plan(Decision('float'))
+        return (s, n)
+    """
+    gm = run_pass(Fallback(), before)
+    assert "s: float32[2, 3] = sigmoid(y_dq)" in program(gm)
+    assert fxq.extend.explain("read_float", gm, "y_q").endswith(": %y is changed in place by %n")
+    x = torch.tensor([[0.1, 0.7, -3.0], [2.0, 1.0, 0.0]])
+    steps = (torch.tanh(x) / 0.5).round() * 0.5
+    torch.testing.assert_close(gm(x)[0], torch.sigmoid(steps), rtol=0, atol=1e-6)
+    change = "        n: float32[2, 3] = y.zero_()  # memory=(1,), changes=(1,)\n"
+    unchanged = run_pass(Fallback(), before.replace(change, "").replace("(s, n)", "s"))
+    assert "s: float32[2, 3] = sigmoid(y)" in program(unchanged)
