@@ -31,6 +31,8 @@ from fxq.workflow.steps import (
     converted,
     float_reference,
     manager_for,
+    observed_with,
+    phases,
     prepared,
 )
 from fxq.workflow.train import converted_from_training, prepared_for_training
@@ -375,14 +377,22 @@ def load(path: str | os.PathLike[str], leaves: Mapping[str, nn.Module] | None = 
     return remade(gm, gm.graph, attributes, made_on)
 
 
-def run_passes(model: nn.Module, recipe: Any = "static", *, example_inputs: Any = None, until: str) -> fx.GraphModule:
+def run_passes(
+    model: nn.Module,
+    recipe: Any = "static",
+    *,
+    example_inputs: Any = None,
+    data: Iterable[Any] | None = None,
+    until: str,
+) -> fx.GraphModule:
     """Run the passes of a recipe up to and including `until`, for `explain`, `diff` and tests of passes and patterns.
 
     Args:
         model: a float `nn.Module` in eval mode.
         recipe: as for `quantize`.
         example_inputs: one batch to infer shapes from. Required.
-        until: name of a pass before calibration.
+        data: calibration batches, as for `quantize`; only used if `until` is a pass after calibration.
+        until: name of a pass. Without data, one before calibration.
 
     Returns:
         The graph module after that pass.
@@ -395,9 +405,13 @@ def run_passes(model: nn.Module, recipe: Any = "static", *, example_inputs: Any 
         >>> print(run_passes(model, "static", example_inputs=torch.rand(1, 4), until="fuse").code.count("fxq_units"))
         1
     """
-    manager = manager_for(model, recipe, example_inputs)
-    line = manager.context.recipe.pipeline
-    return manager.run(line[: line.position(until) + 1])
+    chosen = as_recipe(recipe)
+    line, before_calibration = chosen.pipeline, len(phases(chosen)[0])
+    end = line.position(until) + 1
+    if data is None or end <= before_calibration:
+        return manager_for(model, chosen, example_inputs).run(line[:end])
+    calibrated = calibrate(prepared(model, chosen, example_inputs, observe_all=False), data, progress=False)
+    return observed_with(calibrated, None).run(line[before_calibration:end])
 
 
 def _length(data: Any) -> int | None:

@@ -17,7 +17,6 @@ from fxq.cost import cache as costs
 from fxq.cost.min_cut import Key, PricedValue, conversions_of
 from fxq.cost.prices import (
     choose_by_price,
-    emits_float,
     float_ops,
     priced_ops,
     priced_values,
@@ -31,17 +30,9 @@ from fxq.cost.whole import quickest
 from fxq.errors import RecipeError, warn
 from fxq.graph.analysis.integer_sums import MAX_INT32, beyond_int32, node_largest_sum
 from fxq.graph.info import Cost, DecisionKind, Plan, info, precision_of
-from fxq.graph.query import (
-    CONVERSIONS,
-    DYNAMIC_GRID_OPS,
-    dynamic_grid_ops,
-    is_op,
-    plan_of,
-    reads_only_metadata,
-    taken_from,
-)
 from fxq.graph.region import read_region
 from fxq.graph.unit import calls_of
+from fxq.patterns.conversion_rules import has_float_reader, read_float
 from fxq.pipeline.candidates import UNREAD
 from fxq.pipeline.context import Context
 from fxq.pipeline.in_float import run_in_float
@@ -61,6 +52,9 @@ class Fallback(Pass):
     Also: with `optimize="speed"`, the set of integer ops is the one that makes the graph fastest, by the times of
     kernels, float ops and conversions on this machine (`fxq/cost/min_cut.py`). A float op that reads
     dequantize(quantize(v)) of a float value v reads v.
+
+    Decisions are about the whole graph; the conversions are rewritten by rules, `move_in_float` and `read_float`
+    (`patterns/conversion_rules.py`).
     Keeps: the output up to rounding. Results only become more exact, as a rounding is left out.
     """
 
@@ -82,8 +76,7 @@ class Fallback(Pass):
             opened, able = self._decide(rewriter, prober, pinned)
         pins = (Pin.at(place, "float" if precision_of(node) == "float" else "int8") for node, place in able.items())
         context.decided = (*opened, *pins, *_off_grid(rewriter))
-        for node in rewriter.nodes("quantize"):
-            _read_float(rewriter, node)
+        _read_floats(rewriter)
         rewriter.erase_unused()
 
     def _decide(
@@ -236,8 +229,7 @@ def _move_to_float(floats: Sequence[Any], rewriter: Rewriter, copies: Mapping[fx
     """
     for node in floats:
         run_in_float(rewriter, copies[node], "slower", "", COVERAGE)
-    for node in rewriter.nodes("quantize"):
-        _read_float(rewriter, node)
+    _read_floats(rewriter)
     rewriter.erase_unused()
 
 
@@ -308,37 +300,9 @@ COVERAGE = 'recipe.with_optimize("coverage")'
 SLOWER_WITH_CONVERSIONS = "float is faster at this size on this machine: conversions cost more than the kernel saves"
 
 
-def _read_float(rewriter: Rewriter, quantize: fx.Node) -> None:
-    """Let float ops and shape queries that read dequantize(quantize(v)) read v, if v is float anyway.
-
-    It is float if a float op computes it, or if a layer computes it and has no integer reader: its kernel emits floats.
-    """
-    value: Any = quantize.args[0]
-    copies = [user for user in quantize.users if is_op(user, "dequantize")]
-    readers = [user for copy in copies for user in copy.users]
-    shapes = [user for user in quantize.users if reads_only_metadata(user)]
-    if not _is_float(value) and not dynamic_grid_ops(quantize):  # dynamic ranges are run_time_option from floats
-        read_alone = len(value.users) == 1 and len(copies) + len(shapes) == len(quantize.users)
-        if not read_alone or not all(map(_reads_float, readers)) or not emits_float(rewriter.gm, taken_from(value)):
-            return
-    with rewriter.attributed("read_float", _read_float):
-        for copy in copies:
-            if any(map(_reads_float, copy.users)):
-                rewriter.reroute(copy, value, only=_reads_float)
-        if shapes:
-            rewriter.reroute(quantize, value, only=reads_only_metadata)
-
-
-def _reads_float(node: fx.Node) -> bool:
-    """Whether a node of the qdq graph reads floats: it computes in float, or quantizes with a dynamic range."""
-    return (
-        _is_float(node) or is_op(node, *DYNAMIC_GRID_OPS) or (is_op(node, "quantize") and bool(dynamic_grid_ops(node)))
-    )
-
-
-def _is_float(node: fx.Node) -> bool:
-    """Whether a node of the qdq graph computes in float: an input, an output, or an op with a float plan."""
-    if is_op(node, *CONVERSIONS):
-        return False
-    plan = plan_of(node)
-    return plan is None or plan.in_float
+def _read_floats(rewriter: Rewriter) -> None:
+    """Apply `read_float` to the values with a float reader. At all others it is not applicable, and no near miss."""
+    for node in rewriter.nodes("quantize"):
+        match = rewriter.match_at(read_float, node) if has_float_reader(node) else None
+        if match is not None:
+            rewriter.rewrite(match)

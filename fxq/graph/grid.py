@@ -11,10 +11,9 @@ from torch import Tensor, fx
 from fxq.graph.bindable import Bindable
 from fxq.graph.query import (
     CONVERSIONS,
-    argument,
+    activation_nodes,
     constant,
     dynamic_grid_ops,
-    flat_nodes,
     is_op,
     op_of,
     options_of,
@@ -66,7 +65,7 @@ def moved_from(node: fx.Node) -> fx.Node | None:
     op = op_of(node)
     if op is None or not op.traits.layout:
         return None
-    return next(flat_nodes([argument(node, name) for name in op.traits.inputs]), None)
+    return next(iter(activation_nodes(node)), None)
 
 
 def grid_from(gm: fx.GraphModule, options: Mapping[str, Any]) -> QParams | None:

@@ -87,6 +87,12 @@ def argument(node: fx.Node, name: str) -> Any:
     return node.args[i] if i < len(node.args) else None
 
 
+def activation_nodes(node: fx.Node) -> list[fx.Node]:
+    """The nodes that a canonical node reads as activations, in order, with repetitions; none for other nodes."""
+    op = op_of(node)
+    return list(flat_nodes([argument(node, name) for name in op.traits.inputs])) if op is not None else []
+
+
 def states_of(node: fx.Node) -> list[fx.Node]:
     """The nodes that hold hidden states of a recurrent layer: the layer itself, and its initial state if it has one."""
     recurrence = op.traits.recurrence if (op := op_of(node)) is not None else None

@@ -251,3 +251,12 @@ def wanted_forms(gm: fx.GraphModule, node: fx.Node) -> dict[fx.Node, IntegerForm
                     axis = 1 - read.axis  # the input-channel axis: the other one of the first two
                 forms[unobserved(gm, read.node)] = IntegerForm(plan.weight, axis)
     return forms
+
+
+def emits_float(gm: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether a unit is a layer with at most an activation function after it: its kernel can return floats."""
+    plan = info(node).plan
+    if plan is not None and plan.emits is not None:
+        return False
+    first, *rest = calls_of(gm, node)
+    return first.op.traits.heavy and not any(call.op.traits.kind == "computes" for call in rest)

@@ -41,7 +41,7 @@ class KernelPattern:
     @classmethod
     def of_rule(cls, rule: Rule) -> KernelPattern:
         """Return the pattern of a rule of a fusion."""
-        ops = tuple((node.op, node.options) for node in dict.fromkeys(reached(rule.outputs)) if node.op is not None)
+        ops = tuple((node.op, node.options) for node in dict.fromkeys(reached(rule.outputs)) if isinstance(node.op, Op))
         return cls(rule.name, rule_key(rule.name, rule.captures), rule.captures, ops, rule.variant)
 
     @property

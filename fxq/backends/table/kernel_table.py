@@ -260,8 +260,9 @@ def post_of(call: OpCall) -> PostOp:
     options = call.options
     if call.op.name == "hardtanh":
         return PostOp("hardtanh", (options["min_val"], options["max_val"]))
-    if call.op.name == "leaky_relu":
-        return PostOp("leaky_relu", (options["negative_slope"],))
+    slope = call.op.traits.slopes
+    if slope is not None and slope in options:
+        return PostOp(call.op.name, (options[slope],))
     return PostOp(call.op.name, algorithm=options.get("approximate", ""))
 
 

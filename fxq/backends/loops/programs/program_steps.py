@@ -25,7 +25,7 @@ class Function(NamedTuple):
     """Function of each result: a clamp to (low, high), or a function by name.
 
     Attributes:
-        slope: Slopes of prelu, float32 (1,) or (channels,).
+        slope: slopes of negative values, float32 (1,) or (channels,).
     """
 
     name: str
@@ -119,7 +119,7 @@ class ProgramStep(ABC):
         return float(low), float(high), 1 / scale, float(zero)
 
     def slopes(self, writer: RowWriter) -> int:
-        """Address of the slopes of 16 channels for a prelu with one slope."""
+        """Address of the slopes of 16 channels for a function with one slope."""
         slope = self.function.slope
         return writer.constant(torch.ones(LANES, dtype=torch.float32) if slope is None else slope.expand(LANES))
 
