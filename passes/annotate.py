@@ -116,8 +116,8 @@ class _Planner:
         no_tensor = "its value is not a tensor"
         if reads_only_metadata(node):
             return self._float("no tensor", "reads a shape" if about.is_tensor else no_tensor)
-        if about.kept is not None:
-            return Plan(about.kept)
+        if about.traced.kept is not None:
+            return Plan(about.traced.kept)
         module = submodule(self.rewriter.gm, node)
         name = OPS.leaf_name(module) if module is not None else None
         if name is not None:

@@ -52,7 +52,7 @@ class Decompose(Pass):
             if node.op == "call_function" and node.target in FUNCTIONS:
                 dropped += _call_as_module(rewriter, node)
             module = submodule(rewriter.gm, node)
-            if module is not None and isinstance(module, tuple(EXPANSIONS)) and not info(node).kept:
+            if module is not None and isinstance(module, tuple(EXPANSIONS)) and not info(node).traced.kept:
                 name = node.name
                 ops = _expand(rewriter, node, module)
                 if ops:
@@ -101,7 +101,7 @@ def _keep_whole(rewriter: Rewriter, node: fx.Node, name: str, reason: CannotExpa
     parts = [user for user in node.users if taken_part(user, node) is not None]
     for part in (node, *parts):
         decision = Decision("float", "unsupported", f"{name} stays as it is: {reason}", decided_by=rewriter.name)
-        rewriter.describe(part, kept=decision)
+        rewriter.describe(part, traced=info(part).traced._replace(kept=decision))
 
 
 def _expansion_of(module: nn.Module) -> Expand:

@@ -144,7 +144,7 @@ def _fewer_bits(rewriter: Rewriter, node: fx.Node, plan: Plan, largest: float) -
     if spec is None or bits < MIN_PROPOSED_BITS or call.rounds_its_state:
         return ""
     dynamic = f', per="{spec.per}", range="dynamic"' if spec.range == "dynamic" else ""
-    path = (info(node).paths or (info(node).path,))[0]
+    path = (info(node).fused.paths or (info(node).path,))[0]
     config = f"fxq.QuantConfig(activation=fxq.TensorSpec(bits={bits}{dynamic}))"
     return rewriter.context.override_line(path, call.op.name, config)
 

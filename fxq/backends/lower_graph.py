@@ -16,7 +16,7 @@ from fxq.backends.kernel import Kernel
 from fxq.backends.qdq_form import QdqForm
 from fxq.errors import BackendError, InputError
 from fxq.graph.analysis.integer_sums import node_refused
-from fxq.graph.info import Decision, EngineLayer, Plan, info, set_info
+from fxq.graph.info import Decision, EngineLayer, FusedInfo, LoweredInfo, Plan, info, set_info
 from fxq.graph.precision import PRECISIONS
 from fxq.graph.query import CONVERSIONS, is_op, is_size, op_of, producer_of, submodule
 from fxq.graph.region import Region, UnitRegion, read_region
@@ -89,7 +89,8 @@ def _replace(rewriter: Rewriter, region: Region, kernel: Kernel) -> None:
         target = rewriter.module(kernel, name)
         node = rewriter.node("call_module", target, read, like=units, before=first)
         body = tuple(call.op.name for calls in ops.values() for call in calls)
-        rewriter.describe(node, body=body, **_node_info(rewriter, [u for u in units if u in ops]))
+        rewriter.describe(node, lowered=LoweredInfo(body))
+        _describe_units(rewriter, node, [unit for unit in units if unit in ops])
         results = [node] if len(names) == 1 else _result_nodes(rewriter, region, node, first)
         for old, new in zip(region.outputs, results, strict=True):
             rewriter.describe(new, shape=info(old).shape, dtype=info(old).dtype)
@@ -105,22 +106,29 @@ def _replace(rewriter: Rewriter, region: Region, kernel: Kernel) -> None:
     rewriter.context.regions[node] = region
 
 
-def _node_info(rewriter: Rewriter, units: Sequence[fx.Node]) -> dict[str, Any]:
-    """Fields of `NodeInfo` for a kernel's node, from its units. For several units they include the plan of each op."""
+def _describe_units(rewriter: Rewriter, node: fx.Node, units: Sequence[fx.Node]) -> None:
+    """Set the metadata of a kernel's node that follow from its units; for several units, also the plan of each op."""
     if len(units) < 2:
-        return {"parts": info(units[0]).parts, "note": info(units[0]).note} if units else {}
+        for unit in units:
+            rewriter.describe(node, fused=FusedInfo(info(unit).fused.parts), note=info(unit).note)
+        return
     plans, parts, paths = list[Plan](), list[tuple[str, ...]](), list[str]()
     for unit_info in map(info, units):
-        plan, count = unit_info.plan or Plan(Decision("float", "undecided")), max(len(unit_info.parts), 1)
+        plan, count = unit_info.plan or Plan(Decision("float", "undecided")), max(len(unit_info.fused.parts), 1)
         plan = plan.decided(text=unit_info.note) if unit_info.note and plan.precision == "int8" else plan
         plans += [plan, *[replace(plan, cost=None)] * (count - 1)]  # the first op has the cost of the whole unit
-        parts += unit_info.parts or (unit_info.origins,)
-        paths += unit_info.paths or (unit_info.path,) * count
+        parts += unit_info.fused.parts or (unit_info.origins,)
+        paths += unit_info.fused.paths or (unit_info.path,) * count
     precisions = {plan.precision for plan in plans}
     joint_precision = next(precision for precision in PRECISIONS if precision in precisions)
     plan = Plan(Decision(joint_precision, decided_by=rewriter.name))
-    path = _common_module(paths)
-    return {"path": path, "plan": plan, "parts": tuple(parts), "paths": tuple(paths), "plans": tuple(plans)}
+    rewriter.describe(
+        node,
+        path=_common_module(paths),
+        plan=plan,
+        fused=FusedInfo(tuple(parts), paths=tuple(paths)),
+        lowered=info(node).lowered._replace(plans=tuple(plans)),
+    )
 
 
 Change = Callable[[Rewriter, Mapping[fx.Node, fx.Node]], None]
@@ -144,7 +152,7 @@ def record_engine_layers(rewriter: Rewriter, node: fx.Node, layers: tuple[Engine
 
     The plan of an op without a layer of its own, because the engine has fused it into another, stays as it is.
     """
-    rewriter.describe(node, layers=layers)
+    rewriter.describe(node, lowered=info(node).lowered._replace(layers=layers))
     kernel: Any = submodule(rewriter.gm, node)
     inside = kernel.form.module(kernel)
     ops = {n: calls for n in inside.graph.nodes if (calls := calls_of(inside, n))}
@@ -160,12 +168,13 @@ def record_engine_layers(rewriter: Rewriter, node: fx.Node, layers: tuple[Engine
         has_changed, slowest = True, max(own_layers, key=lambda layer: layer.us)
         name = rewriter.context.backend.name
         reason = f"{name} runs it in {slowest.dtype}, as {slowest.op}: its conversions gain nothing"
-        path, op = (info(unit).paths or (info(unit).path,))[0], ops[unit][0].op.name
+        path, op = (info(unit).fused.paths or (info(unit).path,))[0], ops[unit][0].op.name
         line = rewriter.context.override_line(path, op, "fxq.FLOAT")
         decided = plan.decided(precision="float", kind="unsupported", text=reason, fix=line, decided_by=rewriter.name)
         set_info(unit, plan=decided)
     if has_changed:
-        rewriter.describe(node, **{"plan": info(units[0]).plan, **_node_info(rewriter, units)})
+        rewriter.describe(node, plan=info(units[0]).plan)
+        _describe_units(rewriter, node, units)
 
 
 def _common_module(paths: Iterable[str]) -> str:
@@ -182,7 +191,7 @@ def _result_nodes(rewriter: Rewriter, region: Region, node: fx.Node, before: fx.
         maker = producer_of(old)
         like = maker if maker in inside else old
         result = rewriter.node("call_function", operator.getitem, (node, i), like=like, before=before)
-        rewriter.describe(result, origins=(info(like).parts or (info(like).origins,))[-1])
+        rewriter.describe(result, origins=(info(like).fused.parts or (info(like).origins,))[-1])
         results.append(result)
     return results
 

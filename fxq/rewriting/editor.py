@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from fxq.common.source import source_of
 from fxq.errors import PassError
 from fxq.graph.guards import check_fixed
-from fxq.graph.info import info, set_info
+from fxq.graph.info import TracedInfo, info, set_info
 from fxq.graph.query import is_pure, merge_origins, op_of, swapped, tensor_meta
 from fxq.graph.run import Typed, infer
 from fxq.ops import OPS
@@ -166,7 +166,7 @@ class Editor:
             path=first.path if first else "",
             source=first.source if first else "",
             origins=merge_origins(sources),
-            memory=tuple(dict.fromkeys(block for source in sources for block in info(source).memory)),
+            traced=TracedInfo(tuple(dict.fromkeys(b for source in sources for b in info(source).traced.memory))),
             plan=first.plan if first else None,
             shape=typed[0],
             dtype=typed[1],
@@ -250,7 +250,7 @@ class Editor:
         name = path.removeprefix(f"{DATA}.").replace(".", "_")
         node = self.node("get_attr", path, (), like=like, before=before, name=name)
         shape, dtype = tensor_meta(tensor)
-        set_info(node, shape=shape, dtype=dtype, origins=(), plan=None, memory=())
+        set_info(node, shape=shape, dtype=dtype, origins=(), plan=None, traced=TracedInfo())
         self._constants[path] = node
         return node
 
