@@ -47,7 +47,7 @@ class Annotate(Pass):
     needs: ClassVar[Stage] = Stage.FUSED
     gives: ClassVar[Stage] = Stage.FUSED
 
-    def run(self, rewriter: Rewriter) -> None:
+    def run(self, rewriter: Rewriter[Context]) -> None:
         """Find candidates, decide between neighbours, and write the plans."""
         nodes = [n for n in rewriter.nodes() if n.op.startswith("call") and taken_from(n) is n]
         planner = _Planner(rewriter, {n: calls_of(rewriter.gm, n) for n in nodes}, MemoryWriters(nodes))
@@ -66,7 +66,7 @@ class _Planner:
         changes: nodes that change values in place.
     """
 
-    rewriter: Rewriter
+    rewriter: Rewriter[Context]
     ops: Mapping[fx.Node, Calls]
     changes: MemoryWriters
 

@@ -29,6 +29,7 @@ from fxq.graph.query import (
 from fxq.ops import OPS, conv_padding
 from fxq.ops.table import Arguments, Op, Pick, Redirect, Spelling
 from fxq.patterns.decompositions.written_out import WRITTEN_OUT
+from fxq.pipeline.context import Context
 from fxq.pipeline.float_ops import keep_original
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.rewriting.computed import parametrized_constant, record_trainable
@@ -55,7 +56,7 @@ class Canonicalize(Pass):
     needs: ClassVar[Stage] = Stage.TRACED
     gives: ClassVar[Stage] = Stage.CANONICAL
 
-    def run(self, rewriter: Rewriter) -> None:
+    def run(self, rewriter: Rewriter[Context]) -> None:
         """Rewrite node by node, then apply the rules."""
         for node in rewriter.nodes():
             if node._erased:  # an unused part of a tuple
@@ -88,7 +89,7 @@ def _dropouts(rewriter: Rewriter) -> Iterator[tuple[str, tuple[str, ...]]]:
         yield info(node).path, info(value).origins or (value.name,)
 
 
-def _check_weights(rewriter: Rewriter, node: fx.Node) -> None:
+def _check_weights(rewriter: Rewriter[Context], node: fx.Node) -> None:
     """Refuse weights and statistics that are not finite, while they have the names that the user knows."""
     op, path = op_of(node), info(node).path
     if op is None or rewriter.context.config_for(path, op.name)[0].is_float:

@@ -19,6 +19,7 @@ from fxq.graph.place import where
 from fxq.graph.query import constant, reads_only_metadata, states_of, submodule, taken_from, unobserved
 from fxq.graph.unit import calls_of, inputs_of, integer_sources, reads_of, wanted_forms
 from fxq.ops.traits import STATE_DYNAMIC
+from fxq.pipeline.context import Context
 from fxq.quant.dynamic_grid import DynamicGrid
 from fxq.quant.observer_base import Observer
 from fxq.quant.observers import observer_for
@@ -60,7 +61,7 @@ class ChooseGrids(Pass):
     needs: ClassVar[Stage] = Stage.OBSERVED
     gives: ClassVar[Stage] = Stage.OBSERVED
 
-    def run(self, rewriter: Rewriter) -> None:
+    def run(self, rewriter: Rewriter[Context]) -> None:
         """Choose all grids, then write them: if data is missing, the graph is unchanged and can still be calibrated."""
         if rewriter.context.grids is not None:
             for node in rewriter.nodes():
@@ -114,7 +115,7 @@ class _Chooser:
         infinite: values of `off` that hold infinity.
     """
 
-    def __init__(self, rewriter: Rewriter) -> None:
+    def __init__(self, rewriter: Rewriter[Context]) -> None:
         self.gm, self.fill_constants, self.given = (
             rewriter.gm,
             FillConstants(rewriter.gm),

@@ -15,6 +15,7 @@ from fxq.graph.query import called_name, op_of, submodule, taken_part
 from fxq.patterns.decompositions import attention, recurrent_functions
 from fxq.patterns.decompositions.attention import ATTENTION
 from fxq.patterns.decompositions.recurrent_layers import RECURRENT
+from fxq.pipeline.context import Context
 from fxq.pipeline.float_ops import expand_original
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.rewriting.expansion import CannotExpand, Expand, Expansion
@@ -44,7 +45,7 @@ class Decompose(Pass):
     needs: ClassVar[Stage] = Stage.CANONICAL
     gives: ClassVar[Stage] = Stage.CANONICAL
 
-    def run(self, rewriter: Rewriter) -> None:
+    def run(self, rewriter: Rewriter[Context]) -> None:
         """Expand module by module, then check that the recipe's selectors select something."""
         expanded: dict[str, list[fx.Node]] = {}
         dropped: list[fx.Node] = []

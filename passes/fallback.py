@@ -68,9 +68,9 @@ class Fallback(Pass):
     needs: ClassVar[Stage] = Stage.QDQ
     gives: ClassVar[Stage] = Stage.QDQ
 
-    def run(self, rewriter: Rewriter) -> None:
+    def run(self, rewriter: Rewriter[Context]) -> None:
         """Split units that no kernel runs whole, choose float ops by price, then let float ops read float values."""
-        context: Context = rewriter.context
+        context = rewriter.context
         choose = context.recipe.optimize == "speed"
         pinned = Pinned(context.recipe.decided) if context.recipe.optimize == "decided" else None
         _ask_again(rewriter)
@@ -87,7 +87,7 @@ class Fallback(Pass):
         rewriter.erase_unused()
 
     def _decide(
-        self, rewriter: Rewriter, prober: Prober | None, pinned: Pinned | None
+        self, rewriter: Rewriter[Context], prober: Prober | None, pinned: Pinned | None
     ) -> tuple[list[Pin], dict[fx.Node, Place]]:
         """Split units and move ops to float. Returns the splits, and the nodes that could run on integers."""
         choose = prober is not None and prober.measures
@@ -106,7 +106,7 @@ class Fallback(Pass):
         return opened, able
 
 
-def _ask_again(rewriter: Rewriter) -> None:
+def _ask_again(rewriter: Rewriter[Context]) -> None:
     """Ask the backend about layers with dynamic ranges, since `smooth` may have chosen them after `annotate`."""
     backend = rewriter.context.backend
     for node in rewriter.nodes():
@@ -123,7 +123,7 @@ def _ask_again(rewriter: Rewriter) -> None:
             rewriter.describe(node, plan=plan.decided(kind="unsupported", text=support.reason))
 
 
-def _bound_sums(rewriter: Rewriter) -> None:
+def _bound_sums(rewriter: Rewriter[Context]) -> None:
     """Move layers whose integer sums could overflow int32 to float, on all backends: an export would overflow, too."""
     for node in rewriter.nodes():
         plan, largest = info(node).plan, 0.0
@@ -135,7 +135,7 @@ def _bound_sums(rewriter: Rewriter) -> None:
                 run_in_float(rewriter, node, "unsupported", reason, _fewer_bits(rewriter, node, plan, largest))
 
 
-def _fewer_bits(rewriter: Rewriter, node: fx.Node, plan: Plan, largest: float) -> str:
+def _fewer_bits(rewriter: Rewriter[Context], node: fx.Node, plan: Plan, largest: float) -> str:
     """Recipe line with fewer activation bits, so that a layer's sums fit in int32; empty if too few would be left."""
     call, spec = calls_of(rewriter.gm, node)[0], plan.reads
     bits = (spec.bits if spec is not None else 0) - math.ceil(
@@ -149,7 +149,7 @@ def _fewer_bits(rewriter: Rewriter, node: fx.Node, plan: Plan, largest: float) -
     return rewriter.context.override_line(path, call.op.name, config)
 
 
-def _ask_backend(rewriter: Rewriter, prober: Prober) -> None:
+def _ask_backend(rewriter: Rewriter[Context], prober: Prober) -> None:
     """Let the backend price the current units, if it prices whole graphs."""
     context = rewriter.context
     prober.own = context.backend.prices(rewriter.gm, (context.samples or [context.example])[0])
@@ -181,7 +181,7 @@ def _open_units(rewriter: Rewriter, prober: Prober | None, pinned: Pinned | None
     return decided
 
 
-def _price(rewriter: Rewriter, prober: Prober, choose: bool) -> None:
+def _price(rewriter: Rewriter[Context], prober: Prober, choose: bool) -> None:
     """Record the cost of every op; with `choose`, move integer ops to float where that makes the graph faster."""
     nodes, context = rewriter.nodes(), rewriter.context
     regions = regions_of(rewriter.gm, nodes)

@@ -44,9 +44,9 @@ class Trace(Pass):
     needs: ClassVar[Stage] = Stage.NONE
     gives: ClassVar[Stage] = Stage.TRACED
 
-    def run(self, rewriter: Rewriter) -> None:
+    def run(self, rewriter: Rewriter[Context]) -> None:
         """Replace the rewriter's empty module by the traced one."""
-        context: Context = rewriter.context
+        context = rewriter.context
         _check_leaves(context.recipe.leaf_modules, context.types)
         _check_hooks(context.model)
         broken: dict[str, str] = {}

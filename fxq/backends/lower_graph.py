@@ -7,7 +7,7 @@ import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
-from typing import Any
+from typing import Any, Protocol
 
 from torch import fx
 
@@ -21,11 +21,28 @@ from fxq.graph.precision import PRECISIONS
 from fxq.graph.query import CONVERSIONS, is_op, is_size, op_of, producer_of, submodule
 from fxq.graph.region import Region, UnitRegion, read_region
 from fxq.graph.unit import calls_of
+from fxq.rewriting.editor import EditContext
 from fxq.rewriting.rewriter import Rewriter
 from fxq.rewriting.unit_edits import open_unit
 
 
-def lower_graph(rewriter: Rewriter) -> None:
+class LoweringContext(EditContext, Protocol):
+    """Context that lowering needs.
+
+    Attributes:
+        regions: region of each lowered node, with its q/dq form; added to.
+        backend: the backend that lowers.
+    """
+
+    regions: dict[fx.Node, Region]
+    backend: Backend
+
+    def override_line(self, path: str, op: str, config: str) -> str:
+        """Line of a recipe that gives one op another config."""
+        ...
+
+
+def lower_graph(rewriter: Rewriter[LoweringContext]) -> None:
     """Replace the regions of the backend by its kernels, then decide which kernels overwrite their residual."""
     backend: Backend = rewriter.context.backend
     for region in backend.regions(rewriter.gm):
@@ -33,7 +50,7 @@ def lower_graph(rewriter: Rewriter) -> None:
     _allow_inplace(rewriter)
 
 
-def _lower(rewriter: Rewriter, backend: Backend, region: Region) -> None:
+def _lower(rewriter: Rewriter[LoweringContext], backend: Backend, region: Region) -> None:
     """Replace a region by its kernel. If a unit of several ops has none, open it and try its first op alone."""
     try:
         for node in region.nodes:
@@ -55,7 +72,7 @@ def _lower(rewriter: Rewriter, backend: Backend, region: Region) -> None:
     _replace(rewriter, region, kernel)
 
 
-def _open_and_lower(rewriter: Rewriter, backend: Backend, node: fx.Node, reason: str) -> None:
+def _open_and_lower(rewriter: Rewriter[LoweringContext], backend: Backend, node: fx.Node, reason: str) -> None:
     """Open a unit that no kernel runs whole: lower its first op, and leave the others in float."""
     plan = info(node).plan
     first, *rest = open_unit(rewriter, node)
@@ -66,7 +83,7 @@ def _open_and_lower(rewriter: Rewriter, backend: Backend, node: fx.Node, reason:
         _lower(rewriter, backend, region)
 
 
-def _leave_in_float(rewriter: Rewriter, nodes: Sequence[fx.Node], reason: str) -> None:
+def _leave_in_float(rewriter: Rewriter[LoweringContext], nodes: Sequence[fx.Node], reason: str) -> None:
     """Record the decision that nodes run in float, unless their plan says so already."""
     plan = Plan(Decision("float", "unsupported", reason, decided_by=rewriter.name))
     for node in nodes:
@@ -75,7 +92,7 @@ def _leave_in_float(rewriter: Rewriter, nodes: Sequence[fx.Node], reason: str) -
             rewriter.describe(node, plan=plan)
 
 
-def _replace(rewriter: Rewriter, region: Region, kernel: Kernel) -> None:
+def _replace(rewriter: Rewriter[LoweringContext], region: Region, kernel: Kernel) -> None:
     """Replace a region by a kernel, and record the region for verification."""
     read = region.inputs if kernel.reads is None else tuple(region.inputs[i] for i in kernel.reads)
     if kernel.form is None:
@@ -106,7 +123,7 @@ def _replace(rewriter: Rewriter, region: Region, kernel: Kernel) -> None:
     rewriter.context.regions[node] = region
 
 
-def _describe_units(rewriter: Rewriter, node: fx.Node, units: Sequence[fx.Node]) -> None:
+def _describe_units(rewriter: Rewriter[LoweringContext], node: fx.Node, units: Sequence[fx.Node]) -> None:
     """Set the metadata of a kernel's node that follow from its units; for several units, also the plan of each op."""
     if len(units) < 2:
         for unit in units:
@@ -131,11 +148,11 @@ def _describe_units(rewriter: Rewriter, node: fx.Node, units: Sequence[fx.Node])
     )
 
 
-Change = Callable[[Rewriter, Mapping[fx.Node, fx.Node]], None]
+Change = Callable[[Rewriter[LoweringContext], Mapping[fx.Node, fx.Node]], None]
 """Function that edits a copy of a graph. The mapping has the copy of each node but the output."""
 
 
-def lowered_copy(gm: fx.GraphModule, graph: fx.Graph, context: Any, change: Change) -> fx.GraphModule:
+def lowered_copy(gm: fx.GraphModule, graph: fx.Graph, context: LoweringContext, change: Change) -> fx.GraphModule:
     """Return a changed and lowered copy of a qdq graph, which uses the modules and tensors of `gm`."""
     copied, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     copied.output(copied.graph_copy(graph, copies))
@@ -147,7 +164,7 @@ def lowered_copy(gm: fx.GraphModule, graph: fx.Graph, context: Any, change: Chan
     return rewriter.gm
 
 
-def record_engine_layers(rewriter: Rewriter, node: fx.Node, layers: tuple[EngineLayer, ...]) -> None:
+def record_engine_layers(rewriter: Rewriter[LoweringContext], node: fx.Node, layers: tuple[EngineLayer, ...]) -> None:
     """Record the layers that the engine of a kernel runs, and set units that it runs in float to float precision.
 
     The plan of an op without a layer of its own, because the engine has fused it into another, stays as it is.
@@ -184,7 +201,7 @@ def _common_module(paths: Iterable[str]) -> str:
     return ".".join(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False)))
 
 
-def _result_nodes(rewriter: Rewriter, region: Region, node: fx.Node, before: fx.Node) -> list[fx.Node]:
+def _result_nodes(rewriter: Rewriter[LoweringContext], region: Region, node: fx.Node, before: fx.Node) -> list[fx.Node]:
     """Insert a getitem node for each output of a kernel. Its metadata are those of the op that computes the output."""
     results, inside = [], set(region.nodes)
     for i, old in enumerate(region.outputs):
@@ -196,7 +213,7 @@ def _result_nodes(rewriter: Rewriter, region: Region, node: fx.Node, before: fx.
     return results
 
 
-def _allow_inplace(rewriter: Rewriter) -> None:
+def _allow_inplace(rewriter: Rewriter[LoweringContext]) -> None:
     """Let a kernel overwrite its residual if no later node reads that value.
 
     The residual must be the result of a kernel in memory of its own, not an input and not a view. The kernel must not
@@ -217,13 +234,13 @@ def _allow_inplace(rewriter: Rewriter) -> None:
         kernel.inplace = last_uses[residual] <= order[node]
 
 
-def _is_fresh(rewriter: Rewriter, node: fx.Node) -> bool:
+def _is_fresh(rewriter: Rewriter[LoweringContext], node: fx.Node) -> bool:
     """Whether a node's value is the result of a kernel that shares no memory with another tensor."""
     module = submodule(rewriter.gm, node)
     return isinstance(module, Kernel) and not module.returns_view
 
 
-def _may_alias(rewriter: Rewriter, user: fx.Node) -> bool:
+def _may_alias(rewriter: Rewriter[LoweringContext], user: fx.Node) -> bool:
     """Whether the result of a node may share memory with its input."""
     module = submodule(rewriter.gm, user)
     if isinstance(module, Kernel):

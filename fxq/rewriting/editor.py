@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic, Protocol, cast
 
 from torch import Tensor, fx, nn
+from typing_extensions import TypeVar
 
 from fxq.common.source import source_of
 from fxq.errors import PassError
@@ -18,6 +19,9 @@ from fxq.graph.run import Typed, infer
 from fxq.ops import OPS
 from fxq.rewriting.match import Matcher
 from fxq.rewriting.near_miss import NearMisses
+
+if TYPE_CHECKING:
+    from fxq.rewriting.computed import TrainableConstant
 
 DATA = "fxq_data"
 KERNELS = "fxq_kernels"
@@ -33,8 +37,27 @@ class Edit:
     after: tuple[str, ...]
 
 
-class Editor:
-    """Edits one graph for one pass.
+class EditContext(Protocol):
+    """Context that edits of a graph need. The context of the pipeline has more, which passes read.
+
+    Attributes:
+        units: path of the unit module for each kind and body, so that equal bodies share one.
+        computed: how constants are computed from parameters, by path; only if the recipe trains.
+        trains: whether the recipe trains.
+    """
+
+    units: dict[str, str]
+    computed: dict[str, TrainableConstant]
+
+    @property
+    def trains(self) -> bool: ...
+
+
+ContextT = TypeVar("ContextT", bound=EditContext, covariant=True, default=EditContext)
+
+
+class Editor(Generic[ContextT]):
+    """Edits one graph for one pass. Its type has that of its context: `Editor[Context]`.
 
     Attributes:
         gm: module whose graph is edited.
@@ -47,9 +70,9 @@ class Editor:
         names: names of the nodes.
     """
 
-    def __init__(self, gm: fx.GraphModule, context: Any, name: str = "", source: str = "") -> None:
+    def __init__(self, gm: fx.GraphModule, context: ContextT | None, name: str = "", source: str = "") -> None:
         self.gm = gm
-        self.context = context
+        self.context = cast(ContextT, context)  # None only for a pass that reads none
         self.name = name
         self.edits: list[Edit] = []
         self.near_misses = NearMisses()

@@ -54,7 +54,7 @@ def _join(
     inputs: tuple[Any, ...],
 ) -> tuple[fx.Node, list[fx.Node]]:
     """Replace op nodes by a call of a unit. Returns its node and the nodes of its outputs. Equal keys share a body."""
-    units: dict[str, str] = editor.context.units
+    units = editor.context.units
     if key not in units:
         units[key] = editor.module(Unit(kind, body()), kind, UNITS)
     name = "_".join([inside[0].name, *(op.name for op in map(op_of, inside[1:]) if op is not None)])
