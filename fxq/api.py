@@ -22,12 +22,11 @@ from fxq.report.report import write_comparison
 from fxq.saved.model_file import load_model
 from fxq.tracing.wrappers import unwrapped
 from fxq.workflow.calibrate import EVERY, Calibration, as_observed, first_of_all, merge_calibrations
+from fxq.workflow.entry import compared_model, float_model, trainable_model
 from fxq.workflow.fastest import convert_all, prepare_all
 from fxq.workflow.observed_model import ObservedModel
 from fxq.workflow.steps import (
     QdqCache,
-    check_compared,
-    check_model,
     converted,
     float_reference,
     manager_for,
@@ -80,13 +79,13 @@ def quantize(
         >>> qmodel(torch.rand(1, 3, 16, 16)).shape
         torch.Size([1, 4, 12, 12])
     """
-    chosen, model = as_recipe(recipe), unwrapped(model)
+    chosen = as_recipe(recipe)
     if chosen.trains:
         raise RecipeError(
             f"the recipe {chosen.preset!r} needs training, which fxq.quantize does not do: call trained = "
             "fxq.prepare(model, recipe, example_inputs=x), run your training loop, then call fxq.convert(trained)."
         )
-    check_model(model)
+    model = float_model(model)
     ranks = Ranks.of(group if data is not None else None)
     stream = batches(data, model, may_be_empty=ranks.size > 1) if data is not None else iter(())
     first = ranks.together(lambda: list(_opening(stream)))
@@ -170,15 +169,16 @@ def prepare(
     """
     chosen = as_recipe(recipe)
     if chosen.trains:
-        return prepared_for_training(model, chosen, example_inputs)
-    return _observed(model, chosen, example_inputs, observe_all)
+        return prepared_for_training(trainable_model(model), chosen, example_inputs)
+    return _observed(float_model(model), chosen, example_inputs, observe_all)
 
 
 def _observed(model: nn.Module, recipe: Recipe, example_inputs: Any, observe_all: bool = False) -> ObservedModel:
     if recipe.backend != FASTEST:
         return prepared(model, recipe, example_inputs, observe_all)
-    device = device_of(unwrapped(model))
-    return prepare_all(recipe, device, lambda own, sibling: prepared(model, own, example_inputs, observe_all, sibling))
+    return prepare_all(
+        recipe, device_of(model), lambda own, sibling: prepared(model, own, example_inputs, observe_all, sibling)
+    )
 
 
 def calibrate(
@@ -329,8 +329,7 @@ def compare(a: Any, b: QuantizedModel, data: Iterable[Any], *, progress: bool | 
         >>> [row.name for row in table], table.output_sqnr > 20, table.batches
         (['_1', '_2'], True, 4)
     """
-    a = unwrapped(a)
-    check_compared(a, b)
+    a = compared_model(a, b)
     stream = batches(data, a)
     first = next(stream)
     quantized = isinstance(a, QuantizedModel)
@@ -405,7 +404,7 @@ def run_passes(
         >>> print(run_passes(model, "static", example_inputs=torch.rand(1, 4), until="fuse").code.count("fxq_units"))
         1
     """
-    chosen = as_recipe(recipe)
+    model, chosen = float_model(model), as_recipe(recipe)
     line, before_calibration = chosen.pipeline, len(phases(chosen)[0])
     end = line.position(until) + 1
     if data is None or end <= before_calibration:

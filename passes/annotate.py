@@ -47,7 +47,7 @@ class Annotate(Pass):
     needs: ClassVar[Stage] = Stage.FUSED
     gives: ClassVar[Stage] = Stage.FUSED
 
-    def run(self, rewriter: Rewriter) -> None:
+    def run(self, rewriter: Rewriter[Context]) -> None:
         """Find candidates, decide between neighbours, and write the plans."""
         nodes = [n for n in rewriter.nodes() if n.op.startswith("call") and taken_from(n) is n]
         planner = _Planner(rewriter, {n: calls_of(rewriter.gm, n) for n in nodes}, MemoryWriters(nodes))
@@ -66,7 +66,7 @@ class _Planner:
         changes: nodes that change values in place.
     """
 
-    rewriter: Rewriter
+    rewriter: Rewriter[Context]
     ops: Mapping[fx.Node, Calls]
     changes: MemoryWriters
 
@@ -116,8 +116,8 @@ class _Planner:
         no_tensor = "its value is not a tensor"
         if reads_only_metadata(node):
             return self._float("no tensor", "reads a shape" if about.is_tensor else no_tensor)
-        if about.kept is not None:
-            return Plan(about.kept)
+        if about.traced.kept is not None:
+            return Plan(about.traced.kept)
         module = submodule(self.rewriter.gm, node)
         name = OPS.leaf_name(module) if module is not None else None
         if name is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -19,6 +19,7 @@ from fxq.graph.place import where
 from fxq.graph.query import constant, reads_only_metadata, states_of, submodule, taken_from, unobserved
 from fxq.graph.unit import calls_of, inputs_of, integer_sources, reads_of, wanted_forms
 from fxq.ops.traits import STATE_DYNAMIC
+from fxq.pipeline.context import Context
 from fxq.quant.dynamic_grid import DynamicGrid
 from fxq.quant.observer_base import Observer
 from fxq.quant.observers import observer_for
@@ -60,7 +61,7 @@ class ChooseGrids(Pass):
     needs: ClassVar[Stage] = Stage.OBSERVED
     gives: ClassVar[Stage] = Stage.OBSERVED
 
-    def run(self, rewriter: Rewriter) -> None:
+    def run(self, rewriter: Rewriter[Context]) -> None:
         """Choose all grids, then write them: if data is missing, the graph is unchanged and can still be calibrated."""
         if rewriter.context.grids is not None:
             for node in rewriter.nodes():
@@ -109,20 +110,12 @@ class _Chooser:
         plans: plans that change.
         off: values that are on no grid, each with the reason that readers give.
         reduce_range: role that has 7 bits where kernels overflow with 8.
-        weights: weights in integers.
-        dynamic: values with a grid that is computed at run time.
         infinite: values of `off` that hold infinity.
     """
 
-    def __init__(self, rewriter: Rewriter) -> None:
-        self.gm, self.fill_constants, self.given = (
-            rewriter.gm,
-            FillConstants(rewriter.gm),
-            InputDerivedValues(rewriter.gm),
-        )
-        self.reduce_range = rewriter.context.reduce_range
-        self.weights: list[fx.Node] = []
-        self.dynamic: list[fx.Node] = []
+    def __init__(self, rewriter: Rewriter[Context]) -> None:
+        self.gm, self.reduce_range = rewriter.gm, rewriter.context.reduce_range
+        self.fill_constants, self.given = FillConstants(rewriter.gm), InputDerivedValues(rewriter.gm)
         self.observers: dict[Key, Observer] = {}
         self.readers: dict[fx.Node, list[fx.Node]] = {}
         self.plans: dict[fx.Node, Plan] = {}
@@ -138,24 +131,26 @@ class _Chooser:
                     self.readers.setdefault(unobserved(self.gm, read), []).append(node)
 
     def chosen(self) -> dict[fx.Node, tuple[Edge, ...]]:
-        """Edges of every value, with their grids."""
-        numbers: dict[SharedGridGroup, int] = {}
-        for grid_group in self._groups.values():
-            numbers.setdefault(grid_group.root(), len(numbers))
+        """Edges of every value and weight, with their grids. A value in `off` keeps only edges with a dynamic range."""
+        roots = dict.fromkeys(grid_group.root() for grid_group in self._groups.values())
         reduce_range = self._overflowing() if self.reduce_range == "activations" else set()
-        grids = {grid_group: grid_group.qparams(grid_group in reduce_range) for grid_group in numbers}
-        chosen = {}
-        for value in dict.fromkeys(value for value, _ in self._groups):
-            calibrated = [edge for edge in info(value).edges if not edge.dynamic]
-            roots = {edge: self._groups[value, edge.form].root() for edge in calibrated}
-            edges = (replace(edge, group=numbers[root], qparams=grids[root]) for edge, root in roots.items())
-            chosen[value] = tuple(edges)
-        weights = {node: tuple(self._weight(node, edge) for edge in info(node).edges) for node in self.weights}
-        chosen = {**chosen, **weights, **dict.fromkeys(self.off, ())}
-        for node in self.dynamic:
-            edges = (self._dynamic(node, edge) for edge in info(node).edges if edge.dynamic)
-            chosen[node] = (*chosen.get(node, ()), *edges)
+        grids = {root: (number, root.qparams(root in reduce_range)) for number, root in enumerate(roots)}
+        chosen: dict[fx.Node, tuple[Edge, ...]] = {}
+        for node in self.gm.graph.nodes:
+            edges = [edge for edge in info(node).edges if edge.dynamic or node not in self.off]
+            if info(node).edges:
+                chosen[node] = tuple(self._with_grid(node, edge, grids) for edge in edges)
         return chosen
+
+    def _with_grid(self, node: fx.Node, edge: Edge, grids: Mapping[SharedGridGroup, tuple[int, QParams]]) -> Edge:
+        """Edge with its grid. `grids` holds number and grid of the groups of calibrated edges, by their root."""
+        if node.op == "get_attr":
+            return self._weight(node, edge)
+        if edge.dynamic:
+            reduces = self.reduce_range == "activations" and self._overflows(node, edge)
+            return replace(edge, qparams=DynamicGrid.of(edge.spec.reduced_range if reduces else edge.spec, edge.axis))
+        number, grid = grids[self._groups[node, edge.form].root()]
+        return replace(edge, group=number, qparams=grid)
 
     def with_state(self, node: fx.Node, plan: Plan, spec: TensorSpec) -> Plan:
         """Plan of a recurrent layer, with the grid of its hidden state, which is symmetric."""
@@ -181,13 +176,6 @@ class _Chooser:
         if max(scales) > _MAX_STATE_RATIO * scales[0]:  # the later states would use only a part of the grid
             return replace(plan, state=replace(DYNAMIC_STATE, bits=grid.bits))
         return replace(plan, state=grid, state_scale=max(scales))
-
-    def _dynamic(self, node: fx.Node, edge: Edge) -> Edge:
-        """Edge with a dynamic range, with its grid."""
-        spec = (
-            edge.spec.reduced_range if self.reduce_range == "activations" and self._overflows(node, edge) else edge.spec
-        )
-        return replace(edge, qparams=DynamicGrid.of(spec, edge.axis))
 
     def _overflows(self, node: fx.Node, edge: Edge) -> bool:
         """Whether a kernel that reads an edge overflows with 8 bits of both activations and weights."""
@@ -217,16 +205,12 @@ class _Chooser:
     def visit(self, node: fx.Node) -> None:
         """Choose the groups of a node's edges. The values that it reads must have been visited."""
         if node.op == "get_attr":
-            if info(node).edges:
-                self.weights.append(node)
             return
         reads = reads_of(self.gm, node)
         for value in reads:
             if value in self.off:
                 self._stop_reading(node, value, f"its input %{value.name} {self.off[value]}")
         edges = [edge for edge in info(node).edges if not edge.dynamic]
-        if len(edges) < len(info(node).edges):
-            self.dynamic.append(node)
         moved = self._plan(node).precision == "moves"
         for edge in edges:
             inputs = [self._groups[key] for key in reads.items() if key[1] == edge.form] if moved else []

@@ -64,9 +64,9 @@ class CorrectBias(Pass):
     def samples_read(self) -> int:
         return self.samples
 
-    def run(self, rewriter: Rewriter) -> None:
+    def run(self, rewriter: Rewriter[Context]) -> None:
         """Run the float and the integer graph side by side on the recorded samples, then write the corrections."""
-        context: Context = rewriter.context
+        context = rewriter.context
         layers: Mapping[fx.Node, _Layer] = self._layers(rewriter)
         if not context.samples or not layers:
             return
@@ -82,7 +82,7 @@ class CorrectBias(Pass):
         rewriter.erase_unused()  # the old biases and scales
 
     def _fitted(
-        self, rewriter: Rewriter, pieces: Sequence[Batch], floats: LayerValues, count: int | None = None
+        self, rewriter: Rewriter[Context], pieces: Sequence[Batch], floats: LayerValues, count: int | None = None
     ) -> Mapping[fx.Node, _Layer]:
         """Fit new layers to pieces of the samples. `count` is the number of all pieces; None: these are all."""
         layers = self._layers(rewriter)
@@ -92,7 +92,11 @@ class CorrectBias(Pass):
         return layers
 
     def _fit_more(
-        self, rewriter: Rewriter, pieces: Sequence[Batch], floats: LayerValues, layers: Mapping[fx.Node, _Layer]
+        self,
+        rewriter: Rewriter[Context],
+        pieces: Sequence[Batch],
+        floats: LayerValues,
+        layers: Mapping[fx.Node, _Layer],
     ) -> None:
         """Fit layers to more samples."""
         with progress_bar("correcting", len(pieces), rewriter.context.progress) as advance:
@@ -100,7 +104,9 @@ class CorrectBias(Pass):
                 _fit(rewriter.gm, batch, layers, floats)
                 advance()
 
-    def _validated(self, rewriter: Rewriter, pieces: Sequence[Batch], floats: LayerValues) -> Mapping[fx.Node, _Layer]:
+    def _validated(
+        self, rewriter: Rewriter[Context], pieces: Sequence[Batch], floats: LayerValues
+    ) -> Mapping[fx.Node, _Layer]:
         """Fit layers to few samples. They stay uncorrected unless a fit to one half improves the other half.
 
         With very few samples, each half is fitted and tested on the other.

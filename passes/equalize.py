@@ -15,6 +15,7 @@ from fxq.graph.info import info
 from fxq.graph.query import constant, is_op
 from fxq.graph.unit import OpCall, calls_of
 from fxq.ops import OPS
+from fxq.pipeline.context import Context
 from fxq.pipeline.float_ops import divide_original
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.rewriting.rewriter import Rewriter
@@ -66,7 +67,7 @@ class Equalize(Pass):
     gives: ClassVar[Stage] = Stage.CANONICAL
     latest: ClassVar[Stage | None] = Stage.CANONICAL
 
-    def run(self, rewriter: Rewriter) -> None:
+    def run(self, rewriter: Rewriter[Context]) -> None:
         """Find the pairs and their factors, then write the layers."""
         layers = {node: layer for node in rewriter.nodes() if (layer := _Layer.of(rewriter.gm, node)) is not None}
         pairs = [pair for layer in layers.values() if (pair := _pair(rewriter.gm, layer, layers)) is not None]

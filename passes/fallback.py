@@ -14,7 +14,7 @@ from fxq.backends.base import support_of
 from fxq.common.progress import progress_bar
 from fxq.common.timed_calls import threads_set_to
 from fxq.cost import cache as costs
-from fxq.cost.min_cut import Key, PricedValue, conversions_of
+from fxq.cost.min_cut import Key, PricedOp, PricedValue, conversions_of
 from fxq.cost.prices import (
     choose_by_price,
     float_ops,
@@ -62,9 +62,9 @@ class Fallback(Pass):
     needs: ClassVar[Stage] = Stage.QDQ
     gives: ClassVar[Stage] = Stage.QDQ
 
-    def run(self, rewriter: Rewriter) -> None:
+    def run(self, rewriter: Rewriter[Context]) -> None:
         """Split units that no kernel runs whole, choose float ops by price, then let float ops read float values."""
-        context: Context = rewriter.context
+        context = rewriter.context
         choose = context.recipe.optimize == "speed"
         pinned = Pinned(context.recipe.decided) if context.recipe.optimize == "decided" else None
         _ask_again(rewriter)
@@ -80,7 +80,7 @@ class Fallback(Pass):
         rewriter.erase_unused()
 
     def _decide(
-        self, rewriter: Rewriter, prober: Prober | None, pinned: Pinned | None
+        self, rewriter: Rewriter[Context], prober: Prober | None, pinned: Pinned | None
     ) -> tuple[list[Pin], dict[fx.Node, Place]]:
         """Split units and move ops to float. Returns the splits, and the nodes that could run on integers."""
         choose = prober is not None and prober.measures
@@ -99,7 +99,7 @@ class Fallback(Pass):
         return opened, able
 
 
-def _ask_again(rewriter: Rewriter) -> None:
+def _ask_again(rewriter: Rewriter[Context]) -> None:
     """Ask the backend about layers with dynamic ranges, since `smooth` may have chosen them after `annotate`."""
     backend = rewriter.context.backend
     for node in rewriter.nodes():
@@ -116,7 +116,7 @@ def _ask_again(rewriter: Rewriter) -> None:
             rewriter.describe(node, plan=plan.decided(kind="unsupported", text=support.reason))
 
 
-def _bound_sums(rewriter: Rewriter) -> None:
+def _bound_sums(rewriter: Rewriter[Context]) -> None:
     """Move layers whose integer sums could overflow int32 to float, on all backends: an export would overflow, too."""
     for node in rewriter.nodes():
         plan, largest = info(node).plan, 0.0
@@ -128,7 +128,7 @@ def _bound_sums(rewriter: Rewriter) -> None:
                 run_in_float(rewriter, node, "unsupported", reason, _fewer_bits(rewriter, node, plan, largest))
 
 
-def _fewer_bits(rewriter: Rewriter, node: fx.Node, plan: Plan, largest: float) -> str:
+def _fewer_bits(rewriter: Rewriter[Context], node: fx.Node, plan: Plan, largest: float) -> str:
     """Recipe line with fewer activation bits, so that a layer's sums fit in int32; empty if too few would be left."""
     call, spec = calls_of(rewriter.gm, node)[0], plan.reads
     bits = (spec.bits if spec is not None else 0) - math.ceil(
@@ -137,12 +137,12 @@ def _fewer_bits(rewriter: Rewriter, node: fx.Node, plan: Plan, largest: float) -
     if spec is None or bits < MIN_PROPOSED_BITS or call.rounds_its_state:
         return ""
     dynamic = f', per="{spec.per}", range="dynamic"' if spec.range == "dynamic" else ""
-    path = (info(node).paths or (info(node).path,))[0]
+    path = (info(node).fused.paths or (info(node).path,))[0]
     config = f"fxq.QuantConfig(activation=fxq.TensorSpec(bits={bits}{dynamic}))"
     return rewriter.context.override_line(path, call.op.name, config)
 
 
-def _ask_backend(rewriter: Rewriter, prober: Prober) -> None:
+def _ask_backend(rewriter: Rewriter[Context], prober: Prober) -> None:
     """Let the backend price the current units, if it prices whole graphs."""
     context = rewriter.context
     prober.own = context.backend.prices(rewriter.gm, (context.samples or [context.example])[0])
@@ -174,19 +174,19 @@ def _open_units(rewriter: Rewriter, prober: Prober | None, pinned: Pinned | None
     return decided
 
 
-def _price(rewriter: Rewriter, prober: Prober, choose: bool) -> None:
+def _price(rewriter: Rewriter[Context], prober: Prober, choose: bool) -> None:
     """Record the cost of every op; with `choose`, move integer ops to float where that makes the graph faster."""
-    nodes, context = rewriter.nodes(), rewriter.context
+    nodes = rewriter.nodes()
     regions = regions_of(rewriter.gm, nodes)
     unknown = sum(
         prober.measures and prober.can_price(region) and not prober.knows(region) for region in regions.values()
     )
-    with progress_bar("measuring kernels", unknown, context.progress if unknown else False) as advance:
+    with progress_bar("measuring kernels", unknown, rewriter.context.progress if unknown else False) as advance:
         ops = priced_ops(rewriter.gm, regions, prober, advance)
         float_costs = dict(float_ops(rewriter.gm, nodes, prober))
         weight_only_costs = dict(weight_only_ops(rewriter.gm, nodes, prober))
-    for priced_node, cost in (*float_costs.items(), *weight_only_costs.items()):
-        _record(rewriter, priced_node, cost)
+    for node, cost in (*float_costs.items(), *weight_only_costs.items()):
+        _record(rewriter, node, cost)
     float_seconds = 1e-6 * sum(cost.float_us for cost in float_costs.values())
     slow = slower_for_size(weight_only_costs, float_seconds + sum(op.real for op in ops if op.source))
     if slow is not None:
@@ -201,22 +201,55 @@ def _price(rewriter: Rewriter, prober: Prober, choose: bool) -> None:
             warn(slow)
     idle = _drop_idle(integers, values, nodes)
     if choose and prober.own is not None:
-        all_integers: set[Key] = set(regions)
-        all_idle = _drop_idle(all_integers, values, nodes)
-        cuts = [(all_integers, all_idle), (integers, idle), (set[Key](), idle)]
-        changes = [partial(_move_to_float, [op.key for op in ops if op.key not in cut]) for cut, _ in cuts]
-        integers, idle = cuts[quickest(rewriter.gm, context, changes)]
+        integers, idle = _quickest_cut(rewriter, ops, values, (integers, idle))
     conversions = conversions_of(integers, values)
     for op in ops:
-        node: Any = op.key
-        if op.source:
-            around = None if node in idle else 1e6 * conversions.get(node, 0.0)
-            _record(rewriter, node, Cost(1e6 * op.real, 1e6 * op.int8, around, op.source))
-        if node not in integers:
-            kind: DecisionKind = "no integer neighbour" if node in idle else "slower"
-            slower = SLOWER if op.int8 > op.real else SLOWER_WITH_CONVERSIONS
-            with rewriter.attributed("run_in_float", run_in_float):
-                run_in_float(rewriter, node, kind, UNREAD if node in idle else slower, COVERAGE)
+        _apply_price(rewriter, op, op.key in integers, op.key in idle, conversions.get(op.key, 0.0))
+
+
+def _quickest_cut(
+    rewriter: Rewriter[Context],
+    ops: Sequence[PricedOp],
+    values: Sequence[PricedValue],
+    chosen: tuple[set[Key], set[fx.Node]],
+) -> tuple[set[Key], set[fx.Node]]:
+    """Time whole graphs end to end: the chosen mix, all on integers, and all in float. Returns the fastest of the cuts.
+
+    A cut is the ops on integers, and the idle ones, see `_drop_idle`.
+
+    Args:
+        rewriter: rewriter of the graph, which is timed in copies.
+        ops: all ops that could run on integers.
+        values: the values between them.
+        chosen: the cut that is fastest by prices.
+    """
+    all_integers = {op.key for op in ops}
+    cuts = [(all_integers, _drop_idle(all_integers, values, rewriter.nodes())), chosen, (set[Key](), chosen[1])]
+    changes = [partial(_move_to_float, [op.key for op in ops if op.key not in cut]) for cut, _ in cuts]
+    return cuts[quickest(rewriter.gm, rewriter.context, changes)]
+
+
+def _apply_price(
+    rewriter: Rewriter[Context], op: PricedOp, on_integers: bool, is_idle: bool, conversions: float
+) -> None:
+    """Record the cost of an op that could run on integers; move it to float if it does not.
+
+    Args:
+        rewriter: rewriter of the graph.
+        op: the op, with its times in seconds.
+        on_integers: whether it runs on integers.
+        is_idle: whether it only moves values that are not read as integers.
+        conversions: extra time of conversions around it on integers, in seconds.
+    """
+    node: Any = op.key
+    if op.source:
+        around = None if is_idle else 1e6 * conversions
+        _record(rewriter, node, Cost(1e6 * op.real, 1e6 * op.int8, around, op.source))
+    if not on_integers:
+        kind: DecisionKind = "no integer neighbour" if is_idle else "slower"
+        slower = SLOWER if op.int8 > op.real else SLOWER_WITH_CONVERSIONS
+        with rewriter.attributed("run_in_float", run_in_float):
+            run_in_float(rewriter, node, kind, UNREAD if is_idle else slower, COVERAGE)
 
 
 def _move_to_float(floats: Sequence[Any], rewriter: Rewriter, copies: Mapping[fx.Node, fx.Node]) -> None:

@@ -28,7 +28,7 @@ from fxq.graph.region import is_weight_only
 from fxq.graph.unit import calls_of, wanted_forms
 from fxq.ops.traits import STATE_DYNAMIC
 from fxq.pipeline.candidates import UNREAD
-from fxq.quant.dynamic_grid import DynamicGrid, Grid
+from fxq.quant.dynamic_grid import DynamicGrid
 from fxq.quant.observer_base import Observer
 from fxq.quant.packing import BITS, pack
 from fxq.quant.qparams import QParams, quantize
@@ -56,32 +56,27 @@ class InsertQdq(Pass):
 
     def run(self, rewriter: Rewriter) -> None:
         """Remove the observers, then insert the conversions."""
-        values = _values_with_grids(rewriter)
+        values = [value for value in rewriter.nodes() if info(value).edges]
+        for value in values:
+            if any(edge.qparams is None for edge in info(value).edges):
+                raise PassError(
+                    f"{where(rewriter.gm, value)}: its grid is not chosen. Run choose-grids after calibration."
+                )
         for node in rewriter.nodes():
             if isinstance(submodule(rewriter.gm, node), Observer):
                 rewriter.replace(node, node.args[0])
         wanted = {node: wanted_forms(rewriter.gm, node) for node in rewriter.nodes()}
-        grids = {value: {e.form: e.qparams for e in info(value).edges if not e.dynamic} for value in values}
         stored: dict[Hashable, tuple[Tensor, ...]] = {}
         for value in values:
             _convert_edges(rewriter, value, wanted, stored)
-        for node in rewriter.nodes():
-            _set_state_grid(rewriter, node)
         float_states: dict[fx.Node, fx.Node | None] = {}
         for node in rewriter.nodes():
+            _set_state_grid(rewriter, node)
             _pass_states_in_float(rewriter, node, float_states)
-        for value, own_grids in grids.items():
-            _requantize_inputs(rewriter, value, own_grids, wanted[value])
+        for value in values:
+            _requantize_inputs(rewriter, value, wanted[value])
+            rewriter.describe(value, edges=())  # the conversions hold the grids now
         rewriter.erase_unused()
-
-
-def _values_with_grids(rewriter: Rewriter) -> list[fx.Node]:
-    """Values and weights that will be integers. Raises `PassError` if one has no grid."""
-    values = [value for value in rewriter.nodes() if info(value).edges]
-    for value in values:
-        if any(edge.qparams is None for edge in info(value).edges):
-            raise PassError(f"{where(rewriter.gm, value)}: its grid is not chosen. Run choose-grids after calibration.")
-    return values
 
 
 def _convert_edges(
@@ -105,7 +100,6 @@ def _convert_edges(
             current = _convert(rewriter, value, current, edge, own_readers)
         elif own_readers:
             _convert_weight(rewriter, value, edge, own_readers, stored)
-    rewriter.describe(value, edges=())
 
 
 def _convert(rewriter: Rewriter, value: fx.Node, current: fx.Node, edge: Edge, readers: Collection[fx.Node]) -> fx.Node:
@@ -133,12 +127,7 @@ def _convert(rewriter: Rewriter, value: fx.Node, current: fx.Node, edge: Edge, r
     return dq
 
 
-def _requantize_inputs(
-    rewriter: Rewriter,
-    node: fx.Node,
-    results: Mapping[IntegerForm, Grid | None],
-    wanted: Mapping[fx.Node, IntegerForm],
-) -> None:
+def _requantize_inputs(rewriter: Rewriter, node: fx.Node, wanted: Mapping[fx.Node, IntegerForm]) -> None:
     """Requantize those inputs of an op that moves integers whose grid is not the grid of its result.
 
     Their integers are converted, not their floats: their grid is several times as fine.
@@ -146,6 +135,7 @@ def _requantize_inputs(
     plan = info(node).plan
     if plan is None or plan.precision != "moves":
         return
+    results = {edge.form: edge.qparams for edge in info(node).edges if not edge.dynamic}
     for read in node.all_input_nodes:
         own = grid_of(rewriter.gm, read)
         value: Any = producer_of(read)

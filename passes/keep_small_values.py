@@ -59,7 +59,7 @@ class KeepSmallValues(Pass):
     needs: ClassVar[Stage] = Stage.OBSERVED
     gives: ClassVar[Stage] = Stage.OBSERVED
 
-    def run(self, rewriter: Rewriter) -> None:
+    def run(self, rewriter: Rewriter[Context]) -> None:
         """Measure the losses of all layers, and write float plans for those that lose too much."""
         for node, loss in self._losses(rewriter).items():
             if loss.share > self.most and loss.sqnr < self.least:
@@ -73,9 +73,9 @@ class KeepSmallValues(Pass):
                     why = f"%{node.name} reads values of it that would mostly become zero in {loss.bits} bits"
                     rewriter.describe(light, plan=self._float(why))
 
-    def _losses(self, rewriter: Rewriter) -> dict[fx.Node, _Loss]:
+    def _losses(self, rewriter: Rewriter[Context]) -> dict[fx.Node, _Loss]:
         """Loss of each layer on recorded samples, or on the example if the graph does not run on these."""
-        context: Context = rewriter.context
+        context = rewriter.context
 
         def run(batches: Sequence[Batch]) -> dict[fx.Node, _Loss]:
             all_losses = {node: _Loss.of(rewriter.gm, node) for node in rewriter.nodes()}

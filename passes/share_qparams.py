@@ -48,15 +48,16 @@ class ShareQParams(Pass):
         groups = _groups(wanted, ties)
         moved = {result for _, result in ties}
         fill_constants = FillConstants(rewriter.gm)
-        for value in nodes:
+        for value, forms in wanted.items():
             constants = tuple(sorted(fill_constants.of(value))) if value.op != "get_attr" else ()
+            has_own_range = bool(constants) or selects(rewriter.gm, value)
             edges = []
-            for form in sorted(wanted.get(value, {}), key=lambda form: -form.spec.bits):  # float readers read the first
+            for form in sorted(forms, key=lambda form: -form.spec.bits):  # float readers read the first form
                 source = (value, form) not in moved
-                observed = source or bool(constants) or selects(rewriter.gm, value)
-                edges.append(Edge(form.spec, groups[value, form], source, observed, constants, form.axis))
-            if edges:
-                rewriter.describe(value, edges=tuple(edges))
+                edges.append(
+                    Edge(form.spec, groups[value, form], source, source or has_own_range, constants, form.axis)
+                )
+            rewriter.describe(value, edges=tuple(edges))
         _add_alone(rewriter, nodes, len(set(groups.values())))
 
 

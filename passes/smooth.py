@@ -14,6 +14,7 @@ from fxq.common.metrics import Agreement
 from fxq.graph.info import Decision, Plan, info
 from fxq.graph.query import swapped
 from fxq.paired.linear_inputs import Form, LinearInput, LinearLayer, seen_inputs
+from fxq.pipeline.context import Context
 from fxq.pipeline.float_moves import move_floats
 from fxq.quant.dynamic_grid import DynamicGrid, Grid
 from fxq.quant.observers import observer_for
@@ -103,7 +104,7 @@ class Smooth(Pass):
     def samples_read(self) -> int:
         return self.samples
 
-    def run(self, rewriter: Rewriter) -> None:
+    def run(self, rewriter: Rewriter[Context]) -> None:
         """Measure the errors of all variants, and write the best ones."""
         for linear_input in seen_inputs(rewriter.gm, rewriter.context, _Input, self.samples, self.rows, self.least):
             linear_input.include_later()

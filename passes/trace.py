@@ -44,9 +44,9 @@ class Trace(Pass):
     needs: ClassVar[Stage] = Stage.NONE
     gives: ClassVar[Stage] = Stage.TRACED
 
-    def run(self, rewriter: Rewriter) -> None:
+    def run(self, rewriter: Rewriter[Context]) -> None:
         """Replace the rewriter's empty module by the traced one."""
-        context: Context = rewriter.context
+        context = rewriter.context
         _check_leaves(context.recipe.leaf_modules, context.types)
         _check_hooks(context.model)
         broken: dict[str, str] = {}
@@ -72,12 +72,13 @@ def _traced(context: Context, broken: Mapping[str, str], run: FloatRun) -> Rewri
     _take_copies(gm, run.written)
     traced = Rewriter(gm, context, Trace.name, source_of(Trace.run))
     for node in gm.graph.nodes:
-        traced.describe(node, origins=(node.name,) if _is_call(node) else (), kept=_kept_leaf(node, recipe, broken))
+        facts = info(node).traced._replace(kept=_kept_leaf(node, recipe, broken))
+        traced.describe(node, origins=(node.name,) if _is_call(node) else (), traced=facts)
     states = list(_check_state_of(run, leaves))
     hidden = [
         CannotTrace(kept.path, kept.why) for kept in states if kept.hidden
     ]  # errors of the others name a source line
-    writers = {node: info(node).source for node in gm.graph.nodes if info(node).changes}
+    writers = {node: info(node).source for node in gm.graph.nodes if info(node).traced.changes}
     edit_count = len(traced.edits)
     functionalization = Functionalization(traced, tracer.watch, tracer.new_constants)
     divisible: bool | None = None

@@ -195,8 +195,53 @@ class Edge:
         return self.spec.range == "dynamic"
 
 
+class TracedInfo(NamedTuple):
+    """Metadata that `trace` and the passes up to `decompose` record of a node of the model.
+
+    Attributes:
+        memory: numbers of the memory blocks of the tensors in its value; values with a common block are views of each
+            other (see `fxq/graph/analysis/mutation.py`).
+        changes: numbers of the blocks that the traced node changes in place.
+        kept: decision of a pass before `annotate` to leave a call or a module as it is.
+    """
+
+    memory: tuple[int, ...] = ()
+    changes: tuple[int, ...] = ()
+    kept: Decision | None = None
+
+
+class FusedInfo(NamedTuple):
+    """Metadata of the ops inside a unit or kernel, in execution order. `fuse` records it, and kernels inherit it.
+
+    Attributes:
+        parts: the origins of each op.
+        values: for a unit, shape and dtype of the value of each op.
+        paths: for a unit, or a kernel of several units, the module path of each op.
+    """
+
+    parts: tuple[tuple[str, ...], ...] = ()
+    values: tuple[tuple[tuple[int, ...] | None, torch.dtype | None], ...] = ()
+    paths: tuple[str, ...] = ()
+
+
+class LoweredInfo(NamedTuple):
+    """Metadata of a kernel, recorded by `lower`.
+
+    Attributes:
+        body: the ops that it runs, as text.
+        plans: for a kernel of several units, the plan of each op.
+        layers: for a kernel of an engine, the layers that the engine made of it for the example input.
+    """
+
+    body: tuple[str, ...] = ()
+    plans: tuple[Plan, ...] = ()
+    layers: tuple[EngineLayer, ...] = ()
+
+
 class NodeInfo(NamedTuple):
     """Metadata of a node, stored in `node.meta["fxq"]`. A named tuple, since edits often replace fields.
+
+    Fields of one stage are in a record of that stage; the others hold at every stage.
 
     Attributes:
         path: path of the innermost module whose forward created the node; empty for the model itself.
@@ -204,21 +249,14 @@ class NodeInfo(NamedTuple):
         shape: shape of its value, or None if the value is not a tensor.
         dtype: dtype of its value, or None.
         origins: names of the traced ops that it represents.
-        parts: for a unit or kernel, the origins of each of its ops.
-        values: for a unit, shape and dtype of the value of each of its ops.
-        paths: for a unit, or a kernel of several units, the module path of each of its ops.
-        plans: for a kernel of several units, the plan of each of its ops.
         made_by: the pass and rule that created it, with the rule's source line; empty for traced nodes.
-        kept: decision of a pass before `annotate` to leave a call or a module as it is.
-        plan: the plan by `annotate`, once it has run.
-        edges: integer forms of its value, one for each spec that a consumer wants; empty from insert-qdq on.
-        body: for a kernel, the ops that it runs, as text.
-        layers: for a kernel of an engine, the layers that the engine made of it for the example input.
-        memory: numbers of the memory blocks of the tensors in its value; values with a common block are views of each
-            other (see `fxq/graph/analysis/mutation.py`).
-        changes: numbers of the blocks that the traced node changes in place.
         stands_for: for an integer weight or a corrected bias, the path of the float one.
         note: remark for the user.
+        traced: memory of its value, and whether it was kept as the model calls it.
+        fused: the ops inside a unit or kernel.
+        plan: the plan by `annotate`, once it has run.
+        edges: integer forms of its value, one for each spec that a consumer wants; empty from insert-qdq on.
+        lowered: the ops and layers of a kernel.
     """
 
     path: str = ""
@@ -226,20 +264,14 @@ class NodeInfo(NamedTuple):
     shape: tuple[int, ...] | None = None
     dtype: torch.dtype | None = None
     origins: tuple[str, ...] = ()
-    parts: tuple[tuple[str, ...], ...] = ()
-    values: tuple[tuple[tuple[int, ...] | None, torch.dtype | None], ...] = ()
-    paths: tuple[str, ...] = ()
-    plans: tuple[Plan, ...] = ()
     made_by: str = ""
-    kept: Decision | None = None
-    plan: Plan | None = None
-    edges: tuple[Edge, ...] = ()
-    body: tuple[str, ...] = ()
-    layers: tuple[EngineLayer, ...] = ()
-    memory: tuple[int, ...] = ()
-    changes: tuple[int, ...] = ()
     stands_for: str = ""
     note: str = ""
+    traced: TracedInfo = TracedInfo()
+    fused: FusedInfo = FusedInfo()
+    plan: Plan | None = None
+    edges: tuple[Edge, ...] = ()
+    lowered: LoweredInfo = LoweredInfo()
 
     @property
     def is_tensor(self) -> bool:

@@ -188,7 +188,7 @@ def makes_no_tensor(node: fx.Node) -> bool:
     """Whether the node returns only plain values, such as sizes and numbers, and no tensors."""
     about = info(node)
     calls = node.op in ("call_function", "call_method") and op_of(node) is None
-    return calls and META in node.meta and not about.is_tensor and not about.memory
+    return calls and META in node.meta and not about.is_tensor and not about.traced.memory
 
 
 def reads_only_metadata(node: fx.Node) -> bool:

@@ -141,10 +141,10 @@ def _view_node(gm: fx.GraphModule, node: fx.Node, scale: str, zero_point: str) -
         scale=scale,
         zero_point=zero_point,
         reason=about.plan.decision.text if about.plan is not None and kind != "size" else "",
-        note=about.note or (about.kept.text if about.kept is not None else ""),
+        note=about.note or (about.traced.kept.text if about.traced.kept is not None else ""),
         origins=about.origins,
-        precisions=tuple(plan.precision for plan in about.plans),
-        layers=about.layers,
+        precisions=tuple(plan.precision for plan in about.lowered.plans),
+        layers=about.lowered.layers,
     )
 
 
@@ -168,7 +168,7 @@ def _describe(gm: fx.GraphModule, node: fx.Node) -> tuple[str, tuple[str, ...], 
     if module is not None:
         label = getattr(module, "name", None)
         kind = getattr(module, "kind", kind)
-        return str(label) if isinstance(label, str) else type(module).__name__, info(node).body, "", kind
+        return str(label) if isinstance(label, str) else type(module).__name__, info(node).lowered.body, "", kind
     source = node.args[0] if node.target is operator.getitem else None
     part_of = submodule(gm, source) if isinstance(source, fx.Node) else None
     if part_of is not None and not isinstance(part_of, Unit):
@@ -201,5 +201,5 @@ def _text(node: fx.Node, label: str, body: tuple[str, ...], options: str) -> str
         return f"return {value_text(node.args[0], exact=False)}"
     receiver = {"call_method": ".", "call_module": "" if body else "module "}.get(node.op, "")
     inside = f" {{{'; '.join(body)}}}" if any("(" in part for part in body) else ""
-    inside = f" {{{len(body)} ops}}" if info(node).plans else inside
+    inside = f" {{{len(body)} ops}}" if info(node).lowered.plans else inside
     return f"{node.name} = {receiver}{label}({arguments}){inside}"

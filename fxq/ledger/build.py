@@ -96,10 +96,10 @@ def _workers(
     node_info = info(node)
     if taken_from(node) is not node:
         return
-    inside = node_info.body or tuple(call.op.name for call in calls_of(gm, node)) or (view.label,)
-    origins = node_info.parts or (node_info.origins,)
+    inside = node_info.lowered.body or tuple(call.op.name for call in calls_of(gm, node)) or (view.label,)
+    origins = node_info.fused.parts or (node_info.origins,)
     values = {info(value).origins: value for value in reversed(values_of(node)) if value is not node}
-    decisions = [(plan.decision, plan.cost) for plan in node_info.plans]
+    decisions = [(plan.decision, plan.cost) for plan in node_info.lowered.plans]
     if not decisions:
         decision, cost = (
             _decision(gm, node, view.kind, lowered),
@@ -145,7 +145,7 @@ def _saved_bytes(gm: fx.GraphModule, node: fx.Node) -> int:
 
 def _decision(gm: fx.GraphModule, node: fx.Node, kind: str, lowered: bool) -> Decision:
     """Decision for a node: its precision, and the reason for float, also if no pass recorded one."""
-    plan, kept = info(node).plan, info(node).kept
+    plan, kept = info(node).plan, info(node).traced.kept
     undecided = Decision("float", "undecided", info(node).note or "no pass has planned it")
     decision = plan.decision if plan is not None else kept or undecided
     if kind not in ("int8", "weight-only", "moves"):

@@ -68,9 +68,9 @@ class Reconstruction(Pass):
     def choose(self, layer: WeightRows, error: OutputError) -> Tensor:
         """Choose the integers of a layer's weight: whole numbers in float32, (G, R, K)."""
 
-    def run(self, rewriter: Rewriter) -> None:
+    def run(self, rewriter: Rewriter[Context]) -> None:
         """Run the graph and its float form side by side, node by node."""
-        context: Context = rewriter.context
+        context = rewriter.context
         if not context.samples:
             raise InputError(
                 f"{self.name} needs the inputs of layers, and no samples are recorded. Pass data: "

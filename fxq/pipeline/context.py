@@ -83,6 +83,11 @@ class Context:
         if not self.types:
             self.types = {path: type(module) for path, module in self.model.named_modules(remove_duplicate=False)}
 
+    @property
+    def trains(self) -> bool:
+        """Whether the recipe trains."""
+        return self.recipe.trains
+
     def some_samples(self, most: int) -> list[Batch]:
         """About `most` samples of the recorded batches, or of the example if none are recorded.
 

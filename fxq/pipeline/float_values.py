@@ -172,7 +172,7 @@ class FloatValues:
 
     def _fitting(self, layers: Collection[fx.Node], context: Context) -> int:
         """Number of recorded batches that fit, estimated from the shapes on the example."""
-        shapes = [info(node).values[0][0] if info(node).values else info(node).shape for node in layers]
+        shapes = [info(node).fused.values[0][0] if info(node).fused.values else info(node).shape for node in layers]
         size = 4 * sum(torch.Size(shape).numel() for shape in shapes if shape is not None)
         per_input, room = size / max(_inputs(context.example), 1), float(self.most)
         for count, batch in enumerate(context.samples if size else ()):

@@ -16,7 +16,7 @@ from torch import fx
 
 from fxq.graph.analysis.memory import KEEP_STATE_REMEDY, MemoryWatch
 from fxq.graph.guards import own_copy
-from fxq.graph.info import info
+from fxq.graph.info import TracedInfo, info
 from fxq.graph.query import reads_only_metadata, swapped
 from fxq.ops import OPS
 from fxq.rewriting.aliases import Alias, Block
@@ -75,7 +75,7 @@ class Functionalization:
     def run(self) -> list[CannotTrace]:
         """Rewrite the graph. Returns the obstacles, at most one per storage; with any, the graph is unusable."""
         breaks: list[CannotTrace] = []
-        if not any(info(node).changes for node in self.rewriter.graph.nodes):
+        if not any(info(node).traced.changes for node in self.rewriter.graph.nodes):
             return breaks
         before = set(self.rewriter.graph.nodes)
         broken: set[int] = set()
@@ -83,10 +83,10 @@ class Functionalization:
             for node in self.rewriter.nodes():
                 about = info(node)
                 try:
-                    if not broken.intersection(about.memory + about.changes):
+                    if not broken.intersection(about.traced.memory + about.traced.changes):
                         self._node(node)
                 except CannotTrace as stop:
-                    broken.update(about.memory + about.changes)
+                    broken.update(about.traced.memory + about.traced.changes)
                     breaks.append(stop)
             for node in reversed(self.rewriter.nodes()) if not breaks else ():
                 if not node.users and (node not in before or node in self.rewritten) and node.op != "output":
@@ -104,7 +104,7 @@ class Functionalization:
         self.present = {now: self.aliases[arg] for arg, now in new.items() if isinstance(now, fx.Node)}
         if new:
             self.rewriter.update(node, args=swapped(node.args, new), kwargs=swapped(node.kwargs, new))
-        if info(node).changes:
+        if info(node).traced.changes:
             self._write(node)
         elif info(node).is_tensor or not reads_only_metadata(node):  # ones_like reads only a shape, but makes a tensor
             self._register(node, read)
@@ -166,12 +166,12 @@ class Functionalization:
     def _register(self, node: fx.Node, read: dict[fx.Node, Any]) -> None:
         """Register the result of a node that writes nothing."""
         about = info(node)
-        cut = cut_along(node) if not about.is_tensor and about.memory else None
+        cut = cut_along(node) if not about.is_tensor and about.traced.memory else None
         if not about.is_tensor and cut is None:
-            if about.memory:
-                self.containers[node] = {b: b.version for b in map(self._block, about.memory)}
-        elif len(about.memory) == 1:
-            block = self._block(about.memory[0])
+            if about.traced.memory:
+                self.containers[node] = {b: b.version for b in map(self._block, about.traced.memory)}
+        elif len(about.traced.memory) == 1:
+            block = self._block(about.traced.memory[0])
             spot, parent, slot = self.watch.spot(node), None, None
             for arg, now in read.items():
                 if parent is None and (alias := self.aliases.get(arg)) is not None and alias.block is block:
@@ -188,7 +188,7 @@ class Functionalization:
 
     def _write(self, node: fx.Node) -> None:
         """Make a node that writes to memory return the new value instead."""
-        blocks, named = {self._block(number) for number in info(node).changes}, written_by(node)
+        blocks, named = {self._block(number) for number in info(node).traced.changes}, written_by(node)
         args = [a for a in node.all_input_nodes if self._shares(a, blocks)]
         written = [named] if named is not None and named in args else args
         aliases = []
@@ -216,7 +216,7 @@ class Functionalization:
             news = [functional] if functional is not None else self._on_copies(node, aliases)
         for alias, new in zip(aliases, news, strict=True):
             self._set_value(alias, new, node)
-        if node not in self.aliases and info(node).memory:
+        if node not in self.aliases and info(node).traced.memory:
             self._register(node, {})
 
     def _is_elementwise(self, node: fx.Node) -> bool:
@@ -284,7 +284,7 @@ class Functionalization:
     def _reshape(self, node: fx.Node, alias: Alias) -> None:
         """Rewrite a call such as `x.unsqueeze_(0)`: later nodes that read x read another view of the same memory."""
         self.rewriter.update(node, target=str(node.target)[:-1])
-        self.rewriter.describe(node, changes=())
+        self.rewriter.describe(node, traced=info(node).traced._replace(changes=()))
         new = Alias(node, alias.block, alias, False, node, alias.block.version, alias.now)
         for value in [value for value in self.aliases if self.watch.same_object(value, node)]:
             self.aliases[value] = new
@@ -313,7 +313,7 @@ class Functionalization:
                 call.kind, call.target, call.args, call.kwargs, like=node, before=node, typed=typed
             )
             self.rewriter.update(node, "to", (result, dtype), {}, op="call_method")
-        self.rewriter.describe(node, changes=(), memory=())
+        self.rewriter.describe(node, traced=info(node).traced._replace(memory=(), changes=()))
         return node
 
     def _filled(self, node: fx.Node) -> list[fx.Node]:
@@ -321,7 +321,7 @@ class Functionalization:
         outs: Any = node.kwargs["out"]
         kwargs = {key: value for key, value in node.kwargs.items() if key != "out"}
         result = self.rewriter.node(node.op, node.target, node.args, kwargs, like=node, before=node)
-        self.rewriter.describe(result, changes=(), memory=())
+        self.rewriter.describe(result, traced=TracedInfo())
         news: list[fx.Node] = []
         for i, ((shape, dtype), out) in enumerate(zip(self.watch.parts[node], outs, strict=True)):
             if shape != info(out).shape:
@@ -341,7 +341,7 @@ class Functionalization:
             return False
         if node.op == "call_module":
             module = self.rewriter.gm.get_submodule(str(node.target))
-            return OPS.of_module(module) is not None and info(node).kept is None
+            return OPS.of_module(module) is not None and info(node).traced.kept is None
         call = out_of_place(node)
         in_table = OPS.of_call(node.target) is not None and node.args[:1] == (alias.node,) and "out" not in node.kwargs
         return in_table and call is not None and dtype_of_call(call) == info(alias.node).dtype
@@ -387,15 +387,15 @@ class Functionalization:
             copied = self.rewriter.node(
                 "call_function", own_copy, (alias.now,), like=alias.node, before=node, typed=(about.shape, about.dtype)
             )
-            self.rewriter.describe(copied, memory=(self.watch.new_block(),), origins=())
+            self.rewriter.describe(copied, traced=TracedInfo(memory=(self.watch.new_block(),)), origins=())
             copies[alias.now] = copied
         whole = next((alias for alias in aliases if self.watch.same(alias.node, node)), None)
         self.rewriter.update(node, args=swapped(node.args, copies), kwargs=swapped(node.kwargs, copies))
-        blocks = tuple(info(copied).memory[0] for copied in copies.values())
-        written = set().union(*(info(alias.node).memory for alias in aliases))
-        memory = tuple(block for block in info(node).memory if block not in written)
-        memory = info(copies[whole.now]).memory if whole is not None else memory
-        self.rewriter.describe(node, changes=blocks, memory=memory)
+        blocks = tuple(info(copied).traced.memory[0] for copied in copies.values())
+        written = set().union(*(info(alias.node).traced.memory for alias in aliases))
+        memory = tuple(block for block in info(node).traced.memory if block not in written)
+        memory = info(copies[whole.now]).traced.memory if whole is not None else memory
+        self.rewriter.describe(node, traced=info(node).traced._replace(memory=memory, changes=blocks))
         return [node if alias is whole else copies[alias.now] for alias in aliases]
 
     def _set_value(self, alias: Alias, value: fx.Node, node: fx.Node) -> None:

@@ -13,7 +13,7 @@ from fxq.graph.info import info
 from fxq.graph.query import read_attribute
 from fxq.ops import OPS
 from fxq.rewriting.computed import TrainableConstant, depends_on_parameters, record_trainable
-from fxq.rewriting.editor import Editor
+from fxq.rewriting.editor import ContextT, Editor
 from fxq.rewriting.match import Capture, Match
 from fxq.rewriting.near_miss import Refusal
 from fxq.rewriting.pattern import Family, Rule
@@ -24,7 +24,7 @@ Refuse = Callable[[Match], "str | None"]
 """Function of a match that returns the reason why a pass refuses it, as users read it; None to accept it."""
 
 
-class Rewriter(Editor):
+class Rewriter(Editor[ContextT]):
     """Editor of a graph that also applies rules. Passes get one."""
 
     def apply(self, *rules: Rule | Family, refuse: Refuse | None = None) -> int:

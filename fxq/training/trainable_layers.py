@@ -39,8 +39,8 @@ class TrainableLayers:
         fixed_norms: module paths of batch norms whose statistics stay constant.
     """
 
-    def __init__(self, rewriter: Rewriter, grids: ChosenGrids) -> None:
-        context: Context = rewriter.context
+    def __init__(self, rewriter: Rewriter[Context], grids: ChosenGrids) -> None:
+        context = rewriter.context
         if context.original is None:
             raise PassError(f"{rewriter.name} needs canonicalize before it.")
         self.rewriter, self.gm, self.grids, self.original = rewriter, rewriter.gm, grids, context.original

@@ -36,23 +36,26 @@ from fxq.pipeline.manager import PassManager, is_own
 from fxq.pipeline.samples import has_enough, record, wanted
 from fxq.quant.spec import TensorSpec
 from fxq.recipe.pass_base import Pass, Stage
-from fxq.recipe.recipe import Recipe, as_recipe
+from fxq.recipe.recipe import Recipe
 from fxq.tracing.exported_program import Exported
-from fxq.tracing.wrappers import unwrapped
 from fxq.workflow.observed_model import ObservedModel
 from fxq.workflow.training_model import TrainingModel
 
 
-def manager_for(model: nn.Module, recipe: Any, example_inputs: Any) -> PassManager:
-    """Create the pass manager of a model. Raises `InputError` if the model or the example cannot be used."""
-    chosen, model = as_recipe(recipe), unwrapped(model)
-    check_model(model)
+def manager_for(model: nn.Module, recipe: Recipe, example_inputs: Any) -> PassManager:
+    """Create the pass manager of a checked model (see `check_model`). Raises `InputError` for an unusable example."""
     if example_inputs is None:
         raise InputError("example_inputs is missing: one batch of inputs to infer shapes from.")
     example = as_batch(example_inputs, model, "example_inputs")
     check_batch(example, model, "example_inputs")
     types: Any = model.types if isinstance(model, Exported) else {}
-    return PassManager(Context(chosen, get_backend(chosen.backend, device_of(model)), model, example, types))
+    return PassManager(Context(recipe, get_backend(recipe.backend, device_of(model)), model, example, types))
+
+
+def _fork_for(manager: PassManager, recipe: Recipe, **changes: Any) -> PassManager:
+    """Fork a manager for another recipe and its backend, without recorded samples."""
+    backend = get_backend(recipe.backend, device_of(manager.context.model))
+    return manager.fork(recipe=recipe, backend=backend, samples=[], **changes)
 
 
 def up_to(recipe: Recipe, stage: Stage) -> Sequence[Pass]:
@@ -81,8 +84,7 @@ def prepared(
     before, _, _ = phases(recipe)
     count, fused = len(up_to(recipe, Stage.CANONICAL)), len(up_to(recipe, Stage.FUSED))
     if sibling is not None and all(map(is_own, before[:count])):
-        backend = get_backend(recipe.backend, device_of(sibling.traced.context.model))
-        start = sibling.traced.fork(recipe=recipe, backend=backend, samples=[])
+        start = _fork_for(sibling.traced, recipe)
     else:
         start = manager_for(model, recipe, example_inputs)
         if not any(step.gives >= Stage.OBSERVED for step in before):
@@ -130,10 +132,7 @@ def observed_with(observed: ObservedModel, recipe: Recipe | None) -> PassManager
         raise RecipeError(
             f"a pass of the recipe reads {wanted(recipe)} calibration samples, and {wanted(before)} are kept. {AGAIN}"
         )
-    backend = get_backend(recipe.backend, device_of(own.context.model))
-    manager = observed.traced.fork(
-        recipe=recipe, backend=backend, samples=[], floats=own.context.floats, progress=own.context.progress
-    )
+    manager = _fork_for(observed.traced, recipe, floats=own.context.floats, progress=own.context.progress)
     traced, fused = len(up_to(recipe, Stage.CANONICAL)), len(up_to(recipe, Stage.FUSED))
     manager.run(first[traced:fused])
     check_computes_alike(observed.unfused, nodes_of(manager.gm.graph))
@@ -285,17 +284,6 @@ def check_model(model: Any) -> None:
             raise InputError(f"{name} has no values and no shape yet: run the float model once on a batch first.")
         if tensor.is_meta:
             raise InputError(f"{name} is on the meta device, so it has no values; load the model's weights first.")
-
-
-def check_compared(a: Any, b: Any) -> None:
-    """Raise `InputError` unless `fxq.compare` can compare `a` and `b`."""
-    if not isinstance(b, QuantizedModel):
-        hint = " (a is: fxq.compare(float_model, quantized_model, data))" if isinstance(a, QuantizedModel) else ""
-        raise InputError(f"b is a {type(b).__name__}, not a quantized model{hint}.")
-    if not isinstance(a, QuantizedModel):
-        check_model(a)
-    if device_of(a) != device_of(b):
-        raise InputError(f"a is on {device_of(a)}, b on {device_of(b)}; move one of them with .to(...).")
 
 
 def float_reference(model: nn.Module, b: QuantizedModel, first: Batch) -> Baseline:

@@ -30,9 +30,8 @@ from fxq.quant.fake_quantize import FakeQuantizeValue, FakeQuantizeWeight, full_
 from fxq.quant.qparams import QParams, dequantize, quantize
 from fxq.recipe.pass_base import Pass
 from fxq.recipe.recipe import Recipe
-from fxq.tracing.wrappers import unwrapped
 from fxq.training.gradients import other_gradients
-from fxq.workflow.steps import finished, manager_for, phases
+from fxq.workflow.steps import check_model, finished, manager_for, phases
 from fxq.workflow.training_model import Preparation, TrainingModel
 
 M = TypeVar("M", bound=nn.Module)
@@ -42,9 +41,6 @@ MAX_CHECKED_SAMPLES = 16
 
 def prepared_for_training(model: nn.Module, recipe: Recipe, example_inputs: Any) -> TrainingModel:
     """Prepare a copy of `model` for training, on its device; see `fxq.prepare`."""
-    model = unwrapped(model)
-    if not isinstance(model, nn.Module):
-        raise InputError(f"model is a {type(model).__name__}, not an nn.Module. (A function? Wrap it in a module.)")
     device = device_of(model)
     try:
         own = copy.deepcopy(model, computed_tensors(model)).cpu().eval()
@@ -53,6 +49,7 @@ def prepared_for_training(model: nn.Module, recipe: Recipe, example_inputs: Any)
             f"the model cannot be copied for training: {words_of(error)} (Weights of the deprecated "
             "torch.nn.utils.weight_norm cannot be copied: use torch.nn.utils.parametrizations.weight_norm.)"
         ) from error
+    check_model(own)
     example = as_batch(example_inputs, own, "example_inputs") if example_inputs is not None else None
     manager = manager_for(own, recipe, _on_cpu(example))
     observing, choosing, inserting = _phases(recipe)

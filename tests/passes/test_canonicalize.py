@@ -177,7 +177,7 @@ def test_unusual_modules(make, node, note):
     model, x = settled(make), torch.randn(2, 4, 4, 4)
     gm = graph(model, x, "canonicalize")
     assert equal(call(gm, x), call(model, x))
-    modules = {n.name: info(n).kept for n in gm.graph.nodes if n.op == "call_module"}
+    modules = {n.name: info(n).traced.kept for n in gm.graph.nodes if n.op == "call_module"}
     assert modules.keys() == ({node} if node else set())
     assert all(note in kept.text if kept else not note for kept in modules.values())
 

@@ -4,7 +4,7 @@ from torch import nn
 
 import fxq
 from fxq.errors import PatternError
-from fxq.graph.info import set_info
+from fxq.graph.info import TracedInfo, set_info
 from fxq.rewriting.match import Matcher
 from fxq.rewriting.pattern import rewrite
 from tests.support.graphs import graph, node
@@ -339,8 +339,8 @@ def overwritten(gm):
     changed = node(gm, "mul")
     with gm.graph.inserting_before(gm.graph.output_node()):
         writer = gm.graph.call_method("zero_", (changed,))
-    set_info(changed, memory=(7,))
-    set_info(writer, memory=(7,), changes=(7,))
+    set_info(changed, traced=TracedInfo((7,)))
+    set_info(writer, traced=TracedInfo((7,), changes=(7,)))
     return gm
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -35,15 +36,20 @@ WIDE_CHANNELS = 64
 
 def on_addresses(code: Callable[..., None]) -> Any:
     """Decorate `code(builder, *arguments)`, which emits LLVM instructions, as a Numba function of int64 arguments."""
-    names = code.__code__.co_varnames[1 : code.__code__.co_argcount]
+    _, *parameters = inspect.signature(code).parameters.values()
+    signature = types.void(*[types.int64] * len(parameters))
 
     def body(context: Any, b: Any, _signature: Any, args: Any) -> Any:
         code(b, *args)
         return context.get_dummy_value()
 
-    signature = types.void(*[types.int64] * len(names))
-    # Numba reads the number of arguments from the signature, so `*args` does not do.
-    namespace: dict[str, Any] = {"signature": signature, "body": body}
-    exec(f"def typed(_typing, {', '.join(names)}):\n    return signature, body", namespace)
-    namespace["typed"].__doc__ = code.__doc__
-    return intrinsic(namespace["typed"])
+    typing = inspect.Parameter("_typing", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    call = inspect.Signature([typing, *parameters])
+
+    def typed(*args: Any, **named: Any) -> Any:
+        call.bind(*args, **named)
+        return signature, body
+
+    typed.__signature__ = call  # type: ignore[attr-defined]  # Numba reads the arguments from it
+    typed.__doc__ = code.__doc__
+    return intrinsic(typed)

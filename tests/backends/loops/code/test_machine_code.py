@@ -41,7 +41,7 @@ def test_it_is_documented():
 
 
 def test_a_call_without_an_argument_is_refused():
-    with pytest.raises(TypeError, match="missing 1 required positional argument: 'out'"):
+    with pytest.raises(TypeError, match="missing a required argument: 'out'"):
         numba.njit(lambda first: weighted(first, first))(1)
 
 
