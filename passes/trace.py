@@ -24,7 +24,8 @@ from fxq.graph.query import is_check
 from fxq.pipeline.context import Context
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.recipe.selector import Selector, ancestors
-from fxq.rewriting.functionalize import CannotTrace, Functionalization, around
+from fxq.rewriting.cannot_trace import CannotTrace, around
+from fxq.rewriting.functionalize import Functionalization
 from fxq.rewriting.rewriter import Rewriter
 from fxq.tracing.fidelity import first_difference, part_for, same_values
 from fxq.tracing.float_run import FloatRun, KeptState

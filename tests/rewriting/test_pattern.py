@@ -144,7 +144,7 @@ def test_too_many_tensors():
             return op.relu(x, y)
 
 
-def test_captures_do_not_hide_behind_what_a_match_has():
+def test_captures_do_not_shadow_attributes_of_a_match():
     """A guard's `m.root` was the match's root, whatever the capture of that name had bound."""
     assert sorted(MATCH) == sorted({n for n in (*dir(Match), *Match.__annotations__) if not n.startswith("_")})
     for name in (*MATCH, "__class__"):

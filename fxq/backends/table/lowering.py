@@ -149,15 +149,7 @@ class RowBackend(Backend):
     def lower(self, gm: fx.GraphModule, region: Region) -> Kernel | None:
         """Return the kernel of a unit or conversion from the table; None if the region needs none."""
         if not isinstance(region, UnitRegion):
-            measures = dynamic_grid_ops(region.nodes[-1])
-            if not measures or region.nodes != (*measures, region.nodes[-1]):
-                first, count = region.nodes[0].name, len(region.nodes)
-                raise InputError(
-                    f"the backend {self.name!r} has kernels of single units: to lower a region of {count} nodes, from "
-                    f"%{first} on, its class must override `lower`, not only `regions`."
-                )
-            scale, integers = options_of(region.nodes[0]), options_of(region.nodes[-1])
-            return DynamicQuantize(integers["qmin"], integers["qmax"], scale["axis"], scale["symmetric"])
+            return self._dynamic_quantize(region)
         if is_op(region.node, *CONVERSIONS):
             return _converter(gm, region.node)
         if _quantizes(gm, region):
@@ -172,6 +164,30 @@ class RowBackend(Backend):
                 if own is None or region.calls[0].op.name not in WEIGHT_ONLY:
                     raise
                 return _weight_only(gm, region)
+        return self._unit_kernel(gm, region)
+
+    def _dynamic_quantize(self, region: Region) -> Kernel:
+        """Return the kernel of a quantize with the ops that compute its dynamic grid.
+
+        Raises:
+            InputError: The region has other nodes.
+        """
+        measures = dynamic_grid_ops(region.nodes[-1])
+        if not measures or region.nodes != (*measures, region.nodes[-1]):
+            first, count = region.nodes[0].name, len(region.nodes)
+            raise InputError(
+                f"the backend {self.name!r} has kernels of single units: to lower a region of {count} nodes, from "
+                f"%{first} on, its class must override `lower`, not only `regions`."
+            )
+        scale, integers = options_of(region.nodes[0]), options_of(region.nodes[-1])
+        return DynamicQuantize(integers["qmin"], integers["qmax"], scale["axis"], scale["symmetric"])
+
+    def _unit_kernel(self, gm: fx.GraphModule, region: UnitRegion) -> Kernel | None:
+        """Return the kernel of the first row that runs the whole unit; None if that row needs none.
+
+        Raises:
+            BackendError: All rows refuse the unit; the reason is that of the last one.
+        """
         refusal = None
         for match in self.matching_rows(region.calls, _is_dynamic(region)):
             if len(match.calls) < len(region.calls):

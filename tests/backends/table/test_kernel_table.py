@@ -65,7 +65,7 @@ def test_the_first_ops_of_a_unit_that_kernels_run(body, expected):
     assert shown(unit(body)[1], ROWS) == expected
 
 
-def test_a_function_behind_a_layer_gives_its_weight():
+def test_a_function_after_a_layer_gives_its_weight():
     calls = unit("l = conv2d(a, k, c); m = prelu(l, r); return m", "x, w, b, s")[1]
     assert shown(calls, ROWS)[0] == f"2: {LAYER} slope=s"
     assert shown(unit("l = conv2d(a, k, c); m = prelu(l, a); n = add(m, r); return n")[1], ROWS)[1:] == [f"1: {LAYER}"]
@@ -119,7 +119,7 @@ def test_constants_that_are_computed_are_refused():
     assert [match.refused(gm) for match in matching_rows(calls, ROWS)] == ["its slope is computed at run time", None]
 
 
-def test_the_function_behind_a_layer_is_a_post():
+def test_the_function_after_a_layer_is_a_post_op():
     calls = unit("l = conv2d(a, k, c); m = add(l, r); n = relu(m); return n")[1]
     posts = [KernelRequest({}, (None,), calls[:ops]).post for ops in (1, 2, 3)]
     assert posts[:2] == [None, None] and posts[2].name == "relu" and posts[2].name in CLAMPS

@@ -54,7 +54,7 @@ def test_what_becomes_a_region(text, expected):
     assert cut(text) == expected
 
 
-def test_what_stands_between_the_nodes_of_a_region_moves_before_or_behind_it():
+def test_nodes_between_those_of_a_region_move_before_or_after_it():
     gm = fxq.extend.read_graph(
         """
         x: float32[4] = input()

@@ -123,7 +123,7 @@ def conv_transpose2d(
     return _plan_product(
         plan, x, PlannedWeight(values.view(-1, len(taps), channels), scale.repeat(results_per_window)), repeated_bias,
         (n, out_rows, out_columns, columns), taps=taps, windows=(out_rows // down, out_columns // right),
-        first=(top // down, left // right), placed=(0, 0, down, right), spread=spread,
+        first=(top // down, left // right), out_stride=(down, right), spread=spread,
     )  # fmt: skip
 
 

@@ -164,7 +164,7 @@ def test_several_pixels_of_each_window(shape, columns, function, grid, seed):
     step = ProductStep(
         "layer", out, function, grid, x=area, x_grid=X_GRID,
         weight=weight.permute(2, 3, 1, 0).reshape(many * columns, 1, channels), taps=[(0, 0)], scale=scale.repeat(many),
-        bias=bias.repeat(many), windows=(h, w), placed=(0, 0, down, right),
+        bias=bias.repeat(many), windows=(h, w), out_stride=(down, right),
         spread=[(r, s, c) for r in range(down) for s in range(right) for c in range(columns)],
     )  # fmt: skip
     x = pixels(*shape)

@@ -131,7 +131,7 @@ def test_several_inputs_of_several_ranks():
     check(draft, draft.quantize(y))
 
 
-def test_an_input_that_nobody_reads():
+def test_an_unread_input():
     draft = Draft()
     draft.input(draft.normal(2, 3))
     check(draft, draft.op("relu", draft.input(draft.normal(2, 3))))
