@@ -24,16 +24,17 @@ from fxq.report.report import write_comparison
 from fxq.saved.model_file import load_programs
 from fxq.tracing.wrappers import unwrapped
 from fxq.workflow.calibrate import EVERY, Calibration, as_observed, first_of_all, merge_calibrations
+from fxq.workflow.entry import compared_model, float_model, trainable_model
 from fxq.workflow.fastest import convert_all, prepare_all
 from fxq.workflow.observed_model import ObservedModel
 from fxq.workflow.programs import examples_of, needs_programs, quantize_programs
 from fxq.workflow.steps import (
     QdqCache,
-    check_compared,
-    check_model,
     converted,
     float_reference,
     manager_for,
+    observed_with,
+    phases,
     prepared,
 )
 from fxq.workflow.train import converted_from_training, prepared_for_training
@@ -81,13 +82,13 @@ def quantize(
         >>> qmodel(torch.rand(1, 3, 16, 16)).shape
         torch.Size([1, 4, 12, 12])
     """
-    chosen, model = as_recipe(recipe), unwrapped(model)
+    chosen = as_recipe(recipe)
     if chosen.trains:
         raise RecipeError(
             f"the recipe {chosen.preset!r} needs training, which fxq.quantize does not do: call trained = "
             "fxq.prepare(model, recipe, example_inputs=x), run your training loop, then call fxq.convert(trained)."
         )
-    check_model(model)
+    model = float_model(model)
     examples_by_name = {} if example_inputs is None else examples_of(example_inputs, model)
     support = generator_support(model)
     if support is not None:
@@ -178,15 +179,16 @@ def prepare(
     """
     chosen = as_recipe(recipe)
     if chosen.trains:
-        return prepared_for_training(model, chosen, example_inputs)
-    return _observed(model, chosen, example_inputs, observe_all)
+        return prepared_for_training(trainable_model(model), chosen, example_inputs)
+    return _observed(float_model(model), chosen, example_inputs, observe_all)
 
 
 def _observed(model: nn.Module, recipe: Recipe, example_inputs: Any, observe_all: bool = False) -> ObservedModel:
     if recipe.backend != FASTEST:
         return prepared(model, recipe, example_inputs, observe_all)
-    device = device_of(unwrapped(model))
-    return prepare_all(recipe, device, lambda own, sibling: prepared(model, own, example_inputs, observe_all, sibling))
+    return prepare_all(
+        recipe, device_of(model), lambda own, sibling: prepared(model, own, example_inputs, observe_all, sibling)
+    )
 
 
 def calibrate(
@@ -337,8 +339,7 @@ def compare(a: Any, b: QuantizedModel, data: Iterable[Any], *, progress: bool | 
         >>> [row.name for row in table], table.output_sqnr > 20, table.batches
         (['_1', '_2'], True, 4)
     """
-    a = unwrapped(a)
-    check_compared(a, b)
+    a = compared_model(a, b)
     stream = batches(data, a)
     first = next(stream)
     quantized = isinstance(a, QuantizedModel)
@@ -392,14 +393,22 @@ def load(path: str | os.PathLike[str], leaves: Mapping[str, nn.Module] | None = 
     return programs  # typed as the usual case
 
 
-def run_passes(model: nn.Module, recipe: Any = "static", *, example_inputs: Any = None, until: str) -> fx.GraphModule:
+def run_passes(
+    model: nn.Module,
+    recipe: Any = "static",
+    *,
+    example_inputs: Any = None,
+    data: Iterable[Any] | None = None,
+    until: str,
+) -> fx.GraphModule:
     """Run the passes of a recipe up to and including `until`, for `explain`, `diff` and tests of passes and patterns.
 
     Args:
         model: a float `nn.Module` in eval mode.
         recipe: as for `quantize`.
         example_inputs: one batch to infer shapes from. Required.
-        until: name of a pass before calibration.
+        data: calibration batches, as for `quantize`; only used if `until` is a pass after calibration.
+        until: name of a pass. Without data, one before calibration.
 
     Returns:
         The graph module after that pass.
@@ -412,9 +421,13 @@ def run_passes(model: nn.Module, recipe: Any = "static", *, example_inputs: Any 
         >>> print(run_passes(model, "static", example_inputs=torch.rand(1, 4), until="fuse").code.count("fxq_units"))
         1
     """
-    manager = manager_for(model, recipe, example_inputs)
-    line = manager.context.recipe.pipeline
-    return manager.run(line[: line.position(until) + 1])
+    model, chosen = float_model(model), as_recipe(recipe)
+    line, before_calibration = chosen.pipeline, len(phases(chosen)[0])
+    end = line.position(until) + 1
+    if data is None or end <= before_calibration:
+        return manager_for(model, chosen, example_inputs).run(line[:end])
+    calibrated = calibrate(prepared(model, chosen, example_inputs, observe_all=False), data, progress=False)
+    return observed_with(calibrated, None).run(line[before_calibration:end])
 
 
 def _length(data: Any) -> int | None:

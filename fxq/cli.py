@@ -110,7 +110,6 @@ def quantize(
 
     import fxq.public  # presets name passes, which register when they are imported
     from fxq.recipe.recipe import as_recipe
-    from fxq.tracing.wrappers import unwrapped
 
     if threads is not None:
         torch.set_num_threads(threads)
@@ -123,7 +122,7 @@ def quantize(
         raise InputError(f"{model} is a {type(module).__name__}, not an nn.Module or a function that returns one.")
     if weights is not None:
         _load_weights(module, weights)
-    unwrapped(module).eval()
+    module.eval()
     qmodel = fxq.quantize(module, chosen, data=_called(data, "data", callable))
     if exported:
         qmodel.export(output)

@@ -236,7 +236,7 @@ def _auto() -> tuple[str, str]:
     order = backends.auto_order()
     refused: list[str] = []
     for name in order:
-        reason = backends.unavailable(name)
+        reason = backends.auto_skips(name)
         if reason is None:
             return name, "; ".join([f"the first of {', '.join(order)} that runs here", *refused])
         refused.append(f"{name}: {reason}")

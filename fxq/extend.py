@@ -8,7 +8,7 @@ from fxq.backends.packed.qnnpack import Qnnpack
 from fxq.backends.region_kernel import RegionKernel
 from fxq.backends.stored_graph import read_graph
 from fxq.backends.table.function_kernel import QTensor
-from fxq.backends.table.kernel_table import FusedUnit, KernelRow
+from fxq.backends.table.kernel_table import KernelRequest, KernelRow
 from fxq.backends.table.lowering import RowBackend
 from fxq.backends.table.own_kernels import kernel, register_kernel
 from fxq.backends.x86.x86 import X86
@@ -35,9 +35,9 @@ __all__ = [
     "Cost",
     "Entropy",
     "Fbgemm",
-    "FusedUnit",
     "Histogram",
     "Kernel",
+    "KernelRequest",
     "KernelRow",
     "LeastError",
     "Match",

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fxq.paired.reconstruction import OutputError, Reconstruction, WeightGrid
+from fxq.paired.reconstruction import OutputError, Reconstruction, WeightRows
 from fxq.recipe.pass_base import Stage
 
 
@@ -66,7 +66,7 @@ class AdaRound(Reconstruction):
     needs: ClassVar[Stage] = Stage.QDQ
     gives: ClassVar[Stage] = Stage.QDQ
 
-    def choose(self, layer: WeightGrid, error: OutputError) -> Tensor:
+    def choose(self, layer: WeightRows, error: OutputError) -> Tensor:
         """Integers of a weight, (groups, outputs, inputs): rounded down, plus one where rounding up was learned."""
         steps, gram, cross = layer.steps(), error.gram, error.cross.mT
         below = steps.floor()

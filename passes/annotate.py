@@ -47,7 +47,7 @@ class Annotate(Pass):
     needs: ClassVar[Stage] = Stage.FUSED
     gives: ClassVar[Stage] = Stage.FUSED
 
-    def run(self, rewriter: Rewriter) -> None:
+    def run(self, rewriter: Rewriter[Context]) -> None:
         """Find candidates, decide between neighbours, and write the plans."""
         nodes = [n for n in rewriter.nodes() if n.op.startswith("call") and taken_from(n) is n]
         planner = _Planner(rewriter, {n: calls_of(rewriter.gm, n) for n in nodes}, MemoryWriters(nodes))
@@ -66,7 +66,7 @@ class _Planner:
         changes: nodes that change values in place.
     """
 
-    rewriter: Rewriter
+    rewriter: Rewriter[Context]
     ops: Mapping[fx.Node, Calls]
     changes: MemoryWriters
 
@@ -97,7 +97,7 @@ class _Planner:
         return plans
 
     def _agree(self, plans: dict[fx.Node, Plan]) -> None:
-        """Give all readers of a kernel that emits only integers the same form: the wanted one with the fewest bits.
+        """Give all readers of a kernel that emits only integers one spec: the wanted one with the fewest bits.
 
         If one of the readers only moves the value, nothing is changed: the form of its result would change, too.
         """
@@ -106,9 +106,9 @@ class _Planner:
                 continue
             readings = [(value, user) for value in values_of(node) for user in value.users if user in plans]
             readers = [user for value, user in readings if value in read_by(self.ops[user], plans[user])]
-            wishes = {spec for user in readers if (spec := plans[user].reads) is not None}
-            if len(wishes) > 1 and not any(plans[user].precision == "moves" for user in readers):
-                plans[node] = replace(plan, agreed=min(wishes, key=lambda spec: spec.bits))
+            wanted_specs = {spec for user in readers if (spec := plans[user].reads) is not None}
+            if len(wanted_specs) > 1 and not any(plans[user].precision == "moves" for user in readers):
+                plans[node] = replace(plan, agreed=min(wanted_specs, key=lambda spec: spec.bits))
 
     def _candidate(self, node: fx.Node, backend: Backend) -> Candidate | Plan:
         """Candidate for a node, or the plan that leaves it in float."""
@@ -116,8 +116,8 @@ class _Planner:
         no_tensor = "its value is not a tensor"
         if reads_only_metadata(node):
             return self._float("no tensor", "reads a shape" if about.is_tensor else no_tensor)
-        if about.kept is not None:
-            return Plan(about.kept)
+        if about.traced.kept is not None:
+            return Plan(about.traced.kept)
         module = submodule(self.rewriter.gm, node)
         name = OPS.leaf_name(module) if module is not None else None
         if name is not None:

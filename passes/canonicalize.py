@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 
 from fxq.errors import InputError
 from fxq.graph.guards import own_copy
-from fxq.graph.info import Decision, info
+from fxq.graph.info import Decision, TracedInfo, info
 from fxq.graph.place import where
 from fxq.graph.query import (
     argument,
@@ -29,6 +29,7 @@ from fxq.graph.query import (
 from fxq.ops import OPS, conv_padding
 from fxq.ops.table import Arguments, Op, Pick, Redirect, Spelling
 from fxq.patterns.decompositions.written_out import WRITTEN_OUT
+from fxq.pipeline.context import Context
 from fxq.pipeline.float_ops import keep_original
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.rewriting.computed import parametrized_constant, record_trainable
@@ -36,7 +37,7 @@ from fxq.rewriting.constant_folding import fold_constant
 from fxq.rewriting.editor import DATA
 from fxq.rewriting.pattern import rewrite
 from fxq.rewriting.rewriter import Rewriter
-from fxq.tracing.weight_norm import reparametrized
+from fxq.tracing.weight_norm import has_own_hooks, reparametrized
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Canonicalize(Pass):
     needs: ClassVar[Stage] = Stage.TRACED
     gives: ClassVar[Stage] = Stage.CANONICAL
 
-    def run(self, rewriter: Rewriter) -> None:
+    def run(self, rewriter: Rewriter[Context]) -> None:
         """Rewrite node by node, then apply the rules."""
         for node in rewriter.nodes():
             if node._erased:  # an unused part of a tuple
@@ -88,7 +89,7 @@ def _dropouts(rewriter: Rewriter) -> Iterator[tuple[str, tuple[str, ...]]]:
         yield info(node).path, info(value).origins or (value.name,)
 
 
-def _check_weights(rewriter: Rewriter, node: fx.Node) -> None:
+def _check_weights(rewriter: Rewriter[Context], node: fx.Node) -> None:
     """Refuse weights and statistics that are not finite, while they have the names that the user knows."""
     op, path = op_of(node), info(node).path
     if op is None or rewriter.context.config_for(path, op.name)[0].is_float:
@@ -114,7 +115,7 @@ _WEIGHTS = {"weight", "bias", "running_mean", "running_var"}
 
 def _call(rewriter: Rewriter, node: fx.Node) -> None:
     row = OPS.of_call(node.target)
-    if row is None or op_of(node) is not None or info(node).kept:
+    if row is None or op_of(node) is not None or info(node).traced.kept:
         return
     op, spelling = row
     if info(node).is_tensor:
@@ -143,12 +144,10 @@ def _fix_dtype(rewriter: Rewriter, node: fx.Node) -> bool:
 def _module(rewriter: Rewriter, node: fx.Node) -> None:
     module = rewriter.gm.get_submodule(str(node.target))
     row = OPS.of_module(module)
-    if row is None or info(node).kept:  # the recipe keeps it as a leaf
+    if row is None or info(node).traced.kept:  # the recipe keeps it as a leaf
         return
     op, spelling = row
-    norms = reparametrized(module)
-    hooks = len(module._forward_hooks) + len(module._forward_pre_hooks) > len(norms)
-    bound = "has forward hooks" if hooks else _bind_module(rewriter, node, module, op, spelling)
+    bound = "has forward hooks" if has_own_hooks(module) else _bind_module(rewriter, node, module, op, spelling)
     _rewrite(rewriter, node, op, bound)
 
 
@@ -183,7 +182,7 @@ def _rewrite(rewriter: Rewriter, node: fx.Node, op: Op, bound: Arguments | Redir
     args, kwargs = chosen.canonical(arguments)
     with rewriter.attributed(chosen.name, chosen.target):
         rewriter.update(node, chosen.target, args, kwargs, op="call_function")
-        for copy in [n for n in node.all_input_nodes if info(node).changes and n.target is own_copy]:
+        for copy in [n for n in node.all_input_nodes if info(node).traced.changes and n.target is own_copy]:
             # the copy was for the module to overwrite; its op does not write
             node.replace_input_with(copy, copy.all_input_nodes[0])
             if not copy.users:  # a reader whose value is unused would keep the value before it from being fused
@@ -193,12 +192,12 @@ def _rewrite(rewriter: Rewriter, node: fx.Node, op: Op, bound: Arguments | Redir
 def _keep(rewriter: Rewriter, node: fx.Node, op: Op, why: str) -> None:
     """Decide that a call stays a leaf. If it overwrites its input, it gets a private copy."""
     x: Any = node.args[0] if node.args else None
-    if info(node).changes and isinstance(x, fx.Node) and x.target is not own_copy:
+    if info(node).traced.changes and isinstance(x, fx.Node) and x.target is not own_copy:
         copy = rewriter.node("call_function", own_copy, (x,), like=x, before=node, typed=(info(x).shape, info(x).dtype))
-        rewriter.describe(copy, origins=(), memory=info(node).memory)
+        rewriter.describe(copy, origins=(), traced=TracedInfo(info(node).traced.memory))
         rewriter.update(node, args=(copy, *node.args[1:]))
-    text = f"stays as it is: {op.name} {why}"
-    rewriter.describe(node, kept=Decision("float", "unsupported", text, decided_by=rewriter.name))
+    kept = Decision("float", "unsupported", f"stays as it is: {op.name} {why}", decided_by=rewriter.name)
+    rewriter.describe(node, traced=info(node).traced._replace(kept=kept))
 
 
 def _checked_arguments(op: Op, bound: Arguments | Redirect | str) -> tuple[Op, Arguments | str]:

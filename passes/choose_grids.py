@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -14,11 +14,12 @@ from torch import fx
 from fxq.errors import CalibrationError, PassError
 from fxq.graph.analysis.fill_constants import FillConstants
 from fxq.graph.analysis.given import InputDerivedValues
-from fxq.graph.info import Decision, Edge, Plan, grid_key, info
+from fxq.graph.info import Decision, Edge, IntegerForm, Plan, grid_key, info
 from fxq.graph.place import where
 from fxq.graph.query import constant, reads_only_metadata, states_of, submodule, taken_from, unobserved
 from fxq.graph.unit import calls_of, inputs_of, integer_sources, reads_of, wanted_forms
 from fxq.ops.traits import STATE_DYNAMIC
+from fxq.pipeline.context import Context
 from fxq.quant.dynamic_grid import DynamicGrid
 from fxq.quant.observer_base import Observer
 from fxq.quant.observers import observer_for
@@ -29,7 +30,7 @@ from fxq.recipe.pass_base import Pass, Stage
 from fxq.rewriting.rewriter import Rewriter
 
 log = logging.getLogger("fxq")
-Key = tuple[fx.Node, TensorSpec]
+Key = tuple[fx.Node, IntegerForm]
 
 _MAX_GAP = 0.9
 """Largest share of a range that may be an empty gap. The values on both sides of it have 26 of 256 integers left."""
@@ -60,7 +61,7 @@ class ChooseGrids(Pass):
     needs: ClassVar[Stage] = Stage.OBSERVED
     gives: ClassVar[Stage] = Stage.OBSERVED
 
-    def run(self, rewriter: Rewriter) -> None:
+    def run(self, rewriter: Rewriter[Context]) -> None:
         """Choose all grids, then write them: if data is missing, the graph is unchanged and can still be calibrated."""
         if rewriter.context.grids is not None:
             for node in rewriter.nodes():
@@ -79,7 +80,7 @@ class ChooseGrids(Pass):
         for value, edges in chosen.items():
             rewriter.describe(value, edges=edges)
             for edge in edges:
-                _note_zeros(rewriter, value, chooser.observers.get((value, edge.spec, edge.axis)))
+                _note_zeros(rewriter, value, chooser.observers.get((value, edge.form)))
 
 
 def _choose_state_grid(rewriter: Rewriter, chooser: _Chooser, node: fx.Node) -> None:
@@ -104,26 +105,18 @@ class _Chooser:
     """Chooser of the grids of a graph; visits its values in order.
 
     Attributes:
-        observers: observers by value, spec and axis.
+        observers: observers by value and integer form.
         readers: nodes that read each value.
         plans: plans that change.
         off: values that are on no grid, each with the reason that readers give.
         reduce_range: role that has 7 bits where kernels overflow with 8.
-        weights: weights in integers.
-        dynamic: values with a grid that is computed at run time.
         infinite: values of `off` that hold infinity.
     """
 
-    def __init__(self, rewriter: Rewriter) -> None:
-        self.gm, self.fill_constants, self.given = (
-            rewriter.gm,
-            FillConstants(rewriter.gm),
-            InputDerivedValues(rewriter.gm),
-        )
-        self.reduce_range = rewriter.context.reduce_range
-        self.weights: list[fx.Node] = []
-        self.dynamic: list[fx.Node] = []
-        self.observers: dict[tuple[fx.Node, TensorSpec, int | None], Observer] = {}
+    def __init__(self, rewriter: Rewriter[Context]) -> None:
+        self.gm, self.reduce_range = rewriter.gm, rewriter.context.reduce_range
+        self.fill_constants, self.given = FillConstants(rewriter.gm), InputDerivedValues(rewriter.gm)
+        self.observers: dict[Key, Observer] = {}
         self.readers: dict[fx.Node, list[fx.Node]] = {}
         self.plans: dict[fx.Node, Plan] = {}
         self.off: dict[fx.Node, str] = {}
@@ -132,30 +125,32 @@ class _Chooser:
         for node in rewriter.nodes():
             observer = submodule(self.gm, node)
             if isinstance(observer, Observer):
-                self.observers[unobserved(self.gm, node), observer.spec, observer.axis] = observer
+                self.observers[unobserved(self.gm, node), IntegerForm(observer.spec, observer.axis)] = observer
             elif not reads_only_metadata(node):
                 for read in node.all_input_nodes:
                     self.readers.setdefault(unobserved(self.gm, read), []).append(node)
 
     def chosen(self) -> dict[fx.Node, tuple[Edge, ...]]:
-        """Edges of every value, with their grids."""
-        numbers: dict[SharedGridGroup, int] = {}
-        for grid_group in self._groups.values():
-            numbers.setdefault(grid_group.root(), len(numbers))
+        """Edges of every value and weight, with their grids. A value in `off` keeps only edges with a dynamic range."""
+        roots = dict.fromkeys(grid_group.root() for grid_group in self._groups.values())
         reduce_range = self._overflowing() if self.reduce_range == "activations" else set()
-        grids = {grid_group: grid_group.qparams(grid_group in reduce_range) for grid_group in numbers}
-        chosen = {}
-        for value in dict.fromkeys(value for value, _ in self._groups):
-            calibrated = [edge for edge in info(value).edges if not edge.dynamic]
-            roots = {edge: self._groups[value, edge.spec].root() for edge in calibrated}
-            edges = (replace(edge, group=numbers[root], qparams=grids[root]) for edge, root in roots.items())
-            chosen[value] = tuple(edges)
-        weights = {node: tuple(self._weight(node, edge) for edge in info(node).edges) for node in self.weights}
-        chosen = {**chosen, **weights, **dict.fromkeys(self.off, ())}
-        for node in self.dynamic:
-            edges = (self._dynamic(node, edge) for edge in info(node).edges if edge.dynamic)
-            chosen[node] = (*chosen.get(node, ()), *edges)
+        grids = {root: (number, root.qparams(root in reduce_range)) for number, root in enumerate(roots)}
+        chosen: dict[fx.Node, tuple[Edge, ...]] = {}
+        for node in self.gm.graph.nodes:
+            edges = [edge for edge in info(node).edges if edge.dynamic or node not in self.off]
+            if info(node).edges:
+                chosen[node] = tuple(self._with_grid(node, edge, grids) for edge in edges)
         return chosen
+
+    def _with_grid(self, node: fx.Node, edge: Edge, grids: Mapping[SharedGridGroup, tuple[int, QParams]]) -> Edge:
+        """Edge with its grid. `grids` holds number and grid of the groups of calibrated edges, by their root."""
+        if node.op == "get_attr":
+            return self._weight(node, edge)
+        if edge.dynamic:
+            reduces = self.reduce_range == "activations" and self._overflows(node, edge)
+            return replace(edge, qparams=DynamicGrid.of(edge.spec.reduced_range if reduces else edge.spec, edge.axis))
+        number, grid = grids[self._groups[node, edge.form].root()]
+        return replace(edge, group=number, qparams=grid)
 
     def with_state(self, node: fx.Node, plan: Plan, spec: TensorSpec) -> Plan:
         """Plan of a recurrent layer, with the grid of its hidden state, which is symmetric."""
@@ -167,8 +162,8 @@ class _Chooser:
         for value in (unobserved(self.gm, state) for state in states_of(node)):
             own = [
                 o
-                for (seen, s, _), o in self.observers.items()
-                if seen is value and s.reduced_range == spec.reduced_range
+                for (seen, form), o in self.observers.items()
+                if seen is value and form.spec.reduced_range == spec.reduced_range
             ]
             tensor, observer = constant(self.gm, value), next(iter(own), None)
             if tensor is not None:
@@ -182,23 +177,16 @@ class _Chooser:
             return replace(plan, state=replace(DYNAMIC_STATE, bits=grid.bits))
         return replace(plan, state=grid, state_scale=max(scales))
 
-    def _dynamic(self, node: fx.Node, edge: Edge) -> Edge:
-        """Edge with a dynamic range, with its grid."""
-        spec = (
-            edge.spec.reduced_range if self.reduce_range == "activations" and self._overflows(node, edge) else edge.spec
-        )
-        return replace(edge, qparams=DynamicGrid.of(spec, edge.axis))
-
     def _overflows(self, node: fx.Node, edge: Edge) -> bool:
         """Whether a kernel that reads an edge overflows with 8 bits of both activations and weights."""
-        readers = [r for r in self.readers[node] if wanted_forms(self.gm, r).get(node) == (edge.spec, edge.axis)]
+        readers = [r for r in self.readers[node] if wanted_forms(self.gm, r).get(node) == edge.form]
         return any(self._plan(reader).overflows for reader in readers)
 
     def _weight(self, node: fx.Node, edge: Edge) -> Edge:
         """Edge of a weight, with its grid: 7 bits if weights reduce their range and a kernel overflows with 8."""
         if edge.spec.format == "float16":
             return replace(edge, qparams=QParams.of_float16())
-        tensor, observer = constant(self.gm, node), self.observers.get((node, edge.spec, edge.axis))
+        tensor, observer = constant(self.gm, node), self.observers.get((node, edge.form))
         if tensor is None or observer is None:
             raise PassError(f"{where(self.gm, node)}: no observer watches this weight. Run insert-observers.")
         private = copy.copy(observer)  # the observer itself stays as it is, for further calibration
@@ -217,30 +205,26 @@ class _Chooser:
     def visit(self, node: fx.Node) -> None:
         """Choose the groups of a node's edges. The values that it reads must have been visited."""
         if node.op == "get_attr":
-            if info(node).edges:
-                self.weights.append(node)
             return
         reads = reads_of(self.gm, node)
         for value in reads:
             if value in self.off:
                 self._stop_reading(node, value, f"its input %{value.name} {self.off[value]}")
         edges = [edge for edge in info(node).edges if not edge.dynamic]
-        if len(edges) < len(info(node).edges):
-            self.dynamic.append(node)
         moved = self._plan(node).precision == "moves"
         for edge in edges:
-            inputs = [self._groups[key] for key in reads.items() if key[1] == edge.spec] if moved else []
+            inputs = [self._groups[key] for key in reads.items() if key[1] == edge.form] if moved else []
             grid_group = self._moved_group(node, edge, inputs) if inputs else self._new_group(node, edge)
             if grid_group is None:
                 return
-            self._groups[node, edge.spec] = grid_group
+            self._groups[node, edge.form] = grid_group
 
     def _plan(self, node: fx.Node) -> Plan:
         return self.plans.get(node) or info(node).plan or Plan(Decision("float"))
 
     def _new_group(self, node: fx.Node, edge: Edge) -> SharedGridGroup | None:
         """New group of a value that is computed; None if no grid holds it."""
-        observer = self.observers.get((node, edge.spec, None))
+        observer = self.observers.get((node, edge.form))
         moved = next((value for value in reads_of(self.gm, node) if value in self.off), None)
         if observer is None and moved is not None:
             self._take_off(node, self.off[moved])
@@ -261,7 +245,7 @@ class _Chooser:
         """Group of the result of an op that only moves values, joined with its inputs; None if no grid holds it."""
         roots = list(dict.fromkeys(grid_group.root() for grid_group in inputs))
         grid_group = group_around(roots)
-        observer = self.observers.get((node, edge.spec, None))
+        observer = self.observers.get((node, edge.form))
         own = group_of(observer) if observer is not None else None
         if own is not None and 0 < MAX_SPAN_RATIO * own.span <= grid_group.span:
             self._cut(node, grid_group.span / own.span)
@@ -282,7 +266,7 @@ class _Chooser:
 
     def _holds(self, node: fx.Node, edge: Edge, grid_group: SharedGridGroup) -> bool:
         """Add the fill constants of a value to its group. If the grid cannot hold them, take it off the grid: False."""
-        observer = self.observers.get((node, edge.spec, None))
+        observer = self.observers.get((node, edge.form))
         met = observer.met_constants if observer is not None else ()
         constants = self.fill_constants.added_by(node).union(met)
         if observer is not None and self.given.applies_mask(node):
@@ -304,7 +288,7 @@ class _Chooser:
         """Remove all grids of a value. `reason` is a predicate such as "holds -inf"."""
         self.off[node] = reason
         for edge in info(node).edges:
-            self._groups.pop((node, edge.spec), None)
+            self._groups.pop((node, edge.form), None)
         maker = taken_from(node)
         if self._plan(maker).precision != "float":
             self.plans[maker] = Plan(_off_grid(f"its value {reason}"))

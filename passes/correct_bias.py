@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, fx
 
 from fxq.common.data import Batch, pieces_of, samples_in
-from fxq.common.isolation import copied, seeded
+from fxq.common.isolation import seeded
 from fxq.common.metrics import Agreement, tensors, token_weights
 from fxq.common.progress import progress_bar
 from fxq.graph.info import info
-from fxq.graph.program import IsolatedGraph
 from fxq.graph.query import constant, is_op, swapped
-from fxq.graph.run import Runner
 from fxq.graph.unit import calls_of
 from fxq.ledger.output_check import add_output
 from fxq.paired.estimate import ShrunkMean
-from fxq.paired.used_rows import used_rows
+from fxq.paired.paired_run import PairedRun
 from fxq.pipeline.context import Context
-from fxq.pipeline.float_values import CachedFloatForm, LayerValues, run_layer
+from fxq.pipeline.float_values import LayerValues
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.rewriting.rewriter import Rewriter
 
@@ -66,9 +64,9 @@ class CorrectBias(Pass):
     def samples_read(self) -> int:
         return self.samples
 
-    def run(self, rewriter: Rewriter) -> None:
+    def run(self, rewriter: Rewriter[Context]) -> None:
         """Run the float and the integer graph side by side on the recorded samples, then write the corrections."""
-        context: Context = rewriter.context
+        context = rewriter.context
         layers: Mapping[fx.Node, _Layer] = self._layers(rewriter)
         if not context.samples or not layers:
             return
@@ -84,7 +82,7 @@ class CorrectBias(Pass):
         rewriter.erase_unused()  # the old biases and scales
 
     def _fitted(
-        self, rewriter: Rewriter, pieces: Sequence[Batch], floats: LayerValues, count: int | None = None
+        self, rewriter: Rewriter[Context], pieces: Sequence[Batch], floats: LayerValues, count: int | None = None
     ) -> Mapping[fx.Node, _Layer]:
         """Fit new layers to pieces of the samples. `count` is the number of all pieces; None: these are all."""
         layers = self._layers(rewriter)
@@ -94,7 +92,11 @@ class CorrectBias(Pass):
         return layers
 
     def _fit_more(
-        self, rewriter: Rewriter, pieces: Sequence[Batch], floats: LayerValues, layers: Mapping[fx.Node, _Layer]
+        self,
+        rewriter: Rewriter[Context],
+        pieces: Sequence[Batch],
+        floats: LayerValues,
+        layers: Mapping[fx.Node, _Layer],
     ) -> None:
         """Fit layers to more samples."""
         with progress_bar("correcting", len(pieces), rewriter.context.progress) as advance:
@@ -102,7 +104,9 @@ class CorrectBias(Pass):
                 _fit(rewriter.gm, batch, layers, floats)
                 advance()
 
-    def _validated(self, rewriter: Rewriter, pieces: Sequence[Batch], floats: LayerValues) -> Mapping[fx.Node, _Layer]:
+    def _validated(
+        self, rewriter: Rewriter[Context], pieces: Sequence[Batch], floats: LayerValues
+    ) -> Mapping[fx.Node, _Layer]:
         """Fit layers to few samples. They stay uncorrected unless a fit to one half improves the other half.
 
         With very few samples, each half is fitted and tested on the other.
@@ -204,6 +208,10 @@ class _Layer:
     used: Tensor | None = None
     line: tuple[Tensor, Tensor] | None = None
 
+    def see(self, wanted: Tensor) -> None:
+        """Store the float result for the current samples."""
+        self.wanted = wanted
+
     def correct(self, got: Tensor) -> Tensor:
         """Return an integer result, corrected by the fit so far. While the layer learns, the result updates the fit."""
         if self.learns and got.numel():
@@ -282,66 +290,25 @@ def _moments(rows: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor]:
 def _fit(gm: fx.GraphModule, batch: Batch, layers: Mapping[fx.Node, _Layer], floats: LayerValues) -> None:
     """Run the float and the integer form on a batch, so that the layers are fitted to it."""
     with_tokens = [node for node, layer in layers.items() if layer.axis == -1]
-    used = used_rows(IsolatedGraph(gm, gm.graph), batch, with_tokens)
+    see = {node: layer.see for node, layer in layers.items()}
+    correct = {node: layer.correct for node, layer in layers.items()}
+    run = PairedRun.with_float_form(gm, [batch], with_tokens, floats, (), see, correct)
     for node, layer in layers.items():
-        layer.used = used.get(node)
-    _side_by_side(_FloatRun(gm, batch, floats, (), layers), _IntegerRun(gm, batch, layers))
+        layer.used = run.used[0].get(node)
+    run.run()
 
 
 def _sqnr(gm: fx.GraphModule, batches: Sequence[Batch], layers: Mapping[fx.Node, _Layer], floats: LayerValues) -> float:
     """SQNR of the integer graph's output in dB, with the layers corrected; the lowest of several outputs."""
     agreements: dict[int, Agreement] = {}
+    correct = {node: layer.correct for node, layer in layers.items()}
     for batch in batches:
-        runs = _FloatRun(gm, batch, floats, [gm.graph.output_node()], {}), _IntegerRun(gm, batch, layers)
-        for place, (wanted, got) in enumerate(zip(*map(tensors, _side_by_side(*runs)), strict=True)):
+        run = PairedRun.with_float_form(gm, [batch], (), floats, [gm.graph.output_node()], correct=correct)
+        ((got_outputs, wanted_outputs),) = run.run()
+        for place, (wanted, got) in enumerate(zip(tensors(wanted_outputs), tensors(got_outputs), strict=True)):
             if wanted.is_floating_point():
                 add_output(agreements, place, wanted, got)
     return min((output.sqnr for output in agreements.values()), default=math.nan)
-
-
-def _side_by_side(float_run: _FloatRun, integer_run: _IntegerRun) -> tuple[Any, Any]:
-    """Run the float and the integer form node by node, and return both outputs."""
-    outputs = None, None
-    for node in integer_run.graph.nodes:
-        rng_state = torch.get_rng_state()
-        wanted = float_run.step(node)
-        torch.set_rng_state(rng_state)  # so that both draw the same random numbers
-        outputs = wanted, integer_run.step(node)
-    return outputs
-
-
-class _FloatRun(CachedFloatForm):
-    """Run of a batch in float, which stores the results of layers in `_Layer.wanted`."""
-
-    def __init__(
-        self,
-        gm: fx.GraphModule,
-        batch: Batch,
-        floats: LayerValues,
-        values: Collection[fx.Node],
-        layers: Mapping[fx.Node, _Layer],
-    ) -> None:
-        super().__init__(gm, batch, floats, values, layers, IsolatedGraph(gm, gm.graph).modules)
-        self._learning = layers
-
-    def see_layer(self, node: fx.Node, value: Tensor) -> None:
-        """Store the float result of a layer."""
-        self._learning[node].wanted = value
-
-
-class _IntegerRun(Runner):
-    """Run of a batch in integer arithmetic, with the layers corrected by the fit so far."""
-
-    def __init__(self, gm: fx.GraphModule, batch: Batch, layers: Mapping[fx.Node, _Layer]) -> None:
-        # copied modules, so that their state is private
-        super().__init__(gm, copied(batch), modules=IsolatedGraph(gm, gm.graph).modules)
-        self._layers = layers
-
-    def compute(self, node: fx.Node) -> Any:
-        """Compute the value of a node, corrected if it is a layer."""
-        if node in self._layers:
-            return run_layer(self, node, self._layers[node].correct)
-        return super().compute(node)
 
 
 def _write(rewriter: Rewriter, node: fx.Node, layer: _Layer) -> None:

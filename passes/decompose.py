@@ -9,11 +9,13 @@ from typing import Any, ClassVar
 import torch.nn.functional as F
 from torch import fx, nn
 
+from fxq.common.hooks import forward_hooks
 from fxq.graph.info import Decision, info
 from fxq.graph.query import called_name, op_of, submodule, taken_part
 from fxq.patterns.decompositions import attention, recurrent_functions
 from fxq.patterns.decompositions.attention import ATTENTION
 from fxq.patterns.decompositions.recurrent_layers import RECURRENT
+from fxq.pipeline.context import Context
 from fxq.pipeline.float_ops import expand_original
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.rewriting.expansion import CannotExpand, Expand, Expansion
@@ -43,7 +45,7 @@ class Decompose(Pass):
     needs: ClassVar[Stage] = Stage.CANONICAL
     gives: ClassVar[Stage] = Stage.CANONICAL
 
-    def run(self, rewriter: Rewriter) -> None:
+    def run(self, rewriter: Rewriter[Context]) -> None:
         """Expand module by module, then check that the recipe's selectors select something."""
         expanded: dict[str, list[fx.Node]] = {}
         dropped: list[fx.Node] = []
@@ -51,7 +53,7 @@ class Decompose(Pass):
             if node.op == "call_function" and node.target in FUNCTIONS:
                 dropped += _call_as_module(rewriter, node)
             module = submodule(rewriter.gm, node)
-            if module is not None and isinstance(module, tuple(EXPANSIONS)) and not info(node).kept:
+            if module is not None and isinstance(module, tuple(EXPANSIONS)) and not info(node).traced.kept:
                 name = node.name
                 ops = _expand(rewriter, node, module)
                 if ops:
@@ -100,11 +102,11 @@ def _keep_whole(rewriter: Rewriter, node: fx.Node, name: str, reason: CannotExpa
     parts = [user for user in node.users if taken_part(user, node) is not None]
     for part in (node, *parts):
         decision = Decision("float", "unsupported", f"{name} stays as it is: {reason}", decided_by=rewriter.name)
-        rewriter.describe(part, kept=decision)
+        rewriter.describe(part, traced=info(part).traced._replace(kept=decision))
 
 
 def _expansion_of(module: nn.Module) -> Expand:
-    if any(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in module.modules()):
+    if any(map(forward_hooks, module.modules())):
         raise CannotExpand("it has forward hooks")
     if type(module) not in EXPANSIONS:
         base = next(cls for cls in type(module).__mro__ if cls in EXPANSIONS)

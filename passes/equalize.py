@@ -14,11 +14,13 @@ from fxq.graph.analysis.layer_matrix import LayerMatrix
 from fxq.graph.info import info
 from fxq.graph.query import constant, is_op
 from fxq.graph.unit import OpCall, calls_of
+from fxq.ops import OPS
+from fxq.pipeline.context import Context
 from fxq.pipeline.float_ops import divide_original
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.rewriting.rewriter import Rewriter
 
-_HOMOGENEOUS = ("relu", "leaky_relu", "prelu")
+_HOMOGENEOUS = ("relu", *OPS.with_slopes())
 """Functions f with f(c x) = c f(x) for each c > 0."""
 _POOLS = ("max_pool", "avg_pool", "adaptive_max_pool", "adaptive_avg_pool")
 """Pooling ops, without the suffix "1d" to "3d". They are homogeneous, too."""
@@ -40,7 +42,7 @@ class Equalize(Pass):
 
     It helps weights with one scale for the whole tensor, where channels with small weights lose precision.
     s is sqrt(range of w / range of v) by channel, chosen for all pairs of layers together. Between the layers there may
-    be relu, leaky_relu, prelu and pooling, and no other op may read the scaled values. A function that clips at c,
+    be relu, functions with slopes and pooling, and no other op may read the scaled values. A function that clips at c,
     such as relu6, becomes minimum(relu(x), c / s).
     Insert it before `fuse`: `Recipe.static(...).insert_pass(fxq.passes.Equalize(), after="fold-batch-norm")`.
     Source: Nagel et al. 2019 (arXiv 1906.04721), section 4.1.
@@ -65,7 +67,7 @@ class Equalize(Pass):
     gives: ClassVar[Stage] = Stage.CANONICAL
     latest: ClassVar[Stage | None] = Stage.CANONICAL
 
-    def run(self, rewriter: Rewriter) -> None:
+    def run(self, rewriter: Rewriter[Context]) -> None:
         """Find the pairs and their factors, then write the layers."""
         layers = {node: layer for node in rewriter.nodes() if (layer := _Layer.of(rewriter.gm, node)) is not None}
         pairs = [pair for layer in layers.values() if (pair := _pair(rewriter.gm, layer, layers)) is not None]

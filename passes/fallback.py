@@ -14,10 +14,9 @@ from fxq.backends.base import support_of
 from fxq.common.progress import progress_bar
 from fxq.common.timed_calls import threads_set_to
 from fxq.cost import cache as costs
-from fxq.cost.min_cut import Key, PricedValue, conversions_of
+from fxq.cost.min_cut import Key, PricedOp, PricedValue, conversions_of
 from fxq.cost.prices import (
     choose_by_price,
-    emits_float,
     float_ops,
     priced_ops,
     priced_values,
@@ -31,17 +30,9 @@ from fxq.cost.whole import quickest
 from fxq.errors import RecipeError, warn
 from fxq.graph.analysis.integer_sums import MAX_INT32, beyond_int32, node_largest_sum
 from fxq.graph.info import Cost, DecisionKind, Plan, info, precision_of
-from fxq.graph.query import (
-    CONVERSIONS,
-    DYNAMIC_GRID_OPS,
-    dynamic_grid_ops,
-    is_op,
-    plan_of,
-    reads_only_metadata,
-    taken_from,
-)
 from fxq.graph.region import read_region
 from fxq.graph.unit import calls_of
+from fxq.patterns.conversion_rules import has_float_reader, read_float
 from fxq.pipeline.candidates import UNREAD
 from fxq.pipeline.context import Context
 from fxq.pipeline.in_float import run_in_float
@@ -61,6 +52,9 @@ class Fallback(Pass):
     Also: with `optimize="speed"`, the set of integer ops is the one that makes the graph fastest, by the times of
     kernels, float ops and conversions on this machine (`fxq/cost/min_cut.py`). A float op that reads
     dequantize(quantize(v)) of a float value v reads v.
+
+    Decisions are about the whole graph; the conversions are rewritten by rules, `move_in_float` and `read_float`
+    (`patterns/conversion_rules.py`).
     Keeps: the output up to rounding. Results only become more exact, as a rounding is left out.
     """
 
@@ -68,9 +62,9 @@ class Fallback(Pass):
     needs: ClassVar[Stage] = Stage.QDQ
     gives: ClassVar[Stage] = Stage.QDQ
 
-    def run(self, rewriter: Rewriter) -> None:
+    def run(self, rewriter: Rewriter[Context]) -> None:
         """Split units that no kernel runs whole, choose float ops by price, then let float ops read float values."""
-        context: Context = rewriter.context
+        context = rewriter.context
         choose = context.recipe.optimize == "speed"
         pinned = Pinned(context.recipe.decided) if context.recipe.optimize == "decided" else None
         _ask_again(rewriter)
@@ -80,14 +74,13 @@ class Fallback(Pass):
             prober = Prober(context.backend, context.recipe, costs.machine_costs(), measures=choose)
         with threads_set_to(1):  # other programs do not affect the CPU time of one thread
             opened, able = self._decide(rewriter, prober, pinned)
-        runs = ("float" if precision_of(node) == "float" else "int8" for node in able)
-        context.decided = (*opened, *map(Pin.at, able.values(), runs), *_off_grid(rewriter))
-        for node in rewriter.nodes("quantize"):
-            _read_float(rewriter, node)
+        pins = (Pin.at(place, "float" if precision_of(node) == "float" else "int8") for node, place in able.items())
+        context.decided = (*opened, *pins, *_off_grid(rewriter))
+        _read_floats(rewriter)
         rewriter.erase_unused()
 
     def _decide(
-        self, rewriter: Rewriter, prober: Prober | None, pinned: Pinned | None
+        self, rewriter: Rewriter[Context], prober: Prober | None, pinned: Pinned | None
     ) -> tuple[list[Pin], dict[fx.Node, Place]]:
         """Split units and move ops to float. Returns the splits, and the nodes that could run on integers."""
         choose = prober is not None and prober.measures
@@ -106,7 +99,7 @@ class Fallback(Pass):
         return opened, able
 
 
-def _ask_again(rewriter: Rewriter) -> None:
+def _ask_again(rewriter: Rewriter[Context]) -> None:
     """Ask the backend about layers with dynamic ranges, since `smooth` may have chosen them after `annotate`."""
     backend = rewriter.context.backend
     for node in rewriter.nodes():
@@ -123,7 +116,7 @@ def _ask_again(rewriter: Rewriter) -> None:
             rewriter.describe(node, plan=plan.decided(kind="unsupported", text=support.reason))
 
 
-def _bound_sums(rewriter: Rewriter) -> None:
+def _bound_sums(rewriter: Rewriter[Context]) -> None:
     """Move layers whose integer sums could overflow int32 to float, on all backends: an export would overflow, too."""
     for node in rewriter.nodes():
         plan, largest = info(node).plan, 0.0
@@ -135,7 +128,7 @@ def _bound_sums(rewriter: Rewriter) -> None:
                 run_in_float(rewriter, node, "unsupported", reason, _fewer_bits(rewriter, node, plan, largest))
 
 
-def _fewer_bits(rewriter: Rewriter, node: fx.Node, plan: Plan, largest: float) -> str:
+def _fewer_bits(rewriter: Rewriter[Context], node: fx.Node, plan: Plan, largest: float) -> str:
     """Recipe line with fewer activation bits, so that a layer's sums fit in int32; empty if too few would be left."""
     call, spec = calls_of(rewriter.gm, node)[0], plan.reads
     bits = (spec.bits if spec is not None else 0) - math.ceil(
@@ -144,12 +137,12 @@ def _fewer_bits(rewriter: Rewriter, node: fx.Node, plan: Plan, largest: float) -
     if spec is None or bits < MIN_PROPOSED_BITS or call.rounds_its_state:
         return ""
     dynamic = f', per="{spec.per}", range="dynamic"' if spec.range == "dynamic" else ""
-    path = (info(node).paths or (info(node).path,))[0]
+    path = (info(node).fused.paths or (info(node).path,))[0]
     config = f"fxq.QuantConfig(activation=fxq.TensorSpec(bits={bits}{dynamic}))"
     return rewriter.context.override_line(path, call.op.name, config)
 
 
-def _ask_backend(rewriter: Rewriter, prober: Prober) -> None:
+def _ask_backend(rewriter: Rewriter[Context], prober: Prober) -> None:
     """Let the backend price the current units, if it prices whole graphs."""
     context = rewriter.context
     prober.own = context.backend.prices(rewriter.gm, (context.samples or [context.example])[0])
@@ -181,19 +174,19 @@ def _open_units(rewriter: Rewriter, prober: Prober | None, pinned: Pinned | None
     return decided
 
 
-def _price(rewriter: Rewriter, prober: Prober, choose: bool) -> None:
+def _price(rewriter: Rewriter[Context], prober: Prober, choose: bool) -> None:
     """Record the cost of every op; with `choose`, move integer ops to float where that makes the graph faster."""
-    nodes, context = rewriter.nodes(), rewriter.context
+    nodes = rewriter.nodes()
     regions = regions_of(rewriter.gm, nodes)
     unknown = sum(
         prober.measures and prober.can_price(region) and not prober.knows(region) for region in regions.values()
     )
-    with progress_bar("measuring kernels", unknown, context.progress if unknown else False) as advance:
+    with progress_bar("measuring kernels", unknown, rewriter.context.progress if unknown else False) as advance:
         ops = priced_ops(rewriter.gm, regions, prober, advance)
         float_costs = dict(float_ops(rewriter.gm, nodes, prober))
         weight_only_costs = dict(weight_only_ops(rewriter.gm, nodes, prober))
-    for priced_node, cost in (*float_costs.items(), *weight_only_costs.items()):
-        _record(rewriter, priced_node, cost)
+    for node, cost in (*float_costs.items(), *weight_only_costs.items()):
+        _record(rewriter, node, cost)
     float_seconds = 1e-6 * sum(cost.float_us for cost in float_costs.values())
     slow = slower_for_size(weight_only_costs, float_seconds + sum(op.real for op in ops if op.source))
     if slow is not None:
@@ -208,22 +201,55 @@ def _price(rewriter: Rewriter, prober: Prober, choose: bool) -> None:
             warn(slow)
     idle = _drop_idle(integers, values, nodes)
     if choose and prober.own is not None:
-        all_integers: set[Key] = set(regions)
-        all_idle = _drop_idle(all_integers, values, nodes)
-        cuts = [(all_integers, all_idle), (integers, idle), (set[Key](), idle)]
-        changes = [partial(_move_to_float, [op.key for op in ops if op.key not in cut]) for cut, _ in cuts]
-        integers, idle = cuts[quickest(rewriter.gm, context, changes)]
+        integers, idle = _quickest_cut(rewriter, ops, values, (integers, idle))
     conversions = conversions_of(integers, values)
     for op in ops:
-        node: Any = op.key
-        if op.source:
-            around = None if node in idle else 1e6 * conversions.get(node, 0.0)
-            _record(rewriter, node, Cost(1e6 * op.real, 1e6 * op.int8, around, op.source))
-        if node not in integers:
-            kind: DecisionKind = "no integer neighbour" if node in idle else "slower"
-            slower = SLOWER if op.int8 > op.real else SLOWER_WITH_CONVERSIONS
-            with rewriter.attributed("run_in_float", run_in_float):
-                run_in_float(rewriter, node, kind, UNREAD if node in idle else slower, COVERAGE)
+        _apply_price(rewriter, op, op.key in integers, op.key in idle, conversions.get(op.key, 0.0))
+
+
+def _quickest_cut(
+    rewriter: Rewriter[Context],
+    ops: Sequence[PricedOp],
+    values: Sequence[PricedValue],
+    chosen: tuple[set[Key], set[fx.Node]],
+) -> tuple[set[Key], set[fx.Node]]:
+    """Time whole graphs end to end: the chosen mix, all on integers, and all in float. Returns the fastest of the cuts.
+
+    A cut is the ops on integers, and the idle ones, see `_drop_idle`.
+
+    Args:
+        rewriter: rewriter of the graph, which is timed in copies.
+        ops: all ops that could run on integers.
+        values: the values between them.
+        chosen: the cut that is fastest by prices.
+    """
+    all_integers = {op.key for op in ops}
+    cuts = [(all_integers, _drop_idle(all_integers, values, rewriter.nodes())), chosen, (set[Key](), chosen[1])]
+    changes = [partial(_move_to_float, [op.key for op in ops if op.key not in cut]) for cut, _ in cuts]
+    return cuts[quickest(rewriter.gm, rewriter.context, changes)]
+
+
+def _apply_price(
+    rewriter: Rewriter[Context], op: PricedOp, on_integers: bool, is_idle: bool, conversions: float
+) -> None:
+    """Record the cost of an op that could run on integers; move it to float if it does not.
+
+    Args:
+        rewriter: rewriter of the graph.
+        op: the op, with its times in seconds.
+        on_integers: whether it runs on integers.
+        is_idle: whether it only moves values that are not read as integers.
+        conversions: extra time of conversions around it on integers, in seconds.
+    """
+    node: Any = op.key
+    if op.source:
+        around = None if is_idle else 1e6 * conversions
+        _record(rewriter, node, Cost(1e6 * op.real, 1e6 * op.int8, around, op.source))
+    if not on_integers:
+        kind: DecisionKind = "no integer neighbour" if is_idle else "slower"
+        slower = SLOWER if op.int8 > op.real else SLOWER_WITH_CONVERSIONS
+        with rewriter.attributed("run_in_float", run_in_float):
+            run_in_float(rewriter, node, kind, UNREAD if is_idle else slower, COVERAGE)
 
 
 def _move_to_float(floats: Sequence[Any], rewriter: Rewriter, copies: Mapping[fx.Node, fx.Node]) -> None:
@@ -236,8 +262,7 @@ def _move_to_float(floats: Sequence[Any], rewriter: Rewriter, copies: Mapping[fx
     """
     for node in floats:
         run_in_float(rewriter, copies[node], "slower", "", COVERAGE)
-    for node in rewriter.nodes("quantize"):
-        _read_float(rewriter, node)
+    _read_floats(rewriter)
     rewriter.erase_unused()
 
 
@@ -308,37 +333,9 @@ COVERAGE = 'recipe.with_optimize("coverage")'
 SLOWER_WITH_CONVERSIONS = "float is faster at this size on this machine: conversions cost more than the kernel saves"
 
 
-def _read_float(rewriter: Rewriter, quantize: fx.Node) -> None:
-    """Let float ops and shape queries that read dequantize(quantize(v)) read v, if v is float anyway.
-
-    It is float if a float op computes it, or if a layer computes it and has no integer reader: its kernel emits floats.
-    """
-    value: Any = quantize.args[0]
-    copies = [user for user in quantize.users if is_op(user, "dequantize")]
-    readers = [user for copy in copies for user in copy.users]
-    shapes = [user for user in quantize.users if reads_only_metadata(user)]
-    if not _is_float(value) and not dynamic_grid_ops(quantize):  # dynamic ranges are run_time_option from floats
-        read_alone = len(value.users) == 1 and len(copies) + len(shapes) == len(quantize.users)
-        if not read_alone or not all(map(_reads_float, readers)) or not emits_float(rewriter.gm, taken_from(value)):
-            return
-    with rewriter.attributed("read_float", _read_float):
-        for copy in copies:
-            if any(map(_reads_float, copy.users)):
-                rewriter.reroute(copy, value, only=_reads_float)
-        if shapes:
-            rewriter.reroute(quantize, value, only=reads_only_metadata)
-
-
-def _reads_float(node: fx.Node) -> bool:
-    """Whether a node of the qdq graph reads floats: it computes in float, or quantizes with a dynamic range."""
-    return (
-        _is_float(node) or is_op(node, *DYNAMIC_GRID_OPS) or (is_op(node, "quantize") and bool(dynamic_grid_ops(node)))
-    )
-
-
-def _is_float(node: fx.Node) -> bool:
-    """Whether a node of the qdq graph computes in float: an input, an output, or an op with a float plan."""
-    if is_op(node, *CONVERSIONS):
-        return False
-    plan = plan_of(node)
-    return plan is None or plan.in_float
+def _read_floats(rewriter: Rewriter) -> None:
+    """Apply `read_float` to the values with a float reader. At all others it is not applicable, and no near miss."""
+    for node in rewriter.nodes("quantize"):
+        match = rewriter.match_at(read_float, node) if has_float_reader(node) else None
+        if match is not None:
+            rewriter.rewrite(match)

@@ -35,9 +35,9 @@ class FoldBatchNorm(Pass):
     needs: ClassVar[Stage] = Stage.CANONICAL
     gives: ClassVar[Stage] = Stage.CANONICAL
 
-    def run(self, rewriter: Rewriter) -> None:
+    def run(self, rewriter: Rewriter[Context]) -> None:
         """Apply the rules, except where the recipe has different configs for layer and batch norm."""
-        context: Context = rewriter.context
+        context = rewriter.context
 
         def refuse(match: Match) -> str | None:
             layers = ((info(n).path, op.name) for n in match.nodes if (op := op_of(n)) is not None and op.traits.weight)

@@ -31,9 +31,9 @@ class Fuse(Pass):
     needs: ClassVar[Stage] = Stage.CANONICAL
     gives: ClassVar[Stage] = Stage.FUSED
 
-    def run(self, rewriter: Rewriter) -> None:
+    def run(self, rewriter: Rewriter[Context]) -> None:
         """Match all rules, then make the units."""
-        context: Context = rewriter.context
+        context = rewriter.context
 
         def refuse(match: Match) -> str | None:
             calls = calls_among(match.nodes, match.rule.name, match.captures, match.outputs)
@@ -44,7 +44,7 @@ class Fuse(Pass):
         rewriter.fuse(context.recipe.fusion_rules(), refuse)
 
 
-def _partial_kernel(rewriter: Rewriter, nodes: Sequence[fx.Node], calls: Calls) -> str | None:
+def _partial_kernel(rewriter: Rewriter[Context], nodes: Sequence[fx.Node], calls: Calls) -> str | None:
     """Reason why no kernel runs all of these ops, although one runs some of them; None if they may become a unit."""
     context = rewriter.context
     config, _ = context.config_for(info(nodes[0]).path, calls[0].op.name)

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fxq.paired.reconstruction import OutputError, Reconstruction, WeightGrid
+from fxq.paired.reconstruction import OutputError, Reconstruction, WeightRows
 from fxq.recipe.pass_base import Stage
 
 
@@ -50,7 +50,7 @@ class Gptq(Reconstruction):
     needs: ClassVar[Stage] = Stage.QDQ
     gives: ClassVar[Stage] = Stage.QDQ
 
-    def choose(self, layer: WeightGrid, error: OutputError) -> Tensor:
+    def choose(self, layer: WeightRows, error: OutputError) -> Tensor:
         """Integers of a weight, (groups, outputs, inputs), rounded column by column."""
         gram, count = error.gram, layer.weight.shape[2]
         usual = gram.diagonal(dim1=1, dim2=2).mean(1)[:, None, None]

@@ -13,7 +13,7 @@ from fxq.common.names import in_short
 from fxq.common.train_mode import different_in_train_mode
 from fxq.errors import PassError, warn
 from fxq.graph.grid import grid_of
-from fxq.graph.info import Grids, info
+from fxq.graph.info import ChosenGrids, info
 from fxq.graph.place import where
 from fxq.graph.query import is_op, op_of, read_attribute, reads_only_metadata
 from fxq.graph.unit import unit_of
@@ -61,9 +61,9 @@ class InsertFakeQuantizers(Pass):
     needs: ClassVar[Stage] = Stage.QDQ
     gives: ClassVar[Stage] = Stage.QDQ
 
-    def run(self, rewriter: Rewriter) -> None:
+    def run(self, rewriter: Rewriter[Context]) -> None:
         """Split the units, then restore layers, batch norms and dropouts, and insert the fake quantizers."""
-        context: Context = rewriter.context
+        context = rewriter.context
         if context.grids is None:
             raise PassError(f"{self.name} needs choose-grids before it; fxq.prepare runs both.")
         for node in rewriter.nodes():
@@ -83,9 +83,9 @@ class InsertFakeQuantizers(Pass):
         _warn(_without_mode(rewriter), "compute as in eval mode, although the model computes otherwise in train mode")
 
 
-def _unread(rewriter: Rewriter) -> dict[str, None]:
+def _unread(rewriter: Rewriter[Context]) -> dict[str, None]:
     """Paths of the model's trainable parameters that the graph does not read."""
-    context: Context = rewriter.context
+    context = rewriter.context
     read: set[int] = set()
     for node in rewriter.nodes():
         if node.op == "get_attr":
@@ -96,9 +96,9 @@ def _unread(rewriter: Rewriter) -> dict[str, None]:
     return {path: None for path, tensor in own if tensor.requires_grad and id(tensor) not in read}
 
 
-def _without_mode(rewriter: Rewriter) -> dict[str, None]:
+def _without_mode(rewriter: Rewriter[Context]) -> dict[str, None]:
     """Paths of modules that compute something else in train mode, and that the graph does not call as modules."""
-    context: Context = rewriter.context
+    context = rewriter.context
     own, called = dict(context.model.named_modules(remove_duplicate=False)), list[nn.Module]()
     for node in rewriter.nodes():
         module = own.get(str(node.target)) if node.op == "call_module" else None
@@ -117,7 +117,7 @@ def _warn(paths: Mapping[str, None], predicate: str) -> None:
 # ---- values
 
 
-def _insert_quantizers(rewriter: Rewriter, grids: Grids) -> None:
+def _insert_quantizers(rewriter: Rewriter, grids: ChosenGrids) -> None:
     """Replace the conversions of values by fake quantizers, one for each grid."""
     edges = {_tag(edge.qparams): edge for _, value_edges in grids.values() for edge in value_edges}
     points: dict[int, list[fx.Node]] = {}
@@ -153,7 +153,7 @@ def _insert_quantizers(rewriter: Rewriter, grids: Grids) -> None:
             rewriter.replace(dq, read)
 
 
-def _is_on_grid(gm: fx.GraphModule, q: fx.Node, grids: Grids) -> bool:
+def _is_on_grid(gm: fx.GraphModule, q: fx.Node, grids: ChosenGrids) -> bool:
     """Whether a quantize reads a value that was only moved from values on its grid."""
     value: Any = q.args[0]
     plan, edges = grids.get(value.name, (None, ()))
@@ -179,9 +179,9 @@ def _quantizes_relu(q: fx.Node) -> bool:
 # ---- dropout
 
 
-def _restore_dropouts(rewriter: Rewriter) -> None:
+def _restore_dropouts(rewriter: Rewriter[Context]) -> None:
     """Insert calls of the model's dropout modules after the values that they dropped from."""
-    context: Context = rewriter.context
+    context = rewriter.context
     last: dict[str, fx.Node] = {}
     for node in rewriter.nodes():
         last.update(dict.fromkeys(info(node).origins or (node.name,), node))

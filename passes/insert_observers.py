@@ -36,7 +36,7 @@ class InsertObservers(Pass):
     def run(self, rewriter: Rewriter) -> None:
         """Insert one observer per observed edge. Several observers of an activation form a chain."""
         nodes = rewriter.nodes()
-        wishes = {node: wanted_forms(rewriter.gm, node) for node in nodes}
+        wanted = {node: wanted_forms(rewriter.gm, node) for node in nodes}
         states: dict[fx.Node, dict[TensorSpec, None]] = {}
         for node in nodes:
             plan = info(node).plan
@@ -49,12 +49,12 @@ class InsertObservers(Pass):
                 last_observer = _observe(rewriter, value, last_observer, Edge(spec, 0, True), readers)
             for edge in info(value).edges:
                 if edge.observed:
-                    wish = {reader for reader in readers if wishes[reader].get(value) == (edge.spec, edge.axis)}
-                    observer = _observe(rewriter, value, last_observer, edge, wish)
+                    own_readers = {reader for reader in readers if wanted[reader].get(value) == edge.form}
+                    observer = _observe(rewriter, value, last_observer, edge, own_readers)
                     last_observer = observer if value.op != "get_attr" else value
 
 
-def _observe(rewriter: Rewriter, value: fx.Node, seen: fx.Node, edge: Edge, wish: Collection[fx.Node]) -> fx.Node:
+def _observe(rewriter: Rewriter, value: fx.Node, seen: fx.Node, edge: Edge, readers: Collection[fx.Node]) -> fx.Node:
     """Insert an observer of `value` after `seen`, and return its node.
 
     Args:
@@ -62,7 +62,7 @@ def _observe(rewriter: Rewriter, value: fx.Node, seen: fx.Node, edge: Edge, wish
         value: the value or weight to observe.
         seen: the value itself, or its previous observer.
         edge: the edge to observe.
-        wish: readers that want this edge.
+        readers: nodes that want this edge.
     """
     about, is_weight = info(value), value.op == "get_attr"
     place = f'layer "{about.path}"' if about.path else "the input" if value.op == "placeholder" else "the model"
@@ -73,5 +73,5 @@ def _observe(rewriter: Rewriter, value: fx.Node, seen: fx.Node, edge: Edge, wish
     observer = rewriter.node("call_module", target, (seen,), after=seen, name=f"{value.name}_observer")
     rewriter.describe(observer, shape=about.shape, dtype=about.dtype, path=about.path, source=about.source)
     takes_all = seen is value and not is_weight
-    rewriter.reroute(seen, observer, only=lambda user: user is not observer and (takes_all or user in wish))
+    rewriter.reroute(seen, observer, only=lambda user: user is not observer and (takes_all or user in readers))
     return observer

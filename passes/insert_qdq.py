@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from fxq.errors import PassError
 from fxq.graph.grid import grid_of
-from fxq.graph.info import Decision, Edge, Plan, info
+from fxq.graph.info import Decision, Edge, IntegerForm, Plan, info
 from fxq.graph.place import where
 from fxq.graph.query import (
     argument,
@@ -25,14 +25,13 @@ from fxq.graph.query import (
     swapped,
 )
 from fxq.graph.region import is_weight_only
-from fxq.graph.unit import WantedForm, calls_of, wanted_forms
+from fxq.graph.unit import calls_of, wanted_forms
 from fxq.ops.traits import STATE_DYNAMIC
 from fxq.pipeline.candidates import UNREAD
 from fxq.quant.dynamic_grid import DynamicGrid
 from fxq.quant.observer_base import Observer
 from fxq.quant.packing import BITS, pack
 from fxq.quant.qparams import QParams, quantize
-from fxq.quant.spec import TensorSpec
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.rewriting.grid_edits import on_grid
 from fxq.rewriting.rewriter import Rewriter
@@ -57,38 +56,33 @@ class InsertQdq(Pass):
 
     def run(self, rewriter: Rewriter) -> None:
         """Remove the observers, then insert the conversions."""
-        values = _values_with_grids(rewriter)
+        values = [value for value in rewriter.nodes() if info(value).edges]
+        for value in values:
+            if any(edge.qparams is None for edge in info(value).edges):
+                raise PassError(
+                    f"{where(rewriter.gm, value)}: its grid is not chosen. Run choose-grids after calibration."
+                )
         for node in rewriter.nodes():
             if isinstance(submodule(rewriter.gm, node), Observer):
                 rewriter.replace(node, node.args[0])
-        wishes = {node: wanted_forms(rewriter.gm, node) for node in rewriter.nodes()}
-        grids = {value: {e.spec: e.qparams for e in info(value).edges if not e.dynamic} for value in values}
+        wanted = {node: wanted_forms(rewriter.gm, node) for node in rewriter.nodes()}
         stored: dict[Hashable, tuple[Tensor, ...]] = {}
         for value in values:
-            _convert_edges(rewriter, value, wishes, stored)
-        for node in rewriter.nodes():
-            _set_state_grid(rewriter, node)
+            _convert_edges(rewriter, value, wanted, stored)
         float_states: dict[fx.Node, fx.Node | None] = {}
         for node in rewriter.nodes():
+            _set_state_grid(rewriter, node)
             _pass_states_in_float(rewriter, node, float_states)
-        for value, own_grids in grids.items():
-            _requantize_inputs(rewriter, value, own_grids, wishes[value])
+        for value in values:
+            _requantize_inputs(rewriter, value, wanted[value])
+            rewriter.describe(value, edges=())  # the conversions hold the grids now
         rewriter.erase_unused()
-
-
-def _values_with_grids(rewriter: Rewriter) -> list[fx.Node]:
-    """Values and weights that will be integers. Raises `PassError` if one has no grid."""
-    values = [value for value in rewriter.nodes() if info(value).edges]
-    for value in values:
-        if any(edge.qparams is None for edge in info(value).edges):
-            raise PassError(f"{where(rewriter.gm, value)}: its grid is not chosen. Run choose-grids after calibration.")
-    return values
 
 
 def _convert_edges(
     rewriter: Rewriter,
     value: fx.Node,
-    wishes: Mapping[fx.Node, Mapping[fx.Node, WantedForm]],
+    wanted: Mapping[fx.Node, Mapping[fx.Node, IntegerForm]],
     stored: dict[Hashable, tuple[Tensor, ...]],
 ) -> None:
     """Insert the conversions of all edges of a value or weight.
@@ -96,20 +90,19 @@ def _convert_edges(
     Args:
         rewriter: rewriter of the graph.
         value: the value or weight.
-        wishes: integer forms that each node wants of its inputs.
+        wanted: integer forms that each node wants of its inputs.
         stored: integers of weights so far, see `_convert_weight`; updated.
     """
     current, readers = value, list(value.users)
     for edge in info(value).edges:
-        wish = {reader: None for reader in readers if wishes[reader].get(value) == (edge.spec, edge.axis)}
+        own_readers = {reader: None for reader in readers if wanted[reader].get(value) == edge.form}
         if value.op != "get_attr":
-            current = _convert(rewriter, value, current, edge, wish)
-        elif wish:
-            _convert_weight(rewriter, value, edge, wish, stored)
-    rewriter.describe(value, edges=())
+            current = _convert(rewriter, value, current, edge, own_readers)
+        elif own_readers:
+            _convert_weight(rewriter, value, edge, own_readers, stored)
 
 
-def _convert(rewriter: Rewriter, value: fx.Node, current: fx.Node, edge: Edge, wish: Collection[fx.Node]) -> fx.Node:
+def _convert(rewriter: Rewriter, value: fx.Node, current: fx.Node, edge: Edge, readers: Collection[fx.Node]) -> fx.Node:
     """Insert quantize and dequantize of a value, and return the node that its float readers read next.
 
     Args:
@@ -117,29 +110,24 @@ def _convert(rewriter: Rewriter, value: fx.Node, current: fx.Node, edge: Edge, w
         value: the float value. Every form is quantized from it: from a coarser form it would have that error as well.
         current: the value, or the dequantize of its previous form.
         edge: the integer form, with its grid.
-        wish: readers that want this form.
+        readers: nodes that want this form.
     """
     assert edge.qparams is not None  # all of them are chosen
     q, dq = on_grid(rewriter, value, current, edge.qparams, value.name)
     if edge.dynamic:
-        rewriter.reroute(current, dq, only=lambda user: user in wish)
+        rewriter.reroute(current, dq, only=lambda user: user in readers)
         return current
 
     def wants(user: fx.Node) -> bool:
         plan = info(user).plan
-        return user not in (q, dq) and (user in wish or (current is value and not (plan is not None and plan.exact)))
+        return user not in (q, dq) and (user in readers or (current is value and not (plan is not None and plan.exact)))
 
     rewriter.reroute(current, q, only=lambda user: reads_only_metadata(user))
     rewriter.reroute(current, dq, only=wants)
     return dq
 
 
-def _requantize_inputs(
-    rewriter: Rewriter,
-    node: fx.Node,
-    results: Mapping[TensorSpec, QParams | DynamicGrid | None],
-    wishes: Mapping[fx.Node, WantedForm],
-) -> None:
+def _requantize_inputs(rewriter: Rewriter, node: fx.Node, wanted: Mapping[fx.Node, IntegerForm]) -> None:
     """Requantize those inputs of an op that moves integers whose grid is not the grid of its result.
 
     Their integers are converted, not their floats: their grid is several times as fine.
@@ -147,12 +135,13 @@ def _requantize_inputs(
     plan = info(node).plan
     if plan is None or plan.precision != "moves":
         return
+    results = {edge.form: edge.qparams for edge in info(node).edges if not edge.dynamic}
     for read in node.all_input_nodes:
         own = grid_of(rewriter.gm, read)
         value: Any = producer_of(read)
-        wanted = results.get(wishes[value][0]) if value in wishes else None
-        if isinstance(wanted, QParams) and own is not None and not wanted.same_as(own):
-            _, dq = on_grid(rewriter, read, read, wanted, value.name, like=node)
+        grid = results.get(wanted[value]) if value in wanted else None
+        if isinstance(grid, QParams) and own is not None and not grid.same_as(own):
+            _, dq = on_grid(rewriter, read, read, grid, value.name, like=node)
             rewriter.update(node, args=swapped(node.args, {read: dq}))
 
 
@@ -217,7 +206,7 @@ def _convert_weight(
     rewriter: Rewriter,
     weight: fx.Node,
     edge: Edge,
-    wish: Collection[fx.Node],
+    readers: Collection[fx.Node],
     stored: dict[Hashable, tuple[Tensor, ...]],
 ) -> None:
     """Insert the dequantized integers of a weight, for the readers that want this form.
@@ -226,14 +215,14 @@ def _convert_weight(
         rewriter: rewriter of the graph.
         weight: node of the float weight.
         edge: the integer form, with its grid.
-        wish: readers that want this form.
+        readers: nodes that want this form.
         stored: tensors of earlier calls, so that layers with one float weight share the integers; updated.
     """
     tensor, qp = constant(rewriter.gm, weight), edge.qparams
     assert tensor is not None and isinstance(qp, QParams)  # choose-grids has seen it
     name = str(weight.target).removeprefix("fxq_data.").replace(".", "_")
     packs = (
-        all(is_weight_only(user, calls_of(rewriter.gm, user)) for user in wish)
+        all(is_weight_only(user, calls_of(rewriter.gm, user)) for user in readers)
         and qp.dtype != torch.float16
         and qp.qmax - qp.qmin < 2**BITS
     )
@@ -252,9 +241,9 @@ def _convert_weight(
         grid["zero_point"] = last = rewriter.constant(zero_point, f"{name}_zero_point", before=last.next)
     typed = (tuple(tensor.shape), torch.float32)
     dq = rewriter.call("dequantize", integers, after=last, name=f"{name}_dq", typed=typed, **grid)
-    about = info(next(iter(wish)))
+    about = info(next(iter(readers)))
     rewriter.describe(dq, path=about.path, source=about.source, stands_for=str(weight.target))
-    rewriter.reroute(weight, dq, only=lambda user: user in wish)
+    rewriter.reroute(weight, dq, only=lambda user: user in readers)
 
 
 def _stored_tensors(weight: Tensor, qp: QParams, packs: bool) -> tuple[Tensor, Tensor, Tensor]:

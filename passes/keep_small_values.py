@@ -20,12 +20,9 @@ from fxq.graph.unit import calls_of, inputs_of, integer_sources, wanted_forms
 from fxq.pipeline.context import Context
 from fxq.pipeline.float_values import CachedFloatForm, LayerValues
 from fxq.pipeline.samples import on_samples
-from fxq.quant.dynamic_grid import DynamicGrid
-from fxq.quant.qparams import QParams
+from fxq.quant.dynamic_grid import DynamicGrid, Grid
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.rewriting.rewriter import Rewriter
-
-Grid = QParams | DynamicGrid
 
 MAX_SAMPLES = 8
 """Maximum number of samples to run: the share of small values hardly differs from sample to sample."""
@@ -62,7 +59,7 @@ class KeepSmallValues(Pass):
     needs: ClassVar[Stage] = Stage.OBSERVED
     gives: ClassVar[Stage] = Stage.OBSERVED
 
-    def run(self, rewriter: Rewriter) -> None:
+    def run(self, rewriter: Rewriter[Context]) -> None:
         """Measure the losses of all layers, and write float plans for those that lose too much."""
         for node, loss in self._losses(rewriter).items():
             if loss.share > self.most and loss.sqnr < self.least:
@@ -76,9 +73,9 @@ class KeepSmallValues(Pass):
                     why = f"%{node.name} reads values of it that would mostly become zero in {loss.bits} bits"
                     rewriter.describe(light, plan=self._float(why))
 
-    def _losses(self, rewriter: Rewriter) -> dict[fx.Node, _Loss]:
+    def _losses(self, rewriter: Rewriter[Context]) -> dict[fx.Node, _Loss]:
         """Loss of each layer on recorded samples, or on the example if the graph does not run on these."""
-        context: Context = rewriter.context
+        context = rewriter.context
 
         def run(batches: Sequence[Batch]) -> dict[fx.Node, _Loss]:
             all_losses = {node: _Loss.of(rewriter.gm, node) for node in rewriter.nodes()}
@@ -124,11 +121,11 @@ class _Loss:
     @classmethod
     def of(cls, gm: fx.GraphModule, node: fx.Node) -> _Loss:
         """Empty loss of a node, with the grids that its ops with weights read. It has no grids if there are none."""
-        loss, calls, wishes = cls(), calls_of(gm, node), wanted_forms(gm, node)
+        loss, calls, wanted = cls(), calls_of(gm, node), wanted_forms(gm, node)
         for read in inputs_of(calls):
             traits, value = calls[read.call].op.traits, unobserved(gm, read.node)
-            if read.role == "activation" and traits.weight is not None and value in wishes:
-                edges = (edge for edge in info(value).edges if (edge.spec, edge.axis) == wishes[value])
+            if read.role == "activation" and traits.weight is not None and value in wanted:
+                edges = (edge for edge in info(value).edges if edge.form == wanted[value])
                 grid = next((edge.qparams for edge in edges if edge.spec.bits >= MIN_CHECKED_BITS), None)
                 if grid is not None:
                     loss.grids[read.node], loss.channels = grid, traits.channels

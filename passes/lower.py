@@ -9,6 +9,7 @@ import torch
 
 from fxq.backends.lower_graph import lower_graph
 from fxq.backends.region_kernel import tune
+from fxq.pipeline.context import Context
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.rewriting.rewriter import Rewriter
 
@@ -26,7 +27,7 @@ class Lower(Pass):
     needs: ClassVar[Stage] = Stage.QDQ
     gives: ClassVar[Stage] = Stage.LOWERED
 
-    def run(self, rewriter: Rewriter) -> None:
+    def run(self, rewriter: Rewriter[Context]) -> None:
         """Insert the backend's kernels, and tune them for speed if the recipe says so."""
         lower_graph(rewriter)
         rewriter.erase_unused()

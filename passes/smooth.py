@@ -14,8 +14,9 @@ from fxq.common.metrics import Agreement
 from fxq.graph.info import Decision, Plan, info
 from fxq.graph.query import swapped
 from fxq.paired.linear_inputs import Form, LinearInput, LinearLayer, seen_inputs
+from fxq.pipeline.context import Context
 from fxq.pipeline.float_moves import move_floats
-from fxq.quant.dynamic_grid import DynamicGrid
+from fxq.quant.dynamic_grid import DynamicGrid, Grid
 from fxq.quant.observers import observer_for
 from fxq.quant.qparams import QParams, choose_qparams, quantize
 from fxq.quant.spec import TensorSpec
@@ -103,7 +104,7 @@ class Smooth(Pass):
     def samples_read(self) -> int:
         return self.samples
 
-    def run(self, rewriter: Rewriter) -> None:
+    def run(self, rewriter: Rewriter[Context]) -> None:
         """Measure the errors of all variants, and write the best ones."""
         for linear_input in seen_inputs(rewriter.gm, rewriter.context, _Input, self.samples, self.rows, self.least):
             linear_input.include_later()
@@ -169,7 +170,7 @@ class _Input(LinearInput):
         """Spec of the input, with the number of bits of its grid."""
         return replace(self.layers[0].reads, bits=self.grid.bits)
 
-    def grid_for(self, variant: _Variant, factors: Tensor | None) -> QParams | DynamicGrid:
+    def grid_for(self, variant: _Variant, factors: Tensor | None) -> Grid:
         """Grid of the input in a variant with these `factors`, (C,) or None."""
         if variant.rows:
             return self.row_grid

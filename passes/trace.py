@@ -13,6 +13,7 @@ from torch import fx, nn
 
 from fxq.common.data import first_of, samples_in
 from fxq.common.globs import path_matches
+from fxq.common.hooks import forward_hooks
 from fxq.common.isolation import computed_tensors, copied, seeded, untouched
 from fxq.common.metrics import tensors
 from fxq.common.source import source_of
@@ -23,7 +24,8 @@ from fxq.graph.query import is_check
 from fxq.pipeline.context import Context
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.recipe.selector import Selector, ancestors
-from fxq.rewriting.functionalize import CannotTrace, Functionalization, around
+from fxq.rewriting.cannot_trace import CannotTrace, around
+from fxq.rewriting.functionalize import Functionalization
 from fxq.rewriting.rewriter import Rewriter
 from fxq.tracing.fidelity import first_difference, part_for, same_values
 from fxq.tracing.float_run import FloatRun, KeptState
@@ -43,9 +45,9 @@ class Trace(Pass):
     needs: ClassVar[Stage] = Stage.NONE
     gives: ClassVar[Stage] = Stage.TRACED
 
-    def run(self, rewriter: Rewriter) -> None:
+    def run(self, rewriter: Rewriter[Context]) -> None:
         """Replace the rewriter's empty module by the traced one."""
-        context: Context = rewriter.context
+        context = rewriter.context
         _check_leaves(context.recipe.leaf_modules, context.types)
         _check_hooks(context.model)
         broken: dict[str, str] = {}
@@ -81,12 +83,13 @@ def _traced(
     _take_copies(gm, run.written)
     traced = Rewriter(gm, context, Trace.name, source_of(Trace.run))
     for node in gm.graph.nodes:
-        traced.describe(node, origins=(node.name,) if _is_call(node) else (), kept=_kept_leaf(node, recipe, broken))
+        facts = info(node).traced._replace(kept=_kept_leaf(node, recipe, broken))
+        traced.describe(node, origins=(node.name,) if _is_call(node) else (), traced=facts)
     states = list(_check_state_of(run, leaves))
     hidden = [
         CannotTrace(kept.path, kept.why) for kept in states if kept.hidden
     ]  # errors of the others name a source line
-    writers = {node: info(node).source for node in gm.graph.nodes if info(node).changes}
+    writers = {node: info(node).source for node in gm.graph.nodes if info(node).traced.changes}
     edit_count = len(traced.edits)
     functionalization = Functionalization(traced, tracer.watch, tracer.new_constants)
     divisible: bool | None = None
@@ -341,10 +344,7 @@ def _check_leaves(leaves: tuple[str, ...], types: Any) -> None:
 
 
 def _check_hooks(model: nn.Module) -> None:
-    registered = (*model._forward_hooks.values(), *model._forward_pre_hooks.values())
-    hooks = [getattr(hook, "func", hook) for hook in registered]
-    # fxq's own are those of another thread that is probing this model
-    if any(not str(getattr(hook, "__module__", "")).startswith("fxq.") for hook in hooks):
+    if forward_hooks(model):
         raise TraceError(
             f"the model ({type(model).__name__}) has forward hooks, which a trace of its forward does not see. Remove "
             "them (handle.remove()), or quantize a module that calls this one: nn.Sequential(model)."

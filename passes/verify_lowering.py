@@ -71,7 +71,7 @@ class VerifyLowering(Pass):
     needs: ClassVar[Stage] = Stage.LOWERED
     gives: ClassVar[Stage] = Stage.LOWERED
 
-    def run(self, rewriter: Rewriter) -> None:
+    def run(self, rewriter: Rewriter[Context]) -> None:
         """Compare all kernels, then replace the wrong ones by their q/dq form."""
         regions = rewriter.context.regions
         for node in rewriter.nodes():
@@ -101,9 +101,9 @@ class VerifyLowering(Pass):
             for node, layers in engine_layers(rewriter.gm, rewriter.context.example).items():
                 record_engine_layers(rewriter, node, layers)
 
-    def _find(self, rewriter: Rewriter) -> _Findings:
+    def _find(self, rewriter: Rewriter[Context]) -> _Findings:
         """Find wrong kernels: on a batch, on one sample, and on samples of other shapes."""
-        context: Context = rewriter.context
+        context = rewriter.context
         batch = (context.samples or [context.example])[0]
         if context.divisible:
             size = sum(tensor.numel() for tensor in tensors((batch.args, batch.kwargs)))
@@ -122,7 +122,7 @@ class VerifyLowering(Pass):
         return findings
 
     def _compare(
-        self, rewriter: Rewriter, batch: Batch, certain: bool = False, resizes: bool = False
+        self, rewriter: Rewriter[Context], batch: Batch, certain: bool = False, resizes: bool = False
     ) -> _Findings | None:
         """Find wrong kernels on one batch.
 

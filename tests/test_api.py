@@ -69,7 +69,7 @@ def test_the_recipe_as_name_dict_file_and_object(tmp_path):
     assert fxq.quantize(model, "static", data=[X]).recipe == fxq.quantize(model, data=[X]).recipe == fxq.Recipe.static()
 
 
-def test_run_passes_stops_behind_the_pass():
+def test_run_passes_stops_after_the_pass():
     gm = fxq.extend.run_passes(net(), REFERENCE, example_inputs=X, until="canonicalize")
     assert [n.name for n in gm.graph.nodes if n.op == "call_function"] == ["_0", "_1", "_2"]
     gm = fxq.extend.run_passes(net(), REFERENCE, example_inputs=X, until="fuse")

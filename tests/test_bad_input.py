@@ -379,7 +379,7 @@ def test_control_flow_in_a_module(branch_line):
     assert torch.allclose(qmodel(X), model(X), atol=0.05)
 
 
-def test_the_second_way_out_works():
+def test_the_second_remedy_works():
     model = branching()
     with untouched(model):
         qmodel = fxq.quantize(model, REFERENCE.leaf("1"), data=[X])

@@ -198,7 +198,7 @@ def test_an_argument_of_forward_may_be_an_option(function, value, other, recipe)
     assert all(reason for _, precision, reason in rows(qmodel) if precision == "float")
 
 
-def test_an_activation_behind_a_layer_with_a_computed_bound_is_no_part_of_its_kernel():
+def test_an_activation_after_a_layer_with_a_computed_bound_is_no_part_of_its_kernel():
     """The bound was an input of the fused kernel, which found that it had one integer too few."""
     model = module(lambda self, x, v: self.b(F.hardtanh(self.a(x), -v, v)), a=nn.Conv2d(3, 8, 3), b=nn.Conv2d(8, 4, 1))
     qmodel = fxq.quantize(model, RECIPES["coverage"], data=[(X, 0.25)])

@@ -137,7 +137,7 @@ def test_values_of_one_sign_keep_the_whole_grid(backend):
 
 
 @needs_x86
-def test_the_integers_of_a_measured_grid():
+def test_the_integers_of_a_dynamic_grid():
     layers = fxq.quantize(network(), DYNAMIC, example_inputs=X).qparams()
     assert {(layer.reads, layer.input_scale, layer.input_zero_point) for layer in layers.values()} == {
         ("dynamic", None, None)

@@ -86,7 +86,7 @@ def test_every_pass_keeps_the_output_and_does_nothing_twice(name, backend):
             assert step.name in ONCE or again(manager, step) == [], step.name
             assert step.name not in LOOKS or manager.history[step.name].edits == ()
             if step.name == "fuse":  # an op belongs to one unit
-                owned = [part[0] for n in manager.gm.graph.nodes for part in info(n).parts if part]
+                owned = [part[0] for n in manager.gm.graph.nodes for part in info(n).fused.parts if part]
                 assert len(owned) == len(set(owned))
             before = got
 
@@ -167,18 +167,18 @@ def test_the_user_s_model_and_data_stay(name, backend):
 
 
 @needs_x86
-@pytest.mark.parametrize("narrow", ["activations", "weights"])
-def test_without_vnni_one_role_has_7_bits(monkeypatch, narrow):
+@pytest.mark.parametrize("role", ["activations", "weights"])
+def test_without_vnni_one_role_has_7_bits(monkeypatch, role):
     monkeypatch.setattr(cpu, "has_vnni", lambda: False)
     warn_once.cache_clear()
     model, inputs = build("residual"), batch("residual", 16)
-    recipe = replace(X86, reduce_range=narrow)
+    recipe = replace(X86, reduce_range=role)
     with pytest.warns(fxq.FxqWarning, match="no VNNI.*7 bits for one of them"):
         quantized = fxq.quantize(model, recipe, data=[inputs])
     grids = {module.x.qmax for module in quantized.modules() if isinstance(module, LayerKernel)}
-    assert grids == ({127} if narrow == "activations" else {255})
+    assert grids == ({127} if role == "activations" else {255})
     largest = {int(layer.weight.abs().max()) for layer in quantized.qparams().values()}
-    assert largest == ({127} if narrow == "activations" else {63})
+    assert largest == ({127} if role == "activations" else {63})
     assert quantized.ledger.count("int8") >= 10
     qdq = fxq.quantize(model, qdq_form(recipe), data=[inputs])
     assert sqnr(call(qdq, inputs), call(quantized, inputs)) > 50

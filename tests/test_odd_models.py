@@ -232,7 +232,7 @@ def test_the_quantized_model_under_autocast_and_another_default_dtype(size):
 
 
 @pytest.mark.parametrize("view", [lambda h: h[:, 0], lambda h: h.flatten(1), lambda h: h.mT, lambda h: h])
-def test_a_read_is_not_moved_behind_a_change_through_a_view(view):
+def test_a_read_is_not_moved_after_a_change_through_a_view(view):
     """The unit of b and relu was placed at the relu, after the fill: -23 dB."""
 
     def forward(self, x):

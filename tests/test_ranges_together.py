@@ -98,7 +98,7 @@ def test_grids_beside_grids():
     assert min(sqnr(a, b) for a, b in zip(model(x), qmodel(x), strict=True)) > 25
 
 
-def test_strands_grow_in_proportion_to_the_graph(monkeypatch):
+def test_grid_groups_grow_in_proportion_to_the_graph(monkeypatch):
     """The joining of observers, counted."""
     joins = []
     join = Observer.join

@@ -32,11 +32,25 @@ def auto_order() -> tuple[str, ...]:
     """Backends that "auto" tries, best first.
 
     On x86-64, x86 is the fastest and can emit float; fbgemm is for builds of PyTorch without oneDNN. qnnpack is made
-    for ARM; on x86-64 it is slower than float. The others are for builds of PyTorch without int8 kernels: compiled
-    loops (jit), engines, and last reference, which runs nothing on integers.
+    for ARM; on x86-64 it is slower than float. The others are for builds of PyTorch without int8 kernels and for other
+    devices: compiled loops (jit), engines, backends of other packages, and last reference, which runs nothing on
+    integers.
     """
     torch_kernels = ("x86", "fbgemm") if cpu.is_x86() else ("qnnpack",)
-    return (*torch_kernels, "jit", "openvino", "onnxruntime", "reference")
+    return (*torch_kernels, "jit", "openvino", "onnxruntime", *_usable_names(), "reference")
+
+
+def auto_skips(name: str, device: str = "cpu") -> str | None:
+    """Why "auto" does not select a backend: it is unavailable, or has no kernels; None if it can be selected."""
+    reason = unavailable(name, device)
+    if reason is None and name not in _BACKENDS and not backend_type(name).has_kernels:
+        return "it has no kernels that are faster than float."
+    return reason
+
+
+def _usable_names() -> tuple[str, ...]:
+    """Names of the backends of other packages, except refused ones."""
+    return tuple(backend.name for backend in installed() if not backend.refused)
 
 
 def builtin_names() -> tuple[str, ...]:
@@ -61,9 +75,9 @@ def check_name(name: str) -> None:
 
 
 def fastest_order() -> tuple[str, ...]:
-    """Backends that "fastest" tries: all that may be faster than float on this kind of CPU."""
+    """Backends that "fastest" tries: all that may be faster than float on this kind of CPU, also of other packages."""
     left_out = ("reference", "qnnpack") if cpu.is_x86() else ("reference", "x86", "fbgemm")
-    return tuple(name for name in _BACKENDS if name not in left_out)
+    return (*(name for name in _BACKENDS if name not in left_out), *_usable_names())
 
 
 def get_backend(name: str, device: str = "cpu") -> Backend:
@@ -79,7 +93,7 @@ def get_backend(name: str, device: str = "cpu") -> Backend:
     """
     if name in ("auto", FASTEST):
         for candidate in auto_order():
-            if unavailable(candidate, device) is not None:
+            if auto_skips(candidate, device) is not None:
                 continue
             if candidate == "reference":
                 warn(
@@ -195,6 +209,7 @@ def recipe_name(backend: Backend) -> str:
 
 
 __all__ = [
-    "NAMES", "Backend", "FaultyKernel", "Support", "auto_order", "backend_type", "builtin_names", "check_name",
-    "devices_of", "fastest_order", "get_backend", "installed", "kernel_named", "recipe_name", "unavailable",
+    "NAMES", "Backend", "FaultyKernel", "Support", "auto_order", "auto_skips", "backend_type", "builtin_names",
+    "check_name", "devices_of", "fastest_order", "get_backend", "installed", "kernel_named", "recipe_name",
+    "unavailable",
 ]  # fmt: skip

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Literal
 
 from torch import fx
 
 from fxq.graph.info import EngineLayer
+from fxq.graph.precision import Precision
 from fxq.graph.query import CONVERSIONS, is_op, op_of
 
 
-def kind_of(dtype: str) -> Literal["int8", "float"]:
+def kind_of(dtype: str) -> Precision:
     """Precision of a layer that computes in `dtype`. A dtype that the engine does not name counts as int8."""
     return "float" if "float" in dtype else "int8"
 

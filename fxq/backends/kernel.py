@@ -26,9 +26,8 @@ class PostOp:
     """Activation function that a kernel applies to its float result before it rounds (a post-op, as in oneDNN).
 
     Attributes:
-        name: name of the op: one that `OpTraits.fused_after` allows, or "prelu", whose slopes are a tensor of the
-            kernel.
-        args: (low, high) of hardtanh, (slope,) of leaky_relu, otherwise empty.
+        name: name of the op: one that `OpTraits.fused_after` allows, or one whose slopes are a tensor of the kernel.
+        args: (low, high) of hardtanh, (slope,) of an op whose slope is an option, otherwise empty.
         algorithm: "none" (exact) or "tanh" of gelu, otherwise empty.
     """
 

@@ -7,7 +7,7 @@ import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
-from typing import Any
+from typing import Any, Protocol
 
 from torch import fx
 
@@ -16,18 +16,33 @@ from fxq.backends.kernel import Kernel
 from fxq.backends.qdq_form import QdqForm
 from fxq.errors import BackendError, InputError
 from fxq.graph.analysis.integer_sums import node_refused
-from fxq.graph.info import Decision, EngineLayer, Plan, Precision, info, set_info
+from fxq.graph.info import Decision, EngineLayer, FusedInfo, LoweredInfo, Plan, info, set_info
+from fxq.graph.precision import PRECISIONS
 from fxq.graph.query import CONVERSIONS, is_op, is_size, op_of, producer_of, submodule
 from fxq.graph.region import Region, UnitRegion, read_region
 from fxq.graph.unit import calls_of
+from fxq.rewriting.editor import EditContext
 from fxq.rewriting.rewriter import Rewriter
 from fxq.rewriting.unit_edits import open_unit
 
-_PRECISIONS: tuple[Precision, ...] = ("int8", "weight-only", "moves", "float")
-"""Precisions in order: a kernel of several ops has the first of these that one of its ops has."""
+
+class LoweringContext(EditContext, Protocol):
+    """Context that lowering needs.
+
+    Attributes:
+        regions: region of each lowered node, with its q/dq form; added to.
+        backend: the backend that lowers.
+    """
+
+    regions: dict[fx.Node, Region]
+    backend: Backend
+
+    def override_line(self, path: str, op: str, config: str) -> str:
+        """Line of a recipe that gives one op another config."""
+        ...
 
 
-def lower_graph(rewriter: Rewriter) -> None:
+def lower_graph(rewriter: Rewriter[LoweringContext]) -> None:
     """Replace the regions of the backend by its kernels, then decide which kernels overwrite their residual."""
     backend: Backend = rewriter.context.backend
     for region in backend.regions(rewriter.gm):
@@ -35,7 +50,7 @@ def lower_graph(rewriter: Rewriter) -> None:
     _allow_inplace(rewriter)
 
 
-def _lower(rewriter: Rewriter, backend: Backend, region: Region) -> None:
+def _lower(rewriter: Rewriter[LoweringContext], backend: Backend, region: Region) -> None:
     """Replace a region by its kernel. If a unit of several ops has none, open it and try its first op alone."""
     try:
         for node in region.nodes:
@@ -57,7 +72,7 @@ def _lower(rewriter: Rewriter, backend: Backend, region: Region) -> None:
     _replace(rewriter, region, kernel)
 
 
-def _open_and_lower(rewriter: Rewriter, backend: Backend, node: fx.Node, reason: str) -> None:
+def _open_and_lower(rewriter: Rewriter[LoweringContext], backend: Backend, node: fx.Node, reason: str) -> None:
     """Open a unit that no kernel runs whole: lower its first op, and leave the others in float."""
     plan = info(node).plan
     first, *rest = open_unit(rewriter, node)
@@ -68,7 +83,7 @@ def _open_and_lower(rewriter: Rewriter, backend: Backend, node: fx.Node, reason:
         _lower(rewriter, backend, region)
 
 
-def _leave_in_float(rewriter: Rewriter, nodes: Sequence[fx.Node], reason: str) -> None:
+def _leave_in_float(rewriter: Rewriter[LoweringContext], nodes: Sequence[fx.Node], reason: str) -> None:
     """Record the decision that nodes run in float, unless their plan says so already."""
     plan = Plan(Decision("float", "unsupported", reason, decided_by=rewriter.name))
     for node in nodes:
@@ -77,7 +92,7 @@ def _leave_in_float(rewriter: Rewriter, nodes: Sequence[fx.Node], reason: str) -
             rewriter.describe(node, plan=plan)
 
 
-def _replace(rewriter: Rewriter, region: Region, kernel: Kernel) -> None:
+def _replace(rewriter: Rewriter[LoweringContext], region: Region, kernel: Kernel) -> None:
     """Replace a region by a kernel, and record the region for verification."""
     read = region.inputs if kernel.reads is None else tuple(region.inputs[i] for i in kernel.reads)
     if kernel.form is None:
@@ -91,7 +106,8 @@ def _replace(rewriter: Rewriter, region: Region, kernel: Kernel) -> None:
         target = rewriter.module(kernel, name)
         node = rewriter.node("call_module", target, read, like=units, before=first)
         body = tuple(call.op.name for calls in ops.values() for call in calls)
-        rewriter.describe(node, body=body, **_node_info(rewriter, [u for u in units if u in ops]))
+        rewriter.describe(node, lowered=LoweredInfo(body))
+        _describe_units(rewriter, node, [unit for unit in units if unit in ops])
         results = [node] if len(names) == 1 else _result_nodes(rewriter, region, node, first)
         for old, new in zip(region.outputs, results, strict=True):
             rewriter.describe(new, shape=info(old).shape, dtype=info(old).dtype)
@@ -107,30 +123,36 @@ def _replace(rewriter: Rewriter, region: Region, kernel: Kernel) -> None:
     rewriter.context.regions[node] = region
 
 
-def _node_info(rewriter: Rewriter, units: Sequence[fx.Node]) -> dict[str, Any]:
-    """Fields of `NodeInfo` for a kernel's node, from its units. For several units they include the plan of each op."""
+def _describe_units(rewriter: Rewriter[LoweringContext], node: fx.Node, units: Sequence[fx.Node]) -> None:
+    """Set the metadata of a kernel's node that follow from its units; for several units, also the plan of each op."""
     if len(units) < 2:
-        return {"parts": info(units[0]).parts, "note": info(units[0]).note} if units else {}
+        for unit in units:
+            rewriter.describe(node, fused=FusedInfo(info(unit).fused.parts), note=info(unit).note)
+        return
     plans, parts, paths = list[Plan](), list[tuple[str, ...]](), list[str]()
     for unit_info in map(info, units):
-        plan, count = unit_info.plan or Plan(Decision("float", "undecided")), max(len(unit_info.parts), 1)
+        plan, count = unit_info.plan or Plan(Decision("float", "undecided")), max(len(unit_info.fused.parts), 1)
         plan = plan.decided(text=unit_info.note) if unit_info.note and plan.precision == "int8" else plan
         plans += [plan, *[replace(plan, cost=None)] * (count - 1)]  # the first op has the cost of the whole unit
-        parts += unit_info.parts or (unit_info.origins,)
-        paths += unit_info.paths or (unit_info.path,) * count
+        parts += unit_info.fused.parts or (unit_info.origins,)
+        paths += unit_info.fused.paths or (unit_info.path,) * count
     precisions = {plan.precision for plan in plans}
-    plan = Plan(
-        Decision(next(precision for precision in _PRECISIONS if precision in precisions), decided_by=rewriter.name)
+    joint_precision = next(precision for precision in PRECISIONS if precision in precisions)
+    plan = Plan(Decision(joint_precision, decided_by=rewriter.name))
+    rewriter.describe(
+        node,
+        path=_common_module(paths),
+        plan=plan,
+        fused=FusedInfo(tuple(parts), paths=tuple(paths)),
+        lowered=info(node).lowered._replace(plans=tuple(plans)),
     )
-    path = _common_module(paths)
-    return {"path": path, "plan": plan, "parts": tuple(parts), "paths": tuple(paths), "plans": tuple(plans)}
 
 
-Change = Callable[[Rewriter, Mapping[fx.Node, fx.Node]], None]
+Change = Callable[[Rewriter[LoweringContext], Mapping[fx.Node, fx.Node]], None]
 """Function that edits a copy of a graph. The mapping has the copy of each node but the output."""
 
 
-def lowered_copy(gm: fx.GraphModule, graph: fx.Graph, context: Any, change: Change) -> fx.GraphModule:
+def lowered_copy(gm: fx.GraphModule, graph: fx.Graph, context: LoweringContext, change: Change) -> fx.GraphModule:
     """Return a changed and lowered copy of a qdq graph, which uses the modules and tensors of `gm`."""
     copied, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     copied.output(copied.graph_copy(graph, copies))
@@ -142,12 +164,12 @@ def lowered_copy(gm: fx.GraphModule, graph: fx.Graph, context: Any, change: Chan
     return rewriter.gm
 
 
-def record_engine_layers(rewriter: Rewriter, node: fx.Node, layers: tuple[EngineLayer, ...]) -> None:
+def record_engine_layers(rewriter: Rewriter[LoweringContext], node: fx.Node, layers: tuple[EngineLayer, ...]) -> None:
     """Record the layers that the engine of a kernel runs, and set units that it runs in float to float precision.
 
     The plan of an op without a layer of its own, because the engine has fused it into another, stays as it is.
     """
-    rewriter.describe(node, layers=layers)
+    rewriter.describe(node, lowered=info(node).lowered._replace(layers=layers))
     kernel: Any = submodule(rewriter.gm, node)
     inside = kernel.form.module(kernel)
     ops = {n: calls for n in inside.graph.nodes if (calls := calls_of(inside, n))}
@@ -163,12 +185,13 @@ def record_engine_layers(rewriter: Rewriter, node: fx.Node, layers: tuple[Engine
         has_changed, slowest = True, max(own_layers, key=lambda layer: layer.us)
         name = rewriter.context.backend.name
         reason = f"{name} runs it in {slowest.dtype}, as {slowest.op}: its conversions gain nothing"
-        path, op = (info(unit).paths or (info(unit).path,))[0], ops[unit][0].op.name
+        path, op = (info(unit).fused.paths or (info(unit).path,))[0], ops[unit][0].op.name
         line = rewriter.context.override_line(path, op, "fxq.FLOAT")
         decided = plan.decided(precision="float", kind="unsupported", text=reason, fix=line, decided_by=rewriter.name)
         set_info(unit, plan=decided)
     if has_changed:
-        rewriter.describe(node, **{"plan": info(units[0]).plan, **_node_info(rewriter, units)})
+        rewriter.describe(node, plan=info(units[0]).plan)
+        _describe_units(rewriter, node, units)
 
 
 def _common_module(paths: Iterable[str]) -> str:
@@ -178,19 +201,19 @@ def _common_module(paths: Iterable[str]) -> str:
     return ".".join(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False)))
 
 
-def _result_nodes(rewriter: Rewriter, region: Region, node: fx.Node, before: fx.Node) -> list[fx.Node]:
+def _result_nodes(rewriter: Rewriter[LoweringContext], region: Region, node: fx.Node, before: fx.Node) -> list[fx.Node]:
     """Insert a getitem node for each output of a kernel. Its metadata are those of the op that computes the output."""
     results, inside = [], set(region.nodes)
     for i, old in enumerate(region.outputs):
         maker = producer_of(old)
         like = maker if maker in inside else old
         result = rewriter.node("call_function", operator.getitem, (node, i), like=like, before=before)
-        rewriter.describe(result, origins=(info(like).parts or (info(like).origins,))[-1])
+        rewriter.describe(result, origins=(info(like).fused.parts or (info(like).origins,))[-1])
         results.append(result)
     return results
 
 
-def _allow_inplace(rewriter: Rewriter) -> None:
+def _allow_inplace(rewriter: Rewriter[LoweringContext]) -> None:
     """Let a kernel overwrite its residual if no later node reads that value.
 
     The residual must be the result of a kernel in memory of its own, not an input and not a view. The kernel must not
@@ -211,13 +234,13 @@ def _allow_inplace(rewriter: Rewriter) -> None:
         kernel.inplace = last_uses[residual] <= order[node]
 
 
-def _is_fresh(rewriter: Rewriter, node: fx.Node) -> bool:
+def _is_fresh(rewriter: Rewriter[LoweringContext], node: fx.Node) -> bool:
     """Whether a node's value is the result of a kernel that shares no memory with another tensor."""
     module = submodule(rewriter.gm, node)
     return isinstance(module, Kernel) and not module.returns_view
 
 
-def _may_alias(rewriter: Rewriter, user: fx.Node) -> bool:
+def _may_alias(rewriter: Rewriter[LoweringContext], user: fx.Node) -> bool:
     """Whether the result of a node may share memory with its input."""
     module = submodule(rewriter.gm, user)
     if isinstance(module, Kernel):

@@ -87,6 +87,6 @@ def _observed(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, fx.Node, Observer]]
 def _identity(gm: fx.GraphModule, value: fx.Node) -> Value:
     """Names of the traced calls that a value is the result of: they identify it in all graphs of the model."""
     about = info(value)
-    if about.parts:
-        return about.parts[calls_of(gm, value).outputs[0]]
+    if about.fused.parts:
+        return about.fused.parts[calls_of(gm, value).outputs[0]]
     return about.origins or (value.name,)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -64,29 +66,56 @@ def interleaved(
         shortest: return the shortest time of each call instead, which other programs slow down least; on one thread, in
             CPU time. In its turn, a call is then repeated for up to `TURN_SECONDS`.
     """
+    turn = min(TURN_SECONDS, SECONDS / (4 * max(len(calls), 1))) if shortest else 0.0
     now = clock(every_thread=True) if shortest else time.perf_counter
+    times = times_in_turns(calls, rounds(MIN_ROUNDS if shortest else 1), now, wait, turn)
+    return {name: 1e6 * min(seconds) if shortest else median(seconds) for name, seconds in times.items()}
+
+
+def times_in_turns(
+    calls: Mapping[str, Callable[[], object]],
+    rounds: Iterable[object],
+    now: Callable[[], float] = time.perf_counter,
+    wait: Callable[[], None] = lambda: None,
+    turn_seconds: float = 0.0,
+) -> dict[str, list[float]]:
+    """Return all times of each call, in seconds. Each round runs the calls once, in random order.
+
+    Args:
+        calls: by name.
+        rounds: iterable with one item for each round.
+        now: clock, in seconds.
+        wait: waits for the end of a call.
+        turn_seconds: seconds for which a call is repeated in its turn.
+    """
     times: dict[str, list[float]] = {name: [] for name in calls}
     names, order = list(calls), random.Random(0)
-    turn = min(TURN_SECONDS, SECONDS / (4 * max(len(calls), 1))) if shortest else 0.0
-    for _ in rounds(MIN_ROUNDS if shortest else 1):
+    for _ in rounds:
         order.shuffle(names)
         for name in names:
-            end = time.perf_counter() + turn
+            end = time.perf_counter() + turn_seconds
             while True:
                 with timed(times[name], wait, now):
                     calls[name]()
                 if time.perf_counter() >= end:
                     break
-    return {name: 1e6 * min(seconds) if shortest else median(seconds) for name, seconds in times.items()}
+    return times
 
 
-def rounds(min_rounds: int = 1) -> Iterator[int]:
-    """Yield the index of each round, for `SECONDS` or `MAX_ROUNDS`; at least `min_rounds` within `MAX_SECONDS`."""
+def rounds(min_rounds: int = 1, seconds: float | None = None) -> Iterator[int]:
+    """Yield the index of each round.
+
+    Args:
+        min_rounds: minimum number of rounds.
+        seconds: seconds after which no further round starts. None: `SECONDS`, with at most `MAX_ROUNDS` rounds, and
+            with less than `min_rounds` after `MAX_SECONDS`.
+    """
     start = time.perf_counter()
-    for i in range(1, MAX_ROUNDS + 1):
+    max_seconds = MAX_SECONDS if seconds is None else math.inf
+    for i in range(1, MAX_ROUNDS + 1) if seconds is None else itertools.count(1):
         yield i - 1
         spent = time.perf_counter() - start
-        if spent >= SECONDS and (i >= min_rounds or spent >= MAX_SECONDS):
+        if spent >= (SECONDS if seconds is None else seconds) and (i >= min_rounds or spent >= max_seconds):
             return
 
 

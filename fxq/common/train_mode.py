@@ -17,6 +17,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
 
 from fxq.common.data import Batch
+from fxq.common.hooks import forward_hooks
 from fxq.common.isolation import copied, seeded, untouched, without_autocast
 from fxq.common.metrics import identical, tensors
 
@@ -130,9 +131,8 @@ def _looks_at_mode(module: nn.Module) -> bool:
         return module.p > 0
     if isinstance(module, (nn.RNNBase, nn.MultiheadAttention)) and module.dropout > 0:
         return True
-    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
     own, kind = vars(module).get("forward"), cast(type, type(module))
-    return isinstance(module, nn.RReLU) or _reads_mode(kind) or any(map(_names_mode, (*hooks, own)))
+    return isinstance(module, nn.RReLU) or _reads_mode(kind) or any(map(_names_mode, (*forward_hooks(module), own)))
 
 
 @lru_cache(maxsize=4096)

@@ -15,7 +15,7 @@ from fxq.cost.probe import MIN_SPEEDUP, Prober
 from fxq.graph.info import Cost, info, precision_of
 from fxq.graph.query import CONVERSIONS, dynamic_grid_ops, is_op, producer_of, reads_only_metadata, taken_from
 from fxq.graph.region import UnitRegion, read_region
-from fxq.graph.unit import calls_of
+from fxq.graph.unit import emits_float
 
 log = logging.getLogger("fxq")
 TABLE_MARGIN = 2.0
@@ -233,15 +233,6 @@ def measuring(value: fx.Node) -> fx.Node | None:
     """Return the quantize node before a dequantize node if its grid is dynamic; otherwise None."""
     source = value.args[0] if is_op(value, "dequantize") else None
     return source if isinstance(source, fx.Node) and dynamic_grid_ops(source) else None
-
-
-def emits_float(gm: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether a unit is a layer with at most an activation function after it: its kernel can return floats."""
-    plan = info(node).plan
-    if plan is not None and plan.emits is not None:
-        return False
-    first, *rest = calls_of(gm, node)
-    return first.op.traits.heavy and not any(call.op.traits.kind == "computes" for call in rest)
 
 
 def slower_than_float(

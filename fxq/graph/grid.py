@@ -11,10 +11,9 @@ from torch import Tensor, fx
 from fxq.graph.bindable import Bindable
 from fxq.graph.query import (
     CONVERSIONS,
-    argument,
+    activation_nodes,
     constant,
     dynamic_grid_ops,
-    flat_nodes,
     is_op,
     op_of,
     options_of,
@@ -25,10 +24,10 @@ from fxq.ops import OPS
 from fxq.quant.dynamic_grid import DynamicGrid
 from fxq.quant.qparams import QParams
 
-Grids = dict[fx.Node, "QParams | None"]
+GridCache = dict[fx.Node, "QParams | None"]
 
 
-def grid_of(gm: fx.GraphModule, node: fx.Node, cached: Grids | None = None) -> QParams | None:
+def grid_of(gm: fx.GraphModule, node: fx.Node, cached: GridCache | None = None) -> QParams | None:
     """Grid of an integer value, or of the integers that a value was dequantized from.
 
     The value of an op that only moves values has the grid of the op's input.
@@ -66,7 +65,7 @@ def moved_from(node: fx.Node) -> fx.Node | None:
     op = op_of(node)
     if op is None or not op.traits.layout:
         return None
-    return next(flat_nodes([argument(node, name) for name in op.traits.inputs]), None)
+    return next(iter(activation_nodes(node)), None)
 
 
 def grid_from(gm: fx.GraphModule, options: Mapping[str, Any]) -> QParams | None:

@@ -10,12 +10,11 @@ import torch
 from torch import fx
 
 from fxq.display.tables import duration
+from fxq.graph.precision import LayerKind, Precision
 from fxq.ops.table import META
-from fxq.quant.dynamic_grid import DynamicGrid
-from fxq.quant.qparams import QParams
+from fxq.quant.dynamic_grid import Grid
 from fxq.quant.spec import TensorSpec
 
-Precision = Literal["int8", "weight-only", "moves", "float"]
 DecisionKind = Literal[
     "unsupported",
     "excluded by the recipe",
@@ -37,8 +36,7 @@ class Decision:
     """Precision of an op, the reason for it, and the pass that decided.
 
     Attributes:
-        precision: `int8` (runs on integers), `weight-only` (computes in float with a weight stored as integers or
-            float16), `moves` (hands integers on unchanged), or `float`.
+        precision: precision of the op, see `fxq/graph/precision.py`.
         kind: category of the reason; empty if there is no reason to give.
             `unsupported`: fxq or the backend has no integer form of this call.
             `excluded by the recipe`: the recipe asks for float.
@@ -87,14 +85,14 @@ class EngineLayer(NamedTuple):
             runs nothing else. Empty for layers that the engine inserted, such as a change of layout, or renamed.
         op: name of its op in the engine.
         dtype: dtype that it computes with, in torch's spelling.
-        kind: `int8` or `float` (precision of its arithmetic), `moves` (moves values) or `convert` (converts values).
+        kind: precision of its arithmetic, `int8` or `float`; else `moves` or `convert`.
         us: fastest of a few runs, in microseconds.
     """
 
     nodes: tuple[str, ...]
     op: str
     dtype: str
-    kind: Literal["int8", "float", "moves", "convert"]
+    kind: LayerKind
     us: float
 
     def __str__(self) -> str:
@@ -103,7 +101,9 @@ class EngineLayer(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """Plan of one node, decided by `annotate`: its precision, and the integer forms that it reads and emits.
+    """Plan of one node, decided by `annotate`: its precision, and the specs of the integers that it reads and emits.
+
+    `wanted_forms` (`fxq/graph/unit.py`) has the form that the node wants of each value.
 
     Attributes:
         decision: precision of the node. Its reason says why the node, or the ops after its kernel, run in float.
@@ -148,19 +148,31 @@ class Plan:
         return replace(self, decision=replace(self.decision, **changes))
 
 
+class IntegerForm(NamedTuple):
+    """Integer form of a value, as a node wants it of a value that it reads.
+
+    Attributes:
+        spec: spec of the integers.
+        axis: None for one scale. For a weight, the output-channel axis (a scale per channel) or the input-channel axis
+            (a scale per block). For a dynamic per-row value, the first axis of a row, counted from the end.
+    """
+
+    spec: TensorSpec
+    axis: int | None = None
+
+
 @dataclass(frozen=True)
 class Edge:
     """One integer form of a value. Edges of one shared-grid group may share scale and zero point.
 
     Attributes:
-        spec: spec that the consumers want.
+        spec: spec of the form that the readers want.
         group: number of its shared-grid group; a weight has a group of its own.
         source: whether the node computes the value; otherwise the node only moves it.
         observed: whether an observer watches the value: if the node computes it, selects a part of another value, or
             may add fill constants.
         constants: fill constants that the value may hold.
-        axis: None for one scale. For a weight, the output-channel axis (a scale per channel) or the input-channel axis
-            (a scale per block). For a dynamic per-row value, the first axis of a row, counted from the end.
+        axis: axis of the form, see `IntegerForm`.
         qparams: scale and zero point, once chosen; the dynamic grid if the range is dynamic.
     """
 
@@ -170,7 +182,12 @@ class Edge:
     observed: bool = False
     constants: tuple[float, ...] = ()
     axis: int | None = None
-    qparams: QParams | DynamicGrid | None = None
+    qparams: Grid | None = None
+
+    @property
+    def form(self) -> IntegerForm:
+        """Form that the readers want."""
+        return IntegerForm(self.spec, self.axis)
 
     @property
     def dynamic(self) -> bool:
@@ -178,8 +195,53 @@ class Edge:
         return self.spec.range == "dynamic"
 
 
+class TracedInfo(NamedTuple):
+    """Metadata that `trace` and the passes up to `decompose` record of a node of the model.
+
+    Attributes:
+        memory: numbers of the memory blocks of the tensors in its value; values with a common block are views of each
+            other (see `fxq/graph/analysis/mutation.py`).
+        changes: numbers of the blocks that the traced node changes in place.
+        kept: decision of a pass before `annotate` to leave a call or a module as it is.
+    """
+
+    memory: tuple[int, ...] = ()
+    changes: tuple[int, ...] = ()
+    kept: Decision | None = None
+
+
+class FusedInfo(NamedTuple):
+    """Metadata of the ops inside a unit or kernel, in execution order. `fuse` records it, and kernels inherit it.
+
+    Attributes:
+        parts: the origins of each op.
+        values: for a unit, shape and dtype of the value of each op.
+        paths: for a unit, or a kernel of several units, the module path of each op.
+    """
+
+    parts: tuple[tuple[str, ...], ...] = ()
+    values: tuple[tuple[tuple[int, ...] | None, torch.dtype | None], ...] = ()
+    paths: tuple[str, ...] = ()
+
+
+class LoweredInfo(NamedTuple):
+    """Metadata of a kernel, recorded by `lower`.
+
+    Attributes:
+        body: the ops that it runs, as text.
+        plans: for a kernel of several units, the plan of each op.
+        layers: for a kernel of an engine, the layers that the engine made of it for the example input.
+    """
+
+    body: tuple[str, ...] = ()
+    plans: tuple[Plan, ...] = ()
+    layers: tuple[EngineLayer, ...] = ()
+
+
 class NodeInfo(NamedTuple):
     """Metadata of a node, stored in `node.meta["fxq"]`. A named tuple, since edits often replace fields.
+
+    Fields of one stage are in a record of that stage; the others hold at every stage.
 
     Attributes:
         path: path of the innermost module whose forward created the node; empty for the model itself.
@@ -187,21 +249,14 @@ class NodeInfo(NamedTuple):
         shape: shape of its value, or None if the value is not a tensor.
         dtype: dtype of its value, or None.
         origins: names of the traced ops that it represents.
-        parts: for a unit or kernel, the origins of each of its ops.
-        values: for a unit, shape and dtype of the value of each of its ops.
-        paths: for a unit, or a kernel of several units, the module path of each of its ops.
-        plans: for a kernel of several units, the plan of each of its ops.
         made_by: the pass and rule that created it, with the rule's source line; empty for traced nodes.
-        kept: decision of a pass before `annotate` to leave a call or a module as it is.
-        plan: the plan by `annotate`, once it has run.
-        edges: integer forms of its value, one for each spec that a consumer wants; empty from insert-qdq on.
-        body: for a kernel, the ops that it runs, as text.
-        layers: for a kernel of an engine, the layers that the engine made of it for the example input.
-        memory: numbers of the memory blocks of the tensors in its value; values with a common block are views of each
-            other (see `fxq/graph/analysis/mutation.py`).
-        changes: numbers of the blocks that the traced node changes in place.
         stands_for: for an integer weight or a corrected bias, the path of the float one.
         note: remark for the user.
+        traced: memory of its value, and whether it was kept as the model calls it.
+        fused: the ops inside a unit or kernel.
+        plan: the plan by `annotate`, once it has run.
+        edges: integer forms of its value, one for each spec that a consumer wants; empty from insert-qdq on.
+        lowered: the ops and layers of a kernel.
     """
 
     path: str = ""
@@ -209,20 +264,14 @@ class NodeInfo(NamedTuple):
     shape: tuple[int, ...] | None = None
     dtype: torch.dtype | None = None
     origins: tuple[str, ...] = ()
-    parts: tuple[tuple[str, ...], ...] = ()
-    values: tuple[tuple[tuple[int, ...] | None, torch.dtype | None], ...] = ()
-    paths: tuple[str, ...] = ()
-    plans: tuple[Plan, ...] = ()
     made_by: str = ""
-    kept: Decision | None = None
-    plan: Plan | None = None
-    edges: tuple[Edge, ...] = ()
-    body: tuple[str, ...] = ()
-    layers: tuple[EngineLayer, ...] = ()
-    memory: tuple[int, ...] = ()
-    changes: tuple[int, ...] = ()
     stands_for: str = ""
     note: str = ""
+    traced: TracedInfo = TracedInfo()
+    fused: FusedInfo = FusedInfo()
+    plan: Plan | None = None
+    edges: tuple[Edge, ...] = ()
+    lowered: LoweredInfo = LoweredInfo()
 
     @property
     def is_tensor(self) -> bool:
@@ -249,11 +298,11 @@ def precision_of(node: fx.Node) -> Precision | None:
     return plan.precision if plan is not None else None
 
 
-Grids = Mapping[str, tuple[Plan | None, tuple[Edge, ...]]]
+ChosenGrids = Mapping[str, tuple[Plan | None, tuple[Edge, ...]]]
 """Plan and edges of every value of a graph after choose-grids, by `grid_key`."""
 
 
-def grids_of(graph: fx.Graph) -> Grids:
+def grids_of(graph: fx.Graph) -> ChosenGrids:
     """Plan and edges of every value of a graph that has any, by `grid_key`."""
     entries = ((grid_key(node), info(node).plan, info(node).edges) for node in graph.nodes)
     return {key: (plan, edges) for key, plan, edges in entries if plan or edges}

@@ -87,6 +87,12 @@ def argument(node: fx.Node, name: str) -> Any:
     return node.args[i] if i < len(node.args) else None
 
 
+def activation_nodes(node: fx.Node) -> list[fx.Node]:
+    """The nodes that a canonical node reads as activations, in order, with repetitions; none for other nodes."""
+    op = op_of(node)
+    return list(flat_nodes([argument(node, name) for name in op.traits.inputs])) if op is not None else []
+
+
 def states_of(node: fx.Node) -> list[fx.Node]:
     """The nodes that hold hidden states of a recurrent layer: the layer itself, and its initial state if it has one."""
     recurrence = op.traits.recurrence if (op := op_of(node)) is not None else None
@@ -182,7 +188,7 @@ def makes_no_tensor(node: fx.Node) -> bool:
     """Whether the node returns only plain values, such as sizes and numbers, and no tensors."""
     about = info(node)
     calls = node.op in ("call_function", "call_method") and op_of(node) is None
-    return calls and META in node.meta and not about.is_tensor and not about.memory
+    return calls and META in node.meta and not about.is_tensor and not about.traced.memory
 
 
 def reads_only_metadata(node: fx.Node) -> bool:

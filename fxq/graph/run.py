@@ -116,7 +116,7 @@ class Runner:
 
 
 def infer(node: fx.Node) -> Typed:
-    """Shape and dtype of the value of a function call, computed on the meta device; (None, None) if that fails."""
+    """Shape and dtype of the value of a function call, computed without its values; (None, None) if that fails."""
     return _infer(node, {}, {})
 
 
@@ -143,9 +143,32 @@ def _infer(node: fx.Node, arguments: Mapping[fx.Node, Any], types: Mapping[fx.No
     try:
         args = fx.node.map_arg(node.args, on_meta)
         kwargs = fx.node.map_arg(node.kwargs, on_meta)
-        return tensor_meta(node.target(*args, **kwargs))  # type: ignore[operator]
+        return _infer_pointwise(node, args, kwargs) or tensor_meta(node.target(*args, **kwargs))  # type: ignore[operator]
     except (_Unknown, RuntimeError, TypeError, NotImplementedError, ValueError):
         return None, None
+
+
+def _infer_pointwise(node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Typed | None:
+    """Type of a pointwise op of activations only; None for other ops.
+
+    It runs the op on one element, since kernels for the meta device import sympy, which is slow.
+    """
+    op = op_of(node)
+    inputs = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)]
+    if op is None or not op.traits.pointwise:
+        return None
+    names = [name for name, value in zip(op.tensors, args, strict=False) if isinstance(value, torch.Tensor)]
+    if len(names) < len(inputs) or not set(names) <= set(op.traits.inputs):
+        return None  # a mask or a statistic may have another shape
+    elements = [
+        torch.zeros([1] * v.dim(), dtype=v.dtype, device="cpu") if isinstance(v, torch.Tensor) else v for v in args
+    ]
+    try:
+        value = op.target(*elements, **kwargs)
+    except RuntimeError:  # a dtype without kernels for CPUs
+        return None
+    shape = torch.broadcast_tensors(*inputs)[0].shape
+    return (tuple(shape), value.dtype) if isinstance(value, torch.Tensor) and value.dim() == len(shape) else None
 
 
 class _Unknown(Exception):

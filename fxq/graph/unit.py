@@ -14,11 +14,11 @@ from typing import Any
 from torch import fx
 
 from fxq.graph.bindable import Bindable
-from fxq.graph.info import Decision, Plan, info
+from fxq.graph.info import Decision, IntegerForm, Plan, info
 from fxq.graph.plain_data import NodeData, from_data, to_data
 from fxq.graph.query import flat_nodes, op_of, options_of, plan_of, submodule, unobserved
 from fxq.ops.table import Op
-from fxq.quant.spec import Role, TensorSpec
+from fxq.quant.spec import Role
 
 UNITS = "fxq_units"
 
@@ -212,13 +212,18 @@ def read_by(calls: tuple[OpCall, ...], plan: Plan) -> dict[fx.Node, None]:
     return activations_of(calls[: max(plan.kernel_ops, default=None)]) if plan.reads is not None else {}
 
 
-def reads_of(gm: fx.GraphModule, node: fx.Node) -> dict[fx.Node, TensorSpec]:
-    """Values that a node reads as integers, with the wanted spec of each; observers are skipped."""
+def reads_of(gm: fx.GraphModule, node: fx.Node) -> dict[fx.Node, IntegerForm]:
+    """Activations that a node reads as integers, with the form that it wants of each; observers are skipped."""
     plan = info(node).plan
     if plan is None or plan.reads is None:
         return {}
-    values = (unobserved(gm, read) for read in read_by(calls_of(gm, node), plan))
-    return {value: (plan_of(value) or _UNPLANNED).agreed or plan.reads for value in values}
+    calls = calls_of(gm, node)
+    row_axis = calls[0].op.traits.channels if calls else None
+    forms = {}
+    for value in (unobserved(gm, read) for read in read_by(calls, plan)):
+        spec = (plan_of(value) or _UNPLANNED).agreed or plan.reads
+        forms[value] = IntegerForm(spec, row_axis if spec.per == "row" else None)
+    return forms
 
 
 _UNPLANNED = Plan(Decision("float"))
@@ -235,21 +240,23 @@ def integer_sources(gm: fx.GraphModule, node: fx.Node, goes_on: Callable[[fx.Nod
     return sources
 
 
-WantedForm = tuple[TensorSpec, int | None]
-"""Integer form that a node wants of a value: the spec, and the axis of per-channel or per-row scales, else None."""
-
-
-def wanted_forms(gm: fx.GraphModule, node: fx.Node) -> dict[fx.Node, WantedForm]:
-    """Activations and weights that a node reads as integers, with their wanted forms; observers are skipped."""
-    plan, calls = info(node).plan, calls_of(gm, node)
-    row = calls[0].op.traits.channels if calls else None
-    reads = reads_of(gm, node)
-    forms: dict[fx.Node, WantedForm] = {v: (spec, row if spec.per == "row" else None) for v, spec in reads.items()}
+def wanted_forms(gm: fx.GraphModule, node: fx.Node) -> dict[fx.Node, IntegerForm]:
+    """Activations and weights that a node reads as integers, with the forms that it wants; observers are skipped."""
+    plan, forms = info(node).plan, reads_of(gm, node)
     if plan is not None and plan.precision in ("int8", "weight-only") and plan.weight is not None:
-        for read in inputs_of(calls):
+        for read in inputs_of(calls_of(gm, node)):
             if read.role == "weight" and read.axis is not None:
                 axis = read.axis if plan.weight.per == "channel" else None
                 if plan.weight.block is not None:
                     axis = 1 - read.axis  # the input-channel axis: the other one of the first two
-                forms[unobserved(gm, read.node)] = plan.weight, axis
+                forms[unobserved(gm, read.node)] = IntegerForm(plan.weight, axis)
     return forms
+
+
+def emits_float(gm: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether a unit is a layer with at most an activation function after it: its kernel can return floats."""
+    plan = info(node).plan
+    if plan is not None and plan.emits is not None:
+        return False
+    first, *rest = calls_of(gm, node)
+    return first.op.traits.heavy and not any(call.op.traits.kind == "computes" for call in rest)

@@ -10,8 +10,9 @@ from typing import Any
 
 from torch import fx
 
-from fxq.graph.grid import Grids, grid_of, moved_from
+from fxq.graph.grid import GridCache, grid_of, moved_from
 from fxq.graph.info import EngineLayer, info
+from fxq.graph.precision import NodeKind, Precision
 from fxq.graph.query import CONVERSIONS, flat_nodes, makes_no_tensor, op_of, plan_of, submodule
 from fxq.graph.text.text_values import value_text
 from fxq.graph.unit import Unit
@@ -25,10 +26,7 @@ class NodeView:
 
     Attributes:
         name: the node's name in the graph.
-        kind: category, which determines its colour: `int8` (integer compute), `weight-only` (a float layer with an
-            integer weight), `moves` (moves integers), `convert` (conversion of integers and floats), `float` (runs in
-            float, see `reason`), `observer`, `op` (not decided yet), `size` (sizes and other plain values, checks),
-            `constant`, `io`.
+        kind: its precision, or what it is instead, see `fxq/graph/precision.py`; determines its colour.
         label: name of the op, unit, kernel or module type.
         body: for a unit, or a kernel made from one, its ops.
         precisions: for a kernel of several units, the precision of each of its ops.
@@ -44,7 +42,7 @@ class NodeView:
     """
 
     name: str
-    kind: str
+    kind: NodeKind
     label: str
     body: tuple[str, ...] = ()
     options: str = ""
@@ -60,7 +58,7 @@ class NodeView:
     reason: str = ""
     note: str = ""
     origins: tuple[str, ...] = ()
-    precisions: tuple[str, ...] = ()
+    precisions: tuple[Precision, ...] = ()
     layers: tuple[EngineLayer, ...] = ()
 
     @property
@@ -102,7 +100,7 @@ def view(gm: fx.GraphModule, name: str = "", cached: dict[fx.Node, NodeView] | N
         name: title of the view.
         cached: views of nodes that have not changed since; read and extended.
     """
-    nodes, cached, grids = [], {} if cached is None else cached, Grids()
+    nodes, cached, grids = [], {} if cached is None else cached, GridCache()
     for node in gm.graph.nodes:
         node_view = cached.get(node)
         if node_view is None or moved_from(node) is not None:
@@ -143,17 +141,17 @@ def _view_node(gm: fx.GraphModule, node: fx.Node, scale: str, zero_point: str) -
         scale=scale,
         zero_point=zero_point,
         reason=about.plan.decision.text if about.plan is not None and kind != "size" else "",
-        note=about.note or (about.kept.text if about.kept is not None else ""),
+        note=about.note or (about.traced.kept.text if about.traced.kept is not None else ""),
         origins=about.origins,
-        precisions=tuple(plan.precision for plan in about.plans),
-        layers=about.layers,
+        precisions=tuple(plan.precision for plan in about.lowered.plans),
+        layers=about.lowered.layers,
     )
 
 
-def _describe(gm: fx.GraphModule, node: fx.Node) -> tuple[str, tuple[str, ...], str, str]:
+def _describe(gm: fx.GraphModule, node: fx.Node) -> tuple[str, tuple[str, ...], str, NodeKind]:
     """Label, body, options and kind of a node."""
     plan = plan_of(node)
-    kind: str = "op" if plan is None else plan.precision
+    kind: NodeKind = "op" if plan is None else plan.precision
     if node.op in ("placeholder", "output"):
         return node.op.replace("placeholder", "input"), (), "", "io"
     if node.op == "get_attr":
@@ -170,7 +168,7 @@ def _describe(gm: fx.GraphModule, node: fx.Node) -> tuple[str, tuple[str, ...], 
     if module is not None:
         label = getattr(module, "name", None)
         kind = getattr(module, "kind", kind)
-        return str(label) if isinstance(label, str) else type(module).__name__, info(node).body, "", kind
+        return str(label) if isinstance(label, str) else type(module).__name__, info(node).lowered.body, "", kind
     source = node.args[0] if node.target is operator.getitem else None
     part_of = submodule(gm, source) if isinstance(source, fx.Node) else None
     if part_of is not None and not isinstance(part_of, Unit):
@@ -203,5 +201,5 @@ def _text(node: fx.Node, label: str, body: tuple[str, ...], options: str) -> str
         return f"return {value_text(node.args[0], exact=False)}"
     receiver = {"call_method": ".", "call_module": "" if body else "module "}.get(node.op, "")
     inside = f" {{{'; '.join(body)}}}" if any("(" in part for part in body) else ""
-    inside = f" {{{len(body)} ops}}" if info(node).plans else inside
+    inside = f" {{{len(body)} ops}}" if info(node).lowered.plans else inside
     return f"{node.name} = {receiver}{label}({arguments}){inside}"

@@ -11,6 +11,7 @@ from fxq.backends.kernel import Kernel
 from fxq.common.isolation import seeded, untouched
 from fxq.errors import PassError
 from fxq.graph.info import Cost, Decision, info
+from fxq.graph.precision import SPLIT_OP_PRECISIONS
 from fxq.graph.query import submodule, taken_from, values_of
 from fxq.graph.region import saved_bytes
 from fxq.graph.unit import calls_of, unit_of
@@ -95,10 +96,10 @@ def _workers(
     node_info = info(node)
     if taken_from(node) is not node:
         return
-    inside = node_info.body or tuple(call.op.name for call in calls_of(gm, node)) or (view.label,)
-    origins = node_info.parts or (node_info.origins,)
+    inside = node_info.lowered.body or tuple(call.op.name for call in calls_of(gm, node)) or (view.label,)
+    origins = node_info.fused.parts or (node_info.origins,)
     values = {info(value).origins: value for value in reversed(values_of(node)) if value is not node}
-    decisions = [(plan.decision, plan.cost) for plan in node_info.plans]
+    decisions = [(plan.decision, plan.cost) for plan in node_info.lowered.plans]
     if not decisions:
         decision, cost = (
             _decision(gm, node, view.kind, lowered),
@@ -144,7 +145,7 @@ def _saved_bytes(gm: fx.GraphModule, node: fx.Node) -> int:
 
 def _decision(gm: fx.GraphModule, node: fx.Node, kind: str, lowered: bool) -> Decision:
     """Decision for a node: its precision, and the reason for float, also if no pass recorded one."""
-    plan, kept = info(node).plan, info(node).kept
+    plan, kept = info(node).plan, info(node).traced.kept
     undecided = Decision("float", "undecided", info(node).note or "no pass has planned it")
     decision = plan.decision if plan is not None else kept or undecided
     if kind not in ("int8", "weight-only", "moves"):
@@ -170,8 +171,7 @@ def _entry(op: FloatModelOp, workers: Sequence[_Worker], absorber: _Worker | Non
         return replace(plain, into=absorber.node.name, reason=f"into {absorber.node.name}")
     if not workers:
         return replace(plain, reason=op.gone or "has no effect on the output")
-    # an op that is split over several nodes counts as float if one of them is
-    worker = min(workers, key=lambda w: _PRECISIONS.index(w.decision.precision))
+    worker = min(workers, key=lambda w: SPLIT_OP_PRECISIONS.index(w.decision.precision))
     decision, into = worker.decision, workers[-1].node.name
     plain = replace(plain, precision=decision.precision, into=into, kind=decision.kind, decided_by=decision.decided_by)
     if decision.precision == "float":
@@ -179,7 +179,3 @@ def _entry(op: FloatModelOp, workers: Sequence[_Worker], absorber: _Worker | Non
         fix = "" if later else decision.fix  # the override of a unit's first op does not affect its other ops
         return replace(plain, reason=decision.text, fix=fix)
     return replace(plain, reason=decision.text, fix=context.override_line(op.path, op.op, "fxq.FLOAT"))
-
-
-_PRECISIONS = ("float", "weight-only", "int8", "moves")
-"""Precisions in the order in which they decide that of an op in several nodes."""

@@ -19,9 +19,10 @@ from fxq.display.queryable import Rows, decibels, layer_text
 from fxq.display.tables import Column, Part, text
 from fxq.errors import InputError
 from fxq.graph.info import info
+from fxq.graph.precision import ENTRY_PRECISIONS, EntryPrecision
 from fxq.graph.program import IsolatedGraph
 from fxq.ledger.layer_error import same_values
-from fxq.ledger.ledger import PRECISIONS, NodeRow, rows_by_node
+from fxq.ledger.ledger import NodeRow, rows_by_node
 from fxq.ledger.output_check import add_output, rank
 from fxq.ledger.quantized import Quantized
 from fxq.paired.side_by_side import side_by_side
@@ -46,7 +47,7 @@ class LayerRow:
     name: str
     path: str
     op: str
-    precision: str
+    precision: EntryPrecision
     sqnr: float
     own_sqnr: float
     cosine: float
@@ -69,8 +70,8 @@ class PairRow:
     name: str
     path: str
     op: str
-    precision_a: str
-    precision_b: str
+    precision_a: EntryPrecision
+    precision_b: EntryPrecision
     sqnr: float
     sqnr_a: float | None
     sqnr_b: float | None
@@ -98,7 +99,7 @@ class Comparison(Rows[Any]):
     _name: ClassVar[str] = "comparison"
     _key: ClassVar[str] = "layers"
     _choices: ClassVar[Mapping[str, Sequence[str]]] = dict.fromkeys(
-        ("precision", "precision_a", "precision_b"), PRECISIONS
+        ("precision", "precision_a", "precision_b"), ENTRY_PRECISIONS
     )
 
     @property

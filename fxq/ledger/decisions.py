@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from fxq.display.queryable import Rows
 from fxq.display.tables import Column, Part, Table, row, text
+from fxq.graph.precision import EntryPrecision
 from fxq.ledger.ledger import Entry
 
 
@@ -31,7 +32,7 @@ class PricedDecision:
     name: str
     path: str
     op: str
-    runs: str
+    runs: EntryPrecision
     by: str
     float_us: float
     int8_us: float

@@ -177,7 +177,7 @@ def _layers(gm: fx.GraphModule, node: fx.Node, outside: Outside) -> Iterator[tup
     for i, call in enumerate(region.calls):
         layer = _layer(gm, node, call, out_grids(gm, region)[0] if i == 0 else None, outside)
         if layer is not None:
-            inside = node_info.paths[i] if i and node_info.paths else node_info.path
+            inside = node_info.fused.paths[i] if i and node_info.fused.paths else node_info.path
             yield inside or node_info.path or node.name, layer
 
 

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from fxq.display.queryable import Rows, decibels, layer_text
 from fxq.display.tables import Column, Part, line, text
 from fxq.graph.info import DECISION_KINDS
+from fxq.graph.precision import ENTRY_PRECISIONS, EntryPrecision, Precision
 from fxq.quant.spec import REDUCIBLE_ROLES, ReducibleRole
 
 
@@ -53,7 +54,7 @@ class Entry:
     name: str
     path: str
     op: str
-    precision: str
+    precision: EntryPrecision
     into: str = ""
     reason: str = ""
     fix: str = ""
@@ -118,9 +119,6 @@ class ReducedRange:
         return f"{self.role} have 7 bits where 8 would saturate in this CPU's kernels; {why}"
 
 
-PRECISIONS = ("int8", "weight-only", "moves", "float", "folded")
-
-
 @dataclass(frozen=True, repr=False)
 class Ledger(Rows[Entry]):
     """Table of the ops of the float model, in execution order: the precision of each op, and the reason for it.
@@ -148,7 +146,7 @@ class Ledger(Rows[Entry]):
     reduced_range: ReducedRange | None = None
     _name: ClassVar[str] = "ledger"
     _key: ClassVar[str] = "ops"
-    _choices: ClassVar[Mapping[str, Sequence[str]]] = {"precision": PRECISIONS, "kind": DECISION_KINDS}
+    _choices: ClassVar[Mapping[str, Sequence[str]]] = {"precision": ENTRY_PRECISIONS, "kind": DECISION_KINDS}
 
     @property
     def coverage(self) -> float:
@@ -164,7 +162,7 @@ class Ledger(Rows[Entry]):
         """Share of the multiply-accumulates that run in float with integer weights, 0 to 1."""
         return self._share("weight-only")
 
-    def _share(self, precision: str) -> float:
+    def _share(self, precision: Precision) -> float:
         total = sum(e.macs for e in self.entries)
         return sum(e.macs for e in self.entries if e.precision == precision) / total if total else 0.0
 
@@ -223,7 +221,7 @@ class Ledger(Rows[Entry]):
         sqnr = self.output_sqnr
         output = "" if sqnr is None else f"; output {decibels(sqnr)}{'' if sqnr == math.inf else ' dB SQNR'}"
         return (
-            ", ".join(f"{self.count(f)} {f}" for f in PRECISIONS if f != "weight-only" or self.count(f))
+            ", ".join(f"{self.count(f)} {f}" for f in ENTRY_PRECISIONS if f != "weight-only" or self.count(f))
             + weighed
             + output
         )

@@ -9,6 +9,7 @@ from itertools import islice
 
 from torch import fx
 
+from fxq.graph.precision import Precision
 from fxq.graph.query import CONVERSIONS, is_op, plan_of, submodule
 from fxq.ledger.ledger import Entry
 
@@ -58,9 +59,10 @@ class IntegerEdges:
                 yield user
 
 
-def _precision(node: fx.Node) -> str:
+def _precision(node: fx.Node) -> Precision | None:
+    """Precision of a node; for one of several values, that of the node that computes them."""
     plan = plan_of(node)
-    return plan.precision if plan is not None else ""
+    return plan.precision if plan is not None else None
 
 
 class Remedies:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fxq.onnx.dequantized import dequantize_node, dynamic_dequantize_node, stored_weight, weight_for
 from fxq.onnx.onnx_objects import NotInOnnx
-from fxq.onnx.stepwise_nodes import StateGrid, gru_steps, lstm_steps, rnn_steps
+from fxq.onnx.stepwise_nodes import gru_steps, lstm_steps, rnn_steps, state_grid
 from fxq.onnx.writer import Operand, Value, Writer, refuse, writes
 
 
@@ -31,7 +31,7 @@ def lstm(
     **options: Any,
 ) -> str:
     if w.portable and (weight_hr is not None or options["state_qmax"]):
-        grid = StateGrid(options["state_qmax"], options["state_scale"], state_affine)
+        grid = state_grid(options["state_qmax"], options["state_scale"], state_affine)
         weights = [weight_ih, weight_hh, bias_ih, bias_hh]
         return lstm_steps(w, x, weights, [h, c], weight_hr, grid, options["reverse"], cell)
     refuse(weight_hr is not None, "its hidden state is projected")
@@ -54,7 +54,8 @@ def gru(
 ) -> str:
     weights = [weight_ih, weight_hh, bias_ih, bias_hh]
     if w.portable and options["state_qmax"]:
-        return gru_steps(w, x, weights, h, StateGrid(options["state_qmax"], options["state_scale"]), options["reverse"])
+        grid = state_grid(options["state_qmax"], options["state_scale"])
+        return gru_steps(w, x, weights, h, grid, options["reverse"])
     order = (1, 0, 2)  # reset, update, new; ONNX: update, reset, new
     return _layer(w, "GRU", x, weights, [h], order, linear_before_reset=1, **options)[0]
 
@@ -74,7 +75,7 @@ def rnn(
 ) -> str:
     weights = [weight_ih, weight_hh, bias_ih, bias_hh]
     if w.portable and options["state_qmax"]:
-        grid = StateGrid(options["state_qmax"], options["state_scale"])
+        grid = state_grid(options["state_qmax"], options["state_scale"])
         return rnn_steps(w, x, weights, h, grid, options["reverse"], nonlinearity)
     return _layer(w, "RNN", x, weights, [h], (0,), activations=[nonlinearity.capitalize()], **options)[0]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -12,43 +11,41 @@ from fxq.onnx.layer_nodes import linear
 from fxq.onnx.onnx_objects import NotInOnnx
 from fxq.onnx.writer import Operand, Value, Writer
 from fxq.ops.recurrent import MIN_STATE_RANGE
-from fxq.quant.dynamic_grid import MIN_SCALE
+from fxq.quant.dynamic_grid import MIN_SCALE, DynamicGrid, Grid
+from fxq.quant.qparams import QParams
 
 
-@dataclass(frozen=True)
-class StateGrid:
-    """Grid of a hidden state, see `fxq/ops/recurrent.py`.
+def state_grid(qmax: int, scale: float | None, affine: bool = False) -> Grid | None:
+    """Grid of a hidden state from the options of its op, see `fxq/ops/recurrent.py`; None if it is not quantized."""
+    if not qmax:
+        return None
+    if affine:
+        return DynamicGrid(0, qmax, torch.uint8, symmetric=False)
+    if scale is None:
+        return DynamicGrid(-qmax, qmax, torch.int8, axis=-1)
+    return QParams.per_tensor(scale, 0, -qmax, qmax, torch.int8)
 
-    Attributes:
-        qmax: largest integer; 0 for a state that is not quantized.
-        scale: scale of the state; None for a dynamic range of each sample.
-        affine: whether the grid has a zero point; its dynamic range is then of all samples together.
-    """
 
-    qmax: int
-    scale: float | None
-    affine: bool = False
-
-    def rounded(self, body: Writer, h: Operand) -> Operand:
-        """Write the quantization and dequantization of a state, (N, P)."""
-        if not self.qmax:
-            return h
-        if self.affine:
-            low = body.emit("Min", body.emit("ReduceMin", h, keepdims=0), _number(0.0))
-            high = body.emit("Max", body.emit("ReduceMax", h, keepdims=0), _number(0.0))
-            size = body.emit("Div", body.emit("Sub", high, low), _number(self.qmax))
-            scale = body.emit("Max", size, _number(MIN_SCALE))
-            zero = body.emit("Neg", body.emit("Round", body.emit("Div", low, scale)))
-            steps = body.emit("Add", body.emit("Round", body.emit("Div", h, scale)), zero)
-            clamped = body.emit("Clip", steps, _number(0.0), _number(self.qmax))
-            return body.emit("Mul", body.emit("Sub", clamped, zero), scale)
-        if self.scale is None:
-            largest = body.emit("ReduceMax", body.emit("Abs", h), body.ints([1]), keepdims=1)
-            by: Operand = body.emit("Div", body.emit("Max", largest, _number(MIN_STATE_RANGE)), _number(self.qmax))
-        else:
-            by = _number(self.scale)
-        steps = body.emit("Round", body.emit("Div", h, by))
-        return body.emit("Mul", body.emit("Clip", steps, _number(-self.qmax), _number(self.qmax)), by)
+def _rounded(body: Writer, h: Operand, grid: Grid | None) -> Operand:
+    """Write the quantization and dequantization of a state, (N, P)."""
+    if grid is None:
+        return h
+    if isinstance(grid, DynamicGrid) and not grid.symmetric:
+        low = body.emit("Min", body.emit("ReduceMin", h, keepdims=0), _number(0.0))
+        high = body.emit("Max", body.emit("ReduceMax", h, keepdims=0), _number(0.0))
+        size = body.emit("Div", body.emit("Sub", high, low), _number(grid.qmax))
+        scale = body.emit("Max", size, _number(MIN_SCALE))
+        zero = body.emit("Neg", body.emit("Round", body.emit("Div", low, scale)))
+        steps = body.emit("Add", body.emit("Round", body.emit("Div", h, scale)), zero)
+        clamped = body.emit("Clip", steps, _number(0.0), _number(grid.qmax))
+        return body.emit("Mul", body.emit("Sub", clamped, zero), scale)
+    if isinstance(grid, DynamicGrid):
+        largest = body.emit("ReduceMax", body.emit("Abs", h), body.ints([1]), keepdims=1)
+        by: Operand = body.emit("Div", body.emit("Max", largest, _number(MIN_STATE_RANGE)), _number(grid.qmax))
+    else:
+        by = grid.scale
+    steps = body.emit("Round", body.emit("Div", h, by))
+    return body.emit("Mul", body.emit("Clip", steps, _number(grid.qmin), _number(grid.qmax)), by)
 
 
 def _number(value: float) -> torch.Tensor:
@@ -66,7 +63,7 @@ def lstm_steps(
     weights: Weights,
     states: Weights,
     weight_hr: Value | None,
-    grid: StateGrid,
+    grid: Grid | None,
     reverse: bool,
     cell: bool,
 ) -> str:
@@ -74,15 +71,15 @@ def lstm_steps(
     weight_hh = weights[1]
     assert weight_hh is not None
     hidden, width = weight_hh.shape[0] // 4, weight_hh.shape[1]
-    inner = StateGrid(grid.qmax, 1 / grid.qmax if grid.scale is not None else None, grid.affine)
+    inner = state_grid(grid.qmax, 1 / grid.qmax) if isinstance(grid, QParams) else grid
 
     def step(b: Writer, gates: Operand, before: list[Operand]) -> list[str]:
-        summed = b.emit("Add", gates, _product(b, grid.rounded(b, before[0]), w, weight_hh, weights[3]))
+        summed = b.emit("Add", gates, _product(b, _rounded(b, before[0], grid), w, weight_hh, weights[3]))
         i, f, g, o = b.emit_several("Split", [summed], 4, axis=1, num_outputs=4)
         forgotten = b.emit("Mul", b.emit("Sigmoid", f), before[1])
         c = b.emit("Add", forgotten, b.emit("Mul", b.emit("Sigmoid", i), b.emit("Tanh", g)))
         h = b.emit("Mul", b.emit("Sigmoid", o), b.emit("Tanh", c))
-        return [h if weight_hr is None else _product(b, inner.rounded(b, h), w, weight_hr, None), c]
+        return [h if weight_hr is None else _product(b, _rounded(b, h, inner), w, weight_hr, None), c]
 
     y, _, c = _write_scan(w, x, weights, states, [width, hidden], step, reverse)
     if not cell:
@@ -93,13 +90,13 @@ def lstm_steps(
     return w.emit("Concat", y, rows, axis=0)
 
 
-def gru_steps(w: Writer, x: Value, weights: Weights, state: Value | None, grid: StateGrid, reverse: bool) -> str:
+def gru_steps(w: Writer, x: Value, weights: Weights, state: Value | None, grid: Grid | None, reverse: bool) -> str:
     """Write a GRU, as `fxq.ops.recurrent.gru`."""
     weight_hh = weights[1]
     assert weight_hh is not None
 
     def step(b: Writer, gates: Operand, before: list[Operand]) -> list[str]:
-        product = _product(b, grid.rounded(b, before[0]), w, weight_hh, weights[3])
+        product = _product(b, _rounded(b, before[0], grid), w, weight_hh, weights[3])
         parts = [b.emit_several("Split", [value], 3, axis=1, num_outputs=3) for value in (gates, product)]
         (reset, update, new), (other_reset, other_update, other_new) = parts
         update = b.emit("Sigmoid", b.emit("Add", update, other_update))
@@ -111,14 +108,14 @@ def gru_steps(w: Writer, x: Value, weights: Weights, state: Value | None, grid: 
 
 
 def rnn_steps(
-    w: Writer, x: Value, weights: Weights, state: Value | None, grid: StateGrid, reverse: bool, nonlinearity: str
+    w: Writer, x: Value, weights: Weights, state: Value | None, grid: Grid | None, reverse: bool, nonlinearity: str
 ) -> str:
     """Write a plain recurrent layer, as `fxq.ops.recurrent.rnn`."""
     weight_hh = weights[1]
     assert weight_hh is not None
 
     def step(b: Writer, gates: Operand, before: list[Operand]) -> list[str]:
-        summed = b.emit("Add", gates, _product(b, grid.rounded(b, before[0]), w, weight_hh, weights[3]))
+        summed = b.emit("Add", gates, _product(b, _rounded(b, before[0], grid), w, weight_hh, weights[3]))
         return [b.emit(nonlinearity.capitalize(), summed)]
 
     return _write_scan(w, x, weights, [state], [weight_hh.shape[1]], step, reverse)[0]

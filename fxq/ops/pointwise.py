@@ -92,14 +92,14 @@ _RRELU = "x lower upper training inplace"
     aten.leaky_relu_.default,
     spell(nn.RReLU, _RRELU, _mean_slope),
     spell(F.rrelu, _RRELU, _mean_slope),
-    traits=replace(_POINTWISE, fused_after=("conv", "linear")),
+    traits=replace(_POINTWISE, fused_after=("conv", "linear"), slopes="negative_slope"),
 )
 def leaky_relu(x: Tensor, *, negative_slope: float = 0.01) -> Tensor:
     """max(0, x) + negative_slope * min(0, x)."""
     return F.leaky_relu(x, negative_slope)
 
 
-@row(nn.PReLU, F.prelu, aten.prelu.default, "prelu", traits=_POINTWISE)
+@row(nn.PReLU, F.prelu, aten.prelu.default, "prelu", traits=replace(_POINTWISE, slopes="weight"))
 def prelu(x: Tensor, weight: Tensor) -> Tensor:
     """x (N, C, ...), weight (1,) or (C,): max(0, x) + weight * min(0, x)."""
     return F.prelu(x, weight)

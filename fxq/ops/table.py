@@ -252,6 +252,11 @@ class OpTable:
         """Names of the activation functions that are fused with a kind of layer, see `OpTraits.fused_after`."""
         return tuple(op.name for op in self if layer in op.traits.fused_after)
 
+    def with_slopes(self, tensors: bool = False) -> tuple[str, ...]:
+        """Names of the functions that have slopes, see `OpTraits.slopes`; with `tensors`, only if they are a tensor."""
+        sloped = (op for op in self if op.traits.slopes is not None)
+        return tuple(op.name for op in sloped if not tensors or op.traits.slopes in op.tensors)
+
     def __contains__(self, name: str) -> bool:
         return name in self._rows
 

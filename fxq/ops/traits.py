@@ -73,6 +73,8 @@ class OpTraits:
             grid.
         view: whether the output may alias an input.
         narrows: whether the output has a smaller range than the input (relu), so that quantizing after it is better.
+        slopes: for max(0, x) + slope * min(0, x), name of the argument or option with the slopes: one for all values,
+            or one for each channel.
         selects: whether the output is a part of the values, whose range may be much smaller.
         fill_constants: names of the arguments with fill constants: numbers that a pad or a mask writes into the output.
         surrounds: name of the option with the widths of the padding, in the order of `F.pad`.
@@ -100,6 +102,7 @@ class OpTraits:
     layout: bool = False
     view: bool = False
     narrows: bool = False
+    slopes: str | None = None
     selects: bool = False
     fill_constants: tuple[str, ...] = ()
     surrounds: str | None = None

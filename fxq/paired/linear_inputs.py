@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, fx
@@ -15,14 +15,14 @@ from fxq.common.isolation import seeded
 from fxq.common.metrics import Agreement, token_weights
 from fxq.graph.grid import dynamic_grid_of, grid_of
 from fxq.graph.info import Plan, info
-from fxq.graph.program import IsolatedGraph
 from fxq.graph.query import is_op, plan_of, read_attribute
 from fxq.graph.unit import calls_of
-from fxq.paired.used_rows import AT_ONCE, used_rows
+from fxq.paired.paired_run import PairedRun
+from fxq.paired.used_rows import AT_ONCE
 from fxq.pipeline.context import Context
-from fxq.pipeline.float_values import CachedFloatForm, LayerValues
+from fxq.pipeline.float_values import LayerValues
 from fxq.pipeline.samples import on_samples
-from fxq.quant.dynamic_grid import DynamicGrid
+from fxq.quant.dynamic_grid import DynamicGrid, Grid
 from fxq.quant.qparams import QParams
 from fxq.quant.spec import TensorSpec
 
@@ -85,7 +85,7 @@ class LinearInput(ABC):
     """
 
     quantize: fx.Node
-    grid: QParams | DynamicGrid
+    grid: Grid
     layers: list[LinearLayer]
     most: int
     tokens: int = field(default=0, init=False)
@@ -148,7 +148,7 @@ def seen_inputs(
         for i, batch in enumerate(batches if inputs else ()):
             share = 0.5 if len(batches) == 1 else float(i < (len(batches) + 1) // 2)
             with torch.no_grad(), seeded():
-                _FloatRun(gm, batch, floats, inputs, share).run()
+                _see(PairedRun.with_float_form(gm, [batch], inputs, floats, inputs), inputs, share)
         return [linear_input for linear_input in inputs.values() if linear_input.tokens >= least]
 
     return on_samples(context, samples, run) if context.samples else []
@@ -175,21 +175,11 @@ def _has_one_token_per_sample(linear_input: LinearInput, size: int | None) -> bo
     return len(shape) == 2 and shape[0] == size
 
 
-class _FloatRun(CachedFloatForm):
-    """Run of a batch in float that passes the tokens of inputs to them, except padding."""
-
-    def __init__(
-        self, gm: fx.GraphModule, batch: Batch, floats: LayerValues, inputs: Mapping[fx.Node, LinearInput], share: float
-    ) -> None:
-        super().__init__(gm, batch, floats, inputs, modules=IsolatedGraph(gm, gm.graph).modules)
-        self._inputs, self._share = inputs, share
-        self._used = used_rows(IsolatedGraph(gm, gm.graph), batch, inputs)
-
-    def compute(self, node: fx.Node) -> Any:
-        value = super().compute(node)
-        if node in self._inputs:
-            tokens, used, linear_input = value.reshape(-1, value.shape[-1]), self._used.get(node), self._inputs[node]
-            tokens = tokens if used is None else tokens[used.flatten()]
-            linear_input.tokens += len(tokens)
-            linear_input.see(tokens, self._share)
-        return value
+def _see(run: PairedRun, inputs: Mapping[fx.Node, LinearInput], share: float) -> None:
+    """Run the float form, and pass the tokens of inputs to them, except padding."""
+    for node in run.reference.program.graph.nodes:
+        run.reference.step(node)
+        for tokens in run.float_values(node) if node in inputs else ():
+            tokens = tokens.reshape(-1, tokens.shape[-1])
+            inputs[node].tokens += len(tokens)
+            inputs[node].see(tokens, share)

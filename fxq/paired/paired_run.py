@@ -1,8 +1,9 @@
-"""Paired run: a qdq graph and its float form on the same samples."""
+"""Paired run: an integer graph and a float graph of the same model on the same batches, node by node."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,33 +15,172 @@ from fxq.graph.program import IsolatedGraph
 from fxq.graph.query import is_op, op_of, options_of
 from fxq.graph.run import Runner
 from fxq.paired.used_rows import used_rows
-from fxq.pipeline.float_form import FloatForm
+from fxq.pipeline.float_values import CachedFloatForm, LayerValues, run_layer
+
+Start = Callable[[IsolatedGraph, Batch], Runner]
+"""Function that makes the runner of a graph on a copy of a batch."""
+
+
+def _plain_run(program: IsolatedGraph, batch: Batch) -> Runner:
+    return Runner(program.gm, copied(batch), program.graph, program.modules)  # it may change its inputs in place
+
+
+class Side:
+    """Run of one graph on some batches that affects no other run.
+
+    It has private copies of the batches and of stateful modules. It draws the random numbers that follow the state of
+    PyTorch's generator at its construction, so that sides constructed together draw the same ones.
+
+    Args:
+        program: the graph.
+        batches: the batches.
+        start: function that makes the runner of a batch.
+        wanted: nodes whose values `value` returns.
+        see: function called with every node and its value for each batch.
+    """
+
+    def __init__(
+        self,
+        program: IsolatedGraph,
+        batches: Sequence[Batch],
+        start: Start = _plain_run,
+        wanted: Collection[fx.Node] = (),
+        see: Callable[[fx.Node, Any], None] | None = None,
+    ) -> None:
+        self.program, self.batches, self._start, self._see = program, batches, start, see
+        self._rng_state, self._nodes = torch.get_rng_state(), iter(program.graph.nodes)
+        self._wanted, self._waiting = set(wanted), dict[fx.Node, list[Any]]()
+
+    @cached_property
+    def runs(self) -> tuple[Runner, ...]:
+        """Runner of each batch, with the values that are still needed."""
+        return tuple(self._start(self.program, batch) for batch in self.batches)
+
+    def step(self, node: fx.Node) -> list[Any]:
+        """Run the next node for every batch, and return its values. Weights are computed only once."""
+        torch.set_rng_state(self._rng_state)
+        if len(self.runs) > 1 and _is_weight(node):
+            weight = self.runs[0].compute(node)
+            values = [run.put(node, weight) for run in self.runs]
+        else:
+            values = [run.step(node) for run in self.runs]
+        self._rng_state = torch.get_rng_state()
+        if node in self._wanted:
+            self._waiting[node] = [self.safe(value) for value in values]
+        for value in values if self._see is not None else ():
+            self._see(node, value)  # type: ignore[misc]
+        return values
+
+    def value(self, node: fx.Node) -> list[Any]:
+        """Return the values of a wanted node, once, after running the graph as far as needed."""
+        while node not in self._waiting:
+            self.step(next(self._nodes))
+        return self._waiting.pop(node)
+
+    def finish(self) -> None:
+        """Run the remaining nodes, if `see` needs them."""
+        for node in self._nodes if self._see is not None else ():
+            self.step(node)
+
+    def put(self, node: fx.Node, value: Any) -> None:
+        """Set the value of a node that has run, for every batch."""
+        for run in self.runs:
+            run.values[node] = value
+
+    def safe(self, value: Any) -> Any:
+        """Return a value that no later node changes in place: a copy if the graph may do so."""
+        return copied(value) if self.program.overwrites else value
 
 
 class PairedRun:
-    """Run of a qdq graph and its float form on some batches, node by node.
-
-    Both draw the same random numbers. Each has private copies of stateful modules.
+    """Run of a graph and of a reference on the same batches, node by node of the graph.
 
     Args:
-        gm: the qdq graph.
-        batches: the batches.
-        tokens: nodes whose values are read without padding, see `used_rows`.
+        reference: side of a float graph, or of another quantized one.
+        compared: side of the graph with integers.
+        pairs: by node of `compared`, the node of `reference` for the same value, which `reference` wants; None: both
+            sides have the same nodes.
+        used: for each batch, masks of the rows that are not padding, by node, see `used_rows`; None: no padding.
     """
 
-    def __init__(self, gm: fx.GraphModule, batches: Sequence[Batch], tokens: Collection[fx.Node] = ()) -> None:
-        self._used = [used_rows(IsolatedGraph(gm, gm.graph), batch, tokens) for batch in batches]
-        sides = [(runner, IsolatedGraph(gm, gm.graph).modules) for runner in (Runner, FloatForm)]
-        self._runs = [tuple(runner(gm, copied(batch), modules=own) for runner, own in sides) for batch in batches]
+    def __init__(
+        self,
+        reference: Side,
+        compared: Side,
+        pairs: Mapping[fx.Node, fx.Node] | None = None,
+        used: Sequence[Mapping[fx.Node, Tensor]] | None = None,
+    ) -> None:
+        self.reference, self.compared, self.pairs = reference, compared, pairs
+        self.used = [{} for _ in compared.batches] if used is None else used
+
+    @classmethod
+    def with_float_form(
+        cls,
+        gm: fx.GraphModule,
+        batches: Sequence[Batch],
+        tokens: Collection[fx.Node] = (),
+        floats: LayerValues | None = None,
+        values: Collection[fx.Node] | None = None,
+        see: Mapping[fx.Node, Callable[[Tensor], object]] | None = None,
+        correct: Mapping[fx.Node, Callable[[Tensor], Tensor]] | None = None,
+    ) -> PairedRun:
+        """Run of a qdq graph and its float form.
+
+        Args:
+            gm: the qdq graph.
+            batches: the batches.
+            tokens: nodes whose values are read without padding.
+            floats: cached float outputs of layers.
+            values: nodes whose values in float are read; None: all.
+            see: by node, a function that receives the layer's float output before the ops fused to it.
+            correct: by node, a function of the layer's output in the qdq graph, which returns its replacement. It is
+                called after `see`.
+        """
+        used = [used_rows(IsolatedGraph(gm, gm.graph), batch, tokens) for batch in batches]
+        needed, cached = list(gm.graph.nodes) if values is None else values, floats or LayerValues()
+
+        def start_float(program: IsolatedGraph, batch: Batch) -> Runner:
+            return CachedFloatForm(gm, batch, cached, needed, see or {}, program.modules)
+
+        def start_integer(program: IsolatedGraph, batch: Batch) -> Runner:
+            return _CorrectedRun(program, batch, correct or {})
+
+        reference, compared = (IsolatedGraph(gm, gm.graph) for _ in range(2))
+        return cls(Side(reference, batches, start_float), Side(compared, batches, start_integer), used=used)
+
+    def step(self, node: fx.Node) -> list[tuple[Any, Any]]:
+        """Run the next node, and the reference as far as its value there.
+
+        Returns:
+            For each batch, the value of the node and the reference's; None if the reference has none.
+        """
+        if self.pairs is None:
+            wanted = self.reference.step(node)
+        else:
+            wanted = self.reference.value(self.pairs[node]) if node in self.pairs else [None] * len(self.used)
+        return list(zip(self.compared.step(node), wanted, strict=True))
+
+    def run(self) -> list[tuple[Any, Any]]:
+        """Run all nodes, and return the outputs of both sides for each batch."""
+        *nodes, output = self.compared.program.graph.nodes
+        for node in nodes:
+            self.step(node)
+        return self.step(output)
 
     def values(self, node: fx.Node) -> Iterator[tuple[Any, Any]]:
         """Yield for each batch the value of a node that is still read, quantized and in float.
 
         If the node is among `tokens`, padding is left out: (n, C).
         """
-        for pair, used in zip(self._runs, self._used, strict=True):
-            chosen = used.get(node, ...)
-            yield pair[0].values[node][chosen], pair[1].values[node][chosen]
+        return zip(self._values(self.compared, node), self._values(self.reference, node), strict=True)
+
+    def float_values(self, node: fx.Node) -> Iterator[Any]:
+        """Yield for each batch the float value of a node that is still read, as in `values`."""
+        return self._values(self.reference, node)
+
+    def _values(self, side: Side, node: fx.Node) -> Iterator[Any]:
+        for run, used in zip(side.runs, self.used, strict=True):
+            yield run.values[node][used.get(node, ...)]
 
     def states(self, node: fx.Node) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield for each batch the hidden states that the next node, a recurrent op, multiplies with weight_hh.
@@ -48,28 +188,29 @@ class PairedRun:
         They are quantized and in float, without the steps whose input is padding.
         """
         x: Any = node.args[0]
-        for pair, used in zip(self._runs, self._used, strict=True):
+        for run, float_run, used in zip(self.compared.runs, self.reference.runs, self.used, strict=True):
             chosen = used.get(x, ...)
-            yield _states(node, pair[0])[chosen], _states(node, pair[1])[chosen]
+            yield _states(node, run)[chosen], _states(node, float_run)[chosen]
 
-    def put(self, node: fx.Node, value: Any) -> None:
-        """Set the value of a node that has run, in the quantized graph."""
-        for run, _ in self._runs:
-            run.values[node] = value
 
-    def step(self, node: fx.Node) -> None:
-        """Run a node for every batch. Weights are computed only once."""
-        weight = node.op == "get_attr" or is_op(node, "dequantize")
-        once = weight and all(read.op == "get_attr" for read in node.all_input_nodes)
-        weights = [run.compute(node) for run in self._runs[0]] if once else []
-        for pair in self._runs:
-            rng_state = torch.get_rng_state()
-            for side, run in enumerate(pair):
-                torch.set_rng_state(rng_state)
-                if once:
-                    run.put(node, weights[side])
-                else:
-                    run.step(node)
+class _CorrectedRun(Runner):
+    """Run of a graph that replaces the outputs of layers, before the ops fused to them, by functions of them."""
+
+    def __init__(
+        self, program: IsolatedGraph, batch: Batch, correct: Mapping[fx.Node, Callable[[Tensor], Tensor]]
+    ) -> None:
+        super().__init__(program.gm, copied(batch), program.graph, program.modules)
+        self._correct = correct
+
+    def compute(self, node: fx.Node) -> Any:
+        correct = self._correct.get(node)
+        return super().compute(node) if correct is None else run_layer(self, node, correct)
+
+
+def _is_weight(node: fx.Node) -> bool:
+    """Whether a value depends on weights only, directly."""
+    weight = node.op == "get_attr" or is_op(node, "dequantize")
+    return weight and all(read.op == "get_attr" for read in node.all_input_nodes)
 
 
 def _states(node: fx.Node, run: Runner) -> Tensor:

@@ -65,12 +65,12 @@ class Reconstruction(Pass):
         return self.samples
 
     @abstractmethod
-    def choose(self, layer: WeightGrid, error: OutputError) -> Tensor:
+    def choose(self, layer: WeightRows, error: OutputError) -> Tensor:
         """Choose the integers of a layer's weight: whole numbers in float32, (G, R, K)."""
 
-    def run(self, rewriter: Rewriter) -> None:
+    def run(self, rewriter: Rewriter[Context]) -> None:
         """Run the graph and its float form side by side, node by node."""
-        context: Context = rewriter.context
+        context = rewriter.context
         if not context.samples:
             raise InputError(
                 f"{self.name} needs the inputs of layers, and no samples are recorded. Pass data: "
@@ -85,7 +85,8 @@ class Reconstruction(Pass):
             batches = context.some_samples(self.samples)
             all_layers = [layer for of_node in layers.values() for layer in of_node]
             tokens = {layer.x for layer in all_layers if layer.reads_tokens and not layer.reads_state}
-            runs, count = PairedRun(rewriter.gm, batches, tokens), sum(samples_in(batch) or 1 for batch in batches)
+            runs = PairedRun.with_float_form(rewriter.gm, batches, tokens)
+            count = sum(samples_in(batch) or 1 for batch in batches)
             for node in nodes:
                 for layer in layers.get(node, ()):
                     self._improve(rewriter, layer, runs, count, least)
@@ -142,12 +143,12 @@ class Reconstruction(Pass):
         new_grid = replace(grid, scale=torch.where(better, new_grid.scale, grid.scale))
         if bias is not None:
             corrected = read_attribute(rewriter.gm, str(bias.target)) + error.shift(new_grid.real(new)).flatten()
-            runs.put(bias, corrected)
+            runs.compared.put(bias, corrected)
         scale = new_grid.scale[:, :, 0].flatten().clone() if not torch.equal(new_grid.scale, grid.scale) else None
         if scale is not None or not torch.equal(new, old):
             with rewriter.attributed(self.name.replace("-", "_"), type(self)):
                 layer.put(rewriter, form.weight(new), scale)
-            runs.put(layer.weight, form.weight(new_grid.real(new)))
+            runs.compared.put(layer.weight, form.weight(new_grid.real(new)))
 
 
 _MIN_PATCHES = 4096
@@ -202,7 +203,7 @@ class IntegerLayer:
         per_channel = self.grid.axis == 0 and self.grid.block is None and not self.form.is_transposed
         return per_channel and not self.grid.zero_point.any()
 
-    def on_rows(self) -> WeightGrid:
+    def on_rows(self) -> WeightRows:
         """Weight and grid as rows."""
 
         def rows(values: Tensor) -> Tensor:
@@ -210,7 +211,7 @@ class IntegerLayer:
             return self.form.rows(shaped.expand_as(self.real).float())
 
         scale, zero_point = rows(self.grid.scale), rows(self.grid.zero_point)
-        return WeightGrid(self.form.rows(self.real.float()), scale, zero_point, self.grid.qmin, self.grid.qmax)
+        return WeightRows(self.form.rows(self.real.float()), scale, zero_point, self.grid.qmin, self.grid.qmax)
 
     def integers(self, gm: fx.GraphModule) -> Tensor:
         """Current integers, float32, of the shape of the weight."""
@@ -237,7 +238,7 @@ class IntegerLayer:
 
 
 @dataclass(frozen=True)
-class WeightGrid:
+class WeightRows:
     """Weight as rows, (G, R, K) as in `LayerMatrix.rows`, with the grid of each value.
 
     Attributes:
@@ -266,14 +267,14 @@ class WeightGrid:
         """Nearest integers of the float weight, (G, R, K)."""
         return self.steps().round_().clamp_(self.qmin, self.qmax)
 
-    def rescaled(self, error: OutputError) -> WeightGrid:
+    def rescaled(self, error: OutputError) -> WeightRows:
         """Grid with the scale of each row, among smaller and larger ones, that has the least error with rounding."""
         factors = torch.logspace(*_SCALE_OCTAVES, _SCALE_COUNT, base=2, device=self.scale.device)
         grids = [replace(self, scale=self.scale * factor) for factor in factors]
         best = torch.stack([error(grid.real(grid.nearest())) for grid in grids]).argmin(0)
         return replace(self, scale=self.scale * factors[best][:, :, None])
 
-    def fitted(self, integers: Tensor, error: OutputError) -> WeightGrid:
+    def fitted(self, integers: Tensor, error: OutputError) -> WeightRows:
         """Grid with scales of least error for these integers. A row keeps its scale if the new one is far from it."""
         weight = self.real(integers)
         power = ((weight @ error.gram) * weight).sum(2)

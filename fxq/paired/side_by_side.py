@@ -11,28 +11,12 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from fxq.common.data import Batch
-from fxq.common.isolation import copied
 from fxq.common.metrics import tensors
 from fxq.graph.grid import grid_of
 from fxq.graph.program import IsolatedGraph
 from fxq.graph.query import is_op, plan_of
-from fxq.graph.run import Runner
+from fxq.paired.paired_run import PairedRun, Side
 from fxq.quant.qparams import QParams, dequantize, quantize
-
-
-class _Run(Runner):
-    """Independent run: other runs at the same time change neither its random numbers nor its modules."""
-
-    def __init__(self, program: IsolatedGraph, batch: Batch) -> None:
-        super().__init__(program.gm, copied(batch), program.graph, program.modules)  # it may change its inputs in place
-        self.safe: Callable[[Any], Any] = copied if program.overwrites else lambda value: value
-        self._rng_state = torch.get_rng_state()
-
-    def compute(self, node: fx.Node) -> Any:
-        torch.set_rng_state(self._rng_state)
-        value = super().compute(node)
-        self._rng_state = torch.get_rng_state()
-        return value
 
 
 @dataclass(frozen=True)
@@ -87,21 +71,19 @@ def side_by_side(
         `ComparedValue`s. Values that cannot be compared (no float tensors, another structure) are left out, and so are
         integer tensors among float ones.
     """
-    integer, alone = _Run(compared, batch), _IsolatedRun(compared.fresh, batch) if own else None
-    real = _ReferenceRun(reference, set(pairs.values()), batch, see)
-    rounded = {rounded_at(node): node for node in pairs}
+    ends = {rounded_at(node): rounded_at(end) for node, end in pairs.items()}
+    run = PairedRun(Side(reference, [batch], wanted=ends.values(), see=see), Side(compared, [batch]), ends)
+    alone = Side(compared.fresh, [batch]) if own else None
+    sources = {rounded_at(node): node for node in pairs}
     for node in compared.graph.nodes:
-        got = integer.step(node)
-        forced = alone.step(node) if alone is not None else None
-        source = rounded.get(node)
-        if source is not None:
-            want = _plain(real.value(pairs[source]), grid_of(reference.gm, rounded_at(pairs[source])))
-            value = _comparable(source, want, grid_of(compared.gm, node), got, forced)
-            if value is not None:
-                yield value.at((used or {}).get(pairs[source]))
-            if alone is not None and value is not None:
-                alone.overwrite(node, value.want)
-    real.finish()
+        (pair,) = run.step(node)
+        forced = alone.step(node)[0] if alone is not None else None
+        value = _compared_value(run, node, sources[node], pair, forced) if node in sources else None
+        if value is not None:
+            yield value.at((used or {}).get(pairs[value.node]))
+            if alone is not None:
+                _overwrite(alone, node, value.want)
+    run.reference.finish()
 
 
 def corrected(
@@ -124,20 +106,16 @@ def corrected(
         The outputs of both graphs, as `want` and `got`; None if they cannot be compared.
     """
     output = compared.graph.output_node()
-    forced, wanted = _IsolatedRun(compared, batch), {pairs[node] for node in (*exact, output)}
-    real, rounded = _ReferenceRun(reference, wanted, batch, None), {rounded_at(node): node for node in exact}
+    sources = {**{rounded_at(node): node for node in exact}, output: output}
+    ends = {node: rounded_at(pairs[source]) for node, source in sources.items()}
+    run = PairedRun(Side(reference, [batch], wanted=ends.values()), Side(compared, [batch]), ends)
+    value = None
     for node in compared.graph.nodes:
-        got = forced.step(node)
-        source = rounded.get(node, output if node is output else None)
-        if source is None:
-            continue
-        want = _plain(real.value(pairs[source]), grid_of(reference.gm, rounded_at(pairs[source])))
-        value = _comparable(source, want, grid_of(compared.gm, node), got, None)
-        if node is output:
-            return value
+        (pair,) = run.step(node)
+        value = _compared_value(run, node, sources[node], pair) if node in sources else None
         if value is not None:
-            forced.overwrite(node, value.want)
-    return None
+            _overwrite(run.compared, node, value.want)
+    return value
 
 
 def rounded_at(node: fx.Node) -> fx.Node:
@@ -148,56 +126,27 @@ def rounded_at(node: fx.Node) -> fx.Node:
     return reader if integer and len(node.users) == 1 and is_op(reader, "quantize") and reader is not None else node
 
 
-class _ReferenceRun(_Run):
-    """Run of the reference on demand. Wanted values that it has passed are stored until they are requested."""
+def _overwrite(side: Side, node: fx.Node, want: Sequence[Tensor]) -> None:
+    """Replace the value of a node that is still read by the reference's tensors, rounded to the node's grid.
 
-    def __init__(self, program: IsolatedGraph, wanted: set[fx.Node], batch: Batch, see: Any) -> None:
-        super().__init__(program, batch)
-        self._see, self._wanted = see, {rounded_at(node) for node in wanted}
-        self._nodes, self._waiting = iter(program.graph.nodes), dict[fx.Node, Any]()
-
-    def value(self, wanted: fx.Node) -> Any:
-        """Return the value of a node, once, after running the graph as far as needed."""
-        end = rounded_at(wanted)
-        while end not in self._waiting:
-            self.step(next(self._nodes))
-        return self._waiting.pop(end)
-
-    def finish(self) -> None:
-        """Run the remaining nodes, if `see` needs them."""
-        for node in self._nodes if self._see is not None else ():
-            self.step(node)
-
-    def step(self, node: fx.Node) -> Any:
-        value = super().step(node)
-        if node in self._wanted:
-            self._waiting[node] = self.safe(value)
-        if self._see is not None:
-            self._see(node, value)
-        return value
-
-
-class _IsolatedRun(_Run):
-    """Run of the compared graph on the values of the reference, so that every value has only the error of its node.
-
-    Values that the reference does not have (a conversion, a part of a unit) are computed from those that it has.
+    Later nodes then have only their own errors. Values that the reference does not have (a conversion, a part of a
+    unit) are computed from those that it has.
     """
+    values = side.runs[0].values
+    if node not in values:
+        return
+    leaves, structure = pytree.tree_flatten(values[node])
+    if [t.shape for t in leaves if isinstance(t, Tensor)] == [t.shape for t in want]:
+        new_tensors, qp = iter(want), grid_of(side.program.gm, node)
+        leaves = [_like(side, v, next(new_tensors), qp) if isinstance(v, Tensor) else v for v in leaves]
+        side.put(node, pytree.tree_unflatten(leaves, structure))
 
-    def overwrite(self, node: fx.Node, want: Sequence[Tensor]) -> None:
-        """Replace the value of a node by the reference's tensors, rounded to the node's grid."""
-        if node not in self.values:
-            return
-        leaves, structure = pytree.tree_flatten(self.values[node])
-        if [t.shape for t in leaves if isinstance(t, Tensor)] == [t.shape for t in want]:
-            new_tensors, qp = iter(want), grid_of(self.gm, node)
-            leaves = [self._like(v, next(new_tensors), qp) if isinstance(v, Tensor) else v for v in leaves]
-            self.values[node] = pytree.tree_unflatten(leaves, structure)
 
-    def _like(self, own: Tensor, want: Tensor, qp: QParams | None) -> Tensor:
-        """Return `want` in the dtype of `own`; `own` itself if it is an integer tensor without a grid."""
-        if own.is_floating_point():
-            return self.safe(want.to(own.dtype))
-        return quantize(want.to(torch.float32), qp) if qp is not None else own
+def _like(side: Side, own: Tensor, want: Tensor, qp: QParams | None) -> Tensor:
+    """Return `want` in the dtype of `own`; `own` itself if it is an integer tensor without a grid."""
+    if own.is_floating_point():
+        return side.safe(want.to(own.dtype))
+    return quantize(want.to(torch.float32), qp) if qp is not None else own
 
 
 def _plain(value: Any, qp: QParams | None) -> list[Tensor]:
@@ -205,15 +154,27 @@ def _plain(value: Any, qp: QParams | None) -> list[Tensor]:
     return [dequantize(t, qp) if qp is not None and not t.is_floating_point() else t for t in tensors(value)]
 
 
-def _comparable(node: fx.Node, wants: list[Tensor], qp: QParams | None, got: Any, own: Any) -> ComparedValue | None:
-    """Compared value of a node, with only its float tensors; None if structure or shapes differ."""
-    versions = [wants, _plain(got, qp), *([] if own is None else [_plain(own, qp)])]
-    if any(len(version) != len(wants) for version in versions):
+def _compared_value(
+    run: PairedRun, node: fx.Node, source: fx.Node, pair: tuple[Any, Any], own: Any = None
+) -> ComparedValue | None:
+    """Compared value of a node, with only its float tensors; None if structure or shapes differ.
+
+    Args:
+        run: the run of both graphs.
+        node: the node that has run.
+        source: node of the compared graph whose value it is, rounded.
+        pair: its value, and the reference's.
+        own: its value on inputs of the reference; None if it was not requested.
+    """
+    assert run.pairs is not None
+    grid, reference_grid = grid_of(run.compared.program.gm, node), grid_of(run.reference.program.gm, run.pairs[node])
+    versions = [_plain(pair[1], reference_grid), _plain(pair[0], grid), *([] if own is None else [_plain(own, grid)])]
+    if any(len(version) != len(versions[0]) for version in versions):
         return None
     matching = enumerate(zip(*versions, strict=True))
     floats = [i for i, same in matching if all(t.is_floating_point() for t in same)]
     wants, gots, *owns = ([version[i] for i in floats] for version in versions)
     shapes = [[t.shape for t in version] for version in (wants, gots, *owns)]
-    if not wants or (node.op != "output" and any(shape != shapes[0] for shape in shapes)):
+    if not wants or (source.op != "output" and any(shape != shapes[0] for shape in shapes)):
         return None
-    return ComparedValue(node, wants, gots, owns[0] if owns else None)
+    return ComparedValue(source, wants, gots, owns[0] if owns else None)

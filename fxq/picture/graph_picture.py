@@ -151,7 +151,7 @@ def node_tooltip(node: NodeView, constants: Sequence[NodeView] = ()) -> str:
 
 
 def _header(title: str, nodes: Sequence[NodeView]) -> str:
-    counts = Counter(node.kind if node.kind in LOOKS else "op" for node in nodes)
+    counts = Counter[str](node.kind if node.kind in LOOKS else "op" for node in nodes)
     entries = [(look, f"{look.meaning} · {counts[kind]}") for kind, look in LOOKS.items() if counts[kind]]
     return header(title, f"{len(nodes)} nodes" if len(nodes) != 1 else "1 node", entries)
 

@@ -134,10 +134,10 @@ class CandidateGraph:
 
     def __init__(self, candidates: dict[fx.Node, Candidate]) -> None:
         self.candidates = candidates
-        self._readings = {node: _readings(node) for node in candidates}  # `_wish` drops readers that want floats
+        self._readings = {node: _readings(node) for node in candidates}  # `_wanted_spec` drops readers that want floats
         self._read_so_far: dict[fx.Node, tuple[Mapping[fx.Node, None], TensorSpec | None]] = {}
         for node, candidate in reversed(candidates.items()):
-            candidate.wanted = self._wish(node)
+            candidate.wanted = self._wanted_spec(node)
             self._read_so_far[node] = _reads_now(candidate)
         self._readers = Counter(value for inputs, _ in self._read_so_far.values() for value in inputs)
         todo = deque(candidates)
@@ -162,10 +162,10 @@ class CandidateGraph:
     def would_run(self, node: fx.Node, candidate: Candidate) -> bool:
         """Whether a node that has a float plan would run on integers if it were this candidate."""
         self._readings[node] = _readings(node)
-        candidate.wanted = self._wish(node)
+        candidate.wanted = self._wanted_spec(node)
         return candidate.runs and not self._refusal(candidate, own=0)
 
-    def _wish(self, node: fx.Node) -> TensorSpec | None:
+    def _wanted_spec(self, node: fx.Node) -> TensorSpec | None:
         """Spec that the first reader of a node wants. Readers that want floats are dropped from `_readings`."""
         readings = self._readings[node]
         while readings:
@@ -201,7 +201,7 @@ class CandidateGraph:
         while todo:
             node = todo.pop()
             candidate = self.candidates[node]
-            candidate.wanted = self._wish(node)
+            candidate.wanted = self._wanted_spec(node)
             (old_inputs, spec), (new_inputs, _) = self._read_so_far[node], _reads_now(candidate)
             if new_inputs is old_inputs and candidate.reads == spec:
                 continue

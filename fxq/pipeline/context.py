@@ -11,7 +11,7 @@ from torch import fx, nn
 from fxq.backends.base import Backend
 from fxq.common.data import Batch, first_of, pieces_of, samples_in
 from fxq.errors import RecipeError
-from fxq.graph.info import Grids, info
+from fxq.graph.info import ChosenGrids, info
 from fxq.graph.query import op_of
 from fxq.graph.region import Region
 from fxq.ops import OPS
@@ -72,7 +72,7 @@ class Context:
     decided: tuple[Pin, ...] = ()
     written: list[tuple[str, str]] = field(default_factory=list)
     dropouts: list[tuple[str, tuple[str, ...]]] = field(default_factory=list)
-    grids: Grids | None = None
+    grids: ChosenGrids | None = None
     computed: dict[str, TrainableConstant] = field(default_factory=dict)
     derived: list[FoldedNorm | ParameterRows | ComputedConstant] = field(default_factory=list)
 
@@ -82,6 +82,11 @@ class Context:
         )
         if not self.types:
             self.types = {path: type(module) for path, module in self.model.named_modules(remove_duplicate=False)}
+
+    @property
+    def trains(self) -> bool:
+        """Whether the recipe trains."""
+        return self.recipe.trains
 
     def some_samples(self, most: int) -> list[Batch]:
         """About `most` samples of the recorded batches, or of the example if none are recorded.

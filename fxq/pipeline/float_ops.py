@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from torch import Tensor, fx
 
@@ -15,6 +16,9 @@ from fxq.graph.info import info
 from fxq.graph.query import called_name, is_check, makes_no_tensor, submodule
 from fxq.ops import OPS
 from fxq.rewriting.rewriter import Rewriter
+
+if TYPE_CHECKING:
+    from fxq.pipeline.context import Context
 
 _MIN_LARGE_MACS = 100_000_000
 """Multiply-accumulates per sample from which a model is large."""
@@ -74,7 +78,7 @@ class FloatModelOps:
         return {op.name: op for op in self.ops}
 
 
-def keep_original(rewriter: Rewriter, called: Sequence[fx.Node], constants: Set[fx.Node]) -> None:
+def keep_original(rewriter: Rewriter[Context], called: Sequence[fx.Node], constants: Set[fx.Node]) -> None:
     """Store the canonical graph in the context. Several ops that were one call get separate origins.
 
     Args:
@@ -101,7 +105,7 @@ def keep_original(rewriter: Rewriter, called: Sequence[fx.Node], constants: Set[
     _keep(rewriter, ops)
 
 
-def expand_original(rewriter: Rewriter, expanded: Mapping[str, Sequence[fx.Node]]) -> None:
+def expand_original(rewriter: Rewriter[Context], expanded: Mapping[str, Sequence[fx.Node]]) -> None:
     """Store the graph again after some ops were replaced.
 
     Args:
@@ -117,7 +121,7 @@ def expand_original(rewriter: Rewriter, expanded: Mapping[str, Sequence[fx.Node]
     _keep(rewriter, ops)
 
 
-def divide_original(rewriter: Rewriter, divided: Mapping[str, Tensor | None]) -> None:
+def divide_original(rewriter: Rewriter[Context], divided: Mapping[str, Tensor | None]) -> None:
     """Divide values of the stored graph as a pass has divided them in the model, so that both can be compared.
 
     Args:
@@ -154,7 +158,7 @@ class DivideBy:
         return x / self.by.to(x)
 
 
-def _keep(rewriter: Rewriter, ops: Sequence[FloatModelOp]) -> None:
+def _keep(rewriter: Rewriter[Context], ops: Sequence[FloatModelOp]) -> None:
     nodes = rewriter.nodes()
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -171,7 +172,7 @@ class FloatValues:
 
     def _fitting(self, layers: Collection[fx.Node], context: Context) -> int:
         """Number of recorded batches that fit, estimated from the shapes on the example."""
-        shapes = [info(node).values[0][0] if info(node).values else info(node).shape for node in layers]
+        shapes = [info(node).fused.values[0][0] if info(node).fused.values else info(node).shape for node in layers]
         size = 4 * sum(torch.Size(shape).numel() for shape in shapes if shape is not None)
         per_input, room = size / max(_inputs(context.example), 1), float(self.most)
         for count, batch in enumerate(context.samples if size else ()):
@@ -270,7 +271,7 @@ class CachedFloatForm(FloatForm):
         batch: some samples.
         layer_values: cached outputs of layers.
         values: nodes whose values are needed.
-        layers: nodes whose layer outputs are needed; these are passed to `see_layer`.
+        see: by node whose layer output is needed, a function that receives this output, before the ops fused to it.
         modules: modules to call instead of those of `gm`, by path.
 
     Attributes:
@@ -283,16 +284,13 @@ class CachedFloatForm(FloatForm):
         batch: Batch,
         layer_values: LayerValues,
         values: Collection[fx.Node],
-        layers: Collection[fx.Node] = (),
+        see: Mapping[fx.Node, Callable[[Tensor], object]] | None = None,
         modules: Modules = None,
     ) -> None:
         super().__init__(gm, copied(batch), modules=modules)
         self.stored = layer_values.of(batch)
-        self._layers, self._whole = set(layers), set(values)
+        self._see, self._whole = see or {}, set(values)
         self._steps = self._needed() if self.stored else set(gm.graph.nodes)
-
-    def see_layer(self, node: fx.Node, value: Tensor) -> None:
-        """Receive the output of the first op of a layer's node. Subclasses override it."""
 
     def step(self, node: fx.Node) -> Any:
         """Run the next node if it is needed, and return its value."""
@@ -304,18 +302,18 @@ class CachedFloatForm(FloatForm):
 
     def compute(self, node: fx.Node) -> Any:
         """Compute the value of a node; return a cached one if it is the layer's output."""
-        value = self.stored.get(node)
-        if node not in self._layers and value is None:
+        value, see = self.stored.get(node), self._see.get(node)
+        if see is None and value is None:
             return super().compute(node)
 
-        def see(layer_value: Tensor) -> Tensor:
-            if node in self._layers:
-                self.see_layer(node, layer_value)
+        def pass_on(layer_value: Tensor) -> Tensor:
+            if see is not None:
+                see(layer_value)
             return layer_value
 
         if value is not None and node not in self._whole:
-            return see(value)
-        return run_layer(self, node, see, value)
+            return pass_on(value)
+        return run_layer(self, node, pass_on, value)
 
     def free(self, node: fx.Node) -> None:
         """Free a value after its last use."""
@@ -325,7 +323,7 @@ class CachedFloatForm(FloatForm):
         """Nodes that must run. Adds those whose full value is needed, not only the layer's, to `_whole`."""
         steps = set()
         for node in reversed(self.graph.nodes):
-            if node not in self._whole and node not in self._layers:
+            if node not in self._whole and node not in self._see:
                 continue
             steps.add(node)
             if node not in self.stored:
@@ -350,13 +348,9 @@ def _computed(
 ) -> dict[fx.Node, Tensor]:
     """Compute the outputs of layers for some samples. Raises ValueError if a node draws random numbers."""
     results: dict[fx.Node, Tensor] = {}
-
-    class Run(CachedFloatForm):
-        def see_layer(self, node: fx.Node, value: Tensor) -> None:
-            results[node] = value
-
     rng_state = torch.get_rng_state()
-    Run(gm, batch, layer_values, (), layers).run()
+    see = {layer: partial(results.__setitem__, layer) for layer in layers}
+    CachedFloatForm(gm, batch, layer_values, (), see).run()
     if not torch.equal(torch.get_rng_state(), rng_state):
         raise ValueError("the graph draws random numbers")
     return results

@@ -45,7 +45,7 @@ def _lint(gm: fx.GraphModule, error: Exception) -> str:
 
 
 def _spelled_canonically(gm: fx.GraphModule, node: fx.Node) -> str | None:
-    if node.op in ("call_function", "call_method") and op_of(node) is None and info(node).kept is None:
+    if node.op in ("call_function", "call_method") and op_of(node) is None and info(node).traced.kept is None:
         row = OPS.of_call(node.target)
         if row is not None and info(node).is_tensor and taken_from(node) is node:
             return f"is a spelling of {row[0].name}; a pass writes rewriter.call({row[0].name!r}, ...)"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fxq.quant.qparams import QParams
 from fxq.quant.spec import TensorSpec
 
 
@@ -67,6 +68,10 @@ class DynamicGrid:
         nearest = self.axis is None
         zero = self.middle if self.symmetric else dynamic_zero_point(low, scale, self.qmin, nearest)
         return (x / scale).round_().add_(zero).clamp_(self.qmin, self.qmax).sub_(zero).mul_(scale)
+
+
+Grid = QParams | DynamicGrid
+"""Grid of a tensor: static (known before the call) or dynamic."""
 
 
 def dynamic_range(x: Tensor, axis: int | None = None) -> tuple[Tensor, Tensor]:

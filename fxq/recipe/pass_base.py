@@ -103,7 +103,7 @@ class Pass(ABC):
                 )
 
     @abstractmethod
-    def run(self, rewriter: Rewriter) -> None:
+    def run(self, rewriter: Rewriter[Any]) -> None:
         """Edit the graph of `rewriter.gm` through the rewriter."""
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from torch import fx
 
@@ -46,14 +46,17 @@ def places_of(gm: fx.GraphModule, nodes: Iterable[fx.Node]) -> dict[fx.Node, Pla
     return places
 
 
+Choice = Literal["int8", "float", "opened"]
+
+
 @dataclass(frozen=True)
 class Pin:
     """Recorded decision about one op or unit.
 
     Attributes:
         op, path, call: see `Place`.
-        runs: "int8"; "float" for an op that could run on integers and does not; "opened" for a unit whose ops are
-            split between a kernel and others, which have pins of their own.
+        runs: choice between the precisions "int8" and "float" for an op that could run on integers; "opened" for a
+            unit whose ops are split between a kernel and others, which have pins of their own.
         ops: number of ops of an opened unit that the kernel runs, from the first; else 0.
 
     Example:
@@ -64,11 +67,11 @@ class Pin:
     op: str
     path: str = ""
     call: int = 0
-    runs: str = "int8"
+    runs: Choice = "int8"
     ops: int = 0
 
     @classmethod
-    def at(cls, place: Place, runs: str, ops: int = 0) -> Pin:
+    def at(cls, place: Place, runs: Choice, ops: int = 0) -> Pin:
         """Pin of the op or unit at a place."""
         return cls(place.op, place.path, place.call, runs, ops)
 
@@ -94,16 +97,13 @@ class Pin:
                 raise RecipeError(f"[[decided]]: {key} is {value!r}; it must be of type {types[key].__name__}.")
         if (
             "op" not in data
-            or data.get("runs", "int8") not in _RUNS
+            or data.get("runs", "int8") not in get_args(Choice)
             or (data.get("runs") == "opened") != ("ops" in data)
         ):
             raise RecipeError(
                 f"[[decided]]: {dict(data)} is not a valid decision; save the recipe of qmodel.recipe_as_decided()."
             )
         return cls(**data)
-
-
-_RUNS = ("int8", "float", "opened")
 
 
 class Pinned:

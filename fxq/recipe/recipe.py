@@ -40,7 +40,8 @@ class Recipe:
     Attributes:
         preset: name of the preset; selects the pipeline and the default config.
         backend: name of a backend, import path of your own class, "auto" for the first that runs on this machine
-            (x86 or fbgemm on x86-64 CPUs), or "fastest" to time all that are installed.
+            (x86 or fbgemm on x86-64 CPUs), or "fastest" to time all that are installed,
+            also by other packages.
         config: quantization of layers that no override selects.
         overrides: (selector, config) pairs; later pairs win.
         leaf_modules: path globs of modules that are not traced into; they run in float, unchanged.

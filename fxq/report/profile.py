@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from fxq.display.queryable import Rows
 from fxq.display.tables import Column, Part, duration, text
+from fxq.graph.precision import NodeKind
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class TimedLayer:
     layer: str
     op: str
     dtype: str
-    kind: str
+    kind: NodeKind
     us: float
 
 

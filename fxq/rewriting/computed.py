@@ -42,7 +42,7 @@ def as_trainable(editor: Editor, node: fx.Node) -> TrainableConstant | None:
     None if it depends on no parameter, or if the recipe does not train. Constants that do not depend on parameters
     become its buffers.
     """
-    if not editor.context.recipe.trains:
+    if not editor.context.trains:
         return None
     read = list(dict.fromkeys(flat_nodes((node.args, node.kwargs))))
     live = [r for r in read if depends_on_parameters(editor, str(r.target))]
@@ -83,5 +83,5 @@ def depends_on_parameters(editor: Editor, path: str) -> bool:
 
 def record_trainable(editor: Editor, node: fx.Node, constant: TrainableConstant | None) -> None:
     """Record how a new constant was computed, if the recipe trains."""
-    if constant is not None and editor.context.recipe.trains:
+    if constant is not None and editor.context.trains:
         editor.context.computed[str(node.target)] = constant

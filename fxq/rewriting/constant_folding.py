@@ -30,7 +30,7 @@ def fold_constant(rewriter: Rewriter, node: fx.Node) -> bool:
     if not read or any(t is None for t in tensors) or reads_only_metadata(node):
         return False
     changes = rewriter.matcher.changes
-    if info(node).changes or any(changes.of(n) is not None for n in (*read, node)):
+    if info(node).traced.changes or any(changes.of(n) is not None for n in (*read, node)):
         return False
     value = _value(rewriter.gm, node, dict(zip(read, tensors, strict=True)))
     if value is None or value.numel() > max(

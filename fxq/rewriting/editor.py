@@ -5,19 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic, Protocol, cast
 
 from torch import Tensor, fx, nn
+from typing_extensions import TypeVar
 
 from fxq.common.source import source_of
 from fxq.errors import PassError
 from fxq.graph.guards import check_fixed
-from fxq.graph.info import info, set_info
+from fxq.graph.info import TracedInfo, info, set_info
 from fxq.graph.query import is_pure, merge_origins, op_of, swapped, tensor_meta
 from fxq.graph.run import Typed, infer
 from fxq.ops import OPS
 from fxq.rewriting.match import Matcher
 from fxq.rewriting.near_miss import NearMisses
+
+if TYPE_CHECKING:
+    from fxq.rewriting.computed import TrainableConstant
 
 DATA = "fxq_data"
 KERNELS = "fxq_kernels"
@@ -33,8 +37,27 @@ class Edit:
     after: tuple[str, ...]
 
 
-class Editor:
-    """Edits one graph for one pass.
+class EditContext(Protocol):
+    """Context that edits of a graph need. The context of the pipeline has more, which passes read.
+
+    Attributes:
+        units: path of the unit module for each kind and body, so that equal bodies share one.
+        computed: how constants are computed from parameters, by path; only if the recipe trains.
+        trains: whether the recipe trains.
+    """
+
+    units: dict[str, str]
+    computed: dict[str, TrainableConstant]
+
+    @property
+    def trains(self) -> bool: ...
+
+
+ContextT = TypeVar("ContextT", bound=EditContext, covariant=True, default=EditContext)
+
+
+class Editor(Generic[ContextT]):
+    """Edits one graph for one pass. Its type has that of its context: `Editor[Context]`.
 
     Attributes:
         gm: module whose graph is edited.
@@ -47,9 +70,9 @@ class Editor:
         names: names of the nodes.
     """
 
-    def __init__(self, gm: fx.GraphModule, context: Any, name: str = "", source: str = "") -> None:
+    def __init__(self, gm: fx.GraphModule, context: ContextT | None, name: str = "", source: str = "") -> None:
         self.gm = gm
-        self.context = context
+        self.context = cast(ContextT, context)  # None only for a pass that reads none
         self.name = name
         self.edits: list[Edit] = []
         self.near_misses = NearMisses()
@@ -166,7 +189,7 @@ class Editor:
             path=first.path if first else "",
             source=first.source if first else "",
             origins=merge_origins(sources),
-            memory=tuple(dict.fromkeys(block for source in sources for block in info(source).memory)),
+            traced=TracedInfo(tuple(dict.fromkeys(b for source in sources for b in info(source).traced.memory))),
             plan=first.plan if first else None,
             shape=typed[0],
             dtype=typed[1],
@@ -250,7 +273,7 @@ class Editor:
         name = path.removeprefix(f"{DATA}.").replace(".", "_")
         node = self.node("get_attr", path, (), like=like, before=before, name=name)
         shape, dtype = tensor_meta(tensor)
-        set_info(node, shape=shape, dtype=dtype, origins=(), plan=None, memory=())
+        set_info(node, shape=shape, dtype=dtype, origins=(), plan=None, traced=TracedInfo())
         self._constants[path] = node
         return node
 

@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection
-from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
 from fxq.graph.analysis.memory import KEEP_STATE_REMEDY, MemoryWatch
 from fxq.graph.guards import own_copy
-from fxq.graph.info import info
+from fxq.graph.info import TracedInfo, info
 from fxq.graph.query import reads_only_metadata, swapped
 from fxq.ops import OPS
-from fxq.rewriting.aliases import Alias, Block
+from fxq.rewriting.aliases import Alias, Aliases, Block
 from fxq.rewriting.assignments import assigned, cast
+from fxq.rewriting.cannot_trace import CannotTrace, around, cannot_change
 from fxq.rewriting.in_place import (
     RESHAPING,
     RESIZING,
@@ -30,18 +30,9 @@ from fxq.rewriting.in_place import (
     out_of_place,
     written_by,
 )
-from fxq.rewriting.view_inverse import cut_along, written_back
 
 if TYPE_CHECKING:
     from fxq.rewriting.rewriter import Rewriter
-
-
-class CannotTrace(Exception):
-    """Behavior of a module that a graph cannot reproduce. `path` is that of the innermost module that contains it."""
-
-    def __init__(self, path: str, why: str) -> None:
-        super().__init__(why)
-        self.path, self.why = path, why
 
 
 class Functionalization:
@@ -53,10 +44,7 @@ class Functionalization:
         rewriter: edits the graph.
         watch: which values share memory.
         new_constants: attribute paths of constants that the forward creates in each call, and so may change.
-        blocks: storages by number.
-        aliases: traced tensors in these storages, and tuples of views, by node.
-        containers: nodes whose values hold several tensors, each with the versions of their storages when it ran.
-        spots: first tensor with each position and layout in memory.
+        aliases: traced tensors by the storages that they share.
         rewritten: nodes that now return the new value, or do nothing any more.
         present: aliases of which the current node reads a new value, by the node of that value.
         only_whole: whether all writes so far were elementwise ops of the op table on whole tensors.
@@ -64,10 +52,7 @@ class Functionalization:
 
     def __init__(self, rewriter: Rewriter, watch: MemoryWatch, new_constants: Collection[str]) -> None:
         self.rewriter, self.watch, self.new_constants = rewriter, watch, new_constants
-        self.blocks: dict[int, Block] = {}
-        self.aliases: dict[fx.Node, Alias] = {}
-        self.containers: dict[fx.Node, dict[Block, int]] = {}
-        self.spots: dict[Any, Alias] = {}
+        self.aliases = Aliases(rewriter, watch)
         self.rewritten: set[fx.Node] = set()
         self.present: dict[fx.Node, Alias] = {}
         self.only_whole = True
@@ -75,7 +60,7 @@ class Functionalization:
     def run(self) -> list[CannotTrace]:
         """Rewrite the graph. Returns the obstacles, at most one per storage; with any, the graph is unusable."""
         breaks: list[CannotTrace] = []
-        if not any(info(node).changes for node in self.rewriter.graph.nodes):
+        if not any(info(node).traced.changes for node in self.rewriter.graph.nodes):
             return breaks
         before = set(self.rewriter.graph.nodes)
         broken: set[int] = set()
@@ -83,10 +68,10 @@ class Functionalization:
             for node in self.rewriter.nodes():
                 about = info(node)
                 try:
-                    if not broken.intersection(about.memory + about.changes):
+                    if not broken.intersection(about.traced.memory + about.traced.changes):
                         self._node(node)
                 except CannotTrace as stop:
-                    broken.update(about.memory + about.changes)
+                    broken.update(about.traced.memory + about.traced.changes)
                     breaks.append(stop)
             for node in reversed(self.rewriter.nodes()) if not breaks else ():
                 if not node.users and (node not in before or node in self.rewritten) and node.op != "output":
@@ -94,115 +79,40 @@ class Functionalization:
         return breaks
 
     def _node(self, node: fx.Node) -> None:
-        read = {arg: self._read(arg, node) for arg in node.all_input_nodes}
+        read = {arg: self.aliases.read(arg, node) for arg in node.all_input_nodes}
         new = {arg: now for arg, now in read.items() if now is not arg}
         first: Any = node.args[0] if node.args else None
         if node.target is operator.getitem and isinstance(new.get(first), list):
-            part = self.aliases[first]
-            self.aliases[node] = Alias(node, part.block, part, False, new[first][node.args[1]], part.version)
+            part = self.aliases.by_node[first]
+            self.aliases.by_node[node] = Alias(node, part.block, part, False, new[first][node.args[1]], part.version)
             return
-        self.present = {now: self.aliases[arg] for arg, now in new.items() if isinstance(now, fx.Node)}
+        self.present = {now: self.aliases.by_node[arg] for arg, now in new.items() if isinstance(now, fx.Node)}
         if new:
             self.rewriter.update(node, args=swapped(node.args, new), kwargs=swapped(node.kwargs, new))
-        if info(node).changes:
+        if info(node).traced.changes:
             self._write(node)
         elif info(node).is_tensor or not reads_only_metadata(node):  # ones_like reads only a shape, but makes a tensor
-            self._register(node, read)
-
-    # ---- reading
-
-    def _read(self, arg: fx.Node, node: fx.Node) -> Any:
-        """Node with the current value of an argument."""
-        alias = self.aliases.get(arg)
-        if alias is not None:
-            return alias.node if reads_only_metadata(node) else self._now(alias, node)
-        taken = node.target is operator.getitem and node.args[0] is arg
-        for block, version in self.containers.get(arg, {}).items() if not taken else ():
-            if block.version != version:
-                raise self._stale(block, node, arg)
-        return arg
-
-    def _now(self, alias: Alias, before: fx.Node) -> Any:
-        """Current value of an alias, regenerated if its storage was written to since."""
-        if alias.version != alias.block.version:
-            if alias.changed is not None:
-                alias.now = self._parent_value(alias.changed, alias.now, self._now(alias.changed, before), before)
-            elif alias.parent is not None:
-                alias.now = self._regenerated(alias, self._now(alias.parent, before), before)
-            else:
-                raise self._stale(alias.block, before, alias.node)
-            alias.changed, alias.version = None, alias.block.version
-        return alias.now
-
-    def _regenerated(self, alias: Alias, whole: Any, before: fx.Node) -> Any:
-        view, parent = alias.node, alias.parent
-        assert parent is not None
-        if alias.same:
-            return whole
-        if isinstance(whole, list):  # views of a tuple
-            return whole[_place(view)]
-        about, new = info(view), {alias.slot or parent.node: whole}
-        args, kwargs = swapped(view.args, new), swapped(view.kwargs, new)
-        typed = about.shape, about.dtype
-        again = self.rewriter.node(view.op, view.target, args, kwargs, like=view, before=before, typed=typed)
-        self.aliases[again] = alias
-        return again
-
-    def _stale(self, block: Block, reader: fx.Node, value: fx.Node) -> CannotTrace:
-        writer = block.writer
-        assert writer is not None
-        return CannotTrace(
-            around(writer, reader),
-            f"%{writer.name} ({info(writer).source}) writes to memory in place, and %{reader.name} "
-            f"({info(reader).source}) reads it through %{value.name} afterwards. Write the "
-            "change out of place (x = x + y, nn.ReLU(inplace=False)).",
-        )
-
-    # ---- values
-
-    def _block(self, number: int) -> Block:
-        return self.blocks.setdefault(number, Block())
-
-    def _register(self, node: fx.Node, read: dict[fx.Node, Any]) -> None:
-        """Register the result of a node that writes nothing."""
-        about = info(node)
-        cut = cut_along(node) if not about.is_tensor and about.memory else None
-        if not about.is_tensor and cut is None:
-            if about.memory:
-                self.containers[node] = {b: b.version for b in map(self._block, about.memory)}
-        elif len(about.memory) == 1:
-            block = self._block(about.memory[0])
-            spot, parent, slot = self.watch.spot(node), None, None
-            for arg, now in read.items():
-                if parent is None and (alias := self.aliases.get(arg)) is not None and alias.block is block:
-                    parent, slot = alias, now if isinstance(now, fx.Node) else arg
-            same = parent is not None and self.watch.same(parent.node, node)
-            if parent is None and spot in self.spots:
-                parent, same = self.spots[spot], True
-            version = block.version if slot is not None else 0
-            self.aliases[node] = Alias(node, block, parent, same, node, version, slot)
-            if spot is not None:
-                self.spots.setdefault(spot, self.aliases[node])
+            self.aliases.register(node, read)
 
     # ---- writing
 
     def _write(self, node: fx.Node) -> None:
         """Make a node that writes to memory return the new value instead."""
-        blocks, named = {self._block(number) for number in info(node).changes}, written_by(node)
+        blocks, named = {self.aliases.block(number) for number in info(node).traced.changes}, written_by(node)
         args = [a for a in node.all_input_nodes if self._shares(a, blocks)]
         written = [named] if named is not None and named in args else args
         aliases = []
         for arg in written:
             alias = self._alias(arg)
             if alias is None:
-                raise self._refused(node, arg, "a call returns it together with other values")
+                raise cannot_change(node, arg, "a call returns it together with other values")
             aliases.append(alias)
             self._check_state(node, alias)
         if len({alias.block for alias in aliases}) != len(aliases) or not aliases:
-            raise self._refused(node, (written or [node])[0], "the op takes more than one view of that memory")
+            raise cannot_change(node, (written or [node])[0], "the op takes more than one view of that memory")
         name = name_in_place(node)
         if name in RESIZING and node.op != "call_module":
-            raise self._refused(node, written[0], "the op changes its size or storage")
+            raise cannot_change(node, written[0], "the op changes its size or storage")
         if name in RESHAPING and node.op == "call_method":
             self._reshape(node, aliases[0])
             return
@@ -215,9 +125,9 @@ class Functionalization:
             functional = self._functional(node, aliases[0]) if len(aliases) == 1 else None
             news = [functional] if functional is not None else self._on_copies(node, aliases)
         for alias, new in zip(aliases, news, strict=True):
-            self._set_value(alias, new, node)
-        if node not in self.aliases and info(node).memory:
-            self._register(node, {})
+            self.aliases.set_value(alias, new, node)
+        if node not in self.aliases.by_node and info(node).traced.memory:
+            self.aliases.register(node, {})
 
     def _is_elementwise(self, node: fx.Node) -> bool:
         """Whether a node calls an elementwise op of the op table."""
@@ -247,7 +157,7 @@ class Functionalization:
             if self.watch.overlaps(part.node):
                 of = "" if part is alias else f"part of %{part.node.name}, and "
                 why = f"{of}elements of %{part.node.name} ({info(part.node).source}) share memory, as after expand"
-                raise self._refused(node, written, why)
+                raise cannot_change(node, written, why)
 
     def _check_read_overlap(self, node: fx.Node, args: list[fx.Node], aliases: list[Alias]) -> None:
         """Refuse a write to elements that the same call still has to read: `x[1:] = x[:-1]`."""
@@ -262,33 +172,26 @@ class Functionalization:
                     "PyTorch does not define whether it reads them before or after the write. Read from a copy: "
                     "x[1:] = x[:-1].clone()"
                 )
-                raise self._refused(node, written, why)
+                raise cannot_change(node, written, why)
 
     def _alias(self, value: fx.Node) -> Alias | None:
         """Alias of an argument of the current node."""
-        return self.present.get(value) or self.aliases.get(value)
+        return self.present.get(value) or self.aliases.by_node.get(value)
 
     def _shares(self, value: fx.Node, blocks: set[Block]) -> bool:
         """Whether a value has memory in one of these storages."""
         alias = self._alias(value)
-        own_blocks = [alias.block] if alias is not None else self.containers.get(value, ())
+        own_blocks = [alias.block] if alias is not None else self.aliases.containers.get(value, ())
         return not blocks.isdisjoint(own_blocks)
-
-    def _refused(self, node: fx.Node, value: fx.Node, why: str) -> CannotTrace:
-        return CannotTrace(
-            around(node),
-            f"%{node.name} ({info(node).source}) changes %{value.name} in place: {why}. Write the change out of place "
-            "(x = x + y, nn.ReLU(inplace=False)).",
-        )
 
     def _reshape(self, node: fx.Node, alias: Alias) -> None:
         """Rewrite a call such as `x.unsqueeze_(0)`: later nodes that read x read another view of the same memory."""
         self.rewriter.update(node, target=str(node.target)[:-1])
-        self.rewriter.describe(node, changes=())
+        self.rewriter.describe(node, traced=info(node).traced._replace(changes=()))
         new = Alias(node, alias.block, alias, False, node, alias.block.version, alias.now)
-        for value in [value for value in self.aliases if self.watch.same_object(value, node)]:
-            self.aliases[value] = new
-        self.aliases[node] = new
+        for value in [value for value in self.aliases.by_node if self.watch.same_object(value, node)]:
+            self.aliases.by_node[value] = new
+        self.aliases.by_node[node] = new
 
     def _functional(self, node: fx.Node, alias: Alias) -> fx.Node | None:
         """Turn a node into a call that returns the new value; None if torch has no out-of-place form."""
@@ -303,7 +206,7 @@ class Functionalization:
         if call is None or written_by(node) is not x:
             return None
         if "out" in node.kwargs and not self._fills_out(node, call):
-            raise self._refused(node, alias.node, "out= may resize it")
+            raise cannot_change(node, alias.node, "out= may resize it")
         self.rewritten.add(node)
         if dtype_of_call(call) in (None, dtype):
             self.rewriter.update(node, call.target, call.args, call.kwargs, op=call.kind)
@@ -313,7 +216,7 @@ class Functionalization:
                 call.kind, call.target, call.args, call.kwargs, like=node, before=node, typed=typed
             )
             self.rewriter.update(node, "to", (result, dtype), {}, op="call_method")
-        self.rewriter.describe(node, changes=(), memory=())
+        self.rewriter.describe(node, traced=info(node).traced._replace(memory=(), changes=()))
         return node
 
     def _filled(self, node: fx.Node) -> list[fx.Node]:
@@ -321,11 +224,11 @@ class Functionalization:
         outs: Any = node.kwargs["out"]
         kwargs = {key: value for key, value in node.kwargs.items() if key != "out"}
         result = self.rewriter.node(node.op, node.target, node.args, kwargs, like=node, before=node)
-        self.rewriter.describe(result, changes=(), memory=())
+        self.rewriter.describe(result, traced=TracedInfo())
         news: list[fx.Node] = []
         for i, ((shape, dtype), out) in enumerate(zip(self.watch.parts[node], outs, strict=True)):
             if shape != info(out).shape:
-                raise self._refused(node, out, "out= may resize it")
+                raise cannot_change(node, out, "out= may resize it")
             part = self.rewriter.node(
                 "call_function", operator.getitem, (result, i), like=node, before=node, typed=(shape, dtype)
             )
@@ -341,7 +244,7 @@ class Functionalization:
             return False
         if node.op == "call_module":
             module = self.rewriter.gm.get_submodule(str(node.target))
-            return OPS.of_module(module) is not None and info(node).kept is None
+            return OPS.of_module(module) is not None and info(node).traced.kept is None
         call = out_of_place(node)
         in_table = OPS.of_call(node.target) is not None and node.args[:1] == (alias.node,) and "out" not in node.kwargs
         return in_table and call is not None and dtype_of_call(call) == info(alias.node).dtype
@@ -387,53 +290,16 @@ class Functionalization:
             copied = self.rewriter.node(
                 "call_function", own_copy, (alias.now,), like=alias.node, before=node, typed=(about.shape, about.dtype)
             )
-            self.rewriter.describe(copied, memory=(self.watch.new_block(),), origins=())
+            self.rewriter.describe(copied, traced=TracedInfo(memory=(self.watch.new_block(),)), origins=())
             copies[alias.now] = copied
         whole = next((alias for alias in aliases if self.watch.same(alias.node, node)), None)
         self.rewriter.update(node, args=swapped(node.args, copies), kwargs=swapped(node.kwargs, copies))
-        blocks = tuple(info(copied).memory[0] for copied in copies.values())
-        written = set().union(*(info(alias.node).memory for alias in aliases))
-        memory = tuple(block for block in info(node).memory if block not in written)
-        memory = info(copies[whole.now]).memory if whole is not None else memory
-        self.rewriter.describe(node, changes=blocks, memory=memory)
+        blocks = tuple(info(copied).traced.memory[0] for copied in copies.values())
+        written = set().union(*(info(alias.node).traced.memory for alias in aliases))
+        memory = tuple(block for block in info(node).traced.memory if block not in written)
+        memory = info(copies[whole.now]).traced.memory if whole is not None else memory
+        self.rewriter.describe(node, traced=info(node).traced._replace(memory=memory, changes=blocks))
         return [node if alias is whole else copies[alias.now] for alias in aliases]
-
-    def _set_value(self, alias: Alias, value: fx.Node, node: fx.Node) -> None:
-        """Set the current value of an alias, and mark its parents as outdated."""
-        alias.block.version += 1
-        alias.block.writer = node
-        alias.now, alias.version = value, alias.block.version
-        self.aliases.setdefault(value, alias)
-        while alias.parent is not None:
-            alias.parent.changed = alias
-            alias = alias.parent
-
-    def _parent_value(self, alias: Alias, whole: Any, value: Any, before: fx.Node) -> Any:
-        """New value of an alias's parent, from its old value and the new value of the alias."""
-        view, parent = alias.node, alias.parent
-        assert parent is not None
-        if alias.same:
-            return value
-        if not info(parent.node).is_tensor:
-            parts = whole if isinstance(whole, list) else self._parts(parent.node, whole, before)
-            return [value if i == _place(view) % len(parts) else part for i, part in enumerate(parts)]
-        if isinstance(value, list):
-            name, dim = cut_along(view) or ("cat", 0)
-            typed = info(parent.node).shape, info(parent.node).dtype
-            return self.rewriter.call(name, value, dim=dim, like=view, before=before, typed=typed)
-        result = written_back(self.rewriter, whole, view, value, before)
-        if result is None:
-            assert alias.block.writer is not None
-            raise self._refused(alias.block.writer, view, "fxq cannot write through this view")
-        return result
-
-    def _parts(self, cut: fx.Node, whole: fx.Node, before: fx.Node) -> list[Any]:
-        """Nodes for the single views of a tuple."""
-        make, shapes = self.rewriter.node, self.watch.parts[cut]
-        return [
-            make("call_function", operator.getitem, (whole, i), like=cut, before=before, typed=typed)
-            for i, typed in enumerate(shapes)
-        ]
 
 
 def _assigns(node: fx.Node) -> bool:
@@ -443,20 +309,6 @@ def _assigns(node: fx.Node) -> bool:
     return node.target is operator.setitem or name == "copy_" or is_put
 
 
-def _place(part: fx.Node) -> int:
-    """Index of the tuple item that a node takes."""
-    place: Any = part.args[1]
-    return int(place)
-
-
 def _takes(view: fx.Node, index: Any) -> bool:
     """Whether a view is `x[index]`."""
     return view.target is operator.getitem and bool(view.args[1] == index)
-
-
-def around(*nodes: fx.Node) -> str:
-    """Path of the innermost module whose forward contains all of these nodes; empty for the model itself."""
-    stacks = [[path for path, _ in n.meta.get("nn_module_stack", {}).values()] for n in nodes]
-    stacks = [stack[:-1] if n.op == "call_module" else stack for n, stack in zip(nodes, stacks, strict=True)]
-    same = takewhile(lambda paths: len(set(paths)) == 1, zip(*stacks, strict=False))
-    return next((str(paths[0]) for paths in reversed(list(same))), "")

@@ -8,8 +8,7 @@ import torch
 from torch import fx
 
 from fxq.graph.info import info
-from fxq.quant.dynamic_grid import DynamicGrid
-from fxq.quant.qparams import QParams
+from fxq.quant.dynamic_grid import DynamicGrid, Grid
 from fxq.rewriting.rewriter import Rewriter
 
 
@@ -17,7 +16,7 @@ def on_grid(
     rewriter: Rewriter,
     value: fx.Node,
     after: fx.Node,
-    qp: QParams | DynamicGrid,
+    qp: Grid,
     name: str,
     like: fx.Node | None = None,
 ) -> tuple[fx.Node, fx.Node]:

@@ -18,9 +18,9 @@ from torch import Tensor, fx
 from fxq.errors import PatternError, unknown
 from fxq.graph.analysis.mutation import MemoryWriters
 from fxq.graph.info import info
-from fxq.graph.query import called_name, constant, flat_nodes, is_op, op_of, options_of
+from fxq.graph.query import activation_nodes, called_name, constant, flat_nodes, is_op, op_of, options_of
 from fxq.rewriting.near_miss import Refusal
-from fxq.rewriting.pattern import FUSIONS, ON_REQUEST, Family, PatternNode, Rule
+from fxq.rewriting.pattern import FUSIONS, ON_REQUEST, REWRITES, AnyOp, Each, Family, PatternNode, Rule
 
 _MAX_CANDIDATES = 16
 
@@ -72,8 +72,8 @@ class Match:
     Attributes:
         rule: the rule.
         gm: module of the graph.
-        bound: graph node (or constant, for captures) of each pattern node.
-        captures: value of each parameter of the pattern, a graph node or constant.
+        bound: graph node (or constant, for captures) of each pattern node; a tuple of them inside of `op.each`.
+        captures: value of each parameter of the pattern, a graph node or constant; a tuple of them inside of `op.each`.
     """
 
     rule: Rule
@@ -104,13 +104,13 @@ class Match:
     @property
     def nodes(self) -> list[fx.Node]:
         """Matched op nodes, in execution order."""
-        return sorted(v for p, v in self.bound.items() if p.op is not None)
+        return sorted({node for p, v in self.bound.items() if p.op is not None for node in flat_nodes(v)})
 
     def options(self, op: str) -> dict[str, Any]:
-        """Options of the matched node that calls `op`, including defaults."""
+        """Options of the matched node that calls `op`, including defaults; of the first if there are several."""
         for p, v in self.bound.items():
             if p.op is not None and p.name == op:
-                return options_of(v)
+                return options_of(next(flat_nodes(v)))
         raise PatternError(f"rule {self.rule.name!r} has no op {op!r}.")
 
 
@@ -163,6 +163,11 @@ class Matcher:
             failed.record(matched, *why)
         elif isinstance(pattern, (tuple, list)):
             yield from self._solve([*zip(pattern, value, strict=True), *rest], bound, matched, failed)
+        elif isinstance(pattern, Each):
+            alike = self._solve_each(pattern, value, matched, failed)
+            if alike is not None:
+                ops = sum(p.op is not None for p in alike)
+                yield from self._solve(rest, {**bound, **alike}, matched + ops, failed)
         elif not isinstance(pattern, PatternNode) or pattern in bound:
             yield from self._solve(rest, bound, matched, failed)
         elif pattern.op is None:
@@ -171,12 +176,27 @@ class Matcher:
             for inputs in _orders(pattern, value):
                 yield from self._solve([*inputs, *rest], {**bound, pattern: value}, matched + 1, failed)
 
+    def _solve_each(
+        self, repeated: Each, values: Any, matched: int, failed: Refusal
+    ) -> dict[PatternNode, tuple[Any, ...]] | None:
+        """Bind the nodes of a pattern to one entry for each value; None if a value does not fit."""
+        parts = []
+        for value in dict.fromkeys(values):
+            part = next(self._solve([(repeated.pattern, value)], {}, matched, failed), None)
+            if part is None:
+                return None
+            parts.append(part)
+        return {p: tuple(part[p] for part in parts) for p in parts[0]}
+
     def _why_not(self, pattern: Any, value: Any, bound: dict[PatternNode, Any]) -> tuple[Any, ...] | None:
         """Reason why a value does not fit a pattern, as arguments of `Refusal.record`; None if it may fit."""
         plain = not isinstance(value, fx.Node)
         if isinstance(pattern, (tuple, list)):
             alike = isinstance(value, (tuple, list)) and len(pattern) == len(value)
             return None if alike else (_unlike, pattern, value)
+        if isinstance(pattern, Each):
+            nodes = isinstance(value, (tuple, list)) and value and all(isinstance(v, fx.Node) for v in value)
+            return None if nodes else (_unlike, pattern.pattern, value)
         if not isinstance(pattern, PatternNode):
             return None if plain and pattern == value else (_unlike, pattern, value)
         if pattern in bound:
@@ -234,8 +254,7 @@ class Matcher:
         return user not in self.taken and is_op(user, op) and read in user.all_input_nodes and not user._erased
 
     def _refused(self, match: Match) -> str | None:
-        nodes = {v for p, v in match.bound.items() if p.op is not None}
-        outputs = set(match.outputs)
+        nodes, outputs = set(match.nodes), set(match.outputs)
         both = next((n for value in match.captures.values() for n in flat_nodes(value) if n in nodes), None)
         if both is not None:
             return f"%{both.name} would be an input of the match and a part of it"
@@ -258,8 +277,10 @@ class Matcher:
 
 def _fits(pattern: PatternNode, value: Any) -> bool:
     """Whether a graph value is a call of the pattern's op with its options."""
-    if not isinstance(value, fx.Node) or op_of(value) is not pattern.op:
+    if not isinstance(value, fx.Node) or not pattern.accepts(op_of(value)):
         return False
+    if isinstance(pattern.op, AnyOp):
+        return _exception(value) is None and len(_activations(pattern, value)) == len(pattern.inputs)
     if not pattern.options:
         return True
     options = options_of(value)
@@ -268,14 +289,33 @@ def _fits(pattern: PatternNode, value: Any) -> bool:
 
 def _mismatch(pattern: PatternNode, value: Any) -> str:
     """Reason why a graph value does not fit a pattern node."""
+    wildcard = isinstance(pattern.op, AnyOp)
+    expects = f"the pattern expects {pattern.op if wildcard else pattern.name}"
     if not isinstance(value, fx.Node):
-        return f"the pattern expects {pattern.name}, but the graph has {_show(value)}"
-    if op_of(value) is not pattern.op:
+        return f"{expects}, but the graph has {_show(value)}"
+    if not pattern.accepts(op_of(value)):
         called = value.op if value.op in ("placeholder", "output") else called_name(value)
-        return f"the pattern expects {pattern.name}, but %{value.name} is {called}"
+        return f"{expects}, but %{value.name} is {called}"
+    if wildcard and (reason := _exception(value)) is not None:
+        return f"{expects}, but %{value.name} is an exception of {called_name(value)}: {reason}"
+    if wildcard:
+        wanted = f"{len(pattern.inputs)} activation{'s' if len(pattern.inputs) > 1 else ''}"
+        return f"{expects} and {wanted}, but %{value.name} has {len(activation_nodes(value))}"
     options = options_of(value)
     key, wanted = next((key, wanted) for key, wanted in pattern.options.items() if options[key] != wanted)
     return f"the pattern expects {pattern.name} with {key}={wanted!r}, but %{value.name} has {options[key]!r}"
+
+
+def _exception(node: fx.Node) -> str | None:
+    """Reason why a call does not have the kind of its op's row; None if it has."""
+    op = op_of(node)
+    return op.traits.unless(options_of(node)) if op is not None and op.traits.unless is not None else None
+
+
+def _activations(pattern: PatternNode, node: fx.Node) -> list[Any]:
+    """Values that the inputs of a trait wildcard are matched with: activations, or one list of all of them."""
+    nodes = activation_nodes(node)
+    return [nodes] if len(pattern.inputs) == 1 and isinstance(pattern.inputs[0], Each) else nodes
 
 
 def _unequal(pattern: PatternNode, first: Any, second: Any) -> str:
@@ -288,6 +328,9 @@ def _unlike(pattern: Any, value: Any) -> str:
 
 def _orders(pattern: PatternNode, node: fx.Node) -> Iterator[list[tuple[Any, Any]]]:
     """Pair the pattern's inputs with the node's arguments: as written, and swapped if the op commutes."""
+    if isinstance(pattern.op, AnyOp):
+        yield list(zip(pattern.inputs, _activations(pattern, node), strict=True))
+        return
     count = max(len(pattern.inputs), len(node.args))
     inputs = [
         *pattern.inputs,
@@ -315,9 +358,10 @@ def explain(rule: str | Rule | Family, gm: fx.GraphModule, node: str | fx.Node) 
     """Explain whether a rule matches at a node: the matched nodes, or how far matching came and why it stopped.
 
     Args:
-        rule: a rule, or the name of a fusion, including those with `everywhere=False`.
-        gm: a graph at the canonical stage, e.g. from
-            `fxq.extend.run_passes(model, recipe, example_inputs=x, until="fold-batch-norm")`.
+        rule: a rule, or the name of a rewrite or of a fusion, including those with `everywhere=False`.
+        gm: a graph as it is before the pass that applies the rule, e.g. for fusions from
+            `fxq.extend.run_passes(model, recipe, example_inputs=x, until="fold-batch-norm")`, and for the rules of
+            `propagate` with `data=` and `until="correct-bias"`.
         node: the node where the pattern's first output would be, or its name.
 
     Returns:
@@ -326,8 +370,8 @@ def explain(rule: str | Rule | Family, gm: fx.GraphModule, node: str | fx.Node) 
     Raises:
         PatternError: unknown rule or node (nearest names given).
     """
-    fusions = {**ON_REQUEST, **{fusion.name: fusion for fusion in FUSIONS}}
-    chosen = _find("rule", rule, fusions) if isinstance(rule, str) else rule[0] if isinstance(rule, Family) else rule
+    rules = {**REWRITES, **ON_REQUEST, **{fusion.name: fusion for fusion in FUSIONS}}
+    chosen = _find("rule", rule, rules) if isinstance(rule, str) else rule[0] if isinstance(rule, Family) else rule
     place = node if isinstance(node, fx.Node) else _find("node", node, {n.name: n for n in gm.graph.nodes})
     refusal = Refusal()
     match = Matcher(gm).match(chosen, place, refusal)

@@ -11,21 +11,42 @@
 `op.conv2d` is a row of the op table. The parameters are captures: they bind to any value, including None and numbers.
 Keyword-only parameters make a family: `@fusion("linear_{act}", act=("relu", "gelu"))` with `op[act](...)`.
 Options in a pattern must be equal in the graph; options that are left out match anything, and the unit keeps them.
+In a rewrite, `op.any_op(layout=True)` stands for every op with these traits.
 """
 
 from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar
 
 from fxq.common.names import is_writable
 from fxq.common.source import imported, source_of
 from fxq.errors import FxqError, PatternError, RecipeError, unknown
 from fxq.ops import OPS
 from fxq.ops.table import Op
+from fxq.ops.traits import OpTraits
+
+
+@dataclass(frozen=True)
+class AnyOp:
+    """Trait wildcard of a pattern: stands for every op of the table with these traits.
+
+    Attributes:
+        traits: fields of `OpTraits` with the values that they must have.
+    """
+
+    traits: Mapping[str, Any]
+    commutes: ClassVar[bool] = False
+
+    def __str__(self) -> str:
+        return "an op with " + ", ".join(f"{name}={wanted!r}" for name, wanted in self.traits.items())
+
+    def accepts(self, op: Op) -> bool:
+        """Whether an op has these traits."""
+        return all(getattr(op.traits, name) == wanted for name, wanted in self.traits.items())
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -34,18 +55,33 @@ class PatternNode:
 
     Attributes:
         name: name of the capture or op.
-        op: row of the op table, or None.
-        inputs: tensor arguments: pattern nodes, lists of them, or constants that must be equal.
+        op: row of the op table, a trait wildcard, or None.
+        inputs: tensor arguments: pattern nodes, lists of them, `Each`, or constants that must be equal. For a wildcard,
+            its activations, or one `Each` for all of them.
         options: options that must be equal in the graph.
     """
 
     name: str
-    op: Op | None = None
+    op: Op | AnyOp | None = None
     inputs: tuple[Any, ...] = ()
     options: dict[str, Any] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return self.name if self.op is None else f"{self.name}({', '.join(str(i) for i in self.inputs)})"
+
+    def accepts(self, op: Op | None) -> bool:
+        """Whether the node stands for calls of an op."""
+        return self.op.accepts(op) if isinstance(self.op, AnyOp) and op is not None else op is self.op
+
+
+@dataclass(frozen=True, eq=False)
+class Each:
+    """List of values, however many, each of which fits one pattern, independently of the others.
+
+    A node of that pattern is bound to a tuple with one entry for each value; a value that occurs twice counts once.
+    """
+
+    pattern: PatternNode
 
 
 class PatternOps:
@@ -65,11 +101,37 @@ class PatternOps:
             for key in options:
                 if key not in row.options:
                     raise PatternError(unknown(f"option of op.{name}", key, row.options))
-            node = PatternNode(name, row, inputs, options)
-            self._nodes.append(node)
-            return node
+            return self._added(PatternNode(name, row, inputs, options))
 
         return make
+
+    def any_op(self, **traits: Any) -> Callable[..., PatternNode]:
+        """Trait wildcard, for rewrites: `op.any_op(layout=True)(x)` is a call of any op with these traits.
+
+        Its arguments are the op's activations; other tensors and options match anything. A call that its op's row
+        makes an exception of (`OpTraits.unless`) does not match.
+
+        Args:
+            **traits: fields of `OpTraits` with the values that they must have.
+
+        Raises:
+            PatternError: `OpTraits` has no such field.
+        """
+        for name in traits:
+            if name not in _TRAITS:
+                raise PatternError(unknown("trait of op.any_op", name, _TRAITS))
+        return lambda *inputs: self._added(PatternNode("any_op", AnyOp(traits), inputs))
+
+    def each(self, pattern: PatternNode) -> Each:
+        """All activations of a wildcard, or a list of tensors as of `cat`, if each of them fits the pattern.
+
+        In `op.any_op(layout=True)(op.each(op.relu(x)))`, the match has a tuple as `x`, with one entry for each relu.
+        """
+        return Each(pattern)
+
+    def _added(self, node: PatternNode) -> PatternNode:
+        self._nodes.append(node)
+        return node
 
     def __getattr__(self, name: str) -> Callable[..., PatternNode]:
         if name.startswith("__"):
@@ -77,6 +139,7 @@ class PatternOps:
         return self[name]
 
 
+_TRAITS = tuple(trait.name for trait in fields(OpTraits))
 Guard = Callable[[Any], object]
 Replacement = Callable[[Any, Any], Any]
 
@@ -202,6 +265,8 @@ class RuleSet:
 FUSIONS = RuleSet()
 ON_REQUEST: dict[str, Rule] = {}
 """Fusions with `everywhere=False`, used only by recipes that name them. The last definition of a name counts."""
+REWRITES: dict[str, Rule] = {}
+"""Rewrite rules by name, for `explain`. The last definition of a name counts."""
 
 
 def fusion(name: Any = None, *, everywhere: bool = True, **variants: Sequence[str]) -> Any:
@@ -232,6 +297,8 @@ def fusion(name: Any = None, *, everywhere: bool = True, **variants: Sequence[st
 
     def register(function: Callable[..., Any]) -> Family:
         family = _family(function, name, variants)
+        if any(isinstance(node.op, AnyOp) for rule in family for node in reached(rule.outputs)):
+            raise PatternError(f"fusion {family[0].name!r} ({family[0].source}): op.any_op is for rewrites only.")
         if everywhere:
             FUSIONS.add(family)
         else:
@@ -244,7 +311,7 @@ def fusion(name: Any = None, *, everywhere: bool = True, **variants: Sequence[st
 def rewrite(name: Any = None, *, exclusive: bool = True, **variants: Sequence[str]) -> Any:
     """Decorator: make a rewrite rule of a plain function. `.becomes` gives its replacement.
 
-    It is not registered: a pass applies it with `rewriter.apply(rule)`.
+    No recipe uses it by itself: a pass applies it with `rewriter.apply(rule)`.
 
     Args:
         name: as for `fusion`.
@@ -258,6 +325,7 @@ def rewrite(name: Any = None, *, exclusive: bool = True, **variants: Sequence[st
         family = _family(function, name, variants)
         for rule in family:
             rule.exclusive = exclusive
+            REWRITES[rule.name] = rule
         return family
 
     return make
@@ -318,6 +386,8 @@ def _trace(function: Callable[..., Any], name: str, captures: list[str], variant
     dead = [node.name for node in nodes if node not in used]
     if dead:
         raise PatternError(f"pattern {name!r} ({source_of(function)}): the value of op.{dead[0]} is not used.")
+    if len(outputs) > 1 and any(isinstance(node.op, AnyOp) for node in nodes):
+        raise PatternError(f"pattern {name!r} ({source_of(function)}): a pattern with op.any_op has one output.")
     identity = (function.__module__, function.__qualname__)
     return Rule(name, source_of(function), tuple(captures), outputs, len(nodes), variant, function=identity)
 
@@ -327,6 +397,8 @@ def reached(outputs: Sequence[Any]) -> Iterator[PatternNode]:
     for node in outputs:
         if isinstance(node, (tuple, list)):
             yield from reached(node)
+        elif isinstance(node, Each):
+            yield from reached([node.pattern])
         elif isinstance(node, PatternNode):
             yield node
             yield from reached(node.inputs)

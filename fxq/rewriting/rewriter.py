@@ -13,7 +13,7 @@ from fxq.graph.info import info
 from fxq.graph.query import read_attribute
 from fxq.ops import OPS
 from fxq.rewriting.computed import TrainableConstant, depends_on_parameters, record_trainable
-from fxq.rewriting.editor import Editor
+from fxq.rewriting.editor import ContextT, Editor
 from fxq.rewriting.match import Capture, Match
 from fxq.rewriting.near_miss import Refusal
 from fxq.rewriting.pattern import Family, Rule
@@ -24,7 +24,7 @@ Refuse = Callable[[Match], "str | None"]
 """Function of a match that returns the reason why a pass refuses it, as users read it; None to accept it."""
 
 
-class Rewriter(Editor):
+class Rewriter(Editor[ContextT]):
     """Editor of a graph that also applies rules. Passes get one."""
 
     def apply(self, *rules: Rule | Family, refuse: Refuse | None = None) -> int:
@@ -55,14 +55,25 @@ class Rewriter(Editor):
             done.append(match.rule)
             if len(done) > budget:
                 raise PassError(_endless(self.name, done))
-            self.near_misses.discard_matched(match.rule, match.nodes)
-            with self.attributed(match.rule.name, match.rule.source):
-                new = replace_match(self, match)
-            for near in _neighbours(new):
+            for near in _neighbours(self.rewrite(match)):
                 if near not in waiting:
                     waiting.add(near)
                     todo.append(near)
         return len(done)
+
+    def match_at(self, rule: Rule | Family, node: fx.Node) -> Match | None:
+        """Match a rule with its root at `node`, for `rewrite`; None, and a near miss, if it does not match."""
+        return self._match(rule[0] if isinstance(rule, Family) else rule, node)
+
+    def rewrite(self, match: Match) -> list[fx.Node]:
+        """Replace a match by the replacement of its rule, as one edit. Returns the new nodes.
+
+        Raises:
+            PatternError: the rule has no replacement, or it does not return one value for each output.
+        """
+        self.near_misses.discard_matched(match.rule, match.nodes)
+        with self.attributed(match.rule.name, match.rule.source):
+            return replace_match(self, match)
 
     def _first_match(self, table: Dispatch, node: fx.Node, refuse: Refuse | None) -> Match | None:
         for rule in table.at(node):
@@ -151,7 +162,10 @@ def _endless(name: str, done: list[Rule]) -> str:
 
 
 class Builder:
-    """The `op` argument of a replacement: `op.relu(x)` adds a node, `op.constant(tensor, "w")` adds a weight."""
+    """The `op` argument of a replacement: `op.relu(x)` adds a node, `op.constant(tensor, "w")` adds a weight.
+
+    A replacement may also change a matched node with `op.rewriter` and return it, or a value that reads it.
+    """
 
     def __init__(self, rewriter: Rewriter, match: Match) -> None:
         self.rewriter = rewriter
@@ -211,8 +225,9 @@ def replace_match(rewriter: Rewriter, match: Match) -> list[fx.Node]:
         )
     outputs = match.outputs
     for old, new in zip(outputs, values, strict=True):
-        _inherit(rewriter, old, new)
-        rewriter.reroute(old, new)
+        if old is not new:
+            _inherit(rewriter, old, new)
+            rewriter.reroute(old, new)
     erased = []
     for node in reversed(match.nodes):
         if not node.users:
@@ -226,6 +241,9 @@ def replace_match(rewriter: Rewriter, match: Match) -> list[fx.Node]:
 
 
 def _inherit(rewriter: Rewriter, old: fx.Node, new: Any) -> None:
-    """Copy shape and dtype of a replaced value to a new one for which they could not be inferred."""
-    if isinstance(new, fx.Node) and info(new).shape is None:
+    """Copy shape and dtype of a replaced value to a new one for which they could not be inferred.
+
+    A new value that is computed from the old one, such as its quantize, may have another dtype.
+    """
+    if isinstance(new, fx.Node) and info(new).shape is None and old not in new.all_input_nodes:
         rewriter.describe(new, shape=info(old).shape, dtype=info(old).dtype)

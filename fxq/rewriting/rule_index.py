@@ -9,7 +9,7 @@ from torch import fx
 from fxq.common.trees import leaves
 from fxq.graph.query import op_of
 from fxq.ops.table import Op
-from fxq.rewriting.pattern import PatternNode, Rule
+from fxq.rewriting.pattern import AnyOp, PatternNode, Rule
 
 Place = tuple[Op, frozenset["Op | None"]]
 
@@ -18,25 +18,40 @@ class Dispatch:
     """Lookup of the rules that may match at a node, in the order of the rules.
 
     Rules with another root op are left out, and rules whose root needs ops as inputs, such as conv2d, of which the node
-    reads none. They would fail at the first op.
+    reads none. They would fail at the first op. A rule whose root is a trait wildcard is tried at all such ops.
     """
 
     def __init__(self, rules: Sequence[Rule]) -> None:
-        self._by_root: dict[Op | None, list[tuple[Rule, frozenset[Op | None]]]] = {}
-        for rule in rules:
-            read = leaves(rule.root.inputs, lambda value: isinstance(value, PatternNode))
-            ops = frozenset(value.op for value in read if isinstance(value, PatternNode) and value.op is not None)
-            self._by_root.setdefault(rule.root.op, []).append((rule, ops))
+        self._by_root: dict[Op | AnyOp | None, list[_Entry]] = {}
+        self._wildcards: list[_Entry] = []
+        for order, rule in enumerate(rules):
+            wild = isinstance(rule.root.op, AnyOp)
+            entries = self._wildcards if wild else self._by_root.setdefault(rule.root.op, [])
+            entries.append((order, rule, _ops_read(rule)))
         self._cache: dict[Place, tuple[Rule, ...]] = {}
 
     def at(self, node: fx.Node) -> tuple[Rule, ...]:
         """Rules to try with their root at `node`."""
         op = op_of(node)
-        if op is None or op not in self._by_root:
+        if op is None or (op not in self._by_root and not self._wildcards):
             return ()
         place = op, frozenset(map(op_of, node.all_input_nodes))
         candidates = self._cache.get(place)
         if candidates is None:
-            fit = (rule for rule, wanted in self._by_root[op] if not wanted or wanted & place[1])
-            candidates = self._cache[place] = tuple(fit)
+            wild = [entry for entry in self._wildcards if entry[1].root.accepts(op)]
+            entries = sorted((*self._by_root.get(op, ()), *wild), key=lambda entry: entry[0])
+            candidates = tuple(rule for _, rule, wanted in entries if not wanted or wanted & place[1])
+            self._cache[place] = candidates
         return candidates
+
+
+_Entry = tuple[int, Rule, "frozenset[Op | None]"]
+"""Position of a rule, the rule, and the ops of which its root reads at least one; no ops: it may read any."""
+
+
+def _ops_read(rule: Rule) -> frozenset[Op | None]:
+    read = leaves(rule.root.inputs, lambda value: isinstance(value, PatternNode))
+    ops = [value.op for value in read if isinstance(value, PatternNode)]
+    if any(isinstance(op, AnyOp) for op in ops):
+        return frozenset()
+    return frozenset(op for op in ops if isinstance(op, Op))

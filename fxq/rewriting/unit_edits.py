@@ -10,7 +10,7 @@ from typing import Any
 from torch import fx
 
 from fxq.errors import PassError
-from fxq.graph.info import Plan, info
+from fxq.graph.info import FusedInfo, Plan, info
 from fxq.graph.query import arguments_of, flat_nodes, op_of, swapped, taken_part, values_of
 from fxq.graph.unit import UNITS, Unit, calls_of, unit_of
 from fxq.rewriting.editor import Editor
@@ -54,16 +54,18 @@ def _join(
     inputs: tuple[Any, ...],
 ) -> tuple[fx.Node, list[fx.Node]]:
     """Replace op nodes by a call of a unit. Returns its node and the nodes of its outputs. Equal keys share a body."""
-    units: dict[str, str] = editor.context.units
+    units = editor.context.units
     if key not in units:
         units[key] = editor.module(Unit(kind, body()), kind, UNITS)
     name = "_".join([inside[0].name, *(op.name for op in map(op_of, inside[1:]) if op is not None)])
     node = editor.node("call_module", units[key], inputs, like=inside, before=max(outputs), name=name)
     editor.describe(
         node,
-        parts=tuple(info(n).origins for n in inside),
-        values=tuple((info(n).shape, info(n).dtype) for n in inside),
-        paths=tuple(info(n).path for n in inside),
+        fused=FusedInfo(
+            parts=tuple(info(n).origins for n in inside),
+            values=tuple((info(n).shape, info(n).dtype) for n in inside),
+            paths=tuple(info(n).path for n in inside),
+        ),
     )
     results = [node]
     if len(outputs) > 1:
@@ -118,10 +120,10 @@ def open_unit(editor: Editor, node: fx.Node) -> list[fx.Node]:
         op = op_of(inner)
         if op is not None:
             args, kwargs = arguments_of(inner, copies)
-            typed = about.values[len(nodes)] if about.values else None
+            typed = about.fused.values[len(nodes)] if about.fused.values else None
             copies[inner] = editor.call(op.name, *args, like=node, name=inner.name, typed=typed, **kwargs)
-            origins = about.parts[len(nodes)] if about.parts else about.origins
-            path = about.paths[len(nodes)] if about.paths else about.path
+            origins = about.fused.parts[len(nodes)] if about.fused.parts else about.origins
+            path = about.fused.paths[len(nodes)] if about.fused.paths else about.path
             editor.describe(copies[inner], origins=origins, path=path, plan=None)
             nodes.append(copies[inner])
     returned = [copies[value] for value in flat_nodes(unit.graph.output_node().args)]

@@ -7,10 +7,7 @@ The second call with inputs of one kind therefore writes a function of straight 
 
 from __future__ import annotations
 
-import itertools
-import linecache
 import threading
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
@@ -29,6 +26,7 @@ from fxq.graph.bindable import Bindable, ModuleWatch
 from fxq.graph.query import submodule
 from fxq.graph.run import Runner
 from fxq.runtime.call_checks import check_call, naming_inputs
+from fxq.runtime.generated_code import function_of
 from fxq.runtime.stable_kinds import run
 
 MAX_BOUND_KINDS = 16
@@ -207,7 +205,7 @@ class _Binder(Runner):
         value = self.run()
         parameters = [f"{n.target}={self._text(n.args[0])}" if n.args else str(n.target) for n in inputs]
         source = f"def forward({', '.join(parameters)}):\n" + "".join(f"    {line}\n" for line in self.lines)
-        return value, BoundForward(_function(source, self.constants), source, self.watch)
+        return value, BoundForward(function_of(source, "forward", self.constants), source, self.watch)
 
     def compute(self, node: fx.Node) -> Any:
         """Run a node and write its line."""
@@ -289,16 +287,3 @@ class _Binder(Runner):
             for members in (owner._modules, owner._parameters, owner._buffers):
                 if members:
                     self.watch.seen.add(members)
-
-
-def _function(source: str, constants: dict[str, Any]) -> Forward:
-    """Compile the function `forward` of this code. Tracebacks show its lines."""
-    place = f"<a graph bound by fxq, {next(_NUMBERS)}>"
-    exec(compile(source, place, "exec"), constants)
-    forward: Forward = constants.pop("forward")
-    linecache.cache[place] = len(source), None, source.splitlines(keepends=True), place
-    weakref.finalize(forward, linecache.cache.pop, place, None)
-    return forward
-
-
-_NUMBERS = itertools.count()

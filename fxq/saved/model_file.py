@@ -23,6 +23,7 @@ from fxq.backends.kernel import Kernel, known_kernels
 from fxq.backends.qdq_form import FallbackKernel
 from fxq.common.attributes import MAX_ATTRIBUTE_BYTES, FloatAttributes
 from fxq.common.files import as_path
+from fxq.common.hooks import forward_hooks
 from fxq.common.source import import_path, imported, without_imports
 from fxq.errors import BackendError, FileError, FxqError, InputError, unknown, warn, words_of
 from fxq.graph.info import info
@@ -359,7 +360,7 @@ def _check_kernels(model: Quantized) -> None:
                 f"{kernel.described.name!r} is another class. Give the class its own `name`."
             )
     for path, module in model.named_modules():
-        if (module is model or isinstance(module, Unit)) and (module._forward_hooks or module._forward_pre_hooks):
+        if (module is model or isinstance(module, Unit)) and forward_hooks(module):
             where = f"the unit {path!r}" if path else "the model"
             raise InputError(f"{where} has hooks, and a file holds no code: remove them, and add them after fxq.load.")
 

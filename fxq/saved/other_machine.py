@@ -133,7 +133,7 @@ def misfit(kernel: Kernel, node: fx.Node) -> str | None:
             got = [run(*_copies(kernel_inputs)) for run in (kernel, kernel.callable_for(*_copies(kernel_inputs)))]
         except Exception as error:
             return f"it raised {type(error).__name__}: {words_of(error)}"
-    has_units = len(info(node).plans) > 1
+    has_units = len(info(node).lowered.plans) > 1
     pairs = [pair for y in got for pair in zip(tensors(expected), tensors(y), strict=True)]
     return next((why for why in (_difference(*pair, has_units) for pair in pairs) if why is not None), None)
 
@@ -144,7 +144,7 @@ MAX_RANDOM_ELEMENTS = 1 << 28
 
 def _shapes(node: fx.Node) -> Iterator[tuple[int, ...] | None]:
     """Shapes of the value of a node and of the values inside a unit."""
-    yield from (info(node).shape, *(shape for shape, _ in info(node).values))
+    yield from (info(node).shape, *(shape for shape, _ in info(node).fused.values))
 
 
 def _difference(expected: Tensor, got: Tensor, has_units: bool) -> str | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from fxq.common.code_state import CodeState
 from fxq.common.data import Batch
+from fxq.common.hooks import recorded_calls
 from fxq.common.isolation import copied, drawn, seeded, untouched
 from fxq.common.metrics import tensors
 from fxq.tracing.forward_arguments import arguments
@@ -63,17 +63,11 @@ def _results(
     """Path and tensors of each call of these modules when the model runs, in the order in which they return."""
     results: list[tuple[str, list[Tensor]]] = []
 
-    def note(path: str, module: nn.Module, args: Any, result: Any) -> None:
+    def leave(path: str, inputs: Any, result: Any) -> None:
         results.append((path, copied(list(tensors(result)))))
 
-    modules = [(path, model.get_submodule(path)) for path in paths]
-    python = [(path, module) for path, module in modules if not isinstance(module, torch.jit.ScriptModule)]
-    handles = [module.register_forward_hook(partial(note, path)) for path, module in python]
-    try:
+    with recorded_calls(model, paths, leave):
         call(model, example, fixed)
-    finally:
-        for handle in handles:
-            handle.remove()
     return results
 
 

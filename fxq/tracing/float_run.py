@@ -7,7 +7,6 @@ import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import islice, pairwise
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 
 from fxq.common.code_state import CodeState
 from fxq.common.data import Batch, samples_in
+from fxq.common.hooks import recorded_calls
 from fxq.common.isolation import ModelChanges, computed_tensors, copied, drawn, untouched
 from fxq.common.iterators import IteratorStandIn
 from fxq.common.metrics import tensors
@@ -139,14 +139,7 @@ class FloatRun:
 
     def _remembered(self, changes: ModelChanges) -> Iterator[KeptState]:
         """State that changes later outputs, such as the counter of a schedule, but not a cache of equal values."""
-        places: dict[str, list[str]] = {}
-        for kind in (changes.attributes, changes.in_place, changes.outside):
-            for path, names in kind.items():
-                places.setdefault(path, []).extend(names)
-        for name in (*changes.parameters, *changes.buffers):
-            path = self._changer(name)
-            if not isinstance(self.model.get_submodule(path), torch.jit.ScriptModule):  # its calls run no hooks
-                places.setdefault(path, []).append(name)
+        places = self._changed_places(changes)
         if not places:
             return
         numbers, fresh = list[dict[tuple[str, str], Any]](), list[list[_Call]]()
@@ -170,19 +163,44 @@ class FloatRun:
             else:
                 self.suspects.append(state)
         for path, names in places.items():
-            for name in names if path not in sure[0] else ():
-                shared = name in changes.outside.get(path, ())
-                values = [now.get((path, name), ABSENT) for now in numbers[:_REPEATS]]
-                if len(set(map(repr, values))) > 1 and self.code.reads(_variable(name, shared)):
-                    why = f"forward counts in {name!r}, and reads the count"
-                    yield self._refused(KeptState(path, f"{why}: {_remedy(path, shared)}", shared))
-            stems = dict.fromkeys(name.partition("[")[0] for name in names if path not in sure[0] and "[" in name)
-            for stem in stems:
-                shared = any(name.partition("[")[0] == stem for name in changes.outside.get(path, ()))
-                sizes = [now.get((path, f"{stem}[]"), 0) for now in numbers[:_REPEATS]]
-                if all(a < b for a, b in pairwise((0, *sizes))) and self.code.reads(_variable(stem, shared)):
-                    why = f"forward adds to {stem!r} in each call, and reads it"
-                    yield self._refused(KeptState(path, f"{why}: {_remedy(path, shared)}", shared))
+            if path not in sure[0]:
+                yield from self._counters(path, names, changes.outside.get(path, ()), numbers[:_REPEATS])
+
+    def _changed_places(self, changes: ModelChanges) -> dict[str, list[str]]:
+        """Names of changed attributes, variables, parameters and buffers by path of the module that changes them."""
+        places: dict[str, list[str]] = {}
+        for kind in (changes.attributes, changes.in_place, changes.outside):
+            for path, names in kind.items():
+                places.setdefault(path, []).extend(names)
+        for name in (*changes.parameters, *changes.buffers):
+            path = self._changer(name)
+            if not isinstance(self.model.get_submodule(path), torch.jit.ScriptModule):  # its calls run no hooks
+                places.setdefault(path, []).append(name)
+        return places
+
+    def _counters(
+        self, path: str, names: Sequence[str], outside: Sequence[str], numbers: Sequence[Mapping[tuple[str, str], Any]]
+    ) -> Iterator[KeptState]:
+        """Counts and growing containers of a module that its code reads, whose effect the outputs do not show yet.
+
+        Args:
+            path: path of the module.
+            names: changed places.
+            outside: those of them that are outside the module.
+            numbers: for each run on the example, the changed plain values, see `_stream`.
+        """
+        for name in names:
+            shared = name in outside
+            values = [now.get((path, name), ABSENT) for now in numbers]
+            if len(set(map(repr, values))) > 1 and self.code.reads(_variable(name, shared)):
+                why = f"forward counts in {name!r}, and reads the count"
+                yield self._refused(KeptState(path, f"{why}: {_remedy(path, shared)}", shared))
+        for stem in dict.fromkeys(name.partition("[")[0] for name in names if "[" in name):
+            shared = any(name.partition("[")[0] == stem for name in outside)
+            sizes = [now.get((path, f"{stem}[]"), 0) for now in numbers]
+            if all(a < b for a, b in pairwise((0, *sizes))) and self.code.reads(_variable(stem, shared)):
+                why = f"forward adds to {stem!r} in each call, and reads it"
+                yield self._refused(KeptState(path, f"{why}: {_remedy(path, shared)}", shared))
 
     def _of_own_size(self) -> list[bool]:
         """For each batch of `stream`, whether it has as many samples as the example."""
@@ -309,24 +327,16 @@ def _drawing(model: nn.Module, paths: Sequence[str]) -> Iterator[dict[str, list[
     drawn_by: dict[str, list[str]] = {}
     calls: list[Callable[[], list[str]]] = []
 
-    def enter(module: nn.Module, args: Any) -> None:
+    def enter() -> None:
         calls.append(drawn())
 
-    def leave(path: str, module: nn.Module, args: Any, result: Any) -> None:
+    def leave(path: str, inputs: Any, result: Any) -> None:
         names = calls.pop()()
         if names:
             drawn_by.setdefault(path, names)
 
-    handles = []
-    for path in paths:
-        module = model.get_submodule(path)
-        if not isinstance(module, torch.jit.ScriptModule):
-            handles += [module.register_forward_pre_hook(enter), module.register_forward_hook(partial(leave, path))]
-    try:
+    with recorded_calls(model, paths, leave, enter):
         yield drawn_by
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @dataclass
@@ -369,17 +379,11 @@ def _calling(model: nn.Module, paths: Collection[str]) -> Iterator[list[_Call]]:
     """Record the calls of modules, in order of return."""
     calls: list[_Call] = []
 
-    def note(path: str, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
-        calls.append(_Call(path, *(copied(list(tensors(values))) for values in ((args, kwargs), result))))
+    def leave(path: str, inputs: Any, result: Any) -> None:
+        calls.append(_Call(path, *(copied(list(tensors(values))) for values in (inputs, result))))
 
-    modules = [(path, model.get_submodule(path)) for path in sorted(paths)]
-    own = [(path, module) for path, module in modules if not isinstance(module, torch.jit.ScriptModule)]
-    handles = [module.register_forward_hook(partial(note, path), with_kwargs=True) for path, module in own]
-    try:
+    with recorded_calls(model, sorted(paths), leave):
         yield calls
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _is_in(path: str, outer: str) -> bool:

@@ -23,7 +23,7 @@ from fxq.common.trees import mapped
 from fxq.errors import FxqError, InputError, TraceError, words_of
 from fxq.graph.analysis.memory import MemoryWatch
 from fxq.graph.guards import is_own_container, is_plain, make_output
-from fxq.graph.info import info, set_info
+from fxq.graph.info import TracedInfo, info, set_info
 from fxq.graph.query import tensor_meta
 from fxq.ops import OPS
 from fxq.tracing.assumptions import Assumptions
@@ -245,8 +245,8 @@ class Tracer(fx.Tracer):
         """
         if any(tensor._version != version for tensor, version in self._constant_versions.items()):
             return True
-        plain = {block for n in self.graph.find_nodes(op="get_attr") if _is_new(n) for block in info(n).memory}
-        return any(not plain.isdisjoint(info(node).changes) for node in self.graph.nodes)
+        plain = {block for n in self.graph.find_nodes(op="get_attr") if _is_new(n) for block in info(n).traced.memory}
+        return any(not plain.isdisjoint(info(node).traced.changes) for node in self.graph.nodes)
 
     def _create(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function without traced arguments; its new tensors become traced values.
@@ -337,7 +337,7 @@ class Tracer(fx.Tracer):
         """Record shape, dtype and memory of a node's value."""
         self.watch.see(node, value)
         shape, dtype = tensor_meta(value)
-        set_info(node, shape=shape, dtype=dtype, memory=self.watch.memory(value), changes=changes)
+        set_info(node, shape=shape, dtype=dtype, traced=TracedInfo(self.watch.memory(value), changes))
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
         """Return a parameter of the model as a traced value, and other attributes unchanged."""

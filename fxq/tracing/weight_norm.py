@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
+from fxq.common.hooks import forward_hooks
+
 
 def reparametrized(module: nn.Module) -> dict[str, Tensor]:
     """Tensors that a torch module recomputes in each call, by name, with their values in eval mode.
@@ -18,7 +20,7 @@ def reparametrized(module: nn.Module) -> dict[str, Tensor]:
     """
     weights: dict[str, Tensor] = {}
     with torch.no_grad():
-        for hook in module._forward_pre_hooks.values():
+        for hook in forward_hooks(module):
             if isinstance(hook, WeightNorm):
                 weights[hook.name] = hook.compute_weight(module)
             elif isinstance(hook, SpectralNorm):
@@ -28,6 +30,11 @@ def reparametrized(module: nn.Module) -> dict[str, Tensor]:
             largest = float(module.max_norm or 0.0)
             weights["weight"] = torch.embedding_renorm_(module.weight.clone(), rows, largest, module.norm_type)
     return weights
+
+
+def has_own_hooks(module: nn.Module) -> bool:
+    """Whether a module has forward hooks of the user, other than those of `reparametrized`."""
+    return any(not isinstance(hook, (WeightNorm, SpectralNorm)) for hook in forward_hooks(module))
 
 
 def is_normed(module: nn.Module) -> TypeGuard[nn.Embedding | nn.EmbeddingBag]:

@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fxq.common.train_mode import fixed_statistics
 from fxq.errors import PassError
 from fxq.graph.grid import grid_of
-from fxq.graph.info import Edge, Grids, info, weight_key
+from fxq.graph.info import ChosenGrids, Edge, info, weight_key
 from fxq.graph.place import where
 from fxq.graph.query import argument, is_op, op_of, options_of, read_attribute, tensor_meta
 from fxq.patterns.fusions.norm import norm_scale, scaled_channels
@@ -39,8 +39,8 @@ class TrainableLayers:
         fixed_norms: module paths of batch norms whose statistics stay constant.
     """
 
-    def __init__(self, rewriter: Rewriter, grids: Grids) -> None:
-        context: Context = rewriter.context
+    def __init__(self, rewriter: Rewriter[Context], grids: ChosenGrids) -> None:
+        context = rewriter.context
         if context.original is None:
             raise PassError(f"{rewriter.name} needs canonicalize before it.")
         self.rewriter, self.gm, self.grids, self.original = rewriter, rewriter.gm, grids, context.original

@@ -15,6 +15,7 @@ from fxq.common.metrics import Agreement
 from fxq.display.queryable import Rows, decibels, layer_text
 from fxq.display.tables import Column, Part, text
 from fxq.errors import InputError
+from fxq.graph.precision import EntryPrecision
 from fxq.graph.program import IsolatedGraph
 from fxq.ledger.comparison import Baseline
 from fxq.ledger.layer_error import same_values
@@ -41,7 +42,7 @@ class BisectionStep:
     name: str
     path: str
     op: str
-    precision: str
+    precision: EntryPrecision
     sqnr: float
     position: int
 

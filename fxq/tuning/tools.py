@@ -17,13 +17,13 @@ from fxq.common.progress import progress_bar
 from fxq.errors import InputError, RecipeError
 from fxq.model import QuantizedModel
 from fxq.recipe.recipe import Recipe, as_recipe
-from fxq.tracing.wrappers import unwrapped
 from fxq.tuning.bisection import Bisection, blamed
 from fxq.tuning.search import Search
 from fxq.tuning.search_result import SearchResult
 from fxq.tuning.sensitivity import Sensitivity, ranked
 from fxq.tuning.trials import Metric, Trials
-from fxq.workflow.steps import check_compared, check_model, float_reference
+from fxq.workflow.entry import compared_model, float_model
+from fxq.workflow.steps import float_reference
 
 
 def sensitivity(
@@ -154,8 +154,7 @@ def bisect(model: nn.Module, q: QuantizedModel, data: Iterable[Any], *, progress
         >>> culprit.layer.path, culprit.before < 20 < culprit.after
         ('2', True)
     """
-    model = unwrapped(model)
-    check_compared(model, q)
+    model = compared_model(model, q)
     if isinstance(model, QuantizedModel):
         raise InputError("model is a QuantizedModel: bisect takes the float model, fxq.bisect(float_model, q, data).")
     samples = list(batches(data, model))
@@ -170,9 +169,7 @@ def _trials(model: nn.Module, recipe: Any, data: Any, metric: Metric | None, pro
         raise RecipeError(
             f"backend={FASTEST!r} stands for several backends: name one, such as q.backend of the quantized model."
         )
-    model = unwrapped(model)
-    check_model(model)
-    trials = Trials(model, chosen, data, metric)
+    trials = Trials(float_model(model), chosen, data, metric)
     with progress_bar("calibrating", len(trials.batches), progress) as advance:
         trials.calibrate(advance)
     return trials

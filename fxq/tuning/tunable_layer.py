@@ -82,10 +82,10 @@ def _layer(manager: PassManager, node: fx.Node, rows: Mapping[str, Entry]) -> Tu
     about, calls, original = info(node), calls_of(manager.gm, node), manager.context.original
     if not calls or original is None:
         return None
-    parts = about.parts or (about.origins,)
+    parts = about.fused.parts or (about.origins,)
     names = list(dict.fromkeys(original.by_origin[o] for part in parts for o in part if o in original.by_origin))
     entries = [rows[name] for name in names if name in rows]
-    paths = about.paths or (about.path,)
+    paths = about.fused.paths or (about.path,)
     heavy = [(path, call.op.name) for path, call in zip(paths, calls, strict=True) if call.op.traits.heavy]
     places = heavy or [(paths[0], calls[0].op.name)]
     selectors = tuple(dict.fromkeys(manager.context.selector_for(*place) for place in places))

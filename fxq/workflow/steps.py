@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
@@ -36,23 +36,26 @@ from fxq.pipeline.manager import PassManager, is_own
 from fxq.pipeline.samples import has_enough, record, wanted
 from fxq.quant.spec import TensorSpec
 from fxq.recipe.pass_base import Pass, Stage
-from fxq.recipe.recipe import Recipe, as_recipe
+from fxq.recipe.recipe import Recipe
 from fxq.tracing.exported_program import Exported
-from fxq.tracing.wrappers import unwrapped
 from fxq.workflow.observed_model import ObservedModel
 from fxq.workflow.training_model import TrainingModel
 
 
-def manager_for(model: nn.Module, recipe: Any, example_inputs: Any) -> PassManager:
-    """Create the pass manager of a model. Raises `InputError` if the model or the example cannot be used."""
-    chosen, model = as_recipe(recipe), unwrapped(model)
-    check_model(model)
+def manager_for(model: nn.Module, recipe: Recipe, example_inputs: Any) -> PassManager:
+    """Create the pass manager of a checked model (see `check_model`). Raises `InputError` for an unusable example."""
     if example_inputs is None:
         raise InputError("example_inputs is missing: one batch of inputs to infer shapes from.")
     example = as_batch(example_inputs, model, "example_inputs")
     check_batch(example, model, "example_inputs")
     types: Any = model.types if isinstance(model, Exported) else {}
-    return PassManager(Context(chosen, get_backend(chosen.backend, device_of(model)), model, example, types))
+    return PassManager(Context(recipe, get_backend(recipe.backend, device_of(model)), model, example, types))
+
+
+def _fork_for(manager: PassManager, recipe: Recipe, **changes: Any) -> PassManager:
+    """Fork a manager for another recipe and its backend, without recorded samples."""
+    backend = get_backend(recipe.backend, device_of(manager.context.model))
+    return manager.fork(recipe=recipe, backend=backend, samples=[], **changes)
 
 
 def up_to(recipe: Recipe, stage: Stage) -> Sequence[Pass]:
@@ -81,8 +84,7 @@ def prepared(
     before, _, _ = phases(recipe)
     count, fused = len(up_to(recipe, Stage.CANONICAL)), len(up_to(recipe, Stage.FUSED))
     if sibling is not None and all(map(is_own, before[:count])):
-        backend = get_backend(recipe.backend, device_of(sibling.traced.context.model))
-        start = sibling.traced.fork(recipe=recipe, backend=backend, samples=[])
+        start = _fork_for(sibling.traced, recipe)
     else:
         start = manager_for(model, recipe, example_inputs)
         if not any(step.gives >= Stage.OBSERVED for step in before):
@@ -130,10 +132,7 @@ def observed_with(observed: ObservedModel, recipe: Recipe | None) -> PassManager
         raise RecipeError(
             f"a pass of the recipe reads {wanted(recipe)} calibration samples, and {wanted(before)} are kept. {AGAIN}"
         )
-    backend = get_backend(recipe.backend, device_of(own.context.model))
-    manager = observed.traced.fork(
-        recipe=recipe, backend=backend, samples=[], floats=own.context.floats, progress=own.context.progress
-    )
+    manager = _fork_for(observed.traced, recipe, floats=own.context.floats, progress=own.context.progress)
     traced, fused = len(up_to(recipe, Stage.CANONICAL)), len(up_to(recipe, Stage.FUSED))
     manager.run(first[traced:fused])
     check_computes_alike(observed.unfused, nodes_of(manager.gm.graph))
@@ -250,52 +249,86 @@ _QUANTIZED_MODULES = (
 _FXQ_MODELS = (QuantizedModel, ObservedModel, TrainingModel)
 
 
-def check_model(model: Any) -> None:
-    """Raise `InputError` unless `model` is a float model that can be quantized."""
-    if not isinstance(model, nn.Module):
-        if why := no_module(model):
-            raise InputError(why)
-        raise InputError(f"model is a {type(model).__name__}, not an nn.Module. (A function? Wrap it in a module.)")
-    if isinstance(model, _FXQ_MODELS):
-        raise InputError(f"the model is a {type(model).__name__} already; quantize the float model it came from.")
-    if isinstance(model, torch.jit.ScriptModule):
-        raise InputError(
-            "the model is a TorchScript module, which has no Python code to trace. Pass the nn.Module that it was "
-            "scripted from, or torch.export.export(that module, inputs). A TorchScript module cannot be quantized; as "
-            "a submodule of another model it runs in float: nn.Sequential(script_module, ...)."
-        )
+def _not_a_module(model: Any) -> str:
+    if isinstance(model, nn.Module):
+        return ""
+    message = f"model is a {type(model).__name__}, not an nn.Module. (A function? Wrap it in a module.)"
+    return no_module(model) or message
+
+
+def _is_fxq_model(model: nn.Module) -> str:
+    if not isinstance(model, _FXQ_MODELS):
+        return ""
+    return f"the model is a {type(model).__name__} already; quantize the float model it came from."
+
+
+def _is_scripted(model: nn.Module) -> str:
+    if not isinstance(model, torch.jit.ScriptModule):
+        return ""
+    return (
+        "the model is a TorchScript module, which has no Python code to trace. Pass the nn.Module that it was "
+        "scripted from, or torch.export.export(that module, inputs). A TorchScript module cannot be quantized; as "
+        "a submodule of another model it runs in float: nn.Sequential(script_module, ...)."
+    )
+
+
+def _has_quantized_modules(model: nn.Module) -> str:
     for path, module in model.named_modules():
         if isinstance(module, _FXQ_MODELS) or type(module).__module__.startswith(_QUANTIZED_MODULES):
-            raise InputError(
-                f"the model is quantized already: {path or 'the model'} is a {type(module).__name__}. "
-                "Give the float model."
-            )
-    if type(model).__mro__[1].__name__ in ("_StatefulGraphModule", "_UnliftedModule"):
-        raise InputError("the model is the module of an exported program; give the program that it came from.")
+            kind = type(module).__name__
+            return f"the model is quantized already: {path or 'the model'} is a {kind}. Give the float model."
+    return ""
+
+
+def _is_exported_module(model: nn.Module) -> str:
+    if type(model).__mro__[1].__name__ not in ("_StatefulGraphModule", "_UnliftedModule"):
+        return ""
+    return "the model is the module of an exported program; give the program that it came from."
+
+
+def _in_train_mode(model: nn.Module) -> str:
     training = first_in_train_mode(model)
-    if training is not None:
-        where = f"its module {training!r} is" if training else "it is"
-        raise InputError(f"the model cannot be quantized while {where} in train mode: call model.eval() first.")
+    if training is None:
+        return ""
+    where = f"its module {training!r} is" if training else "it is"
+    return f"the model cannot be quantized while {where} in train mode: call model.eval() first."
+
+
+def _has_unwritable_names(model: nn.Module) -> str:
     for name, _ in (*model.named_modules(), *model.named_parameters(), *model.named_buffers()):
         if not is_writable(name):
-            raise InputError(f"{name!r}: torch.fx writes names into code, and cannot write this one; rename it.")
+            return f"{name!r}: torch.fx writes names into code, and cannot write this one; rename it."
     check_names(model, ObservedModel)
+    return ""
+
+
+def _has_no_values(model: nn.Module) -> str:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
-            raise InputError(f"{name} has no values and no shape yet: run the float model once on a batch first.")
+            return f"{name} has no values and no shape yet: run the float model once on a batch first."
         if tensor.is_meta:
-            raise InputError(f"{name} is on the meta device, so it has no values; load the model's weights first.")
+            return f"{name} is on the meta device, so it has no values; load the model's weights first."
+    return ""
 
 
-def check_compared(a: Any, b: Any) -> None:
-    """Raise `InputError` unless `fxq.compare` can compare `a` and `b`."""
-    if not isinstance(b, QuantizedModel):
-        hint = " (a is: fxq.compare(float_model, quantized_model, data))" if isinstance(a, QuantizedModel) else ""
-        raise InputError(f"b is a {type(b).__name__}, not a quantized model{hint}.")
-    if not isinstance(a, QuantizedModel):
-        check_model(a)
-    if device_of(a) != device_of(b):
-        raise InputError(f"a is on {device_of(a)}, b on {device_of(b)}; move one of them with .to(...).")
+_OBSTACLES: Sequence[Callable[[Any], str]] = (
+    _not_a_module,
+    _is_fxq_model,
+    _is_scripted,
+    _has_quantized_modules,
+    _is_exported_module,
+    _in_train_mode,
+    _has_unwritable_names,
+    _has_no_values,
+)
+"""Reasons why a model cannot be quantized, in the order in which they are checked: each returns a message, or ""."""
+
+
+def check_model(model: Any) -> None:
+    """Raise `InputError` unless `model` is a float model that can be quantized."""
+    for obstacle in _OBSTACLES:
+        if message := obstacle(model):
+            raise InputError(message)
 
 
 def float_reference(model: nn.Module, b: QuantizedModel, first: Batch) -> Baseline:

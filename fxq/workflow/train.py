@@ -18,7 +18,7 @@ from fxq.common.metrics import sqnr
 from fxq.common.names import in_short
 from fxq.common.trees import leaves
 from fxq.errors import CalibrationError, InputError, RecipeError, warn, words_of
-from fxq.graph.info import Edge, Grids, grid_key, grids_of
+from fxq.graph.info import ChosenGrids, Edge, grid_key, grids_of
 from fxq.graph.query import constant, is_op
 from fxq.ledger.build import ledger_of
 from fxq.model import QuantizedModel
@@ -30,9 +30,8 @@ from fxq.quant.fake_quantize import FakeQuantizeValue, FakeQuantizeWeight, full_
 from fxq.quant.qparams import QParams, dequantize, quantize
 from fxq.recipe.pass_base import Pass
 from fxq.recipe.recipe import Recipe
-from fxq.tracing.wrappers import unwrapped
 from fxq.training.gradients import other_gradients
-from fxq.workflow.steps import finished, manager_for, phases
+from fxq.workflow.steps import check_model, finished, manager_for, phases
 from fxq.workflow.training_model import Preparation, TrainingModel
 
 M = TypeVar("M", bound=nn.Module)
@@ -42,9 +41,6 @@ MAX_CHECKED_SAMPLES = 16
 
 def prepared_for_training(model: nn.Module, recipe: Recipe, example_inputs: Any) -> TrainingModel:
     """Prepare a copy of `model` for training, on its device; see `fxq.prepare`."""
-    model = unwrapped(model)
-    if not isinstance(model, nn.Module):
-        raise InputError(f"model is a {type(model).__name__}, not an nn.Module. (A function? Wrap it in a module.)")
     device = device_of(model)
     try:
         own = copy.deepcopy(model, computed_tensors(model)).cpu().eval()
@@ -53,6 +49,7 @@ def prepared_for_training(model: nn.Module, recipe: Recipe, example_inputs: Any)
             f"the model cannot be copied for training: {words_of(error)} (Weights of the deprecated "
             "torch.nn.utils.weight_norm cannot be copied: use torch.nn.utils.parametrizations.weight_norm.)"
         ) from error
+    check_model(own)
     example = as_batch(example_inputs, own, "example_inputs") if example_inputs is not None else None
     manager = manager_for(own, recipe, _on_cpu(example))
     observing, choosing, inserting = _phases(recipe)
@@ -104,7 +101,7 @@ def converted_from_training(trained: TrainingModel) -> QuantizedModel:
     return quantized
 
 
-def _made_distinct(grids: Grids) -> Grids:
+def _made_distinct(grids: ChosenGrids) -> ChosenGrids:
     """Return the grids, changed so that no two groups have equal grids, which later passes would treat as one group.
 
     Scales change in the last bits only, and are replaced by the ranges of the first batches, or learned.
@@ -198,7 +195,7 @@ def _check_has_ranges(trained: TrainingModel) -> None:
         )
 
 
-def _take_grids(trained: TrainingModel, gm: fx.GraphModule, tensors: Mapping[str, Tensor]) -> Grids:
+def _take_grids(trained: TrainingModel, gm: fx.GraphModule, tensors: Mapping[str, Tensor]) -> ChosenGrids:
     """Return the edges with the grids that were found in training.
 
     Folded weights in the graph are changed in place if they would round to other integers than in training.

@@ -4,8 +4,8 @@
 `fxq/ops/activations.py`.
 
 A sigmoid or gelu after a convolution is not fused, since no backend has a kernel for both: in a unit, the convolution
-would emit float for the function. Apart, both run on integers, the function as a lookup table. Slopes (prelu,
-leaky_relu) are fused, since one kernel computes both.
+would emit float for the function. Apart, both run on integers, the function as a lookup table. Functions with slopes
+are fused, since one kernel computes both; the slopes may be a tensor.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ def conv_act(op, x, weight, bias, *, conv: str, act: str):
     return op[act](op[conv](x, weight, bias))
 
 
-@fusion("{conv}_prelu", conv=CONVS)
-def conv_prelu(op, x, weight, bias, slope, *, conv: str):
-    return op.prelu(op[conv](x, weight, bias), slope)
+@fusion("{conv}_{act}", conv=CONVS, act=OPS.with_slopes(tensors=True))
+def conv_slopes(op, x, weight, bias, slope, *, conv: str, act: str):
+    return op[act](op[conv](x, weight, bias), slope)
 
 
 @fusion("{conv}_add", conv=ADDING)

@@ -39,7 +39,7 @@ from scripts.bench import history
 from scripts.bench.accuracy_contenders import Contender, contenders
 from scripts.bench.accuracy_data import install
 from scripts.bench.accuracy_subjects import SUBJECTS, Subject
-from scripts.bench.timing import threads
+from scripts.bench.timing import threads_set_to
 from scripts.demo.sequence_data import Missing, fetched
 
 FLOAT_CONTENDER = "float"
@@ -149,7 +149,7 @@ def main() -> None:
     wanted = tuple(arguments.contender or ("",))
     available = contenders(arguments.observers, arguments.search)
     makes = {name: make for name, make in available.items() if name.startswith(wanted)}
-    with threads(1), torch.no_grad():
+    with threads_set_to(1), torch.no_grad():
         for name in arguments.only or SUBJECTS:
             try:
                 subject = SUBJECTS[name](folders, arguments.crops)

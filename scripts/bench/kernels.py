@@ -34,7 +34,7 @@ from fxq.backends.x86.onednn_pool import AdaptiveAvgPool2d
 from fxq.backends.x86.squeeze_excite import SqueezeExcite
 from fxq.quant.qparams import QParams
 from scripts.bench import history
-from scripts.bench.timing import interleaved, threads
+from scripts.bench.timing import interleaved, threads_set_to
 
 X, OTHER, OUT = QParams.per_tensor(0.02, 64, 0, 127), QParams.per_tensor(0.03, 77), QParams.per_tensor(0.05, 119)
 UNIT = QParams.per_tensor(1.0, 0)
@@ -189,7 +189,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.manual_seed(0)
     rows = []
-    with threads(1), torch.no_grad():
+    with threads_set_to(1), torch.no_grad():
         for race in (race for name in options.only or RACES for race in RACES[name]()):
             own, *others = interleaved(race.ways, options.seconds).values()
             for name, seconds in zip(list(race.ways)[1:], others, strict=True):

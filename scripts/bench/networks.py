@@ -33,7 +33,7 @@ import fxq
 from scripts.bench import history
 from scripts.bench.cases import CASES
 from scripts.bench.number import Number, Subject, sqnr, table
-from scripts.bench.timing import float_against_int8, interleaved, threads
+from scripts.bench.timing import float_against_int8, interleaved, threads_set_to
 from scripts.bench.torch_ao import against_torch_ao
 from scripts.demo.data import digits, held_out_pairs, psnr
 from scripts.networks.demo import load_demo_networks
@@ -102,7 +102,7 @@ def calibration(seconds: float) -> Iterator[Number]:
     for observer in ("minmax", "histogram"):
         recipe = fxq.Recipe.static(activation=fxq.TensorSpec(observer=observer))
         models[observer] = fxq.prepare(model, recipe, example_inputs=x)
-    with threads(1):
+    with threads_set_to(1):
         medians = interleaved({name: lambda m=m: m(x) for name, m in models.items()}, 3 * seconds)  # type: ignore[misc]
     for observer, most in (("minmax", 1.25), ("histogram", 1.6)):
         detail = f"{1e3 * medians['float']:.0f} ms → {1e3 * medians[observer]:.0f} ms, resnet18, batch 8"
@@ -115,7 +115,7 @@ def chain(seconds: float) -> Iterator[Number]:
     """Time to quantize 800 Linear and 800 ReLU, calibration with one batch included."""
     torch.manual_seed(0)
     model = Chain(1600)
-    with threads(1):
+    with threads_set_to(1):
         start = time.perf_counter()
         qmodel = fxq.quantize(model, fxq.Recipe.static(optimize="coverage"), data=[model.example])
         whole = time.perf_counter() - start
@@ -128,7 +128,7 @@ def made_for(
     x: Tensor, model: nn.Module, recipe: str | fxq.Recipe, data: Sequence[Tensor]
 ) -> fxq.results.QuantizedModel:
     """The model quantized for inputs like `x` on one thread: both decide what is faster in float."""
-    with threads(1), warnings.catch_warnings():
+    with threads_set_to(1), warnings.catch_warnings():
         warnings.simplefilter("ignore", fxq.FxqWarning)  # that nothing pays as int8 for a single digit
         return fxq.quantize(model, recipe, data=data, example_inputs=x)
 

@@ -36,7 +36,7 @@ import torch
 from tabulate import tabulate
 
 import fxq
-from scripts.bench.timing import no_gc, threads
+from scripts.bench.timing import no_gc, threads_set_to
 from scripts.networks.generated import NETWORKS, Generated
 
 SIZES = (2_000, 20_000)
@@ -146,7 +146,7 @@ def counting_calls() -> Iterator[Callable[[], float]]:
 def measure_here(network: str, ops: int, optimize: str, quantity: str) -> dict[str, float]:
     """Microseconds or calls per op, by pass."""
     gc.collect()
-    with threads(1):
+    with threads_set_to(1):
         torch.manual_seed(0)
         if quantity == "calls":
             with counting_calls() as clock:
@@ -221,7 +221,7 @@ def main() -> None:
         if arguments.measure:
             print(json.dumps(measure_here(network, sizes[-1], arguments.optimize, arguments.measure)))
         elif arguments.profile:
-            with threads(1):
+            with threads_set_to(1):
                 profile(network, sizes[-1], arguments.optimize, arguments.profile)
         else:
             text, failed = table(network, (sizes[0], sizes[-1]), arguments.optimize, arguments.rounds)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 import fxq
 from scripts.bench import history
-from scripts.bench.timing import interleaved, threads
+from scripts.bench.timing import interleaved, threads_set_to
 from scripts.networks.demo import FSRCNN
 from scripts.networks.mobile import mobilenet_v2
 from scripts.networks.resnet import resnet18
@@ -107,7 +107,7 @@ def main() -> None:
     statistic, clock = (min, time.thread_time) if arguments.cpu_time else (statistics.median, time.perf_counter)
     warnings.simplefilter("ignore")
     rows, numbers = [], []
-    with threads(1):
+    with threads_set_to(1):
         for name in arguments.only:
             torch.manual_seed(0)
             subject = SUBJECTS[name]

@@ -34,7 +34,7 @@ import fxq
 from scripts.bench import history
 from scripts.bench.cases import CASES
 from scripts.bench.number import Number, table
-from scripts.bench.timing import no_gc, threads
+from scripts.bench.timing import no_gc, threads_set_to
 from scripts.networks.generated import Chain
 
 WORK = {
@@ -70,7 +70,7 @@ def main() -> None:
     arguments = parser.parse_args()
     chosen = arguments.network or list(NETWORKS)
     numbers = []
-    with threads(1), warnings.catch_warnings():
+    with threads_set_to(1), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name in chosen:
             numbers += measure(name)

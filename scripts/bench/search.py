@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import fxq
 from scripts.bench.accuracy_data import PHOTOGRAPHS, crops_of, efficientnet_lite0, install
 from scripts.bench.accuracy_subjects import agreement
-from scripts.bench.timing import interleaved, threads
+from scripts.bench.timing import interleaved, threads_set_to
 from scripts.demo.sequence_data import fetched
 
 OUT = Path(__file__).resolve().parents[2] / "build" / "bench_search"
@@ -58,7 +58,7 @@ def main() -> None:
     model = efficientnet_lite0()
     data = crops_of(PHOTOGRAPHS, 112, "calibration").split(8)
     start = time.perf_counter()
-    with threads(1):
+    with threads_set_to(1):
         metric = Agreement(model, crops_of(PHOTOGRAPHS, arguments.crops, "search"))
         result = fxq.search(model, "static", data, metric, target=arguments.drop)
     print(result)
@@ -80,7 +80,7 @@ def judged(
     exact = {name: fxq.quantize(model, recipe.with_backend("reference"), data=data) for name, recipe in recipes.items()}
     x = data[0][:1].to(memory_format=torch.channels_last)
     plain = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    with threads(1):
+    with threads_set_to(1):
         times = interleaved({name: lambda m=m: m(x) for name, m in {"float": plain, **kernels}.items()}, seconds)
     expected = torch.cat(judge.logits(model))
     rows = []

@@ -31,7 +31,7 @@ from scripts.bench.networks import as_data
 from scripts.bench.number import Number, sqnr, table
 from scripts.bench.rivals import Call, restored_engine, rivals, saved
 from scripts.bench.sequence_recipes import RECIPES, on_integers
-from scripts.bench.timing import interleaved, threads
+from scripts.bench.timing import interleaved, threads_set_to
 from scripts.networks.sequence import Bert, Recurrent
 
 FLOAT_QUANTIZER = "float"
@@ -103,7 +103,7 @@ def measured(name: str, seconds: float, wanted: tuple[str, ...]) -> tuple[list[l
     torch.manual_seed(0)
     about = fxq.doctor(["reference"], progress=False).machine
     case = CASES[name](about["VNNI"] == "yes")
-    with threads(1), torch.no_grad(), restored_engine():
+    with threads_set_to(1), torch.no_grad(), restored_engine():
         entries = list(made(case, wanted))
         x = case.draw()
         runs = {entry.name: (lambda call=entry.call: call(x)) for entry in entries if entry.call}  # type: ignore[misc]

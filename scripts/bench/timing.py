@@ -1,9 +1,8 @@
-"""Timing things against each other: in turns, in one process, so that a busy machine slows all of them alike."""
+"""Timing of calls for benchmarks: in turns, in one process, so that a busy machine slows all of them alike."""
 
 from __future__ import annotations
 
 import gc
-import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -12,19 +11,11 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, fx, nn
 
+from fxq.common.timed_calls import rounds, threads_set_to, times_in_turns
+
 WARM_UP = 3
 MIN_ROUNDS = 5
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    """Run with `count` threads inside operators."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+__all__ = ["float_against_int8", "interleaved", "no_gc", "threads_set_to"]
 
 
 @contextmanager
@@ -58,20 +49,12 @@ def interleaved(
         clock: what is read before and after a call: `time.thread_time` leaves out what other programs take of a call
             that runs on this thread alone.
     """
-    names, order = list(calls), random.Random(0)
-    times: dict[str, list[float]] = {name: [] for name in names}
     with torch.no_grad():
         for _ in range(WARM_UP):
             for call in calls.values():
                 call()
         with no_gc():
-            end = time.perf_counter() + seconds
-            while time.perf_counter() < end or len(times[names[0]]) < MIN_ROUNDS:
-                order.shuffle(names)
-                for name in names:
-                    start = clock()
-                    calls[name]()
-                    times[name].append(clock() - start)
+            times = times_in_turns(calls, rounds(MIN_ROUNDS, seconds), clock)
     return {name: statistic(times[name]) for name in calls}
 
 
@@ -86,6 +69,6 @@ def float_against_int8(
     if inputs.dim() == 4:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         inputs = inputs.to(memory_format=torch.channels_last)
-    with threads(1):
+    with threads_set_to(1):
         medians = interleaved({"float": lambda: model(inputs), "int8": lambda: quantized(inputs)}, seconds)
     return medians["float"], medians["int8"]

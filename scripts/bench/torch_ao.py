@@ -24,7 +24,7 @@ import fxq
 from scripts.bench.cases import CASES, Case
 from scripts.bench.number import Number, sqnr
 from scripts.bench.rivals import restored_engine
-from scripts.bench.timing import interleaved, no_gc, threads
+from scripts.bench.timing import interleaved, no_gc, threads_set_to
 
 AGAINST = "times faster than torch.ao"
 AGAINST_ANY = "times faster than torch.ao, right or wrong"
@@ -71,13 +71,13 @@ def against_torch_ao(seconds: float, networks: Sequence[str] = ()) -> Iterator[N
 
 def _compare(name: str, case: Case, seconds: float) -> list[Number]:
     """One network: float, fxq and every engine in turns, one thread."""
-    with threads(1):
+    with threads_set_to(1):
         qmodel = fxq.quantize(case.model, "static", data=case.data, example_inputs=case.timed)
     with torch.no_grad():
         reference = case.model(case.fresh)
         noise = sqnr(reference, qmodel(case.fresh))
     picture = case.timed.to(memory_format=torch.channels_last)
-    with threads(1), restored_engine():
+    with threads_set_to(1), restored_engine():
         entries = every_engine(case, reference)
         close = {
             e.engine: partial(e.run, case.timed.to(memory_format=e.memory_format))

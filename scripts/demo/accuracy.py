@@ -28,7 +28,7 @@ from scripts.bench.accuracy_data import install, scenes
 from scripts.bench.accuracy_faces import detect
 from scripts.bench.accuracy_subjects import Subject, digit, faces, imagenet, resolution
 from scripts.bench.sequence_recipes import on_integers
-from scripts.bench.timing import threads
+from scripts.bench.timing import threads_set_to
 from scripts.demo.accuracy_text import text
 from scripts.demo.data import held_out_pairs
 from scripts.demo.quickstart import PICTURED, draw_history, super_resolution
@@ -48,7 +48,7 @@ def main() -> None:
     arguments = parser.parse_args()
     fetched(arguments, install)
     console = Console()
-    with threads(1), torch.no_grad():
+    with threads_set_to(1), torch.no_grad():
         for name in arguments.only or NETWORKS:
             try:
                 subject = NETWORKS[name](arguments.quick)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import fxq
 from scripts.bench.rivals import saved
-from scripts.bench.timing import float_against_int8, threads
+from scripts.bench.timing import float_against_int8, threads_set_to
 from scripts.demo.data import Pair, bicubic, digits, held_out_pairs, psnr, training_pairs
 from scripts.networks.demo import DigitsNet, load_demo_networks
 
@@ -61,7 +61,7 @@ def run(out: Path, effort: Effort, console: Console) -> None:
     start = time.perf_counter()
     torch.manual_seed(0)
     fsrcnn, digits_net = load_demo_networks()
-    with threads(1):  # as the latencies are measured: what pays as int8 depends on the number of threads
+    with threads_set_to(1):  # as the latencies are measured: what pays as int8 depends on the number of threads
         show_fsrcnn(fsrcnn, out / "fsrcnn", effort, console)
         show_digits(digits_net, out / "digits", effort, console)
     console.rule(style="dim")

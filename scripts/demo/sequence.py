@@ -30,7 +30,7 @@ from tabulate import tabulate
 import fxq
 from scripts.bench.rivals import Made, Make, restored_engine, rivals, saved
 from scripts.bench.sequence_recipes import RECIPES, on_integers
-from scripts.bench.timing import interleaved, threads
+from scripts.bench.timing import interleaved, threads_set_to
 from scripts.demo.sequence_data import Missing, fetched, install
 from scripts.demo.sequence_subjects import SUBJECTS, Part, Subject
 
@@ -89,7 +89,7 @@ def main() -> None:
     arguments = parser.parse_args()
     folders = fetched(arguments, install)
     rows = []
-    with threads(1), torch.no_grad(), restored_engine():
+    with threads_set_to(1), torch.no_grad(), restored_engine():
         for name in arguments.only or SUBJECTS:
             try:
                 subject = SUBJECTS[name](folders, arguments.count)

@@ -109,9 +109,11 @@ def check_docstrings(path: str, tree: ast.AST) -> Iterator[Finding]:
 
 
 def check_names(path: str, tree: ast.AST) -> Iterator[Finding]:
-    """Findings of `NAMES` among variables and arguments, and of `CONSTANTS` at the top of a module."""
+    """Findings of `NAMES` among variables and arguments, of `CONSTANTS`, and of `PHRASES` in names of functions."""
     for node in ast.walk(tree):
         name = line = None
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield from check_text(path, node.name.replace("_", " "), node.lineno, "function name")
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             name, line = node.id, node.lineno
         elif isinstance(node, ast.arg):

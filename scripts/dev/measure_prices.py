@@ -125,9 +125,19 @@ def convs(inputs: int, outputs: int, size: int, **options: Any) -> tuple[nn.Modu
     )
 
 
-def models() -> Iterator[tuple[str, nn.Module, Tensor]]:
-    """Networks, and layers at many sizes, to measure."""
+NamedModels = Iterator[tuple[str, nn.Module, Tensor]]
+"""Names, models and example inputs."""
+
+
+def models() -> NamedModels:
+    """Return networks, and layers and functions at many sizes, to measure."""
     torch.manual_seed(0)
+    for group in (networks, convolutions, products, functions):
+        yield from group()
+
+
+def networks() -> NamedModels:
+    """Return whole networks."""
     fsrcnn, digits = load_demo_networks()
     yield "digits", digits, torch.rand(1, 1, 8, 8)
     yield "digits of 32", digits, torch.rand(32, 1, 8, 8)
@@ -137,6 +147,10 @@ def models() -> Iterator[tuple[str, nn.Module, Tensor]]:
             yield f"{make.__name__} {size}", make(), torch.randn(1, 3, size, size)
     yield "convnext", ConvNeXt(), torch.randn(1, 3, 64, 64)
     yield "unet", UNet(), torch.randn(1, 3, 64, 64)
+
+
+def convolutions() -> NamedModels:
+    """Return convolutions of all kinds at all `SIZES`."""
     for inputs, outputs, size in SIZES:
         for kernel in (1, 3, 5):
             yield f"conv {kernel}", *convs(inputs, outputs, size, kernel_size=kernel, padding=kernel // 2)
@@ -147,11 +161,19 @@ def models() -> Iterator[tuple[str, nn.Module, Tensor]]:
         yield "transposed", up, torch.randn(1, 3, size, size)
         length = torch.randn(1, 16, 4 * size)
         yield "conv1d", nn.Sequential(nn.Conv1d(16, inputs, 1), nn.Conv1d(inputs, outputs, 5, padding=2)), length
+
+
+def products() -> NamedModels:
+    """Return linear layers and products of activations."""
     for rows in (1, 4, 16, 64, 256):
         for width in (16, 64, 256, 768):
             layers = nn.Sequential(nn.Linear(width, 2 * width), nn.ReLU(), nn.Linear(2 * width, width))
             yield "linear", layers, torch.randn(rows, width)
             yield "product", Product(width), torch.randn(1, rows, width)
+
+
+def functions() -> NamedModels:
+    """Return activation functions, pooling, and ops that join two values, after convolutions."""
     for channels, size in ((8, 8), (32, 28), (64, 56)):
         x = torch.randn(1, 3, size, size)
         for act in ACTIVATIONS:
@@ -165,7 +187,7 @@ def models() -> Iterator[tuple[str, nn.Module, Tensor]]:
         yield "cat", Both(channels, lambda a, b: torch.cat([a, b], 1)[:, : a.shape[1]]), x
 
 
-def sequences() -> Iterator[tuple[str, nn.Module, Tensor]]:
+def sequences() -> NamedModels:
     """Layers that are quantized dynamically, too."""
     torch.manual_seed(0)
     for rows in (1, 8, 64):

@@ -70,7 +70,7 @@ def test_layers_of_every_region(name):
     q = quantized(Parts(), name, x)
     first, second = regions(q)
     for node, convs in ((first, {"a_relu", "b"}), (second, {"c"})):
-        layers = info(node).layers
+        layers = info(node).lowered.layers
         assert {layer.nodes[0] for layer in layers if layer.kind == "int8"} == convs
         assert all(layer.dtype == "uint8" for layer in layers if layer.kind == "int8")
         assert all(layer.us >= 0 for layer in layers) and sum(layer.us for layer in layers) > 0
@@ -82,7 +82,8 @@ def test_layers_of_every_region(name):
     again = kernel.layers(torch.randn(5, 3, 40, 40))
     # kernels that were chosen for one size may join other conversions at another
     assert {layer.nodes[0] for layer in again if layer.kind == "int8"} == {"a_relu", "b"}
-    assert sum(layer.us for layer in again) > sum(layer.us for layer in info(first).layers)  # 13 times the pixels
+    before = info(first).lowered.layers
+    assert sum(layer.us for layer in again) > sum(layer.us for layer in before)  # 13 times the pixels
 
 
 @pytest.mark.parametrize("name", ENGINES)
@@ -93,7 +94,7 @@ def test_what_an_engine_does_not_say_is_not_known(name, monkeypatch):
     monkeypatch.setattr(backend_type(name).kernel, "profile", fails)
     x = torch.randn(2, 3, 20, 20)
     q = quantized(Parts(), name, x)
-    assert [info(node).layers for node in regions(q)] == [(), ()]
+    assert [info(node).lowered.layers for node in regions(q)] == [(), ()]
     assert q.ledger.coverage == 1.0
     with pytest.raises(RuntimeError, match="no profiler"):
         submodule(q, regions(q)[0]).layers(x)
@@ -103,7 +104,7 @@ def test_what_onnxruntime_runs_in_float_is_float_in_the_ledger(tmp_path, monkeyp
     model, x = Joined(), torch.randn(2, 3, 20, 20)
     q = quantized(model, "onnxruntime", x)
     (node,) = regions(q)
-    (ran,) = [layer for layer in info(node).layers if layer.kind == "float"]
+    (ran,) = [layer for layer in info(node).lowered.layers if layer.kind == "float"]
     assert (ran.nodes[0], ran.dtype) == ("a_relu", "float32")
     in_float = q.ledger.where(precision="float")
     assert [(e.name, e.kind, e.decided_by) for e in in_float] == [
@@ -128,7 +129,7 @@ def test_a_layer_whose_input_alone_is_moved_as_integers_is_float_in_the_ledger()
     with quiet():
         q = fxq.quantize(model.eval(), recipe.with_min_sqnr(None), data=[x])
     (node,) = regions(q)
-    ran = [layer.op for layer in info(node).layers if "_0_relu" in layer.nodes and layer.kind == "float"]
+    ran = [layer.op for layer in info(node).lowered.layers if "_0_relu" in layer.nodes and layer.kind == "float"]
     assert ran == ["Gemm"]
     assert [e.path for e in q.ledger.where(precision="float")] == ["0", "1"]
 

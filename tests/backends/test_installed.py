@@ -77,6 +77,41 @@ def test_the_doctor_lists_it_with_its_distribution(install):
     assert "acme-two 1.2" in str(diagnosis)
 
 
+def alone(monkeypatch):
+    """Only backends of packages, and reference, run here."""
+    for name in ("x86", "fbgemm", "qnnpack", "jit", "openvino", "onnxruntime"):
+        monkeypatch.setattr(by_name.backend_type(name), "available", lambda self: "not today")
+
+
+def test_fastest_times_it(install, monkeypatch):
+    alone(monkeypatch)
+    install("acme-quick", "acme_quick")
+    install("acme-quick-broken", "acme_quick_broken", "import no_such_module_anywhere")
+    install("acme-quick-taken", "jit")
+    model = nn.Sequential(nn.Linear(8, 4)).eval()
+    qmodel = fxq.quantize(model, fxq.Recipe.static(backend="fastest"), data=[torch.randn(8, 8)])
+    assert qmodel.backend == "acme_quick"
+    tried = {attempt.backend: attempt.why for attempt in qmodel.attempts}
+    assert tried["acme_quick"] == "" and "acme-quick-broken 1.2 cannot be imported" in tried["acme_quick_broken"]
+    assert list(tried).count("jit") == 1 and tried["jit"] == "not today"
+
+
+def test_auto_selects_it_where_no_backend_of_fxq_has_kernels(install, monkeypatch):
+    install(
+        "acme-auto", "acme_auto", CODE.format(name="acme_auto").replace("has_kernels = False", "has_kernels = True")
+    )
+    install("acme-auto-broken", "acme_auto_broken", "import no_such_module_anywhere")
+    install("acme-auto-slow", "acme_auto_slow")
+    first = by_name.get_backend("auto").name
+    assert first in by_name.builtin_names() and ("acme_auto" not in sys.modules)
+    alone(monkeypatch)
+    assert by_name.get_backend("auto").name == "acme_auto"
+    assert fxq.doctor(["reference"], progress=False).auto == "acme_auto"
+    monkeypatch.setattr(by_name.backend_type("acme_auto"), "available", lambda self: "no licence")
+    with pytest.warns(fxq.FxqWarning, match="no int8 kernels"):
+        assert by_name.get_backend("auto").name == "reference"
+
+
 @pytest.mark.parametrize("code", ["import no_such_module_anywhere", "raise RuntimeError('no licence')", "x = 1"])
 def test_a_package_that_cannot_be_imported_breaks_nothing_else(install, code):
     install("acme-three", "acme_three", code)

@@ -39,11 +39,12 @@ def test_the_node_of_a_region_knows_its_ops():
     gm = lowered().gm
     stem, body = (n for n in gm.graph.nodes if n.op == "call_module")
     assert (stem.name, body.name) == ("stem_0_relu", "body_0_0_relu_to_body_1")
-    assert (info(stem).path, info(stem).body, info(stem).plans) == ("stem.0", ("conv2d", "relu"), ())
+    assert (info(stem).path, info(stem).lowered.body, info(stem).lowered.plans) == ("stem.0", ("conv2d", "relu"), ())
     about = info(body)
-    assert (about.path, about.paths) == ("body", ("body.0.0", "body.0.1", "body.1"))
-    assert about.body == ("conv2d", "relu", "conv2d") and about.parts == (("body_0_0",), ("body_0_1",), ("body_1",))
-    assert [plan.precision for plan in about.plans] == ["int8"] * 3 and about.plan.precision == "int8"
+    assert (about.path, about.fused.paths) == ("body", ("body.0.0", "body.0.1", "body.1"))
+    assert about.lowered.body == ("conv2d", "relu", "conv2d")
+    assert about.fused.parts == (("body_0_0",), ("body_0_1",), ("body_1",))
+    assert [plan.precision for plan in about.lowered.plans] == ["int8"] * 3 and about.plan.precision == "int8"
 
 
 def test_ops_of_a_region_without_a_kernel_say_why(monkeypatch):

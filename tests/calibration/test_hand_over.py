@@ -41,7 +41,7 @@ def test_weights_are_no_matter_of_calibration():
     assert len(paused) == 2 and [m for m in to.modules() if isinstance(m, Observer) and m.paused] == paused
 
 
-def test_a_value_that_nobody_looked_at():
+def test_a_value_that_calibration_has_not_observed():
     seen = fxq.prepare(network(), REFERENCE.override("2", fxq.FLOAT), example_inputs=X)
     to = fxq.prepare(network(), REFERENCE, example_inputs=X)
     with pytest.raises(RecipeError, match=r"wants the range of %_0_relu .*which calibration has not observed.* Do so"):

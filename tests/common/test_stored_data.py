@@ -64,7 +64,7 @@ def test_bytes_of_something_else_are_refused():
             unpack(data)
 
 
-def test_a_safetensors_file_of_somebody_else_is_refused():
+def test_a_safetensors_file_of_another_library_is_refused():
     save = pytest.importorskip("safetensors.torch").save
     with pytest.raises(InputError, match="not data of fxq"):
         unpack(save({"x": torch.rand(2)}))

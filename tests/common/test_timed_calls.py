@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fxq.common import timed_calls
-from fxq.common.timed_calls import clock, interleaved
+from fxq.common.timed_calls import clock, interleaved, rounds, times_in_turns
 
 
 def test_calls_take_turns_in_any_order_and_are_waited_for(monkeypatch):
@@ -57,6 +57,19 @@ def test_the_shortest_time_of_slow_calls_is_that_of_a_few(monkeypatch, seconds, 
 
     interleaved({"a": call}, lambda: None, shortest=shortest)
     assert len(calls) == count
+
+
+@pytest.mark.parametrize(("seconds", "count"), [(0.0, 4), (100.0, 100)])
+def test_given_seconds_no_other_limit_ends_the_rounds(monkeypatch, seconds, count):
+    monkeypatch.setattr(timed_calls, "MAX_ROUNDS", 2)
+    now = [0.0]
+    monkeypatch.setattr(timed_calls.time, "perf_counter", lambda: now[0])
+
+    def call():
+        now[0] += 1.0
+
+    times = times_in_turns({"a": call}, rounds(4, seconds), lambda: now[0])
+    assert times == {"a": [1.0] * count}
 
 
 @pytest.mark.parametrize(("turn", "least"), [(0.04, 3000.0), (0.0, 9000.0)])

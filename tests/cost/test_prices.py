@@ -12,9 +12,10 @@ import fxq
 from fxq.backends.by_name import get_backend
 from fxq.cost.cache import Costs
 from fxq.cost.min_cut import PricedOp, PricedValue
-from fxq.cost.prices import emits_float, priced_values, regions_of, slower_for_size, slower_than_float
+from fxq.cost.prices import priced_values, regions_of, slower_for_size, slower_than_float
 from fxq.cost.probe import Prober
 from fxq.graph.info import Cost, info, set_info
+from fxq.graph.unit import emits_float
 from tests.support.graphs import until
 from tests.support.helpers import REFERENCE, module
 from tests.support.models import NETWORKS, batch, build

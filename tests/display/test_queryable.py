@@ -46,7 +46,7 @@ def test_unknown_fields(ask):
     "ask",
     [lambda x: x.where(precision="flaot"), lambda x: x.where(precision=["int8", "flaot"]), lambda x: x.count("flaot")],
 )
-def test_unknown_fates(ask):
+def test_unknown_precisions(ask):
     with pytest.raises(fxq.InputError, match="unknown precision 'flaot'; did you mean 'float'"):
         ask(SOME)
 

@@ -105,7 +105,7 @@ def test_a_part_of_a_tuple_and_the_whole_of_it():
         assert [taken_part(user, split) for user in split.users] == [taken]
 
 
-def test_what_may_go_when_nobody_reads_it():
+def test_unread_values_that_may_be_removed():
     class Prints(nn.Module):
         def forward(self, x):
             return x
@@ -117,7 +117,7 @@ def test_what_may_go_when_nobody_reads_it():
     assert not is_pure(gm, node(gm, "x"))
 
 
-def test_sizes_may_go_when_nobody_reads_them():
+def test_unread_sizes_may_be_removed():
     """Sizes that are computed count, too."""
     gm = graph(module(lambda self, x: x.view(x.size(0) * 2, -1)), X)
     assert is_pure(gm, node(gm, "size")) and is_pure(gm, node(gm, "mul"))

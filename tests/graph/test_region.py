@@ -105,6 +105,6 @@ def test_a_region_of_a_unit_of_several_outputs(rest, nodes, outputs):
     assert torch.equal(got[0].raw, y) and torch.equal(got[1].raw, y.relu())
 
 
-def test_a_unit_whose_values_nobody_takes_is_no_region():
+def test_a_unit_whose_values_are_unread_is_no_region():
     gm = fxq.extend.read_graph(dedent(BOTH) + "return y", {"w": torch.ones(4, 3)})
     assert list(unit_regions(gm)) == []

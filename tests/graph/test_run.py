@@ -1,12 +1,18 @@
 """Running a graph node by node."""
 
+import inspect
+import subprocess
+import sys
 import weakref
 
+import pytest
 import torch
 from torch import fx, nn
 
 from fxq.common.data import Batch
-from fxq.graph.run import Runner, inputs_for, last_uses
+from fxq.graph.info import info, set_info
+from fxq.graph.run import Runner, infer, inputs_for, last_uses
+from fxq.ops import OPS
 
 
 class Net(nn.Module):
@@ -71,3 +77,43 @@ def test_hooks():
     runner = Doubled(gm, Batch((X,)))
     assert torch.equal(runner.run(), 2 * torch.relu(2 * gm.get_submodule("0")(X)))
     assert freed == ["input_1", "_0", "_1"] and [n.name for n in runner.values] == freed
+
+
+POINTWISE = [op for op in OPS if op.traits.pointwise]
+
+
+@pytest.mark.parametrize("op", POINTWISE, ids=[op.name for op in POINTWISE])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_types_of_pointwise_ops_are_those_on_the_meta_device(op, dtype):
+    """Also for operands of other shapes and for types that the op refuses."""
+    graph = fx.Graph()
+    tensors = [graph.placeholder(name) for name in op.tensors]
+    for i, tensor in enumerate(tensors):
+        set_info(tensor, shape=((2, 3, 4), (3, 1), (3,))[min(i, 2)], dtype=dtype)
+    required = {name: 1 for name, default in op.options.items() if default is inspect.Parameter.empty}
+    node = graph.call_function(op.target, tuple(tensors), required)
+    meta = [torch.empty(info(tensor).shape, dtype=dtype, device="meta") for tensor in tensors]
+    try:
+        value = op.target(*meta, **required)
+        wanted = tuple(value.shape), value.dtype
+    except (RuntimeError, TypeError, ValueError):
+        wanted = None, None
+    assert infer(node) == wanted
+
+
+def test_types_of_pointwise_ops_need_no_sympy():
+    """Kernels of PyTorch for the meta device import it, which takes seconds."""
+    code = """
+import sys, torch
+from torch import fx
+from fxq.graph.info import set_info
+from fxq.graph.run import infer
+from fxq.ops import OPS
+graph = fx.Graph()
+x, y = graph.placeholder("x"), graph.placeholder("y")
+set_info(x, shape=(2, 3), dtype=torch.float32), set_info(y, shape=(3,), dtype=torch.float32)
+for node in (graph.call_function(OPS["hardsigmoid"].target, (x,)), graph.call_function(OPS["add"].target, (x, y))):
+    assert infer(node) == ((2, 3), torch.float32)
+assert "sympy" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -99,7 +99,7 @@ def test_the_metadata_of_a_unit_is_that_of_its_ops():
     rewriter(gm).fuse(FUSIONS.largest_first())
     (unit,) = [n for n in gm.graph.nodes if n.op == "call_module"]
     about = info(unit)
-    assert (about.origins, about.parts) == (("_0_0", "_0_1"), (("_0_0",), ("_0_1",)))
+    assert (about.origins, about.fused.parts) == (("_0_0", "_0_1"), (("_0_0",), ("_0_1",)))
     assert (about.path, about.shape, about.dtype) == ("0.0", (1, 2, 5, 5), torch.float32)
     assert about.made_by.startswith("the-test: conv2d_relu (patterns/fusions/conv.py:")
 
@@ -181,7 +181,7 @@ def test_the_ops_of_a_unit_read_its_captures():
         {"x": InnerValue(0)},
         {"x": InnerValue(1), "other": 1.5},
     ]
-    assert info(units(gm)[0]).values == (((3, 4), torch.float32),) * 3
+    assert info(units(gm)[0]).fused.values == (((3, 4), torch.float32),) * 3
 
 
 def test_a_single_op_has_no_captures():

@@ -145,7 +145,7 @@ def test_every_network_beside_its_float_model(name, recipe):
         assert (row.sqnr, row.own_sqnr) == pytest.approx((entry.sqnr, entry.own_sqnr), abs=1e-6)
 
 
-def test_a_convolution_is_compared_behind_its_norm():
+def test_a_convolution_is_compared_after_its_norm():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 1)).eval()
     x = torch.randn(4, 3, 8, 8)

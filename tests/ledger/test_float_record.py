@@ -129,7 +129,7 @@ def test_the_clip_is_that_of_the_node_that_hands_the_value_on(qmodel):
     assert values["head"].clip is None  # the model returns float
 
 
-def test_a_convolution_that_ends_its_unit_shows_the_value_behind_its_norm():
+def test_a_convolution_that_ends_its_unit_shows_the_value_after_its_norm():
     model = module(lambda self, x: self.conv2(self.norm(self.conv(x))), **dict(net().named_children()))
     model.conv2 = nn.Conv2d(4, 2, 1).eval()
     values = fxq.quantize(model, PLAIN, data=[X]).record.values

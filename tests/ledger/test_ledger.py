@@ -179,7 +179,7 @@ def test_text():
     )
 
 
-def test_a_way_out_that_ops_share_is_a_note():
+def test_a_remedy_that_ops_share_is_a_note():
     fix = 'recipe.with_optimize("coverage")'
     slow = [Entry(n, n, "conv2d", "float", n, "float is faster", fix) for n in "ab"]
     lines = str(Ledger((*slow, Entry("c", "c", "linear", "float", "c", "the recipe says so", "recipe.x")))).splitlines()
@@ -197,7 +197,7 @@ def test_text_of_little():
     assert str(plain).splitlines()[0].split() == ["layer", "op", "runs", "as"]
 
 
-def test_text_stays_aligned_and_narrow():
+def test_text_stays_aligned_and_fits_the_terminal():
     deep = ".".join(f"module{i}" for i in range(20))
     long = Ledger(tuple(Entry(f"n{i}", f"{deep}.{i}", "x" * 12, "float", reason="because " * 40) for i in range(50)))
     lines = str(long).splitlines()

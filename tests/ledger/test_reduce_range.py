@@ -136,7 +136,7 @@ class Depthwise(nn.Module):
 
 @pytest.mark.skipif(not cpu.has_exact_depthwise(), reason="oneDNN adds a depthwise convolution's products in int16")
 @pytest.mark.parametrize("role", ["activations", "weights"])
-def test_a_depthwise_convolution_gives_up_nothing(role, monkeypatch):
+def test_a_depthwise_convolution_keeps_8_bits(role, monkeypatch):
     monkeypatch.setattr(cpu, "has_exact_depthwise", lambda: True)
     model, x = settled(Depthwise), torch.randn(8, 3, 16, 16)
     quantized = fxq.quantize(model, replace(X86, reduce_range=role), data=[x])

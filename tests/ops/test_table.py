@@ -307,7 +307,7 @@ def test_an_op_that_is_said_to_commute_does(row):
     assert torch.equal(row.target(a, b), row.target(b, a))
 
 
-MAX_FILES_NAMING = {"silu": 10, "hardswish": 10, "prelu": 15, "gelu": 17, "relu6": 11, "hardtanh": 11, "leaky_relu": 8}
+MAX_FILES_NAMING = {"silu": 10, "hardswish": 10, "prelu": 10, "gelu": 17, "relu6": 11, "hardtanh": 11, "leaky_relu": 3}
 """Number of product files that may name an op: its row, its written-out forms, its kernels, and ONNX."""
 
 
@@ -317,6 +317,19 @@ def test_an_op_is_named_in_few_files(name, most):
     files = [path for folder in ("fxq", "passes", "patterns") for path in (root / folder).rglob("*.py")]
     naming = sorted(str(path.relative_to(root)) for path in files if word.search(path.read_text(encoding="utf-8")))
     assert len(naming) <= most, f"use OPS.fused_after or a trait of the op's row instead of another list: {naming}"
+
+
+@pytest.mark.parametrize("name", OPS.with_slopes())
+def test_functions_with_slopes(name):
+    op, x = OPS[name], torch.linspace(-2, 2, 7)
+    is_tensor = op.traits.slopes in op.tensors
+    assert is_tensor == (name in OPS.with_slopes(tensors=True))
+    y = op.target(x, torch.tensor([0.3])) if is_tensor else op.target(x, **{op.traits.slopes: 0.3})
+    torch.testing.assert_close(y, x.clamp(min=0) + 0.3 * x.clamp(max=0), rtol=0, atol=1e-7)
+
+
+def test_which_functions_have_slopes():
+    assert set(OPS.with_slopes()) == {"prelu", "leaky_relu"} and OPS.with_slopes(tensors=True) == ("prelu",)
 
 
 def test_the_functions_that_are_fused_with_a_layer_come_from_the_rows():

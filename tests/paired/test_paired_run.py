@@ -21,7 +21,7 @@ def test_the_states_that_a_recurrent_layer_multiplies():
         read = [graph.get_attr(name) for name in names]
         node = graph.call_function(OPS["gru"].target, (inputs[0], *read, inputs[1]), {"reverse": reverse})
         graph.output(node)
-        runs = PairedRun(fx.GraphModule(cell, graph), [Batch((x, h))])
+        runs = PairedRun.with_float_form(fx.GraphModule(cell, graph), [Batch((x, h))])
         for before in list(graph.nodes)[:-2]:
             runs.step(before)
         ((got, wanted),) = runs.states(node)
@@ -44,13 +44,13 @@ def test_values_as_they_are_and_in_float():
         {},
     )
     x = torch.tensor([[0.3, -1.1, 2.0], [0.0, 0.7, -0.2]])
-    runs = PairedRun(gm, [Batch((x,))])
+    runs = PairedRun.with_float_form(gm, [Batch((x,))])
     for node in list(gm.graph.nodes)[:-2]:
         runs.step(node)
     node = list(gm.graph.nodes)[2]
     ((got, wanted),) = runs.values(node)
     assert torch.equal(got, torch.tensor([[0.5, -1.0, 2.0], [0.0, 0.5, 0.0]])) and torch.equal(wanted, x)
-    runs.put(node, torch.zeros(2, 3))
+    runs.compared.put(node, torch.zeros(2, 3))
     assert not next(runs.values(node))[0].any()
 
 
@@ -72,7 +72,7 @@ def test_noise_and_modules_that_keep_something_are_the_same_in_both():
     graph.output(drifting)
     leaf = Drifts()
     gm = fx.GraphModule(nn.ModuleDict({"leaf": leaf}), graph)
-    runs = PairedRun(gm, [Batch((torch.ones(2, 3),)) for _ in range(3)])
+    runs = PairedRun.with_float_form(gm, [Batch((torch.ones(2, 3),)) for _ in range(3)])
     for node in list(graph.nodes)[:-1]:
         runs.step(node)
     pairs = [*runs.values(drifting)]

@@ -174,7 +174,7 @@ def test_what_follows_is_run_with_the_bias_corrected(correct_bias):
 
 
 def test_scales_of_channels_that_suit_the_integers():
-    """A grid that is wider than it need be comes out narrower."""
+    """A grid that is wider than necessary is reduced."""
     torch.manual_seed(0)
     weight = fxq.TensorSpec(bits=4, signed=True, symmetric=True, per="channel", observer="minmax")
     recipe = replace(fxq.Recipe.static(weight=weight, backend="reference"), min_sqnr=None)

@@ -10,7 +10,7 @@ from torch import nn
 
 import fxq
 from fxq.common.metrics import sqnr
-from fxq.paired.reconstruction import OutputError, WeightGrid
+from fxq.paired.reconstruction import OutputError, WeightRows
 from fxq.passes import AdaRound
 from tests.support.graphs import expected, program, run_pass
 
@@ -28,7 +28,7 @@ def problem(groups, rows, inputs, qmin=-7, qmax=7, seed=0):
     error = OutputError()
     error.add(x + 0.05 * torch.randn(x.shape, generator=g), x @ weight.mT)
     scale = (weight.abs().amax(2, keepdim=True) / 7).expand_as(weight)
-    return WeightGrid(weight, scale, torch.zeros_like(weight), qmin, qmax), error
+    return WeightRows(weight, scale, torch.zeros_like(weight), qmin, qmax), error
 
 
 @given(

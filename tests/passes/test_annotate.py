@@ -108,7 +108,7 @@ def test_a_size_is_no_tensor():
     assert got["size"] == got["half"] == ("float", "its value is not a tensor")
 
 
-def test_nobody_reads_integers():
+def test_integers_that_no_kernel_reads():
     got = annotated("y = " + POOL.format("a"), behind="softmax(y, dim=1)")
     assert got["y"] == ("float", "nothing reads integers from it")
     assert got["a"] == ("int8", "")
@@ -259,7 +259,7 @@ def test_a_kernel_that_runs_only_the_first_ops():
 
 
 @pytest.mark.parametrize("recipe", [REFERENCE, pytest.param(X86, marks=needs_x86)], ids=lambda r: r.backend)
-def test_a_constant_behind_a_layer_does_not_turn_it_into_float(recipe):
+def test_a_constant_after_a_layer_does_not_turn_it_into_float(recipe):
     """A learned offset of the layer's own shape: conv + add is one unit, where a backend runs it."""
 
     class Offset(nn.Module):
@@ -299,7 +299,7 @@ def test_a_spec_of_its_own_reaches_the_edge():
     spec = fxq.TensorSpec(bits=4, observer="minmax")
     written = LAYERS.replace("MIDDLE", "y = " + POOL.format("a"))
     gm = run_pass(Annotate(), written, recipe=REFERENCE.override("b", fxq.QuantConfig(activation=spec)))
-    reads = {n.name: {v.name: s for v, s in reads_of(gm, n).items()} for n in gm.graph.nodes}
+    reads = {n.name: {v.name: form.spec for v, form in reads_of(gm, n).items()} for n in gm.graph.nodes}
     assert reads["b"] == {"y": spec}
     assert reads["y"] == {"a": spec}
     assert reads["a"] == {"x": fxq.TensorSpec()}

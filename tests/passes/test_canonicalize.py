@@ -146,6 +146,18 @@ class Hooked(nn.Module):
         return self.fc(x)
 
 
+class HookedNorm(Hooked):
+    """An embedding that renormalizes its rows, with a hook: the hook's effect was lost."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Embedding(20, 4, max_norm=1.0)
+        self.fc.register_forward_hook(lambda module, args, result: result * 3)
+
+    def forward(self, x):
+        return self.fc(x.abs().int())
+
+
 class Halved(nn.Linear):
     def forward(self, x):
         return super().forward(x) / 2
@@ -155,6 +167,7 @@ class Halved(nn.Linear):
     ("make", "node", "note"),
     [
         (Hooked, "fc", "has forward hooks"),
+        (HookedNorm, "fc", "has forward hooks"),
         (lambda: nn.Sequential(nn.MaxPool2d(2, return_indices=True)), "_0", "returns indices"),
         (lambda: nn.Sequential(nn.BatchNorm2d(4, track_running_stats=False)), "_0", "the statistics of the batch"),
         (lambda: nn.Sequential(nn.ConvTranspose2d(4, 4, 2)), None, ""),
@@ -164,7 +177,7 @@ def test_unusual_modules(make, node, note):
     model, x = settled(make), torch.randn(2, 4, 4, 4)
     gm = graph(model, x, "canonicalize")
     assert equal(call(gm, x), call(model, x))
-    modules = {n.name: info(n).kept for n in gm.graph.nodes if n.op == "call_module"}
+    modules = {n.name: info(n).traced.kept for n in gm.graph.nodes if n.op == "call_module"}
     assert modules.keys() == ({node} if node else set())
     assert all(note in kept.text if kept else not note for kept in modules.values())
 

@@ -125,10 +125,10 @@ LAYER = f"""
 """.replace("W", "TensorSpec(signed=True, symmetric=True, per='channel', observer='minmax')")
 
 
-@pytest.mark.parametrize(("narrow", "steps", "limit"), [("activations", 127, 127), ("weights", 255, 63)])
-def test_one_of_two_gives_up_a_bit_where_a_kernel_overflows(narrow, steps, limit):
+@pytest.mark.parametrize(("role", "steps", "limit"), [("activations", 127, 127), ("weights", 255, 63)])
+def test_one_of_two_roles_has_7_bits_where_a_kernel_overflows(role, steps, limit):
     """Also: a weight has one scale for each channel; the observer is shown it here."""
-    recipe = fxq.Recipe.static(backend="reference", reduce_range=narrow)
+    recipe = fxq.Recipe.static(backend="reference", reduce_range=role)
     gm = run_pass(ChooseGrids(), LAYER, recipe=recipe, data=(STEPS,))
     (edge,), (weight,) = info(node(gm, "x")).edges, info(node(gm, "w")).edges
     assert edge.qparams.s == pytest.approx(255 / steps)
@@ -136,13 +136,13 @@ def test_one_of_two_gives_up_a_bit_where_a_kernel_overflows(narrow, steps, limit
     torch.testing.assert_close(weight.qparams.scale, gm.w.abs().amax(1) / limit)
 
 
-@pytest.mark.parametrize(("narrow", "bits"), [("activations", 7), ("weights", 8)])
-def test_a_measured_edge_gets_its_grid_without_an_observer(narrow, bits):
+@pytest.mark.parametrize(("role", "bits"), [("activations", 7), ("weights", 8)])
+def test_a_dynamic_edge_gets_its_grid_without_an_observer(role, bits):
     rows = "TensorSpec(symmetric=True, per='row', range='dynamic')"
     lines = LAYER.replace(MADE, f"Edge({rows}, 0, True, axis=-1)").replace(f"reads={S}", f"reads={rows}")
     lines = "\n".join(line for line in lines.splitlines() if "o.x" not in line).replace("linear(x_o", "linear(x")
     gm = run_pass(
-        ChooseGrids(), lines, recipe=fxq.Recipe.dynamic(backend="reference", reduce_range=narrow), data=(STEPS,)
+        ChooseGrids(), lines, recipe=fxq.Recipe.dynamic(backend="reference", reduce_range=role), data=(STEPS,)
     )
     (edge,) = info(node(gm, "x")).edges
     assert edge.qparams == DynamicGrid(0, 2**bits - 1, torch.uint8, -1)

@@ -9,7 +9,8 @@ from torch import nn
 
 import fxq
 from fxq.common.metrics import sqnr
-from fxq.passes import CorrectBias, correct_bias
+from fxq.paired import paired_run
+from fxq.passes import CorrectBias
 from tests.support.estimates import average, trusted
 from tests.support.graphs import drawn, expected, program, run_pass
 from tests.support.helpers import REFERENCE
@@ -31,7 +32,7 @@ def network():
     return model
 
 
-X = [torch.rand(4, 3, 16, 16) for _ in range(4)]
+X = list(torch.rand(4, 4, 3, 16, 16, generator=torch.Generator().manual_seed(0)))
 
 
 def test_the_mean_and_the_gain_of_every_channel_come_back():
@@ -217,7 +218,7 @@ def test_inputs_without_a_batch_axis(model, shape):
 def test_of_values_one_batch_is_held_at_a_time(monkeypatch):
     """A deep network, and many batches, take no more memory than a shallow one and a few; no weight is kept."""
     alive, most = weakref.WeakValueDictionary(), []
-    compute = correct_bias._IntegerRun.compute
+    compute = paired_run._CorrectedRun.compute
 
     def counted(run, node):
         value = compute(run, node)
@@ -226,7 +227,7 @@ def test_of_values_one_batch_is_held_at_a_time(monkeypatch):
         most.append(len(alive))
         return value
 
-    monkeypatch.setattr(correct_bias._IntegerRun, "compute", counted)
+    monkeypatch.setattr(paired_run._CorrectedRun, "compute", counted)
     layers = [module for _ in range(12) for module in (nn.Linear(16, 16), nn.ReLU())]
     fxq.quantize(nn.Sequential(*layers).eval(), REFERENCE, data=[torch.randn(4, 16) for _ in range(16)])
     assert 0 < max(most) <= 4  # a value, its integers, their floats, the next value

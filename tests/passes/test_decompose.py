@@ -216,7 +216,7 @@ def test_refuses(reason):
     model, x = settled(REFUSED[reason]), data().clamp(-0.1, 0.1)
     gm = graph(model, x, "decompose")
     left = next(n for n in gm.graph.nodes if n.op == "call_module")
-    assert reason in info(left).kept.text
+    assert reason in info(left).traced.kept.text
     torch.testing.assert_close(call(gm, x), call(model, x), rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
@@ -225,4 +225,4 @@ def test_zeroed_padding_is_not_left_out():
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(E, H, 24, batch_first=True), 1)
     model = settled(lambda: Encoded(encoder, src_key_padding_mask=torch.arange(L).expand(N, L) >= 4))
     gm = graph(model, data(), "decompose")
-    assert "enable_nested_tensor" in info(next(n for n in gm.graph.nodes if n.op == "call_module")).kept.text
+    assert "enable_nested_tensor" in info(next(n for n in gm.graph.nodes if n.op == "call_module")).traced.kept.text

@@ -97,7 +97,7 @@ def test_at_the_bound(backend):
 
 @needs_vnni
 @pytest.mark.parametrize("backend", MEASURING)
-def test_at_the_bound_of_measured_ranges(backend):
+def test_at_the_bound_of_dynamic_ranges(backend):
     """Half of the weights have either sign: twice as many fit."""
     for depth, precision in ((2 * FITS, "int8"), (2 * FITS + 2, "float")):
         model, x = signs(depth, 2)

@@ -9,7 +9,7 @@ from torch import nn
 import fxq
 from fxq.common.metrics import sqnr
 from fxq.errors import InputError
-from fxq.paired.reconstruction import OutputError, WeightGrid
+from fxq.paired.reconstruction import OutputError, WeightRows
 from fxq.passes import Gptq
 from tests.paired.test_used_rows import Pooled, padded
 from tests.support.graphs import expected, program, run_pass
@@ -50,7 +50,7 @@ def test_it_is_the_algorithm(inputs, ordered):
     error = OutputError()
     error.add(x[None], (real @ weight.T)[None])
     scale, zero_point = 0.3 + 0.1 * torch.rand(6, inputs), torch.randint(-2, 3, (6, inputs)).float()
-    grid = WeightGrid(weight[None], scale[None], zero_point[None], -8, 7)
+    grid = WeightRows(weight[None], scale[None], zero_point[None], -8, 7)
     chosen = Gptq(ordered=ordered).choose(grid, error)[0]
     gram, cross = error.gram[0], error.cross[0]
     order = gram.diagonal().argsort(descending=True).tolist() if ordered else range(inputs)

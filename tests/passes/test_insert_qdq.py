@@ -217,7 +217,7 @@ def test_refuses_an_edge_without_a_grid():
 ROWS = "TensorSpec(symmetric=True, per='row', range='dynamic')"
 
 
-def test_a_measured_scale_is_a_value_of_the_graph():
+def test_a_dynamic_scale_is_a_value_of_the_graph():
     """Readers of another grid, or of floats, read the value itself, not its form on the dynamic grid."""
     measured = f"Edge({ROWS}, 1, True, axis=-1, qparams=DynamicGrid(0, 255, torch.uint8, -1))"
     row = f"plan=Plan(Decision('int8'), reads={ROWS}, weight={W})"
@@ -245,7 +245,7 @@ def test_a_measured_scale_is_a_value_of_the_graph():
     assert [[n.name for n in node(gm, name).all_input_nodes[:1]] for name in "abc"] == [["x_dq_1"], ["x_dq"], ["x_dq"]]
 
 
-def test_a_measured_zero_point_is_one_too():
+def test_a_dynamic_zero_point_is_a_value_of_the_graph():
     measured = "TensorSpec(per='row', range='dynamic')"
     edge = f"Edge({measured}, 1, True, axis=-1, qparams=DynamicGrid(0, 255, torch.uint8, -1, False))"
     gm = run_pass(
@@ -266,7 +266,7 @@ def test_a_measured_zero_point_is_one_too():
     """)
 
 
-def test_readers_of_a_shared_weight_of_which_one_gives_up_a_bit(monkeypatch):
+def test_readers_of_a_shared_weight_of_which_one_has_7_bits(monkeypatch):
     class Tied(torch.nn.Module):
         def __init__(self):
             super().__init__()

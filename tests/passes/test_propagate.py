@@ -160,7 +160,7 @@ def test_a_pair_with_scales_that_the_graph_holds_cancels_or_stays(scale, cancels
     assert torch.equal(gm(x), fxq.extend.read_graph(before, GRIDS)(x))
 
 
-def test_quantize_with_a_scale_for_each_row_stays_behind_what_changes_rows():
+def test_quantize_with_a_scale_for_each_row_stays_after_changes_of_rows():
     before = """
         x: float32[2, 3] = input()
         s: float32[4, 1, 1] = tensor('s')

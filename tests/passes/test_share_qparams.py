@@ -8,6 +8,7 @@ from torch import nn
 import fxq
 from fxq.common.metrics import sqnr
 from fxq.graph.info import info
+from fxq.graph.unit import wanted_forms
 from fxq.passes import ShareQParams
 from tests.support.graphs import MINMAX, node, program, run_pass
 from tests.support.helpers import REFERENCE, module
@@ -99,6 +100,34 @@ def test_two_specs_of_one_value_are_two_groups():
 def test_what_a_kernel_emits_has_an_edge_whoever_reads_it():
     emits = CAT.replace(f"d = relu(c)  # {INT8}", f"d = relu(c)  # {INT8[:-1]}, emits=TensorSpec())")
     assert ["d*"] in groups(run_pass(ShareQParams(), emits))
+
+
+def test_every_form_that_a_node_wants_is_an_edge_of_the_value():
+    """Two calibrated forms of one value, a dynamic one, and weights with a scale per channel and per block."""
+    coarse, rows = "TensorSpec(bits=4)", "TensorSpec(per='row', range='dynamic')"
+    channels, blocks = (f"TensorSpec(signed=True, symmetric=True, per={per})" for per in ("'channel'", "2"))
+    gm = run_pass(
+        ShareQParams(),
+        f"""
+        x: float32[2, 4] = input()
+        w: float32[4, 4] = tensor('w')
+        v: float32[4, 4] = tensor('v')
+        a = linear(x, w)  # plan=Plan(Decision('int8'), reads=TensorSpec(), weight={channels})
+        b = linear(a, w)  # plan=Plan(Decision('int8'), reads={coarse}, weight={channels})
+        c = linear(a, v)  # plan=Plan(Decision('int8'), reads={rows}, weight={blocks})
+        d = linear(a, v)  # plan=Plan(Decision('int8'), reads=TensorSpec())
+        return (b, c, d)
+        """,
+    )
+    forms = {n.name: {edge.form for edge in info(n).edges} for n in gm.graph.nodes if info(n).edges}
+    read = [(value.name, form) for n in gm.graph.nodes for value, form in wanted_forms(gm, n).items()]
+    assert forms == {name: {form for value, form in read if value == name} for name in ("x", "w", "v", "a")}
+    assert {(form.spec.per, form.spec.bits, form.axis) for form in forms["a"]} == {
+        ("tensor", 8, None),
+        ("tensor", 4, None),
+        ("row", 8, -1),
+    }
+    assert [{form.axis for form in forms[name]} for name in ("w", "v")] == [{0}, {1}]
 
 
 # ---- whole models

@@ -239,7 +239,7 @@ DYNAMIC = LAYER.replace(
 DYNAMIC = DYNAMIC.replace("TensorSpec()", "TensorSpec(symmetric=True, per='row', range='dynamic')")
 
 
-def test_text_before_and_after_where_the_input_is_measured():
+def test_text_before_and_after_where_the_input_is_dynamic():
     """The dynamic range is computed after the division."""
     gm = run_pass(Smooth(least=64), DYNAMIC, GIVEN, data=(X,))
     grid = "scale=x_smooth_scale, zero_point=128"
@@ -261,7 +261,7 @@ qmin=-127, qmax=127, axis=0)
 
 
 @pytest.mark.parametrize("step", [Smooth(dynamic_gain=60.0, least=64), Smooth(dynamic_enough=-10.0, least=64)])
-def test_measured_inputs_that_it_leaves_alone(step):
+def test_dynamic_inputs_that_it_leaves_alone(step):
     gm = run_pass(step, DYNAMIC, GIVEN, data=(X,))
     assert program(gm) == program(fxq.extend.read_graph(DYNAMIC, fxq.extend.graph_tensors(gm)))
 

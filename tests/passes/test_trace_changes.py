@@ -100,7 +100,7 @@ def test_a_change_of_a_view():
     assert equal(call(graph(Model().eval(), x, "canonicalize"), x), Model()(x))
 
 
-def test_a_view_that_nobody_reads_later_is_fine():
+def test_a_view_that_is_not_read_later_is_fine():
     class Model(nn.Module):
         def __init__(self):
             super().__init__()

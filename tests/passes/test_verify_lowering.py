@@ -154,7 +154,7 @@ def test_a_kernel_that_is_wrong_where_it_is_bound(monkeypatch, change, why):
 
 
 @needs_x86
-def test_a_right_kernel_behind_a_wrong_one_stays(monkeypatch):
+def test_a_right_kernel_after_a_wrong_one_stays(monkeypatch):
     """Each kernel is judged on the right inputs, not on what a wrong one before it made of them."""
     forward = OnednnConv.forward
     seen = []

@@ -24,7 +24,7 @@ READS_V, READS_U = "return y, n", "return y, n, u_dq"
 
 
 @pytest.mark.parametrize(("end", "moved"), [(READS_V, "v"), (READS_U, "u_dq")], ids=["alone", "read by another"])
-def test_what_moves_data_in_front_moves_floats(end, moved):
+def test_moves_before_a_float_op_move_floats(end, moved):
     """Nothing is rounded twice, unless the integers have another reader."""
     torch.manual_seed(0)
     v = torch.randn(8, 8, 4)

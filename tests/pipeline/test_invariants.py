@@ -4,7 +4,7 @@ from torch import fx, nn
 
 import fxq
 from fxq.errors import PassError
-from fxq.graph.info import Decision, Edge, set_info
+from fxq.graph.info import Decision, Edge, TracedInfo, set_info
 from fxq.ops import OPS
 from fxq.pipeline.invariants import check
 from fxq.quant.spec import TensorSpec
@@ -78,7 +78,7 @@ def test_a_spelling_that_is_not_canonical(stage):
     message = broken(gm, stage)
     said = "is a spelling of relu; a pass writes rewriter.call('relu', ...)"
     assert message == f"{AFTER}%{extra.name} (call_function): {said}"
-    set_info(extra, kept=Decision("float", "unsupported", "stays as it is: a reason"))
+    set_info(extra, traced=TracedInfo(kept=Decision("float", "unsupported", "stays as it is: a reason")))
     check(gm, stage, "my-pass")
 
 

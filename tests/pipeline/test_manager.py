@@ -36,7 +36,7 @@ def test_a_pass_that_needs_a_later_stage():
     assert manager.history.names == ["trace", "canonicalize"]
 
 
-def test_a_pass_that_stands_behind_the_last_stage_that_it_works_on():
+def test_a_pass_after_the_last_stage_that_it_works_on():
     with pytest.raises(
         PassError, match="equalize works on graphs up to the stage canonical, and the graph is fused al"
     ):

@@ -45,7 +45,7 @@ def test_joined_in_any_order_they_are_one_and_its_grid_holds_all(data, order):
     assert covers(group.qparams(), everything)
 
 
-def test_a_strand_joined_with_itself_stays():
+def test_a_group_joined_with_itself_stays():
     group = grid_group(torch.tensor([1.0]))
     assert group.join(group) is group and len(group.observers) == 1
 

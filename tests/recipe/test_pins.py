@@ -95,13 +95,13 @@ def test_opposite_prices_do_not_count(whole, plant):
     assert (entry.kind, entry.decided_by) == ("excluded by the recipe", "fallback")
 
 
-@pytest.mark.parametrize("narrow", ["auto", "weights", "activations"])
-def test_what_gave_up_a_bit_is_pinned(narrow):
+@pytest.mark.parametrize("role", ["auto", "weights", "activations"])
+def test_the_role_with_7_bits_is_pinned(role):
     model, x = settled(Mixed), torch.rand(2, 3, 8, 8)
-    qmodel = fxq.quantize(model, replace(X86, reduce_range=narrow), data=[x])
+    qmodel = fxq.quantize(model, replace(X86, reduce_range=role), data=[x])
     recipe = qmodel.recipe_as_decided()
     assert recipe.reduce_range == (
-        qmodel.ledger.reduced_range.role if qmodel.ledger.reduced_range is not None else narrow
+        qmodel.ledger.reduced_range.role if qmodel.ledger.reduced_range is not None else role
     )
     again = fxq.quantize(model, recipe, data=[x])
     assert text(again) == text(qmodel) and torch.equal(again(x), qmodel(x))

@@ -161,7 +161,7 @@ def test_what_is_no_recipe(value):
         as_recipe(value)
 
 
-def test_a_state_that_nobody_asked_for_is_float_in_training():
+def test_a_state_without_a_spec_is_float_in_training():
     recipe = fxq.Recipe.qat().override("rnn", fxq.QuantConfig(fxq.TensorSpec(observer="minmax")))
     assert recipe.config.state is None
     assert recipe.overrides[0][1].state is None

@@ -113,7 +113,7 @@ def test_the_ledger_has_every_row_and_sorts_by_a_click_and_by_a_key(browser, net
         assert column(page, "sqnr")[0] == f"{worst.sqnr:.1f}"
 
 
-def test_the_ledger_is_filtered_by_fate_and_text(browser, digits):
+def test_the_ledger_is_filtered_by_precision_and_text(browser, digits):
     qmodel, path = digits
     with opened(browser, path, "tab=ledger") as page:
         page.locator('#view-ledger button[data-precision="float"]').click()

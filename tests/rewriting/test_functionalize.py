@@ -398,7 +398,7 @@ def test_a_graph_that_differs_without_changes_in_place_is_refused(wrong, monkeyp
             else rewriter.node("call_method", "view", (whole, 7), like=view, before=before, typed=((7,), torch.float32))
         )
 
-    monkeypatch.setattr("fxq.rewriting.functionalize.written_back", written_back)
+    monkeypatch.setattr("fxq.rewriting.aliases.written_back", written_back)
     said = "computes something else" if wrong == "another value" else "does not run: .*shape"
     with pytest.raises(fxq.TraceError, match=rf"%add_ \(.*\) changes? memory in place.*{said}"):
         graph(settled(Inner), X)

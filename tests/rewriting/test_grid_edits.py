@@ -40,7 +40,7 @@ def test_a_grid_of_numbers():
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_a_grid_that_is_measured_for_each_row(symmetric):
+def test_a_dynamic_grid_per_row(symmetric):
     grid = DynamicGrid(0, 255, torch.uint8, -1, symmetric)
     gm = on(grid, "rows")
     assert ("choose_zero_point" in program(gm)) is not symmetric

@@ -4,11 +4,11 @@ from torch import nn
 
 import fxq
 from fxq.errors import PatternError
-from fxq.graph.info import set_info
+from fxq.graph.info import TracedInfo, set_info
 from fxq.rewriting.match import Matcher
 from fxq.rewriting.pattern import rewrite
 from tests.support.graphs import graph, node
-from tests.support.helpers import module, steps
+from tests.support.helpers import module, rewriter, run, steps
 
 pytestmark = pytest.mark.any_cpu
 
@@ -339,8 +339,8 @@ def overwritten(gm):
     changed = node(gm, "mul")
     with gm.graph.inserting_before(gm.graph.output_node()):
         writer = gm.graph.call_method("zero_", (changed,))
-    set_info(changed, memory=(7,))
-    set_info(writer, memory=(7,), changes=(7,))
+    set_info(changed, traced=TracedInfo((7,)))
+    set_info(writer, traced=TracedInfo((7,), changes=(7,)))
     return gm
 
 
@@ -367,6 +367,97 @@ def test_an_input_in_a_list_that_is_changed_in_place_is_refused():
     assert "%mul is changed in place by %zero_" in why(joined, overwritten(graph(module(forward), X)), "relu")
 
 
+# ---- trait wildcards
+
+
+@rewrite(exclusive=False)
+def moved_relu(op, x):
+    return op.any_op(layout=True)(op.relu(x))
+
+
+@rewrite(exclusive=False)
+def moved_relus(op, x):
+    return op.any_op(layout=True, kind="moves")(op.each(op.relu(x)))
+
+
+@rewrite
+def two_moved(op, x, y):
+    return op.any_op(layout=True)(op.relu(x), y)
+
+
+@rewrite
+def joined_relus(op, x):
+    return op.cat(op.each(op.relu(x)))
+
+
+def test_a_wildcard_matches_every_op_with_its_traits():
+    def forward(self, x):
+        r = torch.relu(x)
+        return r.reshape(-1), torch.index_select(r, 0, torch.tensor([1, 0])), torch.cat([r]), torch.tanh(r), r + r
+
+    gm = graph(module(forward), X)
+    ends = gm.graph.output_node().args[0]
+    assert [Matcher(gm).match(moved_relu[0], end) is not None for end in ends] == [True, True, True, False, False]
+    match = Matcher(gm).match(moved_relu[0], ends[0])
+    assert [n.name for n in match.nodes] == ["relu", ends[0].name] and match.x.node.name == "x"
+    assert why(moved_relu, gm, "tanh").endswith(
+        "no match (0 of 2 ops matched): the pattern expects an op with layout=True, but %tanh is tanh"
+    )
+
+
+def test_a_wildcard_takes_as_many_activations_as_it_has_arguments():
+    gm = graph(module(lambda self, x: torch.cat([torch.relu(x), x])), X)
+    assert matched(two_moved, gm, "cat").y.node.name == "x"
+    assert why(moved_relu, gm, "cat").endswith(
+        "the pattern expects an op with layout=True and 1 activation, but %cat has 2"
+    )
+    gm = graph(module(lambda self, x: torch.cat([x, torch.relu(x)])), X)  # the order counts
+    assert why(two_moved, gm, "cat").endswith("(1 of 2 ops matched): the pattern expects relu, but %x is placeholder")
+
+
+@pytest.mark.parametrize("rule", [moved_relus, joined_relus])
+def test_each_activation_fits_the_pattern_apart_from_the_others(rule):
+    def forward(self, x):
+        a, b = torch.relu(x), torch.relu(torch.abs(x))
+        return torch.cat([a, b, a])
+
+    match = matched(rule, graph(module(forward), X), "cat")
+    assert [n.name for n in match.x.value] == ["x", "abs_1"]  # each value once
+    assert [n.name for n in match.nodes] == ["relu", "relu_1", "cat"] and match.options("relu") == {}
+    gm = graph(module(lambda self, x: torch.cat([torch.relu(x), torch.tanh(x)])), X)
+    assert why(rule, gm, "cat") == "no match (1 of 2 ops matched): the pattern expects relu, but %tanh is tanh"
+
+
+def test_each_of_one_value_that_is_no_list():
+    @rewrite
+    def added(op, x):
+        return op.add(op.each(op.relu(x)), x)
+
+    gm = graph(module(lambda self, x: torch.relu(x) + x), X)
+    assert "the pattern expects relu(x), but the graph has %" in why(added, gm, "add")
+
+
+def test_a_rewrite_with_a_wildcard_ends_and_keeps_the_values():
+    @rewrite("relu_after")
+    def after(op, x):
+        return op.any_op(layout=True)(op.relu(x))
+
+    @after.becomes
+    def moved_before(op, m):
+        mover, (relu,) = m.root.node, m.root.node.all_input_nodes
+        op.rewriter.update(mover, args=(m.x.node, *mover.args[1:]))
+        return op.rewriter.call("relu", mover, after=mover, name=f"{relu.name}_after")
+
+    model = module(lambda self, x: torch.relu(x * 2).t().reshape(2, 6).flip(0))
+    gm = graph(model, X)
+    hand = rewriter(gm)
+    assert hand.apply(after) == 3
+    gm.graph.lint()
+    assert [n.name for n in gm.graph.nodes][-2:] == ["relu_after_after_after", "output"]
+    assert torch.equal(run(gm, X), model(X))
+    assert {edit.rule for edit in hand.edits} == {"relu_after"}
+
+
 # ---- explain
 
 
@@ -386,6 +477,11 @@ def test_explain_finds_a_fusion_that_only_some_recipes_use():
     assert why("only_on_request", gm, "relu").endswith("the pattern expects tanh, but %relu is relu")
     with pytest.raises(fxq.PatternError, match="only_on_request"):
         fxq.extend.explain("only_on_requests", gm, "relu")
+
+
+def test_explain_finds_a_rewrite_by_its_name():
+    gm = graph(linear_relu(), X)
+    assert fxq.extend.explain("relu_of_linear", gm, "relu") == fxq.extend.explain(relu_of_linear, gm, "relu")
 
 
 def test_explain_says_how_far_it_got():

@@ -113,6 +113,29 @@ def test_an_unknown_option_names_the_nearest():
             return op.conv2d(x, w, strid=(1, 1))
 
 
+def test_an_unknown_trait_names_the_nearest():
+    with pytest.raises(PatternError, match=r"'typo' .*unknown trait of op.any_op 'layouts'; did you mean 'layout'"):
+
+        @rewrite
+        def typo(op, x):
+            return op.any_op(layouts=True)(x)
+
+
+def test_a_wildcard_is_for_rewrites_with_one_output(fusions):
+    with pytest.raises(PatternError, match=r"'moved' .*op.any_op is for rewrites only"):
+
+        @fxq.fusion
+        def moved(op, x):
+            return op.any_op(layout=True)(op.relu(x))
+
+    assert "moved" not in FUSIONS
+    with pytest.raises(PatternError, match=r"'pair' .*a pattern with op.any_op has one output"):
+
+        @rewrite
+        def pair(op, x):
+            return op.relu(x), op.any_op(layout=True)(x)
+
+
 def test_too_many_tensors():
     with pytest.raises(PatternError, match=r"op.relu takes 1 tensors \(x\), not 2"):
 
@@ -121,7 +144,7 @@ def test_too_many_tensors():
             return op.relu(x, y)
 
 
-def test_captures_do_not_hide_behind_what_a_match_has():
+def test_captures_do_not_shadow_attributes_of_a_match():
     """A guard's `m.root` was the match's root, whatever the capture of that name had bound."""
     assert sorted(MATCH) == sorted({n for n in (*dir(Match), *Match.__annotations__) if not n.startswith("_")})
     for name in (*MATCH, "__class__"):

@@ -101,6 +101,33 @@ def test_the_input_may_stand_in_a_list():
     assert [names(table.at(node(gm, n))) for n in ("cat", "cat_1")] == [[], ["joined"]]
 
 
+def test_a_wildcard_is_tried_at_every_op_with_its_traits_in_the_order_of_the_rules():
+    @rewrite
+    def any_mover(op, x):
+        return op.any_op(layout=True)(x)
+
+    @rewrite
+    def moved_sigmoid(op, x):
+        return op.any_op(layout=True)(op.sigmoid(x))
+
+    @rewrite
+    def reshaped(op, x):
+        return op.reshape(x)
+
+    @rewrite
+    def sum_of_any(op, x, y):
+        return op.add(op.any_op(layout=True)(x), y)
+
+    gm = graph(module(lambda self, x: torch.sigmoid(x).reshape(2, 6) + x.flatten().reshape(2, 6).tanh()), X)
+    table = Dispatch([rule[0] for rule in (any_mover, reshaped, moved_sigmoid, sum_of_any)])
+    assert {n.name: names(table.at(n)) for n in gm.graph.nodes if table.at(n)} == {
+        "reshape": ["any_mover", "reshaped", "moved_sigmoid"],
+        "flatten": ["any_mover"],
+        "reshape_1": ["any_mover", "reshaped"],
+        "add": ["sum_of_any"],
+    }
+
+
 # ---- what is chosen
 
 

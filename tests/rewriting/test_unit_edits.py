@@ -179,7 +179,7 @@ def test_a_unit_whose_kernel_runs_all_of_it_is_settled_as_it_is():
     assert len(calls_of(hand.gm, unit)) == 4 and info(unit).plan == Plan(Decision("int8"))
 
 
-def test_a_unit_that_nobody_decided_on_is_not_split():
+def test_a_unit_without_a_decision_is_not_split():
     hand, unit, _ = fused()
     with pytest.raises(PassError, match="the unit %fc_sigmoid_mul_add has no plan"):
         split_unit(hand, unit, 1)

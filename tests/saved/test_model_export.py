@@ -82,7 +82,7 @@ def test_a_residual_block_is_fused(tmp_path):
     assert "QLinearConv" in kinds and "QLinearAdd" in kinds and "Conv" not in kinds
 
 
-def test_measured_layers_are_fused(tmp_path):
+def test_dynamic_layers_are_fused(tmp_path):
     net = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4)).eval()
     recipe = fxq.Recipe.dynamic(backend="onnxruntime")
     kinds = optimized(fxq.quantize(net, recipe, example_inputs=torch.rand(2, 16)).export(tmp_path / "m.onnx"), tmp_path)
@@ -130,7 +130,7 @@ def test_what_openvino_refuses_is_named(tmp_path):
         qmodel.export(tmp_path / "m.xml")
 
 
-def test_openvino_has_no_ranges_that_are_measured_for_each_row(tmp_path):
+def test_openvino_has_no_dynamic_ranges_per_row(tmp_path):
     pytest.importorskip("openvino")
     qmodel = fxq.quantize(nn.Linear(100, 4), fxq.Recipe.dynamic(backend="reference"), example_inputs=torch.rand(2, 100))
     with pytest.raises(ExportError, match=r'dynamic ranges per row, as that of %.* backend="openvino"'):

@@ -16,6 +16,7 @@ from fxq.passes import CorrectBias, InsertObservers, InsertQdq
 from fxq.pipeline.context import Context
 from fxq.pipeline.invariants import check
 from fxq.recipe.pass_base import Pass
+from fxq.recipe.recipe import as_recipe
 from fxq.rewriting.rewriter import Rewriter
 from fxq.workflow.steps import manager_for
 from tests.support.helpers import REFERENCE, context
@@ -164,7 +165,7 @@ def drawn(program: str) -> dict[str, torch.Tensor]:
 
 def stepwise(model: nn.Module, inputs: Any, recipe: Any = "static") -> Iterator[tuple[Any, Pass]]:
     """Run the pipeline, calibrated on one batch; yield the manager and the pass after each pass."""
-    manager = manager_for(model, recipe, inputs)
+    manager = manager_for(model, as_recipe(recipe), inputs)
     for step in manager.context.recipe.pipeline:
         manager.run([step])
         yield manager, step

@@ -25,13 +25,13 @@ def applied(function, x):
 
 def real(x, grid):
     """Dequantized integers in float64; floats as they are."""
-    return x.double() if grid is None else (x.double() - grid.zero) * grid.scale
+    return x.double() if grid is None else (x.double() - grid.z) * grid.s
 
 
 def distance(result, exact, grid):
     """The largest difference of integers from real values, in steps of the grid: 0.5 if they are the nearest ones."""
     assert bool(((result >= grid.qmin) & (result <= grid.qmax)).all())
-    wanted = (exact / grid.scale + grid.zero).clamp(grid.qmin, grid.qmax)
+    wanted = (exact / grid.s + grid.z).clamp(grid.qmin, grid.qmax)
     return (result.double() - wanted).abs().max().item()
 
 

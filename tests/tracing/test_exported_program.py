@@ -39,7 +39,7 @@ def exported():
     return model, program, example
 
 
-def test_indices_that_nobody_reads_do_not_keep_a_pooling_in_float():
+def test_unread_indices_do_not_keep_a_pooling_in_float():
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveMaxPool2d(2), nn.Conv2d(4, 2, 1)).eval()
     x = torch.randn(2, 3, 8, 8)
     qmodel = fxq.quantize(torch.export.export(model, (x,)), fxq.Recipe.static(backend="reference"), data=[x])

@@ -58,7 +58,7 @@ def test_is_what_it_is_written_out(name):
     """The canonical graph has one op for each part, and gives the same numbers."""
     model, x = Between(WHOLE[name], CHANNELS.get(name, 8)).eval(), torch.randn(2, 3, 10, 10)
     gm = graph(model, x, "canonicalize")
-    assert "as a whole" not in str([n.meta["fxq"].kept for n in gm.graph.nodes])
+    assert "as a whole" not in str([n.meta["fxq"].traced.kept for n in gm.graph.nodes])
     with torch.no_grad():
         torch.testing.assert_close(gm(x), model(x), rtol=1e-6, atol=1e-6)
 

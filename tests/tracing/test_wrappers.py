@@ -29,6 +29,13 @@ def test_wrappers_are_taken_off(wrap, caplog):
     assert "the model is wrapped in a" in caplog.text
 
 
+@pytest.mark.parametrize("recipe", [fxq.Recipe.static(backend="fastest"), fxq.Recipe.qat(backend="reference")], ids=str)
+def test_wrappers_are_taken_off_once(recipe, caplog):
+    with caplog.at_level(logging.INFO, logger="fxq"):
+        fxq.prepare(nn.DataParallel(small()), recipe, example_inputs=X)
+    assert caplog.text.count("the model is wrapped in a") == 1
+
+
 @pytest.mark.parametrize("wrap", [lambda m: torch.compile(m, backend="eager"), nn.DataParallel])
 def test_a_wrapped_part_is_traced_through(wrap):
     model = nn.Sequential(wrap(small()), nn.Linear(2, 3)).eval()

@@ -75,7 +75,7 @@ def test_a_model_without_a_float_output():
         class_trials.calibrate()
 
 
-def test_what_gives_up_a_bit_is_decided_once(monkeypatch):
+def test_the_role_with_7_bits_is_decided_once(monkeypatch):
     monkeypatch.setattr(fxq.backends.cpu, "has_vnni", lambda: False)
     wide_trials = Trials(wide(), fxq.Recipe.static(backend="x86"), DATA)
     wide_trials.calibrate()

@@ -116,7 +116,7 @@ def test_the_observed_model_can_be_calibrated_further():
     assert not torch.equal(want(DATA[0]), shown)
 
 
-def test_backends_presets_and_passes_behind_calibration(calibrated):
+def test_backends_presets_and_passes_after_calibration(calibrated):
     recipes = [
         fxq.Recipe.dynamic(backend="reference"),
         static().without_pass("keep-small-values"),

@@ -72,48 +72,68 @@ class EngineCall:
         It looks up attributes once, since small models run in microseconds.
         """
         request, indices, returns_tuple = self.requests(), self.written.indices, self.written.returns_sequence
-        set_input, set_output, run = request.set_input, request.set_output, request.run
-        reads = [
-            (i, number, turn, _copy_target(like, turn, partial(set_input, i)))
+        run, outputs = request.run, zip(self.written.outputs, self.written.channels_last, strict=True)
+        readers = [
+            (number, _reader(like, turn, partial(request.set_input, i)))
             for i, (number, like, turn) in enumerate(self.reads)
         ]
-        writes = [
-            (i, like, turn, _copy_target(like, turn, partial(set_output, i)))
-            for i, (like, turn) in enumerate(zip(self.written.outputs, self.written.channels_last, strict=True))
-        ]
+        writers = [_writer(like, turn, partial(request.set_output, i)) for i, (like, turn) in enumerate(outputs)]
+        written = [(i, function) for i, (function, copies) in enumerate(writers) if not copies]
+        copied = [(i, function) for i, (function, copies) in enumerate(writers) if copies]
+        empty: list[Any] = [None] * len(writers)
 
         def call(inputs: Sequence[Any]) -> Any:
             for number, size in indices:
                 if not in_range(inputs[number], size):
                     raise InputError(f"an index is out of range: indices are from 0 to {size - 1}.")
-            bound = []
-            for i, number, turn, place in reads:
-                x = inputs[number]
-                x = x.detach() if x.requires_grad else x
-                if place is not None:
-                    place.copy_(x)
-                else:
-                    x = x.permute(TO_LAST) if turn else x
-                    bound.append(x.contiguous().resolve_neg())
-                    set_input(i, bound[-1])
-            values: list[Tensor] = []
-            for i, like, turn, place in writes:
-                value = _empty(like) if place is None else place
-                if place is None:
-                    set_output(i, value)
-                    value = value.permute(TO_FIRST) if turn else value
-                values.append(value)
+            alive = []
+            for number, read in readers:
+                alive.append(read(inputs[number]))
+            values = empty.copy()
+            for i, create in written:
+                values[i] = create()
             try:
                 run()
             except Exception as error:  # whatever an engine raises
                 kind = type(error).__name__
                 raise InputError(f"the engine fails on the values of its inputs: {kind}: {words_of(error)}") from error
-            for i, _, _, place in writes:
-                if place is not None:
-                    values[i] = place.clone()
+            for i, clone in copied:
+                values[i] = clone()
             return tuple(values) if returns_tuple else values[0]
 
         return call
+
+
+def _reader(like: Tensor, turned: bool, bind: Callable[[Tensor], None]) -> Callable[[Tensor], Tensor]:
+    """Function that passes an input to the engine, and returns the tensor that has to be alive until it has run."""
+    place = _copy_target(like, turned, bind)
+
+    def use(x: Tensor) -> Tensor:
+        x = x.detach() if x.requires_grad else x
+        x = (x.permute(TO_LAST) if turned else x).contiguous().resolve_neg()
+        bind(x)
+        return x
+
+    if place is None:
+        return use
+    copy = place.copy_
+    return lambda x: copy(x.detach() if x.requires_grad else x)
+
+
+def _writer(like: Tensor, turned: bool, bind: Callable[[Tensor], None]) -> tuple[Callable[[], Tensor], bool]:
+    """Function that returns an output: memory that the engine will write; or, if it is small, a copy of its value.
+
+    Returns:
+        The function, and whether it returns a copy and so has to be called after the engine has run.
+    """
+    place = _copy_target(like, turned, bind)
+
+    def create() -> Tensor:
+        value = _empty(like)
+        bind(value)
+        return value.permute(TO_FIRST) if turned else value
+
+    return (create, False) if place is None else (place.clone, True)
 
 
 def _like(x: Tensor, turned: bool) -> Tensor:

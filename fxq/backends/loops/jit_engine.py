@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx
@@ -21,6 +21,7 @@ from fxq.common.data import Batch
 from fxq.errors import BackendError
 from fxq.graph.analysis.integer_sums import node_refused
 from fxq.graph.info import EngineLayer, info
+from fxq.graph.precision import LayerKind
 from fxq.graph.query import CONVERSIONS, is_op
 from fxq.graph.region import Region, is_weight, region_of
 from fxq.graph.run import Runner
@@ -71,9 +72,9 @@ class JitKernel(EngineKernel):
 
 def _layer(step: ProgramStep, us: float) -> EngineLayer:
     """Report a timed step as a layer of the engine."""
-    precision = _precision_of(step)
-    op, dtype = type(step).__name__.removesuffix("Step"), "float32" if precision == "float" else "uint8"
-    return EngineLayer((step.name,), op, dtype, precision, us)
+    kind = _kind_of(step)
+    op, dtype = type(step).__name__.removesuffix("Step"), "float32" if kind == "float" else "uint8"
+    return EngineLayer((step.name,), op, dtype, kind, us)
 
 
 def _program(gm: fx.GraphModule, inputs: Sequence[Any], last: Sequence[bool]) -> RegionProgram:
@@ -84,7 +85,7 @@ def _program(gm: fx.GraphModule, inputs: Sequence[Any], last: Sequence[bool]) ->
     return RegionProgram(compiled, gm, inputs, last)
 
 
-def _precision_of(step: ProgramStep) -> Literal["int8", "float", "convert"]:
+def _kind_of(step: ProgramStep) -> LayerKind:
     """Whether a step converts, computes in float or computes on integers."""
     if isinstance(step, QuantizeStep) or (isinstance(step, PointwiseStep) and step.is_conversion):
         return "convert"

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fxq.backends.kernel import Kernel
+from fxq.graph.precision import NodeKind
 from fxq.quant.qparams import QParams, as_float32
 
 CHUNK_ELEMENTS = 131072
@@ -162,7 +163,7 @@ class Quantize(Kernel):
     """float32 -> uint8 on the grid `out`; with four dimensions channels-last."""
 
     name: ClassVar[str] = "cpu.quantize"
-    kind: ClassVar[str] = "convert"
+    kind: ClassVar[NodeKind] = "convert"
     options: ClassVar[tuple[str, ...]] = ("out",)
 
     def __init__(self, out: QParams) -> None:
@@ -187,7 +188,7 @@ class Dequantize(Kernel):
     """uint8 on the grid `x` -> float32."""
 
     name: ClassVar[str] = "cpu.dequantize"
-    kind: ClassVar[str] = "convert"
+    kind: ClassVar[NodeKind] = "convert"
     options: ClassVar[tuple[str, ...]] = ("x",)
 
     def __init__(self, x: QParams) -> None:
@@ -211,7 +212,7 @@ class Requantize(Kernel):
     """uint8 on the grid `x` -> uint8 on the grid `out`."""
 
     name: ClassVar[str] = "cpu.requantize"
-    kind: ClassVar[str] = "convert"
+    kind: ClassVar[NodeKind] = "convert"
     options: ClassVar[tuple[str, ...]] = ("x", "out")
 
     def __init__(self, x: QParams, out: QParams) -> None:
@@ -227,7 +228,7 @@ class PReLUQuantize(Kernel):
     """PReLU in float, then quantize, in one pass over memory."""
 
     name: ClassVar[str] = "cpu.prelu_quantize"
-    kind: ClassVar[str] = "float"
+    kind: ClassVar[NodeKind] = "float"
     options: ClassVar[tuple[str, ...]] = ("out",)
 
     weight: Tensor

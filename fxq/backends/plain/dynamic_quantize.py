@@ -13,6 +13,7 @@ from torch import Tensor
 from fxq.backends.kernel import Kernel
 from fxq.backends.loops.code.compiler import loops_for
 from fxq.backends.plain.converters import dense
+from fxq.graph.precision import NodeKind
 from fxq.quant.dynamic_grid import DynamicGrid, dynamic_range, dynamic_scale, dynamic_zero_point
 from fxq.quant.qparams import as_float32
 
@@ -31,7 +32,7 @@ class DynamicQuantize(Kernel):
     """
 
     name: ClassVar[str] = "dynamic_quantize"
-    kind: ClassVar[str] = "convert"
+    kind: ClassVar[NodeKind] = "convert"
     options: ClassVar[tuple[str, ...]] = ("qmin", "qmax", "axis", "symmetric")
 
     def __init__(self, qmin: int, qmax: int, axis: int | None = None, symmetric: bool = True) -> None:

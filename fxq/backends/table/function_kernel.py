@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from fxq.backends.kernel import Kernel, encode, known_kernels, refuse
-from fxq.backends.table.kernel_table import FusedUnit
+from fxq.backends.plain.stored_weight import float_input
+from fxq.backends.table.kernel_table import FLOAT_INPUT, KernelRequest
 from fxq.common.isolation import autocast_on
 from fxq.common.source import imported, name_of
 from fxq.errors import InputError
@@ -52,7 +53,8 @@ class FunctionKernel(Kernel):
     Args:
         captures: description of each capture of the pattern by name, a dict with one key: `integers` (an activation:
             scale, zero_point, and as `dynamic` the number of inputs that follow its integers, see
-            `FusedUnit.dynamic`), `weight` (axis, block), `tensor` (a constant), or `value` (a number or None).
+            `KernelRequest.dynamic`), `float` (a float activation), `weight` (axis, block), `tensor` (a constant), or
+            `value` (a number or None).
         outs: grid of each output as plain data; None for float32.
         settings: options of ops and variants of the pattern that are arguments of the function.
         tensors: weights and constants by name: `values_w`, `scale_w` and `zero_point_w` of a weight w, `tensor_b` of a
@@ -77,14 +79,17 @@ class FunctionKernel(Kernel):
             self.register_buffer(name, tensor)
 
     @classmethod
-    def of(cls, unit: FusedUnit, settings: Mapping[str, Any]) -> Self:
-        """Return the kernel of a unit. Raises `BackendError` if a capture cannot be passed to a function."""
+    def of(cls, request: KernelRequest, settings: Mapping[str, Any]) -> Self:
+        """Return the requested kernel. Raises `BackendError` if a capture cannot be passed to a function."""
         captures, tensors = dict[str, dict[str, Any]](), dict[str, Tensor]()
-        for name, value in unit.captures.items():
+        for name, value in request.captures.items():
             if isinstance(value, QParams):
-                dynamic = unit.dynamic.get(name, 0)
+                dynamic = request.dynamic.get(name, 0)
                 captures[name] = {"integers": {"scale": value.s, "zero_point": value.z, "dynamic": dynamic}}
+            elif value is FLOAT_INPUT:
+                captures[name] = {"float": True}
             elif isinstance(value, Weight):
+                refuse(cls.name, f"its {name} is stored in float16" if value.stored.is_floating_point() else None)
                 grid = value.qparams
                 captures[name] = {"weight": {"axis": grid.axis, "block": grid.block}}
                 parts = {"values": value.values, "scale": grid.scale, "zero_point": grid.zero_point}
@@ -96,7 +101,7 @@ class FunctionKernel(Kernel):
                 can_pass = value is None or isinstance(value, (bool, int, float))
                 refuse(cls.name, None if can_pass else f"its {name} is neither an activation, a constant nor a number")
                 captures[name] = {"value": value}
-        return cls(captures, [encode(grid) for grid in unit.outs], settings, **tensors)
+        return cls(captures, [encode(grid) for grid in request.outs], settings, **tensors)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Self:
@@ -115,7 +120,7 @@ class FunctionKernel(Kernel):
 
         Args:
             inputs: integers of the activations in the order of the captures, each followed by its dynamic scale and
-                zero point.
+                zero point; for weight-only layers, float32 activations.
 
         Raises:
             InputError: the function returns another number of values, or another dtype, than its pattern says.
@@ -129,13 +134,15 @@ class FunctionKernel(Kernel):
         return tuple(map(self._on_grid, result, call.outs))
 
     def _call(self) -> _Call:
-        fixed, activations = dict[str, Any](self.settings), dict[str, tuple[QTensor, int]]()
+        fixed, activations = dict[str, Any](self.settings), dict[str, tuple[QTensor, int] | None]()
         for name, capture in self.captures.items():
             tensor = {part: self._buffers.get(f"{part}_{name}") for part in ("values", "scale", "zero_point", "tensor")}
             if "integers" in capture:
                 grid = capture["integers"]
                 qp = QParams.per_tensor(grid["scale"], grid["zero_point"])
                 activations[name] = QTensor(torch.empty(0), qp.scale, qp.zero_point), grid["dynamic"]
+            elif "float" in capture:
+                activations[name] = None
             elif "weight" in capture:
                 del tensor["tensor"]
                 fixed[name] = QTensor(**tensor, **capture["weight"])  # type: ignore[arg-type]
@@ -167,18 +174,21 @@ class _Call:
 
     Attributes:
         fixed: arguments that are the same in every call, by name.
-        activations: grid of each activation, and its number of dynamic inputs, by name.
+        activations: grid of each activation, and its number of dynamic inputs, by name; None: it is in float.
         outs: grid of each output; None for float32.
     """
 
     fixed: Mapping[str, Any]
-    activations: Mapping[str, tuple[QTensor, int]]
+    activations: Mapping[str, tuple[QTensor, int] | None]
     outs: tuple[QParams | None, ...]
 
     def arguments(self, inputs: Sequence[Tensor]) -> dict[str, Any]:
         arguments, remaining = dict(self.fixed), iter(inputs)
-        for name, (grid, dynamic) in self.activations.items():
-            values = next(remaining)
+        for name, activation in self.activations.items():
+            if activation is None:
+                arguments[name] = float_input(next(remaining))
+                continue
+            (grid, dynamic), values = activation, next(remaining)
             scale = next(remaining) if dynamic else grid.scale
             zero_point = next(remaining) if dynamic > 1 else grid.zero_point
             arguments[name] = QTensor(values, scale, zero_point)

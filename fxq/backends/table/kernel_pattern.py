@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from inspect import Parameter, signature
 from typing import Any
 
-from fxq.backends.table.kernel_table import FusedUnit, rule_key
+from fxq.backends.table.kernel_table import KernelRequest, rule_key
 from fxq.common.source import name_of
 from fxq.errors import InputError, unknown
 from fxq.ops.table import Op
@@ -41,7 +41,7 @@ class KernelPattern:
     @classmethod
     def of_rule(cls, rule: Rule) -> KernelPattern:
         """Return the pattern of a rule of a fusion."""
-        ops = tuple((node.op, node.options) for node in dict.fromkeys(reached(rule.outputs)) if node.op is not None)
+        ops = tuple((node.op, node.options) for node in dict.fromkeys(reached(rule.outputs)) if isinstance(node.op, Op))
         return cls(rule.name, rule_key(rule.name, rule.captures), rule.captures, ops, rule.variant)
 
     @property
@@ -49,9 +49,9 @@ class KernelPattern:
         """Options that the pattern does not prescribe, with the number of its ops that have an option of that name."""
         return Counter(name for op, prescribed in self.ops for name in op.options if name not in prescribed)
 
-    def refused(self, parameters: Collection[str], unit: FusedUnit) -> str | None:
-        """Why a function with these options as parameters cannot run a unit; None if it can."""
-        for call in unit.calls:
+    def refused(self, parameters: Collection[str], request: KernelRequest) -> str | None:
+        """Why a function with these options as parameters cannot run the ops; None if it can."""
+        for call in request.calls:
             if call.run_time_option is not None:
                 return f"its {call.run_time_option} is computed at run time"
             for name, value in call.options.items():
@@ -63,9 +63,9 @@ class KernelPattern:
                     return f"its {name} is {value!r}, and its kernel function takes no {name}"
         return None
 
-    def settings(self, parameters: Collection[str], unit: FusedUnit) -> dict[str, Any]:
-        """Values of the options and variants of a unit that are parameters of the function."""
-        options = {name: value for call in unit.calls for name, value in call.options.items() if name in parameters}
+    def settings(self, parameters: Collection[str], request: KernelRequest) -> dict[str, Any]:
+        """Values of the options and variants of the ops that are parameters of the function."""
+        options = {name: value for call in request.calls for name, value in call.options.items() if name in parameters}
         return options | {name: value for name, value in self.variant.items() if name in parameters}
 
 

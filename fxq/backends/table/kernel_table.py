@@ -29,15 +29,15 @@ CLAMPS = ("relu", "relu6", "hardtanh")
 
 
 @dataclass(frozen=True)
-class FusedUnit:
-    """The ops of a unit, or the first ones, with their inputs and grids: all that is needed to make their kernel.
+class KernelRequest:
+    """Request for the kernel of a unit, or of its first ops: the ops, their inputs and their grids.
 
     Attributes:
-        captures: the inputs by name. An activation is its grid, a `QParams`; a weight has its int8 `values` and their
-            `qparams`; a constant, such as a bias, is its tensor; a state is its node; a number is itself; an omitted
-            input is None. The names are those of the fusion's pattern. For the row of an op they are its tensors in the
-            op table, with `residual`, the other input of a fused add, and `slope`, the weight of a fused activation
-            function.
+        captures: the inputs by name. An activation is its grid, a `QParams`, or `FLOAT_INPUT` in a weight-only layer; a
+            weight has its int8 `values` and their `qparams`; a constant, such as a bias, is its tensor; a state is its
+            node; a number is itself; an omitted input is None. The names are those of the fusion's pattern. For the row
+            of an op they are its tensors in the op table, with `residual`, the other input of a fused add, and `slope`,
+            the weight of a fused activation function.
         outs: the grid of each output, in the order of the fusion's outputs; None: float32.
         calls: the ops, in order, with their options.
         dynamic: number of inputs that follow the integers of an activation with dynamic range, by name: 1, its scale,
@@ -89,8 +89,8 @@ class KernelRow:
         dynamic: the row for activations with dynamic range; None: there is no such kernel.
     """
 
-    make: Callable[[FusedUnit], Kernel] | None
-    refuses: Callable[[FusedUnit], str | None] = lambda unit: None
+    make: Callable[[KernelRequest], Kernel] | None
+    refuses: Callable[[KernelRequest], str | None] = lambda request: None
     posts: tuple[str, ...] = ()
     adds: bool = False
     slow_posts: tuple[str, ...] = ()
@@ -107,7 +107,7 @@ class RowMatch:
     Attributes:
         row: the row.
         calls: the ops that its kernel runs.
-        captures: inputs of the kernel as in `FusedUnit.captures`, but as nodes of the graph.
+        captures: inputs of the kernel as in `KernelRequest.captures`, but as nodes of the graph.
         outputs: number of outputs.
     """
 
@@ -131,17 +131,28 @@ class RowMatch:
                 captures[name] = _placeholder(gm, value, roles.get(value))
                 if captures[name] is None:
                     return f"its {name} is computed at run time"
-        return self.row.refuses(FusedUnit(captures, (_GRID,) * self.outputs, self.calls))
+        return self.row.refuses(KernelRequest(captures, (_GRID,) * self.outputs, self.calls))
 
     def _role(self, name: str) -> Role | None:
         return self.calls[0].op.traits.role(name)
+
+    def float_inputs(self, gm: fx.GraphModule) -> tuple[tuple[fx.Node, ...], dict[str, Any]]:
+        """Inputs of a weight-only kernel: the nodes of the float activations, and `captures` of `KernelRequest`."""
+        inputs, captures = list[fx.Node](), dict(self.captures)
+        for name, value in self.captures.items():
+            if isinstance(value, fx.Node):
+                weight, fixed = integer_weight(gm, value), constant(gm, value)
+                is_input = weight is None and fixed is None
+                captures[name] = FLOAT_INPUT if is_input else weight or fixed
+                inputs += [value] if is_input else []
+        return tuple(inputs), captures
 
     def integers(self, gm: fx.GraphModule) -> tuple[tuple[fx.Node, ...], dict[str, Any], dict[str, int]]:
         """Inputs of the kernel after calibration.
 
         Returns:
             The nodes of the integer activations and states, in the order of the captures; and `captures` and `dynamic`
-            of `FusedUnit`.
+            of `KernelRequest`.
         """
         inputs, captures, dynamic = list[fx.Node](), dict(self.captures), dict[str, int]()
         for name, value in self.captures.items():
@@ -159,6 +170,8 @@ class RowMatch:
         return tuple(inputs), captures, dynamic
 
 
+FLOAT_INPUT = torch.float32
+"""Capture of a float activation of a weight-only layer."""
 _GRID = QParams.per_tensor(1.0, 0)
 _WEIGHT_GRID = QParams.per_tensor(1.0, 0, -127, 127, torch.int8)
 
@@ -173,6 +186,11 @@ def _placeholder(gm: fx.GraphModule, value: fx.Node, role: Role | None) -> Any:
 def rule_key(rule: str, captures: Iterable[str]) -> str:
     """Key of the row for units of a fusion. The key of the row for a single op is the op's name."""
     return f"{rule}({', '.join(captures)})"
+
+
+def weight_only_key(op: str) -> str:
+    """Key of the user's own row for weight-only layers of an op."""
+    return f"weight-only {op}"
 
 
 def matching_rows(calls: Calls, rows: Mapping[str, KernelRow]) -> list[RowMatch]:
@@ -242,66 +260,67 @@ def post_of(call: OpCall) -> PostOp:
     options = call.options
     if call.op.name == "hardtanh":
         return PostOp("hardtanh", (options["min_val"], options["max_val"]))
-    if call.op.name == "leaky_relu":
-        return PostOp("leaky_relu", (options["negative_slope"],))
+    slope = call.op.traits.slopes
+    if slope is not None and slope in options:
+        return PostOp(call.op.name, (options[slope],))
     return PostOp(call.op.name, algorithm=options.get("approximate", ""))
 
 
-def _max_pool(unit: FusedUnit) -> Kernel:
-    same_grid(unit)
-    dims = len(unit.options["kernel_size"])
-    return MaxPool3d(**unit.options) if dims == 3 else MaxPool2d(**unit.options, dims=dims)
+def _max_pool(request: KernelRequest) -> Kernel:
+    same_grid(request)
+    dims = len(request.options["kernel_size"])
+    return MaxPool3d(**request.options) if dims == 3 else MaxPool2d(**request.options, dims=dims)
 
 
-def _adaptive_max(unit: FusedUnit) -> Kernel:
-    same_grid(unit)
-    return AdaptiveMaxPool(**unit.options)
+def _adaptive_max(request: KernelRequest) -> Kernel:
+    same_grid(request)
+    return AdaptiveMaxPool(**request.options)
 
 
-def same_grid(unit: FusedUnit) -> QParams:
+def same_grid(request: KernelRequest) -> QParams:
     """Return the grid of input and output. Raises `BackendError` if their grids differ."""
-    if unit.out is None or not unit.grids[0].same_as(unit.out):
+    if request.out is None or not request.grids[0].same_as(request.out):
         raise BackendError("its input and output have different scales")
-    return unit.grids[0]
+    return request.grids[0]
 
 
-def binary_kernel(kernel: Callable[..., Kernel], **options: Any) -> Callable[[FusedUnit], Kernel]:
+def binary_kernel(kernel: Callable[..., Kernel], **options: Any) -> Callable[[KernelRequest], Kernel]:
     """Return a function that makes kernels of two activations. It raises `BackendError` if the output is float."""
 
-    def make(unit: FusedUnit) -> Kernel:
-        if unit.out is None:
+    def make(request: KernelRequest) -> Kernel:
+        if request.out is None:
             raise BackendError("its result is float, the kernel emits uint8")
-        return kernel(*unit.grids, unit.out, post=unit.post, **options)
+        return kernel(*request.grids, request.out, post=request.post, **options)
 
     return make
 
 
-def _adaptive_refuses(unit: FusedUnit) -> str | None:
-    return None if all(n == 1 for n in unit.options["output_size"]) else "its windows depend on the input's size"
+def _adaptive_refuses(request: KernelRequest) -> str | None:
+    return None if all(n == 1 for n in request.options["output_size"]) else "its windows depend on the input's size"
 
 
-def global_mean(unit: FusedUnit) -> Kernel:
+def global_mean(request: KernelRequest) -> Kernel:
     """Return the kernel of an adaptive average pooling to one value, which is a mean for every input size."""
-    axes = len(unit.options["output_size"])
-    return Mean(unit.grids[0], unit.out, range(-axes, 0), keepdim=True)
+    axes = len(request.options["output_size"])
+    return Mean(request.grids[0], request.out, range(-axes, 0), keepdim=True)
 
 
-def _mean(unit: FusedUnit) -> Kernel:
-    options, is_sum = unit.options, unit.calls[0].op.name == "sum"
-    return Mean(unit.grids[0], unit.out, options["dim"], options["keepdim"], is_sum)
+def _mean(request: KernelRequest) -> Kernel:
+    options, is_sum = request.options, request.calls[0].op.name == "sum"
+    return Mean(request.grids[0], request.out, options["dim"], options["keepdim"], is_sum)
 
 
-def _clamp(unit: FusedUnit) -> Kernel:
-    return Clamp(same_grid(unit), post_of(unit.calls[0]))
+def _clamp(request: KernelRequest) -> Kernel:
+    return Clamp(same_grid(request), post_of(request.calls[0]))
 
 
-def _pad(unit: FusedUnit) -> Kernel:
-    options = unit.options
-    return Pad(same_grid(unit), options["pad"], options["mode"], options["value"] or 0.0)
+def _pad(request: KernelRequest) -> Kernel:
+    options = request.options
+    return Pad(same_grid(request), options["pad"], options["mode"], options["value"] or 0.0)
 
 
-def _lookup_refuses(unit: FusedUnit) -> str | None:
-    call = unit.calls[0]
+def _lookup_refuses(request: KernelRequest) -> str | None:
+    call = request.calls[0]
     (x,) = call.activations
     shape = (info(x).shape or ()) if isinstance(x, fx.Node) else ()
     constants = {n: info(v).shape or () for n, v in call.tensors.items() if v is not x and isinstance(v, fx.Node)}
@@ -320,22 +339,22 @@ def _per_channel(call: OpCall, name: str, constant: tuple[int, ...], shape: tupl
     return (1,) * (len(shape) - len(constant)) + constant == (1, shape[1], *[1] * (len(shape) - 2))
 
 
-def lookup_kernel(unit: FusedUnit) -> Kernel:
+def lookup_kernel(request: KernelRequest) -> Kernel:
     """Return the lookup-table kernel of an op with its constants and of a following clamp."""
-    op, (grid,) = unit.calls[0].op, unit.grids
-    read = {name: value for name, value in unit.captures.items() if name in op.tensors}
+    op, (grid,) = request.calls[0].op, request.grids
+    read = {name: value for name, value in request.captures.items() if name in op.tensors}
     (name,) = (name for name, value in read.items() if value is grid)
-    low, high = bounds(unit.post) or (-math.inf, math.inf)
+    low, high = bounds(request.post) or (-math.inf, math.inf)
     # `Lookup.of` calls the function with channels along the last axis, so constants must broadcast along it.
     fixed = {n: v.float().reshape(-1) if isinstance(v, Tensor) else v for n, v in read.items() if n != name}
     channels = max((v.numel() for v in fixed.values() if isinstance(v, Tensor)), default=0)
 
     def function(x: Tensor) -> Tensor:
         tensors = {name: x, **fixed}
-        y: Tensor = op.target(*(tensors.get(n) for n in op.tensors), **unit.options)
+        y: Tensor = op.target(*(tensors.get(n) for n in op.tensors), **request.options)
         return y.clamp(low, high)
 
-    return Lookup.of(function, op.name, grid, unit.out, channels)
+    return Lookup.of(function, op.name, grid, request.out, channels)
 
 
 NATIVE_ROW = KernelRow(None)
@@ -345,7 +364,8 @@ LOOKUP_ROW = KernelRow(lookup_kernel, _lookup_refuses, CLAMPS)
 PLAIN_ROWS: dict[str, KernelRow] = {
     **dict.fromkeys(OPS.family("max_pool"), KernelRow(_max_pool)),
     **dict.fromkeys(
-        OPS.family("adaptive_max_pool"), KernelRow(_adaptive_max, lambda unit: AdaptiveMaxPool.refuses(**unit.options))
+        OPS.family("adaptive_max_pool"),
+        KernelRow(_adaptive_max, lambda request: AdaptiveMaxPool.refuses(**request.options)),
     ),
     **dict.fromkeys(OPS.family("adaptive_avg_pool"), KernelRow(global_mean, _adaptive_refuses)),
     "mean": KernelRow(_mean),

@@ -11,6 +11,7 @@ from torch import Tensor
 from fxq.backends.kernel import Kernel, PostOp, decode, first_reason, refuse
 from fxq.backends.table.layer_spec import LayerSpec, is_depthwise, overflow_refused, post_refused, weight_refused
 from fxq.graph.analysis.integer_sums import beyond_int32, largest_sum
+from fxq.ops import OPS
 from fxq.quant.qparams import QParams
 
 if TYPE_CHECKING:
@@ -116,11 +117,12 @@ class LayerKernel(Kernel):
     @classmethod
     def _slope_refused(cls, spec: LayerSpec) -> str | None:
         channels = spec.weight.shape[cls.channel_axis] * (spec.groups if cls.channel_axis else 1)
-        is_prelu = spec.post is not None and spec.post.name == "prelu"
-        fits = spec.slope.shape in ((1,), (channels,)) if spec.slope is not None else not is_prelu
-        if fits and is_prelu == (spec.slope is not None):
+        names = OPS.with_slopes(tensors=True)
+        is_sloped = spec.post is not None and spec.post.name in names
+        fits = spec.slope.shape in ((1,), (channels,)) if spec.slope is not None else not is_sloped
+        if fits and is_sloped == (spec.slope is not None):
             return None
-        return f"prelu takes slopes of shape (1,) or ({channels},), and only prelu"
+        return f"{' or '.join(names)} takes slopes of shape (1,) or ({channels},), and no other function"
 
     @classmethod
     def adds_in_int16(cls, depthwise: bool) -> bool:

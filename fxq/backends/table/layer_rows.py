@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import fx
 
 from fxq.backends.table.dynamic_layer import DynamicLayer
-from fxq.backends.table.kernel_table import CLAMPS, FusedUnit, KernelRow
+from fxq.backends.table.kernel_table import CLAMPS, KernelRequest, KernelRow
 from fxq.backends.table.layer_kernel import LayerKernel
 from fxq.backends.table.layer_spec import LayerSpec, is_depthwise
 from fxq.errors import BackendError
@@ -21,14 +21,14 @@ Change = Callable[[LayerSpec], LayerSpec]
 def layer_row(kernel: type[LayerKernel], change: Change = lambda layer: layer) -> KernelRow:
     """Return the row of a layer kernel. `change` is applied to every layer before its kernel is made."""
     dynamic = KernelRow(
-        lambda unit: DynamicLayer.of(kernel, change(layer_of(unit))),
-        lambda unit: DynamicLayer.refuses(kernel, change(layer_of(unit))),
+        lambda request: DynamicLayer.of(kernel, change(layer_of(request))),
+        lambda request: DynamicLayer.refuses(kernel, change(layer_of(request))),
         (*CLAMPS, "gelu"),
         emits_integers=False,
     )
     return KernelRow(
-        lambda unit: kernel(change(layer_of(unit))),
-        lambda unit: kernel.refuses(change(layer_of(unit))),
+        lambda request: kernel(change(layer_of(request))),
+        lambda request: kernel.refuses(change(layer_of(request))),
         kernel.posts,
         "residual" in kernel.options,
         kernel.slow_posts,
@@ -37,13 +37,13 @@ def layer_row(kernel: type[LayerKernel], change: Change = lambda layer: layer) -
     )
 
 
-def layer_of(unit: FusedUnit) -> LayerSpec:
-    """Return the layer that a unit runs. Raises `BackendError` if its weight is not int8."""
-    weight, bias, residual, slope = map(unit.captures.get, ("weight", "bias", "residual", "slope"))
+def layer_of(request: KernelRequest) -> LayerSpec:
+    """Return the layer of a request. Raises `BackendError` if its weight is not int8."""
+    weight, bias, residual, slope = map(request.captures.get, ("weight", "bias", "residual", "slope"))
     if not isinstance(weight, Weight):
         raise BackendError("its weight is not in integers")
     return LayerSpec(
-        weight.values, weight.qparams, bias, unit.grids[0], unit.out, **unit.options, post=unit.post,
+        weight.values, weight.qparams, bias, request.grids[0], request.out, **request.options, post=request.post,
         residual=residual, slope=slope,
     )  # fmt: skip
 

@@ -15,7 +15,14 @@ from fxq.backends.plain.converters import Dequantize, Quantize, Requantize
 from fxq.backends.plain.dynamic_quantize import DynamicQuantize
 from fxq.backends.plain.stored_weight import StoredWeight
 from fxq.backends.plain.weight_only import KERNELS as WEIGHT_ONLY
-from fxq.backends.table.kernel_table import QUANTIZING_KERNELS, FusedUnit, KernelRow, RowMatch, matching_rows
+from fxq.backends.table.kernel_table import (
+    QUANTIZING_KERNELS,
+    KernelRequest,
+    KernelRow,
+    RowMatch,
+    matching_rows,
+    weight_only_key,
+)
 from fxq.errors import BackendError, InputError
 from fxq.graph.grid import grid_of
 from fxq.graph.query import CONVERSIONS, argument, constant, dynamic_grid_ops, is_op, options_of, values_of
@@ -47,7 +54,8 @@ class RowBackend(Backend):
             def rows(self):
                 return {**super().rows, "linear": fxq.extend.KernelRow(make)}
 
-    `make(unit)` takes a `fxq.extend.FusedUnit` and returns a `fxq.extend.Kernel`, as for `fxq.extend.register_kernel`.
+    `make` is a function of a `fxq.extend.KernelRequest` that returns a `fxq.extend.Kernel`, as for
+    `fxq.extend.register_kernel`.
     """
 
     registered: ClassVar[dict[str, KernelRow]] = {}
@@ -70,16 +78,26 @@ class RowBackend(Backend):
             calls: the ops of the unit.
             dynamic: whether its activations have dynamic ranges.
         """
-        classes = [base for base in reversed(type(self).__mro__) if issubclass(base, RowBackend)]
-        rows = {**self.rows, **{key: row for base in classes for key, row in base.registered.items()}}
+        rows = {**self.rows, **self._registered_rows()}
         if dynamic:
             rows = {key: row.dynamic for key, row in rows.items() if row.dynamic is not None}
         return matching_rows(calls, rows)
+
+    def _registered_rows(self) -> dict[str, KernelRow]:
+        classes = [base for base in reversed(type(self).__mro__) if issubclass(base, RowBackend)]
+        return {key: row for base in classes for key, row in base.registered.items()}
+
+    def _own_weight_only(self, gm: fx.GraphModule, calls: Calls) -> RowMatch | None:
+        """Row of the user's own kernel that runs a weight-only layer; None if there is none."""
+        row = self._registered_rows().get(weight_only_key(calls[0].op.name)) if len(calls) == 1 else None
+        match = RowMatch(row, calls, calls[0].tensors) if row is not None else None
+        return match if match is not None and match.refused(gm) is None else None
 
     def supports(self, gm: fx.GraphModule, node: fx.Node, calls: Calls, config: QuantConfig) -> Support:
         """Return how many of the first ops a kernel of the table runs."""
         if config.activation is None:
             has_kernel = len(calls) == 1 and calls[0].op.name in WEIGHT_ONLY
+            has_kernel = has_kernel or self._own_weight_only(gm, calls) is not None
             unsupported = f"no kernel runs {calls[0].op.name} with integer weights alone"
             return Support(1) if has_kernel else Support(0, unsupported)
         dynamic = config.activation.range == "dynamic"
@@ -110,7 +128,9 @@ class RowBackend(Backend):
 
     def code(self, calls: Calls) -> str:
         """Hash of the code outside of fxq that runs a unit, including the user's own kernel of it."""
-        return super().code(calls) + "".join(match.row.code for match in self.matching_rows(calls)[:1])
+        weight_only = self._registered_rows().get(weight_only_key(calls[0].op.name))
+        rows = [*(match.row for match in self.matching_rows(calls)[:1]), *([weight_only] if weight_only else [])]
+        return super().code(calls) + "".join(row.code for row in rows)
 
     def regions(self, gm: fx.GraphModule) -> Iterator[Region]:
         """Regions of units and conversions.
@@ -129,15 +149,7 @@ class RowBackend(Backend):
     def lower(self, gm: fx.GraphModule, region: Region) -> Kernel | None:
         """Return the kernel of a unit or conversion from the table; None if the region needs none."""
         if not isinstance(region, UnitRegion):
-            measures = dynamic_grid_ops(region.nodes[-1])
-            if not measures or region.nodes != (*measures, region.nodes[-1]):
-                first, count = region.nodes[0].name, len(region.nodes)
-                raise InputError(
-                    f"the backend {self.name!r} has kernels of single units: to lower a region of {count} nodes, from "
-                    f"%{first} on, its class must override `lower`, not only `regions`."
-                )
-            scale, integers = options_of(region.nodes[0]), options_of(region.nodes[-1])
-            return DynamicQuantize(integers["qmin"], integers["qmax"], scale["axis"], scale["symmetric"])
+            return self._dynamic_quantize(region)
         if is_op(region.node, *CONVERSIONS):
             return _converter(gm, region.node)
         if _quantizes(gm, region):
@@ -145,7 +157,37 @@ class RowBackend(Backend):
             assert grid is not None and weight is not None  # `_quantizes` has checked them
             return QUANTIZING_KERNELS[region.calls[0].op.name](weight, grid)
         if is_weight_only(region.node, region.calls):
-            return _weight_only(gm, region)
+            own = self._own_weight_only(gm, region.calls)
+            try:
+                return _weight_only(gm, region) if own is None else _own_weight_only_kernel(gm, region, own)
+            except BackendError:
+                if own is None or region.calls[0].op.name not in WEIGHT_ONLY:
+                    raise
+                return _weight_only(gm, region)
+        return self._unit_kernel(gm, region)
+
+    def _dynamic_quantize(self, region: Region) -> Kernel:
+        """Return the kernel of a quantize with the ops that compute its dynamic grid.
+
+        Raises:
+            InputError: The region has other nodes.
+        """
+        measures = dynamic_grid_ops(region.nodes[-1])
+        if not measures or region.nodes != (*measures, region.nodes[-1]):
+            first, count = region.nodes[0].name, len(region.nodes)
+            raise InputError(
+                f"the backend {self.name!r} has kernels of single units: to lower a region of {count} nodes, from "
+                f"%{first} on, its class must override `lower`, not only `regions`."
+            )
+        scale, integers = options_of(region.nodes[0]), options_of(region.nodes[-1])
+        return DynamicQuantize(integers["qmin"], integers["qmax"], scale["axis"], scale["symmetric"])
+
+    def _unit_kernel(self, gm: fx.GraphModule, region: UnitRegion) -> Kernel | None:
+        """Return the kernel of the first row that runs the whole unit; None if that row needs none.
+
+        Raises:
+            BackendError: All rows refuse the unit; the reason is that of the last one.
+        """
         refusal = None
         for match in self.matching_rows(region.calls, _is_dynamic(region)):
             if len(match.calls) < len(region.calls):
@@ -182,7 +224,7 @@ def _kernel(gm: fx.GraphModule, region: UnitRegion, match: RowMatch) -> Kernel:
     if indices != [*range(match.outputs)][: len(indices)] or len(region.outputs) != match.outputs:
         raise BackendError("one of its outputs is not read, or is read twice")
     assert match.row.make is not None  # otherwise the op runs without a kernel
-    kernel = match.row.make(FusedUnit(captures, out_grids(gm, region), region.calls, dynamic))
+    kernel = match.row.make(KernelRequest(captures, out_grids(gm, region), region.calls, dynamic))
     if inputs != region.inputs:  # the kernel reads one of them twice, or in another order
         kernel.reads = tuple(map(region.inputs.index, inputs))
     return kernel
@@ -213,6 +255,16 @@ def _weight_only(gm: fx.GraphModule, region: UnitRegion) -> Kernel | None:
             activations[name] = read
     kernel = kind.of(call, tuple(activations), weights, constants)
     inputs = tuple(activations.values())
+    if inputs != region.inputs:
+        kernel.reads = tuple(map(region.inputs.index, inputs))
+    return kernel
+
+
+def _own_weight_only_kernel(gm: fx.GraphModule, region: UnitRegion, match: RowMatch) -> Kernel:
+    """Return the user's own kernel of a weight-only layer."""
+    inputs, captures = match.float_inputs(gm)
+    assert match.row.make is not None  # rows of the user's own have a kernel
+    kernel = match.row.make(KernelRequest(captures, (None,), region.calls))
     if inputs != region.inputs:
         kernel.reads = tuple(map(region.inputs.index, inputs))
     return kernel

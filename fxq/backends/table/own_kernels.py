@@ -13,7 +13,7 @@ from fxq.backends.by_name import backend_type
 from fxq.backends.kernel import Kernel, refuse
 from fxq.backends.table.function_kernel import FunctionKernel, kernel_of
 from fxq.backends.table.kernel_pattern import KernelPattern, check_signature
-from fxq.backends.table.kernel_table import FusedUnit, KernelRow
+from fxq.backends.table.kernel_table import KernelRequest, KernelRow, weight_only_key
 from fxq.backends.table.lowering import RowBackend
 from fxq.common.source import digest_of, name_of
 from fxq.errors import BackendError, FxqError, InputError, unknown, words_of
@@ -22,14 +22,14 @@ from fxq.rewriting.pattern import FUSIONS, Family
 
 _MAKERS: dict[str, Callable[..., Any]] = {}
 """The user's function that makes or is a kernel, by backend and pattern."""
-Maker = TypeVar("Maker", bound=Callable[[FusedUnit], Kernel])
+Maker = TypeVar("Maker", bound=Callable[[KernelRequest], Kernel])
 
 
 def register_kernel(backend: str, fusion: Family | str, *, emits_float: bool = True) -> Callable[[Maker], Maker]:
     """Decorate a function that makes the kernel of a fusion or op on a backend.
 
     The kernel takes the integers of the captured activations, in the order of the captures. It returns the value of the
-    fusion on the grid `FusedUnit.outs[0]`; if the fusion has several outputs, a tuple, each on its grid.
+    fusion on the grid `KernelRequest.outs[0]`; if the fusion has several outputs, a tuple, each on its grid.
     `verify-lowering` compares it with the float meaning of the fusion, and its price is measured. Name the function in
     recipes that you save, see `Recipe.with_extensions`.
 
@@ -40,7 +40,7 @@ def register_kernel(backend: str, fusion: Family | str, *, emits_float: bool = T
         emits_float: whether the kernel can emit float32. If not, its result is rounded to a grid wherever it is read.
 
     Returns:
-        Decorator of a function `(FusedUnit) -> Kernel`, which it returns unchanged. The function may raise
+        Decorator of a function `(KernelRequest) -> Kernel`, which it returns unchanged. The function may raise
         `BackendError` with the reason why it cannot make the kernel; the unit then runs as if there were none. A
         function that is defined again replaces the earlier one.
 
@@ -67,9 +67,9 @@ def register_kernel(backend: str, fusion: Family | str, *, emits_float: bool = T
         ...         y = nn.functional.linear(real, weight, self.bias).sigmoid() * self.factor
         ...         return y if self.out is None else fxq.quant.qparams.quantize(y, self.out)
         >>> @fxq.extend.register_kernel("x86", linear_gate)
-        ... def make(unit):
-        ...     w, b, s = (unit.captures[name] for name in "wbs")
-        ...     return LinearGate(w.values, w.qparams.scale, b, unit.captures["x"], unit.out, s)
+        ... def make(request):
+        ...     w, b, s = (request.captures[name] for name in "wbs")
+        ...     return LinearGate(w.values, w.qparams.scale, b, request.captures["x"], request.out, s)
     """
     patterns, rows = _patterns("register_kernel", fusion), _registered(backend)
 
@@ -84,7 +84,9 @@ def register_kernel(backend: str, fusion: Family | str, *, emits_float: bool = T
 Run = TypeVar("Run", bound=Callable[..., Any])
 
 
-def kernel(backend: str, pattern: Family | str, *, pack: Callable[..., Any] | None = None) -> Callable[[Run], Run]:
+def kernel(
+    backend: str, pattern: Family | str, *, pack: Callable[..., Any] | None = None, weight_only: bool = False
+) -> Callable[[Run], Run]:
     """Decorate a function that is the kernel of a fusion or op on a backend.
 
     The function gets integer tensors with their grids and returns integers or floats. fxq derives the rest: weights and
@@ -98,6 +100,9 @@ def kernel(backend: str, pattern: Family | str, *, pack: Callable[..., Any] | No
         pattern: result of `fxq.fusion`, or the name of an op, such as "linear".
         pack: function of some of the constants, by name. Its result is cached until one of them is edited, and is
             passed as `packed`. It is not copied or saved.
+        weight_only: whether the kernel is for weight-only layers: activations are float32 tensors, and so is the
+            result. `pattern` must be an op, since these layers are not fused. Weights of 4 bits are stored one to a
+            byte.
 
     Returns:
         Decorator of a function, which it returns unchanged. The function's parameters are the captures of the pattern
@@ -115,8 +120,8 @@ def kernel(backend: str, pattern: Family | str, *, pack: Callable[..., Any] | No
         that is None; of several outputs a tuple. A function that is defined again replaces the earlier one.
 
     Raises:
-        InputError: `pattern` is neither a fusion nor an op; a parameter is not in the pattern, or a capture is not a
-            parameter; at run time, the function returns another dtype.
+        InputError: `pattern` is neither a fusion nor an op, or is a fusion with `weight_only`; a parameter is not in
+            the pattern, or a capture is not a parameter; at run time, the function returns another dtype.
         BackendError: the backend is unknown or has no kernel table, or another function runs this pattern there.
 
     Example:
@@ -128,6 +133,10 @@ def kernel(backend: str, pattern: Family | str, *, pack: Callable[..., Any] | No
         ...     return torch.tanh(nn.functional.linear(x.dequantize(), w.dequantize(), b))
     """
     patterns, rows = _patterns("kernel", pattern), _registered(backend)
+    if weight_only:
+        patterns = [replace(p, name=weight_only_key(p.name), key=weight_only_key(p.name)) for p in patterns]
+        if not isinstance(pattern, str):
+            raise InputError("kernel takes the name of an op if weight_only=True: weight-only layers are not fused.")
 
     def register(function: Run) -> Run:
         if not inspect.isfunction(function):
@@ -137,17 +146,20 @@ def kernel(backend: str, pattern: Family | str, *, pack: Callable[..., Any] | No
         new_rows = {}
         for pattern, options in zip(patterns, option_names, strict=True):
             row = KernelRow(partial(_make, kind, pattern, options), partial(pattern.refused, options), code=code)
-            new_rows[pattern] = replace(row, dynamic=row)
+            new_rows[pattern] = row if weight_only else replace(row, dynamic=row)
         _register(backend, rows, function, new_rows)
         return function
 
     return register
 
 
-def _make(kind: type[FunctionKernel], pattern: KernelPattern, options: Collection[str], unit: FusedUnit) -> Kernel:
-    refuse(kind.name, pattern.refused(options, unit))
-    captures = {name: unit.captures.get(name) for name in pattern.captures}  # the captures of an op lack omitted inputs
-    return kind.of(replace(unit, captures=captures), pattern.settings(options, unit))
+def _make(
+    kind: type[FunctionKernel], pattern: KernelPattern, options: Collection[str], request: KernelRequest
+) -> Kernel:
+    refuse(kind.name, pattern.refused(options, request))
+    # the captures of an op lack omitted inputs
+    captures = {name: request.captures.get(name) for name in pattern.captures}
+    return kind.of(replace(request, captures=captures), pattern.settings(options, request))
 
 
 def _patterns(caller: str, fusion: Any) -> list[KernelPattern]:
@@ -192,17 +204,17 @@ def makes_kernels(value: Any) -> bool:
 _NAMED = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 
 
-def _checked(make: Callable[[FusedUnit], Kernel]) -> Callable[[FusedUnit], Kernel]:
+def _checked(make: Callable[[KernelRequest], Kernel]) -> Callable[[KernelRequest], Kernel]:
     if not callable(make):
         raise InputError(f"register_kernel decorates a function that makes a kernel, not {make!r}.")
 
-    def make_checked(unit: FusedUnit) -> Kernel:
+    def make_checked(request: KernelRequest) -> Kernel:
         try:
-            kernel = make(unit)
+            kernel = make(request)
         except FxqError:
             raise
         except Exception as error:
-            failure = f"{name_of(make)} fails for the captures {', '.join(unit.captures)}"
+            failure = f"{name_of(make)} fails for the captures {', '.join(request.captures)}"
             raise InputError(f"{failure}: {type(error).__name__}: {words_of(error)}") from error
         if not isinstance(kernel, Kernel) or not hasattr(kernel, "name"):
             raise InputError(f"{name_of(make)} must return a fxq.extend.Kernel with a name, not {kernel!r}.")

@@ -51,7 +51,7 @@ class OnednnConv(OnednnLayer):
     With AMX, a weight that `conv_shape.misread` names gets an extra row or column of zeros, because oneDNN is wrong
     without it. With AVX2-VNNI, the residual is added in float if `conv_shape.sum_is_misread`.
 
-    oneDNN has no `prelu` and `leaky_relu`. For slopes a <= 1, prelu(y) = max(y, a * y), and rounding is monotone. The
+    oneDNN has no functions with slopes. For slopes a <= 1, they are max(y, a * y), and rounding is monotone. The
     convolution computes y and a * y as twice as many channels (as two convolutions if it has groups), and the larger
     integer is the rounded result. For slopes a >= 1 it is the smaller one.
 
@@ -68,8 +68,8 @@ class OnednnConv(OnednnLayer):
         "x", "out", "stride", "padding", "dilation", "groups", "post", "residual", "inplace",
     )  # fmt: skip
     dims: ClassVar[tuple[int, ...]] = (1, 2)
-    posts: ClassVar[tuple[str, ...]] = (*OPS.fused_after("conv"), "prelu")
-    slow_posts: ClassVar[tuple[str, ...]] = ("leaky_relu", "prelu")
+    posts: ClassVar[tuple[str, ...]] = (*OPS.fused_after("conv"), *OPS.with_slopes(tensors=True))
+    slow_posts: ClassVar[tuple[str, ...]] = OPS.with_slopes()
 
     def __init__(self, spec: LayerSpec) -> None:
         super().__init__(spec)
@@ -96,7 +96,7 @@ class OnednnConv(OnednnLayer):
         )
         forms = self._cached(("forms", conv.weight.shape), lambda: self._forms(conv.weight))
         calls = [self._call(form, conv, i) for i, form in enumerate(forms)]
-        run = self._epilogue.appended_to(self._prelu(calls, conv.shape) if self._doubles else calls[0])
+        run = self._epilogue.appended_to(self._with_slopes(calls, conv.shape) if self._doubles else calls[0])
         if any(conv.pad):
             run = _padded(run, Padding(shape, conv.pad, self.x.z))
         return ConvPlan(conv.shape, run)
@@ -124,7 +124,7 @@ class OnednnConv(OnednnLayer):
 
     @property
     def _slopes(self) -> Tensor | None:
-        """Slopes of prelu or leaky_relu, float32, (1,) or (C_out,); None for other activation functions."""
+        """Slopes of the activation function, float32, (1,) or (C_out,); None if it has none."""
         if self.post is None or self.post.name not in self.slow_posts:
             return None
         return torch.tensor(self.post.args, dtype=torch.float32, device="cpu") if self.slope is None else self.slope
@@ -132,7 +132,7 @@ class OnednnConv(OnednnLayer):
     def _forms(self, weight: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Weight, scale and bias of each convolution to run, with the input's zero point folded into the bias.
 
-        For prelu there are two: of y and of a * y; without groups they are joined in one.
+        With slopes there are two: of y and of a * y; without groups they are joined in one.
         """
         scale = self.weight_scale.expand(weight.shape[0]).contiguous()
         shift = weight.sum((1, 2, 3)).double() * scale.double() * (self.x.s * self.x.z)
@@ -200,10 +200,10 @@ class OnednnConv(OnednnLayer):
         plan: ConvPlan = self._cached_for_size((shape, torch.get_num_threads()), lambda: self._plan(shape))
         return plan
 
-    def _prelu(self, calls: list[Callable[..., Tensor]], shape: torch.Size) -> Callable[..., Tensor]:
-        """Return a function that computes prelu from two calls, or from one call with both forms as channels."""
+    def _with_slopes(self, calls: list[Callable[..., Tensor]], shape: torch.Size) -> Callable[..., Tensor]:
+        """Return a function that applies slopes to two calls, or to one call with both forms as channels."""
         slopes = self._slopes
-        assert slopes is not None  # asked for prelu and leaky_relu only
+        assert slopes is not None  # asked for functions with slopes only
         first = calls[0]
         if self.out is None:
             return lambda x: F.prelu(first(x), slopes)

@@ -15,7 +15,7 @@ from fxq.backends.table.kernel_table import (
     CLAMPS,
     LOOKUP_ROW,
     PLAIN_ROWS,
-    FusedUnit,
+    KernelRequest,
     KernelRow,
     binary_kernel,
     global_mean,
@@ -45,55 +45,57 @@ def _as_image_layer(layer: LayerSpec) -> LayerSpec:
     return replace(layer, weight=layer.weight.unsqueeze(2), **sizes)
 
 
-def _batch_norm(unit: FusedUnit) -> Kernel:
+def _batch_norm(request: KernelRequest) -> Kernel:
     """Scale and shift per channel: a depthwise convolution for large tensors, otherwise a look-up table."""
-    shape = info(unit.calls[0].tensors["x"]).shape or ()
+    shape = info(request.calls[0].tensors["x"]).shape or ()
     if len(shape) not in (3, 4) or math.prod(shape) < MIN_AFFINE_ELEMENTS:
-        return lookup_kernel(unit)
-    mean, var, gamma, beta = map(unit.captures.get, ("running_mean", "running_var", "weight", "bias"))
+        return lookup_kernel(request)
+    mean, var, gamma, beta = map(request.captures.get, ("running_mean", "running_var", "weight", "bias"))
     gamma = torch.ones(shape[1], device="cpu") if gamma is None else gamma
     beta = torch.zeros(shape[1], device="cpu") if beta is None else beta
-    scale = gamma.double() * torch.rsqrt(torch.as_tensor(var).double() + unit.options["eps"])
+    scale = gamma.double() * torch.rsqrt(torch.as_tensor(var).double() + request.options["eps"])
     weight = torch.ones(shape[1], *[1] * (len(shape) - 1), dtype=torch.int8, device="cpu")
     qparams = QParams(scale.float(), torch.zeros(shape[1], dtype=torch.int32, device="cpu"), -128, 127, torch.int8, 0)
     shift = (beta.double() - torch.as_tensor(mean).double() * scale).float()
-    return OnednnConv(LayerSpec(weight, qparams, shift, unit.grids[0], unit.out, groups=shape[1], post=unit.post))
+    return OnednnConv(
+        LayerSpec(weight, qparams, shift, request.grids[0], request.out, groups=shape[1], post=request.post)
+    )
 
 
 MIN_AFFINE_ELEMENTS = 65536
 """Elements from which a depthwise convolution scales faster than a look-up table per channel."""
 
 
-def _avg_pool_refuses(unit: FusedUnit) -> str | None:
-    options = unit.options
+def _avg_pool_refuses(request: KernelRequest) -> str | None:
+    options = request.options
     limits = {k: options[k] for k in ("padding", "ceil_mode", "count_include_pad", "divisor_override") if k in options}
     return AvgPool2d.refuses(dims=len(options["kernel_size"]), **limits)
 
 
-def _avg_pool(unit: FusedUnit) -> Kernel:
-    sizes = {k: unit.options[k] for k in ("kernel_size", "stride", "padding")}
-    return AvgPool2d(unit.grids[0], unit.out, **sizes, dims=len(sizes["kernel_size"]))
+def _avg_pool(request: KernelRequest) -> Kernel:
+    sizes = {k: request.options[k] for k in ("kernel_size", "stride", "padding")}
+    return AvgPool2d(request.grids[0], request.out, **sizes, dims=len(sizes["kernel_size"]))
 
 
-def _adaptive_avg_pool(unit: FusedUnit) -> Kernel:
-    size = unit.options["output_size"]
-    return global_mean(unit) if all(n == 1 for n in size) else AdaptiveAvgPool2d(unit.grids[0], unit.out, size)
+def _adaptive_avg_pool(request: KernelRequest) -> Kernel:
+    size = request.options["output_size"]
+    return global_mean(request) if all(n == 1 for n in size) else AdaptiveAvgPool2d(request.grids[0], request.out, size)
 
 
-def _excite(unit: FusedUnit) -> Kernel:
+def _excite(request: KernelRequest) -> Kernel:
     tensors: dict[str, Any] = {}
     for name in ("squeeze", "excite"):
-        weight, bias = (unit.captures[f"{name}_{part}"] for part in ("weight", "bias"))
+        weight, bias = (request.captures[f"{name}_{part}"] for part in ("weight", "bias"))
         reason = weight_refused(weight.qparams, 0) if isinstance(weight, Weight) else "its weight is not quantized"
         if reason is not None:
             raise BackendError(reason)
         tensors |= {name: weight.values.flatten(1), f"{name}_scale": weight.qparams.scale, f"{name}_bias": bias}
-    function, gate = (unit.calls[i].op.name for i in (2, 4))
-    return SqueezeExcite(**tensors, x=unit.grids[0], out=unit.out, function=function, gate=gate)
+    function, gate = (request.calls[i].op.name for i in (2, 4))
+    return SqueezeExcite(**tensors, x=request.grids[0], out=request.out, function=function, gate=gate)
 
 
-def _recurrent(unit: FusedUnit, dynamic: bool = False) -> Kernel:
-    row, captures, options = unit.calls[0].op, dict(unit.captures), dict(unit.options)
+def _recurrent(request: KernelRequest, dynamic: bool = False) -> Kernel:
+    row, captures, options = request.calls[0].op, dict(request.captures), dict(request.options)
     if options.pop("state_affine", False):
         raise BackendError("the grid of its state is not symmetric")
     tensors: dict[str, Any] = {}
@@ -105,11 +107,11 @@ def _recurrent(unit: FusedUnit, dynamic: bool = False) -> Kernel:
         if reason is not None:
             raise BackendError(reason)
         tensors |= {f"{name}": weight.values, f"{name}_scale": weight.qparams.scale}
-    (x,), captures = unit.grids, {name: value for name, value in captures.items() if name != "x"}
+    (x,), captures = request.grids, {name: value for name, value in captures.items() if name != "x"}
     state_inputs = tuple(name for name, value in captures.items() if isinstance(value, fx.Node))
     tensors |= {name: value for name, value in captures.items() if name not in state_inputs}
     return RecurrentLoop(
-        **tensors, op=row.name, x=x, out=unit.out, dynamic=dynamic, state_inputs=state_inputs, **options
+        **tensors, op=row.name, x=x, out=request.out, dynamic=dynamic, state_inputs=state_inputs, **options
     )
 
 

@@ -12,7 +12,7 @@ from fxq.graph.query import op_of
 
 def changes(node: fx.Node) -> tuple[int, ...]:
     """Memory blocks that a node changes in place; none for a canonical op, even if traced from an in-place op."""
-    return info(node).changes if op_of(node) is None else ()
+    return info(node).traced.changes if op_of(node) is None else ()
 
 
 class MemoryWriters:
@@ -33,7 +33,7 @@ class MemoryWriters:
         return next(self._changers(value), None)
 
     def _changers(self, value: fx.Node) -> Iterator[fx.Node]:
-        for block in info(value).memory:
+        for block in info(value).traced.memory:
             writers = self._by_block.get(block, [])
             while writers and (writers[-1]._erased or block not in changes(writers[-1])):
                 writers.pop()

@@ -99,7 +99,7 @@ class _Partition:
         last_effect: list[fx.Node] = []
         for node in self._index:
             waits = list(dict.fromkeys(n for read in node.all_input_nodes for n in self._sizes.get(read, (read,))))
-            shared = any(not changed.isdisjoint(info(n).memory) for n in (node, *waits))
+            shared = any(not changed.isdisjoint(info(n).traced.memory) for n in (node, *waits))
             if is_size(node):
                 self._sizes[node] = [*waits, node] if shared else waits
                 if not shared:

@@ -13,7 +13,7 @@ from fxq.graph.info import set_info
 from fxq.graph.query import op_of, tensor_meta
 from fxq.graph.run import Typed, infer
 from fxq.graph.text.text_values import parsed, read_arguments, read_type, type_text
-from fxq.graph.text.text_writer import FACTS, derived
+from fxq.graph.text.text_writer import FACTS, derived, with_facts
 from fxq.graph.unit import Unit
 
 
@@ -43,13 +43,13 @@ def describe(
     defaults = derived(node, called, facts, complete)
     typed = tensor_meta(target) if node.op == "get_attr" else (None, None)
     if node.op != "get_attr" and not complete:
-        typed = _inferred_type(node, called, defaults.values)
+        typed = _inferred_type(node, called, defaults.fused.values)
     if annotation is not None:
         written = read_type(annotation)
         if None not in (typed[0], written[0]) and typed != written:
             raise InputError(f"its value is {type_text(*typed)}, but the line says {type_text(*written)}.")
         typed = written
-    set_info(node, **{**defaults._asdict(), **facts, "shape": typed[0], "dtype": typed[1]})
+    set_info(node, **with_facts(defaults, facts)._replace(shape=typed[0], dtype=typed[1])._asdict())
 
 
 def _inferred_type(node: fx.Node, called: Any, values: Sequence[Typed]) -> Typed:

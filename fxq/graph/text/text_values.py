@@ -111,20 +111,13 @@ def read_value(expr: ast.expr, nodes: Nodes) -> Any:
     match expr:
         case ast.Constant(value=value) if not isinstance(value, (bytes, complex)):
             return value
-        case ast.Name(id=name) if name in nodes:
-            return nodes[name]
-        case ast.Name(id="inf" | "nan" as name):
-            return float(name)
         case ast.Name(id=name):
-            raise InputError(f"there is no value {name!r} above this line.")
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
-            return -number
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Name(id="inf")):
-            return -float("inf")
-        case ast.Tuple(elts=parts):
-            return tuple(read_value(part, nodes) for part in parts)
-        case ast.List(elts=parts):
-            return [read_value(part, nodes) for part in parts]
+            return _read_name(name, nodes)
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float()) | ast.Name(id="inf") as number):
+            return -read_value(number, {})
+        case ast.Tuple(elts=parts) | ast.List(elts=parts):
+            values = [read_value(part, nodes) for part in parts]
+            return tuple(values) if isinstance(expr, ast.Tuple) else values
         case ast.Dict(keys=keys, values=values) if None not in keys:
             pairs = [(read_value(k, {}), read_value(v, nodes)) for k, v in zip(keys, values, strict=True) if k]
             if all(_is_key(key) for key, _ in pairs):
@@ -136,6 +129,13 @@ def read_value(expr: ast.expr, nodes: Nodes) -> Any:
         case ast.Call():
             return _read_record(expr, nodes)
     raise InputError(f"expected a value, a number, a string or similar, not `{ast.unparse(expr)}`.")
+
+
+def _read_name(name: str, nodes: Nodes) -> Any:
+    """Node of this name, or a float that has no literal in Python."""
+    if name not in nodes and name not in ("inf", "nan"):
+        raise InputError(f"there is no value {name!r} above this line.")
+    return nodes[name] if name in nodes else float(name)
 
 
 def _is_key(value: Any) -> bool:

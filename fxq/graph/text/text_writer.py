@@ -35,7 +35,7 @@ from torch import Tensor, fx, nn
 from fxq.errors import InputError
 from fxq.graph.analysis.mutation import changes
 from fxq.graph.bindable import Bindable
-from fxq.graph.info import NodeInfo, info
+from fxq.graph.info import FusedInfo, NodeInfo, info
 from fxq.graph.place import where
 from fxq.graph.query import CONVERSIONS, constant, is_check, is_op, op_of, submodule
 from fxq.graph.run import infer_ops
@@ -45,8 +45,20 @@ from fxq.graph.text.text_values import type_text, value_text
 from fxq.graph.unit import Unit, unit_of
 from fxq.quant.observer_base import Observer
 
-FACTS = tuple(name for name in NodeInfo._fields if name not in ("shape", "dtype", "made_by"))
-"""The fields of `NodeInfo` that are written after `#`. The type is before it, and `made_by` is not written."""
+FACTS = {
+    **dict.fromkeys(("path", "source", "origins"), ""),
+    **dict.fromkeys(("parts", "values", "paths"), "fused"),
+    "plans": "lowered",
+    "kept": "traced",
+    **dict.fromkeys(("plan", "edges"), ""),
+    **dict.fromkeys(("body", "layers"), "lowered"),
+    **dict.fromkeys(("memory", "changes"), "traced"),
+    **dict.fromkeys(("stands_for", "note"), ""),
+}
+"""The fields of `NodeInfo` that are written after `#`, in order, each with its record in `NodeInfo`; empty: none.
+
+The type is before the `#`, and `made_by` is not written.
+"""
 
 
 def write_graph(gm: fx.GraphModule, *, facts: bool = True, complete: bool = False) -> str:
@@ -243,10 +255,11 @@ class _Writer:
 
     def _facts(self, node: fx.Node) -> str:
         about = info(node)
-        blocks = about.memory if about.shape is None else [b for b in about.memory if b in self.changed]
-        about = about._replace(memory=tuple(blocks), changes=changes(node))
-        defaults = derived(node, submodule(self.gm, node), about._asdict(), self.complete)
-        facts = {name: getattr(about, name) for name in FACTS if getattr(about, name) != getattr(defaults, name)}
+        blocks = about.traced.memory if about.shape is None else [b for b in about.traced.memory if b in self.changed]
+        traced = about.traced._replace(memory=tuple(blocks), changes=changes(node))
+        written = _flat_facts(about._replace(traced=traced))
+        defaults = _flat_facts(derived(node, submodule(self.gm, node), written, self.complete))
+        facts = {name: value for name, value in written.items() if value != defaults[name]}
         first = [facts.pop("path", about.path), facts.pop("source", "")]
         while first and not first[-1]:
             first.pop()
@@ -269,9 +282,24 @@ def derived(node: fx.Node, module: nn.Module | None, facts: Mapping[str, Any], c
     origins, path, body = facts.get("origins", default_origins), facts.get("path", ""), facts.get("body", ())
     values = infer_ops(module.graph, node.args) if isinstance(module, Unit) and not complete else ()
     count = len(facts.get("values", ()) if complete else values)
-    about = NodeInfo(path, origins=default_origins, values=values, paths=(path,) * count)
+    fused = FusedInfo(values=values, paths=(path,) * count)
     part_origins, count = tuple((origin,) for origin in origins), count or len(body)
-    return about._replace(parts=part_origins) if len(part_origins) == count > 1 else about
+    fused = fused._replace(parts=part_origins) if len(part_origins) == count > 1 else fused
+    return NodeInfo(path, origins=default_origins, fused=fused)
+
+
+def with_facts(about: NodeInfo, facts: Mapping[str, Any]) -> NodeInfo:
+    """Metadata with the fields replaced that `facts` names."""
+    for name, value in facts.items():
+        record = FACTS[name]
+        changed = {name: value} if not record else {record: getattr(about, record)._replace(**{name: value})}
+        about = about._replace(**changed)
+    return about
+
+
+def _flat_facts(about: NodeInfo) -> dict[str, Any]:
+    """Fields of a node's metadata that can be written, by name."""
+    return {name: getattr(getattr(about, record) if record else about, name) for name, record in FACTS.items()}
 
 
 def _check_output(value: Any) -> None:

@@ -45,7 +45,7 @@ def test_integers_become_floats_before_they_are_moved():
     """)
 
 
-def test_what_attention_returns_is_rounded_behind_the_moves():
+def test_the_result_of_attention_is_rounded_after_the_moves():
     assert changed(
         """
         x: float32[1, 2, 4, 8] = input()
@@ -88,7 +88,7 @@ class Tokens(nn.Module):
         return self.linear(torch.relu(self.conv(x)).flatten(2).transpose(1, 2))
 
 
-def test_openvino_runs_a_layer_behind_moved_integers_on_integers():
+def test_openvino_runs_a_layer_after_moved_integers_on_integers():
     pytest.importorskip("openvino")
     x = torch.randn(1, 3, 10, 10)
     qmodel = fxq.quantize(Tokens().eval(), fxq.Recipe.static(backend="openvino", optimize="coverage"), data=[x])

@@ -273,7 +273,7 @@ def test_what_it_does_not_measure_stays_in_float(model, shape, changes, reason, 
 
 
 @pytest.mark.filterwarnings("ignore::fxq.FxqWarning")  # of that one which is the quickest for so few values
-def test_fastest_tries_it_with_measured_ranges(free):
+def test_fastest_tries_it_with_dynamic_ranges(free):
     model, x = Attention().eval(), torch.randn(1, 5, 32)
     q = fxq.quantize(model, fxq.Recipe.dynamic(backend="fastest", optimize="coverage"), example_inputs=x)
     (attempt,) = q.attempts.where(backend="onnxruntime")

@@ -39,7 +39,7 @@ def test_sums_of_the_largest_products_do_not_saturate(layer):
 
 
 @pytest.mark.filterwarnings("ignore:with all possible ops on integers:fxq.FxqWarning")
-def test_it_gives_up_a_bit_where_there_is_no_vnni(monkeypatch):
+def test_one_role_has_7_bits_where_there_is_no_vnni(monkeypatch):
     monkeypatch.setattr(cpu, "has_vnni", lambda: False)
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval()
     q = fxq.quantize(model, fxq.Recipe.static(backend="openvino", optimize="coverage"), data=[torch.randn(8, 8)])
@@ -48,7 +48,7 @@ def test_it_gives_up_a_bit_where_there_is_no_vnni(monkeypatch):
 
 @pytest.mark.skipif(not cpu.has_vnni(), reason="int8 activations overflow without VNNI")
 @pytest.mark.filterwarnings("ignore::fxq.FxqWarning")
-def test_a_transposed_convolution_behind_negative_values_runs_on_integers():
+def test_a_transposed_convolution_after_negative_values_runs_on_integers():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.PReLU(), nn.ConvTranspose2d(16, 8, 3)).eval()
     x = torch.randn(2, 3, 16, 16)

@@ -163,7 +163,7 @@ class Unread(nn.Module):
         return self.second(y)
 
 
-def test_sizes_that_nobody_reads():
+def test_unread_sizes():
     x = torch.randn(2, 9, 32)
     q = quantized(Unread().eval(), x)
     assert len(kernels(q)) == 1 and "floordiv" not in str(q.graph)

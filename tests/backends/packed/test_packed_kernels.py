@@ -302,17 +302,17 @@ class Depthwise(nn.Module):
         return self.c(F.relu6(self.b(F.relu6(self.a(x)))))
 
 
-@pytest.mark.parametrize("narrow", ["activations", "weights"])
-def test_depthwise_convolutions_give_up_a_bit_on_fbgemm(engine, narrow):
+@pytest.mark.parametrize("role", ["activations", "weights"])
+def test_depthwise_convolutions_have_7_bits_on_fbgemm(engine, role):
     model, x = settled(Depthwise), torch.randn(8, 3, 16, 16)
     with quiet():
-        quantized = fxq.quantize(model, replace(static(engine), reduce_range=narrow), data=[x])
+        quantized = fxq.quantize(model, replace(static(engine), reduce_range=role), data=[x])
     assert kinds(quantized) == ["cpu.quantize", *[f"{engine}.conv"] * 3, "cpu.dequantize"]
     grids = [module.x.qmax for module in quantized.modules() if isinstance(module, packed_conv.PackedConv)]
     weights = [int(layer.weight.abs().max()) for layer in quantized.qparams().values()]
     overflows = [engine == "fbgemm" and (depthwise or not cpu.has_vnni()) for depthwise in (False, True, False)]
-    assert grids == [127 if narrow == "activations" and over else 255 for over in overflows]
-    assert weights == [63 if narrow == "weights" and over else 127 for over in overflows]
+    assert grids == [127 if role == "activations" and over else 255 for over in overflows]
+    assert weights == [63 if role == "weights" and over else 127 for over in overflows]
     assert sqnr(call(model, x), call(quantized, x)) > 30
 
 

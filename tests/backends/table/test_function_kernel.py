@@ -349,3 +349,68 @@ def test_a_recipe_names_the_function(tmp_path):
     recipe = STATIC.with_fusions(own_scaled_tanh).with_extensions(run)
     recipe.save(tmp_path / "r.toml")
     assert recipe.extensions == (f"{__name__}:run",) and fxq.Recipe.load(tmp_path / "r.toml") == recipe
+
+
+class Mine(fxq.extend.X86):
+    """Backend whose kernels of weight-only layers are functions, so that other tests keep theirs."""
+
+    name = "weight_only_functions"
+
+
+MINE = f"{__name__}:Mine"
+
+
+def transposed(weight):
+    return weight.dequantize().T.contiguous()
+
+
+@fxq.extend.kernel(MINE, "linear", pack=transposed, weight_only=True)
+def run_weight_only(x, weight, bias, *, out, packed):
+    assert out is None and x.dtype == torch.float32 and weight.values.dtype in (torch.int8, torch.uint8)
+    y = x @ packed
+    return y if bias is None else y + bias
+
+
+@pytest.mark.parametrize(("bits", "bias"), [(8, True), (8, False), (4, True)])
+def test_weight_only_layers(bits, bias, tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 32, bias=bias), nn.Tanh(), nn.Linear(32, 4)).eval()
+    x = torch.randn(5, 64)
+    qmodel, reference = (
+        fxq.quantize(model, fxq.Recipe.weight_only(bits=bits, backend=backend), example_inputs=x)
+        for backend in (MINE, "reference")
+    )
+    assert [entry.precision for entry in qmodel.ledger] == ["weight-only", "float", "weight-only"]
+    assert [type(m).name for m in qmodel.modules() if isinstance(m, fxq.extend.Kernel)] == [
+        f"{__name__}.run_weight_only"
+    ] * 2
+    expected = reference(x)
+    torch.testing.assert_close(qmodel(x), expected, rtol=1e-5, atol=1e-5)
+    qmodel.save(tmp_path / "m.fxq")
+    assert torch.equal(fxq.load(tmp_path / "m.fxq")(x), qmodel(x))
+    assert torch.equal(copy.deepcopy(qmodel)(x), qmodel(x))
+
+
+def test_weight_only_layers_that_the_function_cannot_run():
+    """Weights in float16 have no grid, so fxq's own kernel runs them."""
+    model, x = nn.Sequential(nn.Linear(64, 4)).eval(), torch.randn(3, 64)
+    spec = fxq.TensorSpec(signed=True, symmetric=True, format="float16")
+    qmodel = fxq.quantize(model, fxq.Recipe.weight_only(weight=spec, backend=MINE), example_inputs=x)
+    torch.testing.assert_close(qmodel(x), model(x), rtol=1e-3, atol=1e-3)
+    (kernel,) = (m for m in qmodel.modules() if isinstance(m, fxq.extend.Kernel))
+    assert type(kernel).name == "weight_only.linear"
+    assert [entry.precision for entry in qmodel.ledger] == ["weight-only"]
+
+
+def test_int8_layers_have_no_weight_only_kernel():
+    model = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 4)).eval()
+    qmodel = fxq.quantize(
+        model, fxq.Recipe.static(backend=MINE, optimize="coverage"), data=[torch.randn(16, 64) for _ in range(2)]
+    )
+    kernels = [type(m).name for m in qmodel.modules() if isinstance(m, fxq.extend.Kernel)]
+    assert kernels and not any("run_weight_only" in name for name in kernels)
+
+
+def test_weight_only_kernels_of_fusions_are_refused():
+    with pytest.raises(fxq.InputError, match="takes the name of an op if weight_only=True"):
+        fxq.extend.kernel(MINE, own_scaled_tanh, weight_only=True)

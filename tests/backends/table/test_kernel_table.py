@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fxq
-from fxq.backends.table.kernel_table import CLAMPS, FusedUnit, KernelRow, matching_rows, rule_key
+from fxq.backends.table.kernel_table import CLAMPS, KernelRequest, KernelRow, matching_rows, rule_key
 from fxq.backends.x86.x86_kernels import ROWS
 from fxq.graph.region import Weight
 from fxq.graph.unit import calls_of
@@ -65,7 +65,7 @@ def test_the_first_ops_of_a_unit_that_kernels_run(body, expected):
     assert shown(unit(body)[1], ROWS) == expected
 
 
-def test_a_function_behind_a_layer_gives_its_weight():
+def test_a_function_after_a_layer_gives_its_weight():
     calls = unit("l = conv2d(a, k, c); m = prelu(l, r); return m", "x, w, b, s")[1]
     assert shown(calls, ROWS)[0] == f"2: {LAYER} slope=s"
     assert shown(unit("l = conv2d(a, k, c); m = prelu(l, a); n = add(m, r); return n")[1], ROWS)[1:] == [f"1: {LAYER}"]
@@ -91,26 +91,26 @@ def test_x86_has_a_kernel_for_every_squeeze_and_excitation():
 
 
 def asked(refuses, inputs="x, w, b, y"):
-    """Reason of a kernel that refuses the unit, and the `FusedUnit` objects that it was asked about."""
+    """Reason of a kernel that refuses the unit, and the `KernelRequest` objects that it was asked about."""
     seen = []
 
-    def judge(fused_unit):
-        seen.append(fused_unit)
+    def judge(request):
+        seen.append(request)
         return refuses
 
     gm, calls = unit(BODY, inputs)
-    (match,) = matching_rows(calls, {rule_key("gate", "akcr"): KernelRow(lambda unit: None, judge)})
+    (match,) = matching_rows(calls, {rule_key("gate", "akcr"): KernelRow(lambda request: None, judge)})
     return match.refused(gm), seen
 
 
 def test_a_kernel_is_asked_before_grids_are_known():
-    reason, (fused_unit,) = asked("not today")
-    assert reason == "not today" and isinstance(fused_unit, FusedUnit)
-    weight = fused_unit.captures["k"]
+    reason, (request,) = asked("not today")
+    assert reason == "not today" and isinstance(request, KernelRequest)
+    weight = request.captures["k"]
     assert isinstance(weight, Weight) and weight.values.shape == (3, 3, 1, 1) and weight.values.dtype == torch.int8
-    assert torch.equal(fused_unit.captures["c"], TENSORS["b"])
-    assert [name for name, value in fused_unit.captures.items() if isinstance(value, QParams)] == ["a", "r"]
-    assert len(fused_unit.grids) == 2 and fused_unit.out is not None
+    assert torch.equal(request.captures["c"], TENSORS["b"])
+    assert [name for name, value in request.captures.items() if isinstance(value, QParams)] == ["a", "r"]
+    assert len(request.grids) == 2 and request.out is not None
     assert asked(None, "x, w, None, 1.5")[1][0].captures["r"] == 1.5
 
 
@@ -119,9 +119,9 @@ def test_constants_that_are_computed_are_refused():
     assert [match.refused(gm) for match in matching_rows(calls, ROWS)] == ["its slope is computed at run time", None]
 
 
-def test_the_function_behind_a_layer_is_a_post():
+def test_the_function_after_a_layer_is_a_post_op():
     calls = unit("l = conv2d(a, k, c); m = add(l, r); n = relu(m); return n")[1]
-    posts = [FusedUnit({}, (None,), calls[:ops]).post for ops in (1, 2, 3)]
+    posts = [KernelRequest({}, (None,), calls[:ops]).post for ops in (1, 2, 3)]
     assert posts[:2] == [None, None] and posts[2].name == "relu" and posts[2].name in CLAMPS
 
 

@@ -29,7 +29,7 @@ def _anew(monkeypatch):
 
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="TorchScript does not know newer Pythons")
 @pytest.mark.parametrize("steps", LOOPS, ids=lambda steps: steps.__name__)
-def test_torchscript_runs_them_and_nobody_is_warned(steps):
+def test_torchscript_runs_them_without_a_warning(steps):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert isinstance(recurrent_steps.scripted(steps), torch.jit.ScriptFunction)

@@ -5,7 +5,7 @@ import torch
 from torch import fx, nn
 
 from fxq.graph.analysis.mutation import MemoryWriters, changes
-from fxq.graph.info import set_info
+from fxq.graph.info import TracedInfo, set_info
 from tests.support.graphs import graph, node
 from tests.support.helpers import REFERENCE, module
 
@@ -25,8 +25,8 @@ def traced_nodes():
     writer = traced.call_method("add_", (view, 1))
     traced.output((value, separate))
     for value_node, memory in ((value, (1,)), (view, (1,)), (separate, (2,)), (writer, (1,))):
-        set_info(value_node, memory=memory)
-    set_info(writer, changes=(1,))
+        set_info(value_node, traced=TracedInfo(memory))
+    set_info(writer, traced=TracedInfo((1,), changes=(1,)))
     return traced, value, view, separate, writer
 
 
@@ -45,7 +45,7 @@ def test_a_writer_that_is_gone_or_changes_nothing_any_more_is_forgotten(traced_n
     if edit == "erase":
         traced.erase_node(writer)
     else:
-        set_info(writer, changes=())
+        set_info(writer, traced=TracedInfo((1,)))
     assert writers.of(value) is None
 
 
@@ -70,7 +70,7 @@ def test_a_new_writer_is_noted():
     assert writers.of(value) is None
     with gm.graph.inserting_after(value):
         writer = gm.graph.call_method("mul_", (value, 3))
-    set_info(value, memory=(7,))
-    set_info(writer, changes=(7,))
+    set_info(value, traced=TracedInfo((7,)))
+    set_info(writer, traced=TracedInfo(changes=(7,)))
     writers.note(writer)
     assert writers.of(value) is writer

@@ -11,7 +11,7 @@ from torch import fx, nn
 
 import fxq
 from fxq.graph.analysis.partition import connected_regions
-from fxq.graph.info import set_info
+from fxq.graph.info import TracedInfo, set_info
 from fxq.graph.query import is_size
 from fxq.graph.run import value_of
 from fxq.ops import OPS
@@ -54,7 +54,7 @@ def test_what_becomes_a_region(text, expected):
     assert cut(text) == expected
 
 
-def test_what_stands_between_the_nodes_of_a_region_moves_before_or_behind_it():
+def test_nodes_between_those_of_a_region_move_before_or_after_it():
     gm = fxq.extend.read_graph(
         """
         x: float32[4] = input()
@@ -132,8 +132,8 @@ def test_what_shares_memory_with_a_changed_value_is_in_no_region_and_keeps_its_o
     d = graph.call_function(OPS["add"].target, (b, c))
     graph.output((d, leaf))
     for node in graph.nodes:
-        set_info(node, shape=(4,), dtype=torch.float32, memory=(1,) if node in (a, view, leaf) else ())
-    set_info(leaf, changes=(1,))
+        set_info(node, shape=(4,), dtype=torch.float32, traced=TracedInfo((1,) if node in (a, view, leaf) else ()))
+    set_info(leaf, traced=TracedInfo((1,), changes=(1,)))
     gm = fx.GraphModule(nn.Module(), graph)
     before, order = gm(torch.ones(4)), [n.name for n in graph.nodes]
     assert regions(gm, lambda node: True) == [[d.name]]
@@ -224,8 +224,8 @@ def test_a_size_of_what_is_changed_in_place_is_read_where_it_stands():
     graph.output((b, leaf))
     gm = typed(graph)
     for node in (a, leaf):
-        set_info(node, memory=(1,))
-    set_info(leaf, changes=(1,))
+        set_info(node, traced=TracedInfo((1,)))
+    set_info(leaf, traced=TracedInfo((1,), changes=(1,)))
     before, order = gm(torch.ones(2, 6)), list(graph.nodes)
     assert not list(connected_regions(gm, lambda node: True))
     assert list(graph.nodes) == order

@@ -60,8 +60,8 @@ def test_what_is_known_of_a_node():
     about, plain = info(node(gm, "y")), info(node(gm, "z"))
     assert unit_of(gm, node(gm, "y")).kind == "a kind"
     assert (about.path, about.source, about.origins) == ("layer.0", "net.py:3", ("a", "b"))
-    assert (about.parts, about.paths) == ((("a",), ("b",)), ("layer.0", "layer.0"))
-    assert about.values == (((3, 4), torch.float32),) * 2
+    assert (about.fused.parts, about.fused.paths) == ((("a",), ("b",)), ("layer.0", "layer.0"))
+    assert about.fused.values == (((3, 4), torch.float32),) * 2
     assert (about.plan.precision, about.plan.decision.text) == ("float", "# no")
     assert (plain.path, plain.origins, plain.plan) == ("", ("z",), None)
 

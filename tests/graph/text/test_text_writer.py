@@ -6,7 +6,9 @@ from torch import fx, nn
 
 import fxq
 from fxq.backends.by_name import kernel_named
+from fxq.graph.info import NodeInfo
 from fxq.graph.text.text_reader import read
+from fxq.graph.text.text_writer import FACTS
 from fxq.quant.observer_base import Observer
 from tests.support.graphs import expected, graph, program
 from tests.support.helpers import REFERENCE, module
@@ -40,7 +42,7 @@ def test_a_canonical_graph():
         getitem = operator.getitem(getattr_1, 1)
         return {'logits': fc, 'size': getitem}
     """)
-    assert fxq.extend.write_graph(gm).splitlines()[3].endswith("  # 'conv', 'text/test_text_writer.py:18'")
+    assert fxq.extend.write_graph(gm).splitlines()[3].endswith("  # 'conv', 'text/test_text_writer.py:20'")
     assert set(fxq.extend.graph_tensors(gm)) == {"conv.weight", "conv.bias", "fc.weight"}
     assert fxq.extend.graph_tensors(gm)["fc.weight"] is gm.fc.weight
 
@@ -146,3 +148,12 @@ def test_a_quantized_model():
     restored = fxq.extend.read_graph(fxq.extend.write_graph(qmodel), fxq.extend.graph_tensors(qmodel))
     assert torch.equal(restored(IMAGE)["logits"], qmodel(IMAGE)["logits"])
     assert all(tensor.device.type == "cpu" for tensor in fxq.extend.graph_tensors(qmodel).values())
+
+
+def test_every_field_of_the_metadata_is_written():
+    names = {("", name) for name in NodeInfo._fields}
+    for record in ("traced", "fused", "lowered"):
+        names |= {(record, name) for name in getattr(NodeInfo(), record)._fields}
+        names.remove(("", record))
+    names -= {("", name) for name in ("shape", "dtype", "made_by")}
+    assert {(record, name) for name, record in FACTS.items()} == names

@@ -80,7 +80,7 @@ def test_a_layer_of_another_class_stays():
 
     model = settled(lambda: Decoded(nn.TransformerDecoder(Own(E, H, 24, batch_first=True), 1)))
     gm = graph(model, (drawn(N, L, E), drawn(N, S, E)), "decompose")
-    assert "its layers are Own" in info(next(n for n in gm.graph.nodes if n.op == "call_module")).kept.text
+    assert "its layers are Own" in info(next(n for n in gm.graph.nodes if n.op == "call_module")).traced.kept.text
 
 
 OWN_KEYS = {"add_bias_kv": True, "add_zero_attn": True}

@@ -197,7 +197,7 @@ def test_refuses(reason):
     model = Net(settled(make), forward)
     gm = graph(model, data(), "decompose")
     left = next(n for n in gm.graph.nodes if n.op == "call_module")
-    assert reason in info(left).kept.text
+    assert reason in info(left).traced.kept.text
     close(gm, model, data())
 
 

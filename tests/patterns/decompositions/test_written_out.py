@@ -147,7 +147,7 @@ def test_parts_are_ops_of_their_own():
 def test_leaves_say_why(forward, reason):
     model = module(lambda self, x: forward(x))
     gm = graph(model, X, "canonicalize")
-    assert any(about.kept and reason in about.kept.text for about in map(info, gm.graph.nodes))
+    assert any(about.traced.kept and reason in about.traced.kept.text for about in map(info, gm.graph.nodes))
     call(gm, X)
 
 

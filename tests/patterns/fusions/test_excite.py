@@ -53,7 +53,8 @@ def test_every_variant(act, function, pool):
         f"@branch.bias) {{{pool}({options}); conv2d; {act}; conv2d; {function}; mul}}",
         f"other_1 = conv2d({name}, @other.weight, @other.bias)",
     ]
-    assert info(next(n for n in behind.graph.nodes if n.name == name)).paths == ("", "layer", "", "branch", "", "")
+    unit = next(n for n in behind.graph.nodes if n.name == name)
+    assert info(unit).fused.paths == ("", "layer", "", "branch", "", "")
     check_numbers(model, x, before, behind)
 
 

@@ -114,6 +114,14 @@ def helper(function: Callable[..., object]) -> Callable[..., object]:
     return dispatcher
 
 
+def inlined(function: Callable[..., object]) -> Callable[..., object]:
+    """Decorate a helper that becomes part of its caller's code, since it is called for each tile or pixel."""
+    import numba
+
+    dispatcher: Callable[..., object] = numba.njit(forceinline=True, **_OPTIONS)(function)
+    return dispatcher
+
+
 def compiled(types: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorate a function that is called with addresses (`Tensor.data_ptr()`) and numbers, and compile it.
 

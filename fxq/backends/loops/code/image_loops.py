@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import numpy as np
 from numba import carray  # type: ignore[attr-defined]  # Numba does not list it
 
-from fxq.backends.loops.code.compiler import helper
+from fxq.backends.loops.code.compiler import helper, inlined
 from fxq.backends.loops.code.finish_code import normalize, sum_floats, sum_squares
 from fxq.backends.loops.code.memory_loops import (
     NO_FUNCTION,
@@ -104,9 +106,8 @@ def pointwise(step, bases):
     x_is_float, y_is_float = step[PointwiseField.X_IS_FLOAT], step[PointwiseField.Y_IS_FLOAT]
     x_grid, y_grid = carray(floats(step[PointwiseField.X_GRID]), 2), carray(floats(step[PointwiseField.Y_GRID]), 2)
     scratch = scratch_of(bases)
-    period, second, chunk = step[PointwiseField.PERIOD], scratch + 4 * CHUNK, CHUNK
-    if period:
-        chunk = CHUNK // period * period
+    period, second = step[PointwiseField.PERIOD], scratch + 4 * CHUNK
+    chunk = CHUNK // period * period if period else CHUNK
     x_size, y_size, out_size = 4 if x_is_float else 1, 4 if y_is_float else 1, 4 if to_floats else 1
     for n in range(samples):
         if period:
@@ -129,6 +130,55 @@ def pointwise(step, bases):
                     write(scratch, to_floats, numbers, target + out_size * first, size)
 
 
+class _Window(NamedTuple):
+    """Pixels of an image that one result of pooling reads: address of the first one, counts, and strides in bytes."""
+
+    x: Any
+    rows: Any
+    columns: Any
+    row_stride: Any
+    pixel_stride: Any
+
+
+@inlined
+def _max_of(window, out, channels):
+    """Write the maximum of each channel, uint8. It is 0 for an empty window."""
+    largest = carray(bytes_(out), channels)
+    for c in range(channels):
+        largest[c] = np.uint8(0)
+    for row in range(window.rows):
+        for column in range(window.columns):
+            pixel = carray(bytes_(window.x + row * window.row_stride + column * window.pixel_stride), channels)
+            for c in range(channels):
+                largest[c] = max(largest[c], pixel[c])
+
+
+@inlined
+def _mean_of(window, x_is_float, grid, size, out, channels):
+    """Write the sum of each channel, dequantized, over `size`, the number of pixels with padding if that counts.
+
+    `grid` is the address of scale and zero point; `out` that of float32 (channels,), and memory for as many int32.
+    """
+    means, sums = carray(floats(out), channels), carray(ints(out + 4 * channels), channels)
+    means[:], sums[:] = _f(0), 0
+    for row in range(window.rows):
+        for column in range(window.columns):
+            address = window.x + row * window.row_stride + column * window.pixel_stride
+            if x_is_float:
+                real = carray(floats(address), channels)
+                for c in range(channels):
+                    means[c] += real[c]
+            else:
+                pixel = carray(bytes_(address), channels)
+                for c in range(channels):
+                    sums[c] += pixel[c]
+    scale_and_zero = carray(floats(grid), 2)
+    scale, zeros = scale_and_zero[0], _i(window.rows * window.columns) * _i(scale_and_zero[1])
+    for c in range(channels):
+        total = means[c] if x_is_float else _f(sums[c] - zeros) * scale
+        means[c] = total / _f(size)
+
+
 @helper
 def pool(step, bases):
     """Compute the maximum of windows of integers, or the mean of windows. Fields: `PoolField`."""
@@ -144,47 +194,22 @@ def pool(step, bases):
     numbers, to_floats, x_is_float = (
         step[PoolField.NUMBERS], step[PoolField.TO_FLOATS], step[PoolField.X_IS_FLOAT]
     )  # fmt: skip
-    grids = carray(floats(numbers), 6)
     means = scratch_of(bases)
-    sums, reals = carray(ints(means + 4 * channels), channels), carray(floats(means), channels)
     for n in range(samples):
         for i in range(rows):
             for j in range(columns):
                 y0, x0 = i * down - top, j * right - left
                 y1, x1 = min(y0 + kernel_rows, x_rows), min(x0 + kernel_columns, x_columns)
-                size = kernel_rows * kernel_columns
                 y0, x0 = max(y0, 0), max(x0, 0)
-                if not counts_padding:
-                    size = (y1 - y0) * (x1 - x0)
+                first = x + n * x_of_sample + y0 * x_of_row + x0 * x_of_pixel
+                window = _Window(first, y1 - y0, x1 - x0, x_of_row, x_of_pixel)
                 target = out + n * out_of_sample + i * out_of_row + j * out_of_pixel
                 if takes_mean:
-                    sums[:] = 0
-                    reals[:] = _f(0)
-                    for row in range(y0, y1):
-                        for column in range(x0, x1):
-                            pixel = x + n * x_of_sample + row * x_of_row + column * x_of_pixel
-                            if x_is_float:
-                                real = carray(floats(pixel), channels)
-                                for c in range(channels):
-                                    reals[c] += real[c]
-                            else:
-                                line = carray(bytes_(pixel), channels)
-                                for c in range(channels):
-                                    sums[c] += line[c]
-                    inside = (y1 - y0) * (x1 - x0)
-                    for c in range(channels):
-                        value = reals[c] if x_is_float else _f(sums[c] - _i(inside) * _i(grids[5])) * grids[4]
-                        reals[c] = value / _f(size)
+                    size = kernel_rows * kernel_columns if counts_padding else window.rows * window.columns
+                    _mean_of(window, x_is_float, numbers + 16, size, means, channels)
                     write(means, to_floats, numbers, target, channels)
                 else:
-                    best = carray(bytes_(target), channels)
-                    for c in range(channels):
-                        best[c] = np.uint8(0)
-                    for row in range(y0, y1):
-                        for column in range(x0, x1):
-                            line = carray(bytes_(x + n * x_of_sample + row * x_of_row + column * x_of_pixel), channels)
-                            for c in range(channels):
-                                best[c] = max(best[c], line[c])
+                    _max_of(window, target, channels)
 
 
 @helper

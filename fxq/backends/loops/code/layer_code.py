@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from llvmlite import ir
 from numba.core import cgutils
@@ -11,6 +11,62 @@ from numba.core import cgutils
 from fxq.backends.loops.code import vectors
 from fxq.backends.loops.code.machine_code import GROUP, HAS_VNNI, TILE_PIXELS, WIDE_CHANNELS, on_addresses
 from fxq.backends.loops.code.vectors import FLOATS, INT8, INT32, INT64, INTS, LANES, load, number, splat, store
+
+
+class TileInput(NamedTuple):
+    """Input of a tile: 16 columns of some pixels. See the figure in `layer_loops.py`.
+
+    In loops, all are int64; in the code here, LLVM values.
+
+    Attributes:
+        x: Address of integers, uint8.
+        places: Address of int32: bytes from `x` to the first integer of each pixel.
+        runs: Address of int32: bytes from there to each run of integers that a pixel reads.
+        run_count: Number of runs. Of wide tiles, number of fours of runs.
+        groups: Groups of `GROUP` integers in a run. Depthwise tiles have none: their runs have an integer per channel.
+        weight: int8 (runs, groups, 16, GROUP); of depthwise tiles (runs, 16); of wide ones (fours, 4, 16, 4).
+        start: Address of int32 (16,): initial sums. Of wide tiles (4, 16).
+    """
+
+    x: Any
+    places: Any
+    runs: Any
+    run_count: Any
+    groups: Any
+    weight: Any
+    start: Any
+
+
+class TileOutput(NamedTuple):
+    """Results of a tile, and how its sums become results.
+
+    Attributes:
+        scale: Address of float32 (16,), by column.
+        bias: Address of float32 (16,), by column.
+        numbers: Address of float32: lower bound and upper bound, of floats or of integers, factor, zero point.
+        out: Address of the results of the 16 columns.
+        places: Address of int32: elements from `out` to the results of each pixel.
+    """
+
+    scale: Any
+    bias: Any
+    numbers: Any
+    out: Any
+    places: Any
+
+
+class Residual(NamedTuple):
+    """Integers that are added to the scaled sums of a tile.
+
+    Attributes:
+        x: Address of uint8; 0: nothing is added.
+        places: Address of int32: bytes from `x` to the 16 integers of each pixel.
+        grid: Address of float32: scale, shift.
+    """
+
+    x: Any
+    places: Any
+    grid: Any
 
 
 def _accumulators(b: Any, initial_values: Sequence[Any], pixels: int) -> list[list[Any]]:
@@ -47,33 +103,19 @@ def _add_products_vnni(b: Any, total: Any, x: Any, w: Any) -> Any:
     return vectors.call_intrinsic(b, "llvm.x86.avx512.vpdpbusd.512", INTS, [total, x, w])
 
 
-def _layer_sums(
-    b: Any, pixels: int, x: Any, places: Any, runs: Any, run_count: Any, groups: Any, weight: Any, start: Any
-) -> list[Any]:
-    """Sums of 16 columns of a product, for each of some pixels.
-
-    Args:
-        b: Builder of the code.
-        pixels: Number of pixels.
-        x: Address of integers.
-        places: int32: bytes from `x` to the first integer of each pixel.
-        runs: int32: bytes from there to each run of integers that a pixel reads.
-        run_count: Number of runs.
-        groups: Groups of `GROUP` integers in a run.
-        weight: int8 (runs, groups, 16, GROUP).
-        start: Initial sums, int32 (16,).
-    """
+def _layer_sums(b: Any, pixels: int, tile: TileInput) -> list[Any]:
+    """Sums of 16 columns of a product, for each of some pixels."""
     vector_type = INTS if HAS_VNNI else ir.VectorType(INT8, LANES * GROUP)
-    totals = _accumulators(b, [load(b, start, INTS)], pixels)
-    bases = _pixel_addresses(b, x, places, pixels)
+    totals = _accumulators(b, [load(b, tile.start, INTS)], pixels)
+    bases = _pixel_addresses(b, tile.x, tile.places, pixels)
     weight_address = cgutils.alloca_once(b, INT64)
-    b.store(weight, weight_address)
+    b.store(tile.weight, weight_address)
     # The weight of the next 16 columns is stored after the weight of these.
-    next_columns = b.mul(b.mul(run_count, groups), number(LANES * GROUP))
-    with cgutils.for_range(b, run_count, intp=INT64) as run:
-        run_offset = _run_offset(b, runs, run.index)
+    next_columns = b.mul(b.mul(tile.run_count, tile.groups), number(LANES * GROUP))
+    with cgutils.for_range(b, tile.run_count, intp=INT64) as run:
+        run_offset = _run_offset(b, tile.runs, run.index)
         lines = [b.add(base, run_offset) for base in bases]
-        with cgutils.for_range(b, groups, intp=INT64) as group:
+        with cgutils.for_range(b, tile.groups, intp=INT64) as group:
             address = b.load(weight_address)
             columns = load(b, address, vector_type)
             b.store(b.add(address, number(LANES * GROUP)), weight_address)
@@ -85,51 +127,36 @@ def _layer_sums(
     return [b.load(total) for (total,) in totals]
 
 
-def _depthwise_sums(
-    b: Any, pixels: int, x: Any, places: Any, runs: Any, run_count: Any, stride: Any, weight: Any, start: Any
-) -> list[Any]:
+def _depthwise_sums(b: Any, pixels: int, tile: TileInput, stride: Any) -> list[Any]:
     """Sums of 16 channels of a depthwise convolution, for each of some pixels.
 
-    Arguments are those of `_layer_sums`, but each run has 16 channels. The weight is int8 (runs, 16), with `stride`
-    bytes from run to run.
+    The weight has `stride` bytes from run to run.
     """
     vector_type = ir.VectorType(INT8, LANES)
-    totals = _accumulators(b, [load(b, start, INTS)], pixels)
-    bases = _pixel_addresses(b, x, places, pixels)
-    with cgutils.for_range(b, run_count, intp=INT64) as run:
-        run_offset = _run_offset(b, runs, run.index)
-        column = b.sext(load(b, b.add(weight, b.mul(run.index, stride)), vector_type), INTS)
+    totals = _accumulators(b, [load(b, tile.start, INTS)], pixels)
+    bases = _pixel_addresses(b, tile.x, tile.places, pixels)
+    with cgutils.for_range(b, tile.run_count, intp=INT64) as run:
+        run_offset = _run_offset(b, tile.runs, run.index)
+        column = b.sext(load(b, b.add(tile.weight, b.mul(run.index, stride)), vector_type), INTS)
         for base, (total,) in zip(bases, totals, strict=True):
             values = b.zext(load(b, b.add(base, run_offset), vector_type), INTS)
             b.store(b.add(b.load(total), b.mul(values, column)), total)
     return [b.load(total) for (total,) in totals]
 
 
-def _wide_sums(
-    b: Any, pixels: int, x: Any, places: Any, runs: Any, four_count: Any, weight: Any, start: Any
-) -> list[list[Any]]:
+def _wide_sums(b: Any, pixels: int, tile: TileInput) -> list[list[Any]]:
     """Sums of 64 channels of a depthwise convolution, for each of some pixels, four runs at once.
 
     The values of a channel in four runs are brought side by side in two steps, each within 16 channels. So the first of
     four vectors of sums has the channels 0 to 3, 16 to 19, 32 to 35 and 48 to 51, and so on.
-
-    Args:
-        b: Builder of the code.
-        pixels: Number of pixels.
-        x: Address of integers.
-        places: int32: bytes from `x` to each pixel, as in `_layer_sums`.
-        runs: int32: bytes from there to each run of 64 channels; a multiple of four runs.
-        four_count: Number of fours of runs.
-        weight: int8 (fours, 4, 16, 4): for each vector of sums, the four runs of its channels.
-        start: Initial sums, int32 (4, 16).
     """
     vector_type = ir.VectorType(INT8, WIDE_CHANNELS)
-    totals = _accumulators(b, [load(b, start, INTS, 4 * LANES * v) for v in range(4)], pixels)
-    bases = _pixel_addresses(b, x, places, pixels)
-    with cgutils.for_range(b, four_count, intp=INT64) as four:
+    totals = _accumulators(b, [load(b, tile.start, INTS, 4 * LANES * v) for v in range(4)], pixels)
+    bases = _pixel_addresses(b, tile.x, tile.places, pixels)
+    with cgutils.for_range(b, tile.run_count, intp=INT64) as four:
         first = b.mul(four.index, number(4))
-        run_offsets = [_run_offset(b, runs, b.add(first, number(k))) for k in range(4)]
-        address = b.add(weight, b.mul(four.index, number(4 * WIDE_CHANNELS)))
+        run_offsets = [_run_offset(b, tile.runs, b.add(first, number(k))) for k in range(4)]
+        address = b.add(tile.weight, b.mul(four.index, number(4 * WIDE_CHANNELS)))
         columns = [load(b, address, INTS, WIDE_CHANNELS * v) for v in range(4)]
         for base, row in zip(bases, totals, strict=True):
             a, c, d, e = (load(b, b.add(base, run_offset), vector_type) for run_offset in run_offsets)
@@ -152,31 +179,24 @@ def _interleave(b: Any, upper: Any, lower: Any, size: int, half: int) -> Any:
     return b.shuffle_vector(upper, lower, ir.Constant(ir.VectorType(INT32, WIDE_CHANNELS), order))
 
 
-def _store_rounded(b: Any, sums: Sequence[Any], lines: Sequence[Any], scale: Any, bias: Any, numbers: Any) -> None:
+def _store_rounded(b: Any, sums: Sequence[Any], result: TileOutput) -> None:
     """Scale the sums of 16 columns of each pixel, add the bias, clamp, round, and store the bytes."""
-    scales, added, (low, high) = load(b, scale, FLOATS), load(b, bias, FLOATS), vectors.bounds(b, numbers)
+    lines = _pixel_addresses(b, result.out, result.places, len(sums))
+    scales, bias = load(b, result.scale, FLOATS), load(b, result.bias, FLOATS)
+    low, high = vectors.bounds(b, result.numbers)
     for total, line in zip(sums, lines, strict=True):
-        y = vectors.multiply_add(b, b.sitofp(total, FLOATS), scales, added)
+        y = vectors.multiply_add(b, b.sitofp(total, FLOATS), scales, bias)
         store(b, vectors.rounded(b, vectors.clamp(b, y, low, high)), line)
 
 
-def _store_finished(
-    b: Any,
-    sums: Sequence[Any],
-    lines: Sequence[Any],
-    scale: Any,
-    bias: Any,
-    numbers: Any,
-    finish: Callable[[int, Any], Any],
-) -> None:
-    """Scale the sums of 16 columns of each pixel, apply `finish(pixel, y)`, quantize, and store the bytes.
-
-    `numbers` is the address of two bounds, the factor and the zero point, float32.
-    """
-    scales, added, (low, high) = load(b, scale, FLOATS), load(b, bias, FLOATS), vectors.bounds(b, numbers)
-    factor, zero = (splat(b, load(b, numbers, vectors.FLOAT32, 4 * k)) for k in (2, 3))
+def _store_finished(b: Any, sums: Sequence[Any], result: TileOutput, finish: Callable[[int, Any], Any]) -> None:
+    """Scale the sums of 16 columns of each pixel, apply `finish(pixel, y)`, quantize, and store the bytes."""
+    lines = _pixel_addresses(b, result.out, result.places, len(sums))
+    scales, bias = load(b, result.scale, FLOATS), load(b, result.bias, FLOATS)
+    low, high = vectors.bounds(b, result.numbers)
+    factor, zero = (splat(b, load(b, result.numbers, vectors.FLOAT32, 4 * k)) for k in (2, 3))
     for p, (total, line) in enumerate(zip(sums, lines, strict=True)):
-        y = finish(p, vectors.multiply_add(b, b.sitofp(total, FLOATS), scales, added))
+        y = finish(p, vectors.multiply_add(b, b.sitofp(total, FLOATS), scales, bias))
         y = vectors.clamp(b, vectors.multiply_add(b, y, factor, zero), low, high)
         store(b, vectors.rounded(b, y), line)
 
@@ -184,8 +204,8 @@ def _store_finished(
 def _layer_tile(pixels: int) -> Any:
     """Code that stores the sums of a tile."""
 
-    def code(b, x, places, runs, run_count, groups, weight, start, sums):
-        for p, total in enumerate(_layer_sums(b, pixels, x, places, runs, run_count, groups, weight, start)):
+    def code(b, tile, sums):
+        for p, total in enumerate(_layer_sums(b, pixels, tile)):
             store(b, total, b.add(sums, number(4 * LANES * p)))
 
     return on_addresses(code)
@@ -194,9 +214,8 @@ def _layer_tile(pixels: int) -> Any:
 def _rounded_layer_tile(pixels: int) -> Any:
     """Code of a tile that is rounded at once: scale and bias include the grid of the result."""
 
-    def code(b, x, places, runs, run_count, groups, weight, start, scale, bias, numbers, out, to):
-        totals = _layer_sums(b, pixels, x, places, runs, run_count, groups, weight, start)
-        _store_rounded(b, totals, _pixel_addresses(b, out, to, pixels), scale, bias, numbers)
+    def code(b, tile, result):
+        _store_rounded(b, _layer_sums(b, pixels, tile), result)
 
     return on_addresses(code)
 
@@ -204,47 +223,38 @@ def _rounded_layer_tile(pixels: int) -> Any:
 def _activation_tile(function: Callable[[Any, Any], Any]) -> Any:
     """Code of a large tile with an activation function before the rounding."""
 
-    def code(b, x, places, runs, run_count, groups, weight, start, scale, bias, numbers, out, to):
-        totals = _layer_sums(b, TILE_PIXELS, x, places, runs, run_count, groups, weight, start)
-        lines = _pixel_addresses(b, out, to, TILE_PIXELS)
-        _store_finished(b, totals, lines, scale, bias, numbers, lambda _, y: function(b, y))
+    def code(b, tile, result):
+        _store_finished(b, _layer_sums(b, TILE_PIXELS, tile), result, lambda _, y: function(b, y))
 
     return on_addresses(code)
 
 
 @on_addresses
-def prelu_many(b, x, places, runs, run_count, groups, weight, start, scale, bias, slope, numbers, out, to):
-    """Compute a large tile with PReLU before the rounding; `slope` has a slope for each column."""
-    totals = _layer_sums(b, TILE_PIXELS, x, places, runs, run_count, groups, weight, start)
-    slopes = load(b, slope, FLOATS)
-    lines = _pixel_addresses(b, out, to, TILE_PIXELS)
-    _store_finished(b, totals, lines, scale, bias, numbers, lambda _, y: vectors.scale_negative(b, y, slopes))
+def prelu_many(b, tile, result, slope):
+    """Compute a large tile with PReLU before the rounding; `slope` is the address of float32 (16,), by column."""
+    totals, slopes = _layer_sums(b, TILE_PIXELS, tile), load(b, slope, FLOATS)
+    _store_finished(b, totals, result, lambda _, y: vectors.scale_negative(b, y, slopes))
 
 
 @on_addresses
-def residual_many(
-    b, x, places, runs, run_count, groups, weight, start, scale, bias, residual, residual_places, grid, numbers, out, to
-):
-    """Compute a large tile, and add uint8 integers before the rounding: `grid` is the address of scale and shift."""
-    totals = _layer_sums(b, TILE_PIXELS, x, places, runs, run_count, groups, weight, start)
-    residual_addresses, lines = (
-        _pixel_addresses(b, residual, residual_places, TILE_PIXELS),
-        _pixel_addresses(b, out, to, TILE_PIXELS),
-    )
-    step, shift = vectors.bounds(b, grid)
+def residual_many(b, tile, result, residual):
+    """Compute a large tile, and add a `Residual` before the rounding."""
+    totals = _layer_sums(b, TILE_PIXELS, tile)
+    addresses = _pixel_addresses(b, residual.x, residual.places, TILE_PIXELS)
+    step, shift = vectors.bounds(b, residual.grid)
 
     def added(p: int, y: Any) -> Any:
-        real = b.uitofp(load(b, residual_addresses[p], ir.VectorType(INT8, LANES)), FLOATS)
+        real = b.uitofp(load(b, addresses[p], ir.VectorType(INT8, LANES)), FLOATS)
         return b.fadd(y, vectors.multiply_add(b, real, step, shift))
 
-    _store_finished(b, totals, lines, scale, bias, numbers, added)
+    _store_finished(b, totals, result, added)
 
 
 def _depthwise_tile(pixels: int) -> Any:
     """Code that stores the sums of a tile of 16 channels of a depthwise convolution."""
 
-    def code(b, x, places, runs, run_count, stride, weight, start, sums):
-        for p, total in enumerate(_depthwise_sums(b, pixels, x, places, runs, run_count, stride, weight, start)):
+    def code(b, tile, stride, sums):
+        for p, total in enumerate(_depthwise_sums(b, pixels, tile, stride)):
             store(b, total, b.add(sums, number(4 * LANES * p)))
 
     return on_addresses(code)
@@ -253,14 +263,14 @@ def _depthwise_tile(pixels: int) -> Any:
 def _wide_tile(pixels: int) -> Any:
     """Code that stores the scaled sums, float32, of 64 channels of a depthwise convolution."""
 
-    def code(b, x, places, runs, four_count, weight, start, scale, bias, tile):
+    def code(b, tile, scale, bias, out):
         if not HAS_VNNI:
             return
-        for p, row in enumerate(_wide_sums(b, pixels, x, places, runs, four_count, weight, start)):
+        for p, row in enumerate(_wide_sums(b, pixels, tile)):
             for v, total in enumerate(row):
                 scales, added = (load(b, array, FLOATS, 4 * LANES * v) for array in (scale, bias))
                 y = vectors.multiply_add(b, b.sitofp(total, FLOATS), scales, added)
-                store(b, y, b.add(tile, number(4 * (WIDE_CHANNELS * p + LANES * v))))
+                store(b, y, b.add(out, number(4 * (WIDE_CHANNELS * p + LANES * v))))
 
     return on_addresses(code)
 

@@ -1,12 +1,43 @@
-"""Loops of layers: integer products, depthwise convolutions, and float layers."""
+"""Loops of layers: integer products, depthwise convolutions, and float layers.
+
+An integer layer multiplies pixels by columns, which are its output channels. Sixteen columns are a block. Machine code
+(`layer_code.py`) computes one tile at a time, the 16 columns of a block for 12 pixels (4 without VNNI), 4 or 1, with
+its sums in registers::
+
+                      block 0      block 1
+    columns          0 .. 15      16 .. 31   ...
+                   +------------+------------+
+    pixels  0..11  |   tile     |   tile     |        The weight of a block is int8 (runs, groups, 16, GROUP).
+                   +------------+------------+
+           12..15  |   tile     |   tile     |        Numbers by column (start, scale, bias, slope) are 64 bytes
+                   +------------+------------+        for each block: 16 of int32 or float32.
+               16  |   tile     |   tile     |
+                   +------------+------------+
+
+A pixel of the result reads `run_count` runs of contiguous integers, such as the rows of its window. Run r of pixel p
+begins at the address ``x + places[p] + runs[r]``::
+
+    x:  . . . . . . . . . . . .       a 3 x 3 window of an image with C channels, in memory (H, W, C):
+        . [run 0    ] . . . . .       places[p]  bytes from x to the window
+        . [run 1    ] . . . . .       runs       0, 1 and 2 rows of the image, in bytes
+        . [run 2    ] . . . . .       groups     3 * C / GROUP
+        . . . . . . . . . . . .
+
+All blocks of `PIXELS_AT_ONCE` pixels are computed before further pixels, while their input is in the cache.
+"""
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from numba import carray  # type: ignore[attr-defined]  # Numba does not list it
 
-from fxq.backends.loops.code.compiler import helper
+from fxq.backends.loops.code.compiler import helper, inlined
 from fxq.backends.loops.code.finish_code import add_integers, pack_wide, round_floats, scale_sums
 from fxq.backends.loops.code.layer_code import (
+    Residual,
+    TileInput,
+    TileOutput,
     four_depthwise,
     four_pixels,
     four_wide,
@@ -23,7 +54,7 @@ from fxq.backends.loops.code.layer_code import (
     round_one,
     silu_many,
 )
-from fxq.backends.loops.code.machine_code import TILE_PIXELS
+from fxq.backends.loops.code.machine_code import TILE_PIXELS, WIDE_CHANNELS
 from fxq.backends.loops.code.memory_loops import (
     CLAMP,
     HARDSWISH,
@@ -38,7 +69,16 @@ from fxq.backends.loops.code.memory_loops import (
     write,
 )
 from fxq.backends.loops.code.step_fields import DepthwiseField, LinearField, ProductField
+from fxq.backends.loops.code.vectors import LANES
 
+_INT_BYTES = 4
+"""Bytes of an int32 or a float32."""
+_BLOCK_BYTES = _INT_BYTES * LANES
+"""Bytes of a number of each column of a block: its start, scale, bias or slope; also of the sums of a pixel."""
+_WIDE_BYTES = _INT_BYTES * WIDE_CHANNELS
+"""Bytes of a number of each of the 64 channels that a wide depthwise tile computes."""
+_ROWS_AT_ONCE = 8
+"""Rows for which a float layer reads its weight once."""
 STORE_SUMS, ROUND, ADD_RESIDUAL, APPLY_PRELU, APPLY_FUNCTION = range(5)
 """Epilogues of a tile: its sums are stored, and `_finish` completes them; or the code of the tile quantizes them, at
 once, after adding a residual, after PReLU, or after another function. Only ROUND has code for small tiles."""
@@ -58,73 +98,114 @@ def _scatter(x, to_floats, numbers, out, first, spread, count):
     places = carray(ints(spread), count)
     size = 4 if to_floats else 1
     for j in range(count):
-        write(x + 4 * j, to_floats, numbers, out + size * (first + places[j]), 1)
+        write(x + _INT_BYTES * j, to_floats, numbers, out + size * (first + places[j]), 1)
+
+
+class _Epilogue(NamedTuple):
+    """How the stored sums of a tile become results: scale, bias and residual, function, and places.
+
+    Attributes:
+        function: Index in `FUNCTION_NAMES`.
+        slope: Address of float32 (16,), by column.
+        to_floats: Whether results are float32, and not uint8.
+        count: Columns of a float result. Of integers, all 16 are written.
+        spread: Address of int32 (count,): elements from the place of a pixel to each column; 0: columns are side by
+            side.
+    """
+
+    function: Any
+    slope: Any
+    to_floats: Any
+    count: Any
+    spread: Any
 
 
 @helper
-def _finish(sums, tile, pixels, function, scale, bias, slope, numbers, to_floats, out, places, count, spread, residual):
+def _finish(sums, pixels, result, epilogue, residual):
     """Scale the sums of a tile, add bias and residual, apply the function, and write the results.
 
     Args:
-        sums: Address of int32 (pixels, 16).
-        tile: Address of memory for as many floats.
+        sums: Address of int32 (pixels, 16), then of memory for as many floats as a large tile has.
         pixels: Number of pixels.
-        function: Index in `FUNCTION_NAMES`.
-        scale: Address of float32 (16,), by column.
-        bias: Address of float32 (16,), by column.
-        slope: Address of float32 (16,), by column.
-        numbers: Address of float32: lower bound and upper bound, of floats or of integers, factor, zero point.
-        to_floats: Whether the result is float32, and not uint8.
-        out: Address of the result.
-        places: Address of int32 (pixels,): elements from `out` to the results of each pixel.
-        count: Columns of a float result. Of integers, all 16 are written.
-        spread: Address of int32 (count,): elements from there to each column; 0 if columns are side by side.
-        residual: Addresses of the 16 columns, of int32 (pixels,) with the place of each pixel, and of scale and shift.
-            The first is 0 if there is no residual.
+        result: `TileOutput`.
+        epilogue: `_Epilogue`.
+        residual: `Residual`.
     """
-    places = carray(ints(places), pixels)
+    tile = sums + _BLOCK_BYTES * TILE_PIXELS
+    places = carray(ints(result.places), pixels)
     for p in range(pixels):
-        scale_sums(sums + 64 * p, scale, bias, tile + 64 * p)
-    if residual[0]:
-        residual_places = carray(ints(residual[1]), pixels)
+        scale_sums(sums + _BLOCK_BYTES * p, result.scale, result.bias, tile + _BLOCK_BYTES * p)
+    if residual.x:
+        residual_places = carray(ints(residual.places), pixels)
         for p in range(pixels):
-            add_integers(tile + 64 * p, residual[0] + residual_places[p], residual[2])
-    if function != CLAMP or to_floats:
-        apply_function(function, tile, 16 * pixels, slope, numbers)
+            add_integers(tile + _BLOCK_BYTES * p, residual.x + residual_places[p], residual.grid)
+    if epilogue.function != CLAMP or epilogue.to_floats:
+        apply_function(epilogue.function, tile, LANES * pixels, epilogue.slope, result.numbers)
+    factor = result.numbers + 2 * _INT_BYTES
     for p in range(pixels):
-        if spread:
-            _scatter(tile + 64 * p, to_floats, numbers, out, places[p], spread, count)
-        elif to_floats:
-            _write_floats(tile + 64 * p, out + 4 * places[p], count)
+        line = tile + _BLOCK_BYTES * p
+        if epilogue.spread:
+            _scatter(line, epilogue.to_floats, result.numbers, result.out, places[p], epilogue.spread, epilogue.count)
+        elif epilogue.to_floats:
+            _write_floats(line, result.out + _INT_BYTES * places[p], epilogue.count)
         else:
-            round_floats(tile + 64 * p, numbers + 8, numbers, out + places[p])
+            round_floats(line, factor, result.numbers, result.out + places[p])
 
 
 @helper
-def _sum_depthwise(size, x, places, runs, run_count, stride, weight, start, sums):
-    """Store the sums of 16 channels of a depthwise layer, for four pixels or one."""
-    if size == 4:
-        four_depthwise(x, places, runs, run_count, stride, weight, start, sums)
+def _store_small_tile(size, tile, is_depthwise, stride, sums):
+    """Store the sums of a tile of four pixels or one. All tiles of depthwise layers are small."""
+    if is_depthwise:
+        if size == 4:
+            four_depthwise(tile, stride, sums)
+        else:
+            one_depthwise(tile, stride, sums)
+    elif size == 4:
+        four_pixels(tile, sums)
     else:
-        one_depthwise(x, places, runs, run_count, stride, weight, start, sums)
+        one_pixel(tile, sums)
 
 
 @helper
-def _sum_small(size, x, places, runs, run_count, groups, weight, start, sums):
-    """Store the sums of 16 columns, for four pixels or one."""
+def _round_small_tile(size, tile, result):
+    """Write the integers of a tile of four pixels or one."""
     if size == 4:
-        four_pixels(x, places, runs, run_count, groups, weight, start, sums)
+        round_four(tile, result)
     else:
-        one_pixel(x, places, runs, run_count, groups, weight, start, sums)
+        round_one(tile, result)
 
 
-@helper
-def _round_small(size, x, places, runs, run_count, groups, weight, start, scale, bias, numbers, out, out_places):
-    """Write the integers of 16 columns, for four pixels or one."""
-    if size == 4:
-        round_four(x, places, runs, run_count, groups, weight, start, scale, bias, numbers, out, out_places)
+@inlined
+def _store_tile(size, tile, is_depthwise, stride, sums):
+    """Store the sums of a tile of `size` pixels. `stride` is that of the weight of a depthwise layer, in bytes."""
+    if size == TILE_PIXELS and not is_depthwise:
+        many_pixels(tile, sums)
     else:
-        round_one(x, places, runs, run_count, groups, weight, start, scale, bias, numbers, out, out_places)
+        _store_small_tile(size, tile, is_depthwise, stride, sums)
+
+
+@inlined
+def _round_tile(size, tile, result):
+    """Write the integers of a tile of `size` pixels."""
+    if size == TILE_PIXELS:
+        round_many(tile, result)
+    else:
+        _round_small_tile(size, tile, result)
+
+
+@inlined
+def _finish_large_tile(code, function, tile, result, slope, residual):
+    """Write the integers of a large tile, with the epilogue `code`: ADD_RESIDUAL, APPLY_PRELU or APPLY_FUNCTION."""
+    if code == ADD_RESIDUAL:
+        residual_many(tile, result, residual)
+    elif code == APPLY_PRELU:
+        prelu_many(tile, result, slope)
+    elif function == SILU:
+        silu_many(tile, result)
+    elif function == HARDSWISH:
+        hardswish_many(tile, result)
+    else:
+        gelu_many(tile, result)
 
 
 @helper
@@ -144,52 +225,31 @@ def product(step, bases):
     is_depthwise, block_step = step[ProductField.IS_DEPTHWISE], step[ProductField.BLOCK_STEP]
     spread, residual = step[ProductField.SPREAD], address_of(bases, step, ProductField.RESIDUAL)
     residual_places, residual_grid = step[ProductField.RESIDUAL_PLACES], step[ProductField.RESIDUAL_GRID]
-    epilogue = step[ProductField.EPILOGUE]
-    sums = scratch_of(bases)
-    tile = sums + 64 * TILE_PIXELS
+    code, sums = step[ProductField.EPILOGUE], scratch_of(bases)
+    out_step = 0 if spread else _BLOCK_BYTES if to_floats else LANES
     for first in range(0, pixels, pixels_at_once):
         last = min(first + pixels_at_once, pixels)
         for k in range(blocks):
-            w, begin, read, offset = weight + k * block_bytes, start + 64 * k, x + k * block_step, 64 * k
-            written = out if spread else out + (64 * k if to_floats else 16 * k)
-            count, p = min(16, channels - 16 * k), first
-            s, b = scale + offset, bias + offset
+            offset, p = _BLOCK_BYTES * k, first
+            epilogue = _Epilogue(
+                function, slope + offset, to_floats, min(LANES, channels - LANES * k), spread + offset if spread else 0
+            )
             while p < last:
-                here, there, left = x_places + 4 * p, out_places + 4 * p, last - p
+                left, here = last - p, _INT_BYTES * p
                 size = TILE_PIXELS if left >= TILE_PIXELS and not is_depthwise else 4 if left >= 4 else 1
-                if is_depthwise:
-                    _sum_depthwise(size, read, here, runs, run_count, 16 * blocks, w, begin, sums)
-                elif size == TILE_PIXELS:
-                    if epilogue == ROUND:
-                        round_many(read, here, runs, run_count, groups, w, begin, s, b, numbers, written, there)
-                    elif epilogue == ADD_RESIDUAL:
-                        added, added_places = residual + 16 * k, residual_places + 4 * p
-                        residual_many(
-                            read, here, runs, run_count, groups, w, begin, s, b, added, added_places, residual_grid,
-                            numbers, written, there,
-                        )  # fmt: skip
-                    elif epilogue == APPLY_PRELU:
-                        slopes = slope + offset
-                        prelu_many(read, here, runs, run_count, groups, w, begin, s, b, slopes, numbers, written, there)
-                    elif epilogue == APPLY_FUNCTION and function == SILU:
-                        silu_many(read, here, runs, run_count, groups, w, begin, s, b, numbers, written, there)
-                    elif epilogue == APPLY_FUNCTION and function == HARDSWISH:
-                        hardswish_many(read, here, runs, run_count, groups, w, begin, s, b, numbers, written, there)
-                    elif epilogue == APPLY_FUNCTION:
-                        gelu_many(read, here, runs, run_count, groups, w, begin, s, b, numbers, written, there)
-                    else:
-                        many_pixels(read, here, runs, run_count, groups, w, begin, sums)
-                elif epilogue == ROUND:
-                    _round_small(size, read, here, runs, run_count, groups, w, begin, s, b, numbers, written, there)
+                tile = TileInput(
+                    x + k * block_step, x_places + here, runs, run_count, groups, weight + k * block_bytes,
+                    start + offset,
+                )  # fmt: skip
+                result = TileOutput(scale + offset, bias + offset, numbers, out + k * out_step, out_places + here)
+                added = Residual(residual + LANES * k if residual_places else 0, residual_places + here, residual_grid)
+                if code == ROUND:
+                    _round_tile(size, tile, result)
+                elif code == STORE_SUMS or size < TILE_PIXELS:
+                    _store_tile(size, tile, is_depthwise, LANES * blocks, sums)
+                    _finish(sums, size, result, epilogue, added)
                 else:
-                    _sum_small(size, read, here, runs, run_count, groups, w, begin, sums)
-                if epilogue == STORE_SUMS or (epilogue != ROUND and size < TILE_PIXELS):
-                    of_block = (residual + 16 * k if residual_places else 0, residual_places + 4 * p, residual_grid)
-                    column_places = spread + offset if spread else 0
-                    _finish(
-                        sums, tile, size, function, s, b, slope + offset, numbers, to_floats, written, there, count,
-                        column_places, of_block,
-                    )  # fmt: skip
+                    _finish_large_tile(code, function, tile, result, epilogue.slope, added)
                 p += size
 
 
@@ -202,24 +262,29 @@ def depthwise(step, bases):
     weight, blocks, start = step[DepthwiseField.WEIGHT], step[DepthwiseField.BLOCKS], step[DepthwiseField.START]
     scale, bias, slope = step[DepthwiseField.SCALE], step[DepthwiseField.BIAS], step[DepthwiseField.SLOPE]
     numbers, function = step[DepthwiseField.NUMBERS], step[DepthwiseField.FUNCTION]
-    tile = scratch_of(bases)
+    floats_out, factor = scratch_of(bases), numbers + 2 * _INT_BYTES
     places = carray(ints(out_places), pixels)
     for k in range(blocks):
-        w, begin, s, b = weight + 256 * fours * k, start + 256 * k, scale + 256 * k, bias + 256 * k
-        p = 0
+        offset, p = _WIDE_BYTES * k, 0
+        s, b = scale + offset, bias + offset
         while p < pixels:
             size = 4 if pixels - p >= 4 else 1
+            tile = TileInput(
+                x + WIDE_CHANNELS * k, x_places + _INT_BYTES * p, runs, fours, 0, weight + fours * offset,
+                start + offset,
+            )  # fmt: skip
             if size == 4:
-                four_wide(x + 64 * k, x_places + 4 * p, runs, fours, w, begin, s, b, tile)
+                four_wide(tile, s, b, floats_out)
             else:
-                one_wide(x + 64 * k, x_places + 4 * p, runs, fours, w, begin, s, b, tile)
+                one_wide(tile, s, b, floats_out)
             if function == PRELU:
                 for v in range(4 * size):
-                    apply_function(function, tile + 64 * v, 16, slope + 256 * k + 64 * (v % 4), numbers)
+                    of_vector = slope + offset + _BLOCK_BYTES * (v % 4)
+                    apply_function(function, floats_out + _BLOCK_BYTES * v, LANES, of_vector, numbers)
             elif function != CLAMP:
-                apply_function(function, tile, 64 * size, slope, numbers)
+                apply_function(function, floats_out, WIDE_CHANNELS * size, slope, numbers)
             for q in range(size):
-                pack_wide(tile + 256 * q, numbers + 8, numbers, out + 64 * k + places[p + q])
+                pack_wide(floats_out + _WIDE_BYTES * q, factor, numbers, out + WIDE_CHANNELS * k + places[p + q])
             p += size
 
 
@@ -232,8 +297,8 @@ def linear(step, bases):
     weight = carray(floats(step[LinearField.WEIGHT]), (depth, columns))
     bias = carray(floats(step[LinearField.BIAS]), columns)
     function, slope, numbers = step[LinearField.FUNCTION], step[LinearField.SLOPE], step[LinearField.NUMBERS]
-    for first in range(0, rows, 8):  # the weight is read once for eight rows
-        last = min(first + 8, rows)
+    for first in range(0, rows, _ROWS_AT_ONCE):
+        last = min(first + _ROWS_AT_ONCE, rows)
         for n in range(first, last):
             y = carray(floats(out + n * out_stride), columns)
             for j in range(columns):

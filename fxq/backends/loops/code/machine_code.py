@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import llvmlite.binding
 from numba import types
-from numba.core import config
+from numba.core import cgutils, config
 from numba.extending import intrinsic
 
 
@@ -34,16 +35,31 @@ WIDE_CHANNELS = 64
 
 
 def on_addresses(code: Callable[..., None]) -> Any:
-    """Decorate `code(builder, *arguments)`, which emits LLVM instructions, as a Numba function of int64 arguments."""
-    names = code.__code__.co_varnames[1 : code.__code__.co_argcount]
+    """Decorate `code(builder, *arguments)`, which emits LLVM instructions, as a Numba function.
 
-    def body(context: Any, b: Any, _signature: Any, args: Any) -> Any:
-        code(b, *args)
-        return context.get_dummy_value()
+    Its arguments are int64, or named tuples of int64, which `code` gets as tuples of LLVM values with these names.
+    """
+    _, *parameters = inspect.signature(code).parameters.values()
 
-    signature = types.void(*[types.int64] * len(names))
-    # Numba reads the number of arguments from the signature, so `*args` does not do.
-    namespace: dict[str, Any] = {"signature": signature, "body": body}
-    exec(f"def typed(_typing, {', '.join(names)}):\n    return signature, body", namespace)
-    namespace["typed"].__doc__ = code.__doc__
-    return intrinsic(namespace["typed"])
+    def typed(*kinds: Any) -> tuple[Any, Any]:
+        classes = [getattr(kind, "instance_class", None) for kind in kinds]
+        signature = types.void(
+            *[types.int64 if cls is None else kind for kind, cls in zip(kinds, classes, strict=True)]
+        )
+
+        def body(context: Any, b: Any, _signature: Any, args: Any) -> Any:
+            pairs = zip(args, classes, strict=True)
+            code(b, *[value if cls is None else cls(*cgutils.unpack_tuple(b, value)) for value, cls in pairs])
+            return context.get_dummy_value()
+
+        return signature, body
+
+    typing = inspect.Parameter("_typing", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    call = inspect.Signature([typing, *parameters])
+
+    def declared(*args: Any, **named: Any) -> tuple[Any, Any]:
+        return typed(*call.bind(*args, **named).args[1:])
+
+    declared.__signature__ = call  # type: ignore[attr-defined]  # Numba reads the arguments from it
+    declared.__doc__ = code.__doc__
+    return intrinsic(declared)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 ABSOLUTE, ARENA, SCRATCH, EXTERNAL = range(4)
 """Numbers of base addresses: 0, for offsets that are addresses; the memory of values; the scratch memory of the running
@@ -13,15 +12,6 @@ LANES = 16
 """Channels that are written at once: each pixel has room for a multiple of them."""
 SLACK_BYTES = 64
 """Bytes after a value that may be read without effect on any result."""
-
-
-class ByteGrid(NamedTuple):
-    """Grid of uint8: integers q from `qmin` to `qmax` represent (q - zero) * scale."""
-
-    scale: float
-    zero: int
-    qmin: int = 0
-    qmax: int = 255
 
 
 @dataclass(eq=False)

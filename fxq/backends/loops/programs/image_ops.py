@@ -108,10 +108,10 @@ def cat(plan: StepBuilder, tensors: Sequence[Any], *, dim: int) -> PlannedValue:
     """
     parts = [plan.integers(x) for x in tensors]
     first = parts[0]
-    refuse(
-        any((p.rank, p.axis, p.grid) != (first.rank, first.axis, first.grid) for p in parts),
-        "its parts differ in rank, channel axis or grid",
-    )
+    grids = [p.grid for p in parts if p.grid is not None]
+    differ = any((p.rank, p.axis) != (first.rank, first.axis) for p in parts) or len(grids) not in (0, len(parts))
+    differ = differ or not all(grid.same_as(grids[0]) for grid in grids)
+    refuse(differ, "its parts differ in rank, channel axis or grid")
     refuse(dim % first.rank != first.axis, "it joins other axes than the channels")
     n, h, w, _ = first.area.shape
     joined = Area((n, h, w, sum(p.area.shape[3] for p in parts)), False)

@@ -123,7 +123,7 @@ def conv_transpose2d(
     return _plan_product(
         plan, x, PlannedWeight(values.view(-1, len(taps), channels), scale.repeat(results_per_window)), repeated_bias,
         (n, out_rows, out_columns, columns), taps=taps, windows=(out_rows // down, out_columns // right),
-        first=(top // down, left // right), placed=(0, 0, down, right), spread=spread,
+        first=(top // down, left // right), out_stride=(down, right), spread=spread,
     )  # fmt: skip
 
 
@@ -186,5 +186,5 @@ def _plan_product(
         ProductStep, x, shape, x=x.area, x_grid=x.grid, weight=weight.values, scale=scale, bias=bias_values, **options
     )
     assert isinstance(product.step, ProductStep)
-    refuse(not x.area.widen(product.step.border(), x.grid.zero), "its input would need a border with two zero points")
+    refuse(not x.area.widen(product.step.border(), x.grid.z), "its input would need a border with two zero points")
     return product

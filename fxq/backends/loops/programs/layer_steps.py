@@ -1,7 +1,21 @@
-"""Steps of layers: integer layers, float layers and attention."""
+"""Steps of layers: integer layers, float layers and attention.
+
+Each step writes rows of numbers, which a loop reads by the names of `step_fields.py`, and the constants that the rows
+point to. A figure of the tiles that read them is in `fxq/backends/loops/code/layer_loops.py`::
+
+    weight, int8 (columns, taps, C)           taps that are side by side in memory are one run
+        -> (blocks, runs, groups, 16, GROUP)  columns padded to blocks of 16, runs padded to groups of GROUP
+    weight of a depthwise layer, int8 (C, taps)
+        -> (taps, blocks * 16)                tiles of 16 channels
+        -> (blocks, fours, 4, 16, 4)          wide tiles of 64 channels, which read four taps at once
+    scale, bias, slope, start (columns,)
+        -> (blocks * 16,)
+    places, int32 (pixels,)                   of input and result: elements from the begin of an area to each pixel
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -12,8 +26,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fxq.backends.loops.code.step_fields import AttentionField, DepthwiseField, LinearField, ProductField
-from fxq.backends.loops.programs.areas import ABSOLUTE, LANES, Area, ByteGrid
+from fxq.backends.loops.programs.areas import ABSOLUTE, LANES, Area
 from fxq.backends.loops.programs.program_steps import CLAMP, ProgramStep, RowWriter
+from fxq.quant.qparams import QParams
+
+MIN_PIXELS_AT_ONCE = 192
+"""Pixels that are computed for all columns before further pixels, even if their input exceeds the cache."""
+TAPS_AT_ONCE = 4
+"""Taps that a wide tile of a depthwise layer reads at once."""
 
 
 @dataclass(eq=False)
@@ -30,14 +50,14 @@ class ProductStep(ProgramStep):
         windows: Rows and columns of windows.
         first: Row and column of the first pixel of the first window.
         stride: Rows and columns from a window to the next.
-        placed: Row and column of the first result, and rows and columns from a result to the next.
+        out_stride: Rows and columns from a result to the next; more than 1 for a transposed convolution.
         spread: (row, column, channel) of each column, relative to the first one; None if columns are channels.
         residual: Value that is added before the function, uint8.
         residual_grid: Grid of the residual.
     """
 
     x: Area = field(kw_only=True)
-    x_grid: ByteGrid = field(kw_only=True)
+    x_grid: QParams = field(kw_only=True)
     weight: Tensor = field(kw_only=True)
     taps: Sequence[tuple[int, int]] = field(kw_only=True)
     scale: Tensor = field(kw_only=True)
@@ -45,10 +65,10 @@ class ProductStep(ProgramStep):
     windows: tuple[int, int] = field(kw_only=True)
     first: tuple[int, int] = (0, 0)
     stride: tuple[int, int] = (1, 1)
-    placed: tuple[int, int, int, int] = (0, 0, 1, 1)
+    out_stride: tuple[int, int] = (1, 1)
     spread: Sequence[tuple[int, int, int]] | None = None
     residual: Area | None = None
-    residual_grid: ByteGrid | None = None
+    residual_grid: QParams | None = None
 
     @property
     def reads(self) -> list[Area]:
@@ -76,8 +96,8 @@ class ProductStep(ProgramStep):
 
     def rows(self, writer: RowWriter) -> list[list[int]]:
         columns, wide = len(self.weight), writer.loops.WIDE_CHANNELS
-        if self.spread is not None and columns // self.placed[2] // self.placed[3] % LANES == 0:
-            channels = columns // self.placed[2] // self.placed[3]
+        channels = columns // math.prod(self.out_stride)
+        if self.spread is not None and channels % LANES == 0:
             begins = range(0, columns, channels)
             return [self._product_row(writer, slice(k, k + channels), first=self.spread[k]) for k in begins]
         if self.spread is not None:
@@ -106,15 +126,14 @@ class ProductStep(ProgramStep):
         blocks = -(-count // LANES)
         packed, runs, groups = self._packed(weight, writer.loops.GROUP, blocks)
         x_places = self._places(x, self.first, self.stride, channel if is_depthwise else 0)
-        out_first = self.placed[0] + first[0], self.placed[1] + first[1]
-        out_places = self._places(out, out_first, self.placed[2:], channel + first[2])
+        out_places = self._places(out, first[:2], self.out_stride, channel + first[2])
         epilogue = writer.loops.STORE_SUMS if is_depthwise or spread else self._epilogue(writer.loops)
         bytes_per_pixel = x.pixel_stride * self.stride[1] * self.stride[0]
         residual: Sequence[int] = (0, 0)
         residual_places = residual_grid = 0
         if self.residual is not None:
             residual, residual_grid = self.residual.start, writer.grid(self.residual_grid)
-            residual_places = writer.constant(self._places(self.residual, self.placed[:2], self.placed[2:]))
+            residual_places = writer.constant(self._places(self.residual, (0, 0), self.out_stride))
         return writer.row(
             writer.loops.PRODUCT, ProductField, x=x.start, out=out.start,
             x_places=writer.constant(x_places), out_places=writer.constant(out_places), pixels=len(x_places),
@@ -123,7 +142,7 @@ class ProductStep(ProgramStep):
             **self._column_values(writer, columns, blocks * LANES, epilogue == writer.loops.ROUND),
             function=self.kind(writer), to_floats=self.grid is None, channels=count,
             block_bytes=LANES if is_depthwise else packed.numel() // blocks,
-            pixels_at_once=max(LANES * 12, writer.loops.MAX_TILE_INPUT_BYTES // bytes_per_pixel),
+            pixels_at_once=max(MIN_PIXELS_AT_ONCE, writer.loops.MAX_TILE_INPUT_BYTES // bytes_per_pixel),
             is_depthwise=is_depthwise, block_step=LANES if is_depthwise else 0, spread=spread,
             residual=residual, residual_places=residual_places, residual_grid=residual_grid, epilogue=epilogue,
         )  # fmt: skip
@@ -141,11 +160,12 @@ class ProductStep(ProgramStep):
     def _depthwise_row(self, writer: RowWriter, columns: int) -> list[int]:
         """Row for the first columns of a depthwise layer, a multiple of 64."""
         x, wide = self.x, writer.loops.WIDE_CHANNELS
-        blocks, fours = columns // wide, -(-len(self.taps) // 4)
-        weight = F.pad(self.weight[:columns], (0, 4 * fours - len(self.taps)))
-        weight = _wide_order(weight.view(blocks, wide, fours, 4)).permute(0, 3, 1, 2, 4)  # (blocks, fours, 4, 16, 4)
+        blocks, fours = columns // wide, -(-len(self.taps) // TAPS_AT_ONCE)
+        missing = TAPS_AT_ONCE * fours - len(self.taps)  # they read the last tap again, with weights of zero
+        weight = F.pad(self.weight[:columns], (0, missing)).view(blocks, wide, fours, TAPS_AT_ONCE)
+        weight = _wide_order(weight).permute(0, 3, 1, 2, 4)  # (blocks, fours, 4, 16, 4)
         offsets = [x.place(*tap) - x.place(0, 0) for tap in self.taps]
-        runs = torch.tensor(offsets + offsets[-1:] * (4 * fours - len(offsets)), dtype=torch.int32)
+        runs = torch.tensor(offsets + offsets[-1:] * missing, dtype=torch.int32)
         x_places, out_places = self._places(x, self.first, self.stride), self._places(self.out, (0, 0), (1, 1))
         return writer.row(
             writer.loops.DEPTHWISE, DepthwiseField, x=x.start, out=self.out.start,
@@ -166,12 +186,12 @@ class ProductStep(ProgramStep):
             rounds: Whether scale and bias include the grid of the result.
             wide: Number of channels of a block of a depthwise row; 0 for other rows.
         """
-        scale = self.x_grid.scale * self.scale[columns]
+        scale = self.x_grid.s * self.scale[columns]
         bias = torch.zeros_like(scale) if self.bias is None else self.bias[columns]
         low, high, factor, zero = self.numbers()
         if rounds:
             scale, bias = scale * factor, bias * factor + zero
-        start = -self.x_grid.zero * self.weight[columns].flatten(1).sum(1, dtype=torch.int32)
+        start = -self.x_grid.z * self.weight[columns].flatten(1).sum(1, dtype=torch.int32)
         slope = torch.zeros(1, dtype=torch.float32) if self.function.slope is None else self.function.slope
         slope = slope.repeat(len(self.weight) // slope.numel())[columns]
         values = {"start": start, "scale": scale, "bias": bias, "slope": slope}

@@ -9,8 +9,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from fxq.backends.loops.programs.areas import Area, ByteGrid
+from fxq.backends.loops.programs.areas import Area
 from fxq.backends.loops.programs.program_steps import ProgramStep
+from fxq.quant.qparams import QParams
 
 
 class NotPlannedError(Exception):
@@ -66,7 +67,7 @@ class PlannedValue:
     area: Area
     rank: int
     axis: int
-    grid: ByteGrid | None = None
+    grid: QParams | None = None
     step: ProgramStep | None = None
 
     @property
@@ -156,7 +157,7 @@ def dequantized_weight(
     return PlannedWeight(q.values, scales.reshape(-1) if scales.numel() > 1 else scales.reshape(()), axis or 0)
 
 
-RAW = ByteGrid(1.0, 0)
+RAW = QParams.per_tensor(1.0, 0)
 """Grid of integers that are numbers themselves."""
 
 Planner = TypeVar("Planner", bound=Callable[..., Any])

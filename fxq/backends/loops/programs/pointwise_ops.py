@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from fxq.backends.loops.programs.areas import ByteGrid
 from fxq.backends.loops.programs.layer_steps import ProductStep
 from fxq.backends.loops.programs.planned_values import PlannedHeads, PlannedValue, PlannedWeight, plans, refuse
 from fxq.backends.loops.programs.program_steps import Function, PointwiseStep
 from fxq.backends.loops.programs.step_builder import StepBuilder
+from fxq.quant.qparams import QParams
 
 
 @plans("quantize")
@@ -21,7 +21,7 @@ def quantize(
 ) -> Any:
     refuse(not isinstance(scale, float) or dtype != torch.uint8, "its grid is not constant uint8")
     refuse(axis is not None or block is not None, "its grid is not per-tensor")
-    grid = ByteGrid(scale, int(zero_point), qmin, qmax)
+    grid = QParams.per_tensor(scale, int(zero_point), qmin, qmax)
     return replace(x, joined=plan.quantize(x.joined, grid)) if isinstance(x, PlannedHeads) else plan.quantize(x, grid)
 
 
@@ -31,7 +31,7 @@ def dequantize(plan: StepBuilder, x: Any, *, scale: Any, zero_point: Any, **_: A
         return replace(x, joined=dequantize(plan, x.joined, scale=scale, zero_point=zero_point))
     refuse(not isinstance(scale, float) or not isinstance(x, PlannedValue), "its grid is no constant")
     refuse(bool(x.area.is_float) or x.step is not None, "it reads no integers")
-    return replace(plan.in_arena(x), grid=ByteGrid(scale, int(zero_point)))
+    return replace(plan.in_arena(x), grid=QParams.per_tensor(scale, int(zero_point)))
 
 
 @plans("add")

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fxq.backends.loops.code.step_fields import MoveField, NormField, PointwiseField, PoolField, QuantizeField
-from fxq.backends.loops.programs.areas import ABSOLUTE, LANES, Area, ByteGrid
+from fxq.backends.loops.programs.areas import ABSOLUTE, LANES, Area
+from fxq.quant.qparams import QParams
 
 _INF = math.inf
 
@@ -24,7 +25,7 @@ class Function(NamedTuple):
     """Function of each result: a clamp to (low, high), or a function by name.
 
     Attributes:
-        slope: Slopes of prelu, float32 (1,) or (channels,).
+        slope: slopes of negative values, float32 (1,) or (channels,).
     """
 
     name: str
@@ -53,9 +54,9 @@ class RowWriter:
         """Address of a few float32."""
         return self.constant(torch.tensor(values, dtype=torch.float32, device="cpu"))
 
-    def grid(self, grid: ByteGrid | None) -> int:
+    def grid(self, grid: QParams | None) -> int:
         """Address of the scale and shift that dequantize integers: q * scale + shift."""
-        return self.floats(grid.scale, -grid.zero * grid.scale) if grid is not None else self.floats(1.0, 0.0)
+        return self.floats(grid.s, -grid.z * grid.s) if grid is not None else self.floats(1.0, 0.0)
 
     def row(self, code: int, fields: type[IntEnum], **values: int | Sequence[int]) -> list[int]:
         """Row of a step: its code, then the values of its fields by their names in lower case.
@@ -95,7 +96,7 @@ class ProgramStep(ABC):
     name: str
     out: Area
     function: Function = CLAMP
-    grid: ByteGrid | None = None
+    grid: QParams | None = None
 
     @property
     @abstractmethod
@@ -110,7 +111,7 @@ class ProgramStep(ABC):
         """Lower bound, upper bound, factor and zero point of the results. With a grid, the bounds are integers."""
         if self.grid is None:
             return self.function.low, self.function.high, 1.0, 0.0
-        scale, zero, qmin, qmax = self.grid
+        scale, zero, qmin, qmax = self.grid.s, self.grid.z, self.grid.qmin, self.grid.qmax
         low, high = (
             min(max(round(bound / scale) + zero, qmin), qmax) if math.isfinite(bound) else limit
             for bound, limit in ((self.function.low, qmin), (self.function.high, qmax))
@@ -118,7 +119,7 @@ class ProgramStep(ABC):
         return float(low), float(high), 1 / scale, float(zero)
 
     def slopes(self, writer: RowWriter) -> int:
-        """Address of the slopes of 16 channels for a prelu with one slope."""
+        """Address of the slopes of 16 channels for a function with one slope."""
         slope = self.function.slope
         return writer.constant(torch.ones(LANES, dtype=torch.float32) if slope is None else slope.expand(LANES))
 
@@ -148,7 +149,7 @@ class QuantizeStep(ProgramStep):
 
     def rows(self, writer: RowWriter) -> list[list[int]]:
         assert self.grid is not None
-        scale, zero, qmin, qmax = self.grid
+        scale, zero, qmin, qmax = self.grid.s, self.grid.z, self.grid.qmin, self.grid.qmax
         row = writer.row(
             writer.loops.QUANTIZE, QuantizeField,
             x=self.x.origin, x_strides=self.strides(), shape=self.x.shape,
@@ -163,9 +164,9 @@ class PointwiseStep(ProgramStep):
     """Step that computes a function of each element of one value, or of two. The second may have one pixel for all."""
 
     x: Area = field(kw_only=True)
-    x_grid: ByteGrid | None = field(kw_only=True)
+    x_grid: QParams | None = field(kw_only=True)
     y: Area | None = None
-    y_grid: ByteGrid | None = None
+    y_grid: QParams | None = None
     multiplies: bool = False
 
     @property
@@ -208,7 +209,7 @@ class PoolStep(ProgramStep):
 
     takes_function: ClassVar[bool] = False
     x: Area = field(kw_only=True)
-    x_grid: ByteGrid | None = field(kw_only=True)
+    x_grid: QParams | None = field(kw_only=True)
     kernel: tuple[int, int] = field(kw_only=True)
     stride: tuple[int, int] = field(kw_only=True)
     padding: tuple[int, int] = (0, 0)
@@ -220,7 +221,7 @@ class PoolStep(ProgramStep):
         return [self.x]
 
     def rows(self, writer: RowWriter) -> list[list[int]]:
-        scale, zero = (1.0, 0) if self.x_grid is None else self.x_grid[:2]
+        scale, zero = (1.0, 0) if self.x_grid is None else (self.x_grid.s, self.x_grid.z)
         row = writer.row(
             writer.loops.POOL, PoolField,
             x=self.x.origin, x_strides=self.x.byte_strides,
@@ -239,7 +240,7 @@ class NormStep(ProgramStep):
 
     takes_function: ClassVar[bool] = False
     x: Area = field(kw_only=True)
-    x_grid: ByteGrid | None = field(kw_only=True)
+    x_grid: QParams | None = field(kw_only=True)
     weight: Tensor = field(kw_only=True)
     bias: Tensor = field(kw_only=True)
     eps: float = field(kw_only=True)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fxq.backends.loops.programs.areas import ABSOLUTE, ARENA, EXTERNAL, LANES, Area, ByteGrid
+from fxq.backends.loops.programs.areas import ABSOLUTE, ARENA, EXTERNAL, LANES, Area
 from fxq.backends.loops.programs.layer_steps import ProductStep
 from fxq.backends.loops.programs.planned_values import (
     RAW,
@@ -31,6 +31,7 @@ from fxq.backends.loops.programs.program_steps import (
     ProgramStep,
     QuantizeStep,
 )
+from fxq.quant.qparams import QParams
 
 
 class StepBuilder:
@@ -116,7 +117,7 @@ class StepBuilder:
                 self.note_read(read)
         return PlannedValue(area, like.rank, like.axis, None, step)
 
-    def settle(self, value: PlannedValue, grid: ByteGrid | None) -> PlannedValue:
+    def settle(self, value: PlannedValue, grid: QParams | None) -> PlannedValue:
         """Decide once how a value is written: as integers on a grid, or as floats if `grid` is None."""
         if value.step is not None:
             value.step.grid, value.area = grid, value.step.out
@@ -240,7 +241,7 @@ class StepBuilder:
         """Add a step that copies integers to another area."""
         self.steps.append(PointwiseStep(self.scope, to, grid=RAW, x=area, x_grid=RAW))
 
-    def quantize(self, value: Any, grid: ByteGrid) -> PlannedValue:
+    def quantize(self, value: Any, grid: QParams) -> PlannedValue:
         """Quantize a value to a grid, in the step that computes it if that can."""
         refuse(not isinstance(value, PlannedValue), "it reads a value that the region does not compute")
         if value.step is not None and value.step.takes_grid:

@@ -8,15 +8,16 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxq.backends.loops.programs.areas import Area, ByteGrid
+from fxq.backends.loops.programs.areas import Area
 from fxq.backends.loops.programs.layer_steps import AttentionStep
+from fxq.quant.qparams import QParams
 from tests.support.program_runs import distance, run_steps
 
 pytestmark = pytest.mark.any_cpu
 
 pytest.importorskip("fxq.backends.loops.code.attention_loops", reason="needs Numba", exc_type=ImportError)
 
-GRIDS = st.sampled_from([None, ByteGrid(0.0271, 100), ByteGrid(0.05, 3, 2, 201)])
+GRIDS = st.sampled_from([None, QParams.per_tensor(0.0271, 100), QParams.per_tensor(0.05, 3, 2, 201)])
 SEEDS = st.integers(0, 99)
 
 
@@ -165,5 +166,5 @@ def test_integers_of_what_is_not_a_number():
     """It becomes the lowest one."""
     query, *both = (normal(1, 3, 16) for _ in range(3))
     query[0, 1] = math.nan
-    outcome = attention(query, *both, 1, grid=ByteGrid(0.05, 100, 7, 250))
+    outcome = attention(query, *both, 1, grid=QParams.per_tensor(0.05, 100, 7, 250))
     assert bool((outcome[0, 1] == 7).all()) and bool((outcome[0, ::2] > 7).all())

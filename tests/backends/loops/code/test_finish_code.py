@@ -16,57 +16,42 @@ pytestmark = pytest.mark.any_cpu
 finish_code = pytest.importorskip("fxq.backends.loops.code.finish_code", reason="needs Numba", exc_type=ImportError)
 machine_code = pytest.importorskip("fxq.backends.loops.code.machine_code")
 
+memory_loops = pytest.importorskip("fxq.backends.loops.code.memory_loops")
+
 pack_wide, scale_sums, add_integers, round_floats = (
     finish_code.pack_wide, finish_code.scale_sums, finish_code.add_integers, finish_code.round_floats,
 )  # fmt: skip
-prelu, clamp, sum_floats, sum_squares, normalize = (
-    finish_code.scale_negative, finish_code.clamp, finish_code.sum_floats, finish_code.sum_squares,
-    finish_code.normalize,
-)  # fmt: skip
-silu, hardswish, gelu, sigmoid, tanh, hardsigmoid = (getattr(finish_code, name) for name in EXACT)
+sum_floats, sum_squares, normalize = finish_code.sum_floats, finish_code.sum_squares, finish_code.normalize
+apply_function, FUNCTIONS = memory_loops.apply_function, len(memory_loops.FUNCTION_NAMES)
 NAMES = (
-    "pack_wide", "scale_sums", "add_integers", "round_floats", "prelu", "clamp", "sum_floats", "sum_squares",
-    "normalize", *EXACT,
+    *memory_loops.FUNCTION_NAMES, "pack_wide", "scale_sums", "add_integers", "round_floats", "sum_floats",
+    "sum_squares", "normalize",
 )  # fmt: skip
 
 
 @compiled("i i i i i")
-def call(which, a, b, c, d):
-    """One of the functions of these names, in this order."""
-    if which == 0:
+def call(index, a, b, c, d):
+    """Call the function with this index in `NAMES`. Slopes, or bounds, of 16 floats are `b`."""
+    if index < FUNCTIONS:
+        apply_function(index, a, 16, b, b)
+    elif index == FUNCTIONS:
         pack_wide(a, b, c, d)
-    elif which == 1:
+    elif index == FUNCTIONS + 1:
         scale_sums(a, b, c, d)
-    elif which == 2:
+    elif index == FUNCTIONS + 2:
         add_integers(a, b, c)
-    elif which == 3:
+    elif index == FUNCTIONS + 3:
         round_floats(a, b, c, d)
-    elif which == 4:
-        prelu(a, b)
-    elif which == 5:
-        clamp(a, b)
-    elif which == 6:
+    elif index == FUNCTIONS + 4:
         sum_floats(a, b, c)
-    elif which == 7:
+    elif index == FUNCTIONS + 5:
         sum_squares(a, b, c)
-    elif which == 8:
+    else:
         normalize(a, b, c, d)
-    elif which == 9:
-        silu(a)
-    elif which == 10:
-        hardswish(a)
-    elif which == 11:
-        gelu(a)
-    elif which == 12:
-        sigmoid(a)
-    elif which == 13:
-        tanh(a)
-    elif which == 14:
-        hardsigmoid(a)
 
 
 def run(name, *arguments):
-    """Call one of them with arrays and counts."""
+    """Call the function of this name with arrays and counts."""
     addresses = [a.ctypes.data if isinstance(a, np.ndarray) else a for a in arguments]
     call(NAMES.index(name), *addresses, *[0] * (4 - len(addresses)))
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxq.backends.loops.programs.areas import ABSOLUTE, Area, ByteGrid
+from fxq.backends.loops.programs.areas import ABSOLUTE, Area
 from fxq.backends.loops.programs.program_steps import (
     CLAMP,
     Function,
@@ -18,13 +18,14 @@ from fxq.backends.loops.programs.program_steps import (
     PoolStep,
     QuantizeStep,
 )
+from fxq.quant.qparams import QParams
 from tests.support.program_runs import EXACT, applied, distance, real, run_steps
 
 pytestmark = pytest.mark.any_cpu
 
 image_loops = pytest.importorskip("fxq.backends.loops.code.image_loops", reason="needs Numba", exc_type=ImportError)
 
-GRIDS = st.sampled_from([None, ByteGrid(0.0271, 100), ByteGrid(0.05, 3, 2, 201)])
+GRIDS = st.sampled_from([None, QParams.per_tensor(0.0271, 100), QParams.per_tensor(0.05, 3, 2, 201)])
 SHAPES = st.tuples(st.integers(1, 2), st.integers(1, 5), st.integers(1, 5), st.integers(1, 40))
 SEEDS = st.integers(0, 99)
 FUNCTIONS = [
@@ -69,21 +70,21 @@ def lay_out(x, layout):
 @settings(deadline=None)
 @given(
     shape=SHAPES, layout=st.sampled_from(["channels first", "channels last", "with gaps"]), dense=st.booleans(),
-    grid=st.sampled_from([ByteGrid(0.25, 0), ByteGrid(2**-5, 100), ByteGrid(2**-6, 255), ByteGrid(0.125, 17, 3, 100)]),
-    seed=SEEDS,
+    numbers=st.sampled_from([(0.25, 0), (2**-5, 100), (2**-6, 255), (0.125, 17, 3, 100)]), seed=SEEDS,
 )  # fmt: skip
-def test_quantize(shape, layout, dense, grid, seed):
+def test_quantize(shape, layout, dense, numbers, seed):
     """Scales are powers of two, so that everything is exact, and halves become even."""
+    grid = QParams.per_tensor(*numbers)
     torch.manual_seed(seed)
-    x = lay_out(torch.randint(-1000, 1000, shape) * (grid.scale / 4), layout)
-    wanted = ((x / grid.scale).round() + grid.zero).clamp(grid.qmin, grid.qmax)
+    x = lay_out(torch.randint(-1000, 1000, shape) * (grid.s / 4), layout)
+    wanted = ((x / grid.s).round() + grid.z).clamp(grid.qmin, grid.qmax)
     assert torch.equal(quantized(x, grid, shape[3] if dense else 0), wanted.to(torch.uint8))
 
 
 @pytest.mark.parametrize("layout", ["channels first", "channels last"])
 def test_quantize_what_has_no_integer(layout):
     x = torch.tensor([math.nan, -math.inf, math.inf, 3e38, -3e38, 1e-45]).repeat(1, 1, 4, 1)
-    result = quantized(lay_out(x, layout), ByteGrid(0.1, 20, 5, 250))
+    result = quantized(lay_out(x, layout), QParams.per_tensor(0.1, 20, 5, 250))
     assert result[0, 0].tolist() == [[5, 5, 250, 250, 5, 20]] * 4
 
 
@@ -120,13 +121,15 @@ def test_pointwise(shape, grids, op, other, function, rooms, border, seed):
 
 
 @pytest.mark.parametrize("count", [1, 0, -1])
-@pytest.mark.parametrize("grid", [None, ByteGrid(0.0271, 100)], ids=["floats", "integers"])
+@pytest.mark.parametrize("grid", [None, QParams.per_tensor(0.0271, 100)], ids=["floats", "integers"])
 def test_rows_longer_than_what_is_computed_at_once(grid, count):
     shape = (2, 1, 3, 2 * image_loops.CHUNK + count)
     for room in (0, shape[3]):
         x, y, out = Area(shape, grid is None, room), Area(shape, False), Area(shape, True, room)
-        step = PointwiseStep("f", out, Function("tanh"), None, x=x, x_grid=grid, y=y, y_grid=ByteGrid(0.01, 9))
-        memory = {x: values(shape, grid), y: values(shape, ByteGrid(0.01, 9))}
+        step = PointwiseStep(
+            "f", out, Function("tanh"), None, x=x, x_grid=grid, y=y, y_grid=QParams.per_tensor(0.01, 9)
+        )
+        memory = {x: values(shape, grid), y: values(shape, QParams.per_tensor(0.01, 9))}
         exact = torch.tanh(real(memory[x], grid) + real(memory[y], step.y_grid))
         check(run_steps([step], memory), exact, None, 3e-6)
 
@@ -144,8 +147,10 @@ def test_a_pixel_for_all_of_a_long_row(channels, is_constant):
             pixel = pixel[:1].expand(2, 1, 1, channels)
             padded = F.pad(pixel[0, 0, 0], (0, 15))
             y.base, y.offset = ABSOLUTE, padded.data_ptr()
-        step = PointwiseStep("f", out, Function("clamp", -1.0), x=x, x_grid=ByteGrid(0.01, 100), y=y, multiplies=True)
-        memory = {x: values(shape, ByteGrid(0.01, 100)), **({} if is_constant else {y: pixel})}
+        step = PointwiseStep(
+            "f", out, Function("clamp", -1.0), x=x, x_grid=QParams.per_tensor(0.01, 100), y=y, multiplies=True
+        )
+        memory = {x: values(shape, QParams.per_tensor(0.01, 100)), **({} if is_constant else {y: pixel})}
         check(run_steps([step], memory), (real(memory[x], step.x_grid) * pixel.double()).clamp(min=-1), None, 1e-6)
 
 
@@ -155,7 +160,7 @@ def test_conversions(room):
     shape = (1, 3, 5, 7)
     x, y = Area(shape, False, room), Area(shape, False)
     q = torch.randint(0, 256, shape, dtype=torch.uint8)
-    for grid in (ByteGrid(1.0, 0), ByteGrid(0.0271, 100), ByteGrid(3e-5, 255)):
+    for grid in (QParams.per_tensor(1.0, 0), QParams.per_tensor(0.0271, 100), QParams.per_tensor(3e-5, 255)):
         assert torch.equal(run_steps([PointwiseStep("copy", y, grid=grid, x=x, x_grid=grid)], {x: q}), q)
     x, y = Area(shape, True, room), Area(shape, True)
     f = torch.tensor([math.nan, math.inf, -math.inf, -0.0, 3e38, 1e-45, 1.0]).expand(shape)
@@ -166,7 +171,7 @@ def test_conversions(room):
 def test_floats_that_have_no_integer():
     x, out = Area((1, 1, 1, 6), True), Area((1, 1, 1, 6), False)
     f = torch.tensor([math.nan, -math.inf, math.inf, 3e38, -3e38, 1e-45]).view(1, 1, 1, 6)
-    result = run_steps([PointwiseStep("q", out, grid=ByteGrid(0.1, 20, 5, 250), x=x, x_grid=None)], {x: f})
+    result = run_steps([PointwiseStep("q", out, grid=QParams.per_tensor(0.1, 20, 5, 250), x=x, x_grid=None)], {x: f})
     assert result.flatten().tolist() == [5, 5, 250, 250, 5, 20]
 
 
@@ -184,7 +189,7 @@ def test_pools(shape, kernel, stride, pads, grids, takes_mean, counts_padding, d
     torch.manual_seed(seed)
     padding = tuple(size // 2 if pads else 0 for size in kernel)
     windows = [(a + 2 * p - k) // s + 1 for a, p, k, s in zip(shape[1:3], padding, kernel, stride, strict=True)]
-    x_grid, grid = grids if takes_mean else (ByteGrid(1.0, 0), ByteGrid(1.0, 0))
+    x_grid, grid = grids if takes_mean else (QParams.per_tensor(1.0, 0), QParams.per_tensor(1.0, 0))
     x = Area(shape, x_grid is None, shape[3] if dense else 0)
     out = Area((shape[0], *windows, shape[3]), grid is None, 0 if dense else shape[3])
     step = PoolStep(
@@ -204,7 +209,7 @@ def test_pools(shape, kernel, stride, pads, grids, takes_mean, counts_padding, d
 @pytest.mark.parametrize("value", [0, 255])
 def test_the_mean_of_a_large_image(value):
     """The sum of its integers is exact."""
-    shape, grid = (1, 300, 200, 3), ByteGrid(0.5, 128)
+    shape, grid = (1, 300, 200, 3), QParams.per_tensor(0.5, 128)
     x, out = Area(shape, False), Area((1, 1, 1, 3), False)
     about = {"kernel": shape[1:3], "stride": shape[1:3], "x_grid": grid}
     result = run_steps(
@@ -264,7 +269,7 @@ def test_moves(shape, is_float, dense, border, seed):
     n, h, w, c = shape
     x = Area(shape, is_float, c if dense else 0, border=(border, border, 0, border))
     out = Area((n, 1, 1, c * h * w), is_float)
-    x_values = values(shape, None if is_float else ByteGrid(1.0, 0))
+    x_values = values(shape, None if is_float else QParams.per_tensor(1.0, 0))
     result = run_steps([MoveStep("move", out, x=x, out_strides=lambda _: (w, 1, h * w))], {x: x_values})
     assert torch.equal(result.flatten(1), x_values.permute(0, 3, 1, 2).flatten(1))
 
@@ -280,7 +285,7 @@ def test_moves_of_heads(batch, length, heads, depth, is_turned, is_float, dense,
     x = Area((batch, 1, length, heads * depth), is_float, heads * depth if dense else 0)
     shape = (batch, heads, length, depth) if is_turned else (batch, length, heads, depth)
     out = Area(shape, is_float, border=(1, 0, 0, 2))
-    x_values = values(x.shape, None if is_float else ByteGrid(1.0, 0))
+    x_values = values(x.shape, None if is_float else QParams.per_tensor(1.0, 0))
 
     def by(to):
         return (to.row_stride, to.pixel_stride, 1) if is_turned else (to.pixel_stride, to.row_stride, 1)

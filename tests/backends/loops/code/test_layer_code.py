@@ -17,6 +17,7 @@ machine_code = pytest.importorskip("fxq.backends.loops.code.machine_code")
 many_pixels, four_pixels, one_pixel = layer_code.many_pixels, layer_code.four_pixels, layer_code.one_pixel
 round_many, round_four, round_one = layer_code.round_many, layer_code.round_four, layer_code.round_one
 prelu_many, residual_many = layer_code.prelu_many, layer_code.residual_many
+TileInput, TileOutput, Residual = layer_code.TileInput, layer_code.TileOutput, layer_code.Residual
 silu_many, hardswish_many, gelu_many = layer_code.silu_many, layer_code.hardswish_many, layer_code.gelu_many
 four_depthwise, one_depthwise = layer_code.four_depthwise, layer_code.one_depthwise
 four_wide, one_wide = layer_code.four_wide, layer_code.one_wide
@@ -29,11 +30,11 @@ SIZES = (machine_code.TILE_PIXELS, 4, 1)
 def layer(which, x, places, runs, many, groups, weight, start, sums):
     """A tile of `SIZES[which]` pixels."""
     if which == 0:
-        many_pixels(x, places, runs, many, groups, weight, start, sums)
+        many_pixels(TileInput(x, places, runs, many, groups, weight, start), sums)
     elif which == 1:
-        four_pixels(x, places, runs, many, groups, weight, start, sums)
+        four_pixels(TileInput(x, places, runs, many, groups, weight, start), sums)
     else:
-        one_pixel(x, places, runs, many, groups, weight, start, sums)
+        one_pixel(TileInput(x, places, runs, many, groups, weight, start), sums)
 
 
 @compiled("i i i i i i i i i i i i i i i i")
@@ -41,25 +42,23 @@ def rounded_layer(
     which, x, places, runs, many, groups, weight, start, scale, bias, numbers, out, to, slope, residual, others
 ):
     """Rounded tiles; from 3 on large tiles with one of `FINISHES` before. A grid is stored after the slopes."""
-    grid = slope + 64
+    tile, result = TileInput(x, places, runs, many, groups, weight, start), TileOutput(scale, bias, numbers, out, to)
     if which == 0:
-        round_many(x, places, runs, many, groups, weight, start, scale, bias, numbers, out, to)
+        round_many(tile, result)
     elif which == 1:
-        round_four(x, places, runs, many, groups, weight, start, scale, bias, numbers, out, to)
+        round_four(tile, result)
     elif which == 2:
-        round_one(x, places, runs, many, groups, weight, start, scale, bias, numbers, out, to)
+        round_one(tile, result)
     elif which == 3:
-        prelu_many(x, places, runs, many, groups, weight, start, scale, bias, slope, numbers, out, to)
+        prelu_many(tile, result, slope)
     elif which == 4:
-        residual_many(
-            x, places, runs, many, groups, weight, start, scale, bias, residual, others, grid, numbers, out, to
-        )
+        residual_many(tile, result, Residual(residual, others, slope + 64))
     elif which == 5:
-        silu_many(x, places, runs, many, groups, weight, start, scale, bias, numbers, out, to)
+        silu_many(tile, result)
     elif which == 6:
-        hardswish_many(x, places, runs, many, groups, weight, start, scale, bias, numbers, out, to)
+        hardswish_many(tile, result)
     elif which == 7:
-        gelu_many(x, places, runs, many, groups, weight, start, scale, bias, numbers, out, to)
+        gelu_many(tile, result)
 
 
 FINISHES = ("prelu", "add", "silu", "hardswish", "gelu")
@@ -68,17 +67,17 @@ FINISHES = ("prelu", "add", "silu", "hardswish", "gelu")
 @compiled("i i i i i i i i i")
 def depthwise(which, x, places, runs, many, stride, weight, start, sums):
     if which == 1:
-        four_depthwise(x, places, runs, many, stride, weight, start, sums)
+        four_depthwise(TileInput(x, places, runs, many, 0, weight, start), stride, sums)
     else:
-        one_depthwise(x, places, runs, many, stride, weight, start, sums)
+        one_depthwise(TileInput(x, places, runs, many, 0, weight, start), stride, sums)
 
 
 @compiled("i i i i i i i i i i")
 def wide(which, x, places, runs, many, weight, start, scale, bias, tile):
     if which == 1:
-        four_wide(x, places, runs, many, weight, start, scale, bias, tile)
+        four_wide(TileInput(x, places, runs, many, 0, weight, start), scale, bias, tile)
     else:
-        one_wide(x, places, runs, many, weight, start, scale, bias, tile)
+        one_wide(TileInput(x, places, runs, many, 0, weight, start), scale, bias, tile)
 
 
 def run(function, which, *arguments):

@@ -8,9 +8,10 @@ import torch.nn.functional as F
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fxq.backends.loops.programs.areas import Area, ByteGrid
+from fxq.backends.loops.programs.areas import Area
 from fxq.backends.loops.programs.layer_steps import LinearStep, ProductStep
 from fxq.backends.loops.programs.program_steps import CLAMP, Function
+from fxq.quant.qparams import QParams
 from tests.support.program_runs import applied, distance, real, run_steps
 
 pytestmark = pytest.mark.any_cpu
@@ -19,8 +20,8 @@ pytest.importorskip("fxq.backends.loops.code.program_loops", reason="needs Numba
 
 RELU, RELU6 = Function("clamp", 0.0), Function("clamp", 0.0, 6.0)
 FUNCTIONS = [CLAMP, RELU, RELU6, *map(Function, ("silu", "hardswish", "gelu", "sigmoid", "tanh", "hardsigmoid"))]
-X_GRID, GRID = ByteGrid(0.02, 37), ByteGrid(0.11, 98)
-GRIDS = st.sampled_from([None, GRID, ByteGrid(0.05, 3, 2, 201), ByteGrid(0.4, 128, 0, 127)])
+X_GRID, GRID = QParams.per_tensor(0.02, 37), QParams.per_tensor(0.11, 98)
+GRIDS = st.sampled_from([None, GRID, QParams.per_tensor(0.05, 3, 2, 201), QParams.per_tensor(0.4, 128, 0, 127)])
 
 
 def pixels(*shape):
@@ -51,7 +52,7 @@ def conv(
     weight = weights(columns, *([] if depthwise else [channels]), *size) if weight is None else weight
     x = pixels(*shape) if x is None else x
     scale, bias = (torch.rand(columns) + 0.5) / (20 * math.prod(weight.shape[1:])), torch.randn(columns)
-    area, out = Area(shape, False, room, zero=X_GRID.zero), Area((n, *windows, columns), grid is None, border=border)
+    area, out = Area(shape, False, room, zero=X_GRID.z), Area((n, *windows, columns), grid is None, border=border)
     values = weight.flatten(1) if depthwise else weight.permute(0, 2, 3, 1).reshape(columns, len(taps), channels)
     step = ProductStep(
         "layer", out, function, grid, x=area, x_grid=X_GRID, weight=values, taps=taps, scale=scale, bias=bias,
@@ -59,11 +60,11 @@ def conv(
     )  # fmt: skip
     memory = {area: x}
     exact = F.conv2d(
-        (x.double() - X_GRID.zero).permute(0, 3, 1, 2),
+        (x.double() - X_GRID.z).permute(0, 3, 1, 2),
         weight.double().view(columns, 1 if depthwise else channels, *size),
         None, stride, padding, dilation, channels if depthwise else 1,
     ).permute(0, 2, 3, 1)  # fmt: skip
-    exact = exact * (scale.double() * X_GRID.scale) + bias.double()
+    exact = exact * (scale.double() * X_GRID.s) + bias.double()
     if residual is not None:
         step.residual, step.residual_grid = Area(out.shape, False), residual
         memory[step.residual] = pixels(*out.shape)
@@ -78,7 +79,7 @@ def conv(
     columns=st.integers(1, 40), size=st.tuples(st.integers(1, 3), st.integers(1, 3)),
     stride=st.tuples(st.integers(1, 2), st.integers(1, 3)), padding=st.tuples(st.integers(0, 1), st.integers(0, 2)),
     dilation=st.tuples(st.just(1), st.integers(1, 2)), function=st.sampled_from(FUNCTIONS), grid=GRIDS,
-    residual=st.sampled_from([None, ByteGrid(0.07, 9)]), dense=st.booleans(), border=st.integers(0, 1),
+    residual=st.sampled_from([None, QParams.per_tensor(0.07, 9)]), dense=st.booleans(), border=st.integers(0, 1),
     seed=st.integers(0, 99),
 )  # fmt: skip
 def test_convolutions(
@@ -97,7 +98,7 @@ def test_convolutions(
     shape=st.tuples(st.integers(1, 2), st.integers(1, 6), st.integers(1, 6)),
     channels=st.sampled_from([1, 15, 16, 20, 63, 64, 65, 79, 80, 128, 130]),
     size=st.tuples(st.integers(1, 3), st.integers(1, 3)), stride=st.integers(1, 2),
-    function=st.sampled_from(FUNCTIONS), grid=GRIDS, residual=st.sampled_from([None, ByteGrid(0.07, 9)]),
+    function=st.sampled_from(FUNCTIONS), grid=GRIDS, residual=st.sampled_from([None, QParams.per_tensor(0.07, 9)]),
     border=st.integers(0, 1), seed=st.integers(0, 99),
 )  # fmt: skip
 def test_depthwise_convolutions(shape, channels, size, stride, function, grid, residual, border, seed):
@@ -163,13 +164,13 @@ def test_several_pixels_of_each_window(shape, columns, function, grid, seed):
     step = ProductStep(
         "layer", out, function, grid, x=area, x_grid=X_GRID,
         weight=weight.permute(2, 3, 1, 0).reshape(many * columns, 1, channels), taps=[(0, 0)], scale=scale.repeat(many),
-        bias=bias.repeat(many), windows=(h, w), placed=(0, 0, down, right),
+        bias=bias.repeat(many), windows=(h, w), out_stride=(down, right),
         spread=[(r, s, c) for r in range(down) for s in range(right) for c in range(columns)],
     )  # fmt: skip
     x = pixels(*shape)
-    exact = (x.double() - X_GRID.zero).permute(0, 3, 1, 2)
+    exact = (x.double() - X_GRID.z).permute(0, 3, 1, 2)
     exact = F.conv_transpose2d(exact, weight.double(), stride=(down, right)).permute(0, 2, 3, 1)
-    exact = applied(function, exact * (scale.double() * X_GRID.scale) + bias.double())
+    exact = applied(function, exact * (scale.double() * X_GRID.s) + bias.double())
     check(run_steps([step], {area: x}), exact, grid)
 
 

@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -30,6 +31,27 @@ def run(first, count, out):
     weighted(out=out.ctypes.data + 8, first=count, count=first)
 
 
+class Span(NamedTuple):
+    first: Any
+    last: Any
+
+
+@machine_code.on_addresses
+def length(b, span, out):
+    vectors.store(b, b.sub(span.last, span.first), out)
+
+
+@compiled("i i i")
+def run_length(first, last, out):
+    length(Span(first, last), out)
+
+
+def test_named_tuples_are_arguments():
+    out = np.array([0, 7])
+    run_length(3, 2**40, out.ctypes.data)
+    assert out.tolist() == [2**40 - 3, 7]
+
+
 def test_arguments_have_their_order_and_names():
     out = np.array([7, -(2**40)])
     run(3, 5, out.ctypes.data)
@@ -41,7 +63,7 @@ def test_it_is_documented():
 
 
 def test_a_call_without_an_argument_is_refused():
-    with pytest.raises(TypeError, match="missing 1 required positional argument: 'out'"):
+    with pytest.raises(TypeError, match="missing a required argument: 'out'"):
         numba.njit(lambda first: weighted(first, first))(1)
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fxq.backends.loops.programs.areas import ARENA, EXTERNAL, Area, ByteGrid
+from fxq.backends.loops.programs.areas import ARENA, EXTERNAL, Area
 from fxq.backends.loops.programs.layer_steps import AttentionStep, LinearStep, ProductStep
 from fxq.backends.loops.programs.program_steps import (
     Function,
@@ -18,13 +18,14 @@ from fxq.backends.loops.programs.program_steps import (
     QuantizeStep,
     RowWriter,
 )
+from fxq.quant.qparams import QParams
 from tests.support.program_runs import distance, real, run_steps
 
 pytestmark = pytest.mark.any_cpu
 
 loops = pytest.importorskip("fxq.backends.loops.code.program_loops", reason="needs Numba", exc_type=ImportError)
 
-GRID, OTHER = ByteGrid(0.02, 37), ByteGrid(0.07, 98)
+GRID, OTHER = QParams.per_tensor(0.02, 37), QParams.per_tensor(0.07, 98)
 
 
 def table(*rows):
@@ -110,7 +111,7 @@ def network(shape):
     x = torch.randn(n, h, w, c)
     read = Area(shape, True, room=c)
     q, deep, mean = (Area(s, False) for s in (shape, shape, (n, 1, 1, c)))
-    q.zero = deep.zero = GRID.zero
+    q.zero = deep.zero = GRID.z
     weight, scale, bias = torch.randint(-128, 128, (c, 9), dtype=torch.int8), torch.rand(c) / 300, torch.randn(c)
     taps = [(i, j) for i in range(3) for j in range(3)]
     out, real_out = Area((n, h, w, 19), False), Area((n, 1, 1, 5), True)

@@ -106,7 +106,7 @@ def test_what_lives_at_once_shares_no_memory(areas):
 
 
 @given(lives())
-def test_behind_what_lives_nothing_lies_that_is_read_with_it(areas):
+def test_areas_in_use_at_once_do_not_overlap_with_their_slack(areas):
     """Up to `SLACK_BYTES` bytes after a value belong to it: two that live at once are that far apart."""
     lay_out(areas)
     for area in areas:

@@ -78,7 +78,7 @@ def test_pools_of_other_axes_are_refused(shape):
 
 
 @pytest.mark.parametrize("zero", [0, 100, 255])
-def test_the_largest_value_and_a_window_behind_it(zero):
+def test_the_largest_value_and_a_window_after_it(zero):
     """Padding of the pool counts less than any value; that of the layer, which reads integers, as zero."""
     draft = Draft()
     x = draft.quantize(draft.conv(draft.image(2, 3, 9, 8), 16, 3), (0.02, zero))

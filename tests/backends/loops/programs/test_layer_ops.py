@@ -208,7 +208,7 @@ def test_a_transposed_convolution_adds_nothing_and_is_not_scaled():
     check_both(draft, draft.op("mul", transposed(draft, x, 16, 2, 2), factor))
 
 
-def test_slopes_behind_a_transposed_convolution():
+def test_slopes_after_a_transposed_convolution():
     draft = Draft()
     for columns in (5, 16):
         y = transposed(draft, draft.image(2, 16, 4, 4), columns, 2, 2)

@@ -5,9 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxq.backends.loops.programs.areas import Area, ByteGrid
+from fxq.backends.loops.programs.areas import Area
 from fxq.backends.loops.programs.layer_steps import LinearStep, ProductStep
 from fxq.backends.loops.programs.program_steps import Function, RowWriter
+from fxq.quant.qparams import QParams
 from tests.support.programs import LOOPS, Draft, check, check_both, kinds, plan_of, program, steps_of
 
 pytestmark = pytest.mark.any_cpu
@@ -136,7 +137,9 @@ def product(shape, taps, windows, first=(0, 0), stride=(1, 1)):
     weight = torch.ones(16, len(taps), shape[3], dtype=torch.int8)
     area, scale = Area(shape, False), torch.ones(16)
     about = {"taps": taps, "windows": windows, "first": first, "stride": stride, "scale": scale, "bias": None}
-    return ProductStep("conv", Area((1, *windows, 16)), x=area, x_grid=ByteGrid(1.0, 0), weight=weight, **about)
+    return ProductStep(
+        "conv", Area((1, *windows, 16)), x=area, x_grid=QParams.per_tensor(1.0, 0), weight=weight, **about
+    )
 
 
 def test_borders():

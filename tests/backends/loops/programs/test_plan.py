@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from fxq.backends.loops.programs.areas import EXTERNAL, ByteGrid
+from fxq.backends.loops.programs.areas import EXTERNAL
 from fxq.backends.loops.programs.layer_steps import ProductStep
 from fxq.backends.loops.programs.plan import ProgramPlan, planned
 from fxq.backends.loops.programs.planned_values import (
@@ -17,6 +17,7 @@ from fxq.backends.loops.programs.planned_values import (
 )
 from fxq.backends.loops.programs.program_steps import PointwiseStep, PoolStep
 from fxq.ops import OPS
+from fxq.quant.qparams import QParams
 from tests.support.programs import (
     LAST,
     Draft,
@@ -130,7 +131,7 @@ def test_several_inputs_of_several_ranks():
     check(draft, draft.quantize(y))
 
 
-def test_an_input_that_nobody_reads():
+def test_an_unread_input():
     draft = Draft()
     draft.input(draft.normal(2, 3))
     check(draft, draft.op("relu", draft.input(draft.normal(2, 3))))
@@ -194,7 +195,7 @@ def test_a_value_is_written_as_what_reads_it():
     draft = Draft()
     x = draft.conv(draft.image(2, 16, 4, 5), 16, 3)
     plan = plan_of(draft, draft.quantize(draft.conv(draft.qdq(x, (0.02, 100)), 16)))
-    assert steps_of(plan, ProductStep)[0].grid == ByteGrid(0.02, 100)
+    assert steps_of(plan, ProductStep)[0].grid.same_as(QParams.per_tensor(0.02, 100))
     plan = plan_of(draft, draft.qdq(x), draft.op("silu", x))
     assert [step.out.is_float for step in steps_of(plan, ProductStep)] == [True]
 

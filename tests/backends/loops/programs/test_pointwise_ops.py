@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from fxq.backends.loops.programs.areas import ByteGrid
 from fxq.backends.loops.programs.layer_steps import ProductStep
 from fxq.backends.loops.programs.program_steps import PointwiseStep
+from fxq.quant.qparams import QParams
 from tests.support.programs import Draft, check, check_both, kinds, plan_of, program, refused, steps_of
 
 pytestmark = pytest.mark.any_cpu
@@ -270,7 +270,7 @@ def test_conversions():
     again = draft.quantize(draft.dequantize(q), (0.05, 60))
     check(draft, again)
     compiled = plan_of(draft, draft.quantize(draft.conv(draft.dequantize(again), 16)))
-    assert compiled.steps[2].x_grid == ByteGrid(0.05, 60)
+    assert compiled.steps[2].x_grid.same_as(QParams.per_tensor(0.05, 60))
     assert all(step.is_conversion for step in compiled.steps if isinstance(step, PointwiseStep))
 
 

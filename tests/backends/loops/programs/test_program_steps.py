@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxq.backends.loops.code.step_fields import MoveField
-from fxq.backends.loops.programs.areas import Area, ByteGrid
+from fxq.backends.loops.programs.areas import Area
 from fxq.backends.loops.programs.program_steps import CLAMP, Function, PointwiseStep, PoolStep, RowWriter
+from fxq.quant.qparams import QParams
 from tests.support.programs import LAST, LOOPS, Draft, check, check_both, compare, kinds, program
 
 pytestmark = pytest.mark.any_cpu
@@ -21,7 +22,7 @@ quick = settings(max_examples=25, deadline=None)
 def test_bounds_of_integers_are_those_of_floats_rounded(scale, zero, low, high):
     low, high = sorted((low, high))
     step = PointwiseStep(
-        "clamp", Area((1, 1, 1, 1)), Function("clamp", low, high), ByteGrid(scale, zero), x=None, x_grid=None
+        "clamp", Area((1, 1, 1, 1)), Function("clamp", low, high), QParams.per_tensor(scale, zero), x=None, x_grid=None
     )
     least, most, factor, added = step.numbers()
     x = torch.linspace(-12, 12, 500, dtype=torch.float64)
@@ -32,7 +33,7 @@ def test_bounds_of_integers_are_those_of_floats_rounded(scale, zero, low, high):
 
 def test_bounds_of_a_grid_of_fewer_integers():
     step = PointwiseStep(
-        "relu", Area((1, 1, 1, 1)), Function("clamp", 0.0), ByteGrid(0.5, 20, 10, 127), x=None, x_grid=None
+        "relu", Area((1, 1, 1, 1)), Function("clamp", 0.0), QParams.per_tensor(0.5, 20, 10, 127), x=None, x_grid=None
     )
     assert step.numbers() == (20.0, 127.0, 2.0, 20.0)
     step.function = CLAMP

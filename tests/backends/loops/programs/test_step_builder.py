@@ -3,16 +3,17 @@
 import pytest
 import torch
 
-from fxq.backends.loops.programs.areas import EXTERNAL, ByteGrid
+from fxq.backends.loops.programs.areas import EXTERNAL
 from fxq.backends.loops.programs.planned_values import NotPlannedError, PlannedHeads
 from fxq.backends.loops.programs.program_steps import Function, PointwiseStep
 from fxq.backends.loops.programs.step_builder import StepBuilder
 from fxq.graph.unit import Unit
+from fxq.quant.qparams import QParams
 from tests.support.programs import Draft, check, kinds, plan_of, program
 
 pytestmark = pytest.mark.any_cpu
 
-GRID = ByteGrid(0.1, 100)
+GRID = QParams.per_tensor(0.1, 100)
 
 
 def builder(*inputs):

@@ -48,7 +48,7 @@ def test_a_result_in_float_that_is_flattened():
     check_both(draft, draft.op("flatten", draft.conv(draft.image(2, 3, 4, 5), 16), start_dim=1))
 
 
-def test_joined_behind_flattening():
+def test_joined_after_flattening():
     """The samples of a part lie as far apart as those of the whole."""
     draft = Draft()
     x = draft.image(3, 3, 4, 5)
