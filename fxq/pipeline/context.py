@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx, nn
 
 from fxq.backends.base import Backend
+from fxq.common.code_state import OuterVariables
 from fxq.common.data import Batch, first_of, pieces_of, samples_in
+from fxq.common.isolation import ModelChanges, untouched
 from fxq.errors import RecipeError
 from fxq.graph.info import ChosenGrids, info
 from fxq.graph.query import op_of
@@ -34,6 +37,7 @@ class Context:
         backend: the recipe's backend.
         model: the user's float model; never changed.
         example: one batch of inputs, with which the model is traced and passes are checked.
+        outside: variables outside the model's modules that its code uses, each with the path of a module; from `trace`.
         types: module type by module path of the model.
         samples: recorded calibration inputs.
         floats: cache of the float outputs of layers on the first of these.
@@ -59,6 +63,7 @@ class Context:
     backend: Backend
     model: nn.Module
     example: Batch
+    outside: Sequence[tuple[str, OuterVariables]] = ()
     types: Mapping[str, type[nn.Module]] = field(default_factory=dict)
     samples: list[Batch] = field(default_factory=list)
     floats: FloatValues = field(default_factory=FloatValues)
@@ -82,6 +87,10 @@ class Context:
         )
         if not self.types:
             self.types = {path: type(module) for path, module in self.model.named_modules(remove_duplicate=False)}
+
+    def untouched(self) -> AbstractContextManager[ModelChanges]:
+        """Context that undoes state changes of the model's code; the graph shares leaves with the model."""
+        return untouched(self.model, self.outside)
 
     def some_samples(self, most: int) -> list[Batch]:
         """About `most` samples of the recorded batches, or of the example if none are recorded.
