@@ -37,7 +37,6 @@ class Context:
         backend: the recipe's backend.
         model: the user's float model; never changed.
         example: one batch of inputs, with which the model is traced and passes are checked.
-        outside: variables outside the model's modules that its code uses, each with the path of a module; from `trace`.
         types: module type by module path of the model.
         samples: recorded calibration inputs.
         floats: cache of the float outputs of layers on the first of these.
@@ -56,6 +55,7 @@ class Context:
             after training, it takes them.
         computed: how constants are computed from parameters, by path; only if the recipe trains.
         derived: constants to compute again from the trained model's tensors.
+        outside: variables outside the model's modules that its code uses, each with the path of a module; from `trace`.
         original: ops of the float model and its canonical graph, for the ledger; None before canonicalize.
     """
 
@@ -63,7 +63,6 @@ class Context:
     backend: Backend
     model: nn.Module
     example: Batch
-    outside: Sequence[tuple[str, OuterVariables]] = ()
     types: Mapping[str, type[nn.Module]] = field(default_factory=dict)
     samples: list[Batch] = field(default_factory=list)
     floats: FloatValues = field(default_factory=FloatValues)
@@ -80,6 +79,7 @@ class Context:
     grids: ChosenGrids | None = None
     computed: dict[str, TrainableConstant] = field(default_factory=dict)
     derived: list[FoldedNorm | ParameterRows | ComputedConstant] = field(default_factory=list)
+    outside: Sequence[tuple[str, OuterVariables]] = ()
 
     def __post_init__(self) -> None:
         self.reduce_range = next(

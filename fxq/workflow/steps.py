@@ -52,7 +52,7 @@ def manager_for(model: nn.Module, recipe: Any, example_inputs: Any) -> PassManag
     example = as_batch(example_inputs, model, "example_inputs")
     check_batch(example, model, "example_inputs")
     types: Any = model.types if isinstance(model, Exported) else {}
-    return PassManager(Context(chosen, get_backend(chosen.backend, device_of(model)), model, example, types=types))
+    return PassManager(Context(chosen, get_backend(chosen.backend, device_of(model)), model, example, types))
 
 
 def up_to(recipe: Recipe, stage: Stage) -> Sequence[Pass]:
