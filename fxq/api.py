@@ -94,8 +94,8 @@ def quantize(
     if support is not None:
         return support.quantize_generator(model, chosen, data, examples_by_name, _observed, convert, progress=progress)
     if examples_by_name and needs_programs(list(examples_by_name.values())):
-        several: Any = quantize_programs(model, chosen, examples_by_name, data, _observed, convert, progress=progress)
-        return several  # typed as the usual case
+        programs: Any = quantize_programs(model, chosen, examples_by_name, data, _observed, convert, progress=progress)
+        return programs  # typed as the usual case
     ranks = Ranks.of(group if data is not None else None)
     stream = batches(data, model, may_be_empty=ranks.size > 1) if data is not None else iter(())
     first = ranks.together(lambda: list(_opening(stream)))

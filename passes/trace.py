@@ -52,6 +52,7 @@ class Trace(Pass):
         _check_hooks(context.model)
         broken: dict[str, str] = {}
         run = FloatRun(context.model, context.example, context.recipe.concrete_args)
+        context.outside = run.code.bindings
         try:
             while isinstance(traced := _traced(context, broken, run), dict):
                 broken |= traced
@@ -267,7 +268,7 @@ def _counts_samples(context: Context, gm: fx.GraphModule) -> bool:
     sample = copied(first_of(context.example, 1, at))
     run = _callable(gm)
     try:
-        with untouched(context.model), untouched(gm), seeded(), torch.inference_mode(False), torch.no_grad():
+        with context.untouched(), untouched(gm), seeded(), torch.inference_mode(False), torch.no_grad():
             got = list(tensors(run(*sample.args, **sample.kwargs)))
         pairs = zip(tensors(context.outputs), got, strict=True)
         return same_values(got, [part_for(whole, alone, at, 1, count) for whole, alone in pairs])

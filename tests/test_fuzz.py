@@ -120,11 +120,14 @@ def check(plan: Plan, chosen: fxq.Recipe | None = None) -> None:
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always", fxq.FxqWarning)
             try:
-                quantized = quantize(network, chosen, batch)
+                observed = fxq.prepare(network, chosen, example_inputs=batch)
+                if chosen.preset == "static":
+                    fxq.calibrate(observed, [batch])
+                quantized = fxq.convert(observed)
             except fxq.CalibrationError as error:  # a stride may step over the infinity that a pad has brought in
                 assert "holds Inf. A mask may hold it, but not the input of a layer" in str(error)
                 return
-            qdq = quantize(network, chosen.without_pass("lower").without_pass("verify-lowering"), batch)
+            qdq = fxq.convert(observed, chosen.without_pass("lower").without_pass("verify-lowering"))
         warned = [str(w.message) for w in said if issubclass(w.category, fxq.FxqWarning)]
         assert all(text.startswith(EXPECTED) for text in warned), warned
         got, exact = quantized(*batch), qdq(*batch)

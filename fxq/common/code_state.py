@@ -8,7 +8,6 @@ import dis
 import inspect
 import sys
 import textwrap
-import threading
 import types
 from collections import deque
 from collections.abc import Container, Iterator, MutableMapping
@@ -19,6 +18,8 @@ from typing import Any
 
 from torch import nn
 
+from fxq.common.parsing import call_parser
+
 _MAX_FUNCTIONS = 2000
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, types.ModuleType, types.CodeType)
 _MAX_ITEMS = 1000
@@ -28,7 +29,6 @@ _DYNAMIC = frozenset(
 )
 _LIBRARIES = ("torch", "fxq", "numpy", "builtins")
 _ADDING = ("append", "appendleft", "add", "extend", "update", "insert")
-_PARSING = threading.Lock()  # ast.parse in several threads at once can fail in CPython
 
 
 class _Assigned:
@@ -304,8 +304,7 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
 def _reads(function: types.FunctionType, name: str) -> bool:
     try:
         source = textwrap.dedent(inspect.getsource(function))
-        with _PARSING:
-            tree = ast.parse(source)
+        tree = call_parser(ast.parse, source)
     except (OSError, TypeError, SyntaxError):
         return True
     own = {id(part) for node in ast.walk(tree) for part in _to_itself(node, name)}

@@ -14,6 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from fxq.common.parsing import call_parser
 from fxq.errors import RecipeError
 
 
@@ -22,7 +23,7 @@ def source_of(function: Callable[..., Any]) -> str:
     """`folder/file.py:line` of a function or class; the name of a class that has no file (defined in a terminal)."""
     if inspect.isclass(function):
         try:
-            return f"{short_path(inspect.getfile(function))}:{inspect.getsourcelines(function)[1]}"
+            return f"{short_path(inspect.getfile(function))}:{call_parser(inspect.getsourcelines, function)[1]}"
         except (OSError, TypeError):
             return name_of(function)
     code = inspect.unwrap(function).__code__

@@ -128,7 +128,7 @@ def _examples(model: PreTrainedModel) -> tuple[Batch, Batch | None]:
     with torch.no_grad():
         hidden = model.get_encoder()(**_encoder_example(model))[0]
     cache = EncoderDecoderCache(own, DynamicCache(config=config))
-    encoded = {"encoder_outputs": BaseModelOutput(last_hidden_state=hidden)}
+    encoded: dict[str, Any] = {"encoder_outputs": BaseModelOutput(last_hidden_state=hidden)}
     encoded["attention_mask"] = torch.ones(hidden.shape[:2], dtype=torch.long)
     encoded["attention_mask"][0, -1] = 0
     with torch.no_grad():

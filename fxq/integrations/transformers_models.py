@@ -110,9 +110,10 @@ class CallRules:
 
     def _initialized(self, cache: Any, count: int) -> Any:
         """Give the empty layers of a cache tensors of length 0, which the graph appends to."""
-        own = cache
+        own: Any = cache
         if isinstance(cache, EncoderDecoderCache):
-            own, cross = cache.self_attention_cache, cache.cross_attention_cache
+            own = cache.self_attention_cache
+            cross: Any = cache.cross_attention_cache
             while len(cross.layers) < len(self.layers):
                 cross.layers.append(DynamicLayer())
             cache.is_updated = {i: bool(layer.is_initialized) for i, layer in enumerate(cross.layers)}
@@ -196,7 +197,7 @@ class QuantizedGenerator(QuantizedPart):
         """Run the encoder of a call, if the caller has not, and complete the mask of its tokens."""
         encoder: Any = self.get_encoder()  # type: ignore[attr-defined]
         names = [name for name in ("input_ids", "input_features", "inputs_embeds") if name in call]
-        inputs = {name: call.pop(name) for name in names}
+        inputs: dict[str, Any] = {name: call.pop(name) for name in names}
         outputs = call.pop("encoder_outputs", None)
         if outputs is None:
             if "attention_mask" in call and "attention_mask" in inspect.signature(encoder.forward).parameters:

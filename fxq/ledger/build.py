@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from torch import fx
 
 from fxq.backends.kernel import Kernel
-from fxq.common.isolation import seeded, untouched
+from fxq.common.isolation import seeded
 from fxq.errors import PassError
 from fxq.graph.info import Cost, Decision, info
 from fxq.graph.precision import SPLIT_OP_PRECISIONS
@@ -45,7 +45,7 @@ def ledger_of(history: History, gm: fx.GraphModule, context: Context) -> tuple[L
         absorbed.update(dict.fromkeys(worker.absorbs, worker))
     entries = [_entry(op, runs.get(op.name, []), absorbed.get(op.name), context) for op in original.ops]
     node_rows, edges = rows_by_node(entries), IntegerEdges(gm)
-    with untouched(context.model), seeded():  # both graphs share modules with the user's model
+    with context.untouched(), seeded():  # both graphs share modules with the user's model
         errors = measure(original, gm, node_rows, measured_with(context, original), edges.read)
     remedies = Remedies(edges, entries)
     lines = {node_rows[n.name].row.name: remedies.line(n) for n in nodes if n.name in node_rows}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from fxq.common.data import Batch, place_in, samples_in
-from fxq.common.isolation import copied, seeded, untouched, without_autocast
+from fxq.common.isolation import copied, seeded, without_autocast
 from fxq.common.metrics import Agreement, tensors
 from fxq.errors import InputError, warn
 from fxq.ledger.ledger import Ledger
@@ -59,7 +59,7 @@ def _compared(gms: Sequence[fx.GraphModule], context: Context, batches: Sequence
         results = []
         for gm in gms:
             own_batch = copied(batch)  # a forward may change its inputs in place
-            with untouched(context.model), seeded():  # the graph shares leaves with the user's model
+            with context.untouched(), seeded():  # the graph shares leaves with the user's model
                 results.append(list(tensors(gm(*own_batch.args, **own_batch.kwargs))))
         wants = _outputs_of_example(context, batch, results[0]) if results else None
         if wants is None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx, nn
 
 from fxq.backends.base import Backend
+from fxq.common.code_state import OuterVariables
 from fxq.common.data import Batch, first_of, pieces_of, samples_in
+from fxq.common.isolation import ModelChanges, untouched
 from fxq.errors import RecipeError
 from fxq.graph.info import ChosenGrids, info
 from fxq.graph.query import op_of
@@ -52,6 +55,7 @@ class Context:
             after training, it takes them.
         computed: how constants are computed from parameters, by path; only if the recipe trains.
         derived: constants to compute again from the trained model's tensors.
+        outside: variables outside the model's modules that its code uses, each with the path of a module; from `trace`.
         original: ops of the float model and its canonical graph, for the ledger; None before canonicalize.
     """
 
@@ -75,6 +79,7 @@ class Context:
     grids: ChosenGrids | None = None
     computed: dict[str, TrainableConstant] = field(default_factory=dict)
     derived: list[FoldedNorm | ParameterRows | ComputedConstant] = field(default_factory=list)
+    outside: Sequence[tuple[str, OuterVariables]] = ()
 
     def __post_init__(self) -> None:
         self.reduce_range = next(
@@ -87,6 +92,10 @@ class Context:
     def trains(self) -> bool:
         """Whether the recipe trains."""
         return self.recipe.trains
+
+    def untouched(self) -> AbstractContextManager[ModelChanges]:
+        """Context that undoes state changes of the model's code; the graph shares leaves with the model."""
+        return untouched(self.model, self.outside)
 
     def some_samples(self, most: int) -> list[Batch]:
         """About `most` samples of the recorded batches, or of the example if none are recorded.

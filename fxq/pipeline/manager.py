@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxq.common.data import Batch, first_of, samples_in
-from fxq.common.isolation import copied, seeded, untouched, without_autocast
+from fxq.common.isolation import copied, seeded, without_autocast
 from fxq.common.metrics import Agreement, loss, sqnr, tensors
 from fxq.common.source import source_of
 from fxq.errors import FxqError, PassError, warn, words_of
@@ -77,7 +77,7 @@ class PassManager:
             PassError: a pass needs a later or earlier stage, or left the graph invalid; or a pass of the user raised an
                 error, or left a graph that does not run on the example.
         """
-        with untouched(self.context.model), torch.no_grad(), without_autocast():  # leaves may keep state
+        with self.context.untouched(), torch.no_grad(), without_autocast():  # leaves may keep state
             for step in passes:
                 self._run_one(step)
         self.gm.recompile()
@@ -111,8 +111,8 @@ class PassManager:
 
     def _results(self, batch: Batch) -> list[Tensor]:
         """Tensors that the graph returns for a batch."""
-        own_batch, model = copied(batch), self.context.model  # a forward may change its inputs in place
-        with untouched(model), seeded(), torch.no_grad(), without_autocast(), observers_paused(self.gm):
+        own_batch = copied(batch)  # a forward may change its inputs in place
+        with self.context.untouched(), seeded(), torch.no_grad(), without_autocast(), observers_paused(self.gm):
             return list(tensors(self.gm(*own_batch.args, **own_batch.kwargs)))
 
     def _few_results(self) -> tuple[list[Tensor], list[Tensor]] | None:

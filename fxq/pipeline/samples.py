@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from fxq.common.data import Batch, first_of, samples_in
-from fxq.common.isolation import untouched
 from fxq.errors import InputError
 from fxq.pipeline.context import Context
 from fxq.recipe.recipe import Recipe
@@ -58,7 +57,7 @@ def on_samples(context: Context, most: int, run: Callable[[Sequence[Batch]], T])
 
     That is so if the first axis of an input does not count samples.
     """
-    with untouched(context.model):  # leaves may have state
+    with context.untouched():  # leaves may have state
         try:
             return run(context.some_samples(most))
         except (InputError, RuntimeError, IndexError, ValueError):

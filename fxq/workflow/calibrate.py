@@ -121,7 +121,8 @@ class Calibration:
                 if file is None or not file.covers(i, batch):
                     if self.few and has_enough(context):
                         break
-                    with naming_batch(i, batch):
+                    # per batch, since the code of `data` may use these variables, too
+                    with naming_batch(i, batch), untouched(nn.Module(), context.outside):
                         # the __call__ of `fx.GraphModule` would print errors
                         nn.Module.__call__(self.observed, *batch.args, **batch.kwargs)
                     if file is not None:

@@ -41,8 +41,8 @@ def examples_of(example_inputs: Any, model: nn.Module) -> dict[str, Batch]:
         model: the float model.
     """
     names = set(inspect.signature(model.forward).parameters)
-    several = isinstance(example_inputs, list) and len(example_inputs) > 1
-    if several and all(isinstance(item, Mapping) and set(item) <= names for item in example_inputs):
+    are_several = isinstance(example_inputs, list) and len(example_inputs) > 1
+    if are_several and all(isinstance(item, Mapping) and set(item) <= names for item in example_inputs):
         return {f"program_{i}": as_batch(item, model, "example_inputs") for i, item in enumerate(example_inputs)}
     by_name = isinstance(example_inputs, Mapping) and example_inputs and not names & set(example_inputs)
     if by_name and all(isinstance(item, (Mapping, tuple)) for item in example_inputs.values()):

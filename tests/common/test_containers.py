@@ -120,7 +120,11 @@ def test_what_no_graph_can_take_is_refused():
 
 plain = st.one_of(st.none(), st.booleans(), st.integers(), st.text(max_size=3), st.just(X), st.just(torch.float16))
 values = st.recursive(
-    plain, lambda inner: st.one_of(st.lists(inner, max_size=3), st.tuples(inner, inner), st.dictionaries(st.text(max_size=3), inner, max_size=3)), max_leaves=8
+    plain,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.tuples(inner, inner), st.dictionaries(st.text(max_size=3), inner, max_size=3)
+    ),
+    max_leaves=8,
 )
 
 

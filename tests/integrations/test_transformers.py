@@ -42,7 +42,12 @@ FAMILIES = {
     "Falcon with alibi": ("FalconForCausalLM", "FalconConfig", {**SIZES, "alibi": True}),
     "Bloom": ("BloomForCausalLM", "BloomConfig", {"hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": 50}),
 }
-CASES = [(family, attention) for family in FAMILIES for attention in ("eager", "sdpa") if (family, attention) != ("Gemma2", "sdpa")]
+CASES = [
+    (family, attention)
+    for family in FAMILIES
+    for attention in ("eager", "sdpa")
+    if (family, attention) != ("Gemma2", "sdpa")
+]
 FAST = [("Llama", "sdpa"), ("Mistral", "eager"), ("GPT2", "sdpa")]
 
 IDS = torch.randint(3, 50, (3, 7), generator=torch.Generator().manual_seed(0))
@@ -54,10 +59,10 @@ def float_model(family="Llama", attention="sdpa", **options):
     model, config, sizes = FAMILIES[family]
     torch.manual_seed(0)
     config = getattr(transformers, config)(**{**sizes, **options})
-    made = getattr(transformers, model)(config).eval()
-    made.set_attn_implementation(attention)
-    made.generation_config.eos_token_id, made.generation_config.pad_token_id = None, 0
-    return made
+    built = getattr(transformers, model)(config).eval()
+    built.set_attn_implementation(attention)
+    built.generation_config.eos_token_id, built.generation_config.pad_token_id = None, 0
+    return built
 
 
 def generated(model, ids=IDS, mask=MASK, length=32, **options):
@@ -122,9 +127,9 @@ def test_every_way_to_generate_works(llama):
             torch.manual_seed(1)
             results.append(generated(each_model, length=6, **options).sequences)
         assert torch.equal(*results), options
-    one = {"ids": IDS[:1], "mask": None, "length": 8}
+    single = {"ids": IDS[:1], "mask": None, "length": 8}
     for options in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": model}):
-        assert torch.equal(generated(model, **one).sequences, generated(qmodel, **one, **options).sequences)
+        assert torch.equal(generated(model, **single).sequences, generated(qmodel, **single, **options).sequences)
 
 
 def test_a_call_is_that_of_the_float_model(llama):
@@ -151,7 +156,9 @@ def test_what_the_graph_does_not_compute_is_refused(llama):
         generated(qmodel, length=2, cache_implementation="static")
 
 
-@pytest.mark.parametrize("way", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"])
+@pytest.mark.parametrize(
+    "way", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
+)
 def test_copies_generate_the_same(llama, way):
     _, qmodel = llama
     again = way(qmodel)

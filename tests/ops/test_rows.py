@@ -10,9 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import fxq
+from fxq.backends import cpu
 from fxq.common.metrics import sqnr
 from fxq.graph.query import op_of
 from fxq.ops import OPS
+from fxq.workflow.steps import manager_for
 from tests.support.cases_activations import ACTIVATIONS, FLOATS
 from tests.support.cases_arithmetic import ARITHMETIC
 from tests.support.cases_layers import LAYERS
@@ -20,7 +22,7 @@ from tests.support.cases_movement import MOVEMENT, SELECTION
 from tests.support.cases_pooling import POOLING
 from tests.support.graphs import anonymous, graph
 from tests.support.helpers import REFERENCE, module, ops_of_fxq
-from tests.support.machine import BITS, decibels, needs_x86, portable
+from tests.support.machine import BITS, decibels, portable
 from tests.support.opcases import Case
 
 CASES = [*LAYERS, *ACTIVATIONS, *FLOATS, *ARITHMETIC, *MOVEMENT, *SELECTION, *POOLING]
@@ -80,9 +82,16 @@ def test_every_spelling_has_a_case():
 
 @cache
 def canonical(case: Case) -> tuple[nn.Module, Tensor, fx.GraphModule]:
-    """The model of a case, its data, and its canonical graph."""
+    """The model of a case, its data, and its canonical graph. Checks that the trace has the case's spelling."""
     model, x = case.build()
-    return model, x, graph(model, x, "canonicalize")
+    manager = manager_for(model, REFERENCE, x)
+    passes = manager.context.recipe.pipeline
+    traced, end = (passes.position(name) + 1 for name in ("trace", "canonicalize"))
+    gm = manager.run(passes[:traced])
+    called = {type(gm.get_submodule(n.target)) if n.op == "call_module" else n.target for n in gm.graph.nodes}
+    reshapes = case.spelled in ("squeeze_", "unsqueeze_")  # in place they are traced as the views that they make
+    assert (case.spelled.rstrip("_") if reshapes else case.spelled) in called, f"{case} is not in the trace"
+    return model, x, manager.run(passes[traced:end])
 
 
 @cache
@@ -94,15 +103,6 @@ def reference(case: Case, bits: int) -> tuple[nn.Module, Tensor, Tensor]:
         return model, x, quantized(x)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_traced_graph_has_the_spelling(case):
-    """Tracing keeps the spelling of the case as written."""
-    gm = graph(*case.build(), "trace")
-    called = {type(gm.get_submodule(n.target)) if n.op == "call_module" else n.target for n in gm.graph.nodes}
-    reshapes = case.spelled in ("squeeze_", "unsqueeze_")  # in place they are traced as the views that they make
-    assert (case.spelled.rstrip("_") if reshapes else case.spelled) in called
-
-
 def groups() -> dict[str, list[Case]]:
     cases: dict[str, list[Case]] = {}
     for case in CASES:
@@ -111,20 +111,17 @@ def groups() -> dict[str, list[Case]]:
 
 
 @pytest.mark.parametrize("name", groups())
-def test_spellings_have_one_canonical_graph(name):
+def test_spellings_are_traced_as_written_and_have_one_canonical_graph(name):
+    """Each graph computes what its model computes."""
     texts = {}
     for case in groups()[name]:
-        texts[anonymous(canonical(case)[2])] = str(case)
+        model, x, gm = canonical(case)
+        texts[anonymous(gm)] = str(case)
+        with torch.no_grad():
+            torch.testing.assert_close(gm(x), model(x), rtol=1e-6, atol=1e-6, msg=lambda text, c=case: f"{c}: {text}")
     assert len(texts) == 1, "\n\n".join(f"{case}:\n{graph}" for graph, case in texts.items())
     if case.op not in FOLDED - {"batch_norm"}:
         assert f" = {case.op}(" in next(iter(texts))
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_canonical_op_is_the_original_one(case):
-    model, x, gm = canonical(case)
-    with torch.no_grad():
-        torch.testing.assert_close(gm(x), model(x), rtol=1e-6, atol=1e-6)
 
 
 FIRST = [same[0] for same in groups().values()]
@@ -132,20 +129,18 @@ FIRST = [same[0] for same in groups().values()]
 
 
 @pytest.mark.parametrize("case", FIRST, ids=str)
-def test_reference_backend_is_close_to_float(case):
+def test_reference_backend_is_close_to_float_and_x86_to_it(case):
+    """Kernels of x86 give the results of their qdq graph and of the reference backend."""
     model, x, got = reference(case, 8)
     with torch.no_grad():
         assert sqnr(model(x), got) > 28
-
-
-@needs_x86
-@pytest.mark.parametrize("case", FIRST, ids=str)
-def test_x86_is_its_qdq_reference(case):
-    """Kernels give the results of their qdq graph and of the reference backend."""
-    model, x, portably = reference(case, BITS)
+    if not cpu.has_onednn_int8():
+        return
+    portably = reference(case, BITS)[2]
     recipe = fxq.Recipe.static(backend="x86", reduce_range="activations")
-    quantized = fxq.quantize(model, recipe, data=[x])
-    qdq = fxq.quantize(model, recipe.without_pass("lower").without_pass("verify-lowering"), data=[x])
+    observed = fxq.calibrate(fxq.prepare(model, recipe, example_inputs=x), [x])
+    quantized = fxq.convert(observed)
+    qdq = fxq.convert(observed, recipe.without_pass("lower").without_pass("verify-lowering"))
     with torch.no_grad():
         got, exact = quantized(x), qdq(x)
         assert torch.equal(got, quantized(x))

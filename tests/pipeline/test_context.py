@@ -156,3 +156,40 @@ def test_pieces_of_a_model_that_is_large_for_one_sample(monkeypatch, sizes):
     monkeypatch.setattr(float_ops, "_MIN_LARGE_MACS", 0)
     count = sum(len(piece.args[0]) for piece in recorded(sizes).in_pieces(64, 16, 8))
     assert count == max(sum(sizes) // 2, 16)
+
+
+count = batches_read = 0
+LOG: list[int] = []
+HELD = {"calls": 0}
+
+
+def logged(x):
+    """Keeps state outside of modules, which does not affect its result."""
+    global count
+    count += 1
+    HELD["calls"] += 1
+    LOG.append(len(x))
+    return x * 2
+
+
+def test_variables_outside_the_modules_are_as_before_quantizing():
+    """A function that a leaf calls counted all calls of calibration and of the passes: 25 of 4 batches."""
+
+    def batches():
+        global batches_read
+        for _ in range(3):
+            batches_read += 1
+            LOG.append(-1)
+            yield torch.rand(2, 4)
+
+    outer = count, list(LOG), dict(HELD)
+    leaf = module(lambda self, x: logged(self.fc(x)), fc=nn.Linear(4, 4))
+    net = nn.Sequential(nn.Linear(4, 4), leaf, nn.Linear(4, 2)).eval()
+    recipe = REFERENCE.leaf("1")
+    qmodel = fxq.quantize(net, recipe, data=batches())
+    assert (count, HELD) == (outer[0], outer[2])
+    assert batches_read == 3 and LOG == [-1] * 3, "what the data loader changes stays"
+    fxq.convert(fxq.calibrate(fxq.prepare(net, recipe, example_inputs=X), [X]))
+    assert count == outer[0]
+    qmodel(X)
+    assert count == outer[0] + 1, "a call of the quantized model calls the function"

@@ -136,7 +136,9 @@ X, TOKEN, MASK = torch.randn(2, 5, 8), torch.randn(2, 1, 8), torch.tensor([[1.0,
 CALLS = {"prefill": {"x": X}, "decode": {"x": TOKEN}, "masked": {"x": X, "mask": MASK}}
 
 
-@pytest.mark.parametrize("recipe", [INT8, fxq.Recipe.static(), fxq.Recipe.dynamic()], ids=["weights", "static", "dynamic"])
+@pytest.mark.parametrize(
+    "recipe", [INT8, fxq.Recipe.static(), fxq.Recipe.dynamic()], ids=["weights", "static", "dynamic"]
+)
 def test_each_kind_of_call_has_a_program(recipe):
     model = branching()
     qmodel = fxq.quantize(model, recipe, example_inputs=CALLS, data=[call for call in CALLS.values() for _ in range(3)])
@@ -150,11 +152,11 @@ def test_each_kind_of_call_has_a_program(recipe):
 def test_programs_share_their_weights():
     qmodel = fxq.quantize(branching(), INT8, example_inputs=list(CALLS.values()))
     assert list(qmodel.programs) == ["program_0", "program_1", "program_2"]
-    first, *others = (
+    first, *rest = (
         {id(tensor) for tensor in (*model.buffers(), *model.parameters()) if tensor.numel() >= 64}
         for model in qmodel.programs.values()
     )
-    assert first and all(other == first for other in others)
+    assert first and all(tensors == first for tensors in rest)
 
 
 def test_an_example_that_a_program_serves_gets_no_other():
@@ -164,7 +166,9 @@ def test_an_example_that_a_program_serves_gets_no_other():
 
 def test_data_of_every_form_is_needed_and_nothing_else():
     with pytest.raises(fxq.InputError, match=r"decode\(x=a tensor\)"):
-        fxq.quantize(branching(), "static", example_inputs={"prefill": {"x": X}, "decode": {"x": TOKEN}}, data=[{"x": X}])
+        fxq.quantize(
+            branching(), "static", example_inputs={"prefill": {"x": X}, "decode": {"x": TOKEN}}, data=[{"x": X}]
+        )
     with pytest.raises(fxq.InputError, match="batch 0: no example"):
         fxq.quantize(
             branching(), "static", example_inputs={"prefill": {"x": X}, "decode": {"x": TOKEN}}, data=[CALLS["masked"]]
@@ -190,11 +194,11 @@ def test_a_file_holds_shared_weights_once(tmp_path):
     wide = nn.Sequential(nn.Linear(8, 4096), nn.Linear(4096, 8))
     model = branching()
     model.a = wide.eval()
-    one = fxq.quantize(model, INT8, example_inputs={"x": X}).save(tmp_path / "one.fxq")
+    single = fxq.quantize(model, INT8, example_inputs={"x": X}).save(tmp_path / "one.fxq")
     three = fxq.quantize(model, INT8, example_inputs=CALLS).save(tmp_path / "three.fxq")
-    assert three.stat().st_size < 3 * one.stat().st_size
+    assert three.stat().st_size < 3 * single.stat().st_size
     weights = sum(p.numel() for p in model.parameters())
-    assert three.stat().st_size - one.stat().st_size < weights + 2**20
+    assert three.stat().st_size - single.stat().st_size < weights + 2**20
 
 
 def test_reports_and_exports_are_named_after_programs(tmp_path):

@@ -163,6 +163,14 @@ def _default(own: Memory, x: Tensor, ticks: Any = itertools.count(1)) -> Tensor:
     return x / next(ticks)
 
 
+def reset_shared_state() -> None:
+    """Restart the counts that all modules share: after 1,000 calls, a call changes results by less than 0.1%."""
+    global TICKS
+    TICKS = itertools.count(1)
+    _on_function.__dict__.clear()
+    _default.__defaults__ = (itertools.count(1),)
+
+
 def _generator(own: Memory, x: Tensor) -> Tensor:
     return x * next(own.gains)
 

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.support.fuzz_memories import MEMORIES, ROWS, WIDTH, Memory
+from tests.support.fuzz_memories import MEMORIES, ROWS, WIDTH, Memory, reset_shared_state
 
 LAYERS = ("linear", "conv", "relu_conv", "gated", "norm", "scripted", "wide")
 """Statements that compute a value with weights of their own."""
@@ -332,9 +332,10 @@ class ProgramPlan:
     seed: int = 0
 
     def build(self) -> Program:
-        """The program in eval mode, with weights of `seed`."""
+        """The program in eval mode, with weights of `seed` and with new state."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
+            reset_shared_state()
             return Program(self.statements, self.container).eval()
 
     def batch(self, number: int, samples: int = 4) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fxq.common.parsing import call_parser
 from fxq.errors import InputError, unknown
 from fxq.graph.info import Cost, Decision, Edge, EngineLayer, Plan
 from fxq.quant.dynamic_grid import DynamicGrid
@@ -169,7 +170,7 @@ def parsed(line: str) -> tuple[ast.stmt, str]:
     if len(line) > MAX_LINE_TOKENS and sum(map(line.count, _SEPARATORS)) > MAX_LINE_TOKENS:
         raise InputError(f"the line is too long: it has more than {MAX_LINE_TOKENS} separators.")
     try:
-        statements = ast.parse(line).body
+        statements = call_parser(ast.parse, line).body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise InputError(f"expected a line of Python: {error.args[0] if error.args else error}.") from None
     if len(statements) != 1:
