@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any
@@ -14,9 +15,11 @@ from fxq.calibration.ranks import AUTO, Ranks
 from fxq.common.data import Batch, as_batch, batches, device_of, samples_in
 from fxq.common.isolation import untouched
 from fxq.common.progress import progress_bar
-from fxq.errors import InputError, RecipeError
+from fxq.errors import InputError, RecipeError, TraceError, words_of
 from fxq.ledger.comparison import Comparison, compare_with, quantized_reference
 from fxq.model import QuantizedModel, remade
+from fxq.parts.choose import why_in_parts
+from fxq.parts.quantize_parts import PartsRun
 from fxq.recipe.recipe import Recipe, as_recipe
 from fxq.report.report import write_comparison
 from fxq.saved.model_file import load_model
@@ -92,7 +95,14 @@ def quantize(
     examples = examples_given or first_of_all(first, ranks, model)
     if not examples:
         raise _no_data(chosen)
-    observed = ranks.together(lambda: _observed(model, chosen, examples[-1]))
+    run = _parts_run(model, chosen, examples[-1]) if ranks.size == 1 and checkpoint is None else None
+    if isinstance(run, PartsRun):
+        if data is None and run.calibrated:
+            raise _no_data(chosen, run.calibrated)
+        run.calibrate(chain(first, stream), _length(data), progress)
+        quantized: QuantizedModel = run.convert(convert)
+        return quantized
+    observed = run or ranks.together(lambda: _observed(model, chosen, examples[-1]))
     observed.manager.context.progress = progress
     if data is not None:
         calibration = Calibration(observed, ranks, checkpoint, EVERY, progress, few=not observed.calibrated)
@@ -100,6 +110,33 @@ def quantize(
     elif observed.calibrated:
         raise _no_data(chosen, observed.calibrated)
     return convert(observed)
+
+
+def _parts_run(model: nn.Module, recipe: Recipe, example: Batch) -> ObservedModel | PartsRun:
+    """Prepare a model as one graph; or in parts, if the recipe says so or the model cannot be traced as a whole."""
+    run = PartsRun(model, recipe, example, _observed)
+    if recipe.part_modules:
+        return run.begin("The recipe names the parts.")
+    observed: ObservedModel | None = None
+    error: TraceError | None = None
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        try:
+            observed = _observed(model, recipe, example)
+            why = why_in_parts(observed)
+        except TraceError as failure:
+            error, why = failure, words_of(failure)
+    if why and not recipe.strict_trace:
+        try:
+            return run.begin(why)
+        except TraceError as failure:
+            error = error and failure
+    if observed is None:
+        assert error is not None
+        raise error
+    for warning in heard:
+        warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+    return observed
 
 
 def _opening(stream: Iterable[Batch]) -> Iterator[Batch]:

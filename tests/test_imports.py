@@ -79,6 +79,7 @@ LEVELS = (
     {"passes", "report", "saved"},
     {"model"},
     {"workflow"},
+    {"parts"},
     {"tuning"},
     {"api"},
     {"diagnosis"},
