@@ -19,6 +19,7 @@ from fxq.errors import InputError, RecipeError, TraceError, words_of
 from fxq.ledger.comparison import Comparison, compare_with, quantized_reference
 from fxq.model import QuantizedModel, remade
 from fxq.parts.choose import why_in_parts
+from fxq.parts.parts_model import load_parts
 from fxq.parts.quantize_parts import PartsRun
 from fxq.recipe.recipe import Recipe, as_recipe
 from fxq.report.report import write_comparison
@@ -374,7 +375,9 @@ def compare(a: Any, b: QuantizedModel, data: Iterable[Any], *, progress: bool | 
         return compare_with(reference, b, chain([first], stream), advance, write_comparison)
 
 
-def load(path: str | os.PathLike[str], leaves: Mapping[str, nn.Module] | None = None) -> QuantizedModel:
+def load(
+    path: str | os.PathLike[str], leaves: Mapping[str, nn.Module] | None = None, *, into: nn.Module | None = None
+) -> QuantizedModel:
     """Load a quantized model that `QuantizedModel.save` wrote. Its outputs are the same, bit for bit.
 
     Loading runs no code from the file and imports nothing that it names: import modules with your own ops and kernels
@@ -389,9 +392,11 @@ def load(path: str | os.PathLike[str], leaves: Mapping[str, nn.Module] | None = 
         path: the file.
         leaves: modules that the model calls unchanged (`Recipe.leaf`), by path, with the weights that they had. They
             are not in the file. They are copied.
+        into: the float model, for the file of a model that is quantized in parts. Its code and its weights around the
+            parts are copied. It need not have the weights of the parts.
 
     Returns:
-        The quantized model.
+        The quantized model; with `into`, of the class of the float model.
 
     Raises:
         FileError: the file is missing, damaged, no fxq model, or written by a newer fxq; or it needs a module, op or
@@ -408,6 +413,9 @@ def load(path: str | os.PathLike[str], leaves: Mapping[str, nn.Module] | None = 
         True
         >>> path.unlink()
     """
+    if into is not None:
+        loaded: QuantizedModel = load_parts(path, unwrapped(into))
+        return loaded
     gm, attributes, made_on = load_model(path, leaves)
     return remade(gm, gm.graph, attributes, made_on)
 

@@ -15,8 +15,6 @@ from fxq.common.isolation import computed_tensors
 from fxq.errors import InputError, words_of
 from fxq.model import QuantizedModel
 
-_SKELETON = "_fxq_skeleton"
-
 
 class Part(nn.Module):
     """Base class of modules that replace a submodule of the float model; each is also of the submodule's class.
@@ -26,10 +24,12 @@ class Part(nn.Module):
 
     Attributes:
         fxq_programs: module that is called: quantized graphs, or observed ones during calibration.
+        fxq_skeleton: copy of the float module without values, which answers reads of attributes and submodules.
         float_class: class of the float module.
     """
 
     fxq_programs: nn.Module
+    fxq_skeleton: nn.Module
     float_class: type[nn.Module] = nn.Module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -37,7 +37,7 @@ class Part(nn.Module):
         return self.fxq_programs(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        skeleton = vars(self).get(_SKELETON)
+        skeleton = vars(self).get("fxq_skeleton")
         if skeleton is not None:
             for table in (skeleton._modules, skeleton._parameters, skeleton._buffers):
                 if name in table:
@@ -45,7 +45,12 @@ class Part(nn.Module):
         return super().__getattr__(name)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _blank_part, (self.float_class,), dict(vars(self))
+        return _blank_part, (self.float_class,), state_of_object(self)
+
+
+def state_of_object(module: Any) -> Any:
+    """Return what a pickle or a copy of a module holds, as its class says."""
+    return module.__getstate__() if hasattr(module, "__getstate__") else dict(vars(module))  # Python 3.10 has no default
 
 
 @functools.lru_cache(maxsize=512)
@@ -69,7 +74,7 @@ def part_class(float_class: type[nn.Module]) -> type[Part]:
 
 
 def _of_skeleton(name: str) -> Callable[..., Any]:
-    return lambda self, *args: getattr(vars(self)[_SKELETON], name)(*args)
+    return lambda self, *args: getattr(vars(self)["fxq_skeleton"], name)(*args)
 
 
 def _blank_part(float_class: type[nn.Module]) -> Part:
@@ -94,7 +99,7 @@ def make_part(module: nn.Module, programs: nn.Module, weights: Mapping[int, Tens
     part = _blank_part(type(module))
     own = vars(nn.Module())
     vars(part).update({name: v for name, v in vars(skeleton).items() if name not in own and name != "forward"})
-    vars(part)[_SKELETON] = skeleton
+    vars(part)["fxq_skeleton"] = skeleton  # not registered: it has no weights of its own
     part.fxq_programs = programs
     return part.eval()
 
@@ -156,3 +161,20 @@ def kind_of(args: Any, kwargs: Mapping[str, Any]) -> Any:
         else type(leaf)
         for leaf in leaves
     )
+
+
+def parts_in(model: Any) -> Iterator[tuple[str, Part]]:
+    """Yield the parts of a model with their paths."""
+    return ((path, module) for path, module in model.named_modules() if isinstance(module, Part))
+
+
+def graphs_in(model: Any) -> dict[str, QuantizedModel]:
+    """Return the quantized graphs of a model, by the name of the part."""
+    programs = (part.fxq_programs for _, part in parts_in(model))
+    return {name: graph for own in programs if isinstance(own, Programs) for name, graph in own.named_graphs()}
+
+
+def tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield parameters and buffers of a module with their names, shared ones once."""
+    yield from module.named_parameters()
+    yield from module.named_buffers()

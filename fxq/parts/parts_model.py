@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,7 +18,9 @@ from fxq.ledger.layer_qparams import layers_of
 from fxq.ledger.ledger import Entry, Ledger
 from fxq.ledger.qparams_table import ModelQParams
 from fxq.model import QuantizedModel
-from fxq.parts.part import Part, Programs, make_part
+from fxq.parts.part import graphs_in, make_part, state_of_object, tensors_of
+from fxq.parts.parts_file import read_parts, save_parts
+from fxq.parts.parts_report import write_parts_report
 from fxq.pipeline.history import History
 from fxq.recipe.recipe import Recipe
 
@@ -42,12 +46,12 @@ class PartsModel:
     @property
     def parts(self) -> Mapping[str, QuantizedModel]:
         """Quantized graphs by the path of the part; further graphs of one part have a number, as in "encoder (2)"."""
-        return graphs_of_parts(self)
+        return graphs_in(self)
 
     @property
     def history(self) -> Mapping[str, History]:
         """Snapshots of the passes, for each part."""
-        return {name: graph.history for name, graph in graphs_of_parts(self).items()}
+        return {name: graph.history for name, graph in graphs_in(self).items()}
 
     @property
     def output_sqnr(self) -> float | None:
@@ -57,32 +61,46 @@ class PartsModel:
     def qparams(self) -> ModelQParams:
         """Return the weights, scales and zero points of every layer with an integer weight, by module path."""
         layers: dict[str, Any] = {}
-        for graph in graphs_of_parts(self).values():
+        for graph in graphs_in(self).values():
             layers = {**layers_of(graph), **layers}
         return ModelQParams(layers)
 
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Save the parts to one file, for `fxq.load(path, into=float_model)`. Float weights around them are not in it.
+
+        Args:
+            path: the file. Missing folders are created. An existing file is replaced atomically.
+
+        Returns:
+            The path.
+
+        Raises:
+            FxqError: a part cannot be saved, see `QuantizedModel.save`.
+        """
+        return save_parts(path, self)
+
+    def report(self, path: str | os.PathLike[str]) -> Path:
+        """Write a report page of all parts, one HTML file that needs no other files; see `QuantizedModel.report`.
+
+        Args:
+            path: the file. Missing folders are created.
+
+        Returns:
+            The path.
+
+        Raises:
+            InputError: `path` is not a path.
+            RenderError: the file cannot be written.
+        """
+        return write_parts_report(self, path)
+
     def verify(self) -> None:
         """Verify every kernel on this machine, see `QuantizedModel.verify`."""
-        for graph in graphs_of_parts(self).values():
+        for graph in graphs_in(self).values():
             graph.verify()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _blank_model, (type(self).float_class,), dict(vars(self))
-
-
-def graphs_of_parts(model: Any) -> dict[str, QuantizedModel]:
-    """Return the quantized graphs of a model, by the name of the part."""
-    return {
-        name: graph
-        for _, part in parts_in(model)
-        if isinstance(part.fxq_programs, Programs)
-        for name, graph in part.fxq_programs.named_graphs()
-    }
-
-
-def parts_in(model: nn.Module) -> Iterator[tuple[str, Part]]:
-    """Yield the parts of a model with their paths."""
-    return ((path, module) for path, module in model.named_modules() if isinstance(module, Part))
+        return _blank_model, (type(self).float_class,), state_of_object(self)
 
 
 @functools.lru_cache(maxsize=64)
@@ -119,12 +137,6 @@ def with_parts(model: nn.Module, programs: Mapping[str, nn.Module], weights: Map
     return copied
 
 
-def tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield parameters and buffers of a module with their names, shared ones once."""
-    yield from module.named_parameters()
-    yield from module.named_buffers()
-
-
 def attach(model: Any, ledger: Ledger, recipe: Recipe, backend: str) -> None:
     """Set the attributes of a model with parts that its float class does not have."""
     attributes = {"ledger": ledger, "recipe": recipe, "backend": backend}
@@ -132,6 +144,14 @@ def attach(model: Any, ledger: Ledger, recipe: Recipe, backend: str) -> None:
     for name, value in attributes.items():
         if not hasattr(model, name):
             vars(model)[name] = value
+
+
+def load_parts(path: str | os.PathLike[str], model: nn.Module) -> Any:
+    """Load the parts in a file into a copy of the float model, see `fxq.load`."""
+    stored = read_parts(path, model)
+    loaded = with_parts(model, stored.programs, stored.weights).eval()
+    attach(loaded, stored.ledger, stored.recipe, stored.backend)
+    return loaded
 
 
 def ledger_of_parts(

@@ -22,8 +22,8 @@ from fxq.model import QuantizedModel
 from fxq.parts.absent import AbsentTensor
 from fxq.parts.choose import Choice, PartPlan, Prepare, call, choose_parts, hooked_run
 from fxq.parts.counting import MacCounter
-from fxq.parts.part import Programs, kind_of
-from fxq.parts.parts_model import attach, graphs_of_parts, ledger_of_parts, tensors_of, with_parts
+from fxq.parts.part import Programs, graphs_in, kind_of, tensors_of
+from fxq.parts.parts_model import attach, ledger_of_parts, with_parts
 from fxq.recipe.recipe import Recipe
 from fxq.workflow.observed_model import ObservedModel
 
@@ -180,7 +180,7 @@ class PartsRun:
         return {path: (why, self.python_macs[path]) for path, why in {**left, **reasons}.items()}
 
     def _warn(self, model: Any, heard: list[str]) -> None:
-        ledger, graphs = vars(model)["_fxq_ledger"], graphs_of_parts(model)
+        ledger, graphs = vars(model)["_fxq_ledger"], graphs_in(model)
         min_sqnr, low = self.recipe.min_sqnr, ""
         if min_sqnr is not None:
             sqnrs = {"the output": ledger.output_sqnr, **{name: g.output_sqnr for name, g in graphs.items()}}

@@ -8,7 +8,7 @@ import gc
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -104,11 +104,44 @@ def save_model(
         attributes: attributes of the model that the file keeps, by name.
         own: attributes that the user set, without modules.
     """
+    path = checked_path(path)
+    content = content_of(model, attributes, own)
+    write_container(path, content.tensors, content.texts)
+    if content.lost:
+        warn(
+            f"{path} does not contain {', '.join(content.lost)}: a file holds only plain data and tensors, not modules "
+            "or other objects. Set them again after fxq.load."
+        )
+    return path
+
+
+def checked_path(path: str | os.PathLike[str]) -> Path:
+    """Return the path of a file to save a model to. Raises `InputError` if its suffix is that of another format."""
     path = as_path(path)
     if path.suffix in WRITERS:
         raise InputError(
             f"save writes fxq files, not {path.suffix}: use qmodel.export({str(path)!r}), or save to a .fxq file."
         )
+    return path
+
+
+@dataclass(frozen=True)
+class Content:
+    """Content of a file for one model.
+
+    Attributes:
+        tensors: tensors by name.
+        texts: graph, kernel forms, recipe, further facts and history.
+        lost: attributes that a file cannot hold.
+    """
+
+    tensors: Mapping[str, Tensor]
+    texts: Mapping[str, str]
+    lost: Sequence[str]
+
+
+def content_of(model: Quantized, attributes: Mapping[str, Any], own: Mapping[str, Any]) -> Content:
+    """Return the content of a file for one model, see `save_model`."""
     _check_kernels(model)
     tensors, named, lost = own_tensors(model, own)
     forms_text, forms, more_tensors = write_forms(model)
@@ -136,13 +169,7 @@ def save_model(
         "model": _json(to_plain(about)),
         "history": _json(history_data(attributes["history"])),
     }
-    write_container(path, {**graph_tensors(model), **more_tensors, **tensors}, texts)
-    if lost:
-        warn(
-            f"{path} does not contain {', '.join(lost)}: a file holds only plain data and tensors, not modules or "
-            "other objects. Set them again after fxq.load."
-        )
-    return path
+    return Content({**graph_tensors(model), **more_tensors, **tensors}, texts, lost)
 
 
 def load_model(
@@ -158,7 +185,9 @@ def load_model(
     container = read_container(Path(path))
     try:
         with without_imports(), _garbage_collection_off():
-            gm, attributes, made_on = _read(container.tensors, container.texts, leaves or {})
+            if PARTS in container.texts:
+                raise InputError("it holds the parts of a model: pass the float model, fxq.load(path, into=model).")
+            gm, attributes, made_on = graph_from(container.tensors, container.texts, leaves or {})
             return gm, {**attributes, "_mapped": container.mapped}, made_on
     except FxqError as error:
         raise FileError(f"cannot load {str(path)!r}: {error}") from None
@@ -178,9 +207,14 @@ def _garbage_collection_off() -> Iterator[None]:
             gc.enable()
 
 
-def _read(
+PARTS = "parts"
+"""Name of the text of files that hold a model in parts (`fxq/parts/parts_file.py`)."""
+
+
+def graph_from(
     tensors: dict[str, Tensor], texts: Mapping[str, str], leaves: Mapping[str, nn.Module]
 ) -> tuple[fx.GraphModule, dict[str, Any], Mapping[str, str]]:
+    """Rebuild a model from the content of a file, see `load_model`."""
     missing = [name for name in ("graph", "forms", "recipe", "model", "history") if name not in texts]
     if missing:
         raise InputError(f"it has no {missing[0]}.")
