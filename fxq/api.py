@@ -15,11 +15,12 @@ from fxq.calibration.ranks import AUTO, Ranks
 from fxq.common.data import Batch, as_batch, batches, device_of, samples_in
 from fxq.common.isolation import untouched
 from fxq.common.progress import progress_bar
-from fxq.errors import InputError, RecipeError, TraceError, words_of
+from fxq.errors import InputError, RecipeError, TraceError
 from fxq.ledger.comparison import Comparison, compare_with, quantized_reference
 from fxq.model import QuantizedModel, remade
-from fxq.parts.choose import why_in_parts
-from fxq.parts.parts_model import load_parts
+from fxq.parts.choose import why_in_parts, why_not
+from fxq.parts.compare_parts import compare_parts
+from fxq.parts.parts_model import PartsModel, load_parts
 from fxq.parts.quantize_parts import PartsRun
 from fxq.recipe.recipe import Recipe, as_recipe
 from fxq.report.report import write_comparison
@@ -126,7 +127,7 @@ def _parts_run(model: nn.Module, recipe: Recipe, example: Batch) -> ObservedMode
             observed = _observed(model, recipe, example)
             why = why_in_parts(observed)
         except TraceError as failure:
-            error, why = failure, words_of(failure)
+            error, why = failure, why_not(model, failure)
     if why and not recipe.strict_trace:
         try:
             return run.begin(why)
@@ -366,11 +367,14 @@ def compare(a: Any, b: QuantizedModel, data: Iterable[Any], *, progress: bool | 
         (['_1', '_2'], True, 4)
     """
     a = unwrapped(a)
+    quantized: Any = b
+    if isinstance(quantized, PartsModel):
+        with untouched(a), progress_bar("comparing", _length(data), progress) as advance:
+            return compare_parts(a, quantized, batches(data, a), advance)
     check_compared(a, b)
     stream = batches(data, a)
     first = next(stream)
-    quantized = isinstance(a, QuantizedModel)
-    reference = quantized_reference(a, b) if quantized else float_reference(a, b, first)
+    reference = quantized_reference(a, b) if isinstance(a, QuantizedModel) else float_reference(a, b, first)
     with untouched(a), untouched(b), progress_bar("comparing", _length(data), progress) as advance:
         return compare_with(reference, b, chain([first], stream), advance, write_comparison)
 

@@ -22,15 +22,16 @@ class AbsentTensor(Tensor):
 
     weight_name: str
     on_read: Callable[[str], Tensor] | None
-    __torch_function__ = torch._C._disabled_torch_function_impl  # results are plain tensors
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # results are plain
 
     @staticmethod
     def like(tensor: Tensor, name: str, on_read: Callable[[str], Tensor] | None = None) -> AbsentTensor:
         """Return the placeholder for a weight, which is a parameter if the weight is one."""
-        return _absent(tuple(tensor.shape), tensor.dtype, tensor.device, isinstance(tensor, nn.Parameter), name, on_read)
+        is_parameter = isinstance(tensor, nn.Parameter)
+        return _absent(tuple(tensor.shape), tensor.dtype, tensor.device, is_parameter, name, on_read)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Run an op on the weights that `on_read` returns.
 
         Raises:
@@ -40,7 +41,7 @@ class AbsentTensor(Tensor):
             return args[0]
         return func(*tree_map(_value, args), **tree_map(_value, kwargs or {}))
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         return f"AbsentTensor({self.weight_name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AbsentTensor:
@@ -58,7 +59,7 @@ def _absent(
     name: str,
     on_read: Callable[[str], Tensor] | None = None,
 ) -> AbsentTensor:
-    make: Any = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+    make: Any = torch.Tensor._make_wrapper_subclass
     absent: AbsentTensor = make(AbsentTensor, shape, dtype=dtype, device=device)
     absent.weight_name, absent.on_read = name, on_read
     if is_parameter:

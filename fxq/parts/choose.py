@@ -23,6 +23,7 @@ from fxq.parts.counting import MacCounter, counting_macs
 from fxq.parts.part import kind_of
 from fxq.recipe.recipe import Recipe
 from fxq.recipe.selector import Selector, ancestors
+from fxq.tracing.failure import locate_failure
 from fxq.tracing.part_shell import PartShell
 from fxq.tracing.tracer import is_kept
 from fxq.workflow.observed_model import ObservedModel
@@ -138,6 +139,14 @@ def why_in_parts(observed: ObservedModel) -> str:
     return f'layer "{path}", with {share:.0%} of the multiply-accumulates, {why}.'
 
 
+def why_not(model: nn.Module, error: FxqError) -> str:
+    """Return place and reason of a failed trace, without remedies for a model that must be one graph."""
+    cause = error.__cause__
+    if isinstance(error, TraceError) and isinstance(cause, Exception):
+        return f"{locate_failure(model, cause).note()}."
+    return words_of(error)
+
+
 def has_weights(module: nn.Module) -> bool:
     """Whether a module has matrices or filters, besides embedding tables."""
     tables = {id(m.weight) for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
@@ -179,7 +188,7 @@ def choose_parts(model: nn.Module, recipe: Recipe, example: Batch, prepare: Prep
         for path, module in pending.items():
             refused = _refused(path, module, calls[path], recipe)
             if refused is None:
-                plan = PartPlan(path, module, _recipe_of_part(recipe, path, module), macs=calls[path].macs)
+                plan = PartPlan(path, module, recipe_of_part(recipe, path, module), macs=calls[path].macs)
                 try:
                     _add_programs(plan, calls[path], prepare)
                     choice.parts.append(plan)
@@ -188,7 +197,7 @@ def choose_parts(model: nn.Module, recipe: Recipe, example: Batch, prepare: Prep
                 except RecipeError:
                     raise
                 except FxqError as error:
-                    refused = words_of(error)
+                    refused = why_not(PartShell(path, module), error)
             if refused and calls[path].batches:
                 choice.reasons[path] = refused
             if not is_kept(path, recipe.leaf_modules):
@@ -227,7 +236,7 @@ def _add_programs(plan: PartPlan, calls: Calls, prepare: Prepare) -> None:
             plan.add_program(batch, prepare)
 
 
-def _recipe_of_part(recipe: Recipe, path: str, module: nn.Module) -> Recipe:
+def recipe_of_part(recipe: Recipe, path: str, module: nn.Module) -> Recipe:
     """Recipe of one part: without globs that name modules outside of it, and without a check of its output alone."""
     inside = [f"{path}.{name}".rstrip(".") for name, _ in module.named_modules()]
     leaves = tuple(glob for glob in recipe.leaf_modules if any(path_matches(p, glob) for p in inside))

@@ -49,12 +49,12 @@ class Part(nn.Module):
 
 
 def state_of_object(module: Any) -> Any:
-    """Return what a pickle or a copy of a module holds, as its class says."""
-    return module.__getstate__() if hasattr(module, "__getstate__") else dict(vars(module))  # Python 3.10 has no default
+    """Return the state that pickles and copies of a module hold, as its class defines it."""
+    return module.__getstate__() if hasattr(module, "__getstate__") else dict(vars(module))  # absent in Python 3.10
 
 
 @functools.lru_cache(maxsize=512)
-def part_class(float_class: type[nn.Module]) -> type[Part]:
+def part_class(float_class: Any) -> type[Part]:
     """Return the class of parts that replace modules of a class."""
 
     @functools.wraps(float_class.forward)
@@ -77,7 +77,7 @@ def _of_skeleton(name: str) -> Callable[..., Any]:
     return lambda self, *args: getattr(vars(self)["fxq_skeleton"], name)(*args)
 
 
-def _blank_part(float_class: type[nn.Module]) -> Part:
+def _blank_part(float_class: Any) -> Part:
     kind = part_class(float_class)
     part = kind.__new__(kind)
     nn.Module.__init__(part)
@@ -111,7 +111,7 @@ class Programs(nn.Module):
         graphs: the graphs, each traced from one kind of call.
     """
 
-    def __init__(self, graphs: Mapping[str, QuantizedModel]) -> None:
+    def __init__(self, graphs: Mapping[str, nn.Module]) -> None:
         super().__init__()
         self.names = tuple(graphs)
         self.graphs = nn.ModuleList(graphs.values())
@@ -119,7 +119,7 @@ class Programs(nn.Module):
 
     def named_graphs(self) -> Iterator[tuple[str, QuantizedModel]]:
         """Yield the graphs with their names."""
-        yield from zip(self.names, self.graphs, strict=True)  # type: ignore[arg-type]
+        yield from zip(self.names, self.graphs, strict=True)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the graph that takes these arguments.
@@ -132,16 +132,23 @@ class Programs(nn.Module):
         kind = kind_of(args, kwargs)
         if kind in self._fitting:
             return self.graphs[self._fitting[kind]](*args, **kwargs)
+        at, result = self._tried(args, kwargs)
+        if len(self._fitting) < MAX_KINDS:
+            self._fitting[kind] = at
+        return result
+
+    def fitting(self, args: Any, kwargs: Mapping[str, Any]) -> str:
+        """Return the name of the graph that takes a call."""
+        return self.names[0 if len(self.graphs) == 1 else self._tried(args, kwargs)[0]]
+
+    def _tried(self, args: Any, kwargs: Mapping[str, Any]) -> tuple[int, Any]:
+        """Number of the first graph that takes a call, and its result."""
         errors: list[Exception] = []
         for i, graph in enumerate(self.graphs):
             try:
-                result = graph(*args, **kwargs)
+                return i, graph(*args, **kwargs)
             except (InputError, TypeError) as error:
                 errors.append(error)
-                continue
-            if len(self._fitting) < MAX_KINDS:
-                self._fitting[kind] = i
-            return result
         names, why = ", ".join(self.names), words_of(errors[0])
         raise InputError(f"none of the graphs {names} takes this call: {why}") from errors[0]
 

@@ -56,7 +56,7 @@ class PartsModel:
     @property
     def output_sqnr(self) -> float | None:
         """SQNR of its outputs against the float model's, in dB, when it was quantized; None if not comparable."""
-        return vars(self)["_fxq_ledger"].output_sqnr  # type: ignore[no-any-return]
+        return vars(self)["_fxq_ledger"].output_sqnr
 
     def qparams(self) -> ModelQParams:
         """Return the weights, scales and zero points of every layer with an integer weight, by module path."""
@@ -104,14 +104,14 @@ class PartsModel:
 
 
 @functools.lru_cache(maxsize=64)
-def _model_class(float_class: type[nn.Module]) -> Any:
+def _model_class(float_class: Any) -> Any:
     content = {"float_class": float_class, "__module__": float_class.__module__, "__doc__": float_class.__doc__}
     kind = types.new_class(float_class.__name__, (float_class, PartsModel), {}, lambda space: space.update(content))
     kind.__qualname__ = float_class.__qualname__
     return kind
 
 
-def _blank_model(float_class: type[nn.Module]) -> Any:
+def _blank_model(float_class: Any) -> Any:
     kind = _model_class(float_class)
     model = kind.__new__(kind)
     nn.Module.__init__(model)
@@ -132,8 +132,8 @@ def with_parts(model: nn.Module, programs: Mapping[str, nn.Module], weights: Map
         shown = {id(t): weights[f"{path}.{n}"] for n, t in tensors_of(module) if f"{path}.{n}" in weights}
         memo[id(module)] = make_part(module, called, shown)
     copied = copy.deepcopy(model, memo)
-    if not isinstance(copied, PartsModel):
-        copied.__class__ = _model_class(type(model))
+    float_class: Any = type(model)
+    copied.__class__ = _model_class(float_class)
     return copied
 
 
@@ -178,5 +178,3 @@ def ledger_of_parts(
         for path, (reason, macs) in in_python.items()
     ]
     return Ledger(tuple(rows), output_sqnr)
-
-

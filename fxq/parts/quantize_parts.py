@@ -78,9 +78,7 @@ class PartsRun:
 
     def _find_reads(self) -> None:
         """Run the float model through the parts, to count its arithmetic and find weights that Python code reads."""
-        real = {
-            f"{plan.path}.{name}": tensor for plan in self.choice.parts for name, tensor in tensors_of(plan.module)
-        }
+        real = {f"{plan.path}.{name}": tensor for plan in self.choice.parts for name, tensor in tensors_of(plan.module)}
         read: dict[str, Tensor] = {}
 
         def on_read(name: str) -> Tensor:
@@ -184,16 +182,17 @@ class PartsRun:
         min_sqnr, low = self.recipe.min_sqnr, ""
         if min_sqnr is not None:
             sqnrs = {"the output": ledger.output_sqnr, **{name: g.output_sqnr for name, g in graphs.items()}}
-            bad = [f"{name} ({sqnr:.1f} dB)" for name, sqnr in sqnrs.items() if sqnr is not None and rank(sqnr) < min_sqnr]
+            bad = [f"{name} ({dB:.1f} dB)" for name, dB in sqnrs.items() if dB is not None and rank(dB) < min_sqnr]
             low = f" Below the {min_sqnr:g} dB of min_sqnr: {_listed(bad)}." if bad else ""
         weights = f" and {ledger.weight_coverage:.1%} with integer weights" if ledger.weight_coverage else ""
         unfit = "".join(f' Part "{path}" also gets calls that run in float: {why}' for path, why in self.unfit.items())
-        others = [text for text in dict.fromkeys(heard)]
-        further = f" {len(others)} warnings of parts, the first: {others[0]}" if others else ""
+        texts = list(dict.fromkeys(heard))
+        further = f" Warnings of parts: {len(texts)}, the first: {texts[0]}" if texts else ""
         warn(
-            f"{type(self.model).__name__} is quantized in {len(graphs)} parts: {_listed(list(graphs))}. The code around "
-            f"them stays in Python: {self.why} {ledger.coverage:.1%} of the multiply-accumulates are on integers"
-            f"{weights}; print(q.ledger) shows the rest. recipe.parts(...) chooses other parts.{unfit}{low}{further}"
+            f"{type(self.model).__name__} is quantized in {len(graphs)} part{'' if len(graphs) == 1 else 's'}: "
+            f"{_listed(list(graphs))}. The code around stays in Python: {self.why} {ledger.coverage:.1%} of the "
+            f"multiply-accumulates are on integers{weights}; print(q.ledger) shows the rest. recipe.parts(...) chooses "
+            f"other parts.{unfit}{low}{further}"
         )
 
 
@@ -263,9 +262,9 @@ class ObservedCalls(nn.Module):
         plan, run = vars(self)["plan"], vars(self)["run"]
         observed = plan.fitting(batch)
         if observed is not None:
-            return observed  # type: ignore[no-any-return]
+            return observed
         try:
-            return plan.add_program(copied(batch), run.prepare)  # type: ignore[no-any-return]
+            return plan.add_program(copied(batch), run.prepare)
         except FxqError as error:
             run.unfit[plan.path] = words_of(error)
             return None
@@ -292,5 +291,3 @@ def outputs_sqnr(model: nn.Module, quantized: Any, batches: list[Batch]) -> floa
             if want.is_floating_point():
                 outputs.setdefault(i, Agreement()).add(want, got)
     return min((output.sqnr for output in outputs.values()), key=rank, default=None)
-
-

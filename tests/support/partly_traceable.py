@@ -48,10 +48,8 @@ class MaskAny(nn.Module):
 
     def forward(self, x, mask=None):
         for layer in self.layers:
-            if mask is not None and mask.any():
-                x = layer(x, src_key_padding_mask=mask)
-            else:
-                x = layer(x)
+            options = {"src_key_padding_mask": mask} if mask is not None and mask.any() else {}
+            x = layer(x, **options)
         return self.out(x)
 
 
@@ -214,7 +212,11 @@ class Speech(nn.Module):
         self.encoder = nn.TransformerEncoderLayer(width, 4, 64, 0.0, batch_first=True)
         self.duration = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1))
         self.decoder = nn.Sequential(
-            nn.Conv1d(width, 64, 5, padding=2), nn.ReLU(), nn.Conv1d(64, 64, 5, padding=2), nn.ReLU(), nn.Conv1d(64, 20, 1)
+            nn.Conv1d(width, 64, 5, padding=2),
+            nn.ReLU(),
+            nn.Conv1d(64, 64, 5, padding=2),
+            nn.ReLU(),
+            nn.Conv1d(64, 20, 1),
         )
 
     def forward(self, tokens):
