@@ -15,7 +15,7 @@ from fxq.calibration.ranks import AUTO, Ranks
 from fxq.common.data import Batch, as_batch, batches, device_of, samples_in
 from fxq.common.isolation import untouched
 from fxq.common.progress import progress_bar
-from fxq.errors import InputError, RecipeError, TraceError
+from fxq.errors import FxqError, InputError, RecipeError, TraceError
 from fxq.ledger.comparison import Comparison, compare_with, quantized_reference
 from fxq.model import QuantizedModel, remade
 from fxq.parts.choose import why_in_parts, why_not
@@ -118,26 +118,26 @@ def _parts_run(model: nn.Module, recipe: Recipe, example: Batch) -> ObservedMode
     """Prepare a model as one graph; or in parts, if the recipe says so or the model cannot be traced as a whole."""
     run = PartsRun(model, recipe, example, _observed)
     if recipe.part_modules:
-        return run.begin("The recipe names the parts.")
+        return run.begin("the recipe names the parts.")
     observed: ObservedModel | None = None
-    error: TraceError | None = None
+    error: FxqError | None = None
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         try:
             observed = _observed(model, recipe, example)
             why = why_in_parts(observed)
-        except TraceError as failure:
+        except (TraceError, InputError) as failure:
             error, why = failure, why_not(model, failure)
     if why and not recipe.strict_trace:
         try:
             return run.begin(why)
-        except TraceError as failure:
-            error = error and failure
-    if observed is None:
-        assert error is not None
+        except (TraceError, InputError):
+            pass  # the error of the whole model says more
+    if error is not None:
         raise error
     for warning in heard:
         warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+    assert observed is not None
     return observed
 
 

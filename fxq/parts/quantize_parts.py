@@ -25,6 +25,7 @@ from fxq.parts.counting import MacCounter
 from fxq.parts.part import Programs, graphs_in, kind_of, tensors_of
 from fxq.parts.parts_model import attach, ledger_of_parts, with_parts
 from fxq.recipe.recipe import Recipe
+from fxq.recipe.selector import ancestors
 from fxq.workflow.observed_model import ObservedModel
 
 MAX_CHECKED_BATCHES = 4
@@ -174,8 +175,10 @@ class PartsRun:
     def _in_python(self) -> dict[str, tuple[str, int]]:
         """Modules whose code stays in Python, with the reason and their multiply-accumulates."""
         reasons = {"": self.why, **self.choice.reasons, **self.unfit}
-        left = {path: "its forward is Python code around the parts" for path in self.python_macs}
-        return {path: (why, self.python_macs[path]) for path, why in {**left, **reasons}.items()}
+        macs: Counter[str] = Counter()
+        for path, count in self.python_macs.items():
+            macs[next((above for above in ancestors(path) if above in reasons), "")] += count
+        return {path: (why, macs[path]) for path, why in reasons.items()}
 
     def _warn(self, model: Any, heard: list[str]) -> None:
         ledger, graphs = vars(model)["_fxq_ledger"], graphs_in(model)
