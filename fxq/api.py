@@ -72,7 +72,8 @@ def quantize(
     Returns:
         A `QuantizedModel` for the recipe's backend. Its `output_sqnr` compares it with the float model on recorded
         calibration samples. If that is below the recipe's `min_sqnr`, a warning names the layers with the largest
-        error.
+        error. If the model cannot be traced as a whole, its largest submodules that can be are quantized in their
+        places: the result is a `PartsModel` of the float model's class, and a warning says what stays in Python.
 
     Raises:
         FxqError: an argument cannot be used; the message says what, where, why and what to do.

@@ -50,9 +50,9 @@ def test_each_is_of_its_own_class_and_on_integers(name, recipe, tmp_path):
     for w, g in floats:
         assert w.shape == g.shape and 20 * torch.log10(w.norm() / (w - g).norm()) > 25
     path = q.save(tmp_path / "model.fxq")
-    for other in (fxq.load(path, into=model), copy.deepcopy(q), pickle.loads(pickle.dumps(q))):
-        assert equal(run(other, data[1]), got)
-        assert other.ledger == q.ledger and list(other.parts) == list(q.parts)
+    for again in (fxq.load(path, into=model), copy.deepcopy(q), pickle.loads(pickle.dumps(q))):
+        assert equal(run(again, data[1]), got)
+        assert again.ledger == q.ledger and list(again.parts) == list(q.parts)
     assert all(torch.equal(tensor, weights[key]) for key, tensor in model.state_dict().items())
     with pytest.raises(FileError, match="into=model"):
         fxq.load(path)
@@ -71,7 +71,7 @@ def test_the_warning_and_the_ledger_say_what_stays_in_python():
 
 
 def test_shares_count_all_calls_and_the_arithmetic_in_python():
-    model, q, data, _ = quantized("custom loop")
+    _, q, data, _ = quantized("custom loop")
     (python,) = q.ledger.where(op="python")
     tokens = data[0][0].shape[1]
     assert python.macs == 5 * 64 * 50  # the tied projection of the last token, five times
@@ -210,14 +210,14 @@ def test_prices_are_measured_once_per_shape(monkeypatch):
 
 
 def test_a_part_answers_as_the_module_that_it_replaced():
-    model, q, _, _ = quantized("loop on data")
+    _, q, _, _ = quantized("loop on data")
     assert isinstance(q.refine, Block) and isinstance(q.stem, nn.Conv2d) and isinstance(q.head, nn.Linear)
     assert q.refine.conv1.stride == (1, 1) and q.refine.channels == 16 and q.head.in_features == 16
     assert q.stem.weight.shape == (16, 3, 3, 3) and q.stem.weight.dtype == torch.float32
     assert isinstance(q.stem.weight, nn.Parameter) and q.stem.weight.device == torch.device("cpu")
-    with pytest.raises(InputError, match="stem.weight is read, but it belongs to a part that is quantized"):
+    with pytest.raises(InputError, match=r"stem\.weight is read, but it belongs to a part that is quantized"):
         q.stem.weight.sum()
-    with pytest.raises(InputError, match="refine.conv1.weight is read"):
+    with pytest.raises(InputError, match=r"refine\.conv1\.weight is read"):
         q.refine.conv1(torch.rand(1, 16, 8, 8))
     with pytest.raises(AttributeError, match="no attribute 'stride'"):
         _ = q.refine.stride
@@ -295,7 +295,7 @@ def test_weights_that_python_code_reads_stay():
     with pytest.warns(FxqWarning, match=r"50\.0% of the multiply-accumulates"):
         q = fxq.quantize(model, EXACT, data=DATA)
     assert q.layer.weight.equal(model.layer.weight) and q.output_sqnr > 30
-    with pytest.raises(InputError, match="layer.bias is read"):
+    with pytest.raises(InputError, match=r"layer\.bias is read"):
         q.layer.bias.sum()
 
 
@@ -416,14 +416,14 @@ def test_a_file_does_not_go_into_another_model(tmp_path):
     path = q.save(tmp_path / "q.fxq")
     with pytest.raises(FileError, match="it has a part for the Sequential at 'body'"):
         fxq.load(path, into=Detector().eval())
-    with pytest.raises(FileError, match="other weights outside of the parts .*'decoder.embed.weight'"):
+    with pytest.raises(FileError, match=r"other weights outside of the parts .*'decoder\.embed\.weight'"):
         fxq.load(path, into=TiedDecoder().eval())
-    other = TiedDecoder().eval()
-    other.decoder.load_state_dict(model.decoder.state_dict())  # the weights of the parts are in the file
-    assert equal(run(fxq.load(path, into=other), data[0]), run(q, data[0]))
+    bare = TiedDecoder().eval()
+    bare.decoder.load_state_dict(model.decoder.state_dict())  # the weights of the parts are in the file
+    assert equal(run(fxq.load(path, into=bare), data[0]), run(q, data[0]))
     whole = fxq.quantize(nn.Linear(4, 4).eval(), EXACT, data=[torch.rand(2, 4)]).save(tmp_path / "whole.fxq")
     with pytest.raises(FileError, match="leave out into"):
-        fxq.load(whole, into=other)
+        fxq.load(whole, into=bare)
 
 
 def test_a_quantized_model_is_not_quantized_again():
