@@ -128,7 +128,8 @@ def _parts_run(model: nn.Module, recipe: Recipe, example: Batch) -> ObservedMode
             observed = _observed(model, recipe, example)
             why = why_in_parts(observed)
         except (TraceError, InputError) as failure:
-            error, why = failure, why_not(model, failure)
+            # an error without a cause is a refusal, of state that parts would share or of values that are not finite
+            error, why = failure, why_not(model, failure) if failure.__cause__ is not None else ""
     if why and not recipe.strict_trace:
         try:
             return run.begin(why)

@@ -19,6 +19,7 @@ from fxq.common.state import StateSnapshot
 from fxq.errors import FxqError, InputError, RecipeError, TraceError, words_of
 from fxq.graph.analysis.macs import macs_of
 from fxq.graph.info import info
+from fxq.graph.text.text_writer import write_graph
 from fxq.parts.counting import MacCounter, counting_macs
 from fxq.parts.part import kind_of
 from fxq.recipe.recipe import Recipe
@@ -36,12 +37,14 @@ MAX_PROGRAMS = 4
 MAX_RECORDED_CALLS = 8
 """Maximum number of different calls of one module that are kept to trace it."""
 MAX_UNTRACED_SHARE = 0.05
-"""Share of the multiply-accumulates in modules that cannot be traced, from which a model is quantized in parts."""
+"""Share of the multiply-accumulates of a part in modules that cannot be traced, above which it is divided further."""
+MAX_LEAF_SHARE = 0.5
+"""This share of a model that can be traced otherwise. One graph with float leaves is faster than many parts."""
 
 
 @dataclass
-class Calls:
-    """Calls of one module during a run of the float model.
+class RecordedCalls:
+    """RecordedCalls of one module during a run of the float model.
 
     Attributes:
         batches: different calls, with copies of their arguments, by kind.
@@ -100,6 +103,10 @@ class PartPlan:
         untraced = untraced_modules(observed)
         if self.path in untraced or share_of(observed, untraced) > MAX_UNTRACED_SHARE:
             raise TraceError(next(iter(untraced.values())))
+        try:
+            write_graph(observed.traced.gm, facts=False)
+        except InputError as error:
+            raise TraceError(f"its graph could not be saved: {error}") from None
         number = len(self.programs) + 1
         self.programs[self.path if number == 1 else f"{self.path} ({number})"] = observed
         return observed
@@ -133,7 +140,7 @@ def why_in_parts(observed: ObservedModel) -> str:
     model = observed.manager.context.model
     divisible = {p: why for p, why in untraced.items() if any(map(has_weights, model.get_submodule(p).children()))}
     share = share_of(observed, divisible)
-    if share <= MAX_UNTRACED_SHARE:
+    if share <= MAX_LEAF_SHARE:
         return ""
     path, why = next(iter(divisible.items()))
     return f'layer "{path}", with {share:.0%} of the multiply-accumulates, {why}.'
@@ -221,7 +228,7 @@ def _first_candidates(model: nn.Module, recipe: Recipe) -> dict[str, nn.Module]:
     return {p: model.get_submodule(p) for p in paths if not any(above in paths for above in ancestors(p) if above != p)}
 
 
-def _refused(path: str, module: nn.Module, calls: Calls, recipe: Recipe) -> str | None:
+def _refused(path: str, module: nn.Module, calls: RecordedCalls, recipe: Recipe) -> str | None:
     """Reason why a module is no part, empty if it needs none; None if it may be one."""
     if is_kept(path, recipe.leaf_modules):
         return "the recipe keeps this module as it is"
@@ -230,7 +237,7 @@ def _refused(path: str, module: nn.Module, calls: Calls, recipe: Recipe) -> str 
     return calls.refused or None
 
 
-def _add_programs(plan: PartPlan, calls: Calls, prepare: Prepare) -> None:
+def _add_programs(plan: PartPlan, calls: RecordedCalls, prepare: Prepare) -> None:
     for batch in calls.batches.values():
         if plan.fitting(batch) is None:
             plan.add_program(batch, prepare)
@@ -255,9 +262,9 @@ def _check_overrides(model: nn.Module, recipe: Recipe, selecting: set[int]) -> N
             )
 
 
-def recorded_calls(model: nn.Module, example: Batch, modules: Mapping[str, nn.Module]) -> dict[str, Calls]:
+def recorded_calls(model: nn.Module, example: Batch, modules: Mapping[str, nn.Module]) -> dict[str, RecordedCalls]:
     """Run the float model on the example, and return the calls of some of its modules, by path."""
-    calls = {path: Calls() for path in modules}
+    calls = {path: RecordedCalls() for path in modules}
     with hooked_run(model) as (handles, counter):
         for path, module in modules.items():
             before, after = partial(_enter, counter, path, calls[path]), partial(_leave, counter, calls[path])
@@ -299,7 +306,7 @@ def call(model: nn.Module, batch: Batch) -> Any:
         raise InputError(f"the model does not run on the batch {batch}: {words_of(error)}") from error
 
 
-def _enter(counter: MacCounter, path: str, calls: Calls, module: Any, args: Any, kwargs: Any) -> None:
+def _enter(counter: MacCounter, path: str, calls: RecordedCalls, module: Any, args: Any, kwargs: Any) -> None:
     kind = kind_of(args, kwargs)
     if kind not in calls.batches and len(calls.batches) < MAX_RECORDED_CALLS:
         calls.batches[kind] = copied(Batch(args, kwargs))
@@ -309,7 +316,7 @@ def _enter(counter: MacCounter, path: str, calls: Calls, module: Any, args: Any,
     vars(module).setdefault("_fxq_entered", []).append(inputs)
 
 
-def _leave(counter: MacCounter, calls: Calls, module: Any, args: Any, kwargs: Any, result: Any) -> None:
+def _leave(counter: MacCounter, calls: RecordedCalls, module: Any, args: Any, kwargs: Any, result: Any) -> None:
     counter.stack.pop()
     inputs = vars(module)["_fxq_entered"].pop()
     changed = next(inputs.changes(), None)

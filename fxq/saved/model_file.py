@@ -126,7 +126,7 @@ def checked_path(path: str | os.PathLike[str]) -> Path:
 
 
 @dataclass(frozen=True)
-class Content:
+class FileContent:
     """Content of a file for one model.
 
     Attributes:
@@ -140,7 +140,7 @@ class Content:
     lost: Sequence[str]
 
 
-def content_of(model: Quantized, attributes: Mapping[str, Any], own: Mapping[str, Any]) -> Content:
+def content_of(model: Quantized, attributes: Mapping[str, Any], own: Mapping[str, Any]) -> FileContent:
     """Return the content of a file for one model, see `save_model`."""
     _check_kernels(model)
     tensors, named, lost = own_tensors(model, own)
@@ -169,7 +169,7 @@ def content_of(model: Quantized, attributes: Mapping[str, Any], own: Mapping[str
         "model": _json(to_plain(about)),
         "history": _json(history_data(attributes["history"])),
     }
-    return Content({**graph_tensors(model), **more_tensors, **tensors}, texts, lost)
+    return FileContent({**graph_tensors(model), **more_tensors, **tensors}, texts, lost)
 
 
 def load_model(

@@ -67,7 +67,7 @@ def detectors(only: str) -> dict[str, Callable[[], nn.Module]]:
         from torchvision.ops.roi_align import _roi_align
 
         library.impl("nms", nms, "CPU")
-        library.impl("roi_align", _roi_align, "CPU")
+        library.impl("roi_align", getattr(_roi_align, "__wrapped__", _roi_align), "CPU")
         vars(extension)["_has_ops"] = lambda: True
         _libraries.append(library)
     options = {"weights": None, "weights_backbone": None, "num_classes": 8}

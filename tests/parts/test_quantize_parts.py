@@ -124,10 +124,10 @@ def test_without_any_part_it_is_the_error_of_the_trace():
 
 
 class Layers(nn.Module):
-    def __init__(self, count=3):
+    def __init__(self, count=3, width=16):
         super().__init__()
         self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)) for _ in range(count)
+            nn.Sequential(nn.Linear(width, 32), nn.ReLU(), nn.Linear(32, width)) for _ in range(count)
         )
 
     def forward(self, x):
