@@ -18,7 +18,7 @@ from fxq.common.progress import progress_bar
 from fxq.errors import FxqError, InputError, RecipeError, TraceError
 from fxq.ledger.comparison import Comparison, compare_with, quantized_reference
 from fxq.model import QuantizedModel, remade
-from fxq.parts.choose import why_in_parts, why_not
+from fxq.parts.choose import untraced_modules, why_in_parts, why_not
 from fxq.parts.compare_parts import compare_parts
 from fxq.parts.parts_model import PartsModel, load_parts
 from fxq.parts.quantize_parts import PartsRun
@@ -132,7 +132,9 @@ def _parts_run(model: nn.Module, recipe: Recipe, example: Batch) -> ObservedMode
             error, why = failure, why_not(model, failure) if failure.__cause__ is not None else ""
     if why and not recipe.strict_trace:
         try:
-            return run.begin(why)
+            run.begin(why)
+            if observed is None or run.has_parts_in(untraced_modules(observed)):
+                return run
         except (TraceError, InputError):
             pass  # the error of the whole model says more
     if error is not None:

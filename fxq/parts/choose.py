@@ -14,7 +14,7 @@ from torch import nn
 
 from fxq.common.data import Batch
 from fxq.common.globs import path_matches
-from fxq.common.isolation import copied, seeded, untouched, without_autocast
+from fxq.common.isolation import autocast_on, copied, seeded, untouched, without_autocast
 from fxq.common.state import StateSnapshot
 from fxq.errors import FxqError, InputError, RecipeError, TraceError, words_of
 from fxq.graph.analysis.macs import macs_of
@@ -310,6 +310,8 @@ def _enter(counter: MacCounter, path: str, calls: RecordedCalls, module: Any, ar
     kind = kind_of(args, kwargs)
     if kind not in calls.batches and len(calls.batches) < MAX_RECORDED_CALLS:
         calls.batches[kind] = copied(Batch(args, kwargs))
+    if autocast_on():
+        calls.refused = "it runs under torch.autocast, which integers do not follow"
     inputs = StateSnapshot(_room=0)
     inputs.add("", {"args": args, **kwargs})
     counter.stack.append(path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -76,6 +76,10 @@ class PartsRun:
             raise TraceError(f"{self.why} No submodule with arithmetic can be traced either. {reasons}".strip())
         self._find_reads()
         return self
+
+    def has_parts_in(self, paths: Iterable[str]) -> bool:
+        """Whether a part is inside one of some modules, given by their paths."""
+        return any(plan.path.startswith(f"{path}.") for plan in self.choice.parts for path in paths)
 
     def _find_reads(self) -> None:
         """Run the float model through the parts, to count its arithmetic and find weights that Python code reads."""
