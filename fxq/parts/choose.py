@@ -104,7 +104,7 @@ class PartPlan:
         if self.path in untraced or share_of(observed, untraced) > MAX_UNTRACED_SHARE:
             raise TraceError(next(iter(untraced.values())))
         try:
-            write_graph(observed.traced.gm, facts=False)
+            write_graph(observed.traced.gm, complete=True)
         except InputError as error:
             raise TraceError(f"its graph could not be saved: {error}") from None
         number = len(self.programs) + 1
