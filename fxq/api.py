@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any
@@ -14,10 +15,14 @@ from fxq.calibration.ranks import AUTO, Ranks
 from fxq.common.data import Batch, as_batch, batches, device_of, samples_in
 from fxq.common.isolation import untouched
 from fxq.common.progress import progress_bar
-from fxq.errors import FileError, InputError, RecipeError
+from fxq.errors import FileError, FxqError, InputError, RecipeError, TraceError
 from fxq.integrations import generator_support
 from fxq.ledger.comparison import Comparison, compare_with, quantized_reference
 from fxq.model import QuantizedModel, remade
+from fxq.parts.choose import untraced_modules, why_in_parts, why_not
+from fxq.parts.compare_parts import compare_parts
+from fxq.parts.parts_model import PartsModel, load_parts
+from fxq.parts.quantize_parts import PartsRun
 from fxq.programs.quantized_programs import QuantizedPrograms
 from fxq.recipe.recipe import Recipe, as_recipe
 from fxq.report.report import write_comparison
@@ -71,7 +76,8 @@ def quantize(
     Returns:
         A `QuantizedModel` for the recipe's backend. Its `output_sqnr` compares it with the float model on recorded
         calibration samples. If that is below the recipe's `min_sqnr`, a warning names the layers with the largest
-        error.
+        error. If the model cannot be traced as a whole, its largest submodules that can be are quantized in their
+        places: the result is a `PartsModel` of the float model's class, and a warning says what stays in Python.
 
     Raises:
         FxqError: an argument cannot be used; the message says what, where, why and what to do.
@@ -103,7 +109,14 @@ def quantize(
     examples = examples_given or first_of_all(first, ranks, model)
     if not examples:
         raise _no_data(chosen)
-    observed = ranks.together(lambda: _observed(model, chosen, examples[-1]))
+    run = _parts_run(model, chosen, examples[-1]) if ranks.size == 1 and checkpoint is None else None
+    if isinstance(run, PartsRun):
+        if data is None and run.calibrated:
+            raise _no_data(chosen, run.calibrated)
+        run.calibrate(chain(first, stream), _length(data), progress)
+        quantized: QuantizedModel = run.convert(convert)
+        return quantized
+    observed = run or ranks.together(lambda: _observed(model, chosen, examples[-1]))
     observed.manager.context.progress = progress
     if data is not None:
         calibration = Calibration(observed, ranks, checkpoint, EVERY, progress, few=not observed.calibrated)
@@ -111,6 +124,36 @@ def quantize(
     elif observed.calibrated:
         raise _no_data(chosen, observed.calibrated)
     return convert(observed)
+
+
+def _parts_run(model: nn.Module, recipe: Recipe, example: Batch) -> ObservedModel | PartsRun:
+    """Prepare a model as one graph; or in parts, if the recipe says so or the model cannot be traced as a whole."""
+    run = PartsRun(model, recipe, example, _observed)
+    if recipe.part_modules:
+        return run.begin("the recipe names the parts.")
+    observed: ObservedModel | None = None
+    error: FxqError | None = None
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        try:
+            observed = _observed(model, recipe, example)
+            why = why_in_parts(observed)
+        except (TraceError, InputError) as failure:
+            # an error without a cause is a refusal, of state that parts would share or of values that are not finite
+            error, why = failure, why_not(model, failure) if failure.__cause__ is not None else ""
+    if why and not recipe.strict_trace:
+        try:
+            run.begin(why)
+            if observed is None or run.has_parts_in(untraced_modules(observed)):
+                return run
+        except (TraceError, InputError):
+            pass  # the error of the whole model says more
+    if error is not None:
+        raise error
+    for warning in heard:
+        warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+    assert observed is not None
+    return observed
 
 
 def _opening(stream: Iterable[Batch]) -> Iterator[Batch]:
@@ -339,16 +382,22 @@ def compare(a: Any, b: QuantizedModel, data: Iterable[Any], *, progress: bool | 
         >>> [row.name for row in table], table.output_sqnr > 20, table.batches
         (['_1', '_2'], True, 4)
     """
+    quantized: Any = b
+    if isinstance(quantized, PartsModel):
+        a = float_model(a)
+        with untouched(a), progress_bar("comparing", _length(data), progress) as advance:
+            return compare_parts(a, quantized, batches(data, a), advance)
     a = compared_model(a, b)
     stream = batches(data, a)
     first = next(stream)
-    quantized = isinstance(a, QuantizedModel)
-    reference = quantized_reference(a, b) if quantized else float_reference(a, b, first)
+    reference = quantized_reference(a, b) if isinstance(a, QuantizedModel) else float_reference(a, b, first)
     with untouched(a), untouched(b), progress_bar("comparing", _length(data), progress) as advance:
         return compare_with(reference, b, chain([first], stream), advance, write_comparison)
 
 
-def load(path: str | os.PathLike[str], leaves: Mapping[str, nn.Module] | None = None) -> QuantizedModel:
+def load(
+    path: str | os.PathLike[str], leaves: Mapping[str, nn.Module] | None = None, *, into: nn.Module | None = None
+) -> QuantizedModel:
     """Load a quantized model that `QuantizedModel.save` wrote. Its outputs are the same, bit for bit.
 
     Loading runs no code from the file and imports nothing that it names: import modules with your own ops and kernels
@@ -363,9 +412,12 @@ def load(path: str | os.PathLike[str], leaves: Mapping[str, nn.Module] | None = 
         path: the file.
         leaves: modules that the model calls unchanged (`Recipe.leaf`), by path, with the weights that they had. They
             are not in the file. They are copied.
+        into: the float model, for the file of a model that is quantized in parts. Its code and its weights around the
+            parts are copied. It need not have the weights of the parts.
 
     Returns:
-        The quantized model; a `QuantizedPrograms` if it was saved with several programs or containers.
+        The quantized model; a `QuantizedPrograms` if it was saved with several programs or containers; with `into`, a
+        model of the class of the float model.
 
     Raises:
         FileError: the file is missing, damaged, no fxq model, or written by a newer fxq; or it needs a module, op or
@@ -382,6 +434,9 @@ def load(path: str | os.PathLike[str], leaves: Mapping[str, nn.Module] | None = 
         True
         >>> path.unlink()
     """
+    if into is not None:
+        parts: QuantizedModel = load_parts(path, unwrapped(into))
+        return parts
     description, loaded = load_programs(path, leaves)
     models = {name: remade(gm, gm.graph, *about) for name, (gm, *about) in loaded.items()}
     if description is None:

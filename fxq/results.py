@@ -7,6 +7,7 @@ from fxq.ledger.layer_qparams import LayerQParams
 from fxq.ledger.ledger import Ledger
 from fxq.ledger.qparams_table import ModelQParams
 from fxq.model import QuantizedModel
+from fxq.parts.parts_model import PartsModel
 from fxq.picture.diff import Diff
 from fxq.pipeline.history import History, Snapshot
 from fxq.quant.one_tensor import QuantizationNoise
@@ -27,6 +28,7 @@ __all__ = [
     "Ledger",
     "ModelQParams",
     "ObservedModel",
+    "PartsModel",
     "Profile",
     "QuantizationNoise",
     "QuantizedModel",

@@ -363,6 +363,7 @@ def test_control_flow_of_the_model_itself(branch_line):
         fxq.TraceError,
         f"test_bad_input.py:{branch_line}",
         "torch.where",
+        recipe=fxq.Recipe.static(strict_trace=True),
         data=[X[:, :1].expand(-1, 4, -1, -1)],
     )
 

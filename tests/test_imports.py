@@ -80,6 +80,7 @@ LEVELS = (
     {"model"},
     {"programs"},
     {"workflow"},
+    {"parts"},
     {"tuning", "integrations"},
     {"api"},
     {"diagnosis"},

@@ -228,24 +228,51 @@ def compare_with(
     Raises:
         InputError: the models do not run on a batch, or do not compute the same values.
     """
-    rows = rows_by_node(b.ledger)
-    pairs = {**same_values(b, rows, reference.nodes), b.graph.output_node(): reference.output}
-    sums, compared = _Sums(), IsolatedGraph(b, b.graph)
+    running = RunningComparison(reference, b)
     with torch.no_grad(), without_autocast(), seeded():
         for i, batch in enumerate(batches):
             with naming_batch(i, batch):
-                sums.add(reference, compared, pairs, batch)
-                _check_shapes(pairs, rows, sums)
+                running.add(batch)
             advance()
-    reference_rows = rows_by_node(reference.model.ledger) if reference.model is not None else {}
-    layer_rows = [
-        _row(rows[node.name], reference_rows.get(pairs[node].name), *sums.by_node[node]) for node in sums.by_node
-    ]
-    order = {entry.name: i for i, entry in enumerate(b.ledger)}
-    layer_rows.sort(key=lambda row: order[row.name])
-    output = min((result.sqnr for result in sums.outputs.values()), key=rank, default=None)
-    models = (b,) if reference.model is None else (reference.model, b)
-    return Comparison(tuple(layer_rows), output, sums.batches, models, write)
+    return running.result(write)
+
+
+class RunningComparison:
+    """Comparison of a quantized model with a reference, to which batches are added one by one.
+
+    Args:
+        reference: the baseline.
+        b: the quantized model.
+    """
+
+    def __init__(self, reference: Baseline, b: Quantized) -> None:
+        self.reference, self.b = reference, b
+        self._rows = rows_by_node(b.ledger)
+        self._pairs = {**same_values(b, self._rows, reference.nodes), b.graph.output_node(): reference.output}
+        self._sums, self._compared = _Sums(), IsolatedGraph(b, b.graph)
+
+    def add(self, batch: Batch) -> None:
+        """Run both on a batch.
+
+        Raises:
+            InputError: the models do not run on it, or do not compute the same values.
+        """
+        self._sums.add(self.reference, self._compared, self._pairs, batch)
+        _check_shapes(self._pairs, self._rows, self._sums)
+
+    def result(self, write: Callable[[Comparison, Any], Path]) -> Comparison:
+        """Return the comparison of all batches; `write` writes its report page to a file."""
+        reference, sums = self.reference, self._sums
+        reference_rows = rows_by_node(reference.model.ledger) if reference.model is not None else {}
+        layer_rows = [
+            _row(self._rows[node.name], reference_rows.get(self._pairs[node].name), *sums.by_node[node])
+            for node in sums.by_node
+        ]
+        order = {entry.name: i for i, entry in enumerate(self.b.ledger)}
+        layer_rows.sort(key=lambda row: order[row.name])
+        output = min((result.sqnr for result in sums.outputs.values()), key=rank, default=None)
+        models = (self.b,) if reference.model is None else (reference.model, self.b)
+        return Comparison(tuple(layer_rows), output, sums.batches, models, write)
 
 
 @dataclass

@@ -57,6 +57,8 @@ class Context:
         derived: constants to compute again from the trained model's tensors.
         outside: variables outside the model's modules that its code uses, each with the path of a module; from `trace`.
         original: ops of the float model and its canonical graph, for the ledger; None before canonicalize.
+        selecting: numbers of the recipe's overrides that select something in this part of a model; None for a whole
+            model, in which each override must select something.
     """
 
     recipe: Recipe
@@ -80,6 +82,7 @@ class Context:
     computed: dict[str, TrainableConstant] = field(default_factory=dict)
     derived: list[FoldedNorm | ParameterRows | ComputedConstant] = field(default_factory=list)
     outside: Sequence[tuple[str, OuterVariables]] = ()
+    selecting: set[int] | None = None
 
     def __post_init__(self) -> None:
         self.reduce_range = next(
@@ -168,8 +171,11 @@ class Context:
             ops: module path and op name of each node of the canonical graph, before folding and fusion.
         """
         names = {op for _, op in ops if op}
-        for selector, _ in self.recipe.overrides:
-            if not any(selector.matches(path, (op,), self.types) for path, op in ops):
+        for i, (selector, _) in enumerate(self.recipe.overrides):
+            if any(selector.matches(path, (op,), self.types) for path, op in ops):
+                if self.selecting is not None:
+                    self.selecting.add(i)
+            elif self.selecting is None:
                 near = selector.near_misses(self.types, names)
                 raise RecipeError(
                     f"the override for {selector} selects nothing in this model; "

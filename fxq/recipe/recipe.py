@@ -45,6 +45,7 @@ class Recipe:
         config: quantization of layers that no override selects.
         overrides: (selector, config) pairs; later pairs win.
         leaf_modules: path globs of modules that are not traced into; they run in float, unchanged.
+        part_modules: path globs of modules that are quantized as parts, with Python code around them, see `parts`.
         strict_trace: whether a module that cannot be traced is an error; else it becomes a leaf, with a warning.
         check_inputs: whether the quantized model raises `InputError` for float inputs that hold NaN or +Inf, at every
             call. -Inf is allowed, since attention masks hold it.
@@ -86,6 +87,7 @@ class Recipe:
     min_sqnr: float | None = 12.0
     reduce_range: str = "auto"
     check_inputs: bool = False
+    part_modules: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_preset(self.preset)
@@ -189,6 +191,17 @@ class Recipe:
             if not isinstance(path, str):
                 raise RecipeError(f"leaf takes path globs, such as 'head.*', not {path!r}.")
         return replace(self, leaf_modules=(*self.leaf_modules, *paths))
+
+    def parts(self, *paths: str) -> Recipe:
+        """Quantize these modules (path globs) one by one, and leave the code around them in Python.
+
+        Without it, parts are chosen only for a model that cannot be traced as a whole. A module that cannot be traced
+        is replaced by its largest submodules that can.
+        """
+        for path in paths:
+            if not isinstance(path, str):
+                raise RecipeError(f"parts takes path globs, such as 'model.layers.*', not {path!r}.")
+        return replace(self, part_modules=(*self.part_modules, *paths))
 
     def with_optimize(self, optimize: str) -> Recipe:
         """Set `optimize`: "speed", "coverage" (see `Recipe.static`) or "decided" (as the field `decided` says)."""

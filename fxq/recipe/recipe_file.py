@@ -24,7 +24,7 @@ else:
 
 _OPTIONS = ("backend", "optimize", "check", "max_loss", "min_sqnr", "reduce_range", "strict_trace", "check_inputs")
 _PLAIN = ("preset", *_OPTIONS, "concrete_args")
-_LISTS = ("leaf_modules", "fusions", "extensions")
+_LISTS = ("leaf_modules", "part_modules", "fusions", "extensions")
 _TYPES: dict[str, Any] = {
     "strict_trace": bool,
     "check_inputs": bool,

@@ -105,25 +105,39 @@ def save_model(
         attributes: attributes of the model that the file keeps, by name.
         own: attributes that the user set, without modules.
     """
-    path = as_path(path)
-    if path.suffix in WRITERS:
-        raise InputError(
-            f"save writes fxq files, not {path.suffix}: use qmodel.export({str(path)!r}), or save to a .fxq file."
-        )
+    path = checked_path(path)
     content = content_of(model, attributes, own)
     write_container(path, content.tensors, content.texts)
     _warn_of_lost(path, content.lost)
     return path
 
 
+def _warn_of_lost(path: Path, lost: Sequence[str]) -> None:
+    if lost:
+        warn(
+            f"{path} does not contain {', '.join(lost)}: a file holds only plain data and tensors, not modules or "
+            "other objects. Set them again after fxq.load."
+        )
+
+
+def checked_path(path: str | os.PathLike[str]) -> Path:
+    """Return the path of a file to save a model to. Raises `InputError` if its suffix is that of another format."""
+    path = as_path(path)
+    if path.suffix in WRITERS:
+        raise InputError(
+            f"save writes fxq files, not {path.suffix}: use qmodel.export({str(path)!r}), or save to a .fxq file."
+        )
+    return path
+
+
 @dataclass(frozen=True)
-class ModelContent:
+class FileContent:
     """Content of a file for one model.
 
     Attributes:
         tensors: tensors by name.
-        texts: texts by name.
-        lost: names of attributes that the user set and that a file cannot hold.
+        texts: graph, kernel forms, recipe, further facts and history.
+        lost: attributes that a file cannot hold.
     """
 
     tensors: Mapping[str, Tensor]
@@ -131,8 +145,8 @@ class ModelContent:
     lost: Sequence[str]
 
 
-def content_of(model: Quantized, attributes: Mapping[str, Any], own: Mapping[str, Any]) -> ModelContent:
-    """Return a model as tensors and texts, see `save_model`."""
+def content_of(model: Quantized, attributes: Mapping[str, Any], own: Mapping[str, Any]) -> FileContent:
+    """Return the content of a file for one model, see `save_model`."""
     _check_kernels(model)
     tensors, named, lost = own_tensors(model, own)
     forms_text, forms, more_tensors = write_forms(model)
@@ -160,15 +174,7 @@ def content_of(model: Quantized, attributes: Mapping[str, Any], own: Mapping[str
         "model": _json(to_plain(about)),
         "history": _json(history_data(attributes["history"])),
     }
-    return ModelContent({**graph_tensors(model), **more_tensors, **tensors}, texts, lost)
-
-
-def _warn_of_lost(path: Path, lost: Sequence[str]) -> None:
-    if lost:
-        warn(
-            f"{path} does not contain {', '.join(lost)}: a file holds only plain data and tensors, not modules or "
-            "other objects. Set them again after fxq.load."
-        )
+    return FileContent({**graph_tensors(model), **more_tensors, **tensors}, texts, lost)
 
 
 def save_programs(
@@ -183,9 +189,7 @@ def save_programs(
         models: model, attributes and attributes that the user set, as for `save_model`, by the name of the program.
         description: plain data that describes the calls of the programs.
     """
-    path = as_path(path)
-    if path.suffix in WRITERS:
-        raise InputError(f"save writes fxq files, not {path.suffix}: save to a .fxq file.")
+    path = checked_path(path)
     tensors: dict[str, Tensor] = {}
     texts = {"programs": _json(description)}
     lost: list[str] = []
@@ -216,12 +220,14 @@ def load_programs(
         raise InputError(f"path must be a str or a path, not {path!r}.")
     container = read_container(Path(path))
     with _reading(path):
+        if PARTS in container.texts:
+            raise InputError("it holds the parts of a model: pass the float model, fxq.load(path, into=model).")
         if "programs" not in container.texts:
-            gm, attributes, made_on = _read(container.tensors, container.texts, leaves or {})
+            gm, attributes, made_on = graph_from(container.tensors, container.texts, leaves or {})
             return None, {"": (gm, {**attributes, "_mapped": container.mapped}, made_on)}
         models = {}
         for name in dict.fromkeys(key.partition("/")[0] for key in container.texts if "/" in key):
-            gm, attributes, made_on = _read(
+            gm, attributes, made_on = graph_from(
                 _under(container.tensors, name), _under(container.texts, name), leaves or {}
             )
             models[name] = gm, {**attributes, "_mapped": container.mapped}, made_on
@@ -258,9 +264,14 @@ def _garbage_collection_off() -> Iterator[None]:
             gc.enable()
 
 
-def _read(
+PARTS = "parts"
+"""Name of the text of files that hold a model in parts (`fxq/parts/parts_file.py`)."""
+
+
+def graph_from(
     tensors: dict[str, Tensor], texts: Mapping[str, str], leaves: Mapping[str, nn.Module]
 ) -> tuple[fx.GraphModule, dict[str, Any], Mapping[str, str]]:
+    """Rebuild a model from the content of a file, see `load_model`."""
     missing = [name for name in ("graph", "forms", "recipe", "model", "history") if name not in texts]
     if missing:
         raise InputError(f"it has no {missing[0]}.")

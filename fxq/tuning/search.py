@@ -15,7 +15,7 @@ from fxq.recipe.recipe import Recipe
 from fxq.tuning.search_result import SearchResult, TriedRecipe
 from fxq.tuning.sensitivity import Sensitivity, ranked
 from fxq.tuning.trials import Trials
-from fxq.tuning.tunable_layer import TunableLayer, layers_of
+from fxq.tuning.tunable_layer import TunableLayer
 
 MAX_CANDIDATES_PER_LAYER = 3
 """Upper limit of the number of candidates relative to the number of layers."""
@@ -57,7 +57,7 @@ class Search:
         """Try other observers; then set the worst layers to float; then set back those that need not be float."""
         start = self._observers()
         if self._is_reached():
-            return self._result(len(layers_of(self.trials.candidate(start), Ledger(()))))
+            return self._result(len(self.trials.layers(start, Ledger(()))))
         layers = self._ranking(start)
         count = self._enough(start, layers)
         if count is not None:
@@ -106,7 +106,7 @@ class Search:
         def noise_per_cost(layer: TunableLayer) -> float:
             return self._shares.get(layer.name, 0.0) / max(self._cost([layer]), 1e-9)
 
-        types = self.trials.observed.manager.context.types
+        types = self.trials.types
         observers = other_observers(start.config)
         left, recipe = list(floats), start
         for layer in sorted(floats, key=noise_per_cost):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -14,8 +13,7 @@ from fxq.display.tables import Column, Part, text
 from fxq.ledger.output_check import rank
 from fxq.recipe.recipe import Recipe
 from fxq.tuning.trials import Trials
-from fxq.tuning.tunable_layer import TunableLayer, layers_of
-from fxq.workflow.steps import converted
+from fxq.tuning.tunable_layer import TunableLayer
 
 
 @dataclass(frozen=True)
@@ -109,10 +107,7 @@ def ranked(
     Returns:
         The table, and the layers in execution order.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a low SQNR is expected here
-        ledger = converted(trials.observed, trials.recipe).ledger
-    layers = layers_of(trials.candidate(trials.recipe), ledger)
+    layers = trials.layers(trials.recipe, trials.ledger())
     recipes = [trials.recipe, *(with_one_quantized(layer, layers, trials.recipe) for layer in layers)]
     together, *sqnrs = trials.scores(recipes, executor, advance)
     noises = [math.inf if math.isnan(sqnr) else 10 ** (-sqnr / 10) for sqnr in sqnrs]

@@ -14,10 +14,11 @@ from fxq.backends.by_name import FASTEST
 from fxq.common.data import batches
 from fxq.common.isolation import untouched
 from fxq.common.progress import progress_bar
-from fxq.errors import InputError, RecipeError
+from fxq.errors import InputError, RecipeError, TraceError
 from fxq.model import QuantizedModel
 from fxq.recipe.recipe import Recipe, as_recipe
 from fxq.tuning.bisection import Bisection, blamed
+from fxq.tuning.parts_trials import PartsTrials
 from fxq.tuning.search import Search
 from fxq.tuning.search_result import SearchResult
 from fxq.tuning.sensitivity import Sensitivity, ranked
@@ -169,7 +170,23 @@ def _trials(model: nn.Module, recipe: Any, data: Any, metric: Metric | None, pro
         raise RecipeError(
             f"backend={FASTEST!r} stands for several backends: name one, such as q.backend of the quantized model."
         )
-    trials = Trials(float_model(model), chosen, data, metric)
+    trials = _trials_of(float_model(model), chosen, data, metric)
     with progress_bar("calibrating", len(trials.batches), progress) as advance:
         trials.calibrate(advance)
     return trials
+
+
+def _trials_of(model: nn.Module, recipe: Recipe, data: Any, metric: Metric | None) -> Trials:
+    """Prepare a model as one graph, or in parts, as `fxq.quantize` does."""
+    if not recipe.part_modules:
+        try:
+            return Trials(model, recipe, data, metric)
+        except TraceError as error:
+            if recipe.strict_trace:
+                raise
+            failure = error
+        try:
+            return PartsTrials(model, recipe, data, metric)
+        except TraceError:
+            raise failure from None
+    return PartsTrials(model, recipe, data, metric)

@@ -6,7 +6,7 @@ import os
 import pickle
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache
@@ -20,13 +20,16 @@ from fxq.common.data import batches, naming_batch
 from fxq.common.isolation import copied, seeded, untouched, without_autocast
 from fxq.common.metrics import Agreement, tensors
 from fxq.errors import InputError, words_of
+from fxq.ledger.ledger import Ledger
 from fxq.ledger.output_check import add_output, rank
 from fxq.passes.observe_all import ObserverSet
 from fxq.pipeline.manager import PassManager
 from fxq.recipe.pass_base import Stage
 from fxq.recipe.recipe import Recipe
 from fxq.tracing.fidelity import run_model
-from fxq.workflow.steps import observed_with, prepared, to_qdq
+from fxq.tuning.tunable_layer import TunableLayer, layers_of
+from fxq.workflow.observed_model import ObservedModel
+from fxq.workflow.steps import converted, observed_with, prepared, to_qdq
 
 Metric = Callable[[nn.Module], float]
 """Function of a model that returns its quality, larger is better."""
@@ -56,9 +59,13 @@ class Trials:
         self.model, self.recipe, self.metric = model, recipe, metric
         self.batches = list(batches(data, model))
         self.threads = torch.get_num_threads()
-        self.observed = prepared(model, recipe, self.batches[0], observe_all=True)
         self.wants: list[list[torch.Tensor]] = []
         self._lock = threading.Lock()
+        self.prepare()
+
+    def prepare(self) -> None:
+        """Prepare the model for calibration, with observers on all values."""
+        self.observed = prepared(self.model, self.recipe, self.batches[0], observe_all=True)
 
     def calibrate(self, advance: Callable[[], None] = lambda: None) -> None:
         """Run the float model and the observers on the data, and decide `reduce_range` for all candidates.
@@ -76,30 +83,48 @@ class Trials:
                     nn.Module.__call__(self.observed, *batch.args, **batch.kwargs)
                 self.wants.append([t.detach() for t in tensors(run_model(self.model, batch, fixed))])
                 advance()
-        if not any(t.is_floating_point() for t in self.wants[0]):
-            raise InputError("the model returns no float tensor: there is no output whose error could be measured.")
+        self.check_wants()
         _, reduced, _ = to_qdq(observed_with(self.observed, self.recipe))
         if reduced is not None:
             self.recipe = replace(self.recipe, reduce_range=reduced.role)
+
+    def check_wants(self) -> None:
+        """Raise `InputError` if the model returns no float tensor to compare."""
+        if not any(t.is_floating_point() for t in self.wants[0]):
+            raise InputError("the model returns no float tensor: there is no output whose error could be measured.")
+
+    @property
+    def types(self) -> Mapping[str, type[nn.Module]]:
+        """Module type by module path."""
+        return self.observed.manager.context.types
+
+    def ledger(self) -> Ledger:
+        """Return the ledger of the recipe's model, with the prices of ops."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a low SQNR is expected here
+            return converted(self.observed, self.recipe).ledger
+
+    def layers(self, recipe: Recipe, ledger: Ledger) -> list[TunableLayer]:
+        """Return the layers that run on integers with a recipe; see `layers_of` for `ledger`."""
+        return layers_of(self.candidate(recipe), ledger)
 
     def candidate(self, recipe: Recipe) -> PassManager:
         """Return the manager of the qdq graph of a recipe."""
         with self._lock, warnings.catch_warnings():  # the lock is needed since catch_warnings affects all threads
             warnings.simplefilter("ignore")
-            manager, _, left = to_qdq(observed_with(self.observed, recipe))
-            exact = get_backend("reference", "cpu")
-            settled = manager.fork(backend=exact, recipe=recipe.with_optimize("coverage"), progress=False)
-            lowered = next((i for i, step in enumerate(left) if step.gives >= Stage.LOWERED), len(left))
-            settled.run(left[:lowered])
-        return settled
+            return settled(self.observed, recipe)
+
+    def candidate_model(self, recipe: Recipe) -> nn.Module:
+        """Return the model of a recipe, in exact integer arithmetic."""
+        return self.candidate(recipe).gm.eval()
 
     def score(self, recipe: Recipe) -> float:
         """Return the metric of a recipe's model; without a metric, its SQNR in dB.
 
         The SQNR is rounded to 0.001 dB, since the order of sums may differ between processes.
         """
-        gm = self.candidate(recipe).gm
-        return round(self.sqnr(gm), 3) if self.metric is None else self.metric_of(gm.eval())
+        model = self.candidate_model(recipe)
+        return round(self.sqnr(model), 3) if self.metric is None else self.metric_of(model)
 
     def metric_of(self, model: nn.Module) -> float:
         """Return the metric of a model. Raises `InputError` if the metric does not return a number."""
@@ -170,10 +195,20 @@ class Trials:
         observers, samples = state.pop("observers"), state.pop("samples")
         vars(self).update(state)
         self._lock = threading.Lock()
-        self.observed = prepared(self.model, self.recipe, self.batches[0], observe_all=True)
+        self.prepare()
         self.observed.manager.context.samples[:] = samples
         for name, observer in observers.items():
             self.observed.set_submodule(name, observer)
+
+
+def settled(observed: ObservedModel, recipe: Recipe) -> PassManager:
+    """Return the manager of the qdq graph of a calibrated model, with every op on integers that can be."""
+    manager, _, left = to_qdq(observed_with(observed, recipe))
+    exact = get_backend("reference", "cpu")
+    fork = manager.fork(backend=exact, recipe=recipe.with_optimize("coverage"), progress=False)
+    lowered = next((i for i, step in enumerate(left) if step.gives >= Stage.LOWERED), len(left))
+    fork.run(left[:lowered])
+    return fork
 
 
 @lru_cache(maxsize=1)

@@ -38,6 +38,7 @@ from fxq.quant.spec import TensorSpec
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.recipe.recipe import Recipe
 from fxq.tracing.exported_program import Exported
+from fxq.tracing.part_shell import PartShell
 from fxq.workflow.observed_model import ObservedModel
 from fxq.workflow.training_model import TrainingModel
 
@@ -49,7 +50,9 @@ def manager_for(model: nn.Module, recipe: Recipe, example_inputs: Any) -> PassMa
     example = as_batch(example_inputs, model, "example_inputs")
     check_batch(example, model, "example_inputs")
     types: Any = model.types if isinstance(model, Exported) else {}
-    return PassManager(Context(recipe, get_backend(recipe.backend, device_of(model)), model, example, types))
+    selecting: set[int] | None = set() if isinstance(model, PartShell) else None
+    backend = get_backend(recipe.backend, device_of(model))
+    return PassManager(Context(recipe, backend, model, example, types, selecting=selecting))
 
 
 def _fork_for(manager: PassManager, recipe: Recipe, **changes: Any) -> PassManager:

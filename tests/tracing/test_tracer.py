@@ -241,7 +241,7 @@ def test_an_object_that_no_graph_holds(forward, way):
     """Once, the message suggested torch.where for a cache."""
     model = module(forward, l=nn.Linear(8, 4))
     with pytest.raises(fxq.TraceError, match="an object of type Cache is returned") as caught:
-        fxq.quantize(model, REFERENCE, data=[(torch.randn(4, 8),)])
+        fxq.prepare(model, REFERENCE, example_inputs=(torch.randn(4, 8),))
     assert way in str(caught.value) and "torch.where" not in str(caught.value)
     if "use_cache" in way:
         assert fxq.quantize(model, REFERENCE.fix_args(use_cache=False), data=[(torch.randn(4, 8),)])
@@ -281,7 +281,7 @@ def test_a_container_that_cannot_be_made_of_its_items(construct, why):
     """Once, the message said that the model does not run on the example, or the output was changed twice."""
     model = module(lambda self, x: construct(self.l(x)), l=nn.Linear(8, 4))
     with pytest.raises(fxq.TraceError, match=why):
-        fxq.quantize(model, REFERENCE, data=[torch.ones(4, 8)])
+        fxq.prepare(model, REFERENCE, example_inputs=torch.ones(4, 8))
 
 
 def test_nothing_is_printed_where_a_graph_is_tried_on_one_sample(capsys):

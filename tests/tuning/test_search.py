@@ -71,7 +71,7 @@ class Planted:
     recipe: fxq.Recipe = STATIC
 
     def __post_init__(self):
-        self.observed = Trials(wide(), STATIC, DATA).observed
+        self.types = Trials(wide(), STATIC, DATA).types
         self.seen = []
 
     def scores(self, recipes, executor, advance):

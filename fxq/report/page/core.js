@@ -10,6 +10,7 @@
      ledger                          {coverage, output_sqnr, rows}, rows as `Entry` of `fxq/ledger/ledger.py`
      values, weights                 histograms and ranges by the name of a row of the ledger
      time, size                      measured, of the float and the int8 model
+     (kind "parts": see `whole`; #part selects the one that is shown)
      tuning                          null, or {search, sensitivity}: tables of `fxq/tuning`, see tuning.js
    A number that is not finite stands as text: "inf", "-inf", "nan".
 
@@ -27,8 +28,15 @@
    State in the hash: tab, theme, pass, mode, node (or "/" and the key of a group), rw (number of a rewrite), depth:
      #tab=graph&pass=fuse&mode=diff&node=conv1 */
 
+/** The data of the page: of a model in parts, `{kind: "parts", title, summary, python, parts: [{name, data}]}`.
+ * @type {any} */
+const whole = JSON.parse(document.getElementById("fxq-data").textContent);
+
+/** The part that is shown, of a model in parts: the one that the hash names, or the first. */
+const shownPart = whole.parts?.find((part) => part.name === new URLSearchParams(location.hash.slice(1)).get("part")) ?? whole.parts?.[0];
+
 /** @type {any} */
-const data = JSON.parse(document.getElementById("fxq-data").textContent);
+const data = shownPart?.data ?? whole;
 
 /** Whether the page is of two models; its "passes" are then the graph as traced, and that of either model. */
 const isPair = data.kind === "compare";

@@ -25,6 +25,17 @@ function start() {
     emit("tab", chosen.id);
   };
   const tools = document.getElementById("tools");
+  if (whole.parts) {
+    const options = whole.parts.map((part) => el("option", { value: part.name, selected: part === shownPart }, part.name));
+    const choose = (event) => {
+      location.hash = "#" + new URLSearchParams({ tab: state.tab ?? "", part: event.target.value });
+      location.reload();
+    };
+    tools.append(el("select", { id: "part", "aria-label": "part", onchange: choose }, ...options));
+    const lines = whole.python.map((line) => el("li", line));
+    const about = el("details", { id: "about-parts" }, el("summary", `${whole.title}: ${whole.summary}`), el("ul", ...lines));
+    document.getElementById("views").before(about);
+  }
   const help = makeHelp();
   if (passes.length) {
     const search = makeSearch(tools);

@@ -1,0 +1,178 @@
+"""Saving a model in parts to one file, and loading it into the float model."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from fxq.common.checksums import checksum
+from fxq.common.source import without_imports
+from fxq.errors import FileError, FxqError, InputError, warn, words_of
+from fxq.ledger.float_record import checksums
+from fxq.ledger.ledger import Ledger
+from fxq.model import QuantizedModel, remade
+from fxq.parts.absent import AbsentTensor
+from fxq.parts.part import Programs, parts_in, tensors_of
+from fxq.recipe.recipe import Recipe
+from fxq.saved.container import read_container, read_json, write_container
+from fxq.saved.model_file import PARTS, checked_path, content_of, graph_from
+from fxq.saved.records import from_plain, to_plain
+
+
+@dataclass(frozen=True)
+class StoredPart:
+    """Part in a file.
+
+    Attributes:
+        path: path of the submodule that it replaces.
+        type: class name of that submodule.
+        graphs: names of its graphs.
+        read: names of the float weights inside that Python code reads; they are taken from the float model.
+    """
+
+    path: str
+    type: str
+    graphs: tuple[str, ...]
+    read: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class StoredParts:
+    """Description of a model in parts, besides its graphs.
+
+    Attributes:
+        type: class name of the float model.
+        parts: the parts.
+        weights: checksums of the float weights that are outside of the parts or read by Python code, by name.
+        backend, ledger: as in `PartsModel`.
+    """
+
+    type: str
+    parts: tuple[StoredPart, ...]
+    weights: Mapping[str, int]
+    backend: str
+    ledger: Ledger = field(default_factory=lambda: Ledger(()))
+
+
+def save_parts(path: str | os.PathLike[str], model: Any) -> Path:
+    """Save the parts of a model to one file, see `PartsModel.save`."""
+    path = checked_path(path)
+    tensors: dict[str, Tensor] = {}
+    texts: dict[str, str] = {}
+    stored: list[StoredPart] = []
+    weights, lost = checksums(model), list[str]()
+    for at, part in parts_in(model):
+        programs = part.fxq_programs
+        assert isinstance(programs, Programs)
+        weights = {name: number for name, number in weights.items() if not name.startswith(f"{at}.fxq_programs.")}
+        shown = {f"{at}.{name}": tensor for name, tensor in tensors_of(part.fxq_skeleton)}
+        read = {name: tensor for name, tensor in shown.items() if not isinstance(tensor, AbsentTensor)}
+        weights |= {name: checksum(t) for name, t in read.items() if isinstance(t, nn.Parameter)}
+        stored.append(StoredPart(at, part.float_class.__name__, programs.names, tuple(read)))
+        for name, graph in programs.named_graphs():
+            content = content_of(graph, graph._copied_attributes, graph._set_by_user)
+            tensors |= {f"{name}/{key}": tensor for key, tensor in content.tensors.items()}
+            texts |= {f"{name}/{key}": text for key, text in content.texts.items()}
+            lost += content.lost
+    attributes = vars(model)
+    about = StoredParts(
+        type(model).float_class.__name__, tuple(stored), weights, attributes["_fxq_backend"], attributes["_fxq_ledger"]
+    )
+    texts |= {PARTS: json.dumps(to_plain(about)), "recipe": json.dumps(attributes["_fxq_recipe"].to_dict())}
+    write_container(path, tensors, texts)
+    if lost:
+        warn(f"{path} does not contain {', '.join(lost)}: a file holds only plain data and tensors.")
+    return path
+
+
+@dataclass(frozen=True)
+class LoadedParts:
+    """Parts that were read from a file.
+
+    Attributes:
+        programs: what each part calls, by the path of the submodule.
+        weights: tensors to show for the float weights of the parts, by name.
+        ledger, recipe, backend: as in `PartsModel`.
+    """
+
+    programs: Mapping[str, nn.Module]
+    weights: Mapping[str, Tensor]
+    ledger: Ledger
+    recipe: Recipe
+    backend: str
+
+
+def read_parts(path: str | os.PathLike[str], model: nn.Module) -> LoadedParts:
+    """Read the parts in a file, for a float model."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise InputError(f"path must be a str or a path, not {path!r}.")
+    if not isinstance(model, nn.Module):
+        raise InputError(f"into is a {type(model).__name__}; give the float model that was quantized.")
+    container = read_container(Path(path))
+    try:
+        if PARTS not in container.texts:
+            raise InputError("it holds a whole model, no parts: leave out into.")
+        with without_imports():
+            about = from_plain(StoredParts, read_json(container.texts[PARTS]))
+            _check_float_model(model, about)
+            programs = {
+                part.path: _programs(part, container.tensors, container.texts, model, container.mapped)
+                for part in about.parts
+            }
+            recipe = Recipe.from_dict(read_json(container.texts["recipe"]))
+    except FxqError as error:
+        raise FileError(f"cannot load {str(path)!r}: {error}") from None
+    except Exception as error:  # invalid data may raise anything
+        raise FileError(f"cannot load {str(path)!r}: {type(error).__name__}: {words_of(error)}") from error
+    read = {name for part in about.parts for name in part.read}
+    shown = {
+        name: tensor.detach().clone() if name in read else AbsentTensor.like(tensor, name)
+        for part in about.parts
+        for name, tensor in ((f"{part.path}.{n}", t) for n, t in tensors_of(model.get_submodule(part.path)))
+    }
+    return LoadedParts(programs, shown, about.ledger, recipe, about.backend)
+
+
+def _programs(
+    part: StoredPart, tensors: dict[str, Tensor], texts: Mapping[str, str], model: nn.Module, mapped: Any
+) -> Programs:
+    graphs: dict[str, QuantizedModel] = {}
+    for name in part.graphs:
+        own_tensors = {key.removeprefix(f"{name}/"): t for key, t in tensors.items() if key.startswith(f"{name}/")}
+        own_texts = {key.removeprefix(f"{name}/"): t for key, t in texts.items() if key.startswith(f"{name}/")}
+        leaves = {path: model.get_submodule(path) for path in stored_leaves(own_texts)}
+        gm, attributes, made_on = graph_from(own_tensors, own_texts, leaves)
+        graphs[name] = remade(gm, gm.graph, {**attributes, "_mapped": mapped}, made_on)
+    return Programs(graphs)
+
+
+def stored_leaves(texts: Mapping[str, str]) -> list[str]:
+    """Return the paths of the float modules that a graph calls, which are taken from the float model."""
+    return list(read_json(texts["model"]).get("leaves", {}))
+
+
+def _check_float_model(model: nn.Module, about: StoredParts) -> None:
+    """Raise `InputError` unless parts can be loaded into a float model."""
+    for part in about.parts:
+        try:
+            kind = type(model.get_submodule(part.path)).__name__
+        except AttributeError:
+            kind = "nothing"
+        if kind != part.type:
+            raise InputError(
+                f"it has a part for the {part.type} at {part.path!r}, where the {type(model).__name__} that is given "
+                f"has {kind}. Give a {about.type} like the one that was quantized."
+            )
+    now = checksums(model)
+    changed = [name for name, number in about.weights.items() if now.get(name) != number]
+    if changed:
+        raise InputError(
+            f"the float model has other weights outside of the parts than the one that was quantized, for instance "
+            f"{changed[0]!r} ({len(changed)} of {len(about.weights)}). Load those weights first."
+        )

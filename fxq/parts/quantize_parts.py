@@ -1,0 +1,300 @@
+"""Quantization of a model in parts: choose them, calibrate all in one run of the whole model, convert each."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxq.common.data import Batch, naming_batch
+from fxq.common.isolation import copied, untouched, without_autocast
+from fxq.common.metrics import Agreement, tensors
+from fxq.common.progress import progress_bar
+from fxq.errors import FxqError, TraceError, warn, words_of
+from fxq.ledger.output_check import rank
+from fxq.model import QuantizedModel
+from fxq.parts.absent import AbsentTensor
+from fxq.parts.choose import Choice, PartPlan, Prepare, call, choose_parts, hooked_run
+from fxq.parts.counting import MacCounter
+from fxq.parts.part import Programs, graphs_in, kind_of, tensors_of
+from fxq.parts.parts_model import attach, ledger_of_parts, with_parts
+from fxq.recipe.recipe import Recipe
+from fxq.recipe.selector import ancestors
+from fxq.workflow.observed_model import ObservedModel
+
+MAX_CHECKED_BATCHES = 4
+"""Number of batches on which the outputs of the quantized and the float model are compared."""
+
+
+@dataclass
+class PartsRun:
+    """One quantization of a model in parts.
+
+    Attributes:
+        model: the float model.
+        recipe: the recipe.
+        example: one batch.
+        prepare: function that prepares a part.
+        why: why the model is quantized in parts.
+        choice: the parts, and what stays in Python.
+        python_macs: multiply-accumulates outside of the parts, by the path of the innermost module.
+        weights: tensors that parts show for the float weights: placeholders, or copies that Python code reads.
+        unfit: for parts that got calls which none of their graphs takes, the reason.
+        checked: first batches of the data.
+    """
+
+    model: nn.Module
+    recipe: Recipe
+    example: Batch
+    prepare: Prepare
+    why: str = ""
+    choice: Choice = field(init=False)
+    python_macs: Counter[str] = field(default_factory=Counter)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    unfit: dict[str, str] = field(default_factory=dict)
+    checked: list[Batch] = field(default_factory=list)
+
+    def begin(self, why: str) -> PartsRun:
+        """Choose the parts.
+
+        Args:
+            why: why the model is quantized in parts.
+
+        Raises:
+            TraceError: no submodule with arithmetic can be traced.
+        """
+        self.why = why
+        self.choice = choose_parts(self.model, self.recipe, self.example, self.prepare)
+        if not self.choice.parts:
+            reasons = "; ".join(f"{path}: {reason}" for path, reason in list(self.choice.reasons.items())[:3])
+            raise TraceError(f"{self.why} No submodule with arithmetic can be traced either. {reasons}".strip())
+        self._find_reads()
+        return self
+
+    def has_parts_in(self, paths: Iterable[str]) -> bool:
+        """Whether a part is inside one of some modules, given by their paths."""
+        return any(plan.path.startswith(f"{path}.") for plan in self.choice.parts for path in paths)
+
+    def _find_reads(self) -> None:
+        """Run the float model through the parts, to count its arithmetic and find weights that Python code reads."""
+        real = {f"{plan.path}.{name}": tensor for plan in self.choice.parts for name, tensor in tensors_of(plan.module)}
+        read: dict[str, Tensor] = {}
+
+        def on_read(name: str) -> Tensor:
+            return read.setdefault(name, real[name].detach())
+
+        shown = {name: AbsentTensor.like(tensor, name, on_read) for name, tensor in real.items()}
+        programs = {plan.path: FloatCalls(plan) for plan in self.choice.parts}
+        trial = with_parts(self.model, programs, shown)
+        with hooked_run(self.model) as (handles, counter):
+            handles += [
+                hook
+                for path, module in trial.named_modules()
+                for hook in (
+                    module.register_forward_pre_hook(partial(_push, counter, path)),
+                    module.register_forward_hook(partial(_pop, counter)),
+                )
+            ]
+            for called in programs.values():
+                called.counter = counter
+            call(trial, self.example)
+        for path, plan in ((plan.path, plan) for plan in self.choice.parts):
+            plan.macs = counter.counts.pop(f"in {path}", 0)
+            if not plan.calls:
+                self.unfit[path] = (
+                    "code that is not copied with the model calls it, such as a function that was defined in __init__"
+                )
+        self.python_macs = +counter.counts
+        self.weights = {
+            name: tensor.clone() if (tensor := read.get(name)) is not None else AbsentTensor.like(real[name], name)
+            for name in real
+        }
+
+    @property
+    def calibrated(self) -> str:
+        """Name of the first value whose range needs calibration; empty if there is none."""
+        return next((name for observed in self._observed() if (name := observed.calibrated)), "")
+
+    def _observed(self) -> Iterator[ObservedModel]:
+        return (observed for plan in self.choice.parts for observed in plan.programs.values())
+
+    def calibrate(self, stream: Iterator[Batch], length: int | None, progress: bool | None) -> None:
+        """Run the whole model on the data, with observers in the parts.
+
+        Args:
+            stream: the batches; may be empty for recipes without calibrated ranges.
+            length: number of batches; None if unknown.
+            progress: whether to show a progress bar.
+        """
+        enough = not self.calibrated
+        trial = with_parts(self.model, {p.path: ObservedCalls(p, self) for p in self.choice.parts}, self.weights)
+        bar = progress_bar("calibrating", length, progress)
+        with untouched(self.model), torch.no_grad(), without_autocast(), bar as advance:
+            for i, batch in enumerate(stream):
+                if enough and i >= MAX_CHECKED_BATCHES:
+                    break
+                if len(self.checked) < MAX_CHECKED_BATCHES:
+                    self.checked.append(copied(batch))
+                with naming_batch(i, batch):
+                    call(trial, batch)
+                advance()
+            if any(not observed.batches_seen for observed in self._observed()):
+                call(trial, self.example)
+        self.checked = self.checked or [self.example]
+
+    def convert(self, convert: Callable[[ObservedModel], QuantizedModel]) -> Any:
+        """Convert the parts, and return the quantized model after a check of its output, with one warning."""
+        graphs: dict[str, dict[str, QuantizedModel]] = {}
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            for plan in self.choice.parts:
+                seen = {name: observed for name, observed in plan.programs.items() if observed.batches_seen}
+                graphs[plan.path] = {name: convert(observed) for name, observed in seen.items()}
+        programs = {path: Programs(own) for path, own in graphs.items() if own}
+        model = with_parts(self.model, programs, self.weights).eval()
+        by_name = {name: graph for own in graphs.values() for name, graph in own.items()}
+        output_sqnr = outputs_sqnr(self.model, with_parts(self.model, programs, self.weights), self.checked)
+        ledger = ledger_of_parts(by_name, self._times(graphs), self._in_python(), output_sqnr)
+        backend = next(iter(by_name.values())).backend
+        attach(model, ledger, self.recipe, backend)
+        self._warn(model, [str(w.message) for w in heard if issubclass(w.category, Warning)])
+        return model
+
+    def _times(self, graphs: dict[str, dict[str, QuantizedModel]]) -> dict[str, float]:
+        """Arithmetic of each graph on the example, as multiples of the call that it was traced from."""
+        times: dict[str, float] = {}
+        for plan in self.choice.parts:
+            own = graphs[plan.path]
+            once = sum(entry.macs for graph in own.values() for entry in graph.ledger)
+            share = plan.macs / once if plan.macs and once else plan.calls / max(len(own), 1)
+            times |= dict.fromkeys(own, share)
+        return times
+
+    def _in_python(self) -> dict[str, tuple[str, int]]:
+        """Modules whose code stays in Python, with the reason and their multiply-accumulates."""
+        reasons = {"": self.why, **self.choice.reasons, **self.unfit}
+        macs: Counter[str] = Counter()
+        for path, count in self.python_macs.items():
+            macs[next((above for above in ancestors(path) if above in reasons), "")] += count
+        return {path: (why, macs[path]) for path, why in reasons.items()}
+
+    def _warn(self, model: Any, heard: list[str]) -> None:
+        ledger, graphs = vars(model)["_fxq_ledger"], graphs_in(model)
+        min_sqnr, low = self.recipe.min_sqnr, ""
+        if min_sqnr is not None:
+            sqnrs = {"the output": ledger.output_sqnr, **{name: g.output_sqnr for name, g in graphs.items()}}
+            bad = [f"{name} ({dB:.1f} dB)" for name, dB in sqnrs.items() if dB is not None and rank(dB) < min_sqnr]
+            low = f" Below the {min_sqnr:g} dB of min_sqnr: {_listed(bad)}." if bad else ""
+        weights = f" and {ledger.weight_coverage:.1%} with integer weights" if ledger.weight_coverage else ""
+        unfit = "".join(f' Part "{path}" also gets calls that run in float: {why}' for path, why in self.unfit.items())
+        texts = list(dict.fromkeys(heard))
+        further = f" Warnings of parts: {len(texts)}, the first: {texts[0]}" if texts else ""
+        warn(
+            f"{type(self.model).__name__} is quantized in {len(graphs)} part{'' if len(graphs) == 1 else 's'}: "
+            f"{_listed(list(graphs))}. The code around stays in Python: {self.why} {ledger.coverage:.1%} of the "
+            f"multiply-accumulates are on integers{weights}; print(q.ledger) shows the rest. recipe.parts(...) chooses "
+            f"other parts.{unfit}{low}{further}"
+        )
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(names[:_MAX_LISTED])
+    return f"{shown} and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else shown
+
+
+_MAX_LISTED = 4
+
+
+def _push(counter: MacCounter, path: str, module: Any, args: Any) -> None:
+    counter.stack.append(path)
+
+
+def _pop(counter: MacCounter, module: Any, args: Any, result: Any) -> None:
+    counter.stack.pop()
+
+
+class FloatCalls(nn.Module):
+    """Calls the float module of a part, and counts the calls.
+
+    Args:
+        plan: the part.
+    """
+
+    counter: MacCounter
+
+    def __init__(self, plan: PartPlan) -> None:
+        super().__init__()
+        vars(self)["plan"] = plan
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the float module."""
+        vars(self)["plan"].calls += 1
+        self.counter.stack.append(f"in {vars(self)['plan'].path}")
+        try:
+            return vars(self)["plan"].module(*args, **kwargs)
+        finally:
+            self.counter.stack.pop()
+
+
+class ObservedCalls(nn.Module):
+    """Calls the observed graph of a part that takes the call; traces a further one if none does.
+
+    Args:
+        plan: the part.
+        run: the quantization that it belongs to.
+    """
+
+    def __init__(self, plan: PartPlan, run: PartsRun) -> None:
+        super().__init__()
+        vars(self).update(plan=plan, run=run, fitting={})
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the graph, or the float module if the call cannot be traced."""
+        own = vars(self)
+        plan, kind = own["plan"], kind_of(args, kwargs)
+        if kind not in own["fitting"]:
+            own["fitting"][kind] = self._graph_for(Batch(args, kwargs))
+        observed = own["fitting"][kind]
+        if observed is None:
+            return plan.module(*args, **kwargs)
+        return nn.Module.__call__(observed, *args, **kwargs)
+
+    def _graph_for(self, batch: Batch) -> ObservedModel | None:
+        plan, run = vars(self)["plan"], vars(self)["run"]
+        observed = plan.fitting(batch)
+        if observed is not None:
+            return observed
+        try:
+            return plan.add_program(copied(batch), run.prepare)
+        except FxqError as error:
+            run.unfit[plan.path] = words_of(error)
+            return None
+
+
+def outputs_sqnr(model: nn.Module, quantized: Any, batches: list[Batch]) -> float | None:
+    """Return dB of a quantized model's outputs against the float model's, the minimum over outputs.
+
+    Outputs whose number or shape depends on values, such as detections, cannot be compared: then it is None.
+
+    Args:
+        model: the float model.
+        quantized: a copy of the quantized model, whose Python code may change its state.
+        batches: inputs of both.
+    """
+    outputs: dict[int, Agreement] = {}
+    with untouched(model):
+        all_wants = [list(tensors(call(model, batch))) for batch in batches]
+    for batch, wants in zip(batches, all_wants, strict=True):
+        gots = list(tensors(call(quantized, batch)))
+        if [w.shape for w in wants] != [g.shape for g in gots]:
+            return None
+        for i, (want, got) in enumerate(zip(wants, gots, strict=True)):
+            if want.is_floating_point():
+                outputs.setdefault(i, Agreement()).add(want, got)
+    return min((output.sqnr for output in outputs.values()), key=rank, default=None)
