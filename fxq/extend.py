@@ -12,6 +12,7 @@ from fxq.backends.table.kernel_table import KernelRequest, KernelRow
 from fxq.backends.table.lowering import RowBackend
 from fxq.backends.table.own_kernels import kernel, register_kernel
 from fxq.backends.x86.x86 import X86
+from fxq.common.containers import register_container
 from fxq.graph.analysis.partition import connected_regions
 from fxq.graph.info import Cost
 from fxq.graph.region import Region
@@ -68,6 +69,7 @@ __all__ = [
     "quantization_error",
     "quantize_tensor",
     "read_graph",
+    "register_container",
     "register_kernel",
     "register_op",
     "rewrite",

@@ -10,6 +10,7 @@ from fxq.model import QuantizedModel
 from fxq.parts.parts_model import PartsModel
 from fxq.picture.diff import Diff
 from fxq.pipeline.history import History, Snapshot
+from fxq.programs.quantized_programs import QuantizedPrograms
 from fxq.quant.one_tensor import QuantizationNoise
 from fxq.report.profile import Profile
 from fxq.tuning.bisection import Bisection
@@ -32,6 +33,7 @@ __all__ = [
     "Profile",
     "QuantizationNoise",
     "QuantizedModel",
+    "QuantizedPrograms",
     "SearchResult",
     "Sensitivity",
     "Snapshot",
