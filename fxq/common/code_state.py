@@ -61,6 +61,10 @@ class OuterVariables:
     keys: frozenset[str] | None = None
     assigned: Container[str] = field(default_factory=_Assigned)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> OuterVariables:
+        """Return itself: the variables are those of the process."""
+        return self
+
     def sets(self, name: str) -> bool:
         """Whether the code may set the variable with this display name."""
         return name.removeprefix(self.prefix) in self.assigned

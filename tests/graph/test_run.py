@@ -79,7 +79,8 @@ def test_hooks():
     assert freed == ["input_1", "_0", "_1"] and [n.name for n in runner.values] == freed
 
 
-POINTWISE = [op for op in OPS if op.traits.pointwise]
+POINTWISE = [op for op in OPS if op.traits.pointwise and not op.target.__module__.startswith("tests.")]
+"""Pointwise ops of fxq. Those that tests register may have no meta kernel to compare with."""
 
 
 @pytest.mark.parametrize("op", POINTWISE, ids=[op.name for op in POINTWISE])
