@@ -82,6 +82,8 @@ def quantize_generator(
     make_quantized(shell, QuantizedGenerator, rules=rules)
     calls = {"decoder": step} | ({"first": first} if first is not None else {})
     for name, example in examples.items():
+        with torch.no_grad():
+            model(*example.args, **example.kwargs)  # installs what transformers records inner values with
         calls[name] = Batch((), shell.arguments(example.args, example.kwargs)[0])
     batches = (shell.arguments(batch.args, batch.kwargs)[0] for batch in calibration or ())
     shell.programs = programs_of(model, calls, None if data is None else batches)

@@ -11,6 +11,8 @@ from fxq.common.metrics import sqnr
 
 transformers = pytest.importorskip("transformers")
 
+from scripts.networks.generators import CASES, ENCODER_DECODERS, generator, prompt, vision_language  # noqa: E402
+
 pytestmark = [
     pytest.mark.filterwarnings("ignore:nothing runs on integers"),
     pytest.mark.filterwarnings("ignore:with integer weights"),
@@ -19,50 +21,14 @@ pytestmark = [
 
 ALL_FLOAT = fxq.Recipe.weight_only(backend="reference").override("*", fxq.FLOAT)
 INT8 = fxq.Recipe.weight_only(backend="reference")
-SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 50}
-GROUPED = {**SIZES, "num_key_value_heads": 2, "max_position_embeddings": 128}
-WINDOW = {**GROUPED, "head_dim": 8, "sliding_window": 6}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 50, "n_positions": 128}
+FAST = [("Llama", "sdpa"), ("Mistral", "eager"), ("T5", "sdpa")]
 
-FAMILIES = {
-    "GPT2": ("GPT2LMHeadModel", "GPT2Config", GPT2),
-    "GPTNeoX": ("GPTNeoXForCausalLM", "GPTNeoXConfig", SIZES),
-    "OPT": ("OPTForCausalLM", "OPTConfig", {**SIZES, "ffn_dim": 64, "word_embed_proj_dim": 32}),
-    "Llama": ("LlamaForCausalLM", "LlamaConfig", GROUPED),
-    "Mistral": ("MistralForCausalLM", "MistralConfig", WINDOW),
-    "Qwen2": ("Qwen2ForCausalLM", "Qwen2Config", GROUPED),
-    "Qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {**GROUPED, "head_dim": 8}),
-    "Gemma2": ("Gemma2ForCausalLM", "Gemma2Config", WINDOW),
-    "Gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig", WINDOW),
-    "Phi3": ("Phi3ForCausalLM", "Phi3Config", {**GROUPED, "pad_token_id": 0}),
-    "Mixtral": ("MixtralForCausalLM", "MixtralConfig", {**GROUPED, "num_local_experts": 4}),
-    "Qwen2Moe": ("Qwen2MoeForCausalLM", "Qwen2MoeConfig", {**GROUPED, **EXPERTS}),
-    "Falcon": ("FalconForCausalLM", "FalconConfig", {**SIZES, "alibi": False}),
-    "Falcon with alibi": ("FalconForCausalLM", "FalconConfig", {**SIZES, "alibi": True}),
-    "Bloom": ("BloomForCausalLM", "BloomConfig", {"hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": 50}),
-}
-CASES = [
-    (family, attention)
-    for family in FAMILIES
-    for attention in ("eager", "sdpa")
-    if (family, attention) != ("Gemma2", "sdpa")
-]
-FAST = [("Llama", "sdpa"), ("Mistral", "eager"), ("GPT2", "sdpa")]
-
-IDS = torch.randint(3, 50, (3, 7), generator=torch.Generator().manual_seed(0))
-MASK = torch.ones_like(IDS)
-MASK[0, :3] = MASK[1, :1] = 0
+IDS, MASK = prompt("Llama").values()
 
 
-def float_model(family="Llama", attention="sdpa", **options):
-    model, config, sizes = FAMILIES[family]
-    torch.manual_seed(0)
-    config = getattr(transformers, config)(**{**sizes, **options})
-    built = getattr(transformers, model)(config).eval()
-    built.set_attn_implementation(attention)
-    built.generation_config.eos_token_id, built.generation_config.pad_token_id = None, 0
-    return built
+def cases(fast):
+    """All families, of which all but some are slow."""
+    return [pytest.param(*case, marks=[] if case in fast else pytest.mark.slow) for case in CASES]
 
 
 def generated(model, ids=IDS, mask=MASK, length=32, **options):
@@ -70,33 +36,37 @@ def generated(model, ids=IDS, mask=MASK, length=32, **options):
     return model.generate(ids, attention_mask=mask, max_new_tokens=length, **options)
 
 
-@pytest.mark.parametrize(
-    ("family", "attention"), [pytest.param(*case, marks=[] if case in FAST else pytest.mark.slow) for case in CASES]
-)
+def steps(model, inputs, **options):
+    """Tokens and logits of 32 greedy steps."""
+    options = {"do_sample": False, "output_logits": True, "return_dict_in_generate": True, **options}
+    return model.generate(**inputs, max_new_tokens=32, **options)
+
+
+@pytest.mark.parametrize(("family", "attention"), cases(FAST))
 def test_a_graph_in_float_generates_what_the_model_does(family, attention):
-    """Prompt with left padding, 32 tokens with a cache, and beam search, by one graph."""
-    model = float_model(family, attention)
+    """Prompt with padding, 32 tokens with a cache, and beam search."""
+    model, inputs = generator(family, attention), prompt(family)
     qmodel = fxq.quantize(model, ALL_FLOAT)
-    assert isinstance(qmodel, type(model)) and list(qmodel.programs.programs) == ["decoder"]
-    want, got = generated(model), generated(qmodel)
+    names = ["decoder", "first"] if family in ENCODER_DECODERS else ["decoder"]
+    assert isinstance(qmodel, type(model)) and list(qmodel.programs.programs) == names
+    want, got = steps(model, inputs), steps(qmodel, inputs)
     assert torch.equal(want.sequences, got.sequences)
     assert sqnr(torch.stack(want.logits), torch.stack(got.logits)) > 80
+    tokens = {"decoder_input_ids": IDS[:, :4]} if family in ENCODER_DECODERS else {}
     with torch.no_grad():
-        assert sqnr(model(IDS).logits, qmodel(IDS).logits) > 80
-    beams = [generated(m, length=8, num_beams=2).sequences for m in (model, qmodel)]
+        assert sqnr(model(**inputs, **tokens).logits, qmodel(**inputs, **tokens).logits) > 80
+    beams = [m.generate(**inputs, max_new_tokens=8, num_beams=2, do_sample=False) for m in (model, qmodel)]
     assert torch.equal(*beams)
 
 
-@pytest.mark.parametrize(
-    ("family", "attention"), [pytest.param(*case, marks=[] if case in FAST[:1] else pytest.mark.slow) for case in CASES]
-)
+@pytest.mark.parametrize(("family", "attention"), cases(FAST[:1]))
 def test_integer_weights_follow_the_model(family, attention):
-    model = float_model(family, attention)
+    model, inputs = generator(family, attention), prompt(family)
     qmodel = fxq.quantize(model, INT8)
-    assert all(model.ledger.count("weight-only") for model in qmodel.programs.programs.values())
-    want, got = generated(model), generated(qmodel)
-    same = 0  # steps with the same tokens before them
-    while same < 31 and torch.equal(want.sequences[:, : 8 + same], got.sequences[:, : 8 + same]):
+    assert all(program.ledger.count("weight-only") for program in qmodel.programs.programs.values())
+    want, got = steps(model, inputs), steps(qmodel, inputs)
+    begin, same = want.sequences.shape[1] - 32, 0  # steps with the same tokens before them
+    while same < 31 and torch.equal(want.sequences[:, : begin + same + 1], got.sequences[:, : begin + same + 1]):
         same += 1
     wanted, logits = torch.stack(want.logits)[: same + 1], torch.stack(got.logits)[: same + 1]
     assert sqnr(wanted, logits) > 30
@@ -106,9 +76,19 @@ def test_integer_weights_follow_the_model(family, attention):
     assert bool((margin[differs] <= 2 * error[differs]).all())
 
 
+def test_images_in_the_prompt_have_a_program():
+    model, call = vision_language()
+    qmodel = fxq.quantize(model, ALL_FLOAT, example_inputs={"image": call})
+    assert list(qmodel.programs.programs) == ["decoder", "image"]
+    options = {"max_new_tokens": 8, "do_sample": False}
+    assert torch.equal(model.generate(**call, **options), qmodel.generate(**call, **options))
+    with torch.no_grad():
+        assert sqnr(model(IDS).logits, qmodel(IDS).logits) > 80
+
+
 @pytest.fixture(scope="module")
 def llama():
-    model = float_model()
+    model = generator("Llama")
     return model, fxq.quantize(model, INT8)
 
 
@@ -168,7 +148,7 @@ def test_copies_generate_the_same(llama, way):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_weights_of_16_bits_are_quantized(dtype):
-    model = float_model().to(dtype)
+    model = generator("Llama").to(dtype)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     qmodel = fxq.quantize(model, INT8)
     assert qmodel.programs.programs["decoder"].ledger.count("weight-only")
@@ -181,7 +161,7 @@ def test_the_model_and_its_library_are_unchanged():
     from transformers.cache_utils import DynamicLayer
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    model = float_model()
+    model = generator("Llama")
     before = DynamicLayer.get_seq_length, ALL_ATTENTION_FUNCTIONS["sdpa"], generated(model, length=4).sequences
     fxq.quantize(model, INT8)
     assert before[:2] == (DynamicLayer.get_seq_length, ALL_ATTENTION_FUNCTIONS["sdpa"])
@@ -189,7 +169,7 @@ def test_the_model_and_its_library_are_unchanged():
 
 
 def test_activations_are_calibrated_on_calls_of_the_model():
-    model = float_model()
+    model = generator("Llama")
     data = [{"input_ids": torch.randint(3, 50, (2, length))} for length in (4, 9, 16)]
     qmodel = fxq.quantize(model, fxq.Recipe.static(optimize="coverage"), data=data)
     assert qmodel.programs.programs["decoder"].ledger.count("int8")
