@@ -83,6 +83,14 @@ def _computed(w: Writer, scale: Any) -> bool:
     return isinstance(scale, Value) and w.constant_of(scale.name) is None
 
 
+def _is_written_out(x: Value, scale: Value, zero_point: Any) -> bool:
+    """Whether a conversion is written in basic ops: of rows of keys and values, (..., heads, length, size).
+
+    ONNX Runtime would move the Transpose before it across a QuantizeLinear, without transposing the scales.
+    """
+    return x.rank > 3 and scale.shape == (*x.shape[:-1], 1) and not isinstance(zero_point, Value) and zero_point == 0
+
+
 @writes("quantize")
 def quantize(
     w: Writer,
@@ -102,6 +110,9 @@ def quantize(
         outputs = _dynamic_quantize_outputs(w, x, scale)
         if outputs is not None and dtype is torch.uint8:
             return outputs[0]
+        if _is_written_out(x, scale, zero_point):
+            bounds = w.number(qmin, x), w.number(qmax, x)
+            return w.cast(w.emit("Clip", w.emit("Round", w.emit("Div", x, scale)), *bounds), dtype)
         grid, attributes = _rows(w, x, scale, _computed_zero(w, scale, zero_point, dtype))
         return w.emit("QuantizeLinear", x, *grid, **attributes)
     step, zero = _grid(w, x, scale, zero_point, dtype, axis, block)
@@ -147,6 +158,9 @@ def dequantize(
         if w.floats:
             return x
         if _computed(w, scale):
+            if _is_written_out(x, scale, zero_point):
+                real = w.emit("Mul", w.cast(x, torch.float32), scale)
+                return Value(real, torch.empty_like(x.like, dtype=torch.float32))
             grid, attributes = _rows(w, x, scale, _computed_zero(w, scale, zero_point, x.dtype))
             real = w.emit("DequantizeLinear", x, *grid, **attributes)
             return Value(real, torch.empty_like(x.like, dtype=torch.float32))
@@ -193,6 +207,25 @@ def _dequantize(
     attributes = {"axis": axis, "block_size": block} if step.dim() else {}
     dequantized = w.emit("DequantizeLinear", x, step, w.constant(zero, type_number), **attributes)
     return Value(dequantized, torch.empty_like(x.like, dtype=torch.float32))
+
+
+@writes("state_scale")
+def state_scale(w: Writer, state: Value, *, qmax: int) -> str:
+    return choose_scale(w, state, steps=qmax, axis=-1, symmetric=True)
+
+
+@writes("state_integers")
+def state_integers(w: Writer, state: Value, scale: Value, *, qmax: int) -> str:
+    """Write the integers of a state, which is float in ONNX: quantized, the same integers come out in each call."""
+    limits: dict[str, Any] = {"qmin": -qmax, "qmax": qmax, "dtype": torch.int8}
+    return quantize(w, state, scale=scale, zero_point=0, axis=None, block=None, **limits)
+
+
+@writes("quantized_rows")
+def quantized_rows(w: Writer, integers: Value, scale: Value) -> str:
+    """Write a state that the model returns, which is float in ONNX."""
+    limits = {"qmin": -127, "qmax": 127}
+    return dequantize(w, integers, scale=scale, zero_point=0, axis=None, block=None, packed=None, **limits)
 
 
 @writes("requantize")
