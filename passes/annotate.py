@@ -169,6 +169,9 @@ class _Planner:
         overflows = not config.fits_int16 and backend.adds_in_int16(calls)
         recurrence = calls[0].op.traits.recurrence
         state = config.state if recurrence is not None else None
+        if state is not None and not state.symmetric:
+            state = replace(DYNAMIC_STATE, bits=state.bits)
+            notes.append("its state has a symmetric range: an affine one is for states that grow, such as caches")
         is_calibrated = state is not None and state.range == "calibrated"
         if state and recurrence and is_calibrated and recurrence.differs(calls[0].tensors, calls[0].options):
             state, why = replace(DYNAMIC_STATE, bits=state.bits), "its output shows another range than its state"

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
 
-from fxq.graph.info import info
+from fxq.graph.info import Decision, Plan, info
 from fxq.graph.query import is_op, options_of, plan_of, reads_only_metadata
 from fxq.quant.dynamic_grid import DynamicGrid
 from fxq.quant.spec import TensorSpec
 from fxq.recipe.pass_base import Pass, Stage
-from fxq.rewriting.grid_edits import on_grid
 from fxq.rewriting.rewriter import Rewriter
 
 
@@ -22,8 +21,8 @@ class StoreStates(Pass):
     """Store states that grow from call to call as integers, where the recipe has a spec for them (role "state").
 
     Before: keys = append(past, new)
-    After: integers = append(state_integers(past), quantize(new)); scale = append(state_scale(past), choose_scale(new));
-    the model returns quantized_rows(integers, scale), and its other ops read dequantize(integers, scale)
+    After: integers = append(state_integers(past), quantize(new)), and so the scales and zero points; the model returns
+    quantized_rows(integers, scale, zero_point), and its other ops read dequantize(integers, scale, zero_point)
     Keeps: the output, up to rounding to the grid of each row. New entries are quantized once, when they are appended.
     """
 
@@ -43,26 +42,31 @@ class StoreStates(Pass):
 def _store(rewriter: Rewriter, node: fx.Node, spec: TensorSpec) -> None:
     past, new = node.args
     assert isinstance(past, fx.Node) and isinstance(new, fx.Node)
-    about, grid, name = info(node), DynamicGrid.of(spec, -1), node.name
-    plan = about.plan.decided(precision="moves", kind="", text="", decided_by=rewriter.name) if about.plan is not None else None
+    about, grid, name, dim = info(node), DynamicGrid.of(spec, -1), node.name, options_of(node)["dim"]
+    plan = Plan(Decision("moves", decided_by=rewriter.name))
 
-    def call(op: str, *reads: fx.Node, name: str, like: fx.Node, dtype: torch.dtype, **options: int) -> fx.Node:
-        shape = info(like).shape or ()
-        shape = (*shape[:-1], 1) if name.endswith("scale") else shape
-        new_node = rewriter.call(op, *reads, before=node, name=name, typed=(shape, dtype), **options)
+    def call(op: str, part: str, like: fx.Node, *reads: fx.Node, **options: Any) -> fx.Node:
+        """Insert a call that computes the integers, the scale or the zero point of the rows of `like`."""
+        rows = info(like).shape or ()
+        typed = (rows if part == "q" else (*rows[:-1], 1)), torch.float32 if part == "scale" else spec.dtype
+        new_node = rewriter.call(op, *reads, before=node, name=f"{like.name}_{part}", typed=typed, **options)
         rewriter.describe(new_node, path=about.path, source=about.source, plan=plan)
         return new_node
 
-    floats, ints, dim = torch.float32, spec.dtype, options_of(node)["dim"]
-    past_scale = call("state_scale", past, name=f"{past.name}_scale", like=past, dtype=floats, qmax=grid.qmax)
-    past_q = call("state_integers", past, past_scale, name=f"{past.name}_q", like=past, dtype=ints, qmax=grid.qmax)
-    new_q, _ = on_grid(rewriter, new, new, grid, new.name, like=node)
-    scale = call("append", past_scale, new_q.kwargs["scale"], name=f"{name}_scale", like=node, dtype=floats, dim=dim)
-    integers = call("append", past_q, new_q, name=f"{name}_q", like=node, dtype=ints, dim=dim)
-    state = call("quantized_rows", integers, scale, name=f"{name}_state", like=node, dtype=floats)
-    rewriter.describe(state, origins=about.origins)
-    options = {"scale": scale, "zero_point": grid.middle, "qmin": grid.qmin, "qmax": grid.qmax}
-    dq = rewriter.call("dequantize", integers, before=node, name=f"{name}_dq", typed=(about.shape, floats), **options)
+    past_scale = call("state_scale", "scale", past, past, steps=grid.steps)
+    past_zero = call("state_zero_point", "zero_point", past, past, past_scale)
+    past_q = call("state_integers", "q", past, past, past_scale, past_zero, qmax=grid.qmax)
+    new_scale = call("choose_scale", "scale", new, new, steps=grid.steps, axis=-1, symmetric=False)
+    new_zero = call("state_zero_point", "zero_point", new, new, new_scale)
+    new_q = call("quantize", "q", new, new, scale=new_scale, zero_point=new_zero, qmax=grid.qmax, dtype=grid.dtype)
+    scale = call("append", "scale", node, past_scale, new_scale, dim=dim)
+    zero = call("append", "zero_point", node, past_zero, new_zero, dim=dim)
+    integers = call("append", "q", node, past_q, new_q, dim=dim)
+    floats = about.shape, torch.float32
+    state = rewriter.call("quantized_rows", integers, scale, zero, before=node, name=f"{name}_state", typed=floats)
+    rewriter.describe(state, path=about.path, source=about.source, plan=plan, origins=about.origins)
+    options = {"scale": scale, "zero_point": zero, "qmin": grid.qmin, "qmax": grid.qmax}
+    dq = rewriter.call("dequantize", integers, before=node, name=f"{name}_dq", typed=floats, **options)
     rewriter.describe(dq, path=about.path, source=about.source)
     rewriter.reroute(node, state, only=_is_returned)
     rewriter.reroute(node, dq)

@@ -83,12 +83,17 @@ def _computed(w: Writer, scale: Any) -> bool:
     return isinstance(scale, Value) and w.constant_of(scale.name) is None
 
 
-def _is_written_out(x: Value, scale: Value, zero_point: Any) -> bool:
-    """Whether a conversion is written in basic ops: of rows of keys and values, (..., heads, length, size).
+def _is_written_out(w: Writer, x: Value, scale: Value) -> bool:
+    """Whether a conversion is written in basic ops: in files, of rows of keys and values (..., heads, length, size).
 
     ONNX Runtime would move the Transpose before it across a QuantizeLinear, without transposing the scales.
     """
-    return x.rank > 3 and scale.shape == (*x.shape[:-1], 1) and not isinstance(zero_point, Value) and zero_point == 0
+    return w.portable and x.rank > 3 and scale.shape == (*x.shape[:-1], 1)
+
+
+def _float_zero(w: Writer, x: Value, zero_point: Any) -> str:
+    """Zero point as float32."""
+    return w.cast(zero_point, torch.float32) if isinstance(zero_point, Value) else w.number(zero_point, x)
 
 
 @writes("quantize")
@@ -110,9 +115,9 @@ def quantize(
         outputs = _dynamic_quantize_outputs(w, x, scale)
         if outputs is not None and dtype is torch.uint8:
             return outputs[0]
-        if _is_written_out(x, scale, zero_point):
-            bounds = w.number(qmin, x), w.number(qmax, x)
-            return w.cast(w.emit("Clip", w.emit("Round", w.emit("Div", x, scale)), *bounds), dtype)
+        if _is_written_out(w, x, scale):
+            shifted = w.emit("Add", w.emit("Round", w.emit("Div", x, scale)), _float_zero(w, x, zero_point))
+            return w.cast(w.emit("Clip", shifted, w.number(qmin, x), w.number(qmax, x)), dtype)
         grid, attributes = _rows(w, x, scale, _computed_zero(w, scale, zero_point, dtype))
         return w.emit("QuantizeLinear", x, *grid, **attributes)
     step, zero = _grid(w, x, scale, zero_point, dtype, axis, block)
@@ -158,9 +163,9 @@ def dequantize(
         if w.floats:
             return x
         if _computed(w, scale):
-            if _is_written_out(x, scale, zero_point):
-                real = w.emit("Mul", w.cast(x, torch.float32), scale)
-                return Value(real, torch.empty_like(x.like, dtype=torch.float32))
+            if _is_written_out(w, x, scale):
+                steps = Value(w.cast(x, torch.float32), torch.empty_like(x.like, dtype=torch.float32))
+                return Value(w.emit("Mul", w.emit("Sub", steps, _float_zero(w, steps, zero_point)), scale), steps.like)
             grid, attributes = _rows(w, x, scale, _computed_zero(w, scale, zero_point, x.dtype))
             real = w.emit("DequantizeLinear", x, *grid, **attributes)
             return Value(real, torch.empty_like(x.like, dtype=torch.float32))
@@ -210,22 +215,27 @@ def _dequantize(
 
 
 @writes("state_scale")
-def state_scale(w: Writer, state: Value, *, qmax: int) -> str:
-    return choose_scale(w, state, steps=qmax, axis=-1, symmetric=True)
+def state_scale(w: Writer, state: Value, *, steps: int) -> str:
+    """Write the scale of a state, which is float in ONNX: it is quantized again in each call."""
+    return choose_scale(w, state, steps=steps, axis=-1, symmetric=False)
+
+
+@writes("state_zero_point")
+def state_zero_point(w: Writer, state: Value, scale: Value) -> str:
+    return w.cast(choose_zero_point(w, state, scale=scale, qmin=0, axis=-1), torch.uint8)
 
 
 @writes("state_integers")
-def state_integers(w: Writer, state: Value, scale: Value, *, qmax: int) -> str:
-    """Write the integers of a state, which is float in ONNX: quantized, the same integers come out in each call."""
-    limits: dict[str, Any] = {"qmin": -qmax, "qmax": qmax, "dtype": torch.int8}
-    return quantize(w, state, scale=scale, zero_point=0, axis=None, block=None, **limits)
+def state_integers(w: Writer, state: Value, scale: Value, zero_point: Value, *, qmax: int) -> str:
+    grid: dict[str, Any] = {"scale": scale, "zero_point": zero_point, "qmin": 0, "qmax": qmax, "dtype": torch.uint8}
+    return quantize(w, state, axis=None, block=None, **grid)
 
 
 @writes("quantized_rows")
-def quantized_rows(w: Writer, integers: Value, scale: Value) -> str:
+def quantized_rows(w: Writer, integers: Value, scale: Value, zero_point: Value) -> Value:
     """Write a state that the model returns, which is float in ONNX."""
-    limits = {"qmin": -127, "qmax": 127}
-    return dequantize(w, integers, scale=scale, zero_point=0, axis=None, block=None, packed=None, **limits)
+    grid: dict[str, Any] = {"scale": scale, "zero_point": zero_point, "qmin": 0, "qmax": 255}
+    return dequantize(w, integers, axis=None, block=None, packed=None, **grid)
 
 
 @writes("requantize")

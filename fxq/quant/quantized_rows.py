@@ -1,4 +1,4 @@
-"""Tensor that is stored as integers with one scale per row: a state, such as a key-value cache, between calls."""
+"""Tensor that is stored as integers with one grid per row: a state, such as a key-value cache, between calls."""
 
 from __future__ import annotations
 
@@ -28,62 +28,70 @@ _MOVES = frozenset(
         *(torch.chunk, Tensor.clone, torch.clone, Tensor.detach, Tensor.contiguous, Tensor.to, Tensor.cpu, Tensor.cuda),
     ]
 )
-"""Functions that, on integers and scales, do what they do to the tensor, unless they move parts of rows."""
+"""Functions that, on integers, scales and zero points, do what they do to the tensor, unless they move parts of rows."""
 
 
 class QuantizedRows(Tensor):
-    """Float tensor (..., N) that is stored as integers, with one scale for each row of N values.
+    """Float tensor (..., N) that is stored as integers, with a scale and a zero point for each row of N values.
 
     A model with an integer cache returns it, and takes it or a float tensor in the next call. Functions that select,
     reorder or join whole rows return `QuantizedRows`. All others compute with the float values, and return floats.
 
     Args:
-        integers: int8[..., N].
+        integers: uint8[..., N].
         scale: float32[..., 1], the value of one step in each row.
+        zero_point: uint8[..., 1], the integer that represents zero in each row.
 
     Raises:
         InputError: a function would change it in place.
 
     Example:
-        >>> cache = QuantizedRows(torch.tensor([[100, -50], [1, 2]], dtype=torch.int8), torch.tensor([[0.5], [2.0]]))
+        >>> integers, zero_point = torch.tensor([[200, 50], [1, 2]]), torch.tensor([[100], [0]])
+        >>> cache = QuantizedRows(integers.byte(), torch.tensor([[0.5], [2.0]]), zero_point.byte())
         >>> cache[1:].integers, cache.sum(-1)
-        (tensor([[1, 2]], dtype=torch.int8), tensor([25.,  6.]))
+        (tensor([[1, 2]], dtype=torch.uint8), tensor([25.,  6.]))
     """
 
     integers: Tensor
     scale: Tensor
+    zero_point: Tensor
 
     @staticmethod
-    def __new__(cls, integers: Tensor, scale: Tensor) -> QuantizedRows:
+    def __new__(cls, integers: Tensor, scale: Tensor, zero_point: Tensor) -> QuantizedRows:
         """Make a tensor with the shape of `integers`."""
         make: Any = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
         result: QuantizedRows = make(cls, integers.shape, dtype=scale.dtype, device=integers.device)
-        result.__dict__.update(integers=integers, scale=scale)
+        result.__dict__.update(integers=integers, scale=scale, zero_point=zero_point)
         return result
 
     def dequantize(self) -> Tensor:
         """The float values: float32[..., N]."""
-        return self.integers.to(self.scale.dtype).mul_(self.scale)
+        return self.integers.to(self.scale.dtype).sub_(self.zero_point).mul_(self.scale)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the integers and scales."""
-        return self.integers.nbytes + self.scale.nbytes
+        """Bytes of the integers, scales and zero points."""
+        return sum(part.nbytes for part in self.parts)
+
+    @property
+    def parts(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Integers, scales and zero points."""
+        return self.integers, self.scale, self.zero_point
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"QuantizedRows({tuple(self.shape)}, integers={self.integers.dtype})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedRows:
-        return QuantizedRows(copy.deepcopy(self.integers, memo), copy.deepcopy(self.scale, memo))
+        return QuantizedRows(*(copy.deepcopy(part, memo) for part in self.parts))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return QuantizedRows, (self.integers, self.scale)
+        return QuantizedRows, self.parts
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run a function on integers and scales if it moves whole rows; else on the float values."""
+        """Run a function on integers, scales and zero points if it moves whole rows; else on the float values."""
         kwargs = kwargs or {}
         if func in _ABOUT:
             with torch._C.DisableTorchFunctionSubclass():
@@ -118,18 +126,20 @@ def _moved(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str,
     given = args[0] if isinstance(args[0], (tuple, list)) else args[:1]
     if not all(isinstance(x, QuantizedRows) for x in given):
         return None
-    integers, scales = (
-        mapped(args, lambda leaf, part=part: getattr(leaf, part) if isinstance(leaf, QuantizedRows) else leaf)
-        for part in ("integers", "scale")
-    )
     try:
-        results = func(*integers, **kwargs), func(*scales, **kwargs)
+        results = [func(*_part(args, i), **kwargs) for i in range(3)]
     except (IndexError, RuntimeError):  # it goes along rows, of which scales have one value
         return None
-    pairs = list(zip(*(r if isinstance(r, (tuple, list)) else [r] for r in results), strict=False))
-    rows, dtypes = given[0].shape[-1:], (given[0].integers.dtype, given[0].scale.dtype)
-    for values, scale in pairs:
-        if values.shape != scale.shape[:-1] + rows or scale.shape[-1] != 1 or (values.dtype, scale.dtype) != dtypes:
+    values = [tuple(r) if isinstance(r, (tuple, list)) else (r,) for r in results]
+    sizes, dtypes = given[0].shape[-1], [part.dtype for part in given[0].parts]
+    for integers, scale, zero_point in zip(*values, strict=False):
+        is_whole = integers.shape[-1:] == (sizes,) and scale.shape[-1:] == (1,)
+        is_alike = integers.shape[:-1] == scale.shape[:-1] and scale.shape == zero_point.shape
+        if not (is_whole and is_alike and [integers.dtype, scale.dtype, zero_point.dtype] == dtypes):
             return None
-    joined = tuple(QuantizedRows(*pair) for pair in pairs)
+    joined = tuple(QuantizedRows(*parts) for parts in zip(*values, strict=True))
     return joined if isinstance(results[0], (tuple, list)) else joined[0]
+
+
+def _part(values: Any, i: int) -> Any:
+    return mapped(values, lambda leaf: leaf.parts[i] if isinstance(leaf, QuantizedRows) else leaf)

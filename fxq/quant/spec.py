@@ -152,9 +152,12 @@ DYNAMIC_STATE = replace(DYNAMIC, symmetric=True)
 STATE = TensorSpec(symmetric=True)
 DEFAULT_STATE = TensorSpec(symmetric=True)
 """Placeholder: `QuantConfig` replaces it by `STATE` if activations are calibrated, else by `DYNAMIC_STATE`."""
-CACHE = TensorSpec(signed=True, symmetric=True, per="row", range="dynamic")
-"""Spec of a state that grows, such as a key-value cache, in integers: a scale for each row, so per token and head."""
-CACHE_TEXT = 'fxq.TensorSpec(signed=True, symmetric=True, per="row", range="dynamic")'
+CACHE = TensorSpec(per="row", range="dynamic")
+"""Spec of a state that grows, such as a key-value cache, in integers: a grid for each row, so per token and head.
+
+It is affine, since some values of a key are large and of one sign in all tokens.
+"""
+CACHE_TEXT = 'fxq.TensorSpec(per="row", range="dynamic")'
 """Code of `CACHE`, for messages."""
 WEIGHT = TensorSpec(signed=True, symmetric=True, per="channel", observer="minmax")
 WEIGHT4 = TensorSpec(bits=4, per=64, observer="minmax")
@@ -196,8 +199,8 @@ class QuantConfig:
         bias: spec of the bias. None: the format of the kernel, int32 (scale: product of the scales of input and weight)
             or float.
         state: spec of the states of the layer. For a state that grows from call to call, such as a key-value cache,
-            TensorSpec(signed=True, symmetric=True, per="row", range="dynamic") stores it as integers; with any other
-            spec, it stays in float. For the hidden state of a recurrent layer that reads integers, the range is
+            TensorSpec(per="row", range="dynamic") stores it as integers, with a scale and a zero point for each row
+            (token and head); with any other spec, it stays in float. For the hidden state of a recurrent layer that reads integers, the range is
             "dynamic", "calibrated" (faster), or "fixed" (-1..1). Default: "calibrated" if the range of activations is,
             else "dynamic". The range is dynamic in spite of the spec where the other would be wrong: instead of
             calibrated, for an LSTM with a projection, an LSTM whose last cell state is read, and a first state larger
