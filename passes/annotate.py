@@ -148,7 +148,7 @@ class _Planner:
         if spec is None or spec != replace(CACHE, bits=spec.bits, observer=spec.observer):
             return self._float("excluded by the recipe", f"its state is in float; as integers: state={CACHE_TEXT}")
         if about.dtype != torch.float32 or options_of(node)["dim"] in (-1, len(about.shape or ()) - 1):
-            return self._float("unsupported", "its state has no rows of float32: it has another dtype, or its rows grow")
+            return self._float("unsupported", "only states of float32 whose rows do not grow are stored as integers")
         return replace(self._float("undecided", "the pass store-states did not run"), state=spec)
 
     def _fit(self, node: fx.Node, backend: Backend, config: QuantConfig) -> Candidate | Plan:

@@ -84,7 +84,7 @@ class Canonicalize(Pass):
 
 
 def _append(rewriter: Rewriter, node: fx.Node) -> None:
-    """Make a concatenation to an input of the model an `append`, if the model returns the result or its last entries."""
+    """Make a concatenation to an input an `append`, if the model returns the result or a slice of it."""
     xs, dim = node.args[0], options_of(node)["dim"]
     parts = list(xs) if isinstance(xs, (tuple, list)) else []
     is_state = len(parts) == 2 and all(map(_is_tensor, parts)) and parts[0].op == "placeholder"

@@ -30,7 +30,9 @@ def state_scale(state: Tensor, *, steps: int) -> Tensor:
         state: the state that a model is called with: `QuantizedRows`, or float32[..., N].
         steps: number of steps that the range of a row, including zero, covers.
     """
-    return state.scale if isinstance(state, QuantizedRows) else choose_scale(state, steps=steps, axis=-1, symmetric=False)
+    return (
+        state.scale if isinstance(state, QuantizedRows) else choose_scale(state, steps=steps, axis=-1, symmetric=False)
+    )
 
 
 @row(traits=float_only("state", "scale"))

@@ -93,14 +93,14 @@ def test_text_before_and_after():
 @pytest.mark.parametrize(
     ("make", "shape", "why"),
     [
-        (lambda x, past: torch.cat([past, x], -1), (2, 3), "its rows grow"),
-        (lambda x, past: torch.cat([past, (10 * x).int()], 0), (2, 3), "another dtype"),
+        (lambda x, past: torch.cat([past, x], -1), (2, 3), "do not grow"),
+        (lambda x, past: torch.cat([past, (10 * x).int()], 0), (2, 3), "of float32"),
     ],
 )
 def test_states_without_rows_of_floats_stay_as_they_are(make, shape, why):
     model = module(lambda self, x, past: (self.layer(x), make(x, past)), layer=nn.Linear(3, 3))
     x = torch.randn(shape)
-    past = torch.ones(shape, dtype=torch.int32 if why == "another dtype" else torch.float32)
+    past = torch.ones(shape, dtype=torch.int32 if why == "of float32" else torch.float32)
     q = fxq.quantize(model, fxq.Recipe.weight_only(state=CACHE), example_inputs=(x, past))
     assert torch.equal(q(x, past)[1], make(x, past))
     (entry,) = (entry for entry in q.ledger if entry.op == "append")
