@@ -65,7 +65,7 @@ def _store(rewriter: Rewriter, node: fx.Node, spec: TensorSpec) -> None:
     floats = about.shape, torch.float32
     state = rewriter.call("quantized_rows", integers, scale, zero, before=node, name=f"{name}_state", typed=floats)
     rewriter.describe(state, path=about.path, source=about.source, plan=plan, origins=about.origins)
-    options = {"scale": scale, "zero_point": zero, "qmin": grid.qmin, "qmax": grid.qmax}
+    options: dict[str, Any] = {"scale": scale, "zero_point": zero, "qmin": grid.qmin, "qmax": grid.qmax}
     dq = rewriter.call("dequantize", integers, before=node, name=f"{name}_dq", typed=floats, **options)
     rewriter.describe(dq, path=about.path, source=about.source)
     rewriter.reroute(node, state, only=_is_returned)

@@ -40,7 +40,7 @@ class _Reserved:
     def is_latest(self, past: Tensor) -> bool:
         """Whether a tensor is a result in this memory, or the end of one, after which nothing was written."""
         fits = past.dtype is self.dtype and past.stride() == self.strides and _without(past, self.dim) == self.sizes
-        first, rest = divmod(past.storage_offset(), self.strides[self.dim])
+        first, rest = divmod(int(past.storage_offset()), self.strides[self.dim])
         return fits and not rest and first + past.shape[self.dim] == self.used
 
     def claims(self, past: Tensor, count: int) -> bool:

@@ -91,7 +91,7 @@ def _is_written_out(w: Writer, x: Value, scale: Value) -> bool:
     return w.portable and x.rank > 3 and scale.shape == (*x.shape[:-1], 1)
 
 
-def _float_zero(w: Writer, x: Value, zero_point: Any) -> str:
+def _float_zero(w: Writer, x: Value, zero_point: Any) -> Operand:
     """Zero point as float32."""
     return w.cast(zero_point, torch.float32) if isinstance(zero_point, Value) else w.number(zero_point, x)
 

@@ -28,7 +28,7 @@ _MOVES = frozenset(
         *(torch.chunk, Tensor.clone, torch.clone, Tensor.detach, Tensor.contiguous, Tensor.to, Tensor.cpu, Tensor.cuda),
     ]
 )
-"""Functions that, on integers, scales and zero points, do what they do to the tensor, unless they move parts of rows."""
+"""Functions that do to integers, scales and zero points what they do to the tensor, if they move whole rows."""
 
 
 class QuantizedRows(Tensor):
@@ -57,9 +57,9 @@ class QuantizedRows(Tensor):
     zero_point: Tensor
 
     @staticmethod
-    def __new__(cls, integers: Tensor, scale: Tensor, zero_point: Tensor) -> QuantizedRows:
+    def __new__(cls: Any, integers: Tensor, scale: Tensor, zero_point: Tensor) -> QuantizedRows:
         """Make a tensor with the shape of `integers`."""
-        make: Any = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+        make: Any = Tensor._make_wrapper_subclass
         result: QuantizedRows = make(cls, integers.shape, dtype=scale.dtype, device=integers.device)
         result.__dict__.update(integers=integers, scale=scale, zero_point=zero_point)
         return result
@@ -69,7 +69,7 @@ class QuantizedRows(Tensor):
         return self.integers.to(self.scale.dtype).sub_(self.zero_point).mul_(self.scale)
 
     @property
-    def nbytes(self) -> int:
+    def nbytes(self) -> int:  # type: ignore[override]
         """Bytes of the integers, scales and zero points."""
         return sum(part.nbytes for part in self.parts)
 
@@ -78,7 +78,7 @@ class QuantizedRows(Tensor):
         """Integers, scales and zero points."""
         return self.integers, self.scale, self.zero_point
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         return f"QuantizedRows({tuple(self.shape)}, integers={self.integers.dtype})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedRows:
@@ -103,7 +103,7 @@ class QuantizedRows(Tensor):
         return func(*_in_float(args), **_in_float(kwargs)) if result is None else result
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run an operator that was called below PyTorch's functions, on the float values."""
