@@ -123,15 +123,15 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Ite
 
 def _moved(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Result of a function that moves rows; None if it changes rows, or if one of its tensors is not in integers."""
-    given = args[0] if isinstance(args[0], (tuple, list)) else args[:1]
-    if not all(isinstance(x, QuantizedRows) for x in given):
+    tensors = args[0] if isinstance(args[0], (tuple, list)) else args[:1]
+    if not all(isinstance(x, QuantizedRows) for x in tensors):
         return None
     try:
         results = [func(*_part(args, i), **kwargs) for i in range(3)]
     except (IndexError, RuntimeError):  # it goes along rows, of which scales have one value
         return None
     values = [tuple(r) if isinstance(r, (tuple, list)) else (r,) for r in results]
-    sizes, dtypes = given[0].shape[-1], [part.dtype for part in given[0].parts]
+    sizes, dtypes = tensors[0].shape[-1], [part.dtype for part in tensors[0].parts]
     for integers, scale, zero_point in zip(*values, strict=False):
         is_whole = integers.shape[-1:] == (sizes,) and scale.shape[-1:] == (1,)
         is_alike = integers.shape[:-1] == scale.shape[:-1] and scale.shape == zero_point.shape

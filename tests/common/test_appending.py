@@ -58,13 +58,13 @@ def test_a_single_call_returns_a_tensor_of_its_own() -> None:
 def test_two_continuations_of_one_state_stay_apart(steps: int) -> None:
     past = grown(steps)
     copy_of_past = past.clone()
-    one = appended(past, entries(1000), 2)
-    two = appended(past, entries(2000), 2)
-    three = appended(one, entries(3000), 2)
+    first = appended(past, entries(1000), 2)
+    second = appended(past, entries(2000), 2)
+    third = appended(first, entries(3000), 2)
     assert torch.equal(past, copy_of_past)
-    assert torch.equal(one, torch.cat([copy_of_past, entries(1000)], 2))
-    assert torch.equal(two, torch.cat([copy_of_past, entries(2000)], 2))
-    assert torch.equal(three, torch.cat([copy_of_past, entries(1000), entries(3000)], 2))
+    assert torch.equal(first, torch.cat([copy_of_past, entries(1000)], 2))
+    assert torch.equal(second, torch.cat([copy_of_past, entries(2000)], 2))
+    assert torch.equal(third, torch.cat([copy_of_past, entries(1000), entries(3000)], 2))
 
 
 CHANGES = {

@@ -41,11 +41,11 @@ def test_generation_follows_the_float_model(models):
 def test_beam_search_reorders_the_cache(models):
     """Each beam's logits are those of its own tokens, run again without a cache."""
     _, qmodel = models
-    found = generated(qmodel, length=12, num_beams=3, output_scores=True)
-    again = qmodel(found.sequences, attention_mask=torch.cat([MASK, torch.ones(3, 12, dtype=torch.long)], 1))
+    beams = generated(qmodel, length=12, num_beams=3, output_scores=True)
+    again = qmodel(beams.sequences, attention_mask=torch.cat([MASK, torch.ones(3, 12, dtype=torch.long)], 1))
     log_probs = again.logits.log_softmax(-1)[:, IDS.shape[1] - 1 : -1]
-    sums = log_probs.gather(2, found.sequences[:, IDS.shape[1] :, None]).sum((1, 2)) / 12
-    assert torch.allclose(sums, found.sequences_scores, rtol=0, atol=1e-4)
+    sums = log_probs.gather(2, beams.sequences[:, IDS.shape[1] :, None]).sum((1, 2)) / 12
+    assert torch.allclose(sums, beams.sequences_scores, rtol=0, atol=1e-4)
 
 
 def test_a_cropped_and_a_copied_cache(models):
@@ -58,10 +58,10 @@ def test_a_cropped_and_a_copied_cache(models):
         cache = qmodel(ids[:, :3], use_cache=True).past_key_values
         for i in (3, 4, 5):
             cache = qmodel(ids[:, i : i + 1], past_key_values=cache).past_key_values
-        other = copy.deepcopy(cache)
+        second_cache = copy.deepcopy(cache)
         cache.crop(-1)
-        other.crop(-1)
-        results = [qmodel(more, past_key_values=past).logits for past in (cache, other)]
+        second_cache.crop(-1)
+        results = [qmodel(more, past_key_values=past).logits for past in (cache, second_cache)]
         want = qmodel(torch.cat([ids[:, :5], more], 1)).logits[:, 5:]
     for got in results:
         assert torch.allclose(got, want, rtol=0, atol=1e-4)

@@ -225,9 +225,9 @@ def test_files_copies_and_recipes():
     assert fxq.Recipe.from_dict(recipe.to_dict()) == recipe
     q, tokens = quantized(Attention().eval(), recipe), torch.randn(1, 10, 32)
     want, state = run(q, tokens, empty())
-    for other in (filed(q), copy.deepcopy(q)):
-        got, other_state = run(other, tokens, empty())
-        assert torch.equal(got, want) and torch.equal(other_state[0].integers, state[0].integers)
+    for copied in (filed(q), copy.deepcopy(q)):
+        got, copied_state = run(copied, tokens, empty())
+        assert torch.equal(got, want) and torch.equal(copied_state[0].integers, state[0].integers)
     with pytest.raises(RecipeError, match="takes no state"):
         fxq.Recipe.qat(state=CACHE)
 
@@ -251,3 +251,16 @@ def test_onnx_keeps_the_state_in_float(tmp_path):
     outputs = session.run(None, {"x": x.numpy(), "keys": keys.numpy(), "values": values.numpy()})
     for got, want in zip(outputs, q(x, keys, values), strict=True):
         assert torch.allclose(torch.from_numpy(got), 1 * want, rtol=0, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore::fxq.FxqWarning")
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU])
+def test_the_hidden_state_of_a_recurrent_layer_stays_symmetric(layer):
+    """The spec of a cache, for a model that has recurrent layers, too: these keep their default grid."""
+    model, x = module(lambda self, x: self.layer(x)[0], layer=layer(16, 16)).eval(), torch.randn(5, 2, 16)
+    cached, plain = (
+        fxq.quantize(model, fxq.Recipe.dynamic(optimize="coverage", **options), example_inputs=x)
+        for options in ({"state": CACHE}, {})
+    )
+    assert torch.equal(cached(x), plain(x))
+    assert any("symmetric" in entry.reason for entry in cached.ledger)
