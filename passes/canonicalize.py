@@ -20,6 +20,7 @@ from fxq.graph.query import (
     constant,
     fills_like,
     flat_nodes,
+    is_check,
     is_op,
     op_of,
     options_of,
@@ -84,10 +85,11 @@ class Canonicalize(Pass):
 
 
 def _append(rewriter: Rewriter, node: fx.Node) -> None:
-    """Make a concatenation to an input an `append`, if the model returns the result or a slice of it."""
+    """Make a concatenation to an input that nothing else reads an `append`, if it, or a slice of it, is returned."""
     xs, dim = node.args[0], options_of(node)["dim"]
     parts = list(xs) if isinstance(xs, (tuple, list)) else []
     is_state = len(parts) == 2 and all(map(_is_tensor, parts)) and parts[0].op == "placeholder"
+    is_state = is_state and all(user is node or is_check(user) or reads_only_metadata(user) for user in parts[0].users)
     if is_state and any(user.op == "output" for value in (node, *_slices_of(node)) for user in value.users):
         with rewriter.attributed("append", _append):
             rewriter.update(node, OPS["append"].target, tuple(parts), {"dim": dim})
