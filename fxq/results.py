@@ -12,6 +12,7 @@ from fxq.picture.diff import Diff
 from fxq.pipeline.history import History, Snapshot
 from fxq.programs.quantized_programs import QuantizedPrograms
 from fxq.quant.one_tensor import QuantizationNoise
+from fxq.quant.quantized_rows import QuantizedRows
 from fxq.report.profile import Profile
 from fxq.tuning.bisection import Bisection
 from fxq.tuning.search_result import SearchResult
@@ -34,6 +35,7 @@ __all__ = [
     "QuantizationNoise",
     "QuantizedModel",
     "QuantizedPrograms",
+    "QuantizedRows",
     "SearchResult",
     "Sensitivity",
     "Snapshot",

@@ -20,6 +20,7 @@ from fxq.passes.lower import Lower
 from fxq.passes.propagate import Propagate
 from fxq.passes.share_qparams import ShareQParams
 from fxq.passes.smooth import Smooth
+from fxq.passes.store_states import StoreStates
 from fxq.passes.trace import Trace
 from fxq.passes.verify_lowering import VerifyLowering
 from fxq.quant.spec import DYNAMIC, TRAINED, QuantConfig
@@ -45,6 +46,7 @@ PASSES: tuple[Pass, ...] = (
     Fallback(),
     Lower(),
     VerifyLowering(),
+    StoreStates(),
     Cleanup(),
 )
 
@@ -96,6 +98,7 @@ __all__ = [
     "Propagate",
     "ShareQParams",
     "Smooth",
+    "StoreStates",
     "Trace",
     "VerifyLowering",
 ]

@@ -17,13 +17,13 @@ from fxq.backends.by_name import Backend, get_backend
 from fxq.common.data import device_of
 from fxq.graph.analysis.mutation import MemoryWriters
 from fxq.graph.info import Decision, DecisionKind, Plan, info
-from fxq.graph.query import constant, reads_only_metadata, submodule, taken_from, values_of
+from fxq.graph.query import constant, options_of, reads_only_metadata, submodule, taken_from, values_of
 from fxq.graph.unit import Calls, OpCall, UnitInput, calls_of, inputs_of, read_by
 from fxq.ops import OPS
 from fxq.ops.traits import STATE_DYNAMIC
 from fxq.pipeline.candidates import Candidate, CandidateGraph
 from fxq.pipeline.context import Context
-from fxq.quant.spec import DYNAMIC_STATE, QuantConfig, Role, TensorSpec
+from fxq.quant.spec import CACHE, CACHE_TEXT, DYNAMIC_STATE, QuantConfig, Role, TensorSpec
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.recipe.pipeline import preset_config, preset_line
 from fxq.rewriting.rewriter import Rewriter
@@ -128,6 +128,8 @@ class _Planner:
             hint = "; fxq.extend.register_op adds it" if _is_from_elsewhere(node.target) else ""
             return self._float("unsupported", f"{_target_name(self.rewriter.gm, node)} is not in the op table{hint}")
         config, selector = context.config_for(about.path, calls[0].op.name)
+        if calls[0].op.traits.grows:
+            return self._growing_state(node, config.state)
         if config.is_float:
             fix = context.override_line(about.path, calls[0].op.name, preset_line(context.recipe.preset))
             selected = selector or "all ops that no override selects"
@@ -139,6 +141,15 @@ class _Planner:
         if config.activation is None:
             return self._float("excluded by the recipe", "it has no weight, and the recipe leaves activations in float")
         return self._fit(node, backend, config)
+
+    def _growing_state(self, node: fx.Node, spec: TensorSpec | None) -> Plan:
+        """Plan of an `append`: in float; with a spec for its state if the pass store-states stores it as integers."""
+        about = info(node)
+        if spec is None or spec != replace(CACHE, bits=spec.bits, observer=spec.observer):
+            return self._float("excluded by the recipe", f"its state is in float; as integers: state={CACHE_TEXT}")
+        if about.dtype != torch.float32 or options_of(node)["dim"] in (-1, len(about.shape or ()) - 1):
+            return self._float("unsupported", "only states of float32 whose rows do not grow are stored as integers")
+        return replace(self._float("undecided", "the pass store-states did not run"), state=spec)
 
     def _fit(self, node: fx.Node, backend: Backend, config: QuantConfig) -> Candidate | Plan:
         """Candidate for a node that runs with `config`; its float plan if it cannot run on integers."""
@@ -158,6 +169,9 @@ class _Planner:
         overflows = not config.fits_int16 and backend.adds_in_int16(calls)
         recurrence = calls[0].op.traits.recurrence
         state = config.state if recurrence is not None else None
+        if state is not None and not state.symmetric:
+            state = replace(DYNAMIC_STATE, bits=state.bits)
+            notes.append("its state has a symmetric range: an affine one is for states that grow, such as caches")
         is_calibrated = state is not None and state.range == "calibrated"
         if state and recurrence and is_calibrated and recurrence.differs(calls[0].tensors, calls[0].options):
             state, why = replace(DYNAMIC_STATE, bits=state.bits), "its output shows another range than its state"

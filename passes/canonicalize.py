@@ -20,6 +20,7 @@ from fxq.graph.query import (
     constant,
     fills_like,
     flat_nodes,
+    is_check,
     is_op,
     op_of,
     options_of,
@@ -45,7 +46,8 @@ class Canonicalize(Pass):
     """Rewrite every spelling of an op into its canonical form, with weights as inputs.
 
     Before: conv1(x), x.relu(), F.relu(x, inplace=True)    After: conv2d(x, w, b, stride=(2, 2)), relu(x), relu(x)
-    Also: removes identities and dropout. 'same' and non-zero padding of a convolution becomes a separate pad op; each
+    Also: a state that grows, cat([past, x]) of an input and an output of the model, becomes append(past, x). Removes
+    identities and dropout. 'same' and non-zero padding of a convolution becomes a separate pad op; each
     value taken from a tuple (chunk, split) becomes an op; a function that is written out in basic ops becomes that
     function; values computed only from weights become constants.
     Keeps: the output, to 1e-6. Calls that the op table does not know stay as they are, with the reason.
@@ -72,12 +74,29 @@ class Canonicalize(Pass):
         constants = {n for n in called if n._erased}
         rewriter.context.dropouts = list(_dropouts(rewriter))
         rewriter.apply(drop_identity, drop_dropout, same_padding, padding_mode, merge_slices, *WRITTEN_OUT)
+        for node in rewriter.nodes("cat"):
+            _append(rewriter, node)
         rewritten = [(info(n).path, op.name) for n in rewriter.nodes() if (op := op_of(n)) is not None]
         rewriter.context.written = written + rewritten
         rewriter.erase_unused()
         for node in rewriter.nodes():
             _check_weights(rewriter, node)
         keep_original(rewriter, called, constants)
+
+
+def _append(rewriter: Rewriter, node: fx.Node) -> None:
+    """Make a concatenation to an input that nothing else reads an `append`, if it, or a slice of it, is returned."""
+    xs, dim = node.args[0], options_of(node)["dim"]
+    parts = list(xs) if isinstance(xs, (tuple, list)) else []
+    is_state = len(parts) == 2 and all(map(_is_tensor, parts)) and parts[0].op == "placeholder"
+    is_state = is_state and all(user is node or is_check(user) or reads_only_metadata(user) for user in parts[0].users)
+    if is_state and any(user.op == "output" for value in (node, *_slices_of(node)) for user in value.users):
+        with rewriter.attributed("append", _append):
+            rewriter.update(node, OPS["append"].target, tuple(parts), {"dim": dim})
+
+
+def _slices_of(node: fx.Node) -> list[fx.Node]:
+    return [user for user in node.users if is_op(user, "getitem")]
 
 
 def _dropouts(rewriter: Rewriter) -> Iterator[tuple[str, tuple[str, ...]]]:

@@ -241,6 +241,8 @@ class EngineBackend(Backend):
         is_weight_only = plan is not None and plan.precision == "weight-only"
         if not calls or (is_weight_only and calls[0].op.name not in self.table_ops):
             return False
+        if any(call.op.traits.grows for call in calls):  # an engine would copy the whole state in each call
+            return False
         return node_refused(gm, node) is None and self.refusal(gm, node) is None
 
     def regions(self, gm: fx.GraphModule) -> Iterable[Region]:

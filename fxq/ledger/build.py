@@ -12,7 +12,7 @@ from fxq.common.isolation import seeded
 from fxq.errors import PassError
 from fxq.graph.info import Cost, Decision, info
 from fxq.graph.precision import SPLIT_OP_PRECISIONS
-from fxq.graph.query import submodule, taken_from, values_of
+from fxq.graph.query import is_op, submodule, taken_from, values_of
 from fxq.graph.region import saved_bytes
 from fxq.graph.unit import calls_of, unit_of
 from fxq.graph.view import NodeView
@@ -159,6 +159,8 @@ def _decision(gm: fx.GraphModule, node: fx.Node, kind: str, lowered: bool) -> De
 def _is_in_qdq_form(gm: fx.GraphModule, node: fx.Node) -> bool:
     """Whether a node of a lowered graph computes in float, between a dequantize and a quantize."""
     module = submodule(gm, node)
+    if is_op(node, "quantized_rows"):
+        return False
     if module is not None and unit_of(gm, node) is None:  # a kernel, whether its output is integer or float
         return False
     dtype = info(values_of(node)[0]).dtype

@@ -83,6 +83,19 @@ def _computed(w: Writer, scale: Any) -> bool:
     return isinstance(scale, Value) and w.constant_of(scale.name) is None
 
 
+def _is_written_out(w: Writer, x: Value, scale: Value) -> bool:
+    """Whether a conversion is written in basic ops: in files, of rows of keys and values (..., heads, length, size).
+
+    ONNX Runtime would move the Transpose before it across a QuantizeLinear, without transposing the scales.
+    """
+    return w.portable and x.rank > 3 and scale.shape == (*x.shape[:-1], 1)
+
+
+def _float_zero(w: Writer, x: Value, zero_point: Any) -> Operand:
+    """Zero point as float32."""
+    return w.cast(zero_point, torch.float32) if isinstance(zero_point, Value) else w.number(zero_point, x)
+
+
 @writes("quantize")
 def quantize(
     w: Writer,
@@ -102,6 +115,9 @@ def quantize(
         outputs = _dynamic_quantize_outputs(w, x, scale)
         if outputs is not None and dtype is torch.uint8:
             return outputs[0]
+        if _is_written_out(w, x, scale):
+            shifted = w.emit("Add", w.emit("Round", w.emit("Div", x, scale)), _float_zero(w, x, zero_point))
+            return w.cast(w.emit("Clip", shifted, w.number(qmin, x), w.number(qmax, x)), dtype)
         grid, attributes = _rows(w, x, scale, _computed_zero(w, scale, zero_point, dtype))
         return w.emit("QuantizeLinear", x, *grid, **attributes)
     step, zero = _grid(w, x, scale, zero_point, dtype, axis, block)
@@ -147,6 +163,9 @@ def dequantize(
         if w.floats:
             return x
         if _computed(w, scale):
+            if _is_written_out(w, x, scale):
+                steps = Value(w.cast(x, torch.float32), torch.empty_like(x.like, dtype=torch.float32))
+                return Value(w.emit("Mul", w.emit("Sub", steps, _float_zero(w, steps, zero_point)), scale), steps.like)
             grid, attributes = _rows(w, x, scale, _computed_zero(w, scale, zero_point, x.dtype))
             real = w.emit("DequantizeLinear", x, *grid, **attributes)
             return Value(real, torch.empty_like(x.like, dtype=torch.float32))
@@ -193,6 +212,30 @@ def _dequantize(
     attributes = {"axis": axis, "block_size": block} if step.dim() else {}
     dequantized = w.emit("DequantizeLinear", x, step, w.constant(zero, type_number), **attributes)
     return Value(dequantized, torch.empty_like(x.like, dtype=torch.float32))
+
+
+@writes("state_scale")
+def state_scale(w: Writer, state: Value, *, steps: int) -> str:
+    """Write the scale of a state, which is float in ONNX: it is quantized again in each call."""
+    return choose_scale(w, state, steps=steps, axis=-1, symmetric=False)
+
+
+@writes("state_zero_point")
+def state_zero_point(w: Writer, state: Value, scale: Value) -> str:
+    return w.cast(choose_zero_point(w, state, scale=scale, qmin=0, axis=-1), torch.uint8)
+
+
+@writes("state_integers")
+def state_integers(w: Writer, state: Value, scale: Value, zero_point: Value, *, qmax: int) -> str:
+    grid: dict[str, Any] = {"scale": scale, "zero_point": zero_point, "qmin": 0, "qmax": qmax, "dtype": torch.uint8}
+    return quantize(w, state, axis=None, block=None, **grid)
+
+
+@writes("quantized_rows")
+def quantized_rows(w: Writer, integers: Value, scale: Value, zero_point: Value) -> Value:
+    """Write a state that the model returns, which is float in ONNX."""
+    grid: dict[str, Any] = {"scale": scale, "zero_point": zero_point, "qmin": 0, "qmax": 255}
+    return dequantize(w, integers, axis=None, block=None, packed=None, **grid)
 
 
 @writes("requantize")

@@ -74,6 +74,11 @@ def cat(w: Writer, xs: Sequence[Value], *, dim: int) -> str:
     return w.joined(parts, dim % parts[0].rank)
 
 
+@writes("append")
+def append(w: Writer, past: Value, new: Value, *, dim: int) -> str:
+    return cat(w, [past, new], dim=dim)
+
+
 @writes("stack")
 def stack(w: Writer, xs: Sequence[Value], *, dim: int) -> str:
     refuse(len({x.dtype for x in xs}) > 1, "its inputs have different dtypes")

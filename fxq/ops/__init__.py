@@ -23,6 +23,7 @@ from fxq.ops import (
     resampling,
     selection,
     shapes,
+    states,
 )
 from fxq.ops.convolution import conv_padding
 from fxq.ops.registry import OPS
@@ -43,4 +44,5 @@ __all__ = [
     "resampling",
     "selection",
     "shapes",
+    "states",
 ]

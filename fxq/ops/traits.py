@@ -85,6 +85,8 @@ class OpTraits:
             squeeze-and-excitation) or "gate" (its second). Read when fxq is imported, so leave it empty for your own
             ops.
         recurrence: traits of a recurrent layer; None for other ops.
+        grows: whether the result is the first input with further entries, in memory that results of successive calls
+            share. PyTorch runs such an op on every backend, and its strides do not follow from those of its inputs.
         unless: returns the reason why a call with these arguments does not fit `kind`, or None.
     """
 
@@ -110,6 +112,7 @@ class OpTraits:
     masks: bool = False
     fused_after: tuple[str, ...] = ()
     recurrence: Recurrence | None = None
+    grows: bool = False
     unless: Callable[[Mapping[str, Any]], str | None] | None = None
 
     def in_float(self, activation: TensorSpec | None) -> bool:

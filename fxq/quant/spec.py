@@ -152,6 +152,13 @@ DYNAMIC_STATE = replace(DYNAMIC, symmetric=True)
 STATE = TensorSpec(symmetric=True)
 DEFAULT_STATE = TensorSpec(symmetric=True)
 """Placeholder: `QuantConfig` replaces it by `STATE` if activations are calibrated, else by `DYNAMIC_STATE`."""
+CACHE = TensorSpec(per="row", range="dynamic")
+"""Spec of a state that grows, such as a key-value cache, in integers: a grid for each row, so per token and head.
+
+It is affine, since some values of a key are large and of one sign in all tokens.
+"""
+CACHE_TEXT = 'fxq.TensorSpec(per="row", range="dynamic")'
+"""Code of `CACHE`, for messages."""
 WEIGHT = TensorSpec(signed=True, symmetric=True, per="channel", observer="minmax")
 WEIGHT4 = TensorSpec(bits=4, per=64, observer="minmax")
 """Default of 4-bit weights. Affine, since with 16 integers it has a smaller error than symmetric."""
@@ -191,11 +198,13 @@ class QuantConfig:
             row, set `per` to the length of a row.
         bias: spec of the bias. None: the format of the kernel, int32 (scale: product of the scales of input and weight)
             or float.
-        state: spec of the hidden state of a recurrent layer that reads integers. Its range is "dynamic", "calibrated"
-            (faster), or "fixed" (-1..1). Default: "calibrated" if the range of activations is, else "dynamic". The
-            range is dynamic in spite of the spec where the other would be wrong: instead of calibrated, for an LSTM
-            with a projection, an LSTM whose last cell state is read, and a first state larger than all later ones;
-            instead of fixed, where the state can leave -1..1.
+        state: spec of the states of the layer. For a state that grows from call to call, such as a key-value cache,
+            TensorSpec(per="row", range="dynamic") stores it as integers, with a scale and a zero point for each row
+            (token and head); with any other spec, it stays in float. For the hidden state of a recurrent layer that
+            reads integers, the range is "dynamic", "calibrated" (faster), or "fixed" (-1..1). Default: "calibrated" if
+            the range of activations is, else "dynamic". The range is dynamic in spite of the spec where the other would
+            be wrong: instead of calibrated, for an LSTM with a projection, an LSTM whose last cell state is read, and a
+            first state larger than all later ones; instead of fixed, where the state can leave -1..1.
 
     Example:
         >>> QuantConfig(activation=TensorSpec(observer="minmax")).is_float
@@ -239,7 +248,7 @@ class QuantConfig:
 
     def to_dict(self) -> dict[str, Any] | str:
         """Plain data for a recipe file: `"float"`, or for each role the spec as a dict, or `"float"`."""
-        if self.is_float:
+        if self.is_float and (self.state is None or without_default_state(self).state is None):
             return "float"
         default = QuantConfig(self.activation)
         written = [role for role in ROLES if role in ("activation", "weight") or self.of(role) != default.of(role)]

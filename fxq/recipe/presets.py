@@ -13,7 +13,7 @@ import torch
 
 from fxq.backends.base import Backend
 from fxq.errors import RecipeError
-from fxq.quant.spec import ACTIVATION, DYNAMIC, TRAINED, WEIGHT, QuantConfig, TensorSpec, weight_spec
+from fxq.quant.spec import ACTIVATION, DEFAULT_STATE, DYNAMIC, TRAINED, WEIGHT, QuantConfig, TensorSpec, weight_spec
 from fxq.recipe.extensions import backend_path
 from fxq.recipe.pipeline import PipelineEdit, preset_optimize
 
@@ -31,6 +31,7 @@ def static(
     backend: str | type[Backend] = "auto",
     activation: TensorSpec | None = ACTIVATION,
     weight: TensorSpec = WEIGHT,
+    state: TensorSpec | None = DEFAULT_STATE,
     optimize: str = "speed",
     reduce_range: str = "auto",
     strict_trace: bool = False,
@@ -46,6 +47,7 @@ def static(
         activation: spec of all activations; the default is uint8 affine with the histogram observer. None: they stay in
             float, see `weight_only`.
         weight: spec of all weights; the default is int8 symmetric per channel.
+        state: spec of the states of recurrent layers and of caches, see `QuantConfig`.
         optimize: "speed": ops that are faster in float on this machine, at the shapes of the example inputs, stay in
             float; "coverage": every op that can runs on integers, and nothing is timed.
         reduce_range: role that has 7 bits on CPUs whose kernels saturate with 8-bit activations and 8-bit weights (x86
@@ -68,7 +70,7 @@ def static(
         raise RecipeError(f"leaf_modules is a list of path globs, not {leaf_modules!r}: write [{leaf_modules!r}].")
     recipe = _cls(
         backend=backend_path(backend),
-        config=QuantConfig(activation, weight),
+        config=QuantConfig(activation, weight, state=state),
         optimize=optimize,
         strict_trace=strict_trace,
         reduce_range=reduce_range,
@@ -182,6 +184,7 @@ def qat(
     Source: Jacob et al. 2018, section 3; Krishnamoorthi 2018, section 3.2; Esser et al. 2020 (learned scales);
         Nagel et al. 2022, section 4.2 (weights that are frozen).
     """
+    _refuse("qat", options, "state")
     if learned:
         weight = replace(weight, range="learned", observer="mse")
         activation = replace(activation, range="learned", observer="mse") if activation is not None else None

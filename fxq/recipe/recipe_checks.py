@@ -119,7 +119,7 @@ def _unsupported_spec(role: Role, spec: TensorSpec) -> Iterator[str]:
         yield f'range="{spec.range}" for the {role} is not supported yet: use {choices}.'
     if spec.per == "row" and spec.range == "calibrated":
         yield 'rows cannot have calibrated ranges, since every call has other rows: use range="dynamic".'
-    if (role == "state" or spec.range == "fixed") and not spec.symmetric:
+    if ((role == "state" and spec.per != "row") or spec.range == "fixed") and not spec.symmetric:
         yield f"a {spec.range} range for the {role} that is not symmetric is not supported yet: use symmetric=True."
     if role == "state" and (spec.per == "row") != (spec.range == "dynamic"):
         yield 'a state has a dynamic range per="row", or a calibrated or fixed one (-1..1) per="tensor".'

@@ -63,8 +63,9 @@ def run(node: fx.Node, called: Callable[..., Any], args: Any, kwargs: Any, sure:
     Returns:
         The value, and whether its kind is fixed.
     """
-    if sure or (op_of(node) is not None and not holds_tensor(kwargs)):
-        return called(*args, **kwargs), True
+    op = op_of(node)
+    if sure or (op is not None and not holds_tensor(kwargs)):
+        return called(*args, **kwargs), op is None or not op.traits.grows
     if not _is_library_function(node, called):
         return called(*args, **kwargs), False
     with ValueReads() as reads:

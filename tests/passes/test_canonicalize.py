@@ -11,7 +11,7 @@ from fxq.common.metrics import sqnr
 from fxq.graph.info import info
 from fxq.passes import Canonicalize
 from tests.support.graphs import again, equal, expected, graph, text, until
-from tests.support.helpers import REFERENCE
+from tests.support.helpers import REFERENCE, module
 from tests.support.models import batch, build, call, settled
 
 
@@ -244,3 +244,23 @@ def test_the_user_s_model_is_not_changed():
     graph(model, batch("in_place"), "canonicalize")
     assert [n for n, _ in model.named_modules()] == names
     assert equal(dict(model.state_dict()), before)
+
+
+STATES = {
+    "state": (lambda self, x, past: torch.cat([past, self.layer(x)], 1), "append"),
+    "window": (lambda self, x, past: torch.cat([past, self.layer(x)], 1)[:, -3:], "append"),
+    "at the start": (lambda self, x, past: torch.cat([self.layer(x), past], 1), "cat"),
+    "not returned": (lambda self, x, past: torch.cat([past, self.layer(x)], 1).relu(), "cat"),
+    "read otherwise": (lambda self, x, past: torch.cat([past, self.layer(past)], 1) + 0 * x[:, :1], "cat"),
+    "features": (lambda self, x, past: (torch.cat([x, self.layer(x)], 1), past), "cat"),
+    "three parts": (lambda self, x, past: torch.cat([past, self.layer(x), x], 1), "cat"),
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_a_concatenation_to_an_input_that_is_returned_is_a_state(name):
+    forward, op = STATES[name]
+    model, inputs = module(forward, layer=nn.Linear(4, 4)), (torch.randn(2, 3, 4), torch.randn(2, 5, 4))
+    gm = graph(model, inputs)
+    assert f"cat = {op}(" in text(gm)
+    assert equal(gm(*inputs), model(*inputs))

@@ -35,10 +35,6 @@ CASES = {
         "weights in int4 symmetric blocks of 64 .*: set activation=None",
     ),
     "measured weights": (fxq.QuantConfig(weight=replace(WEIGHT, range="dynamic")), 'range="dynamic" for the weight'),
-    "a zero point of a state": (
-        fxq.QuantConfig(state=replace(ACTIVATION, range="dynamic", per="row")),
-        "for the state that is not symmetric is not supported yet: use symmetric=True",
-    ),
     "fixed": (
         fxq.QuantConfig(replace(ACTIVATION, range="fixed")),
         'range="fixed" .*: use range="calibrated" or range="dynamic" or range="learned"',

@@ -1,0 +1,121 @@
+"""Concatenation to a tensor that grows from call to call, such as a key-value cache, in memory reserved ahead."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch._C import _get_tracing_state
+from torch._C._functorch import peek_interpreter_stack
+
+MIN_RESERVED = 64
+"""Minimum number of entries that new memory has room for, beside those that it holds."""
+_ATTRIBUTE = "fxq_reserved"
+
+
+@dataclass
+class _Reserved:
+    """Description of memory that results of `appended` share. It is an attribute of their storage.
+
+    Attributes:
+        sizes: sizes of a result, without the growing axis.
+        strides: strides of every result.
+        dtype: dtype of every result.
+        dim: the growing axis.
+        capacity: number of entries along that axis that the memory has room for.
+        used: number of entries that were written. A result that ends there is continued in place.
+        lock: is held while entries are claimed.
+    """
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    dim: int
+    capacity: int
+    used: int
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def is_latest(self, past: Tensor) -> bool:
+        """Whether a tensor is a result in this memory, or the end of one, after which nothing was written."""
+        fits = past.dtype is self.dtype and past.stride() == self.strides and _without(past, self.dim) == self.sizes
+        first, rest = divmod(int(past.storage_offset()), self.strides[self.dim])
+        return fits and not rest and first + past.shape[self.dim] == self.used
+
+    def claims(self, past: Tensor, count: int) -> bool:
+        """Claim the memory of `count` entries after `past`, if it is the latest result and there is room."""
+        with self.lock:
+            has_room = self.is_latest(past) and self.used + count <= self.capacity
+            self.used += count if has_room else 0
+        return has_room
+
+
+def appended(past: Tensor, new: Tensor, dim: int) -> Tensor:
+    """Return `torch.cat([past, new], dim)`, without a copy of `past` if that is the result of an earlier call.
+
+    A result that is passed in again gets memory with room for more entries. Later entries are written into that memory,
+    after those of `past`, if `past` is the latest result in it. Otherwise, as for a second continuation of one `past`,
+    both are copied. Results of successive calls therefore share memory: all of them stay right as long as the caller
+    writes to none of them. They are contiguous only if no axis before `dim` has more than one entry.
+
+    Args:
+        past: tensor of any shape and dtype.
+        new: tensor of the same shape, but for the axis `dim`.
+        dim: the axis.
+    """
+    if torch.compiler.is_compiling() or _get_tracing_state() is not None or peek_interpreter_stack() is not None:
+        return torch.cat([past, new], dim)
+    axis = dim % max(past.dim(), 1)
+    if not _may_share(past, new) or _without(past, axis) != _without(new, axis) or past.numel() == 0:
+        return _marked(torch.cat([past, new], dim), axis)
+    reserved: _Reserved | None = getattr(past.untyped_storage(), _ATTRIBUTE, None)
+    if reserved is None or reserved.dim != axis or not reserved.is_latest(past):
+        return _marked(torch.cat([past, new], axis), axis)
+    length, count = past.shape[axis], new.shape[axis]
+    sizes = (*past.shape[:axis], length + count, *past.shape[axis + 1 :])
+    if reserved.claims(past, count):
+        result = past.as_strided(sizes, past.stride(), past.storage_offset())
+    else:
+        room = max((length + count) // 2, MIN_RESERVED)
+        memory = past.new_empty((*past.shape[:axis], length + count + room, *past.shape[axis + 1 :]))
+        result = _marked(memory, axis, length + count).narrow(axis, 0, length + count)
+        result.narrow(axis, 0, length).copy_(past)
+    result.narrow(axis, length, count).copy_(new)
+    return result
+
+
+def _may_share(past: Tensor, new: Tensor) -> bool:
+    """Whether results may share memory: plain tensors of one kind, which need no gradients."""
+    return (
+        _is_plain(past)
+        and _is_plain(new)
+        and (past.dtype, past.device, past.dim()) == (new.dtype, new.device, new.dim())
+        and past.is_inference() == torch.is_inference_mode_enabled()
+        and not (torch.is_grad_enabled() and (past.requires_grad or new.requires_grad))
+    )
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) is Tensor and tensor.layout is torch.strided and tensor.dim() > 0
+
+
+def _without(tensor: Tensor, axis: int) -> tuple[int, ...]:
+    """Sizes of a tensor without an axis."""
+    return (*tensor.shape[:axis], *tensor.shape[axis + 1 :])
+
+
+def _marked(tensor: Tensor, axis: int, used: int | None = None) -> Tensor:
+    """Return a tensor that has memory of its own, after marking that memory as the result of `appended`.
+
+    Args:
+        tensor: the tensor.
+        axis: the growing axis.
+        used: number of entries along this axis that will be written; None: all.
+    """
+    if _is_plain(tensor) and tensor.numel():
+        capacity = tensor.shape[axis]
+        sizes, used = _without(tensor, axis), capacity if used is None else used
+        reserved = _Reserved(sizes, tensor.stride(), tensor.dtype, axis, capacity, used)
+        setattr(tensor.untyped_storage(), _ATTRIBUTE, reserved)
+    return tensor

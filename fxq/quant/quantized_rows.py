@@ -1,0 +1,145 @@
+"""Tensor that is stored as integers with one grid per row: a state, such as a key-value cache, between calls."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxq.common.trees import leaves, mapped
+from fxq.errors import InputError
+
+_ABOUT = frozenset(
+    [
+        *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "layout", "ndim", "requires_grad")),
+        *(getattr(Tensor, name).__get__ for name in ("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_nested")),
+        *(Tensor.dim, Tensor.size, Tensor.numel, torch.numel, Tensor.is_floating_point, torch.is_floating_point),
+        *(Tensor.is_complex, torch.is_complex, Tensor.__len__, Tensor.is_contiguous, Tensor.stride),
+    ]
+)
+"""Functions that read no values."""
+_MOVES = frozenset(
+    [
+        *(Tensor.__getitem__, Tensor.index_select, torch.index_select, Tensor.narrow, torch.narrow, Tensor.select),
+        *(Tensor.repeat_interleave, torch.repeat_interleave, torch.cat, Tensor.split, torch.split, Tensor.chunk),
+        *(torch.chunk, Tensor.clone, torch.clone, Tensor.detach, Tensor.contiguous, Tensor.to, Tensor.cpu, Tensor.cuda),
+    ]
+)
+"""Functions that do to integers, scales and zero points what they do to the tensor, if they move whole rows."""
+
+
+class QuantizedRows(Tensor):
+    """Float tensor (..., N) that is stored as integers, with a scale and a zero point for each row of N values.
+
+    A model with an integer cache returns it, and takes it or a float tensor in the next call. Functions that select,
+    reorder or join whole rows return `QuantizedRows`. All others compute with the float values, and return floats.
+
+    Args:
+        integers: uint8[..., N].
+        scale: float32[..., 1], the value of one step in each row.
+        zero_point: uint8[..., 1], the integer that represents zero in each row.
+
+    Raises:
+        InputError: a function would change it in place.
+
+    Example:
+        >>> integers, zero_point = torch.tensor([[200, 50], [1, 2]]), torch.tensor([[100], [0]])
+        >>> cache = QuantizedRows(integers.byte(), torch.tensor([[0.5], [2.0]]), zero_point.byte())
+        >>> cache[1:].integers, cache.sum(-1)
+        (tensor([[1, 2]], dtype=torch.uint8), tensor([25.,  6.]))
+    """
+
+    integers: Tensor
+    scale: Tensor
+    zero_point: Tensor
+
+    @staticmethod
+    def __new__(cls: Any, integers: Tensor, scale: Tensor, zero_point: Tensor) -> QuantizedRows:
+        """Make a tensor with the shape of `integers`."""
+        make: Any = Tensor._make_wrapper_subclass
+        result: QuantizedRows = make(cls, integers.shape, dtype=scale.dtype, device=integers.device)
+        result.__dict__.update(integers=integers, scale=scale, zero_point=zero_point)
+        return result
+
+    def dequantize(self) -> Tensor:
+        """The float values: float32[..., N]."""
+        return self.integers.to(self.scale.dtype).sub_(self.zero_point).mul_(self.scale)
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        """Bytes of the integers, scales and zero points."""
+        return sum(part.nbytes for part in self.parts)
+
+    @property
+    def parts(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Integers, scales and zero points."""
+        return self.integers, self.scale, self.zero_point
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"QuantizedRows({tuple(self.shape)}, integers={self.integers.dtype})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedRows:
+        return QuantizedRows(*(copy.deepcopy(part, memo) for part in self.parts))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return QuantizedRows, self.parts
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run a function on integers, scales and zero points if it moves whole rows; else on the float values."""
+        kwargs = kwargs or {}
+        if func in _ABOUT:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if any(isinstance(value, QuantizedRows) for value in _written(func, args, kwargs)):
+            name = getattr(func, "__name__", str(func))
+            raise InputError(f"{name} would change a tensor that is stored as integers: change x.dequantize() instead.")
+        result = _moved(func, args, kwargs) if func in _MOVES else None
+        return func(*_in_float(args), **_in_float(kwargs)) if result is None else result
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run an operator that was called below PyTorch's functions, on the float values."""
+        return func(*_in_float(args), **_in_float(kwargs or {}))
+
+
+def _in_float(values: Any) -> Any:
+    return mapped(values, lambda leaf: leaf.dequantize() if isinstance(leaf, QuantizedRows) else leaf)
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Any]:
+    """Arguments that a function writes to."""
+    name = getattr(func, "__name__", "")
+    in_place = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or name.startswith("__i")
+    yield from leaves((args[:1] if in_place else (), kwargs.get("out")))
+
+
+def _moved(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Result of a function that moves rows; None if it changes rows, or if one of its tensors is not in integers."""
+    tensors = args[0] if isinstance(args[0], (tuple, list)) else args[:1]
+    if not all(isinstance(x, QuantizedRows) for x in tensors):
+        return None
+    try:
+        results = [func(*_part(args, i), **kwargs) for i in range(3)]
+    except (IndexError, RuntimeError):  # it goes along rows, of which scales have one value
+        return None
+    values = [tuple(r) if isinstance(r, (tuple, list)) else (r,) for r in results]
+    sizes, dtypes = tensors[0].shape[-1], [part.dtype for part in tensors[0].parts]
+    for integers, scale, zero_point in zip(*values, strict=False):
+        is_whole = integers.shape[-1:] == (sizes,) and scale.shape[-1:] == (1,)
+        is_alike = integers.shape[:-1] == scale.shape[:-1] and scale.shape == zero_point.shape
+        if not (is_whole and is_alike and [integers.dtype, scale.dtype, zero_point.dtype] == dtypes):
+            return None
+    joined = tuple(QuantizedRows(*parts) for parts in zip(*values, strict=True))
+    return joined if isinstance(results[0], (tuple, list)) else joined[0]
+
+
+def _part(values: Any, i: int) -> Any:
+    return mapped(values, lambda leaf: leaf.parts[i] if isinstance(leaf, QuantizedRows) else leaf)

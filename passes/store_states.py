@@ -1,0 +1,81 @@
+"""store-states: store states that grow, such as key-value caches, as integers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from fxq.graph.info import Decision, Plan, info
+from fxq.graph.query import is_op, options_of, plan_of, reads_only_metadata
+from fxq.quant.dynamic_grid import DynamicGrid
+from fxq.quant.spec import TensorSpec
+from fxq.recipe.pass_base import Pass, Stage
+from fxq.rewriting.rewriter import Rewriter
+
+
+@dataclass(frozen=True)
+class StoreStates(Pass):
+    """Store states that grow from call to call as integers, where the recipe has a spec for them (role "state").
+
+    Before: keys = append(past, new)
+    After: integers = append(state_integers(past), quantize(new)), and so the scales and zero points; the model returns
+    quantized_rows(integers, scale, zero_point), and its other ops read dequantize(integers, scale, zero_point)
+    Keeps: the output, up to rounding to the grid of each row. New entries are quantized once, when they are appended.
+    """
+
+    name: ClassVar[str] = "store-states"
+    needs: ClassVar[Stage] = Stage.QDQ
+    gives: ClassVar[Stage] = Stage.QDQ
+
+    def run(self, rewriter: Rewriter) -> None:
+        """Rewrite each `append` whose plan has a spec for its state."""
+        for node in rewriter.nodes("append"):
+            plan = plan_of(node)
+            if plan is not None and plan.state is not None:
+                with rewriter.attributed("store_state", _store):
+                    _store(rewriter, node, plan.state)
+
+
+def _store(rewriter: Rewriter, node: fx.Node, spec: TensorSpec) -> None:
+    past, new = node.args
+    assert isinstance(past, fx.Node) and isinstance(new, fx.Node)
+    about, grid, name, dim = info(node), DynamicGrid.of(spec, -1), node.name, options_of(node)["dim"]
+    plan = Plan(Decision("moves", decided_by=rewriter.name))
+
+    def call(op: str, part: str, like: fx.Node, *reads: fx.Node, **options: Any) -> fx.Node:
+        """Insert a call that computes the integers, the scale or the zero point of the rows of `like`."""
+        rows = info(like).shape or ()
+        typed = (rows if part == "q" else (*rows[:-1], 1)), torch.float32 if part == "scale" else spec.dtype
+        new_node = rewriter.call(op, *reads, before=node, name=f"{like.name}_{part}", typed=typed, **options)
+        rewriter.describe(new_node, path=about.path, source=about.source, plan=plan)
+        return new_node
+
+    past_scale = call("state_scale", "scale", past, past, steps=grid.steps)
+    past_zero = call("state_zero_point", "zero_point", past, past, past_scale)
+    past_q = call("state_integers", "q", past, past, past_scale, past_zero, qmax=grid.qmax)
+    new_scale = call("choose_scale", "scale", new, new, steps=grid.steps, axis=-1, symmetric=False)
+    new_zero = call("state_zero_point", "zero_point", new, new, new_scale)
+    new_q = call("quantize", "q", new, new, scale=new_scale, zero_point=new_zero, qmax=grid.qmax, dtype=grid.dtype)
+    scale = call("append", "scale", node, past_scale, new_scale, dim=dim)
+    zero = call("append", "zero_point", node, past_zero, new_zero, dim=dim)
+    integers = call("append", "q", node, past_q, new_q, dim=dim)
+    floats = about.shape, torch.float32
+    state = rewriter.call("quantized_rows", integers, scale, zero, before=node, name=f"{name}_state", typed=floats)
+    rewriter.describe(state, path=about.path, source=about.source, plan=plan, origins=about.origins)
+    options: dict[str, Any] = {"scale": scale, "zero_point": zero, "qmin": grid.qmin, "qmax": grid.qmax}
+    dq = rewriter.call("dequantize", integers, before=node, name=f"{name}_dq", typed=floats, **options)
+    rewriter.describe(dq, path=about.path, source=about.source)
+    rewriter.reroute(node, state, only=_is_returned)
+    rewriter.reroute(node, dq)
+    rewriter.erase(node)
+    rewriter.rename(state, name)
+    rewriter.erase_unused()
+
+
+def _is_returned(user: fx.Node) -> bool:
+    """Whether a reader of a state is the output of the model, returns a part of it, or reads its shape."""
+    is_slice = is_op(user, "getitem") and all(reader.op == "output" for reader in user.users)
+    return user.op == "output" or is_slice or reads_only_metadata(user)

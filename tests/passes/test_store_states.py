@@ -1,0 +1,266 @@
+"""store-states: caches in integers, between calls as well; and states that grow in all models."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import fxq
+from fxq.backends.by_name import unavailable
+from fxq.common.metrics import sqnr
+from fxq.errors import InputError, RecipeError
+from fxq.passes import StoreStates
+from fxq.quant.quantized_rows import QuantizedRows
+from fxq.quant.spec import CACHE, CACHE_TEXT
+from tests.support.graphs import expected, program, run_pass
+from tests.support.helpers import REFERENCE, filed, module
+
+PLAN = f"plan=Plan(Decision('float'), state={CACHE!r})"
+WINDOW = "index=(slice(None, None, None), slice(None, None, None), slice(-3, None, None))"
+
+
+class Attention(nn.Module):
+    """Attention with its cache, in (1, length, 32), keys and values (1, 2, past, 16), as arguments and results."""
+
+    def __init__(self, window=None):
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(32, 32) for _ in range(4))
+        self.window = window
+
+    def forward(self, x, keys, values):
+        q, k, v = (layer(x).unflatten(-1, (2, 16)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        keys, values = torch.cat([keys, k], 2), torch.cat([values, v], -2)
+        y = torch.softmax(q @ keys.transpose(-1, -2) / 4, -1) @ values
+        if self.window is not None:
+            keys, values = keys[:, :, -self.window :], values[:, :, -self.window :]
+        return self.o(y.transpose(1, 2).flatten(2)), keys, values
+
+
+def quantized(model, recipe, batch=1):
+    generator = torch.Generator().manual_seed(0)
+    x, past = (torch.randn(*shape, generator=generator) for shape in ((batch, 3, 32), (batch, 2, 5, 16)))
+    data = [(x, past, past)] if recipe.preset == "static" else None
+    return fxq.quantize(model, recipe, data=data, example_inputs=(x, past, past))
+
+
+def empty(batch=1):
+    return torch.zeros(batch, 2, 0, 16), torch.zeros(batch, 2, 0, 16)
+
+
+def run(model, tokens, state):
+    """Outputs for tokens one by one, and the state after them."""
+    outputs = []
+    with torch.no_grad():
+        for i in range(tokens.shape[1]):
+            y, *state = model(tokens[:, i : i + 1], *state)
+            outputs.append(y)
+    return torch.cat(outputs, 1), state
+
+
+def test_text_before_and_after():
+    gm = run_pass(
+        StoreStates(),
+        f"""
+        past: float32[1, 2, 5, 16] = input()
+        new: float32[1, 2, 3, 16] = input()
+        cat: float32[1, 2, 8, 16] = append(past, new, dim=2)  # {PLAN}
+        window: float32[1, 2, 3, 16] = getitem(cat, {WINDOW})
+        y: float32[1, 2, 8, 16] = relu(cat)
+        return (y, window)
+        """,
+    )
+    assert program(gm) == expected(f"""
+        past: float32[1, 2, 5, 16] = input()
+        new: float32[1, 2, 3, 16] = input()
+        past_scale: float32[1, 2, 5, 1] = state_scale(past, steps=254)
+        past_zero_point: uint8[1, 2, 5, 1] = state_zero_point(past, past_scale)
+        past_q: uint8[1, 2, 5, 16] = state_integers(past, past_scale, past_zero_point)
+        new_scale: float32[1, 2, 3, 1] = choose_scale(new, steps=254, axis=-1, symmetric=False)
+        new_zero_point: uint8[1, 2, 3, 1] = state_zero_point(new, new_scale)
+        new_q: uint8[1, 2, 3, 16] = quantize(new, scale=new_scale, zero_point=new_zero_point)
+        cat_scale: float32[1, 2, 8, 1] = append(past_scale, new_scale, dim=2)
+        cat_zero_point: uint8[1, 2, 8, 1] = append(past_zero_point, new_zero_point, dim=2)
+        cat_q: uint8[1, 2, 8, 16] = append(past_q, new_q, dim=2)
+        cat: float32[1, 2, 8, 16] = quantized_rows(cat_q, cat_scale, cat_zero_point)
+        cat_dq: float32[1, 2, 8, 16] = dequantize(cat_q, scale=cat_scale, zero_point=cat_zero_point)
+        window: float32[1, 2, 3, 16] = getitem(cat, {WINDOW})
+        y: float32[1, 2, 8, 16] = relu(cat_dq)
+        return (y, window)
+    """)
+
+
+@pytest.mark.parametrize(
+    ("make", "shape", "why"),
+    [
+        (lambda x, past: torch.cat([past, x], -1), (2, 3), "do not grow"),
+        (lambda x, past: torch.cat([past, (10 * x).int()], 0), (2, 3), "of float32"),
+    ],
+)
+def test_states_without_rows_of_floats_stay_as_they_are(make, shape, why):
+    model = module(lambda self, x, past: (self.layer(x), make(x, past)), layer=nn.Linear(3, 3))
+    x = torch.randn(shape)
+    past = torch.ones(shape, dtype=torch.int32 if why == "of float32" else torch.float32)
+    q = fxq.quantize(model, fxq.Recipe.weight_only(state=CACHE), example_inputs=(x, past))
+    assert torch.equal(q(x, past)[1], make(x, past))
+    (entry,) = (entry for entry in q.ledger if entry.op == "append")
+    assert entry.precision == "float" and why in entry.reason
+
+
+def test_the_ledger_says_how_to_store_a_state_as_integers():
+    q = quantized(Attention().eval(), fxq.Recipe.weight_only())
+    assert {e.reason for e in q.ledger if e.op == "append"} == {
+        f"its state is in float; as integers: state={CACHE_TEXT}"
+    }
+    assert eval(CACHE_TEXT) == CACHE
+    stored = quantized(Attention().eval(), fxq.Recipe.weight_only(state=eval(CACHE_TEXT)))
+    entries = [e for e in stored.ledger if e.op == "append"]
+    assert [(e.precision, e.decided_by) for e in entries] == [("moves", "store-states")] * 2
+    assert all(40 < e.sqnr < 60 for e in entries)  # int8 per row of 16 values
+
+
+RECIPES = {
+    "weight_only": fxq.Recipe.weight_only(state=CACHE),
+    "reference": fxq.Recipe.weight_only(backend="reference", state=CACHE),
+    "dynamic": fxq.Recipe.dynamic(state=CACHE, optimize="coverage"),
+    "static": fxq.Recipe.static(state=CACHE, optimize="coverage"),
+    "cache alone": REFERENCE.override("*", fxq.FLOAT).override(
+        fxq.by_op("append"), fxq.QuantConfig(activation=None, weight=None, state=CACHE)
+    ),
+    **{name: fxq.Recipe.static(state=CACHE, backend=name) for name in ("openvino", "onnxruntime", "jit")},
+}
+
+
+@pytest.mark.filterwarnings("ignore::fxq.FxqWarning")
+@pytest.mark.parametrize("name", RECIPES)
+def test_an_integer_cache_agrees_with_a_float_one(name):
+    recipe = RECIPES[name]
+    if unavailable(recipe.backend):
+        pytest.skip(f"{recipe.backend} does not run here")
+    model = Attention().eval()
+    in_float = quantized(model, fxq.Recipe.from_dict({**recipe.to_dict()}).override(fxq.by_op("append"), fxq.FLOAT))
+    q, tokens = quantized(model, recipe), torch.randn(1, 40, 32)
+    (got, state), (want, floats) = run(q, tokens, empty()), run(in_float, tokens, empty())
+    assert all(isinstance(part, QuantizedRows) for part in state)
+    assert sqnr([want], [got]) > 35  # 8 bits per row; the layers are those of the other model
+    for part, float_part in zip(state, floats, strict=True):
+        error = (part.dequantize() - float_part).abs()
+        steps = error / part.scale
+        assert float(steps.max()) < (0.51 if recipe.preset == "weight_only" or name == "cache alone" else 20)
+
+
+def test_entries_are_quantized_once():
+    """Later calls do not change the integers of earlier entries."""
+    q = quantized(Attention().eval(), fxq.Recipe.weight_only(state=CACHE))
+    tokens = torch.randn(1, 100, 32)
+    _, (early, _) = run(q, tokens[:, :10], empty())
+    integers = early.integers.clone()
+    _, (late, _) = run(q, tokens[:, 10:], (early, run(q, tokens[:, :10], empty())[1][1]))
+    assert torch.equal(late.integers[:, :, :10], integers)
+
+
+@pytest.mark.parametrize("state", [None, CACHE], ids=["float", "int8"])
+@pytest.mark.parametrize("window", [None, 8])
+def test_the_work_per_token_does_not_grow(state, window):
+    """Over 2,000 tokens, whole states are copied so rarely that all copies add up to a few final sizes."""
+    q = quantized(
+        Attention(window).eval(),
+        REFERENCE.override("*", fxq.FLOAT).override(
+            fxq.by_op("append"), fxq.QuantConfig(activation=None, weight=None, state=state)
+        ),
+    )
+    x, past, copied, memory = torch.randn(1, 1, 32), empty(), 0, None
+    with torch.no_grad():
+        for _ in range(2000):
+            _, *past = q(x, *past)
+            keys = past[0].integers if state is not None else past[0]
+            copied += keys.shape[2] if keys.untyped_storage().data_ptr() != memory else 0
+            memory = keys.untyped_storage().data_ptr()
+    assert past[0].shape[2] == (2000 if window is None else 8)
+    assert copied < 4 * (2000 if window is None else 8 * 2000 / 64)
+
+
+@pytest.mark.parametrize("state", [None, CACHE], ids=["float", "int8"])
+def test_continuations_crops_and_reorders(state):
+    recipe = fxq.Recipe.weight_only(backend="reference", state=state)
+    q, tokens = quantized(Attention().eval(), recipe, batch=2), torch.randn(2, 30, 32)
+    _, past = run(q, tokens[:, :20], empty(2))
+
+    def alone(chosen, first, rest):
+        """Outputs of a run from the start: `first` tokens of the chosen samples, then `rest`."""
+        return run(q, rest, run(q, tokens[chosen, :first], empty(2))[1])[0]
+
+    order, later = torch.tensor([1, 1]), torch.randn(2, 5, 32)
+    changes = {
+        "one continuation": (past, [0, 1], 20),
+        "another": (past, [0, 1], 20),
+        "crop": ([part[:, :, :15] for part in past], [0, 1], 15),
+        "reorder": ([part.index_select(0, order) for part in past], [1, 1], 20),
+        "copy": (copy.deepcopy(past), [0, 1], 20),
+    }
+    started = {name: run(q, later[:, :1], begun)[1] for name, (begun, _, _) in changes.items()}  # interleaved
+    for name, (_, chosen, first) in changes.items():
+        got = run(q, later[:, 1:], started[name])[0]
+        want = alone(chosen, first, later)[:, 1:]
+        assert torch.allclose(got, want, rtol=0, atol=1e-5), name  # the sums of attention have another order at most
+
+
+def test_size_of_an_integer_cache():
+    """A quarter, and 5 bytes for each row of 64 values: 0.27 of a float cache."""
+    past, new = torch.randn(1, 2, 5, 64), torch.randn(1, 2, 1, 64)
+    model = module(lambda self, x, past: torch.cat([past, self.layer(x)], 2), layer=nn.Linear(64, 64))
+    state = fxq.quantize(model, fxq.Recipe.weight_only(state=CACHE), example_inputs=(new, past))(new, past)
+    assert state.nbytes / (4 * state.numel()) == pytest.approx(0.25 + 5 / 256)
+
+
+def test_fewer_bits():
+    spec = fxq.TensorSpec(bits=4, per="row", range="dynamic")
+    q = quantized(Attention().eval(), fxq.Recipe.weight_only(state=spec))
+    _, (keys, _) = run(q, torch.randn(1, 10, 32), empty())
+    assert int(keys.integers.max()) == 15
+
+
+def test_files_copies_and_recipes():
+    recipe = fxq.Recipe.weight_only().override(fxq.by_op("append"), fxq.QuantConfig(None, None, state=CACHE))
+    assert fxq.Recipe.from_dict(recipe.to_dict()) == recipe
+    q, tokens = quantized(Attention().eval(), recipe), torch.randn(1, 10, 32)
+    want, state = run(q, tokens, empty())
+    for copied in (filed(q), copy.deepcopy(q)):
+        got, copied_state = run(copied, tokens, empty())
+        assert torch.equal(got, want) and torch.equal(copied_state[0].integers, state[0].integers)
+    with pytest.raises(RecipeError, match="takes no state"):
+        fxq.Recipe.qat(state=CACHE)
+
+
+def test_a_state_cannot_be_changed_in_place():
+    q = quantized(Attention().eval(), fxq.Recipe.weight_only(state=CACHE))
+    _, (keys, _) = run(q, torch.randn(1, 3, 32), empty())
+    with pytest.raises(InputError, match="dequantize"):
+        keys *= 0.5
+
+
+def test_onnx_keeps_the_state_in_float(tmp_path):
+    """In ONNX, the state is float at both ends, and quantized again in each call."""
+    runtime = pytest.importorskip("onnxruntime")
+    q = quantized(Attention().eval(), fxq.Recipe.weight_only(backend="reference", state=CACHE))
+    q.export(tmp_path / "m.onnx")
+    options = runtime.SessionOptions()
+    options.graph_optimization_level = runtime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = runtime.InferenceSession(tmp_path / "m.onnx", options)
+    x, keys, values = torch.randn(1, 3, 32), torch.randn(1, 2, 5, 16), torch.randn(1, 2, 5, 16)
+    outputs = session.run(None, {"x": x.numpy(), "keys": keys.numpy(), "values": values.numpy()})
+    for got, want in zip(outputs, q(x, keys, values), strict=True):
+        assert torch.allclose(torch.from_numpy(got), 1 * want, rtol=0, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore::fxq.FxqWarning")
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU])
+def test_the_hidden_state_of_a_recurrent_layer_stays_symmetric(layer):
+    """The spec of a cache, for a model that has recurrent layers, too: these keep their default grid."""
+    model, x = module(lambda self, x: self.layer(x)[0], layer=layer(16, 16)).eval(), torch.randn(5, 2, 16)
+    cached, plain = (
+        fxq.quantize(model, fxq.Recipe.dynamic(optimize="coverage", **options), example_inputs=x)
+        for options in ({"state": CACHE}, {})
+    )
+    assert torch.equal(cached(x), plain(x))
+    assert any("symmetric" in entry.reason for entry in cached.ledger)

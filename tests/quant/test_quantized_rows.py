@@ -1,0 +1,124 @@
+"""A tensor that is stored as integers with a scale per row: equal to its float values, whatever is computed with it."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fxq.errors import InputError
+from fxq.quant.quantized_rows import QuantizedRows
+
+
+def rows(*shape: int) -> QuantizedRows:
+    """Random rows (2, 3, 7, 8) or of another shape."""
+    shape = shape or (2, 3, 7, 8)
+    generator = torch.Generator().manual_seed(0)
+    integers, zero_point = (torch.randint(0, 256, size, generator=generator) for size in (shape, (*shape[:-1], 1)))
+    return QuantizedRows(integers.byte(), torch.rand(zero_point.shape, generator=generator) + 0.1, zero_point.byte())
+
+
+ORDER = torch.tensor([1, 0, 0])
+MOVES = {
+    "reorder": lambda x: x.index_select(0, ORDER),
+    "crop": lambda x: x[..., :3, :],
+    "window": lambda x: x[:, :, -4:, :],
+    "repeat": lambda x: x.repeat_interleave(2, dim=0),
+    "choose": lambda x: x[torch.tensor([1]), ...],
+    "join": lambda x: torch.cat([x, x], 0),
+    "append": lambda x: torch.cat([x, x], -2),
+    "split": lambda x: x.split(1, 0)[1],
+    "chunk": lambda x: x.chunk(2)[1],
+    "select": lambda x: x[0],
+    "clone": lambda x: x.clone(),
+    "detach": lambda x: x.detach(),
+    "device": lambda x: x.to("cpu"),
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda x: pickle.loads(pickle.dumps(x)),
+}
+COMPUTES = {
+    "sum": lambda x: x.sum(-1),
+    "matmul": lambda x: x @ x.transpose(-1, -2),
+    "attention": lambda x: F.scaled_dot_product_attention(torch.ones(2, 3, 1, 8), x, x),
+    "view": lambda x: x.view(6, 7, 8),
+    "part of rows": lambda x: x[..., :2],
+    "column": lambda x: x[..., 3],
+    "turned rows": lambda x: x[..., torch.arange(7, -1, -1)],
+    "same column": lambda x: x[..., torch.zeros(8, dtype=torch.long)],
+    "mask": lambda x: x[torch.ones(2, 3, 7, 8, dtype=torch.bool)],
+    "joined rows": lambda x: torch.cat([x, x], -1),
+    "with floats": lambda x: torch.cat([x, torch.ones(2, 3, 1, 8)], 2),
+    "uint8": lambda x: x.to(torch.uint8),
+    "float64": lambda x: x.to(torch.float64),
+    "comparison": lambda x: x > 0,
+    "numpy": lambda x: torch.from_numpy(x.numpy()),
+    "new": lambda x: torch.zeros_like(x),
+    "read": lambda x: torch.tensor(float(x[0, 0, 0, 0])),
+    "into another": lambda x: torch.zeros(2, 3, 7, 8).copy_(x),
+}
+MODES = {"no_grad": torch.no_grad, "grad": torch.enable_grad, "inference": torch.inference_mode}
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+@pytest.mark.parametrize("function", MOVES.values(), ids=MOVES)
+def test_whole_rows_move_as_integers(function, mode):
+    x = rows()
+    with mode():
+        result = function(x)
+        assert type(result) is QuantizedRows and result.integers.dtype is torch.uint8
+        assert torch.equal(result.dequantize(), function(x.dequantize()))
+        assert result.shape == result.integers.shape
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+@pytest.mark.parametrize("function", COMPUTES.values(), ids=COMPUTES)
+def test_all_else_is_computed_in_float(function, mode):
+    x = rows()
+    with mode():
+        result = function(x)
+        assert type(result) is torch.Tensor and torch.equal(result, function(x.dequantize()))
+
+
+def test_rows_of_one_value_and_square_rows():
+    for shape in [(4, 1), (1, 1), (3, 3, 3), (2, 8, 8)]:
+        x = rows(*shape)
+        for function in (lambda x: x[..., 0], lambda x: x.select(-1, 0), lambda x: x.index_select(-1, ORDER[1:2])):
+            result = function(x)
+            values = result.dequantize() if isinstance(result, QuantizedRows) else result
+            assert torch.equal(values, function(x.dequantize()))
+
+
+def test_it_is_described_without_its_values():
+    x = rows()
+    assert (x.shape, x.dtype, x.device.type, x.dim(), x.numel(), len(x)) == (
+        (2, 3, 7, 8),
+        torch.float32,
+        "cpu",
+        4,
+        336,
+        2,
+    )
+    assert x.nbytes == 336 + 42 * 5 and x.size(-2) == 7 and not x.requires_grad
+    assert repr(x) == "QuantizedRows((2, 3, 7, 8), integers=torch.uint8)"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda x: x.mul_(2), lambda x: x.__setitem__(0, 1.0), lambda x: x[0].zero_(), lambda x: torch.add(1, 1, out=x)],
+)
+def test_a_change_in_place_is_refused(change):
+    x = rows()
+    before = x.dequantize()
+    with pytest.raises(InputError, match="stored as integers"):
+        change(x)
+    assert torch.equal(x.dequantize(), before)
+
+
+def test_torch_save():
+    x, file = rows(), io.BytesIO()
+    torch.save(x, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert type(loaded) is QuantizedRows and torch.equal(loaded.dequantize(), x.dequantize())
