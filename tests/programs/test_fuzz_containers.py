@@ -133,15 +133,15 @@ def check(plan):
             qmodel = fxq.quantize(model, RECIPE, example_inputs=(x, state_of(plan)))
         except fxq.FxqError:
             return "refused"
-    own, other = state_of(plan), state_of(plan)
+    own, quantized = state_of(plan), state_of(plan)
     for _ in range(3):
         x = torch.randn(2, 2, 4, generator=random)
         with torch.no_grad():
-            want, got = model(x, own), qmodel(x, other)
+            want, got = model(x, own), qmodel(x, quantized)
         if plan.returns:
-            (want, own), (got, other) = want, got
+            (want, own), (got, quantized) = want, got
         assert sqnr(want, got) > 90
-        (structure, leaves), (structure_again, leaves_again) = leaves_of(own), leaves_of(other)
+        (structure, leaves), (structure_again, leaves_again) = leaves_of(own), leaves_of(quantized)
         assert structure == structure_again
         for name, tensor in leaves.items():
             assert tensor.shape == leaves_again[name].shape
