@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -85,7 +85,7 @@ def flat_model(
         raise TraceError("in the context in which it would be traced, the model computes something else.")
 
     def forward(**inputs: Any) -> dict[str, Any]:
-        again, outputs = _outputs(call, form, inputs)
+        again, outputs = _outputs(call, form, inputs, [name for name, _ in results.changed])
         if again != results:
             raise InputError(f"the structure of the results varies: {_difference(results, again)}.")
         return outputs
@@ -97,9 +97,19 @@ def flat_model(
     return flat, results
 
 
-def _outputs(call: Any, form: CallForm, inputs: Leaves) -> tuple[ResultForm, Leaves]:
-    """Call a forward with containers made from `inputs`. Returns the structure of its results, and their leaves."""
+def _outputs(
+    call: Any, form: CallForm, inputs: Leaves, changed_names: Collection[str] = ()
+) -> tuple[ResultForm, Leaves]:
+    """Call a forward with containers made from `inputs`. Returns the structure of its results, and their leaves.
+
+    Args:
+        call: the forward.
+        form: form of the call.
+        inputs: tensors and numbers by name.
+        changed_names: arguments that are known to change, also where a trace does not see it, as by `keys.mul_(2)`.
+    """
     arguments = form.call_arguments(inputs)
+    versions = {name: leaf._version for name, leaf in inputs.items() if isinstance(leaf, Tensor) and not is_value(leaf)}
     result = call(**arguments)
     outputs: Leaves = {}
     changed, same = [], {}
@@ -109,7 +119,7 @@ def _outputs(call: Any, form: CallForm, inputs: Leaves) -> tuple[ResultForm, Lea
             continue
         after: Leaves = {}
         now = taken_apart(argument, f"new_{name}", after, leaf_kind=_traced_kind)
-        if _differs(structure, now, inputs, after):
+        if name in changed_names or _differs(structure, now, inputs, after, versions):
             outputs |= after
             changed.append((name, now))
         if structure.kind == "registered" or isinstance(argument, (list, dict)):
@@ -118,17 +128,19 @@ def _outputs(call: Any, form: CallForm, inputs: Leaves) -> tuple[ResultForm, Lea
     return ResultForm(tuple(changed), returned), outputs
 
 
-def _differs(before: Structure, after: Structure, inputs: Leaves, outputs: Leaves) -> bool:
-    """Whether the parts of a container were replaced, or structure was added, by a call."""
+def _differs(before: Structure, after: Structure, inputs: Leaves, outputs: Leaves, versions: Mapping[str, int]) -> bool:
+    """Whether the parts of a container were replaced or changed in place, or structure was added, by a call."""
     if before.kind == after.kind == "leaf":
         was, now = inputs[before.name], outputs[after.name]
-        return was is not now if isinstance(was, Tensor) or is_value(was) else bool(was != now)
+        if is_value(was):
+            return was is not now
+        return was is not now or was._version != versions[before.name] if isinstance(was, Tensor) else bool(was != now)
     if (before.kind, before.cls, before.constant) != (after.kind, after.cls, after.constant):
         return True
     if [key for key, _ in before.parts] != [key for key, _ in after.parts]:
         return True
     pairs = zip(before.parts, after.parts, strict=True)
-    return any(_differs(a, b, inputs, outputs) for (_, a), (_, b) in pairs)
+    return any(_differs(a, b, inputs, outputs, versions) for (_, a), (_, b) in pairs)
 
 
 def _difference(first: ResultForm, second: ResultForm) -> str:
