@@ -85,7 +85,7 @@ class OpTraits:
             squeeze-and-excitation) or "gate" (its second). Read when fxq is imported, so leave it empty for your own
             ops.
         recurrence: traits of a recurrent layer; None for other ops.
-        unless: returns the reason why a call with these arguments does not fit `kind`, or None.
+        unless: function of the options of a call; returns the reason why `kind` does not hold for it, or None.
     """
 
     kind: Kind
