@@ -358,8 +358,8 @@ def _for_backend_of(observed: ObservedModel, recipe: Recipe | None) -> Recipe | 
 def compare(a: Any, b: QuantizedModel, data: Iterable[Any], *, progress: bool | None = None) -> Comparison:
     """Compare a quantized model with its float model, or with another quantized model of it, layer by layer.
 
-    Both models run on every batch. Only sums are kept, so memory does not grow with the amount of data; to find padding
-    tokens, all values of up to eight samples are kept temporarily.
+    Both models run on every batch. Only sums are stored, so memory does not grow with the amount of data. Padding
+    tokens are left out; to find them, all values of up to eight samples are stored temporarily.
 
     Args:
         a: the float model that was passed to `quantize`, or another quantized model of it.
@@ -398,7 +398,7 @@ def compare(a: Any, b: QuantizedModel, data: Iterable[Any], *, progress: bool | 
 def load(
     path: str | os.PathLike[str], leaves: Mapping[str, nn.Module] | None = None, *, into: nn.Module | None = None
 ) -> QuantizedModel:
-    """Load a quantized model that `QuantizedModel.save` wrote. Its outputs are the same, bit for bit.
+    """Load a quantized model that `QuantizedModel.save` wrote. It computes what the saved model computed, bit for bit.
 
     Loading runs no code from the file and imports nothing that it names: import modules with your own ops and kernels
     first. The content is validated, so a damaged file raises. The model is on the CPU. On another kind of CPU than the
@@ -421,8 +421,8 @@ def load(
 
     Raises:
         FileError: the file is missing, damaged, no fxq model, or written by a newer fxq; or it needs a module, op or
-            kernel that is not available. The message says what to do. A memory-mapped model also raises it when called
-            after its file was changed in place.
+            kernel that is not available. The message says what to do. Calls of a memory-mapped model raise it,
+            too, once its file was changed in place.
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()).eval()

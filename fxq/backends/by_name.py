@@ -126,16 +126,18 @@ def unavailable(name: str, device: str = "cpu") -> str | None:
         return None  # reference runs anywhere
     try:
         backend = backend_type(name)()
-    except BackendError as error:
-        if any(entry.name == name for entry in installed()):  # a broken package must not stop the search for a backend
-            return str(error)
-        raise
+        reason = backend.available()
+    except Exception as error:  # whatever the code of another package raises: other backends may still run
+        package = next((entry for entry in installed() if entry.name == name), None)
+        if package is None:
+            raise
+        return str(error) if isinstance(error, BackendError) else f"{package.where} fails: {words_of(error)}"
     if backend.devices and device not in backend.devices:
         return (
             f"backend {name!r} runs on {', '.join(backend.devices)}, the model is on {device}; "
             f'move it with model.to({backend.devices[0]!r}), or use backend="reference".'
         )
-    return backend.available()
+    return reason
 
 
 def kernel_named(name: str) -> type[Kernel]:
@@ -190,15 +192,14 @@ def backend_type(name: str) -> type[Backend]:
 
 
 def _of_package(backend: InstalledBackend) -> type[Backend]:
-    where = f"backend {backend.name!r} of the package {backend.distribution}"
     try:
         backend_class: type[Backend] = import_name(backend.path, Backend)
     except Exception as error:  # whatever the code of another package raises
-        raise BackendError(f"{where} cannot be imported: {words_of(error)}") from error
+        raise BackendError(f"{backend.where} cannot be imported: {words_of(error)}") from error
     name = getattr(backend_class, "name", None)
     if isabstract(backend_class) or name != backend.name:
         raise BackendError(
-            f"{where}: its class {backend.path} is called {name!r}, or lacks methods of fxq.extend.Backend."
+            f"{backend.where}: its class {backend.path} is called {name!r}, or lacks methods of fxq.extend.Backend."
         )
     return backend_class
 

@@ -28,6 +28,11 @@ class InstalledBackend:
     distribution: str
     refused: str = ""
 
+    @property
+    def where(self) -> str:
+        """Name and package, as messages give them."""
+        return f"backend {self.name!r} of the package {self.distribution}"
+
 
 def installed_backends(taken: Collection[str]) -> tuple[InstalledBackend, ...]:
     """Backends of installed packages, sorted by name. Imports none of them.

@@ -18,7 +18,7 @@ from fxq.errors import BackendError, InputError
 from fxq.graph.analysis.integer_sums import node_refused
 from fxq.graph.info import Decision, EngineLayer, FusedInfo, LoweredInfo, Plan, info, set_info
 from fxq.graph.precision import PRECISIONS
-from fxq.graph.query import CONVERSIONS, is_op, is_size, op_of, producer_of, submodule
+from fxq.graph.query import CONVERSIONS, is_op, is_size, module_of, op_of, producer_of, submodule
 from fxq.graph.region import Region, UnitRegion, read_region
 from fxq.graph.unit import calls_of
 from fxq.rewriting.editor import EditContext
@@ -156,7 +156,7 @@ def lowered_copy(gm: fx.GraphModule, graph: fx.Graph, context: LoweringContext, 
     """Return a changed and lowered copy of a qdq graph, which uses the modules and tensors of `gm`."""
     copied, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     copied.output(copied.graph_copy(graph, copies))
-    rewriter = Rewriter(fx.GraphModule(gm, copied), context, "trial")
+    rewriter = Rewriter(module_of(copied, gm), context, "trial")
     change(rewriter, copies)
     lower_graph(rewriter)
     rewriter.erase_unused()

@@ -317,7 +317,7 @@ def _reads(function: types.FunctionType, name: str) -> bool:
 
 def _to_itself(node: ast.AST, name: str) -> Iterator[ast.AST]:
     """Nodes of `n = n + 1`, `c["n"] += 1` or `h.append(x)` that read a name only to update it."""
-    call = node.value if isinstance(node, ast.Expr) else None
+    call = node.value if isinstance(node, ast.Expr) else node.body if isinstance(node, ast.Lambda) else None
     if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in _ADDING:
         yield from _holders(call.func)
     targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AugAssign) else []

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.graph_module import _copy_attr
 
 from fxq.graph.guards import check_fixed, check_same, check_sizes
 from fxq.graph.info import NodeInfo, Plan, info
@@ -118,6 +119,19 @@ def read_attribute(root: nn.Module, path: str) -> Any:
     for part in path.split("."):
         value = getattr(value, part)
     return value
+
+
+def module_of(graph: fx.Graph, gm: fx.GraphModule) -> fx.GraphModule:
+    """Module of a graph that shares the tensors and modules of `gm`.
+
+    Unlike `fx.GraphModule(gm, graph)`, it also has the float tensors that integer weights stand for. No node reads
+    them, but an op that returns to float does.
+    """
+    module = fx.GraphModule(gm, graph)
+    present = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
+    for path in {info(node).stands_for for node in graph.nodes} - present - {""}:
+        _copy_attr(gm, module, path)
+    return module
 
 
 def constant(gm: fx.GraphModule, node: Any) -> Tensor | None:

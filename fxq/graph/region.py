@@ -45,7 +45,7 @@ class Weight:
 
 @dataclass(frozen=True)
 class Region:
-    """A part of the qdq graph that one kernel can run, as the graph was when the region was read.
+    """Part of the qdq graph that one kernel can run. It is a snapshot: later edits of the graph do not change it.
 
     Attributes:
         nodes: the nodes that the kernel replaces, in order.

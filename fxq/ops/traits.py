@@ -87,7 +87,7 @@ class OpTraits:
         recurrence: traits of a recurrent layer; None for other ops.
         grows: whether the result is the first input with further entries, in memory that results of successive calls
             share. PyTorch runs such an op on every backend, and its strides do not follow from those of its inputs.
-        unless: returns the reason why a call with these arguments does not fit `kind`, or None.
+        unless: function of the options of a call; returns the reason why `kind` does not hold for it, or None.
     """
 
     kind: Kind

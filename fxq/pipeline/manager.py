@@ -20,6 +20,7 @@ from fxq.common.source import source_of
 from fxq.errors import FxqError, PassError, warn, words_of
 from fxq.graph.info import info, set_info
 from fxq.graph.place import where
+from fxq.graph.query import module_of
 from fxq.graph.run import Runner
 from fxq.graph.view import NodeView, view
 from fxq.pipeline.context import Context
@@ -65,7 +66,7 @@ class PassManager:
         The nodes of its graph are copies. Modules and tensors are shared, since passes replace but do not change them.
         """
         forked = PassManager(replace(self.context, units={}, regions={}, **changes))
-        forked.gm = fx.GraphModule(self.gm, copy.deepcopy(self.gm.graph))
+        forked.gm = module_of(copy.deepcopy(self.gm.graph), self.gm)
         forked.stage, forked._sqnr = self.stage, self._sqnr
         forked.history = replace(self.history, snapshots=list(self.history))
         return forked

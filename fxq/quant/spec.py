@@ -202,9 +202,9 @@ class QuantConfig:
             TensorSpec(per="row", range="dynamic") stores it as integers, with a scale and a zero point for each row
             (token and head); with any other spec, it stays in float. For the hidden state of a recurrent layer that
             reads integers, the range is "dynamic", "calibrated" (faster), or "fixed" (-1..1). Default: "calibrated" if
-            the range of activations is, else "dynamic". The range is dynamic in spite of the spec where the other would
-            be wrong: instead of calibrated, for an LSTM with a projection, an LSTM whose last cell state is read, and a
-            first state larger than all later ones; instead of fixed, where the state can leave -1..1.
+            the range of activations is, else "dynamic". A range that would be wrong is replaced by a dynamic one: a
+            calibrated range for an LSTM with a projection, for an LSTM whose last cell state is read, and where the
+            first state is larger than all later ones; a fixed range where the state can leave -1..1.
 
     Example:
         >>> QuantConfig(activation=TensorSpec(observer="minmax")).is_float

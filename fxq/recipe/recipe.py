@@ -40,8 +40,8 @@ class Recipe:
     Attributes:
         preset: name of the preset; selects the pipeline and the default config.
         backend: name of a backend, import path of your own class, "auto" for the first that runs on this machine
-            (x86 or fbgemm on x86-64 CPUs), or "fastest" to time all that are installed,
-            also by other packages.
+            (x86 or fbgemm on x86-64 CPUs), or "fastest" to try all installed ones, also those of other packages, and
+            use the one that runs this model fastest.
         config: quantization of layers that no override selects.
         overrides: (selector, config) pairs; later pairs win.
         leaf_modules: path globs of modules that are not traced into; they run in float, unchanged.
@@ -124,7 +124,7 @@ class Recipe:
     qat = classmethod(presets.qat)
 
     def only(self, *selectors: Any) -> Recipe:
-        """Quantize only the ops that one of the selectors selects, with the config of this recipe.
+        """Quantize only the selected ops, with the config of this recipe; all others stay in float.
 
         Args:
             selectors: as for `override`: module path globs, `fxq.by_op(name)`, `nn.Module` types.
@@ -243,7 +243,7 @@ class Recipe:
     def config_for(
         self, path: str, ops: Iterable[str], types: Mapping[str, type]
     ) -> tuple[QuantConfig, Selector | None]:
-        """Config of a node, and the selector of the override that it is from, or None.
+        """Config of a node, and the selector of the override that gives it; None if no override selects the node.
 
         Args:
             path: module path of the node.

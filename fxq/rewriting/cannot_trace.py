@@ -10,7 +10,7 @@ from fxq.graph.info import info
 
 
 class CannotTrace(Exception):
-    """Behavior of a module that a graph cannot reproduce. `path` is that of the innermost module that contains it."""
+    """Behavior of a module that a graph cannot reproduce. `path` is the path of the innermost module that has it."""
 
     def __init__(self, path: str, why: str) -> None:
         super().__init__(why)

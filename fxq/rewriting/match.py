@@ -64,16 +64,17 @@ class Capture:
 
 @dataclass(eq=False)
 class Match:
-    """Rule bound to nodes of a graph. Captures are attributes: `m.x.shape`; `m.root` is the first output.
+    """Match of a rule: the graph nodes that its pattern stands for.
 
-    A capture has `shape`, `dtype`, `node`, `value` (the node or number), `is_none` (the argument is absent) and
+    Captures are attributes: `m.x.shape`; `m.root` is the first output. A capture has `shape`,
+    `dtype`, `node`, `value` (the node or number), `is_none` (the argument is absent) and
     `tensor` (of a weight or another constant).
 
     Attributes:
         rule: the rule.
         gm: module of the graph.
-        bound: graph node (or constant, for captures) of each pattern node; a tuple of them inside of `op.each`.
-        captures: value of each parameter of the pattern, a graph node or constant; a tuple of them inside of `op.each`.
+        bound: graph node of each pattern node (of a capture also a constant); inside `op.each` a tuple of nodes.
+        captures: value of each parameter of the pattern, a graph node or constant; inside `op.each` a tuple of them.
     """
 
     rule: Rule
@@ -355,7 +356,7 @@ def _show(value: Any) -> str:
 
 
 def explain(rule: str | Rule | Family, gm: fx.GraphModule, node: str | fx.Node) -> str:
-    """Explain whether a rule matches at a node: the matched nodes, or how far matching came and why it stopped.
+    """Explain whether a rule matches at a node: which nodes match, or how far matching came and why it stopped.
 
     Args:
         rule: a rule, or the name of a rewrite or of a fusion, including those with `everywhere=False`.

@@ -158,7 +158,8 @@ class Rule:
         variant: op names of the keyword-only parameters.
         size: number of ops in the pattern.
         function: module and qualified name of the pattern function.
-        exclusive: whether inner values must have no users outside the match. If not, values with such users stay.
+        exclusive: whether the rule matches only if no node outside the match reads its inner values. If False, inner
+            nodes that are read outside stay in the graph.
     """
 
     name: str
@@ -315,7 +316,8 @@ def rewrite(name: Any = None, *, exclusive: bool = True, **variants: Sequence[st
 
     Args:
         name: as for `fusion`.
-        exclusive: whether inner values must have no users outside the match. If not, values with such users stay.
+        exclusive: whether the rule matches only if no node outside the match reads its inner values. If False, inner
+            nodes that are read outside stay in the graph.
         **variants: as for `fusion`.
     """
     if callable(name):

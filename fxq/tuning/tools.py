@@ -80,8 +80,8 @@ def search(
 
     1. Other observers are tried, for all layers at once.
     2. Layers are set to float, those that add the most noise to the output first, until the target is reached.
-    3. Layers that need not be float are set back to int8, those that cost the most time per noise first, with other
-       observers if they help.
+    3. Layers that need not be float are set back to int8, those that save the most time for the least noise first,
+       with other observers if they help.
 
     Fewer than three candidates are evaluated per layer (a few more in models with few layers), whatever the executor.
     Candidates run in exact integer arithmetic, with every layer on integers that can be. The result of `quantize`
@@ -129,10 +129,11 @@ def search(
 def bisect(model: nn.Module, q: QuantizedModel, data: Iterable[Any], *, progress: bool | None = None) -> Bisection:
     """Find the layer that causes most of the output error of a quantized model, by binary search.
 
-    In each step, all layers up to some layer of the quantized model get the float model's values, on their grids. The
-    result is the first layer for which this removes half of the output's noise. The search takes about log2(number of
-    layers) runs of both models over the data. If one layer is wrong, it is that layer. If all layers have similar
-    errors, it is one in the middle, and `before` and `after` are close together.
+    Each step picks a layer and runs the quantized model with the errors of this layer and of all layers before it
+    removed: their outputs are the float model's, rounded to the grids. The result is the first layer for which this
+    removes half of the output's noise. The search takes about log2(number of layers) runs of both models
+    over the data. If one layer is wrong, the result is that layer. If all layers have similar errors, it is one in the
+    middle, and `before` and `after` are close together.
 
     Args:
         model: the float model that `q` was made from.

@@ -185,7 +185,8 @@ class TrainingModel(fx.GraphModule):
     def use_ranges(self) -> None:
         """Apply the collected ranges and the frozen state to the fake quantizers. Called before each forward.
 
-        It is not called after the forward that changes them, since that one may be recomputed for its gradients.
+        It is not called after a forward, which collects new ranges: activation checkpointing may run that forward again
+        for its gradients, and it must then quantize as before.
         """
         if not self._moved:
             return

@@ -123,6 +123,19 @@ def test_a_package_that_cannot_be_imported_breaks_nothing_else(install, code):
     assert by_name.get_backend("reference").name == "reference"
 
 
+@pytest.mark.parametrize("method", ["__init__", "available"])
+def test_a_backend_that_fails_breaks_nothing_else(install, monkeypatch, method):
+    failing = f"    def {method}(self):\n        raise ValueError('no licence')\n"
+    install("acme-six", "acme_six", CODE.format(name="acme_six") + failing)
+    reason = "backend 'acme_six' of the package acme-six 1.2 fails: no licence"
+    assert reason in by_name.unavailable("acme_six")
+    alone(monkeypatch)
+    with pytest.warns(fxq.FxqWarning, match="no int8 kernels"):
+        assert by_name.get_backend("auto").name == "reference"
+    with pytest.raises(fxq.BackendError, match="no licence"):
+        by_name.get_backend("acme_six")
+
+
 def test_a_name_of_fxq_is_refused(install):
     install("acme-four", "reference", CODE.format(name="reference"))
     assert by_name.backend_type("reference").__module__ == "fxq.backends.reference"

@@ -78,3 +78,12 @@ def test_a_global_with_the_name_of_an_attribute_is_none_of_the_model():
 def test_adding_to_a_list_is_not_reading_it():
     code = CodeState.of(Attribute())
     assert code.reads("window") and not code.reads("log")
+
+
+def test_a_hook_that_only_adds_to_a_list_does_not_read_it():
+    outputs, shown = [], []
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0].register_forward_hook(lambda module, args, result: outputs.append(result))
+    model[0].register_forward_hook(lambda module, args, result: shown[0].append(len(shown)))
+    code = CodeState.of(model)
+    assert not code.reads("outputs") and code.reads("shown")

@@ -1,5 +1,6 @@
 """Whole graphs as they are timed: which of several changes is taken."""
 
+import logging
 import time
 
 import torch
@@ -8,6 +9,10 @@ from torch import nn
 import fxq
 from fxq.cost import whole
 from fxq.cost.whole import quickest
+from fxq.graph.info import info
+from fxq.graph.query import plan_of
+from fxq.pipeline.in_float import run_in_float
+from fxq.rewriting.rewriter import Rewriter
 from tests.support.graphs import until
 
 
@@ -50,6 +55,33 @@ def test_one_that_does_not_run_is_not_taken():
 
     assert quickest(manager.gm, manager.context, [fails, lambda rewriter, copies: None]) == 1
     assert quickest(manager.gm, manager.context, [fails, fails]) == 0
+
+
+def test_layers_can_return_to_float_in_copies(caplog):
+    """The float weights, which no node of a qdq graph reads, are in the copies, too."""
+    manager = managed()
+    layers = [node for node in manager.gm.graph.nodes if (plan := plan_of(node)) is not None and not plan.in_float]
+
+    def to_float(rewriter, copies):
+        for node in layers:
+            run_in_float(rewriter, copies[node], "slower", "", "")
+        seen.append(sum(info(read).stands_for != "" for copy in copies.values() for read in copy.all_input_nodes))
+
+    seen = []
+    with caplog.at_level(logging.DEBUG, "fxq"):
+        quickest(manager.gm, manager.context, [to_float])
+    assert layers and seen == [0] and "cannot be timed" not in caplog.text
+
+
+def test_layers_can_return_to_float_in_forks():
+    manager, x = managed(), torch.randn(2, 8)
+    fork = manager.fork()
+    rewriter = Rewriter(fork.gm, fork.context)
+    for node in rewriter.nodes():
+        if (plan := plan_of(node)) is not None and not plan.in_float:
+            run_in_float(rewriter, node, "slower", "", "")
+    fork.gm.recompile()
+    torch.testing.assert_close(fork.gm(x), manager.gm(x), rtol=0.1, atol=0.05)  # the rounding of 8 bits
 
 
 def test_a_change_sees_copies_of_the_nodes():

@@ -248,3 +248,10 @@ def test_threads_without_a_cpu_each_time_nothing(net, monkeypatch, cpus, busy, t
     finally:
         torch.set_num_threads(before)
     assert q.attempts.threads == threads
+
+
+def test_layers_return_to_float_on_backends_with_the_same_graph():
+    """These layers are so small that float is faster on each backend of PyTorch's kernels."""
+    model, x = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).eval(), torch.randn(8, 8)
+    q = fxq.quantize(model, FASTEST.with_optimize("speed"), data=[x])
+    assert [attempt.why for attempt in q.attempts if "failed" in attempt.why] == []
