@@ -149,7 +149,7 @@ def check(plan):
     return "right"
 
 
-@settings(max_examples=12, suppress_health_check=list(HealthCheck))
+@settings(max_examples=12, suppress_health_check=list(HealthCheck), deadline=None)
 @given(plans)
 def test_states_in_containers_change_as_in_the_float_model(plan):
     check(plan)
