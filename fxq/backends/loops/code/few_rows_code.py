@@ -15,6 +15,9 @@ from fxq.backends.loops.code.vectors import FLOAT32, FLOATS, INT8, INT16, INT32,
 CHUNK = 32
 """Bytes of a row of the weight that are converted at once. They have one scale, or two if they hold 4-bit values."""
 
+_TILES_AHEAD = 3
+"""Tiles between the one that fetches memory into the second-level cache and the one that reads it."""
+
 
 class FewRows(NamedTuple):
     """Some rows of the input and of the weight, whose products a tile computes.
@@ -119,7 +122,7 @@ def _tile(chunk: Any, rows: int, columns: int) -> Callable[..., None]:
         scale_lines, offset_lines = (
             [b.add(first, b.mul(scale_bytes, number(c))) for c in range(columns)] for first in (few.scale, few.offset)
         )
-        _subtract_offsets(b, few, offset_lines, totals)
+        _subtract_offsets(b, few, offset_lines, scale_lines, totals)
         with cgutils.for_range(b, spans, intp=INT64) as span:
             scales = _start_span(b, chunk, few.places, span.index, scale_lines, sums)
             first = b.mul(span.index, few.span)
@@ -138,13 +141,13 @@ def _tile(chunk: Any, rows: int, columns: int) -> Callable[..., None]:
 def _add_chunk(b: Any, chunk: Any, few: Any, index: Any, inputs: Sequence[Any], sums: Any) -> None:
     """Add the products of a chunk of each row of the weight.
 
-    Rows of the weight that are needed three tiles later are fetched into the second-level cache.
+    Rows of the weight that are needed `_TILES_AHEAD` tiles later are fetched into the second-level cache.
     """
     start = _smaller(b, b.mul(index, number(CHUNK)), b.sub(few.row_bytes, number(CHUNK)))
     addresses = [b.add(b.add(few.weight, b.mul(few.row_bytes, number(c))), start) for c in range(len(sums))]
     raw = [chunk.raw(b, address) for address in addresses]
     for address in addresses:
-        vectors.prefetch(b, b.add(address, b.mul(few.row_bytes, number(3 * len(sums)))), level=2)
+        vectors.prefetch(b, b.add(address, b.mul(few.row_bytes, number(_TILES_AHEAD * len(sums)))), level=2)
     offset = b.mul(index, number(4 * chunk.values))
     for k in range(chunk.values // LANES):
         values = [load(b, b.add(x, offset), FLOATS, 4 * LANES * k) for x in inputs]
@@ -172,8 +175,12 @@ def _start_span(b: Any, chunk: Any, places: Any, span: Any, lines: Sequence[Any]
     return [[splat(b, load(b, b.add(line, distance), FLOAT32)) for distance in distances] for line in lines]
 
 
-def _subtract_offsets(b: Any, few: Any, lines: Sequence[Any], totals: Any) -> None:
-    """Subtract sums of the input times offsets, 16 at a time. `lines` are the addresses of the offsets of each row."""
+def _subtract_offsets(b: Any, few: Any, lines: Sequence[Any], scale_lines: Sequence[Any], totals: Any) -> None:
+    """Subtract sums of the input times offsets, 16 at a time, and fetch later offsets and scales as `_add_chunk` does.
+
+    `lines` and `scale_lines` are the addresses of the offsets and of the scales of each row of the weight.
+    """
+    ahead = b.mul(few.scales, number(4 * _TILES_AHEAD * len(lines)))
     steps = b.udiv(b.add(few.scales, number(LANES - 1)), number(LANES))
     x_bytes = b.mul(steps, number(4 * LANES))
     lanes = ir.Constant(INTS, list(range(LANES)))
@@ -181,6 +188,8 @@ def _subtract_offsets(b: Any, few: Any, lines: Sequence[Any], totals: Any) -> No
         first = b.mul(step.index, number(4 * LANES))
         left = b.trunc(b.sub(few.scales, b.mul(step.index, number(LANES))), INT32)
         is_offset = b.icmp_signed("<", lanes, splat(b, left))
+        for line in (*lines, *scale_lines):
+            vectors.prefetch(b, b.add(b.add(line, first), ahead), level=2)
         offsets = [vectors.load_some(b, b.add(line, first), is_offset) for line in lines]
         for r in range(len(totals[0])):
             x = b.fneg(load(b, b.add(b.add(few.x_sums, b.mul(x_bytes, number(r))), first), FLOATS))
