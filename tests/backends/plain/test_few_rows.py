@@ -161,6 +161,13 @@ def test_edits_copies_pickles_and_threads():
         torch.testing.assert_close(qmodel(x) - bias, 2 * (wanted - bias), rtol=1e-5, atol=1e-5)
 
 
+@needs_numba
+def test_a_large_layer_of_one_row_is_priced_below_float():
+    qmodel = fxq.quantize(nn.Sequential(nn.Linear(2048, 2048)), "weight_only", example_inputs=torch.randn(1, 2048))
+    (entry,) = qmodel.ledger
+    assert entry.int8_us < entry.float_us
+
+
 def test_without_a_loop_weights_are_converted(monkeypatch):
     monkeypatch.setattr(weight_only, "loops_for", lambda *_: None)
     monkeypatch.setattr(few_rows.FewRowsProduct, "__call__", None)
