@@ -179,7 +179,13 @@ def test_bench_kernels_has_a_row_for_every_other_way():
     assert all(float(row.split()[-1]) > 0 for row in rows)
 
 
-INTERNAL = ("bench/kernels.py", "bench/timing.py", "dev/measure_prices.py", "docs/generated_pages.py")
+INTERNAL = (
+    "bench/few_rows.py",
+    "bench/kernels.py",
+    "bench/timing.py",
+    "dev/measure_prices.py",
+    "docs/generated_pages.py",
+)
 PUBLIC = [path for path in sorted(SCRIPTS.rglob("*.py")) if path.relative_to(SCRIPTS).as_posix() not in INTERNAL]
 """All scripts but those that measure single kernels or describe ops, and the clock that fxq times kernels with, too."""
 

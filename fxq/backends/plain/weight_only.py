@@ -5,7 +5,9 @@ A weight is converted in pieces that stay in the cache, so that memory traffic i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -13,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fxq.backends.kernel import Kernel, decode
+from fxq.backends.loops.code.compiler import loops_for
+from fxq.backends.plain.few_rows import MAX_ROWS, FewRowsProduct, refused
 from fxq.backends.plain.stored_weight import StoredWeight, float_input
 from fxq.graph.unit import OpCall
 from fxq.ops import OPS
@@ -22,6 +26,8 @@ if TYPE_CHECKING:
 
 _PIECE_ELEMENTS = 1 << 18
 """Weights that are converted at once: 1 MiB as float32, which fits the L2 cache of a core."""
+_VERIFIED_ROWS = 5
+"""Rows on which the compiled product is verified: a full tile of rows, and a single one."""
 
 
 class WeightOnlyKernel(Kernel):
@@ -120,13 +126,47 @@ _PARTS = ("", "_scale", "_zero_point")
 
 
 class WeightOnlyLinear(WeightOnlyKernel):
-    """Linear layer. It converts some rows of the weight at a time. Per-channel scales are applied to the result."""
+    """Linear layer. A few rows are multiplied with the integers in a compiled loop, see `FewRowsProduct`.
+
+    Otherwise it converts some rows of the weight at a time. Per-channel scales are applied to the result.
+    """
 
     name: ClassVar[str] = "weight_only.linear"
 
+    def bind(self, x: Tensor) -> Callable[[Tensor], Tensor]:
+        """Return the function for inputs like these. See `Bindable.bind`."""
+        product = self._few_rows(x)
+        if product is None:
+            return self.forward
+        return product if x.dtype == torch.float32 else lambda x: product(float_input(x))
+
     def forward(self, x: Tensor) -> Tensor:
         """float32 (..., K) -> float32 (..., O)."""
-        x, (pieces, scale, shape) = float_input(x), self._cached("pieces", self._pieces)
+        x, product = float_input(x), self._few_rows(x)
+        return self._in_pieces(x) if product is None else product(x)
+
+    def at_other_sizes(self, *inputs: Tensor) -> Iterable[tuple[Tensor, ...]]:
+        """Inputs with few rows if there are many, and the reverse, since another kernel runs then."""
+        (x,) = inputs
+        rows = x.reshape(-1, x.shape[-1])
+        if len(rows):
+            yield (rows[:_VERIFIED_ROWS],) if len(rows) > MAX_ROWS else (rows[:1].repeat(MAX_ROWS + 1, 1),)
+
+    def _few_rows(self, x: Tensor) -> FewRowsProduct | None:
+        """Compiled product for inputs like these; None if it is not faster, or there is none."""
+        stored = self.stored_weight()
+        columns = math.prod(stored.row)
+        if x.shape[-1:] != (columns,) or not 0 < x.numel() <= MAX_ROWS * columns:
+            return None
+        loops = loops_for("few_rows_loops", stored.numel, x, *self._buffers.values())
+        return None if loops is None else self._cached("few_rows", lambda: self._few_rows_product(loops))
+
+    def _few_rows_product(self, loops: ModuleType) -> FewRowsProduct | None:
+        stored = self.stored_weight()
+        return FewRowsProduct(loops, stored, self.bias) if refused(stored) is None else None
+
+    def _in_pieces(self, x: Tensor) -> Tensor:
+        pieces, scale, shape = self._cached("pieces", self._pieces)
         convert = StoredWeight.floats if scale is None else StoredWeight.integers
         bias = self.bias if scale is None else None
         if len(pieces) == 1:

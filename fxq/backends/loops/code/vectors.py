@@ -12,7 +12,8 @@ from fxq.backends.loops.code.machine_code import HAS_AVX512
 
 LANES = 16
 """Numbers of a vector."""
-INT8, INT32, INT64, FLOAT32 = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
+INT8, INT16, INT32, INT64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+FLOAT32 = ir.FloatType()
 INTS, FLOATS = ir.VectorType(INT32, LANES), ir.VectorType(FLOAT32, LANES)
 
 LOG2E = 1.4426950408889634
@@ -56,11 +57,18 @@ def call_intrinsic(b: Any, name: str, result: Any, values: Sequence[Any]) -> Any
     return b.call(cgutils.get_or_insert_function(b.module, function_type, name), values)
 
 
-def prefetch(b: Any, address: Any) -> None:
-    """Fetch the cache line at an address into the first-level cache. Any address is allowed."""
-    to_read, first, data = (ir.Constant(INT32, value) for value in (0, 3, 1))
+def load_some(b: Any, address: Any, is_read: Any) -> Any:
+    """Load those of 16 floats at an address whose lanes are true in `is_read`; the others are 0, and are not read."""
+    place = b.inttoptr(address, FLOATS.as_pointer())
+    values = [place, ir.Constant(INT32, 4), is_read, ir.Constant(FLOATS, None)]
+    return call_intrinsic(b, "llvm.masked.load.v16f32.p0v16f32", FLOATS, values)
+
+
+def prefetch(b: Any, address: Any, level: int = 1) -> None:
+    """Fetch the cache line at an address into the first- or second-level cache. Any address is allowed."""
+    to_read, locality, data = (ir.Constant(INT32, value) for value in (0, 4 - level, 1))
     place = b.inttoptr(address, INT8.as_pointer())
-    call_intrinsic(b, "llvm.prefetch.p0i8", ir.VoidType(), [place, to_read, first, data])
+    call_intrinsic(b, "llvm.prefetch.p0i8", ir.VoidType(), [place, to_read, locality, data])
 
 
 def multiply_add(b: Any, x: Any, factor: Any, added: Any) -> Any:

@@ -1,0 +1,210 @@
+"""Machine code for products of a few rows of floats with a low-bit weight, which is read once, as it is stored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from llvmlite import ir
+from numba.core import cgutils
+
+from fxq.backends.loops.code import vectors
+from fxq.backends.loops.code.machine_code import HAS_AVX512, on_addresses
+from fxq.backends.loops.code.vectors import FLOAT32, FLOATS, INT8, INT16, INT32, INT64, INTS, LANES, load, number, splat
+
+CHUNK = 32
+"""Bytes of a row of the weight that are converted at once. They have one scale, or two if they hold 4-bit values."""
+
+_TILES_AHEAD = 3
+"""Tiles between the one that fetches memory into the second-level cache and the one that reads it."""
+
+
+class FewRows(NamedTuple):
+    """Some rows of the input and of the weight, whose products a tile computes.
+
+    In loops, all are int64; in the code here, LLVM values.
+
+    Attributes:
+        x: Address of the input as `few_rows_loops._arrange` orders it, float32 (rows, chunks, 32 or 64).
+        x_sums: Address of the sums of the input by scale, float32 (rows, scales rounded up to 16).
+        weight: Address of the first row of the weight.
+        row_bytes: Bytes of a row of the weight. The last chunk ends with the row and may overlap the one before.
+        chunks: Number of chunks of a row.
+        span: Number of chunks with the same scales. The last span of a row may be shorter.
+        places: Address of int32: bytes from the scales of a row to that of each span; of 4-bit values, two for each.
+        scale: Address of the scales of the first row, float32.
+        scales: Number of scales of a row.
+        offset: Address of float32 in the shape of the scales: each times a sum of the input is subtracted.
+        bias: Address of float32 by row of the weight.
+        out: Address of the first result.
+        out_bytes: Bytes from a result to that of the next row of the input.
+    """
+
+    x: Any
+    x_sums: Any
+    weight: Any
+    row_bytes: Any
+    chunks: Any
+    span: Any
+    places: Any
+    scale: Any
+    scales: Any
+    offset: Any
+    bias: Any
+    out: Any
+    out_bytes: Any
+
+
+class _Chunk8:
+    """Chunk of 32 values of 8 bits."""
+
+    values, halves = CHUNK, 1
+
+    def __init__(self, signed: bool) -> None:
+        self.signed = signed
+
+    def raw(self, b: Any, address: Any) -> Any:
+        """Bytes of a chunk, as they are loaded."""
+        return [load(b, address, ir.VectorType(INT8, LANES), LANES * k) for k in range(CHUNK // LANES)]
+
+    def real(self, b: Any, raw: Any, k: int) -> Any:
+        """Vector k of the integers of a chunk, as floats."""
+        return b.sitofp((b.sext if self.signed else b.zext)(raw[k], INTS), FLOATS)
+
+
+class _Chunk4:
+    """Chunk of 64 values of 4 bits: those of the low bits, and those of the high bits, with two scales.
+
+    Two bytes become an integer of 32 bits. Its four values are not shifted: the input is divided by 16**k instead,
+    which is exact. Signed values are stored as unsigned ones with the highest bit flipped, and a zero point of 8.
+    """
+
+    values, halves = 2 * CHUNK, 2
+
+    def __init__(self, signed: bool) -> None:
+        self.signed = signed
+
+    def raw(self, b: Any, address: Any) -> Any:
+        """Bytes of a chunk in pairs, int32."""
+        pairs = b.zext(load(b, address, ir.VectorType(INT16, LANES)), INTS)
+        return b.xor(pairs, ir.Constant(INTS, [0x8888] * LANES)) if self.signed else pairs
+
+    def real(self, b: Any, raw: Any, k: int) -> Any:
+        """Vector k of the integers of a chunk times 16**k, as floats: of the low and of the high bits in turn."""
+        if k == 0 and HAS_AVX512:  # one instruction, which reads the lowest four bits
+            table = ir.Constant(FLOATS, [float(value) for value in range(LANES)])
+            return vectors.call_intrinsic(b, "llvm.x86.avx512.permvar.sf.512", FLOATS, [table, raw])
+        return b.sitofp(b.and_(raw, ir.Constant(INTS, [15 << 4 * k] * LANES)), FLOATS)
+
+
+def _registers(b: Any, *sizes: int) -> Any:
+    """Registers for sums, in nested lists of these sizes. They start with 0."""
+    if not sizes:
+        return cgutils.alloca_once_value(b, ir.Constant(FLOATS, None))
+    return [_registers(b, *sizes[1:]) for _ in range(sizes[0])]
+
+
+def _add(b: Any, total: Any, x: Any, factor: Any) -> None:
+    """Add x * factor to the sums in a register."""
+    b.store(vectors.multiply_add(b, x, factor, b.load(total)), total)
+
+
+def _smaller(b: Any, x: Any, y: Any) -> Any:
+    """Minimum of two int64."""
+    return b.select(b.icmp_signed("<", x, y), x, y)
+
+
+def _tile(chunk: Any, rows: int, columns: int) -> Callable[..., None]:
+    """Code that computes `rows` rows of results, each for `columns` rows of the weight."""
+
+    def code(b: Any, few: Any) -> None:
+        totals, sums = _registers(b, columns, rows), _registers(b, columns, rows, chunk.halves)
+        spans = b.udiv(b.add(few.chunks, b.sub(few.span, number(1))), few.span)
+        x_bytes, scale_bytes = b.mul(few.chunks, number(4 * chunk.values)), b.mul(few.scales, number(4))
+        inputs = [b.add(few.x, b.mul(x_bytes, number(r))) for r in range(rows)]
+        scale_lines, offset_lines = (
+            [b.add(first, b.mul(scale_bytes, number(c))) for c in range(columns)] for first in (few.scale, few.offset)
+        )
+        _subtract_offsets(b, few, offset_lines, scale_lines, totals)
+        with cgutils.for_range(b, spans, intp=INT64) as span:
+            scales = _start_span(b, chunk, few.places, span.index, scale_lines, sums)
+            first = b.mul(span.index, few.span)
+            count = b.sub(_smaller(b, b.add(first, few.span), few.chunks), first)
+            with cgutils.for_range(b, count, intp=INT64) as inner:
+                _add_chunk(b, chunk, few, b.add(first, inner.index), inputs, sums)
+            for of_column, of_rows, factors in zip(totals, sums, scales, strict=True):
+                for total, of_halves in zip(of_column, of_rows, strict=True):
+                    for scale, part in zip(factors, of_halves, strict=True):
+                        _add(b, total, b.load(part), scale)
+        _store_results(b, few, totals)
+
+    return code
+
+
+def _add_chunk(b: Any, chunk: Any, few: Any, index: Any, inputs: Sequence[Any], sums: Any) -> None:
+    """Add the products of a chunk of each row of the weight.
+
+    Rows of the weight that are needed `_TILES_AHEAD` tiles later are fetched into the second-level cache.
+    """
+    start = _smaller(b, b.mul(index, number(CHUNK)), b.sub(few.row_bytes, number(CHUNK)))
+    addresses = [b.add(b.add(few.weight, b.mul(few.row_bytes, number(c))), start) for c in range(len(sums))]
+    raw = [chunk.raw(b, address) for address in addresses]
+    for address in addresses:
+        vectors.prefetch(b, b.add(address, b.mul(few.row_bytes, number(_TILES_AHEAD * len(sums)))), level=2)
+    offset = b.mul(index, number(4 * chunk.values))
+    for k in range(chunk.values // LANES):
+        values = [load(b, b.add(x, offset), FLOATS, 4 * LANES * k) for x in inputs]
+        for stored, of_rows in zip(raw, sums, strict=True):
+            integers = chunk.real(b, stored, k)
+            for value, of_halves in zip(values, of_rows, strict=True):
+                _add(b, of_halves[k % chunk.halves], integers, value)
+
+
+def _store_results(b: Any, few: Any, totals: Any) -> None:
+    """Add up the lanes of each total, add the bias, and store the results."""
+    for c, of_rows in enumerate(totals):
+        bias = load(b, few.bias, FLOAT32, 4 * c)
+        for r, total in enumerate(of_rows):
+            y = b.fadd(vectors.reduced(b, b.load(total), b.fadd), bias)
+            vectors.store(b, y, b.add(b.add(few.out, b.mul(few.out_bytes, number(r))), number(4 * c)))
+
+
+def _start_span(b: Any, chunk: Any, places: Any, span: Any, lines: Sequence[Any], sums: Any) -> list[list[Any]]:
+    """Scales of a span by row of the weight and half. Its sums become 0."""
+    for total in (total for of_rows in sums for of_halves in of_rows for total in of_halves):
+        b.store(ir.Constant(FLOATS, None), total)
+    indices = [b.add(b.mul(span, number(chunk.halves)), number(half)) for half in range(chunk.halves)]
+    distances = [b.sext(load(b, b.add(places, b.mul(index, number(4))), INT32), INT64) for index in indices]
+    return [[splat(b, load(b, b.add(line, distance), FLOAT32)) for distance in distances] for line in lines]
+
+
+def _subtract_offsets(b: Any, few: Any, lines: Sequence[Any], scale_lines: Sequence[Any], totals: Any) -> None:
+    """Subtract sums of the input times offsets, 16 at a time, and fetch later offsets and scales as `_add_chunk` does.
+
+    `lines` and `scale_lines` are the addresses of the offsets and of the scales of each row of the weight.
+    """
+    ahead = b.mul(few.scales, number(4 * _TILES_AHEAD * len(lines)))
+    steps = b.udiv(b.add(few.scales, number(LANES - 1)), number(LANES))
+    x_bytes = b.mul(steps, number(4 * LANES))
+    lanes = ir.Constant(INTS, list(range(LANES)))
+    with cgutils.for_range(b, steps, intp=INT64) as step:
+        first = b.mul(step.index, number(4 * LANES))
+        left = b.trunc(b.sub(few.scales, b.mul(step.index, number(LANES))), INT32)
+        is_offset = b.icmp_signed("<", lanes, splat(b, left))
+        for line in (*lines, *scale_lines):
+            vectors.prefetch(b, b.add(b.add(line, first), ahead), level=2)
+        offsets = [vectors.load_some(b, b.add(line, first), is_offset) for line in lines]
+        for r in range(len(totals[0])):
+            x = b.fneg(load(b, b.add(b.add(few.x_sums, b.mul(x_bytes, number(r))), first), FLOATS))
+            for offset, of_rows in zip(offsets, totals, strict=True):
+                _add(b, of_rows[r], x, offset)
+
+
+MANY_ROWS, MANY_COLUMNS, SOME_COLUMNS = (4, 4, 2) if HAS_AVX512 else (2, 2, 1)
+"""Rows of the input, and rows of the weight with one and with many rows of the input, of the large tiles."""
+_CHUNKS = (_Chunk8(True), _Chunk8(False), _Chunk4(True), _Chunk4(False))
+signed8_row, unsigned8_row, signed4_row, unsigned4_row = (on_addresses(_tile(c, 1, MANY_COLUMNS)) for c in _CHUNKS)
+signed8_one, unsigned8_one, signed4_one, unsigned4_one = (on_addresses(_tile(c, 1, 1)) for c in _CHUNKS)
+signed8_rows, unsigned8_rows, signed4_rows, unsigned4_rows = (
+    on_addresses(_tile(c, MANY_ROWS, SOME_COLUMNS)) for c in _CHUNKS
+)

@@ -1,0 +1,150 @@
+"""Loop over a low-bit weight: the product with a few rows of floats, which is bound by reading the weight."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import carray  # type: ignore[attr-defined]  # Numba does not list it
+
+from fxq.backends.loops.code import few_rows_code as code
+from fxq.backends.loops.code.compiler import compiled, helper
+from fxq.backends.loops.code.few_rows_code import CHUNK, MANY_COLUMNS, MANY_ROWS, SOME_COLUMNS, FewRows
+from fxq.backends.loops.code.vectors import LANES
+
+_f = np.float32
+SIGNED8, UNSIGNED8, SIGNED4, UNSIGNED4 = range(4)
+"""Kinds of weights: int8, uint8, and two values of 4 bits per byte as `fxq/quant/packing.py` packs them."""
+
+
+def _by_kind(signed8, unsigned8, signed4, unsigned4):
+    """Loop function that runs the tile of a kind of weight."""
+
+    @helper
+    def tile(kind, few):
+        if kind == SIGNED8:
+            signed8(few)
+        elif kind == UNSIGNED8:
+            unsigned8(few)
+        elif kind == SIGNED4:
+            signed4(few)
+        else:
+            unsigned4(few)
+
+    return tile
+
+
+_one = _by_kind(code.signed8_one, code.unsigned8_one, code.signed4_one, code.unsigned4_one)
+_row = _by_kind(code.signed8_row, code.unsigned8_row, code.signed4_row, code.unsigned4_row)
+_rows = _by_kind(code.signed8_rows, code.unsigned8_rows, code.signed4_rows, code.unsigned4_rows)
+
+
+@helper
+def _arrange8(x, columns, out):
+    """Write a row of the input for chunks of 8-bit values.
+
+    The last chunk of a row may overlap the one before: values that have been multiplied already are 0 there.
+    """
+    done = (columns - 1) // CHUNK * CHUNK
+    for j in range(done):
+        out[j] = x[j]
+    for i in range(CHUNK):
+        j = columns - CHUNK + i
+        out[done + i] = x[j] if j >= done else _f(0)
+
+
+@helper
+def _arrange4(x, columns, row_bytes, out):
+    """Write a row of the input for chunks of 4-bit values (see `few_rows_code._Chunk4`), with 0 as in `_arrange8`."""
+    done, half = (row_bytes - 1) // CHUNK * CHUNK, CHUNK // 2
+    for first in range(0, done, CHUNK):
+        for i in range(half):
+            j, place = first + 2 * i, 2 * first + i
+            out[place], out[place + 2 * half] = x[j], x[j + 1] * _f(1 / 256)
+            out[place + half], out[place + 3 * half] = (
+                x[row_bytes + j] * _f(1 / 16),
+                x[row_bytes + j + 1] * _f(1 / 4096),
+            )
+    for i in range(CHUNK):
+        j, place, factor = row_bytes - CHUNK + i, 2 * done + CHUNK * (i % 2) + i // 2, _f(1 / 256 if i % 2 else 1)
+        out[place] = x[j] * factor if j >= done else _f(0)
+        is_high = j >= done and row_bytes + j < columns
+        out[place + half] = x[row_bytes + j] * factor * _f(1 / 16) if is_high else _f(0)
+
+
+@helper
+def _sum_blocks(x, columns, block, factor, lanes, out):
+    """Write `factor` times the sums of blocks of a row of the input. `lanes` is scratch memory, float32 (16,)."""
+    out[:] = 0
+    for k in range((columns + block - 1) // block):
+        lanes[:] = 0
+        first, end = k * block, min((k + 1) * block, columns)
+        for j in range(first, end - LANES + 1, LANES):
+            for i in range(LANES):
+                lanes[i] += x[j + i]
+        total = _f(0)
+        for j in range(end - (end - first) % LANES, end):
+            total += x[j]
+        for i in range(LANES):
+            total += lanes[i]
+        out[k] = total * factor
+
+
+@compiled("f* i i i f i i i i i i i i i i i")
+def few_rows(
+    x, weight, scale, offset, zero, bias, places, out, kind, rows, columns, outputs, row_bytes, block, scales, span
+):
+    """Compute x @ weight.T + bias for a weight (outputs, columns) that is stored in integers.
+
+    A value of the weight is integer * scale - zero * offset. The integers of SIGNED4 count from 8 on, so that none is
+    negative.
+
+    Args:
+        x: float32 (rows, columns).
+        weight: Address of the stored weight, (outputs, row_bytes).
+        scale: Address of float32 (outputs, scales).
+        offset: Address of float32 (outputs, scales).
+        zero: Factor of all offsets.
+        bias: Address of float32 (outputs,).
+        places: Address of int32: bytes to the scale of each span, see `FewRows`.
+        out: Address of float32 (rows, outputs), written.
+        kind: SIGNED8, UNSIGNED8, SIGNED4 or UNSIGNED4.
+        rows: Number of rows of the input, at least one.
+        columns: Values of a row of the weight.
+        outputs: Rows of the weight.
+        row_bytes: Bytes of a row of the weight, at least `CHUNK`.
+        block: Number of values of a row with the same scale.
+        scales: Scales of a row of the weight.
+        span: Number of chunks with the same scales.
+    """
+    chunks, is_packed = (row_bytes + CHUNK - 1) // CHUNK, kind >= SIGNED4
+    size, sums = chunks * CHUNK * (2 if is_packed else 1), (scales + LANES - 1) // LANES * LANES
+    x = carray(x, (rows, columns))
+    arranged, x_sums, lanes = np.empty((rows, size), _f), np.zeros((rows, sums), _f), np.empty(LANES, _f)
+    for r in range(rows):
+        if is_packed:
+            _arrange4(x[r], columns, row_bytes, arranged[r])
+        else:
+            _arrange8(x[r], columns, arranged[r])
+        if zero != 0:
+            _sum_blocks(x[r], columns, block, zero, lanes, x_sums[r])
+    column = 0
+    while column < outputs:
+        count = MANY_COLUMNS if outputs - column >= MANY_COLUMNS else 1
+        r = 0
+        while r < rows:
+            is_many = rows - r >= MANY_ROWS and count > 1
+            for c in range(column, column + count, SOME_COLUMNS if is_many else count):
+                few = FewRows(
+                    arranged.ctypes.data + 4 * size * r, x_sums.ctypes.data + 4 * sums * r,
+                    weight + row_bytes * c, row_bytes, chunks, span, places,
+                    scale + 4 * scales * c, scales, offset + 4 * scales * c,
+                    bias + 4 * c, out + 4 * (outputs * r + c), 4 * outputs,
+                )  # fmt: skip
+                if is_many:
+                    _rows(kind, few)
+                elif count > 1:
+                    _row(kind, few)
+                else:
+                    _one(kind, few)
+            r += MANY_ROWS if is_many else 1
+        column += count
+    arranged[0, 0] = x_sums[0, 0]  # keeps both arrays alive until here, as only their addresses are used

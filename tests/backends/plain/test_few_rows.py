@@ -1,0 +1,174 @@
+"""Products of few rows with low-bit weights in a compiled loop, against float64."""
+
+import copy
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import fxq
+from fxq.backends.loops.code.compiler import loops
+from fxq.backends.plain import few_rows, weight_only
+from fxq.backends.plain.few_rows import MAX_ROWS, FewRowsProduct, refused
+from fxq.backends.plain.stored_weight import StoredWeight
+from fxq.quant.packing import pack
+
+pytestmark = pytest.mark.any_cpu
+
+EXACT = {"rtol": 0.0, "atol": 0.0}
+LOOPS = loops("few_rows_loops")
+needs_numba = pytest.mark.skipif(LOOPS is None, reason="needs Numba")
+
+
+def stored(outputs, columns, bits, signed, per, with_zero, seed=0):
+    """Random weight with scales by group of `per` values, by row ("channel") or for all ("tensor")."""
+    torch.manual_seed(seed)
+    low = -(2 ** (bits - 1)) if signed else 0
+    values = torch.randint(low, low + 2**bits, (outputs, columns), dtype=torch.int8 if signed else torch.uint8)
+    shape = {"tensor": (), "channel": (outputs,)}.get(per) if isinstance(per, str) else (outputs, -(-columns // per))
+    scale = torch.rand(shape) + 0.5
+    zero = torch.randint(low, low + 2**bits, shape, dtype=torch.int32) if with_zero else None
+    axis, block = {"tensor": (None, None), "channel": (0, None)}.get(per, (1, per))
+    packed = (columns,) if bits == 4 else None
+    return StoredWeight(pack(values) if packed else values, scale, zero, axis, block, packed, signed)
+
+
+def product(x, weight, bias=None):
+    """Product by float64 arithmetic, and the sum of the magnitudes of its terms, to which rounding is relative."""
+    real = weight.floats(weight.empty()).double()
+    result = x.double() @ real.T + (0 if bias is None else bias.double())
+    terms = StoredWeight.integers(weight, weight.empty()).abs() + 8
+    zero = 0 if weight.zero_point is None else weight.zero_point.abs().max()
+    scale = weight.scale.max()
+    return result, x.double().abs() @ ((terms + zero) * scale).double().T + 1
+
+
+@needs_numba
+@settings(max_examples=80, deadline=None)
+@given(
+    rows=st.integers(1, 20), columns=st.integers(32, 300), outputs=st.integers(1, 11), bits=st.sampled_from([4, 8]),
+    signed=st.booleans(), per=st.sampled_from(["tensor", "channel", 32, 64, 128]), with_zero=st.booleans(),
+    with_bias=st.booleans(), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_products_of_any_size(rows, columns, outputs, bits, signed, per, with_zero, with_bias, seed):
+    columns = columns if bits == 8 else 2 * columns if per in ("tensor", "channel") else 64 * (columns // 32)
+    weight = stored(outputs, columns, bits, signed, per, with_zero, seed)
+    x, bias = torch.randn(rows, columns), torch.randn(outputs) if with_bias else None
+    assert refused(weight) is None
+    result, magnitude = product(x, weight, bias)
+    error = (FewRowsProduct(LOOPS, weight, bias)(x).double() - result).abs()
+    assert (error <= 2e-6 * magnitude).all()  # float32 sums of some hundred terms in 16 lanes
+
+
+@needs_numba
+@pytest.mark.parametrize("columns", [65, 71, 127, 129])
+def test_an_odd_row_of_4_bit_values_ends_in_padding(columns):
+    weight, x = stored(5, columns, 4, True, "channel", False), torch.randn(3, columns)
+    weight.values[:, -1] |= -16 & 0xFF  # the padding is not read, whatever it holds
+    result, magnitude = product(x, weight)
+    assert ((FewRowsProduct(LOOPS, weight, None)(x).double() - result).abs() <= 2e-6 * magnitude).all()
+
+
+@needs_numba
+def test_integers_are_multiplied_without_rounding():
+    x = torch.randint(-8, 9, (7, 192)).float()
+    for bits, signed, per in ((8, True, "channel"), (8, False, 64), (4, True, 32), (4, False, "channel")):
+        weight = stored(9, 192, bits, signed, per, True)
+        weight = replace(weight, scale=torch.ones_like(weight.scale))
+        torch.testing.assert_close(FewRowsProduct(LOOPS, weight, None)(x), product(x, weight)[0].float(), **EXACT)
+
+
+@needs_numba
+def test_infinity_and_nan_reach_only_their_row():
+    weight, x = stored(4, 70, 8, True, "channel", False), torch.randn(5, 70)
+    x[1, 69], x[3, 2] = float("nan"), float("inf")
+    y = FewRowsProduct(LOOPS, weight, None)(x)
+    assert y[1].isnan().all() and not y[3].isfinite().any() and y[[0, 2, 4]].isfinite().all()
+
+
+REFUSED = {
+    "float16": (lambda: StoredWeight(torch.ones(4, 64).half(), None), "not stored in integers"),
+    "short": (lambda: stored(4, 31, 8, True, "channel", False), "less than 32"),
+    "short packed": (lambda: stored(4, 62, 4, True, "channel", False), "less than 32"),
+    "small groups": (lambda: stored(4, 96, 8, True, 16, False), "multiples of 32"),
+    "half a row": (lambda: stored(4, 96, 4, True, 32, False), "multiples of 32"),
+    "by column": (lambda: StoredWeight(torch.ones(64, 64, dtype=torch.int8), torch.ones(64), None, 1), "by row"),
+    "strided": (lambda: StoredWeight(torch.ones(64, 64, dtype=torch.int8).t(), torch.ones(64), None, 0), "contiguous"),
+    "meta": (lambda: StoredWeight(torch.ones(4, 64, dtype=torch.int8, device="meta"), torch.ones(4)), "CPU"),
+}
+
+
+@pytest.mark.parametrize(("make", "reason"), REFUSED.values(), ids=REFUSED)
+def test_refusals_say_why(make, reason):
+    assert reason in refused(make())
+
+
+def quantized(rows, columns=160, **options):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(columns, 37)), torch.randn(rows, columns)
+    qmodel = fxq.quantize(model, fxq.Recipe.weight_only(optimize="coverage", **options), example_inputs=x)
+    assert not qmodel.ledger.where(kind="unverified")
+    return qmodel
+
+
+RECIPES = {"int8": {}, "int4": {"bits": 4}, "groups of 32": {"bits": 4, "per": 32}, "int8 groups": {"per": 32}}
+
+
+@needs_numba
+@pytest.mark.parametrize("options", RECIPES.values(), ids=RECIPES)
+def test_layers_agree_with_the_product_of_many_rows_from_one_row_on(options, monkeypatch):
+    qmodel = quantized(3, columns=192, **options)
+    x = torch.randn(MAX_ROWS, 192)
+    loop = [qmodel(x[:n]) for n in (1, 2, 5, MAX_ROWS) for _ in range(2)]  # the second call is bound
+    monkeypatch.setattr(weight_only, "loops_for", lambda *_: None)
+    other = copy.deepcopy(qmodel)
+    for y, n in zip(loop, (1, 1, 2, 2, 5, 5, MAX_ROWS, MAX_ROWS), strict=True):
+        torch.testing.assert_close(y, other(x[:n]), rtol=1e-4, atol=1e-5)  # sums in another order
+
+
+@needs_numba
+@pytest.mark.parametrize("rows", [2, 40])
+def test_a_wrong_loop_is_noticed_whatever_the_rows_of_the_example(rows, monkeypatch):
+    call = FewRowsProduct.__call__
+    monkeypatch.setattr(FewRowsProduct, "__call__", lambda self, x: call(self, x) * 1.05)
+    torch.manual_seed(0)
+    recipe = fxq.Recipe.weight_only(optimize="coverage")
+    with pytest.warns(UserWarning):
+        qmodel = fxq.quantize(nn.Sequential(nn.Linear(96, 37)), recipe, example_inputs=torch.randn(rows, 96))
+    assert qmodel.ledger.where(kind="unverified")
+
+
+@needs_numba
+def test_edits_copies_pickles_and_threads():
+    qmodel, x = quantized(1), torch.randn(1, 160)
+    wanted = qmodel(x)
+    for other in (copy.deepcopy(qmodel), pickle.loads(pickle.dumps(qmodel))):
+        torch.testing.assert_close(other(x), wanted, **EXACT)
+    inputs = [torch.randn(1, 160) for _ in range(8)]
+    results = [qmodel(each) for each in inputs]
+    with ThreadPoolExecutor(8) as pool:
+        for y, result in zip(pool.map(lambda i: qmodel(inputs[i % 8]), range(400)), results * 50, strict=True):
+            torch.testing.assert_close(y, result, **EXACT)
+    (kernel,) = qmodel.fxq_kernels.children()
+    with torch.no_grad():
+        kernel.weight_scale.mul_(2)
+        bias = kernel.bias
+        torch.testing.assert_close(qmodel(x) - bias, 2 * (wanted - bias), rtol=1e-5, atol=1e-5)
+
+
+@needs_numba
+def test_a_large_layer_of_one_row_is_priced_below_float():
+    qmodel = fxq.quantize(nn.Sequential(nn.Linear(2048, 2048)), "weight_only", example_inputs=torch.randn(1, 2048))
+    (entry,) = qmodel.ledger
+    assert entry.int8_us < entry.float_us
+
+
+def test_without_a_loop_weights_are_converted(monkeypatch):
+    monkeypatch.setattr(weight_only, "loops_for", lambda *_: None)
+    monkeypatch.setattr(few_rows.FewRowsProduct, "__call__", None)
+    assert quantized(1)(torch.randn(1, 160)).shape == (1, 37)
