@@ -27,7 +27,7 @@ from fxq.programs.quantized_programs import load_model
 from fxq.recipe.recipe import Recipe, as_recipe
 from fxq.report.report import write_comparison
 from fxq.tracing.wrappers import unwrapped
-from fxq.workflow.calibrate import EVERY, Calibration, first_of_all, merge_calibrations
+from fxq.workflow.calibrate import EVERY, Calibration, as_observed, first_of_all, merge_calibrations
 from fxq.workflow.entry import compared_model, float_model, trainable_model
 from fxq.workflow.fastest import converted_for_recipe, prepared_for_recipe
 from fxq.workflow.observed_model import ObservedModel
