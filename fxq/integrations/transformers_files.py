@@ -106,6 +106,7 @@ class FxqQuantizer(HfQuantizer):  # type: ignore[misc]
         self._path = Path(checkpoint_files[0])
         self._removed = {name: vars(model)[name] for name in _HOLDERS}
         vars(model).update({name: type(held)() for name, held in self._removed.items()})
+        model._is_hf_initialized = True  # there is nothing to initialize
         model._keys_to_ignore_on_load_unexpected = {""}  # the tensors of the file are those of the programs
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> None:
@@ -116,7 +117,7 @@ class FxqQuantizer(HfQuantizer):  # type: ignore[misc]
             quantized = quantize_loaded(model, config.recipe)
         else:
             vars(model).update(self._removed)
-            for name in ("_keys_to_ignore_on_load_unexpected", "hf_quantizer"):
+            for name in ("_keys_to_ignore_on_load_unexpected", "_is_hf_initialized", "hf_quantizer"):
                 vars(model).pop(name, None)
             del model.config.transformers_weights
             quantized = _from_folder(without_tensors(model), self._path.parent, config.rules)

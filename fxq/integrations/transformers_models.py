@@ -196,10 +196,11 @@ class QuantizedEncoder(QuantizedPart):
         for option in _NOT_COMPUTED:
             if call.pop(option, None) not in (None, False):
                 raise InputError(f"a quantized encoder does not compute {option}: its graph has no such value.")
-        takes_mask = "attention_mask" in inspect.signature(self.forward).parameters
-        ids = call.get("input_ids")
-        if takes_mask and call.get("attention_mask") is None and isinstance(ids, Tensor):
-            call["attention_mask"] = torch.ones_like(ids)
+        ids, parameters = call.get("input_ids"), inspect.signature(self.forward).parameters
+        defaults = {"attention_mask": torch.ones_like, "token_type_ids": torch.zeros_like}
+        for name, default in defaults.items() if isinstance(ids, Tensor) else ():
+            if name in parameters:
+                call.setdefault(name, default(ids))
         return call
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -107,7 +107,7 @@ def test_what_cannot_be_loaded_or_saved_is_refused(llama, folder, tmp_path):
     with pytest.raises(fxq.FileError, match="without a config"):
         fxq.load(tmp_path)
     with pytest.raises(fxq.InputError, match="device_map"):
-        transformers.AutoModelForCausalLM.from_pretrained(folder, device_map="meta")
+        files.FxqQuantizer(files.FxqConfig()).validate_environment(device_map={"": "meta"})
     for change, words in (
         ({"architectures": ["NoSuch"]}, "no class NoSuch"),
         ({"quantization_config": {}}, "config.json"),
