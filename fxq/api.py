@@ -125,7 +125,7 @@ def quantize(
 
 def _parts_run(model: nn.Module, recipe: Recipe, example: Batch) -> ObservedModel | PartsRun:
     """Prepare a model as one graph; or in parts, if the recipe says so or the model cannot be traced as a whole."""
-    run = PartsRun(model, recipe, example, _observed)
+    run = PartsRun(model, recipe, example, prepared_for_recipe)
     if recipe.part_modules:
         return run.begin("the recipe names the parts.")
     observed: ObservedModel | None = None
