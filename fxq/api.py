@@ -6,36 +6,33 @@ import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 from torch import fx, nn
 
-from fxq.backends.by_name import FASTEST
 from fxq.calibration.ranks import AUTO, Ranks
-from fxq.common.data import Batch, as_batch, batches, device_of, samples_in
+from fxq.common.data import Batch, as_batch, batches, samples_in
 from fxq.common.isolation import untouched
 from fxq.common.progress import progress_bar
-from fxq.errors import FileError, FxqError, InputError, RecipeError, TraceError
-from fxq.integrations import generator_support
+from fxq.errors import FxqError, InputError, RecipeError, TraceError
+from fxq.integrations import generator_support, load_folder
 from fxq.ledger.comparison import Comparison, compare_with, quantized_reference
-from fxq.model import QuantizedModel, remade
+from fxq.model import QuantizedModel
 from fxq.parts.choose import untraced_modules, why_in_parts, why_not
 from fxq.parts.compare_parts import compare_parts
 from fxq.parts.parts_model import PartsModel, load_parts
 from fxq.parts.quantize_parts import PartsRun
-from fxq.programs.quantized_programs import QuantizedPrograms
+from fxq.programs.quantized_programs import load_model
 from fxq.recipe.recipe import Recipe, as_recipe
 from fxq.report.report import write_comparison
-from fxq.saved.model_file import load_programs
 from fxq.tracing.wrappers import unwrapped
 from fxq.workflow.calibrate import EVERY, Calibration, as_observed, first_of_all, merge_calibrations
 from fxq.workflow.entry import compared_model, float_model, trainable_model
-from fxq.workflow.fastest import convert_all, prepare_all
+from fxq.workflow.fastest import converted_for_recipe, prepared_for_recipe
 from fxq.workflow.observed_model import ObservedModel
 from fxq.workflow.programs import examples_of, needs_programs, quantize_programs
 from fxq.workflow.steps import (
-    QdqCache,
-    converted,
     float_reference,
     manager_for,
     observed_with,
@@ -98,9 +95,9 @@ def quantize(
     examples_by_name = {} if example_inputs is None else examples_of(example_inputs, model)
     support = generator_support(model)
     if support is not None:
-        return support.quantize_generator(model, chosen, data, examples_by_name, _observed, convert, progress=progress)
+        return support.quantize_generator(model, chosen, data, examples_by_name, progress=progress)
     if examples_by_name and needs_programs(list(examples_by_name.values())):
-        programs: Any = quantize_programs(model, chosen, examples_by_name, data, _observed, convert, progress=progress)
+        programs: Any = quantize_programs(model, chosen, examples_by_name, data, progress=progress)
         return programs  # typed as the usual case
     ranks = Ranks.of(group if data is not None else None)
     stream = batches(data, model, may_be_empty=ranks.size > 1) if data is not None else iter(())
@@ -116,7 +113,7 @@ def quantize(
         run.calibrate(chain(first, stream), _length(data), progress)
         quantized: QuantizedModel = run.convert(convert)
         return quantized
-    observed = run or ranks.together(lambda: _observed(model, chosen, examples[-1]))
+    observed = run or ranks.together(lambda: prepared_for_recipe(model, chosen, examples[-1]))
     observed.manager.context.progress = progress
     if data is not None:
         calibration = Calibration(observed, ranks, checkpoint, EVERY, progress, few=not observed.calibrated)
@@ -128,7 +125,7 @@ def quantize(
 
 def _parts_run(model: nn.Module, recipe: Recipe, example: Batch) -> ObservedModel | PartsRun:
     """Prepare a model as one graph; or in parts, if the recipe says so or the model cannot be traced as a whole."""
-    run = PartsRun(model, recipe, example, _observed)
+    run = PartsRun(model, recipe, example, prepared_for_recipe)
     if recipe.part_modules:
         return run.begin("the recipe names the parts.")
     observed: ObservedModel | None = None
@@ -136,7 +133,7 @@ def _parts_run(model: nn.Module, recipe: Recipe, example: Batch) -> ObservedMode
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         try:
-            observed = _observed(model, recipe, example)
+            observed = prepared_for_recipe(model, recipe, example)
             why = why_in_parts(observed)
         except (TraceError, InputError) as failure:
             # an error without a cause is a refusal, of state that parts would share or of values that are not finite
@@ -223,15 +220,7 @@ def prepare(
     chosen = as_recipe(recipe)
     if chosen.trains:
         return prepared_for_training(trainable_model(model), chosen, example_inputs)
-    return _observed(float_model(model), chosen, example_inputs, observe_all)
-
-
-def _observed(model: nn.Module, recipe: Recipe, example_inputs: Any, observe_all: bool = False) -> ObservedModel:
-    if recipe.backend != FASTEST:
-        return prepared(model, recipe, example_inputs, observe_all)
-    return prepare_all(
-        recipe, device_of(model), lambda own, sibling: prepared(model, own, example_inputs, observe_all, sibling)
-    )
+    return prepared_for_recipe(float_model(model), chosen, example_inputs, observe_all)
 
 
 def calibrate(
@@ -332,27 +321,7 @@ def convert(observed: ObservedModel | TrainingModel, recipe: Any = None) -> Quan
         return converted_from_training(trained)
     calibrated = as_observed(observed)
     chosen = as_recipe(recipe) if recipe is not None else None
-    try:
-        return _converted(calibrated, chosen)
-    finally:
-        calibrated.forget_float_values()
-
-
-def _converted(calibrated: ObservedModel, chosen: Recipe | None) -> QuantizedModel:
-    """Quantized model for the recipe's backend, or for the fastest backend."""
-    if calibrated.others is None:
-        return converted(calibrated, chosen)
-    if chosen is not None and chosen.backend != FASTEST:
-        raise RecipeError(
-            f"the model was prepared for all backends, and the recipe asks for {chosen.backend!r}: pass a recipe with "
-            f"backend={FASTEST!r}, or prepare the float model with this recipe."
-        )
-    qdq_cache: QdqCache = []
-    return convert_all(calibrated, lambda model: converted(model, _for_backend_of(model, chosen), qdq_cache))
-
-
-def _for_backend_of(observed: ObservedModel, recipe: Recipe | None) -> Recipe | None:
-    return recipe.with_backend(observed.manager.context.recipe.backend) if recipe is not None else None
+    return converted_for_recipe(calibrated, chosen)
 
 
 def compare(a: Any, b: QuantizedModel, data: Iterable[Any], *, progress: bool | None = None) -> Comparison:
@@ -409,15 +378,15 @@ def load(
     not be modified while the model is in use: replace such a file by renaming a new one over it, as `save` does.
 
     Args:
-        path: the file.
+        path: the file; or a folder that `save_pretrained` of a quantized model of transformers wrote.
         leaves: modules that the model calls unchanged (`Recipe.leaf`), by path, with the weights that they had. They
             are not in the file. They are copied.
         into: the float model, for the file of a model that is quantized in parts. Its code and its weights around the
             parts are copied. It need not have the weights of the parts.
 
     Returns:
-        The quantized model; a `QuantizedPrograms` if it was saved with several programs or containers; with `into`, a
-        model of the class of the float model.
+        The quantized model; a `QuantizedPrograms` if it was saved with several programs or containers; from a folder, a
+        model of the float model's class; with `into`, a model of the class of the float model.
 
     Raises:
         FileError: the file is missing, damaged, no fxq model, or written by a newer fxq; or it needs a module, op or
@@ -437,15 +406,11 @@ def load(
     if into is not None:
         parts: QuantizedModel = load_parts(path, unwrapped(into))
         return parts
-    description, loaded = load_programs(path, leaves)
-    models = {name: remade(gm, gm.graph, *about) for name, (gm, *about) in loaded.items()}
-    if description is None:
-        return models[""]
-    try:
-        programs: Any = QuantizedPrograms.from_description(description, models)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise FileError(f"cannot load {str(path)!r}: the description of its programs is invalid: {error}.") from error
-    return programs  # typed as the usual case
+    if isinstance(path, (str, os.PathLike)) and os.path.isdir(path):
+        folder: QuantizedModel = load_folder(Path(path))  # typed as the usual case
+        return folder
+    model: QuantizedModel = load_model(path, leaves)
+    return model
 
 
 def run_passes(

@@ -13,6 +13,7 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from fxq.common.data import Batch, as_batch
+from fxq.errors import InputError
 from fxq.integrations.transformers_models import (
     CallRules,
     QuantizedEncoder,
@@ -20,12 +21,11 @@ from fxq.integrations.transformers_models import (
     cache_name,
     count_positions,
     make_quantized,
-    mask_positions,
     without_tensors,
 )
 from fxq.integrations.transformers_tracing import graph_form
 from fxq.recipe.recipe import Recipe
-from fxq.workflow.programs import Convert, Observe, quantize_programs
+from fxq.workflow.programs import quantize_programs
 
 _PROMPT, _PAST, _BATCH, _ENCODED = 3, 5, 2, 7
 """Sizes of the calls that a model is traced with: new tokens, past tokens, sequences, tokens of the encoder."""
@@ -43,8 +43,6 @@ def quantize_generator(
     recipe: Recipe,
     data: Iterable[Any] | None,
     examples: Mapping[str, Batch],
-    observe: Observe,
-    convert: Convert,
     *,
     progress: bool | None = None,
 ) -> Any:
@@ -55,8 +53,6 @@ def quantize_generator(
         recipe: the recipe.
         data: calibration batches, with the arguments of forward.
         examples: calls besides those with tokens, such as one with an image, by the name of their program.
-        observe: prepares a model for calibration.
-        convert: converts a calibrated model.
         progress: whether to show a progress bar.
 
     Returns:
@@ -66,7 +62,7 @@ def quantize_generator(
         model = copy.deepcopy(model).float()
 
     def programs_of(module: nn.Module, calls: Mapping[str, Batch], batches: Iterator[Any] | None) -> Any:
-        return quantize_programs(module, recipe, calls, batches, observe, convert, around=graph_form, progress=progress)
+        return quantize_programs(module, recipe, calls, batches, around=graph_form, progress=progress)
 
     shell = without_tensors(model)
     calibration = None if data is None else [as_batch(batch, model) for batch in data]
@@ -88,6 +84,33 @@ def quantize_generator(
     batches = (shell.arguments(batch.args, batch.kwargs)[0] for batch in calibration or ())
     shell.programs = programs_of(model, calls, None if data is None else batches)
     return shell.eval()
+
+
+def quantize_encoder(model: PreTrainedModel, recipe: Recipe) -> Any:
+    """Quantize a model of transformers that takes tokens and does not generate, such as BERT.
+
+    Args:
+        model: the float model, with weights of 32 bits.
+        recipe: the recipe.
+
+    Returns:
+        A model of a subclass of the float model's class.
+
+    Raises:
+        InputError: the model takes no tokens, or the recipe needs data.
+    """
+    if model.main_input_name != "input_ids":
+        raise InputError(
+            f"{type(model).__name__} takes {model.main_input_name}, for which from_pretrained has no example. Load the "
+            "float model and call fxq.quantize(model, recipe, example_inputs={...})."
+        )
+    quantized = make_quantized(without_tensors(model), QuantizedEncoder)
+    mask = torch.ones(_BATCH, _ENCODED, dtype=torch.long)
+    mask[0, -1] = 0
+    call = {"input_ids": _tokens(model, _ENCODED), "attention_mask": mask, "token_type_ids": torch.zeros_like(mask)}
+    example = Batch((), quantized.arguments((), _taken(model, call).kwargs))
+    quantized.programs = quantize_programs(model, recipe, {"encoder": example}, None, around=graph_form)
+    return quantized.eval()
 
 
 def _encoder_inputs(encoder: nn.Module, batch: Batch) -> dict[str, Any]:
@@ -152,12 +175,12 @@ def _rules_of(model: PreTrainedModel, example: Batch) -> CallRules:
     name, prefix = cache_name(model), "decoder_" if model.config.is_encoder_decoder else ""
     cache = example.kwargs[name]
     layers = (cache.self_attention_cache if prefix else cache).layers
-    sizes = [
+    sizes = tuple(
         ((layer.keys.shape[1], layer.keys.shape[3]), (layer.values.shape[1], layer.values.shape[3])) for layer in layers
-    ]
-    positions = None
+    )
+    positions = ""
     if f"{prefix}position_ids" in example.kwargs:
-        positions = count_positions if prefix or _counts_tokens(model) else mask_positions
+        positions = "count" if prefix or _counts_tokens(model) else "mask"
     return CallRules(
         name,
         sizes,

@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +19,12 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from fxq.errors import InputError
 from fxq.programs.quantized_programs import QuantizedPrograms
+from fxq.saved.records import to_plain
+
+METHOD = "fxq"
+"""Name of the quantization method in config.json."""
+MODEL_FILE, ENCODER_FILE = "model.fxq.safetensors", "encoder.fxq.safetensors"
+"""Files of a saved model. transformers opens weights by names that end in .safetensors only."""
 
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 """Names that forward's argument for the cache has had."""
@@ -40,28 +48,31 @@ def mask_positions(mask: Tensor, past: int, length: int) -> Tensor:
     return (mask.long().cumsum(-1) - 1).clamp(min=0)[:, past : past + length]
 
 
+_POSITIONS: dict[str, Positions] = {"count": count_positions, "mask": mask_positions}
+
+
 def cache_name(model: Any) -> str:
     """Name of forward's argument for the cache; empty if it has none."""
     parameters = inspect.signature(model.forward).parameters
     return next((name for name in CACHE_NAMES if name in parameters), "")
 
 
-@dataclass
+@dataclass(frozen=True)
 class CallRules:
     """How calls of one model are completed to the form that its graph takes.
 
     Attributes:
         cache: name of the argument for the cache.
         layers: sizes of each layer of the cache of past tokens.
-        positions: rule for position_ids that the caller does not give; None if forward takes none.
+        positions: rule for position_ids that the caller does not give: "count" or "mask"; empty if forward takes none.
         keeps_logits: whether forward takes `logits_to_keep`.
         takes_mask: whether forward takes a mask of the tokens.
         prefix: "decoder_" for an encoder-decoder, whose arguments for tokens have such names.
     """
 
     cache: str
-    layers: list[LayerShape]
-    positions: Positions | None = None
+    layers: tuple[LayerShape, ...]
+    positions: Literal["", "count", "mask"] = ""
     keeps_logits: bool = False
     takes_mask: bool = True
     prefix: str = ""
@@ -96,8 +107,8 @@ class CallRules:
         if self.takes_mask:
             call[f"{self.prefix}attention_mask"] = mask
         positions = call.pop(f"{self.prefix}position_ids", None)
-        if self.positions is not None:
-            positions = self.positions(mask, past, length) if positions is None else positions
+        if self.positions:
+            positions = _POSITIONS[self.positions](mask, past, length) if positions is None else positions
             call[f"{self.prefix}position_ids"] = positions.expand(count, length)
         if self.keeps_logits:
             call.setdefault("logits_to_keep", 0)
@@ -135,6 +146,37 @@ class QuantizedPart:
     """
 
     programs: QuantizedPrograms
+    config: Any
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], **options: Any) -> None:
+        """Save the model to a folder, for `from_pretrained` of its class and `fxq.load`: programs and configuration.
+
+        Args:
+            save_directory: the folder. It is created if it does not exist.
+            options: options of the float model's `save_pretrained`, none of which applies.
+
+        Raises:
+            InputError: an option is given.
+        """
+        if asked := [name for name, value in options.items() if value and name != "is_main_process"]:
+            raise InputError(f"save_pretrained of a quantized model writes a folder and does not take {asked[0]}.")
+        folder = Path(save_directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        rules = getattr(self, "rules", None)
+        if rules is not None and rules.prefix:
+            self.get_encoder().programs.save(folder / ENCODER_FILE)  # type: ignore[attr-defined]
+        self.programs.save(folder / MODEL_FILE)
+        config = copy.deepcopy(self.config)
+        config.architectures = [float_class_of(type(self)).__name__]
+        config.dtype = "float32"
+        config.quantization_config = {
+            "quant_method": METHOD,
+            "recipe": self.programs.recipe.to_dict(),
+            "rules": None if rules is None else to_plain(rules),
+        }
+        if rules is not None:
+            self.generation_config.save_pretrained(folder)  # type: ignore[attr-defined]
+        config.save_pretrained(folder)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         kind = next(base for base in type(self).__mro__ if base.__name__ in _MIXINS)
@@ -154,10 +196,11 @@ class QuantizedEncoder(QuantizedPart):
         for option in _NOT_COMPUTED:
             if call.pop(option, None) not in (None, False):
                 raise InputError(f"a quantized encoder does not compute {option}: its graph has no such value.")
-        takes_mask = "attention_mask" in inspect.signature(self.forward).parameters
-        ids = call.get("input_ids")
-        if takes_mask and call.get("attention_mask") is None and isinstance(ids, Tensor):
-            call["attention_mask"] = torch.ones_like(ids)
+        ids, parameters = call.get("input_ids"), inspect.signature(self.forward).parameters
+        defaults = {"attention_mask": torch.ones_like, "token_type_ids": torch.zeros_like}
+        for name, default in defaults.items() if isinstance(ids, Tensor) else ():
+            if name in parameters:
+                call.setdefault(name, default(ids))
         return call
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -175,7 +218,6 @@ class QuantizedGenerator(QuantizedPart):
     """
 
     rules: CallRules
-    config: Any
 
     def arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
         """Arguments of a call as the graph takes them, and whether the caller wants the cache.

@@ -14,15 +14,15 @@ from torch import Tensor, nn
 
 from fxq.common.containers import Leaves, Structure, as_data, from_data
 from fxq.common.data import Batch
-from fxq.errors import InputError, words_of
+from fxq.errors import FileError, InputError, words_of
 from fxq.ledger.ledger import Ledger
 from fxq.ledger.qparams_table import ModelQParams
-from fxq.model import QuantizedModel
+from fxq.model import QuantizedModel, remade
 from fxq.pipeline.history import History
 from fxq.programs.call_form import CallForm, form_of
 from fxq.programs.flat_model import ResultForm
 from fxq.recipe.recipe import Recipe
-from fxq.saved.model_file import save_programs
+from fxq.saved.model_file import load_programs, save_programs
 
 Value = TypeVar("Value")
 
@@ -210,6 +210,22 @@ class QuantizedPrograms(nn.Module):
             results = ResultForm(_structures(about["changed"]), from_data(about["result"]))
             programs.append(Program(name, form, results, models[name]))
         return cls(tuple(programs), inspect.Signature(parameters))
+
+
+def load_model(path: str | os.PathLike[str], leaves: Mapping[str, nn.Module] | None = None) -> Any:
+    """Load a `QuantizedModel` or `QuantizedPrograms` from a file, see `fxq.load`.
+
+    Raises:
+        FileError: the file cannot be read, or its content is invalid.
+    """
+    description, loaded = load_programs(path, leaves)
+    models = {name: remade(gm, gm.graph, *about) for name, (gm, *about) in loaded.items()}
+    if description is None:
+        return models[""]
+    try:
+        return QuantizedPrograms.from_description(description, models)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise FileError(f"cannot load {str(path)!r}: the description of its programs is invalid: {error}.") from error
 
 
 class ByProgram(dict[str, Value]):

@@ -9,17 +9,55 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
-from fxq.backends.by_name import fastest_order, unavailable
+from fxq.backends.by_name import FASTEST, fastest_order, unavailable
 from fxq.common.cpus import is_contended, usable_cpus
+from fxq.common.data import device_of
 from fxq.common.isolation import copied, without_autocast
 from fxq.common.timed_calls import interleaved, threads_set_to
-from fxq.errors import BackendError, FxqError, InputError, words_of
+from fxq.errors import BackendError, FxqError, InputError, RecipeError, words_of
 from fxq.graph.text.text_writer import write_graph
 from fxq.ledger.attempts import Attempt, Attempts
 from fxq.model import QuantizedModel
 from fxq.recipe.recipe import Recipe
 from fxq.workflow.observed_model import ObservedModel
+from fxq.workflow.steps import QdqCache, converted, prepared
+
+
+def prepared_for_recipe(
+    model: nn.Module, recipe: Recipe, example_inputs: Any, observe_all: bool = False
+) -> ObservedModel:
+    """Prepare a model for calibration, see `fxq.prepare`, for the recipe's backend or for all available backends."""
+    if recipe.backend != FASTEST:
+        return prepared(model, recipe, example_inputs, observe_all)
+    return prepare_all(
+        recipe, device_of(model), lambda own, sibling: prepared(model, own, example_inputs, observe_all, sibling)
+    )
+
+
+def converted_for_recipe(calibrated: ObservedModel, recipe: Recipe | None = None) -> QuantizedModel:
+    """Convert a calibrated model, see `fxq.convert`, for the recipe's backend or for the fastest backend.
+
+    Raises:
+        RecipeError: the model was prepared for all backends, and the recipe is for one.
+    """
+    try:
+        if calibrated.others is None:
+            return converted(calibrated, recipe)
+        if recipe is not None and recipe.backend != FASTEST:
+            raise RecipeError(
+                f"the model was prepared for all backends, and the recipe asks for {recipe.backend!r}: pass a recipe "
+                f"with backend={FASTEST!r}, or prepare the float model with this recipe."
+            )
+        qdq_cache: QdqCache = []
+        return convert_all(calibrated, lambda model: converted(model, _for_backend_of(model, recipe), qdq_cache))
+    finally:
+        calibrated.forget_float_values()
+
+
+def _for_backend_of(observed: ObservedModel, recipe: Recipe | None) -> Recipe | None:
+    return recipe.with_backend(observed.manager.context.recipe.backend) if recipe is not None else None
 
 
 def prepare_all(

@@ -15,15 +15,13 @@ from fxq.common.containers import Leaves, holds_registered
 from fxq.common.data import Batch, as_batch, batches, naming_batch
 from fxq.common.progress import progress_bar
 from fxq.errors import InputError
-from fxq.model import QuantizedModel
 from fxq.programs.call_form import CallForm, form_of
 from fxq.programs.flat_model import ResultForm, flat_batch, flat_model
 from fxq.programs.quantized_programs import Program, QuantizedPrograms
 from fxq.recipe.recipe import Recipe
+from fxq.workflow.fastest import converted_for_recipe, prepared_for_recipe
 
 Around = Callable[[], AbstractContextManager[Any]]
-Observe = Callable[[nn.Module, Recipe, Batch], Any]
-Convert = Callable[[Any], QuantizedModel]
 
 
 def needs_programs(examples: Sequence[Batch]) -> bool:
@@ -66,8 +64,6 @@ def quantize_programs(
     recipe: Recipe,
     examples: Mapping[str, Batch],
     data: Iterable[Any] | None,
-    observe: Observe,
-    convert: Convert,
     *,
     around: Around = nullcontext,
     progress: bool | None = None,
@@ -79,8 +75,6 @@ def quantize_programs(
         recipe: the recipe.
         examples: one batch for each program, by name.
         data: calibration batches. Each is run by the program that fits its form and sizes.
-        observe: prepares a model for calibration.
-        convert: converts a calibrated model.
         around: context in which forward is traced.
         progress: whether to show a progress bar.
 
@@ -94,7 +88,9 @@ def quantize_programs(
         if any(program.form == form and _runs(program, leaves) for program in prepared):
             continue  # an earlier program serves this call
         flat, results = flat_model(model, form, leaves, around)
-        prepared.append(_Prepared(name, form, results, flat, observe(flat, recipe, flat_batch(form, leaves))))
+        prepared.append(
+            _Prepared(name, form, results, flat, prepared_for_recipe(flat, recipe, flat_batch(form, leaves)))
+        )
     if data is not None:
         _calibrate(prepared, batches(data, model), signature, progress)
     idle = [program for program in prepared if program.observed.calibrated and not program.observed.batches_seen]
@@ -103,7 +99,7 @@ def quantize_programs(
             f"the recipe {recipe.preset!r} needs data to calibrate with, and no batch is a call of the form "
             f"{idle[0].name}({idle[0].form}): give batches of every form, fxq.quantize(model, recipe, data=loader)."
         )
-    programs = [Program(p.name, p.form, p.results, convert(p.observed)) for p in prepared]
+    programs = [Program(p.name, p.form, p.results, converted_for_recipe(p.observed)) for p in prepared]
     return QuantizedPrograms(tuple(programs), signature)
 
 
