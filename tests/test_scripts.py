@@ -179,6 +179,14 @@ def test_bench_kernels_has_a_row_for_every_other_way():
     assert all(float(row.split()[-1]) > 0 for row in rows)
 
 
+@pytest.mark.slow
+def test_bench_few_rows_has_a_row_for_every_form_of_weight():
+    options = ("--layers", "1", "--outputs", "64", "--columns", "128", "--seconds", "0.01")
+    rows = run("bench.few_rows", *options).splitlines()[-5:]
+    assert [row.split()[0] for row in rows] == ["int8"] + ["int4"] * 4
+    assert all(row.split()[-2].endswith("%") and float(row.split()[-1]) > 0 for row in rows)
+
+
 INTERNAL = (
     "bench/few_rows.py",
     "bench/kernels.py",
