@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -178,7 +178,7 @@ def _rules_of(model: PreTrainedModel, example: Batch) -> CallRules:
     sizes = tuple(
         ((layer.keys.shape[1], layer.keys.shape[3]), (layer.values.shape[1], layer.values.shape[3])) for layer in layers
     )
-    positions = ""
+    positions: Literal["", "count", "mask"] = ""
     if f"{prefix}position_ids" in example.kwargs:
         positions = "count" if prefix or _counts_tokens(model) else "mask"
     return CallRules(

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 import transformers
 from transformers import AutoConfig, PreTrainedModel
-from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from fxq.errors import FileError, FxqError, InputError, RecipeError, unknown, words_of
@@ -31,7 +32,7 @@ from fxq.workflow.entry import float_model
 
 
 @register_quantization_config(METHOD)
-class FxqConfig(QuantizationConfigMixin):  # type: ignore[misc]
+class FxqConfig(QuantizationConfigMixin):
     """Quantization config of transformers: `from_pretrained(path, quantization_config=FxqConfig("weight_only"))`.
 
     All float weights are loaded, then the model is quantized, as `fxq.quantize` does without data.
@@ -57,7 +58,7 @@ class FxqConfig(QuantizationConfigMixin):  # type: ignore[misc]
         chosen = getattr(Recipe, recipe)(**options) if options else as_recipe(recipe)
         if chosen.trains:
             raise RecipeError(f"the recipe {chosen.preset!r} needs training, which from_pretrained does not do.")
-        self.quant_method = METHOD
+        self.quant_method: Any = METHOD
         self.recipe = chosen
         self.rules = rules
 
@@ -70,7 +71,7 @@ _PRESETS = ("static", "dynamic", "weight_only")
 
 
 @register_quantizer(METHOD)
-class FxqQuantizer(HfQuantizer):  # type: ignore[misc]
+class FxqQuantizer(HfQuantizer):
     """Quantizer that `from_pretrained` calls before and after it loads weights."""
 
     quantization_config: FxqConfig

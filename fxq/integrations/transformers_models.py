@@ -198,8 +198,8 @@ class QuantizedEncoder(QuantizedPart):
                 raise InputError(f"a quantized encoder does not compute {option}: its graph has no such value.")
         ids, parameters = call.get("input_ids"), inspect.signature(self.forward).parameters
         defaults = {"attention_mask": torch.ones_like, "token_type_ids": torch.zeros_like}
-        for name, default in defaults.items() if isinstance(ids, Tensor) else ():
-            if name in parameters:
+        for name, default in defaults.items():
+            if name in parameters and isinstance(ids, Tensor):
                 call.setdefault(name, default(ids))
         return call
 

@@ -126,9 +126,9 @@ def test_layers_agree_with_the_product_of_many_rows_from_one_row_on(options, mon
     x = torch.randn(MAX_ROWS, 192)
     loop = [qmodel(x[:n]) for n in (1, 2, 5, MAX_ROWS) for _ in range(2)]  # the second call is bound
     monkeypatch.setattr(weight_only, "loops_for", lambda *_: None)
-    other = copy.deepcopy(qmodel)
+    without_loop = copy.deepcopy(qmodel)
     for y, n in zip(loop, (1, 1, 2, 2, 5, 5, MAX_ROWS, MAX_ROWS), strict=True):
-        torch.testing.assert_close(y, other(x[:n]), rtol=1e-4, atol=1e-5)  # sums in another order
+        torch.testing.assert_close(y, without_loop(x[:n]), rtol=1e-4, atol=1e-5)  # sums in another order
 
 
 @needs_numba
@@ -147,10 +147,10 @@ def test_a_wrong_loop_is_noticed_whatever_the_rows_of_the_example(rows, monkeypa
 def test_edits_copies_pickles_and_threads():
     qmodel, x = quantized(1), torch.randn(1, 160)
     wanted = qmodel(x)
-    for other in (copy.deepcopy(qmodel), pickle.loads(pickle.dumps(qmodel))):
-        torch.testing.assert_close(other(x), wanted, **EXACT)
+    for copied in (copy.deepcopy(qmodel), pickle.loads(pickle.dumps(qmodel))):
+        torch.testing.assert_close(copied(x), wanted, **EXACT)
     inputs = [torch.randn(1, 160) for _ in range(8)]
-    results = [qmodel(each) for each in inputs]
+    results = [qmodel(row) for row in inputs]
     with ThreadPoolExecutor(8) as pool:
         for y, result in zip(pool.map(lambda i: qmodel(inputs[i % 8]), range(400)), results * 50, strict=True):
             torch.testing.assert_close(y, result, **EXACT)
