@@ -147,13 +147,9 @@ class _Planner:
         traits = calls[0].op.traits
         has_weight = traits.weight and traits.axis is not None
         if config.weight is not None and has_weight and traits.in_float(config.activation):
-            spec = config.weight if selector else self._in_eight_bits(node, config.weight)
-            plan = self._weight_only(node, backend, config, spec)
-            if spec != config.weight and plan.precision == "weight-only" and backend is context.backend:
-                self.rewriter.describe(
-                    node, note=f"{_IN_EIGHT_BITS}, not {config.weight.bits}, as no override selects it"
-                )
-            return plan
+            if selector is None and self._loses_most(node, config.weight):
+                return self._in_eight_bits(node, backend, config, config.weight)
+            return self._weight_only(node, backend, config, config.weight)
         if config.activation is None:
             return self._float("excluded by the recipe", "it has no weight, and the recipe leaves activations in float")
         return self._fit(node, backend, config)
@@ -210,12 +206,17 @@ class _Planner:
             return self._float("unsupported", reason or (support.reason if support is not None else ""))
         return Plan(Decision("weight-only", decided_by=self.rewriter.name), weight=spec)
 
-    def _in_eight_bits(self, node: fx.Node, spec: TensorSpec) -> TensorSpec:
-        """Spec of a node's weight: 8 bits instead of 4 or fewer for embeddings and layers that share their table."""
+    def _loses_most(self, node: fx.Node, spec: TensorSpec) -> bool:
+        """Whether a spec has 4 bits or fewer, and a node is an embedding or a layer that shares its table."""
         weights = [read.node for read in inputs_of(self.ops[node]) if read.role == "weight"]
-        if not is_low_bit(spec) or not any(id(constant(self.rewriter.gm, w)) in self._looked_up for w in weights):
-            return spec
-        return WEIGHT
+        return is_low_bit(spec) and any(id(constant(self.rewriter.gm, w)) in self._looked_up for w in weights)
+
+    def _in_eight_bits(self, node: fx.Node, backend: Backend, config: QuantConfig, spec: TensorSpec) -> Plan:
+        """Weight-only plan of a node with 8 bits instead of those of a spec, with a note on that."""
+        plan = self._weight_only(node, backend, config, WEIGHT)
+        if plan.precision == "weight-only" and backend is self.rewriter.context.backend:
+            self.rewriter.describe(node, note=f"{_IN_EIGHT_BITS}, not {spec.bits}, as no override selects it")
+        return plan
 
     def _float(self, kind: DecisionKind, text: str, fix: str = "") -> Plan:
         return Plan(Decision("float", kind, text, fix, self.rewriter.name))

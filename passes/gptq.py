@@ -25,7 +25,8 @@ class Gptq(Reconstruction):
     keeps its integers if its error does not become smaller.
 
     The error is that of the layer's output on the recorded samples; its Hessian is the Gram matrix of the inputs.
-    Insert it after insert-qdq: `Recipe.weight_only(bits=4).insert_pass(fxq.passes.Gptq(), after="smooth")`. Needs data.
+    `Recipe.weight_only` has it for weights of 4 bits or fewer, if there is data. To set its options, or in another
+    recipe, insert it after insert-qdq: `recipe.insert_pass(fxq.passes.Gptq(), after="smooth")`. Needs data.
     Source: Frantar et al. 2022 (arXiv 2210.17323), algorithm 1. Inputs are from the partly quantized graph, outputs
     from the float graph: Li et al. 2025 (arXiv 2504.02692).
 
@@ -40,7 +41,7 @@ class Gptq(Reconstruction):
 
     Example:
         >>> model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 8)).eval()
-        >>> recipe = fxq.Recipe.weight_only(bits=4).insert_pass(fxq.passes.Gptq(), after="smooth")
+        >>> recipe = fxq.Recipe.weight_only(bits=4)
         >>> qmodel = fxq.quantize(model, recipe, data=[torch.rand(16, 64) for _ in range(4)])
         >>> [entry.rule for entry in qmodel.history["gptq"].edits]
         ['gptq', 'gptq']

@@ -180,7 +180,7 @@ def test_activations_are_calibrated_on_calls_of_the_model():
 @pytest.mark.parametrize("tied", [False, True])
 def test_four_bits_leave_the_head_eight_and_use_data(tied):
     """The bits of the head, and what gptq wins on sequences that it has not seen."""
-    model = float_model("GPT2", tie_word_embeddings=tied)
+    model = generator("GPT2", tie_word_embeddings=tied)
     recipe = fxq.Recipe.weight_only(bits=4, per=16, backend="reference")
     data = [{"input_ids": ids} for ids in torch.randint(3, 50, (4, 8, 24), generator=torch.Generator().manual_seed(1))]
     rounded, fitted = fxq.quantize(model, recipe), fxq.quantize(model, recipe, data=data)
