@@ -147,9 +147,9 @@ class _Planner:
         traits = calls[0].op.traits
         has_weight = traits.weight and traits.axis is not None
         if config.weight is not None and has_weight and traits.in_float(config.activation):
-            if selector is None and self._loses_most(node, config.weight):
-                return self._in_eight_bits(node, backend, config, config.weight)
-            return self._weight_only(node, backend, config, config.weight)
+            takes_default = selector is None and self._loses_most(node, config.weight)
+            plan_for = self._in_eight_bits if takes_default else self._weight_only
+            return plan_for(node, backend, config, config.weight)
         if config.activation is None:
             return self._float("excluded by the recipe", "it has no weight, and the recipe leaves activations in float")
         return self._fit(node, backend, config)

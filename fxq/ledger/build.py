@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from torch import fx
 
@@ -144,7 +145,7 @@ def _weight_sizes(gm: fx.GraphModule, node: fx.Node) -> tuple[int, int]:
     return sum(values for values, _ in sizes), sum(size for _, size in sizes)
 
 
-def _size_columns(values: int, size: int) -> dict[str, int]:
+def _size_columns(values: int, size: int) -> dict[str, Any]:
     """Columns of the ledger for weights with this number of values and these bytes."""
     return {"weight_values": values, "saved_bytes": 4 * values - size}
 
