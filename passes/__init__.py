@@ -23,7 +23,7 @@ from fxq.passes.smooth import Smooth
 from fxq.passes.store_states import StoreStates
 from fxq.passes.trace import Trace
 from fxq.passes.verify_lowering import VerifyLowering
-from fxq.quant.spec import DYNAMIC, TRAINED, QuantConfig
+from fxq.quant.spec import DYNAMIC, LOW_BITS, TRAINED, QuantConfig
 from fxq.recipe.pass_base import Pass
 from fxq.recipe.pipeline import register_preset
 
@@ -72,7 +72,12 @@ TRAINING_PASSES: tuple[Pass, ...] = (
 
 register_preset("static", PASSES, QuantConfig())
 register_preset("dynamic", PASSES, QuantConfig(DYNAMIC))
-register_preset("weight_only", PASSES, QuantConfig(activation=None))
+WEIGHT_ONLY_PASSES: tuple[Pass, ...] = tuple(
+    step for own in PASSES for step in ((own, Gptq(max_bits=LOW_BITS, needs_data=False)) if own == Smooth() else (own,))
+)
+"""Passes with `gptq` for weights of 4 bits or fewer, if there is data."""
+
+register_preset("weight_only", WEIGHT_ONLY_PASSES, QuantConfig(activation=None))
 register_preset("qat", TRAINING_PASSES, QuantConfig(TRAINED, state=None), optimize="coverage")
 
 __all__ = [

@@ -23,7 +23,7 @@ from fxq.ops import OPS
 from fxq.ops.traits import STATE_DYNAMIC
 from fxq.pipeline.candidates import Candidate, CandidateGraph
 from fxq.pipeline.context import Context
-from fxq.quant.spec import CACHE, CACHE_TEXT, DYNAMIC_STATE, QuantConfig, Role, TensorSpec
+from fxq.quant.spec import CACHE, CACHE_TEXT, DYNAMIC_STATE, WEIGHT, QuantConfig, Role, TensorSpec, is_low_bit
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.recipe.pipeline import preset_config, preset_line
 from fxq.rewriting.rewriter import Rewriter
@@ -41,6 +41,9 @@ class Annotate(Pass):
     integers without a conversion for it alone. The same applies to a sum after a layer. A layer whose activations the
     recipe leaves in float, and an embedding, are weight-only. Every float decision has a reason, and a remedy if there
     is one.
+
+    Where the recipe's weights have 4 bits or fewer, embeddings, and layers that share their weight with one, such as
+    the head of a language model, have 8, unless an override selects them: they lose most, and are mostly small.
     """
 
     name: ClassVar[str] = "annotate"
@@ -75,6 +78,13 @@ class _Planner:
         """Identities of the weights of layers. An embedding that shares one has the layer's spec, not a table's."""
         heavy = (inputs_of(calls) for calls in self.ops.values() if calls and not calls[0].op.traits.table)
         reads = (read.node for inputs in heavy for read in inputs if read.role == "weight")
+        return {id(constant(self.rewriter.gm, node)) for node in reads}
+
+    @cached_property
+    def _looked_up(self) -> set[int]:
+        """Identities of the tables of embeddings."""
+        tables = (inputs_of(calls) for calls in self.ops.values() if calls and calls[0].op.traits.table)
+        reads = (read.node for inputs in tables for read in inputs if read.role == "weight")
         return {id(constant(self.rewriter.gm, node)) for node in reads}
 
     def plans(self, backend: Backend) -> dict[fx.Node, Plan]:
@@ -137,7 +147,9 @@ class _Planner:
         traits = calls[0].op.traits
         has_weight = traits.weight and traits.axis is not None
         if config.weight is not None and has_weight and traits.in_float(config.activation):
-            return self._weight_only(node, backend, config, config.weight)
+            takes_default = selector is None and self._loses_most(node, config.weight)
+            plan_for = self._in_eight_bits if takes_default else self._weight_only
+            return plan_for(node, backend, config, config.weight)
         if config.activation is None:
             return self._float("excluded by the recipe", "it has no weight, and the recipe leaves activations in float")
         return self._fit(node, backend, config)
@@ -194,6 +206,18 @@ class _Planner:
             return self._float("unsupported", reason or (support.reason if support is not None else ""))
         return Plan(Decision("weight-only", decided_by=self.rewriter.name), weight=spec)
 
+    def _loses_most(self, node: fx.Node, spec: TensorSpec) -> bool:
+        """Whether a spec has 4 bits or fewer, and a node is an embedding or a layer that shares its table."""
+        weights = [read.node for read in inputs_of(self.ops[node]) if read.role == "weight"]
+        return is_low_bit(spec) and any(id(constant(self.rewriter.gm, w)) in self._looked_up for w in weights)
+
+    def _in_eight_bits(self, node: fx.Node, backend: Backend, config: QuantConfig, spec: TensorSpec) -> Plan:
+        """Weight-only plan of a node with 8 bits instead of those of a spec, with a note on that."""
+        plan = self._weight_only(node, backend, config, WEIGHT)
+        if plan.precision == "weight-only" and backend is self.rewriter.context.backend:
+            self.rewriter.describe(node, note=f"{_IN_EIGHT_BITS}, not {spec.bits}, as no override selects it")
+        return plan
+
     def _float(self, kind: DecisionKind, text: str, fix: str = "") -> Plan:
         return Plan(Decision("float", kind, text, fix, self.rewriter.name))
 
@@ -213,6 +237,9 @@ class _Planner:
         if clips and source and layer is not None and layer.heavy and layer.runs and len(layer.calls) == 1:
             return len(source.users) == 1  # it would be in the unit of that layer
         return neighbours.would_run(node, candidate)
+
+
+_IN_EIGHT_BITS = "an embedding, or a layer with its table: 8 bits"
 
 
 def _with_remedies(context: Context, planner: _Planner, plans: Mapping[fx.Node, Plan]) -> dict[fx.Node, Plan]:

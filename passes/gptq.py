@@ -10,8 +10,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fxq.paired.reconstruction import OutputError, Reconstruction, WeightRows
+from fxq.paired.reconstruction import IntegerLayer, OutputError, Reconstruction, WeightRows
+from fxq.pipeline.context import Context
 from fxq.recipe.pass_base import Stage
+from fxq.rewriting.rewriter import Rewriter
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,8 @@ class Gptq(Reconstruction):
     keeps its integers if its error does not become smaller.
 
     The error is that of the layer's output on the recorded samples; its Hessian is the Gram matrix of the inputs.
-    Insert it after insert-qdq: `Recipe.weight_only(bits=4).insert_pass(fxq.passes.Gptq(), after="smooth")`. Needs data.
+    `Recipe.weight_only` has it for weights of 4 bits or fewer, if there is data. To set its options, or in another
+    recipe, insert it after insert-qdq: `recipe.insert_pass(fxq.passes.Gptq(), after="smooth")`. Needs data.
     Source: Frantar et al. 2022 (arXiv 2210.17323), algorithm 1. Inputs are from the partly quantized graph, outputs
     from the float graph: Li et al. 2025 (arXiv 2504.02692).
 
@@ -32,11 +35,13 @@ class Gptq(Reconstruction):
         trust: weight of the float weight in the fit where there are few patches, see `Reconstruction`.
         scales: whether to fit per-channel scales as well.
         damping: what is added to the diagonal of the Hessian, relative to its mean. More damping trusts the data less.
+        max_bits: maximum number of bits of the weights that are chosen; others stay as they are.
+        needs_data: whether missing data is an error; else nothing changes without data.
         ordered: whether to round the inputs with the largest values first, while most others can still compensate.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 8)).eval()
-        >>> recipe = fxq.Recipe.weight_only(bits=4).insert_pass(fxq.passes.Gptq(), after="smooth")
+        >>> recipe = fxq.Recipe.weight_only(bits=4)
         >>> qmodel = fxq.quantize(model, recipe, data=[torch.rand(16, 64) for _ in range(4)])
         >>> [entry.rule for entry in qmodel.history["gptq"].edits]
         ['gptq', 'gptq']
@@ -44,11 +49,28 @@ class Gptq(Reconstruction):
 
     damping: float = 0.01
     ordered: bool = True
+    max_bits: int = 8
+    needs_data: bool = True
 
-    bounds: ClassVar[Mapping[str, tuple[float, float]]] = {**Reconstruction.bounds, "damping": (0.0, math.inf)}
+    bounds: ClassVar[Mapping[str, tuple[float, float]]] = {
+        **Reconstruction.bounds,
+        "damping": (0.0, math.inf),
+        "max_bits": (2, 8),
+    }
     name: ClassVar[str] = "gptq"
     needs: ClassVar[Stage] = Stage.QDQ
     gives: ClassVar[Stage] = Stage.QDQ
+
+    @property
+    def replaceable(self) -> bool:
+        return not self.needs_data
+
+    def run(self, rewriter: Rewriter[Context]) -> None:
+        if self.needs_data or rewriter.context.samples:
+            super().run(rewriter)
+
+    def takes(self, layer: IntegerLayer) -> bool:
+        return layer.grid.bits <= self.max_bits
 
     def choose(self, layer: WeightRows, error: OutputError) -> Tensor:
         """Integers of a weight, (groups, outputs, inputs), rounded column by column."""

@@ -264,12 +264,12 @@ def integer_weight(gm: fx.GraphModule, value: Any) -> Weight | None:
     return Weight(stored, replace(grid, dtype=stored.dtype) if packed is None else grid, packed)
 
 
-def saved_bytes(gm: fx.GraphModule, node: fx.Node) -> int:
-    """Bytes that the weights of a node, with their scales and zero points, save compared with float32 weights."""
-    saved = 0
+def weight_sizes(gm: fx.GraphModule, node: fx.Node) -> tuple[int, int]:
+    """Number of values of the integer weights of a node, and their bytes with scales and zero points."""
+    values = size = 0
     for value in node.all_input_nodes:
         weight = integer_weight(gm, value)
         if weight is not None:
             tensors = (constant(gm, read) for read in value.all_input_nodes)
-            saved += 4 * weight.numel - sum(tensor.nbytes for tensor in tensors if tensor is not None)
-    return saved
+            values, size = values + weight.numel, size + sum(t.nbytes for t in tensors if t is not None)
+    return values, size

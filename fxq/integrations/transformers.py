@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -24,7 +25,9 @@ from fxq.integrations.transformers_models import (
     without_tensors,
 )
 from fxq.integrations.transformers_tracing import graph_form
+from fxq.quant.spec import WEIGHT, is_low_bit
 from fxq.recipe.recipe import Recipe
+from fxq.recipe.selector import as_selector
 from fxq.workflow.programs import quantize_programs
 
 _PROMPT, _PAST, _BATCH, _ENCODED = 3, 5, 2, 7
@@ -64,6 +67,7 @@ def quantize_generator(
     def programs_of(module: nn.Module, calls: Mapping[str, Batch], batches: Iterator[Any] | None) -> Any:
         return quantize_programs(module, recipe, calls, batches, around=graph_form, progress=progress)
 
+    recipe = _with_exact_head(model, recipe)
     shell = without_tensors(model)
     calibration = None if data is None else [as_batch(batch, model) for batch in data]
     if model.config.is_encoder_decoder:
@@ -111,6 +115,19 @@ def quantize_encoder(model: PreTrainedModel, recipe: Recipe) -> Any:
     example = Batch((), quantized.arguments((), _taken(model, call).kwargs))
     quantized.programs = quantize_programs(model, recipe, {"encoder": example}, None, around=graph_form)
     return quantized.eval()
+
+
+def _with_exact_head(model: PreTrainedModel, recipe: Recipe) -> Recipe:
+    """Recipe whose first override sets the head of a language model to 8 bits, where the recipe's weights have fewer.
+
+    The errors of the head are those of the logits. The user's overrides follow, and win.
+    """
+    head = model.get_output_embeddings()
+    path = next((path for path, module in model.named_modules() if module is head), None)
+    if path is None or not is_low_bit(recipe.config.weight):
+        return recipe
+    override = (as_selector(path), replace(recipe.config, weight=WEIGHT))
+    return replace(recipe, overrides=(override, *recipe.overrides))
 
 
 def _encoder_inputs(encoder: nn.Module, batch: Batch) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from torch import fx
 
@@ -13,7 +14,7 @@ from fxq.errors import PassError
 from fxq.graph.info import Cost, Decision, info
 from fxq.graph.precision import SPLIT_OP_PRECISIONS
 from fxq.graph.query import is_op, submodule, taken_from, values_of
-from fxq.graph.region import saved_bytes
+from fxq.graph.region import weight_sizes
 from fxq.graph.unit import calls_of, unit_of
 from fxq.graph.view import NodeView
 from fxq.ledger.float_record import FloatRecord, record_of
@@ -51,8 +52,8 @@ def ledger_of(history: History, gm: fx.GraphModule, context: Context) -> tuple[L
     lines = {node_rows[n.name].row.name: remedies.line(n) for n in nodes if n.name in node_rows}
     costs = {w.runs[0]: w.cost for w in workers if w.runs}
     first = {w.node: w.runs[0] for w in reversed(workers) if w.runs}  # the row that reports the size of the kernel
-    saved = {name: _saved_bytes(gm, node) for node, name in first.items()}
-    entries = [replace(e, remedy=lines.get(e.name, ""), saved_bytes=saved.get(e.name, 0)) for e in entries]
+    sizes = {name: _weight_sizes(gm, node) for node, name in first.items()}
+    entries = [replace(e, remedy=lines.get(e.name, ""), **_size_columns(*sizes.get(e.name, (0, 0)))) for e in entries]
     ledger = Ledger(tuple(_with_numbers(entry, errors, costs.get(entry.name)) for entry in entries))
     return ledger, record_of(context.model, context.example, errors.values)
 
@@ -134,13 +135,19 @@ def _ops_of(
     return tuple(runs), tuple(absorbs)
 
 
-def _saved_bytes(gm: fx.GraphModule, node: fx.Node) -> int:
-    """Bytes that the weights of a node, or of its kernel, take less than in float32."""
+def _weight_sizes(gm: fx.GraphModule, node: fx.Node) -> tuple[int, int]:
+    """Number of values of the integer weights of a node, or of its kernel, and their bytes with scales."""
     kernel = submodule(gm, node)
     if not isinstance(kernel, Kernel):
-        return saved_bytes(gm, node)
+        return weight_sizes(gm, node)
     form = kernel.form.module(kernel) if kernel.form is not None else None
-    return sum(saved_bytes(form, inside) for inside in form.graph.nodes) if form is not None else 0
+    sizes = [weight_sizes(form, inside) for inside in form.graph.nodes] if form is not None else []
+    return sum(values for values, _ in sizes), sum(size for _, size in sizes)
+
+
+def _size_columns(values: int, size: int) -> dict[str, Any]:
+    """Columns of the ledger for weights with this number of values and these bytes."""
+    return {"weight_values": values, "saved_bytes": 4 * values - size}
 
 
 def _decision(gm: fx.GraphModule, node: fx.Node, kind: str, lowered: bool) -> Decision:

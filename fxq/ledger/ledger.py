@@ -44,6 +44,7 @@ class Entry:
             compute its inputs if other ops read the same integers. Empty if the unit has no integers.
         saved_bytes: bytes that its weight with its scales takes less than in float32. A weight that several layers
             share counts for each.
+        weight_values: number of values of its integer weight; 0 without one.
         float_us, int8_us: microseconds of the op in float, and on integers or with an integer weight, on one thread;
             for a unit, in the row of its first op. None if there is no price.
         conversions_us: microseconds of the conversions around it when it runs on integers, minus those when it runs in
@@ -67,10 +68,23 @@ class Entry:
     fault_sqnr: float | None = None
     remedy: str = ""
     saved_bytes: int = 0
+    weight_values: int = 0
     float_us: float | None = None
     int8_us: float | None = None
     conversions_us: float | None = None
     priced_by: str = ""
+
+    @property
+    def weight_bits(self) -> float | None:
+        """Bits per value of its integer weight, scales and zero points included; None without one."""
+        return bits_per_weight([self])
+
+
+def bits_per_weight(entries: Iterable[Entry]) -> float | None:
+    """Bits per value of the integer weights of ops, scales and zero points included; None if there are none."""
+    weighted = [entry for entry in entries if entry.weight_values]
+    values = sum(entry.weight_values for entry in weighted)
+    return 32 - 8 * sum(entry.saved_bytes for entry in weighted) / values if values else None
 
 
 @dataclass(frozen=True)
@@ -218,6 +232,8 @@ class Ledger(Rows[Entry]):
         if self.count("weight-only"):
             saved = sum(e.saved_bytes for e in self if e.precision == "weight-only")
             weighed += f", {self.weight_coverage:.1%} with integer weights, {_count(saved)}B smaller"
+            bits = bits_per_weight(self)
+            weighed += "" if bits is None else f" at {bits:.2f} bits per weight"
         sqnr = self.output_sqnr
         output = "" if sqnr is None else f"; output {decibels(sqnr)}{'' if sqnr == math.inf else ' dB SQNR'}"
         return (
@@ -293,6 +309,9 @@ _COLUMNS: dict[Column, Callable[[Entry], str]] = {
     Column("MACs", "right", drop=2, optional=True): lambda e: _count(e.macs),
     Column("saved B", "right", drop=3, optional=True): lambda e: (
         _count(e.saved_bytes) if e.precision == "weight-only" else ""
+    ),
+    Column("bits", "right", drop=3, optional=True): lambda e: (
+        f"{e.weight_bits:.2f}" if e.precision == "weight-only" and e.weight_bits is not None else ""
     ),
     Column("float µs", "right", drop=1, optional=True): lambda e: _time(e.float_us),
     Column("int8 µs", "right", drop=1, optional=True): lambda e: _time(e.int8_us),

@@ -64,6 +64,10 @@ class Reconstruction(Pass):
     def samples_read(self) -> int:
         return self.samples
 
+    def takes(self, layer: IntegerLayer) -> bool:
+        """Whether the pass chooses the integers of a layer."""
+        return True
+
     @abstractmethod
     def choose(self, layer: WeightRows, error: OutputError) -> Tensor:
         """Choose the integers of a layer's weight: whole numbers in float32, (G, R, K)."""
@@ -79,7 +83,11 @@ class Reconstruction(Pass):
         nodes = rewriter.nodes()
         steps = {step.name: step for step in context.recipe.pipeline}
         least = steps["correct-bias"].options.get("least", 0) if "correct-bias" in steps else math.inf
-        layers = {node: of_node for node in nodes if (of_node := [*self._layers(rewriter.gm, node)])}
+        layers = {
+            node: of_node for node in nodes if (of_node := [*filter(self.takes, self._layers(rewriter.gm, node))])
+        }
+        if not layers:
+            return
         bar = progress_bar(self.name, sum(map(len, layers.values())), context.progress)
         with torch.no_grad(), seeded(), bar as advance:
             batches = context.some_samples(self.samples)

@@ -165,6 +165,15 @@ WEIGHT4 = TensorSpec(bits=4, per=64, observer="minmax")
 FLOAT16 = TensorSpec(signed=True, symmetric=True, observer="minmax", format="float16")
 
 
+def is_low_bit(spec: TensorSpec | None) -> bool:
+    """Whether a spec has integers of 4 bits or fewer."""
+    return spec is not None and spec.format == "integer" and spec.bits <= LOW_BITS
+
+
+LOW_BITS = 4
+"""Bits of a weight up to which rounding to nearest loses much."""
+
+
 def weight_spec(bits: int, per: Any, dtype: torch.dtype | None) -> TensorSpec:
     """Spec of the weights of `Recipe.weight_only`.
 

@@ -112,6 +112,11 @@ class Pass(ABC):
         return 0
 
     @property
+    def replaceable(self) -> bool:
+        """Whether a recipe may insert a pass of this name, which replaces this one; else that is an error."""
+        return False
+
+    @property
     def options(self) -> dict[str, Any]:
         """The options: the fields by name."""
         return {f.name: getattr(self, f.name) for f in fields(self)}

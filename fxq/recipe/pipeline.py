@@ -128,6 +128,10 @@ def pipeline_of(preset: str, edits: Sequence[PipelineEdit] = ()) -> Pipeline:
         if edit.inserted is None:
             del passes[position]
         else:
+            own = next((i for i, p in enumerate(passes) if p.name == edit.inserted.name and p.replaceable), None)
+            if own is not None and own != position:
+                del passes[own]
+                position -= own < position
             if edit.inserted.name in [p.name for p in passes]:
                 raise RecipeError(
                     f"the pipeline has a pass called {edit.inserted.name!r} already: remove it first, with "

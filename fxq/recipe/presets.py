@@ -115,7 +115,12 @@ def weight_only(
 
     Layers and embeddings dequantize their weights at each call; weights of 4 bits are stored two to a byte. With Numba
     (`fxq[jit]`), linear layers of up to 16 rows, such as for one token of a decoder, are faster than in float; other
-    layers and more rows are as fast or slower. The ledger shows what that costs and saves.
+    layers and more rows are as fast or slower. The ledger shows what that costs and saves,
+    and the bits per weight.
+
+    With 4 bits or fewer, embeddings, layers that share their tables, and the heads of language models of transformers
+    have 8 bits, unless an override selects them. If there is data, the pass `gptq` chooses the integers of 4 bits or
+    fewer with it.
 
     Args:
         bits: 5 to 8 (default: 8): symmetric, one scale per channel, for embeddings per block of 64 values. 2 to 4:

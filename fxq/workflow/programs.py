@@ -88,9 +88,9 @@ def quantize_programs(
         if any(program.form == form and _runs(program, leaves) for program in prepared):
             continue  # an earlier program serves this call
         flat, results = flat_model(model, form, leaves, around)
-        prepared.append(
-            _Prepared(name, form, results, flat, prepared_for_recipe(flat, recipe, flat_batch(form, leaves)))
-        )
+        observed = prepared_for_recipe(flat, recipe, flat_batch(form, leaves))
+        observed.manager.context.progress = progress
+        prepared.append(_Prepared(name, form, results, flat, observed))
     if data is not None:
         _calibrate(prepared, batches(data, model), signature, progress)
     idle = [program for program in prepared if program.observed.calibrated and not program.observed.batches_seen]

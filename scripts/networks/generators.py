@@ -67,12 +67,12 @@ CASES = [
 """Family and attention implementation of every model."""
 
 
-def generator(family: str, attention: str = "sdpa") -> Any:
+def generator(family: str, attention: str = "sdpa", **changes: Any) -> Any:
     """Random model of a family in eval mode, which generates without an end."""
     model_class, config_class, options = (FAMILIES | ENCODER_DECODERS)[family]
     torch.manual_seed(0)
     start = {"decoder_start_token_id": 3} if family in ENCODER_DECODERS else {}
-    config = getattr(transformers, config_class)(**options, **start)
+    config = getattr(transformers, config_class)(**{**options, **start, **changes})
     model = getattr(transformers, model_class)(config).eval()
     model.set_attn_implementation(attention)
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0

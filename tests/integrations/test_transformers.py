@@ -175,3 +175,28 @@ def test_activations_are_calibrated_on_calls_of_the_model():
     assert qmodel.programs.programs["decoder"].ledger.count("int8")
     with torch.no_grad():
         assert sqnr(model(data[1]["input_ids"]).logits, qmodel(data[1]["input_ids"]).logits) > 12
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_four_bits_leave_the_head_eight_and_use_data(tied):
+    """The bits of the head, and what gptq wins on sequences that it has not seen."""
+    model = generator("GPT2", tie_word_embeddings=tied)
+    recipe = fxq.Recipe.weight_only(bits=4, per=16, backend="reference")
+    data = [{"input_ids": ids} for ids in torch.randint(3, 50, (4, 8, 24), generator=torch.Generator().manual_seed(1))]
+    rounded, fitted = fxq.quantize(model, recipe), fxq.quantize(model, recipe, data=data)
+    (program,) = fitted.programs.models
+    specs = {path.rpartition(".")[2]: bits for path, bits in weight_bits(program) if "wpe" not in path}
+    assert specs["lm_head"] >= 8 and specs["wte"] >= 8
+    assert specs["c_fc"] == specs["c_attn"] == 4 + (32 + 8) / 16  # scale and zero point per block
+    assert [edit.rule for edit in program.history["gptq"].edits] == ["gptq"] * 8
+    with torch.no_grad():
+        wanted = model(IDS).logits
+        assert sqnr(wanted, fitted(IDS).logits) > sqnr(wanted, rounded(IDS).logits) + 1  # dB
+    selected = recipe.override("lm_head", recipe.config).override("transformer.wte", recipe.config)
+    (program,) = fxq.quantize(model, selected).programs.models
+    assert dict(weight_bits(program))["lm_head"] == 6.5
+
+
+def weight_bits(program):
+    """Module path and bits of each integer weight."""
+    return [(e.path, e.weight_bits) for e in program.ledger if e.weight_values]

@@ -335,3 +335,29 @@ def test_the_way_back_from_float_where_activations_are_in_float():
     rows = fxq.quantize(model, recipe, example_inputs=torch.rand(1, 3, 4, 4)).ledger
     assert [e.precision for e in rows] == ["float", "float", "weight-only"]
     assert rows[0].fix == "recipe.override('0', fxq.Recipe.weight_only().config)" and rows[1].fix == ""
+
+
+class Tied(nn.Module):
+    """Embedding, layer, and a head with the table of the embedding: (N,) int64 to (N, 40)."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.layer, self.head = nn.Embedding(40, 64), nn.Linear(64, 64), nn.Linear(64, 40, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, x):
+        return self.head(self.layer(self.words(x)))
+
+
+def test_embeddings_and_their_heads_have_eight_bits_unless_selected():
+    torch.manual_seed(0)
+    recipe, x = fxq.Recipe.weight_only(bits=4, backend="reference"), torch.arange(40)
+    qmodel = fxq.quantize(Tied().eval(), recipe, example_inputs=x)
+    bits = {entry.path: entry.weight_bits for entry in qmodel.ledger if entry.weight_bits}
+    # Scale and zero point per row of 64: 32 bits each; per block of 64: 32 and 8 bits
+    assert bits == {"words": 9.0, "layer": 4.625, "head": 9.0}
+    assert "8 bits, not 4, as no override selects it" in qmodel.ledger.where(path="head")[0].reason
+    # Shared weights count for each of their layers: (2 * 2560 * 9 + 4096 * 4.625) / 9216
+    assert "at 7.06 bits per weight" in str(qmodel.ledger)
+    selected = fxq.quantize(Tied().eval(), recipe.override("*", recipe.config), example_inputs=x)
+    assert {entry.weight_bits for entry in selected.ledger if entry.weight_bits} == {4.625}

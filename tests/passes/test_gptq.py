@@ -8,7 +8,7 @@ from torch import nn
 
 import fxq
 from fxq.common.metrics import sqnr
-from fxq.errors import InputError
+from fxq.errors import InputError, RecipeError
 from fxq.paired.reconstruction import OutputError, WeightRows
 from fxq.passes import Gptq
 from tests.paired.test_used_rows import Pooled, padded
@@ -105,7 +105,7 @@ def test_layers_come_closer_on_other_samples_too(bits):
     recipe = fxq.Recipe.weight_only(bits=bits, per=16, backend="reference")
     data = [correlated(64, 64, seed) for seed in range(8)]
     with_pass = recipe.insert_pass(Gptq(samples=512), after="insert-qdq")
-    plain, better = (fxq.quantize(model, r, data=data) for r in (recipe, with_pass))
+    plain, better = (fxq.quantize(model, r, data=data) for r in (recipe.without_pass("gptq"), with_pass))
     x = correlated(256, 64, 50)
     with torch.no_grad():
         wanted = model(x)
@@ -123,7 +123,8 @@ def test_convolutions_and_inputs_that_are_always_zero():
         x[:, 2] = 0
     recipe = fxq.Recipe.weight_only(bits=4, per=9, backend="reference")
     plain, better = (
-        fxq.quantize(model, r, data=data) for r in (recipe, recipe.insert_pass(Gptq(), after="insert-qdq"))
+        fxq.quantize(model, r, data=data)
+        for r in (recipe.without_pass("gptq"), recipe.insert_pass(Gptq(), after="insert-qdq"))
     )
     with torch.no_grad():
         wanted = model(data[0])
@@ -160,7 +161,8 @@ def test_recurrent_layers(kind, bidirectional):
     recipe = fxq.Recipe.weight_only(bits=3, per=8, backend="reference")
     data = [correlated(4 * 30, 24, seed).view(30, 4, 24) for seed in range(8)]
     plain, better = (
-        fxq.quantize(model, r, data=data) for r in (recipe, recipe.insert_pass(Gptq(), after="insert-qdq"))
+        fxq.quantize(model, r, data=data)
+        for r in (recipe.without_pass("gptq"), recipe.insert_pass(Gptq(), after="insert-qdq"))
     )
     x = correlated(4 * 30, 24, 50).view(30, 4, 24)
     with torch.no_grad():
@@ -222,3 +224,24 @@ def test_what_rounding_costs_tokens_does_not_change_the_weight_of_a_linear_layer
     layer = qmodel.qparams()["0"]
     weight = layer.weight.float() * layer.weight_scale[:, None]
     assert sqnr(model[0].weight.detach(), weight) > 30  # dB
+
+
+def test_the_preset_has_it_for_four_bits_with_data():
+    torch.manual_seed(0)
+    model, data = nn.Sequential(nn.Linear(64, 48)).eval(), [correlated(64, 64, seed) for seed in range(8)]
+    chosen = fxq.quantize(model, FOUR_BITS, data=data)
+    assert [edit.rule for edit in chosen.history["gptq"].edits] == ["gptq"]
+    without_data = fxq.quantize(model, FOUR_BITS, example_inputs=data[0])
+    eight_bits = fxq.quantize(model, fxq.Recipe.weight_only(backend="reference"), data=data)
+    assert not without_data.history["gptq"].edits and not eight_bits.history["gptq"].edits
+
+
+def test_an_inserted_one_replaces_that_of_the_preset():
+    names = [step.name for step in FOUR_BITS.pipeline]
+    moved = FOUR_BITS.insert_pass(Gptq(damping=0.1), after="insert-qdq").pipeline
+    assert moved["gptq"].damping == 0.1 and sorted(names) == sorted(step.name for step in moved)
+    assert moved.position("gptq") == moved.position("insert-qdq") + 1
+    same_place = FOUR_BITS.insert_pass(Gptq(damping=0.1), after="smooth").pipeline
+    assert [step.name for step in same_place] == names
+    with pytest.raises(RecipeError, match="has a pass called 'gptq' already: remove it first"):
+        FOUR_BITS.insert_pass(Gptq(), after="smooth").insert_pass(Gptq(), after="smooth")

@@ -23,6 +23,7 @@ from fxq.quant.packing import pack
 from fxq.quant.qparams import dequantize
 
 BITS8, BITS4 = fxq.Recipe.weight_only(optimize="coverage"), fxq.Recipe.weight_only(bits=4, optimize="coverage")
+ALL_BITS4 = BITS4.override("*", BITS4.config)  # embeddings, too
 RECIPES = {
     "int8": BITS8,
     "per tensor": fxq.Recipe.weight_only(per="tensor"),
@@ -153,7 +154,7 @@ def test_embeddings_and_bags(options, inputs, recipe):
         torch.testing.assert_close(qmodel(*inputs).double(), wanted, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("recipe", "most"), [(BITS8, 0.27), (BITS4, 0.16), (RECIPES["float16"], 0.51)])
+@pytest.mark.parametrize(("recipe", "most"), [(BITS8, 0.27), (ALL_BITS4, 0.16), (RECIPES["float16"], 0.51)])
 def test_a_table_that_two_layers_share_is_kept_once(recipe, most):
     model = Text()
     qmodel = quantized(model, recipe, X, X % 50)
@@ -170,7 +171,7 @@ def saved(value):
     return held.getvalue()
 
 
-@pytest.mark.parametrize(("recipe", "most"), [(BITS8, 0.27), (BITS4, 0.16)], ids=["int8", "int4"])
+@pytest.mark.parametrize(("recipe", "most"), [(BITS8, 0.27), (ALL_BITS4, 0.16)], ids=["int8", "int4"])
 @pytest.mark.parametrize("backend", ["auto", "reference"])
 def test_weights_are_as_small_in_memory_in_state_dicts_and_in_files(recipe, most, backend):
     model, x = nn.Sequential(nn.Embedding(2000, 256), nn.Linear(256, 512), nn.Linear(512, 256)), X
@@ -283,8 +284,8 @@ def test_no_rows_of_a_table():
     """An empty batch, and only empty bags, also with packed weights."""
     table, bags = nn.Embedding(11, 7), nn.EmbeddingBag(11, 7)
     none, first = torch.zeros(0, dtype=torch.long), torch.zeros(2, dtype=torch.long)
-    kept = fxq.quantize(table, fxq.Recipe.weight_only(bits=4), example_inputs=torch.arange(3))
+    kept = fxq.quantize(table, ALL_BITS4, example_inputs=torch.arange(3))
     assert kept(none).shape == (0, 7)
     example = {"input": torch.arange(3), "offsets": torch.tensor([0, 1])}
-    kept = fxq.quantize(bags, fxq.Recipe.weight_only(bits=4), example_inputs=example)
+    kept = fxq.quantize(bags, ALL_BITS4, example_inputs=example)
     assert torch.equal(kept(none, first), torch.zeros(2, 7))
