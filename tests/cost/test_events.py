@@ -4,6 +4,7 @@ import torch
 from torch import fx, nn
 
 import fxq
+from fxq.runtime import binding
 from fxq.tracing.tracer import Tracer
 
 
@@ -63,3 +64,15 @@ def test_a_trial_of_a_branch_ends_where_its_graph_differs(monkeypatch):
         pass  # the branch is checked, since it matters
     else:
         raise AssertionError("a call for which the branch goes the other way must be refused")
+
+
+def test_inputs_are_checked_once_for_each_combination_of_types(monkeypatch):
+    """A decoder's past is longer at every token, so no two of its calls have inputs of one shape."""
+    checks, check = [], binding.check_call
+    monkeypatch.setattr(binding, "check_call", lambda *call: (checks.append(1), check(*call)))
+    model = nn.Sequential(nn.Linear(8, 8)).eval()
+    qmodel = fxq.quantize(model, fxq.Recipe.weight_only(backend="reference"), example_inputs=torch.randn(2, 8))
+    checks.clear()
+    for rows in range(1, 6):
+        qmodel(torch.randn(rows, 8))
+    assert len(checks) <= 1
