@@ -10,6 +10,7 @@ from torch import fx
 from fxq.graph.guards import make_output, own_copy
 from fxq.graph.info import info
 from fxq.graph.query import constant, flat_nodes
+from fxq.graph.uncompiled import UncompiledModule
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.rewriting.editor import DATA
 from fxq.rewriting.rewriter import Rewriter
@@ -37,7 +38,7 @@ class Cleanup(Pass):
             if node.op == "get_attr" and str(node.target).count(".") > 1:
                 _flatten_path(rewriter, node)
         _copy_constants(rewriter)
-        rewriter.gm = fx.GraphModule(rewriter.gm, rewriter.graph)
+        rewriter.gm = UncompiledModule(rewriter.gm, rewriter.graph)
 
 
 def _flatten_path(rewriter: Rewriter, node: fx.Node) -> None:

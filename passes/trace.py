@@ -21,6 +21,7 @@ from fxq.errors import FxqError, InputError, RecipeError, TraceError, warn, word
 from fxq.graph.analysis.macs import macs_of
 from fxq.graph.info import Decision, info
 from fxq.graph.query import is_check
+from fxq.graph.uncompiled import UncompiledModule
 from fxq.pipeline.context import Context
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.recipe.selector import Selector, ancestors
@@ -132,7 +133,7 @@ def _graph(
         tracer = Tracer(leaves, context.example, fixed, strict, unroll, free=free, created=created)
         with run.untouched(), seeded():
             try:
-                gm = fx.GraphModule(model, tracer.trace_model(model), class_name=type(model).__name__)
+                gm = UncompiledModule(model, tracer.trace_model(model), class_name=type(model).__name__)
             except TraceError:
                 if not tracer.broken and (unroll or recipe.strict_trace or not tracer.loops):
                     raise
@@ -170,15 +171,17 @@ def _makes_no_difference(place: str, context: Context, tracer: Tracer, graph: fx
         return [(n.op, str(n.target), str(fx.node.map_arg((n.args, n.kwargs), values.get))) for n in nodes]
 
     model, fixed = context.model, context.recipe.concrete_args
-    for way in (True, False):
+    ways = {way for line, way in tracer.assumptions.answers.values() if line == place}
+    for way in {True, False} - (ways if len(ways) == 1 else set()):  # the trace itself went one way
         forced = Tracer(
             tracer.leaves,
             context.example,
             fixed,
-            tracer.strict,
-            tracer.unroll,
+            strict=True,
+            unroll=tracer.unroll,
             forced={place: way},
             created=tracer.created,
+            expected=tracer.calls,
         )
         try:
             with run.untouched(), seeded():

@@ -13,6 +13,7 @@ from fxq.backends.kernel import Kernel
 from fxq.graph.plain_data import NodeData, from_data, numbers_of, to_data
 from fxq.graph.query import read_attribute
 from fxq.graph.region import Region
+from fxq.graph.uncompiled import UncompiledModule
 from fxq.ops import OPS
 
 
@@ -100,7 +101,7 @@ class QdqForm:
         attributes: dict[str, Any] = dict(self.modules)
         for path, tensor in self.tensors.items():
             attributes[path] = tensor.of(kernel) if isinstance(tensor, BufferSlice) else tensor
-        return fx.GraphModule(attributes, from_data(list(self.nodes)), "QdqForm")
+        return UncompiledModule(attributes, from_data(list(self.nodes)), "QdqForm")
 
     def runner(self, kernel: Kernel) -> Callable[..., Tensor]:
         """Return the form as a function of the kernel's inputs."""

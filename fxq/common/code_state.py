@@ -11,7 +11,7 @@ import textwrap
 import types
 from collections import deque
 from collections.abc import Container, Iterator, MutableMapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import _lru_cache_wrapper, lru_cache
 from itertools import islice
 from typing import Any
@@ -103,6 +103,7 @@ class CodeState:
     _functions: dict[int, types.FunctionType] = field(default_factory=dict)
     _seen: dict[int, Any] = field(default_factory=dict)
     _assigned: _Assigned = field(default_factory=lambda: _Assigned())
+    _groups: dict[tuple[str, int, str], int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, model: nn.Module) -> CodeState:
@@ -152,9 +153,19 @@ class CodeState:
             yield from (table[name] for name in sorted(wanted) if name in table)
 
     def _bind(self, path: str, table: MutableMapping[str, Any], prefix: str, names: set[str] | None = None) -> None:
-        if names is None or names:
-            keys = None if names is None else frozenset(names)
-            self.bindings.append((path, OuterVariables(table, prefix, keys, self._assigned)))
+        if names is None:
+            self.bindings.append((path, OuterVariables(table, prefix, None, self._assigned)))
+            return
+        group = path, id(table), prefix
+        if names and group in self._groups:  # as the globals of one file, which many functions read
+            variables = self.bindings[self._groups[group]][1]
+            self.bindings[self._groups[group]] = (
+                path,
+                replace(variables, keys=frozenset(names.union(variables.keys or ()))),
+            )
+        elif names:
+            self._groups[group] = len(self.bindings)
+            self.bindings.append((path, OuterVariables(table, prefix, frozenset(names), self._assigned)))
 
     def reads(self, name: str) -> bool:
         """Whether the code uses a variable or attribute other than to update it, as `n += 1` does.
@@ -281,19 +292,39 @@ def _names(code: types.CodeType) -> Iterator[str]:
         yield from part.co_freevars
 
 
-@lru_cache(maxsize=2 * _MAX_FUNCTIONS)
 def _globals(code: types.CodeType) -> frozenset[str]:
     """Names of globals in code; `co_names` has attributes too, which may have the name of an unrelated global."""
-    steps = [step for part in _codes(code) for step in dis.get_instructions(part)]
-    own = [s for s in steps if s.opname.endswith(("_GLOBAL", "_NAME")) or s.opname.startswith("LOAD_FROM_DICT_OR_GLOB")]
-    return frozenset(str(step.argval) for step in own)
+    return _uses(code)[0]
+
+
+def _assigned_by(code: types.CodeType) -> frozenset[str]:
+    """Names of variables and attributes that code assigns or deletes, and of functions that can assign any."""
+    return _uses(code)[1]
 
 
 @lru_cache(maxsize=2 * _MAX_FUNCTIONS)
-def _assigned_by(code: types.CodeType) -> frozenset[str]:
-    """Names of variables and attributes that code assigns or deletes, and of functions that can assign any."""
-    steps = [step for part in _codes(code) for step in dis.get_instructions(part) if step.opname in _ASSIGNING]
-    return frozenset(str(step.argval) for step in steps) | _DYNAMIC.intersection(_names(code))
+def _uses(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
+    """Names of globals in code, and names that it assigns; see `_globals` and `_assigned_by`."""
+    own, assigned = set[str](), set[str]()
+    for part in _codes(code):
+        if _NAMING.isdisjoint(part.co_code[::2]):  # decoding the instructions takes long
+            continue
+        for step in dis.get_instructions(part):
+            if step.opcode in _READS_OR_SETS_GLOBAL:
+                own.add(str(step.argval))
+            if step.opcode in _ASSIGNS:
+                assigned.add(str(step.argval))
+    return frozenset(own), frozenset(assigned) | _DYNAMIC.intersection(_names(code))
+
+
+_ASSIGNS = frozenset(dis.opmap[name] for name in _ASSIGNING)
+_READS_OR_SETS_GLOBAL = frozenset(
+    number
+    for name, number in dis.opmap.items()
+    if name.endswith(("_GLOBAL", "_NAME")) or name.startswith("LOAD_FROM_DICT_OR_GLOB")
+)
+_NAMING = _ASSIGNS | _READS_OR_SETS_GLOBAL
+"""Instructions that name a global, or assign a variable or an attribute."""
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -62,15 +63,19 @@ def register_container(
         >>> is_registered(History([torch.ones(2)]))
         True
     """
+    _OWN.clear()
     _TYPES[kind] = ContainerType(parts, construct, update)
 
 
 def register_container_type(kind: type, container_type: ContainerType) -> None:
     """Register a class and its subclasses, see `register_container`. `construct` also gets the class, first."""
+    _OWN.clear()
     _BASES[kind] = container_type
 
 
 _BASES: dict[type, ContainerType] = {}
+_OWN: weakref.WeakKeyDictionary[type, ContainerType | None] = weakref.WeakKeyDictionary()
+"""Results of `_own_type`, which every call of a model needs for each of its containers."""
 
 
 def is_registered(value: Any) -> bool:
@@ -103,6 +108,12 @@ def _type_of(value: Any) -> ContainerType | None:
 
 
 def _own_type(cls: type) -> ContainerType | None:
+    if cls not in _OWN:
+        _OWN[cls] = _registered_type(cls)
+    return _OWN[cls]
+
+
+def _registered_type(cls: type) -> ContainerType | None:
     for base in cls.__mro__:
         if base in _TYPES:
             return _TYPES[base]

@@ -16,6 +16,7 @@ from torch.fx.graph_module import _copy_attr
 
 from fxq.graph.guards import check_fixed, check_same, check_sizes
 from fxq.graph.info import NodeInfo, Plan, info
+from fxq.graph.uncompiled import UncompiledModule
 from fxq.ops import OPS
 from fxq.ops.table import META, Op
 from fxq.quant.observer_base import Observer
@@ -127,7 +128,7 @@ def module_of(graph: fx.Graph, gm: fx.GraphModule) -> fx.GraphModule:
     Unlike `fx.GraphModule(gm, graph)`, it also has the float tensors that integer weights stand for. No node reads
     them, but an op that returns to float does.
     """
-    module = fx.GraphModule(gm, graph)
+    module = UncompiledModule(gm, graph)
     present = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
     for path in {info(node).stands_for for node in graph.nodes} - present - {""}:
         _copy_attr(gm, module, path)

@@ -178,6 +178,12 @@ class QuantizedPart:
             self.generation_config.save_pretrained(folder)  # type: ignore[attr-defined]
         config.save_pretrained(folder)
 
+    @property
+    def device(self) -> torch.device:
+        """Device of the programs. `generate` reads it for each token, and the other submodules have no tensors."""
+        own: Any = self
+        return next(tensor.device for tensor in own._modules.get("programs", own).parameters())
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         kind = next(base for base in type(self).__mro__ if base.__name__ in _MIXINS)
         return _constructed, (kind.__name__, float_class_of(type(self))), vars(self)
@@ -271,10 +277,16 @@ _MIXINS = {"QuantizedEncoder": QuantizedEncoder, "QuantizedGenerator": Quantized
 
 def _bound(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of a call by name, without those that are None."""
-    float_class: Any = float_class_of(type(module))
-    call = dict(inspect.signature(float_class.forward).bind_partial(module, *args, **kwargs).arguments)
+    call = dict(_signature_of(type(module)).bind_partial(module, *args, **kwargs).arguments)
     call |= call.pop("kwargs", {})
     return {name: value for name, value in call.items() if name != "self" and value is not None}
+
+
+@functools.lru_cache
+def _signature_of(quantized_class: type) -> inspect.Signature:
+    """Signature of forward of the float class, with `self`."""
+    float_class: Any = float_class_of(quantized_class)
+    return inspect.signature(float_class.forward)
 
 
 _CLASSES: dict[tuple[str, type], type] = {}

@@ -22,6 +22,7 @@ from fxq.graph.info import info, set_info
 from fxq.graph.place import where
 from fxq.graph.query import module_of
 from fxq.graph.run import Runner
+from fxq.graph.uncompiled import UncompiledModule
 from fxq.graph.view import NodeView, view
 from fxq.pipeline.context import Context
 from fxq.pipeline.history import History, Snapshot
@@ -54,7 +55,7 @@ class PassManager:
 
     def __init__(self, context: Context) -> None:
         self.context = context
-        self.gm = fx.GraphModule(nn.Module(), fx.Graph())
+        self.gm: fx.GraphModule = UncompiledModule(nn.Module(), fx.Graph())
         self.stage = Stage.NONE
         self.history = History()
         self._views: dict[fx.Node, NodeView] = {}

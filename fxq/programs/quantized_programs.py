@@ -84,8 +84,8 @@ class QuantizedPrograms(nn.Module):
         return program.results.deliver(outputs, arguments)
 
     def _run(self, form: CallForm, leaves: Leaves) -> tuple[Program, Leaves]:
-        key = tuple(map(_size_class, leaves.values()))
         fitting = [program for program in self._programs.values() if program.form == form]
+        key = tuple(map(_size_class, leaves.values())) if len(fitting) > 1 else ()
         last = self._last.get((form.arguments, key)) if len(fitting) > 1 else None
         refusals = []
         for program in sorted(fitting, key=lambda program: program.name != last):

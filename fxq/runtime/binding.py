@@ -101,6 +101,7 @@ class Bindings:
         self._last: tuple[Kind, BoundForward] | None = None  # of the last call, since most calls are of its kind
         self._lock = threading.Lock()
         self._never = False
+        self._accepted: set[Hashable] = set()
 
     def __call__(self, gm: fx.GraphModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the forward of `gm`. A kind is bound at its second call, if it is still in the cache then."""
@@ -124,11 +125,18 @@ class Bindings:
         elif is_second and not self._never:
             value, bound = bind(gm, args, kwargs)
         else:
-            check_call(gm, args, kwargs)
+            self._check(gm, args, kwargs)
             with naming_inputs(gm, args, kwargs):
                 value = self.plain(gm, *args, **kwargs)  # if it raises, the kind is not cached
         self._remember(kind, bound, getattr(gm, "kinds_kept", MAX_BOUND_KINDS))
         return value
+
+    def _check(self, gm: fx.GraphModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Check a call whose inputs have a kind, once for all calls with inputs of these types."""
+        types = (*map(type, args), *((name, type(value)) for name, value in kwargs.items()))
+        if types not in self._accepted:
+            check_call(gm, args, kwargs)
+            self._accepted.add(types)
 
     def _remember(self, kind: Kind, bound: BoundForward | None, capacity: int) -> None:
         with self._lock:

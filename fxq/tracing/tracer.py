@@ -6,7 +6,7 @@ import inspect
 import operator
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, cast
 
@@ -24,7 +24,7 @@ from fxq.errors import FxqError, InputError, TraceError, words_of
 from fxq.graph.analysis.memory import MemoryWatch
 from fxq.graph.guards import is_own_container, is_plain, make_output
 from fxq.graph.info import TracedInfo, info, set_info
-from fxq.graph.query import tensor_meta
+from fxq.graph.query import is_check, tensor_meta
 from fxq.ops import OPS
 from fxq.tracing.assumptions import Assumptions
 from fxq.tracing.dependence import dependence_of
@@ -68,6 +68,8 @@ class Tracer(fx.Tracer):
         new_constants: attribute paths of these tensors.
         forced: outcome of branches on sizes by line (see `Assumptions`).
         free: lines whose branches on sizes are not checked (see `Assumptions`).
+        calls: kind and target of every node other than checks, in the order of their creation.
+        expected: `calls` of another trace. The trace ends with an error where it differs; None: it does not end.
     """
 
     def __init__(
@@ -81,8 +83,10 @@ class Tracer(fx.Tracer):
         forced: Mapping[str, bool] | None = None,
         free: Collection[str] = (),
         created: bool = False,
+        expected: Sequence[tuple[str, str]] | None = None,
     ) -> None:
         super().__init__()
+        self.calls, self.expected = list[tuple[str, str]](), expected
         self.leaves, self.example, self.fixed, self.strict = leaves, example, fixed, strict
         self.unroll, self.loops, self.forced, self.free = unroll, False, forced or {}, free
         self.record, self.outputs = record, list[tuple[str, list[Tensor]]]()
@@ -280,6 +284,8 @@ class Tracer(fx.Tracer):
     def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """Make a node with its module path and the line of user code that it comes from."""
         node = super().create_node(kind, target, *args, **kwargs)
+        if not is_check(node):
+            self._follow(kind, target)
         inside = list(node.meta.get("nn_module_stack", {}).values())
         path = str(node.target) if node.op == "call_module" else str(inside[-1][0]) if inside else ""
         source = "" if kind in ("placeholder", "output") else user_line(_TRACE)
@@ -289,6 +295,14 @@ class Tracer(fx.Tracer):
         if kind == "output" and len(self.returned) == 1:
             self._record_value(node, self.returned[0])
         return node
+
+    def _follow(self, kind: str, target: Any) -> None:
+        """Record a call. Raises TraceError if `expected` has another in its place."""
+        at, expected = len(self.calls), self.expected
+        self.calls.append((kind, str(target)))
+        if expected is not None and list(expected[at : at + 1]) != self.calls[at:]:
+            self.expected = None
+            raise TraceError("the trace differs from the one that it is compared with.")
 
     def create_arg(self, a: Any) -> Any:
         """Convert a traced value, or an object that holds traced values, to an argument of a node."""
