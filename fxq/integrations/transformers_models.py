@@ -277,13 +277,14 @@ _MIXINS = {"QuantizedEncoder": QuantizedEncoder, "QuantizedGenerator": Quantized
 
 def _bound(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of a call by name, without those that are None."""
-    call = dict(_signature_of(type(module)).bind_partial(module, *args, **kwargs).arguments)
+    kind: Any = type(module)
+    call = dict(_signature_of(kind).bind_partial(module, *args, **kwargs).arguments)
     call |= call.pop("kwargs", {})
     return {name: value for name, value in call.items() if name != "self" and value is not None}
 
 
 @functools.lru_cache
-def _signature_of(quantized_class: type) -> inspect.Signature:
+def _signature_of(quantized_class: Any) -> inspect.Signature:
     """Signature of forward of the float class, with `self`."""
     float_class: Any = float_class_of(quantized_class)
     return inspect.signature(float_class.forward)

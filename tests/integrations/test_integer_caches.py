@@ -8,7 +8,7 @@ import torch
 import fxq
 from fxq.common.metrics import sqnr
 from fxq.quant.quantized_rows import QuantizedRows
-from tests.integrations.test_transformers import ALL_FLOAT, IDS, MASK, float_model, generated
+from tests.integrations.test_transformers import ALL_FLOAT, IDS, MASK, generated, generator
 from tests.support.helpers import REFERENCE
 
 transformers = pytest.importorskip("transformers")
@@ -22,7 +22,7 @@ INT8_CACHE = REFERENCE.override("*", fxq.FLOAT).override(fxq.by_op("append"), CA
 @pytest.fixture(scope="module", params=["Llama", "Mistral"])
 def models(request):
     """A float model, and the model with an integer cache and all else in float; Mistral's cache is a sliding window."""
-    model = float_model(request.param)
+    model = generator(request.param)
     return model, fxq.quantize(model, INT8_CACHE)
 
 
@@ -69,7 +69,7 @@ def test_a_cropped_and_a_copied_cache(models):
 
 def test_the_cache_is_not_copied_for_each_token():
     for recipe in (ALL_FLOAT, INT8_CACHE):
-        qmodel = fxq.quantize(float_model(num_hidden_layers=1, max_position_embeddings=1024), recipe)
+        qmodel = fxq.quantize(generator("Llama", num_hidden_layers=1, max_position_embeddings=1024), recipe)
         cache, copied, memory = transformers.DynamicCache(config=qmodel.config), 0, None
         with torch.no_grad():
             for i in range(400):
