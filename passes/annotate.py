@@ -172,18 +172,18 @@ class _Planner:
         light = calls[0].op.traits.kind == "computes" and not any(call.op.traits.weight for call in calls)
         if light and config.activation is not None and config.activation.range == "dynamic":
             return self._float("no integer neighbour", "only layers with weights have dynamic ranges")
+        recurrence, notes = calls[0].op.traits.recurrence, list[str]()
+        if recurrence is not None and config.state is not None and not config.state.symmetric:
+            config = replace(config, state=replace(DYNAMIC_STATE, bits=config.state.bits))
+            notes.append("its state has a symmetric range: an affine one is for states that grow, such as caches")
         recipe_config, config = config, backend.config(gm, config, calls)
-        notes = _changes(backend, recipe_config, config)
+        notes += _changes(backend, recipe_config, config)
         support = support_of(backend, gm, node, calls, config)
         if support.ops == 0:
             return self._float("unsupported", support.reason)
         assert config.activation is not None
         overflows = not config.fits_int16 and backend.adds_in_int16(calls)
-        recurrence = calls[0].op.traits.recurrence
         state = config.state if recurrence is not None else None
-        if state is not None and not state.symmetric:
-            state = replace(DYNAMIC_STATE, bits=state.bits)
-            notes.append("its state has a symmetric range: an affine one is for states that grow, such as caches")
         is_calibrated = state is not None and state.range == "calibrated"
         if state and recurrence and is_calibrated and recurrence.differs(calls[0].tensors, calls[0].options):
             state, why = replace(DYNAMIC_STATE, bits=state.bits), "its output shows another range than its state"
