@@ -88,7 +88,7 @@ def _is_written_out(w: Writer, x: Value, scale: Value) -> bool:
 
     ONNX Runtime would move the Transpose before it across a QuantizeLinear, without transposing the scales.
     """
-    return w.portable and x.rank > 3 and scale.shape == (*x.shape[:-1], 1)
+    return w.portable and x.rank > 3 and x.shape[-3] != 1 and scale.shape == (*x.shape[:-1], 1)
 
 
 def _float_zero(w: Writer, x: Value, zero_point: Any) -> Operand:
