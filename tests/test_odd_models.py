@@ -100,7 +100,7 @@ def test_a_tensor_made_in_a_forward_that_cannot_be_traced_is_not_left_either():
     model = module(forward, a=conv())
     before = set(vars(model))
     with pytest.raises(fxq.TraceError):
-        fxq.quantize(model, data=[images()])
+        fxq.quantize(model, fxq.Recipe.static(strict_trace=True), data=[images()])
     assert set(vars(model)) == before
 
 

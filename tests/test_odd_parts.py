@@ -3,7 +3,7 @@
 import copy
 from collections import ChainMap, OrderedDict, UserDict, defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field, is_dataclass, replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -100,7 +100,7 @@ def between(function):
 )
 def test_what_no_trace_sees_is_said(model, words):
     with pytest.raises(fxq.TraceError, match=words):
-        fxq.quantize(model.eval(), REFERENCE, data=[X])
+        fxq.quantize(model.eval(), replace(REFERENCE, strict_trace=True), data=[X])
 
 
 class Weight(torch.Tensor):

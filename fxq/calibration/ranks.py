@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fxq import errors
+import fxq.errors as errors
 from fxq.common.stored_data import pack, unpack
 from fxq.errors import CalibrationError, FxqError, InputError, words_of
 
