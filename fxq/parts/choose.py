@@ -267,6 +267,8 @@ def recorded_calls(model: nn.Module, example: Batch, modules: Mapping[str, nn.Mo
     calls = {path: RecordedCalls() for path in modules}
     with hooked_run(model) as (handles, counter):
         for path, module in modules.items():
+            if isinstance(module, torch.jit.ScriptModule):  # takes no hooks, and has no code to trace
+                continue
             before, after = partial(_enter, counter, path, calls[path]), partial(_leave, counter, calls[path])
             handles += [
                 module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),

@@ -96,6 +96,7 @@ class PartsRun:
             handles += [
                 hook
                 for path, module in trial.named_modules()
+                if not isinstance(module, torch.jit.ScriptModule)
                 for hook in (
                     module.register_forward_pre_hook(partial(_push, counter, path)),
                     module.register_forward_hook(partial(_pop, counter)),
