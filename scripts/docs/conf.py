@@ -18,7 +18,7 @@ myst_heading_anchors = 3
 default_role = "code"  # docstrings write code between single backticks, as Markdown does
 autodoc_member_order = "bysource"
 # What a class has from others of fxq, and nothing from these:
-autodoc_default_options = {"inherited-members": "GraphModule, Module, Bindable, BaseException, Sequence, Mapping, int"}
+autodoc_default_options = {"inherited-members": "GraphModule, Module, Tensor, TensorBase, Bindable, BaseException, Sequence, Mapping, int"}
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented_params"
 autodoc_preserve_defaults = True
