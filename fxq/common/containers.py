@@ -50,7 +50,7 @@ def register_container(
     Classes that are registered with `torch.utils._pytree.register_pytree_node` need no registration here.
 
     Args:
-        kind: the class; its subclasses are taken apart in the same way, and constructed as their own class.
+        kind: the class. The functions serve its subclasses, too, unless these are registered themselves.
         parts: see `ContainerType`.
         construct: see `ContainerType`.
         update: see `ContainerType`. Default: the attributes of the new container replace those of the old one.
