@@ -17,8 +17,9 @@ html_static_path, html_css_files = ["static"], ["page.css"]
 myst_heading_anchors = 3
 default_role = "code"  # docstrings write code between single backticks, as Markdown does
 autodoc_member_order = "bysource"
-# What a class has from others of fxq, and nothing from these:
-autodoc_default_options = {"inherited-members": "GraphModule, Module, Tensor, TensorBase, Bindable, BaseException, Sequence, Mapping, int"}
+# A page shows what a class inherits from other classes of fxq, and nothing from these:
+not_fxq = ("GraphModule", "Module", "Tensor", "TensorBase", "Bindable", "BaseException", "Sequence", "Mapping", "int")
+autodoc_default_options = {"inherited-members": ", ".join(not_fxq)}
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented_params"
 autodoc_preserve_defaults = True
