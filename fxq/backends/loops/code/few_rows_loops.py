@@ -15,10 +15,9 @@ SIGNED8, UNSIGNED8, SIGNED4, UNSIGNED4 = range(4)
 """Kinds of weights: int8, uint8, and two values of 4 bits per byte as `fxq/quant/packing.py` packs them."""
 
 
-def _by_kind(signed8, unsigned8, signed4, unsigned4):
+def _by_kind(name, signed8, unsigned8, signed4, unsigned4):
     """Loop function that runs the tile of a kind of weight."""
 
-    @helper
     def tile(kind, few):
         if kind == SIGNED8:
             signed8(few)
@@ -29,12 +28,12 @@ def _by_kind(signed8, unsigned8, signed4, unsigned4):
         else:
             unsigned4(few)
 
-    return tile
+    return helper(tile, name)
 
 
-_one = _by_kind(code.signed8_one, code.unsigned8_one, code.signed4_one, code.unsigned4_one)
-_row = _by_kind(code.signed8_row, code.unsigned8_row, code.signed4_row, code.unsigned4_row)
-_rows = _by_kind(code.signed8_rows, code.unsigned8_rows, code.signed4_rows, code.unsigned4_rows)
+_one = _by_kind("one", code.signed8_one, code.unsigned8_one, code.signed4_one, code.unsigned4_one)
+_row = _by_kind("row", code.signed8_row, code.unsigned8_row, code.signed4_row, code.unsigned4_row)
+_rows = _by_kind("rows", code.signed8_rows, code.unsigned8_rows, code.signed4_rows, code.unsigned4_rows)
 
 
 @helper
