@@ -11,6 +11,15 @@ from torch import nn
 from fxq.errors import FileError
 
 
+def __getattr__(name: str) -> Any:
+    """Import `FxqConfig`, with transformers, when it is asked for."""
+    if name == "FxqConfig":
+        from fxq.integrations.transformers_files import FxqConfig
+
+        return FxqConfig
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 def generator_support(model: nn.Module) -> Any:
     """Module of fxq that quantizes a model which generates, with the calls of its library; None for other models."""
     if "transformers" not in sys.modules:
