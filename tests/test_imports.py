@@ -82,6 +82,7 @@ LEVELS = (
     {"workflow"},
     {"parts"},
     {"tuning", "integrations"},
+    {"dispatch"},
     {"api"},
     {"diagnosis"},
     {"extend", "results"},
