@@ -24,11 +24,12 @@ from fxq.parts.compare_parts import compare_parts
 from fxq.parts.observed_parts import ObservedParts
 from fxq.parts.parts_model import PartsModel, load_parts
 from fxq.parts.quantize_parts import PartsRun
-from fxq.programs.quantized_programs import load_model
+from fxq.programs.quantized_programs import QuantizedPrograms, load_model
 from fxq.recipe.recipe import Recipe, as_recipe
 from fxq.report.report import write_comparison
 from fxq.tracing.wrappers import unwrapped
 from fxq.workflow.calibrate import EVERY, Calibration, as_observed, first_of_all
+from fxq.workflow.compare_programs import compare_programs
 from fxq.workflow.entry import compared_model, float_model
 from fxq.workflow.fastest import converted_for_recipe, prepared_for_recipe
 from fxq.workflow.observed_model import ObservedModel
@@ -184,12 +185,16 @@ def calibrate_model(
 
 
 def compare_models(a: Any, b: QuantizedModel, data: Iterable[Any], progress: bool | None) -> Comparison:
-    """Compare a quantized model, as one graph or in parts, with its float model, see `fxq.compare`."""
+    """Compare a quantized model, as one graph, in parts or programs, with its float model, see `fxq.compare`."""
     quantized: Any = b
     if isinstance(quantized, PartsModel):
         a = float_model(a)
         with untouched(a), progress_bar("comparing", length_of(data), progress) as advance:
             return compare_parts(a, quantized, batches(data, a), advance)
+    if isinstance(quantized, QuantizedPrograms):
+        a = float_model(a)
+        with untouched(a), progress_bar("comparing", length_of(data), progress) as advance:
+            return compare_programs(a, quantized, batches(data, a), advance)
     a = compared_model(a, b)
     stream = batches(data, a)
     first = next(stream)

@@ -165,10 +165,14 @@ def measured(name: str, build: Callable[[], nn.Module], data: list[Any], parts: 
         wants = tree_leaves(q(*data[0]))
         with TemporaryDirectory() as folder:
             loaded = fxq.load(q.save(Path(folder) / "model.fxq"), into=model)
-            same = all(map(torch.equal, wants, tree_leaves(loaded(*data[0]))))
+            same = all(map(_is_same, wants, tree_leaves(loaded(*data[0]))))
             report = q.report(Path(folder) / "report.html").stat().st_size
     sqnrs = [graph.output_sqnr for graph in q.parts.values() if graph.output_sqnr is not None]
     return [name, len(q.parts), f"{q.ledger.coverage:.1%}", f"{min(sqnrs):.1f}", f"{seconds:.0f}", same, report >> 10]
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    return torch.equal(a, b) if isinstance(a, Tensor) else bool(a == b)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
