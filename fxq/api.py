@@ -8,15 +8,13 @@ from typing import Any
 
 from torch import fx, nn
 
-from fxq.calibration.ranks import AUTO, Ranks
-from fxq.common.data import batches, length_of
-from fxq.dispatch import compare_models, convert_model, load_path, quantize_model
+from fxq.calibration.ranks import AUTO
+from fxq.dispatch import calibrate_model, compare_models, convert_model, load_path, prepare_model, quantize_model
 from fxq.ledger.comparison import Comparison
 from fxq.model import QuantizedModel
 from fxq.recipe.recipe import as_recipe
-from fxq.workflow.calibrate import EVERY, Calibration, as_observed, merge_calibrations
+from fxq.workflow.calibrate import EVERY, merge_calibrations
 from fxq.workflow.entry import float_model, trainable_model
-from fxq.workflow.fastest import prepared_for_recipe
 from fxq.workflow.observed_model import ObservedModel
 from fxq.workflow.steps import manager_for, observed_with, phases, prepared
 from fxq.workflow.train import prepared_for_training
@@ -87,7 +85,8 @@ def prepare(
             accepts other recipes. Calibration takes longer.
 
     Returns:
-        An `ObservedModel`; with a recipe for training, a `TrainingModel`.
+        An `ObservedModel`; with a recipe for training, a `TrainingModel`. If the model cannot be traced as a whole, an
+        `ObservedParts`, with observers in its largest submodules that can be, see `quantize`.
 
     Raises:
         FxqError: an argument cannot be used; the message says what, where, why and what to do.
@@ -110,7 +109,8 @@ def prepare(
     chosen = as_recipe(recipe)
     if chosen.trains:
         return prepared_for_training(trainable_model(model), chosen, example_inputs)
-    return prepared_for_recipe(float_model(model), chosen, example_inputs, observe_all)
+    observed: ObservedModel = prepare_model(float_model(model), chosen, example_inputs, observe_all)
+    return observed
 
 
 def calibrate(
@@ -161,10 +161,7 @@ def calibrate(
         >>> calibrate(observed, [torch.rand(8, 4) for _ in range(3)]).batches_seen
         3
     """
-    calibrated = as_observed(observed)
-    ranks = Ranks.of(group)
-    stream = batches(data, calibrated.manager.context.model, may_be_empty=ranks.size > 1)
-    Calibration(calibrated, ranks, checkpoint, every, progress).run(stream, length_of(data))
+    calibrated: ObservedModel = calibrate_model(observed, data, progress, checkpoint, every, group)
     return calibrated
 
 

@@ -21,13 +21,15 @@ from fxq.ledger.comparison import Comparison, compare_with, quantized_reference
 from fxq.model import QuantizedModel
 from fxq.parts.choose import untraced_modules, why_in_parts, why_not
 from fxq.parts.compare_parts import compare_parts
+from fxq.parts.observed_parts import ObservedParts
 from fxq.parts.parts_model import PartsModel, load_parts
 from fxq.parts.quantize_parts import PartsRun
-from fxq.programs.quantized_programs import load_model
+from fxq.programs.quantized_programs import QuantizedPrograms, load_model
 from fxq.recipe.recipe import Recipe, as_recipe
 from fxq.report.report import write_comparison
 from fxq.tracing.wrappers import unwrapped
 from fxq.workflow.calibrate import EVERY, Calibration, as_observed, first_of_all
+from fxq.workflow.compare_programs import compare_programs
 from fxq.workflow.entry import compared_model, float_model
 from fxq.workflow.fastest import converted_for_recipe, prepared_for_recipe
 from fxq.workflow.observed_model import ObservedModel
@@ -67,13 +69,12 @@ def quantize_model(
     examples = examples_given or first_of_all(first, ranks, model)
     if not examples:
         raise _no_data(recipe)
-    run = _parts_run(model, recipe, examples[-1]) if ranks.size == 1 and checkpoint is None else None
-    if isinstance(run, PartsRun):
+    run = prepare_model(model, recipe, examples[-1]) if ranks.size == 1 else None
+    if isinstance(run, ObservedParts):
         if data is None and run.calibrated:
             raise _no_data(recipe, run.calibrated)
-        run.calibrate(chain(first, stream), length_of(data), progress)
-        quantized: QuantizedModel = run.convert(converted_for_recipe)
-        return quantized
+        run.calibrate(chain(first, stream), length_of(data), progress, checkpoint)
+        return convert_model(run, None)
     observed = run or ranks.together(lambda: prepared_for_recipe(model, recipe, examples[-1]))
     observed.manager.context.progress = progress
     if data is not None:
@@ -84,17 +85,23 @@ def quantize_model(
     return converted_for_recipe(observed)
 
 
-def _parts_run(model: nn.Module, recipe: Recipe, example: Batch) -> ObservedModel | PartsRun:
+def prepare_model(model: nn.Module, recipe: Recipe, example_inputs: Any, observe_all: bool = False) -> Any:
     """Prepare a model as one graph; or in parts, if the recipe says so or the model cannot be traced as a whole."""
-    run = PartsRun(model, recipe, example, prepared_for_recipe)
+
+    def prepare(part: nn.Module, own: Recipe, inputs: Any) -> ObservedModel:
+        return prepared_for_recipe(part, own, inputs, observe_all)
+
+    if example_inputs is None:
+        return prepare(model, recipe, None)  # raises the error for a missing example
+    run = PartsRun(model, recipe, as_batch(example_inputs, model, "example_inputs"), prepare)
     if recipe.part_modules:
-        return run.begin("the recipe names the parts.")
+        return ObservedParts(run.begin("the recipe names the parts."))
     observed: ObservedModel | None = None
     error: FxqError | None = None
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         try:
-            observed = prepared_for_recipe(model, recipe, example)
+            observed = prepare(model, recipe, run.example)
             why = why_in_parts(observed)
         except (TraceError, InputError) as failure:
             # an error without a cause is a refusal, of state that parts would share or of values that are not finite
@@ -103,7 +110,7 @@ def _parts_run(model: nn.Module, recipe: Recipe, example: Batch) -> ObservedMode
         try:
             run.begin(why)
             if observed is None or run.has_parts_in(untraced_modules(observed)):
-                return run
+                return ObservedParts(run)
         except (TraceError, InputError):
             pass  # the error of the whole model says more
     if error is not None:
@@ -149,18 +156,45 @@ def convert_model(observed: Any, recipe: Any) -> QuantizedModel:
                 "without a recipe."
             )
         return converted_from_training(trained)
-    calibrated = as_observed(observed)
     chosen = as_recipe(recipe) if recipe is not None else None
+    if isinstance(trained, ObservedParts):
+        parts: QuantizedModel = trained.run.convert(chosen)  # typed as the usual case
+        return parts
+    calibrated = as_observed(observed)
     return converted_for_recipe(calibrated, chosen)
 
 
+def calibrate_model(
+    observed: Any,
+    data: Iterable[Any],
+    progress: bool | None,
+    checkpoint: str | os.PathLike[str] | None,
+    every: float,
+    group: Any,
+) -> Any:
+    """Calibrate a prepared model, as one graph or in parts, see `fxq.calibrate`."""
+    ranks = Ranks.of(group)
+    if isinstance(observed, ObservedParts):
+        return observed.calibrate(
+            batches(data, observed.run.model), length_of(data), progress, checkpoint, every, ranks
+        )
+    calibrated = as_observed(observed)
+    stream = batches(data, calibrated.manager.context.model, may_be_empty=ranks.size > 1)
+    Calibration(calibrated, ranks, checkpoint, every, progress).run(stream, length_of(data))
+    return calibrated
+
+
 def compare_models(a: Any, b: QuantizedModel, data: Iterable[Any], progress: bool | None) -> Comparison:
-    """Compare a quantized model, as one graph or in parts, with its float model, see `fxq.compare`."""
+    """Compare a quantized model, as one graph, in parts or programs, with its float model, see `fxq.compare`."""
     quantized: Any = b
     if isinstance(quantized, PartsModel):
         a = float_model(a)
         with untouched(a), progress_bar("comparing", length_of(data), progress) as advance:
             return compare_parts(a, quantized, batches(data, a), advance)
+    if isinstance(quantized, QuantizedPrograms):
+        a = float_model(a)
+        with untouched(a), progress_bar("comparing", length_of(data), progress) as advance:
+            return compare_programs(a, quantized, batches(data, a), advance)
     a = compared_model(a, b)
     stream = batches(data, a)
     first = next(stream)

@@ -7,6 +7,7 @@ from fxq.ledger.layer_qparams import LayerQParams
 from fxq.ledger.ledger import Ledger
 from fxq.ledger.qparams_table import ModelQParams
 from fxq.model import QuantizedModel
+from fxq.parts.observed_parts import ObservedParts
 from fxq.parts.parts_model import PartsModel
 from fxq.picture.diff import Diff
 from fxq.pipeline.history import History, Snapshot
@@ -30,6 +31,7 @@ __all__ = [
     "Ledger",
     "ModelQParams",
     "ObservedModel",
+    "ObservedParts",
     "PartsModel",
     "Profile",
     "QuantizationNoise",
