@@ -136,11 +136,12 @@ class Gptq(Reconstruction):
         remaining = real[:, :, order].mT.contiguous()
         scale, zero_point = (values[:, :, order].mT.contiguous() for values in (layer.scale, layer.zero_point))
         chosen, errors = torch.empty_like(remaining), torch.empty_like(remaining)
+        spec = _spec_of(layer)
         starts = _starts(order, size)
         for start, stop in zip(starts, [*starts[1:], count], strict=True):
             if size is not None:
                 weights = ahead.diagonal(dim1=1, dim2=2)[:, None, start:stop] ** -2
-                chosen_grid = _grid(remaining[:, start:stop].mT, weights, layer)
+                chosen_grid = _grid(remaining[:, start:stop].mT, weights, spec)
                 scale[:, start:stop], zero_point[:, start:stop] = (values[:, None] for values in chosen_grid)
             for i in range(start, stop):
                 w, s, z = remaining[:, i], scale[:, i], zero_point[:, i]
@@ -176,10 +177,14 @@ def _starts(order: Tensor, size: int | None) -> list[int]:
     return [0, *((blocks[1:] != blocks[:-1]).nonzero().flatten() + 1).tolist()]
 
 
-def _grid(values: Tensor, weights: Tensor, layer: WeightRows) -> tuple[Tensor, Tensor]:
-    """Scale and zero point, (G, R), of least weighted error for values (G, R, n) with weights (G, 1, n)."""
+def _spec_of(layer: WeightRows) -> TensorSpec:
+    """Spec of the grid of a layer."""
     bits = (layer.qmax - layer.qmin).bit_length()
-    spec = TensorSpec(bits=bits, signed=layer.qmin < 0, symmetric=layer.is_symmetric)
+    return TensorSpec(bits=bits, signed=layer.qmin < 0, symmetric=layer.is_symmetric)
+
+
+def _grid(values: Tensor, weights: Tensor, spec: TensorSpec) -> tuple[Tensor, Tensor]:
+    """Scale and zero point, (G, R), of least weighted error for values (G, R, n) with weights (G, 1, n)."""
     ends = least_range(values, values.amin(2), values.amax(2), spec, 2.0, weights.expand_as(values), QUICK_ZOOMS)
     grid = choose_qparams(*ends, spec)
     return grid.scale, grid.zero_point.float()

@@ -250,18 +250,18 @@ class IntegerLayer:
             return self.form.rows(shaped.expand_as(self.real).float())
 
         scale, zero_point = rows(self.grid.scale), rows(self.grid.zero_point)
-        cut = self.grid.block is not None and self.grid.axis == 1 and not self.form.is_transposed
-        block = self.grid.block * math.prod(self.real.shape[2:]) if cut and self.grid.block is not None else None
+        block = self.grid.block if self.grid.axis == 1 and not self.form.is_transposed else None
+        block = block * math.prod(self.real.shape[2:]) if block is not None else None
         return WeightRows(self.form.rows(self.real.float()), scale, zero_point, self.grid.qmin, self.grid.qmax, block)
 
     def per_scale(self, values: Tensor) -> Tensor:
         """Values of the shape of the weight, which agree where a scale is shared, in the shape of the scales."""
-        if self.grid.block is None:
+        axis, block = self.grid.axis, self.grid.block
+        if axis is None or block is None:
             return values.flatten(1)[:, 0].clone()
-        starts = torch.arange(0, values.shape[self.grid.axis], self.grid.block)
-        values = values.index_select(self.grid.axis, starts.to(values.device))
-        for axis, count in enumerate(self.grid.scale.shape):
-            values = values if count > 1 else values.narrow(axis, 0, 1)
+        values = values.index_select(axis, torch.arange(0, values.shape[axis], block, device=values.device))
+        for other_axis, count in enumerate(self.grid.scale.shape):
+            values = values if count > 1 else values.narrow(other_axis, 0, 1)
         return values.clone()
 
     def integers(self, gm: fx.GraphModule) -> Tensor:

@@ -101,6 +101,7 @@ def iglm() -> Any:
     if spec is None or not spec.submodule_search_locations:
         sys.exit("IgLM is not installed: pip install --no-deps iglm")
     logging.disable_progress_bar()
+    logging.set_verbosity_error()  # its configuration names tokens of GPT-2's vocabulary
     folder = Path(spec.submodule_search_locations[0]) / "trained_models" / "IgLM"
     return GPT2LMHeadModel.from_pretrained(folder).eval()
 
