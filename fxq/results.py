@@ -16,6 +16,7 @@ from fxq.quant.one_tensor import QuantizationNoise
 from fxq.quant.quantized_rows import QuantizedRows
 from fxq.report.profile import Profile
 from fxq.tuning.bisection import Bisection
+from fxq.tuning.bits import BitsResult
 from fxq.tuning.search_result import SearchResult
 from fxq.tuning.sensitivity import Sensitivity
 from fxq.workflow.observed_model import ObservedModel
@@ -23,6 +24,7 @@ from fxq.workflow.training_model import TrainingModel
 
 __all__ = [
     "Bisection",
+    "BitsResult",
     "Comparison",
     "Diagnosis",
     "Diff",

@@ -74,6 +74,10 @@ class PartsTrials(Trials):
         order = {path: i for i, path in enumerate(self.types)}
         return sorted(layers.values(), key=lambda layer: order.get(layer.path, len(order)))
 
+    def managers(self, recipe: Recipe) -> list[PassManager]:
+        """Return the managers of all qdq graphs of a recipe."""
+        return [manager for own in self._managers(recipe).values() for manager in own.values()]
+
     def candidate_model(self, recipe: Recipe) -> nn.Module:
         """Return a model of the float model's class, whose parts compute in exact integer arithmetic."""
         programs = {

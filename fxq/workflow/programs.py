@@ -15,6 +15,7 @@ from fxq.common.containers import Leaves, holds_registered
 from fxq.common.data import Batch, as_batch, batches, naming_batch
 from fxq.common.progress import progress_bar
 from fxq.errors import InputError
+from fxq.pipeline.samples import has_enough
 from fxq.programs.call_form import CallForm, form_of
 from fxq.programs.flat_model import ResultForm, flat_batch, flat_model
 from fxq.programs.quantized_programs import Program, QuantizedPrograms
@@ -126,6 +127,8 @@ def _calibrate(
                 fitting = [program for program in fitting if _runs(program, leaves)]
             if not fitting:
                 raise InputError(f"data, batch {i}: no example is a call of the form ({form}) with such sizes.")
-            with naming_batch(i, batch):
-                nn.Module.__call__(fitting[0].observed, **leaves)
+            observed = fitting[0].observed
+            if observed.calibrated or not has_enough(observed.manager.context):
+                with naming_batch(i, batch):
+                    nn.Module.__call__(observed, **leaves)
             advance()
