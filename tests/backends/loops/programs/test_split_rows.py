@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from fxq.backends.loops.programs import split_rows
+from fxq.backends.loops.code.step_fields import ProductField
 from fxq.backends.loops.programs.split_rows import Axis, split_row
 from fxq.common.timed_calls import threads_set_to
 from tests.support.programs import LOOPS, Draft, compare_exactly, divided, program
@@ -118,16 +118,15 @@ def test_large_steps_have_a_part_for_each_thread():
 
 def test_columns_are_divided_where_a_weight_is_large():
     """And pixels where the image is: each part reads less."""
-    rows = []
-    for channels, size in ((512, 7), (32, 112)):
+    for channels, size, divided_field in ((512, 7, ProductField.BLOCKS), (32, 112, ProductField.PIXELS)):
         draft = Draft()
         form = draft.form(draft.conv(draft.image(1, channels, size, size), channels, 3))
         row = program(form, draft.inputs)._rows.rows[-1]
         parts = split_row(LOOPS, row, 2)
-        rows.append(
-            [[part[f] for part in parts] for f in (split_rows.ProductField.PIXELS, split_rows.ProductField.BLOCKS)]
-        )
-    assert rows == [[[49, 49], [16, 16]], [[6276, 6268], [2, 2]]]
+        assert len(parts) == 2
+        for field in (ProductField.BLOCKS, ProductField.PIXELS):
+            counts = [part[field] for part in parts]
+            assert counts == [row[field]] * 2 if field != divided_field else sum(counts) == row[field]
 
 
 def test_threads_that_are_no_divisor_of_anything():
