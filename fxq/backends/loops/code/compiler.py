@@ -22,7 +22,7 @@ from fxq.backends.loops.code.code_cache import compile_cached
 from fxq.common.cache_folder import chosen_folder
 from fxq.errors import BackendError
 
-MODULES = ("row_loops", "step_loops", "program_loops", "few_rows_loops")
+MODULES = ("row_loops", "step_loops", "program_loops", "few_rows_loops", "pool_loops")
 """Modules of this folder that hold the compiled functions."""
 log = logging.getLogger("fxq")
 _MAX_LOOP_THREADS = 4
@@ -78,7 +78,7 @@ def loops_for(name: str, elements: int, *read: Tensor | None) -> ModuleType | No
 
     Args:
         name: Name of the module.
-        elements: Number of elements that the loop computes.
+        elements: Number of elements that the loop computes on one thread; 0 if it runs on all threads.
         read: Tensors whose addresses the loop gets. A dispatch mode of PyTorch would not see these reads.
     """
     if elements > _MAX_CALL_BOUND_ELEMENTS and torch.get_num_threads() > _MAX_LOOP_THREADS:

@@ -34,7 +34,7 @@ def _pointer(dtype: Any) -> Any:
     return pointer
 
 
-floats, bytes_, ints = _pointer(types.float32), _pointer(types.uint8), _pointer(types.int32)
+floats, bytes_, ints, words = map(_pointer, (types.float32, types.uint8, types.int32, types.int64))
 
 
 @helper
