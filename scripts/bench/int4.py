@@ -180,7 +180,7 @@ def table(results: list[Result]) -> str:
     def row(result: Result) -> Iterator[object]:
         whole = base.get(result.model)
         share = 1 - result.kl / whole if result.kl is not None and whole else None
-        yield from (result.model, result.variant, result.kl, share and f"{share:.0%}", result.bits)
+        yield from (result.model, result.variant, result.kl, None if share is None else f"{share:.0%}", result.bits)
         yield from (result.seconds, result.peak_gb, result.note)
 
     headers = ("model", "variant", "KL", "won back", "bits", "CPU s", "peak GB", "")

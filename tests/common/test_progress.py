@@ -38,3 +38,13 @@ def test_an_error_inside_comes_out(total):
     with pytest.raises(KeyError), progress_bar("work", total, show=False) as advance:
         advance()
         raise KeyError
+
+
+def test_where_no_bar_is_shown_the_time_left_is_logged(monkeypatch, caplog):
+    monkeypatch.setattr("fxq.common.progress._LOG_EVERY", 0.0)
+    with caplog.at_level("INFO", "fxq"), progress_bar("rounding", 40, show=False) as advance:
+        advance(10)
+        advance()
+    messages = [record.message.partition(",")[0] for record in caplog.records]
+    assert messages == ["rounding: 25 % done", "rounding: 28 % done"]
+    assert "s left" in caplog.text

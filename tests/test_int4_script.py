@@ -1,0 +1,44 @@
+"""The benchmark of 4-bit weights: its metric, and its table."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+pytestmark = pytest.mark.any_cpu
+
+
+class Logits(nn.Module):
+    """Table of logits per token, as a language model returns them."""
+
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.table = nn.Embedding(7, 5)
+
+    def forward(self, tokens):
+        return SimpleNamespace(logits=self.table(tokens))
+
+
+def test_divergence_is_that_of_pytorch(script):
+    divergence = script("bench.int4").divergence
+    tokens, a, b = torch.randint(0, 7, (9, 4)), Logits(0), Logits(1)
+    wanted = F.kl_div(
+        b(tokens).logits.log_softmax(-1), a(tokens).logits.log_softmax(-1), reduction="sum", log_target=True
+    )
+    assert abs(divergence(a, b, tokens) - float(wanted) / 36) < 1e-5
+    assert divergence(a, a, tokens) == 0.0
+
+
+def test_table_shows_the_share_that_is_won_back(script):
+    bench = script("bench.int4")
+    result_of, rounded = bench.Result, bench.ROUNDED
+    results = [
+        result_of("net", rounded, 0.02),
+        result_of("net", "fitted", 0.005),
+        result_of("net", "absent", note="no package"),
+    ]
+    lines = bench.table(results).splitlines()
+    assert "0%" in lines[2] and "75%" in lines[3] and "no package" in lines[4]
