@@ -187,6 +187,13 @@ def test_bench_few_rows_has_a_row_for_every_form_of_weight():
     assert all(row.split()[-2].endswith("%") and float(row.split()[-1]) > 0 for row in rows)
 
 
+@pytest.mark.slow
+def test_bench_quantize_time_counts_passes():
+    (row,) = run("bench.quantize_time", "--samples", "4", "--sizes", "32").splitlines()[2:]
+    least, cold, first, again, passes = map(float, row.split()[-5:])
+    assert 0 < least < again < min(cold, first) and passes > 1
+
+
 INTERNAL = (
     "bench/few_rows.py",
     "bench/kernels.py",
