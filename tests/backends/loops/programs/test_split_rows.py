@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from fxq.backends.loops.code.step_fields import ProductField
+from fxq.backends.loops.code.step_fields import PointwiseField, ProductField
 from fxq.backends.loops.programs.split_rows import Axis, split_row
 from fxq.common.timed_calls import threads_set_to
 from tests.support.programs import LOOPS, Draft, compare_exactly, divided, program
@@ -127,6 +127,15 @@ def test_columns_are_divided_where_a_weight_is_large():
         for field in (ProductField.BLOCKS, ProductField.PIXELS):
             counts = [part[field] for part in parts]
             assert counts == [row[field]] * 2 if field != divided_field else sum(counts) == row[field]
+
+
+def test_rows_are_divided_before_the_elements_of_each_row():
+    draft = Draft()
+    x = draft.image(1, 240, 28, 28)
+    form = draft.form(draft.quantize(draft.op("mul", x, x)))
+    rows = [row for row in program(form, draft.inputs)._rows.rows if row[0] == LOOPS.POINTWISE]
+    (row,) = [row for row in rows if row[PointwiseField.OPERATION] == 3]
+    assert [part[PointwiseField.RUNS + 1] for part in split_row(LOOPS, row, 2)] == [14, 14]
 
 
 def test_threads_that_are_no_divisor_of_anything():
