@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import fxq
+from tests.support.graphs import equal
 from tests.support.helpers import REFERENCE, module
 
 X = torch.linspace(-1, 1, 2 * 3 * 8 * 8).reshape(2, 3, 8, 8)
@@ -618,10 +619,13 @@ def test_a_checked_input_is_named_wherever_it_stands(name):
 
 def test_what_a_check_of_inputs_lets_pass():
     """Large numbers, whose sum is infinite; no numbers at all; and -Inf, as masks hold it."""
-    qmodel = fxq.quantize(net(), fxq.Recipe.static(backend="reference", check_inputs=True), data=[X])
-    qmodel(torch.full_like(X, 3e38))
-    qmodel(X[:0])
-    qmodel(X.masked_fill(X > 0.5, -INF))
+    model = net()
+    checked, unchecked = (
+        fxq.quantize(model, fxq.Recipe.static(backend="reference", check_inputs=checks), data=[X])
+        for checks in (True, False)
+    )
+    for x in (torch.full_like(X, 3e38), X[:0], X.masked_fill(X > 0.5, -INF)):
+        assert equal(checked(x), unchecked(x))
 
 
 def test_check_inputs_in_a_file():

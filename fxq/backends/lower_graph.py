@@ -19,7 +19,7 @@ from fxq.graph.analysis.integer_sums import node_refused
 from fxq.graph.info import Decision, EngineLayer, FusedInfo, LoweredInfo, Plan, info, set_info
 from fxq.graph.precision import PRECISIONS
 from fxq.graph.query import CONVERSIONS, is_op, is_size, module_of, op_of, producer_of, submodule
-from fxq.graph.region import Region, UnitRegion, read_region
+from fxq.graph.region import Region, read_region
 from fxq.graph.unit import calls_of
 from fxq.rewriting.editor import EditContext
 from fxq.rewriting.rewriter import Rewriter
@@ -55,10 +55,10 @@ def _lower(rewriter: Rewriter[LoweringContext], backend: Backend, region: Region
     try:
         for node in region.nodes:
             if (reason := node_refused(rewriter.gm, node)) is not None:
-                raise BackendError(reason if isinstance(region, UnitRegion) else f"%{node.name}: {reason}")
+                raise BackendError(reason if region.calls else f"%{node.name}: {reason}")
         kernel = backend.lower(rewriter.gm, region)
     except BackendError as error:
-        if isinstance(region, UnitRegion) and len(region.calls) > 1:
+        if len(region.calls) > 1:
             _open_and_lower(rewriter, backend, region.node, str(error))
         else:
             _leave_in_float(rewriter, region.nodes, f"stays in qdq form: {error}")

@@ -23,7 +23,7 @@ from torch import Tensor, fx
 from fxq.backends import cpu
 from fxq.graph.info import info
 from fxq.graph.query import is_op, op_of
-from fxq.graph.region import UnitRegion
+from fxq.graph.region import Region
 from fxq.graph.unit import InnerValue, OpCall, unit_of
 
 if sys.version_info >= (3, 11):
@@ -81,11 +81,11 @@ class PriceTable:
             return None
         return 1e-6 * sum(a * b for work in works for a, b in zip(rows[work.kind], work.sizes, strict=True))
 
-    def float_seconds(self, gm: fx.GraphModule, region: UnitRegion) -> float | None:
+    def float_seconds(self, gm: fx.GraphModule, region: Region) -> float | None:
         """Return the seconds of the ops of a region in float; None if one of them is not in the table."""
         return self.seconds(self.real, float_works(gm, region))
 
-    def kernel_seconds(self, gm: fx.GraphModule, region: UnitRegion) -> float | None:
+    def kernel_seconds(self, gm: fx.GraphModule, region: Region) -> float | None:
         """Return the seconds of a region as one integer kernel; None if one of its ops is not in the table."""
         return self.seconds(self.int8, kernel_works(gm, region))
 
@@ -94,13 +94,13 @@ class PriceTable:
         return self.seconds(self.int8, (Work(kind, elements=elements / 1e6),))
 
 
-def float_works(gm: fx.GraphModule, region: UnitRegion) -> tuple[Work, ...]:
+def float_works(gm: fx.GraphModule, region: Region) -> tuple[Work, ...]:
     """Work of the ops of a region in float, each a separate call."""
     shapes = _Shapes(gm, region)
     return tuple(_work(shapes, call, _kind(shapes, call)) for call in region.calls)
 
 
-def kernel_works(gm: fx.GraphModule, region: UnitRegion) -> tuple[Work, ...]:
+def kernel_works(gm: fx.GraphModule, region: Region) -> tuple[Work, ...]:
     """Work of a region as one integer kernel: its first op is the call, the others are fused into it."""
     shapes = _Shapes(gm, region)
     first, *others = region.calls
@@ -110,7 +110,7 @@ def kernel_works(gm: fx.GraphModule, region: UnitRegion) -> tuple[Work, ...]:
     )
 
 
-def _form(region: UnitRegion) -> str:
+def _form(region: Region) -> str:
     """Suffix of the kind of a layer with a dynamic range, or of a linear layer with float output."""
     plan = info(region.node).plan
     if plan is not None and plan.reads is not None and plan.reads.range == "dynamic":
@@ -125,7 +125,7 @@ class _Shapes(fx.Interpreter):
     Shapes inside a unit come from running its body on tensors without values.
     """
 
-    def __init__(self, gm: fx.GraphModule, region: UnitRegion) -> None:
+    def __init__(self, gm: fx.GraphModule, region: Region) -> None:
         self.calls, self.node = region.calls, region.node
         self.inner: dict[str, tuple[int, ...]] = {}
         unit = unit_of(gm, region.node)

@@ -14,7 +14,7 @@ from fxq.cost.min_cut import Key, PricedOp, PricedValue, cheapest, seconds_of
 from fxq.cost.probe import MIN_SPEEDUP, Prober
 from fxq.graph.info import Cost, info, precision_of
 from fxq.graph.query import CONVERSIONS, dynamic_grid_ops, is_op, producer_of, reads_only_metadata, taken_from
-from fxq.graph.region import UnitRegion, read_region
+from fxq.graph.region import Region, read_region
 from fxq.graph.unit import emits_float
 
 log = logging.getLogger("fxq")
@@ -23,7 +23,7 @@ TABLE_MARGIN = 2.0
 slow integer kernels down by up to this factor, also in CPU time."""
 
 
-def regions_of(gm: fx.GraphModule, nodes: Sequence[fx.Node]) -> dict[fx.Node, UnitRegion]:
+def regions_of(gm: fx.GraphModule, nodes: Sequence[fx.Node]) -> dict[fx.Node, Region]:
     """Return the regions of the ops and units that run on integers and could run in float."""
     regions = {}
     for node in nodes:
@@ -35,7 +35,7 @@ def regions_of(gm: fx.GraphModule, nodes: Sequence[fx.Node]) -> dict[fx.Node, Un
 
 
 def priced_ops(
-    gm: fx.GraphModule, regions: dict[fx.Node, UnitRegion], prober: Prober, advance: Callable[[], None]
+    gm: fx.GraphModule, regions: dict[fx.Node, Region], prober: Prober, advance: Callable[[], None]
 ) -> list[PricedOp]:
     """Return the prices of ops on integers and in float, without the conversions around them.
 
@@ -72,7 +72,7 @@ def priced_ops(
 def choose_by_price(
     gm: fx.GraphModule,
     nodes: Sequence[fx.Node],
-    regions: dict[fx.Node, UnitRegion],
+    regions: dict[fx.Node, Region],
     prober: Prober,
     ops: list[PricedOp],
 ) -> tuple[list[PricedOp], list[PricedValue], set[Key]]:
@@ -116,12 +116,12 @@ def _are_apart(measured: PricedOp, estimate: PricedOp | None) -> bool:
     return not wanted / TABLE_MARGIN <= ratio <= wanted * TABLE_MARGIN
 
 
-def _priced(gm: fx.GraphModule, node: Any, regions: Mapping[fx.Node, UnitRegion], prober: Prober) -> PricedOp:
+def _priced(gm: fx.GraphModule, node: Any, regions: Mapping[fx.Node, Region], prober: Prober) -> PricedOp:
     seconds = prober.kernel(gm, regions[node]) + _requantizing(gm, node, prober)
     return PricedOp(node, seconds, prober.real(gm, regions[node]))
 
 
-def _estimated(gm: fx.GraphModule, node: Any, regions: Mapping[fx.Node, UnitRegion], prober: Prober) -> PricedOp | None:
+def _estimated(gm: fx.GraphModule, node: Any, regions: Mapping[fx.Node, Region], prober: Prober) -> PricedOp | None:
     """Price of an op by the price table; None if the table does not have it."""
     seconds = prober.estimate(gm, regions[node])
     if seconds is None:
@@ -194,7 +194,7 @@ def slower_for_size(costs: Mapping[fx.Node, Cost], other_seconds: float) -> str 
 
 
 def priced_values(
-    gm: fx.GraphModule, nodes: Sequence[fx.Node], regions: dict[fx.Node, UnitRegion], prober: Prober
+    gm: fx.GraphModule, nodes: Sequence[fx.Node], regions: dict[fx.Node, Region], prober: Prober
 ) -> list[PricedValue]:
     """Values between ops, with the prices of their conversions."""
     readers: dict[fx.Node, list[fx.Node | None]] = {}

@@ -19,7 +19,7 @@ from fxq.cost.price_table import PriceTable, table_for
 from fxq.graph.grid import grid_of
 from fxq.graph.info import Cost, NodeInfo, info
 from fxq.graph.query import CONVERSIONS, arguments_of, dynamic_grid_ops, is_op, options_of, values_of
-from fxq.graph.region import UnitRegion, is_weight, region_of
+from fxq.graph.region import Region, is_weight, region_of
 from fxq.graph.run import value_of
 from fxq.graph.unit import unit_of
 from fxq.graph.view import options_text
@@ -50,22 +50,22 @@ class Prober:
         self.table: PriceTable | None = table_for(backend.name) if costs.has_table else None
         self.own: Prices | None = None
 
-    def estimate(self, gm: fx.GraphModule, region: UnitRegion) -> tuple[float, float] | None:
+    def estimate(self, gm: fx.GraphModule, region: Region) -> tuple[float, float] | None:
         """Seconds on integers and in float by the price table; None if it has none, or the backend has prices."""
         if self.table is None or self._own(region) is not None:
             return None
         int8, real = self.table.kernel_seconds(gm, region), self.table.float_seconds(gm, region)
         return None if int8 is None or real is None else (int8, real)
 
-    def estimate_float(self, gm: fx.GraphModule, region: UnitRegion) -> float | None:
+    def estimate_float(self, gm: fx.GraphModule, region: Region) -> float | None:
         """Seconds in float by the price table; None as for `estimate`."""
         return None if self.table is None or self._own(region) is not None else self.table.float_seconds(gm, region)
 
-    def is_sound(self, region: UnitRegion) -> bool:
+    def is_sound(self, region: Region) -> bool:
         """Whether the measured rounds of a region agree, both as a kernel and in float."""
         return all(map(self.costs.is_sound, self.keys(region)))
 
-    def kernel(self, gm: fx.GraphModule, region: UnitRegion, ops: int | None = None) -> float:
+    def kernel(self, gm: fx.GraphModule, region: Region, ops: int | None = None) -> float:
         """Return the seconds of a region of a qdq graph as a kernel of the backend, on random integers.
 
         Args:
@@ -82,7 +82,7 @@ class Prober:
             self._kernel_key(region, ops), lambda: _call(self._lowered(gm, region.to_graph(), ops))
         )
 
-    def fastest(self, gm: fx.GraphModule, region: UnitRegion, counts: Sequence[int]) -> int:
+    def fastest(self, gm: fx.GraphModule, region: Region, counts: Sequence[int]) -> int:
         """Return how many ops of a region a kernel should run: the maximum, unless a smaller count is clearly faster.
 
         It is always the maximum if the backend has priced the region itself.
@@ -109,30 +109,30 @@ class Prober:
             self.costs.settle(keys)
         return clearly_fastest()
 
-    def real(self, gm: fx.GraphModule, region: UnitRegion) -> float:
+    def real(self, gm: fx.GraphModule, region: Region) -> float:
         """Seconds of the ops of a region in float, with float weights, on random values."""
         own = self._own(region)
         if own is not None:
             return _MICRO * own.float_us
         return self.costs.seconds(_float_key(region), lambda: _float_form(gm, region))
 
-    def can_price(self, region: UnitRegion) -> bool:
+    def can_price(self, region: Region) -> bool:
         """Whether the backend has priced a region, or all its inputs and outputs are tensors."""
         values = (*values_of(region.node), *region.node.all_input_nodes)
         return self._own(region) is not None or all(info(value).is_tensor for value in values)
 
-    def knows(self, region: UnitRegion) -> bool:
+    def knows(self, region: Region) -> bool:
         """Whether the prices of a region are known already."""
         return self._own(region) is not None or all(key in self.costs for key in self.keys(region))
 
-    def _own(self, region: UnitRegion) -> Cost | None:
+    def _own(self, region: Region) -> Cost | None:
         return self.own.ops.get(region.node) if self.own is not None else None
 
-    def keys(self, region: UnitRegion) -> tuple[str, str]:
+    def keys(self, region: Region) -> tuple[str, str]:
         """Keys of the prices of a region: as a kernel, and in float."""
         return self._kernel_key(region), _float_key(region)
 
-    def _kernel_key(self, region: UnitRegion, ops: int | None = None) -> str:
+    def _kernel_key(self, region: Region, ops: int | None = None) -> str:
         """Key with all that the time depends on, such as whether a zero point is 0, but no weights and scales."""
         name = self.backend.name + self.backend.code(region.calls)
         parts = [f"{name} {_threads()}: {_ops_on(region)} from", *map(_shape, map(info, region.inputs))]
@@ -189,7 +189,7 @@ class Prober:
 
         return self.costs.of_size(f"{self.backend.name} {_threads()}: {op}", elements, prepare)
 
-    def requantize(self, gm: fx.GraphModule, region: UnitRegion) -> float:
+    def requantize(self, gm: fx.GraphModule, region: Region) -> float:
         """Seconds to requantize integers."""
         estimate = self._estimate("requantize", math.prod(info(region.node).shape or ())) if self.own is None else None
         return self.kernel(gm, region) if estimate is None else estimate
@@ -220,17 +220,17 @@ def _shape(value_info: NodeInfo) -> str:
     return f"{str(value_info.dtype).removeprefix('torch.')}{list(value_info.shape or ())}"
 
 
-def _ops_on(region: UnitRegion) -> str:
+def _ops_on(region: Region) -> str:
     """Text of the ops of a region with their options, and the shapes that they read."""
     ops = " ".join(f"{call.op.name}({options_text(call.options)})" for call in region.calls)
     return f"{ops} of {' '.join(_shape(info(n)) for n in region.node.all_input_nodes)}"
 
 
-def _float_key(region: UnitRegion) -> str:
+def _float_key(region: Region) -> str:
     return f"float {_threads()}: {_ops_on(region)}"
 
 
-def _float_form(gm: fx.GraphModule, region: UnitRegion) -> Call:
+def _float_form(gm: fx.GraphModule, region: Region) -> Call:
     """Call of the region's unit or op in float on random values, with dequantized weights, as in a binding."""
     node, values = region.node, dict[fx.Node, Any]()
     for value in node.all_input_nodes:

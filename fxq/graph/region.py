@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, fx
@@ -58,18 +58,28 @@ class Weight:
 class Region:
     """Part of the qdq graph that one kernel can run. It is a snapshot: later edits of the graph do not change it.
 
+    The region of one unit or op has its conversions, quantize(unit(dequantize(x), ...)). Its outputs are the outputs of
+    the unit, in order: for each, the quantize that is its only reader, else the float value itself.
+
     Attributes:
         nodes: the nodes that the kernel replaces, in order.
         outputs: the nodes among them whose values are read outside, in order.
         steps: snapshots of all nodes that it computes, in order: `nodes`, and the weights, conversions and sizes that
             they read.
         inputs: the nodes that the steps read from outside; integers, if the region dequantizes them.
+        calls: the ops of its unit, each with its row and its options; empty unless it is the region of one unit or op.
     """
 
     nodes: tuple[fx.Node, ...]
     outputs: tuple[fx.Node, ...]
     steps: tuple[NodeSnapshot, ...]
     inputs: tuple[fx.Node, ...]
+    calls: Calls = field(default_factory=Calls)
+
+    @property
+    def node(self) -> fx.Node:
+        """Its first node: the unit or op, in the region of one."""
+        return self.nodes[0]
 
     def to_graph(self) -> fx.Graph:
         """Copy of the region as a graph, with metadata; it returns a tuple if the region has several outputs."""
@@ -86,26 +96,7 @@ class Region:
         return graph
 
 
-@dataclass(frozen=True)
-class UnitRegion(Region):
-    """Region of one unit or op with its conversions: quantize(unit(dequantize(x), ...)).
-
-    Its outputs are the outputs of the unit, in order: for each, the quantize that is its only reader, else the float
-    value itself.
-
-    Attributes:
-        calls: the ops that it runs, each with its row and its options.
-    """
-
-    calls: Calls
-
-    @property
-    def node(self) -> fx.Node:
-        """The unit (or single op)."""
-        return self.nodes[0]
-
-
-def read_region(gm: fx.GraphModule, node: fx.Node, emits_float: bool = False) -> UnitRegion | None:
+def read_region(gm: fx.GraphModule, node: fx.Node, emits_float: bool = False) -> Region | None:
     """Region of a unit or op of the qdq graph with its conversions; None if `node` does not run an op.
 
     The region of a conversion includes no other conversion. A weight-only layer includes the conversions of its weights
@@ -128,7 +119,7 @@ def read_region(gm: fx.GraphModule, node: fx.Node, emits_float: bool = False) ->
         return value.op == "get_attr" or is_op(value, "dequantize")
 
     nodes = tuple(dict.fromkeys((node, *values, *outputs)))
-    return UnitRegion(nodes, tuple(outputs), *_read(nodes, included), calls)
+    return Region(nodes, tuple(outputs), *_read(nodes, included), calls)
 
 
 def _quantized(value: fx.Node) -> fx.Node:
@@ -177,7 +168,7 @@ def is_weight(node: fx.Node) -> bool:
     )
 
 
-def unit_regions(gm: fx.GraphModule) -> Iterator[UnitRegion]:
+def unit_regions(gm: fx.GraphModule) -> Iterator[Region]:
     """Yield the region of every unit or op that runs on integers, then of every conversion that is left.
 
     Each region is read only when it is yielded, so that it reads from the kernels that replaced earlier regions.
@@ -224,7 +215,7 @@ def _add(
     steps[value] = NodeSnapshot.of(value) if inside else None
 
 
-def out_grids(gm: fx.GraphModule, region: UnitRegion) -> tuple[QParams | None, ...]:
+def out_grids(gm: fx.GraphModule, region: Region) -> tuple[QParams | None, ...]:
     """Grid of each output of a region; None for a float output."""
     return tuple(grid_of(gm, out) if is_op(out, "quantize") else None for out in region.outputs)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from fxq.graph.query import CONVERSIONS, arguments_of, is_op, options_of
-from fxq.graph.region import Region, UnitRegion
+from fxq.graph.region import Region
 from fxq.graph.region_run import RegionOutput, run_region
 from fxq.graph.run import value_of
 from fxq.graph.unit import inputs_of
@@ -90,7 +90,7 @@ def difference(
     outputs = got if len(expected) > 1 and isinstance(got, tuple) else (got,)
     if len(outputs) != len(expected):
         return f"it returns {type(got).__name__} instead of a tuple of {len(expected)}"
-    rounds_once = isinstance(region, UnitRegion) and not region.calls[0].rounds_its_state
+    rounds_once = region.calls and not region.calls[0].rounds_its_state
     runs = [] if rounds_once else list(_rounded_otherwise(gm, region, values, limits.tolerance))
     for i, (want, value) in enumerate(zip(expected, outputs, strict=True)):
         why = disagreement(want, value, limits, lambda: magnitude(gm, region, values), [run[i] for run in runs])
@@ -151,7 +151,7 @@ def magnitude(gm: fx.GraphModule, region: Region, values: Mapping[fx.Node, Any])
     the zero point afterwards, also in the padding. For a region of several units: the largest value that it computes.
     For sums of more than `EXACT_TERMS` terms, the result grows in proportion to their length.
     """
-    if not isinstance(region, UnitRegion):
+    if not region.calls:
         env = _computed(gm, region, values)
         return _largest_float(env) * max(1.0, _longest_sum(region, env) / EXACT_TERMS)
     if is_op(region.node, *CONVERSIONS):

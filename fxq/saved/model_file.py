@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import copy
 import gc
 import json
 import os
@@ -19,25 +18,21 @@ from torch import Tensor, fx, nn
 
 from fxq.backends import cpu
 from fxq.backends.by_name import kernel_named
-from fxq.backends.kernel import Kernel, known_kernels
+from fxq.backends.kernel import Kernel
 from fxq.backends.qdq_form import FallbackKernel
 from fxq.common.attributes import MAX_ATTRIBUTE_BYTES, FloatAttributes
 from fxq.common.files import as_path
-from fxq.common.hooks import forward_hooks
-from fxq.common.source import import_path, imported, without_imports
-from fxq.errors import BackendError, FileError, FxqError, InputError, unknown, warn, words_of
+from fxq.common.source import without_imports
+from fxq.errors import BackendError, FileError, FxqError, InputError, warn, words_of
 from fxq.graph.info import info
-from fxq.graph.query import op_of, submodule
 from fxq.graph.text.text_reader import read
 from fxq.graph.text.text_values import parsed, read_value, value_text
 from fxq.graph.text.text_writer import graph_tensors, write_graph
-from fxq.graph.unit import Unit
 from fxq.graph.view import GraphView, NodeView
 from fxq.ledger.attempts import Attempts
 from fxq.ledger.float_record import FloatRecord, checksums
 from fxq.ledger.ledger import Ledger
 from fxq.ledger.quantized import Quantized
-from fxq.ops import OPS
 from fxq.pipeline.history import History, Snapshot
 from fxq.recipe.extensions import warn_of_main
 from fxq.recipe.pins import Pin
@@ -45,22 +40,10 @@ from fxq.recipe.recipe import Recipe
 from fxq.saved.container import read_container, read_json, write_container
 from fxq.saved.kernel_forms import StoredForm, attach_forms, write_forms
 from fxq.saved.model_export import WRITERS
+from fxq.saved.named_code import StoredLeaf, check_imports, check_kernels, checked_leaves, imports_of, leaves_of
 from fxq.saved.other_machine import kernels_of
 from fxq.saved.own_tensors import OWN, own_tensors, set_own_tensors
 from fxq.saved.records import from_plain, to_plain
-
-
-@dataclass(frozen=True)
-class StoredLeaf:
-    """Description of a leaf module, which is not in the file.
-
-    Attributes:
-        type: name of its class.
-        weights: checksum of each of its parameters, by name.
-    """
-
-    type: str
-    weights: Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -147,7 +130,7 @@ class FileContent:
 
 def content_of(model: Quantized, attributes: Mapping[str, Any], own: Mapping[str, Any]) -> FileContent:
     """Return the content of a file for one model, see `save_model`."""
-    _check_kernels(model)
+    check_kernels(model)
     tensors, named, lost = own_tensors(model, own)
     forms_text, forms, more_tensors = write_forms(model)
     handed, left = _as_text(
@@ -158,8 +141,8 @@ def content_of(model: Quantized, attributes: Mapping[str, Any], own: Mapping[str
         **{key: attributes[key] for key in ("backend", "ledger", "record", "kinds_kept", "attempts")},
         decided=attributes["_decided"],
         made_on=cpu.machine(),
-        leaves={path: StoredLeaf(type(leaf).__name__, checksums(leaf)) for path, leaf in _leaves(model).items()},
-        imports=dict(_imports(model)),
+        leaves={path: StoredLeaf(type(leaf).__name__, checksums(leaf)) for path, leaf in leaves_of(model).items()},
+        imports=dict(imports_of(model)),
         forms=forms,
         handed=handed,
         left=left,
@@ -276,8 +259,8 @@ def graph_from(
     if missing:
         raise InputError(f"it has no {missing[0]}.")
     about = from_plain(StoredModel, read_json(texts["model"]))
-    _check_imports(about.imports)
-    modules = _checked_leaves(about.leaves, leaves)
+    check_imports(about.imports)
+    modules = checked_leaves(about.leaves, leaves)
     own = {name: tensors.pop(f"{OWN}{name}", None) for name in about.own}
     inside = {name: tensor for name, tensor in tensors.items() if name.partition(":")[0] in about.forms}
     gm = read(
@@ -307,7 +290,7 @@ def _check_readable(text: str, about: StoredModel, model: Quantized) -> None:
     """Raise `InputError` if the text of a model cannot be read back. Does not construct kernels."""
     try:
         with without_imports(), _garbage_collection_off():
-            read(text, graph_tensors(model), _leaves(model), _Named, complete=True)
+            read(text, graph_tensors(model), leaves_of(model), _Named, complete=True)
             from_plain(StoredModel, read_json(_json(to_plain(about))))
     except FxqError as error:
         line = re.match(r"line (\d+): ", str(error))
@@ -355,87 +338,6 @@ class _KernelClass:
 
     def of_graph(self, gm: fx.GraphModule, graph: fx.Graph, config: Mapping[str, Any]) -> Kernel:
         return self.kind.of_graph(gm, graph, config)  # type: ignore[attr-defined]
-
-
-# ---- kernels, hooks, imports and leaves
-
-
-def _check_kernels(model: Quantized) -> None:
-    """Raise `InputError` for kernels and hooks that run code which is not in the file."""
-    for node, kernel in kernels_of(model):
-        if not kernel.is_unmodified():
-            raise InputError(f"{node.name}: its kernel has hooks or its own forward, and a file holds no code.")
-        if known_kernels().get(kernel.described.name) is not kernel.described:
-            raise InputError(
-                f"{node.name}: its kernel is a {kernel.described.__name__}, which has no registered name: "
-                f"{kernel.described.name!r} is another class. Give the class its own `name`."
-            )
-    for path, module in model.named_modules():
-        if (module is model or isinstance(module, Unit)) and forward_hooks(module):
-            where = f"the unit {path!r}" if path else "the model"
-            raise InputError(f"{where} has hooks, and a file holds no code: remove them, and add them after fxq.load.")
-
-
-def _imports(model: Quantized) -> Iterator[tuple[str, str]]:
-    """Kernels and ops that are not fxq's or torch's, each with its import path."""
-    graphs: list[fx.Graph] = [model.graph]
-    graphs += [module.graph for module in model.modules() if isinstance(module, Unit)]
-    for _, kernel in kernels_of(model):
-        kind = kernel.described
-        if not _is_ours(kind):
-            yield f"kernel {kind.name}", import_path(kind, f"the kernel {kind.name!r}")
-        if kernel.form is not None:
-            form = kernel.form.module(kernel)
-            graphs += [form.graph, *(m.graph for m in form.modules() if isinstance(m, Unit))]
-    for op in dict.fromkeys(op_of(node) for graph in graphs for node in graph.nodes):
-        if op is not None and not _is_ours(op.target):
-            yield f"op {op.name}", import_path(op.target, f"the op {op.name!r}")
-
-
-def _is_ours(value: Any) -> bool:
-    return str(getattr(value, "__module__", None) or "torch").partition(".")[0] in ("fxq", "torch", *_PYTHON)
-
-
-_PYTHON = ("operator", "_operator", "math", "builtins")
-
-
-def _check_imports(paths: Mapping[str, str]) -> None:
-    """Raise `FxqError` if a kernel or op is not imported, or another one is registered under its name."""
-    for kind_and_name, path in paths.items():
-        kind, _, name = kind_and_name.partition(" ")
-        value = imported(path)
-        if kind == "kernel":
-            registered = known_kernels()[name].defined_as() if name in known_kernels() else None
-        else:
-            registered = OPS[name].target if name in OPS else None
-        if value is not registered:
-            raise InputError(f"the {kind_and_name} of the file is {path}, which is not what is registered here.")
-
-
-def _leaves(model: Quantized) -> dict[str, nn.Module]:
-    called = ((str(n.target), submodule(model, n)) for n in model.graph.nodes if n.op == "call_module")
-    return {path: module for path, module in called if module is not None and not isinstance(module, (Unit, Kernel))}
-
-
-def _checked_leaves(stored: Mapping[str, StoredLeaf], leaves: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Return copies of the caller's leaf modules. Raises `InputError` if they are not those of the model."""
-    missing = [path for path in stored if path not in leaves]
-    if missing:
-        named = ", ".join(f"{path!r}: ..." for path in missing)
-        kinds = ", ".join(dict.fromkeys(stored[path].type for path in missing))
-        raise InputError(
-            f"its leaf modules ({kinds}) are not in the file; pass them: fxq.load(path, leaves={{{named}}})."
-        )
-    for path, leaf in leaves.items():
-        if path not in stored:
-            raise InputError(unknown("leaf", path, stored))
-        about = StoredLeaf(type(leaf).__name__, checksums(leaf)) if isinstance(leaf, nn.Module) else None
-        if about != stored[path]:
-            raise InputError(
-                f"the leaf {path!r} is not the module that the model was saved with, a {stored[path].type}: its class "
-                "or its weights differ."
-            )
-    return {path: copy.deepcopy(leaf).eval() for path, leaf in leaves.items()}
 
 
 def _as_text(attributes: FloatAttributes, own: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str]]:

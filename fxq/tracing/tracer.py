@@ -208,13 +208,7 @@ class Tracer(fx.Tracer):
                 return selected
         if kind in ("call_function", "call_method"):
             args, kwargs = unpacked(target, args, kwargs)
-        self.assumptions.forget()
-        if torch.is_autocast_enabled(self._device):
-            raise Untraceable(_AUTOCAST, remedy=_WITHOUT_AUTOCAST)
-        if (type(self.root.get_submodule(target)) if kind == "call_module" else target) in _RANK_DEPENDENT:
-            for value in traced_values((args, kwargs)):
-                self.assumptions.reads_rank(value)
-        self.assumptions.squeezes = self.assumptions.squeezes or target in _SQUEEZES
+        self._note_assumptions(kind, target, args, kwargs)
         before = self.watch.versions(self.run.values((args, kwargs)))
         inside = next((p for p, _ in reversed(self.module_stack.values())), "")
         result = self.run.call(kind, target, args, kwargs, target if kind == "call_module" else inside)
@@ -232,6 +226,16 @@ class Tracer(fx.Tracer):
         if node.meta.get(_READS_ONLY) and self.created and origin is Dependence.CONSTANT:
             return result if next(tensors(result), None) is None else value
         return None if result is None else value
+
+    def _note_assumptions(self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Record what a call assumes of its inputs' ranks. Raises `Untraceable` inside of autocast."""
+        self.assumptions.forget()
+        if torch.is_autocast_enabled(self._device):
+            raise Untraceable(_AUTOCAST, remedy=_WITHOUT_AUTOCAST)
+        if (type(self.root.get_submodule(target)) if kind == "call_module" else target) in _RANK_DEPENDENT:
+            for value in traced_values((args, kwargs)):
+                self.assumptions.reads_rank(value)
+        self.assumptions.squeezes = self.assumptions.squeezes or target in _SQUEEZES
 
     def dependence(self, value: TracedValue) -> Dependence:
         """Inputs that a traced value depends on, through its operands and writes to its memory."""
@@ -378,7 +382,7 @@ class Tracer(fx.Tracer):
         return is_op and not has_traced_weights(m)
 
     def call_module(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Trace into a module, or keep it as a leaf if it is one or if tracing into it fails."""
+        """Trace a call of a module of the model. Modules that a graph cannot call, such as wrappers, run as code."""
         if threading.get_ident() != self._thread:
             return forward(*args, **kwargs)
         path = self.submodule_paths.get(m) if self.submodule_paths else None
@@ -395,6 +399,12 @@ class Tracer(fx.Tracer):
             if any(p not in self._paths for p in m.parameters()):
                 raise Untraceable(_NO_PATH.format(kind=type(m).__name__), remedy=_LIST_MODULES)
             return forward(*args, **kwargs)
+        return self._traced_or_kept(m, path, forward, args, kwargs)
+
+    def _traced_or_kept(
+        self, m: nn.Module, path: str, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Trace into a module, or keep it as a leaf if it is one or if tracing into it fails."""
         stack, refusals = dict(self.module_stack), len(self.assumptions.refusals)
         try:
             if isinstance(m, torch.jit.ScriptModule) and not self.is_leaf_module(m, path):

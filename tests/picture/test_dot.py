@@ -25,6 +25,7 @@ def test_without_dot_svg_says_how_to_install_it_and_dot_text_works(tmp_path, mon
 def test_dot_text_is_good_dot(tmp_path):
     path = render(network(3), tmp_path / "g.dot")
     subprocess.run(["dot", "-Tsvg", str(path), "-o", str(tmp_path / "g.svg")], check=True, timeout=60)
+    assert ">layer0.2<" in (tmp_path / "g.svg").read_text()
 
 
 @needs_dot

@@ -9,6 +9,7 @@ from torch import nn
 import fxq
 from fxq.common import timed_calls
 from fxq.common.data import Batch, as_batch
+from fxq.common.metrics import tensors
 from fxq.errors import InputError
 from fxq.ledger.float_record import record_of
 from fxq.report.latency import recorded_inputs, time_models
@@ -33,8 +34,10 @@ def residual():
 @pytest.mark.parametrize("name", NETWORKS)
 def test_made_up_inputs_run_the_model(name):
     model, record = build(name), record_of(build(name), as_batch(batch(name), build(name)), {})
-    example = recorded_inputs(record.inputs, "cpu")
-    model(*example.args, **example.kwargs)
+    example, own = recorded_inputs(record.inputs, "cpu"), as_batch(batch(name), model)
+    outputs = [tensors(model(*inputs.args, **inputs.kwargs)) for inputs in (example, own)]
+    shapes = [[(tensor.shape, tensor.dtype) for tensor in output] for output in outputs]
+    assert shapes[0] == shapes[1] != []
 
 
 def made_up(*args, **kwargs):

@@ -28,7 +28,6 @@ from fxq.graph.grid import grid_of
 from fxq.graph.query import CONVERSIONS, argument, constant, dynamic_grid_ops, is_op, options_of, values_of
 from fxq.graph.region import (
     Region,
-    UnitRegion,
     integer_weight,
     is_weight_only,
     out_grids,
@@ -148,7 +147,7 @@ class RowBackend(Backend):
 
     def lower(self, gm: fx.GraphModule, region: Region) -> Kernel | None:
         """Return the kernel of a unit or conversion from the table; None if the region needs none."""
-        if not isinstance(region, UnitRegion):
+        if not region.calls:
             return self._dynamic_quantize(region)
         if is_op(region.node, *CONVERSIONS):
             return _converter(gm, region.node)
@@ -182,7 +181,7 @@ class RowBackend(Backend):
         scale, integers = options_of(region.nodes[0]), options_of(region.nodes[-1])
         return DynamicQuantize(integers["qmin"], integers["qmax"], scale["axis"], scale["symmetric"])
 
-    def _unit_kernel(self, gm: fx.GraphModule, region: UnitRegion) -> Kernel | None:
+    def _unit_kernel(self, gm: fx.GraphModule, region: Region) -> Kernel | None:
         """Return the kernel of the first row that runs the whole unit; None if that row needs none.
 
         Raises:
@@ -215,7 +214,7 @@ def _advice(op: Op) -> str:
     return f": add one with fxq.extend.register_kernel{moves}"
 
 
-def _kernel(gm: fx.GraphModule, region: UnitRegion, match: RowMatch) -> Kernel:
+def _kernel(gm: fx.GraphModule, region: Region, match: RowMatch) -> Kernel:
     """Return the kernel of a unit. Raises `BackendError` if there is none."""
     inputs, captures = match.integers(gm)
     if set(inputs) != set(region.inputs):
@@ -230,7 +229,7 @@ def _kernel(gm: fx.GraphModule, region: UnitRegion, match: RowMatch) -> Kernel:
     return kernel
 
 
-def _weight_only(gm: fx.GraphModule, region: UnitRegion) -> Kernel | None:
+def _weight_only(gm: fx.GraphModule, region: Region) -> Kernel | None:
     """Return the weight-only kernel of a layer; None if its weight is in float."""
     call = region.calls[0]
     traits = call.op.traits
@@ -260,7 +259,7 @@ def _weight_only(gm: fx.GraphModule, region: UnitRegion) -> Kernel | None:
     return kernel
 
 
-def _own_weight_only_kernel(gm: fx.GraphModule, region: UnitRegion, match: RowMatch) -> Kernel:
+def _own_weight_only_kernel(gm: fx.GraphModule, region: Region, match: RowMatch) -> Kernel:
     """Return the user's own kernel of a weight-only layer."""
     inputs, captures = match.float_inputs(gm)
     assert match.row.make is not None  # rows of the user's own have a kernel
@@ -285,14 +284,14 @@ def _is_per_tensor_uint8(grid: QParams | None) -> bool:
     return grid is not None and grid.dtype == torch.uint8 and grid.axis is None
 
 
-def _quantize_with_function(gm: fx.GraphModule, node: fx.Node) -> UnitRegion | None:
+def _quantize_with_function(gm: fx.GraphModule, node: fx.Node) -> Region | None:
     """Region of a quantize and the float function before it, if one kernel runs both; else None."""
     source = node.args[0] if is_op(node, "quantize") else None
     region = read_region(gm, source) if isinstance(source, fx.Node) and is_op(source, *QUANTIZING_KERNELS) else None
     return region if region is not None and _quantizes(gm, region) else None
 
 
-def _is_dynamic(region: UnitRegion) -> bool:
+def _is_dynamic(region: Region) -> bool:
     """Whether an input of a unit has a dynamic range."""
     scales = (options_of(step)["scale"] for step in region.steps if is_op(step, "quantize", "dequantize"))
     return any(isinstance(scale, fx.Node) and scale.op != "get_attr" for scale in scales)
@@ -304,7 +303,7 @@ def _quantize_with_range(node: fx.Node) -> Region | None:
     return region_of((*measures, node)) if measures and options_of(node)["dtype"] == torch.uint8 else None
 
 
-def _quantizes(gm: fx.GraphModule, region: UnitRegion) -> bool:
+def _quantizes(gm: fx.GraphModule, region: Region) -> bool:
     """Whether a region is a float function and a quantize after it that one kernel runs together."""
     return (
         is_op(region.node, *QUANTIZING_KERNELS)
