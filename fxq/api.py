@@ -96,7 +96,8 @@ def quantize(
     support = generator_support(model)
     if support is not None:
         return support.quantize_generator(model, chosen, data, examples_by_name, progress=progress)
-    if examples_by_name and needs_programs(list(examples_by_name.values())):
+    traces_later = chosen.new_kinds == "trace"
+    if examples_by_name and (traces_later or needs_programs(list(examples_by_name.values()))):
         programs: Any = quantize_programs(model, chosen, examples_by_name, data, progress=progress)
         return programs  # typed as the usual case
     ranks = Ranks.of(group if data is not None else None)
@@ -106,6 +107,11 @@ def quantize(
     examples = examples_given or first_of_all(first, ranks, model)
     if not examples:
         raise _no_data(chosen)
+    if traces_later:
+        programs = quantize_programs(
+            model, chosen, {"program_0": examples[-1]}, chain(first, stream), progress=progress
+        )
+        return programs
     run = _parts_run(model, chosen, examples[-1]) if ranks.size == 1 and checkpoint is None else None
     if isinstance(run, PartsRun):
         if data is None and run.calibrated:

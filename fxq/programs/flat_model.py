@@ -16,7 +16,7 @@ from fxq.common.containers import Leaves, Structure, put_together, taken_apart, 
 from fxq.common.data import Batch
 from fxq.common.isolation import copied, seeded, untouched
 from fxq.errors import InputError, TraceError, words_of
-from fxq.programs.call_form import CallForm
+from fxq.programs.call_form import CallForm, structure_difference
 from fxq.tracing.fidelity import same_values
 from fxq.tracing.proxies import is_value
 
@@ -147,12 +147,8 @@ def _difference(first: ResultForm, second: ResultForm) -> str:
     """The first place at which two results differ in structure, as text."""
     pairs = [(f"argument {name}", a, b) for (name, a), (_, b) in zip(first.changed, second.changed, strict=False)]
     for place, a, b in [*pairs, ("the result", first.result, second.result)]:
-        while a != b:
-            differing = [(key, x, y) for (key, x), (_, y) in zip(a.parts, b.parts, strict=False) if x != y]
-            if not differing or len(a.parts) != len(b.parts):
-                return f"{place} is {a}, then {b}"
-            key, a, b = differing[0]
-            place = f"{place}, {key}"
+        if text := structure_difference(place, b, a):
+            return text
     return f"{len(first.changed)} arguments are changed, then {len(second.changed)}"
 
 

@@ -126,16 +126,6 @@ def test_a_call_is_that_of_the_float_model(llama):
     assert qmodel.main_input_name == "input_ids" and isinstance(qmodel, transformers.PreTrainedModel)
 
 
-def test_what_the_graph_does_not_compute_is_refused(llama):
-    _, qmodel = llama
-    with pytest.raises(fxq.InputError, match="output_attentions"):
-        qmodel(IDS, output_attentions=True)
-    with pytest.raises(fxq.InputError, match="inputs_embeds"):
-        qmodel(inputs_embeds=torch.rand(1, 3, 32))
-    with pytest.raises(fxq.InputError, match="StaticCache"):
-        generated(qmodel, length=2, cache_implementation="static")
-
-
 @pytest.mark.parametrize(
     "way", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
 )
