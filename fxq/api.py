@@ -16,7 +16,8 @@ from fxq.common.data import Batch, as_batch, batches, samples_in
 from fxq.common.isolation import untouched
 from fxq.common.progress import progress_bar
 from fxq.errors import FxqError, InputError, RecipeError, TraceError
-from fxq.integrations import generator_support, load_folder
+from fxq.integrations import load_folder, quantize_known
+from fxq.integrations.adapters import with_float_adapters
 from fxq.ledger.comparison import Comparison, compare_with, quantized_reference
 from fxq.model import QuantizedModel
 from fxq.parts.choose import untraced_modules, why_in_parts, why_not
@@ -93,9 +94,10 @@ def quantize(
         )
     model = float_model(model)
     examples_by_name = {} if example_inputs is None else examples_of(example_inputs, model)
-    support = generator_support(model)
-    if support is not None:
-        return support.quantize_generator(model, chosen, data, examples_by_name, progress=progress)
+    chosen = with_float_adapters(model, chosen)
+    quantized: QuantizedModel | None = quantize_known(model, chosen, data, examples_by_name, progress=progress)
+    if quantized is not None:
+        return quantized
     traces_later = chosen.new_kinds == "trace"
     if examples_by_name and (traces_later or needs_programs(list(examples_by_name.values()))):
         programs: Any = quantize_programs(model, chosen, examples_by_name, data, progress=progress)
@@ -117,8 +119,8 @@ def quantize(
         if data is None and run.calibrated:
             raise _no_data(chosen, run.calibrated)
         run.calibrate(chain(first, stream), _length(data), progress)
-        quantized: QuantizedModel = run.convert(convert)
-        return quantized
+        in_parts: QuantizedModel = run.convert(convert)
+        return in_parts
     observed = run or ranks.together(lambda: prepared_for_recipe(model, chosen, examples[-1]))
     observed.manager.context.progress = progress
     if data is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import itertools
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -184,7 +185,11 @@ class QuantizedPart:
     def device(self) -> torch.device:
         """Device of the programs. `generate` reads it for each token, and the other submodules have no tensors."""
         own: Any = self
-        return next(tensor.device for tensor in own._modules.get("programs", own).parameters())
+        holder: Any = own._modules.get("programs", own)
+        return next(tensor.device for tensor in itertools.chain(holder.parameters(), holder.buffers()))
+
+    def _get_name(self) -> str:
+        return type(self).__qualname__
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         kind = next(base for base in type(self).__mro__ if base.__name__ in _MIXINS)
@@ -192,7 +197,7 @@ class QuantizedPart:
 
 
 class QuantizedEncoder(QuantizedPart):
-    """Mixin of the quantized encoder of an encoder-decoder."""
+    """Mixin of a quantized model that does not generate, such as the encoder of an encoder-decoder."""
 
     def arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Arguments of a call as the graph takes them."""
@@ -206,7 +211,7 @@ class QuantizedEncoder(QuantizedPart):
         return call
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the encoder as the float model's is called."""
+        """Call the model as the float model is called."""
         wanted = kwargs.pop("return_dict", None)
         result = self.programs(**self.arguments(args, kwargs))
         return result.to_tuple() if wanted is False else result
@@ -314,7 +319,9 @@ def _class_for(mixin: type, float_class: Any) -> Any:
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             return forward(self, *args, **kwargs)
 
-        _CLASSES[key] = type(f"Quantized{float_class.__name__}", (mixin, float_class), {"forward": call})
+        # pipelines look up the name of the class, and the module tells which library has it
+        names = {"__module__": float_class.__module__, "__qualname__": f"Quantized{float_class.__name__}"}
+        _CLASSES[key] = type(float_class.__name__, (mixin, float_class), {"forward": call, **names})
     return _CLASSES[key]
 
 

@@ -18,6 +18,7 @@ from fxq.common.isolation import copied, seeded, untouched
 from fxq.errors import InputError, TraceError, words_of
 from fxq.programs.call_form import CallForm, structure_difference
 from fxq.tracing.fidelity import same_values
+from fxq.tracing.part_shell import ONE_OF_SEVERAL
 from fxq.tracing.proxies import is_value
 
 
@@ -94,6 +95,7 @@ def flat_model(
     parameters = [inspect.Parameter(name, kinds) for name in form.leaf_names]
     forward.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     vars(flat)["forward"] = forward
+    vars(flat)[ONE_OF_SEVERAL] = True
     return flat, results
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,7 @@ from torch import nn
 from fxq.common.containers import Leaves, holds_registered
 from fxq.common.data import Batch, as_batch, batches, naming_batch
 from fxq.common.progress import progress_bar
-from fxq.errors import InputError
+from fxq.errors import InputError, RecipeError
 from fxq.ledger.float_record import checksums
 from fxq.programs.call_form import CallForm, form_of
 from fxq.programs.flat_model import ResultForm, flat_batch, flat_model
@@ -69,6 +69,7 @@ def quantize_programs(
     *,
     around: Around = nullcontext,
     progress: bool | None = None,
+    selecting: set[int] | None = None,
 ) -> QuantizedPrograms:
     """Quantize a model with a program for each example.
 
@@ -79,9 +80,12 @@ def quantize_programs(
         data: calibration batches. Each is run by the program that fits its form and sizes.
         around: context in which forward is traced.
         progress: whether to show a progress bar.
+        selecting: numbers of the recipe's overrides that select something in other programs; those of these programs
+            are added, and the caller checks them. None: they are checked here.
 
     Raises:
         InputError: a batch of the data fits no example, or a program with calibrated ranges gets no batch.
+        RecipeError: an override selects nothing in any program.
     """
     signature = inspect.signature(model.forward)
     prepared: list[_Prepared] = []
@@ -91,6 +95,10 @@ def quantize_programs(
             continue  # an earlier program serves this call
         prepared.append(_prepared(model, recipe, name, form, leaves, around))
         prepared[-1].observed.manager.context.progress = progress
+    selected = set() if selecting is None else selecting
+    selected.update(*(program.observed.manager.context.selecting or () for program in prepared))
+    if selecting is None:
+        check_overrides(model, recipe, selected)
     if data is not None:
         _calibrate(prepared, batches(data, model), signature, progress)
     idle = [program for program in prepared if program.observed.calibrated and not program.observed.batches_seen]
@@ -102,6 +110,21 @@ def quantize_programs(
     programs = tuple(_converted(program) for program in prepared)
     new_program = Tracer(model, recipe, around, checksums(model)) if recipe.new_kinds == "trace" else None
     return QuantizedPrograms(programs, signature, new_program)
+
+
+def check_overrides(model: nn.Module, recipe: Recipe, selecting: Collection[int]) -> None:
+    """Raise `RecipeError` for an override that selects nothing in any program.
+
+    Args:
+        model: the float model.
+        recipe: the recipe.
+        selecting: numbers of the overrides that select something.
+    """
+    for i, (selector, _) in enumerate(recipe.overrides):
+        if i not in selecting:
+            near = selector.near_misses({path: type(module) for path, module in model.named_modules()}, set())
+            hint = f"near: {', '.join(near)}" if near else "nothing looks like it"
+            raise RecipeError(f"the override for {selector} selects nothing in any program of this model; {hint}.")
 
 
 def _prepared(model: nn.Module, recipe: Recipe, name: str, form: CallForm, leaves: Leaves, around: Around) -> _Prepared:
