@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -13,6 +14,7 @@ from torch import nn
 
 from fxq.common.containers import Leaves, holds_registered
 from fxq.common.data import Batch, as_batch, batches, naming_batch
+from fxq.common.isolation import copied
 from fxq.common.progress import progress_bar
 from fxq.errors import InputError, RecipeError
 from fxq.ledger.float_record import checksums
@@ -173,6 +175,11 @@ class Tracer:
             )
         with torch.inference_mode(False):  # whose tensors a model cannot keep
             example = {key: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for key, leaf in leaves.items()}
+            if self.around is not nullcontext:
+                # Libraries install hooks at the first call that asks for inner values, and note it in attributes, which
+                # `flat_model` restores. An error of this call is raised there.
+                with contextlib.suppress(Exception), torch.no_grad():
+                    self.model(**form.call_arguments(copied(example)))
             return _converted(_prepared(self.model, self.recipe, name, form, example, self.around))
 
     def __deepcopy__(self, memo: Any) -> Tracer:

@@ -147,7 +147,7 @@ def test_further_results_are_traced_when_asked_for(tracing):
     """Hidden states, attention, embeddings in place of tokens, the loss: each kind of call gets a program."""
     model, qmodel = tracing
     for option, part in (("output_hidden_states", "hidden_states"), ("output_attentions", "attentions")):
-        want, got = (run(m, return_dict_in_generate=True, **{option: True}) for m in tracing)
+        got, want = (run(m, return_dict_in_generate=True, **{option: True}) for m in (qmodel, model))
         assert len(got[part]) == 6
         for step, other_step in zip(want[part], got[part], strict=True):
             for value, traced in zip(step, other_step, strict=True):
