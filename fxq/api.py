@@ -3,44 +3,21 @@
 from __future__ import annotations
 
 import os
-import warnings
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain
-from pathlib import Path
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import fx, nn
 
-from fxq.calibration.ranks import AUTO, Ranks
-from fxq.common.data import Batch, as_batch, batches, samples_in
-from fxq.common.isolation import untouched
-from fxq.common.progress import progress_bar
-from fxq.errors import FxqError, InputError, RecipeError, TraceError
-from fxq.integrations import load_folder, quantize_known
-from fxq.integrations.adapters import with_float_adapters
-from fxq.ledger.comparison import Comparison, compare_with, quantized_reference
+from fxq.calibration.ranks import AUTO
+from fxq.dispatch import calibrate_model, compare_models, convert_model, load_path, prepare_model, quantize_model
+from fxq.ledger.comparison import Comparison
 from fxq.model import QuantizedModel
-from fxq.parts.choose import untraced_modules, why_in_parts, why_not
-from fxq.parts.compare_parts import compare_parts
-from fxq.parts.parts_model import PartsModel, load_parts
-from fxq.parts.quantize_parts import PartsRun
-from fxq.programs.quantized_programs import load_model
-from fxq.recipe.recipe import Recipe, as_recipe
-from fxq.report.report import write_comparison
-from fxq.tracing.wrappers import unwrapped
-from fxq.workflow.calibrate import EVERY, Calibration, as_observed, first_of_all, merge_calibrations
-from fxq.workflow.entry import compared_model, float_model, trainable_model
-from fxq.workflow.fastest import converted_for_recipe, prepared_for_recipe
+from fxq.recipe.recipe import as_recipe
+from fxq.workflow.calibrate import EVERY, merge_calibrations
+from fxq.workflow.entry import float_model, trainable_model
 from fxq.workflow.observed_model import ObservedModel
-from fxq.workflow.programs import examples_of, needs_programs, quantize_programs
-from fxq.workflow.steps import (
-    float_reference,
-    manager_for,
-    observed_with,
-    phases,
-    prepared,
-)
-from fxq.workflow.train import converted_from_training, prepared_for_training
+from fxq.workflow.steps import manager_for, observed_with, phases, prepared
+from fxq.workflow.train import prepared_for_training
 from fxq.workflow.training_model import TrainingModel
 
 
@@ -86,104 +63,7 @@ def quantize(
         >>> qmodel(torch.rand(1, 3, 16, 16)).shape
         torch.Size([1, 4, 12, 12])
     """
-    chosen = as_recipe(recipe)
-    if chosen.trains:
-        raise RecipeError(
-            f"the recipe {chosen.preset!r} needs training, which fxq.quantize does not do: call trained = "
-            "fxq.prepare(model, recipe, example_inputs=x), run your training loop, then call fxq.convert(trained)."
-        )
-    model = float_model(model)
-    examples_by_name = {} if example_inputs is None else examples_of(example_inputs, model)
-    chosen = with_float_adapters(model, chosen)
-    quantized: QuantizedModel | None = quantize_known(model, chosen, data, examples_by_name, progress=progress)
-    if quantized is not None:
-        return quantized
-    traces_later = chosen.new_kinds == "trace"
-    if examples_by_name and (traces_later or needs_programs(list(examples_by_name.values()))):
-        programs: Any = quantize_programs(model, chosen, examples_by_name, data, progress=progress)
-        return programs  # typed as the usual case
-    ranks = Ranks.of(group if data is not None else None)
-    stream = batches(data, model, may_be_empty=ranks.size > 1) if data is not None else iter(())
-    first = ranks.together(lambda: list(_opening(stream)))
-    examples_given = [] if example_inputs is None else [as_batch(example_inputs, model, "example_inputs")]
-    examples = examples_given or first_of_all(first, ranks, model)
-    if not examples:
-        raise _no_data(chosen)
-    if traces_later:
-        programs = quantize_programs(
-            model, chosen, {"program_0": examples[-1]}, chain(first, stream), progress=progress
-        )
-        return programs
-    run = _parts_run(model, chosen, examples[-1]) if ranks.size == 1 and checkpoint is None else None
-    if isinstance(run, PartsRun):
-        if data is None and run.calibrated:
-            raise _no_data(chosen, run.calibrated)
-        run.calibrate(chain(first, stream), _length(data), progress)
-        in_parts: QuantizedModel = run.convert(convert)
-        return in_parts
-    observed = run or ranks.together(lambda: prepared_for_recipe(model, chosen, examples[-1]))
-    observed.manager.context.progress = progress
-    if data is not None:
-        calibration = Calibration(observed, ranks, checkpoint, EVERY, progress, few=not observed.calibrated)
-        calibration.run(chain(first, stream), _length(data) if observed.calibrated else None)
-    elif observed.calibrated:
-        raise _no_data(chosen, observed.calibrated)
-    return convert(observed)
-
-
-def _parts_run(model: nn.Module, recipe: Recipe, example: Batch) -> ObservedModel | PartsRun:
-    """Prepare a model as one graph; or in parts, if the recipe says so or the model cannot be traced as a whole."""
-    run = PartsRun(model, recipe, example, prepared_for_recipe)
-    if recipe.part_modules:
-        return run.begin("the recipe names the parts.")
-    observed: ObservedModel | None = None
-    error: FxqError | None = None
-    with warnings.catch_warnings(record=True) as heard:
-        warnings.simplefilter("always")
-        try:
-            observed = prepared_for_recipe(model, recipe, example)
-            why = why_in_parts(observed)
-        except (TraceError, InputError) as failure:
-            # an error without a cause is a refusal, of state that parts would share or of values that are not finite
-            error, why = failure, why_not(model, failure) if failure.__cause__ is not None else ""
-    if why and not recipe.strict_trace:
-        try:
-            run.begin(why)
-            if observed is None or run.has_parts_in(untraced_modules(observed)):
-                return run
-        except (TraceError, InputError):
-            pass  # the error of the whole model says more
-    if error is not None:
-        raise error
-    for warning in heard:
-        warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
-    assert observed is not None
-    return observed
-
-
-def _opening(stream: Iterable[Batch]) -> Iterator[Batch]:
-    """First batches of a stream, up to the first one that is not empty."""
-    for batch in stream:
-        yield batch
-        if samples_in(batch) != 0:
-            return
-
-
-def _no_data(recipe: Recipe, calibrated: str = "") -> InputError:
-    """Error for missing calibration data, or for a missing batch to infer shapes from.
-
-    Args:
-        recipe: the recipe.
-        calibrated: name of a value whose range needs data; empty if no such value is known.
-    """
-    if not calibrated and not recipe.config.is_calibrated:
-        return InputError(
-            "give one batch of inputs to infer shapes from: fxq.quantize(model, recipe, example_inputs=x)."
-        )
-    value = f", for {calibrated}" if calibrated else ""
-    return InputError(
-        f"the recipe {recipe.preset!r} needs data to calibrate with{value}: fxq.quantize(model, recipe, data=loader)."
-    )
+    return quantize_model(model, as_recipe(recipe), data, example_inputs, progress, checkpoint, group)
 
 
 def prepare(
@@ -205,7 +85,8 @@ def prepare(
             accepts other recipes. Calibration takes longer.
 
     Returns:
-        An `ObservedModel`; with a recipe for training, a `TrainingModel`.
+        An `ObservedModel`; with a recipe for training, a `TrainingModel`. If the model cannot be traced as a whole, an
+        `ObservedParts`, with observers in its largest submodules that can be, see `quantize`.
 
     Raises:
         FxqError: an argument cannot be used; the message says what, where, why and what to do.
@@ -216,7 +97,7 @@ def prepare(
         >>> _ = observed(torch.rand(8, 4))
         >>> convert(observed)(torch.rand(1, 4)).shape
         torch.Size([1, 2])
-        >>> trained = prepare(model, Recipe.qat(), example_inputs=torch.rand(8, 4))
+        >>> trained = prepare(model, fxq.Recipe.qat(), example_inputs=torch.rand(8, 4))
         >>> optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
         >>> for _ in range(3):
         ...     optimizer.zero_grad()
@@ -228,7 +109,8 @@ def prepare(
     chosen = as_recipe(recipe)
     if chosen.trains:
         return prepared_for_training(trainable_model(model), chosen, example_inputs)
-    return prepared_for_recipe(float_model(model), chosen, example_inputs, observe_all)
+    observed: ObservedModel = prepare_model(float_model(model), chosen, example_inputs, observe_all)
+    return observed
 
 
 def calibrate(
@@ -279,10 +161,7 @@ def calibrate(
         >>> calibrate(observed, [torch.rand(8, 4) for _ in range(3)]).batches_seen
         3
     """
-    calibrated = as_observed(observed)
-    ranks = Ranks.of(group)
-    stream = batches(data, calibrated.manager.context.model, may_be_empty=ranks.size > 1)
-    Calibration(calibrated, ranks, checkpoint, every, progress).run(stream, _length(data))
+    calibrated: ObservedModel = calibrate_model(observed, data, progress, checkpoint, every, group)
     return calibrated
 
 
@@ -315,21 +194,11 @@ def convert(observed: ObservedModel | TrainingModel, recipe: Any = None) -> Quan
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)).eval()
         >>> batch = torch.rand(1, 3, 16, 16)
         >>> observed = calibrate(prepare(model, "static", example_inputs=batch), [batch])
-        >>> trial = convert(observed, Recipe.static().override("2", fxq.FLOAT))
+        >>> trial = convert(observed, fxq.Recipe.static().override("2", fxq.FLOAT))
         >>> convert(observed).ledger.count("int8"), trial.ledger.where(path="2")[0].precision
         (3, 'float')
     """
-    trained = unwrapped(observed)
-    if isinstance(trained, TrainingModel):
-        if recipe is not None:
-            raise RecipeError(
-                "a trained model is converted with the recipe that it was prepared with: call fxq.convert(trained) "
-                "without a recipe."
-            )
-        return converted_from_training(trained)
-    calibrated = as_observed(observed)
-    chosen = as_recipe(recipe) if recipe is not None else None
-    return converted_for_recipe(calibrated, chosen)
+    return convert_model(observed, recipe)
 
 
 def compare(a: Any, b: QuantizedModel, data: Iterable[Any], *, progress: bool | None = None) -> Comparison:
@@ -359,17 +228,7 @@ def compare(a: Any, b: QuantizedModel, data: Iterable[Any], *, progress: bool | 
         >>> [row.name for row in table], table.output_sqnr > 20, table.batches
         (['_1', '_2'], True, 4)
     """
-    quantized: Any = b
-    if isinstance(quantized, PartsModel):
-        a = float_model(a)
-        with untouched(a), progress_bar("comparing", _length(data), progress) as advance:
-            return compare_parts(a, quantized, batches(data, a), advance)
-    a = compared_model(a, b)
-    stream = batches(data, a)
-    first = next(stream)
-    reference = quantized_reference(a, b) if isinstance(a, QuantizedModel) else float_reference(a, b, first)
-    with untouched(a), untouched(b), progress_bar("comparing", _length(data), progress) as advance:
-        return compare_with(reference, b, chain([first], stream), advance, write_comparison)
+    return compare_models(a, b, data, progress)
 
 
 def load(
@@ -411,14 +270,7 @@ def load(
         True
         >>> path.unlink()
     """
-    if into is not None:
-        parts: QuantizedModel = load_parts(path, unwrapped(into))
-        return parts
-    if isinstance(path, (str, os.PathLike)) and os.path.isdir(path):
-        folder: QuantizedModel = load_folder(Path(path))  # typed as the usual case
-        return folder
-    model: QuantizedModel = load_model(path, leaves)
-    return model
+    return load_path(path, leaves, into)
 
 
 def run_passes(
@@ -456,13 +308,6 @@ def run_passes(
         return manager_for(model, chosen, example_inputs).run(line[:end])
     calibrated = calibrate(prepared(model, chosen, example_inputs, observe_all=False), data, progress=False)
     return observed_with(calibrated, None).run(line[before_calibration:end])
-
-
-def _length(data: Any) -> int | None:
-    try:
-        return len(data)
-    except TypeError:
-        return None
 
 
 __all__ = ["calibrate", "compare", "convert", "load", "merge_calibrations", "prepare", "quantize", "run_passes"]

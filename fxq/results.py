@@ -7,6 +7,7 @@ from fxq.ledger.layer_qparams import LayerQParams
 from fxq.ledger.ledger import Ledger
 from fxq.ledger.qparams_table import ModelQParams
 from fxq.model import QuantizedModel
+from fxq.parts.observed_parts import ObservedParts
 from fxq.parts.parts_model import PartsModel
 from fxq.picture.diff import Diff
 from fxq.pipeline.history import History, Snapshot
@@ -15,6 +16,7 @@ from fxq.quant.one_tensor import QuantizationNoise
 from fxq.quant.quantized_rows import QuantizedRows
 from fxq.report.profile import Profile
 from fxq.tuning.bisection import Bisection
+from fxq.tuning.bits import BitsResult
 from fxq.tuning.search_result import SearchResult
 from fxq.tuning.sensitivity import Sensitivity
 from fxq.workflow.observed_model import ObservedModel
@@ -22,6 +24,7 @@ from fxq.workflow.training_model import TrainingModel
 
 __all__ = [
     "Bisection",
+    "BitsResult",
     "Comparison",
     "Diagnosis",
     "Diff",
@@ -30,6 +33,7 @@ __all__ = [
     "Ledger",
     "ModelQParams",
     "ObservedModel",
+    "ObservedParts",
     "PartsModel",
     "Profile",
     "QuantizationNoise",

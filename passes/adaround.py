@@ -66,8 +66,8 @@ class AdaRound(Reconstruction):
     needs: ClassVar[Stage] = Stage.QDQ
     gives: ClassVar[Stage] = Stage.QDQ
 
-    def choose(self, layer: WeightRows, error: OutputError) -> Tensor:
-        """Integers of a weight, (groups, outputs, inputs): rounded down, plus one where rounding up was learned."""
+    def choose(self, layer: WeightRows, error: OutputError) -> tuple[WeightRows, Tensor]:
+        """Grid and integers of a weight, (groups, outputs, inputs): each rounded up where that was learned."""
         steps, gram, cross = layer.steps(), error.gram, error.cross.mT
         below = steps.floor()
         low, high = (end.clamp(layer.qmin, layer.qmax) for end in (below, below + 1))
@@ -84,7 +84,7 @@ class AdaRound(Reconstruction):
                 slope += self.regular * rounding.regularizer_gradient(power)
             rounding.step(slope, self.rate)
         up = _flip_single_weights(rounding.up >= 0.5, layer.real(low), reach, gram, cross)
-        return torch.where(up, high, low)
+        return layer, torch.where(up, high, low)
 
 
 def _flip_single_weights(up: Tensor, low: Tensor, reach: Tensor, gram: Tensor, cross: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -22,6 +22,7 @@ from fxq.paired.estimate import ShrunkMean
 from fxq.paired.paired_run import PairedRun
 from fxq.pipeline.context import Context
 from fxq.pipeline.float_values import LayerValues
+from fxq.quant.spec import QuantConfig
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.rewriting.rewriter import Rewriter
 
@@ -63,6 +64,9 @@ class CorrectBias(Pass):
     @property
     def samples_read(self) -> int:
         return self.samples
+
+    def applies(self, configs: Collection[QuantConfig]) -> bool:
+        return any(config.activation is not None for config in configs)
 
     def run(self, rewriter: Rewriter[Context]) -> None:
         """Run the float and the integer graph side by side on the recorded samples, then write the corrections."""

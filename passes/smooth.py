@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -19,7 +19,7 @@ from fxq.pipeline.float_moves import move_floats
 from fxq.quant.dynamic_grid import DynamicGrid, Grid
 from fxq.quant.observers import observer_for
 from fxq.quant.qparams import QParams, choose_qparams, quantize
-from fxq.quant.spec import TensorSpec
+from fxq.quant.spec import QuantConfig, TensorSpec
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.rewriting.grid_edits import on_grid
 from fxq.rewriting.rewriter import Rewriter
@@ -103,6 +103,9 @@ class Smooth(Pass):
     @property
     def samples_read(self) -> int:
         return self.samples
+
+    def applies(self, configs: Collection[QuantConfig]) -> bool:
+        return any(config.activation is not None for config in configs)
 
     def run(self, rewriter: Rewriter[Context]) -> None:
         """Measure the errors of all variants, and write the best ones."""

@@ -123,17 +123,18 @@ def _graph(
     """Trace the model. Returns the tracer, and the graph if the whole model can be traced.
 
     Loops over the rows of a tensor are unrolled only if the model cannot be traced otherwise. Branches on sizes that
-    give the same graph either way are not checked at run time.
+    give the same graph and change the same state either way are not checked at run time.
     """
     model, recipe, free = context.model, context.recipe, list[str]()
-    created = False
+    created, state = False, dict[tuple[str, str], Any]()
     while True:
         gm: fx.GraphModule | None = None
         fixed, strict = recipe.concrete_args, recipe.strict_trace
         tracer = Tracer(leaves, context.example, fixed, strict, unroll, free=free, created=created)
-        with run.untouched(), seeded():
+        with run.untouched() as changes, seeded():
             try:
                 gm = UncompiledModule(model, tracer.trace_model(model), class_name=type(model).__name__)
+                state = run.read_changes(changes) if _branches(tracer) else {}
             except TraceError:
                 if not tracer.broken and (unroll or recipe.strict_trace or not tracer.loops):
                     raise
@@ -144,7 +145,7 @@ def _graph(
         elif gm is None:
             unroll = True
         elif free or not (
-            free := [p for p in _branches(tracer) if _makes_no_difference(p, context, tracer, gm.graph, run)]
+            free := [p for p in _branches(tracer) if _makes_no_difference(p, context, tracer, gm.graph, run, state)]
         ):
             return tracer, gm
 
@@ -161,8 +162,18 @@ def _branches(tracer: Tracer) -> list[str]:
     return once if len(once) <= _MAX_TRIED_BRANCHES else []
 
 
-def _makes_no_difference(place: str, context: Context, tracer: Tracer, graph: fx.Graph, run: FloatRun) -> bool:
-    """Whether the graph is the same whichever way the branches of one line go."""
+def _makes_no_difference(
+    place: str,
+    context: Context,
+    tracer: Tracer,
+    graph: fx.Graph,
+    run: FloatRun,
+    state: Mapping[tuple[str, str], Any],
+) -> bool:
+    """Whether the graph and the changed state are the same whichever way the branches of one line go.
+
+    A graph keeps no state: without the check, a branch that only counts would be lost for inputs that take it.
+    """
 
     def written(traced_graph: fx.Graph, by: Tracer) -> list[tuple[str, ...]]:
         nodes = [n for n in traced_graph.nodes if not (is_check(n) and n.kwargs.get("place") == place)]
@@ -184,8 +195,10 @@ def _makes_no_difference(place: str, context: Context, tracer: Tracer, graph: fx
             expected=tracer.calls,
         )
         try:
-            with run.untouched(), seeded():
+            with run.untouched() as changes, seeded():
                 if written(forced.trace_model(model), forced) != written(graph, tracer) or forced.broken:
+                    return False
+                if run.read_changes(changes) != state:
                     return False
         except FxqError:
             return False

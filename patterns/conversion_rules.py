@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import fx
 
 from fxq.graph.grid import grid_of
@@ -63,7 +64,8 @@ def _dequantized_after(op: Builder, m: Match) -> fx.Node:
     assert grid is not None  # a guard
     rewriter.update(mover, args=swapped(mover.args, {node: node.args[0] for node in read}))
     rewriter.describe(mover, dtype=grid.dtype)
-    dq = rewriter.call("dequantize", mover, after=mover, name=f"{mover.name}_dq", **options_of(read[0]))
+    typed = info(mover).shape, torch.float32
+    dq = rewriter.call("dequantize", mover, after=mover, name=f"{mover.name}_dq", typed=typed, **options_of(read[0]))
     rewriter.describe(dq, path=info(mover).path, source=info(mover).source)
     return dq
 
@@ -165,6 +167,7 @@ def _between_conversions(op: Builder, m: Match) -> fx.Node:
         assert own is not None and grid is not None  # the op moves integers of one grid
         real[value] = rewriter.call(
             "dequantize", original, before=mover, name=f"{original.name}_dq",
+            typed=(info(original).shape, torch.float32),
             scale=own.s, zero_point=own.z, qmin=own.qmin, qmax=own.qmax,
         )  # fmt: skip
         rewriter.describe(real[value], path=about.path, source=about.source)

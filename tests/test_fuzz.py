@@ -266,7 +266,7 @@ def test_every_spelling_is_drawn_somewhere(op):
 
 
 @needs_x86
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(plan=plans(12))
 def test_random_networks(plan):
     check(plan)

@@ -1,6 +1,7 @@
 """The folder table: which folders may import which. Reads the imports of every file without importing it."""
 
 import ast
+import functools
 import subprocess
 import sys
 from collections import Counter
@@ -60,8 +61,26 @@ def imports_of(tree, modules):
     return imports
 
 
-TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MODULES.items()}
-IMPORTS = {name: imports_of(tree, MODULES) for name, tree in TREES.items()}
+@dataclass(frozen=True)
+class Source:
+    """Imports of one file, the names of its classes, and for a file of fxq each dotted name with its line."""
+
+    imports: list
+    classes: list
+    dotted: list
+
+
+@functools.cache
+def sources():
+    """Source of every module by its name; read by the first test that asks, as every process collects this file."""
+
+    def read(name, path):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        classes = [n.name for n in tree.body if isinstance(n, ast.ClassDef)]
+        attributes = (n for n in ast.walk(tree) if ours(name) and isinstance(n, ast.Attribute))
+        return Source(imports_of(tree, MODULES), classes, [(n.lineno, ast.unparse(n)) for n in attributes])
+
+    return {name: read(name, path) for name, path in MODULES.items()}
 
 
 LEVELS = (
@@ -82,6 +101,7 @@ LEVELS = (
     {"workflow"},
     {"parts"},
     {"tuning", "integrations"},
+    {"dispatch"},
     {"api"},
     {"diagnosis"},
     {"extend", "results"},
@@ -104,10 +124,16 @@ def breaches(allowed):
     """`file:line imports module` for every import of ours that `allowed(importer, imported)` does not allow."""
     return [
         f"{name}:{i.line} imports {i.module}"
-        for name, imports in IMPORTS.items()
-        for i in imports
+        for name, source in sources().items()
+        for i in source.imports
         if not allowed(name, i)
     ]
+
+
+def modules_that_name(prefixes):
+    """Modules of fxq with a dotted name that begins so, and the lines where."""
+    lines = {n: [line for line, dotted in s.dotted if dotted.startswith(prefixes)] for n, s in sources().items()}
+    return {name: at for name, at in lines.items() if at}
 
 
 def within(module, package):
@@ -122,7 +148,7 @@ def test_the_walk_sees_what_is_there():
     assert {"fxq.api", "fxq.ops.layers", "fxq.passes.fuse", "fxq.patterns.fusions.conv", "fxq.backends.x86.x86"} <= set(
         MODULES
     )
-    assert "fxq.passes" in {i.module for i in IMPORTS["fxq.workflow.steps"]}
+    assert "fxq.passes" in {i.module for i in sources()["fxq.workflow.steps"].imports}
     code = "import a\nif TYPE_CHECKING:\n    import b\ndef f():\n    from c import d\nfrom e import g\n"
     assert imports_of(ast.parse(code), {"c.d"}) == [
         Import("a", 1, False),
@@ -146,11 +172,12 @@ def test_imports_go_downwards():
 def test_no_circles():
     """Nor inside of a folder."""
     edges = nx.DiGraph()
-    for name, imports in IMPORTS.items():
+    for name, source in sources().items():
         if ours(name) and name not in PACKAGES:
-            edges.add_edges_from((name, i.module) for i in imports if not i.later and i.module in MODULES)
+            edges.add_edges_from((name, i.module) for i in source.imports if not i.later and i.module in MODULES)
     for package in PACKAGES - {"fxq"}:
-        edges.add_edges_from((package, i.module) for i in IMPORTS[package] if not i.later and i.module in MODULES)
+        imports = sources()[package].imports
+        edges.add_edges_from((package, i.module) for i in imports if not i.later and i.module in MODULES)
     assert list(nx.simple_cycles(edges)) == []
 
 
@@ -174,7 +201,7 @@ def test_no_two_files_have_one_name():
 
 
 def test_no_two_public_classes_have_one_name():
-    classes = [n.name for name in MODULES if ours(name) for n in TREES[name].body if isinstance(n, ast.ClassDef)]
+    classes = [name for module, source in sources().items() if ours(module) for name in source.classes]
     names = Counter(name for name in classes if not name.startswith("_"))
     assert [name for name, count in names.items() if count > 1] == []
 
@@ -190,14 +217,7 @@ def test_nothing_is_imported_under_a_second_name():
 
 def test_torch_ao_is_not_used():
     assert breaches(lambda name, i: folder(name) in ("tests", "scripts") or not within(i.module, "torch.ao")) == []
-    dotted = {
-        f"{name}:{node.lineno}"
-        for name, tree in TREES.items()
-        if folder(name) not in ("tests", "scripts")
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and ast.unparse(node).startswith(("torch.ao", "torch.quantization"))
-    }
-    assert dotted == set()
+    assert modules_that_name(("torch.ao", "torch.quantization")) == {}
 
 
 KERNELS = (
@@ -212,14 +232,8 @@ KERNELS = (
 
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_only_backends_name_kernels(kernels):
-    named = {
-        f"{name}:{node.lineno}"
-        for name, tree in TREES.items()
-        if within(name, "fxq") and not within(name, "fxq.backends")
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and ast.unparse(node).startswith(kernels)
-    }
-    assert named == set()
+    named = modules_that_name(kernels)
+    assert {name: lines for name, lines in named.items() if not within(name, "fxq.backends")} == {}
 
 
 QUANTIZED = ("quint8", "qint8", "qint32", "quantize_per_", "per_tensor_quantized", "per_channel_quantized", "qengine")
@@ -229,21 +243,12 @@ def test_one_module_touches_quantized_dtypes():
     """PyTorch announces their removal: what goes with them is to be in one place."""
     named = {
         name
-        for name, tree in TREES.items()
-        if within(name, "fxq")
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute)
-        and (any(part in node.attr for part in QUANTIZED) or ast.unparse(node).endswith("backends.quantized"))
+        for name, source in sources().items()
+        for _, dotted in source.dotted
+        if any(part in dotted.rpartition(".")[2] for part in QUANTIZED) or dotted.endswith("backends.quantized")
     }
     assert named == {"fxq.backends.packed.quantized_tensors"}
-    kernels = {
-        name
-        for name, tree in TREES.items()
-        if within(name, "fxq")
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch.ops.quantized")
-    }
-    assert kernels == {"fxq.backends.packed.quantized_tensors"}
+    assert set(modules_that_name("torch.ops.quantized")) == {"fxq.backends.packed.quantized_tensors"}
 
 
 def test_scripts_use_the_public_api():

@@ -191,6 +191,14 @@ def _has_no_nan_or_inf(tensor: Tensor) -> bool:
     return math.isfinite(float(tensor.sum(dtype=dtype))) or bool((tensor < math.inf).all())
 
 
+def length_of(data: Any) -> int | None:
+    """Number of batches of `data`; None if it has no length."""
+    try:
+        return len(data)
+    except TypeError:
+        return None
+
+
 def samples_in(batch: Batch) -> int | None:
     """Number of samples of a batch: the length of the first axis of its tensors; None if the lengths differ."""
     sizes = {t.shape[0] for t in tensors((batch.args, batch.kwargs)) if t.dim() > 0}

@@ -90,8 +90,8 @@ class StateSnapshot:
             name, value = waiting.popleft()
             if isinstance(value, nn.Module):
                 name = f"{name}." if name else ""
-                value = {} if id(value) in self.apart or isinstance(value, torch.jit.ScriptModule) else vars(value)
-            if isinstance(value, _NO_STATE) or id(value) in self._held:
+                value = None if id(value) in self.apart or isinstance(value, torch.jit.ScriptModule) else vars(value)
+            if id(value) in self._held or isinstance(value, _NO_STATE):
                 continue
             left -= 1
             if isinstance(value, Tensor):

@@ -14,7 +14,6 @@ from fxq.graph.query import (
     activation_nodes,
     constant,
     dynamic_grid_ops,
-    is_op,
     op_of,
     options_of,
     submodule,
@@ -52,12 +51,15 @@ def grid_of(gm: fx.GraphModule, node: fx.Node, cached: GridCache | None = None) 
 
 
 def dynamic_grid_of(node: fx.Node) -> DynamicGrid | None:
-    """The dynamic grid of a quantize; None for any other node, and if the scale is a constant."""
-    grid_ops = dynamic_grid_ops(node) if is_op(node, "quantize") else ()
+    """The dynamic grid of a quantize or dequantize; None for other nodes, and if no ops of the graph compute it."""
+    grid_ops = dynamic_grid_ops(node)
     if not grid_ops:
         return None
-    grid, scale = options_of(node), options_of(grid_ops[0])
-    return DynamicGrid(grid["qmin"], grid["qmax"], grid["dtype"], scale["axis"], scale["symmetric"])
+    options, scale = options_of(node), options_of(grid_ops[0])
+    dtype = options.get("dtype") or _dtype_of(options)
+    grid = DynamicGrid(options["qmin"], options["qmax"], dtype, scale["axis"], scale["symmetric"])
+    is_own = options["zero_point"] == grid.middle if grid.symmetric else len(grid_ops) == grid.inputs
+    return grid if is_own else None
 
 
 def moved_from(node: fx.Node) -> fx.Node | None:
@@ -74,7 +76,7 @@ def grid_from(gm: fx.GraphModule, options: Mapping[str, Any]) -> QParams | None:
     if scale is None or zero_point is None:
         return None
     qmin, qmax = options["qmin"], options["qmax"]
-    dtype = options.get("dtype") or (torch.int8 if qmin < 0 else torch.uint8)
+    dtype = options.get("dtype") or _dtype_of(options)
     axis = options.get("axis")
     if isinstance(scale, Tensor):
         zero_point = torch.as_tensor(zero_point, dtype=torch.int32, device=scale.device).expand_as(scale)
@@ -82,6 +84,11 @@ def grid_from(gm: fx.GraphModule, options: Mapping[str, Any]) -> QParams | None:
             return None
         return QParams(scale, zero_point, qmin, qmax, dtype, axis, options.get("block"))
     return QParams.per_tensor(scale, zero_point, qmin, qmax, dtype)
+
+
+def _dtype_of(options: Mapping[str, Any]) -> torch.dtype:
+    """Storage type of integers by their limits."""
+    return torch.int8 if options["qmin"] < 0 else torch.uint8
 
 
 def _number(gm: fx.GraphModule, value: Any) -> Any:

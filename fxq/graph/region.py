@@ -9,11 +9,22 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from fxq.graph.grid import grid_of
+from fxq.graph.grid import dynamic_grid_of, grid_of
 from fxq.graph.info import info
-from fxq.graph.query import CONVERSIONS, NodeSnapshot, arguments_of, constant, is_op, is_size, options_of, values_of
+from fxq.graph.query import (
+    CONVERSIONS,
+    NodeSnapshot,
+    arguments_of,
+    constant,
+    dynamic_grid_ops,
+    is_op,
+    is_size,
+    options_of,
+    values_of,
+)
 from fxq.graph.unit import Calls, calls_of
 from fxq.ops.table import META
+from fxq.quant.dynamic_grid import Grid
 from fxq.quant.packing import unpack
 from fxq.quant.qparams import QParams
 
@@ -224,12 +235,12 @@ class IntegerInput:
 
     Attributes:
         values: the node of the integers.
-        grid: their grid. A dynamic scale is given as 1, a dynamic zero point as 0.
+        grid: their grid, per tensor if it is static.
         dynamic_nodes: nodes that compute the scale, and perhaps the zero point, at run time; empty for a static grid.
     """
 
     values: fx.Node
-    grid: QParams
+    grid: Grid
     dynamic_nodes: tuple[fx.Node, ...] = ()
 
     @property
@@ -245,13 +256,8 @@ def integer_input(gm: fx.GraphModule, value: Any) -> IntegerInput | None:
     grid = grid_of(gm, value)
     if grid is not None:
         return IntegerInput(value.args[0], grid) if grid.axis is None else None
-    options = options_of(value)
-    scale, zero = options["scale"], options["zero_point"]
-    dynamic = tuple(v for v in (scale, zero) if isinstance(v, fx.Node) and constant(gm, v) is None)
-    if scale not in dynamic or not (zero in dynamic or isinstance(zero, int)) or options["axis"] is not None:
-        return None
-    zero = zero if isinstance(zero, int) else 0
-    return IntegerInput(value.args[0], QParams.per_tensor(1.0, zero, options["qmin"], options["qmax"]), dynamic)
+    dynamic = dynamic_grid_of(value)
+    return IntegerInput(value.args[0], dynamic, dynamic_grid_ops(value)) if dynamic is not None else None
 
 
 def integer_weight(gm: fx.GraphModule, value: Any) -> Weight | None:

@@ -14,6 +14,15 @@ from fxq.errors import FileError
 from fxq.recipe.recipe import Recipe
 
 
+def __getattr__(name: str) -> Any:
+    """Import `FxqConfig`, with transformers, when it is asked for."""
+    if name == "FxqConfig":
+        from fxq.integrations.transformers_files import FxqConfig
+
+        return FxqConfig
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 def quantize_known(
     model: nn.Module,
     recipe: Recipe,

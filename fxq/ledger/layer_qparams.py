@@ -14,8 +14,8 @@ from fxq.backends.kernel import Kernel
 from fxq.errors import InputError, unknown
 from fxq.graph.grid import grid_of
 from fxq.graph.info import info
-from fxq.graph.query import constant, is_op, submodule
-from fxq.graph.region import Weight, integer_input, integer_weight, out_grids, read_region
+from fxq.graph.query import constant, is_op, options_of, submodule
+from fxq.graph.region import Weight, integer_weight, out_grids, read_region
 from fxq.graph.unit import OpCall
 from fxq.quant.qparams import QParams
 
@@ -192,9 +192,8 @@ def _layer(
     if not weights:
         return None
     first = next(iter(weights.values()))
-    value = call.tensors.get(traits.inputs[0])
-    source, reads = integer_input(gm, value), _reads(gm, value)
-    input_scale = source.grid.s if source is not None and reads == "integers" else None
+    value: Any = call.tensors.get(traits.inputs[0])
+    reads, input_scale, zero_point = _input_grid(gm, value)
     reason = _float_accumulator(traits.axis, weights, reads, input_scale is not None)
     scale = first.qparams.scale * input_scale if input_scale is not None and not reason else None
     values = {name: constant(gm, call.tensors.get(name)) for name in call.op.tensors if traits.role(name) == "bias"}
@@ -216,11 +215,11 @@ def _layer(
         float_bias_reason=reason if biases else "",
         reads=reads,
         input_scale=input_scale,
-        input_zero_point=source.grid.z if source is not None and len(source.dynamic_nodes) < 2 else None,
+        input_zero_point=zero_point,
         output_scale=out.s if out is not None else None,
         output_zero_point=out.z if out is not None else None,
         node=node.name,
-        input_factors=_factors(*outside.get(source.values, (gm, source.values))) if source is not None else None,
+        input_factors=_factors(*outside.get(value.args[0], (gm, value.args[0]))) if reads != "float" else None,
     )
 
 
@@ -236,11 +235,14 @@ def _on_cpu(weight: Weight) -> Weight:
     return Weight(weight.values.cpu(), replace(grid, scale=grid.scale.cpu(), zero_point=grid.zero_point.cpu()))
 
 
-def _reads(gm: fx.GraphModule, value: Any) -> Reads:
-    """Form of the input `value` of a layer, see `LayerQParams.reads`."""
+def _input_grid(gm: fx.GraphModule, value: Any) -> tuple[Reads, float | None, int | None]:
+    """`reads`, `input_scale` and `input_zero_point` of `LayerQParams` for the input `value` of a layer."""
     if not is_op(value, "dequantize"):
-        return "float"
-    return "dynamic" if grid_of(gm, value) is None else "integers"
+        return "float", None, None
+    grid, zero_point = grid_of(gm, value), options_of(value)["zero_point"]
+    if grid is None:
+        return "dynamic", None, zero_point if isinstance(zero_point, int) else None
+    return ("integers", grid.s, grid.z) if grid.axis is None else ("integers", None, None)
 
 
 def _float_accumulator(axis: int | None, weights: Mapping[str, Weight], reads: Reads, one_scale: bool) -> str:

@@ -123,6 +123,7 @@ class PairedRun:
         values: Collection[fx.Node] | None = None,
         see: Mapping[fx.Node, Callable[[Tensor], object]] | None = None,
         correct: Mapping[fx.Node, Callable[[Tensor], Tensor]] | None = None,
+        at_once: int | None = None,
     ) -> PairedRun:
         """Run of a qdq graph and its float form.
 
@@ -135,8 +136,9 @@ class PairedRun:
             see: by node, a function that receives the layer's float output before the ops fused to it.
             correct: by node, a function of the layer's output in the qdq graph, which returns its replacement. It is
                 called after `see`.
+            at_once: number of samples that are searched for padding at once, see `used_rows`.
         """
-        used = [used_rows(IsolatedGraph(gm, gm.graph), batch, tokens) for batch in batches]
+        used = [used_rows(IsolatedGraph(gm, gm.graph), batch, tokens, at_once) for batch in batches]
         needed, cached = list(gm.graph.nodes) if values is None else values, floats or LayerValues()
 
         def start_float(program: IsolatedGraph, batch: Batch) -> Runner:

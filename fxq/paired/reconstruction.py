@@ -42,7 +42,7 @@ class Reconstruction(Pass):
     float values are used, since the rounding errors of a few large tokens say little about others.
 
     Weights with per-channel scales also get new scales: before `choose` those of least error with rounding to nearest,
-    afterwards those that fit the chosen integers best.
+    afterwards those that fit the chosen integers best. `choose` itself may change scales and zero points of blocks.
 
     Memory per layer is a Gram matrix of its inputs, not the inputs. Patches of large inputs are drawn at random, many
     more than a weight has inputs. Of the samples, both graphs store the values that are still read.
@@ -69,8 +69,18 @@ class Reconstruction(Pass):
         return True
 
     @abstractmethod
-    def choose(self, layer: WeightRows, error: OutputError) -> Tensor:
-        """Choose the integers of a layer's weight: whole numbers in float32, (G, R, K)."""
+    def choose(self, layer: WeightRows, error: OutputError) -> tuple[WeightRows, Tensor]:
+        """Choose the integers of a layer's weight: whole numbers in float32, (G, R, K), with their grid."""
+
+    def trust_in(self, layer: WeightRows, fit: OutputError, held_out: OutputError) -> float:
+        """Choose the weight of the float weight in the fit of a layer.
+
+        Args:
+            layer: weight and grid.
+            fit: error on the first part of each batch.
+            held_out: error on the rest.
+        """
+        return self.trust
 
     def run(self, rewriter: Rewriter[Context]) -> None:
         """Run the graph and its float form side by side, node by node."""
@@ -88,17 +98,22 @@ class Reconstruction(Pass):
         }
         if not layers:
             return
-        bar = progress_bar(self.name, sum(map(len, layers.values())), context.progress)
+        weights = sum(layer.real.numel() for of_node in layers.values() for layer in of_node)
+        bar = progress_bar(self.name, weights, context.progress)
         with torch.no_grad(), seeded(), bar as advance:
             batches = context.some_samples(self.samples)
             all_layers = [layer for of_node in layers.values() for layer in of_node]
             tokens = {layer.x for layer in all_layers if layer.reads_tokens and not layer.reads_state}
-            runs = PairedRun.with_float_form(rewriter.gm, batches, tokens)
+            at_once = 1 if context.divisible and weights > _MANY_WEIGHTS else None
+            runs = PairedRun.with_float_form(rewriter.gm, batches, tokens, at_once=at_once)
             count = sum(samples_in(batch) or 1 for batch in batches)
             for node in nodes:
-                for layer in layers.get(node, ()):
+                of_node = layers.pop(node, [])
+                for layer in of_node:
                     self._improve(rewriter, layer, runs, count, least)
-                    advance()
+                    advance(layer.real.numel())
+                if not layers:  # what follows, such as the head of a language model, may be large
+                    break
                 runs.step(node)
 
     def _layers(self, gm: fx.GraphModule, node: fx.Node) -> Iterator[IntegerLayer]:
@@ -132,33 +147,49 @@ class Reconstruction(Pass):
             samples: number of samples in the run.
             least: number of values per channel from which correct-bias corrects a layer.
         """
-        grid, form, error = layer.on_rows(), layer.form, OutputError()
+        grid, form, fit, held_out = layer.on_rows(), layer.form, OutputError(), OutputError()
         patches = math.ceil(max(_MIN_PATCHES, _PATCHES_PER_INPUT * grid.weight.shape[2]) / samples)
         for got, wanted in (runs.states if layer.reads_state else runs.values)(layer.x):
             got = wanted if layer.reads_rounded_tokens else got
             for x, real in zip(form.patches(got, patches), form.patches(wanted, patches), strict=True):
                 y = real @ form.rows(layer.real).mT
-                error.add(x, y, token_weights(y[0]) if layer.reads_tokens else None)
-        bias = layer.bias if error.count >= least else None
-        error.centred = bias is not None
-        error.trust(grid.weight, self.trust)
+                counts = token_weights(y[0]) if layer.reads_tokens else torch.ones(x.shape[1], device=x.device)
+                counts = counts / counts.mean()
+                part = math.ceil((1 - _HELD_OUT) * x.shape[1])
+                for error, rows in ((fit, slice(part)), (held_out, slice(part, None))):
+                    error.add(x[:, rows], y[:, rows], counts[rows])
+        bias = layer.bias if fit.count + held_out.count >= least else None
+        fit.centred = held_out.centred = bias is not None
+        trust = self.trust_in(grid, fit, held_out)
+        error = fit.merged(held_out)
+        error.trust(grid.weight, trust)
         old, fits_scales = form.rows(layer.integers(rewriter.gm)), self.scales and layer.has_channel_scales
-        new_grid = grid.rescaled(error) if fits_scales else grid
-        new = self.choose(new_grid, error)
+        new_grid, new = self.choose(grid.rescaled(error) if fits_scales else grid, error)
         new_grid = new_grid.fitted(new, error) if fits_scales else new_grid
         better = (error(new_grid.real(new)) < error(grid.real(old)))[:, :, None]
         new = torch.where(better, new, old)
-        new_grid = replace(grid, scale=torch.where(better, new_grid.scale, grid.scale))
+        scale, zero_point = (
+            torch.where(better, a, b) for a, b in ((new_grid.scale, grid.scale), (new_grid.zero_point, grid.zero_point))
+        )
+        new_grid = replace(grid, scale=scale, zero_point=zero_point)
         if bias is not None:
             corrected = read_attribute(rewriter.gm, str(bias.target)) + error.shift(new_grid.real(new)).flatten()
             runs.compared.put(bias, corrected)
-        scale = new_grid.scale[:, :, 0].flatten().clone() if not torch.equal(new_grid.scale, grid.scale) else None
-        if scale is not None or not torch.equal(new, old):
+        changed = {
+            name: layer.per_scale(form.weight(getattr(new_grid, name)))
+            for name in ("scale", "zero_point")
+            if not torch.equal(getattr(new_grid, name), getattr(grid, name))
+        }
+        if changed or not torch.equal(new, old):
             with rewriter.attributed(self.name.replace("-", "_"), type(self)):
-                layer.put(rewriter, form.weight(new), scale)
+                layer.put(rewriter, form.weight(new), changed)
             runs.compared.put(layer.weight, form.weight(new_grid.real(new)))
 
 
+_MANY_WEIGHTS = 2**24
+"""Number of weights from which samples are searched for padding one by one, since that takes memory."""
+_HELD_OUT = 0.25
+"""Share of the patches of a batch, its last ones, that are held out while the fit is configured."""
 _MIN_PATCHES = 4096
 """Minimum number of patches of all samples together."""
 _PATCHES_PER_INPUT = 32
@@ -219,7 +250,19 @@ class IntegerLayer:
             return self.form.rows(shaped.expand_as(self.real).float())
 
         scale, zero_point = rows(self.grid.scale), rows(self.grid.zero_point)
-        return WeightRows(self.form.rows(self.real.float()), scale, zero_point, self.grid.qmin, self.grid.qmax)
+        block = self.grid.block if self.grid.axis == 1 and not self.form.is_transposed else None
+        block = block * math.prod(self.real.shape[2:]) if block is not None else None
+        return WeightRows(self.form.rows(self.real.float()), scale, zero_point, self.grid.qmin, self.grid.qmax, block)
+
+    def per_scale(self, values: Tensor) -> Tensor:
+        """Values of the shape of the weight, which agree where a scale is shared, in the shape of the scales."""
+        axis, block = self.grid.axis, self.grid.block
+        if axis is None or block is None:
+            return values.flatten(1)[:, 0].clone()
+        values = values.index_select(axis, torch.arange(0, values.shape[axis], block, device=values.device))
+        for other_axis, count in enumerate(self.grid.scale.shape):
+            values = values if count > 1 else values.narrow(other_axis, 0, 1)
+        return values.clone()
 
     def integers(self, gm: fx.GraphModule) -> Tensor:
         """Current integers, float32, of the shape of the weight."""
@@ -228,18 +271,19 @@ class IntegerLayer:
         packed = options_of(self.weight)["packed"]
         return (stored if packed is None else unpack(stored, packed, self.grid.qmin < 0)).float()
 
-    def put(self, rewriter: Rewriter, integers: Tensor, scale: Tensor | None) -> None:
-        """Write new integers, of the shape of the weight, and new scales, (C,); None: the scales stay."""
+    def put(self, rewriter: Rewriter, integers: Tensor, changed: Mapping[str, Tensor]) -> None:
+        """Write new integers, of the shape of the weight, and, where they change, "scale" and "zero_point"."""
         old: Any = self.weight.args[0]
         stored = integers.to(self.grid.dtype)
         stored = stored if options_of(self.weight)["packed"] is None else pack(stored)
         name = str(old.target).removeprefix("fxq_data.")
         chosen = rewriter.constant(stored, f"{name}_chosen", before=self.weight, like=old)
-        replaced: list[Any] = [old, self.weight.kwargs["scale"]]
+        replaced: list[Any] = [old, *(self.weight.kwargs[key] for key in changed)]
         rewriter.update(self.weight, args=(chosen, *self.weight.args[1:]))
-        if scale is not None:
-            scales = rewriter.constant(scale, f"{name}_scale_chosen", before=self.weight)
-            rewriter.update(self.weight, kwargs={**self.weight.kwargs, "scale": scales})
+        for key, values in changed.items():
+            kept = values if key == "scale" else values.to(self.grid.dtype)
+            constant_node = rewriter.constant(kept, f"{name}_{key}_chosen", before=self.weight)
+            rewriter.update(self.weight, kwargs={**self.weight.kwargs, key: constant_node})
         for node in replaced:
             if isinstance(node, fx.Node) and not node.users:
                 rewriter.erase(node)
@@ -255,6 +299,7 @@ class WeightRows:
         zero_point: zero point of each value, (G, R, K).
         qmin: smallest integer.
         qmax: largest integer.
+        block: number of neighbouring values of a row that share a scale; None: scales are per channel or tensor.
     """
 
     weight: Tensor
@@ -262,6 +307,17 @@ class WeightRows:
     zero_point: Tensor
     qmin: int
     qmax: int
+    block: int | None = None
+
+    @property
+    def is_symmetric(self) -> bool:
+        """Whether all zero points are in the middle of the integers."""
+        return bool((self.zero_point == (self.qmin + self.qmax + 1) // 2).all())
+
+    def some_rows(self, rows: Tensor) -> WeightRows:
+        """Only some rows, by index."""
+        parts = {name: getattr(self, name)[:, rows] for name in ("weight", "scale", "zero_point")}
+        return replace(self, **parts)
 
     def real(self, integers: Tensor) -> Tensor:
         """Weight that integers represent, (G, R, K)."""
@@ -318,14 +374,30 @@ class OutputError:
         Args:
             x: patches, float32, (G, n, K).
             wanted: wanted outputs, float32, (G, n, R).
-            counts: weights of the patches, (n,); None: all equal.
+            counts: weights of the patches, (n,), on average 1; None: all equal.
         """
         self.count += x.shape[1]
-        by = torch.ones(x.shape[1], 1, device=x.device) if counts is None else (counts / counts.mean())[:, None]
+        by = torch.ones(x.shape[1], 1, device=x.device) if counts is None else counts[:, None]
         weighted_x, weighted_wanted = x * by, wanted * by
         products = weighted_x.mT @ x, weighted_x.mT @ wanted
         sums = *products, weighted_x.sum(1), weighted_wanted.sum(1), (weighted_wanted * wanted).sum(1)
         self._sums = tuple(a.add_(b) for a, b in zip(self._sums, sums, strict=True)) if self._sums else sums
+
+    def merged(self, other: OutputError) -> OutputError:
+        """Error on the patches of both. May share memory with this one."""
+        both = OutputError(self.centred)
+        both.count = self.count + other.count
+        parts = [error._sums for error in (self, other) if error.count]
+        both._sums = tuple(map(torch.add, *parts)) if len(parts) == 2 else parts[0] if parts else self._sums
+        return both
+
+    def some_rows(self, rows: Tensor) -> OutputError:
+        """Error of some output channels, by index; a copy."""
+        gram, cross, x, wanted, power = self._sums
+        part = OutputError(self.centred)
+        part.count = self.count
+        part._sums = gram.clone(), cross[:, :, rows], x, wanted[:, rows], power[:, rows]
+        return part
 
     def trust(self, weight: Tensor, patches: float) -> None:
         """Add artificial patches for which the float weight is right: independent inputs of average size.

@@ -212,7 +212,7 @@ def choose_parts(model: nn.Module, recipe: Recipe, example: Batch, prepare: Prep
         pending = divided
     order = {id(module): i for i, module in enumerate(model.modules())}
     choice.parts.sort(key=lambda plan: order[id(plan.module)])
-    _check_overrides(model, recipe, selecting)
+    check_overrides(model, recipe, selecting)
     return choice
 
 
@@ -250,7 +250,7 @@ def recipe_of_part(recipe: Recipe, path: str, module: nn.Module) -> Recipe:
     return replace(recipe, leaf_modules=leaves, part_modules=(), strict_trace=False, min_sqnr=None)
 
 
-def _check_overrides(model: nn.Module, recipe: Recipe, selecting: set[int]) -> None:
+def check_overrides(model: nn.Module, recipe: Recipe, selecting: set[int]) -> None:
     """Raise `RecipeError` for an override that selects nothing in any part, and no module outside of them."""
     types = {path: type(module) for path, module in model.named_modules(remove_duplicate=False)}
     for i, (selector, _) in enumerate(recipe.overrides):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -11,9 +10,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from fxq.common.isolation import computed_tensors
 from fxq.errors import InputError, words_of
 from fxq.model import QuantizedModel
+from fxq.parts.copying import copy_of
 
 
 class Part(nn.Module):
@@ -92,7 +91,7 @@ def make_part(module: nn.Module, programs: nn.Module, weights: Mapping[int, Tens
         programs: the module to call.
         weights: tensor to show for each parameter and buffer of the module, by id.
     """
-    skeleton = copy.deepcopy(module, {**computed_tensors(module), **weights})
+    skeleton = copy_of(module, weights)
     for inner in skeleton.modules():
         for hooks in (inner._forward_hooks, inner._forward_pre_hooks):
             hooks.clear()  # they are in the graph

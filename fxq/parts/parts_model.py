@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import os
 import types
@@ -13,11 +12,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fxq.common.isolation import computed_tensors
 from fxq.ledger.layer_qparams import layers_of
 from fxq.ledger.ledger import Entry, Ledger
 from fxq.ledger.qparams_table import ModelQParams
 from fxq.model import QuantizedModel
+from fxq.parts.copying import copy_of
 from fxq.parts.part import graphs_in, make_part, state_of_object, tensors_of
 from fxq.parts.parts_file import read_parts, save_parts
 from fxq.parts.parts_report import write_parts_report
@@ -126,12 +125,12 @@ def with_parts(model: nn.Module, programs: Mapping[str, nn.Module], weights: Map
         programs: what each part calls, by the path of the submodule.
         weights: tensor to show for parameters and buffers of these submodules, by name.
     """
-    memo: dict[int, Any] = dict(computed_tensors(model))
+    memo: dict[int, Any] = {}
     for path, called in programs.items():
         module = model.get_submodule(path)
         shown = {id(t): weights[f"{path}.{n}"] for n, t in tensors_of(module) if f"{path}.{n}" in weights}
         memo[id(module)] = make_part(module, called, shown)
-    copied = copy.deepcopy(model, memo)
+    copied = copy_of(model, memo)
     float_class: Any = type(model)
     copied.__class__ = _model_class(float_class)
     return copied

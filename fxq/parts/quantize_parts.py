@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -12,20 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxq.common.data import Batch, naming_batch
-from fxq.common.isolation import copied, untouched, without_autocast
+from fxq.common.data import Batch
+from fxq.common.isolation import untouched
 from fxq.common.metrics import Agreement, tensors
-from fxq.common.progress import progress_bar
-from fxq.errors import FxqError, TraceError, warn, words_of
+from fxq.errors import RecipeError, TraceError, warn
 from fxq.ledger.output_check import rank
 from fxq.model import QuantizedModel
 from fxq.parts.absent import AbsentTensor
-from fxq.parts.choose import Choice, PartPlan, Prepare, call, choose_parts, hooked_run
+from fxq.parts.choose import Choice, PartPlan, Prepare, call, check_overrides, choose_parts, hooked_run, recipe_of_part
 from fxq.parts.counting import MacCounter
-from fxq.parts.part import Programs, graphs_in, kind_of, tensors_of
+from fxq.parts.part import Programs, graphs_in, tensors_of
 from fxq.parts.parts_model import attach, ledger_of_parts, with_parts
 from fxq.recipe.recipe import Recipe
 from fxq.recipe.selector import ancestors
+from fxq.workflow.fastest import converted_for_recipe
 from fxq.workflow.observed_model import ObservedModel
 
 MAX_CHECKED_BATCHES = 4
@@ -46,7 +46,8 @@ class PartsRun:
         python_macs: multiply-accumulates outside of the parts, by the path of the innermost module.
         weights: tensors that parts show for the float weights: placeholders, or copies that Python code reads.
         unfit: for parts that got calls which none of their graphs takes, the reason.
-        checked: first batches of the data.
+        checked: first batches of the data, on which the output is checked.
+        is_fixed: whether no further graphs can be added, since the file of a calibration holds the state of each.
     """
 
     model: nn.Module
@@ -59,6 +60,7 @@ class PartsRun:
     weights: dict[str, Tensor] = field(default_factory=dict)
     unfit: dict[str, str] = field(default_factory=dict)
     checked: list[Batch] = field(default_factory=list)
+    is_fixed: bool = False
 
     def begin(self, why: str) -> PartsRun:
         """Choose the parts.
@@ -120,50 +122,49 @@ class PartsRun:
     @property
     def calibrated(self) -> str:
         """Name of the first value whose range needs calibration; empty if there is none."""
-        return next((name for observed in self._observed() if (name := observed.calibrated)), "")
+        return next((name for observed in self.graphs if (name := observed.calibrated)), "")
 
-    def _observed(self) -> Iterator[ObservedModel]:
-        return (observed for plan in self.choice.parts for observed in plan.programs.values())
+    @property
+    def graphs(self) -> list[ObservedModel]:
+        """Prepared graphs of all parts."""
+        return [observed for plan in self.choice.parts for observed in plan.programs.values()]
 
-    def calibrate(self, stream: Iterator[Batch], length: int | None, progress: bool | None) -> None:
-        """Run the whole model on the data, with observers in the parts.
+    def convert(self, recipe: Recipe | None = None) -> Any:
+        """Convert the parts, and return the quantized model after a check of its output, with one warning.
 
         Args:
-            stream: the batches; may be empty for recipes without calibrated ranges.
-            length: number of batches; None if unknown.
-            progress: whether to show a progress bar.
-        """
-        enough = not self.calibrated
-        trial = with_parts(self.model, {p.path: ObservedCalls(p, self) for p in self.choice.parts}, self.weights)
-        bar = progress_bar("calibrating", length, progress)
-        with untouched(self.model), torch.no_grad(), without_autocast(), bar as advance:
-            for i, batch in enumerate(stream):
-                if enough and i >= MAX_CHECKED_BATCHES:
-                    break
-                if len(self.checked) < MAX_CHECKED_BATCHES:
-                    self.checked.append(copied(batch))
-                with naming_batch(i, batch):
-                    call(trial, batch)
-                advance()
-            if any(not observed.batches_seen for observed in self._observed()):
-                call(trial, self.example)
-        self.checked = self.checked or [self.example]
+            recipe: a recipe other than that of the parts, see `fxq.convert`.
 
-    def convert(self, convert: Callable[[ObservedModel], QuantizedModel]) -> Any:
-        """Convert the parts, and return the quantized model after a check of its output, with one warning."""
+        Raises:
+            CalibrationError: a part has seen no data.
+            RecipeError: the recipe needs a new calibration, names other parts, or has an override that selects nothing.
+        """
+        chosen = self.recipe if recipe is None else recipe
+        if chosen.part_modules != self.recipe.part_modules:
+            raise RecipeError("parts are chosen before calibration: call fxq.prepare with recipe.parts(...).")
         graphs: dict[str, dict[str, QuantizedModel]] = {}
         with warnings.catch_warnings(record=True) as heard:
             warnings.simplefilter("always")
             for plan in self.choice.parts:
                 seen = {name: observed for name, observed in plan.programs.items() if observed.batches_seen}
-                graphs[plan.path] = {name: convert(observed) for name, observed in seen.items()}
-        programs = {path: Programs(own) for path, own in graphs.items() if own}
+                own = None if recipe is None else recipe_of_part(recipe, plan.path, plan.module)
+                graphs[plan.path] = {}
+                for name, observed in (seen or plan.programs).items():
+                    graphs[plan.path][name] = converted_for_recipe(observed, own)
+        if recipe is not None:
+            ops = [(entry.path, entry.op) for own in graphs.values() for g in own.values() for entry in g.ledger]
+            types = {path: type(module) for path, module in self.model.named_modules()}
+            selectors = [selector for selector, _ in recipe.overrides]
+            selecting = {i for i, s in enumerate(selectors) if any(s.matches(path, (op,), types) for path, op in ops)}
+            check_overrides(self.model, recipe, selecting)
+        programs = {path: Programs(own) for path, own in graphs.items()}
         model = with_parts(self.model, programs, self.weights).eval()
         by_name = {name: graph for own in graphs.values() for name, graph in own.items()}
-        output_sqnr = outputs_sqnr(self.model, with_parts(self.model, programs, self.weights), self.checked)
+        checked = self.checked or [self.example]
+        output_sqnr = outputs_sqnr(self.model, with_parts(self.model, programs, self.weights), checked)
         ledger = ledger_of_parts(by_name, self._times(graphs), self._in_python(), output_sqnr)
         backend = next(iter(by_name.values())).backend
-        attach(model, ledger, self.recipe, backend)
+        attach(model, ledger, chosen, backend)
         self._warn(model, [str(w.message) for w in heard if issubclass(w.category, Warning)])
         return model
 
@@ -187,7 +188,7 @@ class PartsRun:
 
     def _warn(self, model: Any, heard: list[str]) -> None:
         ledger, graphs = vars(model)["_fxq_ledger"], graphs_in(model)
-        min_sqnr, low = self.recipe.min_sqnr, ""
+        min_sqnr, low = vars(model)["_fxq_recipe"].min_sqnr, ""
         if min_sqnr is not None:
             sqnrs = {"the output": ledger.output_sqnr, **{name: g.output_sqnr for name, g in graphs.items()}}
             bad = [f"{name} ({dB:.1f} dB)" for name, dB in sqnrs.items() if dB is not None and rank(dB) < min_sqnr]
@@ -241,41 +242,6 @@ class FloatCalls(nn.Module):
             return vars(self)["plan"].module(*args, **kwargs)
         finally:
             self.counter.stack.pop()
-
-
-class ObservedCalls(nn.Module):
-    """Calls the observed graph of a part that takes the call; traces a further one if none does.
-
-    Args:
-        plan: the part.
-        run: the quantization that it belongs to.
-    """
-
-    def __init__(self, plan: PartPlan, run: PartsRun) -> None:
-        super().__init__()
-        vars(self).update(plan=plan, run=run, fitting={})
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the graph, or the float module if the call cannot be traced."""
-        own = vars(self)
-        plan, kind = own["plan"], kind_of(args, kwargs)
-        if kind not in own["fitting"]:
-            own["fitting"][kind] = self._graph_for(Batch(args, kwargs))
-        observed = own["fitting"][kind]
-        if observed is None:
-            return plan.module(*args, **kwargs)
-        return nn.Module.__call__(observed, *args, **kwargs)
-
-    def _graph_for(self, batch: Batch) -> ObservedModel | None:
-        plan, run = vars(self)["plan"], vars(self)["run"]
-        observed = plan.fitting(batch)
-        if observed is not None:
-            return observed
-        try:
-            return plan.add_program(copied(batch), run.prepare)
-        except FxqError as error:
-            run.unfit[plan.path] = words_of(error)
-            return None
 
 
 def outputs_sqnr(model: nn.Module, quantized: Any, batches: list[Batch]) -> float | None:

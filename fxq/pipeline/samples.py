@@ -19,7 +19,7 @@ SAMPLES, BATCHES = 32, 8
 
 def wanted(recipe: Recipe) -> int:
     """Number of samples to record for the passes of a recipe."""
-    return max([SAMPLES, *(step.samples_read for step in recipe.pipeline)])
+    return max(SAMPLES, _read(recipe))
 
 
 def record(context: Context, batch: Batch) -> None:
@@ -42,7 +42,13 @@ def record(context: Context, batch: Batch) -> None:
 
 def has_enough(context: Context) -> bool:
     """Whether no pass reads more samples than are recorded."""
-    return _holds(context, max((step.samples_read for step in context.recipe.pipeline), default=0))
+    return _holds(context, _read(context.recipe))
+
+
+def _read(recipe: Recipe) -> int:
+    """Largest number of samples that a pass of the recipe reads."""
+    configs = [recipe.config, *(config for _, config in recipe.overrides)]
+    return max((step.samples_read for step in recipe.pipeline if step.applies(configs)), default=0)
 
 
 def _holds(context: Context, most: int) -> bool:

@@ -17,7 +17,9 @@ from torch import Tensor, nn
 
 from fxq.common.containers import Leaves, Structure, as_data, from_data
 from fxq.common.data import Batch
+from fxq.common.files import as_path
 from fxq.errors import FileError, InputError, warn, words_of
+from fxq.ledger.comparison import Comparison
 from fxq.ledger.ledger import Ledger
 from fxq.ledger.qparams_table import ModelQParams
 from fxq.model import QuantizedModel, remade
@@ -25,6 +27,7 @@ from fxq.pipeline.history import History
 from fxq.programs.call_form import CallForm, form_of
 from fxq.programs.flat_model import ResultForm
 from fxq.recipe.recipe import Recipe
+from fxq.report.report import report_data, write_page
 from fxq.saved.model_file import load_programs, save_programs
 
 Value = TypeVar("Value")
@@ -95,11 +98,19 @@ class QuantizedPrograms(nn.Module):
             InputError: no program fits the call. The message names the forms that there are.
         """
         form, leaves, arguments = form_of(self.signature, Batch(args, kwargs))
-        program, outputs = self._run(form, leaves)
+        program, outputs = self.run(form, leaves)
         return program.results.deliver(outputs, arguments)
 
-    def _run(self, form: CallForm, leaves: Leaves) -> tuple[Program, Leaves]:
-        """Run the program that fits a call, or trace one for it."""
+    def run(self, form: CallForm, leaves: Leaves) -> tuple[Program, Leaves]:
+        """Run the program of a call, or trace one for it. Returns it with its outputs by name.
+
+        Args:
+            form: form of the call.
+            leaves: tensors and numbers of the call by name.
+
+        Raises:
+            InputError: no program fits the call.
+        """
         if self.new_program is None:
             return self._run_fitting(form, leaves)
         try:
@@ -190,16 +201,24 @@ class QuantizedPrograms(nn.Module):
         """Return the weights, scales and zero points of every layer, for each program."""
         return ByProgram((name, model.qparams()) for name, model in self.programs.items())
 
-    def report(self, path: str | os.PathLike[str]) -> dict[str, Path]:
+    def report(
+        self, path: str | os.PathLike[str], comparisons: Mapping[str, Comparison] | None = None
+    ) -> dict[str, Path]:
         """Write a report page for each program, see `QuantizedModel.report`.
 
         Args:
             path: the file. With several programs, its name gets that of the program: `report.decode.html`.
+            comparisons: comparison of each program with the float model, by name.
 
         Returns:
             The path of each program's page.
         """
-        return {name: model.report(self._path_for(path, name)) for name, model in self.programs.items()}
+        pages: dict[str, Path] = {}
+        for name, model in self.programs.items():
+            data = report_data(model, (comparisons or {}).get(name))
+            title = data["title"] if len(self._programs) == 1 else f"{data['title']}, program {name}"
+            pages[name] = write_page({**data, "title": title}, as_path(self._path_for(path, name)))
+        return pages
 
     def export(self, path: str | os.PathLike[str], **options: Any) -> dict[str, Path]:
         """Export each program for another runtime, see `QuantizedModel.export`. Inputs and outputs are tensors by name.

@@ -48,6 +48,16 @@ class DynamicGrid:
         return (self.qmin + self.qmax + 1) // 2
 
     @property
+    def inputs(self) -> int:
+        """Number of tensors that a kernel takes after the integers: 1, their scale, or 2, scale and zero point."""
+        return 1 if self.symmetric else 2
+
+    @property
+    def unit_grid(self) -> QParams:
+        """Static grid of the integers with scale 1, and zero point 0 if affine: a kernel's result is scaled later."""
+        return QParams.per_tensor(1.0, self.middle if self.symmetric else 0, self.qmin, self.qmax, self.dtype)
+
+    @property
     def steps(self) -> int:
         """Number of steps that the largest magnitude is divided into; for an affine grid, the whole range.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -11,8 +13,15 @@ from fxq.quant.spec import TensorSpec
 
 _CHUNK = 131072  # elements; the intermediate results of one chunk stay in the L2 cache
 
-_ZOOMS = ((-5.0, 0.0, 31), (-0.1, 0.1, 9), (-0.02, 0.02, 5))
+Zooms = Sequence[tuple[float, float, int]]
+ZOOMS: Zooms = ((-5.0, 0.0, 31), (-0.1, 0.1, 9), (-0.02, 0.02, 5))
 """Passes of the search, from coarse to fine: first and last factor (in octaves), number of candidates."""
+_FITS = 3
+"""Number of times that scales are fitted to the integers."""
+MAX_QUICK_VALUES = 256
+"""Number of values that share a scale, up to which `QUICK_ZOOMS` suffice."""
+QUICK_ZOOMS: Zooms = ((-0.8, 0.0, 9), (-0.06, 0.06, 3))
+"""Passes for blocks of some tens of values, whose best range is not much smaller than that of the values."""
 
 
 def rows_of(x: Tensor, axis: int | None, block: int | None) -> Tensor:
@@ -41,11 +50,20 @@ def rows_of(x: Tensor, axis: int | None, block: int | None) -> Tensor:
     return rows.view(*rows.shape[:2], *[1] * (x.dim() - 2), -1)
 
 
-def least_range(values: Tensor, low: Tensor, high: Tensor, spec: TensorSpec, power: float) -> tuple[Tensor, Tensor]:
+def least_range(
+    values: Tensor,
+    low: Tensor,
+    high: Tensor,
+    spec: TensorSpec,
+    power: float,
+    weights: Tensor | None = None,
+    zooms: Zooms = ZOOMS,
+) -> tuple[Tensor, Tensor]:
     """Return for each row the range whose grid has the smallest sum of abs(error) ** power.
 
     The error is that of quantize and dequantize with the grid that `choose_qparams` gives for the range, clipped values
-    included. The two ends shrink together; if the grid is affine, each end also shrinks alone.
+    included. The two ends shrink together; if the grid is affine, each end also shrinks alone. With a power of 2, the
+    scale is then fitted to the integers.
 
     Args:
         values: float32, the shape of `low` and one axis more, along which values share a scale.
@@ -53,9 +71,11 @@ def least_range(values: Tensor, low: Tensor, high: Tensor, spec: TensorSpec, pow
         high: largest value of each row, same shape.
         spec: spec of the grid.
         power: exponent of the error.
+        weights: weights of the values in the sum, float32, shape of `values`; None: all equal.
+        zooms: passes of the search, from coarse to fine: first and last factor in octaves, number of candidates.
 
     Returns:
-        (low, high), float32, same shape as `low`, within the ranges of the arguments; those ranges if none is better.
+        (low, high), float32, same shape as `low`; the ranges of the arguments if none is better.
 
     Example:
         >>> x = torch.cat([torch.linspace(-1, 1, 99), torch.tensor([3.0])])
@@ -69,36 +89,66 @@ def least_range(values: Tensor, low: Tensor, high: Tensor, spec: TensorSpec, pow
     rows = values.reshape(low.numel(), -1)
     ends = torch.stack([low.flatten().clamp(max=0.0), high.flatten().clamp(min=0.0)], 1)
     rows_per_chunk = max(_CHUNK // max(rows.shape[1], 1), 1)
-    pairs = zip(rows.split(rows_per_chunk), ends.split(rows_per_chunk), strict=True)
-    best_ends = torch.cat([_search(chunk, chunk_ends, spec, power) for chunk, chunk_ends in pairs])
+    chunks = [slice(i, i + rows_per_chunk) for i in range(0, len(rows), rows_per_chunk)]
+    of_rows = None if weights is None else weights.reshape(rows.shape)
+    best_ends = torch.cat(
+        [_search(rows[at], ends[at], spec, power, None if of_rows is None else of_rows[at], zooms) for at in chunks]
+    )
     best_low, best_high = best_ends.unbind(1)
     return best_low.reshape(low.shape), best_high.reshape(high.shape)
 
 
-def _search(rows: Tensor, ends: Tensor, spec: TensorSpec, power: float) -> Tensor:
+def _search(rows: Tensor, ends: Tensor, spec: TensorSpec, power: float, weights: Tensor | None, zooms: Zooms) -> Tensor:
     """Return the best ends (R, 2) for rows (R, n) with values between `ends` (R, 2)."""
-    both_ends, single_ends = torch.ones(2), torch.eye(2)
+    both_ends, single_ends = torch.ones(2, device=rows.device), torch.eye(2, device=rows.device)
     directions = [both_ends] if spec.symmetric else [both_ends, single_ends[1], single_ends[0]]
     best = torch.ones_like(ends)
-    smallest = _error(rows, ends, spec, power)
-    for first, last, points in _ZOOMS:
+    smallest = _error(rows, ends, spec, power, weights)
+    for first, last, points in zooms:
         steps = torch.linspace(first, last, points)
         for direction in directions:
             # The coarse pass starts at the ends of the data, the finer ones at the best ends so far.
             origin = torch.where(direction > 0, 1.0, best) if last == 0 else best
             for step in steps:
                 candidate = (origin * torch.exp2(step * direction)).clamp(max=1.0)
-                error = _error(rows, candidate * ends, spec, power)
+                error = _error(rows, candidate * ends, spec, power, weights)
                 better = error < smallest
                 smallest = torch.where(better, error, smallest)
                 best = torch.where(better[:, None], candidate, best)
-    return best * ends
+    return _fitted(rows, best * ends, smallest, spec, weights) if power == 2.0 else best * ends
 
 
-def _error(rows: Tensor, ends: Tensor, spec: TensorSpec, power: float) -> Tensor:
-    """Return the sum of abs(error) ** power of each row (R, n) on the grid for its ends (R, 2): (R,)."""
+def _fitted(rows: Tensor, ends: Tensor, smallest: Tensor, spec: TensorSpec, weights: Tensor | None) -> Tensor:
+    """Return the ends (R, 2) after fitting the scale to the integers of the values, and rounding again, in turns.
+
+    Args:
+        rows: the values, (R, n).
+        ends: range of each row, (R, 2).
+        smallest: error of each row, (R,). A row keeps its ends if this does not become smaller.
+        spec: spec of the grid.
+        weights: weights of the values, (R, n); None: all equal.
+    """
+    weighted = rows if weights is None else rows * weights
+    for _ in range(_FITS):
+        grid = choose_qparams(ends[:, 0], ends[:, 1], spec, axis=0)
+        zero_point = grid.zero_point[:, None].float()
+        steps = (rows / grid.scale[:, None]).round_()
+        steps = torch.minimum(torch.maximum(steps, grid.qmin - zero_point), grid.qmax - zero_point)
+        power = (steps.square() if weights is None else steps.square() * weights).sum(1)
+        scale = torch.where(power > 0, (steps * weighted).sum(1) / power, grid.scale).clamp(min=0.0)
+        candidate = torch.stack([grid.qmin - zero_point[:, 0], grid.qmax - zero_point[:, 0]], 1) * scale[:, None]
+        error = _error(rows, candidate, spec, 2.0, weights)
+        better = error < smallest
+        smallest = torch.where(better, error, smallest)
+        ends = torch.where(better[:, None], candidate, ends)
+    return ends
+
+
+def _error(rows: Tensor, ends: Tensor, spec: TensorSpec, power: float, weights: Tensor | None) -> Tensor:
+    """Return the weighted sum of abs(error) ** power of each row (R, n) on the grid for its ends (R, 2): (R,)."""
     grid = choose_qparams(ends[:, 0], ends[:, 1], spec, axis=0)
     scale, zero_point = grid.scale[:, None], grid.zero_point[:, None]
     steps = (rows / scale).round_()
     errors = torch.minimum(torch.maximum(steps, grid.qmin - zero_point), grid.qmax - zero_point).mul_(scale).sub_(rows)
-    return errors.square_().sum(1) if power == 2.0 else errors.abs_().pow_(power).sum(1)
+    errors = errors.square_() if power == 2.0 else errors.abs_().pow_(power)
+    return (errors if weights is None else errors.mul_(weights)).sum(1)

@@ -12,7 +12,7 @@ from fxq.common.source import import_name
 from fxq.errors import RecipeError, unknown
 from fxq.quant import histogram
 from fxq.quant.entropy import entropy_range
-from fxq.quant.least_error import least_range, rows_of
+from fxq.quant.least_error import MAX_QUICK_VALUES, QUICK_ZOOMS, ZOOMS, least_range, rows_of
 from fxq.quant.observer_base import Observer
 from fxq.quant.spec import TensorSpec
 from fxq.quant.tensor_range import flat
@@ -210,7 +210,8 @@ class LeastError(Observer):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def clipped(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-        return least_range(self.values.cpu(), low, high, self.spec, self.power)
+        zooms = QUICK_ZOOMS if self.values.shape[-1] <= MAX_QUICK_VALUES else ZOOMS
+        return least_range(self.values.cpu(), low, high, self.spec, self.power, zooms=zooms)
 
 
 OBSERVERS: dict[str, type[Observer]] = {

@@ -160,7 +160,7 @@ It is affine, since some values of a key are large and of one sign in all tokens
 CACHE_TEXT = 'fxq.TensorSpec(per="row", range="dynamic")'
 """Code of `CACHE`, for messages."""
 WEIGHT = TensorSpec(signed=True, symmetric=True, per="channel", observer="minmax")
-WEIGHT4 = TensorSpec(bits=4, per=64, observer="minmax")
+WEIGHT4 = TensorSpec(bits=4, per=64, observer="mse")
 """Default of 4-bit weights. Affine, since with 16 integers it has a smaller error than symmetric."""
 FLOAT16 = TensorSpec(signed=True, symmetric=True, observer="minmax", format="float16")
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from fxq.errors import PassError, RecipeError
+from fxq.quant.spec import QuantConfig
 from fxq.rewriting.rewriter import Rewriter
 
 
@@ -110,6 +111,10 @@ class Pass(ABC):
     def samples_read(self) -> int:
         """Number of calibration samples to record, since the pass runs the graph on them; 0: no preference."""
         return 0
+
+    def applies(self, configs: Collection[QuantConfig]) -> bool:
+        """Whether the pass may change a model whose layers have these configs. If not, it reads no samples."""
+        return True
 
     @property
     def replaceable(self) -> bool:

@@ -128,7 +128,7 @@ def weight_only(
 
     Args:
         bits: 5 to 8 (default: 8): symmetric, one scale per channel, for embeddings per block of 64 values. 2 to 4:
-            affine, one scale per block of 64 values.
+            affine, one scale per block of 64 values, those of least squared error.
         per: granularity of the scales: "tensor", "channel", or the number of values in a block, such as 32 or 128.
         dtype: torch.float16 stores weights as float16 instead of integers.
         options: as for `static`, without `activation`. `weight` is a full spec, instead of `bits`, `per` and `dtype`.
@@ -138,7 +138,7 @@ def weight_only(
 
     Example:
         >>> fxq.Recipe.weight_only(bits=4).config.weight
-        TensorSpec(bits=4, signed=False, symmetric=False, per=64, observer='minmax', range='calibrated', \
+        TensorSpec(bits=4, signed=False, symmetric=False, per=64, observer='mse', range='calibrated', \
 format='integer')
         >>> recipe = fxq.Recipe.dynamic().override(nn.Embedding, fxq.Recipe.weight_only(bits=4).config)
 

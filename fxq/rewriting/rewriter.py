@@ -49,7 +49,8 @@ class Rewriter(Editor[ContextT]):
         while todo:
             node = todo.popleft()
             waiting.discard(node)
-            match = self._first_match(table, node, refuse) if not node._erased else None
+            rules = table.at(node) if not node._erased else ()
+            match = self._first_match(rules, node, refuse) if rules else None
             if match is None:
                 continue
             done.append(match.rule)
@@ -75,8 +76,8 @@ class Rewriter(Editor[ContextT]):
         with self.attributed(match.rule.name, match.rule.source):
             return replace_match(self, match)
 
-    def _first_match(self, table: Dispatch, node: fx.Node, refuse: Refuse | None) -> Match | None:
-        for rule in table.at(node):
+    def _first_match(self, rules: Sequence[Rule], node: fx.Node, refuse: Refuse | None) -> Match | None:
+        for rule in rules:
             match = self._match(rule, node)
             if match is not None and not self._turned_down(match, refuse):
                 return match

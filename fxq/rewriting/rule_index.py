@@ -9,7 +9,7 @@ from torch import fx
 from fxq.common.trees import leaves
 from fxq.graph.query import op_of
 from fxq.ops.table import Op
-from fxq.rewriting.pattern import AnyOp, PatternNode, Rule
+from fxq.rewriting.pattern import AnyOp, Each, PatternNode, Rule
 
 Place = tuple[Op, frozenset["Op | None"]]
 
@@ -22,24 +22,29 @@ class Dispatch:
     """
 
     def __init__(self, rules: Sequence[Rule]) -> None:
-        self._by_root: dict[Op | AnyOp | None, list[_Entry]] = {}
+        self._by_root: dict[Op | None, list[_Entry]] = {}
         self._wildcards: list[_Entry] = []
         for order, rule in enumerate(rules):
-            wild = isinstance(rule.root.op, AnyOp)
-            entries = self._wildcards if wild else self._by_root.setdefault(rule.root.op, [])
+            op = rule.root.op
+            entries = self._wildcards if isinstance(op, AnyOp) else self._by_root.setdefault(op, [])
             entries.append((order, rule, _ops_read(rule)))
+        self._by_op: dict[Op, list[_Entry]] = {}
         self._cache: dict[Place, tuple[Rule, ...]] = {}
 
     def at(self, node: fx.Node) -> tuple[Rule, ...]:
         """Rules to try with their root at `node`."""
         op = op_of(node)
-        if op is None or (op not in self._by_root and not self._wildcards):
+        if op is None:
+            return ()
+        entries = self._by_op.get(op)
+        if entries is None:
+            wild = [entry for entry in self._wildcards if entry[1].root.accepts(op)]
+            entries = self._by_op[op] = sorted((*self._by_root.get(op, ()), *wild), key=lambda entry: entry[0])
+        if not entries:
             return ()
         place = op, frozenset(map(op_of, node.all_input_nodes))
         candidates = self._cache.get(place)
         if candidates is None:
-            wild = [entry for entry in self._wildcards if entry[1].root.accepts(op)]
-            entries = sorted((*self._by_root.get(op, ()), *wild), key=lambda entry: entry[0])
             candidates = tuple(rule for _, rule, wanted in entries if not wanted or wanted & place[1])
             self._cache[place] = candidates
         return candidates
@@ -50,8 +55,9 @@ _Entry = tuple[int, Rule, "frozenset[Op | None]"]
 
 
 def _ops_read(rule: Rule) -> frozenset[Op | None]:
-    read = leaves(rule.root.inputs, lambda value: isinstance(value, PatternNode))
-    ops = [value.op for value in read if isinstance(value, PatternNode)]
+    read = leaves(rule.root.inputs, lambda value: isinstance(value, (PatternNode, Each)))
+    nodes = [value.pattern if isinstance(value, Each) else value for value in read]
+    ops = [node.op for node in nodes if isinstance(node, PatternNode)]
     if any(isinstance(op, AnyOp) for op in ops):
         return frozenset()
     return frozenset(op for op in ops if isinstance(op, Op))

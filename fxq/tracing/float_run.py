@@ -102,6 +102,15 @@ class FloatRun:
         """Context that undoes all state changes of the model's code, also in parameters and outside its modules."""
         return untouched(self.model, self.code.bindings, watches=True)
 
+    def read_changes(self, changes: ModelChanges) -> dict[tuple[str, str], Any]:
+        """State changed so far that the model's code reads, by module path and name: its value if it is a plain one."""
+        return {
+            (change.owner, change.name): change.now if type(change.now) in (bool, int, float, str) else None
+            for change in changes.so_far()
+            if not change.name.startswith("_tensor_constant")
+            and any(self.code.reads(_variable(change.name.partition("[")[0], outside)) for outside in (False, True))
+        }
+
     def _random(self, draws: list[str]) -> Iterator[KeptState]:
         """The innermost module that draws from a global generator of NumPy or Python, which tracing cannot record."""
         if draws:

@@ -15,6 +15,7 @@ from fxq.common.metrics import tensors
 from fxq.errors import InputError
 from fxq.ledger.ledger import Ledger
 from fxq.parts.choose import call, recipe_of_part
+from fxq.parts.observed_parts import ObservedParts
 from fxq.parts.part import Programs
 from fxq.parts.parts_model import with_parts
 from fxq.parts.quantize_parts import PartsRun
@@ -45,7 +46,7 @@ class PartsTrials(Trials):
                     self.wants.append([t.detach() for t in tensors(call(self.model, batch))])
                 advance()
         self.check_wants()
-        self.run.calibrate(iter(self.batches), len(self.batches), False)
+        ObservedParts(self.run).calibrate(iter(self.batches), len(self.batches), False)
 
     @property
     def types(self) -> Mapping[str, type[nn.Module]]:
@@ -72,6 +73,10 @@ class PartsTrials(Trials):
                 layers = {**{layer.selectors: layer for layer in layers_of(manager, rows)}, **layers}
         order = {path: i for i, path in enumerate(self.types)}
         return sorted(layers.values(), key=lambda layer: order.get(layer.path, len(order)))
+
+    def managers(self, recipe: Recipe) -> list[PassManager]:
+        """Return the managers of all qdq graphs of a recipe."""
+        return [manager for own in self._managers(recipe).values() for manager in own.values()]
 
     def candidate_model(self, recipe: Recipe) -> nn.Module:
         """Return a model of the float model's class, whose parts compute in exact integer arithmetic."""

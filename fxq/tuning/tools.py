@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from concurrent.futures import Executor
 from numbers import Real
-from typing import Any
+from typing import Any, overload
 
 from torch import nn
 
@@ -18,6 +18,7 @@ from fxq.errors import InputError, RecipeError, TraceError
 from fxq.model import QuantizedModel
 from fxq.recipe.recipe import Recipe, as_recipe
 from fxq.tuning.bisection import Bisection, blamed
+from fxq.tuning.bits import BitsResult, bits_of, search_bits
 from fxq.tuning.parts_trials import PartsTrials
 from fxq.tuning.search import Search
 from fxq.tuning.search_result import SearchResult
@@ -66,17 +67,46 @@ def sensitivity(
         return ranked(trials, executor, advance)[0]
 
 
+@overload
+def search(
+    model: nn.Module,
+    recipe: Any = ...,
+    data: Iterable[Any] = ...,
+    metric: Metric | None = ...,
+    *,
+    target: float,
+    executor: Executor | None = ...,
+    progress: bool | None = ...,
+) -> SearchResult: ...
+
+
+@overload
+def search(
+    model: nn.Module,
+    recipe: Any = ...,
+    data: Iterable[Any] = ...,
+    metric: Metric | None = ...,
+    *,
+    budget: str | float,
+    executor: Executor | None = ...,
+    progress: bool | None = ...,
+) -> BitsResult: ...
+
+
 def search(
     model: nn.Module,
     recipe: Any = "static",
     data: Iterable[Any] = (),
     metric: Metric | None = None,
     *,
-    target: float,
+    target: float | None = None,
+    budget: str | float | None = None,
     executor: Executor | None = None,
     progress: bool | None = None,
-) -> SearchResult:
-    """Search for the fastest recipe whose accuracy reaches a target: which layers in float, and which observers.
+) -> SearchResult | BitsResult:
+    """Search for the fastest recipe whose accuracy reaches a target, or for the most accurate one within a budget.
+
+    With a target, the search decides which layers run in float, and which observers are used:
 
     1. Other observers are tried, for all layers at once.
     2. Layers are set to float, those that add the most noise to the output first, until the target is reached.
@@ -88,19 +118,28 @@ def search(
     differs from that by the rounding of kernels; with optimize="speed", it also keeps layers in float that are faster
     there, which adds no noise.
 
+    With a budget, the search chooses bits and block size of each weight of a weight-only recipe. The model runs once
+    for each weight, with this weight in 4 bits and all others in float; what other specs cost follows from their error
+    of the weight. Then all weights start with the smallest spec, and those that save the most noise per byte get larger
+    ones while the budget lasts. Weights of 2 and 3 bits are stored like those of 4, so they are not tried.
+
     Args:
         model: a float `nn.Module` in eval mode.
         recipe: the recipe to start from, for one backend.
         data: batches, as for `quantize`, used for calibration and, without a metric, for evaluation.
         metric: function of a model that returns its quality as a number, larger is better, such as its accuracy on
-            validation data. Default: SQNR of the output against the float model's, in dB.
+            validation data. Default: SQNR of the output against the float model's, in dB. With a budget, it judges the
+            result beside the best spec that is the same for all weights.
         target: without a metric, the lowest acceptable SQNR in dB. With a metric, the largest acceptable drop from its
             value for the float model.
+        budget: largest mean number of bits per weight, scales and zero points included, such as "4.5 bits" or 4.5;
+            instead of a target.
         executor: `concurrent.futures.Executor` that evaluates candidates, as for `sensitivity`.
         progress: whether to show a progress bar. Default: only if stderr is a terminal.
 
     Returns:
-        The recipe, for `quantize` with the same data, and a table of the candidates, with a plot of their Pareto front.
+        With a target, a `SearchResult`: the recipe, for `quantize` with the same data, and a table of the candidates,
+        with a plot of their Pareto front. With a budget, a `BitsResult`: the recipe, and a table of the weights.
 
     Raises:
         InputError: an argument cannot be used; the metric returns no number; or the model, data or metric cannot be
@@ -112,14 +151,24 @@ def search(
         >>> result = fxq.search(model, "static", data, target=60.0)
         >>> result.reached, result.floats, fxq.quantize(model, result.recipe, data=data).output_sqnr >= 60
         (True, ('0', '2'), True)
+        >>> small = fxq.search(model, "weight_only", data, budget="9 bits")
+        >>> small.bits <= 9, [weight.spec for weight in small]
+        (True, ['8 bits', '8 bits'])
     """
+    if (target is None) == (budget is None):
+        raise InputError("search takes either a target or a budget.")
+    if budget is not None:
+        most = bits_of(budget)
+        trials = _trials(model, recipe, data, metric, progress)
+        with progress_bar("searching", None, progress) as advance:
+            return search_bits(trials, most, executor, advance)
     target_value: Any = target
     if isinstance(target_value, bool) or not isinstance(target_value, Real) or not target_value == target_value:
         raise InputError(f"target is {target!r}; give a number: dB, or with a metric the largest acceptable drop.")
     if metric is not None and not callable(metric):
         raise InputError(f"metric is {metric!r}; give a function of a model that returns a number, larger is better.")
     trials = _trials(model, recipe, data, metric, progress)
-    min_score = float(target) if metric is None else trials.metric_of(trials.model) - float(target)
+    min_score = float(target_value) if metric is None else trials.metric_of(trials.model) - float(target_value)
     if math.isnan(min_score):
         raise InputError("the metric returned NaN for the float model, so no drop from it can be computed.")
     with progress_bar("searching", None, progress) as advance:

@@ -114,6 +114,10 @@ class Trials:
             warnings.simplefilter("ignore")
             return settled(self.observed, recipe)
 
+    def managers(self, recipe: Recipe) -> list[PassManager]:
+        """Return the managers of all qdq graphs of a recipe."""
+        return [self.candidate(recipe)]
+
     def candidate_model(self, recipe: Recipe) -> nn.Module:
         """Return the model of a recipe, in exact integer arithmetic."""
         return self.candidate(recipe).gm.eval()

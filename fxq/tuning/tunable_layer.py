@@ -68,7 +68,7 @@ def layers_of(manager: PassManager, ledger: Ledger) -> list[TunableLayer]:
     for node in manager.gm.graph.nodes:
         if precision_of(node) not in ("int8", "weight-only"):
             continue
-        layer = _layer(manager, node, rows)
+        layer = layer_of(manager, node, rows)
         earlier = layers.get(layer.selectors) if layer is not None else None
         if layer is not None and earlier is not None:
             layer = replace(earlier, macs=earlier.macs + layer.macs, extra_us=_sum([earlier.extra_us, layer.extra_us]))
@@ -77,7 +77,7 @@ def layers_of(manager: PassManager, ledger: Ledger) -> list[TunableLayer]:
     return list(layers.values())
 
 
-def _layer(manager: PassManager, node: fx.Node, rows: Mapping[str, Entry]) -> TunableLayer | None:
+def layer_of(manager: PassManager, node: fx.Node, rows: Mapping[str, Entry]) -> TunableLayer | None:
     """Layer of a node; None if the node runs no op of the float model."""
     about, calls, original = info(node), calls_of(manager.gm, node), manager.context.original
     if not calls or original is None:

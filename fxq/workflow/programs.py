@@ -18,6 +18,7 @@ from fxq.common.isolation import copied
 from fxq.common.progress import progress_bar
 from fxq.errors import InputError, RecipeError
 from fxq.ledger.float_record import checksums
+from fxq.pipeline.samples import has_enough
 from fxq.programs.call_form import CallForm, form_of
 from fxq.programs.flat_model import ResultForm, flat_batch, flat_model
 from fxq.programs.quantized_programs import Program, QuantizedPrograms
@@ -110,7 +111,7 @@ def quantize_programs(
             f"{idle[0].name}({idle[0].form}): give batches of every form, fxq.quantize(model, recipe, data=loader)."
         )
     programs = tuple(_converted(program) for program in prepared)
-    new_program = Tracer(model, recipe, around, checksums(model)) if recipe.new_kinds == "trace" else None
+    new_program = ProgramTracer(model, recipe, around, checksums(model)) if recipe.new_kinds == "trace" else None
     return QuantizedPrograms(programs, signature, new_program)
 
 
@@ -139,7 +140,7 @@ def _converted(program: _Prepared) -> Program:
 
 
 @dataclass(frozen=True)
-class Tracer:
+class ProgramTracer:
     """Function that traces and quantizes a program for a call of a quantized model, see `Recipe.new_kinds`.
 
     Copies share it. It is left out of pickles.
@@ -182,7 +183,7 @@ class Tracer:
                     self.model(**form.call_arguments(copied(example)))
             return _converted(_prepared(self.model, self.recipe, name, form, example, self.around))
 
-    def __deepcopy__(self, memo: Any) -> Tracer:
+    def __deepcopy__(self, memo: Any) -> ProgramTracer:
         return self
 
     def __reduce__(self) -> Any:
@@ -212,6 +213,8 @@ def _calibrate(
                 fitting = [program for program in fitting if _runs(program, leaves)]
             if not fitting:
                 raise InputError(f"data, batch {i}: no example is a call of the form ({form}) with such sizes.")
-            with naming_batch(i, batch):
-                nn.Module.__call__(fitting[0].observed, **leaves)
+            observed = fitting[0].observed
+            if observed.calibrated or not has_enough(observed.manager.context):
+                with naming_batch(i, batch):
+                    nn.Module.__call__(observed, **leaves)
             advance()

@@ -247,6 +247,7 @@ _QUANTIZED_MODULES = (
     "torch.ao.quantization.fake_quantize",
     "torch.ao.quantization.observer",
     "fxq.backends",
+    "fxq.parts",
 )
 """Packages whose modules are quantized or observed already."""
 

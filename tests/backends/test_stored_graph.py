@@ -47,7 +47,7 @@ def stages(model, inputs, recipe):
 
 
 @needs_x86
-@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(plan=plans(12))
 def test_random_networks_at_every_stage(plan):
     network, inputs = plan.build()

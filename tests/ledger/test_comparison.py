@@ -353,7 +353,7 @@ def test_the_progress_bar(qmodel, monkeypatch):
 
         yield advance
 
-    monkeypatch.setattr(fxq.api, "progress_bar", bar)
+    monkeypatch.setattr(fxq.dispatch, "progress_bar", bar)
     fxq.compare(net(), qmodel, batches(), progress=False)
     fxq.compare(qmodel, qmodel, iter(batches()))
     assert bars == [["comparing", 4, False, 4], ["comparing", None, None, 4]]

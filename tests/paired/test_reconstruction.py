@@ -30,7 +30,7 @@ class Chosen(Reconstruction):
         SEEN.append((layer, error))
         nearest = layer.steps().round()
         nearest[:, ::2] += self.off
-        return nearest.clamp(layer.qmin, layer.qmax)
+        return layer, nearest.clamp(layer.qmin, layer.qmax)
 
 
 @pytest.fixture(autouse=True)

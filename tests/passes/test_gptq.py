@@ -51,7 +51,8 @@ def test_it_is_the_algorithm(inputs, ordered):
     error.add(x[None], (real @ weight.T)[None])
     scale, zero_point = 0.3 + 0.1 * torch.rand(6, inputs), torch.randint(-2, 3, (6, inputs)).float()
     grid = WeightRows(weight[None], scale[None], zero_point[None], -8, 7)
-    chosen = Gptq(ordered=ordered).choose(grid, error)[0]
+    same_grid, (chosen,) = Gptq(ordered=ordered).choose(grid, error)
+    assert torch.equal(same_grid.scale, scale[None])  # it has no blocks
     gram, cross = error.gram[0], error.cross[0]
     order = gram.diagonal().argsort(descending=True).tolist() if ordered else range(inputs)
     wanted = plainly(weight, scale, zero_point, -8, 7, gram, cross, 0.01, order)
@@ -74,7 +75,7 @@ packed=(8,))  # stands_for='w'
 
 
 def test_text_before_and_after():
-    """The grids stay, and so does how integers are kept."""
+    """The grids of blocks follow; how integers are kept stays."""
     torch.manual_seed(0)
     tensors = {
         "w": torch.randn(3, 8),
@@ -86,10 +87,11 @@ def test_text_before_and_after():
     assert program(gm) == expected("""
         x: float32[64, 8] = input()
         w: float32[3, 8] = tensor('w')
-        scale: float32[3, 2] = tensor('scale')
         zero: uint8[3, 2] = tensor('zero')
         w_int4_chosen: uint8[3, 4] = tensor('fxq_data.w_int4_chosen')
-        w_dq: float32[3, 8] = dequantize(w_int4_chosen, scale=scale, zero_point=zero, qmin=0, qmax=15, axis=1, \
+        w_int4_scale_chosen: float32[3, 2] = tensor('fxq_data.w_int4_scale_chosen')
+        w_dq: float32[3, 8] = dequantize(w_int4_chosen, scale=w_int4_scale_chosen, zero_point=zero, \
+qmin=0, qmax=15, axis=1, \
 block=4, packed=(8,))
         y: float32[64, 3] = linear(x, w_dq)
         return y
@@ -189,7 +191,7 @@ def test_padding_does_not_count(build, layers):
     torch.manual_seed(0)
     model = build().eval()
     a, b = (fxq.quantize(model, recipe, data=[padded(size=size)]).state_dict() for size in (1.0, 30.0))
-    integers = [name for name in a if name.endswith("_chosen")]
+    integers = [name for name in a if name.endswith("int4_chosen")]
     assert len(integers) == layers and all(torch.equal(a[name], b[name]) for name in integers)
 
 
@@ -245,3 +247,53 @@ def test_an_inserted_one_replaces_that_of_the_preset():
     assert [step.name for step in same_place] == names
     with pytest.raises(RecipeError, match="has a pass called 'gptq' already: remove it first"):
         FOUR_BITS.insert_pass(Gptq(), after="smooth").insert_pass(Gptq(), after="smooth")
+
+
+def error_of(x, real, weight):
+    error = OutputError()
+    error.add(x[None], (real @ weight.T)[None])
+    return error
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_scales_of_blocks_follow_the_order(symmetric):
+    """One scale per block, zero points in the middle if they were, and less error than with the scales of before."""
+    torch.manual_seed(0)
+    weight, x = torch.randn(24, 64), correlated(1000, 64)
+    low, high = (-7, 7) if symmetric else (0, 15)
+    ends = weight.view(24, 4, 16)
+    scale = (ends.abs().amax(2) / 7 if symmetric else (ends.amax(2) - ends.amin(2)) / 15).repeat_interleave(16, 1)
+    zero = torch.zeros(24, 64) if symmetric else (-ends.amin(2) / scale[:, ::16]).round().repeat_interleave(16, 1)
+    grid = WeightRows(weight[None], scale[None], zero[None], low, high, block=16)
+    error = error_of(x, x, weight)
+    new_grid, chosen = Gptq().choose(grid, error)
+    old_grid, fixed = Gptq(scales=False).choose(grid, error)
+    assert torch.equal(old_grid.scale, grid.scale)
+    for values in (new_grid.scale, new_grid.zero_point):
+        blocks = values.view(24, 4, 16)
+        assert torch.equal(blocks, blocks[:, :, :1].expand_as(blocks))
+    assert not torch.equal(new_grid.scale, grid.scale)
+    assert new_grid.is_symmetric == symmetric
+    assert chosen.min() >= low and chosen.max() <= high
+    assert (error(new_grid.real(chosen)) <= error(old_grid.real(fixed))).all()
+    assert error(new_grid.real(chosen)).sum() < 0.95 * error(old_grid.real(fixed)).sum()
+
+
+def test_trust_is_tried_on_patches_that_were_held_out():
+    """With many patches of one kind, the fit follows them; where the others are unrelated, it trusts the weight."""
+    torch.manual_seed(0)
+    weight = torch.randn(32, 64)
+    grid = WeightRows(weight[None], torch.full((1, 32, 64), 0.4), torch.zeros(1, 32, 64), -7, 7)
+    x = correlated(4000, 64)
+    fit, alike = (error_of(part + 0.3 * torch.randn_like(part), part, weight) for part in (x[:3000], x[3000:]))
+    few, apart = error_of(x[:40], 1.5 * x[:40], weight), error_of(x[3000:], x[3000:], weight)
+    assert Gptq().trust_in(grid, fit, alike) < 4.0 < Gptq().trust_in(grid, few, apart)
+    assert Gptq(trials=False).trust_in(grid, few, apart) == Gptq(trials=False).trust
+
+
+def test_samples_are_recorded_only_if_a_weight_needs_them():
+    model, data = nn.Sequential(nn.Linear(64, 48), nn.Linear(48, 8)).eval(), [torch.rand(1, 64) for _ in range(100)]
+    eight = fxq.Recipe.weight_only(backend="reference")
+    for recipe, count in ((eight, 32), (FOUR_BITS, 64), (eight.override("1", FOUR_BITS.config), 64)):
+        observed = fxq.calibrate(fxq.prepare(model, recipe, example_inputs=data[0]), data)
+        assert sum(len(batch.args[0]) for batch in observed.manager.context.samples) == count

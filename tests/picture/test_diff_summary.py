@@ -149,4 +149,4 @@ def test_linear_in_the_nodes():
         return steps(lambda: summary(changes))
 
     work(10)
-    assert work(400) < 2.3 * work(200)
+    assert work(200) < 2.3 * work(100)

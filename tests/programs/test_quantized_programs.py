@@ -246,3 +246,31 @@ def test_lists_and_dicts_that_a_model_changes_beside_a_cache_are_changed():
             assert sqnr(model(x, *own), qmodel(x, *others)) > 100
     assert sqnr(own[0][0], others[0][0]) > 100 and sqnr(own[1]["bias"], others[1]["bias"]) > 100
     assert others[2].keys.shape == (2, 4, 4)
+
+
+def test_programs_are_compared_with_the_float_model(tmp_path):
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 4)
+
+        def forward(self, x, mask=None):
+            h = self.first(x).relu()
+            return self.second(h if mask is None else h * mask)
+
+    torch.manual_seed(0)
+    model, x = Masked().eval(), torch.randn(8, 16)
+    data = [{"x": x}, {"x": x, "mask": torch.rand(8, 16)}]
+    recipe = fxq.Recipe.static(backend="reference", optimize="coverage")
+    qmodel = fxq.quantize(model, recipe, data=data, example_inputs={"plain": data[0], "masked": data[1]})
+    table = fxq.compare(model, qmodel, data)
+    with torch.no_grad():
+        wants, gots = [model(**batch) for batch in data], [qmodel(**batch) for batch in data]
+    lowest = min(float(20 * torch.log10(w.norm() / (w - g).norm())) for w, g in zip(wants, gots, strict=True))
+    assert table.output_sqnr == pytest.approx(lowest, abs=0.01) and table.batches == 2
+    assert {row.name.split(":")[0] for row in table} == {"plain", "masked"}
+    assert {row.path for row in table} >= {"second"}
+    page = table.report(tmp_path / "c.html").read_text(encoding="utf-8")
+    assert "Masked, static on reference, program plain" in page
+    with pytest.warns(fxq.FxqWarning, match=r"a has other weights .*first\.weight"):
+        fxq.compare(Masked().eval(), qmodel, data)

@@ -102,6 +102,50 @@ def test_a_branch_that_might_make_one_is(forward):
     assert "check_same" in text(gm)
 
 
+class Stateful(nn.Module):
+    """Changes its state after all ops, at a size that the example does not have."""
+
+    def __init__(self, change, first):
+        super().__init__()
+        self.a, self.n, self.kept, self.change, self.first = conv(), 0, [], change, first
+
+    def forward(self, x):
+        if self.first:
+            y = self.a(x) * (1 + self.n + len(self.kept))
+        if x.shape[2] == 2:
+            self.change(self)
+        return y if self.first else self.a(x) * (1 + self.n + len(self.kept))
+
+
+def count(module):
+    module.n += 1
+
+
+def append(module):
+    module.kept.append(1)
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("change", [count, append])
+def test_a_branch_that_changes_state_is_checked(change, first):
+    """The graph has no such branch: without the check, later calls would differ from those of the model."""
+    model = Stateful(change, first).eval()
+    qmodel = close(model, X)
+    assert (model.n, model.kept) == (0, [])
+    with pytest.raises(fxq.InputError, match=r"`if x.shape\[2\] == 2:` is False, but here it is True"):
+        qmodel(X[:, :, :2])
+    assert qmodel(X[:, :, :3]).shape == (*X.shape[:2], 3, X.shape[3])
+
+
+def test_a_branch_that_counts_what_no_code_reads_is_not():
+    def forward(self, x):
+        if x.shape[2] == 2:
+            self.calls = 1
+        return self.a(x)
+
+    assert "check_same" not in text(graph(module(forward, a=conv()), X, "trace"))
+
+
 def unpacked(self, x):
     n, c, h, w = x.shape
     return self.a(x).reshape(n, c * h, w)

@@ -33,7 +33,7 @@ log = logging.getLogger("fxq")
 class JitKernel(EngineKernel):
     """Kernel that runs a region as a program: one call of compiled code runs all steps in memory that is laid out once.
 
-    It runs on one thread.
+    It runs on as many threads as PyTorch has. While they serve another caller, it runs on the caller's thread alone.
     """
 
     name: ClassVar[str] = "jit.region"

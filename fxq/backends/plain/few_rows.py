@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
+from itertools import pairwise
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from fxq.backends.loops.code.compiler import has_memory
+from fxq.backends.loops.code.thread_pool import Job, code_address, run_together, usable_threads
 from fxq.backends.plain.stored_weight import StoredWeight
 
 MAX_ROWS = 16
 """Rows up to which the loop is used. For more rows, converting the weight first is faster."""
 _CHUNK = 32
 """Bytes of a row of the weight that the loop converts at once. They have one scale."""
+_MIN_PART_BYTES = 1 << 15
+"""Bytes of the weight that are worth another thread."""
+_PART_UNIT = 16
+"""Columns of the result that a part begins at a multiple of. The loop computes up to four at once."""
 
 
 class FewRowsProduct:
@@ -51,14 +58,37 @@ class FewRowsProduct:
         weight, scales_at, offset_at, bias_at, places_at = (tensor.data_ptr() for tensor in constants)
         self._before = weight, scales_at, offset_at, zero, bias_at, places_at
         self._after = columns, outputs, row_bytes, block, scales, span
-        self._run, self._kind = loops.few_rows, kind
+        self._run, self._kind, self._part = loops.few_rows, kind, loops.few_rows_part
+        self._jobs: dict[int, tuple[Job, Tensor, Tensor]] = {}
 
     def __call__(self, x: Tensor) -> Tensor:
         """float32 (..., K) -> float32 (..., O)."""
         x, (columns, outputs, *_) = x.contiguous(), self._after
         y = torch.empty((*x.shape[:-1], outputs), dtype=torch.float32, device="cpu")
-        self._run(x.data_ptr(), *self._before, y.data_ptr(), self._kind, x.numel() // columns, *self._after)
+        threads, rows = usable_threads(), x.numel() // columns
+        if threads == 1 or not self._run_together(threads, x, y, rows):
+            self._run(x.data_ptr(), *self._before, y.data_ptr(), self._kind, rows, *self._after)
         return y
+
+    def _run_together(self, threads: int, x: Tensor, y: Tensor, rows: int) -> bool:
+        """Compute y on several threads. Returns False, and computes nothing, if it is too small or they are busy."""
+        if threads not in self._jobs:
+            self._jobs[threads] = self._divided(threads)
+        job, _, counts = self._jobs[threads]
+        bases = (ctypes.c_int64 * 3)(x.data_ptr(), y.data_ptr(), rows)
+        return len(counts) > 0 and run_together(job, threads, ctypes.addressof(bases), 0)
+
+    def _divided(self, threads: int) -> tuple[Job, Tensor, Tensor]:
+        """Divide the columns of the result among threads: the job, and the memory of its parts and of their number."""
+        outputs, row_bytes = self._constants[0].shape
+        parts = min(threads, outputs * row_bytes // _MIN_PART_BYTES)
+        cuts = [outputs * k // parts // _PART_UNIT * _PART_UNIT for k in range(parts)] + [outputs]
+        weight, scale, offset, zero, bias, places = self._before
+        fields = [weight, scale, offset, int(zero), bias, places, self._kind, *self._after]
+        table = torch.tensor([[*fields, *cut] for cut in pairwise(cuts)], dtype=torch.int64, device="cpu")
+        counts = torch.tensor([parts] if parts > 1 else [], dtype=torch.int64, device="cpu")
+        part_bytes = table.element_size() * (len(fields) + 2)
+        return Job(code_address(self._part), table.data_ptr(), counts.data_ptr(), 1, 0, part_bytes), table, counts
 
 
 def refused(stored: StoredWeight) -> str | None:

@@ -158,7 +158,7 @@ class WeightOnlyLinear(WeightOnlyKernel):
         columns = math.prod(stored.row)
         if x.shape[-1:] != (columns,) or not 0 < x.numel() <= MAX_ROWS * columns:
             return None
-        loops = loops_for("few_rows_loops", stored.numel, x, *self._buffers.values())
+        loops = loops_for("few_rows_loops", 0, x, *self._buffers.values())
         return None if loops is None else self._cached("few_rows", lambda: self._few_rows_product(loops))
 
     def _few_rows_product(self, loops: ModuleType) -> FewRowsProduct | None:

@@ -17,6 +17,7 @@ from fxq.common.isolation import autocast_on
 from fxq.common.source import imported, name_of
 from fxq.errors import InputError
 from fxq.graph.region import Weight
+from fxq.quant.dynamic_grid import DynamicGrid
 from fxq.quant.qparams import QParams
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class FunctionKernel(Kernel):
     Args:
         captures: description of each capture of the pattern by name, a dict with one key: `integers` (an activation:
             scale, zero_point, and as `dynamic` the number of inputs that follow its integers, see
-            `KernelRequest.dynamic`), `float` (a float activation), `weight` (axis, block), `tensor` (a constant), or
+            `DynamicGrid.inputs`), `float` (a float activation), `weight` (axis, block), `tensor` (a constant), or
             `value` (a number or None).
         outs: grid of each output as plain data; None for float32.
         settings: options of ops and variants of the pattern that are arguments of the function.
@@ -83,9 +84,9 @@ class FunctionKernel(Kernel):
         """Return the requested kernel. Raises `BackendError` if a capture cannot be passed to a function."""
         captures, tensors = dict[str, dict[str, Any]](), dict[str, Tensor]()
         for name, value in request.captures.items():
-            if isinstance(value, QParams):
-                dynamic = request.dynamic.get(name, 0)
-                captures[name] = {"integers": {"scale": value.s, "zero_point": value.z, "dynamic": dynamic}}
+            if isinstance(value, (QParams, DynamicGrid)):
+                static, dynamic = (value, 0) if isinstance(value, QParams) else (value.unit_grid, value.inputs)
+                captures[name] = {"integers": {"scale": static.s, "zero_point": static.z, "dynamic": dynamic}}
             elif value is FLOAT_INPUT:
                 captures[name] = {"float": True}
             elif isinstance(value, Weight):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from fxq.graph.query import constant
 from fxq.graph.region import Weight, integer_input, integer_weight
 from fxq.graph.unit import Calls, InnerValue, OpCall, inputs_of
 from fxq.ops import OPS
+from fxq.quant.dynamic_grid import DynamicGrid
 from fxq.quant.qparams import QParams
 from fxq.quant.spec import Role
 
@@ -33,22 +34,20 @@ class KernelRequest:
     """Request for the kernel of a unit, or of its first ops: the ops, their inputs and their grids.
 
     Attributes:
-        captures: the inputs by name. An activation is its grid, a `QParams`, or `FLOAT_INPUT` in a weight-only layer; a
-            weight has its int8 `values` and their `qparams`; a constant, such as a bias, is its tensor; a state is its
-            node; a number is itself; an omitted input is None. The names are those of the fusion's pattern. For the row
-            of an op they are its tensors in the op table, with `residual`, the other input of a fused add, and `slope`,
-            the weight of a fused activation function.
+        captures: the inputs by name. An activation is its grid: a `QParams`, a `DynamicGrid` in a row for dynamic
+            ranges, or `FLOAT_INPUT` in a weight-only layer; a weight has its int8 `values` and their `qparams`; a
+            constant, such as a bias, is its tensor; a state is its node; a number is itself; an omitted input is None.
+            The names are those of the fusion's pattern. For the row of an op they are its tensors in the op table, with
+            `residual`, the other input of a fused add, and `slope`, the weight of a fused activation function. After
+            the integers of an activation with a `DynamicGrid`, the kernel takes its scale, and its zero point if it is
+            affine.
         outs: the grid of each output, in the order of the fusion's outputs; None: float32.
         calls: the ops, in order, with their options.
-        dynamic: number of inputs that follow the integers of an activation with dynamic range, by name: 1, its scale,
-            or 2, its scale and zero point. Static activations are left out. The grid of a dynamic activation in
-            `captures` has scale 1.
     """
 
     captures: Mapping[str, Any]
     outs: tuple[QParams | None, ...]
     calls: tuple[OpCall, ...]
-    dynamic: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def out(self) -> QParams | None:
@@ -57,8 +56,16 @@ class KernelRequest:
 
     @property
     def grids(self) -> tuple[QParams, ...]:
-        """Grids of the activations, in the order in which the kernel takes their integers."""
+        """Static grids of the activations, in the order in which the kernel takes their integers."""
         return tuple(value for value in self.captures.values() if isinstance(value, QParams))
+
+    @property
+    def with_unit_scales(self) -> KernelRequest:
+        """Request for the static kernel that runs with scale 1 for dynamic inputs, see `DynamicGrid.unit_grid`."""
+        captures = {
+            name: value.unit_grid if isinstance(value, DynamicGrid) else value for name, value in self.captures.items()
+        }
+        return replace(self, captures=captures)
 
     @property
     def options(self) -> Mapping[str, Any]:
@@ -147,27 +154,25 @@ class RowMatch:
                 inputs += [value] if is_input else []
         return tuple(inputs), captures
 
-    def integers(self, gm: fx.GraphModule) -> tuple[tuple[fx.Node, ...], dict[str, Any], dict[str, int]]:
+    def integers(self, gm: fx.GraphModule) -> tuple[tuple[fx.Node, ...], dict[str, Any]]:
         """Inputs of the kernel after calibration.
 
         Returns:
-            The nodes of the integer activations and states, in the order of the captures; and `captures` and `dynamic`
-            of `KernelRequest`.
+            The nodes of the integer activations and states, in the order of the captures; and `captures` of
+            `KernelRequest`.
         """
-        inputs, captures, dynamic = list[fx.Node](), dict(self.captures), dict[str, int]()
+        inputs, captures = list[fx.Node](), dict(self.captures)
         for name, value in self.captures.items():
             weight, read = integer_weight(gm, value), integer_input(gm, value)
             if weight is None and read is not None:
                 inputs += read.nodes
                 captures[name] = read.grid
-                if read.dynamic_nodes:
-                    dynamic[name] = len(read.dynamic_nodes)
             elif isinstance(value, fx.Node):
                 captures[name] = weight or constant(gm, value)
                 if captures[name] is None and self._role(name) == "state":
                     inputs.append(value)
                     captures[name] = value
-        return tuple(inputs), captures, dynamic
+        return tuple(inputs), captures
 
 
 FLOAT_INPUT = torch.float32

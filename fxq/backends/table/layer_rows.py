@@ -21,7 +21,7 @@ Change = Callable[[LayerSpec], LayerSpec]
 def layer_row(kernel: type[LayerKernel], change: Change = lambda layer: layer) -> KernelRow:
     """Return the row of a layer kernel. `change` is applied to every layer before its kernel is made."""
     dynamic = KernelRow(
-        lambda request: DynamicLayer.of(kernel, change(layer_of(request))),
+        lambda request: DynamicLayer.of(kernel, change(layer_of(request.with_unit_scales))),
         lambda request: DynamicLayer.refuses(kernel, change(layer_of(request))),
         (*CLAMPS, "gelu"),
         emits_integers=False,

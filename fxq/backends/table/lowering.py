@@ -217,14 +217,14 @@ def _advice(op: Op) -> str:
 
 def _kernel(gm: fx.GraphModule, region: UnitRegion, match: RowMatch) -> Kernel:
     """Return the kernel of a unit. Raises `BackendError` if there is none."""
-    inputs, captures, dynamic = match.integers(gm)
+    inputs, captures = match.integers(gm)
     if set(inputs) != set(region.inputs):
         raise BackendError("an input is not on integers")
     indices = [node.args[1] for node in values_of(region.node) if node is not region.node]
     if indices != [*range(match.outputs)][: len(indices)] or len(region.outputs) != match.outputs:
         raise BackendError("one of its outputs is not read, or is read twice")
     assert match.row.make is not None  # otherwise the op runs without a kernel
-    kernel = match.row.make(KernelRequest(captures, out_grids(gm, region), region.calls, dynamic))
+    kernel = match.row.make(KernelRequest(captures, out_grids(gm, region), region.calls))
     if inputs != region.inputs:  # the kernel reads one of them twice, or in another order
         kernel.reads = tuple(map(region.inputs.index, inputs))
     return kernel

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -35,6 +34,7 @@ from fxq.backends.x86.transposed_conv import ConvTranspose1d, ConvTranspose2d
 from fxq.errors import BackendError
 from fxq.graph.info import info
 from fxq.graph.region import Weight
+from fxq.quant.dynamic_grid import DynamicGrid
 from fxq.quant.qparams import QParams
 
 
@@ -94,7 +94,7 @@ def _excite(request: KernelRequest) -> Kernel:
     return SqueezeExcite(**tensors, x=request.grids[0], out=request.out, function=function, gate=gate)
 
 
-def _recurrent(request: KernelRequest, dynamic: bool = False) -> Kernel:
+def _recurrent(request: KernelRequest) -> Kernel:
     row, captures, options = request.calls[0].op, dict(request.captures), dict(request.options)
     if options.pop("state_affine", False):
         raise BackendError("the grid of its state is not symmetric")
@@ -107,11 +107,11 @@ def _recurrent(request: KernelRequest, dynamic: bool = False) -> Kernel:
         if reason is not None:
             raise BackendError(reason)
         tensors |= {f"{name}": weight.values, f"{name}_scale": weight.qparams.scale}
-    (x,), captures = request.grids, {name: value for name, value in captures.items() if name != "x"}
+    is_dynamic, (x,) = isinstance(captures.pop("x"), DynamicGrid), request.with_unit_scales.grids
     state_inputs = tuple(name for name, value in captures.items() if isinstance(value, fx.Node))
     tensors |= {name: value for name, value in captures.items() if name not in state_inputs}
     return RecurrentLoop(
-        **tensors, op=row.name, x=x, out=request.out, dynamic=dynamic, state_inputs=state_inputs, **options
+        **tensors, op=row.name, x=x, out=request.out, dynamic=is_dynamic, state_inputs=state_inputs, **options
     )
 
 
@@ -137,7 +137,5 @@ ROWS: dict[str, KernelRow] = {
     "sub": KernelRow(binary_kernel(OnednnAdd, sign=-1), posts=CLAMPS),
     "mul": KernelRow(binary_kernel(OnednnMul), posts=CLAMPS),
     **dict.fromkeys(SQUEEZE_EXCITE_KEYS, KernelRow(_excite)),
-    **dict.fromkeys(
-        ("lstm", "gru", "rnn"), KernelRow(_recurrent, dynamic=KernelRow(partial(_recurrent, dynamic=True)))
-    ),
+    **dict.fromkeys(("lstm", "gru", "rnn"), KernelRow(_recurrent, dynamic=KernelRow(_recurrent))),
 }

@@ -14,6 +14,7 @@ from fxq.graph.info import info
 from fxq.graph.region import IntegerInput, integer_input, integer_weight
 from fxq.graph.unit import OpCall, calls_of
 from fxq.ops import OPS
+from fxq.quant.dynamic_grid import Grid
 from fxq.quant.qparams import QParams
 
 MAX_INT32 = 2**31 - 1
@@ -25,7 +26,7 @@ _PRODUCTS = frozenset({"matmul", "addmm", "baddbmm"})
 """Ops that multiply two activations, `x` and `other`."""
 
 
-def largest_sum(rows: Tensor, x: QParams, bias: Tensor | None = None) -> float:
+def largest_sum(rows: Tensor, x: Grid, bias: Tensor | None = None) -> float:
     """Upper bound of the magnitude of all partial sums of products that a layer can compute for inputs on its grid.
 
     Kernels add products of the raw integers, or with the zero point subtracted, or shifted to start at zero, in any
@@ -34,7 +35,7 @@ def largest_sum(rows: Tensor, x: QParams, bias: Tensor | None = None) -> float:
 
     Args:
         rows: integer weight, (..., K), summed over the last axis.
-        x: per-tensor grid of the input.
+        x: grid of the input, per tensor if it is static.
         bias: bias added to the sums, in units of the accumulator's scale, broadcastable to (...), or None.
 
     Returns:
@@ -49,7 +50,7 @@ def largest_sum(rows: Tensor, x: QParams, bias: Tensor | None = None) -> float:
     return float(bounds.max()) if bounds.numel() else 0.0
 
 
-def reach(grid: QParams) -> int:
+def reach(grid: Grid) -> int:
     """Largest distance of a grid's integers from zero or from any zero point."""
     return max(grid.qmax, grid.qmax - grid.qmin)
 
@@ -102,7 +103,7 @@ def _integers(gm: fx.GraphModule, value: Any) -> IntegerInput | None:
     return integers if integers is not None and integers.values.op != "get_attr" else None
 
 
-def _of_weight(gm: fx.GraphModule, call: OpCall, name: str, x: QParams) -> float:
+def _of_weight(gm: fx.GraphModule, call: OpCall, name: str, x: Grid) -> float:
     """Largest sum of products of a weight with integers on a grid; 0 for float weights."""
     weight = integer_weight(gm, call.tensors.get(name))
     if weight is None or weight.stored.is_floating_point():

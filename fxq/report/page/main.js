@@ -31,9 +31,10 @@ function start() {
       location.hash = "#" + new URLSearchParams({ tab: state.tab ?? "", part: event.target.value });
       location.reload();
     };
-    tools.append(el("select", { id: "part", "aria-label": "part", onchange: choose }, ...options));
+    tools.append(el("label", `part (of ${options.length}) `, el("select", { id: "part", onchange: choose }, ...options)));
     const lines = whole.python.map((line) => el("li", line));
-    const about = el("details", { id: "about-parts" }, el("summary", `${whole.title}: ${whole.summary}`), el("ul", ...lines));
+    const about = el("details", { id: "about-parts" }, el("summary", `${whole.title}: ${whole.summary}`));
+    about.append(el("p.note", "Code that stays in Python:"), el("ul", ...lines));
     document.getElementById("views").before(about);
   }
   const help = makeHelp();

@@ -179,6 +179,7 @@ class Recurrent(nn.Module):
         return y, h, c
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("samples", [1, 5])
 @pytest.mark.parametrize("options", [{}, {"batch_first": True}, {"bidirectional": True}, {"bias": False}], ids=str)
 def test_lstms_measure_their_ranges(options, samples, machine, free):

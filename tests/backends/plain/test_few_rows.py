@@ -13,9 +13,11 @@ from torch import nn
 
 import fxq
 from fxq.backends.loops.code.compiler import loops
+from fxq.backends.loops.code.thread_pool import run_together
 from fxq.backends.plain import few_rows, weight_only
 from fxq.backends.plain.few_rows import MAX_ROWS, FewRowsProduct, refused
 from fxq.backends.plain.stored_weight import StoredWeight
+from fxq.common.timed_calls import threads_set_to
 from fxq.quant.packing import pack
 
 pytestmark = pytest.mark.any_cpu
@@ -172,3 +174,43 @@ def test_without_a_loop_weights_are_converted(monkeypatch):
     monkeypatch.setattr(weight_only, "loops_for", lambda *_: None)
     monkeypatch.setattr(few_rows.FewRowsProduct, "__call__", None)
     assert quantized(1)(torch.randn(1, 160)).shape == (1, 37)
+
+
+# ---- several threads
+
+
+@needs_numba
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("rows", [1, 3, 16])
+@pytest.mark.parametrize("outputs", [5, 50, 333])
+@pytest.mark.parametrize("per", ["channel", 64])
+def test_threads_compute_the_same_numbers(monkeypatch, bits, rows, outputs, per):
+    """Each computes some of the columns, with tiles that begin where those of one thread do."""
+    weight = stored(outputs, 192, bits, True, per, True)
+    loop, x = FewRowsProduct(LOOPS, weight, torch.randn(outputs)), torch.randn(rows, 192)
+    alone = loop(x)
+    monkeypatch.setattr(few_rows, "_MIN_PART_BYTES", 1)
+    calls = []
+    monkeypatch.setattr(few_rows, "run_together", lambda *args: calls.append(run_together(*args)) or calls[-1])
+    for threads in (2, 3, 7):
+        with threads_set_to(threads):
+            torch.testing.assert_close(loop(x), alone, **EXACT)
+    assert calls == [True] * 3
+    torch.testing.assert_close(alone.double(), product(x, weight, loop._constants[3])[0], rtol=1e-5, atol=1e-3)
+
+
+@needs_numba
+def test_a_small_product_runs_on_one_thread(monkeypatch):
+    """And one for which no thread is free."""
+    weight = stored(64, 64, 8, True, "channel", False)
+    loop, x = FewRowsProduct(LOOPS, weight, None), torch.randn(1, 64)
+    alone = loop(x)
+    monkeypatch.setattr(few_rows, "run_together", lambda *_: pytest.fail("several threads run it"))
+    with threads_set_to(4):
+        torch.testing.assert_close(loop(x), alone, **EXACT)
+    large = FewRowsProduct(LOOPS, stored(1024, 256, 8, True, "channel", False), None)
+    x = torch.randn(1, 256)
+    alone = large(x)
+    monkeypatch.setattr(few_rows, "run_together", lambda *_: False)
+    with threads_set_to(4):
+        torch.testing.assert_close(large(x), alone, **EXACT)

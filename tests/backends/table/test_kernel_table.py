@@ -9,6 +9,7 @@ from fxq.backends.x86.x86_kernels import ROWS
 from fxq.graph.region import Weight
 from fxq.graph.unit import calls_of
 from fxq.patterns.fusions.excite import squeeze_excite, squeeze_excite_mean
+from fxq.quant.dynamic_grid import DynamicGrid
 from fxq.quant.qparams import QParams
 
 pytestmark = pytest.mark.any_cpu
@@ -159,8 +160,7 @@ def test_what_a_kernel_is_made_of(rest, inputs, expected):
     )
     calls = calls_of(gm, next(n for n in gm.graph.nodes if n.name == "z"))
     (match,) = matching_rows(calls, {rule_key("gate", "akcr"): KernelRow(None)})
-    read, captures, dynamic = match.integers(gm)
-    assert dynamic == {}
+    read, captures = match.integers(gm)
     assert [node.name for node in read] == inputs
     assert {name: brief(value) for name, value in captures.items()} == expected
 
@@ -169,3 +169,53 @@ def brief(value):
     if isinstance(value, QParams):
         return value.s
     return str(value.values.dtype).removeprefix("torch.") if isinstance(value, Weight) else value
+
+
+DYNAMIC = """
+x: float32[3, 8] = input()
+s: float32[3, 1] = choose_scale(x, {scale})
+{zero}
+q: uint8[3, 8] = quantize(x, {grid})
+dq: float32[3, 8] = dequantize(q, {grid})
+w: int8[5, 8] = tensor('w')
+w_dq: float32[5, 8] = dequantize(w, scale=0.25, zero_point=0, qmin=-127, qmax=127)
+y: float32[3, 5] = linear(dq, w_dq)
+return y
+"""
+
+
+@pytest.mark.parametrize(
+    ("scale", "zero", "zero_point", "inputs", "grid"),
+    [
+        ("steps=63, axis=-1", "", 64, ["q", "s"], DynamicGrid(0, 127, torch.uint8, -1)),
+        (
+            "steps=126, axis=-1, symmetric=False",
+            "z: float32[3, 1] = choose_zero_point(x, scale=s, axis=-1)",
+            "z",
+            ["q", "s", "z"],
+            DynamicGrid(0, 127, torch.uint8, -1, symmetric=False),
+        ),
+    ],
+)
+def test_a_kernel_of_a_dynamic_input_gets_its_grid(scale, zero, zero_point, inputs, grid):
+    """It takes the integers, then their scale, and their zero point if that is computed, too."""
+    options = f"scale=s, zero_point={zero_point}, qmin=0, qmax=127"
+    text = DYNAMIC.format(scale=scale, zero=zero, grid=options)
+    gm = fxq.extend.read_graph(text, {"w": torch.ones(5, 8, dtype=torch.int8)})
+    calls = calls_of(gm, next(n for n in gm.graph.nodes if n.name == "y"))
+    (match,) = matching_rows(calls, {"linear": KernelRow(None)})
+    read, captures = match.integers(gm)
+    assert [node.name for node in read] == inputs and captures["x"] == grid and grid.inputs == len(inputs) - 1
+    request = KernelRequest(captures, (None,), calls)
+    (static,) = request.with_unit_scales.grids
+    wanted = QParams.per_tensor(1.0, 64 if grid.symmetric else 0, 0, 127)
+    assert request.grids == () and static.same_as(wanted)
+
+
+def test_integers_on_a_grid_with_another_middle_are_no_input_of_a_kernel():
+    """Kernels take the zero point of a symmetric dynamic grid from its limits."""
+    text = DYNAMIC.format(scale="steps=63, axis=-1", zero="", grid="scale=s, zero_point=60, qmin=0, qmax=127")
+    gm = fxq.extend.read_graph(text, {"w": torch.ones(5, 8, dtype=torch.int8)})
+    calls = calls_of(gm, next(n for n in gm.graph.nodes if n.name == "y"))
+    (match,) = matching_rows(calls, {"linear": KernelRow(None)})
+    assert match.integers(gm)[0] == () and match.integers(gm)[1]["x"] is None

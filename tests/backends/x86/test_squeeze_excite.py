@@ -48,7 +48,7 @@ def kernel(
     return kernel, means
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_any_shape(data):
     draw = data.draw

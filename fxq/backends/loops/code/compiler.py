@@ -22,7 +22,7 @@ from fxq.backends.loops.code.code_cache import compile_cached
 from fxq.common.cache_folder import chosen_folder
 from fxq.errors import BackendError
 
-MODULES = ("row_loops", "step_loops", "program_loops", "few_rows_loops")
+MODULES = ("row_loops", "step_loops", "program_loops", "few_rows_loops", "pool_loops")
 """Modules of this folder that hold the compiled functions."""
 log = logging.getLogger("fxq")
 _MAX_LOOP_THREADS = 4
@@ -78,7 +78,7 @@ def loops_for(name: str, elements: int, *read: Tensor | None) -> ModuleType | No
 
     Args:
         name: Name of the module.
-        elements: Number of elements that the loop computes.
+        elements: Number of elements that the loop computes on one thread; 0 if it runs on all threads.
         read: Tensors whose addresses the loop gets. A dispatch mode of PyTorch would not see these reads.
     """
     if elements > _MAX_CALL_BOUND_ELEMENTS and torch.get_num_threads() > _MAX_LOOP_THREADS:
@@ -106,10 +106,33 @@ def _source_hash() -> str:
     return digest.hexdigest()[:12]
 
 
-def helper(function: Callable[..., object]) -> Callable[..., object]:
-    """Decorate a function that `compiled` functions may call. Raises `ImportError` where Numba is not installed."""
+def _claim_name(function: Callable[..., object], name: str) -> None:
+    """Give a function a qualified name. Of a closure, it must be the only one in its module, else `ValueError`.
+
+    Numba names machine code by module, qualified name, argument types and a counter of the process. Cached machine code
+    has the counter of the process that compiled it: of two closures with one name, one could run as the other.
+    """
+    function.__qualname__ = name
+    key = (function.__module__, name)
+    if key in _names and getattr(function, "__closure__", None):
+        raise ValueError(f"two closures of {key[0]} would be compiled as {name}: give each a name of its own")
+    _names.add(key)
+
+
+_names: set[tuple[str, str]] = set()
+"""Module and qualified name of each function that Numba compiles."""
+
+
+def helper(function: Callable[..., object], name: str = "") -> Callable[..., object]:
+    """Decorate a function that `compiled` functions may call. Raises `ImportError` where Numba is not installed.
+
+    Args:
+        function: Function to compile.
+        name: Qualified name. Default: the function's own. A factory of closures must give each its own name.
+    """
     import numba
 
+    _claim_name(function, name or function.__qualname__)
     dispatcher: Callable[..., object] = numba.njit(**_OPTIONS)(function)
     return dispatcher
 
@@ -118,6 +141,7 @@ def inlined(function: Callable[..., object]) -> Callable[..., object]:
     """Decorate a helper that becomes part of its caller's code, since it is called for each tile or pixel."""
     import numba
 
+    _claim_name(function, function.__qualname__)
     dispatcher: Callable[..., object] = numba.njit(forceinline=True, **_OPTIONS)(function)
     return dispatcher
 
@@ -148,7 +172,7 @@ def compiled(types: str) -> Callable[[Callable[..., None]], Callable[..., None]]
 
     def compile_(function: Callable[..., None]) -> Callable[..., None]:
         # Numba caches machine code under this name, and checks only the function's own file for changes.
-        function.__qualname__ = f"{function.__name__}_{_source_hash()}"
+        _claim_name(function, f"{function.__name__}_{_source_hash()}")
         loop, is_cached = compile_cached(numba.types.void(*argument_types), function, _OPTIONS)
         if not is_cached:
             _warn_not_cached()

@@ -8,6 +8,7 @@ from numba import carray  # type: ignore[attr-defined]  # Numba does not list it
 from fxq.backends.loops.code import few_rows_code as code
 from fxq.backends.loops.code.compiler import compiled, helper
 from fxq.backends.loops.code.few_rows_code import CHUNK, MANY_COLUMNS, MANY_ROWS, SOME_COLUMNS, FewRows
+from fxq.backends.loops.code.memory_loops import floats
 from fxq.backends.loops.code.vectors import LANES
 
 _f = np.float32
@@ -15,10 +16,9 @@ SIGNED8, UNSIGNED8, SIGNED4, UNSIGNED4 = range(4)
 """Kinds of weights: int8, uint8, and two values of 4 bits per byte as `fxq/quant/packing.py` packs them."""
 
 
-def _by_kind(signed8, unsigned8, signed4, unsigned4):
+def _by_kind(name, signed8, unsigned8, signed4, unsigned4):
     """Loop function that runs the tile of a kind of weight."""
 
-    @helper
     def tile(kind, few):
         if kind == SIGNED8:
             signed8(few)
@@ -29,12 +29,12 @@ def _by_kind(signed8, unsigned8, signed4, unsigned4):
         else:
             unsigned4(few)
 
-    return tile
+    return helper(tile, name)
 
 
-_one = _by_kind(code.signed8_one, code.unsigned8_one, code.signed4_one, code.unsigned4_one)
-_row = _by_kind(code.signed8_row, code.unsigned8_row, code.signed4_row, code.unsigned4_row)
-_rows = _by_kind(code.signed8_rows, code.unsigned8_rows, code.signed4_rows, code.unsigned4_rows)
+_one = _by_kind("one", code.signed8_one, code.unsigned8_one, code.signed4_one, code.unsigned4_one)
+_row = _by_kind("row", code.signed8_row, code.unsigned8_row, code.signed4_row, code.unsigned4_row)
+_rows = _by_kind("rows", code.signed8_rows, code.unsigned8_rows, code.signed4_rows, code.unsigned4_rows)
 
 
 @helper
@@ -88,6 +88,58 @@ def _sum_blocks(x, columns, block, factor, lanes, out):
         out[k] = total * factor
 
 
+@helper
+def _multiply_some(
+    x, weight, scale, offset, zero, bias, places, out, kind, rows, columns, outputs, row_bytes, block, scales, span,
+    first, end
+):  # fmt: skip
+    """Compute the columns from `first` to `end` of x @ weight.T + bias. Other arguments as those of `few_rows`."""
+    chunks, is_packed = (row_bytes + CHUNK - 1) // CHUNK, kind >= SIGNED4
+    size, sums = chunks * CHUNK * (2 if is_packed else 1), (scales + LANES - 1) // LANES * LANES
+    x = carray(x, (rows, columns))
+    arranged, x_sums, lanes = np.empty((rows, size), _f), np.zeros((rows, sums), _f), np.empty(LANES, _f)
+    for r in range(rows):
+        if is_packed:
+            _arrange4(x[r], columns, row_bytes, arranged[r])
+        else:
+            _arrange8(x[r], columns, arranged[r])
+        if zero != 0:
+            _sum_blocks(x[r], columns, block, zero, lanes, x_sums[r])
+    column = first
+    while column < end:
+        count = MANY_COLUMNS if end - column >= MANY_COLUMNS else 1
+        r = 0
+        while r < rows:
+            is_many = rows - r >= MANY_ROWS and count > 1
+            for c in range(column, column + count, SOME_COLUMNS if is_many else count):
+                few = FewRows(
+                    arranged.ctypes.data + 4 * size * r, x_sums.ctypes.data + 4 * sums * r,
+                    weight + row_bytes * c, row_bytes, chunks, span, places,
+                    scale + 4 * scales * c, scales, offset + 4 * scales * c,
+                    bias + 4 * c, out + 4 * (outputs * r + c), 4 * outputs,
+                )  # fmt: skip
+                if is_many:
+                    _rows(kind, few)
+                elif count > 1:
+                    _row(kind, few)
+                else:
+                    _one(kind, few)
+            r += MANY_ROWS if is_many else 1
+        column += count
+    arranged[0, 0] = x_sums[0, 0]  # keeps both arrays alive until here, as only their addresses are used
+
+
+@helper
+def multiply(
+    x, weight, scale, offset, zero, bias, places, out, kind, rows, columns, outputs, row_bytes, block, scales, span
+):
+    """Compute x @ weight.T + bias. Arguments as those of `few_rows`."""
+    _multiply_some(
+        x, weight, scale, offset, zero, bias, places, out, kind, rows, columns, outputs, row_bytes, block, scales, span,
+        0, outputs,
+    )  # fmt: skip
+
+
 @compiled("f* i i i f i i i i i i i i i i i")
 def few_rows(
     x, weight, scale, offset, zero, bias, places, out, kind, rows, columns, outputs, row_bytes, block, scales, span
@@ -115,36 +167,21 @@ def few_rows(
         scales: Scales of a row of the weight.
         span: Number of chunks with the same scales.
     """
-    chunks, is_packed = (row_bytes + CHUNK - 1) // CHUNK, kind >= SIGNED4
-    size, sums = chunks * CHUNK * (2 if is_packed else 1), (scales + LANES - 1) // LANES * LANES
-    x = carray(x, (rows, columns))
-    arranged, x_sums, lanes = np.empty((rows, size), _f), np.zeros((rows, sums), _f), np.empty(LANES, _f)
-    for r in range(rows):
-        if is_packed:
-            _arrange4(x[r], columns, row_bytes, arranged[r])
-        else:
-            _arrange8(x[r], columns, arranged[r])
-        if zero != 0:
-            _sum_blocks(x[r], columns, block, zero, lanes, x_sums[r])
-    column = 0
-    while column < outputs:
-        count = MANY_COLUMNS if outputs - column >= MANY_COLUMNS else 1
-        r = 0
-        while r < rows:
-            is_many = rows - r >= MANY_ROWS and count > 1
-            for c in range(column, column + count, SOME_COLUMNS if is_many else count):
-                few = FewRows(
-                    arranged.ctypes.data + 4 * size * r, x_sums.ctypes.data + 4 * sums * r,
-                    weight + row_bytes * c, row_bytes, chunks, span, places,
-                    scale + 4 * scales * c, scales, offset + 4 * scales * c,
-                    bias + 4 * c, out + 4 * (outputs * r + c), 4 * outputs,
-                )  # fmt: skip
-                if is_many:
-                    _rows(kind, few)
-                elif count > 1:
-                    _row(kind, few)
-                else:
-                    _one(kind, few)
-            r += MANY_ROWS if is_many else 1
-        column += count
-    arranged[0, 0] = x_sums[0, 0]  # keeps both arrays alive until here, as only their addresses are used
+    multiply(
+        x, weight, scale, offset, zero, bias, places, out, kind, rows, columns, outputs, row_bytes, block, scales, span
+    )
+
+
+PART_FIELDS = 15
+"""Integers of a part of a product: the arguments of `few_rows` in order, without x, out and rows, then the first column
+and the end of the columns that it computes."""
+
+
+@compiled("i64* i i64*")
+def few_rows_part(part, _count, bases):
+    """Compute a part of a product. `bases` holds the addresses of x and out, and the number of rows."""
+    part, bases = carray(part, PART_FIELDS), carray(bases, 3)
+    _multiply_some(
+        floats(bases[0]), part[0], part[1], part[2], _f(part[3]), part[4], part[5], bases[1], part[6], bases[2],
+        part[7], part[8], part[9], part[10], part[11], part[12], part[13], part[14],
+    )  # fmt: skip

@@ -294,7 +294,7 @@ def linear(step, bases):
     x, out = address_of(bases, step, LinearField.X), address_of(bases, step, LinearField.OUT)
     x_stride, out_stride = step[LinearField.X_STRIDE], step[LinearField.OUT_STRIDE]
     rows, depth, columns = step[LinearField.ROWS], step[LinearField.DEPTH], step[LinearField.COLUMNS]
-    weight = carray(floats(step[LinearField.WEIGHT]), (depth, columns))
+    weight, weight_stride = step[LinearField.WEIGHT], step[LinearField.WEIGHT_STRIDE]
     bias = carray(floats(step[LinearField.BIAS]), columns)
     function, slope, numbers = step[LinearField.FUNCTION], step[LinearField.SLOPE], step[LinearField.NUMBERS]
     for first in range(0, rows, _ROWS_AT_ONCE):
@@ -304,7 +304,7 @@ def linear(step, bases):
             for j in range(columns):
                 y[j] = bias[j]
         for k in range(depth):
-            line = weight[k]
+            line = carray(floats(weight + 4 * k * weight_stride), columns)
             for n in range(first, last):
                 value, y = carray(floats(x + n * x_stride), depth)[k], carray(floats(out + n * out_stride), columns)
                 for j in range(columns):

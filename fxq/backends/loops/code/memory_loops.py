@@ -34,7 +34,7 @@ def _pointer(dtype: Any) -> Any:
     return pointer
 
 
-floats, bytes_, ints = _pointer(types.float32), _pointer(types.uint8), _pointer(types.int32)
+floats, bytes_, ints, words = map(_pointer, (types.float32, types.uint8, types.int32, types.int64))
 
 
 @helper
@@ -102,19 +102,18 @@ def write(x, to_floats, numbers, out, count):
         y[j] = np.uint8(_i(np.rint(value)))
 
 
-def _by_16(function: Any) -> Any:
+def _by_16(name: str, function: Any) -> Any:
     """Loop that applies a function of 16 floats in place to `count` floats."""
 
-    @helper
     def loop(x, count):
         for j in range(0, count, 16):
             function(x + 4 * j)
 
-    return loop
+    return helper(loop, f"{name}_by_16")
 
 
 _silu, _hardswish, _gelu, _sigmoid, _tanh, _hardsigmoid = map(
-    _by_16, (silu, hardswish, gelu, sigmoid, tanh, hardsigmoid)
+    _by_16, FUNCTION_NAMES[SILU:], (silu, hardswish, gelu, sigmoid, tanh, hardsigmoid)
 )
 
 

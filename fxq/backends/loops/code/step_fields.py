@@ -83,10 +83,11 @@ class LinearField(IntEnum):
     DEPTH = 8
     COLUMNS = 9
     WEIGHT = 10  # address of float32 (depth, columns)
-    BIAS = 11  # address of float32 (columns,)
-    FUNCTION = 12  # index in `memory_loops.FUNCTION_NAMES`, or NO_FUNCTION
-    SLOPE = 13  # address of float32 (16,)
-    NUMBERS = 14  # address of float32: lower bound, upper bound, factor, zero point
+    WEIGHT_STRIDE = 11  # floats from row to row of the weight
+    BIAS = 12  # address of float32 (columns,)
+    FUNCTION = 13  # index in `memory_loops.FUNCTION_NAMES`, or NO_FUNCTION
+    SLOPE = 14  # address of float32 (16,)
+    NUMBERS = 15  # address of float32: lower bound, upper bound, factor, zero point
 
 
 class PointwiseField(IntEnum):

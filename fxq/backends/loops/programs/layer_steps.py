@@ -128,7 +128,8 @@ class ProductStep(ProgramStep):
         x_places = self._places(x, self.first, self.stride, channel if is_depthwise else 0)
         out_places = self._places(out, first[:2], self.out_stride, channel + first[2])
         epilogue = writer.loops.STORE_SUMS if is_depthwise or spread else self._epilogue(writer.loops)
-        bytes_per_pixel = x.pixel_stride * self.stride[1] * self.stride[0]
+        bytes_per_pixel, tile = x.pixel_stride * self.stride[1] * self.stride[0], writer.loops.TILE_PIXELS
+        pixels_at_once = max(MIN_PIXELS_AT_ONCE, writer.loops.MAX_TILE_INPUT_BYTES // bytes_per_pixel)
         residual: Sequence[int] = (0, 0)
         residual_places = residual_grid = 0
         if self.residual is not None:
@@ -142,7 +143,7 @@ class ProductStep(ProgramStep):
             **self._column_values(writer, columns, blocks * LANES, epilogue == writer.loops.ROUND),
             function=self.kind(writer), to_floats=self.grid is None, channels=count,
             block_bytes=LANES if is_depthwise else packed.numel() // blocks,
-            pixels_at_once=max(MIN_PIXELS_AT_ONCE, writer.loops.MAX_TILE_INPUT_BYTES // bytes_per_pixel),
+            pixels_at_once=pixels_at_once // tile * tile,
             is_depthwise=is_depthwise, block_step=LANES if is_depthwise else 0, spread=spread,
             residual=residual, residual_places=residual_places, residual_grid=residual_grid, epilogue=epilogue,
         )  # fmt: skip
@@ -265,7 +266,8 @@ class LinearStep(ProgramStep):
         row = writer.row(
             writer.loops.LINEAR, LinearField, x=x.origin, x_stride=x.byte_strides[0],
             out=out.origin, out_stride=out.byte_strides[0], rows=x.shape[0], depth=depth, columns=out.pixel_stride,
-            weight=writer.constant(F.pad(self.weight.t(), (0, room))), bias=writer.constant(F.pad(bias, (0, room))),
+            weight=writer.constant(F.pad(self.weight.t(), (0, room))), weight_stride=out.pixel_stride,
+            bias=writer.constant(F.pad(bias, (0, room))),
             function=writer.loops.NO_FUNCTION if self.function == CLAMP else self.kind(writer),
             slope=self.slopes(writer), numbers=writer.floats(*self.numbers()),
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Program of a region: its steps for inputs of one kind, and the memory that each thread runs it in."""
+"""Program of a region: its steps for inputs of one kind, and the memory that each caller runs it in."""
 
 from __future__ import annotations
 
@@ -17,14 +17,18 @@ import fxq.backends.loops.programs.image_ops
 import fxq.backends.loops.programs.layer_ops
 import fxq.backends.loops.programs.pointwise_ops
 import fxq.backends.loops.programs.view_ops  # noqa: F401  (register the planners)
+from fxq.backends.loops.code.thread_pool import usable_threads
 from fxq.backends.loops.programs.areas import ARENA, EXTERNAL, SCRATCH, lay_out
 from fxq.backends.loops.programs.plan import ProgramPlan, planned
 from fxq.backends.loops.programs.planned_values import PlannedHeads, PlannedValue
 from fxq.backends.loops.programs.program_steps import ProgramStep, RowWriter
+from fxq.backends.loops.programs.step_rows import StepRows
 
 
 class RegionProgram:
     """Program that runs a region for inputs of one kind.
+
+    It runs on as many threads as PyTorch had when it was made, or on the caller's alone while they serve another one.
 
     Args:
         loops: Compiled functions, `fxq.backends.loops.code.program_loops`.
@@ -54,31 +58,31 @@ class RegionProgram:
         writer = RowWriter(loops)
         step_rows = [(step, row) for step in plan.steps for row in step.rows(writer)]
         self._steps = [step for step, _ in step_rows]
-        self._rows = torch.zeros(len(step_rows), loops.MAX_STEP_FIELDS, dtype=torch.int64)
-        for i, (_, row) in enumerate(step_rows):
-            self._rows[i, : len(row)] = torch.tensor(row, dtype=torch.int64)
-        self._constants, self._loops = [*writer.constants, *plan.constants], loops
+        self._rows = StepRows(loops, [row for _, row in step_rows], usable_threads())
+        self._constants = [*writer.constants, *plan.constants]
         self._scratch = max((step.scratch(loops) for step in plan.steps), default=0)
 
-    def _for_thread(self) -> Callable[..., Any]:
-        """Return the program as a function of the inputs, with memory for one thread."""
+    def _for_caller(self) -> Callable[..., Any]:
+        """Return the program as a function of the inputs, with memory for one caller."""
+        threads, scratch = self._rows.threads, _whole_lines(self._scratch)
         with torch.inference_mode(False):
-            memory = torch.zeros(self._arena.nbytes + self._scratch + 128, dtype=torch.uint8, device="cpu")
+            memory = torch.zeros(self._arena.nbytes + threads * scratch + 128, dtype=torch.uint8, device="cpu")
             offset = -memory.data_ptr() % 64
             for start, count, value in self._arena.filled:
                 memory[offset + start : offset + start + count] = value
             count = EXTERNAL + self._count + len(self.plan.outputs)
-            bases = torch.zeros(count, dtype=torch.int64, device="cpu")
-            bases[ARENA] = memory.data_ptr() + offset
-            bases[SCRATCH] = bases[ARENA] + -(-self._arena.nbytes // 64) * 64
-        run, steps, row_count, base_address = self._loops.run, self._rows.data_ptr(), len(self._rows), bases.data_ptr()
+            bases = torch.zeros(threads, count, dtype=torch.int64, device="cpu")
+            bases[:, ARENA] = memory.data_ptr() + offset
+            first_scratch = memory.data_ptr() + offset + _whole_lines(self._arena.nbytes)
+            bases[:, SCRATCH] = first_scratch + scratch * torch.arange(threads, device="cpu")
+        run = self._rows.runner(bases)
         reads = [(EXTERNAL + i, self.plan.format(i)) for i in range(self._count)]
         outputs = [
             (EXTERNAL + self._count + k, *_strided(value), torch.empty((), dtype=dtype, device="cpu").new_empty_strided)
             for k, value in enumerate(self.plan.outputs)
             for dtype in [torch.float32 if value.area.is_float else torch.uint8]
         ]
-        addresses, returns_tuple = bases.numpy(), self.plan.returns_tuple
+        addresses, returns_tuple = bases[0].numpy() if threads == 1 else bases.t().numpy(), self.plan.returns_tuple
         images = [y for y in self.plan.outputs if isinstance(y, PlannedValue) and y.rank == 4 and y.axis == 1]
         makes_contiguous = bool(images) and not self._last
 
@@ -91,7 +95,7 @@ class RegionProgram:
             for i, shape, strides, empty in outputs:
                 values.append(empty(shape, strides))
                 addresses[i] = values[-1].data_ptr()
-            run(steps, row_count, base_address)
+            run()
             if held is not None:
                 held += [*alive, *values]
             values = [y.contiguous() for y in values] if makes_contiguous else values
@@ -105,7 +109,7 @@ class RegionProgram:
         try:
             call = self._thread.call
         except AttributeError:
-            call = self._thread.call = self._for_thread()
+            call = self._thread.call = self._for_caller()
         return call(inputs)
 
     def timed(self, inputs: Sequence[Tensor], rounds: Iterable[object]) -> list[tuple[ProgramStep, float]]:
@@ -113,17 +117,25 @@ class RegionProgram:
         self(*inputs)
         held: list[Tensor] = []  # keeps inputs and outputs alive
         self._thread.call(inputs, held)
-        bases, first, width = self._thread.call.bases.data_ptr(), self._rows.data_ptr(), 8 * self._loops.MAX_STEP_FIELDS
-        count = len(self._rows)
-        shortest = [math.inf] * (count + 1)  # the last one is an empty call
+        bases, repeats = self._thread.call.bases, 1 if self._rows.threads == 1 else _REPEATS
+        runs = [*self._rows.single_runners(bases, repeats), self._rows.runner(bases, 0)]
+        shortest = [math.inf] * len(runs)  # the last one is an empty call
         for _ in rounds:
-            for i in range(count + 1):
+            for i, run in enumerate(runs):
                 start = time.perf_counter()
-                self._loops.run(first + (i % count) * width, int(i < count), bases)
+                run()
                 shortest[i] = min(shortest[i], time.perf_counter() - start)
-        return [(step, 1e6 * max(t - shortest[-1], 0.0)) for step, t in zip(self._steps, shortest, strict=False)]
+        empty = shortest.pop()
+        return [(step, 1e6 * max(t - empty, 0.0) / repeats) for step, t in zip(self._steps, shortest, strict=True)]
 
 
+def _whole_lines(nbytes: int) -> int:
+    """Bytes, rounded up to whole cache lines."""
+    return -(-nbytes // 64) * 64
+
+
+_REPEATS = 8
+"""Calls of a step that are timed as one where threads run it, so that their beginning hardly counts."""
 _FORMATS = {True: torch.channels_last, False: torch.contiguous_format}
 
 

@@ -1,5 +1,7 @@
 """Functions that Numba compiles, and what happens where it does not."""
 
+import os
+import subprocess
 import sys
 import threading
 
@@ -29,6 +31,46 @@ def test_a_function_of_addresses_and_numbers():
     x = torch.arange(5.0)
     scale(x.data_ptr(), 4, 2.0)
     assert x.tolist() == [0, 2, 4, 6, 4]
+
+
+def test_each_closure_has_its_own_name():
+    """Numba tells closures with one name apart by a counter, which is another one where cached code was compiled."""
+    pytest.importorskip("numba")
+
+    def adds(number, name):
+        return compiler.helper(lambda x: x + number, name)
+
+    assert [adds(1, "adds_1")(2), adds(2, "adds_2")(2)] == [3, 4]
+    with pytest.raises(ValueError, match="test_compiler would be compiled as adds_1: give each"):
+        adds(3, "adds_1")
+
+
+@pytest.mark.slow
+def test_cached_code_calls_its_own_closures(tmp_path):
+    """Compiled where one function more came before, and read beside fresh code of the same closures."""
+    pytest.importorskip("numba")
+    module = (
+        "from fxq.backends.loops.code import compiler, memory_loops\n"
+        "@compiler.compiled('i i i i i')\n"
+        "def {}(kind, x, count, slope, numbers):\n"
+        "    memory_loops.apply_function(kind, x, count, slope, numbers)\n"
+    )
+    (tmp_path / "cached.py").write_text(module.format("run_cached"))
+    (tmp_path / "fresh.py").write_text(module.format("run_fresh"))
+    script = (
+        "import sys, numba, torch\n"
+        "from numba.core.bytecode import FunctionIdentity\n"
+        "if sys.argv[1] == 'write': next(FunctionIdentity._unique_ids)\n"
+        "from fxq.backends.loops.code.memory_loops import SIGMOID\n"
+        "if sys.argv[1] == 'read': import fresh\n"
+        "from cached import run_cached\n"
+        "x = torch.linspace(-4, 4, 16); y, slope, numbers = x.clone(), torch.ones(16), torch.zeros(2)\n"
+        "run_cached(SIGMOID, y.data_ptr(), 16, slope.data_ptr(), numbers.data_ptr())\n"
+        "torch.testing.assert_close(y, x.sigmoid(), rtol=1e-6, atol=1e-6)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "FXQ_CACHE": str(tmp_path / "cache")}
+    for role in ("write", "read"):
+        subprocess.run([sys.executable, "-c", script, role], check=True, env=environment, cwd=tmp_path)
 
 
 @pytest.mark.usefixtures("anew")

@@ -1,0 +1,172 @@
+"""Pool of threads that run the steps of a program together; see `pool_loops.py`.
+
+The threads are started when a program first needs them. They wait in compiled code, without the GIL, for a fraction of
+a millisecond, and sleep after that. A process that is forked starts threads of its own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from fxq.backends.loops.code.compiler import loops
+
+MAX_THREADS = 32
+"""Threads that run a program at most: `pool_loops.MAX_PARTS`, which cannot be read without Numba."""
+_WORD = 8
+_SECONDS_TO_STOP = 1.0
+"""Time that threads have at exit to complete their part."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """Steps with parts that may run at once. All numbers are those of `pool_loops.lead`, whose docstring names them."""
+
+    function: int
+    rows: int
+    parts: int
+    count: int
+    step_bytes: int
+    row_bytes: int
+
+
+def _yield_address() -> int:
+    """Address of the C function that lets other threads of the machine run; 0 where there is none."""
+    try:
+        library: Any = ctypes.CDLL(None) if os.name == "posix" else ctypes.CDLL("kernel32")
+        function = library.sched_yield if os.name == "posix" else library.SwitchToThread
+    except (AttributeError, OSError):
+        return 0
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
+class ThreadPool:
+    """Threads that serve one caller at a time.
+
+    Args:
+        compiled: The module `fxq.backends.loops.code.pool_loops`.
+    """
+
+    def __init__(self, compiled: ModuleType) -> None:
+        self._compiled = compiled
+        words = compiled.ASLEEP + MAX_THREADS
+        with torch.inference_mode(False):
+            self._memory = torch.zeros(words + compiled.TICKET + 16, dtype=torch.int64, device="cpu")
+        self._board = -(-self._memory.data_ptr() // 128) * 128
+        first = (self._board - self._memory.data_ptr()) // _WORD
+        array: Any = self._memory.numpy()
+        self._words = memoryview(array)[first : first + words]
+        self._words[compiled.YIELD] = _yield_address()
+        self._caller = threading.Lock()
+        self._bells: list[threading.Lock] = []
+        self._threads: list[threading.Thread] = []
+
+    def run(self, job: Job, threads: int, bases: int, bases_bytes: int) -> bool:
+        """Run a job with up to `threads` threads, the calling one included.
+
+        Returns:
+            False, and nothing is run, if the pool has another caller or has stopped.
+        """
+        if not self._caller.acquire(blocking=False):
+            return False
+        try:
+            if self._words[self._compiled.STOP]:
+                return False
+            self._wake(threads)
+            self._compiled.lead(
+                self._board, job.function, job.rows, job.parts, job.count, job.step_bytes, job.row_bytes, bases,
+                bases_bytes,
+            )  # fmt: skip
+        finally:
+            self._caller.release()
+        return True
+
+    def _wake(self, threads: int) -> None:
+        """Start missing threads, and wake those that sleep. The caller is thread 0."""
+        asleep = self._compiled.ASLEEP
+        for index in range(1, threads):
+            if index > len(self._threads):
+                bell = threading.Lock()
+                bell.acquire()
+                thread = threading.Thread(target=self._serve, args=(index, bell), name=f"fxq-{index}", daemon=True)
+                self._bells.append(bell)
+                self._threads.append(thread)
+                thread.start()
+            elif self._words[asleep + index]:
+                self._words[asleep + index] = 0
+                self._bells[index - 1].release()
+
+    def _serve(self, index: int, bell: threading.Lock) -> None:
+        """Body of a thread: wait for parts, then for the bell."""
+        while not self._words[self._compiled.STOP]:
+            self._compiled.serve(self._board, index)
+            bell.acquire()
+
+    def stop(self) -> None:
+        """End the threads. Later calls run nothing."""
+        with self._caller:
+            self._words[self._compiled.STOP] = 1
+            for bell in self._bells:
+                if bell.locked():
+                    bell.release()
+        for thread in self._threads:
+            thread.join(_SECONDS_TO_STOP)
+
+
+class _ProcessPool:
+    """The pool of this process, once a program has needed one."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pool: ThreadPool | None = None
+        self._is_closed = False
+
+    def get(self) -> ThreadPool | None:
+        """Return the pool; None at exit, or where Numba is missing."""
+        if self._pool is None and not self._is_closed:
+            compiled = loops("pool_loops")
+            with self._lock:
+                if self._pool is None and not self._is_closed and compiled is not None:
+                    self._pool = ThreadPool(compiled)
+        return self._pool
+
+    def forget(self) -> None:
+        """Leave the pool to the parent process, whose threads a fork does not copy."""
+        self._lock, self._pool = threading.Lock(), None
+
+    def close(self) -> None:
+        """Stop the pool before Python frees compiled code and memory, which its threads use."""
+        self._is_closed = True
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.stop()
+
+
+_process_pool = _ProcessPool()
+atexit.register(_process_pool.close)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_process_pool.forget)
+
+
+def usable_threads() -> int:
+    """Number of threads that PyTorch has, up to `MAX_THREADS`."""
+    return min(torch.get_num_threads(), MAX_THREADS)
+
+
+def code_address(function: Callable[..., None]) -> int:
+    """Address of the machine code of a function that `compiler.compiled` has decorated."""
+    return ctypes.cast(function, ctypes.c_void_p).value or 0  # type: ignore[arg-type]  # it is a ctypes function
+
+
+def run_together(job: Job, threads: int, bases: int, bases_bytes: int) -> bool:
+    """Run a job on the threads of this process, see `ThreadPool.run`."""
+    pool = _process_pool.get()
+    return pool is not None and pool.run(job, threads, bases, bases_bytes)

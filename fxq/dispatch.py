@@ -1,0 +1,225 @@
+"""Dispatch of the public functions by the kind of model: one graph, parts, programs, a generator, a training run."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from fxq.calibration.ranks import Ranks
+from fxq.common.data import Batch, as_batch, batches, length_of, samples_in
+from fxq.common.isolation import untouched
+from fxq.common.progress import progress_bar
+from fxq.errors import FxqError, InputError, RecipeError, TraceError
+from fxq.integrations import load_folder, quantize_known
+from fxq.integrations.adapters import with_float_adapters
+from fxq.ledger.comparison import Comparison, compare_with, quantized_reference
+from fxq.model import QuantizedModel
+from fxq.parts.choose import untraced_modules, why_in_parts, why_not
+from fxq.parts.compare_parts import compare_parts
+from fxq.parts.observed_parts import ObservedParts
+from fxq.parts.parts_model import PartsModel, load_parts
+from fxq.parts.quantize_parts import PartsRun
+from fxq.programs.quantized_programs import QuantizedPrograms, load_model
+from fxq.recipe.recipe import Recipe, as_recipe
+from fxq.report.report import write_comparison
+from fxq.tracing.wrappers import unwrapped
+from fxq.workflow.calibrate import EVERY, Calibration, as_observed, first_of_all
+from fxq.workflow.compare_programs import compare_programs
+from fxq.workflow.entry import compared_model, float_model
+from fxq.workflow.fastest import converted_for_recipe, prepared_for_recipe
+from fxq.workflow.observed_model import ObservedModel
+from fxq.workflow.programs import examples_of, needs_programs, quantize_programs
+from fxq.workflow.steps import float_reference
+from fxq.workflow.train import converted_from_training
+from fxq.workflow.training_model import TrainingModel
+
+
+def quantize_model(
+    model: nn.Module,
+    recipe: Recipe,
+    data: Iterable[Any] | None,
+    example_inputs: Any,
+    progress: bool | None,
+    checkpoint: str | os.PathLike[str] | None,
+    group: Any,
+) -> QuantizedModel:
+    """Quantize a model as one graph, in parts, as several programs, or as a generator, see `fxq.quantize`."""
+    if recipe.trains:
+        raise RecipeError(
+            f"the recipe {recipe.preset!r} needs training, which fxq.quantize does not do: call trained = "
+            "fxq.prepare(model, recipe, example_inputs=x), run your training loop, then call fxq.convert(trained)."
+        )
+    model = float_model(model)
+    examples_by_name = {} if example_inputs is None else examples_of(example_inputs, model)
+    recipe = with_float_adapters(model, recipe)
+    quantized: QuantizedModel | None = quantize_known(model, recipe, data, examples_by_name, progress=progress)
+    if quantized is not None:
+        return quantized
+    traces_later = recipe.new_kinds == "trace"
+    if examples_by_name and (traces_later or needs_programs(list(examples_by_name.values()))):
+        programs: Any = quantize_programs(model, recipe, examples_by_name, data, progress=progress)
+        return programs  # typed as the usual case
+    ranks = Ranks.of(group if data is not None else None)
+    stream = batches(data, model, may_be_empty=ranks.size > 1) if data is not None else iter(())
+    first = ranks.together(lambda: list(_opening(stream)))
+    examples_given = [] if example_inputs is None else [as_batch(example_inputs, model, "example_inputs")]
+    examples = examples_given or first_of_all(first, ranks, model)
+    if not examples:
+        raise _no_data(recipe)
+    if traces_later:
+        programs = quantize_programs(
+            model, recipe, {"program_0": examples[-1]}, chain(first, stream), progress=progress
+        )
+        return programs
+    run = prepare_model(model, recipe, examples[-1]) if ranks.size == 1 else None
+    if isinstance(run, ObservedParts):
+        if data is None and run.calibrated:
+            raise _no_data(recipe, run.calibrated)
+        run.calibrate(chain(first, stream), length_of(data), progress, checkpoint)
+        return convert_model(run, None)
+    observed = run or ranks.together(lambda: prepared_for_recipe(model, recipe, examples[-1]))
+    observed.manager.context.progress = progress
+    if data is not None:
+        calibration = Calibration(observed, ranks, checkpoint, EVERY, progress, few=not observed.calibrated)
+        calibration.run(chain(first, stream), length_of(data) if observed.calibrated else None)
+    elif observed.calibrated:
+        raise _no_data(recipe, observed.calibrated)
+    return converted_for_recipe(observed)
+
+
+def prepare_model(model: nn.Module, recipe: Recipe, example_inputs: Any, observe_all: bool = False) -> Any:
+    """Prepare a model as one graph; or in parts, if the recipe says so or the model cannot be traced as a whole."""
+
+    def prepare(part: nn.Module, own: Recipe, inputs: Any) -> ObservedModel:
+        return prepared_for_recipe(part, own, inputs, observe_all)
+
+    if example_inputs is None:
+        return prepare(model, recipe, None)  # raises the error for a missing example
+    run = PartsRun(model, recipe, as_batch(example_inputs, model, "example_inputs"), prepare)
+    if recipe.part_modules:
+        return ObservedParts(run.begin("the recipe names the parts."))
+    observed: ObservedModel | None = None
+    error: FxqError | None = None
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        try:
+            observed = prepare(model, recipe, run.example)
+            why = why_in_parts(observed)
+        except (TraceError, InputError) as failure:
+            # an error without a cause is a refusal, of state that parts would share or of values that are not finite
+            error, why = failure, why_not(model, failure) if failure.__cause__ is not None else ""
+    if why and not recipe.strict_trace:
+        try:
+            run.begin(why)
+            if observed is None or run.has_parts_in(untraced_modules(observed)):
+                return ObservedParts(run)
+        except (TraceError, InputError):
+            pass  # the error of the whole model says more
+    if error is not None:
+        raise error
+    for warning in heard:
+        warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+    assert observed is not None
+    return observed
+
+
+def _opening(stream: Iterable[Batch]) -> Iterator[Batch]:
+    """First batches of a stream, up to the first one that is not empty."""
+    for batch in stream:
+        yield batch
+        if samples_in(batch) != 0:
+            return
+
+
+def _no_data(recipe: Recipe, calibrated: str = "") -> InputError:
+    """Error for missing calibration data, or for a missing batch to infer shapes from.
+
+    Args:
+        recipe: the recipe.
+        calibrated: name of a value whose range needs data; empty if no such value is known.
+    """
+    if not calibrated and not recipe.config.is_calibrated:
+        return InputError(
+            "give one batch of inputs to infer shapes from: fxq.quantize(model, recipe, example_inputs=x)."
+        )
+    value = f", for {calibrated}" if calibrated else ""
+    return InputError(
+        f"the recipe {recipe.preset!r} needs data to calibrate with{value}: fxq.quantize(model, recipe, data=loader)."
+    )
+
+
+def convert_model(observed: Any, recipe: Any) -> QuantizedModel:
+    """Convert a calibrated or a trained model, see `fxq.convert`."""
+    trained = unwrapped(observed)
+    if isinstance(trained, TrainingModel):
+        if recipe is not None:
+            raise RecipeError(
+                "a trained model is converted with the recipe that it was prepared with: call fxq.convert(trained) "
+                "without a recipe."
+            )
+        return converted_from_training(trained)
+    chosen = as_recipe(recipe) if recipe is not None else None
+    if isinstance(trained, ObservedParts):
+        parts: QuantizedModel = trained.run.convert(chosen)  # typed as the usual case
+        return parts
+    calibrated = as_observed(observed)
+    return converted_for_recipe(calibrated, chosen)
+
+
+def calibrate_model(
+    observed: Any,
+    data: Iterable[Any],
+    progress: bool | None,
+    checkpoint: str | os.PathLike[str] | None,
+    every: float,
+    group: Any,
+) -> Any:
+    """Calibrate a prepared model, as one graph or in parts, see `fxq.calibrate`."""
+    ranks = Ranks.of(group)
+    if isinstance(observed, ObservedParts):
+        return observed.calibrate(
+            batches(data, observed.run.model), length_of(data), progress, checkpoint, every, ranks
+        )
+    calibrated = as_observed(observed)
+    stream = batches(data, calibrated.manager.context.model, may_be_empty=ranks.size > 1)
+    Calibration(calibrated, ranks, checkpoint, every, progress).run(stream, length_of(data))
+    return calibrated
+
+
+def compare_models(a: Any, b: QuantizedModel, data: Iterable[Any], progress: bool | None) -> Comparison:
+    """Compare a quantized model, as one graph, in parts or programs, with its float model, see `fxq.compare`."""
+    quantized: Any = b
+    if isinstance(quantized, PartsModel):
+        a = float_model(a)
+        with untouched(a), progress_bar("comparing", length_of(data), progress) as advance:
+            return compare_parts(a, quantized, batches(data, a), advance)
+    if isinstance(quantized, QuantizedPrograms):
+        a = float_model(a)
+        with untouched(a), progress_bar("comparing", length_of(data), progress) as advance:
+            return compare_programs(a, quantized, batches(data, a), advance)
+    a = compared_model(a, b)
+    stream = batches(data, a)
+    first = next(stream)
+    reference = quantized_reference(a, b) if isinstance(a, QuantizedModel) else float_reference(a, b, first)
+    with untouched(a), untouched(b), progress_bar("comparing", length_of(data), progress) as advance:
+        return compare_with(reference, b, chain([first], stream), advance, write_comparison)
+
+
+def load_path(
+    path: str | os.PathLike[str], leaves: Mapping[str, nn.Module] | None, into: nn.Module | None
+) -> QuantizedModel:
+    """Load a model from a file, or from a folder of `save_pretrained`, see `fxq.load`."""
+    if into is not None:
+        parts: QuantizedModel = load_parts(path, unwrapped(into))
+        return parts
+    if isinstance(path, (str, os.PathLike)) and os.path.isdir(path):
+        folder: QuantizedModel = load_folder(Path(path))  # typed as the usual case
+        return folder
+    model: QuantizedModel = load_model(path, leaves)
+    return model

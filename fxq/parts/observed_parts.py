@@ -1,0 +1,197 @@
+"""Model with observers in its parts, which `fxq.prepare` returns for a model that traces only in part."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxq.calibration.calibration_state import fingerprint, restore, seen_by
+from fxq.calibration.checkpoint import Checkpoint
+from fxq.calibration.ranks import Ranks
+from fxq.common.data import Batch, device_of, naming_batch
+from fxq.common.isolation import copied, untouched, without_autocast
+from fxq.common.progress import progress_bar
+from fxq.errors import FxqError, InputError, words_of
+from fxq.parts.choose import PartPlan, call
+from fxq.parts.part import kind_of
+from fxq.parts.parts_model import with_parts
+from fxq.parts.quantize_parts import MAX_CHECKED_BATCHES, PartsRun
+from fxq.pipeline.history import History
+from fxq.workflow.calibrate import EVERY
+from fxq.workflow.observed_model import ObservedModel
+
+
+class ObservedParts(nn.Module):
+    """Model with observers in its parts: calibrate it by calling it on data, then `fxq.convert` it.
+
+    Attributes:
+        model: copy of the float model that calls the observed graphs of the parts.
+        run: the quantization that it belongs to.
+        batches_seen: number of calls.
+        stored_in: path of the checkpoint of the last calibration, and the number of batches it had seen.
+
+    Args:
+        run: the quantization that it belongs to.
+    """
+
+    def __init__(self, run: PartsRun) -> None:
+        super().__init__()
+        self.run = run
+        self.batches_seen = 0
+        self.stored_in: tuple[Path, int] | None = None
+        observed = {plan.path: ObservedCalls(plan, run) for plan in run.choice.parts}
+        self.model = with_parts(run.model, observed, run.weights)
+        self.eval()
+
+    @property
+    def parts(self) -> Mapping[str, ObservedModel]:
+        """Observed graphs by the path of the part; further graphs of one part have a number."""
+        plans = self.run.choice.parts
+        return {name: observed for plan in plans for name, observed in plan.programs.items()}
+
+    @property
+    def history(self) -> Mapping[str, History]:
+        """Snapshots of the passes so far, for each part."""
+        return {name: observed.history for name, observed in self.parts.items()}
+
+    @property
+    def calibrated(self) -> str:
+        """Name of the first value whose range needs calibration; empty if there is none."""
+        return self.run.calibrated
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the float model with observers."""
+        self._note(Batch(args, kwargs))
+        with torch.no_grad():
+            return self.model(*args, **kwargs)
+
+    def _note(self, batch: Batch) -> None:
+        checked = self.run.checked
+        if len(checked) < MAX_CHECKED_BATCHES:
+            checked.append(copied(batch))
+        self.batches_seen += 1
+
+    def calibrate(
+        self,
+        data: Iterator[Batch],
+        length: int | None,
+        progress: bool | None,
+        checkpoint: str | os.PathLike[str] | None = None,
+        every: float = EVERY,
+        ranks: Ranks | None = None,
+    ) -> ObservedParts:
+        """Run the whole model on the data, see `fxq.calibrate`. Returns the model itself.
+
+        Args:
+            data: the batches; may be empty for recipes without calibrated ranges.
+            length: number of batches; None if unknown.
+            progress: whether to show a progress bar.
+            checkpoint: path of the file from which an interrupted calibration continues.
+            every: seconds between two writes of that file.
+            ranks: the processes that calibrate together.
+
+        Raises:
+            InputError: several processes calibrate together; the checkpoint is of another model, recipe or data.
+        """
+        if ranks is not None and ranks.size > 1:
+            raise InputError(
+                f"{type(self.model).__name__} is quantized in parts, whose calibration runs in one process: call "
+                "fxq.calibrate(observed, all_data, group=None) on one rank."
+            )
+        run = self.run
+        few, file = not run.calibrated, self._resumed(checkpoint, every, length) if checkpoint is not None else None
+        count, bar = 0, progress_bar("calibrating", length, progress)
+        with untouched(run.model), torch.no_grad(), without_autocast(), bar as advance:
+            for i, batch in enumerate(data):
+                if few and i >= MAX_CHECKED_BATCHES:
+                    break
+                self._note(batch)
+                if file is None or not file.covers(i, batch):
+                    with naming_batch(i, batch):
+                        call(self.model, batch)
+                    if file is not None:
+                        file.add(batch)
+                count = i + 1
+                advance()
+            if any(not observed.batches_seen for observed in run.graphs):
+                call(self.model, run.example)
+        if file is not None:
+            self.stored_in = file.path, count
+            file.finish(count)
+        return self
+
+    def _resumed(self, path: str | os.PathLike[str], every: float, length: int | None) -> Checkpoint:
+        """Continue from a checkpoint if its file exists."""
+        run = self.run
+        graphs, run.is_fixed = run.graphs, True
+
+        def seen() -> list[dict[str, Any]]:
+            return [{**seen_by(graph, graph.manager.context), "calls": graph.batches_seen} for graph in graphs]
+
+        prints = [fingerprint(graph, graph.manager.context) for graph in graphs]
+        file = Checkpoint(path, every, prints, Ranks.of(None), seen)
+        if self.batches_seen and self.stored_in != (file.path, self.batches_seen):
+            raise InputError(
+                f"the model has already seen {self.batches_seen} batches. Calibration with checkpoints must start with "
+                "a new model: call fxq.prepare again, and pass all data in one call."
+            )
+        self.batches_seen = 0
+        states = file.load(device_of(run.model), length)
+        if states is None:
+            file.write()  # so that a path that cannot be written fails before the run
+        for graph, state in zip(graphs, states or (), strict=False):
+            restore(graph, graph.manager.context, state)
+            graph.batches_seen = state["calls"]
+        return file
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise InputError(
+            "an observed model cannot be pickled: it holds the float model and an unfinished pipeline. Save its "
+            "calibration (fxq.calibrate with a checkpoint), or pickle the quantized model."
+        )
+
+
+class ObservedCalls(nn.Module):
+    """Calls the observed graph of a part that takes the call; traces a further one if none does.
+
+    Args:
+        plan: the part.
+        run: the quantization that it belongs to.
+    """
+
+    def __init__(self, plan: PartPlan, run: PartsRun) -> None:
+        super().__init__()
+        vars(self).update(plan=plan, run=run, fitting={})
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the graph, or the float module if the call cannot be traced."""
+        own = vars(self)
+        plan, kind = own["plan"], kind_of(args, kwargs)
+        if kind not in own["fitting"]:
+            own["fitting"][kind] = self._graph_for(Batch(args, kwargs))
+        observed = own["fitting"][kind]
+        if observed is None:
+            return plan.module(*args, **kwargs)
+        return nn.Module.__call__(observed, *args, **kwargs)
+
+    def _graph_for(self, batch: Batch) -> ObservedModel | None:
+        plan, run = vars(self)["plan"], vars(self)["run"]
+        observed: ObservedModel | None = plan.fitting(batch)
+        if observed is not None:
+            return observed
+        if run.is_fixed:
+            raise InputError(
+                f"part {plan.path!r} gets a call that it does not get on the example: {batch}. With a checkpoint, all "
+                "its graphs must be traced before: give example_inputs with such a call, or calibrate without."
+            )
+        try:
+            added: ObservedModel = plan.add_program(copied(batch), run.prepare)
+        except FxqError as error:
+            run.unfit[plan.path] = words_of(error)
+            return None
+        return added

@@ -1,0 +1,103 @@
+"""The search within a budget of bits: what it chooses fits, and is better than the same spec for all weights."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+import fxq
+from fxq.errors import InputError
+from fxq.tuning.bits import SPECS, _Weight, _within, bits_of
+
+RECIPE = fxq.Recipe.weight_only(bits=4, backend="reference").with_min_sqnr(None)
+DATA = [torch.randn(16, 128, generator=torch.Generator().manual_seed(i)) for i in range(2)]
+
+
+def network():
+    """Layers of which the output depends to very different degrees."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 128)).eval()
+    with torch.no_grad():
+        model[2].weight[:, :4] *= 40  # blocks with a few large values
+        model[4].weight[:, 128:] *= 0.01
+    return model
+
+
+def stored_bits(q):
+    weights = [entry for entry in q.ledger if entry.weight_values]
+    return sum(e.weight_bits * e.weight_values for e in weights) / sum(e.weight_values for e in weights)
+
+
+@pytest.mark.parametrize("budget", [4.5, 5.0, 6.0])
+def test_the_result_fits_and_is_better_than_one_spec_for_all(budget):
+    result = fxq.search(network(), RECIPE, DATA, budget=budget)
+    assert result.bits <= budget and len(result) == 3
+    q = fxq.quantize(network(), result.recipe, example_inputs=DATA[0])
+    assert stored_bits(q) == pytest.approx(result.bits, abs=1e-6)
+    rounded = fxq.compare(network(), q, DATA)
+    assert result.score >= result.uniform_score
+    assert [e.sqnr for e in rounded if e.precision == "weight-only"]
+    if budget == 6.0:
+        assert result.score > result.uniform_score + 1  # dB
+        assert len({weight.spec for weight in result}) > 1
+
+
+def test_the_recipe_is_saved_and_the_table_shows_the_weights(tmp_path):
+    result = fxq.search(network(), RECIPE, DATA, budget="6 bits")
+    result.recipe.save(tmp_path / "r.toml")
+    assert fxq.Recipe.load(tmp_path / "r.toml") == result.recipe
+    assert "bits per weight of at most 6" in str(result) and "blocks of" in str(result)
+    assert result[0].line.startswith("recipe.override(")
+
+
+def test_the_metric_judges_it():
+    model = network()
+    judged = []
+
+    def agreement(candidate):
+        judged.append(candidate)
+        return -float((candidate(DATA[0]) - model(DATA[0])).detach().square().mean())
+
+    result = fxq.search(model, RECIPE, DATA, agreement, budget=6.0)
+    assert judged and result.score >= result.uniform_score and result.score < 0
+
+
+def weights(errors):
+    """Weights of 1,000 values, whose noise with each spec is that of the bits, times a factor."""
+    sizes = dict(zip(SPECS, (500, 540, 600, 1000, 2000), strict=True))
+    group = []
+    for factor in errors:
+        noise = {name: factor * 4.0 ** (-size / 125) for name, size in sizes.items()}
+        group.append(_Weight(values=1000, sizes=dict(sizes), noise=noise))
+    return group
+
+
+def test_bytes_go_where_they_save_the_most_noise():
+    """Against trying all choices."""
+    group = weights([1.0, 0.01, 30.0])
+    most = 2300
+    choice = _within(group, most)
+
+    def noise_of(names):
+        return sum(weight.noise[name] for weight, name in zip(group, names, strict=True))
+
+    def size_of(names):
+        return sum(weight.sizes[name] for weight, name in zip(group, names, strict=True))
+
+    assert size_of(choice) <= most
+    best = min(noise_of(c) for c in itertools.product(SPECS, repeat=3) if size_of(c) <= most)
+    assert noise_of(choice) <= 1.1 * best
+
+
+def test_bad_budgets():
+    for budget in ("4.5 bytes", "much", -1, True, float("nan")):
+        with pytest.raises(InputError, match="mean number of bits per weight"):
+            bits_of(budget)
+    assert bits_of("4.5 bits") == bits_of(4.5) == bits_of("4.5") == 4.5
+    with pytest.raises(InputError, match=r"smallest specs take .*raise the budget"):
+        fxq.search(network(), RECIPE, DATA, budget=3)
+    with pytest.raises(InputError, match="either a target or a budget"):
+        fxq.search(network(), RECIPE, DATA)
+    with pytest.raises(InputError, match="a budget of bits is for weights alone"):
+        fxq.search(network(), "static", DATA, budget=5)
