@@ -110,16 +110,6 @@ def test_images(caplog):
     check_pipeline(caplog, "image-classification", model, [picture], image_processor=processor)
 
 
-@pytest.mark.slow
-def test_speech(caplog, tokenizer):
-    model = generator("Whisper", vocab_size=len(WORDS), encoder_layers=1, decoder_layers=1, max_source_positions=50)
-    features = transformers.WhisperFeatureExtractor(feature_size=8, chunk_length=1)
-    sound = np.sin(np.arange(16000) / 30).astype(np.float32)
-    options = {"generate_kwargs": {"do_sample": False, "max_new_tokens": 6}}
-    task = "automatic-speech-recognition"
-    check_pipeline(caplog, task, model, sound, tokenizer=tokenizer, feature_extractor=features, call=options)
-
-
 def test_calls_of_an_encoder():
     """Masks given or not, options that change nothing, results as an object or a tuple, attributes."""
     model = bert("BertModel")
