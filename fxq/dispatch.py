@@ -16,7 +16,8 @@ from fxq.common.data import Batch, as_batch, batches, length_of, samples_in
 from fxq.common.isolation import untouched
 from fxq.common.progress import progress_bar
 from fxq.errors import FxqError, InputError, RecipeError, TraceError
-from fxq.integrations import generator_support, load_folder
+from fxq.integrations import load_folder, quantize_known
+from fxq.integrations.adapters import with_float_adapters
 from fxq.ledger.comparison import Comparison, compare_with, quantized_reference
 from fxq.model import QuantizedModel
 from fxq.parts.choose import untraced_modules, why_in_parts, why_not
@@ -56,10 +57,12 @@ def quantize_model(
         )
     model = float_model(model)
     examples_by_name = {} if example_inputs is None else examples_of(example_inputs, model)
-    support = generator_support(model)
-    if support is not None:
-        return support.quantize_generator(model, recipe, data, examples_by_name, progress=progress)
-    if examples_by_name and needs_programs(list(examples_by_name.values())):
+    recipe = with_float_adapters(model, recipe)
+    quantized: QuantizedModel | None = quantize_known(model, recipe, data, examples_by_name, progress=progress)
+    if quantized is not None:
+        return quantized
+    traces_later = recipe.new_kinds == "trace"
+    if examples_by_name and (traces_later or needs_programs(list(examples_by_name.values()))):
         programs: Any = quantize_programs(model, recipe, examples_by_name, data, progress=progress)
         return programs  # typed as the usual case
     ranks = Ranks.of(group if data is not None else None)
@@ -69,6 +72,11 @@ def quantize_model(
     examples = examples_given or first_of_all(first, ranks, model)
     if not examples:
         raise _no_data(recipe)
+    if traces_later:
+        programs = quantize_programs(
+            model, recipe, {"program_0": examples[-1]}, chain(first, stream), progress=progress
+        )
+        return programs
     run = prepare_model(model, recipe, examples[-1]) if ranks.size == 1 else None
     if isinstance(run, ObservedParts):
         if data is None and run.calibrated:

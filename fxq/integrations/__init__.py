@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from fxq.common.data import Batch
 from fxq.errors import FileError
+from fxq.recipe.recipe import Recipe
 
 
 def __getattr__(name: str) -> Any:
@@ -20,13 +23,38 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def generator_support(model: nn.Module) -> Any:
-    """Module of fxq that quantizes a model which generates, with the calls of its library; None for other models."""
+def quantize_known(
+    model: nn.Module,
+    recipe: Recipe,
+    data: Iterable[Any] | None,
+    examples: Mapping[str, Batch],
+    *,
+    progress: bool | None = None,
+) -> Any:
+    """Quantize a model of another library whose calls are known, to a model of a subclass of its class.
+
+    Args:
+        model: the float model.
+        recipe: the recipe.
+        data: calibration batches.
+        examples: further calls, by the name of their program.
+        progress: whether to show a progress bar.
+
+    Returns:
+        The quantized model; None for other models, and for models that are quantized with one example.
+    """
     if "transformers" not in sys.modules:
         return None
     from fxq.integrations import transformers as support
 
-    return support if support.generates(model) else None
+    own: Any = model
+    if support.generates(model):
+        return support.quantize_generator(own, recipe, data, examples, progress=progress)
+    has_programs = len(examples) > 1 or (examples and recipe.new_kinds == "trace")
+    needs_none = not examples and data is None and not recipe.config.is_calibrated
+    if support.encodes(model) and (has_programs or (needs_none and support.has_example(own))):
+        return support.quantize_encoder(own, recipe, data, examples, progress=progress)
+    return None
 
 
 def load_folder(folder: Path) -> Any:

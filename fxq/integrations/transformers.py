@@ -28,7 +28,8 @@ from fxq.integrations.transformers_tracing import graph_form
 from fxq.quant.spec import WEIGHT, is_low_bit
 from fxq.recipe.recipe import Recipe
 from fxq.recipe.selector import as_selector
-from fxq.workflow.programs import quantize_programs
+from fxq.tracing.part_shell import PartShell
+from fxq.workflow.programs import check_overrides, quantize_programs
 
 _PROMPT, _PAST, _BATCH, _ENCODED = 3, 5, 2, 7
 """Sizes of the calls that a model is traced with: new tokens, past tokens, sequences, tokens of the encoder."""
@@ -61,12 +62,13 @@ def quantize_generator(
     Returns:
         A model of a subclass of the float model's class: `generate` and pipelines work.
     """
-    if any(p.is_floating_point() and p.dtype is not torch.float32 for p in model.parameters()):
-        model = copy.deepcopy(model).float()
+    model = _in_32_bits(model)
 
     def programs_of(module: nn.Module, calls: Mapping[str, Batch], batches: Iterator[Any] | None) -> Any:
-        return quantize_programs(module, recipe, calls, batches, around=graph_form, progress=progress)
+        options: dict[str, Any] = {"around": graph_form, "progress": progress, "selecting": selecting}
+        return quantize_programs(module, recipe, calls, batches, **options)
 
+    selecting: set[int] = set()
     recipe = _with_exact_head(model, recipe)
     shell = without_tensors(model)
     calibration = None if data is None else [as_batch(batch, model) for batch in data]
@@ -76,7 +78,8 @@ def quantize_generator(
         inputs = [_encoder_inputs(encoder, batch) for batch in calibration or ()]
         calls = {"encoder": Batch((), quantized.arguments((), _encoder_example(model)))}
         batches = (quantized.arguments((), arguments) for arguments in inputs)
-        quantized.programs = programs_of(encoder, calls, None if data is None else batches)
+        path = next(path for path, module in model.named_modules() if module is encoder)
+        quantized.programs = programs_of(PartShell(path, encoder), calls, None if data is None else batches)
     step, first = _examples(model)
     rules = _rules_of(model, step)
     make_quantized(shell, QuantizedGenerator, rules=rules)
@@ -87,34 +90,91 @@ def quantize_generator(
         calls[name] = Batch((), shell.arguments(example.args, example.kwargs)[0])
     batches = (shell.arguments(batch.args, batch.kwargs)[0] for batch in calibration or ())
     shell.programs = programs_of(model, calls, None if data is None else batches)
+    check_overrides(model, recipe, selecting)
     return shell.eval()
 
 
-def quantize_encoder(model: PreTrainedModel, recipe: Recipe) -> Any:
-    """Quantize a model of transformers that takes tokens and does not generate, such as BERT.
+def encodes(model: nn.Module) -> bool:
+    """Whether a model is one of transformers that does not generate."""
+    return isinstance(model, PreTrainedModel) and not generates(model)
+
+
+def has_example(model: PreTrainedModel) -> bool:
+    """Whether there is an example of the calls of a model that does not generate: it takes tokens or images."""
+    return bool(_call_of(model))
+
+
+def quantize_encoder(
+    model: PreTrainedModel,
+    recipe: Recipe,
+    data: Iterable[Any] | None = None,
+    examples: Mapping[str, Any] | None = None,
+    *,
+    progress: bool | None = None,
+) -> Any:
+    """Quantize a model of transformers that does not generate, such as BERT or ViT, to a model of its class.
+
+    `fxq.quantize` calls it for such a model if there is neither data nor an example. A call may leave out masks, and
+    have options that change nothing, so that pipelines work.
 
     Args:
-        model: the float model, with weights of 32 bits.
+        model: the float model. Weights of 16 bits are converted to float32 first.
         recipe: the recipe.
+        data: calibration batches, with the arguments of forward.
+        examples: calls by the name of their program. Default: a call with tokens or images.
+        progress: whether to show a progress bar.
 
     Returns:
-        A model of a subclass of the float model's class.
+        A model of a subclass of the float model's class. Its `programs` have ledger, history and graph.
 
     Raises:
-        InputError: the model takes no tokens, or the recipe needs data.
+        InputError: there is no example, and the model takes neither tokens nor images; or the recipe needs data.
     """
-    if model.main_input_name != "input_ids":
+    model = _in_32_bits(model)
+    calls = {name: as_batch(example, model, name) for name, example in (examples or {}).items()}
+    if not calls and not has_example(model):
         raise InputError(
-            f"{type(model).__name__} takes {model.main_input_name}, for which from_pretrained has no example. Load the "
-            "float model and call fxq.quantize(model, recipe, example_inputs={...})."
+            f"{type(model).__name__} takes {model.main_input_name}, of which fxq has no example. Pass one: "
+            "fxq.quantize(model, recipe, example_inputs={...})."
         )
     quantized = make_quantized(without_tensors(model), QuantizedEncoder)
-    mask = torch.ones(_BATCH, _ENCODED, dtype=torch.long)
-    mask[0, -1] = 0
-    call = {"input_ids": _tokens(model, _ENCODED), "attention_mask": mask, "token_type_ids": torch.zeros_like(mask)}
-    example = Batch((), quantized.arguments((), _taken(model, call).kwargs))
-    quantized.programs = quantize_programs(model, recipe, {"encoder": example}, None, around=graph_form)
+
+    def completed(batch: Batch) -> Batch:
+        return Batch((), quantized.arguments(batch.args, batch.kwargs))
+
+    calls = calls or {"encoder": _taken(model, _call_of(model))}
+    for call in calls.values():
+        with torch.no_grad():
+            model(*call.args, **call.kwargs)  # installs what transformers records inner values with
+    quantized.programs = quantize_programs(
+        model,
+        recipe,
+        {name: completed(call) for name, call in calls.items()},
+        None if data is None else (completed(as_batch(batch, model)) for batch in data),
+        around=graph_form,
+        progress=progress,
+    )
     return quantized.eval()
+
+
+def _call_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Call of a model with tokens or images; empty if it takes neither."""
+    if model.main_input_name == "input_ids" and hasattr(model.config, "vocab_size"):
+        mask = torch.ones(_BATCH, _ENCODED, dtype=torch.long)
+        mask[0, -1] = 0
+        return {"input_ids": _tokens(model, _ENCODED), "attention_mask": mask, "token_type_ids": torch.zeros_like(mask)}
+    size, channels = (getattr(model.config, name, None) for name in ("image_size", "num_channels"))
+    if model.main_input_name == "pixel_values" and isinstance(size, int) and isinstance(channels, int):
+        values = torch.linspace(-1, 1, _BATCH * channels * size * size)
+        return {"pixel_values": values.sin().reshape(_BATCH, channels, size, size)}
+    return {}
+
+
+def _in_32_bits(model: PreTrainedModel) -> PreTrainedModel:
+    """The model; a copy with float32 weights if some have 16 bits."""
+    if all(p.dtype is torch.float32 for p in model.parameters() if p.is_floating_point()):
+        return model
+    return copy.deepcopy(model).float()
 
 
 def _with_exact_head(model: PreTrainedModel, recipe: Recipe) -> Recipe:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -115,7 +116,7 @@ class FxqQuantizer(HfQuantizer):
         config = self.quantization_config
         if not self.pre_quantized:
             vars(model).pop("hf_quantizer", None)
-            quantized = quantize_loaded(model, config.recipe)
+            quantized = quantize_loaded(copy.copy(model), config.recipe)  # its programs may keep the float model
         else:
             vars(model).update(self._removed)
             for name in ("_keys_to_ignore_on_load_unexpected", "_is_hf_initialized", "hf_quantizer"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import itertools
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
+from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel, StaticCache
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_outputs import BaseModelOutput
 
@@ -28,8 +29,8 @@ MODEL_FILE, ENCODER_FILE = "model.fxq.safetensors", "encoder.fxq.safetensors"
 
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 """Names that forward's argument for the cache has had."""
-_NOT_COMPUTED = ("output_attentions", "output_hidden_states", "output_router_logits", "labels")
-"""Options whose results the graph does not compute."""
+_FURTHER_RESULTS = ("output_attentions", "output_hidden_states", "output_router_logits")
+"""Options for further results. If they are set, a call is of another form."""
 
 LayerShape = tuple[tuple[int, int], tuple[int, int]]
 """Heads and head size of the keys and of the values of a layer."""
@@ -85,21 +86,18 @@ class CallRules:
             config: configuration of the model.
 
         Raises:
-            InputError: an option needs values that the graph does not compute.
+            InputError: the call has no tokens, or a cache of a fixed size.
         """
-        for option in _NOT_COMPUTED:
-            if call.pop(option, None) not in (None, False):
-                raise InputError(f"a quantized model does not compute {option}: its graph has no such value.")
+        _drop_unset(call)
         caches = [cache for alias in CACHE_NAMES if (cache := call.pop(alias, None)) is not None]
         keeps = call.pop("use_cache", None)
         keeps = bool(getattr(config, "use_cache", True)) if keeps is None else bool(keeps)
-        ids = call.get(f"{self.prefix}input_ids")
-        if not isinstance(ids, Tensor):
-            raise InputError(
-                f"a quantized model takes {self.prefix}input_ids; it was not quantized for {self.prefix}inputs_embeds."
-            )
+        names = f"{self.prefix}input_ids", f"{self.prefix}inputs_embeds"
+        tokens = next((call[name] for name in names if isinstance(call.get(name), Tensor)), None)
+        if tokens is None:
+            raise InputError(f"the call has no {names[0]} and no {names[1]}.")
         cache = caches[0] if caches else self._new_cache(config)
-        count, length = ids.shape
+        count, length = tokens.shape[:2]
         call[self.cache] = self._initialized(cache, count)
         past = int(cache.get_seq_length())
         mask = call.pop(f"{self.prefix}attention_mask", None)
@@ -122,6 +120,11 @@ class CallRules:
     def _initialized(self, cache: Any, count: int) -> Any:
         """Give the empty layers of a cache tensors of length 0, which the graph appends to."""
         own: Any = cache
+        if isinstance(getattr(cache, "self_attention_cache", cache), StaticCache):
+            raise InputError(
+                "a quantized model takes caches that grow, such as a DynamicCache, and no StaticCache: leave out "
+                "cache_implementation."
+            )
         if isinstance(cache, EncoderDecoderCache):
             own = cache.self_attention_cache
             cross: Any = cache.cross_attention_cache
@@ -182,7 +185,11 @@ class QuantizedPart:
     def device(self) -> torch.device:
         """Device of the programs. `generate` reads it for each token, and the other submodules have no tensors."""
         own: Any = self
-        return next(tensor.device for tensor in own._modules.get("programs", own).parameters())
+        holder: Any = own._modules.get("programs", own)
+        return next(tensor.device for tensor in itertools.chain(holder.parameters(), holder.buffers()))
+
+    def _get_name(self) -> str:
+        return type(self).__qualname__
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         kind = next(base for base in type(self).__mro__ if base.__name__ in _MIXINS)
@@ -190,18 +197,12 @@ class QuantizedPart:
 
 
 class QuantizedEncoder(QuantizedPart):
-    """Mixin of the quantized encoder of an encoder-decoder."""
+    """Mixin of a quantized model that does not generate, such as the encoder of an encoder-decoder."""
 
     def arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Arguments of a call as the graph takes them.
-
-        Raises:
-            InputError: an option needs values that the graph does not compute.
-        """
+        """Arguments of a call as the graph takes them."""
         call = _bound(self, args, kwargs)
-        for option in _NOT_COMPUTED:
-            if call.pop(option, None) not in (None, False):
-                raise InputError(f"a quantized encoder does not compute {option}: its graph has no such value.")
+        _drop_unset(call)
         ids, parameters = call.get("input_ids"), inspect.signature(self.forward).parameters
         defaults = {"attention_mask": torch.ones_like, "token_type_ids": torch.zeros_like}
         for name, default in defaults.items():
@@ -210,7 +211,7 @@ class QuantizedEncoder(QuantizedPart):
         return call
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the encoder as the float model's is called."""
+        """Call the model as the float model is called."""
         wanted = kwargs.pop("return_dict", None)
         result = self.programs(**self.arguments(args, kwargs))
         return result.to_tuple() if wanted is False else result
@@ -229,11 +230,14 @@ class QuantizedGenerator(QuantizedPart):
         """Arguments of a call as the graph takes them, and whether the caller wants the cache.
 
         Raises:
-            InputError: an option needs values that the graph does not compute.
+            InputError: the call has no tokens, or a cache of a fixed size.
         """
         call = _bound(self, args, kwargs)
         if self.rules.prefix:
             self._encode(call)
+            if "labels" in call and not {"decoder_input_ids", "decoder_inputs_embeds"} & set(call):
+                own: Any = self
+                call["decoder_input_ids"] = own.prepare_decoder_input_ids_from_labels(call["labels"])
         keeps = self.rules.complete(call, self.config)
         return call, keeps
 
@@ -261,7 +265,7 @@ class QuantizedGenerator(QuantizedPart):
         """Call the model as the float model is called.
 
         Raises:
-            InputError: an option needs values that the graph does not compute, such as `output_attentions`.
+            InputError: no program fits the call, such as one with `output_attentions=True`.
         """
         wanted = kwargs.pop("return_dict", None)
         call, keeps = self.arguments(args, kwargs)
@@ -281,6 +285,13 @@ def _bound(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dic
     call = dict(_signature_of(kind).bind_partial(module, *args, **kwargs).arguments)
     call |= call.pop("kwargs", {})
     return {name: value for name, value in call.items() if name != "self" and value is not None}
+
+
+def _drop_unset(call: dict[str, Any]) -> None:
+    """Leave out options for further results that are False."""
+    for option in _FURTHER_RESULTS:
+        if call.get(option) is False:
+            del call[option]
 
 
 @functools.lru_cache
@@ -308,7 +319,9 @@ def _class_for(mixin: type, float_class: Any) -> Any:
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             return forward(self, *args, **kwargs)
 
-        _CLASSES[key] = type(f"Quantized{float_class.__name__}", (mixin, float_class), {"forward": call})
+        # pipelines look up the name of the class, and the module tells which library has it
+        names = {"__module__": float_class.__module__, "__qualname__": f"Quantized{float_class.__name__}"}
+        _CLASSES[key] = type(float_class.__name__, (mixin, float_class), {"forward": call, **names})
     return _CLASSES[key]
 
 

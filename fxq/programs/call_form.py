@@ -22,7 +22,14 @@ class CallForm:
     arguments: tuple[tuple[str, Structure], ...]
 
     def __str__(self) -> str:
-        return ", ".join(f"{name}={structure}" for name, structure in self.arguments)
+        return ", ".join(f"{name}={_brief(structure)}" for name, structure in self.arguments)
+
+    def differences(self, other: CallForm) -> list[str]:
+        """Arguments in which this form differs from another, with what they are in both, as text."""
+        own, others = dict(self.arguments), dict(other.arguments)
+        names = dict.fromkeys((*own, *others))
+        texts = (structure_difference(name, own.get(name), others.get(name)) for name in names)
+        return [text for text in texts if text]
 
     @property
     def leaf_names(self) -> list[str]:
@@ -32,6 +39,37 @@ class CallForm:
     def call_arguments(self, leaves: Leaves) -> dict[str, Any]:
         """Arguments of forward by name, with containers constructed from the leaves."""
         return {name: put_together(structure, leaves) for name, structure in self.arguments}
+
+
+_MAX_TEXT = 60
+"""Maximum number of characters of a structure in a message."""
+
+
+def _brief(structure: Structure | None) -> str:
+    """Structure as text; a long one without its parts."""
+    if structure is None:
+        return "left out"
+    text = str(structure)
+    return text if len(text) <= _MAX_TEXT else f"{structure.cls.__name__}(...)"
+
+
+def structure_difference(place: str, first: Structure | None, second: Structure | None) -> str:
+    """The first place at which two structures differ, with what each has there, as text; empty if they are equal.
+
+    Args:
+        place: name of the value.
+        first: its structure; None: it is left out.
+        second: structure that it is compared with.
+    """
+    while first is not None and second is not None and first != second:
+        if first.cls is not second.cls or [key for key, _ in first.parts] != [key for key, _ in second.parts]:
+            break
+        inner = [(key, a, b) for (key, a), (_, b) in zip(first.parts, second.parts, strict=True) if a != b]
+        if not inner:
+            break
+        key, first, second = inner[0]
+        place = f"{place}, {key}"
+    return "" if first == second else f"{place} is {_brief(first)}, not {_brief(second)}"
 
 
 def _leaf_names(structure: Structure) -> list[str]:

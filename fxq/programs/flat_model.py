@@ -16,8 +16,9 @@ from fxq.common.containers import Leaves, Structure, put_together, taken_apart, 
 from fxq.common.data import Batch
 from fxq.common.isolation import copied, seeded, untouched
 from fxq.errors import InputError, TraceError, words_of
-from fxq.programs.call_form import CallForm
+from fxq.programs.call_form import CallForm, structure_difference
 from fxq.tracing.fidelity import same_values
+from fxq.tracing.part_shell import ONE_OF_SEVERAL
 from fxq.tracing.proxies import is_value
 
 
@@ -94,6 +95,7 @@ def flat_model(
     parameters = [inspect.Parameter(name, kinds) for name in form.leaf_names]
     forward.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     vars(flat)["forward"] = forward
+    vars(flat)[ONE_OF_SEVERAL] = True
     return flat, results
 
 
@@ -147,12 +149,8 @@ def _difference(first: ResultForm, second: ResultForm) -> str:
     """The first place at which two results differ in structure, as text."""
     pairs = [(f"argument {name}", a, b) for (name, a), (_, b) in zip(first.changed, second.changed, strict=False)]
     for place, a, b in [*pairs, ("the result", first.result, second.result)]:
-        while a != b:
-            differing = [(key, x, y) for (key, x), (_, y) in zip(a.parts, b.parts, strict=False) if x != y]
-            if not differing or len(a.parts) != len(b.parts):
-                return f"{place} is {a}, then {b}"
-            key, a, b = differing[0]
-            place = f"{place}, {key}"
+        if text := structure_difference(place, b, a):
+            return text
     return f"{len(first.changed)} arguments are changed, then {len(second.changed)}"
 
 

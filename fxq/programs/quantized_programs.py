@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import itertools
+import logging
 import os
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,7 +18,7 @@ from torch import Tensor, nn
 from fxq.common.containers import Leaves, Structure, as_data, from_data
 from fxq.common.data import Batch
 from fxq.common.files import as_path
-from fxq.errors import FileError, InputError, words_of
+from fxq.errors import FileError, InputError, warn, words_of
 from fxq.ledger.comparison import Comparison
 from fxq.ledger.ledger import Ledger
 from fxq.ledger.qparams_table import ModelQParams
@@ -47,19 +50,31 @@ class Program:
     qmodel: QuantizedModel
 
 
+NewProgram = Callable[[str, CallForm, Leaves], Program]
+"""Function that traces and quantizes a program of a name for calls of a form, with the tensors of such a call."""
+
+log = logging.getLogger("fxq")
+
+
 class QuantizedPrograms(nn.Module):
     """Quantized model that is called as the float model is: with containers such as key-value caches, in several forms.
 
     A call runs the program of its form. If several programs have that form, as where forward branches on sizes, the one
-    runs whose graph holds for the sizes of the call. The programs share equal weights.
+    runs whose graph holds for the sizes of the call. The programs share equal weights. With `new_kinds="trace"` in the
+    recipe, a call that fits no program gets one, which is traced from the float model at that call.
 
     Attributes:
         signature: signature of the float model's forward.
+        new_program: function that traces a program for a call that fits none; None: such a call is an error. Copies
+            share it, files and pickles do not hold it.
     """
 
-    def __init__(self, programs: tuple[Program, ...], signature: inspect.Signature) -> None:
+    def __init__(
+        self, programs: tuple[Program, ...], signature: inspect.Signature, new_program: NewProgram | None = None
+    ) -> None:
         super().__init__()
         self.signature = signature
+        self.new_program = new_program
         self._programs = {program.name: program for program in programs}
         self.models = nn.ModuleList(program.qmodel for program in programs)
         self._last: dict[Any, str] = {}
@@ -87,7 +102,7 @@ class QuantizedPrograms(nn.Module):
         return program.results.deliver(outputs, arguments)
 
     def run(self, form: CallForm, leaves: Leaves) -> tuple[Program, Leaves]:
-        """Run the program of a call. Returns it with its outputs by name.
+        """Run the program of a call, or trace one for it. Returns it with its outputs by name.
 
         Args:
             form: form of the call.
@@ -96,7 +111,47 @@ class QuantizedPrograms(nn.Module):
         Raises:
             InputError: no program fits the call.
         """
+        if self.new_program is None:
+            return self._run_fitting(form, leaves)
+        try:
+            return self._run_fitting(form, leaves)
+        except InputError:
+            pass
+        with _TRACING:
+            try:
+                return self._run_fitting(form, leaves)  # another thread may have traced it meanwhile
+            except InputError:
+                pass
+            name = next(name for i in itertools.count() if (name := f"program_{i}") not in self._programs)
+            program = self.new_program(name, form, leaves)
+            outputs = program.qmodel(**leaves)
+            self._add(program)
+            return program, outputs
+
+    def _add(self, program: Program) -> None:
+        """Add a program that was traced at a call."""
+        log.info("traced %s for a call of the form (%s)", program.name, program.form)
+        others = self.programs
+        share_tensors([*others.values(), program.qmodel])
+        if fitted := {name: passes for name, model in others.items() if (passes := _fitted_by(model))}:
+            earlier, passes = next(iter(fitted.items()))
+            warn(
+                f"{program.name} was traced at a call, without data, and {earlier} was fitted to data "
+                f"({', '.join(passes)}): their weights differ. Quantize with an example and data of such a call, too."
+            )
+        self.models.append(program.qmodel)
+        self._programs = {**self._programs, program.name: program}
+        if len(self._programs) % _MANY_PROGRAMS == 0:
+            warn(
+                f"the model has {len(self._programs)} programs now, since calls that fitted none were traced. The last "
+                f"is {program.name}({program.form}). If forward branches on sizes, every other size is traced again."
+            )
+
+    def _run_fitting(self, form: CallForm, leaves: Leaves) -> tuple[Program, Leaves]:
+        """Run the program that fits a call. Raises `InputError` if none does."""
         fitting = [program for program in self._programs.values() if program.form == form]
+        if not fitting:
+            raise InputError(self._no_program(form))
         key = tuple(map(_size_class, leaves.values())) if len(fitting) > 1 else ()
         last = self._last.get((form.arguments, key)) if len(fitting) > 1 else None
         refusals = []
@@ -111,12 +166,20 @@ class QuantizedPrograms(nn.Module):
             if len(fitting) > 1:
                 self._last[form.arguments, key] = program.name
             return program, outputs
-        if refusals:
-            raise InputError(f"no program fits these inputs: {'; '.join(refusals)}")
-        forms = "; ".join(f"{program.name}({program.form})" for program in self._programs.values())
-        raise InputError(
-            f"the model was quantized for calls of the form {forms}; this call is of the form ({form}). Quantize it "
-            "with an example of such a call, too: example_inputs=[{...}, {...}]."
+        raise InputError(f"no program fits these inputs: {'; '.join(refusals)}")
+
+    def _no_program(self, form: CallForm) -> str:
+        """Message for a call of a form that no program has."""
+        nearest = min(self._programs.values(), key=lambda program: len(form.differences(program.form)))
+        names = f" Its programs: {', '.join(self._programs)}." if len(self._programs) > 1 else ""
+        if self.recipe.new_kinds == "trace":
+            advice = "New kinds of calls are traced from the float model, which files do not hold. Quantize it"
+        else:
+            advice = "Quantize the float model"
+        return (
+            f"the model was not quantized for such a call. It differs from {nearest.name}({nearest.form}) in that "
+            f"{', and '.join(form.differences(nearest.form))}.{names} {advice} with an example of such a call, too: "
+            'example_inputs=[{...}, {...}], or, without calibrated ranges, with Recipe(new_kinds="trace").'
         )
 
     @property
@@ -248,6 +311,13 @@ def load_model(path: str | os.PathLike[str], leaves: Mapping[str, nn.Module] | N
         raise FileError(f"cannot load {str(path)!r}: the description of its programs is invalid: {error}.") from error
 
 
+_TRACING = threading.Lock()
+"""Held while a program is traced at a call."""
+
+_MANY_PROGRAMS = 8
+"""Number of programs at whose multiples a model warns that it traces more and more."""
+
+
 class ByProgram(dict[str, Value]):
     """Tables or histories of a model by the name of the program. `print` shows each under its name."""
 
@@ -273,6 +343,7 @@ def _size_class(value: Any) -> Any:
 def share_tensors(models: list[QuantizedModel]) -> None:
     """Let models share the tensors that are equal in their values, shapes, strides and dtypes."""
     seen: dict[Any, list[Tensor]] = {}
+    changed: dict[int, QuantizedModel] = {}
     for model in models:
         for module, table, name, tensor in _tensors_of(model):
             if tensor.numel() < _MIN_SHARED or tensor.layout is not torch.strided:
@@ -283,8 +354,15 @@ def share_tensors(models: list[QuantizedModel]) -> None:
                 alike.append(tensor)
             elif same is not tensor:
                 getattr(module, table)[name] = same
-    for model in models if len(models) > 1 else ():
+                changed[id(model)] = model
+    for model in changed.values():
         model.recompile()
+
+
+def _fitted_by(model: QuantizedModel) -> list[str]:
+    """Names of the passes that changed a model with data, as by choosing the integers of its weights."""
+    readers = {step.name for step in model.recipe.pipeline if step.samples_read}
+    return [shot.name for shot in model.history if shot.name in readers and shot.edits]
 
 
 _MIN_SHARED = 64

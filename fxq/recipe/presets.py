@@ -38,6 +38,7 @@ def static(
     check_inputs: bool = False,
     leaf_modules: Iterable[str] = (),
     concrete_args: Mapping[str, Any] | None = None,
+    new_kinds: Literal["error", "trace"] = "error",
 ) -> Recipe:
     """Post-training static quantization: activations by calibration, weights per channel. Needs data.
 
@@ -58,6 +59,8 @@ def static(
             into finite numbers.
         leaf_modules: path globs of modules that are not traced into, see `leaf`.
         concrete_args: arguments of forward, by name, that are fixed to plain values, see `fix_args`.
+        new_kinds: calls that fit no example: "error"; or, for presets without calibrated ranges, "trace" to trace a
+            graph for such a call when it comes.
 
     Raises:
         RecipeError: an option has an invalid value.
@@ -75,6 +78,7 @@ def static(
         strict_trace=strict_trace,
         reduce_range=reduce_range,
         check_inputs=check_inputs,
+        new_kinds=new_kinds,
     )
     return recipe.leaf(*leaf_modules).fix_args(**(concrete_args or {}))
 

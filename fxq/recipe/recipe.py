@@ -24,7 +24,7 @@ from fxq.recipe.extensions import backend_path, check_backend, import_extensions
 from fxq.recipe.pass_base import Pass
 from fxq.recipe.pins import Pin
 from fxq.recipe.pipeline import Pipeline, PipelineEdit, pipeline_of, preset_config, preset_optimize
-from fxq.recipe.recipe_checks import check_choice, check_config, check_preset
+from fxq.recipe.recipe_checks import check_choice, check_config, check_new_kinds, check_preset
 from fxq.recipe.recipe_file import arguments_from, data_of, read_toml, toml_of
 from fxq.recipe.selector import Selector, as_selector
 from fxq.rewriting.pattern import FUSIONS, Family, Rule
@@ -63,6 +63,8 @@ class Recipe:
             without VNNI): "weights", "activations", or "auto" for the role that gives the output the higher SQNR
             on recorded calibration samples. The ledger shows the choice.
         min_sqnr: dB of SQNR against the float model below which `quantize` warns about the output; None: never.
+        new_kinds: calls that fit no example: "error", or "trace" to trace a graph for such a call when it comes. The
+            quantized model then keeps the float model. Not with calibrated ranges, which a call does not have.
 
     Example:
         >>> recipe = Recipe.static().override("head", fxq.FLOAT)
@@ -88,6 +90,7 @@ class Recipe:
     reduce_range: str = "auto"
     check_inputs: bool = False
     part_modules: tuple[str, ...] = ()
+    new_kinds: str = "error"
 
     def __post_init__(self) -> None:
         check_preset(self.preset)
@@ -117,6 +120,7 @@ class Recipe:
         check_config(self.config, "the recipe", self.trains)
         for selector, config in self.overrides:
             check_config(config, f"the override for {selector}", self.trains)
+        check_new_kinds(self.new_kinds, [self.config, *(config for _, config in self.overrides)], self.part_modules)
 
     static = classmethod(presets.static)
     dynamic = classmethod(presets.dynamic)

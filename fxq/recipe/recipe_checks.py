@@ -21,6 +21,35 @@ def check_choice(option: str, value: str, choices: Sequence[str]) -> None:
         raise RecipeError(unknown(option, value, choices))
 
 
+def check_new_kinds(new_kinds: str, configs: Sequence[QuantConfig], part_modules: Sequence[str]) -> None:
+    """Raise `RecipeError` if a recipe asks for graphs to be traced at calls, and they cannot be.
+
+    Args:
+        new_kinds: "error" or "trace".
+        configs: all configs of the recipe.
+        part_modules: path globs of modules that are quantized as parts.
+    """
+    check_choice("value of new_kinds", new_kinds, ("error", "trace"))
+    if new_kinds == "error":
+        return
+    if any(spec is not None and spec.range in ("calibrated", "learned") for spec in _activation_specs(configs)):
+        raise RecipeError(
+            'new_kinds="trace" needs a recipe without calibrated ranges, such as weight_only or dynamic: a graph that '
+            "is traced at a call gets no calibration data. Leave new_kinds out, and give an example and data of every "
+            "kind of call: fxq.quantize(model, recipe, example_inputs=[{...}, {...}], data=loader)."
+        )
+    if part_modules:
+        raise RecipeError(
+            'new_kinds="trace" and parts cannot be combined: a part has one graph. Leave out one of them.'
+        )
+
+
+def _activation_specs(configs: Sequence[QuantConfig]) -> Iterator[TensorSpec | None]:
+    for config in configs:
+        yield config.activation
+        yield config.state if not config.is_float else None
+
+
 def check_config(config: QuantConfig, where: str, trains: bool = False) -> None:
     """Raise `RecipeError` for an unknown observer, or a combination that is not supported yet.
 

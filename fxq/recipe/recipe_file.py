@@ -22,7 +22,8 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-_OPTIONS = ("backend", "optimize", "check", "max_loss", "min_sqnr", "reduce_range", "strict_trace", "check_inputs")
+_SWITCHES = ("strict_trace", "check_inputs", "new_kinds")
+_OPTIONS = ("backend", "optimize", "check", "max_loss", "min_sqnr", "reduce_range", *_SWITCHES)
 _PLAIN = ("preset", *_OPTIONS, "concrete_args")
 _LISTS = ("leaf_modules", "part_modules", "fusions", "extensions")
 _TYPES: dict[str, Any] = {

@@ -7,6 +7,9 @@ from typing import Any
 
 from torch import nn
 
+ONE_OF_SEVERAL = "fxq_one_of_several"
+"""Attribute of a model that is one of several programs with one recipe, whose overrides may select nothing in it."""
+
 
 class PartShell(nn.Module):
     """Module whose only content is one submodule of a model, at the path that it has there, and whose forward calls it.

@@ -1,4 +1,4 @@
-"""Removal of wrappers around a model: data parallel, `torch.compile`, an exported program."""
+"""Removal of wrappers around a model: data parallel, `torch.compile`, peft, an exported program."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from fxq.errors import InputError
 from fxq.tracing.exported_program import Exported
 
 log = logging.getLogger("fxq")
@@ -36,6 +37,23 @@ def unwrapped(model: Any) -> Any:
 
 
 def wrapped(module: Any) -> nn.Module | None:
-    """Module inside a wrapper; None if `module` is not a wrapper."""
+    """Module inside a wrapper; None if `module` is not a wrapper.
+
+    Raises:
+        InputError: the wrapper is a `PeftModel` whose adapter adds inputs, such as virtual tokens, in Python code.
+    """
+    if isinstance(module, nn.Module) and any(base.__name__ == "PeftModel" for base in type(module).__mro__):
+        return _adapted(module)
     name = _WRAPPERS.get(type(module).__name__) if isinstance(module, nn.Module) else None
     return getattr(module, name) if name is not None else None
+
+
+def _adapted(model: Any) -> nn.Module:
+    """Model with adapters inside a `PeftModel` of peft."""
+    if model.active_peft_config.is_prompt_learning:
+        raise InputError(
+            f"the adapter of the {type(model).__name__} adds virtual tokens in Python code, which a graph of the model "
+            "does not hold. Quantize the model inside, model.get_base_model(), and add the tokens in your code."
+        )
+    inside: nn.Module = model.get_base_model()
+    return inside

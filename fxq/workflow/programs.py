@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -13,14 +14,17 @@ from torch import nn
 
 from fxq.common.containers import Leaves, holds_registered
 from fxq.common.data import Batch, as_batch, batches, naming_batch
+from fxq.common.isolation import copied
 from fxq.common.progress import progress_bar
-from fxq.errors import InputError
+from fxq.errors import InputError, RecipeError
+from fxq.ledger.float_record import checksums
 from fxq.pipeline.samples import has_enough
 from fxq.programs.call_form import CallForm, form_of
 from fxq.programs.flat_model import ResultForm, flat_batch, flat_model
 from fxq.programs.quantized_programs import Program, QuantizedPrograms
 from fxq.recipe.recipe import Recipe
 from fxq.workflow.fastest import converted_for_recipe, prepared_for_recipe
+from fxq.workflow.steps import check_model
 
 Around = Callable[[], AbstractContextManager[Any]]
 
@@ -68,6 +72,7 @@ def quantize_programs(
     *,
     around: Around = nullcontext,
     progress: bool | None = None,
+    selecting: set[int] | None = None,
 ) -> QuantizedPrograms:
     """Quantize a model with a program for each example.
 
@@ -78,9 +83,12 @@ def quantize_programs(
         data: calibration batches. Each is run by the program that fits its form and sizes.
         around: context in which forward is traced.
         progress: whether to show a progress bar.
+        selecting: numbers of the recipe's overrides that select something in other programs; those of these programs
+            are added, and the caller checks them. None: they are checked here.
 
     Raises:
         InputError: a batch of the data fits no example, or a program with calibrated ranges gets no batch.
+        RecipeError: an override selects nothing in any program.
     """
     signature = inspect.signature(model.forward)
     prepared: list[_Prepared] = []
@@ -88,10 +96,12 @@ def quantize_programs(
         form, leaves, _ = form_of(signature, batch)
         if any(program.form == form and _runs(program, leaves) for program in prepared):
             continue  # an earlier program serves this call
-        flat, results = flat_model(model, form, leaves, around)
-        observed = prepared_for_recipe(flat, recipe, flat_batch(form, leaves))
-        observed.manager.context.progress = progress
-        prepared.append(_Prepared(name, form, results, flat, observed))
+        prepared.append(_prepared(model, recipe, name, form, leaves, around))
+        prepared[-1].observed.manager.context.progress = progress
+    selected = set() if selecting is None else selecting
+    selected.update(*(program.observed.manager.context.selecting or () for program in prepared))
+    if selecting is None:
+        check_overrides(model, recipe, selected)
     if data is not None:
         _calibrate(prepared, batches(data, model), signature, progress)
     idle = [program for program in prepared if program.observed.calibrated and not program.observed.batches_seen]
@@ -100,8 +110,84 @@ def quantize_programs(
             f"the recipe {recipe.preset!r} needs data to calibrate with, and no batch is a call of the form "
             f"{idle[0].name}({idle[0].form}): give batches of every form, fxq.quantize(model, recipe, data=loader)."
         )
-    programs = [Program(p.name, p.form, p.results, converted_for_recipe(p.observed)) for p in prepared]
-    return QuantizedPrograms(tuple(programs), signature)
+    programs = tuple(_converted(program) for program in prepared)
+    new_program = ProgramTracer(model, recipe, around, checksums(model)) if recipe.new_kinds == "trace" else None
+    return QuantizedPrograms(programs, signature, new_program)
+
+
+def check_overrides(model: nn.Module, recipe: Recipe, selecting: Collection[int]) -> None:
+    """Raise `RecipeError` for an override that selects nothing in any program.
+
+    Args:
+        model: the float model.
+        recipe: the recipe.
+        selecting: numbers of the overrides that select something.
+    """
+    for i, (selector, _) in enumerate(recipe.overrides):
+        if i not in selecting:
+            near = selector.near_misses({path: type(module) for path, module in model.named_modules()}, set())
+            hint = f"near: {', '.join(near)}" if near else "nothing looks like it"
+            raise RecipeError(f"the override for {selector} selects nothing in any program of this model; {hint}.")
+
+
+def _prepared(model: nn.Module, recipe: Recipe, name: str, form: CallForm, leaves: Leaves, around: Around) -> _Prepared:
+    flat, results = flat_model(model, form, leaves, around)
+    return _Prepared(name, form, results, flat, prepared_for_recipe(flat, recipe, flat_batch(form, leaves)))
+
+
+def _converted(program: _Prepared) -> Program:
+    return Program(program.name, program.form, program.results, converted_for_recipe(program.observed))
+
+
+@dataclass(frozen=True)
+class ProgramTracer:
+    """Function that traces and quantizes a program for a call of a quantized model, see `Recipe.new_kinds`.
+
+    Copies share it. It is left out of pickles.
+
+    Attributes:
+        model: the float model.
+        recipe: the recipe, without calibrated ranges.
+        around: context in which forward is traced.
+        weights: checksums of the float model's parameters when it was quantized.
+    """
+
+    model: nn.Module
+    recipe: Recipe
+    around: Around
+    weights: Mapping[str, int]
+
+    def __call__(self, name: str, form: CallForm, leaves: Leaves) -> Program:
+        """Trace and quantize a program.
+
+        Args:
+            name: name of the program.
+            form: form of the call.
+            leaves: tensors and numbers of the call by name.
+
+        Raises:
+            InputError: the float model was changed since it was quantized, or does not run on the call.
+        """
+        check_model(self.model)
+        if checksums(self.model) != self.weights:
+            raise InputError(
+                f"no program fits a call of the form ({form}), and none can be traced: the weights of the float model "
+                "have changed since it was quantized. Quantize it again."
+            )
+        with torch.inference_mode(False):  # whose tensors a model cannot keep
+            example = {key: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for key, leaf in leaves.items()}
+            if self.around is not nullcontext:
+                # Libraries install hooks at the first call that asks for inner values, and note it in attributes, which
+                # `flat_model` restores. An error of this call is raised there.
+                with contextlib.suppress(Exception), torch.no_grad():
+                    self.model(**form.call_arguments(copied(example)))
+            return _converted(_prepared(self.model, self.recipe, name, form, example, self.around))
+
+    def __deepcopy__(self, memo: Any) -> ProgramTracer:
+        return self
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
 
 
 def _runs(program: _Prepared, leaves: Leaves) -> bool:

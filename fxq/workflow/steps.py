@@ -38,7 +38,7 @@ from fxq.quant.spec import TensorSpec
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.recipe.recipe import Recipe
 from fxq.tracing.exported_program import Exported
-from fxq.tracing.part_shell import PartShell
+from fxq.tracing.part_shell import ONE_OF_SEVERAL, PartShell
 from fxq.workflow.observed_model import ObservedModel
 from fxq.workflow.training_model import TrainingModel
 
@@ -50,7 +50,8 @@ def manager_for(model: nn.Module, recipe: Recipe, example_inputs: Any) -> PassMa
     example = as_batch(example_inputs, model, "example_inputs")
     check_batch(example, model, "example_inputs")
     types: Any = model.types if isinstance(model, Exported) else {}
-    selecting: set[int] | None = set() if isinstance(model, PartShell) else None
+    is_one_of_several = isinstance(model, PartShell) or hasattr(model, ONE_OF_SEVERAL)
+    selecting: set[int] | None = set() if is_one_of_several else None
     backend = get_backend(recipe.backend, device_of(model))
     return PassManager(Context(recipe, backend, model, example, types, selecting=selecting))
 

@@ -126,16 +126,6 @@ def test_a_call_is_that_of_the_float_model(llama):
     assert qmodel.main_input_name == "input_ids" and isinstance(qmodel, transformers.PreTrainedModel)
 
 
-def test_what_the_graph_does_not_compute_is_refused(llama):
-    _, qmodel = llama
-    with pytest.raises(fxq.InputError, match="output_attentions"):
-        qmodel(IDS, output_attentions=True)
-    with pytest.raises(fxq.InputError, match="inputs_embeds"):
-        qmodel(inputs_embeds=torch.rand(1, 3, 32))
-    with pytest.raises(fxq.InputError, match="StaticCache"):
-        generated(qmodel, length=2, cache_implementation="static")
-
-
 @pytest.mark.parametrize(
     "way", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
 )
@@ -195,6 +185,21 @@ def test_four_bits_leave_the_head_eight_and_use_data(tied):
     selected = recipe.override("lm_head", recipe.config).override("transformer.wte", recipe.config)
     (program,) = fxq.quantize(model, selected).programs.models
     assert dict(weight_bits(program))["lm_head"] == 6.5
+
+
+def test_overrides_select_in_the_encoder_or_the_decoder():
+    """Paths are those of the whole model, and the head of a model of 4 bits has 8."""
+    model = generator("T5", num_layers=1)
+    recipe = fxq.Recipe.weight_only(bits=4, per=16, backend="reference")
+    attention = "encoder.block.0.layer.0.SelfAttention.q"
+    qmodel = fxq.quantize(model, recipe.override(attention, fxq.FLOAT))
+    (encoder,) = qmodel.get_encoder().programs.models
+    decoder = qmodel.programs.programs["decoder"]
+    assert [entry.precision for entry in encoder.ledger if entry.path == attention] == ["float"]
+    assert dict(weight_bits(encoder))[attention.replace(".q", ".k")] == 6.5
+    assert dict(weight_bits(decoder))["lm_head"] >= 8
+    with pytest.raises(fxq.RecipeError, match=r"'encoder\.block\.7' selects nothing in any program"):
+        fxq.quantize(model, recipe.override("encoder.block.7", fxq.FLOAT))
 
 
 def weight_bits(program):

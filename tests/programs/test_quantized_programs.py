@@ -109,7 +109,7 @@ def test_the_returned_cache_is_that_of_the_caller():
 
 def test_an_unknown_form_is_refused():
     qmodel = fxq.quantize(decoder(), INT8, example_inputs=EXAMPLE)
-    with pytest.raises(fxq.InputError, match=r"with_cache=True.*example_inputs"):
+    with pytest.raises(fxq.InputError, match=r"with_cache is True, not left out.*example_inputs"):
         qmodel(tokens(1, 2), KeyCache(torch.zeros(1, 0, 16)), with_cache=True)
     with pytest.raises(fxq.InputError, match="do not fit"):
         qmodel(tokens(1, 2), KeyCache(torch.zeros(1, 0, 16)), nothing=1)
