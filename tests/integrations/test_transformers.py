@@ -197,6 +197,23 @@ def test_four_bits_leave_the_head_eight_and_use_data(tied):
     assert dict(weight_bits(program))["lm_head"] == 6.5
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_eight_bits_have_scales_per_block_and_an_override_wins(tied):
+    model = generator("Llama", hidden_size=256, intermediate_size=512, tie_word_embeddings=tied)
+    recipe = fxq.Recipe.weight_only(backend="reference")
+    blocks, rows = (fxq.quantize(model, r) for r in (recipe, recipe.override(fxq.by_op("linear"), recipe.config)))
+    (program,) = blocks.programs.models
+    bits = dict(weight_bits(program))
+    assert bits.pop("lm_head") == bits.pop("model.embed_tokens") == 8 + 32 / 64
+    assert set(bits.values()) == {8 + 32 / 128}
+    tables = {t.data_ptr() for name, t in program.state_dict().items() if t.shape == (model.vocab_size, 256)}
+    assert len(tables) == (1 if tied else 2)
+    assert dict(weight_bits(rows.programs.models[0]))["model.layers.0.mlp.down_proj"] == 8 + (32 + 32) / 512
+    with torch.no_grad():
+        wanted = model(IDS).logits
+        assert sqnr(wanted, blocks(IDS).logits) > sqnr(wanted, rows(IDS).logits) + 0.5  # dB
+
+
 def weight_bits(program):
     """Module path and bits of each integer weight."""
     return [(e.path, e.weight_bits) for e in program.ledger if e.weight_values]
