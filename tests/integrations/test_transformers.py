@@ -200,6 +200,9 @@ def test_four_bits_leave_the_head_eight_and_use_data(tied):
 @pytest.mark.parametrize("tied", [False, True])
 def test_eight_bits_have_scales_per_block_and_an_override_wins(tied):
     model = generator("Llama", hidden_size=256, intermediate_size=512, tie_word_embeddings=tied)
+    for layer in model.model.modules():
+        if isinstance(layer, torch.nn.Linear):
+            layer.weight.data[:, 0] *= 20  # outliers, which coarsen the grid of the whole row if it has one scale
     recipe = fxq.Recipe.weight_only(backend="reference")
     blocks, rows = (fxq.quantize(model, r) for r in (recipe, recipe.override(fxq.by_op("linear"), recipe.config)))
     (program,) = blocks.programs.models
@@ -211,7 +214,7 @@ def test_eight_bits_have_scales_per_block_and_an_override_wins(tied):
     assert dict(weight_bits(rows.programs.models[0]))["model.layers.0.mlp.down_proj"] == 8 + (32 + 32) / 512
     with torch.no_grad():
         wanted = model(IDS).logits
-        assert sqnr(wanted, blocks(IDS).logits) > sqnr(wanted, rows(IDS).logits) + 0.5  # dB
+        assert sqnr(wanted, blocks(IDS).logits) > sqnr(wanted, rows(IDS).logits) + 1  # dB
 
 
 def weight_bits(program):
