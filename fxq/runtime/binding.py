@@ -138,11 +138,12 @@ class Bindings:
         """Run a call whose kind is not bound; from the second such call on by a function for inputs of all kinds."""
         self._check(gm, args, kwargs)
         bound, is_second = self._unspecific, self._ran_unbound
+        capacity: int = getattr(gm, "kinds_kept", MAX_BOUND_KINDS)
         with naming_inputs(gm, args, kwargs):
             if bound is not None and bound.holds():
                 return bound.run(*args, **kwargs)
             self._unspecific, self._ran_unbound = None, False
-            if bound is None and is_second and getattr(gm, "kinds_kept", MAX_BOUND_KINDS):
+            if bound is None and is_second and capacity:
                 inspect.signature(self.plain).bind(gm, *args, **kwargs)  # raises for a wrong call
                 if _can_bind(gm):
                     value, self._unspecific = bind(gm, args, kwargs, to_kind=False)
