@@ -75,9 +75,15 @@ class _Planner:
 
     @cached_property
     def _multiplied(self) -> set[int]:
-        """Identities of the weights of layers. An embedding that shares one has the layer's spec, not a table's."""
-        heavy = (inputs_of(calls) for calls in self.ops.values() if calls and not calls[0].op.traits.table)
-        reads = (read.node for inputs in heavy for read in inputs if read.role == "weight")
+        """Identities of the weights of layers that read integers. An embedding that shares one has the layer's spec."""
+        config_for = self.rewriter.context.config_for
+        reads = [
+            read.node
+            for node, calls in self.ops.items()
+            if calls and not calls[0].op.traits.in_float(config_for(info(node).path, calls[0].op.name)[0].activation)
+            for read in inputs_of(calls)
+            if read.role == "weight"
+        ]
         return {id(constant(self.rewriter.gm, node)) for node in reads}
 
     @cached_property
@@ -196,7 +202,7 @@ class _Planner:
         """Weight-only plan of a layer that computes in float; its float plan if the weight cannot be in integers."""
         gm, calls = self.rewriter.gm, self.ops[node]
         weights = [read for read in inputs_of(calls) if read.role == "weight"]
-        if calls[0].op.traits.table and not any(id(constant(gm, read.node)) in self._multiplied for read in weights):
+        if any(id(constant(gm, read.node)) in self._looked_up - self._multiplied for read in weights):
             spec = spec.for_embedding
         reasons = [_unfit_input(gm, calls[0], read, self.changes) for read in weights]
         reasons += [_unfit_weight(constant(gm, read.node), spec) for read in weights]

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields as fields_of
 from dataclasses import is_dataclass
-from functools import reduce
+from functools import lru_cache, reduce
 from typing import Any
 
 import torch
@@ -65,9 +65,9 @@ def structure(value: Any, dtypes: bool = False, ranks: bool = False, devices: bo
         {'x': '<a tensor>', 'flag': True, 'sizes': ['list', '<a number>', '<a number>']}
     """
     if isinstance(value, Tensor):
-        dtype = f" of {value.dtype}".replace("torch.", "") if dtypes else ""
-        device = f" on {value.device.type}" if devices else ""
-        return TENSOR.replace(">", f"{dtype}{f' with {value.dim()} axes' if ranks else ''}{device}>")
+        return _of_tensor(
+            value.dtype if dtypes else None, value.dim() if ranks else None, value.device.type if devices else ""
+        )
     if isinstance(value, (tuple, list)):
         return ["list" if isinstance(value, list) else "tuple", *(structure(v, dtypes, ranks, devices) for v in value)]
     if isinstance(value, Mapping):
@@ -75,6 +75,14 @@ def structure(value: Any, dtypes: bool = False, ranks: bool = False, devices: bo
     if isinstance(value, (int, float, complex)) and not isinstance(value, bool):
         return NUMBER
     return value if is_plain(value) else f"<a {type(value).__name__}>"
+
+
+@lru_cache
+def _of_tensor(dtype: torch.dtype | None, rank: int | None, device: str) -> str:
+    """Structure of a tensor with the facts that matter."""
+    of = f" of {dtype}".replace("torch.", "") if dtype is not None else ""
+    axes = f" with {rank} axes" if rank is not None else ""
+    return TENSOR.replace(">", f"{of}{axes}{f' on {device}' if device else ''}>")
 
 
 def is_plain(value: Any) -> bool:

@@ -25,14 +25,21 @@ from fxq.integrations.transformers_models import (
     without_tensors,
 )
 from fxq.integrations.transformers_tracing import graph_form
-from fxq.quant.spec import WEIGHT, is_low_bit
+from fxq.quant.spec import WEIGHT, QuantConfig, is_low_bit
 from fxq.recipe.recipe import Recipe
-from fxq.recipe.selector import as_selector
+from fxq.recipe.selector import Selector, as_selector, by_op
 from fxq.tracing.part_shell import PartShell
 from fxq.workflow.programs import check_overrides, quantize_programs
 
 _PROMPT, _PAST, _BATCH, _ENCODED = 3, 5, 2, 7
 """Sizes of the calls that a model is traced with: new tokens, past tokens, sequences, tokens of the encoder."""
+
+LINEAR_BLOCK_SIZE = 128
+"""Number of values of a row of a linear layer's weight that share a scale, in models that generate.
+
+Their layers read a few values that are far larger than the others, and the errors of all layers add up. The scales add
+1/32 to the size of the integers.
+"""
 
 
 def generates(model: nn.Module) -> bool:
@@ -69,7 +76,7 @@ def quantize_generator(
         return quantize_programs(module, recipe, calls, batches, **options)
 
     selecting: set[int] = set()
-    recipe = _with_exact_head(model, recipe)
+    recipe = _with_finer_grids(recipe, _head_path(model))
     shell = without_tensors(model)
     calibration = None if data is None else [as_batch(batch, model) for batch in data]
     if model.config.is_encoder_decoder:
@@ -177,17 +184,32 @@ def _in_32_bits(model: PreTrainedModel) -> PreTrainedModel:
     return copy.deepcopy(model).float()
 
 
-def _with_exact_head(model: PreTrainedModel, recipe: Recipe) -> Recipe:
-    """Recipe whose first override sets the head of a language model to 8 bits, where the recipe's weights have fewer.
-
-    The errors of the head are those of the logits. The user's overrides follow, and win.
-    """
+def _head_path(model: PreTrainedModel) -> str:
+    """Path of the module that computes the logits; empty if there is none."""
     head = model.get_output_embeddings()
-    path = next((path for path, module in model.named_modules() if module is head), None)
-    if path is None or not is_low_bit(recipe.config.weight):
+    return next((path for path, module in model.named_modules() if module is head), "")
+
+
+def _with_finer_grids(recipe: Recipe, head: str = "") -> Recipe:
+    """Recipe whose first overrides give more scales to linear layers, and most to the head of a language model.
+
+    Scales per channel become scales per block, since a few outliers of a row then do not make all of it coarser. The
+    errors of the head are those of the logits: it has the grid of an embedding, with 8 bits where the recipe's weights
+    have 4 or fewer. The user's overrides follow, and win.
+
+    Args:
+        recipe: the recipe.
+        head: path of the head; empty if there is none.
+    """
+    config, overrides = recipe.config, list[tuple[Selector, QuantConfig]]()
+    if config.weight is None:
         return recipe
-    override = (as_selector(path), replace(recipe.config, weight=WEIGHT))
-    return replace(recipe, overrides=(override, *recipe.overrides))
+    if config.activation is None and config.weight.for_embedding != config.weight:
+        overrides.append((by_op("linear"), replace(config, weight=replace(config.weight, per=LINEAR_BLOCK_SIZE))))
+    if head and (overrides or is_low_bit(config.weight)):
+        weight = WEIGHT if is_low_bit(config.weight) else config.weight
+        overrides.append((as_selector(head), replace(config, weight=weight.for_embedding)))
+    return replace(recipe, overrides=(*overrides, *recipe.overrides))
 
 
 def _encoder_inputs(encoder: nn.Module, batch: Batch) -> dict[str, Any]:

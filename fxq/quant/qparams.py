@@ -7,6 +7,7 @@ Source: Jacob et al. 2018, section 2.1, equation 1.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,7 +105,48 @@ _DEFINITIONS = {
     "dequantize": _dequantize,
     "dequantize.tensor": _dequantize_tensor,
 }
-for _name, _function in _DEFINITIONS.items():
+
+
+def _pieces(x: Tensor, axis: int, block: int, *values: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Views of all full blocks of `x` and of the shorter last block, each with scales or zero points that broadcast."""
+    count, rest = divmod(x.shape[axis], block)
+    for first, blocks, size in ((0, count, block), (count, 1, rest)):
+        if blocks and size:
+            part = x.narrow(axis, first * block, blocks * size).unflatten(axis, (blocks, size))
+            yield part, *(v.narrow(axis, first, blocks).unsqueeze(axis + 1) if v.dim() else v for v in values)
+
+
+def _quantize_blocks(
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor,
+    axis: int | None,
+    block: int | None,
+    qmin: int,
+    qmax: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """As `_quantize_tensor`, for grids per block without scales and zero points in the size of `x`."""
+    if axis is None or block is None:
+        return _quantize_tensor(x, scale, zero_point, axis, block, qmin, qmax, dtype)
+    x = as_float32(x).clone()
+    for part, s, z in _pieces(x, axis % x.dim(), block, scale, zero_point):
+        part.div_(s).round_().add_(z)
+    return x.clamp_(qmin, qmax).to(dtype)
+
+
+def _dequantize_blocks(q: Tensor, scale: Tensor, zero_point: Tensor, axis: int | None, block: int | None) -> Tensor:
+    """As `_dequantize_tensor`, for grids per block without scales and zero points in the size of `q`."""
+    if axis is None or block is None:
+        return _dequantize_tensor(q, scale, zero_point, axis, block)
+    x = q.to(torch.float32, copy=True)
+    for part, s, z in _pieces(x, axis % x.dim(), block, scale, zero_point):
+        part.sub_(z).mul_(s)
+    return x
+
+
+_KERNELS = {**_DEFINITIONS, "quantize.tensor": _quantize_blocks, "dequantize.tensor": _dequantize_blocks}
+for _name, _function in _KERNELS.items():
     _LIB.impl(_name, _function, "CompositeExplicitAutograd")
 
 

@@ -203,8 +203,8 @@ class QuantConfig:
         activation: spec of the layer's inputs. None with a spec for the weight: weight-only, the layer computes in
             float with a weight that is stored as integers.
         weight: spec of the layer's weight, or of an embedding's table. If the spec is per channel, a table has one
-            scale per block of 64 values of a row, unless a layer uses the table as its weight, too. For one scale per
-            row, set `per` to the length of a row.
+            scale per block of 64 values of a row, unless a layer that reads integers uses the table as its weight, too.
+            For one scale per row, set `per` to the length of a row.
         bias: spec of the bias. None: the format of the kernel, int32 (scale: product of the scales of input and weight)
             or float.
         state: spec of the states of the layer. For a state that grows from call to call, such as a key-value cache,

@@ -2,11 +2,13 @@
 
 Networks of small layers are dominated by Python overhead: module lookups and calls, shape comparisons, argument
 handling. All of it depends only on the kind of the inputs: their shapes, strides and dtypes, and the number of threads.
-The second call with inputs of one kind therefore writes a function of straight calls, which later calls run.
+The second call with inputs of one kind therefore writes a function of straight calls, which later calls run. Calls with
+inputs of many kinds, such as a cache that grows, run one more function, which is for inputs of all kinds.
 """
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
@@ -23,6 +25,7 @@ from torch.nn.modules import module as every_module
 from fxq.common.data import Batch
 from fxq.common.trees import mapped
 from fxq.graph.bindable import Bindable, ModuleWatch
+from fxq.graph.guards import check_fixed
 from fxq.graph.query import submodule
 from fxq.graph.run import Runner
 from fxq.runtime.call_checks import check_call, naming_inputs
@@ -99,6 +102,8 @@ class Bindings:
         self.plain = plain
         self._cache: OrderedDict[Kind, BoundForward | None] = OrderedDict()  # None: called once; latest at the end
         self._last: tuple[Kind, BoundForward] | None = None  # of the last call, since most calls are of its kind
+        self._unspecific: BoundForward | None = None  # for inputs of all kinds
+        self._ran_unbound = False  # since the graph, a kernel or a weight last changed
         self._lock = threading.Lock()
         self._never = False
         self._accepted: set[Hashable] = set()
@@ -125,11 +130,28 @@ class Bindings:
         elif is_second and not self._never:
             value, bound = bind(gm, args, kwargs)
         else:
-            self._check(gm, args, kwargs)
-            with naming_inputs(gm, args, kwargs):
-                value = self.plain(gm, *args, **kwargs)  # if it raises, the kind is not cached
+            value = self._run_unspecific(gm, args, kwargs)  # if it raises, the kind is not cached
         self._remember(kind, bound, getattr(gm, "kinds_kept", MAX_BOUND_KINDS))
         return value
+
+    def _run_unspecific(self, gm: fx.GraphModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run a call whose kind is not bound; from the second such call on by a function for inputs of all kinds."""
+        self._check(gm, args, kwargs)
+        bound, is_second = self._unspecific, self._ran_unbound
+        capacity: int = getattr(gm, "kinds_kept", MAX_BOUND_KINDS)
+        with naming_inputs(gm, args, kwargs):
+            if bound is not None and bound.holds():
+                return bound.run(*args, **kwargs)
+            self._unspecific, self._ran_unbound = None, False
+            if bound is None and is_second and capacity:
+                inspect.signature(self.plain).bind(gm, *args, **kwargs)  # raises for a wrong call
+                if _can_bind(gm):
+                    value, self._unspecific = bind(gm, args, kwargs, to_kind=False)
+                    return value
+                self._never = True
+            value = self.plain(gm, *args, **kwargs)
+            self._ran_unbound = True
+            return value
 
     def _check(self, gm: fx.GraphModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Check a call whose inputs have a kind, once for all calls with inputs of these types."""
@@ -166,13 +188,21 @@ class BoundForward:
         return not self.watch.changed and self.watch.seen.is_unchanged()
 
 
-def bind(gm: fx.GraphModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, BoundForward]:
-    """Run `gm` on these inputs and bind its graph to their kind.
+def bind(
+    gm: fx.GraphModule, args: tuple[Any, ...], kwargs: Mapping[str, Any], to_kind: bool = True
+) -> tuple[Any, BoundForward]:
+    """Run `gm` on these inputs and bind its graph.
+
+    Args:
+        gm: the graph module.
+        args: positional inputs.
+        kwargs: keyword inputs.
+        to_kind: whether to bind it to the kind of these inputs; else the function takes inputs of all kinds.
 
     Returns:
-        The outputs, and the function for inputs of this kind.
+        The outputs, and the function.
     """
-    return _Binder(gm, Batch(args, dict(kwargs))).bound()
+    return _Binder(gm, Batch(args, dict(kwargs)), to_kind).bound()
 
 
 def _can_bind(gm: fx.GraphModule) -> bool:
@@ -187,6 +217,7 @@ class _Binder(Runner):
     """Runs a graph node by node, and writes the code of a function that does the same.
 
     Attributes:
+        to_kind: whether the function is for inputs of one kind only.
         fixed: nodes whose shape, strides and dtype, or number, are the same for all inputs of the kind.
         names: name of each node's value in the function.
         constants: objects that the function refers to, by name.
@@ -194,9 +225,9 @@ class _Binder(Runner):
         watch: notices changes of the modules that it calls.
     """
 
-    def __init__(self, gm: fx.GraphModule, batch: Batch) -> None:
+    def __init__(self, gm: fx.GraphModule, batch: Batch, to_kind: bool) -> None:
         super().__init__(gm, batch)
-        self.fixed = set(self.values)
+        self.to_kind, self.fixed = to_kind, set(self.values)
         self.names = {node: str(node.target) for node in self.values}
         self.constants: dict[str, Any] = {}
         self.lines: list[str] = []
@@ -229,6 +260,9 @@ class _Binder(Runner):
         called, text = self._called(node, args)
         first = 1 if node.op == "call_method" else 0  # the object of a method
         value = self._run(node, called, args[first:], kwargs)
+        if node.target is check_fixed and self._is_fixed(node):
+            self.names[node] = "None"
+            return value  # of the kind, so that no later call can fail it
         texts = [*map(self._text, node.args[first:]), *(f"{k}={self._text(v)}" for k, v in node.kwargs.items())]
         self.names[node] = f"{self._prefix}v{len(self.names)}"
         self.lines.append(f"{self.names[node]} = {text}({', '.join(texts)})")
@@ -240,13 +274,17 @@ class _Binder(Runner):
 
     def _run(self, node: fx.Node, called: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a call. If the kind of its value is fixed, add the node to `fixed`."""
-        if not self.fixed.issuperset(node.all_input_nodes):
+        if not self._is_fixed(node):
             return called(*args, **kwargs)
         module = submodule(self.gm, node)
         value, fixed = run(node, called, args, kwargs, isinstance(module, Bindable) and module.is_unmodified())
         if fixed:
             self.fixed.add(node)
         return value
+
+    def _is_fixed(self, node: fx.Node) -> bool:
+        """Whether the kinds of all inputs of a node are the same in all calls of the function."""
+        return self.to_kind and self.fixed.issuperset(node.all_input_nodes)
 
     def _with_values(self, arguments: Any) -> Any:
         """Arguments with values in place of nodes. Not by `map_arg`, which makes immutable lists and dicts."""
@@ -259,7 +297,7 @@ class _Binder(Runner):
         called: Any = node.target if node.op == "call_function" else self.gm.get_submodule(str(node.target))
         if isinstance(called, Bindable):
             called.notify(self.watch)
-            binds = not node.kwargs and self.fixed.issuperset(node.all_input_nodes)
+            binds = not node.kwargs and self._is_fixed(node)
             called = called.callable_for(*args) if binds else called.callable_for()
         return called, self._constant(called)
 

@@ -202,6 +202,26 @@ def test_overrides_select_in_the_encoder_or_the_decoder():
         fxq.quantize(model, recipe.override("encoder.block.7", fxq.FLOAT))
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_eight_bits_have_scales_per_block_and_an_override_wins(tied):
+    model = generator("Llama", hidden_size=256, intermediate_size=512, tie_word_embeddings=tied)
+    for layer in model.model.modules():
+        if isinstance(layer, torch.nn.Linear):
+            layer.weight.data[:, 0] *= 20  # outliers, which coarsen the grid of the whole row if it has one scale
+    recipe = fxq.Recipe.weight_only(backend="reference")
+    blocks, rows = (fxq.quantize(model, r) for r in (recipe, recipe.override(fxq.by_op("linear"), recipe.config)))
+    (program,) = blocks.programs.models
+    bits = dict(weight_bits(program))
+    assert bits.pop("lm_head") == bits.pop("model.embed_tokens") == 8 + 32 / 64
+    assert set(bits.values()) == {8 + 32 / 128}
+    tables = {t.data_ptr() for name, t in program.state_dict().items() if t.shape == (model.vocab_size, 256)}
+    assert len(tables) == (1 if tied else 2)
+    assert dict(weight_bits(rows.programs.models[0]))["model.layers.0.mlp.down_proj"] == 8 + (32 + 32) / 512
+    with torch.no_grad():
+        wanted = model(IDS).logits
+        assert sqnr(wanted, blocks(IDS).logits) > sqnr(wanted, rows(IDS).logits) + 1  # dB
+
+
 def weight_bits(program):
     """Module path and bits of each integer weight."""
     return [(e.path, e.weight_bits) for e in program.ledger if e.weight_values]

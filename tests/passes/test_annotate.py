@@ -150,9 +150,9 @@ def test_integer_inputs_are_no_activations():
 
 @pytest.mark.parametrize(
     ("per", "head", "wanted"),
-    [("channel", "w", 64), ("channel", "table", "channel"), (4, "w", 4), ("tensor", "w", "tensor")],
+    [("channel", "w", 64), ("channel", "table", 64), (4, "w", 4), ("tensor", "w", "tensor")],
 )
-def test_a_table_has_a_scale_for_each_block_where_no_layer_multiplies_with_it(per, head, wanted):
+def test_a_table_has_a_scale_for_each_block_also_where_a_layer_multiplies_with_it(per, head, wanted):
     gm = run_pass(
         Annotate(),
         f"""
@@ -166,8 +166,24 @@ def test_a_table_has_a_scale_for_each_block_where_no_layer_multiplies_with_it(pe
         recipe=fxq.Recipe.weight_only(backend="reference", per=per),
     )
     weight = WEIGHTS.config.weight
-    assert info(node(gm, "y")).plan.weight == replace(weight, per=per)
+    assert info(node(gm, "y")).plan.weight == replace(weight, per=wanted if head == "table" else per)
     assert info(node(gm, "found")).plan.weight == replace(weight, per=wanted)
+
+
+def test_a_table_has_the_grid_of_a_layer_that_multiplies_integers_with_it():
+    gm = run_pass(
+        Annotate(),
+        """
+        index: int64[4] = input()
+        table: float32[10, 4] = tensor('table')
+        found = embedding(index, table)
+        y = linear(found, table)
+        return y
+        """,
+        recipe=fxq.Recipe.dynamic(backend="reference"),
+    )
+    assert plans(gm)["y"] == ("int8", "")
+    assert info(node(gm, "found")).plan.weight == info(node(gm, "y")).plan.weight == WEIGHTS.config.weight
 
 
 WEIGHTS = fxq.Recipe.weight_only(backend="reference")
@@ -354,10 +370,10 @@ def test_embeddings_and_their_heads_have_eight_bits_unless_selected():
     recipe, x = fxq.Recipe.weight_only(bits=4, backend="reference"), torch.arange(40)
     qmodel = fxq.quantize(Tied().eval(), recipe, example_inputs=x)
     bits = {entry.path: entry.weight_bits for entry in qmodel.ledger if entry.weight_bits}
-    # Scale and zero point per row of 64: 32 bits each; per block of 64: 32 and 8 bits
-    assert bits == {"words": 9.0, "layer": 4.625, "head": 9.0}
+    # Scale per block of 64: 32 bits; its zero point, if affine: 8 bits
+    assert bits == {"words": 8.5, "layer": 4.625, "head": 8.5}
     assert "8 bits, not 4, as no override selects it" in qmodel.ledger.where(path="head")[0].reason
-    # Shared weights count for each of their layers: (2 * 2560 * 9 + 4096 * 4.625) / 9216
-    assert "at 7.06 bits per weight" in str(qmodel.ledger)
+    # Shared weights count for each of their layers: (2 * 2560 * 8.5 + 4096 * 4.625) / 9216
+    assert "at 6.78 bits per weight" in str(qmodel.ledger)
     selected = fxq.quantize(Tied().eval(), recipe.override("*", recipe.config), example_inputs=x)
     assert {entry.weight_bits for entry in selected.ledger if entry.weight_bits} == {4.625}

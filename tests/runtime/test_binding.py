@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import fxq
+from fxq.runtime import binding
 from fxq.runtime.binding import MAX_BOUND_KINDS, bind, kind_of
 from tests.support import models
 from tests.support.bound import ALL, X, first_kernel, functions, plain, quantized
@@ -379,3 +380,22 @@ def test_operators_of_higher_order():
     qmodel = fxq.quantize(torch.export.export(Branches().eval(), (x,)), ALL, data=[x])
     for _ in range(3):
         assert torch.equal(qmodel(x), plain(qmodel, x)) and torch.equal(qmodel(-x), plain(qmodel, -x))
+
+
+def test_inputs_of_many_kinds_run_one_function_for_all_kinds(monkeypatch):
+    """Its results are those of the plain graph, also after a change of a kernel, and wrong calls are refused."""
+    bound = []
+    monkeypatch.setattr(binding, "bind", lambda *args, **options: bound.append(options) or bind(*args, **options))
+    qmodel = quantized()
+    for count in range(1, 6):
+        x = torch.cat([X] * count)
+        assert equal(qmodel(x), plain(qmodel, x))
+    assert bound == [{"to_kind": False}]
+    with pytest.raises(fxq.InputError, match="the model does not run on"):
+        qmodel()
+    kernel = qmodel.fxq_kernels.get_submodule(first_kernel(qmodel))
+    kernel.register_forward_hook(lambda module, args, result: torch.zeros_like(result))
+    for count in range(6, 9):
+        x = torch.cat([X] * count)
+        assert equal(qmodel(x), plain(qmodel, x))
+    assert bound == [{"to_kind": False}] * 2
