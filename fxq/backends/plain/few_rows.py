@@ -61,6 +61,11 @@ class FewRowsProduct:
         self._run, self._kind, self._part = loops.few_rows, kind, loops.few_rows_part
         self._jobs: dict[int, tuple[Job, Tensor, Tensor]] = {}
 
+    def fields(self, rows: int) -> list[int]:
+        """Arguments of the loop for so many rows, but x and out, in order. The product has to outlive their use."""
+        weight, scale, offset, zero, bias, places = self._before
+        return [weight, scale, offset, int(zero), bias, places, self._kind, rows, *self._after]
+
     def __call__(self, x: Tensor) -> Tensor:
         """float32 (..., K) -> float32 (..., O)."""
         x, (columns, outputs, *_) = x.contiguous(), self._after

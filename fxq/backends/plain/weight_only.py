@@ -135,14 +135,14 @@ class WeightOnlyLinear(WeightOnlyKernel):
 
     def bind(self, x: Tensor) -> Callable[[Tensor], Tensor]:
         """Return the function for inputs like these. See `Bindable.bind`."""
-        product = self._few_rows(x)
+        product = self.few_rows(x)
         if product is None:
             return self.forward
         return product if x.dtype == torch.float32 else lambda x: product(float_input(x))
 
     def forward(self, x: Tensor) -> Tensor:
         """float32 (..., K) -> float32 (..., O)."""
-        x, product = float_input(x), self._few_rows(x)
+        x, product = float_input(x), self.few_rows(x)
         return self._in_pieces(x) if product is None else product(x)
 
     def at_other_sizes(self, *inputs: Tensor) -> Iterable[tuple[Tensor, ...]]:
@@ -152,7 +152,7 @@ class WeightOnlyLinear(WeightOnlyKernel):
         if len(rows):
             yield (rows[:_VERIFIED_ROWS],) if len(rows) > MAX_ROWS else (rows[:1].repeat(MAX_ROWS + 1, 1),)
 
-    def _few_rows(self, x: Tensor) -> FewRowsProduct | None:
+    def few_rows(self, x: Tensor) -> FewRowsProduct | None:
         """Compiled product for inputs like these; None if it is not faster, or there is none."""
         stored = self.stored_weight()
         columns = math.prod(stored.row)
