@@ -84,20 +84,24 @@ def _transform(code, x, out, count):
     elif code == NEGATE:
         for j in range(count):
             target[j] = -a[j]
-    elif code == RSQRT:
+    else:
         for j in range(count):
             target[j] = _f(1) / np.sqrt(a[j])
-    else:
-        total, lanes = _f(0), np.zeros(16, _f)
-        whole = count // 16 * 16
-        for first in range(0, whole, 16):
-            for i in range(16):
-                lanes[i] += a[first + i]
-        for j in range(whole, count):
-            total += a[j]
-        for i in range(16):
-            total += lanes[i]
-        target[0] = total / _f(count)
+
+
+@helper
+def _average(x, out, count):
+    """Compute the mean of a run of values."""
+    a, total, lanes = carray(floats(x), count), _f(0), np.zeros(LANES, _f)
+    whole = count // LANES * LANES
+    for first in range(0, whole, LANES):
+        for i in range(LANES):
+            lanes[i] += a[first + i]
+    for j in range(whole, count):
+        total += a[j]
+    for i in range(LANES):
+        total += lanes[i]
+    carray(floats(out), 1)[0] = total / _f(count)
 
 
 @helper
@@ -115,6 +119,8 @@ def _pointwise(step, bases):
             if code <= MULTIPLY:
                 b = y + 4 * (i * step[q] + j * step[q + 1])
                 _combine(code, a, step[p + 2], b, step[q + 2], target, count)
+            elif code == MEAN:
+                _average(a, target, count)
             elif code == FUNCTION:
                 _transform(COPY, a, target, count)
                 apply_function(step[TokenField.ARGUMENT], target, count, 0, 0)

@@ -16,6 +16,7 @@ from fxq.ops.layers import scaled_dot_product_attention
 
 _MAX_QUERIES = 16
 """Queries of a head up to which the loop is faster than PyTorch's op."""
+_NO_STRIDES: tuple[int, ...] = (0, 0, 0, 0)
 _STRIDES = ctypes.c_int64 * 13
 
 
@@ -38,7 +39,7 @@ class TokenAttention:
         if not self._fits(query, key, value, mask):
             return scaled_dot_product_attention(query, key, value, mask, scale=self._scale)
         samples, heads, queries, depth = query.shape
-        keys, place, of_mask = key.shape[2], 0, (0, 0, 0, 0)
+        keys, place, of_mask = key.shape[2], 0, _NO_STRIDES
         if mask is not None:
             place, of_mask = mask.data_ptr(), mask.expand(samples, heads, queries, keys).stride()
         out = torch.empty(query.shape, dtype=torch.float32, device="cpu")

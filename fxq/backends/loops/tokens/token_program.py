@@ -80,7 +80,7 @@ class TokenProgramBuilder:
         del self.inputs[inputs:], self._steps[steps:], self._sizes[buffers:]
         for table in (self._fixed, self._inputs_at):
             for buffer in [buffer for buffer in table if buffer >= buffers]:
-                del table[buffer]  # type: ignore[attr-defined]
+                del table[buffer]
 
     def _buffer(self, size: int) -> int:
         self._sizes.append(size)
