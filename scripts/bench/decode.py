@@ -34,7 +34,7 @@ from scripts.bench.few_rows import FORMS, all_of, random_layer
 from scripts.bench.timing import interleaved, no_gc, threads_set_to
 from scripts.networks.language import docstrings, perplexity, smollm2
 
-FLOAT = "float32 eager"
+FLOAT_TOOL = "float32 eager"
 Numbers = list[tuple[str, str, float, str]]
 
 
@@ -65,7 +65,7 @@ def _model_table(arguments: argparse.Namespace) -> Numbers:
     rows, numbers = list[list[Any]](), Numbers()
     tools: dict[str, Decoder] = {}
     for name, make in decoders(model):
-        if name.startswith(tuple(arguments.only)) or name == FLOAT:
+        if name.startswith(tuple(arguments.only)) or name == FLOAT_TOOL:
             tool = _made(make)
             if isinstance(tool, Decoder):
                 tools[name] = tool
@@ -78,7 +78,7 @@ def _model_table(arguments: argparse.Namespace) -> Numbers:
         prefill, decode = times[name]
         speed, share = 1 / decode, reads.get(name, float("nan")) / decode
         loss = perplexity(tool.model, judged) if judged is not None and tool.model is not None else float("nan")
-        ratios = [times[FLOAT][1] / decode, times[FLOAT][0] / prefill]
+        ratios = [times[FLOAT_TOOL][1] / decode, times[FLOAT_TOOL][0] / prefill]
         rows.append([name, speed, ratios[0], share, arguments.prefill / prefill, ratios[1], loss])
         for phase, ratio, rate in zip(("decode", "prefill"), ratios, (speed, arguments.prefill / prefill), strict=True):
             numbers += [(name, f"{phase}, times float32", ratio, "times"), (name, f"{phase}, speed", rate, "tokens/s")]
@@ -86,7 +86,7 @@ def _model_table(arguments: argparse.Namespace) -> Numbers:
     if "llama.cpp Q4_1".startswith(tuple(arguments.only)):
         speeds = _made(lambda: llama_cpp(tokenizer.decode(ids[0]), arguments.tokens))
         if isinstance(speeds, dict):
-            ratio = speeds["decode"] * times[FLOAT][1]
+            ratio = speeds["decode"] * times[FLOAT_TOOL][1]
             rows.append(["llama.cpp Q4_1", speeds["decode"], ratio, "", speeds["prefill"]])
             numbers += [("llama.cpp Q4_1", "decode, times float32", ratio, "times")]
         else:

@@ -34,5 +34,5 @@ def test_axes_of_a_step_are_joined_where_all_operands_allow():
     assert step_axes(x.shape, x.transposed(1, 2)) is None  # the last axis is not side by side
     four = TokenValue.contiguous(0, (2, 3, 5, 8))
     assert step_axes(four.shape, four, TokenValue.contiguous(1, (2, 1, 5, 1))) is None  # four axes
-    one = TokenValue.contiguous(0, (1, 1))
-    assert step_axes(one.shape, one) == ((1, 1, 1), [(0, 0, 0)])
+    single = TokenValue.contiguous(0, (1, 1))
+    assert step_axes(single.shape, single) == ((1, 1, 1), [(0, 0, 0)])
