@@ -111,6 +111,7 @@ class TokenBinder(Binder):
         self.kinds = {node: value_kind(value) for node, value in self.values.items()}
         self.products: dict[fx.Node, FewRowsProduct] = {}
         self.known: dict[fx.Node, Any] = {}  # numbers and the like that are the same in all calls
+        self._repeated: dict[str, str] = {}  # names of the results of repetitions, by their code
         self.checked: set[fx.Node] = set()  # whose shape is the same in all calls
 
     def compute(self, node: fx.Node) -> Any:
@@ -234,8 +235,16 @@ class TokenBinder(Binder):
         self.checked.update(builder.inputs, nodes)
 
     def _attending(self, line: BoundLine) -> BoundLine:
-        """BoundLine of an attention that a loop computes, if its options allow; otherwise the line as it is."""
+        """Line of an attention that a loop computes, if its options allow; otherwise the line as it is.
+
+        Attentions that repeat one mask share the result.
+        """
         node = line.node
+        if is_op(node, "repeat"):
+            first = self._repeated.setdefault(line.text.partition(" = ")[2], line.writes[0])
+            is_read_only = all(is_op(user, "scaled_dot_product_attention") for user in node.users)
+            if first != line.writes[0] and is_read_only:
+                return BoundLine(node, f"{line.writes[0]} = {first}", (first,), line.writes)
         if not is_op(node, "scaled_dot_product_attention"):
             return line
         attention = attention_for(node)
