@@ -17,6 +17,7 @@ from torch import fx, nn
 
 from fxq.backends import cpu
 from fxq.backends.by_name import recipe_name
+from fxq.backends.loops.tokens.token_binder import growing_kinds
 from fxq.common.attributes import FloatAttributes
 from fxq.common.data import check_finite
 from fxq.common.isolation import unshare
@@ -134,7 +135,7 @@ class QuantizedModel(Quantized):
         code = super().recompile()
         own_class: Any = type(self)  # every graph module has a class of its own
         plain, kernels = own_class.forward, has_kernels(self)
-        bindings, signature = Bindings(plain), inspect.signature(plain)
+        bindings, signature = Bindings(plain, growing_kinds()), inspect.signature(plain)
         names = list(signature.parameters)[1:]  # without self
 
         @functools.wraps(plain)

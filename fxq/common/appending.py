@@ -43,10 +43,12 @@ class _Reserved:
         first, rest = divmod(int(past.storage_offset()), self.strides[self.dim])
         return fits and not rest and first + past.shape[self.dim] == self.used
 
-    def claims(self, past: Tensor, count: int) -> bool:
-        """Claim the memory of `count` entries after `past`, if it is the latest result and there is room."""
+    def claims(self, past: Tensor, count: int) -> bool | None:
+        """Claim memory for `count` entries after `past` if there is room; None if `past` is not the latest result."""
         with self.lock:
-            has_room = self.is_latest(past) and self.used + count <= self.capacity
+            if not self.is_latest(past):
+                return None
+            has_room = self.used + count <= self.capacity
             self.used += count if has_room else 0
         return has_room
 
@@ -70,11 +72,12 @@ def appended(past: Tensor, new: Tensor, dim: int) -> Tensor:
     if not _may_share(past, new) or _without(past, axis) != _without(new, axis) or past.numel() == 0:
         return _marked(torch.cat([past, new], dim), axis)
     reserved: _Reserved | None = getattr(past.untyped_storage(), _ATTRIBUTE, None)
-    if reserved is None or reserved.dim != axis or not reserved.is_latest(past):
-        return _marked(torch.cat([past, new], axis), axis)
     length, count = past.shape[axis], new.shape[axis]
+    has_room = None if reserved is None or reserved.dim != axis else reserved.claims(past, count)
+    if has_room is None:
+        return _marked(torch.cat([past, new], axis), axis)
     sizes = (*past.shape[:axis], length + count, *past.shape[axis + 1 :])
-    if reserved.claims(past, count):
+    if has_room:
         result = past.as_strided(sizes, past.stride(), past.storage_offset())
     else:
         room = max((length + count) // 2, MIN_RESERVED)

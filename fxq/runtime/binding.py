@@ -30,6 +30,7 @@ from fxq.graph.query import submodule
 from fxq.graph.run import Runner
 from fxq.runtime.call_checks import check_call, naming_inputs
 from fxq.runtime.generated_code import function_of
+from fxq.runtime.growing import GrowingKinds, OtherInputsError, has_growing_states
 from fxq.runtime.stable_kinds import run
 
 MAX_BOUND_KINDS = 16
@@ -96,10 +97,12 @@ class Bindings:
 
     Args:
         plain: unbound forward of the module, with the module as first argument.
+        growing: how graphs with states that grow are bound; None: as all others.
     """
 
-    def __init__(self, plain: Forward) -> None:
-        self.plain = plain
+    def __init__(self, plain: Forward, growing: GrowingKinds | None = None) -> None:
+        self.plain, self._growing = plain, growing
+        self._grows: bool | None = None  # whether the graph has states that grow; None: not known yet
         self._cache: OrderedDict[Kind, BoundForward | None] = OrderedDict()  # None: called once; latest at the end
         self._last: tuple[Kind, BoundForward] | None = None  # of the last call, since most calls are of its kind
         self._unspecific: BoundForward | None = None  # for inputs of all kinds
@@ -118,6 +121,10 @@ class Bindings:
         last = self._last
         if last is not None and last[0] == kind and last[1].holds():
             return last[1].run(*args, **kwargs)
+        if self._grows is None:
+            self._grows = self._growing is not None and has_growing_states(gm.graph)
+        if self._growing is not None and self._grows:
+            return self._run_growing(self._growing, gm, kind, args, kwargs)
         bound = self._cache.get(kind)
         is_second = kind in self._cache
         if bound is not None and not bound.holds():
@@ -152,6 +159,33 @@ class Bindings:
             value = self.plain(gm, *args, **kwargs)
             self._ran_unbound = True
             return value
+
+    def _run_growing(
+        self, growing: GrowingKinds, gm: fx.GraphModule, kind: Kind, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Run a graph with states that grow. What a call leaves open is bound at the second call that leaves it."""
+        key, cached = growing.bound_for(kind)
+        capacity = getattr(gm, "kinds_kept", MAX_BOUND_KINDS)
+        growing.limit(capacity)
+        if isinstance(cached, BoundForward):
+            if not cached.holds():
+                growing.clear()
+                cached = None
+            else:
+                try:
+                    with naming_inputs(gm, args, kwargs):
+                        return cached.run(*args, **kwargs)
+                except OtherInputsError:
+                    growing.drop(key)
+                    cached = False
+        self._check(gm, args, kwargs)
+        with naming_inputs(gm, args, kwargs):
+            if not key or not capacity or cached is False or not _can_bind(gm):
+                return self.plain(gm, *args, **kwargs)
+            if cached is None:
+                return growing.first(key, gm, args, kwargs)
+            names = [str(node.target) for node in gm.graph.find_nodes(op="placeholder")]
+            return growing.second(key, cached, gm, args, kwargs, names)
 
     def _check(self, gm: fx.GraphModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Check a call whose inputs have a kind, once for all calls with inputs of these types."""
@@ -202,7 +236,8 @@ def bind(
     Returns:
         The outputs, and the function.
     """
-    return _Binder(gm, Batch(args, dict(kwargs)), to_kind).bound()
+    names = frozenset() if to_kind else frozenset(str(node.target) for node in gm.graph.find_nodes(op="placeholder"))
+    return Binder(gm, Batch(args, dict(kwargs)), names).bound()
 
 
 def _can_bind(gm: fx.GraphModule) -> bool:
@@ -213,24 +248,45 @@ def _can_bind(gm: fx.GraphModule) -> bool:
     return plain and named and gm.graph.python_code("self").src == gm.code
 
 
-class _Binder(Runner):
-    """Runs a graph node by node, and writes the code of a function that does the same.
+@dataclass(frozen=True)
+class BoundLine:
+    """Line of a bound function.
 
     Attributes:
-        to_kind: whether the function is for inputs of one kind only.
+        node: the node whose value it computes.
+        text: its code.
+        reads: names of the values that it reads.
+        writes: names of the values that it computes.
+    """
+
+    node: fx.Node
+    text: str
+    reads: tuple[str, ...]
+    writes: tuple[str, ...] = ()
+
+
+class Binder(Runner):
+    """Runs a graph node by node, and writes the code of a function that does the same.
+
+    Args:
+        gm: the module.
+        batch: the inputs.
+        open_inputs: names of inputs whose kind may change.
+
+    Attributes:
         fixed: nodes whose shape, strides and dtype, or number, are the same for all inputs of the kind.
         names: name of each node's value in the function.
         constants: objects that the function refers to, by name.
-        lines: lines of its body.
+        lines: lines of its body, in order.
         watch: notices changes of the modules that it calls.
     """
 
-    def __init__(self, gm: fx.GraphModule, batch: Batch, to_kind: bool) -> None:
+    def __init__(self, gm: fx.GraphModule, batch: Batch, open_inputs: frozenset[str] = frozenset()) -> None:
         super().__init__(gm, batch)
-        self.to_kind, self.fixed = to_kind, set(self.values)
+        self.fixed = {node for node in self.values if str(node.target) not in open_inputs}
         self.names = {node: str(node.target) for node in self.values}
         self.constants: dict[str, Any] = {}
-        self.lines: list[str] = []
+        self.lines: list[BoundLine] = []
         self.watch = ModuleWatch()
         self._constant_names: dict[int, str] = {}
         self._prefix = "_"
@@ -243,13 +299,26 @@ class _Binder(Runner):
         inputs = list(self.names)
         value = self.run()
         parameters = [f"{n.target}={self._text(n.args[0])}" if n.args else str(n.target) for n in inputs]
-        source = f"def forward({', '.join(parameters)}):\n" + "".join(f"    {line}\n" for line in self.lines)
+        source = f"def forward({', '.join(parameters)}):\n" + "".join(f"    {line}\n" for line in self.body())
         return value, BoundForward(function_of(source, "forward", self.constants), source, self.watch)
+
+    def body(self) -> list[str]:
+        """Code of all lines, with a `del` after the last reader of a value."""
+        read_later: set[str] = set()
+        texts: list[str] = []
+        for line in reversed(self.lines):
+            names = dict.fromkeys((*line.reads, *line.writes))
+            dead = [name for name in names if name not in read_later and name not in self.constants]
+            read_later.update(dead)
+            if dead and line.node.op != "output":
+                texts.append(f"del {', '.join(dead)}")
+            texts.append(line.text)
+        return texts[::-1]
 
     def compute(self, node: fx.Node) -> Any:
         """Run a node and write its line."""
         if node.op == "output":
-            self.lines.append(f"return {self._text(node.args[0])}")
+            self.lines.append(BoundLine(node, f"return {self._text(node.args[0])}", self._names_of(node)))
             return self._with_values(node.args[0])
         if node.op == "get_attr":
             value = super().compute(node)
@@ -264,13 +333,13 @@ class _Binder(Runner):
             self.names[node] = "None"
             return value  # of the kind, so that no later call can fail it
         texts = [*map(self._text, node.args[first:]), *(f"{k}={self._text(v)}" for k, v in node.kwargs.items())]
-        self.names[node] = f"{self._prefix}v{len(self.names)}"
-        self.lines.append(f"{self.names[node]} = {text}({', '.join(texts)})")
-        dead = [self.names[n] for n in self.last.get(node, ()) if n.op != "get_attr"]
-        dead += [] if node.users else [self.names[node]]
-        if dead:
-            self.lines.append(f"del {', '.join(dead)}")
+        name = self.names[node] = f"{self._prefix}v{len(self.names)}"
+        self.lines.append(BoundLine(node, f"{name} = {text}({', '.join(texts)})", self._names_of(node), (name,)))
         return value
+
+    def _names_of(self, node: fx.Node) -> tuple[str, ...]:
+        """Names of the values that a node reads, without constants."""
+        return tuple(self.names[read] for read in node.all_input_nodes if read.op != "get_attr")
 
     def _run(self, node: fx.Node, called: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a call. If the kind of its value is fixed, add the node to `fixed`."""
@@ -284,7 +353,7 @@ class _Binder(Runner):
 
     def _is_fixed(self, node: fx.Node) -> bool:
         """Whether the kinds of all inputs of a node are the same in all calls of the function."""
-        return self.to_kind and self.fixed.issuperset(node.all_input_nodes)
+        return self.fixed.issuperset(node.all_input_nodes)
 
     def _with_values(self, arguments: Any) -> Any:
         """Arguments with values in place of nodes. Not by `map_arg`, which makes immutable lists and dicts."""

@@ -58,8 +58,22 @@ class FewRowsProduct:
         weight, scales_at, offset_at, bias_at, places_at = (tensor.data_ptr() for tensor in constants)
         self._before = weight, scales_at, offset_at, zero, bias_at, places_at
         self._after = columns, outputs, row_bytes, block, scales, span
-        self._run, self._kind, self._part = loops.few_rows, kind, loops.few_rows_part
+        self._run, self._convert, self._kind, self._part = loops.few_rows, loops.floats_of, kind, loops.few_rows_part
         self._jobs: dict[int, tuple[Job, Tensor, Tensor]] = {}
+
+    def fields(self, rows: int) -> list[int]:
+        """Arguments of the loop for so many rows, but x and out, in order. The product has to outlive their use."""
+        weight, scale, offset, zero, bias, places = self._before
+        return [weight, scale, offset, int(zero), bias, places, self._kind, rows, *self._after]
+
+    def floats(self, first: int, out: Tensor) -> Tensor:
+        """Write rows of the weight, from `first` on, to `out`, contiguous float32 (rows, K), and return it."""
+        weight, scale, offset, zero, *_ = self._before
+        columns, _, row_bytes, block, scales, _ = self._after
+        self._convert(
+            weight, scale, offset, zero, out.data_ptr(), self._kind, first, len(out), columns, row_bytes, block, scales
+        )
+        return out
 
     def __call__(self, x: Tensor) -> Tensor:
         """float32 (..., K) -> float32 (..., O)."""

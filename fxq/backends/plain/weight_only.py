@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 _PIECE_ELEMENTS = 1 << 18
 """Weights that are converted at once: 1 MiB as float32, which fits the L2 cache of a core."""
+_COMPILED_PIECE_ELEMENTS = 1 << 20
+"""Weights that a compiled loop converts at once: less time goes into calls, and into joining their results."""
 _VERIFIED_ROWS = 5
 """Rows on which the compiled product is verified: a full tile of rows, and a single one."""
 
@@ -135,14 +137,14 @@ class WeightOnlyLinear(WeightOnlyKernel):
 
     def bind(self, x: Tensor) -> Callable[[Tensor], Tensor]:
         """Return the function for inputs like these. See `Bindable.bind`."""
-        product = self._few_rows(x)
+        product = self.few_rows(x)
         if product is None:
             return self.forward
         return product if x.dtype == torch.float32 else lambda x: product(float_input(x))
 
     def forward(self, x: Tensor) -> Tensor:
         """float32 (..., K) -> float32 (..., O)."""
-        x, product = float_input(x), self._few_rows(x)
+        x, product = float_input(x), self.few_rows(x)
         return self._in_pieces(x) if product is None else product(x)
 
     def at_other_sizes(self, *inputs: Tensor) -> Iterable[tuple[Tensor, ...]]:
@@ -152,13 +154,17 @@ class WeightOnlyLinear(WeightOnlyKernel):
         if len(rows):
             yield (rows[:_VERIFIED_ROWS],) if len(rows) > MAX_ROWS else (rows[:1].repeat(MAX_ROWS + 1, 1),)
 
-    def _few_rows(self, x: Tensor) -> FewRowsProduct | None:
+    def few_rows(self, x: Tensor) -> FewRowsProduct | None:
         """Compiled product for inputs like these; None if it is not faster, or there is none."""
         stored = self.stored_weight()
         columns = math.prod(stored.row)
         if x.shape[-1:] != (columns,) or not 0 < x.numel() <= MAX_ROWS * columns:
             return None
-        loops = loops_for("few_rows_loops", 0, x, *self._buffers.values())
+        return self._product(x, 0)
+
+    def _product(self, x: Tensor, elements: int) -> FewRowsProduct | None:
+        """Compiled product of the weight; None if there is none for tensors like x. `elements`: as of `loops_for`."""
+        loops = loops_for("few_rows_loops", elements, x, *self._buffers.values())
         return None if loops is None else self._cached("few_rows", lambda: self._few_rows_product(loops))
 
     def _few_rows_product(self, loops: ModuleType) -> FewRowsProduct | None:
@@ -166,6 +172,9 @@ class WeightOnlyLinear(WeightOnlyKernel):
         return FewRowsProduct(loops, stored, self.bias) if refused(stored) is None else None
 
     def _in_pieces(self, x: Tensor) -> Tensor:
+        product = self._product(x, self.stored_weight().numel)
+        if product is not None:
+            return self._converted(x, product)
         pieces, scale, shape = self._cached("pieces", self._pieces)
         convert = StoredWeight.floats if scale is None else StoredWeight.integers
         bias = self.bias if scale is None else None
@@ -178,6 +187,17 @@ class WeightOnlyLinear(WeightOnlyKernel):
         if scale is None:
             return y
         return y.mul_(scale) if self.bias is None else torch.addcmul(self.bias, y, scale, out=y)
+
+    def _converted(self, x: Tensor, product: FewRowsProduct) -> Tensor:
+        """Product with pieces of the weight that a compiled loop converts."""
+        outputs, columns = len(self.stored_weight().values), self.stored_weight().row[0]
+        rows = max(_COMPILED_PIECE_ELEMENTS // columns, 1)
+        buffer = torch.empty(min(rows, outputs), columns, device="cpu")
+        if rows >= outputs:
+            return F.linear(x, product.floats(0, buffer), self.bias)
+        starts = range(0, outputs, rows)
+        y = torch.cat([F.linear(x, product.floats(i, buffer[: outputs - i])) for i in starts], -1)
+        return y if self.bias is None else y.add_(self.bias)
 
     def _pieces(self) -> tuple[list[StoredWeight], Tensor | None, tuple[int, int]]:
         """The weight in pieces of some rows, the scale for the result or None, and the shape of the largest piece."""

@@ -214,3 +214,31 @@ def test_a_small_product_runs_on_one_thread(monkeypatch):
     monkeypatch.setattr(few_rows, "run_together", lambda *_: False)
     with threads_set_to(4):
         torch.testing.assert_close(large(x), alone, **EXACT)
+
+
+@needs_numba
+@settings(max_examples=60, deadline=None)
+@given(
+    columns=st.integers(32, 300), outputs=st.integers(1, 9), bits=st.sampled_from([4, 8]), signed=st.booleans(),
+    per=st.sampled_from(["tensor", "channel", 32, 64, 128]), with_zero=st.booleans(), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_weights_as_floats(columns, outputs, bits, signed, per, with_zero, seed):
+    columns = columns if bits == 8 else 2 * columns if per in ("tensor", "channel") else 64 * (columns // 32)
+    weight = stored(outputs, columns, bits, signed, per, with_zero, seed)
+    product, first = FewRowsProduct(LOOPS, weight, None), outputs // 2
+    memory = torch.full((outputs - first + 2, columns), 7.0)
+    product.floats(first, memory[1:-1])
+    expected = weight.floats(weight.empty())[first:]
+    torch.testing.assert_close(memory[1:-1], expected, rtol=1e-6, atol=2e-5)  # products up to 200, rounded once less
+    assert (memory[[0, -1]] == 7).all()  # nothing else is written
+
+
+@needs_numba
+@pytest.mark.parametrize("bits", [8, 4])
+def test_many_rows_in_several_pieces(bits, monkeypatch):
+    monkeypatch.setattr(weight_only, "_COMPILED_PIECE_ELEMENTS", 3 * 64)
+    torch.manual_seed(0)
+    layer, x = nn.Linear(64, 10).eval(), torch.randn(2, 20, 64)
+    qmodel = fxq.quantize(layer, fxq.Recipe.weight_only(bits=bits, backend="x86"), example_inputs=x)
+    reference = fxq.quantize(layer, fxq.Recipe.weight_only(bits=bits, backend="reference"), example_inputs=x)
+    torch.testing.assert_close(qmodel(x), reference(x), rtol=0, atol=2e-6)  # float32 sums of 64 terms

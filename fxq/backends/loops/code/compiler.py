@@ -22,7 +22,7 @@ from fxq.backends.loops.code.code_cache import compile_cached
 from fxq.common.cache_folder import chosen_folder
 from fxq.errors import BackendError
 
-MODULES = ("row_loops", "step_loops", "program_loops", "few_rows_loops", "pool_loops")
+MODULES = ("row_loops", "step_loops", "program_loops", "few_rows_loops", "token_loops", "pool_loops")
 """Modules of this folder that hold the compiled functions."""
 log = logging.getLogger("fxq")
 _MAX_LOOP_THREADS = 4

@@ -208,3 +208,29 @@ signed8_one, unsigned8_one, signed4_one, unsigned4_one = (on_addresses(_tile(c, 
 signed8_rows, unsigned8_rows, signed4_rows, unsigned4_rows = (
     on_addresses(_tile(c, MANY_ROWS, SOME_COLUMNS)) for c in _CHUNKS
 )
+
+
+def _conversion(signed: bool, shift: int, mask: int) -> Any:
+    """Code that writes blocks of 16 integers as floats: bits of bytes, times a factor plus an offset.
+
+    Arguments of the code: `source`, the address of the bytes; `blocks`, their number; `flip`, bits to flip in each
+    byte; `numbers`, the address of float32: factor and offset; `out`, the address of the floats.
+    """
+
+    def code(b, source, blocks, flip, numbers, out):
+        factor, offset = (splat(b, load(b, numbers, FLOAT32, 4 * k)) for k in (0, 1))
+        flipped = splat(b, b.trunc(flip, INT32))
+        with cgutils.for_range(b, blocks, intp=INT64) as block:
+            stored = load(b, b.add(source, b.mul(block.index, number(LANES))), ir.VectorType(INT8, LANES))
+            values = (b.sext if signed else b.zext)(stored, INTS)
+            if not signed:
+                values = b.lshr(b.xor(values, flipped), ir.Constant(INTS, [shift] * LANES))
+                values = b.and_(values, ir.Constant(INTS, [mask] * LANES))
+            y = vectors.multiply_add(b, b.sitofp(values, FLOATS), factor, offset)
+            vectors.store(b, y, b.add(out, b.mul(block.index, number(4 * LANES))))
+
+    return on_addresses(code)
+
+
+floats_of_signed8, floats_of_bytes = _conversion(True, 0, 255), _conversion(False, 0, 255)
+floats_of_low4, floats_of_high4 = _conversion(False, 0, 15), _conversion(False, 4, 15)

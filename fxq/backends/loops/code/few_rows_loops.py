@@ -8,7 +8,7 @@ from numba import carray  # type: ignore[attr-defined]  # Numba does not list it
 from fxq.backends.loops.code import few_rows_code as code
 from fxq.backends.loops.code.compiler import compiled, helper
 from fxq.backends.loops.code.few_rows_code import CHUNK, MANY_COLUMNS, MANY_ROWS, SOME_COLUMNS, FewRows
-from fxq.backends.loops.code.memory_loops import floats
+from fxq.backends.loops.code.memory_loops import bytes_, floats
 from fxq.backends.loops.code.vectors import LANES
 
 _f = np.float32
@@ -185,3 +185,60 @@ def few_rows_part(part, _count, bases):
         floats(bases[0]), part[0], part[1], part[2], _f(part[3]), part[4], part[5], bases[1], part[6], bases[2],
         part[7], part[8], part[9], part[10], part[11], part[12], part[13], part[14],
     )  # fmt: skip
+
+
+@helper
+def _convert(kind, is_high, source, count, numbers, out):
+    """Write integers as floats: whole vectors, then one that ends with the integers."""
+    flip = 0x88 if kind == SIGNED4 else 0
+    if count < LANES:  # only of 8 bits: other blocks are longer
+        pair, stored, y = carray(floats(numbers), 2), carray(bytes_(source), count), carray(floats(out), count)
+        for j in range(count):
+            value = np.int64(stored[j])
+            y[j] = _f(value - 256 if kind == SIGNED8 and value > 127 else value) * pair[0] + pair[1]
+        return
+    for k in range(1 if count % LANES == 0 else 2):
+        first, blocks = (0, count // LANES) if k == 0 else (count - LANES, 1)
+        if kind == SIGNED8:
+            code.floats_of_signed8(source + first, blocks, flip, numbers, out + 4 * first)
+        elif kind == UNSIGNED8:
+            code.floats_of_bytes(source + first, blocks, flip, numbers, out + 4 * first)
+        elif is_high:
+            code.floats_of_high4(source + first, blocks, flip, numbers, out + 4 * first)
+        else:
+            code.floats_of_low4(source + first, blocks, flip, numbers, out + 4 * first)
+
+
+@compiled("i f* f* f i i i i i i i i")
+def floats_of(weight, scale, offset, zero, out, kind, first, count, columns, row_bytes, block, scales):
+    """Write rows of a weight as floats.
+
+    Args:
+        weight: Address of the stored weight.
+        scale: float32 (outputs, scales).
+        offset: float32 (outputs, scales).
+        zero: Factor of all offsets.
+        out: Address of float32 (count, columns), written.
+        kind: SIGNED8, UNSIGNED8, SIGNED4 or UNSIGNED4.
+        first: First row.
+        count: Number of rows.
+        columns: Values of a row.
+        row_bytes: Bytes of a row.
+        block: Number of values of a row with the same scale.
+        scales: Scales of a row.
+    """
+    scale, offset = carray(scale, (first + count, scales)), carray(offset, (first + count, scales))
+    numbers, is_packed = np.empty(2, _f), kind >= SIGNED4
+    for r in range(first, first + count):
+        source, target = weight + r * row_bytes, out + 4 * (r - first) * columns
+        for k in range(scales):
+            numbers[0], numbers[1] = scale[r, k], -offset[r, k] * zero
+            low, end = k * block, min((k + 1) * block, columns)
+            middle = max(min(end, row_bytes), low) if is_packed else end
+            if middle > low:
+                _convert(kind, False, source + low, middle - low, numbers.ctypes.data, target + 4 * low)
+            if end > middle:
+                _convert(
+                    kind, True, source + middle - row_bytes, end - middle, numbers.ctypes.data, target + 4 * middle
+                )
+    numbers[0] = 0  # keeps the array alive until here, as only its address is used

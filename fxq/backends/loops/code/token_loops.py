@@ -1,0 +1,189 @@
+"""Loops over the values of a few tokens: the steps of a decoder between two attentions, and attention to a cache.
+
+A step is a row of integers, see `TokenField`. A place in memory is (base, offset): the number of a base address, and
+bytes from there. Base 0 is the address 0, for offsets that are addresses. Base 1 is the memory of values; those of
+inputs and outputs are next. Sizes and strides count float32 values.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import numpy as np
+from numba import carray  # type: ignore[attr-defined]  # Numba does not list it
+
+from fxq.backends.loops.code.attention_code import TILE_COLUMNS as TILE_COLUMNS
+from fxq.backends.loops.code.attention_code import exponentials, one_row
+from fxq.backends.loops.code.compiler import compiled, helper
+from fxq.backends.loops.code.few_rows_loops import multiply
+from fxq.backends.loops.code.memory_loops import FUNCTION_NAMES as FUNCTION_NAMES
+from fxq.backends.loops.code.memory_loops import address_of, apply_function, bytes_, floats
+from fxq.backends.loops.code.token_code import key_products
+from fxq.backends.loops.code.vectors import LANES
+
+_f = np.float32
+LINEAR, ADD, SUBTRACT, MULTIPLY, COPY, NEGATE, RSQRT, MEAN, FUNCTION = range(9)
+"""Codes of steps."""
+
+
+class TokenField(IntEnum):
+    """Fields of a step."""
+
+    CODE = 0
+    OUT = 1  # base, offset
+    X = 3  # base, offset
+    Y = 5  # base, offset
+    SIZES = 7  # of three axes
+    OUT_STRIDES = 10  # of the three axes
+    X_STRIDES = 13  # of the three axes; 0 where the operand is repeated
+    Y_STRIDES = 16
+    ARGUMENT = 19  # of FUNCTION: index in `FUNCTION_NAMES`
+    WEIGHT = 7  # of LINEAR: the arguments of `few_rows_loops.few_rows` but x and out, in order
+
+
+MAX_FIELDS = 21
+"""Integers in the row of a step. Unused ones are 0."""
+
+
+@helper
+def _linear(step, bases):
+    x, out, f = address_of(bases, step, TokenField.X), address_of(bases, step, TokenField.OUT), TokenField.WEIGHT
+    multiply(
+        floats(x), step[f], step[f + 1], step[f + 2], _f(step[f + 3]), step[f + 4], step[f + 5], out, step[f + 6],
+        step[f + 7], step[f + 8], step[f + 9], step[f + 10], step[f + 11], step[f + 12], step[f + 13],
+    )  # fmt: skip
+
+
+@helper
+def _combine(code, x, x_step, y, y_step, out, count):
+    """Combine two runs of values; a step of 0 repeats the first value."""
+    a, b, target = carray(floats(x), count), carray(floats(y), count), carray(floats(out), count)
+    if x_step and y_step:
+        if code == ADD:
+            for j in range(count):
+                target[j] = a[j] + b[j]
+        elif code == SUBTRACT:
+            for j in range(count):
+                target[j] = a[j] - b[j]
+        else:
+            for j in range(count):
+                target[j] = a[j] * b[j]
+        return
+    for j in range(count):
+        left, right = a[j * x_step], b[j * y_step]
+        target[j] = left + right if code == ADD else left - right if code == SUBTRACT else left * right
+
+
+@helper
+def _transform(code, x, out, count):
+    """Compute a function of each value of a run."""
+    a, target = carray(floats(x), count), carray(floats(out), count)
+    if code == COPY:
+        for j in range(count):
+            target[j] = a[j]
+    elif code == NEGATE:
+        for j in range(count):
+            target[j] = -a[j]
+    else:
+        for j in range(count):
+            target[j] = _f(1) / np.sqrt(a[j])
+
+
+@helper
+def _average(x, out, count):
+    """Compute the mean of a run of values."""
+    a, total, lanes = carray(floats(x), count), _f(0), np.zeros(LANES, _f)
+    whole = count // LANES * LANES
+    for first in range(0, whole, LANES):
+        for i in range(LANES):
+            lanes[i] += a[first + i]
+    for j in range(whole, count):
+        total += a[j]
+    for i in range(LANES):
+        total += lanes[i]
+    carray(floats(out), 1)[0] = total / _f(count)
+
+
+@helper
+def _pointwise(step, bases):
+    """Run a step on all rows of its last axis."""
+    f, code = TokenField.SIZES, step[TokenField.CODE]
+    x, y = address_of(bases, step, TokenField.X), address_of(bases, step, TokenField.Y)
+    out = address_of(bases, step, TokenField.OUT)
+    o, p, q = TokenField.OUT_STRIDES, TokenField.X_STRIDES, TokenField.Y_STRIDES
+    count = step[f + 2]
+    for i in range(step[f]):
+        for j in range(step[f + 1]):
+            target = out + 4 * (i * step[o] + j * step[o + 1])
+            a = x + 4 * (i * step[p] + j * step[p + 1])
+            if code <= MULTIPLY:
+                b = y + 4 * (i * step[q] + j * step[q + 1])
+                _combine(code, a, step[p + 2], b, step[q + 2], target, count)
+            elif code == MEAN:
+                _average(a, target, count)
+            elif code == FUNCTION:
+                _transform(COPY, a, target, count)
+                apply_function(step[TokenField.ARGUMENT], target, count, 0, 0)
+            else:
+                _transform(code, a, target, count)
+
+
+@compiled("i64* i i64*")
+def run(steps, count, bases):
+    """Run steps, int64 (count, MAX_FIELDS), on the base addresses `bases`."""
+    steps = carray(steps, (count, MAX_FIELDS))
+    for k in range(count):
+        step = steps[k]
+        if step[0] == LINEAR:
+            _linear(step, bases)
+        else:
+            _pointwise(step, bases)
+
+
+@helper
+def _hide(scores, mask, stride, keys):
+    """Make the scores of keys minus infinity whose byte of the mask is 0."""
+    for j in range(keys):
+        if carray(bytes_(mask + j * stride), 1)[0] == 0:
+            scores[j] = -np.inf
+
+
+@compiled("i i i i i i64* i i i i i f")
+def attend(query, key, value, mask, out, strides, samples, heads, queries, keys, depth, scale):
+    """Compute softmax(query @ key.T * scale) @ value, where `mask` is not 0.
+
+    Args:
+        query: Address of float32 (samples, heads, queries, depth).
+        key: Address of float32 (samples, heads, keys, depth).
+        value: Address of float32 (samples, heads, keys, depth).
+        mask: Address of bool (samples, heads, queries, keys); 0: none.
+        out: Address of float32 (samples, heads, queries, depth), contiguous, written.
+        strides: Strides of the first three axes of query, key and value, and of all axes of the mask, in elements.
+        samples: Number of samples.
+        heads: Number of heads.
+        queries: Number of queries.
+        keys: Number of keys, at least one.
+        depth: Values of a query, a multiple of `TILE_COLUMNS`.
+        scale: Factor of the products.
+    """
+    padded = (keys + LANES - 1) // LANES * LANES
+    scores, scaled, total = np.empty(padded, _f), np.empty(depth, _f), np.empty(1, _f)
+    for n in range(samples):
+        for h in range(heads):
+            k, v = key + 4 * (n * strides[3] + h * strides[4]), value + 4 * (n * strides[6] + h * strides[7])
+            for i in range(queries):
+                q = carray(floats(query + 4 * (n * strides[0] + h * strides[1] + i * strides[2])), depth)
+                for j in range(depth):
+                    scaled[j] = q[j] * scale
+                key_products(scaled.ctypes.data, k, 4 * strides[5], keys, depth // LANES, scores.ctypes.data)
+                if mask:
+                    _hide(scores, mask + n * strides[9] + h * strides[10] + i * strides[11], strides[12], keys)
+                scores[keys:] = -np.inf
+                exponentials(scores.ctypes.data, padded // LANES, total.ctypes.data)
+                factor = _f(0) if total[0] == 0 else _f(1) / total[0]
+                for j in range(keys):
+                    scores[j] *= factor
+                target = out + 4 * depth * ((n * heads + h) * queries + i)
+                for j in range(0, depth, TILE_COLUMNS):
+                    one_row(scores.ctypes.data, 0, v + 4 * j, 4 * strides[8], keys, target + 4 * j, 0)
+    scores[0] = scaled[0] + total[0]  # keeps the arrays alive until here, as only their addresses are used

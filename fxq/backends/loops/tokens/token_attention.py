@@ -1,0 +1,76 @@
+"""`TokenAttention`: attention of a few queries to a cache, in a compiled loop that reads the cache where it is."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable
+from types import ModuleType
+
+import torch
+from torch import Tensor, fx
+
+from fxq.backends.loops.code.compiler import loops
+from fxq.graph.query import options_of
+from fxq.ops.layers import scaled_dot_product_attention
+
+_MAX_QUERIES = 16
+"""Queries of a head up to which the loop is faster than PyTorch's op."""
+_NO_STRIDES: tuple[int, ...] = (0, 0, 0, 0)
+_STRIDES = ctypes.c_int64 * 13
+
+
+class TokenAttention:
+    """softmax(query @ key.T * scale) @ value, where a mask allows.
+
+    Args:
+        module: the module `fxq.backends.loops.code.token_loops`.
+        scale: factor of the products; None: 1 / sqrt(depth).
+    """
+
+    def __init__(self, module: ModuleType, scale: float | None) -> None:
+        self._attend, self._columns, self._scale = module.attend, module.TILE_COLUMNS, scale
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Float32 (N, H, L, D), (N, H, S, D) twice and bool, broadcast to (N, H, L, S) -> float32 (N, H, L, D).
+
+        What the loop does not support runs in PyTorch's op.
+        """
+        if not self._fits(query, key, value, mask):
+            return scaled_dot_product_attention(query, key, value, mask, scale=self._scale)
+        samples, heads, queries, depth = query.shape
+        keys, place, of_mask = key.shape[2], 0, _NO_STRIDES
+        if mask is not None:
+            place, of_mask = mask.data_ptr(), mask.expand(samples, heads, queries, keys).stride()
+        out = torch.empty(query.shape, dtype=torch.float32, device="cpu")
+        strides = _STRIDES(*query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *of_mask)
+        scale = 1 / math.sqrt(depth) if self._scale is None else self._scale
+        self._attend(
+            query.data_ptr(), key.data_ptr(), value.data_ptr(), place, out.data_ptr(), strides, samples, heads, queries,
+            keys, depth, scale,
+        )  # fmt: skip
+        return out
+
+    def _fits(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+        if not (type(query) is type(key) is type(value) is Tensor and query.dim() == key.dim() == 4):
+            return False
+        if query.dtype is not torch.float32 or key.dtype is not torch.float32 or value.dtype is not torch.float32:
+            return False
+        if query.requires_grad or key.requires_grad or value.requires_grad:
+            return False
+        shape, of_keys = query.shape, key.shape
+        if of_keys != value.shape or shape[:2] != of_keys[:2] or shape[3] != of_keys[3]:
+            return False
+        is_small = 0 < shape[2] <= _MAX_QUERIES and of_keys[2] > 0 and shape[3] % self._columns == 0
+        in_order = query.stride(3) == key.stride(3) == value.stride(3) == 1
+        return is_small and in_order and (mask is None or (type(mask) is Tensor and mask.dtype is torch.bool))
+
+
+def attention_for(node: fx.Node) -> Callable[..., Tensor] | None:
+    """Attention of a node whose options the loop supports; None for others."""
+    options, module = options_of(node), loops("token_loops")
+    plain = options["dropout_p"] == 0 and options["is_causal"] is False and options["enable_gqa"] is False
+    scale = options["scale"]
+    if module is None or not plain or not isinstance(scale, (int, float, type(None))) or node.kwargs.get("attn_mask"):
+        return None
+    return TokenAttention(module, scale)

@@ -1,0 +1,285 @@
+"""`TokenBinder` binds a graph with states that grow, and runs its ops between two attentions as one `TokenProgram`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxq.backends.loops.code.compiler import loops
+from fxq.backends.loops.tokens.token_attention import attention_for
+from fxq.backends.loops.tokens.token_program import TokenProgramBuilder
+from fxq.backends.plain.few_rows import FewRowsProduct
+from fxq.backends.plain.weight_only import WeightOnlyKernel, WeightOnlyLinear
+from fxq.common.data import Batch
+from fxq.common.metrics import sqnr, tensors
+from fxq.common.trees import mapped
+from fxq.errors import warn
+from fxq.graph.query import constant, is_op, op_of, submodule
+from fxq.graph.run import Runner
+from fxq.runtime.binding import Binder, BoundForward, BoundLine
+from fxq.runtime.growing import GrowingKinds, OtherInputsError
+
+_MAX_THREADS = 4
+"""Threads above which PyTorch's ops are as fast as a loop, which runs on one thread."""
+MIN_AGREEMENT_DB = 80.0
+"""Least SQNR of the results of programs against those of the graph, which differ by the order of float32 sums."""
+_METADATA = ("shape", "device", "dtype", "ndim")
+_PLAIN = (int, bool, float, str, slice, torch.dtype, torch.device, type(None))
+
+RecordedKind = tuple[str, Any]
+"""Shape and dtype of a tensor, or a number or the like; ("", None): of another type."""
+
+
+def growing_kinds() -> GrowingKinds:
+    """Bindings of one graph with states that grow."""
+    return GrowingKinds(_record, _bind)
+
+
+def _record(gm: fx.GraphModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
+    recorder = _Recorder(gm, Batch(args, dict(kwargs)))
+    return recorder.run(), recorder.kinds
+
+
+def _bind(
+    gm: fx.GraphModule,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    open_inputs: set[str],
+    earlier: Mapping[fx.Node, RecordedKind],
+) -> tuple[Any, BoundForward]:
+    batch, names = Batch(args, dict(kwargs)), frozenset(open_inputs)
+    value, bound = TokenBinder(gm, batch, names, earlier).bound()
+    try:
+        results = bound.run(*args, **kwargs)
+    except OtherInputsError:  # gradients, for example
+        return Binder(gm, batch, names).bound()
+    ratios = [sqnr(x, y) for x, y in zip(tensors(value), tensors(results), strict=True)]
+    if all(ratio >= MIN_AGREEMENT_DB for ratio in ratios):
+        return value, bound
+    warn(
+        f"the compiled programs for single tokens differ from the graph of this model: {min(ratios):.1f} dB, at least "
+        f"{MIN_AGREEMENT_DB:.0f} dB were expected. They are not used, so that tokens take longer. Please report the "
+        "model."
+    )
+    return Binder(gm, batch, names).bound()
+
+
+class _Recorder(Runner):
+    """Runs a graph.
+
+    Attributes:
+        kinds: kind of the value of each node.
+    """
+
+    def __init__(self, gm: fx.GraphModule, batch: Batch) -> None:
+        super().__init__(gm, batch)
+        self.kinds = {node: value_kind(value) for node, value in self.values.items()}
+
+    def compute(self, node: fx.Node) -> Any:
+        value = super().compute(node)
+        self.kinds[node] = value_kind(value)
+        return value
+
+
+def value_kind(value: Any) -> RecordedKind:
+    """Kind of a value, by which those of two calls are compared."""
+    if type(value) in (Tensor, torch.nn.Parameter):
+        return "tensor", (tuple(value.shape), value.dtype)
+    if isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(isinstance(v, _PLAIN) for v in value)):
+        return "plain", value
+    return "", None
+
+
+@dataclass
+class _Segment:
+    """Ops that become one program.
+
+    Attributes:
+        builder: has their steps.
+        lines: their lines.
+        waiting: lines of other ops that read their values.
+    """
+
+    builder: TokenProgramBuilder
+    lines: dict[fx.Node, BoundLine] = field(default_factory=dict)
+    waiting: dict[fx.Node, BoundLine] = field(default_factory=dict)
+
+
+class TokenBinder(Binder):
+    """Binds a graph, with programs in place of its float ops on few tokens.
+
+    A value that had the same shape in both calls, and that a program reads, is checked to have it in every call.
+
+    Args:
+        gm: the module.
+        batch: the inputs.
+        open_inputs: names of inputs whose kind may change.
+        earlier: kinds of the values of an earlier call.
+    """
+
+    def __init__(
+        self, gm: fx.GraphModule, batch: Batch, open_inputs: frozenset[str], earlier: Mapping[fx.Node, RecordedKind]
+    ) -> None:
+        super().__init__(gm, batch, open_inputs)
+        self.earlier = earlier
+        self.kinds = {node: value_kind(value) for node, value in self.values.items()}
+        self.products: dict[fx.Node, FewRowsProduct] = {}
+        self.known: dict[fx.Node, Any] = {}  # numbers and the like that are the same in all calls
+        self._repeated: dict[str, str] = {}  # names of the results of repetitions, by their code
+        self.checked: set[fx.Node] = set()  # whose shape is the same in all calls
+
+    def compute(self, node: fx.Node) -> Any:
+        """Run a node and write its line, and note its kind, and the product of a linear layer."""
+        kernel = submodule(self.gm, node)
+        if type(kernel) is WeightOnlyLinear and kernel.is_unmodified() and isinstance(node.args[0], fx.Node):
+            x = self.values[node.args[0]]
+            product = kernel.few_rows(x) if isinstance(x, Tensor) and x.dtype == torch.float32 else None
+            if product is not None:
+                self.products[node] = product
+        value = super().compute(node)
+        self.kinds[node] = value_kind(value)
+        return value
+
+    def body(self) -> list[str]:
+        """Code of all lines, those of programs included."""
+        if loops("token_loops") is not None and torch.get_num_threads() <= _MAX_THREADS:
+            self.checked = {node for node in self.fixed if self._is_same(node, "tensor")}
+            self.lines = list(self._with_programs())
+        return super().body()
+
+    def _is_same(self, node: fx.Node, kind: str) -> bool:
+        """Whether a value was of this kind, and alike in both calls."""
+        return self.kinds.get(node, ("", None))[0] == kind and self.kinds[node] == self.earlier.get(node)
+
+    def _with_programs(self) -> Iterator[BoundLine]:
+        """Lines of the graph, with one line for each program.
+
+        A program takes the place of its last op. Ops that read its values wait until then, as long as further ops
+        become part of it. What may have side effects keeps its place.
+        """
+        segment = _Segment(self._builder())
+        for line in self.lines:
+            node, reads = line.node, set(line.node.all_input_nodes)
+            if self._is_known(node, segment):
+                self.known[node] = self.kinds[node][1]
+                self.constants[line.writes[0]] = self.known[node]
+                continue
+            is_movable = self._is_movable(node)
+            if not is_movable or (not reads.isdisjoint(segment.waiting) and self._is_step(node)):
+                yield from self._closed(segment)
+                segment = _Segment(self._builder())
+            if not is_movable:
+                yield line
+            elif reads.isdisjoint(segment.waiting) and segment.builder.add(node):
+                segment.lines[node] = line
+            elif reads.isdisjoint(segment.lines) and reads.isdisjoint(segment.waiting):
+                yield self._attending(line)
+            else:
+                segment.waiting[node] = self._attending(line)
+        yield from self._closed(segment)
+
+    def _is_movable(self, node: fx.Node) -> bool:
+        """Whether a node may run later: an op of the table, a weight-only kernel, or a function of numbers."""
+        is_kernel = isinstance(submodule(self.gm, node), WeightOnlyKernel)
+        is_op = op_of(node) is not None or (node.target is getattr and node.op == "call_function")
+        return is_op or is_kernel or self.kinds.get(node, ("", None))[0] == "plain"
+
+    def _is_step(self, node: fx.Node) -> bool:
+        """Whether a program may have a node."""
+        return self._builder().add(node)
+
+    def _builder(self) -> TokenProgramBuilder:
+        module = loops("token_loops")
+        assert module is not None  # checked by `body`
+        return TokenProgramBuilder(module, self._shape_of, self._resolved, self._constant_of, self.products.get)
+
+    def _is_known(self, node: fx.Node, segment: _Segment) -> bool:
+        """Whether a node computes a number or the like that is the same in all calls."""
+        if node.op != "call_function" or not self._is_same(node, "plain"):
+            return False
+        if node.target is getattr:
+            read, name = node.args[0], node.args[1]
+            return name in _METADATA and (read in segment.builder.values or read in self.checked)
+        is_arithmetic = getattr(node.target, "__module__", "") in ("_operator", "operator")
+        return is_arithmetic and all(read in self.known or self._is_fixed_number(read) for read in node.all_input_nodes)
+
+    def _is_fixed_number(self, node: fx.Node) -> bool:
+        return node in self.fixed and self._is_same(node, "plain")
+
+    def _shape_of(self, node: fx.Node) -> tuple[int, ...] | None:
+        """Shape of a float32 tensor if it was the same in both calls."""
+        if node.op == "get_attr" or not self._is_same(node, "tensor"):
+            return None
+        shape, dtype = self.kinds[node][1]
+        return shape if dtype == torch.float32 else None
+
+    def _resolved(self, value: Any) -> Any:
+        """Option with numbers in place of nodes. Raises `KeyError` if one can change."""
+
+        def number(leaf: Any) -> Any:
+            if not isinstance(leaf, fx.Node):
+                return leaf
+            return self.kinds[leaf][1] if self._is_fixed_number(leaf) else self.known[leaf]
+
+        return mapped(value, number)
+
+    def _constant_of(self, node: fx.Node) -> Tensor | None:
+        return constant(self.gm, node) if node.op == "get_attr" else None
+
+    def _closed(self, segment: _Segment) -> Iterator[BoundLine]:
+        """The line of a program, or those of its ops if it has no linear layer; then all that waited for it."""
+        builder, nodes = segment.builder, segment.lines
+        outputs = [
+            node for node in nodes if any(user not in nodes and not _reads_metadata(user) for user in node.users)
+        ]
+        program = builder.finish(outputs) if builder.linear_count and outputs else None
+        reads, writes = (tuple(self.names[node] for node in group) for group in (builder.inputs, outputs))
+        if program is not None:
+            text = f"{', '.join(writes)} = {self._constant(program)}({', '.join(reads)})"
+            yield BoundLine(outputs[-1], text, reads, writes)
+        else:
+            unchecked = [node for node in builder.inputs if node not in self.checked]
+            shapes = tuple(torch.Size(self.kinds[node][1][0]) for node in unchecked)
+            if shapes:
+                reads = tuple(self.names[node] for node in unchecked)
+                text = f"{self._constant(check_shapes)}({self._constant(shapes)}, {', '.join(reads)})"
+                yield BoundLine(unchecked[-1], text, reads)
+            yield from nodes.values()
+        yield from segment.waiting.values()
+        self.checked.update(builder.inputs, nodes)
+
+    def _attending(self, line: BoundLine) -> BoundLine:
+        """Line of an attention that a loop computes, if its options allow; otherwise the line as it is.
+
+        Attentions that repeat one mask share the result.
+        """
+        node = line.node
+        if is_op(node, "repeat"):
+            first = self._repeated.setdefault(line.text.partition(" = ")[2], line.writes[0])
+            is_read_only = all(is_op(user, "scaled_dot_product_attention") for user in node.users)
+            if first != line.writes[0] and is_read_only:
+                return BoundLine(node, f"{line.writes[0]} = {first}", (first,), line.writes)
+        if not is_op(node, "scaled_dot_product_attention"):
+            return line
+        attention = attention_for(node)
+        if attention is None:
+            return line
+        reads: Any = node.args
+        texts = [self._text(read) for read in reads]
+        return BoundLine(
+            node, f"{line.writes[0]} = {self._constant(attention)}({', '.join(texts)})", line.reads, line.writes
+        )
+
+
+def check_shapes(shapes: tuple[torch.Size, ...], *values: Tensor) -> None:
+    """Raise `OtherInputsError` if values have other shapes."""
+    if any(value.shape != shape for value, shape in zip(values, shapes, strict=True)):
+        raise OtherInputsError
+
+
+def _reads_metadata(user: fx.Node) -> bool:
+    return user.target is getattr and user.op == "call_function" and user.args[1] in _METADATA

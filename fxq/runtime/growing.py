@@ -1,0 +1,96 @@
+"""Binding of graphs with states that grow, such as key-value caches: every call has inputs of other kinds.
+
+Inputs whose kind changes from call to call are left open: the bound function holds for any kind of them.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import fx
+
+from fxq.graph.query import op_of
+
+if TYPE_CHECKING:
+    from fxq.runtime.binding import BoundForward, Kind
+
+CALL_STATE = 5
+"""Entries of a kind before those of the inputs."""
+_OPEN = "open"
+
+
+class OtherInputsError(Exception):
+    """Raised by a bound function if a value has another shape than in the calls that it was bound by."""
+
+
+def has_growing_states(graph: fx.Graph) -> bool:
+    """Whether a graph appends to states."""
+    ops = (op_of(node) for node in graph.nodes)
+    return any(op is not None and op.traits.grows for op in ops)
+
+
+class GrowingKinds:
+    """LRU cache of bound functions by the kinds of those inputs that are of the same kind as in the call before.
+
+    Args:
+        record: runs a graph, and returns its outputs and the kinds of its values.
+        bind: runs a graph, and returns its outputs and a bound function. It gets the names of the open inputs and the
+            kinds of an earlier call, in which only open inputs had other kinds.
+    """
+
+    def __init__(self, record: Callable[..., tuple[Any, Any]], bind: Callable[..., tuple[Any, BoundForward]]) -> None:
+        self._record, self._bind = record, bind
+        self._last: Kind = ()
+        self._seen: OrderedDict[Kind, Any] = OrderedDict()  # the kinds of the first call, then the function, or None
+
+    def bound_for(self, kind: Kind) -> tuple[Kind, Any]:
+        """The key of a call, and what is cached for it."""
+        last, self._last = self._last, kind
+        if len(last) != len(kind) or last[:CALL_STATE] != kind[:CALL_STATE]:
+            return (), None
+        key = tuple(map(_open_if_other, kind, last))
+        return key, self._seen.get(key)
+
+    def first(self, key: Kind, gm: fx.GraphModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run the first call of a key."""
+        value, self._seen[key] = self._record(gm, args, kwargs)
+        return value
+
+    def second(
+        self,
+        key: Kind,
+        recorded: Any,
+        gm: fx.GraphModule,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        names: list[str],
+    ) -> Any:
+        """Run the second call of a key, and bind a function for all later ones. `recorded` is what the first cached."""
+        entries = key[CALL_STATE:]
+        of_args = {name for name, entry in zip(names, entries[: len(args)], strict=False) if entry is _OPEN}
+        of_kwargs = {str(entry[0]) for entry in entries[len(args) :] if isinstance(entry, tuple) and entry[1] is _OPEN}
+        value, self._seen[key] = self._bind(gm, args, kwargs, of_args | of_kwargs, recorded)
+        return value
+
+    def drop(self, key: Kind) -> None:
+        """Bind nothing for a key from now on."""
+        self._seen[key] = False
+
+    def clear(self) -> None:
+        """Forget all functions, since a module has changed."""
+        self._seen.clear()
+
+    def limit(self, capacity: int) -> None:
+        """Keep at most so many functions."""
+        while len(self._seen) > capacity:
+            self._seen.popitem(last=False)
+
+
+def _open_if_other(entry: Any, last: Any) -> Any:
+    """Entry of a kind; open if the last call's was another. Entries of keyword inputs keep the name."""
+    if entry == last:
+        return entry
+    is_named = isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str)
+    return (entry[0], _OPEN) if is_named else _OPEN

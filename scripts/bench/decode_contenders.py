@@ -1,0 +1,184 @@
+"""Contenders of `scripts.bench.decode`: decoders of several tools, and stacks of linear layers of several engines."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import logging
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fxq
+from scripts.networks.language import SMOLLM2
+
+MISSING = "not installed"
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """Decoder that one tool has made.
+
+    Attributes:
+        prefill: reads tokens, int64 (1, length), into a new cache, and returns it.
+        decode: reads one more token, int64 (1, 1), and returns the cache.
+        model: for the perplexity; None where its logits are not accessible.
+    """
+
+    prefill: Callable[[Tensor], Any]
+    decode: Callable[[Tensor, Any], Any]
+    model: Any = None
+
+
+def of_transformers(model: Any) -> Decoder:
+    """Decoder of a model with the call of transformers."""
+
+    def call(ids: Tensor, cache: Any = None) -> Any:
+        return model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).past_key_values
+
+    return Decoder(call, call, model)
+
+
+def decoders(model: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Makers of decoders by name. A maker returns a `Decoder`, or the reason why there is none."""
+    yield "float32 eager", lambda: of_transformers(model)
+    yield "bfloat16 eager", lambda: of_transformers(copy.deepcopy(model).to(torch.bfloat16))
+    recipes = {
+        "fxq int8 weights": fxq.Recipe.weight_only(),
+        "fxq int4 weights": fxq.Recipe.weight_only(bits=4),
+        "fxq dynamic": fxq.Recipe.dynamic(),
+    }
+    for name, recipe in recipes.items():
+        yield name, lambda recipe=recipe: of_transformers(_quantized(model, recipe))  # type: ignore[misc]
+    yield "torch.ao dynamic", lambda: of_transformers(_torch_ao(model))
+    yield "torchao int8 weights", lambda: of_transformers(_torchao(model)) if _has("torchao") else MISSING
+
+
+def _has(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def _quantized(model: Any, recipe: fxq.Recipe) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", fxq.FxqWarning)
+        return fxq.quantize(model, recipe)
+
+
+def _torch_ao(model: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecated
+        from torch.ao.quantization import quantize_dynamic
+
+        return quantize_dynamic(copy.deepcopy(model), {nn.Linear}, dtype=torch.qint8)
+
+
+def _torchao(model: Any) -> Any:
+    logging.getLogger("torchao").setLevel(logging.CRITICAL)
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    quantized = copy.deepcopy(model)
+    quantize_(quantized, Int8WeightOnlyConfig())
+    return quantized
+
+
+def llama_cpp(prompt: str, tokens: int, file: Path | None = None) -> dict[str, float] | str:
+    """Tokens per second of CPU time of llama.cpp on the package's Q4_1 file: "prefill" and "decode"; or why not.
+
+    Args:
+        prompt: text of the prompt.
+        tokens: number of tokens to decode.
+        file: the GGUF file; None: that of the package.
+    """
+    if not _has("xllamacpp"):
+        return MISSING
+    import xllamacpp
+
+    if file is None:
+        spec = importlib.util.find_spec(SMOLLM2)
+        if spec is None or not spec.submodule_search_locations:
+            return MISSING
+        file = next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
+    params = xllamacpp.CommonParams()
+    params.model.path, params.n_ctx, params.n_parallel, params.warmup = str(file), 1024, 1, True
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
+    server = xllamacpp.Server(params)
+
+    def seconds(count: int) -> tuple[float, Any]:
+        request = {"prompt": prompt, "n_predict": count, "temperature": 0, "ignore_eos": True, "cache_prompt": False}
+        begin = time.process_time()
+        result = server.handle_completions(request)
+        return time.process_time() - begin, result
+
+    seconds(1)
+    first, result = seconds(1)
+    more, _ = seconds(1 + tokens)
+    timings = result.get("timings", {}) if isinstance(result, dict) else {}
+    read = timings.get("prompt_n", len(prompt) // 4)
+    return {"prefill": read / first, "decode": tokens / (more - first)}
+
+
+def stacks(weights: Sequence[Tensor]) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Makers of stacks of linear layers by name. A maker returns a function of float32 (rows, K), or a reason."""
+    for level in (0, 4):
+        name = f"ONNX Runtime MatMulNBits int4, level {level}"
+        yield name, lambda level=level: _onnxruntime(weights, level) if _has("onnxruntime") else MISSING  # type: ignore[misc]
+    for kind in ("int8", "int4"):
+        yield f"OpenVINO + NNCF {kind} weights", lambda kind=kind: _openvino(weights, kind)  # type: ignore[misc]
+
+
+def _onnxruntime(weights: Sequence[Tensor], level: int) -> Callable[[Tensor], Any]:
+    """One session for each layer with weights rounded to 4 bits in groups of 32."""
+    import onnx
+    from onnx import helper
+
+    from scripts.bench.rivals import onnx_session
+
+    calls = []
+    for weight in weights:
+        outputs, columns = weight.shape
+        groups = weight.reshape(outputs, columns // 32, 32)
+        scale = groups.abs().amax(-1) / 7
+        q = (torch.round(groups / scale[..., None]).clamp(-8, 7) + 8).to(torch.uint8)
+        packed = q[..., 0::2] | (q[..., 1::2] << 4)
+        constants = [
+            onnx.numpy_helper.from_array(packed.numpy(), "w"),
+            onnx.numpy_helper.from_array(scale.numpy().reshape(-1), "s"),
+        ]
+        node = helper.make_node(
+            "MatMulNBits", ["input0", "w", "s"], ["y"], domain="com.microsoft", K=columns, N=outputs, bits=4,
+            block_size=32, accuracy_level=level,
+        )  # fmt: skip
+        value = helper.make_tensor_value_info
+        graph = helper.make_graph(
+            [node], "g", [value("input0", 1, ["n", columns])], [value("y", 1, ["n", outputs])], constants
+        )
+        opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
+        session = onnx_session(helper.make_model(graph, opset_imports=opsets, ir_version=8).SerializeToString())
+        calls.append(session)
+    return lambda x: [session.run(None, {"input0": x.numpy()}) for session in calls]
+
+
+def _openvino(weights: Sequence[Tensor], kind: str) -> Any:
+    """One compiled model for each layer, weights compressed by NNCF."""
+    if not (_has("openvino") and _has("nncf")):
+        return MISSING
+    import nncf
+    import openvino as ov
+    from openvino import opset13 as ops
+
+    mode = nncf.CompressWeightsMode.INT8_SYM if kind == "int8" else nncf.CompressWeightsMode.INT4_SYM
+    options = {} if kind == "int8" else {"group_size": 32, "ratio": 1.0, "all_layers": True}
+    requests = []
+    for weight in weights:
+        x = ops.parameter([-1, weight.shape[1]], ov.Type.f32)
+        y = ops.matmul(x, ops.constant(weight.numpy()), False, True)
+        compressed = nncf.compress_weights(ov.Model([y], [x]), mode=mode, **options)
+        settings = {"INFERENCE_NUM_THREADS": torch.get_num_threads(), "PERFORMANCE_HINT": "LATENCY"}
+        requests.append(ov.Core().compile_model(compressed, "CPU", settings).create_infer_request())
+    return lambda x: [request.infer([x.numpy()]) for request in requests]

@@ -1,0 +1,158 @@
+"""Decoders token by token: the bound graph with its programs against the graph run node by node."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fxq
+from fxq.backends.loops.code.compiler import loops
+from fxq.backends.loops.tokens.token_program import TokenProgram
+from fxq.runtime.binding import BoundForward
+from tests.support.bound import bindings, plain
+
+pytestmark = [pytest.mark.any_cpu, pytest.mark.skipif(loops("token_loops") is None, reason="needs Numba")]
+WIDTH, HEADS = 64, 2
+
+
+class Decoder(nn.Module):
+    """One layer of a decoder: norm, rotary embedding, attention to a cache, gated MLP and residuals."""
+
+    def __init__(self, function=F.silu):
+        super().__init__()
+        self.weight, self.function = nn.Parameter(torch.rand(WIDTH) + 0.5), function
+        self.query, self.key, self.value, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.gate, self.up, self.down = nn.Linear(WIDTH, 96), nn.Linear(WIDTH, 96), nn.Linear(96, WIDTH)
+
+    def norm(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * self.weight
+
+    def rotated(self, x, cos, sin):
+        half = x.shape[-1] // 2
+        return x * cos + torch.cat([-x[..., half:], x[..., :half]], -1) * sin
+
+    def forward(self, x, cos, sin, keys, values):
+        y, shape = self.norm(x), (*x.shape[:-1], HEADS, WIDTH // HEADS)
+        query, key, value = (f(y).view(shape).transpose(1, 2) for f in (self.query, self.key, self.value))
+        keys = torch.cat([keys, self.rotated(key, cos, sin)], 2)
+        values = torch.cat([values, value], 2)
+        y = F.scaled_dot_product_attention(self.rotated(query, cos, sin), keys, values)
+        x = x + self.out(y.transpose(1, 2).reshape(*x.shape))
+        y = self.norm(x)
+        return x + self.down(self.function(self.gate(y)) * self.up(y)), keys, values
+
+
+def inputs(past, batch=1, length=1, seed=0):
+    torch.manual_seed(seed)
+    angle = torch.randn(batch, 1, length, WIDTH // HEADS)
+    states = (torch.randn(batch, HEADS, past, WIDTH // HEADS) for _ in range(2))
+    return torch.randn(batch, length, WIDTH), angle.cos(), angle.sin(), *states
+
+
+def quantized(bits=8, function=F.silu):
+    torch.manual_seed(0)
+    model = Decoder(function).eval()
+    return fxq.quantize(model, fxq.Recipe.weight_only(bits=bits), example_inputs=inputs(5, length=3))
+
+
+def generated(qmodel, run, past=9, tokens=6, batch=1, length=1):
+    """Outputs of calls that append to the states of the call before."""
+    _, _, _, *states = inputs(past, batch)
+    results = []
+    for i in range(tokens):
+        x, cos, sin, *_ = inputs(1, batch, length, seed=i + 1)
+        y, *states = run(qmodel, x, cos, sin, *states)
+        results += [y, *states]
+    return results
+
+
+def call(qmodel, *args):
+    return qmodel(*args)
+
+
+def programs(qmodel):
+    cached = bindings(qmodel)._growing._seen.values()
+    constants = [value for b in cached if isinstance(b, BoundForward) for value in b.run.__globals__.values()]
+    return [value for value in constants if isinstance(value, TokenProgram)]
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_tokens_have_the_results_of_the_graph(bits, batch):
+    qmodel = quantized(bits)
+    got = generated(qmodel, call, batch=batch)
+    assert len(programs(qmodel)) == 2  # before the attention, and after it
+    for ours, theirs in zip(got, generated(qmodel, plain, batch=batch), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5)  # float32 rounding of six tokens in turn
+
+
+@pytest.mark.parametrize("function", [F.silu, F.gelu, torch.sigmoid, F.hardswish, F.relu])
+def test_functions_of_the_mlp(function):
+    qmodel = quantized(function=function)
+    for ours, theirs in zip(generated(qmodel, call), generated(qmodel, plain), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5)  # float32 rounding of six tokens in turn
+
+
+def test_several_tokens_at_once_and_a_prefill_in_between():
+    qmodel = quantized()
+    for length in (1, 4, 20, 1):
+        got = generated(qmodel, call, tokens=4, length=length)
+        for ours, theirs in zip(got, generated(qmodel, plain, tokens=4, length=length), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=5e-5)  # float32 rounding of up to 80 tokens
+
+
+def test_a_changed_weight_takes_effect():
+    qmodel = quantized()
+    generated(qmodel, call)
+    assert programs(qmodel)
+    with torch.no_grad():
+        for name, tensor in qmodel.named_buffers():
+            if name.endswith("scale"):
+                tensor.mul_(1.5)
+    for ours, theirs in zip(generated(qmodel, call), generated(qmodel, plain), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-4)  # values are larger now
+
+
+def test_an_op_with_side_effects_keeps_its_place():
+    class Counted(Decoder):
+        def forward(self, x, cos, sin, keys, values):
+            y = self.up(x) * 2
+            x.add_(1)  # after its value was read
+            z, keys, values = super().forward(x, cos, sin, keys, values)
+            return z + self.down(y), keys, values
+
+    torch.manual_seed(0)
+    model = Counted().eval()
+    qmodel = fxq.quantize(model, "weight_only", example_inputs=inputs(5, length=3))
+    for ours, theirs in zip(generated(qmodel, call), generated(qmodel, plain), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5)  # float32 rounding of six tokens in turn
+
+
+def test_a_wrong_program_is_not_used(monkeypatch):
+    run = TokenProgram.__call__
+
+    def run_wrongly(self, *values):
+        results = run(self, *values)
+        return [y + 1 for y in results] if isinstance(results, list) else results + 1
+
+    monkeypatch.setattr(TokenProgram, "__call__", run_wrongly)
+    qmodel = quantized()
+    with pytest.warns(fxq.FxqWarning, match="compiled programs for single tokens differ from the graph"):
+        got = generated(qmodel, call)
+    assert not programs(qmodel)
+    for ours, theirs in zip(got, generated(qmodel, plain), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5)  # float32 rounding of six tokens in turn
+
+
+def test_nothing_is_bound_where_the_user_says_so():
+    qmodel = quantized()
+    qmodel.kinds_kept = 0
+    generated(qmodel, call)
+    assert programs(qmodel) == []
+
+
+def test_a_token_with_another_dtype_is_refused_as_before():
+    qmodel = quantized()
+    generated(qmodel, call)
+    with pytest.raises(fxq.FxqError, match="float64"):
+        qmodel(*(x.double() for x in inputs(9)))
