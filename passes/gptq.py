@@ -54,7 +54,7 @@ class Gptq(Reconstruction):
 
     damping: float = 0.01
     ordered: bool = True
-    trials: bool = True
+    trials: bool = False
     max_bits: int = 8
     needs_data: bool = True
 

@@ -240,7 +240,7 @@ def _error(manager: PassManager, node: fx.Node, real: torch.Tensor) -> float:
     args: Any = fx.node.map_arg(node.args, value_of)
     kwargs: Any = fx.node.map_arg(node.kwargs, value_of)
     rounded = node.target(*args, **kwargs)  # type: ignore[operator]
-    return float((rounded - real).double().square().sum())
+    return float((rounded - real.detach()).double().square().sum())
 
 
 def _measure(

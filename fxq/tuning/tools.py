@@ -151,7 +151,8 @@ def search(
         >>> result = fxq.search(model, "static", data, target=60.0)
         >>> result.reached, result.floats, fxq.quantize(model, result.recipe, data=data).output_sqnr >= 60
         (True, ('0', '2'), True)
-        >>> small = fxq.search(model, "weight_only", data, budget="9 bits")
+        >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).eval()
+        >>> small = fxq.search(model, "weight_only", [torch.rand(8, 64)], budget="9 bits")
         >>> small.bits <= 9, [weight.spec for weight in small]
         (True, ['8 bits', '8 bits'])
     """

@@ -217,7 +217,7 @@ def _conversion(signed: bool, shift: int, mask: int) -> Any:
     byte; `numbers`, the address of float32: factor and offset; `out`, the address of the floats.
     """
 
-    def code(b, source, blocks, flip, numbers, out):
+    def code(b: Any, source: Any, blocks: Any, flip: Any, numbers: Any, out: Any) -> None:
         factor, offset = (splat(b, load(b, numbers, FLOAT32, 4 * k)) for k in (0, 1))
         flipped = splat(b, b.trunc(flip, INT32))
         with cgutils.for_range(b, blocks, intp=INT64) as block:
