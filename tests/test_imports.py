@@ -252,7 +252,7 @@ def test_one_module_touches_quantized_dtypes():
 
 
 def test_scripts_use_the_public_api():
-    """Exceptions: the timing of single kernels, which no public call reaches, what compiles loops, the clock, and the pages of ops."""
+    """Exceptions: kernels alone, which no public call reaches, the compiler of loops, the clock, the pages of ops."""
 
     def allowed(name, i):
         if name == "scripts.bench.kernels" and (within(i.module, "fxq.backends") or i.module == "fxq.quant.qparams"):
