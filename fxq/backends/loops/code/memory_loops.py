@@ -15,6 +15,8 @@ _f, _i = np.float32, np.int32
 FUNCTION_NAMES = ("clamp", "prelu", "silu", "hardswish", "gelu", "sigmoid", "tanh", "hardsigmoid")
 """Names of the functions that a step may apply to its results. The number of a function is its index."""
 CLAMP, PRELU, SILU, HARDSWISH, GELU, SIGMOID, TANH, HARDSIGMOID = range(len(FUNCTION_NAMES))
+FUNCTIONS_OF_X = FUNCTION_NAMES[SILU:]
+"""Names of the functions without slopes or bounds."""
 NO_FUNCTION = -1
 """Number of no function: results are neither transformed nor clamped, except to the limits of integers."""
 
@@ -113,7 +115,7 @@ def _by_16(name: str, function: Any) -> Any:
 
 
 _silu, _hardswish, _gelu, _sigmoid, _tanh, _hardsigmoid = map(
-    _by_16, FUNCTION_NAMES[SILU:], (silu, hardswish, gelu, sigmoid, tanh, hardsigmoid)
+    _by_16, FUNCTIONS_OF_X, (silu, hardswish, gelu, sigmoid, tanh, hardsigmoid)
 )
 
 

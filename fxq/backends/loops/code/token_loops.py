@@ -17,6 +17,7 @@ from fxq.backends.loops.code.attention_code import exponentials, one_row
 from fxq.backends.loops.code.compiler import compiled, helper
 from fxq.backends.loops.code.few_rows_loops import multiply
 from fxq.backends.loops.code.memory_loops import FUNCTION_NAMES as FUNCTION_NAMES
+from fxq.backends.loops.code.memory_loops import FUNCTIONS_OF_X as FUNCTIONS_OF_X
 from fxq.backends.loops.code.memory_loops import address_of, apply_function, bytes_, floats
 from fxq.backends.loops.code.token_code import key_products
 from fxq.backends.loops.code.vectors import LANES

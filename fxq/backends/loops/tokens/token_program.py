@@ -20,8 +20,6 @@ MAX_VALUES = 1 << 17
 """Values of a result up to which one thread runs its step: larger ones do not stay in the second-level cache."""
 _BINARY = {"add": "ADD", "sub": "SUBTRACT", "mul": "MULTIPLY"}
 _UNARY = {"neg": "NEGATE", "rsqrt": "RSQRT"}
-_FUNCTIONS = ("silu", "gelu", "sigmoid", "hardswish")
-"""Functions of `FUNCTION_NAMES` whose results agree with PyTorch's up to rounding."""
 _CONSTANTS, _WORKSPACE = 0, 1
 """Numbers of base addresses; those of the inputs and outputs are next."""
 
@@ -131,7 +129,7 @@ class TokenProgramBuilder:
             return self._step("MULTIPLY", shape, x, x)
         if name in _UNARY:
             return self._step(_UNARY[name], shape, x)
-        if name in _FUNCTIONS and options.get("approximate", "none") == "none" and x.is_contiguous:
+        if name in self.loops.FUNCTIONS_OF_X and options.get("approximate", "none") == "none" and x.is_contiguous:
             flat = TokenValue(x.buffer, x.offset, (math.prod(shape),), (1,))
             result = self._step("FUNCTION", flat.shape, flat, argument=self.loops.FUNCTION_NAMES.index(name))
             return None if result is None else result.reshaped(shape)

@@ -86,7 +86,7 @@ def test_tokens_have_the_results_of_the_graph(bits, batch):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5)  # float32 rounding of six tokens in turn
 
 
-@pytest.mark.parametrize("function", [F.silu, F.gelu, torch.sigmoid, F.hardswish, F.relu])
+@pytest.mark.parametrize("function", [F.silu, F.gelu, torch.sigmoid, F.hardswish, torch.tanh, F.relu])
 def test_functions_of_the_mlp(function):
     qmodel = quantized(function=function)
     for ours, theirs in zip(generated(qmodel, call), generated(qmodel, plain), strict=True):
