@@ -128,15 +128,17 @@ def _fitted(rows: Tensor, ends: Tensor, smallest: Tensor, spec: TensorSpec, weig
         spec: spec of the grid.
         weights: weights of the values, (R, n); None: all equal.
     """
-    weighted = rows if weights is None else rows * weights
     for _ in range(_FITS):
         grid = choose_qparams(ends[:, 0], ends[:, 1], spec, axis=0)
         zero_point = grid.zero_point[:, None].float()
-        steps = (rows / grid.scale[:, None]).round_()
-        steps = torch.minimum(torch.maximum(steps, grid.qmin - zero_point), grid.qmax - zero_point)
-        power = (steps.square() if weights is None else steps.square() * weights).sum(1)
-        scale = torch.where(power > 0, (steps * weighted).sum(1) / power, grid.scale).clamp(min=0.0)
-        candidate = torch.stack([grid.qmin - zero_point[:, 0], grid.qmax - zero_point[:, 0]], 1) * scale[:, None]
+        exact = rows / grid.scale[:, None]
+        steps = torch.minimum(torch.maximum(exact.round(), grid.qmin - zero_point), grid.qmax - zero_point)
+        weighted = steps if weights is None else steps * weights
+        power = (steps * weighted).sum(1)
+        factor = torch.where(power > 0, (exact * weighted).sum(1) / power, 1.0).clamp(min=0.0)
+        limits = torch.stack([grid.qmin - zero_point[:, 0], grid.qmax - zero_point[:, 0]], 1)
+        candidate = limits * (factor * grid.scale)[:, None]
+        candidate = torch.where(candidate.isfinite().all(1, keepdim=True), candidate, ends)  # at the end of float32
         error = _error(rows, candidate, spec, 2.0, weights)
         better = error < smallest
         smallest = torch.where(better, error, smallest)
