@@ -112,9 +112,9 @@ def test_time_grows_with_the_nodes_not_their_square():
         after = GraphView(
             tuple(replace(n, name=f"new_{n.name}", inputs=tuple(f"new_{i}" for i in n.inputs)) for n in before)
         )
-        start = time.perf_counter()
+        start = time.thread_time()
         picture(diff(before, after), 1, "t")
-        return time.perf_counter() - start
+        return time.thread_time() - start
 
     seconds(100)
     small, large = (min(seconds(n) for _ in range(3)) for n in (250, 1000))

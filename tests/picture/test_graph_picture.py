@@ -103,11 +103,11 @@ def test_a_long_network_has_the_shape_of_a_slide(tmp_path, blocks):
 def test_building_takes_time_in_proportion():
     def seconds(blocks):
         graph = network(blocks)
-        start = time.perf_counter()
+        start = time.thread_time()
         drawn = picture(graph, "t")
         dot_module.source(drawn)
         columns(drawn, blocks // 6)
-        return time.perf_counter() - start
+        return time.thread_time() - start
 
     seconds(20)
     small_time, large_time = (min(seconds(n) for _ in range(3)) for n in (125, 500))
