@@ -252,14 +252,12 @@ def test_one_module_touches_quantized_dtypes():
 
 
 def test_scripts_use_the_public_api():
-    """Exceptions: kernels alone, which no public call reaches, the compiler of loops, the clock, the pages of ops."""
+    """Exceptions: kernels alone, which no public call reaches, the clock, the pages of ops."""
 
     def allowed(name, i):
         if name == "scripts.bench.kernels" and (within(i.module, "fxq.backends") or i.module == "fxq.quant.qparams"):
             return True
         if name == "scripts.bench.few_rows" and (within(i.module, "fxq.backends") or i.module == "fxq.quant.packing"):
-            return True
-        if name == "scripts.bench.decode" and i.module == "fxq.backends.loops.code.compiler":
             return True
         if name == "scripts.bench.timing" and i.module == "fxq.common.timed_calls":
             return True

@@ -27,7 +27,6 @@ import torch.nn.functional as F
 from tabulate import tabulate
 from torch import Tensor, nn
 
-from fxq.backends.loops.code import compiler
 from scripts.bench import history
 from scripts.bench.decode_contenders import Decoder, decoders, llama_cpp, stacks
 from scripts.bench.few_rows import FORMS, all_of, random_layer
@@ -49,7 +48,6 @@ def main() -> None:
     parser.add_argument("--no-stack", action="store_true", help="leave out the stack of linear layers")
     history.add_argument(parser)
     arguments = parser.parse_args()
-    print(compiler.description())
     numbers: Numbers = []
     with threads_set_to(1), torch.no_grad():
         numbers += _model_table(arguments)

@@ -6,6 +6,7 @@ from torch import nn
 import fxq
 from fxq.common.data import Batch
 from fxq.common.metrics import sqnr
+from fxq.workflow.fastest import prepared_for_recipe
 from tests.support.helpers import REFERENCE
 
 X = torch.linspace(-1, 1, 768).reshape(4, 3, 8, 8)
@@ -18,7 +19,7 @@ def conv(inputs=3, outputs=3):
 def close(model, *inputs, **named):
     """The quantized model as one graph, not in parts; it is within 30 dB of the float model on these inputs."""
     model, batch = model.eval(), Batch(inputs, named)
-    observed = fxq.calibrate(fxq.prepare(model, REFERENCE, example_inputs=batch), [batch])
+    observed = fxq.calibrate(prepared_for_recipe(model, REFERENCE, batch), [batch])
     qmodel = fxq.convert(observed)
     with torch.no_grad():
         assert sqnr(model(*inputs, **named), qmodel(*inputs, **named)) > 30
