@@ -93,7 +93,7 @@ def prompt(family: str) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def vision_language() -> tuple[Any, dict[str, torch.Tensor]]:
+def vision_language(attention: str = "sdpa") -> tuple[Any, dict[str, torch.Tensor]]:
     """Random Llava with a small CLIP and a small Llama, and a call with two images."""
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     sight = transformers.CLIPVisionConfig(**sizes, image_size=28, patch_size=14)
@@ -103,6 +103,7 @@ def vision_language() -> tuple[Any, dict[str, torch.Tensor]]:
     )
     torch.manual_seed(0)
     model = transformers.LlavaForConditionalGeneration(config).eval()
+    model.set_attn_implementation(attention)
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
     ids = torch.tensor([[3, 4, 55, 55, 55, 55, 7, 8], [5, 6, 55, 55, 55, 55, 9, 2]])
     return model, {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": torch.randn(2, 3, 28, 28)}
