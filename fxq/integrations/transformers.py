@@ -21,6 +21,7 @@ from fxq.integrations.transformers_models import (
     QuantizedGenerator,
     cache_name,
     count_positions,
+    in_32_bits,
     make_quantized,
     without_tensors,
 )
@@ -92,8 +93,7 @@ def quantize_generator(
     make_quantized(shell, QuantizedGenerator, rules=rules)
     calls = {"decoder": step} | ({"first": first} if first is not None else {})
     for name, example in examples.items():
-        with torch.no_grad():
-            model(*example.args, **example.kwargs)  # installs what transformers records inner values with
+        _install_recorders(model, example)
         calls[name] = Batch((), shell.arguments(example.args, example.kwargs)[0])
     batches = (shell.arguments(batch.args, batch.kwargs)[0] for batch in calibration or ())
     shell.programs = programs_of(model, calls, None if data is None else batches)
@@ -151,8 +151,7 @@ def quantize_encoder(
 
     calls = calls or {"encoder": _taken(model, _call_of(model))}
     for call in calls.values():
-        with torch.no_grad():
-            model(*call.args, **call.kwargs)  # installs what transformers records inner values with
+        _install_recorders(model, call)
     quantized.programs = quantize_programs(
         model,
         recipe,
@@ -182,6 +181,12 @@ def _in_32_bits(model: PreTrainedModel) -> PreTrainedModel:
     if all(p.dtype is torch.float32 for p in model.parameters() if p.is_floating_point()):
         return model
     return copy.deepcopy(model).float()
+
+
+def _install_recorders(model: PreTrainedModel, call: Batch) -> None:
+    """Run a call of the float model, at whose first call transformers installs what it records inner values with."""
+    with torch.no_grad():
+        model(*map(in_32_bits, call.args), **{name: in_32_bits(value) for name, value in call.kwargs.items()})
 
 
 def _head_path(model: PreTrainedModel) -> str:

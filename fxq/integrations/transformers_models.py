@@ -280,11 +280,16 @@ _MIXINS = {"QuantizedEncoder": QuantizedEncoder, "QuantizedGenerator": Quantized
 
 
 def _bound(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of a call by name, without those that are None."""
+    """Arguments of a call by name, without those that are None. Floats of 16 bits are converted to float32."""
     kind: Any = type(module)
     call = dict(_signature_of(kind).bind_partial(module, *args, **kwargs).arguments)
     call |= call.pop("kwargs", {})
-    return {name: value for name, value in call.items() if name != "self" and value is not None}
+    return {name: in_32_bits(value) for name, value in call.items() if name != "self" and value is not None}
+
+
+def in_32_bits(value: Any) -> Any:
+    """Argument of a call, in float32 if it is a tensor of 16-bit floats, which callers of a bfloat16 model pass."""
+    return value.float() if isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16) else value
 
 
 def _drop_unset(call: dict[str, Any]) -> None:

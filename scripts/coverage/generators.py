@@ -3,6 +3,7 @@
     python -m scripts.coverage.generators                  all families, with eager and sdpa attention
     python -m scripts.coverage.generators Llama T5         some of them
     python -m scripts.coverage.generators --dtype bfloat16 models with weights of 16 bits
+    python -m scripts.coverage.generators --attention sdpa with one kind of attention
     python -m scripts.coverage.generators --out table.md   also as a Markdown table
 
 Models are small and random. Columns: SQNR of the logits of 32 greedy steps with a cache after a padded prompt, of
@@ -36,7 +37,7 @@ from scripts.networks.generators import CASES, generator, prompt, vision_languag
 
 HEADERS = ("family", "attention", "float", "tokens", "beams", "int8", "tokens", "16 bits", "seconds", "verdict")
 RECIPES = (fxq.Recipe.weight_only(backend="reference").override("*", fxq.FLOAT), fxq.Recipe.weight_only())
-VISION_LANGUAGE = "Llava"
+VISION_LANGUAGE, ATTENTIONS = "Llava", ("eager", "sdpa")
 STEPS, MIN_GRAPH_SQNR_DB, MIN_INT8_SQNR_DB = 32, 80.0, 30.0
 MAX_MARGIN = 4.0
 """Largest margin of float's two largest logits, in units of the rounding noise, that rounding may reverse."""
@@ -45,13 +46,14 @@ MAX_MARGIN = 4.0
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("families", nargs="*", help="families (default: all)")
+    parser.add_argument("--attention", nargs="*", choices=ATTENTIONS, default=ATTENTIONS, help="default: both")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of the weights")
     parser.add_argument("--out", type=Path, help="file for the table")
     arguments = parser.parse_args()
     console = Console()
     rows = []
-    for family, attention in (*CASES, (VISION_LANGUAGE, "eager"), (VISION_LANGUAGE, "sdpa")):
-        if not arguments.families or family in arguments.families:
+    for family, attention in (*CASES, *((VISION_LANGUAGE, attention) for attention in ATTENTIONS)):
+        if attention in arguments.attention and (not arguments.families or family in arguments.families):
             rows.append(_row(family, attention, getattr(torch, arguments.dtype)))
             console.print(*rows[-1])
     table = tabulate(rows, HEADERS, tablefmt="github", disable_numparse=True)
