@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import math
 import tempfile
 import time
 import warnings
@@ -114,7 +115,7 @@ def _measured(model: Any, inputs: dict[str, torch.Tensor], options: dict[str, An
         if fails
     ]
     return (
-        f"{graph.sqnr_db:.0f} dB",
+        "equal" if graph.sqnr_db == math.inf else f"{graph.sqnr_db:.0f} dB",
         str(graph),
         "yes" if torch.equal(*beams) else "no",
         f"{weights.sqnr_db:.0f} dB",
