@@ -104,6 +104,19 @@ def test_several_tokens_at_once_and_a_prefill_in_between():
             torch.testing.assert_close(ours, theirs, rtol=0, atol=5e-5)  # float32 rounding of up to 80 tokens
 
 
+def test_two_sequences_in_turn_share_a_function():
+    """The second call of each length has the kind of the first, and is bound as it is."""
+    qmodel = quantized()
+    args = inputs(9)
+    for length in range(2, 10):
+        for _ in range(2):
+            got = qmodel(*args[:3], *(state[:, :, :length] for state in args[3:]))
+            wanted = plain(qmodel, *args[:3], *(state[:, :, :length] for state in args[3:]))
+            torch.testing.assert_close(got, wanted, rtol=0, atol=2e-5)  # float32 rounding
+    cached = bindings(qmodel)._growing._seen
+    assert sum(isinstance(function, BoundForward) for function in cached.values()) == 1 and len(cached) <= 2
+
+
 def test_a_changed_weight_takes_effect():
     qmodel = quantized()
     generated(qmodel, call)
