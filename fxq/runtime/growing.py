@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from torch import fx
@@ -42,16 +43,23 @@ class GrowingKinds:
 
     def __init__(self, record: Callable[..., tuple[Any, Any]], bind: Callable[..., tuple[Any, BoundForward]]) -> None:
         self._record, self._bind = record, bind
-        self._last: Kind = ()
+        self._last: tuple[Kind, Kind] = (), ()  # kind and key of the last call
         self._seen: OrderedDict[Kind, Any] = OrderedDict()  # the kinds of the first call, then the function, or None
 
     def bound_for(self, kind: Kind) -> tuple[Kind, Any]:
         """The key of a call, and what is cached for it."""
-        last, self._last = self._last, kind
-        if len(last) != len(kind) or last[:CALL_STATE] != kind[:CALL_STATE]:
-            return (), None
-        key = tuple(map(_open_if_other, kind, last))
-        return key, self._seen.get(key)
+        last, last_key = self._last
+        if kind == last and last_key:  # as of two sequences that grow in turn
+            key = last_key
+        elif len(last) != len(kind) or last[:CALL_STATE] != kind[:CALL_STATE]:
+            key = ()
+        else:
+            key = tuple(map(_open_if_other, kind, last))
+        self._last = kind, key
+        cached = self._seen.get(key)
+        with suppress(KeyError):  # of a first call, or dropped by another thread
+            self._seen.move_to_end(key)
+        return key, cached
 
     def first(self, key: Kind, gm: fx.GraphModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the first call of a key."""

@@ -11,7 +11,8 @@ from torch._ops import HigherOrderOperator
 
 from fxq.common.metrics import tensors
 from fxq.common.writes import LightDispatchMode
-from fxq.graph.query import ARITHMETIC, op_of, reads_only_metadata
+from fxq.graph.bindable import Bindable
+from fxq.graph.query import ARITHMETIC, op_of, reads_only_metadata, submodule
 
 _NAMESPACES = frozenset({"aten", "prims", "fxq", "onednn", "quantized", "mkldnn"})
 """Namespaces of operators whose tags say reliably whether a size depends on values."""
@@ -88,6 +89,16 @@ def _is_library_function(node: fx.Node, called: Any) -> bool:
     where = getattr(called, "__module__", None) or ""
     is_library = where in ARITHMETIC or where in _TORCH or where.startswith(("torch._C", "torch._ops."))
     return is_library or node.op == "call_method" or reads_only_metadata(node)
+
+
+def may_have_side_effects(gm: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether a node runs code of the user: a module that is kept as it is, a hook, or a function."""
+    module = submodule(gm, node)
+    if isinstance(module, Bindable):
+        return not module.is_unmodified()
+    is_fxq = (getattr(node.target, "__module__", None) or "").startswith("fxq.")
+    is_call = node.op in ("call_module", "call_function", "call_method")
+    return is_call and not is_fxq and op_of(node) is None and not _is_library_function(node, node.target)
 
 
 def holds_tensor(values: Any) -> bool:

@@ -97,9 +97,12 @@ class ThreadPool:
                 bell = threading.Lock()
                 bell.acquire()
                 thread = threading.Thread(target=self._serve, args=(index, bell), name=f"fxq-{index}", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:  # the system has no more threads: those that run take all parts
+                    break
                 self._bells.append(bell)
                 self._threads.append(thread)
-                thread.start()
             elif self._words[asleep + index]:
                 self._words[asleep + index] = 0
                 self._bells[index - 1].release()
@@ -112,11 +115,13 @@ class ThreadPool:
 
     def stop(self) -> None:
         """End the threads. Later calls run nothing."""
-        with self._caller:
-            self._words[self._compiled.STOP] = 1
-            for bell in self._bells:
-                if bell.locked():
-                    bell.release()
+        is_free = self._caller.acquire(timeout=_SECONDS_TO_STOP)  # or a caller was interrupted while it took the lock
+        self._words[self._compiled.STOP] = 1
+        for bell in self._bells:
+            if bell.locked():
+                bell.release()
+        if is_free:
+            self._caller.release()
         for thread in self._threads:
             thread.join(_SECONDS_TO_STOP)
 

@@ -22,6 +22,7 @@ from fxq.graph.query import constant, is_op, op_of, submodule
 from fxq.graph.run import Runner
 from fxq.runtime.binding import Binder, BoundForward, BoundLine
 from fxq.runtime.growing import GrowingKinds, OtherInputsError
+from fxq.runtime.stable_kinds import may_have_side_effects
 
 _MAX_THREADS = 4
 """Threads above which PyTorch's ops are as fast as a loop, which runs on one thread."""
@@ -52,7 +53,10 @@ def _bind(
     earlier: Mapping[fx.Node, RecordedKind],
 ) -> tuple[Any, BoundForward]:
     batch, names = Batch(args, dict(kwargs)), frozenset(open_inputs)
-    value, bound = TokenBinder(gm, batch, names, earlier).bound()
+    binder = TokenBinder(gm, batch, names, earlier)
+    value, bound = binder.bound()
+    if not binder.uses_loops:
+        return value, bound
     try:
         results = bound.run(*args, **kwargs)
     except OtherInputsError:  # gradients, for example
@@ -112,7 +116,9 @@ class _Segment:
 class TokenBinder(Binder):
     """Binds a graph, with programs in place of its float ops on few tokens.
 
-    A value that had the same shape in both calls, and that a program reads, is checked to have it in every call.
+    A value that had the same shape in both calls, and that a program reads, is checked to have it in every call. The
+    results of programs are compared with those of the graph, and a call whose values have other shapes runs the graph
+    from its begin. Graphs with calls that must not run twice therefore get no programs.
 
     Args:
         gm: the module.
@@ -131,10 +137,26 @@ class TokenBinder(Binder):
         self.known: dict[fx.Node, Any] = {}  # numbers and the like that are the same in all calls
         self._repeated: dict[str, str] = {}  # names of the results of repetitions, by their code
         self.checked: set[fx.Node] = set()  # whose shape is the same in all calls
+        self._is_repeatable = True  # whether no call has side effects or draws random numbers
+
+    @property
+    def uses_loops(self) -> bool:
+        """Whether compiled loops compute some of the values, once the graph has run."""
+        computes_in_float32 = not torch.is_autocast_enabled("cpu")
+        has_loops = loops("token_loops") is not None and torch.get_num_threads() <= _MAX_THREADS
+        return self._is_repeatable and computes_in_float32 and has_loops
+
+    def run(self) -> Any:
+        """Run the graph, and note whether it draws random numbers."""
+        state = torch.get_rng_state()
+        value = super().run()
+        self._is_repeatable = self._is_repeatable and torch.equal(state, torch.get_rng_state())
+        return value
 
     def compute(self, node: fx.Node) -> Any:
         """Run a node and write its line, and note its kind, and the product of a linear layer."""
         kernel = submodule(self.gm, node)
+        self._is_repeatable = self._is_repeatable and not may_have_side_effects(self.gm, node)
         if type(kernel) is WeightOnlyLinear and kernel.is_unmodified() and isinstance(node.args[0], fx.Node):
             x = self.values[node.args[0]]
             product = kernel.few_rows(x) if isinstance(x, Tensor) and x.dtype == torch.float32 else None
@@ -146,7 +168,7 @@ class TokenBinder(Binder):
 
     def body(self) -> list[str]:
         """Code of all lines, those of programs included."""
-        if loops("token_loops") is not None and torch.get_num_threads() <= _MAX_THREADS:
+        if self.uses_loops:
             self.checked = {node for node in self.fixed if self._is_same(node, "tensor")}
             self.lines = list(self._with_programs())
         return super().body()

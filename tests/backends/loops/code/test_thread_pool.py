@@ -92,6 +92,38 @@ def test_a_pool_has_one_caller_and_none_after_it_has_stopped():
     assert not pool.run(job, 2, bases.data_ptr(), 64)
 
 
+def test_where_no_thread_can_be_started(monkeypatch):
+    """The caller runs all parts, and a later call starts what it can."""
+    pool = ThreadPool(loops("pool_loops"))
+    job, memory, _alive = copies(3)
+    bases = torch.zeros(2, 8, dtype=torch.int64)
+
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        memory[0] = 7
+        assert pool.run(job, 2, bases.data_ptr(), 64) and bool((memory[-1] == 7).all())
+        assert pool._threads == []
+    memory[0] = 8
+    assert pool.run(job, 2, bases.data_ptr(), 64) and bool((memory[-1] == 8).all())
+    assert len(pool._threads) == 1
+    pool.stop()
+
+
+def test_a_pool_stops_after_an_interrupt_while_its_lock_was_taken(monkeypatch):
+    monkeypatch.setattr(thread_pool, "_SECONDS_TO_STOP", 0.1)
+    pool = ThreadPool(loops("pool_loops"))
+    job, _, _alive = copies(3)
+    bases = torch.zeros(2, 8, dtype=torch.int64)
+    assert pool.run(job, 2, bases.data_ptr(), 64)
+    assert pool._caller.acquire(timeout=1)
+    pool.stop()
+    pool._threads[0].join(5)
+    assert not pool._threads[0].is_alive()
+
+
 def test_a_program_runs_alone_while_another_caller_has_the_threads(monkeypatch):
     draft = Draft()
     form = draft.form(network(draft))

@@ -1,5 +1,7 @@
 """Decoders token by token: the bound graph with its programs against the graph run node by node."""
 
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,6 +10,7 @@ from torch import nn
 import fxq
 from fxq.backends.loops.code.compiler import loops
 from fxq.backends.loops.tokens.token_program import TokenProgram
+from fxq.backends.plain.weight_only import WeightOnlyLinear
 from fxq.runtime.binding import BoundForward
 from tests.support.bound import bindings, plain
 
@@ -101,6 +104,19 @@ def test_several_tokens_at_once_and_a_prefill_in_between():
             torch.testing.assert_close(ours, theirs, rtol=0, atol=5e-5)  # float32 rounding of up to 80 tokens
 
 
+def test_two_sequences_in_turn_share_a_function():
+    """The second call of each length has the kind of the first, and is bound as it is."""
+    qmodel = quantized()
+    args = inputs(9)
+    for length in range(2, 10):
+        for _ in range(2):
+            got = qmodel(*args[:3], *(state[:, :, :length] for state in args[3:]))
+            wanted = plain(qmodel, *args[:3], *(state[:, :, :length] for state in args[3:]))
+            torch.testing.assert_close(got, wanted, rtol=0, atol=2e-5)  # float32 rounding
+    cached = bindings(qmodel)._growing._seen
+    assert sum(isinstance(function, BoundForward) for function in cached.values()) == 1 and len(cached) <= 2
+
+
 def test_a_changed_weight_takes_effect():
     qmodel = quantized()
     generated(qmodel, call)
@@ -126,6 +142,84 @@ def test_an_op_with_side_effects_keeps_its_place():
     qmodel = fxq.quantize(model, "weight_only", example_inputs=inputs(5, length=3))
     for ours, theirs in zip(generated(qmodel, call), generated(qmodel, plain), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5)  # float32 rounding of six tokens in turn
+
+
+class Counter(nn.Module):
+    """Layer with a state that no graph has."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return x * self.calls
+
+
+def extended(function):
+    """Decoder whose result a function changes."""
+
+    class Extended(Decoder):
+        def __init__(self):
+            super().__init__()
+            self.counter = Counter()
+
+        def forward(self, *args):
+            y, *states = super().forward(*args)
+            return function(self, y), *states
+
+    torch.manual_seed(0)
+    recipe = fxq.Recipe.weight_only().leaf("counter")
+    return fxq.quantize(Extended().eval(), recipe, example_inputs=inputs(5, length=3))
+
+
+def test_a_module_of_the_user_runs_once_in_each_call():
+    """Also in the call that binds the graph."""
+    qmodel = extended(lambda model, y: model.counter(y))
+    counter = qmodel.get_submodule("counter")
+    counter.calls = 0
+    got = generated(qmodel, call)
+    assert counter.calls == 6
+    counter.calls = 0
+    for ours, theirs in zip(got, generated(qmodel, plain), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)  # float32 rounding, times up to 6
+
+
+def test_a_hook_runs_once_in_each_call():
+    qmodel, calls = quantized(), []
+    kernel = next(module for module in qmodel.modules() if isinstance(module, WeightOnlyLinear))
+    kernel.register_forward_hook(lambda *_: calls.append(1))
+    generated(qmodel, call)
+    assert len(calls) == 6
+
+
+def test_random_numbers_are_those_of_the_graph():
+    """They are drawn once in each call, and a graph that draws some is no reason for a warning."""
+    qmodel = extended(lambda model, y: y + torch.rand_like(y))
+
+    def drawn(run):
+        args = inputs(9)
+        torch.manual_seed(3)
+        results = []
+        for length in (9, 8, 7, 6, 5):
+            results.append(run(qmodel, *args[:3], *(state[:, :, :length] for state in args[3:]))[0])
+        return results
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        got = drawn(call)
+    for ours, theirs in zip(got, drawn(plain), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5)  # float32 rounding
+
+
+def test_autocast_computes_as_the_graph_does():
+    qmodel = quantized()
+    with torch.autocast("cpu", torch.bfloat16), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        got, wanted = generated(qmodel, call), generated(qmodel, plain)
+    assert programs(qmodel) == []
+    for ours, theirs in zip(got, wanted, strict=True):
+        assert torch.equal(ours, theirs)
 
 
 def test_a_wrong_program_is_not_used(monkeypatch):
