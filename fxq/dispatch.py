@@ -62,7 +62,7 @@ def quantize_model(
     if quantized is not None:
         return quantized
     traces_later = recipe.new_kinds == "trace"
-    if examples_by_name and (traces_later or needs_programs(list(examples_by_name.values()))):
+    if examples_by_name and (traces_later or needs_programs(model, recipe, list(examples_by_name.values()))):
         programs: Any = quantize_programs(model, recipe, examples_by_name, data, progress=progress)
         return programs  # typed as the usual case
     ranks = Ranks.of(group if data is not None else None)
@@ -72,7 +72,7 @@ def quantize_model(
     examples = examples_given or first_of_all(first, ranks, model)
     if not examples:
         raise _no_data(recipe)
-    if traces_later:
+    if traces_later or (not examples_given and needs_programs(model, recipe, examples[-1:])):
         programs = quantize_programs(
             model, recipe, {"program_0": examples[-1]}, chain(first, stream), progress=progress
         )

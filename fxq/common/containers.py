@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from typing import Any
@@ -53,7 +53,8 @@ def register_container(
         kind: the class. The functions serve its subclasses, too, unless these are registered themselves.
         parts: see `ContainerType`.
         construct: see `ContainerType`.
-        update: see `ContainerType`. Default: the attributes of the new container replace those of the old one.
+        update: see `ContainerType`. Default: the parts are set as attributes; if there are no attributes of their
+            names, or the constant differs, the attributes of a new container replace those of the old one.
 
     Example:
         >>> class History:
@@ -81,14 +82,6 @@ _OWN: weakref.WeakKeyDictionary[type, ContainerType | None] = weakref.WeakKeyDic
 def is_registered(value: Any) -> bool:
     """Whether a value is a container of a registered class, other than a tuple, a list or a dict."""
     return _type_of(value) is not None
-
-
-def holds_registered(value: Any) -> bool:
-    """Whether a value is, or holds, a container of a registered class."""
-    if is_registered(value):
-        return True
-    parts = _plain_parts(value)
-    return parts is not None and any(map(holds_registered, parts.values()))
 
 
 def _type_of(value: Any) -> ContainerType | None:
@@ -139,9 +132,9 @@ class Structure:
 
     Attributes:
         kind: "leaf" (tensor or number), "constant" (None, a bool, a string, a dtype), "plain" (tuple, list, dict or
-            dataclass), "registered" (container of a registered class), or "argument" (an argument of the call itself,
-            which the model returns).
-        name: name of the leaf or of the argument.
+            dataclass), "registered" (container of a registered class), or "same" (a container that is also in an
+            earlier place, or in the arguments of the call).
+        name: name of the leaf or of the container; empty for tuples, which nothing changes.
         cls: class of the container; for a leaf, "tensor" or "number".
         constant: the constant; for a registered container, the constant of its `parts`.
         parts: structures of the parts by index, key or name.
@@ -158,8 +151,8 @@ class Structure:
             return f"a {self.cls}"
         if self.kind == "constant":
             return repr(self.constant)
-        if self.kind == "argument":
-            return self.name
+        if self.kind == "same":
+            return f"the container {self.name}"
         inner = ", ".join(f"{key}: {part}" for key, part in self.parts)
         constant = f"; {self.constant}" if self.constant not in (None, ()) else ""
         return f"{self.cls.__name__}({inner}{constant})"
@@ -242,13 +235,49 @@ def no_further_leaf(value: Any) -> str:
     return ""
 
 
+class ContainerNames:
+    """Names of containers by identity, which tell one container in two places from two equal ones.
+
+    Attributes:
+        values: containers by name. They are kept alive, since identities of objects are reused.
+    """
+
+    def __init__(self, owned: Mapping[str, Any] | None = None) -> None:
+        """Args: owned: containers that have names already, as those among the arguments of a call."""
+        self.values: dict[str, Any] = dict(owned or {})
+        self._owned = {id(container): name for name, container in self.values.items()}
+        self._visited: dict[int, str] = {}
+
+    def earlier(self, container: Any) -> str:
+        """Name of a container that was visited before; empty for others."""
+        return self._visited.get(id(container), "")
+
+    def visit(self, container: Any, name: str) -> str:
+        """Return the name of a container that is visited for the first time.
+
+        Args:
+            container: the container.
+            name: name for a container that has none, made unique.
+        """
+        if isinstance(container, tuple):
+            return ""
+        if id(container) in self._owned:
+            name = self._owned[id(container)]
+        else:
+            while name in self.values:
+                name += "_"
+        self.values[name] = container
+        self._visited[id(container)] = name
+        return name
+
+
 def taken_apart(
     value: Any,
     name: str,
     leaves: Leaves,
     *,
     leaf_kind: LeafKind = no_further_leaf,
-    same: Mapping[int, str] | None = None,
+    containers: ContainerNames | None = None,
 ) -> Structure:
     """Take a value apart: return its structure, and add its tensors and numbers to `leaves`.
 
@@ -257,20 +286,21 @@ def taken_apart(
         name: prefix of the names of its leaves.
         leaves: the leaves so far.
         leaf_kind: kind of further values that count as leaves.
-        same: names of arguments by the `id` of their containers; such a container is not taken apart again.
+        containers: names of containers; one that was visited is not taken apart again. None: none has a name yet.
 
     Raises:
         InputError: a value is neither a tensor, a number, a plain constant nor a container.
     """
+    names = ContainerNames() if containers is None else containers
 
     def inner(parts: Iterable[tuple[Any, Any]]) -> tuple[tuple[Any, Structure], ...]:
         return tuple(
-            (key, taken_apart(part, f"{name}_{_spelled(key)}", leaves, leaf_kind=leaf_kind, same=same))
+            (key, taken_apart(part, f"{name}_{_spelled(key)}", leaves, leaf_kind=leaf_kind, containers=names))
             for key, part in parts
         )
 
-    if same and id(value) in same:
-        return Structure("argument", same[id(value)])
+    if earlier := names.earlier(value):
+        return Structure("same", earlier)
     while name in leaves:  # as an argument `x_0` beside the first item of an argument `x`
         name += "_"
     kind = "tensor" if isinstance(value, Tensor) else leaf_kind(value)
@@ -279,11 +309,12 @@ def taken_apart(
         return Structure("leaf", name, kind or "number")
     handler = _type_of(value)
     if handler is not None:
+        own = names.visit(value, name)
         parts, constant = handler.parts(value)
-        return Structure("registered", cls=type(value), constant=constant, parts=inner(parts.items()))
+        return Structure("registered", own, type(value), constant, inner(parts.items()))
     plain = _plain_parts(value)
     if plain is not None:
-        return Structure("plain", cls=type(value), parts=inner(plain.items()))
+        return Structure("plain", names.visit(value, name), type(value), parts=inner(plain.items()))
     if value is None or isinstance(value, (bool, str, torch.dtype, torch.device, torch.layout, torch.memory_format)):
         return Structure("constant", constant=value)
     raise InputError(
@@ -297,29 +328,42 @@ def _spelled(key: Any) -> str:
     return text or "_"
 
 
-def put_together(structure: Structure, leaves: Leaves, arguments: Mapping[str, Any] | None = None) -> Any:
-    """Construct a value from its structure and its leaves.
+def put_together(structure: Structure, leaves: Leaves, containers: dict[str, Any] | None = None) -> Any:
+    """Return the value of a structure with new leaves.
 
     Args:
         structure: structure of the value.
         leaves: its tensors and numbers by name.
-        arguments: containers among the arguments of the call by name, for results that are one of them.
+        containers: containers by name. Those that are there are updated, others are constructed and added.
+
+    Raises:
+        InputError: a container that is to be updated cannot be.
     """
+    present = {} if containers is None else containers
     if structure.kind == "leaf":
         return leaves[structure.name]
     if structure.kind == "constant":
         return structure.constant
-    if structure.kind == "argument":
-        return (arguments or {})[structure.name]
-    parts = {key: put_together(part, leaves, arguments) for key, part in structure.parts}
+    if structure.kind == "same":
+        return present[structure.name]
+    parts = {key: put_together(part, leaves, present) for key, part in structure.parts}
+    if structure.name in present:
+        _update(present[structure.name], structure, parts)
+        return present[structure.name]
+    value = _constructed(structure, parts)
+    if structure.name:
+        present[structure.name] = value
+    return value
+
+
+def _constructed(structure: Structure, parts: Mapping[Any, Any]) -> Any:
     cls = structure.cls
     if structure.kind == "registered":
-        handler = _handler_of_class(cls)
-        return handler.construct(parts, structure.constant)
+        return _handler_of_class(cls).construct(parts, structure.constant)
     if is_dataclass(cls):
         return _dataclass(cls, parts)
     if issubclass(cls, Mapping):
-        return OrderedDict(parts) if cls is OrderedDict else parts if cls is dict else _mapping(cls, parts)
+        return OrderedDict(parts) if cls is OrderedDict else dict(parts) if cls is dict else _mapping(cls, parts)
     return cls(*parts.values()) if hasattr(cls, "_fields") else cls(parts.values())
 
 
@@ -350,23 +394,30 @@ def _handler_of_class(cls: type) -> ContainerType:
     )
 
 
-def update_container(container: Any, structure: Structure, leaves: Leaves) -> None:
-    """Give a container of a registered class, or a list or dict, the parts that a model has put into it.
-
-    Args:
-        container: the caller's container.
-        structure: structure that it has after the call.
-        leaves: tensors and numbers after the call.
-    """
-    parts = {key: put_together(part, leaves) for key, part in structure.parts}
-    if structure.kind == "registered":
-        handler = _handler_of_class(structure.cls)
-        if handler.update is not None:
-            handler.update(container, parts, structure.constant)
+def _update(container: Any, structure: Structure, parts: Mapping[Any, Any]) -> None:
+    """Give an existing container the parts, and the constant of the structure, that it has after a call."""
+    handler = _handler_of_class(structure.cls) if structure.kind == "registered" else None
+    if handler is not None and handler.update is not None:
+        handler.update(container, parts, structure.constant)
+        return
+    before, constant = _type_of(container).parts(container) if handler else (_plain_parts(container), None)
+    same_keys = constant == structure.constant and list(before) == list(parts)
+    if same_keys and all(before[key] is parts[key] for key in parts):
+        return
+    try:
+        if handler is None and isinstance(container, list):
+            container[:] = parts.values()
+        elif handler is None and isinstance(container, MutableMapping) and not is_dataclass(container):
+            container.clear()
+            container.update(parts)
+        elif handler is None or (constant == structure.constant and all(hasattr(container, key) for key in parts)):
+            for key, part in parts.items():
+                if getattr(container, key) is not part:
+                    setattr(container, key, part)
         else:
             vars(container).update(vars(handler.construct(parts, structure.constant)))
-    elif isinstance(container, list):
-        container[:] = parts.values()
-    elif isinstance(container, dict):
-        container.clear()
-        container.update(parts)
+    except (TypeError, AttributeError) as error:
+        raise InputError(
+            f"the model changes {structure.name}, and fxq cannot change a {type(container).__name__} in the same way: "
+            f"{error}. Register its class with fxq.extend.register_container, with the argument `update`."
+        ) from error

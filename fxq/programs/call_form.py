@@ -6,7 +6,7 @@ import inspect
 from dataclasses import dataclass
 from typing import Any
 
-from fxq.common.containers import Leaves, Structure, put_together, taken_apart
+from fxq.common.containers import ContainerNames, Leaves, Structure, put_together, taken_apart
 from fxq.common.data import Batch
 from fxq.errors import InputError
 
@@ -36,9 +36,15 @@ class CallForm:
         """Names of the inputs of the graph, in order."""
         return [name for _, structure in self.arguments for name in _leaf_names(structure)]
 
-    def call_arguments(self, leaves: Leaves) -> dict[str, Any]:
-        """Arguments of forward by name, with containers constructed from the leaves."""
-        return {name: put_together(structure, leaves) for name, structure in self.arguments}
+    def call_arguments(self, leaves: Leaves, containers: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Arguments of forward by name, with containers constructed from the leaves.
+
+        Args:
+            leaves: tensors and numbers by name.
+            containers: a dict, to which the containers are added by name.
+        """
+        added = {} if containers is None else containers
+        return {name: put_together(structure, leaves, added) for name, structure in self.arguments}
 
 
 _MAX_TEXT = 60
@@ -50,7 +56,8 @@ def _brief(structure: Structure | None) -> str:
     if structure is None:
         return "left out"
     text = str(structure)
-    return text if len(text) <= _MAX_TEXT else f"{structure.cls.__name__}(...)"
+    is_class = isinstance(structure.cls, type)
+    return f"{structure.cls.__name__}(...)" if is_class and len(text) > _MAX_TEXT else text
 
 
 def structure_difference(place: str, first: Structure | None, second: Structure | None) -> str:
@@ -79,7 +86,7 @@ def _leaf_names(structure: Structure) -> list[str]:
 
 
 def form_of(signature: inspect.Signature, batch: Batch) -> tuple[CallForm, Leaves, dict[str, Any]]:
-    """Form of a call, its tensors and numbers by name, and its arguments by name.
+    """Form of a call, its tensors and numbers by name, and its containers by name.
 
     Args:
         signature: signature of the float model's forward, without `self`.
@@ -102,8 +109,9 @@ def form_of(signature: inspect.Signature, batch: Batch) -> tuple[CallForm, Leave
             arguments.update(value)
         elif not _is_default(value, parameter.default):
             arguments[name] = value
-    structures = tuple((name, taken_apart(value, name, leaves)) for name, value in arguments.items())
-    return CallForm(structures), leaves, arguments
+    names = ContainerNames()
+    structures = tuple((name, taken_apart(value, name, leaves, containers=names)) for name, value in arguments.items())
+    return CallForm(structures), leaves, names.values
 
 
 def _is_default(value: Any, default: Any) -> bool:

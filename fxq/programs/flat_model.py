@@ -6,17 +6,17 @@ import copy
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fxq.common.containers import Leaves, Structure, put_together, taken_apart, update_container
+from fxq.common.containers import ContainerNames, Leaves, Structure, put_together, taken_apart
 from fxq.common.data import Batch
 from fxq.common.isolation import copied, seeded, untouched
 from fxq.errors import InputError, TraceError, words_of
-from fxq.programs.call_form import CallForm, structure_difference
+from fxq.programs.call_form import CallForm, form_of, structure_difference
 from fxq.tracing.fidelity import same_values
 from fxq.tracing.part_shell import ONE_OF_SEVERAL
 from fxq.tracing.proxies import is_value
@@ -28,22 +28,67 @@ class ResultForm:
 
     Attributes:
         changed: structure of each changed argument after the call.
-        result: structure of the result. Its containers may be arguments of the call.
+        result: structure of the result. Its containers may be those of the arguments.
+        kept: tensors that are still in the changed arguments, also where a trace does not see it: their name after the
+            call, their name before it, and whether the model writes into them.
     """
 
     changed: tuple[tuple[str, Structure], ...]
     result: Structure
+    kept: tuple[tuple[str, str, bool], ...] = field(default=(), compare=False)
 
-    def deliver(self, leaves: Leaves, arguments: Mapping[str, Any]) -> Any:
+    def deliver(self, outputs: Leaves, leaves: Leaves, containers: Mapping[str, Any]) -> Any:
         """Update the changed arguments of a call, and return its result.
 
         Args:
-            leaves: outputs of the graph by name.
-            arguments: arguments of the call by name.
+            outputs: outputs of the graph by name.
+            leaves: tensors and numbers of the call by name.
+            containers: containers of the call by name.
+
+        Raises:
+            InputError: an argument cannot be changed as the float model does it.
         """
-        for name, structure in self.changed:
-            update_container(arguments[name], structure, leaves)
-        return put_together(self.result, leaves, arguments)
+        values = self._written(outputs, leaves)
+        present = dict(containers)
+        for _, structure in self.changed:
+            put_together(structure, values, present)
+        return put_together(self.result, values, present)
+
+    def _written(self, outputs: Leaves, leaves: Leaves) -> Leaves:
+        """Outputs of the graph, with the caller's own tensors for those that are kept, written where the model does."""
+        targets = {before: leaves[before] for _, before, written in self.kept if written}
+        for name, target in targets.items():
+            for leaf_name, leaf in leaves.items():
+                if leaf_name != name and isinstance(leaf, Tensor) and _overlap(target, leaf):
+                    raise InputError(
+                        f"the model writes into {name}, which shares memory with {leaf_name} in this call: give it a "
+                        f"copy, {name}.clone()."
+                    )
+        values = dict(outputs)
+        for name, value in outputs.items():
+            if isinstance(value, Tensor) and any(_overlap(value, target) for target in targets.values()):
+                values[name] = value.clone()
+        for name, before, written in self.kept:
+            if written:
+                try:
+                    leaves[before].copy_(values[name])
+                except RuntimeError as error:
+                    raise InputError(f"the model writes into {before}, which fails here: {words_of(error)}") from error
+            values[name] = leaves[before]
+        return values
+
+
+def _overlap(first: Tensor, second: Tensor) -> bool:
+    """Whether the memory ranges of two tensors overlap."""
+    if first.device != second.device or first.numel() == 0 or second.numel() == 0:
+        return False
+    (start, end), (other_start, other_end) = map(_memory_range, (first, second))
+    return start < other_end and other_start < end
+
+
+def _memory_range(tensor: Tensor) -> tuple[int, int]:
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
 def flat_model(
@@ -110,24 +155,23 @@ def _outputs(
         inputs: tensors and numbers by name.
         changed_names: arguments that are known to change, also where a trace does not see it, as by `keys.mul_(2)`.
     """
-    arguments = form.call_arguments(inputs)
+    containers: dict[str, Any] = {}
+    arguments = form.call_arguments(inputs, containers)
     versions = {name: leaf._version for name, leaf in inputs.items() if isinstance(leaf, Tensor) and not is_value(leaf)}
     result = call(**arguments)
     outputs: Leaves = {}
-    changed, same = [], {}
+    changed, kept = [], []
+    names, own = ContainerNames(containers), {id(inputs[name]): name for name in versions}
     for name, structure in form.arguments:
-        argument = arguments[name]
-        if structure.kind not in ("registered", "plain"):
-            continue
         after: Leaves = {}
-        now = taken_apart(argument, f"new_{name}", after, leaf_kind=_traced_kind)
+        now = taken_apart(arguments[name], f"new_{name}", after, leaf_kind=_traced_kind, containers=names)
         if name in changed_names or _differs(structure, now, inputs, after, versions):
             outputs |= after
             changed.append((name, now))
-        if structure.kind == "registered" or isinstance(argument, (list, dict)):
-            same[id(argument)] = name
-    returned = taken_apart(result, "output", outputs, leaf_kind=_traced_kind, same=same)
-    return ResultForm(tuple(changed), returned), outputs
+            befores = {new: own[id(leaf)] for new, leaf in after.items() if id(leaf) in own}
+            kept += [(new, was, inputs[was]._version != versions[was]) for new, was in befores.items()]
+    returned = taken_apart(result, "output", outputs, leaf_kind=_traced_kind, containers=names)
+    return ResultForm(tuple(changed), returned, tuple(kept)), outputs
 
 
 def _differs(before: Structure, after: Structure, inputs: Leaves, outputs: Leaves, versions: Mapping[str, int]) -> bool:
@@ -137,7 +181,7 @@ def _differs(before: Structure, after: Structure, inputs: Leaves, outputs: Leave
         if is_value(was):
             return was is not now
         return was is not now or was._version != versions[before.name] if isinstance(was, Tensor) else bool(was != now)
-    if (before.kind, before.cls, before.constant) != (after.kind, after.cls, after.constant):
+    if replace(before, parts=()) != replace(after, parts=()):
         return True
     if [key for key, _ in before.parts] != [key for key, _ in after.parts]:
         return True
@@ -152,6 +196,38 @@ def _difference(first: ResultForm, second: ResultForm) -> str:
         if text := structure_difference(place, b, a):
             return text
     return f"{len(first.changed)} arguments are changed, then {len(second.changed)}"
+
+
+def changed_arguments(model: nn.Module, batch: Batch) -> list[str]:
+    """Names of the arguments of a call that hold a container of a registered class, or that the model changes.
+
+    The model is run, and not changed. A call that no form describes, or that fails, has none.
+
+    Args:
+        model: the float model.
+        batch: arguments of the call.
+    """
+    try:
+        form, leaves, _ = form_of(inspect.signature(model.forward), batch)
+    except InputError:
+        return []
+    names = [name for name, structure in form.arguments if _is_registered(structure)]
+    if names:
+        return names
+
+    def call(**arguments: Any) -> None:
+        model(**arguments)
+
+    try:
+        with untouched(model), seeded(), torch.no_grad():
+            results, _ = _outputs(call, form, copied(leaves))
+    except Exception:  # the user's forward may raise any type of error, which is reported where the model is traced
+        return []
+    return [name for name, _ in results.changed]
+
+
+def _is_registered(structure: Structure) -> bool:
+    return structure.kind == "registered" or any(_is_registered(part) for _, part in structure.parts)
 
 
 def flat_batch(form: CallForm, leaves: Leaves) -> Batch:

@@ -97,9 +97,9 @@ class QuantizedPrograms(nn.Module):
         Raises:
             InputError: no program fits the call. The message names the forms that there are.
         """
-        form, leaves, arguments = form_of(self.signature, Batch(args, kwargs))
+        form, leaves, containers = form_of(self.signature, Batch(args, kwargs))
         program, outputs = self.run(form, leaves)
-        return program.results.deliver(outputs, arguments)
+        return program.results.deliver(outputs, leaves, containers)
 
     def run(self, form: CallForm, leaves: Leaves) -> tuple[Program, Leaves]:
         """Run the program of a call, or trace one for it. Returns it with its outputs by name.
@@ -263,6 +263,7 @@ class QuantizedPrograms(nn.Module):
                 "arguments": [[argument, as_data(structure)] for argument, structure in program.form.arguments],
                 "changed": [[argument, as_data(structure)] for argument, structure in program.results.changed],
                 "result": as_data(program.results.result),
+                "kept": [list(kept) for kept in program.results.kept],
             }
             for name, program in self._programs.items()
         }
@@ -290,7 +291,8 @@ class QuantizedPrograms(nn.Module):
         programs = []
         for name, about in description["programs"].items():
             form = CallForm(_structures(about["arguments"]))
-            results = ResultForm(_structures(about["changed"]), from_data(about["result"]))
+            kept = tuple((str(name), str(before), bool(written)) for name, before, written in about["kept"])
+            results = ResultForm(_structures(about["changed"]), from_data(about["result"]), kept)
             programs.append(Program(name, form, results, models[name]))
         return cls(tuple(programs), inspect.Signature(parameters))
 

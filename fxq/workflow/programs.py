@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxq.common.containers import Leaves, holds_registered
+from fxq.common.containers import Leaves
 from fxq.common.data import Batch, as_batch, batches, naming_batch
 from fxq.common.isolation import copied
 from fxq.common.progress import progress_bar
@@ -20,7 +20,7 @@ from fxq.errors import InputError, RecipeError
 from fxq.ledger.float_record import checksums
 from fxq.pipeline.samples import has_enough
 from fxq.programs.call_form import CallForm, form_of
-from fxq.programs.flat_model import ResultForm, flat_batch, flat_model
+from fxq.programs.flat_model import ResultForm, changed_arguments, flat_batch, flat_model
 from fxq.programs.quantized_programs import Program, QuantizedPrograms
 from fxq.recipe.recipe import Recipe
 from fxq.workflow.fastest import converted_for_recipe, prepared_for_recipe
@@ -29,10 +29,20 @@ from fxq.workflow.steps import check_model
 Around = Callable[[], AbstractContextManager[Any]]
 
 
-def needs_programs(examples: Sequence[Batch]) -> bool:
-    """Whether a model is to be quantized as `QuantizedPrograms`: for several examples, or with containers."""
-    values = [value for batch in examples for value in (*batch.args, *batch.kwargs.values())]
-    return len(examples) > 1 or any(map(holds_registered, values))
+def needs_programs(model: nn.Module, recipe: Recipe, examples: Sequence[Batch]) -> bool:
+    """Whether a model is to be quantized as `QuantizedPrograms`.
+
+    It is for several examples, and for arguments that hold registered containers or that the model changes: its other
+    forms deliver no changes. Parts that the recipe names are called by the float model, which changes its arguments. A
+    single tensor is no state beside an input: models such as those that begin with an in-place activation use it as
+    working memory, and one graph leaves it unchanged.
+    """
+    if len(examples) > 1:
+        return True
+    values = [*examples[0].args, *examples[0].kwargs.values()]
+    if recipe.part_modules or (len(values) == 1 and isinstance(values[0], torch.Tensor)):
+        return False
+    return bool(changed_arguments(model, examples[0]))
 
 
 def examples_of(example_inputs: Any, model: nn.Module) -> dict[str, Batch]:

@@ -1,6 +1,6 @@
 """Containers taken apart to tensors and numbers by name, and constructed again."""
 
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict, defaultdict, namedtuple
 from dataclasses import dataclass, field
 
 import pytest
@@ -11,12 +11,12 @@ from torch.utils import _pytree as pytree
 
 import fxq
 from fxq.common.containers import (
+    ContainerNames,
     as_data,
     from_data,
     put_together,
     register_container,
     taken_apart,
-    update_container,
 )
 
 Pair = namedtuple("Pair", "first second")
@@ -92,17 +92,89 @@ def test_names_are_unique():
     assert list(leaves) == ["x_0", "x_0_"] and leaves["x_0_"] is Y
 
 
+def updated(container, after, name="x"):
+    """Update a container to what an equal one is after a call. Leaves get their own names."""
+    structure, leaves = apart(after, name)
+    own = ContainerNames()
+    taken_apart(container, name, {}, containers=own)
+    assert put_together(structure, leaves, dict(own.values)) is container
+
+
 def test_a_container_is_updated_in_place():
     cache = Cache("full", [X])
-    structure, _ = apart(Cache("grown", [X, Y]))
-    update_container(cache, structure, {"x_keys_0": X, "x_keys_1": Y})
-    assert cache.kind == "grown" and cache.keys[1] is Y
+    keys = cache.keys
+    updated(cache, Cache("grown", [X, Y]))
+    assert cache.kind == "grown" and cache.keys is keys and keys[1] is Y
     items = [X]
-    update_container(items, apart([X, Y])[0], {"x_0": Y, "x_1": X})
+    updated(items, [Y, X])
     assert items[0] is Y and items[1] is X
     table = {"a": X}
-    update_container(table, apart({"b": Y})[0], {"x_b": Y})
+    updated(table, {"b": Y})
     assert table == {"b": Y}
+
+
+def test_inner_containers_stay_the_same_objects():
+    table = defaultdict(list, a=[X])
+    inner, record = table["a"], Output(X, [X])
+    states, items = record.states, [(table, record)]
+    updated(items, [(defaultdict(list, a=[Y]), Output(Y, [Y, X]))])
+    assert items[0][0] is table and table["a"] is inner and inner[0] is Y and table["new"] == []
+    assert items[0][1] is record and record.logits is Y and record.states is states and len(states) == 2
+
+
+def test_an_update_sets_the_parts_alone():
+    cache = Cache("full", [X])
+    cache.note = "mine"
+    updated(cache, Cache("full", [Y]))
+    assert cache.note == "mine" and cache.keys[0] is Y
+
+
+class Slots:
+    """A container without `__dict__`, registered below."""
+
+    __slots__ = ("_hidden", "keys")
+
+    def __init__(self, keys):
+        self.keys = keys
+
+
+register_container(Slots, lambda s: ({"keys": s.keys}, None), lambda parts, _: Slots(**parts))
+
+
+class Hidden:
+    """A container whose part is not an attribute of its name, registered below."""
+
+    __slots__ = ("_keys",)
+
+    def __init__(self, keys):
+        self._keys = keys
+
+
+register_container(Hidden, lambda h: ({"keys": h._keys}, None), lambda parts, _: Hidden(**parts))
+
+
+def test_objects_with_slots_are_updated_or_refused():
+    slots = Slots(X)
+    updated(slots, Slots(Y))
+    assert slots.keys is Y
+    with pytest.raises(fxq.InputError, match=r"cannot change a Hidden.*the argument `update`"):
+        updated(Hidden(X), Hidden(Y))
+    with pytest.raises(fxq.InputError, match="cannot change a Frozen"):
+        updated(Frozen(X), Frozen(Y))
+
+
+@dataclass(frozen=True)
+class Frozen:
+    value: torch.Tensor
+
+
+def test_one_container_in_two_places_is_told_from_two_equal_ones():
+    table = {"a": X}
+    structure, leaves = apart([table, table])
+    assert list(leaves) == ["x_0_a"] and structure != apart([table, {"a": X}])[0]
+    first, second = put_together(structure, leaves)
+    assert first is second and first is not table
+    assert from_data(as_data(structure)) == structure
 
 
 def test_what_no_graph_can_take_is_refused():

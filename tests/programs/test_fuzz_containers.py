@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fxq
-from fxq.common.containers import Structure, register_container, taken_apart
+from fxq.common.containers import ContainerNames, Structure, register_container, taken_apart
 from fxq.common.metrics import sqnr
 
 RECIPE = fxq.Recipe.weight_only(backend="reference").override("*", fxq.FLOAT)
@@ -64,7 +64,7 @@ inner = st.recursive(
 )
 plans = st.builds(
     Plan,
-    st.builds(lambda items: Box([items]), inner),
+    st.one_of(inner, st.builds(lambda items: Box([items]), inner)),
     st.lists(st.sampled_from(OPS), min_size=4, max_size=4),
     st.booleans(),
 )
@@ -118,6 +118,13 @@ def state_of(plan):
     return rebuilt(copy.deepcopy(plan.state), lambda _: torch.full((2, 3, 4), 0.1 * next(numbers)))
 
 
+def containers_of(state):
+    """The containers that can be changed, by name."""
+    names = ContainerNames()
+    taken_apart(state, "state", {}, containers=names)
+    return names.values
+
+
 def leaves_of(state):
     leaves: dict = {}
     structure: Structure = taken_apart(state, "state", leaves)
@@ -135,9 +142,12 @@ def check(plan):
             return "refused"
     own, quantized = state_of(plan), state_of(plan)
     for _ in range(3):
+        before = containers_of(quantized)
         x = torch.randn(2, 2, 4, generator=random)
         with torch.no_grad():
             want, got = model(x, own), qmodel(x, quantized)
+        assert containers_of(quantized).keys() == before.keys()
+        assert all(container is before[name] for name, container in containers_of(quantized).items())
         if plan.returns:
             (want, own), (got, quantized) = want, got
         assert sqnr(want, got) > 90
@@ -156,9 +166,10 @@ def test_states_in_containers_change_as_in_the_float_model(plan):
 
 
 def test_changes_are_right_rather_than_refused():
-    plans = [Plan(Box([[0, {"a": 0}]]), [op] * 4, returns) for op in OPS for returns in (False, True)]
+    states = [Box([[0, {"a": 0}]]), [[0], {"a": 0}], ({"a": [0, 0]}, 0), Pair([0], 0)]
+    plans = [Plan(state, [op] * 4, i % 2 == 0) for i, state in enumerate(states) for op in OPS]
     results = [check(plan) for plan in plans]
-    assert results == ["right"] * 12
+    assert results == ["right"] * len(plans)
 
 
 @pytest.mark.slow

@@ -1,0 +1,182 @@
+"""Arguments that a model changes, of any kind: the caller sees the changes that the float model makes."""
+
+import copy
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+import fxq
+from fxq.common.metrics import sqnr
+from fxq.programs.quantized_programs import QuantizedPrograms
+from tests.support.machine import no_warnings
+
+pytestmark = no_warnings
+
+INT8 = fxq.Recipe.weight_only(backend="reference")
+X = torch.randn(2, 8, generator=torch.Generator().manual_seed(0))
+
+
+@dataclass
+class State:
+    h: torch.Tensor
+
+
+def set_key(holder, y):
+    holder["h"] = y
+
+
+def set_field(holder, y):
+    holder.h = y
+
+
+# by name: the argument, its tensor, its inner container, and how the model stores a new tensor
+KINDS = {
+    "list": (lambda h: [h], lambda s: s[0], lambda s: s, lambda s, y: s.__setitem__(0, y)),
+    "dict": (lambda h: {"h": h}, lambda s: s["h"], lambda s: s, set_key),
+    "dataclass": (State, lambda s: s.h, lambda s: s, set_field),
+    "dict in a list": (lambda h: [{"h": h}], lambda s: s[0]["h"], lambda s: s[0], lambda s, y: set_key(s[0], y)),
+    "dict in a tuple": (lambda h: ({"h": h},), lambda s: s[0]["h"], lambda s: s[0], lambda s, y: set_key(s[0], y)),
+    "dataclass in a dict": (lambda h: {0: State(h)}, lambda s: s[0].h, lambda s: s[0], lambda s, y: set_field(s[0], y)),
+    "tensor": (lambda h: h, lambda s: s, lambda s: s, lambda s, y: s.copy_(y)),
+    "tensor in a tuple": (lambda h: (h,), lambda s: s[0], lambda s: s[0], lambda s, y: s[0].copy_(y)),
+    "tensor in a list": (lambda h: [h], lambda s: s[0], lambda s: s[0], lambda s, y: s[0].mul_(0.5).add_(y)),
+}
+
+
+class Recurrent(nn.Module):
+    """Reads the tensor of its state, and stores a new one in it."""
+
+    def __init__(self, kind):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.kind = nn.Linear(8, 8), nn.Linear(8, 8), kind
+
+    def forward(self, x, state, more=None):
+        _, read, _, store = KINDS[self.kind]
+        y = torch.tanh(self.a(x) + read(state))
+        store(state, y if more is None else y + more)
+        return self.b(y)
+
+
+@pytest.mark.parametrize("source", ["example", "data", "two examples"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_state_of_the_caller_is_changed(kind, source):
+    make, read, inner_of, _ = KINDS[kind]
+    model = Recurrent(kind).eval()
+    example = {"x": X, "state": make(torch.zeros(2, 8))}
+    if source == "data":
+        qmodel = fxq.quantize(model, INT8, data=[example])
+    else:
+        examples = example if source == "example" else [example, {**copy.deepcopy(example), "more": X}]
+        qmodel = fxq.quantize(model, INT8, example_inputs=examples)
+    assert isinstance(qmodel, QuantizedPrograms)
+    state, own = make(torch.zeros(2, 8)), make(torch.zeros(2, 8))
+    inner = inner_of(state)
+    for step in range(3):
+        with torch.no_grad():
+            want, got = model(X + step, own), qmodel(X + step, state)
+        assert sqnr(want, got) > 30 and sqnr(read(own), read(state)) > 30
+        assert inner_of(state) is inner
+    assert not read(example["state"]).any()
+
+
+class Writers(nn.Module):
+    """Writes into both of its dicts, and reads each after the other was written."""
+
+    def __init__(self):
+        super().__init__()
+        self.l = nn.Linear(8, 8)
+
+    def forward(self, x, first, second):
+        y = self.l(x)
+        first["h"] = y + second["h"]
+        second["h"] = first["h"] * 2
+        return first["h"] + y
+
+
+def test_one_container_passed_twice_is_one():
+    model = Writers().eval()
+    table, equal = {"h": X}, {"h": X}
+    both = fxq.quantize(
+        model,
+        INT8,
+        example_inputs=[{"x": X, "first": table, "second": equal}, {"x": X, "first": table, "second": table}],
+    )
+    alone = fxq.quantize(model, INT8, example_inputs={"x": X, "first": table, "second": equal})
+    state, own = {"h": X}, {"h": X}
+    with torch.no_grad():
+        assert sqnr(model(X, own, own), both(X, state, state)) > 30
+    assert sqnr(own["h"], state["h"]) > 30
+    with pytest.raises(fxq.InputError, match="second is the container first, not dict"):
+        alone(X, state, state)
+
+
+def test_memory_that_arguments_share_is_refused_where_the_model_writes_into_it():
+    qmodel = fxq.quantize(Recurrent("tensor").eval(), INT8, example_inputs=(X, torch.zeros(2, 8)))
+    both = torch.zeros(4, 8)
+    qmodel(both[:2], both[2:])
+    assert both[2:].any() and not both[:2].any()
+    with pytest.raises(fxq.InputError, match=r"writes into state, which shares memory with x.*clone"):
+        qmodel(both[:2], both[1:3])
+    with pytest.raises(fxq.InputError, match="writes into state, which fails here"):
+        qmodel(X, torch.zeros(1, 8).expand(2, 8))
+
+
+def test_files_keep_that_a_tensor_is_written(tmp_path):
+    qmodel = fxq.quantize(Recurrent("tensor").eval(), INT8, example_inputs=(X, torch.zeros(2, 8)))
+    loaded = fxq.load(qmodel.save(tmp_path / "model.fxq"))
+    state, own = torch.zeros(2, 8), torch.zeros(2, 8)
+    loaded(X, state)
+    qmodel(X, own)
+    assert state.any() and torch.equal(state, own)
+
+
+class Returns(nn.Module):
+    """Returns an inner container of its argument, and the argument that it only reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.l = nn.Linear(8, 8)
+
+    def forward(self, x, states, unread):
+        states[0]["h"] = self.l(x)
+        new = [states[0]["h"] * 2]
+        states.append(new)
+        return states[0], unread, new
+
+
+def test_returned_containers_are_those_of_the_arguments():
+    qmodel = fxq.quantize(Returns().eval(), INT8, example_inputs=(X, [{"h": X}], {"u": X}))
+    states, unread = [{"h": X}], {"u": X}
+    inner, own_unread, new = qmodel(X, states, unread)
+    assert inner is states[0] and own_unread is unread and new is states[1] and len(states) == 2
+
+
+def test_parts_change_the_arguments_themselves():
+    model = Recurrent("list").eval()
+    with pytest.warns(fxq.FxqWarning, match="in 2 parts"):
+        qmodel = fxq.quantize(model, INT8.parts("a", "b"), example_inputs=(X, [torch.zeros(2, 8)]))
+    state, own = [torch.zeros(2, 8)], [torch.zeros(2, 8)]
+    with torch.no_grad():
+        assert sqnr(model(X, own), qmodel(X, state)) > 30
+    assert sqnr(own[0], state[0]) > 30
+
+
+class Scratch(nn.Module):
+    """Begins with an in-place activation."""
+
+    def __init__(self):
+        super().__init__()
+        self.relu, self.l = nn.ReLU(inplace=True), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.l(self.relu(x))
+
+
+def test_a_single_input_that_is_working_memory_stays_one_graph():
+    x = X.clone()
+    qmodel = fxq.quantize(Scratch().eval(), INT8, example_inputs=x)
+    qmodel(x)
+    assert not isinstance(qmodel, QuantizedPrograms) and torch.equal(x, X)
