@@ -126,7 +126,7 @@ def _plain_parts(value: Any) -> Mapping[Any, Any] | None:
     return None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Structure:
     """Structure of a value: its containers, and its plain values other than numbers. Leaves are named, not held.
 
@@ -146,6 +146,17 @@ class Structure:
     constant: Any = None
     parts: tuple[tuple[Any, Structure], ...] = ()
 
+    def __eq__(self, other: object) -> bool:
+        """Whether two structures select the same graph. Constants that differ in type alone, as True and 1, do not."""
+        return (
+            isinstance(other, Structure)
+            and (self.kind, self.name, self.cls) == (other.kind, other.name, other.cls)
+            and same_constants(self.constant, other.constant)
+            and self.parts == other.parts
+        )
+
+    __hash__ = None  # type: ignore[assignment]  # constants may be lists
+
     def __str__(self) -> str:
         if self.kind == "leaf":
             return f"a {self.cls}"
@@ -162,16 +173,34 @@ LeafKind = Callable[[Any], str]
 """Function that returns "tensor" or "number" for a value that counts as a leaf, such as a value of a trace; else ""."""
 
 
+def same_constants(first: Any, second: Any) -> bool:
+    """Whether two constants are equal, in their types, too."""
+    if type(first) is not type(second):
+        return False
+    if isinstance(first, (tuple, list)):
+        return len(first) == len(second) and all(map(same_constants, first, second))
+    if isinstance(first, dict):
+        return same_constants(list(first.items()), list(second.items()))
+    return bool(first == second)
+
+
+def _constant_copy(constant: Any) -> Any:
+    """Copy of a constant, whose lists the user may change later."""
+    if type(constant) in (tuple, list):
+        return type(constant)(map(_constant_copy, constant))
+    return {key: _constant_copy(part) for key, part in constant.items()} if type(constant) is dict else constant
+
+
 def as_data(structure: Structure) -> Any:
     """Return a structure as plain data, for files. Classes are written by their names.
 
     Raises:
-        InputError: a constant of a container is no plain data.
+        InputError: a constant or a key of a container is no plain data.
     """
     cls = (
         f"{structure.cls.__module__}:{structure.cls.__qualname__}" if isinstance(structure.cls, type) else structure.cls
     )
-    parts = [[key, as_data(part)] for key, part in structure.parts]
+    parts = [[_constant_data(key), as_data(part)] for key, part in structure.parts]
     return [structure.kind, structure.name, cls, _constant_data(structure.constant), parts]
 
 
@@ -188,7 +217,7 @@ def from_data(data: Any) -> Structure:
             raise InputError(f"{cls.__name__} is not a class of containers.")
         if kind == "registered" and _own_type(cls) is None and cls not in pytree.SUPPORTED_NODES:
             raise InputError(f"containers of the class {cls.__name__} are not registered: register it as before.")
-    inner = tuple((key, from_data(part)) for key, part in parts)
+    inner = tuple((_constant_from(key), from_data(part)) for key, part in parts)
     return Structure(str(kind), str(name), cls, _constant_from(constant), inner)
 
 
@@ -208,20 +237,24 @@ _TORCH_CONSTANTS = {torch.dtype: "dtype", torch.device: "device", torch.layout: 
 def _constant_data(constant: Any) -> Any:
     if constant is None or isinstance(constant, (bool, int, float, str)):
         return constant
-    if isinstance(constant, (tuple, list)):
-        return {"items": [_constant_data(part) for part in constant]}
+    if type(constant) in (tuple, list):
+        return {type(constant).__name__: [_constant_data(part) for part in constant]}
+    if type(constant) is dict:
+        return {"dict": [[_constant_data(key), _constant_data(part)] for key, part in constant.items()]}
     for kind, name in _TORCH_CONSTANTS.items():
         if isinstance(constant, kind):
             return {name: str(constant).removeprefix("torch.")}
-    raise InputError(f"a file cannot hold a {type(constant).__name__}, which a container has as a constant.")
+    raise InputError(f"a file cannot hold a {type(constant).__name__}, which a container has as a constant or a key.")
 
 
 def _constant_from(data: Any) -> Any:
     if not isinstance(data, Mapping):
         return data
     ((kind, value),) = data.items()
-    if kind == "items":
-        return tuple(map(_constant_from, value))
+    if kind in ("tuple", "list"):
+        return (tuple if kind == "tuple" else list)(map(_constant_from, value))
+    if kind == "dict":
+        return {_constant_from(key): _constant_from(part) for key, part in value}
     if kind == "device":
         return torch.device(value)
     constant = getattr(torch, value, None)
@@ -311,7 +344,7 @@ def taken_apart(
     if handler is not None:
         own = names.visit(value, name)
         parts, constant = handler.parts(value)
-        return Structure("registered", own, type(value), constant, inner(parts.items()))
+        return Structure("registered", own, type(value), _constant_copy(constant), inner(parts.items()))
     plain = _plain_parts(value)
     if plain is not None:
         return Structure("plain", names.visit(value, name), type(value), parts=inner(plain.items()))
@@ -401,8 +434,8 @@ def _update(container: Any, structure: Structure, parts: Mapping[Any, Any]) -> N
         handler.update(container, parts, structure.constant)
         return
     before, constant = _type_of(container).parts(container) if handler else (_plain_parts(container), None)
-    same_keys = constant == structure.constant and list(before) == list(parts)
-    if same_keys and all(before[key] is parts[key] for key in parts):
+    same_constant = same_constants(constant, structure.constant)
+    if same_constant and list(before) == list(parts) and all(before[key] is parts[key] for key in parts):
         return
     try:
         if handler is None and isinstance(container, list):
@@ -410,7 +443,7 @@ def _update(container: Any, structure: Structure, parts: Mapping[Any, Any]) -> N
         elif handler is None and isinstance(container, MutableMapping) and not is_dataclass(container):
             container.clear()
             container.update(parts)
-        elif handler is None or (constant == structure.constant and all(hasattr(container, key) for key in parts)):
+        elif handler is None or (same_constant and all(hasattr(container, key) for key in parts)):
             for key, part in parts.items():
                 if getattr(container, key) is not part:
                     setattr(container, key, part)

@@ -153,7 +153,8 @@ class QuantizedPrograms(nn.Module):
         if not fitting:
             raise InputError(self._no_program(form))
         key = tuple(map(_size_class, leaves.values())) if len(fitting) > 1 else ()
-        last = self._last.get((form.arguments, key)) if len(fitting) > 1 else None
+        kind = (fitting[0].name, key)
+        last = self._last.get(kind)
         refusals = []
         for program in sorted(fitting, key=lambda program: program.name != last):
             try:
@@ -164,7 +165,7 @@ class QuantizedPrograms(nn.Module):
                 refusals.append(f"{program.name}: {words_of(error)}")
                 continue
             if len(fitting) > 1:
-                self._last[form.arguments, key] = program.name
+                self._last[kind] = program.name
             return program, outputs
         raise InputError(f"no program fits these inputs: {'; '.join(refusals)}")
 

@@ -1,5 +1,6 @@
 """Containers taken apart to tensors and numbers by name, and constructed again."""
 
+import json
 from collections import OrderedDict, defaultdict, namedtuple
 from dataclasses import dataclass, field
 
@@ -90,6 +91,25 @@ def test_names_are_unique():
     taken_apart(X, "x_0", leaves)
     taken_apart([Y], "x", leaves)
     assert list(leaves) == ["x_0", "x_0_"] and leaves["x_0_"] is Y
+
+
+def test_constants_are_told_apart_by_type_and_kept_in_files():
+    structures = [apart(Cache(kind, [X]))[0] for kind in (True, 1, 1.0, [1], (1,), (True,), {"a": [1, (2,)]})]
+    for i, structure in enumerate(structures):
+        assert [structure == again for again in structures] == [i == j for j in range(len(structures))]
+        assert from_data(json.loads(json.dumps(as_data(structure)))) == structure
+    kind = ["a"]
+    before = apart(Cache(kind, [X]))[0]
+    kind.append("b")
+    assert before.constant == ["a"]
+
+
+def test_keys_of_dicts_are_kept_in_files():
+    structure, leaves = apart({("a", 1): X, 2: Y, None: X, True: X})
+    again = from_data(json.loads(json.dumps(as_data(structure))))
+    assert again == structure and list(put_together(again, leaves)) == [("a", 1), 2, None, True]
+    with pytest.raises(fxq.InputError, match="cannot hold a bytes"):
+        as_data(apart({b"a": X})[0])
 
 
 def updated(container, after, name="x"):

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils import _pytree as pytree
 
 import fxq
 from fxq.common.containers import register_container
@@ -274,3 +275,39 @@ def test_programs_are_compared_with_the_float_model(tmp_path):
     assert "Masked, static on reference, program plain" in page
     with pytest.warns(fxq.FxqWarning, match=r"a has other weights .*first\.weight"):
         fxq.compare(Masked().eval(), qmodel, data)
+
+
+class Labeled:
+    """A container with a list as its constant, registered below as a pytree."""
+
+    def __init__(self, value, labels):
+        self.value, self.labels = value, labels
+
+
+pytree.register_pytree_node(Labeled, lambda n: ([n.value], n.labels), lambda values, labels: Labeled(values[0], labels))
+
+
+class Keyed(nn.Module):
+    """Branches on sizes, and returns a dict with a tuple as a key."""
+
+    def __init__(self):
+        super().__init__()
+        self.l = nn.Linear(8, 8)
+
+    def forward(self, x, state):
+        y = self.l(x) + state.value
+        return {(state.labels[0], 1): y.cumsum(1) if x.shape[1] > 1 else y}
+
+
+def test_constants_that_are_lists_and_keys_that_are_tuples(tmp_path):
+    torch.manual_seed(0)
+    model = Keyed().eval()
+    calls = [{"x": x, "state": Labeled(x, ["a"])} for x in (X, TOKEN)]
+    qmodel = fxq.quantize(model, INT8, example_inputs=calls)
+    assert len(qmodel.programs) == 2
+    for every in (qmodel, fxq.load(qmodel.save(tmp_path / "model.fxq"))):
+        for call in [*calls, *calls]:
+            (want,), (got,) = model(**call).items(), every(**call).items()
+            assert got[0] == ("a", 1) and sqnr(want[1], got[1]) > 30
+        with pytest.raises(fxq.InputError, match=r"state is .*, not "):
+            every(X, Labeled(X, ["b"]))
