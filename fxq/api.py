@@ -9,7 +9,15 @@ from typing import Any
 from torch import fx, nn
 
 from fxq.calibration.ranks import AUTO
-from fxq.dispatch import calibrate_model, compare_models, convert_model, load_path, prepare_model, quantize_model
+from fxq.dispatch import (
+    calibrate_model,
+    compare_models,
+    convert_model,
+    load_path,
+    prepare_model,
+    prepare_training,
+    quantize_model,
+)
 from fxq.ledger.comparison import Comparison
 from fxq.model import QuantizedModel
 from fxq.recipe.recipe import as_recipe
@@ -17,7 +25,6 @@ from fxq.workflow.calibrate import EVERY, merge_calibrations
 from fxq.workflow.entry import float_model, trainable_model
 from fxq.workflow.observed_model import ObservedModel
 from fxq.workflow.steps import manager_for, observed_with, phases, prepared
-from fxq.workflow.train import prepared_for_training
 from fxq.workflow.training_model import TrainingModel
 
 
@@ -108,7 +115,7 @@ def prepare(
     """
     chosen = as_recipe(recipe)
     if chosen.trains:
-        return prepared_for_training(trainable_model(model), chosen, example_inputs)
+        return prepare_training(trainable_model(model), chosen, example_inputs)
     observed: ObservedModel = prepare_model(float_model(model), chosen, example_inputs, observe_all)
     return observed
 

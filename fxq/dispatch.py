@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from fxq.calibration.ranks import Ranks
-from fxq.common.data import Batch, as_batch, batches, length_of, samples_in
+from fxq.common.data import Batch, batches, length_of, samples_in
 from fxq.common.isolation import untouched
 from fxq.common.progress import progress_bar
 from fxq.errors import FxqError, InputError, RecipeError, TraceError
@@ -34,9 +35,9 @@ from fxq.workflow.compare_programs import compare_programs
 from fxq.workflow.entry import compared_model, float_model
 from fxq.workflow.fastest import converted_for_recipe, prepared_for_recipe
 from fxq.workflow.observed_model import ObservedModel
-from fxq.workflow.programs import examples_of, needs_programs, quantize_programs
+from fxq.workflow.programs import example_of_one_graph, examples_of, needs_programs, quantize_programs
 from fxq.workflow.steps import float_reference
-from fxq.workflow.train import converted_from_training
+from fxq.workflow.train import converted_from_training, prepared_for_training
 from fxq.workflow.training_model import TrainingModel
 
 
@@ -61,23 +62,20 @@ def quantize_model(
     quantized: QuantizedModel | None = quantize_known(model, recipe, data, examples_by_name, progress=progress)
     if quantized is not None:
         return quantized
-    traces_later = recipe.new_kinds == "trace"
-    if examples_by_name and (traces_later or needs_programs(model, recipe, list(examples_by_name.values()))):
-        programs: Any = quantize_programs(model, recipe, examples_by_name, data, progress=progress)
-        return programs  # typed as the usual case
+    programs = _as_programs(model, recipe, examples_by_name, data, progress)
+    if programs is not None:
+        return programs
     ranks = Ranks.of(group if data is not None else None)
     stream = batches(data, model, may_be_empty=ranks.size > 1) if data is not None else iter(())
     first = ranks.together(lambda: list(_opening(stream)))
-    examples_given = [] if example_inputs is None else [as_batch(example_inputs, model, "example_inputs")]
-    examples = examples_given or first_of_all(first, ranks, model)
+    examples = list(examples_by_name.values()) or first_of_all(first, ranks, model)
     if not examples:
         raise _no_data(recipe)
-    if traces_later or (not examples_given and needs_programs(model, recipe, examples[-1:])):
-        programs = quantize_programs(
-            model, recipe, {"program_0": examples[-1]}, chain(first, stream), progress=progress
-        )
+    first_example = {} if examples_by_name else {"program_0": examples[-1]}
+    programs = _as_programs(model, recipe, first_example, chain(first, stream), progress)
+    if programs is not None:
         return programs
-    run = prepare_model(model, recipe, examples[-1]) if ranks.size == 1 else None
+    run = _prepared(model, recipe, examples[-1], False) if ranks.size == 1 else None
     if isinstance(run, ObservedParts):
         if data is None and run.calibrated:
             raise _no_data(recipe, run.calibrated)
@@ -93,15 +91,57 @@ def quantize_model(
     return converted_for_recipe(observed)
 
 
+def _as_programs(
+    model: nn.Module, recipe: Recipe, examples: Mapping[str, Batch], data: Iterable[Any] | None, progress: bool | None
+) -> Any:
+    """Model quantized as programs. None: one graph is enough, or it cannot be traced as a whole but has parts.
+
+    The float code around parts changes the arguments of a call itself.
+    """
+    traces_later = recipe.new_kinds == "trace"
+    if not examples or not (traces_later or needs_programs(model, recipe, list(examples.values()))):
+        return None
+    try:
+        return quantize_programs(model, recipe, examples, data, progress=progress)
+    except TraceError as error:
+        if not traces_later and len(examples) == 1:
+            with contextlib.suppress(TraceError, InputError):
+                if isinstance(_prepared(model, recipe, next(iter(examples.values())), False), ObservedParts):
+                    return None
+        raise error
+
+
 def prepare_model(model: nn.Module, recipe: Recipe, example_inputs: Any, observe_all: bool = False) -> Any:
+    """Prepare a model as one graph or in parts, see `fxq.prepare`."""
+    if example_inputs is None:
+        return prepared_for_recipe(model, recipe, None, observe_all)  # raises the error for a missing example
+    example, refusal = example_of_one_graph(example_inputs, model)
+    try:
+        run = _prepared(model, recipe, example, observe_all)
+    except (TraceError, InputError) as error:
+        raise refusal or error from error.__cause__
+    if refusal is not None and not isinstance(run, ObservedParts):
+        raise refusal
+    return run
+
+
+def prepare_training(model: nn.Module, recipe: Recipe, example_inputs: Any) -> TrainingModel:
+    """Prepare a model for training, see `fxq.prepare`."""
+    if example_inputs is None:
+        return prepared_for_training(model, recipe, None)  # raises the error for a missing example
+    example, refusal = example_of_one_graph(example_inputs, model)
+    if refusal is not None:
+        raise refusal
+    return prepared_for_training(model, recipe, example)
+
+
+def _prepared(model: nn.Module, recipe: Recipe, example: Batch, observe_all: bool) -> Any:
     """Prepare a model as one graph; or in parts, if the recipe says so or the model cannot be traced as a whole."""
 
     def prepare(part: nn.Module, own: Recipe, inputs: Any) -> ObservedModel:
         return prepared_for_recipe(part, own, inputs, observe_all)
 
-    if example_inputs is None:
-        return prepare(model, recipe, None)  # raises the error for a missing example
-    run = PartsRun(model, recipe, as_batch(example_inputs, model, "example_inputs"), prepare)
+    run = PartsRun(model, recipe, example, prepare)
     if recipe.part_modules:
         return ObservedParts(run.begin("the recipe names the parts."))
     observed: ObservedModel | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
@@ -231,6 +231,9 @@ def _class_named(path: str) -> Any:
     return value
 
 
+_FACTORIES = {None: "none", list: "list", dict: "dict", int: "int", float: "float"}
+"""Factories of a `defaultdict` that a structure holds. Others may be equal without being the same function."""
+
 _TORCH_CONSTANTS = {torch.dtype: "dtype", torch.device: "device", torch.layout: "layout"}
 
 
@@ -244,6 +247,8 @@ def _constant_data(constant: Any) -> Any:
     for kind, name in _TORCH_CONSTANTS.items():
         if isinstance(constant, kind):
             return {name: str(constant).removeprefix("torch.")}
+    if constant in (list, dict, int, float):
+        return {"factory": constant.__name__}
     raise InputError(f"a file cannot hold a {type(constant).__name__}, which a container has as a constant or a key.")
 
 
@@ -255,6 +260,8 @@ def _constant_from(data: Any) -> Any:
         return (tuple if kind == "tuple" else list)(map(_constant_from, value))
     if kind == "dict":
         return {_constant_from(key): _constant_from(part) for key, part in value}
+    if kind == "factory":
+        return next((factory for factory, name in _FACTORIES.items() if name == value), None)
     if kind == "device":
         return torch.device(value)
     constant = getattr(torch, value, None)
@@ -347,7 +354,9 @@ def taken_apart(
         return Structure("registered", own, type(value), _constant_copy(constant), inner(parts.items()))
     plain = _plain_parts(value)
     if plain is not None:
-        return Structure("plain", names.visit(value, name), type(value), parts=inner(plain.items()))
+        factory = getattr(value, "default_factory", None) if isinstance(value, defaultdict) else None
+        constant = factory if factory in _FACTORIES else None
+        return Structure("plain", names.visit(value, name), type(value), constant, inner(plain.items()))
     if value is None or isinstance(value, (bool, str, torch.dtype, torch.device, torch.layout, torch.memory_format)):
         return Structure("constant", constant=value)
     raise InputError(
@@ -395,6 +404,8 @@ def _constructed(structure: Structure, parts: Mapping[Any, Any]) -> Any:
         return _handler_of_class(cls).construct(parts, structure.constant)
     if is_dataclass(cls):
         return _dataclass(cls, parts)
+    if cls is defaultdict:
+        return defaultdict(structure.constant, parts)
     if issubclass(cls, Mapping):
         return OrderedDict(parts) if cls is OrderedDict else dict(parts) if cls is dict else _mapping(cls, parts)
     return cls(*parts.values()) if hasattr(cls, "_fields") else cls(parts.values())
@@ -433,7 +444,9 @@ def _update(container: Any, structure: Structure, parts: Mapping[Any, Any]) -> N
     if handler is not None and handler.update is not None:
         handler.update(container, parts, structure.constant)
         return
-    before, constant = _type_of(container).parts(container) if handler else (_plain_parts(container), None)
+    before, constant = (
+        _type_of(container).parts(container) if handler else (_plain_parts(container), structure.constant)
+    )
     same_constant = same_constants(constant, structure.constant)
     if same_constant and list(before) == list(parts) and all(before[key] is parts[key] for key in parts):
         return

@@ -128,7 +128,10 @@ def flat_model(
         raise InputError(f"the model does not run on the example ({form}): {words_of(error)}") from error
 
     if not same_values(outputs, own_outputs):
-        raise TraceError("in the context in which it would be traced, the model computes something else.")
+        raise TraceError(
+            "the model computes something else when it is called again on equal inputs, or in the context that its "
+            "library needs for tracing: it depends on state that is not among its arguments and buffers."
+        )
 
     def forward(**inputs: Any) -> dict[str, Any]:
         again, outputs = _outputs(call, form, inputs, [name for name, _ in results.changed])

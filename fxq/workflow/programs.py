@@ -54,13 +54,32 @@ def examples_of(example_inputs: Any, model: nn.Module) -> dict[str, Batch]:
         model: the float model.
     """
     names = set(inspect.signature(model.forward).parameters)
-    are_several = isinstance(example_inputs, list) and len(example_inputs) > 1
-    if are_several and all(isinstance(item, Mapping) and set(item) <= names for item in example_inputs):
+    are_calls = isinstance(example_inputs, list) and bool(example_inputs)
+    if are_calls and all(isinstance(item, Mapping) and set(item) <= names for item in example_inputs):
         return {f"program_{i}": as_batch(item, model, "example_inputs") for i, item in enumerate(example_inputs)}
     by_name = isinstance(example_inputs, Mapping) and example_inputs and not names & set(example_inputs)
     if by_name and all(isinstance(item, (Mapping, tuple)) for item in example_inputs.values()):
         return {str(name): as_batch(item, model, "example_inputs") for name, item in example_inputs.items()}
     return {"program_0": as_batch(example_inputs, model, "example_inputs")}
+
+
+def example_of_one_graph(example_inputs: Any, model: nn.Module) -> tuple[Batch, InputError | None]:
+    """The example of a call, and why one graph cannot be made for it: None if one can.
+
+    Args:
+        example_inputs: see `examples_of`.
+        model: the float model.
+    """
+    examples = list(examples_of(example_inputs, model).values())
+    why = "it gets several examples"
+    if len(examples) == 1:
+        if not needs_programs(model, Recipe(), examples):
+            return examples[0], None
+        why = f"forward changes, or may change, its arguments: {', '.join(changed_arguments(model, examples[0]))}"
+    return examples[0], InputError(
+        f"fxq.prepare makes one graph, and the model needs programs: {why}. Use fxq.quantize(model, recipe, "
+        "data=loader, example_inputs=...), which calibrates and converts. Training needs arguments that stay unchanged."
+    )
 
 
 @dataclass

@@ -69,6 +69,7 @@ def apart(value, name="x"):
         ((X, [Y, None]), ["x_0", "x_1_0"]),
         ({"a": X, "b-c": Y}, ["x_a", "x_b_c"]),
         (OrderedDict(k=X), ["x_k"]),
+        (defaultdict(list, k=X), ["x_k"]),
         (Pair(X, 2), ["x_0", "x_1"]),
         (Output(X, [Y], 4), ["x_logits", "x_states_0", "x_count", "x_total"]),
         (Cache("full", [X, Y]), ["x_keys_0", "x_keys_1"]),
@@ -84,6 +85,12 @@ def test_a_value_is_taken_apart_and_put_together(value, names):
     structure_again, leaves_again = apart(again)
     assert structure_again == structure and all(leaves_again[name] is leaves[name] for name in names)
     assert from_data(as_data(structure)) == structure
+
+
+def test_a_defaultdict_keeps_its_factory():
+    structure, leaves = apart(defaultdict(list, k=X))
+    assert put_together(structure, leaves)["new"] == []
+    assert apart(defaultdict(lambda: 0, k=X))[0] == apart(defaultdict(lambda: 0, k=X))[0]
 
 
 def test_names_are_unique():

@@ -180,3 +180,47 @@ def test_a_single_input_that_is_working_memory_stays_one_graph():
     qmodel = fxq.quantize(Scratch().eval(), INT8, example_inputs=x)
     qmodel(x)
     assert not isinstance(qmodel, QuantizedPrograms) and torch.equal(x, X)
+
+
+@pytest.mark.parametrize("recipe", [fxq.Recipe.static(), fxq.Recipe.qat()], ids=["static", "training"])
+def test_one_graph_that_would_lose_changes_is_refused(recipe):
+    for kind in ("list", "tensor"):
+        make = KINDS[kind][0]
+        with pytest.raises(fxq.InputError, match=r"one graph.*programs: forward changes.*state.*Use fxq.quantize"):
+            fxq.prepare(Recurrent(kind).eval(), recipe, example_inputs=(X, make(X)))
+    x = {"x": X, "state": torch.zeros(2, 8)}
+    with pytest.raises(fxq.InputError, match="several examples"):
+        fxq.prepare(Recurrent("tensor").eval(), recipe, example_inputs=[x, {**x, "more": X}])
+
+
+class DataBranch(nn.Module):
+    """Branches on data between its layers, and appends to its argument."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x, states):
+        y = self.a(x)
+        if y.sum() > 0:
+            y = y + 1
+        states.append(y)
+        return self.b(y)
+
+
+def test_a_model_that_cannot_be_traced_is_quantized_in_parts():
+    model = DataBranch().eval()
+    with pytest.warns(fxq.FxqWarning, match="in 2 parts"):
+        qmodel = fxq.quantize(model, INT8, example_inputs=(X, []))
+    states, own = [], []
+    with torch.no_grad():
+        assert sqnr(model(X, own), qmodel(X, states)) > 30
+    assert len(states) == 1 and sqnr(own[0], states[0]) > 30
+
+
+@pytest.mark.parametrize("example", [{"only": {"x": X}}, [{"x": X}], {"only": (X,)}], ids=["named", "list", "tuple"])
+def test_one_example_in_the_form_of_several(example):
+    qmodel = fxq.quantize(Scratch().eval(), INT8, example_inputs=example)
+    assert qmodel(X).shape == (2, 8)
+    assert fxq.prepare(Scratch().eval(), INT8, example_inputs=example)(X).shape == (2, 8)
