@@ -444,9 +444,10 @@ def _update(container: Any, structure: Structure, parts: Mapping[Any, Any]) -> N
     if handler is not None and handler.update is not None:
         handler.update(container, parts, structure.constant)
         return
-    before, constant = (
-        _type_of(container).parts(container) if handler else (_plain_parts(container), structure.constant)
-    )
+    before: Mapping[Any, Any] = _plain_parts(container) or {}
+    constant = structure.constant
+    if handler is not None and (own := _type_of(container)) is not None:
+        before, constant = own.parts(container)
     same_constant = same_constants(constant, structure.constant)
     if same_constant and list(before) == list(parts) and all(before[key] is parts[key] for key in parts):
         return
