@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ from torch import Tensor, nn
 from fxq.common.checksums import checksum
 from fxq.common.source import without_imports
 from fxq.errors import FileError, FxqError, InputError, warn, words_of
-from fxq.ledger.float_record import checksums
 from fxq.ledger.ledger import Ledger
 from fxq.model import QuantizedModel, remade
 from fxq.parts.absent import AbsentTensor
@@ -49,7 +49,8 @@ class StoredParts:
     Attributes:
         type: class name of the float model.
         parts: the parts.
-        weights: checksums of the float weights that are outside of the parts or read by Python code, by name.
+        weights: checksums by name of the parameters and buffers outside of the parts, and of those inside that Python
+            code reads.
         backend, ledger: as in `PartsModel`.
     """
 
@@ -66,14 +67,14 @@ def save_parts(path: str | os.PathLike[str], model: Any) -> Path:
     tensors: dict[str, Tensor] = {}
     texts: dict[str, str] = {}
     stored: list[StoredPart] = []
-    weights, lost = checksums(model), list[str]()
+    around, lost = _named_tensors(model), list[str]()
     for at, part in parts_in(model):
         programs = part.fxq_programs
         assert isinstance(programs, Programs)
-        weights = {name: number for name, number in weights.items() if not name.startswith(f"{at}.fxq_programs.")}
+        around = {name: tensor for name, tensor in around.items() if not name.startswith(f"{at}.fxq_programs.")}
         shown = {f"{at}.{name}": tensor for name, tensor in tensors_of(part.fxq_skeleton)}
         read = {name: tensor for name, tensor in shown.items() if not isinstance(tensor, AbsentTensor)}
-        weights |= {name: checksum(t) for name, t in read.items() if isinstance(t, nn.Parameter)}
+        around |= read
         stored.append(StoredPart(at, part.float_class.__name__, programs.names, tuple(read)))
         for name, graph in programs.named_graphs():
             content = content_of(graph, graph._copied_attributes, graph._set_by_user)
@@ -81,6 +82,7 @@ def save_parts(path: str | os.PathLike[str], model: Any) -> Path:
             texts |= {f"{name}/{key}": text for key, text in content.texts.items()}
             lost += content.lost
     attributes = vars(model)
+    weights = {name: checksum(tensor) for name, tensor in around.items()}
     about = StoredParts(
         type(model).float_class.__name__, tuple(stored), weights, attributes["_fxq_backend"], attributes["_fxq_ledger"]
     )
@@ -169,10 +171,15 @@ def _check_float_model(model: nn.Module, about: StoredParts) -> None:
                 f"it has a part for the {part.type} at {part.path!r}, where the {type(model).__name__} that is given "
                 f"has {kind}. Give a {about.type} like the one that was quantized."
             )
-    now = checksums(model)
-    changed = [name for name, number in about.weights.items() if now.get(name) != number]
+    now = _named_tensors(model)
+    changed = [name for name, number in about.weights.items() if name not in now or checksum(now[name]) != number]
     if changed:
         raise InputError(
-            f"the float model has other weights outside of the parts than the one that was quantized, for instance "
-            f"{changed[0]!r} ({len(changed)} of {len(about.weights)}). Load those weights first."
+            f"the float model has other weights or buffers that Python code uses than the one that was quantized, for "
+            f"instance {changed[0]!r} ({len(changed)} of {len(about.weights)}). Load those first."
         )
+
+
+def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers of a model, tied ones under each of their names."""
+    return dict(chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)))

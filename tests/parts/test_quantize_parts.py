@@ -278,19 +278,21 @@ def test_adapters_stay_float_beside_the_integer_layer():
     assert 20 * torch.log10(want.norm() / (want - got).norm()) > 30
 
 
+class Shared(nn.Module):
+    """Reads a weight of a part, and a buffer outside of the parts."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+        self.register_buffer("shift", torch.randn(16))
+
+    def forward(self, x):
+        for _ in range(int(x.shape[0] > 0 and x.sum() > -1e9)):
+            x = self.layer(x) + x @ self.layer.weight.T + self.shift
+        return x
+
+
 def test_weights_that_python_code_reads_stay():
-    class Shared(nn.Module):
-        """Reads a weight of a part."""
-
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(16, 16)
-
-        def forward(self, x):
-            for _ in range(int(x.shape[0] > 0 and x.sum() > -1e9)):
-                x = self.layer(x) + x @ self.layer.weight.T
-            return x
-
     model = Shared().eval()
     with pytest.warns(FxqWarning, match=r"50\.0% of the multiply-accumulates"):
         q = fxq.quantize(model, EXACT, data=DATA)
@@ -416,7 +418,7 @@ def test_a_file_does_not_go_into_another_model(tmp_path):
     path = q.save(tmp_path / "q.fxq")
     with pytest.raises(FileError, match="it has a part for the Sequential at 'body'"):
         fxq.load(path, into=Detector().eval())
-    with pytest.raises(FileError, match=r"other weights outside of the parts .*'decoder\.embed\.weight'"):
+    with pytest.raises(FileError, match=r"other weights or buffers .*'decoder\.embed\.weight'"):
         fxq.load(path, into=TiedDecoder().eval())
     bare = TiedDecoder().eval()
     bare.decoder.load_state_dict(model.decoder.state_dict())  # the weights of the parts are in the file
@@ -424,6 +426,43 @@ def test_a_file_does_not_go_into_another_model(tmp_path):
     whole = fxq.quantize(nn.Linear(4, 4).eval(), EXACT, data=[torch.rand(2, 4)]).save(tmp_path / "whole.fxq")
     with pytest.raises(FileError, match="leave out into"):
         fxq.load(whole, into=bare)
+
+
+@pytest.mark.parametrize("name", ["layer.weight", "shift"])
+def test_a_file_does_not_go_into_a_model_with_other_values_that_python_reads(name, tmp_path):
+    model = Shared().eval()
+    with pytest.warns(FxqWarning, match="parts"):
+        q = fxq.quantize(model, EXACT, data=DATA)
+    path, other = q.save(tmp_path / "q.fxq"), copy.deepcopy(model)
+    with torch.no_grad():
+        other.layer.bias.zero_()  # in the file, as part of the quantized layer
+        assert torch.equal(fxq.load(path, into=other)(DATA[0]), q(DATA[0]))
+        other.state_dict()[name].add_(1)
+    with pytest.raises(FileError, match=f"other weights or buffers .* for instance '{name}'"):
+        fxq.load(path, into=other)
+
+
+def test_a_file_goes_into_a_model_with_tied_weights(tmp_path):
+    class Tied(nn.Module):
+        """Projects with the weight of a layer that is a part."""
+
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(16, 16)
+            self.tied = nn.ParameterList([self.layer.weight])
+
+        def forward(self, x):
+            return self.layer(x) @ self.tied[0] if float(x.sum()) > -1e9 else x
+
+    model = Tied().eval()
+    with pytest.warns(FxqWarning, match="parts"):
+        q = fxq.quantize(model, EXACT, data=DATA)
+    path = q.save(tmp_path / "q.fxq")
+    assert torch.equal(fxq.load(path, into=model)(DATA[0]), q(DATA[0]))
+    with torch.no_grad():
+        model.tied[0].zero_()
+    with pytest.raises(FileError, match=r"for instance 'tied\.0'"):
+        fxq.load(path, into=model)
 
 
 def test_a_quantized_model_is_not_quantized_again():
