@@ -387,6 +387,69 @@ def test_a_module_that_changes_its_input_is_divided():
     assert q.output_sqnr > 30
 
 
+class Stateful(nn.Module):
+    """Module that keeps something at each call, as `kept` says."""
+
+    def __init__(self, kept, log):
+        super().__init__()
+        self.layer, self.kept, self.log = nn.Linear(16, 16), kept, log
+        self.last, self.calls, self.scale = None, 0, 1.0
+        self.register_buffer("mean", torch.zeros(16))
+
+    def forward(self, x):
+        y = self.layer(x) * self.scale
+        if self.kept == "list":
+            self.log.append(y)
+        elif self.kept == "attribute":
+            self.last = y
+        elif self.kept == "count":
+            self.calls += 1
+        elif self.kept == "buffer":
+            self.mean = y.mean(0)
+        return y
+
+
+class ReadsState(nn.Module):
+    """Reads what its submodule keeps, or sets an attribute that the submodule reads."""
+
+    def __init__(self, kept):
+        super().__init__()
+        log = []
+        self.log, self.inner, self.kept = log, Stateful(kept, log), kept
+
+    def forward(self, x):
+        self.log.clear()
+        if self.kept == "set outside":
+            y = torch.zeros_like(x)
+            for self.inner.scale in (1.0, 3.0, 1.0):  # as before at the end
+                y = y + self.inner(x)
+        else:
+            y = self.inner(x)
+        if float(y.sum()) > 1e9:
+            return y
+        kept = {"list": self.log, "attribute": [self.inner.last], "buffer": [self.inner.mean]}.get(self.kept, ())
+        return (y + sum(kept)) * (self.inner.calls or 1)
+
+
+@pytest.mark.parametrize("kept", ["list", "attribute", "count", "buffer", "set outside"])
+def test_a_module_with_state_is_divided(kept):
+    model = ReadsState(kept).eval()
+    with pytest.warns(FxqWarning, match="1 part: inner.layer"):
+        q = fxq.quantize(model, EXACT.override("*", fxq.FLOAT), data=DATA)
+    (row,) = q.ledger.where(op="python", path="inner")
+    assert "its attribute" in row.reason
+    for x in DATA:  # the count goes on from call to call
+        assert torch.allclose(q(x), model(x), rtol=1e-5, atol=1e-5)
+
+
+def test_a_hook_that_sets_equal_weights_is_no_state():
+    model = nn.Sequential(nn.utils.weight_norm(nn.Linear(16, 16)), nn.ReLU()).eval()
+    model(DATA[0])
+    with pytest.warns(FxqWarning, match="1 part: 0"):
+        q = fxq.quantize(model, EXACT.parts("0"), data=DATA)
+    assert q.output_sqnr > 30
+
+
 # ---- what else takes a model
 
 
@@ -433,13 +496,13 @@ def test_a_file_does_not_go_into_a_model_with_other_values_that_python_reads(nam
     model = Shared().eval()
     with pytest.warns(FxqWarning, match="parts"):
         q = fxq.quantize(model, EXACT, data=DATA)
-    path, other = q.save(tmp_path / "q.fxq"), copy.deepcopy(model)
+    path, receiver = q.save(tmp_path / "q.fxq"), copy.deepcopy(model)
     with torch.no_grad():
-        other.layer.bias.zero_()  # in the file, as part of the quantized layer
-        assert torch.equal(fxq.load(path, into=other)(DATA[0]), q(DATA[0]))
-        other.state_dict()[name].add_(1)
+        receiver.layer.bias.zero_()  # in the file, as part of the quantized layer
+        assert torch.equal(fxq.load(path, into=receiver)(DATA[0]), q(DATA[0]))
+        receiver.state_dict()[name].add_(1)
     with pytest.raises(FileError, match=f"other weights or buffers .* for instance '{name}'"):
-        fxq.load(path, into=other)
+        fxq.load(path, into=receiver)
 
 
 def test_a_file_goes_into_a_model_with_tied_weights(tmp_path):
