@@ -84,6 +84,7 @@ class PartPlan:
         programs: prepared graphs by name, one for each kind of call.
         macs: multiply-accumulates of all its calls on the example.
         calls: number of these calls.
+        why_float: why the float module runs for some calls, which cannot be traced; empty if there are none.
     """
 
     path: str
@@ -92,6 +93,7 @@ class PartPlan:
     programs: dict[str, ObservedModel] = field(default_factory=dict)
     macs: int = 0
     calls: int = 0
+    why_float: str = ""
 
     def fitting(self, batch: Batch) -> ObservedModel | None:
         """Return the prepared graph that takes a call; None if there is none."""

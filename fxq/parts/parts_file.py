@@ -18,6 +18,7 @@ from fxq.errors import FileError, FxqError, InputError, warn, words_of
 from fxq.ledger.ledger import Ledger
 from fxq.model import QuantizedModel, remade
 from fxq.parts.absent import AbsentTensor
+from fxq.parts.copying import copy_of
 from fxq.parts.part import Programs, parts_in, tensors_of
 from fxq.recipe.recipe import Recipe
 from fxq.saved.container import read_container, read_json, write_container
@@ -34,12 +35,14 @@ class StoredPart:
         type: class name of that submodule.
         graphs: names of its graphs.
         read: names of the float weights inside that Python code reads; they are taken from the float model.
+        has_float_calls: whether the float model's submodule runs for calls that none of the graphs takes.
     """
 
     path: str
     type: str
     graphs: tuple[str, ...]
     read: tuple[str, ...] = ()
+    has_float_calls: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,13 @@ def save_parts(path: str | os.PathLike[str], model: Any) -> Path:
         shown = {f"{at}.{name}": tensor for name, tensor in tensors_of(part.fxq_skeleton)}
         read = {name: tensor for name, tensor in shown.items() if not isinstance(tensor, AbsentTensor)}
         around |= read
-        stored.append(StoredPart(at, part.float_class.__name__, programs.names, tuple(read)))
+        whole = programs.float_module
+        around |= (
+            {f"{at}.{name}": tensor for name, tensor in _named_tensors(whole).items()} if whole is not None else {}
+        )
+        stored.append(
+            StoredPart(at, part.float_class.__name__, programs.names, tuple(read), has_float_calls=whole is not None)
+        )
         for name, graph in programs.named_graphs():
             content = content_of(graph, graph._copied_attributes, graph._set_by_user)
             tensors |= {f"{name}/{key}": tensor for key, tensor in content.tensors.items()}
@@ -151,7 +160,7 @@ def _programs(
         leaves = {path: model.get_submodule(path) for path in stored_leaves(own_texts)}
         gm, attributes, made_on = graph_from(own_tensors, own_texts, leaves)
         graphs[name] = remade(gm, gm.graph, {**attributes, "_mapped": mapped}, made_on)
-    return Programs(graphs)
+    return Programs(graphs, copy_of(model.get_submodule(part.path), {}) if part.has_float_calls else None)
 
 
 def stored_leaves(texts: Mapping[str, str]) -> list[str]:

@@ -387,6 +387,50 @@ def test_a_module_that_changes_its_input_is_divided():
     assert q.output_sqnr > 30
 
 
+class Branches(nn.Module):
+    """Submodule of one that branches: its calls with an option branch on values, and cannot be traced."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x, branch=False):
+        y = self.layer(x)
+        return -y if branch and float(y.sum()) > -1e9 else y
+
+
+class SometimesBranches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = Branches()
+
+    def forward(self, x):
+        return self.inner(x, branch=True) if float(x.mean()) > 1 else self.inner(x)
+
+
+@pytest.mark.parametrize("at", [1, 5])
+def test_calls_that_cannot_be_traced_run_in_float(at, tmp_path):
+    model, high = SometimesBranches().eval(), DATA[0] + 5
+    data = [torch.randn(4, 16) for _ in range(6)]
+    data[at] = high
+    with pytest.warns(FxqWarning, match='1 part: inner.* Part "inner" also gets calls that run in float: .*depends on'):
+        q = fxq.quantize(model, EXACT, data=data, example_inputs=data[0])
+    assert q.output_sqnr > 30 and "depends on" in q.ledger.where(op="python", path="inner")[0].reason
+    for again in (q, copy.deepcopy(q), pickle.loads(pickle.dumps(q)), fxq.load(q.save(tmp_path / "q.fxq"), into=model)):
+        assert torch.equal(again(high), model(high)) and torch.equal(again(data[0]), q(data[0]))
+    assert not torch.equal(q(data[0]), model(data[0]))  # these calls are on integers
+    assert fxq.compare(model, q, [data[0], high]).output_sqnr > 30
+    with torch.no_grad():
+        model.inner.layer.weight.add_(1)
+    with pytest.raises(FileError, match=r"for instance 'inner\.layer\.weight'"):
+        fxq.load(tmp_path / "q.fxq", into=model)
+
+
+def test_sensitivity_of_a_model_with_calls_in_float():
+    ranked = fxq.sensitivity(SometimesBranches().eval(), EXACT, [DATA[0], DATA[0] + 5])
+    assert [row.path for row in ranked] == ["inner.layer"] and ranked.output_sqnr > 30
+
+
 class Stateful(nn.Module):
     """Module that keeps something at each call, as `kept` says."""
 
