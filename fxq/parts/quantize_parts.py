@@ -24,6 +24,7 @@ from fxq.parts.copying import copy_of
 from fxq.parts.counting import MacCounter
 from fxq.parts.part import Programs, graphs_in, tensors_of
 from fxq.parts.parts_model import attach, ledger_of_parts, with_parts
+from fxq.programs.quantized_programs import share_tensors
 from fxq.recipe.recipe import Recipe
 from fxq.recipe.selector import ancestors
 from fxq.workflow.fastest import converted_for_recipe
@@ -152,6 +153,7 @@ class PartsRun:
                 graphs[plan.path] = {}
                 for name, observed in (seen or plan.programs).items():
                     graphs[plan.path][name] = converted_for_recipe(observed, own)
+                share_tensors(list(graphs[plan.path].values()))
         if recipe is not None:
             ops = [(entry.path, entry.op) for own in graphs.values() for g in own.values() for entry in g.ledger]
             types = {path: type(module) for path, module in self.model.named_modules()}

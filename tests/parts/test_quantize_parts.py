@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from collections import Counter
 
 import pytest
 import torch
@@ -341,6 +342,25 @@ def test_a_part_has_a_graph_for_each_kind_of_call(tmp_path):
     with pytest.raises(InputError, match=r"none of the graphs inner, inner \(2\), inner \(3\) takes this call"):
         q.inner(x, x, True)
     assert fxq.compare(model, q, DATA).output_sqnr > 30
+
+
+def storages(model):
+    """Number of graphs that hold each of the larger tensors, by the address of its values."""
+    graphs = model.parts.values()
+    return Counter(p for graph in graphs for p in {t.data_ptr() for t in tensors_of(graph) if t.numel() >= 64})
+
+
+def tensors_of(graph):
+    return [*graph.parameters(), *graph.buffers()]
+
+
+@pytest.mark.parametrize("recipe", [EXACT, COVERAGE], ids=["exact", "kernels"])
+def test_the_graphs_of_a_part_share_their_weights(recipe, tmp_path):
+    model = Ways().eval()
+    with pytest.warns(FxqWarning, match="3 parts"):
+        q = fxq.quantize(model, recipe, data=DATA)
+    for again in (q, copy.deepcopy(q), fxq.load(q.save(tmp_path / "q.fxq"), into=model)):
+        assert storages(again) and set(storages(again).values()) == {3}
 
 
 def test_a_kind_of_call_that_only_the_data_has_is_traced_then():
