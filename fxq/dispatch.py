@@ -16,7 +16,7 @@ from fxq.calibration.ranks import Ranks
 from fxq.common.data import Batch, batches, length_of, samples_in
 from fxq.common.isolation import untouched
 from fxq.common.progress import progress_bar
-from fxq.errors import FxqError, InputError, RecipeError, TraceError
+from fxq.errors import FxqError, InputError, RecipeError, TraceError, warn, words_of
 from fxq.integrations import load_folder, quantize_known
 from fxq.integrations.adapters import with_float_adapters
 from fxq.ledger.comparison import Comparison, compare_with, quantized_reference
@@ -154,19 +154,29 @@ def _prepared(model: nn.Module, recipe: Recipe, example: Batch, observe_all: boo
         except (TraceError, InputError) as failure:
             # an error without a cause is a refusal, of state that parts would share or of values that are not finite
             error, why = failure, why_not(model, failure) if failure.__cause__ is not None else ""
-    if why and not recipe.strict_trace:
-        try:
-            run.begin(why)
-            if observed is None or run.has_parts_in(untraced_modules(observed)):
-                return ObservedParts(run)
-        except (TraceError, InputError):
-            pass  # the error of the whole model says more
+    parts, refused = _in_parts(run, why, observed) if why and not recipe.strict_trace else (None, "")
+    if parts is not None:
+        return parts
     if error is not None:
-        raise error
+        raise (type(error)(f"{error} {refused}") if refused else error) from error.__cause__
+    if refused:
+        warn(f"{type(model).__name__} is quantized as one graph, though {why} {refused}")
     for warning in heard:
         warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
     assert observed is not None
     return observed
+
+
+def _in_parts(run: PartsRun, why: str, observed: ObservedModel | None) -> tuple[ObservedParts | None, str]:
+    """Return the model in parts, None if one graph serves as well or there are no parts; and what prevented them."""
+    try:
+        run.begin(why)
+    except TraceError:
+        return None, ""  # there are no parts: the error of the whole model says more
+    except InputError as failure:
+        return None, f"It cannot be quantized in parts either: {words_of(failure)}"
+    is_better = observed is None or run.has_parts_in(untraced_modules(observed))
+    return ObservedParts(run) if is_better else None, ""
 
 
 def _opening(stream: Iterable[Batch]) -> Iterator[Batch]:

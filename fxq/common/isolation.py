@@ -87,7 +87,7 @@ def untouched(
         if isinstance(script, torch.jit.ScriptModule)
         for name, buffer in script.named_buffers(recurse=False)
     ]
-    snapshot, others = _snapshot(model), StateSnapshot(frozenset(map(id, model.modules())))
+    snapshot, others = snapshot_of(model), StateSnapshot(frozenset(map(id, model.modules())))
     watch = WriteWatch(model.parameters()) if watches else nullcontext()
     for path, value in outside:
         others.add(path, value)
@@ -110,7 +110,7 @@ def untouched(
             changes.parameters += [name for p in watch.written if (name := parameters[id(p)]) not in changes.parameters]
 
 
-def _snapshot(model: nn.Module) -> StateSnapshot:
+def snapshot_of(model: nn.Module) -> StateSnapshot:
     """Snapshot of all modules of a model, with copies of buffers and of embeddings with `max_norm`."""
     # a script module stores its state in C++, and creates some attributes on access
     modules = [(n, m) for n, m in model.named_modules() if not isinstance(m, torch.jit.ScriptModule)]

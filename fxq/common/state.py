@@ -51,6 +51,7 @@ class ChangedPlace:
         owner: path of the module that it belongs to, as passed to `StateSnapshot.add`.
         name: its place in the owner, such as `h[0]` or `cache['k']`.
         now: its current value, `ABSENT` if it was deleted.
+        was: its value in the snapshot, `ABSENT` if it did not exist; only of attributes and items.
         in_place: whether it is the same tensor, array or generator with other content.
         counted: whether the change raised the tensor's version counter; `batch_norm` updates statistics without that.
     """
@@ -60,6 +61,18 @@ class ChangedPlace:
     now: Any
     in_place: bool = False
     counted: bool = True
+    was: Any = ABSENT
+
+    @property
+    def has_other_values(self) -> bool:
+        """Whether it has other values, rather than another tensor with equal ones, as where a hook sets `weight`."""
+        was, now = self.was, self.now
+        return not (
+            isinstance(was, Tensor)
+            and isinstance(now, Tensor)
+            and was.device == now.device
+            and same(was.detach(), now.detach())
+        )
 
 
 @dataclass
@@ -166,7 +179,7 @@ class StateSnapshot:
                 if moved is None and isinstance(value, OuterVariables) and not value.sets(key):
                     continue  # another thread did
                 if moved or (moved is None and not _alike(was, new)):
-                    yield ChangedPlace(owner, _name(name, value, key), new, in_place=bool(moved))
+                    yield ChangedPlace(owner, _name(name, value, key), new, in_place=bool(moved), was=was)
         for owner, name, value, content in self._contents.values():
             if not _is_as_before(value, content):
                 counted = not isinstance(content, _Values) or content.counts(value)

@@ -14,7 +14,7 @@ from torch import nn
 
 from fxq.common.data import Batch
 from fxq.common.globs import path_matches
-from fxq.common.isolation import autocast_on, copied, seeded, untouched, without_autocast
+from fxq.common.isolation import autocast_on, copied, seeded, snapshot_of, untouched, without_autocast
 from fxq.common.state import StateSnapshot
 from fxq.errors import FxqError, InputError, RecipeError, TraceError, words_of
 from fxq.graph.analysis.macs import macs_of
@@ -44,17 +44,33 @@ MAX_LEAF_SHARE = 0.5
 
 @dataclass
 class RecordedCalls:
-    """RecordedCalls of one module during a run of the float model.
+    """Calls of one module during a run of the float model.
 
     Attributes:
         batches: different calls, with copies of their arguments, by kind.
         macs: multiply-accumulates of all calls.
         refused: why the module cannot be replaced by a graph, if its calls show that; otherwise empty.
+        state: the module's attributes and buffers at the start of the run.
+        running: arguments of the calls that have not returned yet.
     """
 
     batches: dict[Any, Batch] = field(default_factory=dict)
     macs: int = 0
     refused: str = ""
+    state: StateSnapshot = field(default_factory=StateSnapshot)
+    running: list[StateSnapshot] = field(default_factory=list)
+
+    def check_state(self) -> None:
+        """Refuse the module if its attributes or buffers differ from those at the start of the run.
+
+        A graph has state of its own: code outside would not see its changes, nor would it see those of code outside.
+        """
+        change = None if self.refused else next((c for c in self.state.changes() if c.has_other_values), None)
+        if change is not None:
+            path = f"{change.owner}.{change.name}".lstrip(".")
+            self.refused = (
+                f"its attribute {path!r} changes during a run, which code outside of a graph can neither see nor do"
+            )
 
 
 @dataclass
@@ -68,6 +84,7 @@ class PartPlan:
         programs: prepared graphs by name, one for each kind of call.
         macs: multiply-accumulates of all its calls on the example.
         calls: number of these calls.
+        why_float: why the float module runs for some calls, which cannot be traced; empty if there are none.
     """
 
     path: str
@@ -76,6 +93,7 @@ class PartPlan:
     programs: dict[str, ObservedModel] = field(default_factory=dict)
     macs: int = 0
     calls: int = 0
+    why_float: str = ""
 
     def fitting(self, batch: Batch) -> ObservedModel | None:
         """Return the prepared graph that takes a call; None if there is none."""
@@ -269,6 +287,7 @@ def recorded_calls(model: nn.Module, example: Batch, modules: Mapping[str, nn.Mo
         for path, module in modules.items():
             if isinstance(module, torch.jit.ScriptModule):  # takes no hooks, and has no code to trace
                 continue
+            calls[path].state = snapshot_of(module)
             before, after = partial(_enter, counter, path, calls[path]), partial(_leave, counter, calls[path])
             handles += [
                 module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
@@ -314,15 +333,16 @@ def _enter(counter: MacCounter, path: str, calls: RecordedCalls, module: Any, ar
         calls.batches[kind] = copied(Batch(args, kwargs))
     if autocast_on():
         calls.refused = "it runs under torch.autocast, which integers do not follow"
+    calls.check_state()
     inputs = StateSnapshot(_room=0)
     inputs.add("", {"args": args, **kwargs})
+    calls.running.append(inputs)
     counter.stack.append(path)
-    vars(module).setdefault("_fxq_entered", []).append(inputs)
 
 
 def _leave(counter: MacCounter, calls: RecordedCalls, module: Any, args: Any, kwargs: Any, result: Any) -> None:
     counter.stack.pop()
-    inputs = vars(module)["_fxq_entered"].pop()
-    changed = next(inputs.changes(), None)
+    changed = next(calls.running.pop().changes(), None)
     if changed is not None:
         calls.refused = f"it changes its input {changed.name} in place"
+    calls.check_state()

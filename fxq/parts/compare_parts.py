@@ -99,6 +99,8 @@ def _add(running: dict[str, RunningComparison], path: str, module: nn.Module, pa
     assert isinstance(programs, Programs)
     example = copied(batch)
     name = programs.fitting(example.args, example.kwargs)
+    if name is None:
+        return
     if name not in running:
         graph = dict(programs.named_graphs())[name]
         running[name] = RunningComparison(float_reference(PartShell(path, module), graph, copied(batch)), graph)

@@ -192,6 +192,6 @@ class ObservedCalls(nn.Module):
         try:
             added: ObservedModel = plan.add_program(copied(batch), run.prepare)
         except FxqError as error:
-            run.unfit[plan.path] = words_of(error)
+            plan.why_float = words_of(error)
             return None
         return added

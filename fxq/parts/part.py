@@ -108,12 +108,14 @@ class Programs(nn.Module):
 
     Args:
         graphs: the graphs, each traced from one kind of call.
+        float_module: module for calls that none of the graphs takes; None: they are errors.
     """
 
-    def __init__(self, graphs: Mapping[str, nn.Module]) -> None:
+    def __init__(self, graphs: Mapping[str, nn.Module], float_module: nn.Module | None = None) -> None:
         super().__init__()
         self.names = tuple(graphs)
         self.graphs = nn.ModuleList(graphs.values())
+        self.float_module = float_module
         self._fitting: dict[Any, int] = {}
 
     def named_graphs(self) -> Iterator[tuple[str, QuantizedModel]]:
@@ -126,28 +128,34 @@ class Programs(nn.Module):
         Raises:
             InputError: no graph was traced from a call like this one.
         """
-        if len(self.graphs) == 1:
+        if len(self.graphs) == 1 and self.float_module is None:
             return self.graphs[0](*args, **kwargs)
         kind = kind_of(args, kwargs)
         if kind in self._fitting:
-            return self.graphs[self._fitting[kind]](*args, **kwargs)
+            return self._module(self._fitting[kind])(*args, **kwargs)
         at, result = self._tried(args, kwargs)
         if len(self._fitting) < MAX_KINDS:
             self._fitting[kind] = at
         return result
 
-    def fitting(self, args: Any, kwargs: Mapping[str, Any]) -> str:
-        """Return the name of the graph that takes a call."""
-        return self.names[0 if len(self.graphs) == 1 else self._tried(args, kwargs)[0]]
+    def fitting(self, args: Any, kwargs: Mapping[str, Any]) -> str | None:
+        """Return the name of the graph that takes a call; None if the float module does."""
+        alone = len(self.graphs) == 1 and self.float_module is None
+        return [*self.names, None][0 if alone else self._tried(args, kwargs)[0]]
+
+    def _module(self, at: int) -> Any:
+        return self.graphs[at] if at < len(self.graphs) else self.float_module
 
     def _tried(self, args: Any, kwargs: Mapping[str, Any]) -> tuple[int, Any]:
-        """Number of the first graph that takes a call, and its result."""
+        """Number of the first graph that takes a call, that of the float module after them; and its result."""
         errors: list[Exception] = []
         for i, graph in enumerate(self.graphs):
             try:
                 return i, graph(*args, **kwargs)
             except (InputError, TypeError) as error:
                 errors.append(error)
+        if self.float_module is not None:
+            return len(self.graphs), self.float_module(*args, **kwargs)
         names, why = ", ".join(self.names), words_of(errors[0])
         raise InputError(f"none of the graphs {names} takes this call: {why}") from errors[0]
 

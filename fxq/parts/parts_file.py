@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,10 @@ from torch import Tensor, nn
 from fxq.common.checksums import checksum
 from fxq.common.source import without_imports
 from fxq.errors import FileError, FxqError, InputError, warn, words_of
-from fxq.ledger.float_record import checksums
 from fxq.ledger.ledger import Ledger
 from fxq.model import QuantizedModel, remade
 from fxq.parts.absent import AbsentTensor
+from fxq.parts.copying import copy_of
 from fxq.parts.part import Programs, parts_in, tensors_of
 from fxq.recipe.recipe import Recipe
 from fxq.saved.container import read_container, read_json, write_container
@@ -34,12 +35,14 @@ class StoredPart:
         type: class name of that submodule.
         graphs: names of its graphs.
         read: names of the float weights inside that Python code reads; they are taken from the float model.
+        has_float_calls: whether the float model's submodule runs for calls that none of the graphs takes.
     """
 
     path: str
     type: str
     graphs: tuple[str, ...]
     read: tuple[str, ...] = ()
+    has_float_calls: bool = False
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,8 @@ class StoredParts:
     Attributes:
         type: class name of the float model.
         parts: the parts.
-        weights: checksums of the float weights that are outside of the parts or read by Python code, by name.
+        weights: checksums by name of the parameters and buffers outside of the parts, and of those inside that Python
+            code reads.
         backend, ledger: as in `PartsModel`.
     """
 
@@ -66,21 +70,28 @@ def save_parts(path: str | os.PathLike[str], model: Any) -> Path:
     tensors: dict[str, Tensor] = {}
     texts: dict[str, str] = {}
     stored: list[StoredPart] = []
-    weights, lost = checksums(model), list[str]()
+    around, lost = _named_tensors(model), list[str]()
     for at, part in parts_in(model):
         programs = part.fxq_programs
         assert isinstance(programs, Programs)
-        weights = {name: number for name, number in weights.items() if not name.startswith(f"{at}.fxq_programs.")}
+        around = {name: tensor for name, tensor in around.items() if not name.startswith(f"{at}.fxq_programs.")}
         shown = {f"{at}.{name}": tensor for name, tensor in tensors_of(part.fxq_skeleton)}
         read = {name: tensor for name, tensor in shown.items() if not isinstance(tensor, AbsentTensor)}
-        weights |= {name: checksum(t) for name, t in read.items() if isinstance(t, nn.Parameter)}
-        stored.append(StoredPart(at, part.float_class.__name__, programs.names, tuple(read)))
+        around |= read
+        whole = programs.float_module
+        around |= (
+            {f"{at}.{name}": tensor for name, tensor in _named_tensors(whole).items()} if whole is not None else {}
+        )
+        stored.append(
+            StoredPart(at, part.float_class.__name__, programs.names, tuple(read), has_float_calls=whole is not None)
+        )
         for name, graph in programs.named_graphs():
             content = content_of(graph, graph._copied_attributes, graph._set_by_user)
             tensors |= {f"{name}/{key}": tensor for key, tensor in content.tensors.items()}
             texts |= {f"{name}/{key}": text for key, text in content.texts.items()}
             lost += content.lost
     attributes = vars(model)
+    weights = {name: checksum(tensor) for name, tensor in around.items()}
     about = StoredParts(
         type(model).float_class.__name__, tuple(stored), weights, attributes["_fxq_backend"], attributes["_fxq_ledger"]
     )
@@ -149,7 +160,7 @@ def _programs(
         leaves = {path: model.get_submodule(path) for path in stored_leaves(own_texts)}
         gm, attributes, made_on = graph_from(own_tensors, own_texts, leaves)
         graphs[name] = remade(gm, gm.graph, {**attributes, "_mapped": mapped}, made_on)
-    return Programs(graphs)
+    return Programs(graphs, copy_of(model.get_submodule(part.path), {}) if part.has_float_calls else None)
 
 
 def stored_leaves(texts: Mapping[str, str]) -> list[str]:
@@ -169,10 +180,15 @@ def _check_float_model(model: nn.Module, about: StoredParts) -> None:
                 f"it has a part for the {part.type} at {part.path!r}, where the {type(model).__name__} that is given "
                 f"has {kind}. Give a {about.type} like the one that was quantized."
             )
-    now = checksums(model)
-    changed = [name for name, number in about.weights.items() if now.get(name) != number]
+    now = _named_tensors(model)
+    changed = [name for name, number in about.weights.items() if name not in now or checksum(now[name]) != number]
     if changed:
         raise InputError(
-            f"the float model has other weights outside of the parts than the one that was quantized, for instance "
-            f"{changed[0]!r} ({len(changed)} of {len(about.weights)}). Load those weights first."
+            f"the float model has other weights or buffers that Python code uses than the one that was quantized, for "
+            f"instance {changed[0]!r} ({len(changed)} of {len(about.weights)}). Load those first."
         )
+
+
+def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers of a model, tied ones under each of their names."""
+    return dict(chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,9 +20,11 @@ from fxq.ledger.output_check import rank
 from fxq.model import QuantizedModel
 from fxq.parts.absent import AbsentTensor
 from fxq.parts.choose import Choice, PartPlan, Prepare, call, check_overrides, choose_parts, hooked_run, recipe_of_part
+from fxq.parts.copying import copy_of
 from fxq.parts.counting import MacCounter
 from fxq.parts.part import Programs, graphs_in, tensors_of
 from fxq.parts.parts_model import attach, ledger_of_parts, with_parts
+from fxq.programs.quantized_programs import share_tensors
 from fxq.recipe.recipe import Recipe
 from fxq.recipe.selector import ancestors
 from fxq.workflow.fastest import converted_for_recipe
@@ -45,7 +47,7 @@ class PartsRun:
         choice: the parts, and what stays in Python.
         python_macs: multiply-accumulates outside of the parts, by the path of the innermost module.
         weights: tensors that parts show for the float weights: placeholders, or copies that Python code reads.
-        unfit: for parts that got calls which none of their graphs takes, the reason.
+        uncalled: for parts that the copy of the model does not call, the reason.
         checked: first batches of the data, on which the output is checked.
         is_fixed: whether no further graphs can be added, since the file of a calibration holds the state of each.
     """
@@ -58,7 +60,7 @@ class PartsRun:
     choice: Choice = field(init=False)
     python_macs: Counter[str] = field(default_factory=Counter)
     weights: dict[str, Tensor] = field(default_factory=dict)
-    unfit: dict[str, str] = field(default_factory=dict)
+    uncalled: dict[str, str] = field(default_factory=dict)
     checked: list[Batch] = field(default_factory=list)
     is_fixed: bool = False
 
@@ -110,7 +112,7 @@ class PartsRun:
         for path, plan in ((plan.path, plan) for plan in self.choice.parts):
             plan.macs = counter.counts.pop(f"in {path}", 0)
             if not plan.calls:
-                self.unfit[path] = (
+                self.uncalled[path] = (
                     "code that is not copied with the model calls it, such as a function that was defined in __init__"
                 )
         self.python_macs = +counter.counts
@@ -151,13 +153,14 @@ class PartsRun:
                 graphs[plan.path] = {}
                 for name, observed in (seen or plan.programs).items():
                     graphs[plan.path][name] = converted_for_recipe(observed, own)
+                share_tensors(list(graphs[plan.path].values()))
         if recipe is not None:
             ops = [(entry.path, entry.op) for own in graphs.values() for g in own.values() for entry in g.ledger]
             types = {path: type(module) for path, module in self.model.named_modules()}
             selectors = [selector for selector, _ in recipe.overrides]
             selecting = {i for i, s in enumerate(selectors) if any(s.matches(path, (op,), types) for path, op in ops)}
             check_overrides(self.model, recipe, selecting)
-        programs = {path: Programs(own) for path, own in graphs.items()}
+        programs = self.programs_of(graphs)
         model = with_parts(self.model, programs, self.weights).eval()
         by_name = {name: graph for own in graphs.values() for name, graph in own.items()}
         checked = self.checked or [self.example]
@@ -167,6 +170,17 @@ class PartsRun:
         attach(model, ledger, chosen, backend)
         self._warn(model, [str(w.message) for w in heard if issubclass(w.category, Warning)])
         return model
+
+    def programs_of(self, graphs: Mapping[str, Mapping[str, nn.Module]]) -> dict[str, Programs]:
+        """Return what each part calls, by its path.
+
+        Args:
+            graphs: graphs of each part by name, by its path.
+        """
+        return {
+            plan.path: Programs(graphs[plan.path], copy_of(plan.module, {}) if plan.why_float else None)
+            for plan in self.choice.parts
+        }
 
     def _times(self, graphs: dict[str, dict[str, QuantizedModel]]) -> dict[str, float]:
         """Arithmetic of each graph on the example, as multiples of the call that it was traced from."""
@@ -178,9 +192,13 @@ class PartsRun:
             times |= dict.fromkeys(own, share)
         return times
 
+    def _calls_in_float(self) -> dict[str, str]:
+        """Parts of which some calls run in float, with the reasons."""
+        return self.uncalled | {plan.path: plan.why_float for plan in self.choice.parts if plan.why_float}
+
     def _in_python(self) -> dict[str, tuple[str, int]]:
         """Modules whose code stays in Python, with the reason and their multiply-accumulates."""
-        reasons = {"": self.why, **self.choice.reasons, **self.unfit}
+        reasons = {"": self.why, **self.choice.reasons, **self._calls_in_float()}
         macs: Counter[str] = Counter()
         for path, count in self.python_macs.items():
             macs[next((above for above in ancestors(path) if above in reasons), "")] += count
@@ -194,14 +212,16 @@ class PartsRun:
             bad = [f"{name} ({dB:.1f} dB)" for name, dB in sqnrs.items() if dB is not None and rank(dB) < min_sqnr]
             low = f" Below the {min_sqnr:g} dB of min_sqnr: {_listed(bad)}." if bad else ""
         weights = f" and {ledger.weight_coverage:.1%} with integer weights" if ledger.weight_coverage else ""
-        unfit = "".join(f' Part "{path}" also gets calls that run in float: {why}' for path, why in self.unfit.items())
+        in_float = "".join(
+            f' Part "{path}" also gets calls that run in float: {why}' for path, why in self._calls_in_float().items()
+        )
         texts = list(dict.fromkeys(heard))
         further = f" Warnings of parts: {len(texts)}, the first: {texts[0]}" if texts else ""
         warn(
             f"{type(self.model).__name__} is quantized in {len(graphs)} part{'' if len(graphs) == 1 else 's'}: "
             f"{_listed(list(graphs))}. The code around stays in Python: {self.why} {ledger.coverage:.1%} of the "
             f"multiply-accumulates are on integers{weights}; print(q.ledger) shows the rest. recipe.parts(...) chooses "
-            f"other parts.{unfit}{low}{further}"
+            f"other parts.{in_float}{low}{further}"
         )
 
 

@@ -16,7 +16,6 @@ from fxq.errors import InputError
 from fxq.ledger.ledger import Ledger
 from fxq.parts.choose import call, recipe_of_part
 from fxq.parts.observed_parts import ObservedParts
-from fxq.parts.part import Programs
 from fxq.parts.parts_model import with_parts
 from fxq.parts.quantize_parts import PartsRun
 from fxq.pipeline.manager import PassManager
@@ -80,11 +79,11 @@ class PartsTrials(Trials):
 
     def candidate_model(self, recipe: Recipe) -> nn.Module:
         """Return a model of the float model's class, whose parts compute in exact integer arithmetic."""
-        programs = {
-            path: Programs({name: manager.gm.eval() for name, manager in own.items()})
+        graphs = {
+            path: {name: manager.gm.eval() for name, manager in own.items()}
             for path, own in self._managers(recipe).items()
         }
-        model: nn.Module = with_parts(self.model, programs, self.run.weights)
+        model: nn.Module = with_parts(self.model, self.run.programs_of(graphs), self.run.weights)
         return model.eval()
 
     def sqnr(self, gm: nn.Module) -> float:

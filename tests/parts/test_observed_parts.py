@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 import fxq
-from fxq.errors import CalibrationError, FxqWarning, InputError, RecipeError
+from fxq.errors import CalibrationError, FxqWarning, InputError, RecipeError, TraceError
 from fxq.results import ObservedParts
 from tests.support.partly_traceable import model_and_data
 
@@ -152,3 +152,7 @@ def test_attributes_that_cannot_be_copied_are_shared():
     model.draws = (i for i in range(3))
     with pytest.raises(InputError, match="attribute 'draws' of the model is a generator"):
         quietly(fxq.quantize, model, EXACT.parts("layer"), data=[x])
+    with pytest.raises(
+        TraceError, match=r"a value that depends .* in parts either: attribute 'draws' of the model is a generator"
+    ):
+        quietly(fxq.quantize, model, EXACT, data=[x])

@@ -278,111 +278,27 @@ def test_adapters_stay_float_beside_the_integer_layer():
     assert 20 * torch.log10(want.norm() / (want - got).norm()) > 30
 
 
+class Shared(nn.Module):
+    """Reads a weight of a part, and a buffer outside of the parts."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+        self.register_buffer("shift", torch.randn(16))
+
+    def forward(self, x):
+        for _ in range(int(x.shape[0] > 0 and x.sum() > -1e9)):
+            x = self.layer(x) + x @ self.layer.weight.T + self.shift
+        return x
+
+
 def test_weights_that_python_code_reads_stay():
-    class Shared(nn.Module):
-        """Reads a weight of a part."""
-
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(16, 16)
-
-        def forward(self, x):
-            for _ in range(int(x.shape[0] > 0 and x.sum() > -1e9)):
-                x = self.layer(x) + x @ self.layer.weight.T
-            return x
-
     model = Shared().eval()
     with pytest.warns(FxqWarning, match=r"50\.0% of the multiply-accumulates"):
         q = fxq.quantize(model, EXACT, data=DATA)
     assert q.layer.weight.equal(model.layer.weight) and q.output_sqnr > 30
     with pytest.raises(InputError, match=r"layer\.bias is read"):
         q.layer.bias.sum()
-
-
-# ---- kinds of calls
-
-
-class Ways(nn.Module):
-    """Calls one module with and without an option, with other shapes, and by keyword."""
-
-    class Inner(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(16, 16)
-
-        def forward(self, x, scale=None, flip=False):
-            x = self.layer(x)
-            if scale is not None:
-                x = x * scale
-            return -x if flip else x
-
-    def __init__(self):
-        super().__init__()
-        self.inner = self.Inner()
-
-    def forward(self, x):
-        if x.sum() > 1e9:
-            return x
-        y = self.inner(x) + self.inner(x[:1], scale=x[:1]) + self.inner(x[:, None], flip=True)[:, 0]
-        return y + self.inner(x[:2].mean(0, keepdim=True), x[:1])
-
-
-def test_a_part_has_a_graph_for_each_kind_of_call(tmp_path):
-    model = Ways().eval()
-    with pytest.warns(FxqWarning, match="3 parts"):
-        q = fxq.quantize(model, EXACT, data=DATA)
-    assert list(q.parts) == ["inner", "inner (2)", "inner (3)"] and q.output_sqnr > 30
-    x = torch.randn(7, 16)
-    want, got = model(x), q(x)
-    assert 20 * torch.log10(want.norm() / (want - got).norm()) > 25
-    assert torch.equal(fxq.load(q.save(tmp_path / "q.fxq"), into=model)(x), got)
-    with pytest.raises(InputError, match=r"none of the graphs inner, inner \(2\), inner \(3\) takes this call"):
-        q.inner(x, x, True)
-    assert fxq.compare(model, q, DATA).output_sqnr > 30
-
-
-def test_a_kind_of_call_that_only_the_data_has_is_traced_then():
-    class Sometimes(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = Ways.Inner()
-
-        def forward(self, x):
-            return self.inner(x, flip=True) if x.mean() > 1 else self.inner(x)
-
-    model = Sometimes().eval()
-    with pytest.warns(FxqWarning, match="2 parts"):
-        q = fxq.quantize(model, EXACT, data=[DATA[0], DATA[1] + 5])
-    want, got = model(DATA[2] + 5), q(DATA[2] + 5)
-    assert 20 * torch.log10(want.norm() / (want - got).norm()) > 30
-
-
-def test_a_module_that_changes_its_input_is_divided():
-    class Inner(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(16, 16)
-
-        def forward(self, x, log):
-            log.append(1)
-            return self.layer(x)
-
-    class Logged(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = Inner()
-
-        def forward(self, x):
-            log = []
-            y = self.inner(x, log)
-            return y * len(log) if y.sum() > -1e9 else y
-
-    model = Logged().eval()
-    with pytest.warns(FxqWarning, match="parts?: inner.layer"):
-        q = fxq.quantize(model, EXACT, data=DATA)
-    (row,) = q.ledger.where(op="python", path="inner")
-    assert "it changes its input log in place" in row.reason or "it changes its input args" in row.reason
-    assert q.output_sqnr > 30
 
 
 # ---- what else takes a model
@@ -416,7 +332,7 @@ def test_a_file_does_not_go_into_another_model(tmp_path):
     path = q.save(tmp_path / "q.fxq")
     with pytest.raises(FileError, match="it has a part for the Sequential at 'body'"):
         fxq.load(path, into=Detector().eval())
-    with pytest.raises(FileError, match=r"other weights outside of the parts .*'decoder\.embed\.weight'"):
+    with pytest.raises(FileError, match=r"other weights or buffers .*'decoder\.embed\.weight'"):
         fxq.load(path, into=TiedDecoder().eval())
     bare = TiedDecoder().eval()
     bare.decoder.load_state_dict(model.decoder.state_dict())  # the weights of the parts are in the file
@@ -424,6 +340,43 @@ def test_a_file_does_not_go_into_another_model(tmp_path):
     whole = fxq.quantize(nn.Linear(4, 4).eval(), EXACT, data=[torch.rand(2, 4)]).save(tmp_path / "whole.fxq")
     with pytest.raises(FileError, match="leave out into"):
         fxq.load(whole, into=bare)
+
+
+@pytest.mark.parametrize("name", ["layer.weight", "shift"])
+def test_a_file_does_not_go_into_a_model_with_other_values_that_python_reads(name, tmp_path):
+    model = Shared().eval()
+    with pytest.warns(FxqWarning, match="parts"):
+        q = fxq.quantize(model, EXACT, data=DATA)
+    path, receiver = q.save(tmp_path / "q.fxq"), copy.deepcopy(model)
+    with torch.no_grad():
+        receiver.layer.bias.zero_()  # in the file, as part of the quantized layer
+        assert torch.equal(fxq.load(path, into=receiver)(DATA[0]), q(DATA[0]))
+        receiver.state_dict()[name].add_(1)
+    with pytest.raises(FileError, match=f"other weights or buffers .* for instance '{name}'"):
+        fxq.load(path, into=receiver)
+
+
+def test_a_file_goes_into_a_model_with_tied_weights(tmp_path):
+    class Tied(nn.Module):
+        """Projects with the weight of a layer that is a part."""
+
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(16, 16)
+            self.tied = nn.ParameterList([self.layer.weight])
+
+        def forward(self, x):
+            return self.layer(x) @ self.tied[0] if float(x.sum()) > -1e9 else x
+
+    model = Tied().eval()
+    with pytest.warns(FxqWarning, match="parts"):
+        q = fxq.quantize(model, EXACT, data=DATA)
+    path = q.save(tmp_path / "q.fxq")
+    assert torch.equal(fxq.load(path, into=model)(DATA[0]), q(DATA[0]))
+    with torch.no_grad():
+        model.tied[0].zero_()
+    with pytest.raises(FileError, match=r"for instance 'tied\.0'"):
+        fxq.load(path, into=model)
 
 
 def test_a_quantized_model_is_not_quantized_again():

@@ -192,14 +192,12 @@ def test_copies_and_files_compute_the_same(way, tmp_path):
 
 
 def test_a_file_holds_shared_weights_once(tmp_path):
-    wide = nn.Sequential(nn.Linear(8, 4096), nn.Linear(4096, 8))
+    wide = nn.Sequential(nn.Linear(8, 32768), nn.Linear(32768, 8))
     model = branching()
     model.a = wide.eval()
     single = fxq.quantize(model, INT8, example_inputs={"x": X}).save(tmp_path / "one.fxq")
     three = fxq.quantize(model, INT8, example_inputs=CALLS).save(tmp_path / "three.fxq")
-    assert three.stat().st_size < 3 * single.stat().st_size
-    weights = sum(p.numel() for p in model.parameters())
-    assert three.stat().st_size - single.stat().st_size < weights + 2**20
+    assert three.stat().st_size < 1.2 * single.stat().st_size  # further graphs and histories, no further tensors
 
 
 def test_reports_and_exports_are_named_after_programs(tmp_path):
