@@ -16,7 +16,7 @@ from fxq.common.data import Batch, as_batch, batches, length_of, samples_in
 from fxq.common.isolation import untouched
 from fxq.common.progress import progress_bar
 from fxq.errors import FxqError, InputError, RecipeError, TraceError
-from fxq.integrations import load_folder, quantize_known
+from fxq.integrations import load_folder, quantizer_for
 from fxq.integrations.adapters import with_float_adapters
 from fxq.ledger.comparison import Comparison, compare_with, quantized_reference
 from fxq.model import QuantizedModel
@@ -34,7 +34,7 @@ from fxq.workflow.compare_programs import compare_programs
 from fxq.workflow.entry import compared_model, float_model
 from fxq.workflow.fastest import converted_for_recipe, prepared_for_recipe
 from fxq.workflow.observed_model import ObservedModel
-from fxq.workflow.programs import examples_of, needs_programs, quantize_programs
+from fxq.workflow.programs import check_alone, examples_of, needs_programs, quantize_programs
 from fxq.workflow.steps import float_reference
 from fxq.workflow.train import converted_from_training
 from fxq.workflow.training_model import TrainingModel
@@ -58,11 +58,15 @@ def quantize_model(
     model = float_model(model)
     examples_by_name = {} if example_inputs is None else examples_of(example_inputs, model)
     recipe = with_float_adapters(model, recipe)
-    quantized: QuantizedModel | None = quantize_known(model, recipe, data, examples_by_name, progress=progress)
-    if quantized is not None:
-        return quantized
+    quantize_own = quantizer_for(model, recipe, data, examples_by_name, progress=progress)
     traces_later = recipe.new_kinds == "trace"
-    if examples_by_name and (traces_later or needs_programs(list(examples_by_name.values()))):
+    has_programs = bool(examples_by_name) and needs_programs(list(examples_by_name.values()))
+    if quantize_own is not None or traces_later or has_programs:
+        check_alone(checkpoint, group, data)
+    if quantize_own is not None:
+        known: QuantizedModel = quantize_own()
+        return known
+    if examples_by_name and (traces_later or has_programs):
         programs: Any = quantize_programs(model, recipe, examples_by_name, data, progress=progress)
         return programs  # typed as the usual case
     ranks = Ranks.of(group if data is not None else None)

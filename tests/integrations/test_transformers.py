@@ -1,6 +1,7 @@
 """Decoders of transformers: `generate` of the quantized model, beside the float model's."""
 
 import copy
+import itertools
 import pickle
 from types import SimpleNamespace
 
@@ -219,6 +220,13 @@ def test_activations_are_calibrated_on_calls_of_the_model():
     assert qmodel.programs.programs["decoder"].ledger.count("int8")
     with torch.no_grad():
         assert sqnr(model(data[1]["input_ids"]).logits, qmodel(data[1]["input_ids"]).logits) > 12
+
+
+def test_data_is_read_as_far_as_it_is_needed(tmp_path):
+    model, data = generator("Llama"), itertools.cycle([{"input_ids": IDS}])
+    fxq.quantize(model, INT8, data=data)
+    with pytest.raises(fxq.InputError, match="no checkpoint"):
+        fxq.quantize(model, INT8, data=data, checkpoint=tmp_path / "c")
 
 
 @pytest.mark.parametrize("tied", [False, True])
