@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -58,17 +59,14 @@ def quantize_model(
     model = float_model(model)
     examples_by_name = {} if example_inputs is None else examples_of(example_inputs, model)
     recipe = with_float_adapters(model, recipe)
-    quantize_own = quantizer_for(model, recipe, data, examples_by_name, progress=progress)
     traces_later = recipe.new_kinds == "trace"
-    has_programs = bool(examples_by_name) and needs_programs(list(examples_by_name.values()))
-    if quantize_own is not None or traces_later or has_programs:
-        check_alone(checkpoint, group, data)
+    quantize_own: Any = quantizer_for(model, recipe, data, examples_by_name, progress=progress)
+    if quantize_own is None and examples_by_name and (traces_later or needs_programs(list(examples_by_name.values()))):
+        quantize_own = partial(quantize_programs, model, recipe, examples_by_name, data, progress=progress)
     if quantize_own is not None:
-        known: QuantizedModel = quantize_own()
-        return known
-    if examples_by_name and (traces_later or has_programs):
-        programs: Any = quantize_programs(model, recipe, examples_by_name, data, progress=progress)
-        return programs  # typed as the usual case
+        check_alone(checkpoint, group, data)
+        programs: QuantizedModel = quantize_own()  # typed as the usual case
+        return programs
     ranks = Ranks.of(group if data is not None else None)
     stream = batches(data, model, may_be_empty=ranks.size > 1) if data is not None else iter(())
     first = ranks.together(lambda: list(_opening(stream)))
@@ -77,10 +75,11 @@ def quantize_model(
     if not examples:
         raise _no_data(recipe)
     if traces_later:
-        programs = quantize_programs(
+        check_alone(checkpoint, group, data)
+        traced: Any = quantize_programs(
             model, recipe, {"program_0": examples[-1]}, chain(first, stream), progress=progress
         )
-        return programs
+        return traced
     run = prepare_model(model, recipe, examples[-1]) if ranks.size == 1 else None
     if isinstance(run, ObservedParts):
         if data is None and run.calibrated:
