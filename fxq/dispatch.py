@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from fxq.common.data import Batch, batches, length_of, samples_in
 from fxq.common.isolation import untouched
 from fxq.common.progress import progress_bar
 from fxq.errors import FxqError, InputError, RecipeError, TraceError, warn, words_of
-from fxq.integrations import load_folder, quantize_known
+from fxq.integrations import load_folder, quantizer_for
 from fxq.integrations.adapters import with_float_adapters
 from fxq.ledger.comparison import Comparison, compare_with, quantized_reference
 from fxq.model import QuantizedModel
@@ -35,7 +36,7 @@ from fxq.workflow.compare_programs import compare_programs
 from fxq.workflow.entry import compared_model, float_model
 from fxq.workflow.fastest import converted_for_recipe, prepared_for_recipe
 from fxq.workflow.observed_model import ObservedModel
-from fxq.workflow.programs import example_of_one_graph, examples_of, needs_programs, quantize_programs
+from fxq.workflow.programs import check_alone, example_of_one_graph, examples_of, needs_programs, quantize_programs
 from fxq.workflow.steps import float_reference
 from fxq.workflow.train import converted_from_training, prepared_for_training
 from fxq.workflow.training_model import TrainingModel
@@ -59,10 +60,13 @@ def quantize_model(
     model = float_model(model)
     examples_by_name = {} if example_inputs is None else examples_of(example_inputs, model)
     recipe = with_float_adapters(model, recipe)
-    quantized: QuantizedModel | None = quantize_known(model, recipe, data, examples_by_name, progress=progress)
-    if quantized is not None:
-        return quantized
-    programs = _as_programs(model, recipe, examples_by_name, data, progress)
+    check = partial(check_alone, checkpoint, group, data)
+    quantize_own: Any = quantizer_for(model, recipe, data, examples_by_name, progress=progress)
+    if quantize_own is not None:
+        check()
+        own_class: QuantizedModel = quantize_own()  # typed as the usual case
+        return own_class
+    programs = _as_programs(model, recipe, examples_by_name, data, progress, check)
     if programs is not None:
         return programs
     ranks = Ranks.of(group if data is not None else None)
@@ -72,7 +76,7 @@ def quantize_model(
     if not examples:
         raise _no_data(recipe)
     first_example = {} if examples_by_name else {"program_0": examples[-1]}
-    programs = _as_programs(model, recipe, first_example, chain(first, stream), progress)
+    programs = _as_programs(model, recipe, first_example, chain(first, stream), progress, check)
     if programs is not None:
         return programs
     run = _prepared(model, recipe, examples[-1], False) if ranks.size == 1 else None
@@ -92,15 +96,22 @@ def quantize_model(
 
 
 def _as_programs(
-    model: nn.Module, recipe: Recipe, examples: Mapping[str, Batch], data: Iterable[Any] | None, progress: bool | None
+    model: nn.Module,
+    recipe: Recipe,
+    examples: Mapping[str, Batch],
+    data: Iterable[Any] | None,
+    progress: bool | None,
+    check: Callable[[], None],
 ) -> Any:
     """Model quantized as programs. None: one graph is enough, or it cannot be traced as a whole but has parts.
 
+    `check` is called first, and raises an error for options that programs do not have.
     The float code around parts changes the arguments of a call itself.
     """
     traces_later = recipe.new_kinds == "trace"
     if not examples or not (traces_later or needs_programs(model, recipe, list(examples.values()))):
         return None
+    check()
     try:
         return quantize_programs(model, recipe, examples, data, progress=progress)
     except TraceError as error:

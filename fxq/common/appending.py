@@ -26,6 +26,7 @@ class _Reserved:
         dim: the growing axis.
         capacity: number of entries along that axis that the memory has room for.
         used: number of entries that were written. A result that ends there is continued in place.
+        version: PyTorch's count of writes into the memory after the last entry was written.
         lock: is held while entries are claimed.
     """
 
@@ -35,11 +36,13 @@ class _Reserved:
     dim: int
     capacity: int
     used: int
+    version: int
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def is_latest(self, past: Tensor) -> bool:
         """Whether a tensor is a result in this memory, or the end of one, after which nothing was written."""
         fits = past.dtype is self.dtype and past.stride() == self.strides and _without(past, self.dim) == self.sizes
+        fits = fits and _version(past) == self.version
         first, rest = divmod(int(past.storage_offset()), self.strides[self.dim])
         return fits and not rest and first + past.shape[self.dim] == self.used
 
@@ -69,7 +72,7 @@ def appended(past: Tensor, new: Tensor, dim: int) -> Tensor:
     if torch.compiler.is_compiling() or _get_tracing_state() is not None or peek_interpreter_stack() is not None:
         return torch.cat([past, new], dim)
     axis = dim % max(past.dim(), 1)
-    if not _may_share(past, new) or _without(past, axis) != _without(new, axis) or past.numel() == 0:
+    if not _may_share(past, new) or _without(past, axis) != _without(new, axis) or 0 in (past.numel(), new.numel()):
         return _marked(torch.cat([past, new], dim), axis)
     reserved: _Reserved | None = getattr(past.untyped_storage(), _ATTRIBUTE, None)
     length, count = past.shape[axis], new.shape[axis]
@@ -82,21 +85,35 @@ def appended(past: Tensor, new: Tensor, dim: int) -> Tensor:
     else:
         room = max((length + count) // 2, MIN_RESERVED)
         memory = past.new_empty((*past.shape[:axis], length + count + room, *past.shape[axis + 1 :]))
-        result = _marked(memory, axis, length + count).narrow(axis, 0, length + count)
+        result = memory.narrow(axis, 0, length + count)
         result.narrow(axis, 0, length).copy_(past)
     result.narrow(axis, length, count).copy_(new)
+    if not has_room:
+        return _marked(result, axis, memory)
+    assert reserved is not None
+    reserved.version = _version(result)
     return result
 
 
 def _may_share(past: Tensor, new: Tensor) -> bool:
-    """Whether results may share memory: plain tensors of one kind, which need no gradients."""
+    """Whether the result may be in the memory of `past`: for plain tensors of one kind.
+
+    With gradients enabled, backward would take the write for a change of a tensor that it has saved. Processes that
+    share memory would write their entries to one place.
+    """
     return (
-        _is_plain(past)
+        not torch.is_grad_enabled()
+        and _is_plain(past)
         and _is_plain(new)
         and (past.dtype, past.device, past.dim()) == (new.dtype, new.device, new.dim())
         and past.is_inference() == torch.is_inference_mode_enabled()
-        and not (torch.is_grad_enabled() and (past.requires_grad or new.requires_grad))
+        and not (past.device.type == "cpu" and past.is_shared())
     )
+
+
+def _version(tensor: Tensor) -> int:
+    """Number of writes into a tensor and its views. Inference tensors do not count them."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -108,17 +125,17 @@ def _without(tensor: Tensor, axis: int) -> tuple[int, ...]:
     return (*tensor.shape[:axis], *tensor.shape[axis + 1 :])
 
 
-def _marked(tensor: Tensor, axis: int, used: int | None = None) -> Tensor:
-    """Return a tensor that has memory of its own, after marking that memory as the result of `appended`.
+def _marked(result: Tensor, axis: int, memory: Tensor | None = None) -> Tensor:
+    """Return a result of `appended` that is the first in its memory, after marking that memory.
 
     Args:
-        tensor: the tensor.
+        result: the result.
         axis: the growing axis.
-        used: number of entries along this axis that will be written; None: all.
+        memory: tensor that the result is the first part of, along this axis; None: the result itself.
     """
-    if _is_plain(tensor) and tensor.numel():
-        capacity = tensor.shape[axis]
-        sizes, used = _without(tensor, axis), capacity if used is None else used
-        reserved = _Reserved(sizes, tensor.stride(), tensor.dtype, axis, capacity, used)
-        setattr(tensor.untyped_storage(), _ATTRIBUTE, reserved)
-    return tensor
+    if _is_plain(result) and result.numel():
+        sizes, used = _without(result, axis), result.shape[axis]
+        capacity = used if memory is None else memory.shape[axis]
+        reserved = _Reserved(sizes, result.stride(), result.dtype, axis, capacity, used, _version(result))
+        setattr(result.untyped_storage(), _ATTRIBUTE, reserved)
+    return result

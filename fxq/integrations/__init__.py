@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +24,15 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def quantize_known(
+def quantizer_for(
     model: nn.Module,
     recipe: Recipe,
     data: Iterable[Any] | None,
     examples: Mapping[str, Batch],
     *,
     progress: bool | None = None,
-) -> Any:
-    """Quantize a model of another library whose calls are known, to a model of a subclass of its class.
+) -> Callable[[], Any] | None:
+    """Function that quantizes a model of another library, whose calls are known, to a model of a subclass of its class.
 
     Args:
         model: the float model.
@@ -41,7 +42,7 @@ def quantize_known(
         progress: whether to show a progress bar.
 
     Returns:
-        The quantized model; None for other models, and for models that are quantized with one example.
+        The function; None for other models, and for models that are quantized with one example.
     """
     if "transformers" not in sys.modules:
         return None
@@ -49,11 +50,11 @@ def quantize_known(
 
     own: Any = model
     if support.generates(model):
-        return support.quantize_generator(own, recipe, data, examples, progress=progress)
+        return partial(support.quantize_generator, own, recipe, data, examples, progress=progress)
     has_programs = len(examples) > 1 or (examples and recipe.new_kinds == "trace")
     needs_none = not examples and data is None and not recipe.config.is_calibrated
     if support.encodes(model) and (has_programs or (needs_none and support.has_example(own))):
-        return support.quantize_encoder(own, recipe, data, examples, progress=progress)
+        return partial(support.quantize_encoder, own, recipe, data, examples, progress=progress)
     return None
 
 

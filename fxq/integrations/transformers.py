@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Literal
@@ -79,15 +80,16 @@ def quantize_generator(
     selecting: set[int] = set()
     recipe = _with_finer_grids(recipe, _head_path(model))
     shell = without_tensors(model)
-    calibration = None if data is None else [as_batch(batch, model) for batch in data]
+    # the encoder's run reads no further than it needs, and the decoder's reads the same batches again
+    for_encoder, for_decoder = itertools.tee(as_batch(batch, model) for batch in (() if data is None else data))
     if model.config.is_encoder_decoder:
         encoder: Any = model.get_encoder()
         quantized = make_quantized(shell.get_encoder(), QuantizedEncoder)
-        inputs = [_encoder_inputs(encoder, batch) for batch in calibration or ()]
         calls = {"encoder": Batch((), quantized.arguments((), _encoder_example(model)))}
-        batches = (quantized.arguments((), arguments) for arguments in inputs)
+        batches = (quantized.arguments((), _encoder_inputs(encoder, batch)) for batch in for_encoder)
         path = next(path for path, module in model.named_modules() if module is encoder)
         quantized.programs = programs_of(PartShell(path, encoder), calls, None if data is None else batches)
+    del for_encoder  # whose position would keep all batches
     step, first = _examples(model)
     rules = _rules_of(model, step)
     make_quantized(shell, QuantizedGenerator, rules=rules)
@@ -95,7 +97,7 @@ def quantize_generator(
     for name, example in examples.items():
         _install_recorders(model, example)
         calls[name] = Batch((), shell.arguments(example.args, example.kwargs)[0])
-    batches = (shell.arguments(batch.args, batch.kwargs)[0] for batch in calibration or ())
+    batches = (shell.arguments(batch.args, batch.kwargs)[0] for batch in for_decoder)
     shell.programs = programs_of(model, calls, None if data is None else batches)
     check_overrides(model, recipe, selecting)
     return shell.eval()

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel, StaticCache
+from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedModel, StaticCache
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_outputs import BaseModelOutput
 
@@ -86,12 +86,13 @@ class CallRules:
             config: configuration of the model.
 
         Raises:
-            InputError: the call has no tokens, or a cache of a fixed size.
+            InputError: the call has no tokens, or a cache of a fixed size, of another type or of more layers.
         """
         _drop_unset(call)
         caches = [cache for alias in CACHE_NAMES if (cache := call.pop(alias, None)) is not None]
         keeps = call.pop("use_cache", None)
         keeps = bool(getattr(config, "use_cache", True)) if keeps is None else bool(keeps)
+        keeps = keeps or bool(caches)  # as the float model returns a cache that it gets
         names = f"{self.prefix}input_ids", f"{self.prefix}inputs_embeds"
         tokens = next((call[name] for name in names if isinstance(call.get(name), Tensor)), None)
         if tokens is None:
@@ -101,7 +102,7 @@ class CallRules:
         call[self.cache] = self._initialized(cache, count)
         past = int(cache.get_seq_length())
         mask = call.pop(f"{self.prefix}attention_mask", None)
-        mask = torch.ones(count, past + length, dtype=torch.long) if mask is None else mask
+        mask = torch.ones(count, past + length, dtype=torch.long) if mask is None else _counted(mask)
         if self.takes_mask:
             call[f"{self.prefix}attention_mask"] = mask
         positions = call.pop(f"{self.prefix}position_ids", None)
@@ -120,6 +121,10 @@ class CallRules:
     def _initialized(self, cache: Any, count: int) -> Any:
         """Give the empty layers of a cache tensors of length 0, which the graph appends to."""
         own: Any = cache
+        if not isinstance(cache, Cache):
+            raise InputError(
+                f"the cache is a {type(cache).__name__}: pass one of transformers, such as a DynamicCache."
+            )
         if isinstance(getattr(cache, "self_attention_cache", cache), StaticCache):
             raise InputError(
                 "a quantized model takes caches that grow, such as a DynamicCache, and no StaticCache: leave out "
@@ -133,6 +138,8 @@ class CallRules:
             cache.is_updated = {i: bool(layer.is_initialized) for i, layer in enumerate(cross.layers)}
         while len(own.layers) < len(self.layers):
             own.layers.append(DynamicLayer())
+        if len(own.layers) > len(self.layers):
+            raise InputError(f"the cache has {len(own.layers)} layers, and the model has {len(self.layers)}.")
         for layer, shape in zip(own.layers, self.layers, strict=True):
             if not layer.is_initialized:
                 keys, values = (torch.zeros(count, heads, 0, size) for heads, size in shape)
@@ -208,6 +215,8 @@ class QuantizedEncoder(QuantizedPart):
         for name, default in defaults.items():
             if name in parameters and isinstance(ids, Tensor):
                 call.setdefault(name, default(ids))
+        if "attention_mask" in call:
+            call["attention_mask"] = _counted(call["attention_mask"])
         return call
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -230,7 +239,7 @@ class QuantizedGenerator(QuantizedPart):
         """Arguments of a call as the graph takes them, and whether the caller wants the cache.
 
         Raises:
-            InputError: the call has no tokens, or a cache of a fixed size.
+            InputError: the call has no tokens, or a cache of a fixed size, of another type or of more layers.
         """
         call = _bound(self, args, kwargs)
         if self.rules.prefix:
@@ -259,7 +268,7 @@ class QuantizedGenerator(QuantizedPart):
         call["encoder_outputs"] = BaseModelOutput(last_hidden_state=hidden)
         mask = call.pop("attention_mask", None)
         if "attention_mask" in inspect.signature(self.forward).parameters:
-            call["attention_mask"] = torch.ones(hidden.shape[:2], dtype=torch.long) if mask is None else mask
+            call["attention_mask"] = torch.ones(hidden.shape[:2], dtype=torch.long) if mask is None else _counted(mask)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model as the float model is called.
@@ -290,6 +299,12 @@ def _bound(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dic
 def in_32_bits(value: Any) -> Any:
     """Argument of a call, in float32 if it is a tensor of 16-bit floats, which callers of a bfloat16 model pass."""
     return value.float() if isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16) else value
+
+
+def _counted(mask: Any) -> Any:
+    """Mask of tokens as int64, in which positions are counted; masks of other shapes are returned as they are."""
+    is_plain = isinstance(mask, Tensor) and mask.dim() == 2 and mask.dtype is not torch.long
+    return (mask != 0).long() if is_plain else mask
 
 
 def _drop_unset(call: dict[str, Any]) -> None:

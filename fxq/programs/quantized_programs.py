@@ -344,22 +344,34 @@ def _size_class(value: Any) -> Any:
 
 
 def share_tensors(models: list[QuantizedModel]) -> None:
-    """Let models share the tensors that are equal in their values, shapes, strides and dtypes."""
-    seen: dict[Any, list[Tensor]] = {}
-    changed: dict[int, QuantizedModel] = {}
+    """Let models share the tensors that are equal in their names, values, shapes, strides and dtypes.
+
+    Tensors of one model stay apart: those that happen to be equal, as new layer norms are, may be given other values.
+    """
+    seen: dict[str, list[Tensor]] = {}
     for model in models:
-        for module, table, name, tensor in _tensors_of(model):
-            if tensor.numel() < _MIN_SHARED or tensor.layout is not torch.strided:
-                continue
-            alike = seen.setdefault((tensor.shape, tensor.stride(), tensor.dtype, tensor.device), [])
-            same = next((shared for shared in alike if shared is tensor or torch.equal(shared, tensor)), None)
-            if same is None:
-                alike.append(tensor)
-            elif same is not tensor:
+        shared, taken = dict[int, Tensor](), set[int]()  # one tensor may have several names
+        for module, table, name, path, tensor in list(_tensors_of(model)):
+            alike = seen.setdefault(path, [])
+            if id(tensor) not in shared:
+                equal = (first for first in alike if id(first) not in taken and _is_equal(tensor, first))
+                shared[id(tensor)] = next(equal, tensor)
+                taken.add(id(shared[id(tensor)]))
+            same = shared[id(tensor)]
+            if not any(same is first for first in alike):
+                alike.append(same)
+            if same is not tensor:
                 getattr(module, table)[name] = same
-                changed[id(model)] = model
-    for model in changed.values():
-        model.recompile()
+        if any(key != id(tensor) for key, tensor in shared.items()):
+            model.recompile()
+
+
+def _is_equal(tensor: Tensor, second: Tensor) -> bool:
+    """Whether two tensors have equal values and may be shared."""
+    if tensor is second:
+        return True
+    kinds = [(t.shape, t.stride(), t.dtype, t.device) for t in (tensor, second)]
+    return kinds[0] == kinds[1] and torch.equal(tensor, second)
 
 
 def _fitted_by(model: QuantizedModel) -> list[str]:
@@ -372,9 +384,10 @@ _MIN_SHARED = 64
 """Minimum number of elements of a tensor that is shared."""
 
 
-def _tensors_of(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, Tensor]]:
-    for module in model.modules():
+def _tensors_of(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, str, Tensor]]:
+    """Tensors that may be shared: their module, its table, their name there, their path in the model and themselves."""
+    for path, module in model.named_modules():
         for table in ("_parameters", "_buffers"):
-            for name, tensor in list(getattr(module, table).items()):
-                if tensor is not None:
-                    yield module, table, name, tensor
+            for name, tensor in getattr(module, table).items():
+                if tensor is not None and tensor.numel() >= _MIN_SHARED and tensor.layout is torch.strided:
+                    yield module, table, name, f"{path}.{name}", tensor

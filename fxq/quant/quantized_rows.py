@@ -114,20 +114,35 @@ def _in_float(values: Any) -> Any:
     return mapped(values, lambda leaf: leaf.dequantize() if isinstance(leaf, QuantizedRows) else leaf)
 
 
+_IN_PLACE_OPERATORS = frozenset(
+    f"__{name}__"
+    for name in (
+        *("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "idiv", "imod", "ipow", "imatmul"),
+        *("iand", "ior", "ixor", "ilshift", "irshift"),
+    )
+)
+
+
 def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Any]:
     """Arguments that a function writes to."""
     name = getattr(func, "__name__", "")
-    in_place = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or name.startswith("__i")
-    yield from leaves((args[:1] if in_place else (), kwargs.get("out")))
+    in_place = (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE_OPERATORS or kwargs.get("inplace")
+    yield from leaves((_first(args, kwargs) if in_place else (), kwargs.get("out")))
+
+
+def _first(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """First argument of a function, which may be passed by its name."""
+    return args[0] if args else next((kwargs[name] for name in ("input", "tensors", "self") if name in kwargs), ())
 
 
 def _moved(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Result of a function that moves rows; None if it changes rows, or if one of its tensors is not in integers."""
-    tensors = args[0] if isinstance(args[0], (tuple, list)) else args[:1]
-    if not all(isinstance(x, QuantizedRows) for x in tensors):
+    first = _first(args, kwargs)
+    tensors = first if isinstance(first, (tuple, list)) else (first,)
+    if not tensors or not all(isinstance(x, QuantizedRows) for x in tensors):
         return None
     try:
-        results = [func(*_part(args, i), **kwargs) for i in range(3)]
+        results = [func(*_part(args, i), **_part(kwargs, i)) for i in range(3)]
     except (IndexError, RuntimeError):  # it goes along rows, of which scales have one value
         return None
     values = [tuple(r) if isinstance(r, (tuple, list)) else (r,) for r in results]

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxq.calibration.ranks import Ranks
+from fxq.common.checksums import checksum
 from fxq.common.containers import Leaves
 from fxq.common.data import Batch, as_batch, batches, naming_batch
 from fxq.common.isolation import copied
@@ -109,7 +111,8 @@ def quantize_programs(
         model: the float model.
         recipe: the recipe.
         examples: one batch for each program, by name.
-        data: calibration batches. Each is run by the program that fits its form and sizes.
+        data: calibration batches. Each is run by the program that fits its form and sizes. Without calibrated ranges,
+            no more are read once every program has enough.
         around: context in which forward is traced.
         progress: whether to show a progress bar.
         selecting: numbers of the recipe's overrides that select something in other programs; those of these programs
@@ -140,8 +143,26 @@ def quantize_programs(
             f"{idle[0].name}({idle[0].form}): give batches of every form, fxq.quantize(model, recipe, data=loader)."
         )
     programs = tuple(_converted(program) for program in prepared)
-    new_program = ProgramTracer(model, recipe, around, checksums(model)) if recipe.new_kinds == "trace" else None
+    new_program = ProgramTracer(model, recipe, around, _all_checksums(model)) if recipe.new_kinds == "trace" else None
     return QuantizedPrograms(programs, signature, new_program)
+
+
+def check_alone(checkpoint: Any, group: Any, data: Iterable[Any] | None) -> None:
+    """Raise `InputError` for options of a calibration that models with several programs do not have.
+
+    Args:
+        checkpoint: path of a checkpoint; None: none.
+        group: processes that calibrate together; see `fxq.quantize`.
+        data: calibration batches; without, both options have no effect.
+    """
+    if data is None:
+        return
+    option = "checkpoint" if checkpoint is not None else "group" if Ranks.of(group).size > 1 else ""
+    if option:
+        raise InputError(
+            f"this model gets programs for several kinds of calls, whose calibration has no {option}: calibrate in one "
+            "process without a checkpoint, fxq.quantize(model, recipe, data=loader, group=None)."
+        )
 
 
 def check_overrides(model: nn.Module, recipe: Recipe, selecting: Collection[int]) -> None:
@@ -178,7 +199,7 @@ class ProgramTracer:
         model: the float model.
         recipe: the recipe, without calibrated ranges.
         around: context in which forward is traced.
-        weights: checksums of the float model's parameters when it was quantized.
+        weights: checksums of the float model's parameters and buffers when it was quantized.
     """
 
     model: nn.Module
@@ -198,10 +219,12 @@ class ProgramTracer:
             InputError: the float model was changed since it was quantized, or does not run on the call.
         """
         check_model(self.model)
-        if checksums(self.model) != self.weights:
+        now = _all_checksums(self.model)
+        changed = [name for name in {**self.weights, **now} if now.get(name) != self.weights.get(name)]
+        if changed:
             raise InputError(
                 f"no program fits a call of the form ({form}), and none can be traced: the weights of the float model "
-                "have changed since it was quantized. Quantize it again."
+                f"have changed since it was quantized, such as {changed[0]!r}. Quantize it again."
             )
         with torch.inference_mode(False):  # whose tensors a model cannot keep
             example = {key: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for key, leaf in leaves.items()}
@@ -217,6 +240,11 @@ class ProgramTracer:
 
     def __reduce__(self) -> Any:
         return type(None), ()
+
+
+def _all_checksums(model: nn.Module) -> dict[str, int]:
+    """Checksum of each parameter and buffer, by name."""
+    return {**checksums(model), **{name: checksum(tensor) for name, tensor in model.named_buffers()}}
 
 
 def _runs(program: _Prepared, leaves: Leaves) -> bool:
@@ -243,7 +271,14 @@ def _calibrate(
             if not fitting:
                 raise InputError(f"data, batch {i}: no example is a call of the form ({form}) with such sizes.")
             observed = fitting[0].observed
-            if observed.calibrated or not has_enough(observed.manager.context):
+            if _reads(observed):
                 with naming_batch(i, batch):
                     nn.Module.__call__(observed, **leaves)
             advance()
+            if not any(_reads(program.observed) for program in prepared):
+                break
+
+
+def _reads(observed: Any) -> bool:
+    """Whether a prepared program needs further batches."""
+    return bool(observed.calibrated) or not has_enough(observed.manager.context)

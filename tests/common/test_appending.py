@@ -11,6 +11,13 @@ from torch import Tensor
 from fxq.common.appending import appended
 
 
+@pytest.fixture(autouse=True)
+def _no_grad():
+    """Decoding runs without gradients: with them, memory is not shared."""
+    with torch.no_grad():
+        yield
+
+
 def entries(first: int, count: int = 1, batch: int = 2) -> Tensor:
     """Tensor (batch, 3, count, 4) of consecutive numbers."""
     size = batch * 3 * count * 4
@@ -123,9 +130,43 @@ def test_dtypes_are_promoted_and_wrong_sizes_refused() -> None:
 
 
 def test_gradients() -> None:
-    state, new = grown(5), entries(3).requires_grad_()
-    appended(state, new, 2).sum().backward()
+    with torch.enable_grad():
+        state, new = grown(5), entries(3).requires_grad_()
+        appended(state, new, 2).sum().backward()
     assert new.grad is not None and torch.equal(new.grad, torch.ones_like(new))
+
+
+def test_backward_after_the_state_was_continued() -> None:
+    """A product saves the state for the gradient of its other factor."""
+    state, query = grown(40), torch.ones(2, 3, 4, 1, requires_grad=True)
+    with torch.enable_grad():
+        loss = (state @ query).sum()
+        appended(state, entries(3), 2)
+        loss.backward()
+    assert query.grad is not None and torch.equal(query.grad, state.sum(2)[..., None])
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_appending_nothing_returns_a_copy(mode) -> None:
+    with mode():
+        state = grown(40)
+        whole, result = state.clone(), appended(state, entries(0)[:, :, :0], 2)
+        result.zero_()
+        assert torch.equal(state, whole)
+
+
+def test_a_state_that_was_written_to_is_copied() -> None:
+    state = grown(40)
+    later = appended(state, entries(1), 2)
+    later.mul_(2)
+    last = appended(later, entries(2), 2)
+    assert memory_of(last) != memory_of(later) and torch.equal(last, torch.cat([later, entries(2)], 2))
+
+
+def test_a_state_that_processes_share_is_copied() -> None:
+    """Each process counts the entries of the memory itself, so that both would write the next one to one place."""
+    state = grown(40).share_memory_()
+    assert memory_of(appended(state, entries(1), 2)) != memory_of(state)
 
 
 def test_inference_mode() -> None:

@@ -1,6 +1,7 @@
 """Decoders of transformers: `generate` of the quantized model, beside the float model's."""
 
 import copy
+import itertools
 import pickle
 from types import SimpleNamespace
 
@@ -147,6 +148,27 @@ def test_a_call_is_that_of_the_float_model(llama):
     assert qmodel.main_input_name == "input_ids" and isinstance(qmodel, transformers.PreTrainedModel)
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.int32])
+def test_masks_may_have_any_dtype(llama, dtype):
+    with torch.no_grad():
+        want, got = (llama[1](IDS, attention_mask=mask).logits for mask in (MASK, MASK.to(dtype)))
+    assert torch.equal(want, got)
+
+
+def test_caches_are_returned_or_refused(llama):
+    model, qmodel = llama
+    with torch.no_grad():
+        for network in llama:
+            cache = transformers.DynamicCache(config=model.config)
+            assert network(IDS, past_key_values=cache, use_cache=False).past_key_values is cache
+        longer = copy.deepcopy(cache)
+        longer.layers.append(copy.deepcopy(longer.layers[0]))
+        with pytest.raises(fxq.InputError, match="the cache has 3 layers, and the model has 2"):
+            qmodel(IDS, past_key_values=longer)
+        with pytest.raises(fxq.InputError, match="the cache is a tuple"):
+            qmodel(IDS, past_key_values=((torch.zeros(2, 2, 1, 8),) * 2,) * 2)
+
+
 @pytest.mark.parametrize(
     "way", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
 )
@@ -219,6 +241,13 @@ def test_activations_are_calibrated_on_calls_of_the_model():
     assert qmodel.programs.programs["decoder"].ledger.count("int8")
     with torch.no_grad():
         assert sqnr(model(data[1]["input_ids"]).logits, qmodel(data[1]["input_ids"]).logits) > 12
+
+
+def test_data_is_read_as_far_as_it_is_needed(tmp_path):
+    model, data = generator("Llama"), itertools.cycle([{"input_ids": IDS}])
+    fxq.quantize(model, INT8, data=data)
+    with pytest.raises(fxq.InputError, match="no checkpoint"):
+        fxq.quantize(model, INT8, data=data, checkpoint=tmp_path / "c")
 
 
 @pytest.mark.parametrize("tied", [False, True])

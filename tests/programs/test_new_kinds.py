@@ -96,6 +96,25 @@ def test_a_float_model_that_has_changed_is_not_traced():
     assert torch.isfinite(qmodel(X)).all()
 
 
+@pytest.mark.parametrize("persistent", [True, False])
+def test_a_float_model_whose_buffer_has_changed_is_not_traced(persistent):
+    class Normed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+            self.register_buffer("mean", torch.zeros(4), persistent=persistent)
+
+        def forward(self, x, y=None):
+            x = self.layer(x - self.mean)
+            return x if y is None else x + y
+
+    model, x = Normed().eval(), torch.randn(2, 4)
+    qmodel = growing(model, example_inputs=(x,))
+    model.mean.add_(1)
+    with pytest.raises(fxq.InputError, match="have changed since it was quantized, such as 'mean'"):
+        qmodel(x, x)
+
+
 def test_weights_that_were_fitted_to_data_are_named():
     recipe = fxq.Recipe.weight_only(bits=4, per=8, backend="reference", new_kinds="trace")
     wide = branching()

@@ -160,6 +160,32 @@ def test_programs_share_their_weights():
     assert first and all(tensors == first for tensors in rest)
 
 
+class TwoNorms(nn.Module):
+    """Two norms that are equal at first, and a call with either one or both of two inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.layer = nn.LayerNorm(64), nn.LayerNorm(64), nn.Linear(64, 64)
+
+    def forward(self, x, y=None):
+        x = self.b(self.layer(self.a(x)))
+        return x if y is None else x + y
+
+
+def test_equal_tensors_of_one_program_stay_apart():
+    """A state dict of a model whose norms differ loads into one whose norms are equal."""
+    calls = [{"x": torch.randn(2, 64)}, {"x": torch.randn(2, 64), "y": torch.randn(2, 64)}]
+    equal = TwoNorms().eval()
+    scaled = copy.deepcopy(equal)
+    with torch.no_grad():
+        scaled.b.weight.mul_(3)
+    qmodel, source = (fxq.quantize(model, INT8, example_inputs=calls) for model in (equal, scaled))
+    weights = [[t for t in program.parameters() if t.numel() == 64] for program in qmodel.programs.values()]
+    assert weights[0] and all(first is second for first, second in zip(*weights, strict=True))
+    qmodel.load_state_dict(source.state_dict())
+    assert all(torch.equal(qmodel(**call), source(**call)) for call in calls)
+
+
 def test_an_example_that_a_program_serves_gets_no_other():
     calls = {"long": {"x": X}, "longer": {"x": torch.randn(1, 9, 8)}}
     assert list(fxq.quantize(branching(), INT8, example_inputs=calls).programs) == ["long"]
@@ -174,6 +200,20 @@ def test_data_of_every_form_is_needed_and_nothing_else():
         fxq.quantize(
             branching(), "static", example_inputs={"prefill": {"x": X}, "decode": {"x": TOKEN}}, data=[CALLS["masked"]]
         )
+
+
+def test_no_more_data_is_read_than_the_programs_need():
+    def endless():
+        while True:
+            yield from CALLS.values()
+
+    qmodel = fxq.quantize(branching(), INT8, example_inputs=CALLS, data=endless())
+    assert list(qmodel.programs) == list(CALLS)
+
+
+def test_a_checkpoint_is_refused(tmp_path):
+    with pytest.raises(fxq.InputError, match="no checkpoint"):
+        fxq.quantize(branching(), "static", example_inputs=CALLS, data=list(CALLS.values()), checkpoint=tmp_path / "c")
 
 
 @pytest.mark.parametrize("way", ["copy", "pickle", "file"])

@@ -32,6 +32,9 @@ MOVES = {
     "split": lambda x: x.split(1, 0)[1],
     "chunk": lambda x: x.chunk(2)[1],
     "select": lambda x: x[0],
+    "join by name": lambda x: torch.cat(tensors=[x, x], dim=0),
+    "reorder by name": lambda x: torch.index_select(input=x, dim=0, index=ORDER),
+    "clone by name": lambda x: torch.clone(input=x),
     "clone": lambda x: x.clone(),
     "detach": lambda x: x.detach(),
     "device": lambda x: x.to("cpu"),
@@ -53,6 +56,8 @@ COMPUTES = {
     "uint8": lambda x: x.to(torch.uint8),
     "float64": lambda x: x.to(torch.float64),
     "comparison": lambda x: x > 0,
+    "whole number": lambda x: torch.tensor(int(x[0, 0, 0, 0])),
+    "joined rows by name": lambda x: torch.cat(tensors=[x, x], dim=-1),
     "numpy": lambda x: torch.from_numpy(x.numpy()),
     "new": lambda x: torch.zeros_like(x),
     "read": lambda x: torch.tensor(float(x[0, 0, 0, 0])),
@@ -106,7 +111,15 @@ def test_it_is_described_without_its_values():
 
 @pytest.mark.parametrize(
     "change",
-    [lambda x: x.mul_(2), lambda x: x.__setitem__(0, 1.0), lambda x: x[0].zero_(), lambda x: torch.add(1, 1, out=x)],
+    [
+        lambda x: x.mul_(2),
+        lambda x: x.__setitem__(0, 1.0),
+        lambda x: x[0].zero_(),
+        lambda x: torch.add(1, 1, out=x),
+        lambda x: x.__iadd__(1),
+        lambda x: torch.relu_(input=x),
+        lambda x: F.relu(x, inplace=True),
+    ],
 )
 def test_a_change_in_place_is_refused(change):
     x = rows()
