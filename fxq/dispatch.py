@@ -112,7 +112,7 @@ def prepare_model(model: nn.Module, recipe: Recipe, example_inputs: Any, observe
             observed = prepare(model, recipe, run.example)
             why = why_in_parts(observed)
         except (TraceError, InputError) as failure:
-            # an error without a cause is a refusal, of state that parts would share or of values that are not finite
+            # an error without a cause is a refusal that parts cannot avoid: shared state, or values that are not finite
             error, why = failure, why_not(model, failure) if failure.__cause__ is not None else ""
     if why and not recipe.strict_trace:
         try:

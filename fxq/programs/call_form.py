@@ -13,7 +13,7 @@ from fxq.errors import InputError
 
 @dataclass(frozen=True)
 class CallForm:
-    """Structure of the arguments of a call, by argument. Calls of equal form differ in tensors and numbers only.
+    """Structure of the arguments of a call, by argument. Calls of one form differ only in their tensors and numbers.
 
     Attributes:
         arguments: structure of each argument that is passed and differs from its default, in the order of forward.
@@ -107,5 +107,5 @@ def form_of(signature: inspect.Signature, batch: Batch) -> tuple[CallForm, Leave
 
 
 def _is_default(value: Any, default: Any) -> bool:
-    """Whether a plain value other than a number is the default of its argument."""
+    """Whether a value is None, a bool or a string, and equals the default of its argument."""
     return value is default if value is None or isinstance(value, bool) else isinstance(value, str) and value == default

@@ -27,6 +27,7 @@ from fxq.workflow.fastest import converted_for_recipe, prepared_for_recipe
 from fxq.workflow.steps import check_model
 
 Around = Callable[[], AbstractContextManager[Any]]
+"""Function that returns the context in which a model is traced."""
 
 
 def needs_programs(examples: Sequence[Batch]) -> bool:
@@ -55,7 +56,7 @@ def examples_of(example_inputs: Any, model: nn.Module) -> dict[str, Batch]:
 
 @dataclass
 class _Prepared:
-    """Program before it is converted."""
+    """Observed program, before it is converted."""
 
     name: str
     form: CallForm
@@ -191,7 +192,7 @@ class ProgramTracer:
 
 
 def _runs(program: _Prepared, leaves: Leaves) -> bool:
-    """Whether the graph of a prepared program holds for these inputs."""
+    """Whether the graph of a prepared program is valid for these inputs."""
     graph = program.observed.traced.gm
     try:
         with torch.no_grad():
