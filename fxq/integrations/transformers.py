@@ -93,7 +93,7 @@ def quantize_generator(
     calls = {"decoder": step} | ({"first": first} if first is not None else {})
     for name, example in examples.items():
         with torch.no_grad():
-            model(*example.args, **example.kwargs)  # installs what transformers records inner values with
+            model(*example.args, **example.kwargs)  # transformers adds its hooks for inner values in the first call
         calls[name] = Batch((), shell.arguments(example.args, example.kwargs)[0])
     batches = (shell.arguments(batch.args, batch.kwargs)[0] for batch in calibration or ())
     shell.programs = programs_of(model, calls, None if data is None else batches)
@@ -213,7 +213,7 @@ def _with_finer_grids(recipe: Recipe, head: str = "") -> Recipe:
 
 
 def _encoder_inputs(encoder: nn.Module, batch: Batch) -> dict[str, Any]:
-    """Arguments of a call of the model that its encoder takes."""
+    """Arguments of a call of the whole model that its encoder takes, too."""
     names = inspect.signature(encoder.forward).parameters
     return {name: value for name, value in batch.kwargs.items() if name in names}
 
@@ -224,11 +224,11 @@ def _tokens(model: PreTrainedModel, length: int) -> torch.Tensor:
 
 
 def _encoder_example(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Inputs of the encoder: tokens, or features of sound as Whisper takes them."""
+    """Example inputs of the encoder: tokens, or audio features as Whisper takes them."""
     if model.main_input_name == "input_ids":
         return {"input_ids": _tokens(model, _ENCODED)}
     config: Any = model.config
-    frames = config.max_source_positions * 2  # of which the encoder makes half as many positions
+    frames = config.max_source_positions * 2  # the encoder halves their number
     return {
         model.main_input_name: torch.linspace(-1, 1, _BATCH * config.num_mel_bins * frames)
         .sin()
@@ -237,7 +237,7 @@ def _encoder_example(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def _examples(model: PreTrainedModel) -> tuple[Batch, Batch | None]:
-    """Call with some tokens after some others; for an encoder-decoder, also the first call, which fills the cache."""
+    """Example call with past and new tokens; for an encoder-decoder, also one with an empty cross-attention cache."""
     tokens, name = _tokens(model, _PAST + _PROMPT), cache_name(model)
     config = model.config.get_text_config(decoder=True)
     own = DynamicCache(config=config)
@@ -265,7 +265,7 @@ def _examples(model: PreTrainedModel) -> tuple[Batch, Batch | None]:
 
 
 def _taken(model: PreTrainedModel, call: Mapping[str, Any]) -> Batch:
-    """Call with the arguments that a model takes."""
+    """Batch with those arguments of a call that the forward of a model takes."""
     parameters = inspect.signature(model.forward).parameters
     return Batch((), {name: value for name, value in call.items() if name in parameters})
 
@@ -291,7 +291,7 @@ def _rules_of(model: PreTrainedModel, example: Batch) -> CallRules:
 
 
 def _counts_tokens(model: PreTrainedModel) -> bool:
-    """Whether a decoder numbers its tokens by their count if the caller does not, rather than by the mask."""
+    """Whether a decoder that gets no position_ids counts padding tokens, too, instead of following the mask."""
     tokens = _tokens(model, _PROMPT)
     mask = torch.ones_like(tokens)
     mask[0, 0] = 0
