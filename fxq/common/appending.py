@@ -1,4 +1,4 @@
-"""Concatenation to a tensor that grows from call to call, such as a key-value cache, in memory reserved ahead."""
+"""Concatenation to a tensor that grows from call to call, such as a key-value cache, without copying it each time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _Reserved:
         dtype: dtype of every result.
         dim: the growing axis.
         capacity: number of entries along that axis that the memory has room for.
-        used: number of entries that were written. A result that ends there is continued in place.
+        used: number of entries written so far. A result that ends there is the latest, and can be continued in place.
         lock: is held while entries are claimed.
     """
 
@@ -38,7 +38,7 @@ class _Reserved:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def is_latest(self, past: Tensor) -> bool:
-        """Whether a tensor is a result in this memory, or the end of one, after which nothing was written."""
+        """Whether a tensor is the latest result in this memory, or the end of it: nothing was written after it."""
         fits = past.dtype is self.dtype and past.stride() == self.strides and _without(past, self.dim) == self.sizes
         first, rest = divmod(int(past.storage_offset()), self.strides[self.dim])
         return fits and not rest and first + past.shape[self.dim] == self.used
@@ -58,13 +58,13 @@ def appended(past: Tensor, new: Tensor, dim: int) -> Tensor:
 
     A result that is passed in again gets memory with room for more entries. Later entries are written into that memory,
     after those of `past`, if `past` is the latest result in it. Otherwise, as for a second continuation of one `past`,
-    both are copied. Results of successive calls therefore share memory: all of them stay right as long as the caller
+    both are copied. Results of successive calls therefore share memory: all of them stay correct as long as the caller
     writes to none of them. They are contiguous only if no axis before `dim` has more than one entry.
 
     Args:
         past: tensor of any shape and dtype.
         new: tensor of the same shape, but for the axis `dim`.
-        dim: the axis.
+        dim: axis to concatenate along.
     """
     if torch.compiler.is_compiling() or _get_tracing_state() is not None or peek_interpreter_stack() is not None:
         return torch.cat([past, new], dim)
@@ -109,7 +109,7 @@ def _without(tensor: Tensor, axis: int) -> tuple[int, ...]:
 
 
 def _marked(tensor: Tensor, axis: int, used: int | None = None) -> Tensor:
-    """Return a tensor that has memory of its own, after marking that memory as the result of `appended`.
+    """Mark memory that only one tensor uses as memory of a result of `appended`. Returns the tensor.
 
     Args:
         tensor: the tensor.

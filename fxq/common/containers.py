@@ -28,7 +28,7 @@ class ContainerType:
         parts: returns the parts of a container by name, and a constant that describes everything else. The parts may be
             containers. Two containers with equal constants and parts of equal structure run the same graph.
         construct: returns a container for such parts and such a constant.
-        update: replaces the parts of an existing container, as a model does that changes its argument.
+        update: replaces the parts of an existing container, for models that change their argument.
     """
 
     parts: Callable[[Any], tuple[Mapping[str, Any], Any]]
@@ -68,14 +68,14 @@ def register_container(
 
 
 def register_container_type(kind: type, container_type: ContainerType) -> None:
-    """Register a class and its subclasses, see `register_container`. `construct` also gets the class, first."""
+    """Register a class and its subclasses, see `register_container`. `construct` gets the class as first argument."""
     _OWN.clear()
     _BASES[kind] = container_type
 
 
 _BASES: dict[type, ContainerType] = {}
 _OWN: weakref.WeakKeyDictionary[type, ContainerType | None] = weakref.WeakKeyDictionary()
-"""Results of `_own_type`, which every call of a model needs for each of its containers."""
+"""Cache of `_own_type`, which every call of a model uses for each of its containers."""
 
 
 def is_registered(value: Any) -> bool:
@@ -166,7 +166,7 @@ class Structure:
 
 
 LeafKind = Callable[[Any], str]
-"""Function that returns "tensor" or "number" for a value that counts as a leaf, such as a value of a trace; else ""."""
+"""Function that returns "tensor" or "number" for further values that are leaves, such as traced ones; "" for others."""
 
 
 def as_data(structure: Structure) -> Any:
@@ -194,7 +194,7 @@ def from_data(data: Any) -> Structure:
         if kind == "plain" and not (is_dataclass(cls) or issubclass(cls, (tuple, list, Mapping))):
             raise InputError(f"{cls.__name__} is not a class of containers.")
         if kind == "registered" and _own_type(cls) is None and cls not in pytree.SUPPORTED_NODES:
-            raise InputError(f"containers of the class {cls.__name__} are not registered: register it as before.")
+            raise InputError(f"containers of the class {cls.__name__} are not registered: register it as for saving.")
     inner = tuple((key, from_data(part)) for key, part in parts)
     return Structure(str(kind), str(name), cls, _constant_from(constant), inner)
 
@@ -238,7 +238,7 @@ def _constant_from(data: Any) -> Any:
 
 
 def no_further_leaf(value: Any) -> str:
-    """Leaf kind of values that are no tensors and no numbers: none."""
+    """Default `LeafKind`: only tensors and numbers are leaves."""
     return ""
 
 
@@ -256,7 +256,7 @@ def taken_apart(
         value: an argument or result of a model.
         name: prefix of the names of its leaves.
         leaves: the leaves so far.
-        leaf_kind: kind of further values that count as leaves.
+        leaf_kind: function that says which further values are leaves.
         same: names of arguments by the `id` of their containers; such a container is not taken apart again.
 
     Raises:
@@ -303,7 +303,7 @@ def put_together(structure: Structure, leaves: Leaves, arguments: Mapping[str, A
     Args:
         structure: structure of the value.
         leaves: its tensors and numbers by name.
-        arguments: containers among the arguments of the call by name, for results that are one of them.
+        arguments: arguments of the call by name, for results that are or contain one of them.
     """
     if structure.kind == "leaf":
         return leaves[structure.name]
@@ -351,7 +351,7 @@ def _handler_of_class(cls: type) -> ContainerType:
 
 
 def update_container(container: Any, structure: Structure, leaves: Leaves) -> None:
-    """Give a container of a registered class, or a list or dict, the parts that a model has put into it.
+    """Replace the parts of a list, a dict or a container of a registered class by the parts that it has after a call.
 
     Args:
         container: the caller's container.

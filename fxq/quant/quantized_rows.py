@@ -20,7 +20,7 @@ _ABOUT = frozenset(
         *(Tensor.is_complex, torch.is_complex, Tensor.__len__, Tensor.is_contiguous, Tensor.stride),
     ]
 )
-"""Functions that read no values."""
+"""Functions that read properties of a tensor, such as its shape, and none of its values."""
 _MOVES = frozenset(
     [
         *(Tensor.__getitem__, Tensor.index_select, torch.index_select, Tensor.narrow, torch.narrow, Tensor.select),
@@ -28,7 +28,7 @@ _MOVES = frozenset(
         *(torch.chunk, Tensor.clone, torch.clone, Tensor.detach, Tensor.contiguous, Tensor.to, Tensor.cpu, Tensor.cuda),
     ]
 )
-"""Functions that do to integers, scales and zero points what they do to the tensor, if they move whole rows."""
+"""Functions that run on integers, scales and zero points separately, if the call moves whole rows."""
 
 
 class QuantizedRows(Tensor):
@@ -65,7 +65,7 @@ class QuantizedRows(Tensor):
         return result
 
     def dequantize(self) -> Tensor:
-        """The float values: float32[..., N]."""
+        """Return the float values, float32[..., N]."""
         return self.integers.to(self.scale.dtype).sub_(self.zero_point).mul_(self.scale)
 
     @property
@@ -122,13 +122,13 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Ite
 
 
 def _moved(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Result of a function that moves rows; None if it changes rows, or if one of its tensors is not in integers."""
+    """Result of a function that moves rows; None if it changes rows, or if a tensor is not `QuantizedRows`."""
     tensors = args[0] if isinstance(args[0], (tuple, list)) else args[:1]
     if not all(isinstance(x, QuantizedRows) for x in tensors):
         return None
     try:
         results = [func(*_part(args, i), **kwargs) for i in range(3)]
-    except (IndexError, RuntimeError):  # it goes along rows, of which scales have one value
+    except (IndexError, RuntimeError):  # it works along the last axis, where scales have length 1
         return None
     values = [tuple(r) if isinstance(r, (tuple, list)) else (r,) for r in results]
     sizes, dtypes = tensors[0].shape[-1], [part.dtype for part in tensors[0].parts]
