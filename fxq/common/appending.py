@@ -44,7 +44,7 @@ class _Reserved:
         return fits and not rest and first + past.shape[self.dim] == self.used
 
     def claims(self, past: Tensor, count: int) -> bool | None:
-        """Claim memory for `count` entries after `past` if there is room; None if `past` is not the latest result."""
+        """Claim room for `count` entries after `past`. Returns whether there is; None if `past` is not the latest."""
         with self.lock:
             if not self.is_latest(past):
                 return None

@@ -31,7 +31,7 @@ def quantize_known(
     *,
     progress: bool | None = None,
 ) -> Any:
-    """Quantize a model of another library whose calls are known, to a model of a subclass of its class.
+    """Quantize a model of a library that fxq knows, with examples of calls that fxq makes.
 
     Args:
         model: the float model.
@@ -41,7 +41,7 @@ def quantize_known(
         progress: whether to show a progress bar.
 
     Returns:
-        The quantized model; None for other models, and for models that are quantized with one example.
+        Model of a subclass of the float model's class; None for models that are quantized as any other model.
     """
     if "transformers" not in sys.modules:
         return None

@@ -37,8 +37,8 @@ _PROMPT, _PAST, _BATCH, _ENCODED = 3, 5, 2, 7
 LINEAR_BLOCK_SIZE = 128
 """Number of values of a row of a linear layer's weight that share a scale, in models that generate.
 
-Their layers read a few values that are far larger than the others, and the errors of all layers add up. The scales add
-1/32 to the size of the integers.
+Rows of these models have outliers, which make the scale of a whole row coarse, and the errors of all layers add up. The
+scales add 1/32 to the size of the integers.
 """
 
 
@@ -107,7 +107,7 @@ def encodes(model: nn.Module) -> bool:
 
 
 def has_example(model: PreTrainedModel) -> bool:
-    """Whether there is an example of the calls of a model that does not generate: it takes tokens or images."""
+    """Whether fxq has an example call of a model that does not generate: the model takes tokens or images."""
     return bool(_call_of(model))
 
 
@@ -121,8 +121,8 @@ def quantize_encoder(
 ) -> Any:
     """Quantize a model of transformers that does not generate, such as BERT or ViT, to a model of its class.
 
-    `fxq.quantize` calls it for such a model if there is neither data nor an example. A call may leave out masks, and
-    have options that change nothing, so that pipelines work.
+    `fxq.quantize` calls it for such a model if there is neither data nor an example. Calls of the result may leave out
+    masks and pass options that change nothing, so that pipelines work.
 
     Args:
         model: the float model. Weights of 16 bits are converted to float32 first.
@@ -152,7 +152,7 @@ def quantize_encoder(
     calls = calls or {"encoder": _taken(model, _call_of(model))}
     for call in calls.values():
         with torch.no_grad():
-            model(*call.args, **call.kwargs)  # installs what transformers records inner values with
+            model(*call.args, **call.kwargs)  # transformers adds its hooks for inner values in the first call
     quantized.programs = quantize_programs(
         model,
         recipe,
@@ -165,7 +165,7 @@ def quantize_encoder(
 
 
 def _call_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Call of a model with tokens or images; empty if it takes neither."""
+    """Arguments of an example call with tokens or images; empty if the model takes neither."""
     if model.main_input_name == "input_ids" and hasattr(model.config, "vocab_size"):
         mask = torch.ones(_BATCH, _ENCODED, dtype=torch.long)
         mask[0, -1] = 0
@@ -178,7 +178,7 @@ def _call_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def _in_32_bits(model: PreTrainedModel) -> PreTrainedModel:
-    """The model; a copy with float32 weights if some have 16 bits."""
+    """Return the model, or a copy with float32 weights if some weights have 16 bits."""
     if all(p.dtype is torch.float32 for p in model.parameters() if p.is_floating_point()):
         return model
     return copy.deepcopy(model).float()
@@ -191,11 +191,11 @@ def _head_path(model: PreTrainedModel) -> str:
 
 
 def _with_finer_grids(recipe: Recipe, head: str = "") -> Recipe:
-    """Recipe whose first overrides give more scales to linear layers, and most to the head of a language model.
+    """Recipe whose first overrides give linear layers scales per block, and the head of a language model finer ones.
 
-    Scales per channel become scales per block, since a few outliers of a row then do not make all of it coarser. The
-    errors of the head are those of the logits: it has the grid of an embedding, with 8 bits where the recipe's weights
-    have 4 or fewer. The user's overrides follow, and win.
+    With scales per block, an outlier makes only its block coarser, not the whole row. Rounding errors of the head go
+    straight into the logits, so the head has the grid of an embedding, with 8 bits if the recipe's weights have 4 or
+    fewer. The user's overrides have precedence.
 
     Args:
         recipe: the recipe.

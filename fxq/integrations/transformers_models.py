@@ -30,7 +30,7 @@ MODEL_FILE, ENCODER_FILE = "model.fxq.safetensors", "encoder.fxq.safetensors"
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 """Names that forward's argument for the cache has had."""
 _FURTHER_RESULTS = ("output_attentions", "output_hidden_states", "output_router_logits")
-"""Options for further results. If they are set, a call is of another form."""
+"""Options for further results. A call that sets one has a form of its own."""
 
 LayerShape = tuple[tuple[int, int], tuple[int, int]]
 """Number of heads and head size: of the keys of a layer, and of its values."""
@@ -300,7 +300,7 @@ def _bound(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dic
 
 
 def _drop_unset(call: dict[str, Any]) -> None:
-    """Leave out options for further results that are False."""
+    """Remove options for further results that are False from a call, in place."""
     for option in _FURTHER_RESULTS:
         if call.get(option) is False:
             del call[option]

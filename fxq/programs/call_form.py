@@ -25,7 +25,7 @@ class CallForm:
         return ", ".join(f"{name}={_brief(structure)}" for name, structure in self.arguments)
 
     def differences(self, other: CallForm) -> list[str]:
-        """Arguments in which this form differs from another, with what they are in both, as text."""
+        """Texts on the arguments in which this form differs from another: name, structure here, structure there."""
         own, others = dict(self.arguments), dict(other.arguments)
         names = dict.fromkeys((*own, *others))
         texts = (structure_difference(name, own.get(name), others.get(name)) for name in names)
@@ -46,7 +46,7 @@ _MAX_TEXT = 60
 
 
 def _brief(structure: Structure | None) -> str:
-    """Structure as text; a long one without its parts."""
+    """Structure as text; without its parts if the text were long."""
     if structure is None:
         return "left out"
     text = str(structure)
@@ -54,12 +54,12 @@ def _brief(structure: Structure | None) -> str:
 
 
 def structure_difference(place: str, first: Structure | None, second: Structure | None) -> str:
-    """The first place at which two structures differ, with what each has there, as text; empty if they are equal.
+    """Text on the first place at which two structures differ; empty if they are equal.
 
     Args:
         place: name of the value.
-        first: its structure; None: it is left out.
-        second: structure that it is compared with.
+        first: structure of the value; None: it is left out of the call.
+        second: structure that the first is compared with; None: left out.
     """
     while first is not None and second is not None and first != second:
         if first.cls is not second.cls or [key for key, _ in first.parts] != [key for key, _ in second.parts]:

@@ -51,7 +51,7 @@ class Program:
 
 
 NewProgram = Callable[[str, CallForm, Leaves], Program]
-"""Function that traces and quantizes a program of a name for calls of a form, with the tensors of such a call."""
+"""Function that traces and quantizes a program, given its name, the form of its calls and the tensors of one call."""
 
 log = logging.getLogger("fxq")
 
@@ -65,8 +65,8 @@ class QuantizedPrograms(nn.Module):
 
     Attributes:
         signature: signature of the float model's forward.
-        new_program: function that traces a program for a call that fits none; None: such a call is an error. Copies
-            share it, files and pickles do not hold it.
+        new_program: function that traces a program for a call that fits none; None: such a call is an error. Copies of
+            the model share it; files and pickles do not contain it.
     """
 
     def __init__(
@@ -315,7 +315,7 @@ _TRACING = threading.Lock()
 """Held while a program is traced at a call."""
 
 _MANY_PROGRAMS = 8
-"""Number of programs at whose multiples a model warns that it traces more and more."""
+"""Number of programs after which a model warns that calls add programs, again at each multiple."""
 
 
 class ByProgram(dict[str, Value]):
@@ -360,7 +360,7 @@ def share_tensors(models: list[QuantizedModel]) -> None:
 
 
 def _fitted_by(model: QuantizedModel) -> list[str]:
-    """Names of the passes that changed a model with data, as by choosing the integers of its weights."""
+    """Names of the passes that changed a model with the help of data, for instance the integers of its weights."""
     readers = {step.name for step in model.recipe.pipeline if step.samples_read}
     return [shot.name for shot in model.history if shot.name in readers and shot.edits]
 

@@ -213,7 +213,7 @@ signed8_rows, unsigned8_rows, signed4_rows, unsigned4_rows = (
 
 
 def _conversion(signed: bool, shift: int, mask: int) -> Any:
-    """Code that writes blocks of 16 integers as floats: bits of bytes, times a factor plus an offset.
+    """Code that writes blocks of 16 integers as floats: (bits of a byte) * factor + offset.
 
     Arguments of the code: `source`, the address of the bytes; `blocks`, their number; `flip`, bits to flip in each
     byte; `numbers`, the address of float32: factor and offset; `out`, the address of the floats.
