@@ -163,7 +163,7 @@ def _prepared(model: nn.Module, recipe: Recipe, example: Batch, observe_all: boo
             observed = prepare(model, recipe, run.example)
             why = why_in_parts(observed)
         except (TraceError, InputError) as failure:
-            # an error without a cause is a refusal, of state that parts would share or of values that are not finite
+            # an error without a cause is a refusal that parts cannot avoid: shared state, or values that are not finite
             error, why = failure, why_not(model, failure) if failure.__cause__ is not None else ""
     parts, refused = _in_parts(run, why, observed) if why and not recipe.strict_trace else (None, "")
     if parts is not None:

@@ -24,8 +24,9 @@ class Gptq(Reconstruction):
     """Round the weight of each layer one input at a time; the float weights of the later inputs compensate the error.
 
     Before: linear(x, dequantize(w_int4))    After: linear(x, dequantize(w_int4')), with less error in the output
-    Keeps: the number of scales. Scales per channel are fitted again, scales of blocks follow the order of the inputs
-    where that is better (`scales`). A channel keeps its integers and scales if its error does not become smaller.
+    Keeps: the number of scales. A channel keeps its integers and scales if its error does not become smaller. With
+    `scales`, scales per channel are fitted again, and scales of blocks are chosen when the first input of the block is
+    rounded, if that gives less error.
 
     The error is that of the layer's output on the recorded samples; its Hessian is the Gram matrix of the inputs.
     `Recipe.weight_only` has it for weights of 4 bits or fewer, if there is data. To set its options, or in another
@@ -35,11 +36,12 @@ class Gptq(Reconstruction):
 
     Args:
         samples: number of recorded samples to use.
-        trust: weight of the float weight in the fit where there are few patches, see `Reconstruction`.
-        scales: whether to choose scales of channels and blocks anew as well.
-        damping: what is added to the diagonal of the Hessian, relative to its mean. More damping trusts the data less.
-        max_bits: maximum number of bits of the weights that are chosen; others stay as they are.
-        needs_data: whether missing data is an error; else nothing changes without data.
+        trust: how strongly the fit stays close to the float weight if there are few patches, see `Reconstruction`.
+        scales: whether to choose new scales for channels and blocks, too.
+        damping: number that is added to the diagonal of the Hessian, relative to its mean. More damping trusts the data
+            less.
+        max_bits: maximum number of bits of the weights that are rounded again; weights with more bits stay as they are.
+        needs_data: whether missing data is an error. If not, the pass changes nothing without data.
         ordered: whether to round the inputs with the largest values first, while most others can still compensate.
         trials: whether to try other values of `trust` for each layer, and keep the one whose output error is least on
             patches that it is not fitted to.
@@ -100,7 +102,7 @@ class Gptq(Reconstruction):
     def choose(self, layer: WeightRows, error: OutputError) -> tuple[WeightRows, Tensor]:
         """Grid and integers of a weight, (groups, outputs, inputs), rounded column by column.
 
-        Scales of blocks stay or follow the order, whichever gives a row less error.
+        Scales of blocks stay, or are chosen again in the order of rounding: whichever gives a row less error.
         """
         grid, integers = self._rounded(layer, error, None)
         if layer.block is None or not self.scales:
@@ -193,6 +195,6 @@ def _grid(values: Tensor, weights: Tensor, spec: TensorSpec) -> tuple[Tensor, Te
 _GROUP = 128
 """Number of columns after which the errors are propagated to all later columns, if there are no blocks."""
 _TRUST_FACTORS = 1 / 4, 1.0, 4.0
-"""Factors of `trust` that are tried. No smaller ones: the layers before are fitted to the held-out patches, too."""
+"""Factors of `trust` that are tried. No smaller ones, since earlier layers were fitted to the held-out patches, too."""
 _TRIAL_ROWS = 128
-"""Number of rows of a weight, at most twice as many, on which they are tried."""
+"""Number of rows of a weight on which the factors are tried; up to twice as many, since rows are evenly spaced."""

@@ -1,4 +1,4 @@
-"""Concatenation to a tensor that grows from call to call, such as a key-value cache, in memory reserved ahead."""
+"""Concatenation to a tensor that grows from call to call, such as a key-value cache, without copying it each time."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ class _Reserved:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def is_latest(self, past: Tensor) -> bool:
-        """Whether a tensor is a result in this memory, or the end of one, after which nothing was written."""
+        """Whether a tensor is the latest result in this memory, or the end of it: nothing was written after it."""
         fits = past.dtype is self.dtype and past.stride() == self.strides and _without(past, self.dim) == self.sizes
         fits = fits and _version(past) == self.version
         first, rest = divmod(int(past.storage_offset()), self.strides[self.dim])
         return fits and not rest and first + past.shape[self.dim] == self.used
 
     def claims(self, past: Tensor, count: int) -> bool | None:
-        """Claim memory for `count` entries after `past` if there is room; None if `past` is not the latest result."""
+        """Claim room for `count` entries after `past`. Returns whether there is; None if `past` is not the latest."""
         with self.lock:
             if not self.is_latest(past):
                 return None
@@ -61,13 +61,13 @@ def appended(past: Tensor, new: Tensor, dim: int) -> Tensor:
 
     A result that is passed in again gets memory with room for more entries. Later entries are written into that memory,
     after those of `past`, if `past` is the latest result in it. Otherwise, as for a second continuation of one `past`,
-    both are copied. Results of successive calls therefore share memory: all of them stay right as long as the caller
+    both are copied. Results of successive calls therefore share memory: all of them stay correct as long as the caller
     writes to none of them. They are contiguous only if no axis before `dim` has more than one entry.
 
     Args:
         past: tensor of any shape and dtype.
         new: tensor of the same shape, but for the axis `dim`.
-        dim: the axis.
+        dim: axis to concatenate along.
     """
     if torch.compiler.is_compiling() or _get_tracing_state() is not None or peek_interpreter_stack() is not None:
         return torch.cat([past, new], dim)

@@ -28,7 +28,7 @@ class ContainerType:
         parts: returns the parts of a container by name, and a constant that describes everything else. The parts may be
             containers. Two containers with equal constants and parts of equal structure run the same graph.
         construct: returns a container for such parts and such a constant.
-        update: replaces the parts of an existing container, as a model does that changes its argument.
+        update: replaces the parts of an existing container, for models that change their argument.
     """
 
     parts: Callable[[Any], tuple[Mapping[str, Any], Any]]
@@ -69,14 +69,14 @@ def register_container(
 
 
 def register_container_type(kind: type, container_type: ContainerType) -> None:
-    """Register a class and its subclasses, see `register_container`. `construct` also gets the class, first."""
+    """Register a class and its subclasses, see `register_container`. `construct` gets the class as first argument."""
     _OWN.clear()
     _BASES[kind] = container_type
 
 
 _BASES: dict[type, ContainerType] = {}
 _OWN: weakref.WeakKeyDictionary[type, ContainerType | None] = weakref.WeakKeyDictionary()
-"""Results of `_own_type`, which every call of a model needs for each of its containers."""
+"""Cache of `_own_type`, which every call of a model uses for each of its containers."""
 
 
 def is_registered(value: Any) -> bool:
@@ -170,7 +170,7 @@ class Structure:
 
 
 LeafKind = Callable[[Any], str]
-"""Function that returns "tensor" or "number" for a value that counts as a leaf, such as a value of a trace; else ""."""
+"""Function that returns "tensor" or "number" for further values that are leaves, such as traced ones; "" for others."""
 
 
 def same_constants(first: Any, second: Any) -> bool:
@@ -271,7 +271,7 @@ def _constant_from(data: Any) -> Any:
 
 
 def no_further_leaf(value: Any) -> str:
-    """Leaf kind of values that are no tensors and no numbers: none."""
+    """Default `LeafKind`: only tensors and numbers are leaves."""
     return ""
 
 

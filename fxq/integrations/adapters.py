@@ -1,4 +1,4 @@
-"""Adapters of peft, such as LoRA: they stay in float beside the integer layers that they adapt."""
+"""Adapters of peft, such as LoRA, which stay in float while the layers that they adapt are quantized."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from fxq.recipe.selector import as_selector
 
 
 def with_float_adapters(model: nn.Module, recipe: Recipe) -> Recipe:
-    """Recipe whose first overrides keep the adapters of a model in float. The user's overrides follow, and win.
+    """Recipe whose first overrides keep the adapters of a model in float. The user's overrides have precedence.
 
-    A layer with adapters has the layer that it adapts as `base_layer`, and the names of the others in
-    `adapter_layer_names`, as in peft. Without such layers, the recipe is returned unchanged.
+    As in peft, a layer with adapters has attributes `base_layer`, the layer that it adapts, and `adapter_layer_names`,
+    the names of its adapters. Without such layers, the recipe is returned unchanged.
 
     Args:
         model: the float model.

@@ -39,8 +39,8 @@ _PROMPT, _PAST, _BATCH, _ENCODED = 3, 5, 2, 7
 LINEAR_BLOCK_SIZE = 128
 """Number of values of a row of a linear layer's weight that share a scale, in models that generate.
 
-Their layers read a few values that are far larger than the others, and the errors of all layers add up. The scales add
-1/32 to the size of the integers.
+Rows of these models have outliers, which make the scale of a whole row coarse, and the errors of all layers add up. The
+scales add 1/32 to the size of the integers.
 """
 
 
@@ -109,7 +109,7 @@ def encodes(model: nn.Module) -> bool:
 
 
 def has_example(model: PreTrainedModel) -> bool:
-    """Whether there is an example of the calls of a model that does not generate: it takes tokens or images."""
+    """Whether fxq has an example call of a model that does not generate: the model takes tokens or images."""
     return bool(_call_of(model))
 
 
@@ -123,8 +123,8 @@ def quantize_encoder(
 ) -> Any:
     """Quantize a model of transformers that does not generate, such as BERT or ViT, to a model of its class.
 
-    `fxq.quantize` calls it for such a model if there is neither data nor an example. A call may leave out masks, and
-    have options that change nothing, so that pipelines work.
+    `fxq.quantize` calls it for such a model if there is neither data nor an example. Calls of the result may leave out
+    masks and pass options that change nothing, so that pipelines work.
 
     Args:
         model: the float model. Weights of 16 bits are converted to float32 first.
@@ -166,7 +166,7 @@ def quantize_encoder(
 
 
 def _call_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Call of a model with tokens or images; empty if it takes neither."""
+    """Arguments of an example call with tokens or images; empty if the model takes neither."""
     if model.main_input_name == "input_ids" and hasattr(model.config, "vocab_size"):
         mask = torch.ones(_BATCH, _ENCODED, dtype=torch.long)
         mask[0, -1] = 0
@@ -179,7 +179,7 @@ def _call_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def _in_32_bits(model: PreTrainedModel) -> PreTrainedModel:
-    """The model; a copy with float32 weights if some have 16 bits."""
+    """Return the model, or a copy with float32 weights if some weights have 16 bits."""
     if all(p.dtype is torch.float32 for p in model.parameters() if p.is_floating_point()):
         return model
     return copy.deepcopy(model).float()
@@ -198,11 +198,11 @@ def _head_path(model: PreTrainedModel) -> str:
 
 
 def _with_finer_grids(recipe: Recipe, head: str = "") -> Recipe:
-    """Recipe whose first overrides give more scales to linear layers, and most to the head of a language model.
+    """Recipe whose first overrides give linear layers scales per block, and the head of a language model finer ones.
 
-    Scales per channel become scales per block, since a few outliers of a row then do not make all of it coarser. The
-    errors of the head are those of the logits: it has the grid of an embedding, with 8 bits where the recipe's weights
-    have 4 or fewer. The user's overrides follow, and win.
+    With scales per block, an outlier makes only its block coarser, not the whole row. Rounding errors of the head go
+    straight into the logits, so the head has the grid of an embedding, with 8 bits if the recipe's weights have 4 or
+    fewer. The user's overrides have precedence.
 
     Args:
         recipe: the recipe.
@@ -220,7 +220,7 @@ def _with_finer_grids(recipe: Recipe, head: str = "") -> Recipe:
 
 
 def _encoder_inputs(encoder: nn.Module, batch: Batch) -> dict[str, Any]:
-    """Arguments of a call of the model that its encoder takes."""
+    """Arguments of a call of the whole model that its encoder takes, too."""
     names = inspect.signature(encoder.forward).parameters
     return {name: value for name, value in batch.kwargs.items() if name in names}
 
@@ -231,11 +231,11 @@ def _tokens(model: PreTrainedModel, length: int) -> torch.Tensor:
 
 
 def _encoder_example(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Inputs of the encoder: tokens, or features of sound as Whisper takes them."""
+    """Example inputs of the encoder: tokens, or audio features as Whisper takes them."""
     if model.main_input_name == "input_ids":
         return {"input_ids": _tokens(model, _ENCODED)}
     config: Any = model.config
-    frames = config.max_source_positions * 2  # of which the encoder makes half as many positions
+    frames = config.max_source_positions * 2  # the encoder halves their number
     return {
         model.main_input_name: torch.linspace(-1, 1, _BATCH * config.num_mel_bins * frames)
         .sin()
@@ -244,7 +244,7 @@ def _encoder_example(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def _examples(model: PreTrainedModel) -> tuple[Batch, Batch | None]:
-    """Call with some tokens after some others; for an encoder-decoder, also the first call, which fills the cache."""
+    """Example call with past and new tokens; for an encoder-decoder, also one with an empty cross-attention cache."""
     tokens, name = _tokens(model, _PAST + _PROMPT), cache_name(model)
     config = model.config.get_text_config(decoder=True)
     own = DynamicCache(config=config)
@@ -272,7 +272,7 @@ def _examples(model: PreTrainedModel) -> tuple[Batch, Batch | None]:
 
 
 def _taken(model: PreTrainedModel, call: Mapping[str, Any]) -> Batch:
-    """Call with the arguments that a model takes."""
+    """Batch with those arguments of a call that the forward of a model takes."""
     parameters = inspect.signature(model.forward).parameters
     return Batch((), {name: value for name, value in call.items() if name in parameters})
 
@@ -298,7 +298,7 @@ def _rules_of(model: PreTrainedModel, example: Batch) -> CallRules:
 
 
 def _counts_tokens(model: PreTrainedModel) -> bool:
-    """Whether a decoder numbers its tokens by their count if the caller does not, rather than by the mask."""
+    """Whether a decoder that gets no position_ids counts padding tokens, too, instead of following the mask."""
     tokens = _tokens(model, _PROMPT)
     mask = torch.ones_like(tokens)
     mask[0, 0] = 0

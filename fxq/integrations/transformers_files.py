@@ -39,9 +39,9 @@ class FxqConfig(QuantizationConfigMixin):
     All float weights are loaded, then the model is quantized, as `fxq.quantize` does without data.
 
     Args:
-        recipe: as for `fxq.quantize`.
+        recipe: recipe, or name of a preset, as for `fxq.quantize`.
         options: options of the preset, if the recipe is the name of one: `FxqConfig("weight_only", bits=4)`.
-        rules: rules for calls in the folder of a saved model. Not for users.
+        rules: rules for calls, as config.json of a saved model holds them. Not for users.
         quant_method: "fxq", as in the file.
 
     Raises:
@@ -142,7 +142,7 @@ _HOLDERS = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"
 
 
 def quantize_loaded(model: PreTrainedModel, recipe: Recipe) -> Any:
-    """Quantize a model with examples of the calls that its class takes, to a model of a subclass."""
+    """Quantize a float model with example calls that fxq makes for its class. Returns a model of a subclass."""
     checked: Any = float_model(model)
     return quantize_generator(checked, recipe, None, {}) if generates(checked) else quantize_encoder(checked, recipe)
 

@@ -30,22 +30,34 @@ MODEL_FILE, ENCODER_FILE = "model.fxq.safetensors", "encoder.fxq.safetensors"
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 """Names that forward's argument for the cache has had."""
 _FURTHER_RESULTS = ("output_attentions", "output_hidden_states", "output_router_logits")
-"""Options for further results. If they are set, a call is of another form."""
+"""Options for further results. A call that sets one has a form of its own."""
 
 LayerShape = tuple[tuple[int, int], tuple[int, int]]
-"""Heads and head size of the keys and of the values of a layer."""
+"""Number of heads and head size: of the keys of a layer, and of its values."""
 
 Positions = Callable[[Tensor, int, int], Tensor]
-"""Function of the mask, the number of past tokens and the number of new ones, to the positions of the new ones."""
+"""Function that returns the positions of new tokens for the mask, the number of past tokens and that of new ones."""
 
 
 def count_positions(mask: Tensor, past: int, length: int) -> Tensor:
-    """Positions of new tokens by their number, as int64[1, length]."""
+    """Positions of new tokens, int64[1, length]: the number of all tokens before each, padding included.
+
+    Args:
+        mask: not used.
+        past: number of past tokens.
+        length: number of new tokens.
+    """
     return torch.arange(past, past + length)[None]
 
 
 def mask_positions(mask: Tensor, past: int, length: int) -> Tensor:
-    """Positions of new tokens by the number of tokens before them that are not padding, as int64[batch, length]."""
+    """Positions of new tokens, int64[batch, length]: the number of tokens before each that are not padding.
+
+    Args:
+        mask: int64 or bool[batch, past + length], 0 at padding.
+        past: number of past tokens.
+        length: number of new tokens.
+    """
     return (mask.long().cumsum(-1) - 1).clamp(min=0)[:, past : past + length]
 
 
@@ -60,12 +72,12 @@ def cache_name(model: Any) -> str:
 
 @dataclass(frozen=True)
 class CallRules:
-    """How calls of one model are completed to the form that its graph takes.
+    """Rules that complete the arguments of a call to the form that the graph takes.
 
     Attributes:
         cache: name of the argument for the cache.
-        layers: sizes of each layer of the cache of past tokens.
-        positions: rule for position_ids that the caller does not give: "count" or "mask"; empty if forward takes none.
+        layers: heads and head sizes of each layer of the cache of past tokens.
+        positions: rule for missing position_ids: "count" for all tokens, "mask" without padding; empty if not taken.
         keeps_logits: whether forward takes `logits_to_keep`.
         takes_mask: whether forward takes a mask of the tokens.
         prefix: "decoder_" for an encoder-decoder, whose arguments for tokens have such names.
@@ -149,7 +161,7 @@ class CallRules:
 
 
 class QuantizedPart:
-    """Mixin of a module of transformers that is quantized: a module of a subclass whose forward runs `programs`.
+    """Mixin for quantized modules of transformers: their class is a subclass of the float one, and runs `programs`.
 
     Attributes:
         programs: the quantized module. Its `programs` have ledger, history and graph.
@@ -163,7 +175,7 @@ class QuantizedPart:
 
         Args:
             save_directory: the folder. It is created if it does not exist.
-            options: options of the float model's `save_pretrained`, none of which applies.
+            options: options of the float model's `save_pretrained`, none of which is supported.
 
         Raises:
             InputError: an option is given.
@@ -204,7 +216,7 @@ class QuantizedPart:
 
 
 class QuantizedEncoder(QuantizedPart):
-    """Mixin of a quantized model that does not generate, such as the encoder of an encoder-decoder."""
+    """Mixin for quantized models that do not generate: encoders of encoder-decoders, and models such as BERT."""
 
     def arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Arguments of a call as the graph takes them."""
@@ -227,10 +239,10 @@ class QuantizedEncoder(QuantizedPart):
 
 
 class QuantizedGenerator(QuantizedPart):
-    """Mixin of a quantized decoder or encoder-decoder.
+    """Mixin for quantized decoders and encoder-decoders, which generate.
 
     Attributes:
-        rules: how calls are completed.
+        rules: rules that complete the arguments of a call.
     """
 
     rules: CallRules
@@ -251,7 +263,7 @@ class QuantizedGenerator(QuantizedPart):
         return call, keeps
 
     def _prepare_multimodal_encoder_kwargs_for_generation(self, model_kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Leave images and sounds to forward, which `generate` would otherwise encode before."""
+        """Return the arguments unchanged: forward encodes images and sounds, so `generate` must not."""
         return model_kwargs
 
     def _encode(self, call: dict[str, Any]) -> None:
@@ -308,7 +320,7 @@ def _counted(mask: Any) -> Any:
 
 
 def _drop_unset(call: dict[str, Any]) -> None:
-    """Leave out options for further results that are False."""
+    """Remove options for further results that are False from a call, in place."""
     for option in _FURTHER_RESULTS:
         if call.get(option) is False:
             del call[option]

@@ -30,7 +30,7 @@ _COUNTERS = "cumulative_length"
 
 
 _LAZY = "layer_class_to_replicate"
-"""Class of the layers that a cache makes when they are first used. Caches of a graph have all layers."""
+"""Attribute with the class of layers that a cache adds on first use; left out, as all layers of a graph exist."""
 
 
 def _parts(holder: Any) -> tuple[Mapping[str, Any], Any]:
@@ -46,7 +46,7 @@ def _parts(holder: Any) -> tuple[Mapping[str, Any], Any]:
 
 
 def _untraced(value: Any) -> Any:
-    """Value of a trace itself, if it is neither a tensor nor a number, as the device of a traced tensor is."""
+    """Plain value of a traced one that is neither a tensor nor a number, such as the device of a traced tensor."""
     return value._value if is_value(value) and not isinstance(value._value, (Tensor, int, float)) else value
 
 
@@ -97,9 +97,10 @@ def _attention(
     position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of transformers' interface without branches on sizes.
+    """Attention with the signature of transformers' `AttentionInterface`, without branches on sizes.
 
-    Grouped queries are attended as further rows of their key and value head, so that keys and values are not copied.
+    With a mask, query heads that share a key and value head become further rows of one head, so that keys and values
+    are not repeated.
 
     Args:
         module: the attention layer.
@@ -109,7 +110,7 @@ def _attention(
         attention_mask: bool or float[batch, 1, length, past and new length], or None.
         dropout: not used: models are in eval mode.
         scaling: factor of the scores; None: 1 / sqrt(size).
-        is_causal: whether to mask the future where there is no mask.
+        is_causal: whether to mask later tokens if there is no mask; None: as the module says.
         position_bias: float[1 or batch, heads, length, past and new length] to be added to the scores, or None.
         kwargs: further options of transformers' interface, which do not change the result.
     """
@@ -139,7 +140,7 @@ def _attention(
 
 
 def _mask(*args: Any, **kwargs: Any) -> Any:
-    """Mask of attention, always as a tensor, as `sdpa_mask` makes it for some sizes."""
+    """Attention mask of `sdpa_mask`, but always a tensor, where `sdpa_mask` returns None for some sizes."""
     options = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False, "use_vmap": False}
     return sdpa_mask(*args, **{**kwargs, **options})
 

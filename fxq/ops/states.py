@@ -24,7 +24,7 @@ def append(past: Tensor, new: Tensor, *, dim: int) -> Tensor:
 
 @row(traits=float_only("state"))
 def state_scale(state: Tensor, *, steps: int) -> Tensor:
-    """Scale of each row of a state, float32[..., 1]: that of `QuantizedRows`; of floats, as `choose_scale` computes it.
+    """Scale of each row of a state, float32[..., 1]: stored in `QuantizedRows`, computed by `choose_scale` for floats.
 
     Args:
         state: the state that a model is called with: `QuantizedRows`, or float32[..., N].

@@ -13,7 +13,7 @@ from fxq.errors import InputError
 
 
 class AbsentTensor(Tensor):
-    """Tensor without values that answers shape, dtype and device of a weight, and raises when it is computed with.
+    """Placeholder with the shape, dtype and device of a weight, but no values: an op that reads it raises.
 
     Attributes:
         weight_name: name of the weight in the float model.
@@ -35,7 +35,7 @@ class AbsentTensor(Tensor):
         """Run an op on the weights that `on_read` returns.
 
         Raises:
-            InputError: the weight is gone.
+            InputError: an argument is a placeholder without `on_read`.
         """
         if func is torch.ops.aten.detach.default:  # reads no values
             return args[0]
@@ -72,7 +72,7 @@ def _value(leaf: Any) -> Any:
         return leaf
     if leaf.on_read is None:
         raise InputError(
-            f"{leaf.weight_name} is read, but it belongs to a part that is quantized, which has integers instead: see "
-            "q.qparams(). If Python code needs the values, choose smaller parts: recipe.parts(...)."
+            f"{leaf.weight_name} is read, but it belongs to a part that is quantized, which holds integers instead: "
+            "see q.qparams(). If Python code needs the values, choose smaller parts: recipe.parts(...)."
         )
     return leaf.on_read(leaf.weight_name)

@@ -39,7 +39,10 @@ MAX_RECORDED_CALLS = 8
 MAX_UNTRACED_SHARE = 0.05
 """Share of the multiply-accumulates of a part in modules that cannot be traced, above which it is divided further."""
 MAX_LEAF_SHARE = 0.5
-"""This share of a model that can be traced otherwise. One graph with float leaves is faster than many parts."""
+"""Share of the multiply-accumulates of a model in modules that cannot be traced, above which it is quantized in parts.
+
+Up to this share, one graph with float leaves is faster than many parts.
+"""
 
 
 @dataclass
@@ -47,7 +50,7 @@ class RecordedCalls:
     """Calls of one module during a run of the float model.
 
     Attributes:
-        batches: different calls, with copies of their arguments, by kind.
+        batches: copied arguments of one call of each kind, by kind.
         macs: multiply-accumulates of all calls.
         refused: why the module cannot be replaced by a graph, if its calls show that; otherwise empty.
         state: the module's attributes and buffers at the start of the run.
@@ -150,9 +153,10 @@ def share_of(observed: ObservedModel, paths: Mapping[str, str]) -> float:
 
 
 def why_in_parts(observed: ObservedModel) -> str:
-    """Return why a prepared model is better quantized in parts; empty if it is not.
+    """Return why a prepared model should be quantized in parts; empty if one graph is better.
 
-    It is if modules that cannot be traced have much of the arithmetic, and have submodules that may be parts.
+    Parts are better if more than `MAX_LEAF_SHARE` of the multiply-accumulates are in modules that cannot be traced but
+    have submodules with weights.
     """
     untraced = untraced_modules(observed)
     model = observed.manager.context.model
@@ -165,7 +169,7 @@ def why_in_parts(observed: ObservedModel) -> str:
 
 
 def why_not(model: nn.Module, error: FxqError) -> str:
-    """Return place and reason of a failed trace, without remedies for a model that must be one graph."""
+    """Return where and why a trace failed, without the remedies that apply to a model as one graph."""
     cause = error.__cause__
     if isinstance(error, TraceError) and isinstance(cause, Exception):
         return f"{locate_failure(model, cause).note()}."
@@ -173,7 +177,7 @@ def why_not(model: nn.Module, error: FxqError) -> str:
 
 
 def has_weights(module: nn.Module) -> bool:
-    """Whether a module has matrices or filters, besides embedding tables."""
+    """Whether a module has a parameter with two or more axes, apart from embedding tables."""
     tables = {id(m.weight) for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
     return any(p.dim() >= 2 and id(p) not in tables for p in module.parameters())
 
@@ -194,7 +198,7 @@ class Choice:
 def choose_parts(model: nn.Module, recipe: Recipe, example: Batch, prepare: Prepare) -> Choice:
     """Choose the parts of a model, and prepare them.
 
-    A module that is called and can be traced for all its calls is a part; of other modules, the children are tried.
+    A module becomes a part if it is called and can be traced for all its calls. Otherwise its children are tried.
 
     Args:
         model: the float model.
@@ -247,7 +251,7 @@ def _first_candidates(model: nn.Module, recipe: Recipe) -> dict[str, nn.Module]:
 
 
 def _refused(path: str, module: nn.Module, calls: RecordedCalls, recipe: Recipe) -> str | None:
-    """Reason why a module is no part, empty if it needs none; None if it may be one."""
+    """Reason why a module is no part; empty if it has no arithmetic, so none is reported; None if it may be a part."""
     if is_kept(path, recipe.leaf_modules):
         return "the recipe keeps this module as it is"
     if not calls.batches or not (calls.macs or has_weights(module)):
@@ -262,7 +266,7 @@ def _add_programs(plan: PartPlan, calls: RecordedCalls, prepare: Prepare) -> Non
 
 
 def recipe_of_part(recipe: Recipe, path: str, module: nn.Module) -> Recipe:
-    """Recipe of one part: without globs that name modules outside of it, and without a check of its output alone."""
+    """Recipe of one part: the model's, without leaves outside of the part and without the check of `min_sqnr`."""
     inside = [f"{path}.{name}".rstrip(".") for name, _ in module.named_modules()]
     leaves = tuple(glob for glob in recipe.leaf_modules if any(path_matches(p, glob) for p in inside))
     return replace(recipe, leaf_modules=leaves, part_modules=(), strict_trace=False, min_sqnr=None)
@@ -301,7 +305,11 @@ def recorded_calls(model: nn.Module, example: Batch, modules: Mapping[str, nn.Mo
 
 @contextmanager
 def hooked_run(model: nn.Module) -> Iterator[tuple[list[Any], MacCounter]]:
-    """Context of a run of the float model that is undone, with hooks that are removed, and a counter."""
+    """Context for a run of the float model with hooks. It restores the state of the model and removes the hooks.
+
+    Yields:
+        The list to add hook handles to, and the counter of multiply-accumulates.
+    """
     handles: list[Any] = []
     try:
         with untouched(model), counting_macs() as counter:

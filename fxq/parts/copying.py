@@ -41,8 +41,8 @@ def _not_copiable(model: nn.Module, memo: Mapping[int, Any]) -> dict[int, Any]:
             except Exception as error:
                 if isinstance(value, Iterator):
                     raise InputError(
-                        f"attribute {name!r} of {path or 'the model'} is a {type(value).__name__}, which the quantized "
-                        f"model cannot have of its own: {words_of(error)}. Create it in forward."
+                        f"attribute {name!r} of {path or 'the model'} is a {type(value).__name__}, which cannot be "
+                        f"copied for the quantized model: {words_of(error)}. Create it in forward."
                     ) from error
                 shared[id(value)] = value
     return shared

@@ -17,8 +17,8 @@ class MacCounter(TorchDispatchMode):
     """Counts multiply-accumulates of matrix products, convolutions, attention and recurrent layers.
 
     Attributes:
-        counts: multiply-accumulates by the innermost entry of `stack` at the time.
-        stack: paths of the modules that run.
+        counts: multiply-accumulates by the path of the innermost running module, the last one of `stack`.
+        stack: paths of the running modules, outermost first.
     """
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ _RULES: dict[str, Callable[[Any, Any], int]] = {
 
 @contextmanager
 def counting_macs() -> Iterator[MacCounter]:
-    """Context that counts multiply-accumulates. Fused layers of PyTorch run as single ops, which can be counted."""
+    """Context that counts multiply-accumulates. In it, PyTorch's fused layers run op by op, so that all are counted."""
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:

@@ -126,7 +126,7 @@ class ObservedParts(nn.Module):
         return self
 
     def _resumed(self, path: str | os.PathLike[str], every: float, length: int | None) -> Checkpoint:
-        """Continue from a checkpoint if its file exists."""
+        """Open the checkpoint of a calibration. If its file exists, restore the state of the observers from it."""
         run = self.run
         graphs, run.is_fixed = run.graphs, True
 
@@ -157,7 +157,7 @@ class ObservedParts(nn.Module):
 
 
 class ObservedCalls(nn.Module):
-    """Calls the observed graph of a part that takes the call; traces a further one if none does.
+    """Module that runs the observed graph of a part that fits a call, and traces a further graph if none fits.
 
     Args:
         plan: the part.
@@ -187,7 +187,8 @@ class ObservedCalls(nn.Module):
         if run.is_fixed:
             raise InputError(
                 f"part {plan.path!r} gets a call that it does not get on the example: {batch}. With a checkpoint, all "
-                "its graphs must be traced before: give example_inputs with such a call, or calibrate without."
+                "its graphs must be traced before calibration: give example_inputs with such a call, or calibrate "
+                "without a checkpoint."
             )
         try:
             added: ObservedModel = plan.add_program(copied(batch), run.prepare)

@@ -16,7 +16,7 @@ from fxq.parts.copying import copy_of
 
 
 class Part(nn.Module):
-    """Base class of modules that replace a submodule of the float model; each is also of the submodule's class.
+    """Base class of modules that replace a submodule of the float model. A part is also of that submodule's class.
 
     Attributes and submodules of the float module can be read; its weights are placeholders without values
     (`AbsentTensor`), unless Python code outside of the part reads them.
@@ -161,7 +161,7 @@ class Programs(nn.Module):
 
 
 MAX_KINDS = 256
-"""Kinds of calls for which the graph that takes them is remembered."""
+"""Maximum number of kinds of calls for which the index of the graph is cached."""
 
 
 def kind_of(args: Any, kwargs: Mapping[str, Any]) -> Any:

@@ -28,7 +28,7 @@ from fxq.saved.records import from_plain, to_plain
 
 @dataclass(frozen=True)
 class StoredPart:
-    """Part in a file.
+    """Description of one part in a file.
 
     Attributes:
         path: path of the submodule that it replaces.
@@ -107,8 +107,8 @@ class LoadedParts:
     """Parts that were read from a file.
 
     Attributes:
-        programs: what each part calls, by the path of the submodule.
-        weights: tensors to show for the float weights of the parts, by name.
+        programs: module that each part calls, by the path of the submodule.
+        weights: tensors in place of the float weights of the parts, by name: placeholders or copies.
         ledger, recipe, backend: as in `PartsModel`.
     """
 
@@ -128,7 +128,7 @@ def read_parts(path: str | os.PathLike[str], model: nn.Module) -> LoadedParts:
     container = read_container(Path(path))
     try:
         if PARTS not in container.texts:
-            raise InputError("it holds a whole model, no parts: leave out into.")
+            raise InputError("it holds a whole model, not parts: leave out into.")
         with without_imports():
             about = from_plain(StoredParts, read_json(container.texts[PARTS]))
             _check_float_model(model, about)

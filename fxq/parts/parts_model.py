@@ -27,8 +27,8 @@ from fxq.recipe.recipe import Recipe
 class PartsModel:
     """Model whose parts are quantized, with Python code around them; it is also of the float model's class.
 
-    Methods and attributes of the float model's class have precedence: if it has a `save` of its own, this class's is
-    called as `fxq.results.PartsModel.save(q, path)`.
+    Methods and attributes of the float model's class have precedence. If that class defines `save`, call
+    `fxq.results.PartsModel.save(q, path)`.
 
     Attributes:
         ledger: precision of every op of the parts, and a row for each module whose code stays in Python.
@@ -122,8 +122,8 @@ def with_parts(model: nn.Module, programs: Mapping[str, nn.Module], weights: Map
 
     Args:
         model: the float model; it is not changed.
-        programs: what each part calls, by the path of the submodule.
-        weights: tensor to show for parameters and buffers of these submodules, by name.
+        programs: module that each part calls, by the path of the submodule.
+        weights: tensor in place of each parameter and buffer of these submodules, by name.
     """
     memo: dict[int, Any] = {}
     for path, called in programs.items():
@@ -137,7 +137,7 @@ def with_parts(model: nn.Module, programs: Mapping[str, nn.Module], weights: Map
 
 
 def attach(model: Any, ledger: Ledger, recipe: Recipe, backend: str) -> None:
-    """Set the attributes of a model with parts that its float class does not have."""
+    """Set ledger, recipe and backend of a model in parts, unless its float class has an attribute of that name."""
     attributes = {"ledger": ledger, "recipe": recipe, "backend": backend}
     vars(model).update({f"_fxq_{name}": value for name, value in attributes.items()})
     for name, value in attributes.items():
@@ -163,7 +163,7 @@ def ledger_of_parts(
 
     Args:
         graphs: the quantized graphs, by name.
-        times: number of calls of each graph on the example, as multiples of the call that it was traced from.
+        times: arithmetic of each graph on the example, as a multiple of the call that it was traced from.
         in_python: for each module that stays in Python, the reason, and its multiply-accumulates.
         output_sqnr: dB of the model's output.
     """

@@ -31,7 +31,7 @@ from fxq.workflow.fastest import converted_for_recipe
 from fxq.workflow.observed_model import ObservedModel
 
 MAX_CHECKED_BATCHES = 4
-"""Number of batches on which the outputs of the quantized and the float model are compared."""
+"""Maximum number of batches on which the outputs of the quantized and the float model are compared."""
 
 
 @dataclass
@@ -49,7 +49,7 @@ class PartsRun:
         weights: tensors that parts show for the float weights: placeholders, or copies that Python code reads.
         uncalled: for parts that the copy of the model does not call, the reason.
         checked: first batches of the data, on which the output is checked.
-        is_fixed: whether no further graphs can be added, since the file of a calibration holds the state of each.
+        is_fixed: whether no further graphs can be added, since a checkpoint holds the state of each graph.
     """
 
     model: nn.Module
@@ -82,7 +82,7 @@ class PartsRun:
         return self
 
     def has_parts_in(self, paths: Iterable[str]) -> bool:
-        """Whether a part is inside one of some modules, given by their paths."""
+        """Whether a part is inside one of the modules at these paths."""
         return any(plan.path.startswith(f"{path}.") for plan in self.choice.parts for path in paths)
 
     def _find_reads(self) -> None:
@@ -132,7 +132,7 @@ class PartsRun:
         return [observed for plan in self.choice.parts for observed in plan.programs.values()]
 
     def convert(self, recipe: Recipe | None = None) -> Any:
-        """Convert the parts, and return the quantized model after a check of its output, with one warning.
+        """Convert the parts, check the output, and return the quantized model. One warning sums up all parts.
 
         Args:
             recipe: a recipe other than that of the parts, see `fxq.convert`.
@@ -183,7 +183,7 @@ class PartsRun:
         }
 
     def _times(self, graphs: dict[str, dict[str, QuantizedModel]]) -> dict[str, float]:
-        """Arithmetic of each graph on the example, as multiples of the call that it was traced from."""
+        """Arithmetic of each graph on the example, as a multiple of the call that it was traced from."""
         times: dict[str, float] = {}
         for plan in self.choice.parts:
             own = graphs[plan.path]
@@ -219,7 +219,7 @@ class PartsRun:
         further = f" Warnings of parts: {len(texts)}, the first: {texts[0]}" if texts else ""
         warn(
             f"{type(self.model).__name__} is quantized in {len(graphs)} part{'' if len(graphs) == 1 else 's'}: "
-            f"{_listed(list(graphs))}. The code around stays in Python: {self.why} {ledger.coverage:.1%} of the "
+            f"{_listed(list(graphs))}. The code around them stays in Python: {self.why} {ledger.coverage:.1%} of the "
             f"multiply-accumulates are on integers{weights}; print(q.ledger) shows the rest. recipe.parts(...) chooses "
             f"other parts.{in_float}{low}{further}"
         )
@@ -242,7 +242,7 @@ def _pop(counter: MacCounter, module: Any, args: Any, result: Any) -> None:
 
 
 class FloatCalls(nn.Module):
-    """Calls the float module of a part, and counts the calls.
+    """Module that calls the float module of a part, and counts the calls.
 
     Args:
         plan: the part.
@@ -265,9 +265,9 @@ class FloatCalls(nn.Module):
 
 
 def outputs_sqnr(model: nn.Module, quantized: Any, batches: list[Batch]) -> float | None:
-    """Return dB of a quantized model's outputs against the float model's, the minimum over outputs.
+    """Return the SQNR of a quantized model against its float model, in dB: the minimum over the outputs.
 
-    Outputs whose number or shape depends on values, such as detections, cannot be compared: then it is None.
+    It is None if the number or shapes of outputs depend on values, such as detections, and so cannot be compared.
 
     Args:
         model: the float model.

@@ -13,7 +13,7 @@ from fxq.errors import InputError
 
 @dataclass(frozen=True)
 class CallForm:
-    """Structure of the arguments of a call, by argument. Calls of equal form differ in tensors and numbers only.
+    """Structure of the arguments of a call, by argument. Calls of one form differ only in their tensors and numbers.
 
     Attributes:
         arguments: structure of each argument that is passed and differs from its default, in the order of forward.
@@ -25,7 +25,7 @@ class CallForm:
         return ", ".join(f"{name}={_brief(structure)}" for name, structure in self.arguments)
 
     def differences(self, other: CallForm) -> list[str]:
-        """Arguments in which this form differs from another, with what they are in both, as text."""
+        """Texts on the arguments in which this form differs from another: name, structure here, structure there."""
         own, others = dict(self.arguments), dict(other.arguments)
         names = dict.fromkeys((*own, *others))
         texts = (structure_difference(name, own.get(name), others.get(name)) for name in names)
@@ -52,7 +52,7 @@ _MAX_TEXT = 60
 
 
 def _brief(structure: Structure | None) -> str:
-    """Structure as text; a long one without its parts."""
+    """Structure as text; without its parts if the text were long."""
     if structure is None:
         return "left out"
     text = str(structure)
@@ -61,12 +61,12 @@ def _brief(structure: Structure | None) -> str:
 
 
 def structure_difference(place: str, first: Structure | None, second: Structure | None) -> str:
-    """The first place at which two structures differ, with what each has there, as text; empty if they are equal.
+    """Text on the first place at which two structures differ; empty if they are equal.
 
     Args:
         place: name of the value.
-        first: its structure; None: it is left out.
-        second: structure that it is compared with.
+        first: structure of the value; None: it is left out of the call.
+        second: structure that the first is compared with; None: left out.
     """
     while first is not None and second is not None and first != second:
         if first.cls is not second.cls or [key for key, _ in first.parts] != [key for key, _ in second.parts]:
@@ -115,5 +115,5 @@ def form_of(signature: inspect.Signature, batch: Batch) -> tuple[CallForm, Leave
 
 
 def _is_default(value: Any, default: Any) -> bool:
-    """Whether a plain value other than a number is the default of its argument."""
+    """Whether a value is None, a bool or a string, and equals the default of its argument."""
     return value is default if value is None or isinstance(value, bool) else isinstance(value, str) and value == default

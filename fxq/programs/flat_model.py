@@ -1,4 +1,4 @@
-"""Float model whose forward takes and returns tensors by name, in place of the containers of one form of call."""
+"""Flat model: the float model with a forward that takes and returns tensors by name, in place of containers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fxq.tracing.proxies import is_value
 
 @dataclass(frozen=True)
 class ResultForm:
-    """Structure of what a call gives back: its result, and the arguments that it has changed.
+    """Structure of the outcome of a call: its result, and the arguments that it changed.
 
     Attributes:
         changed: structure of each changed argument after the call.
@@ -108,7 +108,7 @@ def flat_model(
     Raises:
         InputError: the model does not run on the example, or returns a value that is not a tensor, a number or a known
             container.
-        TraceError: in the context `around` it, the model computes something else.
+        TraceError: the model computes other values in the context `around` than outside of it.
     """
     flat = copy.copy(model)
     own = vars(model).get("forward")
@@ -156,7 +156,7 @@ def _outputs(
         call: the forward.
         form: form of the call.
         inputs: tensors and numbers by name.
-        changed_names: arguments that are known to change, also where a trace does not see it, as by `keys.mul_(2)`.
+        changed_names: arguments that are known to change, even if a trace misses the change, as for `keys.mul_(2)`.
     """
     containers: dict[str, Any] = {}
     arguments = form.call_arguments(inputs, containers)
@@ -178,7 +178,7 @@ def _outputs(
 
 
 def _differs(before: Structure, after: Structure, inputs: Leaves, outputs: Leaves, versions: Mapping[str, int]) -> bool:
-    """Whether the parts of a container were replaced or changed in place, or structure was added, by a call."""
+    """Whether a call replaced parts of a container, changed them in place, or changed the structure."""
     if before.kind == after.kind == "leaf":
         was, now = inputs[before.name], outputs[after.name]
         if is_value(was):
@@ -234,10 +234,10 @@ def _is_registered(structure: Structure) -> bool:
 
 
 def flat_batch(form: CallForm, leaves: Leaves) -> Batch:
-    """Batch of a flat model."""
+    """Batch for the flat model of a form: the leaves as keyword arguments."""
     return Batch((), {name: leaves[name] for name in form.leaf_names})
 
 
 def _traced_kind(value: Any) -> str:
-    """Leaf kind of a value of a trace."""
+    """Leaf kind of a traced value, "tensor" or "number"; empty for other values."""
     return ("tensor" if isinstance(value._value, Tensor) else "number") if is_value(value) else ""

@@ -51,7 +51,7 @@ class Program:
 
 
 NewProgram = Callable[[str, CallForm, Leaves], Program]
-"""Function that traces and quantizes a program of a name for calls of a form, with the tensors of such a call."""
+"""Function that traces and quantizes a program, given its name, the form of its calls and the tensors of one call."""
 
 log = logging.getLogger("fxq")
 
@@ -59,14 +59,14 @@ log = logging.getLogger("fxq")
 class QuantizedPrograms(nn.Module):
     """Quantized model that is called as the float model is: with containers such as key-value caches, in several forms.
 
-    A call runs the program of its form. If several programs have that form, as where forward branches on sizes, the one
-    runs whose graph holds for the sizes of the call. The programs share equal weights. With `new_kinds="trace"` in the
-    recipe, a call that fits no program gets one, which is traced from the float model at that call.
+    A call runs the program of its form. Several programs have one form if forward branches on sizes; then the program
+    runs whose graph is valid for the sizes of the call. The programs share equal weights. With `new_kinds="trace"` in
+    the recipe, a call that fits no program is traced from the float model and gets a program of its own.
 
     Attributes:
         signature: signature of the float model's forward.
-        new_program: function that traces a program for a call that fits none; None: such a call is an error. Copies
-            share it, files and pickles do not hold it.
+        new_program: function that traces a program for a call that fits none; None: such a call is an error. Copies of
+            the model share it; files and pickles do not contain it.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class QuantizedPrograms(nn.Module):
         Containers that the float model changes, such as caches, are changed in the same way.
 
         Raises:
-            InputError: no program fits the call. The message names the forms that there are.
+            InputError: no program fits the call. The message lists the forms of all programs.
         """
         form, leaves, containers = form_of(self.signature, Batch(args, kwargs))
         program, outputs = self.run(form, leaves)
@@ -195,7 +195,7 @@ class QuantizedPrograms(nn.Module):
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe that it was quantized with."""
+        """Recipe that the model was quantized with."""
         return next(iter(self.programs.values())).recipe
 
     def qparams(self) -> ByProgram[ModelQParams]:
@@ -208,7 +208,7 @@ class QuantizedPrograms(nn.Module):
         """Write a report page for each program, see `QuantizedModel.report`.
 
         Args:
-            path: the file. With several programs, its name gets that of the program: `report.decode.html`.
+            path: the file. With several programs, each file has the program in its name: `report.decode.html`.
             comparisons: comparison of each program with the float model, by name.
 
         Returns:
@@ -225,7 +225,7 @@ class QuantizedPrograms(nn.Module):
         """Export each program for another runtime, see `QuantizedModel.export`. Inputs and outputs are tensors by name.
 
         Args:
-            path: the file. With several programs, its name gets that of the program: `model.decode.onnx`.
+            path: the file. With several programs, each file has the program in its name: `model.decode.onnx`.
             options: as for `QuantizedModel.export`.
 
         Returns:
@@ -247,14 +247,14 @@ class QuantizedPrograms(nn.Module):
             The path.
 
         Raises:
-            InputError: a file cannot hold a call of a graph or a constant of a container; the message says which.
+            InputError: a graph calls a function, or a container has a constant, that no file can hold; see the message.
             RenderError: the file cannot be written.
         """
         models = {name: (model, model._copied_attributes, model._set_by_user) for name, model in self.programs.items()}
         return save_programs(path, models, self._description())
 
     def _description(self) -> dict[str, Any]:
-        """Calls of the programs as plain data."""
+        """Signature of forward and forms of the programs as plain data, for files."""
         parameters = [
             [p.name, p.kind.name, None if p.default is p.empty else [as_data(_constant(p.default))]]
             for p in self.signature.parameters.values()
@@ -318,7 +318,7 @@ _TRACING = threading.Lock()
 """Held while a program is traced at a call."""
 
 _MANY_PROGRAMS = 8
-"""Number of programs at whose multiples a model warns that it traces more and more."""
+"""Number of programs after which a model warns that calls add programs, again at each multiple."""
 
 
 class ByProgram(dict[str, Value]):
@@ -329,7 +329,7 @@ class ByProgram(dict[str, Value]):
 
 
 def _constant(default: Any) -> Structure:
-    """Structure of a default of forward; None in place of values that are not plain."""
+    """Structure of a default value of forward. Defaults that are not plain values become None."""
     plain = default is None or isinstance(default, (bool, int, float, str))
     return Structure("constant", constant=default if plain else None)
 
@@ -339,7 +339,7 @@ def _structures(data: Any) -> tuple[tuple[str, Structure], ...]:
 
 
 def _size_class(value: Any) -> Any:
-    """Sizes of a leaf, where only 0, 1 and more are told apart: forwards branch on these."""
+    """Sizes of a leaf, each reduced to 0, 1 or 2 (more than 1): forwards branch on these cases."""
     return tuple(min(size, 2) for size in value.shape) if isinstance(value, Tensor) else type(value)
 
 
@@ -375,7 +375,7 @@ def _is_equal(tensor: Tensor, second: Tensor) -> bool:
 
 
 def _fitted_by(model: QuantizedModel) -> list[str]:
-    """Names of the passes that changed a model with data, as by choosing the integers of its weights."""
+    """Names of the passes that changed a model with the help of data, for instance the integers of its weights."""
     readers = {step.name for step in model.recipe.pipeline if step.samples_read}
     return [shot.name for shot in model.history if shot.name in readers and shot.edits]
 

@@ -20,7 +20,7 @@ _ABOUT = frozenset(
         *(Tensor.is_complex, torch.is_complex, Tensor.__len__, Tensor.is_contiguous, Tensor.stride),
     ]
 )
-"""Functions that read no values."""
+"""Functions that read properties of a tensor, such as its shape, and none of its values."""
 _MOVES = frozenset(
     [
         *(Tensor.__getitem__, Tensor.index_select, torch.index_select, Tensor.narrow, torch.narrow, Tensor.select),
@@ -28,7 +28,7 @@ _MOVES = frozenset(
         *(torch.chunk, Tensor.clone, torch.clone, Tensor.detach, Tensor.contiguous, Tensor.to, Tensor.cpu, Tensor.cuda),
     ]
 )
-"""Functions that do to integers, scales and zero points what they do to the tensor, if they move whole rows."""
+"""Functions that run on integers, scales and zero points separately, if the call moves whole rows."""
 
 
 class QuantizedRows(Tensor):
@@ -65,7 +65,7 @@ class QuantizedRows(Tensor):
         return result
 
     def dequantize(self) -> Tensor:
-        """The float values: float32[..., N]."""
+        """Return the float values, float32[..., N]."""
         return self.integers.to(self.scale.dtype).sub_(self.zero_point).mul_(self.scale)
 
     @property

@@ -34,7 +34,7 @@ from fxq.runtime.growing import GrowingKinds, OtherInputsError, has_growing_stat
 from fxq.runtime.stable_kinds import run
 
 MAX_BOUND_KINDS = 16
-"""Input kinds with a bound function, in an LRU cache; the module's `kinds_kept`, if it has one, counts instead."""
+"""Maximum number of input kinds in the LRU cache, unless the module has an attribute `kinds_kept`."""
 
 Kind = tuple[Hashable, ...]
 Forward = Callable[..., Any]
@@ -188,7 +188,7 @@ class Bindings:
             return growing.second(key, cached, gm, args, kwargs, names)
 
     def _check(self, gm: fx.GraphModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Check a call whose inputs have a kind, once for all calls with inputs of these types."""
+        """Check a call, unless a call with inputs of the same types has been checked before."""
         types = (*map(type, args), *((name, type(value)) for name, value in kwargs.items()))
         if types not in self._accepted:
             check_call(gm, args, kwargs)
@@ -394,7 +394,7 @@ class Binder(Runner):
         return name
 
     def _watch_members(self) -> None:
-        """Watch the members of all modules that contain a module or attribute of the graph, for replaced members."""
+        """Watch all modules that contain a module or attribute of the graph, so that replaced members are noticed."""
         paths = {str(n.target) for n in self.graph.nodes if n.op in ("get_attr", "call_module")}
         above = {path.rpartition(".")[0] for path in paths}
         above |= {path[:i] for path in above for i, letter in enumerate(path) if letter == "."} | {""}

@@ -1,6 +1,6 @@
-"""Binding of graphs with states that grow, such as key-value caches: every call has inputs of other kinds.
+"""Binding of graphs with states that grow, such as key-value caches: the kinds of inputs change with every call.
 
-Inputs whose kind changes from call to call are left open: the bound function holds for any kind of them.
+Inputs whose kind changes from call to call are left open: the bound function takes any kind of them.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from fxq.runtime.binding import BoundForward, Kind
 
 CALL_STATE = 5
-"""Entries of a kind before those of the inputs."""
+"""Number of entries of a kind before those of the inputs, such as the number of threads."""
 _OPEN = "open"
 
 
 class OtherInputsError(Exception):
-    """Raised by a bound function if a value has another shape than in the calls that it was bound by."""
+    """Error of a bound function for a value whose shape differs from the calls that the function was bound with."""
 
 
 def has_growing_states(graph: fx.Graph) -> bool:
@@ -33,7 +33,7 @@ def has_growing_states(graph: fx.Graph) -> bool:
 
 
 class GrowingKinds:
-    """LRU cache of bound functions by the kinds of those inputs that are of the same kind as in the call before.
+    """LRU cache of bound functions. The key has the kinds of those inputs whose kind is the same as in the last call.
 
     Args:
         record: runs a graph, and returns its outputs and the kinds of its values.
@@ -91,13 +91,13 @@ class GrowingKinds:
         self._seen.clear()
 
     def limit(self, capacity: int) -> None:
-        """Keep at most so many functions."""
+        """Remove the oldest functions until at most `capacity` are left."""
         while len(self._seen) > capacity:
             self._seen.popitem(last=False)
 
 
 def _open_if_other(entry: Any, last: Any) -> Any:
-    """Entry of a kind; open if the last call's was another. Entries of keyword inputs keep the name."""
+    """Entry of a key: that of the kind, or open if the last call had another. Keyword inputs keep their name."""
     if entry == last:
         return entry
     is_named = isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str)

@@ -1,4 +1,4 @@
-"""Choice of the bits of each weight within a budget of bytes, by what rounding it costs the output."""
+"""Choice of the bits of each weight within a budget, by the noise that rounding it adds to the output."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SPECS: Mapping[str, TensorSpec] = {
 }
 """Specs that are tried for each weight. Fewer than 4 bits take as many bytes as 4, and 5 to 7 as many as 8."""
 _MEASURED = "4 bits, blocks of 64"
-"""Spec for which the model runs; noise with another one follows from the error of the weight."""
+"""Spec with which the model runs. Noise with other specs is estimated from the rounding error of the weight."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,14 @@ class WeightBits:
     """Weight of a model, with the spec that was chosen for it.
 
     Attributes:
-        name: name of its first layer in the graph. path: module path of this layer. op: its ops.
+        name: name of its first layer in the graph.
+        path: module path of this layer.
+        op: ops of this layer.
         spec: name of the chosen spec.
         bits: bits per value, scales and zero points included.
         values: number of values.
-        sqnr: dB of the model's output against the float model's if only this weight were quantized, with 4 bits.
+        sqnr: dB of the model's output against the float model's if only this weight were quantized, with 4 bits in
+            blocks of 64.
         line: line of a recipe that gives it the spec, as Python.
     """
 
@@ -70,7 +73,7 @@ class BitsResult(Rows[WeightBits]):
         recipe: the recipe with these specs, for `fxq.quantize`.
         bits: mean number of bits per value, scales and zero points included.
         budget: largest mean that was allowed.
-        score: dB of the output of the recipe's model with weights rounded to nearest, or the metric.
+        score: dB of the output with the recipe and weights rounded to nearest; with a metric, its value.
         uniform: name of the best spec that fits the budget if all weights have it; empty if none does.
         uniform_score: its score; NaN if there is none.
     """
@@ -134,7 +137,7 @@ class _Weight:
         return recipe
 
     def options(self) -> list[str]:
-        """Specs that no other one beats in both size and noise, from small to large."""
+        """Names of the specs that have less noise than all smaller ones, from small to large."""
         ordered = sorted(self.sizes, key=lambda name: (self.sizes[name], self.noise[name]))
         return [name for i, name in enumerate(ordered) if all(self.noise[name] < self.noise[b] for b in ordered[:i])]
 
@@ -232,7 +235,7 @@ def _add(weights: dict[Any, _Weight], manager: PassManager, node: fx.Node, name:
 
 
 def _error(manager: PassManager, node: fx.Node, real: torch.Tensor) -> float:
-    """Sum of the squared errors of a dequantized weight."""
+    """Sum of the squared errors of a dequantized weight against the float one."""
 
     def value_of(read: fx.Node) -> Any:
         return read_attribute(manager.gm, str(read.target))
@@ -267,7 +270,7 @@ def _measure(
 
 
 def _within(weights: Sequence[_Weight], most: float) -> list[str]:
-    """Names of specs with little noise within a number of bytes: the steps that save the most noise per byte first.
+    """Choose a spec for each weight within a number of bytes, first those that save the most noise per further byte.
 
     Raises:
         InputError: the smallest specs are too large.

@@ -29,6 +29,7 @@ from fxq.workflow.fastest import converted_for_recipe, prepared_for_recipe
 from fxq.workflow.steps import check_model
 
 Around = Callable[[], AbstractContextManager[Any]]
+"""Function that returns the context in which a model is traced."""
 
 
 def needs_programs(model: nn.Module, recipe: Recipe, examples: Sequence[Batch]) -> bool:
@@ -86,7 +87,7 @@ def example_of_one_graph(example_inputs: Any, model: nn.Module) -> tuple[Batch, 
 
 @dataclass
 class _Prepared:
-    """Program before it is converted."""
+    """Observed program, before it is converted."""
 
     name: str
     form: CallForm
@@ -248,7 +249,7 @@ def _all_checksums(model: nn.Module) -> dict[str, int]:
 
 
 def _runs(program: _Prepared, leaves: Leaves) -> bool:
-    """Whether the graph of a prepared program holds for these inputs."""
+    """Whether the graph of a prepared program is valid for these inputs."""
     graph = program.observed.traced.gm
     try:
         with torch.no_grad():

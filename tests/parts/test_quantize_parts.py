@@ -60,7 +60,7 @@ def test_each_is_of_its_own_class_and_on_integers(name, recipe, tmp_path):
 
 def test_the_warning_and_the_ledger_say_what_stays_in_python():
     _, q, _, message = quantized("detector")
-    assert "Detector is quantized in 3 parts: backbone, boxes, scores. The code around stays in Python: " in message
+    assert "Detector is quantized in 3 parts: backbone, boxes, scores. The code around them stays in Python" in message
     assert "int() of a value that depends on the data" in message and "100.0% of the multiply-accumulates" in message
     (row,) = q.ledger.where(op="python")
     assert row.precision == "float" and "int() of a value" in row.reason and row.name == "forward"

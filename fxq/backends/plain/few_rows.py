@@ -15,13 +15,13 @@ from fxq.backends.loops.code.thread_pool import Job, code_address, run_together,
 from fxq.backends.plain.stored_weight import StoredWeight
 
 MAX_ROWS = 16
-"""Rows up to which the loop is used. For more rows, converting the weight first is faster."""
+"""Maximum number of rows for which the loop is used. For more rows, converting the weight first is faster."""
 _CHUNK = 32
 """Bytes of a row of the weight that the loop converts at once. They have one scale."""
 _MIN_PART_BYTES = 1 << 15
-"""Bytes of the weight that are worth another thread."""
+"""Minimum number of bytes of the weight that each thread reads."""
 _PART_UNIT = 16
-"""Columns of the result that a part begins at a multiple of. The loop computes up to four at once."""
+"""Number of columns of the result of which each part starts at a multiple. The loop computes up to four at once."""
 
 
 class FewRowsProduct:
@@ -76,7 +76,7 @@ class FewRowsProduct:
         return out
 
     def __call__(self, x: Tensor) -> Tensor:
-        """float32 (..., K) -> float32 (..., O)."""
+        """Return the product, float32 (..., O), for x, float32 (..., K)."""
         x, (columns, outputs, *_) = x.contiguous(), self._after
         y = torch.empty((*x.shape[:-1], outputs), dtype=torch.float32, device="cpu")
         threads, rows = usable_threads(), x.numel() // columns
@@ -85,7 +85,7 @@ class FewRowsProduct:
         return y
 
     def _run_together(self, threads: int, x: Tensor, y: Tensor, rows: int) -> bool:
-        """Compute y on several threads. Returns False, and computes nothing, if it is too small or they are busy."""
+        """Compute y on several threads. Returns False without computing if y is too small or the threads are busy."""
         if threads not in self._jobs:
             self._jobs[threads] = self._divided(threads)
         job, _, counts = self._jobs[threads]
@@ -93,7 +93,7 @@ class FewRowsProduct:
         return len(counts) > 0 and run_together(job, threads, ctypes.addressof(bases), 0)
 
     def _divided(self, threads: int) -> tuple[Job, Tensor, Tensor]:
-        """Divide the columns of the result among threads: the job, and the memory of its parts and of their number."""
+        """Divide the columns of the result among threads. Returns the job and the tensors that it points to."""
         outputs, row_bytes = self._constants[0].shape
         parts = min(threads, outputs * row_bytes // _MIN_PART_BYTES)
         cuts = [outputs * k // parts // _PART_UNIT * _PART_UNIT for k in range(parts)] + [outputs]

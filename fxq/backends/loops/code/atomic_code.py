@@ -17,7 +17,7 @@ _IS_X86 = platform.machine().lower() in ("x86_64", "amd64", "i386", "i686")
 
 
 def _on_integers(code: Callable[..., Any]) -> Any:
-    """Decorate `code(builder, *arguments)`, which returns an int64, as a Numba function of int64."""
+    """Decorator that turns `code(builder, *arguments)`, which returns an int64, into a Numba function of int64."""
     count = len(inspect.signature(code).parameters) - 1
 
     def typed() -> tuple[Any, Any]:
@@ -56,13 +56,13 @@ def store_release(b, address, value):
 
 @_on_integers
 def add(b, address, value):
-    """Add to a number in one step, with the order of `load_acquire` and of `store_release`. Returns the old number."""
+    """Add to a number atomically, in the order of `load_acquire` and `store_release`. Returns the old number."""
     return b.atomic_rmw("add", _word(b, address), value, "acq_rel")
 
 
 @_on_integers
 def exchange(b, address, expected, value):
-    """Replace a number if it is `expected`, in one step, with the order of `add`. Returns whether it was."""
+    """Replace a number atomically if it is `expected`, in the order of `add`. Returns 1 if it was, else 0."""
     pair = b.cmpxchg(_word(b, address), expected, value, "acq_rel", "monotonic")
     return b.zext(b.extract_value(pair, 1), INT64)
 
@@ -91,7 +91,7 @@ def call_step(b, function, steps, count, bases):
 
 @_on_integers
 def call_plain(b, function):
-    """Call a C function without arguments by its address, and return nothing of it."""
+    """Call a C function without arguments by its address, and ignore its result."""
     kind = ir.FunctionType(ir.IntType(32), [])
     b.call(b.inttoptr(function, kind.as_pointer()), [])
     return number(0)

@@ -16,25 +16,26 @@ CHUNK = 32
 """Bytes of a row of the weight that are converted at once. They have one scale, or two if they hold 4-bit values."""
 
 _TILES_AHEAD = 3
-"""Tiles between the one that fetches memory into the second-level cache and the one that reads it."""
+"""Distance of prefetches: a tile fetches into the second-level cache what is read this many tiles later."""
 
 
 class FewRows(NamedTuple):
-    """Some rows of the input and of the weight, whose products a tile computes.
+    """Operands of one tile: some rows of the input and some rows of the weight.
 
-    In loops, all are int64; in the code here, LLVM values.
+    Fields are int64 in loops and LLVM values in the code here.
 
     Attributes:
-        x: Address of the input as `few_rows_loops._arrange` orders it, float32 (rows, chunks, 32 or 64).
+        x: Address of the input as `_arrange8` or `_arrange4` orders it, float32 (rows, chunks, 32 or 64).
         x_sums: Address of the sums of the input by scale, float32 (rows, scales rounded up to 16).
         weight: Address of the first row of the weight.
         row_bytes: Bytes of a row of the weight. The last chunk ends with the row and may overlap the one before.
         chunks: Number of chunks of a row.
         span: Number of chunks with the same scales. The last span of a row may be shorter.
-        places: Address of int32: bytes from the scales of a row to that of each span; of 4-bit values, two for each.
+        places: Address of int32: bytes from the first scale of a row to that of each span; for 4-bit values, two each.
         scale: Address of the scales of the first row, float32.
         scales: Number of scales of a row.
-        offset: Address of float32 in the shape of the scales: each times a sum of the input is subtracted.
+        offset: Address of the offsets of the first row, float32, one per scale. Each is multiplied by its sum in
+            `x_sums` and subtracted.
         bias: Address of float32 by row of the weight.
         out: Address of the first result.
         out_bytes: Bytes from a result to that of the next row of the input.
@@ -73,10 +74,11 @@ class _Chunk8:
 
 
 class _Chunk4:
-    """Chunk of 64 values of 4 bits: those of the low bits, and those of the high bits, with two scales.
+    """Chunk of 64 values of 4 bits: 32 in the low bits of its bytes, 32 in the high bits, each half with its own scale.
 
-    Two bytes become an integer of 32 bits. Its four values are not shifted: the input is divided by 16**k instead,
-    which is exact. Signed values are stored as unsigned ones with the highest bit flipped, and a zero point of 8.
+    Two bytes become an int32, which holds four values. Value k is masked but not shifted down, so it is 16**k times too
+    large; the input is divided by 16**k instead, which is exact. The highest bit of signed values is flipped, which
+    makes them unsigned with a zero point of 8.
     """
 
     values, halves = 2 * CHUNK, 2
@@ -170,7 +172,7 @@ def _store_results(b: Any, few: Any, totals: Any) -> None:
 
 
 def _start_span(b: Any, chunk: Any, places: Any, span: Any, lines: Sequence[Any], sums: Any) -> list[list[Any]]:
-    """Scales of a span by row of the weight and half. Its sums become 0."""
+    """Load the scales of a span, by row of the weight and half of a chunk, and set the sums of the span to 0."""
     for total in (total for of_rows in sums for of_halves in of_rows for total in of_halves):
         b.store(ir.Constant(FLOATS, None), total)
     indices = [b.add(b.mul(span, number(chunk.halves)), number(half)) for half in range(chunk.halves)]
@@ -201,7 +203,7 @@ def _subtract_offsets(b: Any, few: Any, lines: Sequence[Any], scale_lines: Seque
 
 
 MANY_ROWS, MANY_COLUMNS, SOME_COLUMNS = (4, 4, 2) if HAS_AVX512 else (2, 2, 1)
-"""Rows of the input, and rows of the weight with one and with many rows of the input, of the large tiles."""
+"""Sizes of large tiles: rows of the input; rows of the weight with one row of the input; and with `MANY_ROWS`."""
 _CHUNKS = (_Chunk8(True), _Chunk8(False), _Chunk4(True), _Chunk4(False))
 signed8_row, unsigned8_row, signed4_row, unsigned4_row = (on_addresses(_tile(c, 1, MANY_COLUMNS)) for c in _CHUNKS)
 signed8_one, unsigned8_one, signed4_one, unsigned4_one = (on_addresses(_tile(c, 1, 1)) for c in _CHUNKS)
@@ -211,7 +213,7 @@ signed8_rows, unsigned8_rows, signed4_rows, unsigned4_rows = (
 
 
 def _conversion(signed: bool, shift: int, mask: int) -> Any:
-    """Code that writes blocks of 16 integers as floats: bits of bytes, times a factor plus an offset.
+    """Code that writes blocks of 16 integers as floats: (bits of a byte) * factor + offset.
 
     Arguments of the code: `source`, the address of the bytes; `blocks`, their number; `flip`, bits to flip in each
     byte; `numbers`, the address of float32: factor and offset; `out`, the address of the floats.

@@ -1,4 +1,4 @@
-"""Loop over a low-bit weight: the product with a few rows of floats, which is bound by reading the weight."""
+"""Loops for the product of a few rows of floats with a low-bit weight, which takes as long as reading the weight."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _rows = _by_kind("rows", code.signed8_rows, code.unsigned8_rows, code.signed4_ro
 
 @helper
 def _arrange8(x, columns, out):
-    """Write a row of the input for chunks of 8-bit values.
+    """Write a row of the input in the order of chunks of 8-bit values.
 
     The last chunk of a row may overlap the one before: values that have been multiplied already are 0 there.
     """
@@ -53,7 +53,7 @@ def _arrange8(x, columns, out):
 
 @helper
 def _arrange4(x, columns, row_bytes, out):
-    """Write a row of the input for chunks of 4-bit values (see `few_rows_code._Chunk4`), with 0 as in `_arrange8`."""
+    """Write a row of the input in the order of chunks of 4-bit values, `_Chunk4`; with zeros as in `_arrange8`."""
     done, half = (row_bytes - 1) // CHUNK * CHUNK, CHUNK // 2
     for first in range(0, done, CHUNK):
         for i in range(half):
@@ -72,7 +72,7 @@ def _arrange4(x, columns, row_bytes, out):
 
 @helper
 def _sum_blocks(x, columns, block, factor, lanes, out):
-    """Write `factor` times the sums of blocks of a row of the input. `lanes` is scratch memory, float32 (16,)."""
+    """Write `factor` times the sum of each block of a row of the input. `lanes` is scratch memory, float32 (16,)."""
     out[:] = 0
     for k in range((columns + block - 1) // block):
         lanes[:] = 0
@@ -93,7 +93,7 @@ def _multiply_some(
     x, weight, scale, offset, zero, bias, places, out, kind, rows, columns, outputs, row_bytes, block, scales, span,
     first, end
 ):  # fmt: skip
-    """Compute the columns from `first` to `end` of x @ weight.T + bias. Other arguments as those of `few_rows`."""
+    """Compute the columns from `first` to `end` of x @ weight.T + bias. For other arguments see `few_rows`."""
     chunks, is_packed = (row_bytes + CHUNK - 1) // CHUNK, kind >= SIGNED4
     size, sums = chunks * CHUNK * (2 if is_packed else 1), (scales + LANES - 1) // LANES * LANES
     x = carray(x, (rows, columns))
@@ -133,7 +133,7 @@ def _multiply_some(
 def multiply(
     x, weight, scale, offset, zero, bias, places, out, kind, rows, columns, outputs, row_bytes, block, scales, span
 ):
-    """Compute x @ weight.T + bias. Arguments as those of `few_rows`."""
+    """Compute x @ weight.T + bias, see `few_rows`."""
     _multiply_some(
         x, weight, scale, offset, zero, bias, places, out, kind, rows, columns, outputs, row_bytes, block, scales, span,
         0, outputs,
@@ -146,8 +146,8 @@ def few_rows(
 ):
     """Compute x @ weight.T + bias for a weight (outputs, columns) that is stored in integers.
 
-    A value of the weight is integer * scale - zero * offset. The integers of SIGNED4 count from 8 on, so that none is
-    negative.
+    A value of the weight is integer * scale - zero * offset. Integers of SIGNED4 are read with 8 added, so that none
+    is negative, and zero * offset includes 8 * scale.
 
     Args:
         x: float32 (rows, columns).
@@ -173,8 +173,8 @@ def few_rows(
 
 
 PART_FIELDS = 15
-"""Integers of a part of a product: the arguments of `few_rows` in order, without x, out and rows, then the first column
-and the end of the columns that it computes."""
+"""Number of integers that describe a part of a product: the arguments of `few_rows` in order, without x, out and rows,
+then the first of the columns that it computes, and their end."""
 
 
 @compiled("i64* i i64*")

@@ -1,7 +1,7 @@
 """Loops of the threads that run a program together.
 
-A job is a list of steps, and each step has parts that may run at once. All memory that the threads share is one array
-of int64, the board. Its word TICKET holds the parts of the open step that no thread has taken yet::
+A job (`thread_pool.Job`) is a list of steps, and each step has parts that may run at once. All memory that the threads
+share is one array of int64, the board. Its word TICKET holds the parts of the open step that no thread has taken yet::
 
     TICKET = number of the opening (31 bits) | one bit for each part that is free (32 bits)
 
@@ -15,11 +15,11 @@ Why every thread sees the memory that it reads (acquire and release as in C11):
   exchange that reads this store, or an exchange of it (acquire): the description is visible, and it stays, because the
   step ends only after the part is done.
 * A thread adds 1 to DONE after its part (release). The thread that reads the last number (acquire) sees the results of
-  all parts, and opens the next step with a release: whoever takes a part of it sees these results, too.
-* DONE is set to 0 before the ticket is stored, when all parts of the step before have added their 1, and no part of the
-  next is taken.
-* A thread that has added its 1, and not as the last one, reads nothing of the job any more: it may be finished, its
-  memory freed, and the next one begun.
+  all parts, and opens the next step with a release: a thread that takes a part of it sees these results, too.
+* DONE is set to 0 before the ticket is stored: when all parts of the previous step have added their 1, and no part of
+  the next step is taken.
+* A thread that has added its 1, and was not the last one, reads nothing of the job any more: the job may be finished,
+  its memory freed, and the next job begun.
 * FINISHED is stored (release) after the last step, and the caller waits for it (acquire).
 * An exchange that succeeds takes a free bit of the open step, even if the thread has read the ticket long before: it
   reads nothing of the description before the exchange.
@@ -41,20 +41,20 @@ from fxq.backends.loops.code.compiler import compiled, helper
 from fxq.backends.loops.code.memory_loops import words
 
 MAX_PARTS = 32
-"""Parts of a step at most: bits of the ticket."""
+"""Maximum number of parts of a step: the bits of the ticket."""
 _LINE = 16
-"""Words from one that threads write often to the next: two cache lines, as CPUs fetch pairs of them."""
+"""Distance between words that threads write often, in words: two cache lines, since CPUs fetch pairs of them."""
 TICKET, DONE, FINISHED, JOB, STOP, YIELD, ASLEEP = (k * _LINE for k in range(7))
-"""Words of the board. STOP: not 0 if the threads shall end. YIELD: address of a C function that lets other threads of
+"""Words of the board. STOP: not 0 if the threads must end. YIELD: address of a C function that lets other threads of
 the machine run. ASLEEP: from here on, whether each thread sleeps."""
 STEP, FUNCTION, ROWS, PARTS, COUNT, STEP_BYTES, ROW_BYTES, BASES, BASES_BYTES = (JOB + k for k in range(9))
 """Words of the job: index of the open step; the function that runs a part, `void (row, 1, bases)`; address of the rows
 of all steps and parts; address of the number of parts of each step, int64; number of steps; bytes from a step to the
 next and from a part to the next in the rows; address of the bases of the first part, and bytes to those of the next."""
 _SPINS_PER_YIELD = 1000
-"""Rounds of waiting before other threads of the machine may run, and until the next time."""
+"""Number of rounds of waiting between two yields to other threads of the machine."""
 _SPINS_AWAKE = 4000
-"""Rounds that a thread waits for work before it sleeps."""
+"""Number of rounds that a thread waits for work before it sleeps."""
 
 
 @helper
@@ -67,7 +67,7 @@ def _run(board, step, part):
 
 @helper
 def _open_next(board, step, part):
-    """Open the first step from `step` on that has several parts, and take its part number `part`, or the last one.
+    """Open the first step from `step` on that has several parts, and take its part number `part`, or its last.
 
     Steps of one part are run at once. At the end, the job is finished.
 
@@ -92,7 +92,7 @@ def _open_next(board, step, part):
 
 @helper
 def _take(board, part):
-    """Take the free part number `part`, or another free one. Returns the part, or -1 if none was free."""
+    """Take part number `part` if it is free, else another free one. Returns its number; -1 if this thread got none."""
     ticket = load_acquire(board + 8 * TICKET)
     free = ticket & 0xFFFFFFFF
     if free == 0:
@@ -115,7 +115,7 @@ def _complete(board, part):
 
 @helper
 def _wait(board, spins):
-    """Wait a moment. `spins` counts the moments."""
+    """Wait for one round, and let other threads run now and then. `spins` is the number of rounds so far."""
     pause()
     if spins % _SPINS_PER_YIELD == 0 and words(board)[YIELD] != 0:
         call_plain(words(board)[YIELD])
@@ -125,7 +125,7 @@ def _wait(board, spins):
 def lead(board, function, rows, parts, count, step_bytes, row_bytes, bases, bases_bytes):
     """Run a job together with the threads that `serve` on the board. One thread at a time may lead.
 
-    Further arguments are those of the job.
+    `board` is the address of the board. Other arguments: see `thread_pool.Job` and `thread_pool.ThreadPool.run`.
     """
     job = words(board)
     job[FUNCTION], job[ROWS], job[PARTS], job[COUNT] = function, rows, parts, count
@@ -145,7 +145,7 @@ def lead(board, function, rows, parts, count, step_bytes, row_bytes, bases, base
 
 @compiled("i i")
 def serve(board, index):
-    """Take parts of jobs until there has been none for a while, or until STOP. `index` is the part that it prefers."""
+    """Take parts of jobs until there has been none for a while, or until STOP. The thread prefers part `index`."""
     spins = 0
     while spins < _SPINS_AWAKE and load_acquire(board + 8 * STOP) == 0:
         part = _take(board, index)

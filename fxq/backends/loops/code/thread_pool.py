@@ -1,7 +1,7 @@
 """Pool of threads that run the steps of a program together; see `pool_loops.py`.
 
 The threads are started when a program first needs them. They wait in compiled code, without the GIL, for a fraction of
-a millisecond, and sleep after that. A process that is forked starts threads of its own.
+a millisecond, and sleep after that. A forked process starts its own threads.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from fxq.backends.loops.code.compiler import loops
 
 MAX_THREADS = 32
-"""Threads that run a program at most: `pool_loops.MAX_PARTS`, which cannot be read without Numba."""
+"""Maximum number of threads of a program. It equals `pool_loops.MAX_PARTS`, which cannot be read without Numba."""
 _WORD = 8
 _SECONDS_TO_STOP = 1.0
 """Time that threads have at exit to complete their part."""
@@ -28,7 +28,18 @@ _SECONDS_TO_STOP = 1.0
 
 @dataclass(frozen=True)
 class Job:
-    """Steps with parts that may run at once. All numbers are those of `pool_loops.lead`, whose docstring names them."""
+    """Steps that run in order, each divided into parts that may run at once.
+
+    A row is the array of int64 that describes a part. Memory at the addresses must stay until the job is done.
+
+    Attributes:
+        function: Address of the C function that runs a part, `void (row, 1, bases)`.
+        rows: Address of the rows of all parts of all steps.
+        parts: Address of the number of parts of each step, int64.
+        count: Number of steps.
+        step_bytes: Bytes from the first row of a step to that of the next step.
+        row_bytes: Bytes from the row of a part to that of the next part.
+    """
 
     function: int
     rows: int
@@ -49,7 +60,7 @@ def _yield_address() -> int:
 
 
 class ThreadPool:
-    """Threads that serve one caller at a time.
+    """Threads that run jobs, for one caller at a time.
 
     Args:
         compiled: The module `fxq.backends.loops.code.pool_loops`.
@@ -71,6 +82,12 @@ class ThreadPool:
 
     def run(self, job: Job, threads: int, bases: int, bases_bytes: int) -> bool:
         """Run a job with up to `threads` threads, the calling one included.
+
+        Args:
+            job: The job.
+            threads: Maximum number of threads.
+            bases: Address of the third argument of the job's function, for the first part of each step.
+            bases_bytes: Bytes from there to the argument for the next part; 0 if all parts have the same.
 
         Returns:
             False, and nothing is run, if the pool has another caller or has stopped.
@@ -108,7 +125,7 @@ class ThreadPool:
                 self._bells[index - 1].release()
 
     def _serve(self, index: int, bell: threading.Lock) -> None:
-        """Body of a thread: wait for parts, then for the bell."""
+        """Body of a thread: run parts until there are none for a while, then sleep until `_wake` releases the bell."""
         while not self._words[self._compiled.STOP]:
             self._compiled.serve(self._board, index)
             bell.acquire()
@@ -127,7 +144,7 @@ class ThreadPool:
 
 
 class _ProcessPool:
-    """The pool of this process, once a program has needed one."""
+    """Holder of the pool of this process, which is started when a program first needs it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -144,7 +161,7 @@ class _ProcessPool:
         return self._pool
 
     def forget(self) -> None:
-        """Leave the pool to the parent process, whose threads a fork does not copy."""
+        """Drop the pool in a forked process: its threads exist in the parent process only."""
         self._lock, self._pool = threading.Lock(), None
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
 """Loops over the values of a few tokens: the steps of a decoder between two attentions, and attention to a cache.
 
-A step is a row of integers, see `TokenField`. A place in memory is (base, offset): the number of a base address, and
-bytes from there. Base 0 is the address 0, for offsets that are addresses. Base 1 is the memory of values; those of
-inputs and outputs are next. Sizes and strides count float32 values.
+A step is a row of integers, see `TokenField`. A place in memory is (base, offset): the index of a base address, and the
+distance from it in bytes. Base 0 is the address 0, so that its offsets are addresses. Base 1 is the workspace; inputs
+and outputs follow. Sizes and strides count float32 values.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def run(steps, count, bases):
 
 @helper
 def _hide(scores, mask, stride, keys):
-    """Make the scores of keys minus infinity whose byte of the mask is 0."""
+    """Set the scores of keys to minus infinity if their byte of the mask is 0."""
     for j in range(keys):
         if carray(bytes_(mask + j * stride), 1)[0] == 0:
             scores[j] = -np.inf

@@ -1,4 +1,4 @@
-"""Division of a step among threads: its row becomes several rows, which compute parts of its result.
+"""Division of a step among threads: the row of integers that describes it becomes one row for each part.
 
 A step can be divided along axes, such as its pixels or its blocks of columns. Parts begin where a tile of the whole
 step begins, so that each number is computed by the same code with any number of threads: results are equal bit by bit.
@@ -27,9 +27,9 @@ from fxq.backends.loops.code.step_fields import (
 from fxq.backends.loops.programs.areas import LANES
 
 TAKING_NANOSECONDS = 400.0
-"""Time in which a thread takes a part and reports that it is done. Threads do so one after the other."""
+"""Time for one thread to take a part and to report it done. Threads do this one after the other."""
 _WEIGHT_SPEED, _VALUE_SPEED = 200.0, 6.0
-"""Bytes of a weight, and of values that other threads may have written, that a part reads in a nanosecond."""
+"""Bytes that a part reads in a nanosecond: of a weight, and of values that other threads may have written."""
 _INT_BYTES = 4
 
 
@@ -39,10 +39,10 @@ class Axis:
 
     Attributes:
         field: Position of the axis' size in the row.
-        steps: What to add to further positions for each element that a part begins after.
-        unit: Number of elements that a part begins at a multiple of.
-        nanoseconds: What each part takes longer than its share of the step, since it reads memory that other parts
-            read, too, or that another thread has just written.
+        steps: By position in the row, the amount that is added to it for each element before the part.
+        unit: Number of elements of which each part starts at a multiple.
+        nanoseconds: Time of each part beyond its share of the step, since it reads memory that other parts also read,
+            or that another thread has just written.
     """
 
     field: int
@@ -72,7 +72,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class StepWork:
-    """How long a step takes on one thread, roughly, and the axes along which it can be divided."""
+    """Estimated time of a step on one thread, and the axes along which it can be divided."""
 
     nanoseconds: float
     axes: Sequence[Axis]
@@ -81,11 +81,11 @@ class StepWork:
 def split_row(loops: ModuleType, row: Sequence[int], parts: int) -> list[list[int]]:
     """Rows of up to `parts` parts of a step that may run at once: the row itself if it is too small to be divided.
 
-    The step is divided along one axis, or along two: whichever has the shortest largest part. Of equal ones, parts are
-    far from each other in memory: a CPU fetches lines ahead, and takes those next to its own from other threads.
+    The step is divided along one axis or along two, so that its slowest part takes the least time. Among equal choices,
+    parts are far from each other in memory, since a CPU also prefetches lines next to its own, which other threads use.
     """
     work = next(work for name, work in _WORK.items() if getattr(loops, name) == row[0])(loops, row)
-    parts = min(parts, int(math.sqrt(work.nanoseconds / TAKING_NANOSECONDS)))  # least sum of both times
+    parts = min(parts, int(math.sqrt(work.nanoseconds / TAKING_NANOSECONDS)))  # least sum of computing and taking
     axes = [axis for axis in work.axes if row[axis.field] > axis.unit]
     counts = [{a: n, b: parts // n} for a, b in combinations(axes, 2) for n in range(parts, 0, -1)]
     best = min(counts or [{axis: parts} for axis in axes], key=partial(_time, work, row), default={})
@@ -150,7 +150,7 @@ def _pointwise(loops: ModuleType, row: Sequence[int]) -> StepWork:
     places.append((f.OUT + 1, f.OUT_STRIDES, f.TO_FLOATS))
     axes = _image_axes(f.RUNS, [(place, _strides(row, strides)) for place, strides, _ in places])
     sizes = {place: 4 if row[is_float] else 1 for place, _, is_float in places}
-    if period:  # the loop reads y from its begin for each sample
+    if period:  # the loop reads y from its start for each sample
         sizes[f.Y + 1] = 0
     chunk = loops.CHUNK // period * period if period else loops.CHUNK
     axes.append(Axis(f.RUNS + 3, sizes, chunk))

@@ -1,4 +1,4 @@
-"""Decoders token by token: what they compute between two attentions as one call of a compiled loop.
+"""Programs for single tokens: one compiled call runs all that a decoder computes between two attentions.
 
 A bound graph with states that grow (`fxq/runtime/growing.py`) runs its float ops on a few tokens, and its weight-only
 linear layers, as steps of `fxq/backends/loops/code/token_loops.py`. The graph itself stays as it is.

@@ -15,13 +15,13 @@ from fxq.graph.query import options_of
 from fxq.ops.layers import scaled_dot_product_attention
 
 _MAX_QUERIES = 16
-"""Queries of a head up to which the loop is faster than PyTorch's op."""
+"""Maximum number of queries of a head for which the loop is faster than PyTorch's op."""
 _NO_STRIDES: tuple[int, ...] = (0, 0, 0, 0)
 _STRIDES = ctypes.c_int64 * 13
 
 
 class TokenAttention:
-    """softmax(query @ key.T * scale) @ value, where a mask allows.
+    """Attention of a few queries, softmax(query @ key.T * scale) @ value, with an optional mask.
 
     Args:
         module: the module `fxq.backends.loops.code.token_loops`.
@@ -32,9 +32,13 @@ class TokenAttention:
         self._attend, self._columns, self._scale = module.attend, module.TILE_COLUMNS, scale
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Float32 (N, H, L, D), (N, H, S, D) twice and bool, broadcast to (N, H, L, S) -> float32 (N, H, L, D).
+        """Return float32 (N, H, L, D). PyTorch's op runs calls that the loop does not support.
 
-        What the loop does not support runs in PyTorch's op.
+        Args:
+            query: float32 (N, H, L, D).
+            key: float32 (N, H, S, D).
+            value: float32 (N, H, S, D).
+            mask: bool that broadcasts to (N, H, L, S), True where a query attends to a key; None: to all keys.
         """
         if not self._fits(query, key, value, mask):
             return scaled_dot_product_attention(query, key, value, mask, scale=self._scale)

@@ -25,18 +25,18 @@ from fxq.runtime.growing import GrowingKinds, OtherInputsError
 from fxq.runtime.stable_kinds import may_have_side_effects
 
 _MAX_THREADS = 4
-"""Threads above which PyTorch's ops are as fast as a loop, which runs on one thread."""
+"""Maximum number of threads for which programs are used. With more, PyTorch's ops are as fast as a loop on one."""
 MIN_AGREEMENT_DB = 80.0
-"""Least SQNR of the results of programs against those of the graph, which differ by the order of float32 sums."""
+"""Minimum SQNR of the results of programs against the graph. They differ in the order of float32 sums."""
 _METADATA = ("shape", "device", "dtype", "ndim")
 _PLAIN = (int, bool, float, str, slice, torch.dtype, torch.device, type(None))
 
 RecordedKind = tuple[str, Any]
-"""Shape and dtype of a tensor, or a number or the like; ("", None): of another type."""
+"""Kind of a value: ("tensor", (shape, dtype)), ("plain", value), or ("", None) for other types."""
 
 
 def growing_kinds() -> GrowingKinds:
-    """Bindings of one graph with states that grow."""
+    """Return an empty cache of bindings for one graph with states that grow."""
     return GrowingKinds(_record, _bind)
 
 
@@ -66,14 +66,14 @@ def _bind(
         return value, bound
     warn(
         f"the compiled programs for single tokens differ from the graph of this model: {min(ratios):.1f} dB, at least "
-        f"{MIN_AGREEMENT_DB:.0f} dB were expected. They are not used, so that tokens take longer. Please report the "
+        f"{MIN_AGREEMENT_DB:.0f} dB were expected. They are not used, so tokens take longer. Please report the "
         "model."
     )
     return Binder(gm, batch, names).bound()
 
 
 class _Recorder(Runner):
-    """Runs a graph.
+    """Runner that records the kinds of the values of a graph.
 
     Attributes:
         kinds: kind of the value of each node.
@@ -90,7 +90,7 @@ class _Recorder(Runner):
 
 
 def value_kind(value: Any) -> RecordedKind:
-    """Kind of a value, by which those of two calls are compared."""
+    """Kind of a value. Two calls are compared by the kinds of their values."""
     if type(value) in (Tensor, torch.nn.Parameter):
         return "tensor", (tuple(value.shape), value.dtype)
     if isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(isinstance(v, _PLAIN) for v in value)):
@@ -103,9 +103,9 @@ class _Segment:
     """Ops that become one program.
 
     Attributes:
-        builder: has their steps.
-        lines: their lines.
-        waiting: lines of other ops that read their values.
+        builder: builder with the steps of the ops.
+        lines: lines of these ops in the bound function.
+        waiting: lines of other ops that read values of the segment, so they follow its program.
     """
 
     builder: TokenProgramBuilder
@@ -114,7 +114,7 @@ class _Segment:
 
 
 class TokenBinder(Binder):
-    """Binds a graph, with programs in place of its float ops on few tokens.
+    """Binder that puts programs in place of the float ops on a few tokens.
 
     A value that had the same shape in both calls, and that a program reads, is checked to have it in every call. The
     results of programs are compared with those of the graph, and a call whose values have other shapes runs the graph
@@ -174,7 +174,7 @@ class TokenBinder(Binder):
         return super().body()
 
     def _is_same(self, node: fx.Node, kind: str) -> bool:
-        """Whether a value was of this kind, and alike in both calls."""
+        """Whether a value was of this kind, and the same in both calls."""
         return self.kinds.get(node, ("", None))[0] == kind and self.kinds[node] == self.earlier.get(node)
 
     def _with_programs(self) -> Iterator[BoundLine]:
@@ -211,7 +211,7 @@ class TokenBinder(Binder):
         return is_op or is_kernel or self.kinds.get(node, ("", None))[0] == "plain"
 
     def _is_step(self, node: fx.Node) -> bool:
-        """Whether a program may have a node."""
+        """Whether a node may become part of a program."""
         return self._builder().add(node)
 
     def _builder(self) -> TokenProgramBuilder:

@@ -17,7 +17,7 @@ from fxq.graph.query import argument, op_of, options_of
 from fxq.runtime.growing import OtherInputsError
 
 MAX_VALUES = 1 << 17
-"""Values of a result up to which one thread runs its step: larger ones do not stay in the second-level cache."""
+"""Maximum number of values of a result in a program. Larger results do not stay in the second-level cache."""
 _BINARY = {"add": "ADD", "sub": "SUBTRACT", "mul": "MULTIPLY"}
 _UNARY = {"neg": "NEGATE", "rsqrt": "RSQRT"}
 _CONSTANTS, _WORKSPACE = 0, 1
@@ -27,12 +27,12 @@ Place = tuple[int, int]
 
 
 class TokenProgramBuilder:
-    """Steps for nodes of a graph, whose values have the shapes of an example.
+    """Builder of a program: it turns nodes, whose shapes are fixed, into steps.
 
     Args:
         loops: the module `fxq.backends.loops.code.token_loops`.
         shape_of: shape of a float32 node, which is the same in all calls; None for other nodes.
-        resolved: the value of an option, with numbers in place of nodes; raises `KeyError` if they can change.
+        resolved: value of an option, with numbers in place of nodes; raises `KeyError` if a number can change.
         constant: tensor of a node that is a weight; None for others.
         product: product of a linear layer with a weight in integers; None for other nodes.
     """
@@ -191,7 +191,7 @@ class TokenProgramBuilder:
         return out
 
     def finish(self, outputs: Sequence[fx.Node]) -> TokenProgram | None:
-        """Return the program that computes these values; None if no step can write one as a tensor."""
+        """Return the program that computes these values; None if no step can write one of them as a tensor."""
         shapes: list[tuple[int, ...]] = []
         of_buffer: dict[int, int] = {}  # number of the output that a buffer is
         functions = {out.buffer for code, out, *_ in self._steps if code == self.loops.FUNCTION}
@@ -241,7 +241,7 @@ class TokenProgram:
         inputs: shapes of the inputs.
         outputs: shapes of the outputs.
         size: bytes of memory for values.
-        kept: whatever the steps refer to by address.
+        kept: objects whose memory the steps refer to by address.
     """
 
     def __init__(
@@ -253,7 +253,7 @@ class TokenProgram:
         self._run, self._steps, self._count = loops.run, steps.data_ptr(), len(steps)
 
     def __call__(self, *inputs: Tensor) -> Any:
-        """Return the outputs, one as it is, several as a list.
+        """Return the output, or a list if there are several.
 
         Raises:
             OtherInputsError: an input has another shape or dtype, or needs a gradient.
@@ -276,7 +276,7 @@ def _located(places: Sequence[Place], value: TokenValue) -> Place:
 
 
 def _view(name: str, x: TokenValue, options: Mapping[str, Any], shape: tuple[int, ...]) -> TokenValue | None:
-    """Value of an op that changes the layout; None if it has to move values."""
+    """View that a layout op returns; None if the op has to move values."""
     if name in ("reshape", "unsqueeze"):
         return x.reshaped(shape)
     if name == "transpose":

@@ -1,4 +1,4 @@
-"""`TokenValue`: strided view of float32 values in the memory of a token program, and how ops of layout change it."""
+"""`TokenValue`: strided view of float32 values in the memory of a token program, with the layout ops on it."""
 
 from __future__ import annotations
 
@@ -73,9 +73,9 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def step_axes(shape: Sequence[int], *operands: TokenValue) -> tuple[tuple[int, ...], list[tuple[int, ...]]] | None:
-    """Sizes of three axes that stand for `shape`, and the strides of each operand along them, 0 where it is repeated.
+    """Sizes of three axes in place of those of `shape`, and the strides of each operand along them, 0 where it repeats.
 
-    None if three axes are not enough, or the values of the last one are not side by side.
+    None if three axes are not enough, or if values along the last axis are not side by side.
     """
     sizes, strides = list[int](), [list[int]() for _ in operands]
     for axis in range(-len(shape), 0):
