@@ -27,7 +27,7 @@ _ASSIGNING = ("STORE_GLOBAL", "DELETE_GLOBAL", "STORE_ATTR", "DELETE_ATTR", "STO
 _DYNAMIC = frozenset(
     ("globals", "vars", "setattr", "delattr", "exec", "eval", "__dict__", "__setattr__", "__defaults__")
 )
-_LIBRARIES = ("torch", "fxq", "numpy", "builtins")
+_LIBRARIES = ("torch", "fxq", "numpy", "builtins", "_pytest")  # pytest rewrites asserts of modules in tests
 _ADDING = ("append", "appendleft", "add", "extend", "update", "insert")
 
 
