@@ -132,6 +132,7 @@ def test_a_changed_weight_takes_effect():
 def test_an_op_with_side_effects_keeps_its_place():
     class Counted(Decoder):
         def forward(self, x, cos, sin, keys, values):
+            x = x * 2
             y = self.up(x) * 2
             x.add_(1)  # after its value was read
             z, keys, values = super().forward(x, cos, sin, keys, values)
