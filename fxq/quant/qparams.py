@@ -126,7 +126,7 @@ def _quantize_blocks(
     qmax: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """As `_quantize_tensor`, for grids per block without scales and zero points in the size of `x`."""
+    """Quantize on a grid per block, without scales and zero points in the size of `x`."""
     if axis is None or block is None:
         return _quantize_tensor(x, scale, zero_point, axis, block, qmin, qmax, dtype)
     x = as_float32(x).clone()
@@ -136,7 +136,7 @@ def _quantize_blocks(
 
 
 def _dequantize_blocks(q: Tensor, scale: Tensor, zero_point: Tensor, axis: int | None, block: int | None) -> Tensor:
-    """As `_dequantize_tensor`, for grids per block without scales and zero points in the size of `q`."""
+    """Dequantize from a grid per block, without scales and zero points in the size of `q`."""
     if axis is None or block is None:
         return _dequantize_tensor(q, scale, zero_point, axis, block)
     x = q.to(torch.float32, copy=True)
