@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from fxq.common.containers import Leaves, Structure, as_data, from_data
+from fxq.common.container_data import as_data, from_data
+from fxq.common.containers import Leaves, Structure
 from fxq.common.data import Batch
 from fxq.common.files import as_path
 from fxq.errors import FileError, InputError, warn, words_of

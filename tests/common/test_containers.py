@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from torch.utils import _pytree as pytree
 
 import fxq
+from fxq.common.container_data import as_data, from_data
 from fxq.common.containers import (
     ContainerNames,
-    as_data,
-    from_data,
     put_together,
     register_container,
     taken_apart,
