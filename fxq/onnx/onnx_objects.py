@@ -70,7 +70,7 @@ def _constant(helper: Any, name: str, tensor: Tensor, kind: int) -> Any:
     return helper.make_tensor(name, kind, tensor.shape, values.view(torch.uint8).numpy().tobytes(), raw=True)
 
 
-def _package() -> Any:
+def onnx_package() -> Any:
     try:
         import onnx
         import onnx.helper
@@ -100,7 +100,7 @@ def graph_proto(
     Raises:
         FxqError: onnx is not installed.
     """
-    helper = _package().helper
+    helper = onnx_package().helper
     protos = [
         helper.make_node(n.op_type, n.inputs, n.outputs, n.outputs[0], domain=_domain(n), **n.attributes) for n in nodes
     ]
@@ -117,7 +117,7 @@ THREADS = "threads"
 
 def model_proto(graph: Any, about: Mapping[str, str] | None = None) -> Any:
     """Build the `onnx.ModelProto` of a graph, with metadata."""
-    helper = _package().helper
+    helper = onnx_package().helper
     versions = {"": OPSET, **{node.domain: 1 for node in graph.node if node.domain}}
     opsets = [helper.make_opsetid(domain, version) for domain, version in versions.items()]
     model = helper.make_model(graph, opset_imports=opsets, ir_version=_IR_VERSION, producer_name="fxq")

@@ -1,0 +1,163 @@
+"""Readers of ONNX control flow, constants, non-maximum suppression, and ops that the standard defines by others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxq.onnx.reading.reader import Reader, Sizes, Traced, reads
+from fxq.onnx.writer import refuse
+
+MAX_ITERATIONS = 1000
+"""Largest number of iterations of a loop that is written out in the graph."""
+
+
+@reads("Constant")
+def constant(r: Reader, **attributes: Any) -> Any:
+    name, value = next(iter(attributes.items()))
+    refuse(name in ("value_string", "value_strings", "sparse_value"), "its constant is text or sparse")
+    if isinstance(value, Tensor):
+        return r.constant(r.label, value)
+    return torch.tensor(value, dtype=torch.float32 if "float" in name else torch.int64)
+
+
+def read_body(r: Reader, graph: Any, inputs: dict[str, Any]) -> tuple[Any, ...]:
+    """Read a graph inside of a node, which may use the values outside of it; return its outputs."""
+    outer, label, count = r.values, r.label, r.outputs
+    r.values = {**outer, **inputs}
+    for initializer in graph.initializer:
+        r.values[initializer.name] = r.declare(initializer)
+    r.read_all(graph.node)
+    results = tuple(r.values[output.name] for output in graph.output)
+    r.values, r.label, r.outputs = outer, label, count
+    return results
+
+
+@reads("If")
+def branch(r: Reader, condition: Any, *, then_branch: Any, else_branch: Any) -> Any:
+    refuse(isinstance(condition, Traced), "its condition is computed from data")
+    return read_body(r, then_branch if r.number(condition) else else_branch, {})
+
+
+@reads("Loop")
+def loop(r: Reader, count: Any, condition: Any, *carried: Any, body: Any) -> Any:
+    refuse(isinstance(count, Traced) or count is None, "its number of iterations is computed from data")
+    total = r.number(count)
+    refuse(not isinstance(total, int), "its number of iterations depends on a dynamic size")
+    refuse(total > MAX_ITERATIONS, f"it has more than {MAX_ITERATIONS} iterations")
+    refuse(isinstance(condition, Traced), "its condition is computed from data")
+    names = [value.name for value in body.input]
+    values, collected = list(carried), [[] for _ in range(len(body.output) - 1 - len(carried))]
+    going = condition is None or bool(r.number(condition))
+    for i in range(total):
+        if not going:
+            break
+        inputs = dict(zip(names, [torch.tensor(i), torch.tensor(going), *values], strict=True))
+        again, *results = read_body(r, body, inputs)
+        refuse(isinstance(again, (Traced, Sizes)), "its condition is computed from data")
+        going, values = bool(again), results[: len(carried)]
+        for kept, result in zip(collected, results[len(carried) :], strict=True):
+            kept.append(result)
+    refuse(any(not kept for kept in collected), "it collects the results of no iteration")
+    return (*values, *(r.call(torch.stack, kept) for kept in collected))
+
+
+def suppressed(
+    boxes: Tensor, scores: Tensor, limit: int, iou_threshold: float, score_threshold: float, centers: bool
+) -> Tensor:
+    """Indices (batch, class, box) of the boxes that non-maximum suppression keeps, of shape (N, 3).
+
+    Args:
+        boxes: float[B, N, 4]: two corners, or center, width and height.
+        scores: float[B, C, N].
+        limit: largest number of boxes of a class.
+        iou_threshold: overlap (intersection over union) above which the box with the lower score is dropped.
+        score_threshold: score that a box must exceed.
+        centers: whether boxes are given by their centers.
+    """
+    if centers:
+        center, half = boxes[..., :2], boxes[..., 2:] / 2
+        low, high = center - half, center + half
+    else:
+        first, second = boxes[..., :2], boxes[..., 2:]
+        low, high = torch.minimum(first, second), torch.maximum(first, second)
+    area = (high - low).prod(-1)
+    kept: list[tuple[int, int, int]] = []
+    for b in range(scores.shape[0]):
+        for c in range(scores.shape[1]):
+            order = torch.argsort(scores[b, c], descending=True, stable=True)
+            order = order[scores[b, c][order] > score_threshold]
+            count = 0
+            while order.numel() and count < limit:
+                best, order = order[0], order[1:]
+                kept.append((b, c, int(best)))
+                count += 1
+                common = torch.minimum(high[b, best], high[b, order]) - torch.maximum(low[b, best], low[b, order])
+                shared = common.clamp(min=0).prod(-1)
+                overlap = shared / (area[b, best] + area[b, order] - shared)
+                order = order[~(overlap > iou_threshold)]
+    return torch.tensor(kept, dtype=torch.int64).reshape(-1, 3)
+
+
+torch.fx.wrap("suppressed")
+
+
+@reads("NonMaxSuppression")
+def non_max_suppression(
+    r: Reader,
+    boxes: Any,
+    scores: Any,
+    limit: Any = None,
+    iou: Any = None,
+    score: Any = None,
+    *,
+    center_point_box: int = 0,
+) -> Any:
+    limits = int(r.number(limit)) if limit is not None else 0
+    least = -float("inf") if score is None else r.number(score)
+    overlap = 0.0 if iou is None else r.number(iou)
+    arguments = (boxes, scores, limits, overlap, least, bool(center_point_box))
+    return r.call_of_data(suppressed, *arguments, like=lambda count: (count, 3), dtype=torch.int64)
+
+
+def read_function(r: Reader, node: Any, inputs: Any) -> Any:
+    """Read a node through the body that the ONNX standard defines for its op type; None if it defines none."""
+    import onnx
+    import onnx.defs
+
+    try:
+        schema = onnx.defs.get_schema(node.op_type, r.opset, node.domain)
+    except onnx.defs.SchemaError:
+        return None
+    if schema.has_context_dependent_function or not schema.has_function:
+        return None
+    body = schema.function_body
+    values = dict(zip(body.input, [*inputs, *[None] * (len(body.input) - len(inputs))], strict=True))
+    own = {attribute.name: attribute for attribute in node.attribute}
+    defaults = {name: a.default_value for name, a in schema.attributes.items() if a.default_value.type}
+    nodes = []
+    for inner in body.node:
+        copied = onnx.NodeProto()
+        copied.CopyFrom(inner)
+        kept = []
+        for attribute in inner.attribute:
+            if not attribute.ref_attr_name:
+                kept.append(attribute)
+            elif (given := own.get(attribute.ref_attr_name) or defaults.get(attribute.ref_attr_name)) is not None:
+                named = onnx.AttributeProto()
+                named.CopyFrom(given)
+                named.name = attribute.name
+                kept.append(named)
+        del copied.attribute[:]
+        copied.attribute.extend(kept)
+        copied.name = node.name
+        nodes.append(copied)
+    outer, label, count, opset = r.values, r.label, r.outputs, r.opset
+    r.values = values
+    r.opset = max([entry.version for entry in body.opset_import if entry.domain == ""], default=opset)
+    r.read_all(nodes)
+    results = tuple(r.values.get(name) for name in body.output)
+    r.values, r.label, r.outputs, r.opset = outer, label, count, opset
+    return results

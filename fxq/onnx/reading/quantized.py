@@ -1,0 +1,186 @@
+"""Readers of ONNX ops on integers with a grid: QDQ nodes, QOperator layers and integer products."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxq.onnx.reading.layers import conv, matmul
+from fxq.onnx.reading.model_file import FOUR_BIT, dtype_of_number
+from fxq.onnx.reading.pointwise import cast_to
+from fxq.onnx.reading.reader import Reader, reads
+from fxq.onnx.writer import refuse
+
+
+def _grid(r: Reader, x: Any, scale: Any, zero_point: Any, axis: int, block_size: int) -> tuple[Any, Any]:
+    """Scale and zero point in the shape in which they broadcast against x."""
+    shape = r.shape_of(x)
+    parts = []
+    for part in (scale, zero_point):
+        if part is None or r.like(part).dim() == 0 or (not block_size and r.like(part).numel() == 1):
+            parts.append(part if part is None or r.like(part).dim() == 0 else r.call(torch.reshape, part, ()))
+        elif block_size:
+            parts.append(
+                r.call(torch.narrow, r.call(torch.repeat_interleave, part, block_size, axis), axis, 0, shape[axis])
+            )
+        else:
+            spread = [1] * len(shape)
+            spread[axis] = -1
+            parts.append(r.call(torch.reshape, part, tuple(spread)))
+    return parts[0], parts[1]
+
+
+_BOUNDS = {torch.uint8: (0, 255), torch.int8: (-128, 127), torch.uint16: (0, 65535), torch.int16: (-32768, 32767)}
+
+
+@reads("QuantizeLinear")
+def quantize(
+    r: Reader, x: Any, scale: Any, zero_point: Any = None, *, axis: int = 1, block_size: int = 0, output_dtype: int = 0,
+    saturate: int = 1, **attributes: Any,
+) -> Any:  # fmt: skip
+    dtype = (
+        dtype_of_number(output_dtype)
+        if output_dtype
+        else r.like(zero_point).dtype
+        if zero_point is not None
+        else torch.uint8
+    )
+    four_bit = output_dtype in FOUR_BIT or id(zero_point) in r.four_bit
+    refuse(four_bit, "it quantizes to 4-bit integers")
+    refuse(dtype not in _BOUNDS, f"it quantizes to {dtype}")
+    steps, offset = _grid(r, x, scale, zero_point, axis, block_size)
+    result = r.call(torch.round, r.call(torch.div, x, steps))
+    if offset is not None:
+        result = r.call(torch.add, result, cast_to(r, offset, torch.float32))
+    return cast_to(r, r.call(torch.clamp, result, *_BOUNDS[dtype]), dtype)
+
+
+@reads("DequantizeLinear")
+def dequantize(
+    r: Reader, x: Any, scale: Any, zero_point: Any = None, *, axis: int = 1, block_size: int = 0, **attributes: Any
+) -> Any:
+    steps, offset = _grid(r, x, scale, zero_point, axis, block_size)
+    values = cast_to(r, x, r.like(scale).dtype)
+    if offset is not None:
+        values = r.call(torch.sub, values, cast_to(r, offset, r.like(scale).dtype))
+    result = r.call(torch.mul, values, steps)
+    if isinstance(result, Tensor) and isinstance(x, Tensor):
+        return r.constant(r.names.get(id(x), r.label).removesuffix("_quantized"), result)
+    return result
+
+
+@reads("DynamicQuantizeLinear")
+def dynamic_quantize(r: Reader, x: Any) -> Any:
+    low = r.call(torch.clamp, r.call(torch.amin, x), None, 0.0)
+    high = r.call(torch.clamp, r.call(torch.amax, x), 0.0)
+    scale = r.call(torch.div, r.call(torch.sub, high, low), 255.0)
+    offset = r.call(torch.clamp, r.call(torch.round, r.call(torch.div, r.call(torch.neg, low), scale)), 0, 255)
+    zero_point = cast_to(r, offset, torch.uint8)
+    return quantize(r, x, scale, zero_point), scale, zero_point
+
+
+def _column(r: Reader, value: Any, rank: int) -> Any:
+    return r.call(torch.reshape, value, (-1, *[1] * (rank - 1))) if value is not None and r.like(value).dim() else value
+
+
+def _shifted(r: Reader, x: Any, zero_point: Any) -> Any:
+    whole = cast_to(r, x, torch.float32)
+    return whole if zero_point is None else r.call(torch.sub, whole, cast_to(r, zero_point, torch.float32))
+
+
+@reads("ConvInteger")
+def conv_integer(r: Reader, x: Any, w: Any, x_zero: Any = None, w_zero: Any = None, **attributes: Any) -> Any:
+    weight = _shifted(r, w, _column(r, w_zero, r.like(w).dim()))
+    return cast_to(r, conv(r, _shifted(r, x, x_zero), weight, **attributes), torch.int32)
+
+
+@reads("MatMulInteger")
+def matmul_integer(r: Reader, x: Any, w: Any, x_zero: Any = None, w_zero: Any = None) -> Any:
+    rows = _column(r, x_zero, 2) if x_zero is not None and r.like(x_zero).numel() > 1 else x_zero
+    return cast_to(r, matmul(r, _shifted(r, x, rows), _shifted(r, w, w_zero)), torch.int32)
+
+
+@reads("QLinearConv")
+def qlinear_conv(
+    r: Reader, x: Any, x_scale: Any, x_zero: Any, w: Any, w_scale: Any, w_zero: Any, y_scale: Any, y_zero: Any,
+    bias: Any = None, **attributes: Any,
+) -> Any:  # fmt: skip
+    weight = dequantize(r, w, w_scale, w_zero, axis=0)
+    if bias is not None:
+        bias = r.constant(f"{r.label}.bias", r.call(torch.mul, cast_to(r, bias, torch.float32), x_scale * w_scale))
+    result = conv(r, dequantize(r, x, x_scale, x_zero), weight, bias, **attributes)
+    return quantize(r, result, y_scale, y_zero)
+
+
+@reads("QLinearMatMul")
+def qlinear_matmul(
+    r: Reader, x: Any, x_scale: Any, x_zero: Any, w: Any, w_scale: Any, w_zero: Any, y_scale: Any, y_zero: Any
+) -> Any:
+    axis = r.like(w).dim() - 1
+    product = matmul(r, dequantize(r, x, x_scale, x_zero, axis=0), dequantize(r, w, w_scale, w_zero, axis=axis))
+    return quantize(r, product, y_scale, y_zero)
+
+
+def _qlinear(operator: Any) -> Any:
+    def read(
+        r: Reader,
+        a: Any,
+        a_scale: Any,
+        a_zero: Any,
+        b: Any,
+        b_scale: Any,
+        b_zero: Any,
+        c_scale: Any,
+        c_zero: Any = None,
+    ) -> Any:
+        result = r.call(operator, dequantize(r, a, a_scale, a_zero), dequantize(r, b, b_scale, b_zero))
+        return quantize(r, result, c_scale, c_zero)
+
+    return read
+
+
+reads("QLinearAdd")(_qlinear(torch.add))
+reads("QLinearMul")(_qlinear(torch.mul))
+
+
+@reads("QLinearSigmoid")
+def qlinear_sigmoid(r: Reader, x: Any, x_scale: Any, x_zero: Any, y_scale: Any, y_zero: Any = None) -> Any:
+    return quantize(r, r.call(torch.sigmoid, dequantize(r, x, x_scale, x_zero)), y_scale, y_zero)
+
+
+@reads("QLinearLeakyRelu")
+def qlinear_leaky_relu(
+    r: Reader, x: Any, x_scale: Any, x_zero: Any, y_scale: Any, y_zero: Any = None, *, alpha: float = 0.01
+) -> Any:
+    values = r.call(torch.nn.functional.leaky_relu, dequantize(r, x, x_scale, x_zero), alpha)
+    return quantize(r, values, y_scale, y_zero)
+
+
+@reads("QLinearConcat")
+def qlinear_concat(r: Reader, y_scale: Any, y_zero: Any, *parts: Any, axis: int) -> Any:
+    values = [dequantize(r, *parts[i : i + 3]) for i in range(0, len(parts), 3)]
+    return quantize(r, r.call(torch.cat, values, axis), y_scale, y_zero)
+
+
+@reads("QLinearGlobalAveragePool")
+def qlinear_global_average_pool(
+    r: Reader, x: Any, x_scale: Any, x_zero: Any, y_scale: Any, y_zero: Any, *, channels_last: int = 0
+) -> Any:
+    axes = tuple(range(1, r.like(x).dim() - 1)) if channels_last else tuple(range(2, r.like(x).dim()))
+    return quantize(r, r.call(torch.mean, dequantize(r, x, x_scale, x_zero), axes, True), y_scale, y_zero)
+
+
+@reads("QGemm")
+def qgemm(
+    r: Reader, a: Any, a_scale: Any, a_zero: Any, b: Any, b_scale: Any, b_zero: Any, bias: Any = None,
+    y_scale: Any = None, y_zero: Any = None, *, alpha: float = 1.0, transA: int = 0, transB: int = 0,
+) -> Any:  # fmt: skip
+    x = dequantize(r, a, a_scale, a_zero)
+    weight = dequantize(r, b, b_scale, b_zero, axis=0 if transB else 1)
+    product = matmul(r, r.call(torch.transpose, x, 0, 1) if transA else x, weight.T if transB else weight)
+    if bias is not None:
+        product = r.call(torch.add, product, r.call(torch.mul, cast_to(r, bias, torch.float32), a_scale * b_scale))
+    product = product if alpha == 1 else r.call(torch.mul, product, alpha)
+    return product if y_scale is None else quantize(r, product, y_scale, y_zero)

@@ -1,0 +1,431 @@
+"""Reader of ONNX graphs: builds a `torch.fx` graph node by node, and computes constants while it reads."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, fx, nn
+from torch.func import functional_call
+
+from fxq.errors import FileError, words_of
+from fxq.onnx.onnx_objects import NotInOnnx
+from fxq.onnx.reading.model_file import FOUR_BIT, attributes_of, constant_of
+from fxq.onnx.varying_sizes import VaryingSizes, varies
+from fxq.onnx.writer import refuse
+
+MAX_CONSTANT_BYTES = 2**30
+"""Largest constant, in bytes, that is computed while reading."""
+
+
+@dataclass(frozen=True, eq=False)
+class Traced:
+    """Tensor that the model computes when it runs.
+
+    Attributes:
+        node: node of the `torch.fx` graph.
+        like: tensor of its shape and dtype, without data. Dynamic sizes are symbols.
+    """
+
+    node: fx.Node
+    like: Tensor
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """Shape of the tensor; dynamic sizes are symbols."""
+        return tuple(self.like.shape)
+
+    @property
+    def rank(self) -> int:
+        """Number of axes."""
+        return self.like.dim()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the tensor."""
+        return self.like.dtype
+
+
+@dataclass(frozen=True, eq=False)
+class Sizes:
+    """Small tensor of numbers that are computed from sizes, such as the shape that a Reshape reads.
+
+    Attributes:
+        array: numbers and symbols, as an array of Python objects.
+        dtype: dtype of the tensor in the file.
+    """
+
+    array: np.ndarray
+    dtype: torch.dtype = torch.int64
+
+
+Operand = Traced | Sizes | Tensor
+"""Value of the file while it is read: computed by the model, computed from sizes, or constant."""
+
+Reads = TypeVar("Reads", bound=Callable[..., Any])
+OP_READERS: dict[str, Callable[..., Any]] = {}
+"""Function that reads each ONNX op type: it takes the reader, the inputs in order (None: absent), and attributes."""
+SIZE_READERS: dict[str, Callable[..., Any]] = {}
+"""Function that computes an ONNX op type on sizes: it takes arrays of objects and the attributes."""
+
+
+def reads(*op_types: str) -> Callable[[Reads], Reads]:
+    """Register the decorated function to read nodes of these op types."""
+
+    def register(function: Reads) -> Reads:
+        OP_READERS.update(dict.fromkeys(op_types, function))
+        return function
+
+    return register
+
+
+@dataclass
+class Reader:
+    """Graph that is being built from an ONNX file.
+
+    Attributes:
+        opset: version of ONNX's op set that the file uses.
+        sizes: dynamic sizes of the inputs.
+        root: module that holds the parameters, buffers and layers.
+        graph: the `torch.fx` graph.
+        names: names of the constants of the file, by the id of their tensors.
+        four_bit: ids of the constants of 4-bit integers, which are held in bytes.
+        values: values by their name in the file.
+        label: name of the node that is being read.
+        outputs: number of its outputs.
+    """
+
+    opset: int
+    sizes: VaryingSizes = field(default_factory=VaryingSizes)
+    root: nn.Module = field(default_factory=nn.Module)
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    names: dict[int, str] = field(default_factory=dict)
+    four_bit: set[int] = field(default_factory=set)
+    values: dict[str, Operand | None] = field(default_factory=dict)
+    label: str = ""
+    outputs: int = 1
+    _kept: list[Tensor] = field(default_factory=list)
+    _attributes: dict[int, fx.Node] = field(default_factory=dict)
+    _derived: dict[Any, Tensor] = field(default_factory=dict)
+    _layers: dict[Any, str] = field(default_factory=dict)
+    _size_nodes: dict[Any, fx.Node] = field(default_factory=dict)
+
+    def declare(self, proto: Any) -> Tensor:
+        """Return the constant of an `onnx.TensorProto` of the file."""
+        tensor = self.constant(proto.name, constant_of(proto))
+        if proto.data_type in FOUR_BIT:
+            self.four_bit.add(id(tensor))
+        return tensor
+
+    def constant(self, name: str, tensor: Tensor) -> Tensor:
+        """Declare a constant of the file, so that a weight keeps its name."""
+        self.names[id(tensor)] = name
+        self._kept.append(tensor)  # so that its id stays unique
+        return tensor
+
+    def input(self, name: str, like: Tensor) -> Traced:
+        """Add an input of the model, like a tensor without data."""
+        return self._traced(self.graph.placeholder(identifier(name)), like)
+
+    def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a PyTorch function: compute it if all of its arguments are constants, else add a node.
+
+        Args:
+            function: the function, or the name of a method of its first argument.
+            args: operands, numbers, sizes, and sequences of these.
+            kwargs: further arguments.
+        """
+        computed: Any = (
+            function if callable(function) else lambda x, *rest, **options: getattr(x, function)(*rest, **options)
+        )
+        leaves: list[Any] = []
+        fx.node.map_aggregate((args, kwargs), lambda a: leaves.append(a))
+        if not any(isinstance(leaf, (Traced, Sizes)) or symbolic(leaf) for leaf in leaves):
+            with torch.no_grad():
+                return computed(*args, **kwargs)
+        args, kwargs = fx.node.map_aggregate((args, kwargs), lambda a: self.tensor(a) if isinstance(a, Sizes) else a)
+        likes, options = fx.node.map_aggregate((args, kwargs), _shape_only)
+        with self.sizes.computing(), torch.device("meta"):
+            like = computed(*likes, **options)
+        kind = "call_function" if callable(function) else "call_method"
+        node = self.graph.create_node(
+            kind, function, self._arguments(args), self._arguments(kwargs), identifier(self.label) or None
+        )
+        return self._parts(node, like)
+
+    def call_of_data(
+        self, function: Callable[..., Any], *args: Any, like: Callable[[Any], tuple[Any, ...]], dtype: torch.dtype
+    ) -> Any:
+        """Call a function whose result has a length that depends on values, such as `torch.nonzero`.
+
+        Args:
+            function: the function.
+            args: its arguments.
+            like: returns the shape of the result from its length, which is one of the sizes of the shape.
+            dtype: dtype of the result.
+        """
+        if not any(isinstance(arg, (Traced, Sizes)) for arg in args):
+            return function(*args)
+        node = self.graph.call_function(function, self._arguments(tuple(map(self.tensor, args))))
+        length = self.sizes.axis(f"length of {node.name}", node.name, 0, 7)
+        return self._traced(node, self.sizes.empty(like(length), dtype))
+
+    def derived(self, key: Any, source: Tensor, compute: Callable[[], Tensor]) -> Tensor:
+        """Return a constant that is computed once from a constant of the file and takes its name, such as a transpose.
+
+        Args:
+            key: key of the result in the cache.
+            source: the constant of the file.
+            compute: computes the result.
+        """
+        if key not in self._derived:
+            self._derived[key] = self.constant(self.names.get(id(source), self.label), compute())
+        return self._derived[key]
+
+    def layer(self, key: Any, weight: Tensor, build: Callable[[], nn.Module], *inputs: Any) -> Any:
+        """Call a layer of the model, which is built once for each `key`.
+
+        The layer is named after its weight: `a.conv` for a weight `a.conv.weight`; else after the node.
+
+        Args:
+            key: attributes of the layer.
+            weight: its weight in the file.
+            build: returns the layer.
+            inputs: its inputs.
+        """
+        key = (id(weight), *key)
+        if key not in self._layers:
+            name = self.names.get(id(weight), "")
+            path = name.removesuffix(".weight") if name.endswith(".weight") else self.label
+            self._layers[key] = self._added(path or "layer", build().eval())
+        path = self._layers[key]
+        module = self.root.get_submodule(path)
+        likes = fx.node.map_aggregate(inputs, _shape_only)
+        with self.sizes.computing(), torch.device("meta"):
+            like = functional_call(module, {name: _shape_only(p) for name, p in _tensors_of(module)}, likes)
+        node = self.graph.call_module(path, self._arguments(inputs))
+        return self._parts(node, like)
+
+    def _parts(self, node: fx.Node, like: Any) -> Any:
+        """Values of a node's results, which may be nested tuples."""
+        if isinstance(like, Tensor):
+            return self._traced(node, like)
+        return tuple(
+            self._parts(self.graph.call_function(operator.getitem, (node, i)), part) for i, part in enumerate(like)
+        )
+
+    def tensor(self, value: Any) -> Any:
+        """Return sizes as a tensor that the model computes; other operands are returned unchanged."""
+        if not isinstance(value, Sizes):
+            return value
+        entries = list(value.array.flat)
+        if not any(map(symbolic, entries)):
+            return torch.tensor(entries, dtype=value.dtype).reshape(value.array.shape)
+        scalars = [self.call(torch.full, (), entry, dtype=value.dtype) for entry in entries]
+        if value.array.ndim == 0:
+            return scalars[0]
+        stacked = self.call(torch.stack, scalars)
+        return stacked if value.array.ndim == 1 else self.call(torch.reshape, stacked, value.array.shape)
+
+    def like(self, value: Any) -> Any:
+        """Tensor of the shape and dtype of an operand, without data unless it is constant."""
+        value = self.tensor(value)
+        return value.like if isinstance(value, Traced) else value
+
+    def shape_of(self, value: Operand) -> tuple[Any, ...]:
+        """Shape of an operand. Symbols of a traced tensor's sizes are bound to this tensor."""
+        if isinstance(value, Sizes):
+            return value.array.shape
+        if isinstance(value, Traced):
+            for axis, size in enumerate(value.shape):
+                if varies(size):
+                    self._bind(size.node.expr, value.node, axis)
+        return tuple(value.shape)
+
+    def _bind(self, expression: Any, node: fx.Node, axis: int) -> None:
+        if expression not in self._size_nodes:
+            self._size_nodes[expression] = self.graph.call_method("size", (node, axis))
+
+    def ints(self, value: Any) -> list[Any]:
+        """Numbers of a 0-d or 1-d operand: integers, and symbols of dynamic sizes."""
+        refuse(isinstance(value, Traced), "its sizes or axes are computed from data")
+        if isinstance(value, Sizes):
+            return list(value.array.flat)
+        return [int(v) for v in value.flatten().tolist()] if isinstance(value, Tensor) else list(value)
+
+    def number(self, value: Any) -> Any:
+        """Number of a constant with one entry, or of sizes with one entry."""
+        refuse(isinstance(value, Traced), "one of its parameters is computed from data")
+        return (
+            value.array.reshape(-1)[0]
+            if isinstance(value, Sizes)
+            else value.item()
+            if isinstance(value, Tensor)
+            else value
+        )
+
+    def _traced(self, node: fx.Node, like: Tensor) -> Traced:
+        for axis, size in enumerate(like.shape):
+            if varies(size) and size.node.expr.is_Symbol and size.node.expr not in self._size_nodes:
+                self._bind(size.node.expr, node, axis)
+        return Traced(node, like)
+
+    def _arguments(self, arguments: Any) -> Any:
+        return fx.node.map_aggregate(arguments, self._argument)
+
+    def _argument(self, argument: Any) -> Any:
+        if isinstance(argument, Traced):
+            return argument.node
+        if isinstance(argument, Tensor):
+            return self._attribute(argument)
+        return self.size_node(argument) if symbolic(argument) else argument
+
+    def node_of(self, value: Operand) -> fx.Node:
+        """Node of the graph that computes an operand."""
+        node: fx.Node = self._argument(self.tensor(value))
+        return node
+
+    def size_node(self, size: Any) -> fx.Node:
+        """Node that computes a dynamic size."""
+        from torch.utils._sympy.interp import sympy_interp
+        from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+        expression = size.node.expr
+        if expression not in self._size_nodes:
+            proxies = {s: fx.Proxy(n, fx.proxy.GraphAppendingTracer(self.graph)) for s, n in self._size_nodes.items()}
+            unbound = [s for s in expression.free_symbols if s not in proxies]
+            refuse(unbound, f"fxq cannot compute its size {expression}")
+            self._size_nodes[expression] = sympy_interp(PythonReferenceAnalysis, proxies, expression).node
+        return self._size_nodes[expression]
+
+    def _attribute(self, tensor: Tensor) -> fx.Node:
+        """Node of a constant. Floats with axes are parameters, other tensors buffers."""
+        if id(tensor) not in self._attributes:
+            trains = tensor.is_floating_point() and tensor.dim() > 0 and id(tensor) in self.names
+            held = nn.Parameter(tensor, requires_grad=True) if trains else tensor
+            self._kept.append(tensor)
+            path = self._added(self.names.get(id(tensor), f"{self.label}.constant"), held)
+            self._attributes[id(tensor)] = self.graph.get_attr(path)
+        return self._attributes[id(tensor)]
+
+    def _added(self, name: str, item: nn.Module | Tensor) -> str:
+        """Add a module, parameter or buffer to the root under a name of the file; return its path."""
+        *parents, last = [part for part in re.split(r"[./]", name) if part] or ["constant"]
+        owner, path = self.root, []
+        for part in map(_attribute_name, parents):
+            child = owner._modules.get(part)
+            if child is None or type(child) is not nn.Module:
+                part = _free(owner, part)
+                owner.add_module(part, nn.Module())
+            owner = owner.get_submodule(part)
+            path.append(part)
+        last = _free(owner, _attribute_name(last))
+        if isinstance(item, nn.Module):
+            owner.add_module(last, item)
+        elif isinstance(item, nn.Parameter):
+            owner.register_parameter(last, item)
+        else:
+            owner.register_buffer(last, item)
+        return ".".join([*path, last])
+
+    def read(self, node: Any) -> None:
+        """Read a node of the file, and record its outputs in `values`.
+
+        Raises:
+            FileError: the node cannot be read; the message names it and says why.
+        """
+        self.label = node.name or next(filter(None, node.output), node.op_type)
+        self.outputs = len(node.output)
+        inputs = [self.values[name] if name else None for name in node.input]
+        try:
+            attributes = attributes_of(node)
+            results = self._read(node, inputs, attributes)
+        except FileError:
+            raise
+        except Exception as error:
+            reason = str(error) if isinstance(error, NotInOnnx) else f"{type(error).__name__}: {words_of(error)}"
+            raise FileError(f"node {self.label!r} ({node.op_type}) cannot be read: {reason}") from error
+        results = results if isinstance(results, tuple) else (results,)
+        for name, result in zip(node.output, results, strict=False):
+            self.values[name] = result
+        missing = [name for name in node.output[len(results) :] if name]
+        if missing:
+            raise FileError(
+                f"node {self.label!r} ({node.op_type}) cannot be read: its output {missing[0]!r} is not supported"
+            )
+
+    def _read(self, node: Any, inputs: Sequence[Any], attributes: Mapping[str, Any]) -> Any:
+        from fxq.onnx.reading.control import read_function
+
+        on_sizes = SIZE_READERS.get(node.op_type) if node.domain in ("", "ai.onnx") else None
+        if on_sizes is not None and any(isinstance(v, Sizes) for v in inputs):
+            arrays = [_as_sizes(value) for value in inputs]
+            if all(array is not None or value is None for array, value in zip(arrays, inputs, strict=True)):
+                result = on_sizes(*arrays, **attributes)
+                if result is not None:
+                    return result
+        if node.op_type in OP_READERS:
+            result = OP_READERS[node.op_type](self, *inputs, **attributes)
+        else:
+            result = read_function(self, node, inputs)
+            refuse(result is None, "fxq has no reader for this op type")
+        for part in result if isinstance(result, tuple) else (result,):
+            too_large = isinstance(part, Tensor) and part.numel() * part.element_size() > MAX_CONSTANT_BYTES
+            refuse(too_large, "it computes a constant of more than 1 GiB")
+        return result
+
+    def read_all(self, nodes: Iterable[Any]) -> None:
+        """Read nodes in the order of the file."""
+        for node in nodes:
+            self.read(node)
+
+
+def _tensors_of(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    return chain(module.named_parameters(), module.named_buffers())
+
+
+def _shape_only(argument: Any) -> Any:
+    """Argument of a computation of shapes: tensors without data, all on one device."""
+    if isinstance(argument, Traced):
+        return argument.like
+    return argument.to("meta") if isinstance(argument, Tensor) else argument
+
+
+def symbolic(value: Any) -> bool:
+    """Whether a number is an expression of dynamic sizes."""
+    if isinstance(value, (torch.SymFloat, torch.SymBool)):
+        return not value.node.expr.is_number
+    return varies(value)
+
+
+def _as_sizes(value: Any) -> Sizes | None:
+    """Operand as sizes; None if it is traced, absent, or a large constant."""
+    if isinstance(value, Tensor) and value.numel() <= 1024:
+        array = np.empty(tuple(value.shape), dtype=object)
+        array.reshape(-1)[:] = value.flatten().tolist()
+        return Sizes(array, value.dtype)
+    return value if isinstance(value, Sizes) else None
+
+
+def identifier(name: str) -> str:
+    """Name of the file as a Python identifier."""
+    return re.sub(r"\W+", "_", name).strip("_")
+
+
+def _attribute_name(part: str) -> str:
+    return re.sub(r"\W+", "_", part) or "_"
+
+
+def _free(owner: nn.Module, name: str) -> str:
+    """Return the name, with a number appended if the module has an attribute of this name."""
+    count, free = 0, name
+    while hasattr(owner, free):
+        count += 1
+        free = f"{name}_{count}"
+    return free
