@@ -41,8 +41,8 @@ def quantize(
     """Quantize a float model: trace, calibrate on `data`, convert, lower, verify. The float model is not changed.
 
     Args:
-        model: a float `nn.Module` in eval mode, or an `ExportedProgram` of one (`torch.export.export`). Wrappers of
-            data parallelism and `torch.compile` are removed.
+        model: a float `nn.Module` in eval mode, an `ExportedProgram` of one (`torch.export.export`), or the path of an
+            ONNX file, see `read_onnx`. Wrappers of data parallelism and `torch.compile` are removed.
         recipe: a `Recipe`, the name of a preset ("static", "dynamic", "weight_only"), a dict, or a path to a .toml
             file.
         data: calibration batches. Each is a tensor, a tuple or list of positional inputs, or a dict of keyword inputs.

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import fxq
-from fxq.common.file_kinds import no_module
+from fxq.common.file_kinds import is_onnx, no_module
 from fxq.common.files import check_writable
 from fxq.common.source import imported
 from fxq.errors import FxqError, FxqWarning, InputError, unknown, words_of
@@ -101,7 +101,7 @@ def quantize(
     report: Path | None,
     as_json: bool,
 ) -> None:
-    """Quantize MODEL, given as package.module:name of an nn.Module, or of a function that returns one."""
+    """Quantize MODEL: an ONNX file, or package.module:name of an nn.Module or of a function that returns one."""
     exported = _check_output(output)
     if report is not None:
         check_writable(report)
@@ -117,7 +117,10 @@ def quantize(
     chosen = chosen if backend is None else chosen.with_backend(backend)
     chosen = chosen if optimize is None else chosen.with_optimize(optimize)
     sys.path.insert(0, os.getcwd())
-    module = _called(model, "model", lambda value: not isinstance(value, nn.Module))
+    if is_onnx(model):
+        module = fxq.read_onnx(model)
+    else:
+        module = _called(model, "model", lambda value: not isinstance(value, nn.Module))
     if not isinstance(module, nn.Module):
         raise InputError(f"{model} is a {type(module).__name__}, not an nn.Module or a function that returns one.")
     if weights is not None:

@@ -18,6 +18,7 @@ from fxq.errors import (
     RenderError,
     TraceError,
 )
+from fxq.onnx.reading.read_onnx import read_onnx
 from fxq.picture.diff import diff
 from fxq.quant.spec import FLOAT, QuantConfig, TensorSpec
 from fxq.recipe.pass_base import Pass
@@ -58,6 +59,7 @@ __all__ = [
     "merge_calibrations",
     "prepare",
     "quantize",
+    "read_onnx",
     "results",
     "search",
     "sensitivity",

@@ -197,10 +197,13 @@ def test_what_an_export_needs_is_looked_at_first(run, monkeypatch):
     assert "openvino is not installed: pip install fxq[openvino]" in result.stderr and result.exit_code == 1
 
 
-def test_a_model_is_no_file(run, tmp_path):
+def test_a_model_may_be_an_onnx_file(run, tmp_path):
     (tmp_path / "m.onnx").write_bytes(b"")
     result = run("quantize", "m.onnx", "--data", "commanded:batches", "-o", "m.fxq")
-    assert "the model is the path of an ONNX model, but fxq takes an nn.Module" in result.stderr
+    assert result.exit_code == 1 and "m.onnx: the ONNX model is invalid" in result.stderr
+    assert run("quantize", "commanded:make", "--data", "commanded:batches", "-o", "m.onnx").exit_code == 0
+    assert run("quantize", "m.onnx", "--data", "commanded:batches", "-o", "m.fxq").exit_code == 0
+    assert fxq.load(tmp_path / "m.fxq").ledger
 
 
 def test_options_in_place_of_the_recipe_s(run, recipe, tmp_path):

@@ -7,10 +7,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-_ONNX = (
-    "an ONNX model",
-    'convert it to a module: `pip install onnx2torch`, then `onnx2torch.convert("m.onnx").eval()`',
-)
+_ONNX = ("an ONNX model", "read it with fxq.read_onnx, or give it a name that ends in .onnx")
 _ZIPS = {
     "/code/": ("a TorchScript program", "it has no Python code to trace: pass the nn.Module that it was scripted from"),
     "/models/model.json": ("a program of torch.export", 'pass the program itself: `torch.export.load("m.pt2")`'),
@@ -44,14 +41,16 @@ def kind_of(path: Path) -> tuple[str, str]:
     return next((about for start, about in _FIRST.items() if first.startswith(start)), ("", ""))
 
 
+def is_onnx(value: Any) -> bool:
+    """Whether a model is an ONNX model: a path that ends in .onnx, or a `ModelProto`."""
+    if isinstance(value, (str, os.PathLike)):
+        return Path(value).suffix == ".onnx"
+    return type(value).__name__ == "ModelProto"
+
+
 def no_module(value: Any) -> str:
-    """Error message for a model that is a path or an object of another library; empty if it is not recognized."""
-    if type(value).__name__ == "ModelProto":
-        kind, how = _ONNX
-        return f"the model is {kind}, but fxq takes an nn.Module: {how}."
+    """Error message for a model that is the path of a file; empty if its format is not recognized."""
     if not isinstance(value, (str, os.PathLike)):
         return ""
     kind, how = kind_of(Path(value))
-    if Path(value).suffix == ".onnx":
-        kind, how = _ONNX
     return f"the model is the path of {kind}, but fxq takes an nn.Module: {how}." if kind else ""

@@ -10,21 +10,28 @@ from typing import Any
 from torch import nn
 
 from fxq.common.data import device_of
+from fxq.common.file_kinds import is_onnx
 from fxq.errors import InputError
 from fxq.model import QuantizedModel
+from fxq.onnx.reading.read_onnx import read_onnx
 from fxq.tracing.wrappers import unwrapped
 from fxq.workflow.steps import check_model
 
 
 def float_model(model: Any) -> nn.Module:
-    """Return a model to quantize, without its wrappers; for an exported program, a module that runs it.
+    """Return a model to quantize, without its wrappers; for an exported program or ONNX file, a module that runs it.
 
     Raises:
         InputError: the model cannot be quantized.
     """
-    inside: nn.Module = unwrapped(model)
+    inside: nn.Module = _module_of(model)
     check_model(inside)
     return inside
+
+
+def _module_of(model: Any) -> Any:
+    """Model without its wrappers; the float model of an ONNX file."""
+    return read_onnx(model) if is_onnx(model) else unwrapped(model)
 
 
 def trainable_model(model: Any) -> nn.Module:
@@ -33,7 +40,7 @@ def trainable_model(model: Any) -> nn.Module:
     Raises:
         InputError: it is no module.
     """
-    inside = unwrapped(model)
+    inside = _module_of(model)
     if not isinstance(inside, nn.Module):
         raise InputError(f"model is a {type(inside).__name__}, not an nn.Module. (A function? Wrap it in a module.)")
     return inside
@@ -45,7 +52,7 @@ def compared_model(a: Any, b: Any) -> nn.Module:
     Raises:
         InputError: `fxq.compare` cannot compare the two.
     """
-    inside: nn.Module = unwrapped(a)
+    inside: nn.Module = _module_of(a)
     if not isinstance(b, QuantizedModel):
         hint = " (a is: fxq.compare(float_model, quantized_model, data))" if isinstance(inside, QuantizedModel) else ""
         raise InputError(f"b is a {type(b).__name__}, not a quantized model{hint}.")

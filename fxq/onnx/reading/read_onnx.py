@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import fx
 
-import fxq.onnx.reading.control
-import fxq.onnx.reading.layers
-import fxq.onnx.reading.movement
-import fxq.onnx.reading.pointwise
-import fxq.onnx.reading.quantized
-import fxq.onnx.reading.reductions
-import fxq.onnx.reading.resampling
-import fxq.onnx.reading.sizes  # noqa: F401  (registers the functions that read the ops)
+import fxq.onnx.reading.control_readers
+import fxq.onnx.reading.layer_readers
+import fxq.onnx.reading.movement_readers
+import fxq.onnx.reading.pointwise_readers
+import fxq.onnx.reading.quantized_readers
+import fxq.onnx.reading.reduction_readers
+import fxq.onnx.reading.resampling_readers
+import fxq.onnx.reading.size_readers  # noqa: F401  (registers the functions that read the ops)
 from fxq.errors import FileError, InputError
-from fxq.onnx.reading.model_file import FOUR_BIT, dtype_of_number, load_model, opset_of
+from fxq.onnx.reading.onnx_file import FOUR_BIT, dtype_of_number, load_model, opset_of
 from fxq.onnx.reading.reader import Reader
 
 
@@ -39,10 +39,11 @@ def read_onnx(path: str | os.PathLike[str] | Any, *, sizes: Mapping[str, int] | 
         FxqError: the package onnx is not installed.
 
     Example:
-        >>> import torch, fxq
-        >>> torch.onnx.export(torch.nn.Linear(4, 2), torch.randn(1, 4), "m.onnx", dynamo=False)  # doctest: +SKIP
-        >>> model = fxq.read_onnx("m.onnx")  # doctest: +SKIP
-        >>> qmodel = fxq.quantize(model, "static", data=[torch.randn(8, 4)])  # doctest: +SKIP
+        >>> import onnx.parser
+        >>> text = '<ir_version: 8, opset_import: ["": 17]> g (float[N, 2] x) => (float[N, 2] y) { y = Relu(x) }'
+        >>> model = read_onnx(onnx.parser.parse_model(text))
+        >>> model(torch.tensor([[-1.0, 2.0]]))
+        tensor([[0., 2.]])
     """
     model = load_model(path)
     graph = model.graph
@@ -63,11 +64,12 @@ def read_onnx(path: str | os.PathLike[str] | Any, *, sizes: Mapping[str, int] | 
             f"sizes: the model has no dynamic size {unknown[0]!r}; it has {', '.join(sorted(names)) or 'none'}."
         )
     reader.read_all(graph.node)
-    outputs = [reader.values.get(output.name) for output in graph.output]
-    for output, value in zip(graph.output, outputs, strict=True):
+    nodes = []
+    for output in graph.output:
+        value = reader.values.get(output.name)
         if value is None:
             raise FileError(f"no node of the model computes its output {output.name!r}.")
-    nodes = [reader.node_of(value) for value in outputs]
+        nodes.append(reader.node_of(value))
     reader.graph.output(nodes[0] if len(nodes) == 1 else tuple(nodes))
     module = fx.GraphModule(reader.root, reader.graph, "OnnxModel").eval()
     module.graph.eliminate_dead_code()

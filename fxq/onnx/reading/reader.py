@@ -16,7 +16,7 @@ from torch.func import functional_call
 
 from fxq.errors import FileError, words_of
 from fxq.onnx.onnx_objects import NotInOnnx
-from fxq.onnx.reading.model_file import FOUR_BIT, attributes_of, constant_of
+from fxq.onnx.reading.onnx_file import FOUR_BIT, attributes_of, constant_of
 from fxq.onnx.varying_sizes import VaryingSizes, varies
 from fxq.onnx.writer import refuse
 
@@ -133,7 +133,7 @@ class Reader:
         """Add an input of the model, like a tensor without data."""
         return self._traced(self.graph.placeholder(identifier(name)), like)
 
-    def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def call(self, function: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> Any:
         """Call a PyTorch function: compute it if all of its arguments are constants, else add a node.
 
         Args:
@@ -141,9 +141,7 @@ class Reader:
             args: operands, numbers, sizes, and sequences of these.
             kwargs: further arguments.
         """
-        computed: Any = (
-            function if callable(function) else lambda x, *rest, **options: getattr(x, function)(*rest, **options)
-        )
+        computed: Any = getattr(torch.Tensor, function) if isinstance(function, str) else function
         leaves: list[Any] = []
         fx.node.map_aggregate((args, kwargs), lambda a: leaves.append(a))
         if not any(isinstance(leaf, (Traced, Sizes)) or symbolic(leaf) for leaf in leaves):
@@ -153,7 +151,7 @@ class Reader:
         likes, options = fx.node.map_aggregate((args, kwargs), _shape_only)
         with self.sizes.computing(), torch.device("meta"):
             like = computed(*likes, **options)
-        kind = "call_function" if callable(function) else "call_method"
+        kind = "call_method" if isinstance(function, str) else "call_function"
         node = self.graph.create_node(
             kind, function, self._arguments(args), self._arguments(kwargs), identifier(self.label) or None
         )
@@ -243,9 +241,8 @@ class Reader:
         if isinstance(value, Sizes):
             return value.array.shape
         if isinstance(value, Traced):
-            for axis, size in enumerate(value.shape):
-                if varies(size):
-                    self._bind(size.node.expr, value.node, axis)
+            for axis, expression in _dynamic_axes(value.like):
+                self._bind(expression, value.node, axis)
         return tuple(value.shape)
 
     def _bind(self, expression: Any, node: fx.Node, axis: int) -> None:
@@ -271,9 +268,9 @@ class Reader:
         )
 
     def _traced(self, node: fx.Node, like: Tensor) -> Traced:
-        for axis, size in enumerate(like.shape):
-            if varies(size) and size.node.expr.is_Symbol and size.node.expr not in self._size_nodes:
-                self._bind(size.node.expr, node, axis)
+        for axis, expression in _dynamic_axes(like):
+            if expression.is_Symbol:
+                self._bind(expression, node, axis)
         return Traced(node, like)
 
     def _arguments(self, arguments: Any) -> Any:
@@ -361,7 +358,7 @@ class Reader:
             )
 
     def _read(self, node: Any, inputs: Sequence[Any], attributes: Mapping[str, Any]) -> Any:
-        from fxq.onnx.reading.control import read_function
+        from fxq.onnx.reading.control_readers import read_function
 
         on_sizes = SIZE_READERS.get(node.op_type) if node.domain in ("", "ai.onnx") else None
         if on_sizes is not None and any(isinstance(v, Sizes) for v in inputs):
@@ -388,6 +385,12 @@ class Reader:
 
 def _tensors_of(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
     return chain(module.named_parameters(), module.named_buffers())
+
+
+def _dynamic_axes(like: Tensor) -> list[tuple[int, Any]]:
+    """Axes of dynamic size, each with the expression of its size."""
+    sizes: list[Any] = list(like.shape)
+    return [(axis, size.node.expr) for axis, size in enumerate(sizes) if varies(size)]
 
 
 def _shape_only(argument: Any) -> Any:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fxq.onnx.reading.model_file import dtype_of_number
+from fxq.onnx.reading.onnx_file import dtype_of_number
 from fxq.onnx.reading.reader import Reader, Traced, reads
 from fxq.onnx.writer import refuse
 
@@ -220,8 +220,9 @@ def _folded(function: Callable[..., Any]) -> Callable[..., Any]:
     return read
 
 
-for _name, _function in {"Max": torch.maximum, "Min": torch.minimum, "Sum": torch.add}.items():
-    reads(_name)(_folded(_function))
+reads("Max")(_folded(torch.maximum))
+reads("Min")(_folded(torch.minimum))
+reads("Sum")(_folded(torch.add))
 
 
 @reads("Mean")

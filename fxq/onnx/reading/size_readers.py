@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fxq.onnx.reading.model_file import dtype_of_number
+from fxq.onnx.reading.onnx_file import dtype_of_number
 from fxq.onnx.reading.reader import SIZE_READERS, Reader, Sizes, Traced, reads
 from fxq.onnx.varying_sizes import varies
 from fxq.onnx.writer import refuse
@@ -180,7 +180,8 @@ def split(x: Sizes, lengths: Any = None, *, axis: int = 0, split: Any = None, nu
     parts = split or (list(map(int, lengths.array.flat)) if lengths is not None else None)
     if parts is None and num_outputs is None:
         return None
-    pieces = np.split(x.array, np.cumsum(parts)[:-1] if parts else num_outputs, axis)
+    bounds: Any = np.cumsum(parts)[:-1] if parts else num_outputs
+    pieces = np.split(x.array, bounds, axis)
     return tuple(Sizes(piece, x.dtype) for piece in pieces)
 
 

@@ -49,7 +49,8 @@ def loop(r: Reader, count: Any, condition: Any, *carried: Any, body: Any) -> Any
     refuse(total > MAX_ITERATIONS, f"it has more than {MAX_ITERATIONS} iterations")
     refuse(isinstance(condition, Traced), "its condition is computed from data")
     names = [value.name for value in body.input]
-    values, collected = list(carried), [[] for _ in range(len(body.output) - 1 - len(carried))]
+    values = list(carried)
+    collected: list[list[Any]] = [[] for _ in range(len(body.output) - 1 - len(carried))]
     going = condition is None or bool(r.number(condition))
     for i in range(total):
         if not going:
@@ -128,7 +129,7 @@ def read_function(r: Reader, node: Any, inputs: Any) -> Any:
     import onnx.defs
 
     try:
-        schema = onnx.defs.get_schema(node.op_type, r.opset, node.domain)
+        schema: Any = onnx.defs.get_schema(node.op_type, r.opset, node.domain)
     except onnx.defs.SchemaError:
         return None
     if schema.has_context_dependent_function or not schema.has_function:
@@ -145,9 +146,9 @@ def read_function(r: Reader, node: Any, inputs: Any) -> Any:
         for attribute in inner.attribute:
             if not attribute.ref_attr_name:
                 kept.append(attribute)
-            elif (given := own.get(attribute.ref_attr_name) or defaults.get(attribute.ref_attr_name)) is not None:
+            elif (attached := own.get(attribute.ref_attr_name) or defaults.get(attribute.ref_attr_name)) is not None:
                 named = onnx.AttributeProto()
-                named.CopyFrom(given)
+                named.CopyFrom(attached)
                 named.name = attribute.name
                 kept.append(named)
         del copied.attribute[:]

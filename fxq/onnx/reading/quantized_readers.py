@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxq.onnx.reading.layers import conv, matmul
-from fxq.onnx.reading.model_file import FOUR_BIT, dtype_of_number
-from fxq.onnx.reading.pointwise import cast_to
+from fxq.onnx.reading.layer_readers import conv, matmul
+from fxq.onnx.reading.onnx_file import FOUR_BIT, dtype_of_number
+from fxq.onnx.reading.pointwise_readers import cast_to
 from fxq.onnx.reading.reader import Reader, reads
 from fxq.onnx.writer import refuse
 

@@ -22,9 +22,9 @@ def rank_of(r: Reader, x: Any) -> int:
     return len(r.shape_of(x))
 
 
-def axes_of(r: Reader, given: Any, attributes: Any, rank: int) -> list[int] | None:
+def axes_of(r: Reader, operand: Any, attributes: Any, rank: int) -> list[int] | None:
     """Axes of a node, from its input or, before opset 13, its attribute; None if it names none."""
-    axes = attributes.get("axes") if given is None else r.ints(given)
+    axes = attributes.get("axes") if operand is None else r.ints(operand)
     return None if axes is None else [int(axis) % max(rank, 1) for axis in axes]
 
 
@@ -67,9 +67,9 @@ def squeeze(r: Reader, x: Any, axes: Any = None, **attributes: Any) -> Any:
 
 @reads("Unsqueeze")
 def unsqueeze(r: Reader, x: Any, axes: Any = None, **attributes: Any) -> Any:
-    given = attributes["axes"] if axes is None else r.ints(axes)
-    rank = rank_of(r, x) + len(given)
-    for axis in sorted(int(axis) % rank for axis in given):
+    positions = attributes["axes"] if axes is None else r.ints(axes)
+    rank = rank_of(r, x) + len(positions)
+    for axis in sorted(int(axis) % rank for axis in positions):
         x = r.call(torch.unsqueeze, x, axis)
     return x
 
@@ -201,7 +201,7 @@ def scatter_nd(r: Reader, x: Any, index: Any, new: Any, *, reduction: str = "non
 def pad(
     r: Reader, x: Any, pads: Any = None, value: Any = None, axes: Any = None, *, mode: str = "constant", **old: Any
 ) -> Any:
-    amounts = old.get("pads", old.get("paddings")) if pads is None else r.ints(pads)
+    amounts = old["pads"] if pads is None else r.ints(pads)
     rank = rank_of(r, x)
     where = range(rank) if axes is None else [int(axis) % rank for axis in r.ints(axes)]
     count = len(amounts) // 2
@@ -220,7 +220,7 @@ def padded(
     Args:
         r: the reader.
         x: the operand.
-        begins: amounts in front of each of the last axes.
+        begins: amounts before each of the last axes.
         ends: amounts after each of them.
         mode: mode of `torch.nn.functional.pad`.
         value: value of the padding in mode "constant".
@@ -277,7 +277,7 @@ def trilu(r: Reader, x: Any, diagonal: Any = None, *, upper: int = 1) -> Any:
 
 @reads("EyeLike")
 def eye_like(r: Reader, x: Any, *, dtype: int | None = None, k: int = 0) -> Any:
-    from fxq.onnx.reading.model_file import dtype_of_number
+    from fxq.onnx.reading.onnx_file import dtype_of_number
 
     rows, columns = r.shape_of(x)
     kind = r.like(x).dtype if dtype is None else dtype_of_number(dtype)

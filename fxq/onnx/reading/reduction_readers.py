@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from fxq.onnx.reading.movement import axes_of, rank_of
-from fxq.onnx.reading.pointwise import cast_to
+from fxq.onnx.reading.movement_readers import axes_of, rank_of
+from fxq.onnx.reading.pointwise_readers import cast_to
 from fxq.onnx.reading.reader import Reader, reads
 from fxq.onnx.writer import refuse
 

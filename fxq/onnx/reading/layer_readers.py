@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fxq.onnx.reading.movement import padded, rank_of
+from fxq.onnx.reading.movement_readers import padded, rank_of
 from fxq.onnx.reading.reader import Reader, Traced, reads
 from fxq.onnx.varying_sizes import varies
 from fxq.onnx.writer import refuse
 
-_CONV = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
-_CONV_TRANSPOSE = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
+_CONV: dict[int, Any] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+_CONV_TRANSPOSE: dict[int, Any] = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
 _BATCH_NORM = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
 
 
@@ -33,7 +33,7 @@ def pads_of(
     sizes: Sequence[Any], kernel: Sequence[int], strides: Sequence[int], dilations: Sequence[int],
     auto_pad: str, pads: Sequence[int] | None,
 ) -> tuple[list[Any], list[Any]]:  # fmt: skip
-    """Amounts of padding in front of and after each spatial axis."""
+    """Amounts of padding before and after each spatial axis."""
     rank = len(kernel)
     if auto_pad in ("NOTSET", ""):
         amounts = list(pads) if pads is not None else [0] * (2 * rank)
@@ -394,11 +394,11 @@ def _recurrent(
         states = [None if state is None else r.call(torch.transpose, state, 0, 1) for state in states]
     if backwards:
         x = r.call(torch.flip, x, (0,))
-    given = [state for state in states if state is not None]
-    if given and len(given) < len(states):
-        zeros = r.call(torch.zeros_like, given[0])
-        given = [zeros if state is None else state for state in states]
-    start = () if not given else (tuple(given),) if len(states) > 1 else (given[0],)
+    present = [state for state in states if state is not None]
+    if present and len(present) < len(states):
+        zeros = r.call(torch.zeros_like, present[0])
+        present = [zeros if state is None else state for state in states]
+    start = () if not present else (tuple(present),) if len(states) > 1 else (present[0],)
     key = ("recurrent", hidden_size, direction, id(rec), id(bias), *options.items())
     out, last = r.layer(key, w, build, x, *start)
     if backwards:

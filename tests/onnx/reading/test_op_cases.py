@@ -1,0 +1,137 @@
+"""ONNX's own cases for each op, of the package onnx, against the reader."""
+
+import functools
+import re
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+import fxq
+from fxq.onnx.reading.onnx_file import constant_of
+from fxq.onnx.reading.reader import OP_READERS
+
+onnx = pytest.importorskip("onnx")
+
+PARAMETERS = {
+    "Reshape": [1], "Slice": [1, 2, 3, 4], "Pad": [1, 2, 3], "Expand": [1], "Tile": [1], "Unsqueeze": [1],
+    "Squeeze": [1], "Split": [1], "TopK": [1], "ConstantOfShape": [0], "CumSum": [1], "Resize": [1, 2, 3],
+    "OneHot": [1, 2], "Range": [0, 1, 2], "Clip": [1, 2], "Trilu": [1], "Dropout": [1, 2], "If": [0], "Loop": [0, 1],
+    "NonMaxSuppression": [2, 3, 4], "Upsample": [1], "LSTM": [1, 2, 3, 4], "GRU": [1, 2, 3, 4], "RNN": [1, 2, 3, 4],
+    **{f"Reduce{kind}": [1] for kind in ("Max", "Min", "Sum", "Mean", "Prod", "L1", "L2")},
+    **{f"Reduce{kind}": [1] for kind in ("LogSum", "LogSumExp", "SumSquare")},
+}  # fmt: skip
+"""Inputs that files hold as constants: shapes, axes, weights; ONNX's cases give them at run time."""
+
+REFUSED = (
+    "affine_grid", "averagepool_.*dilations", "batchnorm_.*training", "blackman", "castlike?_.*INT4", "center_crop",
+    "training_dropout", "gathernd_example_int32_batch_dim1", "gru_(defaults|with|seq|batchwise|reverse|bidir)",
+    "hammingwindow", "hannwindow", "cast_.*INT4", "lppool_2d_dilations", "lstm_with_peepholes", "maxpool_with_argmax",
+    "not_[234]d", "quantizelinear_(u?int4|blocked)", "range_.*_expanded", "reshape_allowzero_reordered", "tf_crop",
+    "scatternd_(multiply|max|min)", "split_zero_size", "loop", "optional",
+)  # fmt: skip
+"""Cases that the reader refuses with an error that names the node; everything else has to be right."""
+
+
+def _tensor(value):
+    if isinstance(value, onnx.TensorProto):
+        return constant_of(value)
+    array = np.asarray(value)
+    if array.dtype.name == "bfloat16":
+        return torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16)
+    return torch.from_numpy(array.copy())
+
+
+def _readable(case):
+    """Whether a case has ops of the reader only, and dtypes that PyTorch computes with."""
+    graph = case.model.graph
+    values = [*graph.input, *graph.output]
+    if any(value.type.WhichOneof("value") != "tensor_type" for value in values):
+        return False
+    dtypes = {value.type.tensor_type.elem_type for value in values}
+    half_attention = "attention" in case.name and dtypes & {10, 16}  # sums in another order than ONNX's
+    known = all(node.op_type in OP_READERS and node.domain in ("", "ai.onnx") for node in graph.node)
+    return known and not half_attention and dtypes <= {1, 2, 3, 5, 6, 7, 9, 10, 11, 16, 21, 22}
+
+
+@functools.cache
+def cases():
+    """Cases by name."""
+    from onnx.backend.test.case.node import collect_testcases
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # NumPy's overflows while the cases are computed
+        return {case.name: case for case in collect_testcases(None) if _readable(case)}
+
+
+def _with_constants(case):
+    """Model with the parameters of its nodes as constants, its other inputs, and its expected outputs."""
+    model = onnx.ModelProto()
+    model.CopyFrom(case.model)
+    graph = model.graph
+    fixed = {node.input[i] for node in graph.node for i in PARAMETERS.get(node.op_type, ()) if i < len(node.input)}
+    values, outputs = case.data_sets[0]
+    kept, inputs = [], []
+    for declared, value in zip(graph.input, values, strict=False):
+        if declared.name in fixed:
+            proto = value if isinstance(value, onnx.TensorProto) else onnx.numpy_helper.from_array(np.asarray(value))
+            graph.initializer.add().CopyFrom(proto)
+            graph.initializer[-1].name = declared.name
+        else:
+            kept.append(onnx.ValueInfoProto.FromString(declared.SerializeToString()))
+            inputs.append(_tensor(value))
+    del graph.input[:]
+    graph.input.extend(kept)
+    return model, inputs, [_tensor(output) for output in outputs]
+
+
+def _check(case):
+    model, inputs, expected = _with_constants(case)
+    read = fxq.read_onnx(model)
+    with torch.no_grad():
+        results = read(*inputs)
+    for result, right in zip(results if isinstance(results, tuple) else (results,), expected, strict=False):
+        assert result.dtype == right.dtype
+        assert result.shape == right.shape
+        torch.testing.assert_close(result, right, rtol=max(case.rtol, 1e-3), atol=1e-5, equal_nan=True)
+
+
+def _is_refused(name):
+    return any(re.search(pattern, name) for pattern in REFUSED)
+
+
+def _one_of_each():
+    """Name of the first case of each op type with one node; `[]` where the package onnx is missing."""
+    firsts = {}
+    for name, case in cases().items():
+        nodes = case.model.graph.node
+        if len(nodes) == 1 and not _is_refused(name):
+            firsts.setdefault(nodes[0].op_type, name)
+    return sorted(firsts.values())
+
+
+def test_one_case_of_each_op():
+    names = _one_of_each()
+    assert len(names) > 110
+    for name in names:
+        _check(cases()[name])
+
+
+@pytest.mark.slow
+def test_all_cases():
+    """Each case is right, or one of those that are refused; at least 93 % are right."""
+    right, refused, wrong = 0, [], []
+    for name, case in cases().items():
+        try:
+            _check(case)
+            right += 1
+        except fxq.FileError:
+            refused.append(name)
+        except Exception as error:
+            wrong.append((name, str(error)[:200]))
+    unexpected = [name for name in refused if not _is_refused(name)]
+    empty = [name for name, _ in wrong if "empty_set" in name]  # PyTorch has no maximum of an empty axis
+    assert len(wrong) == len(empty), wrong
+    assert not unexpected
+    assert right / (right + len(refused) + len(wrong)) > 0.93, (right, len(refused), len(wrong))

@@ -1,0 +1,241 @@
+"""Models of ONNX files: names, dynamic sizes, control flow, quantized files, damaged files."""
+
+import contextlib
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import fxq
+
+onnx = pytest.importorskip("onnx")
+
+
+def parsed(body, inputs="float[N, 3, 8, 8] x", outputs="float[N, M] y", constants=None, opset=17):
+    """ONNX model of a graph in ONNX's text form, with constants."""
+    text = f'<ir_version: 8, opset_import: ["": {opset}, "com.microsoft": 1]> g ({inputs}) => ({outputs}) {{ {body} }}'
+    model = onnx.parser.parse_model(text)
+    for name, array in (constants or {}).items():
+        model.graph.initializer.append(onnx.numpy_helper.from_array(np.asarray(array), name))
+    return model
+
+
+def reference(model, *inputs):
+    """Outputs of ONNX's own reference implementation."""
+    from onnx.reference import ReferenceEvaluator
+
+    names = [value.name for value in model.graph.input]
+    return ReferenceEvaluator(model).run(None, dict(zip(names, (x.numpy() for x in inputs), strict=True)))
+
+
+def weights(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+CONV_BODY = """
+c = Conv<kernel_shape = [3, 3], pads = [1, 1, 1, 1]>(x, conv_weight, conv_bias)
+b = BatchNormalization(c, bn_weight, bn_bias, bn_mean, bn_var)
+r = Relu(b)
+p = GlobalAveragePool(r)
+f = Flatten(p)
+y = Gemm<transB = 1>(f, head_weight, head_bias)
+"""
+
+
+def conv_model():
+    """Convolution, batch norm, ReLU, pooling and a linear layer, whose weights have dots in their names."""
+    constants = {
+        "conv_weight": weights(4, 3, 3, 3), "conv_bias": weights(4, seed=1), "bn_weight": weights(4, seed=2),
+        "bn_bias": weights(4, seed=3), "bn_mean": weights(4, seed=4), "bn_var": np.ones(4, np.float32),
+        "head_weight": weights(5, 4, seed=5), "head_bias": weights(5, seed=6),
+    }  # fmt: skip
+    return named(parsed(CONV_BODY, constants=constants), {name: f"net.{name.replace('_', '.')}" for name in constants})
+
+
+def named(model, names):
+    """Rename values of a model; ONNX's text form has no dots in names."""
+    for node in model.graph.node:
+        node.input[:] = [names.get(name, name) for name in node.input]
+    for constant in model.graph.initializer:
+        constant.name = names.get(constant.name, constant.name)
+    return model
+
+
+def test_layers_have_the_names_of_their_weights():
+    model = conv_model()
+    read = fxq.read_onnx(model)
+    layers = {name: type(module) for name, module in read.named_modules() if type(module) is not nn.Module and name}
+    assert layers == {"net.conv": nn.Conv2d, "net.bn": nn.BatchNorm2d, "net.head": nn.Linear}
+    x = torch.randn(2, 3, 8, 8)
+    torch.testing.assert_close(read(x), torch.from_numpy(reference(model, x)[0]), rtol=1e-5, atol=1e-5)
+    assert all(parameter.requires_grad for parameter in read.parameters())
+    assert not read.training
+
+
+def test_a_dotted_weight_names_its_layer():
+    model = named(
+        parsed("y = MatMul(x, w)", "float[N, 4] x", "float[N, 3] y", {"w": weights(4, 3)}), {"w": "encoder.0.fc.weight"}
+    )
+    read = fxq.read_onnx(model)
+    assert isinstance(read.get_submodule("encoder.0.fc"), nn.Linear)
+    assert read.graph.find_nodes(op="call_module", target="encoder.0.fc")
+
+
+def test_quantized_and_exported_again(tmp_path):
+    path = tmp_path / "m.onnx"
+    model = conv_model()
+    onnx.save(model, path)
+    data = [torch.randn(4, 3, 8, 8) for _ in range(4)]
+    q = fxq.quantize(path, "static", data=data)
+    assert q.output_sqnr > 25
+    q.export(tmp_path / "q.onnx")
+    again = fxq.read_onnx(tmp_path / "q.onnx")
+    step = q(data[0]).abs().max() / 127
+    torch.testing.assert_close(again(data[0]), q(data[0]), rtol=0, atol=float(2 * step))
+    assert fxq.compare(path, q, data)
+
+
+def test_dynamic_sizes_stay_dynamic():
+    body = """
+    s = Shape(x)
+    batch = Slice(s, zero, one)
+    length = Slice(s, one, two)
+    half = Div(length, two)
+    shape = Concat<axis = 0>(batch, two, half)
+    y = Reshape(x, shape)
+    """
+    constants = {"zero": np.array([0]), "one": np.array([1]), "two": np.array([2])}
+    read = fxq.read_onnx(parsed(body, "float[N, L] x", "float[N, 2, H] y", constants))
+    for shape in ((1, 6), (3, 10), (5, 4)):
+        x = torch.randn(shape)
+        assert torch.equal(read(x), x.reshape(shape[0], 2, shape[1] // 2))
+
+
+def test_sizes_can_be_fixed():
+    body = "s = Shape(x) c = ConstantOfShape(s) y = Add(x, c)"
+    model = parsed(body, "float[N, 4] x", "float[N, 4] y")
+    fixed = fxq.read_onnx(model, sizes={"N": 3})
+    assert not fixed.graph.find_nodes(op="call_method", target="size")
+    with pytest.raises(fxq.InputError, match=r"sizes: the model has no dynamic size 'batch'; it has N"):
+        fxq.read_onnx(model, sizes={"batch": 1})
+
+
+def test_branches_on_constants_and_sizes():
+    body = """
+    rank = Size(x)
+    few = Less(rank, limit)
+    y = If(few) <then_branch = a () => (float[N] p) { p = Neg(x) }, else_branch = b () => (float[N] q) { q = Abs(x) }>
+    """
+    read = fxq.read_onnx(parsed(body, "float[5] x", "float[N] y", {"limit": np.array(100)}))
+    assert torch.equal(read(torch.arange(5.0)), -torch.arange(5.0))
+    body = """
+    total = ReduceSum<keepdims = 0>(x)
+    few = Less(total, limit)
+    y = If(few) <then_branch = a () => (float[N] p) { p = Neg(x) }, else_branch = b () => (float[N] q) { q = Abs(x) }>
+    """
+    model = parsed(body, "float[5] x", "float[N] y", {"limit": np.array(1.0, np.float32)})
+    with pytest.raises(fxq.FileError, match=r"\(If\) cannot be read: its condition is computed from data"):
+        fxq.read_onnx(model)
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("y = Bernoulli(x)", r"node 'y' \(Bernoulli\) cannot be read: fxq has no reader for this op type"),
+        ("y = Resize<coordinate_transformation_mode = \"tf_crop_and_resize\">(x, roi, scales)", r"tf_crop_and_resize"),
+        ("y, m = Dropout(x, half, yes)", r"\(Dropout\) cannot be read: it drops values at random"),
+    ],
+)  # fmt: skip
+def test_refusals_name_the_node(body, reason):
+    constants = {
+        "roi": np.zeros(8, np.float32), "scales": np.array([1, 1, 2, 2], np.float32), "half": np.array(0.5, np.float32),
+        "yes": np.array(True),
+    }  # fmt: skip
+    with pytest.raises(fxq.FileError, match=reason):
+        fxq.read_onnx(parsed(body, outputs="float[N, 3, H, W] y", constants=constants))
+
+
+@pytest.mark.parametrize("mode", ["nearest", "linear", "cubic"])
+@pytest.mark.parametrize("coordinates", ["half_pixel", "asymmetric", "align_corners", "pytorch_half_pixel"])
+@pytest.mark.parametrize("scale", [2.0, 1.5, 0.4])
+def test_resize(mode, coordinates, scale):
+    body = f'y = Resize<mode = "{mode}", coordinate_transformation_mode = "{coordinates}">(x, roi, scales)'
+    constants = {"roi": np.zeros(0, np.float32), "scales": np.array([1, 1, scale, scale], np.float32)}
+    model = parsed(body, "float[1, 2, 5, 7] x", "float[N, C, H, W] y", constants)
+    x = torch.randn(1, 2, 5, 7)
+    expected = torch.from_numpy(reference(model, x)[0])
+    torch.testing.assert_close(fxq.read_onnx(model)(x), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_quantized_file_rounds_to_its_grids():
+    body = """
+    q = QuantizeLinear(x, sx, zx)
+    d = DequantizeLinear(q, sx, zx)
+    w = DequantizeLinear<axis = 0>(wq, sw, zw)
+    y = MatMul(d, w)
+    """
+    constants = {
+        "sx": np.array(0.1, np.float32), "zx": np.array(128, np.uint8), "sw": np.full(4, 0.02, np.float32),
+        "zw": np.zeros(4, np.int8), "wq": np.random.default_rng(0).integers(-127, 127, (4, 3)).astype(np.int8),
+    }  # fmt: skip
+    model = parsed(body, "float[N, 4] x", "float[N, 3] y", constants, opset=21)
+    x = torch.randn(6, 4) * 8
+    torch.testing.assert_close(fxq.read_onnx(model)(x), torch.from_numpy(reference(model, x)[0]), rtol=1e-5, atol=1e-5)
+
+
+def test_boxes_of_non_maximum_suppression():
+    body = "y = NonMaxSuppression(boxes, scores, limit, iou, least)"
+    inputs = "float[1, 40, 4] boxes, float[1, 2, 40] scores"
+    constants = {"limit": np.array([7]), "iou": np.array([0.4], np.float32), "least": np.array([0.2], np.float32)}
+    model = parsed(body, inputs, "int64[K, 3] y", constants)
+    corners = torch.rand(1, 40, 2)
+    boxes, scores = torch.cat([corners, corners + torch.rand(1, 40, 2)], -1), torch.rand(1, 2, 40)
+    assert np.array_equal(fxq.read_onnx(model)(boxes, scores).numpy(), reference(model, boxes, scores)[0])
+
+
+def test_missing_and_foreign_files(tmp_path):
+    with pytest.raises(fxq.FileError, match=r"there is no such file"):
+        fxq.read_onnx(tmp_path / "nothing.onnx")
+    with pytest.raises(fxq.FileError, match=r"there is no such file"):
+        fxq.quantize(str(tmp_path / "nothing.onnx"), data=[torch.rand(1)])
+    (tmp_path / "text.onnx").write_text("hello")
+    with pytest.raises(fxq.FileError, match=r"this is no readable ONNX model|invalid"):
+        fxq.read_onnx(tmp_path / "text.onnx")
+
+
+def test_constants_larger_than_the_file():
+    model = parsed("y = Add(x, w)", "float[4] x", "float[N] y", {"w": weights(4)})
+    model.graph.initializer[0].dims[0] = 2**40
+    with pytest.raises(fxq.FileError, match=r"the constant 'w' of shape \[1099511627776\] has 16 bytes"):
+        fxq.read_onnx(model)
+    model = parsed("y = ConstantOfShape(s)", "float[4] x", "float[N] y", {"s": np.array([2**40])})
+    with pytest.raises(fxq.FileError, match=r"it computes a constant of more than 1 GiB"):
+        fxq.read_onnx(model)
+
+
+def test_data_outside_of_the_folder(tmp_path):
+    (tmp_path / "secret").write_bytes(bytes(16))
+    (tmp_path / "models").mkdir()
+    model = parsed("y = Add(x, w)", "float[4] x", "float[N] y", {"w": weights(4)})
+    constant = model.graph.initializer[0]
+    constant.ClearField("raw_data")
+    constant.data_location = onnx.TensorProto.EXTERNAL
+    constant.external_data.add(key="location", value="../secret")
+    (tmp_path / "models" / "m.onnx").write_bytes(model.SerializeToString())
+    with pytest.raises(fxq.FileError, match=r"no readable ONNX model"):
+        fxq.read_onnx(tmp_path / "models" / "m.onnx")
+
+
+@given(st.data())
+def test_damaged_files_give_a_clear_error_or_a_model(tmp_path_factory, data):
+    content = bytearray(conv_model().SerializeToString())
+    for _ in range(data.draw(st.integers(1, 4))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    length = data.draw(st.one_of(st.just(len(content)), st.integers(0, len(content))))
+    path = tmp_path_factory.mktemp("damaged") / "m.onnx"
+    path.write_bytes(bytes(content[:length]))
+    with contextlib.suppress(fxq.FxqError):
+        fxq.read_onnx(path)
