@@ -252,3 +252,12 @@ def cast(r: Reader, x: Any, *, to: int, **attributes: Any) -> Any:
 def cast_like(r: Reader, x: Any, like: Any, **attributes: Any) -> Any:
     refuse(id(like) in r.four_bit, "it casts to 4-bit integers")
     return cast_to(r, x, r.like(like).dtype)
+
+
+@reads("RandomNormalLike")
+def random_normal_like(
+    r: Reader, x: Any, *, mean: float = 0.0, scale: float = 1.0, dtype: int | None = None, seed: float = 0.0
+) -> Any:
+    kind = r.like(x).dtype if dtype is None else dtype_of_number(dtype)
+    noise = r.call(torch.randn_like, x, dtype=kind)
+    return r.call(operator.add, r.call(operator.mul, noise, scale), mean) if (mean, scale) != (0.0, 1.0) else noise

@@ -22,7 +22,12 @@ from fxq.onnx.reading.onnx_file import FOUR_BIT, dtype_of_number, load_model, op
 from fxq.onnx.reading.reader import Reader
 
 
-def read_onnx(path: str | os.PathLike[str] | Any, *, sizes: Mapping[str, int] | None = None) -> fx.GraphModule:
+def read_onnx(
+    path: str | os.PathLike[str] | Any,
+    *,
+    sizes: Mapping[str, int] | None = None,
+    constants: Mapping[str, Any] | None = None,
+) -> fx.GraphModule:
     """Float model of an ONNX file, as a `torch.fx.GraphModule` of PyTorch functions and layers in evaluation mode.
 
     Layers, parameters and inputs keep the names of the file. Dynamic sizes stay dynamic, and shape arithmetic on fixed
@@ -32,10 +37,12 @@ def read_onnx(path: str | os.PathLike[str] | Any, *, sizes: Mapping[str, int] | 
     Args:
         path: path of the file, with external data in the same folder, or an `onnx.ModelProto`.
         sizes: values of dynamic sizes, by their names in the file, such as `{"batch": 1}`, which makes them fixed.
+        constants: values of inputs, by their names in the file, such as `{"sr": 16000}`, which are then no inputs of the
+            model. Branches and loops on them are resolved.
 
     Raises:
         FileError: the file is damaged, or one of its nodes cannot be read; the message names the node.
-        InputError: `sizes` names a size that the file lacks.
+        InputError: `sizes` or `constants` names something that the file lacks.
         FxqError: the package onnx is not installed.
 
     Example:
@@ -52,8 +59,16 @@ def read_onnx(path: str | os.PathLike[str] | Any, *, sizes: Mapping[str, int] | 
     for initializer in graph.initializer:
         reader.values[initializer.name] = reader.declare(initializer)
     names: set[str] = set()
-    for value in graph.input:
-        if value.name not in reader.values:
+    inputs = [value for value in graph.input if value.name not in reader.values]
+    values = dict(constants or {})
+    for name, value in values.items():
+        if name not in {declared.name for declared in inputs}:
+            raise InputError(f"constants: the model has no input {name!r}.")
+    for value in inputs:
+        if value.name in values:
+            dtype = dtype_of_number(value.type.tensor_type.elem_type)
+            reader.values[value.name] = torch.as_tensor(values[value.name], dtype=dtype)
+        else:
             traced = reader.input(value.name, _like(reader, value, fixed, names))
             reader.values[value.name] = traced
             if value.type.tensor_type.elem_type in FOUR_BIT:
@@ -94,5 +109,5 @@ def _like(reader: Reader, value: Any, fixed: Mapping[str, int], names: set[str])
         if name in fixed:
             shape.append(fixed[name])
         else:
-            shape.append(reader.sizes.axis(name, value.name, axis, 2 if axis == 0 else 64))
+            shape.append(reader.sizes.axis(name, value.name, axis, 2 if axis == 0 else 512 + 64 * len(names)))
     return reader.sizes.empty(shape, dtype_of_number(kind.elem_type))

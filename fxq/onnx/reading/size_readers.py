@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from fxq.onnx.reading.onnx_file import dtype_of_number
 from fxq.onnx.reading.reader import SIZE_READERS, Reader, Sizes, Traced, reads
@@ -161,6 +162,19 @@ def reshape(x: Sizes, new_shape: Sizes, **attributes: Any) -> Sizes:
     return Sizes(x.array.reshape([int(size) for size in new_shape.array.flat]), x.dtype)
 
 
+@on_sizes("Transpose")
+def transpose(x: Sizes, *, perm: Any = None) -> Sizes:
+    return Sizes(np.transpose(x.array, perm), x.dtype)
+
+
+@on_sizes("Expand")
+def expand(x: Sizes, new_shape: Sizes) -> Any:
+    if any(varies(size) for size in new_shape.array.flat) or x.array.size * math.prod(new_shape.array.flat) > 1024:
+        return None
+    target = np.broadcast_shapes(x.array.shape, tuple(int(size) for size in new_shape.array.flat))
+    return Sizes(np.broadcast_to(x.array, target).copy(), x.dtype)
+
+
 def _reduced(function: Callable[..., Any], start: Any) -> Callable[..., Any]:
     def compute(x: Sizes, axes: Any = None, *, keepdims: int = 1, **old: Any) -> Any:
         if x.array.ndim > 1:
@@ -193,7 +207,19 @@ def constant_of_shape(r: Reader, sizes: Any, *, value: Any = None) -> Any:
     return r.call(torch.full, tuple(entries), filled.item(), dtype=filled.dtype)
 
 
+def arange_of(start: Any, limit: Any, delta: Any) -> Tensor:
+    """`torch.arange` of bounds that are numbers or tensors with one entry."""
+    numbers = (bound.item() if isinstance(bound, Tensor) else bound for bound in (start, limit, delta))
+    dtype = next(bound.dtype for bound in (limit, start, delta) if isinstance(bound, Tensor))
+    return torch.arange(
+        *numbers, dtype=dtype, device=next(b.device for b in (limit, start, delta) if isinstance(b, Tensor))
+    )
+
+
 @reads("Range")
 def range_(r: Reader, start: Any, limit: Any, delta: Any) -> Any:
-    refuse(any(isinstance(v, Traced) for v in (start, limit, delta)), "its length is computed from data")
+    bounds = (start, limit, delta)
+    if any(isinstance(bound, Traced) for bound in bounds):
+        tensors = [bound if isinstance(bound, Traced) else r.number(bound) for bound in bounds]
+        return r.call_of_data(arange_of, *tensors, like=lambda count: (count,), dtype=r.like(limit).dtype)
     return r.call(torch.arange, *map(r.number, (start, limit, delta)), dtype=r.like(limit).dtype)

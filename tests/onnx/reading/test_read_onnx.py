@@ -123,6 +123,25 @@ def test_sizes_can_be_fixed():
         fxq.read_onnx(model, sizes={"batch": 1})
 
 
+def test_inputs_can_be_fixed():
+    body = """
+    fast = Equal(rate, limit)
+    y = If(fast) <then_branch = a () => (float[N] p) { p = Neg(x) }, else_branch = b () => (float[N] q) { q = Abs(x) }>
+    """
+    model = parsed(body, "float[5] x, int64 rate", "float[N] y", {"limit": np.array(16000)})
+    x = torch.arange(5.0)
+    assert torch.equal(fxq.read_onnx(model, constants={"rate": 16000})(x), -x)
+    assert torch.equal(fxq.read_onnx(model, constants={"rate": 8000})(x), x)
+    with pytest.raises(fxq.InputError, match=r"constants: the model has no input 'speed'"):
+        fxq.read_onnx(model, constants={"speed": 1})
+
+
+def test_a_range_of_data():
+    body = "n = ReduceMax<keepdims = 0>(x) y = Range(zero, n, one)"
+    model = parsed(body, "int64[N] x", "int64[M] y", {"zero": np.array(0), "one": np.array(1)})
+    assert torch.equal(fxq.read_onnx(model)(torch.tensor([2, 7, 3])), torch.arange(7))
+
+
 def test_branches_on_constants_and_sizes():
     body = """
     rank = Size(x)
