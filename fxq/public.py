@@ -2,6 +2,7 @@
 
 from fxq import extend, results
 from fxq.api import calibrate, compare, convert, load, merge_calibrations, prepare, quantize
+from fxq.calibration.synthetic import synthetic
 from fxq.cost import price_file as cost_cache
 from fxq.diagnosis import doctor
 from fxq.errors import (
@@ -63,4 +64,5 @@ __all__ = [
     "results",
     "search",
     "sensitivity",
+    "synthetic",
 ]

@@ -37,8 +37,8 @@ def read_onnx(
     Args:
         path: path of the file, with external data in the same folder, or an `onnx.ModelProto`.
         sizes: values of dynamic sizes, by their names in the file, such as `{"batch": 1}`, which makes them fixed.
-        constants: values of inputs, by their names in the file, such as `{"sr": 16000}`, which are then no inputs of the
-            model. Branches and loops on them are resolved.
+        constants: values of inputs, by their names in the file, such as `{"sr": 16000}`. They are then no inputs of the
+            model, and branches and loops on them are resolved.
 
     Raises:
         FileError: the file is damaged, or one of its nodes cannot be read; the message names the node.
@@ -61,7 +61,7 @@ def read_onnx(
     names: set[str] = set()
     inputs = [value for value in graph.input if value.name not in reader.values]
     values = dict(constants or {})
-    for name, value in values.items():
+    for name in values:
         if name not in {declared.name for declared in inputs}:
             raise InputError(f"constants: the model has no input {name!r}.")
     for value in inputs:

@@ -51,8 +51,8 @@ def _readable(case):
         return False
     dtypes = {value.type.tensor_type.elem_type for value in values}
     half_attention = "attention" in case.name and dtypes & {10, 16}  # sums in another order than ONNX's
-    known = all(node.op_type in OP_READERS and node.domain in ("", "ai.onnx") for node in graph.node)
-    return known and not half_attention and dtypes <= {1, 2, 3, 5, 6, 7, 9, 10, 11, 16, 21, 22}
+    readable = all(node.op_type in OP_READERS and node.domain in ("", "ai.onnx") for node in graph.node)
+    return readable and not half_attention and dtypes <= {1, 2, 3, 5, 6, 7, 9, 10, 11, 16, 21, 22}
 
 
 @functools.cache

@@ -1,0 +1,124 @@
+"""Calibration data without data: inputs that give the statistics that a network's batch norms have recorded."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fxq.common.progress import progress_bar
+from fxq.errors import InputError, warn
+
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+def synthetic(
+    model: nn.Module,
+    shape: Sequence[int],
+    *,
+    batches: int = 4,
+    steps: int = 60,
+    learning_rate: float = 0.1,
+    seed: int = 0,
+    progress: bool | None = None,
+) -> list[Tensor]:
+    """Calibration batches for a network with batch norms, where there is no real data.
+
+    Each batch starts as smooth noise. Gradient descent changes it until the channels that the batch norms receive have
+    the means and variances that the batch norms recorded in training (Haroush et al. 2020, "The Knowledge Within:
+    Methods for Data-Free Model Compression", section 3). Real data gives better ranges; a warning says so.
+
+    Args:
+        model: float model in eval mode that takes one tensor. It is not changed.
+        shape: shape of a batch, such as `(8, 3, 224, 224)`.
+        batches: number of batches.
+        steps: steps of gradient descent for each batch.
+        learning_rate: learning rate of Adam, in units of the inputs, whose standard deviation starts at 1.
+        seed: seed of the noise.
+        progress: whether to show a progress bar. Default: only if stderr is a terminal.
+
+    Returns:
+        The batches, as float32 tensors of this shape on the CPU.
+
+    Raises:
+        InputError: the model has no batch norm with recorded statistics, is in train mode, or the shape is not one of a
+            batch.
+
+    Example:
+        >>> model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()).eval()
+        >>> data = synthetic(model, (2, 3, 8, 8), batches=2, steps=3)
+        >>> [tuple(batch.shape) for batch in data]
+        [(2, 3, 8, 8), (2, 3, 8, 8)]
+    """
+    shape = tuple(shape)
+    if len(shape) < 2 or any(type(size) is not int or size < 1 for size in shape):
+        raise InputError(f"shape is {shape}, not the shape of a batch such as (8, 3, 224, 224).")
+    if batches < 1 or steps < 0:
+        raise InputError(f"batches is {batches} and steps is {steps}; there must be at least one batch.")
+    if model.training:
+        raise InputError("the model is in train mode, so that its statistics would change: call model.eval() first.")
+    with torch.inference_mode(False):
+        network = copy.deepcopy(model).cpu().float().requires_grad_(False)
+    norms = [norm for norm in network.modules() if isinstance(norm, _NORMS) and norm.running_mean is not None]
+    if not norms:
+        raise InputError(
+            "the model has no batch norm with recorded statistics (a file for inference may have folded them into its "
+            "convolutions), so fxq.synthetic has nothing to match: pass real data."
+        )
+    warn(
+        "the calibration data is synthetic: it matches the statistics of the model's batch norms, but real data, even a "
+        "few batches, gives better ranges."
+    )
+    generator = torch.Generator().manual_seed(seed)
+    with torch.inference_mode(False), progress_bar("synthetic data", batches * steps, progress) as advance:
+        return [
+            _matched(network, norms, _noise(shape, generator), steps, learning_rate, advance) for _ in range(batches)
+        ]
+
+
+def _noise(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Noise of mean 0 and standard deviation 1; of images, the sum of noise at several scales, as in photographs."""
+    noise = torch.randn(shape, generator=generator)
+    if len(shape) != 4:
+        return noise
+    for scale in (4, 16, 64):
+        height, width = (max(1, size // scale) for size in shape[2:])
+        coarse = torch.randn((*shape[:2], height, width), generator=generator)
+        noise = noise + 2 * F.interpolate(coarse, shape[2:], mode="bilinear", align_corners=False)
+    return noise / noise.std()
+
+
+def _matched(
+    network: nn.Module, norms: Sequence[Any], start: Tensor, steps: int, learning_rate: float, advance: Any
+) -> Tensor:
+    """Batch after gradient descent on the distance of its statistics from those of the batch norms."""
+    losses: list[Tensor] = []
+
+    def record(norm: Any, inputs: tuple[Tensor, ...]) -> None:
+        value = inputs[0]
+        axes = [axis for axis in range(value.dim()) if axis != 1]
+        deviation = (norm.running_var + norm.eps).sqrt()
+        spread = value.var(axes, unbiased=False).add(norm.eps).sqrt()
+        losses.append(((value.mean(axes) - norm.running_mean) / deviation).square().mean())
+        losses.append((spread / deviation - 1).square().mean())
+
+    hooks = [norm.register_forward_pre_hook(record) for norm in norms]
+    batch = start.clone().requires_grad_()
+    optimizer = torch.optim.Adam([batch], lr=learning_rate)
+    try:
+        for _ in range(steps):
+            losses.clear()
+            with torch.enable_grad():
+                network(batch)
+                total = torch.stack(losses).mean()
+            batch.grad = torch.autograd.grad(total, batch)[0]
+            optimizer.step()
+            advance()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return batch.detach()

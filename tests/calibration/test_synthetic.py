@@ -1,0 +1,89 @@
+"""Synthetic calibration data: statistics of batch norms are matched, and what cannot be matched is refused."""
+
+import pytest
+import torch
+from torch import nn
+
+import fxq
+
+
+def network(seed=0):
+    """Small CNN whose batch norms have recorded images with channel means far from 0."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, stride=2), nn.BatchNorm2d(8),
+        nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4),
+    )  # fmt: skip
+    model.train()
+    with torch.no_grad():
+        for _ in range(40):
+            model(images(16))
+    return model.eval()
+
+
+def images(count):
+    return torch.tensor([3.0, -1.0, 0.5])[:, None, None] + torch.randn(count, 3, 16, 16) * 0.5
+
+
+def distance(model, batch):
+    """Mean distance of the means of the batch norms' inputs from the recorded ones, in standard deviations."""
+    distances = []
+
+    def record(norm, inputs):
+        mean = inputs[0].mean((0, 2, 3))
+        distances.append(((mean - norm.running_mean) / norm.running_var.sqrt()).abs().mean())
+
+    hooks = [m.register_forward_pre_hook(record) for m in model.modules() if isinstance(m, nn.BatchNorm2d)]
+    with torch.no_grad():
+        model(batch)
+    for hook in hooks:
+        hook.remove()
+    return float(torch.stack(distances).mean())
+
+
+def test_the_statistics_are_matched():
+    model = network()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.warns(fxq.FxqWarning, match="the calibration data is synthetic"):
+        start = fxq.synthetic(model, (8, 3, 16, 16), batches=1, steps=0)[0]
+    with pytest.warns(fxq.FxqWarning, match="real data"):
+        data = fxq.synthetic(model, (8, 3, 16, 16), batches=2, steps=60)
+    assert [tuple(batch.shape) for batch in data] == [(8, 3, 16, 16)] * 2
+    assert not torch.equal(data[0], data[1])
+    assert distance(model, data[0]) < 0.25 * distance(model, start)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not any(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_ranges_come_close_to_those_of_real_data():
+    model = network()
+    with pytest.warns(fxq.FxqWarning, match="real data"):
+        data = fxq.synthetic(model, (8, 3, 16, 16), batches=2)
+    real, x = [images(8) for _ in range(2)], images(32)
+    noise = [torch.randn(8, 3, 16, 16) for _ in range(2)]
+    sqnr = {}
+    for name, calibration in {"real": real, "synthetic": data, "noise": noise}.items():
+        q = fxq.quantize(model, fxq.Recipe.static(backend="reference"), data=calibration)
+        error = (model(x) - q(x)).square().sum()
+        sqnr[name] = float(10 * torch.log10(model(x).square().sum() / error))
+    assert sqnr["synthetic"] > sqnr["noise"] + 3
+    assert sqnr["synthetic"] > sqnr["real"] - 10
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_gradients_are_computed_where_they_are_off(mode):
+    model = network()
+    with mode(), pytest.warns(fxq.FxqWarning):
+        data = fxq.synthetic(model, (2, 3, 16, 16), batches=1, steps=2)
+    assert data[0].isfinite().all()
+
+
+def test_refusals():
+    with pytest.raises(fxq.InputError, match=r"the model has no batch norm with recorded statistics"):
+        fxq.synthetic(nn.Linear(3, 3).eval(), (2, 3))
+    with pytest.raises(fxq.InputError, match=r"call model.eval\(\) first"):
+        fxq.synthetic(nn.BatchNorm1d(3), (2, 3))
+    with pytest.raises(fxq.InputError, match=r"not the shape of a batch"):
+        fxq.synthetic(network(), (3,))
+    with pytest.raises(fxq.InputError, match=r"at least one batch"):
+        fxq.synthetic(network(), (2, 3, 16, 16), batches=0)
