@@ -70,7 +70,7 @@ def synthetic(
             "convolutions), so fxq.synthetic has nothing to match: pass real data."
         )
     warn(
-        "the calibration data is synthetic: it matches the statistics of the model's batch norms, but real data, even a "
+        "the calibration data is synthetic: it matches the statistics of the batch norms, but real data, even a "
         "few batches, gives better ranges."
     )
     generator = torch.Generator().manual_seed(seed)
