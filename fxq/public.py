@@ -1,6 +1,6 @@
 """Public names of the package `fxq`."""
 
-from fxq import extend, results
+from fxq import extend, results, task_metrics
 from fxq.api import calibrate, compare, convert, load, merge_calibrations, prepare, quantize
 from fxq.calibration.synthetic import synthetic
 from fxq.cost import price_file as cost_cache
@@ -65,4 +65,5 @@ __all__ = [
     "search",
     "sensitivity",
     "synthetic",
+    "task_metrics",
 ]

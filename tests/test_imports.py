@@ -104,7 +104,7 @@ LEVELS = (
     {"dispatch"},
     {"api"},
     {"diagnosis"},
-    {"extend", "results"},
+    {"extend", "task_metrics", "results"},
     {"public"},
     {"fxq"},
     {"cli"},

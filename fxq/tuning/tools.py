@@ -128,8 +128,8 @@ def search(
         recipe: the recipe to start from, for one backend.
         data: batches, as for `quantize`, used for calibration and, without a metric, for evaluation.
         metric: function of a model that returns its quality as a number, larger is better, such as its accuracy on
-            validation data. Default: SQNR of the output against the float model's, in dB. With a budget, it judges the
-            result beside the best spec that is the same for all weights.
+            validation data; `fxq.task_metrics` has some. Default: SQNR of the output against the float model's, in dB.
+            With a budget, it judges the result beside the best spec that is the same for all weights.
         target: without a metric, the lowest acceptable SQNR in dB. With a metric, the largest acceptable drop from its
             value for the float model.
         budget: largest mean number of bits per weight, scales and zero points included, such as "4.5 bits" or 4.5;
