@@ -77,6 +77,11 @@ class VaryingSizes:
         """All restrictions of the dynamic sizes so far, as text."""
         return [self.text(guard.expr) for guard in self._env.guards]
 
+    def fixed(self) -> dict[str, int]:
+        """Sizes that the computation restricts to one number, by name."""
+        exact = {name: self._env.replace(symbol) for symbol, name in self._names.items()}
+        return {name: int(size) for name, size in exact.items() if size.is_Integer}
+
     def _holds_above(self, guard: Any) -> bool:
         """Whether a guard holds for all larger sizes too, such as a lower bound, or that a size is neither 0 nor 1."""
         import sympy

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from itertools import count
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ import fxq.onnx.reading.quantized_readers
 import fxq.onnx.reading.reduction_readers
 import fxq.onnx.reading.resampling_readers
 import fxq.onnx.reading.size_readers  # noqa: F401  (registers the functions that read the ops)
-from fxq.errors import FileError, InputError
+from fxq.errors import FileError, InputError, warn
 from fxq.onnx.reading.onnx_file import FOUR_BIT, dtype_of_number, load_model, opset_of
 from fxq.onnx.reading.reader import Reader
 
@@ -55,36 +57,22 @@ def read_onnx(
     model = load_model(path)
     graph = model.graph
     reader = Reader(opset_of(model))
-    fixed = dict(sizes or {})
     for initializer in graph.initializer:
         reader.values[initializer.name] = reader.declare(initializer)
-    names: set[str] = set()
-    inputs = [value for value in graph.input if value.name not in reader.values]
-    values = dict(constants or {})
-    for name in values:
-        if name not in {declared.name for declared in inputs}:
-            raise InputError(f"constants: the model has no input {name!r}.")
-    for value in inputs:
-        if value.name in values:
-            dtype = dtype_of_number(value.type.tensor_type.elem_type)
-            reader.values[value.name] = torch.as_tensor(values[value.name], dtype=dtype)
-        else:
-            traced = reader.input(value.name, _like(reader, value, fixed, names))
-            reader.values[value.name] = traced
-            if value.type.tensor_type.elem_type in FOUR_BIT:
-                reader.four_bit.add(id(traced))
-    unknown = sorted(set(fixed) - names)
-    if unknown:
-        raise InputError(
-            f"sizes: the model has no dynamic size {unknown[0]!r}; it has {', '.join(sorted(names)) or 'none'}."
-        )
-    reader.read_all(graph.node)
-    nodes = []
-    for output in graph.output:
-        value = reader.values.get(output.name)
-        if value is None:
-            raise FileError(f"no node of the model computes its output {output.name!r}.")
-        nodes.append(reader.node_of(value))
+    dynamic = _declare_inputs(reader, graph, dict(sizes or {}), dict(constants or {}))
+    try:
+        reader.read_all(graph.node)
+    except FileError as error:
+        if not dynamic:
+            raise
+        raise FileError(
+            f"{error} (Sizes that are dynamic in the file: {', '.join(dynamic)}. If one of them is always the same, "
+            "fix it with sizes={name: number}.)"
+        ) from error
+    for name, size in reader.sizes.fixed().items():
+        if name in dynamic:
+            warn(f"the model computes with the size {name!r} as if it were always {size}: fix it with sizes=.")
+    nodes = [_output(reader, output.name) for output in graph.output]
     reader.graph.output(nodes[0] if len(nodes) == 1 else tuple(nodes))
     module = fx.GraphModule(reader.root, reader.graph, "OnnxModel").eval()
     module.graph.eliminate_dead_code()
@@ -92,7 +80,41 @@ def read_onnx(
     return module
 
 
-def _like(reader: Reader, value: Any, fixed: Mapping[str, int], names: set[str]) -> torch.Tensor:
+def _output(reader: Reader, name: str) -> fx.Node:
+    """Node that computes an output of the file."""
+    value = reader.values.get(name)
+    if value is None:
+        raise FileError(f"no node of the model computes its output {name!r}.")
+    return reader.node_of(value)
+
+
+def _declare_inputs(reader: Reader, graph: Any, sizes: dict[str, int], constants: dict[str, Any]) -> list[str]:
+    """Add the inputs of the file to the model; return the names of the sizes that stay dynamic."""
+    inputs = [value for value in graph.input if value.name not in reader.values]
+    for name in constants:
+        if name not in {value.name for value in inputs}:
+            raise InputError(f"constants: the model has no input {name!r}.")
+    names: dict[str, None] = {}
+    # Different multiples of 32 that a file is unlikely to contain: equal numbers would be taken for one size.
+    examples = count(13 * 32, 2 * 32)
+    for value in inputs:
+        if value.name in constants:
+            dtype = dtype_of_number(value.type.tensor_type.elem_type)
+            reader.values[value.name] = torch.as_tensor(constants[value.name], dtype=dtype)
+            continue
+        traced = reader.input(value.name, _like(reader, value, sizes, names, examples))
+        reader.values[value.name] = traced
+        if value.type.tensor_type.elem_type in FOUR_BIT:
+            reader.four_bit.add(id(traced))
+    for name in sizes:
+        if name not in names:
+            raise InputError(f"sizes: the model has no dynamic size {name!r}; it has {', '.join(names) or 'none'}.")
+    return [name for name in names if name not in sizes]
+
+
+def _like(
+    reader: Reader, value: Any, fixed: Mapping[str, int], names: dict[str, None], examples: Iterator[int]
+) -> torch.Tensor:
     """Input of the file without data; sizes without a number are dynamic."""
     if not value.type.HasField("tensor_type"):
         raise FileError(f"the input {value.name!r} is no tensor, which fxq cannot read.")
@@ -104,10 +126,11 @@ def _like(reader: Reader, value: Any, fixed: Mapping[str, int], names: set[str])
         if size.HasField("dim_value") and size.dim_value > 0:
             shape.append(size.dim_value)
             continue
-        name = size.dim_param or f"{value.name}.{axis}"
-        names.add(name)
+        named = re.search(r"[A-Za-z]", size.dim_param)  # "?" and the like stand for any size
+        name = size.dim_param if named else f"{value.name}.{axis}"
+        names[name] = None
         if name in fixed:
             shape.append(fixed[name])
         else:
-            shape.append(reader.sizes.axis(name, value.name, axis, 2 if axis == 0 else 512 + 64 * len(names)))
+            shape.append(reader.sizes.axis(name, value.name, axis, 7 if axis == 0 else next(examples)))
     return reader.sizes.empty(shape, dtype_of_number(kind.elem_type))

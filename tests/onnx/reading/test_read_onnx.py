@@ -123,6 +123,26 @@ def test_sizes_can_be_fixed():
         fxq.read_onnx(model, sizes={"batch": 1})
 
 
+def test_sizes_that_are_always_the_same():
+    """A file that says that its height is dynamic, and computes with one height."""
+    model = parsed("y = Reshape(x, shape)", "float[N, 4, H] x", "float[N, M] y", {"shape": np.array([0, 12])})
+    with pytest.raises(fxq.FileError, match=r"dynamic in the file: N, H. If one of them is always the same, fix it"):
+        fxq.read_onnx(model)
+    assert fxq.read_onnx(model, sizes={"H": 3})(torch.rand(5, 4, 3)).shape == (5, 12)
+    model = parsed("y = Add(x, w)", "float[N, 4] x", "float[N, 4] y", {"w": weights(6, 4)})
+    with pytest.raises(fxq.FileError, match=r"always the same, fix it with sizes"):
+        fxq.read_onnx(model)
+
+
+def test_unnamed_sizes_are_different_sizes():
+    model = parsed("y = Transpose<perm = [1, 0]>(x)", "float[N, M] x", "float[M, N] y")
+    for size in model.graph.input[0].type.tensor_type.shape.dim:
+        size.dim_param = "?"
+    assert fxq.read_onnx(model)(torch.rand(3, 5)).shape == (5, 3)
+    with pytest.raises(fxq.InputError, match=r"it has x.0, x.1"):
+        fxq.read_onnx(model, sizes={"?": 3})
+
+
 def test_inputs_can_be_fixed():
     body = """
     fast = Equal(rate, limit)
