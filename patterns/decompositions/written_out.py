@@ -160,6 +160,24 @@ def _linear(op, m):
     return op.linear(m.x, weight, m.b if "b" in m.captures else None)
 
 
+@rewrite
+def linear_add_bias(op, x, w, none, b):
+    return op.add(op.linear(x, w, none), b, alpha=1)
+
+
+@linear_add_bias.unless
+def sum_is_not_that_of_a_bias(m):
+    """Refuse unless the layer has no bias and the added value is a constant with one number for each output."""
+    if m.captures["none"] is not None or not hasattr(m.b, "tensor") or m.b.tensor is None:
+        return True
+    return m.w.tensor is None or tuple(m.b.tensor.shape) != (m.w.shape[0],) or m.b.tensor.dtype != m.w.tensor.dtype
+
+
+@linear_add_bias.becomes
+def _linear_with_bias(op, m):
+    return op.linear(m.x, m.w, m.b)
+
+
 FUNCTIONS = {
     "relu6": (clip_relu6,),
     "relu": (clip_relu,),
@@ -174,4 +192,6 @@ for _name, _rewrites in FUNCTIONS.items():
     for _rewrite in _rewrites:
         _rewrite.becomes(lambda op, m, name=_name: op[name](m.x))
 
-WRITTEN_OUT = (*chain.from_iterable(FUNCTIONS.values()), gelu_by_tanh, linear_by_matmul, linear_by_addmm)
+LINEAR = (linear_by_matmul, linear_by_addmm, linear_add_bias)
+
+WRITTEN_OUT = (*chain.from_iterable(FUNCTIONS.values()), gelu_by_tanh, *LINEAR)

@@ -94,6 +94,8 @@ def test_what_only_looks_like_one(forward):
         lambda self, x: F.linear(x, self.w.T),
         lambda self, x: torch.addmm(self.b, x.reshape(-1, 6), self.w),
         lambda self, x: F.linear(x, self.w.transpose(0, 1), self.b),
+        lambda self, x: x @ self.w + self.b,
+        lambda self, x: self.b + F.linear(x, self.w.t()),
     ],
 )
 def test_a_product_with_a_weight_is_a_linear(forward):
@@ -112,6 +114,22 @@ def test_a_product_with_a_weight_is_a_linear(forward):
 )
 def test_products_that_are_no_linear(forward):
     assert not any("linear" in line for line in canonical(forward, w=torch.randn(6, 3), b=torch.randn(3)))
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda self, x: x @ self.w + 2,
+        lambda self, x: x @ self.w + self.b[:1],
+        lambda self, x: x @ self.w + x[..., :3],
+        lambda self, x: F.linear(x, self.w.t(), self.b) + self.b,
+        lambda self, x: torch.add(x @ self.w, self.b, alpha=2),
+        lambda self, x: (x @ self.w).mul_(2) + self.b,
+    ],
+)
+def test_sums_that_are_no_bias(forward):
+    lines = canonical(forward, w=torch.randn(6, 3), b=torch.randn(3))
+    assert sum(" = linear(" in line for line in lines) == 1 and " = add(" in lines[-1]
 
 
 # ---- values taken from tuples, indices, types
