@@ -9,7 +9,7 @@ import inspect
 import sys
 import textwrap
 import types
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Container, Iterator, MutableMapping
 from dataclasses import dataclass, field, replace
 from functools import _lru_cache_wrapper, lru_cache
@@ -21,7 +21,8 @@ from torch import nn
 from fxq.common.parsing import call_parser
 
 _MAX_FUNCTIONS = 2000
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, types.ModuleType, types.CodeType)
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, types.ModuleType, types.CodeType, nn.Parameter)
+_EMPTY_TYPES = (OrderedDict, dict, set, list, bool)
 _MAX_ITEMS = 1000
 _ASSIGNING = ("STORE_GLOBAL", "DELETE_GLOBAL", "STORE_ATTR", "DELETE_ATTR", "STORE_DEREF", "DELETE_DEREF")
 _DYNAMIC = frozenset(
@@ -115,7 +116,8 @@ class CodeState:
             for kind in type(module).__mro__:
                 state._enter(path, kind)
             for value in vars(module).values():
-                state._enter(path, value)
+                if type(value) not in _EMPTY_TYPES or value:  # most attributes of a module are empty tables of hooks
+                    state._enter(path, value)
         return state
 
     def _enter(self, path: str, value: Any) -> None:

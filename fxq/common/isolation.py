@@ -6,7 +6,7 @@ import copy
 import logging
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,23 +47,30 @@ class ModelChanges:
         """Return all changes up to now."""
         return [change for snapshot in self._snapshots for change in snapshot.changes()]
 
-    def end(self, buffers: Mapping[int, str], parameters: Mapping[int, str]) -> None:
+    def end(self, model: nn.Module) -> None:
         """Restore all state and fill in the names of what had changed, except for constants that torch.fx adds."""
         for snapshot in self._snapshots:
             snapshot_changes = list(snapshot.changes())
-            for change in snapshot_changes:
-                if snapshot is not self._snapshots[0]:
+            if snapshot is not self._snapshots[0]:
+                for change in snapshot_changes:
                     self.outside.setdefault(change.owner, []).append(change.name)
-                elif change.in_place and id(change.now) in buffers:
-                    self.buffers += [buffers[id(change.now)]] if change.counted else []
-                elif change.in_place and id(change.now) in parameters:
-                    self.parameters.append(parameters[id(change.now)])
-                elif not change.name.startswith("_tensor_constant"):
-                    kind = self.in_place if change.in_place else self.attributes
-                    kind.setdefault(change.owner, []).append(change.name)
+            elif snapshot_changes:
+                self._name(snapshot_changes, model)
             if snapshot_changes or snapshot.is_shielded:
                 snapshot.restore()
         self._snapshots = ()
+
+    def _name(self, state_changes: Iterable[ChangedPlace], model: nn.Module) -> None:
+        """Sort changes inside the model, which still has its changed tensors."""
+        buffers, parameters = ({id(t): n for n, t in own} for own in (model.named_buffers(), model.named_parameters()))
+        for change in state_changes:
+            if change.in_place and id(change.now) in buffers:
+                self.buffers += [buffers[id(change.now)]] if change.counted else []
+            elif change.in_place and id(change.now) in parameters:
+                self.parameters.append(parameters[id(change.now)])
+            elif not change.name.startswith("_tensor_constant"):
+                kind = self.in_place if change.in_place else self.attributes
+                kind.setdefault(change.owner, []).append(change.name)
 
 
 @contextmanager
@@ -81,13 +88,14 @@ def untouched(
         outside: further objects to restore, each with the path of the module that it belongs to.
         watches: whether to detect and undo writes into parameters, which slows down every op.
     """
+    modules = list(model.named_modules())
     scripts = [
-        (script, name, buffer)
-        for script in model.modules()
+        (path, script, name, buffer)
+        for path, script in modules
         if isinstance(script, torch.jit.ScriptModule)
         for name, buffer in script.named_buffers(recurse=False)
     ]
-    snapshot, others = snapshot_of(model), StateSnapshot(frozenset(map(id, model.modules())))
+    snapshot, others = snapshot_of(model, modules), StateSnapshot(frozenset(id(module) for _, module in modules))
     watch = WriteWatch(model.parameters()) if watches else nullcontext()
     for path, value in outside:
         others.add(path, value)
@@ -98,39 +106,45 @@ def untouched(
         with watch:
             yield changes
     finally:
-        paths = {id(module): path for path, module in model.named_modules()}
-        for script, name, buffer in scripts:  # TorchScript code replaces them without Python attribute access
+        for path, script, name, buffer in scripts:  # TorchScript code replaces them without Python attribute access
             if getattr(script, name).data_ptr() != buffer.data_ptr():
                 setattr(script, name, buffer)
-                changes.buffers.append(f"{paths[id(script)]}.{name}".lstrip("."))
-        buffers, parameters = ({id(t): n for n, t in own} for own in (model.named_buffers(), model.named_parameters()))
-        changes.end(buffers, parameters)
+                changes.buffers.append(f"{path}.{name}".lstrip("."))
+        changes.end(model)
         if isinstance(watch, WriteWatch):
             watch.put_back()
-            changes.parameters += [name for p in watch.written if (name := parameters[id(p)]) not in changes.parameters]
+            if watch.written:
+                parameters = {id(parameter): name for name, parameter in model.named_parameters()}
+                written = [name for p in watch.written if (name := parameters[id(p)]) not in changes.parameters]
+                changes.parameters += written
 
 
-def snapshot_of(model: nn.Module) -> StateSnapshot:
-    """Snapshot of all modules of a model, with copies of buffers and of embeddings with `max_norm`."""
+def snapshot_of(model: nn.Module, named: Sequence[tuple[str, nn.Module]] | None = None) -> StateSnapshot:
+    """Snapshot of all modules of a model, with copies of buffers and of embeddings with `max_norm`.
+
+    Args:
+        model: the model.
+        named: its `named_modules`, if they are at hand.
+    """
+    named = list(model.named_modules()) if named is None else named
     # a script module stores its state in C++, and creates some attributes on access
-    modules = [(n, m) for n, m in model.named_modules() if not isinstance(m, torch.jit.ScriptModule)]
+    modules = [(n, m) for n, m in named if not isinstance(m, torch.jit.ScriptModule)]
     snapshot = StateSnapshot(frozenset(id(module) for _, module in modules))
-    for name, buffer in model.named_buffers():
-        snapshot.add_tensor(*_split(name), buffer, copies=True)
+    for path, module in named:
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                snapshot.add_tensor(path, name, buffer, copies=True)
     normed = {id(m.weight) for _, m in modules if getattr(m, "max_norm", None) and isinstance(m.weight, Tensor)}
-    for name, parameter in model.named_parameters():
-        snapshot.add_tensor(*_split(name), parameter, copies=id(parameter) in normed)
+    for path, module in named:
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                snapshot.add_tensor(path, name, parameter, copies=id(parameter) in normed)
     for path, module in modules:
         snapshot.add(path, vars(module))
-    for path, module in model.named_modules():
+    for path, module in named:
         if isinstance(module, torch.jit.ScriptModule):
             snapshot.add_script(path, module)
     return snapshot
-
-
-def _split(name: str) -> tuple[str, str]:
-    owner, _, own = name.rpartition(".")
-    return owner, own
 
 
 def unshare(model: nn.Module, lender: nn.Module) -> None:

@@ -7,6 +7,7 @@ import copy
 import enum
 import functools
 import logging
+import operator
 import random
 import sys
 import threading
@@ -37,6 +38,9 @@ _CODE += (types.BuiltinFunctionType,)
 _GENERATORS = (random.Random, torch.Generator)
 _BYTES = (bytearray, array.array)
 _NO_STATE = (*PLAIN, *_CODE)
+_PLAIN_TYPES = frozenset(PLAIN)
+_QUIET_TYPES = (OrderedDict, dict, nn.Parameter, Tensor, set, list)
+"""Types that are no iterators: those of most attributes of modules."""
 _LIBRARIES = ("torch", "numpy", "fxq", "threading", "_thread", "logging", "weakref", "concurrent", "asyncio")
 _TABLES = ("_parameters", "_buffers", "_modules")
 ABSENT = object()
@@ -94,6 +98,7 @@ class StateSnapshot:
     _held: dict[int, tuple[str, str, Any, Any]] = field(default_factory=dict)
     _contents: dict[int, tuple[str, str, Any, Any]] = field(default_factory=dict)
     _room: int = MAX_COPIED_BYTES
+    _iterating: list[tuple[str, Any, Any, Any]] = field(default_factory=list)
     _stand_ins: dict[int, IteratorStandIn] = field(default_factory=dict)
 
     def add(self, owner: str, value: Any, name: str = "") -> None:
@@ -107,7 +112,9 @@ class StateSnapshot:
             if id(value) in self._held or isinstance(value, _NO_STATE):
                 continue
             left -= 1
-            if isinstance(value, Tensor):
+            if type(value) in _CONTAINERS:  # most values of modules, without the questions to all other types
+                waiting.extend(self._hold(owner, name, value, _items(value)))
+            elif isinstance(value, Tensor):
                 size = 0 if isinstance(value, nn.Parameter) else value.numel() * value.element_size()
                 copies = 0 < size <= self._room
                 self.add_tensor(owner, name, value, copies)
@@ -119,8 +126,7 @@ class StateSnapshot:
                 if _is_array(value) and value.dtype.hasobject:
                     waiting.extend((f"{name}[{i}]", part) for i, part in enumerate(value.ravel().tolist()))
             elif (items := _items(value)) is not None:
-                self._held[id(value)] = owner, name, value, items
-                waiting.extend(_inside(name, value, items))
+                waiting.extend(self._hold(owner, name, value, items))
                 waiting.extend(_attributes(name, value) if isinstance(value, _CONTAINERS) else ())
             else:
                 waiting.extend((*_parts(name, value), *_attributes(name, value)))
@@ -131,10 +137,25 @@ class StateSnapshot:
                 MAX_VISITED_OBJECTS,
             )
 
+    def _hold(self, owner: str, name: str, value: Any, items: Any) -> list[tuple[str, Any]]:
+        """Add a container or object with its items; returns those that may have state, with their names."""
+        self._held[id(value)] = owner, name, value, items
+        of_module, inside = name == "" or name.endswith("."), []
+        for key, part in _slots(value, items).items() if items else ():
+            if type(part) in _PLAIN_TYPES:
+                continue
+            if _may_iterate(part):
+                self._iterating.append((name, value, key, part))
+            hooks = of_module and isinstance(key, str) and "hooks" in key
+            if not hooks and not isinstance(part, _NO_STATE):
+                inside.append((_name(name, value, key), part))
+        return inside
+
     def add_tensor(self, owner: str, name: str, tensor: Tensor, copies: bool) -> None:
         """Add a tensor: its storage, and if `copies` is set, its values."""
         if not tensor.is_inference() and not tensor.is_nested and tensor.layout is torch.strided:
-            self._contents.setdefault(id(tensor), (owner, name, tensor, _Values(tensor, copies)))
+            if id(tensor) not in self._contents:
+                self._contents[id(tensor)] = owner, name, tensor, _Values(tensor, copies)
 
     def add_script(self, owner: str, script: torch.jit.ScriptModule) -> None:
         """Add the attributes of a script module other than buffers and parameters, which its code may change."""
@@ -155,12 +176,10 @@ class StateSnapshot:
 
     def shield(self) -> None:
         """Put stand-ins (`IteratorStandIn`) into all places that hold iterators or generators, until `restore`."""
-        for _, name, value, items in self._held.values():
-            for key, item in _slots(value, items).items():
-                if _may_iterate(item):
-                    instead = stand_in(item, _name(name, value, key), self._stand_ins)
-                    if instead is not item:
-                        _put_slot(value, key, instead)
+        for name, value, key, item in self._iterating:
+            instead = stand_in(item, _name(name, value, key), self._stand_ins)
+            if instead is not item:
+                _put_slot(value, key, instead)
 
     @property
     def is_shielded(self) -> bool:
@@ -170,6 +189,8 @@ class StateSnapshot:
     def changes(self) -> Iterator[ChangedPlace]:
         """Places that differ from the snapshot."""
         for owner, name, value, items in self._held.values():
+            if _has_same_items(value, items):
+                continue
             before, now = _slots(value, items), _slots(value, _items(value))
             if len(before) == len(now) and all(now.get(key, ABSENT) is was for key, was in before.items()):
                 continue
@@ -260,12 +281,12 @@ def _names(slots: Any) -> tuple[str, ...]:
     return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
-def _inside(name: str, value: Any, items: Any) -> Iterator[tuple[str, Any]]:
-    of_module = name == "" or name.endswith(".")
-    for key, part in _slots(value, items).items() if items else ():
-        hooks = of_module and isinstance(key, str) and "hooks" in key
-        if not hooks and not isinstance(part, _NO_STATE):
-            yield _name(name, value, key), part
+def _has_same_items(value: Any, items: Any) -> bool:
+    """Whether a dict or list has the very items of its copy in their order; a quick answer for most containers."""
+    if isinstance(value, dict):
+        same_values = len(value) == len(items) and all(map(operator.is_, dict.values(value), items.values()))
+        return same_values and all(map(operator.is_, dict.keys(value), items))
+    return type(value) is list and len(value) == len(items) and all(map(operator.is_, value, items))
 
 
 def _slots(value: Any, items: Any) -> dict[Any, Any]:
@@ -286,7 +307,7 @@ def _name(outer: str, holder: Any, key: Any) -> str:
 
 
 def _may_iterate(item: Any) -> bool:
-    return is_opaque_iterator(item) or type(item) is tuple
+    return type(item) is tuple or (type(item) not in _QUIET_TYPES and is_opaque_iterator(item))
 
 
 def _put_slot(value: Any, key: Any, item: Any) -> None:
