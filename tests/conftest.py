@@ -29,7 +29,7 @@ os.environ["TERM"] = (
 
 def pytest_pycollect_makemodule():
     """Random numbers that a module of tests draws for itself do not depend on which others are run."""
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)  # no accelerator's: collecting the tests needs none
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -45,15 +45,29 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """Imported modules live until the end: freezing them spares the garbage collector repeated scans."""
+    """Imported modules live until the end: freezing them spares the garbage collector repeated scans.
+
+    And graphs have many short-lived objects: with Python's thresholds, the collector would run all the time.
+    """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(10_000, 10, 5)
 
 
 @pytest.fixture(autouse=True)
 def seeded():
     """Nor do those of a test."""
     torch.manual_seed(int(os.environ.get("SEED_", "0")))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def absent_accelerators_are_not_seeded():
+    """Where there is no accelerator, each `torch.manual_seed` would store the formatted stack for later errors."""
+    with pytest.MonkeyPatch.context() as patch:
+        for device in (torch.cuda, torch.xpu, torch.mtia):
+            if not device.is_available():
+                patch.setattr(device, "manual_seed_all", lambda seed: None)
+        yield
 
 
 @pytest.fixture
