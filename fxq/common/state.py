@@ -153,9 +153,9 @@ class StateSnapshot:
 
     def add_tensor(self, owner: str, name: str, tensor: Tensor, copies: bool) -> None:
         """Add a tensor: its storage, and if `copies` is set, its values."""
-        if not tensor.is_inference() and not tensor.is_nested and tensor.layout is torch.strided:
-            if id(tensor) not in self._contents:
-                self._contents[id(tensor)] = owner, name, tensor, _Values(tensor, copies)
+        has_values = not tensor.is_inference() and not tensor.is_nested and tensor.layout is torch.strided
+        if has_values and id(tensor) not in self._contents:
+            self._contents[id(tensor)] = owner, name, tensor, _Values(tensor, copies)
 
     def add_script(self, owner: str, script: torch.jit.ScriptModule) -> None:
         """Add the attributes of a script module other than buffers and parameters, which its code may change."""
