@@ -30,16 +30,26 @@ def test_importing_fxq_imports_torch_when_it_is_used():
     ) == ["False", fxq.__version__, "True"]
 
 
-@pytest.mark.parametrize(
-    "first",
-    [
-        "import fxq.diagnosis",
-        "from fxq.ops import OPS",
-        "from fxq.model import QuantizedModel",
-        "from fxq import *",
-        "import fxq; hasattr(fxq, 'nothing'); hasattr(fxq, '__wrapped__')",
-    ],
+FIRST = (
+    "import fxq.diagnosis",
+    "from fxq.ops import OPS",
+    "from fxq.model import QuantizedModel",
+    "from fxq import *",
+    "import fxq; hasattr(fxq, 'nothing'); hasattr(fxq, '__wrapped__')",
 )
-def test_whatever_is_imported_first(first):
-    kinds = "print(*(type(value).__name__ for value in (fxq.doctor, fxq.cost_cache, fxq.backends)))"
-    assert run(f"{first}\nimport fxq\n{kinds}") == ["function", "module", "module"]
+
+
+def test_whatever_is_imported_first():
+    """In forks of one process that has imported torch, but nothing of fxq."""
+    kinds = "print(*(type(value).__name__ for value in (fxq.doctor, fxq.cost_cache, fxq.backends)), flush=True)"
+    code = f"""
+import os, sys, torch
+assert "fxq.public" not in sys.modules
+for first in {FIRST!r}:
+    child = os.fork()
+    if not child:
+        exec(first + "; import fxq; {kinds}", {{}})
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0, first
+"""
+    assert run(code) == ["function", "module", "module"] * len(FIRST)
