@@ -266,14 +266,14 @@ def test_every_spelling_is_drawn_somewhere(op):
 
 
 @needs_x86
-@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(plan=plans(12))
 def test_random_networks(plan):
     check(plan)
 
 
 @needs_x86
-@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(plan=plans(12), chosen=st.sampled_from(WITHOUT_DATA))
 def test_random_networks_without_data(plan, chosen):
     check(plan, chosen)

@@ -173,13 +173,13 @@ def check_float(plan: ProgramPlan) -> str:
     return check(plan, ALL_FLOAT, 90.0)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(plan=plans(WORDS))
 def test_random_programs(plan):
     check_float(plan)
 
 
-@settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(plan=plans(WORDS))
 def test_random_programs_on_integers(plan):
     check(plan, INT8, MIN_SQNR_DB)
@@ -194,7 +194,7 @@ def test_random_programs_with_state(plan):
 @pytest.mark.parametrize("change", range(len(CHANGES)), ids=list(CHANGES))
 def test_every_change_of_a_clone_is_right(change):
     """Of the whole clone and of a part: these are ordinary PyTorch, so a refusal is a failure, too."""
-    for view in (0, 1, 5):
+    for view in (0, (1, 5)[change % 2]):
         plan = ProgramPlan(
             (Statement("linear"), Statement("change", (0, 1), (0, view, change, 0)), Statement("linear"))
         )
@@ -203,7 +203,7 @@ def test_every_change_of_a_clone_is_right(change):
 
 @pytest.mark.parametrize("fresh", range(len(FRESH)), ids=list(FRESH))
 def test_every_fresh_tensor_is_fresh_at_each_call(fresh):
-    for kind, change in (("change", list(CHANGES).index("add_")), ("loop", 0), ("loop", 1)):
+    for kind, change in (("change", list(CHANGES).index("add_")), ("loop", fresh % 2)):
         options = (fresh, change, change, 0) if kind == "change" else (fresh, change, 0, 0)
         plan = ProgramPlan((Statement("linear"), Statement(kind, (0, 1), options), Statement("linear")))
         assert check_float(plan) == "right"
@@ -224,8 +224,8 @@ def test_a_part_with_elements_that_share_memory_is_right_or_refused(view):
 
 @pytest.mark.parametrize("first", range(len(RESHAPES)), ids=list(RESHAPES))
 def test_a_tensor_that_is_given_another_shape_in_place_is_right(first):
-    for second in range(len(RESHAPES)):
-        options = (0, first, second, (first + 2) % len(RESHAPES))
+    for distance in range(3):  # the slow test below draws all pairs
+        options = (0, first, (first + distance) % len(RESHAPES), (first + 2) % len(RESHAPES))
         plan = ProgramPlan((Statement("linear"), Statement("reshape", (0, 0), options), Statement("linear")))
         assert check_float(plan) == "right"
 

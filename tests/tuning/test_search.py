@@ -44,7 +44,7 @@ def test_a_metric_with_a_tolerated_drop():
     assert agreement(fxq.quantize(wide(), result.recipe, data=DATA)) >= 0.9
 
 
-@pytest.mark.parametrize("kind", ["threads", "fork"])
+@pytest.mark.parametrize("kind", ["threads", pytest.param("fork", marks=pytest.mark.slow)])  # `Trials` has both
 def test_the_executor_makes_no_difference(kind):
     here = fxq.search(wide(), STATIC, DATA, target=45.0)
     with ThreadPoolExecutor(2) if kind == "threads" else ProcessPoolExecutor(2, get_context("fork")) as executor:

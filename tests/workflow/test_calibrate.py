@@ -209,6 +209,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow  # `test_two_ranks_see_what_one_process_sees` has the same ranks in forks, which import nothing
 def test_under_torchrun(tmp_path):
     script, out = tmp_path / "script.py", str(tmp_path / "out")
     script.write_text(SCRIPT.format(root=str(ROOT), out=out), encoding="utf-8")
