@@ -34,12 +34,15 @@ def pytest_pycollect_makemodule():
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Of a test with the mark `one_in(n)`, every n-th parametrization is always run, the others with the slow ones."""
+    """Of a test with the mark `one_in(n)`, one of each n parametrizations is always run, the others with the slow ones.
+
+    Of the first n it is the first, of the next n the last, and so on: each value of a product of lists has its turn.
+    """
     seen = Counter()
     for item in items:
         if mark := item.get_closest_marker("one_in"):
             test = item.nodeid.partition("[")[0]
-            if seen[test] % mark.args[0]:
+            if (seen[test] + seen[test] // mark.args[0]) % mark.args[0]:
                 item.add_marker(pytest.mark.slow)
             seen[test] += 1
 

@@ -98,6 +98,7 @@ DIFFERENT = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", DIFFERENT)
 def test_another_structure_is_refused_by_name(backend, case):

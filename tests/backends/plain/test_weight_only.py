@@ -75,6 +75,7 @@ LAYERS = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_is_float_arithmetic_on_the_weights_that_the_integers_stand_for(name, recipe):
