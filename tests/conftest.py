@@ -3,6 +3,7 @@
 import gc
 import importlib
 import os
+import random
 from collections import Counter
 
 import pytest
@@ -36,13 +37,15 @@ def pytest_pycollect_makemodule():
 def pytest_collection_modifyitems(items):
     """Of a test with the mark `one_in(n)`, one of each n parametrizations is always run, the others with the slow ones.
 
-    Of the first n it is the first, of the next n the last, and so on: each value of a product of lists has its turn.
+    Which one is drawn, since with every n-th a list of n values in a product would always give the same value. Of the
+    first n it is the first, so that a single one can be asked for by its id.
     """
     seen = Counter()
     for item in items:
         if mark := item.get_closest_marker("one_in"):
             test = item.nodeid.partition("[")[0]
-            if (seen[test] + seen[test] // mark.args[0]) % mark.args[0]:
+            block, position = divmod(seen[test], mark.args[0])
+            if position != (random.Random(block).randrange(mark.args[0]) if block else 0):
                 item.add_marker(pytest.mark.slow)
             seen[test] += 1
 

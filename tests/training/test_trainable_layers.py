@@ -61,6 +61,7 @@ def network(kind):
     return model
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("weight", [QAT.config.weight, PER_TENSOR], ids=["channel", "tensor"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_before_ranges_are_known_only_weights_are_rounded(kind, weight):
@@ -70,6 +71,7 @@ def test_before_ranges_are_known_only_weights_are_rounded(kind, weight):
     assert dict(in_training.named_parameters()).keys() == dict(model.named_parameters()).keys()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("weight", [QAT.config.weight, PER_TENSOR], ids=["channel", "tensor"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_statistics_and_gradients_are_those_of_the_float_model(kind, weight):

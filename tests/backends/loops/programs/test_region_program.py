@@ -47,6 +47,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("batch", [1, 2, 5])
 @pytest.mark.parametrize("channels", [1, 3, 16])
