@@ -13,6 +13,7 @@ from fxq.common.data import Batch, place_in, samples_in
 from fxq.common.isolation import copied, seeded, without_autocast
 from fxq.common.metrics import Agreement, tensors
 from fxq.errors import InputError, warn
+from fxq.graph.run import Runner
 from fxq.ledger.ledger import Ledger
 from fxq.pipeline.context import Context
 from fxq.tracing.fidelity import part_for, run_model, same_values
@@ -60,7 +61,7 @@ def _compared(gms: Sequence[fx.GraphModule], context: Context, batches: Sequence
         for gm in gms:
             own_batch = copied(batch)  # a forward may change its inputs in place
             with context.untouched(), seeded():  # the graph shares leaves with the user's model
-                results.append(list(tensors(gm(*own_batch.args, **own_batch.kwargs))))
+                results.append(list(tensors(Runner(gm, own_batch).run())))  # generating code would take longer
         wants = _outputs_of_example(context, batch, results[0]) if results else None
         if wants is None:
             wants = list(tensors(run_model(context.model, batch, context.recipe.concrete_args)))

@@ -115,7 +115,7 @@ class PassManager:
         """Tensors that the graph returns for a batch."""
         own_batch = copied(batch)  # a forward may change its inputs in place
         with self.context.untouched(), seeded(), torch.no_grad(), without_autocast(), observers_paused(self.gm):
-            return list(tensors(self.gm(*own_batch.args, **own_batch.kwargs)))
+            return list(tensors(Runner(self.gm, own_batch).run()))  # generating code for one call takes longer
 
     def _few_results(self) -> tuple[list[Tensor], list[Tensor]] | None:
         """Outputs of a large model and its graph on `CHECKED_SAMPLES` samples; None if the whole example must run.
