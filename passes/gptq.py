@@ -13,7 +13,7 @@ from torch import Tensor
 from fxq.paired.reconstruction import IntegerLayer, OutputError, Reconstruction, WeightRows
 from fxq.pipeline.context import Context
 from fxq.quant.least_error import QUICK_ZOOMS, least_range
-from fxq.quant.qparams import choose_qparams
+from fxq.quant.qparams import choose_qparams, scale_dtype
 from fxq.quant.spec import QuantConfig, TensorSpec
 from fxq.recipe.pass_base import Stage
 from fxq.rewriting.rewriter import Rewriter
@@ -189,7 +189,7 @@ def _grid(values: Tensor, weights: Tensor, spec: TensorSpec) -> tuple[Tensor, Te
     """Scale and zero point, (G, R), of least weighted error for values (G, R, n) with weights (G, 1, n)."""
     ends = least_range(values, values.amin(2), values.amax(2), spec, 2.0, weights.expand_as(values), QUICK_ZOOMS)
     grid = choose_qparams(*ends, spec)
-    return grid.scale, grid.zero_point.float()
+    return grid.scale.to(scale_dtype(grid.scale)).float(), grid.zero_point.float()
 
 
 _GROUP = 128

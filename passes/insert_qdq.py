@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -31,7 +31,7 @@ from fxq.pipeline.candidates import UNREAD
 from fxq.quant.dynamic_grid import DynamicGrid
 from fxq.quant.observer_base import Observer
 from fxq.quant.packing import BITS, pack
-from fxq.quant.qparams import QParams, quantize
+from fxq.quant.qparams import QParams, quantize, scale_dtype
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.rewriting.grid_edits import on_grid
 from fxq.rewriting.rewriter import Rewriter
@@ -43,7 +43,8 @@ class InsertQdq(Pass):
 
     Before: conv2d(observer(x), w, b)
     After: conv2d(dequantize(quantize(x)), dequantize(w_int8), b); weight-only: conv2d(x, dequantize(w_int8), b)
-    Also: packs weights of at most 4 bits, two values to a byte. Requantizes inputs of an op that only moves values to
+    Also: packs weights of at most 4 bits, two values to a byte, and stores scales of blocks of weight-only layers in
+    float16. Requantizes inputs of an op that only moves values to
     the grid of its result. Sets the grid of a recurrent layer's state as options of its op. Hidden states are passed
     to other recurrent layers, and returned by the model, in float.
     Keeps: the output up to rounding to the grids. The result is the portable reference: exact, on any device.
@@ -221,15 +222,16 @@ def _convert_weight(
     tensor, qp = constant(rewriter.gm, weight), edge.qparams
     assert tensor is not None and isinstance(qp, QParams)  # choose-grids has seen it
     name = str(weight.target).removeprefix("fxq_data.").replace(".", "_")
-    packs = (
-        all(is_weight_only(user, calls_of(rewriter.gm, user)) for user in readers)
-        and qp.dtype != torch.float16
-        and qp.qmax - qp.qmin < 2**BITS
-    )
+    weight_only = all(is_weight_only(user, calls_of(rewriter.gm, user)) for user in readers)
+    packs = weight_only and qp.dtype != torch.float16 and qp.qmax - qp.qmin < 2**BITS
+    stored_scale = qp.scale.to(scale_dtype(qp.scale)) if weight_only and qp.block is not None else qp.scale
+    qp = replace(qp, scale=stored_scale.float())
     # the spec does not determine the grid: reduce_range may apply to some layers only, and trained scales differ
     grids = tuple(t.cpu().numpy().tobytes() for t in (qp.scale, qp.zero_point))
     key = (id(tensor), edge.spec, edge.axis, qp.bits, packs, grids)
-    values, scale, zero_point = stored[key] = stored.get(key) or _stored_tensors(tensor.detach(), qp, packs)
+    if key not in stored:
+        stored[key] = _stored_tensors(tensor.detach(), qp, stored_scale, packs)
+    values, scale, zero_point = stored[key]
     kind = "float16" if values.dtype == torch.float16 else "int4" if packs else "int8"
     grid: dict[str, Any] = {"qmin": qp.qmin, "qmax": qp.qmax, "axis": qp.axis, "block": qp.block}
     grid |= {"scale": qp.s, "zero_point": qp.z} if qp.axis is None else {"zero_point": 0}
@@ -246,9 +248,9 @@ def _convert_weight(
     rewriter.reroute(weight, dq, only=lambda user: user in readers)
 
 
-def _stored_tensors(weight: Tensor, qp: QParams, packs: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _stored_tensors(weight: Tensor, qp: QParams, scale: Tensor, packs: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Values of a weight in its integer form, two to a byte with `packs`; its scales; its zero points."""
     values = weight.to(torch.float16) if qp.dtype == torch.float16 else quantize(weight, qp)
     dtype = torch.int32 if qp.block is None else qp.dtype  # groups have many zero points: small ones save memory
     device = weight.device
-    return pack(values) if packs else values, qp.scale.to(device), qp.zero_point.to(device, dtype)
+    return pack(values) if packs else values, scale.to(device), qp.zero_point.to(device, dtype)

@@ -1,7 +1,9 @@
 """The benchmark of 4-bit weights: its metric, and its table."""
 
+import importlib.util
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -42,3 +44,22 @@ def test_table_shows_the_share_that_is_won_back(script):
     ]
     lines = bench.table(results).splitlines()
     assert "0%" in lines[2] and "75%" in lines[3] and "no package" in lines[4]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("openvino") is None, reason="needs OpenVINO")
+def test_bits_in_openvino_are_those_of_integers_scales_and_zero_points(script):
+    import openvino
+    from openvino import opset13 as ops
+
+    x = ops.parameter([1, 64], np.float32)
+    kinds = openvino.Type.u4, openvino.Type.u4, openvino.Type.f16
+    weight, zero, scale = (
+        ops.constant(np.ones(shape, np.uint8), dtype=kind)
+        for shape, kind in zip(((3, 2, 32), (3, 2, 1), (3, 2, 1)), kinds, strict=True)
+    )
+    integers = ops.subtract(*(ops.convert(value, "f16") for value in (weight, zero)))
+    real = ops.reshape(ops.multiply(integers, scale), np.array([3, 64]), False)
+    product = ops.matmul(x, ops.convert(real, "f32"), False, True)
+    biased = ops.multiply(product, ops.constant(np.ones(3, np.float32)))
+    bits_of = script("bench.int4").bits_in_openvino
+    assert bits_of(openvino.Model([biased], [x])) == 4 + (4 + 16) / 32

@@ -82,7 +82,7 @@ def grid_from(gm: fx.GraphModule, options: Mapping[str, Any]) -> QParams | None:
         zero_point = torch.as_tensor(zero_point, dtype=torch.int32, device=scale.device).expand_as(scale)
         if axis is None and scale.numel() != 1:
             return None
-        return QParams(scale, zero_point, qmin, qmax, dtype, axis, options.get("block"))
+        return QParams(scale.float(), zero_point, qmin, qmax, dtype, axis, options.get("block"))
     return QParams.per_tensor(scale, zero_point, qmin, qmax, dtype)
 
 

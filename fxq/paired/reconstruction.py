@@ -281,7 +281,9 @@ class IntegerLayer:
         replaced: list[Any] = [old, *(self.weight.kwargs[key] for key in changed)]
         rewriter.update(self.weight, args=(chosen, *self.weight.args[1:]))
         for key, values in changed.items():
-            kept = values if key == "scale" else values.to(self.grid.dtype)
+            half = values.half()
+            in_half = self.grid.block is not None and torch.equal(half.float(), values)
+            kept = values.to(self.grid.dtype) if key != "scale" else half if in_half else values
             constant_node = rewriter.constant(kept, f"{name}_{key}_chosen", before=self.weight)
             rewriter.update(self.weight, kwargs={**self.weight.kwargs, key: constant_node})
         for node in replaced:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import multiprocessing
 import resource
 import time
@@ -24,6 +25,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -33,7 +35,7 @@ from torch import Tensor
 import fxq
 from scripts.bench import history
 from scripts.bench.timing import threads_set_to
-from scripts.networks.language import antibodies, docstrings, iglm, smollm2
+from scripts.networks.language import antibodies, docstrings, iglm, perplexity, smollm2
 
 ROUNDED = "fxq rounded"
 """Variant that the share of others is relative to."""
@@ -61,6 +63,7 @@ class Result:
     model: str
     variant: str
     kl: float | None = None
+    perplexity: float | None = None
     bits: float | None = None
     seconds: float | None = None
     peak_gb: float | None = None
@@ -103,21 +106,70 @@ def plain(bits: int, per: int | None, reads_data: bool) -> Callable[[Subject], A
     return quantized
 
 
-def nncf_default(subject: Subject) -> Any:
-    """NNCF's default for 4 bits with blocks of 64, asymmetric, in PyTorch.
+class OpenVinoModel:
+    """Model of OpenVINO that is called like one of transformers; it computes in float32.
 
-    Raises:
-        ImportError: NNCF is not installed.
+    Attributes:
+        bits: mean bits per value of its integer weights.
     """
-    import copy
 
-    import nncf
+    def __init__(self, model: Any) -> None:
+        import openvino
 
-    example = subject.calibration[:1]
-    return nncf.compress_weights(
-        copy.deepcopy(subject.model), mode=nncf.CompressWeightsMode.INT4_ASYM, group_size=64,
-        dataset=nncf.Dataset([{"input_ids": example}]),
-    )  # fmt: skip
+        options = {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0"}
+        self._compiled, self.bits = openvino.compile_model(model, "CPU", options), bits_in_openvino(model)
+
+    def __call__(self, rows: Tensor) -> Any:
+        return SimpleNamespace(logits=torch.from_numpy(self._compiled(rows.numpy())[0]))
+
+
+def bits_in_openvino(model: Any) -> float:
+    """Mean bits per value of the integer weights of a model of OpenVINO, with their scales and zero points."""
+
+    def constants(node: Any) -> Iterator[Any]:
+        if node.get_type_name() == "Constant":
+            yield node
+        elif node.get_type_name() in ("Convert", "Subtract", "Multiply", "Reshape"):
+            for value in node.input_values():
+                yield from constants(value.get_node())
+
+    bits, values = 0, 0
+    for scaling in (op for op in model.get_ops() if op.get_type_name() == "Multiply"):
+        parts = [(part.get_element_type(), math.prod(part.get_output_shape(0))) for part in constants(scaling)]
+        if any(kind.get_type_name() in ("u4", "i4", "u8", "i8") for kind, _ in parts):
+            bits += sum(kind.bitwidth * size for kind, size in parts)
+            values += max(size for _, size in parts)
+    return bits / values
+
+
+def in_nncf(**options: Any) -> Callable[[Subject], Any]:
+    """NNCF's default for 4 bits with blocks of 64, asymmetric, in its OpenVINO backend.
+
+    Args:
+        options: options of `nncf.compress_weights` that read data; without any, there is none.
+    """
+
+    def quantized(subject: Subject) -> Any:
+        import nncf
+        import openvino
+
+        class Logits(torch.nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.model = subject.model
+
+            def forward(self, rows: Tensor) -> Any:
+                return self.model(rows, attention_mask=torch.ones_like(rows), use_cache=False).logits
+
+        converted = openvino.convert_model(Logits().eval(), example_input=subject.calibration[:2])
+        dataset = nncf.Dataset([row[None].numpy() for row in subject.calibration]) if options else None
+        return OpenVinoModel(
+            nncf.compress_weights(
+                converted, mode=nncf.CompressWeightsMode.INT4_ASYM, group_size=64, dataset=dataset, **options
+            )
+        )
+
+    return quantized
 
 
 VARIANTS: dict[str, Callable[[Subject], Any]] = {
@@ -127,7 +179,8 @@ VARIANTS: dict[str, Callable[[Subject], Any]] = {
     "fxq int4, blocks of 128, data": plain(4, 128, reads_data=True),
     "fxq int4, blocks of 32, data": plain(4, 32, reads_data=True),
     "fxq int8": plain(8, None, reads_data=False),
-    "NNCF int4": nncf_default,
+    "NNCF int4": in_nncf(),
+    "NNCF int4, scale estimation": in_nncf(scale_estimation=True),
 }
 """Functions that quantize a subject, by name."""
 
@@ -143,7 +196,9 @@ def divergence(model: Any, quantized: Any, rows: Tensor) -> float:
 
 
 def stored_bits(quantized: Any) -> float | None:
-    """Mean bits per value of integer weights of a model of fxq, which its programs share; None for others."""
+    """Mean bits per value of integer weights of a model, which programs of fxq share; None if it has none."""
+    if isinstance(quantized, OpenVinoModel):
+        return quantized.bits
     programs = getattr(getattr(quantized, "programs", None), "models", ())
     entries = [entry for entry in programs[0].ledger if entry.weight_values] if programs else []
     values = sum(entry.weight_values for entry in entries)
@@ -162,8 +217,8 @@ def measured(name: str, variant: str) -> Result:
             return Result(name, variant, note=f"{type(error).__name__}: {error}".splitlines()[0][:100])
         seconds = time.process_time() - start
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
-        loss = divergence(subject.model, quantized, subject.judged)
-    return Result(name, variant, loss, stored_bits(quantized), seconds, peak)
+        losses = divergence(subject.model, quantized, subject.judged), perplexity(quantized, subject.judged)
+    return Result(name, variant, *losses, stored_bits(quantized), seconds, peak)
 
 
 def in_process(name: str, variant: str) -> Result:
@@ -180,10 +235,10 @@ def table(results: list[Result]) -> str:
     def row(result: Result) -> Iterator[object]:
         whole = base.get(result.model)
         share = 1 - result.kl / whole if result.kl is not None and whole else None
-        yield from (result.model, result.variant, result.kl, None if share is None else f"{share:.0%}", result.bits)
-        yield from (result.seconds, result.peak_gb, result.note)
+        yield from (result.model, result.variant, result.kl, None if share is None else f"{share:.0%}")
+        yield from (result.perplexity, result.bits, result.seconds, result.peak_gb, result.note)
 
-    headers = ("model", "variant", "KL", "won back", "bits", "CPU s", "peak GB", "")
+    headers = ("model", "variant", "KL", "won back", "perplexity", "bits", "CPU s", "peak GB", "")
     return tabulate([list(row(result)) for result in results], headers, floatfmt=".3g", missingval="")
 
 

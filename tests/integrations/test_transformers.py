@@ -260,14 +260,14 @@ def test_four_bits_leave_the_head_eight_and_use_data(tied):
     (program,) = fitted.programs.models
     specs = {path.rpartition(".")[2]: bits for path, bits in weight_bits(program) if "wpe" not in path}
     assert specs["lm_head"] >= 8 and specs["wte"] >= 8
-    assert specs["c_fc"] == specs["c_attn"] == 4 + (32 + 8) / 16  # scale and zero point per block
+    assert specs["c_fc"] == specs["c_attn"] == 4 + (16 + 8) / 16  # scale and zero point per block
     assert [edit.rule for edit in program.history["gptq"].edits] == ["gptq"] * 8
     with torch.no_grad():
         wanted = model(IDS).logits
         assert sqnr(wanted, fitted(IDS).logits) > sqnr(wanted, rounded(IDS).logits) + 1  # dB
     selected = recipe.override("lm_head", recipe.config).override("transformer.wte", recipe.config)
     (program,) = fxq.quantize(model, selected).programs.models
-    assert dict(weight_bits(program))["lm_head"] == 6.5
+    assert dict(weight_bits(program))["lm_head"] == 5.5
 
 
 def test_overrides_select_in_the_encoder_or_the_decoder():
@@ -279,7 +279,7 @@ def test_overrides_select_in_the_encoder_or_the_decoder():
     (encoder,) = qmodel.get_encoder().programs.models
     decoder = qmodel.programs.programs["decoder"]
     assert [entry.precision for entry in encoder.ledger if entry.path == attention] == ["float"]
-    assert dict(weight_bits(encoder))[attention.replace(".q", ".k")] == 6.5
+    assert dict(weight_bits(encoder))[attention.replace(".q", ".k")] == 5.5
     assert dict(weight_bits(decoder))["lm_head"] >= 8
     with pytest.raises(fxq.RecipeError, match=r"'encoder\.block\.7' selects nothing in any program"):
         fxq.quantize(model, recipe.override("encoder.block.7", fxq.FLOAT))
@@ -295,8 +295,8 @@ def test_eight_bits_have_scales_per_block_and_an_override_wins(tied):
     blocks, rows = (fxq.quantize(model, r) for r in (recipe, recipe.override(fxq.by_op("linear"), recipe.config)))
     (program,) = blocks.programs.models
     bits = dict(weight_bits(program))
-    assert bits.pop("lm_head") == bits.pop("model.embed_tokens") == 8 + 32 / 64
-    assert set(bits.values()) == {8 + 32 / 128}
+    assert bits.pop("lm_head") == bits.pop("model.embed_tokens") == 8 + 16 / 64
+    assert set(bits.values()) == {8 + 16 / 128}
     tables = {t.data_ptr() for name, t in program.state_dict().items() if t.shape == (model.vocab_size, 256)}
     assert len(tables) == (1 if tied else 2)
     assert dict(weight_bits(rows.programs.models[0]))["model.layers.0.mlp.down_proj"] == 8 + (32 + 32) / 512

@@ -370,10 +370,10 @@ def test_embeddings_and_their_heads_have_eight_bits_unless_selected():
     recipe, x = fxq.Recipe.weight_only(bits=4, backend="reference"), torch.arange(40)
     qmodel = fxq.quantize(Tied().eval(), recipe, example_inputs=x)
     bits = {entry.path: entry.weight_bits for entry in qmodel.ledger if entry.weight_bits}
-    # Scale per block of 64: 32 bits; its zero point, if affine: 8 bits
-    assert bits == {"words": 8.5, "layer": 4.625, "head": 8.5}
+    # Scale per block of 64: 16 bits; its zero point, if affine: 8 bits
+    assert bits == {"words": 8.25, "layer": 4.375, "head": 8.25}
     assert "8 bits, not 4, as no override selects it" in qmodel.ledger.where(path="head")[0].reason
-    # Shared weights count for each of their layers: (2 * 2560 * 8.5 + 4096 * 4.625) / 9216
-    assert "at 6.78 bits per weight" in str(qmodel.ledger)
+    # Shared weights count for each of their layers: (2 * 2560 * 8.25 + 4096 * 4.375) / 9216
+    assert "at 6.53 bits per weight" in str(qmodel.ledger)
     selected = fxq.quantize(Tied().eval(), recipe.override("*", recipe.config), example_inputs=x)
-    assert {entry.weight_bits for entry in selected.ledger if entry.weight_bits} == {4.625}
+    assert {entry.weight_bits for entry in selected.ledger if entry.weight_bits} == {4.375}

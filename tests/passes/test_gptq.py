@@ -89,7 +89,7 @@ def test_text_before_and_after():
         w: float32[3, 8] = tensor('w')
         zero: uint8[3, 2] = tensor('zero')
         w_int4_chosen: uint8[3, 4] = tensor('fxq_data.w_int4_chosen')
-        w_int4_scale_chosen: float32[3, 2] = tensor('fxq_data.w_int4_scale_chosen')
+        w_int4_scale_chosen: float16[3, 2] = tensor('fxq_data.w_int4_scale_chosen')
         w_dq: float32[3, 8] = dequantize(w_int4_chosen, scale=w_int4_scale_chosen, zero_point=zero, \
 qmin=0, qmax=15, axis=1, \
 block=4, packed=(8,))

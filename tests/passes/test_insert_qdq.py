@@ -1,5 +1,6 @@
 """insert-qdq: observers become quantize and dequantize, weights become integers."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -105,7 +106,7 @@ def test_a_weight_of_four_bits_in_blocks_is_packed():
     assert program(gm) == expected("""
         x: float32[5, 5] = input()
         a_weight_int4: uint8[4, 3] = tensor('fxq_data.a_weight_int4')
-        a_weight_scale: float32[4, 2] = tensor('fxq_data.a_weight_scale')
+        a_weight_scale: float16[4, 2] = tensor('fxq_data.a_weight_scale')
         a_weight_zero_point: uint8[4, 2] = tensor('fxq_data.a_weight_zero_point')
         a_weight_dq: float32[4, 5] = dequantize(a_weight_int4, scale=a_weight_scale, zero_point=a_weight_zero_point, \
 qmax=15, axis=1, block=4, packed=(5,))
@@ -115,6 +116,24 @@ qmax=15, axis=1, block=4, packed=(5,))
     assert gm.fxq_data.a_weight_int4[0].tolist() == [4 | 3 << 4, 0 | 15 << 4, 15]
     x = torch.randn(5, 5)
     torch.testing.assert_close(gm(x), x @ torch.tensor([[0.5, -1.5, 6.0, 0.0, 7.0]]).expand(4, 5).T)
+
+
+@pytest.mark.parametrize(("size", "stored"), [(1.0, torch.float16), (1e-5, torch.float32)])
+def test_integers_are_those_of_the_scales_that_are_stored(size, stored):
+    """Scales of blocks are rounded to float16 first, except where it has too few digits for one of them."""
+    steps = (size * torch.tensor([0.30001, 1.0007])).tolist()
+    grid = f"QParams(scale={[steps] * 4}, zero_point={[[3, 8]] * 4}, qmin=0, qmax=15, dtype=torch.uint8, axis=1"
+    grid += ", block=4)"
+    torch.manual_seed(0)
+    real = size * torch.randn(4, 5)
+    gm = run_pass(InsertQdq(), ALONE.format(spec="TensorSpec(bits=4, per=4)", axis=1, grid=grid), {"a.weight": real})
+    assert gm.fxq_data.a_weight_scale.dtype == stored
+    scale = gm.fxq_data.a_weight_scale.double().numpy().repeat(4, 1)[:, :5]
+    zero = np.array([3, 3, 3, 3, 8.0])
+    integers = np.clip(np.round(real.double().numpy() / scale) + zero, 0, 15)
+    x = torch.randn(5, 5)
+    wanted = x.double().numpy() @ ((integers - zero) * scale).T
+    np.testing.assert_allclose(gm(x).double().numpy(), wanted, rtol=1e-5, atol=1e-6 * size)
 
 
 def test_a_weight_in_float16():

@@ -24,7 +24,7 @@ class StoredWeight:
 
     Attributes:
         values: int8, uint8 or float16, (N, ...); or two 4-bit values per byte, uint8, (N, bytes per row).
-        scale: float32, as `QParams.scale`; None: 1.
+        scale: float32, or for blocks float16, in the shape of `QParams.scale`; None: 1.
         zero_point: in the shape of `scale`; None: 0.
         axis, block: as in `QParams`.
         packed: shape of a row if values are packed into bytes; else None.
@@ -40,11 +40,12 @@ class StoredWeight:
     signed: bool = False
 
     @classmethod
-    def of(cls, weight: Weight, zero_point: Tensor | None) -> StoredWeight:
-        """Return a weight of the qdq graph. `zero_point` is the graph's tensor if there is one per channel or block."""
+    def of(cls, weight: Weight, scale: Tensor | None = None, zero_point: Tensor | None = None) -> StoredWeight:
+        """Return a weight of the qdq graph. `scale` and `zero_point` are the graph's tensors, if it has several."""
         qp = weight.qparams
         zero = (qp.zero_point if zero_point is None else zero_point) if bool(qp.zero_point.any()) else None
-        scale = None if weight.stored.dtype == torch.float16 else qp.scale
+        scale = qp.scale if scale is None else scale
+        scale = None if weight.stored.dtype == torch.float16 else scale
         return cls(weight.stored, scale, zero, qp.axis, qp.block, weight.packed, qp.qmin < 0)
 
     @property

@@ -247,7 +247,8 @@ def _weight_only(gm: fx.GraphModule, region: Region) -> Kernel | None:
             weight = integer_weight(gm, read)
             if weight is None:
                 return None
-            weights[name] = StoredWeight.of(weight, constant(gm, options_of(read)["zero_point"]))
+            grid = (constant(gm, options_of(read)[key]) for key in ("scale", "zero_point"))
+            weights[name] = StoredWeight.of(weight, *grid)
         elif value is not None:
             constants[name] = value
         elif isinstance(read, fx.Node):
