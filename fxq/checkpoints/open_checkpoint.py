@@ -1,0 +1,48 @@
+"""Opens checkpoints of any format: safetensors files and folders, with the formats of their config.json, and GGUF."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from fxq.checkpoints import awq_files, compressed_tensors_files, gptq_files
+from fxq.checkpoints.grid_weight import Checkpoint, GridWeight
+from fxq.checkpoints.tensor_files import Tensors, open_tensors, read_json
+from fxq.common.files import as_path
+from fxq.errors import FileError, unknown
+
+Reader = Callable[[Tensors, Mapping[str, Any]], dict[str, Callable[[], Tensor | GridWeight]]]
+
+METHODS: dict[str, Reader] = {
+    "gptq": gptq_files.read,
+    "awq": awq_files.read,
+    "compressed-tensors": compressed_tensors_files.read,
+}
+"""Reader of each `quant_method` of config.json."""
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+    """Open the weights of a file or folder, by name. Nothing is read until a weight is asked for.
+
+    Args:
+        path: a safetensors file, or a folder with one or several and perhaps a config.json that names their format.
+
+    Raises:
+        FileError: a file is missing or damaged, or its format is unknown.
+    """
+    path = as_path(path)
+    config = read_json(path / "config.json") if (path / "config.json").is_file() else {}
+    own = config.get("quantization_config")
+    tensors = open_tensors(path)
+    if own is None:
+        return Checkpoint(path, tensors)
+    method = own.get("quant_method") if isinstance(own, dict) else None
+    if method not in METHODS:
+        raise FileError(f"cannot read {str(path)!r}: {unknown('quant_method', method, METHODS)}")
+    try:
+        return Checkpoint(path, METHODS[method](tensors, own))
+    except FileError as error:
+        raise FileError(f"cannot read {str(path)!r}: {error}") from error
