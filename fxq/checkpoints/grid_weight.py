@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxq.errors import FileError, words_of
+from fxq.errors import ExportError, FileError, words_of
 from fxq.quant.qparams import QParams, dequantize
 
 
@@ -81,7 +81,15 @@ class GridWeight:
         return cls.of(values, scale, zero_point, block, 4 if grid.bits <= 4 else 8)
 
     def unsigned(self) -> tuple[Tensor, Tensor]:
-        """Integers from 0 on, uint8 (O, I), and their zero points, (O, blocks)."""
+        """Integers from 0 on, uint8 (O, I), and their zero points, (O, blocks).
+
+        Raises:
+            ExportError: the zero points lie between integers.
+        """
+        if self.grid.zero_point.is_floating_point():
+            raise ExportError(
+                "zero points lie between integers, as in Q4_1 and Q4_K of GGUF, and formats have integers."
+            )
         shift = -self.grid.qmin
         return (self.integers.to(torch.int16) + shift).to(torch.uint8), self.grid.zero_point + shift
 

@@ -131,13 +131,17 @@ def test_written_weights_are_read_again(write, signed, bits, tmp_path):
 
 
 def test_a_zero_point_of_0_needs_version_2_of_gptq():
-    own = GridWeight.of(torch.zeros(8, 16, dtype=torch.uint8), torch.ones(8, 1), torch.zeros(8, 1), 16, 4)
+    own = GridWeight.of(
+        torch.zeros(8, 16, dtype=torch.uint8), torch.ones(8, 1), torch.zeros(8, 1, dtype=torch.int32), 16, 4
+    )
     assert gptq_files.write({"a": own})[1]["checkpoint_format"] == "gptq_v2"
 
 
 def test_layers_that_gptq_does_not_hold_together():
     own = [
-        GridWeight.of(torch.zeros(8, 64, dtype=torch.uint8), torch.ones(8, n), torch.ones(8, n), 64 // n, 4)
+        GridWeight.of(
+            torch.zeros(8, 64, dtype=torch.uint8), torch.ones(8, n), torch.ones(8, n, dtype=torch.int32), 64 // n, 4
+        )
         for n in (2, 4)
     ]
     with pytest.raises(
