@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fxq.checkpoints.grid_weight import Checkpoint, GridWeight
+from fxq.checkpoints.grid_weight import GridWeight, StoredWeights
 from fxq.errors import FileError, FxqError, words_of
 
 MAGIC = b"GGUF"
@@ -84,7 +84,7 @@ class _Header:
         return self.number(_NUMBERS[kind])
 
 
-class GgufFile(Checkpoint):
+class GgufFile(StoredWeights):
     """Weights of a GGUF file by the names that the file has.
 
     Attributes:
@@ -235,7 +235,7 @@ _PERMUTED, _PLAIN = ("llama",), ("qwen2", "qwen3")
 """Architectures whose files have the weights of transformers; of the first, rows of queries and keys are reordered."""
 
 
-def in_names_of_transformers(file: GgufFile, names: Iterable[str]) -> Checkpoint:
+def in_names_of_transformers(file: GgufFile, names: Iterable[str]) -> StoredWeights:
     """Return the weights of a file under the names of a model of transformers, with rows in its order.
 
     Args:
@@ -270,13 +270,13 @@ def in_names_of_transformers(file: GgufFile, names: Iterable[str]) -> Checkpoint
         for part, count in ((".q_proj.", heads), (".k_proj.", key_heads))
         if part in name
     }
-    return Checkpoint(
+    return StoredWeights(
         file.path,
         {name: partial(_in_halves, renamed, name, ordered.get(name)) for name in renamed},
     )
 
 
-def _in_halves(weights: Checkpoint, name: str, heads: int | None) -> Tensor | GridWeight:
+def _in_halves(weights: StoredWeights, name: str, heads: int | None) -> Tensor | GridWeight:
     """Read a weight whose rows alternate between the halves of each head; in order of the halves. None: as it is."""
     weight = weights[name]
     if heads is None:

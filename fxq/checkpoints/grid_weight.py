@@ -1,4 +1,4 @@
-"""`Checkpoint`: weights of files by name, each read when it is asked for; `GridWeight`: one in integers."""
+"""`StoredWeights`: weights of files by name, each read when it is asked for; `GridWeight`: one in integers."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class GridWeight:
         return GridWeight(self.integers[order], grid)
 
 
-class Checkpoint(Mapping[str, "Tensor | GridWeight"]):
+class StoredWeights(Mapping[str, "Tensor | GridWeight"]):
     """Weights of files by name. A weight is read from its file each time that it is asked for.
 
     Attributes:
@@ -136,9 +136,9 @@ class Checkpoint(Mapping[str, "Tensor | GridWeight"]):
     def __len__(self) -> int:
         return len(self._readers)
 
-    def renamed(self, names: Mapping[str, str]) -> Checkpoint:
+    def renamed(self, names: Mapping[str, str]) -> StoredWeights:
         """The weights whose names `names` has, under its values."""
-        return Checkpoint(self.path, {new: self._readers[old] for old, new in names.items() if old in self._readers})
+        return StoredWeights(self.path, {new: self._readers[old] for old, new in names.items() if old in self._readers})
 
 
 def check_shape(name: str, tensor: Tensor, shape: tuple[int, ...], *dtypes: torch.dtype) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fxq.checkpoints import awq_files, compressed_tensors_files, gptq_files
 from fxq.checkpoints.gguf_files import MAGIC, GgufFile
-from fxq.checkpoints.grid_weight import Checkpoint, GridWeight
+from fxq.checkpoints.grid_weight import GridWeight, StoredWeights
 from fxq.checkpoints.tensor_files import Tensors, open_tensors, read_json
 from fxq.common.files import as_path
 from fxq.errors import FileError, unknown
@@ -45,7 +45,7 @@ def is_checkpoint(path: Path) -> bool:
     return isinstance(own, dict) and own.get("quant_method") in METHODS
 
 
-def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+def open_checkpoint(path: str | os.PathLike[str]) -> StoredWeights:
     """Open the weights of a file or folder, by name. Nothing is read until a weight is asked for.
 
     Args:
@@ -62,11 +62,11 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     own = config.get("quantization_config")
     tensors = open_tensors(path)
     if own is None:
-        return Checkpoint(path, tensors)
+        return StoredWeights(path, tensors)
     method = own.get("quant_method") if isinstance(own, dict) else None
     if method not in METHODS:
         raise FileError(f"cannot read {str(path)!r}: {unknown('quant_method', method, METHODS)}")
     try:
-        return Checkpoint(path, METHODS[method](tensors, own))
+        return StoredWeights(path, METHODS[method](tensors, own))
     except FileError as error:
         raise FileError(f"cannot read {str(path)!r}: {error}") from error

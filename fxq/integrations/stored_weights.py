@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
 from fxq.checkpoints.gguf_files import GgufFile, in_names_of_transformers
-from fxq.checkpoints.grid_weight import Checkpoint, GridWeight
+from fxq.checkpoints.grid_weight import GridWeight, StoredWeights
 from fxq.checkpoints.open_checkpoint import open_checkpoint
 from fxq.errors import FileError, InputError, warn
 from fxq.integrations.transformers_files import quantize_loaded
@@ -89,7 +89,7 @@ def _tied(shell: Any, name: str) -> list[str]:
     return [own for own, first in tied.items() if first == name]
 
 
-def _float_model(shell: Any, config: Any, checkpoint: Checkpoint) -> tuple[Any, dict[str, GridWeight]]:
+def _float_model(shell: Any, config: Any, checkpoint: StoredWeights) -> tuple[Any, dict[str, GridWeight]]:
     """Float model with the values of a checkpoint, and the weights that are integers."""
     names = list(shell.state_dict())
     if isinstance(checkpoint, GgufFile):
