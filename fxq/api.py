@@ -252,11 +252,14 @@ def load(
     not be modified while the model is in use: replace such a file by renaming a new one over it, as `save` does.
 
     Args:
-        path: the file; or a folder that `save_pretrained` of a quantized model of transformers wrote.
+        path: the file; or a folder that `save_pretrained` of a quantized model of transformers wrote; or a checkpoint
+            of another tool with a model of transformers: a folder of GPTQ, AWQ or compressed-tensors, or a GGUF file
+            (Q4_0, Q4_1, Q8_0, Q4_K, Q6_K), which needs `into`. Its integers, scales and zero points stay as they are.
         leaves: modules that the model calls unchanged (`Recipe.leaf`), by path, with the weights that they had. They
             are not in the file. They are copied.
         into: the float model, for the file of a model that is quantized in parts. Its code and its weights around the
-            parts are copied. It need not have the weights of the parts.
+            parts are copied. It need not have the weights of the parts. For a checkpoint, a model of the class and
+            configuration that it has weights for, such as one on the meta device.
 
     Returns:
         The quantized model; a `QuantizedPrograms` if it was saved with several programs or containers; from a folder, a

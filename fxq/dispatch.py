@@ -14,11 +14,12 @@ from typing import Any
 from torch import nn
 
 from fxq.calibration.ranks import Ranks
+from fxq.checkpoints.open_checkpoint import is_checkpoint
 from fxq.common.data import Batch, batches, length_of, samples_in
 from fxq.common.isolation import untouched
 from fxq.common.progress import progress_bar
 from fxq.errors import FxqError, InputError, RecipeError, TraceError, warn, words_of
-from fxq.integrations import load_folder, quantizer_for
+from fxq.integrations import load_folder, load_stored, quantizer_for
 from fxq.integrations.adapters import with_float_adapters
 from fxq.ledger.comparison import Comparison, compare_with, quantized_reference
 from fxq.model import QuantizedModel
@@ -276,6 +277,9 @@ def load_path(
     path: str | os.PathLike[str], leaves: Mapping[str, nn.Module] | None, into: nn.Module | None
 ) -> QuantizedModel:
     """Load a model from a file, or from a folder of `save_pretrained`, see `fxq.load`."""
+    if isinstance(path, (str, os.PathLike)) and is_checkpoint(Path(path)):
+        stored: QuantizedModel = load_stored(Path(path), into)  # typed as the usual case
+        return stored
     if into is not None:
         parts: QuantizedModel = load_parts(path, unwrapped(into))
         return parts

@@ -241,6 +241,7 @@ class QuantizedModel(Quantized):
         example_inputs: Any = None,
         dynamic: bool | Mapping[str, Mapping[int, str]] = True,
         check: bool = True,
+        format: str | None = None,
     ) -> Path:
         """Export the model for another runtime: ONNX, OpenVINO or `torch.export`. Works for models of any backend.
 
@@ -263,6 +264,9 @@ class QuantizedModel(Quantized):
                 Runtime without optimizations: each quantized value must be within one step. If optimizations change
                 more than that, a warning names session options that help. `.xml` is also checked in OpenVINO, whose
                 outputs may differ by this model's own rounding error.
+            format: "matmulnbits": an ONNX file whose linear layers with float inputs and integer weights are nodes
+                MatMulNBits, which ONNX Runtime alone has. With default options, it then computes what this model
+                computes, where it would round the inputs of the standard nodes to 8 bits. None: standard nodes.
 
         Returns:
             The path.
@@ -270,7 +274,7 @@ class QuantizedModel(Quantized):
         Raises:
             ExportError: the format cannot express a call of the model, or the runtime computes other outputs. Nothing
                 is written.
-            InputError: the suffix is unknown, or `dynamic` names an input that does not exist.
+            InputError: the suffix or format is unknown, or `dynamic` names an input that does not exist.
             RenderError: the file cannot be written.
 
         Example:
@@ -283,7 +287,7 @@ class QuantizedModel(Quantized):
             (5, 8, 14, 14)
             >>> path.unlink()
         """
-        return export_model(path, self, batch_for(self, example_inputs), dynamic, check)
+        return export_model(path, self, batch_for(self, example_inputs), dynamic, check, format)
 
     def report(
         self,

@@ -23,7 +23,7 @@ from fxq.pipeline.context import Context
 from fxq.quant.dynamic_grid import DynamicGrid
 from fxq.quant.observer_base import Observer
 from fxq.quant.observers import observer_for
-from fxq.quant.qparams import QParams
+from fxq.quant.qparams import STORED_GRID, QParams
 from fxq.quant.shared_grids import MAX_SPAN_RATIO, SharedGridGroup, group_around, group_of
 from fxq.quant.spec import DYNAMIC_STATE, TensorSpec
 from fxq.recipe.pass_base import Pass, Stage
@@ -189,6 +189,8 @@ class _Chooser:
         tensor, observer = constant(self.gm, node), self.observers.get((node, edge.form))
         if tensor is None or observer is None:
             raise PassError(f"{where(self.gm, node)}: no observer watches this weight. Run insert-observers.")
+        if (stored := getattr(tensor, STORED_GRID, None)) is not None and stored.block == edge.spec.block:
+            return replace(edge, qparams=stored)
         private = copy.copy(observer)  # the observer itself stays as it is, for further calibration
         private._buffers = {name: buffer.clone() for name, buffer in observer.named_buffers()}
         private.paused = False

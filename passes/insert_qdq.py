@@ -252,5 +252,6 @@ def _stored_tensors(weight: Tensor, qp: QParams, scale: Tensor, packs: bool) -> 
     """Values of a weight in its integer form, two to a byte with `packs`; its scales; its zero points."""
     values = weight.to(torch.float16) if qp.dtype == torch.float16 else quantize(weight, qp)
     dtype = torch.int32 if qp.block is None else qp.dtype  # groups have many zero points: small ones save memory
+    dtype = torch.float32 if qp.zero_point.is_floating_point() else dtype
     device = weight.device
     return pack(values) if packs else values, scale.to(device), qp.zero_point.to(device, dtype)

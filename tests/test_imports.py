@@ -96,7 +96,7 @@ LEVELS = (
     {"errors"},
     {"common"},
     {"display", "quant"},
-    {"ops"},
+    {"ops", "checkpoints"},
     {"graph"},
     {"rewriting", "tracing", "runtime", "picture", "onnx"},
     {"backends"},

@@ -21,7 +21,7 @@ from fxq.graph.query import (
 )
 from fxq.ops import OPS
 from fxq.quant.dynamic_grid import DynamicGrid
-from fxq.quant.qparams import QParams
+from fxq.quant.qparams import QParams, as_zero_point
 
 GridCache = dict[fx.Node, "QParams | None"]
 
@@ -79,7 +79,7 @@ def grid_from(gm: fx.GraphModule, options: Mapping[str, Any]) -> QParams | None:
     dtype = options.get("dtype") or _dtype_of(options)
     axis = options.get("axis")
     if isinstance(scale, Tensor):
-        zero_point = torch.as_tensor(zero_point, dtype=torch.int32, device=scale.device).expand_as(scale)
+        zero_point = as_zero_point(zero_point, scale.device).expand_as(scale)
         if axis is None and scale.numel() != 1:
             return None
         return QParams(scale.float(), zero_point, qmin, qmax, dtype, axis, options.get("block"))

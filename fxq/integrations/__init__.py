@@ -58,6 +58,19 @@ def quantizer_for(
     return None
 
 
+def load_stored(path: Path, into: Any) -> Any:
+    """Load a checkpoint of integers of another tool, see `fxq.load`.
+
+    Raises:
+        FileError: the files are damaged, or transformers is not installed.
+    """
+    try:
+        from fxq.integrations import stored_weights
+    except ImportError as error:
+        raise FileError(f"cannot load {str(path)!r}: it needs transformers: pip install transformers.") from error
+    return stored_weights.load_checkpoint(path, into)
+
+
 def load_folder(folder: Path) -> Any:
     """Load a quantized model from a folder that its `save_pretrained` wrote.
 

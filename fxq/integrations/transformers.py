@@ -178,6 +178,14 @@ def _call_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return {}
 
 
+def example_call(model: Any) -> dict[str, Any]:
+    """Arguments of a call of a model, quantized or not, without a cache."""
+    call = dict(_taken(model, _call_of(model) or _encoder_example(model)).kwargs)
+    if model.config.is_encoder_decoder:
+        call["decoder_input_ids"] = _tokens(model, _PROMPT)
+    return call
+
+
 def _in_32_bits(model: PreTrainedModel) -> PreTrainedModel:
     """Return the model, or a copy with float32 weights if some weights have 16 bits."""
     if all(p.dtype is torch.float32 for p in model.parameters() if p.is_floating_point()):

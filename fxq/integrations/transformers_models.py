@@ -200,6 +200,29 @@ class QuantizedPart:
             self.generation_config.save_pretrained(folder)  # type: ignore[attr-defined]
         config.save_pretrained(folder)
 
+    def export(self, path: str | os.PathLike[str], *, format: str, check: bool = True) -> Path:
+        """Export the weights to a folder that transformers, vLLM and others load.
+
+        Linear layers have the integers, scales and zero points of this model. The head, embeddings and all others are
+        float32. For files of programs, such as .onnx, call `programs.export`.
+
+        Args:
+            path: the folder. It is created if it does not exist.
+            format: "compressed-tensors" (pack-quantized), or "gptq", with one width and block size for all layers.
+            check: whether to read the files back, and compare the outputs with those of this model.
+
+        Returns:
+            The path.
+
+        Raises:
+            ExportError: the format cannot hold the model, or activations are quantized. Nothing is written.
+            InputError: the format is unknown.
+            RenderError: the folder cannot be written.
+        """
+        from fxq.integrations.transformers_checkpoints import export_checkpoint
+
+        return export_checkpoint(self, path, format, check)
+
     @property
     def device(self) -> torch.device:
         """Device of the programs. `generate` reads it for each token, and the other submodules have no tensors."""

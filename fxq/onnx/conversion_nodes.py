@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -179,7 +180,7 @@ def dequantize(
         x = Value(w.constant(stored, type_number), torch.empty_like(stored, device="meta"))
     step, zero = _grid(w, x, scale, zero_point, x.dtype, axis, block)
     if not w.floats:
-        channel_axis = _channel_axis((step, zero)) if block is not None else None
+        channel_axis = _channel_axis((step, zero), x.shape) if block is not None else None
         if channel_axis is not None:  # every runtime has per-channel grids
             step, zero = (t.movedim(channel_axis, 0).flatten(1)[:, 0].contiguous() for t in (step, zero))
             axis, block = channel_axis, None
@@ -189,14 +190,15 @@ def dequantize(
     return Value(w.constant(values), torch.empty_like(values, device="meta"))
 
 
-def _channel_axis(grid: tuple[Tensor, Tensor]) -> int | None:
-    """Axis along which a per-block grid is in fact per-channel; None if there is none."""
+def _channel_axis(grid: tuple[Tensor, Tensor], shape: Sequence[int]) -> int | None:
+    """Axis along which a per-block grid of a tensor of this shape is in fact per-channel; None if there is none."""
 
     def is_per_channel(axis: int) -> bool:
         rows = (values.movedim(axis, 0).flatten(1) for values in grid)
         return all(bool((row == row[:, :1]).all()) for row in rows)
 
-    return next((axis for axis in range(grid[0].dim()) if is_per_channel(axis)), None)
+    sizes = enumerate(zip(grid[0].shape, shape, strict=True))
+    return next((axis for axis, (own, size) in sizes if own == size and is_per_channel(axis)), None)
 
 
 def _dequantize(
@@ -273,6 +275,7 @@ def _grid(
     """
     refuse(dtype not in _LIMITS, f"integers of {dtype}")
     (first, step), (second, zero) = _constant(w, scale), _constant(w, zero_point)
+    refuse(zero.is_floating_point(), "its zero points lie between integers")
     refuse(axis is None and step.numel() > 1, "each of its rows has a separate scale")
     low, high = _LIMITS[dtype]
     refuse(bool(((zero < low) | (zero > high)).any()), "its zero point does not fit its dtype")

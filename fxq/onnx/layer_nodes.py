@@ -17,6 +17,7 @@ from fxq.onnx.dequantized import (
     transposed,
     weight_for,
 )
+from fxq.onnx.matmul_nbits import matmul_nbits
 from fxq.onnx.onnx_objects import INT4, UINT4, NotInOnnx, OnnxNode
 from fxq.onnx.padding_nodes import onnx_pads, padded
 from fxq.onnx.varying_sizes import varies
@@ -76,6 +77,8 @@ def linear(w: Writer, x: Value, weight: Value, bias: Value | None = None) -> str
         not w.portable or _has_products(w, dequantize, weight)
     ):
         return _dynamic_linear(w, x, dequantize, weight, bias)
+    if w.nbits and (product := matmul_nbits(w, x, weight)) is not None:
+        return product if bias is None else w.emit("Add", product, bias)
     matrix = transposed(w, weight_for(w, x, weight))
     source = dequantize_node(w, x)
     if x.rank == 2 and bias is not None:

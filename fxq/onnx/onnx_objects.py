@@ -32,7 +32,7 @@ class OnnxNode:
     attributes: Mapping[str, Any]
 
 
-_CONTRIBUTED = frozenset({"DynamicQuantizeLSTM", "MatMulIntegerToFloat"})
+_CONTRIBUTED = frozenset({"DynamicQuantizeLSTM", "MatMulIntegerToFloat", "MatMulNBits"})
 """Op types that ONNX Runtime adds to ONNX."""
 _RUNTIME_DOMAIN = "com.microsoft"
 

@@ -74,6 +74,7 @@ class Writer:
         indices: sizes of the axes that inputs index into, by the name of the input.
         computed: names of constants that were folded from nodes of the graph.
         threads: maximum number of threads that a runtime may run the model on; None for any number.
+        nbits: whether to write weight-only linear layers as MatMulNBits, an op type of ONNX Runtime.
     """
 
     integer_bias: bool = True
@@ -86,6 +87,7 @@ class Writer:
     indices: dict[str, int] = field(default_factory=dict)
     computed: set[str] = field(default_factory=set)
     threads: int | None = None
+    nbits: bool = False
     _inputs: list[Value] = field(default_factory=list)
     _nodes: list[OnnxNode] = field(default_factory=list)
     _producers: dict[str, OnnxNode] = field(default_factory=dict)

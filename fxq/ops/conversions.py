@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import fxq.quant.qparams  # noqa: F401  (registers fxq::quantize and fxq::dequantize)
 from fxq.ops.registry import row
 from fxq.ops.table import spell
 from fxq.ops.traits import float_only
 from fxq.quant.dynamic_grid import dynamic_range, dynamic_scale, dynamic_zero_point
 from fxq.quant.packing import unpack
+from fxq.quant.qparams import as_zero_point
 
 
 @row(
@@ -45,7 +45,7 @@ def quantize(
     """Quantize x, float32, to `dtype`: clamp(round(x / scale) + zero_point, qmin, qmax)."""
     if not isinstance(scale, Tensor):
         return torch.ops.fxq.quantize.default(x, scale, zero_point, qmin, qmax, dtype)
-    zero_point = torch.as_tensor(zero_point, dtype=torch.int32, device=x.device)
+    zero_point = as_zero_point(zero_point, x.device)
     return torch.ops.fxq.quantize.tensor(x, scale, zero_point, axis, block, qmin, qmax, dtype)
 
 
@@ -74,7 +74,7 @@ def dequantize(
         x = unpack(x, packed, qmin < 0)
     if not isinstance(scale, Tensor):
         return torch.ops.fxq.dequantize.default(x, scale, zero_point)
-    zero_point = torch.as_tensor(zero_point, dtype=torch.int32, device=x.device)
+    zero_point = as_zero_point(zero_point, x.device)
     return torch.ops.fxq.dequantize.tensor(x, scale, zero_point, axis, block)
 
 

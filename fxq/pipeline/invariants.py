@@ -115,7 +115,8 @@ def _converts_right(gm: fx.GraphModule, node: fx.Node) -> str | None:
         return "has no scale. Run calibration first, or set the layer to float"
     fixed = constant(gm, scale) if isinstance(scale, fx.Node) else torch.as_tensor(scale)
     values = fixed if fixed is not None else torch.ones(())  # a scale that the graph computes is not known yet
-    if not bool((torch.isfinite(values) & (values > 0)).all()):
+    may_be_negative = node.kwargs.get("block") is not None  # weights of files, such as Q4_0 of GGUF
+    if not bool((torch.isfinite(values) & ((values > 0) | (may_be_negative & (values != 0)))).all()):
         return "its scale is not a positive finite number"
     return None
 

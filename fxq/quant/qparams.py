@@ -129,9 +129,10 @@ def _quantize_blocks(
     """Quantize on a grid per block, without scales and zero points in the size of `x`."""
     if axis is None or block is None:
         return _quantize_tensor(x, scale, zero_point, axis, block, qmin, qmax, dtype)
-    x = as_float32(x).clone()
+    x, is_between = as_float32(x).clone(), zero_point.is_floating_point()
     for part, s, z in _pieces(x, axis % x.dim(), block, scale, zero_point):
-        part.div_(s).round_().add_(z)
+        part.div_(s)
+        part.add_(z).round_() if is_between else part.round_().add_(z)
     return x.clamp_(qmin, qmax).to(dtype)
 
 
@@ -176,6 +177,16 @@ def _(q: Tensor, scale: Tensor, zero_point: Tensor, axis: int | None, block: int
     return torch.empty_like(q, dtype=torch.float32)
 
 
+def as_zero_point(value: Any, device: torch.device) -> Tensor:
+    """Zero points as a tensor: int32, or float32 if they lie between integers."""
+    between = isinstance(value, Tensor) and value.is_floating_point()
+    return torch.as_tensor(value, dtype=torch.float32 if between else torch.int32, device=device)
+
+
+STORED_GRID = "fxq_grid"
+"""Attribute of a float parameter with the `QParams` of its weight, if that comes from a file of integers."""
+
+
 @dataclass(frozen=True, eq=False)
 class QParams:
     """Grid of one tensor: scale, zero point and integer limits.
@@ -183,7 +194,9 @@ class QParams:
     Attributes:
         scale: float32, > 0, float units per integer step: 0-d (per tensor), (C,) (per channel), or per block as many
             axes as the tensor, with one entry per block along `axis` and along each other axis either all or one.
-        zero_point: int32, same shape as `scale`: the integer of float zero.
+            Scales of blocks that come from a file may be negative.
+        zero_point: int32, same shape as `scale`: the integer of float zero. float32 for weights of files whose blocks
+            have an offset that is no multiple of the scale, so that zero lies between two integers.
         qmin: smallest integer of the grid.
         qmax: largest integer of the grid.
         dtype: storage type, `torch.uint8` or `torch.int8`; `torch.float16` for weights that are stored so.

@@ -34,7 +34,12 @@ from fxq.saved.program_export import write_program
 
 
 def export_model(
-    path: str | os.PathLike[str], model: fx.GraphModule, batch: Batch, dynamic: Dynamic = True, check: bool = True
+    path: str | os.PathLike[str],
+    model: fx.GraphModule,
+    batch: Batch,
+    dynamic: Dynamic = True,
+    check: bool = True,
+    format: str | None = None,
 ) -> Path:
     """Export a model for another runtime, see `QuantizedModel.export`.
 
@@ -44,8 +49,11 @@ def export_model(
         batch: example of its inputs.
         dynamic: axes of the inputs whose size may vary.
         check: whether to run the exported model, if its runtime is installed, and compare outputs.
+        format: form of weights, see `FORMATS`; None: that of the suffix.
     """
     path = as_path(path)
+    if format is not None:
+        _check_format(path, format)
     if path.suffix not in WRITERS:
         raise InputError(f"the suffix of {str(path)!r} selects the format: {unknown('suffix', path.suffix, WRITERS)}")
     with torch.no_grad():  # the model itself reports errors of the example best
@@ -53,8 +61,16 @@ def export_model(
     gm = qdq_graph(model)
     if path.suffix != ".pt2":  # .pt2 multiplies floats only
         _leave_products_in_float(path, gm)
-    WRITERS[path.suffix](path, gm, batch, dynamic, check)
+    (WRITERS[path.suffix] if format is None else FORMATS[format])(path, gm, batch, dynamic, check)
     return path
+
+
+def _check_format(path: Path, format: str) -> None:
+    """Raise `InputError` if a format is unknown, or is not one of ONNX files."""
+    if format not in FORMATS:
+        raise InputError(unknown("format", format, FORMATS))
+    if path.suffix != ".onnx":
+        raise InputError(f"format={format!r} is one of .onnx files, and {str(path)!r} has another suffix.")
 
 
 def _leave_products_in_float(path: Path, gm: fx.GraphModule) -> None:
@@ -112,9 +128,9 @@ def _unrounded(gm: fx.GraphModule, read: fx.Node, reader: fx.Node) -> fx.Node | 
         return gm.graph.node_copy(read, lambda node: real if node is above else node)
 
 
-def _onnx(path: Path, gm: fx.GraphModule, batch: Batch, dynamic: Dynamic, check: bool) -> CheckedOnnx:
-    """Convert a model to ONNX and check it."""
-    written = _written(path, gm, batch, dynamic)
+def _onnx(path: Path, gm: fx.GraphModule, batch: Batch, dynamic: Dynamic, check: bool, **options: Any) -> CheckedOnnx:
+    """Convert a model to ONNX, with options of `Writer`, and check it."""
+    written = _written(path, gm, batch, dynamic, **options)
     batches = list(checked_batches(gm, batch, written.axes)) if check else []
     _check(path, written, gm, batches)
     _warn_of_reduced_ranges(path, gm)
@@ -140,17 +156,17 @@ class CheckedOnnx:
         return data
 
 
-def _written(path: Path, gm: fx.GraphModule, batch: Batch, dynamic: Dynamic) -> OnnxModel:
+def _written(path: Path, gm: fx.GraphModule, batch: Batch, dynamic: Dynamic, **options: Any) -> OnnxModel:
     """Write the model as ONNX; with `dynamic=True`, falls back to fixed sizes with a warning."""
     inputs = inputs_for(gm.graph, batch)
     try:
-        return write_model(gm, inputs, dynamic)
+        return write_model(gm, inputs, dynamic, **options)
     except NotInOnnx as error:
         if dynamic is not True:
             raise ExportError(f"{path} cannot be written: {error}") from None
         why = words_of(error)
     try:
-        fixed = write_model(gm, inputs, False)
+        fixed = write_model(gm, inputs, False, **options)
     except NotInOnnx as error:  # the sizes were not the reason
         raise ExportError(f"{path} cannot be written: {error}") from None
     warn_of_fixed_sizes(path, batch, why)
@@ -206,6 +222,8 @@ def _check_optimized(path: Path, checks: Sequence[ModelCheck]) -> None:
     if right is not None:
         calls = " and ".join(f'add_session_config_entry("{key}", "{value}")' for key, value in right.items())
         advice = f"With {calls} of its SessionOptions"
+        if right == _FLOAT_INPUTS:
+            advice = f'Exported with format="matmulnbits", or w{advice[1:]}'
     warn(
         f"{path}: ONNX Runtime with default options does not compute what the quantized model does: {wrong}. "
         f"{advice}, it does on this machine, up to rounding."
@@ -247,6 +265,17 @@ def _write_onnx(path: Path, gm: fx.GraphModule, batch: Batch, dynamic: Dynamic, 
     data = _onnx(path, gm, batch, dynamic, check).data
     with replacing(path) as file:
         file.write(data)
+
+
+def _write_nbits(path: Path, gm: fx.GraphModule, batch: Batch, dynamic: Dynamic, check: bool) -> None:
+    exported = _onnx(path, gm, batch, dynamic, check, nbits=True)
+    if not any(node.op_type == "MatMulNBits" for node in exported.written.model.graph.node):
+        raise ExportError(
+            f'{path} cannot be written with format="matmulnbits": no linear layer with a float input has integer '
+            'weights. Leave out format, or quantize with "weight_only".'
+        )
+    with replacing(path) as file:
+        file.write(exported.data)
 
 
 def _write_openvino(path: Path, gm: fx.GraphModule, batch: Batch, dynamic: Dynamic, check: bool) -> None:
@@ -293,3 +322,6 @@ WRITERS: dict[str, Callable[[Path, fx.GraphModule, Batch, Dynamic, bool], None]]
     ".pt2": write_program,
 }
 """Function that writes a format, by suffix. Its arguments are path, qdq graph, example, dynamic axes, and `check`."""
+
+FORMATS = {"matmulnbits": _write_nbits}
+"""Function that writes an ONNX file with another form of weights, by its name, with the arguments of `WRITERS`."""

@@ -8,8 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import fx
+from torch import fx, nn
 
+import fxq
+from fxq.backends.qdq_graph import qdq_graph
 from fxq.onnx.conversion_nodes import _covers
 from fxq.onnx.graph import write_onnx
 from fxq.onnx.onnx_objects import NotInOnnx
@@ -238,3 +240,12 @@ def test_one_node_computes_the_range_of_a_whole_value():
 def test_rows_of_several_axes_are_refused():
     with pytest.raises(NotInOnnx, match="each of its rows spans several axes"):
         write_onnx(dynamic_graph(axis=-3), [normal(2, 3, 4, 4)])
+
+
+def test_the_blocks_of_a_single_row_are_no_channels():
+    """All entries of a column of scales are equal, as there is one; each stands for a block nevertheless."""
+    x = normal(3, 128)
+    weight_only = fxq.Recipe.weight_only(bits=4, per=32, backend="reference", optimize="coverage")
+    qmodel = fxq.quantize(nn.Linear(128, 1), weight_only, example_inputs=x)
+    (got,) = run_onnxruntime(write_onnx(qdq_graph(qmodel), [x]).model, [x])
+    same(got, qmodel(x), 2e-6)  # sums in another order

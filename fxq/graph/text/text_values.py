@@ -158,7 +158,8 @@ def _read_record(call: ast.Call, nodes: Nodes) -> Any:
     try:
         record = constructors[name](*args, **kwargs)
         if isinstance(record, QParams):
-            scale, zero_point = torch.tensor(record.scale), torch.tensor(record.zero_point, dtype=torch.int32)
+            scale, zero_point = torch.tensor(record.scale), torch.tensor(record.zero_point)
+            zero_point = zero_point if zero_point.is_floating_point() else zero_point.int()
             return replace(record, scale=scale.float(), zero_point=zero_point)
         return record
     except (TypeError, ValueError, RuntimeError) as error:

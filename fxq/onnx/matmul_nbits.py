@@ -1,0 +1,86 @@
+"""ONNX Runtime's op type MatMulNBits: linear layers with float inputs and weights of 4 or 8 bits in blocks."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fxq.onnx.dequantized import dequantize_node, is_dequantized
+from fxq.onnx.onnx_objects import INT4, UINT4
+from fxq.onnx.writer import Value, Writer, refuse
+
+_MIN_BLOCK, _MAX_BLOCK = 16, 256
+"""Sizes of blocks that ONNX Runtime has kernels for: the powers of two between these."""
+_FLOAT32_SUMS = 1
+"""`accuracy_level` with which the inputs are not rounded to integers."""
+
+
+def matmul_nbits(w: Writer, x: Value, weight: Value) -> str | None:
+    """Write the product of a linear layer as MatMulNBits; None if its input is quantized, or its weight is float.
+
+    Args:
+        w: writer of the model.
+        x: input of the layer, (..., I).
+        weight: weight of the layer, (O, I).
+
+    Raises:
+        NotInOnnx: the op type has no such blocks.
+
+    Source: ONNX Runtime, docs/ContribOperators.md, com.microsoft.MatMulNBits.
+    """
+    source = dequantize_node(w, weight)
+    q = w.constant_of(source.node.inputs[0]) if source is not None else None
+    if source is None or q is None or is_dequantized(w, x):
+        return None
+    bits = 4 if w.type_number_of(source.node.inputs[0]) in (INT4, UINT4) else 8
+    middle = 2 ** (bits - 1)  # MatMulNBits has unsigned integers, and this zero point if it gets none
+    shift = 0 if source.zero.dtype is torch.uint8 else middle
+    rows, depth = q.shape
+    block = source.node.attributes.get("block_size") or depth
+    size = _block_size(block, depth)
+    refuse(
+        size < _MIN_BLOCK,
+        f"its weight has a scale per {block} values, and MatMulNBits takes blocks of multiples of {_MIN_BLOCK}; "
+        f"quantize the layer with per=32, or leave out format",
+    )
+    count = math.ceil(depth / size)
+
+    def per_block(values: Tensor) -> Tensor:
+        values = values.reshape(rows, -1) if values.dim() else values.expand(rows, 1)
+        return values.repeat_interleave(math.ceil(block / size), 1)[:, :count].contiguous()
+
+    def shifted(values: Tensor) -> Tensor:
+        return (values.to(torch.int16) + shift).to(torch.uint8)
+
+    def integers() -> Tensor:
+        return _packed(F.pad(shifted(q), (0, count * size - depth)), bits).reshape(rows, count, -1)
+
+    key = "nbits", source.node.inputs[0]
+    zero = shifted(per_block(source.zero))
+    grid: list[Tensor | None] = [w.cached_constant((*key, "scale"), lambda: per_block(source.scale))]
+    if bool((zero != middle).any()):
+        grid.append(w.cached_constant((*key, "zero"), lambda: _packed(zero, bits)))
+    sizes = {"K": depth, "N": rows, "bits": bits, "block_size": size}
+    q_packed = w.cached_constant((*key, "integers"), integers)
+    return w.emit("MatMulNBits", x, q_packed, *grid, accuracy_level=_FLOAT32_SUMS, **sizes)
+
+
+def _block_size(block: int, depth: int) -> int:
+    """Largest size that the op type takes whose blocks lie in blocks of `block`; less than `_MIN_BLOCK` if none does.
+
+    A single block for all of a row may be cut anywhere.
+    """
+    if block >= depth:
+        return min(max(_MIN_BLOCK, 1 << (depth - 1).bit_length()), _MAX_BLOCK)
+    return min(math.gcd(block, _MAX_BLOCK), _MAX_BLOCK)
+
+
+def _packed(values: Tensor, bits: int) -> Tensor:
+    """Pack uint8 (N, M) of 4 bits to (N, ceil(M / 2)), the first of each pair in the low bits; 8 bits are returned."""
+    if bits == 8:
+        return values.contiguous()
+    values = F.pad(values, (0, values.shape[1] % 2))
+    return (values[:, ::2] | values[:, 1::2] << 4).contiguous()

@@ -1,0 +1,83 @@
+"""Checkpoints of other tools as quantized models of transformers: their own integers, on fxq's kernels."""
+
+import numpy as np
+import pytest
+import torch
+
+import fxq
+from fxq.common.metrics import sqnr
+from fxq.errors import FileError, InputError
+from tests.integrations.test_transformers_checkpoints import IDS, llama, logits
+from tests.support.gguf_writer import decoded, random_blocks, write_gguf
+from tests.support.onnx_runs import same
+
+transformers = pytest.importorskip("transformers")
+pytestmark = [pytest.mark.any_cpu, pytest.mark.filterwarnings("ignore::fxq.FxqWarning")]
+
+
+@pytest.mark.parametrize("format", ["gptq", "compressed-tensors"])
+def test_an_exported_checkpoint_computes_the_same(format, tmp_path):
+    qmodel = fxq.quantize(llama(), fxq.Recipe.weight_only(bits=4, per=32))
+    loaded = fxq.load(qmodel.export(tmp_path, format=format))
+    same(logits(loaded), logits(qmodel), 2e-6)  # sums in another order
+    own, again = (model.programs.qparams()["decoder"]["model.layers.0.mlp.up_proj"] for model in (qmodel, loaded))
+    assert torch.equal(own.weight_scale, again.weight_scale)
+    assert loaded.generate(IDS, max_new_tokens=3, do_sample=False).shape == (2, 9)
+
+
+def gguf_model(path, kinds):
+    """GGUF file of a small Llama, and the float model with the same values, decoded one by one."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=48, num_hidden_layers=1, max_position_embeddings=64, **sizes)
+    model = transformers.LlamaForCausalLM(config).eval()
+    block, attention = "model.layers.0", "model.layers.0.self_attn"
+    names = {
+        "model.embed_tokens": "token_embd", "lm_head": "output", "model.norm": "output_norm",
+        f"{block}.input_layernorm": "blk.0.attn_norm", f"{block}.post_attention_layernorm": "blk.0.ffn_norm",
+        **{f"{attention}.{p}_proj": f"blk.0.attn_{p}" for p in "qkv"}, f"{attention}.o_proj": "blk.0.attn_output",
+        **{f"{block}.mlp.{p}_proj": f"blk.0.ffn_{p}" for p in ("gate", "up", "down")},
+    }  # fmt: skip
+    tensors, kinds = {}, iter(kinds)
+    for name, parameter in model.named_parameters():
+        layer = name.removesuffix(".weight")
+        shape = tuple(parameter.shape)
+        if len(shape) == 1:
+            tensors[f"{names[layer]}.weight"] = (0, shape, parameter.detach().numpy().tobytes())
+            continue
+        kind = next(kinds)
+        stored = random_blocks(kind, *shape, seed=len(tensors))
+        tensors[f"{names[layer]}.weight"] = (kind, shape, stored.tobytes())
+        values = torch.tensor(np.array([decoded(kind, row) for row in stored]), dtype=torch.float32)
+        heads = {"q": 4, "k": 2}.get(layer.rpartition(".")[2][0]) if "self_attn" in name else None
+        if heads:  # llama.cpp alternates between the rows of the halves of a head
+            values = values.reshape(heads, shape[0] // heads // 2, 2, -1).swapaxes(1, 2).reshape(shape)
+        parameter.data = values
+    about = {"general.architecture": "llama", "llama.block_count": 1, "llama.attention.head_count": 4}
+    return write_gguf(path, {**about, "llama.attention.head_count_kv": 2}, tensors), model
+
+
+def test_gguf(tmp_path):
+    pytest.importorskip("gguf")
+    path, model = gguf_model(tmp_path / "m.gguf", [8, 2, 3, 12, 14, 2, 12, 3, 14])
+    with torch.device("meta"):
+        shell = transformers.LlamaForCausalLM(model.config)
+    loaded = fxq.load(path, into=shell)
+    assert sqnr(logits(model), logits(loaded)) > 100  # rounding in float32
+    assert len(loaded.programs.qparams()["decoder"]) == 9
+    again = fxq.load(loaded.programs.save(tmp_path / "m.fxq"))
+    assert type(again).__name__ == "QuantizedPrograms"
+
+
+def test_what_cannot_be_loaded_is_said(tmp_path):
+    path = write_gguf(tmp_path / "m.gguf", {"general.architecture": "llama"}, {"a": (0, (1,), bytes(4))})
+    with pytest.raises(InputError, match=r"pass the model that they belong to, fxq.load\(path, into=model\)"):
+        fxq.load(path)
+    with pytest.raises(InputError, match="into is a Linear: pass a model of transformers"):
+        fxq.load(path, into=torch.nn.Linear(2, 2))
+    pytest.importorskip("gguf")
+    with pytest.raises(FileError, match="does not say how many layers"):
+        fxq.load(path, into=llama())
+    path = write_gguf(tmp_path / "b.gguf", {"general.architecture": "gemma"}, {"a": (0, (1,), bytes(4))})
+    with pytest.raises(FileError, match="architecture 'gemma'; fxq reads llama"):
+        fxq.load(path, into=llama())
