@@ -10,6 +10,7 @@ import os
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 from fxq.errors import BackendError
 
@@ -22,16 +23,18 @@ class CpuKind:
     """Kind of CPU.
 
     Attributes:
-        name: Name, as `FXQ_CPU_KIND` takes it. Names of x86 kinds are flags of the CPU in Linux.
+        name: Name, as `FXQ_CPU_KIND` takes it. Those of x86 are flags of the CPU in Linux.
         needs: LLVM features of these CPUs.
         lacks: LLVM features of larger CPUs. They are switched off where a larger CPU plays this one.
         bits: Width of vector registers.
-        dot: LLVM intrinsic that adds four products of uint8 and int8 to each sum of a register; "" where there is none.
+        dot: LLVM intrinsic that adds four products of uint8 and int8 to each sum of a register (see `x_offset`); ""
+            where there is none.
         pairs: LLVM intrinsic that adds the products of int16 in pairs, to int32; "" where the code names none.
         tile_pixels: Pixels of a large tile: 16 sums of each stay in registers. Small tiles have 4 pixels, or one.
         wide_channels: Channels that a depthwise convolution computes at once, with `dot`; 0 where there is none.
         wide_pixels: Pixels of a large tile of such a convolution.
         float_tile: Rows and columns of a tile of a product of floats.
+        x_offset: 128 if `dot` multiplies int8 by int8: 128 is subtracted from integers of pixels before; else 0.
         is_played: Whether a larger CPU plays this kind.
     """
 
@@ -45,6 +48,7 @@ class CpuKind:
     wide_channels: int
     wide_pixels: int
     float_tile: tuple[int, int]
+    x_offset: int = 0
     is_played: bool = False
 
     @property
@@ -63,12 +67,15 @@ _DOT_256 = "llvm.x86.avx512.vpdpbusd.256"
 """Intrinsic of `vpdpbusd` with 256 bits. LLVM encodes it as AVX-VNNI where there is no AVX512."""
 _AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
 _PAIRS_256, _PAIRS_512 = "llvm.x86.avx2.pmadd.wd", "llvm.x86.avx512.pmaddw.d.512"
+_DOT_NEON = "llvm.aarch64.neon.{}dot.v4i32.v16i8"
 _DOT_512 = "llvm.x86.avx512.vpdpbusd.512"
 KINDS = (
     CpuKind("avx512_vnni", (*_AVX512, "avx512vnni"), (), 512, _DOT_512, _PAIRS_512, 12, 64, 4, (12, 32)),
     CpuKind("avx512", _AVX512, ("avx512vnni", "avxvnni"), 512, "", _PAIRS_512, 12, 0, 1, (12, 32)),
     CpuKind("avx_vnni", ("avx2", "fma", "avxvnni"), ("avx512f",), 256, _DOT_256, _PAIRS_256, 6, 32, 2, (4, 16)),
     CpuKind("avx2", ("avx2", "fma"), ("avx512f", "avxvnni"), 256, "", _PAIRS_256, 4, 0, 1, (4, 16)),
+    CpuKind("neon_i8mm", ("neon", "i8mm"), (), 128, _DOT_NEON.format("us"), "", 6, 0, 1, (4, 16)),
+    CpuKind("neon_dot", ("neon", "dotprod"), ("i8mm",), 128, _DOT_NEON.format("s"), "", 6, 0, 1, (4, 16), x_offset=128),
     CpuKind("other", (), (), 128, "", "", 4, 0, 1, (4, 16)),
 )
 """Kinds of CPUs, larger ones first. The code of "other" has no instructions of its own: it runs on every CPU."""
@@ -127,13 +134,13 @@ def cpu_kind() -> CpuKind:
     from numba.core import config
     from numba.core.registry import cpu_target
 
+    settings: Any = config
     features = compiled_features()
     kind = chosen_kind(os.environ.get(VARIABLE, ""), features)
     if kind.is_played:
-        played = played_features(kind, features)
-        config.CPU_FEATURES = played
-        if cpu_target.target_context.codegen().magic_tuple()[2] != played:
-            config.CPU_FEATURES = features
+        before, settings.CPU_FEATURES = settings.CPU_FEATURES, played_features(kind, features)
+        if cpu_target.target_context.codegen().magic_tuple()[2] != settings.CPU_FEATURES:
+            settings.CPU_FEATURES = before
             raise BackendError(
                 f"{VARIABLE}={kind.name}: Numba has compiled code for another kind of CPU in this process. Import fxq, "
                 f"and call fxq.doctor(), before code that Numba compiles; or set NUMBA_CPU_FEATURES as well."

@@ -24,8 +24,9 @@ class TileInput(NamedTuple):
         runs: Address of int32: bytes from there to each run of integers that a pixel reads.
         run_count: Number of runs. Of wide tiles, number of fours of runs.
         groups: Groups of `GROUP` integers in a run. Depthwise tiles have none: their runs have an integer per channel.
-        weight: int8 (runs, groups, 16, GROUP); of depthwise tiles (runs, 16); of wide ones (fours, 4, 16, 4).
-        start: Address of int32 (16,): initial sums. Of wide tiles (4, 16).
+        weight: int8 (runs, groups, 16, GROUP); of depthwise tiles (runs, 16); of wide ones (fours, channels, 4).
+        start: Address of int32 (16,): initial sums; with `CpuKind.x_offset`, that times the weights is among them. Wide
+            tiles have one for each channel.
     """
 
     x: Any
@@ -126,11 +127,11 @@ def _depthwise_sums(b: Any, pixels: int, tile: TileInput, stride: Any) -> list[A
         runs = [first, b.select(is_whole, b.add(first, number(1)), first)]
         columns = [load(b, b.add(tile.weight, b.mul(run, stride)), vector_type) for run in runs]
         columns[1] = b.select(is_whole, columns[1], ir.Constant(vector_type, None))
-        weight = products.side_by_side(b, *columns, signed=True)
+        weight = products.side_by_side(b, columns, signed=True)
         run_offsets = [_run_offset(b, tile.runs, run) for run in runs]
         for base, (total,) in zip(bases, totals, strict=True):
-            values = (load(b, b.add(base, run_offset), vector_type) for run_offset in run_offsets)
-            x = products.side_by_side(b, *values, signed=False)
+            values = [load(b, b.add(base, run_offset), vector_type) for run_offset in run_offsets]
+            x = products.side_by_side(b, values, signed=False)
             b.store(b.add(b.load(total), products.add_pairs(b, x, weight)), total)
     return [b.load(total) for (total,) in totals]
 

@@ -22,9 +22,10 @@ _PAIRS = ir.VectorType(INT16, 2 * LANES)
 
 def group_of_pixel(b: Any, x: Any) -> list[Any]:
     """Vectors that `add_products` multiplies: of four integers of a pixel, which are an int32."""
+    kind = machine_code.KIND
+    if kind.dot:
+        return [splat(b, b.xor(x, ir.Constant(INT32, kind.x_offset * 0x01010101)) if kind.x_offset else x)]
     every = splat(b, x)
-    if machine_code.KIND.dot:
-        return [every]
     pairs = b.bitcast(every, _PAIRS)
     low, shift = (ir.Constant(_PAIRS, [value] * (2 * LANES)) for value in (255, 8))
     return [b.and_(pairs, low), b.lshr(pairs, shift)]
@@ -46,7 +47,7 @@ def add_products(b: Any, total: Any, xs: Sequence[Any], weights: Sequence[Any]) 
 
 
 def add_dot(b: Any, total: Any, x: Any, weight: Any) -> Any:
-    """Add four products of uint8 and int8 to each of 16 sums. All arguments are int32."""
+    """Add four products to the sums of a vector. All arguments are int32."""
     kind = machine_code.KIND
     if kind.is_played and kind.bits == 256:  # LLVM has the instruction only together with wider vectors
         llvmlite.binding.initialize_native_asmparser()
@@ -55,6 +56,8 @@ def add_dot(b: Any, total: Any, x: Any, weight: Any) -> Any:
         return _by_register(b, lambda *values: b.call(asm, values), total, x, weight)
 
     def dot(*values: Any) -> Any:
+        if kind.bits == 128:
+            values = (values[0], *(b.bitcast(value, ir.VectorType(INT8, LANES)) for value in values[1:]))
         return vectors.call_intrinsic(b, kind.dot, values[0].type, values)
 
     return _by_register(b, dot, total, x, weight)
@@ -72,9 +75,9 @@ def add_pairs(b: Any, x: Any, weight: Any) -> Any:
     return b.add(even, odd)
 
 
-def side_by_side(b: Any, first: Any, second: Any, signed: bool) -> Any:
+def side_by_side(b: Any, integers: Sequence[Any], signed: bool) -> Any:
     """Integers of two vectors of 16, of 8 bits, in turns, as int16 for `add_pairs`."""
-    widen, half = b.sext if signed else b.zext, LANES // 2
+    (first, second), widen, half = integers, b.sext if signed else b.zext, LANES // 2
     if machine_code.KIND.bits == 512:
         low = b.and_(widen(first, INTS), ir.Constant(INTS, [0xFFFF] * LANES)) if signed else widen(first, INTS)
         return b.bitcast(b.or_(low, b.shl(widen(second, INTS), ir.Constant(INTS, [16] * LANES))), _PAIRS)

@@ -193,7 +193,8 @@ class ProductStep(ProgramStep):
         low, high, factor, zero = self.numbers()
         if rounds:
             scale, bias = scale * factor, bias * factor + zero
-        start = -self.x_grid.z * self.weight[columns].flatten(1).sum(1, dtype=torch.int32)
+        offset = 0 if self.weight.dim() == 2 else writer.loops.KIND.x_offset
+        start = (offset - self.x_grid.z) * self.weight[columns].flatten(1).sum(1, dtype=torch.int32)
         slope = torch.zeros(1, dtype=torch.float32) if self.function.slope is None else self.function.slope
         slope = slope.repeat(len(self.weight) // slope.numel())[columns]
         values = {"start": start, "scale": scale, "bias": bias, "slope": slope}

@@ -7,6 +7,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from fxq import FxqError
@@ -17,6 +18,7 @@ pytestmark = pytest.mark.any_cpu
 
 config = pytest.importorskip("numba.core.config")
 layer_code = pytest.importorskip("fxq.backends.loops.code.layer_code")
+arm = pytest.importorskip("tests.support.arm")
 emitted = pytest.importorskip("tests.support.emitted")
 
 AVX2 = "+sse2,+avx2,+fma"
@@ -26,6 +28,7 @@ FEATURES = {
     "avx512": AVX512,
     "avx_vnni": f"{AVX2},+avxvnni",
     "avx2": AVX2,
+    **arm.FEATURES,
     "other": "+sse2",
 }
 """Features of a CPU of each kind."""
@@ -38,7 +41,7 @@ def test_kind_of_a_cpu(name):
     assert chosen_kind(name, FEATURES[name]) == kind, "naming the CPU's own kind plays nothing"
 
 
-@pytest.mark.parametrize("features", ["", "+neon,+dotprod", "+sse2,-avx2,-avx512f", f"{AVX2},-avx2"])
+@pytest.mark.parametrize("features", ["", "+neon", "+sse2,-avx2,-avx512f", f"{AVX2},-avx2"])
 def test_other_cpus(features):
     assert chosen_kind("", features).name == "other"
 
@@ -54,6 +57,8 @@ def test_a_cpu_with_a_part_of_avx512_is_avx2():
         ("avx512", ["avx2", "other"]),
         ("avx_vnni", ["avx2", "other"]),
         ("avx2", ["other"]),
+        ("neon_i8mm", ["neon_dot", "other"]),
+        ("neon_dot", ["other"]),
     ],
 )
 def test_kinds_that_a_cpu_plays(own, smaller):
@@ -104,8 +109,8 @@ def tile_code(name):
     kind = emitted.unplayed(name)
     make = partial(layer_code.layer_tile, kind.tile_pixels)
     module = emitted.module_of(kind, make, layer_code.TileInput, None)
-    module.triple = "x86_64-unknown-linux-gnu"
-    return emitted.assembly(module, "x86-64", FEATURES[name])
+    module.triple = arm.TRIPLE if name in arm.FEATURES else "x86_64-unknown-linux-gnu"
+    return emitted.assembly(module, "generic" if name in arm.FEATURES else "x86-64", FEATURES[name])
 
 
 def inner_loop(code, instruction):
@@ -118,6 +123,7 @@ def inner_loop(code, instruction):
     [
         ("avx512_vnni", r"vpdpbusd .*zmm", 1), ("avx512", r"vpmaddwd .*%zmm", 2),
         ("avx_vnni", r"\{vex\}\s+vpdpbusd .*%ymm", 2), ("avx2", r"vpmaddwd .*%ymm", 4), ("other", r"pmaddwd .*%xmm", 8),
+        ("neon_i8mm", r"usdot v", 4), ("neon_dot", r"sdot v", 4),
     ],
 )  # fmt: skip
 def test_instructions_of_each_kind(name, instruction, per_pixel):
@@ -129,8 +135,46 @@ def test_instructions_of_each_kind(name, instruction, per_pixel):
     if name not in ("avx512_vnni", "avx512"):
         assert "zmm" not in code
     if name != "other":
-        stores = re.findall(r"vmov\w+ %[xyz]mm\d+, \S*\(%rsp", block)
+        stores = re.findall(r"vmov\w+ %[xyz]mm\d+, \S*\(%rsp|st[rp] q.*sp", block)
         assert not stores, "sums or weights are spilled"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (arm.ASSEMBLER and arm.EMULATOR), reason="needs qemu and binutils for aarch64")
+@pytest.mark.parametrize("name", arm.FEATURES)
+@pytest.mark.parametrize("pixels", [6, 4, 1])
+@pytest.mark.parametrize("values", [(0, 256), (255, 256), (0, 1)])
+def test_sums_on_aarch64(name, pixels, values, tmp_path):
+    kind, random = emitted.unplayed(name), np.random.default_rng(pixels)
+    many, groups = 3, 5
+    x, places = random.integers(*values, 400).astype(np.uint8), random.integers(0, 200, pixels).astype(np.int32)
+    runs = random.integers(0, 100, many).astype(np.int32)
+    weight = random.integers(-128, 128, (many, groups, 16, 4)).astype(np.int8)
+    start = (kind.x_offset * weight.sum((0, 1, 3), dtype=np.int64) + 7).astype(np.int32)
+    arguments = x, places, runs, many, groups, weight, start, np.zeros((pixels, 16), np.int32)
+    make = partial(layer_code.layer_tile, pixels)
+    *_, sums = arm.run_on_arm(kind, make, (layer_code.TileInput, None), arguments, tmp_path)
+    read = x[places[:, None, None] + runs[:, None] + np.arange(4 * groups)].astype(int).reshape(pixels, many, groups, 4)
+    assert sums.tolist() == (np.einsum("pmgk,mglk->pl", read, weight.astype(int)) + 7).tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (arm.ASSEMBLER and arm.EMULATOR), reason="needs qemu and binutils for aarch64")
+@pytest.mark.parametrize("name", arm.FEATURES)
+@pytest.mark.parametrize("many", [1, 9])
+def test_depthwise_sums_on_aarch64(name, many, tmp_path):
+    random = np.random.default_rng(many)
+    x, places = random.integers(0, 256, 400).astype(np.uint8), random.integers(0, 200, 4).astype(np.int32)
+    runs, weight = (
+        random.integers(0, 100, many).astype(np.int32),
+        random.integers(-128, 128, (many, 16)).astype(np.int8),
+    )
+    start = random.integers(-(2**30), 2**30, 16).astype(np.int32)
+    arguments = x, places, runs, many, 0, weight, start, 16, np.zeros((4, 16), np.int32)
+    make, parameters = partial(layer_code.depthwise_tile, 4), (layer_code.TileInput, None, None)
+    *_, sums = arm.run_on_arm(emitted.unplayed(name), make, parameters, arguments, tmp_path)
+    read = x[places[:, None, None] + runs[:, None] + np.arange(16)].astype(int)
+    assert sums.tolist() == ((read * weight).sum(1) + start).tolist()
 
 
 # ---- a process that plays
