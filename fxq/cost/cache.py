@@ -212,7 +212,7 @@ def machine() -> dict[str, str]:
         **cpu.machine(),
         "vectors": torch.backends.cpu.get_cpu_capability(),
         "fxq": version("fxq"),
-        "Numba": compiler.installed(),
+        "loops": compiler.description(),
         "kernels": kernels_code(),
     }
 

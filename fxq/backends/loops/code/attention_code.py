@@ -9,13 +9,11 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from fxq.backends.loops.code import vectors
-from fxq.backends.loops.code.machine_code import HAS_AVX512, on_addresses
+from fxq.backends.loops.code.machine_code import KIND, on_addresses
 from fxq.backends.loops.code.vectors import FLOAT32, FLOATS, INT32, INT64, LANES, load, number, splat, store
 
-TILE_COLUMNS = 2 * LANES if HAS_AVX512 else LANES
-"""Columns of a tile."""
-TILE_ROWS = 12 if HAS_AVX512 else 4
-"""Rows of a large tile. Small tiles have 4 rows, or one."""
+TILE_ROWS, TILE_COLUMNS = KIND.float_tile
+"""Rows and columns of a large tile. Small tiles have 4 rows, or one."""
 _MIN_FLOAT32, _MIN_EXPONENT = -3.4028234663852886e38, -120.0
 """Lowest float32; powers of two with an exponent of at most `_MIN_EXPONENT` count as 0."""
 

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch._C import _len_torch_dispatch_stack
 
 from fxq.backends.loops.code.code_cache import compile_cached
+from fxq.backends.loops.code.cpu_kinds import VARIABLE, cpu_kind
 from fxq.common.cache_folder import chosen_folder
-from fxq.errors import BackendError
+from fxq.errors import BackendError, FxqError
 
 MODULES = ("row_loops", "step_loops", "program_loops", "few_rows_loops", "token_loops", "pool_loops")
 """Modules of this folder that hold the compiled functions."""
@@ -39,10 +40,13 @@ _MEMORY = {"f*": "float32", "u8*": "uint8", "i8*": "int8", "i16*": "int16", "i32
 def _loaded(name: str) -> ModuleType | str:
     """Module of this folder, or the reason why it cannot be loaded.
 
-    Numba fails in many ways, and without it fxq is only slower: any exception counts as a reason.
+    Numba fails in many ways, and without it fxq is only slower: any exception counts as a reason, except a kind of CPU
+    that cannot be played.
     """
     try:
         return import_module(f"fxq.backends.loops.code.{name}")
+    except FxqError:
+        raise
     except Exception as error:
         log.info("Numba compiles nothing: %s", error)
         return str(error)
@@ -70,7 +74,9 @@ def description() -> str:
     module = _loaded("row_loops")
     if isinstance(module, str):
         return f"none: dynamic and recurrent layers are slower (pip install fxq[jit]; {module})"
-    return f"compiled by Numba {installed()}"
+    kind = cpu_kind()
+    played = f" by order of {VARIABLE}" if kind.is_played else ""
+    return f"compiled by Numba {installed()} for {kind.name}{played}"
 
 
 def loops_for(name: str, elements: int, *read: Tensor | None) -> ModuleType | None:
@@ -99,8 +105,8 @@ def _is_plain(x: Tensor) -> bool:
 
 @cache
 def _source_hash() -> str:
-    """Hash of all sources that are compiled."""
-    digest, package = hashlib.sha256(), Path(__file__).parents[3]
+    """Hash of all sources that are compiled, and of the kind of CPU."""
+    digest, package = hashlib.sha256(repr(cpu_kind()).encode()), Path(__file__).parents[3]
     for path in (*sorted(Path(__file__).parent.glob("*.py")), package / "quant" / "dynamic_grid.py"):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:12]

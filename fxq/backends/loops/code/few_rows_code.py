@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from llvmlite import ir
 from numba.core import cgutils
 
-from fxq.backends.loops.code import vectors
-from fxq.backends.loops.code.machine_code import HAS_AVX512, on_addresses
+from fxq.backends.loops.code import machine_code, vectors
+from fxq.backends.loops.code.machine_code import on_addresses
 from fxq.backends.loops.code.vectors import FLOAT32, FLOATS, INT8, INT16, INT32, INT64, INTS, LANES, load, number, splat
 
 CHUNK = 32
@@ -93,7 +93,7 @@ class _Chunk4:
 
     def real(self, b: Any, raw: Any, k: int) -> Any:
         """Vector k of the integers of a chunk times 16**k, as floats: of the low and of the high bits in turn."""
-        if k == 0 and HAS_AVX512:  # one instruction, which reads the lowest four bits
+        if k == 0 and machine_code.KIND.has_avx512:  # one instruction, which reads the lowest four bits
             table = ir.Constant(FLOATS, [float(value) for value in range(LANES)])
             return vectors.call_intrinsic(b, "llvm.x86.avx512.permvar.sf.512", FLOATS, [table, raw])
         return b.sitofp(b.and_(raw, ir.Constant(INTS, [15 << 4 * k] * LANES)), FLOATS)
@@ -202,7 +202,7 @@ def _subtract_offsets(b: Any, few: Any, lines: Sequence[Any], scale_lines: Seque
                 _add(b, of_rows[r], x, offset)
 
 
-MANY_ROWS, MANY_COLUMNS, SOME_COLUMNS = (4, 4, 2) if HAS_AVX512 else (2, 2, 1)
+MANY_ROWS, MANY_COLUMNS, SOME_COLUMNS = (4, 4, 2) if machine_code.KIND.has_avx512 else (2, 2, 1)
 """Sizes of large tiles: rows of the input; rows of the weight with one row of the input; and with `MANY_ROWS`."""
 _CHUNKS = (_Chunk8(True), _Chunk8(False), _Chunk4(True), _Chunk4(False))
 signed8_row, unsigned8_row, signed4_row, unsigned4_row = (on_addresses(_tile(c, 1, MANY_COLUMNS)) for c in _CHUNKS)

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from llvmlite import ir
 from numba.core import cgutils
 
-from fxq.backends.loops.code import vectors
-from fxq.backends.loops.code.machine_code import GROUP, HAS_VNNI, TILE_PIXELS, WIDE_CHANNELS, on_addresses
+from fxq.backends.loops.code import machine_code, products, vectors
+from fxq.backends.loops.code.machine_code import GROUP, TILE_PIXELS, WIDE_PIXELS, on_addresses
 from fxq.backends.loops.code.vectors import FLOATS, INT8, INT32, INT64, INTS, LANES, load, number, splat, store
 
 
@@ -24,8 +24,9 @@ class TileInput(NamedTuple):
         runs: Address of int32: bytes from there to each run of integers that a pixel reads.
         run_count: Number of runs. Of wide tiles, number of fours of runs.
         groups: Groups of `GROUP` integers in a run. Depthwise tiles have none: their runs have an integer per channel.
-        weight: int8 (runs, groups, 16, GROUP); of depthwise tiles (runs, 16); of wide ones (fours, 4, 16, 4).
-        start: Address of int32 (16,): initial sums. Of wide tiles (4, 16).
+        weight: int8 (runs, groups, 16, GROUP); of depthwise tiles (runs, 16); of wide ones (fours, channels, 4).
+        start: Address of int32 (16,): initial sums; with `CpuKind.x_offset`, that times the weights is among them. Wide
+            tiles have one for each channel.
     """
 
     x: Any
@@ -71,7 +72,7 @@ class Residual(NamedTuple):
 
 def _accumulators(b: Any, initial_values: Sequence[Any], pixels: int) -> list[list[Any]]:
     """Registers for the sums of each pixel, with their initial values."""
-    totals = [[cgutils.alloca_once(b, INTS) for _ in initial_values] for _ in range(pixels)]
+    totals = [[cgutils.alloca_once(b, initial.type) for initial in initial_values] for _ in range(pixels)]
     for row in totals:
         for total, initial in zip(row, initial_values, strict=True):
             b.store(initial, total)
@@ -88,24 +89,8 @@ def _run_offset(b: Any, runs: Any, index: Any) -> Any:
     return b.sext(load(b, b.add(runs, b.mul(index, number(4))), INT32), INT64)
 
 
-def _add_products(b: Any, total: Any, x: Any, w: Any) -> Any:
-    """Add `GROUP` products to each of 16 sums: `GROUP` unsigned integers, the same for all sums, times weights."""
-    if HAS_VNNI:
-        return _add_products_vnni(b, total, splat(b, x), w)
-    wide = ir.VectorType(INT32, 2 * LANES)
-    pairs = b.zext(b.bitcast(splat(b, x), ir.VectorType(INT8, 2 * LANES)), wide)
-    products, undefined = b.mul(pairs, b.sext(w, wide)), ir.Constant(wide, ir.Undefined)
-    even, odd = (b.shuffle_vector(products, undefined, ir.Constant(INTS, list(range(k, 2 * LANES, 2)))) for k in (0, 1))
-    return b.add(total, b.add(even, odd))
-
-
-def _add_products_vnni(b: Any, total: Any, x: Any, w: Any) -> Any:
-    return vectors.call_intrinsic(b, "llvm.x86.avx512.vpdpbusd.512", INTS, [total, x, w])
-
-
 def _layer_sums(b: Any, pixels: int, tile: TileInput) -> list[Any]:
     """Sums of 16 columns of a product, for each of some pixels."""
-    vector_type = INTS if HAS_VNNI else ir.VectorType(INT8, LANES * GROUP)
     totals = _accumulators(b, [load(b, tile.start, INTS)], pixels)
     bases = _pixel_addresses(b, tile.x, tile.places, pixels)
     weight_address = cgutils.alloca_once(b, INT64)
@@ -117,66 +102,74 @@ def _layer_sums(b: Any, pixels: int, tile: TileInput) -> list[Any]:
         lines = [b.add(base, run_offset) for base in bases]
         with cgutils.for_range(b, tile.groups, intp=INT64) as group:
             address = b.load(weight_address)
-            columns = load(b, address, vector_type)
+            columns = products.group_of_weight(b, address)
             b.store(b.add(address, number(LANES * GROUP)), weight_address)
             vectors.prefetch(b, b.add(address, next_columns))
             offset = b.mul(group.index, number(GROUP))
             for line, (total,) in zip(lines, totals, strict=True):
-                values = load(b, b.add(line, offset), ir.IntType(8 * GROUP))
-                b.store(_add_products(b, b.load(total), values, columns), total)
+                values = products.group_of_pixel(b, load(b, b.add(line, offset), INT32))
+                b.store(products.add_products(b, b.load(total), values, columns), total)
     return [b.load(total) for (total,) in totals]
 
 
 def _depthwise_sums(b: Any, pixels: int, tile: TileInput, stride: Any) -> list[Any]:
-    """Sums of 16 channels of a depthwise convolution, for each of some pixels.
+    """Sums of 16 channels of a depthwise convolution, for each of some pixels, two runs at once.
 
-    The weight has `stride` bytes from run to run.
+    The weight has `stride` bytes from run to run. An odd last run is read twice, the second time with a weight of 0.
     """
     vector_type = ir.VectorType(INT8, LANES)
     totals = _accumulators(b, [load(b, tile.start, INTS)], pixels)
     bases = _pixel_addresses(b, tile.x, tile.places, pixels)
-    with cgutils.for_range(b, tile.run_count, intp=INT64) as run:
-        run_offset = _run_offset(b, tile.runs, run.index)
-        column = b.sext(load(b, b.add(tile.weight, b.mul(run.index, stride)), vector_type), INTS)
+    last = b.sub(tile.run_count, number(1))
+    with cgutils.for_range(b, b.lshr(b.add(tile.run_count, number(1)), number(1)), intp=INT64) as pair:
+        first = b.shl(pair.index, number(1))
+        is_whole = b.icmp_signed("<", first, last)
+        runs = [first, b.select(is_whole, b.add(first, number(1)), first)]
+        columns = [load(b, b.add(tile.weight, b.mul(run, stride)), vector_type) for run in runs]
+        columns[1] = b.select(is_whole, columns[1], ir.Constant(vector_type, None))
+        weight = products.side_by_side(b, columns, signed=True)
+        run_offsets = [_run_offset(b, tile.runs, run) for run in runs]
         for base, (total,) in zip(bases, totals, strict=True):
-            values = b.zext(load(b, b.add(base, run_offset), vector_type), INTS)
-            b.store(b.add(b.load(total), b.mul(values, column)), total)
+            values = [load(b, b.add(base, run_offset), vector_type) for run_offset in run_offsets]
+            x = products.side_by_side(b, values, signed=False)
+            b.store(b.add(b.load(total), products.add_pairs(b, x, weight)), total)
     return [b.load(total) for (total,) in totals]
 
 
 def _wide_sums(b: Any, pixels: int, tile: TileInput) -> list[list[Any]]:
-    """Sums of 64 channels of a depthwise convolution, for each of some pixels, four runs at once.
+    """Sums of the channels of a register in a depthwise convolution, for each of some pixels, four runs at once.
 
     The values of a channel in four runs are brought side by side in two steps, each within 16 channels. So the first of
-    four vectors of sums has the channels 0 to 3, 16 to 19, 32 to 35 and 48 to 51, and so on.
+    four vectors of sums has the first four of each 16 channels, and so on.
     """
-    vector_type = ir.VectorType(INT8, WIDE_CHANNELS)
-    totals = _accumulators(b, [load(b, tile.start, INTS, 4 * LANES * v) for v in range(4)], pixels)
+    channels = machine_code.KIND.wide_channels
+    vector_type, sums_type = ir.VectorType(INT8, channels), ir.VectorType(INT32, channels // 4)
+    totals = _accumulators(b, [load(b, tile.start, sums_type, channels * v) for v in range(4)], pixels)
     bases = _pixel_addresses(b, tile.x, tile.places, pixels)
     with cgutils.for_range(b, tile.run_count, intp=INT64) as four:
         first = b.mul(four.index, number(4))
         run_offsets = [_run_offset(b, tile.runs, b.add(first, number(k))) for k in range(4)]
-        address = b.add(tile.weight, b.mul(four.index, number(4 * WIDE_CHANNELS)))
-        columns = [load(b, address, INTS, WIDE_CHANNELS * v) for v in range(4)]
+        address = b.add(tile.weight, b.mul(four.index, number(4 * channels)))
+        columns = [load(b, address, sums_type, channels * v) for v in range(4)]
         for base, row in zip(bases, totals, strict=True):
             a, c, d, e = (load(b, b.add(base, run_offset), vector_type) for run_offset in run_offsets)
             pairs = [[_interleave(b, upper, lower, 1, half) for half in (0, 1)] for upper, lower in ((a, c), (d, e))]
             interleaved = [_interleave(b, pairs[0][v // 2], pairs[1][v // 2], 2, v % 2) for v in range(4)]
             for total, values, column in zip(row, interleaved, columns, strict=True):
-                b.store(_add_products_vnni(b, b.load(total), b.bitcast(values, INTS), column), total)
+                b.store(products.add_dot(b, b.load(total), b.bitcast(values, sums_type), column), total)
     return [[b.load(total) for total in row] for row in totals]
 
 
 def _interleave(b: Any, upper: Any, lower: Any, size: int, half: int) -> Any:
     """Interleave blocks of `size` bytes of two vectors: of each 16 bytes the first half, or the second one."""
-    count = 8 // size
+    count, channels = 8 // size, upper.type.count
     order: list[int] = []
-    for block in range(4):
+    for block in range(channels // 16):
         for k in range(count):
-            for vector in (0, WIDE_CHANNELS):
+            for vector in (0, channels):
                 first = vector + 16 * block + 8 * half + size * k
                 order += range(first, first + size)
-    return b.shuffle_vector(upper, lower, ir.Constant(ir.VectorType(INT32, WIDE_CHANNELS), order))
+    return b.shuffle_vector(upper, lower, ir.Constant(ir.VectorType(INT32, channels), order))
 
 
 def _store_rounded(b: Any, sums: Sequence[Any], result: TileOutput) -> None:
@@ -201,7 +194,7 @@ def _store_finished(b: Any, sums: Sequence[Any], result: TileOutput, finish: Cal
         store(b, vectors.rounded(b, y), line)
 
 
-def _layer_tile(pixels: int) -> Any:
+def layer_tile(pixels: int) -> Any:
     """Code that stores the sums of a tile."""
 
     def code(b, tile, sums):
@@ -211,7 +204,7 @@ def _layer_tile(pixels: int) -> Any:
     return on_addresses(code)
 
 
-def _rounded_layer_tile(pixels: int) -> Any:
+def rounded_layer_tile(pixels: int) -> Any:
     """Code of a tile that is rounded at once: scale and bias include the grid of the result."""
 
     def code(b, tile, result):
@@ -220,11 +213,11 @@ def _rounded_layer_tile(pixels: int) -> Any:
     return on_addresses(code)
 
 
-def _activation_tile(function: Callable[[Any, Any], Any]) -> Any:
+def activation_tile(function: Callable[[Any, Any], Any]) -> Any:
     """Code of a large tile with an activation function before the rounding."""
 
     def code(b, tile, result):
-        _store_finished(b, _layer_sums(b, TILE_PIXELS, tile), result, lambda _, y: function(b, y))
+        _store_finished(b, _layer_sums(b, machine_code.KIND.tile_pixels, tile), result, lambda _, y: function(b, y))
 
     return on_addresses(code)
 
@@ -232,15 +225,15 @@ def _activation_tile(function: Callable[[Any, Any], Any]) -> Any:
 @on_addresses
 def prelu_many(b, tile, result, slope):
     """Compute a large tile with PReLU before the rounding; `slope` is the address of float32 (16,), by column."""
-    totals, slopes = _layer_sums(b, TILE_PIXELS, tile), load(b, slope, FLOATS)
+    totals, slopes = _layer_sums(b, machine_code.KIND.tile_pixels, tile), load(b, slope, FLOATS)
     _store_finished(b, totals, result, lambda _, y: vectors.scale_negative(b, y, slopes))
 
 
 @on_addresses
 def residual_many(b, tile, result, residual):
     """Compute a large tile, and add a `Residual` before the rounding."""
-    totals = _layer_sums(b, TILE_PIXELS, tile)
-    addresses = _pixel_addresses(b, residual.x, residual.places, TILE_PIXELS)
+    totals = _layer_sums(b, machine_code.KIND.tile_pixels, tile)
+    addresses = _pixel_addresses(b, residual.x, residual.places, len(totals))
     step, shift = vectors.bounds(b, residual.grid)
 
     def added(p: int, y: Any) -> Any:
@@ -250,7 +243,7 @@ def residual_many(b, tile, result, residual):
     _store_finished(b, totals, result, added)
 
 
-def _depthwise_tile(pixels: int) -> Any:
+def depthwise_tile(pixels: int) -> Any:
     """Code that stores the sums of a tile of 16 channels of a depthwise convolution."""
 
     def code(b, tile, stride, sums):
@@ -260,23 +253,25 @@ def _depthwise_tile(pixels: int) -> Any:
     return on_addresses(code)
 
 
-def _wide_tile(pixels: int) -> Any:
-    """Code that stores the scaled sums, float32, of 64 channels of a depthwise convolution."""
+def wide_tile(pixels: int) -> Any:
+    """Code that stores the scaled sums, float32, of the channels of a register in a depthwise convolution."""
 
     def code(b, tile, scale, bias, out):
-        if not HAS_VNNI:
+        channels = machine_code.KIND.wide_channels
+        if not channels:
             return
+        floats = ir.VectorType(vectors.FLOAT32, channels // 4)
         for p, row in enumerate(_wide_sums(b, pixels, tile)):
             for v, total in enumerate(row):
-                scales, added = (load(b, array, FLOATS, 4 * LANES * v) for array in (scale, bias))
-                y = vectors.multiply_add(b, b.sitofp(total, FLOATS), scales, added)
-                store(b, y, b.add(out, number(4 * (WIDE_CHANNELS * p + LANES * v))))
+                scales, added = (load(b, array, floats, channels * v) for array in (scale, bias))
+                y = vectors.multiply_add(b, b.sitofp(total, floats), scales, added)
+                store(b, y, b.add(out, number(channels * (4 * p + v))))
 
     return on_addresses(code)
 
 
-many_pixels, four_pixels, one_pixel = (_layer_tile(pixels) for pixels in (TILE_PIXELS, 4, 1))
-round_many, round_four, round_one = (_rounded_layer_tile(pixels) for pixels in (TILE_PIXELS, 4, 1))
-four_depthwise, one_depthwise = (_depthwise_tile(pixels) for pixels in (4, 1))
-four_wide, one_wide = (_wide_tile(pixels) for pixels in (4, 1))
-silu_many, hardswish_many, gelu_many = map(_activation_tile, (vectors.silu, vectors.hardswish, vectors.gelu))
+many_pixels, four_pixels, one_pixel = (layer_tile(pixels) for pixels in (TILE_PIXELS, 4, 1))
+round_many, round_four, round_one = (rounded_layer_tile(pixels) for pixels in (TILE_PIXELS, 4, 1))
+four_depthwise, one_depthwise = (depthwise_tile(pixels) for pixels in (4, 1))
+many_wide, one_wide = (wide_tile(pixels) for pixels in (WIDE_PIXELS, 1))
+silu_many, hardswish_many, gelu_many = map(activation_tile, (vectors.silu, vectors.hardswish, vectors.gelu))

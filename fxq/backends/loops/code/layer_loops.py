@@ -1,13 +1,13 @@
 """Loops of layers: integer products, depthwise convolutions, and float layers.
 
 An integer layer multiplies pixels by columns, which are its output channels. Sixteen columns are a block. Machine code
-(`layer_code.py`) computes one tile at a time, the 16 columns of a block for 12 pixels (4 without VNNI), 4 or 1, with
+(`layer_code.py`) computes one tile at a time, the 16 columns of a block for `TILE_PIXELS` pixels, 4 or 1, with
 its sums in registers::
 
                       block 0      block 1
     columns          0 .. 15      16 .. 31   ...
                    +------------+------------+
-    pixels  0..11  |   tile     |   tile     |        The weight of a block is int8 (runs, groups, 16, GROUP).
+    pixels  0..11  |   tile     |   tile     |        The weight of a block is int8 (runs, groups, 64).
                    +------------+------------+
            12..15  |   tile     |   tile     |        Numbers by column (start, scale, bias, slope) are 64 bytes
                    +------------+------------+        for each block: 16 of int32 or float32.
@@ -40,10 +40,10 @@ from fxq.backends.loops.code.layer_code import (
     TileOutput,
     four_depthwise,
     four_pixels,
-    four_wide,
     gelu_many,
     hardswish_many,
     many_pixels,
+    many_wide,
     one_depthwise,
     one_pixel,
     one_wide,
@@ -54,7 +54,7 @@ from fxq.backends.loops.code.layer_code import (
     round_one,
     silu_many,
 )
-from fxq.backends.loops.code.machine_code import TILE_PIXELS, WIDE_CHANNELS
+from fxq.backends.loops.code.machine_code import TILE_PIXELS, WIDE_CHANNELS, WIDE_PIXELS
 from fxq.backends.loops.code.memory_loops import (
     CLAMP,
     HARDSWISH,
@@ -76,7 +76,9 @@ _INT_BYTES = 4
 _BLOCK_BYTES = _INT_BYTES * LANES
 """Bytes of a number of each column of a block: its start, scale, bias or slope; also of the sums of a pixel."""
 _WIDE_BYTES = _INT_BYTES * WIDE_CHANNELS
-"""Bytes of a number of each of the 64 channels that a wide depthwise tile computes."""
+"""Bytes of a number of each of the channels that a wide depthwise tile computes."""
+_WIDE_VECTORS = WIDE_CHANNELS // LANES
+"""Vectors of 16 channels of such a tile."""
 _ROWS_AT_ONCE = 8
 """Rows for which a float layer reads its weight once."""
 STORE_SUMS, ROUND, ADD_RESIDUAL, APPLY_PRELU, APPLY_FUNCTION = range(5)
@@ -255,7 +257,7 @@ def product(step, bases):
 
 @helper
 def depthwise(step, bases):
-    """Compute a depthwise layer of a multiple of 64 channels. Fields: `DepthwiseField`."""
+    """Compute a depthwise layer of a multiple of `WIDE_CHANNELS` channels. Fields: `DepthwiseField`."""
     x, out = address_of(bases, step, DepthwiseField.X), address_of(bases, step, DepthwiseField.OUT)
     x_places, out_places = step[DepthwiseField.X_PLACES], step[DepthwiseField.OUT_PLACES]
     pixels, runs, fours = step[DepthwiseField.PIXELS], step[DepthwiseField.RUNS], step[DepthwiseField.FOURS]
@@ -268,18 +270,18 @@ def depthwise(step, bases):
         offset, p = _WIDE_BYTES * k, 0
         s, b = scale + offset, bias + offset
         while p < pixels:
-            size = 4 if pixels - p >= 4 else 1
+            size = WIDE_PIXELS if pixels - p >= WIDE_PIXELS else 1
             tile = TileInput(
                 x + WIDE_CHANNELS * k, x_places + _INT_BYTES * p, runs, fours, 0, weight + fours * offset,
                 start + offset,
             )  # fmt: skip
-            if size == 4:
-                four_wide(tile, s, b, floats_out)
+            if size == WIDE_PIXELS:
+                many_wide(tile, s, b, floats_out)
             else:
                 one_wide(tile, s, b, floats_out)
             if function == PRELU:
-                for v in range(4 * size):
-                    of_vector = slope + offset + _BLOCK_BYTES * (v % 4)
+                for v in range(_WIDE_VECTORS * size):
+                    of_vector = slope + offset + _BLOCK_BYTES * (v % _WIDE_VECTORS)
                     apply_function(function, floats_out + _BLOCK_BYTES * v, LANES, of_vector, numbers)
             elif function != CLAMP:
                 apply_function(function, floats_out, WIDE_CHANNELS * size, slope, numbers)

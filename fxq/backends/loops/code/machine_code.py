@@ -1,4 +1,4 @@
-"""Decorator for functions whose machine code is written out with llvmlite, and the CPU features that they use."""
+"""Decorator for functions whose machine code is written out with llvmlite, and the kind of CPU that they are for."""
 
 from __future__ import annotations
 
@@ -6,38 +6,25 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-import llvmlite.binding
 from numba import types
-from numba.core import cgutils, config
+from numba.core import cgutils
 from numba.extending import intrinsic
 
+from fxq.backends.loops.code.cpu_kinds import cpu_kind
 
-def _features() -> str:
-    """CPU features that Numba compiles for, as LLVM writes them."""
-    name, features = (getattr(config, setting, None) for setting in ("CPU_NAME", "CPU_FEATURES"))
-    if features is not None:
-        return str(features)
-    return (
-        "" if name else str(llvmlite.binding.get_host_cpu_features().flatten())
-    )  # features of another CPU are unknown
-
-
-HAS_AVX512 = "+avx512f" in _features()
-"""Whether vectors have 512 bits."""
-HAS_VNNI = "+avx512vnni" in _features()
-"""Whether one instruction adds four products to each of 16 sums."""
-GROUP = 4 if HAS_VNNI else 2
-"""Products that one instruction adds to a sum. Weights are stored in groups of so many input channels."""
-TILE_PIXELS = 12 if HAS_VNNI else 4
-"""Pixels of a large tile: 16 sums of each stay in registers. Small tiles have 4 pixels, or one."""
-WIDE_CHANNELS = 64
-"""Channels that a depthwise convolution computes at once where there is VNNI."""
+KIND = cpu_kind()
+"""Kind of CPU that code is written for. Its features are read when code is emitted."""
+GROUP = 4
+"""Products that are added to a sum at once. Weights are stored in groups of so many input channels."""
+TILE_PIXELS, WIDE_CHANNELS, WIDE_PIXELS = KIND.tile_pixels, KIND.wide_channels, KIND.wide_pixels
+"""Sizes of tiles, see `CpuKind`."""
 
 
 def on_addresses(code: Callable[..., None]) -> Any:
     """Decorate `code(builder, *arguments)`, which emits LLVM instructions, as a Numba function.
 
     Its arguments are int64, or named tuples of int64, which `code` gets as tuples of LLVM values with these names.
+    `code` is also the attribute `emit` of the result.
     """
     _, *parameters = inspect.signature(code).parameters.values()
 
@@ -62,4 +49,6 @@ def on_addresses(code: Callable[..., None]) -> Any:
 
     declared.__signature__ = call  # type: ignore[attr-defined]  # Numba reads the arguments from it
     declared.__doc__ = code.__doc__
-    return intrinsic(declared)
+    function: Any = intrinsic(declared)
+    function.emit = code
+    return function

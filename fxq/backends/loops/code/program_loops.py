@@ -28,7 +28,7 @@ from fxq.backends.loops.code.layer_loops import ROUND as ROUND
 from fxq.backends.loops.code.layer_loops import STORE_SUMS as STORE_SUMS
 from fxq.backends.loops.code.layer_loops import depthwise, linear, product
 from fxq.backends.loops.code.machine_code import GROUP as GROUP
-from fxq.backends.loops.code.machine_code import HAS_VNNI as HAS_VNNI
+from fxq.backends.loops.code.machine_code import KIND as KIND
 from fxq.backends.loops.code.machine_code import TILE_PIXELS as TILE_PIXELS
 from fxq.backends.loops.code.machine_code import WIDE_CHANNELS as WIDE_CHANNELS
 from fxq.backends.loops.code.memory_loops import FUNCTION_NAMES as FUNCTION_NAMES

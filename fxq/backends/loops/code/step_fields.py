@@ -53,7 +53,7 @@ class ProductField(IntEnum):
 
 
 class DepthwiseField(IntEnum):
-    """Fields of the step of a depthwise layer that computes 64 channels at once."""
+    """Fields of the step of a depthwise layer that computes the channels of a wide tile at once."""
 
     X = 1  # base, offset
     OUT = 3  # base, offset
@@ -63,7 +63,7 @@ class DepthwiseField(IntEnum):
     RUNS = 8
     FOURS = 9  # number of fours of runs
     WEIGHT = 10
-    BLOCKS = 11  # number of blocks of 64 channels
+    BLOCKS = 11  # number of blocks of `machine_code.WIDE_CHANNELS` channels
     START = 12
     SCALE = 13
     BIAS = 14

@@ -8,7 +8,7 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils
 
-from fxq.backends.loops.code.machine_code import HAS_AVX512
+from fxq.backends.loops.code import machine_code
 
 LANES = 16
 """Numbers of a vector."""
@@ -73,8 +73,9 @@ def prefetch(b: Any, address: Any, level: int = 1) -> None:
 
 def multiply_add(b: Any, x: Any, factor: Any, added: Any) -> Any:
     """x * factor + added, for floats."""
-    values = [value if not isinstance(value, float) else splat(b, value) for value in (x, factor, added)]
-    return call_intrinsic(b, "llvm.fmuladd.v16f32", FLOATS, values)
+    lanes = x.type.count
+    values = [value if not isinstance(value, float) else splat(b, value, lanes) for value in (x, factor, added)]
+    return call_intrinsic(b, f"llvm.fmuladd.v{lanes}f32", x.type, values)
 
 
 def clamp(b: Any, x: Any, low: Any, high: Any) -> Any:
@@ -101,8 +102,10 @@ def scale_negative(b: Any, x: Any, slope: Any) -> Any:
 
 def nearest(b: Any, x: Any) -> Any:
     """Round floats from 0 to 255 to int32."""
-    bits = b.bitcast(b.fadd(x, splat(b, _ROUNDING_OFFSET)), INTS)
-    return b.and_(bits, ir.Constant(INTS, [0xFF] * LANES))
+    lanes = x.type.count
+    integers = ir.VectorType(INT32, lanes)
+    bits = b.bitcast(b.fadd(x, splat(b, _ROUNDING_OFFSET, lanes)), integers)
+    return b.and_(bits, ir.Constant(integers, [0xFF] * lanes))
 
 
 def rounded(b: Any, x: Any) -> Any:
@@ -120,9 +123,9 @@ def reduced(b: Any, x: Any, join: Callable[[Any, Any], Any]) -> Any:
     return b.extract_element(x, ir.Constant(INT32, 0))
 
 
-def bounds(b: Any, numbers: Any) -> list[Any]:
+def bounds(b: Any, numbers: Any, lanes: int = LANES) -> list[Any]:
     """Two floats at an address, each in all lanes."""
-    return [splat(b, load(b, numbers, FLOAT32, 4 * k)) for k in (0, 1)]
+    return [splat(b, load(b, numbers, FLOAT32, 4 * k), lanes) for k in (0, 1)]
 
 
 def _inverse(b: Any, x: Any) -> Any:
@@ -130,7 +133,7 @@ def _inverse(b: Any, x: Any) -> Any:
 
     With AVX512 an estimate and one Newton step, which are faster than a division.
     """
-    if not HAS_AVX512:
+    if not machine_code.KIND.has_avx512:
         return b.fdiv(splat(b, 1.0), x)
     all_lanes = ir.Constant(ir.IntType(16), -1)
     y = call_intrinsic(b, "llvm.x86.avx512.rcp14.ps.512", FLOATS, [x, splat(b, 0.0), all_lanes])
@@ -156,7 +159,7 @@ def power_of_two(b: Any, x: Any) -> Any:
     y = _polynomial(
         b, b.fsub(power, whole), 1.32546024e-3, 9.67199918e-3, 5.55077932e-2, 2.40222319e-1, 6.93146930e-1, 1.0
     )
-    if HAS_AVX512:
+    if machine_code.KIND.has_avx512:
         all_lanes, mode = ir.Constant(ir.IntType(16), -1), ir.Constant(INT32, 4)  # current rounding mode
         return call_intrinsic(b, "llvm.x86.avx512.mask.scalef.ps.512", FLOATS, [y, whole, y, all_lanes, mode])
     exponent = b.shl(b.add(b.fptosi(whole, INTS), ir.Constant(INTS, [127] * LANES)), ir.Constant(INTS, [23] * LANES))

@@ -5,9 +5,10 @@ point to. A figure of the tiles that read them is in `fxq/backends/loops/code/la
 
     weight, int8 (columns, taps, C)           taps that are side by side in memory are one run
         -> (blocks, runs, groups, 16, GROUP)  columns padded to blocks of 16, runs padded to groups of GROUP
+        or (blocks, runs, groups, 2, 16, 2)   for kinds of CPU without `dot`: first and third of a group, then others
     weight of a depthwise layer, int8 (C, taps)
         -> (taps, blocks * 16)                tiles of 16 channels
-        -> (blocks, fours, 4, 16, 4)          wide tiles of 64 channels, which read four taps at once
+        -> (blocks, fours, wide, 4)           wide tiles, which read four taps at once
     scale, bias, slope, start (columns,)
         -> (blocks * 16,)
     places, int32 (pixels,)                   of input and result: elements from the begin of an area to each pixel
@@ -104,7 +105,7 @@ class ProductStep(ProgramStep):
             places = [self.out.place(r, c) - self.out.place(0, 0) + k for r, c, k in self.spread]
             spread = writer.constant(torch.tensor(places, dtype=torch.int32))
             return [self._product_row(writer, slice(columns), spread)]
-        if self.weight.dim() == 2 and writer.loops.HAS_VNNI and self.grid is not None and self.residual is None:
+        if self.weight.dim() == 2 and wide and self.grid is not None and self.residual is None:
             first = columns // wide * wide
             rows = [self._depthwise_row(writer, first)] if first else []
             return [*rows, self._product_row(writer, slice(first, columns))] if first < columns else rows
@@ -124,7 +125,7 @@ class ProductStep(ProgramStep):
         weight, is_depthwise, x, out = self.weight[columns], self.weight.dim() == 2, self.x, self.out
         count, channel = len(weight), columns.start if self.spread is None and columns.start else 0
         blocks = -(-count // LANES)
-        packed, runs, groups = self._packed(weight, writer.loops.GROUP, blocks)
+        packed, runs, groups = self._packed(weight, writer.loops, blocks)
         x_places = self._places(x, self.first, self.stride, channel if is_depthwise else 0)
         out_places = self._places(out, first[:2], self.out_stride, channel + first[2])
         epilogue = writer.loops.STORE_SUMS if is_depthwise or spread else self._epilogue(writer.loops)
@@ -159,12 +160,12 @@ class ProductStep(ProgramStep):
         return int(epilogues.get(self.function.name, loops.STORE_SUMS))
 
     def _depthwise_row(self, writer: RowWriter, columns: int) -> list[int]:
-        """Row for the first columns of a depthwise layer, a multiple of 64."""
+        """Row for the first columns of a depthwise layer, a multiple of `WIDE_CHANNELS`."""
         x, wide = self.x, writer.loops.WIDE_CHANNELS
         blocks, fours = columns // wide, -(-len(self.taps) // TAPS_AT_ONCE)
         missing = TAPS_AT_ONCE * fours - len(self.taps)  # they read the last tap again, with weights of zero
         weight = F.pad(self.weight[:columns], (0, missing)).view(blocks, wide, fours, TAPS_AT_ONCE)
-        weight = _wide_order(weight).permute(0, 3, 1, 2, 4)  # (blocks, fours, 4, 16, 4)
+        weight = _wide_order(weight).transpose(1, 2)  # (blocks, fours, wide, 4)
         offsets = [x.place(*tap) - x.place(0, 0) for tap in self.taps]
         runs = torch.tensor(offsets + offsets[-1:] * missing, dtype=torch.int32)
         x_places, out_places = self._places(x, self.first, self.stride), self._places(self.out, (0, 0), (1, 1))
@@ -192,7 +193,8 @@ class ProductStep(ProgramStep):
         low, high, factor, zero = self.numbers()
         if rounds:
             scale, bias = scale * factor, bias * factor + zero
-        start = -self.x_grid.z * self.weight[columns].flatten(1).sum(1, dtype=torch.int32)
+        offset = 0 if self.weight.dim() == 2 else writer.loops.KIND.x_offset
+        start = (offset - self.x_grid.z) * self.weight[columns].flatten(1).sum(1, dtype=torch.int32)
         slope = torch.zeros(1, dtype=torch.float32) if self.function.slope is None else self.function.slope
         slope = slope.repeat(len(self.weight) // slope.numel())[columns]
         values = {"start": start, "scale": scale, "bias": bias, "slope": slope}
@@ -202,7 +204,7 @@ class ProductStep(ProgramStep):
         addresses = {name: writer.constant(t) for name, t in values.items()}
         return {**addresses, "numbers": writer.floats(low, high, factor, zero)}
 
-    def _packed(self, weight: Tensor, group: int, blocks: int) -> tuple[Tensor, Tensor, int]:
+    def _packed(self, weight: Tensor, loops: ModuleType, blocks: int) -> tuple[Tensor, Tensor, int]:
         """Pack a weight as tiles read it.
 
         Returns:
@@ -220,10 +222,12 @@ class ProductStep(ProgramStep):
         if x.pixel_stride == channels and lines == list(range(0, len(offsets), taps)):  # taps side by side are one run
             weight, offsets = weight.reshape(columns, len(lines), -1), [offsets[k] for k in lines]
             length = taps * channels
+        group = loops.GROUP
         groups = -(-length // group)
         weight = F.pad(weight, (0, groups * group - length, 0, 0, 0, blocks * LANES - columns))
-        weight = weight.view(blocks, LANES, len(offsets), groups, group).permute(0, 2, 3, 1, 4).contiguous()
-        return weight, torch.tensor(offsets, dtype=torch.int32), groups
+        weight = weight.view(blocks, LANES, len(offsets), groups, group // 2, 2)
+        order = (0, 2, 3, 1, 4, 5) if loops.KIND.dot else (0, 2, 3, 5, 1, 4)
+        return weight.permute(order).contiguous(), torch.tensor(offsets, dtype=torch.int32), groups
 
     def _places(self, area: Area, first: tuple[int, int], stride: tuple[int, int], channel: int = 0) -> Tensor:
         """Elements from the begin of an area to a pixel of each window, int32: `first`, and `stride` further each."""
@@ -235,13 +239,12 @@ class ProductStep(ProgramStep):
 
 
 def _wide_order(by_channel: Tensor) -> Tensor:
-    """Reorder values of 64 channels, (blocks, 64, ...), to four vectors of sums, (blocks, 4, 16, ...).
+    """Reorder values of the channels of a wide tile, (blocks, wide, ...), to the order of its four vectors of sums.
 
-    Of each 16 channels, the first vector has the first four, and so on; see `_wide_sums` in
+    The first vector has the first four of each 16 channels, and so on; see `_wide_sums` in
     `fxq/backends/loops/code/layer_code.py`.
     """
-    blocks, _, *others = by_channel.shape
-    return by_channel.reshape(blocks, 4, 4, 4, *others).transpose(1, 2).reshape(blocks, 4, 16, *others)
+    return by_channel.unflatten(1, (-1, 4, 4)).transpose(1, 2).flatten(1, 3)
 
 
 @dataclass(eq=False)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from fxq.backends.loops.code import compiler
+from fxq.backends.loops.code.cpu_kinds import cpu_kind
 
 
 @pytest.fixture
@@ -83,7 +84,8 @@ def test_without_numba_there_are_no_loops(monkeypatch):
 
 def test_what_compiles_is_said():
     pytest.importorskip("numba")
-    assert compiler.description() == f"compiled by Numba {compiler.installed()}"
+    played = " by order of FXQ_CPU_KIND" if cpu_kind().is_played else ""
+    assert compiler.description() == f"compiled by Numba {compiler.installed()} for {cpu_kind().name}{played}"
 
 
 @pytest.mark.parametrize(("threads", "few", "many"), [(1, True, True), (compiler._MAX_LOOP_THREADS + 1, True, False)])

@@ -1,7 +1,5 @@
-"""Functions whose machine code is written out, and what is known of the CPU."""
+"""Functions whose machine code is written out."""
 
-import sys
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -65,28 +63,3 @@ def test_it_is_documented():
 def test_a_call_without_an_argument_is_refused():
     with pytest.raises(TypeError, match="missing a required argument: 'out'"):
         numba.njit(lambda first: weighted(first, first))(1)
-
-
-@pytest.mark.parametrize(
-    ("name", "features", "result"),
-    [("haswell", "+avx2,+fma", "+avx2,+fma"), ("generic", "", ""), ("haswell", None, ""), (None, "+x", "+x")],
-)
-def test_a_cpu_that_numba_is_told_of(name, features, result, monkeypatch):
-    """Of one that it is told the name of alone, nothing is known."""
-    monkeypatch.setattr(machine_code.config, "CPU_NAME", name, raising=False)
-    monkeypatch.setattr(machine_code.config, "CPU_FEATURES", features, raising=False)
-    assert machine_code._features() == result
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="Linux lists what the CPU can do")
-def test_this_cpu(monkeypatch):
-    for setting in ("CPU_NAME", "CPU_FEATURES"):
-        monkeypatch.setattr(machine_code.config, setting, None, raising=False)
-    cpu_info = Path("/proc/cpuinfo").read_text(encoding="utf-8").split()
-    result = machine_code._features().split(",")
-    assert ("+avx512vnni" in result, "+avx512f" in result) == ("avx512_vnni" in cpu_info, "avx512f" in cpu_info)
-
-
-def test_tiles_fit_what_the_cpu_can_do():
-    sizes = machine_code.GROUP, machine_code.TILE_PIXELS
-    assert sizes == ((4, 12) if machine_code.HAS_VNNI else (2, 4))

@@ -71,7 +71,7 @@ def test_only_as_many_steps_as_are_asked_for():
 
 
 def test_what_a_cpu_computes_at_once():
-    assert (loops.GROUP, loops.HAS_VNNI) in [(4, True), (2, False)]
+    assert (loops.KIND.tile_pixels, loops.KIND.wide_channels) == (loops.TILE_PIXELS, loops.WIDE_CHANNELS)
     assert len(set(loops.FUNCTION_NAMES)) == len(loops.FUNCTION_NAMES) and loops.NO_FUNCTION < 0
 
 

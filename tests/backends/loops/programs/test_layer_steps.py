@@ -181,7 +181,9 @@ def test_a_row_of_numbers_fits():
     rows = [row for step in compiled.plan.steps for row in step.rows(RowWriter(LOOPS))]
     assert max(map(len, rows)) <= LOOPS.MAX_STEP_FIELDS and len(rows) == len(compiled._steps)
     wide = [step for step in steps_of(compiled, ProductStep) if step.weight.dim() == 2]
-    assert sum(step is wide[0] for step in compiled._steps) == (2 if LOOPS.HAS_VNNI else 1)  # 64 channels, and 16
+    assert sum(step is wide[0] for step in compiled._steps) == (
+        2 if LOOPS.KIND.wide_channels else 1
+    )  # 64 channels, and 16
 
 
 # ---- layers in float

@@ -1,0 +1,156 @@
+"""Kinds of CPUs that loops are compiled for: the vector instructions of each, and the sizes of tiles that fit them.
+
+Code that differs between kinds reads the row of `KINDS` here. All other code is written for vectors of 16 numbers,
+which LLVM divides into the registers of the CPU.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+from fxq.errors import BackendError
+
+VARIABLE = "FXQ_CPU_KIND"
+"""Environment variable with the name of the kind of CPU to compile loops for, instead of this CPU's own."""
+
+
+@dataclass(frozen=True)
+class CpuKind:
+    """Kind of CPU.
+
+    Attributes:
+        name: Name, as `FXQ_CPU_KIND` takes it. Those of x86 are flags of the CPU in Linux.
+        needs: LLVM features of these CPUs.
+        lacks: LLVM features of larger CPUs. They are switched off where a larger CPU plays this one.
+        bits: Width of vector registers.
+        dot: LLVM intrinsic that adds four products of uint8 and int8 to each sum of a register (see `x_offset`); ""
+            where there is none.
+        pairs: LLVM intrinsic that adds the products of int16 in pairs, to int32; "" where the code names none.
+        tile_pixels: Pixels of a large tile: 16 sums of each stay in registers. Small tiles have 4 pixels, or one.
+        wide_channels: Channels that a depthwise convolution computes at once, with `dot`; 0 where there is none.
+        wide_pixels: Pixels of a large tile of such a convolution.
+        float_tile: Rows and columns of a tile of a product of floats.
+        x_offset: 128 if `dot` multiplies int8 by int8: 128 is subtracted from integers of pixels before; else 0.
+        is_played: Whether a larger CPU plays this kind.
+    """
+
+    name: str
+    needs: tuple[str, ...]
+    lacks: tuple[str, ...]
+    bits: int
+    dot: str
+    pairs: str
+    tile_pixels: int
+    wide_channels: int
+    wide_pixels: int
+    float_tile: tuple[int, int]
+    x_offset: int = 0
+    is_played: bool = False
+
+    @property
+    def has_avx512(self) -> bool:
+        """Whether vectors have 512 bits, with AVX512's instructions for floats."""
+        return self.bits == 512
+
+    def runs_on(self, features: Collection[str]) -> bool:
+        """Whether a CPU with these LLVM features runs the code of this kind."""
+        if self.dot == _DOT_256 and not {"avxvnni", "avx512vnni"}.isdisjoint(features):
+            return set(self.needs) - {"avxvnni"} <= set(features)
+        return set(self.needs) <= set(features)
+
+
+_DOT_256 = "llvm.x86.avx512.vpdpbusd.256"
+"""Intrinsic of `vpdpbusd` with 256 bits. LLVM encodes it as AVX-VNNI where there is no AVX512."""
+_AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
+_PAIRS_256, _PAIRS_512 = "llvm.x86.avx2.pmadd.wd", "llvm.x86.avx512.pmaddw.d.512"
+_DOT_NEON = "llvm.aarch64.neon.{}dot.v4i32.v16i8"
+_DOT_512 = "llvm.x86.avx512.vpdpbusd.512"
+KINDS = (
+    CpuKind("avx512_vnni", (*_AVX512, "avx512vnni"), (), 512, _DOT_512, _PAIRS_512, 12, 64, 4, (12, 32)),
+    CpuKind("avx512", _AVX512, ("avx512vnni", "avxvnni"), 512, "", _PAIRS_512, 12, 0, 1, (12, 32)),
+    CpuKind("avx_vnni", ("avx2", "fma", "avxvnni"), ("avx512f",), 256, _DOT_256, _PAIRS_256, 6, 32, 2, (4, 16)),
+    CpuKind("avx2", ("avx2", "fma"), ("avx512f", "avxvnni"), 256, "", _PAIRS_256, 4, 0, 1, (4, 16)),
+    CpuKind("neon_i8mm", ("neon", "i8mm"), (), 128, _DOT_NEON.format("us"), "", 6, 0, 1, (4, 16)),
+    CpuKind("neon_dot", ("neon", "dotprod"), ("i8mm",), 128, _DOT_NEON.format("s"), "", 6, 0, 1, (4, 16), x_offset=128),
+    CpuKind("other", (), (), 128, "", "", 4, 0, 1, (4, 16)),
+)
+"""Kinds of CPUs, larger ones first. The code of "other" has no instructions of its own: it runs on every CPU."""
+
+
+def features_of(text: str) -> set[str]:
+    """Features that a text of LLVM such as "+avx2,-avx512f" switches on."""
+    features = set[str]()
+    for word in filter(None, text.split(",")):
+        (features.add if word.startswith("+") else features.discard)(word[1:])
+    return features
+
+
+def compiled_features() -> str:
+    """CPU features that Numba compiles for, as LLVM writes them; "" if it has only the name of a CPU."""
+    import llvmlite.binding
+    from numba.core import config
+
+    name, features = (getattr(config, setting, None) for setting in ("CPU_NAME", "CPU_FEATURES"))
+    if features is not None:
+        return str(features)
+    return "" if name else str(llvmlite.binding.get_host_cpu_features().flatten())
+
+
+def chosen_kind(name: str, text: str) -> CpuKind:
+    """Kind of a CPU with the features `text`, or the smaller kind of this name, which it plays.
+
+    Raises:
+        BackendError: There is no kind of this name, or the CPU lacks its instructions.
+    """
+    features = features_of(text)
+    playable = [kind for kind in KINDS if kind.runs_on(features)]
+    if not name or name == playable[0].name:
+        return playable[0]
+    names = ", ".join(kind.name for kind in playable)
+    if name not in [kind.name for kind in KINDS]:
+        raise BackendError(f"{VARIABLE}: there is no kind of CPU {name!r}. This CPU can play {names}.")
+    for kind in playable:
+        if kind.name == name:
+            return replace(kind, is_played=True)
+    raise BackendError(
+        f"{VARIABLE}: this CPU is {playable[0].name} and lacks instructions of {name}. It can play {names}."
+    )
+
+
+@cache
+def cpu_kind() -> CpuKind:
+    """Kind of CPU that the loops of this process are compiled for.
+
+    If it is played, Numba is told to compile all its code in this process for it, with the features that it lacks
+    switched off.
+
+    Raises:
+        BackendError: `FXQ_CPU_KIND` is no kind that this CPU can play, or Numba has compiled for another one already.
+    """
+    from numba.core import config
+    from numba.core.registry import cpu_target
+
+    settings: Any = config
+    features = compiled_features()
+    kind = chosen_kind(os.environ.get(VARIABLE, ""), features)
+    if kind.is_played:
+        before, settings.CPU_FEATURES = settings.CPU_FEATURES, played_features(kind, features)
+        if cpu_target.target_context.codegen().magic_tuple()[2] != settings.CPU_FEATURES:
+            settings.CPU_FEATURES = before
+            raise BackendError(
+                f"{VARIABLE}={kind.name}: Numba has compiled code for another kind of CPU in this process. Import fxq, "
+                f"and call fxq.doctor(), before code that Numba compiles; or set NUMBA_CPU_FEATURES as well."
+            )
+    return kind
+
+
+def played_features(kind: CpuKind, text: str) -> str:
+    """Features of a CPU, as LLVM writes them, without those that a kind lacks.
+
+    LLVM reads them in turn: the last ones also switch off all features that are built on them.
+    """
+    return ",".join(filter(None, [text, *(f"-{name}" for name in kind.lacks)]))
