@@ -74,7 +74,7 @@ def prefetch(b: Any, address: Any, level: int = 1) -> None:
 def multiply_add(b: Any, x: Any, factor: Any, added: Any) -> Any:
     """x * factor + added, for floats."""
     values = [value if not isinstance(value, float) else splat(b, value) for value in (x, factor, added)]
-    return call_intrinsic(b, "llvm.fmuladd.v16f32", FLOATS, values)
+    return call_intrinsic(b, f"llvm.fmuladd.v{x.type.count}f32", x.type, values)
 
 
 def clamp(b: Any, x: Any, low: Any, high: Any) -> Any:
@@ -112,7 +112,7 @@ def rounded(b: Any, x: Any) -> Any:
 
 def reduced(b: Any, x: Any, join: Callable[[Any, Any], Any]) -> Any:
     """Combine all lanes into one number: `join` combines halves until one lane is left."""
-    lanes = LANES
+    lanes = x.type.count
     while lanes > 1:
         lanes //= 2
         order = ir.VectorType(INT32, lanes)
