@@ -108,8 +108,11 @@ class RowBackend(Backend):
             return Support(0, f"{self.name} kernels take unsigned activations; set signed=False")
         weight = config.weight
         has_weight = any(call.op.traits.weight for call in matches[0].calls)
-        if has_weight and weight is not None and not (weight.signed and weight.symmetric):
-            return Support(0, f"{self.name} kernels take signed symmetric weights")
+        if has_weight and weight is not None and not matches[0].row.any_weight:
+            if weight.block is not None:
+                return Support(0, f"{self.name} has no int8 kernel for {calls[0].op.name} with scales per block")
+            if not (weight.signed and weight.symmetric):
+                return Support(0, f"{self.name} kernels take signed symmetric weights")
         if calls[0].op.traits.recurrence is not None and config.state is None:
             return Support(0, f"{self.name} kernels take an integer hidden state; set state= in the config")
         reasons = []

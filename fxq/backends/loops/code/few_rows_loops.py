@@ -8,6 +8,7 @@ from numba import carray  # type: ignore[attr-defined]  # Numba does not list it
 from fxq.backends.loops.code import few_rows_code as code
 from fxq.backends.loops.code.compiler import compiled, helper
 from fxq.backends.loops.code.few_rows_code import CHUNK, MANY_COLUMNS, MANY_ROWS, SOME_COLUMNS, FewRows
+from fxq.backends.loops.code.machine_code import HAS_VNNI as HAS_VNNI
 from fxq.backends.loops.code.memory_loops import bytes_, floats
 from fxq.backends.loops.code.vectors import LANES
 
