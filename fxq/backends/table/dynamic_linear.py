@@ -48,7 +48,7 @@ class DynamicLinear(WeightOnlyLinear):
     @classmethod
     def of_request(cls, request: KernelRequest) -> DynamicLinear:
         """Return the kernel of a layer whose input has a dynamic grid."""
-        weight, bias, x = (request.captures[name] for name in ("weight", "bias", "x"))
+        weight, bias, x = map(request.captures.get, ("weight", "bias", "x"))
         assert isinstance(weight, Weight) and isinstance(x, DynamicGrid)
         qp = weight.qparams
         if weight.packed is None and qp.qmax - qp.qmin < 2**BITS:

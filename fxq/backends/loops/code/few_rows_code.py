@@ -296,11 +296,10 @@ INTEGER_CHUNKS = tuple(kind(signed) for kind in (_Integers8, _Integers4) for sig
 """Chunks by kind of the weight: 8 bits signed, 8 unsigned, 4 signed, 4 unsigned."""
 
 
-def tiles(chunk: Any) -> tuple[Any, Any, Any]:
+def tiles(chunk: Any) -> tuple[Any, ...]:
     """Tiles of a kind of chunk: one by one, one row by many columns, and many rows by some columns."""
     sizes = ((1, 1), (1, MANY_COLUMNS), (MANY_ROWS, SOME_COLUMNS))
-    one, row, rows = (on_addresses(_tile(chunk, *size)) for size in sizes)
-    return one, row, rows
+    return tuple(on_addresses(_tile(chunk, *size)) for size in sizes)
 
 
 def _conversion(signed: bool, shift: int, mask: int) -> Any:

@@ -35,7 +35,8 @@ def _by_kind(name, signed8, unsigned8, signed4, unsigned4):
 
 def _tiles(names, chunks):
     """Loop functions of three sizes of tiles."""
-    return [_by_kind(name, *tiles) for name, tiles in zip(names, zip(*map(code.tiles, chunks)))]
+    of_sizes = zip(*map(code.tiles, chunks), strict=True)
+    return [_by_kind(name, *tiles) for name, tiles in zip(names, of_sizes, strict=True)]
 
 
 _one, _row, _rows = _tiles(("one", "row", "rows"), code.CHUNKS)
@@ -188,16 +189,10 @@ def multiply_integers(
 ):  # fmt: skip
     """Compute columns of the product of rows of integers with the weight, of which the products are added exactly.
 
-    Args:
-        x: Address of uint8 (rows, columns). A value of row r is (integer - grid_zero[r]) * grid_scale[r].
-        grid_scale: Address of float32 (rows,), or of one scale.
-        grid_zero: Address of float32 (rows,), or of one zero point.
-        grid_steps: 2-tuple: 1 if there is a scale for each row, else 0; likewise for zero points.
-        first: First column to compute.
-        end: End of the columns to compute.
-        ones: Address of the sum of each row of the weight, float32.
-        weight, scale, offset, zero, bias, places, out, kind, rows, columns, outputs, row_bytes, block, scales, span:
-            see `few_rows`.
+    `x` is the address of uint8 (rows, columns). A value of row r is (integer - grid_zero[r]) * grid_scale[r]: addresses
+    of float32 (rows,), or of one number. `grid_steps` has 1 for each of the two that has a number for each row, else 0.
+    The columns are those from `first` to `end`. `ones` is the address of the sums of the rows of the weight, float32.
+    For other arguments see `few_rows`.
     """
     chunks, is_packed = (row_bytes + CHUNK - 1) // CHUNK, kind >= SIGNED4
     flip = np.uint8(0) if kind == SIGNED8 else np.uint8(128)

@@ -61,7 +61,12 @@ def _linear(step, bases):
 @helper
 def _rounded_linear(step, bases):
     """Round each row of the input to integers, and multiply them."""
-    x, out, f, g = address_of(bases, step, TokenField.X), address_of(bases, step, TokenField.OUT), TokenField.WEIGHT, TokenField.GRID
+    x, out, f, g = (
+        address_of(bases, step, TokenField.X),
+        address_of(bases, step, TokenField.OUT),
+        TokenField.WEIGHT,
+        TokenField.GRID,
+    )
     rows, columns, outputs = step[f + 7], step[f + 8], step[f + 9]
     integers, grid = np.empty((rows, columns), np.uint8), np.empty((2, rows), _f)
     scale, zero = grid.ctypes.data, grid.ctypes.data + 4 * rows

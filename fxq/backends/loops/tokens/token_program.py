@@ -32,7 +32,7 @@ class TokenProduct(NamedTuple):
     Attributes:
         x: node of its input, float32.
         product: product with its weight.
-        grid: how each row of the input is rounded to integers: arguments of `row_loops.quantize_row`; empty: not at all.
+        grid: how each row of the input is rounded to integers: arguments of `row_loops.quantize`; empty: not at all.
         function: name of the activation function after it; empty: none.
     """
 
