@@ -55,7 +55,9 @@ class DynamicLinear(WeightOnlyLinear):
             weight = Weight(pack(weight.values), qp, tuple(weight.values.shape[1:]))
         stored = {"weight": StoredWeight.of(weight, None)}
         kernel = cls.of(request.calls[0], ("x",), stored, {} if bias is None else {"bias": bias})
-        return cls(**kernel.config() | {"post": request.post, "zero": x.unit_grid.z}, **dict(kernel.named_buffers()))
+        return cls.from_config(
+            {**kernel.config(), "post": request.post, "zero": x.unit_grid.z}, dict(kernel.named_buffers())
+        )
 
     def bind(self, x: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> Callable[..., Tensor]:  # type: ignore[override]
         """Return the function for inputs like these. See `Bindable.bind`."""

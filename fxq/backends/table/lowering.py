@@ -106,9 +106,9 @@ class RowBackend(Backend):
             return Support(0, f"{self.name} has no int8 kernel for {calls[0].op.name}{detail}")
         if config.activation.signed:
             return Support(0, f"{self.name} kernels take unsigned activations; set signed=False")
-        unsupported = _weight_refused(matches[0], config.weight)
-        if unsupported is not None:
-            return Support(0, f"{self.name} {unsupported}")
+        refusal = _weight_refused(matches[0], config.weight)
+        if refusal is not None:
+            return Support(0, f"{self.name} {refusal}")
         if calls[0].op.traits.recurrence is not None and config.state is None:
             return Support(0, f"{self.name} kernels take an integer hidden state; set state= in the config")
         reasons = []

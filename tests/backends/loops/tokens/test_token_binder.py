@@ -224,25 +224,6 @@ def test_autocast_computes_as_the_graph_does():
         assert torch.equal(ours, theirs)
 
 
-def test_an_output_of_rounding_errors_is_no_reason_for_a_warning():
-    """It differs from the graph as much as from zero; the other outputs agree."""
-
-    class WithNoise(Decoder):
-        def forward(self, x, *others):
-            y, keys, values = super().forward(x, *others)
-            return y, keys, values, self.gate(y) * 0.3 - self.gate(y) * 0.1 * 3
-
-    torch.manual_seed(0)
-    qmodel = fxq.quantize(WithNoise().eval(), "weight_only", example_inputs=inputs(5, length=3))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        _, _, _, *states = inputs(9)
-        for i in range(6):
-            y, *states, noise = qmodel(*inputs(1, seed=i)[:3], *states)
-    assert programs(qmodel)
-    assert 0 < noise.abs().max() < 1e-5 * y.abs().max()
-
-
 DYNAMIC_WEIGHTS = {
     "int8": {},
     "int4 in blocks": {"weight": fxq.Recipe.weight_only(bits=4, per=32).config.weight},
@@ -257,7 +238,7 @@ def test_layers_that_round_their_input_are_steps(options, batch):
     recipe = fxq.Recipe.dynamic(optimize="coverage", **options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", fxq.FxqWarning)  # small layers are faster in float
-        qmodel = fxq.quantize(Decoder(F.relu).eval(), recipe, example_inputs=inputs(5, length=3))
+        qmodel = fxq.quantize(Decoder().eval(), recipe, example_inputs=inputs(5, length=3))
     got = generated(qmodel, call, batch=batch)
     assert len(programs(qmodel)) == 2  # before the attention, and after it
     for ours, theirs in zip(got, generated(qmodel, plain, batch=batch), strict=True):
