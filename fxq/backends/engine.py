@@ -192,6 +192,8 @@ class EngineBackend(Backend):
             unsupported = f"{self.name} takes no integer weights{which} with float activations"
             return Support(len(calls)) if is_kept else Support(0, unsupported)
         is_dynamic = config.activation.range == "dynamic"
+        if config.weight is not None and config.weight.block is not None:
+            return Support(0, f"{self.name} has no integer kernel for {first.op.name} with scales per block")
         if is_dynamic and first.op.name not in self.dynamic_layers:
             detail = f" for {first.op.name}" if self.dynamic_layers and first.op.traits.weight else ""
             return Support(0, f"{self.name} has no kernels with dynamic ranges{detail}")

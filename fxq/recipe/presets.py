@@ -94,7 +94,8 @@ def dynamic(
     Args:
         activation: spec of the inputs of layers; the default has a range per row, which is a token for a linear layer
             and an image for a convolution.
-        weight: spec of all weights; the default is int8 symmetric per channel.
+        weight: spec of all weights; the default is int8 symmetric per channel. Linear layers of `x86` also take scales
+            per block, zero points, and 4 bits or fewer, which are stored two to a byte.
         options: as for `static`.
 
     Example:

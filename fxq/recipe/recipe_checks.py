@@ -93,7 +93,8 @@ def _unsupported(config: QuantConfig) -> Iterator[str]:
     if is_dynamic and config.state is not None and config.state.range == "calibrated":
         yield 'a calibrated state with a dynamic activation is not supported yet: use range="dynamic" for the state.'
     weight = config.weight
-    only_stored = weight is not None and (weight.block is not None or weight.format != "integer")
+    has_blocks = weight is not None and weight.block is not None and not is_dynamic
+    only_stored = weight is not None and (has_blocks or weight.format != "integer")
     if only_stored and config.activation is not None:
         yield f"integer activations with weights in {weight} are not supported yet: set activation=None."
 

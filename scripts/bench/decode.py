@@ -9,7 +9,8 @@ All tools of a table take turns, in an order drawn anew; of each the least CPU t
 float32. "of a read" is the time of adding up the bytes of the weights as int64 relative to the time of a token, with
 all weights of the decoder as fxq stores them. Perplexity is that of docstrings of Python's library. llama.cpp runs the
 package's Q4_1 file, from which all others got their float weights; its speed is tokens by CPU time, too.
-The stack is 12 linear layers on one row. Tools that are missing are listed as not installed.
+The stack is 12 linear layers on one row; "rounded rows" are integers with dynamic scales as of `Recipe.dynamic`. Tools that
+are missing are listed as not installed.
 """
 
 from __future__ import annotations
@@ -166,7 +167,18 @@ def _own_stacks(x: Tensor, layers: int, outputs: int, columns: int) -> Iterator[
             ]
             return lambda row: [call(row) for call in calls]
 
+        def make_rounded(form: str = form) -> Callable[[Tensor], object]:
+            products = [random_layer(outputs, columns, FORMS[form]).few_rows(x) for _ in range(layers)]
+            grid = torch.full((1, 1), 0.02), torch.full((1, 1), 128.0)
+            integers = torch.randint(256, (1, columns), dtype=torch.uint8)
+
+            def run(_row: Tensor) -> object:
+                return [product.of_integers(integers, *grid) for product in products]  # type: ignore[union-attr]
+
+            return run
+
         yield f"fxq {form}", make
+        yield f"fxq {form}, rounded rows", make_rounded
 
 
 if __name__ == "__main__":

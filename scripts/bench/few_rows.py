@@ -5,7 +5,8 @@
 
 CPU time on one thread, in turns of random order; of each call the least. A call runs all layers once, so that no weight
 is in a cache if they are larger than it. "times" is how many times as long float32 takes. "of a read" is the bandwidth
-that the layer reaches on the bytes of its weight, scales included, relative to adding up these bytes as int64.
+that the layer reaches on the bytes of its weight, scales included, relative to adding up these bytes as int64. Layers
+that are "rounded" read rows of integers with dynamic scales, as `Recipe.dynamic` has them; rounding is not included.
 """
 
 from __future__ import annotations
@@ -57,8 +58,10 @@ def measured(rows: int, layers: int, outputs: int, columns: int, seconds: float)
     """Table rows: name, milliseconds, ratio to float32, GB/s, share of the bandwidth of a read."""
     x, results = torch.randn(rows, columns), []
     floats = [torch.randn(outputs, columns) for _ in range(layers)]
+    rounded = torch.randint(256, (rows, columns), dtype=torch.uint8), torch.rand(rows, 1), torch.full((rows, 1), 128.0)
     for name, form in FORMS.items():
         kernels = [random_layer(outputs, columns, form) for _ in range(layers)]
+        products = [product for kernel in kernels if (product := kernel.few_rows(x)) is not None]
         tensors = [t for kernel in kernels for t in kernel.buffers()]
         stored = torch.cat([t.reshape(-1).view(torch.uint8) for t in tensors])
         stored = stored[: len(stored) // 8 * 8].view(torch.int64)
@@ -67,18 +70,21 @@ def measured(rows: int, layers: int, outputs: int, columns: int, seconds: float)
             name: all_of([kernel.bind(x) for kernel in kernels], x),
             "read": stored.sum,
         }
+        if products:
+            calls[f"{name}, rounded"] = all_of([product.of_integers for product in products], *rounded)
         times = interleaved(calls, seconds, min, time.thread_time)
         size = 8 * len(stored)
-        results.append(
-            [
-                name,
-                f"{1e3 * times[name]:.2f}",
-                f"{times['float32'] / times[name]:.2f}",
-                f"{size / times[name] / 1e9:.1f}",
-                f"{times['read'] / times[name]:.0%}",
-                f"{size / times['read'] / 1e9:.1f}",
-            ]
-        )
+        for of_layers in (call for call in calls if call.startswith(name)):
+            results.append(
+                [
+                    of_layers,
+                    f"{1e3 * times[of_layers]:.2f}",
+                    f"{times['float32'] / times[of_layers]:.2f}",
+                    f"{size / times[of_layers] / 1e9:.1f}",
+                    f"{times['read'] / times[of_layers]:.0%}",
+                    f"{size / times['read'] / 1e9:.1f}",
+                ]
+            )
     return results
 
 

@@ -60,6 +60,13 @@ class DynamicQuantize(Kernel):
         largest = _ROUNDING_OFFSET + self.qmax if self.axis is None else None
         return scale, zero_point, _rounded(x, scale, zero_point + _ROUNDING_OFFSET, largest)
 
+    @property
+    def row_grid(self) -> tuple[int, int, int, int]:
+        """Arguments of the loop that rounds rows: kind of the grid, steps, and smallest and largest integer."""
+        loops = loops_for("row_loops", 0)
+        assert loops is not None  # the caller has compiled loops
+        return loops.SYMMETRIC if self.symmetric else loops.ROW, self._steps, self.qmin, self.qmax
+
     def _in_one_loop(self, x: Tensor, loops: ModuleType) -> Callable[[Tensor], tuple[Tensor, ...]]:
         """Return a compiled loop that computes `forward` for inputs like `x`."""
         whole, symmetric, quantize_rows = self.axis is None, self.symmetric, loops.quantize_rows

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Sequence
 from itertools import pairwise
 from types import ModuleType
 
@@ -20,12 +21,14 @@ _CHUNK = 32
 """Bytes of a row of the weight that the loop converts at once. They have one scale."""
 _MIN_PART_BYTES = 1 << 15
 """Minimum number of bytes of the weight that each thread reads."""
+_SUMMED_ELEMENTS = 1 << 20
+"""Number of weights that are converted at once for their sums."""
 _PART_UNIT = 16
 """Number of columns of the result of which each part starts at a multiple. The loop computes up to four at once."""
 
 
 class FewRowsProduct:
-    """Product x @ weight.T + bias for a few rows of float32, and the constants of its loop.
+    """Product x @ weight.T + bias for a few rows of float32 or of integers, and the constants of its loop.
 
     Args:
         loops: the module `fxq.backends.loops.code.few_rows_loops`.
@@ -58,13 +61,23 @@ class FewRowsProduct:
         weight, scales_at, offset_at, bias_at, places_at = (tensor.data_ptr() for tensor in constants)
         self._before = weight, scales_at, offset_at, zero, bias_at, places_at
         self._after = columns, outputs, row_bytes, block, scales, span
-        self._run, self._convert, self._kind, self._part = loops.few_rows, loops.floats_of, kind, loops.few_rows_part
-        self._jobs: dict[int, tuple[Job, Tensor, Tensor]] = {}
+        self._loops, self._run, self._convert, self._kind = loops, loops.few_rows, loops.floats_of, kind
+        self._ones: Tensor | None = None
+        self._jobs: dict[tuple[int, bool], tuple[Job, Tensor, Tensor]] = {}
 
     def fields(self, rows: int) -> list[int]:
         """Arguments of the loop for so many rows, but x and out, in order. The product has to outlive their use."""
         weight, scale, offset, zero, bias, places = self._before
         return [weight, scale, offset, int(zero), bias, places, self._kind, rows, *self._after]
+
+    def ones(self) -> Tensor:
+        """Sum of each row of the weight, float32 (O,)."""
+        if self._ones is None:
+            outputs, columns = self._after[1], self._after[0]
+            buffer = torch.empty(min(outputs, -(-_SUMMED_ELEMENTS // columns)), columns, device="cpu")
+            pieces = [self.floats(i, buffer[: outputs - i]).double().sum(1) for i in range(0, outputs, len(buffer))]
+            self._ones = torch.cat(pieces).to(torch.float32)
+        return self._ones
 
     def floats(self, first: int, out: Tensor) -> Tensor:
         """Write rows of the weight, from `first` on, to `out`, contiguous float32 (rows, K), and return it."""
@@ -80,29 +93,54 @@ class FewRowsProduct:
         x, (columns, outputs, *_) = x.contiguous(), self._after
         y = torch.empty((*x.shape[:-1], outputs), dtype=torch.float32, device="cpu")
         threads, rows = usable_threads(), x.numel() // columns
-        if threads == 1 or not self._run_together(threads, x, y, rows):
+        bases = x.data_ptr(), y.data_ptr(), rows
+        if threads == 1 or not self._run_together(threads, bases, False):
             self._run(x.data_ptr(), *self._before, y.data_ptr(), self._kind, rows, *self._after)
         return y
 
-    def _run_together(self, threads: int, x: Tensor, y: Tensor, rows: int) -> bool:
-        """Compute y on several threads. Returns False without computing if y is too small or the threads are busy."""
-        if threads not in self._jobs:
-            self._jobs[threads] = self._divided(threads)
-        job, _, counts = self._jobs[threads]
-        bases = (ctypes.c_int64 * 3)(x.data_ptr(), y.data_ptr(), rows)
-        return len(counts) > 0 and run_together(job, threads, ctypes.addressof(bases), 0)
+    def of_integers(self, x: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
+        """Return the product, float32 (..., O), for rows of integers. Their products with the weight are added exactly.
 
-    def _divided(self, threads: int) -> tuple[Job, Tensor, Tensor]:
+        Args:
+            x: uint8 (..., K).
+            scale: contiguous float32, with one element or one for each row.
+            zero_point: likewise, whole numbers.
+        """
+        x, (columns, outputs, *_) = x.contiguous(), self._after
+        y = torch.empty((*x.shape[:-1], outputs), dtype=torch.float32, device="cpu")
+        threads, steps = usable_threads(), (int(scale.numel() > 1), int(zero_point.numel() > 1))
+        grid = scale.data_ptr(), zero_point.data_ptr(), *steps
+        bases = x.data_ptr(), y.data_ptr(), x.numel() // columns, *grid
+        if threads == 1 or not self._run_together(threads, bases, True):
+            _, table, _ = self._job(1, True)
+            self._loops.few_integers_part(table.data_ptr(), 1, (ctypes.c_int64 * len(bases))(*bases))
+        return y
+
+    def _run_together(self, threads: int, bases: Sequence[int], of_integers: bool) -> bool:
+        """Compute on several threads. Returns False without computing if y is too small or the threads are busy."""
+        job, _, counts = self._job(threads, of_integers)
+        array = (ctypes.c_int64 * len(bases))(*bases)
+        return len(counts) > 0 and run_together(job, threads, ctypes.addressof(array), 0)
+
+    def _job(self, threads: int, of_integers: bool) -> tuple[Job, Tensor, Tensor]:
+        key = threads, of_integers
+        if key not in self._jobs:
+            self._jobs[key] = self._divided(*key)
+        return self._jobs[key]
+
+    def _divided(self, threads: int, of_integers: bool) -> tuple[Job, Tensor, Tensor]:
         """Divide the columns of the result among threads. Returns the job and the tensors that it points to."""
         outputs, row_bytes = self._constants[0].shape
-        parts = min(threads, outputs * row_bytes // _MIN_PART_BYTES)
+        parts = max(min(threads, outputs * row_bytes // _MIN_PART_BYTES), 1)
         cuts = [outputs * k // parts // _PART_UNIT * _PART_UNIT for k in range(parts)] + [outputs]
         weight, scale, offset, zero, bias, places = self._before
         fields = [weight, scale, offset, int(zero), bias, places, self._kind, *self._after]
-        table = torch.tensor([[*fields, *cut] for cut in pairwise(cuts)], dtype=torch.int64, device="cpu")
+        ones = self.ones().data_ptr() if of_integers else 0
+        table = torch.tensor([[*fields, *cut, ones] for cut in pairwise(cuts)], dtype=torch.int64, device="cpu")
         counts = torch.tensor([parts] if parts > 1 else [], dtype=torch.int64, device="cpu")
-        part_bytes = table.element_size() * (len(fields) + 2)
-        return Job(code_address(self._part), table.data_ptr(), counts.data_ptr(), 1, 0, part_bytes), table, counts
+        function = self._loops.few_integers_part if of_integers else self._loops.few_rows_part
+        job = Job(code_address(function), table.data_ptr(), counts.data_ptr(), 1, 0, 8 * self._loops.PART_FIELDS)
+        return job, table, counts
 
 
 def refused(stored: StoredWeight) -> str | None:

@@ -28,7 +28,7 @@ _PIECE_ELEMENTS = 1 << 18
 """Weights that are converted at once: 1 MiB as float32, which fits the L2 cache of a core."""
 _COMPILED_PIECE_ELEMENTS = 1 << 20
 """Weights that a compiled loop converts at once: less time goes into calls, and into joining their results."""
-_VERIFIED_ROWS = 5
+VERIFIED_ROWS = 5
 """Rows on which the compiled product is verified: a full tile of rows, and a single one."""
 
 
@@ -152,7 +152,7 @@ class WeightOnlyLinear(WeightOnlyKernel):
         (x,) = inputs
         rows = x.reshape(-1, x.shape[-1])
         if len(rows):
-            yield (rows[:_VERIFIED_ROWS],) if len(rows) > MAX_ROWS else (rows[:1].repeat(MAX_ROWS + 1, 1),)
+            yield (rows[:VERIFIED_ROWS],) if len(rows) > MAX_ROWS else (rows[:1].repeat(MAX_ROWS + 1, 1),)
 
     def few_rows(self, x: Tensor) -> FewRowsProduct | None:
         """Compiled product for inputs like these; None if it is not faster, or there is none."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -14,6 +14,9 @@ from torch import Tensor
 from fxq.backends.by_name import kernel_named
 from fxq.backends.kernel import Kernel, PostOp, bounds, decode, refuse
 from fxq.backends.loops.code.compiler import loops_for
+from fxq.backends.plain.few_rows import MAX_ROWS, FewRowsProduct, refused
+from fxq.backends.plain.stored_weight import StoredWeight
+from fxq.backends.plain.weight_only import VERIFIED_ROWS
 from fxq.backends.table.layer_kernel import LayerKernel
 from fxq.backends.table.layer_spec import LayerSpec
 from fxq.backends.table.row_product import RowProduct
@@ -89,7 +92,7 @@ class DynamicLayer(Kernel):
     def bind(self, x: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> Callable[..., Tensor]:
         """Return the function for inputs like these, in which the static kernel is bound, too. See `Bindable.bind`."""
         layer, bias, post = self._cached("", self._prepared)
-        in_one_loop = self._in_one_loop(x, scale, zero_point)
+        in_one_loop = self._of_few_rows(x, scale, zero_point, post) or self._in_one_loop(x, scale, zero_point)
         if in_one_loop is not None:
             return in_one_loop
         run = layer.bind(x)
@@ -111,6 +114,34 @@ class DynamicLayer(Kernel):
         """
         inputs = (x, scale) if zero_point is None else (x, scale, zero_point)
         return self.bind(*inputs)(*inputs)
+
+    def at_other_sizes(self, *inputs: Tensor) -> Iterable[tuple[Tensor, ...]]:
+        """Inputs of a linear layer with few rows if there are many, and the reverse, since another kernel runs then."""
+        return () if self.weight.dim() > 2 else at_other_rows(*inputs)
+
+    def few_rows(self, x: Tensor) -> FewRowsProduct | None:
+        """Compiled product of a linear layer for integers like these; None if it is not faster, or there is none."""
+        outputs, columns = self.weight.shape[0], self.weight.shape[-1]
+        is_small = x.shape[-1:] == (columns,) and 0 < x.numel() <= MAX_ROWS * columns
+        loops = loops_for("few_rows_loops", 0, x, *self._buffers.values()) if is_small else None
+        if loops is None or not loops.HAS_ROW_DOT or self.weight.dim() > 2:
+            return None
+
+        def make() -> FewRowsProduct | None:
+            scale = self.weight_scale.expand(outputs)
+            stored = StoredWeight(self.weight, scale, axis=0, signed=True)
+            return None if refused(stored) else FewRowsProduct(loops, stored, self.bias)
+
+        product: FewRowsProduct | None = self._cached("few_rows", make)
+        return product
+
+    def _of_few_rows(
+        self, x: Tensor, scale: Tensor, zero_point: Tensor | None, post: Callable[[Tensor], Tensor] | None
+    ) -> Callable[..., Tensor] | None:
+        """Return a function for few rows, whose products a compiled loop adds as it reads the weight; None if none."""
+        product, (layer, *_) = self.few_rows(x), self._cached("", self._prepared)
+        zero = torch.tensor(float(layer.x.z), device="cpu") if zero_point is None else zero_point
+        return None if product is None else few_rows_of_integers(product, x, scale, zero, post)
 
     def _in_one_loop(self, x: Tensor, scale: Tensor, zero_point: Tensor | None) -> Callable[..., Tensor] | None:
         """Return a function that follows the product of a linear layer by one compiled loop; None if it cannot."""
@@ -141,13 +172,60 @@ class DynamicLayer(Kernel):
         """Static kernel, bias that broadcasts with its result, and activation function, which may be in place."""
         layer = self._layer()
         bias = self.bias if self.bias is None else self.bias.reshape(-1, *[1] * layer.axes)
-        if self.post is None:
-            return layer, bias, None
-        clamp = bounds(self.post)
-        if clamp is not None:
-            return layer, bias, lambda y: y.clamp_(*clamp)
-        refuse(self.name, None if self.post.name == "gelu" else f"{self.post.name} is neither a clamp nor gelu")
-        return layer, bias, partial(F.gelu, approximate=self.post.algorithm)
+        return layer, bias, after_sum(self.name, self.post)
+
+
+def after_sum(name: str, post: PostOp | None) -> Callable[[Tensor], Tensor] | None:
+    """Activation function after the sum of a layer, which may be in place; None without one.
+
+    Raises:
+        BackendError: kernels do not apply the function. `name` is that of the kernel.
+    """
+    clamp = None if post is None else bounds(post)
+    if post is None:
+        return None
+    if clamp is not None:
+        return lambda y: y.clamp_(*clamp)
+    refuse(name, None if post.name == "gelu" else f"{post.name} is neither a clamp nor gelu")
+    return partial(F.gelu, approximate=post.algorithm)
+
+
+def few_rows_of_integers(
+    product: FewRowsProduct, x: Tensor, scale: Tensor, zero: Tensor, after: Callable[[Tensor], Tensor] | None
+) -> Callable[..., Tensor] | None:
+    """Return the function that computes a layer for few rows of integers; None if the loop does not support the grid.
+
+    Args:
+        product: product with the weight.
+        x: integers like those of the calls.
+        scale: their scale.
+        zero: their zero point, which calls of a symmetric grid leave out.
+        after: activation function, see `after_sum`.
+    """
+    if not all((t.numel() == 1 or t.shape == (*x.shape[:-1], 1)) and t.is_contiguous() for t in (scale, zero)):
+        return None
+
+    def run(x: Tensor, scale: Tensor, zero: Tensor = zero) -> Tensor:
+        y = product.of_integers(x, scale, zero)
+        return y if after is None else after(y)
+
+    return run
+
+
+def at_other_rows(*inputs: Tensor) -> Iterable[tuple[Tensor, ...]]:
+    """Integers of another number of rows with their grids: few if there are many, and the reverse."""
+    first = inputs[0]
+    count = first.numel() // max(first.shape[-1], 1)
+    rows = [x.reshape(-1, x.shape[-1]) if x.dim() else x for x in inputs]
+    if not count or any(x.dim() and len(x) not in (1, count) for x in rows):
+        return ()
+
+    def changed(x: Tensor) -> Tensor:
+        if not x.dim() or len(x) != count:
+            return x
+        return x[:VERIFIED_ROWS] if count > MAX_ROWS else x[:1].repeat(MAX_ROWS + 1, 1)
+
+    return [tuple(map(changed, rows))]
 
 
 def _shifted(y: Tensor, zero_point: Tensor, ones: Tensor) -> Tensor:

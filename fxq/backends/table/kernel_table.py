@@ -93,6 +93,7 @@ class KernelRow:
         emits_float: whether the kernel can emit float32.
         emits_integers: whether the kernel can emit integers.
         code: hash of the code of a kernel of the user's own; otherwise empty.
+        any_weight: whether the kernel takes weights with zero points, and with scales per block.
         dynamic: the row for activations with dynamic range; None: there is no such kernel.
     """
 
@@ -104,6 +105,7 @@ class KernelRow:
     emits_float: bool = True
     emits_integers: bool = True
     code: str = ""
+    any_weight: bool = False
     dynamic: KernelRow | None = None
 
 

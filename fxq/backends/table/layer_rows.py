@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from torch import fx
 
+from fxq.backends.kernel import Kernel
 from fxq.backends.table.dynamic_layer import DynamicLayer
+from fxq.backends.table.dynamic_linear import DynamicLinear
 from fxq.backends.table.kernel_table import CLAMPS, KernelRequest, KernelRow
 from fxq.backends.table.layer_kernel import LayerKernel
 from fxq.backends.table.layer_spec import LayerSpec, is_depthwise
@@ -35,6 +38,22 @@ def layer_row(kernel: type[LayerKernel], change: Change = lambda layer: layer) -
         kernel.emits_float,
         dynamic=dynamic if kernel.emits_float else None,
     )
+
+
+def linear_row(kernel: type[LayerKernel]) -> KernelRow:
+    """Return the row of a kernel of linear layers, with further weights for inputs with dynamic ranges."""
+    row = layer_row(kernel)
+    dynamic = row.dynamic
+    if dynamic is None or dynamic.make is None:
+        return row
+    of_bytes = dynamic.make
+
+    def make(request: KernelRequest) -> Kernel:
+        weight = request.captures["weight"]
+        is_special = isinstance(weight, Weight) and DynamicLinear.suits(weight)
+        return DynamicLinear.of_request(request) if is_special else of_bytes(request)
+
+    return replace(row, dynamic=replace(dynamic, make=make, any_weight=True))
 
 
 def layer_of(request: KernelRequest) -> LayerSpec:

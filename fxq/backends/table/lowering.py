@@ -38,7 +38,7 @@ from fxq.graph.region import (
 from fxq.graph.unit import Calls
 from fxq.ops.table import Op
 from fxq.quant.qparams import QParams
-from fxq.quant.spec import QuantConfig
+from fxq.quant.spec import QuantConfig, TensorSpec
 
 
 class RowBackend(Backend):
@@ -106,10 +106,9 @@ class RowBackend(Backend):
             return Support(0, f"{self.name} has no int8 kernel for {calls[0].op.name}{detail}")
         if config.activation.signed:
             return Support(0, f"{self.name} kernels take unsigned activations; set signed=False")
-        weight = config.weight
-        has_weight = any(call.op.traits.weight for call in matches[0].calls)
-        if has_weight and weight is not None and not (weight.signed and weight.symmetric):
-            return Support(0, f"{self.name} kernels take signed symmetric weights")
+        refusal = _weight_refused(matches[0], config.weight)
+        if refusal is not None:
+            return Support(0, f"{self.name} {refusal}")
         if calls[0].op.traits.recurrence is not None and config.state is None:
             return Support(0, f"{self.name} kernels take an integer hidden state; set state= in the config")
         reasons = []
@@ -200,6 +199,15 @@ class RowBackend(Backend):
         if refusal is not None:
             raise refusal
         return None
+
+
+def _weight_refused(match: RowMatch, weight: TensorSpec | None) -> str | None:
+    """Why kernels of a row do not run weights of a spec; None if they do."""
+    if weight is None or match.row.any_weight or not any(call.op.traits.weight for call in match.calls):
+        return None
+    if weight.block is not None:
+        return f"has no int8 kernel for {match.calls[0].op.name} with scales per block"
+    return None if weight.signed and weight.symmetric else "kernels take signed symmetric weights"
 
 
 def _advice(op: Op) -> str:

@@ -21,7 +21,7 @@ from fxq.backends.table.kernel_table import (
     lookup_kernel,
     rule_key,
 )
-from fxq.backends.table.layer_rows import layer_row
+from fxq.backends.table.layer_rows import layer_row, linear_row
 from fxq.backends.table.layer_spec import LayerSpec, weight_refused
 from fxq.backends.x86.onednn_binary import OnednnAdd, OnednnMul
 from fxq.backends.x86.onednn_conv import OnednnConv
@@ -128,7 +128,7 @@ ROWS: dict[str, KernelRow] = {
     "conv3d": layer_row(Conv3d),
     "conv_transpose1d": layer_row(ConvTranspose1d, _as_image_layer),
     "conv_transpose2d": layer_row(ConvTranspose2d),
-    "linear": layer_row(OnednnLinear),
+    "linear": linear_row(OnednnLinear),
     "batch_norm": KernelRow(_batch_norm, LOOKUP_ROW.refuses, CLAMPS),
     "avg_pool1d": KernelRow(_avg_pool, _avg_pool_refuses),
     "avg_pool2d": KernelRow(_avg_pool, _avg_pool_refuses),

@@ -93,6 +93,53 @@ def test_infinity_and_nan_reach_only_their_row():
     assert y[1].isnan().all() and not y[3].isfinite().any() and y[[0, 2, 4]].isfinite().all()
 
 
+def integers(rows, columns, per_row=True):
+    """Random integers, their scales and zero points, and their real values in float64."""
+    x, shape = torch.randint(0, 256, (rows, columns), dtype=torch.uint8), (rows, 1) if per_row else ()
+    scale, zero = torch.rand(shape) + 0.1, torch.randint(0, 256, shape).float()
+    return (x, scale, zero), (x.double() - zero) * scale.double()
+
+
+@needs_numba
+@settings(max_examples=80, deadline=None)
+@given(
+    rows=st.integers(1, 20), columns=st.integers(32, 300), outputs=st.integers(1, 11), bits=st.sampled_from([4, 8]),
+    signed=st.booleans(), per=st.sampled_from(["tensor", "channel", 32, 64, 128]), with_zero=st.booleans(),
+    with_bias=st.booleans(), per_row=st.booleans(), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_products_of_integers_of_any_size(
+    rows, columns, outputs, bits, signed, per, with_zero, with_bias, per_row, seed
+):
+    columns = columns if bits == 8 else 2 * columns if per in ("tensor", "channel") else 64 * (columns // 32)
+    weight = stored(outputs, columns, bits, signed, per, with_zero, seed)
+    bias = torch.randn(outputs) if with_bias else None
+    arguments, real = integers(rows, columns, per_row)
+    result, _ = product(real, weight, bias)
+    _, magnitude = product(arguments[0].double() * arguments[1] + arguments[2] * arguments[1], weight, bias)
+    error = (FewRowsProduct(LOOPS, weight, bias).of_integers(*arguments).double() - result).abs()
+    assert (error <= 1e-6 * magnitude).all()  # float32 sums of some scaled sums of integers
+
+
+@needs_numba
+def test_the_largest_integers_do_not_saturate():
+    x = torch.full((1, 512), 255, dtype=torch.uint8)
+    for bits, signed, value in ((8, True, -128), (8, False, 255), (4, True, -8), (4, False, 15)):
+        weight = stored(6, 512, bits, signed, "channel", False)
+        values = torch.full((6, 512), value, dtype=torch.int8 if signed else torch.uint8)
+        weight = replace(weight, values=pack(values) if bits == 4 else values, scale=torch.ones(6))
+        for zero in (0.0, 128.0, 255.0):
+            y = FewRowsProduct(LOOPS, weight, None).of_integers(x, torch.tensor(1.0), torch.tensor(zero))
+            torch.testing.assert_close(y, torch.full((1, 6), 512.0 * value * (255 - zero)), **EXACT)
+
+
+@needs_numba
+def test_a_row_without_a_grid_leaves_others_alone():
+    (x, scale, zero), _ = integers(5, 96)
+    scale[3] = float("nan")
+    y = FewRowsProduct(LOOPS, stored(4, 96, 4, True, "channel", False), None).of_integers(x, scale, zero)
+    assert y[3].isnan().all() and y[[0, 1, 2, 4]].isfinite().all()
+
+
 REFUSED = {
     "float16": (lambda: StoredWeight(torch.ones(4, 64).half(), None), "not stored in integers"),
     "short": (lambda: stored(4, 31, 8, True, "channel", False), "less than 32"),
@@ -197,6 +244,20 @@ def test_threads_compute_the_same_numbers(monkeypatch, bits, rows, outputs, per)
             torch.testing.assert_close(loop(x), alone, **EXACT)
     assert calls == [True] * 3
     torch.testing.assert_close(alone.double(), product(x, weight, loop._constants[3])[0], rtol=1e-5, atol=1e-3)
+
+
+@needs_numba
+@pytest.mark.parametrize("bits", [4, 8])
+def test_threads_compute_the_same_numbers_of_integers(monkeypatch, bits):
+    loop = FewRowsProduct(LOOPS, stored(333, 192, bits, True, 64, True), torch.randn(333))
+    arguments, _ = integers(3, 192)
+    alone = loop.of_integers(*arguments)
+    monkeypatch.setattr(few_rows, "_MIN_PART_BYTES", 1)
+    calls = []
+    monkeypatch.setattr(few_rows, "run_together", lambda *args: calls.append(run_together(*args)) or calls[-1])
+    with threads_set_to(3):
+        torch.testing.assert_close(loop.of_integers(*arguments), alone, **EXACT)
+    assert calls == [True]
 
 
 @needs_numba

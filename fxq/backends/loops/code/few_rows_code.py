@@ -1,4 +1,7 @@
-"""Machine code for products of a few rows of floats with a low-bit weight, which is read once, as it is stored."""
+"""Machine code for products of a few rows with a low-bit weight, which is read once, as it is stored.
+
+The rows hold floats, or integers of 8 bits whose products with the weight are added exactly.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import Any, NamedTuple
 from llvmlite import ir
 from numba.core import cgutils
 
-from fxq.backends.loops.code import machine_code, vectors
+from fxq.backends.loops.code import machine_code, products, vectors
 from fxq.backends.loops.code.machine_code import on_addresses
 from fxq.backends.loops.code.vectors import FLOAT32, FLOATS, INT8, INT16, INT32, INT64, INTS, LANES, load, number, splat
 
@@ -25,7 +28,7 @@ class FewRows(NamedTuple):
     Fields are int64 in loops and LLVM values in the code here.
 
     Attributes:
-        x: Address of the input as `_arrange8` or `_arrange4` orders it, float32 (rows, chunks, 32 or 64).
+        x: Address of the input as `few_rows_loops` arranges it, float32 or bytes (rows, chunks, 32 or 64).
         x_sums: Address of the sums of the input by scale, float32 (rows, scales rounded up to 16).
         weight: Address of the first row of the weight.
         row_bytes: Bytes of a row of the weight. The last chunk ends with the row and may overlap the one before.
@@ -39,6 +42,8 @@ class FewRows(NamedTuple):
         bias: Address of float32 by row of the weight.
         out: Address of the first result.
         out_bytes: Bytes from a result to that of the next row of the input.
+        grids: Address of float32 (rows, 2), only for integers: scale of the row, and what is added to its integers.
+        ones: Address of the sum of each row of the weight, float32, only for integers.
     """
 
     x: Any
@@ -54,12 +59,14 @@ class FewRows(NamedTuple):
     bias: Any
     out: Any
     out_bytes: Any
+    grids: Any
+    ones: Any
 
 
 class _Chunk8:
-    """Chunk of 32 values of 8 bits."""
+    """Chunk of 32 values of 8 bits, for an input of floats."""
 
-    values, halves = CHUNK, 1
+    values, halves, sums, size = CHUNK, 1, FLOATS, 4
 
     def __init__(self, signed: bool) -> None:
         self.signed = signed
@@ -68,12 +75,16 @@ class _Chunk8:
         """Bytes of a chunk, as they are loaded."""
         return [load(b, address, ir.VectorType(INT8, LANES), LANES * k) for k in range(CHUNK // LANES)]
 
-    def real(self, b: Any, raw: Any, k: int) -> Any:
+    def prepared(self, b: Any, raw: Any, k: int) -> Any:
         """Vector k of the integers of a chunk, as floats."""
         return b.sitofp((b.sext if self.signed else b.zext)(raw[k], INTS), FLOATS)
 
+    def plus_product(self, b: Any, total: Any, x: Any, weight: Any) -> Any:
+        """Sums with the products of a vector of the input and a prepared vector of the weight."""
+        return vectors.multiply_add(b, x, weight, total)
 
-class _Chunk4:
+
+class _Chunk4(_Chunk8):
     """Chunk of 64 values of 4 bits: 32 in the low bits of its bytes, 32 in the high bits, each half with its own scale.
 
     Two bytes become an int32, which holds four values. Value k is masked but not shifted down, so it is 16**k times too
@@ -83,15 +94,12 @@ class _Chunk4:
 
     values, halves = 2 * CHUNK, 2
 
-    def __init__(self, signed: bool) -> None:
-        self.signed = signed
-
     def raw(self, b: Any, address: Any) -> Any:
         """Bytes of a chunk in pairs, int32."""
         pairs = b.zext(load(b, address, ir.VectorType(INT16, LANES)), INTS)
         return b.xor(pairs, ir.Constant(INTS, [0x8888] * LANES)) if self.signed else pairs
 
-    def real(self, b: Any, raw: Any, k: int) -> Any:
+    def prepared(self, b: Any, raw: Any, k: int) -> Any:
         """Vector k of the integers of a chunk times 16**k, as floats: of the low and of the high bits in turn."""
         if k == 0 and machine_code.KIND.has_avx512:  # one instruction, which reads the lowest four bits
             table = ir.Constant(FLOATS, [float(value) for value in range(LANES)])
@@ -99,11 +107,75 @@ class _Chunk4:
         return b.sitofp(b.and_(raw, ir.Constant(INTS, [15 << 4 * k] * LANES)), FLOATS)
 
 
-def _registers(b: Any, *sizes: int) -> Any:
-    """Registers for sums, in nested lists of these sizes. They start with 0."""
+def has_row_dot() -> bool:
+    """Whether one instruction of this kind of CPU adds four products of uint8 and int8 to each of eight sums."""
+    return bool(machine_code.KIND.dot) and machine_code.KIND.bits >= 256
+
+
+class _Integers8:
+    """Chunk of 32 values of 8 bits, for an input of integers: unsigned if those of the weight are signed, else signed.
+
+    One instruction adds four products to each of eight sums where there is VNNI.
+    """
+
+    values, halves, sums, size = CHUNK, 1, ir.VectorType(INT32, CHUNK // 4), 1
+
+    def __init__(self, signed: bool) -> None:
+        self.signed = signed
+
+    def raw(self, b: Any, address: Any) -> Any:
+        """Bytes of a chunk, as they are loaded: four to an int32."""
+        return load(b, address, self.sums)
+
+    def prepared(self, _b: Any, raw: Any, _k: int) -> Any:
+        """The bytes."""
+        return raw
+
+    def plus_product(self, b: Any, total: Any, x: Any, weight: Any) -> Any:
+        """Sums with the products of 32 integers of the input and of the weight."""
+        unsigned, signed = (x, weight) if self.signed else (weight, x)
+        if has_row_dot() and machine_code.KIND.bits == 256:
+            return products.add_dot(b, total, unsigned, signed)
+        if has_row_dot():
+            return vectors.call_intrinsic(b, "llvm.x86.avx512.vpdpbusd.256", self.sums, [total, unsigned, signed])
+        wide, as_bytes = ir.VectorType(INT32, CHUNK), ir.VectorType(INT8, CHUNK)
+        terms = b.mul(b.zext(b.bitcast(unsigned, as_bytes), wide), b.sext(b.bitcast(signed, as_bytes), wide))
+        pairs = _pair_sums(b, terms)
+        return b.add(total, _pair_sums(b, pairs))
+
+
+class _Integers4(_Integers8):
+    """Chunk of 64 values of 4 bits as in `_Chunk4`, for an input of signed integers. The nibbles are made unsigned."""
+
+    values, halves = 2 * CHUNK, 2
+
+    def __init__(self, signed: bool) -> None:
+        super().__init__(False)
+        self._flip = 0x88888888 if signed else 0
+
+    def raw(self, b: Any, address: Any) -> Any:
+        """Bytes of a chunk, as they are loaded: four to an int32."""
+        raw = load(b, address, self.sums)
+        return b.xor(raw, ir.Constant(self.sums, [self._flip] * self.sums.count)) if self._flip else raw
+
+    def prepared(self, b: Any, raw: Any, k: int) -> Any:
+        """The low or the high bits of each byte."""
+        raw = b.lshr(raw, ir.Constant(self.sums, [4] * self.sums.count)) if k else raw
+        return b.and_(raw, ir.Constant(self.sums, [0x0F0F0F0F] * self.sums.count))
+
+
+def _pair_sums(b: Any, x: Any) -> Any:
+    """Sums of neighbouring lanes."""
+    order = ir.VectorType(INT32, x.type.count // 2)
+    even, odd = (b.shuffle_vector(x, x, ir.Constant(order, list(range(k, x.type.count, 2)))) for k in (0, 1))
+    return b.add(even, odd)
+
+
+def _registers(b: Any, kind: Any, *sizes: int) -> Any:
+    """Registers for sums of a vector type, in nested lists of these sizes. They start with 0."""
     if not sizes:
-        return cgutils.alloca_once_value(b, ir.Constant(FLOATS, None))
-    return [_registers(b, *sizes[1:]) for _ in range(sizes[0])]
+        return cgutils.alloca_once_value(b, ir.Constant(kind, None))
+    return [_registers(b, kind, *sizes[1:]) for _ in range(sizes[0])]
 
 
 def _add(b: Any, total: Any, x: Any, factor: Any) -> None:
@@ -120,14 +192,15 @@ def _tile(chunk: Any, rows: int, columns: int) -> Callable[..., None]:
     """Code that computes `rows` rows of results, each for `columns` rows of the weight."""
 
     def code(b: Any, few: Any) -> None:
-        totals, sums = _registers(b, columns, rows), _registers(b, columns, rows, chunk.halves)
+        shifts, totals = (_registers(b, kind, columns, rows) for kind in (FLOATS, _floats_like(chunk.sums)))
+        sums = _registers(b, chunk.sums, columns, rows, chunk.halves)
         spans = b.udiv(b.add(few.chunks, b.sub(few.span, number(1))), few.span)
-        x_bytes, scale_bytes = b.mul(few.chunks, number(4 * chunk.values)), b.mul(few.scales, number(4))
+        x_bytes, scale_bytes = b.mul(few.chunks, number(chunk.size * chunk.values)), b.mul(few.scales, number(4))
         inputs = [b.add(few.x, b.mul(x_bytes, number(r))) for r in range(rows)]
         scale_lines, offset_lines = (
             [b.add(first, b.mul(scale_bytes, number(c))) for c in range(columns)] for first in (few.scale, few.offset)
         )
-        _subtract_offsets(b, few, offset_lines, scale_lines, totals)
+        _subtract_offsets(b, few, offset_lines, scale_lines, shifts)
         with cgutils.for_range(b, spans, intp=INT64) as span:
             scales = _start_span(b, chunk, few.places, span.index, scale_lines, sums)
             first = b.mul(span.index, few.span)
@@ -137,8 +210,9 @@ def _tile(chunk: Any, rows: int, columns: int) -> Callable[..., None]:
             for of_column, of_rows, factors in zip(totals, sums, scales, strict=True):
                 for total, of_halves in zip(of_column, of_rows, strict=True):
                     for scale, part in zip(factors, of_halves, strict=True):
-                        _add(b, total, b.load(part), scale)
-        _store_results(b, few, totals)
+                        value = b.load(part)
+                        _add(b, total, value if chunk.sums is FLOATS else b.sitofp(value, scale.type), scale)
+        _store_results(b, few, totals, shifts, chunk.sums is not FLOATS)
 
     return code
 
@@ -153,31 +227,51 @@ def _add_chunk(b: Any, chunk: Any, few: Any, index: Any, inputs: Sequence[Any], 
     raw = [chunk.raw(b, address) for address in addresses]
     for address in addresses:
         vectors.prefetch(b, b.add(address, b.mul(few.row_bytes, number(_TILES_AHEAD * len(sums)))), level=2)
-    offset = b.mul(index, number(4 * chunk.values))
-    for k in range(chunk.values // LANES):
-        values = [load(b, b.add(x, offset), FLOATS, 4 * LANES * k) for x in inputs]
+    offset, vector_bytes = b.mul(index, number(chunk.size * chunk.values)), 4 * chunk.sums.count
+    for k in range(chunk.size * chunk.values // vector_bytes):
+        values = [load(b, b.add(x, offset), chunk.sums, vector_bytes * k) for x in inputs]
         for stored, of_rows in zip(raw, sums, strict=True):
-            integers = chunk.real(b, stored, k)
+            weight = chunk.prepared(b, stored, k)
             for value, of_halves in zip(values, of_rows, strict=True):
-                _add(b, of_halves[k % chunk.halves], integers, value)
+                total = of_halves[k % chunk.halves]
+                b.store(chunk.plus_product(b, b.load(total), value, weight), total)
 
 
-def _store_results(b: Any, few: Any, totals: Any) -> None:
-    """Add up the lanes of each total, add the bias, and store the results."""
-    for c, of_rows in enumerate(totals):
+def _store_results(b: Any, few: Any, totals: Any, shifts: Any, of_integers: bool) -> None:
+    """Add up the lanes of each total and of what is added to it, scale products of integers, and store the results."""
+    for c, (of_rows, shifts_of_rows) in enumerate(zip(totals, shifts, strict=True)):
         bias = load(b, few.bias, FLOAT32, 4 * c)
-        for r, total in enumerate(of_rows):
-            y = b.fadd(vectors.reduced(b, b.load(total), b.fadd), bias)
+        for r, (total, shift) in enumerate(zip(of_rows, shifts_of_rows, strict=True)):
+            lanes, shift = b.load(total), b.load(shift)
+            y = vectors.reduced(b, b.fadd(*_same_lanes(b, lanes, shift)), b.fadd)
+            if of_integers:
+                scale, added = (load(b, few.grids, FLOAT32, 8 * r + 4 * k) for k in (0, 1))
+                y = b.fmul(b.fadd(y, b.fmul(added, load(b, few.ones, FLOAT32, 4 * c))), scale)
+            y = b.fadd(y, bias)
             vectors.store(b, y, b.add(b.add(few.out, b.mul(few.out_bytes, number(r))), number(4 * c)))
+
+
+def _same_lanes(b: Any, lanes: Any, shift: Any) -> tuple[Any, Any]:
+    """Two vectors with as many lanes as the first; halves of the second are added up."""
+    if lanes.type.count == shift.type.count:
+        return lanes, shift
+    order = ir.VectorType(INT32, lanes.type.count)
+    halves = (ir.Constant(order, [first + k for k in range(order.count)]) for first in (0, order.count))
+    return lanes, b.fadd(*(b.shuffle_vector(shift, shift, half) for half in halves))
+
+
+def _floats_like(kind: Any) -> Any:
+    return ir.VectorType(FLOAT32, kind.count)
 
 
 def _start_span(b: Any, chunk: Any, places: Any, span: Any, lines: Sequence[Any], sums: Any) -> list[list[Any]]:
     """Load the scales of a span, by row of the weight and half of a chunk, and set the sums of the span to 0."""
     for total in (total for of_rows in sums for of_halves in of_rows for total in of_halves):
-        b.store(ir.Constant(FLOATS, None), total)
+        b.store(ir.Constant(chunk.sums, None), total)
     indices = [b.add(b.mul(span, number(chunk.halves)), number(half)) for half in range(chunk.halves)]
     distances = [b.sext(load(b, b.add(places, b.mul(index, number(4))), INT32), INT64) for index in indices]
-    return [[splat(b, load(b, b.add(line, distance), FLOAT32)) for distance in distances] for line in lines]
+    lanes = chunk.sums.count
+    return [[splat(b, load(b, b.add(line, distance), FLOAT32), lanes) for distance in distances] for line in lines]
 
 
 def _subtract_offsets(b: Any, few: Any, lines: Sequence[Any], scale_lines: Sequence[Any], totals: Any) -> None:
@@ -204,12 +298,15 @@ def _subtract_offsets(b: Any, few: Any, lines: Sequence[Any], scale_lines: Seque
 
 MANY_ROWS, MANY_COLUMNS, SOME_COLUMNS = (4, 4, 2) if machine_code.KIND.has_avx512 else (2, 2, 1)
 """Sizes of large tiles: rows of the input; rows of the weight with one row of the input; and with `MANY_ROWS`."""
-_CHUNKS = (_Chunk8(True), _Chunk8(False), _Chunk4(True), _Chunk4(False))
-signed8_row, unsigned8_row, signed4_row, unsigned4_row = (on_addresses(_tile(c, 1, MANY_COLUMNS)) for c in _CHUNKS)
-signed8_one, unsigned8_one, signed4_one, unsigned4_one = (on_addresses(_tile(c, 1, 1)) for c in _CHUNKS)
-signed8_rows, unsigned8_rows, signed4_rows, unsigned4_rows = (
-    on_addresses(_tile(c, MANY_ROWS, SOME_COLUMNS)) for c in _CHUNKS
-)
+CHUNKS = tuple(kind(signed) for kind in (_Chunk8, _Chunk4) for signed in (True, False))
+INTEGER_CHUNKS = tuple(kind(signed) for kind in (_Integers8, _Integers4) for signed in (True, False))
+"""Chunks by kind of the weight: 8 bits signed, 8 unsigned, 4 signed, 4 unsigned."""
+
+
+def tiles(chunk: Any) -> tuple[Any, ...]:
+    """Tiles of a kind of chunk: one by one, one row by many columns, and many rows by some columns."""
+    sizes = ((1, 1), (1, MANY_COLUMNS), (MANY_ROWS, SOME_COLUMNS))
+    return tuple(on_addresses(_tile(chunk, *size)) for size in sizes)
 
 
 def _conversion(signed: bool, shift: int, mask: int) -> Any:

@@ -11,6 +11,8 @@ from fxq.backends.loops.code.few_rows_code import CHUNK, MANY_COLUMNS, MANY_ROWS
 from fxq.backends.loops.code.memory_loops import bytes_, floats
 from fxq.backends.loops.code.vectors import LANES
 
+HAS_ROW_DOT = code.has_row_dot()
+"""Whether products of integers are faster than those of floats here."""
 _f = np.float32
 SIGNED8, UNSIGNED8, SIGNED4, UNSIGNED4 = range(4)
 """Kinds of weights: int8, uint8, and two values of 4 bits per byte as `fxq/quant/packing.py` packs them."""
@@ -32,9 +34,14 @@ def _by_kind(name, signed8, unsigned8, signed4, unsigned4):
     return helper(tile, name)
 
 
-_one = _by_kind("one", code.signed8_one, code.unsigned8_one, code.signed4_one, code.unsigned4_one)
-_row = _by_kind("row", code.signed8_row, code.unsigned8_row, code.signed4_row, code.unsigned4_row)
-_rows = _by_kind("rows", code.signed8_rows, code.unsigned8_rows, code.signed4_rows, code.unsigned4_rows)
+def _tiles(names, chunks):
+    """Loop functions of three sizes of tiles."""
+    of_sizes = zip(*map(code.tiles, chunks), strict=True)
+    return [_by_kind(name, *tiles) for name, tiles in zip(names, of_sizes, strict=True)]
+
+
+_one, _row, _rows = _tiles(("one", "row", "rows"), code.CHUNKS)
+_one_int, _row_int, _rows_int = _tiles(("one_int", "row_int", "rows_int"), code.INTEGER_CHUNKS)
 
 
 @helper
@@ -89,6 +96,70 @@ def _sum_blocks(x, columns, block, factor, lanes, out):
 
 
 @helper
+def _arrange_integers(x, columns, row_bytes, is_packed, flip, out):
+    """Write a row of integers in the order of chunks, with zeros as in `_arrange8`. `flip` are bits to flip in each."""
+    done, size = (row_bytes - 1) // CHUNK * CHUNK, 2 * CHUNK if is_packed else CHUNK
+    for half in range(2 if is_packed else 1):
+        end, source, place = columns if half or not is_packed else row_bytes, half * row_bytes, half * CHUNK
+        for first in range(0, done, CHUNK):
+            for i in range(CHUNK):
+                j = source + first + i
+                out[place + i] = x[j] ^ flip if j < end else 0
+            place += size
+        for i in range(CHUNK):
+            j = row_bytes - CHUNK + i
+            out[place + i] = x[source + j] ^ flip if j >= done and source + j < end else 0
+
+
+@helper
+def _sum_integers(x, columns, block, factor, flip, out):
+    """Write `factor` times the sum of each block of a row of integers, whose bits `flip` have been flipped."""
+    out[:] = 0
+    shift = np.int32(128) if flip else np.int32(0)
+    for k in range((columns + block - 1) // block):
+        total = np.int32(0)
+        for j in range(k * block, min((k + 1) * block, columns)):
+            total += np.int32(x[j]) - shift
+        out[k] = _f(total) * factor
+
+
+@helper
+def _compute(
+    x, x_bytes, x_sums, sums, grids, ones, weight, scale, offset, bias, places, out, kind, rows, outputs, row_bytes,
+    span, scales, first, end,
+):  # fmt: skip
+    """Compute columns of a product from an arranged input, see `FewRows`. `grids` is 0 for an input of floats."""
+    chunks, column = (row_bytes + CHUNK - 1) // CHUNK, first
+    while column < end:
+        count = MANY_COLUMNS if end - column >= MANY_COLUMNS else 1
+        r = 0
+        while r < rows:
+            is_many = rows - r >= MANY_ROWS and count > 1
+            for c in range(column, column + count, SOME_COLUMNS if is_many else count):
+                few = FewRows(
+                    x + x_bytes * r, x_sums + 4 * sums * r,
+                    weight + row_bytes * c, row_bytes, chunks, span, places,
+                    scale + 4 * scales * c, scales, offset + 4 * scales * c,
+                    bias + 4 * c, out + 4 * (outputs * r + c), 4 * outputs, grids + 8 * r, ones + 4 * c,
+                )  # fmt: skip
+                if grids:
+                    if is_many:
+                        _rows_int(kind, few)
+                    elif count > 1:
+                        _row_int(kind, few)
+                    else:
+                        _one_int(kind, few)
+                elif is_many:
+                    _rows(kind, few)
+                elif count > 1:
+                    _row(kind, few)
+                else:
+                    _one(kind, few)
+            r += MANY_ROWS if is_many else 1
+        column += count
+
+
+@helper
 def _multiply_some(
     x, weight, scale, offset, zero, bias, places, out, kind, rows, columns, outputs, row_bytes, block, scales, span,
     first, end
@@ -105,28 +176,41 @@ def _multiply_some(
             _arrange8(x[r], columns, arranged[r])
         if zero != 0:
             _sum_blocks(x[r], columns, block, zero, lanes, x_sums[r])
-    column = first
-    while column < end:
-        count = MANY_COLUMNS if end - column >= MANY_COLUMNS else 1
-        r = 0
-        while r < rows:
-            is_many = rows - r >= MANY_ROWS and count > 1
-            for c in range(column, column + count, SOME_COLUMNS if is_many else count):
-                few = FewRows(
-                    arranged.ctypes.data + 4 * size * r, x_sums.ctypes.data + 4 * sums * r,
-                    weight + row_bytes * c, row_bytes, chunks, span, places,
-                    scale + 4 * scales * c, scales, offset + 4 * scales * c,
-                    bias + 4 * c, out + 4 * (outputs * r + c), 4 * outputs,
-                )  # fmt: skip
-                if is_many:
-                    _rows(kind, few)
-                elif count > 1:
-                    _row(kind, few)
-                else:
-                    _one(kind, few)
-            r += MANY_ROWS if is_many else 1
-        column += count
+    _compute(
+        arranged.ctypes.data, 4 * size, x_sums.ctypes.data, sums, 0, 0, weight, scale, offset, bias, places, out, kind,
+        rows, outputs, row_bytes, span, scales, first, end,
+    )  # fmt: skip
     arranged[0, 0] = x_sums[0, 0]  # keeps both arrays alive until here, as only their addresses are used
+
+
+@helper
+def multiply_integers(
+    x, grid_scale, grid_zero, grid_steps, weight, scale, offset, zero, bias, places, out, kind, rows, columns, outputs,
+    row_bytes, block, scales, span, first, end, ones
+):  # fmt: skip
+    """Compute columns of the product of rows of integers with the weight, of which the products are added exactly.
+
+    `x` is the address of uint8 (rows, columns). A value of row r is (integer - grid_zero[r]) * grid_scale[r]: addresses
+    of float32 (rows,), or of one number. `grid_steps` has 1 for each of the two that has a number for each row, else 0.
+    The columns are those from `first` to `end`. `ones` is the address of the sums of the rows of the weight, float32.
+    For other arguments see `few_rows`.
+    """
+    chunks, is_packed = (row_bytes + CHUNK - 1) // CHUNK, kind >= SIGNED4
+    flip = np.uint8(0) if kind == SIGNED8 else np.uint8(128)
+    size, sums = chunks * CHUNK * (2 if is_packed else 1), (scales + LANES - 1) // LANES * LANES
+    x, scales_of_x, zeros_of_x = carray(bytes_(x), (rows, columns)), floats(grid_scale), floats(grid_zero)
+    arranged, x_sums, grids = np.empty((rows, size), np.uint8), np.zeros((rows, sums), _f), np.empty((rows, 2), _f)
+    for r in range(rows):
+        _arrange_integers(x[r], columns, row_bytes, is_packed, flip, arranged[r])
+        if zero != 0:
+            _sum_integers(x[r], columns, block, zero, flip, x_sums[r])
+        grids[r, 0] = scales_of_x[r * grid_steps[0]]
+        grids[r, 1] = _f(flip) - zeros_of_x[r * grid_steps[1]]
+    _compute(
+        arranged.ctypes.data, size, x_sums.ctypes.data, sums, grids.ctypes.data, ones, weight, scale, offset, bias,
+        places, out, kind, rows, outputs, row_bytes, span, scales, first, end,
+    )  # fmt: skip
+    arranged[0, 0], grids[0, 0] = 0, x_sums[0, 0]  # keeps all arrays alive until here, as only addresses are used
 
 
 @helper
@@ -172,9 +256,9 @@ def few_rows(
     )
 
 
-PART_FIELDS = 15
+PART_FIELDS = 16
 """Number of integers that describe a part of a product: the arguments of `few_rows` in order, without x, out and rows,
-then the first of the columns that it computes, and their end."""
+then the first of the columns that it computes, their end, and the address of the sums of the rows of the weight."""
 
 
 @compiled("i64* i i64*")
@@ -184,6 +268,21 @@ def few_rows_part(part, _count, bases):
     _multiply_some(
         floats(bases[0]), part[0], part[1], part[2], _f(part[3]), part[4], part[5], bases[1], part[6], bases[2],
         part[7], part[8], part[9], part[10], part[11], part[12], part[13], part[14],
+    )  # fmt: skip
+
+
+@compiled("i64* i i64*")
+def few_integers_part(part, _count, bases):
+    """Compute a part of a product of integers.
+
+    `bases` holds the addresses of x and out, the number of rows, the addresses of scales and zero points of x, and for
+    both of them 1 if each row has its own, else 0.
+    """
+    part, bases = carray(part, PART_FIELDS), carray(bases, 7)
+    multiply_integers(
+        bases[0], bases[3], bases[4], (bases[5], bases[6]), part[0], part[1], part[2], _f(part[3]), part[4], part[5],
+        bases[1], part[6], bases[2], part[7], part[8], part[9], part[10], part[11], part[12], part[13], part[14],
+        part[15],
     )  # fmt: skip
 
 

@@ -18,8 +18,7 @@ SYMMETRIC, ROW, NEAREST = 0, 1, 2
 `fxq/quant/dynamic_grid.py`."""
 
 
-@compiled("f* f* f* u8* i i i f i i")
-def quantize_rows(x, scale, zero, integers, rows, columns, kind, steps, qmin, qmax):
+def _quantize_rows(x, scale, zero, integers, rows, columns, kind, steps, qmin, qmax):
     """Compute the dynamic grid of each row, and quantize the row to it.
 
     Args:
@@ -66,6 +65,10 @@ def quantize_rows(x, scale, zero, integers, rows, columns, kind, steps, qmin, qm
         for j in range(columns):
             nearest = np.int32(np.rint(x[i, j] * factor) + middle)
             integers[i, j] = np.uint8(max(min(nearest, last), first))
+
+
+quantize = helper(_quantize_rows)
+quantize_rows = compiled("f* f* f* u8* i i i f i i")(_quantize_rows)
 
 
 @helper

@@ -15,15 +15,16 @@ from numba import carray  # type: ignore[attr-defined]  # Numba does not list it
 from fxq.backends.loops.code.attention_code import TILE_COLUMNS as TILE_COLUMNS
 from fxq.backends.loops.code.attention_code import exponentials, one_row
 from fxq.backends.loops.code.compiler import compiled, helper
-from fxq.backends.loops.code.few_rows_loops import multiply
+from fxq.backends.loops.code.few_rows_loops import multiply, multiply_integers
 from fxq.backends.loops.code.memory_loops import FUNCTION_NAMES as FUNCTION_NAMES
 from fxq.backends.loops.code.memory_loops import FUNCTIONS_OF_X as FUNCTIONS_OF_X
 from fxq.backends.loops.code.memory_loops import address_of, apply_function, bytes_, floats
+from fxq.backends.loops.code.row_loops import quantize
 from fxq.backends.loops.code.token_code import key_products
 from fxq.backends.loops.code.vectors import LANES
 
 _f = np.float32
-LINEAR, ADD, SUBTRACT, MULTIPLY, COPY, NEGATE, RSQRT, MEAN, FUNCTION = range(9)
+LINEAR, ADD, SUBTRACT, MULTIPLY, COPY, NEGATE, RSQRT, MEAN, FUNCTION, ROUNDED_LINEAR = range(10)
 """Codes of steps."""
 
 
@@ -40,9 +41,11 @@ class TokenField(IntEnum):
     Y_STRIDES = 16
     ARGUMENT = 19  # of FUNCTION: index in `FUNCTION_NAMES`
     WEIGHT = 7  # of LINEAR: the arguments of `few_rows_loops.few_rows` but x and out, in order
+    ONES = 21  # of ROUNDED_LINEAR: address of the sums of the rows of the weight
+    GRID = 22  # of ROUNDED_LINEAR: kind, steps, qmin and qmax of `row_loops.quantize_rows`
 
 
-MAX_FIELDS = 21
+MAX_FIELDS = 26
 """Integers in the row of a step. Unused ones are 0."""
 
 
@@ -53,6 +56,30 @@ def _linear(step, bases):
         floats(x), step[f], step[f + 1], step[f + 2], _f(step[f + 3]), step[f + 4], step[f + 5], out, step[f + 6],
         step[f + 7], step[f + 8], step[f + 9], step[f + 10], step[f + 11], step[f + 12], step[f + 13],
     )  # fmt: skip
+
+
+@helper
+def _rounded_linear(step, bases):
+    """Round each row of the input to integers, and multiply them."""
+    x, out, f, g = (
+        address_of(bases, step, TokenField.X),
+        address_of(bases, step, TokenField.OUT),
+        TokenField.WEIGHT,
+        TokenField.GRID,
+    )
+    rows, columns, outputs = step[f + 7], step[f + 8], step[f + 9]
+    integers, grid = np.empty((rows, columns), np.uint8), np.empty((2, rows), _f)
+    scale, zero = grid.ctypes.data, grid.ctypes.data + 4 * rows
+    quantize(
+        floats(x), floats(scale), floats(zero), bytes_(integers.ctypes.data), rows, columns, step[g], _f(step[g + 1]),
+        step[g + 2], step[g + 3],
+    )  # fmt: skip
+    multiply_integers(
+        integers.ctypes.data, scale, zero, (1, 1), step[f], step[f + 1], step[f + 2], _f(step[f + 3]), step[f + 4],
+        step[f + 5], out, step[f + 6], rows, columns, outputs, step[f + 10], step[f + 11], step[f + 12], step[f + 13],
+        0, outputs, step[TokenField.ONES],
+    )  # fmt: skip
+    integers[0, 0] = np.uint8(grid[0, 0] > 0)  # keeps both arrays alive until here, as only their addresses are used
 
 
 @helper
@@ -137,6 +164,8 @@ def run(steps, count, bases):
         step = steps[k]
         if step[0] == LINEAR:
             _linear(step, bases)
+        elif step[0] == ROUNDED_LINEAR:
+            _rounded_linear(step, bases)
         else:
             _pointwise(step, bases)
 

@@ -115,7 +115,7 @@ def rounded(b: Any, x: Any) -> Any:
 
 def reduced(b: Any, x: Any, join: Callable[[Any, Any], Any]) -> Any:
     """Combine all lanes into one number: `join` combines halves until one lane is left."""
-    lanes = LANES
+    lanes = x.type.count
     while lanes > 1:
         lanes //= 2
         order = ir.VectorType(INT32, lanes)

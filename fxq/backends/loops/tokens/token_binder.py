@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,11 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fxq.backends.kernel import Kernel
 from fxq.backends.loops.code.compiler import loops
 from fxq.backends.loops.tokens.token_attention import attention_for
-from fxq.backends.loops.tokens.token_program import TokenProgramBuilder
-from fxq.backends.plain.few_rows import FewRowsProduct
+from fxq.backends.loops.tokens.token_program import TokenProduct, TokenProgramBuilder
+from fxq.backends.plain.dynamic_quantize import DynamicQuantize
 from fxq.backends.plain.weight_only import WeightOnlyKernel, WeightOnlyLinear
+from fxq.backends.table.dynamic_layer import DynamicLayer
+from fxq.backends.table.dynamic_linear import DynamicLinear
 from fxq.common.data import Batch
 from fxq.common.metrics import sqnr, tensors
 from fxq.common.trees import mapped
@@ -28,6 +32,8 @@ _MAX_THREADS = 4
 """Maximum number of threads for which programs are used. With more, PyTorch's ops are as fast as a loop on one."""
 MIN_AGREEMENT_DB = 80.0
 """Minimum SQNR of the results of programs against the graph. They differ in the order of float32 sums."""
+MIN_ROUNDED_AGREEMENT_DB = 40.0
+"""Minimum SQNR where inputs of layers are rounded: values on the middle between two integers may go to either."""
 _METADATA = ("shape", "device", "dtype", "ndim")
 _PLAIN = (int, bool, float, str, slice, torch.dtype, torch.device, type(None))
 
@@ -62,11 +68,12 @@ def _bind(
     except OtherInputsError:  # gradients, for example
         return Binder(gm, batch, names).bound()
     ratios = [sqnr(x, y) for x, y in zip(tensors(value), tensors(results), strict=True)]
-    if all(ratio >= MIN_AGREEMENT_DB for ratio in ratios):
+    least = MIN_ROUNDED_AGREEMENT_DB if any(layer.grid for layer in binder.products.values()) else MIN_AGREEMENT_DB
+    if all(ratio >= least for ratio in ratios):
         return value, bound
     warn(
         f"the compiled programs for single tokens differ from the graph of this model: {min(ratios):.1f} dB, at least "
-        f"{MIN_AGREEMENT_DB:.0f} dB were expected. They are not used, so tokens take longer. Please report the "
+        f"{least:.0f} dB were expected. They are not used, so tokens take longer. Please report the "
         "model."
     )
     return Binder(gm, batch, names).bound()
@@ -133,7 +140,7 @@ class TokenBinder(Binder):
         super().__init__(gm, batch, open_inputs)
         self.earlier = earlier
         self.kinds = {node: value_kind(value) for node, value in self.values.items()}
-        self.products: dict[fx.Node, FewRowsProduct] = {}
+        self.products: dict[fx.Node, TokenProduct] = {}
         self.known: dict[fx.Node, Any] = {}  # numbers and the like that are the same in all calls
         self._repeated: dict[str, str] = {}  # names of the results of repetitions, by their code
         self.checked: set[fx.Node] = set()  # whose shape is the same in all calls
@@ -157,21 +164,55 @@ class TokenBinder(Binder):
         """Run a node and write its line, and note its kind, and the product of a linear layer."""
         kernel = submodule(self.gm, node)
         self._is_repeatable = self._is_repeatable and not may_have_side_effects(self.gm, node)
-        if type(kernel) is WeightOnlyLinear and kernel.is_unmodified() and isinstance(node.args[0], fx.Node):
-            x = self.values[node.args[0]]
-            product = kernel.few_rows(x) if isinstance(x, Tensor) and x.dtype == torch.float32 else None
-            if product is not None:
-                self.products[node] = product
+        product = self._product(node, kernel)
+        if product is not None:
+            self.products[node] = product
         value = super().compute(node)
         self.kinds[node] = value_kind(value)
         return value
+
+    def _product(self, node: fx.Node, kernel: Any) -> TokenProduct | None:
+        """Linear layer that a program can compute; None for other nodes."""
+        reads = node.args
+        if not isinstance(kernel, Kernel) or not kernel.is_unmodified() or not isinstance(reads[0], fx.Node):
+            return None
+        if type(kernel) is WeightOnlyLinear and len(reads) == 1:
+            x = self.values[reads[0]]
+            product = kernel.few_rows(x) if isinstance(x, Tensor) and x.dtype == torch.float32 else None
+            return None if product is None else TokenProduct(reads[0], product)
+        if not isinstance(kernel, (DynamicLayer, DynamicLinear)):
+            return None
+        source = _rounding_before(node)
+        if source is None:
+            return None
+        rounding, post = submodule(self.gm, source), kernel.post
+        function = "" if post is None else post.name
+        if not isinstance(rounding, DynamicQuantize) or not rounding.is_unmodified() or rounding.axis != -1:
+            return None
+        if post is not None and (post.args or post.algorithm not in ("", "none") or not self._has_function(function)):
+            return None
+        product = kernel.few_rows(self.values[reads[0]])
+        return None if product is None else TokenProduct(source.args[0], product, rounding.row_grid, function)
+
+    def _has_function(self, name: str) -> bool:
+        module = loops("token_loops")
+        return module is not None and name in module.FUNCTIONS_OF_X
 
     def body(self) -> list[str]:
         """Code of all lines, those of programs included."""
         if self.uses_loops:
             self.checked = {node for node in self.fixed if self._is_same(node, "tensor")}
-            self.lines = list(self._with_programs())
+            self.lines = self._without_unread(list(self._with_programs()))
         return super().body()
+
+    def _without_unread(self, lines: list[BoundLine]) -> list[BoundLine]:
+        """Lines without those that round the input of layers, if programs do it."""
+        kept, read = list[BoundLine](), set[str]()
+        for line in reversed(lines):
+            if not _is_rounding(self.gm, line.node) or not read.isdisjoint(line.writes):
+                kept.append(line)
+                read.update(line.reads)
+        return kept[::-1]
 
     def _is_same(self, node: fx.Node, kind: str) -> bool:
         """Whether a value was of this kind, and the same in both calls."""
@@ -191,12 +232,14 @@ class TokenBinder(Binder):
                 self.constants[line.writes[0]] = self.known[node]
                 continue
             is_movable = self._is_movable(node)
-            if not is_movable or (not reads.isdisjoint(segment.waiting) and self._is_step(node)):
+            layer = self.products.get(node)
+            needs = reads if layer is None else {layer.x}
+            if not is_movable or (not needs.isdisjoint(segment.waiting) and self._is_step(node)):
                 yield from self._closed(segment)
                 segment = _Segment(self._builder())
             if not is_movable:
                 yield line
-            elif reads.isdisjoint(segment.waiting) and segment.builder.add(node):
+            elif needs.isdisjoint(segment.waiting) and segment.builder.add(node):
                 segment.lines[node] = line
             elif reads.isdisjoint(segment.lines) and reads.isdisjoint(segment.waiting):
                 yield self._attending(line)
@@ -205,8 +248,9 @@ class TokenBinder(Binder):
         yield from self._closed(segment)
 
     def _is_movable(self, node: fx.Node) -> bool:
-        """Whether a node may run later: an op of the table, a weight-only kernel, or a function of numbers."""
-        is_kernel = isinstance(submodule(self.gm, node), WeightOnlyKernel)
+        """Whether a node may run later: an op of the table, a kernel of float activations, or a function of numbers."""
+        is_kernel = isinstance(submodule(self.gm, node), (WeightOnlyKernel, DynamicLayer))
+        is_kernel = is_kernel or _is_rounding(self.gm, node)
         is_op = op_of(node) is not None or (node.target is getattr and node.op == "call_function")
         return is_op or is_kernel or self.kinds.get(node, ("", None))[0] == "plain"
 
@@ -255,9 +299,7 @@ class TokenBinder(Binder):
     def _closed(self, segment: _Segment) -> Iterator[BoundLine]:
         """The line of a program, or those of its ops if it has no linear layer; then all that waited for it."""
         builder, nodes = segment.builder, segment.lines
-        outputs = [
-            node for node in nodes if any(user not in nodes and not _reads_metadata(user) for user in node.users)
-        ]
+        outputs = [node for node in nodes if any(not self._is_covered(user, nodes) for user in node.users)]
         program = builder.finish(outputs) if builder.linear_count and outputs else None
         reads, writes = (tuple(self.names[node] for node in group) for group in (builder.inputs, outputs))
         if program is not None:
@@ -273,6 +315,12 @@ class TokenBinder(Binder):
             yield from nodes.values()
         yield from segment.waiting.values()
         self.checked.update(builder.inputs, nodes)
+
+    def _is_covered(self, user: fx.Node, nodes: Mapping[fx.Node, BoundLine]) -> bool:
+        """Whether a reader of a value needs it no more if a program computes these nodes."""
+        if user in nodes or _reads_metadata(user):
+            return True
+        return _is_rounding(self.gm, user) and all(self._is_covered(reader, nodes) for reader in user.users)
 
     def _attending(self, line: BoundLine) -> BoundLine:
         """Line of an attention that a loop computes, if its options allow; otherwise the line as it is.
@@ -301,6 +349,22 @@ def check_shapes(shapes: tuple[torch.Size, ...], *values: Tensor) -> None:
     """Raise `OtherInputsError` if values have other shapes."""
     if any(value.shape != shape for value, shape in zip(values, shapes, strict=True)):
         raise OtherInputsError
+
+
+def _rounding_before(node: fx.Node) -> fx.Node | None:
+    """Node that rounds the input of a layer, if the layer reads integers, scale and zero point of it, in order."""
+    pairs = [read.args for read in node.args if isinstance(read, fx.Node) and read.target is operator.getitem]
+    sources = {source for source, _ in pairs}
+    in_order = len(pairs) == len(node.args) and [index for _, index in pairs] in ([1, 0], [2, 0, 1])
+    source = sources.pop() if len(sources) == 1 and in_order else None
+    return source if isinstance(source, fx.Node) else None
+
+
+def _is_rounding(gm: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether a node rounds the input of layers to integers, or reads a part of the result."""
+    if node.op == "call_function" and node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return isinstance(submodule(gm, node), DynamicQuantize)
 
 
 def _reads_metadata(user: fx.Node) -> bool:

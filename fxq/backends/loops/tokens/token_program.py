@@ -6,7 +6,7 @@ import ctypes
 import math
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -26,6 +26,22 @@ _CONSTANTS, _WORKSPACE = 0, 1
 Place = tuple[int, int]
 
 
+class TokenProduct(NamedTuple):
+    """Linear layer of a program.
+
+    Attributes:
+        x: node of its input, float32.
+        product: product with its weight.
+        grid: how each row of the input is rounded to integers: arguments of `row_loops.quantize`; empty: not at all.
+        function: name of the activation function after it; empty: none.
+    """
+
+    x: Any
+    product: FewRowsProduct
+    grid: tuple[int, ...] = ()
+    function: str = ""
+
+
 class TokenProgramBuilder:
     """Builder of a program: it turns nodes, whose shapes are fixed, into steps.
 
@@ -34,7 +50,7 @@ class TokenProgramBuilder:
         shape_of: shape of a float32 node, which is the same in all calls; None for other nodes.
         resolved: value of an option, with numbers in place of nodes; raises `KeyError` if a number can change.
         constant: tensor of a node that is a weight; None for others.
-        product: product of a linear layer with a weight in integers; None for other nodes.
+        product: linear layer with a weight in integers; None for other nodes.
     """
 
     def __init__(
@@ -43,7 +59,7 @@ class TokenProgramBuilder:
         shape_of: Callable[[fx.Node], tuple[int, ...] | None],
         resolved: Callable[[Any], Any],
         constant: Callable[[fx.Node], Tensor | None],
-        product: Callable[[fx.Node], FewRowsProduct | None],
+        product: Callable[[fx.Node], TokenProduct | None],
     ) -> None:
         self.loops, self.shape_of, self.resolved = loops, shape_of, resolved
         self.constant, self.product = constant, product
@@ -181,14 +197,21 @@ class TokenProgramBuilder:
         self._steps.append((getattr(self.loops, code), out, operands, (), fields))
 
     def _linear(self, node: fx.Node, shape: tuple[int, ...]) -> TokenValue | None:
-        product = self.product(node)
-        x = self._operand(node.args[0]) if product is not None and len(node.args) == 1 else None
-        if product is None or x is None or not x.is_contiguous:
+        layer = self.product(node)
+        x = self._operand(layer.x) if layer is not None else None
+        if layer is None or x is None or not x.is_contiguous:
             return None
-        out = self._new(shape)
-        self._steps.append((self.loops.LINEAR, out, (x,), (product,), product.fields(math.prod(x.shape[:-1]))))
+        out, fields = self._new(shape), layer.product.fields(math.prod(x.shape[:-1]))
+        if layer.grid:
+            fields += [layer.product.ones().data_ptr(), *layer.grid]
+        code = self.loops.ROUNDED_LINEAR if layer.grid else self.loops.LINEAR
+        self._steps.append((code, out, (x,), (layer.product,), fields))
         self.linear_count += 1
-        return out
+        if not layer.function:
+            return out
+        flat = TokenValue(out.buffer, 0, (math.prod(shape),), (1,))
+        result = self._step("FUNCTION", flat.shape, flat, argument=self.loops.FUNCTION_NAMES.index(layer.function))
+        return None if result is None else result.reshaped(shape)
 
     def finish(self, outputs: Sequence[fx.Node]) -> TokenProgram | None:
         """Return the program that computes these values; None if no step can write one of them as a tensor."""

@@ -11,6 +11,7 @@ import fxq
 from fxq.backends.loops.code.compiler import loops
 from fxq.backends.loops.tokens.token_program import TokenProgram
 from fxq.backends.plain.weight_only import WeightOnlyLinear
+from fxq.common.metrics import sqnr
 from fxq.runtime.binding import BoundForward
 from tests.support.bound import bindings, plain
 
@@ -221,6 +222,41 @@ def test_autocast_computes_as_the_graph_does():
     assert programs(qmodel) == []
     for ours, theirs in zip(got, wanted, strict=True):
         assert torch.equal(ours, theirs)
+
+
+DYNAMIC_WEIGHTS = {
+    "int8": {},
+    "int4 in blocks": {"weight": fxq.Recipe.weight_only(bits=4, per=32).config.weight},
+    "symmetric": {"activation": fxq.TensorSpec(per="row", range="dynamic", symmetric=True)},
+}
+
+
+@pytest.mark.parametrize("options", DYNAMIC_WEIGHTS.values(), ids=DYNAMIC_WEIGHTS)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_layers_that_round_their_input_are_steps(options, batch):
+    torch.manual_seed(0)
+    recipe = fxq.Recipe.dynamic(optimize="coverage", **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", fxq.FxqWarning)  # small layers are faster in float
+        qmodel = fxq.quantize(Decoder().eval(), recipe, example_inputs=inputs(5, length=3))
+    got = generated(qmodel, call, batch=batch)
+    assert len(programs(qmodel)) == 2  # before the attention, and after it
+    for ours, theirs in zip(got, generated(qmodel, plain, batch=batch), strict=True):
+        assert sqnr(theirs, ours) > 45  # a value between two integers may be rounded to either
+
+
+def test_an_input_that_other_ops_read_as_integers_is_still_rounded():
+    """The layer after the gate is too narrow for the loop in 4 bits, so it reads integers that the graph rounds."""
+    torch.manual_seed(0)
+    weight = fxq.Recipe.weight_only(bits=4, per=32).config.weight
+    recipe = fxq.Recipe.dynamic(optimize="coverage", weight=weight)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", fxq.FxqWarning)
+        qmodel = fxq.quantize(Decoder().eval(), recipe, example_inputs=inputs(5, length=3))
+    got = generated(qmodel, call)
+    assert len(programs(qmodel)) == 2
+    for ours, theirs in zip(got, generated(qmodel, plain), strict=True):
+        assert sqnr(theirs, ours) > 45  # as above
 
 
 def test_a_wrong_program_is_not_used(monkeypatch):

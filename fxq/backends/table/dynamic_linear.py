@@ -1,0 +1,91 @@
+"""`DynamicLinear`: linear layer with dynamic activations and a weight of few bits, or with scales per block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from fxq.backends.kernel import PostOp
+from fxq.backends.plain.stored_weight import StoredWeight
+from fxq.backends.plain.weight_only import WeightOnlyLinear
+from fxq.backends.table.dynamic_layer import after_sum, at_other_rows, few_rows_of_integers
+from fxq.backends.table.kernel_table import KernelRequest
+from fxq.graph.region import Weight
+from fxq.quant.dynamic_grid import DynamicGrid
+from fxq.quant.packing import BITS, pack
+
+
+class DynamicLinear(WeightOnlyLinear):
+    """Linear layer on integers with dynamic scales. Values of 4 bits or fewer are stored two to a byte.
+
+    A few rows are multiplied as integers in a compiled loop, see `FewRowsProduct.of_integers`. Otherwise the real
+    values of input and weight are multiplied.
+
+    Args:
+        post: None, a clamp or gelu.
+        zero: zero point of the input where the call has none.
+        options: as of `WeightOnlyKernel`.
+    """
+
+    name: ClassVar[str] = "dynamic.linear"
+    options: ClassVar[tuple[str, ...]] = (*WeightOnlyLinear.options, "post", "zero")
+
+    def __init__(self, *, post: PostOp | None = None, zero: int = 0, **options: Any) -> None:
+        super().__init__(**options)
+        self.post, self.zero = post, zero
+        self._after = after_sum(self.name, post)
+        self._zero = torch.tensor(float(zero), device="cpu")
+
+    @staticmethod
+    def suits(weight: Weight) -> bool:
+        """Whether this kernel is for a weight: of few bits, with scales per block, or with zero points."""
+        qp = weight.qparams
+        return qp.block is not None or qp.qmax - qp.qmin < 2**BITS or bool(qp.zero_point.any())
+
+    @classmethod
+    def of_request(cls, request: KernelRequest) -> DynamicLinear:
+        """Return the kernel of a layer whose input has a dynamic grid."""
+        weight, bias, x = map(request.captures.get, ("weight", "bias", "x"))
+        assert isinstance(weight, Weight) and isinstance(x, DynamicGrid)
+        qp = weight.qparams
+        if weight.packed is None and qp.qmax - qp.qmin < 2**BITS:
+            weight = Weight(pack(weight.values), qp, tuple(weight.values.shape[1:]))
+        stored = {"weight": StoredWeight.of(weight, None)}
+        kernel = cls.of(request.calls[0], ("x",), stored, {} if bias is None else {"bias": bias})
+        return cls.from_config(
+            {**kernel.config(), "post": request.post, "zero": x.unit_grid.z}, dict(kernel.named_buffers())
+        )
+
+    def bind(self, x: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> Callable[..., Tensor]:  # type: ignore[override]
+        """Return the function for inputs like these. See `Bindable.bind`."""
+        product = self.few_rows(x)
+        zero = self._zero if zero_point is None else zero_point
+        run = None if product is None else few_rows_of_integers(product, x, scale, zero, self._after)
+        return self._in_floats if run is None else run
+
+    def forward(self, x: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        """Compute the layer.
+
+        Args:
+            x: uint8 (..., K).
+            scale: float32, one number or (..., 1).
+            zero_point: float32 with whole numbers, likewise; None: `zero`.
+
+        Returns:
+            float32 (..., O).
+        """
+        inputs = (x, scale) if zero_point is None else (x, scale, zero_point)
+        return self.bind(*inputs)(*inputs)
+
+    def _in_floats(self, x: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> Tensor:
+        """Compute `forward` with the real values of input and weight."""
+        zero = self._zero if zero_point is None else zero_point
+        y = self._in_pieces((x.to(torch.float32) - zero).mul_(scale))
+        return y if self._after is None else self._after(y)
+
+    def at_other_sizes(self, *inputs: Tensor) -> Iterable[tuple[Tensor, ...]]:
+        """Inputs with few rows if there are many, and the reverse, since another kernel runs then."""
+        return at_other_rows(*inputs)
