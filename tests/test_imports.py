@@ -331,13 +331,24 @@ def test_importing_fxq_imports_nothing_that_it_may_never_use():
 
 
 def test_quantizing_imports_no_compiler():
-    """`torch._dynamo` takes as long to import as the rest of PyTorch."""
-    code = (
-        "import sys, torch, fxq; from torch import nn; "
-        "m = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 10)).eval(); "
-        "r = fxq.Recipe.static(backend='x86', optimize='coverage'); "
-        "fxq.quantize(m, r, data=[torch.rand(4, 3, 8, 8)]); print('torch._dynamo' in sys.modules)"
-    )
+    """`torch._dynamo` takes as long to import as the rest of PyTorch; kernels for the meta device import it."""
+    code = """
+import sys, torch, fxq
+from torch import nn
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.down, self.linear = nn.Conv2d(3, 8, 3), nn.Conv2d(3, 8, 3), nn.Linear(8, 10)
+    def forward(self, x):
+        y = self.conv(x)
+        y += self.down(x)
+        return self.linear(nn.functional.adaptive_avg_pool2d(nn.functional.relu(y, inplace=True), 1).flatten(1)).relu()
+for optimize in ("speed", "coverage"):
+    fxq.quantize(Net().eval(), fxq.Recipe.static(optimize=optimize), data=[torch.rand(4, 3, 8, 8)])
+lstm = nn.LSTM(8, 8).eval()
+fxq.quantize(lstm, "dynamic", example_inputs=torch.rand(3, 2, 8))
+print("torch._dynamo" in sys.modules)
+"""
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split()[-1] == "False"
 

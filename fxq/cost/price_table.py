@@ -17,13 +17,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, fx
+from torch import fx
 
 from fxq.backends import cpu
 from fxq.graph.info import info
-from fxq.graph.query import is_op, op_of
+from fxq.graph.query import is_op
 from fxq.graph.region import Region
+from fxq.graph.run import infer_ops
 from fxq.graph.unit import InnerValue, OpCall, unit_of
 
 if sys.version_info >= (3, 11):
@@ -119,33 +119,14 @@ def _form(region: Region) -> str:
     return "_to_float" if to_float else ""
 
 
-class _Shapes(fx.Interpreter):
-    """Shapes of the values that the ops of a region read and compute.
-
-    Shapes inside a unit come from running its body on tensors without values.
-    """
+class _Shapes:
+    """Shapes of the values that the ops of a region read and compute."""
 
     def __init__(self, gm: fx.GraphModule, region: Region) -> None:
         self.calls, self.node = region.calls, region.node
-        self.inner: dict[str, tuple[int, ...]] = {}
         unit = unit_of(gm, region.node)
-        if unit is None:
-            return
-        super().__init__(unit)
-        with torch.no_grad(), contextlib.suppress(Exception):  # some bodies need values
-            self.run(*fx.node.map_arg(region.node.args, _of_shape))
-
-    def run_node(self, n: fx.Node) -> Any:
-        """Run an op of the body."""
-        op = op_of(n)
-        if op is not None and (op.traits.pointwise or op.traits.narrows) and len(op.traits.inputs) == 1:
-            # not run: on the meta device, ops such as relu import torch._dynamo, which takes a second
-            value = self.fetch_args_kwargs_from_env(n)[0][0]
-        else:
-            value = super().run_node(n)
-        if isinstance(value, Tensor):
-            self.inner[n.name] = tuple(value.shape)
-        return value
+        types = () if unit is None else infer_ops(unit.graph, region.node.args)
+        self.inner = {call.name: shape for call, (shape, _) in zip(self.calls, types, strict=False) if shape}
 
     def __getitem__(self, value: Any) -> tuple[int, ...]:
         """Shape of an argument of an op; if it is unknown, the shape of the unit's output."""
@@ -156,11 +137,6 @@ class _Shapes(fx.Interpreter):
     def made(self, call: OpCall) -> tuple[int, ...]:
         """Shape of the output of an op."""
         return self.inner.get(call.name, info(self.node).shape or ())
-
-
-def _of_shape(node: fx.Node) -> Tensor:
-    about = info(node)
-    return torch.empty(about.shape or (), dtype=torch.float32, device="meta")
 
 
 def _weight(shapes: _Shapes, call: OpCall) -> tuple[int, ...]:

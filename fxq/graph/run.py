@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from fxq.common.data import Batch
 from fxq.graph.info import info
@@ -143,19 +144,20 @@ def _infer(node: fx.Node, arguments: Mapping[fx.Node, Any], types: Mapping[fx.No
     try:
         args = fx.node.map_arg(node.args, on_meta)
         kwargs = fx.node.map_arg(node.kwargs, on_meta)
-        return _infer_pointwise(node, args, kwargs) or tensor_meta(node.target(*args, **kwargs))  # type: ignore[operator]
+        inferred = _infer_pointwise(node, args, kwargs) or _infer_small(node, args, kwargs)
+        return inferred or tensor_meta(node.target(*args, **kwargs))  # type: ignore[operator]
     except (_Unknown, RuntimeError, TypeError, NotImplementedError, ValueError):
         return None, None
 
 
 def _infer_pointwise(node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Typed | None:
-    """Type of a pointwise op of activations only; None for other ops.
+    """Type of a pointwise op, or a clamp, of activations only; None for other ops.
 
     It runs the op on one element, since kernels for the meta device import sympy, which is slow.
     """
     op = op_of(node)
     inputs = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)]
-    if op is None or not op.traits.pointwise:
+    if op is None or not (op.traits.pointwise or op.traits.narrows):
         return None
     names = [name for name, value in zip(op.tensors, args, strict=False) if isinstance(value, torch.Tensor)]
     if len(names) < len(inputs) or not set(names) <= set(op.traits.inputs):
@@ -169,6 +171,48 @@ def _infer_pointwise(node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, 
         return None
     shape = torch.broadcast_tensors(*inputs)[0].shape
     return (tuple(shape), value.dtype) if isinstance(value, torch.Tensor) and value.dim() == len(shape) else None
+
+
+def _infer_small(node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Typed | None:
+    """Type of an op with an integer form; None for other ops, and where the op reads many values.
+
+    It runs layers with one input and one output channel, recurrent layers for one step, and other ops as they are, on
+    zeros: kernels for the meta device import sympy, which is slow.
+    """
+    op = op_of(node)
+    if op is None or op.traits.kind == "float":
+        return None
+    traits, values, options = op.traits, dict(zip(op.tensors, args, strict=False)), dict(kwargs)
+    axis, left_out = 0, 0
+    try:
+        x, weight = values[traits.inputs[0]], values.get(traits.weight or "")
+        if traits.recurrence is not None:
+            left_out, values[traits.inputs[0]] = len(x) - 1, x[:1]
+        elif traits.heavy and traits.channels is not None and weight is not None:
+            axis, left_out = traits.channels, weight.shape[traits.axis or 0] - 1
+            if traits.axis == 1:
+                left_out = weight.shape[1] * options.get("groups", 1) - 1
+            options |= {"groups": 1} if "groups" in options else {}
+            thin = {traits.inputs[0]: x.narrow(axis, 0, 1), traits.weight: weight[:1, :1]}
+            values = {name: thin.get(name) for name in values}
+        tensors = [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
+        if sum(value.numel() for value in tensors) > _MAX_INFERRED_ELEMENTS:
+            return None
+        value = op.target(*tree_map(_zeros, tuple(values.values())), **options)
+        shape = list(value.shape)
+        shape[axis] += left_out
+    except Exception:  # a layer of a user's own with other axes, or no kernel for CPUs
+        return None
+    return tuple(shape), value.dtype
+
+
+def _zeros(value: Any) -> Any:
+    """Zeros on the CPU like a tensor; any other value as it is."""
+    return torch.zeros(value.shape, dtype=value.dtype) if isinstance(value, torch.Tensor) else value
+
+
+_MAX_INFERRED_ELEMENTS = 1 << 23
+"""Elements up to which an op runs faster than sympy is imported."""
 
 
 class _Unknown(Exception):

@@ -105,19 +105,28 @@ def _filled(node: fx.Node, value: Any) -> Call:
 
 
 def dtype_of_call(call: Call) -> torch.dtype | None:
-    """Result dtype of a call, computed on the meta device; None if that fails."""
+    """Result dtype of a call, computed on tensors of one element; None if that fails."""
+    for device in ("cpu", "meta"):  # not on the meta device first: its kernels import sympy, which is slow
+        result = _result_on(device, call)
+        if isinstance(result, Tensor):
+            return result.dtype
+    return None
 
-    def on_meta(value: fx.Node) -> Any:
+
+def _result_on(device: str, call: Call) -> Any:
+    """Result of a call on tensors of a device: on the CPU of one element, on the meta device of the call's shapes."""
+
+    def stand_in(value: fx.Node) -> Any:
         about = info(value)
-        return torch.empty(about.shape or (), dtype=about.dtype, device="meta") if about.is_tensor else 1
+        shape = about.shape or ()
+        size = [1] * len(shape) if device == "cpu" else shape
+        return torch.zeros(size, dtype=about.dtype, device=device) if about.is_tensor else 1
 
-    args: Any = fx.node.map_arg(call.args, on_meta)
-    kwargs: Any = fx.node.map_arg(call.kwargs, on_meta)
+    args: Any = fx.node.map_arg(call.args, stand_in)
+    kwargs: Any = fx.node.map_arg(call.kwargs, stand_in)
     try:
         if call.kind == "call_method":
-            result = getattr(args[0], call.target)(*args[1:], **kwargs)
-        else:
-            result = call.target(*args, **kwargs)
-    except Exception:  # no meta kernel; any type of error
+            return getattr(args[0], call.target)(*args[1:], **kwargs)
+        return call.target(*args, **kwargs)
+    except Exception:  # no kernel, or one that needs other sizes; any type of error
         return None
-    return result.dtype if isinstance(result, Tensor) else None

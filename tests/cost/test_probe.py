@@ -8,6 +8,7 @@ import fxq
 from fxq.backends import lower_graph
 from fxq.backends.by_name import get_backend
 from fxq.backends.kernel import Kernel
+from fxq.common.timed_calls import threads_set_to
 from fxq.cost.cache import Costs
 from fxq.cost.prices import regions_of
 from fxq.cost.probe import Prober
@@ -137,3 +138,16 @@ def test_a_zero_point_of_zero_has_a_time_of_its_own():
         prober()._kernel_key(regions(model, torch.rand(1, 3, 8, 8) - shift)[1][0]) for shift in (0.0, 0.5)
     )
     assert "at 0" in first and "shifted" in shifted and recipe.config.activation.symmetric
+
+
+def test_prices_belong_to_a_number_of_threads():
+    """Of kernels, float ops and conversions: with other threads, each is measured again."""
+    gm, (region,) = regions(Pair(4).eval(), torch.rand(1, 3, 8, 8))
+    timer = prober(Results())
+    timer.table = None
+    for count in (1, 2, 1):
+        with threads_set_to(count):
+            timer.kernel(gm, region), timer.real(gm, region), timer.quantize(5000), timer.dequantize(5000)
+    asked = list(timer.costs.rounds)
+    single_thread = [key for key in asked if " 1 threads" in key]
+    assert len(single_thread) == 6 and [key.replace(" 1 threads", " 2 threads") for key in single_thread] == asked[6:]

@@ -118,3 +118,28 @@ for node in (graph.call_function(OPS["hardsigmoid"].target, (x,)), graph.call_fu
 assert "sympy" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "shapes", "options"),
+    [
+        ("conv1d", [(2, 6, 11), (9, 2, 3), (9,)], {"stride": (2,), "padding": (1,), "groups": 3}),
+        ("conv2d", [(6, 9, 10), (8, 6, 3, 1), None], {"padding": "same", "dilation": (2, 1)}),
+        ("conv2d", [(2, 6, 9, 10), (8, 6, 3, 3), (8,)], {"padding": (1, 2), "padding_mode": "reflect"}),
+        ("conv_transpose2d", [(2, 6, 5, 4), (6, 4, 3, 3), (8,)], {"stride": (2, 2), "groups": 2}),
+        ("linear", [(2, 3, 7), (5, 7), None], {}),
+        ("avg_pool2d", [(2, 6, 9, 9)], {"kernel_size": (3, 3), "stride": (2, 2), "ceil_mode": True}),
+        ("adaptive_avg_pool2d", [(2, 6, 9, 9)], {"output_size": (1, 2)}),
+        ("lstm", [(7, 2, 4), (12, 4), (12, 3), (12,), (12,), (2, 3), (2, 3)], {"cell": True}),
+        ("gru", [(7, 2, 4), (9, 4), (9, 3), (9,), (9,), (2, 3)], {"reverse": True}),
+    ],
+)
+def test_types_of_layers_and_pools_are_those_of_their_values(name, shapes, options):
+    graph, op = fx.Graph(), OPS[name]
+    tensors = [None if shape is None else graph.placeholder(f"x{i}") for i, shape in enumerate(shapes)]
+    for tensor, shape in zip(tensors, shapes, strict=True):
+        if tensor is not None:
+            set_info(tensor, shape=shape, dtype=torch.float32)
+    node = graph.call_function(op.target, tuple(tensors), options)
+    value = op.target(*(None if shape is None else torch.rand(shape) for shape in shapes), **options)
+    assert infer(node) == (tuple(value.shape), value.dtype)

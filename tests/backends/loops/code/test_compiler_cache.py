@@ -3,8 +3,11 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from fxq.backends.loops.code import compiler
 
 pytest.importorskip("numba")
 
@@ -55,3 +58,42 @@ def test_what_cannot_be_kept_is_said_once_with_the_remedy(run, tmp_path):
     assert done.stdout.split() == ["7", "0", "0"]
     assert done.stderr.count("cannot cache them") == 1
     assert "fxq doctor --compile" in done.stderr and "FXQ_CACHE" in done.stderr
+
+
+AFTER = """
+import warnings, torch, fxq
+from torch import nn
+from fxq.backends.loops.code import code_cache, compiler
+warnings.simplefilter("ignore")
+loops, compile_cached = [], code_cache.compile_cached
+def recorded(*args):
+    loop, is_cached = compile_cached(*args)
+    loops.append(loop.cache_hits)
+    return loop, is_cached
+compiler.compile_cached = recorded
+torch.set_num_threads(2)  # and the pool of threads
+net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 32), nn.Linear(32, 10)).eval()
+x = torch.rand(4, 3, 8, 8)
+fxq.quantize(net, fxq.Recipe.static(backend="jit", optimize="coverage"), data=[x], progress=False)(x)
+for recipe in (fxq.Recipe.dynamic(optimize="coverage"), fxq.Recipe.weight_only(bits=4)):
+    fxq.quantize(nn.Linear(64, 64).eval(), recipe, example_inputs=torch.rand(1, 64), progress=False)(torch.rand(1, 64))
+fxq.quantize(nn.LSTM(64, 64).eval(), "dynamic", example_inputs=torch.rand(3, 1, 64), progress=False)
+print(len(loops), set(loops))
+"""
+
+
+def test_doctor_compiles_every_module_with_compiled_functions():
+    folder = Path(compiler.__file__).parent
+    own = {path.stem for path in folder.glob("*.py") if "\n@compiled(" in path.read_text()}
+    assert own == set(compiler.MODULES)
+
+
+@pytest.mark.slow
+def test_after_doctor_compile_nothing_is_compiled():
+    """Of all that loads loops: programs, their threads, dynamic and recurrent layers, weights alone."""
+    doctor = "from fxq.cli import main; main()"
+    subprocess.run([sys.executable, "-c", doctor, "doctor", "--compile"], capture_output=True, check=True)
+    count, hits = subprocess.run(
+        [sys.executable, "-c", AFTER], capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert int(count) > 3 and hits == "{1}"
