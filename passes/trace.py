@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import fx, nn
 
 from fxq.common.data import first_of, samples_in
@@ -23,6 +24,7 @@ from fxq.graph.info import Decision, info
 from fxq.graph.query import is_check
 from fxq.graph.uncompiled import UncompiledModule
 from fxq.pipeline.context import Context
+from fxq.pipeline.manager import is_own
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.recipe.selector import Selector, ancestors
 from fxq.rewriting.cannot_trace import CannotTrace, around
@@ -31,6 +33,7 @@ from fxq.rewriting.rewriter import Rewriter
 from fxq.tracing.fidelity import first_difference, part_for, same_values
 from fxq.tracing.float_run import FloatRun, KeptState
 from fxq.tracing.tracer import Tracer, is_kept
+from fxq.tracing.weight_norm import is_normed
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,27 @@ class Trace(Pass):
         if broken:
             warn(_kept(broken, context, traced.gm))
         rewriter.gm, rewriter.edits, rewriter.touched = traced.gm, traced.edits, traced.touched
+        own_pipeline = all(map(is_own, context.recipe.pipeline))
+        context.runs_model_code = run.changes_state or not own_pipeline or _runs_model_code(traced.gm)
+
+
+def _runs_model_code(gm: fx.GraphModule) -> bool:
+    """Whether a traced graph runs hooks, code that is neither PyTorch's nor Python's, or ops that change a weight."""
+    for node in gm.graph.nodes:
+        if node.op == "call_module":
+            leaf = gm.get_submodule(str(node.target))
+            if not type(leaf).__module__.startswith("torch.nn.") or forward_hooks(leaf) or is_normed(leaf):
+                return True
+        elif isinstance(node.target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+            if str(node.target).partition(".")[0] not in ("aten", "prims"):
+                return True
+        elif node.op == "call_function":
+            owner = (getattr(node.target, "__module__", None) or "").partition(".")[0]
+            is_known = owner in ("torch", "_operator", "builtins", "math", "fxq")
+            norms = node.target in (F.embedding, F.embedding_bag) and (*node.args[3:4], node.kwargs.get("max_norm"))
+            if not is_known or (norms and any(norms)):
+                return True
+    return False
 
 
 def _traced(

@@ -294,6 +294,48 @@ def taken_apart(
     )
 
 
+def matches(
+    structure: Structure, value: Any, leaves: Leaves, containers: dict[str, Any], names: dict[int, str]
+) -> bool:
+    """Whether a value has a structure. It does what `taken_apart` and a comparison do, in less time.
+
+    Args:
+        structure: the structure.
+        value: an argument of a model.
+        leaves: the leaves so far, by name; those of the value are added.
+        containers: the containers so far, by name; those of the value are added.
+        names: names of the containers by identity.
+    """
+    kind, cls = structure.kind, structure.cls
+    if id(value) in names or kind == "same":
+        return kind == "same" and names.get(id(value)) == structure.name
+    if kind == "leaf":
+        leaves[structure.name] = value
+        if cls == "tensor":
+            return isinstance(value, Tensor)
+        return isinstance(value, (int, float, complex)) and not isinstance(value, (bool, Tensor))
+    if kind == "constant":
+        return same_constants(structure.constant, value)
+    if type(value) is not cls:
+        return False
+    handler = _type_of(value)
+    if (handler is not None) is not (kind == "registered"):
+        return False
+    if handler is not None:
+        parts, constant = handler.parts(value)
+    else:
+        parts, constant = _plain_parts(value) or {}, getattr(value, "default_factory", None)
+        constant = constant if cls is defaultdict and constant in FACTORIES else None
+    if len(parts) != len(structure.parts) or not same_constants(structure.constant, constant):
+        return False
+    if structure.name:
+        containers[structure.name], names[id(value)] = value, structure.name
+    return all(
+        key == own_key and matches(part, own_part, leaves, containers, names)
+        for (key, part), (own_key, own_part) in zip(structure.parts, parts.items(), strict=True)
+    )
+
+
 def _spelled(key: Any) -> str:
     text = "".join(letter if letter.isalnum() or letter == "_" else "_" for letter in str(key))
     return text or "_"

@@ -244,11 +244,11 @@ def _encoder_example(model: PreTrainedModel) -> dict[str, torch.Tensor]:
         return {"input_ids": _tokens(model, _ENCODED)}
     config: Any = model.config
     frames = config.max_source_positions * 2  # the encoder halves their number
-    return {
-        model.main_input_name: torch.linspace(-1, 1, _BATCH * config.num_mel_bins * frames)
-        .sin()
-        .reshape(_BATCH, config.num_mel_bins, frames)
-    }
+    values = torch.linspace(-1, 1, _BATCH * config.num_mel_bins * frames).sin()
+    call = {model.main_input_name: values.reshape(_BATCH, config.num_mel_bins, frames)}
+    if "attention_mask" in inspect.signature(model.get_encoder().forward).parameters:  # pipelines pass one
+        call["attention_mask"] = torch.ones(_BATCH, frames, dtype=torch.long)
+    return call
 
 
 def _examples(model: PreTrainedModel) -> tuple[Batch, Batch | None]:

@@ -250,6 +250,10 @@ class QuantizedEncoder(QuantizedPart):
         for name, default in defaults.items():
             if name in parameters and isinstance(ids, Tensor):
                 call.setdefault(name, default(ids))
+        features, bins = call.get("input_features"), getattr(self.config, "num_mel_bins", None)
+        has_frames_last = isinstance(features, Tensor) and features.dim() == 3 and features.shape[1] == bins
+        if "attention_mask" in parameters and isinstance(features, Tensor) and has_frames_last:  # as in Whisper
+            call.setdefault("attention_mask", torch.ones(features.shape[0], features.shape[2], dtype=torch.long))
         if "attention_mask" in call:
             call["attention_mask"] = _counted(call["attention_mask"])
         return call

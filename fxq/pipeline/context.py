@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,6 +59,7 @@ class Context:
         original: ops of the float model and its canonical graph, for the ledger; None before canonicalize.
         selecting: numbers of the recipe's overrides that select something in this part of a model; None for a whole
             model, in which each override must select something.
+        runs_model_code: whether the graph runs code of the model, which may have state, and not only ops; from `trace`.
     """
 
     recipe: Recipe
@@ -83,6 +84,7 @@ class Context:
     derived: list[FoldedNorm | ParameterRows | ComputedConstant] = field(default_factory=list)
     outside: Sequence[tuple[str, OuterVariables]] = ()
     selecting: set[int] | None = None
+    runs_model_code: bool = True
 
     def __post_init__(self) -> None:
         self.reduce_range = next(
@@ -97,8 +99,11 @@ class Context:
         return self.recipe.trains
 
     def untouched(self) -> AbstractContextManager[ModelChanges]:
-        """Context that undoes state changes of the model's code; the graph shares leaves with the model."""
-        return untouched(self.model, self.outside)
+        """Context that undoes state changes of the model's code, if the graph, which shares leaves with it, runs any.
+
+        Comparing the state takes long for a model with many modules.
+        """
+        return untouched(self.model, self.outside) if self.runs_model_code else nullcontext(ModelChanges())
 
     def some_samples(self, most: int) -> list[Batch]:
         """About `most` samples of the recorded batches, or of the example if none are recorded.

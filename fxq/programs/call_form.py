@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fxq.common.containers import ContainerNames, Leaves, Structure, put_together, taken_apart
+from fxq.common.containers import ContainerNames, Leaves, Structure, matches, put_together, taken_apart
 from fxq.common.data import Batch
 from fxq.errors import InputError
 
@@ -35,6 +36,27 @@ class CallForm:
     def leaf_names(self) -> list[str]:
         """Names of the inputs of the graph, in order."""
         return [name for _, structure in self.arguments for name in _leaf_names(structure)]
+
+    def matched(
+        self, arguments: Mapping[str, Any], parameters: Mapping[str, inspect.Parameter]
+    ) -> tuple[Leaves, dict[str, Any]] | None:
+        """Tensors and numbers of a call by name, and its containers by name; None if the call has another form.
+
+        Args:
+            arguments: arguments of the call by name.
+            parameters: parameters of the float model's forward.
+        """
+        own = dict(self.arguments)
+        for name, value in arguments.items():
+            parameter = parameters.get(name)
+            if name not in own and (parameter is None or not _is_default(value, parameter.default)):
+                return None
+        leaves: Leaves = {}
+        containers, names = dict[str, Any](), dict[int, str]()
+        for name, structure in self.arguments:
+            if name not in arguments or not matches(structure, arguments[name], leaves, containers, names):
+                return None
+        return leaves, containers
 
     def call_arguments(self, leaves: Leaves, containers: dict[str, Any] | None = None) -> dict[str, Any]:
         """Arguments of forward by name, with containers constructed from the leaves.

@@ -98,9 +98,17 @@ class QuantizedPrograms(nn.Module):
         Raises:
             InputError: no program fits the call. The message lists the forms of all programs.
         """
-        form, leaves, containers = form_of(self.signature, Batch(args, kwargs))
+        form, leaves, containers = self._taken_apart(args, kwargs)
         program, outputs = self.run(form, leaves)
         return program.results.deliver(outputs, leaves, containers)
+
+    def _taken_apart(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[CallForm, Leaves, dict[str, Any]]:
+        """Form of a call, its tensors and numbers by name, and its containers by name."""
+        if not args:
+            for program in self._programs.values():
+                if matched := program.form.matched(kwargs, self.signature.parameters):
+                    return program.form, *matched
+        return form_of(self.signature, Batch(args, kwargs))
 
     def run(self, form: CallForm, leaves: Leaves) -> tuple[Program, Leaves]:
         """Run the program of a call, or trace one for it. Returns it with its outputs by name.
@@ -150,7 +158,7 @@ class QuantizedPrograms(nn.Module):
 
     def _run_fitting(self, form: CallForm, leaves: Leaves) -> tuple[Program, Leaves]:
         """Run the program that fits a call. Raises `InputError` if none does."""
-        fitting = [program for program in self._programs.values() if program.form == form]
+        fitting = [program for program in self._programs.values() if program.form is form or program.form == form]
         if not fitting:
             raise InputError(self._no_program(form))
         key = tuple(map(_size_class, leaves.values())) if len(fitting) > 1 else ()

@@ -58,6 +58,7 @@ class FloatRun:
         kept: state of its modules that affects later calls.
         suspects: state that may affect later calls, in modules whose inputs differed as well, due to state elsewhere.
         written: names of parameters that the forward changes in place.
+        changes_state: whether the forward changes any state of the model, or of its code.
         stream: batches on which the model ran in sequence; empty if it changed no state.
         streamed: tensors that it returned for each batch of `stream`.
     """
@@ -70,6 +71,7 @@ class FloatRun:
     kept: list[KeptState] = field(default_factory=list)
     suspects: list[KeptState] = field(default_factory=list)
     written: frozenset[str] = frozenset()
+    changes_state: bool = False
     stream: list[Batch] = field(default_factory=list)
     streamed: list[list[Tensor]] = field(default_factory=list)
 
@@ -83,6 +85,8 @@ class FloatRun:
         except Exception as error:  # any type of error; tracing names the layer
             self.error = error
             return
+        kinds = (changes.buffers, changes.parameters, changes.attributes, changes.in_place, changes.outside)
+        self.changes_state = any(kinds)
         changes.parameters = [name for name in changes.parameters if not self._is_read_normed(name)]
         self.written = frozenset(changes.parameters)
         self.kept = [*self._random(draws), *self._remembered(changes), *self._written(changes)]

@@ -39,7 +39,7 @@ from scripts.networks.generators import CASES, generator, prompt, vision_languag
 HEADERS = ("family", "attention", "float", "tokens", "beams", "int8", "tokens", "16 bits", "seconds", "verdict")
 RECIPES = (fxq.Recipe.weight_only(backend="reference").override("*", fxq.FLOAT), fxq.Recipe.weight_only())
 VISION_LANGUAGE, ATTENTIONS = "Llava", ("eager", "sdpa")
-STEPS, MIN_GRAPH_SQNR_DB, MIN_INT8_SQNR_DB = 32, 80.0, 30.0
+STEPS, BEAMS, MIN_GRAPH_SQNR_DB, MIN_INT8_SQNR_DB = 32, 2, 80.0, 30.0
 MAX_MARGIN = 4.0
 """Largest margin of float's two largest logits, in units of the rounding noise, that rounding may reverse."""
 
@@ -80,7 +80,10 @@ def _case(family: str, attention: str) -> tuple[Any, dict[str, torch.Tensor], di
     if family != VISION_LANGUAGE:
         return generator(family, attention), prompt(family), {}
     model, inputs = vision_language(attention)
-    return model, inputs, {"example_inputs": {"image": inputs}}
+    beams = {
+        name: tensor.repeat_interleave(BEAMS, 0) for name, tensor in inputs.items()
+    }  # a graph is for so many images
+    return model, inputs, {"example_inputs": {"image": inputs, "beams": beams}}
 
 
 def _in_16_bits(model: Any, attention: str, dtype: torch.dtype) -> Any:
@@ -129,7 +132,7 @@ def _measured(model: Any, inputs: dict[str, torch.Tensor], options: dict[str, An
 
 def _beam_difference(model: Any, quantized: Any, inputs: dict[str, torch.Tensor]) -> str:
     """Why a beam search with two beams does not give the same tokens; empty if it does."""
-    options = {"max_new_tokens": 12, "num_beams": 2, "do_sample": False}
+    options = {"max_new_tokens": 12, "num_beams": BEAMS, "do_sample": False}
     try:
         got = quantized.generate(**inputs, **options)
     except fxq.FxqError as error:

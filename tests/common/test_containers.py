@@ -14,6 +14,7 @@ import fxq
 from fxq.common.container_data import as_data, from_data
 from fxq.common.containers import (
     ContainerNames,
+    matches,
     put_together,
     register_container,
     taken_apart,
@@ -232,3 +233,31 @@ def test_any_nesting_comes_back(value):
     again = put_together(structure, leaves)
     assert str(again) == str(value)
     assert from_data(as_data(structure)) == structure
+
+
+@given(values, values)
+def test_a_value_matches_a_structure_that_it_has(value, other):
+    structure = apart(value)[0]
+    for argument in (value, other, [value, value], [other, value]):
+        again, own_leaves = apart(argument)
+        got, containers, names = {}, {}, {}
+        assert matches(structure, argument, got, containers, names) is (structure == again)
+        if structure == again:
+            assert got == own_leaves and list(got) == list(own_leaves)
+
+
+def test_containers_match_with_their_class_constant_and_identity():
+    def fits(structure, value):
+        return matches(structure, value, {}, {}, {})
+
+    cache = apart(Cache("a", [X]))[0]
+    assert fits(cache, Cache("a", [Y])) and not fits(cache, Cache("b", [Y])) and not fits(cache, [Y])
+    assert not fits(cache, Cache("a", [1])) and not fits(cache, Cache("a", [X, X])) and not fits(cache, None)
+    twice = apart([table := {"a": X}, table])[0]
+    assert fits(twice, [table, table]) and not fits(twice, [table, {"a": X}])
+    assert not fits(apart([{"a": X}, {"a": X}])[0], [table, table])
+    node, pair = apart(Node(X, "x"))[0], apart(Pair(X, 1))[0]
+    assert fits(node, Node(Y, "x")) and not fits(node, Node(Y, "y"))
+    assert fits(pair, Pair(Y, 2)) and not fits(pair, (Y, 2)) and not fits(pair, Pair(Y, True))
+    counts = apart(defaultdict(list, a=X))[0]
+    assert fits(counts, defaultdict(list, a=X)) and not fits(counts, defaultdict(dict, a=X))

@@ -154,3 +154,21 @@ def test_a_model_without_an_example_is_refused():
     model = transformers.Wav2Vec2ForCTC(config).eval()
     with pytest.raises(fxq.InputError, match=r"example_inputs=x"):
         fxq.quantize(model, INT8)
+
+
+def test_speech_recognition_with_whisper(caplog):
+    """The pipeline passes a mask of the sound, which Whisper takes and does not read."""
+    model = generator("Whisper")
+    words = [*map(chr, range(ord("a"), ord("z") + 1)), "<|endoftext|>", "<|startoftranscript|>", "<|notimestamps|>"]
+    tokenizer = transformers.WhisperTokenizer(vocab={word: i for i, word in enumerate(words)}, merges=[])
+    extractor = transformers.WhisperFeatureExtractor(8, sampling_rate=1000, hop_length=10, chunk_length=0.4, n_fft=128)
+    texts = []
+    with caplog.at_level("ERROR"):
+        for each_model in (model, fxq.quantize(model, ALL_FLOAT)):
+            pipeline = transformers.pipeline(
+                "automatic-speech-recognition", model=each_model, tokenizer=tokenizer, feature_extractor=extractor
+            )
+            sounds = [{"raw": torch.linspace(0, 50 + i, 400).sin().numpy(), "sampling_rate": 1000} for i in range(3)]
+            options = {"max_new_tokens": 6, "suppress_tokens": list(range(26, 50))}
+            texts.append([result["text"] for result in pipeline(sounds, generate_kwargs=options)])
+    assert texts[0] == texts[1] and all(texts[0])

@@ -99,11 +99,19 @@ def test_other_tokens_need_a_margin_under_the_noise():
 
 
 def test_images_in_the_prompt_have_a_program():
+    """A program for each number of images, which beam search multiplies by the number of beams."""
     model, call = vision_language()
-    qmodel = fxq.quantize(model, ALL_FLOAT, example_inputs={"image": call})
-    assert list(qmodel.programs.programs) == ["decoder", "image"]
+    beams = {name: tensor.repeat_interleave(2, 0) for name, tensor in call.items()}
+    qmodel = fxq.quantize(model, ALL_FLOAT, example_inputs={"image": call, "beams": beams})
+    assert list(qmodel.programs.programs) == ["decoder", "image", "beams"]
     options = {"max_new_tokens": 8, "do_sample": False}
-    assert torch.equal(model.generate(**call, **options), qmodel.generate(**call, **options))
+    for count in (1, 2):
+        want, got = (
+            generating_model.generate(**call, **options, num_beams=count) for generating_model in (model, qmodel)
+        )
+        assert torch.equal(want, got)
+    with pytest.raises(fxq.InputError, match="the graph was traced with inputs for which"):
+        qmodel.generate(**call, **options, num_beams=3)
     with torch.no_grad():
         assert sqnr(model(IDS).logits, qmodel(IDS).logits) > 80
 

@@ -10,6 +10,7 @@ from torch import nn
 import fxq
 from fxq.common.metrics import sqnr
 from fxq.graph.info import info
+from fxq.workflow.steps import manager_for
 from tests.support.graphs import equal, expected, graph, text
 from tests.support.helpers import REFERENCE
 from tests.support.models import NETWORKS, batch, build, call, settled
@@ -173,3 +174,27 @@ def test_messages_of_an_interpreter_inside_the_model_are_cut():
         fxq.prepare(model, recipe, example_inputs=torch.randn(3, 5))
     with pytest.raises(fxq.InputError, match=r"data, batch 1 .*shapes cannot be multiplied \(3x5 and 4x4\)$"):
         fxq.quantize(model, recipe, data=[torch.randn(3, 4), torch.randn(3, 5)])
+
+
+class Counter(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.calls = nn.Linear(4, 4), 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.layer(x)
+
+
+@pytest.mark.parametrize(
+    ("model", "example", "runs"),
+    [
+        (nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.ones(2, 4), False),
+        (Counter(), torch.ones(2, 4), True),
+        (nn.Sequential(nn.Embedding(9, 4, max_norm=1.0), nn.Linear(4, 4)), torch.tensor([[1, 2]]), True),
+    ],
+)
+def test_state_is_compared_if_the_graph_may_change_it(model, example, runs):
+    manager = manager_for(model.eval(), REFERENCE, example)
+    manager.run(REFERENCE.pipeline[:1])
+    assert manager.context.runs_model_code is runs
