@@ -7,7 +7,7 @@ import functools
 import inspect
 import itertools
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -322,7 +322,7 @@ class QuantizedGenerator(QuantizedPart):
 
 
 class QuantizedInside(QuantizedPart):
-    """Mixin for models inside a quantized one, such as the decoder of a language model. Only the whole can be called."""
+    """Mixin for models inside a quantized one, such as the decoder of a language model, which refuse calls."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse the call.

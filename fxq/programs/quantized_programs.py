@@ -263,6 +263,7 @@ class QuantizedPrograms(nn.Module):
         programs = {
             name: {
                 "arguments": [[argument, as_data(structure)] for argument, structure in program.form.arguments],
+                "positional": program.form.positional,
                 "changed": [[argument, as_data(structure)] for argument, structure in program.results.changed],
                 "result": as_data(program.results.result),
                 "kept": [list(kept) for kept in program.results.kept],
@@ -292,7 +293,7 @@ class QuantizedPrograms(nn.Module):
         ]
         programs = []
         for name, about in description["programs"].items():
-            form = CallForm(_structures(about["arguments"]))
+            form = CallForm(_structures(about["arguments"]), int(about.get("positional", 0)))
             kept = tuple((str(name), str(before), bool(written)) for name, before, written in about["kept"])
             results = ResultForm(_structures(about["changed"]), from_data(about["result"]), kept)
             programs.append(Program(name, form, results, models[name]))

@@ -36,16 +36,9 @@ def needs_programs(model: nn.Module, recipe: Recipe, examples: Sequence[Batch]) 
     """Whether a model is to be quantized as `QuantizedPrograms`.
 
     It is for several examples, and for arguments that hold registered containers or that the model changes: its other
-    forms deliver no changes. Parts that the recipe names are called by the float model, which changes its arguments. A
-    single tensor is no state beside an input: models such as those that begin with an in-place activation use it as
-    working memory, and one graph leaves it unchanged.
+    forms deliver no changes. Parts that the recipe names are called by the float model, which changes its arguments.
     """
-    if len(examples) > 1:
-        return True
-    values = [*examples[0].args, *examples[0].kwargs.values()]
-    if recipe.part_modules or (len(values) == 1 and isinstance(values[0], torch.Tensor)):
-        return False
-    return bool(changed_arguments(model, examples[0]))
+    return len(examples) > 1 or (not recipe.part_modules and bool(changed_arguments(model, examples[0])))
 
 
 def examples_of(example_inputs: Any, model: nn.Module) -> dict[str, Batch]:
@@ -233,7 +226,7 @@ class ProgramTracer:
                 # Libraries install hooks at the first call that asks for inner values, and note it in attributes, which
                 # `flat_model` restores. An error of this call is raised there.
                 with contextlib.suppress(Exception), torch.no_grad():
-                    self.model(**form.call_arguments(copied(example)))
+                    form.called(self.model, form.call_arguments(copied(example)))
             return _converted(_prepared(self.model, self.recipe, name, form, example, self.around))
 
     def __deepcopy__(self, memo: Any) -> ProgramTracer:

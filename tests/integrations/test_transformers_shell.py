@@ -1,4 +1,4 @@
-"""What a quantized model of transformers answers besides calls: numbers of parameters, layers, changes of weights."""
+"""Shell of a quantized model of transformers: numbers of parameters, calls of modules inside, changes of weights."""
 
 import copy
 import pickle
@@ -67,7 +67,7 @@ def test_models_and_layers_inside_are_refused_by_themselves(pair):
     assert isinstance(getattr(qmodel, inner), type(getattr(model, inner)))
     with pytest.raises(fxq.InputError, match=f"this {name} is inside a quantized model.*call the whole model"):
         getattr(qmodel, inner)(IDS)
-    with pytest.raises(fxq.InputError, match="weight is read, but.*Call the whole model"):
+    with pytest.raises(fxq.InputError, match=r"weight is read, but.*Call the whole model"):
         qmodel.get_input_embeddings()(IDS)
     if inner == "bert":
         alone = fxq.quantize(model.bert, INT8)
@@ -89,7 +89,7 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_changes_of_weights_and_layers_are_refused(pair, change):
     qmodel = copy.deepcopy(pair[1])
-    with pytest.raises(fxq.InputError, match="change the float model|Call the whole model"):
+    with pytest.raises(fxq.InputError, match=r"change the float model|Call the whole model"):
         CHANGES[change](qmodel)
     qmodel.tie_weights()
     assert type(qmodel.eval().to("cpu")) is type(pair[1])
