@@ -19,13 +19,14 @@ from fxq.common.container_data import as_data, from_data
 from fxq.common.containers import Leaves, Structure
 from fxq.common.data import Batch
 from fxq.common.files import as_path
-from fxq.errors import FileError, InputError, warn, words_of
+from fxq.errors import FileError, InputError, warn
 from fxq.ledger.comparison import Comparison
 from fxq.ledger.ledger import Ledger
 from fxq.ledger.qparams_table import ModelQParams
 from fxq.model import QuantizedModel, remade
 from fxq.pipeline.history import History
 from fxq.programs.call_form import CallForm, form_of
+from fxq.programs.fitting import first_fitting
 from fxq.programs.flat_model import ResultForm
 from fxq.recipe.recipe import Recipe
 from fxq.report.report import report_data, write_page
@@ -150,25 +151,19 @@ class QuantizedPrograms(nn.Module):
 
     def _run_fitting(self, form: CallForm, leaves: Leaves) -> tuple[Program, Leaves]:
         """Run the program that fits a call. Raises `InputError` if none does."""
-        fitting = [program for program in self._programs.values() if program.form == form]
-        if not fitting:
+        candidates = [program for program in self._programs.values() if program.form == form]
+        if not candidates:
             raise InputError(self._no_program(form))
-        key = tuple(map(_size_class, leaves.values())) if len(fitting) > 1 else ()
-        kind = (fitting[0].name, key)
+        if len(candidates) == 1:
+            return candidates[0], candidates[0].qmodel(**leaves)
+        kind = (candidates[0].name, tuple(map(_size_class, leaves.values())))
         last = self._last.get(kind)
-        refusals = []
-        for program in sorted(fitting, key=lambda program: program.name != last):
-            try:
-                outputs = program.qmodel(**leaves)
-            except InputError as error:
-                if len(fitting) == 1:
-                    raise
-                refusals.append(f"{program.name}: {words_of(error)}")
-                continue
-            if len(fitting) > 1:
-                self._last[kind] = program.name
-            return program, outputs
-        raise InputError(f"no program fits these inputs: {'; '.join(refusals)}")
+        candidates.sort(key=lambda program: program.name != last)
+        fitting = first_fitting(((program.name, program.qmodel) for program in candidates), kwargs=leaves)
+        if fitting.key is None:
+            raise InputError(f"no program fits these inputs: {fitting}")
+        self._last[kind] = fitting.key
+        return self._programs[fitting.key], fitting.result
 
     def _no_program(self, form: CallForm) -> str:
         """Message for a call of a form that no program has."""
