@@ -17,6 +17,10 @@ class InputError(FxqError):
     """The model, the data or an argument cannot be used."""
 
 
+class StateError(FxqError):
+    """A state that a quantized model returned, such as a cache, was written to, and cannot be passed in again."""
+
+
 class TraceError(FxqError):
     """`torch.fx` cannot trace the model."""
 

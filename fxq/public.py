@@ -17,6 +17,7 @@ from fxq.errors import (
     PatternError,
     RecipeError,
     RenderError,
+    StateError,
     TraceError,
 )
 from fxq.onnx.reading.read_onnx import read_onnx
@@ -44,6 +45,7 @@ __all__ = [
     "Recipe",
     "RecipeError",
     "RenderError",
+    "StateError",
     "TensorSpec",
     "TraceError",
     "bisect",

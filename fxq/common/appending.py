@@ -10,6 +10,8 @@ from torch import Tensor
 from torch._C import _get_tracing_state
 from torch._C._functorch import peek_interpreter_stack
 
+from fxq.errors import StateError
+
 MIN_RESERVED = 64
 """Minimum number of entries that new memory has room for, beside those that it holds."""
 _ATTRIBUTE = "fxq_reserved"
@@ -27,6 +29,7 @@ class _Reserved:
         capacity: number of entries along that axis that the memory has room for.
         used: number of entries that were written. A result that ends there is continued in place.
         version: PyTorch's count of writes into the memory after the last entry was written.
+        is_shared: whether several results are in the memory.
         lock: is held while entries are claimed.
     """
 
@@ -37,23 +40,36 @@ class _Reserved:
     capacity: int
     used: int
     version: int
+    is_shared: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def is_latest(self, past: Tensor) -> bool:
-        """Whether a tensor is the latest result in this memory, or the end of it: nothing was written after it."""
+        """Whether a tensor is the latest result in this memory, or the end of it."""
         fits = past.dtype is self.dtype and past.stride() == self.strides and _without(past, self.dim) == self.sizes
-        fits = fits and _version(past) == self.version
         first, rest = divmod(int(past.storage_offset()), self.strides[self.dim])
         return fits and not rest and first + past.shape[self.dim] == self.used
 
-    def claims(self, past: Tensor, count: int) -> bool | None:
-        """Claim room for `count` entries after `past`. Returns whether there is; None if `past` is not the latest."""
-        with self.lock:
-            if not self.is_latest(past):
-                return None
-            has_room = self.used + count <= self.capacity
-            self.used += count if has_room else 0
-        return has_room
+    def continued(self, past: Tensor, new: Tensor) -> Tensor | None:
+        """Write `new` after `past`, which is locked. Returns both; None if `past` is not the latest, or has no room.
+
+        Raises:
+            StateError: a caller has written into the memory, and several results are in it.
+        """
+        if past._version != self.version:
+            if self.is_shared:
+                raise StateError(
+                    "a state was written to after the model returned it. It shares memory with states of earlier and "
+                    "later calls, which the write has changed, too: write to a copy, state = state.clone()."
+                )
+            return None
+        length, count = past.shape[self.dim], new.shape[self.dim]
+        if self.used + count > self.capacity or not self.is_latest(past):
+            return None
+        sizes = (*past.shape[: self.dim], length + count, *past.shape[self.dim + 1 :])
+        result = past.as_strided(sizes, past.stride(), past.storage_offset())
+        result.narrow(self.dim, length, count).copy_(new)
+        self.used, self.version, self.is_shared = self.used + count, result._version, True
+        return result
 
 
 def appended(past: Tensor, new: Tensor, dim: int) -> Tensor:
@@ -61,38 +77,46 @@ def appended(past: Tensor, new: Tensor, dim: int) -> Tensor:
 
     A result that is passed in again gets memory with room for more entries. Later entries are written into that memory,
     after those of `past`, if `past` is the latest result in it. Otherwise, as for a second continuation of one `past`,
-    both are copied. Results of successive calls therefore share memory: all of them stay correct as long as the caller
-    writes to none of them. They are contiguous only if no axis before `dim` has more than one entry.
+    both are copied. Results of successive calls therefore share memory, so that the caller must not write to them: the
+    next call with one of them raises an error. They are contiguous only if no axis before `dim` has several entries.
 
     Args:
         past: tensor of any shape and dtype.
         new: tensor of the same shape, but for the axis `dim`.
         dim: axis to concatenate along.
+
+    Raises:
+        StateError: `past` shares memory with other results, and was written to, or one of them.
     """
     if torch.compiler.is_compiling() or _get_tracing_state() is not None or peek_interpreter_stack() is not None:
         return torch.cat([past, new], dim)
     axis = dim % max(past.dim(), 1)
     if not _may_share(past, new) or _without(past, axis) != _without(new, axis) or 0 in (past.numel(), new.numel()):
-        return _marked(torch.cat([past, new], dim), axis)
+        return _concatenated(past, new, axis)
     reserved: _Reserved | None = getattr(past.untyped_storage(), _ATTRIBUTE, None)
-    length, count = past.shape[axis], new.shape[axis]
-    has_room = None if reserved is None or reserved.dim != axis else reserved.claims(past, count)
-    if has_room is None:
+    if reserved is None or reserved.dim != axis:
+        return _concatenated(past, new, axis)
+    with reserved.lock:
+        result = reserved.continued(past, new)
+    if result is not None:
+        return result
+    if not reserved.is_latest(past):
+        return _concatenated(past, new, axis)
+    length = past.shape[axis] + new.shape[axis]
+    room = max(length // 2, MIN_RESERVED)
+    with torch.inference_mode(False), torch.no_grad():  # inference tensors do not count writes
+        memory = past.new_empty((*past.shape[:axis], length + room, *past.shape[axis + 1 :]))
+    result = memory.narrow(axis, 0, length)
+    torch.cat([past, new], axis, out=result)
+    return _marked(result, axis, memory)
+
+
+def _concatenated(past: Tensor, new: Tensor, axis: int) -> Tensor:
+    """Return a concatenation that is the first result in its memory. Without gradients, it is no inference tensor."""
+    if torch.is_grad_enabled():
         return _marked(torch.cat([past, new], axis), axis)
-    sizes = (*past.shape[:axis], length + count, *past.shape[axis + 1 :])
-    if has_room:
-        result = past.as_strided(sizes, past.stride(), past.storage_offset())
-    else:
-        room = max((length + count) // 2, MIN_RESERVED)
-        memory = past.new_empty((*past.shape[:axis], length + count + room, *past.shape[axis + 1 :]))
-        result = memory.narrow(axis, 0, length + count)
-        result.narrow(axis, 0, length).copy_(past)
-    result.narrow(axis, length, count).copy_(new)
-    if not has_room:
-        return _marked(result, axis, memory)
-    assert reserved is not None
-    reserved.version = _version(result)
-    return result
+    with torch.inference_mode(False), torch.no_grad():
+        return _marked(torch.cat([past, new], axis), axis)
 
 
 def _may_share(past: Tensor, new: Tensor) -> bool:
@@ -106,14 +130,8 @@ def _may_share(past: Tensor, new: Tensor) -> bool:
         and _is_plain(past)
         and _is_plain(new)
         and (past.dtype, past.device, past.dim()) == (new.dtype, new.device, new.dim())
-        and past.is_inference() == torch.is_inference_mode_enabled()
         and not (past.device.type == "cpu" and past.is_shared())
     )
-
-
-def _version(tensor: Tensor) -> int:
-    """Number of writes into a tensor and its views. Inference tensors do not count them."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -133,9 +151,9 @@ def _marked(result: Tensor, axis: int, memory: Tensor | None = None) -> Tensor:
         axis: the growing axis.
         memory: tensor that the result is the first part of, along this axis; None: the result itself.
     """
-    if _is_plain(result) and result.numel():
+    if _is_plain(result) and result.numel() and not result.is_inference():
         sizes, used = _without(result, axis), result.shape[axis]
         capacity = used if memory is None else memory.shape[axis]
-        reserved = _Reserved(sizes, result.stride(), result.dtype, axis, capacity, used, _version(result))
+        reserved = _Reserved(sizes, result.stride(), result.dtype, axis, capacity, used, result._version)
         setattr(result.untyped_storage(), _ATTRIBUTE, reserved)
     return result

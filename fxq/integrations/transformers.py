@@ -31,7 +31,7 @@ from fxq.quant.spec import WEIGHT, QuantConfig, is_low_bit
 from fxq.recipe.recipe import Recipe
 from fxq.recipe.selector import Selector, as_selector, by_op
 from fxq.tracing.part_shell import PartShell
-from fxq.workflow.programs import check_overrides, quantize_programs
+from fxq.workflow.programs import check_program_overrides, quantize_programs
 
 _PROMPT, _PAST, _BATCH, _ENCODED = 3, 5, 2, 7
 """Sizes of the calls that a model is traced with: new tokens, past tokens, sequences, tokens of the encoder."""
@@ -99,7 +99,7 @@ def quantize_generator(
         calls[name] = Batch((), shell.arguments(example.args, example.kwargs)[0])
     batches = (shell.arguments(batch.args, batch.kwargs)[0] for batch in for_decoder)
     shell.programs = programs_of(model, calls, None if data is None else batches)
-    check_overrides(model, recipe, selecting)
+    check_program_overrides(model, recipe, selecting)
     return shell.eval()
 
 

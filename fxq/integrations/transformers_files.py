@@ -119,6 +119,7 @@ class FxqQuantizer(HfQuantizer):
             quantized = quantize_loaded(copy.copy(model), config.recipe)  # its programs may keep the float model
         else:
             vars(model).update(self._removed)
+            model.tie_weights()  # its placeholders, too
             for name in ("_keys_to_ignore_on_load_unexpected", "_is_hf_initialized", "hf_quantizer"):
                 vars(model).pop(name, None)
             del model.config.transformers_weights

@@ -19,6 +19,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.modeling_outputs import BaseModelOutput
 
 from fxq.errors import InputError
+from fxq.integrations.transformers_shell import CHANGED_TOO_LATE, PROGRAMS, placeholders, shell_of
 from fxq.programs.quantized_programs import QuantizedPrograms
 from fxq.saved.records import to_plain
 
@@ -170,6 +171,23 @@ class QuantizedPart:
     programs: QuantizedPrograms
     config: Any
 
+    def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        """Return the number of parameters of the float model. None of them is trainable."""
+        own: Any = self
+        modules = [*own.modules()]
+        tables = [id(vars(m).get("weight")) for m in modules if exclude_embeddings and isinstance(m, nn.Embedding)]
+        weights = {id(weight): weight for weight in placeholders(own) if isinstance(weight, nn.Parameter)}
+        return 0 if only_trainable else sum(weight.numel() for key, weight in weights.items() if key not in tables)
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse a change, for methods of transformers that read the weights for it."""
+        raise InputError(CHANGED_TOO_LATE)
+
+    resize_token_embeddings = resize_position_embeddings = init_weights = _refuse
+
+    def tie_weights(self, *args: Any, **kwargs: Any) -> None:
+        """Leave the weights as they are in the graphs, where those that the float model ties are tied."""
+
     def save_pretrained(self, save_directory: str | os.PathLike[str], **options: Any) -> None:
         """Save the model to a folder, for `from_pretrained` of its class and `fxq.load`: programs and configuration.
 
@@ -225,10 +243,16 @@ class QuantizedPart:
 
     @property
     def device(self) -> torch.device:
-        """Device of the programs. `generate` reads it for each token, and the other submodules have no tensors."""
+        """Device of the programs, which `generate` reads for each token; without programs, of the float model."""
         own: Any = self
-        holder: Any = own._modules.get("programs", own)
-        return next(tensor.device for tensor in itertools.chain(holder.parameters(), holder.buffers()))
+        holder: Any = own._modules.get(PROGRAMS)
+        tensors = placeholders(own) if holder is None else itertools.chain(holder.parameters(), holder.buffers())
+        return next(tensor.device for tensor in tensors)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the float model's weights."""
+        return next(tensor.dtype for tensor in placeholders(self) if tensor.is_floating_point())
 
     def _get_name(self) -> str:
         return type(self).__qualname__
@@ -324,7 +348,22 @@ class QuantizedGenerator(QuantizedPart):
         return result if as_dict else result.to_tuple()
 
 
-_MIXINS = {"QuantizedEncoder": QuantizedEncoder, "QuantizedGenerator": QuantizedGenerator}
+class QuantizedInside(QuantizedPart):
+    """Mixin for models inside a quantized one, such as the decoder of a language model, which refuse calls."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse the call.
+
+        Raises:
+            InputError: always. The weights are in the graphs of the whole model.
+        """
+        raise InputError(
+            f"this {float_class_of(type(self)).__name__} is inside a quantized model, whose graphs have its weights: "
+            f"call the whole model, or quantize this one by itself, as in fxq.quantize(float_model.model, recipe)."
+        )
+
+
+_MIXINS = {mixin.__name__: mixin for mixin in (QuantizedEncoder, QuantizedGenerator, QuantizedInside)}
 
 
 def _bound(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -365,7 +404,7 @@ _CLASSES: dict[tuple[str, type], type] = {}
 
 def float_class_of(quantized_class: type) -> type:
     """Class of the float module that a quantized module was made from."""
-    return next(base for base in quantized_class.__mro__[1:] if not issubclass(base, QuantizedPart))
+    return next(base for base in quantized_class.__mro__ if not issubclass(base, QuantizedPart))
 
 
 def _class_for(mixin: type, float_class: Any) -> Any:
@@ -389,9 +428,12 @@ def _constructed(mixin: str, float_class: Any) -> Any:
 
 
 def without_tensors(model: PreTrainedModel) -> Any:
-    """Copy of a model without its parameters and buffers."""
-    tensors = (*model.parameters(), *model.buffers())
-    return copy.deepcopy(model, {id(tensor): None for tensor in tensors})
+    """Copy of a model without tensors, of which only the whole can be called. See `make_quantized`."""
+    shell = shell_of(model)
+    for module in shell.modules():
+        if module is not shell and isinstance(module, PreTrainedModel):
+            make_quantized(module, QuantizedInside)
+    return shell
 
 
 def make_quantized(module: nn.Module, mixin: type, **attributes: Any) -> Any:
@@ -399,10 +441,10 @@ def make_quantized(module: nn.Module, mixin: type, **attributes: Any) -> Any:
 
     Args:
         module: the module; keeps its configuration and its submodules, without their tensors.
-        mixin: `QuantizedGenerator` or `QuantizedEncoder`.
+        mixin: a subclass of `QuantizedPart`.
         attributes: attributes of the mixin.
     """
-    module.__class__ = _class_for(mixin, type(module))
+    module.__class__ = _class_for(mixin, float_class_of(type(module)))
     for name, value in attributes.items():
         setattr(module, name, value)
     return module

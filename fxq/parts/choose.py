@@ -22,7 +22,9 @@ from fxq.graph.info import info
 from fxq.graph.text.text_writer import write_graph
 from fxq.parts.counting import MacCounter, counting_macs
 from fxq.parts.part import kind_of
+from fxq.programs.fitting import first_fitting
 from fxq.recipe.recipe import Recipe
+from fxq.recipe.recipe_checks import check_selectors
 from fxq.recipe.selector import Selector, ancestors
 from fxq.tracing.failure import locate_failure
 from fxq.tracing.part_shell import PartShell
@@ -100,15 +102,11 @@ class PartPlan:
 
     def fitting(self, batch: Batch) -> ObservedModel | None:
         """Return the prepared graph that takes a call; None if there is none."""
-        for observed in self.programs.values():
-            example = copied(batch)
-            try:
-                with torch.no_grad():
-                    nn.Module.__call__(observed.traced.gm, *example.args, **example.kwargs)
-            except (InputError, TypeError):
-                continue
-            return observed
-        return None
+        example = copied(batch)
+        calls = ((name, partial(nn.Module.__call__, own.traced.gm)) for name, own in self.programs.items())
+        with torch.no_grad():
+            name = first_fitting(calls, example.args, example.kwargs).key
+        return None if name is None else self.programs[name]
 
     def add_program(self, batch: Batch, prepare: Prepare) -> ObservedModel:
         """Trace and prepare a further graph for a call.
@@ -234,7 +232,7 @@ def choose_parts(model: nn.Module, recipe: Recipe, example: Batch, prepare: Prep
         pending = divided
     order = {id(module): i for i, module in enumerate(model.modules())}
     choice.parts.sort(key=lambda plan: order[id(plan.module)])
-    check_overrides(model, recipe, selecting)
+    check_part_overrides(model, recipe, selecting)
     return choice
 
 
@@ -272,16 +270,12 @@ def recipe_of_part(recipe: Recipe, path: str, module: nn.Module) -> Recipe:
     return replace(recipe, leaf_modules=leaves, part_modules=(), strict_trace=False, min_sqnr=None)
 
 
-def check_overrides(model: nn.Module, recipe: Recipe, selecting: set[int]) -> None:
+def check_part_overrides(model: nn.Module, recipe: Recipe, selecting: set[int]) -> None:
     """Raise `RecipeError` for an override that selects nothing in any part, and no module outside of them."""
     types = {path: type(module) for path, module in model.named_modules(remove_duplicate=False)}
-    for i, (selector, _) in enumerate(recipe.overrides):
-        if i not in selecting and not any(selector.matches(path, (), types) for path in types):
-            near = selector.near_misses(types, ())
-            raise RecipeError(
-                f"the override for {selector} selects nothing in the parts of this model; "
-                f"{'near: ' + ', '.join(near) if near else 'nothing looks like it'}."
-            )
+    selectors = [selector for selector, _ in recipe.overrides]
+    outside = {i for i, selector in enumerate(selectors) if any(selector.matches(path, (), types) for path in types)}
+    check_selectors(selectors, types, selecting | outside, "the parts")
 
 
 def recorded_calls(model: nn.Module, example: Batch, modules: Mapping[str, nn.Module]) -> dict[str, RecordedCalls]:

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_flatten
 from fxq.errors import InputError, words_of
 from fxq.model import QuantizedModel
 from fxq.parts.copying import copy_of
+from fxq.programs.fitting import first_fitting
 
 
 class Part(nn.Module):
@@ -148,16 +149,14 @@ class Programs(nn.Module):
 
     def _tried(self, args: Any, kwargs: Mapping[str, Any]) -> tuple[int, Any]:
         """Number of the first graph that takes a call, that of the float module after them; and its result."""
-        errors: list[Exception] = []
-        for i, graph in enumerate(self.graphs):
-            try:
-                return i, graph(*args, **kwargs)
-            except (InputError, TypeError) as error:
-                errors.append(error)
+        fitting = first_fitting(enumerate(self.graphs), args, kwargs)
+        if fitting.key is not None:
+            return fitting.key, fitting.result
         if self.float_module is not None:
             return len(self.graphs), self.float_module(*args, **kwargs)
-        names, why = ", ".join(self.names), words_of(errors[0])
-        raise InputError(f"none of the graphs {names} takes this call: {why}") from errors[0]
+        error = fitting.refusals[0][1]
+        names, why = ", ".join(self.names), words_of(error)
+        raise InputError(f"none of the graphs {names} takes this call: {why}") from error
 
 
 MAX_KINDS = 256

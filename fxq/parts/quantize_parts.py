@@ -19,7 +19,16 @@ from fxq.errors import RecipeError, TraceError, warn
 from fxq.ledger.output_check import rank
 from fxq.model import QuantizedModel
 from fxq.parts.absent import AbsentTensor
-from fxq.parts.choose import Choice, PartPlan, Prepare, call, check_overrides, choose_parts, hooked_run, recipe_of_part
+from fxq.parts.choose import (
+    Choice,
+    PartPlan,
+    Prepare,
+    call,
+    check_part_overrides,
+    choose_parts,
+    hooked_run,
+    recipe_of_part,
+)
 from fxq.parts.copying import copy_of
 from fxq.parts.counting import MacCounter
 from fxq.parts.part import Programs, graphs_in, tensors_of
@@ -159,7 +168,7 @@ class PartsRun:
             types = {path: type(module) for path, module in self.model.named_modules()}
             selectors = [selector for selector, _ in recipe.overrides]
             selecting = {i for i, s in enumerate(selectors) if any(s.matches(path, (op,), types) for path, op in ops)}
-            check_overrides(self.model, recipe, selecting)
+            check_part_overrides(self.model, recipe, selecting)
         programs = self.programs_of(graphs)
         model = with_parts(self.model, programs, self.weights).eval()
         by_name = {name: graph for own in graphs.values() for name, graph in own.items()}

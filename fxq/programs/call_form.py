@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +18,12 @@ class CallForm:
 
     Attributes:
         arguments: structure of each argument that is passed and differs from its default, in the order of forward.
+        positional: number of the first arguments that are passed by position, of which the last is forward's `*args`.
+            0: forward has none, and all arguments are passed by name.
     """
 
     arguments: tuple[tuple[str, Structure], ...]
+    positional: int = 0
 
     def __str__(self) -> str:
         return ", ".join(f"{name}={_brief(structure)}" for name, structure in self.arguments)
@@ -67,6 +70,12 @@ class CallForm:
         """
         added = {} if containers is None else containers
         return {name: put_together(structure, leaves, added) for name, structure in self.arguments}
+
+    def called(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+        """Call a function with the arguments that `call_arguments` returns."""
+        names = [name for name, _ in self.arguments]
+        *first, spread = [arguments[name] for name in names[: self.positional]] or [()]
+        return function(*first, *spread, **{name: arguments[name] for name in names[self.positional :]})
 
 
 _MAX_TEXT = 60
@@ -121,19 +130,21 @@ def form_of(signature: inspect.Signature, batch: Batch) -> tuple[CallForm, Leave
         bound = signature.bind_partial(*batch.args, **batch.kwargs)
     except TypeError as error:
         raise InputError(f"the arguments {batch} do not fit the model: {error}.") from error
+    spread = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_POSITIONAL), "")
+    positional, by_position = 0, spread in bound.arguments
     leaves: Leaves = {}
     arguments: dict[str, Any] = {}
     for name, value in bound.arguments.items():
         parameter = signature.parameters[name]
-        if parameter.kind is parameter.VAR_POSITIONAL:
-            raise InputError("a model that takes *args cannot be called with containers; name its inputs in forward.")
         if parameter.kind is parameter.VAR_KEYWORD:
             arguments.update(value)
-        elif not _is_default(value, parameter.default):
+        elif by_position or not _is_default(value, parameter.default):
             arguments[name] = value
+        if name == spread:
+            positional, by_position = len(arguments), False
     names = ContainerNames()
     structures = tuple((name, taken_apart(value, name, leaves, containers=names)) for name, value in arguments.items())
-    return CallForm(structures), leaves, names.values
+    return CallForm(structures, positional), leaves, names.values
 
 
 def _is_default(value: Any, default: Any) -> bool:

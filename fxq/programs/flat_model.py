@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fxq.common.containers import ContainerNames, Leaves, Structure, put_together, taken_apart
 from fxq.common.data import Batch
 from fxq.common.isolation import copied, seeded, untouched
+from fxq.common.writes import WriteWatch
 from fxq.errors import InputError, TraceError, words_of
 from fxq.programs.call_form import CallForm, form_of, structure_difference
 from fxq.tracing.fidelity import same_values
@@ -114,9 +115,9 @@ def flat_model(
     own = vars(model).get("forward")
     bound = own if own is not None else type(model).forward.__get__(flat)
 
-    def call(**arguments: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         with around():
-            return bound(**arguments)
+            return bound(*args, **kwargs)
 
     try:
         with untouched(model), seeded(), torch.no_grad():
@@ -160,36 +161,46 @@ def _outputs(
     """
     containers: dict[str, Any] = {}
     arguments = form.call_arguments(inputs, containers)
-    versions = {name: leaf._version for name, leaf in inputs.items() if isinstance(leaf, Tensor) and not is_value(leaf)}
-    result = call(**arguments)
+    real = {name: leaf for name, leaf in inputs.items() if isinstance(leaf, Tensor) and not is_value(leaf)}
+    with WriteWatch(leaf for leaf in real.values() if leaf.numel()) if real else nullcontext() as watch:
+        result = form.called(call, arguments)
+    written = set(map(id, watch.written)) if watch is not None else set()
     outputs: Leaves = {}
     changed, kept = [], []
-    names, own = ContainerNames(containers), {id(inputs[name]): name for name in versions}
+    names, own = ContainerNames(containers), {id(leaf): name for name, leaf in real.items()}
     for name, structure in form.arguments:
         after: Leaves = {}
         now = taken_apart(arguments[name], f"new_{name}", after, leaf_kind=_traced_kind, containers=names)
-        if name in changed_names or _differs(structure, now, inputs, after, versions):
+        if name in changed_names or _differs(structure, now, inputs, after, written):
             outputs |= after
             changed.append((name, now))
             befores = {new: own[id(leaf)] for new, leaf in after.items() if id(leaf) in own}
-            kept += [(new, was, inputs[was]._version != versions[was]) for new, was in befores.items()]
+            kept += [(new, was, id(inputs[was]) in written) for new, was in befores.items()]
     returned = taken_apart(result, "output", outputs, leaf_kind=_traced_kind, containers=names)
     return ResultForm(tuple(changed), returned, tuple(kept)), outputs
 
 
-def _differs(before: Structure, after: Structure, inputs: Leaves, outputs: Leaves, versions: Mapping[str, int]) -> bool:
-    """Whether a call replaced parts of a container, changed them in place, or changed the structure."""
+def _differs(before: Structure, after: Structure, inputs: Leaves, outputs: Leaves, written: Collection[int]) -> bool:
+    """Whether a call replaced parts of a container, wrote into them, or changed the structure.
+
+    Args:
+        before: structure before the call.
+        after: structure after the call.
+        inputs: leaves before the call.
+        outputs: leaves after the call.
+        written: ids of tensors that the call wrote into.
+    """
     if before.kind == after.kind == "leaf":
         was, now = inputs[before.name], outputs[after.name]
         if is_value(was):
             return was is not now
-        return was is not now or was._version != versions[before.name] if isinstance(was, Tensor) else bool(was != now)
+        return was is not now or id(was) in written if isinstance(was, Tensor) else bool(was != now)
     if replace(before, parts=()) != replace(after, parts=()):
         return True
     if [key for key, _ in before.parts] != [key for key, _ in after.parts]:
         return True
     pairs = zip(before.parts, after.parts, strict=True)
-    return any(_differs(a, b, inputs, outputs, versions) for (_, a), (_, b) in pairs)
+    return any(_differs(a, b, inputs, outputs, written) for (_, a), (_, b) in pairs)
 
 
 def _difference(first: ResultForm, second: ResultForm) -> str:
@@ -218,8 +229,8 @@ def changed_arguments(model: nn.Module, batch: Batch) -> list[str]:
     if names:
         return names
 
-    def call(**arguments: Any) -> None:
-        model(**arguments)
+    def call(*args: Any, **kwargs: Any) -> None:
+        model(*args, **kwargs)
 
     try:
         with untouched(model), seeded(), torch.no_grad():

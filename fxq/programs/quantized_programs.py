@@ -19,13 +19,14 @@ from fxq.common.container_data import as_data, from_data
 from fxq.common.containers import Leaves, Structure
 from fxq.common.data import Batch
 from fxq.common.files import as_path
-from fxq.errors import FileError, InputError, warn, words_of
+from fxq.errors import FileError, InputError, warn
 from fxq.ledger.comparison import Comparison
 from fxq.ledger.ledger import Ledger
 from fxq.ledger.qparams_table import ModelQParams
 from fxq.model import QuantizedModel, remade
 from fxq.pipeline.history import History
 from fxq.programs.call_form import CallForm, form_of
+from fxq.programs.fitting import first_fitting
 from fxq.programs.flat_model import ResultForm
 from fxq.recipe.recipe import Recipe
 from fxq.report.report import report_data, write_page
@@ -158,25 +159,19 @@ class QuantizedPrograms(nn.Module):
 
     def _run_fitting(self, form: CallForm, leaves: Leaves) -> tuple[Program, Leaves]:
         """Run the program that fits a call. Raises `InputError` if none does."""
-        fitting = [program for program in self._programs.values() if program.form is form or program.form == form]
-        if not fitting:
+        candidates = [program for program in self._programs.values() if program.form is form or program.form == form]
+        if not candidates:
             raise InputError(self._no_program(form))
-        key = tuple(map(_size_class, leaves.values())) if len(fitting) > 1 else ()
-        kind = (fitting[0].name, key)
+        if len(candidates) == 1:
+            return candidates[0], candidates[0].qmodel(**leaves)
+        kind = (candidates[0].name, tuple(map(_size_class, leaves.values())))
         last = self._last.get(kind)
-        refusals = []
-        for program in sorted(fitting, key=lambda program: program.name != last):
-            try:
-                outputs = program.qmodel(**leaves)
-            except InputError as error:
-                if len(fitting) == 1:
-                    raise
-                refusals.append(f"{program.name}: {words_of(error)}")
-                continue
-            if len(fitting) > 1:
-                self._last[kind] = program.name
-            return program, outputs
-        raise InputError(f"no program fits these inputs: {'; '.join(refusals)}")
+        candidates.sort(key=lambda program: program.name != last)
+        fitting = first_fitting(((program.name, program.qmodel) for program in candidates), kwargs=leaves)
+        if fitting.key is None:
+            raise InputError(f"no program fits these inputs: {fitting}")
+        self._last[kind] = fitting.key
+        return self._programs[fitting.key], fitting.result
 
     def _no_program(self, form: CallForm) -> str:
         """Message for a call of a form that no program has."""
@@ -271,6 +266,7 @@ class QuantizedPrograms(nn.Module):
         programs = {
             name: {
                 "arguments": [[argument, as_data(structure)] for argument, structure in program.form.arguments],
+                "positional": program.form.positional,
                 "changed": [[argument, as_data(structure)] for argument, structure in program.results.changed],
                 "result": as_data(program.results.result),
                 "kept": [list(kept) for kept in program.results.kept],
@@ -300,7 +296,7 @@ class QuantizedPrograms(nn.Module):
         ]
         programs = []
         for name, about in description["programs"].items():
-            form = CallForm(_structures(about["arguments"]))
+            form = CallForm(_structures(about["arguments"]), int(about.get("positional", 0)))
             kept = tuple((str(name), str(before), bool(written)) for name, before, written in about["kept"])
             results = ResultForm(_structures(about["changed"]), from_data(about["result"]), kept)
             programs.append(Program(name, form, results, models[name]))

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from fxq.errors import RecipeError, unknown
 from fxq.quant.observers import MinMax, MovingAverage, observer_named
 from fxq.quant.spec import ROLES, QuantConfig, Role, TensorSpec
+
+if TYPE_CHECKING:
+    from fxq.recipe.selector import Selector
 
 
 def check_preset(preset: str) -> None:
@@ -158,3 +162,21 @@ def _unsupported_spec(role: Role, spec: TensorSpec) -> Iterator[str]:
     if (spec.per if spec.block is None else "a block size") not in _PER[role]:
         choices = " or ".join("a block size" if per == "a block size" else f'per="{per}"' for per in _PER[role])
         yield f"per={spec.per!r} for the {role} is not supported yet: use {choices}."
+
+
+def check_selectors(
+    selectors: Sequence[Selector], modules: Mapping[str, type], selecting: Collection[int], place: str
+) -> None:
+    """Raise `RecipeError` for an override that selects nothing in any graph of a model.
+
+    Args:
+        selectors: selectors of the overrides.
+        modules: class of each module of the float model by path, for hints.
+        selecting: numbers of the overrides that select something.
+        place: where they select nothing, for the message.
+    """
+    for i, selector in enumerate(selectors):
+        if i not in selecting:
+            near = selector.near_misses(modules, set())
+            hint = f"near: {', '.join(near)}" if near else "nothing looks like it"
+            raise RecipeError(f"the override for {selector} selects nothing in {place} of this model; {hint}.")

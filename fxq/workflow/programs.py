@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,13 +19,15 @@ from fxq.common.containers import Leaves
 from fxq.common.data import Batch, as_batch, batches, naming_batch
 from fxq.common.isolation import copied
 from fxq.common.progress import progress_bar
-from fxq.errors import InputError, RecipeError
+from fxq.errors import InputError, warn
 from fxq.ledger.float_record import checksums
 from fxq.pipeline.samples import has_enough
 from fxq.programs.call_form import CallForm, form_of
+from fxq.programs.fitting import first_fitting
 from fxq.programs.flat_model import ResultForm, changed_arguments, flat_batch, flat_model
 from fxq.programs.quantized_programs import Program, QuantizedPrograms
 from fxq.recipe.recipe import Recipe
+from fxq.recipe.recipe_checks import check_selectors
 from fxq.workflow.fastest import converted_for_recipe, prepared_for_recipe
 from fxq.workflow.steps import check_model
 
@@ -36,16 +39,9 @@ def needs_programs(model: nn.Module, recipe: Recipe, examples: Sequence[Batch]) 
     """Whether a model is to be quantized as `QuantizedPrograms`.
 
     It is for several examples, and for arguments that hold registered containers or that the model changes: its other
-    forms deliver no changes. Parts that the recipe names are called by the float model, which changes its arguments. A
-    single tensor is no state beside an input: models such as those that begin with an in-place activation use it as
-    working memory, and one graph leaves it unchanged.
+    forms deliver no changes. Parts that the recipe names are called by the float model, which changes its arguments.
     """
-    if len(examples) > 1:
-        return True
-    values = [*examples[0].args, *examples[0].kwargs.values()]
-    if recipe.part_modules or (len(values) == 1 and isinstance(values[0], torch.Tensor)):
-        return False
-    return bool(changed_arguments(model, examples[0]))
+    return len(examples) > 1 or (not recipe.part_modules and bool(changed_arguments(model, examples[0])))
 
 
 def examples_of(example_inputs: Any, model: nn.Module) -> dict[str, Batch]:
@@ -127,14 +123,14 @@ def quantize_programs(
     prepared: list[_Prepared] = []
     for name, batch in examples.items():
         form, leaves, _ = form_of(signature, batch)
-        if any(program.form == form and _runs(program, leaves) for program in prepared):
+        if _serving(prepared, form, leaves, runs=True) is not None:
             continue  # an earlier program serves this call
         prepared.append(_prepared(model, recipe, name, form, leaves, around))
         prepared[-1].observed.manager.context.progress = progress
     selected = set() if selecting is None else selecting
     selected.update(*(program.observed.manager.context.selecting or () for program in prepared))
     if selecting is None:
-        check_overrides(model, recipe, selected)
+        check_program_overrides(model, recipe, selected)
     if data is not None:
         _calibrate(prepared, batches(data, model), signature, progress)
     idle = [program for program in prepared if program.observed.calibrated and not program.observed.batches_seen]
@@ -166,7 +162,7 @@ def check_alone(checkpoint: Any, group: Any, data: Iterable[Any] | None) -> None
         )
 
 
-def check_overrides(model: nn.Module, recipe: Recipe, selecting: Collection[int]) -> None:
+def check_program_overrides(model: nn.Module, recipe: Recipe, selecting: Collection[int]) -> None:
     """Raise `RecipeError` for an override that selects nothing in any program.
 
     Args:
@@ -174,11 +170,8 @@ def check_overrides(model: nn.Module, recipe: Recipe, selecting: Collection[int]
         recipe: the recipe.
         selecting: numbers of the overrides that select something.
     """
-    for i, (selector, _) in enumerate(recipe.overrides):
-        if i not in selecting:
-            near = selector.near_misses({path: type(module) for path, module in model.named_modules()}, set())
-            hint = f"near: {', '.join(near)}" if near else "nothing looks like it"
-            raise RecipeError(f"the override for {selector} selects nothing in any program of this model; {hint}.")
+    types = {path: type(module) for path, module in model.named_modules()}
+    check_selectors([selector for selector, _ in recipe.overrides], types, selecting, "any program")
 
 
 def _prepared(model: nn.Module, recipe: Recipe, name: str, form: CallForm, leaves: Leaves, around: Around) -> _Prepared:
@@ -233,7 +226,7 @@ class ProgramTracer:
                 # Libraries install hooks at the first call that asks for inner values, and note it in attributes, which
                 # `flat_model` restores. An error of this call is raised there.
                 with contextlib.suppress(Exception), torch.no_grad():
-                    self.model(**form.call_arguments(copied(example)))
+                    form.called(self.model, form.call_arguments(copied(example)))
             return _converted(_prepared(self.model, self.recipe, name, form, example, self.around))
 
     def __deepcopy__(self, memo: Any) -> ProgramTracer:
@@ -248,36 +241,64 @@ def _all_checksums(model: nn.Module) -> dict[str, int]:
     return {**checksums(model), **{name: checksum(tensor) for name, tensor in model.named_buffers()}}
 
 
-def _runs(program: _Prepared, leaves: Leaves) -> bool:
-    """Whether the graph of a prepared program is valid for these inputs."""
-    graph = program.observed.traced.gm
-    try:
-        with torch.no_grad():
-            nn.Module.__call__(graph, **leaves)
-    except InputError:
-        return False
-    return True
+def _serving(prepared: Sequence[_Prepared], form: CallForm, leaves: Leaves, runs: bool = False) -> _Prepared | None:
+    """The first prepared program that takes a call; None if none does.
+
+    Args:
+        prepared: the programs.
+        form: form of the call.
+        leaves: tensors and numbers of the call by name.
+        runs: whether to run the graph even if only one has this form.
+    """
+    candidates = [program for program in prepared if program.form == form]
+    if len(candidates) == 1 and not runs:
+        return candidates[0]
+    calls = ((i, partial(nn.Module.__call__, program.observed.traced.gm)) for i, program in enumerate(candidates))
+    with torch.no_grad():
+        at = first_fitting(calls, kwargs=leaves).key
+    return None if at is None else candidates[at]
 
 
 def _calibrate(
     prepared: Sequence[_Prepared], data: Iterable[Batch], signature: inspect.Signature, progress: bool | None
 ) -> None:
-    """Run each batch through the observed model of the program that serves it."""
+    """Run each batch through the observed model of the program that serves it.
+
+    Without calibrated ranges, data may be endless, although a program never gets a batch.
+    """
+    unused = 0
     with torch.no_grad(), progress_bar("calibrating", None, progress) as advance:
         for i, batch in enumerate(data):
             form, leaves, _ = form_of(signature, batch)
-            fitting = [program for program in prepared if program.form == form]
-            if len(fitting) > 1:
-                fitting = [program for program in fitting if _runs(program, leaves)]
-            if not fitting:
+            program = _serving(prepared, form, leaves)
+            if program is None:
                 raise InputError(f"data, batch {i}: no example is a call of the form ({form}) with such sizes.")
-            observed = fitting[0].observed
-            if _reads(observed):
+            unused = 0 if _reads(program.observed) else unused + 1
+            if not unused:
                 with naming_batch(i, batch):
-                    nn.Module.__call__(observed, **leaves)
+                    nn.Module.__call__(program.observed, **leaves)
             advance()
-            if not any(_reads(program.observed) for program in prepared):
+            waiting = [program for program in prepared if _reads(program.observed)]
+            if not waiting:
                 break
+            if unused == MAX_UNUSED:
+                warn(_too_few(waiting, f"{i + 1} batches were read, the last {unused} of them for other programs"))
+                break
+            idle = [program for program in waiting if not program.observed.batches_seen]
+            if i + 1 == MAX_IDLE and idle:
+                warn(_too_few(idle, f"none of the first {i + 1} batches is such a call, and calibration reads on"))
+
+
+MAX_UNUSED = 256
+"""Number of batches in succession that no program needs, after which no more are read."""
+MAX_IDLE = 1024
+"""Number of batches after which a program without a batch is named in a warning."""
+
+
+def _too_few(programs: Sequence[_Prepared], why: str) -> str:
+    """Message on programs that get too few batches."""
+    forms = ", ".join(f"{program.name}({program.form})" for program in programs)
+    return f"data has too few calls of the form {forms}: {why}. Give batches of every form."
 
 
 def _reads(observed: Any) -> bool:

@@ -9,8 +9,8 @@ All tools of a table take turns, in an order drawn anew; of each the least CPU t
 float32. "of a read" is the time of adding up the bytes of the weights as int64 relative to the time of a token, with
 all weights of the decoder as fxq stores them. Perplexity is that of docstrings of Python's library. llama.cpp runs the
 package's Q4_1 file, from which all others got their float weights; its speed is tokens by CPU time, too.
-The stack is 12 linear layers on one row; "rounded rows" are integers with dynamic scales as of `Recipe.dynamic`. Tools that
-are missing are listed as not installed.
+The stack is 12 linear layers on one row; "rounded rows" are integers with dynamic scales as of `Recipe.dynamic`. Tools
+that are missing are listed as not installed.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import fxq
 from fxq.common.appending import appended
 
 
@@ -155,12 +156,32 @@ def test_appending_nothing_returns_a_copy(mode) -> None:
         assert torch.equal(state, whole)
 
 
-def test_a_state_that_was_written_to_is_copied() -> None:
-    state = grown(40)
-    later = appended(state, entries(1), 2)
-    later.mul_(2)
-    last = appended(later, entries(2), 2)
-    assert memory_of(last) != memory_of(later) and torch.equal(last, torch.cat([later, entries(2)], 2))
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("written", [0, 1, 2], ids=["first", "earlier", "latest"])
+def test_a_write_into_shared_memory_is_noticed(written, mode) -> None:
+    """Also if the written state is dropped, and in views; a copy may be written."""
+    with mode():
+        states = [grown(2)]
+        for i in range(2):
+            states.append(appended(states[-1], entries(i), 2))
+        latest = states[2].clone()
+        latest.mul_(2)
+        assert torch.equal(appended(latest, entries(2), 2), torch.cat([latest, entries(2)], 2))
+        appended(states[2], entries(2), 2)[:, :1].add_(1) if written == 2 else states[written][0].zero_()
+        for state in (states.pop(), states.pop()):
+            with pytest.raises(fxq.StateError, match=r"written to.*shares memory.*state\.clone\(\)"):
+                appended(state, entries(3), 2)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_state_alone_in_its_memory_may_be_written(mode) -> None:
+    with mode():
+        state = appended(entries(0, 5), entries(1), 2)
+        for i in range(3):
+            state.mul_(2)
+            want = torch.cat([state, entries(i)], 2)
+            state = appended(state, entries(i), 2)
+            assert torch.equal(state, want)
 
 
 def test_a_state_that_processes_share_is_copied() -> None:
@@ -171,6 +192,11 @@ def test_a_state_that_processes_share_is_copied() -> None:
 
 def test_inference_mode() -> None:
     with torch.inference_mode():
+        state, memory = entries(0, 5), set()
+        for i in range(40):
+            state = appended(state, entries(i), 2)
+            memory.add(memory_of(state))
+        assert len(memory) == 2
         state = grown(5)
         state = appended(state, entries(1), 2)
     later = appended(state, entries(2), 2)

@@ -1,6 +1,7 @@
 """Models that are called with containers and in several forms: one graph for each form, with shared weights."""
 
 import copy
+import itertools
 import pickle
 from collections import OrderedDict
 from contextlib import nullcontext
@@ -209,6 +210,22 @@ def test_no_more_data_is_read_than_the_programs_need():
 
     qmodel = fxq.quantize(branching(), INT8, example_inputs=CALLS, data=endless())
     assert list(qmodel.programs) == list(CALLS)
+
+
+def test_endless_data_that_leaves_a_program_out_ends_with_a_warning():
+    examples = {name: CALLS[name] for name in ("prefill", "masked")}
+    text = r"too few calls of the form masked\(.*: 2[0-9]{2} batches were read, the last 256"
+    with pytest.warns(fxq.FxqWarning, match=text):
+        qmodel = fxq.quantize(branching(), INT8, example_inputs=examples, data=itertools.cycle([CALLS["prefill"]]))
+    assert qmodel(**CALLS["masked"]).shape == qmodel(**CALLS["prefill"]).shape
+
+
+def test_calibration_names_a_program_that_gets_no_batch(monkeypatch):
+    monkeypatch.setattr("fxq.workflow.programs.MAX_IDLE", 4)
+    examples = {name: CALLS[name] for name in ("prefill", "masked")}
+    data = [*[CALLS["prefill"]] * 5, CALLS["masked"]]
+    with pytest.warns(fxq.FxqWarning, match=r"masked\(.*: none of the first 4 batches is such a call"):
+        fxq.quantize(branching(), fxq.Recipe.static(backend="reference"), example_inputs=examples, data=data)
 
 
 def test_a_checkpoint_is_refused(tmp_path):

@@ -134,7 +134,7 @@ def test_models_inputs_and_the_generator_stay_as_they_were():
     model.calls = 0
     model.register_buffer("seen", torch.zeros(1))
     qmodel = fxq.quantize(
-        module(lambda self, x: self.layer(x.mul_(2)), layer=model.layer), REFERENCE, data=[torch.rand(5, 4)]
+        module(lambda self, x: self.layer(x * 2), layer=model.layer), REFERENCE, data=[torch.rand(5, 4)]
     )
     x = torch.ones(5, 4)
     state = torch.get_rng_state()

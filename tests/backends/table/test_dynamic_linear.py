@@ -99,7 +99,7 @@ def test_a_wrong_loop_is_noticed_whatever_the_rows_of_the_example(rows, weight, 
     call = FewRowsProduct.of_integers
     monkeypatch.setattr(FewRowsProduct, "of_integers", lambda self, *args: call(self, *args) * 1.05)
     if weight is None:
-        monkeypatch.setattr(loops("few_rows_loops"), "HAS_VNNI", True)
+        monkeypatch.setattr(loops("few_rows_loops"), "HAS_ROW_DOT", True)
     with pytest.warns(UserWarning):
         qmodel = quantized(weight or fxq.Recipe.dynamic().config.weight, rows)
     assert qmodel.ledger.where(kind="unverified")
