@@ -17,7 +17,7 @@ _ZIPS = {
     ),
 }
 _FIRST = {
-    b"GGUF": ("a GGUF model", "create the nn.Module, then load the float weights that the file was converted from"),
+    b"GGUF": ("a GGUF model", "load its weights into a model, `fxq.load(path, into=model)`"),
     b"<?xml": ("an OpenVINO model, or other XML", "pass the nn.Module that it was converted from"),
     b"\x80": ("a pickle", "create the module, then load its weights"),
 }
