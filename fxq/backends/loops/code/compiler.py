@@ -129,6 +129,14 @@ _names: set[tuple[str, str]] = set()
 """Module and qualified name of each function that Numba compiles."""
 
 
+def _numba() -> Any:
+    """The package numba, told which kind of CPU to compile for. Raises `ImportError` where it is not installed."""
+    import numba
+
+    cpu_kind()
+    return numba
+
+
 def helper(function: Callable[..., object], name: str = "") -> Callable[..., object]:
     """Decorate a function that `compiled` functions may call. Raises `ImportError` where Numba is not installed.
 
@@ -136,8 +144,7 @@ def helper(function: Callable[..., object], name: str = "") -> Callable[..., obj
         function: Function to compile.
         name: Qualified name. Default: the function's own. A factory of closures must give each its own name.
     """
-    import numba
-
+    numba = _numba()
     _claim_name(function, name or function.__qualname__)
     dispatcher: Callable[..., object] = numba.njit(**_OPTIONS)(function)
     return dispatcher
@@ -145,8 +152,7 @@ def helper(function: Callable[..., object], name: str = "") -> Callable[..., obj
 
 def inlined(function: Callable[..., object]) -> Callable[..., object]:
     """Decorate a helper that becomes part of its caller's code, since it is called for each tile or pixel."""
-    import numba
-
+    numba = _numba()
     _claim_name(function, function.__qualname__)
     dispatcher: Callable[..., object] = numba.njit(forceinline=True, **_OPTIONS)(function)
     return dispatcher
