@@ -25,7 +25,7 @@ from fxq.graph.info import info
 from fxq.graph.query import DYNAMIC_GRID_OPS, constant, is_op
 from fxq.graph.region import integer_weight
 from fxq.integrations.transformers import example_call
-from fxq.integrations.transformers_models import QuantizedPart, float_class_of
+from fxq.integrations.transformers_models import QuantizedEncoder, QuantizedGenerator, float_class_of
 from fxq.model import QuantizedModel
 from fxq.quant.qparams import dequantize
 
@@ -150,7 +150,7 @@ def _plain(name: str) -> str:
 
 def _programs(model: Any) -> Iterator[QuantizedModel]:
     for module in model.modules():
-        if isinstance(module, QuantizedPart):
+        if isinstance(module, (QuantizedEncoder, QuantizedGenerator)):
             yield from module.programs.programs.values()
 
 

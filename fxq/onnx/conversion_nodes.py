@@ -275,7 +275,7 @@ def _grid(
     """
     refuse(dtype not in _LIMITS, f"integers of {dtype}")
     (first, step), (second, zero) = _constant(w, scale), _constant(w, zero_point)
-    refuse(zero.is_floating_point(), "its zero points lie between integers")
+    refuse(bool((zero != zero.round()).any()), "its zero points lie between integers")
     refuse(axis is None and step.numel() > 1, "each of its rows has a separate scale")
     low, high = _LIMITS[dtype]
     refuse(bool(((zero < low) | (zero > high)).any()), "its zero point does not fit its dtype")
