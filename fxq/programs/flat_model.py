@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxq.common.code_state import CodeState
 from fxq.common.containers import ContainerNames, Leaves, Structure, put_together, taken_apart
 from fxq.common.data import Batch
 from fxq.common.isolation import copied, seeded, untouched
@@ -233,7 +234,7 @@ def changed_arguments(model: nn.Module, batch: Batch) -> list[str]:
         model(*args, **kwargs)
 
     try:
-        with untouched(model), seeded(), torch.no_grad():
+        with untouched(model, CodeState.of(model).bindings), seeded(), torch.no_grad():
             results, _ = _outputs(call, form, copied(leaves))
     except Exception:  # the user's forward may raise any type of error, which is reported where the model is traced
         return []

@@ -1,5 +1,6 @@
 """Arguments that a model changes, of any kind: the caller sees the changes that the float model makes."""
 
+import contextlib
 import copy
 import warnings
 from dataclasses import dataclass
@@ -316,3 +317,24 @@ def test_one_example_in_the_form_of_several(example):
     qmodel = fxq.quantize(nn.Sequential(nn.Linear(8, 8)).eval(), INT8, example_inputs=example)
     assert qmodel(X).shape == (2, 8)
     assert fxq.prepare(nn.Sequential(nn.Linear(8, 8)).eval(), INT8, example_inputs=example)(X).shape == (2, 8)
+
+
+CALLS_OF_BOTH = {"count": 0}
+
+
+class CountsOutside(nn.Module):
+    """Counts its calls in a variable outside of its modules, without a use for the count."""
+
+    def __init__(self):
+        super().__init__()
+        self.l = nn.Linear(8, 8)
+
+    def forward(self, x, y):
+        CALLS_OF_BOTH["count"] += 1
+        return self.l(x) + y
+
+
+def test_variables_outside_the_modules_are_set_back_after_the_trial_call():
+    with contextlib.suppress(fxq.FxqError):
+        fxq.quantize(CountsOutside().eval(), INT8, data=[(X.clone(), X.clone())])
+    assert CALLS_OF_BOTH == {"count": 0}
