@@ -234,7 +234,7 @@ def changed_arguments(model: nn.Module, batch: Batch) -> list[str]:
         model(*args, **kwargs)
 
     try:
-        with untouched(model, CodeState.of(model).bindings), seeded(), torch.no_grad():
+        with untouched(model, CodeState.of(model).bindings, watches=True), seeded(), torch.no_grad():
             results, _ = _outputs(call, form, copied(leaves))
     except Exception:  # the user's forward may raise any type of error, which is reported where the model is traced
         return []

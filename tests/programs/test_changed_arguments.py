@@ -323,7 +323,7 @@ CALLS_OF_BOTH = {"count": 0}
 
 
 class CountsOutside(nn.Module):
-    """Counts its calls in a variable outside of its modules, without a use for the count."""
+    """Counts its calls in a variable outside of its modules, and clamps its weight in place."""
 
     def __init__(self):
         super().__init__()
@@ -331,10 +331,14 @@ class CountsOutside(nn.Module):
 
     def forward(self, x, y):
         CALLS_OF_BOTH["count"] += 1
+        with torch.no_grad():
+            self.l.weight.clamp_(-0.1, 0.1)
         return self.l(x) + y
 
 
-def test_variables_outside_the_modules_are_set_back_after_the_trial_call():
+def test_all_state_is_set_back_after_the_trial_call():
+    model = CountsOutside().eval()
+    weight = model.l.weight.detach().clone()
     with contextlib.suppress(fxq.FxqError):
-        fxq.quantize(CountsOutside().eval(), INT8, data=[(X.clone(), X.clone())])
-    assert CALLS_OF_BOTH == {"count": 0}
+        fxq.quantize(model, INT8, data=[(X.clone(), X.clone())])
+    assert CALLS_OF_BOTH == {"count": 0} and torch.equal(model.l.weight, weight)
