@@ -211,6 +211,8 @@ def _overlap(box: Tensor, others: Tensor) -> Tensor:
 def log_mel(model: nn.Module, data: Iterable[Any], rate: int, bands: int = 80) -> OutputMetric:
     """Agreement of generated sound with the float model's: minus the mean distance of log-mel spectrograms, in dB.
 
+    Of sounds of different lengths, the first part that both have is compared.
+
     Args:
         model: the float model; the last axis of its first output tensor is time.
         data: batches, as for `fxq.quantize`.

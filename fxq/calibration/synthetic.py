@@ -58,7 +58,7 @@ def synthetic(
     if len(shape) < 2 or any(type(size) is not int or size < 1 for size in shape):
         raise InputError(f"shape is {shape}, not the shape of a batch such as (8, 3, 224, 224).")
     if batches < 1 or steps < 0:
-        raise InputError(f"batches is {batches} and steps is {steps}; there must be at least one batch.")
+        raise InputError(f"batches is {batches} and steps is {steps}: at least 1 batch and 0 steps.")
     if model.training:
         raise InputError("the model is in train mode, so that its statistics would change: call model.eval() first.")
     with torch.inference_mode(False):
@@ -114,6 +114,8 @@ def _matched(
             losses.clear()
             with torch.enable_grad():
                 network(batch)
+                if not losses:
+                    raise InputError("the model calls none of its batch norms, so fxq.synthetic has nothing to match.")
                 total = torch.stack(losses).mean()
             batch.grad = torch.autograd.grad(total, batch)[0]
             optimizer.step()

@@ -118,12 +118,16 @@ class StoredWeights(Mapping[str, "Tensor | GridWeight"]):
         """Read a weight.
 
         Raises:
-            FileError: its tensors have shapes, dtypes or values that its format does not have.
+            FileError: one of its tensors is missing, or has a shape, dtype or values that the format does not have.
+            KeyError: there is no weight of this name.
         """
+        reader = self._readers[name]
         try:
-            return self._readers[name]()
+            return reader()
         except FileError as error:
             raise FileError(f"cannot read {name!r} of {str(self.path)!r}: {error}") from error
+        except KeyError as error:
+            raise FileError(f"cannot read {name!r} of {str(self.path)!r}: there is no tensor {error}.") from error
         except (ValueError, RuntimeError, TypeError, IndexError) as error:  # shapes that do not belong together
             raise FileError(f"cannot read {name!r} of {str(self.path)!r}: {words_of(error)}") from error
 

@@ -42,10 +42,11 @@ def _domain(node: OnnxNode) -> str:
     return _RUNTIME_DOMAIN if node.op_type in _CONTRIBUTED else ""
 
 
-_TYPES = {
+TYPE_NUMBERS = {
     torch.float32: 1, torch.uint8: 2, torch.int8: 3, torch.int16: 5, torch.int32: 6, torch.int64: 7, torch.bool: 9,
     torch.float16: 10, torch.float64: 11, torch.bfloat16: 16,
 }  # fmt: skip
+"""ONNX's type number of each dtype that is written."""
 
 UINT4, INT4 = 21, 22
 """ONNX's type numbers of 4-bit integers, which torch stores in bytes."""
@@ -57,9 +58,9 @@ def onnx_type(dtype: torch.dtype) -> int:
     Raises:
         NotInOnnx: ONNX has no such type.
     """
-    if dtype not in _TYPES:
+    if dtype not in TYPE_NUMBERS:
         raise NotInOnnx(f"ONNX has no type for values of {dtype}")
-    return _TYPES[dtype]
+    return TYPE_NUMBERS[dtype]
 
 
 def _constant(helper: Any, name: str, tensor: Tensor, kind: int) -> Any:

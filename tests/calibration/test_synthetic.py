@@ -85,5 +85,9 @@ def test_refusals():
         fxq.synthetic(nn.BatchNorm1d(3), (2, 3))
     with pytest.raises(fxq.InputError, match=r"not the shape of a batch"):
         fxq.synthetic(network(), (3,))
-    with pytest.raises(fxq.InputError, match=r"at least one batch"):
+    with pytest.raises(fxq.InputError, match=r"at least 1 batch"):
         fxq.synthetic(network(), (2, 3, 16, 16), batches=0)
+    unused = nn.Linear(3, 3).eval()
+    unused.norm = nn.BatchNorm1d(3).eval()
+    with pytest.raises(fxq.InputError, match=r"calls none of its batch norms"):
+        fxq.synthetic(unused, (2, 3))

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 import fxq
@@ -60,6 +61,16 @@ def gptq_folder(path, bits=4, block=16, shift=1, order=None, **config):
         "a.bias": torch.ones(32),
     }
     return folder(path, tensors, {"quant_method": "gptq", "bits": bits, "group_size": block, **config}), floats
+
+
+@pytest.mark.parametrize("missing", ["qzeros", "scales"])
+def test_a_layer_without_one_of_its_tensors(missing, tmp_path):
+    gptq_folder(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys() if name != f"a.{missing}"}  # noqa: SIM118
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(FileError, match=rf"'a.weight'.* no tensor 'a.{missing}'"):
+        open_checkpoint(tmp_path)["a.weight"]
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])

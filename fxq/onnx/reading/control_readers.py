@@ -30,7 +30,7 @@ def read_body(r: Reader, graph: Any, inputs: dict[str, Any]) -> tuple[Any, ...]:
     for initializer in graph.initializer:
         r.values[initializer.name] = r.declare(initializer)
     r.read_all(graph.node)
-    results = tuple(r.values[output.name] for output in graph.output)
+    results = tuple(r.value(output.name) for output in graph.output)
     r.values, r.label, r.outputs = outer, label, count
     return results
 

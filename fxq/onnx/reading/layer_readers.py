@@ -1,9 +1,9 @@
-"""Readers of ONNX ops with weights: convolutions, matrix products, norms, pooling, recurrent layers."""
+"""Readers of ONNX ops with weights: convolutions, matrix products, norms and pooling."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -267,7 +267,11 @@ def rms_norm(r: Reader, x: Any, weight: Any, *, axis: int = -1, epsilon: float =
 
 @reads("LRN")
 def lrn(r: Reader, x: Any, *, size: int, alpha: float = 1e-4, beta: float = 0.75, bias: float = 1.0) -> Any:
-    return r.call(F.local_response_norm, x, size, alpha, beta, bias)
+    if size % 2:
+        return r.call(F.local_response_norm, x, size, alpha, beta, bias)
+    # An even window has one more channel after its middle in ONNX, and before it in PyTorch.
+    turned = r.call(F.local_response_norm, r.call(torch.flip, x, (1,)), size, alpha, beta, bias)
+    return r.call(torch.flip, turned, (1,))
 
 
 @reads("LpNormalization")
@@ -358,121 +362,9 @@ def lp_pool(
     return r.call(torch.pow, total, 1 / p)
 
 
-def _gates(weight: Tensor, order: Sequence[int]) -> Tensor:
-    """Reorder the gates of a recurrent layer from ONNX's order to PyTorch's."""
-    parts = weight.chunk(len(order), 0)
-    return torch.cat([parts[i] for i in order], 0)
-
-
-def _recurrent(
-    r: Reader, layer_type: Callable[..., nn.Module], order: Sequence[int], x: Any, w: Any, rec: Any, bias: Any,
-    lengths: Any, states: Sequence[Any], hidden_size: int, direction: str, layout: int, **options: Any,
-) -> Any:  # fmt: skip
-    refuse(not all(isinstance(v, Tensor) for v in (w, rec)), "its weights are computed")
-    refuse(lengths is not None and not isinstance(lengths, Tensor), "the lengths of its sequences are computed")
-    steps = r.shape_of(x)[1 if layout else 0]
-    if lengths is not None:
-        refuse(varies(steps) or bool((lengths != steps).any()), "its sequences have several lengths")
-    refuse(direction not in ("forward", "bidirectional", "reverse"), f"its direction is {direction!r}")
-    both, backwards = direction == "bidirectional", direction == "reverse"
-    inputs = w.shape[2]
-
-    def build() -> nn.Module:
-        layer = layer_type(inputs, hidden_size, bias=bias is not None, bidirectional=both, **options)
-        values = {}
-        for i in range(2 if both else 1):
-            end = "_l0_reverse" if i else "_l0"
-            values[f"weight_ih{end}"], values[f"weight_hh{end}"] = _gates(w[i], order), _gates(rec[i], order)
-            if bias is not None:
-                first, second = bias[i].chunk(2)
-                values[f"bias_ih{end}"], values[f"bias_hh{end}"] = _gates(first, order), _gates(second, order)
-        layer.load_state_dict(values)
-        return layer
-
-    if layout:
-        x = r.call(torch.transpose, x, 0, 1)
-        states = [None if state is None else r.call(torch.transpose, state, 0, 1) for state in states]
-    if backwards:
-        x = r.call(torch.flip, x, (0,))
-    present = [state for state in states if state is not None]
-    if present and len(present) < len(states):
-        zeros = r.call(torch.zeros_like, present[0])
-        present = [zeros if state is None else state for state in states]
-    start = () if not present else (tuple(present),) if len(states) > 1 else (present[0],)
-    key = ("recurrent", hidden_size, direction, id(rec), id(bias), *options.items())
-    out, last = r.layer(key, w, build, x, *start)
-    if backwards:
-        out = r.call(torch.flip, out, (0,))
-    steps, batch, _ = r.shape_of(out)
-    directions = 2 if both else 1
-    apart = r.call(torch.reshape, out, (steps, batch, directions, hidden_size))
-    outputs = [r.call(torch.permute, apart, (1, 0, 2, 3) if layout else (0, 2, 1, 3))]
-    for state in last if isinstance(last, tuple) else (last,):
-        outputs.append(r.call(torch.transpose, state, 0, 1) if layout else state)
-    return tuple(outputs)
-
-
-def _standard(activations: Any, expected: Sequence[str], rest: dict[str, Any]) -> None:
-    names = [name.lower() for name in activations] if activations else []
-    refuse(
-        names and names != list(expected) * (len(names) // len(expected)),
-        "its activation functions are not the usual ones",
-    )
-    refuse(rest.get("clip"), "it clips its gates")
-
-
-@reads("LSTM")
-def lstm(
-    r: Reader, x: Any, w: Any, rec: Any, bias: Any = None, lengths: Any = None, h: Any = None, c: Any = None,
-    peepholes: Any = None, *, hidden_size: int, direction: str = "forward", layout: int = 0, activations: Any = None,
-    input_forget: int = 0, **rest: Any,
-) -> Any:  # fmt: skip
-    _standard(activations, ("sigmoid", "tanh", "tanh"), rest)
-    refuse(peepholes is not None, "it has peephole connections")
-    refuse(input_forget, "it couples its gates")
-    return _recurrent(r, nn.LSTM, (0, 2, 3, 1), x, w, rec, bias, lengths, (h, c), hidden_size, direction, layout)
-
-
-@reads("GRU")
-def gru(
-    r: Reader, x: Any, w: Any, rec: Any, bias: Any = None, lengths: Any = None, h: Any = None, *, hidden_size: int,
-    direction: str = "forward", layout: int = 0, activations: Any = None, linear_before_reset: int = 0, **rest: Any,
-) -> Any:  # fmt: skip
-    _standard(activations, ("sigmoid", "tanh"), rest)
-    refuse(not linear_before_reset, "it resets its state before the product, unlike PyTorch's GRU")
-    return _recurrent(r, nn.GRU, (1, 0, 2), x, w, rec, bias, lengths, (h,), hidden_size, direction, layout)
-
-
-@reads("RNN")
-def rnn(
-    r: Reader, x: Any, w: Any, rec: Any, bias: Any = None, lengths: Any = None, h: Any = None, *, hidden_size: int,
-    direction: str = "forward", layout: int = 0, activations: Any = None, **rest: Any,
-) -> Any:  # fmt: skip
-    names = {name.lower() for name in activations or ["tanh"]}
-    refuse(names not in ({"tanh"}, {"relu"}) or rest.get("clip"), "its activation functions are not the usual ones")
-    return _recurrent(
-        r, nn.RNN, (0,), x, w, rec, bias, lengths, (h,), hidden_size, direction, layout, nonlinearity=names.pop()
-    )
-
-
-@reads("BiasGelu")
-def bias_gelu(r: Reader, x: Any, bias: Any) -> Any:
-    return r.call(F.gelu, r.call(torch.add, x, bias))
-
-
-@reads("FastGelu")
-def fast_gelu(r: Reader, x: Any, bias: Any = None) -> Any:
-    return r.call(F.gelu, x if bias is None else r.call(torch.add, x, bias), approximate="tanh")
-
-
-@reads("QuickGelu")
-def quick_gelu(r: Reader, x: Any, *, alpha: float = 1.702) -> Any:
-    return r.call(torch.mul, x, r.call(torch.sigmoid, r.call(torch.mul, x, alpha)))
-
-
 @reads("SkipLayerNormalization")
 def skip_layer_norm(
-    r: Reader, x: Any, skip: Any, weight: Any, beta: Any = None, bias: Any = None, *, epsilon: float
+    r: Reader, x: Any, skip: Any, weight: Any, beta: Any = None, bias: Any = None, *, epsilon: float = 1e-12
 ) -> Any:
     total = r.call(torch.add, x, skip)
     total = total if bias is None else r.call(torch.add, total, bias)

@@ -12,17 +12,19 @@ import torch
 from torch import Tensor
 
 from fxq.errors import FileError, words_of
-from fxq.onnx.onnx_objects import NotInOnnx, onnx_package
+from fxq.onnx.onnx_objects import INT4, TYPE_NUMBERS, UINT4, NotInOnnx, onnx_package
 
-DTYPES = {
-    1: torch.float32, 2: torch.uint8, 3: torch.int8, 4: torch.uint16, 5: torch.int16, 6: torch.int32, 7: torch.int64,
-    9: torch.bool, 10: torch.float16, 11: torch.float64, 12: torch.uint32, 13: torch.uint64, 14: torch.complex64,
-    15: torch.complex128, 16: torch.bfloat16, 21: torch.uint8, 22: torch.int8,
+FOUR_BIT = (UINT4, INT4)
+"""ONNX's type numbers of 4-bit integers."""
+
+DTYPES = {number: dtype for dtype, number in TYPE_NUMBERS.items()} | {
+    4: torch.uint16, 12: torch.uint32, 13: torch.uint64, 14: torch.complex64, 15: torch.complex128,
+    UINT4: torch.uint8, INT4: torch.int8,
 }  # fmt: skip
 """Dtype of each of ONNX's type numbers; 4-bit integers are held in bytes."""
 
-FOUR_BIT = (21, 22)
-"""ONNX's type numbers of 4-bit integers."""
+ONNX_DOMAINS = ("", "ai.onnx")
+"""Names of ONNX's own domain of op types."""
 
 MIN_OPSET = 7
 """Oldest version of ONNX's op set that is read."""
@@ -67,7 +69,7 @@ def opset_of(model: Any) -> int:
     Raises:
         FileError: the model names no version, or one that is too old.
     """
-    opset = max((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), default=0)
+    opset = max((entry.version for entry in model.opset_import if entry.domain in ONNX_DOMAINS), default=0)
     if opset < MIN_OPSET:
         raise FileError(f"the model uses opset {opset} of ONNX; fxq reads opset {MIN_OPSET} and newer.")
     return opset
@@ -97,7 +99,7 @@ def constant_of(proto: Any) -> Tensor:
     if dtype is torch.bfloat16:
         return torch.from_numpy(array.view(np.int16).copy()).view(dtype)
     if proto.data_type in FOUR_BIT:
-        array = array.astype(np.uint8 if proto.data_type == 21 else np.int8)
+        array = array.astype(np.uint8 if proto.data_type == UINT4 else np.int8)
     return torch.from_numpy(array.copy()).to(dtype)
 
 

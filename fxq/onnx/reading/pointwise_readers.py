@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fxq.onnx.reading.onnx_file import dtype_of_number
+from fxq.onnx.reading.onnx_file import FOUR_BIT, dtype_of_number
 from fxq.onnx.reading.reader import Reader, Traced, reads
 from fxq.onnx.writer import refuse
 
@@ -114,6 +114,21 @@ def shrink(r: Reader, x: Any, *, bias: float = 0.0, lambd: float = 0.5) -> Any:
 @reads("Gelu")
 def gelu(r: Reader, x: Any, *, approximate: str = "none") -> Any:
     return r.call(F.gelu, x, approximate=approximate)
+
+
+@reads("BiasGelu")
+def bias_gelu(r: Reader, x: Any, bias: Any) -> Any:
+    return r.call(F.gelu, r.call(torch.add, x, bias))
+
+
+@reads("FastGelu")
+def fast_gelu(r: Reader, x: Any, bias: Any = None) -> Any:
+    return r.call(F.gelu, x if bias is None else r.call(torch.add, x, bias), approximate="tanh")
+
+
+@reads("QuickGelu")
+def quick_gelu(r: Reader, x: Any, *, alpha: float = 1.702) -> Any:
+    return r.call(torch.mul, x, r.call(torch.sigmoid, r.call(torch.mul, x, alpha)))
 
 
 @reads("Swish")
@@ -244,7 +259,7 @@ def cast_to(r: Reader, x: Any, dtype: torch.dtype) -> Any:
 
 @reads("Cast")
 def cast(r: Reader, x: Any, *, to: int, **attributes: Any) -> Any:
-    refuse(to in (21, 22), "it casts to 4-bit integers")
+    refuse(to in FOUR_BIT, "it casts to 4-bit integers")
     return cast_to(r, x, dtype_of_number(to))
 
 

@@ -16,10 +16,11 @@ import fxq.onnx.reading.layer_readers
 import fxq.onnx.reading.movement_readers
 import fxq.onnx.reading.pointwise_readers
 import fxq.onnx.reading.quantized_readers
+import fxq.onnx.reading.recurrent_readers
 import fxq.onnx.reading.reduction_readers
 import fxq.onnx.reading.resampling_readers
 import fxq.onnx.reading.size_readers  # noqa: F401  (registers the functions that read the ops)
-from fxq.errors import FileError, InputError, warn
+from fxq.errors import FileError, InputError, warn, words_of
 from fxq.onnx.reading.onnx_file import FOUR_BIT, dtype_of_number, load_model, opset_of
 from fxq.onnx.reading.reader import Reader
 
@@ -44,7 +45,7 @@ def read_onnx(
 
     Raises:
         FileError: the file is damaged, or one of its nodes cannot be read; the message names the node.
-        InputError: `sizes` or `constants` names something that the file lacks.
+        InputError: `sizes` or `constants` names something that the file lacks, or has an unsuitable value.
         FxqError: the package onnx is not installed.
 
     Example:
@@ -59,6 +60,9 @@ def read_onnx(
     reader = Reader(opset_of(model))
     for initializer in graph.initializer:
         reader.values[initializer.name] = reader.declare(initializer)
+    for name, size in (sizes or {}).items():
+        if type(size) is not int or size < 0:
+            raise InputError(f"sizes: {name!r} is {size!r}, which is no size.")
     dynamic = _declare_inputs(reader, graph, dict(sizes or {}), dict(constants or {}))
     try:
         reader.read_all(graph.node)
@@ -100,7 +104,10 @@ def _declare_inputs(reader: Reader, graph: Any, sizes: dict[str, int], constants
     for value in inputs:
         if value.name in constants:
             dtype = dtype_of_number(value.type.tensor_type.elem_type)
-            reader.values[value.name] = torch.as_tensor(constants[value.name], dtype=dtype)
+            try:
+                reader.values[value.name] = torch.as_tensor(constants[value.name], dtype=dtype)
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise InputError(f"constants: {value.name!r} is no tensor of {dtype}: {words_of(error)}") from error
             continue
         traced = reader.input(value.name, _like(reader, value, sizes, names, examples))
         reader.values[value.name] = traced

@@ -16,9 +16,12 @@ from torch.func import functional_call
 
 from fxq.errors import FileError, words_of
 from fxq.onnx.onnx_objects import NotInOnnx
-from fxq.onnx.reading.onnx_file import FOUR_BIT, attributes_of, constant_of
+from fxq.onnx.reading.onnx_file import FOUR_BIT, ONNX_DOMAINS, attributes_of, constant_of
 from fxq.onnx.varying_sizes import VaryingSizes, varies
 from fxq.onnx.writer import refuse
+
+_DOMAINS = (*ONNX_DOMAINS, "com.microsoft")
+"""Domains of the op types that are read; another domain may give a name of ONNX another meaning."""
 
 MAX_CONSTANT_BYTES = 2**30
 """Largest constant, in bytes, that is computed while reading."""
@@ -130,8 +133,14 @@ class Reader:
         return tensor
 
     def input(self, name: str, like: Tensor) -> Traced:
-        """Add an input of the model, like a tensor without data."""
-        return self._traced(self.graph.placeholder(identifier(name)), like)
+        """Add an input of the model, like a tensor without data.
+
+        It keeps its name unless the code of the graph could not: keywords, numbers, names that the code itself uses.
+        """
+        node = self.graph.placeholder(identifier(name))
+        if (node.target != node.name and node.target != "input") or node.target == "self":
+            node.target = f"{node.name}_" if node.name == "self" else node.name
+        return self._traced(node, like)
 
     def call(self, function: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> Any:
         """Call a PyTorch function: compute it if all of its arguments are constants, else add a node.
@@ -339,8 +348,8 @@ class Reader:
         """
         self.label = node.name or next(filter(None, node.output), node.op_type)
         self.outputs = len(node.output)
-        inputs = [self.values[name] if name else None for name in node.input]
         try:
+            inputs = [self.value(name) if name else None for name in node.input]
             attributes = attributes_of(node)
             results = self._read(node, inputs, attributes)
         except FileError:
@@ -357,10 +366,20 @@ class Reader:
                 f"node {self.label!r} ({node.op_type}) cannot be read: its output {missing[0]!r} is not supported"
             )
 
+    def value(self, name: str) -> Any:
+        """Value of a name of the file.
+
+        Raises:
+            NotInOnnx: no input, constant or node before has this name.
+        """
+        refuse(name not in self.values, f"{name!r} is neither an input nor a dense constant nor computed before it")
+        return self.values[name]
+
     def _read(self, node: Any, inputs: Sequence[Any], attributes: Mapping[str, Any]) -> Any:
         from fxq.onnx.reading.control_readers import read_function
 
-        on_sizes = SIZE_READERS.get(node.op_type) if node.domain in ("", "ai.onnx") else None
+        refuse(node.domain not in _DOMAINS, f"fxq has no reader for op types of the domain {node.domain!r}")
+        on_sizes = SIZE_READERS.get(node.op_type) if node.domain in ONNX_DOMAINS else None
         if on_sizes is not None and any(isinstance(v, Sizes) for v in inputs):
             arrays = [_as_sizes(value) for value in inputs]
             if all(array is not None or value is None for array, value in zip(arrays, inputs, strict=True)):

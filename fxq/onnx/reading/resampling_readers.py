@@ -116,6 +116,10 @@ def resize(
         "cubic_a": cubic_coeff_a, "antialias": bool(antialias), "exclude_outside": bool(exclude_outside)
     }  # fmt: skip
     if any(varies(target[i]) or varies(shape[i]) for i in resized):
+        grows = all(isinstance(factors[i], float) and factors[i] >= 1 for i in resized)
+        refuse(antialias and mode != "nearest" and not grows, "it antialiases a dynamic size")
+        special = cubic_coeff_a != -0.75 or exclude_outside
+        refuse(mode == "cubic" and special, "it resizes a dynamic size with a cubic kernel that PyTorch lacks")
         return _dynamic(r, x, mode, coordinate_transformation_mode, nearest_mode, target, factors, resized)
     matrices = {
         i: axis_matrix(
@@ -181,21 +185,19 @@ def _dynamic(
     """Resize axes of dynamic sizes, where `F.interpolate` follows the same rule for all sizes."""
     rank = len(target)
     refuse(rank not in _KERNELS or min(resized) < 2, "it resizes an axis of dynamic size that is not spatial")
-    whole = all(isinstance(factors[i], float) and factors[i] == int(factors[i]) for i in resized)
-    half = coordinates in ("half_pixel", "pytorch_half_pixel", "half_pixel_symmetric")
+    by_scale = all(isinstance(factors[i], float) for i in resized)
+    whole = by_scale and all(factors[i] == int(factors[i]) for i in resized)
+    is_exact = whole or not by_scale  # whether the scale is the ratio of the sizes
+    half = coordinates in ("half_pixel", "pytorch_half_pixel") or (coordinates == "half_pixel_symmetric" and is_exact)
     options: dict[str, Any] = {}
-    if mode == "nearest" and (whole and (half or coordinates == "asymmetric") and rounding != "ceil"):
-        options = {"mode": "nearest"}
-        refuse(
-            coordinates == "asymmetric" and rounding != "floor", "it rounds asymmetric coordinates of a dynamic size"
-        )
-    elif mode == "nearest" and coordinates == "asymmetric" and rounding == "floor":
-        options = {"mode": "nearest"}
-    elif mode == "nearest" and half and rounding == "round_prefer_ceil":
-        options = {"mode": "nearest-exact"}
-    elif mode != "nearest" and (half or (coordinates == "align_corners" and whole)):
+    if mode == "nearest":
+        if (coordinates == "asymmetric" and rounding == "floor") or (half and whole and rounding != "ceil"):
+            options = {"mode": "nearest"}
+        elif half and rounding == "round_prefer_ceil":
+            options = {"mode": "nearest-exact"}
+    elif half or (coordinates == "align_corners" and is_exact):
         options = {"mode": _KERNELS[rank] if mode == "linear" else "bicubic", "align_corners": not half}
     refuse(not options, f"it resizes {mode} with {coordinates} coordinates and a dynamic size")
-    if whole and "align_corners" not in options:
+    if by_scale and not options.get("align_corners"):
         return r.call(F.interpolate, x, scale_factor=tuple(float(factor) for factor in factors[2:]), **options)
     return r.call(F.interpolate, x, tuple(target[2:]), **options)

@@ -235,6 +235,83 @@ def test_boxes_of_non_maximum_suppression():
     assert np.array_equal(fxq.read_onnx(model)(boxes, scores).numpy(), reference(model, boxes, scores)[0])
 
 
+@pytest.mark.parametrize("name", ["1", "class", "self", "torch", "slice", "0.a", "input"])
+def test_inputs_with_names_that_code_cannot_have(name):
+    node = onnx.helper.make_node("Slice", [name, "zero", "one"], ["y"])
+    like = onnx.helper.make_tensor_value_info
+    graph = onnx.helper.make_graph([node], "g", [like(name, 1, ["N", 2])], [like("y", 1, ["M", 2])])
+    for constant, value in (("zero", [0]), ("one", [1])):
+        graph.initializer.append(onnx.numpy_helper.from_array(np.array(value), constant))
+    model = fxq.read_onnx(onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)]))
+    x = torch.randn(3, 2)
+    assert torch.equal(model(x), x[:1])
+    assert name != "input" or torch.equal(model(input=x), x[:1])
+
+
+def test_op_types_of_other_domains_are_refused():
+    model = parsed("y = Relu(x)")
+    model.graph.node[0].domain = "my.ops"
+    model.opset_import.append(onnx.helper.make_opsetid("my.ops", 1))
+    with pytest.raises(fxq.FileError, match=r"domain 'my\.ops'"):
+        fxq.read_onnx(model)
+
+
+@pytest.mark.parametrize("size", [-1, 2.5, "8"])
+def test_sizes_that_are_none(size):
+    with pytest.raises(fxq.InputError, match="no size"):
+        fxq.read_onnx(parsed("y = Relu(x)"), sizes={"N": size})
+
+
+def test_constants_that_are_no_tensors():
+    with pytest.raises(fxq.InputError, match="'x' is no tensor"):
+        fxq.read_onnx(parsed("y = Relu(x)"), constants={"x": "text"})
+
+
+def test_sparse_constants_are_refused():
+    values = onnx.helper.make_tensor("w", 1, [1], [3.0])
+    sparse = onnx.helper.make_sparse_tensor(values, onnx.helper.make_tensor("places", 7, [1], [1]), [8])
+    model = parsed("y = Add(x, w)")
+    model.graph.sparse_initializer.append(sparse)
+    with pytest.raises(fxq.FileError, match="'w' is neither"):
+        fxq.read_onnx(model)
+
+
+@pytest.mark.parametrize("size", [4, 5])
+def test_local_response_norm(size):
+    model = parsed(f"y = LRN<size = {size}, alpha = 0.5, beta = 0.75, bias = 1.0>(x)", "float[N, 6, 3] x")
+    x = torch.from_numpy(weights(2, 6, 3))
+    squares = torch.zeros_like(x)
+    for channel in range(6):  # by ONNX's definition: floor((size - 1) / 2) channels before, ceil((size - 1) / 2) after
+        first, last = max(0, channel - (size - 1) // 2), min(5, channel + size // 2)
+        squares[:, channel] = x[:, first : last + 1].square().sum(1)
+    torch.testing.assert_close(fxq.read_onnx(model)(x), x / (1 + 0.5 / size * squares) ** 0.75, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("scale", [0.7, 1.5])
+@pytest.mark.parametrize("options", [
+    'mode = "linear"', 'mode = "cubic"', 'mode = "nearest", nearest_mode = "round_prefer_ceil"',
+    'mode = "nearest", coordinate_transformation_mode = "asymmetric", nearest_mode = "floor"',
+])  # fmt: skip
+def test_dynamic_sizes_are_scaled_by_the_factors_of_the_file(options, scale):
+    body = f"y = Resize<{options}>(x, r, s)"
+    constants = {"r": np.zeros(0, np.float32), "s": np.array([1, 1, scale, scale], np.float32)}
+    model = parsed(body, "float[N, 2, H, W] x", "float[N, 2, A, B] y", constants, opset=18)
+    read = fxq.read_onnx(model)
+    for height, width in ((7, 9), (8, 11)):  # times 1.5 and 0.7, none is a whole number
+        x = torch.from_numpy(weights(1, 2, height, width))
+        wanted = torch.from_numpy(reference(model, x)[0])
+        torch.testing.assert_close(read(x), wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("option", ["antialias = 1", "cubic_coeff_a = -0.5", "exclude_outside = 1"])
+def test_kernels_that_dynamic_sizes_cannot_have(option):
+    constants = {"r": np.zeros(0, np.float32), "s": np.array([1, 1, 0.5, 0.5], np.float32)}
+    body = f'y = Resize<mode = "cubic", {option}>(x, r, s)'
+    model = parsed(body, "float[N, 2, H, W] x", "float[N, 2, A, B] y", constants, opset=18)
+    with pytest.raises(fxq.FileError, match="dynamic size"):
+        fxq.read_onnx(model)
+
+
 def test_missing_and_foreign_files(tmp_path):
     with pytest.raises(fxq.FileError, match=r"there is no such file"):
         fxq.read_onnx(tmp_path / "nothing.onnx")
