@@ -42,7 +42,7 @@ def is_checkpoint(path: Path) -> bool:
     if not (path / "config.json").is_file():
         return False
     own = read_json(path / "config.json").get("quantization_config")
-    return isinstance(own, dict) and own.get("quant_method") in METHODS
+    return isinstance(own, dict) and str(own.get("quant_method")) in METHODS
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> StoredWeights:
@@ -63,7 +63,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> StoredWeights:
     tensors = open_tensors(path)
     if own is None:
         return StoredWeights(path, tensors)
-    method = own.get("quant_method") if isinstance(own, dict) else None
+    method = str(own.get("quant_method")) if isinstance(own, dict) else None
     if method not in METHODS:
         raise FileError(f"cannot read {str(path)!r}: {unknown('quant_method', method, METHODS)}")
     try:

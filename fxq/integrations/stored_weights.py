@@ -14,7 +14,7 @@ from transformers import AutoConfig, PreTrainedModel
 from fxq.checkpoints.gguf_files import GgufFile, in_names_of_transformers
 from fxq.checkpoints.grid_weight import GridWeight, StoredWeights
 from fxq.checkpoints.open_checkpoint import open_checkpoint
-from fxq.errors import FileError, InputError, warn
+from fxq.errors import FileError, InputError, warn, words_of
 from fxq.integrations.transformers_files import quantize_loaded
 from fxq.quant.qparams import STORED_GRID
 from fxq.quant.spec import FLOAT, QuantConfig, TensorSpec
@@ -67,7 +67,10 @@ def load_checkpoint(path: Path, into: Any) -> Any:
 
 def _class_of(path: Path) -> tuple[Any, Any]:
     """Class and configuration of a folder's model."""
-    config = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # checks of configurations raise classes of their own
+        raise FileError(f"cannot load {str(path)!r}: its config.json is refused: {words_of(error)}") from error
     name = next(iter(config.architectures or ()), None)
     kind = getattr(transformers, str(name), None)
     if not (isinstance(kind, type) and issubclass(kind, PreTrainedModel)):

@@ -1,10 +1,14 @@
 """Checkpoints of other tools as quantized models of transformers: their own integers, on fxq's kernels."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import fxq
+from fxq.checkpoints.open_checkpoint import open_checkpoint
 from fxq.common.metrics import sqnr
 from fxq.errors import FileError, InputError
 from tests.integrations.test_transformers_checkpoints import IDS, llama, logits
@@ -81,3 +85,23 @@ def test_what_cannot_be_loaded_is_said(tmp_path):
     path = write_gguf(tmp_path / "b.gguf", {"general.architecture": "gemma"}, {"a": (0, (1,), bytes(4))})
     with pytest.raises(FileError, match="architecture 'gemma'; fxq reads llama"):
         fxq.load(path, into=llama())
+
+
+@pytest.mark.parametrize("config", [
+    {}, {"model_type": "none"}, {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": "wide"}
+])  # fmt: skip
+def test_a_configuration_that_transformers_refuses(config, tmp_path):
+    own = {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+    (tmp_path / "config.json").write_text(json.dumps({**config, **own}))
+    save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(FileError, match=r"its config.json is refused"):
+        fxq.load(tmp_path)
+
+
+def test_a_method_that_is_no_name(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": ["gptq"]}}))
+    save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(FileError, match="unknown quant_method"):
+        open_checkpoint(tmp_path)
+    with pytest.raises(fxq.FxqError):
+        fxq.load(tmp_path)
