@@ -55,8 +55,13 @@ def on_sizes(*op_types: str) -> Callable[[Callable[..., Any]], Callable[..., Any
 
 
 def _quotient(x: Any, other: Any) -> Any:
-    is_float = any(isinstance(v, (float, torch.SymFloat)) for v in (x, other))
-    return x / other if is_float else x // other  # sizes are not negative, so that both round towards zero
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    if any(isinstance(v, (float, torch.SymFloat)) for v in (x, other)):
+        return x / other
+    if statically_known_true(x >= 0):
+        return x // other
+    return _larger(x, 0) // other - _larger(-x, 0) // other  # a difference of sizes is rounded towards zero
 
 
 def _larger(x: Any, other: Any) -> Any:

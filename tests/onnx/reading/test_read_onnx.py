@@ -114,6 +114,19 @@ def test_dynamic_sizes_stay_dynamic():
         assert torch.equal(read(x), x.reshape(shape[0], 2, shape[1] // 2))
 
 
+def test_quotients_of_negative_differences_are_rounded_towards_zero():
+    body = """
+    s = Shape<start = 2, end = 3>(x)
+    d = Sub(s, eight)
+    q = Div(d, two)
+    y = Cast<to = 1>(q)
+    """
+    model = parsed(body, "float[N, 3, H, 8] x", "float[M] y", {"eight": np.array([8]), "two": np.array([2])})
+    read = fxq.read_onnx(model)
+    for height in (3, 6, 7, 8, 9, 13):
+        assert read(torch.zeros(1, 3, height, 8)).tolist() == [int((height - 8) / 2)]
+
+
 def test_sizes_can_be_fixed():
     body = "s = Shape(x) c = ConstantOfShape(s) y = Add(x, c)"
     model = parsed(body, "float[N, 4] x", "float[N, 4] y")
