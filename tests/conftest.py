@@ -48,6 +48,7 @@ def pytest_collection_modifyitems(items):
             if position != (random.Random(block).randrange(mark.args[0]) if block else 0):
                 item.add_marker(pytest.mark.slow)
             seen[test] += 1
+    items.sort(key=lambda item: item.get_closest_marker("last") is not None)
 
 
 def pytest_collection_finish():
