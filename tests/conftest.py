@@ -23,6 +23,8 @@ from tests.support.helpers import REFERENCE
 # threads, much slower where other programs run.
 torch.set_num_threads(1)
 
+gc.disable()  # until the tests are collected: what is imported stays
+
 os.environ["TERM"] = (
     "dumb"  # what is printed is plain, also under `pytest -s` in a terminal; tests of colours set theirs
 )
@@ -58,6 +60,7 @@ def pytest_collection_finish():
     """
     gc.collect()
     gc.freeze()
+    gc.enable()
     gc.set_threshold(10_000, 10, 5)
 
 
