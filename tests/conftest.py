@@ -23,6 +23,8 @@ from tests.support.helpers import REFERENCE
 # threads, much slower where other programs run.
 torch.set_num_threads(1)
 
+gc.disable()  # until the tests are collected: what is imported stays
+
 os.environ["TERM"] = (
     "dumb"  # what is printed is plain, also under `pytest -s` in a terminal; tests of colours set theirs
 )
@@ -48,6 +50,7 @@ def pytest_collection_modifyitems(items):
             if position != (random.Random(block).randrange(mark.args[0]) if block else 0):
                 item.add_marker(pytest.mark.slow)
             seen[test] += 1
+    items.sort(key=lambda item: item.get_closest_marker("last") is not None)
 
 
 def pytest_collection_finish():
@@ -57,6 +60,7 @@ def pytest_collection_finish():
     """
     gc.collect()
     gc.freeze()
+    gc.enable()
     gc.set_threshold(10_000, 10, 5)
 
 

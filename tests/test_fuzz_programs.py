@@ -193,12 +193,10 @@ def test_random_programs_with_state(plan):
 
 @pytest.mark.parametrize("change", range(len(CHANGES)), ids=list(CHANGES))
 def test_every_change_of_a_clone_is_right(change):
-    """Of the whole clone and of a part: these are ordinary PyTorch, so a refusal is a failure, too."""
-    for view in (0, (1, 5)[change % 2]):
-        plan = ProgramPlan(
-            (Statement("linear"), Statement("change", (0, 1), (0, view, change, 0)), Statement("linear"))
-        )
-        assert check_float(plan) == "right"
+    """Of the whole clone or of a part: these are ordinary PyTorch, so a refusal is a failure, too."""
+    options = (0, (0, 1, 5)[change % 3], change, 0)
+    plan = ProgramPlan((Statement("linear"), Statement("change", (0, 1), options), Statement("linear")))
+    assert check_float(plan) == "right"
 
 
 @pytest.mark.parametrize("fresh", range(len(FRESH)), ids=list(FRESH))
@@ -224,7 +222,7 @@ def test_a_part_with_elements_that_share_memory_is_right_or_refused(view):
 
 @pytest.mark.parametrize("first", range(len(RESHAPES)), ids=list(RESHAPES))
 def test_a_tensor_that_is_given_another_shape_in_place_is_right(first):
-    for distance in range(3):  # the slow test below draws all pairs
+    for distance in range(1 + first % 2, 3):  # the slow test below draws all pairs
         options = (0, first, (first + distance) % len(RESHAPES), (first + 2) % len(RESHAPES))
         plan = ProgramPlan((Statement("linear"), Statement("reshape", (0, 0), options), Statement("linear")))
         assert check_float(plan) == "right"

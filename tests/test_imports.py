@@ -2,7 +2,6 @@
 
 import ast
 import functools
-import subprocess
 import sys
 from collections import Counter
 from dataclasses import dataclass
@@ -10,6 +9,8 @@ from pathlib import Path
 
 import networkx as nx
 import pytest
+
+from tests.support.processes import in_new_python
 
 ROOT = Path(__file__).parents[1]
 
@@ -310,11 +311,8 @@ def test_every_pass_is_in_a_file_of_its_name():
 
 
 def test_importing_fxq_calls_nothing_deprecated():
-    done = subprocess.run(
-        [sys.executable, "-W", "error::DeprecationWarning", "-c", "import fxq.public"],
-        cwd="/",
-        capture_output=True,
-        text=True,
+    done = in_new_python(
+        "import warnings; warnings.simplefilter('error', DeprecationWarning); import fxq.public", cwd="/"
     )
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -324,7 +322,8 @@ def test_importing_fxq_imports_nothing_that_it_may_never_use():
         "import sys, torch; before = set(sys.modules); import fxq.public; "
         "print(*sorted({name.partition('.')[0] for name in set(sys.modules) - before}), 'torch._dynamo' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = in_new_python(code)
+    assert done.returncode == 0, done.stderr
     *packages, compiler = done.stdout.split()
     light = {"fxq", "platformdirs", "rich", "safetensors", "tabulate", "tomli", "tomli_w", "wcwidth"}  # all are small
     assert set(packages) - light - set(sys.stdlib_module_names) == set() and compiler == "False"
@@ -349,7 +348,8 @@ lstm = nn.LSTM(8, 8).eval()
 fxq.quantize(lstm, "dynamic", example_inputs=torch.rand(3, 2, 8))
 print("torch._dynamo" in sys.modules)
 """
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
+    done = in_new_python(code)
+    assert done.returncode == 0, done.stderr
     assert done.stdout.split()[-1] == "False"
 
 

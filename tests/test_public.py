@@ -7,6 +7,7 @@ import pytest
 
 import fxq
 from fxq import public
+from tests.support.processes import in_new_python
 
 pytestmark = pytest.mark.any_cpu
 
@@ -39,17 +40,8 @@ FIRST = (
 )
 
 
-def test_whatever_is_imported_first():
-    """In forks of one process that has imported torch, but nothing of fxq."""
-    kinds = "print(*(type(value).__name__ for value in (fxq.doctor, fxq.cost_cache, fxq.backends)), flush=True)"
-    code = f"""
-import os, sys, torch
-assert "fxq.public" not in sys.modules
-for first in {FIRST!r}:
-    child = os.fork()
-    if not child:
-        exec(first + "; import fxq; {kinds}", {{}})
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0, first
-"""
-    assert run(code) == ["function", "module", "module"] * len(FIRST)
+@pytest.mark.parametrize("first", FIRST)
+def test_whatever_is_imported_first(first):
+    kinds = "import fxq; print(*(type(value).__name__ for value in (fxq.doctor, fxq.cost_cache, fxq.backends)))"
+    done = in_new_python(f"import sys; assert 'fxq' not in sys.modules; {first}; {kinds}", cwd="/")
+    assert done.stdout.split() == ["function", "module", "module"], done.stderr

@@ -14,7 +14,7 @@ import math
 import torch
 from torch import Tensor
 
-from fxq.quant.qparams import choose_qparams
+from fxq.quant.qparams import scale_and_zero_point
 from fxq.quant.spec import TensorSpec
 
 SIDE_BITS = 12
@@ -171,9 +171,10 @@ class _ClipError:
 
     def __call__(self, fractions: Tensor) -> Tensor:
         """Return the sums of squared errors, float64 (C,), for `fractions` (C, 2)."""
-        grid = choose_qparams(*self.bounds(fractions), self.spec, axis=0)
-        scale = grid.scale.to(torch.float64)[:, None]
-        low, high = (grid.qmin - grid.zero_point)[:, None].double(), (grid.qmax - grid.zero_point)[:, None].double()
+        spec = self.spec
+        scale, zero_point = scale_and_zero_point(*self.bounds(fractions), spec.qmin, spec.qmax, spec.symmetric)
+        scale, zero_point = scale.to(torch.float64)[:, None], zero_point.to(torch.float64)[:, None]
+        low, high = spec.qmin - zero_point, spec.qmax - zero_point
         rows = max(_EVAL // max(len(self.edges), 1), 1)
         pieces = zip(scale.split(rows), low.split(rows), high.split(rows), strict=True)
         return torch.cat([self._integral(*piece).mul_(self.weights).sum(1) for piece in pieces])
@@ -189,6 +190,6 @@ class _ClipError:
             high: largest integer minus the zero point, float64 (C, 1).
         """
         steps = self.edges / scale
-        nearest = torch.minimum(torch.maximum((steps + _ROUND).sub_(_ROUND), low), high)
+        nearest = (steps + _ROUND).sub_(_ROUND).clamp_(low, high)
         rest = steps.sub_(nearest)
         return (rest * rest).mul_(rest).mul_(4.0).add_(nearest).mul_(scale**3 / 12)

@@ -1,25 +1,17 @@
 """CPU features, also those of a smaller CPU that this machine is limited to."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 
 from fxq.backends import cpu
+from tests.support.processes import in_new_python
 
 
 def asked_under(isa, name="ONEDNN_MAX_CPU_ISA"):
     """has_vnni() and has_amx() in a process where oneDNN is limited to the instruction set `isa`."""
     code = "from fxq.backends import cpu; print(cpu.has_vnni(), cpu.has_amx())"
-    run = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "ONEDNN_MAX_CPU_ISA": "", "DNNL_MAX_CPU_ISA": "", name: isa},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return run.stdout.split()
+    done = in_new_python(code, **{"ONEDNN_MAX_CPU_ISA": "", "DNNL_MAX_CPU_ISA": "", name: isa})
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
 
 
 def test_cpu_questions_have_answers():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import pytest
@@ -11,6 +10,7 @@ from torch import nn
 
 import fxq
 from fxq.backends import by_name
+from tests.support.processes import in_new_python
 
 pytestmark = pytest.mark.any_cpu
 
@@ -62,7 +62,7 @@ def test_a_package_adds_a_backend(install, tmp_path):
     code = "import sys, fxq; print(fxq.load(sys.argv[1]).backend, fxq.Recipe.load(sys.argv[2]).backend)"
     paths = [str(tmp_path / "m.fxq"), str(tmp_path / "r.toml")]
     program = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); {code}"
-    done = subprocess.run([sys.executable, "-c", program, *paths], capture_output=True, text=True)
+    done = in_new_python(program, *paths)
     assert done.stdout.split() == ["acme_one", "acme_one"], done.stderr
     assert by_name.unavailable("acme_one") is None and "acme_one" not in by_name.builtin_names()
 

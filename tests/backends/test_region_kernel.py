@@ -86,6 +86,7 @@ def test_an_engine_computes_what_the_qdq_graph_does(net):
         assert equal(copied(x), right) and equal(copied(x), right)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_networks_run_in_regions(name):
     model, x = build(name), batch(name)

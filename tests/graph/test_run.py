@@ -1,8 +1,6 @@
 """Running a graph node by node."""
 
 import inspect
-import subprocess
-import sys
 import weakref
 
 import pytest
@@ -13,6 +11,7 @@ from fxq.common.data import Batch
 from fxq.graph.info import info, set_info
 from fxq.graph.run import Runner, infer, inputs_for, last_uses
 from fxq.ops import OPS
+from tests.support.processes import in_new_python
 
 
 class Net(nn.Module):
@@ -117,7 +116,8 @@ for node in (graph.call_function(OPS["hardsigmoid"].target, (x,)), graph.call_fu
     assert infer(node) == ((2, 3), torch.float32)
 assert "sympy" not in sys.modules
 """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    done = in_new_python(code)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,7 @@ def check_pipeline(caplog, task, model, inputs, recipe=ALL_FLOAT, least=80, **op
     return qmodel
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("task", "kind"),
     [

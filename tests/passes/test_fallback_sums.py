@@ -60,6 +60,7 @@ def quantized(model, recipe, **options):
         return fxq.quantize(model, recipe.with_min_sqnr(None), **options)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", [lambda: linear(150_000), conv], ids=["linear", "conv2d"])
 def test_static(case, backend):
@@ -121,6 +122,7 @@ class FirstStates(nn.Module):
 
 
 @needs_vnni
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("backend", MEASURING)
 def test_at_the_bound_of_recurrent_layers(backend):
     for depth, precision in ((FITS, "int8"), (FITS + 1, "float")):

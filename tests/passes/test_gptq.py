@@ -154,6 +154,7 @@ class Recurrent(nn.Module):
         return self.layer(x, *states)[0]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("bidirectional", [False, True])
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
 def test_recurrent_layers(kind, bidirectional):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import subprocess
 import sys
 from dataclasses import dataclass
 
@@ -26,6 +25,7 @@ from fxq.recipe.recipe_file import tomllib
 from tests.support import extensions as own
 from tests.support.graphs import until
 from tests.support.machine import needs_x86
+from tests.support.processes import in_new_python
 
 REFERENCE = fxq.Recipe.static(backend="reference")
 X = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
@@ -272,9 +272,7 @@ def test_a_saved_recipe_has_them_where_nothing_was_imported(tmp_path):
     recipe.save(tmp_path / "r.toml")
     assert fxq.Recipe.load(tmp_path / "r.toml") == recipe
     code = "import sys, fxq; recipe = fxq.Recipe.load(sys.argv[1]); fxq.by_op('own_swap'); print(recipe.to_toml())"
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "r.toml")], capture_output=True, text=True, check=True
-    )
+    done = in_new_python(code, tmp_path / "r.toml")
     assert done.stdout.strip() == recipe.to_toml().strip()
 
 

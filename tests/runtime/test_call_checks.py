@@ -1,8 +1,5 @@
 """Tools that trace a quantized model, and invalid inputs: they work, or a message says what to do."""
 
-import os
-import subprocess
-import sys
 import warnings
 
 import pytest
@@ -15,6 +12,7 @@ from fxq.backends.packed.quantized_tensors import has_engine
 from fxq.errors import InputError
 from tests.support.helpers import module
 from tests.support.machine import needs_x86
+from tests.support.processes import in_new_python
 
 X = torch.linspace(-1, 1, 2 * 3 * 8 * 8).reshape(2, 3, 8, 8)
 KERNELS = [
@@ -190,8 +188,8 @@ def test_a_cpu_without_vnni_is_told_once():
         "for _ in range(3):\n"
         "    fxq.quantize(torch.nn.Linear(8, 8).eval(), fxq.Recipe.static(backend='x86'), data=[torch.rand(4, 8)])\n"
     )
-    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    done = in_new_python(code, ONEDNN_MAX_CPU_ISA="AVX2")
+    assert done.returncode == 0, done.stderr
     lines = [line for line in done.stderr.splitlines() if "no VNNI" in line]
     assert len(lines) == 1 and lines[0].startswith("<string>:4: FxqWarning")
 

@@ -14,7 +14,7 @@ from torch import nn
 import fxq
 from tests.support.hostile import Parts
 
-pytestmark = pytest.mark.any_cpu
+pytestmark = [pytest.mark.any_cpu, pytest.mark.last]  # the audit hook of this module stays
 X = torch.linspace(-1, 1, 3 * 8 * 8).reshape(1, 3, 8, 8)
 FORBIDDEN = (
     "os.system",
@@ -34,7 +34,6 @@ class Watch:
 
     def __init__(self):
         self.on, self.seen = False, []
-        sys.addaudithook(self.hook)
 
     def hook(self, event, args):
         if self.on and (event in FORBIDDEN or (event == "import" and args[0] in STRANGE)):
@@ -57,6 +56,12 @@ class Net(nn.Module):
         y = torch.relu(self.a(x))
         y = torch.relu(self.b(y) + y).mean((2, 3)) + self.shift
         return self.c(y) * scale
+
+
+@pytest.fixture(autouse=True, scope="module")
+def watched():
+    """Python has no way to remove an audit hook."""
+    sys.addaudithook(WATCH.hook)
 
 
 @pytest.fixture(scope="module")

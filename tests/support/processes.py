@@ -1,12 +1,21 @@
-"""Work on several ranks of a process group, or in a process that is killed. Forked: none imports torch again."""
+"""Work on several ranks of a process group, in a process that is killed, or in one that has nothing of fxq.
 
+Forked: none imports torch again.
+"""
+
+import functools
+import json
 import multiprocessing
 import os
 import resource
 import signal
+import subprocess
+import sys
+import tempfile
 import traceback
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -76,6 +85,31 @@ def killed(work, seconds=None):
         process.kill()
     process.join(SECONDS)
     assert process.exitcode == -signal.SIGKILL
+
+
+@functools.cache
+def _fork_server():
+    command = [sys.executable, str(Path(__file__).with_name("fork_server.py"))]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+
+
+def in_new_python(code, *args, cwd=None, **env):
+    """Run code as `python -c` does, in a process that has imported torch and nothing else; a `CompletedProcess`.
+
+    Args:
+        code: the code.
+        *args: its arguments in `sys.argv`.
+        cwd: its working directory.
+        **env: variables of its environment. It has one thread.
+    """
+    server = _fork_server()
+    with tempfile.TemporaryDirectory() as folder:
+        out, err = Path(folder, "out"), Path(folder, "err")
+        job = {"code": code, "args": list(map(str, args)), "cwd": str(cwd or Path.cwd()), "env": {**os.environ, **env}}
+        print(json.dumps({**job, "out": str(out), "err": str(err)}), file=server.stdin, flush=True)
+        code = int(server.stdout.readline())
+        return subprocess.CompletedProcess(args, code, out.read_text(), err.read_text())
 
 
 def die():

@@ -1,8 +1,6 @@
 """fbgemm and qnnpack: the kernels against float64 arithmetic, and networks through the whole pipeline."""
 
 import copy
-import subprocess
-import sys
 import warnings
 from dataclasses import replace
 from types import SimpleNamespace
@@ -28,6 +26,7 @@ from tests.support.graphs import equal, expected, kinds, text, until
 from tests.support.kernels import BYTE, OUTS, POSTS, RESIDUAL, agree, bytes_, copies, real, weight
 from tests.support.machine import quiet
 from tests.support.models import NETWORKS, batch, build, call, settled
+from tests.support.processes import in_new_python
 
 KINDS = ("Conv", "ConvTranspose", "Linear")
 ENGINES = {
@@ -340,13 +339,14 @@ def test_a_wrong_kernel_is_put_back(engine, kernel, monkeypatch):
 
 def test_nothing_deprecated_is_heard_of(engine):
     code = (
+        "import warnings\nwarnings.simplefilter('error')\n"
+        "warnings.filterwarnings('ignore', '(this CPU has no VNNI|with all possible ops)')\n"
         "import torch, fxq\nx = torch.rand(2, 3, 8, 8)\n"
         "m = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.ReLU(), torch.nn.ConvTranspose2d(4, 4, 2)).eval()\n"
         f"q = fxq.quantize(m, fxq.Recipe.static(backend={engine!r}, optimize='coverage'), data=[x])\n"
         "q(x[:1])\n"
     )
-    strict = [sys.executable, "-W", "error", "-W", "ignore:this CPU has no VNNI", "-W", "ignore:with all possible ops"]
-    done = subprocess.run([*strict, "-c", code], cwd="/", capture_output=True, text=True)
+    done = in_new_python(code, cwd="/")
     assert (done.returncode, done.stderr) == (0, "")
 
 

@@ -3,8 +3,6 @@
 import copy
 import io
 import pickle
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -21,6 +19,7 @@ from fxq.common.metrics import nbytes
 from fxq.errors import InputError
 from fxq.quant.packing import pack
 from fxq.quant.qparams import dequantize
+from tests.support.processes import in_new_python
 
 BITS8, BITS4 = fxq.Recipe.weight_only(optimize="coverage"), fxq.Recipe.weight_only(bits=4, optimize="coverage")
 ALL_BITS4 = BITS4.override("*", BITS4.config)  # embeddings, too
@@ -206,7 +205,8 @@ def test_a_file_in_a_fresh_process(tmp_path):
         "import torch, sys; held = torch.load(sys.argv[1], weights_only=False)\n"
         "assert torch.equal(held['model'](held['x']), held['y'])"
     )
-    subprocess.run([sys.executable, "-c", code, str(tmp_path / "model.pt")], check=True)
+    done = in_new_python(code, tmp_path / "model.pt")
+    assert done.returncode == 0, done.stderr
 
 
 def test_threads():

@@ -1,7 +1,5 @@
 """Layers with dynamic ranges, against float64."""
 
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -21,6 +19,7 @@ from fxq.errors import BackendError
 from fxq.quant.qparams import QParams
 from tests.support.kernels import POSTS, activations, copies, weight
 from tests.support.machine import QMAX, needs_x86
+from tests.support.processes import in_new_python
 
 pytestmark = needs_x86
 MIDDLE = (QMAX + 1) // 2
@@ -146,5 +145,5 @@ def test_a_file_is_read_where_no_kernel_was_imported_before(tmp_path):
         f"import torch; kernel, q, y = torch.load({str(tmp_path / 'layer.pt')!r}, weights_only=False); "
         "assert torch.equal(kernel(q, torch.tensor(0.3)), y)"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    done = in_new_python(script)
     assert done.returncode == 0, done.stderr

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import subprocess
-import sys
 import warnings
 
 import pytest
@@ -19,6 +17,7 @@ from fxq.graph.query import submodule
 from fxq.graph.unit import calls_among
 from fxq.ops import OPS
 from tests.support.machine import needs_x86
+from tests.support.processes import in_new_python
 
 pytestmark = needs_x86
 
@@ -339,9 +338,7 @@ def test_a_file_needs_the_module_of_the_function(tmp_path):
         ("math", "loading a file imports no code: `import tests.backends.table.test_function_kernel` first"),
         (__name__, ""),
     ):
-        done = subprocess.run(
-            [sys.executable, "-c", f"import {module}; {code}", str(tmp_path / "m.fxq")], capture_output=True, text=True
-        )
+        done = in_new_python(f"import {module}; {code}", tmp_path / "m.fxq")
         assert (done.returncode == 0) == (not message) and message in done.stderr
 
 

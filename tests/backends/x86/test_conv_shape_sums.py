@@ -1,8 +1,5 @@
 """Residuals of dilated depthwise convolutions, which oneDNN adds wrongly on CPUs with AVX2-VNNI, against exact sums."""
 
-import os
-import subprocess
-import sys
 from itertools import product
 from pathlib import Path
 
@@ -17,6 +14,7 @@ from fxq.backends.x86.onednn_conv import OnednnConv
 from fxq.quant.qparams import QParams
 from tests.support.kernels import OUTS, POSTS, RESIDUAL, X, activations, agree, bytes_, real, weight
 from tests.support.machine import needs_x86
+from tests.support.processes import in_new_python
 
 pytestmark = needs_x86
 FROM_ZERO = QParams.per_tensor(0.0471, 0)
@@ -45,14 +43,8 @@ def test_against_exact_sums(monkeypatch):
 
 def test_against_exact_sums_as_on_a_client_cpu():
     """CPUs with AVX-VNNI run oneDNN's kernels for it here, others those for AVX2."""
-    done = subprocess.run(
-        [sys.executable, "-c", f"from {__name__} import CASES, check; check(CASES[::3])"],
-        cwd=Path(__file__).parents[3],
-        env={**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2_VNNI", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    code = f"from {__name__} import CASES, check; check(CASES[::3])"
+    done = in_new_python(code, cwd=Path(__file__).parents[3], ONEDNN_MAX_CPU_ISA="AVX2_VNNI")
     assert done.returncode == 0, done.stderr
 
 

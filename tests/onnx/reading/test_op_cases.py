@@ -1,12 +1,15 @@
 """ONNX's own cases for each op, of the package onnx, against the reader."""
 
 import functools
+import importlib
+import pkgutil
 import re
 import warnings
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 import fxq
 from fxq.onnx.reading.onnx_file import constant_of
@@ -55,14 +58,21 @@ def _readable(case):
     return readable and not half_attention and dtypes <= {1, 2, 3, 5, 6, 7, 9, 10, 11, 16, 21, 22}
 
 
+LATE = ("averagepool", "lppool", "maxpool")
+"""Modules of cases that take longer than all others to compute their outputs."""
+
+
 @functools.cache
-def cases():
-    """Cases by name."""
-    from onnx.backend.test.case.node import collect_testcases
+def cases(without=()):
+    """Cases by name, except for those of some modules."""
+    from onnx.backend.test.case import node
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # NumPy's overflows while the cases are computed
-        return {case.name: case for case in collect_testcases(None) if _readable(case)}
+        for module in pkgutil.iter_modules(node.__path__):
+            if module.name not in without:
+                importlib.import_module(f"{node.__name__}.{module.name}")
+    return {case.name: case for case in list(node._NodeTestCases) if _readable(case)}
 
 
 def _with_constants(case):
@@ -102,20 +112,35 @@ def _is_refused(name):
 
 
 def _one_of_each():
-    """Name of the first case of each op type with one node; `[]` where the package onnx is missing."""
+    """First case of each op type with one node, except for the pools of `LATE`."""
     firsts = {}
-    for name, case in cases().items():
+    for name, case in cases(LATE).items():
         nodes = case.model.graph.node
         if len(nodes) == 1 and not _is_refused(name):
-            firsts.setdefault(nodes[0].op_type, name)
-    return sorted(firsts.values())
+            firsts.setdefault(nodes[0].op_type, case)
+    return firsts.values()
 
 
 def test_one_case_of_each_op():
-    names = _one_of_each()
-    assert len(names) > 110
-    for name in names:
-        _check(cases()[name])
+    firsts = _one_of_each()
+    assert len(firsts) > 110
+    for case in firsts:
+        _check(case)
+
+
+POOLS = {"MaxPool": F.max_pool2d, "AveragePool": F.avg_pool2d, "LpPool": lambda x, size: F.lp_pool2d(x, 2, size)}
+
+
+@pytest.mark.parametrize("op", POOLS)
+def test_pools(op):
+    """ONNX's cases of them are only in the slow test."""
+    node = onnx.helper.make_node(op, ["x"], ["y"], kernel_shape=[2, 3], strides=[2, 3])
+    shapes = {"x": (1, 2, 6, 9), "y": (1, 2, 3, 3)}
+    ends = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, shapes[name]) for name in shapes]
+    graph = onnx.helper.make_graph([node], "pool", ends[:1], ends[1:])
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 22)])
+    x = torch.randn(shapes["x"])
+    torch.testing.assert_close(fxq.read_onnx(model)(x), POOLS[op](x, (2, 3)), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.slow

@@ -1,14 +1,12 @@
 """Where compiled loops are kept: in the folder of FXQ_CACHE, which may be read-only; else it is said."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from fxq.backends.loops.code import compiler
+from tests.support.processes import in_new_python
 
 pytest.importorskip("numba")
 
@@ -41,8 +39,9 @@ def run(tmp_path):
         file = tmp_path / "loops.py"
         file.write_text(code)
         start = (READ_ONLY if read_only else "") + f"import runpy\nrunpy.run_path({str(file)!r})\n"
-        env = {**os.environ, "FXQ_CACHE": str(cache)}
-        return subprocess.run([sys.executable, "-c", start], env=env, capture_output=True, text=True, check=True)
+        done = in_new_python(start, FXQ_CACHE=str(cache))
+        assert done.returncode == 0, done.stderr
+        return done
 
     return run
 
@@ -93,8 +92,6 @@ def test_doctor_compiles_every_module_with_compiled_functions():
 def test_after_doctor_compile_nothing_is_compiled():
     """Of all that loads loops: programs, their threads, dynamic and recurrent layers, weights alone."""
     doctor = "from fxq.cli import main; main()"
-    subprocess.run([sys.executable, "-c", doctor, "doctor", "--compile"], capture_output=True, check=True)
-    count, hits = subprocess.run(
-        [sys.executable, "-c", AFTER], capture_output=True, text=True, check=True
-    ).stdout.split()
+    assert in_new_python(doctor, "doctor", "--compile").returncode == 0
+    count, hits = in_new_python(AFTER).stdout.split()
     assert int(count) > 3 and hits == "{1}"

@@ -1,8 +1,6 @@
 """The pool of threads: callers at once, forks, the end of the process, and changes of the number of threads."""
 
 import os
-import subprocess
-import sys
 import threading
 import time
 
@@ -13,6 +11,7 @@ from fxq.backends.loops.code import thread_pool
 from fxq.backends.loops.code.compiler import loops
 from fxq.backends.loops.code.thread_pool import Job, ThreadPool, code_address, run_together, usable_threads
 from fxq.common.timed_calls import threads_set_to
+from tests.support.processes import in_new_python
 from tests.support.programs import LOOPS, Draft, divided, program
 
 pytestmark = pytest.mark.any_cpu
@@ -204,5 +203,5 @@ print("end")
 
 def test_the_end_of_a_process():
     """Threads that wait for work neither keep the process alive nor crash it. Functions at exit may run programs."""
-    done = subprocess.run([sys.executable, "-c", EXIT], capture_output=True, text=True, timeout=120, check=False)
+    done = in_new_python(EXIT)
     assert (done.returncode, done.stdout, done.stderr) == (0, "end\nlate\n", "")
