@@ -14,7 +14,7 @@ from fxq.backends.base import support_of
 from fxq.common.progress import progress_bar
 from fxq.common.timed_calls import threads_set_to
 from fxq.cost import cache as costs
-from fxq.cost.min_cut import Key, PricedOp, PricedValue, conversions_of
+from fxq.cost.min_cut import Key, PricedOp, PricedValue, conversions_of, seconds_of
 from fxq.cost.prices import (
     choose_by_price,
     float_ops,
@@ -215,7 +215,8 @@ def _quickest_cut(
 ) -> tuple[set[Key], set[fx.Node]]:
     """Time whole graphs end to end: the chosen mix, all on integers, and all in float. Returns the fastest of the cuts.
 
-    A cut is the ops on integers, and the idle ones, see `_drop_idle`.
+    A cut is the ops on integers, and the idle ones, see `_drop_idle`. Equal cuts are timed once. All in float is not
+    timed if it is clearly slower than all on integers by prices: these add up, as the engine has profiled both graphs.
 
     Args:
         rewriter: rewriter of the graph, which is timed in copies.
@@ -225,8 +226,13 @@ def _quickest_cut(
     """
     all_integers = {op.key for op in ops}
     cuts = [(all_integers, _drop_idle(all_integers, values, rewriter.nodes())), chosen, (set[Key](), chosen[1])]
+    priced = [op for op in ops if op.source]
+    all_integers_seconds, float_seconds = (seconds_of(cut, priced, values) for cut, _ in (cuts[0], cuts[2]))
+    if float_seconds > MAX_FLOAT_RATIO * all_integers_seconds:
+        cuts.pop()
+    cuts = [cut for i, cut in enumerate(cuts) if cut not in cuts[:i]]
     changes = [partial(_move_to_float, [op.key for op in ops if op.key not in cut]) for cut, _ in cuts]
-    return cuts[quickest(rewriter.gm, rewriter.context, changes)]
+    return cuts[quickest(rewriter.gm, rewriter.context, changes) if len(cuts) > 1 else 0]
 
 
 def _apply_price(
@@ -322,6 +328,8 @@ def _record(rewriter: Rewriter, node: fx.Node, cost: Cost) -> None:
     rewriter.describe(node, plan=replace(plan, cost=cost))
 
 
+MAX_FLOAT_RATIO = 2.0
+"""Time of all ops in float relative to all on integers, by prices, above which float is not timed."""
 DECIDED = "the recipe's decisions say float"
 SLOWER = "float is faster at this size on this machine"
 MIN_PROPOSED_BITS = 4

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from fxq.backends.by_name import FASTEST, fastest_order, unavailable
 from fxq.common.cpus import is_contended, usable_cpus
-from fxq.common.data import device_of
+from fxq.common.data import Batch, device_of
 from fxq.common.isolation import copied, without_autocast
-from fxq.common.timed_calls import interleaved, threads_set_to
+from fxq.common.timed_calls import clock, interleaved, threads_set_to, times_in_turns
 from fxq.errors import BackendError, FxqError, InputError, RecipeError, words_of
 from fxq.graph.text.text_writer import write_graph
 from fxq.ledger.attempts import Attempt, Attempts
 from fxq.model import QuantizedModel
 from fxq.recipe.recipe import Recipe
+from fxq.runtime.binding import bind
 from fxq.workflow.observed_model import ObservedModel
-from fxq.workflow.steps import QdqCache, converted, prepared
+from fxq.workflow.steps import QdqCache, all_on_integers, converted, prepared, warn_again
+
+log = logging.getLogger("fxq")
 
 
 def prepared_for_recipe(
@@ -51,7 +56,11 @@ def converted_for_recipe(calibrated: ObservedModel, recipe: Recipe | None = None
                 f"with backend={FASTEST!r}, or prepare the float model with this recipe."
             )
         qdq_cache: QdqCache = []
-        return convert_all(calibrated, lambda model: converted(model, _for_backend_of(model, recipe), qdq_cache))
+        return convert_all(
+            calibrated,
+            lambda model: converted(model, _for_backend_of(model, recipe), qdq_cache),
+            lambda model: all_on_integers(model, _for_backend_of(model, recipe), qdq_cache),
+        )
     finally:
         calibrated.forget_float_values()
 
@@ -108,7 +117,11 @@ def _graph_key(observed: ObservedModel) -> Any:
         return observed
 
 
-def convert_all(observed: ObservedModel, convert: Callable[[ObservedModel], QuantizedModel]) -> QuantizedModel:
+def convert_all(
+    observed: ObservedModel,
+    convert: Callable[[ObservedModel], QuantizedModel],
+    lower: Callable[[ObservedModel], fx.GraphModule | None] = lambda model: None,
+) -> QuantizedModel:
     """Convert a model with every backend, and return the fastest result. Its `attempts` lists all backends.
 
     Models whose output SQNR is below the recipe's `min_sqnr` are only chosen if all are.
@@ -116,62 +129,109 @@ def convert_all(observed: ObservedModel, convert: Callable[[ObservedModel], Quan
     Args:
         observed: result of `prepare_all`, calibrated.
         convert: function that converts the observed model of one backend.
+        lower: function that lowers the observed model of one backend without measuring prices, to time it before it is
+            converted: backends that are clearly slower are not converted. It returns None if conversion is as quick.
 
     Raises:
         Exception: no backend's model runs on the example; the first backend's error.
     """
-    tries: list[Attempt] = []
-    models: dict[int, tuple[QuantizedModel, list[warnings.WarningMessage]]] = {}
-    first_error: Exception | None = None
     candidates = observed, *(observed.others or ())
     for candidate in candidates:
         if candidate.same_as is not None:
             candidate.take_calibration(candidates[candidate.same_as])
-    for candidate in candidates:
-        name = candidate.manager.context.recipe.backend
+    example, min_sqnr = observed.manager.context.example, observed.manager.context.recipe.min_sqnr
+    threads = _threads()
+    tries = {i: Attempt(candidate.manager.context.recipe.backend) for i, candidate in enumerate(candidates)}
+    models: dict[int, tuple[QuantizedModel, list[warnings.WarningMessage]]] = {}
+    errors: dict[int, Exception] = {}
+    trials = _trial_times(candidates, lower, example, threads)
+    leader: int | None = None  # the accurate model with the fastest trial
+    for i in sorted(tries, key=lambda i: trials.get(i, math.inf)):
+        if leader is not None and trials.get(i, 0.0) > MAX_TRIAL_RATIO * trials.get(leader, math.inf):
+            tries[i] = replace(tries[i], why=_slower(trials[i], trials[leader], tries[leader].backend))
+            continue
         with warnings.catch_warnings(record=True) as heard:
             warnings.simplefilter("always")
             try:
-                model, batch = convert(candidate), copied(candidate.manager.context.example)
+                model, batch = convert(candidates[i]), copied(candidates[i].manager.context.example)
                 model(*batch.args, **batch.kwargs)
             except Exception as error:  # engines may raise anything
-                first_error = first_error or error
-                tries.append(Attempt(name, why=words_of(error)))
+                errors[i] = error
+                tries[i] = replace(tries[i], why=words_of(error))
                 continue
-        models[len(tries)] = model, list(heard)
-        tries.append(Attempt(name, int8=model.ledger.count("int8"), sqnr=model.output_sqnr))
+        models[i] = model, list(heard)
+        tries[i] = replace(tries[i], int8=model.ledger.count("int8"), sqnr=model.output_sqnr)
+        if leader is None and not _is_inaccurate(model.output_sqnr, min_sqnr):
+            leader = i
     if not models:
-        assert first_error is not None  # at least one backend was tried
-        raise first_error
-    example, min_sqnr = observed.manager.context.example, observed.manager.context.recipe.min_sqnr
-    with torch.no_grad(), without_autocast():
-        calls: dict[str, Callable[[], object]] = {}
-        for i, (model, _) in models.items():
+        raise errors[min(errors)]
+    best, times = _fastest({i: models[i][0] for i in sorted(models)}, tries, example, threads, min_sqnr)
+    for i in models:
+        tries[i] = replace(tries[i], us=times[i], chosen=i == best)
+    absent = (Attempt(name, why=why) for name, why in observed.absent.items())
+    chosen, heard = models[best]
+    warn_again(heard)
+    chosen.attempts = Attempts((*tries.values(), *absent), threads)
+    return chosen
+
+
+def _trial_times(
+    candidates: Sequence[ObservedModel],
+    lower: Callable[[ObservedModel], fx.GraphModule | None],
+    example: Batch,
+    threads: int,
+) -> dict[int, float]:
+    """Microseconds of each candidate, lowered by `lower`, for a call on the example. Those that fail are left out."""
+    calls: dict[str, Callable[[], object]] = {}
+    untouched = candidates[0].manager.context.untouched()  # leaves may keep state
+    with untouched, torch.no_grad(), without_autocast(), threads_set_to(threads), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for i, candidate in enumerate(candidates):
+            try:
+                lowered, batch = lower(candidate), copied(example)
+                if lowered is not None:
+                    _, bound = bind(lowered, batch.args, batch.kwargs)
+                    calls[str(i)] = partial(bound.run, *batch.args, **batch.kwargs)
+            except Exception as error:  # engines may raise anything; the conversion reports it
+                log.debug("%s: no trial: %s", candidate.manager.context.recipe.backend, error)
+        times = times_in_turns(calls, range(TRIAL_ROUNDS), clock(every_thread=True))
+    return {int(i): 1e6 * min(seconds) for i, seconds in times.items()}
+
+
+def _slower(us: float, least_us: float, leader: str) -> str:
+    """Reason why a backend is not converted."""
+    times = f"{us / 1e3:.2f} ms, and {leader} {least_us / 1e3:.2f} ms"
+    return f"not converted: with all possible ops on integers it takes {times}"
+
+
+def _fastest(
+    models: Mapping[int, QuantizedModel],
+    tries: Mapping[int, Attempt],
+    example: Batch,
+    threads: int,
+    min_sqnr: float | None,
+) -> tuple[int, dict[int, float]]:
+    """Index of the fastest model, and the microseconds of each. Of models that are as fast, it is the earliest."""
+    calls: dict[str, Callable[[], object]] = {}
+    with torch.no_grad(), without_autocast(), threads_set_to(threads):
+        for i, model in models.items():
             batch = copied(example)
             calls[str(i)] = partial(model, *batch.args, **batch.kwargs)
-        threads = _threads()
-        with threads_set_to(threads):
-            times = interleaved(calls, lambda: None, shortest=True)
-    best = min(models, key=lambda i: (_is_inaccurate(tries[i].sqnr, min_sqnr), times[str(i)]))
-    # the earliest backend wins a tie, so that noise does not decide
-    best = next(
-        i
-        for i in models
-        if _is_inaccurate(tries[i].sqnr, min_sqnr) == _is_inaccurate(tries[best].sqnr, min_sqnr)
-        and times[str(i)] <= MAX_TIE_RATIO * times[str(best)]
-    )
-    for i in models:
-        tries[i] = replace(tries[i], us=times[str(i)], chosen=i == best)
-    tries += [Attempt(name, why=why) for name, why in observed.absent.items()]
-    chosen, heard = models[best]
-    for warning in heard:
-        warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
-    chosen.attempts = Attempts(tuple(tries), threads)
-    return chosen
+        times = {int(i): us for i, us in interleaved(calls, lambda: None, shortest=True).items()}
+    is_inaccurate = {i: _is_inaccurate(tries[i].sqnr, min_sqnr) for i in models}
+    best = min(models, key=lambda i: (is_inaccurate[i], times[i]))
+    # noise does not decide
+    alike = (i for i in models if is_inaccurate[i] == is_inaccurate[best] and times[i] <= MAX_TIE_RATIO * times[best])
+    return next(alike), times
 
 
 MAX_TIE_RATIO = 1.1
 """Time relative to the fastest backend up to which an earlier backend is preferred."""
+MAX_TRIAL_RATIO = 1.5
+"""Time relative to the leading backend, with all possible ops on integers, above which a backend is not converted: that
+some of its ops may run in float, by price, will hardly make up for it."""
+TRIAL_ROUNDS = 10
+"""Number of rounds in which backends are timed before they are converted. The shortest time counts."""
 
 
 def _threads() -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
@@ -14,6 +15,7 @@ from torch.nn.parameter import is_lazy
 import fxq.passes
 import fxq.patterns  # registers the fusion patterns
 from fxq.backends.by_name import get_backend
+from fxq.backends.lower_graph import lowered_copy
 from fxq.calibration.hand_over import AGAIN, check_computes_alike, check_traced_alike, hand_over, nodes_of
 from fxq.common.data import Batch, as_batch, check_batch, device_of
 from fxq.common.file_kinds import no_module
@@ -151,8 +153,8 @@ def observed_with(observed: ObservedModel, recipe: Recipe | None) -> PassManager
 _OBSERVE_ALL = "Or prepare once for all recipes: fxq.prepare(model, recipe, example_inputs=x, observe_all=True)."
 
 
-QdqCache = list[tuple[PassManager, PassManager, ReducedRange | None]]
-"""Cached qdq graphs: calibrated graph, qdq graph, and the role that has 7 bits in it.
+QdqCache = list[tuple[PassManager, PassManager, ReducedRange | None, Sequence[warnings.WarningMessage]]]
+"""Cached qdq graphs: calibrated graph, qdq graph, the role that has 7 bits in it, and the warnings of the passes.
 
 The passes between the two are slow, and most graphs are the same for several backends.
 """
@@ -175,7 +177,7 @@ def to_qdq(
     priced = next((i for i, step in enumerate(passes) if isinstance(step, fxq.passes.Fallback)), len(passes))
     left = [*passes[priced:], *to_kernels]
     emits = _emits(manager.gm)
-    for before, after, reduced in qdq_cache or ():
+    for before, after, reduced, heard in qdq_cache or ():
         if _emits(before.gm) != emits:
             if any(shot.name == "smooth" and shot.edits for shot in after.history):
                 continue
@@ -184,14 +186,30 @@ def to_qdq(
         if same_graph(before.gm, manager.gm):
             shared = after.fork(recipe=context.recipe, backend=context.backend)
             _let_emit(shared.gm, emits)
+            warn_again(heard)
             return shared, reduced, left
-    before = manager if qdq_cache is None else manager.fork()
     slow = next((i for i, step in enumerate(passes[:priced]) if step.samples_read), priced)
-    after, reduced = run_with_reduced_range(manager, passes[:slow])
-    after.run(passes[slow:priced])
-    if qdq_cache is not None:
-        qdq_cache.append((before, after.fork(), reduced))
+
+    def run() -> tuple[PassManager, ReducedRange | None]:
+        after, reduced = run_with_reduced_range(manager, passes[:slow])
+        after.run(passes[slow:priced])
+        return after, reduced
+
+    if qdq_cache is None:
+        return *run(), left
+    before = manager.fork()
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        after, reduced = run()
+    qdq_cache.append((before, after.fork(), reduced, heard))
+    warn_again(heard)
     return after, reduced, left
+
+
+def warn_again(heard: Iterable[warnings.WarningMessage]) -> None:
+    """Issue recorded warnings."""
+    for warning in heard:
+        warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
 
 
 def _emits(gm: fx.GraphModule) -> dict[str, TensorSpec]:
@@ -217,6 +235,26 @@ def converted(
     """Convert a calibrated model for one backend, see `fxq.convert`; for `qdq_cache` see `to_qdq`."""
     manager, reduced, left = to_qdq(observed_with(observed, recipe), qdq_cache)
     return finished(manager, left, reduced)
+
+
+def all_on_integers(
+    observed: ObservedModel, recipe: Recipe | None = None, qdq_cache: QdqCache | None = None
+) -> fx.GraphModule | None:
+    """Lower a calibrated model for one backend with all possible ops on integers, unverified, to time it.
+
+    Args:
+        observed: the model.
+        recipe: the recipe; None: the one that the model was prepared with.
+        qdq_cache: see `to_qdq`.
+
+    Returns:
+        The lowered graph; None if the recipe measures no prices, so that a conversion takes hardly longer.
+    """
+    if (recipe or observed.manager.context.recipe).optimize != "speed":
+        return None
+    manager, _, _ = to_qdq(observed_with(observed, recipe), qdq_cache)
+    context = replace(manager.context, units={}, regions={})
+    return lowered_copy(manager.gm, manager.gm.graph, context, lambda rewriter, copies: None)
 
 
 def finished(manager: PassManager, left: Sequence[Pass], reduced: ReducedRange | None = None) -> QuantizedModel:

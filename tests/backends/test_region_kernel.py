@@ -263,6 +263,32 @@ def test_what_prices_say_is_tried_against_all_and_against_nothing_on_integers(ne
     assert asked == [3] and qmodel.ledger.where(name="d")[0].precision == "int8"
 
 
+class EvenEngine(own.PricedEngine):
+    """Engine whose ops all cost 1 s on integers, and `float_us` in float."""
+
+    name = "even_engine"
+    float_us = 10.0
+
+    def prices(self, gm, example):
+        prices = super().prices(gm, example)
+        return fxq.extend.Prices({node: fxq.extend.Cost(self.float_us, 1.0) for node in prices.ops}, 0.0)
+
+
+@pytest.mark.parametrize(("float_us", "timed"), [(10.0, []), (1.5, [2])])
+def test_equal_and_clearly_slower_choices_are_not_timed(net, monkeypatch, float_us, timed):
+    """The choice by prices is all on integers. All in float is timed against it only if it is not twice as slow."""
+    asked = []
+
+    def quickest(gm, context, changes):
+        asked.append(len(changes))
+        return 0
+
+    monkeypatch.setattr("fxq.passes.fallback.quickest", quickest)
+    monkeypatch.setattr(EvenEngine, "float_us", float_us)
+    qmodel = quantized(net, ENGINE.with_backend(EvenEngine).with_optimize("speed"))
+    assert asked == timed and qmodel.ledger.where(name="d")[0].precision == "int8"
+
+
 class SplitEngine(own.PricedEngine):
     """Engine that runs a unit with an activation function whole or only its layer, and has priced the whole."""
 

@@ -252,6 +252,48 @@ def test_threads_without_a_cpu_each_time_nothing(net, monkeypatch, cpus, busy, t
     assert q.attempts.threads == threads
 
 
+@needs_fbgemm
+@pytest.mark.parametrize("far", [None, 3.0], ids=["the leader is right", "the leader is inaccurate"])
+def test_clearly_slower_backends_are_not_converted(net, monkeypatch, far):
+    """With prices, backends are timed before they are converted, and the quickest is converted first."""
+    model, x = net
+    trial = dict(zip(fastest_order(), [5.0, 1.6, 1.0, 1.4, 1.7], strict=True))
+    monkeypatch.setattr(
+        fastest, "times_in_turns", lambda calls, *_: {i: [trial[fastest_order()[int(i)]]] for i in calls}
+    )
+    planted(monkeypatch, [1.0] * TRIED)
+    seen = []
+
+    def convert(model, *_):
+        q = converted(model)
+        seen.append(q.backend)
+        if q.backend == fastest_order()[2]:
+            q.ledger = replace(q.ledger, output_sqnr=far or q.ledger.output_sqnr)
+        return q
+
+    monkeypatch.setattr(fastest, "converted", convert)
+    q = fxq.quantize(model, FASTEST.with_optimize("speed"), data=[x])
+    order = sorted(fastest_order(), key=trial.__getitem__)
+    assert seen == order[:2] if far is None else seen == order[:4]
+    dropped = [attempt for attempt in q.attempts if attempt.why]
+    assert {attempt.backend for attempt in dropped} == set(fastest_order()) - set(seen)
+    assert all("not converted: with all possible ops on integers it takes" in attempt.why for attempt in dropped)
+    assert all((attempt.us is None) == bool(attempt.why) for attempt in q.attempts)
+    assert q.backend == next(name for name in fastest_order() if name in seen and (far is None or name != order[0]))
+
+
+def test_backends_without_a_trial_are_converted(net, monkeypatch):
+    """An engine that fails in its trial is converted last, and reported as before."""
+    model, x = net
+
+    def fails(*_):
+        raise ValueError("it does not feel like it")
+
+    monkeypatch.setattr(fastest, "all_on_integers", fails)
+    q = fxq.quantize(model, FASTEST.with_optimize("speed"), data=[x])
+    assert [attempt.why for attempt in q.attempts if attempt.us is None] == []
+
+
 def test_layers_return_to_float_on_backends_with_the_same_graph():
     """These layers are so small that float is faster on each backend of PyTorch's kernels."""
     model, x = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).eval(), torch.randn(8, 8)

@@ -1,5 +1,6 @@
 """One calibration, several recipes: what `convert` makes with another recipe is what `quantize` makes with it."""
 
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -177,16 +178,19 @@ class Counted(fxq.Pass):
 
     def run(self, rewriter):
         Counted.runs += 1
+        warnings.warn("a warning of the shared passes", fxq.FxqWarning, stacklevel=1)
 
 
 def test_passes_that_read_samples_run_once_for_equal_graphs():
     Counted.runs = 0
     recipe = static().insert_pass(Counted(), after="insert-qdq")
     qdq_cache = []
-    first, second = (
-        converted(fxq.calibrate(fxq.prepare(network(), recipe, example_inputs=DATA[0]), DATA), recipe, qdq_cache)
-        for _ in range(2)
-    )
+    with pytest.warns(fxq.FxqWarning) as heard:
+        first, second = (
+            converted(fxq.calibrate(fxq.prepare(network(), recipe, example_inputs=DATA[0]), DATA), recipe, qdq_cache)
+            for _ in range(2)
+        )
+    assert [str(warning.message) for warning in heard].count("a warning of the shared passes") == 2
     assert (Counted.runs, len(qdq_cache)) == (1, 1)
     assert fxq.extend.write_graph(first) == fxq.extend.write_graph(second)
     assert all(
