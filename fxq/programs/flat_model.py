@@ -216,7 +216,8 @@ def _difference(first: ResultForm, second: ResultForm) -> str:
 def changed_arguments(model: nn.Module, batch: Batch) -> list[str]:
     """Names of the arguments of a call that hold a container of a registered class, or that the model changes.
 
-    The model is run, and not changed. A call that no form describes, or that fails, has none.
+    The model is run, and not changed. A call that no form describes, or that fails, has none; and so has a call with a
+    single tensor, which one graph leaves unchanged, with a warning (`passes/trace.py`).
 
     Args:
         model: the float model.
@@ -229,6 +230,9 @@ def changed_arguments(model: nn.Module, batch: Batch) -> list[str]:
     names = [name for name, structure in form.arguments if _is_registered(structure)]
     if names:
         return names
+    has_containers = any(structure.kind != "leaf" for _, structure in form.arguments)
+    if not has_containers and sum(isinstance(leaf, Tensor) for leaf in leaves.values()) <= 1:
+        return []
 
     def call(*args: Any, **kwargs: Any) -> None:
         model(*args, **kwargs)
