@@ -18,7 +18,7 @@ from fxq.checkpoints.open_checkpoint import is_checkpoint
 from fxq.common.data import Batch, batches, length_of, samples_in
 from fxq.common.isolation import untouched
 from fxq.common.progress import progress_bar
-from fxq.errors import FxqError, InputError, RecipeError, TraceError, warn, words_of
+from fxq.errors import FxqError, FxqWarning, InputError, RecipeError, TraceError, warn, words_of
 from fxq.integrations import load_folder, load_stored, quantizer_for
 from fxq.integrations.adapters import with_float_adapters
 from fxq.ledger.comparison import Comparison, compare_with, quantized_reference
@@ -129,7 +129,10 @@ def prepare_model(model: nn.Module, recipe: Recipe, example_inputs: Any, observe
         return prepared_for_recipe(model, recipe, None, observe_all)  # raises the error for a missing example
     example, refusal = example_of_one_graph(example_inputs, model)
     try:
-        run = _prepared(model, recipe, example, observe_all)
+        with warnings.catch_warnings():
+            if refusal is not None:  # which says more than the warnings about the graph
+                warnings.simplefilter("ignore", FxqWarning)
+            run = _prepared(model, recipe, example, observe_all)
     except (TraceError, InputError) as error:
         raise refusal or error from error.__cause__
     if refusal is not None and not isinstance(run, ObservedParts):

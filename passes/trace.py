@@ -116,6 +116,7 @@ def _traced(
         CannotTrace(kept.path, kept.why) for kept in states if kept.hidden
     ]  # errors of the others name a source line
     writers = {node: info(node).source for node in gm.graph.nodes if info(node).traced.changes}
+    written = _written_inputs(gm) if context.selecting is None else []  # programs write them back
     edit_count = len(traced.edits)
     functionalization = Functionalization(traced, tracer.watch, tracer.new_constants)
     divisible: bool | None = None
@@ -138,7 +139,22 @@ def _traced(
     if breaks:
         raise TraceError(breaks[0].why)
     context.divisible = _counts_samples(context, gm) if divisible is None else divisible
+    if written:
+        warn(_UNWRITTEN.format(names=", ".join(written), model=type(context.model).__name__))
     return traced
+
+
+def _written_inputs(gm: fx.GraphModule) -> list[str]:
+    """Names of the inputs that the forward writes into."""
+    changes = {block for node in gm.graph.nodes for block in info(node).traced.changes}
+    inputs = gm.graph.find_nodes(op="placeholder")
+    return [str(node.target) for node in inputs if not changes.isdisjoint(info(node).traced.memory)]
+
+
+_UNWRITTEN = (
+    "{model} writes into its input {names} in place, as nn.ReLU(inplace=True) does. The quantized model computes the "
+    "same outputs, but leaves the tensor of the caller unchanged. If the caller needs the new values, return them."
+)
 
 
 def _graph(

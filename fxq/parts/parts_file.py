@@ -19,7 +19,7 @@ from fxq.ledger.ledger import Ledger
 from fxq.model import QuantizedModel, remade
 from fxq.parts.absent import AbsentTensor
 from fxq.parts.copying import copy_of
-from fxq.parts.part import Programs, parts_in, tensors_of
+from fxq.parts.part import Part, Programs, parts_in, tensors_of
 from fxq.recipe.recipe import Recipe
 from fxq.saved.container import read_container, read_json, write_container
 from fxq.saved.model_file import PARTS, checked_path, content_of, graph_from
@@ -70,11 +70,13 @@ def save_parts(path: str | os.PathLike[str], model: Any) -> Path:
     tensors: dict[str, Tensor] = {}
     texts: dict[str, str] = {}
     stored: list[StoredPart] = []
-    around, lost = _named_tensors(model), list[str]()
+    modules = model.named_modules(remove_duplicate=False)  # a part may have several paths
+    inside = tuple(f"{path}.fxq_programs." for path, module in modules if isinstance(module, Part))
+    around = {name: tensor for name, tensor in _named_tensors(model).items() if not name.startswith(inside)}
+    lost: list[str] = []
     for at, part in parts_in(model):
         programs = part.fxq_programs
         assert isinstance(programs, Programs)
-        around = {name: tensor for name, tensor in around.items() if not name.startswith(f"{at}.fxq_programs.")}
         shown = {f"{at}.{name}": tensor for name, tensor in tensors_of(part.fxq_skeleton)}
         read = {name: tensor for name, tensor in shown.items() if not isinstance(tensor, AbsentTensor)}
         around |= read

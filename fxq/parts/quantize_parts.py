@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -163,6 +164,7 @@ class PartsRun:
                 for name, observed in (seen or plan.programs).items():
                     graphs[plan.path][name] = converted_for_recipe(observed, own)
                 share_tensors(list(graphs[plan.path].values()))
+            share_tensors([graph for path in self._tied for graph in graphs[path].values()], tied=True)
         if recipe is not None:
             ops = [(entry.path, entry.op) for own in graphs.values() for g in own.values() for entry in g.ledger]
             types = {path: type(module) for path, module in self.model.named_modules()}
@@ -179,6 +181,13 @@ class PartsRun:
         attach(model, ledger, chosen, backend)
         self._warn(model, [str(w.message) for w in heard if issubclass(w.category, Warning)])
         return model
+
+    @property
+    def _tied(self) -> list[str]:
+        """Paths of the parts that share float weights with other parts."""
+        owned = {plan.path: {id(tensor) for _, tensor in tensors_of(plan.module)} for plan in self.choice.parts}
+        times = Counter(chain.from_iterable(owned.values()))
+        return [path for path, own in owned.items() if any(times[key] > 1 for key in own)]
 
     def programs_of(self, graphs: Mapping[str, Mapping[str, nn.Module]]) -> dict[str, Programs]:
         """Return what each part calls, by its path.

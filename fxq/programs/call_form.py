@@ -38,7 +38,7 @@ class CallForm:
     @property
     def leaf_names(self) -> list[str]:
         """Names of the inputs of the graph, in order."""
-        return [name for _, structure in self.arguments for name in _leaf_names(structure)]
+        return [name for _, structure in self.arguments for name in leaf_names(structure)]
 
     def matched(
         self, arguments: Mapping[str, Any], parameters: Mapping[str, inspect.Parameter]
@@ -110,10 +110,11 @@ def structure_difference(place: str, first: Structure | None, second: Structure 
     return "" if first == second else f"{place} is {_brief(first)}, not {_brief(second)}"
 
 
-def _leaf_names(structure: Structure) -> list[str]:
+def leaf_names(structure: Structure) -> list[str]:
+    """Names of the tensors and numbers in a structure, in order."""
     if structure.kind == "leaf":
         return [structure.name]
-    return [name for _, part in structure.parts for name in _leaf_names(part)]
+    return [name for _, part in structure.parts for name in leaf_names(part)]
 
 
 def form_of(signature: inspect.Signature, batch: Batch) -> tuple[CallForm, Leaves, dict[str, Any]]:

@@ -18,7 +18,7 @@ from fxq.common.data import Batch
 from fxq.common.isolation import copied, seeded, untouched
 from fxq.common.writes import WriteWatch
 from fxq.errors import InputError, TraceError, words_of
-from fxq.programs.call_form import CallForm, form_of, structure_difference
+from fxq.programs.call_form import CallForm, form_of, leaf_names, structure_difference
 from fxq.tracing.fidelity import same_values
 from fxq.tracing.part_shell import ONE_OF_SEVERAL
 from fxq.tracing.proxies import is_value
@@ -32,7 +32,8 @@ class ResultForm:
         changed: structure of each changed argument after the call.
         result: structure of the result. Its containers may be those of the arguments.
         kept: tensors that are still in the changed arguments, also where a trace does not see it: their name after the
-            call, their name before it, and whether the model writes into them.
+            call, their name before it, and whether the model writes into them. A tensor that it writes into and then
+            replaces has no name after the call, and keeps its values.
     """
 
     changed: tuple[tuple[str, Structure], ...]
@@ -71,6 +72,8 @@ class ResultForm:
             if isinstance(value, Tensor) and any(_overlap(value, target) for target in targets.values()):
                 values[name] = value.clone()
         for name, before, written in self.kept:
+            if not name:
+                continue
             if written:
                 try:
                     leaves[before].copy_(values[name])
@@ -122,7 +125,9 @@ def flat_model(
 
     try:
         with untouched(model), seeded(), torch.no_grad():
-            results, outputs = _outputs(call, form, copied(leaves))
+            inputs = copied(leaves)
+            results, outputs = _outputs(call, form, inputs)
+            _check_views(results, inputs, outputs)
             _, own_outputs = _outputs(bound, form, copied(leaves))
     except InputError:
         raise
@@ -147,6 +152,24 @@ def flat_model(
     vars(flat)["forward"] = forward
     vars(flat)[ONE_OF_SEVERAL] = True
     return flat, results
+
+
+def _check_views(results: ResultForm, inputs: Leaves, outputs: Leaves) -> None:
+    """Raise `InputError` if a changed argument holds a view of another tensor that the model writes into.
+
+    Later calls would write into that tensor, and the view of the quantized model has memory of its own.
+    """
+    targets = {was: inputs[was] for _, was, written in results.kept if written}
+    for name in (name for _, structure in results.changed for name in leaf_names(structure)):
+        value = outputs[name]
+        if not isinstance(value, Tensor) or any(value is target for target in targets.values()):
+            continue
+        for was, target in targets.items():
+            if _overlap(value, target):
+                raise InputError(
+                    f"the model stores a view of {was} in its arguments (as {name}), and also writes into {was}, so "
+                    "that later calls change both. A quantized model cannot do this: store a copy, view.clone()."
+                )
 
 
 def _outputs(
@@ -177,6 +200,8 @@ def _outputs(
             changed.append((name, now))
             befores = {new: own[id(leaf)] for new, leaf in after.items() if id(leaf) in own}
             kept += [(new, was, id(inputs[was]) in written) for new, was in befores.items()]
+            dropped = (was for was in leaf_names(structure) if was not in befores.values())
+            kept += [("", was, True) for was in dropped if id(inputs[was]) in written]
     returned = taken_apart(result, "output", outputs, leaf_kind=_traced_kind, containers=names)
     return ResultForm(tuple(changed), returned, tuple(kept)), outputs
 
@@ -216,7 +241,8 @@ def _difference(first: ResultForm, second: ResultForm) -> str:
 def changed_arguments(model: nn.Module, batch: Batch) -> list[str]:
     """Names of the arguments of a call that hold a container of a registered class, or that the model changes.
 
-    The model is run, and not changed. A call that no form describes, or that fails, has none.
+    The model is run, and not changed. A call that no form describes, or that fails, has none; and so has a call with a
+    single tensor, which one graph leaves unchanged, with a warning (`passes/trace.py`).
 
     Args:
         model: the float model.
@@ -229,6 +255,9 @@ def changed_arguments(model: nn.Module, batch: Batch) -> list[str]:
     names = [name for name, structure in form.arguments if _is_registered(structure)]
     if names:
         return names
+    has_containers = any(structure.kind != "leaf" for _, structure in form.arguments)
+    if not has_containers and sum(isinstance(leaf, Tensor) for leaf in leaves.values()) <= 1:
+        return []
 
     def call(*args: Any, **kwargs: Any) -> None:
         model(*args, **kwargs)

@@ -348,16 +348,23 @@ def _size_class(value: Any) -> Any:
     return tuple(min(size, 2) for size in value.shape) if isinstance(value, Tensor) else type(value)
 
 
-def share_tensors(models: list[QuantizedModel]) -> None:
+def share_tensors(models: list[QuantizedModel], tied: bool = False) -> None:
     """Let models share the tensors that are equal in their names, values, shapes, strides and dtypes.
 
     Tensors of one model stay apart: those that happen to be equal, as new layer norms are, may be given other values.
+
+    Args:
+        models: quantized models.
+        tied: whether their float models share weights under different names: names are not compared, and tensors that
+            are constant stay apart.
     """
     seen: dict[str, list[Tensor]] = {}
     for model in models:
         shared, taken = dict[int, Tensor](), set[int]()  # one tensor may have several names
         for module, table, name, path, tensor in list(_tensors_of(model)):
-            alike = seen.setdefault(path, [])
+            if tied and bool((tensor == tensor.flatten()[0]).all()):
+                continue
+            alike = seen.setdefault("" if tied else path, [])
             if id(tensor) not in shared:
                 equal = (first for first in alike if id(first) not in taken and _is_equal(tensor, first))
                 shared[id(tensor)] = next(equal, tensor)

@@ -383,3 +383,44 @@ def test_a_quantized_model_is_not_quantized_again():
     _, q, data, _ = quantized("detector")
     with pytest.raises(InputError, match="quantized already"):
         fxq.quantize(q, data=data)
+
+
+class Twice(nn.Module):
+    """Two parts with a linear layer each, which share a weight, the layer, or are one module under two names."""
+
+    def __init__(self, kind):
+        super().__init__()
+        torch.manual_seed(0)
+        first, second = nn.Linear(64, 64), nn.Linear(64, 64)
+        if kind == "weight":
+            second.weight = first.weight
+        self.a = nn.Sequential(first, nn.ReLU())
+        self.b = self.a if kind == "part" else nn.Sequential(first if kind == "layer" else second, nn.ReLU())
+
+    def forward(self, x):
+        y = self.a(x)
+        return self.b(y + 1 if float(y.sum()) > 0 else y)
+
+
+def bytes_of(q):
+    """Bytes of all graphs' tensors, storages that tensors share once."""
+    graphs = (t for graph in q.parts.values() for t in graph.state_dict().values() if isinstance(t, torch.Tensor))
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in graphs}.values())
+
+
+@pytest.mark.parametrize("recipe", [EXACT, fxq.Recipe.weight_only(backend="reference")], ids=["static", "weight_only"])
+@pytest.mark.parametrize("kind", ["weight", "layer", "part"])
+def test_weights_that_parts_share_are_stored_once(kind, recipe, tmp_path):
+    x, weight = torch.randn(4, 64, generator=torch.Generator().manual_seed(1)), 64 * 64
+    sizes = {}
+    for own in ("apart", kind):
+        with pytest.warns(FxqWarning, match="is quantized in"):
+            q = fxq.quantize(Twice(own).eval(), recipe, data=[x])
+        path = q.save(tmp_path / "q.fxq")
+        again = [fxq.load(path, into=Twice(own).eval()), copy.deepcopy(q), pickle.loads(pickle.dumps(q))]
+        got = run(q, (x,))
+        assert fxq.compare(Twice(own).eval(), q, [x]).output_sqnr > 25
+        assert all(equal(run(loaded, (x,)), got) for loaded in again)
+        sizes[own] = [path.stat().st_size, *map(bytes_of, (q, *again))]
+    assert all(apart > 2 * weight for apart in sizes["apart"])
+    assert all(apart - tied >= weight for apart, tied in zip(sizes["apart"], sizes[kind], strict=True))

@@ -2,7 +2,7 @@
 
 import copy
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -41,15 +41,16 @@ class Plan:
         state: containers, with a number in place of each tensor.
         ops: what happens to each tensor.
         returns: whether the state is returned, too.
+        optional: whether calls with a further tensor are a second program.
     """
 
     state: object
     ops: list
     returns: bool
-    count: int = field(init=False, default=0)
+    optional: bool = False
 
 
-OPS = ("keep", "replace", "append", "add", "count", "in place")
+OPS = ("keep", "replace", "append", "add", "count", "in place", "part", "crop", "reorder", "alias", "cat in place")
 leaf = st.just(0)
 inner = st.recursive(
     leaf,
@@ -66,6 +67,7 @@ plans = st.builds(
     Plan,
     st.one_of(inner, st.builds(lambda items: Box([items]), inner)),
     st.lists(st.sampled_from(OPS), min_size=4, max_size=4),
+    st.booleans(),
     st.booleans(),
 )
 
@@ -96,21 +98,38 @@ class Model(nn.Module):
         torch.manual_seed(0)
         self.a, self.b, self.plan = nn.Linear(4, 4), nn.Linear(4, 4), plan
 
-    def forward(self, x, state):
-        h, ops, total = self.a(x), iter(self.plan.ops * 4), []
+    def forward(self, x, state, more=None):
+        h, ops, total, news = self.a(x), iter(self.plan.ops * 4), [], []
+        if more is not None:
+            h = h * more
 
         def changed(tensor):
             op = next(ops)
             total.append(tensor.mean(1, keepdim=True))
-            if op == "append":
-                return torch.cat([tensor, h], 1)
-            if op == "in place":
-                return tensor.mul_(0.5)
-            return {"keep": tensor, "replace": h, "add": tensor + 0.1, "count": tensor * tensor.shape[1]}[op]
+            news.append(self.changed(op, tensor, h, news))
+            return news[-1]
 
         new = rebuilt(state, changed)
         y = self.b(h + sum(total))
         return (y, new) if self.plan.returns else y
+
+    def changed(self, op, tensor, h, before):
+        if op == "append":
+            return torch.cat([tensor, h], 1)
+        if op == "in place":
+            return tensor.mul_(0.5)
+        if op == "part":
+            tensor[:, :1] += h[:, :1]
+            return tensor
+        if op == "cat in place":
+            return torch.cat([tensor.mul_(0.9), h], 1).add_(0.1)
+        if op == "alias":  # of another tensor of the state, with its values or a view of them
+            return before[-1][:, :1] if before else tensor[:, -1:]
+        if op == "crop":
+            return tensor[:, -2:]
+        if op == "reorder":
+            return tensor.index_select(0, torch.tensor([1, 0]))
+        return {"keep": tensor, "replace": h, "add": tensor + 0.1, "count": tensor * tensor.shape[1]}[op]
 
 
 def state_of(plan):
@@ -133,19 +152,26 @@ def leaves_of(state):
 
 def check(plan):
     model, random = Model(plan).eval(), torch.Generator().manual_seed(1)
-    x = torch.randn(2, 2, 4, generator=random)
+    x, more = torch.randn(2, 2, 4, generator=random), torch.rand(2, 1, 4, generator=random)
+    examples = [{"x": x, "state": state_of(plan)}]
+    examples += [{"x": x, "state": state_of(plan), "more": more}] if plan.optional else []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", fxq.FxqWarning)
         try:
-            qmodel = fxq.quantize(model, RECIPE, example_inputs=(x, state_of(plan)))
+            qmodel = fxq.quantize(model, RECIPE, example_inputs=examples)
         except fxq.FxqError:
             return "refused"
     own, quantized = state_of(plan), state_of(plan)
-    for _ in range(3):
+    for number in range(4):
         before = containers_of(quantized)
         x = torch.randn(2, 2, 4, generator=random)
+        options = {"more": more + number} if plan.optional and number % 2 else {}
         with torch.no_grad():
-            want, got = model(x, own), qmodel(x, quantized)
+            want = model(x, own, **options)
+            try:
+                got = qmodel(x, quantized, **options)
+            except fxq.FxqError:
+                return "refused in a call"
         assert containers_of(quantized).keys() == before.keys()
         assert all(container is before[name] for name, container in containers_of(quantized).items())
         if plan.returns:
@@ -167,9 +193,15 @@ def test_states_in_containers_change_as_in_the_float_model(plan):
 
 def test_changes_are_right_rather_than_refused():
     states = [Box([[0, {"a": 0}]]), [[0], {"a": 0}], ({"a": [0, 0]}, 0), Pair([0], 0)]
-    plans = [Plan(state, [op] * 4, i % 2 == 0) for i, state in enumerate(states) for op in OPS]
+    plans = [Plan(state, [op] * 4, i % 2 == 0, i == 0) for i, state in enumerate(states) for op in OPS]
     results = [check(plan) for plan in plans]
     assert results == ["right"] * len(plans)
+
+
+def test_a_view_of_a_written_tensor_in_the_state_is_refused():
+    plan = Plan([0, 0], ["part", "alias"] * 2, False)
+    with pytest.raises(fxq.InputError, match=r"stores a view of state_0.*as new_state_1.*view.clone"):
+        fxq.quantize(Model(plan).eval(), RECIPE, example_inputs=(torch.rand(2, 2, 4), state_of(plan)))
 
 
 @pytest.mark.slow
