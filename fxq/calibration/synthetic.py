@@ -125,7 +125,8 @@ def _matched(
                 if not total.requires_grad or not total.isfinite():
                     raise InputError(
                         "the distance of the model's statistics from those of its batch norms is not finite, or does "
-                        "not depend on the batch (the model computes without gradients), so fxq.synthetic cannot change the batch: pass real data."
+                        "not depend on the batch (the model computes without "
+                        "gradients), so fxq.synthetic cannot change the batch: pass real data."
                     )
             batch.grad = torch.autograd.grad(total, batch)[0]
             optimizer.step()

@@ -156,8 +156,6 @@ def _targets(r: Reader, shape: Any, where: Any, scales: Any, sizes: Any) -> tupl
             target[axis] = math.floor(np.float32(shape[axis]) * np.float32(factor))
             continue
         whole = isinstance(factor, float) and factor == int(factor)
-        rounds = isinstance(factor, float) and 1024 * factor % 1 != 0
-        refuse(rounds, f"it scales a dynamic size by {factor}, so that the product rounds")
         target[axis] = shape[axis] * int(factor) if whole else torch.sym_int(shape[axis] * factor)
     return target, factors
 
