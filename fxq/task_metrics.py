@@ -124,10 +124,19 @@ def text(model: nn.Module, data: Iterable[Any], decode: Callable[[Any], Sequence
 def _text(outputs: Sequence[Any], expected: Sequence[Any], decode: Callable[[Any], Sequence[str]]) -> float:
     edits = count = 0
     for a, b in zip(outputs, expected, strict=True):
-        for read, right in zip(decode(a), decode(b), strict=True):
+        for read, right in _decoded(decode, a, b):
             edits += edit_distance(read, right)
             count += len(right)
     return 1.0 - edits / max(count, 1)
+
+
+def _decoded(decode: Callable[[Any], Sequence[Any]], a: Any, b: Any) -> list[tuple[Any, Any]]:
+    """Decoded parts of an output, each with the float model's."""
+    parts, expected = decode(a), decode(b)
+    if isinstance(parts, str) or len(parts) != len(expected):
+        returned = "a single text" if isinstance(parts, str) else f"{len(parts)} entries instead of {len(expected)}"
+        raise InputError(f"decode returned {returned}: it must return one entry, maybe an empty one, for each input.")
+    return list(zip(parts, expected, strict=True))
 
 
 def edit_distance(a: str, b: str) -> int:
@@ -169,7 +178,7 @@ def boxes(
 
 
 def _boxes(outputs: Sequence[Any], expected: Sequence[Any], decode: Any, overlap: float) -> float:
-    images = [pair for a, b in zip(outputs, expected, strict=True) for pair in zip(decode(a), decode(b), strict=True)]
+    images = [pair for a, b in zip(outputs, expected, strict=True) for pair in _decoded(decode, a, b)]
     classes = sorted({int(c) for _, (_, _, labels) in images for c in labels})
     return sum(_average_precision(images, c, overlap) for c in classes) / max(len(classes), 1)
 
@@ -180,7 +189,7 @@ def _average_precision(images: Sequence[tuple[Detections, Detections]], label: i
     hits: list[bool] = []
     total = 0
     for (a, confidence, labels), (b, _, right_labels) in images:
-        chosen, right = labels == label, b[right_labels == label]
+        chosen, right = labels == label, b.reshape(-1, 4)[right_labels == label]
         total += len(right)
         free = torch.ones(len(right), dtype=torch.bool)
         order = confidence[chosen].argsort(descending=True, stable=True)

@@ -115,3 +115,26 @@ def test_search_with_a_metric_that_other_processes_can_read():
     result = fxq.search(model, "static", data, metric, target=0.05)
     assert result.reached
     assert metric(fxq.quantize(model, result.recipe, data=data)) >= 0.95
+
+
+def test_decoders_that_do_not_return_one_entry_for_each_input():
+    lost = Returns([torch.tensor([1.0]), torch.tensor([2.0])])
+    metric = task_metrics.text(lost, numbers(1), lambda output: ["a"] * int(output))
+    assert metric(lost) == 1
+    with pytest.raises(fxq.InputError, match=r"decode returned 2 entries instead of 1"):
+        metric(Returns([torch.tensor([2.0])]))
+    with pytest.raises(fxq.InputError, match=r"decode returned a single text"):
+        task_metrics.text(lost, numbers(1), lambda output: "abc")(lost)
+
+
+def test_images_without_detections():
+    """An image without boxes counts its false boxes; its tensors may have lost their axis of 4."""
+    box = (torch.tensor([[0.0, 0.0, 2.0, 2.0]]), torch.tensor([0.9]), torch.tensor([1]))
+    for nothing in (
+        (torch.zeros(0), torch.zeros(0), torch.zeros(0)),
+        (torch.zeros(0, 4), torch.zeros(0), torch.zeros(0)),
+    ):
+        metric = task_metrics.boxes(Returns([[nothing, box]]), numbers(1), lambda output: output)
+        assert metric(Returns([[nothing, box]])) == 1
+        assert metric(Returns([[box, box]])) == 0.5
+        assert metric(Returns([[nothing, nothing]])) == 0

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from fxq.common.progress import progress_bar
-from fxq.errors import InputError, warn
-
-_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+from fxq.errors import InputError, warn, words_of
 
 
 def synthetic(
@@ -45,8 +44,8 @@ def synthetic(
         The batches, as float32 tensors of this shape on the CPU.
 
     Raises:
-        InputError: the model has no batch norm with recorded statistics, is in train mode, or the shape is not one of a
-            batch.
+        InputError: the model has no batch norm with recorded statistics, is in train mode, does not compute batches of
+            this shape, or its batch norms do not depend on the batch.
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()).eval()
@@ -63,7 +62,7 @@ def synthetic(
         raise InputError("the model is in train mode, so that its statistics would change: call model.eval() first.")
     with torch.inference_mode(False):
         network = copy.deepcopy(model).cpu().float().requires_grad_(False)
-    norms = [norm for norm in network.modules() if isinstance(norm, _NORMS) and norm.running_mean is not None]
+    norms = [norm for norm in network.modules() if isinstance(norm, _BatchNorm) and norm.running_mean is not None]
     if not norms:
         raise InputError(
             "the model has no batch norm with recorded statistics (a file for inference may have folded them into its "
@@ -113,10 +112,22 @@ def _matched(
         for _ in range(steps):
             losses.clear()
             with torch.enable_grad():
-                network(batch)
+                try:
+                    network(batch)
+                except Exception as error:  # a model may raise anything
+                    raise InputError(
+                        f"the model cannot compute a float batch of shape {tuple(batch.shape)}, as the only input: "
+                        f"{type(error).__name__}: {words_of(error)}"
+                    ) from error
                 if not losses:
                     raise InputError("the model calls none of its batch norms, so fxq.synthetic has nothing to match.")
                 total = torch.stack(losses).mean()
+                if not total.requires_grad or not total.isfinite():
+                    raise InputError(
+                        "the distance of the model's statistics from those of its batch norms is not finite, or does "
+                        "not depend on the batch (the model computes without "
+                        "gradients), so fxq.synthetic cannot change the batch: pass real data."
+                    )
             batch.grad = torch.autograd.grad(total, batch)[0]
             optimizer.step()
             advance()

@@ -20,6 +20,18 @@ def varies(size: Any) -> bool:
     return isinstance(size, torch.SymInt) and not size.node.expr.is_number
 
 
+def decided(comparison: Any) -> bool | None:
+    """Result of a comparison of sizes if it is the same for all sizes from 1 on; None if it depends on them."""
+    if not isinstance(comparison, torch.SymBool):
+        return bool(comparison)
+    from torch.utils._sympy.numbers import int_oo
+    from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
+
+    expression = comparison.node.expr
+    bounds = bound_sympy(expression, {symbol: ValueRanges(1, int_oo) for symbol in expression.free_symbols})
+    return bool(bounds.lower) if bounds.is_singleton() else None
+
+
 class VaryingSizes:
     """Dynamic sizes of a model's inputs, as symbols that shapes are computed with.
 

@@ -91,3 +91,38 @@ def test_refusals():
     unused.norm = nn.BatchNorm1d(3).eval()
     with pytest.raises(fxq.InputError, match=r"calls none of its batch norms"):
         fxq.synthetic(unused, (2, 3))
+
+
+def test_synchronized_batch_norms_count():
+    network = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))).eval()
+    with pytest.warns(fxq.FxqWarning, match="synthetic"):
+        (batch,) = fxq.synthetic(network, (2, 3, 8, 8), batches=1, steps=2)
+    assert batch.isfinite().all()
+
+
+class _TwoInputs(nn.Sequential):
+    def forward(self, x, y):
+        return super().forward(x + y)
+
+
+class _WithoutGradients(nn.Sequential):
+    @torch.no_grad()
+    def forward(self, x):
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("network_type", "channels", "variance", "reason"),
+    [
+        (nn.Sequential, 4, 1.0, r"cannot compute a float batch of shape \(2, 4, 8, 8\), as the only input"),
+        (_TwoInputs, 3, 1.0, r"as the only input: TypeError.*missing 1 required"),
+        (_WithoutGradients, 3, 1.0, r"does not depend on the batch"),
+        (nn.Sequential, 3, float("nan"), r"is not finite"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::fxq.FxqWarning")
+def test_models_that_cannot_be_matched(network_type, channels, variance, reason):
+    network = network_type(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).eval()
+    network[1].running_var.fill_(variance)
+    with pytest.raises(fxq.InputError, match=reason):
+        fxq.synthetic(network, (2, channels, 8, 8), batches=1, steps=2)

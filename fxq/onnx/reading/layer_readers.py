@@ -118,8 +118,11 @@ def conv_transpose(
         for i, size in enumerate(sizes):
             wanted = output_shape[i - len(sizes)] if output_shape is not None else size * strides[i]
             total = strides[i] * (size - 1) + extra[i] + (shape[2 + i] - 1) * dilations[i] + 1 - wanted
+            if total < 0:  # the output ends after the last product, where it is the bias
+                extra[i], total = extra[i] - total, 0
             less = total // 2
             begins[i], ends[i] = (less, total - less) if auto_pad == "SAME_UPPER" else (total - less, less)
+    refuse(bias is not None and min(begins + ends, default=0) < 0, "its padding is negative")
     same = all(type(a) is int and a == b and a >= 0 for a, b in zip(begins, ends, strict=True))
     padding = tuple(begins) if same else (0,) * rank
     # PyTorch allows extra output only below the stride; ONNX computes it, and zeros beyond it are cropped below.

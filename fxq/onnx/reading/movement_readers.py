@@ -59,7 +59,10 @@ def flatten(r: Reader, x: Any, *, axis: int = 1) -> Any:
 def squeeze(r: Reader, x: Any, axes: Any = None, **attributes: Any) -> Any:
     rank = rank_of(r, x)
     where = axes_of(r, axes, attributes, rank)
-    where = [i for i, size in enumerate(r.shape_of(x)) if size == 1] if where is None else where
+    if where is None:
+        shape = r.shape_of(x)
+        refuse(any(map(varies, shape)), "it removes all axes of size 1, and some of its axes are dynamic")
+        where = [i for i, size in enumerate(shape) if size == 1]
     for axis in sorted(where, reverse=True):
         x = r.call(torch.squeeze, x, axis)
     return x
@@ -79,7 +82,7 @@ def expand(r: Reader, x: Any, sizes: Any) -> Any:
     old, new = list(r.shape_of(x)), r.ints(sizes)
     old = [1] * (len(new) - len(old)) + old
     new = [1] * (len(old) - len(new)) + list(new)
-    shape = [b if a == 1 else a for a, b in zip(old, new, strict=True)]
+    shape = [a if type(b) is int and b == 1 else b for a, b in zip(old, new, strict=True)]
     return x if shape == list(r.shape_of(x)) else r.call("expand", x, tuple(shape))
 
 
@@ -101,9 +104,8 @@ def split(
     parts = split if lengths is None else r.ints(lengths)
     if parts is None:
         count = num_outputs or r.outputs
-        refuse(varies(size), "the length of its parts depends on a dynamic size")
-        step = -(-size // count)
-        parts = [min(step, size - i * step) for i in range(count)]
+        step = (size + count - 1) // count
+        parts = [step] * (count - 1) + [size - (count - 1) * step]
     return r.call(torch.split, x, tuple(parts), axis)
 
 
@@ -129,6 +131,8 @@ def slice_(
 
 
 def _backwards(r: Reader, x: Any, axis: int, first: Any, last: Any, stride: int, size: Any) -> Any:
+    if stride == -1 and not varies(first) and not varies(last) and first in (-1, 2**63 - 1) and last < -(2**31):
+        return r.call(torch.flip, x, (axis,))
     refuse(varies(size) or varies(first) or varies(last), "it steps backwards along a dynamic axis")
     taken = range(*slice(first, last if last >= -size else None, stride).indices(size))
     return r.call(torch.index_select, x, axis, torch.tensor(list(taken), dtype=torch.int64))
@@ -153,7 +157,7 @@ def gather(r: Reader, x: Any, index: Any, *, axis: int = 0) -> Any:
 def _not_negative(r: Reader, index: Any, size: Any) -> Any:
     """Indices that count from the start; those of the file may count from the end."""
     if isinstance(index, Tensor):
-        return torch.where(index < 0, index + size, index).to(torch.int64) if not varies(size) else index
+        return (index if varies(size) else torch.where(index < 0, index + size, index)).to(torch.int64)
     if r.like(index).dtype is not torch.int64:
         index = r.call("to", index, torch.int64)
     return index
@@ -168,7 +172,7 @@ def gather_elements(r: Reader, x: Any, index: Any, *, axis: int = 0) -> Any:
 def _counted(r: Reader, index: Any, size: Any) -> Any:
     """Indices, of which negative ones count from the end, as indices from the start."""
     index = _not_negative(r, index, size)
-    if isinstance(index, Tensor):
+    if isinstance(index, Tensor) and not bool((index < 0).any()):
         return index
     return r.call(torch.where, r.call(torch.lt, index, 0), r.call(torch.add, index, size), index)
 

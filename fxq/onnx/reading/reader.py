@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import keyword
 import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -106,7 +107,7 @@ class Reader:
 
     opset: int
     sizes: VaryingSizes = field(default_factory=VaryingSizes)
-    root: nn.Module = field(default_factory=nn.Module)
+    root: nn.Module = field(default_factory=lambda: fx.GraphModule(nn.Module(), fx.Graph()))  # keeps its names free
     graph: fx.Graph = field(default_factory=fx.Graph)
     names: dict[int, str] = field(default_factory=dict)
     four_bit: set[int] = field(default_factory=set)
@@ -195,7 +196,7 @@ class Reader:
             self._derived[key] = self.constant(self.names.get(id(source), self.label), compute())
         return self._derived[key]
 
-    def layer(self, key: Any, weight: Tensor, build: Callable[[], nn.Module], *inputs: Any) -> Any:
+    def layer(self, key: Any, weight: Tensor, build: Callable[[], nn.Module], *inputs: Any, like: Any = None) -> Any:
         """Call a layer of the model, which is built once for each `key`.
 
         The layer is named after its weight: `a.conv` for a weight `a.conv.weight`; else after the node.
@@ -205,6 +206,7 @@ class Reader:
             weight: its weight in the file.
             build: returns the layer.
             inputs: its inputs.
+            like: tensors of the shapes of its results, without data; by default, the layer computes them.
         """
         key = (id(weight), *key)
         if key not in self._layers:
@@ -213,9 +215,10 @@ class Reader:
             self._layers[key] = self._added(path or "layer", build().eval())
         path = self._layers[key]
         module = self.root.get_submodule(path)
-        likes = fx.node.map_aggregate(inputs, _shape_only)
-        with self.sizes.computing(), torch.device("meta"):
-            like = functional_call(module, {name: _shape_only(p) for name, p in _tensors_of(module)}, likes)
+        if like is None:
+            likes = fx.node.map_aggregate(inputs, _shape_only)
+            with self.sizes.computing(), torch.device("meta"):
+                like = functional_call(module, {name: _shape_only(p) for name, p in _tensors_of(module)}, likes)
         node = self.graph.call_module(path, self._arguments(inputs))
         return self._parts(node, like)
 
@@ -437,7 +440,8 @@ def _as_sizes(value: Any) -> Sizes | None:
 
 def identifier(name: str) -> str:
     """Name of the file as a Python identifier."""
-    return re.sub(r"\W+", "_", name).strip("_")
+    text = re.sub(r"\W+", "_", name).strip("_")
+    return f"{text}_1" if text == "self" else text
 
 
 def _attribute_name(part: str) -> str:
@@ -447,7 +451,7 @@ def _attribute_name(part: str) -> str:
 def _free(owner: nn.Module, name: str) -> str:
     """Return the name, with a number appended if the module has an attribute of this name."""
     count, free = 0, name
-    while hasattr(owner, free):
+    while hasattr(owner, free) or keyword.iskeyword(free) or free == "self":
         count += 1
         free = f"{name}_{count}"
     return free

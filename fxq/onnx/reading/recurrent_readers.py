@@ -55,15 +55,18 @@ def _recurrent(
         present = [zeros if state is None else state for state in states]
     start = () if not present else (tuple(present),) if len(states) > 1 else (present[0],)
     key = ("recurrent", hidden_size, direction, id(rec), id(bias), *options.items())
-    out, last = r.layer(key, w, build, x, *start)
+    steps, batch, _ = r.shape_of(x)
+    directions, dtype = 2 if both else 1, r.like(x).dtype
+    state = r.sizes.empty((directions, batch, hidden_size), dtype)
+    like = r.sizes.empty((steps, batch, directions * hidden_size), dtype)
+    # PyTorch computes the shapes of recurrent layers step by step, for one number of steps.
+    out, last = r.layer(key, w, build, x, *start, like=(like, (state,) * len(states) if len(states) > 1 else state))
     if backwards:
         out = r.call(torch.flip, out, (0,))
-    steps, batch, _ = r.shape_of(out)
-    directions = 2 if both else 1
     apart = r.call(torch.reshape, out, (steps, batch, directions, hidden_size))
     outputs = [r.call(torch.permute, apart, (1, 0, 2, 3) if layout else (0, 2, 1, 3))]
-    for state in last if isinstance(last, tuple) else (last,):
-        outputs.append(r.call(torch.transpose, state, 0, 1) if layout else state)
+    for final in last if isinstance(last, tuple) else (last,):
+        outputs.append(r.call(torch.transpose, final, 0, 1) if layout else final)
     return tuple(outputs)
 
 

@@ -151,6 +151,10 @@ def _targets(r: Reader, shape: Any, where: Any, scales: Any, sizes: Any) -> tupl
     values = list(scales.array.flat) if isinstance(scales, Sizes) else scales.flatten().tolist()
     for axis, factor in zip(where, values, strict=True):
         factors[axis] = factor
+        if isinstance(factor, float) and not varies(shape[axis]):
+            # A product of float32 numbers, which rounds 10 * 0.7 up to 7.
+            target[axis] = math.floor(np.float32(shape[axis]) * np.float32(factor))
+            continue
         whole = isinstance(factor, float) and factor == int(factor)
         target[axis] = shape[axis] * int(factor) if whole else torch.sym_int(shape[axis] * factor)
     return target, factors
@@ -191,7 +195,7 @@ def _dynamic(
     half = coordinates in ("half_pixel", "pytorch_half_pixel") or (coordinates == "half_pixel_symmetric" and is_exact)
     options: dict[str, Any] = {}
     if mode == "nearest":
-        if (coordinates == "asymmetric" and rounding == "floor") or (half and whole and rounding != "ceil"):
+        if (coordinates == "asymmetric" and rounding == "floor") or (half and whole and rounding.startswith("round")):
             options = {"mode": "nearest"}
         elif half and rounding == "round_prefer_ceil":
             options = {"mode": "nearest-exact"}

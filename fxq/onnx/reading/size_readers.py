@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fxq.onnx.reading.onnx_file import dtype_of_number
 from fxq.onnx.reading.reader import SIZE_READERS, Reader, Sizes, Traced, reads
-from fxq.onnx.varying_sizes import varies
+from fxq.onnx.varying_sizes import decided, varies
 from fxq.onnx.writer import refuse
 
 
@@ -54,14 +54,16 @@ def on_sizes(*op_types: str) -> Callable[[Callable[..., Any]], Callable[..., Any
     return register
 
 
-def _quotient(x: Any, other: Any) -> Any:
+def _quotient(x: Any, divisor: Any) -> Any:
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-    if any(isinstance(v, (float, torch.SymFloat)) for v in (x, other)):
-        return x / other
+    if any(isinstance(v, (float, torch.SymFloat)) for v in (x, divisor)):
+        return x / divisor
+    if decided(divisor < 0):
+        x, divisor = -x, -divisor
     if statically_known_true(x >= 0):
-        return x // other
-    return _larger(x, 0) // other - _larger(-x, 0) // other  # a difference of sizes is rounded towards zero
+        return x // divisor
+    return _larger(x, 0) // divisor - _larger(-x, 0) // divisor  # a difference of sizes is rounded towards zero
 
 
 def _larger(x: Any, other: Any) -> Any:
@@ -73,9 +75,11 @@ def _smaller(x: Any, other: Any) -> Any:
 
 
 def _elementwise(function: Callable[..., Any], dtype: torch.dtype | None = None) -> Callable[..., Any]:
-    def compute(*xs: Sizes, **attributes: Any) -> Sizes:
+    def compute(*xs: Sizes, **attributes: Any) -> Sizes | None:
         arrays = np.broadcast_arrays(*(x.array for x in xs))
         values = [function(*entries) for entries in zip(*(a.flat for a in arrays), strict=True)]
+        if any(value is None for value in values):  # the model compares when it runs
+            return None
         return Sizes(_array(values, arrays[0].shape), dtype or xs[-1].dtype)
 
     return compute
@@ -86,17 +90,16 @@ for _names, _function, _dtype in (
     (("Sub",), lambda x, other: x - other, None),
     (("Mul",), lambda x, other: x * other, None),
     (("Div",), _quotient, None),
-    (("Mod",), lambda x, other: x % other, None),
     (("Max",), lambda *xs: reduce(_larger, xs), None),
     (("Min",), lambda *xs: reduce(_smaller, xs), None),
     (("Neg",), lambda x: -x, None),
     (("Floor",), lambda x: math.floor(x) if isinstance(x, float) else x.__floor__(), None),
     (("Ceil",), lambda x: math.ceil(x) if isinstance(x, float) else x.__ceil__(), None),
-    (("Equal",), lambda x, other: bool(x == other), torch.bool),
-    (("Greater",), lambda x, other: bool(x > other), torch.bool),
-    (("GreaterOrEqual",), lambda x, other: bool(x >= other), torch.bool),
-    (("Less",), lambda x, other: bool(x < other), torch.bool),
-    (("LessOrEqual",), lambda x, other: bool(x <= other), torch.bool),
+    (("Equal",), lambda x, other: decided(x == other), torch.bool),
+    (("Greater",), lambda x, other: decided(x > other), torch.bool),
+    (("GreaterOrEqual",), lambda x, other: decided(x >= other), torch.bool),
+    (("Less",), lambda x, other: decided(x < other), torch.bool),
+    (("LessOrEqual",), lambda x, other: decided(x <= other), torch.bool),
     (("Not",), lambda x: not x, torch.bool),
     (("And",), lambda x, other: bool(x) and bool(other), torch.bool),
     (("Or",), lambda x, other: bool(x) or bool(other), torch.bool),
@@ -106,13 +109,22 @@ for _names, _function, _dtype in (
     on_sizes(*_names)(_elementwise(_function, _dtype))
 
 
+@on_sizes("Mod")
+def mod(x: Sizes, other: Sizes, *, fmod: int = 0) -> Sizes | None:
+    remainder = (lambda a, b: a - _quotient(a, b) * b) if fmod else (lambda a, b: a % b)
+    return _elementwise(remainder)(x, other)
+
+
 @on_sizes("Cast")
-def cast(x: Sizes, *, to: int, **attributes: Any) -> Sizes:
+def cast(x: Sizes, *, to: int, **attributes: Any) -> Sizes | None:
     dtype = dtype_of_number(to)
+    values: list[Any]
     if dtype.is_floating_point:
         values = [float(v) if isinstance(v, (int, float)) else torch.sym_float(v) for v in x.array.flat]
     elif dtype is torch.bool:
-        values = [bool(v) for v in x.array.flat]
+        values = [decided(v != 0) for v in x.array.flat]
+        if None in values:
+            return None
     else:
         values = [int(v) if isinstance(v, (int, float)) else torch.sym_int(v) for v in x.array.flat]
     return Sizes(_array(values, x.array.shape), dtype)

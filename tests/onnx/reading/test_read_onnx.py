@@ -10,25 +10,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fxq
+from tests.support.onnx_text import parsed, reference
 
 onnx = pytest.importorskip("onnx")
-
-
-def parsed(body, inputs="float[N, 3, 8, 8] x", outputs="float[N, M] y", constants=None, opset=17):
-    """ONNX model of a graph in ONNX's text form, with constants."""
-    text = f'<ir_version: 8, opset_import: ["": {opset}, "com.microsoft": 1]> g ({inputs}) => ({outputs}) {{ {body} }}'
-    model = onnx.parser.parse_model(text)
-    for name, array in (constants or {}).items():
-        model.graph.initializer.append(onnx.numpy_helper.from_array(np.asarray(array), name))
-    return model
-
-
-def reference(model, *inputs):
-    """Outputs of ONNX's own reference implementation."""
-    from onnx.reference import ReferenceEvaluator
-
-    names = [value.name for value in model.graph.input]
-    return ReferenceEvaluator(model).run(None, dict(zip(names, (x.numpy() for x in inputs), strict=True)))
 
 
 def weights(*shape, seed=0):
