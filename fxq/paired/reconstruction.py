@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -35,7 +36,8 @@ class Reconstruction(Pass):
 
     The pass visits the linear, convolutional and recurrent layers in order. The input of a layer is from the quantized
     graph, with the integers chosen so far; the wanted output is from the float graph. A subclass implements `choose`,
-    which returns the integers. A channel keeps its old integers if the new ones are not better. If correct-bias removes
+    which returns the integers. A channel keeps its old integers if the new ones are not better. A weight that an
+    embedding or another layer reads, too, keeps its integers, so that it is stored once. If correct-bias removes
     the mean error of a layer later, it does not count here, and the following layers run without it.
 
     All tokens of a sequence have the same weight, and padding has none. If a linear layer reads rounded tokens, their
@@ -93,9 +95,13 @@ class Reconstruction(Pass):
         nodes = rewriter.nodes()
         steps = {step.name: step for step in context.recipe.pipeline}
         least = steps["correct-bias"].options.get("least", 0) if "correct-bias" in steps else math.inf
-        layers = {
-            node: of_node for node in nodes if (of_node := [*filter(self.takes, self._layers(rewriter.gm, node))])
-        }
+        paths = [info(node).stands_for for node in nodes if is_op(node, "dequantize") and info(node).stands_for]
+        readers = Counter(_place(read_attribute(rewriter.gm, path)) for path in paths)
+
+        def takes(layer: IntegerLayer) -> bool:
+            return readers[_place(layer.real)] == 1 and self.takes(layer)
+
+        layers = {node: of_node for node in nodes if (of_node := [*filter(takes, self._layers(rewriter.gm, node))])}
         if not layers:
             return
         weights = sum(layer.real.numel() for of_node in layers.values() for layer in of_node)
@@ -194,6 +200,11 @@ _MIN_PATCHES = 4096
 """Minimum number of patches of all samples together."""
 _PATCHES_PER_INPUT = 32
 """Number of patches for each input of a weight, if that is more than `_MIN_PATCHES`."""
+
+
+def _place(tensor: Tensor) -> tuple[int, torch.Size]:
+    """Address and shape of a tensor, which tied parameters have in common."""
+    return tensor.data_ptr(), tensor.shape
 
 
 def _is_corrected(node: fx.Node, bias: Any) -> bool:

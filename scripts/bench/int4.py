@@ -199,11 +199,14 @@ def divergence(model: Any, quantized: Any, rows: Tensor) -> float:
 
 
 def stored_bits(quantized: Any) -> float | None:
-    """Mean bits per value of integer weights of a model, which programs of fxq share; None if it has none."""
+    """Mean bits per value of integer weights of a model, shared ones counted once; None if it has none."""
     if isinstance(quantized, OpenVinoModel):
         return quantized.bits
-    programs = getattr(getattr(quantized, "programs", None), "models", ())
-    entries = [entry for entry in programs[0].ledger if entry.weight_values] if programs else []
+    program = quantized.programs.models[0]  # all programs share their weights
+    kernels = {
+        entry: program.get_submodule(f"fxq_kernels.{entry.into}") for entry in program.ledger if entry.weight_bits
+    }
+    entries = {kernel.weight.data_ptr(): entry for entry, kernel in kernels.items()}.values()
     values = sum(entry.weight_values for entry in entries)
     return sum(entry.weight_bits * entry.weight_values for entry in entries) / values if values else None
 

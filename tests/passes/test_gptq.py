@@ -133,6 +133,28 @@ def test_convolutions_and_inputs_that_are_always_zero():
         assert sqnr(wanted, better(data[0])) > sqnr(wanted, plain(data[0])) + 1  # dB
 
 
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.inner, self.head = nn.Embedding(40, 32), nn.Linear(32, 32), nn.Linear(32, 40, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, tokens):
+        return self.head(torch.relu(self.inner(self.table(tokens))))
+
+
+def test_a_tied_head_keeps_its_integers_so_that_the_table_is_stored_once():
+    torch.manual_seed(0)
+    config = FOUR_BITS.config
+    recipe = FOUR_BITS.override(nn.Embedding, config).override("head", config)
+    data = [torch.randint(0, 40, (8, 16)) for _ in range(4)]
+    qmodel = fxq.quantize(Tied().eval(), recipe, data=data)
+    (edit,) = qmodel.history["gptq"].edits
+    assert edit.before[0] == "inner_weight_dq"
+    tables = [value for value in qmodel.state_dict().values() if value.shape == (40, 16)]  # two integers to a byte
+    assert tables and all(torch.equal(table, tables[0]) for table in tables)
+
+
 def test_without_data():
     recipe = FOUR_BITS.insert_pass(Gptq(), after="insert-qdq")
     with pytest.raises(InputError, match=r"gptq needs the inputs of layers, and no samples are recorded\. Pass data"):
