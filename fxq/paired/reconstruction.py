@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -13,7 +14,7 @@ from torch import Tensor, fx
 
 from fxq.common.data import samples_in
 from fxq.common.isolation import seeded
-from fxq.common.metrics import token_weights
+from fxq.common.metrics import identical, token_weights
 from fxq.common.progress import progress_bar
 from fxq.errors import InputError
 from fxq.graph.analysis.layer_matrix import LayerMatrix
@@ -35,7 +36,8 @@ class Reconstruction(Pass):
 
     The pass visits the linear, convolutional and recurrent layers in order. The input of a layer is from the quantized
     graph, with the integers chosen so far; the wanted output is from the float graph. A subclass implements `choose`,
-    which returns the integers. A channel keeps its old integers if the new ones are not better. If correct-bias removes
+    which returns the integers. A channel keeps its old integers if the new ones are not better. An embedding
+    that shares the weight gets the integers, too, so that it is stored once. If correct-bias removes
     the mean error of a layer later, it does not count here, and the following layers run without it.
 
     All tokens of a sequence have the same weight, and padding has none. If a linear layer reads rounded tokens, their
@@ -93,9 +95,7 @@ class Reconstruction(Pass):
         nodes = rewriter.nodes()
         steps = {step.name: step for step in context.recipe.pipeline}
         least = steps["correct-bias"].options.get("least", 0) if "correct-bias" in steps else math.inf
-        layers = {
-            node: of_node for node in nodes if (of_node := [*filter(self.takes, self._layers(rewriter.gm, node))])
-        }
+        layers = self._layers_by_node(rewriter.gm, nodes)
         if not layers:
             return
         weights = sum(layer.real.numel() for of_node in layers.values() for layer in of_node)
@@ -115,6 +115,20 @@ class Reconstruction(Pass):
                 if not layers:  # what follows, such as the head of a language model, may be large
                     break
                 runs.step(node)
+
+    def _layers_by_node(self, gm: fx.GraphModule, nodes: Sequence[fx.Node]) -> dict[fx.Node, list[IntegerLayer]]:
+        """Layers whose integers the pass chooses, by node."""
+        readers = defaultdict[tuple[int, torch.Size], list[fx.Node]](list)
+        for node in nodes:
+            if is_op(node, "dequantize") and info(node).stands_for:
+                readers[_place(read_attribute(gm, info(node).stands_for))].append(node)
+        layers: dict[fx.Node, list[IntegerLayer]] = {}
+        for node in nodes:
+            for layer in filter(self.takes, self._layers(gm, node)):
+                tables = [read for read in readers[_place(layer.real)] if read is not layer.weight]
+                if all(_is_table_of(gm, layer, table) for table in tables):
+                    layers.setdefault(node, []).append(replace(layer, tables=tuple(tables)))
+        return layers
 
     def _layers(self, gm: fx.GraphModule, node: fx.Node) -> Iterator[IntegerLayer]:
         """Yield the layers of a node with integer weights. A recurrent op has two: for input and state."""
@@ -196,6 +210,18 @@ _PATCHES_PER_INPUT = 32
 """Number of patches for each input of a weight, if that is more than `_MIN_PATCHES`."""
 
 
+def _place(tensor: Tensor) -> tuple[int, torch.Size]:
+    """Address and shape of a tensor, which tied parameters have in common."""
+    return tensor.data_ptr(), tensor.shape
+
+
+def _is_table_of(gm: fx.GraphModule, layer: IntegerLayer, table: fx.Node) -> bool:
+    """Whether a dequantized weight has the integers and the grid of a layer, and only embeddings read it."""
+    old, own, grid = constant(gm, layer.weight.args[0]), constant(gm, table.args[0]), grid_of(gm, table)
+    same = old is not None and own is not None and identical(old, own) and layer.grid.same_as(grid)
+    return same and all(is_op(user, "embedding") for user in table.users)
+
+
 def _is_corrected(node: fx.Node, bias: Any) -> bool:
     """Whether correct-bias will fit the bias of a layer, which must have no other reader."""
     plan = info(node).plan
@@ -216,6 +242,7 @@ class IntegerLayer:
         grid: grid of the integers.
         bias: node of its bias if correct-bias will fit it, else None.
         reads_state: whether it reads the hidden state of `x` in each step.
+        tables: nodes that dequantize the same integers for embeddings.
     """
 
     form: LayerMatrix
@@ -225,6 +252,7 @@ class IntegerLayer:
     grid: QParams
     bias: fx.Node | None
     reads_state: bool = False
+    tables: tuple[fx.Node, ...] = ()
 
     @property
     def reads_tokens(self) -> bool:
@@ -273,22 +301,23 @@ class IntegerLayer:
 
     def put(self, rewriter: Rewriter, integers: Tensor, changed: Mapping[str, Tensor]) -> None:
         """Write new integers, of the shape of the weight, and, where they change, "scale" and "zero_point"."""
-        old: Any = self.weight.args[0]
         stored = integers.to(self.grid.dtype)
         stored = stored if options_of(self.weight)["packed"] is None else pack(stored)
-        name = str(old.target).removeprefix("fxq_data.")
-        chosen = rewriter.constant(stored, f"{name}_chosen", before=self.weight, like=old)
-        replaced: list[Any] = [old, *(self.weight.kwargs[key] for key in changed)]
-        rewriter.update(self.weight, args=(chosen, *self.weight.args[1:]))
-        for key, values in changed.items():
-            half = values.half()
-            in_half = self.grid.block is not None and torch.equal(half.float(), values)
-            kept = values.to(self.grid.dtype) if key != "scale" else half if in_half else values
-            constant_node = rewriter.constant(kept, f"{name}_{key}_chosen", before=self.weight)
-            rewriter.update(self.weight, kwargs={**self.weight.kwargs, key: constant_node})
-        for node in replaced:
-            if isinstance(node, fx.Node) and not node.users:
-                rewriter.erase(node)
+        for weight in (self.weight, *self.tables):
+            old: Any = weight.args[0]
+            name = str(old.target).removeprefix("fxq_data.")
+            chosen = rewriter.constant(stored, f"{name}_chosen", before=weight, like=old)
+            replaced: list[Any] = [old, *(weight.kwargs[key] for key in changed)]
+            rewriter.update(weight, args=(chosen, *weight.args[1:]))
+            for key, values in changed.items():
+                half = values.half()
+                in_half = self.grid.block is not None and torch.equal(half.float(), values)
+                kept = values.to(self.grid.dtype) if key != "scale" else half if in_half else values
+                constant_node = rewriter.constant(kept, f"{name}_{key}_chosen", before=weight)
+                rewriter.update(weight, kwargs={**weight.kwargs, key: constant_node})
+            for node in replaced:
+                if isinstance(node, fx.Node) and not node.users:
+                    rewriter.erase(node)
 
 
 @dataclass(frozen=True)

@@ -125,7 +125,8 @@ def weight_only(
 
     With 4 bits or fewer, embeddings, layers that share their tables, and the heads of language models of transformers
     have 8 bits, unless an override selects them. If there is data, the pass `gptq` chooses the integers of 4 bits or
-    fewer with it.
+    fewer with it, also those of a head that shares its table. For at most 4.5 bits per weight in all, give data, and 4
+    bits to these layers, too: `recipe.override(nn.Embedding, recipe.config).override("lm_head", recipe.config)`.
 
     Args:
         bits: 5 to 8 (default: 8): symmetric, one scale per channel, for embeddings per block of 64 values; in models

@@ -20,9 +20,12 @@ import json
 import math
 import multiprocessing
 import resource
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -196,20 +199,24 @@ def divergence(model: Any, quantized: Any, rows: Tensor) -> float:
 
 
 def stored_bits(quantized: Any) -> float | None:
-    """Mean bits per value of integer weights of a model, which programs of fxq share; None if it has none."""
+    """Mean bits per value of integer weights of a model, shared ones counted once; None if it has none."""
     if isinstance(quantized, OpenVinoModel):
         return quantized.bits
-    programs = getattr(getattr(quantized, "programs", None), "models", ())
-    entries = [entry for entry in programs[0].ledger if entry.weight_values] if programs else []
+    program = quantized.programs.models[0]  # all programs share their weights
+    kernels = {
+        entry: program.get_submodule(f"fxq_kernels.{entry.into}") for entry in program.ledger if entry.weight_bits
+    }
+    entries = {kernel.weight.data_ptr(): entry for entry, kernel in kernels.items()}.values()
     values = sum(entry.weight_values for entry in entries)
     return sum(entry.weight_bits * entry.weight_values for entry in entries) / values if values else None
 
 
-def measured(name: str, variant: str) -> Result:
-    """Result of one variant of one model."""
+def measured(name: str, variant: str, rows: int) -> Result:
+    """Result of one variant of one model on a number of sequences."""
     with threads_set_to(1), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         subject = SUBJECTS[name]()
+        judged = subject.judged[:rows]
         start = time.process_time()
         try:
             quantized = VARIANTS[variant](subject)
@@ -217,15 +224,26 @@ def measured(name: str, variant: str) -> Result:
             return Result(name, variant, note=f"{type(error).__name__}: {error}".splitlines()[0][:100])
         seconds = time.process_time() - start
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
-        losses = divergence(subject.model, quantized, subject.judged), perplexity(quantized, subject.judged)
+        losses = divergence(subject.model, quantized, judged), perplexity(quantized, judged)
     return Result(name, variant, *losses, stored_bits(quantized), seconds, peak)
 
 
-def in_process(name: str, variant: str) -> Result:
-    """`measured` in a process of its own, so that the peak is that of the variant."""
+def in_process(name: str, variant: str, rows: int, limit: int) -> Result:
+    """`measured` in a process of its own, so that the peak is that of the variant, and none stops the others.
+
+    Args:
+        name: model.
+        variant: variant.
+        rows: number of sequences that are judged.
+        limit: number of seconds of CPU time after which the process ends.
+    """
     context = multiprocessing.get_context("spawn")
-    with context.Pool(1) as pool:
-        return pool.apply(measured, (name, variant))
+    limits = resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY)
+    with ProcessPoolExecutor(1, context, resource.setrlimit, limits) as pool:
+        try:
+            return pool.submit(measured, name, variant, rows).result()
+        except BrokenProcessPool:
+            return Result(name, variant, note=f"ended by the system, after {limit} s or for lack of memory")
 
 
 def table(results: list[Result]) -> str:
@@ -246,6 +264,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=SUBJECTS, action="append", help="only this model; may be repeated")
     parser.add_argument("--variant", action="append", default=[], help="only variants whose name starts so")
+    parser.add_argument("--rows", type=int, default=64, help="maximum number of sequences that are judged")
+    parser.add_argument("--limit", type=int, default=1800, help="seconds of CPU time after which a variant is stopped")
     parser.add_argument("--json", type=Path, help="file for the numbers")
     history.add_argument(parser)
     arguments = parser.parse_args()
@@ -254,9 +274,10 @@ def main() -> None:
     for name in arguments.only or SUBJECTS:
         for variant in variants:
             try:
-                results.append(in_process(name, variant))
+                results.append(in_process(name, variant, arguments.rows, arguments.limit))
             except SystemExit as error:  # its package is not installed
                 results.append(Result(name, variant, note=str(error)))
+            print(results[-1], file=sys.stderr)
     print(table(results))
     if arguments.json is not None:
         arguments.json.write_text(json.dumps([asdict(result) for result in results], indent=1))

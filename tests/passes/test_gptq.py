@@ -133,6 +133,30 @@ def test_convolutions_and_inputs_that_are_always_zero():
         assert sqnr(wanted, better(data[0])) > sqnr(wanted, plain(data[0])) + 1  # dB
 
 
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(40, 32), nn.Linear(32, 40, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, tokens, x):
+        return self.table(tokens), self.head(x)
+
+
+def test_the_table_of_a_tied_head_gets_its_integers():
+    torch.manual_seed(0)
+    model, config = Tied().eval(), FOUR_BITS.config
+    recipe = FOUR_BITS.override(nn.Embedding, config).override("head", config)
+    data = [(torch.arange(40), correlated(40, 32, seed)) for seed in range(8)]
+    plain, better = (fxq.quantize(model, r, data=data) for r in (recipe.without_pass("gptq"), recipe))
+    table, columns = better(torch.arange(40), torch.eye(40, 32))
+    torch.testing.assert_close(columns[:32].T, table, rtol=1e-5, atol=1e-6)
+    x = correlated(40, 32, 50)
+    with torch.no_grad():
+        wanted, before, after = (m(torch.arange(40), x)[1] for m in (model, plain, better))
+    assert sqnr(wanted, after) > sqnr(wanted, before) + 2  # dB
+
+
 def test_without_data():
     recipe = FOUR_BITS.insert_pass(Gptq(), after="insert-qdq")
     with pytest.raises(InputError, match=r"gptq needs the inputs of layers, and no samples are recorded\. Pass data"):
