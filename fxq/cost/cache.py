@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Iterable
 from functools import cache
@@ -19,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from fxq.backends import cpu
 from fxq.backends.loops.code import compiler
+from fxq.backends.loops.code.cpu_kinds import VARIABLE
 from fxq.common.cache_folder import cache_folder
 from fxq.common.files import write_file
 from fxq.common.timed_calls import clock, counts_cpu_time
@@ -212,11 +214,18 @@ def machine() -> dict[str, str]:
         **cpu.machine(),
         "vectors": torch.backends.cpu.get_cpu_capability(),
         "fxq": version("fxq"),
-        "loops": compiler.description(),
+        "loops": _loops(),
         "kernels": kernels_code(),
     }
 
 
+def _loops() -> str:
+    """Text of what decides the machine code of loops, besides the CPU. Numba is not imported, which takes long."""
+    settings = (f"{name}={os.environ[name]}" for name in _LOOP_SETTINGS if name in os.environ)
+    return " ".join((compiler.installed(), *settings))
+
+
+_LOOP_SETTINGS = (VARIABLE, "NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES", "NUMBA_DISABLE_JIT")
 _MEASURED = ("backends", "ops", "graph/bindable.py", "runtime/binding.py", "cost/cache.py", "cost/probe.py")
 """Files and folders of the package whose code is measured, or measures: kernels, float ops, and how they are called."""
 

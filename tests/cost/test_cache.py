@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from fxq.backends import cpu
+from fxq.backends.loops.code import compiler
 from fxq.cost import cache as costs
 from fxq.cost.cache import Costs, measure
 
@@ -206,8 +207,20 @@ def test_the_file_belongs_to_this_machine(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(cpu, name, lambda other_machine=other_machine: other_machine)
             assert costs.machine() != before and costs.machine_path() != path
-    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "SSE41")
-    assert costs.machine_path() != path
+    for name, value in (
+        ("ONEDNN_MAX_CPU_ISA", "SSE41"),
+        ("FXQ_CPU_KIND", "another kind"),
+        ("NUMBA_CPU_NAME", "generic"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            assert costs.machine_path() != path
+
+
+def test_the_machine_is_described_without_loops(monkeypatch):
+    """Models whose kernels are PyTorch's need no Numba, which takes long to import."""
+    monkeypatch.setattr(compiler, "_loaded", None)  # to call it raises
+    assert compiler.installed() in costs.machine()["loops"]
 
 
 def test_edited_kernels_have_prices_of_their_own(tmp_path, monkeypatch):
