@@ -255,9 +255,9 @@ class _Verifier(Runner):
         inputs = [self.values[a] for a in node.args if isinstance(a, fx.Node)]
         if len(inputs) != len(node.args) or not all(isinstance(x, Tensor) for x in inputs):
             return None
-        own = None  # a copy with the same tensors: the kernel caches weights packed for the current sizes
+        own = None  # a copy with the same tensors and q/dq form: the kernel caches weights packed for the current sizes
         for resized in kernel.at_other_sizes(*inputs):
-            own = own or copy.deepcopy(kernel, {id(tensor): tensor for tensor in kernel.buffers()})
+            own = own or copy.deepcopy(kernel, {id(shared): shared for shared in (*kernel.buffers(), kernel.form)})
             of_node = dict(zip(node.args, resized, strict=True))
             values = {read: of_node[now] for read, now in inputs_now(self.gm, node, region).items()}
             try:
