@@ -95,6 +95,16 @@ def float_shell(model: Any, folder: Path) -> nn.Module:
     return own
 
 
+def recipe_for(model: nn.Module, recipe: Recipe) -> Recipe:
+    """Recipe that a model is quantized with: for models that generate, one whose first overrides give finer grids."""
+    if "transformers" not in sys.modules:
+        return recipe
+    from fxq.integrations import transformers as support
+
+    own: Any = model
+    return support.finer_recipe(own, recipe) if support.generates(model) else recipe
+
+
 def mapped_model(shell: nn.Module, path: Path) -> tuple[nn.Module, MappedWeights]:
     """Copy of a model with weights that are read from safetensors files when they are used, and these weights.
 
