@@ -191,7 +191,8 @@ def with_parameters(model: nn.Module, weights: Mapping[str, Tensor]) -> nn.Modul
             is_computed = leaf in module._non_persistent_buffers_set
             hint = ", which its constructor computes: create it on the CPU" if is_computed else ""
             raise FileError(f"the files have no weight for {name!r} of {type(model).__name__}{hint}.")
-        (module._parameters if leaf in module._parameters else module._buffers)[leaf] = filled[id(old)]
+        own: dict[str, Any] = module._parameters if leaf in module._parameters else module._buffers
+        own[leaf] = filled[id(old)]
     return model
 
 

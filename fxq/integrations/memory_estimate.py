@@ -24,8 +24,9 @@ class MemoryEstimate(NamedTuple):
 
     Attributes:
         result: bytes of the quantized model.
-        peak: bytes at the peak, while its weights are read from files: the result, three times the largest weight, and
-            the tensors that stay float. Activations, and memory of Python and its libraries, are not counted.
+        peak: bytes at the peak, while its weights are read from files: twice the result, three times the largest
+            weight, and the tensors that stay float. Activations, and memory of Python and its libraries, are not
+            counted.
     """
 
     result: int
@@ -66,7 +67,7 @@ def estimate_memory(model: Any, recipe: Any = "weight_only") -> MemoryEstimate:
             integers[id(tensor)] = _stored_bytes(tensor, spec.for_embedding if op == "embedding" else spec)
             largest = max(largest, 4 * tensor.numel())
     result = sum(integers.values()) + sum(floats.values())
-    return MemoryEstimate(result, result + _LARGEST_COPIES * largest + sum(floats.values()))
+    return MemoryEstimate(result, 2 * result + _LARGEST_COPIES * largest + sum(floats.values()))
 
 
 def _stored_bytes(weight: Tensor, spec: TensorSpec) -> int:

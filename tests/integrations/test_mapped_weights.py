@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import fxq
+from fxq.common.files import write_file
 from fxq.common.metrics import nbytes
 from fxq.errors import FileError, InputError
 from fxq.quant import stored_grids
-from fxq.quant.least_error import least_range
 from tests.integrations.test_transformers_checkpoints import IDS, llama, logits
 
 transformers = pytest.importorskip("transformers")
@@ -80,8 +80,8 @@ def test_a_folder_of_transformers_is_quantized_as_the_model_in_memory(bits, tmp_
 
 
 def test_weights_of_16_bits_are_quantized_from_float32(tmp_path):
-    model = llama().bfloat16()
-    model.save_pretrained(tmp_path)
+    llama().bfloat16().save_pretrained(tmp_path)
+    model = transformers.LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
     usual, read = fxq.quantize(model, recipe_of(8)), fxq.quantize(str(tmp_path), recipe_of(8))
     assert torch.equal(logits(read), logits(usual))
 
@@ -103,7 +103,7 @@ def test_files_that_do_not_fit_are_refused(tmp_path):
     save_file({"out.weight": torch.zeros(3, 3)}, tmp_path / "c.safetensors")
     with pytest.raises(FileError, match=r"'out.weight' is \[3, 3\] in the files, and \[64, 64\] in Block"):
         fxq.quantize(shell_of(), "weight_only", example_inputs=IDS, weights=tmp_path / "c.safetensors")
-    with pytest.raises(FileError, match=r"the files have no weight for 'table.weight' of Block"):
+    with pytest.raises(FileError, match=r"the files have no weight for 'shift' of Block"):
         fxq.quantize(shell_of(), "weight_only", example_inputs=IDS, weights=tmp_path / "b.safetensors")
     with pytest.raises(FileError, match=r"it has no config.json of a model of transformers"):
         fxq.quantize(tmp_path, "weight_only", example_inputs=IDS)
@@ -137,9 +137,9 @@ def test_an_interrupted_run_resumes(tmp_path, monkeypatch):
         count += 1
         if count == 3:
             raise KeyboardInterrupt
-        return least_range(*arguments, **options)
+        return write_file(*arguments, **options)
 
-    monkeypatch.setattr("fxq.quant.observers.least_range", interrupted)
+    monkeypatch.setattr(stored_grids, "write_file", interrupted)
     with pytest.raises(KeyboardInterrupt):
         fxq.quantize(shell_of(), recipe_of(4), example_inputs=IDS, weights=files, checkpoint=scales)
     assert len(list(scales.iterdir())) == 2
@@ -188,5 +188,4 @@ def test_the_peak_is_as_estimated(tmp_path):
     out = subprocess.run(command, capture_output=True, text=True, check=True, timeout=1800).stdout
     before, peak = map(int, out.split()[-2:])
     estimate = fxq.estimate_memory(tmp_path / "large", fxq.Recipe.weight_only(bits=8))
-    assert peak - before < 1.1 * estimate.peak
-    assert estimate.peak < 800e6  # the float weights alone have 804 MB
+    assert 0.7 * estimate.peak < peak - before < 1.1 * estimate.peak
