@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -14,7 +15,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from fxq import __version__
 from fxq.common.files import as_path, write_file
 from fxq.errors import FileError, words_of
 from fxq.quant.qparams import QParams
@@ -50,7 +50,7 @@ def stored_grid(weight: Tensor, how: str, compute: Callable[[], QParams]) -> QPa
     folder = _FOLDER.get()
     if folder is None:
         return compute()
-    key = hashlib.sha256(f"{__version__} {torch.__version__} {how} {weight.dtype} {[*weight.shape]} ".encode())
+    key = hashlib.sha256(f"{version('fxq')} {torch.__version__} {how} {weight.dtype} {[*weight.shape]} ".encode())
     key.update(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     path = folder / f"{key.hexdigest()}.safetensors"
     if path.exists():
