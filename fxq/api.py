@@ -17,9 +17,11 @@ from fxq.dispatch import (
     prepare_model,
     prepare_training,
     quantize_model,
+    reading_weights,
 )
 from fxq.ledger.comparison import Comparison
 from fxq.model import QuantizedModel
+from fxq.quant.stored_grids import storing_grids
 from fxq.recipe.recipe import as_recipe
 from fxq.workflow.calibrate import EVERY, merge_calibrations
 from fxq.workflow.entry import float_model, trainable_model
@@ -37,12 +39,19 @@ def quantize(
     progress: bool | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
     group: Any = AUTO,
+    weights: str | os.PathLike[str] | None = None,
 ) -> QuantizedModel:
     """Quantize a float model: trace, calibrate on `data`, convert, lower, verify. The float model is not changed.
 
+    *Large models.* Weights in safetensors files are mapped into memory: the pages of a layer are read when it is used,
+    and dropped afterwards, so that the float model is never in memory as a whole. The result is the one that the model
+    with its weights in memory has. `estimate_memory` computes the memory beforehand. Weights in 16 bits are converted
+    to float32 in a temporary file.
+
     Args:
         model: a float `nn.Module` in eval mode, an `ExportedProgram` of one (`torch.export.export`), or the path of an
-            ONNX file, see `read_onnx`. Wrappers of data parallelism and `torch.compile` are removed.
+            ONNX file, see `read_onnx`. Wrappers of data parallelism and `torch.compile` are removed. A model on the
+            meta device needs `weights`. The path of a folder of a float model of transformers stands for that model.
         recipe: a `Recipe`, the name of a preset ("static", "dynamic", "weight_only"), a dict, or a path to a .toml
             file.
         data: calibration batches. Each is a tensor, a tuple or list of positional inputs, or a dict of keyword inputs.
@@ -50,10 +59,14 @@ def quantize(
             ranges need no data, but use the first batches if there are any.
         example_inputs: one batch to infer shapes from. Default: the first batch of `data` that is not empty.
         progress: whether to show a progress bar. Default: only if stderr is a terminal.
-        checkpoint: file from which an interrupted calibration resumes, see `calibrate`.
+        checkpoint: file from which an interrupted calibration resumes, see `calibrate`. Without data: folder for the
+            scales of weights, from which an interrupted run resumes. Scales of other weights, recipes or versions in it
+            are not used.
         group: processes that calibrate together, each with its share of the data, see `calibrate`. Each process returns
             a model. With optimize="speed", each process times the layers itself, so that the processes may keep
             different layers in float.
+        weights: weights of a model on the meta device: a safetensors file, or a folder with `model.safetensors`, or
+            with `model.safetensors.index.json` and the files that it names.
 
     Returns:
         A `QuantizedModel` for the recipe's backend. Its `output_sqnr` compares it with the float model on recorded
@@ -70,7 +83,9 @@ def quantize(
         >>> qmodel(torch.rand(1, 3, 16, 16)).shape
         torch.Size([1, 4, 12, 12])
     """
-    return quantize_model(model, as_recipe(recipe), data, example_inputs, progress, checkpoint, group)
+    chosen = as_recipe(recipe)
+    with reading_weights(model, weights) as readable, storing_grids(checkpoint if data is None else None):
+        return quantize_model(readable, chosen, data, example_inputs, progress, checkpoint, group)
 
 
 def prepare(

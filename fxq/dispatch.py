@@ -16,10 +16,11 @@ from torch import nn
 from fxq.calibration.ranks import Ranks
 from fxq.checkpoints.open_checkpoint import is_checkpoint
 from fxq.common.data import Batch, batches, length_of, samples_in
+from fxq.common.files import as_path
 from fxq.common.isolation import untouched
 from fxq.common.progress import progress_bar
 from fxq.errors import FxqError, FxqWarning, InputError, RecipeError, TraceError, warn, words_of
-from fxq.integrations import load_folder, load_stored, quantizer_for
+from fxq.integrations import float_shell, load_folder, load_stored, mapped_model, quantizer_for
 from fxq.integrations.adapters import with_float_adapters
 from fxq.ledger.comparison import Comparison, compare_with, quantized_reference
 from fxq.model import QuantizedModel
@@ -34,7 +35,7 @@ from fxq.report.report import write_comparison
 from fxq.tracing.wrappers import unwrapped
 from fxq.workflow.calibrate import EVERY, Calibration, as_observed, first_of_all
 from fxq.workflow.compare_programs import compare_programs
-from fxq.workflow.entry import compared_model, float_model
+from fxq.workflow.entry import compared_model, float_model, trainable_model
 from fxq.workflow.fastest import converted_for_recipe, prepared_for_recipe
 from fxq.workflow.observed_model import ObservedModel
 from fxq.workflow.programs import check_alone, example_of_one_graph, examples_of, needs_programs, quantize_programs
@@ -94,6 +95,34 @@ def quantize_model(
     elif observed.calibrated:
         raise _no_data(recipe, observed.calibrated)
     return converted_for_recipe(observed)
+
+
+@contextlib.contextmanager
+def reading_weights(model: Any, weights: Any) -> Iterator[Any]:
+    """Context with a model to quantize, whose weights are read when they are used if they are in files.
+
+    Args:
+        model: a model; or the folder of a float model of transformers, which has its weights.
+        weights: path of safetensors files with the weights of the model; None: the model has them.
+
+    Raises:
+        FileError: the files are damaged, or do not fit the model.
+        InputError: the model has values already, or writes to its parameters.
+    """
+    is_folder = isinstance(model, (str, os.PathLike)) and os.path.isdir(model)
+    if weights is None and not is_folder:
+        yield model
+        return
+    path = as_path(model if weights is None else weights)
+    if not is_folder and not any(p.is_meta for p in trainable_model(model).parameters()):
+        raise InputError(
+            f"weights={str(path)!r} is for a model on the meta device, and {type(model).__name__} has values: leave it "
+            'out, or create the model inside of: with torch.device("meta").'
+        )
+    shell = float_shell(None if is_folder else unwrapped(model), Path(model) if is_folder else path)
+    whole, mapped = mapped_model(shell, path)
+    with mapped.bounded(whole):
+        yield whole
 
 
 def _as_programs(

@@ -20,6 +20,7 @@ from fxq.errors import (
     StateError,
     TraceError,
 )
+from fxq.integrations.memory_estimate import estimate_memory
 from fxq.onnx.reading.read_onnx import read_onnx
 from fxq.picture.diff import diff
 from fxq.quant.spec import FLOAT, QuantConfig, TensorSpec
@@ -56,6 +57,7 @@ __all__ = [
     "cost_cache",
     "diff",
     "doctor",
+    "estimate_memory",
     "extend",
     "fusion",
     "load",

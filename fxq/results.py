@@ -2,6 +2,7 @@
 
 from fxq.common.metrics import nbytes
 from fxq.diagnosis import Diagnosis
+from fxq.integrations.memory_estimate import MemoryEstimate
 from fxq.ledger.comparison import Comparison
 from fxq.ledger.layer_qparams import LayerQParams
 from fxq.ledger.ledger import Ledger
@@ -31,6 +32,7 @@ __all__ = [
     "History",
     "LayerQParams",
     "Ledger",
+    "MemoryEstimate",
     "ModelQParams",
     "ObservedModel",
     "ObservedParts",

@@ -26,6 +26,7 @@ from fxq.quant.observers import observer_for
 from fxq.quant.qparams import STORED_GRID, QParams
 from fxq.quant.shared_grids import MAX_SPAN_RATIO, SharedGridGroup, group_around, group_of
 from fxq.quant.spec import DYNAMIC_STATE, TensorSpec
+from fxq.quant.stored_grids import stored_grid
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.rewriting.rewriter import Rewriter
 
@@ -191,12 +192,19 @@ class _Chooser:
             raise PassError(f"{where(self.gm, node)}: no observer watches this weight. Run insert-observers.")
         if (stored := getattr(tensor, STORED_GRID, None)) is not None and stored.block == edge.spec.block:
             return replace(edge, qparams=stored)
-        private = copy.copy(observer)  # the observer itself stays as it is, for further calibration
-        private._buffers = {name: buffer.clone() for name, buffer in observer.named_buffers()}
-        private.paused = False
-        private(tensor)
         reduce_range = self.reduce_range == "weights" and self._overflows(node, edge)
-        return replace(edge, qparams=(private.on(edge.spec.reduced_range) if reduce_range else private).qparams())
+        spec = edge.spec.reduced_range if reduce_range else edge.spec
+
+        def grid() -> QParams:
+            private = copy.copy(observer)  # the observer itself stays as it is, for further calibration
+            private._buffers = {name: buffer.clone() for name, buffer in observer.named_buffers()}
+            private.paused = False
+            private(tensor)
+            return (private.on(spec) if reduce_range else private).qparams()
+
+        if not type(observer).__module__.startswith("fxq."):  # classes of the user change without a version
+            return replace(edge, qparams=grid())
+        return replace(edge, qparams=stored_grid(tensor, f"{observer.spec!r} {spec!r} axis {observer.axis}", grid))
 
     def _overflowing(self) -> set[SharedGridGroup]:
         """Groups with a reader whose kernel overflows with 8 bits."""

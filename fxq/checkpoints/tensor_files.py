@@ -26,30 +26,36 @@ def open_tensors(path: Path) -> Tensors:
     Raises:
         FileError: a file is missing or damaged, the index names files outside of the folder, or a folder has none.
     """
+    files = files_of(path)
+    opened = {file: _opened(file) for file in dict.fromkeys(files.values())}
+    return {name: partial(opened[file].get_tensor, name) for name, file in files.items()}
+
+
+def files_of(path: Path) -> dict[str, Path]:
+    """Return the file of each tensor by name, see `open_tensors`."""
     if not path.is_dir():
-        return _tensors_of(path)
+        return dict.fromkeys(_opened(path).keys(), path)
     if not (path / INDEX).is_file():
         if not (path / SINGLE).is_file():
             raise FileError(f"cannot read {str(path)!r}: the folder has neither {SINGLE} nor {INDEX}.")
-        return _tensors_of(path / SINGLE)
+        return files_of(path / SINGLE)
     files = read_json(path / INDEX).get("weight_map")
     if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
         raise FileError(f"cannot read {str(path / INDEX)!r}: it has no weight_map from names to files.")
     outside = [name for name in files.values() if Path(name).name != name]
     if outside:
         raise FileError(f"cannot read {str(path / INDEX)!r}: it names {outside[0]!r}, which is outside of the folder.")
-    opened = {name: _tensors_of(path / name) for name in dict.fromkeys(files.values())}
-    missing = [name for name, file in files.items() if name not in opened[file]]
+    stored = {name: set(_opened(path / name).keys()) for name in dict.fromkeys(files.values())}
+    missing = [name for name, file in files.items() if name not in stored[file]]
     if missing:
         raise FileError(f"cannot read {str(path)!r}: {files[missing[0]]} has no tensor {missing[0]!r}.")
-    return {name: opened[file][name] for name, file in files.items()}
+    return {name: path / file for name, file in files.items()}
 
 
-def _tensors_of(path: Path) -> Tensors:
-    """Tensors of one file."""
+def _opened(path: Path) -> Any:
+    """Safetensors file whose header has been checked."""
     try:
-        file = safe_open(path, framework="pt")
-        return {name: partial(file.get_tensor, name) for name in file.keys()}  # noqa: SIM118, it is no mapping
+        return safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:
         raise FileError(f"cannot read {str(path)!r}: {words_of(error)}") from error
 

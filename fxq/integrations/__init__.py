@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -10,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from fxq.checkpoints.mapped_weights import MappedWeights, with_parameters
 from fxq.common.data import Batch
 from fxq.errors import FileError
 from fxq.recipe.recipe import Recipe
@@ -69,6 +71,54 @@ def load_stored(path: Path, into: Any) -> Any:
     except ImportError as error:
         raise FileError(f"cannot load {str(path)!r}: it needs transformers: pip install transformers.") from error
     return stored_weights.load_checkpoint(path, into)
+
+
+def float_shell(model: Any, folder: Path) -> nn.Module:
+    """Model on the meta device: the user's, or for None that of the folder of a float model of transformers.
+
+    Raises:
+        FileError: the folder has no such model, or transformers is not installed.
+    """
+    if model is not None:
+        shell: nn.Module = model
+        return shell
+    if not (folder / "config.json").is_file():
+        raise FileError(
+            f"cannot read {str(folder)!r}: it has no config.json of a model of transformers. For a model of your own, "
+            'create it on the meta device: fxq.quantize(model, recipe, weights="folder/", example_inputs=x).'
+        )
+    try:
+        from fxq.integrations import stored_weights
+    except ImportError as error:
+        raise FileError(f"cannot read {str(folder)!r}: it needs transformers: pip install transformers.") from error
+    own: nn.Module = stored_weights.float_shell(folder)  # typed as the usual case
+    return own
+
+
+def recipe_for(model: nn.Module, recipe: Recipe) -> Recipe:
+    """Recipe that a model is quantized with: for models that generate, one whose first overrides give finer grids."""
+    if "transformers" not in sys.modules:
+        return recipe
+    from fxq.integrations import transformers as support
+
+    own: Any = model
+    return support.finer_recipe(own, recipe) if support.generates(model) else recipe
+
+
+def mapped_model(shell: nn.Module, path: Path) -> tuple[nn.Module, MappedWeights]:
+    """Copy of a model with weights that are read from safetensors files when they are used, and these weights.
+
+    Raises:
+        FileError: the files are damaged, or have no weight for a parameter, or one of another shape.
+    """
+    if "transformers" in sys.modules and isinstance(shell, sys.modules["transformers"].PreTrainedModel):
+        from fxq.integrations import stored_weights
+
+        own: tuple[nn.Module, MappedWeights] = stored_weights.mapped_model(shell, path)
+        return own
+    dtypes = {name: tensor.dtype for name, tensor in (*shell.named_parameters(), *shell.named_buffers())}
+    weights = MappedWeights(path, lambda name, dtype: dtypes.get(name, dtype))
+    return with_parameters(copy.deepcopy(shell), weights), weights
 
 
 def load_folder(folder: Path) -> Any:

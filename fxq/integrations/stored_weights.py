@@ -1,4 +1,4 @@
-"""Models of transformers with the integers of a checkpoint of another tool, on the grids of its files."""
+"""Models of transformers with weights of files: integers of other tools on their grids, or floats that stay there."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from fxq.checkpoints.gguf_files import GgufFile, in_names_of_transformers
 from fxq.checkpoints.grid_weight import GridWeight, StoredWeights
+from fxq.checkpoints.mapped_weights import MappedWeights
 from fxq.checkpoints.open_checkpoint import open_checkpoint
 from fxq.errors import FileError, InputError, warn, words_of
 from fxq.integrations.transformers_files import quantize_loaded
@@ -50,8 +51,7 @@ def load_checkpoint(path: Path, into: Any) -> Any:
         )
     float_class, config = _class_of(path) if into is None else (type(into), copy.deepcopy(into.config))
     vars(config).pop("quantization_config", None)
-    with torch.device("meta"):
-        shell: Any = float_class(config)
+    shell = _shell(float_class, config)
     model, grids = _float_model(shell, config, checkpoint)
     recipe = Recipe.weight_only(optimize="coverage").override("**", FLOAT)
     modules = dict(model.named_modules())
@@ -78,6 +78,48 @@ def _class_of(path: Path) -> tuple[Any, Any]:
             f"cannot load {str(path)!r}: transformers has no class {name}. Pass a model: fxq.load(path, into=)."
         )
     return kind, config
+
+
+def float_shell(folder: Path) -> Any:
+    """Float model on the meta device, of the class and configuration that a folder's config.json names.
+
+    Raises:
+        FileError: transformers has no such class, or the folder has a quantized model.
+    """
+    float_class, config = _class_of(folder)
+    if getattr(config, "quantization_config", None) is not None:
+        raise FileError(f"{str(folder)!r} has a quantized model, and fxq.quantize takes a float one: use fxq.load.")
+    return _shell(float_class, config)
+
+
+def _shell(float_class: Any, config: Any) -> Any:
+    with torch.device("meta"):
+        return float_class(config).eval()
+
+
+def mapped_model(shell: Any, path: Path) -> tuple[Any, MappedWeights]:
+    """Float model with weights that are read from safetensors files when they are used, and these weights.
+
+    Args:
+        shell: model of the class and configuration, such as one on the meta device.
+        path: the file or folder.
+
+    Raises:
+        FileError: the files are damaged, or have no weight for a parameter, or one of another shape.
+    """
+    weights = MappedWeights(path, lambda name, dtype: torch.float32 if dtype.is_floating_point else dtype)
+    config = copy.deepcopy(shell.config)
+    try:
+        model, report = type(shell).from_pretrained(
+            None, config=config, state_dict=dict(weights), dtype=torch.float32, output_loading_info=True
+        )
+    except RuntimeError as error:
+        raise FileError(f"{str(path)!r} does not fit {type(shell).__name__}: {words_of(error)}") from error
+    if missing := sorted(report["missing_keys"]):
+        raise FileError(f"{str(path)!r} has no weight for {missing[0]!r} and {len(missing) - 1} more.")
+    if unread := sorted(report["unexpected_keys"]):
+        warn(f"{path}: {len(unread)} tensors are not used by {type(shell).__name__}, such as {unread[0]!r}.")
+    return model.eval(), weights
 
 
 def _config_of(weight: GridWeight) -> QuantConfig:

@@ -78,7 +78,7 @@ def quantize_generator(
         return quantize_programs(module, recipe, calls, batches, **options)
 
     selecting: set[int] = set()
-    recipe = _with_finer_grids(recipe, _head_path(model))
+    recipe = finer_recipe(model, recipe)
     shell = without_tensors(model)
     # the encoder's run reads no further than it needs, and the decoder's reads the same batches again
     for_encoder, for_decoder = itertools.tee(as_batch(batch, model) for batch in (() if data is None else data))
@@ -197,6 +197,11 @@ def _install_recorders(model: PreTrainedModel, call: Batch) -> None:
     """Run a call of the float model, at whose first call transformers installs what it records inner values with."""
     with torch.no_grad():
         model(*map(in_32_bits, call.args), **{name: in_32_bits(value) for name, value in call.kwargs.items()})
+
+
+def finer_recipe(model: PreTrainedModel, recipe: Recipe) -> Recipe:
+    """Recipe for a model that generates, see `_with_finer_grids`."""
+    return _with_finer_grids(recipe, _head_path(model))
 
 
 def _head_path(model: PreTrainedModel) -> str:

@@ -350,7 +350,9 @@ def _has_no_values(model: nn.Module) -> str:
         if is_lazy(tensor):
             return f"{name} has no values and no shape yet: run the float model once on a batch first."
         if tensor.is_meta:
-            return f"{name} is on the meta device, so it has no values; load the model's weights first."
+            return (
+                f"{name} is on the meta device, so it has no values; load the model's weights first, or pass weights=."
+            )
     return ""
 
 

@@ -1,0 +1,81 @@
+"""Estimate of the memory that quantizing a model takes, computed from the shapes of its weights."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from fxq.integrations import float_shell, recipe_for
+from fxq.ops import OPS
+from fxq.quant.spec import TensorSpec
+from fxq.recipe.recipe import as_recipe
+from fxq.workflow.entry import trainable_model
+
+_LARGEST_COPIES = 3
+"""Number of copies of the largest weight, in float32, that are in memory while it is rounded."""
+
+
+class MemoryEstimate(NamedTuple):
+    """Estimate of the memory that quantizing a model takes, in bytes.
+
+    Attributes:
+        result: bytes of the quantized model.
+        peak: bytes at the peak, while its weights are read from files: twice the result, three times the largest
+            weight, and the tensors that stay float. Activations, and memory of Python and its libraries, are not
+            counted.
+    """
+
+    result: int
+    peak: int
+
+
+def estimate_memory(model: Any, recipe: Any = "weight_only") -> MemoryEstimate:
+    """Estimate the memory that `quantize` takes with weights in files and without data.
+
+    Args:
+        model: the model, which may be on the meta device; or the folder of a float model of transformers.
+        recipe: as for `quantize`. Layers that lowering or the fallback keeps in float are counted as integers.
+
+    Raises:
+        FileError: the folder has no model of transformers.
+        InputError: the model is no module.
+        RecipeError: the recipe is not valid.
+
+    Example:
+        >>> estimate_memory(nn.Sequential(nn.Linear(256, 256, bias=False))).result < 256 * 256 * 1.1
+        True
+    """
+    is_folder = isinstance(model, (str, os.PathLike)) and os.path.isdir(model)
+    shell = float_shell(None, Path(model)) if is_folder else trainable_model(model)
+    chosen = recipe_for(shell, as_recipe(recipe))
+    types = {path: type(module) for path, module in shell.named_modules()}
+    integers: dict[int, int] = {}
+    floats: dict[int, int] = {id(buffer): buffer.nbytes for buffer in shell.buffers()}
+    largest = 0
+    for path, module in shell.named_modules():
+        spelled = OPS.of_module(module)
+        op = "linear" if spelled is None else spelled[0].name
+        for leaf, tensor in module.named_parameters(recurse=False):
+            spec = chosen.config_for(path, (op,), types)[0].weight if leaf == "weight" and tensor.dim() > 1 else None
+            if spec is None:
+                floats[id(tensor)] = 4 * tensor.numel()
+                continue
+            integers[id(tensor)] = _stored_bytes(tensor, spec.for_embedding if op == "embedding" else spec)
+            largest = max(largest, 4 * tensor.numel())
+    result = sum(integers.values()) + sum(floats.values())
+    return MemoryEstimate(result, 2 * result + _LARGEST_COPIES * largest + sum(floats.values()))
+
+
+def _stored_bytes(weight: Tensor, spec: TensorSpec) -> int:
+    """Bytes of the integers, scales and zero points of a weight."""
+    if spec.format == "float16":
+        return 2 * weight.numel()
+    values = math.ceil(weight.numel() / (2 if spec.bits <= 4 else 1))
+    if spec.block is None:
+        return values + 8 * (len(weight) if spec.per == "channel" else 1)
+    blocks = weight.numel() // weight.shape[1] * math.ceil(weight.shape[1] / spec.block)
+    return values + blocks * (2 if spec.symmetric else 3)
