@@ -227,7 +227,7 @@ def _fastest(
 
 MAX_TIE_RATIO = 1.1
 """Time relative to the fastest backend up to which an earlier backend is preferred."""
-MAX_TRIAL_RATIO = 1.3
+MAX_TRIAL_RATIO = 2.0
 """Time relative to the leading backend, with all possible ops on integers, above which a backend is not converted: that
 some of its ops may run in float, by price, will hardly make up for it."""
 TRIAL_ROUNDS = 10

@@ -257,7 +257,7 @@ def test_threads_without_a_cpu_each_time_nothing(net, monkeypatch, cpus, busy, t
 def test_clearly_slower_backends_are_not_converted(net, monkeypatch, far):
     """With prices, backends are timed before they are converted, and the quickest is converted first."""
     model, x = net
-    trial = dict(zip(fastest_order(), [5.0, 1.4, 1.0, 1.2, 1.5], strict=True))
+    trial = dict(zip(fastest_order(), [9.0, 2.2, 1.0, 1.6, 2.4], strict=True))
     monkeypatch.setattr(
         fastest, "times_in_turns", lambda calls, *_: {i: [trial[fastest_order()[int(i)]]] for i in calls}
     )
