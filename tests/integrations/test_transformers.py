@@ -45,6 +45,7 @@ def steps(model, inputs, **options):
     return model.generate(**inputs, max_new_tokens=32, **options)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("family", "attention"), cases(FAST))
 def test_a_graph_in_float_generates_what_the_model_does(family, attention):
     """Prompt with padding, 32 tokens with a cache, and beam search."""

@@ -423,4 +423,5 @@ def test_weights_that_parts_share_are_stored_once(kind, recipe, tmp_path):
         assert all(equal(run(loaded, (x,)), got) for loaded in again)
         sizes[own] = [path.stat().st_size, *map(bytes_of, (q, *again))]
     assert all(apart > 2 * weight for apart in sizes["apart"])
-    assert all(apart - tied >= weight for apart, tied in zip(sizes["apart"], sizes[kind], strict=True))
+    text = 64  # the state of a graph, as text, is a few bytes longer or shorter
+    assert all(apart - tied >= weight - text for apart, tied in zip(sizes["apart"], sizes[kind], strict=True))

@@ -134,6 +134,7 @@ RECIPES = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.filterwarnings("ignore::fxq.FxqWarning")
 @pytest.mark.parametrize("name", RECIPES)
 def test_an_integer_cache_agrees_with_a_float_one(name):

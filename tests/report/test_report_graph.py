@@ -31,6 +31,7 @@ def fact(page, name):
     return page.locator(f'#panel [data-fact="{name}"]').first.inner_text()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("network", ["digits", "resnet50"])
 def test_the_arrows_step_through_all_passes(browser, network, request):
     qmodel, path = request.getfixturevalue(network)

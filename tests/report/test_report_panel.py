@@ -97,6 +97,7 @@ def test_rules_that_almost_matched_say_where_and_why(browser, tmp_path):
 # ---- against the diff of the history
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("network", ["digits", "resnet50"])
 def test_every_pass_adds_and_removes_what_its_diff_does(browser, network, request):
     qmodel, path = request.getfixturevalue(network)
