@@ -14,21 +14,14 @@ from fxq.onnx.onnx_objects import THREADS, NotInOnnx, OnnxNode, graph_proto, mod
 from fxq.onnx.varying_sizes import VaryingSizes, varies
 
 
-@dataclass(frozen=True, eq=False)
-class Value:
-    """Tensor of the model that is being written.
+class WithoutData:
+    """Tensor without data: what is known of it is `like`, a tensor of its shape and dtype."""
 
-    Attributes:
-        name: name in the model.
-        like: tensor of its shape and dtype, on the meta device.
-    """
-
-    name: str
     like: Tensor
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the tensor."""
+    def shape(self) -> tuple[Any, ...]:
+        """Shape of the tensor. Dynamic sizes are symbols."""
         return tuple(self.like.shape)
 
     @property
@@ -40,6 +33,19 @@ class Value:
     def dtype(self) -> torch.dtype:
         """Dtype of the tensor."""
         return self.like.dtype
+
+
+@dataclass(frozen=True, eq=False)
+class Value(WithoutData):
+    """Tensor of the model that is being written.
+
+    Attributes:
+        name: name in the model.
+        like: tensor of its shape and dtype, on the meta device.
+    """
+
+    name: str
+    like: Tensor
 
 
 Operand = Value | Tensor | str | None

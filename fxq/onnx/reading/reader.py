@@ -19,7 +19,7 @@ from fxq.errors import FileError, words_of
 from fxq.onnx.onnx_objects import NotInOnnx
 from fxq.onnx.reading.onnx_file import FOUR_BIT, ONNX_DOMAINS, attributes_of, constant_of
 from fxq.onnx.varying_sizes import VaryingSizes, varies
-from fxq.onnx.writer import refuse
+from fxq.onnx.writer import WithoutData, refuse
 
 _DOMAINS = (*ONNX_DOMAINS, "com.microsoft")
 """Domains of the op types that are read; another domain may give a name of ONNX another meaning."""
@@ -29,7 +29,7 @@ MAX_CONSTANT_BYTES = 2**30
 
 
 @dataclass(frozen=True, eq=False)
-class Traced:
+class Traced(WithoutData):
     """Tensor that the model computes when it runs.
 
     Attributes:
@@ -39,21 +39,6 @@ class Traced:
 
     node: fx.Node
     like: Tensor
-
-    @property
-    def shape(self) -> tuple[Any, ...]:
-        """Shape of the tensor; dynamic sizes are symbols."""
-        return tuple(self.like.shape)
-
-    @property
-    def rank(self) -> int:
-        """Number of axes."""
-        return self.like.dim()
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the tensor."""
-        return self.like.dtype
 
 
 @dataclass(frozen=True, eq=False)
