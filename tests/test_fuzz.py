@@ -266,21 +266,21 @@ def test_every_spelling_is_drawn_somewhere(op):
 
 
 @needs_x86
-@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(plan=plans(12))
 def test_random_networks(plan):
     check(plan)
 
 
 @needs_x86
-@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(plan=plans(12), chosen=st.sampled_from(WITHOUT_DATA))
 def test_random_networks_without_data(plan, chosen):
     check(plan, chosen)
 
 
 @needs_x86
-@settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=18, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(plan=plans(12), prices=st.integers(0, 99))
 def test_random_networks_at_random_prices(plan, prices):
     """Whichever ops run on integers, every quantized value has a reader."""
@@ -319,7 +319,7 @@ def test_too_large_an_error_is_seen():
 def test_many_random_networks(round_):
     recipes = [recipe()] if round_ % 5 else WITHOUT_DATA
 
-    @settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck), database=None, print_blob=True)
+    @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), database=None, print_blob=True)
     @given(plan=plans(40 if round_ < 5 else 12), chosen=st.sampled_from(recipes))
     def many(plan, chosen):
         check(plan, chosen)
@@ -334,7 +334,7 @@ def test_pickles_of_random_networks_on_another_cpu(tmp_path):
     results: dict[Plan, Any] = {}
     bounds: dict[Plan, Any] = {}
 
-    @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None)
+    @settings(max_examples=36, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None)
     @given(plan=plans(12))
     def draw(plan):
         network, batch = plan.build()

@@ -173,7 +173,7 @@ def check_float(plan: ProgramPlan) -> str:
     return check(plan, ALL_FLOAT, 90.0)
 
 
-@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(plan=plans(WORDS))
 def test_random_programs(plan):
     check_float(plan)
@@ -185,7 +185,7 @@ def test_random_programs_on_integers(plan):
     check(plan, INT8, MIN_SQNR_DB)
 
 
-@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(plan=plans(st.sampled_from([*STATES * 2, *LAYERS[:4], "change"]), most=4))
 def test_random_programs_with_state(plan):
     check_float(plan)
@@ -240,7 +240,7 @@ def test_many_random_programs(round_):
     words = WORDS if round_ % 4 else st.sampled_from(KINDS)
     recipe, bound = (INT8, MIN_SQNR_DB) if round_ % 2 else (ALL_FLOAT, 90.0)
 
-    @settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck), database=None, print_blob=True)
+    @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), database=None, print_blob=True)
     @given(plan=plans(words, most=8))
     def many(plan):
         check(plan, recipe, bound)

@@ -259,6 +259,7 @@ def test_data_is_read_as_far_as_it_is_needed(tmp_path):
         fxq.quantize(model, INT8, data=data, checkpoint=tmp_path / "c")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("tied", [False, True])
 def test_four_bits_leave_the_head_eight_and_use_data(tied):
     """The bits of the head, and what gptq wins on sequences that it has not seen."""

@@ -32,7 +32,7 @@ FORMS = [
 
 
 @pytest.mark.parametrize("form", FORMS)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=18, deadline=None)
 @given(n=st.integers(1, 50), t=st.integers(1, 50))
 def test_what_is_computed_of_sizes(form, n, t):
     model, _ = computed(form)

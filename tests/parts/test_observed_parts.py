@@ -34,6 +34,7 @@ def quietly(function, *args, **options):
         return function(*args, **options)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["detector", "custom loop"])
 def test_steps_give_what_quantize_gives(name):
     model, data = model_and_data(name)

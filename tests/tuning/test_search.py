@@ -84,7 +84,7 @@ class Planted:
         return -10 * math.log10(noise) if noise else math.inf
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(st.lists(st.floats(1e-6, 1e-2), min_size=4, max_size=20), st.floats(15, 70))
 def test_enough_layers_and_none_that_could_go_back(noises, target):
     planted = Planted(tuple(noises))
