@@ -282,6 +282,7 @@ def test_clearly_slower_backends_are_not_converted(net, monkeypatch, far):
     assert q.backend == next(name for name in fastest_order() if name in seen and (far is None or name != order[0]))
 
 
+@needs_fbgemm
 def test_backends_without_a_trial_are_converted(net, monkeypatch):
     """An engine that fails in its trial is converted last, and reported as before."""
     model, x = net
