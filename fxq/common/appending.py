@@ -29,6 +29,7 @@ class _Reserved:
         capacity: number of entries along that axis that the memory has room for.
         used: number of entries that were written. A result that ends there is continued in place.
         version: PyTorch's count of writes into the memory after the last entry was written.
+        address: address of the memory. Memory that is moved, such as to share it with other processes, is not written.
         is_shared: whether several results are in the memory.
         lock: is held while entries are claimed.
     """
@@ -40,16 +41,17 @@ class _Reserved:
     capacity: int
     used: int
     version: int
+    address: int
     is_shared: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def is_latest(self, past: Tensor) -> bool:
-        """Whether a tensor is the latest result in this memory, or the end of it."""
-        fits = past.dtype is self.dtype and past.stride() == self.strides and _without(past, self.dim) == self.sizes
-        first, rest = divmod(int(past.storage_offset()), self.strides[self.dim])
-        return fits and not rest and first + past.shape[self.dim] == self.used
+    def is_latest(self, past: Tensor, sizes: tuple[int, ...]) -> bool:
+        """Whether a tensor, which has these sizes without the axis, is the latest result here, or the end of it."""
+        fits = past.dtype is self.dtype and past.stride() == self.strides and sizes == self.sizes
+        first, rest = divmod(past.storage_offset(), self.strides[self.dim])  # type: ignore[call-overload]
+        return fits and not rest and bool(first + past.shape[self.dim] == self.used)
 
-    def continued(self, past: Tensor, new: Tensor) -> Tensor | None:
+    def continued(self, past: Tensor, new: Tensor, sizes: tuple[int, ...]) -> Tensor | None:
         """Write `new` after `past`, which is locked. Returns both; None if `past` is not the latest, or has no room.
 
         Raises:
@@ -63,10 +65,10 @@ class _Reserved:
                 )
             return None
         length, count = past.shape[self.dim], new.shape[self.dim]
-        if self.used + count > self.capacity or not self.is_latest(past):
+        if self.used + count > self.capacity or not self.is_latest(past, sizes):
             return None
-        sizes = (*past.shape[: self.dim], length + count, *past.shape[self.dim + 1 :])
-        result = past.as_strided(sizes, past.stride(), past.storage_offset())
+        whole = (*sizes[: self.dim], length + count, *sizes[self.dim :])
+        result = past.as_strided(whole, self.strides, past.storage_offset())
         result.narrow(self.dim, length, count).copy_(new)
         self.used, self.version, self.is_shared = self.used + count, result._version, True
         return result
@@ -91,16 +93,18 @@ def appended(past: Tensor, new: Tensor, dim: int) -> Tensor:
     if torch.compiler.is_compiling() or _get_tracing_state() is not None or peek_interpreter_stack() is not None:
         return torch.cat([past, new], dim)
     axis = dim % max(past.dim(), 1)
-    if not _may_share(past, new) or _without(past, axis) != _without(new, axis) or 0 in (past.numel(), new.numel()):
+    sizes = _without(past, axis)
+    if not _may_share(past, new) or sizes != _without(new, axis) or not (past.numel() and new.numel()):
         return _concatenated(past, new, axis)
-    reserved: _Reserved | None = getattr(past.untyped_storage(), _ATTRIBUTE, None)
-    if reserved is None or reserved.dim != axis:
+    storage = past.untyped_storage()
+    reserved: _Reserved | None = getattr(storage, _ATTRIBUTE, None)
+    if reserved is None or reserved.dim != axis or reserved.address != storage.data_ptr():
         return _concatenated(past, new, axis)
     with reserved.lock:
-        result = reserved.continued(past, new)
+        result = reserved.continued(past, new, sizes)
     if result is not None:
         return result
-    if not reserved.is_latest(past):
+    if not reserved.is_latest(past, sizes):
         return _concatenated(past, new, axis)
     length = past.shape[axis] + new.shape[axis]
     room = max(length // 2, MIN_RESERVED)
@@ -122,15 +126,14 @@ def _concatenated(past: Tensor, new: Tensor, axis: int) -> Tensor:
 def _may_share(past: Tensor, new: Tensor) -> bool:
     """Whether the result may be in the memory of `past`: for plain tensors of one kind.
 
-    With gradients enabled, backward would take the write for a change of a tensor that it has saved. Processes that
-    share memory would write their entries to one place.
+    With gradients enabled, backward would take the write for a change of a tensor that it has saved.
     """
     return (
         not torch.is_grad_enabled()
         and _is_plain(past)
         and _is_plain(new)
-        and (past.dtype, past.device, past.dim()) == (new.dtype, new.device, new.dim())
-        and not (past.device.type == "cpu" and past.is_shared())
+        and past.dtype is new.dtype
+        and past.device == new.device
     )
 
 
@@ -140,7 +143,8 @@ def _is_plain(tensor: Tensor) -> bool:
 
 def _without(tensor: Tensor, axis: int) -> tuple[int, ...]:
     """Sizes of a tensor without an axis."""
-    return (*tensor.shape[:axis], *tensor.shape[axis + 1 :])
+    sizes = tuple(tensor.shape)
+    return sizes[:axis] + sizes[axis + 1 :]
 
 
 def _marked(result: Tensor, axis: int, memory: Tensor | None = None) -> Tensor:
@@ -154,6 +158,9 @@ def _marked(result: Tensor, axis: int, memory: Tensor | None = None) -> Tensor:
     if _is_plain(result) and result.numel() and not result.is_inference():
         sizes, used = _without(result, axis), result.shape[axis]
         capacity = used if memory is None else memory.shape[axis]
-        reserved = _Reserved(sizes, result.stride(), result.dtype, axis, capacity, used, result._version)
-        setattr(result.untyped_storage(), _ATTRIBUTE, reserved)
+        storage = result.untyped_storage()
+        reserved = _Reserved(
+            sizes, result.stride(), result.dtype, axis, capacity, used, result._version, storage.data_ptr()
+        )
+        setattr(storage, _ATTRIBUTE, reserved)
     return result

@@ -76,6 +76,7 @@ def register_container_type(kind: type, container_type: ContainerType) -> None:
 _BASES: dict[type, ContainerType] = {}
 _OWN: weakref.WeakKeyDictionary[type, ContainerType | None] = weakref.WeakKeyDictionary()
 """Cache of `_own_type`, which every call of a model uses for each of its containers."""
+_MISSING = object()
 
 
 def is_registered(value: Any) -> bool:
@@ -91,7 +92,7 @@ def is_registered_class(cls: type) -> bool:
 def _type_of(value: Any) -> ContainerType | None:
     cls = type(value)
     own = _own_type(cls)
-    if own is not None or _plain_parts(value) is not None:
+    if own is not None or _is_plain(value):
         return own
     node = pytree.SUPPORTED_NODES.get(cls)
     if node is None:
@@ -105,9 +106,10 @@ def _type_of(value: Any) -> ContainerType | None:
 
 
 def _own_type(cls: type) -> ContainerType | None:
-    if cls not in _OWN:
-        _OWN[cls] = _registered_type(cls)
-    return _OWN[cls]
+    own: Any = _OWN.get(cls, _MISSING)
+    if own is _MISSING:
+        own = _OWN[cls] = _registered_type(cls)
+    return own  # type: ignore[no-any-return]
 
 
 def _registered_type(cls: type) -> ContainerType | None:
@@ -117,6 +119,12 @@ def _registered_type(cls: type) -> ContainerType | None:
         if base in _BASES:
             return replace(_BASES[base], construct=partial(_BASES[base].construct, cls))
     return None
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is a tuple, list, dict or dataclass, see `_plain_parts`."""
+    is_sequence = isinstance(value, (tuple, list)) and not isinstance(value, torch.Size)
+    return is_sequence or isinstance(value, Mapping) or (is_dataclass(value) and not isinstance(value, type))
 
 
 def _plain_parts(value: Any) -> Mapping[Any, Any] | None:
@@ -179,6 +187,8 @@ LeafKind = Callable[[Any], str]
 
 def same_constants(first: Any, second: Any) -> bool:
     """Whether two constants are equal, in their types, too."""
+    if first is second:
+        return True
     if type(first) is not type(second):
         return False
     if isinstance(first, (tuple, list)):

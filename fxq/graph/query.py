@@ -237,8 +237,11 @@ def _is_only_counted(node: fx.Node) -> bool:
     return row is not None and row[1].pick is not None and row[0].traits.layout
 
 
+_CREATING_FUNCTIONS = frozenset({torch.arange, torch.zeros, torch.ones, torch.full})
+
+
 def is_pure(gm: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether the node can be removed if its value is not read: ops, units, kernels, weights and metadata can.
+    """Whether the node can be removed if its value is not read: ops, units, kernels, weights, metadata, new tensors.
 
     A module is pure if it has the attribute `pure = True`.
     """
@@ -248,7 +251,8 @@ def is_pure(gm: fx.GraphModule, node: fx.Node) -> bool:
     if node.target is operator.getitem and (makes_no_tensor(node) or _is_pure_module(gm, node.args[0])):
         return True
     reads_sizes = is_size(node) or (reads_only_metadata(node) and not is_check(node))
-    return node.op == "get_attr" or op_of(node) is not None or reads_sizes
+    creates = node.target in _CREATING_FUNCTIONS and node.kwargs.get("out") is None
+    return node.op == "get_attr" or op_of(node) is not None or reads_sizes or creates
 
 
 def _is_pure_module(gm: fx.GraphModule, value: Any) -> bool:

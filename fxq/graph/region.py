@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from fxq.graph.grid import dynamic_grid_of, grid_of
@@ -24,7 +25,7 @@ from fxq.graph.query import (
 )
 from fxq.graph.unit import Calls, calls_of
 from fxq.ops.table import META
-from fxq.quant.dynamic_grid import Grid
+from fxq.quant.dynamic_grid import DynamicGrid, Grid
 from fxq.quant.packing import unpack
 from fxq.quant.qparams import QParams
 
@@ -248,7 +249,32 @@ def integer_input(gm: fx.GraphModule, value: Any) -> IntegerInput | None:
     if grid is not None:
         return IntegerInput(value.args[0], grid) if grid.axis is None else None
     dynamic = dynamic_grid_of(value)
-    return IntegerInput(value.args[0], dynamic, dynamic_grid_ops(value)) if dynamic is not None else None
+    if dynamic is not None:
+        return IntegerInput(value.args[0], dynamic, dynamic_grid_ops(value))
+    return _with_grid_from_outside(value)
+
+
+def _with_grid_from_outside(value: fx.Node) -> IntegerInput | None:
+    """Activation whose dynamic scale is an input of the graph, as in a copy of a region; None for others."""
+    options = options_of(value)
+    scale, zero, integers = options["scale"], options["zero_point"], value.args[0]
+    inputs = tuple(v for v in (scale, zero) if isinstance(v, fx.Node))
+    if scale not in inputs or options["axis"] is not None or any(v.op != "placeholder" for v in inputs):
+        return None
+    assert isinstance(integers, fx.Node)  # `integer_input` has checked it
+    shape, of_scale = info(integers).shape, info(scale).shape
+    if shape is None or of_scale is None:
+        return None
+    if len(of_scale) == len(shape) > 0:
+        first = next((i for i, (size, own) in enumerate(zip(shape, of_scale, strict=True)) if size != own), -1)
+        axis = first if first < 0 else first - len(shape)
+    else:
+        axis = None
+    if math.prod(of_scale if axis is None else of_scale[axis:]) != 1:
+        return None
+    dtype = torch.int8 if options["qmin"] < 0 else torch.uint8
+    grid = DynamicGrid(options["qmin"], options["qmax"], dtype, axis, symmetric=len(inputs) == 1)
+    return IntegerInput(integers, grid, inputs) if not grid.symmetric or zero == grid.middle else None
 
 
 def integer_weight(gm: fx.GraphModule, value: Any) -> Weight | None:

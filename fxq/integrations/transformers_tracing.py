@@ -20,7 +20,7 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
     LinearAttentionCacheLayerMixin,
 )
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import prepare_padding_mask, sdpa_mask
 
 from fxq.common.containers import ContainerType, register_container_type
 from fxq.tracing.proxies import is_value
@@ -29,20 +29,23 @@ _COUNTERS = "cumulative_length"
 """Prefix of attributes that count tokens seen: they change from call to call, so they are inputs of the graph."""
 
 
+_PLAIN = frozenset({bool, int, float, str, type(None), torch.dtype, torch.device})
+"""Types of attributes that are constants of a graph, other than counters."""
+_CONTAINERS = (Tensor, list, dict, Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin)
 _LAZY = "layer_class_to_replicate"
 """Attribute with the class of layers that a cache adds on first use; left out, as all layers of a graph exist."""
 
 
 def _parts(holder: Any) -> tuple[Mapping[str, Any], Any]:
     """Attributes of a cache or a cache layer that change from call to call, and the others as a constant."""
-    values = {name: _untraced(value) for name, value in vars(holder).items()}
-    parts = {name: value for name, value in values.items() if _is_part(name, value)}
-    constant = tuple(
-        (name, value)
-        for name, value in values.items()
-        if name not in parts and name != _LAZY and not name.startswith("_")
-    )
-    return parts, constant
+    parts, constant = dict[str, Any](), list[tuple[str, Any]]()
+    for name, attribute in vars(holder).items():
+        value = attribute if type(attribute) in _PLAIN else _untraced(attribute)
+        if _is_part(name, value):
+            parts[name] = value
+        elif name != _LAZY and not name.startswith("_"):
+            constant.append((name, value))
+    return parts, tuple(constant)
 
 
 def _untraced(value: Any) -> Any:
@@ -51,8 +54,9 @@ def _untraced(value: Any) -> Any:
 
 
 def _is_part(name: str, value: Any) -> bool:
-    kinds = (Tensor, list, dict, Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin)
-    return name.startswith(_COUNTERS) or isinstance(value, kinds) or is_value(value)
+    if type(value) in _PLAIN or name.startswith(_COUNTERS):
+        return name.startswith(_COUNTERS)
+    return isinstance(value, _CONTAINERS) or is_value(value)
 
 
 def _construct(cls: Any, parts: Mapping[str, Any], constant: Any) -> Any:
@@ -70,7 +74,7 @@ def _update(holder: Any, parts: Mapping[str, Any], constant: Any) -> None:
         layers, now = part, vars(holder).get(name)
         if isinstance(now, list) and isinstance(layers, list) and len(now) == len(layers):
             for i, (old, new) in enumerate(zip(now, layers, strict=True)):
-                if type(old) is type(new) and hasattr(new, "__dict__"):
+                if old is not new and type(old) is type(new) and hasattr(new, "__dict__"):
                     vars(old).update(vars(new))
                 else:
                     now[i] = new
@@ -139,10 +143,19 @@ def _attention(
     return result.reshape(batch, heads, length, -1).transpose(1, 2).contiguous(), None
 
 
-def _mask(*args: Any, **kwargs: Any) -> Any:
-    """Attention mask of `sdpa_mask`, but always a tensor, where `sdpa_mask` returns None for some sizes."""
+def _mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
+    """Attention mask of `sdpa_mask`, but always a tensor, where `sdpa_mask` returns None for some sizes.
+
+    The mask of the tokens is cut, not indexed by the positions of the keys, which takes less time for single tokens.
+    """
     options = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False, "use_vmap": False}
-    return sdpa_mask(*args, **{**kwargs, **options})
+    mask = sdpa_mask(*args, **{**kwargs, **options})
+    if attention_mask is None:
+        return mask
+    first, length = kwargs.get("kv_offset", 0), kwargs["kv_length"]
+    of_tokens = prepare_padding_mask(attention_mask, length, first)
+    is_first = type(first) is int and first == 0
+    return mask & of_tokens[:, None, None, slice(0, length) if is_first else slice(first, first + length)]
 
 
 _LOCK = threading.RLock()

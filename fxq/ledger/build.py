@@ -9,6 +9,7 @@ from typing import Any
 from torch import fx
 
 from fxq.backends.kernel import Kernel
+from fxq.backends.table.dynamic_linear import DynamicLinear
 from fxq.common.isolation import seeded
 from fxq.errors import PassError
 from fxq.graph.info import Cost, Decision, info
@@ -140,6 +141,9 @@ def _weight_sizes(gm: fx.GraphModule, node: fx.Node) -> tuple[int, int]:
     kernel = submodule(gm, node)
     if not isinstance(kernel, Kernel):
         return weight_sizes(gm, node)
+    if isinstance(kernel, DynamicLinear):  # may store two values to a byte, unlike its q/dq form
+        weight = kernel.stored_weight()
+        return weight.numel, sum(t.nbytes for name, t in kernel.named_buffers() if name.startswith("weight"))
     form = kernel.form.module(kernel) if kernel.form is not None else None
     sizes = [weight_sizes(form, inside) for inside in form.graph.nodes] if form is not None else []
     return sum(values for values, _ in sizes), sum(size for _, size in sizes)

@@ -299,6 +299,12 @@ def _time(value: float | None) -> str:
     return "" if value is None else f"{value:.1f}" if value < 100 else f"{value:.0f}"
 
 
+def _shows_size(entry: Entry) -> bool:
+    """Whether a row shows the size of a weight: layers on integers only do if it has fewer bits than their inputs."""
+    bits = entry.weight_bits
+    return bits is not None and (entry.precision == "weight-only" or (entry.precision == "int8" and bits < 8))
+
+
 _WHY = Column("why", give="fold", optional=True)
 _COLUMNS: dict[Column, Callable[[Entry], str]] = {
     Column("layer", give="start"): lambda e: layer_text(e.name, e.path),
@@ -307,12 +313,8 @@ _COLUMNS: dict[Column, Callable[[Entry], str]] = {
     Column("SQNR dB", "right", optional=True): lambda e: decibels(e.sqnr),
     Column("own dB", "right", optional=True): lambda e: decibels(e.own_sqnr),
     Column("MACs", "right", drop=2, optional=True): lambda e: _count(e.macs),
-    Column("saved B", "right", drop=3, optional=True): lambda e: (
-        _count(e.saved_bytes) if e.precision == "weight-only" else ""
-    ),
-    Column("bits", "right", drop=3, optional=True): lambda e: (
-        f"{e.weight_bits:.2f}" if e.precision == "weight-only" and e.weight_bits is not None else ""
-    ),
+    Column("saved B", "right", drop=3, optional=True): lambda e: _count(e.saved_bytes) if _shows_size(e) else "",
+    Column("bits", "right", drop=3, optional=True): lambda e: f"{e.weight_bits:.2f}" if _shows_size(e) else "",
     Column("float µs", "right", drop=1, optional=True): lambda e: _time(e.float_us),
     Column("int8 µs", "right", drop=1, optional=True): lambda e: _time(e.int8_us),
 }

@@ -52,10 +52,8 @@ def decoders(model: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
     recipes = {
         "fxq int8 weights": fxq.Recipe.weight_only(),
         "fxq int4 weights": fxq.Recipe.weight_only(bits=4),
-        "fxq dynamic int8": fxq.Recipe.dynamic(optimize="coverage"),
-        "fxq dynamic int4": fxq.Recipe.dynamic(
-            weight=fxq.Recipe.weight_only(bits=4).config.weight, optimize="coverage"
-        ),
+        "fxq dynamic int8": fxq.Recipe.dynamic(),
+        "fxq dynamic int4": fxq.Recipe.dynamic(weight=fxq.Recipe.weight_only(bits=4).config.weight),
     }
     for name, recipe in recipes.items():
         yield name, lambda recipe=recipe: of_transformers(_quantized(model, recipe))  # type: ignore[misc]

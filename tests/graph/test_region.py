@@ -11,7 +11,7 @@ import fxq
 from fxq.cost.prices import regions_of
 from fxq.graph.info import info
 from fxq.graph.query import is_op
-from fxq.graph.region import out_grids, read_region, unit_regions
+from fxq.graph.region import integer_input, out_grids, read_region, unit_regions
 from fxq.graph.region_run import run_region
 from tests.support.graphs import until
 from tests.support.helpers import REFERENCE
@@ -39,6 +39,18 @@ def test_the_steps_are_the_unit_with_its_conversions_in_order():
     assert [step.node for step in region.steps[-2:]] == [region.node, *region.outputs]
     read = [step.args[0] for step in region.steps if is_op(step, "dequantize")]
     assert [node for node in read if node.op != "get_attr"] == list(region.inputs)
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"), [(nn.Linear(8, 4), (5, 8)), (nn.Linear(8, 4), (1, 1, 8)), (nn.Conv2d(2, 4, 3), (2, 2, 5, 6))]
+)
+def test_a_copy_has_the_dynamic_grid_of_its_region(layer, shape):
+    """Its scale and zero point are inputs. Prices are those of the kernel that the whole graph gets."""
+    qmodel = fxq.quantize(layer.eval(), fxq.Recipe.dynamic(backend="reference"), example_inputs=torch.randn(shape))
+    (region,) = (r for r in unit_regions(qmodel) if is_op(r.node, "linear", "conv2d"))
+    dequantize = region.node.args[0]
+    (copied,) = (n for n in region.to_graph().nodes if n.name == dequantize.name)
+    assert integer_input(qmodel, copied).grid == integer_input(qmodel, dequantize).grid
 
 
 def test_edits_of_the_graph_do_not_reach_a_region():

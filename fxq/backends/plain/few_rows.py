@@ -19,6 +19,8 @@ MAX_ROWS = 16
 """Maximum number of rows for which the loop is used. For more rows, converting the weight first is faster."""
 _CHUNK = 32
 """Bytes of a row of the weight that the loop converts at once. They have one scale."""
+_MANY_ROWS_SPAN = 4
+"""Minimum number of chunks with one scale for which the integers of many rows are multiplied faster than floats."""
 _MIN_PART_BYTES = 1 << 15
 """Minimum number of bytes of the weight that each thread reads."""
 _SUMMED_ELEMENTS = 1 << 20
@@ -69,6 +71,11 @@ class FewRowsProduct:
         """Arguments of the loop for so many rows, but x and out, in order. The product has to outlive their use."""
         weight, scale, offset, zero, bias, places = self._before
         return [weight, scale, offset, int(zero), bias, places, self._kind, rows, *self._after]
+
+    @property
+    def suits_many_rows(self) -> bool:
+        """Whether `of_integers` is faster than a product of floats for any number of rows."""
+        return bool(self._loops.HAS_ROW_DOT) and self._after[-1] >= _MANY_ROWS_SPAN
 
     def ones(self) -> Tensor:
         """Sum of each row of the weight, float32 (O,)."""

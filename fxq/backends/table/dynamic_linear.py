@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fxq.backends.kernel import PostOp
+from fxq.backends.plain.few_rows import FewRowsProduct
 from fxq.backends.plain.stored_weight import StoredWeight
 from fxq.backends.plain.weight_only import WeightOnlyLinear
 from fxq.backends.table.dynamic_layer import after_sum, at_other_rows, few_rows_of_integers
@@ -21,8 +23,8 @@ from fxq.quant.packing import BITS, pack
 class DynamicLinear(WeightOnlyLinear):
     """Linear layer on integers with dynamic scales. Values of 4 bits or fewer are stored two to a byte.
 
-    A few rows are multiplied as integers in a compiled loop, see `FewRowsProduct.of_integers`. Otherwise the real
-    values of input and weight are multiplied.
+    A few rows are multiplied as integers in a compiled loop, see `FewRowsProduct.of_integers`; so are many rows if each
+    scale is that of many weights. Otherwise the real values of input and weight are multiplied.
 
     Args:
         post: None, a clamp or gelu.
@@ -61,10 +63,16 @@ class DynamicLinear(WeightOnlyLinear):
 
     def bind(self, x: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> Callable[..., Tensor]:  # type: ignore[override]
         """Return the function for inputs like these. See `Bindable.bind`."""
-        product = self.few_rows(x)
+        product = self.few_rows(x) or self._of_many_rows(x)
         zero = self._zero if zero_point is None else zero_point
         run = None if product is None else few_rows_of_integers(product, x, scale, zero, self._after)
         return self._in_floats if run is None else run
+
+    def _of_many_rows(self, x: Tensor) -> FewRowsProduct | None:
+        """Compiled product for many rows of integers; None if one of floats is as fast."""
+        fits = x.shape[-1:] == (math.prod(self.stored_weight().row),) and x.numel() > 0
+        product = self._product(x, 0) if fits else None
+        return product if product is not None and product.suits_many_rows else None
 
     def forward(self, x: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> Tensor:  # type: ignore[override]
         """Compute the layer.

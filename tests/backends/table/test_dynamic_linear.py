@@ -124,3 +124,28 @@ def test_a_row_that_is_not_finite_leaves_others_alone():
     x[2, 5] = float("nan")
     y = qmodel(x)
     assert y[2].isnan().all() and y[[0, 1, 3]].isfinite().all()
+
+
+@needs_numba
+@pytest.mark.parametrize("weight", ["int4 per channel", "int4 blocks"])
+def test_the_loop_of_integers_multiplies_many_rows_where_a_scale_is_that_of_many_weights(weight, monkeypatch):
+    qmodel = quantized(WEIGHTS[weight], columns=256)
+    (kernel,) = (module for module in qmodel.modules() if isinstance(module, DynamicLinear))
+    x = torch.randint(0, 256, (300, 256), dtype=torch.uint8)
+    scale, zero = torch.rand(300, 1) + 0.1, torch.randint(0, 256, (300, 1)).float()
+    monkeypatch.setattr(loops("few_rows_loops"), "HAS_ROW_DOT", True)
+    calls, call = [], FewRowsProduct.of_integers
+    monkeypatch.setattr(FewRowsProduct, "of_integers", lambda self, *args: calls.append(1) or call(self, *args))
+    wanted = (x.double() - zero) * scale.double() @ real_weight(kernel).T + kernel.bias
+    torch.testing.assert_close(
+        kernel(x, scale, zero).double(), wanted, rtol=1e-4, atol=1e-2
+    )  # sums of values up to 1000
+    assert bool(calls) == (weight == "int4 per channel")
+
+
+def test_the_ledger_shows_the_bits_of_weights_that_have_fewer_than_8():
+    few, eight = (quantized(weight).ledger for weight in (WEIGHTS["int4 blocks"], fxq.Recipe.dynamic().config.weight))
+    assert [round(entry.weight_bits, 2) for entry in few if entry.precision == "int8"] == [5.0]
+    titles, _, row, *_ = str(few).splitlines()
+    assert titles.split()[-1] == "bits" and row.split()[-1] == "5.00"
+    assert "bits" not in str(eight).splitlines()[0]

@@ -30,6 +30,8 @@ from fxq.runtime.stable_kinds import may_have_side_effects
 
 _MAX_THREADS = 4
 """Maximum number of threads for which programs are used. With more, PyTorch's ops are as fast as a loop on one."""
+_MIN_STEPS = 5
+"""Minimum number of steps of a program without a linear layer. A call takes as long as a few of PyTorch's."""
 MIN_AGREEMENT_DB = 80.0
 """Minimum SQNR of the results of programs against the graph. They differ in the order of float32 sums."""
 MIN_ROUNDED_AGREEMENT_DB = 40.0
@@ -297,10 +299,11 @@ class TokenBinder(Binder):
         return constant(self.gm, node) if node.op == "get_attr" else None
 
     def _closed(self, segment: _Segment) -> Iterator[BoundLine]:
-        """The line of a program, or those of its ops if it has no linear layer; then all that waited for it."""
+        """The line of a program, or those of its ops if these are too few; then all that waited for it."""
         builder, nodes = segment.builder, segment.lines
         outputs = [node for node in nodes if any(not self._is_covered(user, nodes) for user in node.users)]
-        program = builder.finish(outputs) if builder.linear_count and outputs else None
+        pays = builder.linear_count or builder.step_count >= _MIN_STEPS
+        program = builder.finish(outputs) if pays and outputs else None
         reads, writes = (tuple(self.names[node] for node in group) for group in (builder.inputs, outputs))
         if program is not None:
             text = f"{', '.join(writes)} = {self._constant(program)}({', '.join(reads)})"

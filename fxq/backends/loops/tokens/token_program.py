@@ -72,6 +72,11 @@ class TokenProgramBuilder:
         self._steps: list[tuple[int, TokenValue, Sequence[TokenValue], tuple[Any, ...], list[int]]] = []
         self._kept: list[Any] = []
 
+    @property
+    def step_count(self) -> int:
+        """Number of steps so far. Views of values take none."""
+        return len(self._steps)
+
     def add(self, node: fx.Node) -> bool:
         """Add a node. Returns whether that is possible; if not, nothing has changed."""
         shape, op = self.shape_of(node), op_of(node)
