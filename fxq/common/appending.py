@@ -48,7 +48,7 @@ class _Reserved:
     def is_latest(self, past: Tensor, sizes: tuple[int, ...]) -> bool:
         """Whether a tensor, which has these sizes without the axis, is the latest result here, or the end of it."""
         fits = past.dtype is self.dtype and past.stride() == self.strides and sizes == self.sizes
-        first, rest = divmod(past.storage_offset(), self.strides[self.dim])  # type: ignore[call-overload]
+        first, rest = divmod(int(past.storage_offset()), self.strides[self.dim])
         return fits and not rest and bool(first + past.shape[self.dim] == self.used)
 
     def continued(self, past: Tensor, new: Tensor, sizes: tuple[int, ...]) -> Tensor | None:

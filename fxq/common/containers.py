@@ -109,7 +109,7 @@ def _own_type(cls: type) -> ContainerType | None:
     own: Any = _OWN.get(cls, _MISSING)
     if own is _MISSING:
         own = _OWN[cls] = _registered_type(cls)
-    return own  # type: ignore[no-any-return]
+    return own
 
 
 def _registered_type(cls: type) -> ContainerType | None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import fx
 
+from fxq.backends.loops.code import compiler
 from fxq.cost.min_cut import Key, PricedOp, PricedValue, cheapest, seconds_of
 from fxq.cost.probe import MIN_SPEEDUP, Prober
 from fxq.graph.info import Cost, info, precision_of
@@ -188,9 +189,15 @@ def slower_for_size(costs: Mapping[fx.Node, Cost], other_seconds: float) -> str 
     return (
         f"with integer weights, the model is estimated to take {1 + total_extra / real:.1f} times as long as in float "
         f"on this machine: {_ms(real + total_extra)} instead of {_ms(real)}. The layers that lose the most: {names}. "
+        f"{_WITHOUT_LOOPS if compiler.installed() == 'none' else ''}"
         f"To keep a layer in float: recipe.override({_name_of(slowest[0])!r}, fxq.FLOAT). print(qmodel.ledger) shows "
         "all of them."
     )
+
+
+_WITHOUT_LOOPS = (
+    "Numba is not installed, whose compiled loops multiply few rows faster than float: pip install fxq[jit]. "
+)
 
 
 def priced_values(

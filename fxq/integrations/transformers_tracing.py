@@ -143,19 +143,27 @@ def _attention(
     return result.reshape(batch, heads, length, -1).transpose(1, 2).contiguous(), None
 
 
-def _mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
+def _mask(
+    batch_size: Any,
+    q_length: Any,
+    kv_length: Any,
+    *args: Any,
+    kv_offset: Any = 0,
+    attention_mask: Tensor | None = None,
+    **kwargs: Any,
+) -> Any:
     """Attention mask of `sdpa_mask`, but always a tensor, where `sdpa_mask` returns None for some sizes.
 
     The mask of the tokens is cut, not indexed by the positions of the keys, which takes less time for single tokens.
     """
     options = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False, "use_vmap": False}
-    mask = sdpa_mask(*args, **{**kwargs, **options})
-    if attention_mask is None:
+    settings: dict[str, Any] = {**kwargs, **options, "kv_offset": kv_offset}
+    mask: Any = sdpa_mask(batch_size, q_length, kv_length, *args, **settings)
+    of_tokens: Any = prepare_padding_mask(attention_mask, kv_length, kv_offset)
+    if of_tokens is None:
         return mask
-    first, length = kwargs.get("kv_offset", 0), kwargs["kv_length"]
-    of_tokens = prepare_padding_mask(attention_mask, length, first)
-    is_first = type(first) is int and first == 0
-    return mask & of_tokens[:, None, None, slice(0, length) if is_first else slice(first, first + length)]
+    end = kv_length if type(kv_offset) is int and kv_offset == 0 else kv_offset + kv_length
+    return mask & of_tokens[:, None, None, kv_offset:end]
 
 
 _LOCK = threading.RLock()

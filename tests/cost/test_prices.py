@@ -105,6 +105,12 @@ def test_nothing_is_said_of_integer_weights_that_make_little_difference(kept, ot
     assert slower_for_size(kept, others) is None
 
 
+@pytest.mark.parametrize("numba", ["none", "0.66.0"])
+def test_the_warning_names_compiled_loops_where_they_are_missing(numba, monkeypatch):
+    monkeypatch.setattr("fxq.backends.loops.code.compiler.installed", lambda: numba)
+    assert ("pip install fxq[jit]" in slower_for_size(KEPT, 3e-3)) == (numba == "none")
+
+
 def test_conversions_may_be_what_loses():
     said = slower_than_float([B], [PricedValue(None, (b,), 5e-3, 0.0, False)], {b}, 0.0)
     assert said is not None and "conversions cost more" in said

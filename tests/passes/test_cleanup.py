@@ -33,6 +33,7 @@ def test_dead_nodes_go_unless_they_do_something():
         return y
     """
     dead = "check = torch._assert(True, 'kept')\n        dead = dequantize(x_q, scale=0.5, zero_point=3)"
+    dead += "\n        places: int64[2] = torch.arange(2)"
     gm = run_pass(Cleanup(), kept.replace("check = torch._assert(True, 'kept')", dead))
     assert program(gm) == expected(kept)
 

@@ -126,7 +126,7 @@ class TokenProgramBuilder:
         return self._constant(torch.tensor(float(read), device="cpu")) if type(read) in (int, float) else None
 
     def _constant(self, tensor: Tensor) -> TokenValue | None:
-        if tensor.dtype != torch.float32 or not tensor.is_contiguous():
+        if tensor.dtype != torch.float32 or not tensor.is_contiguous() or tensor.requires_grad:
             return None
         value = self._new(tensor.shape)
         self._fixed[value.buffer] = tensor

@@ -90,6 +90,32 @@ def test_tokens_have_the_results_of_the_graph(bits, batch):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5)  # float32 rounding of six tokens in turn
 
 
+def in_float():
+    recipe = fxq.Recipe.weight_only().override("*", fxq.FLOAT)
+    with pytest.warns(fxq.FxqWarning, match="nothing runs on integers"):
+        return fxq.quantize(Decoder().eval(), recipe, example_inputs=inputs(5, length=3))
+
+
+def test_ops_between_float_layers_are_programs_too():
+    qmodel = in_float()
+    got = generated(qmodel, call)
+    assert len(programs(qmodel)) >= 2
+    for ours, theirs in zip(got, generated(qmodel, plain), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5)  # float32 rounding of six tokens in turn
+
+
+def test_the_gradient_of_a_norm_passes_through():
+    qmodel, grads = in_float(), []
+    tensors = (*qmodel.parameters(), *qmodel.buffers())
+    (weight,) = (t for t in tensors if t.shape == (WIDTH,) and t.min() >= 0.5)  # biases are smaller
+    weight.requires_grad_()
+    for run in (call, plain):
+        weight.grad = None
+        sum(run(qmodel, *inputs(past))[0].sum() for past in range(5, 10)).backward()
+        grads.append(weight.grad)
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-4)  # float32 rounding
+
+
 @pytest.mark.parametrize("function", [F.silu, F.gelu, torch.sigmoid, F.hardswish, torch.tanh, F.relu])
 def test_functions_of_the_mlp(function):
     qmodel = quantized(function=function)
