@@ -151,3 +151,12 @@ def test_prices_belong_to_a_number_of_threads():
     asked = list(timer.costs.rounds)
     single_thread = [key for key in asked if " 1 threads" in key]
     assert len(single_thread) == 6 and [key.replace(" 1 threads", " 2 threads") for key in single_thread] == asked[6:]
+
+
+@pytest.mark.parametrize("axis", ["row", "tensor"])
+def test_a_layer_with_a_dynamic_scale_is_timed_as_a_kernel(axis, monkeypatch):
+    activation = fxq.TensorSpec(per=axis, range="dynamic")
+    recipe = fxq.Recipe.dynamic(activation=activation, backend="x86")
+    gm, (region,) = regions(nn.Linear(16, 8).eval(), (torch.randn(2, 3, 16),), recipe)
+    lowered = prober()._lowered(gm, region.to_graph())
+    assert any(isinstance(module, Kernel) for module in lowered.modules())
