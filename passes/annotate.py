@@ -15,8 +15,10 @@ from torch._ops import OpOverload, OpOverloadPacket
 from fxq.backends.base import support_of
 from fxq.backends.by_name import Backend, get_backend
 from fxq.common.data import device_of
+from fxq.errors import RecipeError
 from fxq.graph.analysis.mutation import MemoryWriters
 from fxq.graph.info import Decision, DecisionKind, Plan, info
+from fxq.graph.place import where
 from fxq.graph.query import constant, options_of, reads_only_metadata, submodule, taken_from, values_of
 from fxq.graph.unit import Calls, OpCall, UnitInput, calls_of, inputs_of, read_by
 from fxq.ops import OPS
@@ -52,6 +54,12 @@ class Annotate(Pass):
 
     def run(self, rewriter: Rewriter[Context]) -> None:
         """Find candidates, decide between neighbours, and write the plans."""
+        own = next(iter(rewriter.nodes("quantize")), None)
+        if own is not None:
+            raise RecipeError(
+                f"the model is quantized already: {where(rewriter.gm, own)} quantizes a value. To keep its scales and "
+                'zero points: fxq.quantize(model, "stored", example_inputs=x). Else give the float model.'
+            )
         nodes = [n for n in rewriter.nodes() if n.op.startswith("call") and taken_from(n) is n]
         planner = _Planner(rewriter, {n: calls_of(rewriter.gm, n) for n in nodes}, MemoryWriters(nodes))
         plans = planner.plans(rewriter.context.backend)
@@ -172,7 +180,7 @@ class _Planner:
     def _fit(self, node: fx.Node, backend: Backend, config: QuantConfig) -> Candidate | Plan:
         """Candidate for a node that runs with `config`; its float plan if it cannot run on integers."""
         gm, calls = self.rewriter.gm, self.ops[node]
-        reason = _unfit(gm, calls, self.changes)
+        reason = unfit_reason(gm, calls, self.changes)
         if reason is not None:
             return self._float("unsupported", reason)
         light = calls[0].op.traits.kind == "computes" and not any(call.op.traits.weight for call in calls)
@@ -281,7 +289,7 @@ def _is_from_elsewhere(target: Any) -> bool:
     return callable(target) and home.partition(".")[0] not in ("torch", "fxq", *sys.stdlib_module_names)
 
 
-def _unfit(gm: fx.GraphModule, calls: tuple[OpCall, ...], changes: MemoryWriters) -> str | None:
+def unfit_reason(gm: fx.GraphModule, calls: tuple[OpCall, ...], changes: MemoryWriters) -> str | None:
     """Reason why the first op of a unit cannot run on integers on any backend; None if it can.
 
     The backend decides about the other ops of the unit: those that its kernel does not run, run in float.

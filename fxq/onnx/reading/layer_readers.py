@@ -152,13 +152,13 @@ def conv_transpose(
 
 def _linear(r: Reader, x: Any, weight: Tensor, bias: Any, transposed: bool, label: Any = "linear") -> Any:
     """Call a linear layer whose weight is (in, out), or (out, in) if `transposed`."""
-    inputs, outputs = (weight.shape[1], weight.shape[0]) if transposed else tuple(weight.shape)
+    rows = weight if transposed else r.permuted(weight, (1, 0))
 
     def build() -> nn.Module:
-        layer = nn.Linear(inputs, outputs, bias is not None, device="meta")
-        return _filled(layer, weight=weight if transposed else weight.T, **({} if bias is None else {"bias": bias}))
+        layer = nn.Linear(rows.shape[1], rows.shape[0], bias is not None, device="meta")
+        return _filled(layer, weight=rows, **({} if bias is None else {"bias": bias}))
 
-    return r.layer((label, transposed, id(bias)), weight, build, x)
+    return r.layer((label, id(bias)), rows, build, x)
 
 
 @reads("Gemm")

@@ -30,7 +30,8 @@ def axes_of(r: Reader, operand: Any, attributes: Any, rank: int) -> list[int] | 
 
 @reads("Transpose")
 def transpose(r: Reader, x: Any, *, perm: Sequence[int] | None = None) -> Any:
-    return r.call(torch.permute, x, tuple(perm) if perm is not None else tuple(range(rank_of(r, x)))[::-1])
+    axes = tuple(perm) if perm is not None else tuple(range(rank_of(r, x)))[::-1]
+    return r.permuted(x, axes) if id(x) in r.grids and isinstance(x, Tensor) else r.call(torch.permute, x, axes)
 
 
 @reads("Reshape")

@@ -6,7 +6,7 @@ import keyword
 import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -20,6 +20,7 @@ from fxq.onnx.onnx_objects import NotInOnnx
 from fxq.onnx.reading.onnx_file import FOUR_BIT, ONNX_DOMAINS, attributes_of, constant_of
 from fxq.onnx.varying_sizes import VaryingSizes, varies
 from fxq.onnx.writer import WithoutData, refuse
+from fxq.quant.qparams import STORED_GRID, QParams
 
 _DOMAINS = (*ONNX_DOMAINS, "com.microsoft")
 """Domains of the op types that are read; another domain may give a name of ONNX another meaning."""
@@ -85,6 +86,7 @@ class Reader:
         graph: the `torch.fx` graph.
         names: names of the constants of the file, by the id of their tensors.
         four_bit: ids of the constants of 4-bit integers, which are held in bytes.
+        grids: grids of the constants that the file holds as integers, by the id of their float tensors.
         values: values by their name in the file.
         label: name of the node that is being read.
         outputs: number of its outputs.
@@ -96,6 +98,7 @@ class Reader:
     graph: fx.Graph = field(default_factory=fx.Graph)
     names: dict[int, str] = field(default_factory=dict)
     four_bit: set[int] = field(default_factory=set)
+    grids: dict[int, QParams] = field(default_factory=dict)
     values: dict[str, Operand | None] = field(default_factory=dict)
     label: str = ""
     outputs: int = 1
@@ -181,6 +184,19 @@ class Reader:
             self._derived[key] = self.constant(self.names.get(id(source), self.label), compute())
         return self._derived[key]
 
+    def permuted(self, constant: Tensor, axes: Sequence[int]) -> Tensor:
+        """Return a constant of the file with its axes permuted, on its grid if it has one."""
+        result = self.derived(("permuted", id(constant), *axes), constant, lambda: constant.permute(*axes))
+        grid = self.grids.get(id(constant))
+        if grid is not None:
+            per_block = grid.block is not None
+            axis = None if grid.axis is None else list(axes).index(grid.axis % len(axes))
+            scale, zero_point = (
+                t.permute(*axes).contiguous() if per_block else t for t in (grid.scale, grid.zero_point)
+            )
+            self.grids[id(result)] = replace(grid, scale=scale, zero_point=zero_point, axis=axis)
+        return result
+
     def layer(self, key: Any, weight: Tensor, build: Callable[[], nn.Module], *inputs: Any, like: Any = None) -> Any:
         """Call a layer of the model, which is built once for each `key`.
 
@@ -197,7 +213,10 @@ class Reader:
         if key not in self._layers:
             name = self.names.get(id(weight), "")
             path = name.removesuffix(".weight") if name.endswith(".weight") else self.label
-            self._layers[key] = self._added(path or "layer", build().eval())
+            layer: Any = build().eval()
+            if id(weight) in self.grids:
+                layer.weight.__dict__[STORED_GRID] = self.grids[id(weight)]
+            self._layers[key] = self._added(path or "layer", layer)
         path = self._layers[key]
         module = self.root.get_submodule(path)
         if like is None:
@@ -303,6 +322,8 @@ class Reader:
         if id(tensor) not in self._attributes:
             trains = tensor.is_floating_point() and tensor.dim() > 0 and id(tensor) in self.names
             held = nn.Parameter(tensor, requires_grad=True) if trains else tensor
+            if trains and id(tensor) in self.grids:
+                held.__dict__[STORED_GRID] = self.grids[id(tensor)]
             self._kept.append(tensor)
             path = self._added(self.names.get(id(tensor), f"{self.label}.constant"), held)
             self._attributes[id(tensor)] = self.graph.get_attr(path)
