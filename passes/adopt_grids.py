@@ -88,7 +88,7 @@ def _move_in_float(rewriter: Rewriter) -> None:
         first = next(iter(grids.values()), None)
         if first is None or not all(grid is not None and grid.same_as(first) for grid in grids.values()):
             continue
-        options = {"scale": first.s, "zero_point": first.z, "qmin": first.qmin, "qmax": first.qmax}
+        options: dict[str, Any] = {"scale": first.s, "zero_point": first.z, "qmin": first.qmin, "qmax": first.qmax}
         real = {}
         for read in grids:
             typed = (info(read).shape, torch.float32)
@@ -102,7 +102,7 @@ def _move_in_float(rewriter: Rewriter) -> None:
         )
         for new in (*real.values(), q):
             rewriter.describe(new, path=about.path, source=about.source)
-        rewriter.reroute(node, q, only=lambda user, users=users: user in users)
+        rewriter.reroute(node, q, only=users.__contains__)
 
 
 def _make_unsigned(rewriter: Rewriter) -> None:
@@ -115,7 +115,7 @@ def _make_unsigned(rewriter: Rewriter) -> None:
             continue
         rewriter.describe(node, dtype=torch.uint8)
         for conversion in (node, *readers):
-            unsigned = {"zero_point": grid.z + 128, "qmin": 0, "qmax": 255}
+            unsigned: dict[str, Any] = {"zero_point": grid.z + 128, "qmin": 0, "qmax": 255}
             unsigned |= {"dtype": torch.uint8} if conversion is node else {}
             rewriter.update(conversion, kwargs={**conversion.kwargs, **unsigned})
 
@@ -131,7 +131,7 @@ def _keep_on_grids(rewriter: Rewriter) -> None:
         users = list(node.users)
         if grid is not None and grid.axis is None and not all(is_op(user, "quantize") for user in users):
             _, dq = on_grid(rewriter, node, node, grid, node.name)
-            rewriter.reroute(node, dq, only=lambda user, users=users: user in users)
+            rewriter.reroute(node, dq, only=users.__contains__)
 
 
 class _Planner:
@@ -159,7 +159,7 @@ class _Planner:
     def plans(self) -> dict[fx.Node, Plan]:
         """Plans of all ops: first of those that compute, then, from the output on, of those that move values."""
         plans = {node: self._plan(node) for node, calls in self.calls.items() if not self._moves(calls)}
-        for node in reversed(self.calls):
+        for node in reversed(list(self.calls)):
             if node not in plans:
                 plans[node] = self._moving_plan(node, plans)
         return plans

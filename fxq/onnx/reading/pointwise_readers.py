@@ -46,7 +46,8 @@ def identity(r: Reader, x: Any) -> Any:
 
 @reads("Dropout")
 def dropout(r: Reader, x: Any, ratio: Any = None, training_mode: Any = None, **attributes: Any) -> Any:
-    refuse(training_mode is not None and r.number(training_mode), "it drops values at random")
+    drops = (0.5 if ratio is None else r.number(ratio)) > 0
+    refuse(training_mode is not None and r.number(training_mode) and drops, "it drops values at random")
     return x, r.call(torch.ones_like, x, dtype=torch.bool)
 
 

@@ -114,7 +114,7 @@ def dequantize(
         result = r.constant(r.names.get(id(x), r.label).removesuffix("_quantized"), result)
         if scale.dtype is torch.float32 and isinstance(zero_point, Tensor | None):
             per_tensor = scale.numel() == 1 and not block_size
-            shaped = [None if t is None else t.reshape(()) if per_tensor else t for t in (scale, zero_point)]
+            shaped: list[Any] = [t.reshape(()) if per_tensor and t is not None else t for t in (scale, zero_point)]
             grid = stored_grid(r, x, shaped[0], shaped[1], None if per_tensor else axis % x.dim(), block_size or None)
             if grid is not None:
                 r.grids[id(result)] = grid

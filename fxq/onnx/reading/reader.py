@@ -172,6 +172,11 @@ class Reader:
         length = self.sizes.axis(f"length of {node.name}", node.name, 0, 7)
         return self._traced(node, self.sizes.empty(like(length), dtype))
 
+    def call_like(self, function: Callable[..., Any], *args: Any, like: Any) -> Any:
+        """Call a function with loops in Python, whose results have the shapes of the tensors `like`, without data."""
+        node = self.graph.call_function(function, self._arguments(tuple(map(self.tensor, args))))
+        return self._parts(node, like)
+
     def derived(self, key: Any, source: Tensor, compute: Callable[[], Tensor]) -> Tensor:
         """Return a constant that is computed once from a constant of the file and takes its name, such as a transpose.
 
