@@ -31,7 +31,7 @@ from fxq.graph.unit import Calls, activations_of, calls_of, inputs_of, wanted_fo
 from fxq.passes.annotate import unfit_reason
 from fxq.pipeline.candidates import UNREAD, Candidate
 from fxq.pipeline.context import Context
-from fxq.quant.dynamic_grid import DynamicGrid, Grid
+from fxq.quant.dynamic_grid import OWN_RANGE, DynamicGrid, Grid
 from fxq.quant.qparams import STORED_GRID, QParams
 from fxq.quant.spec import ACTIVATION, DYNAMIC, QuantConfig, TensorSpec
 from fxq.recipe.pass_base import Pass, Stage
@@ -56,6 +56,10 @@ class AdoptGrids(Pass):
 
     def run(self, rewriter: Rewriter[Context]) -> None:
         """Make activations unsigned, plan all ops, then write the grids of the weights that they read."""
+        for node in rewriter.nodes():
+            if node.target is torch.ops.fxq.round_to_range.default:
+                (x,) = node.all_input_nodes
+                rewriter.replace(node, on_grid(rewriter, x, x, OWN_RANGE, node.name)[1])
         _move_in_float(rewriter)
         _make_unsigned(rewriter)
         _keep_on_grids(rewriter)

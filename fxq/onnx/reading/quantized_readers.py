@@ -121,35 +121,10 @@ def dequantize(
     return result
 
 
-@reads("DynamicQuantizeLinear")
-def dynamic_quantize(r: Reader, x: Any) -> Any:
-    low = r.call(torch.clamp, r.call(torch.amin, x), None, 0.0)
-    high = r.call(torch.clamp, r.call(torch.amax, x), 0.0)
-    scale = r.call(torch.div, r.call(torch.sub, high, low), 255.0)
-    offset = r.call(torch.clamp, r.call(torch.round, r.call(torch.div, r.call(torch.neg, low), scale)), 0, 255)
-    zero_point = cast_to(r, offset, torch.uint8)
-    return quantize(r, x, scale, zero_point), scale, zero_point
-
-
-def _column(r: Reader, value: Any, rank: int) -> Any:
-    return r.call(torch.reshape, value, (-1, *[1] * (rank - 1))) if value is not None and r.like(value).dim() else value
-
-
-def _shifted(r: Reader, x: Any, zero_point: Any) -> Any:
+def shifted(r: Reader, x: Any, zero_point: Any) -> Any:
+    """Integers without their zero point, in float32."""
     whole = cast_to(r, x, torch.float32)
     return whole if zero_point is None else r.call(torch.sub, whole, cast_to(r, zero_point, torch.float32))
-
-
-@reads("ConvInteger")
-def conv_integer(r: Reader, x: Any, w: Any, x_zero: Any = None, w_zero: Any = None, **attributes: Any) -> Any:
-    weight = _shifted(r, w, _column(r, w_zero, r.like(w).dim()))
-    return cast_to(r, conv(r, _shifted(r, x, x_zero), weight, **attributes), torch.int32)
-
-
-@reads("MatMulInteger")
-def matmul_integer(r: Reader, x: Any, w: Any, x_zero: Any = None, w_zero: Any = None) -> Any:
-    rows = _column(r, x_zero, 2) if x_zero is not None and r.like(x_zero).numel() > 1 else x_zero
-    return cast_to(r, matmul(r, _shifted(r, x, rows), _shifted(r, w, w_zero)), torch.int32)
 
 
 @reads("QLinearConv")

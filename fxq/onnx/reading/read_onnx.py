@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 import fxq.onnx.reading.control_readers
+import fxq.onnx.reading.dynamic_readers
 import fxq.onnx.reading.layer_readers
 import fxq.onnx.reading.movement_readers
 import fxq.onnx.reading.pointwise_readers
@@ -81,6 +82,7 @@ def read_onnx(
     reader.graph.output(nodes[0] if len(nodes) == 1 else tuple(nodes))
     module = fx.GraphModule(reader.root, reader.graph, "OnnxModel").eval()
     module.graph.eliminate_dead_code()
+    module.delete_all_unused_submodules()
     module.recompile()
     return module
 

@@ -87,6 +87,7 @@ class Reader:
         names: names of the constants of the file, by the id of their tensors.
         four_bit: ids of the constants of 4-bit integers, which are held in bytes.
         grids: grids of the constants that the file holds as integers, by the id of their float tensors.
+        notes: facts about operands that later nodes need, by their id.
         values: values by their name in the file.
         label: name of the node that is being read.
         outputs: number of its outputs.
@@ -99,10 +100,11 @@ class Reader:
     names: dict[int, str] = field(default_factory=dict)
     four_bit: set[int] = field(default_factory=set)
     grids: dict[int, QParams] = field(default_factory=dict)
+    notes: dict[int, Any] = field(default_factory=dict)
     values: dict[str, Operand | None] = field(default_factory=dict)
     label: str = ""
     outputs: int = 1
-    _kept: list[Tensor] = field(default_factory=list)
+    _kept: list[Any] = field(default_factory=list)
     _attributes: dict[int, fx.Node] = field(default_factory=dict)
     _derived: dict[Any, Tensor] = field(default_factory=dict)
     _layers: dict[Any, str] = field(default_factory=dict)
@@ -120,6 +122,12 @@ class Reader:
         self.names[id(tensor)] = name
         self._kept.append(tensor)  # so that its id stays unique
         return tensor
+
+    def noted(self, note: Any, *operands: Any) -> None:
+        """Note a fact about operands."""
+        for operand in operands:
+            self.notes[id(operand)] = note
+            self._kept.append(operand)  # so that its id stays unique
 
     def input(self, name: str, like: Tensor) -> Traced:
         """Add an input of the model, like a tensor without data.

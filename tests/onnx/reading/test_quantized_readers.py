@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 import fxq
 from fxq.quant.qparams import STORED_GRID
-from tests.support.onnx_text import parsed
+from tests.support.onnx_text import parsed, reference
 
 onnx = pytest.importorskip("onnx")
 
@@ -152,3 +152,43 @@ def test_a_missing_example_is_asked_for():
 def test_a_float_model_has_nothing_to_keep():
     with pytest.warns(fxq.FxqWarning, match="nothing runs on integers"):
         fxq.quantize(nn.Linear(4, 4).eval(), "stored", example_inputs=torch.randn(2, 4))
+
+
+def dynamic_layer(op, weight, zero, layer_attributes=""):
+    """Layer with a dynamic range as ONNX Runtime's quantizer writes it, with an integer weight of one scale."""
+    constants = {"w": weight, "w_scale": np.float32(0.03), "w_zero": np.array(zero, weight.dtype)}
+    body = f"""
+        q, s, z = DynamicQuantizeLinear(x)
+        m = {op}{layer_attributes}(q, w, z, w_zero)
+        f = Cast<to = 1>(m)
+        both = Mul(s, w_scale)
+        y = Mul(f, both)
+    """
+    rank = weight.ndim
+    inputs, outputs = {2: ("float[N, 4] x", "float[N, 3] y"), 4: ("float[N, 2, 6, 6] x", "float[N, 3, 4, 4] y")}[rank]
+    return parsed(body, inputs, outputs, constants)
+
+
+@pytest.mark.parametrize(("dtype", "zero"), [(np.int8, 0), (np.uint8, 119)])
+@pytest.mark.parametrize(("op", "shape"), [("MatMulInteger", (4, 3)), ("ConvInteger", (3, 2, 3, 3))])
+def test_layers_with_dynamic_ranges_run_on_integers(op, shape, dtype, zero):
+    info = np.iinfo(dtype)
+    weight = np.random.default_rng(0).integers(info.min, info.max + 1, shape).astype(dtype)
+    file = dynamic_layer(op, weight, zero)
+    x = torch.randn((5, 4) if len(shape) == 2 else (2, 2, 6, 6))
+    model = fxq.read_onnx(file)
+    qmodel = fxq.quantize(model, fxq.Recipe.stored(backend="reference"), example_inputs=x)
+    assert qmodel.ledger.count("int8") == 1
+    expected = torch.from_numpy(reference(file, x)[0])
+    torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-4)  # integers, and float32 products
+    torch.testing.assert_close(qmodel(x), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_integers_with_a_scale_of_another_range_are_no_layer():
+    """The product is then read as it is written."""
+    file = dynamic_layer("MatMulInteger", np.arange(12, dtype=np.int8).reshape(4, 3), 0)
+    file.graph.node[3].input[0] = "w_scale"  # the square of a constant
+    x = torch.randn(5, 4)
+    read = fxq.read_onnx(file)
+    assert not any(node.target is torch.ops.fxq.round_to_range.default for node in read.graph.nodes)
+    torch.testing.assert_close(read(x), torch.from_numpy(reference(file, x)[0]), rtol=1e-4, atol=1e-4)
