@@ -28,8 +28,7 @@ from fxq.graph.query import (
 )
 from fxq.graph.region import is_weight
 from fxq.graph.unit import Calls, activations_of, calls_of, inputs_of, wanted_forms
-from fxq.passes.annotate import unfit_reason
-from fxq.pipeline.candidates import UNREAD, Candidate
+from fxq.pipeline.candidates import UNREAD, Candidate, unfit_reason
 from fxq.pipeline.context import Context
 from fxq.quant.dynamic_grid import OWN_RANGE, DynamicGrid, Grid
 from fxq.quant.qparams import STORED_GRID, QParams

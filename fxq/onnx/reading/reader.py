@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import keyword
 import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,6 +16,7 @@ from torch.func import functional_call
 
 from fxq.errors import FileError, words_of
 from fxq.onnx.onnx_objects import NotInOnnx
+from fxq.onnx.reading.file_names import attribute_name, free_name, identifier
 from fxq.onnx.reading.onnx_file import FOUR_BIT, ONNX_DOMAINS, attributes_of, constant_of
 from fxq.onnx.varying_sizes import VaryingSizes, varies
 from fxq.onnx.writer import WithoutData, refuse
@@ -346,14 +346,14 @@ class Reader:
         """Add a module, parameter or buffer to the root under a name of the file; return its path."""
         *parents, last = [part for part in re.split(r"[./]", name) if part] or ["constant"]
         owner, path = self.root, []
-        for part in map(_attribute_name, parents):
+        for part in map(attribute_name, parents):
             child = owner._modules.get(part)
             if child is None or type(child) is not nn.Module:
-                part = _free(owner, part)
+                part = free_name(owner, part)
                 owner.add_module(part, nn.Module())
             owner = owner.get_submodule(part)
             path.append(part)
-        last = _free(owner, _attribute_name(last))
+        last = free_name(owner, attribute_name(last))
         if isinstance(item, nn.Module):
             owner.add_module(last, item)
         elif isinstance(item, nn.Parameter):
@@ -455,22 +455,3 @@ def _as_sizes(value: Any) -> Sizes | None:
         array.reshape(-1)[:] = value.flatten().tolist()
         return Sizes(array, value.dtype)
     return value if isinstance(value, Sizes) else None
-
-
-def identifier(name: str) -> str:
-    """Name of the file as a Python identifier."""
-    text = re.sub(r"\W+", "_", name).strip("_")
-    return f"{text}_1" if text == "self" else text
-
-
-def _attribute_name(part: str) -> str:
-    return re.sub(r"\W+", "_", part) or "_"
-
-
-def _free(owner: nn.Module, name: str) -> str:
-    """Return the name, with a number appended if the module has an attribute of this name."""
-    count, free = 0, name
-    while hasattr(owner, free) or keyword.iskeyword(free) or free == "self":
-        count += 1
-        free = f"{name}_{count}"
-    return free
