@@ -52,8 +52,8 @@ def quantize(
         model: a float `nn.Module` in eval mode, an `ExportedProgram` of one (`torch.export.export`), or the path of an
             ONNX file, see `read_onnx`. Wrappers of data parallelism and `torch.compile` are removed. A model on the
             meta device needs `weights`. The path of a folder of a float model of transformers stands for that model.
-        recipe: a `Recipe`, the name of a preset ("static", "dynamic", "weight_only"), a dict, or a path to a .toml
-            file.
+        recipe: a `Recipe`, the name of a preset ("static", "dynamic", "weight_only"; "stored" for a model that is
+            quantized already, such as a quantized ONNX file), a dict, or a path to a .toml file.
         data: calibration batches. Each is a tensor, a tuple or list of positional inputs, or a dict of keyword inputs.
             Of `(input, target)` pairs, the target is dropped if the model takes one input. Recipes without calibrated
             ranges need no data, but use the first batches if there are any.

@@ -75,7 +75,7 @@ def main(traceback: bool) -> None:
     "--recipe",
     default="static",
     show_default=True,
-    help="Name of a preset (static, dynamic, weight_only), or recipe file (.toml).",
+    help="Name of a preset (static, dynamic, weight_only, stored), or recipe file (.toml).",
 )
 @click.option("--backend", help="Backend instead of the recipe's: auto, fastest, x86, openvino, ...")
 @click.option("--optimize", help="Goal instead of the recipe's: speed or coverage.")

@@ -238,7 +238,7 @@ def _no_data(recipe: Recipe, calibrated: str = "") -> InputError:
         recipe: the recipe.
         calibrated: name of a value whose range needs data; empty if no such value is known.
     """
-    if not calibrated and not recipe.config.is_calibrated:
+    if not calibrated and (recipe.preset == "stored" or not recipe.config.is_calibrated):
         return InputError(
             "give one batch of inputs to infer shapes from: fxq.quantize(model, recipe, example_inputs=x)."
         )

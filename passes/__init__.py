@@ -1,6 +1,7 @@
 """Passes, one per file, and the pipelines of the presets."""
 
 from fxq.passes.adaround import AdaRound
+from fxq.passes.adopt_grids import AdoptGrids
 from fxq.passes.annotate import Annotate
 from fxq.passes.canonicalize import Canonicalize
 from fxq.passes.choose_grids import ChooseGrids
@@ -78,12 +79,30 @@ WEIGHT_ONLY_PASSES: tuple[Pass, ...] = tuple(
 """Passes with `gptq` for weights of 4 bits or fewer, if there is data."""
 
 register_preset("weight_only", WEIGHT_ONLY_PASSES, QuantConfig(activation=None))
+STORED_PASSES: tuple[Pass, ...] = (
+    Trace(),
+    Canonicalize(),
+    Decompose(),
+    Fuse(),
+    AdoptGrids(),
+    InsertQdq(),
+    Propagate(),
+    Fallback(keeps_rounding=True),
+    Lower(),
+    VerifyLowering(),
+    Cleanup(),
+)
+"""Passes for models that are quantized already, such as ONNX files, with the grids that they have."""
+
+register_preset("stored", STORED_PASSES, QuantConfig(), optimize="coverage")
 register_preset("qat", TRAINING_PASSES, QuantConfig(TRAINED, state=None), optimize="coverage")
 
 __all__ = [
     "PASSES",
+    "STORED_PASSES",
     "TRAINING_PASSES",
     "AdaRound",
+    "AdoptGrids",
     "Annotate",
     "Canonicalize",
     "ChooseGrids",

@@ -15,13 +15,15 @@ from torch._ops import OpOverload, OpOverloadPacket
 from fxq.backends.base import support_of
 from fxq.backends.by_name import Backend, get_backend
 from fxq.common.data import device_of
+from fxq.errors import RecipeError
 from fxq.graph.analysis.mutation import MemoryWriters
 from fxq.graph.info import Decision, DecisionKind, Plan, info
+from fxq.graph.place import where
 from fxq.graph.query import constant, options_of, reads_only_metadata, submodule, taken_from, values_of
-from fxq.graph.unit import Calls, OpCall, UnitInput, calls_of, inputs_of, read_by
+from fxq.graph.unit import Calls, calls_of, inputs_of, read_by
 from fxq.ops import OPS
 from fxq.ops.traits import STATE_DYNAMIC
-from fxq.pipeline.candidates import Candidate, CandidateGraph
+from fxq.pipeline.candidates import Candidate, CandidateGraph, unfit_input, unfit_reason
 from fxq.pipeline.context import Context
 from fxq.quant.spec import CACHE, CACHE_TEXT, DYNAMIC_STATE, WEIGHT, QuantConfig, Role, TensorSpec, is_low_bit
 from fxq.recipe.pass_base import Pass, Stage
@@ -52,6 +54,12 @@ class Annotate(Pass):
 
     def run(self, rewriter: Rewriter[Context]) -> None:
         """Find candidates, decide between neighbours, and write the plans."""
+        own = next(iter(rewriter.nodes("quantize")), None)
+        if own is not None:
+            raise RecipeError(
+                f"the model is quantized already: {where(rewriter.gm, own)} quantizes a value. To keep its scales and "
+                'zero points: fxq.quantize(model, "stored", example_inputs=x). Else give the float model.'
+            )
         nodes = [n for n in rewriter.nodes() if n.op.startswith("call") and taken_from(n) is n]
         planner = _Planner(rewriter, {n: calls_of(rewriter.gm, n) for n in nodes}, MemoryWriters(nodes))
         plans = planner.plans(rewriter.context.backend)
@@ -172,7 +180,7 @@ class _Planner:
     def _fit(self, node: fx.Node, backend: Backend, config: QuantConfig) -> Candidate | Plan:
         """Candidate for a node that runs with `config`; its float plan if it cannot run on integers."""
         gm, calls = self.rewriter.gm, self.ops[node]
-        reason = _unfit(gm, calls, self.changes)
+        reason = unfit_reason(gm, calls, self.changes)
         if reason is not None:
             return self._float("unsupported", reason)
         light = calls[0].op.traits.kind == "computes" and not any(call.op.traits.weight for call in calls)
@@ -204,7 +212,7 @@ class _Planner:
         weights = [read for read in inputs_of(calls) if read.role == "weight"]
         if any(id(constant(gm, read.node)) in self._looked_up - self._multiplied for read in weights):
             spec = spec.for_embedding
-        reasons = [_unfit_input(gm, calls[0], read, self.changes) for read in weights]
+        reasons = [unfit_input(gm, calls[0], read, self.changes) for read in weights]
         reasons += [_unfit_weight(constant(gm, read.node), spec) for read in weights]
         reason = next((reason for reason in reasons if reason is not None), None)
         support = backend.supports(gm, node, calls, replace(config, activation=None)) if reason is None else None
@@ -281,26 +289,6 @@ def _is_from_elsewhere(target: Any) -> bool:
     return callable(target) and home.partition(".")[0] not in ("torch", "fxq", *sys.stdlib_module_names)
 
 
-def _unfit(gm: fx.GraphModule, calls: tuple[OpCall, ...], changes: MemoryWriters) -> str | None:
-    """Reason why the first op of a unit cannot run on integers on any backend; None if it can.
-
-    The backend decides about the other ops of the unit: those that its kernel does not run, run in float.
-    """
-    first = calls[0]
-    traits = first.op.traits
-    if traits.kind == "float":
-        return f"{first.op.name} has no integer form"
-    if first.run_time_option is not None and not traits.layout:
-        return f"its {first.run_time_option} is a value that can differ from call to call"
-    reason = traits.unless({**first.options, **first.tensors}) if traits.unless is not None else None
-    if reason is not None:
-        return reason
-    if not first.activations:
-        return "its inputs are constants"
-    reasons = (_unfit_input(gm, first, read, changes) for read in inputs_of(calls))
-    return next((reason for reason in reasons if reason is not None), None)
-
-
 def _changes(backend: Backend, recipe_config: QuantConfig, config: QuantConfig) -> list[str]:
     """Notes on specs that a backend replaces: `recipe_config` as the recipe says, `config` as the backend takes it."""
     roles: tuple[Role, ...] = ("activation", "weight", "state")
@@ -322,27 +310,4 @@ def _unfit_weight(tensor: torch.Tensor | None, spec: TensorSpec) -> str | None:
         return f"its weight has values up to {largest:.3g}, beyond float16"
     if 0.0 < largest < torch.finfo(torch.float16).tiny:
         return f"its weight has values of {largest:.3g} at most, which float16 rounds to a few bits or to zero"
-    return None
-
-
-def _unfit_input(gm: fx.GraphModule, first: OpCall, read: UnitInput, changes: MemoryWriters) -> str | None:
-    about, changer = info(read.node), changes.of(read.node)
-    if read.role in ("weight", "bias"):
-        tensor = constant(gm, read.node)
-        if tensor is None:
-            return f"its {read.role} is computed at run time"
-        if read.role == "weight" and tensor.numel() == 0:
-            return f"its weight is empty: {tuple(tensor.shape)}"
-        return f"its {read.role} is changed in place by %{changer.name}" if changer is not None else None
-    if read.role != "activation":
-        return None
-    if not about.is_tensor:
-        return f"its input %{read.node.name} is no tensor but a plain value that can differ from call to call"
-    if about.dtype is not torch.float32:
-        return f"its input %{read.node.name} is {about.dtype}, not float32".replace("torch.", "")
-    if changer is not None:
-        return f"its input %{read.node.name} is changed in place by %{changer.name}"
-    if read.node.op == "get_attr":
-        by_channel = first.op.traits.pointwise and sum(size != 1 for size in about.shape or ()) < 2
-        return f"its input {read.node.target} is a constant" if read.call == 0 and not by_channel else None
     return None

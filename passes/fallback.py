@@ -56,11 +56,15 @@ class Fallback(Pass):
     Decisions are about the whole graph; the conversions are rewritten by rules, `move_in_float` and `read_float`
     (`patterns/conversion_rules.py`).
     Keeps: the output up to rounding. Results only become more exact, as a rounding is left out.
+
+    Attributes:
+        keeps_rounding: whether float ops read rounded values, so that the result is that of the qdq graph.
     """
 
     name: ClassVar[str] = "fallback"
     needs: ClassVar[Stage] = Stage.QDQ
     gives: ClassVar[Stage] = Stage.QDQ
+    keeps_rounding: bool = False
 
     def run(self, rewriter: Rewriter[Context]) -> None:
         """Split units that no kernel runs whole, choose float ops by price, then let float ops read float values."""
@@ -76,7 +80,8 @@ class Fallback(Pass):
             opened, able = self._decide(rewriter, prober, pinned)
         pins = (Pin.at(place, "float" if precision_of(node) == "float" else "int8") for node, place in able.items())
         context.decided = (*opened, *pins, *_off_grid(rewriter))
-        _read_floats(rewriter)
+        if not self.keeps_rounding:
+            _read_floats(rewriter)
         rewriter.erase_unused()
 
     def _decide(

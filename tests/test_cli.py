@@ -203,7 +203,10 @@ def test_a_model_may_be_an_onnx_file(run, tmp_path):
     result = run("quantize", "m.onnx", "--data", "commanded:batches", "-o", "m.fxq")
     assert result.exit_code == 1 and "m.onnx: the ONNX model is invalid" in result.stderr
     assert run("quantize", "commanded:make", "--data", "commanded:batches", "-o", "m.onnx").exit_code == 0
-    assert run("quantize", "m.onnx", "--data", "commanded:batches", "-o", "m.fxq").exit_code == 0
+    refused = run("quantize", "m.onnx", "--data", "commanded:batches", "-o", "m.fxq")
+    assert refused.exit_code == 1 and "the model is quantized already" in refused.stderr
+    stored = run("quantize", "m.onnx", "--recipe", "stored", "--data", "commanded:batches", "-o", "m.fxq")
+    assert stored.exit_code == 0
     assert fxq.load(tmp_path / "m.fxq").ledger
 
 

@@ -237,10 +237,14 @@ def disagreement(
 
 
 def _limited(expected: RegionOutput, limits: Tolerances) -> tuple[Tensor, float]:
-    """Expected output, in steps if it is quantized, and the tolerated distance from it."""
+    """Expected output before its last rounding, in steps if it is quantized, and the tolerated distance from it."""
     if expected.in_steps is not None:
         return expected.in_steps, 0.5 + limits.tolerance
-    value = expected.value
+    value, rounded = expected.value, expected.rounded
+    if rounded is not None and rounded.last is not None and rounded.in_steps is not None:
+        grid = options_of(rounded.last)
+        if not isinstance(grid["scale"], Tensor):
+            return (rounded.in_steps - grid["zero_point"]) * grid["scale"], (0.5 + limits.tolerance) * grid["scale"]
     return value, limits.float_tolerance * largest(_finite(value)) if value.dtype.is_floating_point else 0.0
 
 

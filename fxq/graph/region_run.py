@@ -23,10 +23,12 @@ class RegionOutput:
         raw: value before the last quantize, which shows how near to a tie each element was; the value itself if the
             region does not end in a quantize.
         last: the last quantize or requantize, or None.
+        rounded: for floats that are dequantized from integers of the region, these integers; else None.
     """
 
     raw: Any
     last: NodeSnapshot | None = None
+    rounded: RegionOutput | None = None
 
     @property
     def value(self) -> Any:
@@ -73,13 +75,15 @@ def run_region(
         rounded: function that rounds the values that later steps of the region read.
     """
     env, results = dict(values), dict.fromkeys(region.outputs, RegionOutput(None))
+    integers: dict[Any, RegionOutput] = {}
     for step in region.steps:
         rounds = is_op(step, "quantize", "requantize")
         if rounds:
             (raw,), grid = arguments_of(step, env)
-            result = RegionOutput(raw, replace(step, kwargs=grid))
+            result = integers[step.node] = RegionOutput(raw, replace(step, kwargs=grid))
         else:
-            result = RegionOutput(value_of(gm, step, env))
+            source = integers.get(step.args[0]) if is_op(step, "dequantize") else None
+            result = RegionOutput(value_of(gm, step, env), rounded=source)
         if step.node in results:
             results[step.node] = result
         if step is not region.steps[-1]:

@@ -1,4 +1,4 @@
-"""Ops that could run on integers, and the decision, for `annotate`, which of them do given their neighbours."""
+"""Ops that could run on integers, why others cannot, and the decision which of them do, given their neighbours."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import torch
 from torch import fx
 
 from fxq.backends.by_name import Support
-from fxq.graph.info import Decision, Plan
-from fxq.graph.query import reads_only_metadata, taken_from, values_of
-from fxq.graph.unit import Calls, activations_of, inputs_of
+from fxq.graph.analysis.mutation import MemoryWriters
+from fxq.graph.info import Decision, Plan, info
+from fxq.graph.query import constant, reads_only_metadata, taken_from, values_of
+from fxq.graph.unit import Calls, OpCall, UnitInput, activations_of, inputs_of
 from fxq.quant.spec import TensorSpec
 
 UNREAD = "nothing reads integers from it"
@@ -228,3 +230,47 @@ def _reads_now(candidate: Candidate) -> tuple[Mapping[fx.Node, None], TensorSpec
 
 
 _NOTHING: Mapping[fx.Node, None] = {}
+
+
+def unfit_reason(gm: fx.GraphModule, calls: tuple[OpCall, ...], changes: MemoryWriters) -> str | None:
+    """Reason why the first op of a unit cannot run on integers on any backend; None if it can.
+
+    The backend decides about the other ops of the unit: those that its kernel does not run, run in float.
+    """
+    first = calls[0]
+    traits = first.op.traits
+    if traits.kind == "float":
+        return f"{first.op.name} has no integer form"
+    if first.run_time_option is not None and not traits.layout:
+        return f"its {first.run_time_option} is a value that can differ from call to call"
+    reason = traits.unless({**first.options, **first.tensors}) if traits.unless is not None else None
+    if reason is not None:
+        return reason
+    if not first.activations:
+        return "its inputs are constants"
+    reasons = (unfit_input(gm, first, read, changes) for read in inputs_of(calls))
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+def unfit_input(gm: fx.GraphModule, first: OpCall, read: UnitInput, changes: MemoryWriters) -> str | None:
+    """Reason why an op cannot read one of its inputs on integers; None if it can."""
+    about, changer = info(read.node), changes.of(read.node)
+    if read.role in ("weight", "bias"):
+        tensor = constant(gm, read.node)
+        if tensor is None:
+            return f"its {read.role} is computed at run time"
+        if read.role == "weight" and tensor.numel() == 0:
+            return f"its weight is empty: {tuple(tensor.shape)}"
+        return f"its {read.role} is changed in place by %{changer.name}" if changer is not None else None
+    if read.role != "activation":
+        return None
+    if not about.is_tensor:
+        return f"its input %{read.node.name} is no tensor but a plain value that can differ from call to call"
+    if about.dtype is not torch.float32:
+        return f"its input %{read.node.name} is {about.dtype}, not float32".replace("torch.", "")
+    if changer is not None:
+        return f"its input %{read.node.name} is changed in place by %{changer.name}"
+    if read.node.op == "get_attr":
+        by_channel = first.op.traits.pointwise and sum(size != 1 for size in about.shape or ()) < 2
+        return f"its input {read.node.target} is a constant" if read.call == 0 and not by_channel else None
+    return None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fxq.quant.qparams import QParams
+from fxq.quant.qparams import QParams, define_op
 from fxq.quant.spec import TensorSpec
 
 
@@ -145,3 +145,7 @@ def dynamic_zero_point(low: Tensor, scale: Tensor, qmin: int, nearest: bool = Fa
 
 MIN_SCALE = 1e-30
 """Smallest scale. float32 divides by it without loss, and values below half of it become zero."""
+
+OWN_RANGE = DynamicGrid(0, 255, torch.uint8, symmetric=False)
+"""Grid of ONNX's DynamicQuantizeLinear."""
+define_op("round_to_range(Tensor x) -> Tensor", OWN_RANGE.rounded, torch.empty_like)

@@ -7,7 +7,7 @@ Source: Jacob et al. 2018, section 2.1, equation 1.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,7 +99,7 @@ def _dequantize_tensor(q: Tensor, scale: Tensor, zero_point: Tensor, axis: int |
     return (q.to(torch.float32) - spread(zero_point, q, axis, block)).mul_(spread(scale, q, axis, block))
 
 
-_DEFINITIONS = {
+_DEFINITIONS: dict[str, Callable[..., Tensor]] = {
     "quantize": _quantize,
     "quantize.tensor": _quantize_tensor,
     "dequantize": _dequantize,
@@ -149,6 +149,21 @@ def _dequantize_blocks(q: Tensor, scale: Tensor, zero_point: Tensor, axis: int |
 _KERNELS = {**_DEFINITIONS, "quantize.tensor": _quantize_blocks, "dequantize.tensor": _dequantize_blocks}
 for _name, _function in _KERNELS.items():
     _LIB.impl(_name, _function, "CompositeExplicitAutograd")
+
+
+def define_op(schema: str, function: Callable[..., Tensor], fake: Callable[..., Tensor]) -> None:
+    """Define an operator of the namespace fxq.
+
+    Args:
+        schema: its name and signature, as `torch.library` takes them.
+        function: its definition in PyTorch ops.
+        fake: returns a tensor of its shape and dtype.
+    """
+    name = schema.partition("(")[0]
+    _LIB.define(schema)
+    _LIB.impl(name, function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"fxq::{name}")(fake)
+    _DEFINITIONS[name] = function
 
 
 class AsPlainOps(TorchFunctionMode):

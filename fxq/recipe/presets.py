@@ -1,4 +1,4 @@
-"""Presets, the class methods of `Recipe` that make one: `static()`, `dynamic()`, `weight_only()` and `qat()`.
+"""Presets, the class methods of `Recipe` that make one, such as `static()`.
 
 The passes of each preset are in `passes/__init__.py`.
 """
@@ -153,6 +153,26 @@ format='integer')
         _refuse("weight_only with a weight spec", details, *details)
     weight = options.pop("weight", None) or weight_spec(bits or 8, per, dtype)
     return replace(static(_cls, activation=None, weight=weight, **options), preset="weight_only")
+
+
+def stored(_cls: type[Recipe], /, **options: Any) -> Recipe:
+    """Quantization with the grids that a quantized model has, such as a quantized ONNX file. Needs no data.
+
+    Ops run on integers where the model dequantizes what they read and quantizes what they return, on exactly its scales
+    and zero points. What the model has in float stays in float. The ledger names what no kernel of the backend runs.
+
+    Args:
+        options: `backend`, `strict_trace`, `check_inputs`, `leaf_modules` and `concrete_args`, as for `static`.
+
+    Raises:
+        RecipeError: an option has an invalid value, or would have no effect.
+
+    Example:
+        >>> fxq.Recipe.stored(backend="reference").optimize
+        'coverage'
+    """
+    _refuse("stored", options, "activation", "weight", "state", "reduce_range")
+    return replace(static(_cls, **{"optimize": preset_optimize("stored"), **options}), preset="stored")
 
 
 def qat(

@@ -125,6 +125,7 @@ class Recipe:
     static = classmethod(presets.static)
     dynamic = classmethod(presets.dynamic)
     weight_only = classmethod(presets.weight_only)
+    stored = classmethod(presets.stored)
     qat = classmethod(presets.qat)
 
     def only(self, *selectors: Any) -> Recipe:

@@ -57,7 +57,7 @@ def test_what_a_file_is(files, name, description):
         with pytest.raises(fxq.FileError, match=re.escape(reads)):
             fxq.load(files / name)
     if name.endswith(".onnx"):
-        fxq.quantize(str(files / name), fxq.Recipe.static(backend="reference"), data=[torch.rand(2, 4)])
+        fxq.quantize(str(files / name), fxq.Recipe.stored(backend="reference"), example_inputs=torch.rand(2, 4))
         return
     with pytest.raises(
         fxq.InputError, match=re.escape(f"the model is the path of {description}, but fxq takes an nn.Module")

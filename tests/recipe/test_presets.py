@@ -21,7 +21,7 @@ def test_presets_and_options():
     assert [p.name for p in recipe.pipeline] == [p.name for p in PASSES]
 
 
-@pytest.mark.parametrize("preset", ["static", "dynamic", "weight_only", "qat"])
+@pytest.mark.parametrize("preset", ["static", "dynamic", "weight_only", "stored", "qat"])
 def test_type_hints_of_presets_can_be_read(preset):
     assert get_type_hints(getattr(Recipe, preset))["return"] is Recipe
 

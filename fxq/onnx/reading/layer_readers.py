@@ -152,13 +152,13 @@ def conv_transpose(
 
 def _linear(r: Reader, x: Any, weight: Tensor, bias: Any, transposed: bool, label: Any = "linear") -> Any:
     """Call a linear layer whose weight is (in, out), or (out, in) if `transposed`."""
-    inputs, outputs = (weight.shape[1], weight.shape[0]) if transposed else tuple(weight.shape)
+    rows = weight if transposed else r.permuted(weight, (1, 0))
 
     def build() -> nn.Module:
-        layer = nn.Linear(inputs, outputs, bias is not None, device="meta")
-        return _filled(layer, weight=weight if transposed else weight.T, **({} if bias is None else {"bias": bias}))
+        layer = nn.Linear(rows.shape[1], rows.shape[0], bias is not None, device="meta")
+        return _filled(layer, weight=rows, **({} if bias is None else {"bias": bias}))
 
-    return r.layer((label, transposed, id(bias)), weight, build, x)
+    return r.layer((label, id(bias)), rows, build, x)
 
 
 @reads("Gemm")
@@ -302,18 +302,32 @@ def _extra(size: Any, kernel: int, stride: int, dilation: int, begin: Any, end: 
     return max(0, (count - 1) * stride + reach - (size + begin + end))
 
 
+def _with_indices(r: Reader, x: Any, kernel: tuple[int, ...], *options: Any) -> Any:
+    """Max pooling with the positions of the maxima in the whole input: PyTorch counts them in each channel."""
+    pools: dict[int, Any] = {
+        1: F.max_pool1d_with_indices, 2: F.max_pool2d_with_indices, 3: F.max_pool3d_with_indices
+    }  # fmt: skip
+    values, indices = r.call(pools[len(kernel)], x, kernel, *options)
+    batch, channels, *sizes = r.shape_of(x)
+    first = r.call(torch.arange, batch * channels)
+    first = r.call(torch.reshape, r.call(torch.mul, first, math.prod(sizes)), (batch, channels, *[1] * len(sizes)))
+    return values, r.call(torch.add, indices, first)
+
+
 @reads("MaxPool")
 def max_pool(
     r: Reader, x: Any, *, kernel_shape: Sequence[int], strides: Any = None, dilations: Any = None, pads: Any = None,
     auto_pad: str = "NOTSET", ceil_mode: int = 0, storage_order: int = 0,
 ) -> Any:  # fmt: skip
-    refuse(r.outputs > 1, "it returns indices")
     rank = len(kernel_shape)
     strides, dilations = tuple(strides or [1] * rank), tuple(dilations or [1] * rank)
     sizes = r.shape_of(x)[2:]
     begins, ends = pads_of(sizes, kernel_shape, strides, dilations, auto_pad, pads)
     function = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}[rank]
     symmetric = begins == ends and all(2 * begin <= k for begin, k in zip(begins, kernel_shape, strict=True))
+    refuse(r.outputs > 1 and (storage_order or not symmetric), "it returns indices in another order than PyTorch's")
+    if r.outputs > 1:
+        return _with_indices(r, x, tuple(kernel_shape), strides, tuple(begins), dilations, bool(ceil_mode))
     if symmetric:
         return r.call(function, x, tuple(kernel_shape), strides, tuple(begins), dilations, bool(ceil_mode))
     if ceil_mode:
@@ -324,6 +338,15 @@ def max_pool(
     return r.call(function, padded(r, x, begins, ends, value=lowest), tuple(kernel_shape), strides, 0, dilations)
 
 
+def _dilated_sum(r: Reader, x: Any, kernel: Sequence[int], strides: Sequence[int], dilations: Sequence[int]) -> Any:
+    """Sum of each window of entries that are `dilations` apart."""
+    channels = r.shape_of(x)[1]
+    convolve = {1: torch.conv1d, 2: torch.conv2d, 3: torch.conv3d}[len(kernel)]
+    refuse(varies(channels), "its number of channels is dynamic")
+    ones = torch.ones(channels, 1, *kernel, dtype=r.like(x).dtype)
+    return r.call(convolve, x, ones, None, tuple(strides), 0, tuple(dilations), channels)
+
+
 @reads("AveragePool")
 def average_pool(
     r: Reader, x: Any, *, kernel_shape: Sequence[int], strides: Any = None, dilations: Any = None, pads: Any = None,
@@ -331,9 +354,16 @@ def average_pool(
 ) -> Any:  # fmt: skip
     rank = len(kernel_shape)
     strides, dilations = tuple(strides or [1] * rank), tuple(dilations or [1] * rank)
-    refuse(any(d != 1 for d in dilations), "PyTorch has no average pooling with dilation")
     sizes = r.shape_of(x)[2:]
     begins, ends = pads_of(sizes, kernel_shape, strides, dilations, auto_pad, pads)
+    if any(d != 1 for d in dilations):
+        refuse(any(map(varies, sizes)), "it is dilated, and its size is dynamic")
+        extras = list(map(_extra, sizes, kernel_shape, strides, dilations, begins, ends)) if ceil_mode else [0] * rank
+        ones = padded(r, torch.ones(1, 1, *sizes), begins, ends, value=float(count_include_pad))
+        counts = _dilated_sum(r, padded(r, ones, [0] * rank, extras), kernel_shape, strides, dilations)
+        last = [end + extra for end, extra in zip(ends, extras, strict=True)]
+        total = _dilated_sum(r, padded(r, x, begins, last), kernel_shape, strides, dilations)
+        return r.call(torch.div, total, counts)
     pool = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}[rank]
     symmetric = begins == ends and all(2 * begin <= k for begin, k in zip(begins, kernel_shape, strict=True))
     if symmetric:
@@ -354,14 +384,11 @@ def lp_pool(
     auto_pad: str = "NOTSET", ceil_mode: int = 0, p: int = 2,
 ) -> Any:  # fmt: skip
     rank = len(kernel_shape)
-    refuse(
-        rank not in (1, 2, 3) or ceil_mode or (dilations and set(dilations) != {1}), "it has options that PyTorch lacks"
-    )
-    strides = tuple(strides or [1] * rank)
-    begins, ends = pads_of(r.shape_of(x)[2:], kernel_shape, strides, (1,) * rank, auto_pad, pads)
+    refuse(rank not in (1, 2, 3) or ceil_mode, "it has options that PyTorch lacks")
+    strides, dilations = tuple(strides or [1] * rank), tuple(dilations or [1] * rank)
+    begins, ends = pads_of(r.shape_of(x)[2:], kernel_shape, strides, dilations, auto_pad, pads)
     powers = r.call(torch.pow, r.call(torch.abs, padded(r, x, begins, ends)), p)
-    pool = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}[rank]
-    total = r.call(torch.mul, r.call(pool, powers, tuple(kernel_shape), strides), math.prod(kernel_shape))
+    total = _dilated_sum(r, powers, kernel_shape, strides, dilations)
     return r.call(torch.pow, total, 1 / p)
 
 

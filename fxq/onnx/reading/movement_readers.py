@@ -30,7 +30,8 @@ def axes_of(r: Reader, operand: Any, attributes: Any, rank: int) -> list[int] | 
 
 @reads("Transpose")
 def transpose(r: Reader, x: Any, *, perm: Sequence[int] | None = None) -> Any:
-    return r.call(torch.permute, x, tuple(perm) if perm is not None else tuple(range(rank_of(r, x)))[::-1])
+    axes = tuple(perm) if perm is not None else tuple(range(rank_of(r, x)))[::-1]
+    return r.permuted(x, axes) if id(x) in r.grids and isinstance(x, Tensor) else r.call(torch.permute, x, axes)
 
 
 @reads("Reshape")
@@ -190,14 +191,34 @@ def scatter_elements(r: Reader, x: Any, index: Any, new: Any, *, axis: int = 0, 
     index = _counted(r, index, r.shape_of(x)[axis])
     if reduction == "none":
         return r.call(torch.scatter, x, axis, index, new)
-    how = {"add": "sum", "mul": "prod", "max": "amax", "min": "amin"}[reduction]
+    how = {"add": "sum", **_SCATTER_REDUCTIONS}[reduction]
     return r.call(torch.scatter_reduce, x, axis, index, new, how)
+
+
+_SCATTER_REDUCTIONS = {"mul": "prod", "max": "amax", "min": "amin"}
+
+
+def _scatter_reduced(r: Reader, x: Any, parts: Sequence[Any], new: Any, how: str) -> Any:
+    """Scatter entries with a reduction: on x as a matrix, with a row for each position that `parts` index."""
+    shape, depth = r.shape_of(x), len(parts)
+    refuse(any(map(varies, shape)), "it reduces entries of a dynamic size")
+    count = math.prod(shape[:depth])
+    row: Any = torch.tensor(0)
+    for part, size in zip(parts, shape, strict=False):
+        row = r.call(torch.add, r.call(torch.mul, row, size), r.call(torch.remainder, part, size))
+    index = r.call(torch.reshape, row, (-1, 1))
+    width = math.prod(shape[depth:])
+    columns = r.call(torch.add, index, torch.zeros(1, width, dtype=torch.int64))
+    matrix, rows = r.call(torch.reshape, x, (count, width)), r.call(torch.reshape, new, (-1, width))
+    return r.call(torch.reshape, r.call(torch.scatter_reduce, matrix, 0, columns, rows, how), shape)
 
 
 @reads("ScatterND")
 def scatter_nd(r: Reader, x: Any, index: Any, new: Any, *, reduction: str = "none") -> Any:
-    refuse(reduction not in ("none", "add"), f"it reduces by {reduction!r}")
     parts = [r.call(torch.select, index, -1, i) for i in range(int(r.shape_of(index)[-1]))]
+    if reduction in _SCATTER_REDUCTIONS:
+        return _scatter_reduced(r, x, parts, new, _SCATTER_REDUCTIONS[reduction])
+    refuse(reduction not in ("none", "add"), f"it reduces by {reduction!r}")
     return r.call(torch.index_put, x, tuple(parts), new, reduction == "add")
 
 

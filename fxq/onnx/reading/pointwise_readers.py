@@ -46,7 +46,8 @@ def identity(r: Reader, x: Any) -> Any:
 
 @reads("Dropout")
 def dropout(r: Reader, x: Any, ratio: Any = None, training_mode: Any = None, **attributes: Any) -> Any:
-    refuse(training_mode is not None and r.number(training_mode), "it drops values at random")
+    drops = (0.5 if ratio is None else r.number(ratio)) > 0
+    refuse(training_mode is not None and r.number(training_mode) and drops, "it drops values at random")
     return x, r.call(torch.ones_like, x, dtype=torch.bool)
 
 
@@ -188,7 +189,7 @@ def _binary(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _BINARY: dict[str, Callable[..., Any]] = {
-    "Add": operator.add, "Sub": operator.sub, "Mul": operator.mul, "Greater": operator.gt, "Less": operator.lt,
+    "Add": operator.add, "Sub": operator.sub, "Greater": operator.gt, "Less": operator.lt,
     "GreaterOrEqual": operator.ge, "LessOrEqual": operator.le, "Equal": operator.eq,
 }  # fmt: skip
 """Python's operator for op types with two inputs."""
@@ -200,6 +201,10 @@ for _name, _function in {
     "BitwiseOr": torch.bitwise_or, "BitwiseXor": torch.bitwise_xor,
 }.items():  # fmt: skip
     reads(_name)(lambda r, x, other, _function=_function, **attributes: r.call(_function, x, other))
+
+
+plain_product = _binary(operator.mul)
+"""Reader of Mul for any operands."""
 
 
 @reads("Div")
@@ -260,7 +265,10 @@ def cast_to(r: Reader, x: Any, dtype: torch.dtype) -> Any:
 @reads("Cast")
 def cast(r: Reader, x: Any, *, to: int, **attributes: Any) -> Any:
     refuse(to in FOUR_BIT, "it casts to 4-bit integers")
-    return cast_to(r, x, dtype_of_number(to))
+    result = cast_to(r, x, dtype_of_number(to))
+    if id(x) in r.notes and r.like(result).is_floating_point():
+        r.noted(r.notes[id(x)], result)
+    return result
 
 
 @reads("CastLike")

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fxq.onnx.reading.layer_readers import conv, matmul
+from fxq.onnx.reading.layer_readers import average_pool, conv, gemm, matmul
 from fxq.onnx.reading.onnx_file import FOUR_BIT, dtype_of_number
 from fxq.onnx.reading.pointwise_readers import cast_to
-from fxq.onnx.reading.reader import Reader, reads
+from fxq.onnx.reading.reader import Reader, Traced, reads
 from fxq.onnx.writer import refuse
+from fxq.quant.qparams import QParams
 
 
 def _grid(r: Reader, x: Any, scale: Any, zero_point: Any, axis: int, block_size: int) -> tuple[Any, Any]:
@@ -32,6 +34,41 @@ def _grid(r: Reader, x: Any, scale: Any, zero_point: Any, axis: int, block_size:
     return parts[0], parts[1]
 
 
+def _numbers(r: Reader, *values: Any) -> bool:
+    """Whether all of these are constants with one entry, or absent."""
+    return all(value is None or (isinstance(value, Tensor) and value.numel() == 1) for value in values)
+
+
+def stored_grid(
+    r: Reader, integers: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int | None, block: int | None
+) -> QParams | None:
+    """Grid of a constant of integers; None if no layer of fxq stores such integers.
+
+    Args:
+        r: the reader.
+        integers: the integers, int8 or uint8.
+        scale: 0-d, (C,) along `axis`, or one for each block.
+        zero_point: of the shape of `scale`; None: 0.
+        axis: axis of the scales, or axis of the blocks; None per tensor.
+        block: number of integers along `axis` that share a scale; None: all.
+    """
+    if integers.dtype not in (torch.int8, torch.uint8) or not bool((torch.isfinite(scale) & (scale > 0)).all()):
+        return None
+    low, high = (
+        {torch.uint8: (0, 15), torch.int8: (-8, 7)}[integers.dtype]
+        if id(integers) in r.four_bit
+        else _BOUNDS[integers.dtype]
+    )
+    zero = torch.zeros_like(scale) if zero_point is None else zero_point
+    if low == 0 and bool((zero == (high + 1) // 2).all()):  # unsigned around the middle: int8 with a zero point of 0
+        low, high, zero = -(high + 1) // 2, high // 2, torch.zeros_like(zero)
+    smallest = int((integers.to(torch.int32)).min()) if integers.numel() else 0
+    if low < 0 and smallest + (low if integers.dtype is torch.uint8 else 0) > low and not bool(zero.any()):
+        low += 1  # symmetric
+    dtype = torch.int8 if low < 0 else torch.uint8
+    return QParams(scale.to(torch.float32), zero.to(torch.int32), low, high, dtype, axis, block)
+
+
 _BOUNDS = {torch.uint8: (0, 255), torch.int8: (-128, 127), torch.uint16: (0, 65535), torch.int16: (-32768, 32767)}
 
 
@@ -50,6 +87,9 @@ def quantize(
     four_bit = output_dtype in FOUR_BIT or id(zero_point) in r.four_bit
     refuse(four_bit, "it quantizes to 4-bit integers")
     refuse(dtype not in _BOUNDS, f"it quantizes to {dtype}")
+    if _numbers(r, scale, zero_point) and dtype in (torch.uint8, torch.int8) and r.like(x).dtype is torch.float32:
+        zero = 0 if zero_point is None else int(zero_point)
+        return r.call(torch.ops.fxq.quantize.default, x, float(scale), zero, *_BOUNDS[dtype], dtype)
     steps, offset = _grid(r, x, scale, zero_point, axis, block_size)
     result = r.call(torch.round, r.call(torch.div, x, steps))
     if offset is not None:
@@ -61,45 +101,30 @@ def quantize(
 def dequantize(
     r: Reader, x: Any, scale: Any, zero_point: Any = None, *, axis: int = 1, block_size: int = 0, **attributes: Any
 ) -> Any:
+    numbers = _numbers(r, scale, zero_point) and r.like(scale).dtype is torch.float32
+    if isinstance(x, Traced) and numbers and r.like(x).dtype in (torch.uint8, torch.int8) and id(x) not in r.four_bit:
+        zero = 0 if zero_point is None else int(zero_point)
+        return r.call(torch.ops.fxq.dequantize.default, x, float(scale), zero)
     steps, offset = _grid(r, x, scale, zero_point, axis, block_size)
     values = cast_to(r, x, r.like(scale).dtype)
     if offset is not None:
         values = r.call(torch.sub, values, cast_to(r, offset, r.like(scale).dtype))
     result = r.call(torch.mul, values, steps)
     if isinstance(result, Tensor) and isinstance(x, Tensor):
-        return r.constant(r.names.get(id(x), r.label).removesuffix("_quantized"), result)
+        result = r.constant(r.names.get(id(x), r.label).removesuffix("_quantized"), result)
+        if scale.dtype is torch.float32 and isinstance(zero_point, Tensor | None):
+            per_tensor = scale.numel() == 1 and not block_size
+            shaped: list[Any] = [t.reshape(()) if per_tensor and t is not None else t for t in (scale, zero_point)]
+            grid = stored_grid(r, x, shaped[0], shaped[1], None if per_tensor else axis % x.dim(), block_size or None)
+            if grid is not None:
+                r.grids[id(result)] = grid
     return result
 
 
-@reads("DynamicQuantizeLinear")
-def dynamic_quantize(r: Reader, x: Any) -> Any:
-    low = r.call(torch.clamp, r.call(torch.amin, x), None, 0.0)
-    high = r.call(torch.clamp, r.call(torch.amax, x), 0.0)
-    scale = r.call(torch.div, r.call(torch.sub, high, low), 255.0)
-    offset = r.call(torch.clamp, r.call(torch.round, r.call(torch.div, r.call(torch.neg, low), scale)), 0, 255)
-    zero_point = cast_to(r, offset, torch.uint8)
-    return quantize(r, x, scale, zero_point), scale, zero_point
-
-
-def _column(r: Reader, value: Any, rank: int) -> Any:
-    return r.call(torch.reshape, value, (-1, *[1] * (rank - 1))) if value is not None and r.like(value).dim() else value
-
-
-def _shifted(r: Reader, x: Any, zero_point: Any) -> Any:
+def shifted(r: Reader, x: Any, zero_point: Any) -> Any:
+    """Integers without their zero point, in float32."""
     whole = cast_to(r, x, torch.float32)
     return whole if zero_point is None else r.call(torch.sub, whole, cast_to(r, zero_point, torch.float32))
-
-
-@reads("ConvInteger")
-def conv_integer(r: Reader, x: Any, w: Any, x_zero: Any = None, w_zero: Any = None, **attributes: Any) -> Any:
-    weight = _shifted(r, w, _column(r, w_zero, r.like(w).dim()))
-    return cast_to(r, conv(r, _shifted(r, x, x_zero), weight, **attributes), torch.int32)
-
-
-@reads("MatMulInteger")
-def matmul_integer(r: Reader, x: Any, w: Any, x_zero: Any = None, w_zero: Any = None) -> Any:
-    rows = _column(r, x_zero, 2) if x_zero is not None and r.like(x_zero).numel() > 1 else x_zero
-    return cast_to(r, matmul(r, _shifted(r, x, rows), _shifted(r, w, w_zero)), torch.int32)
 
 
 @reads("QLinearConv")
@@ -179,8 +204,57 @@ def qgemm(
 ) -> Any:  # fmt: skip
     x = dequantize(r, a, a_scale, a_zero)
     weight = dequantize(r, b, b_scale, b_zero, axis=0 if transB else 1)
-    product = matmul(r, r.call(torch.transpose, x, 0, 1) if transA else x, weight.T if transB else weight)
     if bias is not None:
-        product = r.call(torch.add, product, r.call(torch.mul, cast_to(r, bias, torch.float32), a_scale * b_scale))
-    product = product if alpha == 1 else r.call(torch.mul, product, alpha)
+        bias = r.constant(f"{r.label}.bias", r.call(torch.mul, cast_to(r, bias, torch.float32), a_scale * b_scale))
+    product = gemm(r, x, weight, bias, alpha=alpha, transA=transA, transB=transB)
     return product if y_scale is None else quantize(r, product, y_scale, y_zero)
+
+
+@reads("MatMulNBits")
+def matmul_nbits(
+    r: Reader, x: Any, packed: Any, scales: Any, zero_points: Any = None, order: Any = None, bias: Any = None, *,
+    K: int, N: int, block_size: int, bits: int = 4, **attributes: Any,
+) -> Any:  # fmt: skip
+    refuse(bits not in (4, 8), f"its weight has {bits} bits")
+    refuse(order is not None, "its input channels are in another order")
+    refuse(not all(isinstance(part, Tensor | None) for part in (packed, scales, zero_points)), "its weight is computed")
+    integers = _unpacked(packed.reshape(N, -1), bits)[:, :K].contiguous()
+    scale = scales.reshape(N, -1)
+    count = scale.shape[1]
+    if zero_points is None:
+        zero = torch.full_like(scale, 2 ** (bits - 1))
+    elif zero_points.is_floating_point():
+        zero = zero_points.reshape(N, count)
+    else:
+        zero = _unpacked(zero_points.reshape(N, -1), bits)[:, :count].to(torch.float32)
+    name = r.names.get(id(packed), r.label)
+    grid = QParams(scale.float(), zero.float(), 0, 2**bits - 1, torch.uint8, 1, block_size)
+    if bool((zero == zero.round()).all()):
+        grid = replace(grid, zero_point=zero.to(torch.int32))
+    values = torch.ops.fxq.dequantize.tensor(integers, grid.scale, grid.zero_point, 1, block_size)
+    weight = r.constant(name, values.to(r.like(x).dtype))
+    if bool((torch.isfinite(scale) & (scale != 0)).all()):
+        r.grids[id(weight)] = grid
+    return gemm(r, x, weight, bias, transB=1)
+
+
+def _unpacked(values: Tensor, bits: int) -> Tensor:
+    """Integers of a row of bytes: two of each byte if they have 4 bits, the first in its low bits."""
+    return values if bits == 8 else torch.stack([values & 15, values >> 4], -1).flatten(1)
+
+
+@reads("QLinearSoftmax")
+def qlinear_softmax(
+    r: Reader, x: Any, x_scale: Any, x_zero: Any, y_scale: Any, y_zero: Any = None, *, axis: int = -1, opset: int = 13
+) -> Any:
+    refuse(opset < 13 and axis % r.like(x).dim() != r.like(x).dim() - 1, "it is over several axes")
+    return quantize(r, r.call(torch.softmax, dequantize(r, x, x_scale, x_zero), axis), y_scale, y_zero)
+
+
+@reads("QLinearAveragePool")
+def qlinear_average_pool(
+    r: Reader, x: Any, x_scale: Any, x_zero: Any, y_scale: Any, y_zero: Any = None, *, channels_last: int = 0,
+    **attributes: Any,
+) -> Any:  # fmt: skip
+    refuse(channels_last, "its channels are last")
+    return quantize(r, average_pool(r, dequantize(r, x, x_scale, x_zero), **attributes), y_scale, y_zero)

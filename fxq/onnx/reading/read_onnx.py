@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 import fxq.onnx.reading.control_readers
+import fxq.onnx.reading.dynamic_readers
 import fxq.onnx.reading.layer_readers
 import fxq.onnx.reading.movement_readers
 import fxq.onnx.reading.pointwise_readers
@@ -35,7 +36,8 @@ def read_onnx(
 
     Layers, parameters and inputs keep the names of the file. Dynamic sizes stay dynamic, and shape arithmetic on fixed
     sizes is computed while reading. Opset 7 and newer is read, and the op types of ONNX Runtime that its optimizer and
-    its quantizers write. Nodes of a quantized file (QDQ and QOperator) round to the grids of the file in float.
+    its quantizers write. The nodes of a quantized file (QDQ and QOperator) round to its grids:
+    `fxq.quantize(path, "stored", example_inputs=x)` runs them on integers.
 
     Args:
         path: path of the file, with external data in the same folder, or an `onnx.ModelProto`.
@@ -80,6 +82,7 @@ def read_onnx(
     reader.graph.output(nodes[0] if len(nodes) == 1 else tuple(nodes))
     module = fx.GraphModule(reader.root, reader.graph, "OnnxModel").eval()
     module.graph.eliminate_dead_code()
+    module.delete_all_unused_submodules()
     module.recompile()
     return module
 

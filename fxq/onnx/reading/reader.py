@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import keyword
 import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -17,9 +16,11 @@ from torch.func import functional_call
 
 from fxq.errors import FileError, words_of
 from fxq.onnx.onnx_objects import NotInOnnx
+from fxq.onnx.reading.file_names import attribute_name, free_name, identifier
 from fxq.onnx.reading.onnx_file import FOUR_BIT, ONNX_DOMAINS, attributes_of, constant_of
 from fxq.onnx.varying_sizes import VaryingSizes, varies
 from fxq.onnx.writer import WithoutData, refuse
+from fxq.quant.qparams import STORED_GRID, QParams
 
 _DOMAINS = (*ONNX_DOMAINS, "com.microsoft")
 """Domains of the op types that are read; another domain may give a name of ONNX another meaning."""
@@ -85,6 +86,8 @@ class Reader:
         graph: the `torch.fx` graph.
         names: names of the constants of the file, by the id of their tensors.
         four_bit: ids of the constants of 4-bit integers, which are held in bytes.
+        grids: grids of the constants that the file holds as integers, by the id of their float tensors.
+        notes: facts about operands that later nodes need, by their id.
         values: values by their name in the file.
         label: name of the node that is being read.
         outputs: number of its outputs.
@@ -96,10 +99,12 @@ class Reader:
     graph: fx.Graph = field(default_factory=fx.Graph)
     names: dict[int, str] = field(default_factory=dict)
     four_bit: set[int] = field(default_factory=set)
+    grids: dict[int, QParams] = field(default_factory=dict)
+    notes: dict[int, Any] = field(default_factory=dict)
     values: dict[str, Operand | None] = field(default_factory=dict)
     label: str = ""
     outputs: int = 1
-    _kept: list[Tensor] = field(default_factory=list)
+    _kept: list[Any] = field(default_factory=list)
     _attributes: dict[int, fx.Node] = field(default_factory=dict)
     _derived: dict[Any, Tensor] = field(default_factory=dict)
     _layers: dict[Any, str] = field(default_factory=dict)
@@ -117,6 +122,12 @@ class Reader:
         self.names[id(tensor)] = name
         self._kept.append(tensor)  # so that its id stays unique
         return tensor
+
+    def noted(self, note: Any, *operands: Any) -> None:
+        """Note a fact about operands."""
+        for operand in operands:
+            self.notes[id(operand)] = note
+            self._kept.append(operand)  # so that its id stays unique
 
     def input(self, name: str, like: Tensor) -> Traced:
         """Add an input of the model, like a tensor without data.
@@ -169,6 +180,11 @@ class Reader:
         length = self.sizes.axis(f"length of {node.name}", node.name, 0, 7)
         return self._traced(node, self.sizes.empty(like(length), dtype))
 
+    def call_like(self, function: Callable[..., Any], *args: Any, like: Any) -> Any:
+        """Call a function with loops in Python, whose results have the shapes of the tensors `like`, without data."""
+        node = self.graph.call_function(function, self._arguments(tuple(map(self.tensor, args))))
+        return self._parts(node, like)
+
     def derived(self, key: Any, source: Tensor, compute: Callable[[], Tensor]) -> Tensor:
         """Return a constant that is computed once from a constant of the file and takes its name, such as a transpose.
 
@@ -180,6 +196,19 @@ class Reader:
         if key not in self._derived:
             self._derived[key] = self.constant(self.names.get(id(source), self.label), compute())
         return self._derived[key]
+
+    def permuted(self, constant: Tensor, axes: Sequence[int]) -> Tensor:
+        """Return a constant of the file with its axes permuted, on its grid if it has one."""
+        result = self.derived(("permuted", id(constant), *axes), constant, lambda: constant.permute(*axes))
+        grid = self.grids.get(id(constant))
+        if grid is not None:
+            per_block = grid.block is not None
+            axis = None if grid.axis is None else list(axes).index(grid.axis % len(axes))
+            scale, zero_point = (
+                t.permute(*axes).contiguous() if per_block else t for t in (grid.scale, grid.zero_point)
+            )
+            self.grids[id(result)] = replace(grid, scale=scale, zero_point=zero_point, axis=axis)
+        return result
 
     def layer(self, key: Any, weight: Tensor, build: Callable[[], nn.Module], *inputs: Any, like: Any = None) -> Any:
         """Call a layer of the model, which is built once for each `key`.
@@ -197,7 +226,10 @@ class Reader:
         if key not in self._layers:
             name = self.names.get(id(weight), "")
             path = name.removesuffix(".weight") if name.endswith(".weight") else self.label
-            self._layers[key] = self._added(path or "layer", build().eval())
+            layer: Any = build().eval()
+            if id(weight) in self.grids:
+                layer.weight.__dict__[STORED_GRID] = self.grids[id(weight)]
+            self._layers[key] = self._added(path or "layer", layer)
         path = self._layers[key]
         module = self.root.get_submodule(path)
         if like is None:
@@ -303,6 +335,8 @@ class Reader:
         if id(tensor) not in self._attributes:
             trains = tensor.is_floating_point() and tensor.dim() > 0 and id(tensor) in self.names
             held = nn.Parameter(tensor, requires_grad=True) if trains else tensor
+            if trains and id(tensor) in self.grids:
+                held.__dict__[STORED_GRID] = self.grids[id(tensor)]
             self._kept.append(tensor)
             path = self._added(self.names.get(id(tensor), f"{self.label}.constant"), held)
             self._attributes[id(tensor)] = self.graph.get_attr(path)
@@ -312,14 +346,14 @@ class Reader:
         """Add a module, parameter or buffer to the root under a name of the file; return its path."""
         *parents, last = [part for part in re.split(r"[./]", name) if part] or ["constant"]
         owner, path = self.root, []
-        for part in map(_attribute_name, parents):
+        for part in map(attribute_name, parents):
             child = owner._modules.get(part)
             if child is None or type(child) is not nn.Module:
-                part = _free(owner, part)
+                part = free_name(owner, part)
                 owner.add_module(part, nn.Module())
             owner = owner.get_submodule(part)
             path.append(part)
-        last = _free(owner, _attribute_name(last))
+        last = free_name(owner, attribute_name(last))
         if isinstance(item, nn.Module):
             owner.add_module(last, item)
         elif isinstance(item, nn.Parameter):
@@ -421,22 +455,3 @@ def _as_sizes(value: Any) -> Sizes | None:
         array.reshape(-1)[:] = value.flatten().tolist()
         return Sizes(array, value.dtype)
     return value if isinstance(value, Sizes) else None
-
-
-def identifier(name: str) -> str:
-    """Name of the file as a Python identifier."""
-    text = re.sub(r"\W+", "_", name).strip("_")
-    return f"{text}_1" if text == "self" else text
-
-
-def _attribute_name(part: str) -> str:
-    return re.sub(r"\W+", "_", part) or "_"
-
-
-def _free(owner: nn.Module, name: str) -> str:
-    """Return the name, with a number appended if the module has an attribute of this name."""
-    count, free = 0, name
-    while hasattr(owner, free) or keyword.iskeyword(free) or free == "self":
-        count += 1
-        free = f"{name}_{count}"
-    return free

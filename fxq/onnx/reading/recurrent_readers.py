@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fxq.onnx.reading.reader import Reader, reads
@@ -19,16 +20,20 @@ def _gates(weight: Tensor, order: Sequence[int]) -> Tensor:
     return torch.cat([parts[i] for i in order], 0)
 
 
+def _check_sequences(steps: Any, lengths: Any, direction: str) -> None:
+    """Refuse sequences of several lengths, and unknown directions."""
+    refuse(lengths is not None and not isinstance(lengths, Tensor), "the lengths of its sequences are computed")
+    if lengths is not None:
+        refuse(varies(steps) or bool((lengths != steps).any()), "its sequences have several lengths")
+    refuse(direction not in ("forward", "bidirectional", "reverse"), f"its direction is {direction!r}")
+
+
 def _recurrent(
     r: Reader, layer_type: Callable[..., nn.Module], order: Sequence[int], x: Any, w: Any, rec: Any, bias: Any,
     lengths: Any, states: Sequence[Any], hidden_size: int, direction: str, layout: int, **options: Any,
 ) -> Any:  # fmt: skip
     refuse(not all(isinstance(v, Tensor) for v in (w, rec)), "its weights are computed")
-    refuse(lengths is not None and not isinstance(lengths, Tensor), "the lengths of its sequences are computed")
-    steps = r.shape_of(x)[1 if layout else 0]
-    if lengths is not None:
-        refuse(varies(steps) or bool((lengths != steps).any()), "its sequences have several lengths")
-    refuse(direction not in ("forward", "bidirectional", "reverse"), f"its direction is {direction!r}")
+    _check_sequences(r.shape_of(x)[1 if layout else 0], lengths, direction)
     both, backwards = direction == "bidirectional", direction == "reverse"
     inputs = w.shape[2]
 
@@ -97,8 +102,66 @@ def gru(
     direction: str = "forward", layout: int = 0, activations: Any = None, linear_before_reset: int = 0, **rest: Any,
 ) -> Any:  # fmt: skip
     _standard(activations, ("sigmoid", "tanh"), rest)
-    refuse(not linear_before_reset, "it resets its state before the product, unlike PyTorch's GRU")
+    if not linear_before_reset:
+        return _reset_before(r, x, w, rec, bias, lengths, h, hidden_size, direction, layout)
     return _recurrent(r, nn.GRU, (1, 0, 2), x, w, rec, bias, lengths, (h,), hidden_size, direction, layout)
+
+
+def gru_with_early_reset(
+    x: Tensor, weight: Tensor, recurrent: Tensor, bias: Tensor | None, state: Tensor | None, backwards: bool
+) -> tuple[Tensor, Tensor]:
+    """Outputs and last states of a GRU that resets its state before the product, unlike PyTorch's GRU.
+
+    Args:
+        x: float[T, B, I].
+        weight: float[D, 3 H, I], with the gates update, reset, hidden; a second direction runs backwards.
+        recurrent: float[D, 3 H, H].
+        bias: float[D, 6 H], of the inputs and of the states; None: 0.
+        state: float[D, B, H]; None: 0.
+        backwards: whether the first direction runs backwards.
+
+    Returns:
+        float[T, D, B, H] and float[D, B, H].
+    """
+    sequences, last = [], []
+    for d in range(weight.shape[0]):
+        turns = backwards or d == 1
+        b, c = (None, None) if bias is None else bias[d].chunk(2)
+        inputs = F.linear(x.flip(0) if turns else x, weight[d], b)
+        rows, offset = recurrent[d].split([2 * recurrent.shape[2], recurrent.shape[2]])
+        gates, shift = (None, None) if c is None else c.split([rows.shape[0], offset.shape[0]])
+        h = x.new_zeros(x.shape[1], offset.shape[0]) if state is None else state[d]
+        states = []
+        for step in inputs:
+            from_input, hidden = step.split([rows.shape[0], offset.shape[0]], 1)
+            update, reset = torch.sigmoid(from_input + F.linear(h, rows, gates)).chunk(2, 1)
+            h = update * h + (1 - update) * torch.tanh(hidden + F.linear(reset * h, offset, shift))
+            states.append(h)
+        last.append(h)
+        sequences.append(torch.stack(states[::-1] if turns else states))
+    return torch.stack(sequences, 1), torch.stack(last)
+
+
+torch.fx.wrap("gru_with_early_reset")
+
+
+def _reset_before(
+    r: Reader, x: Any, w: Any, rec: Any, bias: Any, lengths: Any, h: Any, hidden_size: int, direction: str, layout: int
+) -> Any:
+    _check_sequences(r.shape_of(x)[1 if layout else 0], lengths, direction)
+    if layout:
+        x = r.call(torch.transpose, x, 0, 1)
+        h = None if h is None else r.call(torch.transpose, h, 0, 1)
+    steps, batch, _ = r.shape_of(x)
+    dtype, directions = r.like(x).dtype, r.like(w).shape[0]
+    like = (
+        r.sizes.empty((steps, directions, batch, hidden_size), dtype),
+        r.sizes.empty((directions, batch, hidden_size), dtype),
+    )
+    out, last = r.call_like(gru_with_early_reset, x, w, rec, bias, h, direction == "reverse", like=like)
+    if layout:
+        return r.call(torch.permute, out, (2, 0, 1, 3)), r.call(torch.transpose, last, 0, 1)
+    return out, last
 
 
 @reads("RNN")

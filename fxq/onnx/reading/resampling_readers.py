@@ -156,6 +156,8 @@ def _targets(r: Reader, shape: Any, where: Any, scales: Any, sizes: Any) -> tupl
             target[axis] = math.floor(np.float32(shape[axis]) * np.float32(factor))
             continue
         whole = isinstance(factor, float) and factor == int(factor)
+        if isinstance(factor, float) and not (factor * 4096).is_integer():  # so that 10 * 0.7 is 7 as in float32
+            factors[axis] = factor = factor * (1 + 2**-25)
         target[axis] = shape[axis] * int(factor) if whole else torch.sym_int(shape[axis] * factor)
     return target, factors
 

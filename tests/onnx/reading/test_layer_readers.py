@@ -15,9 +15,9 @@ def normal(*shape):
     return GENERATOR.standard_normal(shape).astype(np.float32)
 
 
-@pytest.mark.parametrize(("op", "gates"), [("LSTM", 4), ("GRU", 3), ("RNN", 1)])
-def test_recurrent_layers_of_any_number_of_steps(op, gates):
-    reset = ", linear_before_reset = 1" if op == "GRU" else ""
+@pytest.mark.parametrize(("op", "gates", "reset"), [("LSTM", 4, ""), ("GRU", 3, ", linear_before_reset = 1"),
+                                                    ("GRU", 3, ""), ("RNN", 1, "")])  # fmt: skip
+def test_recurrent_layers_of_any_number_of_steps(op, gates, reset):
     weights = {"w": normal(1, gates * 5, 4), "r": normal(1, gates * 5, 5), "b": normal(1, gates * 10)}
     body = f"y, last = {op}<hidden_size = 5{reset}>(x, w, r, b)"
     model = parsed(body, "float[T, N, 4] x", "float[T, 1, N, 5] y, float[1, N, 5] last", weights)
@@ -64,3 +64,29 @@ def test_transposed_convolution_with_more_output_than_products():
     body = "y = ConvTranspose<strides = [2, 2], pads = [0, 0, -1, 0]>(x, w, b)"
     with pytest.raises(fxq.FileError, match=r"its padding is negative"):
         fxq.read_onnx(parsed(body, "float[N, 3, 5, 6] x", "float[N, 4, H, W] y", weights))
+
+
+@pytest.mark.parametrize("direction", ["reverse", "bidirectional"])
+def test_a_gru_that_resets_its_state_before_the_product_runs_backwards(direction):
+    """Against ONNX's forward layer on the reversed sequence."""
+    count = 2 if direction == "bidirectional" else 1
+    weights = {"w": normal(count, 15, 4), "r": normal(count, 15, 5), "b": normal(count, 30)}
+    body = f'y, last = GRU<hidden_size = 5, direction = "{direction}">(x, w, r, b)'
+    read = fxq.read_onnx(
+        parsed(body, "float[T, N, 4] x", f"float[T, {count}, N, 5] y, float[{count}, N, 5] last", weights)
+    )
+    x = torch.randn(6, 2, 4)
+    y, last = read(x)
+    backwards = {name: value[-1:] for name, value in weights.items()}
+    forward = parsed("y, last = GRU<hidden_size = 5>(x, w, r, b)", "float[T, N, 4] x",
+                     "float[T, 1, N, 5] y, float[1, N, 5] last", backwards)  # fmt: skip
+    expected, end = map(torch.from_numpy, reference(forward, x.flip(0)))
+    torch.testing.assert_close(y[:, -1:], expected.flip(0), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(last[-1:], end, rtol=1e-4, atol=1e-5)
+
+
+def test_average_pools_with_dilation():
+    body = "y = AveragePool<kernel_shape = [2, 3], dilations = [2, 1], pads = [1, 0, 0, 1], ceil_mode = 1>(x)"
+    model = parsed(body, "float[1, 2, 6, 7] x", "float[1, 2, A, B] y", opset=19)
+    x = torch.randn(1, 2, 6, 7)
+    torch.testing.assert_close(fxq.read_onnx(model)(x), torch.from_numpy(reference(model, x)[0]), rtol=1e-5, atol=1e-6)

@@ -28,11 +28,10 @@ PARAMETERS = {
 """Inputs that files hold as constants: shapes, axes, weights; ONNX's cases give them at run time."""
 
 REFUSED = (
-    "affine_grid", "averagepool_.*dilations", "batchnorm_.*training", "blackman", "castlike?_.*INT4", "center_crop",
-    "training_dropout", "gathernd_example_int32_batch_dim1", "gru_(defaults|with|seq|batchwise|reverse|bidir)",
-    "hammingwindow", "hannwindow", "cast_.*INT4", "lppool_2d_dilations", "lstm_with_peepholes", "maxpool_with_argmax",
-    "not_[234]d", "quantizelinear_(u?int4|blocked)", "range_.*_expanded", "reshape_allowzero_reordered", "tf_crop",
-    "scatternd_(multiply|max|min)", "split_zero_size", "loop", "optional",
+    "affine_grid", "batchnorm_.*training", "blackman", "castlike?_.*INT4", "center_crop", "training_dropout",
+    "gathernd_example_int32_batch_dim1", "hammingwindow", "hannwindow", "cast_.*INT4", "lstm_with_peepholes",
+    "maxpool_with_argmax_2d_precomputed_strides", "not_[234]d", "quantizelinear_(u?int4|blocked)", "range_.*_expanded",
+    "reshape_allowzero_reordered", "tf_crop", "split_zero_size", "loop", "optional",
 )  # fmt: skip
 """Cases that the reader refuses with an error that names the node; everything else has to be right."""
 
@@ -145,7 +144,7 @@ def test_pools(op):
 
 @pytest.mark.slow
 def test_all_cases():
-    """Each case is right, or one of those that are refused; at least 93 % are right."""
+    """Each case is right, or one of those that are refused; at least 95 % are right."""
     right, refused, wrong = 0, [], []
     for name, case in cases().items():
         try:
@@ -159,4 +158,4 @@ def test_all_cases():
     empty = [name for name, _ in wrong if "empty_set" in name]  # PyTorch has no maximum of an empty axis
     assert len(wrong) == len(empty), wrong
     assert not unexpected
-    assert right / (right + len(refused) + len(wrong)) > 0.93, (right, len(refused), len(wrong))
+    assert right / (right + len(refused) + len(wrong)) > 0.95, (right, len(refused), len(wrong))

@@ -31,5 +31,7 @@ def test_nearest_values_of_dynamic_sizes(coordinates, rounding):
         assert torch.equal(read(x), torch.from_numpy(reference(model, x)[0]))
 
 
-def test_a_size_times_a_scale_is_a_product_of_float32():
-    assert fxq.read_onnx(resizing(0.7, "10, 20"))(torch.randn(1, 2, 10, 20)).shape == (1, 2, 7, 14)
+@pytest.mark.parametrize("shape", ["10, 20", "H, W"])
+def test_a_size_times_a_scale_is_a_product_of_float32(shape):
+    read = fxq.read_onnx(resizing(0.7, shape, "round_prefer_ceil"))
+    assert read(torch.randn(1, 2, 10, 20)).shape == (1, 2, 7, 14)

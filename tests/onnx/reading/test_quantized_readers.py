@@ -1,0 +1,194 @@
+"""Quantized ONNX files: their grids, and the integers that fxq computes with on them."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import fxq
+from fxq.quant.qparams import STORED_GRID
+from tests.support.onnx_text import parsed, reference
+
+onnx = pytest.importorskip("onnx")
+
+
+class Net(nn.Module):
+    """Convolutions, a residual sum, pooling, a concatenation and a linear layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1, groups=8)
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, x):
+        x = F.relu(self.first(x))
+        x = F.max_pool2d(F.relu(x + self.second(x)), 2)
+        x = torch.cat([x, torch.sigmoid(x)], 1)
+        return self.head(F.adaptive_avg_pool2d(x, 1).flatten(1))
+
+
+def inputs(count=4):
+    return [torch.rand(2, 3, 12, 12, generator=torch.Generator().manual_seed(i)) * 2 - 1 for i in range(count)]
+
+
+def run_by_onnx_runtime(path, x):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    return torch.from_numpy(session.run(None, {session.get_inputs()[0].name: x.numpy()})[0])
+
+
+@pytest.fixture(scope="module")
+def float_file(tmp_path_factory):
+    """ONNX file of `Net`, written by PyTorch."""
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("onnx") / "float.onnx"
+    torch.onnx.export(Net().eval(), (inputs(1)[0],), path, opset_version=17, dynamo=False, input_names=["x"])
+    return path
+
+
+def quantized_by_onnx_runtime(float_file, form, activations):
+    quantization = pytest.importorskip("onnxruntime.quantization")
+
+    class Reader(quantization.CalibrationDataReader):
+        batches = iter([{"x": x.numpy()} for x in inputs()])
+
+        def get_next(self):
+            return next(self.batches, None)
+
+    path = float_file.with_name(f"{form}-{activations}.onnx")
+    quantization.quantize_static(
+        float_file, path, Reader(), quant_format=quantization.QuantFormat[form], per_channel=activations == "QInt8",
+        activation_type=quantization.QuantType[activations], weight_type=quantization.QuantType.QInt8,
+    )  # fmt: skip
+    return path
+
+
+@pytest.mark.filterwarnings("ignore")  # of PyTorch's exporter
+@pytest.mark.parametrize(("form", "activations"), [("QDQ", "QInt8"), ("QOperator", "QUInt8")])
+def test_a_file_of_onnx_runtimes_quantizer_runs_on_its_integers(float_file, form, activations):
+    path = quantized_by_onnx_runtime(float_file, form, activations)
+    x = inputs(9)[8]
+    qmodel = fxq.quantize(str(path), fxq.Recipe.stored(backend="x86"), example_inputs=x)
+    assert not qmodel.ledger.count("float"), str(qmodel.ledger)
+    assert qmodel.ledger.count("int8") >= 6  # layers, sum, sigmoid and the average
+    last = list(onnx.load(path).graph.initializer)
+    scales = {t.name: float(onnx.numpy_helper.to_array(t)) for t in last if t.name.endswith("_scale") and not t.dims}
+    step = next(scale for name, scale in scales.items() if name.startswith(onnx.load(path).graph.output[0].name))
+    apart = (qmodel(x) - run_by_onnx_runtime(path, x)).abs() / step
+    assert apart.max() <= 1.01  # one step of the output's grid
+    assert (apart > 0.5).float().mean() <= 0.1  # in few values
+
+
+@pytest.mark.parametrize("preset", ["static", "weight_only"])
+def test_an_export_of_fxq_comes_back_with_its_grids(tmp_path, preset):
+    torch.manual_seed(0)
+    net, x = Net().eval(), inputs(9)[8]
+    recipe = getattr(fxq.Recipe, preset)(backend="reference", optimize="coverage")
+    exported = fxq.quantize(net, recipe, data=inputs())
+    path = exported.export(tmp_path / "m.onnx", check=False)
+    back = fxq.quantize(path, fxq.Recipe.stored(backend="reference"), example_inputs=x)
+    assert back.ledger.count("weight-only") == exported.ledger.count("weight-only")
+    assert preset != "static" or not back.ledger.count("float")
+    torch.testing.assert_close(back(x), exported(x), rtol=0, atol=2e-4)  # float32 sums in another order
+
+
+def test_weights_of_matmul_nbits_keep_their_blocks(tmp_path):
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 32)).eval(), torch.randn(3, 64)
+    exported = fxq.quantize(net, fxq.Recipe.weight_only(bits=4, per=32, backend="reference"), example_inputs=x)
+    model = fxq.read_onnx(exported.export(tmp_path / "m.onnx", format="matmulnbits", check=False))
+    grids = [getattr(p, STORED_GRID) for p in model.parameters() if p.dim() == 2]
+    assert [(grid.bits, grid.block, grid.axis) for grid in grids] == [(4, 32, 1), (4, 32, 1)]
+    qmodel = fxq.quantize(model, fxq.Recipe.stored(backend="reference"), example_inputs=x)
+    assert qmodel.ledger.count("weight-only") == 2
+    torch.testing.assert_close(qmodel(x), exported(x), rtol=1e-5, atol=1e-5)
+
+
+def quantized_linear(axis=0, dtype=np.int8):
+    """Linear layer without bias in QDQ form: a weight (I, O) = (4, 3) with a scale per output channel."""
+    middle = 128 if dtype == np.uint8 else 0
+    weight = np.arange(12, dtype=np.int64).reshape(4, 3) * 9 - 50 + middle
+    constants = {
+        "x_scale": np.float32(0.05), "x_zero": np.uint8(100), "w": weight.astype(dtype),
+        "w_scale": np.array([0.1, 0.2, 0.3], np.float32), "w_zero": np.full(3, middle, dtype),
+        "y_scale": np.float32(0.5), "y_zero": np.int8(-3),
+    }  # fmt: skip
+    body = """
+        q = QuantizeLinear(x, x_scale, x_zero)
+        d = DequantizeLinear(q, x_scale, x_zero)
+        wd = DequantizeLinear<axis = 1>(w, w_scale, w_zero)
+        m = MatMul(d, wd)
+        yq = QuantizeLinear(m, y_scale, y_zero)
+        y = DequantizeLinear(yq, y_scale, y_zero)
+    """
+    return parsed(body, "float[N, 4] x", "float[N, 3] y", constants)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8])
+def test_scales_of_a_transposed_weight_go_with_their_channels(dtype):
+    model = fxq.read_onnx(quantized_linear(dtype=dtype))
+    (weight,) = model.parameters()
+    grid = getattr(weight, STORED_GRID)
+    assert (grid.axis, grid.qmin, grid.zero_point.tolist()) == (0, -127, [0, 0, 0])  # unsigned around 128 is signed
+    torch.testing.assert_close(grid.scale, torch.tensor([0.1, 0.2, 0.3]))
+    x = torch.randn(5, 4) * 3
+    qmodel = fxq.quantize(model, fxq.Recipe.stored(backend="x86"), example_inputs=x)
+    assert qmodel.ledger.count("int8") == 1
+    assert torch.equal(qmodel(x), model(x))
+
+
+def test_other_recipes_refuse_a_quantized_model():
+    model, x = fxq.read_onnx(quantized_linear()), torch.randn(5, 4)
+    with pytest.raises(fxq.RecipeError, match=r'quantized already.*fxq.quantize\(model, "stored", example_inputs=x\)'):
+        fxq.quantize(model, "static", data=[x])
+
+
+def test_a_missing_example_is_asked_for():
+    with pytest.raises(fxq.InputError, match="give one batch of inputs to infer shapes from"):
+        fxq.quantize(fxq.read_onnx(quantized_linear()), "stored")
+
+
+def test_a_float_model_has_nothing_to_keep():
+    with pytest.warns(fxq.FxqWarning, match="nothing runs on integers"):
+        fxq.quantize(nn.Linear(4, 4).eval(), "stored", example_inputs=torch.randn(2, 4))
+
+
+def dynamic_layer(op, weight, zero, layer_attributes=""):
+    """Layer with a dynamic range as ONNX Runtime's quantizer writes it, with an integer weight of one scale."""
+    constants = {"w": weight, "w_scale": np.float32(0.03), "w_zero": np.array(zero, weight.dtype)}
+    body = f"""
+        q, s, z = DynamicQuantizeLinear(x)
+        m = {op}{layer_attributes}(q, w, z, w_zero)
+        f = Cast<to = 1>(m)
+        both = Mul(s, w_scale)
+        y = Mul(f, both)
+    """
+    rank = weight.ndim
+    inputs, outputs = {2: ("float[N, 4] x", "float[N, 3] y"), 4: ("float[N, 2, 6, 6] x", "float[N, 3, 4, 4] y")}[rank]
+    return parsed(body, inputs, outputs, constants)
+
+
+@pytest.mark.parametrize(("dtype", "zero"), [(np.int8, 0), (np.uint8, 119)])
+@pytest.mark.parametrize(("op", "shape"), [("MatMulInteger", (4, 3)), ("ConvInteger", (3, 2, 3, 3))])
+def test_layers_with_dynamic_ranges_run_on_integers(op, shape, dtype, zero):
+    info = np.iinfo(dtype)
+    weight = np.random.default_rng(0).integers(info.min, info.max + 1, shape).astype(dtype)
+    file = dynamic_layer(op, weight, zero)
+    x = torch.randn((5, 4) if len(shape) == 2 else (2, 2, 6, 6))
+    model = fxq.read_onnx(file)
+    qmodel = fxq.quantize(model, fxq.Recipe.stored(backend="reference"), example_inputs=x)
+    assert qmodel.ledger.count("int8") == 1
+    expected = torch.from_numpy(reference(file, x)[0])
+    torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-4)  # integers, and float32 products
+    torch.testing.assert_close(qmodel(x), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_integers_with_a_scale_of_another_range_are_no_layer():
+    """The product is then read as it is written."""
+    file = dynamic_layer("MatMulInteger", np.arange(12, dtype=np.int8).reshape(4, 3), 0)
+    file.graph.node[3].input[0] = "w_scale"  # the square of a constant
+    x = torch.randn(5, 4)
+    read = fxq.read_onnx(file)
+    assert not any(node.target is torch.ops.fxq.round_to_range.default for node in read.graph.nodes)
+    torch.testing.assert_close(read(x), torch.from_numpy(reference(file, x)[0]), rtol=1e-4, atol=1e-4)

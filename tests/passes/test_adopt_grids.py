@@ -1,0 +1,91 @@
+"""adopt-grids: ops run on integers where the model itself quantizes and dequantizes."""
+
+import pytest
+import torch
+from torch import nn
+
+import fxq
+from fxq.api import run_passes
+from fxq.quant.qparams import STORED_GRID, QParams
+
+
+class Quantized(nn.Module):
+    """Linear layer on its own grids, with a weight on a stored grid, and an op between dequantize and quantize."""
+
+    def __init__(self, between, signed=False):
+        super().__init__()
+        self.layer, self.between = nn.Linear(4, 4), between
+        integers, scale = torch.randint(-127, 128, (4, 4)), torch.tensor([0.1, 0.2, 0.3, 0.4])
+        grid = QParams(scale, torch.zeros(4, dtype=torch.int32), -127, 127, torch.int8, 0)
+        self.layer.weight = nn.Parameter(integers * scale[:, None])
+        self.layer.weight.__dict__[STORED_GRID] = grid
+        self.low, self.high, self.dtype = (-128, 127, torch.int8) if signed else (0, 255, torch.uint8)
+
+    def grid(self, x, scale, zero):
+        zero += self.low
+        q = torch.ops.fxq.quantize.default(x, scale, zero, self.low, self.high, self.dtype)
+        return torch.ops.fxq.dequantize.default(q, scale, zero)
+
+    def forward(self, x):
+        x = self.between(self.grid(x, 0.05, 130))
+        return self.grid(self.layer(x), 2.0, 110)
+
+
+def quantized(between, signed=False, backend="x86"):
+    torch.manual_seed(0)
+    model = Quantized(between, signed).eval()
+    x = torch.randn(3, 4) * 3
+    return model, fxq.quantize(model, fxq.Recipe.stored(backend=backend), example_inputs=x), x
+
+
+@pytest.mark.parametrize("between", [lambda x: x, lambda x: x.flip(1), torch.relu])
+@pytest.mark.parametrize("signed", [False, True])
+def test_what_reads_dequantized_values_runs_on_integers(between, signed):
+    model, qmodel, x = quantized(between, signed)
+    assert not qmodel.ledger.count("float"), str(qmodel.ledger)
+    assert (qmodel(x) - model(x)).abs().max() <= 2.001  # one step, for a tie
+
+
+def test_signed_activations_become_unsigned_ones():
+    gm = run_passes(Quantized(nn.Identity(), signed=True).eval(), "stored", example_inputs=torch.randn(3, 4),
+                    until="adopt-grids")  # fmt: skip
+    conversions = [node for node in gm.graph.nodes if node.kwargs.get("scale") is not None]
+    assert [(node.kwargs["zero_point"], node.kwargs["qmin"], node.kwargs["qmax"]) for node in conversions] == [
+        (130, 0, 255), (130, 0, 255), (110, 0, 255), (110, 0, 255),
+    ]  # fmt: skip
+
+
+def test_a_layer_with_a_float_input_is_weight_only():
+    model, qmodel, x = quantized(torch.sigmoid)
+    (layer,) = qmodel.ledger.where(op="linear")
+    assert layer.precision == "weight-only"
+    (sigmoid,) = qmodel.ledger.where(op="sigmoid")
+    assert sigmoid.precision == "float"
+    assert (qmodel(x) - model(x)).abs().max() <= 2.001  # one step, for a tie
+
+
+def test_float_ops_read_rounded_values():
+    """Otherwise the result would be that of another model, by more than a step of the output."""
+    model, qmodel, x = quantized(torch.erf, backend="reference")
+    assert torch.equal(qmodel(x), model(x))
+    coarse = Quantized(torch.erf).eval()
+    coarse.grid = lambda x, scale, zero: Quantized.grid(coarse, x, 3.0, zero)
+    rounded = fxq.quantize(coarse, fxq.Recipe.stored(backend="reference"), example_inputs=x)
+    torch.testing.assert_close(rounded(x), coarse(x), rtol=0, atol=1e-6)
+
+
+def test_an_override_keeps_a_layer_in_float():
+    model = Quantized(nn.Identity()).eval()
+    recipe = fxq.Recipe.stored(backend="reference").override("layer", fxq.FLOAT)
+    qmodel = fxq.quantize(model, recipe, example_inputs=torch.randn(3, 4))
+    (layer,) = qmodel.ledger.where(op="linear")
+    assert (layer.precision, layer.kind) == ("float", "excluded by the recipe")
+
+
+def test_a_weight_without_a_stored_grid_stays_float():
+    model = Quantized(nn.Identity()).eval()
+    model.layer.weight = nn.Parameter(torch.randn(4, 4))
+    with pytest.warns(fxq.FxqWarning, match="nothing runs on integers"):
+        qmodel = fxq.quantize(model, "stored", example_inputs=torch.randn(3, 4))
+    (layer,) = qmodel.ledger.where(op="linear")
+    assert "the model has its weight in float" in layer.reason
