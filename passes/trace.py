@@ -182,7 +182,6 @@ def _graph(
                     raise
         if tracer.broken:
             return tracer, None
-        _restore_attributes(gm, model)
         if gm is not None and not created and tracer.changes_plain_tensors():
             created = True
         elif gm is None:
@@ -190,12 +189,13 @@ def _graph(
         elif free or not (
             free := [p for p in _branches(tracer) if _makes_no_difference(p, context, tracer, gm.graph, run, state)]
         ):
+            _restore_attributes(gm, model)
             return tracer, gm
 
 
-def _restore_attributes(gm: fx.GraphModule | None, model: nn.Module) -> None:
+def _restore_attributes(gm: fx.GraphModule, model: nn.Module) -> None:
     """Give a graph the attributes that forward read before it assigned a traced value to them."""
-    for path in {str(node.target) for node in gm.graph.find_nodes(op="get_attr")} if gm is not None else ():
+    for path in {str(node.target) for node in gm.graph.find_nodes(op="get_attr")}:
         if is_value(read_attribute(gm, path)):
             owner, _, name = path.rpartition(".")
             delattr(gm.get_submodule(owner), name)

@@ -54,38 +54,36 @@ STATE_PLANS = st.builds(
     st.tuples(*[st.sampled_from(STATE_OPS)] * 4),
     st.booleans(),
 )
+EITHER, NEVER, NO_STATE = st.booleans(), st.just(False), st.none()
 
 
-def plans(words: st.SearchStrategy[str], most: int = 6, state: st.SearchStrategy = STATE_PLANS) -> st.SearchStrategy:
+def plans(words, most=6, state=STATE_PLANS, optional=EITHER):
+    """Strategy of program plans with up to `most` statements of the kinds `words`."""
     statement = st.builds(Statement, words, st.tuples(st.integers(0, 3), st.integers(0, 3)), OPTIONS)
-    statements = st.lists(statement, min_size=1, max_size=most).map(
-        lambda s: (Statement("linear"), *s, Statement("linear"))
-    )
-    return st.builds(ProgramPlan, statements, CONTAINERS, st.integers(0, 3), state, st.booleans())
-
-
-NO_STATE = st.none()
+    statements = st.lists(statement, min_size=1, max_size=most)
+    layers = statements.map(lambda drawn: (Statement("linear"), *drawn, Statement("linear")))
+    return st.builds(ProgramPlan, layers, CONTAINERS, st.integers(0, 3), state, optional)
 
 
 @settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(plan=plans(WORDS, state=NO_STATE))
+@given(plan=plans(WORDS, state=NO_STATE, optional=NEVER))
 def test_random_programs(plan):
     check_float(plan)
 
 
 @settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(plan=plans(WORDS, state=NO_STATE))
+@given(plan=plans(WORDS, state=NO_STATE, optional=NEVER))
 def test_random_programs_on_integers(plan):
     check(plan, INT8, 12.0)
 
 
 @settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(plan=plans(st.sampled_from([*STATES * 2, *LAYERS[:4], "change"]), most=4, state=NO_STATE))
+@given(plan=plans(st.sampled_from([*STATES * 2, *LAYERS[:4], "change"]), most=4, state=NO_STATE, optional=NEVER))
 def test_random_programs_with_state(plan):
     check_float(plan)
 
 
-@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=10, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(plan=plans(WORDS, most=2), recipe=st.sampled_from(list(RECIPES)), use=st.sampled_from(list(USES)))
 def test_random_programs_with_state_in_containers(plan, recipe, use):
     check(plan, RECIPES[recipe], MIN_SQNR_DB.get(recipe, 12.0), use)

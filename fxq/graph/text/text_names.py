@@ -77,7 +77,8 @@ def name_of(function: Any) -> str | None:
     if function in _NAMES:
         return _NAMES[function]
     is_op = isinstance(function, (OpOverload, OpOverloadPacket))
-    name = f"torch.ops.{function}" if is_op else ".".join(str(getattr(function, part, "")) for part in ("__module__", "__name__"))
+    own_name = ".".join(str(getattr(function, part, "")) for part in ("__module__", "__name__"))
+    name = f"torch.ops.{function}" if is_op else own_name
     return name if function_of(name) is function else None
 
 

@@ -49,7 +49,7 @@ def test_functions_of_torchvision_are_in_files(library, tmp_path, monkeypatch):
     path = qmodel.save(tmp_path / "m.fxq")
     assert torch.equal(fxq.load(path)(x), qmodel(x)) and qmodel(x).shape == (2, 4)
     monkeypatch.delitem(sys.modules, "torchvision.ops.poolers")
-    with pytest.raises(fxq.FxqError, match="_filter_input, a function of torchvision, .*: import torchvision first"):
+    with pytest.raises(fxq.FxqError, match=r"_filter_input, a function of torchvision, .*: import torchvision first"):
         fxq.load(path)
 
 
