@@ -17,7 +17,7 @@ from fxq.common.containers import ContainerNames, Structure, register_container,
 STATE_OPS = (
     "append", "keep", "replace", "add", "count", "in place", "part", "crop", "reorder", "alias", "cat in place"
 )  # fmt: skip
-"""What a program does to a tensor of its state, the `h` of `StatePlan.step`."""
+"""Changes of a tensor of the state by a program."""
 
 
 class Box:

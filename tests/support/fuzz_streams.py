@@ -166,12 +166,12 @@ def check(plan: ProgramPlan, recipe: fxq.Recipe, bound: float, use: str = "") ->
             float(db) for w in caught for db in re.findall(r"output is .*recipe asks for (\S+) dB", str(w.message))
         ]
         first = stream_of(qmodel, plan) if recipe.new_kinds == "trace" else None  # files and pickles cannot trace
-        other = USES[use](qmodel, plan) if use else None
+        answers_of_copy = USES[use](qmodel, plan) if use else None
         answers = first or stream_of(qmodel, plan)
         assert equal(state_of(program), before), "calls of the quantized model changed the state of the float model"
         result = _compare(plan, recipe, bound, data, answers, asked)
-        if other is not None:
-            check_equal_streams(answers, other)
+        if answers_of_copy is not None:
+            check_equal_streams(answers, answers_of_copy)
     return result
 
 
