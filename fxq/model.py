@@ -387,11 +387,13 @@ def _unite_equal_views(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, torch.jit.ScriptModule):
             continue
-        for table in (module._parameters, module._buffers):
+        tables: tuple[dict[str, Any], ...] = module._parameters, module._buffers
+        for table in tables:
             for name, tensor in table.items():
-                if type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided:
+                is_plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
+                if is_plain and tensor.data_ptr():
                     view = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, type(tensor)
-                    table[name] = seen.setdefault(view, tensor) if tensor.data_ptr() else tensor
+                    table[name] = seen.setdefault(view, tensor)
 
 
 def _restore(tables: Any, data: list[NodeData], attributes: Any, made_on: Mapping[str, str]) -> QuantizedModel:

@@ -48,12 +48,13 @@ def test_each_kind_of_request(harness):
 
 
 def test_a_local_task(harness):
-    pytest.importorskip("datasets")
+    datasets = pytest.importorskip("datasets")
     lm_eval = pytest.importorskip("lm_eval", exc_type=ImportError)
     rows = [("a b c", [" d", " e"], 0), ("f g", [" h", " k"], 1), ("b a", [" l", " c"], 1)]
+    dataset = datasets.Dataset.from_list([dict(zip("qcg", row, strict=True)) for row in rows])
     task = {
         "task": "tiny",
-        "custom_dataset": lambda **options: {"test": [dict(zip("qcg", row, strict=True)) for row in rows]},
+        "custom_dataset": lambda **options: {"test": dataset},
         "output_type": "multiple_choice",
         "test_split": "test",
         "doc_to_text": "{{q}}",
