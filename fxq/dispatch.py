@@ -15,6 +15,7 @@ from torch import nn
 
 from fxq.calibration.ranks import Ranks
 from fxq.checkpoints.open_checkpoint import is_checkpoint
+from fxq.common.code_state import CodeState
 from fxq.common.data import Batch, batches, length_of, samples_in
 from fxq.common.files import as_path
 from fxq.common.isolation import untouched
@@ -291,11 +292,11 @@ def compare_models(a: Any, b: QuantizedModel, data: Iterable[Any], progress: boo
     quantized: Any = b
     if isinstance(quantized, PartsModel):
         a = float_model(a)
-        with untouched(a), progress_bar("comparing", length_of(data), progress) as advance:
+        with untouched(a, CodeState.of(a).bindings), progress_bar("comparing", length_of(data), progress) as advance:
             return compare_parts(a, quantized, batches(data, a), advance)
     if isinstance(quantized, QuantizedPrograms):
         a = float_model(a)
-        with untouched(a), progress_bar("comparing", length_of(data), progress) as advance:
+        with untouched(a, CodeState.of(a).bindings), progress_bar("comparing", length_of(data), progress) as advance:
             return compare_programs(a, quantized, batches(data, a), advance)
     a = compared_model(a, b)
     stream = batches(data, a)

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
+from torch.fx.graph_module import _copy_attr
 
 from fxq.common.data import first_of, samples_in
 from fxq.common.globs import path_matches
@@ -21,7 +22,7 @@ from fxq.common.source import source_of
 from fxq.errors import FxqError, InputError, RecipeError, TraceError, warn, words_of
 from fxq.graph.analysis.macs import macs_of
 from fxq.graph.info import Decision, info
-from fxq.graph.query import is_check
+from fxq.graph.query import is_check, read_attribute
 from fxq.graph.uncompiled import UncompiledModule
 from fxq.pipeline.context import Context
 from fxq.pipeline.manager import is_own
@@ -32,6 +33,7 @@ from fxq.rewriting.functionalize import Functionalization
 from fxq.rewriting.rewriter import Rewriter
 from fxq.tracing.fidelity import first_difference, part_for, same_values
 from fxq.tracing.float_run import FloatRun, KeptState
+from fxq.tracing.proxies import is_value
 from fxq.tracing.tracer import Tracer, is_kept
 from fxq.tracing.weight_norm import is_normed
 
@@ -187,7 +189,17 @@ def _graph(
         elif free or not (
             free := [p for p in _branches(tracer) if _makes_no_difference(p, context, tracer, gm.graph, run, state)]
         ):
+            _restore_attributes(gm, model)
             return tracer, gm
+
+
+def _restore_attributes(gm: fx.GraphModule, model: nn.Module) -> None:
+    """Give a graph the attributes that forward read before it assigned a traced value to them."""
+    for path in {str(node.target) for node in gm.graph.find_nodes(op="get_attr")}:
+        if is_value(read_attribute(gm, path)):
+            owner, _, name = path.rpartition(".")
+            delattr(gm.get_submodule(owner), name)
+            _copy_attr(model, gm, path)
 
 
 _LOOP = "a loop over the rows of a tensor"

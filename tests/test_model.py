@@ -281,3 +281,23 @@ def test_autocast_changes_nothing():
     precisions = [[(e.precision, e.reason, e.sqnr) for e in model.ledger] for model in (got, want, stepped)]
     assert precisions[0] == precisions[1] == precisions[2] and got.ledger.count("int8") > 3
     assert torch.equal(got(X), want(X)) and torch.equal(stepped(X), want(X))
+
+
+class Tied(nn.Module):
+    """Embedding whose weight is that of the last layer, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(500, 64), nn.Linear(64, 500, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids):
+        return self.head(self.embed(ids))
+
+
+def test_a_tied_weight_is_pickled_once():
+    ids = torch.arange(6)[None]
+    qmodel = fxq.quantize(Tied().eval(), fxq.Recipe.weight_only(backend="reference"), example_inputs=ids)
+    data = pickle.dumps(qmodel)
+    assert torch.equal(pickle.loads(data)(ids), qmodel(ids))
+    assert 500 * 64 < len(data) < 2 * 500 * 64  # int8

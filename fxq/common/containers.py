@@ -89,6 +89,11 @@ def is_registered_class(cls: type) -> bool:
     return _own_type(cls) is not None or cls in pytree.SUPPORTED_NODES
 
 
+def is_container(value: Any) -> bool:
+    """Whether a value is of a registered class, or a tuple, list, dict or dataclass."""
+    return is_registered(value) or _plain_parts(value) is not None
+
+
 def _type_of(value: Any) -> ContainerType | None:
     cls = type(value)
     own = _own_type(cls)

@@ -15,9 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from fxq.common.containers import ContainerNames, Leaves, is_container, put_together, taken_apart
 from fxq.common.data import Batch
 from fxq.common.state import ChangedPlace, StateSnapshot, same
 from fxq.common.writes import WriteWatch
+from fxq.errors import InputError
 
 log = logging.getLogger("fxq")
 
@@ -227,7 +229,22 @@ def drawn() -> Callable[[], list[str]]:
 
 
 def copied(value: Any) -> Any:
-    """Return a value with copies of its tensors; for a batch, with copies of its arguments."""
+    """Return a value with copies of its tensors and containers; for a batch, with copies of its arguments."""
     if isinstance(value, Batch):
         return Batch(copied(value.args), copied(dict(value.kwargs)))
-    return tree_map(lambda v: v.detach().clone() if isinstance(v, Tensor) else v, value)
+    return tree_map(_copy_of_leaf, value)
+
+
+def _copy_of_leaf(value: Any) -> Any:
+    """Copy of a tensor, or of a container that `torch.utils._pytree` does not know; other values themselves."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if not is_container(value):
+        return value
+    leaves, names = Leaves(), ContainerNames()
+    try:
+        structure = taken_apart(value, "value", leaves, containers=names)
+    except InputError:  # it holds an object that is no data
+        return value
+    own = {name: copy.copy(inner) for name, inner in names.values.items() if isinstance(inner, (list, dict))}
+    return put_together(structure, copied(leaves), own)  # subclasses may have attributes

@@ -46,7 +46,7 @@ def quantizer_for(
     Returns:
         The function; None for other models, and for models that are quantized with one example.
     """
-    if "transformers" not in sys.modules:
+    if "transformers" not in sys.modules or recipe.part_modules:
         return None
     from fxq.integrations import transformers as support
 

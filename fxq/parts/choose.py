@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxq.common.code_state import CodeState
 from fxq.common.data import Batch
 from fxq.common.globs import path_matches
 from fxq.common.isolation import autocast_on, copied, seeded, snapshot_of, untouched, without_autocast
@@ -306,7 +307,7 @@ def hooked_run(model: nn.Module) -> Iterator[tuple[list[Any], MacCounter]]:
     """
     handles: list[Any] = []
     try:
-        with untouched(model), counting_macs() as counter:
+        with untouched(model, CodeState.of(model).bindings), counting_macs() as counter:
             yield handles, counter
     finally:
         for handle in handles:

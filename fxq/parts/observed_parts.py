@@ -13,6 +13,7 @@ from torch import nn
 from fxq.calibration.calibration_state import fingerprint, restore, seen_by
 from fxq.calibration.checkpoint import Checkpoint
 from fxq.calibration.ranks import Ranks
+from fxq.common.code_state import CodeState
 from fxq.common.data import Batch, device_of, naming_batch
 from fxq.common.isolation import copied, untouched, without_autocast
 from fxq.common.progress import progress_bar
@@ -106,7 +107,8 @@ class ObservedParts(nn.Module):
         run = self.run
         few, file = not run.calibrated, self._resumed(checkpoint, every, length) if checkpoint is not None else None
         count, bar = 0, progress_bar("calibrating", length, progress)
-        with untouched(run.model), torch.no_grad(), without_autocast(), bar as advance:
+        outside = CodeState.of(run.model).bindings
+        with untouched(run.model, outside), torch.no_grad(), without_autocast(), bar as advance:
             for i, batch in enumerate(data):
                 if few and i >= MAX_CHECKED_BATCHES:
                     break

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxq.common.code_state import CodeState
 from fxq.common.data import Batch
 from fxq.common.isolation import untouched
 from fxq.common.metrics import Agreement, tensors
@@ -293,10 +294,12 @@ def outputs_sqnr(model: nn.Module, quantized: Any, batches: list[Batch]) -> floa
         batches: inputs of both.
     """
     outputs: dict[int, Agreement] = {}
-    with untouched(model):
+    outside = CodeState.of(model).bindings
+    with untouched(model, outside):
         all_wants = [list(tensors(call(model, batch))) for batch in batches]
-    for batch, wants in zip(batches, all_wants, strict=True):
-        gots = list(tensors(call(quantized, batch)))
+    with untouched(nn.Module(), outside):  # the quantized model runs the same code
+        all_gots = [list(tensors(call(quantized, batch))) for batch in batches]
+    for wants, gots in zip(all_wants, all_gots, strict=True):
         if [w.shape for w in wants] != [g.shape for g in gots]:
             return None
         for i, (want, got) in enumerate(zip(wants, gots, strict=True)):

@@ -107,7 +107,16 @@ def structure_difference(place: str, first: Structure | None, second: Structure 
             break
         key, first, second = inner[0]
         place = f"{place}, {key}"
-    return "" if first == second else f"{place} is {_brief(first)}, not {_brief(second)}"
+    texts = _brief(first), _brief(second)
+    if texts[0] == texts[1] and first is not None and second is not None:
+        texts = _with_parts(first), _with_parts(second)
+    return "" if first == second else f"{place} is {texts[0]}, not {texts[1]}"
+
+
+def _with_parts(structure: Structure) -> str:
+    """Structure as text with the names of its parts, or with its constant if it has none."""
+    parts = ", ".join(str(key) for key, _ in structure.parts)
+    return f"{_brief(structure)} with {f'the parts {parts}' if parts else 'no tensors'}"
 
 
 def leaf_names(structure: Structure) -> list[str]:

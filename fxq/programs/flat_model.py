@@ -124,7 +124,7 @@ def flat_model(
             return bound(*args, **kwargs)
 
     try:
-        with untouched(model), seeded(), torch.no_grad():
+        with untouched(model, CodeState.of(model).bindings), seeded(), torch.no_grad():
             inputs = copied(leaves)
             results, outputs = _outputs(call, form, inputs)
             _check_views(results, inputs, outputs)
@@ -137,7 +137,7 @@ def flat_model(
     if not same_values(outputs, own_outputs):
         raise TraceError(
             "the model computes something else when it is called again on equal inputs, or in the context that its "
-            "library needs for tracing: it depends on state that is not among its arguments and buffers."
+            "library needs for tracing: it depends on state that is not among its arguments."
         )
 
     def forward(**inputs: Any) -> dict[str, Any]:

@@ -52,8 +52,7 @@ MODELS: dict[str, tuple[dict[str, int], tuple[str, ...]]] = {
 """Functions of `torchvision.models.detection`: options that limit the size of images and the number of boxes, which
 random weights would give by thousands, and the parts.
 
-Where the operators of torchvision load, these models trace as a whole for one size of images. But a file cannot hold
-such a graph, since its `nms` is neither an op of fxq nor of PyTorch.
+Where the operators of torchvision load, these models trace as a whole for one size of images.
 """
 SIZE = 160
 """Height and width of the images, in pixels."""

@@ -1,5 +1,7 @@
 """Running a model leaves no mark: its attributes, buffers and random numbers are what they were."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -106,3 +108,29 @@ def test_copies_share_no_tensor():
     tensors = [duplicate.args[0], duplicate.args[1][0], duplicate.kwargs["more"]["x"]]
     assert all(torch.equal(t, x) and t.data_ptr() != x.data_ptr() and not t.requires_grad for t in tensors)
     assert duplicate.args[1][1] == 3
+
+
+class Table(dict):
+    """Subclass of dict, which `torch.utils._pytree` does not know."""
+
+
+@dataclass
+class Pair:
+    first: object
+    second: object
+
+
+def test_a_copy_of_a_batch_has_its_own_containers():
+    """Also those that are no pytrees, in their own classes and with their attributes."""
+    table = Table(x=Pair(torch.ones(2), [torch.zeros(1)]))
+    table.length = 3
+    batch = Batch((table, "text"), {"more": table})
+    first, text = copied(batch).args
+    assert type(first) is Table and first.length == 3 and text == "text"
+    first["x"].second.append(1)
+    first["x"].first.add_(1)
+    first["y"] = 0
+    assert table == {"x": table["x"]} and len(table["x"].second) == 1
+    assert torch.equal(table["x"].first, torch.ones(2))
+    held = Table(x=torch.ones(1), other=object())
+    assert copied(held) is held  # an object that is no data cannot be copied

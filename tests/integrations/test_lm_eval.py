@@ -47,13 +47,20 @@ def test_each_kind_of_request(harness):
     assert got == want and len(got) == 1
 
 
+class Rows(list):
+    """Data set of the harness."""
+
+    features = dict.fromkeys("qcg")
+
+
 def test_a_local_task(harness):
     pytest.importorskip("datasets")
     lm_eval = pytest.importorskip("lm_eval", exc_type=ImportError)
     rows = [("a b c", [" d", " e"], 0), ("f g", [" h", " k"], 1), ("b a", [" l", " c"], 1)]
+    dataset = Rows(dict(zip("qcg", row, strict=True)) for row in rows)
     task = {
         "task": "tiny",
-        "custom_dataset": lambda **options: {"test": [dict(zip("qcg", row, strict=True)) for row in rows]},
+        "custom_dataset": lambda **options: {"test": dataset},
         "output_type": "multiple_choice",
         "test_split": "test",
         "doc_to_text": "{{q}}",

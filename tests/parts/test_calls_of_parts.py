@@ -208,6 +208,27 @@ class ReadsState(nn.Module):
         return (y + sum(kept)) * (self.inner.calls or 1)
 
 
+CALLS = [0]
+
+
+class CountsOutside(Ways):
+    """Counts its calls in a variable of the Python module."""
+
+    def forward(self, x):
+        CALLS[0] += 1
+        return super().forward(x)
+
+
+def test_variables_of_the_code_around_parts_are_restored():
+    model = CountsOutside().eval()
+    CALLS[0] = 0
+    with pytest.warns(FxqWarning, match="3 parts"):
+        q = fxq.quantize(model, EXACT, data=DATA)
+    assert CALLS == [0]
+    fxq.compare(model, q, DATA[:1])
+    assert CALLS == [0]
+
+
 @pytest.mark.parametrize("kept", ["list", "attribute", "count", "buffer", "set outside"])
 def test_a_module_with_state_is_divided(kept):
     model = ReadsState(kept).eval()

@@ -2,7 +2,7 @@
 
 `tests/support/fuzz.py` draws networks of table ops, each of which gives a new value. Here a forward is written as
 users write it: it clones a value and changes the clone in place, fills a tensor that it has just made, assigns to
-parts, keeps a running value in a buffer, a list or an attribute, calls a scripted part, and takes and returns
+parts, keeps a running value in a buffer, a list or an attribute, calls a scripted part, and takes, changes and returns
 containers. A program is drawn as a list of `Statement`s; a number picks from what is possible, so any list of numbers
 is a program and hypothesis can shorten it. All values have one shape, (samples, ROWS, WIDTH), so every statement fits
 everywhere.
@@ -10,15 +10,16 @@ everywhere.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.support.fuzz_containers import OUTPUTS, StatePlan
 from tests.support.fuzz_memories import MEMORIES, ROWS, WIDTH, Memory, reset_shared_state
 
 LAYERS = ("linear", "conv", "relu_conv", "gated", "norm", "scripted", "wide")
@@ -203,13 +204,6 @@ def _layer(statement: Statement) -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sigmoid())
 
 
-class Output(NamedTuple):
-    """Named tuple that a program returns."""
-
-    first: Tensor
-    second: Tensor
-
-
 _WITH_PART = (*LAYERS, "gated", *OWN_STATES, *SHARED_STATES)
 
 
@@ -218,12 +212,13 @@ class Program(nn.Module):
 
     Attributes:
         statements: what it runs.
-        container: how inputs and outputs are passed: "plain", "tuple", "named", "dict" or "ordered".
+        container: key of `OUTPUTS`, or "plain" for one tensor.
+        state: plan of the containers that it takes and changes.
     """
 
-    def __init__(self, statements: tuple[Statement, ...], container: str) -> None:
+    def __init__(self, statements: tuple[Statement, ...], container: str, state: StatePlan | None = None) -> None:
         super().__init__()
-        self.statements, self.container = statements, container
+        self.statements, self.container, self.state = statements, container, state
         self.parts = nn.ModuleList([_layer(s) if s.kind in _WITH_PART else nn.Identity() for s in statements])
         self.calls = 0
         self.last: Tensor | None = None
@@ -234,18 +229,19 @@ class Program(nn.Module):
             if statement.kind == "buffer":
                 self.register_buffer(f"running{place}", torch.zeros(ROWS, WIDTH))
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x: Tensor, state: Any = None, more: Tensor | None = None) -> Any:
+        if more is not None:
+            x = x * more
+        new = None
+        if self.state is not None:
+            total, new = self.state.step(state, torch.tanh(x))
+            x = x + total
         values = [x]
         for place, statement in enumerate(self.statements):
             values.append(self._run(place, statement, values))
         first, second = values[-1], values[len(values) // 2]
-        if self.container == "tuple":
-            return first, second
-        if self.container == "named":
-            return Output(first, second)
-        if self.container == "ordered":
-            return OrderedDict(first=first, second=second)
-        return {"first": first} if self.container == "dict" else first
+        result = OUTPUTS[self.container](first, second) if self.container in OUTPUTS else first
+        return (result, new) if self.state is not None and self.state.returns else result
 
     def _run(self, place: int, statement: Statement, values: list[Tensor]) -> Tensor:
         x = values[-1 - statement.reads[0] % len(values)]
@@ -325,20 +321,36 @@ KINDS = (*LAYERS, "add", "change", "loop", "reshape", *STATES)
 
 @dataclass(frozen=True)
 class ProgramPlan:
-    """A program as it is drawn."""
+    """A program as it is drawn.
+
+    Attributes:
+        statements, container, state: as in `Program`.
+        seed: of its weights and inputs.
+        optional: whether every second call has a further input, so that there are two programs.
+    """
 
     statements: tuple[Statement, ...]
     container: str = "plain"
     seed: int = 0
+    state: StatePlan | None = None
+    optional: bool = False
 
     def build(self) -> Program:
         """The program in eval mode, with weights of `seed` and with new state."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             reset_shared_state()
-            return Program(self.statements, self.container).eval()
+            return Program(self.statements, self.container, self.state).eval()
 
     def batch(self, number: int, samples: int = 4) -> Any:
-        """Batch `number` of a stream: a tensor, or a dict of keyword arguments."""
-        x = torch.randn(samples, ROWS, WIDTH, generator=torch.Generator().manual_seed(100 * self.seed + number))
-        return {"x": x} if self.container in ("dict", "ordered") else x
+        """Batch `number` of a stream, without the state: a tensor, or a dict of keyword arguments."""
+        random = torch.Generator().manual_seed(100 * self.seed + number)
+        x = torch.randn(samples, ROWS, WIDTH, generator=random)
+        if self.state is None and not self.optional:
+            return {"x": x} if self.container in ("dict", "ordered") else x
+        more = {"more": torch.rand(samples, 1, WIDTH, generator=random) + 0.5}
+        return {"x": x, **(more if self.optional and number % 2 else {})}
+
+    def new_state(self, samples: int = 4) -> Any:
+        """State at the first call of a stream."""
+        return None if self.state is None else self.state.new(samples, ROWS, WIDTH)

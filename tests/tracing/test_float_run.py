@@ -320,6 +320,25 @@ def test_what_decides_nothing_is_no_state():
     LOG.clear()
 
 
+class Largest(nn.Module):
+    """Reads an attribute and then assigns it, which changes its output by less than rounding."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.most = nn.Linear(8, 8), torch.zeros(())
+
+    def forward(self, x):
+        self.most = torch.maximum(self.most, x.abs().max())
+        return self.layer(x) / (1 + self.most * 1e-9)
+
+
+def test_an_attribute_that_forward_reads_and_assigns_is_a_constant_of_the_graph():
+    model, x = Largest().eval(), torch.randn(3, 8)
+    qmodel = fxq.quantize(model, REFERENCE.override("*", fxq.FLOAT), data=[x])
+    with torch.no_grad():
+        assert torch.allclose(qmodel(x), model(x), rtol=0, atol=1e-6)
+
+
 def test_a_dead_attribute_of_a_state_is_none():
     model = nn.Sequential(nn.Linear(8, 8), InAttribute(), nn.ReLU(), Keeps(), InList(), nn.Linear(8, 8)).eval()
     with pytest.warns(fxq.FxqWarning, match="2 modules of the model"):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
 from collections.abc import Callable, Mapping
 from keyword import iskeyword
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import get_overridable_functions
 
 from fxq.graph.guards import check_fixed, check_same, check_sizes, make_output, own_copy
@@ -36,6 +37,12 @@ _MORE_METHODS = (
 )
 _NOT_METHODS = ("apply_", "map_", "map2_", "register_hook", "register_post_accumulate_grad_hook", "module_load", "set_")
 _CALLS_ITS_ARGUMENT = torch.nn.functional.triplet_margin_with_distance_loss
+_LIBRARIES = {
+    "torch.ops.torchvision": ("nms", "roi_align", "roi_pool", "ps_roi_align", "ps_roi_pool", "deform_conv2d"),
+    "torchvision.ops.roi_align": ("roi_align",),
+    "torchvision.ops.poolers": ("_filter_input", "_setup_scales", "_multiscale_roi_align"),
+}
+"""Functions of other libraries by module: computations on tensors, which exist once the library is imported."""
 _ATEN = ("sym_size", "sym_numel", "sym_stride", "to_copy", "unsafe_view", "unsafe_split", "safe_softmax")
 
 
@@ -67,21 +74,37 @@ _NAMES = {function: name for name, function in reversed(list(FUNCTIONS.items()))
 
 def name_of(function: Any) -> str | None:
     """Name of a function in a text, or None if a text may not call it."""
-    if isinstance(function, OpOverload):
-        name = f"torch.ops.{function}"
-        return name if function_of(name) is function else None
-    return _NAMES.get(function)
+    if function in _NAMES:
+        return _NAMES[function]
+    is_op = isinstance(function, (OpOverload, OpOverloadPacket))
+    own_name = ".".join(str(getattr(function, part, "")) for part in ("__module__", "__name__"))
+    name = f"torch.ops.{function}" if is_op else own_name
+    return name if function_of(name) is function else None
 
 
 def function_of(name: str) -> Callable[..., Any] | None:
-    """The function of a name, including overloads of aten operators that are functions of torch; or None."""
+    """The function of a name, or None: also an overload of an aten operator, or a function of an imported library."""
     path = name.split(".")
-    if path[:3] != ["torch", "ops", "aten"] or len(path) != 5:
+    if path[:3] == ["torch", "ops", "aten"] and len(path) == 5:
+        plain = path[3].strip("_")
+        is_allowed = plain in _ATEN or f"torch.{plain}" in FUNCTIONS or plain in METHODS
+        packet = getattr(torch.ops.aten, path[3], None) if is_allowed else None
+        return getattr(packet, path[4]) if packet is not None and path[4] in packet.overloads() else None
+    if not _library_of(name):
         return FUNCTIONS.get(name)
-    plain = path[3].strip("_")
-    is_allowed = plain in _ATEN or f"torch.{plain}" in FUNCTIONS or plain in METHODS
-    packet = getattr(torch.ops.aten, path[3], None) if is_allowed else None
-    return getattr(packet, path[4]) if packet is not None and path[4] in packet.overloads() else None
+    module = sys.modules.get(".".join(path[:-1])) if path[0] != "torch" else getattr(torch.ops, path[2])
+    return getattr(module, path[-1], None)
+
+
+def missing_library(name: str) -> str:
+    """Library to import before a text can call a function of it; empty for all other names."""
+    return _library_of(name) if function_of(name) is None else ""
+
+
+def _library_of(name: str) -> str:
+    """Library of an allowed function; empty for all other names."""
+    module, _, function = name.rpartition(".")
+    return module.removeprefix("torch.ops.").partition(".")[0] if function in _LIBRARIES.get(module, ()) else ""
 
 
 def is_taken(name: str) -> bool:

@@ -16,7 +16,7 @@ from fxq.errors import FxqError, InputError, unknown, words_of
 from fxq.graph.text.text_checks import check_call, check_path, check_plain
 from fxq.graph.text.text_facts import describe
 from fxq.graph.text.text_modules import Kernels, read_module
-from fxq.graph.text.text_names import FUNCTIONS, METHODS, function_of, is_taken
+from fxq.graph.text.text_names import FUNCTIONS, METHODS, function_of, is_taken, missing_library
 from fxq.graph.text.text_values import dotted, parsed, read_arguments, read_value
 from fxq.graph.unit import UNITS, Unit
 from fxq.ops import OPS
@@ -285,6 +285,8 @@ class _Reader:
             if method not in METHODS:
                 raise InputError(_unknown("method", method, METHODS))
             return "call_method", method, (self.body.nodes[receiver],)
+        if library := missing_library(name):
+            raise InputError(f"calls {name}, a function of {library}, which is not imported: import {library} first.")
         raise InputError(_unknown("op, unit or function", name, [*self.units, *(op.name for op in OPS), *FUNCTIONS]))
 
     def _describe(self, node: fx.Node, annotation: ast.expr | None, comment: str) -> None:
