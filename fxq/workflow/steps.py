@@ -21,6 +21,9 @@ from fxq.common.data import Batch, as_batch, check_batch, device_of
 from fxq.common.file_kinds import no_module
 from fxq.common.names import check_names, is_writable
 from fxq.common.train_mode import first_in_train_mode
+from fxq.cost.cache import machine_costs
+from fxq.cost.prices import regions_of
+from fxq.cost.probe import Prober
 from fxq.errors import InputError, RecipeError, warn
 from fxq.graph.info import info, set_info
 from fxq.graph.program import IsolatedGraph
@@ -260,13 +263,20 @@ class Trial:
     def least_share(self) -> float:
         """Lower bound of the share of its time that is left if ops run in float where that is faster; 0 if unknown.
 
-        By the backend's own prices of ops, without conversions between integers and floats.
+        By the backend's own prices of ops, or by the price table, without conversions between integers and floats.
         """
-        context = self.manager.context
-        prices = context.backend.prices(self.manager.gm, context.example)
-        costs = prices.ops.values() if prices is not None else ()
-        int8_us = sum(cost.int8_us or cost.float_us for cost in costs)
-        return sum(min(cost.float_us, cost.int8_us or cost.float_us) for cost in costs) / int8_us if int8_us else 0.0
+        gm, context = self.manager.gm, self.manager.context
+        prices = context.backend.prices(gm, context.example)
+        if prices is not None:
+            pairs = [(cost.int8_us or cost.float_us, cost.float_us) for cost in prices.ops.values()]
+        else:
+            prober = Prober(context.backend, context.recipe, machine_costs(), measures=False)
+            estimates = [prober.estimate(gm, region) for region in regions_of(gm, list(gm.graph.nodes)).values()]
+            pairs = [pair for pair in estimates if pair is not None]
+            if len(pairs) < len(estimates):
+                return 0.0
+        int8 = sum(pair[0] for pair in pairs)
+        return sum(map(min, pairs)) / int8 if int8 else 0.0
 
 
 def all_on_integers(

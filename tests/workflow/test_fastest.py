@@ -15,6 +15,7 @@ from fxq.backends.base import Prices
 from fxq.backends.by_name import fastest_order
 from fxq.backends.packed.quantized_tensors import has_engine
 from fxq.common.metrics import sqnr
+from fxq.cost.probe import Prober
 from fxq.graph.info import Cost, info
 from fxq.workflow import fastest
 from fxq.workflow.steps import Trial, all_on_integers, converted
@@ -297,7 +298,12 @@ def test_a_trial_fits_nothing_and_bounds_what_float_ops_gain(net, monkeypatch):
     assert not {"keep-small-values", "correct-bias"} & {shot.name for shot in trial.manager.history}
     assert sqnr(model(x), trial.lowered(x)) > 20
     backend = trial.manager.context.backend
-    assert backend.prices(trial.manager.gm, trial.manager.context.example) is None and trial.least_share() == 0.0
+    assert backend.prices(trial.manager.gm, trial.manager.context.example) is None
+    assert 0.0 <= trial.least_share() <= 1.0  # by the price table; 0 for CPUs without one
+    monkeypatch.setattr(Prober, "estimate", lambda prober, gm, region: (4.0, 1.0))
+    assert trial.least_share() == 0.25
+    monkeypatch.setattr(Prober, "estimate", lambda prober, gm, region: None)
+    assert trial.least_share() == 0.0
     costs = dict(enumerate([Cost(2.0, 1.0), Cost(1.0, 3.0), Cost(4.0)]))  # 1 + 1 + 4 of 1 + 3 + 4 microseconds
     monkeypatch.setattr(type(backend), "prices", lambda *_: Prices(costs))
     assert trial.least_share() == 0.75
