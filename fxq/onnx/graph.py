@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 import fxq.onnx.assignment_nodes
 import fxq.onnx.conversion_nodes
@@ -203,9 +205,37 @@ def _like(writer: Writer, op: Op, args: Any, options: Any) -> Tensor:
     args, options = _on_meta((args, options))
     if writer.floats and op.name in CONVERSIONS and op.name not in DYNAMIC_GRID_OPS:
         return torch.empty_like(args[0], dtype=torch.float32)
+    leaves, spec = tree_flatten((args, options))
+    if writer.sizes is None and not any(isinstance(leaf, slice) for leaf in leaves):
+        layouts = (_Layout(x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else x for x in leaves)
+        return _like_of_layouts(op.target, spec, *layouts)
     with _computing(writer):
         result: Tensor = op.target(*args, **options)
     return result
+
+
+class _Layout(NamedTuple):
+    """Layout of a tensor."""
+
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@lru_cache(maxsize=4096, typed=True)
+def _like_of_layouts(target: Callable[..., Tensor], spec: TreeSpec, *leaves: Any) -> Tensor:
+    """Result of an op on the meta device, cached: PyTorch computes it in slow Python code, and nodes are written often.
+
+    Args:
+        target: function of the op.
+        spec: structure of its arguments and options.
+        leaves: arguments and options, with layouts in place of tensors.
+    """
+    values = [
+        torch.empty_strided(*x[:2], dtype=x.dtype, device="meta") if isinstance(x, _Layout) else x for x in leaves
+    ]
+    args, options = tree_unflatten(values, spec)
+    return target(*args, **options)
 
 
 def _computing(writer: Writer) -> AbstractContextManager[Any]:

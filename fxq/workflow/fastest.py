@@ -11,13 +11,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from fxq.backends.by_name import FASTEST, fastest_order, unavailable
 from fxq.common.cpus import is_contended, usable_cpus
 from fxq.common.data import Batch, device_of
 from fxq.common.isolation import copied, without_autocast
-from fxq.common.timed_calls import clock, interleaved, threads_set_to, times_in_turns
+from fxq.common.timed_calls import MIN_ROUNDS, clock, interleaved, rounds, threads_set_to, times_in_turns
 from fxq.errors import BackendError, FxqError, InputError, RecipeError, words_of
 from fxq.graph.text.text_writer import write_graph
 from fxq.ledger.attempts import Attempt, Attempts
@@ -25,7 +25,7 @@ from fxq.model import QuantizedModel
 from fxq.recipe.recipe import Recipe
 from fxq.runtime.binding import bind
 from fxq.workflow.observed_model import ObservedModel
-from fxq.workflow.steps import QdqCache, all_on_integers, converted, prepared, warn_again
+from fxq.workflow.steps import QdqCache, Trial, all_on_integers, converted, prepared, warn_again
 
 log = logging.getLogger("fxq")
 
@@ -56,10 +56,11 @@ def converted_for_recipe(calibrated: ObservedModel, recipe: Recipe | None = None
                 f"with backend={FASTEST!r}, or prepare the float model with this recipe."
             )
         qdq_cache: QdqCache = []
+        trial_cache: QdqCache = []
         return convert_all(
             calibrated,
             lambda model: converted(model, _for_backend_of(model, recipe), qdq_cache),
-            lambda model: all_on_integers(model, _for_backend_of(model, recipe), qdq_cache),
+            lambda model: all_on_integers(model, _for_backend_of(model, recipe), trial_cache),
         )
     finally:
         calibrated.forget_float_values()
@@ -120,7 +121,7 @@ def _graph_key(observed: ObservedModel) -> Any:
 def convert_all(
     observed: ObservedModel,
     convert: Callable[[ObservedModel], QuantizedModel],
-    lower: Callable[[ObservedModel], fx.GraphModule | None] = lambda model: None,
+    lower: Callable[[ObservedModel], Trial | None] = lambda model: None,
 ) -> QuantizedModel:
     """Convert a model with every backend, and return the fastest result. Its `attempts` lists all backends.
 
@@ -130,7 +131,8 @@ def convert_all(
         observed: result of `prepare_all`, calibrated.
         convert: function that converts the observed model of one backend.
         lower: function that lowers the observed model of one backend without measuring prices, to time it before it is
-            converted: backends that are clearly slower are not converted. It returns None if conversion is as quick.
+            converted: backends that cannot become the fastest are not converted. It returns None if conversion is as
+            quick.
 
     Raises:
         Exception: no backend's model runs on the example; the first backend's error.
@@ -144,12 +146,13 @@ def convert_all(
     tries = {i: Attempt(candidate.manager.context.recipe.backend) for i, candidate in enumerate(candidates)}
     models: dict[int, tuple[QuantizedModel, list[warnings.WarningMessage]]] = {}
     errors: dict[int, Exception] = {}
-    trials = _trial_times(candidates, lower, example, threads)
-    leader: int | None = None  # the accurate model with the fastest trial
-    for i in sorted(tries, key=lambda i: trials.get(i, math.inf)):
-        if leader is not None and trials.get(i, 0.0) > MAX_TRIAL_RATIO * trials.get(leader, math.inf):
-            tries[i] = replace(tries[i], why=_slower(trials[i], trials[leader], tries[leader].backend))
+    trials, times = _trials(candidates, lower, example, threads)
+    leader: tuple[str, float] | None = None  # backend and microseconds of the fastest accurate model so far
+    for i in sorted(tries, key=lambda i: times.get(i, math.inf)):
+        if leader is not None and i in trials and _cannot_win(trials[i], times[i], leader[1]):
+            tries[i] = replace(tries[i], why=_slower(times[i], *leader))
             continue
+        trials.pop(i, None)
         with warnings.catch_warnings(record=True) as heard:
             warnings.simplefilter("always")
             try:
@@ -161,10 +164,12 @@ def convert_all(
                 continue
         models[i] = model, list(heard)
         tries[i] = replace(tries[i], int8=model.ledger.count("int8"), sqnr=model.output_sqnr)
-        if leader is None and not _is_inaccurate(model.output_sqnr, min_sqnr):
-            leader = i
+        if trials and not _is_inaccurate(model.output_sqnr, min_sqnr):
+            us = _times({i: partial(model, *batch.args, **batch.kwargs)}, threads)[i]
+            leader = (tries[i].backend, us) if leader is None or us < leader[1] else leader
     if not models:
         raise errors[min(errors)]
+    trials.clear()
     best, times = _fastest({i: models[i][0] for i in sorted(models)}, tries, example, threads, min_sqnr)
     for i in models:
         tries[i] = replace(tries[i], us=times[i], chosen=i == best)
@@ -175,32 +180,54 @@ def convert_all(
     return chosen
 
 
-def _trial_times(
+def _trials(
     candidates: Sequence[ObservedModel],
-    lower: Callable[[ObservedModel], fx.GraphModule | None],
+    lower: Callable[[ObservedModel], Trial | None],
     example: Batch,
     threads: int,
-) -> dict[int, float]:
-    """Microseconds of each candidate, lowered by `lower`, for a call on the example. Those that fail are left out."""
-    calls: dict[str, Callable[[], object]] = {}
+) -> tuple[dict[int, Trial], dict[int, float]]:
+    """Trials of the candidates and their microseconds for a call on the example. Those that fail are left out."""
+    trials: dict[int, Trial] = {}
+    calls: dict[int, Callable[[], object]] = {}
     untouched = candidates[0].manager.context.untouched()  # leaves may keep state
     with untouched, torch.no_grad(), without_autocast(), threads_set_to(threads), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for i, candidate in enumerate(candidates):
             try:
-                lowered, batch = lower(candidate), copied(example)
-                if lowered is not None:
-                    _, bound = bind(lowered, batch.args, batch.kwargs)
-                    calls[str(i)] = partial(bound.run, *batch.args, **batch.kwargs)
+                trial, batch = lower(candidate), copied(example)
+                if trial is not None:
+                    _, bound = bind(trial.lowered, batch.args, batch.kwargs)
+                    bound.run(*batch.args, **batch.kwargs)
+                    trials[i], calls[i] = trial, partial(bound.run, *batch.args, **batch.kwargs)
             except Exception as error:  # engines may raise anything; the conversion reports it
                 log.debug("%s: no trial: %s", candidate.manager.context.recipe.backend, error)
-        times = times_in_turns(calls, range(TRIAL_ROUNDS), clock(every_thread=True))
+        return trials, _times(calls, threads)
+
+
+def _times(calls: Mapping[int, Callable[[], object]], threads: int) -> dict[int, float]:
+    """Least microseconds of each call in a few rounds."""
+    with torch.no_grad(), without_autocast(), threads_set_to(threads):
+        names = {str(i): call for i, call in calls.items()}
+        times = times_in_turns(names, rounds(MIN_ROUNDS), clock(every_thread=True))
     return {int(i): 1e6 * min(seconds) for i, seconds in times.items()}
 
 
-def _slower(us: float, least_us: float, leader: str) -> str:
+def _cannot_win(trial: Trial, us: float, leader_us: float) -> bool:
+    """Whether a backend cannot be faster than the leading one, even with ops in float that are faster there."""
+    if us <= MAX_TIE_RATIO * leader_us or us > MAX_TRIAL_RATIO * leader_us:
+        return us > MAX_TRIAL_RATIO * leader_us
+    try:
+        with torch.no_grad(), without_autocast(), threads_set_to(1), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return us * trial.least_share() > MAX_TIE_RATIO * leader_us
+    except Exception as error:  # engines may raise anything; the conversion reports it
+        log.debug("no prices of a trial: %s", error)
+        return False
+
+
+def _slower(us: float, leader: str, leader_us: float) -> str:
     """Reason why a backend is not converted."""
-    times = f"{us / 1e3:.2f} ms, and {leader} {least_us / 1e3:.2f} ms"
+    times = f"{us / 1e3:.2f} ms, and {leader} {leader_us / 1e3:.2f} ms"
     return f"not converted: with all possible ops on integers it takes {times}"
 
 
@@ -229,9 +256,7 @@ MAX_TIE_RATIO = 1.1
 """Time relative to the fastest backend up to which an earlier backend is preferred."""
 MAX_TRIAL_RATIO = 2.0
 """Time relative to the leading backend, with all possible ops on integers, above which a backend is not converted: that
-some of its ops may run in float, by price, will hardly make up for it."""
-TRIAL_ROUNDS = 10
-"""Number of rounds in which backends are timed before they are converted. The shortest time counts."""
+some of its ops may run in float, by price, will hardly make up for it. Below it, the backend's prices decide."""
 
 
 def _threads() -> int:

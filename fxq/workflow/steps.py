@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
 
@@ -21,6 +21,9 @@ from fxq.common.data import Batch, as_batch, check_batch, device_of
 from fxq.common.file_kinds import no_module
 from fxq.common.names import check_names, is_writable
 from fxq.common.train_mode import first_in_train_mode
+from fxq.cost.cache import machine_costs
+from fxq.cost.prices import regions_of
+from fxq.cost.probe import Prober
 from fxq.errors import InputError, RecipeError, warn
 from fxq.graph.info import info, set_info
 from fxq.graph.program import IsolatedGraph
@@ -161,13 +164,14 @@ The passes between the two are slow, and most graphs are the same for several ba
 
 
 def to_qdq(
-    manager: PassManager, qdq_cache: QdqCache | None = None
+    manager: PassManager, qdq_cache: QdqCache | None = None, is_trial: bool = False
 ) -> tuple[PassManager, ReducedRange | None, Sequence[Pass]]:
     """Run the passes from calibration to the qdq graph, up to the first pass that uses prices.
 
     Args:
         manager: manager of the calibrated graph.
         qdq_cache: qdq graphs of the same model for other backends; the new one is added.
+        is_trial: whether the graph is only timed: passes that run it on samples, to fit its numbers, are left out.
 
     Returns:
         The manager of the resulting graph, the role that has 7 bits in it, and the passes that are left.
@@ -191,6 +195,9 @@ def to_qdq(
     slow = next((i for i, step in enumerate(passes[:priced]) if step.samples_read), priced)
 
     def run() -> tuple[PassManager, ReducedRange | None]:
+        if is_trial:
+            manager.run([step for step in passes[:priced] if not _runs_samples(step)])
+            return manager, None
         after, reduced = run_with_reduced_range(manager, passes[:slow])
         after.run(passes[slow:priced])
         return after, reduced
@@ -204,6 +211,10 @@ def to_qdq(
     qdq_cache.append((before, after.fork(), reduced, heard))
     warn_again(heard)
     return after, reduced, left
+
+
+def _runs_samples(step: Pass) -> bool:
+    return bool(step.samples_read) or isinstance(step, fxq.passes.KeepSmallValues)
 
 
 def warn_again(heard: Iterable[warnings.WarningMessage]) -> None:
@@ -237,24 +248,55 @@ def converted(
     return finished(manager, left, reduced)
 
 
+@dataclass(frozen=True)
+class Trial:
+    """Model lowered for one backend with all possible ops on integers, to time it; unverified, with unfitted biases.
+
+    Attributes:
+        lowered: the lowered graph.
+        manager: manager of its qdq graph.
+    """
+
+    lowered: fx.GraphModule
+    manager: PassManager
+
+    def least_share(self) -> float:
+        """Lower bound of the share of its time that is left if ops run in float where that is faster; 0 if unknown.
+
+        By the backend's own prices of ops, or by the price table, without conversions between integers and floats.
+        """
+        gm, context = self.manager.gm, self.manager.context
+        prices = context.backend.prices(gm, context.example)
+        if prices is not None:
+            pairs = [(cost.int8_us or cost.float_us, cost.float_us) for cost in prices.ops.values()]
+        else:
+            prober = Prober(context.backend, context.recipe, machine_costs(), measures=False)
+            estimates = [prober.estimate(gm, region) for region in regions_of(gm, list(gm.graph.nodes)).values()]
+            pairs = [pair for pair in estimates if pair is not None]
+            if len(pairs) < len(estimates):
+                return 0.0
+        int8 = sum(pair[0] for pair in pairs)
+        return sum(map(min, pairs)) / int8 if int8 else 0.0
+
+
 def all_on_integers(
     observed: ObservedModel, recipe: Recipe | None = None, qdq_cache: QdqCache | None = None
-) -> fx.GraphModule | None:
-    """Lower a calibrated model for one backend with all possible ops on integers, unverified, to time it.
+) -> Trial | None:
+    """Lower a calibrated model for one backend with all possible ops on integers, to time it.
 
     Args:
         observed: the model.
         recipe: the recipe; None: the one that the model was prepared with.
-        qdq_cache: see `to_qdq`.
+        qdq_cache: qdq graphs of other trials, see `to_qdq`.
 
     Returns:
-        The lowered graph; None if the recipe measures no prices, so that a conversion takes hardly longer.
+        The trial; None if the recipe measures no prices, so that a conversion takes hardly longer.
     """
     if (recipe or observed.manager.context.recipe).optimize != "speed":
         return None
-    manager, _, _ = to_qdq(observed_with(observed, recipe), qdq_cache)
+    manager, _, _ = to_qdq(observed_with(observed, recipe), qdq_cache, is_trial=True)
     context = replace(manager.context, units={}, regions={})
-    return lowered_copy(manager.gm, manager.gm.graph, context, lambda rewriter, copies: None)
+    return Trial(lowered_copy(manager.gm, manager.gm.graph, context, lambda rewriter, copies: None), manager)
 
 
 def finished(manager: PassManager, left: Sequence[Pass], reduced: ReducedRange | None = None) -> QuantizedModel:

@@ -215,3 +215,11 @@ def test_sizes_are_numbers():
     fx_graph.output(fx_graph.call_function(OPS["reshape"].target, (x,), {"shape": (first, -1)}))
     written = write_onnx(fx.GraphModule({}, fx_graph), [normal(2, 3, 4)])
     assert run_onnxruntime(written.model, [normal(2, 3, 4)])[0].shape == (2, 12)
+
+
+def test_results_that_are_cached_tell_numbers_of_other_types_apart():
+    """1 and 1.0 are equal, and give results of other dtypes."""
+    x = torch.ones(2, dtype=torch.int64)
+    integer, real = (graph(module(add), x) for add in (lambda self, x: x + 1, lambda self, x: x + 1.0))
+    dtypes = [write_onnx(gm, [x]).outputs[0].dtype for gm in (integer, real, integer)]
+    assert dtypes == [torch.int64, torch.float32, torch.int64]

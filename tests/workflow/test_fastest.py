@@ -11,12 +11,14 @@ from torch import nn
 
 import fxq
 from fxq.backends import engine
+from fxq.backends.base import Prices
 from fxq.backends.by_name import fastest_order
 from fxq.backends.packed.quantized_tensors import has_engine
 from fxq.common.metrics import sqnr
-from fxq.graph.info import info
+from fxq.cost.probe import Prober
+from fxq.graph.info import Cost, info
 from fxq.workflow import fastest
-from fxq.workflow.steps import converted
+from fxq.workflow.steps import Trial, all_on_integers, converted
 from tests.support.graphs import equal
 
 pytestmark = [pytest.mark.any_cpu, pytest.mark.filterwarnings("ignore::fxq.FxqWarning")]
@@ -253,14 +255,19 @@ def test_threads_without_a_cpu_each_time_nothing(net, monkeypatch, cpus, busy, t
 
 
 @needs_fbgemm
-@pytest.mark.parametrize("far", [None, 3.0], ids=["the leader is right", "the leader is inaccurate"])
-def test_clearly_slower_backends_are_not_converted(net, monkeypatch, far):
-    """With prices, backends are timed before they are converted, and the quickest is converted first."""
+@pytest.mark.parametrize(("share", "far", "count"), [(0.5, None, 2), (0.85, None, 1), (0.5, 3.0, 4), (0.85, 3.0, 2)])
+def test_backends_that_cannot_win_are_not_converted(net, monkeypatch, share, far, count):
+    """With prices, backends are timed before they are converted, and the quickest is converted first.
+
+    Others are converted if they would be faster with the share of their time that prices leave: 0.85 of 1.6 is too much
+    beside 1.0. A leader that is inaccurate rules nothing out.
+    """
     model, x = net
     trial = dict(zip(fastest_order(), [9.0, 2.2, 1.0, 1.6, 2.4], strict=True))
     monkeypatch.setattr(
         fastest, "times_in_turns", lambda calls, *_: {i: [trial[fastest_order()[int(i)]]] for i in calls}
     )
+    monkeypatch.setattr(Trial, "least_share", lambda trial: share)
     planted(monkeypatch, [1.0] * TRIED)
     seen = []
 
@@ -274,12 +281,32 @@ def test_clearly_slower_backends_are_not_converted(net, monkeypatch, far):
     monkeypatch.setattr(fastest, "converted", convert)
     q = fxq.quantize(model, FASTEST.with_optimize("speed"), data=[x])
     order = sorted(fastest_order(), key=trial.__getitem__)
-    assert seen == order[:2] if far is None else seen == order[:4]
+    assert seen == order[:count]
     dropped = [attempt for attempt in q.attempts if attempt.why]
     assert {attempt.backend for attempt in dropped} == set(fastest_order()) - set(seen)
     assert all("not converted: with all possible ops on integers it takes" in attempt.why for attempt in dropped)
     assert all((attempt.us is None) == bool(attempt.why) for attempt in q.attempts)
     assert q.backend == next(name for name in fastest_order() if name in seen and (far is None or name != order[0]))
+
+
+def test_a_trial_fits_nothing_and_bounds_what_float_ops_gain(net, monkeypatch):
+    model, x = net
+    observed = fxq.prepare(model, fxq.Recipe.static(backend="x86"), example_inputs=x)
+    observed(x)
+    trial = all_on_integers(observed)
+    assert {"choose-grids", "insert-qdq"} <= {shot.name for shot in trial.manager.history}
+    assert not {"keep-small-values", "correct-bias"} & {shot.name for shot in trial.manager.history}
+    assert sqnr(model(x), trial.lowered(x)) > 20
+    backend = trial.manager.context.backend
+    assert backend.prices(trial.manager.gm, trial.manager.context.example) is None
+    assert 0.0 <= trial.least_share() <= 1.0  # by the price table; 0 for CPUs without one
+    monkeypatch.setattr(Prober, "estimate", lambda prober, gm, region: (4.0, 1.0))
+    assert trial.least_share() == 0.25
+    monkeypatch.setattr(Prober, "estimate", lambda prober, gm, region: None)
+    assert trial.least_share() == 0.0
+    costs = dict(enumerate([Cost(2.0, 1.0), Cost(1.0, 3.0), Cost(4.0)]))  # 1 + 1 + 4 of 1 + 3 + 4 microseconds
+    monkeypatch.setattr(type(backend), "prices", lambda *_: Prices(costs))
+    assert trial.least_share() == 0.75
 
 
 @needs_fbgemm

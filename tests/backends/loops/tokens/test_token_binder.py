@@ -266,7 +266,8 @@ def test_layers_that_round_their_input_are_steps(options, batch):
         warnings.simplefilter("ignore", fxq.FxqWarning)  # small layers are faster in float
         qmodel = fxq.quantize(Decoder().eval(), recipe, example_inputs=inputs(5, length=3))
     got = generated(qmodel, call, batch=batch)
-    assert len(programs(qmodel)) == 2  # before the attention, and after it
+    has_loop = "weight" in options or loops("few_rows_loops").HAS_ROW_DOT  # int8 without VNNI is PyTorch's
+    assert len(programs(qmodel)) == (2 if has_loop else 0)  # before the attention, and after it
     for ours, theirs in zip(got, generated(qmodel, plain, batch=batch), strict=True):
         assert sqnr(theirs, ours) > 45  # a value between two integers may be rounded to either
 
