@@ -23,6 +23,7 @@ from fxq.ledger.comparison import Comparison
 from fxq.model import QuantizedModel
 from fxq.quant.stored_grids import storing_grids
 from fxq.recipe.recipe import as_recipe
+from fxq.tuning.effort import Effort, best, check_effort, quick
 from fxq.workflow.calibrate import EVERY, merge_calibrations
 from fxq.workflow.entry import float_model, trainable_model
 from fxq.workflow.observed_model import ObservedModel
@@ -40,6 +41,7 @@ def quantize(
     checkpoint: str | os.PathLike[str] | None = None,
     group: Any = AUTO,
     weights: str | os.PathLike[str] | None = None,
+    effort: Effort = "default",
 ) -> QuantizedModel:
     """Quantize a float model: trace, calibrate on `data`, convert, lower, verify. The float model is not changed.
 
@@ -67,6 +69,10 @@ def quantize(
             different layers in float.
         weights: weights of a model on the meta device: a safetensors file, or a folder with `model.safetensors`, or
             with `model.safetensors.index.json` and the files that it names.
+        effort: "fast": nothing is timed, so that every op that can runs on integers, and passes fit and verify on fewer
+            samples. "best": other observers and passes that choose the rounding of weights are tried, and the most
+            accurate are used, with the fastest of all installed backends unless the recipe names one. Takes many times
+            as long, and keeps the data in memory.
 
     Returns:
         A `QuantizedModel` for the recipe's backend. Its `output_sqnr` compares it with the float model on recorded
@@ -83,8 +89,14 @@ def quantize(
         >>> qmodel(torch.rand(1, 3, 16, 16)).shape
         torch.Size([1, 4, 12, 12])
     """
+    check_effort(effort)
     chosen = as_recipe(recipe)
     with reading_weights(model, weights) as readable, storing_grids(checkpoint if data is None else None):
+        if effort == "fast":
+            chosen = quick(chosen)
+        elif effort == "best":
+            data = list(data) if data is not None else None
+            chosen = best(float_model(readable), chosen, data, group, progress)
         return quantize_model(readable, chosen, data, example_inputs, progress, checkpoint, group)
 
 
