@@ -101,7 +101,7 @@ def test_a_model_in_parts(chosen, monkeypatch):
 
 
 def test_the_effort_is_checked(monkeypatch):
-    with pytest.raises(fxq.RecipeError, match="unknown effort 'fats'.*fast"):
+    with pytest.raises(fxq.RecipeError, match=r"unknown effort 'fats'.*fast"):
         fxq.quantize(network(), data=images(1), effort="fats")
     monkeypatch.setattr(effort.Ranks, "of", lambda group: SimpleNamespace(size=2))
     with pytest.raises(fxq.RecipeError, match="one process"):
