@@ -170,8 +170,8 @@ class _Counting(Runner):
 
     def compute(self, node: fx.Node) -> Any:
         if node in self.counts:
-            (x, *_), given = arguments_of(node, self.values)
-            options: dict[str, Any] = {**options_of(node), **given}
+            (x, *_), kwargs = arguments_of(node, self.values)
+            options: dict[str, Any] = {**options_of(node), **kwargs}
             wide: Any = {**options, "qmin": -_WIDE, "qmax": _WIDE, "dtype": torch.int32}
             target: Any = node.target
             self.counts[node].add(target(x, **wide), options["qmin"], options["qmax"])

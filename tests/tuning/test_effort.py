@@ -86,17 +86,19 @@ def test_the_best_recipe_is_no_worse():
     assert sqnrs[1] > sqnrs[0] + 1  # dB
 
 
+@pytest.mark.slow
 def test_the_best_recipe_is_for_the_fastest_backend(monkeypatch):
     monkeypatch.setattr(fastest, "fastest_order", lambda: ("x86", "reference"))
     qmodel = fxq.quantize(network(), data=images(), effort="best")
     assert [attempt.backend for attempt in qmodel.attempts] == ["x86", "reference"]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::fxq.FxqWarning")
 @pytest.mark.parametrize("chosen", ["fast", "best"])
 def test_a_model_in_parts(chosen, monkeypatch):
     monkeypatch.setattr(fastest, "fastest_order", lambda: ("x86",))
-    qmodel = fxq.quantize(Untraceable().eval(), data=images(2), effort=chosen)
+    qmodel = fxq.quantize(Untraceable().eval(), data=images(2), effort=chosen, progress=False)
     assert len(qmodel.parts) == 2 and qmodel.output_sqnr > 20
 
 
