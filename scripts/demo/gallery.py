@@ -120,11 +120,11 @@ def row(subject: Subject, name: str, tool: Tool, expected: Any) -> tuple[dict[st
 def shown(name: str, rows: Sequence[dict[str, Any]]) -> str:
     """Table of one network for the terminal."""
     kinds = next((list(entry["quality"]) for entry in rows if "quality" in entry), [])
-    cells = [
-        [entry["tool"], *(entry.get("quality", {}).get(kind) for kind in kinds)]
-        + [entry.get("ms"), entry.get("bytes", 0) / 1e6 or None, entry.get("seconds"), entry.get("why", "")]
-        for entry in rows
-    ]
+    cells = []
+    for entry in rows:
+        quality = [entry.get("quality", {}).get(kind) for kind in kinds]
+        size = entry.get("bytes", 0) / 1e6 or None
+        cells.append([entry["tool"], *quality, entry.get("ms"), size, entry.get("seconds"), entry.get("why", "")])
     return tabulate(cells, headers=(name, *kinds, "ms", "MB", "to quantize, s", ""), floatfmt=".4g")
 
 

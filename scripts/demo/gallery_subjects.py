@@ -1,4 +1,4 @@
-"""The networks of the gallery: those of `scripts.bench.accuracy`, and ONNX files; each with a picture of its results."""
+"""Networks of the gallery: those of `scripts.bench.accuracy`, and ONNX files; each with a picture of its results."""
 
 from __future__ import annotations
 
@@ -18,17 +18,16 @@ import fxq
 from fxq import task_metrics
 from scripts.bench import accuracy_data
 from scripts.bench.accuracy_contenders import FilePart
-from scripts.bench.accuracy_data import PHOTOGRAPHS, photograph, pixels, scenes
+from scripts.bench.accuracy_data import photograph, pixels, scenes
 from scripts.bench.accuracy_faces import best
 from scripts.bench.accuracy_subjects import SUBJECTS, Subject
 from scripts.bench.number import sqnr
 from scripts.demo.data import held_out_pairs
 from scripts.demo.sequence_data import package
-from scripts.demo.sequence_subjects import Calls
 
 FILES = ("nudenet==3.4.2", "rapidocr-onnxruntime==1.4.4")
 """Packages with ONNX files, installed without what they depend on."""
-FLOAT, INT8 = (220, 40, 40), (30, 120, 255)
+FLOAT_COLOUR, INT8_COLOUR = (220, 40, 40), (30, 120, 255)
 """Colours of float results and of integer ones in pictures."""
 
 
@@ -87,7 +86,7 @@ def curves(a: Sequence[float], b: Sequence[float], size: tuple[int, int] = (480,
     """Two curves: float in red, int8 in blue over it, thinner."""
     image = Image.new("RGB", size, "white")
     draw, low, high = ImageDraw.Draw(image), min(*a, *b), max(*a, *b)
-    for values, colour, width in ((a, FLOAT, 5), (b, INT8, 2)):
+    for values, colour, width in ((a, FLOAT_COLOUR, 5), (b, INT8_COLOUR, 2)):
         xs = [6 + i * (size[0] - 12) / (len(values) - 1) for i in range(len(values))]
         ys = [size[1] - 6 - (v - low) / max(high - low, 1e-9) * (size[1] - 12) for v in values]
         draw.line(list(zip(xs, ys, strict=True)), fill=colour, width=width)
@@ -100,7 +99,7 @@ def with_boxes(picture: Tensor, a: Tensor, b: Tensor, height: int = 320) -> Imag
     scale = height / image.height
     image = image.resize((round(image.width * scale), height))
     draw = ImageDraw.Draw(image)
-    for boxes, colour, width in ((a, FLOAT, 6), (b, INT8, 2)):
+    for boxes, colour, width in ((a, FLOAT_COLOUR, 6), (b, INT8_COLOUR, 2)):
         for box in (scale * boxes).tolist():
             draw.rectangle(box, outline=colour, width=width)
     return image.quantize(128).convert("RGB")
@@ -172,8 +171,8 @@ def people(folders: Sequence[Path], count: int) -> Subject:
 
     def judge(a: Sequence[Tensor], b: Sequence[Tensor]) -> dict[str, float]:
         precision = task_metrics._boxes(b, a, detections, 0.5)
-        found = [sum(len(d[0]) for y in x for d in detections(y)) for x in (a, b)]
-        return {"AP, %": 100 * precision, "boxes": found[1], "SQNR, dB": sqnr(torch.cat([*a]), torch.cat([*b]))}
+        count = sum(len(scores) for output in b for _, scores, _ in detections(output))
+        return {"AP, %": 100 * precision, "boxes": count, "SQNR, dB": sqnr(torch.cat([*a]), torch.cat([*b]))}
 
     part = FilePart(model, data[0], data, path)
     return Subject("NudeNet (YOLOv8n)", [part], lambda calls: [calls[0](x) for x in inputs], judge)
@@ -185,7 +184,7 @@ def as_image(picture: Tensor) -> Image.Image:
 
 
 def people_found(subject: Subject, a: Sequence[Tensor], b: Sequence[Tensor]) -> Image.Image:
-    """What the detector finds in the astronaut's portrait."""
+    """Boxes that the detector finds in the astronaut's portrait."""
     picture = 255 * letterboxed(photograph("astronaut.png"))
     return with_boxes(picture, detections(a[0])[0][0], detections(b[0])[0][0])
 
@@ -266,7 +265,7 @@ def texts_read(subject: Subject, a: Sequence[Tensor], b: Sequence[Tensor]) -> Im
     draw, font = ImageDraw.Draw(image), ImageFont.load_default(size=18)
     for i, (_, x) in enumerate(rows):
         image.paste(as_image((x[0] + 1) * 127.5), (0, 52 * i))
-        for y, colour, left in ((a[i], FLOAT, 335), (b[i], INT8, 520)):
+        for y, colour, left in ((a[i], FLOAT_COLOUR, 335), (b[i], INT8_COLOUR, 520)):
             draw.text((left, 52 * i + 12), read(y)[0], fill=colour, font=font)
     return image
 

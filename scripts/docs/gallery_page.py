@@ -21,10 +21,10 @@ OPENING = """\
 # Gallery
 
 Networks that other people trained, each quantized in one call, `fxq.quantize(model, Recipe.static(backend="fastest"),
-data=...)`, beside NNCF's `quantize` and ONNX Runtime's `quantize_static` with their defaults (per-channel weights for the
-latter). Nothing is excluded by hand. Quality is judged on data that calibrated nothing, with the kernels of the machine;
-where a quantity compares with the float network, that network has the best value. Milliseconds are CPU time of one thread,
-all parts of a network on one input; seconds to quantize are CPU time. In pictures, float is red and int8 is blue.
+data=...)`, beside NNCF's `quantize` and ONNX Runtime's `quantize_static` with their defaults (per-channel weights for
+the latter). Nothing is excluded by hand. Quality is judged on data that calibrated nothing, with the kernels of the
+machine. Milliseconds are CPU time of one thread, all parts of a network on one input; seconds to quantize are CPU time.
+In pictures, float is red and int8 is blue.
 
 `python -m scripts.demo.gallery --install FOLDER` fetches the packages and repeats it."""
 
