@@ -129,7 +129,7 @@ def enlarged(subject: Subject, a: Sequence[Tensor], b: Sequence[Tensor]) -> Imag
     images = []
     for x in (torch.nn.functional.interpolate(low, a[0].shape[-2:], mode="nearest"), a[0], b[0]):
         values = (255 * x[0, 0].clamp(0, 1)).byte().numpy()
-        images.append(Image.fromarray(values).crop((0, 0, 200, 200)).convert("RGB"))
+        images.append(Image.fromarray(values[:200, :200]).convert("RGB"))
     return beside(images)
 
 
