@@ -40,5 +40,8 @@ def test_a_row_has_the_quality_and_a_failure_its_reason():
 
     result, outputs = gallery.row(subject, "broken", broken, model(x))
     assert outputs is None and result == {"tool": "broken", "why": "ValueError: no such op"}
-    rows = [{**result}, {"tool": "float", "quality": {"a": 1.0}, "ms": 1.0, "bytes": 1e6, "seconds": 2.0, "backends": []}]
+    rows = [
+        {**result},
+        {"tool": "float", "quality": {"a": 1.0}, "ms": 1.0, "bytes": 1e6, "seconds": 2.0, "backends": []},
+    ]
     assert "| float | 1 | 1 | 1 |  |" in gallery_page.table(rows) and "broken" not in gallery_page.table(rows)

@@ -128,6 +128,14 @@ def shown(name: str, rows: Sequence[dict[str, Any]]) -> str:
     return tabulate(cells, headers=(name, *kinds, "ms", "MB", "to quantize, s", ""), floatfmt=".4g")
 
 
+def store(path: Path, key: str, exhibit: dict[str, Any]) -> None:
+    """Write the rows of a network into the file, in place of those that it had."""
+    stored = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    stored[key] = exhibit
+    text = json.dumps({name: stored[name] for name in EXHIBITS if name in stored}, indent=1, ensure_ascii=False)
+    path.write_text(text + "\n", encoding="utf-8")
+
+
 def main() -> None:
     """Run the gallery, and write its JSON and its pictures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -147,23 +155,18 @@ def main() -> None:
         except Missing as missing:
             print(f"{key}: {missing}", file=sys.stderr)
             continue
+        about = {"name": subject.name, "source": exhibit.source, "shows": exhibit.shows, "machine": machine()}
         results: list[dict[str, Any]] = []
-        by_tool: dict[str, Any] = {}
         with threads_set_to(1), torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             expected = subject.outputs([part.model for part in subject.parts])
             for name, tool in TOOLS.items():
-                result, by_tool[name] = row(subject, name, tool, expected)
+                result, outputs = row(subject, name, tool, expected)
                 results.append(result)
-        if by_tool["int8, fxq"] is not None:
-            exhibit.picture(subject, expected, by_tool["int8, fxq"]).save(
-                arguments.pictures / f"{key}.png", optimize=True
-            )
-        about = {"name": subject.name, "source": exhibit.source, "shows": exhibit.shows, "machine": machine()}
-        stored = json.loads(arguments.json.read_text(encoding="utf-8")) if arguments.json.exists() else {}
-        stored[key] = {**about, "rows": results}
-        text = json.dumps({k: stored[k] for k in EXHIBITS if k in stored}, indent=1, ensure_ascii=False)
-        arguments.json.write_text(text + "\n", encoding="utf-8")
+                store(arguments.json, key, {**about, "rows": results})  # each row at once: one can take many minutes
+                if tool is own and outputs is not None:
+                    picture = exhibit.picture(subject, expected, outputs)
+                    picture.save(arguments.pictures / f"{key}.png", optimize=True)
         print(shown(subject.name, results), end="\n\n", flush=True)
 
 

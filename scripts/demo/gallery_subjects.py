@@ -15,7 +15,6 @@ from PIL import Image, ImageDraw
 from torch import Tensor
 
 import fxq
-from fxq import task_metrics
 from scripts.bench import accuracy_data
 from scripts.bench.accuracy_contenders import FilePart
 from scripts.bench.accuracy_data import photograph, pixels, scenes
@@ -168,9 +167,10 @@ def people(folders: Sequence[Path], count: int) -> Subject:
     judged = [photograph("astronaut.png"), *to_pictures(scenes(names[2:], first=48, count=12, of_each=4))]
     data = [(letterboxed(picture)[None],) for picture in calibration]
     inputs = [letterboxed(picture)[None] for picture in judged]
+    metric = fxq.task_metrics.boxes(model, inputs, detections)
 
     def judge(a: Sequence[Tensor], b: Sequence[Tensor]) -> dict[str, float]:
-        precision = task_metrics._boxes(b, a, detections, 0.5)
+        precision = metric.score(b, a)
         count = sum(len(scores) for output in b for _, scores, _ in detections(output))
         return {"AP, %": 100 * precision, "boxes": count, "SQNR, dB": sqnr(torch.cat([*a]), torch.cat([*b]))}
 
@@ -246,10 +246,11 @@ def texts(folders: Sequence[Path], count: int) -> Subject:
     judged = lines(60, seed=1)
 
     read = reader(path)
+    metric = fxq.task_metrics.text(model, [x for _, x in judged], read)
 
     def judge(a: Sequence[Tensor], b: Sequence[Tensor]) -> dict[str, float]:
         right = sum(read(y)[0] == word for y, (word, _) in zip(b, judged, strict=True))
-        agreement = task_metrics._text(b, a, read)
+        agreement = metric.score(b, a)
         return {"texts right, %": 100 * right / len(judged), "letters as in float, %": 100 * agreement}
 
     part = FilePart(model, data[0], data, path)
