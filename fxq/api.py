@@ -268,9 +268,10 @@ def compare(
         >>> table = compare(model, qmodel, [torch.rand(1, 3, 16, 16) for _ in range(4)])
         >>> [row.name for row in table], table.output_sqnr > 20, table.batches
         (['_1', '_2'], True, 4)
-        >>> metric = fxq.task_metrics.top_class(model, [torch.rand(8, 3, 16, 16)])
-        >>> compare(model, qmodel, [torch.rand(1, 3, 16, 16)], metric).metric
-        (1.0, 1.0)
+        >>> metric = fxq.task_metrics.cosine(model, [torch.rand(8, 3, 16, 16)])
+        >>> in_float, in_int8 = compare(model, qmodel, [torch.rand(1, 3, 16, 16)], metric).metric
+        >>> 0.99 < in_int8 <= in_float
+        True
     """
     comparison = compare_models(a, b, data, progress)
     if metric is None:

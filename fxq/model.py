@@ -339,7 +339,7 @@ class QuantizedModel(Quantized):
         Example:
             >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval()
             >>> data = [torch.rand(64, 8)]
-            >>> qmodel = fxq.quantize(model, data=data)
+            >>> qmodel = fxq.quantize(model, fxq.Recipe.static(optimize="coverage"), data=data)
             >>> qmodel.clipped(data).share < 0.01, qmodel.clipped([4 * data[0]]).worst.share > 0.5
             (True, True)
         """
