@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import fx, nn
 
 from fxq.calibration.ranks import AUTO
+from fxq.common.isolation import untouched
 from fxq.dispatch import (
     calibrate_model,
     compare_models,
@@ -23,8 +25,10 @@ from fxq.ledger.comparison import Comparison
 from fxq.model import QuantizedModel
 from fxq.quant.stored_grids import storing_grids
 from fxq.recipe.recipe import as_recipe
+from fxq.tuning.effort import Effort, best, check_effort, quick
+from fxq.tuning.trials import Metric, metric_value
 from fxq.workflow.calibrate import EVERY, merge_calibrations
-from fxq.workflow.entry import float_model, trainable_model
+from fxq.workflow.entry import compared_model, float_model, trainable_model
 from fxq.workflow.observed_model import ObservedModel
 from fxq.workflow.steps import manager_for, observed_with, phases, prepared
 from fxq.workflow.training_model import TrainingModel
@@ -40,6 +44,7 @@ def quantize(
     checkpoint: str | os.PathLike[str] | None = None,
     group: Any = AUTO,
     weights: str | os.PathLike[str] | None = None,
+    effort: Effort = "default",
 ) -> QuantizedModel:
     """Quantize a float model: trace, calibrate on `data`, convert, lower, verify. The float model is not changed.
 
@@ -67,6 +72,10 @@ def quantize(
             different layers in float.
         weights: weights of a model on the meta device: a safetensors file, or a folder with `model.safetensors`, or
             with `model.safetensors.index.json` and the files that it names.
+        effort: "fast": nothing is timed, so that every op that can runs on integers, and passes fit and verify on fewer
+            samples. "best": other observers and passes that choose the rounding of weights are tried, and the most
+            accurate are used, with the fastest of all installed backends unless the recipe names one. Takes many times
+            as long, and keeps the data in memory.
 
     Returns:
         A `QuantizedModel` for the recipe's backend. Its `output_sqnr` compares it with the float model on recorded
@@ -83,8 +92,14 @@ def quantize(
         >>> qmodel(torch.rand(1, 3, 16, 16)).shape
         torch.Size([1, 4, 12, 12])
     """
+    check_effort(effort)
     chosen = as_recipe(recipe)
     with reading_weights(model, weights) as readable, storing_grids(checkpoint if data is None else None):
+        if effort == "fast":
+            chosen = quick(chosen)
+        elif effort == "best":
+            data = list(data) if data is not None else None
+            chosen = best(float_model(readable), chosen, data, group, progress)
         return quantize_model(readable, chosen, data, example_inputs, progress, checkpoint, group)
 
 
@@ -223,7 +238,9 @@ def convert(observed: ObservedModel | TrainingModel, recipe: Any = None) -> Quan
     return convert_model(observed, recipe)
 
 
-def compare(a: Any, b: QuantizedModel, data: Iterable[Any], *, progress: bool | None = None) -> Comparison:
+def compare(
+    a: Any, b: QuantizedModel, data: Iterable[Any], metric: Metric | None = None, *, progress: bool | None = None
+) -> Comparison:
     """Compare a quantized model with its float model, or with another quantized model of it, layer by layer.
 
     Both models run on every batch. Only sums are stored, so memory does not grow with the amount of data. Padding
@@ -233,11 +250,13 @@ def compare(a: Any, b: QuantizedModel, data: Iterable[Any], *, progress: bool | 
         a: the float model that was passed to `quantize`, or another quantized model of it.
         b: a quantized model.
         data: batches, as for `quantize`.
+        metric: function of a model that returns its quality as a number, larger is better, as for `search`;
+            `fxq.task_metrics` has some. Both models are judged by it.
         progress: whether to show a progress bar. Default: only if stderr is a terminal.
 
     Returns:
         A table with a row per layer: SQNR, cosine and largest error of its output. Against a float model, also the SQNR
-        of the layer alone, run on the float model's values.
+        of the layer alone, run on the float model's values. With a metric, its value for both models.
 
     Raises:
         InputError: `b` was not made from `a`; `data` is empty; or a model does not run on a batch (the message says on
@@ -249,8 +268,17 @@ def compare(a: Any, b: QuantizedModel, data: Iterable[Any], *, progress: bool | 
         >>> table = compare(model, qmodel, [torch.rand(1, 3, 16, 16) for _ in range(4)])
         >>> [row.name for row in table], table.output_sqnr > 20, table.batches
         (['_1', '_2'], True, 4)
+        >>> metric = fxq.task_metrics.cosine(model, [torch.rand(8, 3, 16, 16)])
+        >>> in_float, in_int8 = compare(model, qmodel, [torch.rand(1, 3, 16, 16)], metric).metric
+        >>> 0.99 < in_int8 <= in_float
+        True
     """
-    return compare_models(a, b, data, progress)
+    comparison = compare_models(a, b, data, progress)
+    if metric is None:
+        return comparison
+    inside = compared_model(a, b) if isinstance(b, QuantizedModel) else float_model(a)
+    with untouched(inside), untouched(b):
+        return replace(comparison, metric=(metric_value(metric, inside), metric_value(metric, b)))
 
 
 def load(

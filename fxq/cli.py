@@ -79,6 +79,7 @@ def main(traceback: bool) -> None:
 )
 @click.option("--backend", help="Backend instead of the recipe's: auto, fastest, x86, openvino, ...")
 @click.option("--optimize", help="Goal instead of the recipe's: speed or coverage.")
+@click.option("--effort", default="default", show_default=True, help="fast, default or best, see fxq.quantize.")
 @click.option("--threads", type=click.IntRange(min=1), help="Number of threads. Default: PyTorch's setting.")
 @click.option(
     "-o",
@@ -96,6 +97,7 @@ def quantize(
     recipe: str,
     backend: str | None,
     optimize: str | None,
+    effort: Any,
     threads: int | None,
     output: Path,
     report: Path | None,
@@ -126,7 +128,7 @@ def quantize(
     if weights is not None:
         _load_weights(module, weights)
     module.eval()
-    qmodel = fxq.quantize(module, chosen, data=_called(data, "data", callable))
+    qmodel = fxq.quantize(module, chosen, data=_called(data, "data", callable), effort=effort)
     if exported:
         qmodel.export(output)
     else:

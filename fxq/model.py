@@ -7,7 +7,7 @@ import functools
 import inspect
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,12 @@ from fxq.backends import cpu
 from fxq.backends.by_name import recipe_name
 from fxq.backends.loops.tokens.token_binder import growing_kinds
 from fxq.common.attributes import FloatAttributes
-from fxq.common.data import check_finite
+from fxq.common.data import batches, check_finite
 from fxq.common.isolation import unshare
 from fxq.common.names import check_names
 from fxq.errors import InputError, RecipeError
 from fxq.graph.plain_data import NodeData, from_data, to_data
+from fxq.ledger.clipped import Clipped, count_clipped
 from fxq.ledger.comparison import Comparison
 from fxq.ledger.decisions import Decisions
 from fxq.ledger.float_record import FloatRecord
@@ -317,6 +318,32 @@ class QuantizedModel(Quantized):
             RenderError: the file cannot be written.
         """
         return write_report(self, path, comparison, example_inputs, tuning)
+
+    def clipped(self, data: Iterable[Any]) -> Clipped:
+        """Count the values that the calibrated grids clip, to notice in production that inputs have changed.
+
+        Calibration may leave a small share outside of a grid on purpose: compare with the table for calibration data.
+        The q/dq graph runs beside the model, so that the counts are those of every backend; calls without it cost
+        nothing. Run it on samples of the requests.
+
+        Args:
+            data: batches, as for `fxq.quantize`.
+
+        Returns:
+            A table with a row for each grid. Ranges that are computed at run time clip nothing, and have no row.
+
+        Raises:
+            InputError: `data` is empty, or the model does not run on a batch.
+            CalibrationError: a batch has NaN or +Inf.
+
+        Example:
+            >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval()
+            >>> data = [torch.rand(64, 8)]
+            >>> qmodel = fxq.quantize(model, fxq.Recipe.static(optimize="coverage"), data=data)
+            >>> qmodel.clipped(data).share < 0.01, qmodel.clipped([4 * data[0]]).worst.share > 0.5
+            (True, True)
+        """
+        return count_clipped(self, {"": self}, batches(data, self))
 
     def profile(self, *, example_inputs: Any = None) -> Profile:
         """Latency of every node in microseconds, and of every layer that an engine runs inside a region.

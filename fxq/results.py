@@ -3,6 +3,7 @@
 from fxq.common.metrics import nbytes
 from fxq.diagnosis import Diagnosis
 from fxq.integrations.memory_estimate import MemoryEstimate
+from fxq.ledger.clipped import Clipped
 from fxq.ledger.comparison import Comparison
 from fxq.ledger.layer_qparams import LayerQParams
 from fxq.ledger.ledger import Ledger
@@ -26,6 +27,7 @@ from fxq.workflow.training_model import TrainingModel
 __all__ = [
     "Bisection",
     "BitsResult",
+    "Clipped",
     "Comparison",
     "Diagnosis",
     "Diff",

@@ -1,4 +1,4 @@
-"""Metrics of tasks, for `fxq.search`: agreement of a quantized model with its float model on text, boxes and others.
+"""Metrics of tasks, for `fxq.search` and `fxq.compare`: agreement with the float model on text, boxes and others.
 
 Each function runs the float model on the data once, and returns a metric: a function of a model that returns a number,
 where larger is better and the float model itself has the largest value.

@@ -50,11 +50,13 @@ class CorrectBias(Pass):
         least: number of values per channel, below which a layer is left alone: a fit would follow noise.
         samples: number of samples to use. Large models use half of the recorded samples, but at least 16, since a run
             in float and on integers takes about as long as calibration.
+        tested: whether a fit to few samples is tested on held-out samples. Else it is used as it is, shrunk.
     """
 
     scale: bool = True
     least: int = 64
     samples: int = 64
+    tested: bool = True
 
     bounds: ClassVar[Mapping[str, tuple[float, float]]] = {"least": (1, math.inf), "samples": (1, math.inf)}
     name: ClassVar[str] = "correct-bias"
@@ -79,7 +81,8 @@ class CorrectBias(Pass):
         with torch.no_grad(), seeded():
             sample_count = sum(samples_in(piece) or 1 for piece in pieces)
             enough = sample_count >= _MIN_SAMPLES if context.divisible else len(pieces) >= _PIECES
-            layers = self._fitted(rewriter, pieces, floats) if enough else self._validated(rewriter, pieces, floats)
+            once = enough or not self.tested
+            layers = self._fitted(rewriter, pieces, floats) if once else self._validated(rewriter, pieces, floats)
         for node, layer in layers.items():
             with rewriter.attributed("correct_bias", CorrectBias):
                 _write(rewriter, node, layer)

@@ -24,8 +24,6 @@ from fxq.quant.dynamic_grid import DynamicGrid, Grid
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.rewriting.rewriter import Rewriter
 
-MAX_SAMPLES = 8
-"""Maximum number of samples to run: the share of small values hardly differs from sample to sample."""
 MIN_CHECKED_BITS = 6
 """Bits below which a grid is not checked: it rounds many values to zero in any model, and the recipe asks for it."""
 
@@ -49,12 +47,18 @@ class KeepSmallValues(Pass):
             with outputs of GELU or SiLU rarely more than 0.25.
         least: minimum SQNR of the layer's result without these values, in dB, as the median over its rows (vectors of
             channels). 20 dB is an error of a tenth, several times that of ordinary rounding to 8 bits.
+        samples: about how many samples to run: the share of small values hardly differs from sample to sample.
     """
 
     most: float = 0.5
     least: float = 20.0
+    samples: int = 8
 
-    bounds: ClassVar[Mapping[str, tuple[float, float]]] = {"most": (0.0, 1.0), "least": (-math.inf, math.inf)}
+    bounds: ClassVar[Mapping[str, tuple[float, float]]] = {
+        "most": (0.0, 1.0),
+        "least": (-math.inf, math.inf),
+        "samples": (1, math.inf),
+    }
     name: ClassVar[str] = "keep-small-values"
     needs: ClassVar[Stage] = Stage.OBSERVED
     gives: ClassVar[Stage] = Stage.OBSERVED
@@ -86,7 +90,7 @@ class KeepSmallValues(Pass):
                     _Trial(rewriter.gm, batch, floats, losses, self.most).run()
             return losses
 
-        return on_samples(context, MAX_SAMPLES, run)
+        return on_samples(context, self.samples, run)
 
     def _float(self, why: str) -> Plan:
         fix = f'recipe.without_pass("{self.name}")'

@@ -259,3 +259,10 @@ def test_a_preset_is_known_where_nothing_else_of_fxq_was_imported(tmp_path):
     done = in_new_python("from fxq.cli import main; main()", *args, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "net.fxq").exists()
+
+
+def test_the_effort_is_an_option(run, recipe):
+    quantized(run, recipe, "--effort", "fast")
+    assert fxq.load("m.fxq").recipe.optimize == "coverage"
+    result = run("quantize", "commanded:make", "--data", "commanded:batches", "-o", "m.fxq", "--effort", "fats")
+    assert result.exit_code == 1 and "unknown effort 'fats'" in result.output

@@ -138,3 +138,19 @@ def test_images_without_detections():
         assert metric(Returns([[nothing, box]])) == 1
         assert metric(Returns([[box, box]])) == 0.5
         assert metric(Returns([[nothing, nothing]])) == 0
+
+
+def test_a_comparison_has_the_metric_of_both_models():
+    torch.manual_seed(0)
+    model, data = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).eval(), [torch.randn(64, 8)]
+    four = fxq.TensorSpec(bits=3, signed=True, symmetric=True, per="channel", observer="minmax")
+    qmodel = fxq.quantize(model, fxq.Recipe.static(weight=four, backend="reference"), data=data)
+    metric = task_metrics.top_class(model, data)
+    table = fxq.compare(model, qmodel, data, metric)
+    assert table.metric == (1.0, metric(qmodel)) and 0 < table.metric[1] < 1
+    assert f"metric {table.metric[1]:.4g} instead of 1; " in str(table) and '"metric"' in table.to_json()
+    assert fxq.compare(qmodel, qmodel, data, metric).metric == (table.metric[1], table.metric[1])
+    assert fxq.compare(model, qmodel, data).metric is None
+    for wrong, message in ((0.5, "metric is 0.5; give a function"), (lambda _: "good", "the metric returned 'good'")):
+        with pytest.raises(fxq.InputError, match=message):
+            fxq.compare(model, qmodel, data, wrong)

@@ -89,6 +89,7 @@ class Comparison(Rows[Any]):
             output is a float tensor.
         batches: number of batches.
         models: the quantized models that were compared, one or two.
+        metric: metric of the first and of the second model; None if there is none.
     """
 
     entries: tuple[Any, ...]
@@ -96,6 +97,7 @@ class Comparison(Rows[Any]):
     batches: int
     models: tuple[Quantized, ...] = field(compare=False)
     _write: Callable[[Comparison, Any], Path] = field(compare=False)
+    metric: tuple[float, float] | None = None
     _name: ClassVar[str] = "comparison"
     _key: ClassVar[str] = "layers"
     _choices: ClassVar[Mapping[str, Sequence[str]]] = dict.fromkeys(
@@ -130,10 +132,13 @@ class Comparison(Rows[Any]):
         return self._write(self, path)
 
     def _facts(self) -> dict[str, Any]:
-        return {"output_sqnr": self.output_sqnr, "batches": self.batches}
+        metric = {} if self.metric is None else {"metric": list(self.metric)}
+        return {"output_sqnr": self.output_sqnr, **metric, "batches": self.batches}
 
     def _short(self) -> str:
         output = "" if self.output_sqnr is None else f"the output agrees to {_words(self.output_sqnr)}; "
+        if self.metric is not None:
+            output += f"metric {self.metric[1]:.4g} instead of {self.metric[0]:.4g}; "
         worst = self.worst
         if worst is None:
             lowest = "no layers"

@@ -5,13 +5,15 @@ from __future__ import annotations
 import functools
 import os
 import types
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
+from fxq.common.data import batches
+from fxq.ledger.clipped import Clipped, count_clipped
 from fxq.ledger.layer_qparams import layers_of
 from fxq.ledger.ledger import Entry, Ledger
 from fxq.ledger.qparams_table import ModelQParams
@@ -63,6 +65,11 @@ class PartsModel:
         for graph in graphs_in(self).values():
             layers = {**layers_of(graph), **layers}
         return ModelQParams(layers)
+
+    def clipped(self, data: Iterable[Any]) -> Clipped:
+        """Count the values that the calibrated grids of all parts clip, see `QuantizedModel.clipped`."""
+        model: Any = self
+        return count_clipped(model, graphs_in(self), batches(data, model))
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Save the parts to one file, for `fxq.load(path, into=float_model)`. Float weights around them are not in it.

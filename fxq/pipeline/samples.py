@@ -14,12 +14,12 @@ from fxq.recipe.recipe import Recipe
 T = TypeVar("T")
 
 SAMPLES, BATCHES = 32, 8
-"""Minimum number of recorded samples, and number of batches that they are from, if the data has so many."""
+"""Number of recorded samples if no pass reads any, and number of batches that they are from, if there are so many."""
 
 
 def wanted(recipe: Recipe) -> int:
-    """Number of samples to record for the passes of a recipe."""
-    return max(SAMPLES, _read(recipe))
+    """Number of samples to record: as many as the passes of a recipe read."""
+    return _read(recipe) or SAMPLES
 
 
 def record(context: Context, batch: Batch) -> None:

@@ -7,7 +7,7 @@ import itertools
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from fxq.common.container_data import as_data, from_data
 from fxq.common.containers import Leaves, Structure
-from fxq.common.data import Batch
+from fxq.common.data import Batch, batches
 from fxq.common.files import as_path
 from fxq.errors import FileError, InputError, warn
+from fxq.ledger.clipped import Clipped, count_clipped
 from fxq.ledger.comparison import Comparison
 from fxq.ledger.ledger import Ledger
 from fxq.ledger.qparams_table import ModelQParams
@@ -205,6 +206,10 @@ class QuantizedPrograms(nn.Module):
     def qparams(self) -> ByProgram[ModelQParams]:
         """Return the weights, scales and zero points of every layer, for each program."""
         return ByProgram((name, model.qparams()) for name, model in self.programs.items())
+
+    def clipped(self, data: Iterable[Any]) -> Clipped:
+        """Count the values that the calibrated grids of all programs clip, see `QuantizedModel.clipped`."""
+        return count_clipped(self, self.programs, batches(data, self))
 
     def report(
         self, path: str | os.PathLike[str], comparisons: Mapping[str, Comparison] | None = None

@@ -62,7 +62,7 @@ def sensitivity(
         >>> sorted(row.path for row in layers), layers[0].sqnr <= layers[1].sqnr
         (['0', '2'], True)
     """
-    trials = _trials(model, recipe, data, None, progress)
+    trials = calibrated_trials(model, recipe, data, None, progress)
     with progress_bar("evaluating layers", None, progress) as advance:
         return ranked(trials, executor, advance)[0]
 
@@ -160,7 +160,7 @@ def search(
         raise InputError("search takes either a target or a budget.")
     if budget is not None:
         most = bits_of(budget)
-        trials = _trials(model, recipe, data, metric, progress)
+        trials = calibrated_trials(model, recipe, data, metric, progress)
         with progress_bar("searching", None, progress) as advance:
             return search_bits(trials, most, executor, advance)
     target_value: Any = target
@@ -168,7 +168,7 @@ def search(
         raise InputError(f"target is {target!r}; give a number: dB, or with a metric the largest acceptable drop.")
     if metric is not None and not callable(metric):
         raise InputError(f"metric is {metric!r}; give a function of a model that returns a number, larger is better.")
-    trials = _trials(model, recipe, data, metric, progress)
+    trials = calibrated_trials(model, recipe, data, metric, progress)
     min_score = float(target_value) if metric is None else trials.metric_of(trials.model) - float(target_value)
     if math.isnan(min_score):
         raise InputError("the metric returned NaN for the float model, so no drop from it can be computed.")
@@ -214,7 +214,7 @@ def bisect(model: nn.Module, q: QuantizedModel, data: Iterable[Any], *, progress
         return blamed(float_reference(model, q, samples[0]), q, samples, advance)
 
 
-def _trials(model: nn.Module, recipe: Any, data: Any, metric: Metric | None, progress: bool | None) -> Trials:
+def calibrated_trials(model: nn.Module, recipe: Any, data: Any, metric: Metric | None, progress: bool | None) -> Trials:
     """Calibrated model that candidates are derived from."""
     chosen: Recipe = as_recipe(recipe)
     if chosen.backend == FASTEST:

@@ -134,11 +134,7 @@ class Trials:
         """Return the metric of a model. Raises `InputError` if the metric does not return a number."""
         assert self.metric is not None
         with untouched(self.model):  # a metric may change the mode of the model
-            score = self.metric(model)
-        try:
-            return float(score)
-        except (TypeError, ValueError) as error:
-            raise InputError(f"the metric returned {score!r}; it must return a number, larger is better.") from error
+            return metric_value(self.metric, model)
 
     def sqnr(self, gm: nn.Module) -> float:
         """Return dB of a model's output against the float model's over all data, the minimum over its outputs."""
@@ -203,6 +199,17 @@ class Trials:
         self.observed.manager.context.samples[:] = samples
         for name, observer in observers.items():
             self.observed.set_submodule(name, observer)
+
+
+def metric_value(metric: Metric, model: nn.Module) -> float:
+    """Return the metric of a model. Raises `InputError` if the metric is no function or returns no number."""
+    if not callable(metric):
+        raise InputError(f"metric is {metric!r}; give a function of a model that returns a number, larger is better.")
+    score = metric(model)
+    try:
+        return float(score)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"the metric returned {score!r}; it must return a number, larger is better.") from error
 
 
 def settled(observed: ObservedModel, recipe: Recipe) -> PassManager:

@@ -13,7 +13,7 @@ import logging
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,30 @@ import fxq
 from scripts.bench.rivals import Call, input_names, onnx_call, onnx_session, write_float_onnx
 from scripts.bench.sequence_recipes import on_integers
 from scripts.demo.sequence_subjects import Part
+
+
+@dataclass(frozen=True)
+class FilePart(Part):
+    """A part that came as an ONNX file with one input.
+
+    Attributes:
+        path: the file.
+    """
+
+    path: Path = Path()
+
+    def file(self) -> bytes:
+        """The file with its input named as `input_names` does."""
+        import onnx
+
+        model = onnx.load(self.path)
+        (before,), (after,) = [node.name for node in model.graph.input], input_names(self.example)
+        model.graph.input[0].name = after
+        for node in model.graph.node:
+            node.input[:] = [after if name == before else name for name in node.input]
+        content: bytes = model.SerializeToString()
+        return content
+
 
 Contender = Callable[[Part, bool], tuple[Call, str]]
 """Quantizes a part, told whether it is a transformer; what runs it, and a note."""
@@ -117,49 +141,52 @@ def searched(recipe: fxq.Recipe, target: float) -> Contender:
 
 def nncf_static(fast: bool) -> Contender:
     """NNCF's `quantize`; `fast`: its default bias correction, which looks at each layer alone."""
+    return lambda part, is_transformer: (_simulated(nncf_file(part, is_transformer, fast)), "")
 
-    def make(part: Part, is_transformer: bool) -> tuple[Call, str]:
-        import nncf
-        import onnx
 
-        kind = nncf.ModelType.TRANSFORMER if is_transformer else None
-        rows = single(part.data)
-        with tempfile.TemporaryDirectory() as folder, quiet():
-            model = onnx.load(_float_onnx(part, folder))
-            wanted = {node.name for node in model.graph.input}
-            items = [{name: value for name, value in row.items() if name in wanted} for row in rows]
-            quantized = nncf.quantize(
-                model, nncf.Dataset(items), subset_size=len(items), model_type=kind, fast_bias_correction=fast
-            )
-        return _simulated(quantized.SerializeToString()), ""
+def nncf_file(part: Part, is_transformer: bool, fast: bool = True) -> bytes:
+    """ONNX file that NNCF's `quantize` makes of a part."""
+    import nncf
+    import onnx
 
-    return make
+    kind = nncf.ModelType.TRANSFORMER if is_transformer else None
+    rows = single(part.data)
+    with tempfile.TemporaryDirectory() as folder, quiet():
+        model = onnx.load(float_onnx(part, folder))
+        wanted = {node.name for node in model.graph.input}
+        items = [{name: value for name, value in row.items() if name in wanted} for row in rows]
+        quantized = nncf.quantize(
+            model, nncf.Dataset(items), subset_size=len(items), model_type=kind, fast_bias_correction=fast
+        )
+    content: bytes = quantized.SerializeToString()
+    return content
 
 
 def onnxruntime_static(method: str) -> Contender:
     """ONNX Runtime's `quantize_static`: preprocessed, QDQ, per-channel weights; `method`: how ranges are found."""
+    return lambda part, is_transformer: (_simulated(onnxruntime_file(part, method)), "")
 
-    def make(part: Part, is_transformer: bool) -> tuple[Call, str]:
-        from onnxruntime.quantization import CalibrationMethod, QuantFormat, QuantType, quantize_static
-        from onnxruntime.quantization.shape_inference import quant_pre_process
 
-        with tempfile.TemporaryDirectory() as folder, quiet():
-            path = _float_onnx(part, folder)
-            prepared, quantized = path.with_name("prepared.onnx"), path.with_name("int8.onnx")
-            quant_pre_process(path, prepared, skip_symbolic_shape=True)  # with it, it fails on MiniLM and on an LSTM
-            quantize_static(
-                prepared,
-                quantized,
-                Reader(named(part.data), prepared),
-                QuantFormat.QDQ,
-                per_channel=True,
-                activation_type=QuantType.QUInt8,
-                weight_type=QuantType.QInt8,
-                calibrate_method=CalibrationMethod[method],
-            )
-            return _simulated(quantized.read_bytes()), ""
+def onnxruntime_file(part: Part, method: str = "MinMax") -> bytes:
+    """ONNX file that ONNX Runtime's `quantize_static` makes of a part."""
+    from onnxruntime.quantization import CalibrationMethod, QuantFormat, QuantType, quantize_static
+    from onnxruntime.quantization.shape_inference import quant_pre_process
 
-    return make
+    with tempfile.TemporaryDirectory() as folder, quiet():
+        path = float_onnx(part, folder)
+        prepared, quantized = path.with_name("prepared.onnx"), path.with_name("int8.onnx")
+        quant_pre_process(path, prepared, skip_symbolic_shape=True)  # with it, it fails on MiniLM and on an LSTM
+        quantize_static(
+            prepared,
+            quantized,
+            Reader(named(part.data), prepared),
+            QuantFormat.QDQ,
+            per_channel=True,
+            activation_type=QuantType.QUInt8,
+            weight_type=QuantType.QInt8,
+            calibrate_method=CalibrationMethod[method],
+        )
+        return quantized.read_bytes()
 
 
 class Reader:
@@ -201,9 +228,13 @@ def open_sizes(data: Sequence[tuple[Tensor, ...]]) -> Mapping[str, Mapping[int, 
     return varying
 
 
-def _float_onnx(part: Part, folder: str) -> Path:
+def float_onnx(part: Part, folder: str) -> Path:
+    """Write the ONNX file of a part to a folder; `FilePart`s have it already."""
     path = Path(folder, "float.onnx")
-    write_float_onnx(part.model, part.example, path, open_sizes([part.example, *part.data]))
+    if isinstance(part, FilePart):
+        path.write_bytes(part.file())
+    else:
+        write_float_onnx(part.model, part.example, path, open_sizes([part.example, *part.data]))
     return path
 
 

@@ -1,0 +1,78 @@
+"""Write the page `gallery.md` from `gallery.json`, the rows of the gallery.
+
+    python -m scripts.docs.gallery_page [PAGE]
+
+A number of the page is changed by running `python -m scripts.demo.gallery`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).resolve().parent
+NOTE = """\
+<!-- Written by `python -m scripts.docs.gallery_page` from `scripts/docs/gallery.json`. Do not edit it: run
+`python -m scripts.demo.gallery`, and then the script. -->"""
+OPENING = """\
+# Gallery
+
+Networks that other people trained, each quantized in one call, `fxq.quantize(model, Recipe.static(backend="fastest"),
+data=...)`, beside NNCF's `quantize` and ONNX Runtime's `quantize_static` with their defaults (per-channel weights for
+the latter). Nothing is excluded by hand. Quality is judged on data that calibrated nothing, with the kernels of the
+machine. Milliseconds are CPU time of one thread, all parts of a network on one input; seconds to quantize are CPU time.
+In pictures, float is red and int8 is blue.
+
+`python -m scripts.demo.gallery --install FOLDER` fetches the packages and repeats it."""
+
+
+def page(exhibits: Mapping[str, Any]) -> str:
+    """The page as Markdown."""
+    parts = [NOTE, OPENING]
+    for key, exhibit in exhibits.items():
+        about = exhibit["machine"]
+        versions = ", ".join(f"{name} {about[name]}" for name in ("torch", "onnxruntime", "nncf"))
+        parts += [
+            f"## {exhibit['name']}",
+            f"From the package `{exhibit['source']}`. {about['CPU']}; {versions}.",
+            table(exhibit["rows"]),
+            *(f"{row['tool']} fails: {row['why']}" for row in exhibit["rows"] if "why" in row),
+        ]
+        if (FOLDER / "static" / "gallery" / f"{key}.png").exists():
+            parts.append(f"![{exhibit['shows']}](static/gallery/{key}.png)\n\n{exhibit['shows']}")
+    return "\n\n".join(parts) + "\n"
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Table of the tools that gave a result."""
+    rows = [row for row in rows if "quality" in row]
+    kinds = list(rows[0]["quality"])
+    lines = ["| " + " | ".join(["", *kinds, "ms", "MB", "to quantize, s"]) + " |", "|---" * (len(kinds) + 4) + "|"]
+    for row in rows:
+        quality = [number(row["quality"].get(kind)) for kind in kinds]
+        backends = ", ".join(dict.fromkeys(row["backends"]))
+        tool = f"{row['tool']} ({backends})" if backends else row["tool"]
+        seconds = "" if row["tool"].startswith("float") else number(row["seconds"])
+        cells = [tool, *quality, number(row["ms"]), number(row["bytes"] / 1e6), seconds]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def number(value: float | None) -> str:
+    """A number with four digits; none for an SQNR of equal values."""
+    return "" if value is None else f"{value:.4g}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Write the page Gallery from the rows of the gallery.")
+    parser.add_argument("target", nargs="?", type=Path, default=FOLDER / "gallery.md", help="file; default: the page")
+    target = parser.parse_args().target
+    target.write_text(page(json.loads((FOLDER / "gallery.json").read_text(encoding="utf-8"))), encoding="utf-8")
+    print(f"{target} is written from {FOLDER / 'gallery.json'}")
+
+
+if __name__ == "__main__":
+    main()
