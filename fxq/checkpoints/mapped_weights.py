@@ -107,7 +107,7 @@ class MappedWeights(Mapping[str, Tensor]):
             self._tensors[name] = _tensor(self._maps[-1], dtype, self._tensors[name].shape, starts[name])
 
     def release(self) -> None:
-        """Drop all pages from memory, and return freed memory to the system. Pages are read again when they are used."""
+        """Drop all pages from memory, which are read again when they are used; return freed memory to the system."""
         for mapped in self._maps:
             if hasattr(mapped, "madvise"):  # Windows drops pages itself, when other programs need memory
                 from mmap import MADV_DONTNEED
