@@ -15,8 +15,8 @@ from fxq.quant.spec import TensorSpec
 from fxq.recipe.recipe import as_recipe
 from fxq.workflow.entry import trainable_model
 
-_LARGEST_COPIES = 3
-"""Number of copies of the largest weight, in float32, that are in memory while it is rounded."""
+_LARGEST_COPIES = 2
+"""Copies of the largest weight, in float32, that are in memory while it is rounded; one is in pages of its file."""
 _OVERHEAD = 48 << 20
 """Bytes of graphs, small temporary tensors, and freed memory that the allocator keeps."""
 
@@ -27,7 +27,7 @@ class MemoryEstimate(NamedTuple):
     Attributes:
         result: bytes of the quantized model.
         peak: bytes at the peak, while its weights are read from files: the result, the scales of blocks as linear
-            layers compute with them, three times the largest weight in float32, and 48 MiB. Activations, and memory of
+            layers compute with them, twice the largest weight in float32, and 48 MiB. Activations, and memory of
             Python and its libraries, are not counted.
     """
 
