@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 import fxq
-from fxq.quant.packing import pack_adjacent
 from scripts.networks.language import SMOLLM2
 
 MISSING = "not installed"
@@ -149,7 +148,7 @@ def _onnxruntime(weights: Sequence[Tensor], level: int) -> Callable[[Tensor], An
         groups = weight.reshape(outputs, columns // 32, 32)
         scale = groups.abs().amax(-1) / 7
         q = (torch.round(groups / scale[..., None]).clamp(-8, 7) + 8).to(torch.uint8)
-        packed = pack_adjacent(q.flatten(1), 4).reshape(outputs, columns // 32, 16)
+        packed = q[..., 0::2] | (q[..., 1::2] << 4)
         constants = [
             onnx.numpy_helper.from_array(packed.numpy(), "w"),
             onnx.numpy_helper.from_array(scale.numpy().reshape(-1), "s"),
