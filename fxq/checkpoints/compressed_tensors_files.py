@@ -65,7 +65,8 @@ def _weight(tensors: Tensors, layer: str, kinds: list[Mapping[str, Any]]) -> Gri
         check_shape("weight", integers, (rows, columns), torch.int8)
         bits, zero = 8, own.get("weight_zero_point")
     else:
-        packed, shape = own["weight_packed"], check_shape("weight_shape", own["weight_shape"], (2,))
+        packed, shape = own["weight_packed"], own["weight_shape"]
+        check_shape("weight_shape", shape, (2,), torch.int64, torch.int32)
         rows, columns = (int(size) for size in shape)
         widths = {b for kind in kinds if (b := kind.get("num_bits")) in PACKED_BITS}
         fitting = [b for b in widths if packed.shape == (rows, blocks_of(columns, 32 // b))]
@@ -92,6 +93,7 @@ def _weight(tensors: Tensors, layer: str, kinds: list[Mapping[str, Any]]) -> Gri
     if "weight_g_idx" in own and not torch.equal(own["weight_g_idx"].long(), torch.arange(columns) // block):
         raise FileError("its groups are in the order of activations (actorder), and fxq has blocks of adjacent inputs.")
     zero = torch.zeros(rows, groups, dtype=torch.int32) if zero is None else zero.reshape(-1, groups).expand(rows, -1)
+    check_shape("weight_zero_point", zero, (rows, groups), torch.int8, torch.int32, torch.int64)
     return GridWeight.of(integers, scale, zero.to(torch.int32), block, bits)
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fxq.checkpoints.grid_weight import GridWeight, StoredWeights
 from fxq.errors import FileError, FxqError, words_of
+from fxq.quant.packing import halves
 
 MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -163,7 +164,7 @@ def _half(stored: Tensor, at: int) -> Tensor:
 
 def _nibbles(stored: Tensor) -> Tensor:
     """Integers of bytes (O, blocks, n): the low bits of all, then the high bits of all, uint8 (O, blocks, 2 n)."""
-    return torch.cat([stored & 15, stored >> 4], -1)
+    return torch.cat(halves(stored, signed=False), -1)
 
 
 def _q4_0(stored: Tensor) -> GridWeight:
@@ -207,7 +208,7 @@ def _q6_k(stored: Tensor) -> GridWeight:
     """Blocks of 256 values: sixteen of 16 with a scale of 8 bits each."""
     rows = len(stored)
     low = stored[..., :128].reshape(rows, -1, 2, 1, 64)
-    low = torch.cat([low & 15, low >> 4], 3).reshape(rows, -1, 2, 4, 32)
+    low = torch.cat(halves(low, signed=False), 3).reshape(rows, -1, 2, 4, 32)
     high = stored[..., 128:192].reshape(rows, -1, 2, 1, 32)
     high = torch.cat([(high >> shift) & 3 for shift in (0, 2, 4, 6)], 3)
     scales = stored[..., 192:208].contiguous().view(torch.int8).float()

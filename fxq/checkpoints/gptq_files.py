@@ -59,7 +59,7 @@ def _weight(tensors: Tensors, layer: str, bits: int, is_version_2: bool) -> Grid
     block = columns // groups
     order = tensors.get(f"{layer}.g_idx")
     if order is not None and not torch.equal(
-        check_shape("g_idx", order(), (columns,)).long(), torch.arange(columns) // block
+        check_shape("g_idx", order(), (columns,), torch.int32, torch.int64).long(), torch.arange(columns) // block
     ):
         raise FileError(
             "its groups are in the order of activations (desc_act), and fxq has blocks of adjacent inputs. "

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fxq.errors import ExportError, FileError, words_of
+from fxq.quant.packing import pack_adjacent, unpack_adjacent
 from fxq.quant.qparams import QParams, dequantize
 
 
@@ -42,9 +44,11 @@ class GridWeight:
             bits: width of the integers.
 
         Raises:
-            FileError: a scale or zero point is infinite or NaN.
+            FileError: a scale or zero point is infinite or NaN, or the scales are no floats.
         """
         signed = integers.dtype is torch.int8
+        if not scale.is_floating_point():
+            raise FileError(f"its scales are {scale.dtype} and must be floats.")
         scale = scale.to(torch.float32).contiguous()
         zero_point = zero_point if zero_point.is_floating_point() else zero_point.to(torch.int32)
         if not bool(scale.isfinite().all() and zero_point.isfinite().all()):
@@ -179,22 +183,12 @@ def unpack_words(words: Tensor, bits: int, count: int) -> Tensor:
     Returns:
         uint8 (N, count).
     """
-    if bits == 8:
-        return words.contiguous().view(torch.uint8)[:, :count].contiguous()
-    data = words.contiguous().view(torch.uint8)  # little-endian
-    parts = [(data >> shift) & (2**bits - 1) for shift in range(0, 8, bits)]
-    return torch.stack(parts, -1).flatten(1)[:, :count].contiguous()
+    return unpack_adjacent(words.contiguous().view(torch.uint8), bits, count)  # little-endian
 
 
 def pack_words(values: Tensor, bits: int) -> Tensor:
     """Inverse of `unpack_words`: int32 (N, ceil(count * bits / 32)) of uint8 (N, count)."""
-    per_byte = 8 // bits
-    padded = torch.nn.functional.pad(values, (0, -values.shape[1] % (32 // bits)))
-    parts = padded.reshape(len(values), -1, per_byte)
-    data = parts[..., 0].clone()
-    for i in range(1, per_byte):
-        data |= parts[..., i] << (i * bits)
-    return data.contiguous().view(torch.int32)
+    return pack_adjacent(F.pad(values, (0, -values.shape[1] % (32 // bits))), bits).view(torch.int32)
 
 
 def blocks_of(columns: int, block: int) -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -105,12 +107,14 @@ class MappedWeights(Mapping[str, Tensor]):
             self._tensors[name] = _tensor(self._maps[-1], dtype, self._tensors[name].shape, starts[name])
 
     def release(self) -> None:
-        """Drop all pages from memory. They are read again when they are used."""
+        """Drop all pages from memory, which are read again when they are used; return freed memory to the system."""
         for mapped in self._maps:
             if hasattr(mapped, "madvise"):  # Windows drops pages itself, when other programs need memory
                 from mmap import MADV_DONTNEED
 
                 mapped.madvise(MADV_DONTNEED)
+        if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+            trim(0)  # glibc keeps what temporary tensors of some MB leave
 
     @contextmanager
     def bounded(self, model: nn.Module) -> Iterator[None]:

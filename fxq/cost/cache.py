@@ -162,6 +162,11 @@ class Costs:
         self.rounds.setdefault(key, []).append(measure(call, cold))
         self._new.add(key)
 
+    def release(self, keys: Iterable[str]) -> None:
+        """Free the tensors of the calls of these prices. A further round would prepare its call again."""
+        for key in keys:
+            self._bytes_left += _bytes(self._calls.pop(key, None))
+
     def of_size(self, key: str, elements: int, prepare: Callable[[int], Call]) -> float:
         """Return the seconds of a conversion, interpolated linearly between measurements at powers of four.
 
@@ -194,7 +199,7 @@ class Costs:
         self._new.clear()
 
 
-def _bytes(call: Call) -> int:
+def _bytes(call: Call | None) -> int:
     """Bytes of the tensors among the arguments of a `functools.partial`; 0 for other callables."""
     arguments = tree_leaves((getattr(call, "args", ()), getattr(call, "keywords", {})))
     return sum(value.numel() * value.element_size() for value in arguments if isinstance(value, Tensor))

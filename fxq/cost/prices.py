@@ -167,6 +167,7 @@ def weight_only_ops(gm: fx.GraphModule, nodes: Sequence[fx.Node], prober: Prober
                 yield node, Cost(1e6 * prober.real(gm, region), 1e6 * prober.kernel(gm, region))
             except Exception as error:  # see `float_ops`
                 log.debug("%s cannot be timed: %s: %s", node.name, type(error).__name__, error)
+            prober.costs.release(prober.keys(region))  # with the float weights, which files may hold
 
 
 def slower_for_size(costs: Mapping[fx.Node, Cost], other_seconds: float) -> str | None:

@@ -15,8 +15,10 @@ from fxq.quant.spec import TensorSpec
 from fxq.recipe.recipe import as_recipe
 from fxq.workflow.entry import trainable_model
 
-_LARGEST_COPIES = 3
-"""Number of copies of the largest weight, in float32, that are in memory while it is rounded."""
+_LARGEST_COPIES = 2
+"""Copies of the largest weight, in float32, that are in memory while it is rounded; one is in pages of its file."""
+_OVERHEAD = 48 << 20
+"""Bytes of graphs, small temporary tensors, and freed memory that the allocator keeps."""
 
 
 class MemoryEstimate(NamedTuple):
@@ -24,9 +26,9 @@ class MemoryEstimate(NamedTuple):
 
     Attributes:
         result: bytes of the quantized model.
-        peak: bytes at the peak, while its weights are read from files: twice the result, three times the largest
-            weight, and the tensors that stay float. Activations, and memory of Python and its libraries, are not
-            counted.
+        peak: bytes at the peak, while its weights are read from files: the result, the scales of blocks as linear
+            layers compute with them, twice the largest weight in float32, and 48 MiB. Activations, and memory of
+            Python and its libraries, are not counted.
     """
 
     result: int
@@ -55,7 +57,7 @@ def estimate_memory(model: Any, recipe: Any = "weight_only") -> MemoryEstimate:
     types = {path: type(module) for path, module in shell.named_modules()}
     integers: dict[int, int] = {}
     floats: dict[int, int] = {id(buffer): buffer.nbytes for buffer in shell.buffers()}
-    largest = 0
+    largest, scales = 0, dict[int, int]()
     for path, module in shell.named_modules():
         spelled = OPS.of_module(module)
         op = "linear" if spelled is None else spelled[0].name
@@ -65,9 +67,11 @@ def estimate_memory(model: Any, recipe: Any = "weight_only") -> MemoryEstimate:
                 floats[id(tensor)] = 4 * tensor.numel()
                 continue
             integers[id(tensor)] = _stored_bytes(tensor, spec.for_embedding if op == "embedding" else spec)
+            if op == "linear" and spec.block is not None:  # scales, and scaled zero points, in float32
+                scales[id(tensor)] = (4 if spec.symmetric else 8) * _blocks(tensor, spec.block)
             largest = max(largest, 4 * tensor.numel())
     result = sum(integers.values()) + sum(floats.values())
-    return MemoryEstimate(result, 2 * result + _LARGEST_COPIES * largest + sum(floats.values()))
+    return MemoryEstimate(result, result + sum(scales.values()) + _LARGEST_COPIES * largest + _OVERHEAD)
 
 
 def _stored_bytes(weight: Tensor, spec: TensorSpec) -> int:
@@ -77,5 +81,8 @@ def _stored_bytes(weight: Tensor, spec: TensorSpec) -> int:
     values = math.ceil(weight.numel() / (2 if spec.bits <= 4 else 1))
     if spec.block is None:
         return values + 8 * (len(weight) if spec.per == "channel" else 1)
-    blocks = weight.numel() // weight.shape[1] * math.ceil(weight.shape[1] / spec.block)
-    return values + blocks * (2 if spec.symmetric else 3)
+    return values + _blocks(weight, spec.block) * (2 if spec.symmetric else 3)
+
+
+def _blocks(weight: Tensor, block: int) -> int:
+    return weight.numel() // weight.shape[1] * math.ceil(weight.shape[1] / block)

@@ -11,6 +11,7 @@ from torch import Tensor
 from fxq.onnx.dequantized import dequantize_node, is_dequantized
 from fxq.onnx.onnx_objects import INT4, UINT4
 from fxq.onnx.writer import Value, Writer, refuse
+from fxq.quant.packing import pack_adjacent
 
 _MIN_BLOCK, _MAX_BLOCK = 16, 256
 """Sizes of blocks that ONNX Runtime has kernels for: the powers of two between these."""
@@ -56,13 +57,13 @@ def matmul_nbits(w: Writer, x: Value, weight: Value) -> str | None:
         return (values.to(torch.int16) + shift).to(torch.uint8)
 
     def integers() -> Tensor:
-        return _packed(F.pad(shifted(q), (0, count * size - depth)), bits).reshape(rows, count, -1)
+        return pack_adjacent(F.pad(shifted(q), (0, count * size - depth)), bits).reshape(rows, count, -1)
 
     key = "nbits", source.node.inputs[0]
     zero = shifted(per_block(source.zero))
     grid: list[Tensor | None] = [w.cached_constant((*key, "scale"), lambda: per_block(source.scale))]
     if bool((zero != middle).any()):
-        grid.append(w.cached_constant((*key, "zero"), lambda: _packed(zero, bits)))
+        grid.append(w.cached_constant((*key, "zero"), lambda: pack_adjacent(zero, bits)))
     sizes = {"K": depth, "N": rows, "bits": bits, "block_size": size}
     q_packed = w.cached_constant((*key, "integers"), integers)
     return w.emit("MatMulNBits", x, q_packed, *grid, accuracy_level=_FLOAT32_SUMS, **sizes)
@@ -76,11 +77,3 @@ def _block_size(block: int, depth: int) -> int:
     if block >= depth:
         return min(max(_MIN_BLOCK, 1 << (depth - 1).bit_length()), _MAX_BLOCK)
     return min(math.gcd(block, _MAX_BLOCK), _MAX_BLOCK)
-
-
-def _packed(values: Tensor, bits: int) -> Tensor:
-    """Pack uint8 (N, M) of 4 bits to (N, ceil(M / 2)), the first of each pair in the low bits; 8 bits are returned."""
-    if bits == 8:
-        return values.contiguous()
-    values = F.pad(values, (0, values.shape[1] % 2))
-    return (values[:, ::2] | values[:, 1::2] << 4).contiguous()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fxq.errors import FxqError
+from fxq.quant.packing import pack_adjacent
 
 OPSET = 21
 """First opset with 4-bit integers and one scale per block."""
@@ -66,8 +67,7 @@ def onnx_type(dtype: torch.dtype) -> int:
 def _constant(helper: Any, name: str, tensor: Tensor, kind: int) -> Any:
     values = tensor.detach().cpu().clone(memory_format=torch.contiguous_format).flatten()
     if kind in (UINT4, INT4):
-        values = torch.nn.functional.pad(values.view(torch.uint8) & 15, (0, values.numel() % 2))
-        values = values[::2] | values[1::2] << 4
+        values = pack_adjacent(values.view(torch.uint8)[None] & 15, 4)
     return helper.make_tensor(name, kind, tensor.shape, values.view(torch.uint8).numpy().tobytes(), raw=True)
 
 

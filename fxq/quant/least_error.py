@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fxq.quant.qparams import choose_qparams
+from fxq.quant.qparams import scale_and_zero_point
 from fxq.quant.spec import TensorSpec
 
 _CHUNK = 131072  # elements; the intermediate results of one chunk stay in the L2 cache
@@ -102,23 +102,25 @@ def _search(rows: Tensor, ends: Tensor, spec: TensorSpec, power: float, weights:
     """Return the best ends (R, 2) for rows (R, n) with values between `ends` (R, 2)."""
     both_ends, single_ends = torch.ones(2, device=rows.device), torch.eye(2, device=rows.device)
     directions = [both_ends] if spec.symmetric else [both_ends, single_ends[1], single_ends[0]]
-    best = torch.ones_like(ends)
-    smallest = _error(rows, ends, spec, power, weights)
+    best, error_of = torch.ones_like(ends), _Error(rows, spec, power, weights)
+    smallest, each_row = error_of(*_grid(ends, spec)), torch.arange(len(rows), device=rows.device)
     for first, last, points in zooms:
-        steps = torch.linspace(first, last, points)
+        steps = torch.linspace(first, last, points, device=rows.device)[:, None, None]
         for direction in directions:
             # The coarse pass starts at the ends of the data, the finer ones at the best ends so far.
             origin = torch.where(direction > 0, 1.0, best) if last == 0 else best
-            for step in steps:
-                candidate = (origin * torch.exp2(step * direction)).clamp(max=1.0)
-                error = _error(rows, candidate * ends, spec, power, weights)
-                better = error < smallest
-                smallest = torch.where(better, error, smallest)
-                best = torch.where(better[:, None], candidate, best)
-    return _fitted(rows, best * ends, smallest, spec, weights) if power == 2.0 else best * ends
+            candidates = (origin * torch.exp2(steps * direction)).clamp(max=1.0)
+            chosen = torch.zeros_like(each_row)
+            for i, error in enumerate(map(error_of, *_grid(candidates * ends, spec)), 1):
+                chosen = torch.where(error < smallest, i, chosen)
+                smallest = torch.minimum(error, smallest)
+            best = torch.cat([best[None], candidates])[chosen, each_row]
+    return _fitted(rows, best * ends, smallest, spec, weights, error_of) if power == 2.0 else best * ends
 
 
-def _fitted(rows: Tensor, ends: Tensor, smallest: Tensor, spec: TensorSpec, weights: Tensor | None) -> Tensor:
+def _fitted(
+    rows: Tensor, ends: Tensor, smallest: Tensor, spec: TensorSpec, weights: Tensor | None, error_of: _Error
+) -> Tensor:
     """Return the ends (R, 2) after fitting the scale to the integers of the values, and rounding again, in turns.
 
     Args:
@@ -127,30 +129,44 @@ def _fitted(rows: Tensor, ends: Tensor, smallest: Tensor, spec: TensorSpec, weig
         smallest: error of each row, (R,). A row keeps its ends if this does not become smaller.
         spec: spec of the grid.
         weights: weights of the values, (R, n); None: all equal.
+        error_of: the error of the rows.
     """
     for _ in range(_FITS):
-        grid = choose_qparams(ends[:, 0], ends[:, 1], spec, axis=0)
-        zero_point = grid.zero_point[:, None].float()
-        exact = rows / grid.scale[:, None]
-        steps = torch.minimum(torch.maximum(exact.round(), grid.qmin - zero_point), grid.qmax - zero_point)
+        scale, zero_point = _grid(ends, spec)
+        limits = torch.stack([spec.qmin - zero_point, spec.qmax - zero_point], 1)
+        exact = rows / scale[:, None]
+        steps = torch.minimum(torch.maximum(exact.round(), limits[:, :1]), limits[:, 1:])
         weighted = steps if weights is None else steps * weights
         power = (steps * weighted).sum(1)
         factor = torch.where(power > 0, (exact * weighted).sum(1) / power, 1.0).clamp(min=0.0)
-        limits = torch.stack([grid.qmin - zero_point[:, 0], grid.qmax - zero_point[:, 0]], 1)
-        candidate = limits * (factor * grid.scale)[:, None]
+        candidate = limits * (factor * scale)[:, None]
         candidate = torch.where(candidate.isfinite().all(1, keepdim=True), candidate, ends)  # at the end of float32
-        error = _error(rows, candidate, spec, 2.0, weights)
+        error = error_of(*_grid(candidate, spec))
         better = error < smallest
         smallest = torch.where(better, error, smallest)
         ends = torch.where(better[:, None], candidate, ends)
     return ends
 
 
-def _error(rows: Tensor, ends: Tensor, spec: TensorSpec, power: float, weights: Tensor | None) -> Tensor:
-    """Return the weighted sum of abs(error) ** power of each row (R, n) on the grid for its ends (R, 2): (R,)."""
-    grid = choose_qparams(ends[:, 0], ends[:, 1], spec, axis=0)
-    scale, zero_point = grid.scale[:, None], grid.zero_point[:, None]
-    steps = (rows / scale).round_()
-    errors = torch.minimum(torch.maximum(steps, grid.qmin - zero_point), grid.qmax - zero_point).mul_(scale).sub_(rows)
-    errors = errors.square_() if power == 2.0 else errors.abs_().pow_(power)
-    return (errors if weights is None else errors.mul_(weights)).sum(1)
+def _grid(ends: Tensor, spec: TensorSpec) -> tuple[Tensor, Tensor]:
+    """Scales and zero points, float32 (..., R), of the grids that `choose_qparams` gives for ends (..., R, 2)."""
+    scale, zero_point = scale_and_zero_point(ends[..., 0], ends[..., 1], spec.qmin, spec.qmax, spec.symmetric)
+    return scale, zero_point.float()
+
+
+class _Error:
+    """Weighted sum of abs(error) ** power of each row (R, n), as a function of the grids of the rows."""
+
+    def __init__(self, rows: Tensor, spec: TensorSpec, power: float, weights: Tensor | None) -> None:
+        self.rows, self.spec, self.power, self.weights = rows, spec, power, weights
+        self.buffer = torch.empty_like(rows)
+
+    def __call__(self, scale: Tensor, zero_point: Tensor) -> Tensor:
+        """Return the sums, float32 (R,), for scales and zero points, float32 (R,)."""
+        scale, zero_point, steps = scale[:, None], zero_point[:, None], self.buffer
+        torch.div(self.rows, scale, out=steps).round_()
+        torch.maximum(steps, self.spec.qmin - zero_point, out=steps)
+        torch.minimum(steps, self.spec.qmax - zero_point, out=steps)
+        errors = steps.mul_(scale).sub_(self.rows)
+        errors = errors.square_() if self.power == 2.0 else errors.abs_().pow_(self.power)
+        return (errors if self.weights is None else errors.mul_(self.weights)).sum(1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, cast
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -202,7 +203,9 @@ class LeastError(Observer):
         self._store(operand.values.to(self.minimum.device))
 
     def _store(self, values: Tensor) -> None:
-        self.values = (torch.cat([self.values, values], -1) if self.values.numel() else values).sort(-1).values
+        values = torch.cat([self.values, values], -1) if self.values.numel() else values
+        # NumPy sorts rows of some tens of values many times as fast as PyTorch
+        self.values = torch.from_numpy(numpy.sort(values.numpy(), -1)) if values.is_cpu else values.sort(-1).values
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         for name in ("minimum", "maximum", "values"):  # loading writes in place; the shapes differ

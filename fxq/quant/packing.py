@@ -1,7 +1,8 @@
-"""Packing of 4-bit integers, two to a byte.
+"""Packing of integers of few bits into bytes, in two orders.
 
-Each row, an entry of the first axis, is split into halves: the first half is in the low four bits of its bytes, the
-second half in the high four bits. Both halves are unpacked without interleaving, and a row of a table stays a row.
+`pack` is fxq's own, for 4 bits: each row, an entry of the first axis, is split into halves. The first half is in the
+low four bits of its bytes, the second half in the high four bits. Both halves are unpacked without interleaving, and a
+row of a table stays a row. `pack_adjacent` packs neighbours into a byte, as most files of other tools do.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import math
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 BITS = 4
@@ -57,3 +59,33 @@ def unpack(packed: Tensor, shape: Sequence[int], signed: bool) -> Tensor:
     """
     values = torch.cat(halves(packed, signed), 1)
     return values[:, : math.prod(shape)].reshape(len(packed), *shape)
+
+
+def pack_adjacent(values: Tensor, bits: int) -> Tensor:
+    """Pack adjacent values of a row into a byte, the first in the lowest bits.
+
+    Args:
+        values: uint8 (N, M), less than 2**bits.
+        bits: width of a value: 1, 2, 4 or 8.
+
+    Returns:
+        uint8 (N, ceil(M * bits / 8)); the last byte is padded with zeros.
+
+    Example:
+        >>> pack_adjacent(torch.tensor([[1, 2, 3]], dtype=torch.uint8), 4).tolist()
+        [[33, 3]]
+    """
+    per_byte = 8 // bits
+    padded = F.pad(values, (0, -values.shape[1] % per_byte))
+    packed = padded[:, ::per_byte].clone(memory_format=torch.contiguous_format)
+    for i in range(1, per_byte):
+        packed |= padded[:, i::per_byte] << (i * bits)
+    return packed
+
+
+def unpack_adjacent(packed: Tensor, bits: int, count: int) -> Tensor:
+    """Inverse of `pack_adjacent`: uint8 (N, count) of uint8 (N, bytes)."""
+    if bits == 8:
+        return packed[:, :count].contiguous()
+    parts = [(packed >> shift) & (2**bits - 1) for shift in range(0, 8, bits)]
+    return torch.stack(parts, -1).flatten(1)[:, :count].contiguous()

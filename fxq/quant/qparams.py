@@ -355,20 +355,23 @@ def scale_and_zero_point(low: Tensor, high: Tensor, qmin: int, qmax: int, symmet
     return scale, (qmin - torch.round(low / scale.double())).clamp(qmin, qmax).to(torch.int32)
 
 
-def scale_dtype(scale: Tensor) -> torch.dtype:
+def scale_dtype(scale: Tensor, exact: bool = False) -> torch.dtype:
     """Type in which scales of blocks are stored: float16, or float32 if one is out of its normal range.
 
     Rounding to it changes a scale by 0.05 % at most.
 
     Args:
         scale: the scales, float32, > 0.
+        exact: whether no scale may change, as for weights with integers of a file.
 
     Example:
         >>> scale_dtype(torch.tensor([0.01, 2.0])), scale_dtype(torch.tensor([0.01, 2e-5]))
         (torch.float16, torch.float32)
     """
     half = torch.finfo(torch.float16)
-    return torch.float16 if bool(((scale >= half.tiny) & (scale <= half.max)).all()) else torch.float32
+    fits = bool(((scale >= half.tiny) & (scale <= half.max)).all())
+    fits = fits and not (exact and not torch.equal(scale.half().float(), scale))
+    return torch.float16 if fits else torch.float32
 
 
 def quantize(x: Tensor, qp: QParams) -> Tensor:

@@ -92,19 +92,24 @@ SUBJECTS: dict[str, Callable[[], Subject]] = {"iglm": iglm_subject, "smollm2": s
 def rounded(subject: Subject) -> Any:
     """Everything in 4 bits, with the range of each block."""
     spec = fxq.TensorSpec(bits=4, per=64, observer="minmax")
-    config = fxq.Recipe.weight_only(weight=spec).config
-    recipe = fxq.Recipe.weight_only(weight=spec)
-    for kind in (torch.nn.Embedding, "lm_head"):
-        recipe = recipe.override(kind, config)
-    return fxq.quantize(subject.model, recipe)
+    return fxq.quantize(subject.model, everywhere(fxq.Recipe.weight_only(weight=spec)))
 
 
-def plain(bits: int, per: int | None, reads_data: bool) -> Callable[[Subject], Any]:
-    """The default of fxq with a number of bits and a block size, with or without calibration data."""
+def everywhere(recipe: fxq.Recipe) -> fxq.Recipe:
+    """Recipe that gives embeddings and the head the bits of the other layers, too."""
+    return recipe.override(torch.nn.Embedding, recipe.config).override("lm_head", recipe.config)
+
+
+def plain(bits: int, per: int | None, reads_data: bool, all_layers: bool = False) -> Callable[[Subject], Any]:
+    """The default of fxq with a number of bits and a block size, with or without calibration data.
+
+    With `all_layers`, embeddings and the head have these bits, too.
+    """
 
     def quantized(subject: Subject) -> Any:
         batches = [{"input_ids": rows} for rows in subject.calibration.split(8)] if reads_data else None
-        return fxq.quantize(subject.model, fxq.Recipe.weight_only(bits=bits, per=per), data=batches)
+        recipe = fxq.Recipe.weight_only(bits=bits, per=per)
+        return fxq.quantize(subject.model, everywhere(recipe) if all_layers else recipe, data=batches)
 
     return quantized
 
@@ -179,6 +184,8 @@ VARIANTS: dict[str, Callable[[Subject], Any]] = {
     ROUNDED: rounded,
     "fxq int4": plain(4, None, reads_data=False),
     "fxq int4, data": plain(4, None, reads_data=True),
+    "fxq int4, all": plain(4, None, reads_data=False, all_layers=True),
+    "fxq int4, all, data": plain(4, None, reads_data=True, all_layers=True),
     "fxq int4, blocks of 128, data": plain(4, 128, reads_data=True),
     "fxq int4, blocks of 32, data": plain(4, 32, reads_data=True),
     "fxq int8": plain(8, None, reads_data=False),

@@ -1,6 +1,7 @@
 """Weights in GPTQ, AWQ and compressed-tensors files, against integers that are packed here, one by one."""
 
 import json
+import resource
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import fxq
 from fxq.checkpoints import compressed_tensors_files, gptq_files
@@ -84,15 +85,19 @@ def test_gptq(bits, version, tmp_path):
     assert read["a.weight"].grid.block == 16 and read["a.weight"].grid.bits == bits
 
 
-def test_awq(tmp_path):
+def awq_folder(path):
     q, scale, zero, floats = example(32, 64, 16, 4)
     tensors = {
         "a.qweight": words(q.t(), 4, AWQ_PLACES.get),
         "a.qzeros": words(zero.t(), 4, AWQ_PLACES.get),
         "a.scales": scale.t(),
     }
-    config = {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm"}
-    assert torch.equal(open_checkpoint(folder(tmp_path, tensors, config))["a.weight"].floats, floats)
+    return folder(path, tensors, {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm"}), floats
+
+
+def test_awq(tmp_path):
+    path, floats = awq_folder(tmp_path)
+    assert torch.equal(open_checkpoint(path)["a.weight"].floats, floats)
 
 
 def compressed(bits, block, symmetric):
@@ -187,11 +192,26 @@ def test_what_is_not_read_is_said(change, message, tmp_path):
         open_checkpoint(path)["a.weight"]
 
 
-@settings(max_examples=90, deadline=None)
-@given(at=st.integers(0, 2000), bits=st.integers(1, 255), cut=st.one_of(st.none(), st.integers(0, 2000)))
-def test_damaged_files_are_errors_or_weights(at, bits, cut, tmp_path_factory):
+def compressed_folder(path):
+    q, scale, zero, floats = example(20, 64, 16, 4)
+    tensors = {"a.weight_packed": words(q, 4), "a.weight_scale": scale, "a.weight_shape": torch.tensor([20, 64])}
+    tensors["a.weight_zero_point"] = words(zero.t(), 4).t()
+    return folder(path, tensors, compressed(4, 16, False)), floats
+
+
+FOLDERS = {"gptq": gptq_folder, "awq": awq_folder, "compressed-tensors": compressed_folder}
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    format=st.sampled_from([*FOLDERS]),
+    at=st.integers(0, 3000),
+    bits=st.integers(1, 255),
+    cut=st.one_of(st.none(), st.integers(0, 2000)),
+)
+def test_damaged_files_are_errors_or_weights(format, at, bits, cut, tmp_path_factory):
     """Bytes of the header or of tensors that are changed, and files that end early."""
-    path, _ = gptq_folder(tmp_path_factory.mktemp("m"))
+    path, _ = FOLDERS[format](tmp_path_factory.mktemp("m"))
     file = path / "model.safetensors"
     data = bytearray(file.read_bytes())
     data[at % len(data)] ^= bits
@@ -203,3 +223,56 @@ def test_damaged_files_are_errors_or_weights(at, bits, cut, tmp_path_factory):
             assert (weight.floats if isinstance(weight, GridWeight) else weight).numel() <= 64 * len(data)
     except fxq.FxqError:
         pass
+
+
+PARTS = [
+    *[("gptq", f"a.{part}") for part in ("qweight", "qzeros", "scales", "g_idx")],
+    *[("awq", f"a.{part}") for part in ("qweight", "qzeros", "scales")],
+    *[("compressed-tensors", f"a.weight_{part}") for part in ("packed", "scale", "shape", "zero_point")],
+]
+
+
+@pytest.mark.parametrize(("format", "part"), PARTS, ids=map("-".join, PARTS))
+def test_tensors_of_wrong_types_and_shapes_are_errors(format, part, tmp_path):
+    """Each tensor as another type, without its last row, without its last axis, and empty."""
+    path, _ = FOLDERS[format](tmp_path)
+    tensors = load_file(path / "model.safetensors")
+    own = tensors[part]
+    converted = own.to(torch.int64 if own.is_floating_point() else torch.float32)
+    for wrong in (converted, own[:-1], own.reshape(-1), own[..., None], own[:0], own.reshape(-1)[0]):
+        if wrong.shape == own.shape and wrong.dtype == own.dtype:  # a vector is flat already
+            continue
+        save_file({**tensors, part: wrong.contiguous()}, path / "model.safetensors")
+        with pytest.raises(FileError, match=r"cannot read 'a\.weight'"):
+            open_checkpoint(path)["a.weight"]
+
+
+@pytest.mark.parametrize("size", [[2**40, 64], [20, 2**40], [-1, 64], [20, 0], [2**62, 2**62]], ids=str)
+def test_huge_shapes_of_compressed_tensors_take_no_memory(size, tmp_path):
+    path, _ = compressed_folder(tmp_path)
+    tensors = load_file(path / "model.safetensors")
+    save_file({**tensors, "a.weight_shape": torch.tensor(size)}, path / "model.safetensors")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(FileError, match=r"cannot read 'a\.weight'"):
+        open_checkpoint(path)["a.weight"]
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 14  # KiB; the file has less than 2
+
+
+HOSTILE = [
+    ("awq", {"bits": "4"}), ("awq", {"bits": [4]}), ("awq", {"version": "gemv"}), ("awq", {"version": None}),
+    ("compressed-tensors", {"config_groups": []}), ("compressed-tensors", {"config_groups": {"g": None}}),
+    ("compressed-tensors", {"config_groups": {"g": {"weights": {"num_bits": [4]}}}}),
+    ("compressed-tensors", {"config_groups": {"g": {"weights": {"num_bits": 2**40}}}}),
+    ("compressed-tensors", {"format": ["pack-quantized"]}), ("compressed-tensors", {"format": "marlin-24"}),
+    ("gptq", {"bits": "4"}), ("gptq", {"bits": True}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("format", "change"), HOSTILE, ids=str)
+def test_settings_of_wrong_types_are_errors(format, change, tmp_path):
+    path, _ = FOLDERS[format](tmp_path)
+    data = json.loads((path / "config.json").read_text())
+    data["quantization_config"] |= change
+    (path / "config.json").write_text(json.dumps(data))
+    with pytest.raises(FileError, match="cannot read"):
+        open_checkpoint(path)["a.weight"]

@@ -3,6 +3,7 @@
 import json
 import logging
 import shutil
+import weakref
 from functools import partial
 from pathlib import Path
 
@@ -55,6 +56,23 @@ def test_a_cost_is_measured_once(tmp_path):
     first = cache.seconds("conv", counted(calls))
     assert calls and "conv" in cache
     assert cache.seconds("conv", never) == first
+
+
+def test_released_prices_hold_no_tensors_and_can_be_measured_again():
+    cache, weights = Costs(), []
+
+    def prepare():
+        weight = torch.ones(64)
+        weights.append(weakref.ref(weight))
+        return partial(torch.neg, weight)
+
+    price = cache.seconds("linear", prepare)
+    assert weights[0]() is not None
+    cache.release(["linear", "conv"])  # a price that was never measured has nothing to release
+    assert weights[0]() is None and cache.seconds("linear", never) == price
+    cache.seconds("linear", prepare)
+    cache.settle(["linear"])
+    assert len(weights) == 2 and len(cache.rounds["linear"]) > 1
 
 
 def test_costs_are_kept_between_sessions(tmp_path):

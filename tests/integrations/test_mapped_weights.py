@@ -188,4 +188,4 @@ def test_the_peak_is_as_estimated(tmp_path):
     out = subprocess.run(command, capture_output=True, text=True, check=True, timeout=1800).stdout
     before, peak = map(int, out.split()[-2:])
     estimate = fxq.estimate_memory(tmp_path / "large", fxq.Recipe.weight_only(bits=8))
-    assert 0.7 * estimate.peak < peak - before < 1.1 * estimate.peak
+    assert 0.8 * estimate.peak < peak - before < 1.2 * estimate.peak

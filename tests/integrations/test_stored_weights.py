@@ -1,5 +1,6 @@
 """Checkpoints of other tools as quantized models of transformers: their own integers, on fxq's kernels."""
 
+import itertools
 import json
 
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 import fxq
+from fxq.checkpoints.gguf_files import GgufFile, in_names_of_transformers
 from fxq.checkpoints.open_checkpoint import open_checkpoint
 from fxq.common.metrics import sqnr
 from fxq.errors import FileError, InputError
@@ -29,7 +31,7 @@ def test_an_exported_checkpoint_computes_the_same(format, tmp_path):
     assert loaded.generate(IDS, max_new_tokens=3, do_sample=False).shape == (2, 9)
 
 
-def gguf_model(path, kinds):
+def gguf_model(path, kinds, positive=False):
     """GGUF file of a small Llama, and the float model with the same values, decoded one by one."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -50,7 +52,7 @@ def gguf_model(path, kinds):
             tensors[f"{names[layer]}.weight"] = (0, shape, parameter.detach().numpy().tobytes())
             continue
         kind = next(kinds)
-        stored = random_blocks(kind, *shape, seed=len(tensors))
+        stored = random_blocks(kind, *shape, seed=len(tensors), positive=positive)
         tensors[f"{names[layer]}.weight"] = (kind, shape, stored.tobytes())
         values = torch.tensor(np.array([decoded(kind, row) for row in stored]), dtype=torch.float32)
         heads = {"q": 4, "k": 2}.get(layer.rpartition(".")[2][0]) if "self_attn" in name else None
@@ -71,6 +73,21 @@ def test_gguf(tmp_path):
     assert len(loaded.programs.qparams()["decoder"]) == 9
     again = fxq.load(loaded.programs.save(tmp_path / "m.fxq"))
     assert type(again).__name__ == "QuantizedPrograms"
+
+
+@pytest.mark.parametrize("positive", [False, True], ids=["both signs", "positive"])
+@pytest.mark.parametrize("kinds", [(3, 12), (2, 8, 14)], ids=["Q4_1 and Q4_K", "Q4_0, Q8_0 and Q6_K"])
+def test_a_saved_gguf_model_has_the_numbers_of_the_file_bit_for_bit(kinds, positive, tmp_path):
+    pytest.importorskip("gguf")
+    path, model = gguf_model(tmp_path / "m.gguf", itertools.cycle(kinds), positive)
+    loaded = fxq.load(path, into=model)
+    again = fxq.load(loaded.programs.save(tmp_path / "m.fxq")).programs["decoder"]
+    file = in_names_of_transformers(GgufFile(path), list(model.state_dict()))
+    entries = [entry for entry in again.ledger if entry.weight_bits]
+    assert len(entries) == 9
+    for entry in entries:
+        stored = again.get_submodule(f"fxq_kernels.{entry.into}").stored_weight()
+        assert torch.equal(stored.floats(stored.empty()), file[f"{entry.path}.weight"].floats), entry.path
 
 
 def test_what_cannot_be_loaded_is_said(tmp_path):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fxq.quant.packing import halves, pack, unpack
+from fxq.quant.packing import halves, pack, pack_adjacent, unpack, unpack_adjacent
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 2), (2, 5), (4, 3, 3, 3), (1, 7), (5, 1, 1)], ids=str)
@@ -26,3 +26,16 @@ def test_the_first_half_of_a_row_is_in_the_low_bits():
 def test_a_row_can_be_taken_alone():
     values = torch.randint(-7, 8, (6, 9)).to(torch.int8)
     assert torch.equal(unpack(pack(values)[2:4], (9,), True), values[2:4])
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+@pytest.mark.parametrize("shape", [(3, 9), (1, 1), (2, 16), (0, 5), (4, 0)], ids=str)
+def test_adjacent_values_of_a_byte(shape, bits):
+    values = torch.randint(0, 2**bits, shape, dtype=torch.uint8)
+    packed = pack_adjacent(values, bits)
+    wanted = [
+        [sum(v << (bits * i) for i, v in enumerate(row[k : k + 8 // bits])) for k in range(0, len(row), 8 // bits)]
+        for row in values.tolist()
+    ]
+    assert packed.tolist() == wanted and packed.dtype == torch.uint8
+    assert torch.equal(unpack_adjacent(packed, bits, shape[1]), values)

@@ -13,14 +13,22 @@ BLOCKS = {2: (32, 18, (0,)), 3: (32, 20, (0, 2)), 8: (32, 34, (0,)), 12: (256, 1
 """Values and bytes of a block by type, and where its numbers of 16 bits are."""
 
 
-def random_blocks(kind: int, rows: int, columns: int, seed: int = 0) -> np.ndarray:
-    """Random bytes of a weight, uint8 (rows, bytes), whose scales are finite and of both signs."""
+def random_blocks(kind: int, rows: int, columns: int, seed: int = 0, positive: bool = False) -> np.ndarray:
+    """Random bytes of a weight, uint8 (rows, bytes), whose scales are finite and of both signs.
+
+    With `positive`, as in most files, scales are positive and normal in float16, also those of the parts of a block.
+    """
     generator = np.random.default_rng(seed)
     values, size, places = BLOCKS[kind]
     data = generator.integers(0, 256, (rows, columns // values, size), dtype=np.uint8)
     for at in places:
         scales = (generator.normal(size=(rows, columns // values, 1)) / 50).astype(np.float16)
+        scales = np.abs(scales) + np.float16(0.01) if positive else scales
         data[..., at : at + 2] = scales.view(np.uint8)
+    if positive and kind == 12:
+        data[..., 4:16] |= 1
+    elif positive and kind == 14:
+        data[..., 192:208] = data[..., 192:208] & 127 | 1
     return data.reshape(rows, -1)
 
 
