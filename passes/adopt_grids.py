@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from fxq.backends.base import Support, support_of
+from fxq.errors import RecipeError
 from fxq.graph.analysis.mutation import MemoryWriters
 from fxq.graph.grid import dynamic_grid_of, grid_of
 from fxq.graph.info import Decision, DecisionKind, Edge, Plan, info
@@ -59,6 +60,7 @@ class AdoptGrids(Pass):
             if node.target is torch.ops.fxq.round_to_range.default:
                 (x,) = node.all_input_nodes
                 rewriter.replace(node, on_grid(rewriter, x, x, OWN_RANGE, node.name)[1])
+        _refuse_float_model(rewriter)
         _move_in_float(rewriter)
         _make_unsigned(rewriter)
         _keep_on_grids(rewriter)
@@ -69,6 +71,18 @@ class AdoptGrids(Pass):
             rewriter.describe(node, plan=plan)
         for node in calls:
             _store_weights(rewriter, node)
+
+
+def _refuse_float_model(rewriter: Rewriter[Context]) -> None:
+    """Raise `RecipeError` if no value is quantized, and no weight has a stored grid."""
+    if any(is_op(node, *CONVERSIONS, *DYNAMIC_GRID_OPS) for node in rewriter.nodes()):
+        return
+    tensors = (constant(rewriter.gm, node) for node in rewriter.nodes() if node.op == "get_attr")
+    if not any(hasattr(tensor, STORED_GRID) for tensor in tensors):
+        raise RecipeError(
+            'the model has no grids: nothing in it is quantized. The recipe "stored" is for quantized models, such as '
+            'quantized ONNX files; quantize a float model with "static", "dynamic" or "weight_only".'
+        )
 
 
 def _store_weights(rewriter: Rewriter[Context], node: fx.Node) -> None:

@@ -89,3 +89,12 @@ def test_a_weight_without_a_stored_grid_stays_float():
         qmodel = fxq.quantize(model, "stored", example_inputs=torch.randn(3, 4))
     (layer,) = qmodel.ledger.where(op="linear")
     assert "the model has its weight in float" in layer.reason
+
+
+def test_a_float_model_is_refused():
+    with pytest.raises(fxq.RecipeError, match=r"the model has no grids.*weight_only"):
+        fxq.quantize(nn.Linear(4, 4).eval(), "stored", example_inputs=torch.randn(3, 4))
+    model = nn.Linear(4, 4).eval()
+    model.weight.__dict__[STORED_GRID] = Quantized(nn.Identity()).layer.weight.__dict__[STORED_GRID]
+    qmodel = fxq.quantize(model, fxq.Recipe.stored(backend="reference"), example_inputs=torch.randn(3, 4))
+    assert [row.precision for row in qmodel.ledger.where(op="linear")] == ["weight-only"]
