@@ -138,7 +138,8 @@ def _kernels(model: nn.Module) -> Iterator[tuple[str, Kernel]]:
 
 def _shapes(model: nn.Module) -> Iterator[tuple[str, str]]:
     """Each parameter and buffer with its dtype and shape, each module with its class, as text by path."""
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+    tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    for name, tensor in tensors:
         yield name, f"{tensor.dtype} {list(tensor.shape)}"
     for path, module in _modules(model):
         yield path, _kind(module)

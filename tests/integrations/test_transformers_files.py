@@ -45,8 +45,8 @@ def test_a_saved_decoder_generates_the_same(llama, folder, way, tmp_path):
     load = fxq.load if way == "fxq.load" else getattr(transformers, way).from_pretrained
     again = load(folder)
     assert type(again) is type(qmodel) and torch.equal(generated(again), generated(qmodel))
-    with torch.no_grad():
-        assert torch.equal(again(IDS).logits, qmodel(IDS).logits)
+    with torch.no_grad():  # one of them may run compiled programs already, which add in another order
+        torch.testing.assert_close(again(IDS).logits, qmodel(IDS).logits, rtol=0, atol=1e-5)
     assert again.generation_config.pad_token_id == 0
     assert again.programs.programs["decoder"].ledger.count("weight-only")
     again.save_pretrained(tmp_path)
