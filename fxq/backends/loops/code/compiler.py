@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch._C import _len_torch_dispatch_stack
 
+from fxq.backends.loops.code import amx_probe
 from fxq.backends.loops.code.code_cache import compile_cached
 from fxq.backends.loops.code.cpu_kinds import VARIABLE, cpu_kind
 from fxq.common.cache_folder import chosen_folder
@@ -76,7 +77,10 @@ def description() -> str:
         return f"none: dynamic and recurrent layers are slower (pip install fxq[jit]; {module})"
     kind = cpu_kind()
     played = f" by order of {VARIABLE}" if kind.is_played else ""
-    return f"compiled by Numba {installed()} for {kind.name}{played}"
+    if kind.has_amx:
+        return f"compiled by Numba {installed()} for {kind.name}{played and f'{played}, emulated slowly'}"
+    refusal = amx_probe.refusal() if amx_probe.has_amx() and not kind.is_played else ""
+    return f"compiled by Numba {installed()} for {kind.name}{played}{refusal and f' (without AMX: {refusal})'}"
 
 
 def loops_for(name: str, elements: int, *read: Tensor | None) -> ModuleType | None:

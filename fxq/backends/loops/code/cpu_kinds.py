@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
+from fxq.backends.loops.code import amx_probe
 from fxq.errors import BackendError
 
 VARIABLE = "FXQ_CPU_KIND"
@@ -35,7 +36,8 @@ class CpuKind:
         wide_pixels: Pixels of a large tile of such a convolution.
         float_tile: Rows and columns of a tile of a product of floats.
         x_offset: 128 if `dot` multiplies int8 by int8: 128 is subtracted from integers of pixels before; else 0.
-        is_played: Whether a larger CPU plays this kind.
+        has_amx: Whether large products use AMX, see `amx_code.py`.
+        is_played: Whether another CPU plays this kind: a larger one, or one that emulates its AMX instructions.
     """
 
     name: str
@@ -49,6 +51,7 @@ class CpuKind:
     wide_pixels: int
     float_tile: tuple[int, int]
     x_offset: int = 0
+    has_amx: bool = False
     is_played: bool = False
 
     @property
@@ -57,19 +60,24 @@ class CpuKind:
         return self.bits == 512
 
     def runs_on(self, features: Collection[str]) -> bool:
-        """Whether a CPU with these LLVM features runs the code of this kind."""
+        """Whether a CPU with these LLVM features runs the code of this kind. AMX instructions may be emulated."""
         if self.dot == _DOT_256 and not {"avxvnni", "avx512vnni"}.isdisjoint(features):
             return set(self.needs) - {"avxvnni"} <= set(features)
-        return set(self.needs) <= set(features)
+        return set(self.needs).difference(AMX if self.has_amx else ()) <= set(features)
 
 
 _DOT_256 = "llvm.x86.avx512.vpdpbusd.256"
 """Intrinsic of `vpdpbusd` with 256 bits. LLVM encodes it as AVX-VNNI where there is no AVX512."""
+AMX = ("amx-int8", "amx-tile")
+"""LLVM features of AMX with integers of 8 bits."""
 _AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
 _PAIRS_256, _PAIRS_512 = "llvm.x86.avx2.pmadd.wd", "llvm.x86.avx512.pmaddw.d.512"
 _DOT_NEON = "llvm.aarch64.neon.{}dot.v4i32.v16i8"
 _DOT_512 = "llvm.x86.avx512.vpdpbusd.512"
 KINDS = (
+    CpuKind(
+        "amx_int8", (*_AVX512, "avx512vnni", *AMX), (), 512, _DOT_512, _PAIRS_512, 12, 64, 4, (12, 32), has_amx=True
+    ),
     CpuKind("avx512_vnni", (*_AVX512, "avx512vnni"), (), 512, _DOT_512, _PAIRS_512, 12, 64, 4, (12, 32)),
     CpuKind("avx512", _AVX512, ("avx512vnni", "avxvnni"), 512, "", _PAIRS_512, 12, 0, 1, (12, 32)),
     CpuKind("avx_vnni", ("avx2", "fma", "avxvnni"), ("avx512f",), 256, _DOT_256, _PAIRS_256, 6, 32, 2, (4, 16)),
@@ -79,6 +87,7 @@ KINDS = (
     CpuKind("other", (), (), 128, "", "", 4, 0, 1, (4, 16)),
 )
 """Kinds of CPUs, larger ones first. The code of "other" has no instructions of its own: it runs on every CPU."""
+_KINDS_WITHOUT_AMX = tuple(kind.name for kind in KINDS if not kind.has_amx)
 
 
 def features_of(text: str) -> set[str]:
@@ -101,24 +110,23 @@ def compiled_features() -> str:
 
 
 def chosen_kind(name: str, text: str) -> CpuKind:
-    """Kind of a CPU with the features `text`, or the smaller kind of this name, which it plays.
+    """Kind of a CPU with the features `text`, or the kind of this name, which it plays.
 
     Raises:
         BackendError: There is no kind of this name, or the CPU lacks its instructions.
     """
     features = features_of(text)
     playable = [kind for kind in KINDS if kind.runs_on(features)]
-    if not name or name == playable[0].name:
-        return playable[0]
+    own = next(kind for kind in playable if not kind.has_amx or features.issuperset(AMX))
+    if name in ("", own.name):
+        return own
     names = ", ".join(kind.name for kind in playable)
     if name not in [kind.name for kind in KINDS]:
         raise BackendError(f"{VARIABLE}: there is no kind of CPU {name!r}. This CPU can play {names}.")
     for kind in playable:
         if kind.name == name:
             return replace(kind, is_played=True)
-    raise BackendError(
-        f"{VARIABLE}: this CPU is {playable[0].name} and lacks instructions of {name}. It can play {names}."
-    )
+    raise BackendError(f"{VARIABLE}: this CPU is {own.name} and lacks instructions of {name}. It can play {names}.")
 
 
 @cache
@@ -126,7 +134,7 @@ def cpu_kind() -> CpuKind:
     """Kind of CPU that the loops of this process are compiled for.
 
     If it is played, Numba is told to compile all its code in this process for it, with the features that it lacks
-    switched off.
+    switched off. A CPU with AMX is of a kind without it where AMX does not work (`amx_probe.refusal`).
 
     Raises:
         BackendError: `FXQ_CPU_KIND` is no kind that this CPU can play, or Numba has compiled for another one already.
@@ -135,8 +143,10 @@ def cpu_kind() -> CpuKind:
     from numba.core.registry import cpu_target
 
     settings: Any = config
-    features = compiled_features()
-    kind = chosen_kind(os.environ.get(VARIABLE, ""), features)
+    name, features = os.environ.get(VARIABLE, ""), compiled_features()
+    if features_of(features).issuperset(AMX) and name not in _KINDS_WITHOUT_AMX and amx_probe.refusal():
+        features = ",".join([features, *(f"-{feature}" for feature in AMX)])
+    kind = chosen_kind(name, features)
     if kind.is_played:
         before, settings.CPU_FEATURES = settings.CPU_FEATURES, played_features(kind, features)
         if cpu_target.target_context.codegen().magic_tuple()[2] != settings.CPU_FEATURES:

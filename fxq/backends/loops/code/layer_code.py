@@ -172,26 +172,65 @@ def _interleave(b: Any, upper: Any, lower: Any, size: int, half: int) -> Any:
     return b.shuffle_vector(upper, lower, ir.Constant(ir.VectorType(INT32, channels), order))
 
 
-def _store_rounded(b: Any, sums: Sequence[Any], result: TileOutput) -> None:
-    """Scale the sums of 16 columns of each pixel, add the bias, clamp, round, and store the bytes."""
-    lines = _pixel_addresses(b, result.out, result.places, len(sums))
+Finish = Callable[[Any, Any], Any]
+"""Function of a pixel, a number or an LLVM value, and its 16 sums, that returns 16 bytes."""
+
+
+def pixel_address(b: Any, x: Any, places: Any, pixel: Any) -> Any:
+    """Address of a pixel, a number or an LLVM value, from its distance to `x`, int32, at `places`."""
+    offset = b.mul(number(pixel) if isinstance(pixel, int) else pixel, number(4))
+    return b.add(x, b.sext(load(b, b.add(places, offset), INT32), INT64))
+
+
+def rounding(b: Any, result: TileOutput) -> Finish:
+    """Code that scales sums, adds the bias, clamps and rounds: scale and bias include the grid of the result."""
     scales, bias = load(b, result.scale, FLOATS), load(b, result.bias, FLOATS)
     low, high = vectors.bounds(b, result.numbers)
-    for total, line in zip(sums, lines, strict=True):
+
+    def finish(_: Any, total: Any) -> Any:
         y = vectors.multiply_add(b, b.sitofp(total, FLOATS), scales, bias)
-        store(b, vectors.rounded(b, vectors.clamp(b, y, low, high)), line)
+        return vectors.rounded(b, vectors.clamp(b, y, low, high))
+
+    return finish
 
 
-def _store_finished(b: Any, sums: Sequence[Any], result: TileOutput, finish: Callable[[int, Any], Any]) -> None:
-    """Scale the sums of 16 columns of each pixel, apply `finish(pixel, y)`, quantize, and store the bytes."""
-    lines = _pixel_addresses(b, result.out, result.places, len(sums))
+def quantizing(b: Any, result: TileOutput, function: Callable[[Any, Any], Any]) -> Finish:
+    """Code that scales sums, adds the bias, applies `function(pixel, y)`, and quantizes."""
     scales, bias = load(b, result.scale, FLOATS), load(b, result.bias, FLOATS)
     low, high = vectors.bounds(b, result.numbers)
     factor, zero = (splat(b, load(b, result.numbers, vectors.FLOAT32, 4 * k)) for k in (2, 3))
-    for p, (total, line) in enumerate(zip(sums, lines, strict=True)):
-        y = finish(p, vectors.multiply_add(b, b.sitofp(total, FLOATS), scales, bias))
+
+    def finish(pixel: Any, total: Any) -> Any:
+        y = function(pixel, vectors.multiply_add(b, b.sitofp(total, FLOATS), scales, bias))
         y = vectors.clamp(b, vectors.multiply_add(b, y, factor, zero), low, high)
-        store(b, vectors.rounded(b, y), line)
+        return vectors.rounded(b, y)
+
+    return finish
+
+
+def with_prelu(b: Any, result: TileOutput, slope: Any) -> Finish:
+    """Code that also applies PReLU; `slope` is the address of float32 (16,), by column."""
+    slopes = load(b, slope, FLOATS)
+    return quantizing(b, result, lambda _, y: vectors.scale_negative(b, y, slopes))
+
+
+def with_residual(b: Any, result: TileOutput, residual: Residual) -> Finish:
+    """Code that also adds a `Residual`."""
+    step, shift = vectors.bounds(b, residual.grid)
+
+    def added(pixel: Any, y: Any) -> Any:
+        address = pixel_address(b, residual.x, residual.places, pixel)
+        real = b.uitofp(load(b, address, ir.VectorType(INT8, LANES)), FLOATS)
+        return b.fadd(y, vectors.multiply_add(b, real, step, shift))
+
+    return quantizing(b, result, added)
+
+
+def _store_bytes(b: Any, sums: Sequence[Any], result: TileOutput, finish: Finish) -> None:
+    """Store the bytes that `finish` returns for the sums of each pixel."""
+    lines = _pixel_addresses(b, result.out, result.places, len(sums))
+    for p, (total, line) in enumerate(zip(sums, lines, strict=True)):
+        store(b, finish(p, total), line)
 
 
 def layer_tile(pixels: int) -> Any:
@@ -208,7 +247,8 @@ def rounded_layer_tile(pixels: int) -> Any:
     """Code of a tile that is rounded at once: scale and bias include the grid of the result."""
 
     def code(b, tile, result):
-        _store_rounded(b, _layer_sums(b, pixels, tile), result)
+        sums = _layer_sums(b, pixels, tile)
+        _store_bytes(b, sums, result, rounding(b, result))
 
     return on_addresses(code)
 
@@ -217,7 +257,8 @@ def activation_tile(function: Callable[[Any, Any], Any]) -> Any:
     """Code of a large tile with an activation function before the rounding."""
 
     def code(b, tile, result):
-        _store_finished(b, _layer_sums(b, machine_code.KIND.tile_pixels, tile), result, lambda _, y: function(b, y))
+        sums = _layer_sums(b, machine_code.KIND.tile_pixels, tile)
+        _store_bytes(b, sums, result, quantizing(b, result, lambda _, y: function(b, y)))
 
     return on_addresses(code)
 
@@ -225,22 +266,15 @@ def activation_tile(function: Callable[[Any, Any], Any]) -> Any:
 @on_addresses
 def prelu_many(b, tile, result, slope):
     """Compute a large tile with PReLU before the rounding; `slope` is the address of float32 (16,), by column."""
-    totals, slopes = _layer_sums(b, machine_code.KIND.tile_pixels, tile), load(b, slope, FLOATS)
-    _store_finished(b, totals, result, lambda _, y: vectors.scale_negative(b, y, slopes))
+    sums = _layer_sums(b, machine_code.KIND.tile_pixels, tile)
+    _store_bytes(b, sums, result, with_prelu(b, result, slope))
 
 
 @on_addresses
 def residual_many(b, tile, result, residual):
     """Compute a large tile, and add a `Residual` before the rounding."""
-    totals = _layer_sums(b, machine_code.KIND.tile_pixels, tile)
-    addresses = _pixel_addresses(b, residual.x, residual.places, len(totals))
-    step, shift = vectors.bounds(b, residual.grid)
-
-    def added(p: int, y: Any) -> Any:
-        real = b.uitofp(load(b, addresses[p], ir.VectorType(INT8, LANES)), FLOATS)
-        return b.fadd(y, vectors.multiply_add(b, real, step, shift))
-
-    _store_finished(b, totals, result, added)
+    sums = _layer_sums(b, machine_code.KIND.tile_pixels, tile)
+    _store_bytes(b, sums, result, with_residual(b, result, residual))
 
 
 def depthwise_tile(pixels: int) -> Any:

@@ -82,7 +82,7 @@ _WIDE_VECTORS = WIDE_CHANNELS // LANES
 _ROWS_AT_ONCE = 8
 """Rows for which a float layer reads its weight once."""
 STORE_SUMS, ROUND, ADD_RESIDUAL, APPLY_PRELU, APPLY_FUNCTION = range(5)
-"""Epilogues of a tile: its sums are stored, and `_finish` completes them; or the code of the tile quantizes them, at
+"""Epilogues of a tile: its sums are stored, and `finish` completes them; or the code of the tile quantizes them, at
 once, after adding a residual, after PReLU, or after another function. Only ROUND has code for small tiles."""
 
 
@@ -103,7 +103,7 @@ def _scatter(x, to_floats, numbers, out, first, spread, count):
         write(x + _INT_BYTES * j, to_floats, numbers, out + size * (first + places[j]), 1)
 
 
-class _Epilogue(NamedTuple):
+class Epilogue(NamedTuple):
     """How the stored sums of a tile become results: scale, bias and residual, function, and places.
 
     Attributes:
@@ -123,17 +123,17 @@ class _Epilogue(NamedTuple):
 
 
 @helper
-def _finish(sums, pixels, result, epilogue, residual):
+def finish(sums, tile, pixels, result, epilogue, residual):
     """Scale the sums of a tile, add bias and residual, apply the function, and write the results.
 
     Args:
-        sums: Address of int32 (pixels, 16), then of memory for as many floats as a large tile has.
+        sums: Address of int32 (pixels, 16).
+        tile: Address of memory for float32 (pixels, 16).
         pixels: Number of pixels.
         result: `TileOutput`.
-        epilogue: `_Epilogue`.
+        epilogue: `Epilogue`.
         residual: `Residual`.
     """
-    tile = sums + _BLOCK_BYTES * TILE_PIXELS
     places = carray(ints(result.places), pixels)
     for p in range(pixels):
         scale_sums(sums + _BLOCK_BYTES * p, result.scale, result.bias, tile + _BLOCK_BYTES * p)
@@ -233,7 +233,7 @@ def product(step, bases):
         last = min(first + pixels_at_once, pixels)
         for k in range(blocks):
             offset, p = _BLOCK_BYTES * k, first
-            epilogue = _Epilogue(
+            epilogue = Epilogue(
                 function, slope + offset, to_floats, min(LANES, channels - LANES * k), spread + offset if spread else 0
             )
             while p < last:
@@ -249,7 +249,7 @@ def product(step, bases):
                     _round_tile(size, tile, result)
                 elif code == STORE_SUMS or size < TILE_PIXELS:
                     _store_tile(size, tile, is_depthwise, LANES * blocks, sums)
-                    _finish(sums, size, result, epilogue, added)
+                    finish(sums, sums + _BLOCK_BYTES * TILE_PIXELS, size, result, epilogue, added)
                 else:
                     _finish_large_tile(code, function, tile, result, epilogue.slope, added)
                 p += size

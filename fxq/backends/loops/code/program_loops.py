@@ -12,13 +12,18 @@ from __future__ import annotations
 
 from numba import carray  # type: ignore[attr-defined]  # Numba does not list it
 
+from fxq.backends.loops.code.amx_code import BLOCKS_AT_ONCE as BLOCKS_AT_ONCE
+from fxq.backends.loops.code.amx_code import PIXELS_AT_ONCE as PIXELS_AT_ONCE
+from fxq.backends.loops.code.amx_loops import amx_product
+from fxq.backends.loops.code.amx_loops import amx_scratch as amx_scratch
+from fxq.backends.loops.code.amx_loops import pixel_bytes as pixel_bytes
 from fxq.backends.loops.code.attention_loops import BOOL_MASK as BOOL_MASK
 from fxq.backends.loops.code.attention_loops import CAUSAL as CAUSAL
 from fxq.backends.loops.code.attention_loops import FLOAT_MASK as FLOAT_MASK
 from fxq.backends.loops.code.attention_loops import NO_MASK as NO_MASK
 from fxq.backends.loops.code.attention_loops import attention
 from fxq.backends.loops.code.attention_loops import attention_scratch as attention_scratch
-from fxq.backends.loops.code.compiler import compiled
+from fxq.backends.loops.code.compiler import compiled, helper
 from fxq.backends.loops.code.image_loops import CHUNK as CHUNK
 from fxq.backends.loops.code.image_loops import move, norm, pointwise, pool, quantize
 from fxq.backends.loops.code.layer_loops import ADD_RESIDUAL as ADD_RESIDUAL
@@ -40,8 +45,22 @@ SCRATCH_BYTES = 8 * CHUNK
 """Bytes of scratch memory of a step, besides those for its channels. Attention needs other memory."""
 MAX_STEP_FIELDS = 32
 """Integers in the row of a step. Unused ones are 0."""
-QUANTIZE, PRODUCT, DEPTHWISE, POINTWISE, POOL, LINEAR, NORM, MOVE, ATTENTION = range(9)
+QUANTIZE, PRODUCT, DEPTHWISE, POINTWISE, POOL, LINEAR, NORM, MOVE, ATTENTION, AMX_PRODUCT = range(10)
 """Codes of steps."""
+_HAS_AMX = KIND.has_amx
+
+
+@helper
+def _layer(code, step, bases):
+    """Run a step of a layer."""
+    if code == PRODUCT:
+        product(step, bases)
+    elif code == DEPTHWISE:
+        depthwise(step, bases)
+    elif code == LINEAR:
+        linear(step, bases)
+    elif _HAS_AMX:  # otherwise Numba does not compile it
+        amx_product(step, bases)
 
 
 @compiled("i64* i i64*")
@@ -51,11 +70,7 @@ def run(steps, count, bases):
     for k in range(count):
         step = steps[k]
         code = step[0]
-        if code == PRODUCT:
-            product(step, bases)
-        elif code == DEPTHWISE:
-            depthwise(step, bases)
-        elif code == POINTWISE:
+        if code == POINTWISE:
             pointwise(step, bases)
         elif code == QUANTIZE:
             quantize(step, bases)
@@ -68,4 +83,4 @@ def run(steps, count, bases):
         elif code == ATTENTION:
             attention(step, bases)
         else:
-            linear(step, bases)
+            _layer(code, step, bases)

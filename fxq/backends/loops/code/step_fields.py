@@ -50,6 +50,7 @@ class ProductField(IntEnum):
     RESIDUAL_PLACES = 28  # address of int32: bytes from RESIDUAL to each pixel; 0: no residual
     RESIDUAL_GRID = 29  # address of float32: scale, shift
     EPILOGUE = 30  # STORE_SUMS, ROUND, ADD_RESIDUAL, APPLY_PRELU or APPLY_FUNCTION
+    X_STEP = 31  # bytes from each pixel to the next if AMX tiles are loaded from X; else 0
 
 
 class DepthwiseField(IntEnum):

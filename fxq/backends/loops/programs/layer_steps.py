@@ -5,6 +5,7 @@ point to. A figure of the tiles that read them is in `fxq/backends/loops/code/la
 
     weight, int8 (columns, taps, C)           taps that are side by side in memory are one run
         -> (blocks, runs, groups, 16, GROUP)  columns padded to blocks of 16, runs padded to groups of GROUP
+        or (blocks, runs * groups, 16, GROUP) for AMX: runs together padded to 16 groups
         or (blocks, runs, groups, 2, 16, 2)   for kinds of CPU without `dot`: first and third of a group, then others
     weight of a depthwise layer, int8 (C, taps)
         -> (taps, blocks * 16)                tiles of 16 channels
@@ -33,6 +34,10 @@ from fxq.quant.qparams import QParams
 
 MIN_PIXELS_AT_ONCE = 192
 """Pixels that are computed for all columns before further pixels, even if their input exceeds the cache."""
+MIN_AMX_PIXELS, MIN_AMX_DEPTH = 8, 64
+"""Pixels and integers of each that a layer needs so that AMX is used: half of a tile, and a row of it."""
+MAX_COPIED_BYTES = 1 << 18
+"""Bytes of pixels that are copied for AMX before all columns read them: they stay in the second-level cache."""
 TAPS_AT_ONCE = 4
 """Taps that a wide tile of a depthwise layer reads at once."""
 
@@ -95,6 +100,25 @@ class ProductStep(ProgramStep):
             max(ends[0] + max(rows) - high + 1, 0), max(ends[1] + max(columns) - broad + 1, 0),
         )  # fmt: skip
 
+    def scratch(self, loops: ModuleType) -> int:
+        usual = super().scratch(loops)
+        if not self._uses_amx(loops):
+            return usual
+        groups = len(self.taps) * -(-self.weight.shape[2] // loops.GROUP)  # or less if taps are one run
+        return max(usual, int(loops.amx_scratch(self._copied_pixels(loops, groups), groups)))
+
+    def _uses_amx(self, loops: ModuleType) -> bool:
+        """Whether AMX computes the layer: it is large enough, and not depthwise."""
+        depth, pixels = math.prod(self.weight.shape[1:]), self.x.shape[0] * math.prod(self.windows)
+        is_large = self.weight.dim() == 3 and depth >= MIN_AMX_DEPTH and pixels >= MIN_AMX_PIXELS
+        return bool(loops.KIND.has_amx) and is_large
+
+    def _copied_pixels(self, loops: ModuleType, groups: int) -> int:
+        """Number of pixels of so many groups that are copied at once for AMX."""
+        pixels, at_once = self.x.shape[0] * math.prod(self.windows), loops.PIXELS_AT_ONCE
+        fitting = MAX_COPIED_BYTES // loops.pixel_bytes(groups) // at_once * at_once
+        return int(min(max(fitting, 2 * at_once), -(-pixels // at_once) * at_once))
+
     def rows(self, writer: RowWriter) -> list[list[int]]:
         columns, wide = len(self.weight), writer.loops.WIDE_CHANNELS
         channels = columns // math.prod(self.out_stride)
@@ -130,23 +154,29 @@ class ProductStep(ProgramStep):
         out_places = self._places(out, first[:2], self.out_stride, channel + first[2])
         epilogue = writer.loops.STORE_SUMS if is_depthwise or spread else self._epilogue(writer.loops)
         bytes_per_pixel, tile = x.pixel_stride * self.stride[1] * self.stride[0], writer.loops.TILE_PIXELS
-        pixels_at_once = max(MIN_PIXELS_AT_ONCE, writer.loops.MAX_TILE_INPUT_BYTES // bytes_per_pixel)
+        pixels_at_once = max(MIN_PIXELS_AT_ONCE, writer.loops.MAX_TILE_INPUT_BYTES // bytes_per_pixel) // tile * tile
+        uses_amx, x_step = self._uses_amx(writer.loops), 0
+        if uses_amx:
+            pixels_at_once = self._copied_pixels(writer.loops, len(runs) * groups)
+            is_whole = len(runs) == 1 and groups % LANES == 0
+            x_step = _equal_step(x_places) if is_whole else 0
         residual: Sequence[int] = (0, 0)
         residual_places = residual_grid = 0
         if self.residual is not None:
             residual, residual_grid = self.residual.start, writer.grid(self.residual_grid)
             residual_places = writer.constant(self._places(self.residual, (0, 0), self.out_stride))
         return writer.row(
-            writer.loops.PRODUCT, ProductField, x=x.start, out=out.start,
+            writer.loops.AMX_PRODUCT if uses_amx else writer.loops.PRODUCT, ProductField, x=x.start, out=out.start,
             x_places=writer.constant(x_places), out_places=writer.constant(out_places), pixels=len(x_places),
             runs=writer.constant(runs), run_count=len(runs), groups=groups,
             weight=writer.constant(packed), blocks=blocks,
             **self._column_values(writer, columns, blocks * LANES, epilogue == writer.loops.ROUND),
             function=self.kind(writer), to_floats=self.grid is None, channels=count,
             block_bytes=LANES if is_depthwise else packed.numel() // blocks,
-            pixels_at_once=pixels_at_once // tile * tile,
+            pixels_at_once=pixels_at_once,
             is_depthwise=is_depthwise, block_step=LANES if is_depthwise else 0, spread=spread,
             residual=residual, residual_places=residual_places, residual_grid=residual_grid, epilogue=epilogue,
+            x_step=x_step,
         )  # fmt: skip
 
     def _epilogue(self, loops: ModuleType) -> int:
@@ -227,7 +257,10 @@ class ProductStep(ProgramStep):
         weight = F.pad(weight, (0, groups * group - length, 0, 0, 0, blocks * LANES - columns))
         weight = weight.view(blocks, LANES, len(offsets), groups, group // 2, 2)
         order = (0, 2, 3, 1, 4, 5) if loops.KIND.dot else (0, 2, 3, 5, 1, 4)
-        return weight.permute(order).contiguous(), torch.tensor(offsets, dtype=torch.int32), groups
+        weight = weight.permute(order).contiguous()
+        if self._uses_amx(loops):
+            weight = F.pad(weight.flatten(1, 2), (0, 0, 0, 0, 0, 0, 0, -len(offsets) * groups % LANES))
+        return weight, torch.tensor(offsets, dtype=torch.int32), groups
 
     def _places(self, area: Area, first: tuple[int, int], stride: tuple[int, int], channel: int = 0) -> Tensor:
         """Elements from the begin of an area to a pixel of each window, int32: `first`, and `stride` further each."""
@@ -236,6 +269,12 @@ class ProductStep(ProgramStep):
         row_offsets = (first[0] + rows * stride[0])[:, None] * area.row_stride
         offsets = row_offsets + (first[1] + columns * stride[1]) * area.pixel_stride
         return (area.place(0, 0) + channel + samples * area.sample_stride + offsets).to(torch.int32).flatten()
+
+
+def _equal_step(places: Tensor) -> int:
+    """Distance from each place to the next; 0 if they differ."""
+    steps = places.diff().unique()
+    return int(steps) if len(steps) == 1 else 0
 
 
 def _wide_order(by_channel: Tensor) -> Tensor:

@@ -109,7 +109,11 @@ def _product(loops: ModuleType, row: Sequence[int]) -> StepWork:
     by_pixel: dict[int, int] = {f.X_PLACES: _INT_BYTES, f.OUT_PLACES: _INT_BYTES}
     if row[f.RESIDUAL_PLACES]:
         by_pixel[f.RESIDUAL_PLACES] = _INT_BYTES
-    axes = [Axis(f.PIXELS, by_pixel, loops.TILE_PIXELS, row[f.BLOCK_BYTES] * blocks / _WEIGHT_SPEED)]
+    uses_amx = row[0] == loops.AMX_PRODUCT
+    pixels_of_tile, blocks_of_tile = (
+        (loops.PIXELS_AT_ONCE, loops.BLOCKS_AT_ONCE) if uses_amx else (loops.TILE_PIXELS, 1)
+    )
+    axes = [Axis(f.PIXELS, by_pixel, pixels_of_tile, row[f.BLOCK_BYTES] * blocks / _WEIGHT_SPEED)]
     if row[f.IS_DEPTHWISE]:  # the rows of its weight have all channels
         return StepWork(sums * (depth + _FINISH) / (LANES * _SPEED), axes)
     step = _INT_BYTES * LANES
@@ -118,8 +122,9 @@ def _product(loops: ModuleType, row: Sequence[int]) -> StepWork:
         f.SLOPE: step, f.OUT + 1: 0 if row[f.SPREAD] else step if row[f.TO_FLOATS] else LANES, f.CHANNELS: -LANES,
         f.SPREAD: step if row[f.SPREAD] else 0, f.RESIDUAL + 1: LANES,
     }  # fmt: skip
-    axes.append(Axis(f.BLOCKS, by_block, nanoseconds=pixels * row[f.GROUPS] * loops.GROUP / _VALUE_SPEED))
-    return StepWork(sums * (depth / loops.GROUP + _FINISH) / (LANES * _SPEED), axes)
+    axes.append(Axis(f.BLOCKS, by_block, blocks_of_tile, pixels * row[f.GROUPS] * loops.GROUP / _VALUE_SPEED))
+    vectors = depth / loops.GROUP / (_AMX_RATIO if uses_amx else 1)
+    return StepWork(sums * (vectors + _FINISH) / (LANES * _SPEED), axes)
 
 
 def _depthwise(loops: ModuleType, row: Sequence[int]) -> StepWork:
@@ -224,6 +229,8 @@ def _image_axes(shape: int, places: Sequence[tuple[int, Sequence[int]]]) -> list
 
 _SPEED = 4.0
 """Vectors of products that are added to sums in a nanosecond."""
+_AMX_RATIO = 8.0
+"""Products of AMX for each of other vectors, in the same time."""
 _FINISH = 4
 """Time to scale and round a vector of sums, in vectors of products."""
 _ELEMENTS = 4.0
@@ -232,6 +239,6 @@ _DEPTHWISE_PIXELS = 4
 """Pixels of a large tile of a depthwise layer."""
 _WORK: Mapping[str, Callable[[ModuleType, Sequence[int]], StepWork]] = {
     "PRODUCT": _product, "DEPTHWISE": _depthwise, "QUANTIZE": _quantize, "POINTWISE": _pointwise, "POOL": _pool,
-    "NORM": _norm, "MOVE": _move, "ATTENTION": _attention, "LINEAR": _linear,
+    "NORM": _norm, "MOVE": _move, "ATTENTION": _attention, "LINEAR": _linear, "AMX_PRODUCT": _product,
 }  # fmt: skip
 """StepWork of each kind of step, by the name of its code."""

@@ -1,0 +1,254 @@
+"""Machine code of integer products with AMX, whose registers are tiles: 16 rows of 64 bytes.
+
+One instruction adds the products of a tile with 16 pixels, uint8 (16, 64), and a tile with 16 columns of a weight, int8
+(16, 16, GROUP), to a tile of sums, int32 (16, 16). Weights have the order of other kinds of CPUs (`layer_steps.py`):
+16 groups of a block are such a tile. Two tiles of pixels and two of columns give four tiles of sums::
+
+                            block k    block k + 1
+                           tile 6       tile 7          from the weight, once for each 64 integers of a pixel
+    pixels  0 .. 15       +----------+----------+
+              tile 4      |  tile 0  |  tile 1  |
+                          +----------+----------+
+    pixels 16 .. 31       |  tile 2  |  tile 3  |
+              tile 5      +----------+----------+
+
+Where a CPU without AMX plays the kind, other code computes what the instructions compute. The tiles are in memory then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils
+
+from fxq.backends.loops.code import machine_code, products, vectors
+from fxq.backends.loops.code.amx_probe import CONFIG
+from fxq.backends.loops.code.layer_code import (
+    Finish,
+    TileOutput,
+    pixel_address,
+    quantizing,
+    rounding,
+    with_prelu,
+    with_residual,
+)
+from fxq.backends.loops.code.machine_code import GROUP, on_addresses
+from fxq.backends.loops.code.vectors import INT8, INT32, INT64, INTS, LANES, load, number, store
+
+TILE_ROWS, ROW_BYTES = 16, 64
+"""Size of a tile."""
+TILE_BYTES = TILE_ROWS * ROW_BYTES
+PIXELS_AT_ONCE, BLOCKS_AT_ONCE = 2 * TILE_ROWS, 2
+"""Pixels and blocks of 16 columns whose sums are in tiles at once."""
+STATE_BYTES = len(CONFIG) + 8 * TILE_BYTES
+"""Bytes of memory for the configuration of tiles, and for tiles that are emulated."""
+_PIXEL_TILE, _WEIGHT_TILE = 4, 6
+"""Numbers of the first tiles of pixels and of weights. Tiles of sums are before."""
+
+
+# ---- instructions
+
+
+def _call(b: Any, name: str, *values: Any) -> None:
+    """Call an intrinsic of AMX. Python's integers are numbers of tiles, which are part of the instruction."""
+    arguments = [ir.Constant(INT8, value) if isinstance(value, int) else value for value in values]
+    vectors.call_intrinsic(b, f"llvm.x86.{name}", ir.VoidType(), arguments)
+
+
+def _pointer(b: Any, address: Any) -> Any:
+    return b.inttoptr(address, INT8.as_pointer())
+
+
+def _is_emulated() -> bool:
+    return machine_code.KIND.is_played
+
+
+@on_addresses
+def configure(b, state):
+    """Give all tiles 16 rows of 64 bytes, until `release`. `state` is the address of `STATE_BYTES` of memory."""
+    if not machine_code.KIND.has_amx:
+        return
+    store(b, ir.Constant(ir.ArrayType(INT8, len(CONFIG)), bytearray(CONFIG)), state)
+    if not _is_emulated():
+        _call(b, "ldtilecfg", _pointer(b, state))
+
+
+@on_addresses
+def release(b, state):
+    """Free the tiles, so that the operating system need not save them."""
+    if not machine_code.KIND.has_amx:
+        return
+    if not _is_emulated():
+        _call(b, "tilerelease")
+        return
+    with cgutils.for_range(b, number(STATE_BYTES // ROW_BYTES), intp=INT64) as line:
+        store(b, ir.Constant(INTS, None), b.add(state, b.mul(line.index, number(ROW_BYTES))))
+
+
+def load_tile(b: Any, state: Any, tile: int, address: Any, stride: Any) -> None:
+    """Load the rows of a tile, which are `stride` bytes apart."""
+    if not _is_emulated():
+        _call(b, "tileloadd64", tile, _pointer(b, address), stride)
+        return
+    with cgutils.for_range(b, number(TILE_ROWS), intp=INT64) as row:
+        place, mask = b.add(address, b.mul(row.index, stride)), _lanes_of_row(b, state, tile, row.index)
+        store(b, load_lanes(b, place, mask), _row_of_tile(b, state, tile, row.index))
+
+
+def store_tile(b: Any, state: Any, tile: int, address: Any) -> None:
+    """Store the rows of a tile, one after the other."""
+    if not _is_emulated():
+        _call(b, "tilestored64", tile, _pointer(b, address), number(ROW_BYTES))
+        return
+    with cgutils.for_range(b, number(TILE_ROWS), intp=INT64) as row:
+        place = b.inttoptr(b.add(address, b.mul(row.index, number(ROW_BYTES))), INTS.as_pointer())
+        values = load(b, _row_of_tile(b, state, tile, row.index), INTS)
+        arguments = [values, place, ir.Constant(INT32, 4), _lanes_of_row(b, state, tile, row.index)]
+        vectors.call_intrinsic(b, "llvm.masked.store.v16i32.p0v16i32", ir.VoidType(), arguments)
+
+
+def multiply_tiles(b: Any, state: Any, sums: int, pixels: int, weight: int) -> None:
+    """Add the products of uint8 in a tile of pixels and int8 in one of a weight to a tile of sums."""
+    if not _is_emulated():
+        _call(b, "tdpbusd", sums, pixels, weight)
+        return
+    with cgutils.for_range(b, _rows(b, state, sums), intp=INT64) as row:
+        place, x = (_row_of_tile(b, state, tile, row.index) for tile in (sums, pixels))
+        total = cgutils.alloca_once(b, INTS)
+        b.store(load(b, place, INTS), total)
+        with cgutils.for_range(b, b.udiv(_bytes_of_row(b, state, pixels), number(GROUP)), intp=INT64) as group:
+            values = products.group_of_pixel(b, load(b, b.add(x, b.mul(group.index, number(GROUP))), INT32))
+            columns = products.group_of_weight(b, _row_of_tile(b, state, weight, group.index))
+            b.store(products.add_products(b, b.load(total), values, columns), total)
+        store(b, b.load(total), place)
+
+
+def _row_of_tile(b: Any, state: Any, tile: int, row: Any) -> Any:
+    """Address of a row of an emulated tile."""
+    first = b.add(state, number(len(CONFIG) + TILE_BYTES * tile))
+    return b.add(first, b.mul(row, number(ROW_BYTES)))
+
+
+def _rows(b: Any, state: Any, tile: int) -> Any:
+    """Number of rows of an emulated tile, from its configuration."""
+    return b.zext(load(b, state, INT8, 48 + tile), INT64)
+
+
+def _bytes_of_row(b: Any, state: Any, tile: int) -> Any:
+    """Bytes of the rows of an emulated tile, from its configuration."""
+    return b.zext(load(b, state, ir.IntType(16), 16 + 2 * tile), INT64)
+
+
+def _lanes_of_row(b: Any, state: Any, tile: int, row: Any) -> Any:
+    """Mask of those of 16 numbers that a row of an emulated tile has: none beyond its rows."""
+    lanes = b.udiv(_bytes_of_row(b, state, tile), number(4))
+    return _first_lanes(b, b.select(b.icmp_unsigned("<", row, _rows(b, state, tile)), lanes, number(0)))
+
+
+def _first_lanes(b: Any, count: Any) -> Any:
+    """Mask of the first `count` of 16 numbers."""
+    return b.icmp_signed("<", ir.Constant(INTS, list(range(LANES))), vectors.splat(b, b.trunc(count, INT32)))
+
+
+def load_lanes(b: Any, address: Any, mask: Any) -> Any:
+    """Load those of 16 int32 that a mask has; the others are 0, and are not read."""
+    place = b.inttoptr(address, INTS.as_pointer())
+    values = [place, ir.Constant(INT32, 4), mask, ir.Constant(INTS, None)]
+    return vectors.call_intrinsic(b, "llvm.masked.load.v16i32.p0v16i32", INTS, values)
+
+
+# ---- products
+
+
+def sums_of_tiles(rows: int, columns: int) -> Any:
+    """Code that stores the sums of one or two tiles of pixels, times one or two tiles of columns."""
+
+    def code(b, x, x_step, weight, block_bytes, count, start, sums, state):
+        """Store sums, int32 (columns, 32, 16).
+
+        Args:
+            b: LLVM builder.
+            x: Address of the first pixel, uint8.
+            x_step: Bytes from a pixel to the next.
+            weight: Address of the first block.
+            block_bytes: Bytes from a block to the next.
+            count: Number of times that a tile has 64 integers of a pixel.
+            start: Address of int32 (columns, 16): initial sums.
+            sums: Address of the sums.
+            state: Address of the configuration.
+        """
+        if not machine_code.KIND.has_amx:
+            return
+        pairs = [(r, c) for r in range(rows) for c in range(columns)]
+        for r, c in pairs:
+            load_tile(b, state, columns * r + c, b.add(start, number(ROW_BYTES * c)), number(0))
+        with cgutils.for_range(b, count, intp=INT64) as step:
+            for c in range(columns):
+                block = b.add(weight, b.mul(block_bytes, number(c)))
+                place = b.add(block, b.mul(step.index, number(TILE_BYTES)))
+                load_tile(b, state, _WEIGHT_TILE + c, place, number(ROW_BYTES))
+            for r in range(rows):
+                first = b.add(x, b.mul(x_step, number(TILE_ROWS * r)))
+                place = b.add(first, b.mul(step.index, number(ROW_BYTES)))
+                load_tile(b, state, _PIXEL_TILE + r, place, x_step)
+            for r, c in pairs:
+                multiply_tiles(b, state, columns * r + c, _PIXEL_TILE + r, _WEIGHT_TILE + c)
+        for r, c in pairs:
+            store_tile(b, state, columns * r + c, b.add(sums, number(TILE_BYTES * (BLOCKS_AT_ONCE * c + r))))
+
+    return on_addresses(code)
+
+
+@on_addresses
+def copy_run(b, x, groups, out):
+    """Copy groups of integers. Up to 60 bytes after the copy become 0."""
+    with cgutils.for_range(b, b.lshr(groups, number(4)), intp=INT64) as line:
+        offset = b.mul(line.index, number(ROW_BYTES))
+        store(b, load(b, b.add(x, offset), INTS), b.add(out, offset))
+    rest = b.and_(groups, number(15))
+    with b.if_then(b.icmp_unsigned("!=", rest, number(0))):
+        offset = b.mul(b.sub(groups, rest), number(GROUP))
+        store(b, load_lanes(b, b.add(x, offset), _first_lanes(b, rest)), b.add(out, offset))
+
+
+# ---- results
+
+
+def _store_bytes(b: Any, sums: Any, pixels: Any, result: TileOutput, finish: Finish) -> None:
+    """Store the bytes that `finish` returns for the stored sums of each pixel, int32 (pixels, 16)."""
+    with cgutils.for_range(b, pixels, intp=INT64) as pixel:
+        total = load(b, b.add(sums, b.mul(pixel.index, number(ROW_BYTES))), INTS)
+        store(b, finish(pixel.index, total), pixel_address(b, result.out, result.places, pixel.index))
+
+
+@on_addresses
+def round_sums(b, sums, pixels, result):
+    """Round sums that are stored: scale and bias include the grid of the result."""
+    _store_bytes(b, sums, pixels, result, rounding(b, result))
+
+
+@on_addresses
+def prelu_sums(b, sums, pixels, result, slope):
+    """Apply PReLU to sums that are stored, and quantize them."""
+    _store_bytes(b, sums, pixels, result, with_prelu(b, result, slope))
+
+
+@on_addresses
+def residual_sums(b, sums, pixels, result, residual):
+    """Add a `Residual` to sums that are stored, and quantize them."""
+    _store_bytes(b, sums, pixels, result, with_residual(b, result, residual))
+
+
+def activation_of_sums(function: Callable[[Any, Any], Any]) -> Any:
+    """Code that applies an activation function to sums that are stored, and quantizes them."""
+
+    def code(b, sums, pixels, result):
+        _store_bytes(b, sums, pixels, result, quantizing(b, result, lambda _, y: function(b, y)))
+
+    return on_addresses(code)
+
+
+silu_sums, hardswish_sums, gelu_sums = map(activation_of_sums, (vectors.silu, vectors.hardswish, vectors.gelu))
+one_by_one, one_by_two, two_by_one, two_by_two = (sums_of_tiles(r, c) for r in (1, 2) for c in (1, 2))
