@@ -12,12 +12,17 @@ from unittest import mock
 import llvmlite.binding as llvm
 from llvmlite import ir
 
-from fxq.backends.loops.code import machine_code
-from fxq.backends.loops.code.cpu_kinds import KINDS, CpuKind, chosen_kind, features_of, played_features
+from fxq.backends.loops.code import amx_probe, machine_code
+from fxq.backends.loops.code.cpu_kinds import AMX, KINDS, CpuKind, chosen_kind, features_of, played_features
 
-_FEATURES = str(llvm.get_host_cpu_features().flatten())
-PLAYED = [chosen_kind(kind.name, _FEATURES) for kind in KINDS if kind.runs_on(features_of(_FEATURES))]
+_FEATURES = ",".join([llvm.get_host_cpu_features().flatten(), *(f"-{name}" for name in AMX if amx_probe.refusal())])
+PLAYED = sorted(
+    (chosen_kind(kind.name, _FEATURES) for kind in KINDS if kind.runs_on(features_of(_FEATURES))),
+    key=lambda kind: kind.is_played,
+)
 """Kinds of CPUs that this machine can play, its own first."""
+WITH_AMX = [replace(kind, is_played=played) for kind in PLAYED if kind.has_amx for played in {True, kind.is_played}]
+"""The kind with AMX, emulated; on a CPU that has AMX also with its own instructions; none on CPUs without VNNI."""
 
 
 def module_of(kind: CpuKind, make: Callable[[], Any], *parameters: Any) -> ir.Module:

@@ -35,7 +35,7 @@ def distance(result, exact, grid):
     return (result.double() - wanted).abs().max().item()
 
 
-def run_steps(steps, values):
+def run_steps(steps, values, loops=None):
     """Run steps in memory of random bytes, and return the result of the last one, (N, H, W, C).
 
     Only the bytes of results, and of the room after their channels, may change. Steps get as much scratch memory as
@@ -44,6 +44,7 @@ def run_steps(steps, values):
     Args:
         steps: Steps in order.
         values: Values by area, (N, H, W, C), float32 or uint8.
+        loops: Compiled functions. Default: those of this process.
     """
     areas = dict.fromkeys(a.root for step in steps for a in (*step.reads, step.out) if a.base != ABSOLUTE)
     size = 64
@@ -62,7 +63,7 @@ def run_steps(steps, values):
     for step in steps:
         area = step.out
         _pixels(may_change, area, area.shape[3] if area.room else -(-area.shape[3] // LANES) * LANES)[:] = True
-    loops = compiler.loops("program_loops")
+    loops = loops or compiler.loops("program_loops")
     rows = RowWriter(loops)
     table = [row + [0] * (loops.MAX_STEP_FIELDS - len(row)) for step in steps for row in step.rows(rows)]
     usual = loops.SCRATCH_BYTES + 8 * max(area.pixel_stride for area in areas)

@@ -89,19 +89,51 @@ def release(b, state):
 
 def load_tile(b: Any, state: Any, tile: int, address: Any, stride: Any) -> None:
     """Load the rows of a tile, which are `stride` bytes apart."""
-    if not _is_emulated():
+    if _is_emulated():
+        _emulate(b, _load_tile, state, number(tile), address, stride)
+    else:
         _call(b, "tileloadd64", tile, _pointer(b, address), stride)
-        return
+
+
+def store_tile(b: Any, state: Any, tile: int, address: Any) -> None:
+    """Store the rows of a tile, one after the other."""
+    if _is_emulated():
+        _emulate(b, _store_tile, state, number(tile), address)
+    else:
+        _call(b, "tilestored64", tile, _pointer(b, address), number(ROW_BYTES))
+
+
+def multiply_tiles(b: Any, state: Any, sums: int, pixels: int, weight: int) -> None:
+    """Add the products of uint8 in a tile of pixels and int8 in one of a weight to a tile of sums."""
+    if _is_emulated():
+        _emulate(b, _multiply_tiles, state, *map(number, (sums, pixels, weight)))
+    else:
+        _call(b, "tdpbusd", sums, pixels, weight)
+
+
+# ---- emulated instructions
+
+
+def _emulate(b: Any, instruction: Callable[..., None], *values: Any) -> None:
+    """Call a function that computes what an instruction computes. Values are int64."""
+    kind = ir.FunctionType(ir.VoidType(), [INT64] * len(values))
+    function = cgutils.get_or_insert_function(b.module, kind, f"fxq{instruction.__name__}")
+    if function.is_declaration:
+        function.linkage = "internal"
+        function.attributes.add("noinline")
+        body = ir.IRBuilder(function.append_basic_block())
+        instruction(body, *function.args)
+        body.ret_void()
+    b.call(function, values)
+
+
+def _load_tile(b: Any, state: Any, tile: Any, address: Any, stride: Any) -> None:
     with cgutils.for_range(b, number(TILE_ROWS), intp=INT64) as row:
         place, mask = b.add(address, b.mul(row.index, stride)), _lanes_of_row(b, state, tile, row.index)
         store(b, load_lanes(b, place, mask), _row_of_tile(b, state, tile, row.index))
 
 
-def store_tile(b: Any, state: Any, tile: int, address: Any) -> None:
-    """Store the rows of a tile, one after the other."""
-    if not _is_emulated():
-        _call(b, "tilestored64", tile, _pointer(b, address), number(ROW_BYTES))
-        return
+def _store_tile(b: Any, state: Any, tile: Any, address: Any) -> None:
     with cgutils.for_range(b, number(TILE_ROWS), intp=INT64) as row:
         place = b.inttoptr(b.add(address, b.mul(row.index, number(ROW_BYTES))), INTS.as_pointer())
         values = load(b, _row_of_tile(b, state, tile, row.index), INTS)
@@ -109,11 +141,7 @@ def store_tile(b: Any, state: Any, tile: int, address: Any) -> None:
         vectors.call_intrinsic(b, "llvm.masked.store.v16i32.p0v16i32", ir.VoidType(), arguments)
 
 
-def multiply_tiles(b: Any, state: Any, sums: int, pixels: int, weight: int) -> None:
-    """Add the products of uint8 in a tile of pixels and int8 in one of a weight to a tile of sums."""
-    if not _is_emulated():
-        _call(b, "tdpbusd", sums, pixels, weight)
-        return
+def _multiply_tiles(b: Any, state: Any, sums: Any, pixels: Any, weight: Any) -> None:
     with cgutils.for_range(b, _rows(b, state, sums), intp=INT64) as row:
         place, x = (_row_of_tile(b, state, tile, row.index) for tile in (sums, pixels))
         total = cgutils.alloca_once(b, INTS)
@@ -125,23 +153,23 @@ def multiply_tiles(b: Any, state: Any, sums: int, pixels: int, weight: int) -> N
         store(b, b.load(total), place)
 
 
-def _row_of_tile(b: Any, state: Any, tile: int, row: Any) -> Any:
+def _row_of_tile(b: Any, state: Any, tile: Any, row: Any) -> Any:
     """Address of a row of an emulated tile."""
-    first = b.add(state, number(len(CONFIG) + TILE_BYTES * tile))
+    first = b.add(b.add(state, number(len(CONFIG))), b.mul(tile, number(TILE_BYTES)))
     return b.add(first, b.mul(row, number(ROW_BYTES)))
 
 
-def _rows(b: Any, state: Any, tile: int) -> Any:
+def _rows(b: Any, state: Any, tile: Any) -> Any:
     """Number of rows of an emulated tile, from its configuration."""
-    return b.zext(load(b, state, INT8, 48 + tile), INT64)
+    return b.zext(load(b, b.add(state, tile), INT8, 48), INT64)
 
 
-def _bytes_of_row(b: Any, state: Any, tile: int) -> Any:
+def _bytes_of_row(b: Any, state: Any, tile: Any) -> Any:
     """Bytes of the rows of an emulated tile, from its configuration."""
-    return b.zext(load(b, state, ir.IntType(16), 16 + 2 * tile), INT64)
+    return b.zext(load(b, b.add(state, b.add(tile, tile)), ir.IntType(16), 16), INT64)
 
 
-def _lanes_of_row(b: Any, state: Any, tile: int, row: Any) -> Any:
+def _lanes_of_row(b: Any, state: Any, tile: Any, row: Any) -> Any:
     """Mask of those of 16 numbers that a row of an emulated tile has: none beyond its rows."""
     lanes = b.udiv(_bytes_of_row(b, state, tile), number(4))
     return _first_lanes(b, b.select(b.icmp_unsigned("<", row, _rows(b, state, tile)), lanes, number(0)))

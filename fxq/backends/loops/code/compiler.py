@@ -76,11 +76,11 @@ def description() -> str:
     if isinstance(module, str):
         return f"none: dynamic and recurrent layers are slower (pip install fxq[jit]; {module})"
     kind = cpu_kind()
-    played = f" by order of {VARIABLE}" if kind.is_played else ""
-    if kind.has_amx:
-        return f"compiled by Numba {installed()} for {kind.name}{played and f'{played}, emulated slowly'}"
-    refusal = amx_probe.refusal() if amx_probe.has_amx() and not kind.is_played else ""
-    return f"compiled by Numba {installed()} for {kind.name}{played}{refusal and f' (without AMX: {refusal})'}"
+    about = f"compiled by Numba {installed()} for {kind.name}"
+    if kind.is_played:
+        return f"{about} by order of {VARIABLE}{', which it emulates slowly' if kind.has_amx else ''}"
+    refusal = amx_probe.refusal() if amx_probe.has_amx() else ""
+    return f"{about} (without AMX: {refusal})" if refusal else about
 
 
 def loops_for(name: str, elements: int, *read: Tensor | None) -> ModuleType | None:

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from fxq.backends.loops.code import compiler
-from fxq.backends.loops.code.cpu_kinds import cpu_kind
+from fxq.backends.loops.code import amx_probe, compiler
+from fxq.backends.loops.code.cpu_kinds import KINDS, cpu_kind
 
 
 @pytest.fixture
@@ -84,8 +84,20 @@ def test_without_numba_there_are_no_loops(monkeypatch):
 
 def test_what_compiles_is_said():
     pytest.importorskip("numba")
-    played = " by order of FXQ_CPU_KIND" if cpu_kind().is_played else ""
-    assert compiler.description() == f"compiled by Numba {compiler.installed()} for {cpu_kind().name}{played}"
+    kind = cpu_kind()
+    played = " by order of FXQ_CPU_KIND" if kind.is_played else ""
+    emulated = ", which it emulates slowly" if kind.is_played and kind.has_amx else ""
+    said = compiler.description()
+    assert said.startswith(f"compiled by Numba {compiler.installed()} for {kind.name}{played}{emulated}")
+
+
+def test_the_reason_is_said_if_the_cpu_has_amx_and_it_does_not_work(monkeypatch):
+    pytest.importorskip("numba")
+    for has_amx, said in ((True, " for avx512_vnni (without AMX: Linux denies it)"), (False, " for avx512_vnni")):
+        monkeypatch.setattr(compiler, "cpu_kind", lambda: next(kind for kind in KINDS if kind.name == "avx512_vnni"))
+        monkeypatch.setattr(amx_probe, "has_amx", lambda has_amx=has_amx: has_amx)
+        monkeypatch.setattr(amx_probe, "refusal", lambda: "Linux denies it")
+        assert compiler.description().endswith(said)
 
 
 @pytest.mark.parametrize(("threads", "few", "many"), [(1, True, True), (compiler._MAX_LOOP_THREADS + 1, True, False)])

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from fxq import FxqError
-from fxq.backends.loops.code import cpu_kinds
+from fxq.backends.loops.code import amx_probe, cpu_kinds
 from fxq.backends.loops.code.cpu_kinds import KINDS, chosen_kind, features_of, played_features
 
 pytestmark = pytest.mark.any_cpu
@@ -24,6 +24,7 @@ emitted = pytest.importorskip("tests.support.emitted")
 AVX2 = "+sse2,+avx2,+fma"
 AVX512 = f"{AVX2},+avx512f,+avx512bw,+avx512dq,+avx512vl"
 FEATURES = {
+    "amx_int8": f"{AVX512},+avx512vnni,+amx-int8,+amx-tile",
     "avx512_vnni": f"{AVX512},+avx512vnni",
     "avx512": AVX512,
     "avx_vnni": f"{AVX2},+avxvnni",
@@ -53,6 +54,7 @@ def test_a_cpu_with_a_part_of_avx512_is_avx2():
 @pytest.mark.parametrize(
     ("own", "smaller"),
     [
+        ("amx_int8", ["avx512_vnni", "avx512", "avx_vnni", "avx2", "other"]),
         ("avx512_vnni", ["avx512", "avx_vnni", "avx2", "other"]),
         ("avx512", ["avx2", "other"]),
         ("avx_vnni", ["avx2", "other"]),
@@ -62,8 +64,9 @@ def test_a_cpu_with_a_part_of_avx512_is_avx2():
     ],
 )
 def test_kinds_that_a_cpu_plays(own, smaller):
+    """Smaller ones; AMX is emulated on CPUs with AVX512-VNNI."""
     for kind in KINDS:
-        if kind.name in smaller:
+        if kind.name in smaller or (kind.name == "amx_int8" and own == "avx512_vnni"):
             played = chosen_kind(kind.name, FEATURES[own])
             assert played.is_played and played.name == kind.name
             left = features_of(played_features(played, FEATURES[own]))
@@ -96,9 +99,18 @@ def test_this_cpu(monkeypatch):
     flags = Path("/proc/cpuinfo").read_text(encoding="utf-8").split()
     own = chosen_kind("", cpu_kinds.compiled_features()).name
     if "avx512_vnni" in flags:
-        assert own == "avx512_vnni"
+        assert own in ("amx_int8", "avx512_vnni") and (own == "amx_int8") <= ("amx_int8" in flags)
     elif "avx512f" not in flags:
         assert own == ("avx_vnni" if "avx_vnni" in flags else "avx2" if "avx2" in flags else "other")
+
+
+@pytest.mark.parametrize(("refusal", "name"), [("", "amx_int8"), ("it computes a wrong product", "avx512_vnni")])
+def test_amx_is_used_if_it_works(refusal, name, monkeypatch):
+    monkeypatch.setattr(cpu_kinds, "compiled_features", lambda: FEATURES["amx_int8"])
+    monkeypatch.setattr(amx_probe, "refusal", lambda: refusal)
+    monkeypatch.delenv("FXQ_CPU_KIND", raising=False)
+    kind = cpu_kinds.cpu_kind.__wrapped__()
+    assert kind.name == name and not kind.is_played
 
 
 # ---- instructions

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.any_cpu
 
 finish_code = pytest.importorskip("fxq.backends.loops.code.finish_code", reason="needs Numba", exc_type=ImportError)
 emitted = pytest.importorskip("tests.support.emitted")
-WIDE_KINDS = [kind for kind in emitted.PLAYED if kind.wide_channels]
+WIDE_KINDS = [kind for kind in emitted.PLAYED if kind.wide_channels and not kind.has_amx]
 
 memory_loops = pytest.importorskip("fxq.backends.loops.code.memory_loops")
 

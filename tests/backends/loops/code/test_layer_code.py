@@ -20,8 +20,10 @@ emitted = pytest.importorskip("tests.support.emitted")
 
 TileInput, TileOutput, Residual = layer_code.TileInput, layer_code.TileOutput, layer_code.Residual
 GROUP, LANES = machine_code.GROUP, 16
-KINDS, WIDE_KINDS = emitted.PLAYED, [kind for kind in emitted.PLAYED if kind.wide_channels]
-"""Kinds of CPUs that this machine can play; with code of wide depthwise tiles."""
+KINDS = [kind for kind in emitted.PLAYED if not kind.has_amx]
+"""Kinds of CPUs that this machine can play. Tiles of the kind with AMX are those of AVX512-VNNI."""
+WIDE_KINDS = [kind for kind in KINDS if kind.wide_channels]
+"""Kinds with code of wide depthwise tiles."""
 
 
 def sizes(kind):
