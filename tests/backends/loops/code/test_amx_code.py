@@ -1,6 +1,9 @@
 """Products of AMX tiles: as emulated, and with the CPU's own instructions where it has them; and their assembly."""
 
+import os
 import re
+import subprocess
+import sys
 from functools import cache, partial
 
 import numpy as np
@@ -118,3 +121,32 @@ def test_instructions(rows, columns):
     assert re.findall(r"ldtilecfg|tilerelease", code) == ["ldtilecfg", "tilerelease"]
     assert code.index("ldtilecfg") < code.index("tileloadd") < code.index("tilestored") < code.index("tilerelease")
     assert " call" not in code
+
+
+PROGRAM = """
+from fxq.backends.loops.code import amx_probe
+amx_probe.refusal = lambda: ""
+import numba
+from fxq.backends.loops.code import amx_loops, compiler
+from fxq.backends.loops.code.memory_loops import words
+kind = numba.types.void(numba.types.int64, numba.types.int64)
+loop = numba.cfunc(kind, **compiler._OPTIONS)(
+    lambda step, bases: amx_loops.amx_product(numba.carray(words(step), 32), words(bases))
+)
+print(loop._library.get_asm_str())
+"""
+
+
+@pytest.mark.slow
+def test_the_loop_holds_tiles_from_its_begin_to_its_end():
+    """As Numba compiles it for a CPU with AMX: each way through it configures tiles once, and frees them."""
+    environment = {**os.environ, "NUMBA_CPU_NAME": "sapphirerapids", "NUMBA_CPU_FEATURES": AMX_FEATURES}
+    environment.pop("FXQ_CPU_KIND", None)
+    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=True)
+    functions = re.findall(r"^(_ZN\w+):\n(.*?)\n\.Lfunc_end", done.stdout.replace("\t", " "), re.M | re.S)
+    tiles = r"ldtilecfg|tilerelease|tileloadd|tilestored|tdpbusd"
+    (code,) = [code for _, code in functions if re.search(tiles, code)]
+    used = re.findall(tiles, code)
+    assert used[0] == "ldtilecfg" and used[-1] == "tilerelease" and used.count("tdpbusd") >= 9
+    assert used.count("ldtilecfg") == used.count("tilerelease") == code.count(" retq") == 1
+    assert not re.findall(r"(?:tileloadd|tilestored).*%rsp", code), "a tile is spilled"
