@@ -2,6 +2,7 @@
 
 import ctypes
 from contextlib import nullcontext
+from functools import cache
 from types import SimpleNamespace
 from unittest import mock
 
@@ -41,13 +42,15 @@ if not emitted.WITH_AMX or machine_code.KIND.bits < 512 or not machine_code.KIND
     pytest.skip("AMX is emulated on CPUs with AVX512-VNNI", allow_module_level=True)
 
 
-def amx_loops_of(kind):
+@cache
+def loops_with_amx():
     """Loops of a CPU with AMX. Only that of large layers is compiled for it; small ones run in those of this process.
 
     Attributes:
         rows: Rows of the steps that ran.
         offset: Bytes that are added to the address of a weight.
     """
+    kind = emitted.WITH_AMX[0]
     with mock.patch.object(machine_code, "KIND", kind):
         large = numba.cfunc(numba.types.void(numba.types.int64, numba.types.int64), **compiler._OPTIONS)(
             lambda step, bases: amx_loops.amx_product(numba.carray(words(step), MAX_STEP_FIELDS), words(bases))
@@ -67,22 +70,19 @@ def amx_loops_of(kind):
     return loops
 
 
-LOOPS = amx_loops_of(emitted.WITH_AMX[0])
-
-
 @pytest.fixture(autouse=True)
 def all_sizes(monkeypatch):
     """Use AMX for layers of any size."""
     monkeypatch.setattr(layer_steps, "MIN_AMX_PIXELS", 1)
     monkeypatch.setattr(layer_steps, "MIN_AMX_DEPTH", 1)
-    LOOPS.rows.clear()
+    loops_with_amx().rows.clear()
 
 
 def check_amx(*arguments, grid=GRID, **about):
     """Check a convolution, and return the row of its step."""
-    check(*conv(*arguments, grid=grid, loops=LOOPS, **about), grid)
-    assert LOOPS.rows[-1][0] == program_loops.AMX_PRODUCT
-    return LOOPS.rows[-1]
+    check(*conv(*arguments, grid=grid, loops=loops_with_amx(), **about), grid)
+    assert loops_with_amx().rows[-1][0] == program_loops.AMX_PRODUCT
+    return loops_with_amx().rows[-1]
 
 
 @settings(deadline=None)
@@ -118,8 +118,7 @@ def test_any_number_of_pixels(count, depth, columns, copied, grid, seed):
 
 def test_pixels_with_a_border_between_them():
     """Distances differ at the ends of rows, so that pixels are copied."""
-    memory_border = {"padding": (1, 1), "stride": (2, 1)}
-    assert check_amx((1, 7, 9, 64), 32, **memory_border)[ProductField.X_STEP] == 0
+    assert check_amx((1, 7, 9, 64), 32, padding=(1, 1), stride=(2, 1))[ProductField.X_STEP] == 0
     assert check_amx((2, 6, 6, 64), 32)[ProductField.X_STEP] == 64
     assert check_amx((2, 6, 6, 64), 32, stride=(1, 2))[ProductField.X_STEP] == 128
 
@@ -137,15 +136,15 @@ def test_small_layers_use_other_products(monkeypatch):
     """A weight of whole tiles is also read by them."""
     monkeypatch.undo()
     for shape, depthwise in (((1, 1, 7, 80), False), ((1, 4, 4, 60), False), ((1, 4, 4, 64), True)):
-        LOOPS.rows.clear()
-        check(*conv(shape, shape[3], depthwise=depthwise, loops=LOOPS), GRID)
-        assert program_loops.AMX_PRODUCT not in [row[0] for row in LOOPS.rows]
+        loops_with_amx().rows.clear()
+        check(*conv(shape, shape[3], depthwise=depthwise, loops=loops_with_amx()), GRID)
+        assert program_loops.AMX_PRODUCT not in [row[0] for row in loops_with_amx().rows]
 
 
 @pytest.mark.parametrize(("shape", "field", "unit"), [((1, 56, 57, 64), "PIXELS", 32), ((1, 7, 7, 512), "BLOCKS", 2)])
 def test_parts_of_threads_begin_with_tiles(shape, field, unit):
     row = check_amx(shape, shape[3] + 16, (3, 3), padding=(1, 1), function=CLAMP)
-    parts = split_row(LOOPS, row, 3)
+    parts = split_row(loops_with_amx(), row, 3)
     sizes = [part[ProductField[field]] for part in parts]
     assert len(parts) == 3 and sum(sizes) == row[ProductField[field]] and not any(n % unit for n in sizes[:-1])
 
@@ -168,10 +167,10 @@ class Network(nn.Module):
 def test_verification(is_right, monkeypatch):
     """A region whose products read the wrong row of a weight is put back, and the user is told."""
     torch.manual_seed(0)
-    monkeypatch.setattr(jit_engine, "loops", lambda name: LOOPS)
-    monkeypatch.setattr(LOOPS, "offset", 0 if is_right else 64)
+    monkeypatch.setattr(jit_engine, "loops", lambda name: loops_with_amx())
+    monkeypatch.setattr(loops_with_amx(), "offset", 0 if is_right else 64)
     model, x = Network().eval(), torch.randn(2, 3, 9, 9)
     with nullcontext() if is_right else pytest.warns(fxq.FxqWarning, match="kernel is wrong on this machine"):
         q = quantized(model, x)
-    assert program_loops.AMX_PRODUCT in [row[0] for row in LOOPS.rows]
+    assert program_loops.AMX_PRODUCT in [row[0] for row in loops_with_amx().rows]
     assert bool(regions(q)) == is_right and sqnr(model(x), q(x)) > 25
