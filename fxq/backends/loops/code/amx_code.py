@@ -26,7 +26,7 @@ from numba.core import cgutils
 from fxq.backends.loops.code import machine_code, products, vectors
 from fxq.backends.loops.code.amx_probe import CONFIG
 from fxq.backends.loops.code.layer_code import (
-    Finish,
+    FinishCode,
     TileOutput,
     pixel_address,
     quantizing,
@@ -244,7 +244,7 @@ def copy_run(b, x, groups, out):
 # ---- results
 
 
-def _store_bytes(b: Any, sums: Any, pixels: Any, result: TileOutput, finish: Finish) -> None:
+def _store_bytes(b: Any, sums: Any, pixels: Any, result: TileOutput, finish: FinishCode) -> None:
     """Store the bytes that `finish` returns for the stored sums of each pixel, int32 (pixels, 16)."""
     with cgutils.for_range(b, pixels, intp=INT64) as pixel:
         total = load(b, b.add(sums, b.mul(pixel.index, number(ROW_BYTES))), INTS)

@@ -32,7 +32,7 @@ from fxq.backends.loops.code.amx_code import (
 )
 from fxq.backends.loops.code.compiler import helper, inlined
 from fxq.backends.loops.code.layer_code import Residual, TileOutput
-from fxq.backends.loops.code.layer_loops import ADD_RESIDUAL, APPLY_PRELU, ROUND, STORE_SUMS, Epilogue, finish
+from fxq.backends.loops.code.layer_loops import ADD_RESIDUAL, APPLY_PRELU, ROUND, STORE_SUMS, TileEpilogue, finish
 from fxq.backends.loops.code.machine_code import GROUP
 from fxq.backends.loops.code.memory_loops import HARDSWISH, SILU, address_of, ints, scratch_of
 from fxq.backends.loops.code.step_fields import ProductField
@@ -104,7 +104,7 @@ def _finish_block(step, bases, k, p, pixels, sums, floats):
         prelu_sums(sums, pixels, result, slope)
     elif code == STORE_SUMS:
         count = min(LANES, step[ProductField.CHANNELS] - LANES * k)
-        epilogue = Epilogue(function, slope, to_floats, count, spread + offset if spread else 0)
+        epilogue = TileEpilogue(function, slope, to_floats, count, spread + offset if spread else 0)
         finish(sums, floats, pixels, result, epilogue, residual)
     elif function == SILU:
         silu_sums(sums, pixels, result)

@@ -172,7 +172,7 @@ def _interleave(b: Any, upper: Any, lower: Any, size: int, half: int) -> Any:
     return b.shuffle_vector(upper, lower, ir.Constant(ir.VectorType(INT32, channels), order))
 
 
-Finish = Callable[[Any, Any], Any]
+FinishCode = Callable[[Any, Any], Any]
 """Function of a pixel, a number or an LLVM value, and its 16 sums, that returns 16 bytes."""
 
 
@@ -182,7 +182,7 @@ def pixel_address(b: Any, x: Any, places: Any, pixel: Any) -> Any:
     return b.add(x, b.sext(load(b, b.add(places, offset), INT32), INT64))
 
 
-def rounding(b: Any, result: TileOutput) -> Finish:
+def rounding(b: Any, result: TileOutput) -> FinishCode:
     """Code that scales sums, adds the bias, clamps and rounds: scale and bias include the grid of the result."""
     scales, bias = load(b, result.scale, FLOATS), load(b, result.bias, FLOATS)
     low, high = vectors.bounds(b, result.numbers)
@@ -194,7 +194,7 @@ def rounding(b: Any, result: TileOutput) -> Finish:
     return finish
 
 
-def quantizing(b: Any, result: TileOutput, function: Callable[[Any, Any], Any]) -> Finish:
+def quantizing(b: Any, result: TileOutput, function: Callable[[Any, Any], Any]) -> FinishCode:
     """Code that scales sums, adds the bias, applies `function(pixel, y)`, and quantizes."""
     scales, bias = load(b, result.scale, FLOATS), load(b, result.bias, FLOATS)
     low, high = vectors.bounds(b, result.numbers)
@@ -208,13 +208,13 @@ def quantizing(b: Any, result: TileOutput, function: Callable[[Any, Any], Any]) 
     return finish
 
 
-def with_prelu(b: Any, result: TileOutput, slope: Any) -> Finish:
+def with_prelu(b: Any, result: TileOutput, slope: Any) -> FinishCode:
     """Code that also applies PReLU; `slope` is the address of float32 (16,), by column."""
     slopes = load(b, slope, FLOATS)
     return quantizing(b, result, lambda _, y: vectors.scale_negative(b, y, slopes))
 
 
-def with_residual(b: Any, result: TileOutput, residual: Residual) -> Finish:
+def with_residual(b: Any, result: TileOutput, residual: Residual) -> FinishCode:
     """Code that also adds a `Residual`."""
     step, shift = vectors.bounds(b, residual.grid)
 
@@ -226,7 +226,7 @@ def with_residual(b: Any, result: TileOutput, residual: Residual) -> Finish:
     return quantizing(b, result, added)
 
 
-def _store_bytes(b: Any, sums: Sequence[Any], result: TileOutput, finish: Finish) -> None:
+def _store_bytes(b: Any, sums: Sequence[Any], result: TileOutput, finish: FinishCode) -> None:
     """Store the bytes that `finish` returns for the sums of each pixel."""
     lines = _pixel_addresses(b, result.out, result.places, len(sums))
     for p, (total, line) in enumerate(zip(sums, lines, strict=True)):

@@ -103,7 +103,7 @@ def _scatter(x, to_floats, numbers, out, first, spread, count):
         write(x + _INT_BYTES * j, to_floats, numbers, out + size * (first + places[j]), 1)
 
 
-class Epilogue(NamedTuple):
+class TileEpilogue(NamedTuple):
     """How the stored sums of a tile become results: scale, bias and residual, function, and places.
 
     Attributes:
@@ -131,7 +131,7 @@ def finish(sums, tile, pixels, result, epilogue, residual):
         tile: Address of memory for float32 (pixels, 16).
         pixels: Number of pixels.
         result: `TileOutput`.
-        epilogue: `Epilogue`.
+        epilogue: `TileEpilogue`.
         residual: `Residual`.
     """
     places = carray(ints(result.places), pixels)
@@ -233,7 +233,7 @@ def product(step, bases):
         last = min(first + pixels_at_once, pixels)
         for k in range(blocks):
             offset, p = _BLOCK_BYTES * k, first
-            epilogue = Epilogue(
+            epilogue = TileEpilogue(
                 function, slope + offset, to_floats, min(LANES, channels - LANES * k), spread + offset if spread else 0
             )
             while p < last:
