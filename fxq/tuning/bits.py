@@ -1,4 +1,4 @@
-"""Choice of the bits of each weight within a budget, by the noise that rounding it adds to the output."""
+"""Choice of the bits of each weight within a budget, by the noise that its integers add to the output."""
 
 from __future__ import annotations
 
@@ -12,15 +12,22 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
+from fxq.common.data import Batch
+from fxq.common.isolation import copied, seeded
+from fxq.common.metrics import Agreement
 from fxq.display.queryable import Rows, decibels, layer_text
 from fxq.display.tables import Column, Part, text
 from fxq.errors import InputError
 from fxq.graph.info import info, precision_of
+from fxq.graph.program import IsolatedGraph
 from fxq.graph.query import read_attribute
 from fxq.graph.region import integer_weight, weight_sizes
+from fxq.graph.run import value_of
 from fxq.ledger.ledger import Ledger
 from fxq.ledger.output_check import rank
+from fxq.pipeline.float_form import FloatForm
 from fxq.pipeline.manager import PassManager
+from fxq.pipeline.samples import on_samples
 from fxq.quant.spec import FLOAT, QuantConfig, TensorSpec, weight_spec
 from fxq.recipe.recipe import Recipe
 from fxq.tuning.trials import Trials
@@ -35,7 +42,11 @@ SPECS: Mapping[str, TensorSpec] = {
 }
 """Specs that are tried for each weight. Fewer than 4 bits take as many bytes as 4, and 5 to 7 as many as 8."""
 _MEASURED = "4 bits, blocks of 64"
-"""Spec with which the model runs. Noise with other specs is estimated from the rounding error of the weight."""
+"""Spec with which the model runs, rounded to nearest. Noise with other specs follows from the error of the layer."""
+_NEAREST = "rounded to nearest"
+"""Key of the error of a weight in the measured spec without `gptq`."""
+_MAX_SAMPLES = 16
+"""Number of samples for the errors of layers."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +84,7 @@ class BitsResult(Rows[WeightBits]):
         recipe: the recipe with these specs, for `fxq.quantize`.
         bits: mean number of bits per value, scales and zero points included.
         budget: largest mean that was allowed.
-        score: dB of the output with the recipe and weights rounded to nearest; with a metric, its value.
+        score: dB of the output with the recipe; with a metric, its value.
         uniform: name of the best spec that fits the budget if all weights have it; empty if none does.
         uniform_score: its score; NaN if there is none.
     """
@@ -117,7 +128,7 @@ class _Weight:
         layers: layers that read it.
         values: number of values.
         sizes: bytes with scales and zero points, by name of the spec.
-        errors: sum of squared rounding errors, by name of the spec.
+        errors: noise of the outputs of its layers relative to them, by name of the spec, with float inputs.
         sqnr: dB of the output if only this weight is quantized, with the measured spec.
         noise: noise of the output relative to the output, by name of the spec.
     """
@@ -172,24 +183,23 @@ def search_bits(
     if any(config.activation is not None for config in (recipe.config, *(c for _, c in recipe.overrides))):
         raise InputError("a budget of bits is for weights alone: start with the recipe fxq.Recipe.weight_only(bits=4).")
     has_gptq = any(step.name == "gptq" for step in recipe.pipeline)
-    rounded = recipe.without_pass("gptq") if has_gptq else recipe  # it would run for every candidate
-    weights = _weights(trials, rounded)
+    rounded = recipe.without_pass("gptq") if has_gptq else recipe
+    weights = _weights(trials, recipe, rounded)
     if not weights:
         raise InputError("the model has no weights in integers, so there are no bits to choose.")
     _measure(trials, rounded, weights, executor, advance)
     total = sum(weight.values for weight in weights)
     chosen = _within(weights, budget * total / 8)
     alike = [name for name in SPECS if 8 * sum(w.sizes[name] for w in weights) <= budget * total]
-    choices = [chosen, *([name] * len(weights) for name in alike)]
-    candidates = [_recipe(rounded, weights, choice) for choice in choices]
-    score, *uniform_scores = trials.scores(candidates, executor, advance)
-    best = max(range(len(alike)), key=lambda i: rank(uniform_scores[i]), default=None)
-    if best is not None and rank(uniform_scores[best]) > rank(score):
-        chosen, score = [alike[best]] * len(weights), uniform_scores[best]
+    best = min(alike, key=lambda name: sum(w.noise[name] for w in weights), default="")
+    choices = [chosen, *([[best] * len(weights)] if best else [])]
+    score, *others = trials.scores([_recipe(recipe, weights, choice) for choice in choices], executor, advance)
+    if others and rank(others[0]) > rank(score):
+        chosen, score = choices[1], others[0]
     rows = tuple(_row(weight, name) for weight, name in zip(weights, chosen, strict=True))
     bits = sum(row.bits * row.values for row in rows) / total
-    uniform = {} if best is None else {"uniform": alike[best], "uniform_score": uniform_scores[best]}
-    return BitsResult(rows, _recipe(recipe, weights, chosen), bits, budget, score, **uniform)  # type: ignore[arg-type]
+    uniform_score = others[0] if others else math.nan
+    return BitsResult(rows, _recipe(recipe, weights, chosen), bits, budget, score, best, uniform_score)
 
 
 def _recipe(recipe: Recipe, weights: Sequence[_Weight], chosen: Sequence[str]) -> Recipe:
@@ -207,43 +217,76 @@ def _row(weight: _Weight, name: str) -> WeightBits:
     return WeightBits(first.name, first.path, first.op, name, bits, weight.values, weight.sqnr, line)
 
 
-def _weights(trials: Trials, recipe: Recipe) -> list[_Weight]:
-    """Weights that run on integers with a recipe, with their size and error for each spec."""
+def _weights(trials: Trials, recipe: Recipe, rounded: Recipe) -> list[_Weight]:
+    """Weights that run on integers, with their size and error for each spec.
+
+    Args:
+        trials: the calibrated model.
+        recipe: recipe whose passes choose the integers.
+        rounded: the recipe without `gptq`.
+    """
     weights: dict[Any, _Weight] = {}
-    layers = {layer.selectors: layer for layer in trials.layers(recipe, Ledger(()))}
-    everywhere = _Weight(list(layers.values()))
+    everywhere = _Weight(trials.layers(rounded, Ledger(())))
     for name, spec in SPECS.items():
         for manager in trials.managers(everywhere.with_spec(recipe, spec)):
-            for node in manager.gm.graph.nodes:
-                _add(weights, manager, node, name)
-    return [weight for weight in weights.values() if len(weight.sizes) == len(SPECS)]
+            _add(weights, manager, name)
+    for manager in trials.managers(everywhere.with_spec(rounded, SPECS[_MEASURED])):
+        _add(weights, manager, _NEAREST)
+    return [weight for weight in weights.values() if len(weight.errors) == len(SPECS) + 1]
 
 
-def _add(weights: dict[Any, _Weight], manager: PassManager, node: fx.Node, name: str) -> None:
-    """Add the weight that a node reads, with its size and error for one spec."""
-    layer = layer_of(manager, node, {}) if precision_of(node) == "weight-only" else None
-    reads = [read for read in node.all_input_nodes if integer_weight(manager.gm, read) is not None]
-    if layer is None or len(reads) != 1 or not info(reads[0]).stands_for:
-        return
-    real = read_attribute(manager.gm, info(reads[0]).stands_for)
-    weight = weights.setdefault((real.data_ptr(), tuple(real.shape)), _Weight())
-    if layer.selectors not in [earlier.selectors for earlier in weight.layers]:
-        weight.layers.append(layer)
-    if name not in weight.sizes:
-        weight.values, weight.sizes[name] = weight_sizes(manager.gm, node)
-        weight.errors[name] = _error(manager, reads[0], real)
+def _add(weights: dict[Any, _Weight], manager: PassManager, name: str) -> None:
+    """Add the weights of a graph, with their sizes and errors for one spec."""
+    read_by: dict[fx.Node, tuple[fx.Node, _Weight]] = {}
+    for node in manager.gm.graph.nodes:
+        layer = layer_of(manager, node, {}) if precision_of(node) == "weight-only" else None
+        reads = [read for read in node.all_input_nodes if integer_weight(manager.gm, read) is not None]
+        if layer is None or len(reads) != 1 or not info(reads[0]).stands_for:
+            continue
+        real = read_attribute(manager.gm, info(reads[0]).stands_for)
+        weight = weights.setdefault((real.data_ptr(), tuple(real.shape)), _Weight())
+        read_by[node] = reads[0], weight
+        if layer.selectors not in [earlier.selectors for earlier in weight.layers]:
+            weight.layers.append(layer)
+        if name in SPECS:
+            weight.values, weight.sizes[name] = weight_sizes(manager.gm, node)
+    for node, error in _errors(manager, {node: read for node, (read, _) in read_by.items()}).items():
+        _, weight = read_by[node]
+        weight.errors[name] = weight.errors.get(name, 0.0) + error
 
 
-def _error(manager: PassManager, node: fx.Node, real: torch.Tensor) -> float:
-    """Sum of the squared errors of a dequantized weight against the float one."""
+def _errors(manager: PassManager, reads: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, float]:
+    """Noise of the output of each layer relative to the output if only its weight is in integers, on recorded samples.
 
-    def value_of(read: fx.Node) -> Any:
-        return read_attribute(manager.gm, str(read.target))
+    Args:
+        manager: manager of a qdq graph.
+        reads: dequantized weight that each layer reads.
+    """
+    gm, context = manager.gm, manager.context
+    agreements = {node: Agreement() for node in reads}
 
-    args: Any = fx.node.map_arg(node.args, value_of)
-    kwargs: Any = fx.node.map_arg(node.kwargs, value_of)
-    rounded = node.target(*args, **kwargs)  # type: ignore[operator]
-    return float((rounded - real.detach()).double().square().sum())
+    def run(batches: Sequence[Batch]) -> dict[fx.Node, float]:
+        for batch in batches:
+            program = IsolatedGraph(gm, gm.graph)
+            floats = FloatForm(gm, copied(batch), program.graph, program.modules)
+            with torch.no_grad(), seeded():
+                for node in program.graph.nodes:
+                    rounded = _with_integers(floats, node, reads[node]) if node in reads else None
+                    value = floats.step(node)
+                    if rounded is not None:
+                        agreements[node].add(value, rounded)
+        return {node: agreement.noise / max(agreement.signal, 1e-30) for node, agreement in agreements.items()}
+
+    return on_samples(context, _MAX_SAMPLES, run)
+
+
+def _with_integers(floats: FloatForm, node: fx.Node, read: fx.Node) -> Any:
+    """Output of the next layer of a float run, with its dequantized weight."""
+    gm = floats.gm
+    stored = {value: read_attribute(gm, str(value.target)) for value in read.all_input_nodes}
+    real, floats.values[read] = floats.values[read], value_of(gm, read, stored)
+    value, floats.values[read] = floats.compute(node), real
+    return value
 
 
 def _measure(
@@ -253,7 +296,15 @@ def _measure(
     executor: Executor | None,
     advance: Callable[[], None],
 ) -> None:
-    """Measure the noise of the output with each weight alone in the measured spec, and derive that of other specs."""
+    """Measure the noise of the output with each weight alone in the measured spec, and derive that of other specs.
+
+    Args:
+        trials: the calibrated model.
+        recipe: the recipe without `gptq`, which would run for each weight.
+        weights: weights with their errors; receive their noise.
+        executor: executor that evaluates candidates.
+        advance: called after each candidate.
+    """
     all_float = recipe
     for weight in weights:
         all_float = weight.with_spec(all_float, None)
@@ -265,8 +316,8 @@ def _measure(
         trials.metric = metric
     for weight, sqnr in zip(weights, scores, strict=True):
         weight.sqnr, noise = sqnr, 10 ** (-rank(sqnr) / 10)
-        most = max(weight.errors[_MEASURED], 1e-30)
-        weight.noise = {name: noise * error / most for name, error in weight.errors.items()}
+        nearest = max(weight.errors[_NEAREST], 1e-30)
+        weight.noise = {name: noise * weight.errors[name] / nearest for name in SPECS}
 
 
 def _within(weights: Sequence[_Weight], most: float) -> list[str]:

@@ -119,9 +119,10 @@ def search(
     there, which adds no noise.
 
     With a budget, the search chooses bits and block size of each weight of a weight-only recipe. The model runs once
-    for each weight, with this weight in 4 bits and all others in float; what other specs cost follows from their error
-    of the weight. Then all weights start with the smallest spec, and those that save the most noise per byte get larger
-    ones while the budget lasts. Weights of 2 and 3 bits are stored like those of 4, so they are not tried.
+    for each weight, with this weight rounded to 4 bits and all others in float. What other specs cost follows from the
+    error of the layer's output, with the integers that the passes of the recipe choose for them, such as `gptq`. Then
+    all weights start with the smallest spec, and those that save the most noise per byte get larger ones while the
+    budget lasts. Weights of 2 and 3 bits are stored like those of 4, so they are not tried.
 
     Args:
         model: a float `nn.Module` in eval mode.

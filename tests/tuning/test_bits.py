@@ -1,6 +1,7 @@
 """The search within a budget of bits: what it chooses fits, and is better than the same spec for all weights."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -8,10 +9,11 @@ from torch import nn
 
 import fxq
 from fxq.errors import InputError
-from fxq.tuning.bits import SPECS, _Weight, _within, bits_of
+from fxq.tuning.bits import SPECS, _Weight, _weights, _within, bits_of
+from fxq.tuning.tools import calibrated_trials
 
 RECIPE = fxq.Recipe.weight_only(bits=4, backend="reference").with_min_sqnr(None)
-DATA = [torch.randn(16, 128, generator=torch.Generator().manual_seed(i)) for i in range(2)]
+DATA = [torch.randn(8, 64, 128, generator=torch.Generator().manual_seed(i)) for i in range(2)]
 
 
 def network():
@@ -41,6 +43,29 @@ def test_the_result_fits_and_is_better_than_one_spec_for_all(budget):
     if budget == 6.0:
         assert result.score > result.uniform_score + 1  # dB
         assert len({weight.spec for weight in result}) > 1
+
+
+def test_scores_and_errors_are_those_of_the_integers_that_gptq_chooses():
+    """The score against the quantized model, the error of a layer against a model of this layer alone."""
+
+    def ratio(model, q):
+        """Noise of the output relative to the output."""
+        with torch.no_grad():
+            wanted, actual = (torch.cat([m(x) for x in DATA]) for m in (model, q))
+        return float((wanted - actual).square().sum() / wanted.square().sum())
+
+    result = fxq.search(network(), RECIPE, DATA, budget=4.8)
+    q = fxq.quantize(network(), result.recipe, data=DATA)
+    assert result.score == pytest.approx(-10 * math.log10(ratio(network(), q)), abs=0.05)  # dB
+
+    torch.manual_seed(0)
+    layer = nn.Sequential(nn.Linear(128, 256)).eval()
+    rounded = RECIPE.without_pass("gptq")
+    (weight,) = _weights(calibrated_trials(layer, RECIPE, DATA, None, False), RECIPE, rounded)
+    plain, fitted = (fxq.quantize(layer, recipe, data=DATA) for recipe in (rounded, RECIPE))
+    assert weight.errors["rounded to nearest"] == pytest.approx(ratio(layer, plain), rel=1e-3)
+    assert weight.errors["4 bits, blocks of 64"] == pytest.approx(ratio(layer, fitted), rel=1e-3)
+    assert weight.errors["4 bits, blocks of 64"] < 0.98 * weight.errors["rounded to nearest"]
 
 
 def test_the_recipe_is_saved_and_the_table_shows_the_weights(tmp_path):
