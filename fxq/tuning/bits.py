@@ -60,8 +60,8 @@ class WeightBits:
         spec: name of the chosen spec.
         bits: bits per value, scales and zero points included.
         values: number of values.
-        sqnr: dB of the model's output against the float model's if only this weight were quantized, with 4 bits in
-            blocks of 64.
+        sqnr: dB of the model's output against the float model's if only this weight were rounded to nearest, with 4
+            bits in blocks of 64.
         line: line of a recipe that gives it the spec, as Python.
     """
 
